@@ -1,5 +1,11 @@
-"""The places that hold bytes and rows: object stores, and metadata stores beside them.
+"""Where a repository's bytes and rows are stored: objects, metadata and accounts.
 
-`objects` is the interface of an object store, `folder` the one on a POSIX folder and `cloud` the
-one in a bucket (with `cloud_place`, `cloud_requests`, and `retries` around it).
+- `objects/`: the chunks, as objects in a folder or a bucket. Nothing else has the data.
+- `metadata/`: which files a dataset has, in SQLite or Redis. It can be rebuilt from the chunks.
+- `accounts/`: which users may do what. It is kept beside the metadata, and cannot be rebuilt.
+
+Each has one interface (`store.py`) and several implementations, which one suite of tests checks.
+Start with these interfaces. `open_stores.py` chooses the implementation for a URL; code above this
+package should open stores by it alone. What an operation on a dataset means is not decided here,
+but in `repository/`.
 """

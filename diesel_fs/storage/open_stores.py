@@ -1,9 +1,9 @@
-"""Which store an address opens: the one place that knows all kinds of stores.
+"""Opens the stores at a repository's URL: objects, metadata and accounts.
 
-Owned here: the choice. Not owned: what an address means (`urls.py`), the stores (`storage/`). The
-library that speaks to buckets hangs in a forked child, and users' training processes fork: so they
-leave buckets to a helper (`storage/objects/cloud/proxy.py`). Programs of ours that do not fork
-bring along functions that open them directly (`register_opener`).
+This is the only module that knows all kinds of stores. Buckets are opened through a helper process
+(`objects/cloud/proxy.py`), since the library for buckets hangs in a forked child, and training
+processes fork. A program that does not fork can register a function that opens buckets directly
+(`register_opener`).
 """
 
 import time
@@ -20,10 +20,10 @@ from .objects.folder import FolderStore
 from .objects.store import ObjectStore
 
 METADATA_FILE = "meta.sqlite"
-"""The embedded metadata store, beside the objects."""
+"""The SQLite metadata store of a repository in a folder, beside the objects."""
 
 ObjectsOpener = Callable[[RepositoryUrl, bool], ObjectStore]
-"""Opens the objects at an address; with True makes a store where there is none."""
+"""Opens the object store at a URL; with True it makes one where there is none."""
 
 
 def _folder(url: RepositoryUrl, create: bool) -> ObjectStore:
@@ -34,7 +34,7 @@ _OPENERS: dict[str, ObjectsOpener] = {"file": _folder}
 
 
 def register_opener(scheme: str, opener: ObjectsOpener) -> None:
-    """This process may open addresses of a scheme."""
+    """Open URLs of a scheme with this function in this process."""
     _OPENERS[scheme] = opener
 
 
@@ -43,7 +43,7 @@ def open_objects(url: RepositoryUrl, *, create: bool) -> ObjectStore:
     opener = _OPENERS.get(url.scheme)
     if opener is not None:
         return opener(url, create)
-    if url.scheme in CLOUD_SCHEMES:  # this process may fork
+    if url.scheme in CLOUD_SCHEMES:  # and this process may fork
         return CloudProxy.open(url.objects_url, create=create)
     raise ConfigError(
         f"this version has no {url.scheme}:// repository", advice="use file:///folder or s3://"
@@ -51,16 +51,18 @@ def open_objects(url: RepositoryUrl, *, create: bool) -> ObjectStore:
 
 
 def open_metadata(url: RepositoryUrl, objects: ObjectStore, *, create: bool) -> MetadataStore:
-    """The metadata store of a repository whose objects are open. Raises ConfigError; DieselError
-    otherwise: reading goes on without.
+    """The metadata store of a repository whose objects are open.
+
+    Raises ConfigError for a bad URL. After another DieselError the repository can still be read, by
+    its last snapshot.
     """
     if url.meta:
-        from .metadata.redis.store import RedisMetadata  # noqa: PLC0415  # a tenth of a second
+        from .metadata.redis.store import RedisMetadata  # noqa: PLC0415  # imports for 0.1 s
 
         return RedisMetadata.open(url.meta, store=objects.store_id)
     if url.scheme != "file":
         raise MetadataError(
-            f"{url} names no metadata store: nothing can be written",
+            f"{url} names no metadata store, so nothing can be written",
             advice="add ?meta=redis://host:port",
         )
     return SqliteMetadata.open(_embedded(url), create=create)
@@ -69,8 +71,8 @@ def open_metadata(url: RepositoryUrl, objects: ObjectStore, *, create: bool) -> 
 def open_accounts(
     url: RepositoryUrl, objects: ObjectStore, *, deadline_s: float | None = None
 ) -> AccountTable:
-    """The table of accounts of a repository whose objects are open; one that was never written is
-    empty. `deadline_s` is for each call. Raises ConfigError, MetadataError.
+    """The table of accounts of a repository whose objects are open. It is empty at first.
+    `deadline_s` is the deadline of each call. Raises ConfigError, MetadataError.
     """
     check_accounts_place(url)
     if url.meta:
@@ -87,13 +89,13 @@ def check_accounts_place(url: RepositoryUrl) -> None:
     """Raises MetadataError for a repository that can have no accounts."""
     if not url.meta and url.scheme != "file":
         raise MetadataError(
-            f"{url} names no metadata store: accounts are kept there",
+            f"{url} names no metadata store, where accounts are kept",
             advice="add ?meta=redis://host:port",
         )
 
 
 def rename_unusable_metadata(url: RepositoryUrl) -> None:
-    """Moves an embedded metadata store that cannot be used out of the way; others stay."""
+    """Rename the files of a SQLite metadata store that cannot be used; others are left alone."""
     if url.meta or url.scheme != "file":
         return
     path = _embedded(url)

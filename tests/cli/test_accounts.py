@@ -82,7 +82,7 @@ def test_what_is_wrong_is_said(dlcmd: Dlcmd, place: str) -> None:
     assert "no user 'bo'" in dlcmd("user", "add", "bo", "--renew", code=10).err
     assert "no user 'bo'" in dlcmd("grant", "pets", "bo", "read", code=10).err
     assert "bad user name" in dlcmd("user", "add", "../x", code=2).err
-    assert "no role is called 'owner'" in dlcmd("grant", "pets", "ann", "owner", code=2).err
+    assert "there is no role 'owner'" in dlcmd("grant", "pets", "ann", "owner", code=2).err
     assert "bad dataset name" in dlcmd("grant", "a/b", "ann", "read", code=2).err
     assert "user --help" in dlcmd("user", "frobnicate", code=2).err
     assert "Usage: dlcmd user" in dlcmd("user", code=2).err

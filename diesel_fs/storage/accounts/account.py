@@ -1,10 +1,9 @@
-"""Accounts: users, their public keys, and who may do what with which dataset.
+"""Accounts of a repository: users, their public keys, and their roles for datasets. Pure.
 
-Owned here: roles and what they allow, what a change does to the accounts, which names and public
-keys are any, and accounts as text (of exports, of tables). Not owned: where accounts are kept
-(`store.py`), secrets (there are none here). Pure.
-
-As text, accounts are lines of JSON: `{"diesel-accounts": 1}`, then one line for each user.
+This module says what each role allows, makes changes to accounts, checks names and keys, and reads
+and writes accounts as text. The text is used in exports and tables: lines of JSON, of which the
+first is `{"diesel-accounts": 1}`, then one line for each user. There are no secrets in accounts;
+`store.py` keeps them.
 """
 
 import binascii
@@ -35,9 +34,9 @@ ACCOUNTS_MAX = 1 << 16
 GRANTS_MAX = 1 << 12
 
 _USER_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,31}")
-_MARK = "diesel-accounts"
+_FIRST_LINE_KEY = "diesel-accounts"
 
-# The curve of Ed25519 (RFC 8032, 5.1), as far as telling keys from other bytes needs it
+# Parameters of the curve of Ed25519 (RFC 8032, 5.1), to tell keys from other bytes
 _P = 2**255 - 19
 _D = -121665 * pow(121666, -1, _P) % _P
 _Y_OF_ORDER_8 = int.from_bytes(
@@ -47,7 +46,7 @@ _SMALL_ORDER = frozenset({0, 1, _P - 1, _Y_OF_ORDER_8, _P - _Y_OF_ORDER_8})
 
 
 class Role(IntEnum):
-    """What a user may do with a dataset; a greater one may do all that a smaller one may."""
+    """What a user may do with a dataset. A greater role allows all that a smaller one does."""
 
     NONE = 0
     READ = 1
@@ -56,7 +55,7 @@ class Role(IntEnum):
 
     @property
     def text(self) -> str:
-        """As people write it."""
+        """The role as users write it: none, read, write or admin."""
         return self.name.lower()
 
 
@@ -67,8 +66,9 @@ ROLES: Mapping[str, Role] = {role.text: role for role in Role}
 class Account:
     """A user: name, Ed25519 public key (32 bytes), and roles by the names of datasets.
 
-    `admin`: of all datasets, those that are not there yet too, and of all accounts. `ceiling`: no
-    role is greater, while nobody can tell whether this still is the user's account.
+    An `admin` has the role ADMIN for all datasets, future ones too, and may change accounts. No
+    role is greater than `ceiling`: a server lowers it while it cannot read the table of accounts,
+    and so does not know whether the account has been changed.
     """
 
     name: str
@@ -78,36 +78,40 @@ class Account:
     ceiling: Role = Role.ADMIN
 
     def role(self, dataset: str) -> Role:
-        """What the user may do with a dataset of this name."""
+        """The user's role for the dataset of this name."""
         return min(self._granted(dataset), self.ceiling)
 
     def _granted(self, dataset: str) -> Role:
         return Role.ADMIN if self.admin else self.grants.get(dataset, Role.NONE)
 
     def require(self, dataset: str, role: Role) -> None:
-        """Raises NoSuchDataset for who may not even read it, PermissionDenied for who may do less,
-        MetadataError where that cannot be told now. All by the name alone: whether there is such
-        a dataset makes no difference.
+        """Check that the user has a role for a dataset.
+
+        Raises NoSuchDataset where the user may not even read it, PermissionDenied where the role is
+        too small, MetadataError where only the ceiling is. Only the name counts: a user cannot find
+        out whether there is such a dataset.
         """
         if self._granted(dataset) is Role.NONE:
             raise NoSuchDataset(f"no dataset {dataset!r}")
         if self._granted(dataset) < role:
             raise PermissionDenied(
                 f"{self.name!r} may not {_ROLE_VERBS[role]} the dataset {dataset!r}",
-                advice=f"its administrator can: dlcmd grant {dataset} {self.name} {role.text}",
+                advice=f"an administrator can run: dlcmd grant {dataset} {self.name} {role.text}",
             )
         self._check_ceiling(role)
 
     def require_admin(self) -> None:
-        """Raises PermissionDenied for who is no administrator of all, MetadataError as above."""
+        """Check that the user may change accounts. Raises PermissionDenied, or MetadataError as
+        `require` does.
+        """
         if not self.admin:
-            raise PermissionDenied(f"{self.name!r} is no administrator of accounts")
+            raise PermissionDenied(f"{self.name!r} may not change accounts")
         self._check_ceiling(Role.ADMIN)
 
     def _check_ceiling(self, role: Role) -> None:
         if role > self.ceiling:
             raise MetadataError(
-                "the accounts cannot be looked up: until then there is only reading",
+                "the accounts cannot be read now, so only reading is allowed",
                 advice="try again later",
             )
 
@@ -122,67 +126,71 @@ Accounts = Mapping[str, Account]
 
 
 def check_user_name(name: str) -> str:
-    """`name` itself. Raises UsageError."""
+    """Return the name. Raises UsageError where it is not valid."""
     if not _USER_NAME.fullmatch(name):
         raise UsageError(
             f"bad user name {name[:64]!r}",
-            advice="a name is a small letter or digit, then up to 31 of those, '.', '_' or '-'",
+            advice="use a small letter or digit, then up to 31 of those, '.', '_' or '-'",
         )
     return name
 
 
 def parse_role(text: str) -> Role:
-    """The role of that name. Raises UsageError."""
+    """The role of this name. Raises UsageError."""
     if text not in ROLES:
-        raise UsageError(f"no role is called {text[:64]!r}", advice=f"there are {', '.join(ROLES)}")
+        raise UsageError(f"there is no role {text[:64]!r}", advice=f"use {', '.join(ROLES)}")
     return ROLES[text]
 
 
 def check_public_key(public: bytes) -> bytes:
-    """`public` itself. Raises UsageError for bytes that are no key, or one that anybody can sign
-    for (a point of small order).
+    """Return the key. Raises UsageError for bytes that are not a key, and for keys that anybody
+    can sign for (points of small order).
     """
     if len(public) != PUBLIC_KEY_BYTES:
         raise UsageError(f"a public key has {PUBLIC_KEY_BYTES} bytes, not {len(public)}")
     y = (int.from_bytes(public, "little") & (1 << 255) - 1) % _P
     square = (y * y - 1) * (_D * y * y + 1)  # times a square it is x * x
     if y in _SMALL_ORDER or pow(square, (_P - 1) // 2, _P) != 1:
-        raise UsageError("these bytes are no public key")
+        raise UsageError("these bytes are not a public key")
     return public
 
 
 def public_key_text(public: bytes) -> str:
-    """A public key as it is written."""
+    """A public key as text: the prefix and Base64."""
     return PUBLIC_KEY_PREFIX + b64encode(public).decode()
 
 
 def parse_public_key(text: str) -> bytes:
-    """The public key that was written; space around it does not matter. Raises UsageError."""
+    """The public key in a text, which may have space around it. Raises UsageError."""
     stripped = text.strip()
     try:
         public = b64decode(stripped.removeprefix(PUBLIC_KEY_PREFIX), validate=True)
     except (binascii.Error, ValueError):
         public = b""
     if not stripped.startswith(PUBLIC_KEY_PREFIX) or len(public) != PUBLIC_KEY_BYTES:
-        # A key that is secret may have been given by mistake, so nothing of the text is repeated.
-        raise UsageError("this is no public key", advice=f"it is one line, {PUBLIC_KEY_PREFIX}...")
+        # The text may be a secret key, given by mistake: so the message does not repeat it
+        raise UsageError(
+            "this is not a public key", advice=f"a public key is one line: {PUBLIC_KEY_PREFIX}..."
+        )
     return check_public_key(public)
 
 
-# Changes: each gives the accounts as they are afterwards
+# Changes: each function returns changed accounts, and leaves its argument as it is
 
 
 def with_account(accounts: Accounts, account: Account) -> Accounts:
-    """With a new account. Raises ConflictError where there is one of that name."""
+    """Add an account. Raises ConflictError where the name is taken."""
     if account.name in accounts:
-        raise ConflictError(f"there is a user {account.name!r} already", advice="user add --renew")
+        raise ConflictError(
+            f"there is a user {account.name!r} already",
+            advice="for a new key use: dlcmd user add --renew",
+        )
     return _checked({**accounts, account.name: account})
 
 
 def with_new_key(accounts: Accounts, name: str, public_key: bytes, *, admin: bool) -> Accounts:
-    """With another key for an account, whose roles stay; `admin` may be given, not taken.
-
-    Raises NotFoundError.
+    """Replace the key of an account, which keeps its roles; with `admin` it becomes an
+    administrator. Raises NotFoundError.
     """
     account = _existing(accounts, name)
     changed = replace(account, public_key=public_key, admin=account.admin or admin)
@@ -190,13 +198,13 @@ def with_new_key(accounts: Accounts, name: str, public_key: bytes, *, admin: boo
 
 
 def without_account(accounts: Accounts, name: str) -> Accounts:
-    """Without an account. Raises NotFoundError."""
+    """Remove an account. Raises NotFoundError."""
     _existing(accounts, name)
     return {other: account for other, account in accounts.items() if other != name}
 
 
 def with_role(accounts: Accounts, name: str, dataset: str, role: Role) -> Accounts:
-    """With a role for a user; NONE takes the one there away. Raises NotFoundError."""
+    """Give a user a role for a dataset; NONE removes it. Raises NotFoundError."""
     account = _existing(accounts, name)
     grants = {each: given for each, given in account.grants.items() if each != dataset}
     if role is not Role.NONE:
@@ -205,12 +213,12 @@ def with_role(accounts: Accounts, name: str, dataset: str, role: Role) -> Accoun
 
 
 def with_accounts(accounts: Accounts, more: Iterable[Account]) -> Accounts:
-    """With accounts that replace those of the same names."""
+    """Add accounts; they replace those of the same names."""
     return _checked({**accounts, **{account.name: account for account in more}})
 
 
 def check_admin_left(before: Accounts, after: Accounts) -> None:
-    """Raises ConflictError where nobody could administer accounts any more."""
+    """Raises ConflictError for a change that removes the last administrator."""
     if any(each.admin for each in before.values()) and not any(
         each.admin for each in after.values()
     ):
@@ -240,38 +248,45 @@ def _checked(accounts: Accounts) -> Accounts:
 
 
 def accounts_text(accounts: Accounts) -> str:
-    """All accounts as text, by name. Roles and public keys, so it gives nobody a way in."""
-    lines = [json.dumps({_MARK: TEXT_VERSION})]
+    """All accounts as text, ordered by name. The text has no secrets."""
+    lines = [json.dumps({_FIRST_LINE_KEY: TEXT_VERSION})]
     lines += [account_line(accounts[name]) for name in sorted(accounts)]
     return "\n".join(lines) + "\n"
 
 
 def parse_accounts(content: bytes) -> Accounts:
-    """The accounts in a text. Raises CorruptError, which names the line; NewerVersionError."""
+    """Parse a text of accounts. Raises CorruptError with the number of the line, and
+    NewerVersionError.
+    """
     if len(content) > TEXT_BYTES_MAX:
-        raise CorruptError(f"accounts of {len(content):,} bytes (at most {TEXT_BYTES_MAX:,})")
+        raise CorruptError(
+            f"a text of accounts has {len(content):,} bytes (at most {TEXT_BYTES_MAX:,})"
+        )
     try:
         lines: Sequence[str] = content.decode().splitlines()
     except UnicodeDecodeError:
-        raise CorruptError("no accounts: it is no text") from None
+        raise CorruptError("not a text of accounts: it is not UTF-8") from None
     first = _fields(lines[0] if lines else "", "line 1")
-    version = first.get(_MARK)
+    version = first.get(_FIRST_LINE_KEY)
     if type(version) is not int or version < 1:
         raise CorruptError(
-            f"no accounts: the first line is not {json.dumps({_MARK: TEXT_VERSION})}"
+            "not a text of accounts: the first line is not"
+            f" {json.dumps({_FIRST_LINE_KEY: TEXT_VERSION})}"
         )
     if version > TEXT_VERSION:
         raise NewerVersionError(
-            f"accounts of version {version}, and this program knows {TEXT_VERSION}",
+            f"the accounts have version {version}, and this program knows {TEXT_VERSION}",
             advice="use a newer diesel-fs",
         )
     if len(first) != 1 or len(lines) > ACCOUNTS_MAX + 1:
-        raise CorruptError("no accounts: the first line holds more, or there are too many lines")
+        raise CorruptError(
+            "not a text of accounts: the first line has other keys, or there are too many lines"
+        )
     found: dict[str, Account] = {}
     for number, line in enumerate(lines[1:], start=2):
         account = parse_account(line, f"line {number}")
         if account.name in found:
-            raise CorruptError(f"line {number}: the user {account.name!r} stands there twice")
+            raise CorruptError(f"line {number}: there are two accounts of {account.name!r}")
         found[account.name] = account
     return found
 
@@ -289,15 +304,15 @@ def account_line(account: Account) -> str:
 
 
 def parse_account(line: str | bytes, where: str) -> Account:
-    """The account of a line. Raises CorruptError, which says `where`."""
+    """Parse the line of an account. Raises CorruptError with `where` in its message."""
     fields = _fields(line, where)
     if set(fields) != {"user", "public_key", "admin", "grants"}:
-        raise CorruptError(f"{where}: an account has user, public_key, admin and grants")
+        raise CorruptError(f"{where}: the keys are not user, public_key, admin and grants")
     name, public, admin, grants = (fields[key] for key in ("user", "public_key", "admin", "grants"))
     if not (type(name) is str and type(public) is str and type(admin) is bool):
-        raise CorruptError(f"{where}: a field of another type")
+        raise CorruptError(f"{where}: a value has the wrong type")
     if type(grants) is not dict or len(grants) > GRANTS_MAX:
-        raise CorruptError(f"{where}: grants are a map of at most {GRANTS_MAX:,} roles")
+        raise CorruptError(f"{where}: grants is not a map of at most {GRANTS_MAX:,} roles")
     try:
         return Account(
             check_user_name(name),
@@ -324,7 +339,7 @@ def _fields(line: str | bytes, where: str) -> dict[str, object]:
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        raise CorruptError(f"{where}: no account: it is no map in JSON")
+        raise CorruptError(f"{where}: not a map in JSON")
     return found
 
 

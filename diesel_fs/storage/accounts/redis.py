@@ -1,11 +1,8 @@
-"""The table of accounts in Redis, beside the metadata.
+"""The table of accounts in Redis, in the hash `USERS_KEY` beside the metadata.
 
-Owned here: how accounts stand under `USERS_KEY` (`storage/metadata/redis/keys.py`). Not owned:
-connections (`storage/metadata/redis/link.py`), what a change means (`accounts.py`).
-
-A change reads all accounts, and a script puts the difference in, if the token still is what it was;
-so changes are atomic, one after the other, and may be sent again. Safe from threads, processes and
-forked children.
+A change reads all accounts, and a script then writes the difference if the token of the state is
+still the same; otherwise the change starts again. So changes are atomic, follow one after another,
+and may be sent twice. Safe to use from threads, processes and forked children.
 """
 
 import functools
@@ -14,34 +11,36 @@ from collections.abc import Callable
 from typing import Self
 from uuid import UUID
 
-from diesel_fs.errors import BusyError, CorruptError
-from diesel_fs.storage.accounts.account import Accounts, account_line, parse_account
-from diesel_fs.storage.accounts.store import NO_TOKEN, AccountState, AccountTable
-from diesel_fs.storage.metadata.redis.head import open_link
-from diesel_fs.storage.metadata.redis.head_scripts import SET_USERS
-from diesel_fs.storage.metadata.redis.keys import SCHEMA, SCHEMA_KEY, USERS_KEY, USERS_TOKEN
-from diesel_fs.storage.metadata.redis.link import (
+from ...errors import BusyError, CorruptError
+from ..metadata.redis.head import open_link
+from ..metadata.redis.head_scripts import SET_USERS
+from ..metadata.redis.keys import SCHEMA, SCHEMA_KEY, USERS_KEY, USERS_TOKEN
+from ..metadata.redis.link import (
     DEADLINE_S,
     Command,
     RedisLink,
     ScriptCommand,
     Word,
 )
-from diesel_fs.storage.metadata.redis.replies import packed_dict
+from ..metadata.redis.replies import packed_dict
+from .account import Accounts, account_line, parse_account
+from .store import NO_TOKEN, AccountState, AccountTable
 
 _TOKEN_BYTES = 16
 _TRIES_MAX = 50
 
 
 class RedisAccounts(AccountTable):
-    """A table in Redis. What survives a crash of it: as `storage/metadata/redis/store.py` says."""
+    """A table in Redis. `storage/metadata/redis/store.py` says what survives a crash of Redis."""
 
     def __init__(self, link: RedisLink) -> None:
         self._link = link
 
     @classmethod
     def open(cls, url: str, *, store: UUID, deadline_s: float = DEADLINE_S) -> Self:
-        """The table at a URL, of the repository over that object store. Raises as `open_link`."""
+        """Open the table at a URL, of the repository with the object store `store`. Raises as
+        `open_link` does.
+        """
         return cls(open_link(url, deadline_s=deadline_s, store=store))
 
     def __repr__(self) -> str:
@@ -55,7 +54,9 @@ class RedisAccounts(AccountTable):
         for field, line in fields.items():
             account = parse_account(line, f"{self._link.address}, {USERS_KEY.decode()}")
             if account.name.encode() != field:
-                raise CorruptError(f"{self._link.address}: the account of another user")
+                raise CorruptError(
+                    f"{self._link.address}: the account of {account.name!r} has another user's key"
+                )
             accounts[account.name] = account
         return AccountState(token, accounts)
 
@@ -79,7 +80,7 @@ class RedisAccounts(AccountTable):
             if reply[0] == b"ok":
                 self._link.with_retries(self._link.wait_durable)
                 return after
-        raise BusyError("the accounts are being changed by too many at once")
+        raise BusyError("too many processes change the accounts at once", advice="try again")
 
     def close(self) -> None:
         self._link.close()

@@ -1,12 +1,9 @@
-"""Tables of accounts: the interface, and the table in a file.
+"""The interface of a table of accounts, and the table in a file.
 
-Owns: the contract words (in `AccountTable`), the file and its lock. Does not own: what an account
-is and what a change means (`accounts.py`), the table in Redis (`redis.py`).
+Accounts (`account.py`) cannot be rebuilt from chunks, and `dlcmd recover` does not touch them. A
+table that was lost counts as empty: nobody has access. An export of the accounts is their backup.
 
-Accounts are not derived: nothing makes them again, so a table that has gone is an empty one, which
-lets nobody in, and `recover` leaves them alone. Exports are their backup.
-
-Concurrency: any thread, any process; nothing is open between calls to a file.
+Concurrency: tables may be used from any thread and process. The file is open during a call only.
 """
 
 import errno
@@ -21,19 +18,18 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 
-from diesel_fs.errors import BusyError, DieselError, MetadataError, NoSpaceError, PermissionDenied
-from diesel_fs.storage.accounts.account import (
+from ...errors import BusyError, DieselError, MetadataError, NoSpaceError, PermissionDenied
+from ...system.atomic_file import fsync_folder
+from ..objects.folder import object_temporary_name
+from .account import (
     TEXT_BYTES_MAX,
     Accounts,
     accounts_text,
     parse_accounts,
 )
 
-from ...system.atomic_file import fsync_folder
-from ..objects.folder import object_temporary_name
-
 FILE = "accounts"
-"""Beside the chunks, where the metadata are embedded; and `accounts.lock`."""
+"""The file's name beside the chunks, for a repository in a folder. Its lock is `accounts.lock`."""
 
 NO_TOKEN = b""
 
@@ -45,8 +41,10 @@ _NOT_ALLOWED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP})
 
 @dataclass(frozen=True, slots=True)
 class AccountState:
-    """All accounts at one moment. `token` names the state; it is `NO_TOKEN` where there never was a
-    table, or where it was lost (one whose last user was removed has a token).
+    """All accounts at one moment, and the token of that state.
+
+    The token differs between any two states. It is `NO_TOKEN` only where the table was never
+    written, or was lost.
     """
 
     token: bytes = NO_TOKEN
@@ -56,37 +54,38 @@ class AccountState:
 class AccountTable(ABC):
     """The accounts of one repository.
 
-    Errors, of all methods: MetadataError where it cannot be reached, PermissionDenied,
+    All methods raise MetadataError where the table cannot be reached, PermissionDenied,
     NoSpaceError, CorruptError.
     """
 
     @abstractmethod
     def read(self) -> AccountState:
-        """All accounts, of one moment: never half of a change."""
+        """All accounts at one moment: a change is seen whole or not at all."""
 
     @abstractmethod
     def token(self) -> bytes:
-        """The token of the state: another after every change. Cheaper than `read`."""
+        """The token of the current state. Cheaper than `read`."""
 
     @abstractmethod
     def change(self, edit: Callable[[Accounts], Accounts]) -> Accounts:
-        """Make `edit` of the accounts, and they are what it gave; they come back.
+        """Replace the accounts by the result of `edit`, which gets the current ones. Returns the
+        new accounts.
 
-        Atomic, and one after the other: what `edit` gets is what its result replaces. It may be
-        called several times; where it raises, nothing changes. Durable on return, as far as the
-        store is. Other errors leave it unknown whether the change was made.
+        Changes are atomic, and follow one after another. `edit` may be called several times; where
+        it raises, nothing changes. After another error, the change may have been made or not. On
+        return the change is as durable as the store can make it.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of what is open. Repeatable."""
+        """Close all connections. Repeatable."""
 
 
 class AccountFile(AccountTable):
-    """A table in a file of its owner's alone: the text of `accounts.py`.
+    """A table in a file, as the text of `account.py`, that only its owner can read.
 
-    It belongs to whoever owns its folder, also where root writes it, so that the server can read
-    what an administrator has made.
+    The file belongs to the owner of its folder, also where root writes it: so the server can read
+    what an administrator has written.
     """
 
     def __init__(self, path: Path, *, lock_s: float = _LOCK_S) -> None:
@@ -123,8 +122,8 @@ class AccountFile(AccountTable):
             found = os.fstat(fd)
             if not stat.S_ISREG(found.st_mode) or found.st_mode & 0o022:
                 raise PermissionDenied(
-                    f"others can write to {self.path}: it is not believed",
-                    advice=f"look at it, then chmod 600 {self.path}",
+                    f"{self.path} is not used, since other users can write to it",
+                    advice=f"check its content, then run: chmod 600 {self.path}",
                 )
             content = file.read(TEXT_BYTES_MAX + 1)
         token = blake2b(content, digest_size=16).digest()
@@ -168,7 +167,9 @@ class AccountFile(AccountTable):
                     break
                 except BlockingIOError:
                     if time.monotonic() > deadline:
-                        raise BusyError(f"somebody else changes {self.path}") from None
+                        raise BusyError(
+                            f"{self.path} is being changed by another process", advice="try again"
+                        ) from None
                     time.sleep(_POLL_S)
             yield
         finally:

@@ -1,18 +1,17 @@
-"""Rebuilding the state of a dataset while its writers go on.
+"""Rebuilds a dataset's state in a metadata store while writers go on committing to it.
 
-Owned here: the order of the passes, by which nothing is lost that is committed meanwhile, and
-commits are held back for the last of them alone. Not owned: how a store keeps a state aside, and
-puts it in the place of the one that stands (`storage/metadata/sqlite/shadow_state.py`,
-`storage/metadata/redis/shadow_state.py`); which chunks there are, and what they bring (the caller's
-`batches` and `late`).
+The live state is the one that readers see. A rebuild folds chunks into a shadow state beside it,
+which then replaces the live state at once. So that no commit is lost meanwhile:
 
-    1  what stands is looked at: the chunks that are committed
-    2  `batches` are folded aside, however long that takes: they were listed after 1
-    3  what has been committed since 1 and is not among them comes `late`; again, until it is little
-    4  commits are held back, the rest comes `late`, and all of it replaces what stands
+    1  Read which chunks the live state has.
+    2  Fold `batches` into the shadow state, however long that takes. They were listed after step 1.
+    3  Read the chunks that were committed since step 1 and are not folded yet with
+       `read_committed`, and fold them; repeat until they are few.
+    4  Lock commits, fold the last of these chunks, and replace the live state.
 
-One thread for each rebuild. Of several at once each keeps what the others have, since that is
-committed.
+How a state is stored and replaced is up to each store (`sqlite/shadow_state.py`,
+`redis/shadow_state.py`). One thread for each rebuild. Several rebuilds of a dataset may run at
+once: each sees the result of another as chunks that were committed.
 """
 
 import time
@@ -22,13 +21,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from uuid import UUID
 
-from diesel_fs.errors import BusyError, CorruptError, NoSuchDataset
-from diesel_fs.format.entries import ChunkId
-from diesel_fs.storage.metadata.commit_lock import RenewingCommitLock
-from diesel_fs.storage.metadata.store import Batch, MetadataStore, ReadCommitted
+from ...errors import BusyError, CorruptError, NoSuchDataset
+from ...format.entries import ChunkId
+from .store import Batch, MetadataStore, ReadCommitted, RenewingCommitLock
 
 LOCKED_CHUNKS_MAX = 32
-"""So many may come while commits are held back: some round trips to the object store each."""
+"""How many chunks may be read while commits are locked: some round trips to the object store each.
+"""
 
 _PASSES_MAX = 8  # each shorter than the one before, unless chunks come faster than they are read
 _TRIES_MAX = 20
@@ -37,8 +36,10 @@ _PAUSE_S = 0.02
 
 @dataclass(frozen=True, slots=True)
 class LiveState:
-    """What stands where a rebuild goes, as far as it can be read. `revision` tells one state from
-    all others, and is empty where there is no such dataset."""
+    """The state of a dataset that readers see now, as far as it can be read.
+
+    `revision` differs between any two states, and is empty where there is no such dataset.
+    """
 
     revision: tuple[bytes, ...]
     chunks: frozenset[ChunkId]
@@ -48,109 +49,116 @@ NO_LIVE_STATE = LiveState((), frozenset())
 
 
 class ShadowState(ABC):
-    """A state that is being built beside the one that stands, where nobody sees it."""
+    """A state that is being built beside the live one, and that readers do not see."""
 
     @abstractmethod
     def begin(self) -> None:
-        """Make room for it. Raises ConflictError as `MetadataStore.create`."""
+        """Make an empty state. Raises ConflictError as `MetadataStore.create` does."""
 
     @abstractmethod
     def live_state(self) -> LiveState:
-        """What stands now. Raises ConflictError as `begin`."""
+        """The live state now. Raises ConflictError as `begin` does."""
 
     @abstractmethod
     def add(self, batch: Batch) -> None:
-        """Fold a chunk in that is not in it yet; at the latest with `flush`."""
+        """Fold in a chunk that was not added before, now or with the next `flush`."""
 
     @abstractmethod
     def flush(self) -> None:
-        """Have all that was added in it."""
+        """Fold in every chunk that was added."""
 
     @abstractmethod
     def become_live(self, expected: LiveState) -> int | None:
-        """Put it in the place of what stands, at once; the new version. None, and nothing done,
-        where that is not `expected` any more."""
+        """Replace the live state at once, and return the new version. Returns None, and does
+        nothing, where the live state is not `expected` any more.
+        """
 
     @abstractmethod
     def discard(self) -> None:
-        """Remove it, as far as that is possible now. Raises nothing of ours."""
+        """Remove this state, as far as that is possible now. Raises no DieselError."""
 
 
 def rebuild(
     store: MetadataStore,
     identity: UUID,
-    aside: ShadowState,
+    shadow: ShadowState,
     batches: Iterable[Batch],
-    late: ReadCommitted | None,
+    read_committed: ReadCommitted | None,
 ) -> int:
-    """As `MetadataStore.rebuild`, of a store that keeps states `aside`."""
+    """Do `MetadataStore.rebuild` with the shadow state that a store provides."""
     try:
-        aside.begin()
-        return _Rebuild(store, identity, aside, late).run(batches)
+        shadow.begin()
+        return _Rebuild(store, identity, shadow, read_committed).run(batches)
     except BaseException:
-        aside.discard()
+        shadow.discard()
         raise
 
 
 class _Rebuild:
     def __init__(
-        self, store: MetadataStore, identity: UUID, aside: ShadowState, late: ReadCommitted | None
+        self,
+        store: MetadataStore,
+        identity: UUID,
+        shadow: ShadowState,
+        read_committed: ReadCommitted | None,
     ) -> None:
         self._store = store
         self._identity = identity
-        self._aside = aside
-        self._late = late
-        self._before = aside.live_state()
+        self._shadow = shadow
+        self._read_committed = read_committed
+        self._before = shadow.live_state()
         self._folded: set[ChunkId] = set()
-        self._asked: set[ChunkId] = set()  # for some of which there may be no batch
+        self._asked: set[ChunkId] = set()  # `read_committed` may have no batch for some of them
 
     def run(self, batches: Iterable[Batch]) -> int:
-        """The new version."""
+        """Do all steps, and return the new version."""
         self._add(batches, None)
         for _ in range(_PASSES_MAX):
-            rest = self._rest(self._aside.live_state())
+            rest = self._not_folded(self._shadow.live_state())
             if len(rest) <= LOCKED_CHUNKS_MAX:
                 break
-            self._add_late(rest, None)
+            self._add_committed(rest, None)
         for _ in range(_TRIES_MAX):
             version = self._last_pass()
             if version is not None:
                 return version
             time.sleep(_PAUSE_S)
-        raise self._changed()
+        raise self._changed_error()
 
     def _last_pass(self) -> int | None:
-        """The new version; None where the state changed although commits were held back."""
-        with RenewingCommitLock(self._store, self._identity) as holding:
-            # Where nothing stands, or nothing that can be read, there are no commits
+        """The new version; None where the live state changed although commits were locked."""
+        with RenewingCommitLock(self._store, self._identity) as lock:
+            # There are no commits where the dataset is new, or its state cannot be read
             with suppress(NoSuchDataset, CorruptError):
-                holding.lock()
-            standing = self._aside.live_state()
-            if self._before.revision and not standing.revision:
+                lock.lock()
+            live = self._shadow.live_state()
+            if self._before.revision and not live.revision:
                 raise NoSuchDataset(f"dataset {self._identity} was deleted while it was rebuilt")
-            self._add_late(self._rest(standing), holding)
-            return self._aside.become_live(standing)
+            self._add_committed(self._not_folded(live), lock)
+            return self._shadow.become_live(live)
 
-    def _rest(self, standing: LiveState) -> Collection[ChunkId]:
-        """What has been committed since this began, and is not folded in."""
-        return standing.chunks - self._before.chunks - self._folded - self._asked
+    def _not_folded(self, live: LiveState) -> Collection[ChunkId]:
+        """The chunks that were committed since the rebuild began, and are not folded in."""
+        return live.chunks - self._before.chunks - self._folded - self._asked
 
-    def _add_late(self, chunks: Collection[ChunkId], holding: RenewingCommitLock | None) -> None:
+    def _add_committed(self, chunks: Collection[ChunkId], lock: RenewingCommitLock | None) -> None:
         if not chunks:
             return
-        if self._late is None:
-            raise self._changed()
+        if self._read_committed is None:
+            raise self._changed_error()
         self._asked.update(chunks)
-        self._add(self._late(sorted(chunks)), holding)
+        self._add(self._read_committed(sorted(chunks)), lock)
 
     def _add(self, batches: Iterable[Batch], lock: RenewingCommitLock | None) -> None:
         for batch in batches:
             if batch.check().chunk.id not in self._folded:
                 self._folded.add(batch.chunk.id)
-                self._aside.add(batch)
+                self._shadow.add(batch)
             if lock is not None:
                 lock.renew()
-        self._aside.flush()
+        self._shadow.flush()
 
-    def _changed(self) -> BusyError:
-        return BusyError(f"dataset {self._identity} was changed while it was rebuilt")
+    def _changed_error(self) -> BusyError:
+        return BusyError(
+            f"dataset {self._identity} was changed while it was rebuilt", advice="try again"
+        )

@@ -1,19 +1,24 @@
-"""Metadata stores: the interface, and the values that go in and come out.
+"""The interface of a metadata store, and the values that go in and come out.
 
-A metadata store keeps the fold over the chunks of each dataset (FORMAT.md, section 5) so that it
-can be asked, and nothing that the chunks do not say: it can be thrown away and made again. Owned
-here: what every such store promises. Not owned: bytes of chunks and objects, which chunks may be
-committed (the repository decides that), tables (`storage/metadata/sqlite/schema.py`) and keys
-(`storage/metadata/redis/keys.py`).
+A metadata store answers which files a dataset has now, and where their bytes are. It knows each
+dataset as a set of committed chunks, and keeps their fold (FORMAT.md, section 5): for each path the
+entry that wins. An entry is one version of one path (a file, a link, a folder, or a tombstone: the
+path was deleted). An entry is identified inside its chunk by its place, a number from 0. The stamp
+of an entry is the chunk and the place at which it was first written; of two entries of one path the
+greater stamp wins. A place whose entry has been replaced or deleted is a hole.
 
-Concurrency: every method may be called from many threads and processes at once; all are
+The store holds nothing that the chunks do not say, so it can be deleted and rebuilt from them.
+Which chunks may be committed is decided by the repository.
+
+Concurrency: every method may be called from many threads and processes at once. All methods are
 synchronous, block no longer than the store's deadline, and work in a forked child.
 """
 
+import logging
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import NamedTuple, Self
 from uuid import UUID
 
@@ -21,21 +26,34 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_128_intdigest
 
-from diesel_fs.errors import MetadataError, NoSuchDataset, NotFoundError, UsageError
-from diesel_fs.format.chunk_id import stamp
-from diesel_fs.format.entries import EXTENT, RECORD, ChunkId, ChunkInfo, Kind, Rows, Stamp
+from ...errors import (
+    BusyError,
+    CorruptError,
+    DieselError,
+    MetadataError,
+    NoSuchDataset,
+    UsageError,
+)
+from ...format.chunk_id import stamp
+from ...format.entries import EXTENT, RECORD, ChunkId, ChunkInfo, Kind, Rows, Stamp
+
+log = logging.getLogger("diesel.metadata")
 
 COMMIT_LOCK_S_MAX = 60.0
-"""Longer holds are refused, and one that seems to last longer is void: a clock has gone back."""
+"""A lock may last no longer. One that seems to last longer is ignored: the clock has gone back."""
 
 DIGEST_MODULUS = 1 << 128
 
-_FEW_CHUNKS = 64  # are asked for one by one, more by the whole table
+assert RECORD.fields is not None
+KIND_AT = int(RECORD.fields["kind"][1])
+"""The byte of a packed record that is its `Kind`."""
 
 
 class StoreRestarted(MetadataError):
-    """The store is another run than the one that was vouched for: it may have come back older, and
-    a commit would hide what it has lost. `repair` it for `run_id` first.
+    """The server of the metadata store has been restarted since a client last confirmed its data.
+
+    It may have come back with older data, and a commit would hide what it has lost. The caller has
+    to `repair` the dataset for the run `run_id` first, then commit again.
     """
 
     def __init__(self, run: str) -> None:
@@ -47,25 +65,26 @@ class StoreRestarted(MetadataError):
 
 @dataclass(frozen=True, slots=True)
 class DatasetHead:
-    """What a metadata store says of a dataset's state as a whole, at one version."""
+    """A dataset's version, and its counts at that version."""
 
     identity: UUID
     name: str
     version: int  # 0: nothing has been committed yet
-    files: int  # that show: no links, folders, tombstones, incomplete versions
-    bytes: int  # of their contents
+    files: int  # visible regular files: no links, folders, tombstones, incomplete versions
+    bytes: int  # the sum of their sizes
     chunks: int
     digest: int  # `chunks_digest` of the IDs of all committed chunks
-    newest: ChunkId  # the greatest of them; 16 zero bytes where there is none
+    newest: ChunkId  # the greatest ID of a committed chunk; 16 zero bytes where there is none
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One chunk's entries, to be committed together.
+    """The entries of one chunk, which are committed together.
 
-    `rows.chunks` is this chunk alone. An entry that is one of several extents of its file has
-    `record.extents` > 1 and one `EXTENT` as its tail. `stamps` has, by row, those that are not the
-    entry's own place (this chunk and `record.place`). `by_purge`: purge wrote this chunk.
+    `rows.chunks` is this chunk alone. A large file is split into extents in several chunks; an
+    entry that is one of several extents has `record.extents` > 1 and one `EXTENT` as its tail.
+    `stamps` maps row numbers to stamps, for the rows whose stamp is not this chunk and
+    `record.place`. `by_purge` is true for a chunk that purge wrote: it holds copies of entries.
     """
 
     chunk: ChunkInfo
@@ -75,11 +94,11 @@ class Batch:
     by_purge: bool = False
 
     def stamp(self, i: int) -> Stamp:
-        """The stamp of row i."""
+        """The stamp of row `i`."""
         return self.stamps.get(i) or stamp(self.chunk.id, int(self.rows.records["place"][i]))
 
     def check(self) -> Self:
-        """The batch itself. Raises UsageError where it contradicts itself."""
+        """Return the batch itself. Raises UsageError where its columns contradict each other."""
         rows = self.rows
         count = len(rows)
         columns = (rows.records, rows.folder, rows.chunk)
@@ -107,18 +126,18 @@ class Batch:
 
 
 ReadCommitted = Callable[[Collection[ChunkId]], Iterable[Batch]]
-"""What chunks bring that were committed while the state was rebuilt."""
+"""Reads the batches of chunks that were committed while a dataset was being rebuilt."""
 
 
 @dataclass(frozen=True, slots=True)
 class StampedRows(Rows):
-    """Rows with the stamp of each."""
+    """Rows, and the stamp of each row in the same order."""
 
     stamps: Sequence[Stamp] = ()
 
     @classmethod
     def of(cls, rows: Rows, stamps: Sequence[Stamp]) -> Self:
-        """Rows, and the stamp of each."""
+        """Rows with these stamps."""
         return cls(
             rows.folders, rows.folder, rows.names, rows.records, rows.chunk, rows.chunks,
             rows.tails, stamps,
@@ -127,31 +146,34 @@ class StampedRows(Rows):
 
 @dataclass(frozen=True, slots=True)
 class MetadataChanges:
-    """What has become of a dataset since some version, all of it true at `head.version`."""
+    """The entries of a dataset that are newer than some version, as of `head.version`."""
 
     head: DatasetHead
     rows: Rows
-    chunks: Sequence[ChunkInfo]  # all of the dataset, not only the new ones
+    chunks: Sequence[ChunkInfo]  # all chunks of the dataset, not only the new ones
 
 
 class ChunkRecord(NamedTuple):
-    """What is known of a committed chunk."""
+    """What the store knows of a committed chunk."""
 
     id: ChunkId
     object_bytes: int
     uploaded_ns: int
     entries: int
-    holes: int  # of its entries, how many have been replaced or deleted
+    holes: int  # how many of its entries have been replaced or deleted
 
 
 class CommitLock:
-    """Holds a dataset's commits back until released, at the latest until its time is over."""
+    """Keeps everybody from committing to a dataset until it is released or expires.
+
+    A context manager, for one thread.
+    """
 
     def __init__(self, release: Callable[[], None]) -> None:
         self._release: Callable[[], None] | None = release
 
     def release(self) -> None:
-        """Let commits go on. Repeatable."""
+        """Allow commits again. Repeatable."""
         release, self._release = self._release, None
         if release is not None:
             release()
@@ -159,22 +181,24 @@ class CommitLock:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 
+def implied_record() -> bytes:
+    """The packed record of an implied folder: one that exists only since something lies in it."""
+    record = np.zeros(1, RECORD)
+    record["kind"], record["mode"] = Kind.FOLDER, 0o755
+    return record.tobytes()
+
+
 def chunk_digest(chunk: ChunkId) -> int:
-    """What one chunk adds to a dataset's digest."""
+    """The number that one chunk adds to a dataset's digest."""
     return xxh3_128_intdigest(chunk)
 
 
 def chunks_digest(chunks: Iterable[ChunkId], start: int = 0) -> int:
-    """The digest of a set of chunks, whatever their order; `start` is that of others before."""
+    """The digest of a set of chunks, in any order, added to the digest `start` of others."""
     return (start + sum(map(chunk_digest, chunks))) % DIGEST_MODULUS
 
 
@@ -184,109 +208,98 @@ def next_version(previous: int, clock_ns: int) -> int:
 
 
 def rebuilt_version(previous: int, newer_than: int, chunks: int, clock_ns: int) -> int:
-    """The version of a rebuilt state of so many chunks, after `previous` and `newer_than`."""
+    """The version of a rebuilt dataset of so many chunks, after `previous` and `newer_than`."""
     before = max(previous, newer_than)
     return next_version(before, clock_ns) if chunks or before else 0
 
 
 class MetadataStore(ABC):
-    """A fold over chunks, for each of many datasets.
+    """The folds over the chunks of many datasets.
 
-    Each method raises MetadataError where the store cannot be reached, BusyError or DeadlineError
-    where its deadline passes, and, if it is given an identity, NoSuchDataset where the store has no
-    such dataset (it has been dropped, or the store has lost it).
+    A dataset has a name, which users see, and an identity, a UUID that never changes. Each method
+    raises MetadataError where the store cannot be reached, and BusyError or DeadlineError where its
+    deadline passes. A method that takes an identity raises NoSuchDataset where the store has no
+    such dataset: it has been dropped, or the store has lost it.
     """
 
     @abstractmethod
     def now_s(self) -> float:
-        """The time (seconds since 1970) by the clock of whoever keeps the store, which is the same
-        for all its writers."""
+        """Seconds since 1970 by the store's own clock, which is the same for all its writers."""
 
     @abstractmethod
     def heads(self) -> list[DatasetHead]:
-        """The markers of all datasets that this store knows, by name."""
+        """The heads of all datasets that this store knows, ordered by name."""
 
     @abstractmethod
     def head(self, name: str) -> DatasetHead:
-        """The marker of a dataset. Raises NoSuchDataset."""
+        """The head of a dataset. Raises NoSuchDataset."""
 
     @abstractmethod
     def create(self, name: str, identity: UUID) -> DatasetHead:
-        """Make an empty dataset. Idempotent. Raises ConflictError where the name or the identity
-        belongs to another; then nothing has changed.
+        """Make an empty dataset. Idempotent. Raises ConflictError, and changes nothing, where the
+        name or the identity belongs to another dataset.
         """
 
     @abstractmethod
     def drop(self, identity: UUID) -> None:
-        """Forget a dataset with everything in it. Atomic, idempotent."""
+        """Remove a dataset with everything in it from the store. Atomic, idempotent."""
 
     @abstractmethod
     def commit(self, identity: UUID, *batches: Batch) -> int:
-        """Fold chunks in; the new version comes back. Atomic: all of them whole, or nothing.
+        """Fold chunks into a dataset, and return its new version. Atomic: all chunks or none.
 
-        Per path the greatest stamp wins, among equal ones the greatest ID of the holding chunk; the
-        loser's place becomes a hole of its chunk. A batch that `by_purge` only replaces places of
-        equal stamp, and never inserts one. A version of several extents waits aside until all are
-        there; until then the version before stands, and is no hole. Places that no row names, below
-        the greatest that one does, are holes from the start: the chunk itself replaced them.
+        Of the entries of a path the greatest stamp wins, and among equal stamps the one in the
+        chunk with the greatest ID. The loser's place becomes a hole of its chunk. A batch that is
+        `by_purge` only replaces entries of equal stamp, and never inserts one. A file of several
+        extents replaces its path's entry once all its extents are committed. Places below the
+        greatest that no row names are holes from the start: the chunk itself replaced them.
 
-        So the state depends on which chunks have been committed, not on their order. A chunk that
-        is known already changes nothing; where that goes for all, the current version comes back.
-        The version moves once, with everything else: nobody sees the one without the other. What
-        has been committed survives a crash of this process on return, a power cut after `sync`.
-        Raises Restarted where the store may have lost something (`needs_repair`).
+        So the state depends on which chunks have been committed, and not on their order. A chunk
+        that is known already changes nothing; where all are known, the current version is returned.
+        The version and the entries change at once for all readers. On return the commit survives
+        a crash of this process; after `sync` it survives a power cut. Raises StoreRestarted where
+        the store may have lost something (see `needs_repair`).
         """
 
     def needs_repair(self, identity: UUID) -> str:
-        """The run of the store, if it is another one than that which was last vouched for; nothing
-        where there is no doubt that what has been acknowledged is there.
+        """The ID of the store's current run, if that run may have lost acknowledged commits to the
+        dataset; otherwise the empty string.
 
-        A run that is doubted refuses commits with Restarted: their version would be newer than any
-        that it has lost, and nobody would notice any more.
+        A run begins when the store's server starts, and may have lost commits until `repair` has
+        confirmed it. Until then `commit` raises StoreRestarted: the version of a new commit would
+        be newer than any lost one, and nobody would notice the loss.
         """
         return ""
 
     def repair(self, identity: UUID, run_id: str, batches: Iterable[Batch]) -> None:
-        """Fold in what a run of the store may have lost, and vouch for it.
+        """Fold in what a run of the store may have lost, then confirm the run.
 
-        `batches` bring all that has been acknowledged and is not in the state as `run_id` has it.
-        Raises Restarted where that is not the run any more.
+        `batches` are all acknowledged chunks that the store does not know. Raises StoreRestarted
+        where `run_id` is no longer the current run.
         """
         for batch in batches:
             self.commit(identity, batch)
 
+    @abstractmethod
     def missing(self, identity: UUID, chunks: Sequence[ChunkId]) -> list[ChunkId]:
-        """Those of the chunks that are not known."""
-        if len(chunks) > _FEW_CHUNKS:
-            there = {record.id for record in self.chunks(identity)}
-            return [chunk for chunk in chunks if chunk not in there]
-        found = []
-        for chunk in chunks:
-            try:
-                self.holes(identity, chunk)
-            except NoSuchDataset:
-                raise
-            except NotFoundError:
-                found.append(chunk)
-        return found
+        """Those of `chunks` that the store does not know, in their order."""
 
     @abstractmethod
     def forget(
         self, identity: UUID, chunks: Iterable[ChunkId], *, tombstones: bool = False
     ) -> frozenset[ChunkId]:
-        """Forget chunks that nothing is in any more; those of `chunks` that are not known now come
-        back. Idempotent.
+        """Remove empty chunks: those of which every place is a hole. Idempotent.
 
-        Those stay of which a place is no hole, and the greatest of the dataset, which new IDs must
-        follow. With `tombstones` what a chunk says to be deleted does not keep it: it is dropped
-        with it. Records and holes go, count and digest of the marker follow, the version moves
-        if anything went. As atomic as a commit (where there are many, some of them at a time), and
-        held back as one.
+        Returns those of `chunks` that the store does not know afterwards. Other chunks stay, as
+        does the greatest of the dataset, since new IDs must be greater. With `tombstones`, places
+        of tombstones count as holes, and the tombstones are removed with their chunk. The head's
+        count and digest follow, and the version changes if anything was removed. Like a commit this
+        is atomic (many chunks go in several steps), and waits for locks (`lock_commits`).
 
-        The state after it is the fold over the other chunks, as long as none of those holds an
-        older entry of a dropped tombstone's path: the caller knows that. A dropped tombstone is in
-        no `changes`: who adds those to an earlier state must start anew where a chunk of that one
-        is not known any more.
+        The state afterwards is the fold over the other chunks, provided that none of them holds an
+        older entry of the path of a removed tombstone: the caller has to know that. `changes` does
+        not report removed tombstones. So a caller that applies changes to an earlier state has to
+        read everything again where one of its chunks is no longer known.
         """
 
     @abstractmethod
@@ -298,66 +311,139 @@ class MetadataStore(ABC):
         read_committed: ReadCommitted | None = None,
         newer_than: int = 0,
     ) -> int:
-        """Replace all that is known of a dataset by the fold over `batches`; the new version.
+        """Replace a dataset's state by the fold over `batches`, and return its new version.
 
-        Commits go on meanwhile, however long it takes: what is committed after `batches` has been
-        asked for its first comes `read_committed`, several times where it is much, and is in the
-        new state, too. Commits wait while the last few of it come; nothing may take long then. So
-        `batches` has to look for chunks when it is asked for its first, and not before. What is
-        forgotten meanwhile may be back: who forgets looks again, as does who rebuilds.
+        Commits go on meanwhile, however long the rebuild takes. Chunks that are committed after the
+        first batch was asked for are read by `read_committed`, in several calls where there are
+        many, and are part of the new state. Commits wait during its last call, which therefore has
+        to be quick. `batches` must list the chunks when its first batch is asked for, not earlier.
+        A chunk that is forgotten during the rebuild may be known again afterwards.
 
-        Atomic: others see the state before until the whole new one is there; an error of the
-        iterables leaves the state before. The version is greater than that of the state before, and
-        than `newer_than` (the greatest that anybody else knows of), also where nothing was folded:
-        a version never has two contents. It is 0 only where nothing is, was or has ever been.
-        Raises ConflictError as `create`, NoSuchDataset where the dataset is dropped meanwhile,
-        BusyError where something was committed meanwhile and there is no `read_committed`.
+        Atomic: readers see the old state until the new one is complete, and keep it where one of
+        the iterables raises. The new version is greater than the old one and than `newer_than` (the
+        greatest that the caller knows of), so that one version never names two states. It is 0 only
+        for a dataset that never had a chunk. Raises ConflictError as `create` does, NoSuchDataset
+        where the dataset is dropped meanwhile, BusyError where something is committed meanwhile and
+        there is no `read_committed`.
         """
 
     @abstractmethod
     def lookup(
         self, identity: UUID, paths: Iterable[bytes], *, tombstones: bool = False
     ) -> StampedRows:
-        """The entries at `paths`, each once, in that order; those that do not exist are left out.
-        A folder that only its entries imply has none.
+        """The entries at `paths`, each once and in that order; paths without an entry are left out.
+
+        An implied folder (one that exists only since something lies in it) has no entry.
         """
 
     @abstractmethod
     def children(self, identity: UUID, folder: bytes, *, tombstones: bool = False) -> Rows:
-        """What lies in a folder, by name; empty where there is no such folder.
+        """The entries in a folder, ordered by name; empty where there is no such folder.
 
-        Implied folders are there too: mode 0755, time 0, chunk ID 16 zero bytes. Where a path is a
-        file and has entries below it, the folder shows.
+        Implied folders are included, with mode 0755, time 0 and a chunk ID of 16 zero bytes. Where
+        a path is a file and has entries below it, it is shown as a folder.
         """
 
     @abstractmethod
     def changes(self, identity: UUID, since: int) -> MetadataChanges:
-        """One state of a dataset, and what is in it that was not at version `since`.
+        """The current head, and the entries that are newer than version `since`.
 
-        `rows` are those of which a chunk has been committed after `since`, tombstones included;
-        from 0 they are all there is, without tombstones.
+        Those are the entries of chunks that were committed after `since`, tombstones included. Of
+        version 0, all entries are returned, without tombstones.
         """
 
     @abstractmethod
     def chunks(self, identity: UUID) -> list[ChunkRecord]:
-        """All committed chunks, in order of their IDs."""
+        """All committed chunks, ordered by ID."""
 
     @abstractmethod
     def holes(self, identity: UUID, chunk: ChunkId) -> npt.NDArray[np.uint32]:
-        """The places in a chunk that have been replaced or deleted, ascending. Raises NotFoundError
-        for a chunk that has not been committed.
+        """The places of a chunk whose entries have been replaced or deleted, ascending. Raises
+        NotFoundError for a chunk that has not been committed.
         """
 
     @abstractmethod
     def sync(self) -> None:
-        """Everything that was committed before the call survives a power cut on return."""
+        """Make everything that was committed before the call survive a power cut."""
 
     @abstractmethod
     def lock_commits(self, identity: UUID, seconds: float) -> CommitLock:
-        """Hold all commits to a dataset back (this process's, too): they wait, and raise BusyError
-        when their deadline passes. For an export that keeps losing the race. Several may hold.
+        """Keep everybody, this process included, from committing to a dataset for some seconds.
+
+        Commits wait meanwhile, and raise BusyError when their deadline passes. Several locks may
+        exist at once. A reader takes one when commits keep changing what it reads.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of everything. Repeatable; other calls raise MetadataError afterwards."""
+        """Close all connections. Repeatable; other calls raise MetadataError afterwards."""
+
+
+class RenewingCommitLock:
+    """A commit lock that is taken when it turns out to be needed, and lasts as long as the work.
+
+    A context manager, for one thread: `lock` takes the lock, `renew` has to be called again and
+    again during the work, and leaving the context releases the lock.
+    """
+
+    def __init__(self, store: MetadataStore, identity: UUID) -> None:
+        self._store = store
+        self._identity = identity
+        self._lock: CommitLock | None = None
+        self._locked_s = 0.0
+
+    def lock(self) -> None:
+        """Keep others from committing from now on; a lock that is held already starts anew."""
+        before, self._lock = self._lock, self._store.lock_commits(self._identity, COMMIT_LOCK_S_MAX)
+        self._locked_s = time.monotonic()
+        if before is not None:
+            before.release()
+
+    def renew(self) -> None:
+        """Extend the lock, if there is one and a third of its time has passed."""
+        if self._lock is not None and time.monotonic() > self._locked_s + COMMIT_LOCK_S_MAX / 3:
+            self.lock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._lock is not None:
+            try:
+                self._lock.release()
+            except DieselError as error:  # the work is done, and the lock expires by itself
+                log_unreleased(error)
+
+
+# Errors that every metadata store raises in the same words
+
+
+def log_unreleased(error: DieselError) -> None:
+    """Log that a commit lock could not be released."""
+    log.info("commits wait until their lock expires, it could not be released: %s", error.message)
+
+
+def check_lock_time(seconds: float) -> None:
+    """Raises UsageError for a time that `lock_commits` does not accept."""
+    if not 0 < seconds <= COMMIT_LOCK_S_MAX:
+        raise UsageError(
+            f"commits can be locked for at most {COMMIT_LOCK_S_MAX:g} s, not for {seconds:g} s"
+        )
+
+
+def commits_locked_error(identity: UUID) -> BusyError:
+    """The error of a commit that has waited for a lock until its deadline."""
+    return BusyError(
+        f"commits to dataset {identity} are locked by an export or a rebuild", advice="try again"
+    )
+
+
+def no_such_dataset_error(dataset: str | UUID) -> NoSuchDataset:
+    """The error for a name or an identity that the store does not know."""
+    which = repr(dataset) if isinstance(dataset, str) else f"with identity {dataset}"
+    return NoSuchDataset(f"the metadata store knows no dataset {which}")
+
+
+def corrupt_store_error(what: str) -> CorruptError:
+    """The error for `what` the store contains and should not."""
+    return CorruptError(f"the metadata store has {what}", advice="run `dlcmd recover`")

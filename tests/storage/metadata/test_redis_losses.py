@@ -14,11 +14,13 @@ import pytest
 from redis import Redis
 
 from diesel_fs.errors import CorruptError, DieselError, MetadataBehind, NoSpaceError
+from diesel_fs.storage.metadata.rebuild import LiveState
 from diesel_fs.storage.metadata.redis import rows as redis_rows
 from diesel_fs.storage.metadata.redis.head_scripts import COMMIT
 from diesel_fs.storage.metadata.redis.keys import DatasetKeys, FolderId, Generation
 from diesel_fs.storage.metadata.redis.pieces import BucketPiece
 from diesel_fs.storage.metadata.redis.rows import GenerationReader
+from diesel_fs.storage.metadata.redis.shadow_state import RedisShadowState
 from diesel_fs.storage.metadata.redis.store import RedisMetadata
 from diesel_fs.storage.metadata.redis.transactions import RedisTransactions
 from diesel_fs.storage.metadata.store import StoreRestarted
@@ -239,7 +241,7 @@ def test_C8_what_is_not_applied_yet_leads_readers_elsewhere(tmp_path: Path, why:
             lambda: meta.changes(IDENTITY, 0),
             lambda: meta.lookup(IDENTITY, [b"c"]),
         ):
-            with pytest.raises(MetadataBehind, match="not applied yet"):
+            with pytest.raises(MetadataBehind, match="cannot be read yet"):
                 ask()
         assert [marker.name for marker in meta.heads()] == [NAME]
         assert time.monotonic() - start < 5
@@ -449,17 +451,15 @@ def test_C2_a_rebuild_that_has_succeeded_is_not_said_to_have_failed(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Redis goes before its hold is released."""
-    from diesel_fs.storage.metadata.redis.shadow_state import RedisShadowState  # noqa: PLC0415
+    become_live = RedisShadowState.become_live
 
-    switch = RedisShadowState._switch
-
-    def switched(*words: object) -> int | None:
-        version = switch(*words)  # type: ignore[arg-type]  # what came is passed on
+    def then_killed(self: RedisShadowState, expected: LiveState) -> int | None:
+        version = become_live(self, expected)
         server.kill()
         return version
 
     with closing(filled(server.url, deadline_s=2)) as meta:
-        monkeypatch.setattr(RedisShadowState, "_switch", switched)
+        monkeypatch.setattr(RedisShadowState, "become_live", then_killed)
         version = meta.rebuild(NAME, IDENTITY, [files(1, b"a").batch()])
         server.start()
         assert meta.head(NAME).version == version

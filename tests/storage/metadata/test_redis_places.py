@@ -134,7 +134,7 @@ def test_C14_tls(tls: tuple[RedisServer, Path]) -> None:
         meta.commit(IDENTITY, chunk(1).batch())
         check(meta, NAME, [chunk(1)])
     refused = {
-        f"redis://localhost:{port}": "if it expects TLS, say rediss://",
+        f"redis://localhost:{port}": "if it expects TLS, use rediss://",
         f"rediss://localhost:{port}": "no TLS.*certificate verify failed",
         f"rediss://127.0.0.1:{port}?ca={certificate}": "no TLS.*IP address mismatch",
     }
@@ -294,7 +294,7 @@ def test_C14_what_an_account_needs_in_a_cluster(cluster: RedisCluster) -> None:
 
 
 def test_C10_one_node_of_a_cluster_is_not_the_cluster(cluster: RedisCluster) -> None:
-    with pytest.raises(MetadataError, match=r"say redis\+cluster://"):
+    with pytest.raises(MetadataError, match=r"use redis\+cluster://"):
         RedisMetadata.open(cluster.nodes[0].tcp_url)
 
 

@@ -200,9 +200,9 @@ def test_a_reader_whose_generation_goes(
     settled = RedisTransactions.apply_pending
 
     def settled_then(
-        self: RedisTransactions, identity: uuid.UUID, *, wholly: bool = True
+        self: RedisTransactions, identity: uuid.UUID, *, until_empty: bool = True
     ) -> RedisHead:
-        head = settled(self, identity, until_empty=wholly)
+        head = settled(self, identity, until_empty=until_empty)
         if self is meta._commits:
             meanwhile()
         return head
@@ -313,9 +313,9 @@ def test_an_export_that_keeps_losing_holds_commits_back(
     held = list[int]()
 
     def settled_then(
-        self: RedisTransactions, identity: uuid.UUID, *, wholly: bool = True
+        self: RedisTransactions, identity: uuid.UUID, *, until_empty: bool = True
     ) -> RedisHead:
-        head = settled(self, identity, until_empty=wholly)
+        head = settled(self, identity, until_empty=until_empty)
         if self is meta._commits:
             hasty = RedisMetadata.open(url, deadline_s=0.01)
             number = next(numbers)

@@ -220,7 +220,7 @@ def test_durable_syncs_and_a_commit_does_not(tmp_path: Path, path: Path) -> None
         "open('/proc/self/comm', 'w').write('begin')\n"
         "for number in range(2, 12): commit(meta, number)\n"
         "open('/proc/self/comm', 'w').write('middle')\n"
-        "meta.durable()\n"
+        "meta.sync()\n"
         "open('/proc/self/comm', 'w').write('end')\n"
     )
     trace = tmp_path / "trace"

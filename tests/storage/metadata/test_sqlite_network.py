@@ -108,7 +108,7 @@ def test_L8_a_lease_that_ran_out_is_taken_and_the_old_holder_is_refused(tmp_path
         other.keep()
     clock.s += 2
     other.keep()
-    dead._sure_until = 0.0  # it slept through its lease
+    dead._fresh_until = 0.0  # it slept through its lease
     with pytest.raises(BusyError):
         dead.keep()
 

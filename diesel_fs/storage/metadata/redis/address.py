@@ -1,15 +1,18 @@
-"""Where a Redis is and who we are there: URLs, the environment, and the file of a password.
+"""Parses the URL of a Redis, and finds the user and password for it.
 
     redis://host:port/db           rediss:// the same with TLS
     unix:///path/of/socket?db=0
     redis+sentinel://host:port,host:port/service/db          (rediss+sentinel://)
     redis+cluster://host:port,host:port                      (rediss+cluster://)
 
-`?ca=FILE` names the certificates to trust, `?cert=FILE&key=FILE` our own. User and password are
-`DIESEL_REDIS_USER` and `DIESEL_REDIS_PASSWORD` or the content of `DIESEL_REDIS_PASSWORD_FILE`,
-which is to be private as key files are (`settings.py`); those of sentinels, which seldom have any,
-`DIESEL_REDIS_SENTINEL_PASSWORD`. What stands in a URL wins, but everybody on the machine can read a
-command line. Neither is ever printed.
+`?ca=FILE` has the certificates to trust, `?cert=FILE&key=FILE` are the client's own. The user is in
+the environment variable `DIESEL_REDIS_USER`. The password is in `DIESEL_REDIS_PASSWORD`, or in the
+file `DIESEL_REDIS_PASSWORD_FILE`, which others must not be able to read (`settings.py`). Sentinels
+seldom have a password; `DIESEL_REDIS_SENTINEL_PASSWORD` is theirs. A user and password in the URL
+take precedence, but everybody on the machine can read a command line. Neither is ever printed.
+
+redis-py's own URLs are not used: they know no sentinels and no clusters, and its errors repeat the
+URL with the password.
 """
 
 import os
@@ -19,8 +22,8 @@ from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
-from diesel_fs.errors import ConfigError
-from diesel_fs.settings import KEY_FILE_BYTES_MAX, private_bytes
+from ....errors import ConfigError
+from ....settings import KEY_FILE_BYTES_MAX, private_bytes
 
 PORT = 6379
 SENTINEL_PORT = 26379
@@ -45,7 +48,7 @@ class RedisAddress:
     sentinel_password: str = field(default="", repr=False)
 
     def __str__(self) -> str:
-        """For people: no user, no password."""
+        """The address for messages, without user and password."""
         hosts = ",".join(
             f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in self.hosts
         )
@@ -53,13 +56,13 @@ class RedisAddress:
 
     @property
     def local(self) -> bool:
-        """Whether nobody else's machine is on the way."""
+        """Whether all hosts are this machine."""
         return all(_is_loopback(host) for host, _ in self.hosts)
 
 
 def parse_redis_url(url: str, environment: Mapping[str, str] | None = None) -> RedisAddress:
-    """The address that a URL means. Raises ConfigError, which does not repeat the URL, and
-    PermissionDenied for a file with the password that others may read.
+    """Parse a URL. Raises ConfigError, without the URL in its message, and PermissionDenied for a
+    password file that others may read.
     """
     env = os.environ if environment is None else environment
     try:
@@ -70,10 +73,10 @@ def parse_redis_url(url: str, environment: Mapping[str, str] | None = None) -> R
     if scheme not in ("redis", "rediss", "unix") or kind not in ("", "sentinel", "cluster"):
         raise ConfigError(
             f"no metadata store has a URL that starts with {parts.scheme!r}",
-            advice="redis://, rediss://, unix://, redis+sentinel:// or redis+cluster://",
+            advice="use redis://, rediss://, unix://, redis+sentinel:// or redis+cluster://",
         )
     options = dict(parse_qsl(parts.query))
-    if options.keys() - _OPTIONS:  # which is not named: it may be the half of a password
+    if options.keys() - _OPTIONS:  # not repeated: it may be half of a password
         raise ConfigError(
             f"a Redis URL with an unknown option: there are {', '.join(sorted(_OPTIONS))}",
             advice="in a password, write ? as %3F, # as %23, / as %2F and @ as %40",
@@ -83,7 +86,7 @@ def parse_redis_url(url: str, environment: Mapping[str, str] | None = None) -> R
     user, password = unquote(user), unquote(password)
     service, database = _path(parts, kind, options)
     if scheme == "unix" and not parts.path:
-        raise ConfigError("a unix:// URL names the path of a socket")
+        raise ConfigError("a unix:// URL needs the path of a socket")
     return RedisAddress(
         kind=kind or "redis",
         hosts=[] if scheme == "unix" else _hosts(place, kind),
@@ -101,16 +104,16 @@ def parse_redis_url(url: str, environment: Mapping[str, str] | None = None) -> R
 
 
 def _path(parts: SplitResult, kind: str, options: Mapping[str, str]) -> tuple[str, int]:
-    """The service of a sentinel and the number of a database."""
+    """The name of a sentinel's service, and the number of the database."""
     words = [] if parts.scheme == "unix" else [word for word in parts.path.split("/") if word]
     service = ""
     if kind == "sentinel":
         if not words:
-            raise ConfigError("a sentinel's URL names the service: redis+sentinel://host/service")
+            raise ConfigError("a sentinel's URL needs the service: redis+sentinel://host/service")
         service = unquote(words.pop(0))
     text = words.pop(0) if words else options.get("db", "0")
     if words or not text.isdecimal() or (kind == "cluster" and text != "0"):
-        raise ConfigError("the number of a Redis database is a number, and a cluster has only 0")
+        raise ConfigError("a Redis URL ends with the number of a database; a cluster has only 0")
     return service, int(text)
 
 
@@ -127,7 +130,7 @@ def _hosts(place: str, kind: str) -> list[tuple[str, int]]:
         found.append((parts.hostname, port or (SENTINEL_PORT if kind == "sentinel" else PORT)))
     if len(found) > 1 and not kind:
         raise ConfigError(
-            "a Redis URL with several hosts", advice="say redis+sentinel:// or redis+cluster://"
+            "a Redis URL with several hosts", advice="use redis+sentinel:// or redis+cluster://"
         )
     return found
 
@@ -142,7 +145,7 @@ def _password(env: Mapping[str, str]) -> str:
     try:
         return content.decode().rstrip("\r\n")
     except ValueError:
-        raise ConfigError(f"cannot read the password in {name}: it is no text") from None
+        raise ConfigError(f"cannot read the password in {name}: it is not text") from None
 
 
 def _is_loopback(host: str) -> bool:

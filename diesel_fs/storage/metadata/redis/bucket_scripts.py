@@ -1,10 +1,10 @@
-"""What runs inside Redis over one bucket of a generation: the fold over pieces (FORMAT.md, section
-5). Each script is atomic, and touches the keys of one slot, all declared.
+"""Lua scripts that run inside Redis on one bucket: they fold pieces into its entries.
 
-Owned here: `APPLY`, `UNAPPLY` and what they read. Not owned: what is decided about datasets as
-wholes (`head_scripts.py`), how pieces are packed (`pieces.py`).
+`APPLY` folds one piece of a commit in (FORMAT.md, section 5, has the rules), `UNAPPLY` removes what
+is left of an empty chunk. `keys.py` describes the keys, `pieces.py` packs pieces. Each script is
+atomic, and touches the keys of one slot, all of which it gets as `KEYS`.
 
-Strings must not be compared with `<` in here: Lua asks the locale of the server then.
+Scripts must not compare strings with `<`: Lua would use the locale of the server.
 """
 
 from hashlib import sha1
@@ -12,18 +12,18 @@ from typing import NamedTuple
 
 
 class Script(NamedTuple):
-    """A script and the name by which Redis knows it."""
+    """A script, and the SHA-1 by which Redis knows it."""
 
     source: bytes
     sha: bytes
 
 
 SCRIPTS: list[Script] = []
-"""All scripts of this process: a Redis that does not know one is given every one of them."""
+"""All scripts of this process. A Redis that does not know one of them is sent all of them."""
 
 
 def script(source: str) -> Script:
-    """A script from its source. It is added to `SCRIPTS`."""
+    """Make a script from its source, and add it to `SCRIPTS`."""
     packed = source.encode()
     made = Script(packed, sha1(packed, usedforsecurity=False).hexdigest().encode())
     SCRIPTS.append(made)
@@ -41,15 +41,16 @@ end
 """
 
 # x n t h d f p q, (e s) of each folder | field in x, field in n, [the piece itself]
+# Returns the bucket's counts (pieces, files, bytes), or false where there is no such piece.
 # Numbers in a piece are little-endian. A piece is: count of folders (u16), so many folders (16),
 # then steps, each with the position of its folder (u16):
-#   F parent (16) name        the folder and its place in the tree, for the index
-#   S name                    a folder below
-#   N count (u16), files, tombstones (u32), bytes (u64), then (name, entry of 64) so often:
-#     regular: each name once, of one extent, not moved; the sums are those of them all
-#   G moved (u8), name, length of the entry (u32), entry
-#   H chunk (16), place (u32): a hole from the start (its folder means nothing)
-# A name is its length (u8) and its bytes. At the end: U, paths for `n`.
+#   F parent (16) name        the folder's parent and name, for the index
+#   S name                    the name of a folder in the folder
+#   N count (u16), files, tombstones (u32), bytes (u64), then so many times (name, entry of 64):
+#     plain entries: each name once, of one extent, not by purge; the counts are their sums
+#   G by purge (u8), name, length of the entry (u32), entry
+#   H chunk (16), place (u32): a hole from the start (the folder has no meaning)
+# A name is its length (u8) and its bytes. The last step is U: the paths for `n`.
 APPLY = script(
     LESS
     + """
@@ -66,7 +67,7 @@ if not piece then
 end
 local count = (take('<I2', piece))
 if #KEYS ~= 8 + 2 * count then return redis.error_reply('ERR a piece of other folders') end
-call('HDEL', X, ARGV[1])  -- frees memory: where the piece was here, nothing is refused from now on
+call('HDEL', X, ARGV[1])  -- frees memory, so Redis does not refuse the writes that follow
 call('HINCRBY', T, 'pieces', 1)
 local files, bytes, dead = 0, 0, {}
 
@@ -111,9 +112,9 @@ local function replace(k, name, old, v)
   add(k, v, 1)
 end
 
--- Incomplete versions of a path. `Q` has of each its stamp, how many extents are there, and the
--- number of the one that came last; `P` has before each extent the number of the one that came
--- before it. So all that are there are found, and nothing else is asked for.
+-- Extents of files that are not complete wait in `P`. `Q` has for each such file its stamp, how
+-- many of its extents wait, and the number of the one that came last; `P` has before each extent
+-- the number of the one that came before it. So the extents form a list, and nothing else is read.
 local NONE = 4294967295
 
 local function drop_part(k, name, stamp, number, is_hole)
@@ -279,9 +280,10 @@ return call('HMGET', T, 'pieces', 'files', 'bytes')
 """
 )
 
-# As APPLY | field in x, field in n. The piece: count of folders (u16), so many folders (16), how
-# many fields of `h` the chunk has here (u32), then tombstones to drop: position of the folder
-# (u16), length of the name (u8), name, length of the entry (u32), entry.
+# The keys of APPLY | field in x, field in n
+# The piece: count of folders (u16), so many folders (16), how many fields of `h` the chunk has in
+# this bucket (u32), then the tombstones to remove: position of the folder (u16), length of the name
+# (u8), name, length of the entry (u32), entry. A tombstone is removed if it is still the entry.
 UNAPPLY = script(
     """
 local X, N, T, H, D = unpack(KEYS, 1, 5)
@@ -308,7 +310,8 @@ return 1
 """
 )
 
-# x | field in x: how the piece begins, up to the end of its list of folders
+# x | field in x
+# Returns the beginning of the piece, up to the end of its list of folders
 READ_PIECE_FOLDERS = script(
     """
 local piece = redis.call('HGET', KEYS[1], ARGV[1])

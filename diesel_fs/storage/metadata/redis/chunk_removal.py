@@ -1,9 +1,9 @@
-"""Which chunks of a dataset in Redis nothing is in any more, and what goes with each.
+"""Finds empty chunks of a dataset in Redis, and what has to be removed with each.
 
-Owned here: reading that out of a generation, and the packing of what one script removes from one
-bucket (the format stands above `UNAPPLY`). Not owned: the transaction (`transactions.py`). What is
-found stays true whatever is committed meanwhile: a hole never becomes anything else, and a
-tombstone is removed only if it still stands.
+A chunk is empty when all its places are holes or, if the caller wants, tombstones. The result is a
+list of pieces for `UNAPPLY` (in `bucket_scripts.py`, which has their format); `transactions.py`
+removes them. The result stays true whatever is committed meanwhile: a hole stays a hole, and
+`UNAPPLY` removes a tombstone only if it is still the entry of its path.
 """
 
 import struct
@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from diesel_fs.format.entries import RECORD, ChunkId, Kind
-from diesel_fs.storage.metadata.redis.keys import (
+from ....format.entries import RECORD, ChunkId, Kind
+from .keys import (
     FolderId,
     Generation,
     PieceCounts,
@@ -21,13 +21,13 @@ from diesel_fs.storage.metadata.redis.keys import (
     hole_fields,
     piece_names,
 )
-from diesel_fs.storage.metadata.redis.link import Command, RedisLink
-from diesel_fs.storage.metadata.redis.pieces import BucketPiece, unpack_paths
-from diesel_fs.storage.metadata.redis.rows import GenerationReader, chunks_of, kind_of
-from diesel_fs.storage.metadata.redis.transactions import ChunkRemoval
+from .link import Command, RedisLink
+from .pieces import BucketPiece, unpack_paths
+from .rows import GenerationReader, chunks_of, kind_of
+from .transactions import ChunkRemoval
 
 CHUNKS_AT_ONCE = 64
-"""Chunks that one transaction forgets: the head's script keeps Redis busy for a millisecond."""
+"""How many chunks one transaction removes: the script of the head keeps Redis busy for 1 ms."""
 
 _COUNT = struct.Struct("<H")
 _BLOCKS = struct.Struct("<I")
@@ -36,19 +36,19 @@ _SIZE = struct.Struct("<I")
 
 
 class Candidate(NamedTuple):
-    """A chunk that may be empty: its entries, where its pieces are, and its holes."""
+    """A chunk that may be empty: its number of entries, where its pieces are, and its holes."""
 
     entries: int
-    places: PieceCounts
+    piece_counts: PieceCounts
     holes: frozenset[int]
 
 
 Tombstones = dict[FolderId, list[tuple[bytes, bytes]]]
-"""By folder, names and packed entries."""
+"""Names and packed entries of tombstones, by folder."""
 
 
 class PathListMissing(Exception):
-    """A piece does not say any more what it named."""
+    """The list of the paths of a piece is gone: the generation was replaced, or lost data."""
 
 
 def plan_removals(
@@ -59,28 +59,32 @@ def plan_removals(
     *,
     tombstones: bool,
 ) -> dict[ChunkId, ChunkRemoval]:
-    """Those of the chunks of which every place is a hole (or, with `tombstones`, a tombstone)."""
+    """The removals of those candidates of which every place is a hole or, with `tombstones`, a
+    tombstone.
+    """
     found = {}
     for chunk, candidate in candidates.items():
-        names = [*piece_names(chunk, candidate.places)]
+        names = [*piece_names(chunk, candidate.piece_counts)]
         dropped: dict[PieceName, Tombstones] = {name: {} for name in names}
         places = set(candidate.holes)
         if tombstones and len(places) < candidate.entries:
-            for name, folder, base, entry in _named(link, generation, reader, names):
+            for name, folder, base, entry in _entries_of_pieces(link, generation, reader, names):
                 if kind_of(entry) == Kind.TOMBSTONE and chunks_of(entry) == [chunk]:
                     places.add(int(np.frombuffer(entry, RECORD, 1)["place"][0]))
                     dropped[name].setdefault(folder, []).append((base, entry))
         if len(places) == candidate.entries:
             blocks = len([*hole_fields(chunk, candidate.entries)])
             pieces = [_piece(name, rows, blocks) for name, rows in dropped.items()]
-            found[chunk] = ChunkRemoval(candidate.places, pieces)
+            found[chunk] = ChunkRemoval(candidate.piece_counts, pieces)
     return found
 
 
-def _named(
+def _entries_of_pieces(
     link: RedisLink, generation: Generation, reader: GenerationReader, names: Sequence[PieceName]
 ) -> Iterator[tuple[PieceName, FolderId, bytes, bytes]]:
-    """What stands at the paths that pieces name: folder, name, packed entry. Raises Lost."""
+    """The current entries at the paths of pieces: piece, folder, name, packed entry. Raises
+    PathListMissing.
+    """
     commands = []
     for name in names:
         key = generation.key(name.bucket, b"n")
@@ -97,16 +101,10 @@ def _named(
 
 
 def _piece(name: PieceName, rows: Tombstones, blocks: int) -> BucketPiece:
-    """What goes with a piece: the chunk's holes in that bucket with its first."""
+    """Pack what `UNAPPLY` removes with a piece; the first of a bucket removes the holes, too."""
     folders = [*rows]
     parts = [_COUNT.pack(len(folders)), *folders, _BLOCKS.pack(0 if name.number else blocks)]
     for position, folder in enumerate(folders):
         for base, entry in rows[folder]:
             parts += (_ROW.pack(position, len(base)), base, _SIZE.pack(len(entry)), entry)
     return BucketPiece(name, folders, b"".join(parts))
-
-
-def in_portions(chunks: Sequence[ChunkId]) -> Iterator[Sequence[ChunkId]]:
-    """As many as one transaction forgets."""
-    for start in range(0, len(chunks), CHUNKS_AT_ONCE):
-        yield chunks[start : start + CHUNKS_AT_ONCE]

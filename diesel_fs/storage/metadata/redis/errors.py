@@ -1,14 +1,13 @@
-"""What Redis's errors mean to a user, and which of them may pass. Pure.
+"""Translates Redis's errors to errors of DIESEL-FS, and decides which are worth another try. Pure.
 
-Owned here: that no password is ever part of a message: what Redis says is looked through first.
-Not owned: how long something is tried again (`link.py`).
+No password ever becomes part of a message: texts from Redis, which may repeat one, are redacted.
 """
 
 import re
 
 import redis.exceptions as errors
 
-from diesel_fs.errors import (
+from ....errors import (
     BusyError,
     CorruptError,
     DeadlineError,
@@ -16,22 +15,24 @@ from diesel_fs.errors import (
     MetadataError,
     NoSpaceError,
 )
-from diesel_fs.storage.metadata.redis.address import RedisAddress
+from .address import RedisAddress
 
 CLIENT_ERRORS = (errors.RedisError, errors.RedisClusterException, OSError)
-"""What comes out of the library."""
+"""The exceptions that redis-py raises."""
 
 SILENT, LOADING, UNWRITABLE = "silent", "loading", "unwritable"
-"""Why Redis does not serve: it wants to hear TLS; it is not up yet; it can be read only."""
+"""Reasons why Redis does not serve now: it seems to expect TLS; it is loading its data; it accepts
+reads only.
+"""
 
 
 class RetryLater(Exception):
-    """Not now, but perhaps soon; `last_error` is the error where there is no time left."""
+    """An error that may pass. `last_error` is raised in its place when no time is left."""
 
-    def __init__(self, final: DieselError, why: str = "") -> None:
-        super().__init__(str(final))
-        self.last_error = final
-        self.reason = why  # one of those that the words above, or nothing
+    def __init__(self, last_error: DieselError, reason: str = "") -> None:
+        super().__init__(str(last_error))
+        self.last_error = last_error
+        self.reason = reason  # one of the constants above, or empty
 
 
 def _secrets(where: RedisAddress) -> list[str]:
@@ -39,13 +40,13 @@ def _secrets(where: RedisAddress) -> list[str]:
 
 
 def safe_cause(error: Exception, where: RedisAddress) -> Exception | None:
-    """An error as the cause of another; None where its text holds what nobody may see."""
+    """The cause of a translated error; None where the text of `error` may have a password in it."""
     text = str(error)
     return None if _UNKNOWN.search(text) or any(s in text for s in _secrets(where)) else error
 
 
 _UNKNOWN = re.compile(r"unknown command\W+(\w+)", re.IGNORECASE)
-"""Redis repeats what was said to it then, and it may have been a password."""
+"""Redis repeats the unknown command and its arguments, and they may have been a password."""
 
 
 def _redacted(text: str, where: RedisAddress) -> str:
@@ -57,7 +58,7 @@ def _redacted(text: str, where: RedisAddress) -> str:
 
 
 def translate_error(error: Exception, where: RedisAddress) -> DieselError | RetryLater:
-    """What an error means to a user; Again where it may pass."""
+    """Translate an error of redis-py; the result is RetryLater where it may pass."""
     cause = error.__cause__
     if isinstance(error, errors.RedisClusterException) and isinstance(cause, errors.RedisError):
         return translate_error(cause, where)
@@ -74,13 +75,13 @@ def translate_error(error: Exception, where: RedisAddress) -> DieselError | Retr
             return _reply("OOM", text, where)
         case errors.ReadOnlyError():
             return _reply("READONLY", text, where)
-        case errors.NoScriptError():  # it was given them just now: another has taken its place
+        case errors.NoScriptError():  # the scripts were loaded just now: this is another server
             return RetryLater(MetadataError(f"{where} has just been restarted"))
         case errors.InvalidResponse():
-            return RetryLater(MetadataError(f"{where} answers what is no answer of a Redis"))
+            return RetryLater(MetadataError(f"{where} does not answer as a Redis does"))
         case errors.TimeoutError() if "handshake" in str(error.__context__):
-            error_to_raise = MetadataError(f"no TLS with {where}: it does not answer our greeting")
-            return RetryLater(error_to_raise, SILENT)
+            unanswered = f"no TLS with {where}: it does not answer the handshake"
+            return RetryLater(MetadataError(unanswered), SILENT)
         case errors.TimeoutError():
             return RetryLater(DeadlineError(f"the metadata store {where} did not answer in time"))
         case errors.BusyLoadingError():
@@ -90,7 +91,7 @@ def translate_error(error: Exception, where: RedisAddress) -> DieselError | Retr
         case errors.ConnectionError() if _is_hung_up(text) and not where.tls:
             silent = f"the metadata store {where} closes the connection without an answer"
             return RetryLater(
-                MetadataError(silent, advice="if it expects TLS, say rediss://"), SILENT
+                MetadataError(silent, advice="if it expects TLS, use rediss://"), SILENT
             )
         case errors.ConnectionError() | OSError():
             return RetryLater(MetadataError(f"cannot reach the metadata store {where}: {text}"))
@@ -112,8 +113,9 @@ _CODES = {
 
 
 def _code(text: str) -> str:
-    """What an error is about, by Redis's word for it: the first, or, as Redis 5 and 6 tell what
-    went wrong in a script, one in the middle."""
+    """Redis's code word for an error. It is the first word of the text; Redis 5 and 6 put it in
+    the middle where the error happened in a script.
+    """
     first = text.split(" ", 1)[0]
     if first in _CODES:
         return first
@@ -126,19 +128,19 @@ def _code(text: str) -> str:
 
 
 def _reply(code: str, text: str, where: RedisAddress) -> DieselError | RetryLater:
-    """The meaning of an error by Redis's word for it."""
+    """Translate an error reply, by its code word."""
     match code:
         case "NOAUTH":
-            return MetadataError(f"{where} wants a password", advice="set DIESEL_REDIS_PASSWORD")
+            return MetadataError(f"{where} needs a password", advice="set DIESEL_REDIS_PASSWORD")
         case "NOPERM":
-            return MetadataError(f"{where} does not allow our user what is needed: {text}")
+            return MetadataError(f"{where} does not allow our user to do this: {text}")
         case "OOM":
             return _full(where, "its memory is full (maxmemory)")
         case "MISCONF":
             return _full(where, text.removeprefix("MISCONF "))
         case "READONLY":
-            told = MetadataError(f"{where} is a read-only replica", advice="name the master")
-            return told if where.kind == "redis" else RetryLater(told)
+            replica = MetadataError(f"{where} is a read-only replica", advice="name the master")
+            return replica if where.kind == "redis" else RetryLater(replica)
         case "BUSY":
             return RetryLater(BusyError(f"{where} is busy with a script"))
         case "LOADING":
@@ -148,13 +150,13 @@ def _reply(code: str, text: str, where: RedisAddress) -> DieselError | RetryLate
         case "MASTERDOWN" | "UNBLOCKED":
             return RetryLater(MetadataError(f"{where} cannot serve now: {text}"))
         case "WRONGTYPE" | "SCRIPT":
-            told_of = f"the metadata store {where} has what nobody of us has written: {text}"
-            return CorruptError(told_of, advice="run `dlcmd recover`")
-    return MetadataError(f"{where} refuses: {text}")
+            foreign = f"the metadata store {where} holds data that DIESEL-FS did not write: {text}"
+            return CorruptError(foreign, advice="run `dlcmd recover`")
+    return MetadataError(f"{where} refuses a command: {text}")
 
 
-def _full(where: RedisAddress, why: str) -> NoSpaceError:
-    return NoSpaceError(f"the metadata store {where} takes nothing more: {why}")
+def _full(where: RedisAddress, reason: str) -> NoSpaceError:
+    return NoSpaceError(f"the metadata store {where} accepts no more data: {reason}")
 
 
 def _is_hung_up(text: str) -> bool:

@@ -1,10 +1,9 @@
-"""The head of each dataset in Redis: its marker, where its state is, and how it is asked.
+"""Reads the head of a dataset in Redis: its version and counts, and where its state is stored.
 
-Owned here: what stands in the head's slot, read back as values or refused as damaged; that what was
-read since is of the dataset still; that a Redis which is opened is one of ours. Not owned: how the
-state changes (`transactions.py`, `shadow_state.py`), keys (`keys.py`).
-
-Nothing is remembered. Safe from threads, processes and forked children.
+This module also checks, after a reader has read entries, whether they were of the state that the
+head described (`HeadReader.is_unchanged`), and whether a Redis that is opened belongs to this
+repository (`open_link`). Nothing is cached. Safe to use from threads, processes and forked
+children. `keys.py` says what the keys hold.
 """
 
 import re
@@ -12,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from uuid import UUID
 
-from diesel_fs.errors import (
+from ....errors import (
     ConfigError,
     ConflictError,
     CorruptError,
@@ -20,13 +19,18 @@ from diesel_fs.errors import (
     MetadataBehind,
     MetadataError,
     NewerVersionError,
-    NoSuchDataset,
 )
-from diesel_fs.format.entries import ChunkId
-from diesel_fs.storage.metadata.redis.address import parse_redis_url
-from diesel_fs.storage.metadata.redis.bucket_scripts import Script
-from diesel_fs.storage.metadata.redis.head_scripts import CONFIRM, NEEDS_REPAIR, READ_HEAD
-from diesel_fs.storage.metadata.redis.keys import (
+from ....format.entries import ChunkId
+from ..store import (
+    DatasetHead,
+    StoreRestarted,
+    corrupt_store_error,
+    no_such_dataset_error,
+)
+from .address import parse_redis_url
+from .bucket_scripts import Script
+from .head_scripts import CONFIRM, NEEDS_REPAIR, READ_HEAD
+from .keys import (
     BUCKETS_MAX,
     SCHEMA,
     SCHEMA_KEY,
@@ -34,27 +38,29 @@ from diesel_fs.storage.metadata.redis.keys import (
     DatasetKeys,
     Generation,
 )
-from diesel_fs.storage.metadata.redis.link import Command, RedisLink, ScriptCommand, Word
-from diesel_fs.storage.metadata.redis.replies import (
+from .link import Command, RedisLink, ScriptCommand, Word, in_portions
+from .replies import (
     as_count,
-    corrupt_store_error,
     listed,
     number,
     octets,
     packed_dict,
 )
-from diesel_fs.storage.metadata.store import DatasetHead, StoreRestarted
 
 _HEADS_AT_ONCE = 100
 _GENERATION = re.compile(rb"[0-9a-f]{16}")
 
 
 class UnknownDataset(Exception):
-    """There is no such dataset (or whatever else was asked for)."""
+    """The key on which a head script works does not exist: usually, the dataset was dropped."""
 
 
 class ScriptRejected(Exception):
-    """A head script did nothing, and says why."""
+    """A head script did nothing, since what it relied on has changed.
+
+    `word` is the reason: "moved" (another generation, or another writer was faster), "held" (a
+    commit lock), "young" (not old enough to be removed), "lost" (Redis has lost data).
+    """
 
     def __init__(self, word: str) -> None:
         super().__init__(word)
@@ -63,17 +69,17 @@ class ScriptRejected(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RedisHead:
-    """What a dataset's head says."""
+    """A dataset's head as it is in Redis."""
 
     dataset: DatasetHead
     generation: Generation
-    first: int  # the version of chunks whose record says 0
-    pending: Sequence[bytes]  # plans
-    pieces_by_bucket: Mapping[int, int]  # of each bucket, how many are committed
+    first: int  # the version of chunks whose record has version 0
+    pending: Sequence[bytes]  # packed plans that are committed and perhaps not applied yet
+    pieces_by_bucket: Mapping[int, int]  # how many pieces of each bucket are committed
 
 
 class HeadReader:
-    """The heads of all datasets of a store."""
+    """Reads the heads of the datasets of a store."""
 
     def __init__(self, link: RedisLink) -> None:
         self._link = link
@@ -81,19 +87,23 @@ class HeadReader:
     def run_head_script(
         self, script: Script, keys: Sequence[bytes], *arguments: Word
     ) -> list[object]:
-        """A head script's answer, without its first word; raises what that word means."""
+        """Run a script on the head's slot, and return its reply without the first word. Raises
+        UnknownDataset, ScriptRejected or a DieselError, according to that word.
+        """
         (reply,) = self._link.run_scripts([_run_of(script, keys, *arguments)])
         return _check_reply(reply)
 
     def check_schema(self) -> None:
-        """Raises NewerVersionError or MetadataError where another kind of program was here."""
+        """Raises NewerVersionError or MetadataError where a program with another schema has
+        written to this Redis.
+        """
         (found,) = self._link.run([Command(SCHEMA_KEY, ("GET", SCHEMA_KEY))])
         if found is not None and found != b"%d" % SCHEMA:
             raise _other_schema(octets(found))
 
     def bind_object_store(self, store: UUID) -> None:
-        """From now on this Redis describes the chunks of that object store, and of no other: names
-        of two repositories would be taken for each other's. Raises ConfigError.
+        """Bind this Redis to the object store of one repository, once and for all. Raises
+        ConfigError where it is bound to another: the datasets of two repositories would be mixed.
         """
         bound = Command(STORE_KEY, ("SET", STORE_KEY, store.hex, "NX"))
         _, found = self._link.run([bound, Command(STORE_KEY, ("GET", STORE_KEY))])
@@ -105,19 +115,17 @@ class HeadReader:
             )
 
     def read_head(self, identity: UUID) -> RedisHead:
-        """What a dataset's head says. Raises NoSuchDataset, CorruptError."""
+        """The head of a dataset. Raises NoSuchDataset, CorruptError."""
         (found,) = self.read_heads([identity])
         if isinstance(found, Exception):
             raise found
         return found
 
     def read_heads(self, identities: Sequence[UUID]) -> list[RedisHead | DieselError]:
-        """What the heads of some datasets say, or what is wrong with each."""
+        """The head of each dataset, or the error in its place."""
         found: list[RedisHead | DieselError] = []
-        for start in range(0, len(identities), _HEADS_AT_ONCE):
-            some, runs = identities[start : start + _HEADS_AT_ONCE], []
-            for identity in some:
-                runs.append(read_head_command(identity))
+        for some in in_portions(identities, _HEADS_AT_ONCE):
+            runs = [*map(read_head_command, some)]
             self._link.extend_deadline()
             for identity, reply in zip(some, self._link.run_scripts(runs), strict=True):
                 try:
@@ -129,8 +137,8 @@ class HeadReader:
         return found
 
     def have_lost_pieces(self, heads: Sequence[RedisHead]) -> list[bool]:
-        """Of each head, whether a bucket has lost what it had told it. Proves nothing where the
-        generation does not stand any more.
+        """For each head, whether a bucket has fewer pieces than are committed. Valid only if the
+        head's generation is still the dataset's, and all pending plans were applied.
         """
         commands = []
         for head in heads:
@@ -138,16 +146,15 @@ class HeadReader:
                 key = head.generation.key(bucket, b"t")
                 commands.append(Command(key, ("HGET", key, "pieces")))
         replies = iter(self._link.run(commands))
-        told = [
+        counts = [
             [(n, number(next(replies))) for _, n in sorted(h.pieces_by_bucket.items())]
             for h in heads
         ]
-        return [any(there < pieces for pieces, there in each) for each in told]
+        return [any(applied < committed for committed, applied in each) for each in counts]
 
     def is_live_generation(self, identity: UUID, head: RedisHead) -> bool:
-        """Whether what was read since `head` was of the dataset: its generation still stands.
-
-        Raises MetadataBehind where a bucket has lost what it had told the head.
+        """Whether the head's generation is still the dataset's, so that all that was read since
+        belongs to the dataset. Raises MetadataBehind where a bucket has lost pieces.
         """
         (lost,), key = self.have_lost_pieces([head]), DatasetKeys(identity).head
         (name,) = self._link.run([Command(key, ("HGET", key, "generation"))])
@@ -156,8 +163,9 @@ class HeadReader:
         return name == head.generation.name
 
     def is_unchanged(self, identity: UUID, head: RedisHead) -> bool:
-        """Whether what was read since `head`, with all that it named applied, was of that state:
-        nothing of a commit is applied before the version has moved. Raises as `is_live_generation`.
+        """Whether all that was read since `head` belongs to its version, provided that its pending
+        plans had been applied: a commit changes the version before its pieces are applied. Raises
+        as `is_live_generation` does.
         """
         (lost,), key = self.have_lost_pieces([head]), DatasetKeys(identity).head
         words = ("HMGET", key, "generation", "version")
@@ -167,12 +175,12 @@ class HeadReader:
         return name == head.generation.name and number(version) == head.dataset.version
 
     def needs_repair(self, identity: UUID) -> str:
-        """As `MetadataStore.needs_repair`."""
+        """See `MetadataStore.needs_repair`."""
         (current,) = self._of(identity, NEEDS_REPAIR)
         return octets(current).decode(errors="replace")
 
     def confirm(self, identity: UUID, run: str) -> None:
-        """What this run of Redis knows of a dataset is all there is. Raises Restarted."""
+        """Confirm that this run of Redis has lost nothing of a dataset. Raises StoreRestarted."""
         self._of(identity, CONFIRM, run)
 
     def _of(self, identity: UUID, script: Script, *arguments: Word) -> list[object]:
@@ -189,11 +197,11 @@ def open_link(
     store: UUID | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> RedisLink:
-    """The Redis at a URL (`address.py`), once it is known to hold nothing of other programs
-    and, from now on, nothing of other repositories: `store` is the object store it belongs to.
+    """Connect to the Redis at a URL (`address.py`). `store` is the object store of the repository,
+    to which the Redis is bound from now on.
 
-    Raises ConfigError, MetadataError where it cannot be reached, is a replica or throws keys away,
-    NewerVersionError.
+    Raises ConfigError for a bad URL or a Redis of another repository; MetadataError where Redis
+    cannot be reached, is a replica or may evict keys; NewerVersionError.
     """
     link = RedisLink.open(parse_redis_url(url, environment), deadline_s)
     heads = HeadReader(link)
@@ -208,14 +216,15 @@ def open_link(
 
 
 def read_head_command(identity: UUID) -> ScriptCommand:
-    """What asks for a dataset's head."""
+    """The command that reads a dataset's head."""
     keys = DatasetKeys(identity)
     return _run_of(READ_HEAD, [keys.head, keys.pending, keys.counts])
 
 
 def parse_head(identity: UUID, reply: object) -> RedisHead:
-    """The head in the reply to `read_head_command`. Raises Unknown, CorruptError, and what the
-    store is."""
+    """Parse the reply to `read_head_command`. Raises UnknownDataset, CorruptError, and errors of
+    the store's schema.
+    """
     return _head(identity, *_check_reply(reply))
 
 
@@ -224,7 +233,7 @@ def _run_of(script: Script, keys: Sequence[bytes], *arguments: Word) -> ScriptCo
 
 
 def _check_reply(reply: object) -> list[object]:
-    """What comes after the first word of an answer; raises what that word means."""
+    """A head script's reply without its first word, which tells success or the error to raise."""
     word, *rest = listed(reply) or [b""]
     match word, *rest:
         case b"ok", *_:
@@ -234,26 +243,26 @@ def _check_reply(reply: object) -> list[object]:
         case b"conflict", bytes(name), bytes(identity):
             shown = UUID(bytes=identity) if len(identity) == 16 else "another"
             found = f"dataset {name.decode(errors='replace')!r} has the identity {shown}"
-            raise ConflictError(f"{found}: a name and an identity belong to each other alone")
+            raise ConflictError(f"{found}: each name belongs to one identity")
         case b"none", *_:
             raise UnknownDataset
         case b"damaged", *_:
-            raise corrupt_store_error("a marker or counts that nobody of us has written")
+            raise corrupt_store_error("a head or counts that DIESEL-FS did not write")
         case b"restarted", bytes(run):
             raise StoreRestarted(run.decode(errors="replace"))
     raise ScriptRejected(octets(word).decode(errors="replace"))
 
 
-def _head(identity: UUID, fields: object, unapplied: object, tallies: object) -> RedisHead:
+def _head(identity: UUID, fields: object, pending: object, counts: object) -> RedisHead:
     found = packed_dict(fields)
     buckets, generation = as_count(found.get(b"buckets")), found.get(b"generation", b"")
     if not _GENERATION.fullmatch(generation) or not 1 <= buckets <= BUCKETS_MAX:
-        raise corrupt_store_error("a marker without a generation")
+        raise corrupt_store_error("a head without a generation")
     try:
         name = octets(found.get(b"name")).decode()
     except UnicodeDecodeError:
-        raise corrupt_store_error("a dataset whose name is none") from None
-    marker = DatasetHead(
+        raise corrupt_store_error("a dataset whose name is not UTF-8") from None
+    dataset = DatasetHead(
         identity,
         name,
         as_count(found.get(b"version")),
@@ -264,33 +273,30 @@ def _head(identity: UUID, fields: object, unapplied: object, tallies: object) ->
         ChunkId(octets(found.get(b"newest"), 16)),
     )
     pieces = {}
-    for field, count in packed_dict(tallies).items():
+    for field, count in packed_dict(counts).items():
         if field.startswith(b"n"):
             bucket = as_count(field[1:])
             if bucket >= buckets:
-                raise corrupt_store_error("a count of a bucket that is not there")
+                raise corrupt_store_error("a count of a bucket that does not exist")
             pieces[bucket] = as_count(count)
-    plans = [octets(plan) for plan in listed(unapplied)]
+    plans = [octets(plan) for plan in listed(pending)]
     first = as_count(found.get(b"first"))
-    return RedisHead(marker, Generation(generation, buckets), first, plans, pieces)
-
-
-def no_such_dataset_error(identity: UUID) -> NoSuchDataset:
-    """The error for a dataset that is not known."""
-    return NoSuchDataset(f"the metadata store knows no dataset with identity {identity}")
+    return RedisHead(dataset, Generation(generation, buckets), first, plans, pieces)
 
 
 def lost_data_error(name: str) -> MetadataBehind:
-    """The error for a dataset of which something has gone."""
+    """The error for a dataset of which Redis has lost data."""
     return MetadataBehind(
-        f"the metadata store has lost something of dataset {name!r}",
+        f"the metadata store has lost data of dataset {name!r}",
         advice="run `dlcmd recover`: it makes the metadata again from the chunks",
     )
 
 
 def _other_schema(packed: bytes) -> DieselError:
     shown = packed.decode(errors="replace")[:20]
-    told = f"the metadata store has schema {shown}, and this program knows {SCHEMA}"
+    message = f"the metadata store has schema {shown}, and this program knows {SCHEMA}"
     if packed.isdigit() and int(shown) > SCHEMA:
-        return NewerVersionError(told, advice="use a newer program")
-    return MetadataError(told, advice="use the program that made it, or an empty Redis and recover")
+        return NewerVersionError(message, advice="use a newer diesel-fs")
+    return MetadataError(
+        message, advice="use the version that wrote it, or an empty Redis and `dlcmd recover`"
+    )

@@ -1,26 +1,29 @@
-"""What runs inside Redis over the heads of datasets: compare and set. Each script is atomic.
+"""Lua scripts that run inside Redis on the head's slot: they compare what is there, and set it.
 
-Owned here: what is decided in the head's slot. Not owned: the fold (`bucket_scripts.py`).
-A script that has written once is never stopped for want of memory or disk, so each starts with a
-write that refuses nothing but the whole script; and one that fails in its middle stays half done,
-so what it relies on is looked at before that.
+Each script is atomic as long as it does not fail in its middle: Redis does not undo the first
+writes of a script then. So a script checks all values that it relies on before it writes. Redis
+refuses a write for lack of memory or disk only as the first write of a script; so the first write
+of each script is one that may be refused without harm.
 
-Strings must not be compared with `<` in here: Lua asks the locale of the server then.
+The comment above a script lists its keys, then its arguments. The first word of a reply is `ok` or
+the reason why nothing was done (`head.py`). Scripts must not compare strings with `<`: Lua would
+use the locale of the server.
 """
 
-from diesel_fs.storage.metadata.redis.bucket_scripts import LESS, script
+from .bucket_scripts import LESS, script
 
 _CHECK_SCHEMA = """
 local schema = redis.call('GET', KEYS[1])
 if schema and schema ~= ARGV[1] then return {'schema', schema} end
 """
 
-# The run of Redis that answers: another one may have lost what the last one knew
+# The run ID of this Redis: after a restart it is another one, and data may be lost
 _RUN = """
 local function run() return redis.call('INFO', 'server'):match('run_id:(%w+)') or '' end
 """
 
-# By Redis's clock alone. What seems to last longer than any may last: the clock has gone back
+# Locks are timed by Redis's clock alone. One that seems to last longer than `longest` is ignored:
+# the clock has gone back
 _TIME = """
 local function now_s()
   local now = redis.call('TIME')
@@ -36,26 +39,54 @@ local function is_held(key, longest)
 end
 """
 
-_CHECK_HEAD = """
-local function is_whole(marker)
-  for _, text in ipairs({marker[2], marker[5]}) do
-    if not text or not text:match('^%d+$') or #text > 18 then return false end
+# Both check that the dataset's generation and the transaction are those of the arguments
+# `generation transaction`, and define `add_to_digest`: `more` is added to the number `digest`
+_CHECK_TRANSACTION = """
+local head =
+  redis.call('HMGET', KEYS[2], 'generation', 'version', 'digest', 'newest', 'chunks', 'run')
+if not head[1] then return {'none'} end
+if head[1] ~= ARGV[2] then return {'moved'} end
+for _, text in ipairs({head[2], head[5]}) do
+  if not text or not text:match('^%d+$') or #text > 18 then return {'damaged'} end
+end
+if not (head[3] and #head[3] == 16 and head[4] and #head[4] == 16) then return {'damaged'} end
+local begun = redis.call('HGET', KEYS[5], ARGV[3])
+local is_begun = begun and begun:byte(1) == 98
+local function next_version(clock_us)
+  return string.format('%.0f', math.max(tonumber(head[2]) + 1, tonumber(clock_us)))
+end
+local digest = {head[3]:byte(1, 16)}
+local function add_to_digest(more)
+  local carry = 0
+  for at = 16, 1, -1 do
+    local sum = digest[at] + more:byte(at) + carry
+    digest[at], carry = sum % 256, math.floor(sum / 256)
   end
-  return marker[3] and #marker[3] == 16 and marker[4] and #marker[4] == 16
 end
 """
 
-# schema marker unapplied tallies | schema
+# Lists a generation in `dead` as to be removed
+_CONDEMN = """
+local function condemn(generation, packed_buckets)
+  local buckets = tonumber(packed_buckets or '') or 0
+  if generation and buckets >= 1 and buckets <= 16384 then
+    redis.call('HSET', KEYS[3], generation,
+      struct.pack('<c1I8I4', 'x', redis.call('TIME')[1], buckets))
+  end
+end
+"""
+
+# schema head pending counts | schema
 READ_HEAD = script(
     _CHECK_SCHEMA
     + """
-local marker = redis.call('HGETALL', KEYS[2])
-if #marker == 0 then return {'none'} end
-return {'ok', marker, redis.call('LRANGE', KEYS[3], 0, -1), redis.call('HGETALL', KEYS[4])}
+local head = redis.call('HGETALL', KEYS[2])
+if #head == 0 then return {'none'} end
+return {'ok', head, redis.call('LRANGE', KEYS[3], 0, -1), redis.call('HGETALL', KEYS[4])}
 """
 )
 
-# schema names marker | schema name identity generation buckets
+# schema names head | schema name identity generation buckets
 CREATE = script(
     _CHECK_SCHEMA
     + _RUN
@@ -75,30 +106,28 @@ return {'ok'}
 """
 )
 
-# schema names dead marker chunks tallies unapplied begun holds | schema
+# schema names dead head chunks counts pending begun locks | schema
 DROP = script(
     _CHECK_SCHEMA
+    + _CONDEMN
     + """
 local old = redis.call('HMGET', KEYS[4], 'name', 'generation', 'buckets')
 if not old[1] then return {'ok'} end
-local buckets = tonumber(old[3] or '') or 0
 redis.call('HDEL', KEYS[2], old[1])
 redis.call('UNLINK', unpack(KEYS, 4))
-if old[2] and buckets >= 1 and buckets <= 16384 then
-  redis.call('HSET', KEYS[3], old[2],
-    struct.pack('<c1I8I4', 'x', redis.call('TIME')[1], buckets))
-end
+condemn(old[2], old[3])
 return {'ok'}
 """
 )
 
-# schema marker chunks begun | schema generation transaction plan, chunk...
+# schema head chunks begun | schema generation transaction plan, chunk...
+# Returns the version, for each chunk whether it is known, and how many transactions have begun
 BEGIN = script(
     _CHECK_SCHEMA
     + """
-local marker = redis.call('HMGET', KEYS[2], 'generation', 'version')
-if not marker[1] then return {'none'} end
-if marker[1] ~= ARGV[2] then return {'moved'} end
+local head = redis.call('HMGET', KEYS[2], 'generation', 'version')
+if not head[1] then return {'none'} end
+if head[1] ~= ARGV[2] then return {'moved'} end
 local flags, new = {}, false
 for i = 5, #ARGV do
   flags[i - 4] = redis.call('HEXISTS', KEYS[3], ARGV[i])
@@ -108,51 +137,38 @@ if new then
   redis.call('HSET', KEYS[4], ARGV[3],
     struct.pack('<c1I8', 'b', redis.call('TIME')[1]) .. ARGV[4])
 end
-return {'ok', marker[2], flags, redis.call('HLEN', KEYS[4])}
+return {'ok', head[2], flags, redis.call('HLEN', KEYS[4])}
 """
 )
 
-# schema marker chunks unapplied begun holds tallies |
-# schema generation transaction plan, clock in us, run or nothing, longest hold,
+# schema head chunks pending begun locks counts |
+# schema generation transaction plan, clock in us, run or nothing, longest lock,
 # count of buckets, (bucket, pieces)..., (chunk, record, digest)...
-# Under another run than the one that was vouched for, only who says that this is it may commit
+# After a restart of Redis, only a writer that names the new run (it is going to confirm it) commits
 COMMIT = script(
     _CHECK_SCHEMA
     + LESS
     + _RUN
     + _TIME
-    + _CHECK_HEAD
+    + _CHECK_TRANSACTION
     + """
-local marker =
-  redis.call('HMGET', KEYS[2], 'generation', 'version', 'digest', 'newest', 'chunks', 'run')
-if not marker[1] then return {'none'} end
-if marker[1] ~= ARGV[2] then return {'moved'} end
-if not is_whole(marker) then return {'damaged'} end
 local current = run()
-if current ~= (ARGV[6] ~= '' and ARGV[6] or marker[6]) then return {'restarted', current} end
+if current ~= (ARGV[6] ~= '' and ARGV[6] or head[6]) then return {'restarted', current} end
+if not is_begun then return {'moved'} end
 local first = 9 + 2 * ARGV[8]
-local begun = redis.call('HGET', KEYS[5], ARGV[3])
-if not begun or begun:byte(1) ~= 98 then return {'moved'} end
 for i = first, #ARGV, 3 do
   if redis.call('HEXISTS', KEYS[3], ARGV[i]) == 1 then return {'moved'} end
 end
 for i = 9, first - 1, 2 do
-  local told = redis.call('HGET', KEYS[7], 'n' .. ARGV[i])
-  if told and not told:match('^%d+$') then return {'damaged'} end
+  local pieces = redis.call('HGET', KEYS[7], 'n' .. ARGV[i])
+  if pieces and not pieces:match('^%d+$') then return {'damaged'} end
 end
 redis.call('LLEN', KEYS[4])
 if is_held(KEYS[6], tonumber(ARGV[7])) then return {'held'} end
-local version = math.max(tonumber(marker[2]) + 1, tonumber(ARGV[5]))
-version = string.format('%.0f', version)
-local digest, newest = {marker[3]:byte(1, 16)}, marker[4]
+local version, newest, chunks = next_version(ARGV[5]), head[4], 0
 redis.call('HSET', KEYS[2], 'version', version)
-local chunks = 0
 for i = first, #ARGV, 3 do
-  local carry, more = 0, ARGV[i + 2]
-  for at = 16, 1, -1 do
-    local sum = digest[at] + more:byte(at) + carry
-    digest[at], carry = sum % 256, math.floor(sum / 256)
-  end
+  add_to_digest(ARGV[i + 2])
   if less(newest, ARGV[i]) then newest = ARGV[i] end
   local record = ARGV[i + 1]
   record = record:sub(1, 20) .. struct.pack('<I8', tonumber(version)) .. record:sub(29)
@@ -168,20 +184,22 @@ return {'ok', version, redis.call('LLEN', KEYS[4])}
 """
 )
 
-# schema marker | schema: the run, unless it is the one that was vouched for
+# schema head | schema
+# Returns the run ID of this Redis, or nothing if it is the one that was confirmed last
 NEEDS_REPAIR = script(
     _CHECK_SCHEMA
     + _RUN
     + """
-local vouched = redis.call('HGET', KEYS[2], 'run')
-if not vouched and redis.call('EXISTS', KEYS[2]) == 0 then return {'none'} end
+local confirmed = redis.call('HGET', KEYS[2], 'run')
+if not confirmed and redis.call('EXISTS', KEYS[2]) == 0 then return {'none'} end
 local current = run()
-if current == vouched then return {'ok', ''} end
+if current == confirmed then return {'ok', ''} end
 return {'ok', current}
 """
 )
 
-# schema marker | schema run: what that run knows of the dataset is all there is
+# schema head | schema run
+# Records that this run of Redis has lost nothing of the dataset
 CONFIRM = script(
     _CHECK_SCHEMA
     + _RUN
@@ -194,17 +212,19 @@ return {'ok'}
 """
 )
 
-# schema marker unapplied tallies | schema generation plan, (bucket, pieces, files, bytes)...
+# schema head pending counts | schema generation plan, (bucket, pieces, files, bytes)...
+# Removes the plan, and adds the changes of the buckets' counts to the head's. Counts of fewer
+# pieces than were reported before are old, and ignored
 APPLIED = script(
     _CHECK_SCHEMA
     + """
-local marker = redis.call('HMGET', KEYS[2], 'generation', 'files', 'bytes')
-if marker[1] ~= ARGV[2] then return {'moved'} end
+local head = redis.call('HMGET', KEYS[2], 'generation', 'files', 'bytes')
+if head[1] ~= ARGV[2] then return {'moved'} end
 local news = {}
 for i = 4, #ARGV, 4 do
-  local told = redis.call('HGET', KEYS[4], ARGV[i]) or '0 0 0'
-  local pieces, files, bytes = told:match('^(%d+) (%d+) (%d+)$')
-  if not pieces or not (marker[2] or ''):match('^%d+$') or not (marker[3] or ''):match('^%d+$') then
+  local counts = redis.call('HGET', KEYS[4], ARGV[i]) or '0 0 0'
+  local pieces, files, bytes = counts:match('^(%d+) (%d+) (%d+)$')
+  if not pieces or not (head[2] or ''):match('^%d+$') or not (head[3] or ''):match('^%d+$') then
     return {'damaged'}
   end
   if tonumber(ARGV[i + 1]) > tonumber(pieces) then news[#news + 1] = {i, files, bytes} end
@@ -215,7 +235,7 @@ for _, new in ipairs(news) do
   redis.call('HSET', KEYS[4], ARGV[i], table.concat({ARGV[i + 1], ARGV[i + 2], ARGV[i + 3]}, ' '))
   redis.call('HINCRBY', KEYS[2], 'files', ARGV[i + 2])
   redis.call('HINCRBY', KEYS[2], 'bytes', ARGV[i + 3])
-  -- As text, since numbers are not exact here beyond 2^53; and "-0" is no number there
+  -- As text: Lua's numbers are not exact beyond 2^53. Redis does not accept "-0"
   if files ~= '0' then redis.call('HINCRBY', KEYS[2], 'files', '-' .. files) end
   if bytes ~= '0' then redis.call('HINCRBY', KEYS[2], 'bytes', '-' .. bytes) end
 end
@@ -223,7 +243,7 @@ return {'ok'}
 """
 )
 
-# schema marker holds | schema token seconds longest
+# schema head locks | schema token seconds longest
 LOCK_COMMITS = script(
     _CHECK_SCHEMA
     + _TIME
@@ -240,7 +260,8 @@ return {'ok'}
 """
 )
 
-# schema begun | schema transaction age: takes away the right to commit, where it is that old
+# schema begun | schema transaction age
+# A transaction that is at least so many seconds old can no longer commit. Returns its plan
 ABANDON = script(
     _CHECK_SCHEMA
     + """
@@ -250,13 +271,14 @@ local now, plan = redis.call('TIME')[1], begun:sub(10)
 if #begun >= 9 and now - struct.unpack('<I8', begun, 2) < tonumber(ARGV[3]) then
   return {'young'}
 end
-redis.call('HDEL', KEYS[2], ARGV[2])  -- which no full memory refuses, nor what comes after it
+redis.call('HDEL', KEYS[2], ARGV[2])  -- a full memory does not refuse it, nor later writes
 redis.call('HSET', KEYS[2], ARGV[2], struct.pack('<c1I8', 'x', now) .. plan)
 return {'ok', plan}
 """
 )
 
-# schema dead | schema generation buckets: says that it is being built, again every minute
+# schema dead | schema generation buckets
+# The heartbeat of a rebuild. Returns the run ID of this Redis
 HEARTBEAT = script(
     _CHECK_SCHEMA
     + _RUN
@@ -267,7 +289,9 @@ return {'ok', run()}
 """
 )
 
-# schema dead | schema generation age: takes away the right to become the state, if it is that old
+# schema dead | schema generation age
+# A generation whose heartbeat is at least so many seconds old can no longer become live. Returns
+# for how many seconds that has been so
 CLAIM_ABANDONED = script(
     _CHECK_SCHEMA
     + """
@@ -277,18 +301,20 @@ local now, since = tonumber(redis.call('TIME')[1]), 0
 if #state == 13 then since = struct.unpack('<I8', state, 2) end
 if state:byte(1) ~= 98 then return {'ok', now - since} end
 if now - since < tonumber(ARGV[3]) then return {'young'} end
-redis.call('HDEL', KEYS[2], ARGV[2])  -- which no full memory refuses, nor what comes after it
+redis.call('HDEL', KEYS[2], ARGV[2])  -- a full memory does not refuse it, nor later writes
 redis.call('HSET', KEYS[2], ARGV[2], struct.pack('<c1I8', 'x', now) .. state:sub(10))
 return {'ok', 0}
 """
 )
 
-# schema names dead marker chunks tallies unapplied begun holds built |
+# schema names dead head chunks counts pending begun locks built |
 # schema name identity generation buckets, old generation, old version,
-# clock in us, files bytes chunks digest newest, run, (bucket, tally)...
+# new version, files bytes chunks digest newest, run, (bucket, counts)...
+# The generation becomes the dataset's state. `built` has its chunks
 REPLACE_LIVE = script(
     _CHECK_SCHEMA
     + _RUN
+    + _CONDEMN
     + """
 local identity = redis.call('HGET', KEYS[2], ARGV[2])
 if identity and #identity ~= 16 then identity = false end
@@ -303,7 +329,6 @@ if not state or state:byte(1) ~= 98 then return {'lost'} end
 if ARGV[11] ~= '0' and redis.call('EXISTS', KEYS[10]) == 0 then return {'lost'} end
 if run() ~= ARGV[14] then return {'lost'} end
 local version = ARGV[8]
-local buckets = tonumber(old[4] or '') or 0
 redis.call('HDEL', KEYS[3], ARGV[4])
 redis.call('UNLINK', unpack(KEYS, 4, 9))
 redis.call('HSET', KEYS[4], 'name', ARGV[2], 'generation', ARGV[4], 'buckets', ARGV[5],
@@ -315,22 +340,20 @@ if ARGV[11] ~= '0' then redis.call('RENAME', KEYS[10], KEYS[5]) end
 for i = 15, #ARGV, 2 do
   redis.call('HSET', KEYS[6], ARGV[i], ARGV[i + 1], 'n' .. ARGV[i], ARGV[i + 1]:match('%d+'))
 end
-if old[2] and buckets >= 1 and buckets <= 16384 then
-  redis.call('HSET', KEYS[3], old[2],
-    struct.pack('<c1I8I4', 'x', redis.call('TIME')[1], buckets))
-end
+condemn(old[2], old[4])
 return {'ok', version}
 """
 )
 
 # schema users | schema, expected token, new token, (user, account or nothing)...
+# Changes accounts, if the token of their state is the expected one
 SET_USERS = script(
     _CHECK_SCHEMA
     + """
 local token = redis.call('HGET', KEYS[2], '=') or ''
-if token == ARGV[3] then return {'ok'} end  -- sent again
+if token == ARGV[3] then return {'ok'} end  -- it was sent twice
 if token ~= ARGV[2] then return {'moved'} end
-for i = 4, #ARGV, 2 do  -- removals first: they are not refused where the memory is full
+for i = 4, #ARGV, 2 do  -- the caller sends removals first: a full memory does not refuse them
   if ARGV[i + 1] == '' then
     redis.call('HDEL', KEYS[2], ARGV[i])
   else
@@ -343,41 +366,29 @@ return {'ok'}
 """
 )
 
-# schema marker chunks unapplied begun holds |
-# schema generation transaction plan, clock in us, longest hold,
-# (chunk, what is added to the digest in place of taking its own away)...
+# schema head chunks pending begun locks |
+# schema generation transaction plan, clock in us, longest lock,
+# (chunk, 2^128 less its digest)...
 FORGET = script(
     _CHECK_SCHEMA
     + _RUN
     + _TIME
-    + _CHECK_HEAD
+    + _CHECK_TRANSACTION
     + """
-local marker =
-  redis.call('HMGET', KEYS[2], 'generation', 'version', 'digest', 'newest', 'chunks', 'run')
-if not marker[1] then return {'none'} end
-if marker[1] ~= ARGV[2] then return {'moved'} end
-if not is_whole(marker) then return {'damaged'} end
 local current = run()
-if current ~= marker[6] then return {'restarted', current} end
-local begun = redis.call('HGET', KEYS[5], ARGV[3])
-if not begun or begun:byte(1) ~= 98 then return {'moved'} end
+if current ~= head[6] then return {'restarted', current} end
+if not is_begun then return {'moved'} end
 for i = 7, #ARGV, 2 do
-  if ARGV[i] == marker[4] or redis.call('HEXISTS', KEYS[3], ARGV[i]) == 0 then
+  if ARGV[i] == head[4] or redis.call('HEXISTS', KEYS[3], ARGV[i]) == 0 then
     return {'moved'}
   end
 end
 redis.call('LLEN', KEYS[4])
 if is_held(KEYS[6], tonumber(ARGV[6])) then return {'held'} end
-local version = math.max(tonumber(marker[2]) + 1, tonumber(ARGV[5]))
-version = string.format('%.0f', version)
-local digest, chunks = {marker[3]:byte(1, 16)}, 0
+local version, chunks = next_version(ARGV[5]), 0
 redis.call('HSET', KEYS[2], 'version', version)
 for i = 7, #ARGV, 2 do
-  local carry, more = 0, ARGV[i + 1]
-  for at = 16, 1, -1 do
-    local sum = digest[at] + more:byte(at) + carry
-    digest[at], carry = sum % 256, math.floor(sum / 256)
-  end
+  add_to_digest(ARGV[i + 1])
   redis.call('HDEL', KEYS[3], ARGV[i])
   chunks = chunks + 1
 end

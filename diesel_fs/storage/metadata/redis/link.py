@@ -1,21 +1,21 @@
-"""Talking to a Redis, by itself, under sentinels, or a cluster of them.
+"""Sends commands to Redis: one server, a server under sentinels, or a cluster.
 
-Owned here: connections and TLS, pipelines and where each command goes, waiting and trying again.
-Not owned: keys (`keys.py`), what commands mean, what errors mean (`errors.py`).
+Commands are sent in pipelines. In a cluster, each command goes to the node of its key's slot. Work
+that runs inside `with_retries` is tried again, with pauses, while Redis may come back (a refused
+connection, a server that is loading its data, a failover, a slot that is being moved) and the
+deadline has not passed. So everything that is sent must be repeatable. Errors that do not pass by
+themselves (a wrong password, a missing right, a full memory) are raised at once. Nothing is sent
+after the deadline; long work that makes progress moves it on (`extend_deadline`).
 
-A call is tried again, with pauses, while Redis may come back (a refused connection, a restart that
-is loading, a failover, a slot on its way) and the deadline has not passed; whatever is sent must
-therefore be repeatable. What no patience cures (a password, a right, a full memory) fails at once.
-Nothing is sent after the deadline, except by what gets on and says so (`extend_deadline`).
-
-Concurrency: connections are lent to one thread for one pipeline, and never cross a fork.
+Concurrency: one thread at a time uses a connection, for one pipeline. A child of a fork opens
+connections of its own.
 """
 
-import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import NamedTuple, Protocol, Self, TypeVar
 
 import redis.exceptions as errors
@@ -32,10 +32,11 @@ from redis.cluster import ClusterNode, RedisCluster
 from redis.crc import key_slot
 from redis.retry import Retry
 
-from diesel_fs.errors import DeadlineError, MetadataError
-from diesel_fs.storage.metadata.redis.address import RedisAddress
-from diesel_fs.storage.metadata.redis.bucket_scripts import SCRIPTS, Script
-from diesel_fs.storage.metadata.redis.errors import (
+from ....errors import DeadlineError, MetadataError
+from ..store import log
+from .address import RedisAddress
+from .bucket_scripts import SCRIPTS, Script
+from .errors import (
     CLIENT_ERRORS,
     LOADING,
     SILENT,
@@ -43,82 +44,80 @@ from diesel_fs.storage.metadata.redis.errors import (
     safe_cause,
     translate_error,
 )
-from diesel_fs.storage.metadata.redis.keys import sync_key
-
-log = logging.getLogger("diesel.metadata")
+from .keys import sync_key
 
 DEADLINE_S = 30.0
 
 METADATA_READ_S = 6.0
-"""How long who only looks waits for a Redis that is away: with what one try may take, it is told so
-within 10 s. One that is loading is waited for as for a commit."""
+"""How long a read waits for a Redis that cannot be reached. With the time of its last try, an error
+is raised within 10 s. For a Redis that is loading its data, a read waits as long as a commit."""
 
 _OPEN_S = {"": 4.0, SILENT: 1.0, LOADING: DEADLINE_S}
-"""How long to try to open a store, by what stands against it: one that is down, or that wants to
-hear TLS, is said to be so soon; one that is loading will serve.
+"""How long to try to open a store, by the reason of its errors: a server that is down, or that
+expects TLS, is reported soon; one that is loading its data will serve.
 """
 
 _SOCKET_S = 3.0
 _CONNECT_S = 2.0
 _ALL_HOSTS_S = 5.0
-"""How long it may take to find all hosts of an address hung, one after the other."""
+"""How long it may take to find that no host of an address answers, one after the other."""
 
-_WAITAOF_MS = 1000  # at a time: less than a connection waits for any answer
+_WAITAOF_MS = 1000  # for one command: less than `_SOCKET_S`
 _TAGS_MAX = 1 << 16
 _PAUSE_S = 0.02
 _PAUSE_S_MAX = 1.0
 _CONNECTIONS_MAX = 1 << 16
 _REDIRECTIONS_MAX = 16
-_OLDEST = (5, 0)  # scripts that ask for the time and then write
+_OLDEST = (5, 0)  # earlier versions refuse scripts that ask for the time and then write
 
 Word = bytes | str | int | float
 T = TypeVar("T")
 
 
 class Command(NamedTuple):
-    """A command and the key whose slot it belongs to."""
+    """A command, and the key whose slot decides which node of a cluster gets it."""
 
     key: bytes
     words: Sequence[Word]
 
 
 class ScriptCommand(NamedTuple):
-    """A script's run."""
+    """A script with its keys, which are all in one slot, and its arguments."""
 
     script: Script
     keys: Sequence[bytes]
     arguments: Sequence[Word]
 
     def command(self) -> Command:
-        """What is sent."""
+        """The command that runs the script."""
         words = ("EVALSHA", self.script.sha, len(self.keys), *self.keys, *self.arguments)
         return Command(self.keys[0], words)
 
 
 class _Nodes(Protocol):
-    """Where commands go."""
+    """The servers to which commands are sent."""
 
     def send(self, commands: Sequence[Command]) -> list[object]:
-        """The reply to each, errors among them; of one slot, they are carried out in order."""
+        """The reply to each command; an error is a reply. Commands of one slot run in order."""
 
     def masters(self) -> "list[Redis]": ...
 
     def slots(self) -> "list[tuple[bytes, Redis]]":
-        """Those that have keys, and a key that each has."""
+        """Each master that has slots, and a key in one of its slots."""
         ...
 
     def close(self) -> None: ...
 
 
 class _Time(threading.local):
-    """How long this thread may still wait."""
+    """The deadline of the work that this thread does in `with_retries`."""
 
-    end_s: float = math.inf
-    limit_s: float = math.inf
+    end_s: float = math.inf  # monotonic time
+    limit_s: float = math.inf  # how far `extend_deadline` moves it
 
 
 class RedisLink:
-    """A Redis that can be asked."""
+    """Connections to one Redis (see the module). Thread-safe."""
 
     def __init__(self, address: RedisAddress, nodes: _Nodes, deadline_s: float) -> None:
         self.address = address
@@ -128,18 +127,18 @@ class RedisLink:
 
     @classmethod
     def open(cls, address: RedisAddress, deadline_s: float) -> Self:
-        """Connect and look around. Raises MetadataError where this is no Redis for us."""
+        """Connect, and check the server. Raises MetadataError where it cannot be used."""
         socket_s = max(1.0, min(_SOCKET_S, deadline_s))
 
-        def patiently(work: Callable[[], T]) -> T:
+        def retried(work: Callable[[], T]) -> T:
             start = time.monotonic()
-            ends = {why: start + min(deadline_s, limit) for why, limit in _OPEN_S.items()}
-            return _with_retries(work, address, lambda why: ends.get(why, ends[""]))
+            ends = {reason: start + min(deadline_s, limit) for reason, limit in _OPEN_S.items()}
+            return _with_retries(work, address, lambda reason: ends.get(reason, ends[""]))
 
-        nodes: _Nodes = patiently(lambda: _connect(address, socket_s))
+        nodes: _Nodes = retried(lambda: _connect(address, socket_s))
         link = cls(address, nodes, deadline_s)
         try:
-            patiently(link._check_server)
+            retried(link._check_server)
         except BaseException:
             link.close()
             raise
@@ -147,23 +146,25 @@ class RedisLink:
 
     @property
     def is_cluster(self) -> bool:
-        """Whether keys lie on several nodes."""
+        """Whether keys are spread over several nodes."""
         return self.address.kind == "cluster"
 
     def close(self) -> None:
-        """Drop the connections."""
+        """Close all connections. Repeatable."""
         nodes, self._nodes = self._nodes, None
         if nodes is not None:
             nodes.close()
 
     def with_retries(self, work: Callable[[], T], seconds: float = math.inf) -> T:
-        """The result of work that can be repeated, tried until the deadline, or so long."""
+        """Do repeatable work, again and again until it succeeds or the deadline passes, and return
+        its result. `seconds` is a shorter deadline.
+        """
         outer, start = (self._time.end_s, self._time.limit_s), time.monotonic()
         self._time.limit_s = min(seconds, self.deadline_s)
         self._time.end_s = min(outer[0], start + self._time.limit_s)
 
-        def end_s(why: str) -> float:
-            if why == LOADING:
+        def end_s(reason: str) -> float:
+            if reason == LOADING:
                 self._time.end_s = max(self._time.end_s, start + self.deadline_s)
             return self._time.end_s
 
@@ -173,11 +174,13 @@ class RedisLink:
             self._time.end_s, self._time.limit_s = outer
 
     def extend_deadline(self) -> None:
-        """What this thread is doing gets on: its deadline counts from now."""
+        """Start this thread's deadline anew, since its work makes progress."""
         self._time.end_s = time.monotonic() + self._time.limit_s
 
     def run(self, commands: Sequence[Command]) -> list[object]:
-        """The replies to commands, sent together. Raises Again, or what the first error means."""
+        """Send commands together, and return their replies. Raises RetryLater, or the DieselError
+        of the first reply that is an error.
+        """
         if not commands:
             return []
         if time.monotonic() > self._time.end_s:
@@ -201,17 +204,18 @@ class RedisLink:
         return replies
 
     def run_scripts(self, runs: Iterable[ScriptCommand]) -> list[object]:
-        """The replies to scripts, sent together."""
+        """Run scripts, sent together, and return their replies."""
         return self.run([each.command() for each in runs])
 
     def run_ids(self) -> list[str]:
-        """Which runs of Redis this is: another one may have lost what the last one knew."""
+        """The run ID of each master. A restarted server has another one, and may have lost data."""
         return sorted(str(master.info("server")["run_id"]) for master in self._masters())
 
     def wait_durable(self) -> None:
-        """Wait until what was written before is on disk, where Redis can say so (7.2 or later).
+        """Wait until all earlier writes are on disk, if Redis can tell (7.2 or later, with a log).
 
-        Each node waits for what one connection has written: so that one writes last.
+        `WAITAOF` waits for the writes of its own connection, and so for all before them: therefore
+        this writes a key first.
         """
         for key, master in self._open_nodes.slots():
             info = master.info()
@@ -239,7 +243,7 @@ class RedisLink:
                 master.script_load(script.source.decode())
 
     def check_policy(self) -> None:
-        """Raises MetadataError where Redis may throw keys away: nothing of it is proof then."""
+        """Raises MetadataError where Redis may evict keys: a missing key would prove nothing."""
         for master in self._masters():
             _check_policy(master.info("memory"), self.address)
 
@@ -258,12 +262,12 @@ class RedisLink:
                     f"{where} is a read-only replica", advice="name the master, or its sentinels"
                 )
             if info.get("cluster_enabled") and not self.is_cluster:
-                raise MetadataError(f"{where} is part of a cluster", advice="say redis+cluster://")
+                raise MetadataError(f"{where} is part of a cluster", advice="use redis+cluster://")
             _check_policy(info, where)
             if not info.get("aof_enabled"):
-                log.info("%s keeps no log (appendonly): a crash loses what it was told last", where)
+                log.info("%s keeps no log (appendonly no): a crash of it loses recent data", where)
         if not self.address.password and not self.address.local:
-            log.warning("%s can be changed by everybody who reaches it: it has no password", where)
+            log.warning("%s has no password: everybody who can reach it can change it", where)
 
 
 def _version(info: dict[str, object]) -> tuple[int, ...]:
@@ -272,15 +276,15 @@ def _version(info: dict[str, object]) -> tuple[int, ...]:
 
 def _check_policy(info: dict[str, object], where: RedisAddress) -> None:
     policy = str(info.get("maxmemory_policy", "noeviction"))
-    if policy.startswith("allkeys"):  # whatever its memory is limited to now
+    if policy.startswith("allkeys"):  # even without a maxmemory, which may be set later
         raise MetadataError(
-            f"{where} throws keys away when its memory is full (maxmemory-policy {policy})",
+            f"{where} evicts keys when its memory is full (maxmemory-policy {policy})",
             advice="set maxmemory-policy to noeviction",
         )
 
 
 def _with_retries(work: Callable[[], T], address: RedisAddress, end_s: Callable[[str], float]) -> T:
-    """The result of work, tried until the time that `end_s` gives to what stands against it."""
+    """Try work until the time that `end_s` gives for the reason of its last error."""
     pause = _PAUSE_S
     while True:
         try:
@@ -288,17 +292,24 @@ def _with_retries(work: Callable[[], T], address: RedisAddress, end_s: Callable[
         except RetryLater as error:
             again, cause = error, error.__cause__
         except CLIENT_ERRORS as error:
-            told, cause = translate_error(error, address), safe_cause(error, address)
-            if not isinstance(told, RetryLater):
-                raise told from cause
-            again = told
+            translated, cause = translate_error(error, address), safe_cause(error, address)
+            if not isinstance(translated, RetryLater):
+                raise translated from cause
+            again = translated
         if time.monotonic() + pause > end_s(again.reason):
             raise again.last_error from cause
         time.sleep(pause)
         pause = min(2 * pause, _PAUSE_S_MAX)
 
 
-# Where commands go
+def in_portions(items: Iterable[T], size: int) -> Iterator[list[T]]:
+    """Lists of at most `size` items each, so that a pipeline and its replies stay small."""
+    rest = iter(items)
+    while portion := list(islice(rest, size)):
+        yield portion
+
+
+# Servers, sentinels, clusters
 
 
 def _connect(address: RedisAddress, socket_s: float) -> _Nodes:
@@ -331,7 +342,7 @@ def _connect(address: RedisAddress, socket_s: float) -> _Nodes:
     else:
         kind = SSLConnection if address.tls else Connection
         ((options["host"], options["port"]),) = address.hosts
-    pool = ConnectionPool(connection_class=kind, **options)  # type: ignore[arg-type]  # what came is passed on
+    pool = ConnectionPool(connection_class=kind, **options)  # type: ignore[arg-type]  # options are passed on
     return _One(Redis(connection_pool=pool))
 
 
@@ -341,7 +352,7 @@ def _cluster(address: RedisAddress, options: dict[str, object]) -> RedisCluster:
         retry=_no_retry(),
         ssl=address.tls,
         max_connections=_CONNECTIONS_MAX,
-        **options,  # type: ignore[arg-type]  # what came is passed on
+        **options,  # type: ignore[arg-type]  # options are passed on
     )
 
 
@@ -356,7 +367,7 @@ def _sentinel_master(address: RedisAddress, options: dict[str, object], per_host
 
 
 def _no_retry() -> Retry:
-    """Trying again is decided here alone."""
+    """Keeps redis-py from trying again: `with_retries` does."""
     return Retry(NoBackoff(), 0)
 
 
@@ -373,7 +384,7 @@ def _send(node: Redis, commands: Sequence[Sequence[Word]]) -> list[object]:
 
 
 class _One:
-    """A Redis by itself, or the master that sentinels name."""
+    """One server, or the master that sentinels name."""
 
     def __init__(self, node: Redis) -> None:
         self._node = node
@@ -393,7 +404,10 @@ class _One:
 
 
 class _Cluster:
-    """All nodes of a cluster; which has what is learnt from their redirections."""
+    """The nodes of a cluster.
+
+    redis-py's own pipeline cannot be used: it does not send scripts and scans to clusters.
+    """
 
     def __init__(self, cluster: RedisCluster) -> None:
         self._cluster = cluster
@@ -423,7 +437,7 @@ class _Cluster:
                 return replies
             if has_moved:
                 self._learn()
-        raise errors.ClusterDownError("CLUSTERDOWN it sends us from node to node")
+        raise errors.ClusterDownError("CLUSTERDOWN its nodes redirect commands to each other")
 
     def _ask(self, node: Redis, commands: Sequence[Command], chosen: Sequence[int]) -> list[object]:
         try:
@@ -433,7 +447,7 @@ class _Cluster:
             raise
 
     def _follow(self, ask: errors.AskError, command: Command) -> object:
-        """Ask the node to which a slot is on its way."""
+        """Send a command to the node to which its slot is being moved."""
         node = self._cluster.get_node(ask.host, ask.port)
         if node is None:
             self._learn()

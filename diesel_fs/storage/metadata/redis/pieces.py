@@ -1,7 +1,7 @@
-"""Batches as pieces: what one script applies to one bucket in one go. Pure.
+"""Cuts a batch into pieces: packed rows of one bucket, for one run of the script `APPLY`. Pure.
 
-Owned here: how the rows of a batch are cut up and packed (the format stands above `APPLY`), and the
-list of the paths that a piece names, by which `changes` finds what a chunk has brought.
+The format of a piece is described above `APPLY` (`bucket_scripts.py`). Each piece ends with the
+list of its paths, which Redis keeps: `changes` finds the entries of a chunk by it.
 """
 
 import struct
@@ -12,9 +12,10 @@ import lz4.block
 import numpy as np
 import numpy.typing as npt
 
-from diesel_fs.errors import UsageError
-from diesel_fs.format.entries import EXTENT, RECORD, ChunkId, Kind
-from diesel_fs.storage.metadata.redis.keys import (
+from ....errors import UsageError
+from ....format.entries import EXTENT, RECORD, ChunkId, Kind
+from ..store import Batch, corrupt_store_error
+from .keys import (
     FOLDER_BYTES,
     NO_FOLDER,
     PLAIN_BYTES,
@@ -26,21 +27,19 @@ from diesel_fs.storage.metadata.redis.keys import (
     child_folder,
     steps,
 )
-from diesel_fs.storage.metadata.redis.replies import corrupt_store_error
-from diesel_fs.storage.metadata.store import Batch
 
 EXTENTS_MAX = 1 << 20
-"""4 TiB in chunks of 4 MiB: a script that looks for extents must end."""
+"""4 TiB in chunks of 4 MiB: a script that visits all extents must not take long."""
 SIZE_MAX = 1 << 50
 """1 PiB: Lua counts exactly up to 2^53."""
 
 _PIECE_ROWS = 4096
 _PIECE_BYTES = 1 << 20
 _PIECE_FOLDERS = 512
-"""A piece keeps Redis busy for milliseconds, never for a time that others notice."""
-_BLOCK_ROWS = 1000  # Lua's stack holds 8,000
+"""Redis serves nobody else while it applies a piece: pieces of this size take milliseconds."""
+_BLOCK_ROWS = 1000  # a script unpacks a block at once, and Lua's stack holds 8,000 values
 
-_EXPANSION_MAX = 256  # LZ4 makes nothing smaller than that
+_EXPANSION_MAX = 256  # data packed by LZ4 does not expand more than that
 
 _COUNT = struct.Struct("<H")
 _STEP = struct.Struct("<cH")
@@ -54,7 +53,7 @@ assert RECORD.itemsize == 48
 
 @dataclass(frozen=True, slots=True)
 class BucketPiece:
-    """Some rows of a chunk, of one bucket."""
+    """Some rows of a chunk in one bucket, packed."""
 
     name: PieceName
     folders: Sequence[FolderId]
@@ -63,16 +62,16 @@ class BucketPiece:
 
 @dataclass(frozen=True, slots=True)
 class CutBatch:
-    """A batch as pieces."""
+    """A batch in pieces. `entries` is the chunk's greatest place plus one."""
 
     chunk: ChunkId
     entries: int
-    places: PieceCounts
+    piece_counts: PieceCounts
     pieces: Sequence[BucketPiece]
 
 
 def folders_of(packed: bytes) -> list[FolderId]:
-    """The folders of a packed piece."""
+    """The folders of a packed piece. Raises CorruptError."""
     count = int.from_bytes(packed[: _COUNT.size], "little")
     if len(packed) < _COUNT.size + count * FOLDER_BYTES:
         raise corrupt_store_error("a piece that is too short")
@@ -81,13 +80,13 @@ def folders_of(packed: bytes) -> list[FolderId]:
 
 
 def unpack_paths(packed: bytes) -> Iterator[tuple[FolderId, list[bytes]]]:
-    """The folders that a piece names, and the names in each. Raises CorruptError."""
-    if int.from_bytes(packed[:4], "little") > _EXPANSION_MAX * len(packed):  # before it is trusted
-        raise corrupt_store_error("a list of paths that is none")
+    """Folders and names in them, of the list of a piece's paths. Raises CorruptError."""
+    if int.from_bytes(packed[:4], "little") > _EXPANSION_MAX * len(packed):  # would take memory
+        raise corrupt_store_error("a malformed list of paths")
     try:
         plain = lz4.block.decompress(packed)
     except (lz4.block.LZ4BlockError, ValueError):
-        raise corrupt_store_error("a list of paths that is none") from None
+        raise corrupt_store_error("a malformed list of paths") from None
     at = 0
     while at < len(plain):
         folder = FolderId(plain[at : at + FOLDER_BYTES])
@@ -101,7 +100,7 @@ def unpack_paths(packed: bytes) -> Iterator[tuple[FolderId, list[bytes]]]:
 
 @dataclass(slots=True)
 class _Packer:
-    """A piece in the making."""
+    """Packs one piece."""
 
     folders: dict[FolderId, int] = field(default_factory=dict)
     parts: list[bytes] = field(default_factory=list)
@@ -110,19 +109,19 @@ class _Packer:
     size: int = 0
 
     def step(self, what: bytes, folder: FolderId, *more: bytes) -> None:
-        """Add a step."""
+        """Add a step for the script (see `APPLY`)."""
         position = self.folders.setdefault(folder, len(self.folders))
         self.parts.append(_STEP.pack(what, position))
         self.parts += more
 
     def name(self, folder: FolderId, names: Sequence[bytes]) -> None:
-        """Add to the paths."""
+        """Add names in a folder to the list of paths."""
         joined = b"\0".join(names)
         self.paths += (folder, _BYTES.pack(len(joined)), joined)
 
     @property
     def full(self) -> bool:
-        """Whether it is time for the next."""
+        """Whether further rows belong in another piece."""
         return (
             self.rows >= _PIECE_ROWS
             or self.size >= _PIECE_BYTES
@@ -130,13 +129,13 @@ class _Packer:
         )
 
     def packed(self) -> bytes:
-        """The whole."""
+        """The packed piece."""
         end = (_STEP.pack(b"U", 0), lz4.block.compress(b"".join(self.paths)))
         return b"".join([_COUNT.pack(len(self.folders)), *self.folders, *self.parts, *end])
 
 
 class _Cutter:
-    """One batch on its way into pieces."""
+    """Cuts one batch into pieces."""
 
     def __init__(self, batch: Batch, generation: Generation) -> None:
         self._batch = batch
@@ -175,8 +174,8 @@ class _Cutter:
             for bucket, packers in self._packers.items()
             for number, packer in enumerate(packers)
         ]
-        places = [(bucket, len(packers)) for bucket, packers in self._packers.items()]
-        return CutBatch(chunk, entries, places, pieces)
+        counts = [(bucket, len(packers)) for bucket, packers in self._packers.items()]
+        return CutBatch(chunk, entries, counts, pieces)
 
     def _packer(self, folder: FolderId) -> _Packer:
         packers = self._packers.setdefault(self._generation.bucket(folder), [])
@@ -185,7 +184,7 @@ class _Cutter:
         return packers[-1]
 
     def _folder(self, path: bytes) -> FolderId:
-        """The folder at a path; it and those above it are made known where they are not."""
+        """The ID of the folder at a path; adds the steps that index it and those above it."""
         folder = self._child(NO_FOLDER, b"")
         for name in steps(path):
             folder = self._child(folder, name)
@@ -249,7 +248,7 @@ class _Cutter:
         packer.size += len(entry) + len(name)
 
     def _add_own_holes(self, places: npt.NDArray[np.uint32]) -> None:
-        """Places that no row names: they go where some row of the chunk is."""
+        """Add the holes of places that no row names to some bucket that has rows of the chunk."""
         packers = next(iter(self._packers.values()))
         folder, packer = next(iter(packers[0].folders)), packers[0]
         for place in places.tolist():
@@ -257,10 +256,10 @@ class _Cutter:
 
 
 def cut_batch(batch: Batch, generation: Generation) -> CutBatch:
-    """The pieces of a checked batch. Raises UsageError for numbers that scripts cannot hold."""
+    """Cut a checked batch into pieces. Raises UsageError for numbers too great for the scripts."""
     records = batch.rows.records
     if len(records) and int(records["extents"].max()) > EXTENTS_MAX:
-        raise UsageError(f"a file of more than {EXTENTS_MAX} extents")
+        raise UsageError(f"a file has more than {EXTENTS_MAX} extents")
     if len(records) and int(records["size"].max()) > SIZE_MAX:
-        raise UsageError(f"a file of more than {SIZE_MAX} bytes")
+        raise UsageError(f"a file has more than {SIZE_MAX} bytes")
     return _Cutter(batch, generation).cut()

@@ -1,41 +1,42 @@
-"""A dataset's marker by one round trip to a Redis that stands by itself.
+"""Reads a dataset's head from a single Redis in one round trip, for the server's many readers.
 
-Owned here: what is asked in one go, and when the replies prove just what `RedisMetadata.head`
-finds out step by step. Not owned: sockets (the server's), and what to do where nothing is proved:
-then the long way is gone, which applies what waits, waits for a Redis that is away, and says why.
+`RedisMetadata.head` takes several round trips in a thread: it needs the identity, generation and
+buckets of a dataset before it can ask for its counts. Here the same commands are sent at once, with
+the identity, generation and buckets from the last replies. If the new replies confirm these, they
+prove the head; otherwise `head` is None, the next request uses what was learnt, and the caller
+falls back to `RedisMetadata.head`. That one also applies pending commits, waits for a Redis that
+cannot be reached, and raises errors.
 
-What is sent are the commands of the long way, in its order. What it learns on the way (identity,
-generation, buckets) is taken from the replies of before, and replies that say otherwise prove
-nothing but what to send next. They must come from one connection to one Redis, which carries out
-one after the other: nodes of a cluster would be asked at once.
-
-No input or output. Of one look at a time.
+All replies must come over one connection from one Redis, which runs the commands in order; the
+nodes of a cluster would not. redis-py cannot be used: its client for threads takes a thread for
+each read, and its asyncio client does not run in trio's loop. This module does no input or output
+itself (`server/diesel_server/pipelined_heads.py` does). Not safe for concurrent use.
 """
 
 from collections.abc import Sequence
 from uuid import UUID
 
-from hiredis import HiredisError, Reader
+from hiredis import HiredisError, Reader, pack_command
 
-from diesel_fs.errors import DieselError
-from diesel_fs.storage.metadata.redis.head import (
+from ....errors import DieselError
+from ..store import DatasetHead
+from .head import (
     ScriptRejected,
     UnknownDataset,
     parse_head,
     read_head_command,
 )
-from diesel_fs.storage.metadata.redis.keys import NAMES_KEY, DatasetKeys, Generation
-from diesel_fs.storage.metadata.redis.link import Word
-from diesel_fs.storage.metadata.redis.replies import number
-from diesel_fs.storage.metadata.store import DatasetHead
+from .keys import NAMES_KEY, DatasetKeys, Generation
+from .link import Word
+from .replies import number
 
 
 class MalformedReply(Exception):
-    """What was received are no replies of a Redis: the connection is of no more use."""
+    """The received bytes are not replies of a Redis: the connection has to be closed."""
 
 
 class Replies:
-    """Replies to some commands that are sent together, from bytes as they come."""
+    """Parses the replies to commands that were sent together, from bytes as they arrive."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -43,7 +44,7 @@ class Replies:
         self.found: list[object] = []
 
     def feed(self, received: bytes) -> bool:
-        """Whether all are there now. Raises MalformedReply."""
+        """Parse more bytes. Returns whether all replies are complete. Raises MalformedReply."""
         try:
             self._reader.feed(received)
             while len(self.found) < self._count:
@@ -54,37 +55,36 @@ class Replies:
         except HiredisError as error:
             raise MalformedReply(str(error)) from None
         if self._reader.has_data():
-            raise MalformedReply("it says more than it was asked for")
+            raise MalformedReply("there are more replies than commands")
         return True
 
 
 class PipelinedHeadRead:
-    """What is asked about the dataset of one name, and what has been learnt of it."""
+    """Repeated reads of the head of one dataset, by its name."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._identity: UUID | None = None
         self._generation: Generation | None = None
         self._buckets: Sequence[int] = ()
-        self._request, self._count = self._asked()
+        self._request, self._count = self._commands()
         self._replies: Replies | None = None
         self._received = b""
-        self._proof = b""
+        self._proof = b""  # the replies that proved `_proved`
         self._proved: DatasetHead | None = None
         self.head: DatasetHead | None = None
 
     def begin(self) -> bytes:
-        """A look begins with sending this, on a connection on which nothing else is under way."""
+        """Begin a read: the bytes to send over a connection without other requests."""
         self._replies, self._received, self.head = None, b"", None
         return self._request
 
     def feed(self, received: bytes) -> bool:
-        """Whether all is there that comes back; then `head` is what it proves, if anything.
-
-        Raises MalformedReply.
+        """Take received bytes. Returns whether the replies are complete; then `head` is the head
+        that they prove, or None. Raises MalformedReply.
         """
         if self._replies is None:
-            if self._proof and received == self._proof:  # what was proof before
+            if self._proof and received == self._proof:  # the same replies prove the same head
                 self.head = self._proved
                 return True
             self._replies = Replies(self._count)
@@ -93,13 +93,13 @@ class PipelinedHeadRead:
             return False
         self.head = self._check_replies(self._replies.found)
         if self.head is None:
-            self._proof, (self._request, self._count) = b"", self._asked()
+            self._proof, (self._request, self._count) = b"", self._commands()
         else:
             self._proof, self._proved = self._received, self.head
         return True
 
     def _check_replies(self, replies: Sequence[object]) -> DatasetHead | None:
-        """What replies prove, and what to ask for next time."""
+        """The head that replies prove. Otherwise, remember what to ask for next time."""
         named, *rest = replies
         identity = UUID(bytes=named) if isinstance(named, bytes) and len(named) == 16 else None
         if identity is None or identity != self._identity:
@@ -107,11 +107,7 @@ class PipelinedHeadRead:
             return None
         try:
             head = parse_head(identity, rest[0])
-        except (
-            UnknownDataset,
-            ScriptRejected,
-            DieselError,
-        ):  # among them a script that it does not have
+        except (UnknownDataset, ScriptRejected, DieselError):  # also where the script is not loaded
             return None
         buckets = sorted(head.pieces_by_bucket)
         if head.generation != self._generation or buckets != self._buckets:
@@ -129,8 +125,8 @@ class PipelinedHeadRead:
             return None
         return None if lost else head.dataset
 
-    def _asked(self) -> tuple[bytes, int]:
-        """What is sent, and how many replies that has."""
+    def _commands(self) -> tuple[bytes, int]:
+        """The bytes of all commands, and the number of replies."""
         commands: list[Sequence[Word]] = [("HGET", NAMES_KEY, self._name)]
         if self._identity is not None:
             commands.append(read_head_command(self._identity).command().words)
@@ -145,9 +141,6 @@ _MORE = object()
 
 
 def encode_command(words: Sequence[Word]) -> bytes:
-    """A command as it is sent."""
-    parts = [b"*%d\r\n" % len(words)]
-    for word in words:
-        octets = word if isinstance(word, bytes) else str(word).encode()
-        parts.append(b"$%d\r\n%b\r\n" % (len(octets), octets))
-    return b"".join(parts)
+    """The bytes of one command."""
+    packed: bytes = pack_command(tuple(words))  # type: ignore[arg-type]  # its stub takes one word
+    return packed

@@ -1,23 +1,18 @@
-"""What Redis answers, taken for nothing until it has been looked at.
+"""Checks the type of Redis's replies, so that damaged or foreign data never crashes a client.
 
-Owned here: the shapes of replies; everything that has another one is a CorruptError, whatever it
-is. Not owned: what values mean (`keys.py`, `head.py`, `rows.py`). Pure.
+Each function returns the reply as the type that it names, and raises CorruptError for a reply of
+another type. Pure.
 """
 
 from uuid import UUID
 
-from diesel_fs.errors import CorruptError
+from ..store import corrupt_store_error
 
 NUMBER_MAX = 1 << 63
 
 
-def corrupt_store_error(what: str) -> CorruptError:
-    """The error for something that the store should not have."""
-    return CorruptError(f"the metadata store has {what}", advice="run `dlcmd recover`")
-
-
 def number(reply: object) -> int:
-    """A number, or 0 for nothing."""
+    """An integer of 64 bits, or its decimal digits; 0 for a missing value."""
     if reply is None:
         return 0
     if isinstance(reply, int | bytes):
@@ -31,7 +26,7 @@ def number(reply: object) -> int:
 
 
 def as_count(reply: object) -> int:
-    """A number that is there, and not negative."""
+    """As `number`, but not negative, and not missing."""
     found = number(reply)
     if reply is None or found < 0:
         raise corrupt_store_error("something else where a count should be")
@@ -39,7 +34,7 @@ def as_count(reply: object) -> int:
 
 
 def packed_dict(reply: object) -> dict[bytes, bytes]:
-    """Fields and values."""
+    """The fields and values of a hash."""
     if isinstance(reply, dict):
         return reply
     values = [octets(each) for each in listed(reply)]
@@ -49,7 +44,7 @@ def packed_dict(reply: object) -> dict[bytes, bytes]:
 
 
 def octets(reply: object, length: int | None = None) -> bytes:
-    """Bytes, so many if that is said."""
+    """Bytes, of this length if one is given."""
     if isinstance(reply, bytes) and (length is None or len(reply) == length):
         return reply
     raise corrupt_store_error("something else where bytes should be")
@@ -63,12 +58,12 @@ def listed(reply: object) -> list[object]:
 
 
 def pair(reply: object) -> tuple[object, object]:
-    """Two things."""
+    """A list of two values."""
     if isinstance(reply, list | tuple) and len(reply) == 2:
         return reply[0], reply[1]
     raise corrupt_store_error("something else where a pair should be")
 
 
 def identity_of(reply: object) -> UUID:
-    """The identity of a dataset."""
+    """The identity of a dataset: a UUID of 16 bytes."""
     return UUID(bytes=octets(reply, 16))

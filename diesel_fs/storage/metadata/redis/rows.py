@@ -1,22 +1,21 @@
-"""Reading entries out of one generation of a dataset in Redis, few or all of them, as columns.
+"""Reads entries of one generation of a dataset in Redis, and turns them into columns.
 
-Owned here: which keys are asked, in replies of bounded size, and how packed entries become `Rows`.
-Not owned: whether the generation is still the dataset's and nothing moved meanwhile (the caller
-asks before and after). Nothing is remembered, so nothing can be stale.
-
-What takes several pages proves itself: a cursor means nothing to a Redis that has been restarted or
-has taken the slot over, and that one goes on somewhere. As many different names as the whole has,
-all of them of a state that has not moved, are the whole; fewer are `PartialScan`.
+Every reply has a bounded size, so large hashes are scanned in pages. The cursor of a scan is valid
+only for the server that gave it: a Redis that was restarted, or that has taken over the slot,
+continues at another position without an error. So a scan of several pages is checked: it has to
+yield as many different names as the hash has, or PartialScan is raised. The caller checks, before
+and after, that the generation is still the dataset's and its version has not changed. Nothing is
+cached, so nothing can be stale.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import compress, islice
-from typing import TypeVar
+from itertools import compress
 
 import numpy as np
 
-from diesel_fs.format.entries import EXTENT, RECORD, ROOT, ChunkId, Kind, Rows, join
-from diesel_fs.storage.metadata.redis.keys import (
+from ....format.entries import EXTENT, RECORD, ROOT, ChunkId, Kind, Rows, join
+from ..store import KIND_AT, corrupt_store_error, implied_record
+from .keys import (
     EXTENDED_BYTES,
     FOLDER_BYTES,
     PLAIN_BYTES,
@@ -26,9 +25,8 @@ from diesel_fs.storage.metadata.redis.keys import (
     check_entry,
     child_folder,
 )
-from diesel_fs.storage.metadata.redis.link import Command, RedisLink
-from diesel_fs.storage.metadata.redis.replies import (
-    corrupt_store_error,
+from .link import Command, RedisLink, in_portions
+from .replies import (
     listed,
     number,
     octets,
@@ -39,40 +37,30 @@ from diesel_fs.storage.metadata.redis.replies import (
 FolderEntries = tuple[bytes, Sequence[bytes], Sequence[bytes]]
 """The path of a folder, names in it, and their packed entries."""
 
+# The replies to one pipeline take some megabytes at most, however large a folder is
 _FOLDERS_AT_ONCE = 64
-_SCAN_ROWS = 32_768  # of all folders that are asked at once
+_SCAN_ROWS = 32_768  # of all folders that are scanned at once
 _NAMES_AT_ONCE = 1000
 _COMMANDS_AT_ONCE = 1000
-"""A reply is of megabytes at most, whatever a folder holds."""
 
 _START = b"0"
-"""The cursor with which a scan begins, and ends."""
+"""The cursor with which a scan begins, and that Redis returns at its end."""
 
 _EXTENTS_AT = 40
-_KIND_AT = 34
 _DEAD = int(Kind.TOMBSTONE)
-
-T = TypeVar("T")
 
 
 class PartialScan(Exception):
-    """What was read in several pages is not all there is."""
-
-
-def implied_entry() -> bytes:
-    """The entry of a folder that has none."""
-    record = np.zeros(1, RECORD)
-    record["kind"], record["mode"] = Kind.FOLDER, 0o755
-    return record.tobytes() + bytes(16)
+    """A scan in several pages has missed something."""
 
 
 def kind_of(entry: bytes) -> int:
-    """What a packed entry is, a `Kind`."""
-    return check_entry(entry)[_KIND_AT]
+    """The `Kind` of a packed entry."""
+    return check_entry(entry)[KIND_AT]
 
 
 def chunks_of(entry: bytes) -> list[bytes]:
-    """The chunks that hold an entry, one for each extent."""
+    """The chunks that hold a packed entry, one for each extent."""
     if (
         len(entry) <= EXTENDED_BYTES
         or int.from_bytes(entry[_EXTENTS_AT : _EXTENTS_AT + 4], "little") <= 1
@@ -83,7 +71,7 @@ def chunks_of(entry: bytes) -> list[bytes]:
 
 
 class GenerationReader:
-    """What can be asked of one generation; `at_each_page` is called now and then meanwhile."""
+    """Reads one generation; long reads call `at_each_page` again and again."""
 
     def __init__(
         self,
@@ -98,13 +86,13 @@ class GenerationReader:
     def entries(
         self, wanted: Mapping[FolderId, Sequence[bytes]]
     ) -> Iterator[tuple[FolderId, bytes, bytes]]:
-        """The entries of these names, of those that exist, in no order."""
+        """Folder, name and packed entry, for those of the names that exist, in no order."""
         pieces = (
             (folder, names[start : start + _NAMES_AT_ONCE])
             for folder, names in wanted.items()
             for start in range(0, len(names), _NAMES_AT_ONCE)
         )
-        for some in _in_portions(pieces, _FOLDERS_AT_ONCE):
+        for some in in_portions(pieces, _FOLDERS_AT_ONCE):
             self._at_each_page()
             commands = [self._of_folder(folder, "HMGET", *names) for folder, names in some]
             for (folder, names), reply in zip(some, self._link.run(commands), strict=True):
@@ -113,66 +101,66 @@ class GenerationReader:
                         yield folder, name, check_entry(entry)
 
     def folders(self) -> dict[FolderId, tuple[FolderId, bytes]]:
-        """All folders: the parent of each, and its name."""
+        """The parent and the name of every folder."""
         keys = [self._generation.key(bucket, b"f") for bucket in range(self._generation.buckets)]
         found: dict[FolderId, tuple[FolderId, bytes]] = {}
         for _, page in self._scan(keys):
-            found |= {FolderId(folder): _unpack_place(place) for folder, place in page.items()}
+            found |= {FolderId(folder): _unpack_parent(packed) for folder, packed in page.items()}
         return found
 
     def paths(self, folders: Iterable[FolderId]) -> dict[FolderId, bytes]:
         """The paths of these folders."""
-        places: dict[FolderId, tuple[FolderId, bytes]] = {}
+        parents: dict[FolderId, tuple[FolderId, bytes]] = {}
         asked = [*dict.fromkeys(folders)]
         wanted = asked
         while wanted:
             above = dict[FolderId, None]()
-            for some in _in_portions(iter(wanted), _COMMANDS_AT_ONCE):
+            for some in in_portions(wanted, _COMMANDS_AT_ONCE):
                 commands = []
                 for folder in some:
                     key = self._generation.of_folders(folder, b"f")
                     commands.append(Command(key, ("HGET", key, folder)))
                 for folder, reply in zip(some, self._link.run(commands), strict=True):
-                    places[folder] = _unpack_place(reply)
+                    parents[folder] = _unpack_parent(reply)
                     if folder != ROOT_FOLDER:
-                        above[places[folder][0]] = None
-            wanted = [folder for folder in above if folder not in places]
-        return folder_paths(places, asked)
+                        above[parents[folder][0]] = None
+            wanted = [folder for folder in above if folder not in parents]
+        return folder_paths(parents, asked)
 
     def everything(self) -> Iterator[FolderEntries]:
-        """All entries but tombstones, folder by folder."""
-        places = self.folders()
-        paths = folder_paths(places, places)
-        for some in _in_portions(iter(sorted(paths, key=paths.__getitem__)), _FOLDERS_AT_ONCE):
+        """All entries except tombstones, folder by folder."""
+        parents = self.folders()
+        paths = folder_paths(parents, parents)
+        for some in in_portions(sorted(paths, key=paths.__getitem__), _FOLDERS_AT_ONCE):
             keys = {self._generation.entries(folder): paths[folder] for folder in some}
             in_pages: dict[bytes, dict[bytes, bytes]] = {}
             for key, page in self._scan([*keys]):
                 in_pages.setdefault(key, {}).update(page)
             for key, rows in in_pages.items():
                 if rows:
-                    yield (keys[key], *_alive([*rows], [*rows.values()]))
+                    yield (keys[key], *_without_tombstones([*rows], [*rows.values()]))
 
     def children(self, folder: FolderId) -> dict[bytes, bytes]:
-        """The entries of a folder, tombstones too, and those of implied folders."""
+        """Names and packed entries in a folder, with tombstones and implied folders."""
         rows: dict[bytes, bytes] = {}
         for _, page in self._scan([self._generation.entries(folder)]):
             rows |= page
         rows.pop(b"", None)
-        doubtful = []
+        perhaps_implied = []
         for name in self._below([folder])[0]:
             if name not in rows or kind_of(rows[name]) != Kind.FOLDER:
-                doubtful.append(name)
-        alive = self._alive([child_folder(folder, name) for name in doubtful])
-        implied = implied_entry()
-        return rows | dict.fromkeys(compress(doubtful, alive), implied)
+                perhaps_implied.append(name)
+        alive = self._alive([child_folder(folder, name) for name in perhaps_implied])
+        entry = implied_record() + bytes(16)
+        return rows | dict.fromkeys(compress(perhaps_implied, alive), entry)
 
     def _alive(self, folders: Sequence[FolderId]) -> list[bool]:
-        """Of each folder, whether anything but tombstones lies in it, however deep."""
+        """For each folder, whether anything but tombstones lies in it, at any depth."""
         alive = [False] * len(folders)
         level = list(enumerate(folders))
         while level:
             empty = list[tuple[int, FolderId]]()
-            for some in _in_portions(iter(level), _COMMANDS_AT_ONCE):
+            for some in in_portions(level, _COMMANDS_AT_ONCE):
                 commands = []
                 for _, folder in some:
                     commands.append(self._of_folder(folder, "HLEN"))
@@ -196,12 +184,12 @@ class GenerationReader:
         return alive
 
     def _below(self, folders: Sequence[FolderId]) -> list[list[bytes]]:
-        """Of each folder, the names of those below."""
+        """For each folder, the names of the folders in it."""
         found: list[dict[bytes, None]] = [{} for _ in folders]
         left = [(i, _START) for i in range(len(folders))]
         while left:
             following = []
-            for some in _in_portions(iter(left), _COMMANDS_AT_ONCE):
+            for some in in_portions(left, _COMMANDS_AT_ONCE):
                 self._at_each_page()
                 keyed = [(self._generation.below(folders[i]), cursor) for i, cursor in some]
                 rows = max(1, _SCAN_ROWS // len(some))
@@ -216,10 +204,11 @@ class GenerationReader:
         return [[*names] for names in found]
 
     def _scan(self, keys: Sequence[bytes]) -> Iterator[tuple[bytes, dict[bytes, bytes]]]:
-        """The fields of hashes, in pages. While a hash table grows or shrinks, a name may come
-        twice."""
+        """The fields and values of hashes, in pages: key and page. A name may come twice, while
+        Redis resizes the hash. Raises PartialScan.
+        """
         left = [(key, _START) for key in keys]
-        names = dict[bytes, set[bytes]]()  # of those that take more than a page
+        names = dict[bytes, set[bytes]]()  # of hashes of more than one page
         while left:
             self._at_each_page()
             some, left = left[:_FOLDERS_AT_ONCE], left[_FOLDERS_AT_ONCE:]
@@ -237,8 +226,9 @@ class GenerationReader:
     def _pages(
         self, some: Sequence[tuple[bytes, bytes]], scan: str, size: str, rows: int
     ) -> Iterator[tuple[bytes, object, int | None]]:
-        """A page of each key, from a cursor on: the next cursor, what is in it, and how much the
-        whole has, which a first page need not know."""
+        """One page for each key and cursor: the next cursor, the page, and the size of the whole
+        hash or set (None for a first page).
+        """
         commands = []
         for key, cursor in some:
             commands.append(Command(key, (scan, key, cursor, "COUNT", rows)))
@@ -255,7 +245,7 @@ class GenerationReader:
         return self.pages_of(self._generation.key(bucket, what))
 
     def pages_of(self, key: bytes) -> Iterator[dict[bytes, bytes]]:
-        """A hash, in pages."""
+        """The fields and values of a hash, in pages."""
         return (page for _, page in self._scan([key]))
 
     def _of_folder(self, folder: FolderId, word: str, *names: bytes) -> Command:
@@ -264,18 +254,18 @@ class GenerationReader:
 
 
 def folder_paths(
-    places: Mapping[FolderId, tuple[FolderId, bytes]], wanted: Iterable[FolderId]
+    parents: Mapping[FolderId, tuple[FolderId, bytes]], wanted: Iterable[FolderId]
 ) -> dict[FolderId, bytes]:
-    """The paths of folders, of which parents and names are known up to the root."""
+    """The paths of folders. `parents` has the parent and the name of each and of all above them."""
     paths = {ROOT_FOLDER: ROOT}
     found = {}
     for folder in wanted:
         names, at = list[tuple[FolderId, bytes]](), folder
         while at not in paths:
-            if at not in places or len(names) > len(places):
+            if at not in parents or len(names) > len(parents):
                 raise corrupt_store_error("a folder without a parent")
-            names.append((at, places[at][1]))
-            at = places[at][0]
+            names.append((at, parents[at][1]))
+            at = parents[at][0]
         path = paths[at]
         for above, name in reversed(names):
             path = paths[above] = join(path, name)
@@ -284,7 +274,9 @@ def folder_paths(
 
 
 def columns(found: Iterable[FolderEntries], chunks: Sequence[ChunkId] | None = None) -> Rows:
-    """Packed entries as columns; `chunks` are those of the dataset, else those that are named."""
+    """Turn packed entries into columns. `chunks` becomes the table of chunks; without it the table
+    has only those that hold the entries.
+    """
     folders: dict[bytes, int] = {}
     folder, counts, names = list[int](), list[int](), list[bytes]()
     heads: list[bytes] = []
@@ -309,7 +301,7 @@ def columns(found: Iterable[FolderEntries], chunks: Sequence[ChunkId] | None = N
         raise corrupt_store_error("an entry of another length")
     records = np.ascontiguousarray(packed[:, : RECORD.itemsize]).view(RECORD).reshape(-1)
     ids = np.ascontiguousarray(packed[:, RECORD.itemsize :]).view("S16").reshape(-1)
-    # As NumPy compares them, trailing zeros do not count; of equal length they need not.
+    # NumPy ignores trailing zeros when it compares them: all have the same length, so this is safe
     table = np.unique(ids) if chunks is None else np.sort(np.array(chunks, "S16"))
     chunk = np.searchsorted(table, ids).astype(np.uint32)
     if len(ids) and (chunk.max() >= len(table) or (table[chunk] != ids).any()):
@@ -325,13 +317,14 @@ def columns(found: Iterable[FolderEntries], chunks: Sequence[ChunkId] | None = N
     )
 
 
-def _alive(names: list[bytes], entries: list[bytes]) -> tuple[list[bytes], list[bytes]]:
-    """Without tombstones."""
+def _without_tombstones(
+    names: list[bytes], entries: list[bytes]
+) -> tuple[list[bytes], list[bytes]]:
     if entries and min(map(len, entries)) < PLAIN_BYTES:
         raise corrupt_store_error("an entry of another length")
-    if all(entry[_KIND_AT] != _DEAD for entry in entries):
+    keep = [entry[KIND_AT] != _DEAD for entry in entries]
+    if all(keep):
         return names, entries
-    keep = [entry[_KIND_AT] != _DEAD for entry in entries]
     return list(compress(names, keep)), list(compress(entries, keep))
 
 
@@ -342,12 +335,7 @@ def _cursor(reply: object) -> bytes:
     return packed
 
 
-def _in_portions(items: Iterator[T], size: int) -> Iterator[list[T]]:
-    while portion := list(islice(items, size)):
-        yield portion
-
-
-def _unpack_place(reply: object) -> tuple[FolderId, bytes]:
+def _unpack_parent(reply: object) -> tuple[FolderId, bytes]:
     if not isinstance(reply, bytes) or len(reply) < FOLDER_BYTES:
         raise corrupt_store_error("a folder without a parent")
     return FolderId(reply[:FOLDER_BYTES]), reply[FOLDER_BYTES:]

@@ -1,11 +1,12 @@
-"""Building the state of a dataset in Redis anew, beside the one that stands; and what is left over.
+"""Rebuilds a dataset in Redis as a new generation, beside the one that readers see.
 
-Owned here: generations that are not, or no longer, anybody's state. One that is being built says so
-again and again; where it does not, or has been replaced or dropped, its keys go, in bounded steps
-that its own index names. `dead` lists it for some minutes after that, since a writer who has not
-yet noticed may leave something behind.
+A generation (see `keys.py`) that is being built, or that has been replaced or dropped, is listed in
+the hash `dead`. A rebuild writes a heartbeat there every 20 s. A generation without a heartbeat for
+10 minutes is taken for dead, and its keys are removed in small steps, as are those of generations
+that were replaced or dropped. It stays listed for 10 more minutes, since a writer that has not
+noticed may still write some keys.
 
-A rebuild takes what it replaces for nothing: what of that cannot be read is replaced too.
+A rebuild does not rely on the state that it replaces: that may be damaged.
 """
 
 import secrets
@@ -15,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from uuid import UUID
 
-from diesel_fs.errors import (
+from ....errors import (
     BusyError,
     ConflictError,
     CorruptError,
@@ -23,13 +24,14 @@ from diesel_fs.errors import (
     MetadataError,
     NoSuchDataset,
 )
-from diesel_fs.format.chunk_id import LOWEST
-from diesel_fs.format.entries import ChunkId
-from diesel_fs.storage.metadata.rebuild import NO_LIVE_STATE, LiveState, ShadowState
-from diesel_fs.storage.metadata.redis.bucket_scripts import APPLY
-from diesel_fs.storage.metadata.redis.head import ScriptRejected, UnknownDataset
-from diesel_fs.storage.metadata.redis.head_scripts import CLAIM_ABANDONED, HEARTBEAT, REPLACE_LIVE
-from diesel_fs.storage.metadata.redis.keys import (
+from ....format.chunk_id import LOWEST
+from ....format.entries import ChunkId
+from ..rebuild import NO_LIVE_STATE, LiveState, ShadowState
+from ..store import Batch, chunks_digest, log, rebuilt_version
+from .bucket_scripts import APPLY
+from .head import ScriptRejected, UnknownDataset
+from .head_scripts import CLAIM_ABANDONED, HEARTBEAT, REPLACE_LIVE
+from .keys import (
     BUCKET_KEYS,
     BUCKETS_MAX,
     DEAD_KEY,
@@ -40,18 +42,17 @@ from diesel_fs.storage.metadata.redis.keys import (
     FolderId,
     Generation,
 )
-from diesel_fs.storage.metadata.redis.link import Command, RedisLink, ScriptCommand, Word, log
-from diesel_fs.storage.metadata.redis.pieces import CutBatch, cut_batch
-from diesel_fs.storage.metadata.redis.replies import as_count, listed, octets, packed_dict
-from diesel_fs.storage.metadata.redis.rows import GenerationReader, PartialScan
-from diesel_fs.storage.metadata.redis.transactions import (
+from .link import Command, RedisLink, ScriptCommand, Word, in_portions
+from .pieces import CutBatch, cut_batch
+from .replies import as_count, listed, octets, packed_dict
+from .rows import GenerationReader, PartialScan
+from .transactions import (
     BucketCounts,
     RedisTransactions,
     chunk_record,
     parse_bucket_counts,
     piece_keys,
 )
-from diesel_fs.storage.metadata.store import Batch, chunks_digest, rebuilt_version
 
 _ROWS_AT_ONCE = 16_384
 _BYTES_AT_ONCE = 16 << 20
@@ -64,12 +65,12 @@ _NO_STATE = (b"", b"0")
 
 
 def new_generation(buckets: int) -> Generation:
-    """One that nobody has ever had."""
+    """A generation with a random name that was never used before."""
     return Generation(secrets.token_hex(8).encode(), buckets)
 
 
 class RedisShadowState(ShadowState):
-    """One rebuild of a dataset."""
+    """The shadow state of one rebuild of a dataset. Of one thread."""
 
     def __init__(
         self,
@@ -81,7 +82,7 @@ class RedisShadowState(ShadowState):
         clock_ns: Callable[[], int],
         newer_than: int,
     ) -> None:
-        self._above = newer_than
+        self._newer_than = newer_than
         self._link = link
         self._commits = commits
         self._generation = generation
@@ -89,8 +90,8 @@ class RedisShadowState(ShadowState):
         self._identity = identity
         self._clock_ns = clock_ns
         self._known: dict[ChunkId, None] = {}
-        self._tallies: dict[int, BucketCounts] = {}
-        self._pieces = Counter[int]()
+        self._counts: dict[int, BucketCounts] = {}  # by bucket, as its script returned them last
+        self._pieces = Counter[int]()  # how many pieces were sent to each bucket
         self._waiting: list[tuple[CutBatch, Batch]] = []
         self._rows = 0
         self._bytes = 0
@@ -99,7 +100,7 @@ class RedisShadowState(ShadowState):
         self._runs: Sequence[str] = ()
 
     def begin(self) -> None:
-        self._link.with_retries(self._mark)
+        self._link.with_retries(self._revision)
         self._runs = self._link.with_retries(self._link.run_ids)
         self._heartbeat()
 
@@ -107,20 +108,22 @@ class RedisShadowState(ShadowState):
         return self._link.with_retries(self._live_state_once)
 
     def _live_state_once(self) -> LiveState:
-        mark = self._mark()
-        if not mark:
+        revision = self._revision()
+        if not revision:
             return NO_LIVE_STATE
         key = DatasetKeys(self._identity).chunks
         try:
             (reply,) = self._link.run([Command(key, ("HKEYS", key))])
             found = frozenset(ChunkId(octets(chunk, 16)) for chunk in listed(reply))
-        except CorruptError as error:  # of which nobody can make anything
-            log.warning("the chunks of %s are replaced: %s", self._name, error.message)
+        except CorruptError as error:  # no reader can use them either
+            log.warning(
+                "the rebuild of %s replaces a damaged list of chunks: %s", self._name, error.message
+            )
             found = frozenset()
-        return LiveState(mark, found)
+        return LiveState(revision, found)
 
-    def _mark(self) -> tuple[bytes, ...]:
-        """Generation and version of what stands; nothing where that is no dataset."""
+    def _revision(self) -> tuple[bytes, ...]:
+        """Generation and version of the live state; empty where there is no such dataset."""
         name, identity = self._name, self._identity
         key = DatasetKeys(identity).head
         (owner,) = self._link.run([Command(NAMES_KEY, ("HGET", NAMES_KEY, name))])
@@ -130,7 +133,7 @@ class RedisShadowState(ShadowState):
         try:
             ((known, generation, version),) = map(listed, self._link.run([Command(key, words)]))
         except CorruptError as error:
-            log.warning("%s is replaced: %s", name, error.message)
+            log.warning("the rebuild of %s replaces a damaged head: %s", name, error.message)
             return NO_LIVE_STATE.revision
         if isinstance(known, bytes) and known != name.encode():
             shown = known.decode(errors="replace")
@@ -140,7 +143,9 @@ class RedisShadowState(ShadowState):
         return octets(generation or b""), b"0" if version is None else octets(version)
 
     def _heartbeat(self) -> None:
-        """Say that this is being built."""
+        """Report that this rebuild is alive, if it is time to. Raises BusyError where Redis has
+        been restarted.
+        """
         if time.monotonic() < self._heartbeat_s + _HEARTBEAT_S:
             return
         generation = self._generation
@@ -182,29 +187,30 @@ class RedisShadowState(ShadowState):
             lambda: self._link.run([*(command for _, command in runs), *commands])
         )
         for (bucket, _), reply in zip(runs, replies, strict=False):
-            self._tallies[bucket] = parse_bucket_counts(reply)
+            self._counts[bucket] = parse_bucket_counts(reply)
             self._pieces[bucket] += 1
 
     def become_live(self, expected: LiveState) -> int | None:
         link = self._link
-        applied_pieces = {bucket: pieces for bucket, (pieces, _, _) in self._tallies.items()}
+        applied_pieces = {bucket: pieces for bucket, (pieces, _, _) in self._counts.items()}
         if link.with_retries(link.run_ids) != self._runs or applied_pieces != self._pieces:
             raise _restarted_error()
         _, before = expected.revision or _NO_STATE
-        is_number = before.isdigit() and len(before) < 19  # else nobody can make anything of it
+        is_number = before.isdigit() and len(before) < 19  # otherwise it is damaged
         number = rebuilt_version(
-            int(before) if is_number else 0, self._above, len(self._known), self._clock_ns()
+            int(before) if is_number else 0, self._newer_than, len(self._known), self._clock_ns()
         )
-        version = link.with_retries(lambda: self._switch(expected, number))
+        version = link.with_retries(lambda: self._replace_live(expected, number))
         if version is not None:
             self._commits.invalidate_generation(self._identity)
         return version
 
-    def _switch(self, standing: LiveState, number: int) -> int | None:
+    def _replace_live(self, expected: LiveState, number: int) -> int | None:
+        """Run REPLACE_LIVE. Returns the version, or None where another state is live."""
         generation, keys = self._generation, DatasetKeys(self._identity)
         words = list[Word]()
-        for bucket, tally in self._tallies.items():
-            words += (bucket, " ".join(map(str, tally)))
+        for bucket, counts in self._counts.items():
+            words += (bucket, " ".join(map(str, counts)))
         try:
             (version,) = self._commits.run_head_script(
                 REPLACE_LIVE,
@@ -223,10 +229,10 @@ class RedisShadowState(ShadowState):
                 self._identity.bytes,
                 generation.name,
                 generation.buckets,
-                *(standing.revision or _NO_STATE),
+                *(expected.revision or _NO_STATE),
                 number,
-                sum(files for _, files, _ in self._tallies.values()),
-                sum(total for _, _, total in self._tallies.values()),
+                sum(files for _, files, _ in self._counts.values()),
+                sum(total for _, _, total in self._counts.values()),
                 len(self._known),
                 chunks_digest(self._known).to_bytes(16, "big"),
                 max(self._known, default=LOWEST),
@@ -243,9 +249,11 @@ class RedisShadowState(ShadowState):
         except (NoSuchDataset, CorruptError):
             head = None
         if head is not None and head.generation.name == self._generation.name:
-            return head.dataset.version  # the answer to an earlier try was lost
+            return head.dataset.version  # an earlier try succeeded, but its reply was lost
         if word == "lost":
-            raise MetadataError(f"Redis has lost the rebuild of {self._name!r} that was under way")
+            raise MetadataError(
+                f"Redis has lost data of the rebuild of {self._name!r}", advice="run it again"
+            )
         return None
 
     def discard(self) -> None:
@@ -254,21 +262,21 @@ class RedisShadowState(ShadowState):
                 lambda: remove_generation(self._link, self._commits, self._generation, 0)
             )
         except DieselError as error:
-            log.info("the rest of a rebuild stays until the next one: %s", error)
+            log.info("keys of a failed rebuild stay until the next rebuild or deletion: %s", error)
 
 
 def _restarted_error() -> BusyError:
-    return BusyError("Redis has been restarted in the middle of a rebuild")
+    return BusyError("Redis has been restarted in the middle of a rebuild", advice="run it again")
 
 
 def remove_abandoned(link: RedisLink, commits: RedisTransactions) -> None:
-    """Remove generations that are nobody's, as far as that is done soon; the rest another time."""
+    """Remove generations that no dataset has and nobody builds, for some seconds."""
     (reply,) = link.run([Command(DEAD_KEY, ("HGETALL", DEAD_KEY))])
     end_s = time.monotonic() + _CLEAN_S
     for name, state in packed_dict(reply).items():
         buckets = int.from_bytes(state[STATE.size :], "little")
         if len(name) != GENERATION_BYTES or not 1 <= buckets <= BUCKETS_MAX:
-            link.run([Command(DEAD_KEY, ("HDEL", DEAD_KEY, name))])  # nobody of us has written it
+            link.run([Command(DEAD_KEY, ("HDEL", DEAD_KEY, name))])  # not written by DIESEL-FS
             continue
         link.extend_deadline()
         remove_generation(link, commits, Generation(name, buckets), _ABANDONED_S)
@@ -279,32 +287,33 @@ def remove_abandoned(link: RedisLink, commits: RedisTransactions) -> None:
 def remove_generation(
     link: RedisLink, commits: RedisTransactions, generation: Generation, age_s: int
 ) -> None:
-    """Remove a generation that is nobody's, unless it is being built."""
+    """Remove a generation that no dataset has, unless its last heartbeat is younger than `age_s`
+    seconds.
+    """
     try:
         (age,) = commits.run_head_script(CLAIM_ABANDONED, [DEAD_KEY], generation.name, age_s)
     except (UnknownDataset, ScriptRejected):
         return
-    if not _is_there(link, generation):
+    if not _exists(link, generation):
         if as_count(age) >= _ABANDONED_S:
             link.run([Command(DEAD_KEY, ("HDEL", DEAD_KEY, generation.name))])
         return
     reader = GenerationReader(link, generation, link.extend_deadline)
     for bucket in range(generation.buckets):
-        with suppress(PartialScan):  # what was not seen goes another time
+        with suppress(PartialScan):  # a later call removes the rest
             for page in reader.hash_pages(bucket, b"f"):
                 folders = [FolderId(folder) for folder in page]
                 names = [generation.entries(folder) for folder in folders]
                 names += [generation.below(folder) for folder in folders]
-                for start in range(0, len(names), _KEYS_AT_ONCE):
-                    some = names[start : start + _KEYS_AT_ONCE]
+                for some in in_portions(names, _KEYS_AT_ONCE):
                     link.run([Command(some[0], ("UNLINK", *some))])
             keys = [generation.key(bucket, what) for what in BUCKET_KEYS]
             link.run([Command(keys[0], ("UNLINK", *keys))])
     link.run([Command(generation.chunks, ("UNLINK", generation.chunks))])
 
 
-def _is_there(link: RedisLink, generation: Generation) -> bool:
-    """Whether anything is left of a generation."""
+def _exists(link: RedisLink, generation: Generation) -> bool:
+    """Whether a generation has any keys."""
     commands = [Command(generation.chunks, ("EXISTS", generation.chunks))]
     for bucket in range(generation.buckets):
         keys = [generation.key(bucket, what) for what in BUCKET_KEYS]

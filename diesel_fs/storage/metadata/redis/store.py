@@ -1,24 +1,21 @@
-"""The shared metadata store: a Redis, its replicas under sentinels, or a Redis Cluster.
+"""The metadata store for many hosts: one Redis, a Redis under sentinels, or a Redis Cluster.
 
-Owned here: datasets and holds, and that whoever reads gets one state. Not owned: keys
-(`keys.py`), how chunks get in (`transactions.py`) and rebuilds (`shadow_state.py`),
-the fold itself (`head_scripts.py`), reading entries (`rows.py`), connections and errors
-(`link.py`).
+Commits are in `transactions.py`, the fold is in scripts that run inside Redis
+(`bucket_scripts.py`), entries are read by `rows.py`. This module makes every read see one state of
+its dataset. A read first gets the head and applies commits that are pending. After it has read the
+entries, it checks that generation and version are still those of the head, and otherwise starts
+again; after some tries it locks commits meanwhile. A read of all entries also compares their number
+with the head's counts. So "no such file" is never the answer to a read that missed something.
 
-Every question starts with the head of its dataset, in whose name what is committed and not yet
-applied is applied first, and ends with asking whether generation and version still stand: an answer
-is of one state, and "no such file" is never said out of ignorance. It starts again where they have
-moved, and holds commits back after some tries. An export proves itself by the marker's counts.
+A read fails within 10 s where Redis cannot be reached; a commit waits for up to 30 s.
 
-Who looks is told within 10 s that Redis is away; who commits waits for it for 30 s.
+With `appendonly yes` on Redis 7.2 or later, everything that was committed before `sync` returned
+survives a power cut. Older versions cannot report when their log is on disk (with `appendfsync
+everysec` within some two seconds, with `always` at once), and without a log Redis loses what came
+after its last snapshot. Nothing is lost for good: the chunks are in the object store, and those
+that the metadata store does not know any more are folded in again.
 
-What survives a power cut: with `appendonly yes` on Redis 7.2 or later, everything that was
-committed before `sync` returned. Older ones cannot say when their log is on disk (with
-`appendfsync everysec` within some two seconds, with `always` at once), and one without a log
-forgets what came after its last snapshot. The chunks keep it all: the marker then differs from
-their listing, and what is missing is folded in.
-
-Safe from threads, processes and forked children.
+Methods may be called from threads, processes and forked children.
 """
 
 import secrets
@@ -31,35 +28,42 @@ from uuid import UUID
 import numpy as np
 import numpy.typing as npt
 
-from diesel_fs.errors import (
-    BusyError,
+from ....errors import (
     CorruptError,
     DieselError,
     MetadataBehind,
     NoSuchDataset,
     NotFoundError,
-    UsageError,
 )
-from diesel_fs.format.chunk_id import chunk_id_text
-from diesel_fs.format.entries import ChunkId, ChunkInfo, Kind, Rows, Stamp, split
-from diesel_fs.storage.metadata.commit_lock import RenewingCommitLock
-from diesel_fs.storage.metadata.rebuild import rebuild
-from diesel_fs.storage.metadata.redis.chunk_removal import (
-    Candidate,
-    PathListMissing,
-    in_portions,
-    plan_removals,
+from ....format.chunk_id import chunk_id_text
+from ....format.entries import ChunkId, ChunkInfo, Kind, Rows, Stamp, split
+from ..rebuild import rebuild
+from ..store import (
+    COMMIT_LOCK_S_MAX,
+    Batch,
+    ChunkRecord,
+    CommitLock,
+    DatasetHead,
+    MetadataChanges,
+    MetadataStore,
+    ReadCommitted,
+    RenewingCommitLock,
+    StampedRows,
+    check_lock_time,
+    log,
+    log_unreleased,
+    no_such_dataset_error,
 )
-from diesel_fs.storage.metadata.redis.head import (
+from .chunk_removal import CHUNKS_AT_ONCE, Candidate, PathListMissing, plan_removals
+from .head import (
     RedisHead,
     ScriptRejected,
     UnknownDataset,
     lost_data_error,
-    no_such_dataset_error,
     open_link,
 )
-from diesel_fs.storage.metadata.redis.head_scripts import CREATE, DROP, LOCK_COMMITS
-from diesel_fs.storage.metadata.redis.keys import (
+from .head_scripts import CREATE, DROP, LOCK_COMMITS
+from .keys import (
     DEAD_KEY,
     HOLES_PER_FIELD,
     NAMES_KEY,
@@ -72,16 +76,16 @@ from diesel_fs.storage.metadata.redis.keys import (
     piece_names,
     unpack_chunk,
 )
-from diesel_fs.storage.metadata.redis.link import (
+from .link import (
     DEADLINE_S,
     METADATA_READ_S,
     Command,
     RedisLink,
-    log,
+    in_portions,
 )
-from diesel_fs.storage.metadata.redis.pieces import unpack_paths
-from diesel_fs.storage.metadata.redis.replies import identity_of, listed, octets, packed_dict
-from diesel_fs.storage.metadata.redis.rows import (
+from .pieces import unpack_paths
+from .replies import identity_of, listed, octets, packed_dict
+from .rows import (
     FolderEntries,
     GenerationReader,
     PartialScan,
@@ -89,41 +93,33 @@ from diesel_fs.storage.metadata.redis.rows import (
     columns,
     kind_of,
 )
-from diesel_fs.storage.metadata.redis.shadow_state import (
+from .shadow_state import (
     RedisShadowState,
     new_generation,
     remove_abandoned,
 )
-from diesel_fs.storage.metadata.redis.transactions import (
+from .transactions import (
+    LOCK_POLL_S,
     BegunTransaction,
     ChunkRemoval,
     PendingCommits,
     RedisTransactions,
-)
-from diesel_fs.storage.metadata.store import (
-    COMMIT_LOCK_S_MAX,
-    Batch,
-    ChunkRecord,
-    CommitLock,
-    DatasetHead,
-    MetadataChanges,
-    MetadataStore,
-    ReadCommitted,
-    StampedRows,
+    changing_error,
 )
 
 _CLUSTER_BUCKETS = 64
-"""Enough to spread over the nodes of a cluster, few enough to ask them all at once."""
+"""Buckets of a dataset in a cluster: enough to use all nodes, few enough to ask all at once."""
 
-_HOLD_POLL_S = 0.02
-_TRIES_WITHOUT_HOLD = 3
-_QUICK_TRIES_WITHOUT_HOLD = 8
+_TRIES_WITHOUT_LOCK = 3
+_QUICK_TRIES_WITHOUT_LOCK = 8  # of a read of few entries
 _TRIES_MAX = 20
 _PARTIAL_SCANS_MAX = 4
-"""So often in a row nobody has restarted Redis, or moved a slot, in the middle of one answer."""
+"""After so many scans of an unchanged state that each missed something, Redis has lost data: it is
+not restarted, nor a slot moved, in the middle of so many scans in a row."""
 
 _REPAIR_ENTRIES = 1 << 20
-"""What has been lost is folded in at once up to here: until all is, some of it is missed."""
+"""Lost chunks of up to so many entries are folded in by one commit: until all are, readers see some
+of them only."""
 
 _RELEASE_S = 1.0
 _PATHS_AT_ONCE = 10_000
@@ -133,7 +129,7 @@ T = TypeVar("T")
 
 
 class _GenerationGone(Exception):
-    """What was being read is not there any more."""
+    """The generation that was being read has been removed."""
 
 
 class RedisMetadata(MetadataStore):
@@ -162,8 +158,9 @@ class RedisMetadata(MetadataStore):
         buckets: int = 0,
         store: UUID | None = None,
     ) -> Self:
-        """Open the store at a URL; an empty Redis is an empty store. `buckets` is over how many
-        slots new datasets spread. The rest, and what it raises: see `open_link`."""
+        """Open the store at a URL; an empty Redis is an empty store. `buckets` is the number of
+        buckets of new datasets. The other parameters and the errors are those of `open_link`.
+        """
         link = open_link(url, deadline_s=deadline_s, store=store, environment=environment)
         return cls(link, clock_ns, buckets=buckets)
 
@@ -181,11 +178,11 @@ class RedisMetadata(MetadataStore):
     # Datasets
 
     def heads(self) -> list[DatasetHead]:
-        def look() -> list[DatasetHead]:
+        def read() -> list[DatasetHead]:
             self._link.check_policy()
             return self._heads()
 
-        return sorted(self._with_read_deadline(look), key=lambda marker: marker.name)
+        return sorted(self._with_read_deadline(read), key=lambda head: head.name)
 
     def _heads(self) -> list[DatasetHead]:
         identities, found = [*self._names().values()], []
@@ -203,7 +200,7 @@ class RedisMetadata(MetadataStore):
             except NoSuchDataset:
                 continue
             except (MetadataBehind, CorruptError) as error:
-                # One dataset's fault hides no other; its own calls say so
+                # A damaged dataset does not hide the others; reading it raises the error
                 log.warning("%s", error.message)
                 if isinstance(head, RedisHead):
                     found.append(head.dataset)
@@ -218,7 +215,7 @@ class RedisMetadata(MetadataStore):
     def _head(self, name: str) -> DatasetHead:
         (reply,) = self._link.run([Command(NAMES_KEY, ("HGET", NAMES_KEY, name))])
         if reply is None:
-            raise NoSuchDataset(f"the metadata store knows no dataset {name!r}")
+            raise no_such_dataset_error(name)
         return self._apply_pending(identity_of(reply)).dataset
 
     def _names(self) -> dict[bytes, UUID]:
@@ -226,21 +223,21 @@ class RedisMetadata(MetadataStore):
         return {
             name: UUID(bytes=identity)
             for name, identity in packed_dict(reply).items()
-            if len(identity) == 16  # its own calls say so
+            if len(identity) == 16  # reading a damaged one raises the error
         }
 
     def _apply_pending(self, identity: UUID) -> RedisHead:
-        """The head after all that is committed has been applied; no bucket has lost anything."""
-        with RenewingCommitLock(self, identity) as holding:
+        """Apply all commits that are pending, check the buckets' counts, and return the head."""
+        with RenewingCommitLock(self, identity) as lock:
             for _ in range(_TRIES_MAX):
                 try:
                     head = self._commits.apply_pending(identity)
                 except PendingCommits:
-                    holding.lock()
+                    lock.lock()
                     continue
                 if self._commits.is_live_generation(identity, head):
                     return head
-        raise _changing_error(identity)
+        raise changing_error(identity)
 
     def create(self, name: str, identity: UUID) -> DatasetHead:
         self._link.with_retries(lambda: self._create(name, identity))
@@ -269,7 +266,7 @@ class RedisMetadata(MetadataStore):
         read_committed: ReadCommitted | None = None,
         newer_than: int = 0,
     ) -> int:
-        building = RedisShadowState(
+        shadow = RedisShadowState(
             self._link,
             self._commits,
             new_generation(self._buckets),
@@ -278,7 +275,7 @@ class RedisMetadata(MetadataStore):
             self._clock_ns,
             newer_than,
         )
-        version = rebuild(self, identity, building, batches, read_committed)
+        version = rebuild(self, identity, shadow, batches, read_committed)
         self._clean()
         return version
 
@@ -286,7 +283,7 @@ class RedisMetadata(MetadataStore):
         try:
             self._link.with_retries(lambda: remove_abandoned(self._link, self._commits))
         except DieselError as error:
-            log.info("what dropped datasets have left stays for now: %s", error)
+            log.info("keys of replaced or deleted datasets could not be removed yet: %s", error)
 
     # Commits
 
@@ -295,9 +292,9 @@ class RedisMetadata(MetadataStore):
 
     def _commit(self, identity: UUID, batches: Iterable[Batch], run: str = "") -> int:
         by_chunk = {batch.check().chunk.id: batch for batch in batches}
-        end, before = time.monotonic() + self._link.deadline_s, list[BegunTransaction]()
+        end, tries = time.monotonic() + self._link.deadline_s, list[BegunTransaction]()
         return self._link.with_retries(
-            lambda: self._commits.commit(identity, by_chunk, end, before, run)
+            lambda: self._commits.commit(identity, by_chunk, end, tries, run)
         )
 
     def needs_repair(self, identity: UUID) -> str:
@@ -321,10 +318,12 @@ class RedisMetadata(MetadataStore):
 
     def missing(self, identity: UUID, chunks: Sequence[ChunkId]) -> list[ChunkId]:
         keys = DatasetKeys(identity)
-        portions = [chunks[i : i + _PATHS_AT_ONCE] for i in range(0, len(chunks), _PATHS_AT_ONCE)]
-        asked = [Command(keys.chunks, ("HMGET", keys.chunks, *some)) for some in portions]
-        there = Command(keys.head, ("EXISTS", keys.head))
-        *replies, exists = self._link.with_retries(lambda: self._link.run([*asked, there]))
+        commands = [
+            Command(keys.chunks, ("HMGET", keys.chunks, *some))
+            for some in in_portions(chunks, _PATHS_AT_ONCE)
+        ]
+        commands.append(Command(keys.head, ("EXISTS", keys.head)))
+        *replies, exists = self._link.with_retries(lambda: self._link.run(commands))
         if not exists:
             raise no_such_dataset_error(identity)
         known = [record for reply in replies for record in listed(reply)]
@@ -335,7 +334,7 @@ class RedisMetadata(MetadataStore):
     ) -> frozenset[ChunkId]:
         wanted = sorted(set(chunks))
         end = time.monotonic() + self._link.deadline_s
-        for some in in_portions(wanted):
+        for some in in_portions(wanted, CHUNKS_AT_ONCE):
             attempt = partial(self._forget, identity, some, end, tombstones=tombstones)
             while not self._link.with_retries(attempt):
                 pass
@@ -344,7 +343,7 @@ class RedisMetadata(MetadataStore):
     def _forget(
         self, identity: UUID, chunks: Sequence[ChunkId], end: float, *, tombstones: bool
     ) -> bool:
-        """One try; whether it was not in vain."""
+        """Try once to remove those of `chunks` that are empty. Returns False to be called again."""
 
         def read(
             head: RedisHead, reader: GenerationReader
@@ -364,18 +363,18 @@ class RedisMetadata(MetadataStore):
             except PathListMissing:
                 raise _GenerationGone from None
 
-        head, going = self._read_once(identity, read, until_empty=False)
-        if not going:
+        head, removals = self._read_once(identity, read, until_empty=False)
+        if not removals:
             return True
         try:
-            self._commits.forget(identity, head.generation, going)
+            self._commits.forget(identity, head.generation, removals)
         except UnknownDataset:
             raise no_such_dataset_error(identity) from None
         except ScriptRejected as refused:
             if time.monotonic() > end:
-                raise BusyError(f"dataset {identity} does not hold still") from None
+                raise changing_error(identity) from None
             if refused.word == "held":
-                time.sleep(_HOLD_POLL_S)
+                time.sleep(LOCK_POLL_S)
             return False
         return True
 
@@ -383,8 +382,7 @@ class RedisMetadata(MetadataStore):
         self._link.with_retries(self._link.wait_durable)
 
     def lock_commits(self, identity: UUID, seconds: float) -> CommitLock:
-        if not 0 < seconds <= COMMIT_LOCK_S_MAX:
-            raise UsageError(f"commits cannot be held back for {seconds:g} s")
+        check_lock_time(seconds)
         token, keys = secrets.token_bytes(16), DatasetKeys(identity)
         words = token, seconds, COMMIT_LOCK_S_MAX
         try:
@@ -397,11 +395,11 @@ class RedisMetadata(MetadataStore):
             raise no_such_dataset_error(identity) from None
 
         def release() -> None:
-            gone = Command(keys.commit_locks, ("HDEL", keys.commit_locks, token))
+            unlock = Command(keys.commit_locks, ("HDEL", keys.commit_locks, token))
             try:
-                self._link.with_retries(lambda: self._link.run([gone]), _RELEASE_S)
-            except DieselError as error:  # it ends by itself; what it was for is done
-                log.info("commits stay held back for now: %s", error.message)
+                self._link.with_retries(lambda: self._link.run([unlock]), _RELEASE_S)
+            except DieselError as error:  # the work is done, and the lock expires by itself
+                log_unreleased(error)
 
         return CommitLock(release)
 
@@ -414,8 +412,8 @@ class RedisMetadata(MetadataStore):
 
         def read(_: RedisHead, reader: GenerationReader) -> list[bytes | None]:
             found = list[bytes | None]()
-            for start in range(0, len(wanted), _PATHS_AT_ONCE):
-                found += _find(reader, wanted[start : start + _PATHS_AT_ONCE])
+            for some in in_portions(wanted, _PATHS_AT_ONCE):
+                found += _find(reader, some)
             return found
 
         entries = self._read(identity, read)
@@ -458,7 +456,7 @@ class RedisMetadata(MetadataStore):
         chunks: Mapping[ChunkId, ChunkFacts],
         since: int,
     ) -> Iterator[FolderEntries]:
-        """The entries, tombstones too, of which a chunk was committed after version `since`."""
+        """The entries, tombstones too, of chunks that were committed after version `since`."""
         new = {chunk for chunk, record in chunks.items() if record.version > since}
         commands = []
         for chunk in new:
@@ -466,9 +464,9 @@ class RedisMetadata(MetadataStore):
                 key = head.generation.key(name.bucket, b"n")
                 commands.append(Command(key, ("HGET", key, name.field)))
         named: dict[FolderId, dict[bytes, None]] = {}
-        for start in range(0, len(commands), _FIELDS_AT_ONCE):
+        for asking in in_portions(commands, _FIELDS_AT_ONCE):
             self._link.extend_deadline()
-            for reply in self._link.run(commands[start : start + _FIELDS_AT_ONCE]):
+            for reply in self._link.run(asking):
                 if not isinstance(reply, bytes):
                     raise _GenerationGone
                 for folder, names in unpack_paths(reply):
@@ -541,9 +539,10 @@ class RedisMetadata(MetadataStore):
         *,
         until_empty: bool = False,
     ) -> T:
-        """What `read` finds in one state; `until_empty`: of which the head has all counts.
+        """Call `read` until all it read belongs to one state, and return its result. It gets the
+        head, with the right counts if `until_empty`, and a reader of the head's generation.
 
-        Where commits keep moving the version, they are held back.
+        Commits are locked if they keep changing the version.
         """
         return self._with_read_deadline(
             lambda: self._read_once(identity, read, until_empty=until_empty)
@@ -552,22 +551,22 @@ class RedisMetadata(MetadataStore):
     def _read_once(
         self, identity: UUID, read: Callable[[RedisHead, GenerationReader], T], *, until_empty: bool
     ) -> T:
-        patience = _TRIES_WITHOUT_HOLD if until_empty else _QUICK_TRIES_WITHOUT_HOLD
+        tries_without_lock = _TRIES_WITHOUT_LOCK if until_empty else _QUICK_TRIES_WITHOUT_LOCK
         partial_scans = 0
-        with RenewingCommitLock(self, identity) as holding:
+        with RenewingCommitLock(self, identity) as lock:
 
-            def on_the_way() -> None:
-                holding.renew()
+            def at_each_page() -> None:
+                lock.renew()
                 self._link.extend_deadline()
 
             for tries in range(_TRIES_MAX):
-                if tries - partial_scans >= patience:
-                    holding.lock()
+                if tries - partial_scans >= tries_without_lock:
+                    lock.lock()
                 try:
                     head = self._commits.apply_pending(identity, until_empty=until_empty)
                 except PendingCommits:
                     continue
-                reader = GenerationReader(self._link, head.generation, on_the_way)
+                reader = GenerationReader(self._link, head.generation, at_each_page)
                 try:
                     found = read(head, reader)
                 except _GenerationGone:
@@ -581,30 +580,26 @@ class RedisMetadata(MetadataStore):
                 except DieselError:
                     if self._commits.is_unchanged(identity, head):
                         raise
-                    continue  # half of it was of another state
+                    continue  # it may have read half of another state
                 if self._commits.is_unchanged(identity, head):
                     return found
-        raise _changing_error(identity)
+        raise changing_error(identity)
 
 
 def _facts(head: RedisHead, packed: object) -> ChunkFacts:
     return unpack_chunk(octets(packed), head.first, head.generation.buckets)
 
 
-def _check_counts(marker: DatasetHead, rows: Rows) -> None:
-    """Raise Torn where rows are not all files of a marker."""
+def _check_counts(head: DatasetHead, rows: Rows) -> None:
+    """Raises PartialScan where the number and size of the files in `rows` are not the head's."""
     is_file = rows.records["kind"] == Kind.FILE
     counts = int(is_file.sum()), int(rows.records["size"][is_file].sum())
-    if counts != (marker.files, marker.bytes):
+    if counts != (head.files, head.bytes):
         raise PartialScan
 
 
-def _changing_error(identity: UUID) -> BusyError:
-    return BusyError(f"dataset {identity} does not hold still")
-
-
 def _find(reader: GenerationReader, paths: list[bytes]) -> list[bytes | None]:
-    """The entry at each path."""
+    """The packed entry at each path, or None."""
     folders: dict[bytes, FolderId] = {}
     asked: dict[FolderId, list[bytes]] = {}
     keys = []

@@ -1,22 +1,25 @@
-"""Transactions on a dataset in Redis: how chunks get in, all of them whole or nothing.
+"""Adds chunks to a dataset in Redis, and removes them: all chunks of a transaction or none.
 
-A commit writes its pieces beside the state (`x`), where nobody sees them, and then, in one script
-in the head's slot, records its chunks, moves the version and names the pieces as to be applied.
-From then on it is done: whoever looks at the dataset next, its writer or anybody else, first
-applies what is named there, so nobody sees the version without its entries, nor the other way.
+A script is atomic, but touches one slot only, and a dataset has many. So a commit first writes its
+pieces (the entries of its chunks, by bucket; see `keys.py`) where no reader looks. Then one script
+in the head's slot commits: it records the chunks, changes the version, and lists the pieces as
+pending. Every reader of the dataset, and its writer too, applies all pending pieces before it reads
+entries. So nobody sees the new version without its entries, or entries of a later version.
 
-    1  BEGIN    says what will be written, so that somebody can sweep it up
-    2  `x`      the pieces, each in its bucket
-    3  COMMIT   chunks, version, counts of chunks, plan; refused while somebody holds commits back
-    4  APPLY    each piece once, in its bucket: entries, holes, the bucket's tally; the piece goes
-    5  APPLIED  the tallies reach the marker, the plan goes
+    1  BEGIN    Record the plan, so that others can remove the pieces if the writer dies.
+    2  (HSET)   Write the pieces to the hash `x` of each bucket.
+    3  COMMIT   Record chunks, version, counts of chunks, and the plan as pending. Refused while
+                commits are locked.
+    4  APPLY    For each piece: update entries, holes and counts of its bucket; remove the piece.
+    5  APPLIED  Add the buckets' counts to the head; remove the plan from the pending ones.
 
-A chunk is forgotten in the same way: what goes with each of its pieces (`x`), then FORGET in the
-head, then UNAPPLY in its buckets.
+Chunks are removed in the same way: step 2 writes what is to be removed, then FORGET takes the place
+of COMMIT, and UNAPPLY that of APPLY.
 
-A crash before 3 leaves rubbish (`remove_abandoned_transactions`), after it work for the next one
-(`apply_pending`). Each step may be repeated. Where Redis has lost pieces between 3 and 4, `n` tells
-it from their having been applied, and the answer is MetadataBehind.
+After a crash before step 3 the pieces are removed later (`remove_abandoned_transactions`); after
+it, the next reader or writer applies them (`apply_pending`). Every step may be repeated. A piece
+that is missing has been applied if the hash `n` has it; otherwise Redis has lost it, and
+MetadataBehind is raised.
 """
 
 import secrets
@@ -28,21 +31,28 @@ from dataclasses import dataclass
 from itertools import chain
 from uuid import UUID
 
-from diesel_fs.errors import BusyError, CorruptError, DieselError, MetadataBehind, NoSpaceError
-from diesel_fs.format.chunk_id import LOWEST
-from diesel_fs.format.entries import ChunkId
-from diesel_fs.storage.metadata.redis.bucket_scripts import APPLY, READ_PIECE_FOLDERS, UNAPPLY
-from diesel_fs.storage.metadata.redis.errors import UNWRITABLE, RetryLater
-from diesel_fs.storage.metadata.redis.head import (
+from ....errors import BusyError, CorruptError, DieselError, MetadataBehind, NoSpaceError
+from ....format.chunk_id import LOWEST
+from ....format.entries import ChunkId
+from ..store import (
+    COMMIT_LOCK_S_MAX,
+    DIGEST_MODULUS,
+    Batch,
+    chunk_digest,
+    commits_locked_error,
+    no_such_dataset_error,
+)
+from .bucket_scripts import APPLY, READ_PIECE_FOLDERS, UNAPPLY
+from .errors import UNWRITABLE, RetryLater
+from .head import (
     HeadReader,
     RedisHead,
     ScriptRejected,
     UnknownDataset,
     lost_data_error,
-    no_such_dataset_error,
 )
-from diesel_fs.storage.metadata.redis.head_scripts import ABANDON, APPLIED, BEGIN, COMMIT, FORGET
-from diesel_fs.storage.metadata.redis.keys import (
+from .head_scripts import ABANDON, APPLIED, BEGIN, COMMIT, FORGET
+from .keys import (
     CHUNK,
     GENERATION_BYTES,
     REMOVAL_PREFIX,
@@ -59,36 +69,37 @@ from diesel_fs.storage.metadata.redis.keys import (
     pack_piece_counts,
     unpack_plan,
 )
-from diesel_fs.storage.metadata.redis.link import Command, RedisLink, ScriptCommand, Word
-from diesel_fs.storage.metadata.redis.pieces import BucketPiece, CutBatch, cut_batch, folders_of
-from diesel_fs.storage.metadata.redis.replies import as_count, listed, octets
-from diesel_fs.storage.metadata.store import COMMIT_LOCK_S_MAX, DIGEST_MODULUS, Batch, chunk_digest
+from .link import Command, RedisLink, ScriptCommand, Word, in_portions
+from .pieces import BucketPiece, CutBatch, cut_batch, folders_of
+from .replies import as_count, listed, octets
 
-_HOLD_POLL_S = 0.02
+LOCK_POLL_S = 0.02
+"""How long a writer waits before it looks again whether commits are still locked."""
+
 _PIECES_AT_ONCE = 64
 _APPLY_ROUNDS_MAX = 8
 _TRIES_MAX = 20
 _SWEEP_S = 60.0
 _ABANDONED_S = 600
-"""A transaction that has been under way for so long has lost its writer, or is started again."""
+"""A transaction that began so long ago is removed: its writer is dead, or has to start again."""
 
 BucketCounts = tuple[int, int, int]
-"""Of a bucket: pieces that have been applied, files, bytes."""
+"""A bucket's counts: pieces that have been applied, files, bytes."""
 
 BegunTransaction = tuple[Generation, ApplyPlan]
-"""A transaction that may have left something."""
+"""A transaction that may have left pieces behind."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkRemoval:
-    """Of a chunk that is forgotten: where it was, and what goes with each of its pieces."""
+    """A chunk that is to be removed: where its pieces are, and what is removed with each."""
 
-    places: PieceCounts
+    piece_counts: PieceCounts
     pieces: Sequence[BucketPiece]
 
 
 class PendingCommits(Exception):
-    """There is always something that has been committed and not applied."""
+    """Others commit so often that there is always a plan which is not applied yet."""
 
 
 class RedisTransactions(HeadReader):
@@ -98,7 +109,7 @@ class RedisTransactions(HeadReader):
         super().__init__(link)
         self._clock_ns = clock_ns
         self._swept_s = -_SWEEP_S
-        self._generations: dict[UUID, Generation] = {}  # a stale one is refused by every script
+        self._generations: dict[UUID, Generation] = {}  # every script refuses a stale one
 
     def read_head(self, identity: UUID) -> RedisHead:
         head = super().read_head(identity)
@@ -106,10 +117,10 @@ class RedisTransactions(HeadReader):
         return head
 
     def apply_pending(self, identity: UUID, *, until_empty: bool = True) -> RedisHead:
-        """What a dataset's head said, everything that it named having been applied since.
+        """Read a dataset's head, apply all its pending plans, and return the head.
 
-        `until_empty`: nothing was named any more, so its counts are those of its version. Raises
-        Unsettled where others keep committing.
+        `until_empty`: repeat that until no plan is pending, since only then do the head's counts
+        belong to its version. Raises PendingCommits where others keep committing.
         """
         for _ in range(_APPLY_ROUNDS_MAX):
             head = self.read_head(identity)
@@ -128,13 +139,13 @@ class RedisTransactions(HeadReader):
 
     def _apply_one_pending(self, identity: UUID, head: RedisHead, packed: bytes) -> None:
         generation = head.generation
-        if packed[:GENERATION_BYTES] != generation.name:  # nobody's: it would stay for ever
+        if packed[:GENERATION_BYTES] != generation.name:  # of an old generation: drop the plan
             self._report_applied(identity, generation, packed)
         else:
             self._apply(identity, generation, unpack_plan(packed, generation.buckets))
 
     def invalidate_generation(self, identity: UUID) -> None:
-        """A dataset has another one now."""
+        """Forget the cached generation of a dataset, which has been replaced."""
         self._generations.pop(identity, None)
 
     # Committing
@@ -147,10 +158,10 @@ class RedisTransactions(HeadReader):
         earlier_tries: list[BegunTransaction],
         run_id: str = "",
     ) -> int:
-        """One try to fold batches in; the version after that.
+        """Try once to commit batches, and return the new version. Raises StoreRestarted.
 
-        `earlier_tries`: what earlier tries may have left, which goes first. `run_id`: of Redis, for
-        which the caller will vouch. Raises Restarted.
+        `earlier_tries` has the transactions that earlier tries may have left; they are removed
+        first. `run_id` is the run of Redis that the caller is going to confirm.
         """
         while earlier_tries:
             self._abandon(identity, *earlier_tries[-1])
@@ -177,15 +188,13 @@ class RedisTransactions(HeadReader):
                 return self._write(identity, generation, plan, cuts, batches, deadline, run_id)
             except UnknownDataset:
                 raise no_such_dataset_error(identity) from None
-            except (
-                ScriptRejected
-            ):  # it was rebuilt, or swept up, or somebody has just committed one
+            except ScriptRejected:  # rebuilt, removed as abandoned, or a chunk was just committed
                 generation = self.read_head(identity).generation
                 transaction = _new_transaction()
-        raise BusyError(f"dataset {identity} does not hold still")
+        raise changing_error(identity)
 
     def _begin(self, identity: UUID, generation: Generation, plan: ApplyPlan) -> list[bool]:
-        """Which chunks are known already."""
+        """Record the plan. Returns for each of its chunks whether it is known already."""
         keys = DatasetKeys(identity)
         _, known, begun = self.run_head_script(
             BEGIN,
@@ -215,18 +224,17 @@ class RedisTransactions(HeadReader):
             self._stage(generation, plan.transaction, pieces)
             version, waiting = self._commit_head(identity, plan, cuts, batches, deadline, run_id)
         except (RetryLater, UnknownDataset):
-            raise  # it may have been decided; what has not is abandoned by the next try
+            raise  # it may have been committed; if not, the next try removes its pieces
         except ScriptRejected:
             self._drop(identity, generation, plan)
             raise
         except DieselError:
-            with suppress(Exception):  # sweeping up later does as well
+            with suppress(Exception):  # otherwise they are removed as abandoned
                 self._abandon(identity, generation, plan)
             raise
         if waiting > 1 and any(batch.by_purge for batch in batches.values()):
-            self.apply_pending(
-                identity, until_empty=False
-            )  # what purge moved comes after its sources
+            # Purge's copies must be applied after the entries that they replace
+            self.apply_pending(identity, until_empty=False)
             return version
         self._apply(identity, generation, plan, {piece.name: piece for piece in pieces})
         return version
@@ -234,9 +242,9 @@ class RedisTransactions(HeadReader):
     def _stage(
         self, generation: Generation, transaction: bytes, pieces: Sequence[BucketPiece]
     ) -> None:
-        for start in range(0, len(pieces), _PIECES_AT_ONCE):
+        for some in in_portions(pieces, _PIECES_AT_ONCE):
             commands = []
-            for piece in pieces[start : start + _PIECES_AT_ONCE]:
+            for piece in some:
                 key = generation.key(piece.name.bucket, b"x")
                 field = transaction + piece.name.field
                 commands.append(Command(key, ("HSET", key, field, piece.packed)))
@@ -252,11 +260,11 @@ class RedisTransactions(HeadReader):
         deadline: float,
         run_id: str,
     ) -> tuple[int, int]:
-        """The new version, and how many plans are waiting to be applied."""
+        """Run COMMIT. Returns the new version, and how many plans are pending."""
         keys = DatasetKeys(identity)
         added = Counter[int]()
         for each in cuts:
-            added.update(dict(each.places))
+            added.update(dict(each.piece_counts))
         words: list[Word] = [len(added), *chain.from_iterable(added.items())]
         for each in cuts:
             batch = batches[each.chunk]
@@ -289,21 +297,21 @@ class RedisTransactions(HeadReader):
                 if refused.word != "held":
                     raise
                 if time.monotonic() > deadline:
-                    raise BusyError(f"an export holds commits to dataset {identity} back") from None
-                time.sleep(_HOLD_POLL_S)
-                self._link.extend_deadline()  # it has answered
+                    raise commits_locked_error(identity) from None
+                time.sleep(LOCK_POLL_S)
+                self._link.extend_deadline()  # Redis has answered
                 continue
             return as_count(version), as_count(waiting)
 
     def forget(
         self, identity: UUID, generation: Generation, removals: Mapping[ChunkId, ChunkRemoval]
     ) -> None:
-        """One try to forget chunks, of which every place is a hole or a tombstone to be dropped.
+        """Try once to remove chunks of which every place is a hole, or a tombstone to be dropped.
 
-        Raises Refused("moved") where one of them is not known, or the generation another.
+        Raises ScriptRejected("moved") where a chunk is not known, or the generation was replaced.
         """
         transaction = REMOVAL_PREFIX + secrets.token_bytes(TRANSACTION_BYTES - len(REMOVAL_PREFIX))
-        chunks = [(chunk, leaving.places) for chunk, leaving in removals.items()]
+        chunks = [(chunk, removal.piece_counts) for chunk, removal in removals.items()]
         plan = ApplyPlan(generation.name, transaction, chunks)
         keys = DatasetKeys(identity)
         self.run_head_script(
@@ -312,7 +320,7 @@ class RedisTransactions(HeadReader):
             generation.name,
             transaction,
             plan.pack(),
-            LOWEST,  # which nobody has: there is something to be done
+            LOWEST,  # no chunk has this ID, so the script does not find all chunks known
         )
         try:
             self._stage(
@@ -332,21 +340,19 @@ class RedisTransactions(HeadReader):
                 *words,
             )
         except RetryLater:
-            raise  # it may have been decided; what has not is swept up
+            raise  # it may have been committed; if not, its pieces are removed as abandoned
         except ScriptRejected:
             self._drop(identity, generation, plan)
             raise
         except (UnknownDataset, DieselError):
-            with suppress(Exception):  # sweeping up later does as well
+            with suppress(Exception):  # otherwise they are removed as abandoned
                 self._abandon(identity, generation, plan)
             raise
         self._apply_removal(identity, generation, plan)
 
     def _apply_removal(self, identity: UUID, generation: Generation, plan: ApplyPlan) -> None:
-        """What a transaction that forgets says. A piece that does not wait has been done."""
-        names = list(plan.pieces())
-        for start in range(0, len(names), _PIECES_AT_ONCE):
-            some = names[start : start + _PIECES_AT_ONCE]
+        """Apply a transaction that removes chunks. A piece that is missing has been applied."""
+        for some in in_portions(plan.pieces(), _PIECES_AT_ONCE):
             of_pieces = self._folders_of(generation, plan, some)
             self._link.extend_deadline()
             self._link.run_scripts(
@@ -366,15 +372,14 @@ class RedisTransactions(HeadReader):
         plan: ApplyPlan,
         own_pieces: Mapping[PieceName, BucketPiece] | None = None,
     ) -> None:
-        """What a transaction that commits says; `own_pieces`: of the writer, who still has its
-        pieces."""
+        """Apply a transaction. `own_pieces` are given by the writer, which still has its pieces:
+        they replace pieces that Redis has lost.
+        """
         if plan.transaction.startswith(REMOVAL_PREFIX):
             self._apply_removal(identity, generation, plan)
             return
-        names = list(plan.pieces())
-        tallies: dict[int, BucketCounts] = {}
-        for start in range(0, len(names), _PIECES_AT_ONCE):
-            some = names[start : start + _PIECES_AT_ONCE]
+        counts: dict[int, BucketCounts] = {}
+        for some in in_portions(plan.pieces(), _PIECES_AT_ONCE):
             if own_pieces is None:
                 folders = self._folders_of(generation, plan, some)
             else:
@@ -392,7 +397,7 @@ class RedisTransactions(HeadReader):
             gone = [i for i, reply in enumerate(replies) if reply is None]
             if gone:
                 if not self._is_pending(identity, plan):
-                    return  # rebuilt or dropped, or others have applied it and gone further
+                    return  # rebuilt or dropped, or others have applied it and removed its chunks
                 if own_pieces is None:
                     raise lost_data_error(self.read_head(identity).dataset.name)
                 again = [
@@ -402,22 +407,22 @@ class RedisTransactions(HeadReader):
                 for i, reply in zip(gone, self._link.run_scripts(again), strict=True):
                     replies[i] = reply
             for name, reply in zip(some, replies, strict=True):
-                tallies[name.bucket] = parse_bucket_counts(reply)
-        words = [word for bucket, tally in tallies.items() for word in (bucket, *tally)]
+                counts[name.bucket] = parse_bucket_counts(reply)
+        words = [word for bucket, each in counts.items() for word in (bucket, *each)]
         self._report_applied(identity, generation, plan.pack(), *words)
 
     def _report_applied(
         self, identity: UUID, generation: Generation, packed: bytes, *words: Word
     ) -> None:
         keys = DatasetKeys(identity)
-        with suppress(ScriptRejected):  # it has been rebuilt or dropped since
+        with suppress(ScriptRejected):  # the dataset has been rebuilt or dropped since
             applied = [keys.head, keys.pending, keys.counts]
             self.run_head_script(APPLIED, applied, generation.name, packed, *words)
 
     def _folders_of(
         self, generation: Generation, plan: ApplyPlan, names: Sequence[PieceName]
     ) -> dict[PieceName, Sequence[FolderId]]:
-        """The folders of somebody else's pieces, as far as they wait."""
+        """The folders of each piece that has not been applied; no folders for the others."""
         replies = self._link.run_scripts(
             ScriptCommand(
                 READ_PIECE_FOLDERS,
@@ -432,35 +437,35 @@ class RedisTransactions(HeadReader):
         }
 
     def _is_pending(self, identity: UUID, plan: ApplyPlan) -> bool:
-        """Whether a plan is still to be applied."""
+        """Whether a plan is still pending."""
         head = self.read_head(identity)
         return head.generation.name == plan.generation and plan.pack() in head.pending
 
-    # Rubbish
+    # Removing what failed transactions left
 
     def _abandon(self, identity: UUID, generation: Generation, plan: ApplyPlan) -> None:
-        """Take an own transaction back, unless it has been decided."""
+        """Take back a transaction of this process, unless it has been committed."""
         try:
             self.run_head_script(ABANDON, [DatasetKeys(identity).begun], plan.transaction, 0)
         except (UnknownDataset, ScriptRejected):
-            return  # it has been decided, or swept up, or was never begun
+            return  # it has been committed or removed already, or was never begun
         self._drop(identity, generation, plan)
 
     def _drop(self, identity: UUID, generation: Generation, plan: ApplyPlan) -> None:
-        """Remove the pieces of a transaction that is not, and never will be, decided."""
+        """Remove the pieces of a transaction that can never be committed any more."""
         keys = DatasetKeys(identity)
         commands = []
         for name in plan.pieces():
             key = generation.key(name.bucket, b"x")
             commands.append(Command(key, ("HDEL", key, plan.transaction + name.field)))
         commands.append(Command(keys.begun, ("HDEL", keys.begun, plan.transaction)))
-        with suppress(Exception):  # sweeping up later does as well
+        with suppress(Exception):  # otherwise they are removed as abandoned
             self._link.run(commands)
 
     def remove_abandoned_transactions(
         self, identity: UUID, generation: Generation, age_s: int = _ABANDONED_S
     ) -> None:
-        """Remove what writers have left that died before they committed."""
+        """Remove the pieces of writers that died before they committed, or take too long."""
         keys = DatasetKeys(identity)
         (reply,) = self._link.run([Command(keys.begun, ("HKEYS", keys.begun))])
         transactions = [octets(each) for each in listed(reply)]
@@ -480,7 +485,7 @@ class RedisTransactions(HeadReader):
 
 
 def piece_keys(generation: Generation, bucket: int, folders: Sequence[FolderId]) -> list[bytes]:
-    """The keys that `APPLY` gets."""
+    """The keys of `APPLY` and `UNAPPLY`, for a piece with these folders."""
     keys = generation.script_keys(bucket)
     for folder in folders:
         keys += (generation.entries(folder), generation.below(folder))
@@ -488,32 +493,40 @@ def piece_keys(generation: Generation, bucket: int, folders: Sequence[FolderId])
 
 
 def chunk_record(each: CutBatch, batch: Batch, version: int = 0) -> bytes:
-    """What stands in `c` of a chunk."""
+    """A chunk's value in the hash `c`."""
     info = CHUNK.pack(batch.chunk.object_bytes, batch.uploaded_ns, each.entries, version)
-    return info + pack_piece_counts(each.places)
+    return info + pack_piece_counts(each.piece_counts)
 
 
 def parse_bucket_counts(reply: object) -> BucketCounts:
-    """What `APPLY` answers."""
+    """Parse the reply of `APPLY`."""
     pieces, files, total = (listed(reply) + [None] * 3)[:3]
     return as_count(pieces), as_count(files), as_count(total)
 
 
-def _not_applied(head: RedisHead, why: DieselError) -> MetadataBehind:
-    """The error where what was committed last is not seen yet, and Redis takes no writes."""
+def changing_error(identity: UUID) -> BusyError:
+    """The error where others kept changing a dataset until the tries or the time were used up."""
+    return BusyError(f"dataset {identity} kept changing", advice="try again")
+
+
+def _not_applied(head: RedisHead, cause: DieselError) -> MetadataBehind:
+    """The error of a reader that cannot apply a pending plan, since Redis takes no writes."""
     name = head.dataset.name
-    return MetadataBehind(f"what was last committed to {name!r} is not applied yet: {why.message}")
+    return MetadataBehind(
+        f"the last commits to {name!r} cannot be read yet, they are not applied: {cause.message}"
+    )
 
 
 def _new_transaction() -> bytes:
-    """The name of one that brings chunks."""
+    """A name for a transaction that adds chunks."""
     while (name := secrets.token_bytes(TRANSACTION_BYTES)).startswith(REMOVAL_PREFIX):
         pass
     return name
 
 
 def _plan(generation: Generation, transaction: bytes, cuts: Sequence[CutBatch]) -> ApplyPlan:
-    return ApplyPlan(generation.name, transaction, [(each.chunk, each.places) for each in cuts])
+    counts = [(each.chunk, each.piece_counts) for each in cuts]
+    return ApplyPlan(generation.name, transaction, counts)
 
 
-assert STATE.size == 9  # what the scripts skip
+assert STATE.size == 9  # the scripts skip so many bytes

@@ -1,14 +1,16 @@
-"""An SQLite database file that many threads, processes and forked children share.
+"""The SQLite file of a metadata store, shared by many threads, processes and forked children.
 
-Owned here: connections, transactions, what SQLite's errors mean to a user, and which journal the
-file system allows. Not owned: tables and their meaning (`store.py`), the lease of a network file
-system (`host_lease.py`).
+This module opens connections, runs transactions, translates SQLite's errors, and chooses the
+journal. On a local disk that is a WAL (write-ahead log): readers do not wait for a writer. A WAL
+needs memory that all processes share, so over a network file system the file has a rollback
+journal, and a lease lets only one host write at a time (`host_lease.py`). Once a lease file exists,
+all hosts use the rollback journal, the one with the disk too.
 
-Concurrency: a connection is lent to one thread for one transaction. SQLite must not be carried
-across a fork, and cannot even be opened anew in a child whose parent has it open: it would take the
-parent's locks for its own. So before a fork all transactions are waited for and all connections
-closed; parent and child open new ones when they need them. And no code of ours may open the file by
-itself: closing it would drop the locks of every connection of this process.
+Concurrency: one thread at a time uses a connection, for one transaction. SQLite does not support a
+fork with open connections: the child would take its parent's locks for its own, even if it opened
+the file anew. So a fork waits for all transactions of this process and closes all connections;
+parent and child open new ones when they need them. No other code may open the file in this process:
+closing it would drop the locks of all connections here (POSIX locks work like that).
 """
 
 import os
@@ -22,7 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import quote
 
-from diesel_fs.errors import (
+from ....errors import (
     BusyError,
     CorruptError,
     DieselError,
@@ -33,39 +35,38 @@ from diesel_fs.errors import (
     NoSpaceError,
     PermissionDenied,
 )
-from diesel_fs.storage.metadata.sqlite.host_lease import HostLease, locks_fault
-from diesel_fs.system.mountinfo import file_system_of
+from ....system.mountinfo import file_system_of
+from .host_lease import HostLease, locks_fault
+from .schema import APPLICATION_ID, SCHEMA, SCHEMA_VERSION
 
 DEADLINE_S = 30.0
 LEASE_NAME = "meta.lease"
 
 _CACHE_KIB = 16 << 10
-_CHECKPOINT_PAGES = 4000  # 16 MB: fewer syncs in a long put than SQLite's 1,000
+_CHECKPOINT_PAGES = 4000  # 16 MB: fewer syncs in a long put than with SQLite's default of 1,000
 _WAL_BYTES_KEPT = 64 << 20
 _IDLE_MAX = 4
 _FORK_WAIT_S = 10.0
 _POLL_S = 0.02
 _PROBE_S = 2.0
-"""How long to wait for the first look at a file on a network: a snapshot answers as well."""
+"""How long opening a file over a network may wait for a lock: a reader can use a snapshot instead.
+"""
 
 _RECOVER = "run `dlcmd recover`: it makes the metadata again from the chunks"
 
 
 class SqliteFile:
-    """One database file; `application_id` and `schema_version` stand in its header.
+    """One database file with the tables of `schema.py`.
 
-    Where it is not writable, even reading would not be safe (a WAL needs shared memory beside it):
-    PermissionDenied, and the caller goes by a snapshot. A file that has been replaced or removed is
-    noticed at the next transaction.
+    A file that is not writable is refused with PermissionDenied, since a WAL needs a writable file
+    beside it even for reading; a reader can use a snapshot instead. Each transaction checks whether
+    the file has been replaced or removed. All methods are thread-safe.
     """
 
     def __init__(
         self,
         path: Path,
-        schema: str,
         *,
-        application_id: int,
-        schema_version: int,
         create: bool,
         readonly: bool = False,
         deadline_s: float = DEADLINE_S,
@@ -74,13 +75,10 @@ class SqliteFile:
     ) -> None:
         self.path = Path(os.path.realpath(path))
         self.deadline_s = deadline_s
-        self._schema = schema
-        self._application_id = application_id
-        self._schema_version = schema_version
         self._readonly = readonly
         self._lease = HostLease(self.path.with_name(LEASE_NAME), host, clock)
         self._network = file_system_of(self.path).is_network
-        self._rollback = False  # the mode of the connections that are open
+        self._rollback = False  # whether open connections use the rollback journal
         self._locks_checked = False
         self._change = threading.Condition()  # guards all below
         self._idle: list[sqlite3.Connection] = []
@@ -95,7 +93,7 @@ class SqliteFile:
             _FILES.add(self)
 
     def now_s(self) -> float:
-        """The time by the clock of the file system: over a network, that of its server."""
+        """Seconds since 1970 by the file system's clock: over a network, its server's."""
         with self._errors(), tempfile.TemporaryFile(dir=self.path.parent) as file:
             return os.fstat(file.fileno()).st_mtime
 
@@ -103,21 +101,23 @@ class SqliteFile:
 
     @property
     def durable_commits(self) -> bool:
-        """Whether every commit is synced: in rollback mode."""
+        """Whether every commit survives a power cut: true with the rollback journal."""
         return self._rollback
 
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
-        """One consistent state."""
+        """A transaction that reads one state."""
         with self._errors(), self._borrowed() as connection:
             connection.execute("BEGIN")
             yield connection
 
     @contextmanager
     def writing(self, *, sync: bool = False) -> Iterator[sqlite3.Connection]:
-        """One atomic change, which is committed at the end; `sync`: with all before it."""
+        """A transaction that writes, and is committed at the end of the context. With `sync` it
+        and all before it survive a power cut.
+        """
         if self._readonly:
-            raise PermissionDenied(f"{self.path} was opened for reading")
+            raise PermissionDenied(f"{self.path} was opened for reading only")
         with self._errors(), self._borrowed() as connection:
             if sync and not self._rollback:
                 connection.execute("PRAGMA synchronous=FULL")
@@ -130,7 +130,7 @@ class SqliteFile:
                 connection.execute("PRAGMA synchronous=NORMAL")
 
     def close(self) -> None:
-        """Close idle connections now and lent ones when they come back. Repeatable."""
+        """Close idle connections now, and those in use when their transaction ends. Repeatable."""
         with self._change:
             self._unusable = self._unusable or "it has been closed"
             self._close_idle()
@@ -140,7 +140,7 @@ class SqliteFile:
         return self._network or self._lease_exists()
 
     def _lease_exists(self) -> bool:
-        """Whether another host has ever written over a network: then all stay in rollback mode."""
+        """Whether a host has ever written over a network: then all use the rollback journal."""
         return self.path.with_name(LEASE_NAME).exists()
 
     def _keep_lease(self) -> None:
@@ -148,12 +148,12 @@ class SqliteFile:
             if not self._locks_checked and (fault := locks_fault(self.path.parent)):
                 raise MetadataError(
                     f"{self.path.parent} is on a network file system without sound locks: {fault}",
-                    advice="use ?meta=redis:// for writing; reading works without",
+                    advice="to write, use ?meta=redis://; reading works as it is",
                 )
             self._locks_checked = True
             self._lease.keep()
 
-    # Lending
+    # The pool of connections
 
     @contextmanager
     def _borrowed(self) -> Iterator[sqlite3.Connection]:
@@ -167,7 +167,7 @@ class SqliteFile:
                     connection.execute("ROLLBACK")
             sound = True
         except DieselError:
-            sound = True  # ours: SQLite has done as it was told
+            sound = True  # not SQLite's error: the connection can be used again
             raise
         finally:
             self._give_back(connection, sound=sound)
@@ -175,10 +175,10 @@ class SqliteFile:
     def _borrow(self) -> sqlite3.Connection:
         with self._change:
             if not self._change.wait_for(lambda: not self._forking, self.deadline_s):
-                raise BusyError(f"{self.path} waits for a fork of this process")
+                raise BusyError(f"{self.path} cannot be used while this process forks")
             if self._unusable:
                 raise MetadataError(f"cannot use {self.path}: {self._unusable}")
-            replaced = self._file != self._identity()  # then these are open on a dead one
+            replaced = self._file != self._identity()  # idle connections have the old file open
             if replaced or (not self._rollback and self._lease_exists()):
                 self._close_idle()
             connection = self._idle.pop() if self._idle else None
@@ -218,14 +218,14 @@ class SqliteFile:
             if not create:
                 raise MetadataBehind(f"there is no metadata store at {self.path}", advice=_RECOVER)
             if not folder.is_dir():
-                raise MetadataError(f"there is no folder {folder}")
+                raise MetadataError(f"there is no folder {folder} for the metadata store")
         writable = os.access(folder, os.W_OK | os.X_OK, effective_ids=True) and (
             not self.path.exists() or os.access(self.path, os.W_OK, effective_ids=True)
         )
         if not writable:
             raise PermissionDenied(
                 f"{self.path} cannot be used: it or its folder is not writable",
-                advice="reading by snapshot works without",
+                advice="reading by snapshot works without it",
             )
 
     def _open(self, create: bool) -> sqlite3.Connection:
@@ -250,8 +250,8 @@ class SqliteFile:
 
     def _set_up(self, connection: sqlite3.Connection, create: bool) -> None:
         if self._rollback:
-            # Keeps SQLite from sharing memory with another host before we know the journal's mode.
-            # First of all: even setting the cache's size reads the file.
+            # Keeps SQLite from using shared memory before the journal's mode is known. This has to
+            # be the first statement: even setting the cache's size reads the file.
             connection.execute("PRAGMA locking_mode=EXCLUSIVE")
         connection.execute("PRAGMA trusted_schema=OFF")  # no functions from a foreign file
         connection.execute(f"PRAGMA cache_size=-{_CACHE_KIB}")
@@ -272,29 +272,29 @@ class SqliteFile:
             raise BusyError(f"another host has begun to write to {self.path}")
 
     def _is_made(self, connection: sqlite3.Connection) -> bool:
-        """Whether our tables are there. Raises for another program's file, or another schema."""
+        """Whether the tables exist. Raises for another program's file, or another schema."""
         (application_id,) = connection.execute("PRAGMA application_id").fetchone()
         (version,) = connection.execute("PRAGMA user_version").fetchone()
-        if application_id != self._application_id:
+        if application_id != APPLICATION_ID:
             (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
             if application_id or version or tables:
                 raise ForeignError(f"{self.path} is another application's database")
             return False
-        if version > self._schema_version:
+        if version > SCHEMA_VERSION:
             raise NewerVersionError(
-                f"{self.path} has schema {version}, this program knows {self._schema_version}",
+                f"{self.path} has schema {version}, this program knows {SCHEMA_VERSION}",
                 advice="use a newer diesel-fs",
             )
-        if version < self._schema_version:
+        if version < SCHEMA_VERSION:
             raise MetadataError(
-                f"{self.path} has schema {version}, this program needs {self._schema_version}",
+                f"{self.path} has schema {version}, this program needs {SCHEMA_VERSION}",
                 advice=_RECOVER,
             )
         return True
 
     def _set_wal(self, connection: sqlite3.Connection) -> None:
-        # NORMAL: a commit survives a crash of the process; a power cut may undo the last ones,
-        # never half of one. `writing(sync=True)` is the sync.
+        # With NORMAL a commit survives a crash of the process; a power cut may undo the last
+        # commits, each of them whole. `writing(sync=True)` syncs.
         self._set_journal(connection, "wal")
         connection.execute("PRAGMA synchronous=NORMAL")
         connection.execute(f"PRAGMA wal_autocheckpoint={_CHECKPOINT_PAGES}")
@@ -305,19 +305,19 @@ class SqliteFile:
         if mode != "delete":
             if self._readonly:
                 raise MetadataError(
-                    f"{self.path} was written on its own host, and this is a network file system",
-                    advice="reading by snapshot works without",
+                    f"{self.path} has the journal of a local disk, and is read over a network here",
+                    advice="reading by snapshot works without it",
                 )
             self._keep_lease()
             self._set_journal(connection, "delete")
         connection.execute("PRAGMA locking_mode=NORMAL")
-        # A commit ends with the journal's unlink: EXTRA syncs its folder, too, or the journal would
-        # come back after a power cut and take the commit with it.
+        # A commit ends when SQLite unlinks the journal. EXTRA syncs the folder after that; without
+        # it the journal could come back after a power cut, and undo the commit.
         connection.execute("PRAGMA synchronous=EXTRA")
-        connection.execute("SELECT count(*) FROM sqlite_master").fetchone()  # lets go of the lock
+        connection.execute("SELECT count(*) FROM sqlite_master").fetchone()  # releases the lock
 
     def _set_journal(self, connection: sqlite3.Connection, wanted: str) -> None:
-        """Change the journal. SQLite does not wait here for others to let go, so we do."""
+        """Change the journal's mode, waiting for other users: SQLite does not wait here."""
         deadline = time.monotonic() + self.deadline_s
         while True:
             try:
@@ -333,13 +333,13 @@ class SqliteFile:
 
     def _make(self, connection: sqlite3.Connection) -> None:
         connection.execute("BEGIN IMMEDIATE")
-        if not self._is_made(connection):  # nobody else was faster
+        if not self._is_made(connection):  # another process may have been faster
             if self._rollback:
                 self._keep_lease()
-            for statement in filter(str.strip, self._schema.split(";\n")):
+            for statement in filter(str.strip, SCHEMA.split(";\n")):
                 connection.execute(statement)
-            connection.execute(f"PRAGMA application_id={self._application_id}")
-            connection.execute(f"PRAGMA user_version={self._schema_version}")
+            connection.execute(f"PRAGMA application_id={APPLICATION_ID}")
+            connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
         connection.execute("COMMIT")
 
     # Errors
@@ -370,10 +370,10 @@ class SqliteFile:
         if code == sqlite3.SQLITE_FULL or name in ("SQLITE_IOERR_SHMSIZE", "SQLITE_IOERR_SHMMAP"):
             return NoSpaceError(what, advice="make room on its disk")
         if name == "SQLITE_READONLY" and not self._readonly and self._may_be_written():
-            # SQLite opens for reading what it cannot open for writing, and does not say why
+            # SQLite opens a file for reading where it cannot for writing, and does not say why
             return MetadataError(
-                f"{self.path} could not be opened for writing, though that is allowed",
-                advice="look whether its disk fails (`dmesg`), then try again",
+                f"{self.path} could not be opened for writing, though its mode allows it",
+                advice="check whether its disk fails (`dmesg`), then try again",
             )
         if code in (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM, sqlite3.SQLITE_AUTH):
             return PermissionDenied(what)
@@ -386,20 +386,20 @@ class SqliteFile:
         return MetadataError(f"{what} ({name})" if name else what)
 
     def _may_be_written(self) -> bool:
-        """Not by opening it: closing it again would drop this process's locks."""
+        """Whether the file's mode allows writing. This must not open the file (see the module)."""
         return os.access(self.path, os.W_OK) and os.access(self.path.parent, os.W_OK)
 
     # Forks
 
     def before_fork(self) -> None:
-        """Wait for transactions and close everything; holds all others back until `after_fork`."""
+        """Wait for transactions, close all connections, and let none begin until `after_fork`."""
         self._change.acquire()
         self._forking = True
         self._change.wait_for(lambda: not self._lent, _FORK_WAIT_S)
         self._close_idle()
 
     def after_fork(self, *, child: bool) -> None:
-        """Go on; a child only if nothing was open."""
+        """Allow transactions again; in a child only if no connection was in use."""
         if child and self._lent:
             self._unusable = "this process was forked in the middle of a transaction"
         self._forking = False
@@ -424,8 +424,8 @@ def _lock_holders(files: list[Path]) -> list[int]:
 
 
 _FILES: "weakref.WeakSet[SqliteFile]" = weakref.WeakSet()
-_FORK_LOCK = threading.Lock()
-_forked: list[SqliteFile] = []
+_FORK_LOCK = threading.Lock()  # held while `_FILES` changes, and during a fork
+_forked: list[SqliteFile] = []  # those on which `before_fork` was called
 
 
 def _before_fork() -> None:

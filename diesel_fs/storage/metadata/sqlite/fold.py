@@ -1,7 +1,9 @@
-"""Folding one chunk into the tables of the embedded metadata store (FORMAT.md, section 5).
+"""Folds committed chunks into the tables of the SQLite metadata store (FORMAT.md, section 5).
 
-Owned here: which version of a path wins, what becomes a hole, and when a version of several extents
-is complete. Everything happens inside the caller's transaction, in one thread.
+For each entry of a chunk this module decides whether it replaces the entry of its path, which
+places become holes, and whether a file of several extents is complete. Until it is, its extents
+wait in the table `part`; they are called parts below. Everything happens inside the caller's
+transaction, in one thread.
 """
 
 # Statements are put together from constants only; values always travel as parameters.
@@ -15,15 +17,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from diesel_fs.errors import CorruptError
-from diesel_fs.format.entries import EXTENT, RECORD, ChunkId, Kind, Stamp
-from diesel_fs.storage.metadata.sqlite.rows import FolderNumbers
-from diesel_fs.storage.metadata.sqlite.runs import insert_runs, segments, split_runs
-from diesel_fs.storage.metadata.store import Batch, DatasetHead, chunks_digest
+from ....format.entries import EXTENT, RECORD, ChunkId, Kind, Stamp
+from ..store import Batch, DatasetHead, chunks_digest, corrupt_store_error
+from .rows import FolderNumbers
+from .runs import insert_runs, segments, split_runs
 
 _INTO = "INTO entry (folder, name, stamp, chunk, record, tail) VALUES (?, ?, ?, ?, ?, ?)"
-
-
 _UNLESS_THERE = "ON CONFLICT (folder, name) DO NOTHING"
 _AT_ONCE = 100  # rows per statement: a third less time than one by one, and under 999 parameters
 _PARAMETERS = range(2, 4 * _AT_ONCE + 2, 4)
@@ -38,7 +37,7 @@ _Key = tuple[int, bytes, bytes, bytes]
 
 
 class _Row(NamedTuple):
-    """A row of `entry`, or one that would like to be."""
+    """A row of `entry`, or a new one that may replace it."""
 
     folder: int
     name: bytes
@@ -49,7 +48,7 @@ class _Row(NamedTuple):
 
     @property
     def key(self) -> tuple[int, bytes, bytes]:
-        """The path and the stamp."""
+        """Folder, name and stamp."""
         return self.folder, self.name, self.stamp
 
     @property
@@ -58,36 +57,36 @@ class _Row(NamedTuple):
 
     @property
     def extents(self) -> int:
-        """How many extents the file has, where it has several; otherwise 0 or 1."""
+        """The number of extents of the file; 0 or 1 where it is not split."""
         return int(np.frombuffer(self.record, RECORD)["extents"][0])
 
 
 def fold_chunks(
-    db: sqlite3.Connection, number: int, marker: DatasetHead, batches: Sequence[Batch], version: int
+    db: sqlite3.Connection, number: int, head: DatasetHead, batches: Sequence[Batch], version: int
 ) -> DatasetHead:
-    """The marker after chunks have been folded in that are not known yet, all at one version."""
+    """Fold chunks that are not known yet into a dataset, and return its head at `version`."""
     folders = FolderNumbers(db, number)
-    files, total = marker.files, marker.bytes
+    files, total = head.files, head.bytes
     for batch in batches:
         fold = ChunkFold(db, number, folders, batch, version)
         fold.run()
         files, total = files + fold.files, total + fold.bytes
     chunks = [batch.chunk.id for batch in batches]
     return replace(
-        marker,
+        head,
         version=version,
         files=files,
         bytes=total,
-        chunks=marker.chunks + len(chunks),
-        digest=chunks_digest(chunks, marker.digest),
-        newest=max(marker.newest, *chunks) if chunks else marker.newest,
+        chunks=head.chunks + len(chunks),
+        digest=chunks_digest(chunks, head.digest),
+        newest=max(head.newest, *chunks) if chunks else head.newest,
     )
 
 
 class ChunkFold:
-    """One chunk's way into the tables; `files` and `bytes` are by how much the counts change.
+    """Folds one chunk into the tables. `files` and `bytes` are the changes of the head's counts.
 
-    `folders` are those of the transaction, which several chunks share.
+    `folders` is shared by all chunks of the transaction.
     """
 
     def __init__(
@@ -109,7 +108,7 @@ class ChunkFold:
         self._chunk = self._insert_chunk(version)
 
     def run(self) -> None:
-        """Place every row of the batch."""
+        """Fold every row of the batch."""
         rows = self._batch.rows
         folder_numbers = [self._folders.make(folder) for folder in rows.folders]
         self._add_own_holes()
@@ -136,7 +135,7 @@ class ChunkFold:
             self._add_part(part)
 
     def _insert_runs(self, folders: list[int]) -> list[int]:
-        """Insert what can go in as runs: nearly all of a put. The other places come back."""
+        """Insert what can be stored as runs, nearly all of a put. Returns the other rows."""
         rows = self._batch.rows
         single = np.ones(len(rows), bool)
         for segment in segments(self._batch, folders):
@@ -173,16 +172,16 @@ class ChunkFold:
         return cursor.lastrowid
 
     def _add_own_holes(self) -> None:
-        """Places that no row names: the chunk replaced them itself, or they were refused."""
+        """Add the places that no row names: the chunk replaced them itself, or they are invalid."""
         places = self._batch.rows.records["place"]
         if len(places) and int(places.max()) + 1 > len(places):
             for place in np.setdiff1d(np.arange(int(places.max()), dtype=np.uint32), places):
                 self._add_hole(self._chunk, int(place))
 
-    # Entries that are whole
+    # Entries of one extent
 
     def _add_whole(self, plain: list[_Key], tailed: list[_Row]) -> None:
-        """Place entries that are whole, most of them without a tail."""
+        """Fold entries that are in this chunk alone, with and without a tail."""
         if self._batch.by_purge:
             left = [*map(self._row, plain), *tailed]
         else:
@@ -197,7 +196,7 @@ class ChunkFold:
                 self._add_hole(row.chunk, row.place)
 
     def _insert_new(self, plain: list[_Key], tailed: list[_Row]) -> list[_Row]:
-        """Insert the rows whose path is new, nearly always all; the others come back."""
+        """Insert the rows whose path is new, nearly always all. Returns the others."""
         before = self._db.total_changes
         whole = len(plain) - len(plain) % _AT_ONCE
         for start in range(0, whole, _AT_ONCE):
@@ -221,7 +220,7 @@ class ChunkFold:
         return left
 
     def _beat_parts(self, plain: list[_Key], tailed: list[_Row]) -> None:
-        """Parts of versions older than one just added will never be complete: they are holes."""
+        """Turn parts that are older than an entry just added into holes: they have lost."""
         waiting: list[tuple[int, bytes]] = self._db.execute(
             "SELECT DISTINCT folder, name FROM part"
         ).fetchall()
@@ -239,7 +238,7 @@ class ChunkFold:
         self._db.execute(f"DELETE {where}", key)
 
     def _replace(self, old: _Row | None, row: _Row) -> None:
-        """Put `row` where `old` or nothing stands; what the old one leaves becomes holes."""
+        """Write `row` in the place of `old`, whose places become holes."""
         if old is not None:
             self._count(old, -1)
             for chunk, place in self._places(old):
@@ -280,10 +279,10 @@ class ChunkFold:
             self._add_hole(loser[0], int(np.frombuffer(loser[1], RECORD)["place"][0]))
 
     def _complete(self, old: _Row | None, row: _Row, number: int) -> None:
-        """If this was the last missing extent, the version becomes the entry."""
+        """If `row` was the last missing extent of its file, make the file the path's entry."""
         where = "FROM part WHERE folder = ? AND name = ? AND stamp = ?"
         key = (row.folder, row.name, row.stamp)
-        # Counting all for each would take square time; mostly the next one is not there yet.
+        # Counting all parts for each would take quadratic time; mostly the next one is missing
         following = (*key, (number + 1) % row.extents)
         if self._db.execute(f"SELECT 1 {where} AND number = ?", following).fetchone() is None:
             return
@@ -298,7 +297,7 @@ class ChunkFold:
         self._drop_parts(row.key, "<")
 
     def _swap_extent(self, old: _Row, row: _Row) -> None:
-        """An extent of the version that stands, from another chunk: the greater ID holds it."""
+        """Fold another copy of an extent of `old`: the chunk with the greater ID holds it."""
         extents = np.frombuffer(old.tail or b"" if old.extents > 1 else b"", EXTENT).copy()
         number = _extent_number(row)
         if number >= len(extents) or extents[number]["chunk"].tobytes() >= self._id(row.chunk):
@@ -326,7 +325,7 @@ class ChunkFold:
                 sorted(spans),
             )
 
-    # What all of them need
+    # Helpers of both
 
     def _entry(self, folder: int, name: bytes) -> _Row | None:
         found = self._db.execute(
@@ -340,7 +339,7 @@ class ChunkFold:
         return Stamp(row.stamp), self._id(row.chunk)
 
     def _places(self, row: _Row) -> list[tuple[int, int]]:
-        """Where a row's bytes are: chunk numbers and places."""
+        """The chunk number and place of each extent of a row."""
         if row.extents <= 1:
             return [(row.chunk, row.place)]
         extents = np.frombuffer(row.tail or b"", EXTENT)
@@ -369,9 +368,7 @@ class ChunkFold:
     def _remember(self, where: str, key: tuple[int | bytes, ...]) -> None:
         found = self._db.execute(f"SELECT number, id FROM chunk WHERE {where}", key).fetchone()
         if found is None:
-            raise CorruptError(
-                "the metadata names a chunk that it does not know", advice="run `dlcmd recover`"
-            )
+            raise corrupt_store_error("an entry of a chunk that it does not know")
         self._ids[found[0]], self._numbers[found[1]] = ChunkId(found[1]), found[0]
 
 

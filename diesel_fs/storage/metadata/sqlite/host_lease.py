@@ -1,12 +1,13 @@
-"""Network file systems: how to tell one, whether its locks work, and which host may write there.
+"""Decides which host may write to a SQLite file on a network file system.
 
-SQLite's locks are as good as the file system's, and those of network file systems differ with the
-server, the mount options and the day. So besides them one host at a time may write, by a lease in a
-small file beside the database. Owned here: that file. Not owned: what the lease guards.
+SQLite relies on the file system's locks, and the locks of network file systems work or fail
+depending on the server and the mount options. So a lease, kept in a small file beside the database,
+lets only one host write at a time. The lease belongs to a host, identified by its boot ID. Each
+process of the host that writes is a holder with an expiry of its own; another host may take the
+lease when the last holder has released it or has expired.
 
-The lease belongs to a host (known by its boot ID), and each of its processes that writes is a
-holder with its own expiry; it is free when the last one has gone or expired. A `HostLease` may be
-used from many threads; a forked child becomes a holder of its own.
+`locks_fault` tells whether file locks in a folder work. A `HostLease` may be used from many threads;
+a forked child becomes a holder of its own.
 """
 
 import errno
@@ -23,17 +24,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from diesel_fs.errors import BusyError, MetadataError, PermissionDenied
-from diesel_fs.system.mountinfo import file_system_of
+from ....errors import BusyError, MetadataError, PermissionDenied
+from ....system.mountinfo import file_system_of
 
 LEASE_S = 60.0
 CLOCK_ALLOWANCE_S = 300.0
-"""How far clocks of hosts may differ: so much longer a dead host keeps the others out."""
+"""How far the clocks of hosts may differ. The lease of a dead host is valid for so much longer."""
 
 _LOCK_DEADLINE_S = 10.0
 _POLL_S = 0.02
 _FILE_BYTES_MAX = 1 << 16
-_HOLDERS_MAX = 500
+_HOLDERS_MAX = 500  # of which the file stays smaller than that
 
 # Mount options that keep locks inside one host, or turn them off.
 _LOCAL_LOCKS = frozenset(
@@ -44,7 +45,7 @@ _IN_PROCESS = threading.Lock()  # POSIX locks do not keep threads of one process
 
 
 def locks_fault(folder: Path) -> str:
-    """Why locks in a folder cannot be relied on between processes, or the empty string."""
+    """Why file locks in a folder do not work between processes, or the empty string if they do."""
     refused = file_system_of(folder).options & _LOCAL_LOCKS
     if refused:
         return f"it is mounted with {sorted(refused)[0]!r}"
@@ -74,11 +75,11 @@ def _conflict_fault(first: int, second: int) -> str:
         if error.errno in (errno.EAGAIN, errno.EACCES):
             return ""
         raise
-    return "two at once get the same lock"
+    return "two open files get the same lock at once"
 
 
 def host_boot_id() -> str:
-    """The identity of this host's kernel: containers on it share it, and its locks."""
+    """The boot ID of this host's kernel. Containers on the host share it, as they share locks."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
@@ -87,7 +88,9 @@ def host_boot_id() -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Lease:
-    """What the file holds: who, for messages where and which process, and expiry by holder."""
+    """The content of the lease file: the host's ID, its name and process for messages, and when
+    (seconds since 1970) each holder expires.
+    """
 
     host: str
     where: str
@@ -99,7 +102,7 @@ class _Lease:
 
 
 class HostLease:
-    """This process's share in the lease of its host."""
+    """This process as a holder of its host's lease."""
 
     def __init__(self, path: Path, host: str = "", clock: Callable[[], float] = time.time) -> None:
         self._path = path
@@ -107,16 +110,16 @@ class HostLease:
         self._clock = clock
         self._process = 0
         self._token = ""
-        self._sure_until = 0.0  # monotonic
+        self._fresh_until = 0.0  # monotonic time at which `keep` has to write again
 
     def keep(self) -> None:
-        """Take the lease, or renew it where half of it is over; without a system call before.
+        """Take the lease, or renew it once half of its time has passed. Cheap before that.
 
-        Raises BusyError where another host has it, PermissionDenied, MetadataError.
+        Raises BusyError where another host has the lease, PermissionDenied, MetadataError.
         """
         if self._process != os.getpid():
-            self._process, self._token, self._sure_until = os.getpid(), secrets.token_hex(8), 0.0
-        if time.monotonic() < self._sure_until:
+            self._process, self._token, self._fresh_until = os.getpid(), secrets.token_hex(8), 0.0
+        if time.monotonic() < self._fresh_until:
             return
         began = time.monotonic()
         with self._locked() as file:
@@ -124,8 +127,8 @@ class HostLease:
             if lease.host != self._host and now < lease.expires + CLOCK_ALLOWANCE_S:
                 wait_s = lease.expires + CLOCK_ALLOWANCE_S - now
                 raise BusyError(
-                    f"{lease.where} is writing to {self._path.parent}, and this is a network"
-                    " file system: one host at a time may",
+                    f"{lease.where} is writing to {self._path.parent}: on a network file system"
+                    " only one host at a time may write",
                     advice=f"if that host is dead, wait {wait_s:.0f} s or delete {self._path.name};"
                     " for several hosts use ?meta=redis://",
                 )
@@ -134,13 +137,13 @@ class HostLease:
             holders = dict(alive[-_HOLDERS_MAX:]) | {self._token: now + LEASE_S}
             where = f"{socket.gethostname()} (process {os.getpid()})"
             self._write(file, _Lease(self._host, where, holders))
-        self._sure_until = began + LEASE_S / 2
+        self._fresh_until = began + LEASE_S / 2
 
     def release(self) -> None:
-        """Give up this process's share. Never raises: what is left expires."""
+        """Stop being a holder. Never raises: a holder that could not be removed expires."""
         if self._process != os.getpid():
             return
-        self._sure_until = 0.0
+        self._fresh_until = 0.0
         try:
             with self._locked() as file:
                 lease = self._read(file)
@@ -177,7 +180,7 @@ class HostLease:
                 return _Lease(str(host), str(where), known)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             pass
-        # Torn or foreign: somebody wrote it at that time, and nobody knows who.
+        # Half written, or another program's: a host that is not known wrote it at that time
         return _Lease("unknown", "an unknown host", {"": os.fstat(file).st_mtime + LEASE_S})
 
     def _write(self, file: int, lease: _Lease) -> None:

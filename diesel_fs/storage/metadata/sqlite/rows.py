@@ -1,9 +1,8 @@
-"""Reading entries from the tables of the embedded metadata store, few or all of them.
+"""Reads entries from the tables of the SQLite metadata store.
 
-Owned here: how folders' paths become numbers and back, how rows become the columns of `Rows`, and
-which chunks have none left.
-Everything belongs to one transaction and one thread: nothing is remembered beyond it, so nothing
-can be stale.
+This module turns paths of folders into numbers and back, turns rows of the tables into the columns
+of `Rows`, and finds chunks without entries. All objects here belong to one transaction and one
+thread; nothing is kept beyond it, so nothing can be stale.
 """
 
 # Statements are put together from constants only; values always travel as parameters.
@@ -16,50 +15,45 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from diesel_fs.errors import CorruptError
-from diesel_fs.format.chunk_id import LOWEST
-from diesel_fs.format.entries import RECORD, ROOT, ChunkId, ChunkInfo, Kind, Names, Rows, join
-from diesel_fs.storage.metadata.sqlite.runs import EntryRun, runs_in, runs_since
+from ....format.chunk_id import LOWEST
+from ....format.entries import RECORD, ROOT, ChunkId, ChunkInfo, Kind, Names, Rows, join
+from ..store import KIND_AT, corrupt_store_error, implied_record
+from .runs import EntryRun, runs_in, runs_since
 
 COLUMNS = "entry.name, entry.chunk, entry.record, entry.tail"
 IMPLIED_CHUNK = 0
-"""No chunk has this number."""
+"""Stands for the chunk of an implied folder; no chunk has this number."""
 
-assert RECORD.fields is not None
-_KIND_AT = int(RECORD.fields["kind"][1])
-_IS_DEAD = f"substr(entry.record, {_KIND_AT + 1}, 1) = x'{Kind.TOMBSTONE:02x}'"
-_IMPLIED_MODE = 0o755
+_IS_DEAD = f"substr(entry.record, {KIND_AT + 1}, 1) = x'{Kind.TOMBSTONE:02x}'"
 
 Row = tuple[bytes, int, bytes, bytes | None]
-"""`COLUMNS`."""
+"""The values of `COLUMNS`."""
 
 
 def kind_of(record: bytes) -> int:
-    """What a packed record is, a `Kind`."""
-    return record[_KIND_AT]
+    """The `Kind` of a packed record."""
+    return record[KIND_AT]
 
 
 def implied(name: bytes) -> Row:
-    """The row of a folder that has none."""
-    record = np.zeros(1, RECORD)
-    record["kind"], record["mode"] = Kind.FOLDER, _IMPLIED_MODE
-    return name, IMPLIED_CHUNK, record.tobytes(), None
+    """A row for an implied folder, which has none in the table."""
+    return name, IMPLIED_CHUNK, implied_record(), None
 
 
 class FolderNumbers:
-    """Paths of folders, and their numbers."""
+    """Translates paths of folders to the numbers in the table `folder`, and back."""
 
     def __init__(self, db: sqlite3.Connection, dataset: int) -> None:
         self._db = db
         self._dataset = dataset
-        # By parent and name rather than by path: a path can be as long as 1,000 others together.
+        # By parent and name rather than by path: a deep path takes much more memory
         self._numbers: dict[tuple[int, bytes], int] = {}
         self._paths: dict[int, bytes] = {}
         self.empty: set[int] = set()
-        """Folders that `make` has made and nothing is in yet; whoever inserts takes them out."""
+        """Numbers of folders that `make` has made; code that inserts an entry removes them here."""
 
     def number(self, path: bytes) -> int | None:
-        """The number of a folder; None where nothing was ever below it."""
+        """The number of the folder at a path; None where it never had an entry below it."""
         number: int | None = 0
         for name in _steps(path):
             assert number is not None
@@ -69,7 +63,7 @@ class FolderNumbers:
         return number
 
     def make(self, path: bytes) -> int:
-        """The number of a folder, which may be a new one."""
+        """The number of the folder at a path, which is given one if it has none."""
         number = 0
         for name in _steps(path):
             child = self._child(number, name)
@@ -89,8 +83,8 @@ class FolderNumbers:
             row = self._db.execute(
                 "SELECT parent, name FROM folder WHERE number = ?", (at,)
             ).fetchone()
-            if row is None or row[0] >= at:  # parents are made first
-                raise _damaged("a folder without a parent")
+            if row is None or row[0] >= at:  # a parent has the smaller number
+                raise corrupt_store_error("a folder without a parent")
             if row[0] == 0:
                 self._paths[at] = ROOT
             else:
@@ -101,7 +95,7 @@ class FolderNumbers:
         return self._paths[number]
 
     def all(self) -> list[tuple[bytes, int]]:
-        """All folders, in order of their paths."""
+        """Paths and numbers of all folders, ordered by path."""
         paths: dict[int, bytes] = {}
         rows = self._db.execute(
             "SELECT number, parent, name FROM folder WHERE dataset = ? ORDER BY number",
@@ -110,19 +104,19 @@ class FolderNumbers:
         for number, parent, name in rows:
             above = paths.get(parent)
             if parent and above is None:
-                raise _damaged("a folder without a parent")
+                raise corrupt_store_error("a folder without a parent")
             paths[number] = join(above, name) if above is not None else ROOT
         return sorted((path, number) for number, path in paths.items())
 
     def below(self, number: int) -> list[tuple[bytes, int]]:
-        """Names and numbers of the folders directly in one."""
+        """Names and numbers of the folders directly in a folder."""
         return self._db.execute(
             "SELECT name, number FROM folder WHERE dataset = ? AND parent = ?",
             (self._dataset, number),
         ).fetchall()
 
     def has_entries(self, number: int) -> bool:
-        """Whether anything but tombstones lies in a folder, however deep."""
+        """Whether anything but tombstones lies in a folder, at any depth."""
         found = self._db.execute(
             "WITH RECURSIVE below (number) AS (VALUES (?) UNION ALL"
             " SELECT folder.number FROM below JOIN folder"
@@ -148,14 +142,14 @@ class FolderNumbers:
 
 
 class ChunkTable(NamedTuple):
-    """Chunks in order of their numbers."""
+    """Numbers of chunks, ascending, and what belongs to each."""
 
     numbers: npt.NDArray[np.int64]
     infos: Sequence[ChunkInfo]
 
 
 def all_chunks(db: sqlite3.Connection, dataset: int) -> ChunkTable:
-    """The chunks of a dataset."""
+    """All chunks of a dataset."""
     select = "SELECT number, id, object_bytes FROM chunk WHERE dataset = ? ORDER BY number"
     rows = db.execute(select, (dataset,)).fetchall()
     return ChunkTable(
@@ -165,13 +159,13 @@ def all_chunks(db: sqlite3.Connection, dataset: int) -> ChunkTable:
 
 
 def named_chunks(db: sqlite3.Connection, numbers: Iterable[int]) -> ChunkTable:
-    """The chunks with these numbers, that of implied folders among them."""
+    """The chunks with these numbers, of which one may be `IMPLIED_CHUNK`."""
     select = "SELECT id, object_bytes FROM chunk WHERE number = ?"
     wanted, infos = sorted(set(numbers)), []
     for number in wanted:
         row = (LOWEST, 0) if number == IMPLIED_CHUNK else db.execute(select, (number,)).fetchone()
         if row is None:
-            raise _damaged("an entry without a chunk")
+            raise corrupt_store_error("an entry without a chunk")
         infos.append(ChunkInfo(ChunkId(row[0]), row[1]))
     return ChunkTable(np.array(wanted, np.int64), infos)
 
@@ -179,7 +173,9 @@ def named_chunks(db: sqlite3.Connection, numbers: Iterable[int]) -> ChunkTable:
 def empty_chunks(
     db: sqlite3.Connection, dataset: int, chunks: Iterable[ChunkId], *, tombstones: bool
 ) -> dict[ChunkId, int]:
-    """The numbers of those chunks of which all places are holes, or (with `tombstones`) dead."""
+    """The numbers of those of `chunks` of which all places are holes, or with `tombstones`: holes
+    or tombstones.
+    """
     dead = f"AND NOT {_IS_DEAD}" if tombstones else ""
     found: dict[ChunkId, int] = {}
     parts = {chunk for (chunk,) in db.execute("SELECT DISTINCT chunk FROM part")}
@@ -201,28 +197,28 @@ def empty_chunks(
 
 
 def forget_chunk(db: sqlite3.Connection, number: int) -> None:
-    """Remove an empty chunk, and the tombstones that are in it."""
+    """Remove an empty chunk with its tombstones and holes."""
     db.execute("DELETE FROM entry WHERE chunk = ?", (number,))
     db.execute("DELETE FROM hole WHERE chunk = ?", (number,))
     db.execute("DELETE FROM chunk WHERE number = ?", (number,))
 
 
 class RowCollector:
-    """Rows on their way to columns."""
+    """Collects rows of the tables, and turns them into the columns of `Rows`."""
 
     def __init__(self) -> None:
         self._folders: dict[bytes, int] = {}
-        self._folder: list[int] = []  # position in `_folders` of each ...
-        self._counts: list[int] = []  # ... run of so many rows
+        self._folder: list[int] = []  # position in `_folders`, once for ...
+        self._counts: list[int] = []  # ... so many rows
         self._names: list[Names] = []
-        self._chunk: list[int] = []  # the number of each ...
-        self._chunk_counts: list[int] = []  # ... run of so many rows
+        self._chunk: list[int] = []  # number of a chunk, once for ...
+        self._chunk_counts: list[int] = []  # ... so many rows
         self._records = bytearray()
         self._tails: dict[int, bytes] = {}
 
     @property
     def chunks(self) -> set[int]:
-        """The numbers of the chunks that are named."""
+        """The numbers of the chunks that hold the rows."""
         return set(self._chunk)
 
     def add(self, folder: bytes, rows: Sequence[Row]) -> None:
@@ -244,20 +240,20 @@ class RowCollector:
 
     def _add(self, folder: bytes, names: Names, records: bytes) -> None:
         if len(records) != len(names) * RECORD.itemsize:
-            raise _damaged("records of another length")
+            raise corrupt_store_error("records of another length")
         self._folder.append(self._folders.setdefault(folder, len(self._folders)))
         self._counts.append(len(names))
         self._names.append(names)
         self._records += records
 
     def rows(self, table: ChunkTable) -> Rows:
-        """The columns, once. `table` must have all chunks that are named."""
+        """The columns. Call this once; `table` must have all of `chunks`."""
         numbers = np.array(self._chunk, np.int64)
         chunk = np.searchsorted(table.numbers, numbers).astype(np.uint32)
         if len(numbers) and (
             chunk.max() >= len(table.numbers) or (table.numbers[chunk] != numbers).any()
         ):
-            raise _damaged("an entry without a chunk")
+            raise corrupt_store_error("an entry without a chunk")
         return Rows(
             folders=list(self._folders),
             folder=np.repeat(np.array(self._folder, np.uint32), self._counts),
@@ -270,7 +266,7 @@ class RowCollector:
 
 
 def everything(db: sqlite3.Connection, dataset: int) -> RowCollector:
-    """All entries but tombstones, folder by folder."""
+    """All entries except tombstones, folder by folder."""
     found = RowCollector()
     select = f"SELECT {COLUMNS} FROM entry WHERE folder = ? AND NOT {_IS_DEAD}"
     for path, number in FolderNumbers(db, dataset).all():
@@ -281,12 +277,12 @@ def everything(db: sqlite3.Connection, dataset: int) -> RowCollector:
 
 
 def newer(db: sqlite3.Connection, dataset: int, since: int) -> RowCollector:
-    """The entries, tombstones too, of which a chunk was committed after version `since`."""
+    """The entries, tombstones too, of chunks that were committed after version `since`."""
     new_chunks = " WHERE chunk.dataset = :dataset AND chunk.version > :since"
     rows = db.execute(
         f"SELECT entry.folder, {COLUMNS}"
         f" FROM chunk CROSS JOIN entry ON entry.chunk = chunk.number {new_chunks}"
-        # Those of several extents whose first is in an older chunk
+        # Files of several extents, of which the first is in an older chunk
         f" UNION ALL SELECT DISTINCT entry.folder, {COLUMNS}"
         " FROM chunk CROSS JOIN span ON span.chunk = chunk.number"
         " CROSS JOIN entry ON entry.folder = span.folder AND entry.name = span.name"
@@ -306,7 +302,7 @@ def newer(db: sqlite3.Connection, dataset: int, since: int) -> RowCollector:
 def _runs(
     rows: Iterable[tuple[int, bytes, int, bytes, bytes | None]],
 ) -> Iterator[tuple[int, list[Row]]]:
-    """Rows of one folder that follow each other, and its number."""
+    """The number of each folder, and its rows, which have to follow each other."""
     here, run = 0, list[Row]()
     for folder, name, chunk, record, tail in rows:
         if folder != here and run:
@@ -319,9 +315,5 @@ def _runs(
 
 
 def _steps(path: bytes) -> list[bytes]:
-    """The names on the way to a folder, from the root's."""
+    """The names of the folders from the root to the folder at a path."""
     return [ROOT, *path.split(b"/")] if path else [ROOT]
-
-
-def _damaged(what: str) -> CorruptError:
-    return CorruptError(f"the metadata store has {what}", advice="run `dlcmd recover`")

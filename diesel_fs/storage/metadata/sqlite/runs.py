@@ -1,16 +1,16 @@
-"""Runs: the plain files that one chunk has in one folder, as one row instead of hundreds.
+"""The table `run`: many plain files of one chunk and one folder in one row.
 
-A put of 200,000 files is 200,000 entries, but some 1,000 runs: inserting and reading them costs a
-tenth. Owned here: the table `run` and its invariant, which keeps every question about a path
-simple:
+A put of 200,000 files makes 200,000 entries, but only some 1,000 runs; inserting and reading runs
+takes a tenth of the time. The table has this invariant:
 
     In each folder, no run's range of names (first to last, both included) overlaps another run's,
-    and no row of `entry` or `part` has a name within one.
+    and no row of `entry` or `part` has a name within such a range.
 
-So a path is in one place. Whoever wants to put a row where a run reaches calls `split_runs` first:
-it turns the run into rows of `entry`. A run holds regular files of one extent, with their own
-stamps (the run's chunk, and the record's place), which therefore need no column. Everything happens
-inside the caller's transaction, in one thread.
+So a path is either in one run or in `entry`. Code that inserts a row into `entry` or `part` calls
+`split_runs` first, which turns the runs in the way into rows of `entry`. A run holds regular files
+of one extent. The stamp of each is the run's chunk and the record's place, so it needs no column.
+
+All functions work inside the caller's transaction, in one thread.
 """
 
 import operator
@@ -23,19 +23,19 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from diesel_fs.errors import CorruptError
-from diesel_fs.format.chunk_id import stamp
-from diesel_fs.format.entries import RECORD, ChunkId, Kind, Names
-from diesel_fs.storage.metadata.store import Batch
+from ....format.chunk_id import stamp
+from ....format.entries import RECORD, ChunkId, Kind, Names
+from ..store import Batch, corrupt_store_error
 
 ENTRIES_MIN = 8
-"""Fewer entries of a folder are inserted one by one: looking for runs in the way costs as much."""
+"""Fewer entries of a folder become rows of `entry`: looking for other runs in the way of a run
+costs as much."""
 
 _RECORD_BYTES = RECORD.itemsize
 
 
 class EntryRun(NamedTuple):
-    """One row of `run`, decoded: names ascending, packed records in their order."""
+    """One row of `run`, decoded: names ascending, and their packed records in that order."""
 
     chunk: int
     names: Names
@@ -47,7 +47,7 @@ class EntryRun(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Entries of a batch that may become a run: rows of one folder, and their names, ascending."""
+    """Entries of a batch that can become a run: row numbers, and their names, ascending."""
 
     folder: int
     rows: npt.NDArray[np.int64]
@@ -55,9 +55,9 @@ class Segment(NamedTuple):
 
 
 def segments(batch: Batch, folders: Sequence[int]) -> Iterator[Segment]:
-    """The parts of a batch that runs can hold; `folders` are the numbers of its folders.
+    """The entries of a batch that runs can hold; `folders` are the numbers of its folders.
 
-    They may stand in any order in the batch: a tar has names as its file system gave them.
+    The entries may have any order in the batch: names in a tar come as its file system gave them.
     """
     rows = batch.rows
     if batch.by_purge or len(rows) < ENTRIES_MIN:
@@ -76,7 +76,7 @@ def segments(batch: Batch, folders: Sequence[int]) -> Iterator[Segment]:
             by_name = sorted(range(len(names)), key=names.__getitem__)
             plain, names = plain[by_name], [names[i] for i in by_name]
             if any(map(operator.eq, names, names[1:])):
-                continue  # a run has a name once
+                continue  # a run has each name once
         others = _names_at(all_names, here[~fit[here]]) if len(plain) < len(here) else []
         # A run ends beside each name that does not fit
         cuts = sorted({0, len(names), *(bisect_left(names, other) for other in others)})
@@ -86,7 +86,7 @@ def segments(batch: Batch, folders: Sequence[int]) -> Iterator[Segment]:
 
 
 def _names_at(names: Names, rows: npt.NDArray[np.int64]) -> list[bytes]:
-    """The names of rows, which mostly stand one behind the other."""
+    """The names of these rows, which mostly follow each other."""
     first, behind = int(rows[0]), int(rows[-1]) + 1
     if behind - first == len(rows) and (np.diff(rows) == 1).all():
         return [*names[first:behind]]
@@ -96,9 +96,9 @@ def _names_at(names: Names, rows: npt.NDArray[np.int64]) -> list[bytes]:
 def insert_runs(
     db: sqlite3.Connection, chunk: int, batch: Batch, segment: Segment, *, into_empty: bool
 ) -> bool:
-    """Insert a segment as runs; False, and nothing done, where something is in its way.
+    """Insert a segment as runs. Returns False, and does nothing, where another row is in its way.
 
-    `into_empty`: nothing is, nor anything else in the folder.
+    `into_empty` says that the folder has no rows at all, so nothing has to be looked up.
     """
     folder, rows, names = segment
     cuts = [0, len(names)] if into_empty else _cuts(db, folder, names)
@@ -115,23 +115,23 @@ def insert_runs(
 
 
 def _cuts(db: sqlite3.Connection, folder: int, names: Sequence[bytes]) -> list[int]:
-    """Where names have to be cut into runs that overlap no other; empty where none can be made."""
+    """Where to cut `names` into runs that overlap no other; empty where there is no such cut."""
     reach = (folder, names[0], names[-1])
     for table in ("entry", "part"):
-        there = f"SELECT 1 FROM {table} WHERE folder = ? AND name BETWEEN ? AND ? LIMIT 1"  # noqa: S608
-        if db.execute(there, reach).fetchone():
+        exists = f"SELECT 1 FROM {table} WHERE folder = ? AND name BETWEEN ? AND ? LIMIT 1"  # noqa: S608
+        if db.execute(exists, reach).fetchone():
             return []
     cuts = [0]
     for first, last in _ranges(db, *reach):
         before, behind = bisect_left(names, first), bisect_right(names, last)
         if before != behind:
             return []
-        cuts.append(before)  # the other run lies between two of our names
+        cuts.append(before)  # the other run lies between two of these names
     return [*cuts, len(names)]
 
 
 def split_runs(db: sqlite3.Connection, folder: int, names: Iterable[bytes]) -> None:
-    """Turn the runs that reach over any of `names` into rows of `entry`."""
+    """Turn the runs whose range includes any of `names` into rows of `entry`."""
     wanted = sorted(names)
     if not wanted:
         return
@@ -171,7 +171,7 @@ def _split_run(db: sqlite3.Connection, folder: int, first: bytes) -> None:
 
 
 def find(db: sqlite3.Connection, folder: int | None, name: bytes) -> tuple[int, bytes] | None:
-    """The chunk's number and the record of a path in a run; None where no run has it."""
+    """The chunk's number and the record of a file that is in a run; otherwise None."""
     row = db.execute(
         "SELECT chunk, names, records, last FROM run WHERE folder = ? AND first <= ?"
         " ORDER BY first DESC LIMIT 1",
@@ -185,7 +185,7 @@ def find(db: sqlite3.Connection, folder: int | None, name: bytes) -> tuple[int, 
 
 
 def runs_in(db: sqlite3.Connection, folder: int) -> list[EntryRun]:
-    """The runs of a folder, in order of their names."""
+    """The runs of a folder, ordered by name."""
     select = "SELECT chunk, names, records FROM run WHERE folder = ? ORDER BY first"
     return [_decoded(row) for row in db.execute(select, (folder,))]
 
@@ -193,7 +193,7 @@ def runs_in(db: sqlite3.Connection, folder: int) -> list[EntryRun]:
 def runs_since(
     db: sqlite3.Connection, dataset: int, version: int
 ) -> Iterator[tuple[int, EntryRun]]:
-    """The runs of chunks that were committed after a version, with their folders."""
+    """The folder and run, for each run of a chunk that was committed after a version."""
     select = (
         "SELECT run.folder, run.chunk, run.names, run.records"
         " FROM chunk CROSS JOIN run ON run.chunk = chunk.number"
@@ -210,5 +210,5 @@ def _decoded(row: Sequence[object]) -> EntryRun:
     assert isinstance(records, bytes)
     count, rest = divmod(len(records), _RECORD_BYTES)
     if rest or names.count(b"\0") != count - 1:
-        raise CorruptError("a run's names and records differ", advice="run `dlcmd recover`")
+        raise corrupt_store_error("a run of which names and records differ in number")
     return EntryRun(chunk, Names(names, count), records)

@@ -1,25 +1,27 @@
-"""The tables of the embedded metadata store, described once.
+"""The tables of the SQLite metadata store.
 
-Numbers are never given out twice (AUTOINCREMENT), so that a number which another process remembers
-never comes to mean something else. All bytes are opaque to SQLite; `record` is a `RECORD`, `tail` a
-link's target or the `EXTENT`s of a file of several.
+`record` is a packed `RECORD`. `tail` is a link's target, or the `EXTENT`s of a file of several.
+Numbers are never given out twice (AUTOINCREMENT): a number that another process remembers never
+comes to mean another row.
 
-dataset  a marker; `digest` is 16 bytes, big-endian.
-folder   names paths once: a folder's `parent` is another folder, the root's is 0. It says nothing
-         about which folders exist: that is what entries are for.
-chunk    what has been committed, and with which version.
-entry    the state: the winning version of each path, tombstones too. `folder` and `name` are its
-         path (the root's own entry has the root as its folder and an empty name); `chunk` holds it,
-         or its extent number 0; `tail` has all extents, in order.
-run      many entries of one folder and chunk in one row (`runs.py`): `names` joined by NUL,
-         `records` one behind the other; a path is either here or in `entry`.
-span     for an entry of several extents: the chunks that hold one.
-part     extents of versions that are neither complete nor beaten by the entry that stands.
-hole     places whose entry has been replaced or deleted.
-hold     who holds commits back, and until when (seconds since 1970).
-sync     a row to change where nothing but a sync is wanted.
-aside    numbers whose rows are nobody's: being built (`beat`: when that was last said, in seconds
-         since 1970), or to be removed (0). Made with its first row.
+dataset  One row for each dataset: its head. `digest` is 16 bytes, big-endian.
+folder   Gives each folder's path a number. `parent` is the number of another folder, or 0 for the
+         root. A row does not mean that the folder exists: it may be left from deleted entries.
+chunk    The committed chunks, and the version of the dataset at which each was committed.
+entry    The state: the entry that wins at each path, tombstones too. `folder` and `name` are its
+         path; the root's own entry has the root as its folder and an empty name. `chunk` holds the
+         entry, or its extent number 0; `tail` has all extents, in order.
+run      Many entries of one folder and chunk in one row (`runs.py`): `names` are joined by NUL
+         bytes, `records` are concatenated. A path is either here or in `entry`.
+span     For an entry of several extents: each chunk that holds one of them.
+part     Extents of files of which some extents have not been committed yet, as long as their stamp
+         is greater than that of the path's entry.
+hole     Places whose entry has been replaced or deleted.
+hold     Commit locks: until when (seconds since 1970) a dataset takes no commits.
+sync     One number, changed by `sync`, since a transaction that changes nothing is not synced.
+aside    Dataset numbers that no dataset has, of which there are rows. `beat` is when the rebuild
+         that writes them last reported that it is alive (seconds since 1970), or 0 where they are
+         to be removed. This table is made when it is first needed.
 """
 
 APPLICATION_ID = 0x4453454C  # "DSEL"

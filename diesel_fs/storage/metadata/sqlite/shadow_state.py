@@ -1,38 +1,36 @@
-"""States of datasets in the embedded metadata store that are nobody's: being built, or to go.
+"""Rebuilds a dataset in the SQLite metadata store, beside the state that readers see.
 
-Owned here: the table `aside`, building a state in it, putting that in a dataset's place, and
-removing what is left, some rows at a time, so that other writers get their turns. Not owned: when
-what is folded in (`storage/metadata/rebuild.py`), the fold (`fold.py`).
+A shadow state has its rows in the same tables as the datasets, under a number that no dataset has,
+so readers do not see them. The table `aside` lists these numbers. When a rebuild is complete, its
+number becomes the dataset's, and the old number goes to `aside`: its rows are to be removed.
 
-The rows of such a state are in the tables of all others, under a number that no dataset has: so
-nobody sees them. A state that is being built says so again and again; where it does not, it is
-removed by the next rebuild or deletion, and who still builds it notices. One thread for each state.
+A rebuild writes a heartbeat to `aside` every 20 s. One that has not done so for 10 minutes is taken
+for dead, and the next rebuild or deletion removes its rows; a rebuild that was removed by mistake
+notices that at its next heartbeat, and fails. Rows are removed in small transactions, so that other
+writers need not wait. One thread for each rebuild.
 """
 
-import logging
 import sqlite3
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from uuid import UUID
 
-from diesel_fs.errors import BusyError, DieselError
-from diesel_fs.format.chunk_id import LOWEST
-from diesel_fs.format.entries import ChunkId
-from diesel_fs.storage.metadata.rebuild import NO_LIVE_STATE, LiveState, ShadowState
-from diesel_fs.storage.metadata.sqlite.database_file import SqliteFile
-from diesel_fs.storage.metadata.sqlite.datasets import DatasetRow, dataset_of, insert, new_number
-from diesel_fs.storage.metadata.sqlite.fold import fold_chunks
-from diesel_fs.storage.metadata.sqlite.schema import SHADOW_TABLE
-from diesel_fs.storage.metadata.store import Batch, DatasetHead, rebuilt_version
-
-log = logging.getLogger("diesel.metadata")
+from ....errors import BusyError, DieselError
+from ....format.chunk_id import LOWEST
+from ....format.entries import ChunkId
+from ..rebuild import NO_LIVE_STATE, LiveState, ShadowState
+from ..store import Batch, DatasetHead, log, rebuilt_version
+from .database_file import SqliteFile
+from .datasets import DatasetRow, dataset_of, insert, new_number
+from .fold import fold_chunks
+from .schema import SHADOW_TABLE
 
 _ROWS_AT_ONCE = 16_384  # a transaction of some 0.1 s
 _HEARTBEAT_S = 20.0
 _ABANDONED_S = 600.0
-_ABANDONED_BEAT = 0.0
-_CLEAN_S = 3.0
+_ABANDONED_BEAT = 0.0  # in place of the time of a heartbeat: these rows are to be removed
+_CLEAN_S = 3.0  # after a rebuild that failed: a later one removes the rest
 _FOLDERS_AT_ONCE = 256
 _CHUNKS_AT_ONCE = 64  # a chunk may have 65,536 holes
 
@@ -40,12 +38,12 @@ ClockNs = Callable[[], int]
 
 
 class SqliteShadowState(ShadowState):
-    """One rebuild of a dataset."""
+    """The shadow state of one rebuild of a dataset."""
 
     def __init__(
         self, file: SqliteFile, clock_ns: ClockNs, name: str, identity: UUID, newer_than: int
     ) -> None:
-        self._above = newer_than
+        self._newer_than = newer_than
         self._file = file
         self._clock_ns = clock_ns
         self._number = 0
@@ -58,7 +56,7 @@ class SqliteShadowState(ShadowState):
         with self._file.writing() as db:
             dataset_of(db, self._head.name, self._head.identity)
             self._number = new_number(db)
-            _set_aside(db, self._number, self._clock_ns() / 1e9)
+            _write_heartbeat(db, self._number, self._clock_ns() / 1e9)
         self._heartbeat_s = time.monotonic()
 
     def live_state(self) -> LiveState:
@@ -67,7 +65,7 @@ class SqliteShadowState(ShadowState):
             if found is None:
                 return NO_LIVE_STATE
             chunks = db.execute("SELECT id FROM chunk WHERE dataset = ?", (found.number,))
-            return LiveState(_mark(found), frozenset(ChunkId(id_) for (id_,) in chunks))
+            return LiveState(_revision(found), frozenset(ChunkId(id_) for (id_,) in chunks))
 
     def add(self, batch: Batch) -> None:
         self._waiting.append(batch)
@@ -82,22 +80,24 @@ class SqliteShadowState(ShadowState):
         self._waiting, self._rows = [], 0
 
     def _heartbeat(self, db: sqlite3.Connection) -> None:
-        """Say that this is being built."""
+        """Report that this rebuild is alive. Raises BusyError where it has been removed."""
         beat = (self._clock_ns() / 1e9, self._number)
-        there = "UPDATE aside SET beat = ? WHERE dataset = ? AND beat > 0"
-        if not db.execute(there, beat).rowcount:
-            raise BusyError("the rebuild was taken for dead, and removed", advice="run it again")
+        update = "UPDATE aside SET beat = ? WHERE dataset = ? AND beat > 0"
+        if not db.execute(update, beat).rowcount:
+            raise BusyError(
+                "another process took this rebuild for dead and removed it", advice="run it again"
+            )
         self._heartbeat_s = time.monotonic()
 
     def become_live(self, expected: LiveState) -> int | None:
         with self._file.writing() as db:
             self._heartbeat(db)
             old = dataset_of(db, self._head.name, self._head.identity)
-            if _mark(old) != expected.revision:
+            if _revision(old) != expected.revision:
                 return None
             before = old.head.version if old else 0
-            version = rebuilt_version(before, self._above, self._head.chunks, self._clock_ns())
-            # Later than any that was given out meanwhile: all of it is news to whoever has that
+            version = rebuilt_version(before, self._newer_than, self._head.chunks, self._clock_ns())
+            # A reader with any earlier version gets all entries as changes
             own = (version, self._number)
             db.execute("UPDATE chunk SET version = ? WHERE dataset = ?", own)
             if old:
@@ -111,38 +111,42 @@ class SqliteShadowState(ShadowState):
     def discard(self) -> None:
         self._waiting = []
         try:
-            with self._file.writing() as db:  # unless it has become the dataset's
+            with self._file.writing() as db:
                 db.execute(SHADOW_TABLE)
+                # Changes no row where the number has become the dataset's
                 db.execute(
                     "UPDATE aside SET beat = ? WHERE dataset = ?", (_ABANDONED_BEAT, self._number)
                 )
             remove_abandoned(self._file, self._clock_ns, _CLEAN_S)
         except DieselError as error:
-            log.info("the rest of a rebuild stays until the next one: %s", error.message)
+            log.info(
+                "rows of a failed rebuild stay until the next rebuild or deletion: %s",
+                error.message,
+            )
 
 
-def _mark(found: DatasetRow | None) -> tuple[bytes, ...]:
+def _revision(found: DatasetRow | None) -> tuple[bytes, ...]:
     return (b"%d %d" % (found.number, found.head.version),) if found else NO_LIVE_STATE.revision
 
 
 def abandon_rows(db: sqlite3.Connection, number: int) -> None:
-    """Leave a dataset's rows to nobody; `remove_abandoned` removes them."""
+    """Remove a dataset, but leave its rows in the other tables to `remove_abandoned`."""
     db.execute("DELETE FROM dataset WHERE number = ?", (number,))
-    _set_aside(db, number, _ABANDONED_BEAT)
+    _write_heartbeat(db, number, _ABANDONED_BEAT)
 
 
-def _set_aside(db: sqlite3.Connection, number: int, beat: float) -> None:
+def _write_heartbeat(db: sqlite3.Connection, number: int, beat: float) -> None:
     db.execute(SHADOW_TABLE)
     db.execute("INSERT OR REPLACE INTO aside (dataset, beat) VALUES (?, ?)", (number, beat))
 
 
 def remove_abandoned(file: SqliteFile, clock_ns: ClockNs, seconds: float = float("inf")) -> None:
-    """Remove states that are nobody's, as far as that is done within so many seconds."""
+    """Remove the rows of dropped datasets and dead rebuilds, for at most so many seconds."""
     end_s = time.monotonic() + seconds
     now_s = clock_ns() / 1e9
     with file.writing() as db:
         db.execute(SHADOW_TABLE)
-        # Who is building one still is told so by this
+        # A rebuild that is alive after all fails at its next heartbeat
         db.execute(
             "UPDATE aside SET beat = ? WHERE beat NOT BETWEEN ? AND ?",
             (_ABANDONED_BEAT, now_s - _ABANDONED_S, now_s + _ABANDONED_S),
@@ -159,7 +163,7 @@ def remove_abandoned(file: SqliteFile, clock_ns: ClockNs, seconds: float = float
 
 
 def _remove_some(db: sqlite3.Connection, number: int) -> bool:
-    """Remove some rows of a state; whether there were any."""
+    """Remove some rows of a dataset's number. Returns whether there were any."""
     select = "SELECT number FROM folder WHERE dataset = ? LIMIT ?"
     folders = db.execute(select, (number, _FOLDERS_AT_ONCE)).fetchall()
     left = _ROWS_AT_ONCE

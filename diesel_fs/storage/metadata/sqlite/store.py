@@ -1,16 +1,14 @@
-"""The embedded metadata store: one SQLite file beside the chunks.
+"""The metadata store of a repository in a folder: one SQLite file beside the chunks.
 
-Owned here: commits and holds, and what is one transaction. Not owned: tables (`schema.py`),
-markers (`datasets.py`), folding a chunk in (`fold.py`), rebuilding
-(`shadow_state.py`), reading entries (`rows.py`), connections, locks and errors
-(`database_file.py`). Safe from threads, processes and forked children; writers of all datasets
-of a repository take turns, readers (in WAL mode) wait for nobody.
+Each method is one transaction, so readers see one state and a commit is all or nothing. Methods may
+be called from threads, processes and forked children. Only one writer at a time can write to a
+repository, whatever the dataset; readers do not wait for writers, except over a network file system
+(`database_file.py`).
 """
 
 # Statements are put together from constants only; values always travel as parameters.
 # ruff: noqa: S608
 
-import logging
 import secrets
 import sqlite3
 import time
@@ -24,18 +22,29 @@ from uuid import UUID
 import numpy as np
 import numpy.typing as npt
 
-from diesel_fs.errors import (
-    BusyError,
-    DieselError,
-    NoSuchDataset,
-    NotFoundError,
-    UsageError,
+from ....errors import DieselError, NoSuchDataset, NotFoundError
+from ....format.chunk_id import LOWEST, chunk_id_text, stamp
+from ....format.entries import RECORD, ChunkId, Kind, Rows, Stamp, split
+from ..rebuild import rebuild
+from ..store import (
+    COMMIT_LOCK_S_MAX,
+    DIGEST_MODULUS,
+    Batch,
+    ChunkRecord,
+    CommitLock,
+    DatasetHead,
+    MetadataChanges,
+    MetadataStore,
+    ReadCommitted,
+    StampedRows,
+    check_lock_time,
+    chunks_digest,
+    commits_locked_error,
+    log,
+    next_version,
 )
-from diesel_fs.format.chunk_id import LOWEST, chunk_id_text, stamp
-from diesel_fs.format.entries import RECORD, ChunkId, Kind, Rows, Stamp, split
-from diesel_fs.storage.metadata.rebuild import rebuild
-from diesel_fs.storage.metadata.sqlite.database_file import DEADLINE_S, SqliteFile
-from diesel_fs.storage.metadata.sqlite.datasets import (
+from .database_file import DEADLINE_S, SqliteFile
+from .datasets import (
     all_datasets,
     dataset_by_identity,
     dataset_by_name,
@@ -43,8 +52,8 @@ from diesel_fs.storage.metadata.sqlite.datasets import (
     insert,
     write,
 )
-from diesel_fs.storage.metadata.sqlite.fold import fold_chunks
-from diesel_fs.storage.metadata.sqlite.rows import (
+from .fold import fold_chunks
+from .rows import (
     COLUMNS,
     FolderNumbers,
     Row,
@@ -58,37 +67,20 @@ from diesel_fs.storage.metadata.sqlite.rows import (
     named_chunks,
     newer,
 )
-from diesel_fs.storage.metadata.sqlite.runs import find, runs_in
-from diesel_fs.storage.metadata.sqlite.schema import APPLICATION_ID, SCHEMA, SCHEMA_VERSION
-from diesel_fs.storage.metadata.sqlite.shadow_state import (
+from .runs import find, runs_in
+from .shadow_state import (
     SqliteShadowState,
     abandon_rows,
     remove_abandoned,
 )
-from diesel_fs.storage.metadata.store import (
-    COMMIT_LOCK_S_MAX,
-    DIGEST_MODULUS,
-    Batch,
-    ChunkRecord,
-    CommitLock,
-    DatasetHead,
-    MetadataChanges,
-    MetadataStore,
-    ReadCommitted,
-    StampedRows,
-    chunks_digest,
-    next_version,
-)
 
-log = logging.getLogger("diesel.metadata")
-
-_HOLD_POLL_S = 0.02
+_LOCK_POLL_S = 0.02
 
 T = TypeVar("T")
 
 
 class SqliteMetadata(MetadataStore):
-    """A metadata store in one file."""
+    """A metadata store in one SQLite file."""
 
     def __init__(self, file: SqliteFile, clock_ns: Callable[[], int] = time.time_ns) -> None:
         self._file = file
@@ -105,16 +97,15 @@ class SqliteMetadata(MetadataStore):
         clock_ns: Callable[[], int] = time.time_ns,
         host: str = "",
     ) -> Self:
-        """Open the store at `path`, or make it. `readonly` refuses changes and takes no lease.
+        """Open the store at `path`; `create` makes it where there is none. A `readonly` store
+        refuses changes and takes no lease. `host` stands for this host's ID in tests.
 
-        Raises MetadataBehind where there is none, PermissionDenied where the file or its folder is
-        not writable (readers go by a snapshot then), ForeignError, NewerVersionError, CorruptError.
+        Raises MetadataBehind where there is no store, PermissionDenied where the file or its folder
+        is not writable (a reader can use a snapshot then), ForeignError, NewerVersionError,
+        CorruptError.
         """
         file = SqliteFile(
             path,
-            SCHEMA,
-            application_id=APPLICATION_ID,
-            schema_version=SCHEMA_VERSION,
             create=create and not readonly,
             readonly=readonly,
             deadline_s=deadline_s,
@@ -161,8 +152,8 @@ class SqliteMetadata(MetadataStore):
         read_committed: ReadCommitted | None = None,
         newer_than: int = 0,
     ) -> int:
-        aside = SqliteShadowState(self._file, self._clock_ns, name, identity, newer_than)
-        version = rebuild(self, identity, aside, batches, read_committed)
+        shadow = SqliteShadowState(self._file, self._clock_ns, name, identity, newer_than)
+        version = rebuild(self, identity, shadow, batches, read_committed)
         self._clean()
         return version
 
@@ -170,7 +161,9 @@ class SqliteMetadata(MetadataStore):
         try:
             remove_abandoned(self._file, self._clock_ns)
         except DieselError as error:
-            log.info("what was replaced or deleted takes room for now: %s", error.message)
+            log.info(
+                "rows of replaced or deleted datasets could not be removed yet: %s", error.message
+            )
 
     # Commits
 
@@ -179,32 +172,31 @@ class SqliteMetadata(MetadataStore):
         return self._when_unlocked(identity, lambda: self._try_commit(identity, by_chunk))
 
     def _when_unlocked(self, identity: UUID, attempt: Callable[[], T | None]) -> T:
-        """What an attempt gives, which is None while somebody holds commits back."""
+        """The result of `attempt`, which returns None while commits are locked."""
         deadline = time.monotonic() + self._file.deadline_s
         while (found := attempt()) is None:
             if time.monotonic() > deadline:
-                raise BusyError(f"an export holds commits to dataset {identity} back")
-            time.sleep(_HOLD_POLL_S)
+                raise commits_locked_error(identity)
+            time.sleep(_LOCK_POLL_S)
         return found
 
     def _try_commit(self, identity: UUID, batches: Mapping[ChunkId, Batch]) -> int | None:
-        """The version after the commit; None while somebody holds commits back."""
+        """The version after the commit; None while commits are locked."""
         with self._file.writing() as db:
-            number, marker = dataset_by_identity(db, identity)
-            known = "SELECT 1 FROM chunk WHERE dataset = ? AND id = ?"
-            new = [
-                batch
-                for chunk, batch in batches.items()
-                if db.execute(known, (number, chunk)).fetchone() is None
-            ]
+            number, head = dataset_by_identity(db, identity)
+            new = [batches[chunk] for chunk in _missing(db, number, batches)]
             if not new:
-                return marker.version
+                return head.version
             if self._is_locked(db, number):
                 return None
-            version = next_version(marker.version, self._clock_ns())
-            folded = fold_chunks(db, number, marker, new, version)
+            version = next_version(head.version, self._clock_ns())
+            folded = fold_chunks(db, number, head, new, version)
             write(db, number, folded)
         return folded.version
+
+    def missing(self, identity: UUID, chunks: Sequence[ChunkId]) -> list[ChunkId]:
+        with self._file.reading() as db:
+            return _missing(db, dataset_by_identity(db, identity).number, chunks)
 
     def forget(
         self, identity: UUID, chunks: Iterable[ChunkId], *, tombstones: bool = False
@@ -218,10 +210,10 @@ class SqliteMetadata(MetadataStore):
     def _try_forget(
         self, identity: UUID, chunks: Sequence[ChunkId], *, tombstones: bool
     ) -> int | None:
-        """How many chunks are forgotten now; None while somebody holds commits back."""
+        """How many chunks were removed; None while commits are locked."""
         with self._file.writing() as db:
-            number, marker = dataset_by_identity(db, identity)
-            others = (chunk for chunk in chunks if chunk != marker.newest)
+            number, head = dataset_by_identity(db, identity)
+            others = (chunk for chunk in chunks if chunk != head.newest)
             empty = empty_chunks(db, number, others, tombstones=tombstones)
             if not empty:
                 return 0
@@ -229,11 +221,11 @@ class SqliteMetadata(MetadataStore):
                 return None
             for chunk in empty.values():
                 forget_chunk(db, chunk)
-            digest = marker.digest - chunks_digest(empty)
+            digest = head.digest - chunks_digest(empty)
             left = replace(
-                marker,
-                version=next_version(marker.version, self._clock_ns()),
-                chunks=marker.chunks - len(empty),
+                head,
+                version=next_version(head.version, self._clock_ns()),
+                chunks=head.chunks - len(empty),
                 digest=digest % DIGEST_MODULUS,
             )
             write(db, number, left)
@@ -245,14 +237,13 @@ class SqliteMetadata(MetadataStore):
                 db.execute("UPDATE sync SET count = count + 1")
 
     def lock_commits(self, identity: UUID, seconds: float) -> CommitLock:
-        if not 0 < seconds <= COMMIT_LOCK_S_MAX:
-            raise UsageError(f"commits cannot be held back for {seconds:g} s")
+        check_lock_time(seconds)
         token = secrets.token_bytes(16)
         now = self._now()
         with self._file.writing() as db:
             number, _ = dataset_by_identity(db, identity)
-            over = "DELETE FROM hold WHERE until < ? OR until > ?"
-            db.execute(over, (now, now + COMMIT_LOCK_S_MAX))
+            expired = "DELETE FROM hold WHERE until < ? OR until > ?"
+            db.execute(expired, (now, now + COMMIT_LOCK_S_MAX))
             db.execute("INSERT INTO hold VALUES (?, ?, ?)", (token, number, now + seconds))
 
         def release() -> None:
@@ -262,9 +253,9 @@ class SqliteMetadata(MetadataStore):
         return CommitLock(release)
 
     def _is_locked(self, db: sqlite3.Connection, number: int) -> bool:
-        held = "SELECT 1 FROM hold WHERE dataset = ? AND until BETWEEN ? AND ?"
+        locks = "SELECT 1 FROM hold WHERE dataset = ? AND until BETWEEN ? AND ?"
         now = self._now()
-        return db.execute(held, (number, now, now + COMMIT_LOCK_S_MAX)).fetchone() is not None
+        return db.execute(locks, (number, now, now + COMMIT_LOCK_S_MAX)).fetchone() is not None
 
     def _now(self) -> float:
         return self._clock_ns() / 1e9
@@ -283,24 +274,12 @@ class SqliteMetadata(MetadataStore):
                 number = folders.number(folder)
                 row = db.execute(select, (number, name)).fetchone()
                 if row is None:
-                    row = self._in_run(db, number, name)
+                    row = _row_in_run(db, number, name)
                 if row is not None and (tombstones or kind_of(row[2]) != Kind.TOMBSTONE):
                     found.add(folder, [row[:4]])
                     stamps.append(Stamp(row[4]))
             rows = found.rows(named_chunks(db, found.chunks))
         return StampedRows.of(rows, stamps)
-
-    def _in_run(
-        self, db: sqlite3.Connection, folder: int | None, name: bytes
-    ) -> tuple[bytes, int, bytes, None, Stamp] | None:
-        """`COLUMNS` and stamp of an entry that a run holds."""
-        found = find(db, folder, name)
-        if found is None:
-            return None
-        chunk, record = found
-        ((id_, _),) = named_chunks(db, [chunk]).infos
-        place = int(np.frombuffer(record, RECORD)["place"][0])
-        return name, chunk, record, None, stamp(id_, place)
 
     def children(self, identity: UUID, folder: bytes, *, tombstones: bool = False) -> Rows:
         select = f"SELECT {COLUMNS} FROM entry WHERE folder = ? AND name <> x''"
@@ -323,10 +302,10 @@ class SqliteMetadata(MetadataStore):
 
     def changes(self, identity: UUID, since: int) -> MetadataChanges:
         with self._file.reading() as db:
-            number, marker = dataset_by_identity(db, identity)
+            number, head = dataset_by_identity(db, identity)
             table = all_chunks(db, number)
             found = newer(db, number, since) if since > 0 else everything(db, number)
-        return MetadataChanges(marker, found.rows(table), table.infos)
+        return MetadataChanges(head, found.rows(table), table.infos)
 
     def chunks(self, identity: UUID) -> list[ChunkRecord]:
         with self._file.reading() as db:
@@ -350,3 +329,22 @@ class SqliteMetadata(MetadataStore):
                 raise NotFoundError(f"chunk {chunk_id_text(chunk)} has not been committed")
             places = db.execute("SELECT place FROM hole WHERE chunk = ? ORDER BY place", found)
             return np.fromiter((place for (place,) in places), np.uint32)
+
+
+def _missing(db: sqlite3.Connection, dataset: int, chunks: Iterable[ChunkId]) -> list[ChunkId]:
+    """Those of `chunks` that have not been committed."""
+    known = "SELECT 1 FROM chunk WHERE dataset = ? AND id = ?"
+    return [id_ for id_ in chunks if db.execute(known, (dataset, id_)).fetchone() is None]
+
+
+def _row_in_run(
+    db: sqlite3.Connection, folder: int | None, name: bytes
+) -> tuple[bytes, int, bytes, None, Stamp] | None:
+    """`COLUMNS` and the stamp of an entry that is in a run."""
+    found = find(db, folder, name)
+    if found is None:
+        return None
+    chunk, record = found
+    ((id_, _),) = named_chunks(db, [chunk]).infos
+    place = int(np.frombuffer(record, RECORD)["place"][0])
+    return name, chunk, record, None, stamp(id_, place)

@@ -12,11 +12,10 @@ import pytest
 
 from diesel_fs.errors import BusyError, CorruptError, DieselError, NoSuchDataset
 from diesel_fs.format.entries import ChunkId
-from diesel_fs.storage.metadata import rebuild as rebuilding
-from diesel_fs.storage.metadata.commit_lock import RenewingCommitLock
-from diesel_fs.storage.metadata.sqlite import shadow_state as sqlite_aside
+from diesel_fs.storage.metadata import rebuild
+from diesel_fs.storage.metadata.sqlite import shadow_state
 from diesel_fs.storage.metadata.sqlite.store import SqliteMetadata
-from diesel_fs.storage.metadata.store import Batch, MetadataStore
+from diesel_fs.storage.metadata.store import Batch, MetadataStore, RenewingCommitLock
 from tests.storage.metadata.batches import Chunk, check, chunk_id, files, stored_entries, tombstones
 from tests.storage.metadata.metadata_stores import IDENTITY, NAME, Opener, commit
 
@@ -124,7 +123,7 @@ def test_C18_commits_do_not_wait_for_a_rebuild_however_long_it_takes(
 def test_C18_commits_are_held_back_for_the_last_few_alone(
     meta: MetadataStore, open_meta: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rebuilding, "LOCKED_CHUNKS_MAX", 3)
+    monkeypatch.setattr(rebuild, "LOCKED_CHUNKS_MAX", 3)
     store = Chunks(files(1, b"a"))
     commit(meta, *store.there)
     was_held = list[bool]()
@@ -179,7 +178,7 @@ def test_C18_what_comes_late_and_cannot_be_read_leaves_the_state_before(
 def test_late_chunks_that_nobody_can_read_are_asked_for_once(
     meta: MetadataStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rebuilding, "LOCKED_CHUNKS_MAX", 0)
+    monkeypatch.setattr(rebuild, "LOCKED_CHUNKS_MAX", 0)
     store = Chunks(files(1, b"a"))
     commit(meta, *store.there)
     asked = list[Collection[ChunkId]]()
@@ -321,7 +320,7 @@ def test_nothing_is_left_of_what_was_set_aside(
     embedded: SqliteMetadata, path: Path, ends_by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("_ROWS_AT_ONCE", "_FOLDERS_AT_ONCE", "_CHUNKS_AT_ONCE"):
-        monkeypatch.setattr(sqlite_aside, name, 3)
+        monkeypatch.setattr(shadow_state, name, 3)
     store = Chunks(*many())
     commit(embedded, *store.there)
 
@@ -355,7 +354,7 @@ def test_what_a_killed_rebuild_left_goes_with_a_later_one(
         store = Chunks(*many())
         commit(meta, *store.there)
 
-        monkeypatch.setattr(sqlite_aside, "_ROWS_AT_ONCE", 1)
+        monkeypatch.setattr(shadow_state, "_ROWS_AT_ONCE", 1)
 
         def beside(seconds: int) -> None:
             meta.create("other", uuid.UUID(int=9))
@@ -367,11 +366,11 @@ def test_what_a_killed_rebuild_left_goes_with_a_later_one(
             beside(seconds)
 
         meta.rebuild(NAME, IDENTITY, batches(500))
-        with pytest.raises(BusyError, match="taken for dead"):
+        with pytest.raises(BusyError, match="took this rebuild for dead"):
             meta.rebuild(NAME, IDENTITY, batches(700))
         check(meta, NAME, store.there)
         assert rows_of_nobody(path) == 0
-        monkeypatch.setattr(sqlite_aside.SqliteShadowState, "discard", lambda _: None)
+        monkeypatch.setattr(shadow_state.SqliteShadowState, "discard", lambda _: None)
         monkeypatch.setattr(Chunks, "listed", killed(Chunks.listed))
         with pytest.raises(KeyboardInterrupt):
             meta.rebuild(NAME, IDENTITY, store.listed())
@@ -393,7 +392,7 @@ def test_who_is_being_removed_notices(embedded: SqliteMetadata, path: Path) -> N
             db.execute("UPDATE aside SET beat = 0")
             db.commit()
 
-    with pytest.raises(BusyError, match="taken for dead"):
+    with pytest.raises(BusyError, match="took this rebuild for dead"):
         embedded.rebuild(NAME, IDENTITY, store.listed(then=condemned))
     check(embedded, NAME, store.there)
 

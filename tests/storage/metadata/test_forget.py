@@ -127,7 +127,7 @@ def test_forgetting_waits_for_a_hold(meta: MetadataStore, open_meta: Opener) -> 
         meta.forget(uuid.UUID(int=99), [chunk_id(1)])
 
 
-@pytest.mark.parametrize("step", ["_stage", "_unapply"])
+@pytest.mark.parametrize("step", ["_stage", "_apply_removal"])
 @pytest.mark.parametrize("kind", ["redis", "redis-buckets", "redis-cluster"])
 def test_P1_a_redis_client_killed_while_it_forgets(
     kind: str, step: str, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
@@ -147,9 +147,9 @@ def test_P1_a_redis_client_killed_while_it_forgets(
         patch.setattr(RedisTransactions, step, kill)
         with pytest.raises(KeyboardInterrupt):
             killed.forget(IDENTITY, [chunk_id(1), chunk_id(2)], tombstones=True)
-    check(other, NAME, rest if step == "_unapply" else [one, dead, *rest])
+    check(other, NAME, rest if step == "_apply_removal" else [one, dead, *rest])
     commit(other, one)  # an orphan, folded in again
-    check(other, NAME, [one, *rest] if step == "_unapply" else [one, dead, *rest])
+    check(other, NAME, [one, *rest] if step == "_apply_removal" else [one, dead, *rest])
     gone = {chunk_id(1), chunk_id(2)}
     assert killed.forget(IDENTITY, gone, tombstones=True) == gone
     check(killed, NAME, rest)
