@@ -6,7 +6,7 @@ lets only one host write at a time. The lease belongs to a host, identified by i
 process of the host that writes is a holder with an expiry of its own; another host may take the
 lease when the last holder has released it or has expired.
 
-`locks_fault` tells whether file locks in a folder work. A `HostLease` may be used from many threads;
+`locks_fault` tells whether file locks work in a folder. Many threads may use a `HostLease`;
 a forked child becomes a holder of its own.
 """
 
