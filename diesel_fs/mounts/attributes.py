@@ -1,6 +1,8 @@
-"""What a mount tells of its nodes: attributes, listings, refusals, and the numbers themselves.
+"""Plain values that the parts of a mount exchange: attributes, listings, errnos, node numbers.
 
-Shared by the file system (`vfs.py`) and the folder that it hides (`dot_diesel.py`). Plain values.
+A node is FUSE's name for an inode: a number by which the kernel asks for a file or folder. The file
+system (`vfs.py`) and the folder `.diesel` (`dot_diesel.py`) answer with these values, and the
+sessions turn them into FUSE replies.
 """
 
 import errno
@@ -10,14 +12,17 @@ from typing import NamedTuple
 
 ROOT = 1
 HIDDEN_ROOT = 1 << 62
+"""The node of `.diesel`. Nodes from this one on are made by the mount, not by the dataset."""
+
 HIDDEN_NAME = b".diesel"
 
 FOREVER_S = 1e9
-"""How long answers about an immutable tree hold: 31 years, which fits the kernel's jiffies."""
+"""How long the kernel may keep a reply about an immutable tree: 31 years, which fits its
+jiffies."""
 
 
 class FuseErrno(Exception):
-    """An errno that is an answer and no failure: nothing is logged."""
+    """An errno that is the right reply to a request, not a failure: nothing is logged."""
 
     def __init__(self, number: int) -> None:
         super().__init__(errno.errorcode.get(number, number))
@@ -25,13 +30,13 @@ class FuseErrno(Exception):
 
 
 class Attributes(NamedTuple):
-    """What is told of a node. Node 0 says that the name does not exist."""
+    """The attributes of a node. Node 0 means that the name does not exist."""
 
     node: int
     mode: int  # with the type bits
     size: int
     mtime_ns: int
-    name_valid_s: float  # how long the name leads to this node; the node itself never changes
+    name_valid_s: float  # how long the name leads to this node; its content never changes
 
 
 ABSENT = Attributes(0, 0, 0, 0, FOREVER_S)
@@ -39,7 +44,7 @@ ABSENT_NOW = Attributes(0, 0, 0, 0, 0.0)
 
 
 class Listing(NamedTuple):
-    """Consecutive children of a folder, from `position` on, as columns."""
+    """Consecutive children of a folder as columns; the first is child number `position`."""
 
     position: int
     names: Sequence[bytes]
@@ -52,7 +57,7 @@ class Listing(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Whom all entries belong to, and the permission bits that are not shown."""
+    """The user and group that own all entries, and the permission bits to leave out."""
 
     uid: int
     gid: int

@@ -1,23 +1,22 @@
-"""`.diesel`: the folder of a mount that is reached by name and never listed from outside.
+"""`.diesel`: the folder in a mount's root that has statistics, lists of paths and the control
+socket.
 
-Owned here: its names, its nodes, which content a node has, and how much memory contents take. Not
-owned: what the contents say (`orders/path_lists.py`, whoever hands in a `HiddenFile`), who is told
-of lists that are read (`ListObserver`), FUSE.
+Programs reach it by name, but the root does not list it, so that it is no part of the dataset. A
+file in it gets a new node when, and only when, its content changes: the kernel keeps the pages of a
+node, and would go on serving the old ones. There are two kinds of files:
 
-A file gets a new node when, and only when, its content changes: the kernel keeps the pages of a
-node, and would go on serving the old ones. Two kinds of files:
+- A **generated file** (`stats`, `snapshot`; class `HiddenFile`) is made whole when it is looked up.
+  Each content is a `_FileVersion` with a node of its own.
+- A **list** (`filelist`, `shuffle/...`) is an order of the dataset's files as text. Its node is a
+  hash of its name and version, and its size can be computed. The content is made at the first READ,
+  in a thread, one list at a time. Contents that no read waits for are dropped where all together
+  would take too much memory, and made again when needed.
 
-- An **edition** (`stats`, `snapshot`) is made whole when it is looked up, and numbered.
-- A **list** is an order as text, of one version. Its node is a hash of what it holds, its size is
-  arithmetic, and its content is made at the first READ, in a thread, by one at a time. It can be
-  made again, so contents that nobody waits for may go; they do where all together would take too
-  much.
+When a mount that follows switches to another version of its dataset (`switch_version`), names lead
+to new nodes; the nodes that the kernel knows keep their content.
 
-Where the mount goes over to another version (`switch_version`), names lead to new nodes; those that
-the kernel knows keep what they hold.
-
-Concurrency: trio, one thread. `lookup`, `listing` and `read` may wait; everything else answers at
-once. Threads get the snapshot alone.
+Concurrency: trio, one thread. `lookup`, `listing` and `read` may wait; all other methods answer at
+once. Threads use the snapshot alone.
 """
 
 import errno
@@ -52,7 +51,7 @@ from .attributes import (
 log = logging.getLogger("diesel.mount")
 
 LISTS_BYTES_MAX = 512 << 20
-"""Contents of lists in memory: ten of 1.28 million paths. One that is longer cannot be read."""
+"""Memory for contents of lists: ten lists of 1.28 million paths. A longer list cannot be read."""
 
 SHUFFLE, SHUFFLE_NUL, CONTROL = b"shuffle", b"shuffle0", b"control"
 FILELIST, FILELIST_NUL = b"filelist", b"filelist0"
@@ -61,13 +60,13 @@ _SHUFFLE_NODE, _SHUFFLE_NUL_NODE, _CONTROL_NODE = range(HIDDEN_ROOT + 1, HIDDEN_
 _EDITIONS_FROM = HIDDEN_ROOT + 1024
 _LISTS_FROM = HIDDEN_ROOT + (1 << 61)
 _LIST_BITS = (1 << 60) - 1
-_NODES_SWEPT = 4096  # a lookup that was cut short leaves a node that the kernel never forgets
+_NODES_SWEPT = 4096  # an interrupted lookup leaves a node that the kernel never forgets
 _FOLDERS = {SHUFFLE: _SHUFFLE_NODE, SHUFFLE_NUL: _SHUFFLE_NUL_NODE}
 
 
 @dataclass(frozen=True, slots=True)
 class HiddenFile:
-    """A file of `.diesel`: its content is made when somebody asks, and then stands still."""
+    """A generated file: `content` makes it at a lookup, and then it stays for `max_age_s`."""
 
     content: Callable[[], Bytes]
     max_age_s: float = math.inf
@@ -75,7 +74,7 @@ class HiddenFile:
 
 @dataclass(frozen=True, slots=True)
 class ListRef:
-    """A list that somebody looks up or reads: by `filelist`, or by its own name."""
+    """A list that a program looks up or reads, by the name `filelist` or by its own name."""
 
     name: ListName
     by_filelist: bool
@@ -84,63 +83,63 @@ class ListRef:
 
 
 class ListObserver(Protocol):
-    """Those who read lists, and then the files that those name."""
+    """Is told which lists programs read, and so which files they will read next."""
 
     async def current_list(self) -> ListName:
-        """Which list `filelist` is now. Waits a moment for the latest news of its readers."""
+        """The list that `filelist` is now. Waits a moment for news of which files were opened."""
         ...
 
     async def on_lookup(self, ref: ListRef) -> None:
-        """A list that has been read is looked up again: its next reading must be noticed."""
+        """A list that has been read is looked up again; it may be read a second time."""
         ...
 
     def on_read(self, ref: ListRef) -> None:
-        """Somebody reads a list from its start."""
+        """A program begins to read a list."""
         ...
 
     def on_generated(self, ref: ListRef, tail: list[int]) -> None:
-        """A list's content has been made; it ends with these entries."""
+        """A list's content has been made; its last entries are `tail`."""
         ...
 
     def stats(self) -> dict[str, object]:
-        """Which list `filelist` is."""
+        """Figures for `.diesel/stats`."""
         ...
 
 
 class FixedList:
-    """Readers that nobody watches: `filelist` is always the same."""
+    """An observer that ignores readers: `filelist` is always the same list."""
 
     def __init__(self, name: ListName | None = None) -> None:
         self._name = name or ListName(0, 0, GROUP_SIZE_DEFAULT)
 
     async def current_list(self) -> ListName:
-        """Always this one."""
+        """The list that was given at the start."""
         return self._name
 
     async def on_lookup(self, ref: ListRef) -> None:
-        """Nobody is told."""
+        """Does nothing."""
 
     def on_read(self, ref: ListRef) -> None:
-        """Nobody is told."""
+        """Does nothing."""
 
     def on_generated(self, ref: ListRef, tail: list[int]) -> None:
-        """Nobody is told."""
+        """Does nothing."""
 
     def stats(self) -> dict[str, object]:
-        """Nothing."""
+        """No figures."""
         return {}
 
 
 @dataclass(slots=True)
 class _FileVersion:
-    """One content of a hidden file, under a node of its own, while the kernel may ask for it."""
+    """One content of a generated file, and its node."""
 
     node: int
     name: bytes
     content: memoryview
     made_s: float
     mtime_ns: int
-    lookup_count: int = 0  # how often the kernel has been told of the node, less what it forgot
+    lookup_count: int = 0  # how often the kernel was given the node, less what it has dropped
 
     @property
     def size(self) -> int:
@@ -149,7 +148,7 @@ class _FileVersion:
 
 @dataclass(slots=True)
 class _ListNode:
-    """A list under its node."""
+    """A list, and its node."""
 
     node: int
     ref: ListRef
@@ -159,7 +158,7 @@ class _ListNode:
     mtime_ns: int
     lookup_count: int = 0
     was_read: bool = False
-    waiting: int = 0  # READs
+    waiting: int = 0  # reads
     lock: trio.Lock = field(default_factory=trio.Lock)
 
 
@@ -177,8 +176,9 @@ class HiddenFolder:
         clock: Callable[[], float] = time.monotonic,
         lists_bytes_max: int = LISTS_BYTES_MAX,
     ) -> None:
-        """`control_path` gives the target of the link `control_path`; nothing, where there is
-        none."""
+        """`files` are the generated files by name. `control_path` gives the target of the link
+        `control`; empty: there is none.
+        """
         self._files = files
         self._owner = owner
         self._observer: ListObserver = list_observer or FixedList()
@@ -196,18 +196,18 @@ class HiddenFolder:
         self._generator_limiter = trio.CapacityLimiter(1)
 
     def switch_version(self, snapshot: Snapshot) -> None:
-        """From now on, names lead to what this version holds."""
+        """Makes names lead to contents of this version from now on."""
         self._paths = PathLists(snapshot)
         self._version = snapshot.version
-        for edition in tuple(self._current.values()):
-            del self._current[edition.name]
-            if edition.lookup_count <= 0:
-                self._forget_node(edition)
+        for each in tuple(self._current.values()):
+            del self._current[each.name]
+            if each.lookup_count <= 0:
+                self._forget_node(each)
 
     # names ----------------------------------------------------------------------------------------
 
     async def lookup(self, folder: int, name: bytes) -> Attributes:
-        """What a name in one of our folders leads to."""
+        """The attributes of a name in `.diesel` or a folder below it; `ABSENT_NOW`: none."""
         if folder == HIDDEN_ROOT:
             if name in (FILELIST, FILELIST_NUL):
                 return await self._list(
@@ -217,8 +217,8 @@ class HiddenFolder:
                 return self.attributes(_FOLDERS[name])
             if name == CONTROL:
                 return self.attributes(_CONTROL_NODE) if self._control_path() else ABSENT_NOW
-            edition = self._file_version(name)
-            return ABSENT_NOW if edition is None else self.attributes(edition.node)
+            found = self._file_version(name)
+            return ABSENT_NOW if found is None else self.attributes(found.node)
         if folder in (_SHUFFLE_NODE, _SHUFFLE_NUL_NODE):
             wanted = ListName.parse(name)
             if wanted is not None:
@@ -226,7 +226,7 @@ class HiddenFolder:
         return ABSENT_NOW
 
     def attributes(self, node: int) -> Attributes:
-        """What a node of ours is. Raises Refused(ESTALE) for one that is unknown."""
+        """The attributes of a node. Raises FuseErrno(ESTALE) for one that is unknown."""
         if node in (HIDDEN_ROOT, _SHUFFLE_NODE, _SHUFFLE_NUL_NODE):
             mode = stat.S_IFDIR | (0o555 & ~self._owner.umask)
             return Attributes(node, mode, 0, self._mtime_ns, FOREVER_S)
@@ -238,18 +238,18 @@ class HiddenFolder:
         return Attributes(node, mode, found.size, found.mtime_ns, 0.0)
 
     def link_target(self, node: int) -> bytes:
-        """Where the link `control_path` points."""
+        """The target of the link `control`. Raises FuseErrno(EINVAL) for other nodes."""
         target = self._control_path() if node == _CONTROL_NODE else b""
         if not target:
             raise FuseErrno(errno.EINVAL)
         return target
 
     def parent(self, node: int) -> int:
-        """What `..` of a folder of ours leads to."""
+        """The node that `..` of one of these folders leads to."""
         return ROOT if node == HIDDEN_ROOT else HIDDEN_ROOT
 
     async def listing(self, folder: int) -> Listing:
-        """What is in a folder of ours: in that of orders nothing, since there is no end of them."""
+        """The entries of one of these folders. `shuffle` lists none: it has one for each order."""
         names: list[bytes] = []
         if folder == HIDDEN_ROOT:
             names = sorted([*self._files, *_FOLDERS, FILELIST, FILELIST_NUL])
@@ -266,12 +266,12 @@ class HiddenFolder:
         )
 
     def count_lookup(self, node: int) -> None:
-        """The kernel has been told of the node once more."""
+        """Counts that the kernel has been given the node once more."""
         if found := self._nodes.get(node):
             found.lookup_count += 1
 
     def forget(self, node: int, count: int) -> None:
-        """The kernel has dropped `count` of its references; an old edition then goes."""
+        """Subtracts `count`: the kernel has dropped them. An old content without any is freed."""
         if found := self._nodes.get(node):
             found.lookup_count -= count
             if found.lookup_count <= 0:
@@ -292,17 +292,19 @@ class HiddenFolder:
             raise FuseErrno(errno.ESTALE) from None
 
     def stats(self) -> dict[str, object]:
-        """Which list `filelist` is, and what lists take."""
+        """Which list `filelist` is, and how much memory lists take."""
         return {
             **self._observer.stats(),
             "held": len(self._contents),
             "held_bytes": self._contents_bytes,
         }
 
-    # editions -------------------------------------------------------------------------------------
+    # generated files
+    # -------------------------------------------------------------------------------------
 
     def _file_version(self, name: bytes) -> _FileVersion | None:
-        """The content of a name as it stands, made anew where its time has come."""
+        """The present content of a name, made again if it is too old; None: there is no such
+        file."""
         file = self._files.get(name)
         if file is None:
             return None
@@ -335,10 +337,10 @@ class HiddenFolder:
                 )
                 made = _ListNode(node, ref, paths, nul, size, time.time_ns())
                 self._sweep()
-                found = self._nodes.setdefault(node, made)  # another may have been as quick
+                found = self._nodes.setdefault(node, made)  # or another lookup's
             if isinstance(found, _ListNode) and (found.ref, found.nul) == (ref, nul):
                 break
-            node += 1  # another list's: 2^60 of them make that rare, but it must not be its content
+            node += 1  # the hash of another list, which is rare; the content must not be its
         if found.was_read:
             found.was_read = False
             await self._observer.on_lookup(found.ref)
@@ -354,7 +356,7 @@ class HiddenFolder:
                     self._forget_node(each)
 
     def read_nowait(self, node: int, offset: int, size: int) -> Bytes | None:
-        """The bytes if they are there; None where `read` must make them."""
+        """The bytes if the content is in memory; None where `read` must make it."""
         found = self._node(node)
         if isinstance(found, _FileVersion):
             return found.content[offset : offset + size]
@@ -370,10 +372,10 @@ class HiddenFolder:
         return content[offset : offset + size]
 
     async def read(self, node: int, offset: int, size: int) -> Bytes:
-        """The bytes of a list, made where they are not there.
+        """The bytes of a list; its content is made where it is not in memory.
 
-        Raises Refused: ENOMEM where they would take too much memory, EILSEQ for a list by lines of
-        which a path holds a newline.
+        Raises FuseErrno: ENOMEM where it would take too much memory, EILSEQ for a list of lines in
+        which a path has a newline.
         """
         found = self._node(node)
         assert isinstance(found, _ListNode)
@@ -382,7 +384,7 @@ class HiddenFolder:
             async with found.lock:
                 content = self._contents.get(node)
                 if content is None:
-                    content = await self._made(found)
+                    content = await self._make(found)
             found.was_read = True
             return content[offset : offset + size]
         finally:
@@ -390,7 +392,7 @@ class HiddenFolder:
             if found.lookup_count <= 0 and not found.waiting and self._nodes.get(node) is found:
                 self._forget_node(found)
 
-    async def _made(self, found: _ListNode) -> memoryview:
+    async def _make(self, found: _ListNode) -> memoryview:
         self._reserve(found)
         try:
             text = await trio.to_thread.run_sync(
@@ -400,7 +402,7 @@ class HiddenFolder:
             )
         except UsageError as error:
             self._contents_bytes -= found.size
-            log.error("cannot list %s: %s", found.ref.name, error)
+            log.error("cannot make the list %s: %s", found.ref.name, error)
             raise FuseErrno(errno.EILSEQ) from None
         except BaseException:
             self._contents_bytes -= found.size
@@ -413,7 +415,7 @@ class HiddenFolder:
         return content
 
     def _reserve(self, found: _ListNode) -> None:
-        """Makes room, and takes it. Raises Refused(ENOMEM)."""
+        """Reserves memory for a list, and drops others for it. Raises FuseErrno(ENOMEM)."""
         over = self._contents_bytes + found.size - self._lists_bytes_max
         for node in tuple(self._contents):
             if over <= 0:
@@ -424,7 +426,8 @@ class HiddenFolder:
                 self._drop_content(node)
         if over > 0:
             log.error(
-                "cannot list %s: its %d bytes are too many beside other lists (at most %d in all)",
+                "cannot make the list %s: its %d bytes do not fit beside other lists that are being"
+                " read (at most %d in all)",
                 found.ref.name,
                 found.size,
                 self._lists_bytes_max,

@@ -29,8 +29,9 @@ from ..system import daemons, syscalls
 from ..system.daemons import add_log_tail, log_file
 from ..system.mountinfo import MountEntry
 from .mountpoint import (
+    end_connection,
     is_alive,
-    mounted_at,
+    is_mounted,
     our_mount,
     prepare_mountpoint,
     read_through,
@@ -248,16 +249,11 @@ def _unmount(path: str, device: str, own: Sequence[int], lazy: bool) -> None:
 
 
 def _force(path: str, device: str, daemon: int | None, own: Sequence[int]) -> None:
-    """Ends the connection first, so that nothing below can wait for the daemon."""
-    abort_file = syscalls.open_abort(device)  # of this connection: its number may be given again
+    """Ends the connection first, so that nothing after it can wait for the daemon."""
+    abort_file = syscalls.open_abort(device)
     try:
-        if not _is_mounted(path, device):
-            pass  # it has ended by itself
-        elif abort_file >= 0:
-            os.write(abort_file, b"1")
-        else:
-            with suppress(OSError):  # root; it aborts, and is refused where somebody holds it
-                syscalls.umount2(path, syscalls.MNT_FORCE)
+        if is_mounted(path, device):  # else it has ended by itself
+            end_connection(abort_file, path, device)
     finally:
         if abort_file >= 0:
             os.close(abort_file)
@@ -265,17 +261,12 @@ def _force(path: str, device: str, daemon: int | None, own: Sequence[int]) -> No
         with suppress(ProcessLookupError):
             os.kill(daemon, signal.SIGKILL)
     try:
-        if _is_mounted(path, device):
+        if is_mounted(path, device):
             unmount(path, lazy=True)
     except DieselError:
-        if _is_mounted(path, device):  # else its daemon has taken it away meanwhile
+        if is_mounted(path, device):  # else its daemon has taken it away meanwhile
             raise
     _wait(own, path)
-
-
-def _is_mounted(path: str, device: str) -> bool:
-    found = mounted_at(path)
-    return found is not None and found.device == device
 
 
 def _warn_still_mounted(left: Mapping[MountEntry, int], path: str, daemon: int) -> None:

@@ -1,8 +1,8 @@
-"""Mount points: which are ours, whether one may be used, whether one is dead, and taking it away.
+"""Mount points: which mounts are ours, whether a folder can be one, and how a mount is ended.
 
-What is mounted is told by `mountinfo.py`. Nothing here calls stat on a mount (a dead one looks
-alive, its attributes are cached; a hung one would never answer): what must touch one is asked of a
-child process with a deadline. Any thread.
+`system/mountinfo.py` says what is mounted. This process never touches a mount itself: `stat` takes
+a dead mount for a living one, since the kernel keeps its attributes, and would wait for ever on one
+that hangs. Where a mount must be asked, a child process does it, with a deadline. Any thread.
 """
 
 import errno
@@ -19,74 +19,81 @@ from ..system.daemons import minimal_environment
 from ..system.mountinfo import MountEntry, mounts
 
 SUBTYPE = "diesel"
-"""The type shown by `mount` is `fuse.diesel`; by it our mounts are told from others'."""
+"""Mounts of datasets have the type `fuse.diesel`, by which they are recognised."""
 
 ANSWER_DEADLINE_S = 10.0
-"""How long a mount may take to answer statfs or to give its statistics."""
+"""How long a mount may take to answer statfs, or to deliver its statistics."""
 
 
 def is_ours(found: MountEntry) -> bool:
-    """Whether a dataset is mounted there."""
+    """Whether this is the mount of a dataset."""
     return found.kind == f"fuse.{SUBTYPE}"
 
 
 def mounted_at(path: str) -> MountEntry | None:
-    """What is on top at this very path, or None."""
+    """The topmost mount at exactly this path, or None."""
     return next((each for each in reversed(list(mounts())) if each.path == path), None)
 
 
+def is_mounted(path: str, device: str) -> bool:
+    """Whether the mount with this device number is the topmost one at a path."""
+    found = mounted_at(path)
+    return found is not None and found.device == device
+
+
 def real_path(directory: str | os.PathLike[str]) -> str:
-    """The path as mountinfo has it, without touching what is mounted there."""
+    """The path without symbolic links, as mountinfo has it; a mount there is not touched."""
     folder, name = os.path.split(os.path.abspath(directory))
     path = os.path.join(os.path.realpath(folder), name)
     return path if mounted_at(path) or not os.path.islink(path) else os.path.realpath(path)
 
 
 def our_mount(directory: str | os.PathLike[str]) -> MountEntry:
-    """The mount of ours at `directory`. Raises UsageError where there is none."""
+    """The mount of a dataset at `directory`. Raises UsageError where there is none."""
     path = real_path(directory)
     found = mounted_at(path)
     if found is None or not is_ours(found):
-        what = "nothing is mounted there" if found is None else f"that is a mount of {found.kind}"
-        raise UsageError(f"{path} is no mount of a dataset: {what}")
+        reason = "nothing is mounted there" if found is None else f"that is a mount of {found.kind}"
+        raise UsageError(f"{path} is no mount of a dataset: {reason}")
     return found
 
 
 def prepare_mountpoint(mountpoint: str, forbidden_folders: Sequence[Path] = ()) -> Sequence[str]:
-    """Checks that something can be mounted here, takes away a dead mount of ours, and makes the
-    folder where it is missing. Returns the folders that it has made, the outermost first: whoever
-    takes the mount away gives them to `remove_created_folders`.
+    """Prepares a folder as a mount point: creates it where it is missing, and unmounts a dead
+    mount.
 
-    `forbidden_folders`: folders that the mount must neither hide nor lie in (the store, the cache).
-    Raises UsageError, BusyError or PermissionDenied.
+    Returns the folders that it created, the outermost first; `remove_created_folders` takes them
+    when the mount has ended. The mount must neither hide the `forbidden_folders` (the store, the
+    cache) nor lie in one. Raises UsageError, BusyError, PermissionDenied or DieselError.
     """
     found = mounted_at(mountpoint)
     if found is not None and is_ours(found):
         if is_alive(mountpoint):
             raise BusyError(
-                f"{found.source} is mounted on {mountpoint}", advice="umount it, or take another"
+                f"{found.source} is mounted on {mountpoint}",
+                advice="unmount it, or mount on another folder",
             )
         unmount(mountpoint, lazy=True)
     for folder in forbidden_folders:
         inner, outer = Path(mountpoint), Path(os.path.realpath(folder))
         if inner.is_relative_to(outer) or outer.is_relative_to(inner):
             raise UsageError(
-                f"{mountpoint} and {outer} lie in one another", advice="take another folder"
+                f"{mountpoint} and {outer} lie in one another", advice="mount on another folder"
             )
-    made = _make(mountpoint)
+    made = _create_folders(mountpoint)
     try:
         names = os.listdir(mountpoint)
     except NotADirectoryError:
         raise UsageError(f"{mountpoint} is not a folder") from None
     except OSError as error:
-        raise PermissionDenied(f"cannot look into {mountpoint}: {error.strerror}") from error
+        raise PermissionDenied(f"cannot list {mountpoint}: {error.strerror}") from error
     if names:
         raise UsageError(f"{mountpoint} is not empty", advice="mount on an empty folder")
     return made
 
 
-def _make(folder: str) -> Sequence[str]:
-    """Makes a folder and those above it where they are missing. Raises UsageError, DieselError."""
+def _create_folders(folder: str) -> Sequence[str]:
+    """Creates a folder and those above it, where missing. Raises UsageError, PermissionDenied."""
     missing = []
     while not os.path.lexists(folder):
         missing.append(folder)
@@ -95,28 +102,30 @@ def _make(folder: str) -> Sequence[str]:
     for each in reversed(missing):
         try:
             os.mkdir(each)
-        except FileExistsError:  # another process has just made it
+        except FileExistsError:  # another process has just created it
             continue
         except OSError as error:
             remove_created_folders(made)
             text = f"cannot make the folder {each}: {error.strerror}"
             if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
                 raise UsageError(text) from error
-            advice = "mount on a folder of your own, or let root make this one and give it to you"
+            advice = "mount on a folder of your own, or let root create this one and give it to you"
             raise PermissionDenied(text, advice=advice) from error
         made.append(each)
     return made
 
 
 def remove_created_folders(folders: Sequence[str]) -> None:
-    """Removes the folders that `prepare_mountpoint` has made. One that is in use again stays."""
+    """Removes the folders that `prepare_mountpoint` created. One that is not empty stays."""
     with suppress(OSError):
         for folder in reversed(folders):
             os.rmdir(folder)
 
 
 def unmount(mountpoint: str, *, lazy: bool = False) -> None:
-    """Takes away the mount on top. Raises BusyError, PermissionDenied or DieselError."""
+    """Unmounts the topmost mount at a path; `lazy` also one that is in use, which lives on without
+    a path. Raises BusyError, PermissionDenied or DieselError.
+    """
     try:
         syscalls.umount2(mountpoint, syscalls.MNT_DETACH if lazy else 0)
     except OSError as error:
@@ -127,8 +136,22 @@ def unmount(mountpoint: str, *, lazy: bool = False) -> None:
         _unmount_as_user(mountpoint, lazy)
 
 
+def end_connection(abort_file: int, mountpoint: str, device: str) -> None:
+    """Ends the connection of a mount with the kernel: calls that wait for the mount fail.
+
+    `abort_file` is what `syscalls.open_abort` gave: it belongs to this connection, even where the
+    device number has been given to another one since. Where it is -1, root unmounts by force, and
+    another user can do nothing here.
+    """
+    with suppress(OSError):
+        if abort_file >= 0:
+            os.write(abort_file, b"1")
+        elif is_mounted(mountpoint, device):
+            syscalls.umount2(mountpoint, syscalls.MNT_FORCE)
+
+
 def _unmount_as_user(mountpoint: str, lazy: bool) -> None:
-    """Waits as long as fusermount3 does: the kernel may have millions of files to let go of."""
+    """By fusermount3, without a deadline: the kernel may have millions of files to forget."""
     command = ["fusermount3", "-u", *(["-z"] if lazy else []), "--", mountpoint]
     found = mounted_at(mountpoint)
     try:
@@ -141,7 +164,8 @@ def _unmount_as_user(mountpoint: str, lazy: bool) -> None:
         )
     except FileNotFoundError:
         raise PermissionDenied(
-            f"only root may unmount {mountpoint} here", advice="install fuse3 (fusermount3)"
+            f"only root may unmount {mountpoint} here",
+            advice="install the package fuse3, which has fusermount3",
         ) from None
     reason = done.stderr.decode(errors="replace").strip()
     if done.returncode and "busy" in reason:
@@ -156,38 +180,40 @@ def _unmount_as_user(mountpoint: str, lazy: bool) -> None:
 
 
 def _owner(found: MountEntry) -> int | None:
-    """The number of the user that mounted it."""
-    said = [each.removeprefix("user_id=") for each in found.options if each.startswith("user_id=")]
-    return int(said[0]) if said and said[0].isdigit() else None
+    """The ID of the user who mounted it, if known."""
+    ids = [each.removeprefix("user_id=") for each in found.options if each.startswith("user_id=")]
+    return int(ids[0]) if ids and ids[0].isdigit() else None
 
 
 def is_alive(mountpoint: str) -> bool:
-    """Whether somebody serves the mount. Raises DeadlineError where it neither answers nor is dead.
+    """Whether a daemon serves the mount. Raises DeadlineError where it does not answer in time.
 
-    Another user's mount answers EACCES, and lives.
+    Another user's mount answers EACCES, which counts as alive.
     """
     number, _ = _run_in_child("os.statvfs(sys.argv[1])", mountpoint)
     return number not in (errno.ENOTCONN, errno.ECONNABORTED)
 
 
 def read_through(path: str) -> bytes:
-    """The content of a small file in a mount. Raises DieselError: PermissionDenied where another
-    user's mount lets nobody else in, DeadlineError where it hangs.
+    """The content of a small file in a mount.
+
+    Raises PermissionDenied for another user's mount, DeadlineError where the mount hangs, and
+    DieselError for other errors.
     """
     number, content = _run_in_child("sys.stdout.buffer.write(open(sys.argv[1], 'rb').read())", path)
     if number in (errno.EACCES, errno.EPERM):
         raise PermissionDenied(
-            f"cannot read {path}: another user has mounted it, for nobody else",
-            advice="ask as that user; --allow-other lets others into a mount",
+            f"cannot read {path}: another user has mounted it, and allows no others",
+            advice="run the command as that user, or mount with --allow-other",
         )
     if number:
         raise DieselError(f"cannot read {path}: {os.strerror(number)}")
     return content
 
 
-def _run_in_child(question: str, path: str) -> tuple[int, bytes]:
-    """The errno and output of one line of Python in a child: what a mount hangs must not be us."""
-    program = f"import os, sys\ntry: {question}\nexcept OSError as error: sys.exit(error.errno)"
+def _run_in_child(statement: str, path: str) -> tuple[int, bytes]:
+    """The errno and output of one line of Python in a child, which alone hangs with a mount."""
+    program = f"import os, sys\ntry: {statement}\nexcept OSError as error: sys.exit(error.errno)"
     command = [sys.executable, "-I", "-S", "-c", program, path]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, cwd="/", env=minimal_environment())
     try:
@@ -196,6 +222,6 @@ def _run_in_child(question: str, path: str) -> tuple[int, bytes]:
         child.kill()  # where it waits uninterruptibly, it ends when the mount does
         child.returncode = -9
         raise DeadlineError(
-            f"the mount that holds {path} does not answer", advice="umount --force ends it"
+            f"the mount of {path} does not answer", advice="end it by `dlcmd umount --force`"
         ) from None
     return child.returncode, answer

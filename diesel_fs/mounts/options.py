@@ -1,28 +1,29 @@
-"""What the mount daemon is asked to do: one value that travels to it over a pipe, never in argv."""
+"""The options of a mount: one value, which its daemon gets over a pipe and not as arguments.
+
+Arguments can be read by every user of the machine, and the options contain a key.
+"""
 
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from ..credentials import Credentials, parse_key
 from ..errors import UsageError
-from ..peers.options import NO_TASK, TaskOptions
+from ..peers.options import NO_TASK, FillPolicy, TaskOptions
 from ..settings import READ_DEADLINE_S
 from ..system.available_memory import memory_limit_bytes
 from ..system.daemons import DaemonRequest
 from ..urls import parse_url
 
-FillPolicy = Literal["on-demand", "oneshot"]
-
 
 @dataclass(frozen=True, slots=True)
 class MountRequest(DaemonRequest):
-    """A dataset, where to mount it, and how. Paths are absolute; 0 and "" mean: the default."""
+    """A dataset, where to mount it, and how. Paths are absolute; 0 and "" stand for the default."""
 
     BYTES_MAX: ClassVar[int] = 65_536
-    """What a pipe holds: a program that becomes its own daemon writes this to itself."""
+    """What a pipe can hold: a foreground mount writes the request to its own stdin."""
 
     url: str
     dataset: str
@@ -30,72 +31,72 @@ class MountRequest(DaemonRequest):
     snapshot_file: str = ""
     stale: str = "warn"  # refuse, warn, allow
     offline: bool = False
-    version: int = 0  # one that is kept; 0: the current one
+    version: int = 0  # a kept version; 0: the current one
     follow: bool = False
-    follow_interval_s: float = 0.0  # how often a mount that follows looks for another version
+    follow_interval_s: float = 0.0  # how often a mount that follows asks for a newer version
     session: str = "auto"
     memory_bytes: int = 0
     policy: FillPolicy = "on-demand"
     seed: int = 0
     group_size: int = 0
     allow_other: bool = False
-    uid: int = -1  # of whoever mounts
+    uid: int = -1  # the owner of all files; -1: the user who mounts
     gid: int = -1
     umask: int = 0
     log_file: str = ""
     read_deadline_s: float = READ_DEADLINE_S
-    user: str = ""  # to a server
+    user: str = ""  # of a DIESEL-FS server
     key: str = field(default="", repr=False)
     task_options: TaskOptions = NO_TASK
-    made_folders: tuple[str, ...] = ()  # for the mount point, the outermost first; they go with it
+    made_folders: tuple[str, ...] = ()  # created for the mount point; removed at its end
 
     def with_credentials(self, credentials: Credentials | None) -> "MountRequest":
-        """The same request, of somebody whom a server knows."""
+        """The same request, by a user of a DIESEL-FS server."""
         if credentials is None:
             return self
         return replace(self, user=credentials.user, key=credentials.key_text)
 
     @property
     def credentials(self) -> Credentials | None:
-        """Whose request it is. Raises ConfigError."""
+        """The user and key of a server; None without. Raises ConfigError."""
         return Credentials(self.user, parse_key(self.key)) if self.user else None
 
     def check(self) -> None:
-        """Raises UsageError for what cannot be had together."""
+        """Raises UsageError for options that exclude each other, and for too much memory."""
         self.task_options.check()
         if self.memory_bytes > memory_limit_bytes():
             raise UsageError(
                 f"{self.memory_bytes:,} bytes of memory are more than the"
                 f" {memory_limit_bytes():,} bytes that programs may use here",
-                advice="where none is named, a mount takes half of what is free",
+                advice="name less, or none: a mount then takes half of what is free",
             )
         if self.offline and not self.snapshot_file:
             raise UsageError(
-                "--offline goes with --snapshot FILE, and none is named",
+                "--offline needs --snapshot FILE",
                 advice="`dlcmd save-meta` writes the snapshot of a dataset to a file",
             )
         if self.version and (self.follow or self.snapshot_file):
             option = "--follow" if self.follow else "--snapshot"
             raise UsageError(
                 f"{self.dataset}@{self.version} and {option} exclude each other",
-                advice="a version is mounted as it is",
+                advice="a named version never changes: leave out one of the two",
             )
         if self.follow and (self.snapshot_file or self.offline):
             option = "--snapshot" if self.snapshot_file else "--offline"
             raise UsageError(
                 f"--follow and {option} exclude each other",
-                advice="a mount that follows begins with the current version",
+                advice="leave out one: a mount that follows begins with the current version",
             )
 
     @property
     def forbidden_folders(self) -> Sequence[Path]:
-        """Folders that the mount must neither hide nor lie in."""
-        kept = [parse_url(self.url).path] if self.url.startswith("file:") else []
-        return kept + [Path(self.task_options.cache_dir)] * bool(self.task_options.cache_dir)
+        """Folders in which the mount must not lie, and which it must not hide: store and cache."""
+        store = [parse_url(self.url).path] if self.url.startswith("file:") else []
+        return store + [Path(self.task_options.cache_dir)] * bool(self.task_options.cache_dir)
 
     @property
     def owner_ids(self) -> tuple[int, int]:
-        """The user and group that everything belongs to."""
+        """The user and group that own all files of the mount."""
         return (
             os.getuid() if self.uid < 0 else self.uid,
             os.getgid() if self.gid < 0 else self.gid,

@@ -1,32 +1,32 @@
-"""Who uses a mount: the processes that hold it busy, and the daemon that serves it.
+"""The processes of a mount: those that hold it busy, and the daemon that serves it.
 
-Found by reading /proc alone: descriptors by the mount ID in their fdinfo, mapped files by their
-device. No file of the mount is opened or looked at, so a dead or hung mount does no harm. Processes
-of other users are seen by root only. Any thread.
+They are found by reading /proc alone: open files by the mount ID in their fdinfo, mapped files by
+their device. No file of the mount is touched, so a dead or hung mount does no harm. Only root sees
+the processes of other users. Any thread.
 """
 
 import os
-import select
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from ..system import syscalls
 from ..system.mountinfo import MountEntry, mounts
 
 _MARK = "diesel-mount-"
 
 
 def mark_as_daemon(device: str) -> int:
-    """Marks this process as the daemon of a mount, for as long as the descriptor is open.
+    """Marks this process as the daemon of a mount, for as long as the returned descriptor is open.
 
-    An empty memfd whose name the user's other processes, and root's, see in /proc: unlike a file
-    with a process number it can be neither left behind nor wrong.
+    The mark is an empty memfd, whose name other processes of the user, and root's, see in /proc.
+    Unlike a file with a process ID it can neither be left behind nor be wrong.
     """
     return os.memfd_create(_MARK + device, os.MFD_CLOEXEC)
 
 
 def daemon_of(device: str) -> int | None:
-    """The process that serves the mount, where it lives and may be seen."""
+    """The supervisor of a mount; None where it has ended, or this user may not see it."""
     mark = f"/memfd:{_MARK}{device} (deleted)"
     for pid in _processes():
         with suppress(OSError):
@@ -38,7 +38,7 @@ def daemon_of(device: str) -> int | None:
 
 
 def children_of(pid: int) -> list[int]:
-    """The processes that this one has forked; none where it is gone."""
+    """The children of a process; none where it has ended."""
     found = []
     for each in _processes():
         with suppress(OSError, ValueError, IndexError):
@@ -49,16 +49,17 @@ def children_of(pid: int) -> list[int]:
 
 
 def other_mounts_of(mount: MountEntry) -> dict[MountEntry, int]:
-    """The other mounts of a mount's file system that are in a tree, as far as this user may see:
-    elsewhere in this one, or in another mount namespace, as a container's is. Each with a process
-    that sees it.
+    """The other mounts of the same file system: at another path, or in another mount namespace, as
+    a container has one. Each comes with a process that sees it. Only those are found that this user
+    may see.
     """
     found = _mounts_of(_processes(), mount.device)
     return {each: pid for pid, each in found if each.mount_id != mount.mount_id}
 
 
 def holders_of(device: str) -> list[int]:
-    """The processes with a file or folder of the mount open, mapped, or as where they stand."""
+    """The processes that have a file or folder of the mount open or mapped, or as working
+    folder."""
     processes = _processes()
     mount_ids = {each.mount_id for _, each in _mounts_of(processes, device)}
     mapped = "{:02x}:{:02x}".format(*map(int, device.split(":")))
@@ -66,22 +67,20 @@ def holders_of(device: str) -> list[int]:
 
 
 def ends_within(pid: int, within_s: float) -> bool:
-    """Whether a process, not necessarily a child, has ended or does so in time."""
+    """Whether any process, child or not, has ended or ends in time."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
         return True
     try:
-        watched = select.poll()
-        watched.register(descriptor, select.POLLIN)
-        return bool(watched.poll(within_s * 1000))
+        return syscalls.wait_readable(descriptor, within_s)
     finally:
         os.close(descriptor)
 
 
 def processor_ticks(pids: Sequence[int]) -> int:
-    """The processor time that these processes have taken so far: it rises as long as one of them
-    does something, be it in the kernel.
+    """The processor time of these processes so far, in clock ticks. It rises as long as one of them
+    works, in the kernel too.
     """
     found = 0
     for pid in pids:
@@ -96,7 +95,7 @@ def _processes() -> list[int]:
 
 
 def _mounts_of(processes: list[int], device: str) -> Iterator[tuple[int, MountEntry]]:
-    """Every mount of the device, in all namespaces, each with a process of its namespace."""
+    """The mounts of a device in all namespaces, each with a process of its namespace."""
     seen: set[str] = set()
     for pid in processes:
         with suppress(OSError):
@@ -132,7 +131,7 @@ def _mount_id(fdinfo: str) -> int:
 
 @contextmanager
 def _path_only(path: str) -> Iterator[int]:
-    """A descriptor that names a place without opening it: the file system is not asked."""
+    """A descriptor that names a path without opening it, so the file system is not asked."""
     descriptor = os.open(path, os.O_PATH)
     try:
         yield descriptor

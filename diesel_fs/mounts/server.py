@@ -40,7 +40,7 @@ from .source import MemorySplit, MountSource
 from .versions.following import FollowingVfs
 from .versions.leases import VersionLeases
 from .versions.watcher import VersionWatcher
-from .vfs import Vfs
+from .vfs import MountHooks, Vfs
 
 log = logging.getLogger("diesel.mount")
 
@@ -253,20 +253,17 @@ class _Server:
             "server_pid": os.getpid(),
             "mountpoint": request.mountpoint,
         }
-        hidden = {b"snapshot": HiddenFile(lambda: self._snapshot.buffer)}
+        hooks = MountHooks(
+            mount_info=mount_info,
+            files={b"snapshot": HiddenFile(lambda: self._snapshot.buffer)},
+            list_observer=self._lists,
+            control_path=self._control_path,
+            prefetch_stats=self._prefetch_stats,
+            extra_stats=self._extra_stats,
+        )
+        deadline_s = request.read_deadline_s
         if not request.follow:
-            return Vfs(
-                snapshot,
-                reader,
-                owner,
-                mount_info=mount_info,
-                hidden=hidden,
-                list_observer=self._lists,
-                control_path=self._control_path,
-                prefetch_stats=self._prefetch_stats,
-                extra_stats=self._extra_stats,
-                read_deadline_s=request.read_deadline_s,
-            )
+            return Vfs(snapshot, reader, owner, hooks, read_deadline_s=deadline_s)
         self._follower = VersionWatcher(
             request, self._opener, self._link, self._leases, memory_bytes, self._on_switch
         )
@@ -274,14 +271,9 @@ class _Server:
             snapshot,
             reader,
             owner,
-            mount_info=mount_info,
-            hidden=hidden,
-            list_observer=self._lists,
-            control_path=self._control_path,
-            prefetch_stats=self._prefetch_stats,
-            extra_stats=self._extra_stats,
+            hooks,
             follow_stats=self._follower.stats,
-            read_deadline_s=request.read_deadline_s,
+            read_deadline_s=deadline_s,
         )
         self._follower.attach_vfs(made)
         return made

@@ -36,7 +36,7 @@ from ..system import daemons, syscalls
 from ..system.log_limit import LogRateLimit
 from ..system.mountinfo import mounts
 from .launcher import FOREGROUND
-from .mountpoint import mounted_at, remove_created_folders
+from .mountpoint import end_connection, remove_created_folders
 from .options import MountRequest
 from .prefetch_worker import run_prefetch_worker
 from .processes import mark_as_daemon
@@ -248,14 +248,7 @@ class _Supervisor:
 
     def _abort(self) -> None:
         self._aborted = True
-        if self._abort_file >= 0:  # of this very connection: numbers are given again
-            with suppress(OSError):
-                os.write(self._abort_file, b"1")
-            return
-        found = mounted_at(self._request.mountpoint)
-        if found is not None and found.device == self._device and not syscalls.abort(self._device):
-            with suppress(OSError):
-                syscalls.umount2(self._request.mountpoint, syscalls.MNT_FORCE)
+        end_connection(self._abort_file, self._request.mountpoint, self._device)
 
     def _end(self) -> int:
         """The server has ended: so does everything else."""

@@ -1,16 +1,17 @@
-"""The file system that a mount shows: a snapshot's tree, read through a reader, plus `.diesel`.
+"""The file system that a mount shows: the tree of one dataset version, and the folder `.diesel`.
 
-Owned here: node numbers, attributes as shown, folder listings, read deadlines, and what becomes an
-errno. Not owned: the hidden folder (`dot_diesel.py`), FUSE (a session under `fuse/` speaks it; this
-module knows neither), where bytes come from and whether they are right (the reader checks them).
+A `Vfs` answers the questions of a file system (lookup, attributes, listing, read) from a snapshot,
+which is the index of all entries of a version, and from an `EntryReader`, which gives checked
+bytes. It knows no FUSE: a session (`sessions/`) calls it for each request, and so do tests without
+a mount. `.diesel` itself is in `dot_diesel.py`.
 
-A node is an entry's index in the snapshot + 1, so the root is 1, there is no table, and nothing of
-the dataset can be forgotten. Nodes from `HIDDEN_ROOT` on are made by us and belong to `.diesel`;
-such a node is never given to other content.
+A node, which is what FUSE calls an inode number, is the entry's index in the snapshot + 1. So the
+root is 1, there is no table of nodes, and the kernel's FORGET has nothing to free. Nodes from
+`HIDDEN_ROOT` on belong to `.diesel`; such a node never gets other content.
 
-Concurrency: one trio task at a time calls in here. Only `read` waits, and what is asked of the
-hidden folder (`lookup_hidden`, `hidden_listing`); what they wait for runs in threads (for reads of
-the dataset `READ_THREADS` of them) and touches nothing of this object.
+Concurrency: one trio task at a time calls in here. Only `read`, `lookup_hidden` and
+`hidden_listing` wait. They wait for threads (at most `READ_THREADS` for reads of the dataset),
+which touch nothing of this object.
 """
 
 import errno
@@ -19,9 +20,10 @@ import logging
 import math
 import stat
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -50,22 +52,17 @@ from .dot_diesel import HiddenFile, HiddenFolder, ListObserver
 log = logging.getLogger("diesel.mount")
 
 READ_THREADS = 64
-"""Reads that wait for the store at once. More wait in line, where their deadline runs too."""
+"""Reads that may wait for the store at once. Others queue, and their deadline runs meanwhile."""
 
 RETRY_REFUSED_S = 0.5
-"""After a READ ahead has failed the kernel asks once more at once. Where the deadline has passed,
-that one is refused, or the reader would wait for two of them."""
+"""When a READ ahead has failed, the kernel repeats it at once. After a read that missed its
+deadline the repeated one is refused for this long, or the reader would wait for two deadlines."""
 
 TIMED_OUT_MAX = 4096
 
-LISTING_ENTRIES = 1024
-"""Entries of a folder that are looked at together; one READDIR answer holds 24 to some 6,000."""
-
-LISTINGS_KEPT = 64
-"""So many such parts are kept: as many readers can list large folders at once without repeating."""
-
 STATS_MAX_AGE_S = 1.0
-"""A program that stats, opens and reads `.diesel/stats` finds one content."""
+"""For this long `.diesel/stats` does not change, so that a program that stats, opens and reads it
+finds one content."""
 
 BLOCK_BYTES = 4096
 
@@ -73,33 +70,33 @@ _TYPE_BITS = np.array([stat.S_IFREG, stat.S_IFLNK, stat.S_IFDIR, 0], np.uint32) 
 
 
 class EntryReader(Protocol):
-    """Checked bytes of entries, by index. Every method may be called from any thread."""
+    """Checked bytes of entries, by index in the snapshot. Any thread may call every method."""
 
     def read(self, index: int, offset: int, size: int) -> memoryview:
-        """`size` bytes from `offset` on, checked. May block. Raises DieselError."""
+        """`size` bytes from `offset` on. May block. Raises DieselError, also for damaged bytes."""
         ...
 
     def read_nowait(self, index: int, offset: int, size: int) -> memoryview | None:
-        """The same if it is in memory, else None. Never blocks."""
+        """The same bytes if they are in memory, else None. Never blocks."""
         ...
 
     def stats(self) -> dict[str, int]:
-        """What the cache holds and did."""
+        """Figures of the cache, for `.diesel/stats`."""
         ...
 
     def close(self) -> None:
-        """Gives back what it holds. Reads under way may fail."""
+        """Frees what the reader holds. Reads under way may fail."""
         ...
 
 
 class ChildColumns(NamedTuple):
-    """n consecutive children of a folder, as the snapshot's columns have them."""
+    """n consecutive children of a folder, as columns of the snapshot."""
 
     nodes: npt.NDArray[np.uint64]
     name_start: npt.NDArray[np.int64]
-    """n + 1; into `names`."""
+    """n + 1 offsets in `names`: name i is `names[name_start[i]:name_start[i + 1]]`."""
     names: npt.NDArray[np.uint8]
-    """At least 8 bytes more than the last name needs."""
+    """At least 8 bytes longer than the last name needs."""
     mode: npt.NDArray[np.uint32]
     """With the type bits."""
     size: npt.NDArray[np.uint64]
@@ -107,30 +104,43 @@ class ChildColumns(NamedTuple):
 
 
 class Space(NamedTuple):
-    """What statfs tells. Nothing is free: nothing can be written."""
+    """What statfs reports. Nothing is free, because nothing can be written."""
 
     blocks: int
     entries: int
 
 
+@dataclass(frozen=True, slots=True)
+class MountHooks:
+    """What the server process adds to the file system: contents of `.diesel`, and observers."""
+
+    mount_info: Mapping[str, object] = field(default_factory=dict)
+    """Constants of the mount, for `.diesel/stats`."""
+    files: Mapping[bytes, HiddenFile] = field(default_factory=dict)
+    """Files of `.diesel` besides `stats`, by name."""
+    list_observer: ListObserver | None = None
+    """Is told which lists are read."""
+    control_path: Callable[[], bytes] = bytes
+    """The target of the link `.diesel/control`; empty where there is no control socket."""
+    prefetch_stats: Callable[[], Mapping[str, object]] | None = None
+    """Figures of the prefetch worker, for `.diesel/stats`."""
+    extra_stats: Callable[[], Mapping[str, object]] = dict
+    """More of `.diesel/stats`."""
+
+
 class Vfs:
-    """One dataset at one version as a file system."""
+    """One dataset at one version as a file system (see the module)."""
 
     first_counted_node = HIDDEN_ROOT
-    """The nodes from this one on want `count_lookup` and `forget`."""
+    """Sessions must call `count_lookup` and `forget` for the nodes from this one on."""
 
     def __init__(
         self,
         snapshot: Snapshot,
         reader: EntryReader,
         owner: Owner,
+        hooks: MountHooks = MountHooks(),  # it is frozen
         *,
-        mount_info: Mapping[str, object] | None = None,
-        hidden: Mapping[bytes, HiddenFile] | None = None,
-        list_observer: ListObserver | None = None,
-        control_path: Callable[[], bytes] = bytes,
-        prefetch_stats: Callable[[], Mapping[str, object]] | None = None,
-        extra_stats: Callable[[], Mapping[str, object]] = dict,
         read_deadline_s: float = READ_DEADLINE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -139,34 +149,30 @@ class Vfs:
         self.requests: Counter[str] = Counter()
         self.reads: Counter[str] = Counter(hits=0, misses=0, held=0, failed=0, bytes=0)
         self.waiting = 0
-        self._asking = 0
+        self._lookups_waiting = 0
         self._reader = reader
-        self._mount_info = dict(mount_info or {})
-        self._prefetch_stats = prefetch_stats
-        self._extra_stats = extra_stats
+        self._hooks = hooks
         self._deadline_s = read_deadline_s
         self._threads = trio.CapacityLimiter(READ_THREADS)
         self._timed_out_until_s: dict[int, float] = {}
         self._drained = trio.lowlevel.ParkingLot()
         self._clock = clock
         self._started_s = clock()
-        self._listings: OrderedDict[tuple[int, int], Listing] = OrderedDict()
         self._hidden = HiddenFolder(
             snapshot,
-            {b"stats": HiddenFile(self._stats_text, STATS_MAX_AGE_S), **(hidden or {})},
+            {b"stats": HiddenFile(self._stats_text, STATS_MAX_AGE_S), **hooks.files},
             owner,
-            list_observer=list_observer,
-            control_path=control_path,
+            list_observer=hooks.list_observer,
+            control_path=hooks.control_path,
             clock=clock,
         )
 
     # names and attributes ---------------------------------------------------------------------
 
     def lookup(self, folder: int, name: bytes) -> Attributes:
-        """What `name` in a folder of the dataset leads to.
+        """The attributes of `name` in a folder of the dataset; `ABSENT` where there is none.
 
-        Who tells the kernel of it calls `count_lookup`. What is asked of folders of ours may wait:
-        that is `lookup_hidden`.
+        A session that passes the node on to the kernel calls `count_lookup`. Raises FuseErrno.
         """
         if folder == ROOT and name == HIDDEN_NAME:
             return self.attributes(HIDDEN_ROOT)
@@ -176,12 +182,12 @@ class Vfs:
         return ABSENT if index < 0 else self.attributes(index + 1)
 
     async def lookup_hidden(self, folder: int, name: bytes) -> Attributes:
-        """The same in `.diesel` and below it."""
+        """The same for `.diesel` and the folders below it. It may wait, unlike `lookup`."""
         with self._counted_wait(lookups=1):
             return await self._hidden.lookup(folder, name)
 
     def attributes(self, node: int) -> Attributes:
-        """What a node is. Raises Refused(ESTALE) for one that is unknown."""
+        """The attributes of a node. Raises FuseErrno(ESTALE) for one that is unknown."""
         if node < HIDDEN_ROOT:
             found = self.snapshot.stat(self._index(node))
             mode = int(_TYPE_BITS[found.kind]) | self._permissions(found.kind, found.mode)
@@ -189,17 +195,17 @@ class Vfs:
         return self._hidden.attributes(node)
 
     def count_lookup(self, node: int) -> None:
-        """Counts that the kernel has been given the node; only hidden ones are counted."""
+        """Counts that the kernel has been given the node once more."""
         if node > HIDDEN_ROOT:
             self._hidden.count_lookup(node)
 
     def forget(self, node: int, count: int) -> None:
-        """Takes back `count` of what `count_lookup` counted."""
+        """Subtracts `count` of what `count_lookup` counted: the kernel has dropped them."""
         if node > HIDDEN_ROOT:
             self._hidden.forget(node, count)
 
     def forget_all(self, forgets: Sequence[tuple[int, int]]) -> list[int]:
-        """Many at once; the entries among them, whose pages went along."""
+        """Many at once. Returns the entries among them: the kernel has dropped their pages, too."""
         for node, count in forgets:
             if node >= HIDDEN_ROOT:
                 self.forget(node, count)
@@ -207,16 +213,17 @@ class Vfs:
         return [node - 1 for node, _ in forgets if 0 < node <= entries]
 
     def count_listed(self, folder: int, place: int, count: int) -> None:
-        """Counts that the kernel has been given so many children of a folder, from a place on."""
+        """Counts that the kernel has been given `count` children of a folder, from child `place`
+        on."""
 
     def link_target(self, node: int) -> bytes:
-        """Where a symbolic link points, verbatim."""
+        """The target of a symbolic link, verbatim."""
         if node >= HIDDEN_ROOT:
             return self._hidden.link_target(node)
         return self.snapshot.link(self._index(node))
 
     def space(self) -> Space:
-        """What statfs tells: never 0 blocks, because tools divide by them."""
+        """What statfs reports: never 0 blocks, because tools divide by them."""
         blocks = -(-self.snapshot.byte_count // BLOCK_BYTES)
         return Space(max(blocks, 1), max(self.snapshot.entry_count, 1))
 
@@ -231,28 +238,15 @@ class Vfs:
         return self.snapshot.parent(self._index(node)) + 1
 
     def resume_listing(self, folder: int, offset: int) -> tuple[int, int]:
-        """Where a listing goes on that the kernel has come to an offset of: what to add to all of a
-        folder's offsets, and the offset without it. In one version each is good for ever.
+        """Where a listing goes on at an offset that the kernel gives: a base, which replies must
+        add to all of the folder's offsets, and the offset without it. In one version the base is 0.
         """
         return 0, offset
 
-    def listing(self, folder: int, position: int) -> Listing:
-        """Children of `folder` around `position`; those before it in the answer are to be skipped.
-
-        Where none is left then, the folder ends. A child's position never changes.
-        """
-        start = position - position % LISTING_ENTRIES
-        found = self._listings.get((folder, start))
-        if found is None:
-            found = self._listings[folder, start] = self._list(folder, start)
-            if len(self._listings) > LISTINGS_KEPT:
-                self._listings.popitem(last=False)
-        else:
-            self._listings.move_to_end((folder, start))
-        return found
-
     def child_columns(self, folder: int, position: int, count: int) -> ChildColumns | None:
-        """Up to `count` children of a folder of the dataset from `position` on; None at its end."""
+        """Up to `count` children of a folder of the dataset, from child `position` on; None where
+        there are none. The position of a child never changes.
+        """
         part = self.snapshot.children(self._index(folder))[position : position + count]
         if not part:
             return None
@@ -269,31 +263,17 @@ class Vfs:
             stats.mtime_ns,
         )
 
-    def _list(self, folder: int, start: int) -> Listing:
-        found = self.child_columns(folder, start, LISTING_ENTRIES)
-        if found is None:
-            return Listing(start, (), (), (), (), (), FOREVER_S)
-        first = int(found.nodes[0])
-        nodes = range(first, first + len(found.nodes))
-        return Listing(
-            start,
-            self.snapshot.names(range(nodes.start - 1, nodes.stop - 1)),
-            nodes,
-            found.mode.tolist(),
-            found.size.tolist(),
-            found.mtime_ns.tolist(),
-            FOREVER_S,
-        )
-
     async def hidden_listing(self, folder: int) -> Listing:
-        """All that is in a folder of ours."""
+        """Everything in `.diesel` or a folder below it. May wait."""
         with self._counted_wait(lookups=1):
             return await self._hidden.listing(folder)
 
     # content ----------------------------------------------------------------------------------
 
     def read_nowait(self, node: int, offset: int, size: int) -> Bytes | None:
-        """The bytes if they are in memory, in full up to the file's end; None where `read` must."""
+        """The bytes, in full up to the file's end, if they are in memory; None where `read` must
+        get them. Raises FuseErrno.
+        """
         if node >= HIDDEN_ROOT:
             return self._hidden.read_nowait(node, offset, size)
         index = self._index(node)
@@ -310,9 +290,10 @@ class Vfs:
         return found
 
     async def read(self, node: int, offset: int, size: int) -> Bytes:
-        """The bytes, in full up to the file's end; or Refused(EIO), at the latest at the deadline.
+        """The bytes, in full up to the file's end. Raises FuseErrno(EIO) where the store or the
+        checksum fails, and at the latest at the deadline.
 
-        A short answer never leaves here: one makes the kernel cut the file for ever.
+        It never returns fewer bytes: a short reply would make the kernel cut off the file for ever.
         """
         if node >= HIDDEN_ROOT:
             return await self._read_hidden(node, offset, size)
@@ -352,60 +333,65 @@ class Vfs:
             with self._counted_wait(), trio.fail_after(self._deadline_s):
                 return await self._hidden.read(node, offset, size)
         except trio.TooSlowError:
-            log.error("%s was not made within %g s", self._describe_node(node), self._deadline_s)
+            log.error(
+                "%s was not generated within %g s: the read fails with EIO",
+                self._describe_node(node),
+                self._deadline_s,
+            )
             raise FuseErrno(errno.EIO) from None
 
     @contextmanager
     def _counted_wait(self, lookups: int = 0) -> Iterator[None]:
-        """Somebody waits meanwhile: a reader, or one that `lookups` for a name."""
+        """Counts a request that waits meanwhile; `lookups` is 1 if it is no read."""
         self.waiting += 1
-        self._asking += lookups
+        self._lookups_waiting += lookups
         try:
             yield
         finally:
             self.waiting -= 1
-            self._asking -= lookups
+            self._lookups_waiting -= lookups
             if not self.waiting:
                 self._drained.unpark_all()
 
     async def drain(self) -> None:
-        """Returns when no read waits."""
+        """Returns when no request waits."""
         while self.waiting:
             await self._drained.park()
 
     def _wanted(self, index: int, offset: int, size: int) -> int:
         return max(0, min(size, self.snapshot.size(index) - offset))
 
-    # faults and figures -----------------------------------------------------------------------
+    # errors and statistics -----------------------------------------------------------------------
 
     def errno_of(self, fault: BaseException, request: str, node: int) -> int:
-        """What a session answers for an exception: one bad request never ends a mount."""
+        """The errno to answer for any exception of a request: a bug never ends the mount."""
         if isinstance(fault, FuseErrno):
             return fault.errno
         log.error("%s of %s failed: %r", request, self._describe_node(node), fault, exc_info=fault)
         return errno.EIO
 
     def stats(self) -> dict[str, object]:
-        """What the mount is and did, as `.diesel/stats` has it."""
+        """The content of `.diesel/stats`."""
+        prefetch_stats = self._hooks.prefetch_stats
         return {
             "dataset": self.snapshot.dataset,
             "identity": str(self.snapshot.identity),
             "version": self.snapshot.version,
             "entries": self.snapshot.entry_count,
             "bytes": self.snapshot.byte_count,
-            **self._mount_info,
+            **self._hooks.mount_info,
             "uptime_s": round(self._clock() - self._started_s, 3),
             "requests": dict(sorted(self.requests.items())),
             "reads": dict(self.reads),
-            "waiting": self.waiting - self._asking,
+            "waiting": self.waiting - self._lookups_waiting,
             "cache": self._reader.stats(),
             "lists": self._hidden.stats(),
-            **({} if self._prefetch_stats is None else {"residency": self._prefetch_stats()}),
-            **self._extra_stats(),
+            **({} if prefetch_stats is None else {"residency": prefetch_stats()}),
+            **self._hooks.extra_stats(),
         }
 
     def close(self) -> None:
-        """Gives back what the reader holds."""
+        """Frees what the reader holds."""
         self._reader.close()
 
     def _stats_text(self) -> bytes:
@@ -426,10 +412,12 @@ class Vfs:
     @property
     def _too_old(self) -> str:
         version = self.snapshot.version
-        return f" (snapshot too old: purged since, perhaps; the mount shows version {version})"
+        return (
+            f" (snapshot too old? The mount shows version {version}; a purge may have removed it)"
+        )
 
     def _describe_node(self, node: int) -> str:
-        """Dataset and path of a node, for people; never raises."""
+        """Dataset and path of a node, for messages; never raises."""
         if not 0 < node <= self.snapshot.entry_count:
             return f"{self.snapshot.dataset}: node {node}"
         return f"{self.snapshot.dataset}/{shown(self.snapshot.path(node - 1))}"

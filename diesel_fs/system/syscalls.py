@@ -306,8 +306,8 @@ def die_with_parent(number: int) -> None:
     _checked(_libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0))
 
 
-def readable_within(descriptor: int, seconds: float) -> bool:
-    """Whether there is something to read, now or in time."""
+def wait_readable(descriptor: int, seconds: float) -> bool:
+    """Whether a descriptor is readable, now or within the time."""
     watched = select.poll()
     watched.register(descriptor, select.POLLIN)
     return bool(watched.poll(seconds * 1000))

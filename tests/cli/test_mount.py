@@ -36,7 +36,7 @@ def test_options_that_would_have_no_effect_are_refused(dlcmd: Dlcmd, tmp_path: P
     assert "--memory 0 leaves no room" in dlcmd("mount", "--memory", "0", "pets", at, code=2).err
     said = dlcmd("mount", "--memory", "999T", "pets", at, code=2).err
     assert f"{999 << 40:,} bytes of memory are more than the" in said
-    assert "--offline goes with --snapshot" in dlcmd("mount", "--offline", "pets", at, code=2).err
+    assert "--offline needs --snapshot" in dlcmd("mount", "--offline", "pets", at, code=2).err
     assert not at.exists()
 
 

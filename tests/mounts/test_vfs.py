@@ -1,8 +1,9 @@
-"""The file system without a mount: nodes, editions of hidden files, short answers, deadlines."""
+"""The file system without a mount: nodes, listings, the files of `.diesel`, reads in full."""
 
 import errno
 import os
 import stat
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -19,12 +20,14 @@ from diesel_fs.mounts.attributes import (
     Owner,
 )
 from diesel_fs.mounts.dot_diesel import HiddenFile
-from diesel_fs.mounts.vfs import LISTING_ENTRIES, LISTINGS_KEPT, Vfs
+from diesel_fs.mounts.vfs import MountHooks, Vfs
 from tests.mounts.folder_dataset import FolderReader, snapshot_of
+
+MANY = 1034
 
 
 class Clock:
-    """A clock that stands still unless it is moved."""
+    """A clock that a test moves."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -34,7 +37,7 @@ class Clock:
 
 
 def hidden(vfs: Vfs, name: bytes) -> Attributes:
-    """What a name in `.diesel` leads to."""
+    """The attributes of a name in `.diesel`."""
     return trio.run(vfs.lookup_hidden, HIDDEN_ROOT, name)
 
 
@@ -45,10 +48,10 @@ def clock() -> Clock:
 
 @pytest.fixture
 def vfs(source: Path, clock: Clock) -> Vfs:
-    """A small dataset, its clock in the test's hand."""
+    """A small dataset, with a clock that the test moves."""
     (source / "link").symlink_to("a")
     (source / "many").mkdir()
-    for number in range(LISTING_ENTRIES + 10):
+    for number in range(MANY):
         (source / "many" / f"{number:05}").touch()
     content = snapshot_of(source)
     snapshot = Snapshot(content)
@@ -56,7 +59,7 @@ def vfs(source: Path, clock: Clock) -> Vfs:
         snapshot,
         FolderReader(snapshot, source),
         Owner(1, 2, 0o022),
-        hidden={b"snapshot": HiddenFile(lambda: content)},
+        MountHooks(files={b"snapshot": HiddenFile(lambda: content)}),
         clock=clock,
     )
 
@@ -81,23 +84,19 @@ def test_an_unknown_node_is_stale(vfs: Vfs, node: int) -> None:
 
 
 def test_listings_agree_with_attributes(vfs: Vfs) -> None:
-    """What a listing tells of a child is what its attributes say; positions are the children's."""
+    """A listing gives the same attributes as a lookup, and each child once, in order."""
     folder = vfs.lookup(ROOT, b"many").node
-    names = []
-    position = 0
-    while len((part := vfs.listing(folder, position)).names) > position - part.position:
-        assert part.position == position
-        rows = zip(part.names, part.nodes, part.modes, part.sizes, part.mtimes_ns, strict=True)
-        for name, *told in rows:
-            assert tuple(told) == vfs.lookup(folder, name)[:4]
+    names: list[bytes] = []
+    while (part := vfs.child_columns(folder, len(names), 400)) is not None:
+        bounds = pairwise(part.name_start.tolist())
+        part_names = [part.names[start:end].tobytes() for start, end in bounds]
+        columns = (part.nodes, part.mode, part.size, part.mtime_ns)
+        rows = zip(part_names, *(column.tolist() for column in columns), strict=True)
+        for name, *attributes in rows:
+            assert tuple(attributes) == vfs.lookup(folder, name)[:4]
             names.append(name)
-        position = part.position + len(part.names)
-    assert names == [b"%05d" % number for number in range(LISTING_ENTRIES + 10)]
-    assert vfs.listing(folder, LISTING_ENTRIES + 3).position == LISTING_ENTRIES
-    assert vfs.listing(vfs.lookup(ROOT, b"a").node, 0).names == ()
-    for each in range(3, LISTINGS_KEPT + 10):
-        vfs.listing(each, 0)
-    assert len(vfs._listings) == LISTINGS_KEPT
+    assert names == [b"%05d" % number for number in range(MANY)]
+    assert vfs.child_columns(vfs.lookup(ROOT, b"a").node, 0, 400) is None
 
 
 def test_a_hidden_file_gets_a_new_node_when_and_only_when_it_changes(
@@ -127,7 +126,7 @@ def test_a_hidden_file_that_does_not_change_keeps_its_node(vfs: Vfs, clock: Cloc
         vfs.snapshot,
         vfs._reader,
         Owner(0, 0),
-        hidden={b"x": HiddenFile(lambda: bytes([1, 2]), max_age_s=1.0)},
+        MountHooks(files={b"x": HiddenFile(lambda: bytes([1, 2]), max_age_s=1.0)}),
         clock=clock,
     )
     first = hidden(same, b"x")
@@ -135,14 +134,18 @@ def test_a_hidden_file_that_does_not_change_keeps_its_node(vfs: Vfs, clock: Cloc
     assert hidden(same, b"x") == first
 
 
-def test_editions_that_nobody_knows_go(vfs: Vfs, clock: Clock) -> None:
-    """Statistics that are asked for again and again take no memory."""
+def test_contents_of_stats_that_the_kernel_forgot_are_freed(vfs: Vfs, clock: Clock) -> None:
+    """A program that reads the statistics again and again fills no memory: old nodes are
+    unknown."""
+    first = hidden(vfs, b"stats").node
     for second in range(1000):
         clock.now_s = 2.0 * second
         node = hidden(vfs, b"stats").node
         vfs.count_lookup(node)
         vfs.forget(node, 1)
-    assert len(vfs._hidden._nodes) == 1
+    for old in range(first, node):
+        with pytest.raises(FuseErrno):
+            vfs.attributes(old)
 
 
 def test_owner_and_umask(vfs: Vfs) -> None:

@@ -113,7 +113,7 @@ class KernelSession:
     def _agree(self) -> None:
         """Answers INIT. Raises SessionUnsupported, or DieselError where it does not come."""
         os.set_blocking(self._device, False)
-        if not syscalls.readable_within(self._device, INIT_DEADLINE_S):
+        if not syscalls.wait_readable(self._device, INIT_DEADLINE_S):
             raise DieselError(f"the kernel did not greet the mount on {self._mountpoint}")
         message = memoryview(os.read(self._device, protocol.REQUEST_BYTES))
         request = protocol.parse_header(message)

@@ -20,8 +20,10 @@ import errno
 import functools
 import os
 import signal
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import pairwise
 from types import TracebackType
 from typing import ClassVar, Concatenate, ParamSpec, TypeVar, TypeVarTuple
 
@@ -33,16 +35,24 @@ from ...format.entries import NAME_BYTES_MAX
 from ...system import syscalls
 from ...system.daemons import minimal_environment_set
 from ..attributes import FOREVER_S, HIDDEN_ROOT, Attributes, FuseErrno, Listing
-from ..vfs import BLOCK_BYTES, Vfs
+from ..vfs import BLOCK_BYTES, ChildColumns, Vfs
 from .session import MountOptions, RequestWait
 
 TASKS_MAX = 10_000
-"""Requests under way at once. A READ that waits holds a task, and must delay no other request."""
+"""Requests that may be under way at once. A READ that waits holds a task, and must not delay other
+requests."""
+
+PART_ENTRIES = 1024
+"""Children of a folder that are made ready together; one READDIR reply holds 24 to some 6,000."""
+
+PARTS_KEPT = 64
+"""Parts that are kept, so that many readers can list large folders at once without making the same
+part again."""
 
 NUDGE_S = 0.25
-"""While READs wait, a signal so often. A request can vanish (its process was killed) between the
-kernel's "readable" and our read(2), which then blocks the loop until the next request comes; the
-signal ends it with EINTR, which pyfuse3 expects."""
+"""While READs wait, a signal comes this often. A request can vanish (its process was killed)
+between the kernel's "readable" and read(2), which then blocks the loop until the next request
+comes; the signal ends it with EINTR, which pyfuse3 expects."""
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -52,7 +62,8 @@ _Answer = Callable[Concatenate["_Operations", int, _P], Coroutine[object, None, 
 
 
 def _answered(request: str) -> Callable[[_Handler[_P, _T]], _Answer[_P, _T]]:
-    """Makes what pyfuse3 awaits of a handler that does not wait, and counts its calls."""
+    """Turns a handler that does not wait into the coroutine that pyfuse3 awaits, and counts
+    calls."""
 
     def wrap(handler: _Handler[_P, _T]) -> _Answer[_P, _T]:
         @functools.wraps(handler)
@@ -69,7 +80,7 @@ def _answered(request: str) -> Callable[[_Handler[_P, _T]], _Answer[_P, _T]]:
 
 
 class _Operations(pyfuse3.Operations):
-    """The requests of pyfuse3, each a call of the `Vfs`. What is missing is refused with ENOSYS."""
+    """The requests of pyfuse3, each a call of the `Vfs`. pyfuse3 refuses all others with ENOSYS."""
 
     supports_dot_lookup = False
     enable_writeback_cache = False
@@ -80,6 +91,7 @@ class _Operations(pyfuse3.Operations):
         self._entry = self._blank()
         self._listed = self._blank()
         self._opened = pyfuse3.FileInfo(keep_cache=True)
+        self._parts: OrderedDict[tuple[int, int, int], Listing] = OrderedDict()
         self.started: Callable[[], object] = int
         self.on_open: Callable[[int], object] = int
 
@@ -88,7 +100,7 @@ class _Operations(pyfuse3.Operations):
         self.started()
 
     def fuse_error(self, fault: BaseException, request: str, node: int) -> pyfuse3.FUSEError:
-        """What to raise for whatever a handler raised.
+        """The exception to raise in the place of any that a handler raised.
 
         pyfuse3 lets only FUSEError through: any other exception would end the mount.
         """
@@ -132,7 +144,7 @@ class _Operations(pyfuse3.Operations):
         work: Callable[[int, *_Ts], Awaitable[_T]],
         *given: *_Ts,
     ) -> _T:
-        """What a handler that waits gives; a fault of it is an errno."""
+        """The result of a handler that waits; its errors become errnos."""
         self.vfs.requests[request] += 1
         try:
             with _nudged(self.vfs):
@@ -186,7 +198,7 @@ class _Operations(pyfuse3.Operations):
         return node
 
     async def readdir(self, node: int, start_id: int, token: pyfuse3.ReaddirToken) -> None:
-        """Entries from an offset on: 0 is `.`, 1 is `..`, and child k has k + 2."""
+        """Lists a folder from an offset on: 0 is `.`, 1 is `..`, and child k has offset k + 2."""
         hidden = None
         if node >= HIDDEN_ROOT:
             hidden = await self._waited("readdir", node, self.vfs.hidden_listing)
@@ -205,10 +217,12 @@ class _Operations(pyfuse3.Operations):
         if hidden is not None:
             self._children(token, hidden, position, base)
             return
-        while (
-            after := self._children(token, self.vfs.listing(node, position), position, base)
-        ) > position:
-            position = after
+        first = position
+        while (part := self._part(node, position)) is not None:
+            position = self._children(token, part, position, base)
+            if position < part.position + len(part.names):
+                break  # the reply is full
+        self.vfs.count_listed(node, first, position - first)
 
     @_answered("releasedir")
     def releasedir(self, node: int) -> None:
@@ -222,14 +236,10 @@ class _Operations(pyfuse3.Operations):
     def _children(
         self, token: pyfuse3.ReaddirToken, found: Listing, position: int, base: int
     ) -> int:
-        """Adds children from `position` on: the position after them, the same at the end of the
-        folder, and -1 where the answer is full.
-        """
+        """Adds children from `position` on, as many as fit. Returns the position after them."""
         skip = position - found.position
-        if skip >= len(found.names):
-            return position
         entry, reply, mtime_before = self._listed, pyfuse3.readdir_reply, None
-        counted_from, behind = self.vfs.first_counted_node, base + 3
+        behind = base + 3
         entry.entry_timeout = found.name_valid_s
         columns = (found.names, found.nodes, found.modes, found.sizes, found.mtimes_ns)
         rest = zip(*(column[skip:] for column in columns), strict=True)
@@ -241,11 +251,28 @@ class _Operations(pyfuse3.Operations):
             if mtime_ns != mtime_before:
                 entry.st_mtime_ns = entry.st_ctime_ns = entry.st_atime_ns = mtime_before = mtime_ns
             if not reply(token, name, entry, position + behind):
-                return -1
-            if node >= counted_from:
+                break
+            if node >= HIDDEN_ROOT:  # the others are counted together, by `count_listed`
                 self.vfs.count_lookup(node)
             position += 1
         return position
+
+    def _part(self, folder: int, position: int) -> Listing | None:
+        """The part of a folder of the dataset that has child `position`; None where there is
+        none."""
+        start = position - position % PART_ENTRIES
+        key = folder, start, self.vfs.snapshot.version  # which may change attributes
+        part = self._parts.get(key)
+        if part is None:
+            found = self.vfs.child_columns(folder, start, PART_ENTRIES)
+            if found is None:
+                return None
+            part = self._parts[key] = _listing(start, found)
+            if len(self._parts) > PARTS_KEPT:
+                self._parts.popitem(last=False)
+        else:
+            self._parts.move_to_end(key)
+        return part if position < start + len(part.names) else None
 
     async def statfs(self, ctx: pyfuse3.RequestContext) -> pyfuse3.StatvfsData:
         return await self._statfs(0)
@@ -271,9 +298,24 @@ class _Operations(pyfuse3.Operations):
         raise FuseErrno(errno.ENOSYS)
 
 
+def _listing(position: int, found: ChildColumns) -> Listing:
+    """The columns as Python values, of which pyfuse3 makes a reply."""
+    bounds = (found.name_start - found.name_start[0]).tolist()
+    letters = found.names[found.name_start[0] : found.name_start[-1]].tobytes()
+    return Listing(
+        position,
+        [letters[start:end] for start, end in pairwise(bounds)],
+        found.nodes.tolist(),
+        found.mode.tolist(),
+        found.size.tolist(),
+        found.mtime_ns.tolist(),
+        FOREVER_S,
+    )
+
+
 @contextmanager
 def _nudged(vfs: Vfs) -> Iterator[None]:
-    """Interrupts the loop's read(2) now and then while any READ waits."""
+    """Interrupts the loop's read(2) every `NUDGE_S` while any READ waits."""
     signal.setitimer(signal.ITIMER_REAL, NUDGE_S, NUDGE_S)
     try:
         yield
@@ -330,7 +372,7 @@ def installed(loop: TrioStandIn) -> Iterator[None]:
 
 
 class Pyfuse3Session:
-    """The session over libfuse; see the module."""
+    """The session over libfuse (see the module)."""
 
     name: ClassVar[str] = "pyfuse3"
 
@@ -341,7 +383,7 @@ class Pyfuse3Session:
         self._options = options
 
     def mount(self) -> None:
-        """Puts the file system in the tree. What libfuse says of a failure is on stderr."""
+        """Mounts. libfuse writes the reason of a failure to stderr. Raises DieselError."""
         try:
             with minimal_environment_set():  # libfuse starts fusermount3 with what this process has
                 pyfuse3.init(self._operations, self._mountpoint, set(self._options.as_list()))
@@ -349,7 +391,7 @@ class Pyfuse3Session:
             raise DieselError(f"cannot mount on {self._mountpoint}: {error}") from error
 
     async def serve(self, started: Callable[[], None]) -> None:
-        """Answers requests until the kernel has closed the connection."""
+        """See `Session`."""
         self._operations.started = started
         before = signal.signal(signal.SIGALRM, lambda *_: None)
         try:
@@ -360,17 +402,17 @@ class Pyfuse3Session:
             signal.signal(signal.SIGALRM, before)
 
     def clone(self) -> int:
-        """Another descriptor of the connection, to notify the kernel through. Raises OSError."""
-        for name in os.listdir("/proc/self/fd"):  # libfuse does not tell which is its own
+        """See `Session`."""
+        for name in os.listdir("/proc/self/fd"):  # libfuse does not say which is its own
             with suppress(OSError):
                 if os.readlink(f"/proc/self/fd/{name}") == "/dev/fuse":
                     return syscalls.clone(int(name))
-        raise OSError(errno.EBADF, "no connection")
+        raise OSError(errno.EBADF, "no descriptor of /dev/fuse is open")
 
     def set_open_callback(self, opened: Callable[[int], None]) -> None:
-        """From now on, tell of each entry that is opened."""
+        """See `Session`."""
         self._operations.on_open = opened
 
     def close(self) -> None:
-        """Closes the connection; unmounting is the daemon's affair."""
+        """Closes the connection."""
         pyfuse3.close(unmount=False)
