@@ -1,8 +1,18 @@
-"""The mount: a dataset as a read-only folder. SEMANTICS.md says what each operation does.
+"""Mounts: a dataset as a read-only folder, through FUSE. SEMANTICS.md says what each call does.
 
-What is exported here is for programs and imports neither FUSE, trio nor numpy. The daemon that
-`mount` starts is `daemon.py`; the sessions speak FUSE for a `Vfs` that knows none. `mounted.py` is
-the same for Python.
+A mount is three processes. The supervisor (`supervisor.py`) watches over the other two: the server
+(`server.py`), which answers the kernel, and the prefetch worker (`prefetch_worker.py`), which puts
+contents into the kernel's page cache before they are read.
+
+Read `vfs.py` first (the file system, without FUSE), then `sessions/` (FUSE), `server.py`,
+`prefetch/` (what to push when), `plans/` (what programs say they will read), `versions/` (mounts
+that follow their dataset), and `launcher.py` (mounting and unmounting).
+
+The folders form layers. Each imports only what stands before it in this line:
+attributes, dot_diesel, vfs, options, mountpoint, source < sessions < prefetch < plans < versions <
+prefetch_worker, server, supervisor, launcher.
+
+The names exported here are for programs. Importing them loads neither FUSE, trio nor numpy.
 """
 
 from .launcher import filelist, mount, mount_in_foreground, stats, umount

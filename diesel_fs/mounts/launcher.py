@@ -1,7 +1,8 @@
-"""Mounting, unmounting and asking a mount, from other programs: `dlcmd` and the Python interface.
+"""Mounts, unmounts and queries of a mount, for `dlcmd` and the Python API.
 
-Owned here: starting the daemon and hearing whether it came up, ending it. Not owned: what it does
-(`daemon.py`). Imports stay few: these calls are what a user waits for. Any thread.
+`mount` starts the processes of a mount (`supervisor.py`) and waits until they serve it; `umount`
+ends them. This module imports neither numpy, trio nor FUSE, because a user waits for it. Any
+thread.
 """
 
 import json
@@ -52,23 +53,25 @@ from .processes import (
 logger = logging.getLogger("diesel.mount")
 
 START_DEADLINE_S = 60.0
-"""How long a mount may take to come up: it may fetch a snapshot first."""
+"""How long a mount may take to become ready: it may have to fetch a snapshot first."""
 
 END_DEADLINE_S = 5.0
-"""How long a daemon may do nothing after its mount is gone, and not end. It needs milliseconds, but
-where the kernel knows millions of files, they are let go of first: a second for 200,000."""
+"""How long the daemon of an unmounted mount may use no processor time and not end. It needs
+milliseconds, unless the kernel knows millions of files, which it forgets first, 200,000 a second.
+"""
 
 END_DEADLINE_S_MAX = 600.0
-"""How long a daemon may take in all, whatever it does."""
+"""How long the daemon of an unmounted mount may take to end in all."""
 
 PROGRESS_INTERVAL_S = 5.0
-"""How often whoever waits for a daemon that goes on working is told so."""
+"""How often `umount` logs that it still waits for a daemon."""
 
 DETACHED_END_S = 1.0
-"""A daemon whose mount is in no tree any more is told to end after so long."""
+"""After this time the daemon of an unmounted mount gets SIGTERM."""
 
 OWN_PROCESSES_BUSY_S = 2.0
-"""So long a mount may be busy by its own helper, which lets go after each piece of work."""
+"""How long the mount's own prefetch worker may keep it busy: a worker of an ordinary user opens
+folders of the mount, and closes them after each piece of work."""
 
 DAEMON = (sys.executable, "-m", "diesel_fs.mounts.supervisor")
 FOREGROUND = "--foreground"
@@ -77,12 +80,12 @@ _PIDS_SHOWN = 20
 
 
 def mount(request: MountRequest, *, program: Sequence[str] = DAEMON) -> None:
-    """Mounts in the background and returns when reads work. A folder that is missing is made, and
-    is removed when the mount goes.
+    """Mounts in the background and returns when reads work.
 
-    Raises DieselError with the reason, and with the end of the log where the daemon wrote any. A
-    call that fails or is interrupted leaves nothing behind. What the daemon warns of is a warning
-    of the logger `diesel.mount` here too.
+    A missing folder is created, and removed when the mount ends. Raises DieselError with the
+    reason, and with the end of the daemon's log if it has any. A call that fails or is interrupted
+    leaves nothing mounted. The daemon's warnings are also warnings of the logger `diesel.mount`
+    here.
     """
     request = _checked(request)
     try:
@@ -104,14 +107,16 @@ def _start(request: MountRequest, program: Sequence[str]) -> None:
                 daemon_name=f"the mount on {request.mountpoint}", deadline_s=START_DEADLINE_S,
             )  # fmt: skip
             if not is_alive(request.mountpoint):
-                raise DieselError(f"the mount on {request.mountpoint} died at once")
+                raise DieselError(f"the mount on {request.mountpoint} ended at once")
         except DieselError as error:
             add_log_tail(error, log, start)
             raise
 
 
 def mount_in_foreground(request: MountRequest, *, program: Sequence[str] = DAEMON) -> NoReturn:
-    """Becomes the daemon: it logs to stderr (or the log file), and ends with the mount."""
+    """Turns this process into the daemon, which logs to stderr or the log file, and ends with the
+    mount. Raises DieselError.
+    """
     request = _checked(request)
     text = request.to_json()
     if request.log_file:
@@ -128,14 +133,14 @@ def mount_in_foreground(request: MountRequest, *, program: Sequence[str] = DAEMO
 def umount(directory: str | os.PathLike[str], *, lazy: bool = False, force: bool = False) -> None:
     """Unmounts and waits for the daemon's end.
 
-    Raises BusyError, naming the processes, where it is in use: it then goes on serving. `lazy`
-    takes it out of the tree at once, and it ends with its last user. `force` ends it now, whatever
-    it does: its users get errors. Where the file system is mounted elsewhere too, as in another
-    mount namespace, the daemon goes on for that; a warning of the logger `diesel.mount` says so.
-    A daemon that takes its time is waited for as long as it does anything; another such warning
-    says so.
+    A mount in use stays, and BusyError names the processes that use it. `lazy` removes it from the
+    tree at once, and it ends with its last user. `force` ends it now, and its users get errors.
 
-    Raises DeadlineError for one that neither ends nor does anything, PermissionDenied for another
+    Where the file system is mounted elsewhere too, as in another mount namespace, the daemon goes
+    on serving it there, and a warning of the logger `diesel.mount` says so. A daemon that takes
+    long is waited for as long as it uses processor time; a warning says that, too.
+
+    Raises DeadlineError for a daemon that neither ends nor works, PermissionDenied for another
     user's mount.
     """
     found = our_mount(directory)
@@ -145,37 +150,39 @@ def umount(directory: str | os.PathLike[str], *, lazy: bool = False, force: bool
         _force(found.path, found.device, daemon, own)
         return
     others = other_mounts_of(found)
-    has_users = lazy and set(holders_of(found.device)) - set(own)  # once detached, nobody can tell
+    has_users = lazy and set(holders_of(found.device)) - set(own)  # found only before detaching
     _unmount(found.path, found.device, own, lazy)
     if daemon is None or has_users:
         return
     if not ends_within(daemon, DETACHED_END_S):
         left = {each: pid for each, pid in other_mounts_of(found).items() if each in others}
-        if left:  # of what was there before: the device's number may be another's now
+        if left:  # only those from before: the device number may belong to a new mount now
             _warn_still_mounted(left, found.path, daemon)
             return
         if not lazy:
-            with suppress(ProcessLookupError):  # what is read ahead for nobody keeps it
+            with suppress(ProcessLookupError):  # a read ahead may keep it alive
                 os.kill(daemon, signal.SIGTERM)
     _wait(own, found.path)
 
 
 def stats(directory: str | os.PathLike[str]) -> dict[str, object]:
-    """What a mount says of itself (`.diesel/stats`). Raises DieselError."""
+    """The statistics of a mount (`.diesel/stats`). Raises DieselError."""
     found = our_mount(directory)
     try:
         values = json.loads(read_through(f"{found.path}/.diesel/stats"))
     except ValueError as error:
-        raise DieselError(f"the statistics of {found.path} are no JSON: {error}") from error
+        raise DieselError(f"the statistics of {found.path} are not JSON: {error}") from error
     if not isinstance(values, dict):
-        raise DieselError(f"the statistics of {found.path} are no object")
+        raise DieselError(f"the statistics of {found.path} are not a JSON object")
     return values
 
 
 def filelist(directory: str | os.PathLike[str], epoch: int | None = None) -> list[str]:
-    """The paths of a mount's files in the order of an epoch: that of `.diesel/filelist`, or another
-    one of the same seed and group size. Reading it announces that it will be followed. Raises
-    DieselError.
+    """The paths of a mount's files in the order of an epoch: the current one of `.diesel/filelist`,
+    or `epoch` with the same seed and group size.
+
+    Reading the list tells the mount that its files will be read in this order. Raises DieselError;
+    UsageError for a bad epoch.
     """
     found = our_mount(directory)
     name = "filelist0"
@@ -193,15 +200,16 @@ def _checked(request: MountRequest) -> MountRequest:
     request = replace(request, mountpoint=real_path(request.mountpoint))
     if not os.path.exists("/dev/fuse"):
         raise PermissionDenied(
-            "no /dev/fuse here",
-            advice="modprobe fuse; in a container: --device /dev/fuse --cap-add SYS_ADMIN",
+            "there is no /dev/fuse",
+            advice="run `modprobe fuse`; start a container with --device /dev/fuse --cap-add"
+            " SYS_ADMIN",
         )
     if os.geteuid():
         if shutil.which("fusermount3") is None:
-            raise PermissionDenied("no fusermount3 here", advice="install the package fuse3")
+            raise PermissionDenied("there is no fusermount3", advice="install the package fuse3")
         if request.allow_other and not _users_may_allow_other():
             raise PermissionDenied(
-                "only root may use --allow-other here",
+                "only root may use --allow-other on this machine",
                 advice="write user_allow_other into /etc/fuse.conf",
             )
     made = prepare_mountpoint(request.mountpoint, request.forbidden_folders)
@@ -220,7 +228,7 @@ def _log_path(request: MountRequest) -> Path:
 
 
 def default_log(request: MountRequest) -> Path:
-    """Where the background log of a mount goes: one file for a mount point."""
+    """The log file of a background mount: one for each mount point."""
     flat = request.mountpoint.strip("/").replace("/", "-").encode(errors="replace").decode()
     return state_folder() / f"mount-{request.dataset}-{flat[-100:]}.log"
 
@@ -234,7 +242,7 @@ def _busy(path: str, pids: Sequence[int]) -> BusyError:
 
 
 def _unmount(path: str, device: str, own: Sequence[int], lazy: bool) -> None:
-    """Raises BusyError, naming the processes. The mount's own hold it for moments, no longer."""
+    """Unmounts; waits while only the mount's own processes keep it busy. Raises BusyError."""
     deadline_s = time.monotonic() + OWN_PROCESSES_BUSY_S
     while True:
         try:
@@ -264,13 +272,13 @@ def _force(path: str, device: str, daemon: int | None, own: Sequence[int]) -> No
         if is_mounted(path, device):
             unmount(path, lazy=True)
     except DieselError:
-        if is_mounted(path, device):  # else its daemon has taken it away meanwhile
+        if is_mounted(path, device):  # else its daemon has unmounted it meanwhile
             raise
     _wait(own, path)
 
 
 def _warn_still_mounted(left: Mapping[MountEntry, int], path: str, daemon: int) -> None:
-    """Why a daemon goes on although its mount has been taken away."""
+    """Logs why a daemon goes on although its mount was unmounted."""
     places = [f"on {each.path}, as process {pid} sees it" for each, pid in left.items()]
     logger.warning(
         "%s is unmounted; its file system is still mounted elsewhere (%s), and the daemon "
@@ -282,10 +290,11 @@ def _warn_still_mounted(left: Mapping[MountEntry, int], path: str, daemon: int) 
 
 
 def _wait(own: Sequence[int], path: str) -> None:
-    """The daemon first: it waits for its children, unless it was killed. Whatever makes progress is
-    waited for: where the kernel has known millions of files, it lets go of them first.
+    """Waits for the end of the processes, the daemon first: it waits for its children itself,
+    unless it was killed. Processes that work are waited for: the kernel may have to forget millions
+    of files. Raises DeadlineError.
     """
-    now_s = begun_s = worked_s = told_s = time.monotonic()
+    now_s = begun_s = worked_s = logged_s = time.monotonic()
     ticks = processor_ticks(own)
     for pid in own:
         while not ends_within(pid, 0.1):
@@ -297,11 +306,11 @@ def _wait(own: Sequence[int], path: str) -> None:
                     f"{path} is unmounted, but its daemon (process {pid}) has not ended",
                     advice=f"kill -9 {pid}",
                 )
-            if now_s - told_s > PROGRESS_INTERVAL_S:
-                told_s = now_s
+            if now_s - logged_s > PROGRESS_INTERVAL_S:
+                logged_s = now_s
                 logger.warning(
-                    "%s is unmounted; its processes let go of the files that the kernel knew, "
-                    "for %.0f s now",
+                    "%s is unmounted; for %.0f s its processes have been forgetting the files that "
+                    "the kernel knew",
                     path,
                     now_s - begun_s,
                 )

@@ -1,4 +1,7 @@
-"""`diesel_fs.mount`: mounting from Python, for as long as a `with` lasts."""
+"""`diesel_fs.mount`: mounts from Python, which last as long as a `with` statement.
+
+It is apart from `launcher.py` because it imports `Dataset`, and so numpy.
+"""
 
 import os
 from pathlib import Path
@@ -14,7 +17,7 @@ from .options import MountRequest
 
 
 class Mounted:
-    """A mount of this process's making; leaving `with` unmounts it."""
+    """A mount that this process has made; leaving `with` unmounts it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -43,14 +46,14 @@ def mount(
     allow_other: bool = False,
     **task: Unpack[TaskKwargs],
 ) -> Mounted:
-    """Mount a dataset (an open one, or by name and `url`); reads work on return.
+    """Mounts a dataset (an open one, or one by name and `url`); reads work when it returns.
 
-    The folder is empty, or missing: then it is made, and removed when the mount goes.
+    The folder must be empty or missing: a missing one is created, and removed when the mount ends.
 
-    `"pets@1790000000000000"` is mounted at that version, which is kept, and so is a dataset that
-    was opened there. What an open dataset has not flushed does not show. The words about a task are
-    those of `connect`; an open dataset's own, where none is said. Raises DieselError with the
-    reason.
+    A name like `"pets@1790000000000000"` mounts that kept version; so does a dataset that was
+    opened at one. Files that an open dataset has not flushed are not shown. `task` are the options
+    of a task's shared cache, as of `connect`; without any, an open dataset's own are used. Raises
+    DieselError with the reason.
     """
     if isinstance(dataset, Dataset):
         name, version = dataset.name, dataset.version if dataset.is_kept else 0

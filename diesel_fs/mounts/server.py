@@ -1,12 +1,14 @@
-"""The server process of a mount: opens the dataset, answers the kernel, unmounts, and goes.
+"""The server process of a mount: it opens the dataset, mounts it, answers the kernel, unmounts.
 
-Owned here: the process's life (start, report, signals, end) and which session serves. Not owned:
-starting it and watching over it (`daemon.py`), where the content comes from (`source.py`),
-answering the kernel (the sessions), what is pushed into its cache (`prefetch_worker.py`).
+The supervisor (`supervisor.py`) forks it. This module is the process's life: start, choice of the
+session, report to the starter, signals, end. The contents come from `source.py`, and a session
+answers the kernel.
 
-`UNMOUNT_SIGNAL` unmounts, lazily where somebody holds the mount, lets reads under way finish for
-`GRACE_S`, and ends; a second one ends at once. Concurrency: trio, in the main thread; the process
-never touches its own mount, and unmounts from another thread while it goes on answering.
+`UNMOUNT_SIGNAL` unmounts (lazily where the mount is in use), lets reads under way finish for
+`GRACE_S`, and ends the process; a second one ends it at once.
+
+Concurrency: trio, in the main thread. The process never touches its own mount, and unmounts in
+another thread while it goes on answering.
 """
 
 import logging
@@ -28,7 +30,7 @@ from ..settings import runtime_folder
 from ..system import syscalls
 from .attributes import Owner
 from .dot_diesel import HiddenFile
-from .mountpoint import mounted_at, unmount
+from .mountpoint import is_mounted, mounted_at, unmount
 from .options import MountRequest
 from .plans.control_socket import ControlSocket
 from .plans.list_plans import ListPlans
@@ -48,61 +50,64 @@ GRACE_S = 1.5
 """How long reads under way may take after a signal: the process ends within 2 s."""
 
 LEASE_DEADLINE_S = 2.0
-"""So long a mount waits for its lease before it is ready; a purge has a period of grace besides."""
+"""How long a mount waits for its lease before it is ready. The lease keeps a purge from removing
+the version's chunks; a purge also has a period of grace."""
 
 WORKER_HELLO_DEADLINE_S = 2.0
-"""So long a mount waits to hear of its helper before it is ready; it says so as soon as it runs."""
+"""How long a mount waits for the worker's first message before it is ready."""
 
 BEAT_S = 1.0
-"""How often the watchdog is told that requests are answered."""
+"""How often the supervisor gets a heartbeat."""
 
 UNMOUNT_SIGNAL = signal.SIGUSR1
-"""How the supervisor tells that it was signalled: once to unmount, twice to end at once. SIGTERM
-from others unmounts as well, but does not count: they may have signalled the supervisor too."""
+"""What the supervisor sends: once to unmount, twice to end at once. SIGTERM from other processes
+unmounts as well, but does not count: they may have signalled the supervisor too."""
 
 ORPHANED_SIGNAL = signal.SIGUSR2
-"""The supervisor has been killed: the connection is aborted here, since the helper may wait for a
-page lock. Before there is a mount this signal ends the process, as the kernel does by default."""
+"""What the kernel sends when the supervisor was killed. The server then aborts the connection,
+since the worker may wait for a page lock. Before there is a mount this signal ends the process."""
 
 TASK_STATS_S = 1.0
-"""How old what `.diesel/stats` says of the task may be."""
+"""How old the statistics of the task in `.diesel/stats` may be."""
 
 READY = b"ready"
 
 SESSIONS = (KernelSession.name, "pyfuse3")
-"""The best first: `auto` takes the first that the kernel supports."""
+"""The best first: `--session auto` takes the first that works here."""
 
 Report = Callable[[Mapping[str, object]], None]
 
 
 def serve_mount(
     request: MountRequest,
-    opener: MountSource,
+    source: MountSource,
     report: Report,
     beat: int,
     link: socket.socket,
     *,
     foreground: bool,
 ) -> int:
-    """Serves a mount in this process, from opening the dataset on. The exit code.
+    """Runs the server process, from opening the dataset to the mount's end. Returns the exit code.
 
-    `beat` is a pipe to the supervisor: the mount's device, `READY`, and a line each `BEAT_S`.
+    `report` reaches the program that started the mount. `beat` is a pipe to the supervisor, which
+    gets lines: the mount's device, `READY`, and then an empty line every `BEAT_S`. `link` is the
+    socket to the prefetch worker.
     """
     try:
-        _Server(request, opener, report, beat, WorkerLink(link), foreground).run()
+        _Server(request, source, report, beat, WorkerLink(link), foreground).run()
     except DieselError as error:
         log.error("%s", error)
         report(error_message(error))
         return error.exit_code
     except Exception as error:
-        log.exception("the mount failed")
+        log.exception("the mount failed (a bug)")
         report(error_message(DieselError(f"the mount failed: {error!r}")))
         return DieselError.exit_code
     return 0
 
 
 def _session_called(name: str) -> type[Session]:
-    """Raises SessionUnsupported where its package is not installed."""
+    """The class of a session. Raises SessionUnsupported where its package is not installed."""
     if name == KernelSession.name:
         return KernelSession
     try:
@@ -116,6 +121,8 @@ def _session_called(name: str) -> type[Session]:
 
 
 class _ReportHandler(logging.Handler):
+    """Reports warnings to the program that started the mount."""
+
     def __init__(self, report: Report) -> None:
         super().__init__(logging.WARNING)
         self._report = report
@@ -130,14 +137,14 @@ class _Server:
     def __init__(
         self,
         request: MountRequest,
-        opener: MountSource,
+        source: MountSource,
         report: Report,
         beat: int,
         link: WorkerLink,
         foreground: bool,
     ) -> None:
         self._request = request
-        self._opener = opener
+        self._source = source
         self._report = report
         self._supervisor_pipe = beat
         self._link = link
@@ -146,31 +153,30 @@ class _Server:
         self._abort_file = -1
         self._started = trio.Event()
         os.set_blocking(beat, False)
-        source = opener.open(request)
-        if source.warning:
-            log.warning("%s", source.warning)
-            report({"warning": source.warning})
-        self._snapshot = source.snapshot
-        self._warnings = {source.snapshot.version: source.warning} if source.warning else {}
+        opened = source.open(request)
+        if opened.warning:
+            log.warning("%s", opened.warning)
+            report({"warning": opened.warning})
+        self._snapshot = opened.snapshot
+        self._warnings = {opened.snapshot.version: opened.warning} if opened.warning else {}
         self._memory = MemorySplit.of(request)
         self._lists = ListPlans(
             request.seed, request.group_size or GROUP_SIZE_DEFAULT, self._snapshot.version
         )
         self._control: ControlSocket | None = None
-        self._follower: VersionWatcher | None = None
-        self._leases = VersionLeases(request, opener)
+        self._watcher: VersionWatcher | None = None
+        self._leases = VersionLeases(request, source)
         self._leased = trio.Event()
         self._task_stats: dict[str, object] = {}
 
     def run(self) -> None:
-        """Mounts, serves, and returns when the mount is gone. Raises DieselError."""
+        """Mounts, serves, and returns when the mount has ended. Raises DieselError."""
         trio.run(self._run)
         log.info("the mount on %s has ended", self._request.mountpoint)
 
     async def _run(self) -> None:
-        with trio.open_signal_receiver(
-            signal.SIGTERM, UNMOUNT_SIGNAL, ORPHANED_SIGNAL
-        ) as signals:  # none before
+        numbers = (signal.SIGTERM, UNMOUNT_SIGNAL, ORPHANED_SIGNAL)
+        with trio.open_signal_receiver(*numbers) as signals:
             self._control = self._control_socket()
             try:
                 await self._mount_and_serve(signals)
@@ -180,7 +186,7 @@ class _Server:
 
     async def _mount_and_serve(self, signals: AsyncIterator[int]) -> None:
         with self._task_warnings_reported():
-            self._session = self._mounted()
+            self._session = self._mount()
         found = mounted_at(self._request.mountpoint)
         self._device = found.device if found else ""
         self._abort_file = syscalls.open_abort(self._device)
@@ -189,7 +195,7 @@ class _Server:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._handle_signals, signals, nursery.cancel_scope)
                 nursery.start_soon(self._become_ready)
-                nursery.start_soon(self._pulse)
+                nursery.start_soon(self._send_heartbeats)
                 nursery.start_soon(self._lease_and_follow)
                 if self._request.task_options:
                     nursery.start_soon(self._poll_task_stats)
@@ -199,30 +205,30 @@ class _Server:
                 nursery.cancel_scope.cancel()
         finally:
             with suppress(DieselError):
-                self._unmount(lazy=True)  # nothing is left, unless the session has failed
+                self._unmount(lazy=True)  # needed only where the session has failed
             self._close()
 
     @contextmanager
     def _task_warnings_reported(self) -> Iterator[None]:
-        """What the task warns of is a warning of the mount meanwhile."""
-        teller, task = _ReportHandler(self._report), logging.getLogger("diesel.task")
-        task.addHandler(teller)
+        """Warnings of the task's cache are reported as warnings of the mount meanwhile."""
+        handler, task = _ReportHandler(self._report), logging.getLogger("diesel.task")
+        task.addHandler(handler)
         try:
             yield
         finally:
-            task.removeHandler(teller)
+            task.removeHandler(handler)
 
-    def _mounted(self) -> Session:
-        """The session that serves, mounted. Raises DieselError."""
+    def _mount(self) -> Session:
+        """Mounts by the first session that works here. Raises DieselError."""
         wanted = self._request.session
         if wanted != "auto" and wanted not in SESSIONS:
             raise DieselError(
-                f"no session {wanted!r}", advice=f"known: auto, {', '.join(SESSIONS)}"
+                f"there is no session {wanted!r}", advice=f"known: auto, {', '.join(SESSIONS)}"
             )
         names = list(SESSIONS) if wanted == "auto" else [wanted]
         reasons: list[str] = []
         for name in names:
-            self._vfs = self._vfs_for(name)
+            self._vfs = self._make_vfs(name)
             options = MountOptions(
                 self._snapshot.dataset,
                 self._snapshot.version,
@@ -241,11 +247,11 @@ class _Server:
                 return session
         raise DieselError("; ".join(reasons))
 
-    def _vfs_for(self, session: str) -> Vfs:
+    def _make_vfs(self, session: str) -> Vfs:
         snapshot, request = self._snapshot, self._request
         pushes = session == KernelSession.name
         memory_bytes = self._memory.server_bytes(pushes=pushes)
-        reader = self._opener.reader(request, snapshot, memory_bytes, pushes=pushes)
+        reader = self._source.reader(request, snapshot, memory_bytes, pushes=pushes)
         owner = Owner(*request.owner_ids, request.umask)
         mount_info = {
             "session": session,
@@ -264,19 +270,19 @@ class _Server:
         deadline_s = request.read_deadline_s
         if not request.follow:
             return Vfs(snapshot, reader, owner, hooks, read_deadline_s=deadline_s)
-        self._follower = VersionWatcher(
-            request, self._opener, self._link, self._leases, memory_bytes, self._on_switch
+        self._watcher = VersionWatcher(
+            request, self._source, self._link, self._leases, memory_bytes, self._on_switch
         )
-        made = FollowingVfs(
+        following = FollowingVfs(
             snapshot,
             reader,
             owner,
             hooks,
-            follow_stats=self._follower.stats,
+            follow_stats=self._watcher.stats,
             read_deadline_s=deadline_s,
         )
-        self._follower.attach_vfs(made)
-        return made
+        self._watcher.attach_vfs(following)
+        return following
 
     def _control_path(self) -> bytes:
         return b"" if self._control is None else self._control.path
@@ -293,32 +299,33 @@ class _Server:
         return extra
 
     async def _poll_task_stats(self) -> None:
-        """What the task says of itself, for `.diesel/stats`: asking may wait for the master."""
+        """Fetches the task's statistics for `.diesel/stats`: asking for them may wait for its
+        master."""
         while True:
             self._task_stats = await trio.to_thread.run_sync(
-                self._opener.task_stats, abandon_on_cancel=True
+                self._source.task_stats, abandon_on_cancel=True
             )
             await trio.sleep(TASK_STATS_S)
 
     def _on_switch(self, snapshot: Snapshot) -> None:
-        """Names lead to another version: so does all that speaks of it."""
+        """Switches lists and control socket when names have begun to lead to another version."""
         self._snapshot = snapshot
         self._lists.switch_version(snapshot.version)
         if self._control is not None:
             self._control.set_hello(self._hello())
 
     async def _lease_and_follow(self) -> None:
-        """Says that this version is being read; then follows, where that is asked for."""
+        """Takes the lease on the version; then follows the dataset, with `--follow`."""
         await trio.to_thread.run_sync(
             self._leases.set_versions, [self._snapshot], abandon_on_cancel=True
         )
         self._leased.set()
-        if self._follower is not None:
+        if self._watcher is not None:
             await self._started.wait()
-            await self._follower.run(self._session)
+            await self._watcher.run(self._session)
 
     def _control_socket(self) -> ControlSocket | None:
-        """The socket that takes plans; a mount goes without where it cannot be."""
+        """The socket that takes plans; None where it cannot be made, and the mount goes on."""
         try:
             made = ControlSocket(runtime_folder(), self._hello(), self._stats, self._link)
             made.listen()
@@ -339,11 +346,11 @@ class _Server:
         return self._vfs.stats()  # type: ignore[return-value]  # what JSON takes, msgpack takes
 
     async def _become_ready(self) -> None:
-        """Settings come after the kernel's first exchange, which would set them back."""
+        """Reports that the mount is ready, starts the worker, and runs the link to it."""
         await self._started.wait()
         with trio.move_on_after(LEASE_DEADLINE_S):
             await self._leased.wait()
-        syscalls.tune(self._device)
+        syscalls.tune(self._device)  # the kernel's first request would have reset this
         log.info(
             "%s at version %d is mounted on %s (%s session, %s, device %s)",
             self._snapshot.dataset,
@@ -355,11 +362,9 @@ class _Server:
         )
         if isinstance(self._session, KernelSession):
             await self._link.receive_hello(WORKER_HELLO_DEADLINE_S)
-        os.write(
-            self._supervisor_pipe, READY + b"\n"
-        )  # the supervisor reports it: `umount` can find it then
+        os.write(self._supervisor_pipe, READY + b"\n")  # the supervisor reports it
         if not self._foreground:
-            os.dup2(2, 1)  # whoever started us sees the end of the report
+            os.dup2(2, 1)  # closes the report, of which the starter waits for the end
         if isinstance(self._session, KernelSession) and self._start_worker(self._session):
             await self._link.run()
             self._session.detach_worker()
@@ -368,39 +373,40 @@ class _Server:
         self._session.set_open_callback(self._on_open)
 
     def _on_open(self, entry: int) -> None:
-        """A file whose node is its `entry` + 1 was opened."""
+        """Tells the lists that a file was opened, whose node is `entry` + 1."""
         vfs = self._vfs
         self._lists.on_open(vfs.entry_of(entry + 1) if isinstance(vfs, FollowingVfs) else entry)
 
     def _start_worker(self, session: KernelSession) -> bool:
-        """Hands the helper what it works with: the connection, and the snapshot."""
+        """Sends the worker the connection, the snapshot and the shared memory. False if it
+        cannot."""
         begin: Message = {
             "do": "begin",
             "device": self._device,
             "push_bytes": self._memory.push_bytes,
         }
-        with ExitStack() as held:
+        with ExitStack() as stack:
             try:
-                held.callback(os.close, device := session.clone())
-                held.callback(os.close, snapshot := snapshot_descriptor(self._snapshot))
-                held.callback(os.close, shared := push_status_file(self._snapshot.entry_count))
+                stack.callback(os.close, device := session.clone())
+                stack.callback(os.close, snapshot := snapshot_descriptor(self._snapshot))
+                stack.callback(os.close, shared := push_status_file(self._snapshot.entry_count))
                 self._link.start_worker(begin, [device, snapshot, shared])
-                if self._follower is not None:
-                    self._follower.attach_session(session, shared)
+                if self._watcher is not None:
+                    self._watcher.attach_session(session, shared)
                 else:
-                    board = PushStatusMap(shared)
+                    push_status = PushStatusMap(shared)
                     session.attach_worker(
-                        self._link.report_miss, self._link.report_forgotten, board
+                        self._link.report_miss, self._link.report_forgotten, push_status
                     )
             except OSError as error:
-                log.error("nothing is pushed into the kernel's cache: %s", error)
+                log.error("nothing is pushed into the kernel's page cache: %s", error)
                 return False
         self._lists.connect_worker(self._link)
         if self._control is not None:
             self._control.has_worker = True
         return True
 
-    async def _pulse(self) -> None:
+    async def _send_heartbeats(self) -> None:
         while True:
             with suppress(BlockingIOError):
                 os.write(self._supervisor_pipe, b"\n")
@@ -421,7 +427,7 @@ class _Server:
                 if was_signalled and number == UNMOUNT_SIGNAL:
                     break
                 was_signalled = was_signalled or number == UNMOUNT_SIGNAL
-            log.warning("told again: ending at once")
+            log.warning("a second signal: ending at once")
             with suppress(DieselError):
                 self._unmount(lazy=True)
             scope.cancel()
@@ -433,31 +439,30 @@ class _Server:
         os._exit(1)
 
     async def _unmount_and_end(self, scope: trio.CancelScope) -> None:
-        """Unmounts, or detaches where somebody holds the mount, and ends the session."""
-        if self._follower is not None:
-            self._follower.stop()
-        self._link.send({"do": "end"})  # it holds the mount, too
+        """Unmounts (lazily where the mount is in use), and ends the session."""
+        if self._watcher is not None:
+            self._watcher.stop()
+        self._link.send({"do": "end"})  # the worker keeps the mount busy, too
         with trio.move_on_after(GRACE_S):
             try:
                 await trio.to_thread.run_sync(self._unmount, abandon_on_cancel=True)
             except DieselError as error:
-                log.warning("%s: detaching it", error)
+                log.warning("%s: unmounting it lazily", error)
                 with suppress(DieselError):
                     await trio.to_thread.run_sync(self._unmount, True, abandon_on_cancel=True)
             await self._vfs.drain()
         scope.cancel()
 
     def _unmount(self, lazy: bool = False) -> None:
-        """Takes our mount away; what others have mounted there since is not touched."""
-        found = mounted_at(self._request.mountpoint)
-        if found is not None and found.device == self._device:
+        """Unmounts this mount, but nothing that was mounted on top of it since."""
+        if is_mounted(self._request.mountpoint, self._device):
             unmount(self._request.mountpoint, lazy=lazy)
 
     def _close(self) -> None:
         self._session.close()
         closing = threading.Thread(target=self._release, daemon=True)
         closing.start()
-        closing.join(0.3)  # a reader that waits for a dead store must not keep us
+        closing.join(0.3)  # no longer: a read may wait for a dead store
 
     def _release(self) -> None:
         self._vfs.close()

@@ -1,7 +1,7 @@
-"""Where a mount's content comes from: the one place where a mount is joined to a repository.
+"""Where a mount's contents come from: the only module of `mounts` that knows repositories.
 
-Owned here: which snapshot a request means, whether it may be used although it is not the current
-one, and how much memory the reader gets.
+It opens the snapshot that a `MountRequest` means, decides whether one that is not current may be
+mounted, makes the readers of contents, joins the shared cache of a task, and divides the memory.
 """
 
 import logging
@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..cache.coalescing_reader import Batch, CoalescingReader
-from ..cache.reader import EntryReader as RepositoryReader
+from ..cache.reader import EntryReader as ChunkEntryReader
 from ..errors import ConflictError, DieselError, ForeignError, MetadataError, NoSuchDataset
 from ..format.snapshot.diff import OldIndices, SnapshotDiff
 from ..format.snapshot.reader import Snapshot
@@ -35,40 +35,40 @@ from .vfs import EntryReader
 log = logging.getLogger("diesel.mount")
 
 SERVER_DIVISOR = 8
-"""Where contents are pushed, the server keeps one part in this many of that for chunks; the rest is
-the kernel's pages."""
+"""Where contents are pushed into the kernel's page cache, the server keeps memory / this for
+chunks; the rest is for pages of the kernel."""
 
 SERVER_BYTES_MAX = 256 << 20
 
 TASK_SHARE = 3, 4
-"""Of what is left, the master's part where a mount joins a task: what it holds is fetched by no
-node again, and what the kernel has dropped comes back from there; the kernel's part has to hold
-what is read next."""
+"""The part of that rest for the task's master on this node, where a mount joins a task. No node
+fetches again what a master holds, and what the kernel has dropped comes back from there; the
+kernel's part must hold what is read next."""
 
 
 class BatchSource(Protocol):
-    """Where contents come from, checked."""
+    """Checked contents for the prefetch worker."""
 
     def batches(self, entries: npt.NDArray[np.uint32], /) -> Iterator[Batch]:
-        """All parts of these files; what is damaged is left out. Raises DieselError."""
+        """All parts of these files, without those that are damaged. Raises DieselError."""
         ...
 
     def prefetch(self, units: Sequence[npt.NDArray[np.uint32]], /) -> None:
-        """What will probably be asked for next, the soonest first."""
+        """Reads ahead: these files will probably be asked for next, the soonest first."""
         ...
 
     def stats(self) -> dict[str, int]:
-        """What was read."""
+        """Figures of what was read."""
         ...
 
     def close(self) -> None:
-        """Stops reading ahead. Repeatable."""
+        """Stops reading ahead. May be called again."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class OpenedSnapshot:
-    """What a mount shows, and what to warn its user of."""
+    """The snapshot that a mount shows, and a warning for its user."""
 
     snapshot: Snapshot
     warning: str = ""
@@ -76,18 +76,18 @@ class OpenedSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class MemorySplit:
-    """How the memory of a mount is shared out, in bytes."""
+    """How the memory of a mount is divided, in bytes."""
 
     total_bytes: int
     joins_task: bool = False
 
     @classmethod
     def of(cls, request: MountRequest) -> "MemorySplit":
-        """What was asked for; 0: a part of what is available."""
+        """The memory that was asked for; without, a part of what is available."""
         return cls(request.memory_bytes or default_memory_bytes(), bool(request.task_options))
 
     def server_bytes(self, *, pushes: bool) -> int:
-        """For chunks in the server: everything that is left where nothing is pushed."""
+        """For chunks in the server, which gets all but the task's part where nothing is pushed."""
         return self._own_bytes if pushes else self.total_bytes - self.task_bytes
 
     @property
@@ -96,30 +96,30 @@ class MemorySplit:
 
     @property
     def task_bytes(self) -> int:
-        """For chunks in the master of this node, where this mount starts it."""
+        """For chunks in the task's master on this node, where this mount starts it."""
         left = self.total_bytes - self._own_bytes
         return left * TASK_SHARE[0] // TASK_SHARE[1] if self.joins_task else 0
 
     @property
     def push_bytes(self) -> int:
-        """For contents in the kernel's page cache."""
+        """For contents that are pushed into the kernel's page cache."""
         return self.total_bytes - self.server_bytes(pushes=True) - self.task_bytes
 
 
 class MountSource:
-    """Opens what a request names; the server and the helper of a mount each do.
+    """Opens what a request names. The server and the prefetch worker of a mount each have one.
 
-    What was opened for a task is kept, by version, until another version is shown: a process joins
-    the task once for each version. One thread at a time opens.
+    A process joins the task's cache once for each version, and leaves it when the mount switches to
+    another version. One thread at a time may call.
     """
 
     def __init__(self) -> None:
         self._stores: dict[int, TaskStore] = {}
-        self._shown_version = 0
+        self._current_version = 0
 
     def open(self, request: MountRequest) -> OpenedSnapshot:
-        """The dataset that was asked for. Raises DieselError."""
-        with _opened(request) as repository:  # reading needs the object store alone
+        """The snapshot that the request means. Raises DieselError."""
+        with _open_repository(request) as repository:
             if request.snapshot_file:
                 snapshot = open_snapshot_file(Path(request.snapshot_file))
                 return OpenedSnapshot(snapshot, _staleness_warning(repository, request, snapshot))
@@ -128,74 +128,83 @@ class MountSource:
             view = repository.view(request.dataset)
             warning = repository.staleness_warning(view)
             if warning and request.stale == "refuse":
-                raise ConflictError(warning, advice="mount with --stale warn, or when it is back")
+                raise ConflictError(
+                    warning, advice="mount with --stale warn, or when the metadata store is back"
+                )
             return OpenedSnapshot(view, "" if request.stale == "allow" else warning)
 
     def newest(self, request: MountRequest, identity: UUID) -> int:
-        """The current version of the dataset that is mounted. Raises NoSuchDataset where it has
-        been deleted, ForeignError where another one has its name, DieselError where nobody can
-        tell.
+        """The newest version of the dataset that is mounted.
+
+        Raises NoSuchDataset where it was deleted, ForeignError where another dataset has its name
+        now, DieselError where the newest version cannot be found out.
         """
-        with _opened(request) as repository:
+        with _open_repository(request) as repository:
             info = repository.dataset(request.dataset)
             if info.identity != identity:
-                raise ForeignError(f"{request.dataset!r} is another dataset now ({info.identity})")
+                raise ForeignError(
+                    f"{request.dataset!r} was deleted and is another dataset now ({info.identity})"
+                )
             return repository.newest_known(info)
 
     def lease(self, request: MountRequest, snapshot: Snapshot) -> ReadLease | None:
-        """That this process reads a version, where its chunks are objects. Raises DieselError."""
-        with _opened(request) as repository:
+        """Takes a lease on a version: a purge then keeps its chunks. None where the store needs
+        none. Raises DieselError.
+        """
+        with _open_repository(request) as repository:
             return ReadLease.take(repository.objects, snapshot.identity, snapshot.version)
 
     def reader(
         self, request: MountRequest, snapshot: Snapshot, memory_bytes: int, *, pushes: bool
     ) -> EntryReader:
-        """A reader of the content through so much memory, for what is not pushed.
+        """A reader of contents for the server, with so much memory for chunks.
 
-        Raises DieselError.
+        `pushes`: the prefetch worker pushes contents, so the server reads only what it has not
+        pushed. Raises DieselError.
         """
-        with _opened(request) as repository:
+        with _open_repository(request) as repository:
             objects = self._objects(request, repository, snapshot)
-            return RepositoryReader(snapshot, objects, memory_bytes, prefer_entries=pushes)
+            return ChunkEntryReader(snapshot, objects, memory_bytes, prefer_entries=pushes)
 
     def batch_source(self, request: MountRequest, snapshot: Snapshot) -> BatchSource:
-        """What the helper pushes. Raises DieselError."""
-        with _opened(request) as repository:
+        """The contents for the prefetch worker. Raises DieselError."""
+        with _open_repository(request) as repository:
             try:
                 objects = self._objects(request, repository, snapshot)
-            except DieselError as error:  # the mount goes on without a master, too
-                log.warning("what is pushed does not come through the task: %s", error)
+            except DieselError as error:  # a mount works without the task's cache
+                log.warning("pushed contents come from the store, not from the task: %s", error)
                 objects = repository.objects
             return CoalescingReader(snapshot, objects)
 
     def switch_version(self, snapshot: Snapshot) -> None:
-        """The mount has gone over to a version: so does the task. Blocks for a moment."""
-        before = self._stores.get(self._shown_version)
-        if before is not None and self._shown_version != snapshot.version:
+        """Tells the task's cache that the mount has switched to a version. Blocks for a moment."""
+        before = self._stores.get(self._current_version)
+        if before is not None and self._current_version != snapshot.version:
             before.switch_version(snapshot)
         if (store := self._stores.get(snapshot.version)) is not None:
             store.retry()
-            store.connect()  # a master ends with its last connection: first this, then the others
+            store.connect()  # before the old one closes: a master ends with its last connection
         self.keep_only(snapshot)
 
     def keep_only(self, snapshot: Snapshot) -> None:
-        """Closes what was opened of the task for other versions than this one, which is shown from
-        now on. What is still open of another version is read from the store.
+        """Leaves the task's cache for all other versions. This one is current from now on; files
+        that are open in others are read from the store.
         """
-        self._shown_version = snapshot.version
+        self._current_version = snapshot.version
         for version in [each for each in self._stores if each != snapshot.version]:
             self._stores.pop(version).close()
 
     def task_stats(self) -> dict[str, object]:
-        """What the task's cache is and did; nothing without a task. May block for a moment."""
-        store = self._stores.get(self._shown_version)
+        """The statistics of the task's cache; empty without a task. May block for a moment."""
+        store = self._stores.get(self._current_version)
         return {} if store is None else store.stats()
 
     def _objects(
         self, request: MountRequest, repository: Repository, snapshot: Snapshot
     ) -> ObjectStore:
-        """Where contents are read from: the repository, or the task's cache before that."""
-        if not request.task_options or snapshot.version < self._shown_version:
+        """Where contents are read from: the task's cache if there is a task, else the
+        repository."""
+        if not request.task_options or snapshot.version < self._current_version:
             return repository.objects
         store = self._stores.get(snapshot.version)
         if store is None:
@@ -206,20 +215,21 @@ class MountSource:
                 ),
                 memory_is_default=not request.memory_bytes,
             )
-            patience_s = (
-                0.0 if self._stores else MASTER_END_WAIT_S
-            )  # it will be told of the version, and stays
-            store = TaskStore.join(repository.objects, asked, snapshot, wait_s=patience_s)
+            # A master that this mount uses already stays: it will be told of the new version.
+            wait_s = 0.0 if self._stores else MASTER_END_WAIT_S
+            store = TaskStore.join(repository.objects, asked, snapshot, wait_s=wait_s)
             self._stores[snapshot.version] = store
-            self._shown_version = self._shown_version or snapshot.version
+            self._current_version = self._current_version or snapshot.version
         return store
 
 
 def node_map_file(found: SnapshotDiff, nodes: npt.NDArray[np.uint64]) -> int:
-    """A descriptor of a file that holds a version's nodes and what its entries were before, for
-    another process of the same mount. Raises OSError.
+    """A file for the prefetch worker: the nodes of a version, and what its entries were before.
+
+    It holds three columns: nodes, and the old indices of `found.same_path` and `found.unchanged`.
+    Returns a descriptor. Raises OSError.
     """
-    descriptor = os.memfd_create("diesel-numbers", os.MFD_CLOEXEC)
+    descriptor = os.memfd_create("diesel-nodes", os.MFD_CLOEXEC)
     with open(descriptor, "wb", closefd=False) as file:
         for column in (nodes, found.same_path, found.unchanged):
             file.write(column.data)
@@ -229,32 +239,32 @@ def node_map_file(found: SnapshotDiff, nodes: npt.NDArray[np.uint64]) -> int:
 def read_node_map(
     descriptor: int, entry_count: int
 ) -> tuple[npt.NDArray[np.uint64], OldIndices, OldIndices]:
-    """The columns in such a file, mapped."""
+    """The columns of such a file, mapped."""
     mapped = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
     nodes = np.frombuffer(mapped, np.uint64, entry_count)
-    places = np.frombuffer(mapped, np.int32, 2 * entry_count, nodes.nbytes)
-    return nodes, places[:entry_count], places[entry_count:]
+    old = np.frombuffer(mapped, np.int32, 2 * entry_count, nodes.nbytes)
+    return nodes, old[:entry_count], old[entry_count:]
 
 
 def map_snapshot(descriptor: int) -> Snapshot:
-    """The snapshot in such a file, mapped."""
+    """The snapshot in a file, mapped."""
     mapped = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
     return Snapshot(memoryview(mapped), verify=False)
 
 
-def _opened(request: MountRequest) -> Repository:
+def _open_repository(request: MountRequest) -> Repository:
     return open_repository(request.url, request.credentials)
 
 
 def _staleness_warning(repository: Repository, request: MountRequest, snapshot: Snapshot) -> str:
-    """What a snapshot from a file is beside the current version, where that must be told.
+    """The warning for a snapshot from a file that is not the current version; empty for none.
 
-    One that is older is stale, and one that is newer says that the metadata store has lost
-    something, which is no reason not to read. Raises ForeignError for another dataset's;
-    ConflictError for one that is stale and refused; MetadataError where nobody can tell, unless
-    `offline`.
+    An older snapshot is stale. A newer one means that the metadata store has lost something, which
+    is no reason not to read. Raises ForeignError for a snapshot of another dataset; ConflictError
+    for a stale one with `--stale refuse`; MetadataError where the current version cannot be found
+    out, unless `offline`.
     """
-    info = _known(repository, request)
+    info = _dataset_info(repository, request)
     if snapshot.dataset != request.dataset or (info and info.identity != snapshot.identity):
         identity = f" ({info.identity})" if info else ""
         raise ForeignError(
@@ -275,8 +285,8 @@ def _staleness_warning(repository: Repository, request: MountRequest, snapshot: 
     return "" if request.stale == "allow" else text
 
 
-def _known(repository: Repository, request: MountRequest) -> DatasetInfo | None:
-    """What is known of the dataset; None only where `offline` and the store cannot tell."""
+def _dataset_info(repository: Repository, request: MountRequest) -> DatasetInfo | None:
+    """The dataset in the metadata store; None only if it cannot be asked, with `offline`."""
     try:
         if repository.meta_problem is not None and not request.offline:
             raise repository.meta_problem
@@ -288,5 +298,5 @@ def _known(repository: Repository, request: MountRequest) -> DatasetInfo | None:
             return None
         raise MetadataError(
             f"nobody can tell whether {request.snapshot_file} is current: {error.message}",
-            advice="--offline mounts it without asking",
+            advice="mount it with --offline, which does not ask",
         ) from error

@@ -321,5 +321,5 @@ def test_why_a_mount_failed_is_seen_once_and_its_log_has_it(source: Path, tmp_pa
     at, log = tmp_path / "mount", tmp_path / "own.log"
     at.mkdir()
     found = refused(replace(request_for(source, at, "none such"), log_file=str(log)))
-    assert str(found).count("no session 'none such'") == 1
-    assert log.read_text().count("no session 'none such'") == 1
+    assert str(found).count("there is no session 'none such'") == 1
+    assert log.read_text().count("there is no session 'none such'") == 1

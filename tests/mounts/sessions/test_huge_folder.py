@@ -140,7 +140,7 @@ def test_umount_waits_for_a_kernel_that_lets_go_of_a_million_files(
         with caplog.at_level(logging.WARNING, "diesel.mount"):
             launcher.umount(mount)
         assert ends_within(pid, 0)
-        assert "let go of the files that the kernel knew" in caplog.text
+        assert "forgetting the files that the kernel knew" in caplog.text
 
 
 def test_H8_a_million_entries(saved: tuple[str, Path], session: str, tmp_path: Path) -> None:

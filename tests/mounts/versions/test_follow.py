@@ -389,7 +389,7 @@ def test_a_store_that_has_gone_changes_nothing_and_is_told_once(followed: Follow
     assert followed.warnings("cannot follow") == 1
     assert (at / "kept").read_bytes() == FILES["kept"]
     store.with_name("away").rename(store)
-    wait_until(lambda: followed.warnings("following followed again"))
+    wait_until(lambda: followed.warnings("following ds again"))
     followed.change({"0new": b"0"})
     assert (at / "0new").read_bytes() == b"0"
 
