@@ -1,17 +1,15 @@
-"""The kernel session: the FUSE protocol on /dev/fuse, so that the kernel can answer by itself.
+"""The kernel session: it speaks the FUSE protocol on /dev/fuse itself, and is the default.
 
-Owned here: the loop that reads requests and writes answers, and what is refused. Not owned: the
-bytes of the protocol (`protocol.py`), mounting (`kernel.py`), what the answers say (`vfs.py`,
-`readdir_replies.py`).
+It refuses OPEN and OPENDIR once with ENOSYS. From then on the kernel opens files without a request
+and keeps their pages, and names that were looked up are valid for ever. So a file whose pages are
+in the kernel's cache is opened, read and closed without any request; another one costs one READ.
 
-OPEN and OPENDIR are refused with ENOSYS once: from then on the kernel opens files by itself and
-keeps their pages, and what has been looked up is valid for ever. So a file whose pages are in the
-kernel's cache is opened, read and closed without a request. Other files cost one READ.
+`protocol.py` has the bytes of requests and replies, `vfs.py` their meaning.
 
-Concurrency: trio, one task that reads the device and answers at once whatever needs no waiting, and
-a task for each request that waits: READs, and what is asked of `.diesel`. It never touches its own
-mount, and never does what can wait for a page lock: pushing and dropping are another process's
-affair (`prefetch_worker.py`).
+Concurrency: trio. One task reads the device and answers at once every request that need not wait;
+a request that waits (some READs, and those for `.diesel`) gets a task of its own. The session never
+touches its own mount, and never does what can wait for a page lock: another process pushes and
+drops pages (`prefetch_worker.py`).
 """
 
 import errno
@@ -41,24 +39,25 @@ INIT_DEADLINE_S = 5.0
 FOREVER_WHOLE_S = int(FOREVER_S)
 
 _Answer = Bytes | Sequence[Bytes] | None
+"""Content of a reply, perhaps in pieces; None: no reply now, or never."""
 _Handler = Callable[[RequestHeader, memoryview], _Answer]
 _Ts = TypeVarTuple("_Ts")
 
 _REFUSED_ONCE = (Op.OPEN, Op.OPENDIR, Op.FLUSH, Op.GETXATTR, Op.LISTXATTR)
-"""ENOSYS, and the kernel never asks again."""
-
+"""These get ENOSYS, after which the kernel never sends them again."""
 
 _NEVER_ANSWERED = (Op.FORGET, Op.BATCH_FORGET, Op.INTERRUPT)
 
-_PASSING = (errno.EAGAIN, errno.ENOENT, errno.EINTR, errno.ENOMEM, errno.EIO)
-"""What reading the device may say without being the end: most often, whoever asked has gone."""
+_PASSING_ERRNOS = (errno.EAGAIN, errno.ENOENT, errno.EINTR, errno.ENOMEM, errno.EIO)
+"""Errors of reading the device after which the session goes on. Most often the request has been
+withdrawn, because its process was killed."""
 
 
 def _ignore(_: object) -> None: ...
 
 
 class KernelSession:
-    """The session over /dev/fuse; see the module."""
+    """The session over /dev/fuse (see the module)."""
 
     name: ClassVar[str] = "kernel"
 
@@ -98,32 +97,35 @@ class KernelSession:
     # life -------------------------------------------------------------------------------------
 
     def mount(self) -> None:
-        """Mounts, and agrees with the kernel on what both can do.
+        """Mounts, and negotiates with the kernel what both can do.
 
-        Raises SessionUnsupported where the kernel lacks something; nothing is mounted then.
+        Raises DieselError; SessionUnsupported, with nothing mounted, where the kernel lacks
+        something.
         """
         self._device = syscalls.mount_fuse(self._mountpoint, self._options.as_list())
         try:
-            self._agree()
+            self._negotiate()
         except BaseException:
             syscalls.detach_quietly(self._mountpoint)
             self.close()
             raise
 
-    def _agree(self) -> None:
-        """Answers INIT. Raises SessionUnsupported, or DieselError where it does not come."""
+    def _negotiate(self) -> None:
+        """Answers INIT. Raises SessionUnsupported, or DieselError where INIT does not come."""
         os.set_blocking(self._device, False)
         if not syscalls.wait_readable(self._device, INIT_DEADLINE_S):
-            raise DieselError(f"the kernel did not greet the mount on {self._mountpoint}")
+            raise DieselError(f"the kernel sent no INIT to the mount on {self._mountpoint}")
         message = memoryview(os.read(self._device, protocol.REQUEST_BYTES))
         request = protocol.parse_header(message)
         if request.op != Op.INIT:
-            raise DieselError(f"the kernel began with request {request.op}, not INIT")
+            raise DieselError(f"the kernel's first request is {request.op}, not INIT")
         offer = protocol.parse_init(message)
         missing = protocol.NEEDED & ~offer.flags
         if offer.major != protocol.KERNEL_MAJOR or offer.minor < protocol.KERNEL_MINOR_MIN:
             self._send(request.unique, (), errno.EPROTO)
-            raise SessionUnsupported(f"FUSE {offer.major}.{offer.minor} is too old")
+            raise SessionUnsupported(
+                f"the kernel's FUSE {offer.major}.{offer.minor} is too old (Linux 5.4 is needed)"
+            )
         if missing:
             self._send(request.unique, (), errno.EPROTO)
             raise SessionUnsupported(f"the kernel lacks {missing.name}")
@@ -136,9 +138,7 @@ class KernelSession:
         self.negotiated = f"FUSE {offer.major}.{minor}: {flags.name}"
 
     async def serve(self, started: Callable[[], None]) -> None:
-        """Answers requests until the kernel has closed the connection; cancelled, it answers EIO to
-        those that still wait.
-        """
+        """See `Session`."""
         started()
         room = memoryview(bytearray(protocol.REQUEST_BYTES))
         wait, device = RequestWait(lambda: not self._waiting), self._device
@@ -152,23 +152,23 @@ class KernelSession:
                     if error.errno in (errno.ENODEV, errno.ECONNABORTED):  # unmounted
                         nursery.cancel_scope.cancel()
                         return
-                    if error.errno not in _PASSING:
+                    if error.errno not in _PASSING_ERRNOS:
                         raise
-                    continue  # whoever asked has gone
+                    continue  # the request was withdrawn
                 self._answer(room[:length], nursery)
 
     def close(self) -> None:
-        """Closes the connection; the kernel fails what is still waiting for an answer."""
+        """See `Session`."""
         if self._device >= 0:
             os.close(self._device)
             self._device = -1
 
     def clone(self) -> int:
-        """Another descriptor of the connection, to notify the kernel through. Raises OSError."""
+        """See `Session`."""
         return syscalls.clone(self._device)
 
     def set_open_callback(self, opened: Callable[[int], None]) -> None:
-        """Nothing: the kernel opens files by itself."""
+        """Does nothing: the kernel opens files without a request."""
 
     def attach_worker(
         self,
@@ -176,19 +176,20 @@ class KernelSession:
         on_forget: Callable[[Sequence[int]], None],
         push_status: PushStatusMap,
     ) -> None:
-        """From now on, tell of each entry whose content the kernel did not have, and of those that
-        it has forgotten; hold the answers for what the board says is pushed soon.
+        """Connects the prefetch worker. From now on the session calls `on_miss` with entries whose
+        content the kernel did not have, and `on_forget` with entries that it has forgotten. It
+        holds READs of entries that `push_status` says are pushed soon.
         """
         self._on_miss, self._on_forget, self._push_status = on_miss, on_forget, push_status
 
     def detach_worker(self) -> None:
-        """Nobody is told any more, and nothing is held: the helper has gone."""
+        """Disconnects the worker, which has ended: nothing is reported or held any more."""
         self._on_miss, self._on_forget, self._push_status = _ignore, _ignore, None
 
     # requests ---------------------------------------------------------------------------------
 
     def _answer(self, message: memoryview, nursery: trio.Nursery) -> None:
-        """Answers one request, or starts the task that will."""
+        """Answers one request, or starts the task that will answer it."""
         try:
             read = protocol.parse_if_read(message)
             if read is not None:
@@ -196,7 +197,7 @@ class KernelSession:
                 return
             request = protocol.parse_header(message)
         except Malformed as error:
-            log.error("dropped what is no request: %s", error)
+            log.error("a message from the kernel is no valid request, and was dropped: %s", error)
             return
         name, handler = self._handlers.get(request.op, ("other", self._unknown))
         self._vfs.requests[name] += 1
@@ -212,7 +213,7 @@ class KernelSession:
                 self._send(request.unique, pieces)
 
     def _send(self, unique: int, pieces: Sequence[Bytes], number: int = 0) -> None:
-        """Writes an answer; it does not matter if whoever asked has gone."""
+        """Writes a reply. That the request was withdrawn meanwhile is no error."""
         if number:
             header = protocol.error_reply(unique, number)
         else:
@@ -221,17 +222,18 @@ class KernelSession:
             os.writev(self._device, (header, *pieces))
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.ENODEV, errno.ECONNABORTED):
-                log.error("the kernel does not take an answer: %s", error)
+                log.error("the kernel rejected a reply: %s", error)
                 if not number:
                     self._send(unique, (), errno.EIO)
 
     def _read(self, read: ReadRequest, nursery: trio.Nursery) -> None:
-        """A READ is answered at once from memory; else in a task, and delays no other."""
+        """Answers a READ at once from memory, else in a task, so that it delays no other
+        request."""
         unique, node, offset, size = read
-        vfs, board = self._vfs, self._push_status
+        vfs, push_status = self._vfs, self._push_status
         vfs.requests["read"] += 1
-        if board is not None and board.try_hold(node - 1):
-            self._later(unique, node, "read", self._read_held, board, node, offset, size)
+        if push_status is not None and push_status.try_hold(node - 1):
+            self._later(unique, node, "read", self._read_held, push_status, node, offset, size)
         else:
             try:
                 found = vfs.read_nowait(node, offset, size)
@@ -242,40 +244,43 @@ class KernelSession:
                 self._send(unique, (found,))
             else:
                 self._later(unique, node, "read", vfs.read, node, offset, size)
-        if board is not None and node < HIDDEN_ROOT and board.takes_miss():
+        if push_status is not None and node < HIDDEN_ROOT and push_status.takes_miss():
             self._on_miss(node - 1)
 
-    async def _read_held(self, board: PushStatusMap, node: int, offset: int, size: int) -> Bytes:
-        """A READ of what is about to be pushed: the helper gets ahead of the reader first."""
+    async def _read_held(
+        self, push_status: PushStatusMap, node: int, offset: int, size: int
+    ) -> Bytes:
+        """A READ of a file that is pushed soon waits a moment, so that the worker gets ahead of
+        it."""
         self._vfs.reads["held"] += 1
         try:
-            await board.hold(node - 1)
+            await push_status.hold(node - 1)
             return await self._vfs.read(node, offset, size)
         finally:
-            board.end_hold(node - 1)
+            push_status.end_hold(node - 1)
 
     def _later(
         self,
         unique: int,
         node: int,
-        what: str,
+        request: str,
         work: Callable[[*_Ts], Awaitable[Bytes]],
         *given: *_Ts,
     ) -> None:
-        """Starts the task that answers; from now on, before it runs, it can be interrupted."""
+        """Starts the task that answers. INTERRUPT can end it from now on, also before it runs."""
         scope = self._waiting[unique] = trio.CancelScope()
-        self._nursery.start_soon(self._answer_later, scope, unique, node, what, work, *given)
+        self._nursery.start_soon(self._answer_later, scope, unique, node, request, work, *given)
 
     async def _answer_later(
         self,
         scope: trio.CancelScope,
         unique: int,
         node: int,
-        what: str,
+        request: str,
         work: Callable[[*_Ts], Awaitable[Bytes]],
         *given: *_Ts,
     ) -> None:
-        """Waits for an answer; sends one in any case, to a cancelled request too."""
+        """Waits for the content of a reply; a cancelled request gets a reply, too."""
         answer: tuple[Bytes, ...] = ()
         number = 0
         with scope:
@@ -287,12 +292,12 @@ class KernelSession:
                 elif trio.current_effective_deadline() == -math.inf:
                     number = errno.EIO  # the mount is ending
                 else:
-                    number = self._vfs.errno_of(fault, what, node)
+                    number = self._vfs.errno_of(fault, request, node)
         self._waiting.pop(unique, None)
         self._send(unique, answer, number)
 
     def _interrupt(self, request: RequestHeader, message: memoryview) -> _Answer:
-        """Whoever waited has been killed: it gets EINTR. The INTERRUPT itself is not answered."""
+        """Ends a request whose process was killed, with EINTR. INTERRUPT itself gets no reply."""
         scope = self._waiting.get(protocol.parse_interrupt(message))
         if scope is not None:
             scope.cancel()
@@ -347,10 +352,11 @@ class KernelSession:
         return self._readdir_replies.hidden_reply(listing, folder, offset, size)
 
     def _readdir(self, request: RequestHeader, message: memoryview) -> _Answer:
-        raise FuseErrno(errno.ENOSYS)  # the kernel was told to ask for READDIRPLUS
+        raise FuseErrno(errno.ENOSYS)  # the session has negotiated READDIRPLUS
 
     def _ioctl(self, request: RequestHeader, message: memoryview) -> _Answer:
-        """Python's `open` asks whether a file is a terminal, and the kernel asks us each time."""
+        """Python's `open` asks whether a file is a terminal, and the kernel passes that on each
+        time."""
         raise FuseErrno(errno.ENOTTY)
 
     def _nothing(self, request: RequestHeader, message: memoryview) -> _Answer:

@@ -1,9 +1,9 @@
-"""The FUSE protocol as bytes: what the kernel asks on /dev/fuse, and what it is answered.
+"""The FUSE protocol as bytes: requests of the kernel on /dev/fuse, replies, and notifications.
 
-Owned here: every number and layout of the protocol that a read-only tree needs, as in
-`include/uapi/linux/fuse.h` (7.31, Linux 5.4, and later). Pure: bytes in, values out; nothing is
-read, written or known of the file system. A message that is not what its header says raises
-`Malformed`; whoever reads the device then drops that message alone.
+It has every number and layout that a read-only tree needs, from `include/uapi/linux/fuse.h` (7.31,
+which is Linux 5.4, and later). A notification is a message to the kernel that answers no request:
+it changes what the kernel keeps. Pure: bytes in, values out. A message that contradicts its own
+header raises `Malformed`; the session drops that message and goes on.
 """
 
 import struct
@@ -12,14 +12,14 @@ from typing import NamedTuple
 
 KERNEL_MAJOR = 7
 KERNEL_MINOR = 41
-"""The protocol that is spoken here; an older kernel's own minor version is what counts then."""
+"""The version of the protocol that is spoken here; with an older kernel, that kernel's own."""
 
 KERNEL_MINOR_MIN = 31
-"""Linux 5.4: the first in which OPENDIR may be refused for good (FUSE_NO_OPENDIR_SUPPORT)."""
+"""Linux 5.4, the first that stops sending OPENDIR once it is refused (FUSE_NO_OPENDIR_SUPPORT)."""
 
 
 class Op(IntEnum):
-    """What the kernel asks for; others are refused with ENOSYS."""
+    """The requests of the kernel that are answered; others get ENOSYS."""
 
     LOOKUP = 1
     FORGET = 2
@@ -44,7 +44,7 @@ class Op(IntEnum):
 
 
 class Flag(IntFlag):
-    """What both sides of a connection can do, agreed upon by INIT."""
+    """Abilities that both sides of a connection must have; INIT negotiates them."""
 
     ASYNC_READ = 1 << 0
     DO_READDIRPLUS = 1 << 13
@@ -56,18 +56,19 @@ class Flag(IntFlag):
 
 
 NEEDED = Flag.NO_OPEN_SUPPORT | Flag.NO_OPENDIR_SUPPORT | Flag.DO_READDIRPLUS
-"""Without one of these the session would be asked for each open: then pyfuse3 serves as well."""
+"""Without these the kernel asks at each open, and the kernel session is no better than pyfuse3."""
 
 WANTED = NEEDED | Flag.ASYNC_READ | Flag.PARALLEL_DIROPS | Flag.MAX_PAGES | Flag.CACHE_SYMLINKS
 
 PAGES_MAX = 256
-"""The largest READ, in pages (1 MiB): the kernel's own limit unless root has changed it."""
+"""The largest READ, in pages (1 MiB): the kernel's own limit, unless root changes it."""
 
 WRITE_BYTES_MAX = 4096
-"""Nothing is ever written, but the kernel wants a size that is not 0."""
+"""Nothing is ever written, but the kernel demands a size that is not 0."""
 
 REQUEST_BYTES = 1 << 16
-"""Room for one request: the longest is a BATCH_FORGET, which the kernel fits to the room."""
+"""The buffer for one request. The longest is a BATCH_FORGET, which the kernel cuts to the
+buffer."""
 
 NOTIFY_INVALIDATE = 2
 NOTIFY_INVALIDATE_NAME = 3
@@ -78,7 +79,7 @@ OUT_HEADER = struct.Struct("<IiQ")  # length, error, unique
 _INIT_IN = struct.Struct("<IIII")  # major, minor, readahead, flags
 _INIT_OUT = struct.Struct("<IIIIHHIIHHI28x")
 _READ_IN = struct.Struct("<QQII16x")  # fh, offset, size, flags; lock owner, open flags
-_READ_REQUEST = struct.Struct("<IIQQ16x8xQI")  # a whole READ, for which nothing else is looked at
+_READ_REQUEST = struct.Struct("<IIQQ16x8xQI")  # header and body of a READ
 _READ_REQUEST_BYTES = IN_HEADER.size + _READ_IN.size
 _FORGET_IN = struct.Struct("<Q")
 _BATCH_FORGET_IN = struct.Struct("<II")
@@ -88,7 +89,7 @@ _ATTR = "QQQqqqIIIIIIIIII"
 ENTRY_OUT = struct.Struct("<QQQQII" + _ATTR)
 ATTR_OUT = struct.Struct("<QII" + _ATTR)
 _STATFS_OUT = struct.Struct("<QQQQQIIII24x")
-DIRENT = struct.Struct("<QQII")  # node, offset of the next, length of the name, type
+DIRENT = struct.Struct("<QQII")  # node, offset of the next entry, length of the name, type
 STORE = struct.Struct("<IiQQQII")  # the header of a notification, then node, offset, size, -
 INVALIDATE = struct.Struct("<IiQQqq")  # the same header, then node, offset, length (0: all)
 
@@ -98,11 +99,11 @@ HEADER_BYTES = IN_HEADER.size
 
 
 class Malformed(Exception):
-    """A message whose bytes are not what its header says."""
+    """A message that contradicts its header."""
 
 
 class RequestHeader(NamedTuple):
-    """A request's header; its body is what follows."""
+    """The header of a request; the body follows it."""
 
     length: int
     op: int
@@ -114,7 +115,7 @@ class RequestHeader(NamedTuple):
 
 
 class Offer(NamedTuple):
-    """What the kernel offers at INIT."""
+    """What the kernel offers in its INIT."""
 
     major: int
     minor: int
@@ -125,15 +126,15 @@ class Offer(NamedTuple):
 def parse_header(message: memoryview) -> RequestHeader:
     """The header of a message. Raises Malformed."""
     if len(message) < HEADER_BYTES:
-        raise Malformed(f"{len(message)} bytes are no request")
+        raise Malformed(f"{len(message)} bytes are too few for a request")
     length, op, unique, node, uid, gid, pid, _, _ = IN_HEADER.unpack_from(message)
     if length != len(message):
-        raise Malformed(f"a request of {len(message)} bytes says {length}")
+        raise Malformed(f"a request of {len(message)} bytes has length {length} in its header")
     return RequestHeader(length, op, unique, node, uid, gid, pid)
 
 
 class ReadRequest(NamedTuple):
-    """A READ, header and body."""
+    """The fields of a READ that are used."""
 
     unique: int
     node: int
@@ -142,7 +143,7 @@ class ReadRequest(NamedTuple):
 
 
 def parse_if_read(message: memoryview) -> ReadRequest | None:
-    """A READ in one step, None for another request: it is what the kernel asks most.
+    """A READ, parsed in one step since it is the most frequent request; None for any other.
 
     Raises Malformed.
     """
@@ -152,13 +153,13 @@ def parse_if_read(message: memoryview) -> ReadRequest | None:
     if op != Op.READ:
         return None
     if length != _READ_REQUEST_BYTES:
-        raise Malformed(f"a READ of {_READ_REQUEST_BYTES} bytes says {length}")
+        raise Malformed(f"a READ of {_READ_REQUEST_BYTES} bytes has length {length} in its header")
     return ReadRequest(unique, node, offset, size)
 
 
-def _body(layout: struct.Struct, message: memoryview, what: str) -> tuple[int, ...]:
+def _body(layout: struct.Struct, message: memoryview, request: str) -> tuple[int, ...]:
     if len(message) < HEADER_BYTES + layout.size:
-        raise Malformed(f"{what} of {len(message)} bytes")
+        raise Malformed(f"{request} of {len(message)} bytes is too short")
     return layout.unpack_from(message, HEADER_BYTES)
 
 
@@ -167,7 +168,7 @@ def parse_name(message: memoryview) -> bytes:
     name = message[HEADER_BYTES:].tobytes()
     end = name.find(b"\0")
     if end <= 0 or b"/" in name[:end]:
-        raise Malformed("a name that is empty, has no end, or holds a slash")
+        raise Malformed("a name that is empty, has no NUL at its end, or has a slash")
     return name[:end]
 
 
@@ -178,29 +179,31 @@ def parse_read(message: memoryview) -> tuple[int, int]:
 
 
 def parse_forgets(request: RequestHeader, message: memoryview) -> list[tuple[int, int]]:
-    """The nodes of a FORGET or BATCH_FORGET, and how many references go. Raises Malformed."""
+    """The nodes of a FORGET or BATCH_FORGET, and how many references the kernel drops of each.
+    Raises Malformed.
+    """
     if request.op == Op.FORGET:
         return [(request.node, _body(_FORGET_IN, message, "a FORGET")[0])]
     count, _ = _body(_BATCH_FORGET_IN, message, "a BATCH_FORGET")
     start = HEADER_BYTES + _BATCH_FORGET_IN.size
     if len(message) < start + count * _FORGET_ONE.size:
-        raise Malformed(f"a BATCH_FORGET of {len(message)} bytes says {count} nodes")
+        raise Malformed(f"a BATCH_FORGET of {len(message)} bytes claims {count} nodes")
     return list(_FORGET_ONE.iter_unpack(message[start : start + count * _FORGET_ONE.size]))
 
 
 def parse_interrupt(message: memoryview) -> int:
-    """The request that an INTERRUPT is about. Raises Malformed."""
+    """The number of the request that an INTERRUPT ends. Raises Malformed."""
     return _body(_INTERRUPT_IN, message, "an INTERRUPT")[0]
 
 
 def parse_init(message: memoryview) -> Offer:
-    """What the kernel offers. Raises Malformed."""
+    """What the kernel offers in an INIT. Raises Malformed."""
     major, minor, readahead_bytes, flags = _body(_INIT_IN, message, "an INIT")
     return Offer(major, minor, readahead_bytes, Flag(flags))
 
 
 def init_answer(minor: int, readahead_bytes: int, flags: Flag, background: int) -> bytes:
-    """What we take of it: `background` READs ahead may wait at once."""
+    """The reply to INIT: the flags that are used; `background` READs ahead may wait at once."""
     congested = background * 3 // 4
     return _INIT_OUT.pack(
         KERNEL_MAJOR, minor, readahead_bytes, flags, background, congested, WRITE_BYTES_MAX, 1,
@@ -209,7 +212,7 @@ def init_answer(minor: int, readahead_bytes: int, flags: Flag, background: int) 
 
 
 class CommonAttributes(NamedTuple):
-    """What all attributes of a mount have in common."""
+    """The attributes that all nodes of a mount have in common."""
 
     uid: int
     gid: int
@@ -220,11 +223,11 @@ _Attributes = tuple[int, ...]
 
 
 def _attributes(
-    node: int, mode: int, size: int, mtime_ns: int, shown: CommonAttributes
+    node: int, mode: int, size: int, mtime_ns: int, common: CommonAttributes
 ) -> _Attributes:
     seconds, nanoseconds = divmod(mtime_ns, 1_000_000_000)
     times = (seconds,) * 3 + (nanoseconds,) * 3
-    rest = (mode, 1, shown.uid, shown.gid, 0, shown.block_bytes, 0)
+    rest = (mode, 1, common.uid, common.gid, 0, common.block_bytes, 0)
     return (node, size, (size + 511) >> 9, *times, *rest)
 
 
@@ -235,50 +238,53 @@ def entry_answer(
     mtime_ns: int,
     name_valid_s: int,
     valid_s: int,
-    shown: CommonAttributes,
+    common: CommonAttributes,
 ) -> bytes:
-    """What a LOOKUP finds; node 0 says for so many seconds that there is none."""
-    attributes = _attributes(node, mode, size, mtime_ns, shown) if node else (0,) * 16
+    """The reply to a LOOKUP; node 0 says that the name does not exist. The kernel may keep the name
+    for `name_valid_s`, the attributes for `valid_s`.
+    """
+    attributes = _attributes(node, mode, size, mtime_ns, common) if node else (0,) * 16
     return ENTRY_OUT.pack(node, 0, name_valid_s, valid_s, 0, 0, *attributes)
 
 
 def attributes_answer(
-    node: int, mode: int, size: int, mtime_ns: int, valid_s: int, shown: CommonAttributes
+    node: int, mode: int, size: int, mtime_ns: int, valid_s: int, common: CommonAttributes
 ) -> bytes:
-    """What a GETATTR is told."""
-    return ATTR_OUT.pack(valid_s, 0, 0, *_attributes(node, mode, size, mtime_ns, shown))
+    """The reply to a GETATTR."""
+    return ATTR_OUT.pack(valid_s, 0, 0, *_attributes(node, mode, size, mtime_ns, common))
 
 
 def dirent(node: int, following: int, kind: int, name: bytes) -> bytes:
-    """A name in a folder; `following` is the offset of what comes behind it."""
+    """A name in a folder; `following` is the offset of the entry after it."""
     return DIRENT.pack(node, following, len(name), kind) + name + bytes(-len(name) % 8)
 
 
 def statfs_answer(blocks: int, entries: int, block_bytes: int, name_bytes_max: int) -> bytes:
-    """What a STATFS is told; nothing is free."""
+    """The reply to a STATFS; nothing is free."""
     return _STATFS_OUT.pack(blocks, 0, 0, entries, 0, block_bytes, name_bytes_max, block_bytes, 0)
 
 
 def error_reply(unique: int, number: int) -> bytes:
-    """An answer that is an errno; 0 for an answer without content."""
+    """A reply that is an errno; 0 for a reply without content."""
     return OUT_HEADER.pack(OUT_HEADER.size, -number, unique)
 
 
 def answer_header(unique: int, size: int) -> bytes:
-    """What stands before `size` bytes of an answer."""
+    """The header of a reply with `size` bytes of content."""
     return OUT_HEADER.pack(OUT_HEADER.size + size, 0, unique)
 
 
 def invalidate_node(node: int) -> bytes:
-    """A notification: the kernel is to ask again for what it keeps of a node, attributes included.
+    """A notification: the kernel drops the pages and attributes of a node, or the listing of a
+    folder.
 
-    Of a folder, for its listing; names in it stay.
+    The names in a folder stay.
     """
     return INVALIDATE.pack(INVALIDATE.size, NOTIFY_INVALIDATE, 0, node, 0, 0)
 
 
 def invalidate_name(folder: int, name: bytes) -> bytes:
-    """A notification: the kernel is to ask again where a name leads, also if it led nowhere."""
+    """A notification: the kernel drops a name, also one that it remembers as missing."""
     size = _INVALIDATE_NAME.size + len(name) + 1
     return (
         _INVALIDATE_NAME.pack(size, NOTIFY_INVALIDATE_NAME, 0, folder, len(name), 0) + name + b"\0"

@@ -1,8 +1,8 @@
-"""Answers to READDIRPLUS: names and attributes of a folder's children, as the kernel wants them.
+"""Replies to READDIRPLUS: the names and attributes of a folder's children, in the kernel's format.
 
-Made for many children at once out of the snapshot's columns, without a Python object per entry, and
-kept while a reader is in that part of the folder; an answer is a slice. A child's offset in the
-folder is its place + 3 (`.` and `..` come first), so that an answer can begin anywhere. One thread.
+The bytes are made for many children at once from the snapshot's columns, without a Python object
+for each entry. Such a part is kept while readers list it, and a reply is a slice of it. The offset
+after child k is k + 3, since `.` and `..` come first, so a reply can begin anywhere. One thread.
 """
 
 from bisect import bisect_right
@@ -19,11 +19,11 @@ from ..vfs import BLOCK_BYTES, ChildColumns, Vfs
 from . import protocol
 
 PART_ENTRIES = 4096
-"""Children that are made ready together: 0.8 MB, 2 ms. The first answer of a huge folder waits for
-one part only."""
+"""Children of one part: 0.8 MB, which takes 2 ms. The first reply for a huge folder waits for one
+part only."""
 
 PARTS_KEPT = 16
-"""Readers that list large folders at once without making the same part again; 13 MB."""
+"""Parts that are kept (13 MB), so that many readers can list large folders at once."""
 
 _ENTRY = np.dtype(
     [
@@ -43,24 +43,25 @@ DOTS = 2
 
 
 class _Part(NamedTuple):
-    """Children from a place in the folder on: where each begins in `content`, and its end."""
+    """Consecutive children: child i is `content[bounds[i]:bounds[i + 1]]`."""
 
     bounds: Sequence[int]
     content: memoryview
 
 
 class ReaddirReplies:
-    """The READDIRPLUS answers of one `Vfs`."""
+    """The READDIRPLUS replies for one `Vfs`."""
 
     def __init__(self, vfs: Vfs) -> None:
         self._vfs = vfs
-        self._shown = protocol.CommonAttributes(vfs.owner.uid, vfs.owner.gid, BLOCK_BYTES)
+        self._common = protocol.CommonAttributes(vfs.owner.uid, vfs.owner.gid, BLOCK_BYTES)
         self._parts: OrderedDict[tuple[int, int, int, int], _Part | None] = OrderedDict()
 
     def reply(self, folder: int, offset: int, room_bytes: int) -> Sequence[Bytes]:
-        """Children from `offset` on, as many as fit, in pieces; nothing at the folder's end.
+        """Children from `offset` on, as many as fit, in pieces; empty at the folder's end.
 
-        The kernel gets a reference to each node that is in it, but for `.` and `..`.
+        The reply gives the kernel a reference to each node in it except `.` and `..`, so they are
+        counted here. Raises FuseErrno.
         """
         base, offset = self._vfs.resume_listing(folder, offset)
         dots = self._dots(folder, offset, base) if offset < DOTS else b""
@@ -69,24 +70,25 @@ class ReaddirReplies:
         if part is None or within >= len(part.bounds) - 1:
             return (dots,)
         start = part.bounds[within]
-        behind = bisect_right(part.bounds, start + room_bytes - len(dots)) - 1
-        self._vfs.count_listed(folder, number * PART_ENTRIES + within, behind - within)
-        return dots, part.content[start : part.bounds[behind]]
+        end = bisect_right(part.bounds, start + room_bytes - len(dots)) - 1
+        self._vfs.count_listed(folder, number * PART_ENTRIES + within, end - within)
+        return dots, part.content[start : part.bounds[end]]
 
     def _part(self, folder: int, base: int, number: int) -> _Part | None:
-        # In another version a folder that lists the same may have children of another mode or time.
+        # With the version: the children of an unchanged folder may have other modes and times in
+        # it.
         key = folder, base, number, self._vfs.snapshot.version
         if key in self._parts:
             self._parts.move_to_end(key)
             return self._parts[key]
         first = number * PART_ENTRIES
         found = self._vfs.child_columns(folder, first, PART_ENTRIES)
-        made = self._parts[key] = None if found is None else self._made(found, base + first)
+        made = self._parts[key] = None if found is None else self._make_part(found, base + first)
         if len(self._parts) > PARTS_KEPT:
             self._parts.popitem(last=False)
         return made
 
-    def _made(self, found: ChildColumns, first: int) -> _Part:
+    def _make_part(self, found: ChildColumns, first: int) -> _Part:
         count = len(found.mode)
         fixed = np.zeros(count, _ENTRY)
         fixed["node"] = fixed["ino"] = fixed["listed_ino"] = found.nodes
@@ -113,33 +115,33 @@ class ReaddirReplies:
         )
 
     def hidden_reply(self, found: Listing, folder: int, offset: int, room_bytes: int) -> bytes:
-        """The same for a folder of ours: few entries, whose nodes are counted."""
-        answer = [self._dots(folder, offset)] if offset < DOTS else []
-        room_bytes -= sum(map(len, answer))
+        """The same for `.diesel` and the folders below it, which have few entries."""
+        reply = [self._dots(folder, offset)] if offset < DOTS else []
+        room_bytes -= sum(map(len, reply))
         for at in range(max(offset - DOTS, 0), len(found.names)):
             name, node, mode = found.names[at], found.nodes[at], found.modes[at]
             entry = protocol.entry_answer(
                 node, mode, found.sizes[at], found.mtimes_ns[at], int(found.name_valid_s),
-                int(FOREVER_S), self._shown,
+                int(FOREVER_S), self._common,
             ) + protocol.dirent(node, at + DOTS + 1, mode >> 12, name)  # fmt: skip
             room_bytes -= len(entry)
             if room_bytes < 0:
                 break
             self._vfs.count_lookup(node)
-            answer.append(entry)
-        return b"".join(answer)
+            reply.append(entry)
+        return b"".join(reply)
 
 
 def _joined(
     fixed: npt.NDArray[np.void], found: ChildColumns, lengths: npt.NDArray[np.int64]
 ) -> _Part:
-    """Each entry and its name, padded to 8 bytes, one after the other."""
+    """The part: each entry's fixed fields and its name, padded to 8 bytes."""
     padded = (lengths + 7) & ~7
     bounds = np.zeros(len(fixed) + 1, np.int64)
     np.cumsum(padded + fixed.itemsize, out=bounds[1:])
     content = np.empty(int(bounds[-1]), np.uint8)
     head = fixed.view(np.uint8).reshape(len(fixed), fixed.itemsize)
-    for width in np.unique(padded).tolist():  # all entries whose names take as much room
+    for width in np.unique(padded).tolist():  # together all names of one padded width
         which = np.flatnonzero(padded == width)
         letters = found.names[
             np.minimum(found.name_start[which][:, None] + np.arange(width), len(found.names) - 1)

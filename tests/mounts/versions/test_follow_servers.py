@@ -236,7 +236,7 @@ def redis(tmp_path: Path) -> Iterator[RedisServer]:
 PUTS = """if True:
     import ast, sys
     from diesel_fs.storage.objects.cloud import direct
-    from diesel_fs.client import connect
+    from diesel_fs.client.dataset import connect
     from diesel_fs.format.object_names import snapshot_prefix
     from diesel_fs.repository.local import LocalRepository
     direct.open_buckets_directly()
