@@ -1,8 +1,8 @@
-"""The leases of one mount: that it reads these versions, so that a purge spares their chunks.
+"""The leases of one mount: a purge removes no chunks of the versions that the mount still reads.
 
-Owned here: one lease for each version that the mount answers from. Not owned: what a lease is
-(`leases.py`), which versions there are (`following.py`). Everything here asks the store, and may
-wait: for a thread, one at a time. A mount that cannot write leases does without.
+A lease is an object in the store that says that a version is being read
+(`repository/leases.py`). The mount has one for each version that it answers from. A mount that
+cannot write leases does without. All methods ask the store and may wait; one thread at a time.
 """
 
 import logging
@@ -18,25 +18,23 @@ log = logging.getLogger("diesel.mount")
 
 
 class VersionLeases:
-    """What is held, by version."""
+    """The leases of a mount, by version."""
 
-    def __init__(self, request: MountRequest, opener: MountSource) -> None:
+    def __init__(self, request: MountRequest, source: MountSource) -> None:
         self._request = request
-        self._opener = opener
-        self._leases: dict[int, ReadLease | None] = {}  # None: there are none here
-        self._logged: set[int] = (
-            set()
-        )  # versions whose lease could not be had when it was asked for
+        self._source = source
+        self._leases: dict[int, ReadLease | None] = {}  # None: this store needs none
+        self._logged: set[int] = set()  # versions for which a failure has been logged
 
     def set_versions(self, snapshots: Iterable[Snapshot]) -> None:
-        """These, and no others. New ones are taken before others end; what could not be taken is
-        tried again when this is called again.
+        """Takes leases on these versions, then gives back all others. A lease that could not be
+        taken is tried again at the next call.
         """
         wanted = {each.version: each for each in snapshots}
         for version, snapshot in wanted.items():
             if version not in self._leases:
                 try:
-                    self._leases[version] = self._opener.lease(self._request, snapshot)
+                    self._leases[version] = self._source.lease(self._request, snapshot)
                 except DieselError as error:
                     if version not in self._logged:
                         log.info("no lease on version %d: %s", version, error.message)
@@ -48,5 +46,5 @@ class VersionLeases:
                 lease.close()
 
     def close(self) -> None:
-        """None any more."""
+        """Gives back all leases."""
         self.set_versions(())

@@ -1,18 +1,19 @@
-"""Following: looks for newer versions of a mount's dataset, and has the mount go over to them.
+"""Finds newer versions of a mount's dataset, and switches the mount to them (`--follow`).
 
-Owned here: when that is done, and in which order. Not owned: which version is current
-(`source.py`), what is unchanged in it (`format/snapshot/diff.py`), how nodes are answered for
-(`following.py`), what the kernel is told (`invalidation.py`) and by whom: the helper where there is
-one (`prefetch_worker.py`), else a thread here.
+The watcher asks for the newest version every few seconds. A switch has these steps:
 
-The order: (1) the snapshot is opened and compared, in a thread; (2) the helper takes no plan from
-now on, unless one is running: then all of it is put off; (3) in one turn of the loop names lead to
-the new version, and lists, statistics and the control socket are its; (4) the helper takes over
-what is resident, and the kernel is told which names and folders to look up anew. Until it has been
-told of a name, that leads where it did, to a node of old, which has the bytes of old.
+1. A thread opens the new snapshot and compares it with the old one.
+2. The prefetch worker accepts no plans from now on. If a plan is running, the switch is postponed.
+3. In one turn of the server's loop, names begin to lead to the new version; so do lists,
+   statistics and the control socket.
+4. The worker takes over what is in the page cache, and tells the kernel which names and folders to
+   look up again; without a worker, a thread here tells it. Until the kernel was told of a name, the
+   name leads to the old node, which has the old bytes.
 
-Whatever fails before (3) changes nothing: the mount stays at its version, the log says why, once,
-and it is tried again at the next look. Concurrency: trio, in the server; one task.
+A failure before step 3 changes nothing: the mount stays at its version, the log says why, once, and
+the watcher tries again at its next check.
+
+Concurrency: trio, in the server process; one task.
 """
 
 import gc
@@ -46,40 +47,38 @@ log = logging.getLogger("diesel.mount")
 _T = TypeVar("_T")
 
 POLL_INTERVAL_S = 5.0
-"""How often is looked for another version: a look is a few requests to the metadata store and a
-listing of snapshots, by each mount of a task."""
+"""How often each mount asks for the newest version: that takes a few requests to the metadata store
+and a listing of snapshots."""
 
 SWITCH_DELAY_S_MAX = 60.0
-"""Each commit of a put is a version, and to go over to one costs seconds where there are millions
-of entries: so it is done when no other has come between two looks, or after so long."""
+"""Each commit of a put makes a version, and a switch takes seconds with millions of entries. So a
+mount switches when no newer version has come between two checks, or after this long."""
 
 WORKER_DEADLINE_S = 15.0
-"""For a helper that is asked whether plans are running: it may be fetching a chunk."""
+"""How long to wait for the worker to say whether plans are running: it may be fetching a chunk."""
 
 RETIRED_BYTES = 16 << 20
-"""Memory for chunks of a version that is shown no longer: only files that are open are read."""
+"""Memory for chunks of a retired version, of which only open files are read."""
 
 
 class VersionWatcher:
-    """One mount that follows its dataset."""
+    """Watches the dataset of one mount (see the module)."""
 
     def __init__(
         self,
         request: MountRequest,
-        opener: MountSource,
+        source: MountSource,
         link: WorkerLink,
         leases: VersionLeases,
         memory_bytes: int,
         on_switch: Callable[[Snapshot], None],
     ) -> None:
-        """`memory_bytes`: for chunks of the version that is shown. `on_switch` is called when names
-        lead to another version.
-        """
+        """`memory_bytes` is for chunks of the current version. `on_switch` is called in step 3."""
         self._request = request
-        self._opener = opener
+        self._source = source
         self._link = link
         self._memory_bytes = memory_bytes
-        self._shown = on_switch
+        self._on_switch = on_switch
         self._leases = leases
         self._thread = trio.CapacityLimiter(1)
         self._session: Session
@@ -89,13 +88,11 @@ class VersionWatcher:
         self._last_error = ""
         self._newest_version, self._newest_since_s = 0, 0.0
         self._running_plans: list[str] = []
-        self._versions = 1  # that were answered for when memory was last given back
-        self._applied_version: int | None = (
-            None  # the version of which the kernel knows all that it must
-        )
+        self._versions = 1  # how many the mount answered from when memory was last freed
+        self._applied_version: int | None = None  # the last version that the kernel was told of
 
     def stats(self) -> Mapping[str, object]:
-        """What is known of other versions, and what they wait for."""
+        """The watcher's part of `follow` in `.diesel/stats`."""
         return {
             "told": self._vfs.snapshot.version
             if self._applied_version is None
@@ -106,11 +103,13 @@ class VersionWatcher:
         }
 
     def attach_vfs(self, vfs: FollowingVfs) -> None:
-        """Whose version it is; before all else."""
+        """The file system to switch. Called before everything else."""
         self._vfs = vfs
 
-    def attach_session(self, session: KernelSession, board: int) -> None:
-        """Joins a session to the helper: for the version that is shown now, whose board this is."""
+    def attach_session(self, session: KernelSession, push_status: int) -> None:
+        """Connects a session with the worker, for the current version; `push_status` is the file of
+        the memory that both share for it.
+        """
         entry_of, missed = self._vfs.numbers.index, self._link.report_miss
 
         def on_miss(entry: int) -> None:
@@ -119,58 +118,60 @@ class VersionWatcher:
                 missed(index)
 
         session.attach_worker(
-            on_miss, self._link.report_forgotten, NodePushStatusMap(board, entry_of)
+            on_miss, self._link.report_forgotten, NodePushStatusMap(push_status, entry_of)
         )
         self._pushes = True
 
     def stop(self) -> None:
-        """The mount is being taken away: nothing more is begun, nor told in a thread."""
+        """The mount is being unmounted: the watcher begins nothing more, and stops telling the
+        kernel."""
         self._ending = True
 
     async def run(self, session: Session) -> None:
-        """Follows, until it is cancelled."""
+        """Watches until it is cancelled."""
         self._session = session
-        look_s = self._request.follow_interval_s or POLL_INTERVAL_S
+        interval_s = self._request.follow_interval_s or POLL_INTERVAL_S
         while not self._ending:
-            await trio.sleep(look_s)
+            await trio.sleep(interval_s)
             try:
                 await self._invalidate_stale_names()
                 self._vfs.drop_unused_versions()
-                await self._give_back()
+                await self._free_memory()
                 await self._in_thread(lambda: self._leases.set_versions(self._vfs.snapshots))
                 await self._check_newest()
             except DieselError as error:
                 self._log_once(error)
             except Exception:  # a bug here must not end the mount
-                log.exception("following %s failed", self._request.dataset)
+                log.exception("following %s failed (a bug); trying again", self._request.dataset)
 
     async def _in_thread(self, work: Callable[[], _T]) -> _T:
         return await trio.to_thread.run_sync(work, abandon_on_cancel=True, limiter=self._thread)
 
     def _log_once(self, error: DieselError) -> None:
-        """Once for each trouble."""
-        version, what = self._vfs.snapshot.version, f"cannot follow: {error}"
+        """Logs an error, unless it was the last one, too."""
+        text = f"cannot follow: {error}"
         if isinstance(error, NoSuchDataset):
-            what = f"{self._request.dataset} has been deleted"
+            text = f"{self._request.dataset} has been deleted"
         elif isinstance(error, ForeignError):
-            what = error.message
-        if what != self._last_error:
-            log.warning("%s; the mount stays at version %d", what, version)
-        self._last_error = what
+            text = error.message
+        if text != self._last_error:
+            version = self._vfs.snapshot.version
+            log.warning("%s; the mount stays at version %d", text, version)
+        self._last_error = text
 
     async def _check_newest(self) -> None:
-        """Asks for the current version, and goes over to it when it may."""
-        shown, now_s = self._vfs.snapshot, trio.current_time()
-        newest = await self._in_thread(lambda: self._opener.newest(self._request, shown.identity))
-        if newest < shown.version:
+        """Asks for the newest version, and switches to it when it may."""
+        current, now_s = self._vfs.snapshot, trio.current_time()
+        newest = await self._in_thread(lambda: self._source.newest(self._request, current.identity))
+        if newest < current.version:
             raise MetadataError(f"the metadata store is behind, at version {newest}")
         if self._last_error:
-            log.info("following %s again", shown.dataset)
+            log.info("following %s again", current.dataset)
             self._last_error = ""
-        if newest == shown.version:
+        if newest == current.version:
             self._newest_version = newest
             return
-        if self._newest_version <= shown.version:
+        if self._newest_version <= current.version:
             self._newest_since_s = now_s
         is_unchanged = newest == self._newest_version
         self._newest_version = newest
@@ -178,17 +179,21 @@ class VersionWatcher:
             await self._switch_if_idle()
 
     async def _no_plan_runs(self, question: str) -> bool:
-        """Whether no plan is running, as the helper says."""
+        """Asks the worker by one of two messages whether plans run; "hold plans" also makes it
+        accept none from then on. True where none runs.
+        """
         if not self._pushes or not self._link.alive:
             return True
         answer = await self._link.request({"do": question}, WORKER_DEADLINE_S)
         running = None if answer is None else answer.get("running")
         if not isinstance(running, list):
-            return not self._link.alive  # else it is busy: at the next look
+            return not self._link.alive  # a busy worker: the next check asks again
         names = [str(name) for name in running]
         if names and not self._running_plans:
             log.info(
-                "version %d waits for plans to end: %s", self._newest_version, ", ".join(names)
+                "the switch to version %d waits for plans to end: %s",
+                self._newest_version,
+                ", ".join(names),
             )
         self._running_plans = names
         return not names
@@ -196,7 +201,7 @@ class VersionWatcher:
     async def _switch_if_idle(self) -> None:
         if not await self._no_plan_runs("running"):
             return
-        ready = await self._in_thread(self._ready)
+        ready = await self._in_thread(self._prepare)
         if ready is None:
             return
         try:
@@ -210,30 +215,28 @@ class VersionWatcher:
         with trio.move_on_after(self._request.read_deadline_s):
             await self._vfs.drain_retired()
         await self._in_thread(before.close)
-        self._versions += 1  # the one before may have gone at once
+        self._versions += 1  # the retired one may have ended already
 
-    async def _give_back(self) -> None:
-        """Frees versions that have gone. Each hangs together in circles, and its snapshot would
-        stay mapped until Python looks for those.
+    async def _free_memory(self) -> None:
+        """Frees the memory of versions that have ended. Their objects refer to each other in
+        cycles, and a snapshot would stay mapped until Python collects those.
         """
         versions = len(self._vfs.snapshots)
         if versions < self._versions:
             await self._in_thread(gc.collect)
         self._versions = versions
 
-    def _ready(self) -> "_Ready | None":
-        """Another version, opened and compared. In a thread. Raises DieselError."""
+    def _prepare(self) -> "_Ready | None":
+        """Step 1, in a thread; None where there is no newer version. Raises DieselError."""
         old = self._vfs.snapshot
-        new = self._opener.open(self._request).snapshot
+        new = self._source.open(self._request).snapshot
         if new.identity != old.identity:
             raise ForeignError(f"{new.dataset!r} is another dataset now ({new.identity})")
         if new.version <= old.version:
             return None
-        self._leases.set_versions(
-            [new, *self._vfs.snapshots]
-        )  # before it is compared: that takes seconds
+        self._leases.set_versions([new, *self._vfs.snapshots])  # first: comparing takes seconds
         pushes = self._pushes
-        reader = self._opener.reader(self._request, new, self._memory_bytes, pushes=pushes)
+        reader = self._source.reader(self._request, new, self._memory_bytes, pushes=pushes)
         prepared = self._vfs.prepare(diff_snapshots(old, new), reader)
         ready = _Ready(prepared)
         if pushes and self._link.alive:
@@ -247,18 +250,16 @@ class VersionWatcher:
         return ready
 
     async def _switch(self, ready: "_Ready") -> EntryReader:
-        """Names lead to the version from here on; what read the one before comes back."""
+        """Steps 3 and 4. Returns the reader of the version before, to be closed."""
         found = ready.prepared.match
         old, new = found.old, found.new
         self._applied_version = old.version
         before = self._vfs.switch_version(
             ready.prepared,
-            lambda: self._opener.reader(self._request, old, RETIRED_BYTES, pushes=True),
+            lambda: self._source.reader(self._request, old, RETIRED_BYTES, pushes=True),
         )
-        self._shown(new)
-        await self._in_thread(
-            lambda: self._opener.switch_version(new)
-        )  # before the helper reads of it
+        self._on_switch(new)
+        await self._in_thread(lambda: self._source.switch_version(new))  # before the worker reads
         answer: Message | None = None
         if ready.files and isinstance(self._session, KernelSession) and self._link.alive:
             self.attach_session(self._session, ready.files[-1])
@@ -269,7 +270,7 @@ class VersionWatcher:
         self._applied_version = new.version
         changed = int(np.count_nonzero(found.unchanged < 0))
         log.info(
-            "the mount has gone over from version %d to %d: %d entries are new or changed",
+            "the mount has switched from version %d to %d: %d entries are new or changed",
             old.version,
             new.version,
             changed,
@@ -277,20 +278,20 @@ class VersionWatcher:
         return before
 
     async def _invalidate_stale_names(self) -> None:
-        """Has the kernel drop names in folders that are shown no longer, with their last users."""
-        given = self._vfs.take_stale_names()
-        if given and self._pushes and self._link.alive:
-            names: list[Value] = [[*each] for each in given.values()]
-            self._link.send({"do": "names are old", "nodes": [*given], "names": names})
-        elif given:
-            await self._invalidate_in_thread(lambda device: invalidate_folders(device, given))
+        """Makes the kernel drop names in folders of retired versions when their last users go."""
+        stale = self._vfs.take_stale_names()
+        if stale and self._pushes and self._link.alive:
+            names: list[Value] = [[*each] for each in stale.values()]
+            self._link.send({"do": "names are old", "nodes": [*stale], "names": names})
+        elif stale:
+            await self._invalidate_in_thread(lambda device: invalidate_folders(device, stale))
 
     async def _invalidate_in_thread(self, invalidate: Callable[[int], Iterator[None]]) -> None:
-        """Tells the kernel, where no helper does."""
+        """Tells the kernel in a thread, where there is no worker."""
         try:
             device = self._session.clone()
         except OSError as error:
-            log.error("the kernel cannot be told of another version: %s", error)
+            log.error("the kernel cannot be told of the new version: %s", error)
             return
 
         def tell() -> None:
@@ -299,7 +300,7 @@ class VersionWatcher:
                     if self._ending:
                         break
             except OSError:
-                pass  # the mount has gone
+                pass  # the mount has ended
             finally:
                 os.close(device)
 
@@ -308,7 +309,7 @@ class VersionWatcher:
 
 @dataclass(slots=True)
 class _Ready:
-    """A version that can be shown, and what the helper needs of it: snapshot, numbers, board."""
+    """A prepared switch, and files for the worker: snapshot, nodes, push status."""
 
     prepared: Prepared
     files: list[int] = field(default_factory=list)
