@@ -1,8 +1,8 @@
-"""The kernel's side of a mount: unmounting, the connection's own files, read-ahead.
+"""System calls that Python lacks: mounts, settings of FUSE connections, inotify, page cache.
 
-Owned here: system calls that Python does not have, and where the kernel keeps the settings of a
-FUSE connection. A connection is known by its device number (`0:43`), as `/proc/*/mountinfo` has it:
-nothing here touches a file of the mount, which could wait for a daemon that is gone. Any thread.
+The connection of a FUSE mount with its daemon is named by its device number (`0:43`), as
+`/proc/*/mountinfo` has it. So nothing here touches a file of the mount, which could wait for a
+daemon that has ended. Any thread.
 """
 
 import ctypes
@@ -31,35 +31,39 @@ _FSOPEN_CLOEXEC, _FSMOUNT_CLOEXEC, _FSCONFIG_CMD_CREATE = 1, 1, 6
 _MOUNT_ATTR_NOSUID_NODEV_NOEXEC = 2 | 4 | 8
 
 READS_AHEAD_MAX = 256
-"""READs ahead that may wait for us at once. The kernel's default is 12, and then 12 files of a few
-hundred KiB that the store does not answer stop all others (measured: 7.8 s instead of 2 ms)."""
+"""READs ahead that may wait for the daemon at once. With the kernel's default of 12, 12 files of a
+few hundred KiB that wait for the store stop all others (measured: 7.8 s instead of 2 ms)."""
 
 READ_AHEAD_KIB = 1024
-"""The largest READ (256 pages); the default of 128 KiB would ask eight times for the same."""
+"""The largest READ (256 pages). With the default of 128 KiB the kernel sends eight times as
+many."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _syscall(number: int, *arguments: object) -> int:
     converted = [ctypes.c_long(a) if isinstance(a, int) else a for a in arguments]
-    result = int(_libc.syscall(ctypes.c_long(number), *converted))
+    return _checked(int(_libc.syscall(ctypes.c_long(number), *converted)))
+
+
+def _checked(result: int, path: str | None = None) -> int:
+    """The result of a system call. Raises OSError where it failed."""
     if result < 0:
         number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
+        raise OSError(number, os.strerror(number), path)
     return result
 
 
 def umount2(mountpoint: str, flags: int = 0) -> None:
     """umount2(2), never through a link. Raises OSError."""
-    if _libc.umount2(os.fsencode(mountpoint), flags | _UMOUNT_NOFOLLOW) < 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number), mountpoint)
+    _checked(_libc.umount2(os.fsencode(mountpoint), flags | _UMOUNT_NOFOLLOW), mountpoint)
 
 
 def _control_folder(connection: str) -> int:
-    """A descriptor of the connection's folder in fusectl, mounted for ourselves where nobody has.
+    """A descriptor of the connection's folder in the file system fusectl.
 
-    A mount of our own hangs in no tree (fsmount(2), root only): there is nothing to clean up.
+    Where fusectl is not mounted, root mounts it at no path (fsmount(2)), so there is nothing to
+    clean up. Raises OSError.
     """
     with suppress(OSError):
         return os.open(f"/sys/fs/fuse/connections/{connection}", os.O_PATH | os.O_DIRECTORY)
@@ -92,8 +96,8 @@ def _write_control(device: str, name: str, value: str) -> None:
 
 
 def open_abort(device: str) -> int:
-    """A descriptor to which to write what ends this connection and no other, whatever its number is
-    given to later; -1 where this user may not.
+    """A descriptor that aborts this connection when "1" is written to it, and never another one
+    that gets the same number later; -1 where this user may not have it.
     """
     try:
         return _open_control(device, "abort")
@@ -101,21 +105,8 @@ def open_abort(device: str) -> int:
         return -1
 
 
-def abort(device: str) -> bool:
-    """Ends the connection: whoever waits for an answer gets an error. False where not allowed."""
-    try:
-        _write_control(device, "abort", "1")
-    except FileNotFoundError:
-        return True  # the connection has gone by itself
-    except OSError as error:
-        if error.errno in (errno.EPERM, errno.EACCES, errno.ENODEV, errno.ENOSYS):
-            return False
-        raise
-    return True
-
-
 def tune(device: str) -> None:
-    """Lets many READs wait at once and makes them large, as far as this user may."""
+    """Makes READs large and lets many wait at once, as far as this user may."""
     for name in ("max_background", "congestion_threshold"):
         with suppress(OSError):
             _write_control(device, name, str(READS_AHEAD_MAX))
@@ -130,17 +121,12 @@ _FUSE_DEV_IOC_CLONE = 0x8004E500
 
 
 def mount_fuse(mountpoint: str, options: Sequence[str]) -> int:
-    """A FUSE file system of these options in the tree: the descriptor of its connection.
+    """Mounts a FUSE file system with these options, by mount(2) as root, else by fusermount3.
 
-    With mount(2) as root, else through fusermount3. Raises DieselError.
+    Returns the descriptor of its connection. Raises DieselError.
     """
-    return (
-        _mount_as_root(mountpoint, options) if _may_mount() else _mount_as_user(mountpoint, options)
-    )
-
-
-def _may_mount() -> bool:
-    return os.geteuid() == 0
+    mount = _mount_as_user if os.geteuid() else _mount_as_root
+    return mount(mountpoint, options)
 
 
 _NOT_ALLOWED = (errno.EACCES, errno.EPERM)
@@ -206,15 +192,15 @@ def _mount_as_user(mountpoint: str, options: Sequence[str]) -> int:
 
 
 def clone_mount(mountpoint: str) -> int:
-    """A descriptor of another mount of the same file system, which hangs in no tree (open_tree(2),
-    Linux 5.2, root only): files can be opened below it, and the mount itself is not busy for it.
-    The file system lives until it is closed. Raises OSError.
+    """A descriptor of another mount of the same file system, at no path (open_tree(2), Linux 5.2,
+    root only). Files can be opened below it without making the first mount busy. The file system
+    lives until the descriptor is closed. Raises OSError.
     """
     return _syscall(_SYS_OPEN_TREE, _AT_FDCWD, os.fsencode(mountpoint), _OPEN_TREE_CLONE_CLOEXEC)
 
 
 def detach_quietly(mountpoint: str) -> None:
-    """Takes a mount of ours that failed away again."""
+    """Unmounts lazily; errors are ignored."""
     with suppress(OSError):
         umount2(mountpoint, MNT_DETACH)
         return
@@ -226,7 +212,7 @@ def detach_quietly(mountpoint: str) -> None:
 
 
 def clone(device: int) -> int:
-    """Another descriptor of a connection, with a queue of its own for what is read through it."""
+    """Another descriptor of a connection, with its own queue of requests. Raises OSError."""
     cloned = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
     try:
         fcntl.ioctl(cloned, _FUSE_DEV_IOC_CLONE, struct.pack("I", device))
@@ -236,7 +222,7 @@ def clone(device: int) -> int:
     return cloned
 
 
-# what Python has no name for ---------------------------------------------------------------------
+# watches, the page cache, processes --------------------------------------------------------------
 
 _IN_CLOEXEC, _IN_NONBLOCK = 0o2000000, 0o4000
 _SYS_CACHESTAT = 451  # Linux 6.5; the same on every architecture
@@ -254,20 +240,13 @@ class _Cachestat(ctypes.Structure):
     )
 
 
-def _checked(result: int) -> int:
-    if result < 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
-    return result
-
-
 def inotify_init() -> int:
-    """A descriptor for watches, not blocking."""
+    """A non-blocking inotify descriptor. Raises OSError."""
     return _checked(_libc.inotify_init1(_IN_CLOEXEC | _IN_NONBLOCK))
 
 
 def inotify_add(descriptor: int, path: bytes, events: int) -> int:
-    """Watches a file: the number of the watch. Raises OSError."""
+    """Watches a file. Returns the number of the watch. Raises OSError."""
     return _checked(_libc.inotify_add_watch(descriptor, path, events))
 
 
@@ -277,9 +256,9 @@ def inotify_remove(descriptor: int, watch: int) -> None:
 
 
 def cached_bytes(file: int, size: int) -> int:
-    """How much of an open file is in the page cache, in whole pages. Raises OSError.
+    """How many bytes of an open file are in the page cache, in whole pages. Raises OSError.
 
-    By cachestat(2) where there is one, else by mincore(2) of a mapping.
+    It uses cachestat(2) where the kernel has it, else mincore(2) of a mapping.
     """
     part, found = _CachestatRange(0, 0), _Cachestat()
     try:
@@ -302,7 +281,7 @@ def _mincore_bytes(file: int, size: int) -> int:
 
 
 def die_with_parent(number: int) -> None:
-    """Has the kernel send us a signal when the process that forked us ends."""
+    """Makes the kernel send this process a signal when its parent ends."""
     _checked(_libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0))
 
 

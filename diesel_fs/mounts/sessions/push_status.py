@@ -1,18 +1,19 @@
-"""What server and helper of a mount both see: what is pushed in a moment, and whether misses count.
+"""Memory that a mount's server and prefetch worker share: which files the worker pushes soon or
+now.
 
-A reader that is faster than the helper overtakes it. Each READ that is then answered at once lets
-the reader run on, into the next; one that waits a moment lets the helper get ahead by hundreds of
-files. So the server holds the answer for what is `soon` while the helper goes on, and the helper
-leaves out what is being read: it would wait for the page that the READ has locked. A READ of what
-the helper is storing `now` comes too late for that, and is answered at once. Each of the two marks
-what it does before it looks what the other does.
+A reader that is faster than the worker overtakes it. If the server answered each of its READs at
+once, the reader would stay ahead, and each next file would cost a READ. So the server holds the
+READ of a file that the worker pushes `soon`, for a few milliseconds, in which the worker gets ahead
+by hundreds of files. The worker leaves out the files whose READs are held, since it would wait for
+the page that the READ has locked. The READ of a file that the worker stores `now` comes too late,
+and is answered at once. Each side writes its mark before it reads the mark of the other.
 
-Where nothing more has room and nothing is planned, what is missed changes nothing: the server tells
-the helper of few misses then, and both leave the processors to the readers.
+Where no memory is left and nothing is planned, misses change nothing. The worker then asks for few
+of them, which leaves the processors to the readers.
 
-Owned here: the layout of the shared memory: the helper's count, whether it wants few misses, then
-two bytes for each entry, of which the helper writes the first and the server the second. A torn or
-late value costs a moment, nothing else.
+The memory has the worker's progress count, a byte that says whether it wants few misses, and two
+bytes for each entry: the worker writes the first, the server the second. A torn or late value costs
+a moment, nothing else.
 """
 
 import math
@@ -20,27 +21,26 @@ import mmap
 import os
 import time
 from collections.abc import Callable
-from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 import trio
 
 HOLD_STEP_S = 0.001
-"""How often a READ that is held looks; trio's clock knows nothing shorter."""
+"""How often a held READ checks the memory; trio's clock has no shorter step."""
 
 STILL_STEPS = 2
-"""The helper may stand still for so many steps: with many readers it does not always run."""
+"""For so many steps the worker may make no progress: with many readers it does not always run."""
 
 HOLD_STEPS = 5
-"""A READ is held no longer than so many steps: some thousand small files are pushed meanwhile."""
+"""A READ is held for so many steps at most, in which some thousand small files are pushed."""
 
 MISS_INTERVAL_S = 0.01
-"""Where few misses are wanted, so long lies between two that the helper is told of."""
+"""The time between two misses that are reported where the worker wants few."""
 
 _SOON, _NOW = 1, 2
 
-_COUNT_BYTES = 64  # a count of 8 bytes; at 8 a byte that is not 0 where few misses are wanted
+_COUNT_BYTES = 64  # 8 bytes of progress; at 8 a byte that is not 0 where few misses are wanted
 _FEW_AT = 8
 
 _Entries = npt.NDArray[np.uint32]
@@ -48,14 +48,14 @@ _NONE: _Entries = np.empty(0, np.uint32)
 
 
 def push_status_file(entry_count: int) -> int:
-    """A descriptor of the memory for a board of so many entries. Raises OSError."""
-    descriptor = os.memfd_create("diesel-board", os.MFD_CLOEXEC)
+    """New shared memory for so many entries. Returns a descriptor. Raises OSError."""
+    descriptor = os.memfd_create("diesel-push-status", os.MFD_CLOEXEC)
     os.truncate(descriptor, _COUNT_BYTES + 2 * entry_count)
     return descriptor
 
 
 class PushStatusMap:
-    """One mount's board, in one of its two processes."""
+    """The shared memory of one mount, in one of its two processes."""
 
     def __init__(self, descriptor: int) -> None:
         shared = mmap.mmap(descriptor, 0)
@@ -68,42 +68,37 @@ class PushStatusMap:
         self._miss_sent_s = -math.inf
         self._marked = _NONE
 
-    @classmethod
-    def make(cls, entry_count: int) -> tuple[Self, int]:
-        """A new one, and the descriptor for the other process. Raises OSError."""
-        descriptor = push_status_file(entry_count)
-        return cls(descriptor), descriptor
-
-    # the helper
+    # for the worker
 
     def mark_soon(self, entries: _Entries) -> None:
-        """These, and no others, are pushed next."""
+        """Marks the entries that are pushed next, and no others."""
         self._soon[self._marked] = 0
         self._soon[entries] = _SOON
         self._marked = entries
 
     def clear_soon(self) -> None:
-        """Nothing is pushed now: no READ need wait."""
+        """Nothing is pushed next, so no READ waits."""
         if len(self._marked):
             self.mark_soon(_NONE)
 
     def set_wants_all_misses(self, *, each_miss: bool) -> None:
-        """Of how many misses to be told from now on."""
+        """Says whether the worker wants to hear of each miss, or of few."""
         self._few[0] = not each_miss
 
     def count_progress(self) -> None:
-        """Some more have been pushed."""
+        """Counts a step of progress, which READs that are held see."""
         self._count += np.uint64(1)
 
     def mark_now(self, entries: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """These are stored now, but those of them that have a READ that is held: which have."""
+        """Marks entries as stored now. Returns which of them have a held READ: they must be left
+        out."""
         self._soon[entries] = _NOW
         return self._being_read[entries].astype(np.bool_)
 
-    # the server
+    # for the server
 
     def takes_miss(self) -> bool:
-        """Whether the helper is told of this miss."""
+        """Whether the server reports this miss to the worker."""
         if not self._few[0]:
             return True
         now_s = time.monotonic()
@@ -113,28 +108,28 @@ class PushStatusMap:
         return True
 
     def try_hold(self, entry: int) -> bool:
-        """Whether a READ of an entry is to wait in `hold`; if so, it counts as held from now on.
-
-        Never one of what is no entry.
+        """Whether the READ of an entry must wait in `hold`; it counts as held from then on. False
+        for a number that is no entry.
         """
         if not 0 <= entry < len(self._soon_seen) or self._soon_seen[entry] != _SOON:
             return False
         self._being_read[entry] = 1
-        if self._soon_seen[entry] == _NOW:  # the helper may not have seen it
+        if self._soon_seen[entry] == _NOW:  # the worker may not have seen the mark
             self._being_read[entry] = 0
             return False
         return True
 
     def end_hold(self, entry: int) -> None:
-        """A READ that was held has been answered, or is no longer wanted."""
+        """A held READ was answered, or withdrawn."""
         self._being_read[entry] = 0
 
     def is_soon(self, entry: int) -> bool:
-        """Whether an entry is about to be pushed, or is being pushed."""
+        """Whether an entry is pushed soon, or now."""
         return self._soon_seen[entry] != 0
 
     async def hold(self, entry: int) -> None:
-        """Returns when the helper has stood still for some steps, or gone on for many."""
+        """Waits until the worker makes no progress, the entry is pushed, or `HOLD_STEPS` are
+        over."""
         before, still = int(self._count[0]), 0
         for _ in range(HOLD_STEPS):
             await trio.sleep(HOLD_STEP_S)
@@ -146,10 +141,10 @@ class PushStatusMap:
 
 
 class NodePushStatusMap(PushStatusMap):
-    """The server's end where entries are known by their nodes alone: `entry` is a node - 1."""
+    """The server's side in a mount that follows its dataset: `entry` is a node - 1."""
 
     def __init__(self, descriptor: int, entry_of: Callable[[int], int]) -> None:
-        """`entry_of` gives the entry that has a node, -1 for none of this board's version."""
+        """`entry_of` gives the entry of a node in the version of this memory, or -1."""
         super().__init__(descriptor)
         self._entry_of = entry_of
 

@@ -14,12 +14,14 @@ from diesel_fs.mounts.sessions.push_status import (
     MISS_INTERVAL_S,
     STILL_STEPS,
     PushStatusMap,
+    push_status_file,
 )
 
 
 def boards(entry_count: int = 1000) -> tuple[PushStatusMap, PushStatusMap]:
     """The server's and the helper's view of one board."""
-    server, descriptor = PushStatusMap.make(entry_count)
+    descriptor = push_status_file(entry_count)
+    server = PushStatusMap(descriptor)
     helper = PushStatusMap(descriptor)
     os.close(descriptor)
     return server, helper
