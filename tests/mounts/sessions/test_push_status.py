@@ -1,4 +1,4 @@
-"""The board that server and helper share: what is pushed soon, and how long a READ waits for it."""
+"""The memory that server and worker share: which files are pushed soon, how long a READ is held."""
 
 import os
 import time
@@ -18,88 +18,88 @@ from diesel_fs.mounts.sessions.push_status import (
 )
 
 
-def boards(entry_count: int = 1000) -> tuple[PushStatusMap, PushStatusMap]:
-    """The server's and the helper's view of one board."""
+def both_sides(entry_count: int = 1000) -> tuple[PushStatusMap, PushStatusMap]:
+    """The server's and the worker's side of one memory."""
     descriptor = push_status_file(entry_count)
     server = PushStatusMap(descriptor)
-    helper = PushStatusMap(descriptor)
+    worker = PushStatusMap(descriptor)
     os.close(descriptor)
-    return server, helper
+    return server, worker
 
 
-def soon(board: PushStatusMap) -> list[int]:
-    return [entry for entry in range(1000) if board.is_soon(entry)]
+def soon_entries(side: PushStatusMap) -> list[int]:
+    return [entry for entry in range(1000) if side.is_soon(entry)]
 
 
-def test_what_is_announced_is_soon_until_something_else_is() -> None:
-    server, helper = boards()
-    assert soon(server) == []
-    helper.mark_soon(np.array([3, 999, 0], np.uint32))
-    assert soon(server) == [0, 3, 999]
-    helper.mark_soon(np.array([3, 4], np.uint32))
-    assert soon(server) == [3, 4]
-    helper.mark_soon(np.empty(0, np.uint32))
-    assert soon(server) == []
+def test_marked_entries_are_soon_until_others_are_marked() -> None:
+    server, worker = both_sides()
+    assert soon_entries(server) == []
+    worker.mark_soon(np.array([3, 999, 0], np.uint32))
+    assert soon_entries(server) == [0, 3, 999]
+    worker.mark_soon(np.array([3, 4], np.uint32))
+    assert soon_entries(server) == [3, 4]
+    worker.mark_soon(np.empty(0, np.uint32))
+    assert soon_entries(server) == []
 
 
-def test_what_is_being_read_is_left_out_while_it_is() -> None:
-    server, helper = boards()
-    helper.mark_soon(np.array([4, 5, 6], np.uint32))
+def test_the_worker_leaves_out_entries_whose_READ_is_held() -> None:
+    server, worker = both_sides()
+    worker.mark_soon(np.array([4, 5, 6], np.uint32))
     assert server.try_hold(5)
     entries = np.array([4, 5, 6])
-    assert helper.mark_now(entries).tolist() == [False, True, False]
+    assert worker.mark_now(entries).tolist() == [False, True, False]
     server.end_hold(5)
-    assert not helper.mark_now(entries).any()
+    assert not worker.mark_now(entries).any()
 
 
-def test_a_READ_of_what_is_being_stored_is_answered_at_once() -> None:
-    """The helper waits for the page that the READ has locked."""
-    server, helper = boards()
+def test_a_READ_of_an_entry_that_is_being_stored_is_not_held() -> None:
+    """Else both would wait: the worker waits for the page that the READ has locked."""
+    server, worker = both_sides()
     assert not server.try_hold(4)  # it is not soon
-    helper.mark_soon(np.array([4, 5], np.uint32))
-    helper.mark_now(np.array([4]))
+    worker.mark_soon(np.array([4, 5], np.uint32))
+    worker.mark_now(np.array([4]))
     assert not server.try_hold(4)
     assert server.try_hold(5)
-    helper.mark_soon(np.array([5], np.uint32))
+    worker.mark_soon(np.array([5], np.uint32))
     assert not server.try_hold(4)
 
 
-def test_what_is_no_entry_is_never_held() -> None:
-    server, helper = boards(1000)
-    helper.mark_soon(np.arange(1000, dtype=np.uint32))
+def test_a_number_that_is_no_entry_is_never_held() -> None:
+    server, worker = both_sides(1000)
+    worker.mark_soon(np.arange(1000, dtype=np.uint32))
     assert [server.try_hold(entry) for entry in (-1, 1000, 1 << 62)] == [False] * 3
 
 
-def test_of_many_misses_few_are_told_where_few_are_wanted() -> None:
-    server, helper = boards()
+def test_few_of_many_misses_are_reported_where_the_worker_wants_few() -> None:
+    server, worker = both_sides()
     assert all(server.takes_miss() for _ in range(1000))
-    helper.set_wants_all_misses(each_miss=False)
+    worker.set_wants_all_misses(each_miss=False)
     start_s = time.monotonic()
-    told = sum(server.takes_miss() for _ in range(1000))
-    assert 1 <= told <= 2 + (time.monotonic() - start_s) / MISS_INTERVAL_S
+    reported = sum(server.takes_miss() for _ in range(1000))
+    assert 1 <= reported <= 2 + (time.monotonic() - start_s) / MISS_INTERVAL_S
     time.sleep(MISS_INTERVAL_S)
-    assert server.takes_miss()  # misses that come slowly are all told
-    helper.set_wants_all_misses(each_miss=True)
+    assert server.takes_miss()  # slow misses are all reported
+    worker.set_wants_all_misses(each_miss=True)
     assert all(server.takes_miss() for _ in range(1000))
 
 
-def held_s(signs: int, *, rest: int = 1000) -> float:
-    """How long a READ is held while the helper goes on for so many half steps, in virtual seconds;
-    after `rest` of them it has pushed the entry.
+def held_s(steps: int, *, pushed_at: int = 1000) -> float:
+    """How long a READ is held, in virtual seconds, while the worker makes progress for so many half
+    steps; after `pushed_at` of them it has pushed the entry.
     """
-    server, helper = boards()
-    helper.mark_soon(np.array([7], np.uint32))
+    server, worker = both_sides()
+    worker.mark_soon(np.array([7], np.uint32))
 
-    async def go_on() -> None:
-        for number in range(signs):
-            helper.count_progress()
-            if number == rest:
-                helper.clear_soon()
+    async def push() -> None:
+        for number in range(steps):
+            worker.count_progress()
+            if number == pushed_at:
+                worker.clear_soon()
             await trio.sleep(HOLD_STEP_S / 2)
 
     async def measure() -> float:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(go_on)
+            nursery.start_soon(push)
             await trio.lowlevel.checkpoint()
             start_s = trio.current_time()
             await server.hold(7)
@@ -108,12 +108,12 @@ def held_s(signs: int, *, rest: int = 1000) -> float:
     return trio.run(measure, clock=trio.testing.MockClock(autojump_threshold=0))
 
 
-def test_a_READ_waits_while_the_helper_goes_on() -> None:
-    """And some steps where it stands still; never longer than some milliseconds."""
+def test_a_READ_is_held_while_the_worker_makes_progress() -> None:
+    """For some steps where there is no progress; never longer than some milliseconds."""
     assert abs(held_s(0) - STILL_STEPS * HOLD_STEP_S) < 1e-9
     assert STILL_STEPS * HOLD_STEP_S < held_s(3) < HOLD_STEPS * HOLD_STEP_S
     assert abs(held_s(200) - HOLD_STEPS * HOLD_STEP_S) < 1e-9
 
 
-def test_a_READ_waits_no_longer_for_what_is_there() -> None:
-    assert held_s(200, rest=3) < (HOLD_STEPS - 1) * HOLD_STEP_S
+def test_a_READ_is_not_held_after_its_entry_was_pushed() -> None:
+    assert held_s(200, pushed_at=3) < (HOLD_STEPS - 1) * HOLD_STEP_S
