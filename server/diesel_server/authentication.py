@@ -1,25 +1,21 @@
-"""Who may come in, and who still may: logins against the table of accounts.
+"""Checks logins, and accounts of users who are logged in, against the table of accounts.
 
-Owned here: checking logins, limits on those that fail, and how old what is known of the accounts
-may be. Not owned: the handshake (`connection.py`), roles (`accounts.py`), the table
-(`storage/accounts/store.py`).
+A login is checked against a table that was read after the login had arrived. The account of a user
+who is logged in is looked up in a copy of the table that is at most `REFRESH_S` old: a user who has
+been removed, or whose key or role has changed, goes on for as long.
 
-A login is checked against a table that was read after it had arrived. Who is logged in is looked up
-again and again in a copy that is at most `REFRESH_S` old: so long a user that has been removed, or
-whose key or role has, goes on.
+While the table cannot be read, users whom the copy knows may log in and go on: for `ROLES_S` as
+before, then up to `COPY_S` for reading only (`Account.ceiling`), then no longer. If the table has
+been lost (Redis came back without data), no user can log in, and users who are logged in may read
+for as long as above, since an empty table is no reason to end their training jobs.
 
-Where the table cannot be read, nobody is let in but whom the copy knows, and after `ROLES_S` for
-reading alone (`Account.ceiling`); after `COPY_S` nobody. A table that has been lost (Redis came
-back without data) lets nobody in; who is logged in may read, as above: an empty table is no reason
-to end everybody's training.
+An unknown user, a wrong key and an empty table give the same answer, after the same work, so that
+the answer reveals nothing; the real reason is a note on the error, for the log. Failed logins are
+limited by network and user, and by network alone. A user with the right key may log in all the
+same, or anybody in a network could lock out all others there.
 
-An unknown user, a wrong key and an empty table make one answer, after the same work: the real
-reason is a note on the error, for the log. Failures are limited by address and user, and by address
-alone; who has the right key is let in nevertheless, or anybody at an address could lock out all.
-
-Concurrency: everything may block, for some times the table's deadline, and is called
-from threads, however many. Of those that need the table read, one reads it for all, and `current`
-does not wait for that one.
+Concurrency: the methods are called from many threads and may block, for a few times the deadline of
+the table. One thread at a time reads the table, for all that wait; `current` does not wait for it.
 """
 
 import logging
@@ -42,92 +38,94 @@ log = logging.getLogger("diesel.server")
 
 REFRESH_S = 2.0
 ROLES_S = 30.0
-"""As long as a commit waits for a Redis that restarts: a put goes on, if that comes back."""
+"""A commit waits so long for a Redis that restarts: a put goes on if Redis comes back."""
 
 COPY_S = 3600.0
 
 RETRY_S = 10.0
-"""Between readings for the sake of `current` where the last one failed: each costs time."""
+"""The pause between two attempts of `current` to read the table after a failure: each takes
+time."""
 
 ADVICE_S = 60.0
-ADDRESSES_MAX = 4096
+RATE_KEYS_MAX = 4096
 
 NO_ACCOUNTS = (
-    "there are no accounts, so nobody can log in: "
-    "`dlcmd --url STORE?meta=... user add NAME --admin`, or `user import FILE` after a loss"
+    "there are no accounts, so no user can log in: run"
+    " `dlcmd --url STORE?meta=... user add NAME --admin`, or `user import FILE` after a loss"
 )
 
 
 class Rate(NamedTuple):
-    """So many at once, and then one every so many seconds."""
+    """A rate limit: so many at once, and then one each so many seconds."""
 
     burst: int
     each_s: float
 
 
-OF_USER = Rate(10, 6.0)
-OF_ADDRESS = Rate(100, 0.6)
-"""Many users may come from one address; a key cannot be guessed, so this is against work and
-lines in the log."""
+USER_RATE = Rate(10, 6.0)
+NETWORK_RATE = Rate(100, 0.6)
+"""Failed logins of one user, and of one network, which may have many users. Keys cannot be guessed:
+the limits only bound the work and the lines in the log."""
 
 
 @dataclass(frozen=True, slots=True)
 class _AccountsCopy:
-    """What is known of the accounts: read at once, and replaced as a whole."""
+    """A copy of the table of accounts. It is immutable; a new one replaces it."""
 
     accounts: Accounts = field(default_factory=dict)
-    since_s: float = float("-inf")  # when reading them, or finding them unchanged, last began
-    token: bytes = NO_TOKEN
-    problem: DieselError | None = None
+    since_s: float = float("-inf")  # when the last read, or check that nothing changed, began
+    token: bytes = NO_TOKEN  # changes with the table
+    problem: DieselError | None = None  # why the last read failed
     lost: bool = False
 
 
-class _Bucket:
-    """How much of some rates is used up. The least used of too many is forgotten."""
+class _RateLimiter:
+    """Counts events by key against a rate. Of too many keys, the longest silent are forgotten."""
 
     def __init__(self, rate: Rate, clock: Callable[[], float]) -> None:
         self._rate = rate
         self._clock = clock
-        self._free_s: OrderedDict[Hashable, float] = OrderedDict()  # when all will be free again
+        self._free_s: OrderedDict[Hashable, float] = OrderedDict()  # when the burst is free again
 
     def is_full(self, key: Hashable) -> bool:
-        """Whether there is room for no more."""
-        room_s = self._rate.burst * self._rate.each_s
-        return self._free_s.get(key, 0) - self._clock() > room_s - self._rate.each_s
+        """Whether the rate allows no more events now."""
+        burst_s = self._rate.burst * self._rate.each_s
+        return self._free_s.get(key, 0) - self._clock() > burst_s - self._rate.each_s
 
     def add(self, key: Hashable) -> None:
-        """One more."""
-        now = self._clock()
-        self._free_s[key] = max(now, self._free_s.pop(key, now)) + self._rate.each_s
-        if len(self._free_s) > ADDRESSES_MAX:
+        """Count one event."""
+        now_s = self._clock()
+        self._free_s[key] = max(now_s, self._free_s.pop(key, now_s)) + self._rate.each_s
+        if len(self._free_s) > RATE_KEYS_MAX:
             self._free_s.popitem(last=False)
 
 
 class TableAuthenticator:
-    """Logins, and what is known of the accounts."""
+    """Checks logins and accounts against a table of accounts, of which it keeps a copy."""
 
     def __init__(
         self, open_table: Callable[[], AccountTable], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`open_table` is called until it gives a table: it may be away when we start."""
+        """`open_table` is called until it gives a table, which may be away when the server
+        starts."""
         self._open_table = open_table
         self._clock = clock
         self._table: AccountTable | None = None
-        self._decoy_key = keys.public_key(keys.new_seed())  # its key is thrown away
+        self._decoy_key = keys.public_key(keys.new_seed())  # for unknown users; nobody has its key
         self._reading_lock = threading.Lock()  # held while the table is read
-        self._asked_s = float("-inf")  # when the last reading began
-        self._known = _AccountsCopy(problem=MetadataError("the accounts have not been read yet"))
-        self._failures_lock = threading.Lock()  # guards the buckets and what follows
-        self._of_user = _Bucket(OF_USER, clock)
-        self._of_address = _Bucket(OF_ADDRESS, clock)
-        self._advised = _Bucket(Rate(1, ADVICE_S), clock)
+        self._read_began_s = float("-inf")
+        self._copy = _AccountsCopy(problem=MetadataError("the accounts have not been read yet"))
+        self._failures_lock = threading.Lock()  # guards the limiters
+        self._user_failures = _RateLimiter(USER_RATE, clock)
+        self._network_failures = _RateLimiter(NETWORK_RATE, clock)
+        self._advice_lines = _RateLimiter(Rate(1, ADVICE_S), clock)
 
     @property
     def table(self) -> AccountTable:
-        """The table, for changes. Raises MetadataError where it has not been opened yet."""
+        """The table, for changes. Raises MetadataError where it cannot be opened."""
         self.refresh()
         if self._table is None:
-            raise self._known.problem or MetadataError("the accounts cannot be read")
+            raise self._copy.problem or MetadataError("the accounts cannot be read")
         return self._table
 
     def authenticate(
@@ -141,46 +139,46 @@ class TableAuthenticator:
         self._refresh(since_s=self._clock())
         network = network_of(address)
         key = (network, user[: USER_BYTES_MAX + 1])
-        known = self._known
+        known = self._copy
         accounts, ceiling = self._usable(known)
         account = accounts.get(user)
         public = account.public_key if account is not None else self._decoy_key
-        # The same work whoever it is; a name that is none is signed as if it had been cut
+        # The same work for any user; an impossible name is replaced by one that can be signed
         name = user.encode("utf-8", "replace")[:USER_BYTES_MAX].decode("utf-8", "ignore")
         matches = keys.verify(public, signature, login_challenge(nonce, binding, name or "-"))
         if account is not None and matches:
             return replace(account, ceiling=ceiling)
         if known.problem is not None:
-            away = _away()
-            away.add_note(known.problem.message)
-            raise away
+            unavailable = _unavailable()
+            unavailable.add_note(known.problem.message)
+            raise unavailable
         with self._failures_lock:
-            if self._of_user.is_full(key) or self._of_address.is_full(network):
+            if self._user_failures.is_full(key) or self._network_failures.is_full(network):
                 raise BusyError("too many failed logins from your address", advice="wait a minute")
         refusal = PermissionDenied(
             "no such user, or another key", advice="check --user and --key-file"
         )
         refusal.add_note("the signature is not by its key" if account else "there is no such user")
         with self._failures_lock:
-            self._of_user.add(key)
-            self._of_address.add(network)
-            if known.token == NO_TOKEN and not self._advised.is_full(""):
-                self._advised.add("")
+            self._user_failures.add(key)
+            self._network_failures.add(network)
+            if known.token == NO_TOKEN and not self._advice_lines.is_full(""):
+                self._advice_lines.add("")
                 log.error("%s", NO_ACCOUNTS)
         raise refusal
 
     def current(self, account: Account) -> Account:
-        """The account of who has logged in, as it is now.
+        """The account of a user who is logged in, as it is now.
 
         Raises PermissionDenied where it has been removed or has another key, MetadataError where
-        nobody could tell for `COPY_S`.
+        the table could not be read for `COPY_S`.
         """
-        patience_s = REFRESH_S if self._known.problem is None else RETRY_S
+        patience_s = REFRESH_S if self._copy.problem is None else RETRY_S
         self._refresh(since_s=self._clock() - patience_s, wait=False)
-        accounts, ceiling = self._usable(self._known, or_lost=True)
+        accounts, ceiling = self._usable(self._copy, or_lost=True)
         found = accounts.get(account.name)
         if ceiling is Role.NONE:
-            raise _away()
+            raise _unavailable()
         if found is None or found.public_key != account.public_key:
             raise PermissionDenied(
                 f"the account {account.name!r} is not valid any more", advice="log in again"
@@ -188,7 +186,8 @@ class TableAuthenticator:
         return found if found.ceiling is ceiling else replace(found, ceiling=ceiling)
 
     def _usable(self, known: _AccountsCopy, *, or_lost: bool = False) -> tuple[Accounts, Role]:
-        """The accounts that count now, and what their users may do at most."""
+        """The accounts that count now, and the highest role that their users have for the time
+        being."""
         age_s = self._clock() - known.since_s
         if age_s > COPY_S or (known.lost and not or_lost):
             return {}, Role.NONE
@@ -199,49 +198,50 @@ class TableAuthenticator:
     # The copy
 
     def refresh(self) -> None:
-        """Read the table again. Where it cannot be read, that is logged."""
+        """Read the table again. A failure is logged, not raised."""
         self._refresh(since_s=self._clock())
 
     def close(self) -> None:
-        """Let go of the table."""
+        """Close the table."""
         with self._reading_lock:
             if self._table is not None:
                 self._table.close()
 
     def _refresh(self, since_s: float, *, wait: bool = True) -> None:
-        """Read the table, unless somebody has begun to since then (or, not to `wait`, does now)."""
+        """Read the table, unless a thread has begun to since then. Without `wait`, return at once
+        if another thread is reading it."""
         if not self._reading_lock.acquire(blocking=wait):
             return
         try:
-            if self._asked_s <= since_s:
-                self._asked_s = self._clock()
+            if self._read_began_s <= since_s:
+                self._read_began_s = self._clock()
                 self._read()
         except Exception as error:
             if not isinstance(error, DieselError):
                 log.exception("the accounts cannot be read")
                 error = MetadataError("the accounts cannot be read")
-            before = self._known.problem
+            before = self._copy.problem
             if before is None or before.message != error.message:
                 log.warning("the accounts cannot be looked up: %s", error)
-            self._known = replace(self._known, problem=error)
+            self._copy = replace(self._copy, problem=error)
         finally:
             self._reading_lock.release()
 
     def _read(self) -> None:
         if self._table is None:
             self._table = self._open_table()
-        before = self._known
+        before = self._copy
         accounts, token = before.accounts, self._table.token()
         if token != before.token:
             state = self._table.read()
             accounts, token = state.accounts, state.token
         if token != NO_TOKEN or not (before.lost or before.accounts):
-            self._known = _AccountsCopy(accounts, self._asked_s, token)
+            self._copy = _AccountsCopy(accounts, self._read_began_s, token)
         else:
             if not before.lost:
                 log.error("the accounts have been lost: %s", NO_ACCOUNTS)
-            self._known = _AccountsCopy(before.accounts, before.since_s, token, lost=True)
+            self._copy = _AccountsCopy(before.accounts, before.since_s, token, lost=True)
 
 
-def _away() -> MetadataError:
+def _unavailable() -> MetadataError:
     return MetadataError("the accounts cannot be looked up now", advice="try again later")

@@ -1,7 +1,7 @@
-"""The server's certificate: read, checked, read again when the operator says so.
+"""Loads the server's TLS certificate and key from their files.
 
-Owned here: what the server asks of TLS, and what a login on it is bound to. Not owned: handshakes
-(`listener.py`). A connection keeps the certificate that it began with.
+The server loads them at its start and again at SIGHUP; a connection keeps the certificate that it
+began with. Logins on TLS are bound to the SHA-256 of the certificate (`WIRE.md`, section 3).
 """
 
 import hashlib
@@ -17,15 +17,15 @@ _BEGIN, _END = b"-----BEGIN CERTIFICATE-----", b"-----END CERTIFICATE-----"
 
 @dataclass(frozen=True, slots=True)
 class ServerCertificate:
-    """A certificate that can be served, and SHA-256 of it."""
+    """A TLS context with the certificate, and the certificate's SHA-256."""
 
     context: ssl.SSLContext
     binding: bytes
 
 
 def load_certificate(certificate: Path, key: Path) -> ServerCertificate:
-    """The certificate (and its chain) and its key in two PEM files. Raises ConfigError."""
-    for _ in range(3):  # somebody may be renewing it at this moment
+    """The certificate (with its chain) and its key, from two PEM files. Raises ConfigError."""
+    for _ in range(3):  # the operator's tool may be renewing the files at this moment
         before = _content(certificate)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -38,7 +38,7 @@ def load_certificate(certificate: Path, key: Path) -> ServerCertificate:
             ) from None
         if _content(certificate) == before:
             return ServerCertificate(context, hashlib.sha256(_first(before, certificate)).digest())
-    raise ConfigError(f"{certificate} changes all the time")
+    raise ConfigError(f"the certificate {certificate} changed each time it was read")
 
 
 def _content(path: Path) -> bytes:
@@ -50,7 +50,7 @@ def _content(path: Path) -> bytes:
 
 
 def _first(pem: bytes, path: Path) -> bytes:
-    """The server's own certificate, as bytes."""
+    """The first certificate of a PEM file, which is the server's own, as DER."""
     start = pem.find(_BEGIN)
     end = pem.find(_END, start)
     try:
@@ -61,4 +61,6 @@ def _first(pem: bytes, path: Path) -> bytes:
 
 
 def _no_password() -> str:
-    raise ConfigError("the server's key is locked by a password", advice="use one without")
+    raise ConfigError(
+        "the server's key is encrypted with a password", advice="use a key without a password"
+    )

@@ -1,7 +1,8 @@
-"""Bytes to and from one client: over a socket, or over TLS.
+"""A stream of bytes to and from one client, over a plain socket or over TLS.
 
-Owned here: what is below frames, and the memory between. Not owned: frames, deadlines (those of
-whoever calls). One task receives, one sends.
+`connection.py` reads and writes frames (`diesel_fs.net.frames`) over it, and sets the deadlines.
+The channel buffers what it receives, so that many small requests cost few system calls. At most one
+task receives and one sends at a time.
 """
 
 import socket
@@ -15,11 +16,11 @@ from diesel_fs.format.entries import Bytes
 
 _BUFFER_BYTES = 8 << 10  # holds some dozens of small requests; there are thousands of connections
 _PIECE_BYTES = 256 << 10
-_PARTS_AT_ONCE = 64
-_LINGER_S = 1.0
+_BUFFERS_PER_CALL = 64  # of one `sendmsg`
+_LINGER_S = 1.0  # the client's last request arrives within a round trip
 _LINGER_BYTES = 16 << 20
 
-_KEEP_ALIVE = (  # half-open connections end within two minutes
+_KEEP_ALIVE = (  # a client whose machine is gone is noticed within two minutes
     (socket.TCP_KEEPIDLE, 60),
     (socket.TCP_KEEPINTVL, 15),
     (socket.TCP_KEEPCNT, 4),
@@ -31,7 +32,8 @@ class ConnectionClosed(Exception):
 
 
 class Channel(ABC):
-    """A stream of bytes in both directions. All raise Gone."""
+    """A stream of bytes in both directions. All methods raise ConnectionClosed where the client has
+    closed it or the network broke it."""
 
     def __init__(self) -> None:
         self._buffer = memoryview(bytearray(_BUFFER_BYTES))
@@ -40,13 +42,13 @@ class Channel(ABC):
         self.sent_bytes = 0
 
     async def wait(self) -> None:
-        """Wait until there is something to receive. Cancelled, it has lost nothing."""
+        """Wait until there are bytes to receive. A cancelled wait loses no bytes."""
         if self._start == self._end:
             self._start = self._end = 0
             self._end = await self._some(self._buffer)
 
     async def receive_into(self, room: memoryview) -> None:
-        """Receive just as many bytes."""
+        """Receive bytes until `room` is full."""
         while room.nbytes:
             if self._start < self._end:
                 count = min(room.nbytes, self._end - self._start)
@@ -60,17 +62,17 @@ class Channel(ABC):
             room = room[count:]
 
     def has_buffered(self, size: int) -> bool:
-        """Whether so many bytes are here already: then receiving them waits for nothing."""
+        """Whether the buffer has so many bytes already: receiving them does not wait then."""
         return self._end - self._start >= size
 
     async def receive_exactly(self, size: int) -> bytearray:
-        """Receive just as many bytes into memory of their own."""
+        """Receive `size` bytes into memory of their own."""
         taken = bytearray(size)
         await self.receive_into(memoryview(taken))
         return taken
 
     async def skip(self, size: int) -> None:
-        """Receive bytes and forget them."""
+        """Receive `size` bytes and drop them."""
         while size:
             await self.wait()
             count = min(size, self._end - self._start)
@@ -88,11 +90,12 @@ class Channel(ABC):
         return count
 
     async def send(self, parts: Sequence[Bytes]) -> None:
-        """Send parts, one after the other. Cancelled, the connection is of no more use."""
+        """Send parts, one after the other. If it is cancelled, the connection is of no more use."""
         await self.send_left(self.send_now(parts))
 
     def send_now(self, parts: Sequence[Bytes]) -> list[memoryview]:
-        """Send of parts what can be sent without waiting; what is left of them, for `send_left`."""
+        """Send as much of the parts as can be sent without waiting. Returns the rest, which the
+        caller passes to `send_left`."""
         views = [memoryview(part).cast("B") for part in parts if len(part)]
         self.sent_bytes += sum(view.nbytes for view in views)
         try:
@@ -101,15 +104,16 @@ class Channel(ABC):
             raise ConnectionClosed from error
 
     async def send_left(self, views: list[memoryview]) -> None:
-        """Send what is left. Cancelled, the connection is of no more use."""
+        """Send the rest. If it is cancelled, the connection is of no more use."""
         try:
             await self._send(views)
         except (OSError, trio.BrokenResourceError, trio.ClosedResourceError) as error:
             raise ConnectionClosed from error
 
     async def half_close(self) -> None:
-        """Say that nothing else comes, and hear the client out for a moment: closing at once would
-        make the kernel take back what has been sent."""
+        """End the sending direction, and receive for a moment what the client still sends. If the
+        socket were closed with unread bytes, the kernel would reset the connection and the client
+        might lose the last answer."""
         with (
             suppress(ConnectionClosed, OSError, trio.BrokenResourceError),
             trio.move_on_after(_LINGER_S),
@@ -122,25 +126,25 @@ class Channel(ABC):
         """Some bytes; 0 at the end."""
 
     def _send_now(self, views: list[memoryview]) -> list[memoryview]:
-        """What of them cannot be sent at once: all, unless a channel knows better."""
+        """Send without waiting; returns the rest. By default nothing is sent."""
         return views
 
     @abstractmethod
     async def _send(self, views: list[memoryview]) -> None:
-        """All bytes."""
+        """Send all bytes."""
 
     @abstractmethod
     async def _end_sending(self) -> None:
-        """The client sees the end."""
+        """End the sending direction: the client then receives the end of the stream."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of it, at once."""
+        """Close the connection at once. Repeatable."""
 
 
 class SocketChannel(Channel):
-    """A socket without TLS, which is taken over. It is not trio's any more: those go through the
-    loop twice for each call, which costs more than a small request's other bytes."""
+    """A socket without TLS. The channel takes it over from trio: a call of trio's own sockets goes
+    through the event loop twice, which costs more than the rest of a small request."""
 
     def __init__(self, accepted: trio.socket.SocketType) -> None:
         super().__init__()
@@ -158,7 +162,7 @@ class SocketChannel(Channel):
     def _send_now(self, views: list[memoryview]) -> list[memoryview]:
         at = 0
         try:
-            sent = self._socket.sendmsg(views[:_PARTS_AT_ONCE])
+            sent = self._socket.sendmsg(views[:_BUFFERS_PER_CALL])
         except BlockingIOError:
             return views
         while at < len(views) and sent >= views[at].nbytes:
@@ -184,7 +188,7 @@ class SocketChannel(Channel):
 
 
 class StreamChannel(Channel):
-    """A stream of trio's: TLS, or one of memory in tests. `transport` is what it is made of."""
+    """A stream of trio: TLS, or memory in tests. `transport` is the socket below TLS."""
 
     def __init__(self, stream: trio.abc.Stream, transport: trio.SocketStream | None = None) -> None:
         super().__init__()
@@ -211,7 +215,7 @@ class StreamChannel(Channel):
 
 
 def set_socket_options(accepted: trio.socket.SocketType) -> None:
-    """A socket that has been accepted: answers leave at once, and a dead client is noticed."""
+    """Make an accepted socket send answers without delay, and notice a client that is gone."""
     with suppress(OSError):
         accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         accepted.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

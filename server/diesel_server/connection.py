@@ -461,7 +461,7 @@ class Connection:
         finally:
             self._service.budget.release(request.account.name, held)
             self._service.under_way -= 1
-            limits.less(self._service.by_user, request.account.name)
+            limits.count_down(self._service.by_user, request.account.name)
             self._ids.discard(number)
             self._slots.release()
             cells.set("diesel_requests_under_way", value=self._service.under_way)

@@ -1,13 +1,12 @@
-"""Which dataset a request means, and whether its user may do that with it.
+"""Which dataset a request means, and whether the user may do with it what the request says.
 
-Owned here: roles, in this one place and before anything else of a request is looked at; names and
-identities of datasets, remembered. To who may not read a dataset there is none: the same error in
-the same words as where there is none. Not owned: accounts (`authentication.py`), what datasets
-hold.
+Every request passes `check_role`. A user who may not read a dataset gets the same error, in the
+same words, as for a dataset that does not exist, and so cannot find out which datasets there are.
 
-What is remembered of an identity is looked at again after some seconds: it may have been deleted.
-Then it is dying as long as objects of it are left: there for who was reading it, and not by name.
-Thread-safe.
+`Directory` remembers the name behind each identity (the 16 bytes by which clients name datasets)
+for some seconds, then looks again, as the dataset may have been deleted. A deleted dataset of which
+objects are left is still found by its identity, for clients that are reading it, and no longer by
+its name. Thread-safe.
 """
 
 import logging
@@ -29,14 +28,15 @@ from diesel_fs.storage.accounts.account import Account, Role
 log = logging.getLogger("diesel.server")
 
 REMEMBERED_S = 5.0
-"""How long a dataset that another server deletes may go on being read here."""
+"""How long an identity is remembered. A dataset that another server deletes may be read here for as
+long."""
 
 _REMEMBERED_MAX = 65_536
 
 
 @dataclass(frozen=True, slots=True)
 class DatasetRef:
-    """A dataset that is there."""
+    """A dataset that exists, or of which objects are left."""
 
     name: str
     identity: UUID
@@ -44,42 +44,43 @@ class DatasetRef:
     is_being_deleted: bool = False
 
     def info(self) -> DatasetInfo:
-        """The dataset where nobody knows its marker."""
+        """The dataset, as described while its head (version and counts) cannot be known."""
         return DatasetInfo(self.name, self.identity, self.created_ns, None)
 
 
 class Directory:
-    """The datasets of a repository, by identity."""
+    """The datasets of a repository, by identity, as far as they have been asked for."""
 
     def __init__(self, repository: LocalRepository) -> None:
         self._repository = repository
         self._known: dict[UUID, tuple[DatasetRef, float]] = {}
 
     def peek(self, identity: UUID) -> DatasetRef | None:
-        """A dataset that was there a moment ago; None: ask `find`."""
+        """A dataset that was found a moment ago; None: ask `find`."""
         found = self._known.get(identity)
         return found[0] if found and time.monotonic() < found[1] + REMEMBERED_S else None
 
     def has_known(self, identity: UUID) -> bool:
-        """Whether there has been such a dataset."""
+        """Whether such a dataset has been found before."""
         return identity in self._known
 
     def find(self, identity: UUID) -> DatasetRef:
-        """The dataset of an identity, also one that is dying. May block. Raises NoSuchDataset."""
+        """The dataset with an identity, also a deleted one of which objects are left. May block.
+        Raises NoSuchDataset."""
         found = self.peek(identity)
         if found is not None:
             return found
         before = self._known.pop(identity, None)
         try:
             info = self._look(identity)
-            dying = None if info else self._repository.catalogue.deleted_dataset(identity)
+            deleted = None if info else self._repository.catalogue.deleted_dataset(identity)
         except ObjectStoreError:
             if before is None:
                 raise
-            self._known[identity] = before[0], time.monotonic()  # it does not change its name
+            self._known[identity] = before[0], time.monotonic()  # datasets keep their names
             return before[0]
-        if dying is not None:
-            return self.remember(dying, is_dying=True)
+        if deleted is not None:
+            return self.remember(deleted, is_being_deleted=True)
         if info is None:
             raise no_such_dataset(str(identity))
         return self.remember(info)
@@ -88,39 +89,39 @@ class Directory:
         catalogue = self._repository.catalogue
         try:
             return catalogue.describe(identity, None)
-        except CorruptError:  # then the metadata store's word is as good
-            markers = self._repository.meta.heads()
-            for marker in markers:
-                if marker.identity == identity:
-                    return DatasetInfo(marker.name, identity, 0, marker)
+        except CorruptError:  # the description is damaged, but the metadata store has the name, too
+            for head in self._repository.meta.heads():
+                if head.identity == identity:
+                    return DatasetInfo(head.name, identity, 0, head)
             raise
 
     def named(self, name: str) -> DatasetRef | None:
-        """The dataset of this name, as far as it is remembered."""
+        """The dataset of this name, if it is remembered."""
         for known, _ in list(self._known.values()):
             if known.name == name and not known.is_being_deleted:
                 return self.peek(known.identity)
         return None
 
-    def remember(self, info: DatasetInfo, *, is_dying: bool = False) -> DatasetRef:
+    def remember(self, info: DatasetInfo, *, is_being_deleted: bool = False) -> DatasetRef:
         """A dataset that has just been found."""
         if len(self._known) >= _REMEMBERED_MAX:
             self._known.clear()
-        known = DatasetRef(info.name, info.identity, info.created_ns, is_dying)
+        known = DatasetRef(info.name, info.identity, info.created_ns, is_being_deleted)
         self._known[info.identity] = known, time.monotonic()
         return known
 
     def forget(self, name: str) -> None:
-        """A dataset is being deleted."""
+        """The dataset of this name is being deleted."""
         for identity, (known, _) in list(self._known.items()):
             if known.name == name:
                 self._known.pop(identity, None)
 
 
 def check_role(account: Account, name: str, wanted: Role, shown: str) -> None:
-    """Raise NoSuchDataset for who may not read a dataset, PermissionDenied for who may do less.
+    """Raise NoSuchDataset for a user who may not read the dataset, PermissionDenied for one whose
+    role is less than `wanted`.
 
-    `shown` is the word by which the dataset was asked for.
+    `shown` is the name or identity in the request, for the error.
     """
     try:
         account.require(name, wanted)
@@ -130,7 +131,8 @@ def check_role(account: Account, name: str, wanted: Role, shown: str) -> None:
 
 @contextmanager
 def hide_store_address(name: str) -> Iterator[None]:
-    """The repository's own words for a dataset that is not there name its address: not here."""
+    """Replace the repository's error for a dataset that does not exist: its text names the address
+    of the store, which clients must not see."""
     try:
         yield
     except NoSuchDataset:
@@ -138,5 +140,5 @@ def hide_store_address(name: str) -> Iterator[None]:
 
 
 def no_such_dataset(shown: str) -> NoSuchDataset:
-    """The error for a dataset that is not there, or not for this user."""
+    """The error for a dataset that does not exist, or that the user may not read."""
     return NoSuchDataset(f"no dataset {shown!r}")

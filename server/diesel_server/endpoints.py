@@ -1,6 +1,5 @@
-"""Places to listen at: what HOST:PORT means, and sockets there.
-
-Owned here: addresses of ours, whether only this machine reaches them. Not owned: who connects.
+"""The addresses at which the server listens: what HOST:PORT means, whether other machines can reach
+it, and the listening sockets.
 """
 
 import errno
@@ -13,14 +12,14 @@ from urllib.parse import urlsplit
 from diesel_fs.errors import ConfigError, ConflictError
 
 BACKLOG = 1024
-"""The clients of a task's start knock together."""
+"""Connections that wait to be accepted: all processes of a training task connect at once."""
 
 _ABSENT = frozenset((errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT))
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A host's name or address, and a port; 0: any that is free."""
+    """The name or address of a host, and a port (0: any free port)."""
 
     host: str
     port: int
@@ -30,7 +29,7 @@ class Endpoint:
 
 
 def parse_endpoint(text: str, *, default_host: str = "") -> Endpoint:
-    """The place that HOST:PORT means; where there is a default host, a port alone will do.
+    """The endpoint that HOST:PORT means. With a default host, a port alone will do.
 
     Raises ConfigError.
     """
@@ -43,7 +42,7 @@ def parse_endpoint(text: str, *, default_host: str = "") -> Endpoint:
         parts, host, port = urlsplit(""), "", None
     if not host or port is None or parts.netloc != text or "@" in text:
         raise ConfigError(
-            f"{text!r} is no place to listen at", advice="write HOST:PORT, as 127.0.0.1:9300"
+            f"cannot listen at {text!r}: it is no HOST:PORT", advice="write it as 127.0.0.1:9300"
         )
     return Endpoint(host, port)
 
@@ -55,13 +54,13 @@ def addresses_of(place: Endpoint) -> list[tuple[socket.AddressFamily, str]]:
             place.host, place.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
     except (OSError, UnicodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no name of a host"
+        why = error.strerror if isinstance(error, OSError) else "that is no name of a host"
         raise ConfigError(f"cannot listen at {place}: {why}") from None
     return list(dict.fromkeys((each[0], str(each[4][0])) for each in found))
 
 
 def is_local(place: Endpoint) -> bool:
-    """Whether only processes of this machine can connect. Raises ConfigError."""
+    """Whether only processes of this machine can reach an endpoint. Raises ConfigError."""
     addresses = (address.partition("%")[0] for _, address in addresses_of(place))
     return all(ip_address(address).is_loopback for address in addresses)
 
@@ -69,8 +68,8 @@ def is_local(place: Endpoint) -> bool:
 def listen(place: Endpoint) -> list[socket.socket]:
     """Sockets that listen at all addresses of a host, on one port.
 
-    Of several addresses, those whose kind this machine does not have are left out. Raises
-    ConflictError where somebody else listens there, ConfigError.
+    Addresses that this machine does not have (IPv6, say) are left out, unless all are. Raises
+    ConflictError where another program listens there, ConfigError.
     """
     port = place.port
     with ExitStack() as opened:
@@ -107,5 +106,7 @@ def _bind(made: socket.socket, family: socket.AddressFamily, address: str, port:
 def _refused(place: Endpoint, error: OSError) -> ConfigError | ConflictError:
     text = f"cannot listen at {place}: {error.strerror}"
     if error.errno == errno.EADDRINUSE:
-        return ConflictError(text, advice="another program does, or a server that is still there")
+        return ConflictError(
+            text, advice="another program listens there, or a server that is still running"
+        )
     return ConfigError(text)

@@ -1,8 +1,8 @@
-"""Long work on a dataset that goes on by itself: verify, recover, purge.
+"""Jobs: long work on a dataset (verify, recover, purge) that goes on when its client has gone.
 
-Owned here: that there is one of a kind at a time for a dataset (in this worker), that who asks
-again waits for the one that is under way, and that it goes on where they have gone. Not owned: the
-work. Each job has a thread; who waits looks at it now and then, in the loop.
+In one worker there is one job of a kind for a dataset at a time. A client that asks for the same
+job again waits for the one that is under way. Each job has a thread of its own; the requests that
+wait for it poll its progress in the event loop.
 """
 
 import logging
@@ -21,16 +21,18 @@ from .requests import Reply
 log = logging.getLogger("diesel.server")
 
 JOBS_MAX = 4
-"""At once in a worker: each reads as fast as the store gives."""
+"""Jobs at once in a worker: each reads as fast as the store delivers."""
 
 VERIFIES_MAX = 2
-"""Of these: any reader may ask for them, and administrators are not to wait for that."""
+"""Verify jobs among them: any reader may start one, and the jobs of administrators must not wait
+for those."""
 
-_LOOK_S = 0.2
+_POLL_S = 0.2
 _PROGRESS_S = 5.0
-"""A client hears something at least so often."""
+"""A client gets a sign of life at least so often."""
 
 Work = Callable[[ReportProgress], Message]
+"""The work of a job. It reports progress, and returns the fields of `result`."""
 
 
 @dataclass(slots=True)
@@ -44,7 +46,7 @@ class _Job:
 
 
 class Jobs:
-    """The jobs of a worker."""
+    """The jobs of a worker, by kind and name of the dataset."""
 
     def __init__(self) -> None:
         self._jobs: dict[tuple[str, str], _Job] = {}
@@ -52,23 +54,25 @@ class Jobs:
     async def run(
         self, kind: str, name: str, fields: Message, work: Work
     ) -> AsyncGenerator[Reply, None]:
-        """How far the job is, again and again, and what it came to.
+        """Start a job or join the one under way. Yields its progress, again and again, and at last
+        its result.
 
-        Raises what the work raises; BusyError where another such job is under way.
+        Raises what the work raises; BusyError where a job of the kind with other `fields` is under
+        way on the dataset, or too many jobs are.
         """
         job = self._jobs.get((kind, name))
         if job is None:
             job = self._begin(kind, name, fields, work)
         elif job.fields != fields:
             raise BusyError(f"another {kind} of {name!r} is under way", advice="try again later")
-        said, silent_s = (-1, -1), 0.0
+        reported, silent_s = (-1, -1), 0.0
         while not job.over.is_set():
-            now = job.done, job.total
-            if now != said or silent_s >= _PROGRESS_S:
-                yield Reply({"done": now[0], "total": now[1], "more": True})
-                said, silent_s = now, 0.0
-            await trio.sleep(_LOOK_S)
-            silent_s += _LOOK_S
+            progress = job.done, job.total
+            if progress != reported or silent_s >= _PROGRESS_S:
+                yield Reply({"done": progress[0], "total": progress[1], "more": True})
+                reported, silent_s = progress, 0.0
+            await trio.sleep(_POLL_S)
+            silent_s += _POLL_S
         if job.error is not None:
             raise job.error
         yield Reply({"result": job.result})

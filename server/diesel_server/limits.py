@@ -1,9 +1,8 @@
-"""What a worker takes on at once: connections, requests, threads, bytes; and for how long.
+"""The limits of one worker process, with their reasons: connections, requests, bytes, and times.
 
-Owned here: the numbers and their reasons, and the counting. Not owned: what is said to whom is one
-too many (`listener.py`, `connection.py`). All limits are of one worker process.
-
-Concurrency: trio; nothing here is touched by other threads.
+The module also counts: `ConnectionLimits` the connections, `FairByteBudget` the memory that
+requests may take. `listener.py` and `connection.py` refuse what is too much. Everything here runs
+in the event loop; no other thread touches it.
 """
 
 import random
@@ -22,77 +21,79 @@ from diesel_fs.net.messages import Message
 
 GREETING_S = 5.0
 LOGIN_S = 5.0
-"""For TLS and the greeting, and then for the login: both fit two packets."""
+"""The time for TLS and the greeting, and then again for the login: each fits two packets."""
 
 AUTHENTICATE_S = 4.0
-"""For looking the account up; a client gives up after 10 s."""
+"""The time for looking an account up; a client gives up after 10 s."""
 
 IDLE_S = 300.0
-"""Without any request; clients close connections that they do not use sooner."""
+"""A connection without any request for so long ends; clients close unused connections sooner."""
 
 FRAME_S = 10.0
 BYTES_PER_S_MIN = 256 << 10
-"""A frame takes at most `FRAME_S` and what it takes at this rate; likewise an answer."""
+"""A frame, in either direction, takes at most `FRAME_S` plus its size at this rate."""
 
 HEARTBEAT_S = 1.0
-"""Between a worker's signs of life."""
+"""The time between two signs of life of a worker."""
 
 DRAIN_S = 30.0
-"""For what is under way when the server is told to stop."""
+"""The time that requests under way get when the server is told to stop."""
 
 BUDGET_WAIT_S = 10.0
 THREAD_WAIT_S = 10.0
-"""Who waits longer for memory or a thread is told to come again."""
+"""A request that waits longer for memory or a thread is refused, with `RETRY_AFTER_S`."""
 
 RETRY_AFTER_S = 1.0
 
 CONNECTIONS_MAX = 8192
-"""Some 20 KB each; fewer where the process may not open so many files."""
+"""Each takes some 20 KB. Fewer where the process may not open so many files."""
 
 GREETING_MAX = 1024
-"""Connections without a login, from everywhere."""
+"""Connections that have not logged in yet, from everywhere."""
 
-GREETING_PER_ADDRESS_MAX = 256
-"""A node's processes all start at once, and are through within milliseconds. Where there are more,
-one has to go, by lot: so who knocks all the time does not keep out those who have a key."""
+GREETING_PER_NETWORK_MAX = 256
+"""Connections of one network that have not logged in yet. The processes of a node all start at once
+and log in within milliseconds. For a connection too many a random one of the network is closed, so
+that a client that connects all the time does not keep out users who have a key."""
 
 REFUSING_S = 2.0
 REFUSING_MAX = 64
-"""Connections that are being told that they are too many; others are closed without a word."""
+"""Connections that are being refused with a sentence. Others are closed without one."""
 
 FILES_BESIDE = 256
-"""Descriptors that are left to stores, caches and logs."""
+"""File descriptors that are left for stores, caches and logs."""
 
 REQUESTS_PER_CONNECTION_MAX = 64
-"""More of one connection are not read before one of these is over."""
+"""While so many requests of a connection are under way, no more of it are read."""
 
 REQUESTS_MAX = 2048
 REQUESTS_PER_USER_MAX = REQUESTS_MAX * 3 // 4
-"""Some are left for others."""
+"""One user leaves some requests to others."""
 
 BUDGET_BYTES = 2 * (REQUEST_LIMITS.payload_bytes + REQUEST_LIMITS.head_bytes)
-"""For payloads under way: the largest of one user leaves room for those of others."""
+"""Memory for payloads and answers under way: beside the largest request of one user there is room
+for those of others."""
 
 SHARE_BYTES = BUDGET_BYTES // 2
-"""What one user may hold of it."""
+"""The part of the budget that one user may hold."""
 
 SMALL_BYTES = 64 << 10
-"""Not worth counting: requests are counted, too."""
+"""Sizes up to this are not taken from the budget: the number of requests is limited, too."""
 
-_HEAD_FACTOR = 6  # what a head of many small items takes as objects
-_PIECE_BYTES = 16 << 20  # of a snapshot: one is sent, one is made
-_LIST_BYTES = 8 << 20  # of a list: its names and columns, and the frame that they are copied into
-_PATH_BYTES = 96  # of a path in `stat`: itself and its columns, likewise
+_HEAD_FACTOR = 6  # Python objects of a head of many small items take so many times its bytes
+_PIECE_BYTES = 16 << 20  # for a snapshot: one piece is being sent, one is being made
+_LIST_BYTES = 8 << 20  # for a list: names and columns, and the frame that they are copied into
+_PATH_BYTES = 96  # for each path in `stat`: the path and its columns, and their copy in the frame
 _PAYLOAD_MAX = REQUEST_LIMITS.payload_bytes
 
 
 def head_memory(head_bytes: int) -> int:
-    """What a head may take in memory."""
+    """The memory that a decoded head of so many bytes may take."""
     return head_bytes * _HEAD_FACTOR
 
 
 def answer_bytes(message: Message) -> int:
-    """What the answer to a request may take in memory, from the request alone."""
+    """The memory that the answer to a request may take, estimated from the request alone."""
     if message.get("do") == "snapshot":
         return _PIECE_BYTES
     if message.get("do") == "list":
@@ -108,7 +109,8 @@ def answer_bytes(message: Message) -> int:
 
 
 def network_of(address: str) -> str:
-    """What stands for somebody's network: an IPv4 address, 64 bits of an IPv6 address."""
+    """The network of a client, as limits count it: an IPv4 address, or the first 64 bits of an IPv6
+    address."""
     try:
         found = ip_address(address.strip("[]").partition("%")[0])
     except ValueError:
@@ -126,8 +128,8 @@ class _Waiting:
 
 
 class FairByteBudget:
-    """Bytes that may be held at once, in all and by one owner. First come, first served, except
-    that who has had its share keeps nobody else waiting."""
+    """Memory that requests may hold at once, in all and for one owner (a user). First come, first
+    served; an owner that holds its whole share does not keep others waiting."""
 
     def __init__(self, most: int = BUDGET_BYTES, share: int = SHARE_BYTES) -> None:
         self._most = most
@@ -137,7 +139,8 @@ class FairByteBudget:
         self._queue: deque[_Waiting] = deque()
 
     async def acquire(self, owner: str, size: int, seconds: float) -> bool:
-        """Take `size` bytes as soon as they are there; False where that takes too long."""
+        """Take `size` bytes as soon as they are free. Returns False where that takes longer than
+        `seconds`, or where the share of an owner is smaller."""
         if size > self._share:
             return False
         if not self._queue and self._fits(owner, size):
@@ -145,7 +148,7 @@ class FairByteBudget:
             return True
         waiting = _Waiting(owner, size)
         self._queue.append(waiting)
-        self._serve()  # those before it may be waiting for their own shares
+        self._serve()  # the owners before it may be waiting only for their own shares
         try:
             with trio.move_on_after(seconds):
                 await waiting.granted.wait()
@@ -186,7 +189,7 @@ class FairByteBudget:
 
 
 class LimitReached(Exception):
-    """One too many: the sentence for the client, and the reason for the metrics."""
+    """A connection too many: the sentence for the client, and the reason for the metrics."""
 
     def __init__(self, reason: str, sentence: str) -> None:
         super().__init__(sentence)
@@ -195,19 +198,19 @@ class LimitReached(Exception):
 
 
 class ConnectionLimits:
-    """How many connections there are: in all, without a login by network, with one by user."""
+    """Counts connections: all, those without a login by network, those with one by user."""
 
     def __init__(
         self,
         most: int = CONNECTIONS_MAX,
         *,
         greeting: int = GREETING_MAX,
-        per_address: int = GREETING_PER_ADDRESS_MAX,
+        per_network: int = GREETING_PER_NETWORK_MAX,
     ) -> None:
         self.most = most
-        self.per_user = max(1, most * 3 // 4)  # some room is left for others
+        self.per_user = max(1, most * 3 // 4)  # one user leaves some to others
         self._greeting_most = greeting
-        self._per_address = per_address
+        self._per_network = per_network
         self.all = 0
         self._greeting: dict[object, tuple[str, Callable[[], None]]] = {}
         self._by_user: Counter[str] = Counter()
@@ -216,9 +219,7 @@ class ConnectionLimits:
     def connection(self) -> Iterator[None]:
         """One connection, from its beginning to its end. Raises LimitReached."""
         if self.all >= self.most:
-            raise LimitReached(
-                "connections", f"it has all {self.most} connections that it can have"
-            )
+            raise LimitReached("connections", f"it has {self.most} connections, which is its limit")
         self.all += 1
         try:
             yield
@@ -227,10 +228,10 @@ class ConnectionLimits:
 
     @contextmanager
     def greeting(self, network: str, leave: Callable[[], None]) -> Iterator[None]:
-        """The time before a connection's login is done. It may be told to `leave`, since where
-        there are too many one goes, by lot: of this network, or else of the one that has most."""
+        """The time until a connection has logged in. Where there are too many, a random connection
+        of the network, or else of the network that has most, is closed: its `leave` is called."""
         by_network = Counter(each for each, _ in self._greeting.values())
-        if by_network[network] >= self._per_address:
+        if by_network[network] >= self._per_network:
             self._dismiss(network)
         elif len(self._greeting) >= self._greeting_most:
             self._dismiss(by_network.most_common(1)[0][0])
@@ -242,23 +243,24 @@ class ConnectionLimits:
             self._greeting.pop(own, None)
 
     def _dismiss(self, network: str) -> None:
-        of_it = [key for key, (each, _) in self._greeting.items() if each == network]
-        self._greeting.pop(random.choice(of_it))[1]()  # noqa: S311  # no secret hangs on it
+        keys = [key for key, (each, _) in self._greeting.items() if each == network]
+        _, leave = self._greeting.pop(random.choice(keys))  # noqa: S311  # it needs no secrecy
+        leave()
 
     @contextmanager
     def user(self, name: str) -> Iterator[None]:
-        """A user's connection, from its login on. Raises LimitReached."""
+        """A connection of a user, from its login to its end. Raises LimitReached."""
         if self._by_user[name] >= self.per_user:
             raise LimitReached("user", f"you have {self.per_user} connections, which is the limit")
         self._by_user[name] += 1
         try:
             yield
         finally:
-            less(self._by_user, name)
+            count_down(self._by_user, name)
 
 
-def less(counts: Counter[str], key: str) -> None:
-    """One less, and none is not there."""
+def count_down(counts: Counter[str], key: str) -> None:
+    """Count one less; a key whose count is 0 is removed."""
     counts[key] -= 1
     if not counts[key]:
         del counts[key]

@@ -1,10 +1,9 @@
-"""Accepting connections: who is taken, who is told that it is one too many, and how it ends.
+"""Accepts connections, refuses those beyond the limits, and ends them when the server stops.
 
-Owned here: accepting, TLS, the limits on connections, stopping. Not owned: what happens on a
-connection (`connection.py`).
+`connection.py` serves a connection once it is accepted. The workers of a server are several
+processes that accept on the same sockets.
 
-Concurrency: a task for each socket that listens and for each connection. Several processes accept
-on the same sockets.
+Concurrency: each listening socket and each connection has a task of its own.
 """
 
 import errno
@@ -25,7 +24,7 @@ from .limits import LimitReached
 
 log = logging.getLogger("diesel.server")
 
-_PAUSE_S = 0.1  # where there are no descriptors; a client's connection waits
+_PAUSE_S = 0.1  # while no file descriptor is free; the client's connection waits in the kernel
 _NO_FILES = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
 
 
@@ -40,14 +39,15 @@ class Listener:
     ) -> None:
         self._sockets = sockets
         self._service = service
-        self.certificate = certificate
+        self.certificate = certificate  # of connections to come; it may be replaced at any time
         self._connections: set[Connection] = set()
         self._refusing = 0
         self._stopping = trio.Event()
         self._drained = trio.Event()
 
     def stop(self) -> None:
-        """Take nobody new; finish what is under way. `run` ends then, or after `DRAIN_S`."""
+        """Accept no more clients, and finish the requests under way. `run` ends then, or after
+        `DRAIN_S`."""
         self._service.is_draining = True
         self._stopping.set()
         for connection in list(self._connections):
@@ -55,7 +55,7 @@ class Listener:
         self._check_drained()
 
     async def run(self) -> None:
-        """Serve until `stop`."""
+        """Serve until `stop` has been called and the connections have ended."""
         async with trio.open_nursery() as nursery:
             for each in self._sockets:
                 each.setblocking(False)
@@ -136,14 +136,15 @@ class Listener:
 
 
 def _why(error: BaseException) -> str:
-    """What a handshake ended with."""
+    """Why a TLS handshake failed; empty where the client just went away."""
     cause = error.__cause__ or error
     reason = getattr(cause, "reason", None)
     return f"no TLS: {reason}" if reason else ""
 
 
 def most_connections() -> int:
-    """How many connections a worker may have, which first asks for as many files as it may."""
+    """How many connections this process may have. Raises its limit of open files for them as far as
+    the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     want = limits.CONNECTIONS_MAX + limits.FILES_BESIDE
     files = want if hard == resource.RLIM_INFINITY else min(hard, want)
@@ -151,5 +152,8 @@ def most_connections() -> int:
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, files), hard))
     most = files - limits.FILES_BESIDE
     if most < limits.CONNECTIONS_MAX:
-        log.warning("at most %d connections: this process may open %d files", most, files)
+        log.warning(
+            "this worker takes at most %d connections, as it may open %d files (ulimit -n)",
+            most, files,
+        )  # fmt: skip
     return max(16, most)

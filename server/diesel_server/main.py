@@ -1,4 +1,5 @@
-"""The server's command line: options to the parent of the workers, errors to exit codes."""
+"""The command `diesel-server`: it reads the options, runs the supervisor, and turns errors into
+exit codes."""
 
 import logging
 import sys
@@ -21,17 +22,17 @@ _INTERRUPTED = 130
 @click.version_option(diesel_fs.__version__, prog_name="diesel-server")
 @options
 def program(**given: object) -> None:
-    """Serves datasets to many machines, from one object store and one metadata store.
+    """Serve datasets to many machines, from one object store and one metadata store.
 
-    Every option may also stand in the environment (--tls-cert as DIESEL_SERVER_TLS_CERT), or in a
-    file of TOML (as tls-cert = "..."); a flag wins over the environment, that over the file. The
-    repository must be there, and an account to log in with:
+    Every option may also stand in the environment (--tls-cert as DIESEL_SERVER_TLS_CERT) or in a
+    TOML file (tls-cert = "..."). An option on the command line wins over the environment, and the
+    environment over the file. The repository must exist, with an account to log in with:
 
     \b
       dlcmd --url "file:///data?meta=redis://localhost" user add NAME --admin
       diesel-server --listen 127.0.0.1:9300 --store file:///data --meta redis://localhost
     """
-    wanted, warnings = checked(**given)  # type: ignore[arg-type]  # what came is passed on
+    wanted, warnings = checked(**given)  # type: ignore[arg-type]  # click gives them as objects
     for warning in warnings:
         click.echo(f"diesel-server: warning: {warning}", err=True)
     logging.basicConfig(
@@ -44,7 +45,7 @@ def program(**given: object) -> None:
 
 
 def main() -> None:
-    """Run the program; its end is the process's."""
+    """Run the command, and end the process with its exit code."""
     try:
         program.main(standalone_mode=False)
     except click.Abort:

@@ -1,8 +1,9 @@
-"""Whether the metadata store still knows what it knew: looked at when a server starts, and when
-Redis turns out to be another run, which may have lost what the one before was told last.
+"""Notices when Redis has restarted, and then commits again what it may have lost.
 
-Owned here: when to look. Not owned: what is done with what is missing (`LocalRepository.begin`,
-which every writer begins with). One worker of a server looks; several servers may do so at once.
+A Redis that restarts may have lost its last commits, while the chunks are durable in the object
+store. So at its start, and whenever the run ID of a Redis has changed, the server compares the
+metadata of each dataset with its chunks and commits what is missing (`LocalRepository.begin`, as
+every writer does first). One worker of a server does this; several servers may do it at once.
 """
 
 import logging
@@ -19,16 +20,18 @@ log = logging.getLogger("diesel.server")
 
 EVERY_S = 5.0
 EVERY_S_MAX = 300.0
-"""Where a look does not come to an end: each lists the chunks of all datasets."""
+"""The pause between two comparisons grows up to this while they fail: each lists the chunks of all
+datasets."""
 
 _DEADLINE_S = 3.0
 
 Runs = Callable[[], Sequence[str]]
-"""Which runs of the metadata store's programs there are. Blocks. Raises DieselError."""
+"""Gives the run IDs of the servers of the metadata store: each start of one has another. Blocks.
+Raises DieselError."""
 
 
 class RedisRuns:
-    """The runs of a Redis, of all its masters."""
+    """The run IDs of a Redis, of all its masters."""
 
     def __init__(self, url: str) -> None:
         self._address = parse_redis_url(url)
@@ -40,41 +43,44 @@ class RedisRuns:
         return self._link.with_retries(self._link.run_ids)
 
     def close(self) -> None:
-        """Let go of the connection."""
+        """Close the connection."""
         if self._link is not None:
             self._link.close()
 
 
 async def watch_metadata(repository: LocalRepository, runs: Runs | None) -> None:
-    """Look now, and whenever the runs are others, until it is cancelled. `runs` None: a store that
-    does not run by itself."""
-    own = trio.CapacityLimiter(1)
-    seen: Sequence[str] | None = None
-    looked = True
-    began = False
+    """Compare the metadata with the chunks now, and whenever the run IDs change, until it is
+    cancelled. `runs` is None for a metadata store that is no server of its own."""
+    own_thread = trio.CapacityLimiter(1)
+    compared: Sequence[str] | None = None  # the run IDs at the last comparison
+    succeeded = True
+    has_begun = False
     pause_s = EVERY_S
     while True:
         now: Sequence[str] | None = None
         if runs is not None:
             try:
-                now = await trio.to_thread.run_sync(runs, limiter=own, abandon_on_cancel=True)
-            except DieselError:  # it is away; others say so
-                now = seen
-        if not began or not looked or now != seen:
-            if looked and began:
-                log.warning("Redis is another run: what it knows is compared with the chunks")
-            began = True
-            looked = await trio.to_thread.run_sync(
-                fold_in_missing, repository, limiter=own, abandon_on_cancel=True
+                now = await trio.to_thread.run_sync(
+                    runs, limiter=own_thread, abandon_on_cancel=True
+                )
+            except DieselError:  # Redis is away, which requests report
+                now = compared
+        if not has_begun or not succeeded or now != compared:
+            if succeeded and has_begun:
+                log.warning("Redis has restarted: its metadata are compared with the chunks")
+            has_begun = True
+            succeeded = await trio.to_thread.run_sync(
+                fold_in_missing, repository, limiter=own_thread, abandon_on_cancel=True
             )
-            seen = now
-            pause_s = EVERY_S if looked else min(2 * pause_s, EVERY_S_MAX)
+            compared = now
+            pause_s = EVERY_S if succeeded else min(2 * pause_s, EVERY_S_MAX)
         await trio.sleep(pause_s)
 
 
 def fold_in_missing(repository: LocalRepository) -> bool:
-    """Compare what the metadata store knows of each dataset with the chunks that are there, and
-    fold in what it has lost; False where that could not be found out. What it finds is logged."""
+    """Compare the metadata of each dataset with its chunks, and commit again what the metadata
+    store has lost. The log says what was missing. Returns False where a comparison failed and is to
+    be tried again."""
     try:
         if repository.meta_problem is not None:
             return False
@@ -93,5 +99,5 @@ def fold_in_missing(repository: LocalRepository) -> bool:
             done = done and not error.retry
             continue
         if before is None or (after is not None and after.digest != before.digest):
-            log.warning("the metadata of %r were behind its chunks: folded in", info.name)
+            log.warning("Redis had lost commits of %r: they are committed again", info.name)
     return done

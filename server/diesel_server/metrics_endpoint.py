@@ -1,9 +1,9 @@
-"""The port of the metrics: `GET /metrics` (Prometheus's text) and `GET /healthz`.
+"""The HTTP port of the metrics: `GET /metrics` for Prometheus, and `GET /healthz`.
 
-Owned here: as much HTTP as that takes. Not owned: what is counted (`metrics.py`). It shows numbers
-alone: no user, no dataset, no address.
+It speaks just as much HTTP as these two take, and limits connections and their time, which a
+library's server would not. It shows numbers only: no user, no dataset, no address.
 
-Concurrency: a task for each connection; each is answered once, within seconds.
+Concurrency: each connection has a task of its own, and is answered once, within seconds.
 """
 
 import logging
@@ -24,13 +24,13 @@ _CONNECTIONS_MAX = 16
 _PAUSE_S = 0.1
 
 Counts = Callable[[], tuple[Sequence[MetricCells], MetricCells]]
-"""The cells of the workers, and those of their parent."""
+"""Gives the metrics of the workers, and those of their parent."""
 
 
 async def serve(
     sockets: Sequence[socket.socket], counts: Counts, is_healthy: Callable[[], bool]
 ) -> None:
-    """Answer on these sockets, until it is cancelled."""
+    """Answer on these listening sockets, until it is cancelled."""
     limit = trio.CapacityLimiter(_CONNECTIONS_MAX)
     async with trio.open_nursery() as nursery:
         for each in sockets:
@@ -50,7 +50,7 @@ async def _accept(
         try:
             accepted, _ = await listening.accept()
         except OSError as error:
-            log.error("the metrics' port cannot answer: %s", error.strerror)
+            log.error("the metrics port cannot accept connections: %s", error.strerror)
             await trio.sleep(_PAUSE_S)
             continue
         stream = trio.SocketStream(accepted)
@@ -71,7 +71,7 @@ async def _serve_one(
     except (trio.BrokenResourceError, trio.ClosedResourceError):
         return
     except Exception:
-        log.exception("the metrics met a bug")
+        log.exception("a bug in answering a request for metrics")
     finally:
         limit.release_on_behalf_of(stream)
 

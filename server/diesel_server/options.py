@@ -1,7 +1,8 @@
-"""What the server is told: options, the environment, and a TOML file, in this order.
+"""The server's options: from the command line, the environment and a TOML file, in this order.
 
-Owned here: names, defaults, what fits together. Not owned: what the options do. No value is shown
-that may hold a password.
+`options` declares them for click, and `checked` turns their values into `Options` or raises
+ConfigError where they do not fit together. No error or help text shows a value that may hold a
+password.
 """
 
 import os
@@ -33,7 +34,7 @@ _P = ParamSpec("_P")
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a server is to do."""
+    """The options of a server, checked."""
 
     listen: Endpoint
     url: RepositoryUrl
@@ -46,38 +47,39 @@ class Options:
 
     @property
     def scheme(self) -> str:
-        """Of the addresses that clients use."""
+        """The scheme of the URL that clients use."""
         return "diesel" if self.certificate is None else "diesel+tls"
 
 
 def default_workers() -> int:
-    """One for each processor that this process may use, and four at most."""
+    """One worker for each processor that this process may use, and four at most."""
     return min(4, len(os.sched_getaffinity(0)))
 
 
 _OPTIONS = (
     click.option("--listen", metavar="HOST:PORT", default=LISTEN, show_default=True,
-                 help="Where clients connect. Other machines' can only with TLS, or --insecure."),
-    click.option("--store", metavar="URL", help="Where the chunks are: file:///..., s3://..."),
+                 help="Address at which clients connect. Clients of other machines need TLS, or"
+                 " --insecure."),
+    click.option("--store", metavar="URL", help="Object store of the chunks: file:///..., s3://..."),
     click.option("--meta", metavar="URL",
-                 help="The metadata store: redis://...  [default: beside a file:// store]"),
+                 help="Metadata store: redis://...  [default: beside a file:// store]"),
     click.option("--tls-cert", metavar="FILE",
-                 help="The server's certificate and chain, PEM; goes with --tls-key."),
+                 help="Certificate of the server with its chain, PEM; needs --tls-key."),
     click.option("--tls-key", metavar="FILE",
-                 help="The certificate's key, PEM; goes with --tls-cert."),
+                 help="Key of the certificate, PEM; needs --tls-cert."),
     click.option("--workers", type=click.IntRange(1, WORKERS_MAX), metavar="N",
                  default=default_workers, show_default="processors, at most 4",
-                 help="How many processes serve."),
+                 help="Number of processes that serve."),
     click.option("--cache-dir", metavar="DIR",
-                 help="A folder for the fast tier; goes with --cache-size.  [default: no fast"
-                 " tier]"),
+                 help="Folder on a fast local disk in which chunks are cached; needs --cache-size."
+                 "  [default: no disk cache]"),
     click.option("--cache-size", metavar="SIZE",
-                 help="How large the folder of --cache-dir may get: 100G."),
+                 help="How large the folder of --cache-dir may get, as 100G."),
     click.option("--metrics", metavar="[HOST:]PORT",
-                 help="Where Prometheus may ask; without HOST, from this machine alone."
-                 "  [default: nowhere]"),
+                 help="Address at which Prometheus gets the metrics; without HOST, only from this"
+                 " machine.  [default: no metrics]"),
     click.option("--insecure", is_flag=True,
-                 help="Listen for other machines without TLS, as in a trusted network."),
+                 help="Accept clients of other machines without TLS, in a network that you trust."),
 )  # fmt: skip
 
 
@@ -91,12 +93,12 @@ def options(command: Callable[_P, None]) -> Callable[_P, None]:
         is_eager=True,
         expose_value=False,
         callback=_read_file,
-        help=f"Options as TOML.  [default: {CONFIG_FILE}, if it is there]",
+        help=f"TOML file with options.  [default: {CONFIG_FILE}, if it exists]",
     )(command)
 
 
 def _read_file(context: click.Context, _: click.Parameter, value: str | None) -> None:
-    """The file's values become defaults."""
+    """Make the values of the file the defaults of the options."""
     path = Path(value) if value else CONFIG_FILE
     try:
         with path.open("rb") as file:
@@ -106,16 +108,16 @@ def _read_file(context: click.Context, _: click.Parameter, value: str | None) ->
             return
         raise ConfigError(f"there is no file {path}") from None
     except (OSError, ValueError, RecursionError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no TOML"
+        reason = error.strerror if isinstance(error, OSError) else "it is not TOML"
         raise ConfigError(f"cannot read {path}: {reason}") from None
     names = {each.name.replace("_", "-"): each for each in context.command.params if each.name}
     known = sorted(names.keys() - {"config", "version", "help"})
     for name, given in values.items():
         if name.replace("_", "-") not in known:
-            raise ConfigError(f"{path}: unknown key {name!r}", advice=f"known: {known}")
+            raise ConfigError(f"{path}: unknown key {name!r}", advice=f"known keys: {known}")
         wanted = {"workers": int, "insecure": bool}.get(name, str)
         if type(given) is not wanted:
-            raise ConfigError(f"{path}: {name} is of another type than {wanted.__name__}")
+            raise ConfigError(f"{path}: the value of {name} must be of type {wanted.__name__}")
     context.default_map = {name.replace("-", "_"): given for name, given in values.items()}
 
 
@@ -132,8 +134,8 @@ def checked(
     metrics: str | None,
     insecure: bool,
 ) -> tuple[Options, list[str]]:
-    """The options, and what the operator should be warned of. Raises ConfigError."""
-    place = parse_endpoint(listen)
+    """The options, and warnings for the operator. Raises ConfigError."""
+    endpoint = parse_endpoint(listen)
     url = _repository(store, meta)
     if (tls_cert is None) != (tls_key is None):
         raise ConfigError("--tls-cert and --tls-key belong together")
@@ -141,19 +143,22 @@ def checked(
         raise ConfigError("--cache-dir and --cache-size belong together")
     cache_bytes = 0 if cache_size is None else parse_size(cache_size)
     if cache_dir is not None and not cache_bytes:
-        raise ConfigError("--cache-size 0 is no fast tier", advice="leave --cache-dir away")
+        raise ConfigError("--cache-size 0 leaves no cache", advice="leave --cache-dir away")
     key = None if tls_key is None else Path(tls_key)
-    warnings = [*_of_redis(url), *_of_key(key)]
-    if tls_cert is None and not is_local(place):
+    warnings = [*_redis_warnings(url), *_key_warnings(key)]
+    if tls_cert is None and not is_local(endpoint):
         if not insecure:
             raise ConfigError(
-                f"{place} is reached from other machines, and there is no TLS",
+                f"other machines can reach {endpoint}, and there is no TLS",
                 advice="use --tls-cert and --tls-key, or --insecure in a network that you trust",
             )
-        warnings.append(f"{place}: what clients send and get can be read and changed on its way")
+        warnings.append(
+            f"connections to {endpoint} are not encrypted: others in the network can read and"
+            " change the data"
+        )
     return (
         Options(
-            listen=place,
+            listen=endpoint,
             url=url,
             workers=workers,
             certificate=None if tls_cert is None else Path(tls_cert),
@@ -168,20 +173,20 @@ def checked(
 
 def _repository(store: str | None, meta: str | None) -> RepositoryUrl:
     if not store:
-        raise ConfigError("no store is named", advice="--store file:///folder or s3://bucket")
+        raise ConfigError("no store is given", advice="--store file:///folder or s3://bucket")
     url = parse_url(store)
     if url.scheme in SERVER_SCHEMES:
-        raise ConfigError("a server has a store, no other server: --store file:///, s3://, ...")
+        raise ConfigError("--store names another server", advice="--store file:///folder, s3://...")
     if not meta:
         return url
     if url.meta:
         raise ConfigError("--meta and ?meta= in --store both name a metadata store")
     if "://" not in meta:
-        raise ConfigError("--meta is no URL", advice="write it as redis://host:6379")
+        raise ConfigError("--meta is not a URL", advice="write it as redis://host:6379")
     return replace(url, meta=meta)
 
 
-def _of_redis(url: RepositoryUrl) -> list[str]:
+def _redis_warnings(url: RepositoryUrl) -> list[str]:
     if not url.meta:
         return []
     try:
@@ -190,12 +195,12 @@ def _of_redis(url: RepositoryUrl) -> list[str]:
         raise ConfigError(error.message, advice=error.advice) from None
     if address.local or address.password:
         return []
-    return [f"the Redis at {address} has no password: whoever reaches it can change everything"]
+    return [f"the Redis at {address} has no password: anybody who reaches it can change all data"]
 
 
-def _of_key(key: Path | None) -> list[str]:
-    """A key that cannot be looked at is an error when it is loaded."""
+def _key_warnings(key: Path | None) -> list[str]:
+    """Warnings about the key's file. Where it cannot be read, loading it raises the error."""
     with suppress(OSError):
         if key is not None and key.stat().st_mode & (stat.S_IROTH | stat.S_IWOTH):
-            return [f"the key {key} is open to every user of this machine: chmod o= it"]
+            return [f"every user of this machine can read the key {key}: run chmod o= on it"]
     return []

@@ -1,12 +1,13 @@
-"""Markers from a Redis that stands by itself, in the loop: a look costs no thread.
+"""Reads the heads of datasets from a Redis in the event loop, which takes no thread.
 
-Owned here: connections of the loop's own, their sockets and deadlines. Not owned: what is asked and
-what the replies prove (`storage/metadata/redis/pipelined_head.py`), and everything else that is
-asked of Redis: what fails here in any way is asked again the long way (`head_cache.py`), which
-knows more of failures. Behind TLS or sentinels, and for a cluster, there is only the long way.
+A *head* is a dataset's current version with its counts. This is the fast way: it serves a Redis
+that stands alone, without TLS, sentinels or cluster, over a few connections of its own with short
+deadlines. Whatever fails here, `HeadCache` reads again in a thread, by the client that knows all
+failures of Redis. `storage/metadata/redis/pipelined_head.py` makes the commands and decides what
+the replies prove.
 
-In the loop of one worker. A connection is lent to one look at a time, and closed where that has not
-come to its end.
+Runs in the event loop of one worker. Each connection serves one read at a time, and is closed if
+that read does not complete.
 """
 
 import socket
@@ -14,6 +15,7 @@ from contextlib import suppress
 
 import trio
 
+from diesel_fs.net.breaker import CircuitBreaker
 from diesel_fs.storage.metadata.redis.address import RedisAddress, parse_redis_url
 from diesel_fs.storage.metadata.redis.pipelined_head import (
     MalformedReply,
@@ -25,52 +27,49 @@ from diesel_fs.storage.metadata.store import DatasetHead
 from diesel_fs.urls import RepositoryUrl
 
 READ_S = 1.0
-"""For one look, a connection perhaps included; the long way has more time."""
+"""The time for one read, connecting included. The read in a thread has more time."""
 
 OPEN_S = 1.0
-"""So long nobody tries again where that has just taken too long, or there was no connection."""
+"""The pause after a read that took too long or found no connection."""
 
 _CONNECTIONS_MAX = 8
-_GLANCES_MAX = 4096
+_NAMES_MAX = 4096
 _RECEIVE_BYTES = 64 << 10
 
 
 class PipelinedHeadReads:
-    """Looks at the markers of a Redis."""
+    """Reads heads from one Redis."""
 
     def __init__(self, address: RedisAddress) -> None:
         self._address = address
         self._reads: dict[str, PipelinedHeadRead] = {}
         self._idle: list[socket.socket] = []
         self._connection_slots = trio.Semaphore(_CONNECTIONS_MAX)
-        self._rests_until_s = 0.0
+        self._breaker = CircuitBreaker(1, OPEN_S)
 
     async def head(self, name: str) -> DatasetHead | None:
-        """A marker by a look that began after the call; None proves nothing. One look for each
-        name at a time."""
-        if trio.current_time() < self._rests_until_s:
+        """A dataset's head, read after the call began; None where this way cannot tell. The caller
+        reads each name once at a time."""
+        if self._breaker.is_open(trio.current_time()):
             return None
-        glance = self._reads.get(name)
-        if glance is None:
-            if len(self._reads) >= _GLANCES_MAX:
+        read = self._reads.get(name)
+        if read is None:
+            if len(self._reads) >= _NAMES_MAX:
                 self._reads.clear()
-            glance = self._reads[name] = PipelinedHeadRead(name)
+            read = self._reads[name] = PipelinedHeadRead(name)
         with trio.move_on_after(READ_S) as scope:
-            await self._read(glance)
+            await self._read(read)
         if scope.cancelled_caught:
-            self._open_breaker()
-        return glance.head
+            self._breaker.open(trio.current_time())
+        return read.head
 
     def close(self) -> None:
-        """Let go of the connections that are not in use. Repeatable."""
+        """Close the idle connections. Repeatable."""
         while self._idle:
             self._idle.pop().close()
 
-    def _open_breaker(self) -> None:
-        self._rests_until_s = trio.current_time() + OPEN_S
-
-    async def _read(self, glance: PipelinedHeadRead) -> None:
-        request = glance.begin()
+    async def _read(self, read: PipelinedHeadRead) -> None:
+        request = read.begin()
         try:
             self._connection_slots.acquire_nowait()
         except trio.WouldBlock:
@@ -79,21 +78,21 @@ class PipelinedHeadReads:
         try:
             connection = self._idle.pop() if self._idle else await self._connected()
             await _send(connection, request)
-            while not glance.feed(await _received(connection)):
+            while not read.feed(await _received(connection)):
                 pass
             self._idle.append(connection)
             connection = None
         except (OSError, MalformedReply):
-            self.close()  # they are no better
+            self.close()  # the idle connections are likely broken, too
             if connection is None:
-                self._open_breaker()
+                self._breaker.open(trio.current_time())
         finally:
             self._connection_slots.release()
             if connection is not None:
                 connection.close()
 
     async def _connected(self) -> socket.socket:
-        """A connection on which commands are carried out. Raises OSError, MalformedReply."""
+        """A new connection, logged in and on its database. Raises OSError, MalformedReply."""
         address = self._address
         if address.socket:
             stream = await trio.open_unix_socket(address.socket)
@@ -121,7 +120,7 @@ class PipelinedHeadReads:
         while not replies.feed(await _received(connection)):
             pass
         if any(isinstance(reply, Exception) for reply in replies.found):
-            raise MalformedReply("it does not let us in")
+            raise MalformedReply("Redis refused the login")
 
 
 async def _send(connection: socket.socket, content: bytes) -> None:
@@ -135,7 +134,7 @@ async def _send(connection: socket.socket, content: bytes) -> None:
 
 
 async def _received(connection: socket.socket) -> bytes:
-    """The next bytes. Raises OSError, also at the end."""
+    """The next bytes. Raises OSError, also where Redis has closed the connection."""
     await trio.lowlevel.wait_readable(connection)
     received = connection.recv(_RECEIVE_BYTES)
     if not received:
@@ -144,7 +143,7 @@ async def _received(connection: socket.socket) -> bytes:
 
 
 def pipelined_heads(url: RepositoryUrl) -> PipelinedHeadReads | None:
-    """Looks at the markers of a repository's Redis; None where there is only the long way."""
+    """Reads of heads from a repository's Redis; None where this way does not serve it."""
     if not url.meta:
         return None
     address = parse_redis_url(url.meta)

@@ -1,12 +1,14 @@
-"""What clients ask about datasets: which there are, their entries, their bytes, their snapshots.
+"""The requests that change nothing: listing datasets, looking up entries, reading chunks, fetching
+snapshots.
 
-Owned here: that an answer about entries is true at a moment after the request came, whether a
-snapshot or the metadata store gave it, and that ignorance is never taken for absence. Not owned:
-who may ask (`directory.py`), the meaning of entries (`snapshot.py`, the metadata store).
+Two promises hold for every answer about entries. It is true at some moment after the request came.
+And where the server cannot know (the metadata store is away, or has lost commits), the answer is an
+error, never "no such file".
 
-The newest snapshot of each dataset that is asked about is kept mapped. Where its version is the
-marker's, entries are looked up in it, in the loop. Where it is not, a new one is made behind the
-requests, and few paths are looked up in the metadata store meanwhile.
+The server keeps the newest snapshot that it has of each dataset mapped. Where its version is that
+of the dataset's *head* (the current version, `head_cache.py`), entries are looked up in the
+snapshot, in the event loop. Else a new snapshot is made in the background, and requests for few
+paths are answered by the metadata store meanwhile. `directory.py` checks who may ask.
 """
 
 import logging
@@ -56,22 +58,24 @@ log = logging.getLogger("diesel.server")
 
 IN_LOOP_PATHS = 1024
 IN_LOOP_PATHS_BYTES = 64 << 10
-"""So many look-ups take half a millisecond; for more, the loop does not wait."""
+"""Look-ups of at most so many paths run in the event loop: they take half a millisecond. More run
+in a thread."""
 
 FEW_PATHS = 32
-"""So many the metadata store is asked for, a few round trips each; for more a snapshot is made."""
+"""At most so many paths are looked up in the metadata store, which takes a few round trips each.
+For more the request waits for a new snapshot."""
 
 NAMES_PER_ANSWER = 65_536
 NAMES_BYTES_PER_ANSWER = 2 << 20
 
-_MAPPED_MAX = 64
+_MAPPED_MAX = 64  # datasets with a mapped snapshot
 _QUIET_S = 1.0
-_QUIET_FACTOR = 4  # of the time that making a snapshot took: a fifth of one thread at most
+_QUIET_FACTOR = 4  # pause between two snapshots, in times of the first: a fifth of a thread at most
 _READ_THREADS = 64
-_ASK_THREADS = 8
-_SNAPSHOT_THREADS = 16  # which wait for one another where a new version is compressed
-_COMPUTE_THREADS = 2  # which wait for nothing: more of them would only keep the loop waiting
-_FIND_THREADS = 2  # for identities that nobody has asked for yet, which anybody can draw
+_QUERY_THREADS = 8
+_SNAPSHOT_THREADS = 16  # they wait for one another while a new version is compressed
+_COMPUTE_THREADS = 2  # they use the processor only: more of them would delay the event loop
+_FIND_THREADS = 2  # for identities not asked for before, of which a client can invent any number
 
 T = TypeVar("T")
 
@@ -83,26 +87,26 @@ class QueryHandlers:
         self,
         repository: LocalRepository,
         directory: Directory,
-        markers: HeadCache,
+        heads: HeadCache,
         reads: RangeReader,
-        pieces: CompressedSnapshots,
+        compressed: CompressedSnapshots,
     ) -> None:
         self._repository = repository
         self._directory = directory
-        self._heads = markers
+        self._heads = heads
         self._reads = reads
-        self._pieces = pieces
-        self._reading = trio.CapacityLimiter(_READ_THREADS)
-        self._threads = trio.CapacityLimiter(_ASK_THREADS)
-        self._views: OrderedDict[UUID, Snapshot] = OrderedDict()
+        self._compressed = compressed
+        self._views: OrderedDict[UUID, Snapshot] = OrderedDict()  # mapped; the latest used is last
         self._made_s: dict[UUID, tuple[float, float]] = {}  # when a view was made; how long it took
         self._making = ThreadSingleFlight(self._make, trio.CapacityLimiter(2))
         self._last_heads: dict[UUID, DatasetHead] = {}
         self._listing = ThreadSingleFlight(self._list_datasets, trio.CapacityLimiter(1))
-        self._sending = trio.CapacityLimiter(_SNAPSHOT_THREADS)
-        self._computing = trio.CapacityLimiter(_COMPUTE_THREADS)
-        self._finding = trio.CapacityLimiter(_FIND_THREADS)
         self._counting = ThreadSingleFlight(self._reclaimable, trio.CapacityLimiter(1))
+        self._read_threads = trio.CapacityLimiter(_READ_THREADS)
+        self._query_threads = trio.CapacityLimiter(_QUERY_THREADS)
+        self._snapshot_threads = trio.CapacityLimiter(_SNAPSHOT_THREADS)
+        self._compute_threads = trio.CapacityLimiter(_COMPUTE_THREADS)
+        self._find_threads = trio.CapacityLimiter(_FIND_THREADS)
 
     # Datasets
 
@@ -115,8 +119,8 @@ class QueryHandlers:
         try:
             if not away:
                 found = await self._heads.run(self._repository.meta.heads)
-                self._last_heads = {marker.identity: marker for marker in found}
-        except MetadataError:  # the object store knows what there is
+                self._last_heads = {head.identity: head for head in found}
+        except MetadataError:  # the object store knows which datasets there are
             away = True
         infos = [info for info in await self._listing.run(None) if account.role(info.name)]
         if away:
@@ -130,7 +134,8 @@ class QueryHandlers:
         return found
 
     async def dataset(self, request: Request, name: str) -> Reply:
-        """A dataset by its name."""
+        """A dataset by its name. While the metadata store is away, the reply has no head and says
+        why (`away`)."""
         try:
             info, away = await self.info(name), ""
         except MetadataError as error:
@@ -138,20 +143,20 @@ class QueryHandlers:
         return Reply({"info": info_message(info), "away": away, "now_s": time.time()})
 
     async def info(self, name: str) -> DatasetInfo:
-        """A dataset by its name, with its marker of now. Raises NoSuchDataset, and MetadataError
-        where nobody can tell its marker."""
+        """A dataset by its name, with its head of now. Raises NoSuchDataset, and MetadataError
+        where the head cannot be known."""
         with hide_store_address(name):
             return await self._info(name)
 
     async def _info(self, name: str) -> DatasetInfo:
         try:
-            look = await self._heads.now(name)
+            state = await self._heads.now(name)
         except (NoSuchDataset, MetadataBehind):
             pass
         else:
-            known = await self.find_dataset(look.marker.identity)
+            known = await self.find_dataset(state.head.identity)
             if known.name == name:
-                return DatasetInfo(name, known.identity, known.created_ns, look.marker)
+                return DatasetInfo(name, known.identity, known.created_ns, state.head)
         info = await self._heads.run(lambda: self._repository.dataset(name))
         self._directory.remember(info)
         return info
@@ -159,18 +164,20 @@ class QueryHandlers:
     async def _info_from_catalog(self, name: str) -> DatasetInfo:
         known = self._directory.named(name)
         if known is None:
-            info = await self._in_thread(lambda: self._catalogued(name))
+            info = await trio.to_thread.run_sync(
+                self._catalogued, name, limiter=self._query_threads
+            )
             known = self._directory.remember(info)
         return known.info()
 
     async def find_dataset(self, identity: UUID, *, include_deleted: bool = False) -> DatasetRef:
-        """A dataset by its identity. Raises NoSuchDataset."""
+        """A dataset by its identity. With `include_deleted` a deleted one is found as long as
+        objects of it are left. Raises NoSuchDataset."""
         found = self._directory.peek(identity)
         if found is None:
-            is_new = not self._directory.has_known(identity)
-            found = await trio.to_thread.run_sync(
-                self._directory.find, identity, limiter=self._finding if is_new else self._threads
-            )
+            has_known = self._directory.has_known(identity)
+            threads = self._query_threads if has_known else self._find_threads
+            found = await trio.to_thread.run_sync(self._directory.find, identity, limiter=threads)
         if found.is_being_deleted and not include_deleted:
             raise no_such_dataset(str(identity))
         return found
@@ -187,20 +194,20 @@ class QueryHandlers:
     # Entries
 
     async def stat(self, request: Request, known: DatasetRef) -> Reply:
-        """Entries by their paths."""
+        """The entries at some paths, as columns."""
         paths = parse_paths(Fields(request.message, "stat"))
-        look = await self._head_of(known)
-        view = self._current(known, look)
+        state = await self._head_of(known)
+        view = self._current(known, state)
         if view is None and len(paths) > FEW_PATHS:
-            view = await self._newer(known, look)
+            view = await self._newer(known, state)
         if view is None:
             stats = await self._heads.run(lambda: self._stats(known.identity, paths))
-            return Reply({"version": look.marker.version, **columns_message(stats)})
+            return Reply({"version": state.head.version, **columns_message(stats)})
         if len(paths) <= IN_LOOP_PATHS and sum(map(len, paths)) <= IN_LOOP_PATHS_BYTES:
             stats = view.stat_many(paths, missing_ok=True)
         else:
-            held = view
-            stats = await self._compute(lambda: held.stat_many(paths, missing_ok=True))
+            look_up = partial(view.stat_many, paths, missing_ok=True)
+            stats = await trio.to_thread.run_sync(look_up, limiter=self._compute_threads)
         return Reply({"version": view.version, **columns_message(stats)})
 
     def _stats(self, identity: UUID, paths: Sequence[bytes]) -> Stats:
@@ -214,7 +221,7 @@ class QueryHandlers:
         for i, path in enumerate(paths):
             record = records.get(path)
             if record is None or record["kind"] != Kind.FOLDER:
-                if not path or len(meta.children(identity, path)):  # only its entries imply it
+                if not path or len(meta.children(identity, path)):  # a folder without a record
                     found.kind[i], found.mode[i] = Kind.FOLDER, 0o755
                     continue
                 if record is None:
@@ -224,27 +231,30 @@ class QueryHandlers:
         return found
 
     async def listing(self, request: Request, known: DatasetRef) -> Reply:
-        """What lies in a folder, some names at a time."""
+        """The entries of a folder, a page at a time."""
         fields = Fields(request.message, "list")
         folder, after = fields.octets("folder"), fields.octets("after")
         check_path(folder)
-        look = await self._head_of(known)
-        view = self._current(known, look)
-        if view is None and look.marker.files > NAMES_PER_ANSWER:
-            view = await self._newer(known, look)  # a page of the store's is all of a folder
+        state = await self._head_of(known)
+        view = self._current(known, state)
+        if view is None and state.head.files > NAMES_PER_ANSWER:
+            # The metadata store reads a whole folder for each page
+            view = await self._newer(known, state)
         if view is None:
-            return await self._heads.run(lambda: self._listed(known, look, folder, after))
-        held = view
-        return await self._compute(lambda: _listed_in(held, folder, after))
+            return await self._heads.run(lambda: self._listed(known, state, folder, after))
+        return await trio.to_thread.run_sync(
+            _listed_in, view, folder, after, limiter=self._compute_threads
+        )
 
-    def _listed(self, known: DatasetRef, look: HeadState, folder: bytes, after: bytes) -> Reply:
+    def _listed(self, known: DatasetRef, state: HeadState, folder: bytes, after: bytes) -> Reply:
+        """A page of a folder, from the metadata store."""
         rows = self._repository.meta.children(known.identity, folder)
         if not len(rows) and folder:
             found = self._stats(known.identity, [folder])
             if found.kind[0] != Kind.FOLDER:
                 raise _no_folder(known.name, folder)
         return _page(
-            look.marker.version,
+            state.head.version,
             bisect_right(rows.names, after) if after else 0,
             len(rows),
             lambda some: rows.names[some],
@@ -252,25 +262,26 @@ class QueryHandlers:
         )
 
     async def _head_of(self, known: DatasetRef) -> HeadState:
-        """The marker of now. Raises MetadataBehind where it does not know all."""
+        """The head of now. Raises MetadataBehind where the metadata store has lost commits."""
         try:
-            look = await self._heads.now(known.name)
+            state = await self._heads.now(known.name)
         except NoSuchDataset:
             raise _behind(known.name) from None
-        if look.marker.identity != known.identity:
+        if state.head.identity != known.identity:
             self._directory.forget(known.name)
             raise no_such_dataset(str(known.identity))
-        if look.behind:
+        if state.behind:
             raise _behind(known.name)
-        return look
+        return state
 
     # Snapshots
 
-    def _current(self, known: DatasetRef, look: HeadState) -> Snapshot | None:
-        """The snapshot of a look's version, where it is mapped; else one is made, not too often."""
+    def _current(self, known: DatasetRef, state: HeadState) -> Snapshot | None:
+        """The snapshot of the head's version, where it is mapped. Else None, and a new one is made
+        in the background, not too often."""
         view = self._views.get(known.identity)
-        if view is not None and view.version == look.marker.version:
-            with suppress(KeyError):  # another has just taken its place
+        if view is not None and view.version == state.head.version:
+            with suppress(KeyError):  # another thread has just replaced it
                 self._views.move_to_end(known.identity)
             return view
         made_s, took_s = self._made_s.get(known.identity, (0.0, 0.0))
@@ -278,18 +289,19 @@ class QueryHandlers:
             self._making.start(known)
         return None
 
-    async def _newer(self, known: DatasetRef, look: HeadState) -> Snapshot | None:
-        """A snapshot of a look's version or a later one."""
+    async def _newer(self, known: DatasetRef, state: HeadState) -> Snapshot | None:
+        """A new snapshot of the head's version or a later one; None where it is older yet."""
         view = await self._making.run(known)
-        return view if view.version >= look.marker.version else None
+        return view if view.version >= state.head.version else None
 
     def _make(self, known: DatasetRef) -> Snapshot:
+        """Make and map a snapshot of the current version. In a thread."""
         began_s = time.monotonic()
         repository = self._repository
-        marker = repository.meta.head(known.name)
-        if marker.identity != known.identity:
+        head = repository.meta.head(known.name)
+        if head.identity != known.identity:
             raise no_such_dataset(str(known.identity))
-        view = repository.snapshots.load_current(repository.meta, marker)
+        view = repository.snapshots.load_current(repository.meta, head)
         now_s = time.monotonic()
         self._views[known.identity] = view
         self._made_s[known.identity] = now_s, now_s - began_s
@@ -298,48 +310,52 @@ class QueryHandlers:
         return view
 
     async def snapshot(self, request: Request, known: DatasetRef) -> AsyncGenerator[Reply, None]:
-        """A snapshot, in pieces."""
+        """A snapshot, in compressed pieces, unless the client has that version already."""
         fields = Fields(request.message, "snapshot")
         version, have = fields.integer("version"), fields.integer("have", 0)
-        view = await self._wanted(known, version)
+        view = await self._snapshot_of(known, version)
         if have and view.version == have:
             yield Reply({"version": have, "total": 0})
             return
-        pieces = self._pieces.pieces(view)
+        pieces, threads = self._compressed.pieces(view), self._snapshot_threads
         total = 0
-        while (piece := await self._send_thread(lambda: next(pieces, None))) is not None:
+        while (
+            piece := await trio.to_thread.run_sync(next, pieces, None, limiter=threads)
+        ) is not None:
             raw_bytes, block = piece
             total += raw_bytes
             yield Reply({"bytes": raw_bytes, "more": True}, [block])
         yield Reply({"version": view.version, "total": total})
 
-    async def _wanted(self, known: DatasetRef, version: int) -> Snapshot:
-        repository = self._repository
+    async def _snapshot_of(self, known: DatasetRef, version: int) -> Snapshot:
+        """The snapshot of a version (0: the current one)."""
+        repository, threads = self._repository, self._snapshot_threads
         if version:
-            return await self._send_thread(
-                lambda: repository.snapshots.load(known.identity, version)
+            return await trio.to_thread.run_sync(
+                repository.snapshots.load, known.identity, version, limiter=threads
             )
-        marker: DatasetHead | None = None
-        try:
-            look = await self._heads.now(known.name)
-        except (NoSuchDataset, MetadataError):
-            pass  # it goes by the newest that the store has
-        else:
-            if look.marker.identity == known.identity:
-                marker = look.marker
-        info = DatasetInfo(known.name, known.identity, known.created_ns, marker)
-        return await self._send_thread(lambda: repository.view_of(info))
+        head: DatasetHead | None = None  # then the newest snapshot in the object store counts
+        with suppress(NoSuchDataset, MetadataError):
+            state = await self._heads.now(known.name)
+            if state.head.identity == known.identity:
+                head = state.head
+        info = DatasetInfo(known.name, known.identity, known.created_ns, head)
+        return await trio.to_thread.run_sync(repository.view_of, info, limiter=threads)
 
     async def kept(self, request: Request, known: DatasetRef) -> Reply:
-        """The versions that are kept."""
-        shelf = self._repository.snapshots
+        """The versions that are kept, or the newest of them."""
+        snapshots, identity, threads = (
+            self._repository.snapshots, known.identity, self._query_threads,
+        )  # fmt: skip
         if Fields(request.message, "kept").flag("newest", default=False):
-            return Reply({"newest": await self._in_thread(lambda: shelf.newest(known.identity))})
-        found = await self._in_thread(lambda: shelf.kept(known.identity))
+            newest = await trio.to_thread.run_sync(snapshots.newest, identity, limiter=threads)
+            return Reply({"newest": newest})
+        found = await trio.to_thread.run_sync(snapshots.kept, identity, limiter=threads)
         return Reply({"kept": [[*each] for each in found]})
 
     async def reclaimable(self, request: Request, name: str) -> Reply:
-        """About how much a purge can give back. Who asks meanwhile waits for the next count."""
+        """About how many bytes a purge can give back. Requests that come during a count share the
+        next one."""
         with hide_store_address(name):
             return Reply({"result": {"bytes": await self._counting.run(name)}})
 
@@ -349,28 +365,21 @@ class QueryHandlers:
     # Bytes
 
     async def read(self, request: Request, known: DatasetRef) -> Reply:
-        """Parts of chunks."""
+        """Parts of chunks. With `fresh` they come from the object store, past every cache."""
         fields = Fields(request.message, "read")
         parts, fresh = parse_parts(fields), fields.flag("fresh", default=False)
         if fresh and (parts["chunk"] != parts["chunk"][:1]).any():
-            fields.bad("fresh", "it is of one chunk")  # each is read whole, where it is near
+            # The server checks its whole copy of each chunk that is read so
+            fields.bad("fresh", "it is of one chunk")
         read = partial(self._reads.read, known.identity, parts, fresh=fresh)
-        return Reply({}, await trio.to_thread.run_sync(read, limiter=self._reading))
-
-    async def _in_thread(self, work: Callable[[], T]) -> T:
-        return await trio.to_thread.run_sync(work, limiter=self._threads)
-
-    async def _compute(self, work: Callable[[], T]) -> T:
-        return await trio.to_thread.run_sync(work, limiter=self._computing)
-
-    async def _send_thread(self, work: Callable[[], T]) -> T:
-        return await trio.to_thread.run_sync(work, limiter=self._sending)
+        return Reply({}, await trio.to_thread.run_sync(read, limiter=self._read_threads))
 
 
 _COLUMNS = ("kind", "mode", "size", "mtime_ns")
 
 
 def _listed_in(view: Snapshot, folder: bytes, after: bytes) -> Reply:
+    """A page of a folder, from a snapshot."""
     index = view.lookup(folder)
     if index < 0 or view.stat(index).kind != Kind.FOLDER:
         raise _no_folder(view.dataset, folder)
@@ -391,7 +400,8 @@ def _page(
     names_of: Callable[[Span], Sequence[bytes]],
     stats_of: Callable[[Span], Stats],
 ) -> Reply:
-    """Entries of a folder of `count` from the one at `start` on, as many as one answer has."""
+    """The reply with the entries of a folder from `start` on, as many as fit one answer; the folder
+    has `count`."""
     some = slice(start, min(start + NAMES_PER_ANSWER, count))
     names = names_of(some) if some.start < some.stop else []
     fit = bisect_right(list(accumulate(map(len, names))), NAMES_BYTES_PER_ANSWER)

@@ -1,9 +1,10 @@
-"""What the log says of clients that are refused: who, from where, what, why; never a key.
+"""The log of refusals: one line for each connection, login or request that the server refuses.
 
-Owned here: the line, and how many there are. A client that knocks all night fills no disk: after
-some lines of one address the rest are counted, and the next line says how many they were.
+A line has the user, the address, the request, the dataset and the reason, and never a key. A client
+that tries all night does not fill the disk: after some lines of one network the others are left
+out, and the next line says how many they were. Every refusal is counted in the metrics.
 
-Concurrency: the loop's thread alone.
+Runs in the event loop of one worker.
 """
 
 import logging
@@ -21,17 +22,19 @@ log = logging.getLogger("diesel.server")
 
 LINES_AT_ONCE = 20
 LINES_PER_S = 0.2
-ADDRESSES_MAX = 1024
-"""Of so many addresses it is known how much they knocked; the longest silent are forgotten."""
+NETWORKS_MAX = 1024
+"""Networks whose lines are counted; those that were silent longest are forgotten."""
 
 _TEXT_MAX = 64
 _PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-:[]%")
 
 
 @dataclass(slots=True)
-class _Address:
+class _Network:
+    """A token bucket: each line takes one of `tokens`, which grow back at `LINES_PER_S`."""
+
     seen_s: float
-    allowance: float = LINES_AT_ONCE
+    tokens: float = LINES_AT_ONCE
     left_out: int = 0
 
 
@@ -40,7 +43,7 @@ class RefusalLog:
 
     def __init__(self, cells: MetricCells) -> None:
         self._cells = cells
-        self._addresses: OrderedDict[str, _Address] = OrderedDict()
+        self._networks: OrderedDict[str, _Network] = OrderedDict()
 
     def add(
         self,
@@ -52,37 +55,37 @@ class RefusalLog:
         do: str = "",
         dataset: str = "",
     ) -> None:
-        """One refusal; `reason` is one of the metrics' words."""
+        """Log and count one refusal; `reason` is one of `metrics.REFUSALS`."""
         self._cells.add("diesel_refusals_total", reason)
-        left_out = self._let_through(address)
-        if left_out < 0:
+        left_out = self._take_line(address)
+        if left_out is None:
             return
         fields = (("user", user), ("from", address), ("do", do), ("dataset", dataset))
         words = " ".join(f"{name}={_plain(value)}" for name, value in fields)
-        more = f" ({left_out} more of this address left out)" if left_out else ""
+        more = f" ({left_out} lines about this network left out)" if left_out else ""
         log.warning("refused %s why=%r%s", words, why[:256], more)
 
-    def _let_through(self, address: str) -> int:
-        """How many lines were left out before this one; -1 where this one is, too."""
-        host = network_of(address.rpartition(":")[0] or address)
-        now = trio.current_time()
-        found = self._addresses.setdefault(host, _Address(now))
-        self._addresses.move_to_end(host)
-        if len(self._addresses) > ADDRESSES_MAX:
-            self._addresses.popitem(last=False)
-        gained = (now - found.seen_s) * LINES_PER_S
-        found.allowance = min(LINES_AT_ONCE, found.allowance + gained)
-        found.seen_s = now
-        if found.allowance < 1:
+    def _take_line(self, address: str) -> int | None:
+        """How many lines were left out before this one; None where this one is left out, too."""
+        key = network_of(address.rpartition(":")[0] or address)
+        now_s = trio.current_time()
+        found = self._networks.setdefault(key, _Network(now_s))
+        self._networks.move_to_end(key)
+        if len(self._networks) > NETWORKS_MAX:
+            self._networks.popitem(last=False)
+        gained = (now_s - found.seen_s) * LINES_PER_S
+        found.tokens = min(LINES_AT_ONCE, found.tokens + gained)
+        found.seen_s = now_s
+        if found.tokens < 1:
             found.left_out += 1
-            return -1
-        found.allowance -= 1
+            return None
+        found.tokens -= 1
         left_out, found.left_out = found.left_out, 0
         return left_out
 
 
 def dataset_in(message: Message) -> str:
-    """How a request names its dataset, for the log."""
+    """The name or identity of the dataset in a request, for the log."""
     name, identity = message.get("dataset"), message.get("identity")
     if type(name) is str:
         return name

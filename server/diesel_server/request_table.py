@@ -1,14 +1,16 @@
-"""The requests that a server answers (`WIRE.md`, section 5), over one repository.
+"""The table of the requests about datasets, with the role that a user needs for each (`WIRE.md`,
+section 5).
 
-Owned here: the table of requests, and the role that each needs, which is checked before anything
-else of it is looked at. Not owned: what they do (`queries.py`, `updates.py`, `jobs.py`), accounts
-(`account_handlers.py`), connections. In the loop of one worker.
+The role is checked before anything else of a request is looked at. `queries.py`, `updates.py`,
+`jobs.py` and `task_handlers.py` carry the requests out; `account_handlers.py` has the requests
+about accounts. Runs in the event loop of one worker.
 """
 
+import dataclasses
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from dataclasses import fields
 
 from diesel_fs.cache.range_reader import RangeReader
+from diesel_fs.metrics import MetricCells
 from diesel_fs.names import check_dataset_name
 from diesel_fs.net.messages import Fields, Message
 from diesel_fs.remote.snapshot_transfer import CompressedSnapshots
@@ -25,87 +27,83 @@ from .requests import Handler, Reply, Request
 from .task_handlers import TaskHandlers
 from .updates import UpdateHandlers
 
-Named = Callable[[Request, str], Awaitable[Reply]]
-Identified = Callable[[Request, DatasetRef], Awaitable[Reply]]
+NamedWork = Callable[[Request, str], Awaitable[Reply]]
+"""Carries out a request that names its dataset."""
 
-
-def handlers(
-    repository: LocalRepository,
-    reads: RangeReader,
-    pieces: CompressedSnapshots,
-    markers: HeadCache | None = None,
-) -> dict[str, Handler]:
-    """All requests about datasets, by `do`. Markers that are given are the caller's to close."""
-    return RequestTable(repository, reads, pieces, markers or HeadCache(repository)).handlers()
+IdentifiedWork = Callable[[Request, DatasetRef], Awaitable[Reply]]
+"""Carries out a request that has the identity of its dataset."""
 
 
 def takes_payload(account: Account, do: str, size: int) -> bool:
-    """Whether a payload may be received, which takes memory before its request is looked at."""
+    """Whether a user may send a payload with a request. It is asked before any memory is taken for
+    the payload."""
     if do == "import_users":
         return account.admin and size <= TEXT_BYTES_MAX
     return do == "put" and (account.admin or max(account.grants.values(), default=0) >= Role.WRITE)
 
 
 class RequestTable:
-    """The requests of a server over a repository."""
+    """The requests of a server over one repository."""
 
     def __init__(
         self,
         repository: LocalRepository,
         reads: RangeReader,
-        pieces: CompressedSnapshots,
-        markers: HeadCache,
+        compressed: CompressedSnapshots,
+        heads: HeadCache | None = None,
+        cells: MetricCells | None = None,
     ) -> None:
+        """`heads`, if given, is the caller's to close. Commits are counted in `cells`."""
         self._repository = repository
-        self._markers = markers
-        self._directory = Directory(repository)
-        self._asking = QueryHandlers(repository, self._directory, markers, reads, pieces)
-        self._writing = UpdateHandlers(repository, self._directory, self._asking, markers)
+        self._heads = heads or HeadCache(repository)
+        directory = Directory(repository)
+        self._directory = directory
+        self._queries = QueryHandlers(repository, directory, self._heads, reads, compressed)
+        self._updates = UpdateHandlers(repository, directory, self._queries, self._heads, cells)
         self._jobs = Jobs()
         self._tasks = TaskHandlers(repository)
 
     def handlers(self) -> dict[str, Handler]:
         """All requests, by `do`."""
-        asking, writing, tasks = self._asking, self._writing, self._tasks
+        queries, updates, tasks = self._queries, self._updates, self._tasks
         return {
-            "datasets": asking.datasets,
-            "dataset": self._by_name(Role.READ, asking.dataset),
+            "datasets": queries.datasets,
+            "dataset": self._by_name(Role.READ, queries.dataset),
             "begin": self._begin,
-            "put": self._by_identity(Role.WRITE, writing.put),
-            "finish": self._by_identity(Role.WRITE, writing.finish),
+            "put": self._by_identity(Role.WRITE, updates.put),
+            "finish": self._by_identity(Role.WRITE, updates.finish),
             "snapshot": self._snapshot,
-            "kept": self._by_identity(Role.READ, asking.kept),
-            "read": self._by_identity(Role.READ, asking.read, include_deleted=True),
-            "stat": self._by_identity(Role.READ, asking.stat),
-            "list": self._by_identity(Role.READ, asking.listing),
-            "reclaimable": self._by_name(Role.READ, asking.reclaimable),
+            "kept": self._by_identity(Role.READ, queries.kept),
+            "read": self._by_identity(Role.READ, queries.read, include_deleted=True),
+            "stat": self._by_identity(Role.READ, queries.stat),
+            "list": self._by_identity(Role.READ, queries.listing),
+            "reclaimable": self._by_name(Role.READ, queries.reclaimable),
             "verify": self._verify,
             "recover": self._recover,
             "purge": self._purge,
-            "lease": self._by_identity(Role.READ, writing.lease, include_deleted=True),
-            "delete_dataset": self._by_name(Role.ADMIN, writing.delete_dataset),
+            "lease": self._by_identity(Role.READ, updates.lease, include_deleted=True),
+            "delete_dataset": self._by_name(Role.ADMIN, updates.delete_dataset),
             "join": self._by_identity(Role.READ, tasks.join, include_deleted=True),
             "leave": self._by_identity(Role.READ, tasks.leave, include_deleted=True),
         }
 
-    # Who may
+    # Roles
 
-    def _by_name(self, role: Role, work: Named) -> Handler:
+    def _by_name(self, role: Role, work: NamedWork) -> Handler:
         async def handle(request: Request) -> Reply:
             return await work(request, self._named(request, role))
 
         return handle
 
     def _by_identity(
-        self, role: Role, work: Identified, *, include_deleted: bool = False
+        self, role: Role, work: IdentifiedWork, *, include_deleted: bool = False
     ) -> Handler:
-        """`include_deleted`: what who is reading a dataset goes on with when it has been
-        deleted."""
+        """`include_deleted`: the request also serves a dataset that has been deleted, for clients
+        that are still reading it."""
 
         async def handle(request: Request) -> Reply:
-            return await work(
-                request, await self._identified(request, role, dying_too=include_deleted)
-            )
+            known = await self._identified(request, role, include_deleted=include_deleted)
+            return await work(request, known)
 
         return handle
 
@@ -117,24 +115,24 @@ class RequestTable:
         return name
 
     async def _identified(
-        self, request: Request, role: Role, *, dying_too: bool = False
+        self, request: Request, role: Role, *, include_deleted: bool = False
     ) -> DatasetRef:
         """The dataset whose identity a request has. Raises NoSuchDataset, PermissionDenied."""
         identity = parse_identity(Fields(request.message, "a request"))
-        known = await self._asking.find_dataset(identity, include_deleted=dying_too)
+        known = await self._queries.find_dataset(identity, include_deleted=include_deleted)
         check_role(request.account, known.name, role, str(identity))
         return known
 
-    # What is not one answer to a role
+    # Requests with several replies, or whose role is not all that counts
 
     async def _begin(self, request: Request) -> Reply:
         name = self._named(request, Role.WRITE)
         may_create = request.account.role(name) >= Role.ADMIN
-        return await self._writing.begin(request, name, may_create=may_create)
+        return await self._updates.begin(request, name, may_create=may_create)
 
     async def _snapshot(self, request: Request) -> AsyncGenerator[Reply, None]:
         known = await self._identified(request, Role.READ)
-        async for reply in self._asking.snapshot(request, known):
+        async for reply in self._queries.snapshot(request, known):
             yield reply
 
     async def _verify(self, request: Request) -> AsyncGenerator[Reply, None]:
@@ -145,29 +143,29 @@ class RequestTable:
             found = self._repository.verify(name, headers_only=headers_only, progress=tell)
             return found.to_message()
 
-        how: Message = {"headers_only": headers_only}
-        async for reply in self._job("verify", name, how, work):
+        fields: Message = {"headers_only": headers_only}
+        async for reply in self._job("verify", name, fields, work):
             yield reply
 
     async def _recover(self, request: Request) -> AsyncGenerator[Reply, None]:
         name = self._named(request, Role.ADMIN)
         since_s: float | None = None
-        message_fields = Fields(request.message, "recover")
+        own = Fields(request.message, "recover")
         if request.message.get("since_s") is not None:
-            since_s = message_fields.number("since_s")
-        forget_lost = message_fields.flag("forget_lost", default=False)
+            since_s = own.number("since_s")
+        forget_lost = own.flag("forget_lost", default=False)
 
         def work(tell: ReportProgress) -> Message:
             found = self._repository.recover(name, since_s, tell, forget_lost=forget_lost)
             return found.to_message()
 
-        how: Message = {"since_s": since_s, "forget_lost": forget_lost}
-        async for reply in self._job("recover", name, how, work):
+        fields: Message = {"since_s": since_s, "forget_lost": forget_lost}
+        async for reply in self._job("recover", name, fields, work):
             yield reply
 
     async def _purge(self, request: Request) -> AsyncGenerator[Reply, None]:
         name = self._named(request, Role.ADMIN)
-        names = {each.name for each in fields(PurgeOptions)} & request.message.keys()
+        names = {each.name for each in dataclasses.fields(PurgeOptions)} & request.message.keys()
         options = PurgeOptions.from_message({each: request.message[each] for each in names})
 
         def work(tell: ReportProgress) -> Message:
@@ -177,12 +175,12 @@ class RequestTable:
             yield reply
 
     async def _job(
-        self, kind: str, name: str, how: Message, work: Work
+        self, kind: str, name: str, fields: Message, work: Work
     ) -> AsyncGenerator[Reply, None]:
         def opened(tell: ReportProgress) -> Message:
-            self._markers.reopen()  # it may have been away since the server started
+            self._heads.reopen()  # the metadata store may have been away since the server started
             return work(tell)
 
         with hide_store_address(name):
-            async for reply in self._jobs.run(kind, name, how, opened):
+            async for reply in self._jobs.run(kind, name, fields, opened):
                 yield reply

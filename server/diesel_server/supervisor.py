@@ -1,12 +1,14 @@
-"""The server's parent: it listens, starts workers, replaces those that die, and ends them.
+"""The parent process of a server: it opens the listening sockets, starts the workers, replaces
+those that die, and ends them.
 
-Owned here: the sockets, the workers' lives, signals. Not owned: what is served (`worker.py`), the
-text of metrics (`metrics.py`), the port that shows it (`metrics_endpoint.py`).
+A worker's *slot* is its number; the process in it may change. The workers count their metrics in
+memory that they share with the supervisor, which shows the sums (`metrics_endpoint.py`) and sees by
+a counter there that a worker still runs.
 
-SIGTERM and SIGINT end it when what is under way is done; a second one at once. SIGHUP is passed on
-to the workers, who read the certificate again.
+SIGTERM and SIGINT let the workers finish the requests under way; a second signal ends the server at
+once. SIGHUP makes the workers load the certificate again.
 
-Concurrency: trio; a task for each worker, which starts another after the one before has ended.
+Concurrency: each slot has a task, which starts another worker after the one before has ended.
 """
 
 import json
@@ -36,13 +38,13 @@ log = logging.getLogger("diesel.server")
 PROGRAM = (sys.executable, "-P", "-m", "diesel_server.worker")
 
 START_S = 60.0
-"""A Redis that is loading is waited for."""
+"""The time that a worker has to start: it waits for a Redis that is loading its data."""
 
 _END_S = limits.DRAIN_S + 8.0
-_PAUSE_S = 0.1
+_PAUSE_S = 0.1  # before a worker is started again; it doubles
 _PAUSE_S_MAX = 10.0
-_BEATS_MISSED_MAX = 15  # the longest that a healthy one has kept its loop busy is under a second
-_WELL_S = 60.0  # a worker that lived so long did not die of its start
+_BEATS_MISSED_MAX = 15  # seconds; a healthy worker's loop has never been busy for more than one
+_WELL_S = 60.0  # a worker that lived so long did not die of its start: the pause is short again
 _STATUS_BYTES_MAX = 64 << 10
 
 
@@ -55,7 +57,8 @@ class Supervisor:
         ready: Callable[[str], None],
         program: Sequence[str] | None = None,
     ) -> None:
-        """`ready` gets the line that says that connections are accepted."""
+        """`ready` is called with one line when the server accepts connections. `program` replaces
+        the worker's command in tests. Raises ConfigError, ConflictError where it cannot listen."""
         self._options = options
         self._ready = ready
         self._program = PROGRAM if program is None else program
@@ -75,9 +78,12 @@ class Supervisor:
         self._code = 0
 
     async def run(self) -> int:
-        """Serve; the exit code. Raises DieselError where it cannot start."""
+        """Serve until a signal ends it. Returns the exit code. Raises DieselError where the server
+        cannot start."""
         if self._options.certificate is not None and self._options.key is not None:
-            load_certificate(self._options.certificate, self._options.key)  # else each says it
+            load_certificate(
+                self._options.certificate, self._options.key
+            )  # once, before the workers do
         first_error: list[DieselError] = []
         try:
             with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
@@ -106,18 +112,19 @@ class Supervisor:
         where = Endpoint(self._options.listen.host, self._sockets[0].getsockname()[1])
         self._ready(f"diesel-server accepts connections at {self._options.scheme}://{where}")
         if self._metrics:
-            seen = Endpoint("", 0) if self._options.metrics is None else self._options.metrics
-            log.info("metrics at http://%s/metrics", Endpoint(seen.host, self.metrics_port))
+            host = "" if self._options.metrics is None else self._options.metrics.host
+            log.info("metrics at http://%s/metrics", Endpoint(host, self.metrics_port))
 
     @property
     def metrics_port(self) -> int:
-        """Where the metrics are shown."""
+        """The port at which the metrics are shown."""
         return int(self._metrics[0].getsockname()[1])
 
     # Workers
 
     async def _start_all(self, nursery: trio.Nursery) -> None:
-        """Returns when all accept connections. Raises DieselError of the first that cannot."""
+        """Start all workers. Returns when all accept connections; raises the error of the first
+        that cannot."""
         errors: list[DieselError] = []
         async with trio.open_nursery() as starting:
 
@@ -136,7 +143,7 @@ class Supervisor:
             raise errors[0]
 
     async def _keep(self, slot: int, process: trio.Process) -> None:
-        """See to it that there is a worker, until the server stops."""
+        """Keep a worker in a slot until the server stops."""
         pause_s = _PAUSE_S
         while True:
             began_s = trio.current_time()
@@ -144,7 +151,7 @@ class Supervisor:
             self._worker_ended(slot)
             if self._stopping.is_set():
                 return
-            log.error("worker %d has ended (%s): another is started", slot, _exit_text(code))
+            log.error("worker %d has ended (%s) and is started again", slot, _exit_text(code))
             if trio.current_time() - began_s > _WELL_S:
                 pause_s = _PAUSE_S
             while True:
@@ -159,7 +166,7 @@ class Supervisor:
                     log.error("worker %d cannot start: %s", slot, error)
 
     async def _end_of(self, slot: int, process: trio.Process) -> int:
-        """The exit code of a worker, which is killed where it shows no more signs of life."""
+        """Wait for the end of a worker, and kill it if it hangs. Returns its exit code."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._watch, slot, process)
             code = await process.wait()
@@ -167,7 +174,8 @@ class Supervisor:
         return code
 
     async def _watch(self, slot: int, process: trio.Process) -> None:
-        """In steps that are slept, so that a stop of this process is none of the worker's."""
+        """Kill a worker that shows no sign of life. Missed beats are counted, not time, so that a
+        pause of this process is not taken for one of the worker's."""
         beats, missed = -1.0, 0
         while missed < _BEATS_MISSED_MAX:
             await trio.sleep(limits.HEARTBEAT_S)
@@ -184,7 +192,7 @@ class Supervisor:
         self._cells[slot].clear_gauges()
 
     async def _start(self, slot: int, *, is_first: bool) -> trio.Process:
-        """A worker that accepts connections. Raises DieselError."""
+        """Start a worker and wait until it accepts connections. Raises DieselError."""
         options = self._options
         inherited, secrets = split_environment(os.environ)
         try:
@@ -214,7 +222,7 @@ class Supervisor:
                 env=inherited,
                 pass_fds=[*task.sockets, task.cells, task.status],
             )
-        except OSError as error:  # no memory, no descriptors: perhaps there are soon
+        except OSError as error:  # no memory or no file descriptors, perhaps only now
             await status.aclose()
             raise _no_process(error) from error
         finally:
@@ -249,7 +257,7 @@ class Supervisor:
     async def _handle_signals(self, signals: AsyncIterator[int], nursery: trio.Nursery) -> None:
         async for number in signals:
             if number == signal.SIGHUP:
-                for slot in self._accepting:  # others read it as they start
+                for slot in self._accepting:  # workers that are starting load it anyway
                     self._running[slot].send_signal(signal.SIGHUP)
             elif self._stopping.is_set() or not self._accepting:
                 self._code = 128 + number
@@ -268,14 +276,14 @@ class Supervisor:
 async def _start_report(
     process: trio.Process, status: trio.lowlevel.FdStream, task: WorkerConfig
 ) -> bytes:
-    """What a worker says once it has been told what to do. Raises DeadlineError."""
+    """Send a worker its config. Returns its report, empty if it ended. Raises DeadlineError."""
     assert process.stdin is not None
     with trio.move_on_after(START_S):
         async with status:
-            with suppress(trio.BrokenResourceError):  # it has ended: what it said tells why
+            with suppress(trio.BrokenResourceError):  # it has ended; its report may say why
                 await process.stdin.send_all(config_line(task))
             return await _all(status)
-    raise DeadlineError(f"a worker did not start within {START_S:g} s")
+    raise DeadlineError(f"a worker did not start within {START_S:g} s", advice="see its log")
 
 
 async def _all(status: trio.lowlevel.FdStream) -> bytes:
@@ -289,7 +297,7 @@ async def _all(status: trio.lowlevel.FdStream) -> bytes:
 
 
 def _no_process(error: OSError) -> DieselError:
-    return DieselError(f"no worker can be started: {error.strerror}")
+    return DieselError(f"cannot start a worker: {error.strerror}")
 
 
 def _start_error(said: bytes, code: int) -> DieselError:
@@ -297,7 +305,7 @@ def _start_error(said: bytes, code: int) -> DieselError:
         told = json.loads(said)
         return error_by_class_name(str(told["error"]), str(told["message"]), str(told["advice"]))
     except (ValueError, KeyError, TypeError):
-        return DieselError(f"a worker ended as soon as it had begun ({_exit_text(code)})")
+        return DieselError(f"a worker ended while it was starting ({_exit_text(code)})")
 
 
 def _exit_text(code: int) -> str:

@@ -1,8 +1,9 @@
-"""What masters of tasks ask: to be registered, and who else is (`WIRE.md`, section 5).
+"""The requests `join` and `leave`, by which the masters of a training task find each other.
 
-Owned here: that a task is its user's alone, and that its secret is told to nobody who may be
-overheard. Not owned: what is kept (`diesel_fs/peers/redis_registry.py`), roles
-(`request_table.py`). The requests run in threads; opening goes on in one at a time.
+A task's nodes share a cache (`diesel_fs/peers`); the *master* of each node registers here and gets
+the list of the others (`WIRE.md`, section 5). The registrations are kept in the Redis of the
+metadata store. A task belongs to the user who asks, and its secret is told over TLS or on loopback
+only. The work runs in threads; one thread at a time opens the store of registrations.
 """
 
 import threading
@@ -13,6 +14,7 @@ from ipaddress import IPv6Address, ip_address
 import trio
 
 from diesel_fs.errors import DeadlineError, MetadataError, UsageError
+from diesel_fs.net.breaker import CircuitBreaker
 from diesel_fs.net.messages import Fields
 from diesel_fs.peers.membership import (
     MemberStore,
@@ -29,31 +31,33 @@ from .requests import Reply, Request
 
 _THREADS = 16
 _REDIS_S = 1.0  # less than a client waits
-_AWAY_S = 1.0
-"""So long nobody else waits for a store that has just not answered: thousands may be asking."""
+_PAUSE_S = 1.0
+"""The pause after the store of registrations did not answer: thousands of masters may be asking,
+and each would wait for it."""
 
 
 class TaskHandlers:
-    """Registrations of the masters of all users."""
+    """Handles the registrations of the masters of all users."""
 
     def __init__(self, repository: LocalRepository) -> None:
         self._repository = repository
         self._threads = trio.CapacityLimiter(_THREADS)
         self._opening = threading.Lock()
         self._opened: MemberStore | None = None
-        self._away: tuple[float, str] = (0.0, "")  # until when, and why
+        self._breaker = CircuitBreaker(1, _PAUSE_S)
+        self._failure = ""  # what opened the breaker
 
     async def join(self, request: Request, known: DatasetRef) -> Reply:
-        """A master registers, or renews that."""
+        """A master registers, or renews its registration."""
         name, identity, record = parse_join(Fields(request.message, "join"))
         task = TaskName(known.identity, request.account.name, name)
         if not identity.has_key_file and not (request.secured or _is_of_this_machine(request.peer)):
             raise UsageError(
-                "the secret of a task is told over TLS alone",
+                "the server tells the secret of a task over TLS only",
                 advice="use diesel+tls://, or give all nodes the same --task-key-file",
             )
         return await self._ask(
-            lambda place: Reply(join_reply_message(place.join(task, identity, record)))
+            lambda store: Reply(join_reply_message(store.join(task, identity, record)))
         )
 
     async def leave(self, request: Request, known: DatasetRef) -> Reply:
@@ -61,8 +65,8 @@ class TaskHandlers:
         name, me = parse_leave(Fields(request.message, "leave"))
         task = TaskName(known.identity, request.account.name, name)
 
-        def leave(place: MemberStore) -> Reply:
-            place.leave(task, me)
+        def leave(store: MemberStore) -> Reply:
+            store.leave(task, me)
             return Reply()
 
         return await self._ask(leave)
@@ -79,29 +83,32 @@ class TaskHandlers:
         try:
             return work(self._registrations())
         except (MetadataError, DeadlineError) as error:
-            if time.monotonic() >= self._away[0]:
-                self._away = time.monotonic() + _AWAY_S, error.message
+            now_s = time.monotonic()
+            if not self._breaker.is_open(now_s):
+                self._failure = error.message
+                self._breaker.open(now_s)
             raise
 
     def _registrations(self) -> MemberStore:
-        """Where registrations are. Raises what has just been raised, while that is so."""
+        """The store of registrations. Raises MetadataError while the breaker is open."""
         self._check_breaker()
         if self._opened is None:
             with self._opening:
                 self._check_breaker()
                 if self._opened is None:
-                    where = self._repository
-                    self._opened = open_registrations(where.url, where.objects, deadline_s=_REDIS_S)
+                    repository = self._repository
+                    self._opened = open_registrations(
+                        repository.url, repository.objects, deadline_s=_REDIS_S
+                    )
         return self._opened
 
     def _check_breaker(self) -> None:
-        until_s, why = self._away
-        if time.monotonic() < until_s:
-            raise MetadataError(why)
+        if self._breaker.is_open(time.monotonic()):
+            raise MetadataError(self._failure)
 
 
 def _is_of_this_machine(peer: str) -> bool:
-    """Whether a client's `address:port` is loopback."""
+    """Whether a client's `address:port` is a loopback address."""
     try:
         address = ip_address(peer.rpartition(":")[0].strip("[]").partition("%")[0])
     except ValueError:

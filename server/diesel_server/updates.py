@@ -1,12 +1,12 @@
-"""What clients change: chunks that they put, datasets that they begin, finish and delete.
+"""The requests that change datasets: begin, put a chunk, finish, delete, and leases of readers.
 
-Owned here: that nothing is stored which a committer would refuse, that an answer comes after the
-commit, and that commits of one dataset which come together go together. Not owned: which chunks may
-be committed (`repository/validation.py`), the order of writing (`repository.py`), who may write
-(`directory.py`).
+A put is answered after the chunk has been checked, is durable in the object store, and is committed
+to the metadata store. Nothing is stored that could not be committed. Chunks of one dataset that
+arrive together are committed together (group commit).
 
 A put may be repeated: a chunk that is there with the same bytes is committed again, which changes
-nothing. So a client sends it to another server where it got no answer.
+nothing. So a client that got no answer sends the chunk again, to another server if there is one.
+`repository/validation.py` decides which chunks may be committed, `directory.py` who may write.
 """
 
 import logging
@@ -20,6 +20,7 @@ from uuid import UUID
 
 import trio
 
+from diesel_fs import metrics
 from diesel_fs.errors import (
     BusyError,
     CorruptError,
@@ -35,6 +36,7 @@ from diesel_fs.format.chunk import ENTRIES_MAX, Header, damaged_places, parse_he
 from diesel_fs.format.chunk_id import chunk_id_text
 from diesel_fs.format.entries import ChunkId, Codec
 from diesel_fs.format.object_names import chunk_object
+from diesel_fs.metrics import MetricCells
 from diesel_fs.names import shown
 from diesel_fs.net.messages import Fields, Message
 from diesel_fs.net.singleflight import GroupCommit, ThreadSingleFlight
@@ -60,15 +62,15 @@ log = logging.getLogger("diesel.server")
 
 _TOKEN = re.compile("[0-9a-f]{32}")
 LEASES_MAX = 4096
-"""Of one user on one dataset, in this worker: a mount on each node of the largest task."""
+"""Leases of one user on one dataset, in this worker: a mount on each node of the largest task."""
 
 DECODED_BYTES_MAX = 64 << 20
-"""What a body may decode to beside others; larger ones are checked one at a time: only what is sent
-has been counted."""
+"""The largest file that is decompressed beside others to check a chunk. Larger ones are checked one
+at a time, as the budget of the connection counts only the compressed bytes."""
 
 _STORE_THREADS = 16
 _COMMIT_THREADS = 8
-_FINISH_THREADS = 4
+_OTHER_THREADS = 4
 _ID_BYTES = 16
 
 
@@ -79,26 +81,30 @@ class UpdateHandlers:
         self,
         repository: LocalRepository,
         directory: Directory,
-        asking: QueryHandlers,
-        markers: HeadCache,
+        queries: QueryHandlers,
+        heads: HeadCache,
+        cells: MetricCells | None = None,
     ) -> None:
+        """Chunks and commits are counted in `cells`."""
         self._repository = repository
         self._directory = directory
-        self._queries = asking
-        self._heads = markers
-        self._storing = trio.CapacityLimiter(_STORE_THREADS)
-        self._threads = trio.CapacityLimiter(_FINISH_THREADS)
+        self._queries = queries
+        self._heads = heads
+        self._cells = cells or metrics.private_cells()
+        self._store_threads = trio.CapacityLimiter(_STORE_THREADS)
+        self._threads = trio.CapacityLimiter(_OTHER_THREADS)
         self._commits = GroupCommit(
             self._commit, trio.CapacityLimiter(_COMMIT_THREADS), ENTRIES_MAX, _may_be_one_chunk
         )
         self._beginning = ThreadSingleFlight(self._begin, self._threads)
         self._finishing = ThreadSingleFlight(self._finish, self._threads)
-        self._leases: dict[tuple[str, UUID], dict[str, float]] = {}  # when each ends
+        self._leases: dict[tuple[str, UUID], dict[str, float]] = {}  # by its text: when it ends
 
     # Datasets
 
     async def begin(self, request: Request, name: str, *, may_create: bool) -> Reply:
-        """A writer begins; who may makes the dataset where it is missing."""
+        """A writer begins on a dataset. It is created if it is missing, the request says so, and
+        the user may."""
         create = Fields(request.message, "begin").flag("create", default=False)
         try:
             await self._beginning.run((name, create and may_create))
@@ -106,8 +112,8 @@ class UpdateHandlers:
             if not create or may_create:
                 raise no_such_dataset(name) from None
             raise PermissionDenied(
-                f"{request.account.name} may not make dataset {name!r}",
-                advice="an administrator makes it",
+                f"user {request.account.name!r} may not create dataset {name!r}",
+                advice="ask an administrator to create it",
             ) from None
         info = await self._queries.info(name)
         head: Message = {"info": info_message(info), "now_s": time.time()}
@@ -124,7 +130,7 @@ class UpdateHandlers:
         self._repository.begin(name, create=create)
 
     async def delete_dataset(self, request: Request, name: str) -> Reply:
-        """A dataset goes for ever."""
+        """Delete a dataset."""
         try:
             with hide_store_address(name):
                 done = await trio.to_thread.run_sync(self._delete, name, limiter=self._threads)
@@ -139,21 +145,24 @@ class UpdateHandlers:
     # Chunks
 
     async def put(self, request: Request, known: DatasetRef) -> Reply:
-        """A chunk: checked, durable, committed."""
+        """Check a chunk, store it and commit it."""
         header, chunk = await trio.to_thread.run_sync(
-            self._store, known.identity, request.payload, limiter=self._storing
+            self._store, known.identity, request.payload, limiter=self._store_threads
         )
         try:
-            check_age(header)  # the store may have taken its time
+            check_age(header)  # storing may have taken long
             version = await self._commits.add(known.identity, chunk, len(header))
         except (StaleChunk, NoSuchDataset):
-            take_back = partial(self._discard_uncommitted, known, header, request.payload)
-            await trio.to_thread.run_sync(take_back, limiter=self._storing)
+            discard = partial(self._discard_uncommitted, known, header, request.payload)
+            await trio.to_thread.run_sync(discard, limiter=self._store_threads)
             raise
+        self._cells.add("diesel_chunks_accepted_total")
+        self._cells.add("diesel_uploaded_bytes_total", amount=len(request.payload))
         return Reply({"version": version})
 
     def _store(self, identity: UUID, payload: memoryview) -> tuple[Header, ValidatedChunk]:
-        """Check a chunk and make it durable. Raises FormatError, ObjectExists."""
+        """Check a chunk and store it. Raises FormatError; ObjectExists where another chunk has its
+        ID."""
         header = _checked(self._repository, identity, payload)
         chunk = as_validated(header)
         name = chunk_object(identity, header.preamble.id)
@@ -165,7 +174,8 @@ class UpdateHandlers:
         return header, chunk
 
     def _discard_uncommitted(self, known: DatasetRef, header: Header, payload: memoryview) -> None:
-        """A durable chunk cannot be committed: no recovery shall find it. Raises why."""
+        """A stored chunk cannot be committed: delete it where a recovery would commit it later.
+        Raises the error for the client."""
         chunk, start = header.preamble.id, header.preamble.body_start
         stored = bytes(payload[start - header.preamble.header_stored : start])
         front = bytes(payload[: start - header.preamble.header_stored])
@@ -174,9 +184,8 @@ class UpdateHandlers:
             self._directory.forget(known.name)
             raise no_such_dataset(str(known.identity))
         try:
-            self._repository.validate_chunk(
-                known.identity, front, stored
-            )  # deletes one that is late
+            # Deletes the chunk if it is too late to be committed
+            self._repository.validate_chunk(known.identity, front, stored)
         except StaleChunk as stale:
             raise _late(stale) from None
         except NoSuchDataset:
@@ -184,10 +193,13 @@ class UpdateHandlers:
         raise _lost(known.name)
 
     def _commit(self, identity: UUID, chunks: Sequence[ValidatedChunk]) -> int:
-        return self._repository.commit_all(identity, chunks)
+        version = self._repository.commit_all(identity, chunks)
+        self._cells.add("diesel_commits_total")
+        return version
 
     async def finish(self, request: Request, known: DatasetRef) -> Reply:
-        """All that was committed survives, and its snapshot lies in the store."""
+        """A writer ends: its chunks are committed even where the metadata store has lost them, and
+        a snapshot of the version is published in the object store."""
         fields = Fields(request.message, "finish")
         packed = fields.octets("chunks") if "chunks" in fields else b""
         if len(packed) % _ID_BYTES:
@@ -208,30 +220,31 @@ class UpdateHandlers:
             raise _lost(known.name) from None
 
     async def lease(self, request: Request, known: DatasetRef) -> Reply:
-        """That a client is reading a version; or that it has ended."""
+        """A client is reading a version, which must be kept for so many seconds (0: it has
+        ended)."""
         fields = Fields(request.message, "lease")
         token = fields.text("lease")
-        if not _TOKEN.fullmatch(token):  # others are not a client's
+        if not _TOKEN.fullmatch(token):  # else a client could overwrite leases of others
             fields.bad("lease", "it is 32 hexadecimal digits")
         version, seconds = fields.integer("version"), fields.integer("seconds")
         self._count_lease(request.account.name, known.identity, token, seconds)
         objects = self._repository.objects
-        give = partial(write_lease_for, objects, known.identity, token, version, seconds)
-        await trio.to_thread.run_sync(give, limiter=self._storing)
+        write = partial(write_lease_for, objects, known.identity, token, version, seconds)
+        await trio.to_thread.run_sync(write, limiter=self._store_threads)
         return Reply()
 
     def _count_lease(self, user: str, identity: UUID, token: str, seconds: int) -> None:
-        """Each is an object in the store. Raises BusyError for one too many."""
-        mine, now_s = self._leases.get((user, identity), {}), time.monotonic()
-        if len(mine) >= LEASES_MAX and token not in mine:
-            mine = {each: until_s for each, until_s in mine.items() if until_s > now_s}
-            if len(mine) >= LEASES_MAX:
+        """Raise BusyError for a lease too many of the user: each is an object in the store."""
+        leases, now_s = self._leases.get((user, identity), {}), time.monotonic()
+        if len(leases) >= LEASES_MAX and token not in leases:
+            leases = {each: until_s for each, until_s in leases.items() if until_s > now_s}
+            if len(leases) >= LEASES_MAX:
                 raise BusyError(f"{user!r} has {LEASES_MAX} leases on this dataset")
         if seconds:
-            mine[token] = now_s + min(seconds, LEASE_S)
+            leases[token] = now_s + min(seconds, LEASE_S)
         else:
-            mine.pop(token, None)
-        self._leases[user, identity] = mine
+            leases.pop(token, None)
+        self._leases[user, identity] = leases
 
     def _finish(self, known: DatasetRef) -> int:
         info = self._repository.dataset(known.name)
@@ -243,9 +256,9 @@ class UpdateHandlers:
 
 
 def _checked(repository: LocalRepository, identity: UUID, payload: memoryview) -> Header:
-    """The header of a chunk that a client may put, every byte of it checked.
+    """The header of a chunk that a client may put; every byte of the chunk is checked.
 
-    Raises FormatError; ObjectExists where another ID will do.
+    Raises FormatError; ObjectExists where the client is to send it again under another ID.
     """
     preamble = parse_preamble(payload, identity=identity, object_bytes=len(payload))
     start = preamble.body_start
@@ -257,7 +270,7 @@ def _checked(repository: LocalRepository, identity: UUID, payload: memoryview) -
     check_claims(header, repository.meta, repository.clock)
     lz4 = header.records["codec"] == Codec.LZ4
     large = int(header.records["size"][lz4].max(initial=0)) > DECODED_BYTES_MAX
-    with _one_large if large else nullcontext():
+    with _large_file_lock if large else nullcontext():
         bad = damaged_places(header, payload[start:])
     if bad:
         raise CorruptError(
@@ -268,11 +281,11 @@ def _checked(repository: LocalRepository, identity: UUID, payload: memoryview) -
     return header
 
 
-_one_large = threading.Lock()
+_large_file_lock = threading.Lock()
 
 
 def _late(stale: StaleChunk) -> ObjectExists:
-    """Who sent a chunk too late draws another ID and sends it again."""
+    """The error for a chunk whose ID is too old: the client sends it again under a new ID."""
     return ObjectExists(stale.message, advice="put it again under another ID")
 
 

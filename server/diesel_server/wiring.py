@@ -1,12 +1,10 @@
-"""What a worker serves: a repository, its fast tier, its accounts, put together.
-
-Owned here: which parts there are, and what of them is counted. Not owned: what the parts do.
+"""Puts together what a worker serves: a repository, its chunk cache, its accounts, the handlers of
+all requests, and the work in the background.
 """
 
-import inspect
 import logging
 import os
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,7 +18,6 @@ from diesel_fs.errors import DieselError, ObjectMissing
 from diesel_fs.metrics import MetricCells
 from diesel_fs.remote.snapshot_transfer import CompressedSnapshots
 from diesel_fs.repository.local import LocalRepository
-from diesel_fs.repository.validation import ValidatedChunk
 from diesel_fs.settings import cache_folder
 from diesel_fs.storage.accounts.account import Account
 from diesel_fs.storage.metadata.redis.address import parse_redis_url
@@ -35,19 +32,23 @@ from .connection import Authenticator as Logins
 from .head_cache import HeadCache
 from .metadata_watch import RedisRuns, watch_metadata
 from .pipelined_heads import pipelined_heads
-from .request_table import handlers, takes_payload
-from .requests import Handler, Reply, Request
+from .request_table import RequestTable, takes_payload
+from .requests import Handler
 from .worker_config import WorkerConfig
 
 log = logging.getLogger("diesel.server")
 
+_ACCOUNTS_S = 3.0  # the deadline of the table of accounts
+
 MEMORY_TIER_BYTES = 256 << 20
-"""Of a worker without a folder for the tier: dozens of chunks that are read again and again."""
+"""The chunk cache of a worker without a folder for one: it holds dozens of chunks that are read
+again and again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wiring:
-    """What the connections of a worker need, what runs beside them, and the end of it all."""
+    """What the connections of a worker need, what runs beside them (`background`), and how all of
+    it is closed."""
 
     store_id: UUID
     login: Logins
@@ -59,57 +60,54 @@ class Wiring:
 
 
 WireUp = Callable[[WorkerConfig, MetricCells], Wiring]
-"""Makes the wiring of a task; blocks. Raises DieselError where that cannot be served."""
+"""Makes the wiring for the config of a worker; blocks. Raises DieselError where it cannot."""
 
 
-def wire_up(task: WorkerConfig, cells: MetricCells) -> Wiring:
+def wire_up(config: WorkerConfig, cells: MetricCells) -> Wiring:
     """The wiring of a real server."""
     clouds.open_buckets_directly()
-    url = parse_url(task.url)
+    url = parse_url(config.url)
     objects = _objects(url)
-    place = prepare_cache_folder(Path(task.cache), objects) if task.cache else None
-    shelf: CacheTier = (
+    folder = prepare_cache_folder(Path(config.cache), objects) if config.cache else None
+    tier: CacheTier = (
         MemoryTier(MEMORY_TIER_BYTES)
-        if place is None
-        else DiskTier(place, objects.store_id, task.cache_bytes)
+        if folder is None
+        else DiskTier(folder, objects.store_id, config.cache_bytes)
     )
-    tier = ReadThroughCache(objects, shelf, counted=_tier_counter(cells))
-    repository = CountedRepository(tier, url, cells)
+    cache = ReadThroughCache(objects, tier, counted=_tier_counter(cells))
+    repository = LocalRepository(cache, None, url=url)
     repository.open_metadata(create=True)
     problem = repository.meta_problem
     if problem is not None:
-        if task.is_first:
+        if config.is_first:
             raise problem
-        log.error("serves without metadata store until it is there: %s", problem)
+        log.error("the worker serves without the metadata store until it is there: %s", problem)
     login = TableAuthenticator(lambda: open_accounts(url, objects, deadline_s=_ACCOUNTS_S))
-    reads = RangeReader(tier)
-    pieces = CompressedSnapshots(_pieces_folder(place, objects.store_id))
-    markers = HeadCache(repository, glances=pipelined_heads(url))
-    table = {**handlers(repository, reads, pieces, markers), **account_handlers(login)}
-    put = table["put"]
-    assert inspect.iscoroutinefunction(put)
-    table["put"] = _counted(put, cells)
-
+    reads = RangeReader(cache)
+    compressed = CompressedSnapshots(_compressed_folder(folder, objects.store_id))
+    heads = HeadCache(repository, pipelined=pipelined_heads(url))
+    table = RequestTable(repository, reads, compressed, heads, cells)
+    handlers = {**table.handlers(), **account_handlers(login)}
     runs = RedisRuns(url.meta) if url.meta else None
 
     def close() -> None:
         if runs is not None:
             runs.close()
         login.close()
-        markers.close()
+        heads.close()
         reads.close()
-        tier.close()
+        cache.close()
         repository.close()
 
-    watching = [partial(watch_metadata, repository, runs)] if task.slot == 0 else []
-    places = _places(url, task.cache)
-    return Wiring(objects.store_id, login, table, takes_payload, watching, close, places)
+    # One worker of a server is enough to watch
+    background = [partial(watch_metadata, repository, runs)] if config.slot == 0 else []
+    redactions = _redactions(url, config.cache)
+    return Wiring(objects.store_id, login, handlers, takes_payload, background, close, redactions)
 
 
-def _places(url: RepositoryUrl, cache: str) -> dict[str, str]:
-    """What errors may call the places of a server, the longest first, and what a client, who is not
-    to know them, is told in place of each.
-    """
+def _redactions(url: RepositoryUrl, cache: str) -> dict[str, str]:
+    """The addresses of the store, the metadata store and the cache as errors may contain them, the
+    longest first, and the words that a client sees in place of each."""
     found = {url.full_url: "the server's store", url.objects_url: "the server's store"}
     if url.scheme == "file":
         found |= dict.fromkeys((str(url.path), os.path.realpath(url.path)), "the server's store")
@@ -121,19 +119,16 @@ def _places(url: RepositoryUrl, cache: str) -> dict[str, str]:
         )
     if cache:
         found |= dict.fromkeys((cache, os.path.realpath(cache)), "the server's cache")
-    return {place: found[place] for place in sorted(found, key=len, reverse=True) if place > "/"}
+    return {text: found[text] for text in sorted(found, key=len, reverse=True) if text > "/"}
 
 
-_ACCOUNTS_S = 3.0
-
-
-def _pieces_folder(place: Path | None, store: UUID) -> Path | None:
-    """Where compressed snapshots are kept: beside the tier, else with other private copies."""
-    if place is not None:
-        return place / store.hex / "snapshots"
+def _compressed_folder(cache: Path | None, store: UUID) -> Path | None:
+    """Where compressed snapshots are kept: in the folder of the chunk cache, else in the user's."""
+    if cache is not None:
+        return cache / store.hex / "snapshots"
     try:
         return cache_folder() / "pieces" / store.hex
-    except DieselError as error:  # a user without a home, or without room in it
+    except DieselError as error:  # the user has no home, or no room in it
         log.info("compressed snapshots are not kept: %s", error)
         return None
 
@@ -147,34 +142,9 @@ def _objects(url: RepositoryUrl) -> ObjectStore:
         raise
 
 
-class CountedRepository(LocalRepository):
-    """A repository whose commits are counted."""
-
-    def __init__(self, objects: ObjectStore, url: RepositoryUrl, cells: MetricCells) -> None:
-        super().__init__(objects, None, url=url)
-        self._counted_in = cells
-
-    def commit_all(self, identity: UUID, chunks: Iterable[ValidatedChunk]) -> int:
-        version = super().commit_all(identity, chunks)
-        self._counted_in.add("diesel_commits_total")
-        return version
-
-
 def _tier_counter(cells: MetricCells) -> Callable[[str, int, int], None]:
     def counted(kind: str, reads: int, size: int) -> None:
         cells.add("diesel_tier_hits_total", kind, amount=reads)
         cells.add("diesel_tier_bytes_total", kind, amount=size)
 
     return counted
-
-
-def _counted(put: Callable[[Request], Awaitable[Reply]], cells: MetricCells) -> Handler:
-    """The handler of `put`, whose successes are counted."""
-
-    async def handle(request: Request) -> Reply:
-        reply = await put(request)
-        cells.add("diesel_chunks_accepted_total")
-        cells.add("diesel_uploaded_bytes_total", amount=len(request.payload))
-        return reply
-
-    return handle

@@ -1,10 +1,12 @@
-"""A worker: a process that serves. `python -m diesel_server.worker`; its parent tells it what.
+"""A worker: one of the processes of a server that serve clients.
 
-Owned here: its life, from the task to the last answer. Not owned: what it serves (`wiring.py`),
-connections. It is a program of its own and no fork, since libraries of object stores hang in one.
+The supervisor starts it as `python -m diesel_server.worker` and sends it a config. It is a program
+of its own and not a fork, since libraries of object stores hang in forked processes. `wiring.py`
+builds what it serves.
 
-SIGTERM, or the end of the parent, ends it when what is under way is done, `DRAIN_S` later at the
-latest; SIGHUP makes it read its certificate again. Other signals of a terminal are the parent's.
+SIGTERM, or the end of the supervisor, lets it finish the requests under way, for at most `DRAIN_S`.
+SIGHUP makes it load its certificate again. It ignores the other signals of a terminal, as the
+supervisor handles them.
 """
 
 import gc
@@ -39,75 +41,71 @@ from .worker_config import WorkerConfig, read_config
 log = logging.getLogger("diesel.server")
 
 _LAST_S = 5.0
-"""After the drain: for threads that nothing can stop."""
+"""The time after the drain for threads, which cannot be cancelled."""
 
 
 def run_worker(make: WireUp) -> NoReturn:
-    """The life of a worker."""
+    """The main function of a worker, which ends the process."""
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     try:
-        task = read_config(sys.stdin.buffer)
+        config = read_config(sys.stdin.buffer)
     except EOFError:
         os._exit(0)
-    os.environ.update(task.environment)
+    os.environ.update(config.environment)
     logging.basicConfig(
         level=logging.INFO,
         stream=sys.stderr,
-        format=f"%(asctime)s diesel-server worker {task.slot} %(levelname)s %(message)s",
+        format=f"%(asctime)s diesel-server worker {config.slot} %(levelname)s %(message)s",
     )
     logging.getLogger("httpx").setLevel(logging.WARNING)
     code = 0
     try:
-        trio.run(_serve, task, make)
+        trio.run(_serve, config, make)
     except DieselError as error:
-        _tell(task, json.dumps(error_message(error)))
+        _report(config, json.dumps(error_message(error)))
         code = error.exit_code
     except BaseException:
-        log.exception("a worker ends by a bug")
+        log.exception("a bug ends the worker")
         code = 1
     logging.shutdown()
-    os._exit(code)  # threads that hang, in a store that does, keep nobody
+    os._exit(code)  # without waiting for threads, which may hang in a store that does not answer
 
 
-async def _serve(task: WorkerConfig, make: WireUp) -> None:
-    certificate = _certificate(task)
+async def _serve(config: WorkerConfig, make: WireUp) -> None:
+    certificate = _certificate(config)
     stopped = trio.Event()
     _watch_parent(stopped)
     with trio.open_signal_receiver(signal.SIGTERM, signal.SIGHUP) as signals:
-        cells = MetricCells(_shared(task))
-        wiring = await trio.to_thread.run_sync(make, task, cells)
+        cells = MetricCells(_shared(config))
+        wiring = await trio.to_thread.run_sync(make, config, cells)
         gc.collect()
-        gc.freeze()  # what is there now stays: looked over again and again, it took a tenth of all
+        gc.freeze()  # collecting again what stays anyway took a tenth of the processor time
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(_keep, wiring, nursery)
+            for work in wiring.background:
+                nursery.start_soon(work)
             nursery.start_soon(_beat, cells)
             listener = Listener(
-                [socket.socket(fileno=number) for number in task.sockets],
-                _service(wiring, cells),
+                [socket.socket(fileno=number) for number in config.sockets],
+                _connection_context(wiring, cells),
                 certificate,
             )
-            nursery.start_soon(_handle_signals, signals, stopped, listener, task)
+            nursery.start_soon(_handle_signals, signals, stopped, listener, config)
             nursery.start_soon(_stop, stopped, listener)
-            _tell(task, "{}")
+            _report(config, "{}")
             await listener.run()
             nursery.cancel_scope.cancel()
         wiring.close()
 
 
-async def _keep(wiring: Wiring, nursery: trio.Nursery) -> None:
-    for work in wiring.background:
-        nursery.start_soon(work)
-
-
 async def _beat(cells: MetricCells) -> None:
-    """Signs of life for the parent."""
+    """Give the supervisor signs of life."""
     while True:
         cells.add("diesel_worker_beats_total")
         await trio.sleep(limits.HEARTBEAT_S)
 
 
-def _service(wiring: Wiring, cells: MetricCells) -> ConnectionContext:
+def _connection_context(wiring: Wiring, cells: MetricCells) -> ConnectionContext:
     return ConnectionContext(
         store_id=wiring.store_id,
         login=wiring.login,
@@ -121,17 +119,17 @@ def _service(wiring: Wiring, cells: MetricCells) -> ConnectionContext:
 
 
 async def _handle_signals(
-    signals: AsyncIterator[int], stopped: trio.Event, listener: Listener, task: WorkerConfig
+    signals: AsyncIterator[int], stopped: trio.Event, listener: Listener, config: WorkerConfig
 ) -> None:
     async for number in signals:
         if number == signal.SIGTERM:
             stopped.set()
         else:
             try:
-                listener.certificate = _certificate(task)
-                log.info("the certificate has been read again")
+                listener.certificate = _certificate(config)
+                log.info("the certificate has been loaded again")
             except DieselError as error:
-                log.error("goes on with the certificate that it has: %s", error)
+                log.error("the worker keeps the certificate that it has: %s", error)
 
 
 async def _stop(stopped: trio.Event, listener: Listener) -> None:
@@ -142,7 +140,7 @@ async def _stop(stopped: trio.Event, listener: Listener) -> None:
 
 def _exit_after_drain() -> None:
     threading.Event().wait(limits.DRAIN_S + _LAST_S)
-    log.error("ended in the middle of something that does not end")
+    log.error("the worker ends while a thread still works")
     os._exit(0)
 
 
@@ -160,26 +158,26 @@ def _watch_parent(stopped: trio.Event) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _certificate(task: WorkerConfig) -> ServerCertificate | None:
-    if not task.certificate:
+def _certificate(config: WorkerConfig) -> ServerCertificate | None:
+    if not config.certificate:
         return None
-    return load_certificate(Path(task.certificate), Path(task.key))
+    return load_certificate(Path(config.certificate), Path(config.key))
 
 
-def _shared(task: WorkerConfig) -> memoryview:
-    """The worker's part of the memory in which all count."""
+def _shared(config: WorkerConfig) -> memoryview:
+    """This worker's part of the shared memory of the metrics."""
     size = cells_bytes()
-    whole = mmap.mmap(task.cells, size * task.workers)
-    os.close(task.cells)
-    return memoryview(whole)[size * task.slot : size * (task.slot + 1)]
+    whole = mmap.mmap(config.cells, size * config.workers)
+    os.close(config.cells)
+    return memoryview(whole)[size * config.slot : size * (config.slot + 1)]
 
 
-def _tell(task: WorkerConfig, line: str) -> None:
-    """Tell the parent how the start has gone; once."""
+def _report(config: WorkerConfig, line: str) -> None:
+    """Report the outcome of the start to the supervisor, once."""
     try:
-        os.write(task.status, line.encode() + b"\n")
-        os.close(task.status)
-    except OSError:  # it has been told, or has gone
+        os.write(config.status, line.encode() + b"\n")
+        os.close(config.status)
+    except OSError:  # the report was made before, or the supervisor has ended
         return
 
 

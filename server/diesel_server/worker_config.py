@@ -1,13 +1,12 @@
-"""What a worker is told by its parent when it begins, and what it tells when it has.
+"""What the supervisor tells a worker at its start, and what the worker reports back.
 
-Owned here: the bytes between the two. Not owned: what either does (`supervisor.py`, `worker.py`).
+    supervisor to worker, on its standard input     one line of JSON, the `WorkerConfig`; then
+                                                    nothing, until the supervisor ends
+    worker to supervisor, on a file descriptor      one line of JSON: {} (it accepts connections),
+                                                    or an error
 
-    parent to worker, on its standard input     one line of JSON, the task; then nothing, until the
-                                                end of the parent ends it
-    worker to parent, on a descriptor           one line of JSON: {} (it accepts), or an error
-
-URLs hold passwords, and so do some variables of the environment: they come this way, since
-everybody on the machine can read a command line, and whatever the worker starts inherits its
+URLs hold passwords, and so do some environment variables. They are passed in this way because every
+user of the machine can read a command line, and every process that the worker starts inherits its
 environment.
 """
 
@@ -23,35 +22,35 @@ _SECRET_PREFIXES = ("DIESEL_", "AWS_", "AZURE_", "GOOGLE_", "REDIS")
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
-    """What a worker is to do. Descriptors are those that it inherits; empty paths are none."""
+    """The configuration of one worker. An empty path means that there is none."""
 
     url: str = field(repr=False)
-    slot: int
-    is_first: bool  # nobody has served before: what is wrong is the operator's to know
-    sockets: Sequence[int]
-    cells: int
+    slot: int  # its number among the workers
+    is_first: bool  # the server starts: an error of the worker ends all of it
+    sockets: Sequence[int]  # file descriptors that listen
+    cells: int  # file descriptor of the shared memory of the metrics
     workers: int
-    status: int
+    status: int  # file descriptor of the report to the supervisor
     certificate: str
     key: str
     cache: str
     cache_bytes: int
-    environment: Mapping[str, str] = field(repr=False)
+    environment: Mapping[str, str] = field(repr=False)  # variables that may hold secrets
 
 
 def split_environment(environment: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """What a worker inherits, and what it is told."""
+    """The variables that a worker inherits, and those that its config carries."""
     told = {name: value for name, value in environment.items() if name.startswith(_SECRET_PREFIXES)}
     return {name: value for name, value in environment.items() if name not in told}, told
 
 
-def config_line(task: WorkerConfig) -> bytes:
-    """A task as it is sent."""
-    return json.dumps(asdict(task)).encode() + b"\n"
+def config_line(config: WorkerConfig) -> bytes:
+    """A config as the line that is sent."""
+    return json.dumps(asdict(config)).encode() + b"\n"
 
 
 def read_config(pipe: BinaryIO) -> WorkerConfig:
-    """The task that a parent sends. Raises EOFError where it has gone."""
+    """The config that the supervisor sends. Raises EOFError where the supervisor has ended."""
     line = pipe.readline(CONFIG_BYTES_MAX)
     if not line.endswith(b"\n"):
         raise EOFError

@@ -105,7 +105,7 @@ def test_the_units_options_fit_together(tmp_path: Path) -> None:
         [program], env=environment, check=False, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == ConfigError.exit_code
-    assert "no store is named" in done.stderr
+    assert "no store is given" in done.stderr
 
 
 def test_the_archive_of_the_sources_has_all_that_the_makefile_needs(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from diesel_fs.remote.values import parts_message
 from diesel_fs.repository.local import LocalRepository
 from diesel_fs.storage.accounts.account import Account, Role
 from diesel_fs.urls import parse_url
-from diesel_server.request_table import handlers
+from diesel_server.request_table import RequestTable
 
 from .direct_link import DirectLink, Loop
 
@@ -33,7 +33,7 @@ class InProcessServer:
         self.store = store
         self.reads = RangeReader(ReadThroughCache(store.objects))
         self.loop = loop
-        self.handlers = handlers(store, self.reads, CompressedSnapshots(None))
+        self.handlers = RequestTable(store, self.reads, CompressedSnapshots(None)).handlers()
         self.admin = self.client(Account("admin", KEY, admin=True))
 
     def client(self, account: Account) -> RemoteRepository:

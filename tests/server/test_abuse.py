@@ -176,7 +176,7 @@ def test_S12_one_user_does_not_have_all_requests(monkeypatch: pytest.MonkeyPatch
 
 def test_S12_the_loop_looks_up_no_long_paths(filled: InProcessServer) -> None:
     filled.loop.run(lambda: _map(filled))
-    threads = _service(filled)._computing
+    threads = _service(filled)._compute_threads
     seen: list[int] = []
     view = next(iter(_service(filled)._views.values()))
     real = view.stat_many

@@ -15,13 +15,13 @@ from diesel_fs.net import keys
 from diesel_fs.net.frames import NO_BINDING, login_challenge
 from diesel_fs.storage.accounts.account import Account, Role, with_accounts, without_account
 from diesel_server.authentication import (
-    ADDRESSES_MAX,
     COPY_S,
-    OF_ADDRESS,
-    OF_USER,
+    NETWORK_RATE,
+    RATE_KEYS_MAX,
     REFRESH_S,
     RETRY_S,
     ROLES_S,
+    USER_RATE,
     TableAuthenticator,
 )
 
@@ -184,19 +184,19 @@ def test_an_unchanged_table_is_not_read_again(
 
 
 def test_failures_are_limited_by_user_and_address(login: TableAuthenticator, clock: Clock) -> None:
-    for _ in range(OF_USER.burst):
+    for _ in range(USER_RATE.burst):
         with pytest.raises(PermissionDenied):
             enter(login, "bob", "eve")
     with pytest.raises(BusyError, match="too many"):
         enter(login, "bob", "eve")
     assert enter(login) == BOB  # whom nobody locks out who has not his key
-    clock.now_s += OF_USER.each_s
+    clock.now_s += USER_RATE.each_s
     with pytest.raises(PermissionDenied):
         enter(login, "bob", "eve")
 
 
 def test_an_unknown_user_meets_the_same_limit(login: TableAuthenticator) -> None:
-    for _ in range(OF_USER.burst):
+    for _ in range(USER_RATE.burst):
         refused(lambda: enter(login, "eve"))
     with pytest.raises(BusyError, match="too many"):
         enter(login, "eve")
@@ -213,7 +213,7 @@ def test_an_unknown_user_meets_the_same_limit(login: TableAuthenticator) -> None
 def test_failures_are_limited_by_address(
     login: TableAuthenticator, addresses: list[str], other: str
 ) -> None:
-    for i in range(OF_ADDRESS.burst):
+    for i in range(NETWORK_RATE.burst):
         refused(lambda i=i: enter(login, f"u{i}", address=addresses[i % len(addresses)]))  # type: ignore[misc]  # mypy cannot infer a lambda with defaults
     for address in addresses:
         with pytest.raises(BusyError):
@@ -225,16 +225,16 @@ def test_failures_are_limited_by_address(
 def test_what_is_remembered_of_failures_is_limited(login: TableAuthenticator) -> None:
     for i in range(20):
         refused(lambda i=i: login.authenticate("x" * 5000, b"", NONCE, NO_BINDING, f"a{i}"))  # type: ignore[misc]  # mypy cannot infer a lambda with defaults
-    bucket = login._of_user
+    bucket = login._user_failures
     assert len(bucket._free_s) == 20
     assert all(len(str(key)) < 200 for key in bucket._free_s)
-    for i in range(ADDRESSES_MAX + 10):
+    for i in range(RATE_KEYS_MAX + 10):
         bucket.add(i)
-    assert len(bucket._free_s) == ADDRESSES_MAX
+    assert len(bucket._free_s) == RATE_KEYS_MAX
 
 
 def test_logins_that_succeed_are_not_limited(login: TableAuthenticator) -> None:
-    for _ in range(3 * OF_USER.burst):
+    for _ in range(3 * USER_RATE.burst):
         enter(login)
 
 
@@ -314,7 +314,7 @@ def test_while_the_accounts_are_away_nobody_else_is_let_in(
     """Unknown, or with another key: perhaps they are right, so they are told to come back."""
     enter(login)
     table.fault = MetadataError("cannot reach 10.0.0.7:6379")
-    for _ in range(2 * OF_USER.burst):
+    for _ in range(2 * USER_RATE.burst):
         told = [refused(lambda u=u: enter(login, u, "eve")) for u in ("eve", "bob")]  # type: ignore[misc]  # mypy cannot infer a lambda with defaults
         assert {type(error) for error in told} == {MetadataError}
         assert len({str(error) for error in told}) == 1

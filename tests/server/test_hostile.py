@@ -225,7 +225,7 @@ def test_no_more_than_some_requests_of_one_connection_are_taken(server: Threaded
 
 
 def test_S12_connections_without_a_login_are_limited_by_address_and_keep_nobody_out() -> None:
-    count = ConnectionLimits(1000, greeting=100, per_address=10)
+    count = ConnectionLimits(1000, greeting=100, per_network=10)
     with ThreadedServer(count=count) as server:
         silent = [connect(server) for _ in range(30)]
         until(lambda: server.cells.get("diesel_refusals_total", "address") == 20, "those who go")
@@ -236,7 +236,7 @@ def test_S12_connections_without_a_login_are_limited_by_address_and_keep_nobody_
 
 
 def test_S12_the_network_with_most_connections_without_a_login_loses_one() -> None:
-    count = ConnectionLimits(1000, greeting=6, per_address=5)
+    count = ConnectionLimits(1000, greeting=6, per_network=5)
     gone: list[str] = []
 
     @contextmanager
@@ -265,7 +265,7 @@ def test_S12_who_is_one_too_many_is_told_and_nobody_else_suffers() -> None:
         assert link.call({"do": "echo"}, [b"x"]).payload.tobytes() == b"x"
         assert server.cells.get("diesel_refusals_total", "connections") >= 41
         assert server.cells.get("diesel_connections") == 20
-        with pytest.raises(MetadataError, match="all 20 connections"):
+        with pytest.raises(MetadataError, match="has 20 connections"):
             server.link(open_s=0.2).call({"do": "echo"})
         for client in crowd:
             client.close()

@@ -194,7 +194,7 @@ def watched() -> Iterator[Callable[[LocalRepository], HeadCache]]:
     made: list[HeadCache] = []
 
     def make(repository: LocalRepository) -> HeadCache:
-        made.append(HeadCache(repository, glances=pipelined_heads(repository.url)))
+        made.append(HeadCache(repository, pipelined=pipelined_heads(repository.url)))
         return made[-1]
 
     yield make
@@ -238,7 +238,7 @@ def test_an_answer_is_of_a_moment_after_the_question(
             nonlocal looks
             while not done.is_set():
                 known = versions[-1]
-                assert (await markers.now(NAME)).marker.version >= known
+                assert (await markers.now(NAME)).head.version >= known
                 looks += 1
 
         with trio.fail_after(60):

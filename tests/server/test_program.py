@@ -99,14 +99,14 @@ def test_S5_without_TLS_it_is_for_this_machine_alone(tmp_path: Path) -> None:
     [
         ([], "--store"),
         (["--store", "nonsense"], "file:///"),
-        (["--store", "diesel://h:1"], "no other server"),
+        (["--store", "diesel://h:1"], "another server"),
         (["--store", "file:///x", "--meta", "x"], "redis://"),
         (["--store", "file:///x", "--meta", "http://user:hush@x"], "no metadata store"),
         (["--store", "file:///x?meta=redis://a", "--meta", "redis://b"], "both"),
         (["--store", "file:///x", "--tls-cert", "c"], "together"),
         (["--store", "file:///x", "--cache-dir", "/c"], "together"),
         (["--store", "file:///x", "--cache-dir", "/c", "--cache-size", "ten"], "bad size"),
-        (["--store", "file:///x", "--cache-dir", "/c", "--cache-size", "0"], "no fast tier"),
+        (["--store", "file:///x", "--cache-dir", "/c", "--cache-size", "0"], "no cache"),
         (["--store", "file:///x", "--listen", "9300"], "HOST:PORT"),
         (["--store", "file:///x", "--listen", ":9300"], "HOST:PORT"),
         (["--store", "file:///x", "--listen", "no-such.invalid:1"], "no-such.invalid"),
@@ -442,7 +442,7 @@ def test_a_worker_that_dies_is_replaced(tmp_path: Path) -> None:
         client.call({"do": "echo"})
         assert metric(server, "diesel_worker_starts_total") == 5
         assert metric(server, "diesel_connections") <= 2
-        assert server.log.count("another is started") == 3
+        assert server.log.count("is started again") == 3
 
 
 def test_H6_a_worker_that_hangs_is_replaced(tmp_path: Path) -> None:
@@ -496,12 +496,12 @@ def test_SIGHUP_reads_the_certificate_again(
             ServerLink.open(url, ME).call({"do": "echo"})
         install(good)
         server.signal(signal.SIGHUP)
-        until(lambda: server.log.count("has been read again") == 2, "the new certificate")
+        until(lambda: server.log.count("has been loaded again") == 2, "the new certificate")
         client = ServerLink.open(url, ME)
         client.call({"do": "echo"})
         certificate.write_text("nonsense")
         server.signal(signal.SIGHUP)
-        until(lambda: server.log.count("goes on with the certificate") == 2, "the refusal")
+        until(lambda: server.log.count("keeps the certificate") == 2, "the refusal")
         client.close_idle()
         client.call({"do": "echo"})
 

@@ -69,7 +69,7 @@ def test_both_ways_to_look_up_agree(
     if mapped:
         monkeypatch.setattr(asking, "FEW_PATHS", 0)
     else:
-        monkeypatch.setattr(_service(filled)._making, "begin", lambda _: None)
+        monkeypatch.setattr(_service(filled)._making, "start", lambda _: None)
     stats = filled.admin.stat_many("ds", PATHS, missing_ok=True)
     kinds = [Kind.FOLDER, 0, 2, 0, 2, 0, 3, 3, 3, 3]
     assert stats.kind.tolist() == kinds
@@ -164,7 +164,7 @@ def test_reads_go_on_while_the_metadata_store_is_away(
         raise MetadataError("it is away")
 
     assert filled.admin.staleness_warning(view) == ""
-    for name in ("marker", "markers", "lookup", "children", "changes", "commit"):
+    for name in ("head", "heads", "lookup", "children", "changes", "commit"):
         monkeypatch.setattr(filled.store.meta, name, away)
     assert filled.admin.view("ds").version == view.version
     said = filled.admin.staleness_warning(view)
@@ -203,7 +203,7 @@ def test_C2_a_writer_waits_for_a_metadata_store_that_is_away(
             raise MetadataError("it is away")
         return real(name)
 
-    monkeypatch.setattr(filled.store.meta, "marker", away)
+    monkeypatch.setattr(filled.store.meta, "head", away)
     session.new_id()
     assert time.monotonic() > back_s
     back_s += 3600
@@ -224,7 +224,7 @@ def test_many_questions_share_a_look(
         time.sleep(0.05)
         return real(name)
 
-    monkeypatch.setattr(filled.store.meta, "marker", slow)
+    monkeypatch.setattr(filled.store.meta, "head", slow)
     filled.admin.stat("ds", b"a")
     looks.clear()
     with ThreadPoolExecutor(20) as threads:
