@@ -1,7 +1,7 @@
-"""Memory that is handed out for answers: so many bytes at once, and who wants more waits.
+"""A memory budget: buffers of at most so many bytes in all; a thread that wants more waits.
 
-Owned here: the count. A room's bytes are counted until the last view of it has gone, wherever that
-is kept meanwhile: an answer that a slow reader does not take is counted too. Any thread.
+A buffer counts until its last view has been garbage-collected, wherever that is kept: an answer
+that a slow client does not take is counted, too. Callable from any thread.
 """
 
 import threading
@@ -14,29 +14,30 @@ from ..errors import BusyError
 
 
 class MemoryBudget:
-    """At most `limit_bytes` in rooms that are alive; a larger one goes alone."""
+    """Allocates buffers of at most `limit_bytes` in all. A larger buffer is allocated when there is
+    no other."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self._used_bytes = 0
-        # Re-entrant: a room may go in the middle of any line, also of those that hold the lock.
+        # Re-entrant: a buffer may be collected at any line, also of those that hold the lock
         self._changed = threading.Condition(threading.RLock())
 
     @property
     def used_bytes(self) -> int:
-        """What is counted now."""
+        """The size of all buffers that are alive."""
         return self._used_bytes
 
     def allocate(self, size: int, deadline_s: float) -> memoryview:
-        """Writable memory of `size` bytes, not cleared. Raises BusyError where there is none in
-        time, MemoryError where the machine has none."""
+        """A writable buffer of `size` bytes, not cleared. Raises BusyError where the budget has no
+        room within `deadline_s` seconds, MemoryError where the machine has no memory."""
         until = time.monotonic() + deadline_s
         with self._changed:
             while self._used_bytes and self._used_bytes + size > self.limit_bytes:
                 left_s = until - time.monotonic()
                 if left_s <= 0:
                     raise BusyError(
-                        f"no memory for an answer of {size:,} bytes: others hold"
+                        f"no memory for an answer of {size:,} bytes: other answers hold"
                         f" {self._used_bytes:,} of {self.limit_bytes:,}",
                         advice="try again later",
                     )

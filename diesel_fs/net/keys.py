@@ -1,11 +1,9 @@
-"""Keys of users: made, and used. Ed25519 (RFC 8032) by the library `cryptography`.
+"""Makes and uses the keys of users: Ed25519 (RFC 8032), by the library `cryptography`.
 
-Owned here: what is done with keys. Not owned: how they are written (`credentials.py` for secret
-ones, `accounts.py` for public ones), what is signed (`wire.py`). A key is its seed, 32 bytes; it
-never stands in an error. Stateless.
+A secret key is its seed of 32 bytes, and no error ever contains one. `credentials.py` writes and
+reads keys as text; `frames.login_challenge` says what a login signs. Stateless.
 
-The library is imported when it is first used: that takes a twentieth of a second, and most programs
-sign nothing.
+The library is imported at the first use: that takes 50 ms, and most programs sign nothing.
 """
 
 import os
@@ -14,13 +12,13 @@ from ..credentials import KEY_BYTES, PUBLIC_KEY_BYTES
 
 
 def new_seed() -> bytes:
-    """A new key."""
+    """A new secret key."""
     return os.urandom(KEY_BYTES)
 
 
 def public_key(seed: bytes) -> bytes:
-    """The public key that belongs to a key."""
-    from cryptography.hazmat.primitives.asymmetric import ed25519  # noqa: PLC0415  # see the module
+    """The public key of a secret key."""
+    from cryptography.hazmat.primitives.asymmetric import ed25519  # noqa: PLC0415
 
     return ed25519.Ed25519PrivateKey.from_private_bytes(seed).public_key().public_bytes_raw()
 
@@ -33,7 +31,7 @@ def sign(seed: bytes, content: bytes) -> bytes:
 
 
 def verify(public: bytes, signature: bytes, content: bytes) -> bool:
-    """Whether the holder of the key signed `content`. Any bytes are True or False."""
+    """Whether the holder of a public key has signed `content`. Any bytes give True or False."""
     from cryptography.exceptions import InvalidSignature  # noqa: PLC0415
     from cryptography.hazmat.primitives.asymmetric import ed25519  # noqa: PLC0415
 

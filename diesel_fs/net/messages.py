@@ -1,11 +1,11 @@
-"""Messages: maps in msgpack from whoever may send anything, and their fields.
+"""Messages between DIESEL-FS programs: maps in msgpack, decoded strictly, and their fields.
 
-Owned here: strict decoding and the limits on it, fields by exact type, errors as they travel. Not
-owned: frames, and which messages there are (`control_wire.py`, `wire.py`).
+The sender is not trusted. Any bytes decode to a message or raise one CorruptError, in linear time:
+before any object is built, `_check_items` walks over the bytes and counts the items and their
+depth. `Fields` then checks each field by its exact type and refuses unknown ones, with UsageError.
+Errors travel as messages, too (`error_message`, `parse_error`).
 
-Any bytes give a message or one CorruptError, in linear time: before anything is built, a look over
-the bytes counts the items and how deep they lie. Fields are checked by exact types, and unknown
-ones refused, with UsageError. Pure.
+The module is pure. It knows neither the framing nor which messages there are.
 """
 
 import math
@@ -22,7 +22,8 @@ Value: TypeAlias = "bool | int | float | str | bytes | list[Value] | dict[str, V
 Message: TypeAlias = dict[str, Value]
 
 ITEMS_MAX = 1024
-"""Of one message, in all, unless it is said otherwise. An item takes up to some 100 bytes."""
+"""Items of one message in all (values, and keys of maps), unless the caller allows more. An item
+takes up to some 100 bytes of memory."""
 
 DEPTH_MAX = 8
 INTEGER_MAX = (1 << 63) - 1
@@ -41,36 +42,36 @@ def frame(message: Message, bytes_max: int) -> bytes:
 
 
 def unpack(body: bytes | bytearray | memoryview, items_max: int = ITEMS_MAX) -> Message:
-    """The message in a frame. Raises CorruptError for anything else."""
-    _look_over(body, items_max)
+    """The message that some bytes encode. Raises CorruptError for any others."""
+    _check_items(body, items_max)
     try:
         message = msgpack.unpackb(body, object_pairs_hook=_unique, strict_map_key=True)
-    except Exception as error:  # msgpack raises many kinds, UnicodeDecodeError among them
+    except Exception as error:  # msgpack raises many types, UnicodeDecodeError among them
         raise CorruptError(f"no message: {error}") from None
     if not isinstance(message, dict):
-        raise CorruptError("no message: it is no map")
+        raise CorruptError("no message: it is not a map")
     return message
 
 
 def _unique(pairs: Sequence[tuple[str, Value]]) -> Message:
     found = dict(pairs)
     if len(found) != len(pairs) or not all(type(key) is str for key in found):
-        raise ValueError("repeated keys, or keys that are no text")
+        raise ValueError("repeated keys, or keys that are not text")
     return found
 
 
-def _look_over(body: bytes | bytearray | memoryview, items_max: int) -> None:
-    """Walks over the heads of all items. Raises CorruptError where there are too many, too deep,
-    of a kind that no message has, or where the bytes end early or late.
+def _check_items(body: bytes | bytearray | memoryview, items_max: int) -> None:
+    """Walk over the type bytes of all items. Raises CorruptError where there are too many or too
+    deep ones, one of a type that no message has, or bytes too few or too many.
     """
-    at, left = 0, [1]  # items that are still to come, on each level
+    at, left = 0, [1]  # how many items are still to come, on each level
     for _ in range(items_max):
         while left and not left[-1]:
             left.pop()
         if not left:
             break
         if at >= len(body):
-            raise CorruptError("no message: it ends early")
+            raise CorruptError("no message: it is cut off")
         left[-1] -= 1
         head = body[at]
         inside, length = _item(head, body, at + 1)
@@ -84,9 +85,11 @@ def _look_over(body: bytes | bytearray | memoryview, items_max: int) -> None:
     if any(left):
         raise CorruptError("no message: too many items")
     if at != len(body):
-        raise CorruptError("no message: its length is another")
+        raise CorruptError("no message: bytes follow its end")
 
 
+# The formats of msgpack by their first byte: how many bytes follow, how wide the length is that
+# follows, and for containers how wide their count is and how many items each entry has
 _FIXED = {
     0xC0: 0, 0xC2: 0, 0xC3: 0, 0xCA: 4, 0xCB: 8,
     0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8,
@@ -96,7 +99,8 @@ _HOLDING = {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}  # arrays an
 
 
 def _item(head: int, body: bytes | bytearray | memoryview, at: int) -> tuple[int, int]:
-    """The items inside one, and its bytes behind the head without them."""
+    """An item, by its first byte: how many items it contains, and how many bytes of its own follow
+    the first."""
     if head < 0x80 or head >= 0xE0:
         return 0, 0
     if head < 0xA0:
@@ -111,16 +115,18 @@ def _item(head: int, body: bytes | bytearray | memoryview, at: int) -> tuple[int
     if head in _HOLDING:
         width, each = _HOLDING[head]
         return each * int.from_bytes(body[at : at + width], "big"), width
-    raise CorruptError(f"no message: an item of the kind {head:#x}")
+    raise CorruptError(f"no message: an item of the type {head:#x}")
 
 
 class Fields:
-    """The fields of a map, each taken once by its exact type; `end` refuses what is left.
+    """The fields of a message. Each method takes one field out by its exact type; `end` refuses
+    the fields that are left.
 
-    All raise UsageError.
+    All methods raise UsageError. A default is given where the field may be missing.
     """
 
     def __init__(self, values: Message, what: str) -> None:
+        """`what` names the message in errors."""
         self._values = dict(values)
         self._what = what
 
@@ -128,7 +134,7 @@ class Fields:
         return name in self._values
 
     def text(self, name: str, default: str | None = None) -> str:
-        """A short text."""
+        """A text of at most `TEXT_MAX` characters."""
         value = self._take(name, default)
         if type(value) is not str or len(value) > TEXT_MAX:
             self.bad(name, "it is a short text")
@@ -137,7 +143,7 @@ class Fields:
     def integer(
         self, name: str, default: int | None = None, *, low: int = 0, high: int = INTEGER_MAX
     ) -> int:
-        """A whole number."""
+        """An integer from `low` to `high`."""
         value = self._take(name, default)
         if type(value) is not int or not low <= value <= high:
             self.bad(name, f"it is a whole number from {low} to {high}")
@@ -158,14 +164,14 @@ class Fields:
         return float(value)
 
     def octets(self, name: str) -> bytes:
-        """Raw bytes."""
+        """Bytes."""
         value = self._take(name, None)
         if type(value) is not bytes:
             self.bad(name, "it is bytes")
         return value
 
     def maps(self, name: str, most: int) -> "list[Fields]":
-        """Maps, each to be read in its turn."""
+        """A list of at most `most` maps, each as `Fields`."""
         values = self._take(name, None)
         if type(values) is not list or len(values) > most:
             self.bad(name, f"it is at most {most} maps")
@@ -177,14 +183,14 @@ class Fields:
         return found
 
     def texts(self, name: str) -> list[str]:
-        """Texts, as many as the message holds."""
+        """A list of texts."""
         values = self._take(name, None)
         if type(values) is not list:
             self.bad(name, "it is texts")
         return [value if type(value) is str else self.bad(name, "it is texts") for value in values]
 
     def end(self) -> None:
-        """There must be nothing else."""
+        """Raise UsageError if a field has not been taken."""
         for name in self._values:
             raise UsageError(f"{self._what}: unknown field {name[:64]!r}")
 
@@ -196,19 +202,20 @@ class Fields:
         return self._values.pop(name)
 
     def bad(self, name: str, rule: str) -> NoReturn:
-        """A field that breaks a rule."""
+        """Raise UsageError for a field that breaks a rule."""
         raise UsageError(f"{self._what}: bad {name!r}: {rule}")
 
 
 def error_message(error: DieselError) -> Message:
-    """An error as it travels: of a kind that everybody knows."""
+    """An error as a message. A private subclass travels as the class of `errors` that it extends,
+    which the receiver knows."""
     kind = next(each for each in type(error).__mro__ if each.__module__ == DieselError.__module__)
     return {"error": kind.__name__, "message": error.message, "advice": error.advice}
 
 
 def parse_error(answer: Message) -> DieselError | None:
-    """The error that an answer is, or None. Its words are short and without control characters:
-    they go to people's terminals."""
+    """The error in an answer, or None. Its text is cut short and stripped of control characters, as
+    programs print it on terminals."""
     if "error" not in answer:
         return None
     name, message, advice = (

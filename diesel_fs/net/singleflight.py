@@ -1,8 +1,8 @@
-"""Work that many requests wait for together.
+"""Work that many requests share: single flights, and group commits.
 
-Owned here: who shares a run with whom, and, where it blocks, how many threads that takes. Not
-owned: the work. In the loop of one worker; what an `run` or `add` does before its first wait is
-atomic.
+`SingleFlight` runs a function once for all callers that want the same result. `GroupCommit`
+collects items while a run is under way, and hands all of them to the next run. Everything happens
+in one event loop (trio); what `run`, `start` and `add` do before their first wait is atomic.
 """
 
 from collections import deque
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class _InFlight(Generic[V]):
-    """A run that is going to be, or is under way, or is over."""
+    """A run that has not begun yet, is under way, or is over."""
 
     def __init__(self) -> None:
         self.over = trio.Event()
@@ -32,10 +32,10 @@ class _InFlight(Generic[V]):
 
 
 class SingleFlight(Generic[K, V]):
-    """Runs of an `async` function, one at a time for each key. Who asks gets the outcome of a run
-    that began afterwards, and shares it with all who asked before it began.
+    """Runs an `async` function, once at a time for each key. A caller gets the outcome of a run
+    that begins after the call, and shares it with all who called before that run began.
 
-    A run goes on where those who asked have gone.
+    A run goes on when its callers are cancelled.
     """
 
     def __init__(self, run: Callable[[K], Awaitable[V]]) -> None:
@@ -44,7 +44,7 @@ class SingleFlight(Generic[K, V]):
         self._at_work: set[K] = set()
 
     async def run(self, key: K) -> V:
-        """The outcome of a run that begins now or later. Raises what it raises."""
+        """The outcome of a run that begins now or later. Raises what the function raises."""
         flight = self._next.get(key)
         if flight is None:
             flight = self._next[key] = _InFlight()
@@ -52,7 +52,7 @@ class SingleFlight(Generic[K, V]):
         return await flight.outcome()
 
     def start(self, key: K) -> None:
-        """Have a run that nobody waits for, unless one is to come."""
+        """Begin a run without waiting for it, unless one is waiting to begin."""
         if key not in self._next:
             self._next[key] = _InFlight()
             self._begin(key)
@@ -76,7 +76,7 @@ class SingleFlight(Generic[K, V]):
 
 
 class ThreadSingleFlight(SingleFlight[K, V]):
-    """The same for a function that blocks: it runs in a thread."""
+    """A `SingleFlight` of a function that blocks: it runs in one of the `threads`."""
 
     def __init__(self, run: Callable[[K], V], threads: trio.CapacityLimiter) -> None:
         async def in_thread(key: K) -> V:
@@ -93,11 +93,11 @@ class _Waiting(Generic[T, V]):
 
 
 class GroupCommit(Generic[K, T, V]):
-    """Work on items, one run at a time for each key: what comes while one is under way goes
-    together into the next.
+    """Runs a function on items, once at a time for each key. Items that are added while a run is
+    under way go together into the next run, up to `size_max` in size.
 
-    `run` gets a key and its items, of which none is lost: where it fails for several, and `alone`
-    says of the error that one item may be to blame, each is tried by itself.
+    `run` gets a key and its items. Where it fails for several items and `retry_singly` says that
+    one of them may be to blame for the error, each is tried by itself.
     """
 
     def __init__(
@@ -105,16 +105,16 @@ class GroupCommit(Generic[K, T, V]):
         run: Callable[[K, Sequence[T]], V],
         threads: trio.CapacityLimiter,
         size_max: int,
-        alone: Callable[[Exception], bool],
+        retry_singly: Callable[[Exception], bool],
     ) -> None:
         self._run = run
         self._threads = threads
         self._size_max = size_max
-        self._retries_singly = alone
+        self._retry_singly = retry_singly
         self._waiting: dict[K, deque[_Waiting[T, V]]] = {}
 
     async def add(self, key: K, item: T, size: int) -> V:
-        """The outcome of the run that took an item. Raises what it raises."""
+        """The outcome of the run with this item. Raises what the run raises."""
         own = _Waiting[T, V](item, size)
         queue = self._waiting.get(key)
         if queue is None:
@@ -141,7 +141,7 @@ class GroupCommit(Generic[K, T, V]):
         try:
             found = await trio.to_thread.run_sync(self._run, key, items, limiter=self._threads)
         except Exception as error:
-            if len(group) > 1 and self._retries_singly(error):
+            if len(group) > 1 and self._retry_singly(error):
                 for each in group:
                     await self._try(key, [each])
                 return
