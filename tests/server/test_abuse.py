@@ -386,7 +386,7 @@ def test_J9_a_worker_that_cannot_be_started_is_no_end_of_the_others(
     parent = supervisor.Supervisor(options, print)
     monkeypatch.setattr(trio.lowlevel, "open_process", fails)
     before = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(DieselError, match="no worker can be started"):
+    with pytest.raises(DieselError, match="cannot start a worker"):
         trio.run(lambda: parent._start(0, is_first=False))
     assert len(os.listdir("/proc/self/fd")) == before
     for each in parent._sockets:
