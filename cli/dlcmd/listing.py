@@ -322,7 +322,7 @@ def _usage(view: Snapshot, index: int) -> tuple[int, int, int]:
     """Of an entry and all below it: the number of files, their bytes, and their stored bytes."""
     below = view.walk(index)
     files = below[layout.kinds(view.columns.flags[below]) == Kind.FILE]
-    many = files[(view.columns.flags[files] & layout.MANY) != 0]
+    many = files[(view.columns.flags[files] & layout.MANY_EXTENTS) != 0]
     stored_bytes = int(view.columns.stored[files].astype(np.uint64).sum())
     stored_bytes += sum(extent.stored for i in many.tolist() for extent in view.extents(i))
     return len(files), int(view.columns.size[files].sum()), stored_bytes

@@ -24,7 +24,7 @@ from ..format.chunk import decode
 from ..format.chunk_id import chunk_id_text
 from ..format.entries import Kind
 from ..format.object_names import chunk_object
-from ..format.snapshot.layout import CODEC_SHIFT, MANY, kinds
+from ..format.snapshot.layout import CODEC_SHIFT, MANY_EXTENTS, kinds
 from ..format.snapshot.reader import Snapshot
 from ..names import shown
 from ..storage.objects.store import ObjectStore
@@ -338,7 +338,7 @@ class CoalescingReader:
         """The extents of files, as rows; none for what has no content."""
         columns = self._snapshot.columns
         flags = columns.flags[entries]
-        many = (flags & MANY) != 0
+        many = (flags & MANY_EXTENTS) != 0
         plain = entries[~many & (columns.stored[entries] > 0) & (kinds(flags) == Kind.FILE)]
         rows = np.zeros(len(plain), _ROW)
         rows["entry"] = plain

@@ -47,7 +47,7 @@ class OrderPrefetch:
         columns = snapshot.columns
         chunks = snapshot.chunk_of(order)
         stored = np.where(columns.size[order] > 0, columns.stored[order], 0).astype(np.int64)
-        many = np.flatnonzero(columns.flags[order] & layout.MANY)
+        many = np.flatnonzero(columns.flags[order] & layout.MANY_EXTENTS)
         stored[many] = columns.extents["stored"][columns.chunk[order[many]]]
         group = np.repeat(np.arange(len(ends)), np.diff(ends, prepend=0))
         # By group and chunk; then in order of first use, which is the order of groups, too.

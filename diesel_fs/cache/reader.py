@@ -235,7 +235,9 @@ class EntryReader:
         columns = self.snapshot.columns
         flags = columns.flags[wanted]
         stored = columns.stored[wanted].astype(np.int64)
-        plain = (layout.kinds(flags) == Kind.FILE) & (flags & layout.MANY == 0) & (stored > 0)
+        plain = (
+            (layout.kinds(flags) == Kind.FILE) & (flags & layout.MANY_EXTENTS == 0) & (stored > 0)
+        )
         plain &= (flags >> layout.CODEC_SHIFT & 0xFF) == Codec.RAW
         return np.where(plain, columns.chunk[wanted].astype(np.int64), -1), stored
 
@@ -320,7 +322,7 @@ class EntryReader:
         columns = self.snapshot.columns
         flags, stored = columns.flags[rows], columns.stored[rows].astype(np.int64)
         bytes_max = min(BATCH_BYTES_MAX, self._cache.budget_bytes // 4)
-        alone = (layout.kinds(flags) == Kind.FILE) & (flags & layout.MANY == 0)
+        alone = (layout.kinds(flags) == Kind.FILE) & (flags & layout.MANY_EXTENTS == 0)
         alone &= (stored > 0) & (stored <= bytes_max)
         ends = np.cumsum(np.where(alone, stored, 0))
         chunks, offsets = (each[rows].astype(np.int64) for each in (columns.chunk, columns.offset))

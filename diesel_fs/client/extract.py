@@ -426,7 +426,7 @@ def contents(
     A file of several extents is read one by one, as its pieces are asked for (which may raise).
     Raises ObjectStoreError where the store as a whole fails.
     """
-    many = (view.columns.flags[files] & layout.MANY) != 0
+    many = (view.columns.flags[files] & layout.MANY_EXTENTS) != 0
     ends = np.cumsum(np.where(many, 0, view.columns.size[files]).astype(np.int64))
     cuts = np.flatnonzero(np.diff(ends // _BATCH_BYTES)) + 1
     for batch in np.split(np.arange(len(files)), cuts):

@@ -28,7 +28,7 @@ from ..cache.coalescing_reader import Batch
 from ..errors import DieselError
 from ..format.entries import Kind
 from ..format.snapshot.diff import SnapshotDiff
-from ..format.snapshot.layout import MANY, kinds
+from ..format.snapshot.layout import MANY_EXTENTS, kinds
 from ..format.snapshot.reader import Snapshot
 from ..net.messages import Message, Value
 from ..orders.plan import NO_ENTRIES
@@ -369,7 +369,7 @@ def planner_for(snapshot: Snapshot, budget_bytes: int, policy: FillPolicy) -> Pr
     """The decisions for a dataset: an entry's number is its index in the snapshot."""
     column = snapshot.columns
     offset = column.offset.astype(np.int64)
-    many = np.flatnonzero((column.flags & MANY) != 0)
+    many = np.flatnonzero((column.flags & MANY_EXTENTS) != 0)
     offset[many] = column.extents["offset"][column.chunk[many]]
     return PrefetchPlanner(
         snapshot.chunk_of(range(snapshot.entry_count)),

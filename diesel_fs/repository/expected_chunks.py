@@ -210,7 +210,7 @@ def files_in(view: Snapshot, chunks: Collection[ChunkId]) -> tuple[Indices, Indi
     columns = view.columns
     places = np.flatnonzero(layout.kinds(columns.flags) == Kind.FILE)
     numbers = columns.chunk[places].astype(np.int64)
-    many = np.flatnonzero((columns.flags[places] & layout.MANY) != 0)
+    many = np.flatnonzero((columns.flags[places] & layout.MANY_EXTENTS) != 0)
     in_it = np.zeros(len(places), np.bool_)
     plain = np.ones(len(places), np.bool_)
     plain[many] = False

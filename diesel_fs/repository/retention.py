@@ -185,7 +185,7 @@ def _file_parts(view: Snapshot) -> tuple[Indices, npt.NDArray[np.float64]]:
         (columns.flags, columns.chunk, columns.stored),
         (shadowed["flags"], shadowed["chunk"], shadowed["stored"]),
     ):
-        is_plain = (layout.kinds(flags) == Kind.FILE) & ((flags & layout.MANY) == 0)
+        is_plain = (layout.kinds(flags) == Kind.FILE) & ((flags & layout.MANY_EXTENTS) == 0)
         numbers.append(chunk[is_plain])
         stored.append(length[is_plain])
     return np.concatenate(numbers).astype(np.int64), np.concatenate(stored).astype(np.float64)

@@ -664,7 +664,7 @@ class _Assembly:
         flags = records["mode"].astype(np.uint32) & np.uint32(MODE_MASK)
         flags |= kind << np.uint32(layout.KIND_SHIFT)
         flags[one] |= records["codec"][one].astype(np.uint32) << np.uint32(layout.CODEC_SHIFT)
-        flags[has_many] |= np.uint32(layout.MANY)
+        flags[has_many] |= np.uint32(layout.MANY_EXTENTS)
         size = np.where(kind == Kind.FILE, records["size"], 0)
         size[link] = [len(self._tail(i)) for i in rows[link].tolist()]
         chunk = self.plan.rows.chunk[rows].astype(np.int64) + len(self.old.chunk_bytes)
@@ -709,7 +709,7 @@ class _Assembly:
         return _splice((self.old.target_start, self.old.targets), _joined(tails), source, nothing)
 
     def _extents(self, data: _Data, data_source: Indices, new: layout.Records) -> layout.Records:
-        many = (data.flags & layout.MANY) != 0
+        many = (data.flags & layout.MANY_EXTENTS) != 0
         first, counts = data.chunk[many].astype(np.int64), data.offset[many].astype(np.int64)
         starts = np.cumsum(counts) - counts
         data.chunk[many] = starts
@@ -730,7 +730,9 @@ class _Assembly:
         for start in range(0, len(data_source), _BLOCK):
             here = slice(start, start + _BLOCK)
             flags = data.flags[here]
-            one = np.flatnonzero((layout.kinds(flags) == Kind.FILE) & (flags & layout.MANY == 0))
+            one = np.flatnonzero(
+                (layout.kinds(flags) == Kind.FILE) & (flags & layout.MANY_EXTENTS == 0)
+            )
             one += start
             chunk = data.chunk[one]
             if (chunk >= len(numbers)).any():

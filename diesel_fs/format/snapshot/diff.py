@@ -1,13 +1,12 @@
-"""What two versions of a dataset have in common: which entries of the later one are the earlier's.
+"""Compares two versions of a dataset: which entries of the later one are unchanged.
 
-Owned here: when an entry counts as unchanged, and finding that out for millions of them at once.
-Not owned: what a mount does with it (`following.py`, `mounts/prefetch_worker.py`). Pure functions
-of two snapshots; safe from any thread. 1.28 million entries take about a second.
+A mount that switches to another version uses this to keep what the kernel has cached of unchanged
+files. An entry has the **same path** as one of the earlier version if path and kind are equal. It
+is **unchanged** if, in addition, nothing differs that a reader can see: a file's mode, time, size
+and checksums of its contents (a purge may have moved them), or a link's mode, time and target. A
+folder with the same path always counts as unchanged.
 
-An entry **met** its like where the earlier version has one at the same path and of the same kind.
-It **was** that very entry, unchanged, where besides nothing of it differs that a reader can see: a
-folder by that alone; a file by mode, time, size and the checksums of its contents, wherever they
-lie (a purge moves them); a link by mode, time and target.
+Pure functions of two snapshots; safe from any thread. 1.28 million entries take about a second.
 """
 
 from dataclasses import dataclass
@@ -21,32 +20,32 @@ from . import layout as layout
 from .reader import ROOT_INDEX, Indices, Snapshot
 
 OldIndices = npt.NDArray[np.int32]
-"""Of each entry of the later version an index in the earlier one, -1 for none."""
+"""By index in the later version: an index in the earlier one, or -1."""
 
 _EXTENT_FIELDS = ["start", "size", "checksum"]
 
 
 @dataclass(frozen=True, slots=False, eq=False)
 class SnapshotDiff:
-    """The entries of `new` and what they were in `old`; both of one dataset."""
+    """The entries of `new`, and which entries of `old` they are; both are of one dataset."""
 
     old: Snapshot
     new: Snapshot
     same_path: OldIndices
-    """By path and kind alone."""
+    """The entry of `old` with the same path and kind."""
     unchanged: OldIndices
-    """Unchanged ones. Folders that were met always are."""
+    """The same, but -1 for entries that have changed."""
 
     @cached_property
     def removed_or_changed(self) -> layout.Mask:
-        """Of each entry of `old`, whether it is not in `new`, or no longer the same."""
+        """By index in `old`: whether the entry is missing in `new`, or has changed."""
         gone = np.ones(len(self.old), np.bool_)
         gone[self.unchanged[self.unchanged >= 0]] = False
         return gone
 
     @cached_property
     def changed_folders(self) -> Indices:
-        """The folders, by their index in `new`, that were there and list something else now."""
+        """The folders of both versions whose listing differs, by index in `new`."""
         differs = np.zeros(len(self.new), np.bool_)
         differs[self.new.columns.parent[self.unchanged < 0]] = True
         places = np.flatnonzero(self.unchanged >= 0)
@@ -60,7 +59,7 @@ class SnapshotDiff:
 
     @cached_property
     def folders_with_new_attributes(self) -> Indices:
-        """Those of the folders that were there whose own mode or time is another."""
+        """The folders of both versions whose own mode or time differs, by index in `new`."""
         old, new = self.old.columns, self.new.columns
         folders = np.flatnonzero((layout.kinds(new.flags) == Kind.FOLDER) & (self.unchanged >= 0))
         before = self.unchanged[folders]
@@ -71,39 +70,41 @@ class SnapshotDiff:
 
 
 def diff_snapshots(old: Snapshot, new: Snapshot) -> SnapshotDiff:
-    """What the entries of a later version were in an earlier one."""
-    met = _met(old, new)
-    return SnapshotDiff(old, new, met, _unchanged(old, new, met))
+    """Compare a later version of a dataset with an earlier one."""
+    same_path = _same_path(old, new)
+    return SnapshotDiff(old, new, same_path, _unchanged(old, new, same_path))
 
 
-def _met(old: Snapshot, new: Snapshot) -> OldIndices:
-    """By path and kind: candidates by their fingerprints, which depend on the path alone, checked
-    by name and by folder, level by level.
+def _same_path(old: Snapshot, new: Snapshot) -> OldIndices:
+    """The entries of `old` with the same path and kind.
+
+    Candidates have equal fingerprints, which depend on the path alone. Their names are compared,
+    and then, level by level, their folders.
     """
     candidates, several = _candidates(old, new)
     there = np.flatnonzero(candidates >= 0)
     candidates[there[~_same_names(old, candidates[there], new, there)]] = -1
     parent_before = old.columns.parent
     kind_before, kind = layout.kinds(old.columns.flags), layout.kinds(new.columns.flags)
-    met: OldIndices = np.full(len(new), -1, np.int32)
-    met[ROOT_INDEX] = ROOT_INDEX
-    start, above = 1, 1  # of this level, and where the one above ends
+    result: OldIndices = np.full(len(new), -1, np.int32)
+    result[ROOT_INDEX] = ROOT_INDEX
+    start, above = 1, 1  # where this level starts, and where the one above ends
     while start < len(new):
         end = int(np.searchsorted(new.columns.parent, above))
-        folder = met[new.columns.parent[start:end]]
+        folder = result[new.columns.parent[start:end]]
         found = candidates[start:end]
         good = (found >= 0) & (folder >= 0) & (parent_before[found] == folder)
         for at in np.flatnonzero(several[start:end] & ~good & (folder >= 0)).tolist():
             found[at] = old.child(int(folder[at]), new.name(start + at))
             good[at] = found[at] >= 0
         good &= kind_before[found] == kind[start:end]
-        met[start:end] = np.where(good, found, -1)
+        result[start:end] = np.where(good, found, -1)
         start, above = end, end
-    return met
+    return result
 
 
 def _candidates(old: Snapshot, new: Snapshot) -> tuple[OldIndices, layout.Mask]:
-    """Of each entry the first in `old` of its fingerprint, and whether there are others."""
+    """The first entry of `old` with the same fingerprint, and whether there are others."""
     found: OldIndices = np.full(len(new), -1, np.int32)
     several = np.zeros(len(new), np.bool_)
     before, now = old.columns, new.columns
@@ -119,7 +120,8 @@ def _candidates(old: Snapshot, new: Snapshot) -> tuple[OldIndices, layout.Mask]:
 def _same_names(
     old: Snapshot, before: "OldIndices | Indices", new: Snapshot, now: Indices
 ) -> layout.Mask:
-    """Whether entries have the same names: 8 bytes at a time, of those that are still equal."""
+    """Whether pairs of entries have the same names. Compares 8 bytes of all at a time, and goes on
+    with those that are equal so far."""
     sides = []
     for side, entries in ((old, before), (new, now)):
         starts = side.columns.name_start
@@ -139,24 +141,25 @@ def _same_names(
     return same
 
 
-def _unchanged(old: Snapshot, new: Snapshot, met: OldIndices) -> OldIndices:
+def _unchanged(old: Snapshot, new: Snapshot, same_path: OldIndices) -> OldIndices:
+    """`same_path`, with -1 for files and links that have changed."""
     columns, before = new.columns, old.columns
-    was: OldIndices = met.copy()
+    result: OldIndices = same_path.copy()
     kinds = layout.kinds(columns.flags)
-    some = np.flatnonzero((met >= 0) & (kinds != Kind.FOLDER))
-    place = met[some]
-    same = (columns.flags[some] ^ before.flags[place]) & (MODE_MASK | layout.MANY) == 0
+    some = np.flatnonzero((same_path >= 0) & (kinds != Kind.FOLDER))
+    place = same_path[some]
+    same = (columns.flags[some] ^ before.flags[place]) & (MODE_MASK | layout.MANY_EXTENTS) == 0
     same &= columns.size[some] == before.size[place]
     same &= columns.mtime_ns[some] == before.mtime_ns[place]
-    many = (columns.flags[some] & layout.MANY) != 0
+    many = (columns.flags[some] & layout.MANY_EXTENTS) != 0
     plain = (kinds[some] == Kind.FILE) & ~many & (columns.size[some] > 0)
     same &= ~plain | (columns.checksum[some] == before.checksum[place])
     for at in np.flatnonzero(same & many).tolist():
         same[at] = _same_extents(old, int(place[at]), new, int(some[at]))
     for at in np.flatnonzero(same & (kinds[some] == Kind.LINK)).tolist():
         same[at] = old.link(int(place[at])) == new.link(int(some[at]))
-    was[some[~same]] = -1
-    return was
+    result[some[~same]] = -1
+    return result
 
 
 def _same_extents(old: Snapshot, before: int, new: Snapshot, now: int) -> bool:

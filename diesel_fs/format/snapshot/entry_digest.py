@@ -1,12 +1,14 @@
-"""Whether a snapshot says of a chunk's files what the chunk's own header said.
+"""Checks that a new snapshot says of a chunk's files what the chunk's own header says.
 
-A writer takes a tally of each chunk when it commits it, from the parsed header, and compares it
-with the columns of the snapshot that it is about to publish. In between lie the metadata store, the
-merge and the memory of this process, none of which has checksums for single entries.
+A writer computes the **entry digest** of each chunk from its header when it commits the chunk, and
+compares it with the columns of the snapshot that it is about to publish. Between the two lie the
+metadata store, the merge of snapshots and the memory of this process, none of which has checksums
+of single entries.
 
-A tally is the number of places (contents of files) in a chunk, and the sum of a hash of what is
-said of each. So it does not depend on order. Paths are not in it. A chunk of which a snapshot has
-fewer places is not compared: its files have been replaced since. Pure; safe from any thread.
+The digest is the number of the chunk's file contents, and the sum of a hash of the attributes of
+each; so it does not depend on their order. Paths are not part of it. If a snapshot has fewer of a
+chunk's contents, the others were replaced meanwhile, and the chunk is not compared. Pure functions;
+safe from any thread.
 """
 
 from bisect import bisect_left
@@ -19,29 +21,29 @@ import numpy.typing as npt
 from ...errors import CorruptError
 from ..chunk_id import chunk_id_text
 from ..entries import EXTENT, MODE_MASK, ChunkId, Kind, Rows
-from .layout import CODEC_SHIFT, MANY, Columns, kinds
+from .layout import CODEC_SHIFT, MANY_EXTENTS, Columns, kinds
 
 _Hashes = npt.NDArray[np.uint64]
 _Column = npt.NDArray[np.uint64] | npt.NDArray[np.int64] | npt.NDArray[np.uint32]
 
-# Odd numbers with many bits set, from xxHash and its kin
+# Odd numbers with many bits set, from xxHash and similar hashes.
 _FACTORS = (
     *(0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9),
     *(0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5, 0xFF51AFD7ED558CCD),
 )
 _LAST_FACTOR = np.uint64(0xC4CEB9FE1A85EC53)
-_BLOCK_ENTRIES = 1 << 20  # of a snapshot, at once
+_BLOCK_ENTRIES = 1 << 20  # entries of a snapshot per step
 
 
 class EntryDigest(NamedTuple):
-    """How many places a chunk has, and the sum (mod 2^64) of their hashes."""
+    """The number of a chunk's file contents, and the sum (mod 2^64) of their hashes."""
 
     entry_count: int
     digest: int
 
 
 def entry_digest(rows: Rows) -> EntryDigest:
-    """The tally of what one chunk brings (`Header.rows`)."""
+    """The digest of the rows of one chunk (`Header.rows`)."""
     records = rows.records
     files = records["kind"] == Kind.FILE
     whole = records[files & (records["extents"] == 1)]
@@ -56,13 +58,13 @@ def entry_digest(rows: Rows) -> EntryDigest:
     return EntryDigest(len(whole) + len(parts), total % (1 << 64))
 
 
-def check_entry_digests(columns: Columns, tallies: Mapping[ChunkId, EntryDigest]) -> None:
-    """Raise CorruptError where the places of a chunk in a snapshot are not those of its tally."""
-    ids = columns.chunk_id.tobytes() if tallies else b""
+def check_entry_digests(columns: Columns, digests: Mapping[ChunkId, EntryDigest]) -> None:
+    """Raise CorruptError if the files of a chunk in a snapshot do not have the chunk's digest."""
+    ids = columns.chunk_id.tobytes() if digests else b""
     table = [ids[at : at + 16] for at in range(0, len(ids), 16)]
-    group = np.full(len(table), -1, np.int64)  # by number of a chunk
+    group = np.full(len(table), -1, np.int64)  # by chunk number; -1: not compared
     wanted: list[tuple[ChunkId, EntryDigest]] = []
-    for chunk, expected in tallies.items():
+    for chunk, expected in digests.items():
         number = bisect_left(table, chunk)
         if number < len(table) and table[number] == chunk:
             group[number] = len(wanted)
@@ -87,13 +89,14 @@ def check_entry_digests(columns: Columns, tallies: Mapping[ChunkId, EntryDigest]
             found.entry_count == expected.entry_count and found.digest != expected.digest
         ):
             raise CorruptError(
-                f"the metadata of chunk {chunk_id_text(chunk)} are not what its header says",
+                f"the metadata of the files in chunk {chunk_id_text(chunk)} contradict its header",
                 advice="nothing has been published; run `dlcmd recover`",
             )
 
 
 class _Sums:
-    """Tallies in the making, by group of the chunks that are asked for."""
+    """The digests of some chunks, while they are summed up. `group` maps chunk numbers to positions
+    in the sums; -1 for chunks that are not compared."""
 
     def __init__(self, group: npt.NDArray[np.int64], count: int) -> None:
         self._group = group
@@ -111,14 +114,14 @@ class _Sums:
         offset: npt.NDArray[np.uint32],
         stored: npt.NDArray[np.uint32],
     ) -> None:
-        """The files of one extent among these entries."""
-        some = np.flatnonzero((kinds(flags) == Kind.FILE) & ((flags & MANY) == 0))
+        """Add those of these entries that are files of one extent."""
+        some = np.flatnonzero((kinds(flags) == Kind.FILE) & ((flags & MANY_EXTENTS) == 0))
         some = some[self._group[chunk[some]] >= 0]
         columns = (size, mtime_ns, checksum, offset, stored, flags)
         self.add(chunk[some], _hashed(*(column[some] for column in columns)))
 
     def add(self, chunk: npt.NDArray[np.uint32], hashes: _Hashes) -> None:
-        """Places in these chunks, all of which are asked for."""
+        """Add file contents, given their chunks (which are all compared) and their hashes."""
         group = self._group[chunk]
         self.places += np.bincount(group, minlength=self._count)
         for shift in (0, 32):  # a float64 counts exactly to 2^53: 32 bits of 2 million places

@@ -1,8 +1,10 @@
-"""The bytes of a snapshot (FORMAT.md, "Snapshot"): header, sections, and the rules between them.
+"""The bytes of a snapshot (FORMAT.md, section 7): its header, its sections, and their checks.
 
-Owned here: where each column lies, what is checked before anything is believed. Not owned: looking
-things up (`snapshot.py`), making a new one (`build.py`). Pure functions of buffers; the
-arrays are views of the buffer that was given, and are safe from any thread.
+A snapshot stores one column per attribute of its entries; each column, and each table beside them,
+is a **section** of the file. `parse` returns the columns as numpy views of the given buffer, after
+checking them; `write` does the reverse. `reader.py` looks things up in them.
+
+Pure functions; safe from any thread.
 """
 
 import struct
@@ -37,19 +39,20 @@ KNOWN_FLAGS = 0
 HEADER_BYTES = 640
 ALIGNMENT = 64
 NAME_PADDING = bytes(8)
-"""Zeros behind the last name, so that every name can be read as whole 64-bit words."""
+"""Zeros behind the last name, so that every name can be read as 64-bit words."""
 
 KIND_SHIFT, CODEC_SHIFT = 12, 16
 IMPLICIT = 1 << 24
-"""A folder without an entry of its own: it exists because something is in it."""
-MANY = 1 << 25
-"""A file of several extents: `chunk` is the first of them in `extents`, `offset` their number."""
+"""A flag: the folder has no entry of its own, and exists because something is in it."""
+MANY_EXTENTS = 1 << 25
+"""A flag: the file has several extents; `chunk` is the index of the first in `extents`, `offset` how
+many there are."""
 
-_KNOWN_BITS = MODE_MASK | 3 << KIND_SHIFT | 1 << CODEC_SHIFT | IMPLICIT | MANY
+_KNOWN_BITS = MODE_MASK | 3 << KIND_SHIFT | 1 << CODEC_SHIFT | IMPLICIT | MANY_EXTENTS
 IMPLICIT_FOLDER = 0o755 | Kind.FOLDER << KIND_SHIFT | IMPLICIT
 _SIZE_LIMIT = 1 << 63  # off_t is signed
 _DEPTH_MAX = PATH_BYTES_MAX // 2 + 1
-_BATCH = 65_536  # entries checked at once where that takes several words for each
+_BATCH = 65_536  # entries per step of a check that needs several words for each entry
 
 STORED_EXTENT = np.dtype(
     [
@@ -65,7 +68,7 @@ STORED_EXTENT = np.dtype(
 SHADOWED = np.dtype(
     [
         ("entry", "<u4"),  # the folder that shows at its path
-        ("flags", "<u4"),  # and the others: as in the columns of the same names
+        ("flags", "<u4"),  # this and the others: as the columns of the same names
         ("size", "<u8"),
         ("mtime_ns", "<i8"),
         ("checksum", "<u8"),
@@ -75,48 +78,50 @@ SHADOWED = np.dtype(
         ("spare", "<u4"),
     ]
 )
-_BLOCK = 1 << 18  # values that are looked at together
+_BLOCK = 1 << 18  # values per step of a sum
 
 
 class Columns(NamedTuple):
-    """All sections of a snapshot, in the order of the file; n entries, c chunks."""
+    """All sections of a snapshot, in the order of the file, of n entries and c chunks."""
 
     parent: U4
-    """n; the root's is 0."""
+    """n; the index of each entry's folder; the root's is 0."""
     name_start: U8
-    """n + 1; into `names`."""
+    """n + 1; where each name starts in `names`, and where the last ends."""
     flags: U4
-    """n; mode, kind, codec, IMPLICIT, MANY."""
+    """n; mode, kind, codec, IMPLICIT and MANY_EXTENTS."""
     size: U8
-    """n; of a link its target's length, of a folder 0."""
+    """n; of a link the length of its target, of a folder 0."""
     mtime_ns: I8
     """n."""
     chunk: U4
-    """n; of a folder its first child, of a link the number of its target."""
+    """n; the number of the file's chunk; of a folder the index of its first child; of a link the
+    number of its target."""
     offset: U4
-    """n; of a folder the number of its children, of a link 0."""
+    """n; bytes from the start of the chunk object; of a folder the number of its children, of a
+    link 0."""
     stored: U4
-    """n."""
+    """n; bytes in the chunk."""
     checksum: U8
-    """n."""
+    """n; xxh3-64 of the content."""
     fingerprint: U4
-    """n - 1, ascending; the upper half of each entry's hash, without the root."""
+    """n - 1, ascending; the upper half of the hash of each entry but the root."""
     slot: U4
-    """n - 1; the entry of each fingerprint, ascending where fingerprints are equal."""
+    """n - 1; the index of the entry of each fingerprint; ascending where fingerprints are equal."""
     names: Bytes
-    """All names in order of entries, then NAME_PADDING."""
+    """All names in the order of entries, then NAME_PADDING."""
     target_start: U8
-    """Number of targets + 1; into `targets`."""
+    """Number of targets + 1; where each target starts in `targets`, and where the last ends."""
     targets: Bytes
-    """Of links in order of entries, then of shadowed links."""
+    """The targets of links in the order of entries, then those of shadowed links."""
     extents: Records
-    """STORED_EXTENT, of files in order of entries, then of shadowed files."""
+    """STORED_EXTENT; of files in the order of entries, then of shadowed files."""
     chunk_id: Bytes
-    """16 c; ascending."""
+    """16 c; the IDs of the chunks, ascending."""
     chunk_bytes: U8
-    """c; length of each chunk object."""
+    """c; the length of each chunk object."""
     shadowed: Records
-    """SHADOWED, in order of `entry`."""
+    """SHADOWED, in the order of `entry`: files and links whose path is also a folder."""
 
 
 _DTYPES = tuple(
@@ -133,7 +138,8 @@ _CHECKSUM = struct.Struct("<Q")
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a snapshot is of. `entries` counts the root and implicit folders too."""
+    """Dataset, version and counts of a snapshot. `entries` counts the root and implicit folders,
+    too."""
 
     identity: UUID
     dataset: str
@@ -147,7 +153,7 @@ class Header:
 
 
 def header_of(columns: Columns, identity: UUID, dataset: str, version: int, digest: int) -> Header:
-    """The header that belongs to these columns: the counts are counted here."""
+    """The header for these columns; this function counts the entries."""
     kind = kinds(columns.flags)
     sizes = columns.size[kind == Kind.FILE]
     return Header(
@@ -174,7 +180,7 @@ def codecs(flags: U4) -> U4:
 
 
 def write(header: Header, columns: Columns) -> list[memoryview]:
-    """The file, as parts to be written one behind the other."""
+    """The file, as buffers to be written one after the other."""
     table, parts, at = b"", [memoryview(b"")], HEADER_BYTES
     for array, dtype in zip(columns, _DTYPES, strict=True):
         body = np.ascontiguousarray(array, dtype).view(np.uint8).data
@@ -194,10 +200,11 @@ def write(header: Header, columns: Columns) -> list[memoryview]:
 
 
 def parse(buffer: "ReadableBuffer", *, verify: bool) -> tuple[Header, Columns]:
-    """Header and columns, as views of `buffer`. Raises one of the leaves of FormatError.
+    """The header, and the columns as views of `buffer`. Raises a leaf of FormatError.
 
-    The checksum of the header and of each section is compared. `verify` also checks the rules
-    between the columns, which a private copy has kept since it was verified and written.
+    The checksums of the header and of each section are always compared. `verify` also checks the
+    columns against each other; a private copy does not need that, since it was verified when it was
+    written.
     """
     if sys.byteorder != "little":
         raise NewerVersionError("snapshots are read in place, on little-endian machines only")
@@ -221,9 +228,9 @@ _ADVICE = "write or fetch it again with `dlcmd save-meta`"
 
 
 def check_magic(start: bytes) -> None:
-    """Raise ForeignError where a file that begins with `start` (MAGIC_BYTES of it) is none."""
+    """Raise ForeignError if a file that begins with these MAGIC_BYTES bytes is not a snapshot."""
     if start != MAGIC[: len(start)]:
-        raise ForeignError("this is no snapshot", offset=0, advice=_ADVICE)
+        raise ForeignError("not a snapshot (another magic number)", offset=0, advice=_ADVICE)
 
 
 def _parse_header(view: memoryview) -> Header:
@@ -263,14 +270,15 @@ def _parse_header(view: memoryview) -> Header:
 
 
 FRONT_BYTES = HEADER_BYTES
-"""What `parse_front` needs of a file."""
+"""How many bytes of a file `parse_front` needs."""
 
 _CONTENT = ("parent", "name_start", "flags", "size", "mtime_ns", "checksum", "names", "targets")
 
 
 def parse_front(front: "ReadableBuffer") -> tuple[Header, bytes]:
-    """The header at the start of a file, and a mark of its version's content: versions of equal
-    marks differ in where bytes lie at most. Raises a leaf of FormatError.
+    """The header at the start of a file, and a mark of its entries: versions with equal marks have
+    the same paths, attributes and contents, and may differ only in the chunks that hold them.
+    Raises a leaf of FormatError.
     """
     view = memoryview(front)
     header = _parse_header(view)
@@ -280,8 +288,8 @@ def parse_front(front: "ReadableBuffer") -> tuple[Header, bytes]:
 
 
 def content_mark(front: "ReadableBuffer") -> bytes:
-    """What tells a snapshot's entries, places and chunks from others, whatever its version: the
-    counts in its header, and the checksums of all sections."""
+    """A mark of everything in a snapshot but its version: the counts in its header, and the
+    checksums of all sections."""
     view = memoryview(front)
     counts_end = _FIXED.size + len(Columns._fields) * _SECTION.size
     return bytes(view[40:80]) + bytes(view[_FIXED.size : counts_end])
@@ -302,7 +310,8 @@ def _truncated(length: int, expected: int) -> FormatError:
 def _parse_sections(
     view: memoryview, header: Header
 ) -> tuple[Columns, list[tuple[int, int, int, int]]]:
-    """The columns; of each section where it starts and ends, its padding ends, and its checksum."""
+    """The columns; and of each section its start, its end, the end of its padding, and its
+    checksum."""
     arrays = []
     sections = []
     at = HEADER_BYTES
@@ -319,7 +328,7 @@ def _parse_sections(
         raise _truncated(len(view), at)
     if at < len(view):
         _corrupt(f"{len(view) - at} bytes behind its end", at)
-    columns = Columns(*arrays)  # each has the dtype of _DTYPES
+    columns = Columns(*arrays)  # each has its dtype of _DTYPES
     n, c = header.entries, header.chunks
     lengths = [n, n + 1, n, n, n, n, n, n, n, n - 1, n - 1]
     if (
@@ -338,9 +347,10 @@ def words(names: Bytes) -> U8:
 
 
 def word_at(source: U8, starts: I8, lengths: I8, position: int) -> U8:
-    """Of each name its 8 bytes from `position` on, as a little-endian word; zeros behind its end.
+    """The 8 bytes of each name from `position` on, as a little-endian word, with zeros behind the
+    name's end.
 
-    `source` is what `words` gave.
+    `source` is the result of `words`.
     """
     rest = lengths - position
     word = source[np.where(rest > 0, starts + position, 0)]
@@ -350,7 +360,7 @@ def word_at(source: U8, starts: I8, lengths: I8, position: int) -> U8:
 
 
 def name_faults(names: Bytes, starts: U8) -> Mask:
-    """Which of the names (`starts` has one more) break the rules for components of paths."""
+    """Which names cannot be components of a path. `starts` has one item more than names."""
     lengths = np.diff(starts)
     bad = (lengths < 1) | (lengths > NAME_BYTES_MAX)
     used = names[: int(starts[-1])]
@@ -364,9 +374,9 @@ def name_faults(names: Bytes, starts: U8) -> Mask:
 
 
 def longest_path_bytes(parent: U4, name_start: U8, child_end: I8) -> int:
-    """Length of the longest path; `child_end[i]`: where the children of entries 0..i end.
+    """The length of the longest path. `child_end[i]` is where the children of entries 0..i end.
 
-    Stops early, with a number above PATH_BYTES_MAX, where folders are nested too deep for it.
+    Returns a number above PATH_BYTES_MAX, early, if folders are nested too deeply.
     """
     length = np.diff(name_start.astype(np.int64))
     longest, depth, start, end = 0, 0, 1, int(child_end[0])
@@ -390,7 +400,8 @@ def _exact_sum(values: U8) -> int:
 
 
 def check(header: Header, columns: Columns) -> None:
-    """Raises CorruptError where a column contradicts another: after this, every index is good."""
+    """Raise CorruptError if columns contradict each other. After this, every index in them is
+    valid."""
     _check_names(columns)
     kind = kinds(columns.flags)
     _check_tree(columns, kind)
@@ -427,7 +438,9 @@ def _check_tree(columns: Columns, kind: U4) -> None:
         _corrupt("an entry and its folder contradict each other")
     if (parent[1:] >= np.arange(1, len(parent))).any():
         _corrupt("a folder inside itself")
-    plain = folder & ((columns.size | columns.stored | columns.checksum | (flags & MANY)) != 0)
+    plain = folder & (
+        (columns.size | columns.stored | columns.checksum | (flags & MANY_EXTENTS)) != 0
+    )
     codec = (flags >> CODEC_SHIFT & 1) != 0
     implicit = (flags & IMPLICIT) != 0
     wrong = (flags != IMPLICIT_FOLDER) | (columns.mtime_ns != 0) | (counts == 0)
@@ -439,7 +452,8 @@ def _check_tree(columns: Columns, kind: U4) -> None:
 
 
 def _check_order(columns: Columns) -> None:
-    """The names in each folder ascend strictly: 8 bytes at a time, of those still equal."""
+    """Raise CorruptError unless the names in each folder ascend strictly. Compares 8 bytes of all
+    neighbours at a time, and goes on with those that are equal so far."""
     source, parent = words(columns.names), columns.parent
     for first in range(1, len(parent) - 1, _BATCH):
         last = min(first + _BATCH, len(parent) - 1)
@@ -468,7 +482,7 @@ def _check_index(columns: Columns) -> None:
     seen[0] = not seen[0]
     keys = columns.fingerprint.astype(np.uint64) << np.uint64(32) | slot
     if not seen.all() or (keys[1:] <= keys[:-1]).any():
-        _corrupt("its lookup index is not one")
+        _corrupt("its lookup index does not hold each entry once, in order")
 
 
 def _check_shadowed(columns: Columns) -> None:
@@ -477,31 +491,31 @@ def _check_shadowed(columns: Columns) -> None:
     if (entry >= len(flags)).any() or (entry[1:] <= entry[:-1]).any() or shadowed["spare"].any():
         _corrupt("its shadowed entries are not in order")
     if ((flags[entry] & IMPLICIT) == 0).any() or (kinds(own) >= Kind.FOLDER).any():
-        _corrupt("a shadowed entry that nothing shadows")
+        _corrupt("a shadowed entry without a folder at its path")
     if (own & ~np.uint32(_KNOWN_BITS)).any():
         _corrupt("a shadowed entry with unknown flags")
 
 
 def _check_data(columns: Columns) -> None:
-    """Places of files and targets of links, shown and shadowed."""
+    """Check the places of files and the targets of links, visible and shadowed."""
     object_bytes, extents = columns.chunk_bytes, columns.extents
     c = len(object_bytes)
     flags, size, chunk, offset, stored, checksum = (
         np.concatenate([getattr(columns, name), columns.shadowed[name]])
         for name in ("flags", "size", "chunk", "offset", "stored", "checksum")
     )
-    kind, many = kinds(flags), (flags & MANY) != 0
+    kind, many = kinds(flags), (flags & MANY_EXTENTS) != 0
     one, link = (kind == Kind.FILE) & ~many, kind == Kind.LINK
     if (size >= _SIZE_LIMIT).any():
         _corrupt("a file of 8 EiB or more")
     if ((object_bytes < PREAMBLE_BYTES) | (object_bytes > OBJECT_BYTES_MAX)).any():
-        _corrupt("a chunk of a length that none has")
+        _corrupt("a chunk of an impossible length")
     if (chunk[one] >= c).any() or (many & (kind != Kind.FILE)).any():
-        _corrupt("a file in a chunk that it does not name")
+        _corrupt("a file in a chunk that is not in its table")
     if impossible_bodies(
         codecs(flags[one]), stored[one], size[one], offset[one], object_bytes[chunk[one]]
     ).any():
-        _corrupt("a file where its chunk cannot hold it")
+        _corrupt("a file at a place that its chunk cannot hold")
     if (flags[kind == Kind.LINK] & ~np.uint32(MODE_MASK | 3 << KIND_SHIFT)).any() or (
         (flags & IMPLICIT)[kind != Kind.FOLDER].any()
     ):
@@ -538,8 +552,8 @@ def _check_data(columns: Columns) -> None:
 
 
 def check_extents(extents: Records, ends: I8, counts: I8, sizes: U8, object_bytes: U8) -> None:
-    """Raises CorruptError unless each run (its end, its length) makes up a file of that size, out
-    of places that there are in chunks of these lengths."""
+    """Raise CorruptError unless each run of extents (it ends at `ends` and has `counts`) makes up a
+    file of `sizes` bytes, and lies in chunks of `object_bytes`."""
     if not len(extents):
         return
     start, size = extents["start"], extents["size"]
@@ -559,4 +573,4 @@ def check_extents(extents: Records, ends: I8, counts: I8, sizes: U8, object_byte
         _corrupt("the extents of a file do not make it up")
     places = (extents["codec"], extents["stored"], size, extents["offset"])
     if impossible_bodies(*places, object_bytes[extents["chunk"]]).any():
-        _corrupt("a part of a file where its chunk cannot hold it")
+        _corrupt("an extent at a place that its chunk cannot hold")

@@ -1,12 +1,12 @@
-"""Reading a snapshot: all metadata of one dataset at one version, from one buffer.
+"""Reads a snapshot: looks up paths, lists folders, and says where the bytes of a file lie.
 
-Owned here: looking up paths, listing, stat, where the bytes of a file lie. Not owned: the layout of
-the buffer and its checks (`layout.py`), making one (`build.py`), opening files.
+An entry's **index** is its position in directory order: the root is 0, and the children of a folder
+are contiguous and sorted by name. The **hash** of an entry depends on its path alone; its upper
+half, the **fingerprint**, is what a lookup searches for. FORMAT.md, section 7, has both.
 
-An entry's index is its position in directory order: the root is 0, the children of a folder are
-contiguous and sorted by name. A snapshot is immutable and safe from any thread; its memos of
-folders are dicts that hold only what could be computed again. It keeps its buffer (an mmap) in use
-as long as it or an array that it gave out lives.
+A snapshot is immutable and safe from any thread; its memos of folders hold only what can be
+computed again. The buffer (a mapped file) stays in use as long as the snapshot, or an array that it
+returned, lives.
 """
 
 from bisect import bisect_left
@@ -33,22 +33,20 @@ Span: TypeAlias = "slice[int, int, None]"
 
 ROOT_INDEX = 0
 ROOT_HASH = 0
-"""The seed of names in the root: hash(entry) = xxh3_64(name, seed=hash(folder))."""
+"""The hash of the root; of other entries: hash(entry) = xxh3_64(name, seed=hash(folder))."""
 
-_RUN_MAX = (
-    16  # equal fingerprints that are tried before the sorted names of the folder are searched
-)
-_MEMO_FOLDERS = 65_536  # then a memo starts afresh; about 15 MB
-_MEMO_PATH_BYTES = 512  # folders with longer paths are looked up anew each time
+_RUN_MAX = 16  # equal fingerprints that a lookup tries before it bisects the folder's names
+_MEMO_FOLDERS = 65_536  # a memo is emptied at this size, about 15 MB
+_MEMO_PATH_BYTES = 512  # folders with longer paths are not memoized
 _BATCH = 8_192  # paths in one pass of `lookup_many`: its temporaries stay in the CPU's cache
-_BLOCK_ENTRIES = 1 << 20  # at once, where each has to be looked at
+_BLOCK_ENTRIES = 1 << 20  # entries per step of a scan of all
 _BUCKET_BITS_MAX = 22  # 16 MB; `lookup_many` of more than 8 million entries gets slower instead
-_BUCKET_STEPS_MAX = 16  # then a bucket is searched by halves
+_BUCKET_STEPS_MAX = 16  # after these steps a bucket is bisected
 _KINDS = tuple(Kind)
 
 
 class Extent(NamedTuple):
-    """Where a part of a file lies; sizes and offsets in bytes."""
+    """Where one part of a file lies; sizes and offsets in bytes."""
 
     chunk: int  # number in the chunk table
     offset: int  # from the start of the chunk object
@@ -63,7 +61,8 @@ _HASHED_BYTES = 1 << 20
 
 
 def same_content(extents: Iterable[Extent], read: Callable[[int, int], bytes]) -> bool:
-    """Whether a file has the content of these extents; `read(size, start)` reads it, as pread."""
+    """Whether a file has the content of these extents, by their checksums. `read(size, start)`
+    reads from the file."""
     for extent in extents:
         digest, position, end = xxh3_64(), extent.start, extent.start + extent.size
         while position < end:
@@ -79,7 +78,7 @@ def same_content(extents: Iterable[Extent], read: Callable[[int, int], bytes]) -
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """`Stat`s as columns, n of each; a missing path has the kind TOMBSTONE and zeros."""
+    """The attributes of n entries as columns. A missing path has the kind TOMBSTONE and zeros."""
 
     kind: npt.NDArray[np.uint8]
     mode: npt.NDArray[np.uint16]
@@ -100,7 +99,7 @@ class Stats:
 
 
 class ChunkIds(Sequence[ChunkId]):
-    """The IDs of the chunk table by chunk number, ascending."""
+    """The chunk IDs of a snapshot, by chunk number; they ascend."""
 
     __slots__ = ("_ids",)
 
@@ -127,8 +126,8 @@ class Snapshot:
     """All metadata of one dataset at one version (see the module)."""
 
     def __init__(self, buffer: "ReadableBuffer", *, verify: bool = True) -> None:
-        """Raises a leaf of FormatError. `verify=False` is for a private copy, whose rules were
-        verified when it was written: only its checksums are compared, at 30 GB/s.
+        """Raises a leaf of FormatError. `verify=False` is for a private copy, whose columns were
+        verified when it was written: then only checksums are compared, at 30 GB/s.
         """
         header, columns = layout.parse(buffer, verify=verify)
         self.buffer = memoryview(buffer)
@@ -144,7 +143,7 @@ class Snapshot:
         self.chunk_count = header.chunks
         self.chunk_ids = ChunkIds(columns.chunk_id)
         self.chunk_sizes = columns.chunk_bytes
-        # Plain memory views: of single items they are several times as fast as numpy arrays.
+        # Memory views, since they return single items several times as fast as numpy arrays do.
         self._parent = columns.parent.data
         self._name_start = columns.name_start.data
         self._names = columns.names.data
@@ -167,7 +166,7 @@ class Snapshot:
 
     @property
     def bytes_per_entry(self) -> float:
-        """What the file holds beside names, targets and chunk table, per entry."""
+        """Bytes of the file per entry, without names, targets and the chunk table."""
         columns = self.columns
         beside = (columns.names, columns.targets, columns.chunk_id, columns.chunk_bytes)
         total = sum(column.nbytes for column in columns) - sum(each.nbytes for each in beside)
@@ -185,12 +184,12 @@ class Snapshot:
         return self._find(found[0], xxh3_64_intdigest(name, found[1]), name)
 
     def child(self, folder: int, name: bytes) -> int:
-        """The index of `name` in the folder at an index, or -1."""
+        """The index of the entry `name` in the folder with the index `folder`, or -1."""
         self._check(folder)
         return self._find(folder, xxh3_64_intdigest(name, self.hash(folder)), name) if name else -1
 
     def children(self, i: int) -> range:
-        """The indices of what is in a folder, sorted by name; empty for other entries."""
+        """The indices of the entries in a folder, sorted by name; empty if `i` is no folder."""
         if self._kind(i) != Kind.FOLDER:
             return range(0)
         start, end = self._chunk[i], self._chunk[i] + self._offset[i]
@@ -199,17 +198,17 @@ class Snapshot:
         return range(start, end)
 
     def name(self, i: int) -> bytes:
-        """The last component of the path; of the root, the empty one."""
+        """The last component of an entry's path; empty for the root."""
         self._check(i)
         return self._names[self._name_start[i] : self._name_start[i + 1]].tobytes()
 
     def parent(self, i: int) -> int:
-        """The index of the folder that the entry is in; of the root, its own."""
+        """The index of the folder that an entry is in; of the root, its own."""
         self._check(i)
         return self._parent[i]
 
     def path(self, i: int) -> bytes:
-        """The whole path."""
+        """The path of an entry."""
         self._check(i)
         components = []
         while i:
@@ -224,7 +223,7 @@ class Snapshot:
         return Stat(_KINDS[kind], self._flags[i] & 0xFFF, self._size[i], self._mtime_ns[i])
 
     def size(self, i: int) -> int:
-        """The size of `stat`, alone."""
+        """The size that `stat` returns, without the rest."""
         self._check(i)
         return self._size[i]
 
@@ -239,12 +238,12 @@ class Snapshot:
         return self.columns.targets[start:end].tobytes()
 
     def extents(self, i: int) -> tuple[Extent, ...]:
-        """Where the content of a file lies, in order; nothing for empty files and other kinds."""
+        """Where the content of a file lies, in order; empty for empty files and other kinds."""
         size = self._size[i] if self._kind(i) == Kind.FILE else 0
         if not size:
             return ()
         flags, first = self._flags[i], self._chunk[i]
-        if not flags & layout.MANY:
+        if not flags & layout.MANY_EXTENTS:
             codec = flags >> layout.CODEC_SHIFT & 0xFF
             place = (first, self._offset[i], self._stored[i], codec, self._checksum[i], 0, size)
             return (Extent(*place),)
@@ -253,7 +252,7 @@ class Snapshot:
         return tuple(map(Extent, *(rows[name].tolist() for name in order)))
 
     def hash(self, i: int) -> int:
-        """The hash of the entry's path, on which alone it depends: the seed of names in it."""
+        """The hash of an entry's path; of a folder, the seed for the hashes of names in it."""
         memo, climbed = self._hash_of_folder, []
         while (found := memo.get(i)) is None:
             climbed.append(i)
@@ -269,7 +268,7 @@ class Snapshot:
     # Many entries
 
     def lookup_many(self, paths: Sequence[bytes]) -> Indices:
-        """The indices of the entries at `paths`, -1 where there is none."""
+        """The indices of the entries at `paths`; -1 for a path without an entry."""
         if len(paths) > _BATCH:
             batches = range(0, len(paths), _BATCH)
             return np.concatenate([self.lookup_many(paths[at : at + _BATCH]) for at in batches])
@@ -291,9 +290,10 @@ class Snapshot:
         return indices
 
     def find_many(self, folders: Indices, hashes: layout.U8, names: Sequence[bytes]) -> Indices:
-        """The indices of `names` in the folders of these indices (-1: none such), -1 where missing.
+        """The indices of `names` in the folders with the indices `folders`; -1 if there is none.
 
-        `hashes` are those of the names with their folder's hash as seed. Verifies folder and name.
+        A folder may be -1, too: then the result is -1. `hashes` are those of the names, with the
+        hash of their folder as seed. Folder and name of each candidate are compared exactly.
         """
         if not len(self._slot) or not len(names):
             return np.full(len(hashes), -1, np.int64)
@@ -303,16 +303,16 @@ class Snapshot:
         candidates = column.slot[at].astype(np.int64)
         good = column.parent[candidates] == folders
         good &= self._same_names(candidates, names)
-        again = ~good & (column.fingerprint[at] == fingerprints)  # the next of equal fingerprints?
+        again = ~good & (column.fingerprint[at] == fingerprints)  # another of equal fingerprints?
         candidates[~good] = -1
         for i in np.flatnonzero(again & (folders >= 0)).tolist():
             candidates[i] = self._find(int(folders[i]), int(hashes[i]), names[i])
         return candidates
 
     def _first_at_least(self, fingerprints: layout.U4) -> Indices:
-        """Where the first fingerprint that is not smaller stands; the last place if there is none.
+        """The position of the first fingerprint that is not smaller; the last position if all are.
 
-        `np.searchsorted` alone would cost ten times as much: 20 cache misses for each.
+        `np.searchsorted` alone would take ten times as long: 20 cache misses for each.
         """
         column, shift, last = self.columns.fingerprint, self._bucket_shift, len(self._slot) - 1
         at: Indices = self._bucket_start[fingerprints >> shift].astype(np.int64)
@@ -331,13 +331,15 @@ class Snapshot:
 
     @cached_property
     def _bucket_start(self) -> layout.U4:
-        """By upper bits of a fingerprint, where those that have them begin; about one in each."""
+        """By the upper bits of a fingerprint: the position of the first that has them. There is
+        about one fingerprint for each value of these bits."""
         lowest = np.arange(0, 1 << 32, 1 << int(self._bucket_shift)).astype(np.uint32)
         start = np.searchsorted(self.columns.fingerprint, lowest)
         return np.minimum(start, len(self._slot) - 1).astype(np.uint32)
 
     def _same_names(self, candidates: Indices, names: Sequence[bytes]) -> npt.NDArray[np.bool_]:
-        """Whether each name is that of its candidate: 8 bytes at a time, of those still equal."""
+        """Whether each name is that of its candidate. Compares 8 bytes of all at a time, and goes
+        on with those that are equal so far."""
         lengths = np.fromiter(map(len, names), np.int64, len(names))
         asked = layout.words(np.frombuffer(b"".join(names) + layout.NAME_PADDING, np.uint8))
         start = self.columns.name_start
@@ -346,7 +348,7 @@ class Snapshot:
         left = np.flatnonzero(same)
         own_at, asked_at, rest = own_at[left], (np.cumsum(lengths) - lengths)[left], lengths[left]
         while len(left):
-            behind_bits = np.maximum(64 - 8 * rest, 0).astype(np.uint64)  # of the next name
+            behind_bits = np.maximum(64 - 8 * rest, 0).astype(np.uint64)  # bits of the next name
             different = (self._words[own_at] ^ asked[asked_at]) << behind_bits != 0
             same[left[different]] = False
             more = np.flatnonzero(~different & (rest > 8))
@@ -360,9 +362,11 @@ class Snapshot:
         *,
         missing_ok: bool = False,
     ) -> Stats:
-        """The stats of paths, or of indices (a `range` of step 1 costs no copy).
+        """The attributes of the entries with these paths, or these indices (a `range` of step 1
+        costs no copy).
 
-        Raises NoSuchPath for the first missing path unless `missing_ok`; IndexError for an index.
+        Raises NoSuchPath for the first missing path unless `missing_ok`, and IndexError for an
+        index that no entry has.
         """
         if isinstance(entries, range | np.ndarray) or not isinstance(next(iter(entries), 0), bytes):
             return self._stats(self._checked(entries))  # type: ignore[arg-type]  # no paths
@@ -389,7 +393,7 @@ class Snapshot:
         )
 
     def names(self, entries: Sequence[int] | Indices) -> list[bytes]:
-        """The names of entries; of a range of step 1 in fewer steps."""
+        """The names of entries; fastest for a range of step 1."""
         checked = self._checked(entries)
         if isinstance(checked, slice):
             starts = self.columns.name_start[checked.start : checked.stop + 1].astype(np.int64)
@@ -401,7 +405,7 @@ class Snapshot:
         return [bytes(self._names[a:b]) for a, b in some]
 
     def paths(self, entries: Sequence[int] | Indices) -> list[bytes]:
-        """The paths of many indices; each folder's is made once."""
+        """The paths of many entries; the path of each folder is made once."""
         wanted = np.arange(self.entry_count)[self._checked(entries)]
         folders: dict[int, bytes] = {ROOT_INDEX: b""}
         paths = []
@@ -415,17 +419,19 @@ class Snapshot:
         return paths
 
     def chunk_of(self, entries: Sequence[int] | Indices) -> Indices:
-        """The number of each file's (first) chunk; -1 for links and folders."""
+        """The number of the chunk of each file (its first); -1 for links and folders."""
         wanted = self._checked(entries)
         flags, chunk = self.columns.flags[wanted], self.columns.chunk[wanted].astype(np.int64)
-        many = (flags & layout.MANY) != 0
+        many = (flags & layout.MANY_EXTENTS) != 0
         chunk[many] = self.columns.extents["chunk"][chunk[many]]
         chunk[layout.kinds(flags) != Kind.FILE] = -1
         return chunk
 
     def used_bytes(self) -> npt.NDArray[np.float64]:
-        """What of each chunk is contents of files, in stored bytes; shadowed files too. In parts:
-        a fraction of a second for 10 million entries, and little memory."""
+        """By chunk: how many of its stored bytes are contents of files, shadowed files included.
+
+        Works in steps: a fraction of a second for 10 million entries, with little memory.
+        """
         columns, shadowed = self.columns, self.columns.shadowed
         used = np.zeros(self.chunk_count)
         plain = (columns.flags, columns.chunk, columns.stored)
@@ -434,13 +440,13 @@ class Snapshot:
             for start in range(0, len(all_flags), _BLOCK_ENTRIES):
                 some = slice(start, start + _BLOCK_ENTRIES)
                 flags = all_flags[some]
-                is_plain = (layout.kinds(flags) == Kind.FILE) & ((flags & layout.MANY) == 0)
+                is_plain = (layout.kinds(flags) == Kind.FILE) & ((flags & layout.MANY_EXTENTS) == 0)
                 self._add_used(used, chunk[some][is_plain], stored[some][is_plain])
         self._add_used(used, columns.extents["chunk"], columns.extents["stored"])
         return used
 
     def _add_used(self, used: npt.NDArray[np.float64], chunk: layout.U4, stored: layout.U4) -> None:
-        is_there = chunk < self.chunk_count  # else it is damaged, and whoever reads it finds out
+        is_there = chunk < self.chunk_count  # else it is damaged, which its reader finds out
         used += np.bincount(chunk[is_there], stored[is_there], self.chunk_count)
 
     def files(self) -> Indices:
@@ -448,11 +454,11 @@ class Snapshot:
         return np.flatnonzero(layout.kinds(self.columns.flags) == Kind.FILE)
 
     def walk(self, i: int) -> Indices:
-        """The indices of an entry and all that is below it, ascending (breadth first)."""
+        """The indices of an entry and of everything below it, ascending (breadth first)."""
         self._check(i)
         ranges = []
         start, end = i, i + 1
-        while start < end:  # the children of a contiguous range are one
+        while start < end:  # the children of a contiguous range are contiguous
             ranges.append(np.arange(start, end))
             inner = np.flatnonzero(layout.kinds(self.columns.flags[start:end]) == Kind.FOLDER)
             if not len(inner):
@@ -465,7 +471,8 @@ class Snapshot:
         return np.concatenate(ranges)
 
     def shadowing_folders(self) -> Indices:
-        """The indices of folders at whose path there is a file or link too, which does not show."""
+        """The indices of the folders that shadow a file or link: one that has the same path, and
+        is therefore not visible."""
         return self.columns.shadowed["entry"].astype(np.int64)
 
     def _kind(self, i: int) -> int:
@@ -489,7 +496,7 @@ class Snapshot:
 
     def _up(self, i: int) -> int:
         parent = self._parent[i]
-        if parent >= i:  # a loop, in a file that was not verified
+        if parent >= i:  # a loop in a damaged file
             self._damaged(i)
         return parent
 
@@ -497,9 +504,10 @@ class Snapshot:
         raise CorruptError(f"damaged snapshot of {self.dataset}: entry {i} contradicts another")
 
     def _folder(self, path: bytes) -> tuple[int, int]:
-        """Index and hash of the folder at `path`, by the memo or step by step; -1 if none.
+        """The index and the hash of the folder at `path`, from the memo or step by step; -1 if
+        there is none.
 
-        Here a folder's path has a slash at its end, unless it is the root's: so `/a` is not `a`.
+        Here a folder's path ends with a slash, unless it is the root's: so `/a` is not `a`.
         """
         found = self._folder_of_path.get(path)
         if found:
@@ -517,7 +525,7 @@ class Snapshot:
         return folder, seed
 
     def _find(self, folder: int, hash_: int, name: bytes) -> int:
-        """The index of `name`, whose hash is known, in the folder at an index; -1 if none."""
+        """The index of the entry `name`, which has this hash, in a folder; -1 if there is none."""
         fingerprint = hash_ >> 32
         fingerprints, slot = self._fingerprint, self._slot
         first = bisect_left(fingerprints, fingerprint)
@@ -529,6 +537,6 @@ class Snapshot:
                 return i
         if folder < 0 or first + _RUN_MAX >= len(slot):
             return -1
-        inside = self.children(folder)  # somebody has made many equal fingerprints
+        inside = self.children(folder)  # names were chosen to have equal fingerprints
         at = bisect_left(inside, name, key=self.name)
         return inside[at] if at < len(inside) and self.name(inside[at]) == name else -1

@@ -133,7 +133,7 @@ FORGERIES: dict[str, Forge] = {
     "a link that became a file": put("flags", LINK, 0),
     "a file that became a link": put("flags", A, Kind.LINK * KIND),
     "a root that is a file": put("flags", 0, 0),
-    "one extent as many": put("flags", A, layout.MANY),
+    "one extent as many": put("flags", A, layout.MANY_EXTENTS),
     "many extents as one": put("flags", BIG, 0),
     "a folder with a size": put("size", B, 1),
     "a file of 8 EiB": put("size", A, 2**63),
