@@ -1,7 +1,14 @@
 """DIESEL-FS: packs datasets of many small files into chunks, and serves them to training jobs.
 
-The names below are the public interface. They are imported when they are first used: programs that
-need few of them start fast.
+The names in `__all__` are the public interface. Each is imported when it is first used, so a
+program that needs few of them starts fast.
+
+The packages, from the bottom up (each imports only those before it): `system` and `format` (what
+the machine offers; every byte at rest), `orders` (which file is read next), `net` (the transport of
+all connections), `storage` (where bytes and rows lie), `cache`, `repository` (what all operations
+on datasets mean) and `remote` (the same behind a server), `peers` (the cache that the nodes of a
+training task share), `ingest` (from files to chunks), `client` (the Python API), `mounts` (FUSE)
+and `torch`. The errors that all of them raise are in `errors`.
 """
 
 from importlib import import_module

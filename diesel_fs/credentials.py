@@ -1,9 +1,8 @@
-"""Who a client says it is: a user's name and the key that proves it.
+"""The credentials of a user of a server: the user's name, and the key that proves it.
 
-Owned here: how a key is written, and that nothing shows one: `repr` and `str` leave it out. Not
-owned: signing (`net/client.py`), which keys a server knows (`accounts.py`). Pure.
-
-A key is the seed of an Ed25519 key (RFC 8032): 32 bytes, written as `diesel-key-1:` and base64.
+A key is the seed of an Ed25519 key (RFC 8032): 32 bytes, written as `diesel-key-1:` and base64. No
+`repr` or `str` shows a key. `net/client.py` signs with it; a server knows the public keys of its
+users (`storage/accounts/`). Pure.
 """
 
 import binascii
@@ -19,26 +18,26 @@ KEY_PREFIX = "diesel-key-1:"
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """A user's name and the seed of its key."""
+    """A user's name and the seed of the user's key."""
 
     user: str
     seed: bytes = field(repr=False)
 
     @property
     def key_text(self) -> str:
-        """The key as it is written. Not to be shown."""
+        """The key as it is written in a file. It is secret."""
         return key_text(self.seed)
 
 
 def key_text(seed: bytes) -> str:
-    """A key as it is written."""
+    """A key as it is written in a file."""
     return KEY_PREFIX + b64encode(seed).decode()
 
 
 def parse_key(text: str) -> bytes:
-    """The seed of a key as it was written; space around it does not matter.
+    """The seed of a written key; white space around it is ignored.
 
-    Raises ConfigError, whose words say nothing of the text.
+    Raises ConfigError, whose message repeats nothing of the text.
     """
     stripped = text.strip()
     try:
@@ -46,14 +45,14 @@ def parse_key(text: str) -> bytes:
     except (binascii.Error, ValueError):
         seed = b""
     if not stripped.startswith(KEY_PREFIX) or len(seed) != KEY_BYTES:
-        raise ConfigError("this is no key", advice=f"a key is one line, {KEY_PREFIX}...")
+        raise ConfigError("the text is not a key", advice=f"a key is one line, {KEY_PREFIX}...")
     return seed
 
 
 def no_user_named(where: object) -> ConfigError:
-    """The error of a server's address without an account. Nothing has been sent there yet."""
+    """The error for a server's URL without a user. Nothing has been sent to the server yet."""
     return ConfigError(
         f"{where} is the address of a server, and no user is named",
-        advice="name one by --user and --key-file (or DIESEL_USER and DIESEL_KEY), or use the"
+        advice="name a user by --user and --key-file (or DIESEL_USER and DIESEL_KEY), or use the"
         " address of a repository without a server, such as file:///folder",
     )

@@ -1,4 +1,4 @@
-"""The one error tree. Every failure that a user can meet is a leaf of it.
+"""All errors of DIESEL-FS. Every failure that a user can meet is a class of this tree.
 
     DieselError                         exit  errno
     ├── UsageError                         2  EINVAL
@@ -24,8 +24,8 @@
     ├── NoSpaceError                      16  ENOSPC
     └── DeadlineError                     14  ETIMEDOUT
 
-`exit_code` is what `dlcmd` ends with, `errno` what a mount answers, and `retry` says whether the
-same call may succeed later without anybody doing anything. `advice` is what the user can do.
+Each class has the exit code of `dlcmd`, the errno that a mount answers, and `retry`: whether the
+same call may succeed later although nobody changes anything. `advice` says what the user can do.
 """
 
 import errno
@@ -33,18 +33,18 @@ import os
 from contextlib import suppress
 
 DETAIL = "  | "
-"""What a line of details begins with."""
+"""The prefix of each line of `DieselError.details`."""
 
 
 class DieselError(Exception):
-    """What failed, on what (in the message), and what to do about it (`advice`)."""
+    """An error: the message says what failed and on what, `advice` what the user can do."""
 
     exit_code = 1
     errno = errno.EIO
     retry = False
 
     details = ""
-    """Lines of what is known besides, such as the end of a log. They follow all else."""
+    """More lines that explain the error, such as the end of a log. They follow the message."""
 
     def __init__(self, message: str, *, advice: str = "") -> None:
         super().__init__(message)
@@ -68,7 +68,7 @@ class ConfigError(UsageError):
 
 
 class PartialError(DieselError):
-    """The work was done except for some files, each of which has been named."""
+    """The work was done except for some files, each of which has been named to the user."""
 
     exit_code = 3
 
@@ -78,20 +78,20 @@ class PartialError(DieselError):
 
 
 class NotFoundError(DieselError):
-    """Something that was named is known not to exist."""
+    """What the user named does not exist. (It is not merely unreachable.)"""
 
     exit_code = 10
     errno = errno.ENOENT
 
 
 class NoSuchDataset(NotFoundError):
-    """The repository is known to hold no dataset of this name."""
+    """The repository holds no dataset of this name."""
 
 
 class NoSuchPath(NotFoundError, FileNotFoundError):  # type: ignore[misc]  # errno is the class's
-    """The dataset is known to hold no entry of this path.
+    """The dataset holds no entry with this path.
 
-    It is a FileNotFoundError too, so that code which was written for files goes on as it is.
+    It is a FileNotFoundError, too, so that code written for files works unchanged.
     """
 
     def __init__(self, message: str, *, advice: str = "") -> None:
@@ -100,7 +100,7 @@ class NoSuchPath(NotFoundError, FileNotFoundError):  # type: ignore[misc]  # err
 
 
 class BusyError(DieselError):
-    """Somebody else holds it: an open file, a lock, a lease."""
+    """Another process holds what is needed: an open file, a lock or a lease."""
 
     exit_code = 11
     errno = errno.EBUSY
@@ -115,21 +115,21 @@ class PermissionDenied(DieselError):
 
 
 class ConflictError(DieselError):
-    """It would overwrite, shadow or contradict what is there."""
+    """The operation would overwrite, shadow or contradict something that exists."""
 
     exit_code = 12
     errno = errno.EEXIST
 
 
 class ObjectStoreError(DieselError):
-    """The object store cannot be reached or did not do what it was asked."""
+    """The object store cannot be reached, or a request to it failed."""
 
     exit_code = 13
     retry = True
 
 
 class ObjectMissing(ObjectStoreError):
-    """An object that was named is not in the store."""
+    """The object store is there, and holds no object of this name."""
 
     retry = False
 
@@ -142,26 +142,26 @@ class ObjectExists(ObjectStoreError):
 
 
 class ObjectStoreRefused(ObjectStoreError):
-    """The object store does not let us in, or not do this: credentials, rights, clocks."""
+    """The object store refuses access: bad credentials, missing rights, or a wrong clock."""
 
     retry = False
 
 
 class MetadataError(DieselError):
-    """The metadata store cannot be reached or did not do what it was asked."""
+    """The metadata store cannot be reached, or a request to it failed."""
 
     exit_code = 14
     retry = True
 
 
 class MetadataBehind(MetadataError):
-    """The metadata store does not know all chunks: absence cannot be told from ignorance."""
+    """The metadata store does not know all chunks, so it cannot tell whether something exists."""
 
     retry = False
 
 
 class FormatError(DieselError):
-    """Bytes are not what their format says; `offset` is where in the object, where known."""
+    """Bytes contradict their format. `offset` is where in the object, or -1 if unknown."""
 
     exit_code = 15
 
@@ -171,7 +171,7 @@ class FormatError(DieselError):
 
 
 class TruncatedError(FormatError):
-    """The object ends before its own lengths say so."""
+    """The object is shorter than its own lengths say."""
 
 
 class CorruptError(FormatError):
@@ -179,11 +179,11 @@ class CorruptError(FormatError):
 
 
 class ForeignError(FormatError):
-    """Intact perhaps, but not ours: another magic, dataset identity or chunk ID."""
+    """The object has another magic number, dataset identity or chunk ID than expected."""
 
 
 class NewerVersionError(FormatError):
-    """Written by a newer program: refused, and never treated as damage."""
+    """A newer program wrote the object. It is refused, and never treated as damaged."""
 
 
 class NoSpaceError(DieselError):
@@ -195,7 +195,7 @@ class NoSpaceError(DieselError):
 
 
 class DeadlineError(DieselError):
-    """Something did not answer in time."""
+    """A server, a store or a program did not answer in time."""
 
     exit_code = 14
     errno = errno.ETIMEDOUT
@@ -203,8 +203,10 @@ class DeadlineError(DieselError):
 
 
 def error_by_class_name(name: str, message: str, advice: str) -> DieselError:
-    """The error that another process of ours had, from its class's name; its nearest ancestor where
-    the class is not known here or wants more than words.
+    """The error that another process reported by the name of its class.
+
+    It is the nearest ancestor of that class whose constructor takes a message and an advice, and a
+    plain DieselError if the class is unknown here.
     """
     known = [DieselError]
     for kind in known:

@@ -1,7 +1,7 @@
-"""Names as people give and see them: what a dataset may be called, and how a path is shown.
+"""Names of datasets as users write them (`NAME`, `NAME@VERSION`), and paths as users see them.
 
-Pure, and without numpy: `dlcmd mount` needs this much of the names and is to start fast. The rules
-for paths are in `entries.py`.
+Pure, and without numpy, which would slow down the start of `dlcmd mount`. The rules for paths in a
+dataset are in `format/entries.py`.
 """
 
 import re
@@ -14,7 +14,7 @@ DATASET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
 def check_dataset_name(name: str) -> str:
-    """`name` itself. Raises UsageError: a name becomes part of keys and paths."""
+    """`name` itself. Raises UsageError if it is not allowed: it becomes part of keys and paths."""
     if not DATASET_NAME.fullmatch(name):
         raise UsageError(
             f"bad dataset name {name!r}",
@@ -24,9 +24,8 @@ def check_dataset_name(name: str) -> str:
 
 
 def parse_versioned_name(text: str) -> tuple[str, int]:
-    """The name of a dataset, and a version of it: `DATASET@VERSION`, or 0 for the current one.
-
-    Raises UsageError.
+    """The dataset's name and the version in `DATASET@VERSION`; the version is 0 if none is named,
+    which means the current one. Raises UsageError.
     """
     name, at, version = text.partition("@")
     check_dataset_name(name)
@@ -34,12 +33,13 @@ def parse_versioned_name(text: str) -> tuple[str, int]:
         return name, 0
     if not _VERSION.fullmatch(version):
         raise UsageError(
-            f"bad version in {text!r}", advice=f"`dlcmd ls {name}@` lists those that are kept"
+            f"bad version in {text!r}",
+            advice=f"`dlcmd ls {name}@` lists the versions that are kept",
         )
     return name, int(version)
 
 
 def shown(path: bytes) -> str:
-    """A path for people: control characters and bytes that are not UTF-8 are escaped."""
+    """A path as text for messages: control characters and bytes that are not UTF-8 are escaped."""
     text = path.decode("utf-8", "backslashreplace")
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -1,7 +1,7 @@
-"""Settings: where they come from, which win, and the user's own folders.
+"""Loads the user's settings, reads files with secrets, and names the user's own folders.
 
-Flags win over the environment, the environment over `~/.config/diesel/config.toml`, that over the
-defaults; unknown keys are errors. Values are immutable once loaded.
+Flags win over the environment, the environment over `~/.config/diesel/config.toml`, and that over
+the defaults. Unknown keys are errors. Settings do not change once they are loaded.
 """
 
 import logging
@@ -23,8 +23,7 @@ log = logging.getLogger("diesel.settings")
 KEY_FILE_BYTES_MAX = 4096
 
 READ_DEADLINE_S = 30.0
-"""How long a read may wait for the object store before it is an error: every call has an end."""
-
+"""How long a read may wait for the object store before it fails."""
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _SIZE = re.compile(r"(\d{1,15})([KMGT]?)(?:i?B)?", re.IGNORECASE | re.ASCII)
@@ -32,21 +31,21 @@ _SIZE = re.compile(r"(\d{1,15})([KMGT]?)(?:i?B)?", re.IGNORECASE | re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What may stand in the configuration file, in the environment, and in global options."""
+    """The values of the configuration file, the environment and the global options."""
 
     url: str = ""
     user: str = ""
     key_file: str = ""
-    key: str = field(default="", repr=False)  # in the environment alone
+    key: str = field(default="", repr=False)  # only from the environment
 
     @property
     def repository_url(self) -> str:
-        """The repository that is meant, the user's own where none is named."""
+        """The URL of the repository; of the one in the user's data folder if none is named."""
         return self.url or data_folder().as_uri()
 
     @property
     def credentials(self) -> Credentials | None:
-        """Who we are to the server of the repository; None where there is none.
+        """The user and the key for the repository's server; None if the URL is not a server's.
 
         Raises ConfigError, PermissionDenied.
         """
@@ -59,7 +58,7 @@ class Settings:
             return Credentials(self.user, parse_key(self.key))
         if not self.key_file:
             raise ConfigError(
-                f"no key for the user {self.user!r}", advice="name its file by --key-file"
+                f"no key for the user {self.user!r}", advice="name the key's file by --key-file"
             )
         return Credentials(self.user, _key_in(Path(self.key_file)))
 
@@ -70,11 +69,13 @@ _ENVIRONMENT = {"url": "DIESEL_URL", "user": "DIESEL_USER", "key": "DIESEL_KEY"}
 def load_settings(
     flags: Mapping[str, str | None], environment: Mapping[str, str] | None = None
 ) -> Settings:
-    """The settings in force. Raises ConfigError for unknown keys and wrong types."""
+    """The settings that apply. Raises ConfigError for unknown keys and wrong types."""
     env = os.environ if environment is None else environment
     try:
         file = config_file()
-    except ConfigError:  # nobody's home: a daemon, a container; all can be said by other means
+    except (
+        ConfigError
+    ):  # no home folder (a daemon, a container): flags and environment can say it all
         settings = Settings()
     else:
         settings = replace(Settings(), **_from_file(file))
@@ -85,7 +86,7 @@ def load_settings(
 
 
 def parse_size(text: str) -> int:
-    """A number of bytes: 4096, 64K, 4M, 1G. Raises UsageError."""
+    """The number of bytes in a text such as 4096, 64K, 4M or 1G. Raises UsageError."""
     match = _SIZE.fullmatch(text)
     if match is None:
         raise UsageError(f"bad size {text!r}", advice="write it as 4096, 64K, 4M or 1G")
@@ -93,22 +94,22 @@ def parse_size(text: str) -> int:
 
 
 def private_bytes(path: Path, what: str, bytes_max: int) -> bytes:
-    """The content of a file with a secret, which is to be its user's alone.
+    """The content of a file with a secret, which only its user should be able to read.
 
-    One that others may read is refused where this user can mend that, with PermissionDenied. Where
-    it cannot, it is warned of, once: container engines mount secrets read-only, or as another user,
-    with modes that they choose. `what` is the content, in the words of messages. Raises
-    ConfigError, also where it is longer than `bytes_max`.
+    If others may read it and this user can change its mode, raises PermissionDenied. If the user
+    cannot, a warning is logged once: container engines mount secrets read-only, or as another user,
+    with modes that they choose. `what` names the content in messages. Raises ConfigError if the
+    file cannot be read, or is longer than `bytes_max`.
     """
     try:
         with path.open("rb") as file:
             found = os.fstat(file.fileno())
             if found.st_mode & 0o077:
-                if _can_mend(file.fileno(), found.st_uid):
+                if _can_change_mode(file.fileno(), found.st_uid):
                     raise PermissionDenied(
                         f"others may read {what} in {path}", advice=f"chmod 600 {path}"
                     )
-                _warn_of(path, what)
+                _warn_others_may_read(path, what)
             content = file.read(bytes_max + 1)
     except OSError as error:
         raise ConfigError(f"cannot read {what} in {path}: {error.strerror}") from error
@@ -117,24 +118,24 @@ def private_bytes(path: Path, what: str, bytes_max: int) -> bytes:
     return content
 
 
-def _can_mend(file: int, owner: int) -> bool:
+def _can_change_mode(file: int, owner: int) -> bool:
     """Whether this user can change the mode of an open file."""
     is_ours = os.geteuid() in (0, owner)
     return is_ours and not os.fstatvfs(file).f_flag & os.ST_RDONLY
 
 
 @cache
-def _warn_of(path: Path, what: str) -> None:
+def _warn_others_may_read(path: Path, what: str) -> None:
     log.warning(
-        "others may read %s in %s, and this user cannot change that; whoever mounts or owns the "
-        "file can give it the mode 0400",
+        "others may read %s in %s, and this user cannot change that; its owner, or the engine that "
+        "mounts it, can give it the mode 0400",
         what,
         path,
     )
 
 
 def private_text(path: Path, what: str, bytes_max: int) -> str:
-    """The same as text: of bytes that are not ASCII it has U+FFFD. Raises as `private_bytes`."""
+    """As `private_bytes`, as text; a byte that is not ASCII becomes U+FFFD."""
     return private_bytes(path, what, bytes_max).decode("ascii", errors="replace")
 
 
@@ -166,22 +167,25 @@ def _from_file(path: Path) -> dict[str, str]:
 
 
 def config_file() -> Path:
-    """The user's configuration file."""
+    """The path of the user's configuration file."""
     return _home("XDG_CONFIG_HOME", ".config") / "diesel" / "config.toml"
 
 
 def data_folder() -> Path:
-    """The default repository."""
+    """The folder of the default repository."""
     return _home("XDG_DATA_HOME", ".local/share") / "diesel"
 
 
 def state_folder() -> Path:
-    """Where background logs go; made where it is missing."""
+    """The folder of the logs of background programs; it is made if it is missing."""
     return private_folder(_home("XDG_STATE_HOME", ".local/state") / "diesel")
 
 
 def runtime_folder() -> Path:
-    """Where sockets lie while their programs run; made where it is missing. Nobody else enters."""
+    """The folder of the sockets of running programs; it is made if it is missing.
+
+    Raises PermissionDenied if other users can enter it.
+    """
     value = os.environ.get("XDG_RUNTIME_DIR", "")
     if value.startswith("/") and os.access(value, os.W_OK | os.X_OK):
         folder = private_folder(Path(value) / "diesel")
@@ -193,14 +197,14 @@ def runtime_folder() -> Path:
 
 
 def cache_folder() -> Path:
-    """Private copies that can be made again; made where it is missing."""
+    """The folder of private copies that can be made again; it is made if it is missing."""
     return private_folder(_home("XDG_CACHE_HOME", ".cache") / "diesel")
 
 
 def private_folder(path: Path) -> Path:
-    """`path`, a folder that only this user can read and change.
+    """Make sure that `path` is a folder that only this user can write to, and return it.
 
-    Raises PermissionDenied where it belongs to another user or lets others write.
+    Raises PermissionDenied if it belongs to another user or lets others write.
     """
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -216,7 +220,7 @@ def private_folder(path: Path) -> Path:
 
 def _home(variable: str, default: str) -> Path:
     value = os.environ.get(variable, "")
-    if value.startswith("/"):  # the XDG specification says to ignore relative ones
+    if value.startswith("/"):  # the XDG specification demands that relative paths are ignored
         return Path(value)
     try:
         return Path.home() / default

@@ -1,12 +1,12 @@
-"""Addresses of repositories: what each form means, and how one is shown.
+"""URLs of repositories: parses each form, and shows a URL without its password.
 
     file:///folder                       a folder; its metadata beside the chunks (SQLite)
     file:///folder?meta=redis://host     a folder; its metadata in Redis
     s3://bucket/prefix?meta=...          an object store (gs://, az:// likewise)
     diesel://host:port                   a server (diesel+tls:// encrypted)
 
-Such a URL may hold a password. Nothing here shows one: `str` and `repr` leave it out; `full_url`,
-for processes of our own, has it.
+Such a URL may hold a password. `str` and `repr` leave it out; `full_url`, which is passed to other
+processes of DIESEL-FS, contains it.
 """
 
 import re
@@ -20,38 +20,38 @@ CLOUD_SCHEMES = ("s3", "gs", "az")
 SERVER_SCHEMES = ("diesel", "diesel+tls")
 
 _SECRET = re.compile(r"(?<=://)([^/?#@]*:)?[^/?#@]*@")
-"""User and password at the front of what follows a scheme, up to the @."""
+"""User and password: what stands between `://` and `@`."""
 
 
 def shown_url(text: str) -> str:
-    """A URL of any kind without its user and password."""
+    """A URL of any kind, with `***` for its user and password."""
     return _SECRET.sub("***@", text)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class RepositoryUrl:
-    """A parsed repository address.
+    """The parsed URL of a repository.
 
-    `path` is set for `file`; `host` otherwise: the bucket, or the server's address. `prefix` is
-    where in the bucket the repository is, without slashes around it.
+    `path` is set for the scheme `file`; for others `host` is the bucket, or the server's address.
+    `prefix` is the prefix of the repository's keys in the bucket, without slashes around it.
     """
 
     scheme: str
     path: Path = Path()
     host: str = ""
     prefix: str = ""
-    meta: str = ""  # the URL of the metadata store; empty: the embedded one
+    meta: str = ""  # the URL of the metadata store; empty: SQLite beside the chunks
 
     @property
     def objects_url(self) -> str:
-        """The address of the objects alone."""
+        """The URL of the object store, without the metadata store."""
         if self.scheme == "file":
             return self.path.as_uri()
         return f"{self.scheme}://{self.host}" + (f"/{quote(self.prefix)}" if self.prefix else "")
 
     @property
     def full_url(self) -> str:
-        """The address with all that it holds."""
+        """The whole URL, with its password."""
         return (
             f"{self.objects_url}?meta={quote(self.meta, safe=':/@,')}"
             if self.meta
@@ -67,20 +67,20 @@ class RepositoryUrl:
 
 
 def parse_url(text: str) -> RepositoryUrl:
-    """The repository that a URL names. Raises ConfigError for anything but a known form."""
+    """Parse the URL of a repository. Raises ConfigError for any other form."""
     shown = repr(shown_url(text))
     if "://" not in text:
         raise ConfigError(f"bad repository URL {shown}", advice="write it as file:///folder")
-    if "#" in text:  # else what stands behind it would be left out, and another folder opened
+    if "#" in text:  # the rest would be dropped, and another folder opened
         raise ConfigError(f"bad repository URL {shown}", advice="write # as %23")
     try:
         parts = urlsplit(text)
-        path = unquote(parts.path, errors="strict")  # SQLite opens no path that is no text
+        path = unquote(parts.path, errors="strict")  # SQLite opens only paths that are text
     except ValueError as error:
         raise ConfigError(f"bad repository URL {shown}: {error}") from None
     if "\0" in path:
         raise ConfigError(f"bad repository URL {shown}: no path holds a NUL byte")
-    literal = parts.query.replace("+", "%2B")  # redis+cluster, not a form's space
+    literal = parts.query.replace("+", "%2B")  # in redis+cluster the plus is no space
     query = dict(parse_qsl(literal, keep_blank_values=True))
     if unknown := sorted(set(query) - {"meta"}):
         raise ConfigError(

@@ -1,14 +1,13 @@
-"""Files under names that users give: written whole or not at all.
+"""Writes a file under a name that a user gave: whole or not at all.
 
-Owned here: the temporary file and its rename, what is not replaced but written to, and that what a
-killed writer left goes with the next one. Not owned: what is in the files, and who may be told of
-one.
+`atomic_file` writes a temporary file and renames it; the next writer in the folder removes the
+temporary files of killed ones. A name that leads to something other than a regular file (a device,
+a fifo, the pipe behind /dev/stdout) is written to as it is: a file renamed over /dev/null would
+break the machine.
 
-What is neither missing nor a regular file (a device, a fifo, the pipe behind /dev/stdout) is
-written to as it is: to rename a file over /dev/null would break the machine. A link is followed,
-but none that may have been planted, nor is anything written to that may have been: what somebody
-else made where others may write, as in /tmp. Whoever may plant a link there would choose which
-file of ours is overwritten.
+Links are followed, except links that may have been **planted**: made by another user in a folder
+where others may write, such as /tmp. With such a link another user would choose which file of ours
+is overwritten. Nor is anything written to that another user may have planted.
 
 Concurrency: any thread; of several writers of one name the last rename wins.
 """
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class _Named(io.FileIO):
-    """A file whose errors name it as its user did: those of write(2) name none."""
+    """A file whose errors have the file name that the user gave: write(2) reports none."""
 
     def __init__(self, descriptor: int, shown: str) -> None:
         super().__init__(descriptor, "wb")
@@ -59,12 +58,12 @@ _LINKS_MAX = 40  # as the kernel's own limit
 
 
 def named_file(descriptor: int, shown: str) -> BinaryIO:
-    """A file to write, which is closed with the descriptor; its errors name it."""
+    """A file to write to a descriptor, which it closes; its errors have the name `shown`."""
     return cast("BinaryIO", io.BufferedWriter(_Named(descriptor, shown)))
 
 
 def write_error(file: Path | str, error: OSError) -> DieselError:
-    """Why a file cannot be written, as an error of ours."""
+    """The error of ours for an OSError while writing a file."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     return (NoSpaceError if full else PermissionDenied)(f"cannot write {file}: {error.strerror}")
 
@@ -77,10 +76,11 @@ _STRANGERS_S = 86_400
 
 @contextmanager
 def atomic_file(path: Path, *, mode: int = 0o600, sync: bool = True) -> Iterator[BinaryIO]:
-    """A file to write, which is at `path` when the `with` ends well; `sync`: durably.
+    """A file to write, which appears at `path` when the `with` ends without an error.
 
-    A new file has `mode`, less the umask. Raises OSError with `path` as its file name, UsageError
-    for a folder, and PermissionDenied for what may have been planted.
+    With `sync`, it is durable then. A new file has `mode`, less the umask. Raises OSError with
+    `path` as its file name, UsageError for a folder, and PermissionDenied for a file or link that
+    may have been planted.
     """
     with _naming(str(path)):
         check_links(path)
@@ -113,8 +113,8 @@ def atomic_file(path: Path, *, mode: int = 0o600, sync: bool = True) -> Iterator
 
 
 def check_links(path: Path) -> None:
-    """Raises PermissionDenied where a link on the way to `path`, or `path` itself, may have been
-    planted, and OSError where links lead in a circle.
+    """Raise PermissionDenied if a link on the way to `path`, or `path` itself, may have been
+    planted, and OSError if links form a circle.
     """
     here, left, links = "/", _parts(os.path.join(os.getcwd(), path)), 0
     while left:
@@ -125,10 +125,10 @@ def check_links(path: Path) -> None:
         at = os.path.join(here, part)
         try:
             target = os.readlink(at)
-        except OSError:  # no link, or nothing: whoever opens it will see
+        except OSError:  # not a link, or missing: opening it will tell
             here = at
             continue
-        if here.startswith("/proc/"):  # the kernel's own, which leads to what is open
+        if here.startswith("/proc/"):  # a link of the kernel's to an open file
             return
         links += 1
         if links > _LINKS_MAX:
@@ -140,11 +140,11 @@ def check_links(path: Path) -> None:
 
 
 def check_file(path: Path, found: os.stat_result) -> None:
-    """For a file that is written to as it is: raises PermissionDenied where that may have been
-    planted, be it as another name of a file of ours.
+    """For a file that is written to as it is: raise PermissionDenied if it may have been planted,
+    or is a hard link that others may have made to a file of ours.
     """
     folder = os.path.dirname(os.path.realpath(path))
-    if folder.startswith("/proc/"):  # what is open in this process
+    if folder.startswith("/proc/"):  # an open file of this process
         return
     is_linked = stat.S_ISREG(found.st_mode) and found.st_nlink > 1
     if _may_be_planted(found, folder, is_last=True) or (is_linked and _others_write(folder)):
@@ -152,16 +152,16 @@ def check_file(path: Path, found: os.stat_result) -> None:
 
 
 def temporary_name() -> str:
-    """`.dlcmd-<where>-<pid>-<start>-<random>`: says which process makes the file."""
+    """`.dlcmd-<where>-<pid>-<start>-<random>`: a name that says which process writes the file."""
     pid = os.getpid()
     return f".dlcmd-{_where()}-{pid}-{_own_start(pid)}-{secrets.token_hex(8)}"
 
 
 def remove_leftovers(folder: Path | int) -> None:
-    """Remove the temporary files in a folder (or its descriptor) whose process has gone.
+    """Remove the temporary files in a folder (or its descriptor) whose process has ended.
 
-    Those of another machine, of an earlier start of this one, or of another namespace of processes
-    go when they are a day old: nobody can ask for their process here.
+    A process of another machine, of an earlier boot of this one, or of another PID namespace cannot
+    be looked up here: its files are removed when they are a day old.
     """
     at, path = (folder, Path()) if isinstance(folder, int) else (None, folder)
     with suppress(OSError):
@@ -181,7 +181,7 @@ def _is_left(found: re.Match[str], path: Path, folder: int | None) -> bool:
 
 @cache
 def _where() -> str:
-    """Where numbers of processes mean the same: this start of this machine, and this namespace."""
+    """Where process numbers have one meaning: this boot of this machine, and this PID namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
     namespace = os.stat("/proc/self/ns/pid").st_ino
     return hashlib.sha256(boot + str(namespace).encode()).hexdigest()[:8]
@@ -193,7 +193,7 @@ def _own_start(pid: int) -> str:
 
 
 def _start(pid: int) -> str:
-    """When a process began, in ticks (proc(5)); nothing where there is none."""
+    """When a process started, in ticks (proc(5)); empty if there is no such process."""
     try:
         status = Path(f"/proc/{pid}/stat").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
@@ -202,14 +202,13 @@ def _start(pid: int) -> str:
 
 
 def close_folder(descriptor: int) -> None:
-    """Close the descriptor of a folder. That nothing was written through it leaves its errors
-    without a meaning, and whoever closes it has what it was opened for."""
+    """Close the descriptor of a folder. Errors are ignored: nothing was written through it."""
     with suppress(OSError):
         os.close(descriptor)
 
 
 def is_stdout(path: Path) -> bool:
-    """Whether a name leads to this process's standard output, as /dev/stdout does."""
+    """Whether a path is a link to this process's standard output, as /dev/stdout is."""
     try:
         return path.is_symlink() and os.path.samestat(path.stat(), os.fstat(1))
     except OSError:
@@ -217,7 +216,7 @@ def is_stdout(path: Path) -> bool:
 
 
 def _replaceable(path: Path) -> Path | None:
-    """Where a file that replaces the one at `path` is to lie; None for what is written to."""
+    """The path to rename a new file to; None if `path` is written to as it is."""
     try:
         found = path.stat()
     except FileNotFoundError:
@@ -227,8 +226,8 @@ def _replaceable(path: Path) -> Path | None:
     if not stat.S_ISREG(found.st_mode):
         return None
     place = Path(os.path.realpath(path))
-    # A file that is open and has no name any more (/dev/fd/3) is written to. One that another
-    # process has just replaced has a name: writing to it would truncate what others have mapped.
+    # An open file without a name (/dev/fd/3) is written to. A file that another process has just
+    # replaced has a name: writing to it would truncate what others have mapped.
     return place if place.exists() else None
 
 
@@ -238,8 +237,8 @@ def _parts(path: str) -> list[str]:
 
 
 def _may_be_planted(found: os.stat_result, folder: str, *, is_last: bool) -> bool:
-    """Whether somebody else may have put something there to lead us astray. On the way to the last
-    name that is so only where anybody may write: people who share folders link them, too.
+    """Whether another user may have planted this. A link to a folder on the way to the last name
+    counts only if anybody may write there: people who share folders also link them.
     """
     if found.st_uid in (0, os.geteuid()):
         return False
@@ -255,7 +254,7 @@ def _others_write(folder: str) -> bool:
 
 def _planted(what: str, at: str) -> PermissionDenied:
     return PermissionDenied(
-        f"{what} that somebody else may have planted: others may write to {os.path.dirname(at)}",
+        f"{what} that another user may have planted: others may write to {os.path.dirname(at)}",
         advice="write to a folder of your own",
     )
 

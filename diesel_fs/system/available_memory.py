@@ -1,6 +1,7 @@
-"""How much memory a program of ours may take by itself, where nobody says.
+"""How much memory a cache may take if the user does not say: half of what is free.
 
-Owned here: what the machine has free, and what control groups allow. Any thread.
+Free is what the machine has available, or less where a control group (a container's limit) allows
+less. Any thread.
 """
 
 import os
@@ -10,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 MEMORY_DIVISOR = 2
-"""One part in this many of what is available."""
+"""A program takes one part in this many of the available memory."""
 
 MEMORY_BYTES_MIN = 64 << 20
 
@@ -18,17 +19,17 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 
 def default_memory_bytes() -> int:
-    """What a program may take."""
+    """Bytes of memory that a program may take by default."""
     return max(_available_bytes() // MEMORY_DIVISOR, MEMORY_BYTES_MIN)
 
 
 def memory_limit_bytes() -> int:
-    """What programs may use in all: the machine's memory, or less where a control group says so."""
+    """Bytes of memory that all programs may use: the machine's, or the control group's limit."""
     return min(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), _own_cgroup_limit_bytes())
 
 
 def _available_bytes() -> int:
-    """Memory that this process may still have without swapping or being killed."""
+    """Bytes of memory that this process can still take without swapping or being killed."""
     return min(_free_bytes(), _own_cgroup_limit_bytes())
 
 
@@ -48,10 +49,11 @@ def _free_bytes() -> int:
 
 
 def _cgroup_limit_bytes(mounted: Path, listed: str) -> int:
-    """The least limit of the control groups that /proc/self/cgroup lists, v2 or v1, and theirs.
+    """The smallest limit of the control groups (v2 or v1) that /proc/self/cgroup lists, and of the
+    groups above them.
 
-    In a container the listed path may be the host's: what it does not have here says nothing, and
-    the container's own limit stands at the top.
+    In a container the listed path may be the host's, and need not exist here; the container's own
+    limit is at the top.
     """
     limits = [1 << 62]
     for group in re.findall(r"^0::/(.*)$", listed, re.MULTILINE):
@@ -64,5 +66,5 @@ def _cgroup_limit_bytes(mounted: Path, listed: str) -> int:
 def _limits(top: Path, group: str, name: str) -> Iterator[int]:
     for folder in (top / group, *(top / group).parents):
         if folder.is_relative_to(top):
-            with suppress(OSError, ValueError):  # "max", or none here
+            with suppress(OSError, ValueError):  # the file says "max", or is missing
                 yield int((folder / name).read_text())

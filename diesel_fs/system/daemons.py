@@ -1,8 +1,8 @@
-"""Starting a program of ours that goes on by itself, and hearing whether it came up.
+"""Starts a background program of DIESEL-FS (a daemon), and hears whether it came up.
 
-Owned here: how it is detached, what it gets (one request on stdin, our environment without
-secrets), its report (JSON lines on stdout: `pid`, `warning`, `wait_until_ready` or `error`), and
-its log. Not owned: what it does, and what its request means. Any thread.
+A daemon is detached from its starter. It gets one request on stdin and our environment without
+secrets; it reports in JSON lines on stdout (`pid`, `warning`, then `ready` or `error`), and logs to
+a file. What a request means is the program's own matter. Any thread.
 """
 
 import json
@@ -34,28 +34,29 @@ from .atomic_file import check_file, check_links
 LOG_LINES_SHOWN = 15
 
 END_DEADLINE_S = 5.0
-"""How long a daemon may take to end that was told to while it came up; it needs 2 s at most."""
+"""How long to wait for the end of a daemon that was told to end while starting; it takes at most
+2 s."""
 
 _UNEXPLAINED = (DieselError, DeadlineError)
-"""An error of another kind tells by itself what was wrong."""
+"""Errors that do not say by themselves what went wrong."""
 
 _SECRETS = ("DIESEL_KEY", "DIESEL_TASK_KEY")
-_NEEDED = ("PATH", "LD_LIBRARY_PATH")  # to be found, and to find libraries
+_NEEDED = ("PATH", "LD_LIBRARY_PATH")  # to find programs and libraries
 
-# The daemon must be nobody's child: no zombie where its starter lives on, no hang-up with it. The
+# The daemon must not be a child of its starter: it would become a zombie, or get its hang-up. The
 # interpreter that forks has no threads and becomes the daemon by exec, so nothing is inherited.
 _DETACH = "import os, sys; os._exit(0) if os.fork() else os.execv(sys.argv[1], sys.argv[1:])"
 
 
 @dataclass(frozen=True, slots=True)
 class DaemonRequest:
-    """What a daemon is asked to be: fields of what JSON has, of tuples, or of other requests."""
+    """What a daemon is started for: a dataclass of JSON values, tuples, and other requests."""
 
     BYTES_MAX: ClassVar[int]
-    """How long it may be as it travels."""
+    """The largest length as JSON."""
 
     def to_json(self) -> bytes:
-        """The request as it travels. Raises UsageError where it is too long."""
+        """The request as JSON. Raises UsageError if it is too long."""
         text = json.dumps(asdict(self)).encode()
         if len(text) > self.BYTES_MAX:
             raise UsageError(f"a request of {len(text)} bytes (at most {self.BYTES_MAX})")
@@ -63,7 +64,7 @@ class DaemonRequest:
 
     @classmethod
     def from_json(cls, text: bytes) -> Self:
-        """The request that was sent. Raises UsageError for anything else."""
+        """The request in this JSON. Raises UsageError if there is none."""
         try:
             values = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -72,14 +73,14 @@ class DaemonRequest:
 
     @classmethod
     def from_values(cls, values: object) -> Self:
-        """The request that JSON has made values of. Raises UsageError for anything else."""
+        """The request with these values, which come from JSON. Raises UsageError for others."""
         if not isinstance(values, dict) or set(values) != {each.name for each in fields(cls)}:
             raise UsageError(f"not a {cls.__name__}: other fields than this version's")
         return cls(**{each.name: _field(each.type, values[each.name]) for each in fields(cls)})
 
 
 def _field(kind: object, value: object) -> object:
-    """A field's value out of what JSON has made of it."""
+    """The value of a field, from a value that comes from JSON."""
     if isinstance(kind, type) and issubclass(kind, DaemonRequest):
         return kind.from_values(value)
     return tuple(value) if isinstance(value, list) else value
@@ -95,13 +96,13 @@ def start(
     deadline_s: float,
     pass_fds: Sequence[int] = (),
 ) -> Mapping[str, object]:
-    """Starts a daemon and returns what it says when it is ready.
+    """Start a daemon and return its report that it is ready.
 
-    What it warns of is a warning of `logger` here, too. `daemon_name` is what comes up, for
-    messages. Raises the error that it reports, DieselError where it ends without a word,
-    DeadlineError where it is not ready in time: it is killed then. Where this call is interrupted,
-    the daemon is told to end. After an error or an interruption it has ended. It inherits the
-    descriptors `pass_fds`, under their numbers.
+    `text` is its request, `log` its log. Its warnings are logged to `logger` here, too.
+    `daemon_name` names it in messages. It inherits the descriptors `pass_fds` under the same
+    numbers. Raises the error that the daemon reports, DieselError if it ends without a report, and
+    DeadlineError if it is not ready in time; it is killed then. If this call is interrupted, the
+    daemon is told to end. After an error or an interruption the daemon has ended.
     """
     detach = [sys.executable, "-I", "-S", "-c", _DETACH]
     receiver, sender = os.pipe()
@@ -136,14 +137,14 @@ def start(
 
 
 def environment() -> dict[str, str]:
-    """Ours without secrets; the daemon finds the modules that we run."""
+    """Our environment without secrets, and with the path of the modules that we run."""
     kept = {name: value for name, value in os.environ.items() if name not in _SECRETS}
     return {**kept, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
 def minimal_environment() -> dict[str, str]:
-    """What a program needs that is not ours, or that opens no store: of what this process has, as
-    secrets of any name, it gets nothing else.
+    """The environment of a program that opens no store, or is not part of DIESEL-FS: only the
+    variables it needs, so that no secret is passed to it under whatever name.
     """
     kept = {name: os.environ[name] for name in _NEEDED if name in os.environ}
     return {**kept, "LC_ALL": "C"}
@@ -151,7 +152,8 @@ def minimal_environment() -> dict[str, str]:
 
 @contextmanager
 def minimal_environment_set() -> Iterator[None]:
-    """This process has the bare environment meanwhile, as do programs that a library starts."""
+    """Give this process the minimal environment during the `with`, so that programs that a library
+    starts have it, too."""
     before = dict(os.environ)
     bare = minimal_environment()
     for name in before.keys() - bare:
@@ -165,13 +167,14 @@ def minimal_environment_set() -> Iterator[None]:
 
 
 def report(what: Mapping[str, object]) -> None:
-    """What a daemon says to whoever started it, who may be gone."""
+    """Called by a daemon: report something to its starter. A starter that has gone is no error."""
     with suppress(OSError):
         os.write(1, json.dumps(what).encode() + b"\n")
 
 
 def notify_systemd() -> None:
-    """That we are ready, where we are a service of `Type=notify`; see sd_notify(3)."""
+    """Tell systemd that this process is ready, if it is a service of `Type=notify`; see
+    sd_notify(3)."""
     address = os.environ.get("NOTIFY_SOCKET", "")
     if address:
         with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as end:
@@ -179,14 +182,15 @@ def notify_systemd() -> None:
 
 
 def is_starter_gone() -> bool:
-    """Whether nobody reads a daemon's report any more: whoever started it has ended, or gave up."""
+    """Called by a daemon: whether nobody reads its report, since its starter has ended or given
+    up."""
     poll = select.poll()
     poll.register(1, 0)
     return any(events & select.POLLERR for _, events in poll.poll(0))
 
 
 class _Report:
-    """What a daemon says while it comes up."""
+    """The report of a daemon that is starting."""
 
     def __init__(self, file: FileIO, what: str) -> None:
         self._file = file
@@ -195,7 +199,8 @@ class _Report:
         self._pid = 0
 
     def wait_until_ready(self, logger: logging.Logger, deadline_s: float) -> Mapping[str, object]:
-        """What it says when it is ready. Raises what it reports, DieselError, DeadlineError."""
+        """The line that says that the daemon is ready. Raises the error that it reports,
+        DieselError or DeadlineError."""
         for line in self._lines(deadline_s):
             if "error" in line:
                 raise error_by_class_name(line["error"], line["message"], line["advice"])
@@ -206,13 +211,13 @@ class _Report:
         raise DieselError(f"{self._what} did not come up")
 
     def wait_for_end(self, *numbers: signal.Signals) -> None:
-        """Waits for the daemon's end, to which it comes by itself, or by the first of these
-        signals, or, where that takes too long, by the next.
+        """Wait for the daemon's end. It is sent the first of these signals, and, if it takes too
+        long to end, the next; without signals, it ends by itself.
         """
         with suppress(DeadlineError):
-            if not self._pid:  # it says its number in a moment
+            if not self._pid:  # the daemon reports its number first
                 next(self._lines(END_DEADLINE_S), None)
-        if not self._pid:  # it has ended, or will when it finds that nobody hears it
+        if not self._pid:  # it has ended, or will when it finds that its starter is gone
             return
         with suppress(ProcessLookupError), open(os.pidfd_open(self._pid), "rb") as process:
             for number in numbers or (0,):
@@ -221,7 +226,7 @@ class _Report:
                     return
 
     def _lines(self, deadline_s: float) -> Iterator[dict[str, str]]:
-        """Its lines, to its end. Raises DeadlineError where none comes any more in time."""
+        """The lines of the report. Raises DeadlineError if the next does not come in time."""
         until_s = time.monotonic() + deadline_s
         while select.select([self._file], [], [], max(0.0, until_s - time.monotonic()))[0]:
             read = self._file.read(4096)
@@ -236,14 +241,14 @@ class _Report:
 
 @contextmanager
 def log_file(path: Path) -> Iterator[BinaryIO]:
-    """A log, open at its end; readable by its owner alone. Raises PermissionDenied, also for what
-    may have been planted (see `atomic_file.py`).
+    """A log file, open for appending and readable by its owner alone. Raises PermissionDenied,
+    also for a file or link that may have been planted (see `atomic_file.py`).
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
     try:
         check_links(path)
         place = os.path.realpath(path)
-        if place.startswith("/proc/"):  # what is open in this process: it has no name of its own
+        if place.startswith("/proc/"):  # an open file of this process, which has no other name
             descriptor = os.open(path, flags)
         else:
             descriptor = os.open(place, flags | os.O_NOFOLLOW, 0o600)
@@ -259,9 +264,11 @@ def log_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def add_log_tail(error: DieselError, log: BinaryIO, start: int) -> None:
-    """Gives an error that explains nothing, as an end without a word, the details: the end of what
-    has been logged since `start`. Daemons log their errors, too: one's own words are left out, and
-    the details of another daemon's are taken as they are."""
+    """Add the lines that were logged since `start` to an error that does not say what went wrong.
+
+    At most the last `LOG_LINES_SHOWN` lines are added. A line that repeats the error's own text is
+    left out; details in it, of a daemon that this daemon started, are added as they are.
+    """
     if type(error) not in _UNEXPLAINED:
         return
     log.seek(start)

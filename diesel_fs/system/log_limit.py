@@ -1,4 +1,4 @@
-"""How much a daemon logs: a store that fails for a night must not fill the disk with one sentence.
+"""Limits how fast a daemon logs: a store that fails all night must not fill the disk with one line.
 
 Any thread.
 """
@@ -10,15 +10,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 LINES_AT_ONCE = 20
-"""So many lines of a kind may come together: a few bad files are all named."""
+"""Lines of one kind that may come at once, so that a few bad files are all named."""
 
 LINES_PER_S = 1.0
-"""After that, so many lines of a kind a second."""
+"""Lines of one kind per second after that."""
 
 
 @dataclass(slots=True)
 class _Kind:
-    """Lines from one place in the code: how many may still come, and how many have been dropped."""
+    """Lines from one place in the code: how many may still come, and how many were dropped."""
 
     seen_s: float
     allowance: float = LINES_AT_ONCE
@@ -26,7 +26,7 @@ class _Kind:
 
 
 class LogRateLimit(logging.Filter):
-    """Drops lines of which there are too many; the next one of the kind tells how many."""
+    """A filter that drops lines that come too fast; the next line of the kind says how many."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()

@@ -144,7 +144,7 @@ def test_a_link_that_another_user_has_planted_is_not_followed(
         link = shared / f"to-{target}"
         link.symlink_to(tmp_path / target)
         planted(link)
-        with pytest.raises(PermissionDenied, match="somebody else may have planted"):
+        with pytest.raises(PermissionDenied, match="another user may have planted"):
             WRITERS[way](link, b"theirs")
     assert (tmp_path / "ours").read_bytes() == b"ours"
     assert not (tmp_path / "new").exists()
@@ -161,7 +161,7 @@ def test_a_link_on_the_way_that_another_user_has_planted_is_not_followed(
     planted(shared / "folder")
     (tmp_path / "ours").symlink_to(shared / "folder/file")
     for path in (shared / "folder/file", tmp_path / "ours", shared / "folder/../folder/file"):
-        with pytest.raises(PermissionDenied, match="somebody else may have planted"):
+        with pytest.raises(PermissionDenied, match="another user may have planted"):
             WRITERS[way](path, b"theirs")
     assert not [*(tmp_path / "private").iterdir()]
 
@@ -192,7 +192,7 @@ def test_a_log_is_no_file_that_another_user_has_planted(tmp_path: Path, shared: 
     os.mkfifo(shared / "fifo")
     planted(shared / "fifo")
     for name in ("theirs", "linked", "fifo"):
-        with pytest.raises(PermissionDenied, match="somebody else may have planted"):
+        with pytest.raises(PermissionDenied, match="another user may have planted"):
             append(shared / name, b"log")
     assert (tmp_path / "ours").read_bytes() == b"ours"
 
@@ -202,7 +202,7 @@ def test_nothing_is_written_into_a_fifo_that_another_user_has_planted(shared: Pa
     os.mkfifo(shared / "fifo")
     planted(shared / "fifo")
     reader = os.open(shared / "fifo", os.O_RDONLY | os.O_NONBLOCK)
-    with pytest.raises(PermissionDenied, match="somebody else may have planted"):
+    with pytest.raises(PermissionDenied, match="another user may have planted"):
         write(shared / "fifo", b"secret")
     assert os.read(reader, 10) == b""
     os.close(reader)
@@ -229,6 +229,6 @@ def test_no_verb_writes_through_a_planted_link(
         "get --tar": ["get", "pets", "--force", "--tar", link],
         "mount --log-file": ["mount", "--log-file", link, "pets", tmp_path / "mount"],
     }
-    assert "somebody else may have planted" in dlcmd(*words[command], code=12).err
+    assert "another user may have planted" in dlcmd(*words[command], code=12).err
     assert ours.is_dir() or ours.read_bytes() == b"ours"
     assert not ours.is_dir() or not [*ours.iterdir()]

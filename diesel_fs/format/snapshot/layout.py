@@ -45,8 +45,8 @@ KIND_SHIFT, CODEC_SHIFT = 12, 16
 IMPLICIT = 1 << 24
 """A flag: the folder has no entry of its own, and exists because something is in it."""
 MANY_EXTENTS = 1 << 25
-"""A flag: the file has several extents; `chunk` is the index of the first in `extents`, `offset` how
-many there are."""
+"""A flag: the file has several extents; `chunk` is the index of the first in `extents`, `offset`
+their number."""
 
 _KNOWN_BITS = MODE_MASK | 3 << KIND_SHIFT | 1 << CODEC_SHIFT | IMPLICIT | MANY_EXTENTS
 IMPLICIT_FOLDER = 0o755 | Kind.FOLDER << KIND_SHIFT | IMPLICIT
