@@ -1,4 +1,4 @@
-"""FORMAT.md, "Interleavings, played through": each case, with real stores and two writers."""
+"""FORMAT.md, "Interleavings of several processes": each case, with real stores and two writers."""
 
 import time
 from collections.abc import Sequence

@@ -340,7 +340,7 @@ def test_O5_an_answer_that_trickles_is_given_up(sleeps: VirtualSleep) -> None:
 def test_O5_an_answer_that_only_just_moves_is_given_up_in_time(sleeps: VirtualSleep) -> None:
     """Not so slow that it stands still, and too slow for what is wanted: 20 bytes a second."""
     content = os.urandom(1000)
-    limits = AttemptLimits(stall_s=0.5, put_stall_s=0.5, bytes_per_s_min=1280)
+    limits = AttemptLimits(stall_s=0.5, put_stall_s=0.5, bytes_per_s_min=640)
     with ScriptedS3(Rule("GET", NAME, keep=1, then="dribble")) as server:
         store = store_on(server, sleeps, limits=limits)
         server.put(key(NAME), content)
