@@ -1,11 +1,15 @@
-"""Chunks in this process's memory: one load per chunk in flight, the least recently used go first.
+"""Keeps chunks in this process's memory, within a budget, and loads each of them once.
 
-Where an order is followed (`order.py` decides), chunks go when they are done with instead.
+`EntryReader` asks for chunks by number. Of several threads that miss one chunk, one loads it and
+the others wait for that load. Chunks may also be loaded ahead, by `FETCH_THREADS` threads; a load
+that a reader waits for is never queued behind those. Without an order, the least recently used
+chunk is evicted when the budget is full. With an order (`OrderPrefetch` decides), a chunk is
+dropped when the reader has finished with it.
 
-Owned here: the budget and who waits for whom. A load that somebody waits for never stands in line
-behind those that were begun ahead of need. Not owned: what lies inside a chunk, and whether an
-entry's bytes are right (`store.py` checks each entry once per time that its chunk was loaded).
-Thread-safe; after a fork the child keeps what was loaded and begins with new locks.
+A chunk may be *pinned*: it lies in memory that the object store shares with other processes (the
+cache of a task's nodes), and the store may ask for it back (`revoke`).
+
+Thread-safe. After a fork the child keeps the chunks that were loaded and begins with new locks.
 """
 
 import os
@@ -25,36 +29,37 @@ FETCH_THREADS = 4
 """Loads at once per process: enough to hide a store's latency behind its bandwidth."""
 
 PINNED_COST_DIVISOR = 32
-"""Of a chunk in somebody else's memory one part in this many is counted: what is noted here of each
-entry takes some 100 bytes."""
+"""A pinned chunk counts this part of its bytes: its memory is not ours, but the notes about its
+entries take some 100 bytes each."""
 
 
 @dataclass(slots=True)
 class LoadedChunk:
-    """A chunk's bytes, where its entries have been checked (`offset`s), and what was decoded.
+    """A chunk's bytes, the offsets of its checked entries, and decoded contents by offset.
 
-    `view` is read-only and goes to readers; `patch` replaces bytes that no check has passed yet.
+    Readers get slices of `view`, which is read-only. `patch` replaces bytes that have failed their
+    check.
     """
 
     buffer: memoryview
-    is_pinned: bool = False  # somebody else's memory, who counts it
+    is_pinned: bool = False  # in memory that the store shares with other processes
     view: memoryview = field(init=False)
     checked: set[int] = field(default_factory=set)
     decoded: dict[int, memoryview] = field(default_factory=dict)
     charged: int = 0  # bytes counted in the budget
-    is_counted: bool = False  # it is in the cache now
+    is_counted: bool = False  # in the cache now, and counted there
 
     def __post_init__(self) -> None:
         self.view = self.buffer.toreadonly()
         self.charged = len(self.buffer) // (PINNED_COST_DIVISOR if self.is_pinned else 1)
 
     def patch(self, offset: int, stored: memoryview) -> None:
-        """Put right what was damaged on its way here."""
+        """Replace bytes that were damaged on their way here."""
         self.buffer[offset : offset + len(stored)] = stored
 
 
 class ChunkCache:
-    """At most `budget_bytes` of chunks by number, and the loads that are under way."""
+    """At most `budget_bytes` of chunks by number, and the loads in flight."""
 
     def __init__(self, budget_bytes: int, load: Callable[[int], LoadedChunk]) -> None:
         self.budget_bytes = budget_bytes
@@ -69,12 +74,12 @@ class ChunkCache:
     def _reset_after_fork(self) -> None:
         self._lock = threading.Lock()
         self._in_flight: dict[int, Future[LoadedChunk]] = {}
-        self._unwanted: set[int] = set()  # given up while they were on their way
+        self._unwanted: set[int] = set()  # dropped while their loads were in flight
         self._threads: ThreadPoolExecutor | None = None
 
     @property
     def held_bytes(self) -> int:
-        """What is counted in the budget now."""
+        """The bytes that count in the budget now."""
         return self._held_bytes
 
     def peek(self, number: int) -> LoadedChunk | None:
@@ -87,13 +92,13 @@ class ChunkCache:
         return chunk
 
     def get(self, number: int) -> LoadedChunk:
-        """The chunk, loaded in this thread unless another is at it. Raises what loading raises."""
+        """The chunk; this thread loads it unless another does. Raises what loading raises."""
         chunk = self.peek(number)
         if chunk is not None:
             return chunk
         with self._lock:
             chunk = self._chunks.get(number)
-            if chunk is not None:  # it landed since the peek
+            if chunk is not None:  # its load has ended since the peek
                 return chunk
             flight = self._in_flight.get(number)
             self._unwanted.discard(number)
@@ -103,12 +108,13 @@ class ChunkCache:
         return self._run_load(number, flight) if mine else flight.result()
 
     def prefetch(self, number: int) -> None:
-        """Begin to load a chunk in the background, unless it is here or on its way."""
+        """Begin to load a chunk in the background, unless it is here or in flight."""
         with self._lock:
             self._begin(number)
 
     def prefetch_what_fits(self, sizes: Mapping[int, int]) -> None:
-        """`prefetch` of these chunks, in this order, while none need go for them."""
+        """`prefetch` these chunks (and their bytes), in this order, as long as nothing is
+        evicted."""
         room_bytes = self.budget_bytes - self._held_bytes
         for number, size in sizes.items():
             room_bytes -= size
@@ -118,30 +124,34 @@ class ChunkCache:
 
     @property
     def order(self) -> OrderPrefetch | None:
-        """The order that is followed."""
+        """The order that the cache follows, if any."""
         return self._followed
 
     def set_order(self, followed: OrderPrefetch) -> None:
-        """Keep and load what this order wants from now on, and let go of all that is here."""
+        """Follow this order from now on: keep and load its chunks. All chunks in memory are
+        dropped."""
         with self._lock:
             self._followed = followed
             for number in [*self._chunks, *self._in_flight]:
                 self._drop(number)
 
-    def advance(self, followed: OrderPrefetch, use: int, index: int) -> None:
-        """A reader of the order is at an entry. Of no effect where another order is followed."""
+    def advance(self, followed: OrderPrefetch, visit: int, index: int) -> None:
+        """A reader of the order is at entry `index`. No effect where the cache follows another
+        order."""
         with self._lock:
             if followed is self._followed:
-                self._turn(*followed.advance(use, index, self.budget_bytes))
+                self._apply(*followed.advance(visit, index, self.budget_bytes))
 
-    def mark_read(self, followed: OrderPrefetch, use: int, entries: npt.NDArray[np.int64]) -> None:
-        """A reader of the order has read entries, of one chunk. As `advance`."""
+    def mark_read(
+        self, followed: OrderPrefetch, visit: int, entries: npt.NDArray[np.int64]
+    ) -> None:
+        """A reader of the order has read entries of one visit. No effect as in `advance`."""
         with self._lock:
             if followed is self._followed:
-                self._turn(*followed.mark_read(use, entries, self.budget_bytes))
+                self._apply(*followed.mark_read(visit, entries, self.budget_bytes))
 
     def revoke(self, number: int) -> None:
-        """Whose memory a chunk is wants it back. A chunk of our own stays."""
+        """The store asks for the memory of a pinned chunk back. A chunk in our own memory stays."""
         with self._lock:
             chunk = self._chunks.get(number)
             if chunk is not None and chunk.is_pinned:
@@ -149,15 +159,15 @@ class ChunkCache:
                 self._uncount(chunk)
 
     def charge(self, chunk: LoadedChunk, more_bytes: int) -> None:
-        """Count what has been decoded out of a chunk with it."""
+        """Count decoded contents of a chunk with the chunk."""
         with self._lock:
             chunk.charged += more_bytes
-            if chunk.is_counted:  # else it has gone, and a reader still looks at it
+            if chunk.is_counted:  # else it was dropped, and a reader still holds it
                 self._held_bytes += more_bytes
                 self._shrink()
 
     def close(self) -> None:
-        """Forget everything. Views that were handed out stay valid."""
+        """Drop everything. Views that were returned stay valid."""
         with self._lock:
             threads, self._threads = self._threads, None
         if threads is not None:
@@ -177,8 +187,9 @@ class ChunkCache:
         flight = self._in_flight[number] = Future()
         self._threads.submit(self._run_prefetch, number, flight)
 
-    def _turn(self, given_up: list[int], begun: list[int]) -> None:
-        for number in given_up:
+    def _apply(self, dropped: list[int], begun: list[int]) -> None:
+        """Carry out what the order has decided."""
+        for number in dropped:
             self._drop(number)
         for number in begun:
             self._begin(number)
@@ -217,14 +228,14 @@ class ChunkCache:
     def _run_prefetch(self, number: int, flight: Future[LoadedChunk]) -> None:
         with self._lock:
             if not _claim(flight):
-                return  # somebody needed it at once, and did not wait for us
+                return  # a reader needed it at once and loads it itself
         try:
             self._run_load(number, flight)
-        except BaseException:  # whoever asks for the chunk gets it from the flight, or tries anew
+        except BaseException:  # a reader gets the error from the flight, or tries again
             flight.exception()
 
     def _shrink(self) -> None:
-        """Let go of the least recently used, but never of the newest: somebody waits for it."""
+        """Evict the least recently used chunks, but never the newest: a reader waits for it."""
         while self._held_bytes > self.budget_bytes and len(self._chunks) > 1:
             _, chunk = self._chunks.popitem(last=False)
             self._uncount(chunk)
@@ -236,7 +247,8 @@ class ChunkCache:
 
 
 def _claim(flight: Future[LoadedChunk]) -> bool:
-    """Whether the load is now the caller's to do: nobody has begun it. Under the cache's lock."""
+    """Whether the caller shall do the load, since nobody has begun it. Called with the cache's
+    lock."""
     return not (flight.running() or flight.done()) and flight.set_running_or_notify_cancel()
 
 

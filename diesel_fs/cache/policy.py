@@ -1,14 +1,10 @@
-"""Eviction policies: what a cache takes in, and what it gives up. They decide and do nothing else.
+"""Eviction policies: which chunks a cache takes in, and which it gives up when it is full.
 
-A **unit** is a run of entries that is kept or given up as one; a whole chunk is the simplest. Units
-are numbers, which mean the same on every node. Owned here: the interface, and the policies that
-know only the past. Not owned: bytes, tiers, and the budget, which the caller counts. Pure: the same
-events give the same answers on every machine; one thread at a time.
+A policy decides and does nothing else: the cache tells it what happens (`on_event`), asks it, and
+counts bytes itself. A *unit* is what is kept or evicted as one, by number: here a chunk. Policies
+are pure: the same events give the same answers on every machine. One thread at a time.
 
-A policy is a class and a line in `POLICIES`. What tells of the future, of costs and of other nodes
-(`Planned`, `Progress`, `Cost`, `Value`, `Replicas`), and the question to which node a unit belongs
-(`home`), are part of the interface, so that policies can be written for them; no cache says or asks
-any of that yet.
+A policy is a class and a line in `POLICIES`, whose names users give to `--evict`.
 """
 
 from abc import ABC, abstractmethod
@@ -27,14 +23,14 @@ class Inserted:
 
 @dataclass(frozen=True, slots=True)
 class Evicted:
-    """A unit is in the cache no more, whoever decided that."""
+    """A unit has left the cache, for whatever reason."""
 
     unit: int
 
 
 @dataclass(frozen=True, slots=True)
 class Accessed:
-    """Somebody read of a unit, whether it was there or not."""
+    """A reader has read bytes of a unit, whether the cache had it or not."""
 
     unit: int
 
@@ -43,46 +39,45 @@ Event = Inserted | Evicted | Accessed
 
 
 class EvictionPolicy(ABC):
-    """What a cache keeps."""
+    """Decides what a cache keeps."""
 
     @abstractmethod
     def on_event(self, event: Event) -> None:
-        """Something happened. The events of one cache come in the order in which they happened; one
-        that a policy has no use for passes."""
+        """Hear of an event. The events of one cache come in the order in which they happened."""
 
     @abstractmethod
     def admits(self, unit: int, size: int, free_bytes: int) -> bool:
-        """Whether a unit of `size` bytes that is not in the cache is worth taking in, where
-        `free_bytes` bytes are free. It changes nothing: the caller may ask and not do it."""
+        """Whether to take in a unit of `size` bytes that is not in the cache, where `free_bytes`
+        are free. Changes nothing: the caller may decide otherwise."""
 
     @abstractmethod
     def victims(self, wanted: int) -> Sequence[int]:
-        """Units to be given up, the least worth first, that have `wanted` bytes together, or all
-        there are. It changes nothing: what is given up is told by `Evicted`."""
+        """Units to evict, the least valuable first, which have `wanted` bytes together; or all
+        units that may be evicted. Changes nothing: the caller reports evictions by `Evicted`."""
 
 
-class _Counted(EvictionPolicy):
-    """One that takes in whatever can be made room for."""
+class _ByUse(EvictionPolicy):
+    """Takes in every unit for which there is or can be room. Subclasses rank units by their use."""
 
     def __init__(self) -> None:
         self._sizes: dict[int, int] = {}
-        self._held = 0
+        self._bytes = 0
 
     def on_event(self, event: Event) -> None:
         match event:
             case Inserted(unit, size):
-                self._came(unit, size)
+                self._inserted(unit, size)
             case Evicted(unit):
-                self._went(unit)
+                self._evicted(unit)
             case Accessed(unit):
-                self._used(unit)
+                self._accessed(unit)
 
-    def admits(self, unit: int, size: int, room: int) -> bool:
-        return size <= room + self._held
+    def admits(self, unit: int, size: int, free_bytes: int) -> bool:
+        return size <= free_bytes + self._bytes
 
     def victims(self, wanted: int) -> Sequence[int]:
         chosen: list[int] = []
-        for unit in self._worst_first():
+        for unit in self._least_valuable_first():
             if wanted <= 0:
                 break
             chosen.append(unit)
@@ -90,67 +85,67 @@ class _Counted(EvictionPolicy):
         return chosen
 
     @abstractmethod
-    def _worst_first(self) -> Iterator[int]:
+    def _least_valuable_first(self) -> Iterator[int]:
         """All units in the cache."""
 
     @abstractmethod
-    def _used(self, unit: int) -> None:
-        """A unit has been used, which need not be in the cache."""
+    def _accessed(self, unit: int) -> None:
+        """A unit has been read, which may be absent from the cache."""
 
-    def _came(self, unit: int, size: int) -> None:
-        self._held += size - self._sizes.get(unit, 0)
+    def _inserted(self, unit: int, size: int) -> None:
+        self._bytes += size - self._sizes.get(unit, 0)
         self._sizes[unit] = size
 
-    def _went(self, unit: int) -> None:
-        self._held -= self._sizes.pop(unit, 0)
+    def _evicted(self, unit: int) -> None:
+        self._bytes -= self._sizes.pop(unit, 0)
 
 
-class LeastRecentlyUsed(_Counted):
-    """What has not been used for longest goes first."""
+class LeastRecentlyUsed(_ByUse):
+    """Evicts first what has not been read for the longest time."""
 
     def __init__(self) -> None:
         super().__init__()
         self._order: OrderedDict[int, None] = OrderedDict()
 
-    def _worst_first(self) -> Iterator[int]:
+    def _least_valuable_first(self) -> Iterator[int]:
         return iter(self._order)
 
-    def _came(self, unit: int, size: int) -> None:
-        super()._came(unit, size)
+    def _inserted(self, unit: int, size: int) -> None:
+        super()._inserted(unit, size)
         self._order[unit] = None
         self._order.move_to_end(unit)
 
-    def _went(self, unit: int) -> None:
-        super()._went(unit)
+    def _evicted(self, unit: int) -> None:
+        super()._evicted(unit)
         self._order.pop(unit, None)
 
-    def _used(self, unit: int) -> None:
+    def _accessed(self, unit: int) -> None:
         if unit in self._order:
             self._order.move_to_end(unit)
 
 
-class LeastFrequentlyUsed(_Counted):
-    """What has been used least often since it came goes first; of these the longest unused."""
+class LeastFrequentlyUsed(_ByUse):
+    """Evicts first what has been read least often since it came; of these the longest unread."""
 
     def __init__(self) -> None:
         super().__init__()
         self._uses: dict[int, int] = {}
         self._by_uses: dict[int, OrderedDict[int, None]] = {}
 
-    def _worst_first(self) -> Iterator[int]:
+    def _least_valuable_first(self) -> Iterator[int]:
         for uses in sorted(self._by_uses):
             yield from self._by_uses[uses]
 
-    def _came(self, unit: int, size: int) -> None:
-        super()._came(unit, size)
+    def _inserted(self, unit: int, size: int) -> None:
+        super()._inserted(unit, size)
         self._count(unit, self._uses.get(unit, 0))
 
-    def _went(self, unit: int) -> None:
-        super()._went(unit)
+    def _evicted(self, unit: int) -> None:
+        super()._evicted(unit)
         self._leave(unit)
         self._uses.pop(unit, None)
 
-    def _used(self, unit: int) -> None:
+    def _accessed(self, unit: int) -> None:
         if unit in self._uses:
             self._count(unit, self._uses[unit] + 1)
 
@@ -169,14 +164,17 @@ class LeastFrequentlyUsed(_Counted):
 
 
 class NoEviction(EvictionPolicy):
-    """What is in stays in: each epoch hits what fits, where LRU may hit nothing (the cache MinIO of
-    CoorDL; Mohan et al., VLDB 2021, section 4.1)."""
+    """Keeps what came first and takes in nothing else once the cache is full.
+
+    Each epoch then hits what fits, where LRU may hit nothing (the cache MinIO of CoorDL; Mohan et
+    al., VLDB 2021, section 4.1).
+    """
 
     def on_event(self, event: Event) -> None:
-        """Nothing changes its mind."""
+        """Ignored: the decisions depend on free room alone."""
 
-    def admits(self, unit: int, size: int, room: int) -> bool:
-        return size <= room
+    def admits(self, unit: int, size: int, free_bytes: int) -> bool:
+        return size <= free_bytes
 
     def victims(self, wanted: int) -> Sequence[int]:
         return []
@@ -187,4 +185,4 @@ POLICIES: Mapping[str, Callable[[], EvictionPolicy]] = {
     "lfu": LeastFrequentlyUsed,
     "none": NoEviction,
 }
-"""By the names that `--evict` takes."""
+"""Policies by the names that `--evict` takes."""

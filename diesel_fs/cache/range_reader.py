@@ -1,9 +1,12 @@
-"""Many parts of chunks in one request: sorted, merged into few reads, several chunks at once.
+"""Answers a server's read requests: many parts of chunks, out of few reads of the store.
 
-Owned here: which parts are read together, that what is asked for twice, or by several requests at
-the same moment, is read once, and the memory that answers take. Not owned: what reads cost and
-where chunks lie (`read_through.py`), who may read which dataset, checksums: bytes go out as they
-lie in the chunks, and whoever asked checks each entry. Any thread.
+A client asks for parts of chunks by their places. Parts that lie near each other are merged into
+one read (`coalesce.py`); parts that are asked for twice, or by several requests at the same moment,
+are read once. Chunks that the server's cache tier has (in memory or on a disk, `tiers.py`) are read
+from there. The reader also bounds the memory that answers take until they have been sent.
+
+Bytes go out as they lie in the chunks: the client checks each entry against its checksum, and asks
+again with `fresh` after a mismatch. Safe from any thread.
 """
 
 import threading
@@ -16,85 +19,39 @@ from itertools import accumulate
 from uuid import UUID
 
 from ..errors import DeadlineError, ObjectStoreError
-from ..format.entries import ChunkId, ChunkRanges
+from ..format.entries import ChunkRanges
 from ..net.budget import MemoryBudget
 from ..net.frames import READ_BYTES_MAX
 from ..settings import READ_DEADLINE_S
+from .coalesce import ChunkPart, MergedRange, by_chunk, merge_ranges
 from .read_through import ReadThroughCache
 from .tiers import CacheHandle, ChunkKey
 
 ANSWER_BYTES_MAX = 2 * READ_BYTES_MAX
-"""Memory of answers of this process that have not been sent yet."""
+"""Memory of this process's answers that have not been sent yet."""
 
 STORE_READS_MAX = 32
-"""Reads of the store at once per process. It takes 64 from one process
-(`storage/objects/cloud/requests.py`), and what is fetched ahead wants some."""
+"""Reads of the store at once per process. A bucket takes 64 requests from one process
+(`storage/objects/cloud/requests.py`); filling the cache needs some of them."""
 
 REQUEST_READS_MAX = 8
-"""Of these, by one request: a large one does not keep the others waiting."""
-
-MERGED_BYTES_MAX = 32 << 20
-"""Parts are read together up to this; a larger part is read by itself, where it is sent from."""
+"""Reads for one request at once: so a large request does not keep the others waiting."""
 
 MERGED_AT_ONCE_BYTES = 256 << 20
+"""Memory of merged reads of this process, before their parts are copied into the answers."""
 
 DISK_GAP_BYTES = 32 << 10
-"""Gap that is read along from a shelf on a disk: 0.005 ms, as another system call, from the page
-cache; from an SSD 0.01 ms instead of 0.08."""
+"""Gap that is read along from a cache on a disk. Reading it costs 0.005 ms from the page cache, as
+much as another system call; from an SSD 0.01 ms instead of 0.08."""
 
 VIEW_BYTES_MIN = 64 << 10
-"""Parts of a chunk in memory that are sent from where they lie; smaller ones are copied: a copy
+"""Larger parts of a chunk in memory are sent from where they lie. Smaller ones are copied: a copy
 costs less than one more piece to send."""
 
 ANSWER_BYTES_PER_S_MIN = 1 << 20
-"""A request may take `READ_DEADLINE_S`, and so much longer; whoever asked gives up by then."""
+"""A request may take `READ_DEADLINE_S` plus its bytes at this rate; its client gives up then."""
 
-_WAIT_S = 10.0  # for memory
-
-_Part = tuple[int, int, int]  # start, size, place in the request
-
-
-@dataclass(frozen=True, slots=True)
-class MergedRange:
-    """Parts of one chunk that are read by one read, from `start` to `end`."""
-
-    start: int
-    end: int
-    parts: Sequence[_Part]
-
-
-def by_chunk(parts: ChunkRanges) -> dict[ChunkId, list[_Part]]:
-    """The parts of each chunk in order of their starts (of equal ones the longest first), without
-    those of no bytes."""
-    chunks, starts, sizes = (parts[name].tolist() for name in ("chunk", "start", "size"))
-    found: dict[ChunkId, list[_Part]] = {}
-    for chunk, start, size, place in zip(chunks, starts, sizes, range(len(parts)), strict=True):
-        if size:
-            found.setdefault(chunk, []).append((start, size, place))
-    for wanted in found.values():
-        wanted.sort(key=lambda part: (part[0], -part[1]))
-    return found
-
-
-def merge_ranges(wanted: Sequence[_Part], gap_bytes: int) -> list[MergedRange]:
-    """The reads for parts of one chunk, in order as `by_chunk` has them: neighbours together where
-    no more than `gap_bytes` lie between them, and all is no more than `MERGED_BYTES_MAX`; what lies
-    within a larger part is read with that."""
-    runs: list[MergedRange] = []
-    first, start, end = 0, 0, -1
-    for number, (part_start, size, _) in enumerate(wanted):
-        part_end = part_start + size
-        if end >= 0:
-            if part_end <= end:
-                continue
-            if part_start <= end + gap_bytes and part_end - start <= MERGED_BYTES_MAX:
-                end = part_end
-                continue
-            runs.append(MergedRange(start, end, wanted[first:number]))
-        first, start, end = number, part_start, part_end
-    if end >= 0:
-        runs.append(MergedRange(start, end, wanted[first:]))
-    return runs
+_MEMORY_WAIT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,29 +64,30 @@ class _InFlight:
 
 
 class _Answer:
-    """The memory of one answer: most parts one after the other, some where they lay anyway."""
+    """The memory of one answer: views of chunks in memory for large parts, and a row of copies for
+    all others."""
 
-    def __init__(self, sizes: Sequence[int], elsewhere: dict[int, memoryview]) -> None:
-        self.views = elsewhere
-        if elsewhere:
-            sizes = [0 if place in elsewhere else size for place, size in enumerate(sizes)]
+    def __init__(self, sizes: Sequence[int], views: dict[int, memoryview]) -> None:
+        self.views = views
+        if views:
+            sizes = [0 if place in views else size for place, size in enumerate(sizes)]
         self._starts = list(accumulate(sizes, initial=0))
         self.bytes = self._starts.pop()
         self.room = memoryview(b"")
 
     def at(self, place: int, size: int) -> memoryview:
-        """Where a part goes."""
+        """The memory that a part is copied to."""
         start = self._starts[place]
         return self.room[start : start + size]
 
-    def copy(self, parts: Sequence[_Part], content: memoryview, content_start: int) -> None:
-        """Fill parts out of what has been read from `content_start` on."""
+    def copy(self, parts: Sequence[ChunkPart], content: memoryview, content_start: int) -> None:
+        """Copy parts out of the bytes of their chunk that begin at `content_start`."""
         for start, size, place in parts:
             start -= content_start
             self.at(place, size)[:] = content[start : start + size]
 
     def pieces(self) -> list[memoryview]:
-        """All of it, in order."""
+        """The answer in the order of the request, in as few pieces as possible."""
         found, done, room = [], 0, self.room.toreadonly()
         for place in sorted(self.views):
             start = self._starts[place]
@@ -143,55 +101,61 @@ class _Answer:
 
 
 class RangeReader:
-    """Parts of chunks of one store's datasets, for all requests of this process."""
+    """Reads parts of chunks of one store's datasets, for all requests of this process."""
 
     def __init__(
         self,
         tier: ReadThroughCache,
         *,
         answer_bytes_max: int = ANSWER_BYTES_MAX,
-        wait_s: float = _WAIT_S,
+        wait_s: float = _MEMORY_WAIT_S,
+        deadline_s: float = READ_DEADLINE_S,
+        store_reads_max: int = STORE_READS_MAX,
+        request_reads_max: int = REQUEST_READS_MAX,
     ) -> None:
+        """`wait_s`: how long a request waits for memory."""
         self._tier = tier
         self._wait_s = wait_s
+        self._deadline_s = deadline_s
+        self._request_reads_max = request_reads_max
         self._answers = MemoryBudget(answer_bytes_max)
         self._merged = MemoryBudget(MERGED_AT_ONCE_BYTES)
         self._lock = threading.Lock()
         self._in_flight: dict[ChunkKey, list[_InFlight]] = {}
-        self._store_reads = threading.BoundedSemaphore(STORE_READS_MAX)
-        self._threads = ThreadPoolExecutor(STORE_READS_MAX, "read")
+        self._store_reads = threading.BoundedSemaphore(store_reads_max)
+        self._threads = ThreadPoolExecutor(store_reads_max, "read")
 
     def read(self, identity: UUID, parts: ChunkRanges, *, fresh: bool = False) -> list[memoryview]:
-        """The bytes of the parts (whose number and sizes have been checked), one after the other,
-        in few pieces, which do not end where the parts do. They are counted as memory until the
-        last piece has gone.
+        """The bytes of the parts one after the other, in few pieces that do not end where the parts
+        do. The caller has checked the number and sizes of the parts. The pieces count as memory
+        until the last of them is freed.
 
-        `fresh`: from the store itself, since what came before was damaged. Raises BusyError where
-        memory is short, DeadlineError, and as an object store's `read_into`.
+        `fresh`: read from the store itself, since earlier bytes were damaged. Raises BusyError
+        where memory is short, DeadlineError, and what an object store's `read_into` raises.
         """
         sizes: list[int] = parts["size"].tolist()
         total = sum(sizes)
         if not total:
             return []
-        until_s = time.monotonic() + READ_DEADLINE_S + total / ANSWER_BYTES_PER_S_MIN
+        until_s = time.monotonic() + self._deadline_s + total / ANSWER_BYTES_PER_S_MIN
         missing = {ChunkKey(identity, chunk): wanted for chunk, wanted in by_chunk(parts).items()}
-        on_shelf: dict[ChunkKey, CacheHandle] = {}
+        in_tier: dict[ChunkKey, CacheHandle] = {}
         try:
             for key in missing:
                 if fresh:
                     self._tier.report_damage(key)
                 elif (held := self._tier.find(key)) is not None:
-                    on_shelf[key] = held
+                    in_tier[key] = held
             large: dict[int, memoryview] = {}
-            for key, held in on_shelf.items():
+            for key, held in in_tier.items():
                 large |= _large_views(held, missing[key])
             answer = _Answer(sizes, large)
             answer.room = self._answers.allocate(answer.bytes, self._wait_s)
-            for key, held in on_shelf.items():
-                if self._from_shelf(held, missing[key], answer):
+            for key, held in in_tier.items():
+                if self._from_tier(held, missing[key], answer):
                     del missing[key]
         finally:
-            for held in on_shelf.values():
+            for held in in_tier.values():
                 held.close()
         if not missing:
             return answer.pieces()
@@ -206,8 +170,8 @@ class RangeReader:
         """End the threads. Repeatable."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _from_shelf(self, held: CacheHandle, wanted: list[_Part], answer: _Answer) -> bool:
-        """Copy parts of a chunk that stands on the shelf; False where it could not be read."""
+    def _from_tier(self, held: CacheHandle, wanted: list[ChunkPart], answer: _Answer) -> bool:
+        """Copy parts of a chunk that the cache tier has; False where the tier cannot read them."""
         try:
             if (content := held.view(0, held.bytes)) is not None:
                 if max(start + size for start, size, _ in wanted) > held.bytes:
@@ -230,8 +194,8 @@ class RangeReader:
         *,
         fresh: bool,
     ) -> None:
-        """Read what is missing, `REQUEST_READS_MAX` at once; the first error ends it all."""
-        if len(runs) == 1:  # as nearly always where requests are small: no other thread is needed
+        """Read what the tier does not have; the first error ends the request."""
+        if len(runs) == 1:  # as nearly always where requests are small: this thread reads
             self._read_run(*runs[0], answer, until_s, fresh=fresh)
             return
         error = self._read_all(runs, answer, until_s, fresh=fresh)
@@ -239,7 +203,7 @@ class RangeReader:
             if error is not None:
                 raise error
         finally:
-            del error  # with this frame it would be a cycle, which keeps the answer's memory
+            del error  # error and frame would be a cycle, which keeps the answer's memory
 
     def _read_all(
         self,
@@ -249,11 +213,11 @@ class RangeReader:
         *,
         fresh: bool,
     ) -> BaseException | None:
-        """The first error; all reads have ended then, as they write into the answer."""
+        """The first error, or None. All reads have ended then: they write into the answer."""
         begun: set[Future[None]] = set()
         error: BaseException | None = None
         for key, run in runs:
-            if len(begun) >= REQUEST_READS_MAX:
+            if len(begun) >= self._request_reads_max:
                 done, begun = wait(begun, return_when=FIRST_COMPLETED)
                 error = _first_error(done)
                 if error is not None:
@@ -267,7 +231,7 @@ class RangeReader:
     def _read_run(
         self, key: ChunkKey, run: MergedRange, answer: _Answer, until_s: float, *, fresh: bool
     ) -> None:
-        """Fill the parts of one run, by another's read where one that is under way has them."""
+        """Fill the parts of one run; where a read in flight already covers it, share that read."""
         mine = _InFlight(run.start, run.end, Future())
         with self._lock:
             flights = self._in_flight.setdefault(key, [])
@@ -297,7 +261,7 @@ class RangeReader:
     def _read_for_all(
         self, key: ChunkKey, run: MergedRange, answer: _Answer, until_s: float, flight: _InFlight
     ) -> None:
-        """Read a run from the store, for all who wait for it."""
+        """Read a run from the store, for all requests that wait for it."""
 
         def read(start: int, buffer: memoryview) -> None:
             if not self._store_reads.acquire(timeout=max(until_s - time.monotonic(), 0.0)):
@@ -309,8 +273,8 @@ class RangeReader:
 
         try:
             content = self._fill(run, answer, read)
-        except BaseException:  # which each who joined gets for himself, trying alone
-            flight.content.set_exception(ObjectStoreError("another's read has failed"))
+        except BaseException:  # requests that share this read try again by themselves
+            flight.content.set_exception(ObjectStoreError("the shared read has failed"))
             raise
         flight.content.set_result(content)
         self._tier.record_miss(key, run.start, content)
@@ -318,7 +282,10 @@ class RangeReader:
     def _fill(
         self, run: MergedRange, answer: _Answer, read: Callable[[int, memoryview], None]
     ) -> memoryview:
-        """Read a run: where its first part is all of it, to where that goes; and what was read."""
+        """Read a run into the answer, and return its bytes.
+
+        Where its first part is all of it, the bytes are read straight to their place.
+        """
         _, size, place = run.parts[0]
         if size == run.end - run.start:
             content = answer.at(place, size)
@@ -331,9 +298,9 @@ class RangeReader:
         return content.toreadonly()
 
 
-def _large_views(held: CacheHandle, wanted: list[_Part]) -> dict[int, memoryview]:
-    """The large parts of a chunk in memory, by place: they are sent from there. None where the
-    chunk ends before a part does, which the store says better."""
+def _large_views(held: CacheHandle, wanted: list[ChunkPart]) -> dict[int, memoryview]:
+    """The large parts of a chunk in memory, by place: they are sent from there. Empty where a part
+    ends behind the chunk: reading from the store gives the error for that."""
     if max(start + size for start, size, _ in wanted) > held.bytes:
         return {}
     views = {
@@ -348,4 +315,4 @@ def _first_error(done: set["Future[None]"]) -> BaseException | None:
 
 
 def _too_late() -> DeadlineError:
-    return DeadlineError("the object store has too much to do", advice="try again later")
+    return DeadlineError("the object store did not answer in time", advice="try again later")

@@ -1,9 +1,12 @@
-"""The contents of entries, checked: the one way in which bytes of a dataset reach a reader.
+"""Reads the contents of a dataset's files, checked: what the Python API and a mount's server use.
 
-Owned here: when a whole chunk is read and when only an entry, and that every byte is checked
-against its checksum when it enters this process's memory (a mismatch is read again once). Not
-owned: the memory (`chunk_cache.py`), the meaning of entries (`snapshot.py`). Thread-safe,
-fork-safe.
+`EntryReader` decides for each miss whether to read the whole chunk or only the entry (a chunk is a
+pack of many small files, some 4 MiB; an entry is a file, folder or link of the dataset). Whole
+chunks are kept in memory by `ChunkCache` (`chunk_cache.py`). Every byte is checked against the
+checksum of its entry when it enters this process's memory; after a mismatch the entry is read once
+more, past all caches (`coalesce.py`).
+
+Thread-safe. After a fork the child may go on reading.
 """
 
 import io
@@ -24,37 +27,30 @@ from ..errors import (
     CorruptError,
     DieselError,
     ForeignError,
-    NoSpaceError,
     ObjectMissing,
     UsageError,
 )
 from ..format.chunk import PREAMBLE_BYTES, decode, parse_preamble
-from ..format.chunk_id import chunk_id_text
 from ..format.entries import Codec, Kind
-from ..format.object_names import chunk_object
 from ..format.snapshot import layout as layout
 from ..format.snapshot.reader import Extent, Snapshot
-from ..names import shown
 from ..storage.objects.store import ObjectStore, Part
 from .chunk_cache import PINNED_COST_DIVISOR, ChunkCache, LoadedChunk
+from .coalesce import BATCH_BYTES_MAX, BATCH_PARTS_MAX, ChunkSource, new_buffer
 from .order_prefetch import WHOLE_CHUNK_FRACTION, OrderPrefetch
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
 WINDOW_ENTRIES = 4096
-"""How far `read_many` looks ahead, or less far, so that the chunks it holds fit the budget."""
+"""How many files `read_many` looks ahead; fewer where their chunks do not fit the memory."""
 
 CHECKED_AT_ONCE_BYTES = 256 << 10
-"""`read_nowait` checks, and decodes, entries up to this size: 0.03 ms, with lz4 up to 0.2 ms, where
-a thread that is handed the read costs 0.3 ms."""
+"""`read_nowait` checks and decodes entries up to this size itself. That takes 0.03 ms, with lz4 up
+to
+0.2 ms; handing the read to a thread costs 0.3 ms."""
 
-BATCH_BYTES_MAX = 8 << 20
-BATCH_ENTRIES_MAX = 512
-"""Files that are asked for in one request, where the store takes many: a request costs what some
-hundred kilobytes do, and the first file is not to wait for more than a few milliseconds."""
-
-_PREFETCH_CHUNKS = 16
+_PREFETCH_CHUNKS = 16  # loads that are begun ahead of a reader
 _EMPTY = memoryview(b"")
 
 _Column = npt.NDArray[np.int64]
@@ -64,9 +60,12 @@ _Column = npt.NDArray[np.int64]
 class _Window:
     """Files that `read_many` returns next, and the chunks to read whole for them.
 
-    `chunks` has -1 for a file that is not one uncompressed extent; `whole` is in order of first
-    use. Where an order is followed, all are of one of its groups, the values of `whole` are uses,
-    and `closing` has by position, for the last file of a chunk, all of the chunk's.
+    `chunks` has the chunk of each file, -1 for a file that is not one uncompressed extent. The keys
+    of `whole` are the chunks to read whole, in order of first use.
+
+    Where the cache follows an order (`order_prefetch.py`), all files are of one group of it; the
+    values of `whole` are visits of that order (else -1); and `closing` has, at the position of the
+    last file of a visit, all files of the visit.
     """
 
     wanted: _Column
@@ -77,7 +76,7 @@ class _Window:
 
 
 class _Batch(NamedTuple):
-    """Files that are read together: those at `places` from `parts`, which may be under way."""
+    """Files that are read in one request: `parts` gives the stored bytes of those at `places`."""
 
     rows: _Column
     places: _Column
@@ -85,7 +84,7 @@ class _Batch(NamedTuple):
 
 
 class EntryReader:
-    """Reads entries of one snapshot from one object store, through at most `memory_bytes`."""
+    """Reads files of one snapshot from one object store, with at most `memory_bytes` of chunks."""
 
     def __init__(
         self,
@@ -95,26 +94,27 @@ class EntryReader:
         *,
         prefer_entries: bool = False,
     ) -> None:
-        """`prefer_entries`: of a dataset that does not fit the memory, small entries are read
-        alone, if possible on the spot: somebody else keeps what lies near them.
+        """`prefer_entries`: where the dataset does not fit the memory, read small entries alone and
+        not their chunks. For stores that keep the chunks near themselves, as a task's cache does.
         """
         self.snapshot = snapshot
         self._objects = objects
         self._cache = ChunkCache(memory_bytes, self._load_chunk)
         self._everything_fits = int(snapshot.chunk_sizes.sum()) <= memory_bytes
         self._prefers_entries = prefer_entries and not self._everything_fits
-        self._names: dict[int, str] = {}  # of chunks' objects: making one takes 10 us
         self._ahead_chunks = 1
         self._counts: Counter[str] = Counter()
-        self._last_miss = (-1, -1)  # chunk, end of the entry: tells a sequential reader
+        self._source = ChunkSource(snapshot, objects, self._counts)
+        self._last_miss = (-1, -1)  # chunk and end of the entry: shows sequential reads
         self._single: tuple[int, int, memoryview] = (-1, -1, _EMPTY)
         self._single_lock = threading.Lock()
 
     def read(self, index: int, offset: int = 0, size: int | None = None) -> memoryview:
-        """`size` bytes of the file `index` from `offset` on (None: all), fewer only at its end.
+        """`size` bytes of the file `index` from `offset` on (None: to its end), fewer only at its
+        end.
 
-        Raises DieselError: CorruptError where the bytes are damaged, ObjectMissing for a lost
-        chunk, ObjectStoreError where the store cannot be had.
+        Raises DieselError: CorruptError where the stored bytes are damaged, ObjectMissing for a
+        lost chunk, ObjectStoreError where the store cannot be reached.
         """
         extents = self.snapshot.extents(index)
         total = self.snapshot.stat(index).size
@@ -134,9 +134,9 @@ class EntryReader:
         return pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))
 
     def read_nowait(self, index: int, offset: int, size: int) -> memoryview | None:
-        """As `read`, where that needs nothing but memory; else None. Never blocks.
+        """As `read` where memory is all that it needs, else None. Never waits for the store.
 
-        A small entry whose chunk is here is checked on the spot.
+        A small entry whose chunk is in memory is checked in this call.
         """
         extents = self.snapshot.extents(index)
         if len(extents) == 1:
@@ -156,9 +156,9 @@ class EntryReader:
         return _EMPTY if offset >= end else None
 
     def read_many(self, indices: Sequence[int] | npt.NDArray[np.int64]) -> Iterator[memoryview]:
-        """The whole contents of the files `indices`, in this order, chunks fetched ahead.
+        """The whole contents of the files `indices`, in this order. Chunks are loaded ahead.
 
-        Raises as `read`; folders and links have empty contents.
+        Raises what `read` raises; folders and links have empty contents.
         """
         wanted = np.asarray(indices, np.int64)
         start, entries = 0, WINDOW_ENTRIES
@@ -169,12 +169,12 @@ class EntryReader:
             yield from self._read_window(window)
 
     def prefetch_order(self, order: _Column, ends: _Column, *, grow: bool = False) -> None:
-        """Be told that reads will come in this order, whose groups end at the positions `ends`.
+        """Announce that reads will come in this order, whose groups end at the positions `ends`.
 
-        From then on whoever reads in it loads each chunk once a group, and the chunks of two groups
-        are in memory at most; other reads go on as they did. Where all chunks of the dataset fit
-        the memory, they stay in it, and nothing changes. Raises UsageError where those of one group
-        do not fit; with `grow`, the memory grows to what two groups need.
+        From then on, reads in this order load each chunk once for a group, and at most the chunks
+        of two groups are in memory; other reads go on as before. Where all chunks of the dataset
+        fit the memory, they stay in it and nothing changes. Raises UsageError where the chunks of
+        one group do not fit; with `grow`, the memory grows to what two groups need.
         """
         total_bytes = int(self.snapshot.chunk_sizes.sum())
         if total_bytes <= self._cache.budget_bytes:
@@ -196,19 +196,19 @@ class EntryReader:
 
     def stats(self) -> dict[str, int]:
         """Counts since the reader was made, and the memory that it holds, in bytes."""
-        counts = {name: self._counts[name] for name in _COUNTS}
+        counts = {shown_as: self._counts[name] for name, shown_as in _COUNTS.items()}
         counts["memory_bytes"] = self._cache.held_bytes
         counts["memory_budget_bytes"] = self._cache.budget_bytes
         counts["evictions"] = self._cache.evictions
         return counts
 
     def close(self) -> None:
-        """Let go of the memory. Views that were handed out stay valid."""
+        """Free the memory. Views that were returned stay valid."""
         self._cache.close()
         self._single = (-1, -1, _EMPTY)
 
     def _next_window(self, wanted: _Column) -> _Window:
-        """The first of `wanted`: of one group of the order that is followed, or of no order."""
+        """The first of `wanted` that belong to one group of the followed order, or to no group."""
         followed = self._cache.order
         if followed is None:
             return self._window(wanted)
@@ -219,15 +219,15 @@ class EntryReader:
 
     def _followed_window(self, followed: OrderPrefetch, wanted: _Column) -> _Window:
         chunks, _ = self._plain_chunks(wanted)
-        uses = followed.visits_of(wanted)
-        chunks[uses < 0] = -1  # too little is wanted of their chunks
+        visits = followed.visits_of(wanted)
+        chunks[visits < 0] = -1  # too little is wanted of their chunks: read alone
         closing = {}
         plain = np.flatnonzero(chunks >= 0)
-        by_use = plain[np.argsort(uses[plain], kind="stable")]
+        by_use = plain[np.argsort(visits[plain], kind="stable")]
         if len(by_use):
-            for places in np.split(by_use, np.flatnonzero(np.diff(uses[by_use])) + 1):
+            for places in np.split(by_use, np.flatnonzero(np.diff(visits[by_use])) + 1):
                 closing[int(places[-1])] = wanted[places]
-        whole = dict(zip(chunks[plain].tolist(), uses[plain].tolist(), strict=True))
+        whole = dict(zip(chunks[plain].tolist(), visits[plain].tolist(), strict=True))
         return _Window(wanted, chunks, whole, followed, closing)
 
     def _plain_chunks(self, wanted: _Column) -> tuple[_Column, _Column]:
@@ -242,7 +242,8 @@ class EntryReader:
         return np.where(plain, columns.chunk[wanted].astype(np.int64), -1), stored
 
     def _window(self, wanted: _Column) -> _Window:
-        """The first of `wanted`: at least one, and no more than whose chunks fit the budget."""
+        """The first of `wanted`: as many as have chunks that fit the memory together, at least
+        one."""
         chunks, stored = self._plain_chunks(wanted)
         entries, budget_bytes = len(wanted), self._cache.budget_bytes
         while True:
@@ -253,8 +254,10 @@ class EntryReader:
             entries //= 2
 
     def _read_window(self, window: _Window) -> Iterator[memoryview]:
-        """The contents of a window's files. What is done here for each file is done 200,000 times
-        a second, so it repeats, for an uncompressed entry that is right, what `_check` does.
+        """The contents of a window's files.
+
+        This loop runs 200,000 times a second. So it checks an uncompressed entry itself, and calls
+        `_check` only after a mismatch.
         """
         whole, columns, followed = window.whole, self.snapshot.columns, window.followed
         single = (
@@ -262,10 +265,10 @@ class EntryReader:
             for index, number in zip(window.wanted.tolist(), window.chunks.tolist(), strict=True)
             if number not in whole
         )
-        # Compressed files of chunks that are to be in memory are read from there
+        # `read` takes compressed files out of chunks in memory, too.
         joins = self._objects.batches_reads and followed is None and not self._everything_fits
         singles = self._read_together(list(single)) if joins else map(self.read, single)
-        # Else the order tells what is ahead, and what is lent is at hand
+        # A followed order loads ahead by itself, and pinned chunks need no load.
         ahead = (each for each in (whole if followed is None else ()) if not self._is_pinned(each))
         for number, _ in zip(ahead, range(_PREFETCH_CHUNKS), strict=False):
             self._cache.prefetch(number)
@@ -306,10 +309,10 @@ class EntryReader:
             yield content
 
     def _read_together(self, wanted: list[int]) -> Iterator[memoryview]:
-        """The contents of files whose chunks are not worth reading whole, in few requests, of which
-        one is ahead where the store allows.
+        """The contents of files whose chunks are not worth reading whole, many in one request.
 
-        As in `_read_window`, what is done for each file is little.
+        One request is ahead of the reader where the store can do that. As in `_read_window`, little
+        is done for each file.
         """
         groups = self._groups_begun(np.array(wanted, np.int64))
         following = next(groups, None)
@@ -318,7 +321,7 @@ class EntryReader:
             yield from self._contents(group)
 
     def _groups_begun(self, rows: _Column) -> Iterator["_Batch"]:
-        """Files that are read together; each group is asked for before the one before is read."""
+        """Files in groups of one request each, which is begun when the group is returned."""
         columns = self.snapshot.columns
         flags, stored = columns.flags[rows], columns.stored[rows].astype(np.int64)
         bytes_max = min(BATCH_BYTES_MAX, self._cache.budget_bytes // 4)
@@ -330,33 +333,33 @@ class EntryReader:
         while start < len(rows):
             before = int(ends[start - 1]) if start else 0
             end = int(np.searchsorted(ends, before + bytes_max, "right"))
-            some = slice(start, max(min(end, start + BATCH_ENTRIES_MAX), start + 1))
+            some = slice(start, max(min(end, start + BATCH_PARTS_MAX), start + 1))
             here = [self._cache.peek(number) is not None for number in chunks[some].tolist()]
             places = np.flatnonzero(alone[some] & ~np.array(here))
             at = places + start
-            names = map(self._object, chunks[at].tolist())
+            names = map(self._source.name, chunks[at].tolist())
             parts = list(zip(names, offsets[at].tolist(), stored[at].tolist(), strict=True))
             yield _Batch(rows[some], places, self._start_read(parts))
             start = some.stop
 
     def _start_read(self, parts: Sequence[Part]) -> Iterator[memoryview]:
-        """The stored bytes of parts; of none where it is known already that one cannot be read."""
+        """The stored bytes of parts; nothing where the store fails at once."""
         try:
             return self._objects.read_parts(parts)
         except DieselError:
             return iter(())
 
     def _contents(self, group: "_Batch") -> Iterator[memoryview]:
-        """Of the files of a group."""
+        """The contents of the files of a group."""
         places, rows = group.places, group.rows
         try:
             stored = list(group.parts)
         except DieselError:
             stored = []
         self._counts["misses"] += len(stored)
-        self._counts["range_fetches"] += bool(stored)
+        self._counts["fetches"] += bool(stored)
         self._counts["fetched_bytes"] += sum(map(len, stored))
-        if len(stored) != len(places):  # one cannot be read, and says why when it is asked for
+        if len(stored) != len(places):  # one cannot be read: `read` raises the error for it
             yield from map(self.read, rows.tolist())
             return
         columns, at = self.snapshot.columns, rows[places]
@@ -378,7 +381,7 @@ class EntryReader:
                 yield self._check(index, extent, content, None)
 
     def _whole_chunks(self, chunks: _Column, stored: _Column) -> dict[int, int]:
-        """The chunks worth reading whole for a window, in order of first use."""
+        """The chunks that are worth reading whole for a window, in order of first use."""
         if self._everything_fits:
             whole = dict.fromkeys(chunks.tolist(), -1)
             whole.pop(-1, None)
@@ -398,11 +401,11 @@ class EntryReader:
         return whole
 
     def _is_pinned(self, number: int) -> bool:
-        """Whether a whole chunk is to be had for nothing."""
-        return self._objects.can_pin and self._objects.can_pin_nowait(self._object(number))
+        """Whether the store has the whole chunk in memory that it shares."""
+        return self._objects.can_pin and self._objects.can_pin_nowait(self._source.name(number))
 
     def _held_bytes(self, number: int) -> int:
-        """What a whole chunk takes of the budget."""
+        """What a whole chunk counts in the memory."""
         return int(self.snapshot.chunk_sizes[number]) // (
             PINNED_COST_DIVISOR if self._is_pinned(number) else 1
         )
@@ -420,20 +423,22 @@ class EntryReader:
                 self._read_ahead(extent.chunk)
             raw = chunk.view[extent.offset : extent.offset + extent.stored]
             return self._check(index, extent, raw, chunk)
-        content = self._check(index, extent, self._fetch(extent), None)
-        with self._single_lock:  # readers come back for the rest of a large entry
+        content = self._check(
+            index, extent, self._source.read(extent.chunk, extent.offset, extent.stored), None
+        )
+        with self._single_lock:  # a reader returns for the rest of a large entry
             self._single = (extent.chunk, extent.offset, content)
         return content
 
     def _read_ahead(self, number: int) -> None:
-        """After a miss: load the next chunks as well, each time twice as many."""
+        """After a miss: load the next chunks as well, twice as many each time."""
         sizes = self.snapshot.chunk_sizes
         self._ahead_chunks = ahead = min(2 * self._ahead_chunks, _PREFETCH_CHUNKS, len(sizes))
         following = ((number + step) % len(sizes) for step in range(1, ahead + 1))
         self._cache.prefetch_what_fits({each: int(sizes[each]) for each in following})
 
     def _in_memory(self, extent: Extent) -> memoryview | None:
-        """The content where nothing needs to be read for it, nor much checked."""
+        """The content where it is in memory and costs little to check, else None."""
         chunk = self._cache.peek(extent.chunk)
         if chunk is None:
             number, offset, content = self._single
@@ -446,29 +451,31 @@ class EntryReader:
         try:
             content = decode(raw, extent.codec, extent.size, extent.checksum)
         except CorruptError:
-            return None  # to be read again, which takes its time
+            return None  # it must be read again, which takes long
         self._keep(extent, content, chunk)
         return content
 
     def _read_entry_now(self, extent: Extent) -> memoryview | None:
-        """A small entry alone, where the store has it at hand."""
+        """A small entry alone, where the store can give it without waiting, else None."""
         if extent.size > CHECKED_AT_ONCE_BYTES or extent.stored > CHECKED_AT_ONCE_BYTES:
             return None
-        room = _new_buffer(extent.stored)
-        if not self._objects.read_nowait(self._object(extent.chunk), extent.offset, room):
+        room = new_buffer(extent.stored)
+        if not self._objects.read_nowait(self._source.name(extent.chunk), extent.offset, room):
             return None
         try:
             content = decode(room.toreadonly(), extent.codec, extent.size, extent.checksum)
         except CorruptError:
-            return None  # to be read again, which takes its time
+            return None  # it must be read again, which takes long
         self._counts["reads_on_the_spot"] += 1
         self._counts["fetched_bytes"] += extent.stored
         return content
 
     def _worth_whole(self, index: int, extent: Extent) -> bool:
-        """Whether a miss is to load its whole chunk: all fits, much is wanted, or it is read on.
+        """Whether a miss should load its whole chunk.
 
-        For a file of the order that is followed, whether that says so.
+        For a file of the followed order, the order decides. Else it should where the whole dataset
+        fits the memory, where the chunk is there already, where the entry is a large part of it, or
+        where the last miss ended where this entry begins (a sequential reader).
         """
         followed = self._cache.order
         if followed is not None and followed.holds(index):
@@ -487,11 +494,11 @@ class EntryReader:
     def _check(
         self, index: int, extent: Extent, raw: memoryview, chunk: LoadedChunk | None
     ) -> memoryview:
-        """The decoded content, checked; read again once where it does not match its checksum."""
+        """The decoded content; after a mismatch with its checksum it is read again once."""
         try:
             content = decode(raw, extent.codec, extent.size, extent.checksum)
         except CorruptError:
-            raw, content = self._second_try(index, extent)
+            raw, content = self._source.repair(index, extent)
             if chunk is not None:
                 chunk.patch(extent.offset, raw)
         if chunk is not None:
@@ -499,77 +506,39 @@ class EntryReader:
         return content
 
     def _keep(self, extent: Extent, content: memoryview, chunk: LoadedChunk) -> None:
-        """Note that an entry has been checked, and keep what was decoded."""
+        """Note that an entry has been checked, and keep its decoded content."""
         if self._cache.order is not None and extent.codec != Codec.RAW:
-            return  # who follows an order reads it once
+            return  # a reader that follows an order reads each entry once
         if extent.codec != Codec.RAW and extent.offset not in chunk.decoded:
             chunk.decoded[extent.offset] = content
             self._cache.charge(chunk, len(content))
         chunk.checked.add(extent.offset)
 
-    def _second_try(self, index: int, extent: Extent) -> tuple[memoryview, memoryview]:
-        """The stored bytes and their content, read again from the store."""
-        try:
-            raw = self._fetch(extent, again=True)
-            content = decode(raw, extent.codec, extent.size, extent.checksum)
-        except CorruptError as error:
-            self._counts["damaged"] += 1
-            chunk = chunk_id_text(self.snapshot.chunk_ids[extent.chunk])
-            path = shown(self.snapshot.path(index))
-            raise CorruptError(
-                f"{self.snapshot.dataset}/{path} is damaged in chunk {chunk}: {error.message}",
-                offset=extent.offset,
-                advice=f"run `dlcmd verify {self.snapshot.dataset}`",
-            ) from error
-        self._counts["healed"] += 1
-        return raw, content
-
-    def _fetch(self, extent: Extent, *, again: bool = False) -> memoryview:
-        """One extent's stored bytes from the store."""
-        buffer = _new_buffer(extent.stored)
-        read = self._objects.read_uncached if again else self._objects.read_into
-        try:
-            read(self._object(extent.chunk), extent.offset, buffer)
-        except ObjectMissing as error:
-            raise self._lost(extent.chunk, error) from error
-        self._counts["range_fetches"] += 1
-        self._counts["fetched_bytes"] += extent.stored
-        return buffer.toreadonly()
-
     def _load_chunk(self, number: int) -> LoadedChunk:
-        """A whole chunk, lent or from the store; its entries are still to be checked."""
+        """A whole chunk, pinned or read from the store; its entries have not been checked yet."""
         size = int(self.snapshot.chunk_sizes[number])
-        let_go = partial(_revoke, weakref.ref(self._cache), number)
-        lent = self._objects.pin(self._object(number), let_go)
-        if lent is not None:
+        on_revoke = partial(_revoke, weakref.ref(self._cache), number)
+        pinned = self._objects.pin(self._source.name(number), on_revoke)
+        if pinned is not None:
             self._counts["lent_chunks"] += 1
-            view = lent[:size]
+            view = pinned[:size]
         else:
-            view = _new_buffer(size)
+            view = new_buffer(size)
             try:
-                self._objects.read_into(self._object(number), 0, view)
+                self._objects.read_into(self._source.name(number), 0, view)
             except ObjectMissing as error:
-                raise self._lost(number, error) from error
+                raise self._source.lost(number, error) from error
             self._counts["chunk_fetches"] += 1
             self._counts["fetched_bytes"] += size
         try:
             self._check_preamble(number, view)
-        except ForeignError:  # or damaged on its way
-            self._objects.read_uncached(self._object(number), 0, view[:PREAMBLE_BYTES])
+        except ForeignError:  # another chunk, or damaged on its way: the store itself decides
+            self._objects.read_uncached(self._source.name(number), 0, view[:PREAMBLE_BYTES])
             self._check_preamble(number, view)
-        return LoadedChunk(view, lent is not None)
-
-    def _lost(self, number: int, error: ObjectMissing) -> ObjectMissing:
-        """What is said of a chunk that the store does not have."""
-        dataset = self.snapshot.dataset
-        return ObjectMissing(
-            f"chunk {chunk_id_text(self.snapshot.chunk_ids[number])} of {dataset!r} is lost:"
-            f" {error.message}",
-            advice=f"`dlcmd verify {dataset}` names the files in it; put them again to heal them",
-        )
+        return LoadedChunk(view, pinned is not None)
 
     def _check_preamble(self, number: int, chunk: memoryview) -> None:
-        """Raises ForeignError for what is another chunk, or none."""
+        """Raises ForeignError for bytes that are another chunk, or no chunk."""
         try:
             parse_preamble(
                 chunk, identity=self.snapshot.identity, id=self.snapshot.chunk_ids[number],
@@ -580,16 +549,10 @@ class EntryReader:
         except CorruptError:
             self._counts["damaged_preambles"] += 1  # the entries have their own checksums
 
-    def _object(self, number: int) -> str:
-        name = self._names.get(number)
-        if name is None:
-            name = chunk_object(self.snapshot.identity, self.snapshot.chunk_ids[number])
-            self._names[number] = name
-        return name
-
 
 class EntryFile(io.RawIOBase):
-    """The content of one file as a stream, for whoever wants `read(n)`. Raises as `read` does."""
+    """The content of one file as a stream (`io.RawIOBase`). Raises what `EntryReader.read`
+    raises."""
 
     def __init__(self, reader: EntryReader, index: int) -> None:
         super().__init__()
@@ -614,24 +577,8 @@ def _revoke(cache: "weakref.ref[ChunkCache]", number: int) -> None:
         found.revoke(number)
 
 
-def _new_buffer(size: int) -> memoryview:
-    """Memory to read into. A bytearray would be filled with zeros first, while all threads wait.
-    Raises NoSpaceError."""
-    try:
-        return np.empty(size, np.uint8).data
-    except MemoryError:
-        raise NoSpaceError(f"there is no memory for {size:,} bytes of a chunk") from None
-
-
-_COUNTS = (
-    "hits",
-    "misses",
-    "chunk_fetches",
-    "lent_chunks",
-    "range_fetches",
-    "reads_on_the_spot",
-    "fetched_bytes",
-    "healed",
-    "damaged",
-    "damaged_preambles",
-)
+_COUNTS = {name: name for name in (
+    "hits", "misses", "chunk_fetches", "lent_chunks", "fetches", "reads_on_the_spot",
+    "fetched_bytes", "healed", "damaged", "damaged_preambles",
+)} | {"fetches": "range_fetches"}  # fmt: skip
+"""The counters that `stats` shows, and the names that it shows them by."""

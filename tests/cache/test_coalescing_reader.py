@@ -12,10 +12,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from diesel_fs.cache import coalescing_reader as extents_module
+from diesel_fs.cache.coalesce import ReadLimits
 from diesel_fs.cache.coalescing_reader import FETCH_THREADS, CoalescingReader
 from diesel_fs.errors import ObjectMissing, ObjectStoreError
 from diesel_fs.format.chunk import CHUNK_BYTES_MIN
+from diesel_fs.format.object_names import chunk_object
 from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.storage.objects.store import ObjectStore, ReadWrapper
 from tests.storage.objects.faulty_store import Fault, FaultyStore
@@ -55,11 +56,9 @@ def test_everything_is_there_once(
     view: Snapshot,
     span_bytes: int,
     gap_bytes: int,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(extents_module, "SPAN_BYTES", span_bytes)
-    monkeypatch.setattr(extents_module, "GAP_BYTES_MAX", gap_bytes)
-    reader = CoalescingReader(view, store)
+    limits = ReadLimits(span_bytes=span_bytes, gap_bytes=gap_bytes)
+    reader = CoalescingReader(view, store, limits=limits)
     every = np.arange(view.entry_count)
     assert contents(reader, np.random.default_rng(1).permutation(every)) == expected(view)
     assert all(size <= max(span_bytes, 2 * CHUNK_BYTES_MIN) for _, _, size in store.reads)
@@ -76,15 +75,13 @@ def test_a_chunk_that_is_wanted_whole_is_one_read(store: Counting, view: Snapsho
     assert reader.stats()["fetches"] == 1
 
 
-def test_what_lies_far_apart_is_read_alone(
-    store: Counting, view: Snapshot, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(extents_module, "GAP_BYTES_MAX", 500)
+def test_what_lies_far_apart_is_read_alone(store: Counting, view: Snapshot) -> None:
+    reader = CoalescingReader(view, store, limits=ReadLimits(gap_bytes=500))
     files = view.files()
     chunk = int(np.bincount(view.chunk_of(files)).argmax())
     inside = files[(view.chunk_of(files) == chunk) & (view.columns.size[files] < 2000)]
     places = inside[np.argsort(view.columns.offset[inside])][::4]  # three files lie between
-    assert len(contents(CoalescingReader(view, store), places)) == len(places) == len(store.reads)
+    assert len(contents(reader, places)) == len(places) == len(store.reads)
 
 
 def test_nothing_for_folders_links_and_empty_files(store: Counting, view: Snapshot) -> None:
@@ -117,7 +114,7 @@ def test_B3_what_is_damaged_is_left_out_and_named(
         if name.endswith(last) and 0 <= at < size:
             buffer[at] ^= 1
 
-    last = CoalescingReader(view, store)._name(extent.chunk)
+    last = object_of(view, extent.chunk)
     store.change = flip
     reader = CoalescingReader(view, store)
     with caplog.at_level(logging.ERROR):
@@ -125,6 +122,11 @@ def test_B3_what_is_damaged_is_left_out_and_named(
     assert found == {entry: each for entry, each in expected(view).items() if entry != damaged}
     assert reader.stats()["damaged"] == 1
     assert "ds/n007" in caplog.text
+
+
+def object_of(view: Snapshot, chunk: int) -> str:
+    """The name of the object that holds a chunk."""
+    return chunk_object(view.identity, view.chunk_ids[chunk])
 
 
 def lose(store: Counting, lost: str) -> None:
@@ -140,7 +142,7 @@ def test_a_chunk_that_is_lost_costs_its_own_files_alone(
 ) -> None:
     reader = CoalescingReader(view, store)
     [extent] = view.extents(view.lookup(b"n007"))
-    lost = reader._name(extent.chunk)
+    lost = object_of(view, extent.chunk)
     lose(store, lost)
     with caplog.at_level(logging.ERROR):
         found = contents(reader, view.files())
@@ -193,7 +195,7 @@ def test_a_slow_store_is_asked_for_several_pieces_at_once(store: Counting, view:
     assert slow.most == 1
     assert contents(reader, files) == expected(view)
     assert slow.most >= FETCH_THREADS // 2
-    assert slow.reads - before == len(reader._parts(files).spans)
+    assert slow.reads - before == len(reader._plan(files).spans)
 
 
 def test_what_comes_next_is_fetched_ahead_and_given_up_where_it_does_not(
@@ -201,12 +203,12 @@ def test_what_comes_next_is_fetched_ahead_and_given_up_where_it_does_not(
 ) -> None:
     slow = Slow(store)
     reader = CoalescingReader(view, slow)
-    reader._read_s = 1.0
+    reader._source.read_s = 1.0  # a slow store
     large, text, small = (np.array([view.lookup(name)]) for name in (b"large", b"text", b"small"))
     reader.prefetch([large, text])
     reader.prefetch([text, small])  # the plan has changed
     assert set(reader._in_flight) == {
-        span for each in (text, small) for span in reader._parts(each).spans
+        span for each in (text, small) for span in reader._plan(each).spans
     }
     flights = [each.contents for each in reader._in_flight.values()]
     wait(flights, timeout=10)
@@ -249,30 +251,26 @@ class BatchingStore(ReadWrapper):
 
 
 def test_a_random_order_is_one_request_a_group(store: Counting, view: Snapshot) -> None:
-    joining = BatchingStore(store)
-    reader = CoalescingReader(view, joining)
+    batching = BatchingStore(store)
+    reader = CoalescingReader(view, batching)
     order = np.random.default_rng(1).permutation(view.files())
     for unit in np.array_split(order, 4):
         whole = contents(reader, unit)
         assert whole == {each: expected(view)[each] for each in whole}
-    assert len(joining.requests) == 4
+    assert len(batching.requests) == 4
     assert contents(reader, view.files()) == expected(view)
-    assert len(joining.requests) == 5
+    assert len(batching.requests) == 5
     assert reader._threads is None
 
 
-def test_groups_have_limits_and_several_are_under_way(
-    store: Counting, view: Snapshot, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(extents_module, "BATCH_BYTES_MAX", 100_000)
-    monkeypatch.setattr(extents_module, "BATCH_PARTS_MAX", 20)
-    monkeypatch.setattr(extents_module, "SPAN_BYTES", 30_000)
-    joining = BatchingStore(store)
-    joining.delay_s = 0.03
-    reader = CoalescingReader(view, joining)
+def test_groups_have_limits_and_several_are_under_way(store: Counting, view: Snapshot) -> None:
+    batching = BatchingStore(store)
+    batching.delay_s = 0.03
+    limits = ReadLimits(batch_bytes=100_000, batch_parts=20, span_bytes=30_000)
+    reader = CoalescingReader(view, batching, limits=limits)
     assert contents(reader, view.files()) == expected(view)
-    assert joining.most > 2
-    for parts in joining.requests:
+    assert batching.most > 2
+    for parts in batching.requests:
         assert len(parts) <= 20
         assert len(parts) == 1 or sum(size for _, _, size in parts) <= 100_000
     assert not reader._in_flight
@@ -280,22 +278,22 @@ def test_groups_have_limits_and_several_are_under_way(
 
 def test_units_to_come_are_joined_ahead(store: Counting, view: Snapshot) -> None:
     """Each piece once, also where the plan changes; what nobody wants any more is let go of."""
-    joining = BatchingStore(store)
-    reader = CoalescingReader(view, joining)
+    batching = BatchingStore(store)
+    reader = CoalescingReader(view, batching)
     small = np.random.default_rng(2).permutation(view.files())
     one, other, third, rest = small[:40], small[40:80], small[80:90], small[90:]
     reader.prefetch([one, other])
     wait([each.contents for each in reader._in_flight.values()], timeout=10)
-    assert len(joining.requests) == 1
+    assert len(batching.requests) == 1
     assert len(contents(reader, one)) == len(one)
     reader.prefetch([other, third])
     wait([each.contents for each in reader._in_flight.values()], timeout=10)
-    assert len(joining.requests) == 2
+    assert len(batching.requests) == 2
     assert len(contents(reader, other)) + len(contents(reader, third)) == 50
-    assert len(joining.requests) == 2
+    assert len(batching.requests) == 2
     reader.prefetch([rest])
     reader.prefetch([one])
-    assert set(reader._in_flight) == set(reader._parts(one).spans)
+    assert set(reader._in_flight) == set(reader._plan(one).spans)
     assert len(contents(reader, one)) == len(one)
     assert not reader._in_flight
 
@@ -305,13 +303,13 @@ def test_units_that_stay_ahead_are_looked_at_once(
 ) -> None:
     reader = CoalescingReader(view, BatchingStore(store))
     looked: list[int] = []
-    parts = reader._parts
+    plan = reader._plan
 
     def counted(entries: npt.NDArray[np.int64]) -> object:
         looked.append(len(entries))
-        return parts(entries)
+        return plan(entries)
 
-    monkeypatch.setattr(reader, "_parts", counted)
+    monkeypatch.setattr(reader, "_plan", counted)
     units = np.array_split(np.random.default_rng(3).permutation(view.files()), 12)
     for first in range(len(units)):
         reader.prefetch(units[first : first + 5])
@@ -320,25 +318,24 @@ def test_units_that_stay_ahead_are_looked_at_once(
 
 
 def test_what_is_ahead_keeps_within_its_memory_whatever_is_wanted(
-    store: Counting, view: Snapshot, monkeypatch: pytest.MonkeyPatch
+    store: Counting, view: Snapshot
 ) -> None:
-    monkeypatch.setattr(extents_module, "AHEAD_BYTES_MAX", 200_000)
-    reader = CoalescingReader(view, BatchingStore(store))
+    reader = CoalescingReader(view, BatchingStore(store), limits=ReadLimits(ahead_bytes=200_000))
     whole, draw = expected(view), np.random.default_rng(4)
     units = [draw.choice(view.files(), 12, replace=False) for _ in range(30)]
     most = 0
     for _ in range(60):
         some = [units[at] for at in draw.choice(len(units), 6)]
         reader.prefetch(some)
-        flying_bytes = sum(size for _, _, size in reader._in_flight)
-        most = max(most, flying_bytes)
-        assert flying_bytes == reader._flying_bytes <= 200_000
+        in_flight_bytes = sum(size for _, _, size in reader._in_flight)
+        most = max(most, in_flight_bytes)
+        assert in_flight_bytes == reader._in_flight_bytes <= 200_000
         wanted = some[int(draw.integers(3))]  # not always the first
         there = {each: whole[each] for each in wanted.tolist() if each in whole}
         assert contents(reader, wanted) == there
     assert most > 100_000
     reader.prefetch([])
-    assert (reader._in_flight, reader._flying_bytes) == ({}, 0)
+    assert (reader._in_flight, reader._in_flight_bytes) == ({}, 0)
 
 
 def test_a_lost_chunk_among_others_costs_its_own_files_alone(
@@ -346,7 +343,7 @@ def test_a_lost_chunk_among_others_costs_its_own_files_alone(
 ) -> None:
     reader = CoalescingReader(view, BatchingStore(store))
     [extent] = view.extents(view.lookup(b"n007"))
-    lost = reader._name(extent.chunk)
+    lost = object_of(view, extent.chunk)
     lose(store, lost)
     with caplog.at_level(logging.ERROR):
         found = contents(reader, view.files())

@@ -4,73 +4,24 @@ import gc
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from diesel_fs.cache import range_reader as merged_reads
 from diesel_fs.cache.disk import DiskTier, prepare_cache_folder
-from diesel_fs.cache.range_reader import (
-    MERGED_BYTES_MAX,
-    MergedRange,
-    RangeReader,
-    by_chunk,
-    merge_ranges,
-)
+from diesel_fs.cache.range_reader import RangeReader
 from diesel_fs.cache.read_through import ReadThroughCache
 from diesel_fs.cache.tiers import CacheTier, ChunkKey, MemoryTier
 from diesel_fs.errors import BusyError, DeadlineError, ObjectStoreError, TruncatedError
-from diesel_fs.format.entries import CHUNK_RANGE, ChunkId, ChunkRanges
+from diesel_fs.format.entries import ChunkId
 from diesel_fs.format.object_names import chunk_object
 from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.repository.local import LocalRepository
 
+from .chunk_ranges import Part, records
 from .conftest import Counting
-
-Part = tuple[bytes, int, int]
-PARTS = st.lists(st.tuples(st.integers(0, 1000), st.integers(1, 300)), max_size=40)
-
-
-def records(parts: Sequence[Part]) -> ChunkRanges:
-    found = np.zeros(len(parts), CHUNK_RANGE)
-    for i, (chunk, start, size) in enumerate(parts):
-        found[i] = (np.void(chunk), start, size)
-    return found
-
-
-@given(PARTS, st.integers(0, 400))
-def test_a_plan_reads_each_part_once_and_no_wide_gap(
-    spans: list[tuple[int, int]], gap: int
-) -> None:
-    chunk = bytes(range(16))
-    wanted = by_chunk(records([(chunk, *span) for span in spans])).get(ChunkId(chunk), [])
-    runs = merge_ranges(wanted, gap)
-    places = [place for run in runs for _, _, place in run.parts]
-    assert sorted(places) == list(range(len(spans)))
-    for run in runs:
-        assert all(run.start <= start and start + size <= run.end for start, size, _ in run.parts)
-        asked = {at for start, size, _ in run.parts for at in range(start, start + size)}
-        idle = 0
-        for at in range(run.start, run.end):
-            idle = 0 if at in asked else idle + 1
-            assert idle <= gap
-        assert {run.start, run.end - 1} <= asked
-    for one, next_one in pairwise(runs):
-        assert next_one.start > one.end + gap, "they belong together"
-
-
-def test_a_plan_reads_no_more_together_than_is_allowed() -> None:
-    half = MERGED_BYTES_MAX // 2
-    wanted = [(0, half, 0), (half, half, 1), (2 * half, 10, 2)]
-    assert [(run.start, run.end) for run in merge_ranges(wanted, 1 << 20)] == [
-        (0, 2 * half), (2 * half, 2 * half + 10),
-    ]  # fmt: skip
-    whole = [(0, 3 * half, 0), (5, 5, 1), (half, 2 * half, 2)]
-    assert merge_ranges(whole, 0) == [MergedRange(0, 3 * half, whole)]
 
 
 def keys(view: Snapshot) -> list[ChunkKey]:
@@ -280,10 +231,9 @@ def test_who_shared_a_read_that_failed_tries_alone(
 
 
 def test_a_request_has_so_many_reads_under_way_and_no_more(
-    store: Counting, view: Snapshot, contents: dict[bytes, bytes], monkeypatch: pytest.MonkeyPatch
+    store: Counting, view: Snapshot, contents: dict[bytes, bytes]
 ) -> None:
-    monkeypatch.setattr(merged_reads, "REQUEST_READS_MAX", 3)
-    reads, gate = RangeReader(ReadThroughCache(store)), Gate(store)
+    reads, gate = RangeReader(ReadThroughCache(store), request_reads_max=3), Gate(store)
     parts = [(name, 0, 100) for name in contents]
     assert len(parts) > 6
     with ThreadPoolExecutor(1) as pool:
@@ -297,10 +247,9 @@ def test_a_request_has_so_many_reads_under_way_and_no_more(
 
 
 def test_O20_a_process_has_so_many_reads_under_way_and_no_more(
-    store: Counting, view: Snapshot, contents: dict[bytes, bytes], monkeypatch: pytest.MonkeyPatch
+    store: Counting, view: Snapshot, contents: dict[bytes, bytes]
 ) -> None:
-    monkeypatch.setattr(merged_reads, "STORE_READS_MAX", 4)
-    reads, gate = RangeReader(ReadThroughCache(store)), Gate(store)
+    reads, gate = RangeReader(ReadThroughCache(store), store_reads_max=4), Gate(store)
     (name, content), *_ = contents.items()
     with ThreadPoolExecutor(12) as pool:
         answers = [
@@ -317,11 +266,10 @@ def test_O20_a_process_has_so_many_reads_under_way_and_no_more(
 
 
 def test_a_read_that_finds_the_store_too_busy_ends_in_time(
-    store: Counting, view: Snapshot, contents: dict[bytes, bytes], monkeypatch: pytest.MonkeyPatch
+    store: Counting, view: Snapshot, contents: dict[bytes, bytes]
 ) -> None:
-    monkeypatch.setattr(merged_reads, "STORE_READS_MAX", 1)
-    monkeypatch.setattr(merged_reads, "READ_DEADLINE_S", 0.1)
-    reads, gate = RangeReader(ReadThroughCache(store)), Gate(store)
+    gate = Gate(store)
+    reads = RangeReader(ReadThroughCache(store), store_reads_max=1, deadline_s=0.1)
     one, two = list(contents)[:2]
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(reads.read, view.identity, records([(one, 0, 10)]))

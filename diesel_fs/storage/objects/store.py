@@ -16,6 +16,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from ...errors import CorruptError, ForeignError, NewerVersionError, TruncatedError, UsageError
 from ...format.entries import Bytes
@@ -119,12 +120,15 @@ class Leftover:
 Part = tuple[str, int, int]
 """A part of an object: the object's name, where the part starts, and its length in bytes."""
 
+AnyPart = TypeVar("AnyPart", Part, tuple[int, int, int])
+
 
 def batched_parts(
-    parts: Sequence[Part], count_max: int, bytes_max: int
-) -> Iterator[Sequence[Part]]:
+    parts: Sequence[AnyPart], count_max: int, bytes_max: int
+) -> Iterator[Sequence[AnyPart]]:
     """Split parts, in their order, into batches of at most `count_max` parts and `bytes_max`
-    bytes. A part larger than `bytes_max` is a batch of its own."""
+    bytes. A part larger than `bytes_max` is a batch of its own. The last of a part's three values
+    is its size in bytes."""
     begin = total = 0
     for end, (_, _, size) in enumerate(parts):
         if end > begin and (end - begin == count_max or total + size > bytes_max):

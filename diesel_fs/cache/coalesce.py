@@ -1,0 +1,231 @@
+"""What all readers of chunks share: which bytes are read together, and what is done about damage.
+
+Three readers stand on this module. `EntryReader` (`reader.py`) serves the Python API and the server
+of a mount and keeps chunks in memory. `CoalescingReader` feeds the prefetch worker of a mount and
+keeps nothing. `RangeReader` serves parts of chunks for the clients of a server. Each of them merges
+neighbouring ranges of a chunk into one read, and asks for several reads in one request where the
+store takes that; the limits stand here once. `ChunkSource` names a chunk's object, reads from it,
+and reads an entry again whose bytes do not match their checksum.
+
+There are two functions that merge. `merge_spans` works on numpy columns, for the thousands of
+extents that a mount wants at once; `merge_ranges` works on lists, for requests to a server, which
+mostly have a few parts. An *extent* is a run of bytes of one file in one chunk; a *span* is a range
+of a chunk that is read in one piece.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import CorruptError, NoSpaceError, ObjectMissing
+from ..format.chunk import decode
+from ..format.chunk_id import chunk_id_text
+from ..format.entries import ChunkId, ChunkRanges
+from ..format.object_names import chunk_object
+from ..format.snapshot.reader import Extent, Snapshot
+from ..names import shown
+from ..storage.objects.store import ObjectStore
+
+BATCH_BYTES_MAX = 8 << 20
+BATCH_PARTS_MAX = 512
+"""What is asked for in one request, where the store takes many reads in one: such a request costs
+what some hundred kilobytes do, and its first part should not take more than a few milliseconds."""
+
+MERGED_BYTES_MAX = 32 << 20
+"""`merge_ranges` merges up to this; a larger part is read alone, straight to its place."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadLimits:
+    """How `CoalescingReader` merges and reads ahead; tests shrink these."""
+
+    gap_bytes: int = 64 << 10
+    """Bytes that nobody wants between two wanted extents are read along up to this many: a read of
+    its own costs as much as 64 KiB on a local disk, and far more on an object store."""
+
+    batched_gap_bytes: int = 4 << 10
+    """The same where the store takes many reads in one request: one more costs 3 us there."""
+
+    span_bytes: int = 512 << 10
+    """The largest span, so that it is still in the processor's cache when it is checked and passed
+    on: 110 KiB cost 8 us then, and 25 us in spans of 4 MiB. A larger extent is a span by itself."""
+
+    slow_span_bytes: int = 8 << 20
+    """The same where each span is a request of its own to a slow store."""
+
+    batch_bytes: int = BATCH_BYTES_MAX
+    batch_parts: int = BATCH_PARTS_MAX
+
+    ahead_bytes: int = 32 << 20
+    """Memory of spans that were asked for ahead and have not been taken yet."""
+
+
+class ChunkSource:
+    """The chunks of one snapshot as objects of a store. Safe from any thread."""
+
+    def __init__(self, snapshot: Snapshot, objects: ObjectStore, counts: Counter[str]) -> None:
+        """Adds to `fetches`, `fetched_bytes`, `healed` and `damaged` in `counts`."""
+        self._snapshot = snapshot
+        self._objects = objects
+        self._counts = counts
+        self._names: dict[int, str] = {}  # making a name takes 10 us
+        self.read_s = 0.0
+        """How long a read takes, a moving average in seconds; 0 until the first."""
+
+    def name(self, chunk: int) -> str:
+        """The name of the object that holds a chunk."""
+        name = self._names.get(chunk)
+        if name is None:
+            name = chunk_object(self._snapshot.identity, self._snapshot.chunk_ids[chunk])
+            self._names[chunk] = name
+        return name
+
+    def read(self, chunk: int, offset: int, size: int, *, fresh: bool = False) -> memoryview:
+        """Stored bytes of a chunk, in memory of their own. `fresh`: bypasses every cached copy.
+
+        Raises ObjectMissing for a lost chunk, NoSpaceError, ObjectStoreError.
+        """
+        buffer = new_buffer(size)
+        read = self._objects.read_uncached if fresh else self._objects.read_into
+        start_s = time.monotonic()
+        try:
+            read(self.name(chunk), offset, buffer)
+        except ObjectMissing as error:
+            raise self.lost(chunk, error) from error
+        self.note_read(size, start_s)
+        return buffer.toreadonly()
+
+    def note_read(self, size: int, start_s: float) -> None:
+        """Count a read of `size` bytes that began at `start_s` and has ended now."""
+        self.read_s += (time.monotonic() - start_s - self.read_s) / _READS_AVERAGED
+        self._counts["fetches"] += 1
+        self._counts["fetched_bytes"] += size
+
+    def repair(self, index: int, extent: Extent) -> tuple[memoryview, memoryview]:
+        """Read an extent again whose bytes did not match their checksum: stored bytes and content.
+
+        Raises CorruptError where the store's own bytes are damaged, and what `read` raises.
+        """
+        try:
+            raw = self.read(extent.chunk, extent.offset, extent.stored, fresh=True)
+            content = decode(raw, extent.codec, extent.size, extent.checksum)
+        except CorruptError as error:
+            self._counts["damaged"] += 1
+            dataset = self._snapshot.dataset
+            chunk = chunk_id_text(self._snapshot.chunk_ids[extent.chunk])
+            raise CorruptError(
+                f"{dataset}/{shown(self._snapshot.path(index))} is damaged in chunk {chunk}:"
+                f" {error.message}",
+                offset=extent.offset,
+                advice=f"run `dlcmd verify {dataset}`",
+            ) from error
+        self._counts["healed"] += 1
+        return raw, content
+
+    def lost(self, chunk: int, error: ObjectMissing) -> ObjectMissing:
+        """The error for a chunk that the store does not have."""
+        dataset = self._snapshot.dataset
+        return ObjectMissing(
+            f"chunk {chunk_id_text(self._snapshot.chunk_ids[chunk])} of {dataset!r} is lost:"
+            f" {error.message}",
+            advice=f"`dlcmd verify {dataset}` names the files in it; put them again to heal them",
+        )
+
+
+_READS_AVERAGED = 8
+
+
+def new_buffer(size: int) -> memoryview:
+    """Memory to read into. (A bytearray would be filled with zeros first, while all threads wait.)
+    Raises NoSpaceError."""
+    try:
+        return np.empty(size, np.uint8).data
+    except MemoryError:
+        raise NoSpaceError(f"there is no memory for {size:,} bytes of a chunk") from None
+
+
+# Merging, on columns ------------------------------------------------------------------------------
+
+
+def merge_spans(
+    chunks: npt.NDArray[np.int64],
+    starts: npt.NDArray[np.int64],
+    ends: npt.NDArray[np.int64],
+    *,
+    gap_bytes: int,
+    span_bytes: int,
+) -> list[int]:
+    """Where each span begins among extents sorted by chunk and start, and at last their number.
+
+    A span has extents of one chunk, with gaps of at most `gap_bytes`, and at most `span_bytes`
+    bytes unless a single extent has more.
+    """
+    if not len(starts):
+        return [0]
+    begins = np.diff(chunks) != 0
+    begins |= starts[1:] - ends[:-1] > gap_bytes
+    cuts = [0, *(np.flatnonzero(begins) + 1).tolist(), len(starts)]
+    if (ends[np.array(cuts[1:]) - 1] - starts[cuts[:-1]] <= span_bytes).all():
+        return cuts
+    smaller = [0]
+    for cut in cuts[1:]:
+        while smaller[-1] < cut:
+            first = smaller[-1]
+            limit = int(starts[first]) + span_bytes
+            smaller.append(first + max(int(np.searchsorted(ends[first:cut], limit, "right")), 1))
+    return smaller
+
+
+# Merging, on lists --------------------------------------------------------------------------------
+
+ChunkPart = tuple[int, int, int]
+"""Where a part of a chunk starts, its size, and its place in the request."""
+
+
+@dataclass(frozen=True, slots=True)
+class MergedRange:
+    """Parts of one chunk that one read brings, from `start` to `end`."""
+
+    start: int
+    end: int
+    parts: Sequence[ChunkPart]
+
+
+def by_chunk(parts: ChunkRanges) -> dict[ChunkId, list[ChunkPart]]:
+    """The parts of each chunk, sorted by start; of equal starts the longest first. Parts of no
+    bytes are left out."""
+    chunks, starts, sizes = (parts[name].tolist() for name in ("chunk", "start", "size"))
+    found: dict[ChunkId, list[ChunkPart]] = {}
+    for chunk, start, size, place in zip(chunks, starts, sizes, range(len(parts)), strict=True):
+        if size:
+            found.setdefault(chunk, []).append((start, size, place))
+    for wanted in found.values():
+        wanted.sort(key=lambda part: (part[0], -part[1]))
+    return found
+
+
+def merge_ranges(wanted: Sequence[ChunkPart], gap_bytes: int) -> list[MergedRange]:
+    """The reads for parts of one chunk, which are sorted as `by_chunk` sorts them.
+
+    Neighbours are merged where at most `gap_bytes` lie between them and the whole has at most
+    `MERGED_BYTES_MAX`. A part that lies within another one is read with that.
+    """
+    runs: list[MergedRange] = []
+    first, start, end = 0, 0, -1
+    for number, (part_start, size, _) in enumerate(wanted):
+        part_end = part_start + size
+        if end >= 0:
+            if part_end <= end:
+                continue
+            if part_start <= end + gap_bytes and part_end - start <= MERGED_BYTES_MAX:
+                end = part_end
+                continue
+            runs.append(MergedRange(start, end, wanted[first:number]))
+        first, start, end = number, part_start, part_end
+    if end >= 0:
+        runs.append(MergedRange(start, end, wanted[first:]))
+    return runs
