@@ -1,20 +1,23 @@
-"""The shelf of chunks in a folder of a local disk, shared by the processes of one server.
+"""Keeps whole chunks in a folder of a local disk, shared by the processes of one machine.
 
-    <folder>/.diesel-cache                          what makes it ours; the lock; the bytes counted
-    <folder>/.reading                               locked (shared) by who reads from the store
-    <folder>/<store UUID>/<identity>/<chunk ID>     a chunk; its mtime is its last use
-    <folder>/<store UUID>/<identity>/.<chunk ID>    one on its way; locked while its writer lives
-    <folder>/<store UUID>/<identity>/.used          its mtime is the dataset's last use
+    <folder>/.diesel-cache                          marks the folder as a cache; the lock; bytes
+    used <folder>/.reading                               locked (shared) while a reader waits for
+    the store <folder>/<store UUID>/<identity>/<chunk ID>     a chunk; its mtime is its last use
+    <folder>/<store UUID>/<identity>/.<chunk ID>    a chunk that is being written, and locked by its
+    writer <folder>/<store UUID>/<identity>/.used          its mtime is the dataset's last use
 
-Owned here: this layout, what may be a cache's folder, the limits, who goes when they are reached.
-Not owned: when chunks are fetched (`read_through.py`).
+`<identity>` is the dataset's UUID in hexadecimal. `DiskTier` is the tier of a server and of the
+nodes of a task; all stores that use a folder share its limit of bytes.
 
-Nothing is synced: a chunk is checked whole when it comes and when a process reads it for the first
-time, so whatever a crash leaves is found. Whoever makes or removes files holds the lock on
-`.diesel-cache`; readers take no lock that they would wait for. A process may die anywhere: what it
-had reserved is freed by the next who needs room. Where the disk fails, the shelf rests for a while
-and has no chunks. What has a chunk's name and is no regular file is none, and goes, but for folders
-with something in them. Any thread, any process of this machine; not in forked children.
+Crashes: nothing is synced. A chunk is checked whole before it is written and when a process first
+reads it, so damage that a crash leaves is noticed, and the chunk dropped. A process may die at any
+point: the next process that needs room removes what it was writing. After three failures of the
+disk in a row, the tier pauses for `DISK_PAUSE_S` and says that it has no chunks.
+
+Concurrency: a process that makes or removes files holds an exclusive lock on `.diesel-cache`;
+readers never wait for a lock. A directory entry with a chunk's name that is not a regular file is
+removed, unless it is a folder with something in it. Safe from any thread and any process of the
+machine; not usable in forked children.
 """
 
 import contextlib
@@ -51,23 +54,23 @@ DISK_PAUSE_S = 30.0
 _FAILURES_MAX = 3  # in a row; one file may be damaged where the disk is not
 
 FREE_FRACTION_MIN = 0.05
-"""Of the file system: what others need of it goes before the cache (and nearly full ones crawl)."""
+"""This part of the file system stays free for other programs (and nearly full disks are slow)."""
 
 IDLE_S = 600.0
-"""A dataset that has not been read for so long makes room for another."""
+"""Chunks of a dataset that nobody has read for so long may be evicted for others."""
 
 CHUNK_IDLE_S = 24 * 3600.0
-"""A chunk that has not been read for so long does, even where its dataset is: an epoch is shorter,
-and what purges have replaced is not read again."""
+"""A chunk that nobody has read for so long may be evicted although its dataset is read: an epoch is
+shorter, and chunks that a purge has replaced are never read again."""
 
 EVICT_FRACTION = 0.05
-"""Of the limit, more than is needed: finding who goes means looking at every file."""
+"""Evict this part of the limit more than is needed: each eviction has to look at every file."""
 
-_TOUCH_S = 60.0  # how exact last uses are: a thousandth of the system calls
-_LOCK_S = 5.0
+_TOUCH_S = 60.0  # how exact the times of last use are; exact ones cost a system call a read
+_LOCK_S = 5.0  # how long to wait for the lock
 _LOCK_POLL_S = 0.01
-_KNOWN_MAX = 1 << 20  # then each is checked once more
-_WRITE_BYTES_MAX = 64 << 20  # at once: a signal is heard between
+_KNOWN_MAX = 1 << 20  # chunks known to be checked; beyond it all are forgotten and checked again
+_WRITE_BYTES_MAX = 64 << 20  # in one call: signals are handled between calls
 
 _MARKER = ".diesel-cache"
 _READING = ".reading"
@@ -78,18 +81,18 @@ _STORE_NAME = re.compile(IDENTITY_TEXT)
 _CHUNK_NAME = re.compile(r"\.?[0-9a-f]{32}")
 _FOREIGN_ALLOWED = re.compile(
     r"lost\+found|\.diesel-cache(-\d+-\d+)?"
-)  # what others may just have made
-_FILE_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # the last: a FIFO may have the name
+)  # a marker that another process is making
+_FILE_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # O_NONBLOCK: a FIFO may have the name
 _TAKES_NOTHING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 def prepare_cache_folder(path: Path, objects: ObjectStore | None = None) -> Path:
-    """`path` as a folder for caches: made where it is missing, this user's, nobody else may write.
+    """Make `path` a cache's folder, which belongs to this user and nobody else may write.
 
-    Raises PermissionDenied; NoSpaceError where the disk takes no new cache; ConflictError where it
-    has other content than a cache's, or is, holds or lies in the folder of `objects`.
+    Raises PermissionDenied; NoSpaceError where the disk takes no new cache; ConflictError where the
+    folder has other content, or is, contains or lies in the folder of the store `objects`.
     """
-    place = Path(os.path.realpath(path))  # one name, however it was spelled
+    place = Path(os.path.realpath(path))  # one name for each folder
     inner = objects
     while isinstance(inner, StoreWrapper):
         inner = inner.inner
@@ -110,7 +113,7 @@ def prepare_cache_folder(path: Path, objects: ObjectStore | None = None) -> Path
 def _check_apart(place: Path, store: Path) -> None:
     for inner, outer in ((place, store), (store, place)):
         for above in (inner, *inner.parents):
-            with contextlib.suppress(OSError):  # what is not there is no other's name
+            with contextlib.suppress(OSError):  # a folder that is absent is not the other one
                 if outer.samefile(above):
                     raise ConflictError(
                         f"the cache folder {place} and the store {store} lie in each other",
@@ -119,9 +122,9 @@ def _check_apart(place: Path, store: Path) -> None:
 
 
 def _check_ours(place: Path) -> None:
-    """Make the marker of an empty folder; refuse what is neither empty nor a cache."""
+    """Make the marker of an empty folder; refuse a folder that is neither empty nor a cache."""
     with contextlib.suppress(FileNotFoundError):
-        is_file = stat.S_ISREG((place / _MARKER).stat().st_mode)  # else reading might never end
+        is_file = stat.S_ISREG((place / _MARKER).stat().st_mode)  # reading a FIFO might never end
         if is_file and (place / _MARKER).read_bytes()[:16] == _MAGIC:
             return
         raise ConflictError(f"{place / _MARKER} is not the marker of a cache")
@@ -145,7 +148,7 @@ def _check_ours(place: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A file of the shelf, as a look at all of them finds it."""
+    """A file of a chunk, as `_scan` finds it."""
 
     path: str
     bytes: int
@@ -155,8 +158,7 @@ class _Found:
 
 
 class _DiskBreaker:
-    """Whether the folder is used for reading, or for writing, after failures of its disk. The log
-    gets one line when the pause begins, and one when the disk works again. Any thread."""
+    """Stops using a disk that fails, for reading or for writing, and logs that once. Any thread."""
 
     def __init__(self, place: str, doing: str, clock: Callable[[], float]) -> None:
         self._breaker = CircuitBreaker(_FAILURES_MAX, DISK_PAUSE_S)
@@ -166,7 +168,7 @@ class _DiskBreaker:
 
     @property
     def is_open(self) -> bool:
-        """Whether the disk is left alone now."""
+        """Whether the disk is not used now."""
         return self._breaker.is_open(self._clock())
 
     def succeeded(self) -> None:
@@ -181,13 +183,13 @@ class _DiskBreaker:
         if self._breaker.record_failure(None, self._clock()) and not self._is_reported:
             self._is_reported = True
             log.warning(
-                "cannot %s the cache in %s (%s): it is passed by, and tried again every %.0f s",
+                "cannot %s the cache in %s (%s): it is not used, and tried again every %.0f s",
                 self._doing, self._place, error.strerror, DISK_PAUSE_S,
             )  # fmt: skip
 
 
 class DiskTier(CacheTier):
-    """Chunks of one store in a cache's folder, whose limit all stores in it share."""
+    """Chunks of one store in a cache's folder; all stores in that folder share its limit."""
 
     kind = "disk"
     prefetches_datasets = True
@@ -199,25 +201,29 @@ class DiskTier(CacheTier):
         limit_bytes: int | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`place` is what `prepare_cache_folder` gave. Without a limit: half of what it could have,
-        of what is free there and what it holds already. `clock` says when a failed disk is tried
-        again. Raises PermissionDenied, BusyError.
+        """`place` is the folder that `prepare_cache_folder` returned. Without a limit, the cache
+        may have half of the bytes that are free there or that it has already. `clock` gives the
+        time by which a failed disk is tried again. Raises PermissionDenied, BusyError.
         """
         self._place = os.fspath(place)
         self._folder = f"{self._place}/{store.hex}"
         self.limit_bytes = limit_bytes or 0
-        self._is_half = limit_bytes is None  # and that has not been found out yet
+        self._is_half = limit_bytes is None  # the half has not been computed yet
         self.read_only_reason = (
-            ""  # why it took nothing at the start; what it has is read all the same
+            ""  # why nothing can be written here, if so; chunks are read all the same
         )
         self._device = os.stat(place).st_dev
-        self._known: dict[ChunkKey, float] = {}  # checked by this process; when it was touched
+        self._known: dict[
+            ChunkKey, float
+        ] = {}  # chunks that this process has checked; when each was touched
         self._dataset_used: dict[UUID, float] = {}
         self._reads = _DiskBreaker(self._place, "read from", clock)
         self._writes = _DiskBreaker(self._place, "write to", clock)
         self._reading_lock = threading.Lock()
         self._reading_count = 0
-        self._strange: set[str] = set()  # what has a chunk's name, is none, and cannot go
+        self._strange: set[str] = (
+            set()
+        )  # paths with a chunk's name that are no chunks and cannot be removed
         self._reading = -1
         self.evictions = 0
         try:
@@ -257,16 +263,16 @@ class DiskTier(CacheTier):
         return held
 
     def _is_sound(self, key: ChunkKey, held: CacheHandle) -> bool:
-        """Read it whole, and check it; what is damaged goes."""
+        """Read the chunk whole and check it. A damaged one is dropped."""
         try:
             content = np.empty(held.bytes, np.uint8).data
             held.read_into(0, content)
             verify_chunk(key, content)
         except (FormatError, EOFError) as error:
-            log.warning("a cached chunk is damaged, and dropped: %s", error)
+            log.warning("a cached chunk is damaged and was dropped: %s", error)
             self.drop(key)
             return False
-        except (OSError, MemoryError):  # the first has been heard of
+        except (OSError, MemoryError):  # `read_into` has reported an OSError
             return False
         if len(self._known) >= _KNOWN_MAX:
             self._known.clear()
@@ -277,7 +283,7 @@ class DiskTier(CacheTier):
         now_s = time.monotonic()
         if now_s - self._known.get(key, 0.0) >= _TOUCH_S:
             self._known[key] = now_s
-            with contextlib.suppress(OSError):  # a file system that has become read-only
+            with contextlib.suppress(OSError):  # the file system has become read-only
                 os.utime(file)
         self.note_use(key.identity)
 
@@ -294,7 +300,7 @@ class DiskTier(CacheTier):
                 os.utime(f"{self._folder}/{identity.hex}/{_USED}")
 
     def drop(self, key: ChunkKey) -> None:
-        """The bytes are counted until somebody needs room, and looks at what there is."""
+        """Remove a chunk. Its bytes stay counted until the files are counted again for room."""
         self._known.pop(key, None)
         with contextlib.suppress(OSError):
             os.unlink(self._path(key))
@@ -304,10 +310,10 @@ class DiskTier(CacheTier):
         if (held := self.find(key)) is not None:
             held.close()
 
-    # For who decides itself which chunks of a dataset stand here
+    # For a node of a task, which decides itself which chunks are here
 
     def list_chunks(self, identity: UUID) -> list[ChunkId]:
-        """The chunks of a dataset that seem to stand here. Raises OSError."""
+        """The chunks of a dataset that seem to be here. Raises OSError."""
         path = f"{self._folder}/{identity.hex}"
         with contextlib.suppress(FileNotFoundError), os.scandir(path) as entries:
             return [
@@ -318,7 +324,7 @@ class DiskTier(CacheTier):
         return []
 
     def free_bytes(self) -> int:
-        """About how much can be put here without that anything goes; 0 where that fails."""
+        """About how many bytes can be put here without an eviction; 0 where that is unknown."""
         try:
             marker = os.open(f"{self._place}/{_MARKER}", os.O_RDONLY | _FILE_FLAGS)
         except OSError:
@@ -331,14 +337,14 @@ class DiskTier(CacheTier):
             os.close(marker)
 
     def make_room(self, size: int) -> int:
-        """Let what nobody uses any more go for `size` bytes; the room there is then."""
+        """Evict idle chunks until `size` bytes are free, if possible; returns `free_bytes` then."""
         with contextlib.suppress(OSError, BusyError), self._locked() as marker:
             if not self._has_room(marker, size):
                 self._tidy(marker, size)
         return self.free_bytes()
 
     def evict(self, keys: Iterable[ChunkKey]) -> None:
-        """Let go of chunks, and have their room at once. What fails is left for a later look."""
+        """Remove chunks and free their room at once. Failures are left for the next count."""
         with contextlib.suppress(OSError, BusyError), self._locked() as marker:
             for key in keys:
                 self._known.pop(key, None)
@@ -352,19 +358,19 @@ class DiskTier(CacheTier):
 
     def reserve(self, key: ChunkKey, size: int) -> Reservation | None:
         if self._writes.is_open:
-            raise NoSpaceError(f"{self._place} takes nothing now")
+            raise NoSpaceError(f"the cache in {self._place} is paused after errors of its disk")
         try:
             with self._locked() as marker:
-                place = self._reserve(marker, key, size)
-        except BusyError:  # others make room
+                reservation = self._reserve(marker, key, size)
+        except BusyError:  # another process is making room
             return None
         except OSError as error:
             self._writes.failed(error)
-            raise NoSpaceError(f"{self._place} cannot be written") from error
-        return place
+            raise NoSpaceError(f"the cache in {self._place} cannot be written") from error
+        return reservation
 
     def _reserve(self, marker: int, key: ChunkKey, size: int) -> Reservation | None:
-        """With the lock: whoever else could make or remove the files waits for us."""
+        """`reserve`, with the lock: no other process makes or removes files meanwhile."""
         if self.holds(key):
             return None
         folder = f"{self._folder}/{key.identity.hex}"
@@ -376,21 +382,21 @@ class DiskTier(CacheTier):
         try:
             if not _try_lock(file, fcntl.LOCK_EX):
                 os.close(file)
-                return None  # somebody is at it
-            counted = os.fstat(file).st_size  # by who was at it and died
+                return None  # another process is writing it
+            counted = os.fstat(file).st_size  # reserved by a writer that died
             os.ftruncate(file, 0)
             _add(marker, -counted)
             if not self._has_room(marker, size):
                 self._tidy(marker, size)
                 if not self._has_room(marker, size):
-                    raise NoSpaceError(f"all that is in {self._place} is in use")
+                    raise NoSpaceError(f"every chunk in {self._place} is in use")
             os.ftruncate(file, size)
             _add(marker, size)
         except BaseException:
             _unlink(temporary)
             os.close(file)
             raise
-        return _FilePlace(self, key, file, temporary)
+        return _FileReservation(self, key, file, temporary)
 
     def _make_folder(self, folder: str) -> None:
         for each in (self._folder, folder):
@@ -403,14 +409,14 @@ class DiskTier(CacheTier):
         return size <= min(self._left(marker))
 
     def _left(self, marker: int) -> tuple[int, int]:
-        """What the limit leaves, and what the file system does."""
+        """The bytes that the limit leaves, and those that the file system leaves."""
         disk = os.fstatvfs(marker)
         floor_bytes = int(FREE_FRACTION_MIN * disk.f_blocks * disk.f_frsize)
         return self.limit_bytes - _counted(marker), disk.f_bavail * disk.f_frsize - floor_bytes
 
     def _tidy(self, marker: int, size: int) -> None:
-        """Count anew, remove what the dead have left, and evict until `size` bytes and some more
-        fit; with 0, until the limit holds, whoever goes.
+        """Count all files, remove those of dead writers, and evict idle chunks until `size` bytes
+        and some more fit. With `size` 0, evict until the limit holds, also chunks in use.
         """
         now_s = time.time()
         files: list[_Found] = []
@@ -447,10 +453,10 @@ class DiskTier(CacheTier):
         _add(marker, used_bytes - _counted(marker))
 
     def _scan(self) -> Iterator[_Found]:
-        """All chunks of all stores, those on their way too."""
+        """All chunks of all stores, with those that are being written."""
         for store in _folders(self._place):
             for dataset in _folders(store):
-                used_s = 0.0  # the dataset
+                used_s = 0.0  # of the dataset
                 with contextlib.suppress(FileNotFoundError):
                     used_s = os.stat(f"{dataset}/{_USED}").st_mtime
                 with os.scandir(dataset) as entries:
@@ -463,29 +469,31 @@ class DiskTier(CacheTier):
                                 self._clear(entry.path)
 
     def _clear(self, path: str) -> bool:
-        """Remove what has a name of ours and is no regular file; False where it stays."""
+        """Remove a path with a name of ours that is not a regular file; False where that fails."""
         try:
             mode = os.lstat(path).st_mode
             if not stat.S_ISREG(mode):
                 (os.rmdir if stat.S_ISDIR(mode) else os.unlink)(path)
-                log.warning("removed from the cache, as it was no chunk: %s", path)
+                log.warning("removed %s from the cache: it was not a chunk", path)
         except FileNotFoundError:
             pass
         except OSError as error:
             if path not in self._strange:
                 self._strange.add(path)
-                log.warning("passed by, as it is no chunk: %s (%s)", path, error.strerror)
+                log.warning("%s is not a chunk and cannot be removed: %s", path, error.strerror)
             return False
         return True
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[int]:
-        """The marker's descriptor, locked. Raises OSError where this is no cache any more."""
+        """The locked descriptor of the marker. Raises BusyError; OSError where this is no cache any
+        more."""
         path = f"{self._place}/{_MARKER}"
         try:
             marker = os.open(path, os.O_RDWR | _FILE_FLAGS)
         except FileNotFoundError:
-            # Never into what lies under a mount point; a folder that was emptied begins again
+            # A folder that was emptied is marked again; but never the folder below a mount point
+            # whose disk has been unmounted.
             if os.stat(self._place).st_dev != self._device:
                 raise
             try:
@@ -505,13 +513,15 @@ class DiskTier(CacheTier):
         finally:
             os.close(marker)
 
-    # Who reads from the store
+    # Readers that wait for the store
 
     def note_reading(self, *, begins: bool) -> None:
         with self._reading_lock:
             self._reading_count += 1 if begins else -1
-            if self._reading_count == begins and self._reading >= 0:  # the first, or the last
-                # Never waited for: who tests holds it for a moment, or was stopped in that moment
+            if (
+                self._reading_count == begins and self._reading >= 0
+            ):  # the first reader, or the last
+                # Not waited for: a process that tests the lock holds it for a moment.
                 how = fcntl.LOCK_SH | fcntl.LOCK_NB if begins else fcntl.LOCK_UN
                 with contextlib.suppress(OSError):
                     fcntl.flock(self._reading, how)
@@ -527,7 +537,8 @@ class DiskTier(CacheTier):
             os.close(file)
 
     def _open_reading(self) -> int:
-        # For reading: a file system with a file open for writing cannot be made read-only
+        # Opened for reading: a file that is open for writing keeps a file system from becoming
+        # read-only.
         return os.open(f"{self._place}/{_READING}", os.O_RDONLY | os.O_CREAT | _FILE_FLAGS, 0o600)
 
     def close(self) -> None:
@@ -541,9 +552,9 @@ class DiskTier(CacheTier):
 
 
 class _File(CacheHandle):
-    def __init__(self, shelf: DiskTier, file: int, size: int) -> None:
+    def __init__(self, tier: DiskTier, file: int, size: int) -> None:
         self.bytes = size
-        self._shelf, self._file = shelf, file
+        self._tier, self._file = tier, file
 
     def read_into(self, start: int, buffer: memoryview) -> None:
         done = 0
@@ -554,9 +565,9 @@ class _File(CacheHandle):
                     raise EOFError
                 done += got
         except OSError as error:
-            self._shelf._reads.failed(error)
+            self._tier._reads.failed(error)
             raise
-        self._shelf._reads.succeeded()
+        self._tier._reads.succeeded()
 
     def close(self) -> None:
         if self._file >= 0:
@@ -564,9 +575,9 @@ class _File(CacheHandle):
         self._file = -1
 
 
-class _FilePlace(Reservation):
-    def __init__(self, shelf: DiskTier, key: ChunkKey, file: int, temporary: str) -> None:
-        self._shelf, self._key = shelf, key
+class _FileReservation(Reservation):
+    def __init__(self, tier: DiskTier, key: ChunkKey, file: int, temporary: str) -> None:
+        self._tier, self._key = tier, key
         self._file, self._temporary = file, temporary
 
     def commit(self, content: memoryview) -> None:
@@ -574,21 +585,21 @@ class _FilePlace(Reservation):
             done = 0
             while done < len(content):
                 done += os.pwrite(self._file, content[done : done + _WRITE_BYTES_MAX], done)
-            with self._shelf._locked():
-                os.rename(self._temporary, self._shelf._path(self._key))
+            with self._tier._locked():
+                os.rename(self._temporary, self._tier._path(self._key))
         except (OSError, BusyError) as error:
             if isinstance(error, OSError):
-                self._shelf._writes.failed(error)
+                self._tier._writes.failed(error)
             self.cancel()
             return
         os.close(self._file)
-        self._shelf._known[self._key] = time.monotonic()
-        self._shelf._writes.succeeded()
+        self._tier._known[self._key] = time.monotonic()
+        self._tier._writes.succeeded()
 
     def cancel(self) -> None:
-        """Where the lock cannot be had, the file stays, and is found dead."""
+        """Remove the file. Without the lock it stays, and is removed with those of dead writers."""
         try:
-            with contextlib.suppress(OSError, BusyError), self._shelf._locked() as marker:
+            with contextlib.suppress(OSError, BusyError), self._tier._locked() as marker:
                 os.unlink(self._temporary)
                 _add(marker, -os.fstat(self._file).st_size)
         finally:
@@ -596,7 +607,7 @@ class _FilePlace(Reservation):
 
 
 def _folders(path: str) -> list[str]:
-    """Ours below a folder: a store's, or a dataset's."""
+    """The folders of stores, or of datasets, in a folder."""
     with contextlib.suppress(FileNotFoundError), os.scandir(path) as entries:
         return [
             entry.path
@@ -629,7 +640,7 @@ def _try_lock(file: int, how: int) -> bool:
 
 
 def _is_dead(path: str) -> bool:
-    """Whether nobody is at a file on its way any more."""
+    """Whether the writer of a file has died: nobody holds the lock on it."""
     try:
         file = os.open(path, os.O_RDWR | _FILE_FLAGS)
     except OSError:

@@ -1,25 +1,22 @@
-"""The fast tier of a server: whole chunks on a shelf, filled behind the reads of those who wait.
+"""Serves a server's readers from a cache tier, and fills that tier with the chunks that they miss.
 
-Owned here: which chunks are fetched for the shelf, when, and in which order; what a read of the
-store costs; the counts by tier. Not owned: the shelf (`tiers.py`, `disk.py`), merging reads
-(`range_reader.py`), the object store.
+`ReadThroughCache` wraps the object store of a server's repository. Reads through its store methods
+go to the store itself, so that verify and recover see what is really there. Reads for clients go
+through `find` (the tier), `read_store` (the store) and `record_miss`, which remembers what to
+fetch. Fetcher threads then bring whole chunks into the tier (`tiers.py`), checked.
 
-`ReadThroughCache` is the object store that a server's repository stands on: what is read through
-its methods comes from the store itself, so that verifying and recovering see the truth; it hears of
-deletions alone. What is served to readers goes through `find`, `read_store` and `record_miss`.
+Which chunks: a miss asks for its own chunk, and where the tier is on a disk, for the rest of its
+dataset behind that. A tier in memory has less room: there a chunk is fetched only once the misses
+on it have cost as much time as fetching it does ("rent, then buy", the ski-rental rule: at most
+twice the cost of the best choice, whatever is read). Such a chunk is called *admitted* here.
 
-A miss brings its own chunk first and then, where the shelf is a disk's, the rest of its dataset in
-order. In memory there is room for less: there a chunk is fetched once it is paid for, which is when
-its misses have cost as much as fetching it does (rent, then buy: at most twice what was needed,
-whatever is asked for).
+When: fetching gives way to readers. Unless its chunk is admitted, no fetch begins while a reader
+waits for the store, in this process or in another that shares the tier. If readers always waited,
+the tier would never fill; so after `PATIENCE_S` a fetch begins all the same, and then its thread
+rests for `REST_FACTOR` times the duration of that fetch.
 
-Fetching yields: unless the chunk is paid for, no fetch begins while somebody waits for the store,
-in this process or in another that shares the shelf; but were there always somebody, the shelf would
-never fill, so after `PATIENCE_S` one begins, and then the fetcher rests `REST_FACTOR` times as long
-as that took.
-
-Any thread. The fetchers are threads of this process, begun by the first miss; not in forked
-children.
+Safe from any thread. The fetchers are threads of this process, started by the first miss; not
+usable in forked children.
 """
 
 import contextlib
@@ -44,40 +41,41 @@ from .tiers import CacheHandle, CacheTier, ChunkKey, verify_chunk
 log = logging.getLogger("diesel.cache")
 
 FETCHERS = 2
-"""Fetches for the shelf at once per process: the second hides the store's latency; the rest of its
-bandwidth is for who waits."""
+"""Fetches at once per process. The second hides the store's latency; the remaining bandwidth is for
+readers that wait."""
 
 PATIENCE_S = 0.2
 REST_FACTOR = 4.0
-"""While somebody always waits, a fifth of a fetcher's time at most."""
+"""So, where readers always wait, a fetcher works for at most a fifth of its time."""
 
 WORTH_MEMORY_S = 0.0005
-"""Where a request costs less, the store is as near as memory (a folder's page cache: 0.02 ms)."""
+"""A store whose requests cost less is as near as memory (a folder in the page cache: 0.02 ms), and
+nothing is admitted."""
 
 FETCH_BYTES_MAX = 256 << 20
-"""Memory of chunks that are being fetched, per process; a larger chunk goes alone."""
+"""Memory of chunks that are being fetched, per process; a larger chunk is fetched alone."""
 
 RETRY_S = 60.0
-"""Before the rest of a dataset is looked at again, a failure tried again, or a full shelf."""
+"""How long to wait before a failed fetch, a full tier or a dataset's end is tried again."""
 
 _FETCH_WAIT_S = 60.0
 _LISTING_POLL_S = 0.05
-_MISSED_MAX = 1024  # chunks that wait to be fetched; more misses bring the dataset in order
-_OFFERED_BYTES_MAX = 64 << 20  # of readers' own copies that wait to be put on the shelf
+_MISSED_MAX = 1024  # chunks that wait to be fetched; further misses only fetch the dataset in order
+_OFFERED_BYTES_MAX = 64 << 20  # whole chunks that readers have read and that wait for the tier
 _NOTED_MAX = 65_536
 _CLOSE_S = 5.0
 
 Noted = TypeVar("Noted")
 
 Counted = Callable[[str, int, int], None]
-"""Told of reads: by which tier (`memory`, `disk`, `store`), how many, and their bytes."""
+"""Called with reads: who served them (`memory`, `disk`, `store`), how many, and their bytes."""
 
 
 class ReadCostModel:
-    """What reading from the store costs, as far as it has been seen.
+    """What a read of the store costs: a time for each request, and a rate of bytes.
 
-    Two numbers, each a moving average: they only weigh one way of reading against another. Threads
-    may lose one another's samples.
+    Both are moving averages of the reads so far; they only serve to choose between two ways of
+    reading. Concurrent threads may overwrite each other's samples.
     """
 
     def __init__(self) -> None:
@@ -85,7 +83,7 @@ class ReadCostModel:
         self.bytes_per_s = 100e6
 
     def observe(self, size: int, seconds: float) -> None:
-        """A read of `size` bytes took so long."""
+        """Take in a read of `size` bytes that took so long."""
         if size <= _SMALL_BYTES:
             self.request_s += (min(seconds, 1.0) - self.request_s) / 8
         elif size >= _LARGE_BYTES:
@@ -94,11 +92,11 @@ class ReadCostModel:
 
     @property
     def gap_bytes(self) -> int:
-        """Bytes that nobody wants and that cost as much as another request."""
+        """How many unwanted bytes cost as much to read as another request."""
         return int(min(max(self.request_s * self.bytes_per_s, _GAP_MIN), _GAP_MAX))
 
     def read_s(self, size: int) -> float:
-        """Seconds for one read of so many bytes."""
+        """Seconds for one read of `size` bytes."""
         return self.request_s + size / self.bytes_per_s
 
 
@@ -108,30 +106,30 @@ _GAP_MIN, _GAP_MAX = 4 << 10, 4 << 20
 
 @dataclass(slots=True)
 class _Missed:
-    """A chunk to be fetched: what a reader had of it, where that was all; whether it is paid
-    for."""
+    """A chunk to fetch; `content` where a reader has read all of it already."""
 
     content: memoryview | None = None
-    is_admitted: bool = False
+    is_admitted: bool = False  # its misses have cost as much as fetching it
 
 
 class ReadThroughCache(StoreWrapper):
-    """A store with a shelf in front of it, or with none (`shelf` None): see the module."""
+    """An object store with a cache tier in front of it (see the module); without `tier`, only the
+    store itself and its costs."""
 
     def __init__(
         self,
         inner: ObjectStore,
-        shelf: CacheTier | None = None,
+        tier: CacheTier | None = None,
         *,
         counted: Counted | None = None,
     ) -> None:
         super().__init__(inner)
         self.costs = ReadCostModel()
-        self._tier = shelf
+        self._tier = tier
         self._counted = counted
         self._counts: Counter[str] = Counter()
         self._work = threading.Condition()
-        self._waiting = 0  # readers that wait for the store
+        self._waiting = 0  # readers that wait for the store now
         self._missed: OrderedDict[ChunkKey, _Missed] = OrderedDict()
         self._fetching: dict[ChunkKey, _Missed] = {}
         self._offered_bytes = 0
@@ -152,14 +150,14 @@ class ReadThroughCache(StoreWrapper):
         if key is not None and self._tier is not None:
             self._tier.drop(key)
 
-    # For who serves readers
+    # For reads of clients
 
     def find(self, key: ChunkKey) -> CacheHandle | None:
-        """The chunk where it stands on the shelf. Close it."""
+        """The chunk where the tier has it, else None. The caller closes it."""
         return None if self._tier is None else self._tier.find(key)
 
     def count(self, held: CacheHandle | None, reads: int, size: int) -> None:
-        """So many reads were served by the shelf (`held`) or by the store."""
+        """Count reads that were served by the tier (`held` is its chunk) or by the store (None)."""
         kind = "store" if held is None or self._tier is None else self._tier.kind
         with self._work:
             self._counts[f"{kind}_reads"] += reads
@@ -168,7 +166,7 @@ class ReadThroughCache(StoreWrapper):
             self._counted(kind, reads, size)
 
     def read_store(self, key: ChunkKey, start: int, buffer: memoryview) -> None:
-        """Read from the store for somebody who waits. Raises as `read_into`."""
+        """Read from the store for a reader that waits. Raises what `read_into` raises."""
         with self._work:
             self._waiting += 1
             self._counts["store_requests"] += 1
@@ -187,28 +185,30 @@ class ReadThroughCache(StoreWrapper):
         self.costs.observe(len(buffer), time.monotonic() - begun_s)
 
     def record_miss(self, key: ChunkKey, start: int, content: memoryview) -> None:
-        """A reader had to be served from the store: these bytes, which will not change, from
-        `start` on. They are used where they are the whole chunk."""
-        shelf = self._tier
-        if shelf is None or self._closed:
+        """Note that a reader got these bytes of a chunk, from `start` on, out of the store.
+
+        `content` does not change any more; where it is the whole chunk, it need not be fetched.
+        """
+        tier = self._tier
+        if tier is None or self._closed:
             return
-        shelf.note_use(key.identity)
+        tier.note_use(key.identity)
         with self._work:
             now_s = time.monotonic()
             if now_s < max(self._full_until_s, self._not_before.get(key, 0.0)):
                 return
-            bought = self._admit(key, start, len(content))
-            if not bought and not shelf.prefetches_datasets:
+            admitted = self._admit(key, start, len(content))
+            if not admitted and not tier.prefetches_datasets:
                 return
             missed = self._fetching.get(key) or self._missed.get(key)
             if missed is None and len(self._missed) < _MISSED_MAX:
                 missed = self._missed[key] = _Missed(self._kept(key, start, content))
-            if missed is not None and bought:
+            if missed is not None and admitted:
                 missed.is_admitted = True
                 if key in self._missed:
                     self._missed.move_to_end(key, last=False)
             if (
-                shelf.prefetches_datasets
+                tier.prefetches_datasets
                 and key.identity not in self._datasets
                 and now_s >= self._not_before.get(key.identity, 0.0)
             ):
@@ -217,16 +217,16 @@ class ReadThroughCache(StoreWrapper):
             self._work.notify_all()
 
     def report_damage(self, key: ChunkKey) -> None:
-        """A reader says that bytes of this chunk were damaged."""
+        """A reader found damaged bytes in this chunk: the tier checks or drops its copy."""
         if self._tier is not None:
             self._tier.report_damage(key)
 
     def stats(self) -> dict[str, int]:
-        """Counts since the tier was made: reads and bytes by tier, and what was fetched."""
+        """Counts since the start: reads and bytes by the place that served them, and fetches."""
         return dict(self._counts)
 
     def close(self) -> None:
-        """End the fetchers, and the shelf. Repeatable."""
+        """End the fetchers, and close the tier. Repeatable."""
         with self._work:
             self._closed = True
             self._missed.clear()
@@ -238,20 +238,20 @@ class ReadThroughCache(StoreWrapper):
         if self._tier is not None:
             self._tier.close()
 
-    # What is worth fetching; with the lock
+    # What is worth fetching. Called with the lock
 
     def _admit(self, key: ChunkKey, start: int, size: int) -> bool:
-        """Whether the misses of a chunk have cost as much as fetching it would have."""
+        """Whether the misses of a chunk, with this one, have cost as much as fetching it would."""
         if self.costs.request_s < WORTH_MEMORY_S:
             return False
-        rent_s = self._credit_s.pop(key, 0.0) + self.costs.read_s(size)
-        if rent_s >= self.costs.read_s(max(CHUNK_BYTES_DEFAULT, start + size)):
+        credit_s = self._credit_s.pop(key, 0.0) + self.costs.read_s(size)
+        if credit_s >= self.costs.read_s(max(CHUNK_BYTES_DEFAULT, start + size)):
             return True
-        _note(self._credit_s, key, rent_s)
+        _note(self._credit_s, key, credit_s)
         return False
 
     def _kept(self, key: ChunkKey, start: int, content: memoryview) -> memoryview | None:
-        """A reader's bytes, where they are the whole chunk and few others are kept."""
+        """The bytes of a reader where they are a whole chunk and there is room to keep them."""
         size = len(content)
         if not start and self._offered_bytes + size <= _OFFERED_BYTES_MAX:
             with contextlib.suppress(FormatError):
@@ -274,12 +274,13 @@ class ReadThroughCache(StoreWrapper):
         while not self._closed:
             try:
                 self._fetch_next()
-            except Exception:  # whatever it is, readers are served without
-                log.exception("a chunk could not be fetched ahead")
+            except Exception:  # a bug here must not stop the server: readers do without the tier
+                log.exception("unexpected error while fetching a chunk into the cache")
                 time.sleep(1.0)
 
     def _fetch_next(self) -> None:
-        """What was missed first, then the rest of its dataset; waits where there is nothing."""
+        """Fetch the chunk that was missed first, else the next of a dataset; wait where there is
+        none."""
         with self._work:
             while not (self._missed or self._datasets or self._closed):
                 self._work.wait()
@@ -292,12 +293,13 @@ class ReadThroughCache(StoreWrapper):
             if is_mine:
                 self._load_claimed(*taken)
         elif identity is not None:
-            self._bring_next_of(identity)
+            self._fetch_next_of(identity)
 
-    def _bring_next_of(self, identity: UUID) -> None:
-        """The next chunk of a dataset; at the end of its chunks, or of the room, it is done."""
+    def _fetch_next_of(self, identity: UUID) -> None:
+        """Fetch the next chunk of a dataset. After its last chunk, or where the tier is full, the
+        dataset is forgotten for a while."""
         if not self._listing.acquire(blocking=False):
-            with self._work:  # another fetcher looks for what comes next
+            with self._work:  # another fetcher is listing
                 self._work.wait(_LISTING_POLL_S)
             return
         try:
@@ -314,22 +316,23 @@ class ReadThroughCache(StoreWrapper):
                 _note(self._not_before, identity, time.monotonic() + RETRY_S)
 
     def _next_absent(self, identity: UUID) -> ObjectInfo | None:
-        """The next chunk of a dataset that is not on the shelf."""
-        shelf, infos = self._tier, self._datasets.get(identity)
-        assert shelf is not None
-        with contextlib.suppress(DieselError):  # a listing that fails begins again with a miss
+        """The next chunk of a dataset that the tier does not have."""
+        tier, infos = self._tier, self._datasets.get(identity)
+        assert tier is not None
+        with contextlib.suppress(DieselError):  # the next miss begins another listing
             for info in infos or ():
                 key = _key_of(info.name)
                 if self._closed:
                     break
-                if key is None or shelf.holds(key):
+                if key is None or tier.holds(key):
                     continue
                 if time.monotonic() >= self._not_before.get(key, 0.0):
                     return info
         return None
 
     def _claim(self, key: ChunkKey, missed: _Missed) -> bool:
-        """Whether a chunk is now the caller's to fetch. With the lock."""
+        """Whether the caller shall fetch a chunk, since no other fetcher does. Called with the
+        lock."""
         other = self._fetching.get(key)
         if other is None and time.monotonic() >= self._not_before.get(key, 0.0):
             self._fetching[key] = missed
@@ -341,8 +344,8 @@ class ReadThroughCache(StoreWrapper):
         return False
 
     def _load_claimed(self, key: ChunkKey, missed: _Missed, size: int = 0) -> bool:
-        """Put a chunk that was claimed on the shelf; False where it is no use to go on with
-        others."""
+        """Fetch a chunk that was claimed into the tier; False where fetching others now is no
+        use."""
         try:
             return self._insert(key, missed, size)
         finally:
@@ -351,53 +354,54 @@ class ReadThroughCache(StoreWrapper):
                 self._offered_bytes -= len(missed.content or b"")
 
     def _insert(self, key: ChunkKey, missed: _Missed, size: int) -> bool:
-        shelf = self._tier
-        assert shelf is not None
-        if shelf.holds(key):
+        tier = self._tier
+        assert tier is not None
+        if tier.holds(key):
             return True
         try:
             if missed.content is not None:
                 size = len(missed.content)
             elif not size:
                 size = self.inner.stat(chunk_object(*key)).bytes
-            place = shelf.reserve(key, size)
+            reservation = tier.reserve(key, size)
         except NoSpaceError:
             self._full_until_s = time.monotonic() + RETRY_S
             return False
         except DieselError as error:
             return self._failed(key, error)
-        if place is None:
+        if reservation is None:
             return True
         try:
             content = self._whole(key, missed, size)
         except (DieselError, MemoryError) as error:
-            place.cancel()
+            reservation.cancel()
             return self._failed(key, error)
         except BaseException:
-            place.cancel()
+            reservation.cancel()
             raise
-        place.commit(content)
+        reservation.commit(content)
         with self._work:
             self._counts["kept_chunks"] += 1
         return True
 
     def _failed(self, key: ChunkKey, error: Exception) -> bool:
-        """Leave a chunk alone for a while; whether others may fare better."""
+        """Do not try a chunk again for a while; whether to go on with other chunks."""
         with self._work:
             _note(self._not_before, key, time.monotonic() + RETRY_S)
         if isinstance(error, FormatError):
-            log.warning("not kept in the cache: %s", error)
+            log.warning("a damaged chunk is not kept in the cache: %s", error)
         return isinstance(error, (FormatError, ObjectMissing))
 
     def _whole(self, key: ChunkKey, missed: _Missed, size: int) -> memoryview:
-        """The chunk, checked, in memory that may be kept."""
-        shelf, content = self._tier, missed.content
-        assert shelf is not None
-        if content is None or not shelf.prefetches_datasets:
-            # What stays in memory is counted by the shelf, and not taken out of a reader's answer
+        """The chunk, fetched unless a reader had it, and checked, in memory that the tier may
+        keep."""
+        tier, content = self._tier, missed.content
+        assert tier is not None
+        if content is None or not tier.prefetches_datasets:
+            # A tier in memory counts the chunk itself, and needs a copy of a reader's bytes.
             room = (
                 self._budget.allocate(size, _FETCH_WAIT_S)
-                if shelf.prefetches_datasets
+                if tier.prefetches_datasets
                 else np.empty(size, np.uint8).data
             )
             if content is None:
@@ -421,8 +425,8 @@ class ReadThroughCache(StoreWrapper):
             self._rest(took_s * REST_FACTOR)
 
     def _wait_until_quiet(self, missed: _Missed) -> bool:
-        """Until nobody waits for the store, or the chunk is paid for; True where the patience ended
-        before."""
+        """Wait until no reader waits for the store or the chunk is admitted; True where
+        `PATIENCE_S` ended before that."""
         until_s = time.monotonic() + PATIENCE_S
         while not self._closed and not missed.is_admitted:
             left_s = until_s - time.monotonic()
@@ -445,13 +449,13 @@ class ReadThroughCache(StoreWrapper):
 
 
 def _key_of(name: str) -> ChunkKey | None:
-    """The key of a chunk object's name; None for other objects."""
+    """The key of the chunk that an object of this name holds; None for other objects."""
     identity, chunk = identity_of_object(name), chunk_of_object(name)
     return None if identity is None or chunk is None else ChunkKey(identity, chunk)
 
 
 def _note(notes: "OrderedDict[Noted, float]", what: "Noted", value: float) -> None:
-    """Note a number; the oldest notes go where there are too many."""
+    """Note a number; where there are too many notes, the oldest is forgotten."""
     notes[what] = value
     notes.move_to_end(what)
     if len(notes) > _NOTED_MAX:

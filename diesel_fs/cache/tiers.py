@@ -1,8 +1,11 @@
-"""Where a server keeps whole chunks nearer than the object store: the interface, and in memory.
+"""Keeps whole chunks nearer than the object store: the interface, and the tier in memory.
 
-Owned here: what a shelf promises, that a chunk is checked whole before it stands in one, and the
-shelf in this process's memory. Not owned: when a chunk is to be fetched (`read_through.py`), the
-shelf on a disk (`disk.py`). Everything may be called from many threads at once.
+A server, and a node of a task, keep chunks in a *tier*: in memory (`MemoryTier`) or in a folder of
+a local disk (`DiskTier`, `disk.py`). A tier is bounded, and everything in it has been checked
+whole. `read_through.py` decides which chunks are fetched into a server's tier. A failure of a tier
+is never an error for a reader: the tier then says that it does not have the chunk.
+
+Everything may be called from many threads at once.
 """
 
 import threading
@@ -20,28 +23,29 @@ from ..format.entries import ChunkId
 
 
 class ChunkKey(NamedTuple):
-    """One chunk of one dataset. What it holds never changes."""
+    """Names one chunk of one dataset: the dataset's identity and the chunk's ID. Chunks never
+    change."""
 
     identity: UUID
     id: ChunkId
 
 
 class CacheHandle(ABC):
-    """A chunk that stands in a shelf, open until the `with` ends. Its bytes are those that were
-    checked, even where it has been dropped since."""
+    """A chunk of a tier, open until `close` (or the end of a `with`). Its bytes are the checked
+    ones even where the tier has dropped the chunk meanwhile."""
 
     bytes: int
 
     @abstractmethod
     def read_into(self, start: int, buffer: memoryview) -> None:
-        """Fill `buffer` from `start` on. Raises OSError, EOFError where the chunk ends before."""
+        """Fill `buffer` from `start` on. Raises OSError; EOFError where the chunk is too short."""
 
     def view(self, start: int, size: int) -> memoryview | None:
-        """Bytes that are in memory anyway, never to be changed; None where they are not."""
+        """These bytes where they lie in memory (they must not be changed), else None."""
         return None
 
     def close(self) -> None:
-        """Let go of it."""
+        """Release the chunk. Repeatable."""
         return
 
     def __enter__(self) -> Self:
@@ -57,63 +61,62 @@ class CacheHandle(ABC):
 
 
 class Reservation(ABC):
-    """Room in a shelf for a chunk that is on its way. Exactly one of the two is called, once."""
+    """Room in a tier for a chunk that is being fetched. Call `commit` or `cancel`, once."""
 
     @abstractmethod
     def commit(self, content: memoryview) -> None:
-        """Put the chunk there; it has been checked, and will not change. Where that fails, it does
-        not stand there, and nobody needs to know."""
+        """Put the chunk into the tier. The caller has checked it and will not change it. A failure
+        is not reported: the tier then does not have the chunk."""
 
     @abstractmethod
     def cancel(self) -> None:
-        """The chunk does not come."""
+        """Give the room back: the chunk was not fetched."""
 
 
 class CacheTier(ABC):
-    """A bounded place for whole chunks. Nothing that goes wrong in it is an error of a reader: it
-    says that it does not have the chunk."""
+    """A bounded place for whole chunks (see the module)."""
 
     kind: str
-    """`memory` or `disk`, in statistics."""
+    """`memory` or `disk`: the name in statistics."""
 
     prefetches_datasets: bool
-    """Whether a miss is to bring the whole dataset."""
+    """Whether a miss should fetch the whole dataset, chunk by chunk."""
 
     @abstractmethod
     def find(self, key: ChunkKey) -> CacheHandle | None:
-        """The chunk where it stands here, whole and checked."""
+        """The chunk, whole and checked, where the tier has it, else None."""
 
     @abstractmethod
     def holds(self, key: ChunkKey) -> bool:
-        """Whether it seems to stand here, or to be on its way; costs little."""
+        """Whether the tier seems to have the chunk or to be getting it. Costs little."""
 
     @abstractmethod
     def reserve(self, key: ChunkKey, size: int) -> Reservation | None:
-        """Room for a chunk; what nobody uses any more goes for it. None where it stands here or
-        is on its way. Raises NoSpaceError where all that is here is in use."""
+        """Room for a chunk; idle chunks are evicted for it. None where the tier has the chunk or is
+        getting it. Raises NoSpaceError where every chunk here is in use."""
 
     @abstractmethod
     def drop(self, key: ChunkKey) -> None:
-        """Let go of a chunk, whether it is here or not."""
+        """Remove a chunk; no error where it is absent."""
 
     def report_damage(self, key: ChunkKey) -> None:
-        """A reader says that bytes of a chunk are damaged: look, or let go of it."""
+        """A reader found damaged bytes in a chunk: check the chunk, or drop it."""
         self.drop(key)
 
     def note_use(self, identity: UUID) -> None:
-        """Somebody reads this dataset."""
+        """Note that this dataset is being read."""
         return
 
     def note_reading(self, *, begins: bool) -> None:
-        """This process begins to read from the store for somebody who waits; or has ended to."""
+        """Note that this process begins, or ends, a read of the store that a reader waits for."""
         return
 
     def others_read(self) -> bool:
-        """Whether another process that shares this shelf does so now."""
+        """Whether another process that shares this tier has such a read under way now."""
         return False
 
     def close(self) -> None:
-        """The end. Repeatable."""
+        """Release what the tier holds. Repeatable."""
         return
 
 
@@ -129,8 +132,9 @@ def verify_chunk(key: ChunkKey, content: memoryview) -> None:
 class MemoryTier(CacheTier):
     """Chunks in this process's memory.
 
-    A chunk goes only when nobody has read it for `idle_s`: where more is read again and again than
-    there is room for, what is here stays and serves its share, and nothing is thrashed.
+    A chunk is evicted only when nobody has read it for `idle_s`. So where readers cycle through
+    more than fits, the chunks that are here stay and serve their part of the reads, without
+    thrashing.
     """
 
     kind = "memory"
@@ -140,13 +144,13 @@ class MemoryTier(CacheTier):
         self._limit_bytes = limit_bytes
         self._idle_s = idle_s
         self._lock = threading.Lock()
-        self._chunks: OrderedDict[ChunkKey, _InMemory] = OrderedDict()  # the longest unused first
+        self._chunks: OrderedDict[ChunkKey, _InMemory] = OrderedDict()  # the longest unread first
         self._awaited: set[ChunkKey] = set()
         self._used_bytes = 0
 
     @property
     def used_bytes(self) -> int:
-        """What is here, and what is expected."""
+        """The bytes of the chunks here, and of those that are reserved."""
         return self._used_bytes
 
     def find(self, key: ChunkKey) -> CacheHandle | None:
@@ -172,7 +176,7 @@ class MemoryTier(CacheTier):
                 self._used_bytes -= self._chunks.pop(oldest).bytes
             self._used_bytes += size
             self._awaited.add(key)
-        return _MemoryPlace(self, key, size)
+        return _MemoryReservation(self, key, size)
 
     def drop(self, key: ChunkKey) -> None:
         with self._lock:
@@ -212,13 +216,13 @@ class _InMemory(CacheHandle):
         buffer[:] = self._content[start : start + len(buffer)]
 
 
-class _MemoryPlace(Reservation):
+class _MemoryReservation(Reservation):
     def __init__(self, tier: MemoryTier, key: ChunkKey, size: int) -> None:
-        self._shelf, self._key, self._size = tier, key, size
+        self._tier, self._key, self._size = tier, key, size
 
     def commit(self, content: memoryview) -> None:
         assert len(content) == self._size
-        self._shelf._arrived(self._key, self._size, content)
+        self._tier._arrived(self._key, self._size, content)
 
     def cancel(self) -> None:
-        self._shelf._arrived(self._key, self._size, None)
+        self._tier._arrived(self._key, self._size, None)

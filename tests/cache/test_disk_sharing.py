@@ -127,12 +127,12 @@ def test_J6_what_a_writer_that_died_had_reserved_is_counted_once(
     key, content = next(iter(chunks.items()))
     dead = tier_at(place)
     reserved = dead.reserve(key, len(content))
-    assert isinstance(reserved, disk_shelf._FilePlace)
+    assert isinstance(reserved, disk_shelf._FileReservation)
     os.close(reserved._file)  # as a kill does
     shelf = tier_at(place)
     for _ in range(3):
         again = shelf.reserve(key, len(content))
-        assert isinstance(again, disk_shelf._FilePlace)
+        assert isinstance(again, disk_shelf._FileReservation)
         os.close(again._file)
     assert counted(shelf) == len(content)
     put(shelf, key, content)

@@ -129,15 +129,15 @@ def test_the_end_can_be_cut_short_and_leaves_whole_chunks(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    go_on, fill = threading.Event(), disk_shelf._FilePlace.commit
+    go_on, fill = threading.Event(), disk_shelf._FileReservation.commit
 
-    def slow(self: disk_shelf._FilePlace, content: memoryview) -> None:
+    def slow(self: disk_shelf._FileReservation, content: memoryview) -> None:
         if len(files(place)) > 3:  # with itself
             os.pwrite(self._file, content[:100], 0)
             go_on.wait(20)
         fill(self, content)
 
-    monkeypatch.setattr(disk_shelf._FilePlace, "commit", slow)
+    monkeypatch.setattr(disk_shelf._FileReservation, "commit", slow)
 
     async def main() -> None:
         held = make_cache(source, total_bytes(source) * 3, disk=tier_at(place))
