@@ -1,10 +1,10 @@
 """Keeps whole chunks in a folder of a local disk, shared by the processes of one machine.
 
-    <folder>/.diesel-cache                          marks the folder as a cache; the lock; bytes
-    used <folder>/.reading                               locked (shared) while a reader waits for
-    the store <folder>/<store UUID>/<identity>/<chunk ID>     a chunk; its mtime is its last use
-    <folder>/<store UUID>/<identity>/.<chunk ID>    a chunk that is being written, and locked by its
-    writer <folder>/<store UUID>/<identity>/.used          its mtime is the dataset's last use
+    <folder>/.diesel-cache                          marks a cache; has the lock and the bytes used
+    <folder>/.reading                               locked (shared) while a reader waits for a store
+    <folder>/<store UUID>/<identity>/<chunk ID>     a chunk; its mtime is its last use
+    <folder>/<store UUID>/<identity>/.<chunk ID>    a chunk being written, locked by its writer
+    <folder>/<store UUID>/<identity>/.used          its mtime is the dataset's last use
 
 `<identity>` is the dataset's UUID in hexadecimal. `DiskTier` is the tier of a server and of the
 nodes of a task; all stores that use a folder share its limit of bytes.
@@ -209,21 +209,18 @@ class DiskTier(CacheTier):
         self._folder = f"{self._place}/{store.hex}"
         self.limit_bytes = limit_bytes or 0
         self._is_half = limit_bytes is None  # the half has not been computed yet
-        self.read_only_reason = (
-            ""  # why nothing can be written here, if so; chunks are read all the same
-        )
+        self.read_only_reason = ""
+        """Why nothing can be written here, if so; chunks are read all the same."""
         self._device = os.stat(place).st_dev
-        self._known: dict[
-            ChunkKey, float
-        ] = {}  # chunks that this process has checked; when each was touched
+        # Chunks that this process has checked, and when it last set their times.
+        self._known: dict[ChunkKey, float] = {}
         self._dataset_used: dict[UUID, float] = {}
         self._reads = _DiskBreaker(self._place, "read from", clock)
         self._writes = _DiskBreaker(self._place, "write to", clock)
         self._reading_lock = threading.Lock()
         self._reading_count = 0
-        self._strange: set[str] = (
-            set()
-        )  # paths with a chunk's name that are no chunks and cannot be removed
+        # Paths with a chunk's name that are no chunks and cannot be removed.
+        self._strange: set[str] = set()
         self._reading = -1
         self.evictions = 0
         try:

@@ -136,9 +136,7 @@ class ReadThroughCache(StoreWrapper):
         self._datasets: OrderedDict[UUID, Iterator[ObjectInfo]] = OrderedDict()
         self._not_before: OrderedDict[ChunkKey | UUID, float] = OrderedDict()
         self._full_until_s = 0.0
-        self._credit_s: OrderedDict[ChunkKey, float] = (
-            OrderedDict()
-        )  # seconds that misses have cost
+        self._credit_s: OrderedDict[ChunkKey, float] = OrderedDict()  # what misses have cost
         self._listing = threading.Lock()
         self._budget = MemoryBudget(FETCH_BYTES_MAX)
         self._threads: list[threading.Thread] = []

@@ -1,6 +1,8 @@
-"""What residency decides, and what it tells of itself: plain values.
+"""What the prefetch planner decides (push, drop, sample, idle), and its statistics: plain values.
 
-Not owned: how a decision comes about (`planner.py`), and carrying it out.
+`planner.py` makes the decisions; `mounts/prefetch_worker.py` carries them out. An *entry* is a
+file, by its index in the snapshot. A *marker* is an entry of an order, one in 256, which the worker
+watches with inotify: when a reader opens it, the planner learns where the reader is.
 """
 
 from dataclasses import dataclass
@@ -13,9 +15,9 @@ FillPolicy: TypeAlias = Literal["on-demand", "oneshot"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Push:
-    """Put a watch on `markers`, then push `entries` in this order; `chunk` is -1 for a mixed unit.
+    """Watch `markers`, then push the contents of `entries` into the page cache, in this order.
 
-    Either may be empty.
+    Either may be empty. `chunk` is the chunk that has all entries, -1 where they are of several.
     """
 
     chunk: int
@@ -25,7 +27,7 @@ class Push:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Drop:
-    """Take the watches off `markers`, then drop the pages of `entries`. Either may be empty."""
+    """Stop watching `markers`, then drop the pages of `entries`. Either may be empty."""
 
     entries: Entries
     markers: Entries
@@ -33,14 +35,15 @@ class Drop:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """Look whether these are still resident; none of them has a watch, so opening them is free."""
+    """Look whether these entries are still resident. None is watched, so opening them tells nothing
+    wrong about readers."""
 
     entries: Entries
 
 
 @dataclass(frozen=True, slots=True)
 class Idle:
-    """Nothing to do until a fact comes, or until this time."""
+    """Nothing to do until something is reported to the planner, or until this time."""
 
     until_s: float | None
 
@@ -50,7 +53,7 @@ Decision: TypeAlias = Push | Drop | Sample | Idle
 
 @dataclass(slots=True)
 class PrefetchCounters:
-    """What has been done since the mount's start, over all versions."""
+    """What was done since the start of the mount, over all versions of the dataset."""
 
     pushes: int = 0
     pushed_entries: int = 0
@@ -61,24 +64,27 @@ class PrefetchCounters:
     lost_entries: int = 0
 
     def count_push(self, entries: int, size_bytes: int, absent: int) -> None:
-        """A push has ended."""
+        """Count a push that has ended."""
         self.pushes += 1
         self.pushed_entries += entries
         self.pushed_bytes += size_bytes
         self.absent += absent
 
     def count_drop(self, entries: int) -> None:
-        """A drop has ended."""
+        """Count a drop that has ended."""
         self.drops += 1
         self.dropped_entries += entries
 
 
 class StreamStats(TypedDict):
-    """Where one stream is; positions are those of its current epoch, high and frontier may pass
-    its length by as much as they have entered the next one."""
+    """Where the reader of one stream is (`stream_tracker.py` explains the positions).
+
+    Positions are counted in the current epoch; `high` and `frontier` exceed its `length` where they
+    are in the next epoch.
+    """
 
     name: str
-    epoch: int  # -1 where all known ones have been read
+    epoch: int  # -1 where all announced epochs have been read
     length: int
     position: int
     low: int
@@ -89,9 +95,12 @@ class StreamStats(TypedDict):
 
 
 class PrefetchStats(TypedDict):
-    """Counters since the start, and the state now. `oneshot_chunks` is how many chunks are to be
-    made resident from the start, and `oneshot_done_chunks` how many have been; without room
-    (`has_room`) no further ones are.
+    """Counters since the start, and the state now.
+
+    `absent_entries`: pushes that the kernel refused, since it did not know the files.
+    `lost_entries`: pages that the kernel has freed. `known_bytes`: kernel memory for the names of
+    files. `oneshot_chunks`: how many chunks the policy `oneshot` makes resident from the start;
+    `oneshot_done_chunks`: how many it has. `has_room`: whether a miss may lead to a push.
     """
 
     pushes: int

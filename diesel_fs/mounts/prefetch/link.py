@@ -1,9 +1,12 @@
-"""What server and helper of one mount tell each other: frames of msgpack over a socket pair.
+"""Connects the server of a mount with its prefetch worker: messages over a pair of sockets.
 
-Each frame is its length (4 bytes) and a map. A frame with an `id` asks for one with the same `id`
-back. The server never waits for the helper, which may wait for a page lock: what it tells is sent
-by a task, and misses that pile up are dropped, since they only say where to push first. Both ends
-are ours; the limit on a frame is against a bug.
+A message is a map in msgpack behind its length (4 bytes); descriptors may travel along. A message
+with an `id` asks for an answer with the same `id`. `WorkerLink` is the server's end (trio),
+`ServerLink` the worker's (blocking).
+
+The server never waits for the worker, which may itself wait for a page lock: a task of its own
+sends the messages, and misses beyond `ENTRIES_PENDING_MAX` are dropped, since they only say where
+to push first. Both ends belong to one program, so the limit on a message only guards against bugs.
 """
 
 import itertools
@@ -24,27 +27,28 @@ from ...net.messages import LENGTH, Message, frame
 log = logging.getLogger("diesel.mount")
 
 FRAME_BYTES_MAX = 1 << 30
-"""A plan of a hundred million entries."""
+"""Enough for a plan of a hundred million entries."""
 
 ENTRIES_PENDING_MAX = 65_536
-"""Missed or forgotten entries that wait to be told; of further ones the helper learns by itself."""
+"""Missed or forgotten entries that wait to be sent. Further ones are dropped: the worker notices
+them later by itself."""
 
 FRAMES_PENDING_MAX = 256
-"""Messages that wait for a helper that is stopped, or waits for a page lock; further ones are lost,
-and whoever waits for an answer is told that none came."""
+"""Messages that wait for a worker that does not read. Further ones are lost, and a request gets no
+answer."""
 
 DESCRIPTORS_MAX = 8
-"""That may come along with one message."""
+"""Descriptors that may come along with one message."""
 
 
 class Frames:
-    """Bytes of a stream as they come, and the messages that are whole."""
+    """Cuts the bytes of a stream, as they come, into messages."""
 
     def __init__(self) -> None:
         self._bytes = bytearray()
 
     def add(self, received: bytes) -> list[Message]:
-        """The messages that these bytes complete. Raises ValueError for what is none."""
+        """The messages that these bytes complete. Raises ValueError for other bytes."""
         self._bytes += received
         messages = []
         at = 0
@@ -62,28 +66,29 @@ class Frames:
 
 
 LEAVING: Message = {"do": "leave"}
-"""The helper's last word where nothing is wrong."""
+"""What the worker sends last, unless it fails."""
 
 
 class WorkerLink:
-    """The server's end. All but `run` and `request` return at once."""
+    """The server's end. Methods that are not async return at once."""
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
         self._missed: list[int] = []
         self._forgotten: list[int] = []
-        self._frames: list[tuple[bytes, Sequence[int]]] = []  # with descriptors that go along
+        self._frames: list[tuple[bytes, Sequence[int]]] = []  # with their descriptors
         self._wake = trio.Event()
         self._ids = itertools.count(1)
         self._answers: dict[int, Message] = {}
         self._answered: dict[int, trio.Event] = {}
         self.worker_stats: Message = {}
-        """What the helper last said of itself."""
+        """The statistics that the worker sent last."""
         self.alive = True
 
     async def receive_hello(self, deadline_s: float) -> None:
-        """Hears who the helper is, which it says before it begins; before `start_worker`. It may be
-        dead, or not come in time: then nothing is known of it until it says more.
+        """Receive the worker's first message, its process number, before `start_worker`.
+
+        Where the worker is dead or late, its statistics stay empty until it sends some.
         """
         end = trio.socket.from_stdlib_socket(self._socket)
         with trio.move_on_after(deadline_s), suppress(OSError):
@@ -91,32 +96,34 @@ class WorkerLink:
                 self.worker_stats = message
 
     def start_worker(self, message: Message, descriptors: Sequence[int]) -> None:
-        """The first message, with the descriptors that go along; before `run`."""
+        """Send the first message and its descriptors. Call it before `run`."""
         socket.send_fds(self._socket, [b"+"], descriptors)
         self.send(message)
 
     def report_miss(self, entry: int) -> None:
-        """A READ for an entry has come."""
+        """Tell the worker of a READ for an entry, soon."""
         if len(self._missed) < ENTRIES_PENDING_MAX:
             self._missed.append(entry)
             self._wake.set()
 
     def report_forgotten(self, entries: Sequence[int]) -> None:
-        """The kernel has forgotten entries, and their pages went along."""
+        """Tell the worker that the kernel has forgotten entries, and freed their pages."""
         if len(self._forgotten) < ENTRIES_PENDING_MAX:
             self._forgotten += entries
             self._wake.set()
 
     def send(self, message: Message) -> None:
-        """Something without an answer; lost where the helper does not listen any more."""
+        """Send a message without an answer. It is lost where the worker has ended or does not
+        read."""
         if self.alive and len(self._frames) < FRAMES_PENDING_MAX:
             self._frames.append((frame(message, FRAME_BYTES_MAX), ()))
             self._wake.set()
 
     async def send_switch(self, message: Message, descriptors: Sequence[int]) -> Message | None:
-        """A message from which on entries are others, with descriptors: behind all that was told,
-        missed and forgotten when it was called. The answer, however long it takes; None where the
-        helper has gone.
+        """Send the switch to another version, from which on entry numbers mean other files.
+
+        It is sent after all misses and forgotten entries that were reported before. Waits for the
+        answer without a limit; None where the worker has ended.
         """
         if not self.alive:
             return None
@@ -127,7 +134,7 @@ class WorkerLink:
         return await self._answer(number, math.inf)
 
     async def request(self, message: Message, deadline_s: float) -> Message | None:
-        """The helper's answer, or None where none comes in time."""
+        """Send a request. The worker's answer, or None where none comes in time."""
         if not self.alive:
             return None
         number = next(self._ids)
@@ -144,7 +151,7 @@ class WorkerLink:
             del self._answered[number]
 
     async def run(self) -> None:
-        """Sends what is told and hears the answers, until the helper has gone."""
+        """Send the messages and receive the answers, until the worker has ended."""
         end = trio.socket.from_stdlib_socket(self._socket)
         stream = trio.SocketStream(end)
         try:
@@ -163,20 +170,20 @@ class WorkerLink:
                             await stream.send_all(each)
         except* (trio.BrokenResourceError, trio.ClosedResourceError):
             pass
-        except* Exception as faults:  # what cannot be understood ends the helping, not the mount
-            log.exception("the helper cannot be understood", exc_info=faults)
+        except* Exception as faults:  # the mount goes on without the worker
+            log.exception("the prefetch worker sent an unexpected message", exc_info=faults)
         finally:
             self.close()
 
     def _entry_frames(self) -> Iterator[bytes]:
-        """What was missed and forgotten, as frames; then nothing is any more."""
+        """The reported misses and forgotten entries as frames; both lists are empty afterwards."""
         for do, numbers in (("missed", self._missed), ("forgotten", self._forgotten)):
             if numbers:
                 yield frame({"do": do, "entries": _packed(numbers)}, FRAME_BYTES_MAX)
                 numbers.clear()
 
     def close(self) -> None:
-        """Lets the helper go: it ends then."""
+        """Close the connection; the worker ends then."""
         self.alive = False
         self.worker_stats = {}
         self._frames.clear()
@@ -186,11 +193,11 @@ class WorkerLink:
 
     async def _receive(self, stream: trio.SocketStream, scope: trio.CancelScope) -> None:
         if not await self._receive_until_leave(stream):
-            log.error("the helper has gone: nothing is pushed into the kernel's cache any more")
+            log.error("the prefetch worker has ended: nothing is pushed ahead of readers any more")
         scope.cancel()
 
     async def _receive_until_leave(self, stream: trio.SocketStream) -> bool:
-        """Whether the helper has said that it leaves: it was told to, or the mount has left."""
+        """Whether the worker has said that it ends: it was told to, or the mount is gone."""
         frames = Frames()
         while received := await stream.receive_some(1 << 16):
             for message in frames.add(received):
@@ -206,7 +213,7 @@ class WorkerLink:
 
 
 class ServerLink:
-    """The helper's end: plain and blocking."""
+    """The worker's end: blocking calls in one thread."""
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
@@ -214,18 +221,19 @@ class ServerLink:
         self._poll = select.poll()
         self._poll.register(end, select.POLLIN)
         self.ready: frozenset[int] = frozenset()
-        """What of the watched descriptors ended the last wait."""
+        """The watched descriptors that had events when `messages` last returned."""
         self._received: list[int] = []
 
     def receive_descriptors(self, count: int) -> list[int]:
-        """What came along with the first byte; fewer where the server has gone."""
+        """The descriptors that came with the first byte; none where the server has ended."""
         try:
             return self._set_cloexec(socket.recv_fds(self._socket, 1, count)[1])
-        except ConnectionError:  # it has not read all that was sent
+        except ConnectionError:  # the server ended without reading all that was sent
             return []
 
     def take_descriptors(self, count: int) -> list[int]:
-        """What came along with the last message. Raises ValueError where that is another number."""
+        """The descriptors that came with the last message. Raises ValueError where there are not
+        `count`."""
         found, self._received = self._received, []
         if len(found) != count:
             raise ValueError(f"{len(found)} descriptors came with a message instead of {count}")
@@ -238,15 +246,16 @@ class ServerLink:
         return list(descriptors)
 
     def watch(self, descriptor: int, events: int = select.POLLIN) -> None:
-        """`messages` returns early for these events, too."""
+        """Let `messages` return for these events of a descriptor, too."""
         self._poll.register(descriptor, events)
 
     def watch_no_more(self, descriptor: int) -> None:
-        """Before it is closed."""
+        """Stop watching a descriptor; call it before the descriptor is closed."""
         self._poll.unregister(descriptor)
 
     def messages(self, timeout_s: float) -> list[Message]:
-        """What has come, after at most this time. Raises EOFError where the server has gone."""
+        """The messages that have come, waiting for at most this time. Raises EOFError where the
+        server has ended."""
         ready = self._poll.poll(max(0, math.ceil(timeout_s * 1000)))
         self.ready = frozenset(descriptor for descriptor, _ in ready)
         if self._socket.fileno() not in self.ready:
@@ -265,7 +274,7 @@ class ServerLink:
         return self._frames.add(received)
 
     def send(self, message: Message) -> None:
-        """Waits where the server is slow. Raises EOFError where it has gone."""
+        """Send a message; waits where the server is slow. Raises EOFError where it has ended."""
         try:
             self._socket.sendall(frame(message, FRAME_BYTES_MAX))
         except OSError:

@@ -1,8 +1,10 @@
-"""What is pushed where no plan says what comes: chunks that were missed, or all of them in turn.
+"""Chooses what to push without a plan: chunks of files that were missed, or all chunks in turn.
 
-Owned here: `MissFill`: which chunks wait, and whether telling of further misses would change
-anything. Not owned: room (`planner.py`), and how soon a chunk may come again (`members.py`). Used
-by one thread.
+A *miss* is a READ that reached the mount, since the kernel did not have the content. `MissFill`
+queues the chunks that were missed; with the policy `oneshot` it then offers all chunks of the
+dataset in turn. The planner gives it the room that is free, and asks it for the next push.
+`ChunkEntries` knows the entries of each chunk, and limits how often one chunk is pushed out of
+turn. Used by one thread.
 """
 
 import math
@@ -16,12 +18,13 @@ from .resident_set import ResidentSet
 from .units import Columns
 
 RETRY_S, RETRY_S_MAX = 1.0, 64.0
-"""A chunk whose pages went is pushed again after 1 s at the soonest, then 2, 4 and so on: a machine
-that has no memory for them would only push in a loop."""
+"""A chunk whose pages the kernel has freed is pushed again after 1 s at the soonest, then after 2,
+4 and so on: a machine without memory for them would otherwise push in a loop."""
 
 
 class ChunkEntries:
-    """Which entries with content each chunk holds, by their offset (where given; else by index)."""
+    """The entries with content of each chunk, sorted by their offsets (where given, else by
+    index)."""
 
     def __init__(self, columns: Columns, offset: npt.NDArray[np.int64] | None) -> None:
         filled = np.flatnonzero(columns.cost)
@@ -36,15 +39,15 @@ class ChunkEntries:
         self._delay_s = np.full(columns.chunk_count, RETRY_S)
 
     def of(self, chunk: int) -> Entries:
-        """The entries of a chunk."""
+        """The entries of a chunk, in the order of their contents."""
         return self._entries[self._start[chunk] : self._start[chunk + 1]]
 
     def fetch_order(self, entries: Entries) -> Entries:
-        """These as they lie: by chunk and offset."""
+        """These entries sorted by chunk and offset, as they can be fetched in few reads."""
         return entries[np.argsort(self._place[entries])]
 
     def may_push(self, chunk: int, now_s: float) -> bool:
-        """Whether a chunk may be pushed out of turn now; where it may, that counts as done."""
+        """Whether a chunk may be pushed out of turn now; a True counts as such a push."""
         again_s, delay_s = float(self._again_s[chunk]), float(self._delay_s[chunk])
         if now_s < again_s:
             return False
@@ -55,39 +58,44 @@ class ChunkEntries:
 
 
 class MissFill:
-    """The chunks to push into room that is free: those missed first, then, if all, in turn."""
+    """The chunks to push into free room: first those missed, then, for `oneshot`, all in turn."""
 
     def __init__(
-        self, members: ChunkEntries, held: ResidentSet, chunk_count: int, *, everything: bool
+        self,
+        chunk_entries: ChunkEntries,
+        resident: ResidentSet,
+        chunk_count: int,
+        *,
+        everything: bool,
     ) -> None:
-        self._members = members
-        self._held = held
+        self._chunk_entries = chunk_entries
+        self._resident_set = resident
         self._count = chunk_count
         self._missed: dict[int, None] = {}
         self._next_in_turn = 0 if everything else chunk_count  # the next chunk in turn
         self.in_turn_count = chunk_count if everything else 0
-        """How many chunks are to be pushed in turn."""
-        self._too_large_bytes: int | None = None  # of what last had no room
+        """How many chunks `oneshot` pushes in turn; 0 for another policy."""
+        self._too_large_bytes: int | None = None  # of the last chunk for which there was no room
 
     def missed(self, chunk: int, need_bytes: int, room_bytes: int, now_s: float) -> None:
-        """A file of a chunk was read by request; it alone needs so much room."""
+        """Note a miss of a file of `chunk`; the file alone needs `need_bytes`."""
         if need_bytes > room_bytes:
             self._too_large_bytes = need_bytes
-        elif self._members.may_push(chunk, now_s):
+        elif self._chunk_entries.may_push(chunk, now_s):
             self._missed[chunk] = None
 
     def next(self, room_bytes: int) -> Entries | None:
-        """The entries to push next, of one chunk; None where none is left or has room."""
+        """The entries of one chunk to push next; None where none is left, or no chunk fits."""
         while self._missed:
             chunk = next(iter(self._missed))
             del self._missed[chunk]
-            entries = self._held.missing(self._members.of(chunk))
+            entries = self._resident_set.missing(self._chunk_entries.of(chunk))
             if len(entries) and self._fits(entries, room_bytes):
                 return entries
         while self._next_in_turn < self._count:
-            entries = self._held.missing(self._members.of(self._next_in_turn))
+            entries = self._resident_set.missing(self._chunk_entries.of(self._next_in_turn))
             if not self._fits(entries, room_bytes):
-                return None  # full; it goes on where there is room again
+                return None  # full: the same chunk is offered when there is room again
             self._next_in_turn += 1
             if len(entries):
                 return entries
@@ -95,21 +103,21 @@ class MissFill:
 
     @property
     def done_count(self) -> int:
-        """How many of those have had their turn."""
+        """How many of `in_turn_count` have had their turn."""
         return self._next_in_turn - (self._count - self.in_turn_count)
 
     def has_room(self, room_bytes: int) -> bool:
-        """Whether the next miss may lead to a push; where the last had no room, none will."""
+        """Whether the next miss may lead to a push. It may not where the last miss had no room."""
         return self._too_large_bytes is None or room_bytes >= self._too_large_bytes
 
     def upcoming(self, count: int) -> list[Entries]:
-        """What will probably come next, at most so many chunks."""
-        found = list(map(self._members.of, islice(self._missed, count)))
+        """The entries of the next `count` chunks that will probably be pushed."""
+        found = list(map(self._chunk_entries.of, islice(self._missed, count)))
         turn = range(self._next_in_turn, min(self._next_in_turn + count - len(found), self._count))
-        return [*found, *map(self._members.of, turn)]
+        return [*found, *map(self._chunk_entries.of, turn)]
 
     def _fits(self, entries: Entries, room_bytes: int) -> bool:
-        need = self._held.bytes_of(entries)
+        need = self._resident_set.bytes_of(entries)
         fits = need <= room_bytes
         self._too_large_bytes = None if fits else need
         return fits

@@ -1,9 +1,12 @@
-"""The hands of residency: makes contents resident in the kernel, drops them, looks what is there.
+"""Carries out the planner's decisions: pushes contents into the page cache, drops and samples them.
 
-Owned here: FUSE_NOTIFY_STORE, dropping by posix_fadvise(2) through the mount, cachestat(2) and
-mincore(2), inotify watches on files of the mount. Not owned: what is to be done (`planner.py`).
-Everything here can wait for the server of the same mount, or for a page lock that a READ under way
-holds: so it runs in the helper process, in one thread, and never in the server.
+Pushing is FUSE's NOTIFY_STORE. Dropping is posix_fadvise(2) on files opened through the mount.
+cachestat(2) or mincore(2) tell what is resident, and inotify when a reader opens a file. The kernel
+takes contents only of files whose names it knows, so names are looked up first.
+
+Each of these calls can wait: for the server of the same mount, or for the lock on a page that a
+READ in progress holds. So all of this runs in one thread of the prefetch worker, and never in the
+server.
 """
 
 import os
@@ -26,7 +29,8 @@ from ..sessions.protocol import NOTIFY_STORE, STORE, invalidate_node
 from .dropper import Dropper
 
 FOLDERS_OPEN = 256
-"""Folders of the mount that are kept open to open files in; the least recently used goes."""
+"""Folders of the mount that stay open for opening their files; the least recently used is
+closed."""
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
 _STORE = np.dtype(
@@ -44,10 +48,11 @@ _EVENT = struct.Struct("iIII")
 
 
 class FolderHandles:
-    """Descriptors of the mount's folders, by index.
+    """Open folders of the mount, by the folders' indices in the snapshot.
 
-    They must not keep the mount busy: nobody could unmount it. Root works in a clone of the mount
-    that hangs in no tree; others let go after each piece of work (`release_folders`).
+    Open folders would keep the mount busy, so that it could not be unmounted. A worker that runs as
+    root opens them in a clone of the mount that is attached nowhere; any other worker closes them
+    after each piece of work (`release`).
     """
 
     def __init__(self, mountpoint: str, snapshot: Snapshot) -> None:
@@ -59,8 +64,8 @@ class FolderHandles:
             self._clone = syscalls.clone_mount(mountpoint)
 
     def descriptor(self, folder: int) -> int:
-        """A folder's descriptor, good until the next call. Raises OSError."""
-        missing = []  # from the folder up, as deep as trees are: no recursion
+        """A folder's descriptor, valid until the next call. Raises OSError."""
+        missing = []  # folders to open, from this one upwards; no recursion, as trees may be deep
         while folder not in self._open and folder != ROOT_INDEX:
             missing.append(folder)
             folder = self._snapshot.parent(folder)
@@ -81,12 +86,12 @@ class FolderHandles:
         return os.open(".", _FOLDER, dir_fd=self._clone)
 
     def release(self) -> None:
-        """A piece of work is done."""
+        """Close the folders where they keep the mount busy: a piece of work is done."""
         if self._clone < 0:
             self._close_all()
 
     def close(self) -> None:
-        """Lets go of the mount."""
+        """Close all folders."""
         self._close_all()
         if self._clone >= 0:
             os.close(self._clone)
@@ -99,7 +104,7 @@ class FolderHandles:
 
 
 def drop_pages(folders: FolderHandles, snapshot: Snapshot, entries: list[int]) -> None:
-    """Take the pages of files out of the kernel's cache; who reads them meanwhile asks us."""
+    """Take the pages of files out of the page cache. A later read of them is a READ again."""
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     parents = snapshot.columns.parent[entries].tolist()
     names = snapshot.names(entries)
@@ -120,10 +125,10 @@ def drop_pages(folders: FolderHandles, snapshot: Snapshot, entries: list[int]) -
 
 
 class PageCache:
-    """The files of one mount as the kernel holds them; see the module.
+    """The page cache of one mount (see the module).
 
-    `device` is a descriptor of the connection, used for notifications alone; `nodes` are those of
-    the entries, where they are not their indices + 1.
+    `device` is a descriptor of the FUSE connection, used for notifications only. `nodes` are the
+    node numbers of the entries; without them, an entry's node is its index + 1.
     """
 
     def __init__(
@@ -154,8 +159,8 @@ class PageCache:
         return self._inotify
 
     def store(self, batch: Batch) -> list[int]:
-        """Make parts of files resident; the places in the batch of those that the kernel does not
-        know (now). Waits while a READ of the same pages is under way.
+        """Push a batch of contents. Returns the places in the batch of files that the kernel does
+        not know. Waits while a READ of the same pages is in progress.
         """
         headers = np.zeros(len(batch.entries), _STORE)
         sizes = np.fromiter(map(len, batch.contents), np.uint32, len(batch.entries))
@@ -170,37 +175,38 @@ class PageCache:
         unknown: list[int] = []
         while True:
             try:
-                deque(written, 0)  # a loop without Python, which costs as much as the calls
+                deque(written, 0)  # loops in C: a loop in Python would cost as much as the calls
             except FileNotFoundError:
                 unknown.append(len(batch.contents) - length_hint(left) - 1)
             else:
                 return unknown
 
     def invalidate(self, node: int) -> None:
-        """Have the kernel drop what it keeps of a node of ours: it asks again when it is needed.
+        """Have the kernel drop the content that it keeps of a node; it asks for it when needed.
 
-        Waits while a READ of its pages is under way.
+        Waits while a READ of the same pages is in progress.
         """
-        with suppress(FileNotFoundError):  # it keeps nothing
+        with suppress(FileNotFoundError):  # it keeps nothing of the node
             os.write(self._device, invalidate_node(node))
 
     def make_folder_known(self, folder: int) -> None:
-        """Make everything in a folder known to the kernel: it asks for names and attributes."""
+        """Make the names in a folder known to the kernel, by listing the folder through the
+        mount."""
         inside = self._folders.descriptor(folder)
         with os.scandir(inside) as listed:
             self.known_entries += sum(1 for _ in listed)
 
     def make_entry_known(self, entry: int) -> None:
-        """Make one entry known to the kernel. Raises OSError."""
+        """Make one name known to the kernel, by stat(2) through the mount. Raises OSError."""
         inside = self._folders.descriptor(self._snapshot.parent(entry))
         os.stat(self._snapshot.name(entry), dir_fd=inside, follow_symlinks=False)
 
     def drop(self, entries: npt.NDArray[np.uint32], on_progress: Callable[[], None]) -> None:
-        """Have files dropped soon, in another process; `on_progress` is called as it goes."""
+        """Have the pages of files dropped soon, by another process (`dropper.py`)."""
         self._dropper.drop(entries, on_progress)
 
     def resident_bytes(self, entry: int) -> int:
-        """How many bytes of a file are in the kernel's cache, in whole pages."""
+        """How many bytes of a file are in the page cache, in whole pages. Raises OSError."""
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         inside = self._folders.descriptor(self._snapshot.parent(entry))
         file = os.open(self._snapshot.name(entry), flags, dir_fd=inside)
@@ -210,7 +216,7 @@ class PageCache:
             os.close(file)
 
     def watch(self, entries: Iterable[int]) -> None:
-        """From now on, `read_opens` tells when one of these files is opened."""
+        """Watch these files: `read_opens` reports when one of them is opened."""
         for entry in entries:
             if entry in self._watch_of:
                 continue
@@ -221,7 +227,7 @@ class PageCache:
                 self._watch_of[entry], self._entry_of[watch] = watch, entry
 
     def unwatch(self, entries: Iterable[int]) -> None:
-        """No longer."""
+        """Stop watching these files."""
         for entry in entries:
             watch = self._watch_of.pop(entry, None)
             if watch is not None:
@@ -246,11 +252,11 @@ class PageCache:
                     found.append(entry)
 
     def release_folders(self) -> None:
-        """A piece of work is done: nothing of ours may keep the mount busy now."""
+        """Call after each piece of work, so that open folders do not keep the mount busy."""
         self._folders.release()
 
     def close(self) -> None:
-        """Lets go of the mount."""
+        """Release the mount."""
         self._dropper.close()
         self._folders.close()
         os.close(self._inotify)

@@ -1,23 +1,26 @@
-"""Residency: which file contents to push into the kernel's page cache, and which to drop.
+"""Decides which file contents to push into the kernel's page cache next, and which to drop.
 
-Owned here: what is believed resident, the budget, and the next decision. Not owned: carrying it out
-(walks, NOTIFY_STORE, posix_fadvise, inotify, cachestat), the bytes, where one stream's reader is
-(`stream_tracker.py`), what a unit is (`units.py`). Pure: no I/O, and no clock but the `now_s`
-handed in. Used by one thread. Facts may come at any time; at most one decision is outstanding, and
-it is reported back (`pushed`, `dropped`, `sampled`) before the next one is asked for.
+The prefetch worker reports *facts* (misses, opened markers, plans, forgotten files, the budget) and
+asks for the next decision (`next`): a push, a drop, a sample, or nothing to do. It carries the
+decision out and reports the result (`pushed`, `dropped`, `sampled`) before it asks again; facts may
+come at any time. A *push* stores contents in the page cache, so that a reader finds them there; a
+*sample* looks whether pages that were pushed are still there.
 
-Without a plan, a miss pushes the rest of its chunk while that fits into what is left of the budget;
-`oneshot` does that for all chunks from the start. Nothing is ever dropped for it: of a dataset that
-fits, everything ends up resident; of a larger one, what came first stays and the rest is served
-file by file, so random misses never thrash.
+Without a plan, a miss pushes the rest of its chunk while that fits the free part of the budget; the
+policy `oneshot` does that for all chunks from the start. Nothing is dropped for such pushes. So all
+of a dataset that fits becomes resident; of a larger one, what came first stays and READs bring the
+rest file by file, so random misses never thrash.
 
-With plans, units are pushed in their streams' orders, nearest next use first over all streams. Room
-is made by dropping what readers have passed, then what no stream has claimed (least value first,
-then farthest next use), then by taking back the farthest part of a stream that is more than twice
-as far ahead, or that has stood still while others went on. What is claimed twice stays until the
-last claim ends.
+With plans, each *stream* (a reader with a known order) gets an equal share of the budget. Its order
+is cut into units (`units.py`), and the unit that a reader needs soonest over all streams is pushed
+first. Room is made in this order: drop what readers have passed; drop what no stream claims, the
+least valuable and the farthest next use first; take back the farthest claims of a stream that is
+more than twice as far ahead as the one that needs room, or that has stood still while others went
+on. An entry that two streams claim stays until the last claim ends.
 
-What a READ alone brought into the cache is not counted: it is the kernel's, which frees it first.
+Contents that only READs by_reads are not counted: they are the kernel's, which frees them first.
+
+Pure: no I/O, and the time is an argument (`now_s`). Used by one thread.
 """
 
 import math
@@ -47,55 +50,55 @@ from .stream_tracker import MARKER_STRIDE, StreamTracker
 from .units import KNOWN_ENTRY_BYTES, PAGE_BYTES, Columns
 
 STILL_S = 60.0
-"""A stream without a sign for so long, while others go on, gives its memory up: validation waits
-longer than that in many runs, and comes back with one miss."""
+"""A stream without a sign of its reader for so long, while others go on, gives its memory up. A
+validation set waits longer than that in many runs, and comes back with one miss."""
 TENTATIVE_S = 600.0
-"""So long after its list was read, a stream that nobody has begun to follow is withdrawn."""
+"""A tentative stream (its list was read) is withdrawn if no reader follows it for so long."""
 STILL_DIVISOR = 4
-"""A still stream gets room only where more than this part of the budget (1/4) stays free."""
+"""A still stream gets room only while this part of the budget (a quarter) stays free."""
 
 LATE_READ_S = 1.0
-"""A READ that set out before its entry was pushed may be reported so long after."""
+"""A READ that began before its entry was pushed may be reported so long after the push."""
 KNOWN_DIVISOR = 8
-"""Kernel memory for entries takes at most one part in this many of the budget. Names must be known
-before contents can be pushed: of small files they take a quarter of what the contents do, whatever
-the budget is, and the kernel frees both alike."""
+"""The kernel's memory for names counts for at most this part (an eighth) of the budget. The kernel
+must know a name before content can be pushed. Names of small files take a quarter of what their
+contents take, whatever the budget is, and the kernel frees both alike."""
 
 PAUSE_S, PAUSE_S_MAX = 0.5, 8.0
-"""A store that fails is not asked for all that is planned, one unit after the other."""
+"""After a failed push, the first and the longest pause before the next one."""
 
 SAMPLE_S = 2.0
-"""Between samples: idle pages have been seen to go after some 5 s."""
+"""Time between samples: the kernel has been seen to free idle pages after some 5 s."""
 SAMPLE_ENTRIES = 32
 SAMPLE_AHEAD_ENTRIES = 8_192
 
 MARKERS_MAX = 2_048
-"""Watches of all streams together: a quarter of the least limit of a user that kernels set."""
+"""Watches of all streams together: a quarter of the lowest limit that kernels set for a user."""
 UNWATCH_MIN = 256
-"""Watches that are no longer needed are taken away so many at once, or when idle."""
+"""Watches that are not needed any more are removed so many at once, or when idle."""
 
 PASSES_MAX = 64
-"""Units with nothing to push that one decision passes over: it stays below some milliseconds."""
+"""How many units with nothing to push one decision skips, so that it takes a few milliseconds."""
 
 
 @dataclass(slots=True)
 class Watches:
-    """Which entries have a watch, for which streams and positions; and which need it no longer."""
+    """Which entries have an inotify watch, for which streams and positions, and which need none."""
 
-    users: dict[int, list[tuple[str, int]]] = field(default_factory=dict)
+    users: dict[int, list[tuple[str, int]]] = field(default_factory=dict)  # stream and position
     unneeded: dict[int, None] = field(default_factory=dict)
 
     def add(self, entry: int, name: str, position: int) -> bool:
-        """Whether the watch has to be made."""
+        """A stream needs a watch of an entry. Returns whether the watch has to be made."""
         users = self.users.setdefault(entry, [])
         users.append((name, position))
         if entry in self.unneeded:
-            del self.unneeded[entry]  # it still stands
+            del self.unneeded[entry]  # it was not removed yet
             return False
         return len(users) == 1
 
     def remove(self, name: str, markers: list[tuple[int, int]]) -> None:
-        """One use less of each (position, entry) of a stream."""
+        """A stream does not need the watches of these markers (position, entry) any more."""
         for position, entry in markers:
             users = self.users.get(entry, [])
             if (name, position) in users:
@@ -105,18 +108,18 @@ class Watches:
                     self.unneeded[entry] = None
 
     def is_watched(self, entry: int) -> bool:
-        """Whether an open of the entry is told."""
+        """Whether the entry has a watch."""
         return entry in self.users or entry in self.unneeded
 
     def take_unneeded(self) -> Entries:
-        """The entries whose watch may go; it counts as gone."""
+        """The entries whose watch can be removed. The caller removes it."""
         entries = np.fromiter(self.unneeded, np.uint32)
         self.unneeded.clear()
         return entries
 
 
 class PrefetchPlanner:
-    """The decisions of one mount (see the module)."""
+    """The decisions for one version of the dataset of a mount (see the module)."""
 
     def __init__(
         self,
@@ -129,8 +132,9 @@ class PrefetchPlanner:
         offset: npt.NDArray[np.int64] | None = None,
         is_file: Mask | None = None,
     ) -> None:
-        """Per entry: its (first) chunk, -1 for none; its size in bytes; its offset in the chunk,
-        by which mixed units are sorted; whether it is a file (else: what has a chunk).
+        """`chunk`, `size`, `offset` and `is_file` have a value for each entry: its (first) chunk or
+        -1, its size in bytes, its offset in the chunk (used to sort mixed units), and whether it is
+        a file (if not given: whether it has a chunk).
         """
         cost = -(-size // PAGE_BYTES) * PAGE_BYTES
         cost[chunk < 0] = 0
@@ -151,78 +155,83 @@ class PrefetchPlanner:
         self._share_bytes = 0
         self._outstanding: Push | Drop | Sample | None = None
         self._start_s = math.nan
-        self._pause_s = 0.0  # after the last push failed
+        self._pause_s = 0.0  # the pause after the last push, if it failed
         self._paused_until_s = -math.inf
         self._now_s = 0.0
         self._done = PrefetchCounters()
 
     @property
     def resident_bytes(self) -> int:
-        """What is believed resident, in whole pages."""
+        """The bytes of contents that are believed to be resident, in whole pages."""
         return self._resident_set.bytes
 
     @property
     def wants_misses(self) -> bool:
-        """Whether each miss counts. Where nothing is planned and nothing more has room, a few of
-        them show if pages are lost.
+        """Whether the worker should report every miss. Without a plan and without free room, a few
+        misses are enough: they only show that the kernel has freed pages.
         """
         return bool(self._trackers) or self._miss_fill.has_room(self._room())
 
     def inherit(self, old: "PrefetchPlanner", was: npt.NDArray[np.int32]) -> None:
-        """Go on where another version ended, whose entries these `was` (-1: none). Plans end."""
+        """Continue where the planner of another version ended. `was` gives the old number of each
+        entry (-1: none). Plans are not taken over."""
         self._resident_set.inherit(old._resident_set, was)
         self._done, self._start_s, self._now_s = old._done, old._start_s, old._now_s
 
     def running(self, now_s: float) -> list[str]:
-        """The streams whose readers are in the midst of what is announced."""
-        return [name for name, follow in self._trackers.items() if follow.is_running(now_s)]
+        """The names of streams that are probably being read."""
+        return [name for name, tracker in self._trackers.items() if tracker.is_running(now_s)]
 
     # Facts: the plan
 
     def announce(self, stream: Stream, now_s: float) -> None:
-        """A stream, new or again. Raises UsageError, as the next three do: nothing has changed."""
+        """Announce a stream; one of the same name is replaced. Raises UsageError, as the next three
+        methods do, and then nothing has changed."""
         self._tick(now_s)
         if (over := self._plan.ended_to_withdraw(stream.name)) is not None:
             self.withdraw(over)
         self._plan.announce(stream)
         self._end(stream.name)
         self._trackers[stream.name] = StreamTracker(self._columns, stream, now_s)
-        self._share_bytes = 0  # to be shared out anew
+        self._share_bytes = 0  # computed again when it is needed
 
     def extend(self, name: str, epochs: Sequence[Epoch]) -> None:
-        """More epochs of a stream, or more of its last one."""
+        """Add epochs to a stream, or entries to its last one."""
         self._tracker(name).extended(self._plan.extend(name, epochs))
         self._share_bytes = 0
 
     def replace(self, name: str, epoch: Epoch, position: int = 0) -> None:
-        """An epoch is another, whole or from a position on."""
-        follow = self._tracker(name)
+        """Replace an epoch of a stream, whole or from a position on."""
+        tracker = self._tracker(name)
         stream = self._plan.replace(name, epoch, position)
-        self._release(follow, follow.replaced(stream, epoch.number, position), behind=False)
+        self._release(tracker, tracker.replaced(stream, epoch.number, position), behind=False)
         self._share_bytes = 0
 
     def withdraw(self, name: str) -> None:
-        """The stream will not be read on."""
+        """Remove a stream: it will not be read any more."""
         self._end(self._plan.withdraw(name).name)
 
     def progress(self, name: str, position: int, now_s: float, epoch: int | None = None) -> None:
-        """The stream's reader says that it reads this position next; of the current epoch, unless
-        another is named. This counts, whatever its markers say. Raises UsageError.
+        """The reader of a stream says which position it reads next, in the current epoch unless
+        another is named. This overrides what its markers say. Raises UsageError.
         """
         self._tick(now_s)
-        follow = self._tracker(name)
+        tracker = self._tracker(name)
         if epoch is None:
-            part = next((each for each in follow.epoch_states if follow.high < each.end), None)
+            state = next((each for each in tracker.epoch_states if tracker.high < each.end), None)
         else:
-            part = next((each for each in follow.epoch_states if each.epoch.number == epoch), None)
-        if part is None or not 0 <= position <= len(part.epoch):
+            state = next(
+                (each for each in tracker.epoch_states if each.epoch.number == epoch), None
+            )
+        if state is None or not 0 <= position <= len(state.epoch):
             raise UsageError(f"stream {name} has no position {position} there")
-        if follow.has_gaps(part.base + position):
-            self._take_back(follow, 0)  # what lies there was let go: all from there again
-        follow.progress(part.base + position, now_s)
+        if tracker.has_gaps(state.base + position):
+            self._take_back(tracker, 0)  # something there was given up: claim all again
+        tracker.progress(state.base + position, now_s)
 
     def value(self, entries: "int | EntryOrder", importance: float) -> None:
-        """What an unclaimed entry is worth against others; 0 until said. Raises UsageError."""
+        """Set the value of entries: unclaimed entries of less value are dropped first. Raises
+        UsageError."""
         if not math.isfinite(importance):
             raise UsageError(f"bad importance {importance}")
         checked = self._checked([entries] if isinstance(entries, int) else entries)
@@ -231,47 +240,47 @@ class PrefetchPlanner:
     # Facts: the kernel
 
     def set_known_entries(self, count: int) -> None:
-        """The kernel knows so many entries now: those of the folders that were walked."""
+        """Report how many names the kernel knows: those of the folders that were listed."""
         self._known = count
         self._share_bytes = 0
 
     def set_budget(self, budget_bytes: int) -> None:
-        """Another budget; where it is smaller, the next decisions drop."""
+        """Change the budget; where it is smaller, the next decisions drop."""
         self._budget_bytes = budget_bytes
         self._share_bytes = 0
 
     def opened(self, entry: int, now_s: float) -> None:
-        """A watched entry was opened."""
+        """Report that a watched entry was opened."""
         self._tick(now_s)
         users = tuple(self._watches.users.get(entry, ()))
         if not users:
             return
-        # Others may read the same file elsewhere in their orders: it was who is nearest to it.
-        nearest = min(follow.nearest_position(entry)[1] for follow in self._trackers.values())
+        # The file may be in several orders: the reader that is nearest to it has opened it.
+        nearest = min(tracker.nearest_position(entry)[1] for tracker in self._trackers.values())
         for name in {name for name, _ in users}:
-            follow = self._trackers[name]
-            high, places = follow.high, [at for user, at in users if user == name]
+            tracker = self._trackers[name]
+            high, places = tracker.high, [at for user, at in users if user == name]
             position = min(places, key=lambda at: abs(at - high))
             if abs(position - high) <= nearest + MARKER_STRIDE:
-                follow.note_open(position, now_s)
+                tracker.note_open(position, now_s)
 
     def missed(self, entry: int, now_s: float) -> None:
-        """A READ of an entry's content reached the server."""
+        """Report a miss: a READ of an entry's content reached the server."""
         self._tick(now_s)
         if not 0 <= entry < len(self._cost) or not self._cost[entry]:
             return
-        follow, position = self._attributed(entry, now_s)
+        tracker, position = self._attributed(entry, now_s)
         if self._resident_set.resident[entry]:
             if now_s - self._start_s - float(self._resident_set.pushed_s[entry]) >= LATE_READ_S:
-                self._pages_lost(entry, follow, position)
+                self._pages_lost(entry, tracker, position)
             return
         self._resident_set.note_read(entry, now_s - self._start_s)
         need = int(self._cost[entry])
-        if follow is None and need <= self._contents_budget():
+        if tracker is None and need <= self._contents_budget():
             self._miss_fill.missed(int(self._chunk[entry]), need, self._room(), self._now_s)
 
     def forgotten(self, entries: EntryOrder) -> None:
-        """The kernel has forgotten these; their pages went along."""
+        """Report that the kernel has forgotten these entries, and freed their pages."""
         self._resident_set.remove(np.unique(self._checked(entries)))
 
     def pushed(
@@ -283,9 +292,11 @@ class PrefetchPlanner:
         *,
         failed: bool = False,
     ) -> None:
-        """What came of a push. `absent`: the kernel does not know them. These and what is left out
-        are not tried again before they are missed; where the store has `failed`, what is left out
-        is, after a pause that doubles.
+        """Report the result of a push: `done` are resident now, `absent` are unknown to the kernel.
+
+        Entries that are `absent` or in neither list are not pushed again before they are missed. If
+        the store has `failed`, those in neither list are pushed again, after a pause that doubles
+        with each failure.
         """
         self._tick(now_s)
         assert push is self._outstanding, "another decision is outstanding"
@@ -301,25 +312,26 @@ class PrefetchPlanner:
             self._lost.append(push.entries[~np.isin(push.entries, gone)])
 
     def dropped(self, drop: Drop) -> None:
-        """A drop was carried out."""
+        """Report that a drop was carried out."""
         assert drop is self._outstanding, "another decision is outstanding"
         self._outstanding = None
         self._resident_set.victims_dropped(drop.entries)
         self._done.count_drop(len(drop.entries))
 
     def sampled(self, entries: EntryOrder, resident_mask: Mask) -> None:
-        """What a sample showed, or what anybody has seen of these entries."""
+        """Report which of these entries are resident, after a sample or at any time."""
         if isinstance(self._outstanding, Sample):
             self._outstanding = None
         gone = self._checked(entries)[~np.asarray(resident_mask, np.bool_)]
         for entry in gone[self._resident_set.resident[gone]].tolist():
-            if self._resident_set.resident[entry]:  # an earlier one may have taken it along
+            if self._resident_set.resident[entry]:  # not removed with an earlier one
                 self._pages_lost(entry, *self._place_of(entry))
 
     # Decisions
 
     def next(self, now_s: float) -> Decision:
-        """What to do now. Every decision but Idle is reported back before the next is asked for."""
+        """What to do now. The result of every decision but Idle is reported before the next
+        call."""
         assert self._outstanding is None, "the last decision has not been reported"
         self._tick(now_s)
         self._release_passed(now_s)
@@ -337,25 +349,27 @@ class PrefetchPlanner:
         return self._push_lost() or self._push_planned(now_s) or self._push_unplanned()
 
     def upcoming(self, count: int) -> list[Entries]:
-        """What the next pushes will probably be, the soonest first: to be fetched ahead."""
+        """The entries of the next `count` pushes, as far as they can be foreseen, the soonest
+        first. The worker fetches their contents ahead."""
         found = []
-        for follow in sorted(self._trackers.values(), key=self._ahead_s):
-            found += follow.units_ahead(count)
+        for tracker in sorted(self._trackers.values(), key=self._ahead_s):
+            found += tracker.units_ahead(count)
         return [*found, *self._miss_fill.upcoming(count)][:count]
 
     def planned(self, count: int) -> list[Entries]:
-        """What each stream's next pushes will be, so many of each."""
+        """The entries of the next `count` pushes of each stream."""
         return [unit for each in self._trackers.values() for unit in each.units_ahead(count)]
 
     def resident(self, entries: EntryOrder) -> Mask:
-        """Which of these a read would find without us, as far as is known. Raises UsageError."""
+        """Which of these entries a read would find in the page cache, as far as is known. Raises
+        UsageError."""
         checked = self._checked(entries)
         found: Mask = self._resident_set.resident[checked] | (self._cost[checked] == 0)
         return found
 
     def stats(self) -> PrefetchStats:
-        """What has been done, and where every stream is."""
-        follows = self._trackers.values()
+        """Counters, the state now, and where every stream is."""
+        trackers = self._trackers.values()
         return PrefetchStats(
             pushes=self._done.pushes,
             pushed_entries=self._done.pushed_entries,
@@ -371,7 +385,7 @@ class PrefetchPlanner:
             has_room=self._miss_fill.has_room(self._room()),
             oneshot_chunks=self._miss_fill.in_turn_count,
             oneshot_done_chunks=self._miss_fill.done_count,
-            streams=[follow.stats() for follow in follows],
+            streams=[tracker.stats() for tracker in trackers],
         )
 
     def stream_stats(self, name: str) -> StreamStats | None:
@@ -379,16 +393,16 @@ class PrefetchPlanner:
         tracker = self._trackers.get(name)
         return None if tracker is None else tracker.stats()
 
-    # The decisions one by one; None where there is nothing of the kind to do
+    # The kinds of decisions; each returns None where it has nothing to do
 
     def _shrink(self) -> Drop | None:
-        """Back into a budget that has become too small."""
+        """Drop what exceeds a budget that has become smaller."""
         over = -self._room()
         while over > 0:
             if (drop := self._drop(over)) is not None:
                 return drop
             farthest = sorted(self._trackers.values(), key=self._ahead_s, reverse=True)
-            if not any(self._retreat(follow) for follow in farthest):
+            if not any(self._retreat(tracker) for tracker in farthest):
                 return None
         return None
 
@@ -418,15 +432,15 @@ class PrefetchPlanner:
         signs = [each.last_sign_s for each in self._trackers.values()]
         for _ in range(PASSES_MAX):
             near, near_s = None, math.inf
-            for name, follow in self._trackers.items():
+            for name, tracker in self._trackers.items():
                 if name in refused:
                     continue
-                frontier = follow.frontier(share)
-                if frontier is None or frontier - follow.low >= ahead_max:
+                frontier = tracker.frontier(share)
+                if frontier is None or frontier - tracker.low >= ahead_max:
                     continue
-                ahead_s = self._ahead_s(follow, frontier)
+                ahead_s = self._ahead_s(tracker, frontier)
                 if near is None or ahead_s < near_s:
-                    near, near_s = follow, ahead_s
+                    near, near_s = tracker, ahead_s
             if near is None:
                 break
             ahead = near.peek_unit()
@@ -436,11 +450,11 @@ class PrefetchPlanner:
                 entries = entries[np.sort(first)]
             entries = entries[
                 self._cost[entries] <= self._contents_budget()
-            ]  # else its reads are served
+            ]  # a larger entry is left to READs
             need = int(self._cost[entries].sum())
             room = self._room()
             if need > self._contents_budget():
-                entries, need = NO_ENTRIES, 0  # it will never fit
+                entries, need = NO_ENTRIES, 0  # the unit will never fit
             still = self._is_still(near, signs, now_s)
             if need > room - still * self._budget_bytes // STILL_DIVISOR:
                 if near.tentative or still:
@@ -457,21 +471,21 @@ class PrefetchPlanner:
             if len(entries):
                 return self._push(entries, markers)
         else:
-            return self._push(NO_ENTRIES, markers)  # there may be more
+            return self._push(NO_ENTRIES, markers)  # further units wait for the next decision
         return self._push(NO_ENTRIES, markers) if markers else None
 
     def _push_unplanned(self) -> Push | None:
-        """What was missed, then what a oneshot still lacks; only into room that is free."""
+        """A chunk that was missed, or the next of `oneshot`; only into free room."""
         entries = self._miss_fill.next(self._room())
         return None if entries is None else self._push(entries, [])
 
     def _sample(self, now_s: float) -> Sample | None:
-        """A few of what will be read next, of the stream whose turn it is."""
-        for follow in self._trackers.values():
-            if now_s < follow.sampled_s + SAMPLE_S or now_s - follow.last_sign_s >= STILL_S:
+        """A few entries that the reader of a stream will read next; the streams take turns."""
+        for tracker in self._trackers.values():
+            if now_s < tracker.sampled_s + SAMPLE_S or now_s - tracker.last_sign_s >= STILL_S:
                 continue
-            follow.sampled_s = now_s
-            near = follow.neighbours(follow.high, SAMPLE_AHEAD_ENTRIES)
+            tracker.sampled_s = now_s
+            near = tracker.neighbours(tracker.high, SAMPLE_AHEAD_ENTRIES)
             near = near[:: max(1, len(near) // SAMPLE_ENTRIES)][:SAMPLE_ENTRIES]
             near = np.unique(near[self._resident_set.resident[near]])
             free = [not self._watches.is_watched(entry) for entry in near.tolist()]
@@ -480,96 +494,98 @@ class PrefetchPlanner:
         return None
 
     def _until(self, now_s: float) -> float | None:
-        """When time alone will have changed something."""
+        """When the next decision may differ although nothing is reported."""
         times = [self._paused_until_s]
-        for follow in self._trackers.values():
-            if follow.tentative:
-                times.append(follow.last_sign_s + TENTATIVE_S)
-            if now_s - follow.last_sign_s < STILL_S:
-                times += [follow.last_sign_s + STILL_S, follow.sampled_s + SAMPLE_S]
+        for tracker in self._trackers.values():
+            if tracker.tentative:
+                times.append(tracker.last_sign_s + TENTATIVE_S)
+            if now_s - tracker.last_sign_s < STILL_S:
+                times += [tracker.last_sign_s + STILL_S, tracker.sampled_s + SAMPLE_S]
         return min((each for each in times if each > now_s), default=None)
 
     # Room
 
     def _room(self) -> int:
-        """What is left of the budget in bytes; below 0 where it has become too small."""
+        """The free bytes of the budget; below 0 where the budget has become too small."""
         return self._contents_budget() - self._resident_set.bytes
 
     def _contents_budget(self) -> int:
-        """The budget less the kernel's memory for entries, or most of it: contents need room."""
+        """The part of the budget for contents: without the kernel's memory for names."""
         known_bytes = self._known * KNOWN_ENTRY_BYTES
         return self._budget_bytes - min(known_bytes, self._budget_bytes // KNOWN_DIVISOR)
 
-    def _is_still(self, follow: StreamTracker, signs: list[float], now_s: float) -> bool:
-        return now_s - follow.last_sign_s >= STILL_S and max(signs) > follow.last_sign_s
+    def _is_still(self, tracker: StreamTracker, signs: list[float], now_s: float) -> bool:
+        return now_s - tracker.last_sign_s >= STILL_S and max(signs) > tracker.last_sign_s
 
-    def _ahead_s(self, follow: StreamTracker, frontier: int | None = None) -> float:
-        """How long the reader needs to the frontier; at equal rates until they are measured."""
-        distance = (self._frontier(follow) if frontier is None else frontier) - follow.high
-        rate = follow.rate
+    def _ahead_s(self, tracker: StreamTracker, frontier: int | None = None) -> float:
+        """In how many seconds the reader will reach the frontier, by its rate; a stream without a
+        measured rate is assumed to be as fast as the others."""
+        distance = (self._frontier(tracker) if frontier is None else frontier) - tracker.high
+        rate = tracker.rate
         if not rate:
             rates = [each.rate for each in self._trackers.values() if each.rate]
             rate = sum(rates) / len(rates) if rates else 1.0
         return distance / rate
 
     def _active(self) -> int:
-        """The streams that have something left to be read."""
-        return sum(1 for follow in self._trackers.values() if follow.epoch_states)
+        """How many streams have epochs left to read."""
+        return sum(1 for tracker in self._trackers.values() if tracker.epoch_states)
 
     def _shared(self) -> int:
         """Each stream's share of the budget in bytes."""
         if not self._share_bytes:
             self._share_bytes = max(self._contents_budget() // max(self._active(), 1), 1)
-            for follow in self._trackers.values():
-                follow.give_share(self._share_bytes)
+            for tracker in self._trackers.values():
+                tracker.give_share(self._share_bytes)
         return self._share_bytes
 
     def _make_room(
         self, near: StreamTracker, near_s: float, need: int, signs: list[float], now_s: float
     ) -> Drop | None:
-        """For a unit of a stream: drop what nobody has claimed, or take from who is far ahead."""
+        """Make room for a unit of a stream: drop unclaimed entries, or take claims from other
+        streams."""
         if (drop := self._drop(need)) is not None:
             return drop
         others = [each for each in self._trackers.values() if each is not near]
         still = [each for each in others if self._is_still(each, signs, now_s)]
-        for follow in still:
-            if self._take_back(follow, follow.floor) and (drop := self._drop(need)) is not None:
+        for tracker in still:
+            if self._take_back(tracker, tracker.floor) and (drop := self._drop(need)) is not None:
                 return drop
         far = max(others, key=self._ahead_s, default=None)
-        # Within two markers nobody knows who is nearer.
+        # Places of readers are known to about a marker: within two, the order is not known.
         if far is None or self._ahead_s(far) <= 2 * max(near_s, 0) + 2 * MARKER_STRIDE / (
             far.rate or 1
         ):
             return None
         return self._drop(need) if self._retreat(far) else None
 
-    def _frontier(self, follow: StreamTracker) -> int:
-        frontier = follow.frontier(self._shared())
-        return follow.end if frontier is None else frontier
+    def _frontier(self, tracker: StreamTracker) -> int:
+        frontier = tracker.frontier(self._shared())
+        return tracker.end if frontier is None else frontier
 
-    def _retreat(self, follow: StreamTracker) -> bool:
-        """Take back the farther half of what a stream has claimed ahead of its reader."""
-        middle = follow.high + max(self._frontier(follow) - follow.high, 0) // 2
-        return self._take_back(follow, middle) or self._take_back(follow, follow.floor)
+    def _retreat(self, tracker: StreamTracker) -> bool:
+        """End the claims on the farther half of what a stream has claimed ahead of its reader."""
+        middle = tracker.high + max(self._frontier(tracker) - tracker.high, 0) // 2
+        return self._take_back(tracker, middle) or self._take_back(tracker, tracker.floor)
 
-    def _take_back(self, follow: StreamTracker, position: int) -> bool:
-        """All that a stream has claimed from a position on, the farthest to go first."""
-        released = follow.retreat(position)
-        self._release(follow, released[::-1], behind=True)
+    def _take_back(self, tracker: StreamTracker, position: int) -> bool:
+        """End a stream's claims from a position on; the farthest entries are dropped first."""
+        released = tracker.retreat(position)
+        self._release(tracker, released[::-1], behind=True)
         return len(released) > 0
 
-    def _release(self, follow: StreamTracker, entries: Entries, *, behind: bool) -> None:
-        """A stream has given up claims, and perhaps watches."""
+    def _release(self, tracker: StreamTracker, entries: Entries, *, behind: bool) -> None:
+        """Take note of claims that a stream has given up, and of watches that it needs no more."""
         self._resident_set.unclaim(entries, passed=behind)
-        self._watches.remove(follow.stream.name, follow.take_unwatched())
+        self._watches.remove(tracker.stream.name, tracker.take_unwatched())
 
     def _drop(self, need: int) -> Drop | None:
-        """Give up what nobody has claimed, at least so many bytes where there are as many."""
+        """Drop unclaimed entries of at least `need` bytes, if there are as many."""
         victims = self._resident_set.victims(need, self._next_use)
         return Drop(victims, self._watches.take_unneeded()) if len(victims) else None
 
     def _next_use(self, entries: Entries) -> npt.NDArray[np.float64]:
-        uses = [follow.next_use(entries) for follow in self._trackers.values()]
+        uses = [tracker.next_use(entries) for tracker in self._trackers.values()]
         return np.minimum.reduce(uses) if uses else np.full(len(entries), np.inf)
 
     def _tick(self, now_s: float) -> None:
@@ -578,69 +594,78 @@ class PrefetchPlanner:
         self._now_s = now_s
 
     def _release_passed(self, now_s: float) -> None:
-        """End the claims on what readers have passed; end streams that nobody follows."""
-        for name, follow in tuple(self._trackers.items()):
-            if follow.tentative and now_s - follow.last_sign_s >= TENTATIVE_S:
+        """End the claims on what readers have passed, and tentative streams that nobody follows."""
+        for name, tracker in tuple(self._trackers.items()):
+            if tracker.tentative and now_s - tracker.last_sign_s >= TENTATIVE_S:
                 self.withdraw(name)
                 continue
-            self._release(follow, follow.pass_floor(), behind=True)
-            if follow.finished:
-                self._plan.finish(name, follow.finished)
-                follow.finished, self._share_bytes = 0, 0
+            self._release(tracker, tracker.pass_floor(), behind=True)
+            if tracker.finished:
+                self._plan.finish(name, tracker.finished)
+                tracker.finished, self._share_bytes = 0, 0
 
     def _tracker(self, name: str) -> StreamTracker:
         self._plan.stream(name)
         return self._trackers[name]
 
     def _end(self, name: str) -> None:
-        follow = self._trackers.get(name)
-        if follow is not None:
-            self._release(follow, follow.retreat(0), behind=False)
+        tracker = self._trackers.get(name)
+        if tracker is not None:
+            self._release(tracker, tracker.retreat(0), behind=False)
             del self._trackers[name]
             self._share_bytes = 0
 
     def _place_of(self, entry: int) -> tuple[StreamTracker | None, int]:
-        """The stream whose reader is nearest to an entry, and its position there."""
+        """The stream whose reader is nearest to an entry, and the position; None and -1 without
+        one."""
         best: tuple[StreamTracker | None, int] = None, -1
         least = math.inf
-        for follow in self._trackers.values():
-            position, distance = follow.nearest_position(entry)
+        for tracker in self._trackers.values():
+            position, distance = tracker.nearest_position(entry)
             if position >= 0 and distance < least:
-                best, least = (follow, position), distance
+                best, least = (tracker, position), distance
         return best
 
     def _attributed(self, entry: int, now_s: float) -> tuple[StreamTracker | None, int]:
-        """Of which stream a READ probably is; it tells where that stream's reader is."""
-        follow, position = self._place_of(entry)
-        if follow is None:
+        """The stream that a READ probably belongs to, which learns where its reader is; None
+        without one."""
+        tracker, position = self._place_of(entry)
+        if tracker is None:
             return None, -1
-        if position < follow.floor:  # let go too early, rather than never there
-            self._release(follow, follow.note_late_read(position, now_s), behind=True)
-        if position < follow.low and follow.is_far(position):
+        if position < tracker.floor:  # given up too early, or another program's READ
+            self._release(tracker, tracker.note_late_read(position, now_s), behind=True)
+        if position < tracker.low and tracker.is_far(position):
             return None, -1
-        if not follow.note_read(position, now_s):
+        if not tracker.note_read(position, now_s):
             return None, -1
-        return follow, position
+        return tracker, position
 
-    def _pages_lost(self, entry: int, follow: StreamTracker | None, position: int) -> None:
-        """Pages that were there have gone: those around will have, too."""
-        mates = np.array([entry], np.uint32)
+    def _pages_lost(self, entry: int, tracker: StreamTracker | None, position: int) -> None:
+        """Pages that were pushed are gone: assume that those around are gone as well, and push them
+        again."""
+        neighbours = np.array([entry], np.uint32)
         chunk = int(self._chunk[entry])
         if self._chunk_entries.may_push(chunk, self._now_s):
-            mates = self._chunk_entries.of(chunk)
-            if follow is not None:
-                mates = np.concatenate([mates, follow.neighbours(position, MARKER_STRIDE)])
-            old = self._now_s - self._start_s - self._resident_set.pushed_s[mates] >= LATE_READ_S
-            mates = np.unique(mates[self._resident_set.resident[mates] & (old | (mates == entry))])
-            self._lost.append(mates)
-        self._done.lost_entries += len(mates)
-        self._resident_set.remove(mates)
+            neighbours = self._chunk_entries.of(chunk)
+            if tracker is not None:
+                neighbours = np.concatenate(
+                    [neighbours, tracker.neighbours(position, MARKER_STRIDE)]
+                )
+            old = (
+                self._now_s - self._start_s - self._resident_set.pushed_s[neighbours] >= LATE_READ_S
+            )
+            neighbours = np.unique(
+                neighbours[self._resident_set.resident[neighbours] & (old | (neighbours == entry))]
+            )
+            self._lost.append(neighbours)
+        self._done.lost_entries += len(neighbours)
+        self._resident_set.remove(neighbours)
 
     def _push(self, entries: Entries, markers: list[int]) -> Push:
-        entries, brought = self._resident_set.split_recent_reads(
+        entries, by_reads = self._resident_set.split_recent_reads(
             entries, self._now_s - self._start_s
         )
-        self._resident_set.pushed_s[brought] = self._now_s - self._start_s
+        self._resident_set.pushed_s[by_reads] = self._now_s - self._start_s
         chunk = -1
         if len(entries):
             chunks = self._chunk[entries]

@@ -1,8 +1,10 @@
-"""What is believed to lie in the page cache, who claims it, and what may go first.
+"""Keeps account of what lies in the page cache, what is claimed, and what may be dropped first.
 
-Owned here: `ResidentSet`: the bitmap, the bytes, the number of claims on each entry, and the order
-of victims. Not owned: why something is claimed (`stream_tracker.py`), when something must go
-(`planner.py`). Used by one thread.
+The kernel does not tell what its page cache holds, so this is what the planner believes. An entry
+is
+*claimed* by a stream (a reader with a known order) from the moment its push is decided until the
+reader has passed it; a claimed entry is not dropped. `planner.py` decides when something must be
+dropped, `stream_tracker.py` what is claimed. Used by one thread.
 """
 
 from collections import deque
@@ -15,35 +17,40 @@ from ...orders.plan import NO_ENTRIES, Entries
 
 Mask = npt.NDArray[np.bool_]
 NextUse = Callable[[Entries], npt.NDArray[np.float64]]
-"""How far from their readers entries will be read next; infinite where nobody will."""
+"""Says how far ahead of its reader each entry will be read next; infinite where no stream reads
+it."""
 
 READ_BYTES_MAX = 1 << 20
 LATELY_S = 1.0
-"""What so small a file's READ brought so recently is still there, whole."""
+"""Content of a file of at most `READ_BYTES_MAX` that a READ brought within `LATELY_S` is still
+there."""
 
 PIECE_ENTRIES = 256
-"""Victims are looked at so many at once: about a unit."""
+"""How many candidates for dropping are looked at together: about a unit."""
 
 
 class ResidentSet:
-    """What is held (see the module). `cost` is in bytes per entry, 0 for what cannot be held."""
+    """The resident entries (see the module). `cost` is in bytes per entry, 0 for those without
+    content."""
 
     def __init__(self, cost: npt.NDArray[np.int64]) -> None:
         self.cost = cost
         self.resident: Mask = np.zeros(len(cost), np.bool_)
         self.claims = np.zeros(len(cost), np.int32)
         self.bytes = 0
-        self.unclaimed_bytes = 0  # of what is resident
-        self.pushed_s = np.zeros(len(cost))  # pushed then
+        self.unclaimed_bytes = 0  # of resident entries that no stream claims
+        self.pushed_s = np.zeros(len(cost))  # when each was pushed last
         self._read_s = np.full(len(cost), -np.inf)
-        self._leaving: Mask = np.zeros(len(cost), np.bool_)  # given out by `victims`
+        self._leaving: Mask = np.zeros(
+            len(cost), np.bool_
+        )  # returned by `victims`, not dropped yet
         self._value: npt.NDArray[np.float32] | None = None
         self._behind: deque[Entries] = deque()  # passed by readers, oldest first
         self._behind_entries = 0
         self._ranked = NO_ENTRIES
 
     def inherit(self, old: "ResidentSet", was: npt.NDArray[np.int32]) -> None:
-        """What `old` has of other entries, one of which each of these `was` (-1: none)."""
+        """Take over what `old` believes; `was` gives the old number of each entry (-1: none)."""
         now = np.flatnonzero(was >= 0)
         before = was[now]
         self.resident[now] = old.resident[before]
@@ -55,27 +62,28 @@ class ResidentSet:
             self._value[now] = old._value[before]
 
     def bytes_of(self, entries: Entries) -> int:
-        """What these (each once) take."""
+        """The bytes that these entries take. None may be named twice."""
         return int(self.cost[entries].sum())
 
     def missing(self, entries: Entries) -> Entries:
-        """Those of these that have content and are not resident."""
+        """The entries among these that have content and are not resident."""
         return entries[~self.resident[entries] & (self.cost[entries] > 0)]
 
     def add(self, entries: Entries) -> None:
-        """These (each once) are resident now."""
+        """Note that these entries are resident now. None may be named twice."""
         fresh = self.missing(entries)
         self.resident[fresh] = True
         self.bytes += self.bytes_of(fresh)
         self.unclaimed_bytes += self.bytes_of(fresh[self.claims[fresh] == 0])
 
     def note_read(self, entry: int, at_s: float) -> None:
-        """The kernel has asked for an entry's content, and keeps it."""
+        """Note that a READ has brought an entry's content into the page cache."""
         if self.cost[entry] <= READ_BYTES_MAX:
             self._read_s[entry] = at_s
 
     def split_recent_reads(self, entries: Entries, now_s: float) -> tuple[Entries, Entries]:
-        """These without what READs have brought lately; and that, which is resident now."""
+        """Split these entries: those to push, and those that READs have brought lately, which are
+        noted as resident."""
         lately = now_s - self._read_s[entries] < LATELY_S
         if not lately.any():
             return entries, NO_ENTRIES
@@ -83,7 +91,7 @@ class ResidentSet:
         return entries[~lately], entries[lately]
 
     def remove(self, entries: Entries) -> None:
-        """These (each once) are resident no longer."""
+        """Note that these entries are not resident any more. None may be named twice."""
         self._read_s[entries] = -np.inf
         gone = entries[self.resident[entries]]
         self.resident[gone] = False
@@ -91,13 +99,14 @@ class ResidentSet:
         self.unclaimed_bytes -= self.bytes_of(gone[self.claims[gone] == 0])
 
     def claim(self, entries: Entries) -> None:
-        """One claim more for each time that an entry is named."""
+        """Add a claim for each time that an entry is named."""
         fresh = np.unique(entries[(self.claims[entries] == 0) & self.resident[entries]])
         self.unclaimed_bytes -= self.bytes_of(fresh)
         np.add.at(self.claims, entries, 1)
 
     def unclaim(self, entries: Entries, *, passed: bool) -> None:
-        """One claim less for each; `passed`: what is free now goes before all else, in order."""
+        """Remove a claim for each time that an entry is named. `passed`: readers have passed them,
+        so those without another claim are dropped first, in this order."""
         if not len(entries):
             return
         np.subtract.at(self.claims, entries, 1)
@@ -105,7 +114,9 @@ class ResidentSet:
         self.unclaimed_bytes += self.bytes_of(np.unique(free))
         if not passed or not len(free):
             return
-        if self._behind_entries > 2 * len(self.cost):  # no drop for long; ranking finds them too
+        if self._behind_entries > 2 * len(
+            self.cost
+        ):  # nothing was dropped for long; ranking finds them, too
             self._behind.clear()
             self._behind_entries = 0
         for start in range(0, len(free), PIECE_ENTRIES):
@@ -113,18 +124,18 @@ class ResidentSet:
         self._behind_entries += len(free)
 
     def set_value(self, entries: Entries, importance: float) -> None:
-        """What entries are worth against others; 0 until said."""
+        """Set the value of entries, by which unclaimed ones are kept longer; 0 if never set."""
         if self._value is None:
             self._value = np.zeros(len(self.cost), np.float32)
         self._value[entries] = importance
         self._ranked = NO_ENTRIES
 
     def victims(self, need_bytes: int, next_use: NextUse) -> Entries:
-        """What may go, of so many bytes at least where there are as many; then `victims_dropped` is
-        due.
+        """Unclaimed entries to drop, of at least `need_bytes` if there are as many. The caller then
+        reports `victims_dropped`.
 
-        First what readers have passed, oldest first, unless it has a value; then least value first,
-        and of equal value what will be read last.
+        Entries without a value that readers have passed come first, oldest first; then the least
+        valuable, and of equal value those that will be read last.
         """
         found: list[Entries] = []
         while need_bytes > 0 and self.unclaimed_bytes > 0:
@@ -137,7 +148,7 @@ class ResidentSet:
         return np.concatenate(found) if found else NO_ENTRIES
 
     def victims_dropped(self, victims: Entries) -> None:
-        """The victims have been dropped."""
+        """Note that the victims have been dropped."""
         self._leaving[victims] = False
         self.remove(victims)
 

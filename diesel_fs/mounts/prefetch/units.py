@@ -1,7 +1,8 @@
-"""Units: what is pushed at once, cut out of an order.
+"""Cuts an order into units: the entries that are pushed at once.
 
-Owned here: `Units`, and the rule that decides between whole chunks and mixed batches. Not owned:
-when a unit is pushed (`planner.py`), how far a stream has come (`stream_tracker.py`). Pure values.
+A *unit* is a whole chunk where the order uses the chunk's entries near each other, as chunk-wise
+shuffles do; else a *mixed unit*, up to 256 entries of several chunks. `cut` applies that rule. Pure
+values.
 """
 
 from dataclasses import dataclass
@@ -12,26 +13,26 @@ import numpy.typing as npt
 from ...orders.plan import Entries
 
 Positions = npt.NDArray[np.int32]
-"""Positions in one epoch; 4 bytes each, since an epoch has fewer than 2**31."""
+"""Positions in one epoch, 4 bytes each: an epoch has fewer than 2**31 entries."""
 
 PAGE_BYTES = 4_096
 KNOWN_ENTRY_BYTES = 1_150
-"""Kernel memory of one known entry (dentry, inode): 1.5 GB for 1.28 M, measured."""
+"""Kernel memory for the name and inode of one file: measured as 1.5 GB for 1.28 million files."""
 
 MIXED_ENTRIES = 256
-"""Entries of a mixed unit: a decision's cost is spread over hundreds of files, and a reader waits
-for no more than that much fetching."""
+"""Entries of a mixed unit: enough to spread the cost of a decision, and few enough that a reader
+does not wait long for them to be fetched."""
 
 UNIT_ENTRIES_MIN, UNIT_BYTES_MIN = 8, 1 << 18
-"""A chunk of which an epoch reads less than both is not worth a unit of its own."""
+"""A chunk of which an epoch reads less than both gets no unit of its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """What residency needs to know of the entries: n of each.
+    """What the planner needs to know of the n entries of a dataset.
 
-    `chunk` is the number of the entry's chunk, -1 where it has none; `cost` what its content takes
-    in the page cache in bytes, 0 for what holds no content.
+    `chunk`: the number of the entry's chunk, -1 where it has none. `cost`: the bytes that its
+    content takes in the page cache, 0 for entries without content.
     """
 
     chunk: npt.NDArray[np.int32]
@@ -60,13 +61,14 @@ class Units:
 
 
 def cut(entries: Entries, positions: Positions, columns: Columns, share_bytes: int) -> Units:
-    """The units of these positions (ascending) of an epoch, for a stream with so much memory.
+    """The units of these positions (ascending) of an epoch, for a stream with `share_bytes` of
+    memory.
 
-    Where all positions of a chunk's entries lie near together (the bytes from its first to its last
-    are at most three quarters of the share), the unit is that chunk with all of its entries: so in
-    chunk-wise order, where two groups fit into the share, each chunk is fetched once. All other
-    positions go into mixed units of up to 256, fewer where files are large: a unit takes about
-    an eighth of the share at most.
+    A chunk is one unit where its entries are near each other in the epoch: where the bytes from its
+    first to its last position are at most three quarters of the share. So in a chunk-wise order
+    each chunk is fetched once, where two groups fit the share. All other positions go into mixed
+    units of up to 256 entries; of large files fewer, so that a unit takes at most about an eighth
+    of the share.
     """
     count = len(positions)
     if not count:

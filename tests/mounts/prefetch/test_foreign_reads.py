@@ -243,7 +243,7 @@ def test_positions_beyond_2_to_the_31() -> None:
     machine.planner.announce(stream("a", shuffled(1)), machine.now_s)
     follow = machine.planner._trackers["a"]
     follow.epoch_states.clear()
-    follow.frontier_part = 0
+    follow.frontier_index = 0
     follow.end = follow.floor = follow.low = follow.high = (1 << 31) + 5
     follow._append((Epoch(1, np.array(shuffled(2))),))
     machine.run_until_idle()
