@@ -1,4 +1,4 @@
-"""Accounts as values: roles, names, keys, changes, and their text against hostile ones."""
+"""Accounts as values: roles, names, keys, changes; and their text, also malformed."""
 
 import json
 from base64 import b64encode
@@ -78,8 +78,8 @@ def test_what_a_role_allows(dataset: str, role: Role, error: type[Exception] | N
         BOB.require_admin()
 
 
-def test_below_a_ceiling_one_may_only_read() -> None:
-    """And what is refused then may be allowed later, which "not allowed" would not say."""
+def test_under_a_ceiling_a_user_may_only_read() -> None:
+    """The error is not PermissionDenied, since the same may be allowed later."""
     low = Account("ann", PUBLIC, admin=True, ceiling=Role.READ)
     low.require("pets", Role.READ)
     assert low.role("pets") is Role.READ
@@ -96,20 +96,20 @@ def test_below_a_ceiling_one_may_only_read() -> None:
 
 
 @pytest.mark.parametrize("name", ["a", "0", "ann.lee-2_x", "a" * 32])
-def test_names_of_users(name: str) -> None:
+def test_valid_user_names(name: str) -> None:
     assert check_user_name(name) == name
 
 
 @pytest.mark.parametrize(
     "name", ["", "Ann", "-a", ".a", "a" * 33, "a b", "a/b", "a\n", "ä", "=", "a\0", "*", "../x"]
 )
-def test_other_names_are_refused(name: str) -> None:
+def test_invalid_user_names_are_refused(name: str) -> None:
     with pytest.raises(UsageError):
         check_user_name(name)
 
 
 @given(st.binary(min_size=32, max_size=32))
-def test_every_made_key_is_one(seed: bytes) -> None:
+def test_every_generated_key_is_accepted(seed: bytes) -> None:
     public = keys.public_key(seed)
     assert parse_public_key(f"  {public_key_text(public)}\n") == check_public_key(public) == public
     assert keys.verify(public, keys.sign(seed, b"words"), b"words")
@@ -131,8 +131,8 @@ def test_keys_that_anybody_can_sign_for_are_refused(public: bytes) -> None:
         parse_public_key(PUBLIC_KEY_PREFIX + b64encode(public).decode())
 
 
-def test_the_library_would_take_them() -> None:
-    """So the check above is the only one."""
+def test_the_library_itself_accepts_these_keys() -> None:
+    """So `check_public_key` is the only check."""
     assert keys.verify(SMALL[1], SMALL[1] + bytes(32), b"whatever is asked for")
 
 
@@ -140,7 +140,7 @@ def test_the_library_would_take_them() -> None:
     "text",
     ["", "x", PUBLIC_KEY_PREFIX, public_key_text(PUBLIC)[:-2], public_key_text(bytes([2]) * 32)],
 )
-def test_what_is_no_public_key(text: str) -> None:
+def test_texts_that_are_no_public_key_are_refused(text: str) -> None:
     with pytest.raises(UsageError):
         parse_public_key(text)
 
@@ -152,7 +152,7 @@ def test_S8_a_secret_key_in_the_place_of_a_public_one_is_not_repeated() -> None:
     assert secret[-20:] not in str(caught.value)
 
 
-def test_other_bytes_are_no_signature() -> None:
+def test_other_bytes_are_not_a_signature() -> None:
     for signature in (b"", bytes(64), b"\xff" * 64, bytes(65)):
         assert not keys.verify(PUBLIC, signature, b"x")
     assert not keys.verify(b"", bytes(64), b"x")
@@ -162,7 +162,7 @@ def test_other_bytes_are_no_signature() -> None:
 # Changes
 
 
-def test_changes() -> None:
+def test_changes_of_accounts() -> None:
     assert with_account({}, ANN) == {"ann": ANN}
     with pytest.raises(ConflictError):
         with_account(BOTH, Account("ann", OTHER))
@@ -184,14 +184,14 @@ def test_changes() -> None:
     assert BOTH == {"ann": ANN, "bob": BOB}
 
 
-def test_the_last_administrator_is_told_apart() -> None:
+def test_removing_the_last_administrator_is_refused() -> None:
     check_admin_left(BOTH, without_account(BOTH, "bob"))
     check_admin_left({}, {"bob": BOB})
     with pytest.raises(ConflictError):
         check_admin_left(BOTH, without_account(BOTH, "ann"))
 
 
-def test_there_are_limits() -> None:
+def test_too_many_users_or_roles_are_refused() -> None:
     many = {f"u{i}": Account(f"u{i}", PUBLIC) for i in range(ACCOUNTS_MAX)}
     with pytest.raises(UsageError):
         with_account(many, ANN)
@@ -208,7 +208,7 @@ roles = st.sampled_from([Role.READ, Role.WRITE, Role.ADMIN])
 
 
 @given(st.dictionaries(names, st.tuples(st.booleans(), st.dictionaries(datasets, roles))))
-def test_text_says_it_all(users: dict[str, tuple[bool, dict[str, Role]]]) -> None:
+def test_accounts_survive_as_text(users: dict[str, tuple[bool, dict[str, Role]]]) -> None:
     accounts = {
         name: Account(name, PUBLIC, admin, grants) for name, (admin, grants) in users.items()
     }
@@ -254,12 +254,12 @@ def line(**changed: object) -> str:
         HEAD + "\ud800",
     ],
 )
-def test_nonsense_is_refused_as_a_whole(text: str) -> None:
+def test_a_malformed_text_is_refused(text: str) -> None:
     with pytest.raises(CorruptError):
         parse_accounts(text.encode(errors="surrogatepass"))
 
 
-def test_too_much_and_too_new_are_refused() -> None:
+def test_too_long_and_too_new_texts_are_refused() -> None:
     with pytest.raises(CorruptError):
         parse_accounts(bytes(TEXT_BYTES_MAX + 1))
     with pytest.raises(CorruptError):
@@ -269,13 +269,13 @@ def test_too_much_and_too_new_are_refused() -> None:
 
 
 @given(st.binary(max_size=200))
-def test_any_bytes_are_accounts_or_one_error(content: bytes) -> None:
+def test_any_bytes_are_accounts_or_a_corrupt_error(content: bytes) -> None:
     for each in (content, HEAD.encode() + content):
         with suppress(CorruptError, NewerVersionError):
             parse_accounts(each)
 
 
-def test_roles_have_names() -> None:
+def test_roles_are_parsed_by_name() -> None:
     assert [parse_role(role.text) for role in Role] == [*Role]
     with pytest.raises(UsageError):
         parse_role("owner")

@@ -1,4 +1,4 @@
-"""The laws of every table of accounts (`AccountTable`'s docstrings), and those of each alone."""
+"""The promises of `AccountTable`'s docstrings, checked for every kind of table, and those of each."""
 
 import errno
 import multiprocessing
@@ -63,7 +63,7 @@ Opener = Callable[[], AccountTable]
 
 @pytest.fixture(params=["file", "redis", "cluster"])
 def opener(request: pytest.FixtureRequest, tmp_path: Path) -> Opener:
-    """Opens an empty table of each sort, the same one each time."""
+    """Opens the same table each time it is called; the table is empty at first."""
     if request.param == "file":
         return lambda: AccountFile(tmp_path / "accounts")
     if request.param == "redis":
@@ -94,12 +94,12 @@ def give(dataset: str) -> Callable[[Accounts], Accounts]:
     return lambda accounts: with_role(accounts, "bob", dataset, Role.READ)
 
 
-def test_one_that_was_never_written_is_empty(table: AccountTable) -> None:
+def test_a_table_that_was_never_written_is_empty(table: AccountTable) -> None:
     assert table.read() == AccountState(NO_TOKEN, {})
     assert table.token() == NO_TOKEN
 
 
-def test_what_was_changed_is_read(table: AccountTable, opener: Opener) -> None:
+def test_a_change_is_read_by_others(table: AccountTable, opener: Opener) -> None:
     table.change(add(ANN))
     assert table.change(add(BOB)) == {"ann": ANN, "bob": BOB}
     other = opener()
@@ -111,7 +111,7 @@ def test_what_was_changed_is_read(table: AccountTable, opener: Opener) -> None:
     assert table.read().accounts == {"bob": BOB}
 
 
-def test_every_change_has_its_token(table: AccountTable) -> None:
+def test_every_change_gives_another_token(table: AccountTable) -> None:
     seen = {NO_TOKEN}
     for edit in (
         add(ANN),
@@ -140,8 +140,8 @@ def test_a_change_that_fails_changes_nothing(table: AccountTable) -> None:
     assert table.read() == before
 
 
-def test_changes_at_once_are_made_one_after_the_other(opener: Opener) -> None:
-    """Each of these reads what the one before it left; and no reader sees half of one."""
+def test_concurrent_changes_are_made_one_after_another(opener: Opener) -> None:
+    """Each change gets the result of the one before, and no reader sees half of a change."""
     opened = [opener() for _ in range(4)]
     opened[0].change(add(BOB))
     done = threading.Event()
@@ -175,7 +175,7 @@ def _child(table: AccountTable, number: int) -> None:
     os._exit(0)
 
 
-def test_forked_children_may_use_it(table: AccountTable) -> None:
+def test_forked_children_may_use_a_table(table: AccountTable) -> None:
     table.change(add(ANN))
     fork = multiprocessing.get_context("fork")
     children = [fork.Process(target=_child, args=(table, number)) for number in range(3)]
@@ -187,8 +187,8 @@ def test_forked_children_may_use_it(table: AccountTable) -> None:
     assert set(table.read().accounts) == {"ann", "child0", "child1", "child2"}
 
 
-def test_a_recovery_makes_no_accounts(tmp_path: Path) -> None:
-    """And leaves those alone that are there."""
+def test_recover_neither_makes_nor_removes_accounts(tmp_path: Path) -> None:
+    """Accounts that exist stay as they are."""
     server = emptied_server()
     meta = RedisMetadata.open(server.url, store=STORE)
     accounts = RedisAccounts.open(server.url, store=STORE)
@@ -207,7 +207,7 @@ def test_a_recovery_makes_no_accounts(tmp_path: Path) -> None:
 # The file
 
 
-def test_S17_nobody_else_reads_the_file(tmp_path: Path) -> None:
+def test_S17_only_its_owner_can_read_the_file(tmp_path: Path) -> None:
     old = os.umask(0)
     try:
         AccountFile(tmp_path / "accounts").change(add(ANN))
@@ -217,7 +217,7 @@ def test_S17_nobody_else_reads_the_file(tmp_path: Path) -> None:
         assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o600
 
 
-def test_the_file_is_no_object_of_the_store(tmp_path: Path) -> None:
+def test_the_file_is_not_listed_as_an_object(tmp_path: Path) -> None:
     store = FolderStore.create(tmp_path / "store")
     url = parse_url((tmp_path / "store").as_uri())
     open_accounts(url, store).change(add(ANN))
@@ -231,7 +231,7 @@ def test_the_file_is_no_object_of_the_store(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])
-def test_a_file_that_others_can_write_is_not_believed(tmp_path: Path, mode: int) -> None:
+def test_a_file_that_others_can_write_is_refused(tmp_path: Path, mode: int) -> None:
     table = AccountFile(tmp_path / "accounts")
     table.change(add(ANN))
     table.path.chmod(mode)
@@ -257,7 +257,7 @@ def test_S6_a_planted_link_is_not_followed(tmp_path: Path) -> None:
         table.change(add(ANN))
 
 
-def test_a_damaged_file_lets_nobody_in_and_is_not_overwritten(tmp_path: Path) -> None:
+def test_a_damaged_file_is_an_error_and_not_overwritten(tmp_path: Path) -> None:
     table = AccountFile(tmp_path / "accounts")
     table.change(add(ANN))
     damaged = table.path.read_bytes()[:-9]
@@ -268,7 +268,7 @@ def test_a_damaged_file_lets_nobody_in_and_is_not_overwritten(tmp_path: Path) ->
     assert table.path.read_bytes() == damaged
 
 
-def test_a_folder_that_is_not_there_is_no_empty_table(tmp_path: Path) -> None:
+def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:
     table = AccountFile(tmp_path / "unmounted/accounts")
     with pytest.raises(MetadataError):
         table.read()
@@ -276,7 +276,7 @@ def test_a_folder_that_is_not_there_is_no_empty_table(tmp_path: Path) -> None:
         table.change(add(ANN))
 
 
-def test_whoever_holds_the_lock_too_long_is_not_waited_for(tmp_path: Path) -> None:
+def test_waiting_for_the_lock_ends_with_an_error(tmp_path: Path) -> None:
     def slow(accounts: Accounts) -> Accounts:
         with pytest.raises(BusyError):
             AccountFile(tmp_path / "accounts", lock_s=0.1).change(add(BOB))
@@ -296,8 +296,8 @@ def _change_for_ever(path: Path) -> None:
         number += 1
 
 
-def test_a_kill_at_any_time_leaves_a_whole_table(tmp_path: Path) -> None:
-    """Killed ten times somewhere in a change: old or new, never half, and the lock is free."""
+def test_a_kill_at_any_time_leaves_the_old_or_the_new_table(tmp_path: Path) -> None:
+    """After ten kills, each somewhere in a change: the table is whole, and the lock free."""
     path = tmp_path / "accounts"
     table = AccountFile(path, lock_s=5)
     fork = multiprocessing.get_context("fork")
@@ -332,10 +332,10 @@ def test_a_full_disk_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(("code", "fails"), [(errno.EINVAL, False), (errno.EIO, True)])
-def test_a_file_system_that_cannot_sync_folders_is_taken(
+def test_a_file_system_that_cannot_sync_folders_is_accepted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, fails: bool
 ) -> None:
-    """As by the chunks beside it; other errors count."""
+    """As the chunks beside it do; other errors are raised."""
     real = os.fsync
 
     def picky(fd: int) -> None:
@@ -349,7 +349,7 @@ def test_a_file_system_that_cannot_sync_folders_is_taken(
         table.change(add(ANN))
 
 
-def test_what_a_crash_leaves_is_known_as_a_leftover(
+def test_the_temporary_file_of_a_crash_is_a_leftover_of_the_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = FolderStore.create(tmp_path / "store")
@@ -369,8 +369,8 @@ def test_what_a_crash_leaves_is_known_as_a_leftover(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root makes files for others")
-def test_the_file_belongs_to_whom_the_folder_belongs(tmp_path: Path) -> None:
-    """An administrator who is root makes accounts for a server that is not."""
+def test_the_file_gets_the_owner_of_its_folder(tmp_path: Path) -> None:
+    """Root can write accounts for a server that runs as another user."""
     os.chown(tmp_path, 12345, 12346)
     table = AccountFile(tmp_path / "accounts")
     table.change(add(ANN))
@@ -394,8 +394,8 @@ def test_a_redis_of_another_repository_is_refused(server: RedisServer) -> None:
         RedisAccounts.open(server.url, store=uuid.UUID(int=6))
 
 
-def test_a_change_that_is_sent_again_is_made_once(server: RedisServer) -> None:
-    """The connection broke behind the script, its answer is lost: the token tells."""
+def test_a_change_sent_twice_is_made_once(server: RedisServer) -> None:
+    """The reply to the script was lost: the token shows that the change was made."""
     table = RedisAccounts.open(server.url, store=STORE)
     table.change(add(ANN))
     link = table._link
@@ -415,7 +415,7 @@ def test_a_change_that_is_sent_again_is_made_once(server: RedisServer) -> None:
     assert set(table.read().accounts) == {"ann", "bob"}
 
 
-def test_it_survives_a_restart(server: RedisServer) -> None:
+def test_accounts_survive_a_restart_of_redis(server: RedisServer) -> None:
     table = RedisAccounts.open(server.url, store=STORE, deadline_s=10)
     table.change(add(ANN))
     server.kill()
@@ -423,8 +423,8 @@ def test_it_survives_a_restart(server: RedisServer) -> None:
     assert table.read().accounts == {"ann": ANN}
 
 
-def test_C7_a_full_memory_keeps_no_user_in(server: RedisServer) -> None:
-    """Adding fails, removing does not: a right can be taken away at any time."""
+def test_C7_users_can_be_removed_in_a_full_memory(server: RedisServer) -> None:
+    """Adding a user fails; removing one works, so access can be revoked at any time."""
     table = RedisAccounts.open(server.url, store=STORE, deadline_s=2)
     table.change(lambda accounts: with_accounts(accounts, [ANN, BOB]))
     execute(server.client(), "CONFIG", "SET", "maxmemory", "1")
@@ -434,7 +434,7 @@ def test_C7_a_full_memory_keeps_no_user_in(server: RedisServer) -> None:
     assert set(table.read().accounts) == {"ann"}
 
 
-def test_C1_one_that_is_away_is_no_empty_one(server: RedisServer) -> None:
+def test_C1_a_table_that_cannot_be_reached_is_an_error(server: RedisServer) -> None:
     table = RedisAccounts.open(server.url, store=STORE, deadline_s=0.3)
     table.change(add(ANN))
     server.kill()
@@ -454,8 +454,8 @@ def test_damaged_accounts_are_an_error(server: RedisServer, value: bytes) -> Non
         table.read()
 
 
-def test_S8_no_secret_is_in_it(server: RedisServer) -> None:
-    """What lies there lets nobody in: names, public keys, roles."""
+def test_S8_a_table_has_no_secrets(server: RedisServer) -> None:
+    """It has names, public keys and roles only."""
     table = RedisAccounts.open(server.url, store=STORE)
     table.change(lambda accounts: with_accounts(accounts, [ANN, BOB]))
     found = server.client().hgetall(USERS_KEY)

@@ -1,7 +1,8 @@
-"""Chunks made up for metadata stores, and what the fold over them must be: a plain-dict oracle.
+"""Makes batches for metadata stores, and computes the expected state with plain dicts.
 
-The oracle folds from scratch over everything that has been committed and knows nothing of the
-order; it shares no code with the stores.
+`Chunk` describes a chunk by the entries at its places. `fold` computes the state after chunks from
+scratch, whatever their order; it shares no code with the stores, so it can judge them. `check`
+compares all that a store says with it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,12 +17,13 @@ from diesel_fs.storage.metadata.store import Batch, MetadataStore, StoreRestarte
 
 
 def chunk_id(number: int) -> ChunkId:
-    """IDs that order as their numbers do."""
+    """A chunk ID; greater numbers give greater IDs."""
     return ChunkId((1_700_000_000).to_bytes(4, "big") + number.to_bytes(12, "big"))
 
 
 class Entry(NamedTuple):
-    """One place of a made-up chunk; `first` is its stamp where that is not its own place."""
+    """The entry at one place of a chunk; `first` is its stamp (chunk number, place) if that is not its own
+    place."""
 
     path: bytes
     size: int = 7
@@ -34,11 +36,11 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Chunk:
-    """A made-up chunk: its number, and an entry (or none) at each place."""
+    """A chunk: its number, and the entry at each place (None for a hole)."""
 
     number: int
     entries: tuple[Entry | None, ...]
-    moved: bool = False
+    by_purge: bool = False
 
     @property
     def id(self) -> ChunkId:
@@ -50,11 +52,11 @@ class Chunk:
         return Stamp(chunk_id(number) + at.to_bytes(4, "big"))
 
     def has_foreign_stamp(self, place: int) -> bool:
-        """Whether an entry's stamp is not its own place."""
+        """Whether the stamp of an entry is not its own chunk and place."""
         return self.stamp(place) != self.id + place.to_bytes(4, "big")
 
     def record(self, place: int) -> bytes:
-        """The record of the entry at a place: every field depends on chunk and place."""
+        """The record of the entry at a place; every field depends on chunk and place."""
         entry = self.entries[place]
         assert entry is not None
         record = np.zeros(1, RECORD)
@@ -78,7 +80,7 @@ class Chunk:
         return entry.target if entry is not None and entry.kind == Kind.LINK else None
 
     def batch(self) -> Batch:
-        """What is committed of it."""
+        """The chunk as a batch."""
         places = [place for place, entry in enumerate(self.entries) if entry is not None]
         split = [
             (b"/".join(parts[:-1]), parts[-1])
@@ -97,21 +99,25 @@ class Chunk:
         )
         stamps = {i: self.stamp(at) for i, at in enumerate(places) if self.has_foreign_stamp(at)}
         info = ChunkInfo(self.id, 1000 + self.number)
-        return Batch(info, uploaded_ns=self.number, rows=rows, stamps=stamps, by_purge=self.moved)
+        return Batch(
+            info, uploaded_ns=self.number, rows=rows, stamps=stamps, by_purge=self.by_purge
+        )
 
 
 def files(number: int, *paths: bytes, size: int = 7) -> Chunk:
-    """A chunk of small files."""
+    """A chunk of files of one extent."""
     return Chunk(number, tuple(Entry(path, size) for path in paths))
 
 
 def tombstones(number: int, *paths: bytes) -> Chunk:
-    """A chunk that deletes."""
+    """A chunk of tombstones."""
     return Chunk(number, tuple(Entry(path, 0, Kind.TOMBSTONE) for path in paths))
 
 
 def big(number: int, path: bytes, count: int, first: int = 0) -> list[Chunk]:
-    """The chunks of one large file, from chunk `number` on; stamp from chunk `first`."""
+    """The chunks of one file of `count` extents, from chunk `number` on; its stamp is of chunk
+    `first`.
+    """
     stamp = (first or number, 0)
     return [
         Chunk(number + i, (Entry(path, 99, number=i, extents=count, first=stamp),))
@@ -120,15 +126,15 @@ def big(number: int, path: bytes, count: int, first: int = 0) -> list[Chunk]:
 
 
 def chunk_by_purge(number: int, *places: tuple[Chunk, int], known: bool = True) -> Chunk:
-    """A chunk into which purge has copied these, stamps unchanged; as an orphan it is not known
-    to be purge's.
+    """A chunk into which purge has copied these entries, with their stamps. `known` is false for an
+    orphan: a chunk that its writer did not commit, and that is not known to be by purge.
     """
     entries = []
     for chunk, place in places:
         entry = chunk.entries[place]
         assert entry is not None
         entries.append(entry._replace(first=entry.first or (chunk.number, place)))
-    return Chunk(number, tuple(entries), moved=known)
+    return Chunk(number, tuple(entries), by_purge=known)
 
 
 class StoredEntry(NamedTuple):
@@ -145,7 +151,7 @@ Place = tuple[Chunk, int]
 
 @dataclass
 class ExpectedState:
-    """The oracle's answer."""
+    """The state that a store has to have."""
 
     entries: dict[bytes, StoredEntry]
     holes: dict[bytes, set[int]]
@@ -154,7 +160,7 @@ class ExpectedState:
 
 
 def fold(chunks: Iterable[Chunk]) -> ExpectedState:
-    """The state after these chunks, in whatever order they came."""
+    """The state after these chunks were committed, in any order."""
     done = {chunk.number: chunk for chunk in chunks}.values()
     versions: dict[bytes, dict[bytes, dict[int, list[Place]]]] = {}
     for chunk in done:
@@ -199,7 +205,7 @@ def _show(answer: ExpectedState, path: bytes, stamp: bytes, shown: Sequence[Plac
 
 
 def stored_entries(rows: Rows) -> dict[bytes, StoredEntry]:
-    """Rows by path; the stamp is empty where rows have none."""
+    """The entries in rows, by path; the stamp is empty where the rows have none."""
     stamps: Sequence[bytes] = getattr(rows, "stamps", [b""] * len(rows))
     found = {
         rows.path(i): StoredEntry(
@@ -212,7 +218,7 @@ def stored_entries(rows: Rows) -> dict[bytes, StoredEntry]:
 
 
 def without_tombstones(entries: dict[bytes, StoredEntry]) -> dict[bytes, StoredEntry]:
-    """Without tombstones and stamps, as snapshots have them."""
+    """Leave out tombstones, and stamps, as `changes` from version 0 does."""
     tombstone = Kind.TOMBSTONE
     return {
         path: entry._replace(stamp=b"")
@@ -222,7 +228,7 @@ def without_tombstones(entries: dict[bytes, StoredEntry]) -> dict[bytes, StoredE
 
 
 def commit_and_repair(meta: MetadataStore, identity: UUID, *batches: Batch) -> int:
-    """Commit, and vouch for a store that has been restarted: as a writer who has looked."""
+    """Commit; if the store has been restarted, confirm first that it has lost nothing."""
     while True:
         try:
             return meta.commit(identity, *batches)
@@ -231,7 +237,7 @@ def commit_and_repair(meta: MetadataStore, identity: UUID, *batches: Batch) -> i
 
 
 def check(meta: MetadataStore, name: str, chunks: Sequence[Chunk]) -> None:
-    """Everything that a store says of a dataset is what the oracle says."""
+    """Assert that all methods of a store return the state that `fold` expects."""
     expected = fold(chunks)
     marker = meta.head(name)
     identity = marker.identity

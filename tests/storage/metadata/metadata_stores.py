@@ -27,7 +27,7 @@ class Clock:
 
 
 class Opener(Protocol):
-    """Opens the same, at first empty, store each time it is called."""
+    """Opens the same store each time it is called; the store is empty at first."""
 
     def __call__(self, *, deadline_s: float = 10.0) -> MetadataStore: ...
 
@@ -52,7 +52,7 @@ def redis_opener(clock: Clock, buckets: int) -> Opener:
 
 
 def filled(url: str, deadline_s: float = 10, buckets: int = 0) -> RedisMetadata:
-    """One in Redis, with a dataset of one chunk."""
+    """A store in Redis with one dataset of one chunk."""
     meta = RedisMetadata.open(url, deadline_s=deadline_s, buckets=buckets)
     meta.create(NAME, IDENTITY)
     meta.commit(IDENTITY, files(1, b"a/x", b"b").batch())
@@ -78,5 +78,5 @@ STORES: dict[str, Callable[[Path, Clock], Opener]] = {
 
 
 def commit(meta: MetadataStore, *chunks: Chunk) -> int:
-    """The version after these."""
+    """Commit chunks one by one, and return the last version."""
     return [meta.commit(IDENTITY, chunk.batch()) for chunk in chunks][-1]

@@ -1,4 +1,4 @@
-"""Stands between a client and Redis, and does to their conversation what networks do."""
+"""A proxy between a client and Redis that loses requests or replies, as a network may."""
 
 import contextlib
 import socket
@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Self
 
 Fault = Callable[[int, bytes], str]
-"""Told the number of a request (from 1) and the request; says what to do with it:
+"""Gets the number of a request (from 1) and the request, and returns what to do with it:
 
-    ""         hand it on, and the reply back
+    ""         forward it, and the reply
     "lose"     close both ends; Redis never sees it
-    "swallow"  hand it on, let Redis answer, and close both ends
+    "swallow"  forward it, let Redis answer, and close both ends without the reply
 """
 
 _READ_BYTES = 1 << 20

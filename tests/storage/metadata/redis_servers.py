@@ -25,14 +25,14 @@ START_S = 20.0
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
+    """A port on which no program listens now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def until(true: Callable[[], object], what: str, seconds: float = START_S) -> None:
-    """Wait for something; an error of Redis means not yet."""
+    """Wait until a condition is true; an error of Redis counts as false."""
     end = time.monotonic() + seconds
     while True:
         try:
@@ -45,7 +45,7 @@ def until(true: Callable[[], object], what: str, seconds: float = START_S) -> No
 
 
 def once(work: Callable[[], object]) -> Callable[[], None]:
-    """Work that is done the first time only."""
+    """A function that does its work at the first call only."""
     left = [work]
 
     def run() -> None:
@@ -56,7 +56,7 @@ def once(work: Callable[[], object]) -> Callable[[], None]:
 
 
 def program(name: str) -> str:
-    """The path of a program of Redis's; skips the test where there is none."""
+    """The path of one of Redis's programs; skips the test where it is missing."""
     found = shutil.which(name, path="/usr/local/bin:/usr/bin:/bin:/usr/sbin")
     if found is None:
         pytest.skip(f"{name} is missing")
@@ -87,7 +87,7 @@ class RedisServer:
         self.start()
 
     def start(self) -> None:
-        """Start it, again perhaps, and wait until it answers."""
+        """Start or restart it, and wait until it answers."""
         config = self.folder / "redis.conf"
         lines = [f"{key} {value or chr(34) * 2}\n" for key, value in self.options.items()]
         config.write_text("".join(lines))
@@ -198,7 +198,7 @@ def _is_complete(node: RedisServer) -> bool:
 
 @functools.cache
 def shared_server() -> RedisServer:
-    """One for all tests that do it no harm; whoever uses it empties it first."""
+    """A server for all tests that do not harm it. Use `emptied_server` to begin with an empty one."""
     folder = Path(tempfile.mkdtemp(prefix="redis-shared-"))
     server = RedisServer(folder)
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -207,7 +207,7 @@ def shared_server() -> RedisServer:
 
 
 def emptied_server() -> RedisServer:
-    """The shared one, with nothing in it."""
+    """The shared server, with nothing in it."""
     server = shared_server()
     server.client().flushall()
     return server
@@ -215,7 +215,7 @@ def emptied_server() -> RedisServer:
 
 @functools.cache
 def shared_cluster() -> RedisCluster:
-    """The same, of three masters."""
+    """A cluster of three masters for all tests that do not harm it."""
     folder = Path(tempfile.mkdtemp(prefix="redis-cluster-"))
     cluster = RedisCluster(folder)
     atexit.register(shutil.rmtree, folder, ignore_errors=True)

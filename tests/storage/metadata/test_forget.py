@@ -1,4 +1,4 @@
-"""Metadata stores forget chunks that nothing is in any more (`MetadataStore.forget`)."""
+"""`MetadataStore.forget` removes empty chunks, and only those."""
 
 import uuid
 from pathlib import Path
@@ -25,12 +25,12 @@ from tests.storage.metadata.metadata_stores import IDENTITY, NAME, STORES, Clock
 
 
 def forgotten(meta: MetadataStore, *numbers: int, tombstones: bool = False) -> set[int]:
-    """The numbers of the chunks that are forgotten, or were before."""
+    """Forget chunks by their numbers; returns those that the store does not know afterwards."""
     gone = meta.forget(IDENTITY, map(chunk_id, numbers), tombstones=tombstones)
     return {number for number in numbers if chunk_id(number) in gone}
 
 
-def test_P1_only_chunks_that_are_wholly_holes_are_forgotten(meta: MetadataStore) -> None:
+def test_P1_only_empty_chunks_are_forgotten(meta: MetadataStore) -> None:
     one, two, three = files(1, b"a", b"d/b"), files(2, b"a", b"c"), files(3, b"d/b")
     nine = chunk_by_purge(9, (three, 0))
     before = commit(meta, one, two, three, nine)
@@ -46,8 +46,8 @@ def test_P1_only_chunks_that_are_wholly_holes_are_forgotten(meta: MetadataStore)
         meta.holes(IDENTITY, chunk_id(1))
 
 
-def test_P5_a_forgotten_chunk_that_comes_back_is_all_holes_again(meta: MetadataStore) -> None:
-    """Its object could not be deleted; the next writer folds it in as an orphan."""
+def test_P5_a_forgotten_chunk_committed_again_is_empty(meta: MetadataStore) -> None:
+    """Its object could not be deleted, so the next writer commits it again as an orphan."""
     one, two = files(1, b"a", b"d/b"), files(2, b"a", b"d/b", b"c")
     commit(meta, one, two)
     for _ in range(2):
@@ -116,7 +116,7 @@ def test_Z4_a_part_of_an_incomplete_version_keeps_its_chunk(meta: MetadataStore)
     check(meta, NAME, [copy, *copies])
 
 
-def test_forgetting_waits_for_a_hold(meta: MetadataStore, open_meta: Opener) -> None:
+def test_forgetting_waits_for_a_lock(meta: MetadataStore, open_meta: Opener) -> None:
     commit(meta, files(1, b"a"), files(2, b"a"))
     hasty = open_meta(deadline_s=0.05)
     with meta.lock_commits(IDENTITY, 30), pytest.raises(BusyError):
@@ -132,7 +132,7 @@ def test_forgetting_waits_for_a_hold(meta: MetadataStore, open_meta: Opener) -> 
 def test_P1_a_redis_client_killed_while_it_forgets(
     kind: str, step: str, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before the head has decided nothing has happened; after it, whoever comes next goes on."""
+    """Before FORGET ran in the head, nothing has happened; after it, the next client applies it."""
     opened = STORES[kind](tmp_path, clock)
     killed, other = opened(), opened()
     killed.create(NAME, IDENTITY)
@@ -159,10 +159,12 @@ def test_P1_a_redis_client_killed_while_it_forgets(
     other.close()
 
 
-def test_a_slow_client_does_not_undo_what_came_later(
+def test_a_slow_removal_does_not_undo_a_later_commit(
     tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It goes on with what it had decided, after others have done it and gone further."""
+    """A client applies its removal after others have applied it, and have committed the chunk
+    again.
+    """
     opened = STORES["redis"](tmp_path, clock)
     slow, other = opened(), opened()
     slow.create(NAME, IDENTITY)

@@ -1,4 +1,7 @@
-"""The laws of every metadata store (docstrings of `MetadataStore`). A new one is one more param."""
+"""The promises of `MetadataStore`'s docstrings, checked for every kind of metadata store.
+
+A new kind of store is one more entry of `metadata_stores.STORES`.
+"""
 
 import threading
 import time
@@ -49,8 +52,8 @@ def test_a_new_dataset_is_empty(meta: MetadataStore) -> None:
     assert len(meta.children(IDENTITY, b"")) == 0
 
 
-def test_its_time_is_that_of_its_host(meta: MetadataStore) -> None:
-    """Whatever this process's own clock says, by which versions are made."""
+def test_now_s_is_the_time_of_the_store(meta: MetadataStore) -> None:
+    """It does not depend on this process's clock, by which versions are made."""
     before_s = time.time()
     assert before_s - 1 <= meta.now_s() <= time.time() + 1
 
@@ -106,7 +109,7 @@ def test_L5_a_dropped_dataset_takes_no_commit(meta: MetadataStore) -> None:
     check(meta, NAME, [files(1, b"a/y")])
 
 
-def test_a_closed_store_says_so(meta: MetadataStore) -> None:
+def test_a_closed_store_raises(meta: MetadataStore) -> None:
     meta.close()
     meta.close()
     with pytest.raises(MetadataError, match="closed"):
@@ -116,9 +119,7 @@ def test_a_closed_store_says_so(meta: MetadataStore) -> None:
 # Commits
 
 
-def test_what_was_committed_is_seen_by_another_handle(
-    meta: MetadataStore, open_meta: Opener
-) -> None:
+def test_a_commit_is_seen_by_another_handle(meta: MetadataStore, open_meta: Opener) -> None:
     chunks = [
         Chunk(
             1,
@@ -148,7 +149,7 @@ def test_L7_a_chunk_counts_once(meta: MetadataStore) -> None:
     check(meta, NAME, chunks)
 
 
-def test_the_marker_sums_and_names_the_chunks(meta: MetadataStore) -> None:
+def test_the_head_has_counts_digest_and_newest_chunk(meta: MetadataStore) -> None:
     order = [5, 2, 9, 3]
     commit(meta, *(files(number, b"f%d" % number) for number in order))
     marker = meta.head(NAME)
@@ -159,7 +160,7 @@ def test_the_marker_sums_and_names_the_chunks(meta: MetadataStore) -> None:
     assert first == (chunk_id(2), 1002, 2, 1, 0)
 
 
-def test_K1_versions_rise_whatever_the_clock_does(meta: MetadataStore, clock: Clock) -> None:
+def test_K1_versions_rise_though_the_clock_goes_back(meta: MetadataStore, clock: Clock) -> None:
     versions = []
     for number, step_ns in enumerate((0, 0, 10**9, -(10**9), -3600 * 10**9, -(10**17), 0, 10**17)):
         clock.ns += step_ns
@@ -170,8 +171,8 @@ def test_K1_versions_rise_whatever_the_clock_does(meta: MetadataStore, clock: Cl
     assert meta.head(NAME).version == versions[-1]
 
 
-def test_chunks_that_are_committed_together_are_one_version(meta: MetadataStore) -> None:
-    """Of which some are known, and one comes twice."""
+def test_chunks_committed_together_make_one_version(meta: MetadataStore) -> None:
+    """Some of them are known already, and one comes twice."""
     first = [files(1, b"d/a", b"d/b"), files(2, b"d/b", b"e/c")]
     before = commit(meta, *first)
     big_parts = big(5, b"d/big", 2)
@@ -194,10 +195,10 @@ def test_chunks_that_are_committed_together_are_one_version(meta: MetadataStore)
     assert meta.commit(IDENTITY) == after
 
 
-def test_of_chunks_that_are_committed_together_all_go_in_or_none(
+def test_A6_chunks_committed_together_are_committed_all_or_none(
     meta: MetadataStore,
 ) -> None:
-    """A6: an error at the last one undoes the others."""
+    """An error at the last one undoes the others."""
     commit(meta, files(1, b"a"))
     before = meta.head(NAME)
     spoilt = files(4, b"late").batch()
@@ -222,7 +223,7 @@ def test_L3_counts_are_exact_under_overwrites_and_deletions(meta: MetadataStore)
     assert (meta.head(NAME).files, meta.head(NAME).bytes) == (2, 51)
 
 
-def test_a_chunk_that_replaced_an_entry_itself_has_a_hole(meta: MetadataStore) -> None:
+def test_places_that_no_row_names_are_holes(meta: MetadataStore) -> None:
     chunks = [Chunk(1, (None, Entry(b"a"), None, Entry(b"b")))]
     commit(meta, *chunks)
     assert meta.holes(IDENTITY, chunk_id(1)).tolist() == [0, 2]
@@ -232,7 +233,7 @@ def test_a_chunk_that_replaced_an_entry_itself_has_a_hole(meta: MetadataStore) -
         meta.holes(IDENTITY, chunk_id(2))
 
 
-def test_one_path_twice_in_a_batch(meta: MetadataStore) -> None:
+def test_of_a_path_twice_in_a_batch_the_greater_place_wins(meta: MetadataStore) -> None:
     chunks = [files(1, b"a"), Chunk(2, (Entry(b"a", 1), Entry(b"a", 2), Entry(b"b"), Entry(b"b")))]
     commit(meta, *chunks)
     check(meta, NAME, chunks)
@@ -256,7 +257,9 @@ def test_a_batch_that_contradicts_itself_changes_nothing(meta: MetadataStore) ->
 # Files of several extents
 
 
-def test_Z4_the_previous_version_stands_until_all_extents_are_there(meta: MetadataStore) -> None:
+def test_Z4_a_file_keeps_its_old_content_until_all_extents_are_committed(
+    meta: MetadataStore,
+) -> None:
     old = files(1, b"big", size=3)
     parts = big(2, b"big", 3)
     commit(meta, old, parts[2], parts[0])
@@ -274,7 +277,7 @@ def test_Z4_the_previous_version_stands_until_all_extents_are_there(meta: Metada
     assert [each["chunk"].tobytes() for each in extents] == [part.id for part in parts]
 
 
-def test_Z4_two_writers_one_large_file_and_a_crash(meta: MetadataStore) -> None:
+def test_Z4_a_large_file_by_two_writers_of_which_one_crashed(meta: MetadataStore) -> None:
     a, b = big(1, b"big", 3), big(4, b"big", 2)
     commit(meta, a[0], b[1], a[1], b[0])  # A never finishes
     check(meta, NAME, [*a[:2], *b])
@@ -283,7 +286,7 @@ def test_Z4_two_writers_one_large_file_and_a_crash(meta: MetadataStore) -> None:
     check(meta, NAME, [*a, *b])
 
 
-def test_an_incomplete_version_is_beaten_by_a_small_one(meta: MetadataStore) -> None:
+def test_a_newer_small_file_beats_an_incomplete_large_one(meta: MetadataStore) -> None:
     chunks = [*big(1, b"d/big", 3)[:2], files(7, b"d/big", b"d/x"), files(0, b"d/big")]
     commit(meta, *chunks)
     check(meta, NAME, chunks)
@@ -298,7 +301,7 @@ def test_the_extents_of_one_file_in_one_chunk(meta: MetadataStore) -> None:
     check(meta, NAME, chunks)
 
 
-def test_a_chunk_with_extents_of_two_versions(meta: MetadataStore) -> None:
+def test_a_chunk_may_have_extents_of_two_versions_of_a_file(meta: MetadataStore) -> None:
     first = big(1, b"big", 2)
     both = Chunk(2, (*first[1].entries, Entry(b"big", 50, number=0, extents=2)))
     later = Chunk(3, (Entry(b"big", 50, number=1, extents=2, first=(2, 1)),))
@@ -311,7 +314,7 @@ def test_a_chunk_with_extents_of_two_versions(meta: MetadataStore) -> None:
 # What purge writes
 
 
-def test_Z6_a_moved_entry_is_found_in_the_new_chunk(meta: MetadataStore) -> None:
+def test_Z6_an_entry_copied_by_purge_is_found_in_the_new_chunk(meta: MetadataStore) -> None:
     one, two = files(1, b"a", b"b"), files(2, b"b")
     nine = chunk_by_purge(9, (one, 0))
     before = commit(meta, one, two)
@@ -322,7 +325,9 @@ def test_Z6_a_moved_entry_is_found_in_the_new_chunk(meta: MetadataStore) -> None
     assert (meta.head(NAME).files, meta.chunks(IDENTITY)[0].holes) == (2, 2)
 
 
-def test_P6_Z7_a_moved_entry_never_inserts_and_never_beats_a_newer_one(meta: MetadataStore) -> None:
+def test_P6_Z7_a_copy_by_purge_never_inserts_and_never_beats_a_newer_entry(
+    meta: MetadataStore,
+) -> None:
     one = files(1, b"a", b"b", b"c")
     nine = chunk_by_purge(9, (one, 0), (one, 1), (one, 2))
     commit(meta, one, files(5, b"a"), tombstones(6, b"b"), nine)
@@ -338,7 +343,7 @@ def test_P6_Z7_a_moved_entry_never_inserts_and_never_beats_a_newer_one(meta: Met
     assert meta.holes(IDENTITY, chunk_id(12)).tolist() == [0]
 
 
-def test_Z6_an_orphan_of_purge_may_come_before_what_it_was_made_from(meta: MetadataStore) -> None:
+def test_Z6_a_chunk_of_purge_may_be_committed_before_its_sources(meta: MetadataStore) -> None:
     one, parts = files(1, b"a"), big(2, b"big", 3)
     nine = chunk_by_purge(9, (one, 0), (parts[1], 0), known=False)
     commit(meta, nine, one, parts[1], parts[0])
@@ -348,7 +353,7 @@ def test_Z6_an_orphan_of_purge_may_come_before_what_it_was_made_from(meta: Metad
     assert meta.holes(IDENTITY, nine.id).tolist() == []
 
 
-def test_a_moved_extent_takes_its_place_in_the_file(meta: MetadataStore) -> None:
+def test_an_extent_copied_by_purge_replaces_its_source(meta: MetadataStore) -> None:
     parts = big(1, b"big", 3)
     before = commit(meta, *parts)
     copies = [chunk_by_purge(10, (parts[1], 0)), chunk_by_purge(11, (parts[0], 0))]
@@ -382,7 +387,7 @@ def test_a_rebuild_gives_the_same_state_and_a_greater_version(
         meta.rebuild(NAME, fresh, [])
 
 
-def test_C18_a_rebuild_that_fails_leaves_the_state_before(meta: MetadataStore) -> None:
+def test_C18_a_failed_rebuild_leaves_the_old_state(meta: MetadataStore) -> None:
     commit(meta, files(1, b"a"), files(2, b"b"))
     before = meta.head(NAME)
 
@@ -400,7 +405,7 @@ def test_C18_a_rebuild_that_fails_leaves_the_state_before(meta: MetadataStore) -
 # Reading
 
 
-def test_lookup_gives_what_exists_in_the_order_asked(meta: MetadataStore) -> None:
+def test_lookup_returns_existing_entries_in_the_order_of_paths(meta: MetadataStore) -> None:
     chunk = files(1, b"a/x", b"b", b"a/y", b"gone")
     commit(meta, chunk, tombstones(2, b"gone"))
     wanted = [b"b", b"a/none", b"a/y", b"no/where", b"gone", b"a", b"a/x", b"b", b"", b"b/x"]
@@ -420,7 +425,7 @@ def kinds(meta: MetadataStore, folder: bytes) -> dict[bytes, Kind]:
     return dict(zip(rows.names, map(Kind, rows.records["kind"].tolist()), strict=True))
 
 
-def test_children_are_of_one_folder_and_implied_ones_are_there(meta: MetadataStore) -> None:
+def test_children_are_those_of_one_folder_with_implied_folders(meta: MetadataStore) -> None:
     commit(
         meta,
         Chunk(1, (Entry(b"", 0, Kind.FOLDER), Entry(b"own", 0, Kind.FOLDER), Entry(b"own/f"))),
@@ -438,7 +443,7 @@ def test_children_are_of_one_folder_and_implied_ones_are_there(meta: MetadataSto
     assert rows.names == [b"f"]
 
 
-def test_where_a_path_is_file_and_folder_the_folder_shows(meta: MetadataStore) -> None:
+def test_a_path_that_is_file_and_folder_is_shown_as_a_folder(meta: MetadataStore) -> None:
     commit(meta, files(1, b"a", b"a/f", b"b/f"), tombstones(2, b"b"))
     assert kinds(meta, b"") == {b"a": Kind.FOLDER, b"b": Kind.FOLDER}
     commit(meta, tombstones(3, b"a/f"))
@@ -457,8 +462,8 @@ def test_changes_name_all_chunks_and_only_new_entries(meta: MetadataStore) -> No
     assert set(stored_entries(meta.changes(IDENTITY, 0).rows)) == {b"b"}
 
 
-def test_deep_paths(meta: MetadataStore) -> None:
-    """H9: 1,000 levels; the names are short only to keep the test quick."""
+def test_H9_paths_may_have_a_thousand_levels(meta: MetadataStore) -> None:
+    """The names are short to keep the test quick."""
     deep = b"/".join(b"%d" % level for level in range(1000))
     commit(meta, files(1, deep + b"/f", deep))
     check(meta, NAME, [files(1, deep + b"/f", deep)])
@@ -468,9 +473,7 @@ def test_deep_paths(meta: MetadataStore) -> None:
 # Holding commits back
 
 
-def test_a_hold_keeps_commits_out_until_it_is_released(
-    meta: MetadataStore, open_meta: Opener
-) -> None:
+def test_commits_wait_until_a_lock_is_released(meta: MetadataStore, open_meta: Opener) -> None:
     meta.create("other", uuid.UUID(int=8))
     hasty = open_meta(deadline_s=0.05)
     with meta.lock_commits(IDENTITY, 30), meta.lock_commits(IDENTITY, 20) as second:
@@ -487,7 +490,7 @@ def test_a_hold_keeps_commits_out_until_it_is_released(
     hasty.close()
 
 
-def test_a_hold_ends_by_itself_even_if_the_clock_goes_back(
+def test_a_lock_expires_even_if_the_clock_goes_back(
     meta: MetadataStore, open_meta: Opener, clock: Clock
 ) -> None:
     by_redis = isinstance(meta, RedisMetadata)  # its own clock counts, and goes as it goes

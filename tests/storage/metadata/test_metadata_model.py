@@ -1,4 +1,4 @@
-"""Every metadata store against the oracle of `batches.py`: histories of chance, in any order."""
+"""Random histories of commits, in any order, give the state that `batches.fold` expects."""
 
 import random
 from pathlib import Path
@@ -28,7 +28,7 @@ PATHS = [b"f", b"a/f", b"a/b/f", b"a/b"]
 
 @st.composite
 def histories(draw: st.DrawFn) -> list[Chunk]:
-    """Chunks of small files, tombstones, links, large files, and what purge made of them."""
+    """Chunks of small files, tombstones, links and large files, and chunks of copies by purge."""
     chunks = []
     for number in range(1, draw(st.integers(2, 6)) + 1):
         entries = []
@@ -59,7 +59,7 @@ def test_L2_any_order_and_any_repetition_give_the_same_state(
 
 
 def commit_in_groups(meta: MetadataStore, order: list[Chunk], dice: random.Random) -> None:
-    """Commit in this order: some by themselves, some together."""
+    """Commit in this order, some chunks alone and some together."""
     start = 0
     while start < len(order):
         end = start + dice.choice([1, 1, 2, 3, len(order)])
@@ -70,7 +70,7 @@ def commit_in_groups(meta: MetadataStore, order: list[Chunk], dice: random.Rando
 
 
 def check_forgetting(meta: MetadataStore, chunks: list[Chunk]) -> None:
-    """Whatever is wholly holes can go, and the state stays; what else there is does not go."""
+    """Forget all chunks: the empty ones go, and the state stays."""
     state = fold(chunks)
     newest = max(state.holes)
     empty = {
@@ -83,9 +83,9 @@ def check_forgetting(meta: MetadataStore, chunks: list[Chunk]) -> None:
 
 
 def check_history(kind: str, history: list[Chunk], seed: int) -> None:
-    """Commit in an order of chance, and compare with the oracle half-way and at the end."""
+    """Commit in a random order, and check the state half-way and at the end."""
     dice = random.Random(seed)
-    free = [chunk for chunk in history if not chunk.moved] * 2
+    free = [chunk for chunk in history if not chunk.by_purge] * 2
     dice.shuffle(free)
     del free[: dice.randrange(3)]  # some may never come, most come twice
     stamps = {
@@ -94,11 +94,11 @@ def check_history(kind: str, history: list[Chunk], seed: int) -> None:
         for place, entry in enumerate(chunk.entries)
         if entry
     }
-    # What purge is known to have written comes after what it was made from.
+    # Chunks that are known to be by purge are committed after their sources
     copies = [
         chunk
         for chunk in history
-        if chunk.moved
+        if chunk.by_purge
         and all(e and (chunk.stamp(i), e.number) in stamps for i, e in enumerate(chunk.entries))
     ]
     order = [*free, *copies, *dice.sample(free, min(2, len(free)))]

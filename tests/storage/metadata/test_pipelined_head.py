@@ -1,4 +1,4 @@
-"""A glance at a marker: it is what the long way finds at that moment, or it proves nothing."""
+"""A `PipelinedHeadRead` gives the head that `RedisMetadata.head` gives at that moment, or None."""
 
 import random
 import socket
@@ -26,29 +26,31 @@ from tests.storage.metadata.redis_servers import RedisServer, emptied_server
 NAME = "flowers"
 IDENTITY = uuid.UUID(int=7)
 KEYS = DatasetKeys(IDENTITY)
-LOOKS_TO_LEARN = 3
-"""Identity, then generation and buckets; from the third look on it can prove something."""
+READS_TO_LEARN = 3
+"""The first read learns the identity, the second generation and buckets; the third can prove a
+head.
+"""
 
 
 @dataclass
 class ReadSetup:
-    """A glance over a connection of its own, and the long way beside it."""
+    """A `PipelinedHeadRead` with a connection of its own, and `RedisMetadata` to compare it with."""
 
     meta: RedisMetadata
     redis: Redis
     connection: socket.socket
-    glance: PipelinedHeadRead
+    pipelined: PipelinedHeadRead
 
-    def look(self, piece_bytes: int = 1 << 16) -> DatasetHead | None:
-        self.connection.sendall(self.glance.begin())
-        while not self.glance.feed(self.connection.recv(piece_bytes)):
+    def read(self, piece_bytes: int = 1 << 16) -> DatasetHead | None:
+        self.connection.sendall(self.pipelined.begin())
+        while not self.pipelined.feed(self.connection.recv(piece_bytes)):
             pass
-        return self.glance.head
+        return self.pipelined.head
 
     def learn(self) -> DatasetHead:
-        """Look until it proves something."""
-        for _ in range(LOOKS_TO_LEARN):
-            found = self.look()
+        """Read until a head is proved."""
+        for _ in range(READS_TO_LEARN):
+            found = self.read()
         assert found is not None
         return found
 
@@ -62,7 +64,7 @@ def server() -> RedisServer:
 
 
 @pytest.fixture(params=[1, 5])
-def looking(server: RedisServer, request: pytest.FixtureRequest) -> Iterator[ReadSetup]:
+def setup(server: RedisServer, request: pytest.FixtureRequest) -> Iterator[ReadSetup]:
     buckets: int = request.param
     with (
         closing(RedisMetadata.open(server.url, buckets=buckets)) as meta,
@@ -75,147 +77,148 @@ def looking(server: RedisServer, request: pytest.FixtureRequest) -> Iterator[Rea
         yield ReadSetup(meta, server.client(), connection, PipelinedHeadRead(NAME))
 
 
-def test_it_learns_what_to_ask_and_then_sees_each_commit(looking: ReadSetup) -> None:
-    assert looking.look() is None
-    assert looking.learn() == looking.meta.head(NAME)
+def test_it_learns_what_to_ask_and_then_sees_every_commit(setup: ReadSetup) -> None:
+    assert setup.read() is None
+    assert setup.learn() == setup.meta.head(NAME)
     for number in range(2, 8):
-        version = looking.put(number)
-        found = looking.look()
-        assert found == looking.meta.head(NAME)
+        version = setup.put(number)
+        found = setup.read()
+        assert found == setup.meta.head(NAME)
         assert found is not None
         assert found.version == version
-        assert looking.look() == found
+        assert setup.read() == found
 
 
-def test_replies_may_come_in_any_pieces(looking: ReadSetup) -> None:
-    looking.learn()
-    looking.put(2)
-    assert looking.look(1) == looking.meta.head(NAME)
-    assert looking.look(7) == looking.look(1) == looking.look()
+def test_replies_may_come_in_any_pieces(setup: ReadSetup) -> None:
+    setup.learn()
+    setup.put(2)
+    assert setup.read(1) == setup.meta.head(NAME)
+    assert setup.read(7) == setup.read(1) == setup.read()
 
 
-def _restart_scripts(looking: ReadSetup) -> None:
-    looking.redis.script_flush()
+def _restart_scripts(setup: ReadSetup) -> None:
+    setup.redis.script_flush()
 
 
-def _leave_unapplied(looking: ReadSetup) -> None:
-    looking.meta._commits._apply = lambda *_: None  # type: ignore[method-assign]  # a fault is put in
-    looking.put(2)
+def _leave_a_pending_plan(setup: ReadSetup) -> None:
+    setup.meta._commits._apply = lambda *_: None  # type: ignore[method-assign]  # a fault is put in
+    setup.put(2)
 
 
-def _leave_a_plan_of_nobody(looking: ReadSetup) -> None:
-    looking.redis.rpush(KEYS.pending, b"z" * 48)
+def _leave_a_plan_of_another_generation(setup: ReadSetup) -> None:
+    setup.redis.rpush(KEYS.pending, b"z" * 48)
 
 
-def _lose_a_bucket(looking: ReadSetup) -> None:
-    looking.redis.delete(*looking.redis.keys("dfs:{*.0}:t"))
+def _lose_a_bucket(setup: ReadSetup) -> None:
+    setup.redis.delete(*setup.redis.keys("dfs:{*.0}:t"))
 
 
-def _damage_a_bucket(looking: ReadSetup) -> None:
-    (key,) = looking.redis.keys("dfs:{*.0}:t")
-    looking.redis.hset(key, "pieces", "many")
+def _damage_a_bucket(setup: ReadSetup) -> None:
+    (key,) = setup.redis.keys("dfs:{*.0}:t")
+    setup.redis.hset(key, "pieces", "many")
 
 
-def _make_a_bucket_something_else(looking: ReadSetup) -> None:
-    (key,) = looking.redis.keys("dfs:{*.0}:t")
-    looking.redis.set(key, "x")
+def _make_a_bucket_something_else(setup: ReadSetup) -> None:
+    (key,) = setup.redis.keys("dfs:{*.0}:t")
+    setup.redis.set(key, "x")
 
 
-def _rebuild(looking: ReadSetup) -> None:
-    looking.meta.rebuild(NAME, IDENTITY, [files(3, b"x").batch()])
+def _rebuild(setup: ReadSetup) -> None:
+    setup.meta.rebuild(NAME, IDENTITY, [files(3, b"x").batch()])
 
 
-def _drop(looking: ReadSetup) -> None:
-    looking.meta.drop(IDENTITY)
+def _drop(setup: ReadSetup) -> None:
+    setup.meta.drop(IDENTITY)
 
 
-def _make_anew(looking: ReadSetup) -> None:
-    looking.meta.drop(IDENTITY)
-    looking.meta.create(NAME, uuid.UUID(int=8))
+def _make_anew(setup: ReadSetup) -> None:
+    setup.meta.drop(IDENTITY)
+    setup.meta.create(NAME, uuid.UUID(int=8))
 
 
-def _take_its_head(looking: ReadSetup) -> None:
-    looking.redis.delete(KEYS.head)
+def _take_its_head(setup: ReadSetup) -> None:
+    setup.redis.delete(KEYS.head)
 
 
-def _take_its_name(looking: ReadSetup) -> None:
-    looking.redis.hdel("dfs:{head}:names", NAME)
+def _take_its_name(setup: ReadSetup) -> None:
+    setup.redis.hdel("dfs:{head}:names", NAME)
 
 
-def _be_newer(looking: ReadSetup) -> None:
-    looking.redis.set(SCHEMA_KEY, "99")
+def _set_another_schema(setup: ReadSetup) -> None:
+    setup.redis.set(SCHEMA_KEY, "99")
 
 
-def _forget_all(looking: ReadSetup) -> None:
-    looking.redis.flushall()
+def _forget_all(setup: ReadSetup) -> None:
+    setup.redis.flushall()
 
 
 CHANGES = [
-    _restart_scripts, _leave_unapplied, _leave_a_plan_of_nobody, _lose_a_bucket,
+    _restart_scripts, _leave_a_pending_plan, _leave_a_plan_of_another_generation, _lose_a_bucket,
     _damage_a_bucket, _make_a_bucket_something_else, _rebuild, _drop, _make_anew, _take_its_head,
-    _take_its_name, _be_newer, _forget_all,
+    _take_its_name, _set_another_schema, _forget_all,
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_is_not_as_before_proves_nothing(
-    looking: ReadSetup, change: Callable[[ReadSetup], None]
+def test_no_head_is_proved_where_redis_needs_repair_or_has_changed(
+    setup: ReadSetup, change: Callable[[ReadSetup], None]
 ) -> None:
-    """Each of these is for the long way to mend, or to name."""
-    looking.learn()
-    change(looking)
-    assert looking.look() is None
+    """`RedisMetadata.head` has to repair each of these, or to raise an error."""
+    setup.learn()
+    change(setup)
+    assert setup.read() is None
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_it_never_says_anything_else_than_the_long_way(
-    looking: ReadSetup, change: Callable[[ReadSetup], None]
+def test_after_any_change_it_agrees_with_redis_metadata_or_proves_nothing(
+    setup: ReadSetup, change: Callable[[ReadSetup], None]
 ) -> None:
-    looking.learn()
-    change(looking)
-    for _ in range(2 * LOOKS_TO_LEARN):
-        before = looking.look()
+    setup.learn()
+    change(setup)
+    for _ in range(2 * READS_TO_LEARN):
+        before = setup.read()
         try:
-            true = looking.meta.head(NAME)
+            true = setup.meta.head(NAME)
         except DieselError:
             assert before is None
         else:
             assert before in (None, true)
     if change in (_restart_scripts, _rebuild, _make_anew):
-        assert looking.look() is not None, "it has not learnt"
+        assert setup.read() is not None, "it has not learnt"
 
 
 @pytest.mark.parametrize("last", [False, True])
-def test_a_change_between_two_of_its_commands(looking: ReadSetup, last: bool) -> None:
-    """The head is of a generation that does not stand any more when the buckets have been asked, or
-    even before."""
-    looking.learn()
-    request = looking.glance.begin()
+def test_a_change_between_two_of_its_commands_proves_nothing(setup: ReadSetup, last: bool) -> None:
+    """The head is of a generation that is replaced before or while the buckets are asked."""
+    setup.learn()
+    request = setup.pipelined.begin()
     cut = request.rindex(b"*3\r\n", 0, -1 if last else request.index(b"pieces"))
-    looking.connection.sendall(request[:cut])
-    received = looking.connection.recv(1 << 16)
-    _rebuild(looking)
-    looking.connection.sendall(request[cut:])
-    while not looking.glance.feed(received):
-        received = looking.connection.recv(1 << 16)
-    assert looking.glance.head is None
+    setup.connection.sendall(request[:cut])
+    received = setup.connection.recv(1 << 16)
+    _rebuild(setup)
+    setup.connection.sendall(request[cut:])
+    while not setup.pipelined.feed(received):
+        received = setup.connection.recv(1 << 16)
+    assert setup.pipelined.head is None
 
 
-def test_random_histories(looking: ReadSetup) -> None:
-    """Whatever happens in between, a look says what the long way says, or nothing."""
+def test_in_random_histories_it_agrees_with_redis_metadata_or_proves_nothing(
+    setup: ReadSetup,
+) -> None:
+    """Whatever happens between two reads."""
     draw, proved = random.Random(1), 0
     number = 2
     for _ in range(150):
         what = draw.random()
         if what < 0.4:
-            looking.put(number)
+            setup.put(number)
             number += 1
         elif what < 0.45:
-            looking.meta.rebuild(NAME, IDENTITY, [files(n, b"f%d" % n).batch() for n in (1, 2)])
+            setup.meta.rebuild(NAME, IDENTITY, [files(n, b"f%d" % n).batch() for n in (1, 2)])
         elif what < 0.5:
-            looking.redis.script_flush()
-        found = looking.look(draw.choice([1, 50, 1 << 16]))
-        assert found in (None, looking.meta.head(NAME))
+            setup.redis.script_flush()
+        found = setup.read(draw.choice([1, 50, 1 << 16]))
+        assert found in (None, setup.meta.head(NAME))
         proved += found is not None
     assert proved > 50
 
@@ -223,18 +226,18 @@ def test_random_histories(looking: ReadSetup) -> None:
 @pytest.mark.parametrize(
     "said", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\x15\x03\x01", b"+OK\r\n+OK\r\n", b"*-5\r\n"]
 )
-def test_what_is_no_reply_ends_it(said: bytes) -> None:
+def test_malformed_replies_raise(said: bytes) -> None:
     with pytest.raises(MalformedReply):
         Replies(1).feed(said)
 
 
-def test_a_connection_of_which_the_second_half_is_another_s() -> None:
-    glance = PipelinedHeadRead(NAME)
-    glance.begin()
+def test_surplus_replies_raise() -> None:
+    pipelined = PipelinedHeadRead(NAME)
+    pipelined.begin()
     with pytest.raises(MalformedReply):
-        glance.feed(b"$-1\r\n$-1\r\n")
-    assert glance.head is None
+        pipelined.feed(b"$-1\r\n$-1\r\n")
+    assert pipelined.head is None
 
 
-def test_commands_hold_any_bytes() -> None:
+def test_commands_may_have_any_bytes() -> None:
     assert encode_command(("A", b"\r\n\0", 12)) == b"*3\r\n$1\r\nA\r\n$3\r\n\r\n\0\r\n$2\r\n12\r\n"

@@ -1,4 +1,4 @@
-"""Rebuilds beside writers: what is committed meanwhile is in the new state, and nobody waits."""
+"""A rebuild while others commit: their chunks are in the new state, and they need not wait."""
 
 import sqlite3
 import threading
@@ -23,32 +23,34 @@ ONE_S = 10**9
 
 
 class Chunks:
-    """What the object store has: the chunks that a rebuild finds, and those that come late."""
+    """Stands for the object store: the chunks that a rebuild finds, and those committed meanwhile."""
 
     def __init__(self, *chunks: Chunk) -> None:
         self.there = [*chunks]
         self.requested: list[Sequence[ChunkId]] = []
 
     def committed(self, meta: MetadataStore, *chunks: Chunk) -> None:
-        """Put chunks: durable first, then committed."""
+        """Add chunks as a writer does: first to the object store, then by a commit."""
         self.there += chunks
         commit(meta, *chunks)
 
     def listed(self, *, then: Callable[[], object] = lambda: None) -> Iterator[Batch]:
-        """All that are there when the first is asked for; `then` happens after the listing."""
+        """All chunks that exist when the first batch is asked for; `then` is called after the
+        listing.
+        """
         found = [chunk.batch() for chunk in self.there]
         then()
         yield from found
 
     def read_committed(self, chunks: Collection[ChunkId]) -> Iterator[Batch]:
-        """As `Late`."""
+        """A `ReadCommitted` that notes which chunks it was asked for."""
         self.requested.append([*chunks])
         wanted = {chunk.id: chunk for chunk in self.there}
         yield from (wanted[chunk].batch() for chunk in chunks)
 
 
 def commits_are_locked(opened: Opener) -> bool:
-    """Whether commits are held back now."""
+    """Whether commits are locked now."""
     with closing(opened(deadline_s=0.05)) as hasty:
         try:
             hasty.commit(IDENTITY, files(999, b"hasty").batch())
@@ -58,10 +60,10 @@ def commits_are_locked(opened: Opener) -> bool:
 
 
 @pytest.mark.parametrize("before", [0, 1])
-def test_C18_what_is_committed_meanwhile_is_in_the_new_state(
+def test_C18_commits_during_a_rebuild_are_in_the_new_state(
     meta: MetadataStore, open_meta: Opener, before: int
 ) -> None:
-    """Also where it replaces, or deletes, what the rebuild has read."""
+    """Also commits that replace or delete entries which the rebuild has read."""
     store = Chunks(files(1, b"a", b"d/b"), files(2, b"c"))
     for chunk in store.there[: before + 1]:
         commit(meta, chunk)
@@ -80,10 +82,10 @@ def test_C18_what_is_committed_meanwhile_is_in_the_new_state(
     assert store.requested == [[chunk_id(number) for number in (3, 4, 5)]]
 
 
-def test_C18_commits_do_not_wait_for_a_rebuild_however_long_it_takes(
+def test_C18_commits_do_not_wait_for_a_long_rebuild(
     meta: MetadataStore, open_meta: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Scaled: it takes many times as long as a commit waits."""
+    """In small: the rebuild takes many times as long as a commit waits."""
     store = Chunks(*(files(number, b"f%d" % number) for number in range(1, 9)))
     commit(meta, *store.there)
     stop, wrong, took = threading.Event(), list[DieselError](), list[float]()
@@ -120,13 +122,13 @@ def test_C18_commits_do_not_wait_for_a_rebuild_however_long_it_takes(
     check(meta, NAME, store.there)
 
 
-def test_C18_commits_are_held_back_for_the_last_few_alone(
+def test_C18_commits_are_locked_for_the_last_few_chunks_only(
     meta: MetadataStore, open_meta: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rebuild, "LOCKED_CHUNKS_MAX", 3)
     store = Chunks(files(1, b"a"))
     commit(meta, *store.there)
-    was_held = list[bool]()
+    was_locked = list[bool]()
 
     def put() -> None:
         store.committed(meta, *(files(number, b"f%d" % number) for number in range(10, 20)))
@@ -134,19 +136,21 @@ def test_C18_commits_are_held_back_for_the_last_few_alone(
     def late(chunks: Collection[ChunkId]) -> Iterator[Batch]:
         if not store.requested:
             store.committed(meta, files(30, b"more"), files(31, b"even more"))
-            was_held.append(False)
+            was_locked.append(False)
         else:
-            was_held.append(commits_are_locked(open_meta))
+            was_locked.append(commits_are_locked(open_meta))
         yield from store.read_committed(chunks)
 
     meta.rebuild(NAME, IDENTITY, store.listed(then=put), late)
     assert [len(chunks) for chunks in store.requested] == [10, 2]
-    assert was_held == [False, True]
+    assert was_locked == [False, True]
     assert not commits_are_locked(open_meta)
     check(meta, NAME, [*store.there, files(999, b"hasty")])
 
 
-def test_C18_a_rebuild_that_may_not_ask_for_more_gives_way(meta: MetadataStore) -> None:
+def test_C18_a_rebuild_without_read_committed_fails_when_something_is_committed(
+    meta: MetadataStore,
+) -> None:
     store = Chunks(files(1, b"a"))
     commit(meta, *store.there)
     with pytest.raises(BusyError, match="was changed"):
@@ -157,7 +161,7 @@ def test_C18_a_rebuild_that_may_not_ask_for_more_gives_way(meta: MetadataStore) 
 
 
 @pytest.mark.parametrize("error", [CorruptError("a chunk is damaged"), KeyboardInterrupt()])
-def test_C18_what_comes_late_and_cannot_be_read_leaves_the_state_before(
+def test_C18_late_chunks_that_cannot_be_read_leave_the_old_state(
     meta: MetadataStore, open_meta: Opener, error: BaseException
 ) -> None:
     store = Chunks(files(1, b"a"))
@@ -175,7 +179,7 @@ def test_C18_what_comes_late_and_cannot_be_read_leaves_the_state_before(
     assert not commits_are_locked(open_meta)
 
 
-def test_late_chunks_that_nobody_can_read_are_asked_for_once(
+def test_late_chunks_without_a_batch_are_asked_for_once(
     meta: MetadataStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rebuild, "LOCKED_CHUNKS_MAX", 0)
@@ -194,8 +198,8 @@ def test_late_chunks_that_nobody_can_read_are_asked_for_once(
     check(meta, NAME, store.there)
 
 
-def test_chunks_that_are_gone_are_not_asked_for(meta: MetadataStore) -> None:
-    """What was committed before, and is not found, is what a rebuild leaves out."""
+def test_chunks_committed_before_a_rebuild_are_not_asked_for(meta: MetadataStore) -> None:
+    """A rebuild leaves out chunks that were committed before, and whose objects are lost."""
     store = Chunks(files(1, b"a"), files(3, b"orphan"))
     commit(meta, files(1, b"a"), files(2, b"lost"))
     meta.rebuild(NAME, IDENTITY, store.listed(), store.read_committed)
@@ -203,8 +207,8 @@ def test_chunks_that_are_gone_are_not_asked_for(meta: MetadataStore) -> None:
     check(meta, NAME, store.there)
 
 
-def test_a_rebuild_is_news_to_whoever_has_seen_the_last_commit(meta: MetadataStore) -> None:
-    """An orphan is among the changes since a version that came after it had been folded in."""
+def test_a_rebuilt_state_is_newer_than_the_last_commit(meta: MetadataStore) -> None:
+    """An orphan that a rebuild found is among the changes since any earlier version."""
     store = Chunks(files(1, b"a"), files(2, b"orphan"))
     commit(meta, files(1, b"a"))
     last = list[int]()
@@ -218,7 +222,7 @@ def test_a_rebuild_is_news_to_whoever_has_seen_the_last_commit(meta: MetadataSto
     assert set(stored_entries(meta.changes(IDENTITY, last[0]).rows)) == {b"a", b"orphan", b"b"}
 
 
-def test_a_dataset_that_is_dropped_meanwhile_does_not_come_back(meta: MetadataStore) -> None:
+def test_a_dataset_dropped_during_a_rebuild_stays_dropped(meta: MetadataStore) -> None:
     store = Chunks(files(1, b"a"))
     commit(meta, *store.there)
     with pytest.raises(NoSuchDataset):
@@ -231,7 +235,9 @@ def test_a_dataset_that_is_dropped_meanwhile_does_not_come_back(meta: MetadataSt
 
 
 def test_two_rebuilds_at_once_lose_nothing(meta: MetadataStore, open_meta: Opener) -> None:
-    """Nor does one of a dataset that is not known, which another has made known meanwhile."""
+    """Nor does the rebuild of a dataset that the store did not know, and that the other one has
+    made.
+    """
     store = Chunks(files(1, b"a"), files(2, b"b"))
     meta.drop(IDENTITY)
     with closing(open_meta()) as other:
@@ -247,7 +253,7 @@ def test_two_rebuilds_at_once_lose_nothing(meta: MetadataStore, open_meta: Opene
             check(other, NAME, store.there)
 
 
-def test_what_is_forgotten_meanwhile_is_forgotten_again(meta: MetadataStore) -> None:
+def test_chunks_forgotten_during_a_rebuild_can_be_forgotten_again(meta: MetadataStore) -> None:
     store = Chunks(files(1, b"a"), files(2, b"a"), files(3, b"z"))
     commit(meta, *store.there)
     gone = chunk_id(1)
@@ -257,7 +263,7 @@ def test_what_is_forgotten_meanwhile_is_forgotten_again(meta: MetadataStore) -> 
     check(meta, NAME, store.there[1:])
 
 
-def test_C2_a_rebuild_that_is_interrupted_when_it_is_done_has_been_done(
+def test_C2_a_rebuild_interrupted_after_its_end_has_succeeded(
     meta: MetadataStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = Chunks(files(1, b"a"), files(2, b"orphan"))
@@ -273,7 +279,7 @@ def test_C2_a_rebuild_that_is_interrupted_when_it_is_done_has_been_done(
     check(meta, NAME, store.there)
 
 
-# The embedded store's own
+# SQLite alone
 
 
 @pytest.fixture
@@ -288,8 +294,8 @@ def embedded(path: Path) -> Iterator[SqliteMetadata]:
         yield store
 
 
-def rows_of_nobody(path: Path) -> int:
-    """Rows under numbers that no dataset has."""
+def rows_of_no_dataset(path: Path) -> int:
+    """How many rows belong to numbers that no dataset has."""
     with closing(sqlite3.connect(path)) as db:
         mine = "(SELECT number FROM dataset)"
         counts = [
@@ -310,13 +316,13 @@ def rows_of_nobody(path: Path) -> int:
 
 
 def many() -> list[Chunk]:
-    """Runs, entries, holes; several portions of each where a portion is small."""
+    """Chunks that make runs, entries and holes, more than one small portion of each."""
     paths = [b"d%d/%03d" % (i % 5, i) for i in range(200)]
     return [files(1, *paths), files(2, *paths[::3]), files(3, b"x"), tombstones(4, b"x")]
 
 
 @pytest.mark.parametrize("ends_by", ["success", "error", "drop"])
-def test_nothing_is_left_of_what_was_set_aside(
+def test_no_rows_of_a_shadow_state_are_left(
     embedded: SqliteMetadata, path: Path, ends_by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("_ROWS_AT_ONCE", "_FOLDERS_AT_ONCE", "_CHUNKS_AT_ONCE"):
@@ -326,7 +332,7 @@ def test_nothing_is_left_of_what_was_set_aside(
 
     def batches() -> Iterator[Batch]:
         yield from store.listed()
-        assert rows_of_nobody(path) > 0
+        assert rows_of_no_dataset(path) > 0
         if ends_by == "error":
             raise CorruptError("a chunk is damaged")
 
@@ -339,14 +345,16 @@ def test_nothing_is_left_of_what_was_set_aside(
             embedded.rebuild(NAME, IDENTITY, batches())
     else:
         embedded.rebuild(NAME, IDENTITY, batches())
-    assert rows_of_nobody(path) == 0
+    assert rows_of_no_dataset(path) == 0
     check(embedded, NAME, store.there)
 
 
-def test_what_a_killed_rebuild_left_goes_with_a_later_one(
+def test_rows_of_a_killed_rebuild_are_removed_by_a_later_one(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not before it has been silent for long; where it was not dead, it notices."""
+    """They are removed after a long time without heartbeats; a rebuild that is alive after all
+    fails.
+    """
     now_ns = [1_800_000_000 * ONE_S]
     opened = SqliteMetadata.open(path, create=True, clock_ns=lambda: now_ns[0])
     with closing(opened) as meta:
@@ -369,35 +377,35 @@ def test_what_a_killed_rebuild_left_goes_with_a_later_one(
         with pytest.raises(BusyError, match="took this rebuild for dead"):
             meta.rebuild(NAME, IDENTITY, batches(700))
         check(meta, NAME, store.there)
-        assert rows_of_nobody(path) == 0
+        assert rows_of_no_dataset(path) == 0
         monkeypatch.setattr(shadow_state.SqliteShadowState, "discard", lambda _: None)
         monkeypatch.setattr(Chunks, "listed", killed(Chunks.listed))
         with pytest.raises(KeyboardInterrupt):
             meta.rebuild(NAME, IDENTITY, store.listed())
-        assert rows_of_nobody(path) > 0
+        assert rows_of_no_dataset(path) > 0
         beside(0)
-        assert rows_of_nobody(path) > 0, "it may be at work still"
+        assert rows_of_no_dataset(path) > 0, "it may be at work still"
         beside(700)
-        assert rows_of_nobody(path) == 0
+        assert rows_of_no_dataset(path) == 0
         check(meta, NAME, store.there)
 
 
-def test_who_is_being_removed_notices(embedded: SqliteMetadata, path: Path) -> None:
-    """Also as long as some of it is there."""
+def test_a_rebuild_that_is_being_removed_fails(embedded: SqliteMetadata, path: Path) -> None:
+    """It fails while some of its rows still exist, too."""
     store = Chunks(*many())
     commit(embedded, *store.there)
 
-    def condemned() -> None:
+    def removed_by_another() -> None:
         with closing(sqlite3.connect(path)) as db:
             db.execute("UPDATE aside SET beat = 0")
             db.commit()
 
     with pytest.raises(BusyError, match="took this rebuild for dead"):
-        embedded.rebuild(NAME, IDENTITY, store.listed(then=condemned))
+        embedded.rebuild(NAME, IDENTITY, store.listed(then=removed_by_another))
     check(embedded, NAME, store.there)
 
 
-def test_a_rebuild_whose_hold_has_run_out_takes_what_came(
+def test_a_rebuild_whose_lock_has_expired_includes_late_commits(
     embedded: SqliteMetadata, path: Path
 ) -> None:
     store = Chunks(files(1, b"a"))
@@ -418,7 +426,7 @@ def test_a_rebuild_whose_hold_has_run_out_takes_what_came(
 
 
 def killed(listed: Callable[[Chunks], Iterator[Batch]]) -> Callable[[Chunks], Iterator[Batch]]:
-    """Batches whose reader is killed behind the last."""
+    """Batches of which the reader is killed after the last."""
 
     def batches(self: Chunks) -> Iterator[Batch]:
         yield from listed(self)
@@ -427,9 +435,7 @@ def killed(listed: Callable[[Chunks], Iterator[Batch]]) -> Callable[[Chunks], It
     return batches
 
 
-def test_others_go_on_holding_commits_back_after_a_rebuild(
-    embedded: SqliteMetadata, path: Path
-) -> None:
+def test_a_lock_outlasts_a_rebuild(embedded: SqliteMetadata, path: Path) -> None:
     store = Chunks(files(1, b"a"))
     commit(embedded, *store.there)
     with closing(SqliteMetadata.open(path, deadline_s=0.05)) as hasty:
@@ -440,7 +446,9 @@ def test_others_go_on_holding_commits_back_after_a_rebuild(
         hasty.commit(IDENTITY, files(2, b"b").batch())
 
 
-def test_a_store_from_before_there_were_states_aside(embedded: SqliteMetadata, path: Path) -> None:
+def test_a_store_without_the_table_aside_can_be_rebuilt(
+    embedded: SqliteMetadata, path: Path
+) -> None:
     with closing(sqlite3.connect(path)) as db:
         db.execute("DROP TABLE IF EXISTS aside")
         db.commit()
@@ -449,4 +457,4 @@ def test_a_store_from_before_there_were_states_aside(embedded: SqliteMetadata, p
     embedded.rebuild(NAME, IDENTITY, store.listed())
     check(embedded, NAME, store.there)
     embedded.drop(IDENTITY)
-    assert rows_of_nobody(path) == 0
+    assert rows_of_no_dataset(path) == 0

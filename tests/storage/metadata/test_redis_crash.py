@@ -1,4 +1,6 @@
-"""A commit that is cut off at each of its steps, and commits of many processes at once."""
+"""Commits in Redis that are interrupted at each of their steps, and commits of many processes at
+once.
+"""
 
 import random
 import signal
@@ -45,7 +47,7 @@ def server() -> RedisServer:
 
 @pytest.fixture
 def meta(server: RedisServer) -> Iterator[RedisMetadata]:
-    """A store in which some chunks are."""
+    """A store with the chunks `BEFORE`."""
     with closing(RedisMetadata.open(server.url, buckets=BUCKETS)) as store:
         store.create(NAME, IDENTITY)
         for number in BEFORE:
@@ -73,7 +75,7 @@ def start(url: str, numbers: list[int], at_once: int = 1) -> "subprocess.Popen[s
 
 
 def committed(meta: RedisMetadata, tried: list[int]) -> list[int]:
-    """Which chunks are in; the state is whole, and is of no others."""
+    """Which of these chunks are committed; asserts that the state is that of these and no others."""
     found = {record.id for record in meta.chunks(IDENTITY)}
     done = [number for number in tried if shared(number).id in found]
     assert len(done) == len(found)
@@ -82,11 +84,11 @@ def committed(meta: RedisMetadata, tried: list[int]) -> list[int]:
 
 
 STEPS = 12
-"""More than a commit has, so that the last ones hit nothing."""
+"""More steps than a commit has, so the last ones do not interrupt anything."""
 
 
 class FaultAt:
-    """Does something to one request of those after `arm`."""
+    """A fault of the proxy: it strikes one request, counted from the call of `arm`."""
 
     def __init__(self, step: int, what: str) -> None:
         self.hit = False
@@ -107,10 +109,10 @@ class FaultAt:
 
 
 @pytest.mark.parametrize("what", ["lose", "swallow"])
-def test_A6_a_connection_that_is_lost_at_any_step(
+def test_A6_a_commit_survives_a_lost_connection_at_any_step(
     server: RedisServer, meta: RedisMetadata, what: str
 ) -> None:
-    """The commit is sent again, and counts once: files, bytes, chunks, holes."""
+    """The commit is sent again, and its files, bytes, chunks and holes count once."""
     tried = list(BEFORE)
     hits = 0
     for step in range(1, STEPS + 1):
@@ -130,7 +132,9 @@ def test_A6_a_connection_that_is_lost_at_any_step(
 
 
 class KillAt:
-    """Kills the process that talks through a proxy, before or after a step of its commit."""
+    """A fault of the proxy: it kills the process that uses the proxy, before or after a step of its
+    commit.
+    """
 
     def __init__(self, step: int, when: str) -> None:
         self._left = step
@@ -139,7 +143,7 @@ class KillAt:
         self._started = threading.Event()
 
     def watch(self, process: "subprocess.Popen[str]") -> None:
-        """This is the one."""
+        """Set the process that is to be killed."""
         self._process = process
         self._started.set()
 
@@ -163,10 +167,10 @@ class KillAt:
 
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("at_once", [1, 3])
-def test_A6_A9_a_writer_that_is_killed_at_any_step(
+def test_A6_A9_a_writer_killed_at_any_step_commits_all_or_nothing(
     server: RedisServer, meta: RedisMetadata, when: str, at_once: int
 ) -> None:
-    """A crash leaves all of the commit or nothing; who comes next completes it."""
+    """A crash leaves all of the commit or nothing; the next client completes it."""
     outcomes = set()
     tried = list(BEFORE)
     for step in range(1, STEPS):
@@ -199,7 +203,7 @@ def test_A6_A9_a_writer_that_is_killed_at_any_step(
     assert outcomes >= {(False, False), (True, False), (True, True)}
 
 
-def test_L1_L2_processes_and_threads_commit_at_once(
+def test_L1_L2_commits_of_processes_and_threads_at_once_all_count(
     meta: RedisMetadata, server: RedisServer
 ) -> None:
     numbers = list(range(4, 64))
@@ -235,8 +239,10 @@ def test_L1_L2_processes_and_threads_commit_at_once(
     assert sorted(committed(meta, tried)) == sorted(tried)
 
 
-def test_a_piece_that_redis_has_lost_is_missed(meta: RedisMetadata, server: RedisServer) -> None:
-    """The version has moved and what belongs to it is gone: nobody is told anything."""
+def test_a_lost_piece_of_a_committed_chunk_is_an_error(
+    meta: RedisMetadata, server: RedisServer
+) -> None:
+    """The version is that of the commit, but its entries are lost: reads raise an error."""
     client = server.client()
     with closing(RedisMetadata.open(server.url)) as writer:
         writer._commits._apply = lambda *_: None  # type: ignore[method-assign]  # a fault is put in
@@ -257,7 +263,7 @@ def test_a_piece_that_redis_has_lost_is_missed(meta: RedisMetadata, server: Redi
     assert committed(meta, BEFORE) == BEFORE
 
 
-def test_a_bucket_that_has_lost_what_it_told_the_head(
+def test_a_bucket_that_has_lost_pieces_is_an_error(
     meta: RedisMetadata, server: RedisServer
 ) -> None:
     """C11: one node of a cluster comes back with older data."""
@@ -270,7 +276,7 @@ def test_a_bucket_that_has_lost_what_it_told_the_head(
         meta.lookup(IDENTITY, [b"%d/x" % i for i in range(7)])
 
 
-def test_what_a_dead_writer_left_is_swept_up(meta: RedisMetadata, server: RedisServer) -> None:
+def test_pieces_of_a_dead_writer_are_removed(meta: RedisMetadata, server: RedisServer) -> None:
     client = server.client()
     keys = DatasetKeys(IDENTITY)
     writer = RedisMetadata.open(server.url)

@@ -1,4 +1,6 @@
-"""A Redis that is down, full, slow, hung, foreign or closed to us (FAULTS, part C)."""
+"""A Redis that is down, full, slow or hung, belongs to others or refuses this client (FAULTS.md,
+C).
+"""
 
 import logging
 import os
@@ -47,7 +49,7 @@ SECRET = "canary-3f81"  # noqa: S105
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[RedisServer]:
-    """A server of this test's own, which it may harm. It has a log."""
+    """A server for one test, which may harm it. It has a log."""
     options = {"appendonly": "yes", "appendfsync": "everysec"}
     with RedisServer(tmp_path / "redis", options, port=free_port()) as server:
         yield server
@@ -62,7 +64,7 @@ def bulky(number: int) -> Chunk:
     return files(number, *(b"a/%d-%d" % (number, i) for i in range(500)))
 
 
-def test_C1_a_store_that_is_down_is_said_to_be_soon() -> None:
+def test_C1_a_store_that_is_down_is_reported_soon() -> None:
     port = free_port()
     start = time.monotonic()
     with pytest.raises(MetadataError, match=f"127.0.0.1:{port}") as caught:
@@ -76,7 +78,7 @@ def test_C1_a_store_that_is_down_is_said_to_be_soon() -> None:
     "url",
     ["redis://{0}", "redis+sentinel://{0},{1},{2},{3},{4}/main", "redis+cluster://{0},{1},{2}"],
 )
-def test_C1_hosts_that_are_hung_are_said_to_be_soon(url: str) -> None:
+def test_C1_hosts_that_hang_are_reported_soon(url: str) -> None:
     mute = [socket.create_server(("127.0.0.1", 0)) for _ in range(5)]
     try:
         start = time.monotonic()
@@ -89,7 +91,7 @@ def test_C1_hosts_that_are_hung_are_said_to_be_soon(url: str) -> None:
             each.close()
 
 
-def test_C12_what_is_dead_is_removed_once(shared: RedisServer) -> None:
+def test_C12_a_dead_generation_is_removed_once(shared: RedisServer) -> None:
     with closing(RedisMetadata.open(shared.url, buckets=64)) as meta:
         for number in range(5):
             identity = uuid.UUID(int=number)
@@ -105,7 +107,7 @@ def test_C12_what_is_dead_is_removed_once(shared: RedisServer) -> None:
 
 
 def test_S8_no_password_is_repeated(tmp_path: Path) -> None:
-    """Redis says what it was told where it does not know AUTH; and so may anything between."""
+    """Redis repeats a command that it does not know, and with AUTH the password; so may a proxy."""
     env = {"DIESEL_REDIS_USER": "bob", "DIESEL_REDIS_PASSWORD": SECRET}
     options = {"rename-command": 'AUTH ""'}
     with RedisServer(tmp_path / "redis", options, port=free_port()) as server:
@@ -133,8 +135,8 @@ def test_S8_no_password_is_repeated(tmp_path: Path) -> None:
         "{0} it says script: 0a, on @user_script:17.",
     ],
 )
-def test_C9_errors_within_scripts_as_each_redis_says_them(text: str, address: str) -> None:
-    """Redis 5 and 6 have the word for it in the middle."""
+def test_C9_errors_in_scripts_of_each_redis_version_are_understood(text: str, address: str) -> None:
+    """Redis 5 and 6 have the code word of the error in the middle of the text."""
     where = parse_redis_url(address, {})
 
     def meant(code: str) -> DieselError | RetryLater:
@@ -152,7 +154,7 @@ def test_C9_errors_within_scripts_as_each_redis_says_them(text: str, address: st
 
 
 class Waiting:
-    """Stands for a node of a cluster that can wait for its log."""
+    """Stands for a node of a cluster that can wait for its log (Redis 7.2)."""
 
     def __init__(self, said: list[object], waits: int) -> None:
         self.said = said
@@ -176,8 +178,8 @@ class Waiting:
         return [self.waits < 0, 0]
 
 
-def test_C2_each_node_waits_for_what_was_written_last(cluster: RedisCluster) -> None:
-    """Whoever wrote before: a connection waits for what it has written itself."""
+def test_C2_sync_waits_for_the_log_of_each_node(cluster: RedisCluster) -> None:
+    """Also for writes of other connections, though `WAITAOF` waits for those of its own only."""
     with closing(RedisMetadata.open(cluster.url)) as meta:
         nodes = meta._link._open_nodes.slots()
         assert len(nodes) == 3
@@ -201,13 +203,13 @@ def cluster() -> RedisCluster:
     return cluster
 
 
-def test_C1_a_socket_that_is_not_there(tmp_path: Path) -> None:
+def test_C1_a_missing_socket_is_named(tmp_path: Path) -> None:
     with pytest.raises(MetadataError, match="no-such"):
         RedisMetadata.open(f"unix://{tmp_path}/no-such", deadline_s=0.3)
 
 
-def test_C2_a_kill_in_the_middle_of_a_put(server: RedisServer) -> None:
-    """It is back with its log after a while; the commits are sent again, and nothing is lost."""
+def test_C2_commits_survive_a_kill_of_redis(server: RedisServer) -> None:
+    """Redis comes back with its log; the commits are sent again, and nothing is lost."""
     chunks = [files(1, b"a/x", b"b")]
     with closing(filled(server.tcp_url, deadline_s=30)) as meta:
         back = threading.Event()
@@ -229,7 +231,7 @@ def test_C2_a_kill_in_the_middle_of_a_put(server: RedisServer) -> None:
 
 
 def test_C3_an_emptied_redis_knows_no_dataset(server: RedisServer) -> None:
-    """Never an empty dataset, never "no such file"."""
+    """It reports that there is no dataset: not an empty one, and not "no such file"."""
     with closing(filled(server.url)) as meta:
         server.client().flushall()
         calls: list[Callable[[], object]] = [
@@ -246,7 +248,7 @@ def test_C3_an_emptied_redis_knows_no_dataset(server: RedisServer) -> None:
         check(meta, NAME, [files(1, b"a/x", b"b")])
 
 
-def test_C3_a_rebuild_does_not_survive_a_restart(server: RedisServer) -> None:
+def test_C3_a_rebuild_across_a_restart_fails(server: RedisServer) -> None:
     with closing(filled(server.url)) as meta:
         meta.sync()  # otherwise a busy disk may lose the commit with the server
 
@@ -262,7 +264,7 @@ def test_C3_a_rebuild_does_not_survive_a_restart(server: RedisServer) -> None:
 
 
 def fault_of(work: Callable[[int], object], number: int) -> DieselError | None:
-    """The error that some work ends with."""
+    """The error that work ends with, if any."""
     try:
         work(number)
     except DieselError as error:
@@ -270,7 +272,7 @@ def fault_of(work: Callable[[int], object], number: int) -> DieselError | None:
     return None
 
 
-def test_C7_a_full_memory(server: RedisServer) -> None:
+def test_C7_a_full_memory_stops_commits_whole_and_not_reads(server: RedisServer) -> None:
     client = server.client()
     chunks = [files(1, b"a/x", b"b")]
     with closing(filled(server.url)) as meta:
@@ -302,8 +304,8 @@ def test_C7_a_full_memory(server: RedisServer) -> None:
         assert sum(client.hlen(key) for key in client.keys("dfs:*}:x")) == 0
 
 
-def test_C7_what_was_decided_is_applied_in_a_full_memory(server: RedisServer) -> None:
-    """The piece goes before its entries come, and Redis never stops a script that has written."""
+def test_C7_committed_pieces_are_applied_in_a_full_memory(server: RedisServer) -> None:
+    """APPLY first removes the piece, and Redis refuses no write of a script after its first."""
     client = server.client()
     with closing(filled(server.url)) as meta, closing(RedisMetadata.open(server.url)) as writer:
         writer._commits._apply = lambda *_: None  # type: ignore[method-assign]  # a fault is put in
@@ -312,7 +314,7 @@ def test_C7_what_was_decided_is_applied_in_a_full_memory(server: RedisServer) ->
         check(meta, NAME, [files(1, b"a/x", b"b"), bulky(2)])
 
 
-def test_C8_a_disk_that_cannot_be_written(tmp_path: Path) -> None:
+def test_C8_a_disk_that_cannot_be_written_stops_commits(tmp_path: Path) -> None:
     options = {"save": "3600 1", "stop-writes-on-bgsave-error": "yes", "dbfilename": "dump"}
     with RedisServer(tmp_path / "redis", options) as server:
         client = server.client()
@@ -328,9 +330,7 @@ def test_C8_a_disk_that_cannot_be_written(tmp_path: Path) -> None:
             check(meta, NAME, [files(1, b"a/x", b"b"), files(2, b"c")])
 
 
-def test_C9_a_replica_is_refused_and_a_master_that_becomes_one(
-    server: RedisServer, tmp_path: Path
-) -> None:
+def test_C9_a_replica_is_refused(server: RedisServer, tmp_path: Path) -> None:
     start = time.monotonic()
     with closing(filled(server.url)) as meta:
         options = {"replicaof": f"127.0.0.1 {server.port}"}
@@ -343,7 +343,7 @@ def test_C9_a_replica_is_refused_and_a_master_that_becomes_one(
     assert time.monotonic() - start < 10
 
 
-def test_C10_loading_and_busy_are_waited_for(server: RedisServer) -> None:
+def test_C10_a_loading_or_busy_redis_is_waited_for(server: RedisServer) -> None:
     client = server.client()
     with closing(filled(server.url)) as meta:
         client.config_set("busy-reply-threshold", 1)
@@ -369,7 +369,7 @@ def test_C10_loading_and_busy_are_waited_for(server: RedisServer) -> None:
         assert time.monotonic() - start < 10
 
 
-def test_C12_a_slow_redis_slows_only(shared: RedisServer) -> None:
+def test_C12_a_slow_redis_causes_no_errors(shared: RedisServer) -> None:
     slow = RedisProxy(shared.socket, lambda n, request: "", delay_s=0.1)
     with slow as proxy, closing(filled(proxy.url)) as meta:
         before = proxy.requests
@@ -388,7 +388,7 @@ def test_C12_a_pause_is_waited_for(shared: RedisServer) -> None:
         check(meta, NAME, [files(1, b"a/x", b"b"), files(2, b"c")])
 
 
-def test_C13_a_hung_redis_costs_a_deadline_and_no_more(server: RedisServer) -> None:
+def test_C13_a_hung_redis_is_an_error_at_the_deadline(server: RedisServer) -> None:
     with closing(filled(server.url, deadline_s=2)) as meta:
         server.signal(signal.SIGSTOP)
         start = time.monotonic()
@@ -411,7 +411,7 @@ def test_C13_a_hung_redis_costs_a_deadline_and_no_more(server: RedisServer) -> N
         assert meta.head(NAME).files == 2
 
 
-def test_C14_S8_wrong_passwords_and_missing_rights(
+def test_C14_S8_wrong_passwords_and_missing_rights_are_errors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = {"requirepass": SECRET}
@@ -455,10 +455,10 @@ COMMANDS = (
     " +hset +hdel +hexists +hlen +hkeys +hvals +hincrby +hscan +sadd +sscan +lrange +llen +rpush"
     " +lrem +zadd +zrem +zscore +zcard +zrange +zrangebyscore +pexpire"
 ).split()
-"""What an account needs."""
+"""The commands that Redis's ACL has to allow."""
 
 
-def test_the_readme_says_what_an_account_needs() -> None:
+def test_the_documents_list_the_commands_that_an_acl_needs() -> None:
     text = (Path(__file__).resolve().parents[3] / "deploy" / "README.md").read_text(
         encoding="utf-8"
     )
@@ -483,7 +483,7 @@ def test_C15_another_schema_is_refused(shared: RedisServer) -> None:
             meta.head(NAME)
 
 
-def test_C16_other_peoples_keys_and_odd_paths(shared: RedisServer) -> None:
+def test_C16_foreign_keys_stay_and_odd_paths_work(shared: RedisServer) -> None:
     client = shared.client()
     theirs = {"session:1": "x", "dfs": "y", "m:{head}": "z"}
     client.mset(theirs)
@@ -508,8 +508,8 @@ def all_keys(client: Redis) -> set[bytes]:
     return set(reply)
 
 
-def test_C7_a_redis_that_throws_keys_away_is_refused(server: RedisServer) -> None:
-    """Also where it begins to after it was opened: a name that is not there proves nothing then."""
+def test_C7_a_redis_that_may_evict_keys_is_refused(server: RedisServer) -> None:
+    """Also if its policy changes while the store is open: a missing key would prove nothing."""
     client = server.client()
     with closing(filled(server.url)) as meta:
         client.config_set("maxmemory-policy", "allkeys-lru")  # whatever maxmemory is now
@@ -523,8 +523,8 @@ def test_C7_a_redis_that_throws_keys_away_is_refused(server: RedisServer) -> Non
         assert [marker.name for marker in meta.heads()] == [NAME]
 
 
-def test_C7_what_was_thrown_away_is_missed(server: RedisServer) -> None:
-    """An export is as large as its marker says."""
+def test_C7_evicted_keys_are_an_error(server: RedisServer) -> None:
+    """A read of all entries checks their number against the head."""
     client = server.client()
     with closing(filled(server.url)) as meta:
         meta.commit(IDENTITY, files(2, b"other/x", b"other/y").batch())
@@ -537,7 +537,9 @@ def test_C7_what_was_thrown_away_is_missed(server: RedisServer) -> None:
             meta.chunks(IDENTITY)
 
 
-def test_S14_an_open_door_is_said(server: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
+def test_S14_a_redis_without_a_password_is_warned_of(
+    server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
     host = os.uname().nodename
     with caplog.at_level(logging.WARNING):
         RedisMetadata.open(server.tcp_url).close()
@@ -562,7 +564,7 @@ def address_of(host: str) -> str:
     return found
 
 
-def test_a_forked_child_asks_by_itself(shared: RedisServer) -> None:
+def test_a_forked_child_opens_its_own_connections(shared: RedisServer) -> None:
     with closing(filled(shared.url)) as meta:
         child = os.fork()
         if child == 0:
@@ -580,7 +582,7 @@ def test_a_forked_child_asks_by_itself(shared: RedisServer) -> None:
 
 
 def test_an_entry_takes_less_than_200_bytes(shared: RedisServer) -> None:
-    """All of it: its name (16 bytes here), its folder, what is kept of its chunk."""
+    """With its name (16 bytes here) and its part of the folder's and chunk's keys."""
     client = shared.client()
     with closing(RedisMetadata.open(shared.url)) as meta:
         meta.create(NAME, IDENTITY)

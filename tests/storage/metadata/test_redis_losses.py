@@ -1,4 +1,4 @@
-"""What a Redis loses, damages or answers half, and that nobody takes the rest for the whole."""
+"""Data that Redis loses or damages is noticed: reads are complete or raise an error."""
 
 import contextlib
 import signal
@@ -41,7 +41,7 @@ KEYS = DatasetKeys(IDENTITY)
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[RedisServer]:
-    """A server of this test's own, which it may harm. It loses nothing."""
+    """A server for one test, which may harm it. Its log loses nothing."""
     options = {"appendonly": "yes", "appendfsync": "always", "dbfilename": "dump"}
     with RedisServer(tmp_path / "redis", options, port=free_port()) as server:
         yield server
@@ -53,10 +53,10 @@ def shared() -> RedisServer:
 
 
 @pytest.mark.parametrize("what", ["changes", "children", "chunks"])
-def test_C2_a_restart_between_two_pages(
+def test_C2_a_scan_across_a_restart_misses_nothing(
     server: RedisServer, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A cursor means nothing to the next run, which goes on somewhere and says no word."""
+    """A restarted Redis continues a scan at another position, without an error."""
     monkeypatch.setattr(redis_rows, "_SCAN_ROWS", 64)
     names = [b"d/%05d" % i for i in range(4000)]
     with closing(RedisMetadata.open(server.url)) as meta:
@@ -92,8 +92,8 @@ def test_C2_a_restart_between_two_pages(
         assert len(pages) > 20
 
 
-def test_C4_a_store_that_comes_back_older_takes_no_commit_unlooked_at(tmp_path: Path) -> None:
-    """Its version would hide what it has lost. What it lacks is mended, once for all."""
+def test_C4_a_store_that_comes_back_older_takes_commits_after_repair_only(tmp_path: Path) -> None:
+    """The version of a commit would hide what Redis has lost; `repair` restores it."""
     with RedisServer(tmp_path / "redis", {"dbfilename": "dump"}, port=free_port()) as server:
         chunks = [files(n, b"f%d" % n) for n in range(5)]
         with closing(RedisMetadata.open(server.tcp_url)) as meta:
@@ -122,7 +122,7 @@ def test_C4_a_store_that_comes_back_older_takes_no_commit_unlooked_at(tmp_path: 
 
 
 class Flipping(RedisProxy):
-    """Damages the reply to one request."""
+    """A proxy that damages the reply to one request."""
 
     flip = False
 
@@ -136,8 +136,8 @@ class Flipping(RedisProxy):
             client.shutdown(socket.SHUT_RDWR)
 
 
-def test_C11_a_reply_that_is_damaged_takes_nothing_back(shared: RedisServer) -> None:
-    """The commit was carried out: its pieces are not rubbish."""
+def test_C11_a_damaged_reply_does_not_undo_a_commit(shared: RedisServer) -> None:
+    """The commit has succeeded, so its pieces must not be removed."""
     armed = list[Flipping]()
 
     def fault(_: int, request: bytes) -> str:
@@ -155,7 +155,7 @@ def test_C11_a_reply_that_is_damaged_takes_nothing_back(shared: RedisServer) -> 
         check(fresh, NAME, [files(1, b"a/x", b"b"), files(2, b"a/y")])
 
 
-def test_C11_an_error_after_the_decision_takes_nothing_back(
+def test_C11_an_error_after_the_commit_script_does_not_undo_it(
     shared: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decide = RedisTransactions._commit_head
@@ -172,10 +172,10 @@ def test_C11_an_error_after_the_decision_takes_nothing_back(
         check(meta, NAME, [files(1, b"a/x", b"b"), files(2, b"a/y")])
 
 
-def test_C11_pieces_that_a_bucket_loses_before_the_commit(
+def test_C11_pieces_lost_before_they_are_applied_are_sent_again(
     shared: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their writer has them still."""
+    """Their writer still has them."""
     stage, client = RedisTransactions._stage, shared.client()
 
     def staged(
@@ -194,7 +194,7 @@ def test_C11_pieces_that_a_bucket_loses_before_the_commit(
         check(meta, NAME, [files(1, b"a/x", b"b"), more])
 
 
-def test_a_plan_of_nobody_is_removed(shared: RedisServer) -> None:
+def test_a_plan_of_another_generation_is_removed(shared: RedisServer) -> None:
     with closing(filled(shared.url)) as meta:
         shared.client().rpush(KEYS.pending, b"z" * 48, b"", b"z")
         start = time.monotonic()
@@ -205,7 +205,7 @@ def test_a_plan_of_nobody_is_removed(shared: RedisServer) -> None:
         assert not shared.client().llen(KEYS.pending)
 
 
-def test_what_never_settles_ends_at_the_deadline(
+def test_a_plan_that_stays_pending_ends_reads_at_the_deadline(
     shared: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with closing(filled(shared.url, deadline_s=1)) as meta:
@@ -218,8 +218,8 @@ def test_what_never_settles_ends_at_the_deadline(
 
 
 @pytest.mark.parametrize("why", ["MISCONF", "NOREPLICAS"])
-def test_C8_what_is_not_applied_yet_leads_readers_elsewhere(tmp_path: Path, why: str) -> None:
-    """At once, and as an error for which they have the snapshot."""
+def test_C8_readers_of_unwritable_redis_get_metadata_behind(tmp_path: Path, why: str) -> None:
+    """At once; with this error they can use the snapshot."""
     options = {"save": "3600 1", "stop-writes-on-bgsave-error": "yes", "dbfilename": "dump"}
     with (
         RedisServer(tmp_path / "redis", options) as server,
@@ -250,7 +250,7 @@ def test_C8_what_is_not_applied_yet_leads_readers_elsewhere(tmp_path: Path, why:
         check(meta, NAME, [files(1, b"a/x", b"b"), files(2, b"c")])
 
 
-def test_C7_a_rebuild_that_finds_the_memory_full_leaves_nothing(server: RedisServer) -> None:
+def test_C7_a_rebuild_in_a_full_memory_leaves_no_keys(server: RedisServer) -> None:
     client = server.client()
     chunks = [files(n, *(b"a%d/%d" % (n, i) for i in range(5000))) for n in range(6)]
     with closing(RedisMetadata.open(server.url)) as meta:
@@ -265,8 +265,8 @@ def test_C7_a_rebuild_that_finds_the_memory_full_leaves_nothing(server: RedisSer
         check(meta, NAME, chunks)
 
 
-def test_C10_an_older_incomplete_version_costs_what_is_there(shared: RedisServer) -> None:
-    """And not what could be: its last extent of a million, alone, kept Redis busy for seconds."""
+def test_C10_removing_an_incomplete_file_takes_time_by_present_extents(shared: RedisServer) -> None:
+    """Not by the number that the file would have: looking for a million extents takes seconds."""
     client = shared.client()
     last = (1 << 20) - 1
     with closing(RedisMetadata.open(shared.url)) as meta:
@@ -292,7 +292,9 @@ JUNK = b"A" * 70
 
 
 def fields_of(client: Redis) -> list[tuple[bytes, bytes]]:
-    """All fields of all hashes, with their keys; in the same order whatever the generation."""
+    """All fields of all hashes, with their keys, in an order that does not depend on the
+    generation.
+    """
     keys = [key for key in execute(client, "KEYS", "dfs:*") if b"dead" not in key]  # type: ignore[attr-defined]  # a reply of any kind
     by_kind = sorted(keys, key=lambda key: (key.rpartition(b"}")[2], key))
     hashes = [key for key in by_kind if client.type(key) == b"hash"]
@@ -300,8 +302,8 @@ def fields_of(client: Redis) -> list[tuple[bytes, bytes]]:
     return [(key, field) for key, field in found if isinstance(field, bytes)]
 
 
-def test_C15_garbage_is_said_to_be_and_rebuilt(shared: RedisServer) -> None:
-    """Whatever is damaged: no crash, no hang, and a rebuild is as good as ever."""
+def test_C15_any_damaged_value_is_an_error_until_a_rebuild(shared: RedisServer) -> None:
+    """No damaged value makes a client crash or hang, and a rebuild restores the dataset."""
     client = shared.client()
     first = Chunk(1, (Entry(b"a/x"), Entry(b"a/y"), Entry(b"a/x")))
     with closing(RedisMetadata.open(shared.url, deadline_s=2)) as meta:
@@ -347,7 +349,7 @@ def test_C15_garbage_is_said_to_be_and_rebuilt(shared: RedisServer) -> None:
         assert faults == []
 
 
-def test_C15_a_commit_does_not_break_in_its_middle(shared: RedisServer) -> None:
+def test_C15_a_commit_over_damaged_values_changes_nothing(shared: RedisServer) -> None:
     with closing(filled(shared.url)) as meta:
         version = meta.head(NAME).version
         shared.client().hset(KEYS.head, "digest", b"AAA")
@@ -358,7 +360,7 @@ def test_C15_a_commit_does_not_break_in_its_middle(shared: RedisServer) -> None:
 
 
 @pytest.mark.parametrize("what", ["lookup", "children"])
-def test_R1_one_commit_is_seen_whole_or_not_at_all(
+def test_R1_a_read_during_a_commit_sees_all_of_it_or_nothing(
     shared: RedisServer, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths = [b"a/f", b"a/g"]
@@ -402,8 +404,10 @@ def test_R1_one_commit_is_seen_whole_or_not_at_all(
         assert sizes == [2, 2]
 
 
-def test_a_sweep_needs_no_crowd(shared: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One dead writer's pieces are swept up as well, when they are old."""
+def test_pieces_of_one_dead_writer_are_removed(
+    shared: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if it is the only dead writer."""
     monkeypatch.setattr(RedisTransactions.remove_abandoned_transactions, "__defaults__", (0,))
     client = shared.client()
     with closing(filled(shared.url)) as meta, closing(RedisMetadata.open(shared.url)) as dead:
@@ -418,7 +422,7 @@ def test_a_sweep_needs_no_crowd(shared: RedisServer, monkeypatch: pytest.MonkeyP
         assert not any(client.hlen(key) for key in client.keys("dfs:*}:x"))
 
 
-def test_A6_each_try_removes_what_the_last_one_left(shared: RedisServer) -> None:
+def test_A6_each_try_removes_the_pieces_of_the_one_before(shared: RedisServer) -> None:
     lost = list[int]()
 
     def fault(number: int, request: bytes) -> str:
@@ -447,10 +451,10 @@ def test_C12_readers_do_not_fetch_the_pieces_of_a_commit(shared: RedisServer) ->
         assert int(client.info()["total_net_output_bytes"]) - before < 100_000
 
 
-def test_C2_a_rebuild_that_has_succeeded_is_not_said_to_have_failed(
+def test_C2_a_rebuild_succeeds_though_its_lock_cannot_be_released(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Redis goes before its hold is released."""
+    """Redis is killed before the lock is released."""
     become_live = RedisShadowState.become_live
 
     def then_killed(self: RedisShadowState, expected: LiveState) -> int | None:
@@ -466,7 +470,7 @@ def test_C2_a_rebuild_that_has_succeeded_is_not_said_to_have_failed(
         assert commit_and_repair(meta, IDENTITY, files(2, b"c").batch()) > version
 
 
-def test_C13_a_look_is_told_soon_and_a_commit_waits(server: RedisServer) -> None:
+def test_C13_a_read_of_a_hung_redis_fails_soon_and_a_commit_waits(server: RedisServer) -> None:
     with closing(filled(server.url, deadline_s=30)) as meta:
         server.signal(signal.SIGSTOP)
         threading.Timer(11, lambda: server.signal(signal.SIGCONT)).start()

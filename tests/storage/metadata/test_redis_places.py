@@ -1,4 +1,4 @@
-"""Redis with TLS, under sentinels and as a cluster: addresses, failovers, slots that move."""
+"""URLs of Redis; Redis with TLS, under sentinels and as a cluster; failovers, slots that are moved."""
 
 import subprocess
 import threading
@@ -51,7 +51,7 @@ def chunk(number: int) -> Chunk:
         ("rediss+cluster://a:1,b:2", "cluster", "a:1,b:2", 0, True),
     ],
 )
-def test_addresses(url: str, kind: str, text: str, database: int, tls: bool) -> None:
+def test_urls_are_parsed(url: str, kind: str, text: str, database: int, tls: bool) -> None:
     address = parse_redis_url(url, {})
     assert (address.kind, str(address), address.database, address.tls) == (
         kind,
@@ -78,13 +78,13 @@ def test_addresses(url: str, kind: str, text: str, database: int, tls: bool) -> 
         "unix://",
     ],
 )
-def test_S8_bad_addresses_are_refused_without_repeating_them(url: str) -> None:
+def test_S8_bad_urls_are_refused_without_repeating_them(url: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_redis_url(url, {})
     assert SECRET not in str(caught.value)
 
 
-def test_S8_who_we_are_comes_from_the_environment(tmp_path: Path) -> None:
+def test_S8_user_and_password_come_from_the_environment(tmp_path: Path) -> None:
     file = tmp_path / "secret"
     file.write_text(f"{SECRET}\n")
     file.chmod(0o600)
@@ -106,7 +106,7 @@ def test_S8_who_we_are_comes_from_the_environment(tmp_path: Path) -> None:
 
 @pytest.fixture
 def tls(tmp_path: Path) -> Iterator[tuple[RedisServer, Path]]:
-    """A server with a certificate for "localhost", and the certificate."""
+    """A server with a certificate for "localhost", and the certificate's path."""
     certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     subprocess.run(
         [program("openssl"), "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256",
@@ -126,7 +126,7 @@ def tls(tmp_path: Path) -> Iterator[tuple[RedisServer, Path]]:
         yield server, certificate
 
 
-def test_C14_tls(tls: tuple[RedisServer, Path]) -> None:
+def test_C14_tls_connects_and_its_faults_are_named(tls: tuple[RedisServer, Path]) -> None:
     server, certificate = tls
     port = server.options["tls-port"]
     with closing(RedisMetadata.open(f"rediss://localhost:{port}?ca={certificate}")) as meta:
@@ -146,7 +146,7 @@ def test_C14_tls(tls: tuple[RedisServer, Path]) -> None:
         assert time.monotonic() - start < 2.5
 
 
-def test_C14_a_redis_without_tls(tmp_path: Path) -> None:
+def test_C14_tls_to_a_redis_without_it_is_named(tmp_path: Path) -> None:
     with (
         RedisServer(tmp_path / "redis", port=free_port()) as server,
         pytest.raises(MetadataError, match=f"no TLS with 127.0.0.1:{server.port}"),
@@ -216,7 +216,7 @@ def sentinels(tmp_path: Path) -> Iterator[Sentinels]:
         yield found
 
 
-def test_C9_a_master_that_becomes_a_replica(sentinels: Sentinels) -> None:
+def test_C9_a_failover_to_a_replica_is_followed(sentinels: Sentinels) -> None:
     with closing(RedisMetadata.open(sentinels.url)) as meta:
         meta.create(NAME, IDENTITY)
         done = [chunk(1)]
@@ -234,7 +234,7 @@ def test_C9_a_master_that_becomes_a_replica(sentinels: Sentinels) -> None:
     assert sentinels.replica.client().dbsize()
 
 
-def test_C9_a_master_that_dies(sentinels: Sentinels) -> None:
+def test_C9_a_failover_from_a_dead_master_is_followed(sentinels: Sentinels) -> None:
     with closing(RedisMetadata.open(sentinels.url)) as meta:
         meta.create(NAME, IDENTITY)
         commit_and_repair(meta, IDENTITY, chunk(1).batch())
@@ -246,7 +246,7 @@ def test_C9_a_master_that_dies(sentinels: Sentinels) -> None:
         check(meta, NAME, [chunk(1), chunk(2)])
 
 
-def test_C1_sentinels_that_are_down(tmp_path: Path) -> None:
+def test_C1_sentinels_that_are_down_are_named(tmp_path: Path) -> None:
     start = time.monotonic()
     with pytest.raises(MetadataError, match=r"main by 127\.0\.0\.1"):
         RedisMetadata.open(f"redis+sentinel://127.0.0.1:{free_port()}/main")
@@ -278,7 +278,7 @@ def test_a_dataset_spreads_over_a_cluster(cluster: RedisCluster) -> None:
         assert sum(sizes) == 2, "schema, and the list of the dead"
 
 
-def test_C14_what_an_account_needs_in_a_cluster(cluster: RedisCluster) -> None:
+def test_C14_the_listed_commands_suffice_in_a_cluster(cluster: RedisCluster) -> None:
     rights = [*COMMANDS, "+cluster|slots", "+command", "+asking"]
     for node in cluster.nodes:
         execute(node.client(), "ACL", "SETUSER", "fit", "on", f">{SECRET}", "~dfs:*", *rights)
@@ -293,14 +293,14 @@ def test_C14_what_an_account_needs_in_a_cluster(cluster: RedisCluster) -> None:
     assert SECRET not in str(caught.value)
 
 
-def test_C10_one_node_of_a_cluster_is_not_the_cluster(cluster: RedisCluster) -> None:
+def test_C10_one_node_of_a_cluster_alone_is_refused(cluster: RedisCluster) -> None:
     with pytest.raises(MetadataError, match=r"use redis\+cluster://"):
         RedisMetadata.open(cluster.nodes[0].tcp_url)
 
 
 @pytest.mark.parametrize("whose", ["bucket", "head"])
-def test_C10_slots_that_move(cluster: RedisCluster, whose: str) -> None:
-    """ASK while a slot is on its way, TRYAGAIN for scripts, MOVED afterwards."""
+def test_C10_slots_that_are_being_moved_are_followed(cluster: RedisCluster, whose: str) -> None:
+    """Redis replies ASK while a slot is being moved (TRYAGAIN to scripts), and MOVED afterwards."""
     with closing(RedisMetadata.open(cluster.url)) as meta:
         meta.create(NAME, IDENTITY)
         done = [chunk(1), chunk(2)]
@@ -358,7 +358,7 @@ def migrate(source: Redis, target: RedisServer, keys: list[bytes]) -> None:
         execute(source, "MIGRATE", "127.0.0.1", target.port, "", 0, 5000, "KEYS", *keys)
 
 
-def test_a_node_of_a_cluster_that_dies_and_comes_back(tmp_path: Path) -> None:
+def test_a_cluster_works_again_when_a_dead_node_is_back(tmp_path: Path) -> None:
     cluster = RedisCluster(tmp_path, {"appendonly": "yes", "appendfsync": "always"})
     with closing(cluster), closing(RedisMetadata.open(cluster.url)) as meta:
         meta.create(NAME, IDENTITY)
@@ -376,8 +376,8 @@ def test_a_node_of_a_cluster_that_dies_and_comes_back(tmp_path: Path) -> None:
         check(meta, NAME, [chunk(1), chunk(2)])
 
 
-def test_C11_a_node_of_a_cluster_that_comes_back_empty(tmp_path: Path) -> None:
-    """What it has forgotten is missed, also after it has learnt new things."""
+def test_C11_a_node_of_a_cluster_that_comes_back_empty_is_an_error(tmp_path: Path) -> None:
+    """Its lost entries are noticed, also after new commits to it."""
     cluster = RedisCluster(tmp_path)
     with closing(cluster), closing(RedisMetadata.open(cluster.url)) as meta:
         meta.create(NAME, IDENTITY)

@@ -1,4 +1,4 @@
-"""Two at once, each stopped where it hurts: what one does between two steps of the other."""
+"""Two clients of a Redis at once: one acts between two steps of the other."""
 
 import contextlib
 import itertools
@@ -52,7 +52,7 @@ def other(server: RedisServer, meta: RedisMetadata) -> Iterator[RedisMetadata]:
         yield store
 
 
-def test_one_chunk_by_two_writers_counts_once(
+def test_a_chunk_that_two_writers_commit_at_once_counts_once(
     meta: RedisMetadata, other: RedisMetadata, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chunk = files(1, b"a", b"b/c")
@@ -75,7 +75,7 @@ def test_one_chunk_by_two_writers_counts_once(
     assert version == other.head(NAME).version
 
 
-def test_tallies_that_arrive_in_another_order(
+def test_counts_reported_in_another_order_are_right(
     meta: RedisMetadata, other: RedisMetadata, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chunks = [files(1, b"a", size=5), files(2, b"a", b"b", size=9), tombstones(3, b"b")]
@@ -98,7 +98,7 @@ def test_tallies_that_arrive_in_another_order(
     check(meta, NAME, chunks)
 
 
-def test_a_rebuild_whose_hold_has_run_out_takes_what_came(
+def test_a_rebuild_whose_lock_has_expired_includes_late_commits(
     meta: RedisMetadata, other: RedisMetadata, server: RedisServer
 ) -> None:
     chunks = [files(number, b"f%d" % number) for number in (1, 2, 3)]
@@ -122,7 +122,7 @@ def test_a_rebuild_whose_hold_has_run_out_takes_what_came(
     assert no_rubbish(meta, server)
 
 
-def test_who_is_held_back_by_a_rebuild_leaves_nothing(
+def test_a_commit_that_times_out_at_a_lock_leaves_no_pieces(
     meta: RedisMetadata, server: RedisServer
 ) -> None:
     chunks = [files(number, b"f%d" % number) for number in (1, 2, 3)]
@@ -145,7 +145,7 @@ def test_who_is_held_back_by_a_rebuild_leaves_nothing(
 
 
 @pytest.mark.parametrize("ahead_s", [-90, 0, 600])
-def test_K1_a_hold_holds_whatever_the_clocks_of_the_hosts_say(
+def test_K1_locks_do_not_depend_on_the_clocks_of_hosts(
     meta: RedisMetadata, server: RedisServer, ahead_s: int
 ) -> None:
     hasty = RedisMetadata.open(server.url, deadline_s=0.1)
@@ -169,10 +169,12 @@ def test_K1_a_hold_holds_whatever_the_clocks_of_the_hosts_say(
             meta.lock_commits(IDENTITY, 3600)
 
 
-def test_C18_a_rebuild_of_few_rows_says_that_it_lives(
+def test_C18_a_slow_rebuild_of_few_rows_sends_heartbeats(
     meta: RedisMetadata, server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Large files: a chunk has one row. Scaled: 2 s make it dead."""
+    """With large files a chunk has one row. In small: after 2 s without heartbeats it is taken for
+    dead.
+    """
     monkeypatch.setattr("diesel_fs.storage.metadata.redis.shadow_state._HEARTBEAT_S", 0.2)
     monkeypatch.setattr("diesel_fs.storage.metadata.redis.shadow_state._ABANDONED_S", 2)
     meta.commit(IDENTITY, files(1, b"x").batch())
@@ -189,10 +191,10 @@ def test_C18_a_rebuild_of_few_rows_says_that_it_lives(
 
 
 @pytest.mark.parametrize("what", ["lookup", "children", "changes", "newer", "chunks", "holes"])
-def test_a_reader_whose_generation_goes(
+def test_a_reader_whose_generation_is_removed_reads_the_new_one(
     meta: RedisMetadata, other: RedisMetadata, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is never told that there is nothing."""
+    """It never reads an empty state."""
     chunks = [files(1, b"d/a", b"d/b"), files(2, b"d/a")]
     first = meta.commit(IDENTITY, chunks[0].batch())
     meta.commit(IDENTITY, chunks[1].batch())
@@ -222,10 +224,10 @@ def test_a_reader_whose_generation_goes(
 
 
 @pytest.mark.parametrize("extents", [1, 2])
-def test_P6_what_purge_moved_comes_after_its_sources(
+def test_P6_copies_by_purge_are_applied_after_their_sources(
     meta: RedisMetadata, other: RedisMetadata, extents: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their writer has committed them and died before they were applied."""
+    """The sources were committed, but their writer died before it applied them."""
     sources = [files(1, b"a", b"b")] if extents == 1 else big(1, b"a", extents)
     with monkeypatch.context() as patch:
         patch.setattr(other._commits, "_apply", lambda *_: None)
@@ -236,10 +238,10 @@ def test_P6_what_purge_moved_comes_after_its_sources(
     check(meta, NAME, [*sources, nine])
 
 
-def test_a_dropped_dataset_takes_nothing_from_a_slow_writer(
+def test_a_dataset_dropped_during_a_commit_gets_only_the_new_commit(
     meta: RedisMetadata, other: RedisMetadata, server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Dropped, and made anew under the same identity, between two steps of a commit."""
+    """It is dropped, and made again with the same identity, between two steps of a commit."""
 
     def again() -> None:
         other.drop(IDENTITY)
@@ -262,7 +264,7 @@ def test_a_dropped_dataset_takes_nothing_from_a_slow_writer(
     check(meta, NAME, [files(2, b"b")])
 
 
-def test_what_a_crashed_rebuild_left_goes_with_a_later_one(
+def test_keys_of_a_crashed_rebuild_are_removed_by_a_later_one(
     meta: RedisMetadata, server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chunks = [files(number, *(b"%d/%d" % (number, i) for i in range(50))) for number in range(9)]
@@ -290,13 +292,13 @@ def test_what_a_crashed_rebuild_left_goes_with_a_later_one(
 
 
 def staged(server: RedisServer) -> int:
-    """How many pieces wait."""
+    """How many pieces wait to be applied."""
     client = server.client()
     return sum(int(client.hlen(key)) for key in client.scan_iter(b"dfs:*}:x"))
 
 
 def no_rubbish(meta: RedisMetadata, server: RedisServer) -> bool:
-    """Whether all keys are the head's or those of the generation that stands."""
+    """Whether all keys are in the head's slot or of the live generation."""
     name = meta._commits.read_head(IDENTITY).generation.name
     keys = list(server.client().scan_iter(b"dfs:*"))
     assert keys
@@ -304,10 +306,10 @@ def no_rubbish(meta: RedisMetadata, server: RedisServer) -> bool:
     return all(key.startswith(own) and not key.startswith(b"dfs:{head}:k") for key in keys)
 
 
-def test_an_export_that_keeps_losing_holds_commits_back(
+def test_a_read_that_others_keep_disturbing_locks_commits(
     meta: RedisMetadata, other: RedisMetadata, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A marker, too, where there is always something that is not applied yet."""
+    """Also a read of the head, if there is always a commit that is not applied yet."""
     numbers = itertools.count(1)
     settled = RedisTransactions.apply_pending
     held = list[int]()
@@ -335,7 +337,7 @@ def test_an_export_that_keeps_losing_holds_commits_back(
     other.commit(IDENTITY, files(50, b"after").batch())
 
 
-def test_a_marker_is_whole_whoever_else_commits(
+def test_a_head_has_right_counts_while_others_commit(
     meta: RedisMetadata, other: RedisMetadata, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(other._commits, "_apply", lambda *_: None)

@@ -1,4 +1,6 @@
-"""Real processes on one embedded metadata store: at once, and killed in the middle of a commit."""
+"""Real processes that commit to one SQLite store: many at once, and killed in the middle of a
+commit.
+"""
 
 import random
 import signal
@@ -52,14 +54,15 @@ def start(
 
 
 def acknowledged(output: str) -> list[tuple[int, int]]:
-    """Numbers and versions of the commits that a process has been told are done."""
+    """Numbers and versions of the commits that a process has reported as done."""
     lines = [line.split() for line in output.splitlines()]
     return [(int(line[0]), int(line[1])) for line in lines if len(line) == 2]
 
 
 def check_whole(path: Path, acked: list[int], tried: list[int], at_once: int = 1) -> None:
-    """Everything acknowledged is there, and what else is there is whole: chunks that were
-    committed together are all there or none."""
+    """Assert that every acknowledged chunk is committed, and of chunks that were committed together
+    all or none.
+    """
     with closing(SqliteMetadata.open(path)) as meta:
         found = [record.id for record in meta.chunks(IDENTITY)]
         done = [number for number in tried if shared(number).id in found]
@@ -73,7 +76,7 @@ def check_whole(path: Path, acked: list[int], tried: list[int], at_once: int = 1
         check(meta, NAME, [shared(number) for number in tried])
 
 
-def test_L1_L2_processes_commit_at_once(tmp_path: Path) -> None:
+def test_L1_L2_commits_of_many_processes_at_once_all_count(tmp_path: Path) -> None:
     path = tmp_path / "meta.sqlite"
     numbers = list(range(1, 61))
     random.Random(1).shuffle(numbers)
@@ -93,7 +96,9 @@ def test_L1_L2_processes_commit_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("at_once", [1, 5])
 @pytest.mark.parametrize("seed", range(4))
-def test_A6_kill_at_any_time(tmp_path: Path, seed: int, at_once: int) -> None:
+def test_A6_a_process_killed_at_any_time_loses_no_acknowledged_commit(
+    tmp_path: Path, seed: int, at_once: int
+) -> None:
     path = tmp_path / "meta.sqlite"
     dice = random.Random(seed)
     tried = list(range(1, 401))
@@ -111,7 +116,9 @@ def test_A6_kill_at_any_time(tmp_path: Path, seed: int, at_once: int) -> None:
 
 @pytest.mark.parametrize("at_once", [1, 3])
 @pytest.mark.parametrize("when", [1, 2, 3, 5, 8, 13, 21, 34])
-def test_A6_kill_at_a_write_of_a_commit(tmp_path: Path, when: int, at_once: int) -> None:
+def test_A6_a_process_killed_at_any_write_loses_no_acknowledged_commit(
+    tmp_path: Path, when: int, at_once: int
+) -> None:
     path = tmp_path / "meta.sqlite"
     with closing(SqliteMetadata.open(path, create=True)) as meta:
         meta.create(NAME, IDENTITY)

@@ -1,4 +1,4 @@
-"""The embedded metadata store's file: whose it is, who may use it, forks, and what errors say."""
+"""The file of the SQLite store: foreign and damaged files, permissions, full disks, forks."""
 
 import os
 import sqlite3
@@ -50,7 +50,7 @@ def commit(meta: SqliteMetadata, number: int, *paths: bytes) -> None:
 
 
 def edit(path: Path, statement: str) -> None:
-    """Change a database behind the store's back."""
+    """Change a database without the store."""
     with closing(sqlite3.connect(path, isolation_level=None)) as db:
         db.execute(statement)
 
@@ -90,7 +90,7 @@ def test_C16_another_applications_database_is_left_alone(path: Path) -> None:
     assert path.read_bytes() == before
 
 
-def test_what_is_no_database_is_refused(path: Path) -> None:
+def test_a_file_that_is_not_a_database_is_refused(path: Path) -> None:
     path.write_bytes(b"GIF89a, and then something that is no database at all\n" * 100)
     with pytest.raises(ForeignError, match="not a database"):
         SqliteMetadata.open(path, create=True)
@@ -120,7 +120,7 @@ def test_Z10_a_truncated_file_is_an_error(meta: SqliteMetadata, path: Path) -> N
     assert isinstance(caught.value, (CorruptError, MetadataError))
 
 
-def test_a_file_that_was_replaced_is_noticed(meta: SqliteMetadata, path: Path) -> None:
+def test_a_replaced_file_is_noticed(meta: SqliteMetadata, path: Path) -> None:
     commit(meta, 1)
     with closing(SqliteMetadata.open(path)) as other:
         other.heads()
@@ -137,7 +137,7 @@ def test_a_file_that_was_replaced_is_noticed(meta: SqliteMetadata, path: Path) -
 # Who may use it
 
 
-def test_a_reader_changes_nothing(meta: SqliteMetadata, path: Path) -> None:
+def test_a_readonly_store_refuses_changes(meta: SqliteMetadata, path: Path) -> None:
     commit(meta, 1)
     with closing(SqliteMetadata.open(path, readonly=True)) as reader:
         check(reader, NAME, [files(1, b"f1")])
@@ -185,7 +185,7 @@ def test_O16_a_read_only_folder_is_refused_at_once(disk: Path) -> None:
         SqliteMetadata.open(path)
 
 
-def test_a_locked_store_names_the_process_and_the_wait_ends(
+def test_waiting_for_a_locked_store_ends_and_names_the_process(
     meta: SqliteMetadata, path: Path
 ) -> None:
     code = (
@@ -210,7 +210,7 @@ def test_a_locked_store_names_the_process_and_the_wait_ends(
 # Durability
 
 
-def test_durable_syncs_and_a_commit_does_not(tmp_path: Path, path: Path) -> None:
+def test_sync_syncs_and_a_commit_does_not(tmp_path: Path, path: Path) -> None:
     code = (
         "import sys; from pathlib import Path\n"
         "from diesel_fs.storage.metadata.sqlite.store import SqliteMetadata\n"
@@ -258,7 +258,7 @@ def in_child(do: Callable[[], None]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def test_Z9_parent_and_child_both_go_on(meta: SqliteMetadata) -> None:
+def test_Z9_parent_and_child_of_a_fork_can_both_commit(meta: SqliteMetadata) -> None:
     commit(meta, 1)
 
     def use() -> None:
@@ -294,7 +294,7 @@ def test_Z9_a_fork_waits_for_the_transactions_of_other_threads(meta: SqliteMetad
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_Z9_a_child_forked_in_a_transaction_refuses(
+def test_Z9_a_child_forked_in_a_transaction_raises(
     meta: SqliteMetadata, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sqlite_file, "_FORK_WAIT_S", 0.05)

@@ -1,4 +1,4 @@
-"""The embedded metadata store on a network file system: no WAL, one host at a time, or refused."""
+"""The SQLite store on a network file system: no WAL, and one host at a time may write."""
 
 import os
 import shutil
@@ -59,13 +59,13 @@ class Clock:
         ("/mnt/fuse/x", "xfs", False),  # mounted over it
     ],
 )
-def test_a_network_file_system_is_told_from_a_disk(path: str, kind: str, is_network: bool) -> None:
+def test_network_file_systems_are_recognised(path: str, kind: str, is_network: bool) -> None:
     found = file_system_of(Path(path), MOUNTS)
     assert (found.kind, found.is_network) == (kind, is_network)
 
 
-def test_of_odd_names_none_stops_the_search() -> None:
-    """A file system through FUSE is named by whoever mounts it."""
+def test_odd_names_of_file_systems_are_skipped() -> None:
+    """The program that mounts a FUSE file system chooses its name."""
     odd = rb"35 22 0:45 / /mnt/\303\244 rw - fuse.\040\134%s a\012%sb rw\n" % (b"\xff", b"\r")
     assert file_system_of(Path("/mnt/old"), odd + MOUNTS).kind == "nfs"
     assert file_system_of(Path("/mnt/ä/x"), MOUNTS + odd).is_network
@@ -80,7 +80,7 @@ def test_locks_work_on_this_disk(tmp_path: Path) -> None:
 # The lease
 
 
-def test_one_host_at_a_time(tmp_path: Path) -> None:
+def test_only_one_host_at_a_time_has_the_lease(tmp_path: Path) -> None:
     path, clock = tmp_path / "meta.lease", Clock()
     first = HostLease(path, "host-1", clock)
     second = HostLease(path, "host-1", clock)  # another process of that host
@@ -99,7 +99,7 @@ def test_one_host_at_a_time(tmp_path: Path) -> None:
         first.keep()
 
 
-def test_L8_a_lease_that_ran_out_is_taken_and_the_old_holder_is_refused(tmp_path: Path) -> None:
+def test_L8_an_expired_lease_is_taken_and_its_old_holder_refused(tmp_path: Path) -> None:
     path, clock = tmp_path / "meta.lease", Clock()
     dead, other = HostLease(path, "host-1", clock), HostLease(path, "host-2", clock)
     dead.keep()
@@ -113,7 +113,7 @@ def test_L8_a_lease_that_ran_out_is_taken_and_the_old_holder_is_refused(tmp_path
         dead.keep()
 
 
-def test_a_torn_lease_is_somebodys_until_it_must_be_over(tmp_path: Path) -> None:
+def test_a_damaged_lease_is_valid_until_it_must_have_expired(tmp_path: Path) -> None:
     path, clock = tmp_path / "meta.lease", Clock()
     path.write_bytes(b'{"host": "ho')
     os.utime(path, (clock.s, clock.s))
@@ -192,7 +192,7 @@ def test_every_commit_on_a_network_is_synced(folder: tuple[Path, Path]) -> None:
         meta.sync()
 
 
-def test_memory_is_never_shared_over_a_network(folder: tuple[Path, Path]) -> None:
+def test_no_shared_memory_is_used_over_a_network(folder: tuple[Path, Path]) -> None:
     disk, network = folder
     clock = Clock()
     with closing(open_on(disk, "host-1", clock, create=True)) as local:
@@ -203,7 +203,7 @@ def test_memory_is_never_shared_over_a_network(folder: tuple[Path, Path]) -> Non
         open_on(network, "host-2", clock, readonly=True)
 
 
-def test_a_store_written_locally_is_taken_over(folder: tuple[Path, Path]) -> None:
+def test_a_store_with_a_wal_changes_its_journal_over_a_network(folder: tuple[Path, Path]) -> None:
     disk, network = folder
     clock = Clock()
     local = open_on(disk, "host-1", clock, create=True)
@@ -223,7 +223,7 @@ def test_a_store_written_locally_is_taken_over(folder: tuple[Path, Path]) -> Non
             assert journal(disk) == b"\1\1"
 
 
-def test_a_local_writer_makes_way_for_a_remote_one(tmp_path: Path) -> None:
+def test_a_local_writer_changes_its_journal_for_a_remote_one(tmp_path: Path) -> None:
     disk, clock = tmp_path / "meta.sqlite", Clock()
     with closing(open_on(disk, "host-1", clock, create=True)) as local:
         local.create(NAME, IDENTITY)
