@@ -1,4 +1,6 @@
-"""The promises of `AccountTable`'s docstrings, checked for every kind of table, and those of each."""
+"""The promises of `AccountTable`'s docstrings, checked for every kind of table, and those of
+each.
+"""
 
 import errno
 import multiprocessing

@@ -22,8 +22,9 @@ def chunk_id(number: int) -> ChunkId:
 
 
 class Entry(NamedTuple):
-    """The entry at one place of a chunk; `first` is its stamp (chunk number, place) if that is not its own
-    place."""
+    """The entry at one place of a chunk; `first` is its stamp (chunk number, place), if that is not
+    its own place.
+    """
 
     path: bytes
     size: int = 7

@@ -25,6 +25,12 @@ class Clock:
     def __call__(self) -> int:
         return self.ns
 
+    def seconds(self) -> float:
+        return self.ns / 1e9
+
+    def advance(self, seconds: float) -> None:
+        self.ns += int(seconds * 1e9)
+
 
 class Opener(Protocol):
     """Opens the same store each time it is called; the store is empty at first."""

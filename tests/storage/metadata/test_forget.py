@@ -7,8 +7,9 @@ import pytest
 
 from diesel_fs.errors import BusyError, NoSuchDataset, NotFoundError
 from diesel_fs.format.entries import Kind
-from diesel_fs.storage.metadata.redis.keys import ApplyPlan, Generation
-from diesel_fs.storage.metadata.redis.transactions import RedisTransactions
+from diesel_fs.storage.metadata.redis.bucket_scripts import READ_PIECE_FOLDERS, UNAPPLY
+from diesel_fs.storage.metadata.redis.head_scripts import BEGIN, FORGET
+from diesel_fs.storage.metadata.redis.store import RedisMetadata
 from diesel_fs.storage.metadata.store import MetadataStore, chunks_digest
 from tests.storage.metadata.batches import (
     Chunk,
@@ -22,6 +23,16 @@ from tests.storage.metadata.batches import (
     tombstones,
 )
 from tests.storage.metadata.metadata_stores import IDENTITY, NAME, STORES, Clock, Opener, commit
+from tests.storage.metadata.redis_servers import once, shared_cluster, shared_server
+from tests.storage.metadata.watched_redis import at, dies_at, watched_link
+
+STEPS = {
+    "BEGIN": BEGIN,
+    "FORGET": FORGET,
+    "READ_PIECE_FOLDERS": READ_PIECE_FOLDERS,
+    "UNAPPLY": UNAPPLY,
+}
+"""The scripts of a removal in Redis, in their order; from FORGET on it is done."""
 
 
 def forgotten(meta: MetadataStore, *numbers: int, tombstones: bool = False) -> set[int]:
@@ -127,29 +138,27 @@ def test_forgetting_waits_for_a_lock(meta: MetadataStore, open_meta: Opener) -> 
         meta.forget(uuid.UUID(int=99), [chunk_id(1)])
 
 
-@pytest.mark.parametrize("step", ["_stage", "_apply_removal"])
+@pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("kind", ["redis", "redis-buckets", "redis-cluster"])
 def test_P1_a_redis_client_killed_while_it_forgets(
-    kind: str, step: str, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    kind: str, step: str, tmp_path: Path, clock: Clock
 ) -> None:
     """Before FORGET ran in the head, nothing has happened; after it, the next client applies it."""
-    opened = STORES[kind](tmp_path, clock)
-    killed, other = opened(), opened()
-    killed.create(NAME, IDENTITY)
+    other = STORES[kind](tmp_path, clock)()
+    link = watched_link((shared_cluster() if kind == "redis-cluster" else shared_server()).url)
+    killed = RedisMetadata(link)
+    other.create(NAME, IDENTITY)
     one, dead = files(1, b"a", b"d/b"), tombstones(2, b"x", b"d/y")
     rest = [files(5, b"a", b"d/b"), files(6, b"e/z")]
     commit(killed, one, dead, *rest)
-    with monkeypatch.context() as patch:
-
-        def kill(*_: object) -> None:
-            raise KeyboardInterrupt
-
-        patch.setattr(RedisTransactions, step, kill)
-        with pytest.raises(KeyboardInterrupt):
-            killed.forget(IDENTITY, [chunk_id(1), chunk_id(2)], tombstones=True)
-    check(other, NAME, rest if step == "_apply_removal" else [one, dead, *rest])
-    commit(other, one)  # an orphan, folded in again
-    check(other, NAME, [one, *rest] if step == "_apply_removal" else [one, dead, *rest])
+    link.before = dies_at(STEPS[step])
+    with pytest.raises(KeyboardInterrupt):
+        killed.forget(IDENTITY, [chunk_id(1), chunk_id(2)], tombstones=True)
+    link.before = lambda _: None
+    is_removed = step in ("READ_PIECE_FOLDERS", "UNAPPLY")
+    check(other, NAME, rest if is_removed else [one, dead, *rest])
+    commit(other, one)  # it is an orphan, and committed again
+    check(other, NAME, [one, *rest] if is_removed else [one, dead, *rest])
     gone = {chunk_id(1), chunk_id(2)}
     assert killed.forget(IDENTITY, gone, tombstones=True) == gone
     check(killed, NAME, rest)
@@ -159,33 +168,27 @@ def test_P1_a_redis_client_killed_while_it_forgets(
     other.close()
 
 
-def test_a_slow_removal_does_not_undo_a_later_commit(
-    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_removal_does_not_undo_a_later_commit(tmp_path: Path, clock: Clock) -> None:
     """A client applies its removal after others have applied it, and have committed the chunk
     again.
     """
-    opened = STORES["redis"](tmp_path, clock)
-    slow, other = opened(), opened()
+    other = STORES["redis"](tmp_path, clock)()
+    link = watched_link(shared_server().url)
+    slow = RedisMetadata(link)
     slow.create(NAME, IDENTITY)
     one, rest = files(1, b"a", b"d/b"), [files(5, b"a", b"d/b"), files(6, b"e/z")]
     commit(slow, one, *rest)
-    real = RedisTransactions._apply_removal
-    turns: list[int] = []
+    done = list[bool]()
 
-    def late(
-        self: RedisTransactions, identity: uuid.UUID, generation: Generation, plan: ApplyPlan
-    ) -> None:
-        turns.append(1)
-        if len(turns) == 1:
-            check(other, NAME, rest)  # which applies the plan
-            commit(other, one)
-            check(other, NAME, [one, *rest])
-        real(self, identity, generation, plan)
+    def meanwhile() -> None:
+        check(other, NAME, rest)  # this applies the plan
+        commit(other, one)
+        check(other, NAME, [one, *rest])
+        done.append(True)
 
-    monkeypatch.setattr(RedisTransactions, "_apply_removal", late)
+    link.before = at(READ_PIECE_FOLDERS, once(meanwhile))
     slow.forget(IDENTITY, [chunk_id(1)])
-    assert len(turns) >= 2, "proves nothing"
+    assert done, "proves nothing"
     check(other, NAME, [one, *rest])
     slow.close()
     other.close()

@@ -21,10 +21,10 @@ from diesel_fs.storage.metadata.redis.pipelined_head import (
 from diesel_fs.storage.metadata.redis.store import RedisMetadata
 from diesel_fs.storage.metadata.store import DatasetHead
 from tests.storage.metadata.batches import files
-from tests.storage.metadata.redis_servers import RedisServer, emptied_server
+from tests.storage.metadata.metadata_stores import IDENTITY, NAME
+from tests.storage.metadata.redis_servers import RedisServer, emptied_server, shared_server
+from tests.storage.metadata.watched_redis import commit_without_applying
 
-NAME = "flowers"
-IDENTITY = uuid.UUID(int=7)
 KEYS = DatasetKeys(IDENTITY)
 READS_TO_LEARN = 3
 """The first read learns the identity, the second generation and buckets; the third can prove a
@@ -34,7 +34,9 @@ head.
 
 @dataclass
 class ReadSetup:
-    """A `PipelinedHeadRead` with a connection of its own, and `RedisMetadata` to compare it with."""
+    """A `PipelinedHeadRead` with a connection of its own, and `RedisMetadata` to compare it
+    with.
+    """
 
     meta: RedisMetadata
     redis: Redis
@@ -101,8 +103,7 @@ def _restart_scripts(setup: ReadSetup) -> None:
 
 
 def _leave_a_pending_plan(setup: ReadSetup) -> None:
-    setup.meta._commits._apply = lambda *_: None  # type: ignore[method-assign]  # a fault is put in
-    setup.put(2)
+    commit_without_applying(shared_server().url, files(2, b"f2").batch())
 
 
 def _leave_a_plan_of_another_generation(setup: ReadSetup) -> None:

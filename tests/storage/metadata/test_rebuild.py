@@ -23,7 +23,9 @@ ONE_S = 10**9
 
 
 class Chunks:
-    """Stands for the object store: the chunks that a rebuild finds, and those committed meanwhile."""
+    """Stands for the object store: the chunks that a rebuild finds, and those committed
+    meanwhile.
+    """
 
     def __init__(self, *chunks: Chunk) -> None:
         self.there = [*chunks]

@@ -5,39 +5,34 @@ once.
 import random
 import signal
 import subprocess
-import sys
 import threading
-import uuid
+import time
 from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 
 from diesel_fs.errors import MetadataBehind
+from diesel_fs.storage.metadata.redis.head_scripts import COMMIT
 from diesel_fs.storage.metadata.redis.keys import DatasetKeys
 from diesel_fs.storage.metadata.redis.store import RedisMetadata
-from tests.storage.metadata.batches import Chunk, Entry, check, files, stored_entries
+from diesel_fs.storage.metadata.redis.transactions import RedisTransactions
+from tests.storage.metadata import crashing
+from tests.storage.metadata.batches import Chunk, check, files, stored_entries
+from tests.storage.metadata.crashing import start
+from tests.storage.metadata.metadata_stores import IDENTITY, NAME
 from tests.storage.metadata.redis_proxy import RedisProxy
 from tests.storage.metadata.redis_servers import RedisServer, emptied_server
+from tests.storage.metadata.watched_redis import (
+    commit_without_applying,
+    dies_at,
+    live_generation,
+    watched_link,
+)
 
-NAME = "flowers"
-IDENTITY = uuid.UUID(int=7)
-TREE = Path(__file__).resolve().parents[3]
-ENTRIES = 50
+FOLDERS = 7
 BUCKETS = 3
 BEFORE = [1, 2, 3]
-
-
-def shared(number: int) -> Chunk:
-    """A chunk whose paths other chunks have too, and an extent that it shares with another."""
-    extent = Entry(
-        b"big%d" % (number // 2), 9, number=number % 2, extents=2, first=(number // 2, 0)
-    )
-    small = tuple(
-        Entry(b"%d/%d" % (i % 7, number * 7 % 10 + i), number + i) for i in range(ENTRIES)
-    )
-    return Chunk(number, (extent, *small))
 
 
 @pytest.fixture
@@ -51,35 +46,27 @@ def meta(server: RedisServer) -> Iterator[RedisMetadata]:
     with closing(RedisMetadata.open(server.url, buckets=BUCKETS)) as store:
         store.create(NAME, IDENTITY)
         for number in BEFORE:
-            store.commit(IDENTITY, shared(number).batch())
+            store.commit(IDENTITY, overlapping(number).batch())
         yield store
 
 
-def work(url: str, numbers: str, at_once: str) -> None:
-    """What the other processes do: commit these chunks, so many together, and say so then."""
-    tried = list(map(int, numbers.split(",")))
-    with closing(RedisMetadata.open(url, deadline_s=20)) as meta:
-        for begin in range(0, len(tried), int(at_once)):
-            group = tried[begin : begin + int(at_once)]
-            version = meta.commit(IDENTITY, *(shared(number).batch() for number in group))
-            print("\n".join(f"{number} {version}" for number in group), flush=True)
+def opened(url: str) -> RedisMetadata:
+    return RedisMetadata.open(url, deadline_s=20)
 
 
-def start(url: str, numbers: list[int], at_once: int = 1) -> "subprocess.Popen[str]":
-    code = (
-        "import sys; from tests.storage.metadata.test_redis_crash import work; work(*sys.argv[1:])"
-    )
-    words = [url, ",".join(map(str, numbers)), str(at_once)]
-    command = [sys.executable, "-c", code, *words]
-    return subprocess.Popen(command, cwd=TREE, stdout=subprocess.PIPE, text=True)
+def overlapping(number: int) -> Chunk:
+    """A chunk of `crashing.py` whose entries are in all buckets."""
+    return crashing.overlapping(number, FOLDERS)
 
 
 def committed(meta: RedisMetadata, tried: list[int]) -> list[int]:
-    """Which of these chunks are committed; asserts that the state is that of these and no others."""
+    """Which of these chunks are committed; asserts that the state is that of these and no
+    others.
+    """
     found = {record.id for record in meta.chunks(IDENTITY)}
-    done = [number for number in tried if shared(number).id in found]
+    done = [number for number in tried if overlapping(number).id in found]
     assert len(done) == len(found)
-    check(meta, NAME, [shared(number) for number in done])
+    check(meta, NAME, [overlapping(number) for number in done])
     return done
 
 
@@ -123,7 +110,7 @@ def test_A6_a_commit_survives_a_lost_connection_at_any_step(
         ):
             fault.arm()
             tried.append(len(tried) + 1)
-            version = other.commit(IDENTITY, shared(tried[-1]).batch())
+            version = other.commit(IDENTITY, overlapping(tried[-1]).batch())
         hits += fault.hit
         assert version == meta.head(NAME).version
         assert committed(meta, tried) == tried
@@ -179,7 +166,7 @@ def test_A6_A9_a_writer_killed_at_any_step_commits_all_or_nothing(
         fault = KillAt(step, when)
         with (
             RedisProxy(server.socket, fault) as proxy,
-            start(proxy.url, group, at_once) as process,
+            start(opened, proxy.url, group, at_once=at_once, folders=FOLDERS) as process,
         ):
             fault.watch(process)
             output, _ = process.communicate(timeout=60)
@@ -195,7 +182,7 @@ def test_A6_A9_a_writer_killed_at_any_step_commits_all_or_nothing(
             outcomes.add((is_in, is_acked))
             tried += group
             for number in group:
-                fresh.commit(IDENTITY, shared(number).batch())
+                fresh.commit(IDENTITY, overlapping(number).batch())
             assert committed(fresh, tried) == tried
         if process.returncode == 0:
             break
@@ -208,11 +195,14 @@ def test_L1_L2_commits_of_processes_and_threads_at_once_all_count(
 ) -> None:
     numbers = list(range(4, 64))
     random.Random(1).shuffle(numbers)
-    started = [start(server.url, numbers[i::3] + numbers[:5], at_once=i + 1) for i in range(3)]
+    started = [
+        start(opened, server.url, numbers[i::3] + numbers[:5], at_once=i + 1, folders=FOLDERS)
+        for i in range(3)
+    ]
     own = list(range(64, 84))
     threads = [
         threading.Thread(
-            target=lambda part: [meta.commit(IDENTITY, shared(n).batch()) for n in part],
+            target=lambda part: [meta.commit(IDENTITY, overlapping(n).batch()) for n in part],
             args=(own[i::2],),
         )
         for i in range(2)
@@ -244,9 +234,7 @@ def test_a_lost_piece_of_a_committed_chunk_is_an_error(
 ) -> None:
     """The version is that of the commit, but its entries are lost: reads raise an error."""
     client = server.client()
-    with closing(RedisMetadata.open(server.url)) as writer:
-        writer._commits._apply = lambda *_: None  # type: ignore[method-assign]  # a fault is put in
-        writer.commit(IDENTITY, files(50, b"new/file").batch())
+    commit_without_applying(server.url, files(50, b"new/file").batch())
     lost = [key for key in client.keys("dfs:*}:x") if client.hlen(key)]
     assert len(lost) in (1, 2)
     client.delete(*lost)
@@ -259,7 +247,7 @@ def test_a_lost_piece_of_a_committed_chunk_is_an_error(
         with pytest.raises(MetadataBehind, match="has lost"):
             ask()
     assert [marker.name for marker in meta.heads()] == [NAME], "other datasets are not hidden"
-    meta.rebuild(NAME, IDENTITY, [shared(number).batch() for number in BEFORE])
+    meta.rebuild(NAME, IDENTITY, [overlapping(number).batch() for number in BEFORE])
     assert committed(meta, BEFORE) == BEFORE
 
 
@@ -279,16 +267,17 @@ def test_a_bucket_that_has_lost_pieces_is_an_error(
 def test_pieces_of_a_dead_writer_are_removed(meta: RedisMetadata, server: RedisServer) -> None:
     client = server.client()
     keys = DatasetKeys(IDENTITY)
-    writer = RedisMetadata.open(server.url)
-    writer._commits._commit_head = lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)  # type: ignore[method-assign]  # a fault is put in
+    link = watched_link(server.url)
+    writer, transactions = RedisMetadata(link), RedisTransactions(link, time.time_ns)
+    link.before = dies_at(COMMIT)
     for number in range(100, 165):
         with pytest.raises(KeyboardInterrupt):
-            writer.commit(IDENTITY, shared(number).batch())
+            writer.commit(IDENTITY, overlapping(number).batch())
     assert client.hlen(keys.begun) == 65
-    generation = meta._commits.read_head(IDENTITY).generation
-    meta._commits.remove_abandoned_transactions(IDENTITY, generation)
+    generation = live_generation(server.url)
+    transactions.remove_abandoned_transactions(IDENTITY, generation)
     assert client.hlen(keys.begun) == 65, "they may be alive"
-    meta._commits.remove_abandoned_transactions(IDENTITY, generation, age_s=0)
+    transactions.remove_abandoned_transactions(IDENTITY, generation, age_s=0)
     assert client.hlen(keys.begun) == 0
     assert sum(client.hlen(key) for key in client.keys("dfs:*}:x")) == 0
     writer.close()

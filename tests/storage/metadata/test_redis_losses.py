@@ -17,8 +17,7 @@ from diesel_fs.errors import CorruptError, DieselError, MetadataBehind, NoSpaceE
 from diesel_fs.storage.metadata.rebuild import LiveState
 from diesel_fs.storage.metadata.redis import rows as redis_rows
 from diesel_fs.storage.metadata.redis.head_scripts import COMMIT
-from diesel_fs.storage.metadata.redis.keys import DatasetKeys, FolderId, Generation
-from diesel_fs.storage.metadata.redis.pieces import BucketPiece
+from diesel_fs.storage.metadata.redis.keys import DatasetKeys, FolderId
 from diesel_fs.storage.metadata.redis.rows import GenerationReader
 from diesel_fs.storage.metadata.redis.shadow_state import RedisShadowState
 from diesel_fs.storage.metadata.redis.store import RedisMetadata
@@ -35,6 +34,7 @@ from tests.storage.metadata.redis_servers import (
     once,
     until,
 )
+from tests.storage.metadata.watched_redis import at, commit_without_applying, dies_at, watched_link
 
 KEYS = DatasetKeys(IDENTITY)
 
@@ -155,40 +155,23 @@ def test_C11_a_damaged_reply_does_not_undo_a_commit(shared: RedisServer) -> None
         check(fresh, NAME, [files(1, b"a/x", b"b"), files(2, b"a/y")])
 
 
-def test_C11_an_error_after_the_commit_script_does_not_undo_it(
-    shared: RedisServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    decide = RedisTransactions._commit_head
-
-    def decided(*words: object) -> tuple[int, int]:
-        decide(*words)  # type: ignore[arg-type]  # what came is passed on
+def test_C11_an_error_after_the_commit_script_does_not_undo_it(shared: RedisServer) -> None:
+    def fail() -> None:
         raise CorruptError("whatever")
 
-    with closing(filled(shared.url)) as meta:
-        with monkeypatch.context() as patch:
-            patch.setattr(RedisTransactions, "_commit_head", decided)
-            with pytest.raises(CorruptError):
-                meta.commit(IDENTITY, files(2, b"a/y").batch())
+    link = watched_link(shared.url)
+    with closing(filled(shared.url)), closing(RedisMetadata(link)) as meta:
+        link.after = at(COMMIT, once(fail))
+        with pytest.raises(CorruptError):
+            meta.commit(IDENTITY, files(2, b"a/y").batch())
         check(meta, NAME, [files(1, b"a/x", b"b"), files(2, b"a/y")])
 
 
-def test_C11_pieces_lost_before_they_are_applied_are_sent_again(
-    shared: RedisServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_C11_pieces_lost_before_they_are_applied_are_sent_again(shared: RedisServer) -> None:
     """Their writer still has them."""
-    stage, client = RedisTransactions._stage, shared.client()
-
-    def staged(
-        self: RedisTransactions,
-        generation: Generation,
-        transaction: bytes,
-        pieces: Sequence[BucketPiece],
-    ) -> None:
-        stage(self, generation, transaction, pieces)
-        client.delete(*client.keys("dfs:*}:x"))
-
-    with closing(filled(shared.url, buckets=4)) as meta:
-        monkeypatch.setattr(RedisTransactions, "_stage", staged)
+    client, link = shared.client(), watched_link(shared.url)
+    link.before = at(COMMIT, lambda: client.delete(*client.keys("dfs:*}:x")))
+    with closing(filled(shared.url, buckets=4)), closing(RedisMetadata(link)) as meta:
         more = files(2, *(b"d%d/f" % i for i in range(20)))
         meta.commit(IDENTITY, more.batch())
         check(meta, NAME, [files(1, b"a/x", b"b"), more])
@@ -224,11 +207,9 @@ def test_C8_readers_of_unwritable_redis_get_metadata_behind(tmp_path: Path, why:
     with (
         RedisServer(tmp_path / "redis", options) as server,
         closing(filled(server.url)) as meta,
-        closing(RedisMetadata.open(server.url)) as writer,
     ):
         client = server.client()
-        writer._commits._apply = lambda *_: None  # type: ignore[method-assign]  # a fault is put in
-        writer.commit(IDENTITY, files(2, b"c").batch())
+        commit_without_applying(server.url, files(2, b"c").batch())
         if why == "MISCONF":
             (tmp_path / "redis" / "dump").mkdir()
             client.bgsave()
@@ -371,12 +352,6 @@ def test_R1_a_read_during_a_commit_sees_all_of_it_or_nothing(
                 IDENTITY, files(3, paths[0], size=2).batch(), files(4, paths[1], size=2).batch()
             )
         )
-        apply = RedisTransactions._apply
-
-        def half(self: RedisTransactions, *words: object, **more: object) -> None:
-            apply(self, *words, **more)  # type: ignore[arg-type]  # what came is passed on
-
-        monkeypatch.setattr(RedisTransactions, "_apply", half)
         entries, scan = GenerationReader.entries, GenerationReader._scan
 
         def one_by_one(self: GenerationReader, wanted: dict[FolderId, list[bytes]]) -> object:
@@ -410,12 +385,12 @@ def test_pieces_of_one_dead_writer_are_removed(
     """Also if it is the only dead writer."""
     monkeypatch.setattr(RedisTransactions.remove_abandoned_transactions, "__defaults__", (0,))
     client = shared.client()
-    with closing(filled(shared.url)) as meta, closing(RedisMetadata.open(shared.url)) as dead:
-        dead._commits._commit_head = lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)  # type: ignore[method-assign]  # a fault is put in
+    link = watched_link(shared.url)
+    link.before = dies_at(COMMIT)
+    with closing(filled(shared.url)) as meta, closing(RedisMetadata(link)) as dead:
         with pytest.raises(KeyboardInterrupt):
             dead.commit(IDENTITY, files(2, b"c").batch())
         assert client.hlen(KEYS.begun) == 1
-        meta._commits._swept_s = -1e9
         with contextlib.suppress(DieselError):  # of that age its own goes as well
             meta.commit(IDENTITY, files(3, b"d").batch())
         assert client.hlen(KEYS.begun) == 0
@@ -442,10 +417,9 @@ def test_A6_each_try_removes_the_pieces_of_the_one_before(shared: RedisServer) -
 
 def test_C12_readers_do_not_fetch_the_pieces_of_a_commit(shared: RedisServer) -> None:
     client = shared.client()
-    with closing(filled(shared.url)) as meta, closing(RedisMetadata.open(shared.url)) as writer:
-        writer._commits._apply = lambda *_: None  # type: ignore[method-assign]  # a fault is put in
+    with closing(filled(shared.url)) as meta:
         more = files(2, *(b"d%d/%06d-%s" % (i % 3, i, b"n" * 60) for i in range(8000)))
-        writer.commit(IDENTITY, more.batch())
+        commit_without_applying(shared.url, more.batch())
         before = int(client.info()["total_net_output_bytes"])
         assert len(meta.lookup(IDENTITY, [b"b"])) == 1
         assert int(client.info()["total_net_output_bytes"]) - before < 100_000

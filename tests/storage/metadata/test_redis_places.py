@@ -1,9 +1,10 @@
-"""URLs of Redis; Redis with TLS, under sentinels and as a cluster; failovers, slots that are moved."""
+"""URLs of Redis; Redis with TLS, under sentinels and as a cluster; failovers, slots that are
+moved.
+"""
 
 import subprocess
 import threading
 import time
-import uuid
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -17,6 +18,7 @@ from diesel_fs.storage.metadata.redis.address import parse_redis_url
 from diesel_fs.storage.metadata.redis.keys import DatasetKeys, folder_id
 from diesel_fs.storage.metadata.redis.store import RedisMetadata
 from tests.storage.metadata.batches import Chunk, check, commit_and_repair, files
+from tests.storage.metadata.metadata_stores import IDENTITY, NAME
 from tests.storage.metadata.redis_servers import (
     RedisCluster,
     RedisServer,
@@ -27,9 +29,8 @@ from tests.storage.metadata.redis_servers import (
     until,
 )
 from tests.storage.metadata.test_redis_faults import COMMANDS
+from tests.storage.metadata.watched_redis import live_generation
 
-NAME = "flowers"
-IDENTITY = uuid.UUID(int=7)
 SECRET = "canary-77c0"  # noqa: S105
 
 
@@ -306,7 +307,7 @@ def test_C10_slots_that_are_being_moved_are_followed(cluster: RedisCluster, whos
         done = [chunk(1), chunk(2)]
         for each in done:
             commit_and_repair(meta, IDENTITY, each.batch())
-        generation = meta._commits.read_head(IDENTITY).generation
+        generation = live_generation(cluster.url)
         bucket_key = generation.entries(folder_id(b"folder3"))
         slot = key_slot(bucket_key if whose == "bucket" else DatasetKeys(IDENTITY).head)
         clients = [node.client() for node in cluster.nodes]

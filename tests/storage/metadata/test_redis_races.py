@@ -11,14 +11,10 @@ import pytest
 
 from diesel_fs.errors import BusyError, UsageError
 from diesel_fs.format.entries import ChunkId
-from diesel_fs.storage.metadata.redis.bucket_scripts import Script
-from diesel_fs.storage.metadata.redis.head import RedisHead
-from diesel_fs.storage.metadata.redis.head_scripts import APPLIED
-from diesel_fs.storage.metadata.redis.keys import DatasetKeys, Generation
-from diesel_fs.storage.metadata.redis.link import Word
-from diesel_fs.storage.metadata.redis.pieces import BucketPiece
+from diesel_fs.storage.metadata.redis.bucket_scripts import APPLY
+from diesel_fs.storage.metadata.redis.head_scripts import APPLIED, COMMIT, READ_HEAD
+from diesel_fs.storage.metadata.redis.keys import DatasetKeys
 from diesel_fs.storage.metadata.redis.store import RedisMetadata
-from diesel_fs.storage.metadata.redis.transactions import RedisTransactions
 from diesel_fs.storage.metadata.store import Batch
 from tests.storage.metadata.batches import (
     big,
@@ -28,10 +24,16 @@ from tests.storage.metadata.batches import (
     stored_entries,
     tombstones,
 )
+from tests.storage.metadata.metadata_stores import IDENTITY, NAME
 from tests.storage.metadata.redis_servers import RedisServer, emptied_server, once, shared_server
-
-NAME = "flowers"
-IDENTITY = uuid.UUID(int=7)
+from tests.storage.metadata.watched_redis import (
+    WatchedLink,
+    at,
+    commit_without_applying,
+    dies_at,
+    live_generation,
+    watched_link,
+)
 
 
 @pytest.fixture
@@ -40,8 +42,14 @@ def server() -> RedisServer:
 
 
 @pytest.fixture
-def meta(server: RedisServer) -> Iterator[RedisMetadata]:
-    with closing(RedisMetadata.open(server.url)) as store:
+def link(server: RedisServer) -> WatchedLink:
+    """The connections of `meta`, whose steps a test can watch."""
+    return watched_link(server.url)
+
+
+@pytest.fixture
+def meta(link: WatchedLink) -> Iterator[RedisMetadata]:
+    with closing(RedisMetadata(link)) as store:
         store.create(NAME, IDENTITY)
         yield store
 
@@ -53,30 +61,17 @@ def other(server: RedisServer, meta: RedisMetadata) -> Iterator[RedisMetadata]:
 
 
 def test_a_chunk_that_two_writers_commit_at_once_counts_once(
-    meta: RedisMetadata, other: RedisMetadata, monkeypatch: pytest.MonkeyPatch
+    link: WatchedLink, meta: RedisMetadata, other: RedisMetadata
 ) -> None:
     chunk = files(1, b"a", b"b/c")
-    meanwhile = once(lambda: other.commit(IDENTITY, chunk.batch()))
-    stage = RedisTransactions._stage
-
-    def staged(
-        self: RedisTransactions,
-        generation: Generation,
-        transaction: bytes,
-        pieces: Sequence[BucketPiece],
-    ) -> None:
-        stage(self, generation, transaction, pieces)
-        if self is meta._commits:
-            meanwhile()
-
-    monkeypatch.setattr(RedisTransactions, "_stage", staged)
+    link.before = at(COMMIT, once(lambda: other.commit(IDENTITY, chunk.batch())))
     version = meta.commit(IDENTITY, chunk.batch())
     check(meta, NAME, [chunk])
     assert version == other.head(NAME).version
 
 
 def test_counts_reported_in_another_order_are_right(
-    meta: RedisMetadata, other: RedisMetadata, monkeypatch: pytest.MonkeyPatch
+    link: WatchedLink, meta: RedisMetadata, other: RedisMetadata
 ) -> None:
     chunks = [files(1, b"a", size=5), files(2, b"a", b"b", size=9), tombstones(3, b"b")]
 
@@ -84,16 +79,7 @@ def test_counts_reported_in_another_order_are_right(
         for chunk in chunks[1:]:
             other.commit(IDENTITY, chunk.batch())
 
-    meanwhile, ask = once(two), RedisTransactions.run_head_script
-
-    def asked(
-        self: RedisTransactions, script: Script, keys: Sequence[bytes], *arguments: Word
-    ) -> list[object]:
-        if self is meta._commits and script is APPLIED:
-            meanwhile()
-        return ask(self, script, keys, *arguments)
-
-    monkeypatch.setattr(RedisTransactions, "run_head_script", asked)
+    link.before = at(APPLIED, once(two))
     meta.commit(IDENTITY, chunks[0].batch())
     check(meta, NAME, chunks)
 
@@ -119,7 +105,7 @@ def test_a_rebuild_whose_lock_has_expired_includes_late_commits(
     meta.rebuild(NAME, IDENTITY, batches(), rest)
     assert late == [[chunks[1].id], [chunks[2].id]]
     check(meta, NAME, chunks)
-    assert no_rubbish(meta, server)
+    assert no_rubbish(server)
 
 
 def test_a_commit_that_times_out_at_a_lock_leaves_no_pieces(
@@ -192,24 +178,14 @@ def test_C18_a_slow_rebuild_of_few_rows_sends_heartbeats(
 
 @pytest.mark.parametrize("what", ["lookup", "children", "changes", "newer", "chunks", "holes"])
 def test_a_reader_whose_generation_is_removed_reads_the_new_one(
-    meta: RedisMetadata, other: RedisMetadata, what: str, monkeypatch: pytest.MonkeyPatch
+    link: WatchedLink, meta: RedisMetadata, other: RedisMetadata, what: str
 ) -> None:
     """It never reads an empty state."""
     chunks = [files(1, b"d/a", b"d/b"), files(2, b"d/a")]
     first = meta.commit(IDENTITY, chunks[0].batch())
     meta.commit(IDENTITY, chunks[1].batch())
     meanwhile = once(lambda: other.rebuild(NAME, IDENTITY, [chunk.batch() for chunk in chunks]))
-    settled = RedisTransactions.apply_pending
-
-    def settled_then(
-        self: RedisTransactions, identity: uuid.UUID, *, until_empty: bool = True
-    ) -> RedisHead:
-        head = settled(self, identity, until_empty=until_empty)
-        if self is meta._commits:
-            meanwhile()
-        return head
-
-    monkeypatch.setattr(RedisTransactions, "apply_pending", settled_then)
+    link.after = at(READ_HEAD, meanwhile)
     ask: dict[str, Callable[[], object]] = {
         "lookup": lambda: (
             [*stored_entries(meta.lookup(IDENTITY, [b"d/a", b"d/b"]))] == [b"d/a", b"d/b"]
@@ -225,21 +201,19 @@ def test_a_reader_whose_generation_is_removed_reads_the_new_one(
 
 @pytest.mark.parametrize("extents", [1, 2])
 def test_P6_copies_by_purge_are_applied_after_their_sources(
-    meta: RedisMetadata, other: RedisMetadata, extents: int, monkeypatch: pytest.MonkeyPatch
+    meta: RedisMetadata, server: RedisServer, extents: int
 ) -> None:
     """The sources were committed, but their writer died before it applied them."""
     sources = [files(1, b"a", b"b")] if extents == 1 else big(1, b"a", extents)
-    with monkeypatch.context() as patch:
-        patch.setattr(other._commits, "_apply", lambda *_: None)
-        for source in sources:
-            other.commit(IDENTITY, source.batch())
+    for source in sources:
+        commit_without_applying(server.url, source.batch())
     nine = chunk_by_purge(9, (sources[0], 0))
     meta.commit(IDENTITY, nine.batch())
     check(meta, NAME, [*sources, nine])
 
 
 def test_a_dataset_dropped_during_a_commit_gets_only_the_new_commit(
-    meta: RedisMetadata, other: RedisMetadata, server: RedisServer, monkeypatch: pytest.MonkeyPatch
+    link: WatchedLink, meta: RedisMetadata, other: RedisMetadata
 ) -> None:
     """It is dropped, and made again with the same identity, between two steps of a commit."""
 
@@ -247,19 +221,8 @@ def test_a_dataset_dropped_during_a_commit_gets_only_the_new_commit(
         other.drop(IDENTITY)
         other.create(NAME, IDENTITY)
 
-    meanwhile, stage = once(again), RedisTransactions._stage
-
-    def staged_then(
-        self: RedisTransactions,
-        generation: Generation,
-        transaction: bytes,
-        pieces: Sequence[BucketPiece],
-    ) -> None:
-        stage(self, generation, transaction, pieces)
-        meanwhile()
-
     meta.commit(IDENTITY, files(1, b"a").batch())
-    monkeypatch.setattr(RedisTransactions, "_stage", staged_then)
+    link.before = at(COMMIT, once(again))
     meta.commit(IDENTITY, files(2, b"b").batch())
     check(meta, NAME, [files(2, b"b")])
 
@@ -282,13 +245,13 @@ def test_keys_of_a_crashed_rebuild_are_removed_by_a_later_one(
         patch.setattr("diesel_fs.storage.metadata.redis.shadow_state._ROWS_AT_ONCE", 1)
         with pytest.raises(KeyboardInterrupt):
             meta.rebuild(NAME, IDENTITY, batches())
-    assert not no_rubbish(meta, server)
+    assert not no_rubbish(server)
     meta.rebuild(NAME, IDENTITY, [chunk.batch() for chunk in chunks])
-    assert not no_rubbish(meta, server), "it may be at work still"
+    assert not no_rubbish(server), "it may be at work still"
     monkeypatch.setattr("diesel_fs.storage.metadata.redis.shadow_state._ABANDONED_S", 0)
     meta.rebuild(NAME, IDENTITY, [chunk.batch() for chunk in chunks])
     check(meta, NAME, chunks)
-    assert no_rubbish(meta, server)
+    assert no_rubbish(server)
 
 
 def staged(server: RedisServer) -> int:
@@ -297,9 +260,9 @@ def staged(server: RedisServer) -> int:
     return sum(int(client.hlen(key)) for key in client.scan_iter(b"dfs:*}:x"))
 
 
-def no_rubbish(meta: RedisMetadata, server: RedisServer) -> bool:
+def no_rubbish(server: RedisServer) -> bool:
     """Whether all keys are in the head's slot or of the live generation."""
-    name = meta._commits.read_head(IDENTITY).generation.name
+    name = live_generation(server.url).name
     keys = list(server.client().scan_iter(b"dfs:*"))
     assert keys
     own = (b"dfs:{head}:", b"dfs:{" + name + b".")
@@ -307,51 +270,42 @@ def no_rubbish(meta: RedisMetadata, server: RedisServer) -> bool:
 
 
 def test_a_read_that_others_keep_disturbing_locks_commits(
-    meta: RedisMetadata, other: RedisMetadata, monkeypatch: pytest.MonkeyPatch
+    link: WatchedLink, meta: RedisMetadata, other: RedisMetadata
 ) -> None:
     """Also a read of the head, if there is always a commit that is not applied yet."""
     numbers = itertools.count(1)
-    settled = RedisTransactions.apply_pending
-    held = list[int]()
+    locked_out = list[int]()
 
-    def settled_then(
-        self: RedisTransactions, identity: uuid.UUID, *, until_empty: bool = True
-    ) -> RedisHead:
-        head = settled(self, identity, until_empty=until_empty)
-        if self is meta._commits:
-            hasty = RedisMetadata.open(url, deadline_s=0.01)
-            number = next(numbers)
+    def commit_one() -> None:
+        number = next(numbers)
+        with closing(RedisMetadata.open(shared_server().url, deadline_s=0.2)) as hasty:
             try:
-                hasty.commit(identity, files(number, b"f%d" % number).batch())
+                hasty.commit(IDENTITY, files(number, b"f%d" % number).batch())
             except BusyError:
-                held.append(number)
-            hasty.close()
-        return head
+                locked_out.append(number)
 
-    url = shared_server().url
-    monkeypatch.setattr(RedisTransactions, "apply_pending", settled_then)
+    link.after = at(READ_HEAD, commit_one)
     changes = meta.changes(IDENTITY, 0)
-    assert len(held) == 1
-    assert len(changes.rows) == changes.head.files == held[0] - 1
-    monkeypatch.setattr(RedisTransactions, "apply_pending", settled)
+    assert len(locked_out) == 1
+    assert len(changes.rows) == changes.head.files == locked_out[0] - 1
     other.commit(IDENTITY, files(50, b"after").batch())
 
 
 def test_a_head_has_right_counts_while_others_commit(
-    meta: RedisMetadata, other: RedisMetadata, monkeypatch: pytest.MonkeyPatch
+    link: WatchedLink, meta: RedisMetadata, server: RedisServer
 ) -> None:
-    monkeypatch.setattr(other._commits, "_apply", lambda *_: None)
-    numbers, look = itertools.count(1), RedisTransactions.read_head
-    done = list[int]()
+    numbers, done = itertools.count(1), list[int]()
+    others_link = watched_link(server.url)
+    others_link.before, others_link.deadline_s = dies_at(APPLY), 0.2
 
-    def look_then(self: RedisTransactions, identity: uuid.UUID) -> RedisHead:
-        if self is meta._commits:
-            number = next(numbers)
-            with contextlib.suppress(BusyError):
-                other.commit(identity, files(number, b"f%d" % number).batch())
+    def commit_one() -> None:
+        number = next(numbers)
+        with contextlib.suppress(BusyError):
+            try:
+                another.commit(IDENTITY, files(number, b"f%d" % number).batch())
+            except KeyboardInterrupt:  # it has committed the chunk, and not applied it
                 done.append(number)
-        return look(self, identity)
 
-    other._link.deadline_s = 0.01
-    monkeypatch.setattr(RedisTransactions, "read_head", look_then)
-    assert meta.head(NAME).files == len(done) > 3
+    link.before = at(READ_HEAD, commit_one)
+    with closing(RedisMetadata(others_link)) as another:
+        assert meta.head(NAME).files == len(done) > 3

@@ -5,7 +5,6 @@ import sqlite3
 import subprocess
 import sys
 import threading
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -27,9 +26,7 @@ from diesel_fs.storage.metadata.sqlite import database_file as sqlite_file
 from diesel_fs.storage.metadata.sqlite.store import SqliteMetadata
 from tests.small_disks import remount, small_disk
 from tests.storage.metadata.batches import check, files
-
-NAME = "flowers"
-IDENTITY = uuid.UUID(int=7)
+from tests.storage.metadata.metadata_stores import IDENTITY, NAME
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ import os
 import shutil
 import sqlite3
 import subprocess
-import uuid
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -22,9 +21,7 @@ from diesel_fs.storage.metadata.sqlite.host_lease import (
 from diesel_fs.storage.metadata.sqlite.store import SqliteMetadata
 from diesel_fs.system.mountinfo import file_system_of
 from tests.storage.metadata.batches import check, files
-
-NAME = "flowers"
-IDENTITY = uuid.UUID(int=7)
+from tests.storage.metadata.metadata_stores import IDENTITY, NAME, Clock
 
 MOUNTS = rb"""22 1 254:0 / / rw,relatime - ext4 /dev/vda rw
 30 22 0:40 / /mnt/a\040b rw - nfs4 server:/x rw,vers=4.2,local_lock=none
@@ -33,19 +30,6 @@ MOUNTS = rb"""22 1 254:0 / / rw,relatime - ext4 /dev/vda rw
 33 22 0:43 / /mnt/control rw - fusectl none rw
 34 32 0:44 / /mnt/fuse rw shared:3 - xfs /dev/vdb rw
 """
-
-
-class Clock:
-    """A clock that the test sets."""
-
-    def __init__(self) -> None:
-        self.s = 1_800_000_000.0
-
-    def ns(self) -> int:
-        return int(self.s * 1e9)
-
-    def __call__(self) -> float:
-        return self.s
 
 
 @pytest.mark.parametrize(
@@ -82,9 +66,9 @@ def test_locks_work_on_this_disk(tmp_path: Path) -> None:
 
 def test_only_one_host_at_a_time_has_the_lease(tmp_path: Path) -> None:
     path, clock = tmp_path / "meta.lease", Clock()
-    first = HostLease(path, "host-1", clock)
-    second = HostLease(path, "host-1", clock)  # another process of that host
-    other = HostLease(path, "host-2", clock)
+    first = HostLease(path, "host-1", clock.seconds)
+    second = HostLease(path, "host-1", clock.seconds)  # another process of that host
+    other = HostLease(path, "host-2", clock.seconds)
     first.keep()
     second.keep()
     with pytest.raises(BusyError, match="?meta=redis://".replace("?", r"\?")):
@@ -101,12 +85,12 @@ def test_only_one_host_at_a_time_has_the_lease(tmp_path: Path) -> None:
 
 def test_L8_an_expired_lease_is_taken_and_its_old_holder_refused(tmp_path: Path) -> None:
     path, clock = tmp_path / "meta.lease", Clock()
-    dead, other = HostLease(path, "host-1", clock), HostLease(path, "host-2", clock)
+    dead, other = HostLease(path, "host-1", clock.seconds), HostLease(path, "host-2", clock.seconds)
     dead.keep()
-    clock.s += LEASE_S + CLOCK_ALLOWANCE_S - 1
+    clock.advance(LEASE_S + CLOCK_ALLOWANCE_S - 1)
     with pytest.raises(BusyError, match="wait 1 s"):
         other.keep()
-    clock.s += 2
+    clock.advance(2)
     other.keep()
     dead._fresh_until = 0.0  # it slept through its lease
     with pytest.raises(BusyError):
@@ -116,17 +100,17 @@ def test_L8_an_expired_lease_is_taken_and_its_old_holder_refused(tmp_path: Path)
 def test_a_damaged_lease_is_valid_until_it_must_have_expired(tmp_path: Path) -> None:
     path, clock = tmp_path / "meta.lease", Clock()
     path.write_bytes(b'{"host": "ho')
-    os.utime(path, (clock.s, clock.s))
-    lease = HostLease(path, "host-2", clock)
+    os.utime(path, (clock.seconds(), clock.seconds()))
+    lease = HostLease(path, "host-2", clock.seconds)
     with pytest.raises(BusyError, match="unknown host"):
         lease.keep()
-    clock.s += LEASE_S + CLOCK_ALLOWANCE_S + 1
+    clock.advance(LEASE_S + CLOCK_ALLOWANCE_S + 1)
     lease.keep()
 
 
 def test_a_forked_child_is_a_holder_of_its_own(tmp_path: Path) -> None:
     path, clock = tmp_path / "meta.lease", Clock()
-    lease = HostLease(path, "host-1", clock)
+    lease = HostLease(path, "host-1", clock.seconds)
     lease.keep()
     child = os.fork()
     if child == 0:
@@ -135,7 +119,7 @@ def test_a_forked_child_is_a_holder_of_its_own(tmp_path: Path) -> None:
     assert os.waitpid(child, 0)[1] == 0
     lease.release()
     with pytest.raises(BusyError):
-        HostLease(path, "host-2", clock).keep()
+        HostLease(path, "host-2", clock.seconds).keep()
 
 
 # The store
@@ -156,7 +140,7 @@ def folder(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
 
 
 def open_on(path: Path, host: str, clock: Clock, **options: bool) -> SqliteMetadata:
-    return SqliteMetadata.open(path, host=host, clock_ns=clock.ns, deadline_s=0.5, **options)
+    return SqliteMetadata.open(path, host=host, clock_ns=clock, deadline_s=0.5, **options)
 
 
 def journal(path: Path) -> bytes:
@@ -227,7 +211,7 @@ def test_a_local_writer_changes_its_journal_for_a_remote_one(tmp_path: Path) -> 
     disk, clock = tmp_path / "meta.sqlite", Clock()
     with closing(open_on(disk, "host-1", clock, create=True)) as local:
         local.create(NAME, IDENTITY)
-        HostLease(disk.with_name(sqlite_file.LEASE_NAME), "host-2", clock).keep()
+        HostLease(disk.with_name(sqlite_file.LEASE_NAME), "host-2", clock.seconds).keep()
         with pytest.raises(BusyError, match="one host at a time"):
             local.commit(IDENTITY, files(1, b"a").batch())
 

@@ -1,0 +1,69 @@
+"""Redis metadata stores whose steps a test can watch, delay or cut off.
+
+A step is a script that runs inside Redis: a test does something between two steps of a client, or
+ends the client there as a crash would.
+"""
+
+from collections.abc import Callable, Iterable
+from contextlib import closing, suppress
+
+from diesel_fs.storage.metadata.redis.address import parse_redis_url
+from diesel_fs.storage.metadata.redis.bucket_scripts import APPLY, Script
+from diesel_fs.storage.metadata.redis.head import HeadReader
+from diesel_fs.storage.metadata.redis.keys import Generation
+from diesel_fs.storage.metadata.redis.link import RedisLink, ScriptCommand
+from diesel_fs.storage.metadata.redis.store import RedisMetadata
+from diesel_fs.storage.metadata.store import Batch
+from tests.storage.metadata.metadata_stores import IDENTITY
+
+Watcher = Callable[[Script], object]
+
+
+class WatchedLink(RedisLink):
+    """Calls `before` with each script before it is sent, and `after` when its reply has come."""
+
+    before: Watcher = staticmethod(lambda _: None)
+    after: Watcher = staticmethod(lambda _: None)
+
+    def run_scripts(self, runs: Iterable[ScriptCommand]) -> list[object]:
+        commands = list(runs)
+        scripts = {each.script for each in commands}
+        for script in scripts:
+            self.before(script)
+        replies = super().run_scripts(commands)
+        for script in scripts:
+            self.after(script)
+        return replies
+
+
+def watched_link(url: str, deadline_s: float = 10) -> WatchedLink:
+    return WatchedLink.open(parse_redis_url(url), deadline_s)
+
+
+def at(script: Script, work: Callable[[], object]) -> Watcher:
+    """A watcher that does work at one script."""
+    return lambda each: work() if each == script else None
+
+
+def dies_at(script: Script) -> Watcher:
+    """A watcher that ends the client at one script with KeyboardInterrupt, without any cleaning."""
+
+    def die() -> None:
+        raise KeyboardInterrupt
+
+    return at(script, die)
+
+
+def commit_without_applying(url: str, *batches: Batch) -> None:
+    """Commit as a writer that dies before it applies its pieces."""
+    link = watched_link(url)
+    link.before = dies_at(APPLY)
+    with closing(RedisMetadata(link)) as writer, suppress(KeyboardInterrupt):
+        writer.commit(IDENTITY, *batches)
+        raise AssertionError("it has applied them")
+
+
+def live_generation(url: str) -> Generation:
+    """The generation that readers of the dataset see."""
+    with closing(watched_link(url)) as link:
+        return HeadReader(link).read_head(IDENTITY).generation
