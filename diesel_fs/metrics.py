@@ -1,12 +1,14 @@
-"""What a server counts: a fixed table of metrics, their cells in shared memory, and their text.
+"""The metrics of a server: a fixed table of them, their counters in shared memory, and their text
+for Prometheus.
 
-Owned here: names, labels, buckets, which cell is whose, Prometheus's text format (0.0.4). Not
-owned: who counts, and the port that shows it (`diesel_server`).
+The values of every label are listed here. So the memory has a fixed size, and no client can create
+a new label value, or see a user or a dataset in one. Each process counts in *cells* (one number for
+each combination of label values) that only it writes; the text shows the sums over all processes.
+A process that is restarted goes on counting in the cells of the one before, since a counter of
+Prometheus must not go back. The text format (0.0.4) is written here, in 40 lines: the library
+`prometheus-client` would replace these alone, and importing it would slow the server's start.
 
-Every label's values are listed here, so that no user, no dataset and no client can make a new one,
-and so that the memory is of one size. A process counts in cells of its own, which others only
-read; a total is a sum over the processes. A process that is started anew goes on counting in the
-cells of the one before, as counters never go back. Any thread.
+Callable from any thread.
 """
 
 import itertools
@@ -18,7 +20,7 @@ from dataclasses import dataclass
 CELL_BYTES = 8
 
 OTHER = "other"
-"""Stands for a label's value that is not listed."""
+"""The label value that stands for all that are not listed."""
 
 REQUESTS = (
     *("datasets", "dataset", "begin", "put", "finish", "snapshot", "kept", "read", "stat", "list"),
@@ -27,8 +29,8 @@ REQUESTS = (
 )
 
 OUTCOMES = ("ok", "refused", "error", "busy", "bug", "gone")
-"""Done; not allowed; an error of the tree; too much to do at once; an error that is a bug; the
-client did not stay for the answer."""
+"""How a request ends: done; the user may not; another DieselError; the server has too much to do;
+an exception that is a bug; the client has gone before the answer."""
 
 REFUSALS = (
     *("greeting", "version", "login", "permission", "frame"),
@@ -42,7 +44,7 @@ BUCKETS_S = (0.0005, 0.002, 0.01, 0.05, 0.25, 1.0, 5.0, 30.0)
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One line of the table: its labels with all values that they have."""
+    """One metric: its labels, each with all its values."""
 
     name: str
     kind: str  # "counter", "gauge" or "histogram"
@@ -51,7 +53,7 @@ class Metric:
 
     @property
     def cell_labels(self) -> Iterable[tuple[str, ...]]:
-        """The values of the labels of each cell; a histogram has its buckets and its sum, too."""
+        """The label values of each cell. A histogram has a cell for each bucket and for the sum."""
         values = list(self.labels.values())
         if self.kind == "histogram":
             values.append([*map(str, BUCKETS_S), "+Inf", "sum"])
@@ -62,7 +64,7 @@ TABLE = (
     Metric(
         "diesel_requests_total",
         "counter",
-        "Requests that are over, by what was asked and how it ended.",
+        "Requests that have ended, by the request and its outcome.",
         {"do": REQUESTS, "outcome": OUTCOMES},
     ),
     Metric(
@@ -71,9 +73,9 @@ TABLE = (
         "Time from the end of a request to the end of its answer.",
         {"do": REQUESTS},
     ),
-    Metric("diesel_requests_under_way", "gauge", "Requests that are not over.", {}),
-    Metric("diesel_received_bytes_total", "counter", "Bytes that clients sent.", {}),
-    Metric("diesel_sent_bytes_total", "counter", "Bytes that were sent to clients.", {}),
+    Metric("diesel_requests_under_way", "gauge", "Requests that have not ended.", {}),
+    Metric("diesel_received_bytes_total", "counter", "Bytes received from clients.", {}),
+    Metric("diesel_sent_bytes_total", "counter", "Bytes sent to clients.", {}),
     Metric("diesel_connections", "gauge", "Connections that are open.", {}),
     Metric("diesel_connections_total", "counter", "Connections that were accepted.", {}),
     Metric("diesel_logins_total", "counter", "Logins that succeeded.", {}),
@@ -83,13 +85,21 @@ TABLE = (
         "Connections and requests that were refused, by the reason.",
         {"reason": REFUSALS},
     ),
-    Metric("diesel_payload_bytes", "gauge", "Memory that payloads under way may take.", {}),
-    Metric("diesel_tier_hits_total", "counter", "Reads, by what answered them.", {"tier": TIERS}),
     Metric(
-        "diesel_tier_bytes_total", "counter", "Bytes read, by what they came from.", {"tier": TIERS}
+        "diesel_payload_bytes",
+        "gauge",
+        "Memory reserved for the payloads and answers of requests under way.",
+        {},
     ),
+    Metric(
+        "diesel_tier_hits_total",
+        "counter",
+        "Reads, by what answered them: the cache in memory or on disk, or the object store.",
+        {"tier": TIERS},
+    ),
+    Metric("diesel_tier_bytes_total", "counter", "Bytes read, likewise.", {"tier": TIERS}),
     Metric("diesel_chunks_accepted_total", "counter", "Chunks that were put and committed.", {}),
-    Metric("diesel_commits_total", "counter", "Commits; one may bring several chunks.", {}),
+    Metric("diesel_commits_total", "counter", "Commits; each may have several chunks.", {}),
     Metric("diesel_uploaded_bytes_total", "counter", "Bytes of chunks that were accepted.", {}),
     Metric("diesel_worker_beats_total", "counter", "Signs of life of the workers' loops.", {}),
 )
@@ -98,14 +108,14 @@ PARENT_TABLE = (
     Metric("diesel_workers", "gauge", "Worker processes that accept connections.", {}),
     Metric("diesel_worker_starts_total", "counter", "Worker processes that were started.", {}),
 )
-"""What is counted once, by the process that watches over the others."""
+"""The metrics that the supervisor counts, which starts the workers."""
 
 
 class MetricCells:
-    """The cells of one process over some memory; `add` and `set` are the process's own."""
+    """The cells of one process. Only that process may call `add`, `set` and `observe`."""
 
     def __init__(self, memory: memoryview, table: Sequence[Metric] = TABLE) -> None:
-        """`memory` has `cells_bytes(table)`, zero at first."""
+        """`memory` has `cells_bytes(table)` bytes, which are zero at first."""
         self.table = table
         self._cells = memory.cast("d")
         self._lock = threading.Lock()
@@ -117,13 +127,13 @@ class MetricCells:
         }
 
     def add(self, name: str, *labels: str, amount: float = 1.0) -> None:
-        """Count. A label's value that is not listed counts as `OTHER`."""
+        """Add to a counter. A label value that is not listed counts as `OTHER`."""
         place = self._index(name, labels)
         with self._lock:
             self._cells[place] += amount
 
     def set(self, name: str, *labels: str, value: float) -> None:
-        """What a gauge or a total that is counted elsewhere stands at."""
+        """Set a gauge, or a total that is counted elsewhere."""
         self._cells[self._index(name, labels)] = value
 
     def observe(self, name: str, *labels: str, value: float) -> None:
@@ -134,11 +144,11 @@ class MetricCells:
         self.add(name, *labels, "sum", amount=value)
 
     def get(self, name: str, *labels: str) -> float:
-        """What a cell stands at."""
+        """The value of a cell."""
         return self._cells[self._index(name, labels)]
 
     def clear_gauges(self) -> None:
-        """Of a process that is over, nothing is open."""
+        """Set all gauges to 0, for a process that has ended."""
         for metric in self.table:
             if metric.kind == "gauge":
                 for values in metric.cell_labels:
@@ -157,17 +167,17 @@ class MetricCells:
 
 
 def cells_bytes(table: Sequence[Metric] = TABLE) -> int:
-    """The memory of one process's cells."""
+    """The size of one process's cells."""
     return CELL_BYTES * sum(1 for metric in table for _ in metric.cell_labels)
 
 
 def private_cells(table: Sequence[Metric] = TABLE) -> MetricCells:
-    """Cells that nobody else sees."""
+    """Cells in memory that is not shared."""
     return MetricCells(memoryview(bytearray(cells_bytes(table))), table)
 
 
 def exposition(processes: Sequence[MetricCells]) -> str:
-    """The sums over processes of one table, as Prometheus reads them."""
+    """The sums over all processes, which have one table, in Prometheus's text format."""
     lines: list[str] = []
     for metric in processes[0].table:
         lines.append(f"# HELP {metric.name} {metric.help}")

@@ -260,7 +260,7 @@ def left_out(tree: ast.AST) -> Iterator[str]:
 
 
 def test_fields_that_a_request_may_leave_out_are_documented() -> None:
-    """`WIRE.md`, section 5: those that whoever reads a request has a default for."""
+    """`WIRE.md`, section 5, names the fields for which the readers of requests have a default."""
     readers: list[ast.AST] = [
         ast.parse(path.read_bytes()) for path in (TREE / "server/diesel_server").glob("*.py")
     ]
@@ -273,8 +273,8 @@ def test_fields_that_a_request_may_leave_out_are_documented() -> None:
     found = {name for reader in readers for name in left_out(reader)}
     said = (
         page("diesel_fs/net/WIRE.md")
-        .partition("A field that is left out")[2]
-        .partition("*info*")[0]
+        .partition("These fields may be left out")[2]
+        .partition("Every other field")[0]
     )
     assert len(found) > 8
     assert set(CODE.findall(said)) == found | {"since_s", "chunks"}  # which are looked for by name

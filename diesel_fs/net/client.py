@@ -1,10 +1,13 @@
-"""The client's end of the wire (`WIRE.md`): connections to the servers at an address.
+"""The client of DIESEL-FS servers: sends requests over pooled connections, and sends them again
+where a server fails (`WIRE.md`).
 
-Owned here: which server is asked, which connections are kept, what is sent again and when. Not
-owned: one connection (`client_connection.py`), what is asked (`remote/repository.py`).
+The servers of one address (`diesel://a:9300,b:9300`) share one store, and any of them can answer
+any request. `ServerLink` decides which server is asked, which connections are kept, and what is
+sent again and when; `client_connection.py` is a single connection.
 
-Concurrency: a `ServerLink` serves many threads, each call on a connection of its own. After a fork,
-the child lets go of its parent's connections before it does anything else, and makes its own.
+Concurrency: a `ServerLink` serves many threads; each call has a connection for itself. In a forked
+child the connections of the parent are closed before anything else runs, and the child makes its
+own.
 """
 
 import os
@@ -14,7 +17,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Protocol, Self
+from typing import Protocol
 from uuid import UUID
 
 from ..credentials import Credentials
@@ -35,31 +38,33 @@ from .messages import Message, parse_error
 __all__ = ["Answer", "RpcClient", "ServerLink"]
 
 DEADLINE_S = 60.0
-"""For a request, its answer, and all attempts at them."""
+"""The time for a request and its answer, all attempts included."""
 
 FIRST_CONNECT_S = 5.0
-"""How long to look for a server where none has answered before: the address may be wrong."""
+"""The time to find a server while none has ever answered: the address may be wrong."""
 
 CONNECT_S = 10.0
-"""For one address, login included: a machine that is gone answers nothing at all."""
+"""The time to connect to one server, login included: a machine that is gone does not answer."""
 
 SILENCE_S = 5.0
-"""Where there are other servers, so long at least one may be silent before another is asked."""
+"""Where the address has several servers, one may be silent for at least so long before another is
+asked."""
 
 IDLE_CONNECTIONS_MAX = 16
 IDLE_S = 60.0
-"""Less than the time after which a server closes a connection that says nothing."""
+"""Idle connections are kept for so long: less than the time after which a server closes them."""
 
 _PAUSE_S = 0.05
 _PAUSE_S_MAX = 2.0
 
 
 class RpcClient(Protocol):
-    """Requests to a server and their answers; from many threads at once, in forked children."""
+    """Sends requests to a server and receives the answers. Usable from many threads at once, and in
+    forked children."""
 
     @property
     def store_id(self) -> UUID:
-        """The object store behind the server. Connects where that has not been done."""
+        """The UUID of the object store behind the server. Connects if nothing has yet."""
         ...
 
     def call(
@@ -73,32 +78,33 @@ class RpcClient(Protocol):
     ) -> Answer:
         """The answer to a request (`message` without `id`).
 
-        `room` takes the payload, which must fit it exactly. `may_repeat`: where a connection
-        breaks, it may be sent once more, to another address where there is one. Raises the error
-        that the answer is; MetadataError where no server can be reached, DeadlineError,
-        CorruptError for an answer that contradicts the wire.
+        The payload of the answer is received into `room`, if given, which it must fill exactly.
+        With `may_repeat` the request is sent again where a connection breaks, to another server if
+        there is one. Raises the error in the answer; MetadataError where no server can be reached,
+        DeadlineError, CorruptError for an answer that breaks the protocol.
         """
         ...
 
     def stream(self, message: Message, *, deadline_s: float | None = None) -> Iterator[Answer]:
-        """All answers to a request, the last too; the deadline is for each. Raises as `call`.
+        """All answers to a request; the deadline is for each. Raises as `call`.
 
-        Until the first has come, the request may be sent again. A stream that is closed before its
-        end takes its connection along.
+        The request may be sent again until the first answer has come. Closing the iterator before
+        its end closes the connection.
         """
         ...
 
     def close_idle(self) -> None:
-        """End the connections that nobody uses now; the next request makes one. Repeatable."""
+        """Close the idle connections; the next request makes a new one. Repeatable."""
         ...
 
     def close(self) -> None:
-        """End all connections. Repeatable."""
+        """Close the idle connections, and each other one when its call ends. No call can be made
+        afterwards. Repeatable."""
         ...
 
 
 class ServerLink(RpcClient):
-    """The servers at one address, as one user."""
+    """A client of the servers at one address, as one user."""
 
     def __init__(
         self,
@@ -108,13 +114,18 @@ class ServerLink(RpcClient):
         program: str = "diesel-fs",
         open_s: float = FIRST_CONNECT_S,
     ) -> None:
+        """Nothing is sent before the first request. `program` names this program to the server;
+        `open_s` is how long to look for a server as long as none has answered. Raises ConfigError
+        for a malformed address.
+        """
         self._url = url
         self._addresses: Sequence[Address] = parse_addresses(url)
         self._credentials = credentials
         self._program = program
         self._open_s = open_s
         self._tls: ssl.SSLContext | None = None
-        self._first = secrets.randbelow(len(self._addresses))  # spreads clients over the servers
+        # The server that is asked first; a random one, which spreads clients over the servers
+        self._first = secrets.randbelow(len(self._addresses))
         self._store: UUID | None = None
         self._lock = threading.Lock()
         self._idle: list[Connection] = []
@@ -122,27 +133,11 @@ class ServerLink(RpcClient):
         self._closed = False
         _links.add(self)
 
-    @classmethod
-    def open(
-        cls,
-        url: RepositoryUrl,
-        credentials: Credentials,
-        *,
-        program: str = "diesel-fs",
-        open_s: float = FIRST_CONNECT_S,
-    ) -> Self:
-        """A link to the servers of a URL; nothing is sent before something is asked.
-
-        `open_s`: how long to look for a server as long as none has answered yet. Raises ConfigError
-        for a malformed address.
-        """
-        return cls(url, credentials, program=program, open_s=open_s)
-
     @property
     def store_id(self) -> UUID:
-        """The object store behind the server. Connects where that has not been done."""
+        """See `RpcClient`."""
         if self._store is None:
-            self._give_back(self._taken(Deadline(DEADLINE_S)))
+            self._release(self._acquire(Deadline(DEADLINE_S)))
         assert self._store is not None
         return self._store
 
@@ -161,7 +156,7 @@ class ServerLink(RpcClient):
         if answer.message.get("more") is True:
             connection.close()
             return answer
-        self._give_back(connection)
+        self._release(connection)
         return answer
 
     def stream(self, message: Message, *, deadline_s: float | None = None) -> Iterator[Answer]:
@@ -179,7 +174,7 @@ class ServerLink(RpcClient):
             at_end = True
         finally:
             if at_end:
-                self._give_back(connection)
+                self._release(connection)
             else:
                 connection.close()
         error = parse_error(answer.message)
@@ -195,13 +190,13 @@ class ServerLink(RpcClient):
             connection.close()
 
     def close(self) -> None:
-        """End all connections. Repeatable."""
+        """See `RpcClient`."""
         with self._lock:
             self._closed = True
         self.close_idle()
 
     def __del__(self) -> None:
-        for connection in getattr(self, "_idle", ()):  # an address may have been malformed
+        for connection in getattr(self, "_idle", ()):  # `__init__` may have raised
             connection.close()
 
     # One request
@@ -214,16 +209,17 @@ class ServerLink(RpcClient):
         may_repeat: bool,
         deadline: Deadline,
     ) -> tuple[Connection, Answer]:
-        """The first answer that is no error, and the connection that it came by."""
+        """Send a request until a server answers it. Returns the first answer, which is no error,
+        and its connection."""
         pause_s = _PAUSE_S
         while True:
-            connection = self._taken(deadline)
+            connection = self._acquire(deadline)
             try:
                 limit = self._server_deadline(may_repeat, deadline)
                 answer = connection.exchange(message, payload, room, limit)
             except ConnectionBroken as broken:
-                self._leave(connection)
-                if broken.was_sent and not may_repeat:
+                self._abandon(connection)
+                if broken.may_have_arrived and not may_repeat:
                     raise _unknown(broken.error) from broken
                 error = broken.error
             except BaseException:
@@ -235,28 +231,29 @@ class ServerLink(RpcClient):
                     return connection, answer
                 hint = answer.message.get("retry_after_s")
                 if not isinstance(hint, int | float) or isinstance(hint, bool):
-                    self._give_back(connection)
+                    self._release(connection)
                     raise found
-                error = found  # it has not even begun with it
+                error = found  # the server has not begun with the request
                 pause_s = max(pause_s, min(float(hint), _PAUSE_S_MAX))
                 if len(self._addresses) > 1:
-                    self._leave(connection)
+                    self._abandon(connection)
                 else:
-                    self._give_back(connection)
-            if not _paused(pause_s, deadline):
+                    self._release(connection)
+            if not _pause(pause_s, deadline):
                 raise error
             pause_s = min(2 * pause_s, _PAUSE_S_MAX)
 
     def _server_deadline(self, may_repeat: bool, deadline: Deadline) -> Deadline:
-        """How long one server may take, where another could be asked."""
+        """The deadline for one server: it leaves time to ask another, if there is one."""
         if not may_repeat or len(self._addresses) == 1:
             return deadline
         return deadline.capped(max(SILENCE_S, deadline.left_s / 2))
 
     # Connections
 
-    def _taken(self, deadline: Deadline) -> Connection:
-        """A connection of the caller's own. Raises MetadataError, PermissionDenied."""
+    def _acquire(self, deadline: Deadline) -> Connection:
+        """An idle or new connection, for the caller alone. Raises MetadataError,
+        PermissionDenied."""
         while True:
             with self._lock:
                 if self._closed:
@@ -267,27 +264,28 @@ class ServerLink(RpcClient):
             if time.monotonic() - connection.idle_since_s < IDLE_S and connection.is_usable:
                 return connection
             connection.close()
-        return self._connected(deadline)
+        return self._connect(deadline)
 
-    def _give_back(self, connection: Connection) -> None:
+    def _release(self, connection: Connection) -> None:
+        """Keep a connection for the next call."""
         connection.idle_since_s = time.monotonic()
         with self._lock:
             self._idle.append(connection)
             kept = 0 if self._closed else IDLE_CONNECTIONS_MAX
             cut = max(0, len(self._idle) - kept)
-            too_many, self._idle = self._idle[:cut], self._idle[cut:]  # the longest idle go first
-        for each in too_many:
+            excess, self._idle = self._idle[:cut], self._idle[cut:]  # the longest idle are closed
+        for each in excess:
             each.close()
 
-    def _leave(self, connection: Connection) -> None:
+    def _abandon(self, connection: Connection) -> None:
         """Close a connection, and ask another server next."""
         connection.close()
         if self._addresses[self._first] == connection.address:
             self._first = (self._first + 1) % len(self._addresses)
 
-    def _connected(self, deadline: Deadline) -> Connection:
-        """A new connection to the first server that takes us; all are tried, more than once, and
-        each has its share of the time: a machine that is gone is silent to the end of it."""
+    def _connect(self, deadline: Deadline) -> Connection:
+        """A new connection to the first server that accepts. All servers are tried, again and
+        again; each gets a share of the time, since a machine that is gone uses up all of it."""
         patience = deadline if self._store is not None else deadline.capped(self._open_s)
         pause_s = _PAUSE_S
         failed: list[ConnectionBroken] = []
@@ -304,11 +302,11 @@ class ServerLink(RpcClient):
                     continue
                 self._first = at
                 return connection
-            self._first = (first + 1) % count  # where the time ends now, the next call goes on
+            self._first = (first + 1) % count  # if time is up, the next call starts with another
             if before and all(isinstance(broken.error, DeadlineError) for broken in failed):
-                failed = before  # the last attempt, which had little time, says less
-            if all(broken.is_permanent for broken in failed) or not _paused(pause_s, patience):
-                raise _none_of(failed) from failed[0]
+                failed = before  # the last round had little time: its errors say less
+            if all(broken.is_permanent for broken in failed) or not _pause(pause_s, patience):
+                raise _connect_error(failed) from failed[0]
             pause_s = min(2 * pause_s, _PAUSE_S_MAX)
 
     def _open_connection(self, address: Address, patience: Deadline) -> Connection:
@@ -333,16 +331,16 @@ class ServerLink(RpcClient):
             connection.close()
             raise ConnectionBroken(
                 MetadataError(
-                    f"{address} serves another store ({connection.store_id}) than was there before"
+                    f"{address} serves another store ({connection.store_id}) than before"
                     f" ({self._store})",
-                    advice="the servers of one address share one store",
+                    advice="all servers of one address must serve the same store",
                 ),
-                lasting=True,
+                is_permanent=True,
             )
         return connection
 
-    def _forget(self) -> None:
-        """Called in a forked child: what there is belongs to the parent."""
+    def _reset_after_fork(self) -> None:
+        """Drop the connections, which belong to the parent process."""
         self._lock = threading.Lock()
         self._idle.clear()
         for connection in list(self._all):
@@ -350,9 +348,9 @@ class ServerLink(RpcClient):
         self._all = weakref.WeakSet()
 
 
-def _paused(pause_s: float, deadline: Deadline) -> bool:
-    """Wait a little, so that not all who failed together come back together; False where there is
-    no time for that."""
+def _pause(pause_s: float, deadline: Deadline) -> bool:
+    """Sleep for about `pause_s`, with a random factor, so that clients that failed together do not
+    come back together. Returns False at once where there is no time for that."""
     pause_s *= 0.5 + secrets.randbelow(1000) / 1000
     if deadline.left_s <= pause_s:
         return False
@@ -361,13 +359,14 @@ def _paused(pause_s: float, deadline: Deadline) -> bool:
 
 
 def _unknown(error: DieselError) -> DieselError:
-    """The error of a request that must not be sent twice, and may have been carried out."""
+    """The error for a request that must not be sent twice, and may have been carried out."""
     kind = DeadlineError if isinstance(error, DeadlineError) else MetadataError
     return kind(f"{error.message}: whether the request was carried out is not known")
 
 
-def _none_of(failed: Sequence[ConnectionBroken]) -> DieselError:
-    """The error where no server takes us; those that may pass come first."""
+def _connect_error(failed: Sequence[ConnectionBroken]) -> DieselError:
+    """The error where no server accepts us. Temporary failures come first: then the error says that
+    trying again may help."""
     ordered = sorted(failed, key=lambda broken: broken.is_permanent)
     first = ordered[0].error
     if len(ordered) > 1:
@@ -378,9 +377,9 @@ def _none_of(failed: Sequence[ConnectionBroken]) -> DieselError:
 _links: "weakref.WeakSet[ServerLink]" = weakref.WeakSet()
 
 
-def _forget_all() -> None:
+def _reset_all_after_fork() -> None:
     for link in list(_links):
-        link._forget()
+        link._reset_after_fork()
 
 
-os.register_at_fork(after_in_child=_forget_all)
+os.register_at_fork(after_in_child=_reset_all_after_fork)

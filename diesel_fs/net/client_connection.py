@@ -1,11 +1,9 @@
-"""One connection to a server, at its client's end: from the first byte to the last answer.
+"""One connection of a client to a server: connecting, TLS, login, then requests and answers, each
+with a deadline.
 
-Owned here: addresses, connecting, TLS, greeting and login, sending and receiving frames within a
-deadline. Not owned: the bytes of frames (`wire.py`), which of several servers, and whether a
-request is sent again (`client.py`).
-
-A connection is used by one thread at a time and carries one request at a time. Payloads are sent
-from where they lie, and received into the memory where they are wanted.
+`frames.py` encodes the bytes; `client.py` chooses the server and sends requests again. A connection
+is used by one thread at a time and carries one request at a time. Payloads are never copied into a
+frame: they are sent from the caller's memory, and received into it.
 """
 
 import hashlib
@@ -40,22 +38,24 @@ from .messages import Message, parse_error
 PORT = 9300
 
 PAYLOAD_BYTES_MAX = 64 << 20
-"""Of an answer for which nobody has made room: accounts, pieces of snapshots."""
+"""The largest payload that is received where the caller gives no memory for it: accounts, and
+pieces of snapshots."""
 
-_BUFFER_BYTES = 16 << 10  # small answers come by one call; of large ones this much is copied
+_BUFFER_BYTES = 16 << 10  # a small answer takes one system call; of a large one so much is copied
 _TLS_PIECE_BYTES = 256 << 10
-_PARTS_AT_ONCE = 64
+_BUFFERS_PER_CALL = 64  # of one `sendmsg`
 _EARLY_ANSWER_S = 1.0
-"""For the answer of a server that does not want to hear the rest of a request."""
+"""The time for the answer of a server that has closed the connection in the middle of a request:
+its reason may be on the way."""
 
-_KEEP_ALIVE = (  # a server whose machine is gone is noticed between requests, too
+_KEEP_ALIVE = (  # to notice between requests that the machine of a server is gone
     (socket.TCP_KEEPIDLE, 30),
     (socket.TCP_KEEPINTVL, 10),
     (socket.TCP_KEEPCNT, 3),
 )
 
 _UNTRUSTED = "SSL_CERT_FILE names the authorities to trust"
-_CERTIFICATE_ADVICE = {  # by OpenSSL's X509_V_ERR_...
+_CERTIFICATE_ADVICE = {  # by OpenSSL's error X509_V_ERR_...
     9: "if this machine's clock is right, the server needs another certificate",
     10: "if this machine's clock is right, the server's certificate has to be renewed",
     62: "name the server as its certificate does",
@@ -66,7 +66,7 @@ T = TypeVar("T")
 
 
 class Address(NamedTuple):
-    """Where a server listens."""
+    """The host and port at which a server listens."""
 
     host: str
     port: int
@@ -76,40 +76,42 @@ class Address(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """One answer: its head, and its payload in memory of its own (or in the `room` of the call)."""
+    """One answer: its message, and its payload in memory of its own or in the caller's."""
 
     message: Message
     payload: memoryview
 
 
 class Deadline:
-    """A time by which something is over."""
+    """A point in time by which a call must end."""
 
     def __init__(self, seconds: float) -> None:
         self._end_s = time.monotonic() + seconds
 
     @property
     def left_s(self) -> float:
-        """Seconds that are left; not below 0."""
+        """The seconds that are left; never below 0."""
         return max(0.0, self._end_s - time.monotonic())
 
     def capped(self, seconds: float) -> "Deadline":
-        """This, or so many seconds from now."""
+        """This deadline, or so many seconds from now, whichever is earlier."""
         return Deadline(min(seconds, self.left_s))
 
 
 class ConnectionBroken(Exception):
-    """A connection is of no more use.
+    """A connection cannot be used any more, or could not be made.
 
-    `was_sent`: the server may have the whole request. `is_permanent`: at this address it will not
-    go better soon.
+    `may_have_arrived`: the server may have the whole request. `is_permanent`: another attempt at
+    this server is not likely to succeed.
     """
 
-    def __init__(self, error: DieselError, *, arrived: bool = False, lasting: bool = False) -> None:
+    def __init__(
+        self, error: DieselError, *, may_have_arrived: bool = False, is_permanent: bool = False
+    ) -> None:
         super().__init__(str(error))
         self.error = error
-        self.was_sent = arrived
-        self.is_permanent = lasting
+        self.may_have_arrived = may_have_arrived
+        self.is_permanent = is_permanent
 
 
 def parse_addresses(url: RepositoryUrl) -> list[Address]:
@@ -123,7 +125,7 @@ def parse_addresses(url: RepositoryUrl) -> list[Address]:
             parts, port = urlsplit(""), None
         if not parts.hostname or parts.path:
             raise ConfigError(
-                f"bad repository URL {str(url)!r}: {place!r} is no host and port",
+                f"bad repository URL {str(url)!r}: {place!r} is not a host and port",
                 advice=f"write {url.scheme}://host:port,host2:port2",
             )
         found.append(Address(parts.hostname, PORT if port is None else port))
@@ -131,8 +133,8 @@ def parse_addresses(url: RepositoryUrl) -> list[Address]:
 
 
 def tls_context() -> ssl.SSLContext:
-    """What a client asks of a server's certificate: a chain to an authority that this machine
-    trusts (or those in the file that SSL_CERT_FILE names), and the host's name."""
+    """The TLS context of clients. A server's certificate must name its host and lead to an
+    authority that this machine trusts, or that is in the file that SSL_CERT_FILE names."""
     context = ssl.create_default_context()
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     return context
@@ -149,14 +151,15 @@ class Connection:
         program: str,
         deadline: Deadline,
     ) -> None:
-        """Raises Broken; PermissionDenied where the server does not know us."""
+        """Connect and log in. Raises ConnectionBroken; PermissionDenied where the server rejects
+        the login."""
         self.address = address
         self.store_id = UUID(int=0)
         self.idle_since_s = 0.0
         self._buffer = memoryview(bytearray(_BUFFER_BYTES))
-        self._start = self._end = 0  # what of the buffer has not been taken yet
-        self._ids = 0
-        self._arrived = False
+        self._start = self._end = 0  # the received bytes in the buffer that are not used yet
+        self._last_id = 0
+        self._may_have_arrived = False
         self._tls = tls is not None
         self._socket = _connected(address, deadline)
         try:
@@ -166,7 +169,7 @@ class Connection:
             self._log_in(credentials, program, deadline)
         except DieselError as error:
             self.close()
-            if error.retry:  # its accounts cannot be had just now, say; another server's may
+            if error.retry:  # it cannot read its accounts now, say: another server may
                 raise ConnectionBroken(error) from error
             raise
         except BaseException:
@@ -174,14 +177,15 @@ class Connection:
             raise
 
     def close(self) -> None:
-        """Let go of the socket, without a word to the server: after a fork it is the parent's,
-        too. Repeatable."""
+        """Close the socket without sending anything: in a forked child the connection is the
+        parent's. Repeatable."""
         with suppress(OSError):
             self._socket.close()
 
     @property
     def is_usable(self) -> bool:
-        """Whether the server, as far as can be told, still waits for a request."""
+        """Whether the server seems to wait for a request: it has sent nothing, not even the
+        end."""
         return self._start == self._end and not self._readable.poll(0)
 
     def exchange(
@@ -191,13 +195,13 @@ class Connection:
         room: memoryview | None,
         deadline: Deadline,
     ) -> Answer:
-        """Send a request; its first answer. Raises Broken, CorruptError; UsageError before
-        anything is sent, where it is too large."""
-        self._ids += 1
+        """Send a request and receive its first answer. Raises ConnectionBroken, CorruptError;
+        UsageError for a request that is too large, before anything is sent."""
+        self._last_id += 1
         views = [memoryview(part).cast("B") for part in payload if len(part)]
         size = sum(view.nbytes for view in views)
-        head = wire.frame({**message, "id": self._ids}, wire.REQUEST_LIMITS, size)
-        self._arrived = False
+        head = wire.frame({**message, "id": self._last_id}, wire.REQUEST_LIMITS, size)
+        self._may_have_arrived = False
         try:
             self._send([memoryview(head), *views], deadline)
         except ConnectionBroken as broken:
@@ -207,17 +211,19 @@ class Connection:
         return self.receive(room, deadline)
 
     def receive(self, room: memoryview | None, deadline: Deadline) -> Answer:
-        """The next answer to the request. Raises Broken, CorruptError."""
+        """The next answer to the request. Raises ConnectionBroken, CorruptError."""
         answer = self._received(wire.ANSWER_LIMITS, room, deadline)
-        if answer.message.get("id") != self._ids:
+        if answer.message.get("id") != self._last_id:
             error = parse_error(answer.message)
             if error is not None and "id" not in answer.message:
-                raise ConnectionBroken(error, arrived=self._arrived, lasting=True)
-            raise CorruptError(f"{self.address} answered what it had not been asked")
+                raise ConnectionBroken(
+                    error, may_have_arrived=self._may_have_arrived, is_permanent=True
+                )
+            raise CorruptError(f"{self.address} sent an answer to another request")
         wire.check_required_fields(answer.message)
         return answer
 
-    # The beginning
+    # TLS and login
 
     def _prepare(self, connected: socket.socket) -> None:
         connected.setblocking(False)
@@ -254,22 +260,22 @@ class Connection:
                     f"the certificate of {self.address} is refused: {error.verify_message}",
                     advice=_CERTIFICATE_ADVICE.get(error.verify_code, _UNTRUSTED),
                 ),
-                lasting=True,
+                is_permanent=True,
             ) from error
-        except ssl.SSLEOFError as error:  # a server that was just stopped, say: not lasting
+        except ssl.SSLEOFError as error:  # temporary: the server was just stopped, say
             raise ConnectionBroken(
                 MetadataError(
-                    f"{self.address} closed the connection before TLS stood",
-                    advice="where this goes on: a server without TLS is diesel://host:port",
+                    f"{self.address} closed the connection during the TLS handshake",
+                    advice="if it happens again: a server without TLS is diesel://host:port",
                 )
             ) from error
         except ssl.SSLError as error:
             raise ConnectionBroken(
                 MetadataError(
-                    f"{self.address} does not speak TLS with us: {error.reason or error}",
+                    f"the TLS handshake with {self.address} failed: {error.reason or error}",
                     advice="a server without TLS is diesel://host:port",
                 ),
-                lasting=True,
+                is_permanent=True,
             ) from error
         except OSError as error:
             raise ConnectionBroken(
@@ -280,7 +286,7 @@ class Connection:
         self._send([memoryview(wire.greeting())], deadline)
         try:
             head = self._exactly(wire.GREETING_BYTES, deadline)
-            goes_on, version, length = wire.parse_welcome(bytes(head))
+            is_accepted, version, length = wire.parse_welcome(bytes(head))
         except (ConnectionBroken, ForeignError) as error:
             if isinstance(error, ConnectionBroken) and isinstance(error.error, DeadlineError):
                 raise
@@ -289,12 +295,12 @@ class Connection:
                 reason if str(self.address) in reason else f"{self.address}: {reason}",
                 advice="" if self._tls else "a server that speaks TLS is diesel+tls://host:port",
             )
-            raise ConnectionBroken(refused, lasting=isinstance(error, ForeignError)) from error
+            raise ConnectionBroken(refused, is_permanent=isinstance(error, ForeignError)) from error
         tail = bytes(self._exactly(length, deadline))
-        if not goes_on:
-            why = wire.refusal_error(version, tail)
-            why.message = f"{self.address}: {why.message}"
-            raise ConnectionBroken(why, lasting=version != wire.VERSION)
+        if not is_accepted:
+            refusal = wire.refusal_error(version, tail)
+            refusal.message = f"{self.address}: {refusal.message}"
+            raise ConnectionBroken(refusal, is_permanent=version != wire.VERSION)
         user = credentials.user
         signature = sign(credentials.seed, wire.login_challenge(tail, self._binding(), user))
         login: Message = {
@@ -309,7 +315,7 @@ class Connection:
         try:
             self.store_id = UUID(str(message.get("store")))
         except ValueError:
-            raise CorruptError(f"{self.address} does not say which store it serves") from None
+            raise CorruptError(f"{self.address} did not say which store it serves") from None
 
     def _binding(self) -> bytes:
         if not isinstance(self._socket, ssl.SSLSocket):
@@ -324,14 +330,14 @@ class Connection:
         lengths = wire.parse_lengths(self._exactly(wire.LENGTHS_BYTES, deadline), limits)
         message = wire.parse_head(self._exactly(lengths.head, deadline), limits)
         if "error" in message and lengths.payload:
-            raise CorruptError(f"{self.address} sends {lengths.payload} bytes with an error")
+            raise CorruptError(f"{self.address} sent a payload with an error")
         if room is None or "error" in message:
             if lengths.payload > PAYLOAD_BYTES_MAX:
-                raise CorruptError(f"{self.address} sends {lengths.payload} bytes unasked")
+                raise CorruptError(f"{self.address} sent {lengths.payload} bytes unasked")
             room = np.empty(lengths.payload, np.uint8).data
         if room.nbytes != lengths.payload:
             raise CorruptError(
-                f"{self.address} sends {lengths.payload} bytes where {room.nbytes} were asked for"
+                f"{self.address} sent {lengths.payload} bytes where {room.nbytes} were asked for"
             )
         self._fill(room, deadline)
         return Answer(message, room)
@@ -360,7 +366,8 @@ class Connection:
         )
         if not count:
             raise ConnectionBroken(
-                MetadataError(f"{self.address} has closed the connection"), arrived=self._arrived
+                MetadataError(f"{self.address} has closed the connection"),
+                may_have_arrived=self._may_have_arrived,
             )
         return count
 
@@ -369,15 +376,15 @@ class Connection:
         while at < len(views):
             if self._tls:
                 piece = views[at][:_TLS_PIECE_BYTES]
-                self._arrived = at == len(views) - 1 and piece.nbytes == views[at].nbytes
+                self._may_have_arrived = at == len(views) - 1 and piece.nbytes == views[at].nbytes
                 sent = self._retry_until_ready(
                     lambda piece=piece: self._socket.send(piece),  # type: ignore[misc]  # mypy cannot infer a lambda with defaults
                     self._writable,
                     deadline,
                 )
             else:
-                some = views[at : at + _PARTS_AT_ONCE]
-                self._arrived = at + len(some) == len(views)
+                some = views[at : at + _BUFFERS_PER_CALL]
+                self._may_have_arrived = at + len(some) == len(views)
                 sent = self._retry_until_ready(
                     lambda some=some: self._socket.sendmsg(some),  # type: ignore[misc]  # mypy cannot infer a lambda with defaults
                     self._writable,
@@ -392,7 +399,7 @@ class Connection:
     def _retry_until_ready(
         self, work: Callable[[], T], ready: select.poll, deadline: Deadline
     ) -> T:
-        """What a call on the socket gives, as soon as it need not wait. Raises Broken."""
+        """Repeat a call on the socket until it does not have to wait. Raises ConnectionBroken."""
         try:
             while True:
                 try:
@@ -406,19 +413,20 @@ class Connection:
         except OSError as error:
             raise ConnectionBroken(
                 MetadataError(f"the connection to {self.address} broke: {_why(error)}"),
-                arrived=self._arrived,
+                may_have_arrived=self._may_have_arrived,
             ) from error
 
     def _wait(self, ready: select.poll, deadline: Deadline) -> None:
         if not ready.poll(deadline.left_s * 1000):
             raise ConnectionBroken(
-                DeadlineError(f"{self.address} did not answer in time"), arrived=self._arrived
+                DeadlineError(f"{self.address} did not answer in time"),
+                may_have_arrived=self._may_have_arrived,
             )
 
 
 def _connected(address: Address, deadline: Deadline) -> socket.socket:
-    """A socket that is connected to one of an address's places. Raises Broken."""
-    why = "it has no address"
+    """A socket that is connected to one of the addresses of a host. Raises ConnectionBroken."""
+    why = "its name has no address"
     for family, place in _resolve_in_time(address, deadline):
         found = None
         try:
@@ -439,7 +447,8 @@ _SocketAddress = tuple[str, int] | tuple[str, int, int, int] | tuple[int, bytes]
 def _resolve_in_time(
     address: Address, deadline: Deadline
 ) -> Sequence[tuple[socket.AddressFamily, _SocketAddress]]:
-    """What a host's name means. Looking that up has no time-out of its own, hence the thread."""
+    """The addresses of a host. The look-up of a name has no time-out of its own, so it runs in a
+    thread."""
     with suppress(OSError):
         return _looked_up(address, socket.AI_NUMERICHOST)
     found: list[tuple[socket.AddressFamily, _SocketAddress]] = []
@@ -450,8 +459,8 @@ def _resolve_in_time(
             found.extend(_looked_up(address, 0))
         except OSError as error:
             failed.append(error)
-        except UnicodeError:  # a label of it is empty or too long
-            failed.append(OSError(0, "it is no name of a host"))
+        except UnicodeError:  # a label of the name is empty or too long
+            failed.append(OSError(0, "that is no name of a host"))
 
     thread = threading.Thread(target=look_up, daemon=True)
     thread.start()
@@ -469,7 +478,7 @@ def _looked_up(address: Address, flags: int) -> list[tuple[socket.AddressFamily,
     with suppress(UnicodeError):
         answers = socket.getaddrinfo(*address, type=socket.SOCK_STREAM, flags=flags)
         return [(answer[0], answer[4]) for answer in answers]
-    raise OSError(0, "it is no name of a host")
+    raise OSError(0, "that is no name of a host")
 
 
 def _why(error: OSError) -> str:

@@ -1,11 +1,11 @@
-"""The chunks of datasets behind a server, as an object store.
+"""The chunks of datasets behind a server, with the interface of an object store.
 
-Owned here: which requests reading and storing chunks are. A chunk that is put is checked, durable
-and committed when `put` returns, all by the server. Not owned: connections (`net/client.py`),
-whether bytes are right (whoever reads checks them). A server lists no objects and deletes none for
-its clients: those methods raise UsageError.
+When `put` returns, the server has checked the chunk, stored it durably and committed it. Callers
+check the bytes that they read. A server does not list or delete objects for its clients: those
+methods raise UsageError. The only other objects are leases, which `replace` and `delete` send as
+requests.
 
-May be used from several threads and in forked children.
+Usable from several threads and in forked children.
 """
 
 import json
@@ -35,15 +35,16 @@ from ..storage.objects.store import (
 from .values import PARTS_MAX, parts_message
 
 AT_ONCE_BYTES = 16 << 20
-"""Of many ranges that are read, so many at once: large enough to fill a link, small to wait for."""
+"""The size of one request of many that are read: large enough to fill a network link, small enough
+to wait for."""
 
-_SLOWEST_BYTES_PER_S = 1 << 20  # a link that is slower fails
-_PUT_S = 60.0  # what a server may wait for its stores
+_SLOWEST_BYTES_PER_S = 1 << 20  # deadlines assume a connection at least so fast
+_PUT_S = 60.0  # the time that a server may wait for its stores
 _SECOND_NS = 1_000_000_000
 
 
 class RemoteObjects(ObjectStore):
-    """Chunks behind a server; they can be read, and put."""
+    """The chunks behind a server, to read and to put."""
 
     fork_safe = True
     batches_reads = True
@@ -53,11 +54,11 @@ class RemoteObjects(ObjectStore):
 
     @property
     def store_id(self) -> UUID:  # type: ignore[override]  # known once a server has been asked
-        """The object store behind the server. Connects."""
+        """The UUID of the object store behind the server. Connects if nothing has yet."""
         return self._link.store_id
 
     def put(self, name: str, parts: Sequence[Bytes]) -> None:
-        identity, _ = _of_chunk(name)
+        identity, _ = _parse_name(name)
         message: Message = {"do": "put", "identity": identity.bytes}
         total = sum(len(part) for part in parts)
         self._link.call(message, parts, deadline_s=_PUT_S + total / _SLOWEST_BYTES_PER_S)
@@ -69,7 +70,7 @@ class RemoteObjects(ObjectStore):
             lease = json.loads(content)
             version, until = int(lease["version"]), float(lease["until"])
         except (ValueError, KeyError, TypeError):
-            raise UsageError(f"{name} is no lease") from None
+            raise UsageError(f"{name} does not hold a lease") from None
         self._lease(name, version, max(until - time.time(), 1.0))
 
     def delete(self, name: str) -> None:
@@ -99,12 +100,12 @@ class RemoteObjects(ObjectStore):
 
     def read_into(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
         check_range(name, start, len(buffer))
-        identity, chunk = _of_chunk(name)
+        identity, chunk = _parse_name(name)
         self._read(identity, [(chunk, start, len(buffer))], memoryview(buffer))
 
     def read_uncached(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
         check_range(name, start, len(buffer))
-        identity, chunk = _of_chunk(name)
+        identity, chunk = _parse_name(name)
         part = chunk, start, len(buffer)
         self._read(identity, [part], memoryview(buffer), fresh=True)
 
@@ -114,12 +115,12 @@ class RemoteObjects(ObjectStore):
         yield from self.read_parts([(name, start, size) for start, size in ranges])
 
     def read_parts(self, parts: Sequence[Part]) -> Iterator[memoryview]:
-        """Many in one request."""
+        """Read parts of one dataset's chunks, many in one request."""
         for some in batched_parts(parts, PARTS_MAX, AT_ONCE_BYTES):
             yield from self._read_some(some)
 
     def _read_some(self, parts: Sequence[Part]) -> Iterator[memoryview]:
-        known = {name: _of_chunk(name) for name, _, _ in parts}
+        known = {name: _parse_name(name) for name, _, _ in parts}
         identities = {identity for identity, _ in known.values()}
         if len(identities) != 1:
             raise UsageError("parts of several datasets at once")
@@ -151,7 +152,7 @@ class RemoteObjects(ObjectStore):
             raise CorruptError(f"the server sent {len(answer.payload)} of {len(buffer)} bytes")
 
     def stat(self, name: str) -> ObjectInfo:
-        identity, chunk = _of_chunk(name)
+        identity, chunk = _parse_name(name)
         front = self.get(name, 0, PREAMBLE_BYTES)
         preamble = parse_preamble(bytes(front), identity=identity, id=chunk)
         return ObjectInfo(name, preamble.object_bytes, id_seconds(chunk) * _SECOND_NS)
@@ -169,7 +170,8 @@ class RemoteObjects(ObjectStore):
         raise _not_for_clients("lists no objects")
 
 
-def _of_chunk(name: str) -> tuple[UUID, ChunkId]:
+def _parse_name(name: str) -> tuple[UUID, ChunkId]:
+    """The identity of the dataset and the ID of the chunk in the name of an object."""
     identity, chunk = identity_of_object(name), chunk_of_object(name)
     if identity is None or chunk is None:
         raise UsageError(f"{name!r} is not the name of a chunk")

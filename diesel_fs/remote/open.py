@@ -1,4 +1,5 @@
-"""Which repository an address opens: one of this process's own, or one behind a server."""
+"""Opens the repository at an address: a store that this process reads itself, or one behind a
+server."""
 
 from uuid import UUID
 
@@ -16,11 +17,11 @@ from .repository import RemoteRepository
 def open_repository(
     url: RepositoryUrl | str, credentials: Credentials | None = None, *, create: bool = False
 ) -> Repository:
-    """The repository at an address; `create` makes one where there is none and that can be made.
+    """The repository at an address. With `create`, one is made where there is none.
 
-    `credentials` are for a server. Raises ConfigError for an address that this process cannot open,
-    ObjectStoreError where there is no repository. A server is not asked before something is wanted
-    of it.
+    `credentials` are for a server, which is not connected before the first request. Raises
+    ConfigError for an address that this process cannot open, ObjectStoreError where there is no
+    repository.
     """
     where = parse_url(url) if isinstance(url, str) else url
     if where.scheme not in SERVER_SCHEMES:
@@ -31,15 +32,17 @@ def open_repository(
 
 
 def open_configured(settings: Settings, *, create: bool = False) -> Repository:
-    """The repository that settings name, as whom they name. Raises as `open_repository`."""
+    """The repository that the settings name, as the user that they name. Raises as
+    `open_repository`."""
     return open_repository(settings.repository_url, settings.credentials, create=create)
 
 
 def same_view(repository: Repository, dataset: str, identity: str, version: int) -> Snapshot:
-    """A version that another process of this user shows; most often it has just been fetched.
+    """The snapshot of a version that another process of this user has open, most often from the
+    private copy that the other process has just made.
 
-    Raises NotFoundError where it is kept no longer, and ConflictError where the name is another
-    dataset's now.
+    Raises NotFoundError where the version is no longer kept, and ConflictError where another
+    dataset has the name now.
     """
     found = open_private_copy(UUID(hex=identity), version)
     if found is None:

@@ -1,11 +1,11 @@
-"""A repository behind a server: the same operations, as requests (`WIRE.md`, section 5).
+"""A repository behind a server: each operation of `Repository` becomes requests (`WIRE.md`,
+section 5).
 
-Owned here: which requests an operation is, and when a snapshot is fetched (a private copy of the
-same version is not fetched again). Not owned: connections (`net/client.py`), the meaning of
-operations and all checks on what a client may do (the server's). Nothing is connected before
-something is asked.
+The server carries the operations out and checks what the user may do. The client checks every
+answer, as a server may be wrong, and keeps private copies of snapshots: a version of which this
+user has a copy is not fetched again. Nothing is connected before the first request.
 
-May be used from several threads and in forked children, as any `Repository`.
+Usable from several threads and in forked children, as any `Repository`.
 """
 
 import os
@@ -64,10 +64,10 @@ from .objects import RemoteObjects
 from .snapshot_transfer import SnapshotAssembler
 from .values import PATHS_MAX, parse_columns, parse_info, parse_list, paths_message
 
-_JOB_ANSWER_S = 60.0  # a server says every few seconds how far a job is
-_FINISH_S = 600.0  # the snapshot of a large dataset takes its time
+_JOB_ANSWER_S = 60.0  # a server reports the progress of a job every few seconds
+_FINISH_S = 600.0  # making the snapshot of a large dataset takes long
 _FETCH_TRIES = 3
-_PATIENCE_S = 30.0  # with a metadata store that the server waits for, as without a server
+_HEAD_WAIT_S = 30.0  # as long as a writer without a server waits for the metadata store
 _PAUSE_S, _PAUSE_S_MAX = 0.1, 2.0
 _IDS_AT_ONCE = 65_536
 
@@ -85,13 +85,14 @@ class RemoteRepository(Repository):
         self._link = link
         self._identities: dict[str, UUID] = {}
         self.metadata_error = ""
-        """Why the server could not tell the last dataset's head; empty where it could."""
+        """Why the server could not tell the head (version and counts) of the dataset that was asked
+        for last; empty where it could."""
         self._clock_offset_s = 0.0  # by how much the server's clock is ahead of ours
 
     @classmethod
     def at(cls, url: RepositoryUrl, credentials: Credentials) -> Self:
         """The repository behind the servers of a URL. Raises ConfigError."""
-        return cls(ServerLink.open(url, credentials), url, credentials)
+        return cls(ServerLink(url, credentials), url, credentials)
 
     def close(self) -> None:
         self._link.close_idle()
@@ -101,7 +102,8 @@ class RemoteRepository(Repository):
         return None
 
     def _now_s(self) -> float:
-        """The time by the clock of the server, which judges the IDs that are made here."""
+        """The time by the server's clock: chunk IDs are made from it, and the server refuses those
+        that are too old."""
         return time.time() + self._clock_offset_s
 
     def _ask(self, do: str, fields: Message, deadline_s: float | None = None) -> Answer:
@@ -167,7 +169,7 @@ class RemoteRepository(Repository):
         return found
 
     def stat_many(self, name: str, paths: Sequence[bytes], *, missing_ok: bool = False) -> Stats:
-        """The entries at `paths`, as they are now, many in one request. As `Snapshot.stat_many`."""
+        """The entries at `paths` as they are now, many in one request. As `Snapshot.stat_many`."""
         found = []
         for start in range(0, len(paths), PATHS_MAX):
             some = paths[start : start + PATHS_MAX]
@@ -180,7 +182,8 @@ class RemoteRepository(Repository):
         return stats
 
     def list(self, name: str, folder: bytes = b"") -> Rows:
-        """What lies in a folder, as it is now: kinds, modes, sizes and times, no places."""
+        """The entries of a folder as they are now: kinds, modes, sizes and times. Their places in
+        chunks are left at 0."""
         names: list[bytes] = []
         found = []
         check_path(folder)
@@ -191,13 +194,13 @@ class RemoteRepository(Repository):
             packed = fields.octets("names")
             some = packed.split(b"\0") if packed else []
             if any(b"/" in each or a >= each for a, each in pairwise([after, *some])):
-                raise CorruptError("the server's list of names does not go on")
+                raise CorruptError("the server sent a list of names that is out of order")
             found.append(parse_columns(fields, len(some)))
             names += some
             if not fields.flag("more_names", default=False):
                 break
             if not some:
-                raise CorruptError("the server's list of names ends early")
+                raise CorruptError("the server sent a page of names without any")
         stats = _joined(found)
         records = np.zeros(len(names), RECORD)
         for column in ("kind", "mode", "size", "mtime_ns"):
@@ -206,7 +209,8 @@ class RemoteRepository(Repository):
         return Rows([folder], places, names, records, places, [ChunkId(bytes(16))])
 
     def _ask_about(self, name: str, do: str, fields: Message) -> Answer:
-        """A request about a dataset that may have been made again since it was found."""
+        """Send a request with the identity of a dataset, which is looked up anew if the dataset has
+        been deleted and created again."""
         if name in self._identities:
             with suppress(NoSuchDataset):
                 return self._ask(do, {"identity": self._identities[name].bytes, **fields})
@@ -224,7 +228,8 @@ class RemoteRepository(Repository):
         return bytes(self._ask("begin", message).payload).split(b"\0")[:-1]
 
     def finish(self, identity: UUID, chunks: Sequence[ChunkId] = ()) -> int:
-        """Have all that was committed survive, these chunks by all means; the version."""
+        """Make all commits durable, and commit these chunks again if they are missing. Returns the
+        version."""
         version = 0
         for start in range(0, len(chunks) or 1, _IDS_AT_ONCE):
             packed = b"".join(chunks[start : start + _IDS_AT_ONCE])
@@ -267,7 +272,7 @@ class RemoteRepository(Repository):
         return Fields(result, "what is reclaimable").integer("bytes")
 
     def _run_job(self, job: str, name: str, options: Message, progress: ReportProgress) -> Message:
-        """Have the server do a long job on a dataset, and report its progress; its result."""
+        """Have the server do a job on a dataset, and report its progress. Returns the result."""
         message: Message = {"do": job, "dataset": check_dataset_name(name), **options}
         answers = self._link.stream(message, deadline_s=_JOB_ANSWER_S)
         result: Message | None = None
@@ -279,7 +284,7 @@ class RemoteRepository(Repository):
                 found = answer.message.get("result")
                 result = found if isinstance(found, dict) else None
         if result is None:
-            raise CorruptError("the server ended a job without its result")
+            raise CorruptError(f"the server ended the job {job} without a result")
         return result
 
     def ask_task(self, do: str, identity: UUID, fields: Message, deadline_s: float) -> Message:
@@ -296,7 +301,7 @@ class RemoteRepository(Repository):
 
 
 class RemoteWriteSession(WriteSession):
-    """One writer on one dataset behind a server, which commits each chunk that is put."""
+    """A writer on a dataset behind a server. The server commits each chunk when it is put."""
 
     def __init__(self, repository: RemoteRepository, info: DatasetInfo) -> None:
         super().__init__(info, repository.objects, repository.ids, repository.view_of)
@@ -304,14 +309,14 @@ class RemoteWriteSession(WriteSession):
         self._finished = 0  # how many of `_committed_ids` the server has acknowledged
 
     def validate_chunk(self, preamble: bytes, header: bytes) -> ValidatedChunk:
-        """What a chunk brought that has been put: the server has checked and committed it."""
+        """The commit of a chunk that has been put: the server has checked and committed it."""
         front = parse_preamble(preamble, identity=self.identity)
         chunk = as_validated(parse_header(front, header))
         self._remember([chunk])
         return chunk
 
     def commit_all(self, chunks: Iterable[ValidatedChunk]) -> int:
-        """Nothing is left to do: the server has committed each chunk when it was put."""
+        """Does nothing: the server has committed each chunk when it was put."""
         return 0
 
     def finish(self) -> int:
@@ -321,7 +326,7 @@ class RemoteWriteSession(WriteSession):
         return version
 
     def _head(self) -> DatasetHead:
-        end_s, pause_s = time.monotonic() + _PATIENCE_S, _PAUSE_S
+        end_s, pause_s = time.monotonic() + _HEAD_WAIT_S, _PAUSE_S
         while True:
             try:
                 info = self._repository.dataset(self.name)
@@ -337,7 +342,9 @@ class RemoteWriteSession(WriteSession):
                     advice=f"run `dlcmd recover {self.name}`",
                 )
             if time.monotonic() > end_s:
-                raise MetadataError(self._repository.metadata_error, advice="put again to go on")
+                raise MetadataError(
+                    self._repository.metadata_error, advice="run the put again to finish it"
+                )
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _PAUSE_S_MAX)
 
@@ -359,59 +366,64 @@ class RemoteSnapshots:
         return sorted(found)
 
     def newest(self, identity: UUID) -> int:
-        """The greatest version that is published; 0 for none."""
+        """The newest version that is published; 0 for none."""
         message: Message = {"do": "kept", "identity": identity.bytes, "newest": True}
         return Fields(self._link.call(message).message, "an answer").integer("newest")
 
     def current(self, identity: UUID) -> Snapshot:
         """The snapshot of the current version."""
-        return self._fetched(identity, 0, newest_private_copy(identity))
+        return self._fetch(identity, 0, newest_private_copy(identity))
 
     def load(self, identity: UUID, version: int) -> Snapshot:
         """The snapshot of a version that is kept."""
-        return open_private_copy(identity, version) or self._fetched(identity, version, 0)
+        return open_private_copy(identity, version) or self._fetch(identity, version, 0)
 
-    def _fetched(self, identity: UUID, version: int, have: int) -> Snapshot:
-        """A version (0: the current one) from the server, unless it is the one that we `have`."""
+    def _fetch(self, identity: UUID, version: int, have: int) -> Snapshot:
+        """Fetch a version (0: the current one) from the server, unless it is `have`, of which there
+        is a private copy."""
         tries = _FETCH_TRIES
         while True:
             tries -= 1
             try:
-                current, parts = self._pieces(identity, version, have)
-            except MetadataError as error:  # a server that went while it sent
+                current, content = self._pieces(identity, version, have)
+            except MetadataError as error:  # a server that stopped while it was sending
                 if not (error.retry and tries):
                     raise
                 continue
-            if parts is not None:
-                return self._checked(identity, current, parts)
-            own = open_private_copy(identity, have)
-            if own is not None:
-                return own
-            have = 0  # somebody has cleaned up meanwhile
+            if content is not None:
+                return self._checked(identity, current, content)
+            copy = open_private_copy(identity, have)
+            if copy is not None:
+                return copy
+            have = 0  # the copy has been removed meanwhile
 
     def _pieces(self, identity: UUID, version: int, have: int) -> tuple[int, memoryview | None]:
-        """The version that was sent, and its bytes; None where it is the one that we have."""
+        """The version that the server sent, and its bytes; None in place of them where the version
+        is `have`."""
         message: Message = {
             "do": "snapshot", "identity": identity.bytes, "version": version, "have": have,
         }  # fmt: skip
-        gathered = SnapshotAssembler()
+        assembler = SnapshotAssembler()
         for answer in self._link.stream(message):
             fields = Fields(answer.message, "a snapshot's piece")
             if answer.message.get("more") is True:
-                gathered.add(fields.integer("bytes"), answer.payload)
+                assembler.add(fields.integer("bytes"), answer.payload)
                 continue
             sent, total = fields.integer("version"), fields.integer("total")
             if not total and have and sent == have:
                 return sent, None
-            return sent, gathered.joined(total)
-        raise CorruptError("the server sent no end of a snapshot")
+            return sent, assembler.joined(total)
+        raise CorruptError("the server sent a snapshot without its end")
 
     def _checked(self, identity: UUID, version: int, content: memoryview) -> Snapshot:
         found = Snapshot(content, verify=True)
         if (found.identity, found.version) != (identity, version):
-            raise CorruptError("the server sent another snapshot than it says")
+            raise CorruptError(
+                f"the server sent version {found.version} of dataset {found.identity} in place of"
+                f" version {version} of {identity}"
+            )
         if not version:
-            return found  # of a dataset without any entry
+            return found  # an empty dataset, which needs no copy
         return write_private_copy(identity, version, [content]) or found
 
 
@@ -419,6 +431,7 @@ _VISIBLE_KINDS = (Kind.FILE, Kind.LINK, Kind.FOLDER)
 
 
 def _joined(stats: Sequence[Stats]) -> Stats:
+    """Several lists of entries as one."""
     if len(stats) == 1:
         return stats[0]
     columns = ("kind", "mode", "size", "mtime_ns")

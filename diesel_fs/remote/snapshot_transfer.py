@@ -1,12 +1,12 @@
-"""Snapshots as they travel: cut into pieces, each an LZ4 block (WIRE.md, section 5).
+"""Sends snapshots from a server to its clients: cut into pieces, each an LZ4 block (`WIRE.md`,
+section 5).
 
-Owned here: the pieces, the files in which a server keeps them so that each version is compressed
-once, and putting them together again at the other end. Not owned: what a snapshot holds and how it
-is checked (`snapshot.py`), where versions come from (`repository/versions.py`).
+The server keeps the compressed pieces of a version in a file (`CompressedSnapshots`), so that each
+version is compressed once. The file lies in a folder that only the server's user can open, and is
+replaced by rename. It is not synced: every block has a checksum, and a damaged file is made again.
+The client puts the pieces together (`SnapshotAssembler`) and then checks the snapshot whole.
 
-A file of pieces lies in a folder of this user's alone, is replaced by rename only and never synced:
-every block has a checksum, and a damaged file is made again. Any thread; several processes may
-share the folder.
+Callable from any thread; several processes may share the folder.
 """
 
 import contextlib
@@ -31,16 +31,18 @@ from ..settings import private_folder
 log = logging.getLogger("diesel.repository")
 
 PIECE_BYTES = 8 << 20
-"""Of a snapshot, per piece: what a client may be asked to make of one block."""
+"""The size of a piece before compression, which bounds the memory that a client needs for a
+block."""
 
 BLOCK_BYTES_MAX = PIECE_BYTES + PIECE_BYTES // 255 + 16
-"""What LZ4 makes of a piece that cannot be compressed."""
+"""The size of a compressed piece at worst, for bytes that LZ4 cannot compress."""
 
 SNAPSHOT_BYTES_MAX = 64 << 30
-"""Of a snapshot that a client takes: 500 million entries. Memory is taken as pieces come."""
+"""The largest snapshot that a client accepts: 500 million entries. Memory is taken piece by
+piece."""
 
 KEPT = 2
-"""Versions of a dataset whose pieces are kept, as with snapshots themselves."""
+"""Versions of a dataset whose pieces are kept, as many as private copies of snapshots."""
 
 _MAGIC = b"\x93DIESPIE"
 _HEAD = struct.Struct("<8sQIIQ")  # magic, version, pieces, zero, checksum of the table
@@ -48,40 +50,40 @@ _ROW = struct.Struct("<IIQ")  # raw bytes, stored bytes, checksum of the block
 
 
 class SnapshotPiece(NamedTuple):
-    """A piece of a snapshot, in order: `block` decodes to `raw_bytes`."""
+    """A piece of a snapshot: `block` decompresses to `raw_bytes` bytes."""
 
     raw_bytes: int
     block: bytes | memoryview
 
 
 def compressed(view: Snapshot) -> Iterator[SnapshotPiece]:
-    """The pieces of a snapshot."""
+    """Compress a snapshot, piece by piece."""
     for start in range(0, len(view.buffer), PIECE_BYTES):
         raw = view.buffer[start : start + PIECE_BYTES]
         yield SnapshotPiece(len(raw), lz4.block.compress(raw, store_size=False))
 
 
 class CompressedSnapshots:
-    """The pieces of versions that are asked for, each made once (see the module)."""
+    """The compressed pieces of snapshots, kept in files (see the module)."""
 
     def __init__(self, folder: Path | None) -> None:
-        """`folder` is made where it is missing; with None, or where that cannot be, nothing is
-        kept."""
+        """`folder` is made if it is missing. With None, or if the folder cannot be used, pieces are
+        not kept."""
         self._folder = folder
         self._lock = threading.Lock()
         self._making: dict[tuple[UUID, int], threading.Lock] = {}
         self.made = 0
 
     def pieces(self, view: Snapshot) -> Iterator[SnapshotPiece]:
-        """The pieces of a snapshot, in order. Raises CorruptError where a kept one turns out to be
-        damaged; asked again, they are made anew."""
+        """The pieces of a snapshot, in order. The iterator raises CorruptError where a kept piece
+        is damaged; the next call makes all pieces anew."""
         identity, version = view.identity, view.version
         file = self._find(identity, version)
         if file is None:
             with self._lock:
                 making = self._making.setdefault((identity, version), threading.Lock())
             with making:
-                file = self._find(identity, version)  # who else wanted it has made it
+                file = self._find(identity, version)  # another thread may have made it meanwhile
                 made = None if file is not None else self._make(identity, version, view)
             with self._lock:
                 self._making.pop((identity, version), None)
@@ -99,11 +101,11 @@ class CompressedSnapshots:
         except FileNotFoundError:
             return None
         except (OSError, CorruptError) as error:
-            log.warning("the pieces of a snapshot cannot be read, and are made again: %s", error)
+            log.warning("a snapshot is compressed again, as its kept pieces are bad: %s", error)
             return None
 
     def _make(self, identity: UUID, version: int, view: Snapshot) -> Iterator[SnapshotPiece]:
-        """The pieces, from the file where one can be written, else from the snapshot."""
+        """The pieces: from a new file, or straight from the snapshot where none can be written."""
         self.made += 1
         try:
             if self._folder is not None:
@@ -113,7 +115,7 @@ class CompressedSnapshots:
                 self._remove_older(identity)
                 return _opened(path, version)
         except (OSError, DieselError) as error:
-            log.warning("the pieces of a snapshot are not kept: %s", error)
+            log.warning("the compressed pieces of a snapshot cannot be kept: %s", error)
         return compressed(view)
 
     def _path(self, identity: UUID, version: int) -> Path:
@@ -127,7 +129,8 @@ class CompressedSnapshots:
 
 
 def _write(path: Path, version: int, pieces: Iterator[SnapshotPiece]) -> None:
-    """A file of pieces: whole or not at all. The table of all comes last. Raises OSError."""
+    """Write a file of pieces, whole or not at all. The table of the pieces is at its end. Raises
+    OSError."""
     temporary = path.with_name(f".tmp-{secrets.token_hex(8)}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     rows = []
@@ -145,7 +148,8 @@ def _write(path: Path, version: int, pieces: Iterator[SnapshotPiece]) -> None:
 
 
 def _opened(path: Path, version: int) -> Iterator[SnapshotPiece]:
-    """The pieces in a file, whose table has been checked. Raises OSError, CorruptError."""
+    """The pieces in a file. Its table has been checked when this returns. Raises OSError,
+    CorruptError."""
     file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         rows = _table(file, version)
@@ -172,8 +176,8 @@ def _table(file: int, version: int) -> Sequence[tuple[int, int, int]]:
 
 
 def _read(path: Path, file: int, rows: Sequence[tuple[int, int, int]]) -> Iterator[SnapshotPiece]:
-    """Raises CorruptError, and removes the file, where a block is damaged: the next who asks gets
-    new ones. (What has been given out cannot be taken back.)"""
+    """Yields the pieces in a file. Where a block is damaged, it removes the file and raises
+    CorruptError, so that the next request gets new pieces; earlier pieces have been sent."""
     try:
         at = 0
         for raw_bytes, size, checksum in rows:
@@ -189,7 +193,7 @@ def _read(path: Path, file: int, rows: Sequence[tuple[int, int, int]]) -> Iterat
 
 
 class SnapshotAssembler:
-    """The other end: pieces that come from a server, put together. Not thread-safe."""
+    """Puts the pieces that a server sends together again. Not thread-safe."""
 
     def __init__(self, bytes_max: int = SNAPSHOT_BYTES_MAX) -> None:
         self._bytes_max = bytes_max
@@ -197,28 +201,30 @@ class SnapshotAssembler:
         self._raw: list[bytes] = []
 
     def add(self, raw_bytes: int, block: memoryview | bytes) -> None:
-        """The next piece. Raises CorruptError for one that contradicts itself or the limits."""
+        """Add the next piece. Raises CorruptError where it is not what it says, or exceeds the
+        limits."""
         if not 0 < raw_bytes <= PIECE_BYTES or not 0 < len(block) <= BLOCK_BYTES_MAX:
             raise CorruptError(f"a piece of {raw_bytes} bytes in a block of {len(block)}")
         if self._bytes + raw_bytes > self._bytes_max:
-            raise CorruptError(f"a snapshot of more than {self._bytes_max:,} bytes")
+            raise CorruptError(f"a snapshot has more than {self._bytes_max:,} bytes")
         try:
             raw: bytes = lz4.block.decompress(block, uncompressed_size=raw_bytes)
         except (lz4.block.LZ4BlockError, ValueError) as error:
-            raise CorruptError("a piece of a snapshot is no LZ4 block") from error
+            raise CorruptError("a piece of a snapshot is not an LZ4 block") from error
         if len(raw) != raw_bytes:
-            raise CorruptError(f"a piece has {len(raw)} bytes, not {raw_bytes}")
+            raise CorruptError(f"a piece of a snapshot has {len(raw)} bytes, not {raw_bytes}")
         self._bytes += raw_bytes
         self._raw.append(raw)
 
     def parts(self, total: int) -> list[bytes]:
-        """What has come, in order: it is all, `total` bytes. Raises CorruptError."""
+        """The pieces in order, after the last. Raises CorruptError where they are not `total` bytes
+        together."""
         if self._bytes != total:
             raise CorruptError(f"{self._bytes} bytes of a snapshot have come, not {total}")
         return self._raw
 
     def joined(self, total: int) -> memoryview:
-        """The same in one buffer. Raises CorruptError."""
+        """The whole snapshot in one buffer. Raises CorruptError as `parts`."""
         parts = self.parts(total)
         held = np.empty(total, np.uint8).data
         at = 0

@@ -1,8 +1,8 @@
-"""What requests and their answers hold (`WIRE.md`, section 5), as values, in both directions.
+"""Encodes and decodes what requests and answers contain: datasets, parts of chunks, paths, and
+columns of entries (`WIRE.md`, section 5).
 
-Owned here: datasets, parts, columns and folders as they travel. Not owned: which requests there
-are and who may send them (the server), frames (`wire.py`). Values are checked where they arrive;
-all raise UsageError. Pure; safe from any thread.
+Clients and servers use the same functions. Decoding checks every value and raises UsageError. Pure;
+safe from any thread.
 """
 
 from collections.abc import Sequence
@@ -23,13 +23,13 @@ PARTS_MAX = 65_536
 
 PATHS_MAX = 1 << 18
 NO_KIND = 255
-"""In a column of kinds: there is no such entry."""
+"""The kind of an entry that does not exist, in a column of kinds."""
 
 _COLUMNS = (("kind", "<u1"), ("mode", "<u2"), ("size", "<u8"), ("mtime_ns", "<i8"))
 
 
 def info_message(info: DatasetInfo) -> Message:
-    """A dataset as it travels."""
+    """A dataset as a message."""
     found = info.head
     head_message: Message | None = None
     if found is not None:
@@ -77,7 +77,7 @@ def parse_identity(fields: Fields) -> UUID:
 
 
 def octets(fields: Fields, name: str, length: int) -> bytes:
-    """Just so many bytes."""
+    """A field of exactly `length` bytes."""
     found = fields.octets(name)
     if len(found) != length:
         fields.bad(name, f"it is {length} bytes")
@@ -88,12 +88,12 @@ def parse_list(answer: Message, name: str) -> list[Value]:
     """A field that is a list."""
     found = answer.get(name)
     if not isinstance(found, list):
-        raise UsageError(f"an answer without the list {name!r}")
+        raise UsageError(f"an answer: bad {name!r}: it is a list")
     return found
 
 
 def parts_message(parts: Sequence[tuple[ChunkId, int, int]]) -> bytes:
-    """Parts (chunk, start, size) as they travel."""
+    """Parts of chunks (chunk, start, size), encoded."""
     found = np.zeros(len(parts), CHUNK_RANGE)
     for i, (chunk, start, size) in enumerate(parts):
         found[i] = (np.void(chunk), start, size)
@@ -113,7 +113,7 @@ def parse_parts(fields: Fields) -> ChunkRanges:
 
 
 def paths_message(paths: Sequence[bytes]) -> bytes:
-    """Paths or names as they travel; at least one."""
+    """At least one path or name, encoded."""
     return b"\0".join(paths)
 
 
@@ -126,7 +126,8 @@ def parse_paths(fields: Fields) -> list[bytes]:
 
 
 def columns_message(stats: Stats) -> Message:
-    """Entries as they travel; of one that is not there the kind is TOMBSTONE."""
+    """Entries as columns. An entry that does not exist has the kind TOMBSTONE in `stats`, and
+    `NO_KIND` in the message."""
     kind = stats.kind.astype(np.uint8)
     kind[kind == Kind.TOMBSTONE] = NO_KIND
     return {
@@ -138,7 +139,7 @@ def columns_message(stats: Stats) -> Message:
 
 
 def parse_columns(fields: Fields, count: int) -> Stats:
-    """The columns of `count` entries."""
+    """`count` entries from their columns."""
     found = {}
     for name, kind in _COLUMNS:
         packed = octets(fields, name, count * np.dtype(kind).itemsize)
@@ -152,5 +153,5 @@ def parse_columns(fields: Fields, count: int) -> Stats:
 
 def _map(value: Value, what: str) -> Message:
     if not isinstance(value, dict):
-        raise UsageError(f"{what} is described by a map")
+        raise UsageError(f"{what}: it is a map")
     return value

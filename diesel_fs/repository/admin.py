@@ -217,4 +217,4 @@ def open_administration(
         return DirectAdministration(open_accounts(url, open_objects(url, create=create)))
     if credentials is None:
         raise no_user_named(url)
-    return RemoteAdministration(ServerLink.open(url, credentials))
+    return RemoteAdministration(ServerLink(url, credentials))

@@ -195,7 +195,7 @@ def test_descriptors_come_back(server: ThreadedServer) -> None:
 
 
 def test_the_store_is_known_and_connecting_is_lazy() -> None:
-    nobody = ServerLink.open(parse_url("diesel://127.0.0.1:1"), ME, open_s=0.2)
+    nobody = ServerLink(parse_url("diesel://127.0.0.1:1"), ME, open_s=0.2)
     with pytest.raises(MetadataError, match=r"127\.0\.0\.1:1"):
         assert nobody.store_id
     with ThreadedServer() as server:
@@ -207,15 +207,13 @@ def test_the_store_is_known_and_connecting_is_lazy() -> None:
 )
 def test_malformed_addresses(url: str) -> None:
     with pytest.raises(ConfigError):
-        ServerLink.open(parse_url(url), ME)
+        ServerLink(parse_url(url), ME)
 
 
 def test_a_host_that_does_not_exist() -> None:
     begun = time.monotonic()
     with pytest.raises(MetadataError, match="cannot reach"):
-        ServerLink.open(parse_url("diesel://no-such-host.invalid:1"), ME, open_s=0.5).call(
-            {"do": "x"}
-        )
+        ServerLink(parse_url("diesel://no-such-host.invalid:1"), ME, open_s=0.5).call({"do": "x"})
     assert time.monotonic() - begun < 30
 
 
@@ -344,7 +342,7 @@ class Scripted:
         return wire.parse_head(head, wire.REQUEST_LIMITS)
 
     def link(self) -> ServerLink:
-        return ServerLink.open(parse_url(f"diesel://127.0.0.1:{self.port}"), ME)
+        return ServerLink(parse_url(f"diesel://127.0.0.1:{self.port}"), ME)
 
     def __enter__(self) -> "Scripted":
         return self
@@ -463,7 +461,7 @@ def test_a_server_that_hangs_is_left_for_another() -> None:
     with ThreadedServer() as well, Scripted(lambda client: time.sleep(60)) as hangs:
         for _ in range(4):
             url = f"diesel://127.0.0.1:{hangs.port},127.0.0.1:{well.port}"
-            link = ServerLink.open(parse_url(url), ME)
+            link = ServerLink(parse_url(url), ME)
             link._first = 0
             begun = time.monotonic()
             assert link.call({"do": "echo"}, [b"x"], deadline_s=12).payload.tobytes() == b"x"
@@ -485,12 +483,10 @@ def test_G1_servers_that_are_silent_leave_time_for_the_one_that_answers(hello: b
                 waiting.setblocking(False)
                 waiting.connect_ex(each.getsockname())
         places = [f"127.0.0.1:{each.getsockname()[1]}" for each in silent]
-        link = ServerLink.open(
-            parse_url(f"diesel://{','.join([*places, well.place])}"), ME, open_s=6.0
-        )
+        link = ServerLink(parse_url(f"diesel://{','.join([*places, well.place])}"), ME, open_s=6.0)
         link._first = 2
         with pytest.raises(DieselError):
-            link._connected(Deadline(0.0))
+            link._connect(Deadline(0.0))
         assert link._first == 0, "who could not is not asked first again"
         assert link.call({"do": "echo"}, [b"x"], deadline_s=20.0)
         assert link._first == 2, "who answers is asked first the next time"

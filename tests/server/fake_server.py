@@ -182,7 +182,7 @@ class ThreadedServer:
 
     def link(self, credentials: Credentials = ME, *, open_s: float = 5.0) -> ServerLink:
         """A client of it."""
-        return ServerLink.open(parse_url(self.url), credentials, open_s=open_s)
+        return ServerLink(parse_url(self.url), credentials, open_s=open_s)
 
     def stop(self, seconds: float = 40.0) -> None:
         """As SIGTERM does; returns when it has ended."""
@@ -210,7 +210,7 @@ class ThreadedServer:
 def links(servers: Sequence[ThreadedServer], credentials: Credentials = ME) -> ServerLink:
     """A client of several servers."""
     url = "diesel://" + ",".join(server.place for server in servers)
-    return ServerLink.open(parse_url(url), credentials)
+    return ServerLink(parse_url(url), credentials)
 
 
 def wire_stand_in(task: WorkerConfig, cells: MetricCells) -> Wiring:

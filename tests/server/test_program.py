@@ -50,7 +50,7 @@ def stand_in(
 
 
 def link(server: Server) -> ServerLink:
-    return ServerLink.open(parse_url(server.url), ME)
+    return ServerLink(parse_url(server.url), ME)
 
 
 def run(folder: Path, *arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
@@ -382,13 +382,13 @@ def test_G7_SIGTERM_finishes_what_is_under_way(tmp_path: Path) -> None:
         server.signal(signal.SIGTERM)
         time.sleep(0.3)
         with pytest.raises(MetadataError, match="it is shutting down"):
-            ServerLink.open(parse_url(server.url), ME, open_s=0.2).call({"do": "echo"})
+            ServerLink(parse_url(server.url), ME, open_s=0.2).call({"do": "echo"})
         assert server.wait(10) == 0
         for thread in threads:
             thread.join(10)
         assert results == [True] * 6
         with pytest.raises(MetadataError, match="refused"):
-            ServerLink.open(parse_url(server.url), ME, open_s=0.2).call({"do": "echo"})
+            ServerLink(parse_url(server.url), ME, open_s=0.2).call({"do": "echo"})
 
 
 def test_G7_an_idle_server_ends_at_once(tmp_path: Path) -> None:
@@ -493,11 +493,11 @@ def test_SIGHUP_reads_the_certificate_again(
     with stand_in(tmp_path, *arguments, workers=2, listen="0.0.0.0:0") as server:
         url = parse_url(f"diesel+tls://localhost:{server.port}")
         with pytest.raises(MetadataError, match="certificate"):
-            ServerLink.open(url, ME).call({"do": "echo"})
+            ServerLink(url, ME).call({"do": "echo"})
         install(good)
         server.signal(signal.SIGHUP)
         until(lambda: server.log.count("has been loaded again") == 2, "the new certificate")
-        client = ServerLink.open(url, ME)
+        client = ServerLink(url, ME)
         client.call({"do": "echo"})
         certificate.write_text("nonsense")
         server.signal(signal.SIGHUP)

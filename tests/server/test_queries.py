@@ -207,7 +207,7 @@ def test_C2_a_writer_waits_for_a_metadata_store_that_is_away(
     session.new_id()
     assert time.monotonic() > back_s
     back_s += 3600
-    monkeypatch.setattr("diesel_fs.remote.repository._PATIENCE_S", 0.5)
+    monkeypatch.setattr("diesel_fs.remote.repository._HEAD_WAIT_S", 0.5)
     with pytest.raises(MetadataError, match="it is away") as error:
         session.new_id()
     assert not isinstance(error.value, MetadataBehind)

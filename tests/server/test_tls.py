@@ -119,14 +119,14 @@ def test_S3_no_old_TLS(authority: Authority) -> None:
 def test_S3_no_fall_back(authority: Authority) -> None:
     """A plain client is not served on a port with TLS, nor the other way round."""
     with serving(authority.issue()) as server:
-        plain = ServerLink.open(parse_url(f"diesel://{server.place}"), ME, open_s=0.5)
+        plain = ServerLink(parse_url(f"diesel://{server.place}"), ME, open_s=0.5)
         with pytest.raises(MetadataError, match=re.escape("diesel+tls://")):
             plain.call({"do": "echo"})
     with (
         ThreadedServer() as server,
-        pytest.raises(MetadataError, match="closed the connection before TLS stood"),
+        pytest.raises(MetadataError, match="closed the connection during the TLS handshake"),
     ):
-        ServerLink.open(parse_url(f"diesel+tls://{server.place}"), ME).call({"do": "echo"})
+        ServerLink(parse_url(f"diesel+tls://{server.place}"), ME).call({"do": "echo"})
 
 
 class Interceptor:
@@ -205,7 +205,7 @@ def test_S2_S3_a_login_that_somebody_in_the_middle_passes_on_fits_nothing(
     """Even where the middle's certificate is trusted: the signature binds the one that was seen."""
     server, middle, _ = between
     with pytest.raises(PermissionDenied):
-        ServerLink.open(parse_url(f"diesel+tls://localhost:{middle.port}"), ME).call({"do": "echo"})
+        ServerLink(parse_url(f"diesel+tls://localhost:{middle.port}"), ME).call({"do": "echo"})
     assert server.cells.get("diesel_refusals_total", "login") == 1
     assert server.link().call({"do": "echo"})
 
@@ -218,11 +218,11 @@ def test_a_connection_that_is_cut_before_TLS_stands_is_made_again(
     url = parse_url(f"diesel+tls://localhost:{middle.port}")
     middle.cuts = 2
     with pytest.raises(PermissionDenied):  # the third got as far as the login
-        ServerLink.open(url, ME).call({"do": "echo"})
+        ServerLink(url, ME).call({"do": "echo"})
     assert middle.cuts == 0
     middle.cuts = 1000
-    with pytest.raises(MetadataError, match="closed the connection before TLS stood"):
-        ServerLink.open(url, ME, open_s=1.0).call({"do": "echo"})
+    with pytest.raises(MetadataError, match="closed the connection during the TLS handshake"):
+        ServerLink(url, ME, open_s=1.0).call({"do": "echo"})
 
 
 def test_the_binding_is_the_first_certificate_of_the_chain(
