@@ -266,7 +266,7 @@ def test_fields_that_a_request_may_leave_out_are_documented() -> None:
     ]
     for name, parts in (
         ("diesel_fs/peers/membership.py", {"parse_join", "_member"}),
-        ("diesel_fs/repository/purge.py", {"PurgeOptions"}),
+        ("diesel_fs/repository/interface.py", {"PurgeOptions"}),
     ):
         body = ast.parse(page(name)).body
         readers += [each for each in body if getattr(each, "name", "") in parts]
