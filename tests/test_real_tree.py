@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from diesel_fs import ingest
 from diesel_fs.cache.reader import EntryReader
 from diesel_fs.client.extract import get
-from diesel_fs.ingest import put_tree
+from diesel_fs.ingest import FolderSource
 from diesel_fs.mounts import MountRequest, mount, umount
 from diesel_fs.repository.local import LocalRepository
 
@@ -42,7 +43,7 @@ def mounted(tmp_path: Path, url: str) -> Iterator[Path]:
 
 def put(url: str, source: Path) -> None:
     with LocalRepository.open(url, create=True) as repository:
-        report = put_tree(repository, "ds", source)
+        report = ingest.put(repository, "ds", FolderSource(source))
         assert report.failed == []
 
 

@@ -24,7 +24,7 @@ _POLICY = RetryPolicy()
 
 
 class CloudBucket:
-    """The objects below a prefix of a bucket, or the single object at that key; what `put_bucket`
+    """The objects below a prefix of a bucket, or the single object at that key; what `BucketSource`
     reads from."""
 
     def __init__(self, url: RepositoryUrl) -> None:

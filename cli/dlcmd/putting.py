@@ -12,6 +12,7 @@ from typing import BinaryIO
 
 import click
 
+from diesel_fs import ingest
 from diesel_fs.errors import (
     NoSuchDataset,
     NotFoundError,
@@ -21,7 +22,15 @@ from diesel_fs.errors import (
 )
 from diesel_fs.format.chunk import CHUNK_BYTES_DEFAULT
 from diesel_fs.format.entries import Kind, check_path, join
-from diesel_fs.ingest import Bucket, PutOptions, PutReport, put_bucket, put_file, put_tar, put_tree
+from diesel_fs.ingest import (
+    BucketSource,
+    FileSource,
+    FolderSource,
+    PutOptions,
+    PutReport,
+    Source,
+    TarSource,
+)
 from diesel_fs.ingest.options import COMPRESSIONS, JOBS_MAX
 from diesel_fs.ingest.options import PutProgress as Report
 from diesel_fs.repository.interface import Repository
@@ -50,12 +59,10 @@ _DELETIONS_SHOWN = 10
 
 @dataclass(frozen=True, slots=True)
 class SourceArgument:
-    """What is put: the folder or file `name`, a `tar`, or a `bucket`."""
+    """The source that the user names."""
 
     name: str
-    tar: BinaryIO | None = None
-    paths: list[bytes] | None = None  # of a folder: only these paths below it
-    bucket: Bucket | None = None
+    entries: Source
     file_name: bytes = b""  # of a single file or object: its name, without folders or prefix
 
 
@@ -192,7 +199,7 @@ def _source(name: str, is_tar: bool, names_from: str, nul: bool) -> Iterator[Sou
     """Open the source, before anything is made of the dataset. Raises NotFoundError, UsageError."""
     if is_tar:
         with _opened_file(name) as stream:
-            yield SourceArgument(name, stream)
+            yield SourceArgument(name, TarSource(stream))
         return
     if name.partition("://")[0] in CLOUD_SCHEMES and "://" in name:
         if names_from:
@@ -203,7 +210,7 @@ def _source(name: str, is_tar: bool, names_from: str, nul: bool) -> Iterator[Sou
         bucket = CloudBucket(url)
         is_object = bucket.single_object is not None
         file_name = os.fsencode(url.prefix.rpartition("/")[2]) if is_object else b""
-        yield SourceArgument(name, bucket=bucket, file_name=file_name)
+        yield SourceArgument(name, BucketSource(bucket), file_name)
         return
     path = Path(name)
     if not path.exists():
@@ -212,9 +219,11 @@ def _source(name: str, is_tar: bool, names_from: str, nul: bool) -> Iterator[Sou
         raise UsageError(f"{name} is neither a file nor a folder, so it cannot be put")
     if names_from and not path.is_dir():
         raise UsageError(f"--files-from needs a folder as SRC, and {name} is a file")
-    file_name = b"" if path.is_dir() else os.fsencode(path.name)
+    if path.is_file():
+        yield SourceArgument(name, FileSource(path), os.fsencode(path.name))
+        return
     paths = _read_paths(names_from, nul) if names_from else None
-    yield SourceArgument(name, paths=paths, file_name=file_name)
+    yield SourceArgument(name, FolderSource(path, paths, PROGRAM))
 
 
 @contextmanager
@@ -248,14 +257,7 @@ def _put(
     name, path = target.dataset, target.path
     if source.file_name and (target.must_be_folder or _is_folder(repository, target)):
         path = join(path, source.file_name)
-    if source.tar is not None:
-        return put_tar(repository, name, source.tar, path, options, progress)
-    if source.bucket is not None:
-        return put_bucket(repository, name, source.bucket, path, options, progress)
-    folder = Path(source.name)
-    if not source.file_name:
-        return put_tree(repository, name, folder, path, options, progress, source.paths, PROGRAM)
-    return put_file(repository, name, folder, path, options, progress)
+    return ingest.put(repository, name, source.entries, path, options, progress)
 
 
 def _is_folder(repository: Repository, target: Address) -> bool:

@@ -29,10 +29,10 @@ from ..errors import ConflictError, ForeignError, NoSuchPath, UsageError
 from ..format.chunk import CHUNK_BYTES_DEFAULT
 from ..format.entries import Kind, Stat, check_path, split
 from ..format.snapshot.reader import Snapshot, Stats
-from ..ingest.compare import RESERVED_NAME
 from ..ingest.concurrent_writers import finish_put
 from ..ingest.options import COMPRESSIONS, PutReport
-from ..ingest.packer import FileSkipped, Packer
+from ..ingest.packer import FileSkipped, Packer, start_packer
+from ..ingest.paths import is_reserved
 from ..names import parse_versioned_name
 from ..orders.shuffle import GROUP_SIZE_DEFAULT, chunk_order
 from ..peers.client import TaskStore, master_request
@@ -525,17 +525,7 @@ class Dataset:
             session.use_view(self._view)
             _ = session.view  # as it is now, before anybody else goes on
 
-            def stored(preamble: bytes, header: bytes, _: int) -> None:
-                session.commit(preamble, header)
-
-            self._packer = Packer(
-                session.identity,
-                CHUNK_BYTES_DEFAULT,
-                self._compress,
-                session.objects,
-                session.new_id,
-                stored,
-            )
+            self._packer = start_packer(session, CHUNK_BYTES_DEFAULT, self._compress)
         return self._packer
 
     def _put_file(self, packer: Packer, source: Path, target: bytes) -> None:
@@ -547,7 +537,7 @@ class Dataset:
 
     def _target(self, path: PathText) -> bytes:
         target = check_path(encoded(path))
-        if not target or target.split(b"/")[0] == RESERVED_NAME:
+        if not target or is_reserved(target):
             raise UsageError(f"{path!r} cannot be a file of a dataset")
         if target in self._made or self._kind_there(target) == Kind.FOLDER:
             raise ConflictError(f"{path!r} is a folder", advice="delete it first")

@@ -21,8 +21,8 @@ from ..format.snapshot.diff import diff_snapshots
 from ..format.snapshot.reader import Indices, Snapshot
 from ..ingest.compare import FolderChanges, FolderComparer
 from ..ingest.options import Filter, PutOptions
-from ..ingest.put import open_source
-from ..ingest.sources.folder import walk
+from ..ingest.sources.folder import open_source
+from ..ingest.sources.walk import walk
 from ..repository.interface import index_of_path
 
 _BATCH = 4096
@@ -98,7 +98,7 @@ def compare_folder(
 
     root = open_source(folder)
     try:
-        plan = FolderComparer(view, _always_readable, below, options, Filter(options), fail, root)
+        plan = FolderComparer(view, below, options, Filter(options), _always_readable, fail, root)
         for each in plan.changes(walk(root, Filter(options), fail)):
             for path, kind in _entries(each, below):
                 at = view.lookup(path)

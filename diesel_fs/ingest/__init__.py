@@ -1,23 +1,28 @@
-"""Putting files into a dataset: walking sources, packing chunks, committing them in order.
+"""Putting files into a dataset: `put(repository, dataset, source)`.
 
-`put.py` coordinates one put: it walks (`source.py`) and commits, while forked processes read and
-pack (`packer.py`). `tar.py`, `bucket.py`, `ingest/sources/file.py` and the client pack in their own
-process with the same `Packer`.
+A source is a folder, one file, a tar or a bucket. A put skips what the dataset has already, so it
+can be repeated; nothing is acknowledged before it is durable. Read `put.py` first (the steps of
+every put, and what a `Source` is), then `compare.py` (what is new, what stands in the way),
+`sources/`, and `packer.py` (entries become chunks). `worker.py` has the processes that pack a
+folder, `concurrent_writers.py` mends what two writers do to each other.
 """
 
 from .options import PutOptions, PutReport
-from .put import put_tree
-from .sources.bucket import Bucket, BucketObject, put_bucket
-from .sources.file import put_file
-from .sources.tar import put_tar
+from .put import Source, put
+from .sources.bucket import Bucket, BucketObject, BucketSource
+from .sources.file import FileSource
+from .sources.folder import FolderSource
+from .sources.tar import TarSource
 
 __all__ = [
     "Bucket",
     "BucketObject",
+    "BucketSource",
+    "FileSource",
+    "FolderSource",
     "PutOptions",
     "PutReport",
-    "put_bucket",
-    "put_file",
-    "put_tar",
-    "put_tree",
+    "Source",
+    "TarSource",
+    "put",
 ]

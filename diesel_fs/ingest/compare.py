@@ -1,25 +1,222 @@
-"""What a put has to do: the source compared with what the dataset holds.
+"""The source of a put compared with the dataset: what is new, what stands in the way, what is gone.
 
-Owned here: when an entry counts as unchanged, what conflicts, what `--delete` removes. It reads
-attributes of the source, never contents (except with `--checksum`), and changes nothing.
+A `Comparer` holds a view of the dataset and remembers which of its entries the source has, for
+`--delete`. A source whose entries come one by one (a tar, a bucket, a file) asks it about each; a
+folder, which can be listed, is compared by a `FolderComparer` folder by folder. Contents are read
+only with `--checksum`. Nothing is changed. One thread.
 """
 
+import logging
 import os
 import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from ..errors import ConflictError, UsageError
-from ..format.entries import Kind, join, path_fault
-from ..format.snapshot.reader import Snapshot, same_content
+from ..cache.reader import EntryReader
+from ..errors import ConflictError, DieselError, FormatError, ObjectMissing
+from ..format.entries import Kind, Stat, join, path_fault, split
+from ..format.snapshot.reader import ROOT_INDEX, Snapshot, same_content
+from ..names import shown
+from ..repository.interface import Repository
 from ..system.atomic_file import close_folder
-from .conflicts import folder_conflict, removed_paths, replacement_conflict
 from .options import Filter, PutOptions
-from .sources.folder import FolderListing, ReportFailure, failure_reason, open_file, open_folder
+from .paths import RESERVED_NAME, source_path, target_path
+from .sources.walk import FolderListing, ReportFailure, failure_reason, open_file, open_folder
 
-RESERVED_NAME = b".diesel"
-"""The name of a mount's own folder, at a dataset's root."""
+log = logging.getLogger("diesel.ingest")
+
+_MEMORY_BYTES = 64 << 20  # some chunks, for entries that lie near each other in the source
+
+
+class ReadabilityCheck:
+    """Tells which entries of a dataset can be read. One that cannot is put again, however equal its
+    attributes are to the source's: that is how a dataset is healed.
+
+    By default, an entry counts as readable if the store has its chunk in full length; with
+    `--checksum` each file that is asked for is read, and its bytes are checked.
+    """
+
+    def __init__(
+        self, repository: Repository, dataset: str, view: Snapshot, options: PutOptions
+    ) -> None:
+        try:
+            paths = repository.unreadable_paths(dataset) if view.entry_count > 1 else ()
+        except DieselError:
+            if not options.dry_run:
+                raise
+            paths = ()  # a dry run needs no metadata store, and no right to write
+        self._lost = frozenset(view.lookup(path) for path in paths) - {-1}
+        self._view = view
+        self._reader: EntryReader | None = None
+        if options.checksum:
+            self._reader = EntryReader(view, repository.objects, _MEMORY_BYTES)
+        if self._lost:
+            log.warning(
+                "the store lacks chunks of %d entries of %s; what is put again is stored again",
+                *(len(self._lost), dataset),
+            )
+
+    def __call__(self, index: int) -> bool:
+        if index in self._lost:
+            return False
+        if self._reader is None or self._view.stat(index).kind != Kind.FILE:
+            return True
+        try:
+            for extent in self._view.extents(index):
+                self._reader.read(index, extent.start, extent.size)
+        except (FormatError, ObjectMissing) as error:
+            log.warning("%s", error.message)
+            return False
+        return True
+
+
+class Comparer:
+    """A view of the dataset, what the source has of it, and what has been put over it since.
+
+    The source goes to `target` of the dataset.
+    """
+
+    def __init__(
+        self,
+        view: Snapshot,
+        target: bytes,
+        options: PutOptions,
+        path_filter: Filter,
+        readable: Callable[[int], bool],
+    ) -> None:
+        self.view = view
+        self._target = target
+        self._options = options
+        self._filter = path_filter
+        self._readable = readable
+        # By folder of the dataset, why nothing can go into it
+        self._folder_conflicts: dict[bytes, str] = {b"": ""}
+        self._replaced: set[int] = set()
+        self._seen = bytearray(view.entry_count) if options.delete else bytearray()
+        self._any_found = False  # whether the source has anything in it
+
+    def find(self, path: bytes) -> int:
+        """The index of what stands at a path of the dataset, or -1. The source has it too."""
+        self._any_found = True
+        index = self.view.lookup(path)
+        self._mark(index)
+        return index
+
+    def accepts_any_file(self, folder: bytes) -> bool:
+        """Whether a folder of the dataset is empty, so that any file can be put there. The source
+        has something in it."""
+        self._any_found = True
+        at = self.view.lookup(folder)
+        if at >= 0 and len(self.view.children(at)):
+            return False
+        return not self.conflict_reason(join(folder, b"."), -1, Kind.FILE)
+
+    def conflict_reason(self, path: bytes, index: int, kind: Kind) -> str:
+        """Why an entry cannot be put at a path where `index` stands, or the empty string."""
+        folder = split(path)[0]
+        reason = self._folder_conflicts.get(folder)
+        if reason is None:
+            reason = self._folder_conflicts[folder] = self._folder_conflict(folder)
+            self._mark_above(folder)
+        return reason or self._replacement_conflict(index, kind)
+
+    def unchanged(self, index: int, entry: Stat, link: bytes = b"") -> bool:
+        """Whether the entry at `index` has just these attributes, and has not been put over."""
+        return (
+            index >= 0
+            and index not in self._replaced
+            and self.view.stat(index) == entry
+            and (entry.kind != Kind.LINK or self.view.link(index) == link)
+            and self._readable(index)
+        )
+
+    def mark_replaced(self, index: int) -> None:
+        """Remember that an entry is put where `index` stands (-1: where nothing does)."""
+        if index >= 0:
+            self._replaced.add(index)
+
+    def removed_paths(self) -> list[bytes]:
+        """What `--delete` removes: the paths that the dataset has and the source has not, deepest
+        first.
+
+        Empty for a source without anything in it, unless that is allowed. What the filters leave
+        out stays, and so does a folder in which something stays.
+        """
+        if not self._options.delete or not (self._any_found or self._options.allow_empty):
+            return []
+        top = self.view.lookup(self._target)
+        paths: list[bytes] = []
+        kept: set[int] = set()
+        for index in reversed(self.view.walk(top).tolist() if top >= 0 else []):
+            if self._seen[index] or index == top:
+                continue
+            if index in kept or self._is_excluded(index):
+                kept.add(self.view.parent(index))
+            else:
+                paths.append(self.view.path(index))
+        return paths
+
+    def _is_excluded(self, index: int) -> bool:
+        """Whether the filters leave out what stands at `index`."""
+        path = source_path(self._target, self.view.path(index))
+        return self._filter.excludes(path, is_folder=self.view.stat(index).kind == Kind.FOLDER)
+
+    def _replacement_conflict(self, index: int, kind: Kind) -> str:
+        """Why an entry of a kind cannot take the place of what stands at `index`, or the empty
+        string.
+
+        A folder replaces no file or link, and these replace no folder, unless `--delete` removes
+        what stands there, with all that is in it.
+        """
+        if index < 0 or (self.view.stat(index).kind == Kind.FOLDER) == (kind == Kind.FOLDER):
+            return ""
+        if self._options.delete and not any(map(self._is_excluded, self.view.walk(index).tolist())):
+            return ""
+        there = "file" if kind == Kind.FOLDER else "folder"
+        path = shown(self.view.path(index))
+        return f"refused: {path} is a {there} of the dataset; remove it first"
+
+    def _folder_conflict(self, folder: bytes) -> str:
+        """Why nothing can be put into a folder of the dataset, for its own sake or for that of a
+        folder above it; or the empty string."""
+        index = ROOT_INDEX
+        for name in folder.split(b"/") if folder else ():
+            index = self.view.child(index, name)
+            if index < 0:
+                return ""
+            if reason := self._replacement_conflict(index, Kind.FOLDER):
+                return reason
+        return ""
+
+    def _mark(self, index: int, *, with_all_below: bool = False) -> None:
+        """Remember that the source has an entry; `with_all_below`: and perhaps all below it."""
+        if index < 0 or not self._options.delete:
+            return
+        self._seen[index] = 1
+        if with_all_below:
+            for below in self.view.walk(index):
+                self._seen[int(below)] = 1
+
+    def _mark_above(self, folder: bytes) -> None:
+        """Remember that the source has this folder and those above it, where they are folders in
+        the dataset as well."""
+        index = ROOT_INDEX
+        for name in folder.split(b"/"):
+            index = self.view.child(index, name)
+            if index < 0 or self.view.stat(index).kind != Kind.FOLDER:
+                return
+            self._mark(index)
+
+
+def same_file_content(view: Snapshot, index: int, folder: int, name: bytes) -> bool:
+    """Whether the file `name` in the descriptor `folder` has the content of the file at `index`, by
+    its checksums. Raises OSError."""
+    file = open_file(folder, name)
+    try:
+        return same_content(view.extents(index), partial(os.pread, file))
+    finally:
+        os.close(file)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,50 +231,41 @@ class FolderChanges:
     unchanged: int
 
 
-class FolderComparer:
-    """Compares folders with a view of the dataset; remembers what it has seen, for
-    `removed_paths()`."""
+class FolderComparer(Comparer):
+    """Compares folders of a source, of which `root` is a descriptor, with a view of the dataset.
+
+    `failed` is called with each path below the source that cannot be put, and the reason.
+    """
 
     def __init__(
         self,
         view: Snapshot,
-        readable: Callable[[int], bool],
-        prefix: bytes,
+        target: bytes,
         options: PutOptions,
         path_filter: Filter,
+        readable: Callable[[int], bool],
         failed: ReportFailure,
         root: int,
     ) -> None:
-        self._view = view
-        self._readable = readable
-        self._prefix = prefix
-        self._options = options
-        self._filter = path_filter
+        super().__init__(view, target, options, path_filter, readable)
         self._failed = failed
         self._root = root
-        self._seen = bytearray(view.entry_count) if options.delete else bytearray()
-        self._any_seen = False
-        self._check_prefix()
-
-    def _check_prefix(self) -> None:
-        if self._prefix.split(b"/")[0] == RESERVED_NAME:
-            raise UsageError("`.diesel` at the root of a dataset is the mount's own folder")
-        for end in range(len(self._prefix) + 1):
-            if end == len(self._prefix) or self._prefix[end : end + 1] == b"/":
-                above = self._view.lookup(self._prefix[:end])
-                if above >= 0 and self._view.stat(above).kind != Kind.FOLDER:
-                    raise ConflictError(f"{self._prefix[:end]!r} is a file of the dataset")
+        for end in range(len(target) + 1):
+            if end == len(target) or target[end : end + 1] == b"/":
+                above = view.lookup(target[:end])
+                if above >= 0 and view.stat(above).kind != Kind.FOLDER:
+                    raise ConflictError(f"{target[:end]!r} is a file of the dataset")
 
     def changes(self, listings: Iterator[FolderListing]) -> Iterator[FolderChanges]:
         """What to pack of each folder that comes along."""
         for listing in listings:
-            target = join(self._prefix, listing.path) if listing.path else self._prefix
+            target = target_path(self._target, listing.path)
             if fault := path_fault(target):
                 self._failed(listing.path, f"its path has {fault}")
                 continue
             if reason := self._conflict_at(target):
                 self._failed(listing.path, reason)
-                listing.folders.clear()  # one word is enough for all that is below
+                listing.folders.clear()  # one report is enough for all that is below
                 continue
             if target == b"":
                 for names in (listing.files, listing.links, listing.folders):
@@ -86,22 +274,12 @@ class FolderComparer:
                         self._failed(
                             RESERVED_NAME, "refused: it is the name of a mount's own folder"
                         )
-            self._any_seen |= bool(listing.files or listing.links or listing.folders)
+            self._any_found |= bool(listing.files or listing.links or listing.folders)
             yield self._compare(listing, target)
 
-    def removed_paths(self) -> list[bytes]:
-        """The paths that the dataset has and the source has not, deepest first.
-
-        Empty for a source without anything in it, unless that is allowed. What the filters leave
-        out is left alone here, too.
-        """
-        if not self._any_seen and not self._options.allow_empty:
-            return []
-        return removed_paths(self._view, self._prefix, self._seen, self._filter)
-
     def _compare(self, listing: FolderListing, target: bytes) -> FolderChanges:
-        at = self._view.lookup(target)
-        stat_there = self._view.stat(at) if at >= 0 else None
+        at = self.view.lookup(target)
+        stat_there = self.view.stat(at) if at >= 0 else None
         own = (listing.mode & 0o777, listing.mtime_ns)
         same_folder = (
             stat_there is not None
@@ -111,12 +289,12 @@ class FolderComparer:
         )
         entry = None if same_folder or listing.unread else (listing.mode, listing.mtime_ns)
         if at < 0 or stat_there is None or stat_there.kind != Kind.FOLDER:
-            self._mark(at, whole=listing.unread)
+            self._mark(at, with_all_below=listing.unread)
             return FolderChanges(
                 listing.path, entry, listing.files, listing.links, int(same_folder)
             )
-        self._mark(at, whole=listing.unread)
-        there = {self._view.name(i): i for i in self._view.children(at)}
+        self._mark(at, with_all_below=listing.unread)
+        there = {self.view.name(i): i for i in self.view.children(at)}
         if not there:
             return FolderChanges(
                 listing.path, entry, listing.files, listing.links, int(same_folder)
@@ -146,13 +324,9 @@ class FolderComparer:
                 if index < 0:
                     changed.add(name)
                     continue
-                reason = replacement_conflict(
-                    self._view, index, Kind.FILE, self._prefix, self._filter,
-                    delete=self._options.delete,
-                )  # fmt: skip
-                if reason:
+                if reason := self._replacement_conflict(index, Kind.FILE):
                     self._failed(join(listing.path, name), reason)
-                elif self._unchanged(folder, name, index):
+                elif self._is_unchanged(folder, name, index):
                     unchanged += 1
                 else:
                     changed.add(name)
@@ -162,20 +336,18 @@ class FolderComparer:
 
     def _conflict_at(self, target: bytes) -> str:
         """Why nothing of a folder can be put at a path, or the empty string."""
-        at = self._view.lookup(target)
-        if at >= 0 and self._view.stat(at).kind == Kind.FOLDER:
+        at = self.view.lookup(target)
+        if at >= 0 and self.view.stat(at).kind == Kind.FOLDER:
             return ""
-        return folder_conflict(
-            self._view, target, self._prefix, self._filter, delete=self._options.delete
-        )
+        return self._folder_conflict(target)
 
-    def _unchanged(self, folder: int, name: bytes, index: int) -> bool:
-        there = self._view.stat(index)
+    def _is_unchanged(self, folder: int, name: bytes, index: int) -> bool:
+        there = self.view.stat(index)
         try:
             found = os.stat(name, dir_fd=folder, follow_symlinks=False)
             if stat.S_ISLNK(found.st_mode):
                 return there.kind == Kind.LINK and (
-                    os.readlink(name, dir_fd=folder) == self._view.link(index)
+                    os.readlink(name, dir_fd=folder) == self.view.link(index)
                     and there.mtime_ns == found.st_mtime_ns
                     and self._readable(index)
                 )
@@ -184,24 +356,10 @@ class FolderComparer:
                 and there.size == found.st_size
                 and there.mtime_ns == found.st_mtime_ns
                 and there.mode == found.st_mode & 0o777
-                and (not self._options.checksum or self._same_content(folder, name, index))
+                and (
+                    not self._options.checksum or same_file_content(self.view, index, folder, name)
+                )
                 and self._readable(index)
             )
         except OSError:
             return False  # the packing process will find and name it
-
-    def _same_content(self, folder: int, name: bytes, index: int) -> bool:
-        file = open_file(folder, name)
-        try:
-            return same_content(self._view.extents(index), partial(os.pread, file))
-        finally:
-            os.close(file)
-
-    def _mark(self, index: int, *, whole: bool = False) -> None:
-        """Remember that the source has an entry; `whole`: and perhaps all that is below it."""
-        if index < 0 or not self._options.delete:
-            return
-        self._seen[index] = 1
-        if whole:
-            for below in self._view.walk(index):
-                self._seen[int(below)] = 1

@@ -1,6 +1,6 @@
 """Paths that two writers made at once, one a file and the other a folder: the file is not lost.
 
-A put refuses such a path where it can see it (`conflicts.py`), but not what another writer commits
+A put refuses such a path where it can see it (`compare.py`), but not what another writer commits
 while it runs: of the two entries the greater stamp wins, and a folder's would replace the file for
 good. So whoever finishes looks for files that a folder has replaced since it began, where one of
 the two is its own, and puts the file again. Then the folder shows, as it does wherever a path is
@@ -30,9 +30,9 @@ from ..names import shown
 from ..repository.interface import Repository
 from ..repository.writing import WriteSession
 from .options import PutReport
-from .packer import Packer
+from .packer import start_packer
 
-log = logging.getLogger("diesel.writer")
+log = logging.getLogger("diesel.ingest")
 
 _MEMORY_BYTES = 64 << 20
 _READ_BYTES = 1 << 20
@@ -79,10 +79,7 @@ def _put_again(
     log.warning("files that folders replaced are put again: %s", ", ".join(map(shown, lost)))
     view = _view(session, lost)
     reader = EntryReader(view, repository.objects, _MEMORY_BYTES)
-    packer = Packer(
-        session.identity, CHUNK_BYTES_DEFAULT, "auto", session.objects, session.new_id,
-        lambda preamble, header, _: _commit(session, preamble, header),
-    )  # fmt: skip
+    packer = start_packer(session, CHUNK_BYTES_DEFAULT, "auto")
     try:
         for path in lost:
             index = view.lookup(path)
@@ -96,10 +93,6 @@ def _put_again(
     finally:
         packer.close()
         reader.close()
-
-
-def _commit(session: WriteSession, preamble: bytes, header: bytes) -> None:
-    session.commit(preamble, header)
 
 
 def _files_replaced_by_folders(

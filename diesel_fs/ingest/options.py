@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from ..errors import UsageError
 from ..format.chunk import CHUNK_BYTES_DEFAULT, CHUNK_BYTES_MAX, CHUNK_BYTES_MIN
+from ..repository.validation import ValidatedChunk
 
 JOBS_MAX = 64
 COMPRESSIONS = ("auto", "none", "lz4")
@@ -74,6 +75,13 @@ class PutReport:
     def set_to_delete(self, gone: Sequence[bytes]) -> None:
         """What a dry run has found to be deleted."""
         self.to_delete, self.deleted = gone, len(gone)
+
+    def add_chunk(self, chunk: ValidatedChunk, entries: int) -> None:
+        """Count a chunk that has been committed, in which so many entries end."""
+        self.chunks += 1
+        self.files += chunk.files
+        self.content_bytes += chunk.content_bytes
+        self.entries += entries
 
     def fail(self, path: bytes, reason: str) -> None:
         """Name something that is left out, by its path below the source."""

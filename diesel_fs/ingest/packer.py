@@ -14,14 +14,15 @@ from contextlib import suppress
 from typing import BinaryIO
 from uuid import UUID
 
-from ..errors import DieselError, ObjectExists
+from ..errors import DieselError
 from ..format.chunk import ENTRIES_MAX, EXTENT_ALIGNMENT, ExtentInfo
 from ..format.chunk_builder import ChunkBuilder
 from ..format.chunk_id import stamp
 from ..format.entries import ChunkId, Stamp
-from ..format.object_names import chunk_object
+from ..repository.validation import ValidatedChunk
+from ..repository.writing import WriteSession, seal_and_store
 from ..storage.objects.store import ObjectStore
-from .sources.folder import FILE_FLAGS, failure_reason, open_file
+from .sources.walk import FILE_FLAGS, failure_reason, open_file
 
 NewId = Callable[[ChunkId | None], ChunkId]
 """The next chunk ID, from the newest committed one; for a chunk that continues a file, with the
@@ -32,7 +33,6 @@ Stored = Callable[[bytes, bytes, int], None]
 how many entries end in it (a file of several extents does in the last of its chunks)."""
 
 READ_TRIES = 3
-_UPLOAD_TRIES = 8
 _BUILDERS = 4  # one is filled, one is stored, two wait for the store
 _BUILDERS_CHUNK_BYTES_MAX = 64 << 20  # larger chunks are stored before the next is begun
 _SPECIAL_MODE_BITS = 0o7000  # of modes: set-user-ID, set-group-ID and sticky bits
@@ -197,12 +197,6 @@ class Packer:
         self._check()
         self.stripped += mode & _SPECIAL_MODE_BITS != 0
         self._builder.add_folder(path, mode, mtime_ns)
-        self._ship_if_full()
-
-    def add_tombstone(self, path: SplitPath) -> None:
-        """Add the deletion of a path."""
-        self._check()
-        self._builder.add_tombstone(path)
         self._ship_if_full()
 
     def add_link_to(self, path: SplitPath, mtime_ns: int, target: bytes) -> None:
@@ -396,18 +390,28 @@ class Packer:
 
     def _store(self, builder: ChunkBuilder, entries: int) -> ChunkId:
         """Seal a chunk and make it durable (in the storing thread)."""
-        for attempt in range(_UPLOAD_TRIES):
-            chunk = self._new_id(builder.first_chunk_id)
-            parts, _ = builder.seal(chunk)
-            try:
-                self._objects.put(chunk_object(self._identity, chunk), parts)
-            except ObjectExists:
-                if attempt == _UPLOAD_TRIES - 1:
-                    raise
-                continue
-            self._stored(bytes(parts[0]), bytes(parts[1]), entries)
-            return chunk
-        raise DieselError("unreachable")
+        chunk, parts, _ = seal_and_store(
+            builder, self._objects, self._identity, lambda: self._new_id(builder.first_chunk_id)
+        )
+        self._stored(bytes(parts[0]), bytes(parts[1]), entries)
+        return chunk
+
+
+def start_packer(
+    session: WriteSession,
+    chunk_bytes: int,
+    compress: str,
+    committed: Callable[[ValidatedChunk, int], None] | None = None,
+) -> Packer:
+    """A packer whose chunks the session commits as soon as they are durable. `committed` is called
+    with each, and with how many entries end in it."""
+
+    def commit(preamble: bytes, header: bytes, entries: int) -> None:
+        chunk = session.commit(preamble, header)
+        if committed is not None:
+            committed(chunk, entries)
+
+    return Packer(session.identity, chunk_bytes, compress, session.objects, session.new_id, commit)
 
 
 def _split_extents(size: int, extent_bytes: int) -> list[ExtentInfo | None]:
@@ -428,6 +432,3 @@ def _same(before: os.stat_result, after: os.stat_result) -> bool:
         and before.st_mtime_ns == after.st_mtime_ns
         and before.st_ctime_ns == after.st_ctime_ns
     )
-
-
-__all__ = ["FileSkipped", "NewId", "Packer", "Stored", "failure_reason"]

@@ -22,25 +22,32 @@ coordinator, whatever happens to that.
 import gc
 import os
 import signal
+import subprocess
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkProcess
 from typing import NoReturn
 from uuid import UUID
 
 import msgpack
 
-from ..errors import DieselError
+from ..errors import DieselError, UsageError, error_by_class_name
 from ..format.entries import ChunkId, join, split
 from ..storage.objects.store import ObjectStore
 from ..system.atomic_file import close_folder
 from .packer import Packer
-from .sources.folder import failure_reason, open_folder
+from .paths import target_path
+from .sources.walk import failure_reason, open_folder
 
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that mean something else here than in the coordinator."""
+
+_GOODBYE_S = 10.0  # how long a process may take to end by itself
 
 FolderFiles = tuple[bytes, bytes, bytes]
 """A folder below the source, and the names of files and of links in it to pack, NULs between."""
@@ -54,17 +61,22 @@ class PackJob:
     """What a packing process needs to know from the start."""
 
     root: int  # descriptor of the source
-    prefix: bytes  # where the source goes in the dataset
+    target: bytes  # where the source goes in the dataset
     identity: UUID
     objects: ObjectStore
     chunk_bytes: int
     compress: str
 
 
+# The end of the packing process
+
+
 class _PackProcess:
+    """A packing process: receives batches, packs them, and sends what came of them."""
+
     def __init__(self, pipe: "Connection[bytes, bytes]", job: PackJob) -> None:
         self._pipe = pipe
-        self._task = job
+        self._job = job
         self._ids: deque[ChunkId] = deque()
         self._batches: deque[tuple[list[FolderFiles], list[FolderEntry]] | None] = deque()
         self._arrived = threading.Condition()
@@ -140,7 +152,7 @@ class _PackProcess:
         for path, *joined in folders:
             files, links = (names.split(b"\0") if names else [] for names in joined)
             try:
-                folder = open_folder(self._task.root, path)
+                folder = open_folder(self._job.root, path)
             except OSError as error:
                 failed += [(join(path, name), failure_reason(error)) for name in (*files, *links)]
                 continue
@@ -166,18 +178,13 @@ class _PackProcess:
         return failed
 
     def _target(self, path: bytes) -> bytes:
-        return target_path(self._task.prefix, path)
-
-
-def target_path(prefix: bytes, path: bytes) -> bytes:
-    """Where what lies at `path` below the source goes in the dataset."""
-    return join(prefix, path) if path else prefix
+        return target_path(self._job.target, path)
 
 
 def run_forked_worker(
     pipe: "Connection[bytes, bytes]",
     coordinators: "Sequence[Connection[bytes, bytes]]",
-    task: PackJob,
+    job: PackJob,
 ) -> NoReturn:
     """The life of a packing process, begun with `HANDLED` blocked. A Ctrl-C is the coordinator's.
 
@@ -187,14 +194,14 @@ def run_forked_worker(
     for end in coordinators:
         end.close()
     gc.freeze()  # what was made before the fork stays, and its pages stay shared
-    _live(pipe, task)
+    _live(pipe, job)
 
 
 def run_worker_program(descriptor: int, open_objects: Callable[[str], ObjectStore]) -> NoReturn:
     """The life of a packing process that is a program, with the pipe at `descriptor`."""
     pipe: Connection[bytes, bytes] = Connection(descriptor)
     try:
-        _, root, prefix, identity, url, chunk_bytes, compress = msgpack.unpackb(pipe.recv_bytes())
+        _, root, target, identity, url, chunk_bytes, compress = msgpack.unpackb(pipe.recv_bytes())
     except (EOFError, OSError):
         os._exit(0)
     try:
@@ -202,16 +209,16 @@ def run_worker_program(descriptor: int, open_objects: Callable[[str], ObjectStor
     except DieselError as error:
         pipe.send_bytes(msgpack.packb(["error", type(error).__name__, error.message, error.advice]))
         os._exit(0)
-    _live(pipe, PackJob(root, prefix, UUID(bytes=identity), objects, chunk_bytes, compress))
+    _live(pipe, PackJob(root, target, UUID(bytes=identity), objects, chunk_bytes, compress))
 
 
-def _live(pipe: "Connection[bytes, bytes]", task: PackJob) -> NoReturn:
+def _live(pipe: "Connection[bytes, bytes]", job: PackJob) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup has them ignored
             signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
-    process = _PackProcess(pipe, task)
+    process = _PackProcess(pipe, job)
     try:
         process.run()
     except DieselError as error:
@@ -219,3 +226,93 @@ def _live(pipe: "Connection[bytes, bytes]", task: PackJob) -> NoReturn:
     except Exception as error:
         process.send("error", "DieselError", f"packing failed: {error!r}", "")
     process.end()
+
+
+# The coordinator's end
+
+
+class WorkerHandle:
+    """One packing process, as the coordinator sees it."""
+
+    def __init__(
+        self, job: PackJob, others: "list[WorkerHandle]", program: Sequence[str], url: str
+    ) -> None:
+        self._context = get_context("fork")
+        self.pipe: Connection[bytes, bytes]
+        self.pipe, theirs = self._context.Pipe()
+        # A signal between the fork and the process's own handlers would run the coordinator's there
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
+        try:
+            self._process: ForkProcess | subprocess.Popen[bytes]
+            if job.objects.fork_safe:
+                self._process = self._forked(theirs, others, job)
+            else:
+                self._process = self._started(theirs, program, job, url)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        theirs.close()
+        self.outstanding = 0
+        self.finishing = False
+        self.finished = False
+
+    def _forked(
+        self, theirs: "Connection[bytes, bytes]", others: "list[WorkerHandle]", job: PackJob
+    ) -> ForkProcess:
+        ours = [self.pipe, *(other.pipe for other in others)]
+        process = self._context.Process(
+            target=run_forked_worker, args=(theirs, ours, job), daemon=True
+        )
+        process.start()
+        return process
+
+    def _started(
+        self, theirs: "Connection[bytes, bytes]", program: Sequence[str], job: PackJob, url: str
+    ) -> subprocess.Popen[bytes]:
+        """A program that inherits the pipe and the source alone, with the signals still blocked."""
+        if not program:
+            raise UsageError("this process cannot pack into such a store", advice="use dlcmd put")
+        process = subprocess.Popen(
+            [*program, str(theirs.fileno())], pass_fds=(theirs.fileno(), job.root)
+        )
+        self.send(
+            "task", job.root, job.target, job.identity.bytes, url, job.chunk_bytes,
+            job.compress,
+        )  # fmt: skip
+        return process
+
+    def end(self) -> None:
+        """Waits for its end, which its pipe's has begun; makes it end where it does not."""
+        if isinstance(self._process, subprocess.Popen):
+            try:
+                self._process.wait(_GOODBYE_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+            return
+        self._process.join(_GOODBYE_S)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+
+    def send(self, *message: object) -> None:
+        try:
+            self.pipe.send_bytes(msgpack.packb(message))
+        except (BrokenPipeError, ConnectionResetError):
+            raise self.last_words() from None
+
+    def last_words(self) -> DieselError:
+        """Why the process has ended, where it had time to say it."""
+        with suppress(EOFError, OSError):
+            while True:
+                kind, *values = msgpack.unpackb(self.pipe.recv_bytes())
+                if kind == "error":
+                    return error_by_class_name(*values)
+        return DieselError("a packing process died", advice="put again to go on")
+
+
+def stop_workers(workers: list[WorkerHandle]) -> None:
+    """End the processes: those that have finished go by themselves, others with their pipe."""
+    for worker in workers:
+        worker.pipe.close()
+    for worker in workers:
+        worker.end()

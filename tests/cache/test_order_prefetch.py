@@ -17,7 +17,7 @@ from diesel_fs.cache.reader import EntryReader
 from diesel_fs.errors import UsageError
 from diesel_fs.format.chunk import CHUNK_BYTES_MIN
 from diesel_fs.format.snapshot.reader import Snapshot
-from diesel_fs.ingest import PutOptions, put_tree
+from diesel_fs.ingest import FolderSource, PutOptions, put
 from diesel_fs.orders.shuffle import GroupedOrder, chunk_order
 from diesel_fs.repository.local import LocalRepository
 from diesel_fs.storage.objects.store import ReadWrapper
@@ -56,12 +56,12 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalReposi
     folder: Path = tmp_path_factory.mktemp("followed")
     with LocalRepository.open((folder / "store").as_uri(), create=True) as opened:
         options = PutOptions(chunk_bytes=CHUNK_BYTES_MIN, compress="none", jobs=1)
-        put_tree(opened, "ds", write(folder / "source", FILES), options=options)
+        put(opened, "ds", FolderSource(write(folder / "source", FILES)), options=options)
         texts = {f"{n:04}": half_random(n) for n in range(500)}
         options = PutOptions(chunk_bytes=CHUNK_BYTES_MIN, compress="lz4", jobs=1)
-        put_tree(opened, "texts", write(folder / "texts", texts), options=options)
+        put(opened, "texts", FolderSource(write(folder / "texts", texts)), options=options)
         large = {f"{n:02}": os.urandom(CHUNK_BYTES_MIN * (n % 4) + 3000) for n in range(40)}
-        put_tree(opened, "large", write(folder / "large", large), options=options)
+        put(opened, "large", FolderSource(write(folder / "large", large)), options=options)
         yield opened
 
 

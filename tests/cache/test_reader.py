@@ -16,7 +16,7 @@ from diesel_fs.format.chunk import CHUNK_BYTES_MIN
 from diesel_fs.format.chunk_id import chunk_id_text
 from diesel_fs.format.object_names import chunk_object
 from diesel_fs.format.snapshot.reader import Snapshot
-from diesel_fs.ingest import PutOptions, put_tree
+from diesel_fs.ingest import FolderSource, PutOptions, put
 from diesel_fs.repository.local import LocalRepository
 
 from ..trees import write
@@ -80,7 +80,7 @@ def test_read_many_holds_no_more_chunks_than_its_budget(
     """However far it looks ahead: what it holds for a window is held until the window's end."""
     files = {f"{number:04}": os.urandom(4096) for number in range(1000)}
     options = PutOptions(chunk_bytes=CHUNK_BYTES_MIN, jobs=1)
-    put_tree(repository, "many", write(tmp_path / "many", files), options=options)
+    put(repository, "many", FolderSource(write(tmp_path / "many", files)), options=options)
     many = repository.view("many")
     budget = 16 * CHUNK_BYTES_MIN
     assert int(many.chunk_sizes.sum()) > 3 * budget, "or this test shows nothing"

@@ -24,7 +24,7 @@ from diesel_fs.errors import (
 )
 from diesel_fs.format.chunk import CHUNK_BYTES_MIN
 from diesel_fs.format.entries import Kind
-from diesel_fs.ingest import PutOptions, put_tree
+from diesel_fs.ingest import FolderSource, PutOptions, put
 from diesel_fs.repository.local import LocalRepository
 from diesel_fs.storage.objects.folder import FolderStore
 from diesel_fs.urls import parse_url
@@ -284,7 +284,7 @@ def large(url: str, tmp_path: Path) -> str:
     source = write(tmp_path / "large", files | {f"train/empty{n}": b"" for n in range(9)})
     with LocalRepository.open(url, create=True) as repository:
         options = PutOptions(chunk_bytes=CHUNK_BYTES_MIN, compress="none", jobs=1)
-        put_tree(repository, "large", source, options=options)
+        put(repository, "large", FolderSource(source), options=options)
     return url
 
 

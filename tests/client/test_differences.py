@@ -12,7 +12,7 @@ from diesel_fs.client.differences import Differences, compare_folder, compare_ve
 from diesel_fs.errors import ConflictError, NoSuchPath, NotFoundError
 from diesel_fs.format.entries import Kind
 from diesel_fs.format.snapshot.reader import Snapshot
-from diesel_fs.ingest import PutOptions, put_tree
+from diesel_fs.ingest import FolderSource, PutOptions, put
 from diesel_fs.repository.local import LocalRepository
 from diesel_fs.repository.versions import empty_snapshot
 from tests.format.snapshot.oracle import OwnEntry, ShownEntry, build, shown
@@ -93,7 +93,7 @@ def test_a_folder_differs_as_its_files_do(repository: LocalRepository, tmp_path:
     """And after a put of it the versions differ in just that."""
     source = odd_tree(tmp_path / "source")
     write(source, {"gone/a/b": b"", "to folder": b"1", "to file/x": b"2", "to link": b"3"})
-    put_tree(repository, "ds", source)
+    put(repository, "ds", FolderSource(source))
     then, before = on_disk(source), repository.view("ds")
     assert told(folder_differs(before, source)) == ([], [], [], len(then))
     write(source, {"sub/new": b"n", "sub/deeper/file": b"other"})
@@ -115,7 +115,7 @@ def test_a_folder_differs_as_its_files_do(repository: LocalRepository, tmp_path:
     differ = dicts_differ(then, now)
     assert [len(each) for each in differ[:3]] == [5, 6, 7]
     assert told(folder_differs(before, source)) == differ
-    put_tree(repository, "ds", source, options=PutOptions(delete=True))
+    put(repository, "ds", FolderSource(source), options=PutOptions(delete=True))
     after = repository.view("ds")
     assert told(compare_versions(before, after)) == differ
     assert told(folder_differs(after, source)) == ([], [], [], len(now))
@@ -129,7 +129,7 @@ def test_contents_of_equal_size_and_time_differ_when_they_are_read(
     repository: LocalRepository, tmp_path: Path
 ) -> None:
     source = write(tmp_path / "source", {"a": b"one", "b": b"two"})
-    put_tree(repository, "ds", source)
+    put(repository, "ds", FolderSource(source))
     view, status = repository.view("ds"), (source / "b").stat()
     (source / "b").write_bytes(b"TWO")
     os.utime(source / "b", ns=(0, status.st_mtime_ns))
@@ -138,14 +138,14 @@ def test_contents_of_equal_size_and_time_differ_when_they_are_read(
 
 
 def test_an_empty_folder_lacks_everything(repository: LocalRepository, tmp_path: Path) -> None:
-    put_tree(repository, "ds", write(tmp_path / "source", {"a/b": b"1"}))
+    put(repository, "ds", FolderSource(write(tmp_path / "source", {"a/b": b"1"})))
     found = folder_differs(repository.view("ds"), write(tmp_path / "empty", {}))
     assert list(found.removed) == [b"a", b"a/b"]  # folders before what is in them
     assert list(found.added) == []
 
 
 def test_what_cannot_be_compared(repository: LocalRepository, tmp_path: Path) -> None:
-    put_tree(repository, "ds", write(tmp_path / "source", {"a/b": b"1"}))
+    put(repository, "ds", FolderSource(write(tmp_path / "source", {"a/b": b"1"})))
     view = repository.view("ds")
     with pytest.raises(NotFoundError):
         folder_differs(view, tmp_path / "nowhere")
@@ -158,7 +158,7 @@ def test_what_cannot_be_compared(repository: LocalRepository, tmp_path: Path) ->
 
 
 def test_paths_are_a_collection(repository: LocalRepository, tmp_path: Path) -> None:
-    put_tree(repository, "ds", write(tmp_path / "source", {"a": b"1"}))
+    put(repository, "ds", FolderSource(write(tmp_path / "source", {"a": b"1"})))
     view = repository.view("ds")
     added: Collection[bytes] = compare_versions(empty_snapshot(view.identity, "ds"), view).added
     assert b"a" in added

@@ -15,7 +15,7 @@ from diesel_fs.client.extract import GetReport, get, get_tar, in_chunk_order
 from diesel_fs.errors import NoSpaceError, ObjectStoreError
 from diesel_fs.format.snapshot import layout as layout
 from diesel_fs.format.snapshot.reader import Snapshot
-from diesel_fs.ingest import PutOptions, put_tree
+from diesel_fs.ingest import FolderSource, PutOptions, put
 from diesel_fs.repository.local import LocalRepository
 from tests.trees import facts, write
 
@@ -54,7 +54,7 @@ def test_M1_names_are_checked_again_by_the_writer(
     """Even a snapshot that nobody has verified leads nowhere but into the destination."""
     source = write(tmp_path / "src", {f"sub/{name.decode()}": b"evil", "sub/good": b"good"})
     (source / f"sub/{name.decode()}x").mkdir()
-    put_tree(repository, "pets", source)
+    put(repository, "pets", FolderSource(source))
     view = repository.view("pets")
     names = bytearray(view.columns.names)
     at = names.index(name + name + b"xgood")  # the names of the folder, one behind the other
@@ -75,7 +75,7 @@ def test_E2_a_content_of_another_length_is_a_failure_and_is_not_counted(
 ) -> None:
     """A snapshot that nobody has verified says more than its chunks have: no byte is made up."""
     source = write(tmp_path / "src", {"good": b"good", "liar": b"x" * 3000})
-    put_tree(repository, "pets", source, options=PutOptions(compress="none"))
+    put(repository, "pets", FolderSource(source), options=PutOptions(compress="none"))
     view = repository.view("pets")
     sizes = view.columns.size.copy()
     sizes[view.lookup(b"liar")] = 1_100_000_000
@@ -98,7 +98,7 @@ def test_M4_a_device_is_replaced_and_never_opened(
 ) -> None:
     source = write(tmp_path / "src", {"zero": b""})
     os.utime(source / "zero", ns=(0, 0))
-    put_tree(repository, "pets", source)
+    put(repository, "pets", FolderSource(source))
     out = tmp_path / "out"
     out.mkdir()
     try:
@@ -122,7 +122,7 @@ def test_M4_a_device_is_replaced_and_never_opened(
 
 def test_equal_means_equal_content(repository: LocalRepository, tmp_path: Path) -> None:
     source = write(tmp_path / "src", {"a": b"right", "b": b"x" * 200_000})
-    put_tree(repository, "pets", source, options=PutOptions(chunk_bytes=65536))
+    put(repository, "pets", FolderSource(source), options=PutOptions(chunk_bytes=65536))
     out, view = tmp_path / "out", repository.view("pets")
     assert got(repository, view, out).files == 2
     assert got(repository, view, out).unchanged == 2
@@ -137,7 +137,7 @@ def test_files_of_many_extents_come_back_piece_by_piece(
     repository: LocalRepository, tmp_path: Path
 ) -> None:
     source = write(tmp_path / "src", {"big": os.urandom(300_000), "small": b"s", "z": b""})
-    put_tree(repository, "pets", source, options=PutOptions(chunk_bytes=65536))
+    put(repository, "pets", FolderSource(source), options=PutOptions(chunk_bytes=65536))
     view = repository.view("pets")
     assert len(view.extents(view.lookup(b"big"))) == 5
     got(repository, view, tmp_path / "out")
@@ -153,7 +153,11 @@ def test_files_are_read_in_the_order_of_their_chunks(
     repository: LocalRepository, tmp_path: Path
 ) -> None:
     for name in ("z", "m", "a"):  # the last comes first in directory order
-        put_tree(repository, "pets", write(tmp_path / name, {name: b"x" * 10, name + "2": b"y"}))
+        put(
+            repository,
+            "pets",
+            FolderSource(write(tmp_path / name, {name: b"x" * 10, name + "2": b"y"})),
+        )
     view = repository.view("pets")
     order = in_chunk_order(view, view.files())
     assert [view.path(i)[:1] for i in order.tolist()] == [b"z", b"z", b"m", b"m", b"a", b"a"]
@@ -163,7 +167,7 @@ def test_files_are_read_in_the_order_of_their_chunks(
 def test_a_full_disk_ends_it_and_leaves_nothing_half_written(
     repository: LocalRepository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put_tree(repository, "pets", write(tmp_path / "src", {"a": b"1", "b": b"2"}))
+    put(repository, "pets", FolderSource(write(tmp_path / "src", {"a": b"1", "b": b"2"})))
     whole = os.write
 
     def full(file: int, data: memoryview) -> int:
@@ -181,7 +185,7 @@ def test_a_full_disk_ends_it_and_leaves_nothing_half_written(
 def test_a_store_that_goes_away_is_not_the_fault_of_one_file(
     repository: LocalRepository, tmp_path: Path
 ) -> None:
-    put_tree(repository, "pets", write(tmp_path / "src", {"a": b"1", "b": b"2"}))
+    put(repository, "pets", FolderSource(write(tmp_path / "src", {"a": b"1", "b": b"2"})))
     view = repository.view("pets")
     (tmp_path / "store").rename(tmp_path / "elsewhere")
     with pytest.raises(ObjectStoreError, match="the store has gone"):
@@ -195,7 +199,7 @@ def test_a_store_that_goes_away_is_not_the_fault_of_one_file(
 
 def test_implicit_folders_keep_no_time(repository: LocalRepository, tmp_path: Path) -> None:
     """A folder that nobody put has no time of its own: 1970 would be a lie."""
-    put_tree(repository, "pets", write(tmp_path / "src", {"a": b"1"}), b"one/two")
+    put(repository, "pets", FolderSource(write(tmp_path / "src", {"a": b"1"})), b"one/two")
     got(repository, repository.view("pets"), tmp_path / "out")
     assert (tmp_path / "out/one").stat().st_mtime > 1_000_000_000
     assert (tmp_path / "out/one").stat().st_mode & 0o777 == 0o755
@@ -207,7 +211,7 @@ def test_folders_that_are_there_stay_as_they_are(
     """A home folder's `.ssh` is not opened to everybody because a dataset has one."""
     source = write(tmp_path / "src", {".ssh/x": b"1", "implicit/y": b"2", "new/z": b"3"})
     (source / ".ssh").chmod(0o777)
-    put_tree(repository, "pets", source)
+    put(repository, "pets", FolderSource(source))
     session = repository.begin("pets")
     session.delete([b"implicit"])
     session.finish()
@@ -231,7 +235,7 @@ def test_folders_that_are_there_stay_as_they_are(
 def test_a_tar_that_cannot_be_written_is_an_error(
     repository: LocalRepository, tmp_path: Path
 ) -> None:
-    put_tree(repository, "pets", write(tmp_path / "src", {"a": b"1" * (2 << 20)}))
+    put(repository, "pets", FolderSource(write(tmp_path / "src", {"a": b"1" * (2 << 20)})))
     view = repository.view("pets")
     reader = EntryReader(view, repository.objects, MEMORY_BYTES)
     with open("/dev/full", "wb", buffering=0) as out, pytest.raises(OSError, match="No space"):

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from diesel_fs import ingest
 from diesel_fs.cache.reader import EntryReader
 from diesel_fs.errors import ConflictError, NotFoundError, ObjectStoreError, UsageError
-from diesel_fs.ingest import BucketObject, PutOptions, PutReport, put_bucket
+from diesel_fs.ingest import BucketObject, BucketSource, PutOptions, PutReport
 from diesel_fs.ingest.sources.bucket import AHEAD_BYTES_MAX, PIECE_BYTES
 from diesel_fs.repository.local import LocalRepository
 
@@ -51,7 +52,7 @@ class FakeBucket:
 def put(
     repository: LocalRepository, bucket: FakeBucket, prefix: bytes = b"", **options: object
 ) -> PutReport:
-    return put_bucket(repository, "pets", bucket, prefix, PutOptions(**options))  # type: ignore[arg-type]  # what came is passed on
+    return ingest.put(repository, "pets", BucketSource(bucket), prefix, PutOptions(**options))  # type: ignore[arg-type]  # what came is passed on
 
 
 def files(repository: LocalRepository) -> dict[bytes, bytes]:
@@ -188,7 +189,7 @@ def test_what_cannot_be_listed_leaves_no_dataset(repository: LocalRepository) ->
     bucket.objects = none  # type: ignore[method-assign]  # a fault is put in
     for options in (PutOptions(), PutOptions(dry_run=True), PutOptions(delete=True)):
         with pytest.raises(NotFoundError, match="nothing is there"):
-            put_bucket(repository, "pets", bucket, options=options)
+            ingest.put(repository, "pets", BucketSource(bucket), options=options)
     assert repository.datasets() == []
     put(repository, FakeBucket(CONTENTS))
     assert put(repository, bucket, delete=True, allow_empty=True).deleted > 0

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from diesel_fs import ingest
 from diesel_fs.errors import DieselError, ObjectStoreError, UsageError
 from diesel_fs.format.chunk import CHUNK_BYTES_MIN
-from diesel_fs.ingest import PutOptions, PutReport, put_tree
+from diesel_fs.ingest import FolderSource, PutOptions, PutReport
 from diesel_fs.repository.local import LocalRepository
 from diesel_fs.storage.objects.folder import FolderStore
 from dlcmd.packing import PROGRAM
@@ -31,7 +32,7 @@ def put(
     repository: LocalRepository, source: Path, program: Sequence[str] = PROGRAM, jobs: int = 2
 ) -> PutReport:
     options = PutOptions(CHUNK_BYTES_MIN, jobs=jobs)
-    return put_tree(repository, "ds", source, options=options, program=program)
+    return ingest.put(repository, "ds", FolderSource(source, program=program), options=options)
 
 
 def children() -> set[int]:

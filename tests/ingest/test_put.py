@@ -1,4 +1,4 @@
-"""`put_tree`: what is packed, skipped, named and deleted; what is never read."""
+"""Puts of folders: what is packed, skipped, named and deleted; what is never read."""
 
 import errno
 import os
@@ -13,16 +13,18 @@ from uuid import UUID
 
 import pytest
 
+from diesel_fs import ingest
 from diesel_fs.cache.reader import EntryReader
 from diesel_fs.errors import ConflictError, DieselError, NotFoundError, UsageError
 from diesel_fs.format.chunk import CHUNK_BYTES_MIN
 from diesel_fs.format.entries import Kind
 from diesel_fs.format.snapshot.reader import Snapshot
-from diesel_fs.ingest import PutOptions, put_tree
+from diesel_fs.ingest import FolderSource, PutOptions
 from diesel_fs.ingest.options import PutReport
-from diesel_fs.ingest.put import _FolderPut, _WorkerHandle
-from diesel_fs.ingest.sources.file import new_packer
-from diesel_fs.ingest.sources.folder import open_folder
+from diesel_fs.ingest.packer import start_packer
+from diesel_fs.ingest.sources.folder import _FolderPut
+from diesel_fs.ingest.sources.walk import open_folder
+from diesel_fs.ingest.worker import WorkerHandle
 from diesel_fs.repository.interface import Repository
 from diesel_fs.repository.local import LocalRepository
 from diesel_fs.repository.stored import LocalWriteSession
@@ -54,7 +56,7 @@ def dataset_state(repository: Repository, name: str = "ds") -> dict[bytes, tuple
 
 
 def put(repository: LocalRepository, source: Path, **options: object) -> PutReport:
-    return put_tree(repository, "ds", source, options=PutOptions(jobs=2, **options))  # type: ignore[arg-type]  # what came is passed on
+    return ingest.put(repository, "ds", FolderSource(source), options=PutOptions(jobs=2, **options))  # type: ignore[arg-type]  # what came is passed on
 
 
 def files(view: Snapshot) -> list[bytes]:
@@ -78,7 +80,7 @@ def test_large_files_in_extents(repository: LocalRepository, tmp_path: Path) -> 
         {f"{i:02}-{n}": os.urandom(n) if i % 2 else bytes(n) for i, n in enumerate(sizes)}
         | {f"{i:02}-small": b"between" for i in range(len(sizes))},
     )
-    report = put_tree(repository, "ds", source, options=SMALL)
+    report = ingest.put(repository, "ds", FolderSource(source), options=SMALL)
     assert report.failed == []
     assert dataset_state(repository) == facts(source)
     assert report.files == 2 * len(sizes)
@@ -227,15 +229,15 @@ def test_empty_folders_go_in_many_messages(
     for number in range(600):
         (source / f"{number}").mkdir(parents=True)
     counts = []
-    real = _WorkerHandle.send
+    real = WorkerHandle.send
 
-    def send(self: _WorkerHandle, *message: object) -> None:
+    def send(self: WorkerHandle, *message: object) -> None:
         if message[0] == "pack":
             assert isinstance(message[2], list)
             counts.append(len(message[2]))
         real(self, *message)
 
-    monkeypatch.setattr(_WorkerHandle, "send", send)
+    monkeypatch.setattr(WorkerHandle, "send", send)
     put(repository, source)
     assert sum(counts) == 601
     assert max(counts) <= 256
@@ -252,7 +254,7 @@ def commit_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return real(self, chunks)
 
     monkeypatch.setattr(LocalWriteSession, "commit_all", commit_all)
-    monkeypatch.setattr("diesel_fs.ingest.put._COMMIT_EVERY_S", 3600)
+    monkeypatch.setattr("diesel_fs.ingest.sources.folder._COMMIT_EVERY_S", 3600)
     return sizes
 
 
@@ -268,7 +270,7 @@ def test_chunks_are_committed_together_and_counted_when_they_are(
         told.append(report.files)
 
     options = PutOptions(chunk_bytes=CHUNK_BYTES_MIN, jobs=1)
-    report = put_tree(repository, "ds", source, options=options, progress=progress)
+    report = ingest.put(repository, "ds", FolderSource(source), options=options, progress=progress)
     assert commit_sizes == [1, report.chunks - 1]
     assert (told[-1], report.files) == (20, 20)
     assert dataset_state(repository) == facts(source)
@@ -280,9 +282,11 @@ def test_a_commit_has_no_more_entries_than_a_chunk_may_have(
     commit_sizes: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("diesel_fs.ingest.put.ENTRIES_MAX", 6)
+    monkeypatch.setattr("diesel_fs.ingest.sources.folder.ENTRIES_MAX", 6)
     source = write(tmp_path / "source", {f"{i}": os.urandom(20_000) for i in range(40)})
-    report = put_tree(repository, "ds", source, options=PutOptions(CHUNK_BYTES_MIN, jobs=1))
+    report = ingest.put(
+        repository, "ds", FolderSource(source), options=PutOptions(CHUNK_BYTES_MIN, jobs=1)
+    )
     assert sum(commit_sizes) == report.chunks > 8
     assert max(commit_sizes) <= 2
 
@@ -304,7 +308,9 @@ def test_what_is_durable_is_committed_when_a_put_fails(
 
     monkeypatch.setattr(FolderStore, "put", put_some)
     with pytest.raises(DieselError, match="no more"):
-        put_tree(repository, "ds", source, options=PutOptions(CHUNK_BYTES_MIN, jobs=1))
+        ingest.put(
+            repository, "ds", FolderSource(source), options=PutOptions(CHUNK_BYTES_MIN, jobs=1)
+        )
     assert commit_sizes == [1, 3]
     stored = list(repository.chunk_ids(repository.dataset("ds").identity))
     assert len(stored) == repository.meta.head("ds").chunks == 4
@@ -320,14 +326,16 @@ def test_what_is_durable_is_committed_after_a_ctrl_c(
 
     real = _FolderPut._answer
 
-    def answer(self: _FolderPut, worker: _WorkerHandle) -> None:
+    def answer(self: _FolderPut, worker: WorkerHandle) -> None:
         real(self, worker)
         if worker.finished:
             raise KeyboardInterrupt
 
     monkeypatch.setattr(_FolderPut, "_answer", answer)
     with pytest.raises(KeyboardInterrupt):
-        put_tree(repository, "ds", source, options=PutOptions(CHUNK_BYTES_MIN, jobs=1))
+        ingest.put(
+            repository, "ds", FolderSource(source), options=PutOptions(CHUNK_BYTES_MIN, jobs=1)
+        )
     assert sum(commit_sizes) > commit_sizes[0] == 1
     assert repository.meta.head("ds").chunks == sum(commit_sizes)
 
@@ -347,7 +355,7 @@ def test_an_error_of_the_store_is_no_error_of_a_file(
 
     monkeypatch.setattr(FolderStore, "put", broken)
     with pytest.raises(DieselError, match="a chunk could not be stored"):
-        put_tree(repository, "ds", source, options=SMALL)
+        ingest.put(repository, "ds", FolderSource(source), options=SMALL)
 
 
 def test_a_ctrl_c_while_a_chunk_is_stored_fills_none_that_is_being_stored(
@@ -355,7 +363,7 @@ def test_a_ctrl_c_while_a_chunk_is_stored_fills_none_that_is_being_stored(
 ) -> None:
     source = write(tmp_path / "source", {"a": os.urandom(60_000)})
     session = repository.begin("ds")
-    packer = new_packer(session, PutOptions(chunk_bytes=CHUNK_BYTES_MIN), PutReport())
+    packer = start_packer(session, CHUNK_BYTES_MIN, "auto")
     real, once = Future.result, [True]
 
     def result(self: "Future[object]", timeout: float | None = None) -> object:
@@ -418,7 +426,9 @@ def test_M10_a_glob_cannot_take_for_ever(repository: LocalRepository, tmp_path: 
 
 def test_paths_below_the_source(repository: LocalRepository, tmp_path: Path) -> None:
     source = write(tmp_path / "source", {"a": b"1", "d/b": b"2", "d/c": b"3"})
-    report = put_tree(repository, "ds", source, b"in/here", SMALL, paths=[b"a", b"d/c", b"gone"])
+    report = ingest.put(
+        repository, "ds", FolderSource(source, paths=[b"a", b"d/c", b"gone"]), b"in/here", SMALL
+    )
     assert files(repository.view("ds")) == [b"in/here/a", b"in/here/d/c"]
     assert [path for path, _ in report.failed] == [b"gone"]
 
@@ -436,7 +446,9 @@ def test_I2_I4_what_is_no_file_is_named_and_skipped(
 
 
 def test_I4_a_file_that_says_it_is_empty_and_is_not(repository: LocalRepository) -> None:
-    report = put_tree(repository, "ds", Path("/proc/self"), options=SMALL, paths=[b"status"])
+    report = ingest.put(
+        repository, "ds", FolderSource(Path("/proc/self"), paths=[b"status"]), options=SMALL
+    )
     assert report.failed == [(b"status", "it says that it is empty but has bytes")]
     assert len(repository.view("ds").files()) == 0
 
@@ -464,7 +476,7 @@ def test_I1_a_file_that_will_not_hold_still(
     for size in (2000, 3 * CHUNK_BYTES_MIN):
         source = write(tmp_path / f"source-{size}", {"calm": b"1", "restless": bytes(size)})
         touch_when_read(monkeypatch, 1000, os.utime)
-        report = put_tree(repository, "ds", source, options=SMALL)
+        report = ingest.put(repository, "ds", FolderSource(source), options=SMALL)
         assert [path for path, _ in report.failed] == [b"restless"]
         assert "changed" in report.failed[0][1]
         assert files(repository.view("ds")) == [b"calm"]
@@ -476,7 +488,7 @@ def test_I1_a_file_that_settles_is_read_again(
     for size, change in ((2000, None), (3 * CHUNK_BYTES_MIN, None), (5000, 6000), (6000, 5000)):
         source = write(tmp_path / f"source-{size}", {"restless": b"x" * size})
         touch_when_read(monkeypatch, 2, partial(rewrite, source / "restless", change))
-        report = put_tree(repository, "ds", source, options=SMALL)
+        report = ingest.put(repository, "ds", FolderSource(source), options=SMALL)
         assert report.failed == []
         assert dataset_state(repository)[b"restless"] == facts(source)[b"restless"]
 
@@ -509,7 +521,7 @@ def test_I3_unreadable_files_and_folders_are_named(tmp_path: Path) -> None:
             os.environ["XDG_CACHE_HOME"] = str(store / "cache")
             os.setuid(65534)
             with LocalRepository.open((store / "repository").as_uri(), create=True) as repository:
-                report = put_tree(repository, "ds", source, options=SMALL)
+                report = ingest.put(repository, "ds", FolderSource(source), options=SMALL)
                 named = sorted(path for path, _ in report.failed)
                 if named == [b"closed", b"secret"] and files(repository.view("ds")) == [b"good"]:
                     status = 0
@@ -545,7 +557,7 @@ def test_a_path_is_a_file_or_a_folder(repository: LocalRepository, tmp_path: Pat
     assert after.pop(b"new")[3] == b""
     assert after == before
     with pytest.raises(ConflictError):
-        put_tree(repository, "ds", other, b"b/below", SMALL)
+        ingest.put(repository, "ds", FolderSource(other), b"b/below", SMALL)
     assert put(repository, other, delete=True).failed == []
     assert dataset_state(repository) == facts(other)
 
@@ -555,7 +567,9 @@ def test_a_listed_path_does_not_go_below_a_file(
 ) -> None:
     put(repository, write(tmp_path / "one", {"a": b"1"}))
     other = write(tmp_path / "other", {"a/b/x": b"2", "c/y": b"3"})
-    report = put_tree(repository, "ds", other, options=SMALL, paths=[b"a/b/x", b"c/y"])
+    report = ingest.put(
+        repository, "ds", FolderSource(other, paths=[b"a/b/x", b"c/y"]), options=SMALL
+    )
     assert [path for path, _ in report.failed] == [b"a/b"]
     assert files(repository.view("ds")) == [b"a", b"c/y"]
 
@@ -576,7 +590,7 @@ def test_reserved_name(repository: LocalRepository, tmp_path: Path) -> None:
     assert [path for path, _ in report.failed] == [b".diesel"]
     assert files(repository.view("ds")) == [b"d/.diesel", b"good"]
     with pytest.raises(UsageError):
-        put_tree(repository, "ds", source, b".diesel", SMALL)
+        ingest.put(repository, "ds", FolderSource(source), b".diesel", SMALL)
 
 
 def test_I12_source_in_the_store_or_around_it(repository: LocalRepository, tmp_path: Path) -> None:
@@ -617,7 +631,7 @@ def test_links_are_never_followed(repository: LocalRepository, tmp_path: Path) -
     (source / "d/x").unlink()
     (source / "d").rmdir()
     (source / "d").symlink_to(secret)
-    report = put_tree(repository, "ds", source, options=SMALL, paths=[b"d/x"])
+    report = ingest.put(repository, "ds", FolderSource(source, paths=[b"d/x"]), options=SMALL)
     assert len(report.failed) == 1
     assert len(repository.view("ds").files()) == 0
 

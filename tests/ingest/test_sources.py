@@ -13,12 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from diesel_fs import ingest
 from diesel_fs.cache.reader import EntryReader
 from diesel_fs.client.dataset import connect
 from diesel_fs.client.extract import get
 from diesel_fs.format.chunk import CHUNK_BYTES_MIN
 from diesel_fs.format.entries import Kind, Stat
-from diesel_fs.ingest import PutOptions, put_file, put_tar, put_tree
+from diesel_fs.ingest import FileSource, FolderSource, PutOptions, TarSource
 from diesel_fs.repository.local import LocalRepository
 from diesel_fs.repository.stored import LocalWriteSession
 
@@ -63,18 +64,18 @@ def stored_bytes(repository: LocalRepository) -> int:
 
 def tree_put(url: str, source: Path) -> int:
     with LocalRepository.open(url, create=True) as repository:
-        return put_tree(repository, "ds", source, options=SMALL).chunks
+        return ingest.put(repository, "ds", FolderSource(source), options=SMALL).chunks
 
 
 def file_put(url: str, source: Path) -> int:
     with LocalRepository.open(url, create=True) as repository:
-        return put_file(repository, "ds", source / "large", b"large", SMALL).chunks
+        return ingest.put(repository, "ds", FileSource(source / "large"), b"large", SMALL).chunks
 
 
 def tar_put(url: str, source: Path) -> int:
     data = io.BytesIO(tar_of(("large", (source / "large").read_bytes())))
     with LocalRepository.open(url, create=True) as repository:
-        return put_tar(repository, "ds", data, options=SMALL).chunks
+        return ingest.put(repository, "ds", TarSource(data), options=SMALL).chunks
 
 
 def api_put(url: str, source: Path) -> int:
@@ -140,13 +141,13 @@ def test_I6_hard_links_are_stored_for_each_path(
     (source / "d").mkdir()
     os.link(source / "one", source / "d/two")
     os.link(source / "large", source / "d/large too")
-    report = put_tree(repository, "ds", source, options=SMALL)
+    report = ingest.put(repository, "ds", FolderSource(source), options=SMALL)
     assert (report.files, report.content_bytes) == (4, 2 * 155_000)
     assert dataset_state(repository) == facts(source) == got(repository, tmp_path / "out")
     assert (tmp_path / "out/one").stat().st_nlink == 1
     (source / "one").unlink()
     (source / "one").write_bytes(b"another")
-    put_tree(repository, "ds", source, options=SMALL)
+    ingest.put(repository, "ds", FolderSource(source), options=SMALL)
     assert dataset_state(repository)[b"d/two"][-1] == (source / "d/two").read_bytes() != b"another"
     assert rebuilt(repository) == facts(source)
 
@@ -199,7 +200,12 @@ def test_I7_without_compression_a_sparse_file_is_stored_dense(
     (tmp_path / "source").mkdir()
     with (tmp_path / "source/sparse").open("wb") as file:
         file.truncate(size)
-    put_tree(repository, "ds", tmp_path / "source", options=PutOptions(compress="none", jobs=1))
+    ingest.put(
+        repository,
+        "ds",
+        FolderSource(tmp_path / "source"),
+        options=PutOptions(compress="none", jobs=1),
+    )
     assert stored_bytes(repository) > size
     assert dataset_state(repository) == facts(tmp_path / "source")
 
@@ -210,7 +216,7 @@ def test_I7_without_compression_a_sparse_file_is_stored_dense(
 def test_I9_no_files_at_all(repository: LocalRepository, tmp_path: Path) -> None:
     """A valid dataset, which is there after its metadata are lost, too."""
     (tmp_path / "empty").mkdir(mode=0o750)
-    put_tree(repository, "ds", tmp_path / "empty", options=SMALL)
+    ingest.put(repository, "ds", FolderSource(tmp_path / "empty"), options=SMALL)
     view = repository.view("ds")
     assert (view.entry_count, view.file_count, view.byte_count) == (1, 0, 0)
     assert dataset_state(repository) == facts(tmp_path / "empty") == rebuilt(repository)
@@ -224,7 +230,7 @@ def test_I9_nothing_but_folders(repository: LocalRepository, tmp_path: Path) -> 
         (source / f"{number}/in").mkdir(parents=True)
     (source / "7/in").chmod(0o711)
     os.utime(source / "7", ns=(0, 7))
-    report = put_tree(repository, "ds", source, options=SMALL)
+    report = ingest.put(repository, "ds", FolderSource(source), options=SMALL)
     assert (report.files, report.entries, report.failed) == (0, 1201, [])
     assert dataset_state(repository) == facts(source) == rebuilt(repository)
     assert got(repository, tmp_path / "out") == facts(source)
@@ -234,7 +240,7 @@ def test_I9_many_tiny_files(repository: LocalRepository, tmp_path: Path) -> None
     source = write(
         tmp_path / "source", {f"d{i % 7}/{i}": i.to_bytes(4, "big")[i % 5 :] for i in range(5000)}
     )
-    report = put_tree(repository, "ds", source, options=PutOptions(jobs=2))
+    report = ingest.put(repository, "ds", FolderSource(source), options=PutOptions(jobs=2))
     assert (report.files, report.failed) == (5000, [])
     assert report.chunks <= 4  # of 4 MiB, from two processes
     assert dataset_state(repository) == facts(source) == rebuilt(repository)
@@ -247,7 +253,7 @@ def test_I11_a_path_that_is_listed_twice(repository: LocalRepository, tmp_path: 
     """It is there once; other words for it are refused, by name."""
     source = write(tmp_path / "source", {"a": b"1", "d/b": b"2"})
     paths = [b"a", b"d/b", b"a", b"d/b", b"d", b"./a", b"d/../a"]
-    report = put_tree(repository, "ds", source, options=SMALL, paths=paths)
+    report = ingest.put(repository, "ds", FolderSource(source, paths=paths), options=SMALL)
     assert sorted(path for path, _ in report.failed) == [b".", b"d/.."]
     for state in (dataset_state(repository), rebuilt(repository)):
         assert sorted(state) == [b".", b"a", b"d", b"d/b"]
@@ -258,7 +264,7 @@ def test_I11_a_path_that_is_listed_twice(repository: LocalRepository, tmp_path: 
 def test_I11_of_equal_names_in_a_tar_the_last_wins(repository: LocalRepository) -> None:
     """Live and rebuilt; names that differ only in case are two."""
     data = tar_of(("a", b"1"), ("A", b"upper"), ("./a", b"2"), ("b", b"3"), (".//b", b"odd"))
-    report = put_tar(repository, "ds", io.BytesIO(data), options=SMALL)
+    report = ingest.put(repository, "ds", TarSource(io.BytesIO(data)), options=SMALL)
     assert [path for path, _ in report.failed] == [b"/b"]
     for state in (dataset_state(repository), rebuilt(repository)):
         contents = {path: fact[-1] for path, fact in state.items() if fact[0] == "file"}
@@ -271,7 +277,7 @@ def test_I11_two_sources_with_the_same_names(repository: LocalRepository, tmp_pa
     second = write(tmp_path / "second", {"same": b"old file", "two": b"2"})
     os.utime(second / "same", ns=(0, 5))
     for source in (first, second):
-        put_tree(repository, "ds", source, b"in", SMALL)
+        ingest.put(repository, "ds", FolderSource(source), b"in", SMALL)
     for state in (dataset_state(repository), rebuilt(repository)):
         assert {path for path, fact in state.items() if fact[0] == "file"} == {
             b"in/same",
@@ -295,7 +301,7 @@ def test_I15_modes_are_permission_bits_whatever_the_umask(
     (source / "folder").chmod(0o7775)
     before = os.umask(umask)
     try:
-        report = put_tree(repository, "ds", source, options=SMALL)
+        report = ingest.put(repository, "ds", FolderSource(source), options=SMALL)
         seen = got(repository, tmp_path / "out")
     finally:
         os.umask(before)
@@ -350,16 +356,18 @@ def test_I15_times_of_files_links_and_folders(repository: LocalRepository, tmp_p
                 continue
             kept += (source / name).lstat().st_mtime_ns == mtime_ns
     assert kept >= 12, "this file system keeps no such times: proves nothing"
-    assert put_tree(repository, "ds", source, options=SMALL).failed == []
+    assert ingest.put(repository, "ds", FolderSource(source), options=SMALL).failed == []
     assert dataset_state(repository) == facts(source) == rebuilt(repository)
     assert got(repository, tmp_path / "out") == facts(source)
-    assert put_tree(repository, "ds", source, options=SMALL).unchanged == len(facts(source))
+    assert ingest.put(repository, "ds", FolderSource(source), options=SMALL).unchanged == len(
+        facts(source)
+    )
 
 
 def test_I15_an_implicit_folder(repository: LocalRepository) -> None:
     """A tar need not name its folders: they show as README says, and go with their last entry."""
     data = tar_of(("d/e/x", b"1"))
-    put_tar(repository, "ds", io.BytesIO(data), options=SMALL)
+    ingest.put(repository, "ds", TarSource(io.BytesIO(data)), options=SMALL)
     view = repository.view("ds")
     for path in (b"d", b"d/e"):
         assert view.stat(view.lookup(path)) == Stat(Kind.FOLDER, 0o755, 0, 0)
@@ -402,14 +410,14 @@ def test_N4_a_tree_and_a_tar_of_such_names(repository: LocalRepository, tmp_path
     os.mkdir(raw + b"/\xed\xa0\x80 folder")
     os.symlink(b"\xed\xa0\x80\xff", raw + b"/\xed\xa0\x80 folder/\xfe link")
     os.mkfifo(raw + b"/\xff pipe")
-    report = put_tree(repository, "ds", source, b"\xfe prefix", SMALL)
+    report = ingest.put(repository, "ds", FolderSource(source), b"\xfe prefix", SMALL)
     assert [path for path, _ in report.failed] == [b"\xff pipe"]
     os.unlink(raw + b"/\xff pipe")
     tar = subprocess.run(
         ["tar", "--format=pax", "-cC", raw, "."], check=True, capture_output=True
     ).stdout
     with LocalRepository.open((tmp_path / "other").as_uri(), create=True) as other:
-        assert put_tar(other, "ds", io.BytesIO(tar), options=SMALL).failed == []
+        assert ingest.put(other, "ds", TarSource(io.BytesIO(tar)), options=SMALL).failed == []
         assert set(dataset_state(other)) == set(facts(source))
         assert rebuilt(other) == dataset_state(other)
 

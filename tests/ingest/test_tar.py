@@ -14,11 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from diesel_fs import ingest
 from diesel_fs.cache.reader import EntryReader
 from diesel_fs.errors import UsageError
 from diesel_fs.format.entries import Kind
 from diesel_fs.format.snapshot.reader import Snapshot
-from diesel_fs.ingest import PutOptions, PutReport, put_tar, put_tree
+from diesel_fs.ingest import FolderSource, PutOptions, PutReport, TarSource
 from diesel_fs.ingest.sources.tar import _ends
 from diesel_fs.repository.local import LocalRepository
 from tests.trees import odd_tree
@@ -47,7 +48,8 @@ def of_type(kind: bytes, target: str = "", mode: int = 0o644) -> tarfile.TarInfo
 def put(
     repository: LocalRepository, data: bytes, prefix: bytes = b"", **options: object
 ) -> PutReport:
-    return put_tar(repository, "pets", io.BytesIO(data), prefix, PutOptions(**options))  # type: ignore[arg-type]  # what came is passed on
+    wanted = PutOptions(**options)  # type: ignore[arg-type]  # what came is passed on
+    return ingest.put(repository, "pets", TarSource(io.BytesIO(data)), prefix, wanted)
 
 
 def contents(repository: LocalRepository) -> dict[bytes, bytes | str]:
@@ -78,7 +80,7 @@ def test_what_gnu_tar_writes_is_what_was_there(repository: LocalRepository, tmp_
         command = ["tar", "c", f"--format={form}", "-C", str(source), "."]
         archive = subprocess.run(command, check=True, capture_output=True).stdout
         put(repository, archive)
-        put_tree(repository, "tree", source)
+        ingest.put(repository, "tree", FolderSource(source))
         one, other = repository.view("pets"), repository.view("tree")
         assert [one.path(i) for i in range(len(one))] == [other.path(i) for i in range(len(other))]
         stats = [other.stat(i) for i in range(len(other))]
@@ -315,7 +317,7 @@ def test_what_is_no_tar_is_refused(repository: LocalRepository, data: bytes) -> 
 
 def test_the_stream_stays_open_for_its_owner(repository: LocalRepository) -> None:
     stream = io.BytesIO(WHOLE)
-    put_tar(repository, "pets", stream)
+    ingest.put(repository, "pets", TarSource(stream))
     assert not stream.closed
     assert stream.read() == b""
 

@@ -10,7 +10,7 @@ from diesel_fs.errors import ObjectStoreError
 from diesel_fs.format.chunk import CHUNK_BYTES_MIN
 from diesel_fs.format.object_names import chunk_object
 from diesel_fs.format.snapshot.reader import Snapshot
-from diesel_fs.ingest import PutOptions, put_tree
+from diesel_fs.ingest import FolderSource, PutOptions, put
 from diesel_fs.peers.client import TaskStore
 from diesel_fs.repository.local import LocalRepository
 from diesel_fs.storage.objects.store import ObjectStore, ReadWrapper
@@ -50,7 +50,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalReposi
     source = write(folder / "source", FILES)
     with LocalRepository.open((folder / "store").as_uri(), create=True) as opened:
         options = PutOptions(chunk_bytes=CHUNK_BYTES_MIN, compress="lz4", jobs=1)
-        put_tree(opened, "ds", source, options=options)
+        put(opened, "ds", FolderSource(source), options=options)
         yield opened
 
 

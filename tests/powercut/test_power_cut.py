@@ -19,7 +19,7 @@ import pytest
 
 from diesel_fs.errors import DieselError, FormatError
 from diesel_fs.format.snapshot.reader import Snapshot
-from diesel_fs.ingest import PutOptions, put_tree
+from diesel_fs.ingest import FolderSource, PutOptions, put
 from diesel_fs.repository.local import LocalRepository
 from diesel_fs.storage.metadata.sqlite.database_file import LEASE_NAME
 from diesel_fs.storage.metadata.sqlite.store import SqliteMetadata
@@ -102,7 +102,7 @@ def check(root: Path, story: Story, acknowledged: int, *, between: bool) -> None
             assert not acknowledged
         else:
             check_dataset(repository, old, new, exactly=acknowledged > 0 and not between)
-        put_tree(repository, "ds", story.after, options=PutOptions(delete=True))
+        put(repository, "ds", FolderSource(story.after), options=PutOptions(delete=True))
         assert dataset_state(repository) == story.states[2]
         assert repository.verify("ds").problems == []
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from diesel_fs import ingest
 from diesel_fs.cache.reader import EntryReader
 from diesel_fs.client.dataset import connect
 from diesel_fs.errors import (
@@ -27,7 +28,7 @@ from diesel_fs.format.chunk import CHUNK_BYTES_MIN
 from diesel_fs.format.chunk_id import chunk_id_text
 from diesel_fs.format.entries import Kind
 from diesel_fs.format.snapshot.reader import Snapshot
-from diesel_fs.ingest import PutOptions, put_tree
+from diesel_fs.ingest import FolderSource, PutOptions
 from diesel_fs.net.keys import public_key
 from diesel_fs.remote.open import open_repository
 from diesel_fs.remote.repository import RemoteRepository
@@ -156,7 +157,7 @@ def test_G1_a_put_whose_only_server_dies_fails_and_can_be_repeated(
     servers.servers.append(_again(servers, port))
     with servers.open() as repository:
         assert 100 < len(repository.view("ds")) < 3000, "this proves nothing"
-        report = put_tree(repository, "ds", source, options=SMALL)
+        report = ingest.put(repository, "ds", FolderSource(source), options=SMALL)
         assert report.unchanged > 0
         assert dataset_state(repository) == facts(source)
     check_whole(servers)
@@ -174,7 +175,7 @@ def test_G1_readers_go_on_at_the_other_server(servers: ServerWithRedis, tmp_path
     servers.add()
     source = tree(tmp_path / "source")
     with servers.open() as repository:
-        put_tree(repository, "ds", source, options=SMALL)
+        ingest.put(repository, "ds", FolderSource(source), options=SMALL)
     with as_user(servers), connect("ds", servers.url, memory_bytes=1) as dataset:
         paths = [f"d{i % 7}/f{i:04}" for i in range(400)]
         for turn, path in enumerate(paths):
@@ -239,7 +240,7 @@ def test_C3_an_emptied_redis_is_never_an_empty_dataset(
 ) -> None:
     source = tree(tmp_path / "source")
     with servers.open() as repository:
-        put_tree(repository, "ds", source, options=SMALL)
+        ingest.put(repository, "ds", FolderSource(source), options=SMALL)
         before = state(repository.view("ds"))
         accounts = _accounts(servers)
         with servers.redis.client() as client:
@@ -286,19 +287,19 @@ def _accounts(servers: ServerWithRedis) -> Callable[[], None]:
 def test_C7_a_full_redis_stops_writers_alone(servers: ServerWithRedis, tmp_path: Path) -> None:
     source = tree(tmp_path / "source")
     with servers.open() as repository, servers.redis.client() as client:
-        put_tree(repository, "ds", source, options=SMALL)
+        ingest.put(repository, "ds", FolderSource(source), options=SMALL)
         repository.stat("ds", b"d0/f0000")
         client.config_set("maxmemory", 1 << 20)
         tree(source, 3, 3000)
         with pytest.raises(NoSpaceError):
-            put_tree(repository, "ds", source, options=SMALL)
+            ingest.put(repository, "ds", FolderSource(source), options=SMALL)
         view = repository.view("ds")
         assert view.file_count >= 400
         reader = EntryReader(view, repository.objects, 1 << 20)
         index = view.lookup(b"d0/f0000")
         assert len(reader.read(index)) == 4096
         client.config_set("maxmemory", 0)
-        put_tree(repository, "ds", source, options=SMALL)
+        ingest.put(repository, "ds", FolderSource(source), options=SMALL)
         assert dataset_state(repository) == facts(source)
     check_whole(servers)
 
@@ -307,7 +308,7 @@ def test_C13_a_redis_that_hangs(servers: ServerWithRedis, tmp_path: Path) -> Non
     """Questions about entries fail soon, reads go on; and all goes on when it does."""
     source = tree(tmp_path / "source", count=50)
     with servers.open() as repository:
-        put_tree(repository, "ds", source, options=SMALL)
+        ingest.put(repository, "ds", FolderSource(source), options=SMALL)
         view = repository.view("ds")
         repository.stat("ds", b"d0/f0000")
         together = threading.Barrier(12)
@@ -368,7 +369,12 @@ def test_G3_a_corrupt_chunk_harms_its_own_files_alone(
 ) -> None:
     source = write(tmp_path / "source", {f"f{i}": os.urandom(20_000) for i in range(12)})
     with servers.open() as repository:
-        put_tree(repository, "ds", source, options=PutOptions(chunk_bytes=CHUNK_BYTES_MIN, jobs=1))
+        ingest.put(
+            repository,
+            "ds",
+            FolderSource(source),
+            options=PutOptions(chunk_bytes=CHUNK_BYTES_MIN, jobs=1),
+        )
         view = repository.view("ds")
         bad = view.lookup(b"f3")
         (extent,) = view.extents(bad)
@@ -424,8 +430,8 @@ def test_roles_hold_over_the_wire(tmp_path: Path) -> None:
     source = tree(tmp_path / "source", count=20)
     with server_with_redis(tmp_path / "behind", "root", *users, workers=1) as servers:
         with servers.open() as root:
-            put_tree(root, "ds", source, options=SMALL)
-            put_tree(root, "secret", source, options=SMALL)
+            ingest.put(root, "ds", FolderSource(source), options=SMALL)
+            ingest.put(root, "secret", FolderSource(source), options=SMALL)
         with servers.open("reader") as reader:
             assert dataset_state(reader) == facts(source)
             assert [info.name for info in reader.datasets()] == ["ds"]
@@ -435,10 +441,10 @@ def test_roles_hold_over_the_wire(tmp_path: Path) -> None:
                 reader.view("secret")
         with servers.open("writer") as writer:
             write(source, {"more": b"1"})
-            assert put_tree(writer, "ds", source, options=SMALL).files == 1
+            assert ingest.put(writer, "ds", FolderSource(source), options=SMALL).files == 1
             for name in ("secret", "new"):
                 with pytest.raises(NoSuchDataset):
-                    put_tree(writer, name, source, options=SMALL)
+                    ingest.put(writer, name, FolderSource(source), options=SMALL)
             with pytest.raises(PermissionDenied):
                 writer.delete_dataset("ds")
 
@@ -449,7 +455,7 @@ def test_S11_errors_tell_clients_nothing_of_where_the_store_lies(tmp_path: Path)
     source = tree(tmp_path / "source", count=20)
     with server_with_redis(tmp_path / "behind", "root", reader, workers=1) as servers:
         with servers.direct() as direct:
-            put_tree(direct, "ds", source, options=SMALL)
+            ingest.put(direct, "ds", FolderSource(source), options=SMALL)
         for chunk in (servers.store / "datasets").rglob("chunks/*/*"):
             chunk.unlink()
         [server] = servers.servers
@@ -542,7 +548,7 @@ def test_G1_a_mount_outlives_its_server(servers: ServerWithRedis, tmp_path: Path
     at = tmp_path / "mount"
     at.mkdir()
     with servers.open() as repository:
-        put_tree(repository, "ds", source, options=SMALL)
+        ingest.put(repository, "ds", FolderSource(source), options=SMALL)
     words = ("mount", "--session", "kernel", "--memory", "1M", "ds", at)
     mounting = program(servers, *words)
     _, err = mounting.communicate(timeout=60)
@@ -582,7 +588,7 @@ def test_S8_a_mount_shows_nobody_its_key(servers: ServerWithRedis, tmp_path: Pat
     key_file.write_text(servers.credentials["root"].key_text)
     key_file.chmod(0o600)
     with servers.open() as repository:
-        put_tree(repository, "ds", source, options=SMALL)
+        ingest.put(repository, "ds", FolderSource(source), options=SMALL)
     environment = {
         name: text for name, text in os.environ.items() if not name.startswith("DIESEL_")
     }

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from diesel_fs.errors import CorruptError
 from diesel_fs.format.chunk import CHUNK_BYTES_MIN
 from diesel_fs.format.snapshot.reader import Snapshot
-from diesel_fs.ingest import PutOptions, put_tree
+from diesel_fs.ingest import FolderSource, PutOptions, put
 from diesel_fs.remote import snapshot_transfer as snapshot_pieces
 from diesel_fs.remote.snapshot_transfer import (
     BLOCK_BYTES_MAX,
@@ -34,7 +34,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalReposi
     source = write(folder / "source", {f"d{i % 7}/file{i}": b"" for i in range(500)})
     with LocalRepository.open((folder / "store").as_uri(), create=True) as opened:
         options = PutOptions(chunk_bytes=CHUNK_BYTES_MIN, jobs=1)
-        put_tree(opened, "ds", source, options=options)
+        put(opened, "ds", FolderSource(source), options=options)
         yield opened
 
 

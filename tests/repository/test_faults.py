@@ -10,11 +10,12 @@ from uuid import UUID
 
 import pytest
 
+from diesel_fs import ingest
 from diesel_fs.errors import CorruptError, MetadataError, NoSuchDataset, ObjectStoreError
 from diesel_fs.format.chunk_id import IdFields, id_fields, stamp
 from diesel_fs.format.entries import ChunkId
 from diesel_fs.format.object_names import chunk_object, dataset_object, snapshot_object
-from diesel_fs.ingest import PutOptions, put_tree
+from diesel_fs.ingest import FolderSource, PutOptions
 from diesel_fs.repository.local import LocalRepository
 from diesel_fs.repository.private_copies import _boot
 from diesel_fs.storage.metadata.store import Batch, ReadCommitted
@@ -34,7 +35,7 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def filled(repository: LocalRepository, source: Path) -> LocalRepository:
-    put_tree(repository, "ds", source, options=ONE)
+    ingest.put(repository, "ds", FolderSource(source), options=ONE)
     return repository
 
 
@@ -62,7 +63,7 @@ def test_B1_an_unreadable_orphan_blocks_no_writer(filled: LocalRepository, sourc
     identity = filled.dataset("ds").identity
     filled.objects.put(chunk_object(identity, old), [b"torn"])
     write(source, {"more": b"3"})
-    assert put_tree(filled, "ds", source, options=ONE).files == 1
+    assert ingest.put(filled, "ds", FolderSource(source), options=ONE).files == 1
     assert dataset_state(filled) == facts(source)
     assert any("truncated" in problem for problem in filled.verify("ds").problems)
 
@@ -72,7 +73,7 @@ def test_C3_lost_metadata_is_rebuilt_whole_or_not_at_all(
 ) -> None:
     for i in range(3):
         write(source, {f"more{i}": b"3"})
-        put_tree(filled, "ds", source, options=ONE)
+        ingest.put(filled, "ds", FolderSource(source), options=ONE)
     filled.close()
     (tmp_path / "store/meta.sqlite").unlink()
     shutil.rmtree(next((tmp_path / "store").glob("datasets/*/snapshots")))
@@ -103,13 +104,13 @@ def test_C4_Z8_an_older_database_never_hides_what_was_acknowledged(
     shutil.copy(database, tmp_path / "backup")
     write(source, {"later": b"3"})
     with LocalRepository.open(filled.url) as repository:
-        put_tree(repository, "ds", source, options=ONE)
+        ingest.put(repository, "ds", FolderSource(source), options=ONE)
     shutil.copy(tmp_path / "backup", database)
     with LocalRepository.open(filled.url) as repository:
         assert repository.stat("ds", b"later").size == 1
         with pytest.raises(MetadataError, match="recover"):
             repository.list("ds")
-        assert put_tree(repository, "ds", source, options=ONE).files == 0
+        assert ingest.put(repository, "ds", FolderSource(source), options=ONE).files == 0
         assert dataset_state(repository) == facts(source)
         assert sorted(repository.list("ds").names) == [b"a", b"d", b"later"]
 
@@ -154,13 +155,13 @@ def test_C18_whole_puts_go_by_while_recover_reads_headers(
     """Whatever they replace; what one of them had not committed when it was listed counts once."""
     for i in range(3):
         write(source, {f"more{i}": b"%d" % i, "a": b"%d" % i})
-        put_tree(filled, "ds", source, options=ONE)
+        ingest.put(filled, "ds", FolderSource(source), options=ONE)
     beside = LocalRepository.open(filled.url)
 
     def put(name: str) -> None:
         write(source, {"a": name.encode(), "d/new": b"new"})
         began_s = time.monotonic()
-        assert put_tree(beside, "ds", source, options=ONE).files == 2
+        assert ingest.put(beside, "ds", FolderSource(source), options=ONE).files == 2
         assert time.monotonic() - began_s < 20
 
     with beside, FaultyStore(filled.objects, Fault("get", "/chunks/", act=put, skip=1)) as store:
@@ -184,7 +185,7 @@ def test_C18_of_two_writers_who_find_the_metadata_lost_neither_fails(
     def put(_: str) -> None:
         write(source, {"more": b"more"})
         with LocalRepository.open(filled.url) as quicker:
-            assert put_tree(quicker, "ds", source, options=ONE).files == 1
+            assert ingest.put(quicker, "ds", FolderSource(source), options=ONE).files == 1
 
     with LocalRepository.open(filled.url, create=True) as slower:
         with FaultyStore(slower.objects, Fault("get", "/chunks/", act=put)) as store:
@@ -204,8 +205,8 @@ def test_A7_A9_a_put_killed_before_its_snapshot_is_finished_by_the_next(
     with monkeypatch.context() as patch:
         patch.setattr(filled.snapshots, "publish", killed)
         with pytest.raises(KeyboardInterrupt):
-            put_tree(filled, "ds", source, options=ONE)
-    assert put_tree(filled, "ds", source, options=ONE).files == 0
+            ingest.put(filled, "ds", FolderSource(source), options=ONE)
+    assert ingest.put(filled, "ds", FolderSource(source), options=ONE).files == 0
     info = filled.dataset("ds")
     assert info.head is not None
     assert filled.snapshots.newest(info.identity) == info.head.version
@@ -242,7 +243,7 @@ def test_a_damaged_database_stops_no_reader_and_is_made_again(
     with LocalRepository.open(filled.url, create=True) as repository:
         repository.recover("ds")
         assert repository.verify("ds").sound
-        assert put_tree(repository, "ds", source, options=ONE).files == 0
+        assert ingest.put(repository, "ds", FolderSource(source), options=ONE).files == 0
 
 
 def test_a_damaged_snapshot_is_made_again(
@@ -257,7 +258,7 @@ def test_a_damaged_snapshot_is_made_again(
     assert any("snapshot" in problem for problem in filled.verify("ds").problems)
     forget_private_copies()
     assert dataset_state(filled) == facts(source)
-    put_tree(filled, "ds", source, options=ONE)
+    ingest.put(filled, "ds", FolderSource(source), options=ONE)
     assert filled.verify("ds").sound
 
 
@@ -284,7 +285,7 @@ def test_I3_one_chunk_with_EIO_is_named_and_the_rest_goes_on(
     filled: LocalRepository, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(source, {"more": b"3"})
-    put_tree(filled, "ds", source, options=ONE)
+    ingest.put(filled, "ds", FolderSource(source), options=ONE)
     identity = filled.dataset("ds").identity
     bad = chunk_object(identity, next(iter(filled.chunk_ids(identity))))
     real = filled.objects.get
@@ -310,7 +311,7 @@ def test_I3_one_chunk_with_EIO_is_named_and_the_rest_goes_on(
 def test_one_damaged_name_stops_no_other_dataset(
     filled: LocalRepository, source: Path, tmp_path: Path
 ) -> None:
-    put_tree(filled, "other", source, options=ONE)
+    ingest.put(filled, "other", FolderSource(source), options=ONE)
     identity = filled.dataset("ds").identity
     file = tmp_path / "store" / dataset_object(identity)
     file.chmod(0o644)

@@ -35,7 +35,7 @@ from diesel_fs.format.entries import ChunkId
 from diesel_fs.format.object_names import chunk_object, snapshot_object
 from diesel_fs.format.snapshot import layout as layout
 from diesel_fs.format.snapshot.reader import Snapshot
-from diesel_fs.ingest import PutOptions, put_tree
+from diesel_fs.ingest import FolderSource, PutOptions, put
 from diesel_fs.repository import expected_chunks as folding
 from diesel_fs.repository.expected_chunks import LostChunks
 from diesel_fs.repository.interface import PurgeOptions
@@ -66,7 +66,7 @@ def first(repository: LocalRepository, tmp_path: Path) -> Path:
     """The source of a first put, of which all is in one chunk: files, a link and a folder."""
     source = write(tmp_path / "first", {"d/a": b"1", "d/b": b"22", "d/e/empty": b""})
     (source / "d/link").symlink_to("a")
-    put_tree(repository, "ds", source, options=ONE)
+    put(repository, "ds", FolderSource(source), options=ONE)
     return source
 
 
@@ -80,7 +80,7 @@ def lost(repository: LocalRepository, first: Path) -> ChunkId:
 def second(repository: LocalRepository, lost: ChunkId, tmp_path: Path) -> Path:
     """The source of a second put, into a chunk of its own."""
     source = write(tmp_path / "second", {"c": b"333"})
-    put_tree(repository, "ds", source, b"more", options=ONE)
+    put(repository, "ds", FolderSource(source), b"more", options=ONE)
     return source
 
 
@@ -173,7 +173,7 @@ def test_nothing_is_put_removed_or_purged_without_what_only_the_newest_snapshot_
     published = repository.snapshots.versions(repository.dataset("ds").identity)
     repository = emptied(repository)
     with pytest.raises(LostChunks, match="d/a"):
-        put_tree(repository, "ds", second, b"other", options=ONE)
+        put(repository, "ds", FolderSource(second), b"other", options=ONE)
     with pytest.raises(LostChunks):
         repository.begin("ds", create=False)
     with pytest.raises(LostChunks):
@@ -211,7 +211,7 @@ def test_what_an_older_database_does_not_know_is_not_forgotten_where_it_is_lost(
     (last,) = set(second_put.chunk_ids(identity)) - {known}
     lose(object_file(second_put, last))
     with pytest.raises(LostChunks, match="b"):
-        put_tree(second_put, "ds", write(tmp_path / "third", {"c": b"3"}), options=ONE)
+        put(second_put, "ds", FolderSource(write(tmp_path / "third", {"c": b"3"})), options=ONE)
     assert any("lost with chunk" in problem for problem in second_put.recover("ds").problems)
     assert second_put.view("ds").lookup(b"b") > 0
 
@@ -222,13 +222,13 @@ def second_put(tmp_path: Path) -> Iterator[LocalRepository]:
     url = (tmp_path / "store").as_uri()
     source = write(tmp_path / "first", {"a": b"1"})
     with LocalRepository.open(url, create=True) as opened:
-        put_tree(opened, "ds", source, options=ONE)
+        put(opened, "ds", FolderSource(source), options=ONE)
         opened.meta.sync()
         with sqlite3.connect(tmp_path / "store/meta.sqlite") as db:
             db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         db.close()
         kept = (tmp_path / "store/meta.sqlite").read_bytes()
-        put_tree(opened, "ds", write(tmp_path / "second", {"b": b"2"}), options=ONE)
+        put(opened, "ds", FolderSource(write(tmp_path / "second", {"b": b"2"})), options=ONE)
     for file in (tmp_path / "store").glob("meta.sqlite*"):
         file.unlink()
     (tmp_path / "store/meta.sqlite").write_bytes(kept)
@@ -300,7 +300,7 @@ def test_what_comes_back_with_an_accepted_loss_is_named(
     """The lost chunk replaced a file and deleted another."""
     identity = repository.dataset("ds").identity
     write(tmp_path / "later", {"a": b"later"})
-    put_tree(repository, "ds", tmp_path / "later", b"d", options=ONE)
+    put(repository, "ds", FolderSource(tmp_path / "later"), b"d", options=ONE)
     session = repository.begin("ds")
     session.delete([b"d/b"])
     session.finish()
@@ -338,14 +338,17 @@ def test_putting_the_source_again_heals_what_is_gone(
     everything = dataset_state(repository)
     damage(object_file(repository, lost))
     assert repository.recover("ds").problems
-    assert put_tree(repository, "ds", first, options=replace(ONE, dry_run=True)).entries_found == 7
-    report = put_tree(repository, "ds", first, options=ONE)
+    assert (
+        put(repository, "ds", FolderSource(first), options=replace(ONE, dry_run=True)).entries_found
+        == 7
+    )
+    report = put(repository, "ds", FolderSource(first), options=ONE)
     assert (report.files, report.failed) == (3, [])
     assert dataset_state(repository) == everything
     if damage is empty:
         object_file(repository, lost).unlink()
     assert repository.verify("ds").problems == []
-    assert put_tree(repository, "ds", first, options=ONE).files == 0
+    assert put(repository, "ds", FolderSource(first), options=ONE).files == 0
     repository.purge("ds", NOW)
     again = emptied(repository)
     assert again.recover("ds").sound
@@ -359,10 +362,14 @@ def test_putting_with_checksum_heals_what_is_damaged(
     content = bytearray(victim.read_bytes())
     content[content.rindex(b"22")] ^= 1
     victim.write_bytes(content)
-    assert put_tree(repository, "ds", first, options=ONE).files == 0
-    assert put_tree(repository, "ds", first, options=replace(ONE, checksum=True)).files == 1
+    assert put(repository, "ds", FolderSource(first), options=ONE).files == 0
+    assert (
+        put(repository, "ds", FolderSource(first), options=replace(ONE, checksum=True)).files == 1
+    )
     assert dataset_state(repository) == facts(first)
-    assert put_tree(repository, "ds", first, options=replace(ONE, checksum=True)).files == 0
+    assert (
+        put(repository, "ds", FolderSource(first), options=replace(ONE, checksum=True)).files == 0
+    )
 
 
 def test_a_short_listing_is_made_up_for_and_ends_a_purge(
@@ -467,7 +474,7 @@ class Absence(RuleBasedStateMachine):
         write(source, {os.fsdecode(path): content for path, content in files.items()})
         opened = LocalRepository.open(self.url, create=True)
         with opened as repository, suppress(LostChunks, MetadataBehind):
-            put_tree(repository, "ds", source, options=ONE)
+            put(repository, "ds", FolderSource(source), options=ONE)
             self.expected.update(files)
             for path, content in files.items():
                 self.history.setdefault(path, set()).add(content)

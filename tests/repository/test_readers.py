@@ -23,7 +23,7 @@ from diesel_fs.errors import (
     UsageError,
 )
 from diesel_fs.format.object_names import chunk_object
-from diesel_fs.ingest import PutOptions, put_tree
+from diesel_fs.ingest import FolderSource, PutOptions, put
 from diesel_fs.repository.local import LocalRepository
 from diesel_fs.repository.stored import LocalWriteSession
 from diesel_fs.repository.validation import batch_of
@@ -40,7 +40,12 @@ FILES = {"a": b"1", "d/b": b"22", "d/e/c": b"333"}
 
 @pytest.fixture
 def filled(repository: LocalRepository, tmp_path: Path) -> LocalRepository:
-    put_tree(repository, "ds", write(tmp_path / "source", FILES), options=PutOptions(jobs=1))
+    put(
+        repository,
+        "ds",
+        FolderSource(write(tmp_path / "source", FILES)),
+        options=PutOptions(jobs=1),
+    )
     return repository
 
 
@@ -62,7 +67,7 @@ def test_list_and_stat_are_live(filled: LocalRepository, tmp_path: Path) -> None
     with pytest.raises(UsageError):
         filled.stat("ds", b"../x")
     (tmp_path / "source/a").write_bytes(b"4444")
-    put_tree(filled, "ds", tmp_path / "source", options=PutOptions(jobs=1))
+    put(filled, "ds", FolderSource(tmp_path / "source"), options=PutOptions(jobs=1))
     assert filled.stat("ds", b"a").size == 4
 
 
@@ -95,7 +100,7 @@ def test_C3_no_metadata_and_no_snapshot_is_never_empty(
 def test_C3_a_writer_folds_everything_in_at_once(filled: LocalRepository, tmp_path: Path) -> None:
     lose_metadata(tmp_path / "store")
     with LocalRepository.open(filled.url, create=True) as writer:
-        report = put_tree(writer, "ds", tmp_path / "source", options=PutOptions(jobs=1))
+        report = put(writer, "ds", FolderSource(tmp_path / "source"), options=PutOptions(jobs=1))
         assert report.files == 0
         assert dataset_state(writer) == facts(tmp_path / "source")
         assert writer.verify("ds").problems == []
@@ -272,7 +277,7 @@ def test_a_snapshot_is_exactly_one_version_while_commits_run(
         for i in range(15):
             files = {f"{i}/{j}": b"x" for j in range(10)}
             source = write(tmp_path / f"s{i}", files)
-            put_tree(repository, "ds", source, options=PutOptions(jobs=1))
+            put(repository, "ds", FolderSource(source), options=PutOptions(jobs=1))
     finally:
         stop.set()
         thread.join()
@@ -301,7 +306,7 @@ def test_L1_L2_two_puts_at_once(repository: LocalRepository, tmp_path: Path) -> 
             try:
                 with LocalRepository.open(repository.url) as mine:
                     options = PutOptions(chunk_bytes=65536, jobs=2)
-                    status = len(put_tree(mine, "ds", source, options=options).failed)
+                    status = len(put(mine, "ds", FolderSource(source), options=options).failed)
             finally:
                 os._exit(status)
         children.append(child)
@@ -322,7 +327,7 @@ def test_a_snapshot_never_outlives_the_chunks_it_came_from(
 ) -> None:
     """Metadata rebuilt without a lost chunk is not merged into a snapshot that still has it."""
     write(tmp_path / "source", {"later": b"4"})
-    put_tree(filled, "ds", tmp_path / "source", options=PutOptions(jobs=1))
+    put(filled, "ds", FolderSource(tmp_path / "source"), options=PutOptions(jobs=1))
     view = filled.view("ds")
     (extent,) = view.extents(view.lookup(b"a"))
     filled.objects.delete(chunk_object(view.identity, view.chunk_ids[extent.chunk]))
@@ -341,9 +346,11 @@ def test_NoSpace_the_store_is_full(tmp_path: Path) -> None:
         LocalRepository.open((small / "store").as_uri(), create=True) as repository,
     ):
         first = write(tmp_path / "first", {"a": b"1"})
-        put_tree(repository, "ds", first, options=PutOptions(jobs=1))
+        put(repository, "ds", FolderSource(first), options=PutOptions(jobs=1))
         big = write(tmp_path / "big", {f"{i}": os.urandom(500_000) for i in range(8)})
         with pytest.raises(NoSpaceError):
-            put_tree(repository, "ds", big, options=PutOptions(chunk_bytes=1 << 20, jobs=2))
+            put(
+                repository, "ds", FolderSource(big), options=PutOptions(chunk_bytes=1 << 20, jobs=2)
+            )
         assert dataset_state(repository)[b"a"][3] == b"1"
         assert repository.verify("ds").sound

@@ -10,7 +10,7 @@ import pytest
 
 from diesel_fs.errors import NoSpaceError
 from diesel_fs.format.snapshot.reader import Snapshot
-from diesel_fs.ingest import PutOptions, put_tree
+from diesel_fs.ingest import FolderSource, PutOptions, put
 from diesel_fs.repository.local import LocalRepository
 from diesel_fs.repository.private_copies import open_snapshot_file, save_snapshot
 
@@ -22,7 +22,12 @@ FILES = {f"d{i % 7}/file-{i}": bytes([i % 251]) * i for i in range(500)}
 
 @pytest.fixture
 def view(repository: LocalRepository, tmp_path: Path) -> Snapshot:
-    put_tree(repository, "ds", write(tmp_path / "source", FILES), options=PutOptions(jobs=1))
+    put(
+        repository,
+        "ds",
+        FolderSource(write(tmp_path / "source", FILES)),
+        options=PutOptions(jobs=1),
+    )
     return repository.view("ds")
 
 
@@ -96,7 +101,7 @@ def test_E9_a_full_disk_leaves_the_snapshot_before(
     save_snapshot(view, file)
     before = file.read_bytes()
     more = write(tmp_path / "more", {f"more-{i}": b"x" for i in range(500)})
-    put_tree(repository, "ds", more, options=PutOptions(jobs=1))
+    put(repository, "ds", FolderSource(more), options=PutOptions(jobs=1))
     with pytest.raises(NoSpaceError, match=r"ds\.snapshot"):
         save_snapshot(repository.view("ds"), file)
     assert [each.name for each in small.iterdir()] == [file.name]

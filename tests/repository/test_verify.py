@@ -16,7 +16,7 @@ from diesel_fs.format.chunk import CHUNK_BYTES_MIN, Header
 from diesel_fs.format.chunk_id import IdFields, chunk_id_text
 from diesel_fs.format.entries import ChunkId
 from diesel_fs.format.object_names import chunk_object
-from diesel_fs.ingest import PutOptions, put_tree
+from diesel_fs.ingest import FolderSource, PutOptions, put
 from diesel_fs.repository import expected_chunks as folding
 from diesel_fs.repository.expected_chunks import HEADERS_AHEAD
 from diesel_fs.repository.interface import Findings
@@ -36,7 +36,7 @@ OPTIONS = PutOptions(chunk_bytes=CHUNK_BYTES_MIN, compress="none", jobs=1)
 @pytest.fixture
 def filled(repository: LocalRepository, tmp_path: Path) -> LocalRepository:
     source = write(tmp_path / "source", FILES)
-    put_tree(repository, "ds", source, options=OPTIONS)
+    put(repository, "ds", FolderSource(source), options=OPTIONS)
     return repository
 
 
@@ -216,7 +216,7 @@ def test_headers_are_read_ahead_and_folded_in_their_order(
     """Many at once, and no more than that; fewer where they are large."""
     for i in range(9):
         write(tmp_path / "source", {f"more{i}-{j:02}": bytes([j]) * 8000 for j in range(40)})
-        put_tree(filled, "ds", tmp_path / "source", options=OPTIONS)
+        put(filled, "ds", FolderSource(tmp_path / "source"), options=OPTIONS)
     identity = filled.dataset("ds").identity
     there = [*filled.chunk_ids(identity)]
     assert len(there) > HEADERS_AHEAD

@@ -18,9 +18,9 @@ from pathlib import Path
 import click
 import pytest
 
-from diesel_fs import metrics
+from diesel_fs import ingest, metrics
 from diesel_fs.errors import DieselError, MetadataError
-from diesel_fs.ingest.put import put_tree
+from diesel_fs.ingest import FolderSource
 from diesel_fs.net.client import ServerLink
 from diesel_fs.remote.open import open_repository
 from diesel_fs.repository.interface import Repository
@@ -79,7 +79,7 @@ def metric(server: Server, name: str) -> float:
 
 
 def put(repository: Repository, source: Path) -> None:
-    assert put_tree(repository, "pets", source).files
+    assert ingest.put(repository, "pets", FolderSource(source)).files
 
 
 # What it is told

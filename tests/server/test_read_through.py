@@ -12,7 +12,7 @@ import pytest
 from diesel_fs.cache.reader import EntryReader
 from diesel_fs.credentials import Credentials
 from diesel_fs.format.chunk import CHUNK_BYTES_MIN
-from diesel_fs.ingest import PutOptions, put_tree
+from diesel_fs.ingest import FolderSource, PutOptions, put
 from diesel_fs.remote.open import open_repository
 from diesel_fs.repository.local import LocalRepository
 
@@ -32,7 +32,7 @@ class CachedServer:
         self.user: Credentials = new_repository(self.url)["root"]
         options = PutOptions(chunk_bytes=CHUNK_BYTES_MIN, compress="none", jobs=1)
         with LocalRepository.open(self.url) as repository:
-            put_tree(repository, "ds", write(folder / "source", FILES), options=options)
+            put(repository, "ds", FolderSource(write(folder / "source", FILES)), options=options)
             self.chunk_count = repository.view("ds").chunk_count
 
     def server(self, workers: int = 1) -> Server:

@@ -28,7 +28,7 @@ from diesel_fs.errors import (
 from diesel_fs.format.chunk_id import IdFields, id_fields, stamp
 from diesel_fs.format.entries import ChunkId
 from diesel_fs.format.object_names import chunk_object, dataset_object, lease_object
-from diesel_fs.ingest import put_file
+from diesel_fs.ingest import FileSource, put
 from diesel_fs.net.messages import Message
 from diesel_fs.repository.leases import ReadLease, leased_versions
 from diesel_fs.repository.local import LocalRepository
@@ -531,7 +531,7 @@ def test_O2_a_lost_chunk_is_named_healed_and_forgotten_through_a_server(
         index = view.lookup(path)
         os.utime(target, ns=(0, view.stat(index).mtime_ns))
         target.chmod(view.stat(index).mode)
-        report = put_file(filled.admin, "ds", target, path)
+        report = put(filled.admin, "ds", FileSource(target), path)
         assert (report.files, report.unchanged) == (1, 0)
     assert read_all(filled.store.view("ds"), filled.store) == contents
     assert filled.admin.verify("ds").sound

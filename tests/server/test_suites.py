@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from diesel_fs.format.chunk import CHUNK_BYTES_MIN
-from diesel_fs.ingest import PutOptions, put_tree
+from diesel_fs.ingest import FolderSource, PutOptions, put
 from diesel_fs.repository.interface import Repository
 from tests.cli.conftest import Dlcmd
 from tests.cli.test_datasets import (  # noqa: F401
@@ -119,7 +119,7 @@ def large(url: str, servers: ServerWithRedis, tmp_path: Path) -> str:
     source = write(tmp_path / "large", files | {f"train/empty{n}": b"" for n in range(9)})
     with servers.open() as repository:
         options = PutOptions(chunk_bytes=CHUNK_BYTES_MIN, compress="none", jobs=1)
-        put_tree(repository, "large", source, options=options)
+        put(repository, "large", FolderSource(source), options=options)
     return url
 
 

@@ -1,12 +1,11 @@
-"""Putting objects that lie in a bucket already: each becomes a file named after its key.
+"""Objects of a bucket as the source of a put: each becomes a file named after its key.
 
-Owned here: what of a listing becomes which entry, and how far fetching runs ahead of packing. Not
-owned: listing and fetching themselves (a `Bucket` is handed in). Keys that end in a slash are what
-consoles show as folders: they are left out, and so are keys that can be no path, which are named.
-Modes are 0644, times are when the object was written. Nothing is made of the dataset before the
-listing has begun: of a source that is not there, or cannot be listed, no empty dataset is left.
+Listing and fetching are a `Bucket`, which the caller hands in. Keys that end in a slash are what
+consoles show as folders: they are left out. A key that cannot be a path is left out, too, and the
+report names it. Modes are 0644; times are when the object was written. The listing begins before
+anything is made of the dataset: where it fails, no empty dataset is left.
 
-Concurrency: one thread lists and packs; `FETCHES` others fetch pieces, which are packed in order.
+One thread lists and packs; `FETCHES` others fetch pieces, which are packed in order.
 """
 
 import io
@@ -17,16 +16,15 @@ from itertools import chain
 from typing import NamedTuple, Protocol
 
 from ...errors import ConflictError, NotFoundError, UsageError
-from ...format.entries import Kind, Stat, join, path_fault, split
-from ...format.snapshot.reader import Snapshot, same_content
+from ...format.entries import Kind, Stat, split
+from ...format.snapshot.reader import same_content
 from ...repository.interface import Repository
 from ...repository.writing import WriteSession
-from ..compare import RESERVED_NAME
-from ..concurrent_writers import finish_put
-from ..conflicts import EntryComparer, ReadabilityCheck, begin_put, delete_shadowed_files
-from ..options import Filter, PutOptions, PutProgress, PutReport, no_progress
-from ..packer import FileSkipped
-from .file import check_target, new_packer
+from ..compare import Comparer
+from ..options import PutOptions
+from ..packer import FileSkipped, start_packer
+from ..paths import check_file_target, refusal_reason, target_path
+from ..put import PutWork, Source
 
 FETCHES = 32
 """Requests at once: an object store answers each after tens of milliseconds."""
@@ -35,7 +33,7 @@ PIECE_BYTES = 8 << 20
 """Larger objects are fetched in such pieces."""
 
 AHEAD_BYTES_MAX = 64 << 20
-"""What may be fetched and not packed yet; one piece more at most."""
+"""How much may be fetched and not packed yet; one piece more at most."""
 
 _MODE = 0o644
 _PROGRESS_OBJECTS = 64
@@ -55,14 +53,14 @@ class Bucket(Protocol):
     """Objects below a prefix of a bucket. `read` may be called from many threads."""
 
     def objects(self) -> Iterator[BucketObject]:
-        """All of them, in order of their keys; or the one object that the prefix names.
+        """All objects below the prefix, in order of their keys; or the one object that it names.
 
         Raises NotFoundError where there is neither, ObjectStoreError, PermissionDenied.
         """
         ...
 
     def read(self, found: BucketObject, start: int, size: int) -> bytes:
-        """Just so many bytes of it, as it was listed.
+        """`size` bytes of an object from `start` on, as it was when it was listed.
 
         Raises NotFoundError where it is gone, ConflictError where it has changed,
         ObjectStoreError.
@@ -70,141 +68,110 @@ class Bucket(Protocol):
         ...
 
 
-def put_bucket(
-    repository: Repository,
-    dataset: str,
-    bucket: Bucket,
-    prefix: bytes = b"",
-    options: PutOptions | None = None,
-    progress: PutProgress = no_progress,
-) -> PutReport:
-    """Put the objects of a bucket below `prefix` of a dataset; as `put_tree` otherwise.
+class BucketSource(Source):
+    """The objects of a bucket. A bucket of one object goes to the target itself, as a file. Where
+    an empty source is allowed, one that is missing counts as empty. Raises NotFoundError."""
 
-    A source of one object becomes the file `prefix`. One that is not there counts as empty where
-    that is allowed. Raises NotFoundError.
-    """
-    options = options or PutOptions()
-    if prefix.split(b"/", 1)[0] == RESERVED_NAME:
-        raise UsageError("`.diesel` at the root of a dataset is the mount's own folder")
-    objects = _begun(bucket, prefix, options)
-    session, view, readable = begin_put(repository, dataset, options)
-    put = BucketSource(view, readable, bucket, objects, prefix, options, progress)
-    if session is None:
-        put.report.entries_found = sum(1 for _ in put.wanted())
-        put.report.set_to_delete(put.comparer.removed_paths())
-        return put.report
-    put.run(session)
-    if gone := put.comparer.removed_paths():
-        put.report.deleted = session.delete(gone)
-    finish_put(repository, session, put.report, prefix)
-    delete_shadowed_files(
-        repository, session, view, put.report, "it is a folder of the bucket, too"
-    )
-    progress(put.report)
-    return put.report
+    shadowed_reason = "it is a folder of the bucket, too"
 
-
-def _begun(bucket: Bucket, prefix: bytes, options: PutOptions) -> Iterator[BucketObject]:
-    """The objects of a bucket, of which the first has been heard of. Raises NotFoundError, and
-    UsageError for one object that has no name, or goes with --delete."""
-    listed = bucket.objects()
-    try:
-        first = next(listed, None)
-    except NotFoundError:
-        if not options.allow_empty:
-            raise
-        first = None
-    if first is None:
-        return iter(())
-    if not first.key:
-        check_target(prefix)
-        if options.delete:
-            raise UsageError("one object says nothing about others: --delete cannot go with it")
-    return chain([first], listed)
-
-
-class BucketSource:
-    """One put of a bucket."""
-
-    def __init__(
-        self,
-        view: Snapshot,
-        readable: ReadabilityCheck,
-        bucket: Bucket,
-        objects: Iterator[BucketObject],
-        prefix: bytes,
-        options: PutOptions,
-        progress: PutProgress,
-    ) -> None:
-        self.report = PutReport()
+    def __init__(self, bucket: Bucket) -> None:
         self._bucket = bucket
-        self._objects = objects
-        self._prefix = prefix
-        self._options = options
-        self._chosen = Filter(options)
-        self.comparer = EntryComparer(view, prefix, options, readable)
-        self._progress = progress
+        self._objects: Iterator[BucketObject] = iter(())
 
-    def run(self, session: WriteSession) -> None:
-        """Pack all that is wanted. Raises DieselError; what was committed by then stays."""
-        packer = new_packer(session, self._options, self.report)
-        fetched = _ObjectFetcher(self._bucket, self.wanted())
+    def open(self, repository: Repository, target: bytes, options: PutOptions) -> None:
+        """Begin the listing. Raises UsageError, too, for one object that has no name, or goes with
+        --delete."""
+        listed = self._bucket.objects()
+        try:
+            first = next(listed, None)
+        except NotFoundError:
+            if not options.allow_empty:
+                raise
+            first = None
+        if first is None:
+            return
+        if not first.key:
+            check_file_target(target)
+            if options.delete:
+                raise UsageError("one object says nothing about others: --delete cannot go with it")
+        self._objects = chain([first], listed)
+
+    def close(self) -> None:
+        """Nothing stays open."""
+
+    def start(self, work: PutWork) -> Comparer:
+        self._work = work
+        self._comparer = Comparer(
+            work.view, work.target, work.options, work.path_filter, work.readable
+        )
+        return self._comparer
+
+    def count(self) -> bool:
+        for _ in self._changed():
+            pass
+        return True
+
+    def pack(self, session: WriteSession) -> bool:
+        options, report = self._work.options, self._work.report
+        packer = start_packer(session, options.chunk_bytes, options.compress, report.add_chunk)
+        fetched = _ObjectFetcher(self._bucket, self._changed())
         try:
             for each in fetched:
                 try:
-                    target = _target(self._prefix, each.key)
                     packer.add_stream(
-                        io.BufferedReader(fetched.content()), each.size, split(target),
-                        _MODE, each.modified_ns,
+                        io.BufferedReader(fetched.content()), each.size,
+                        split(target_path(self._work.target, each.key)), _MODE, each.modified_ns,
                     )  # fmt: skip
                 except (FileSkipped, NotFoundError, ConflictError) as error:
-                    self.report.fail(each.key, str(error))
+                    report.fail(each.key, str(error))
             packer.finish()
         finally:
             fetched.close()
             packer.close()
+        return True
 
-    def wanted(self) -> Iterator[BucketObject]:
-        """The objects to put, looked at as they are listed."""
+    def _changed(self) -> Iterator[BucketObject]:
+        """The objects to put, compared with the dataset as they are listed."""
+        report, comparer = self._work.report, self._comparer
         for number, each in enumerate(self._objects):
             if number % _PROGRESS_OBJECTS == 0:
-                self._progress(self.report)
+                self._work.progress(report)
             if each.key.endswith(b"/"):
                 continue
-            target = _target(self._prefix, each.key)
-            if reason := _refusal(target):
-                self.report.fail(each.key, reason)
+            target = target_path(self._work.target, each.key)
+            if reason := refusal_reason(target):
+                report.fail(each.key, reason)
                 continue
-            if self._chosen.excludes(each.key, is_folder=False):
+            if self._work.path_filter.excludes(each.key, is_folder=False):
                 continue
-            index = self.comparer.find(target)
-            if reason := self.comparer.conflict_reason(target, index, Kind.FILE):
-                self.report.fail(each.key, reason)
+            index = comparer.find(target)
+            if reason := comparer.conflict_reason(target, index, Kind.FILE):
+                report.fail(each.key, reason)
                 continue
             entry = Stat(Kind.FILE, _MODE, each.size, each.modified_ns)
-            if self.comparer.unchanged(index, entry) and self._holds(index, each):
-                self.report.unchanged += 1
+            if comparer.unchanged(index, entry) and self._has_same_content(index, each):
+                report.unchanged += 1
                 continue
-            self.report.entries_found += 1
-            self.comparer.mark_replaced(index)
+            report.entries_found += 1
+            comparer.mark_replaced(index)
             yield each
-        self.report.walked = True
+        report.walked = True
 
-    def _holds(self, index: int, each: BucketObject) -> bool:
-        """Whether the dataset has these very bytes, where that is asked for."""
-        if not self._options.checksum:
+    def _has_same_content(self, index: int, each: BucketObject) -> bool:
+        """Whether the dataset has the bytes of an object, where `--checksum` asks for that."""
+        if not self._work.options.checksum:
             return True
         try:
             return same_content(
-                self.comparer.view.extents(index),
+                self._work.view.extents(index),
                 lambda size, start: self._bucket.read(each, start, size),
             )
         except (NotFoundError, ConflictError):
-            return False  # which fetching it will tell
+            return False  # fetching it will say why
 
 
 class _Piece(NamedTuple):
-    owner: int  # which of the wanted objects
+    owner: int  # the number of its object
     size: int
     content: "Future[bytes]"
 
@@ -215,25 +182,25 @@ class _ObjectFetcher:
     def __init__(self, bucket: Bucket, wanted: Iterator[BucketObject]) -> None:
         self._bucket = bucket
         self._threads = ThreadPoolExecutor(FETCHES, "fetch")
-        self._objects: deque[tuple[int, BucketObject]] = deque()  # begun to be fetched
+        self._objects: deque[tuple[int, BucketObject]] = deque()  # whose fetching has begun
         self._ahead: deque[_Piece] = deque()
         self._ahead_bytes = 0
         self._current = -1
-        self._begin = self._begun(wanted)
+        self._steps = self._fetch_steps(wanted)
 
     def __iter__(self) -> Iterator[BucketObject]:
         while self._objects or self._fill():
             self._current, found = self._objects.popleft()
             yield found
-            while self._ahead and self._ahead[0].owner == self._current:  # it has failed
+            while self._ahead and self._ahead[0].owner == self._current:  # reading it has failed
                 self._drop()
 
     def content(self) -> "_Content":
-        """The content of the object that is the iterator's turn, to be read once."""
+        """The content of the object that the iterator gave last, to be read once."""
         return _Content(self)
 
     def piece(self) -> bytes:
-        """The next piece of this object; empty at its end."""
+        """The next piece of that object; empty at its end."""
         self._fill()
         if not self._ahead or self._ahead[0].owner != self._current:
             return b""
@@ -243,7 +210,7 @@ class _ObjectFetcher:
             self._drop()
 
     def close(self) -> None:
-        """Fetches no more."""
+        """Stop fetching."""
         self._threads.shutdown(wait=True, cancel_futures=True)
 
     def _drop(self) -> None:
@@ -252,17 +219,17 @@ class _ObjectFetcher:
         self._ahead_bytes -= piece.size
 
     def _fill(self) -> bool:
-        """Fetches ahead as far as that may go; whether an object is there to be taken."""
+        """Fetch ahead as far as the limits allow; return whether there is an object to pack."""
         while (
             max(len(self._ahead), len(self._objects)) < 2 * FETCHES
             and self._ahead_bytes < AHEAD_BYTES_MAX
-            and next(self._begin, False)
+            and next(self._steps, False)
         ):
             pass
         return bool(self._objects)
 
-    def _begun(self, wanted: Iterator[BucketObject]) -> Iterator[bool]:
-        """Begins to fetch a piece, or an empty object, each time it is asked."""
+    def _fetch_steps(self, wanted: Iterator[BucketObject]) -> Iterator[bool]:
+        """Each step begins to fetch a piece; an empty object counts as a piece."""
         for number, found in enumerate(wanted):
             self._objects.append((number, found))
             if not found.size:
@@ -292,16 +259,3 @@ class _Content(io.RawIOBase):
         buffer[:count] = self._left[:count]
         self._left = self._left[count:]
         return count
-
-
-def _target(prefix: bytes, key: bytes) -> bytes:
-    return join(prefix, key) if key else prefix
-
-
-def _refusal(target: bytes) -> str:
-    """Why no file can be put at a path, or the empty string."""
-    if fault := path_fault(target):
-        return f"refused: its name has {fault}"
-    if target.split(b"/", 1)[0] == RESERVED_NAME:
-        return "refused: it is the name of a mount's own folder"
-    return ""

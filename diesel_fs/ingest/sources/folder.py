@@ -1,178 +1,275 @@
-"""A folder as the source of a put: walking it safely, and opening what lies in it.
+"""A folder as the source of a put: this process walks and commits, forked processes read and pack.
 
-Owned here: that nothing outside the source is ever opened (folders are opened component by
-component, links are never followed), and which kinds of files are skipped with which words.
-No state between calls.
+The packing processes (`worker.py`) read, hash, compress and store chunks. All IDs and all commits
+are the coordinator's: IDs have to follow what has been committed (FORMAT.md, section 3), and the
+metadata store has one writer for a put. The coordinator is one thread, and forks before it starts
+any.
 """
 
-import errno
 import os
-import stat
-from collections.abc import Callable, Iterator
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import islice
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
 
-from ...format.entries import Kind
+import msgpack
+
+from ...errors import DieselError, NotFoundError, PermissionDenied, UsageError, error_by_class_name
+from ...format.chunk import ENTRIES_MAX
+from ...format.entries import ChunkId
+from ...repository.interface import Repository
+from ...repository.validation import StaleChunk, ValidatedChunk
+from ...repository.writing import WriteSession
 from ...system.atomic_file import close_folder
-from ..options import Filter
+from ..compare import FolderChanges, FolderComparer
+from ..options import PutOptions, PutProgress, PutReport
+from ..paths import source_path
+from ..put import PutWork, Source
+from ..worker import FolderEntry, FolderFiles, PackJob, WorkerHandle, stop_workers
+from .walk import walk, walk_paths
 
-_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-FILE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_BATCH_ENTRIES = 256  # per message: some 100 us of sending against 4 ms of work
+_OUTSTANDING_BATCHES = 2  # per process: one in work, one waiting
+_BACKLOG_BATCHES = 1024  # how far the walk may run ahead, for the time left: some 5 MB of names
+_COMMIT_EVERY_S = 0.1  # the first chunk after such a pause goes in at once, others together
+_STALE_TRIES = 2
 
-_AT_ONCE = 1024  # entries of a folder that are objects at one time
 
-ReportFailure = Callable[[bytes, str], None]
-"""Called with the path (below the source) of what cannot be put, and the reason."""
+class FolderSource(Source):
+    """The contents of a folder, or those of its `paths` (files, links or single folders in it).
+
+    Where the object store does not work in forked children, `program` packs: a command that takes a
+    descriptor and calls `worker.run_worker_program`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        paths: Sequence[bytes] | None = None,
+        program: Sequence[str] = (),
+    ) -> None:
+        self._folder = folder
+        self._paths = paths
+        self._program = program
+        self._root = -1
+
+    def open(self, repository: Repository, target: bytes, options: PutOptions) -> None:
+        if options.delete and self._paths is not None:
+            raise UsageError(
+                "a list of files says nothing about others: --delete cannot go with it"
+            )
+        repository.check_no_overlap(self._folder)
+        self._root = open_source(self._folder)
+
+    def close(self) -> None:
+        if self._root >= 0:
+            close_folder(self._root)
+
+    def start(self, work: PutWork) -> FolderComparer:
+        self._work = work
+        self._comparer = FolderComparer(
+            work.view, work.target, work.options, work.path_filter, work.readable,
+            work.report.fail, self._root,
+        )  # fmt: skip
+        return self._comparer
+
+    def count(self) -> bool:
+        batches = self._batches(self._paths)
+        self._work.report.entries_found = sum(batch.count for batch in batches)
+        return True
+
+    def pack(self, session: WriteSession) -> bool:
+        work, report, options = self._work, self._work.report, self._work.options
+        job = PackJob(
+            self._root, work.target, session.identity, session.objects, options.chunk_bytes,
+            options.compress,
+        )  # fmt: skip
+        batches = self._batches(self._paths)
+        for again in range(_STALE_TRIES):
+            put = _FolderPut(session, work.target, batches, report)
+            workers: list[WorkerHandle] = []
+            for _ in range(options.processes):
+                url = work.repository.url.full_url
+                workers.append(WorkerHandle(job, workers, self._program, url))
+            put.run(workers, work.progress)
+            if not put.stale:
+                break
+            if again == _STALE_TRIES - 1:
+                report.failed += [(path, "its chunk came too late, again") for path in put.stale]
+            report.walked = False
+            batches = self._batches(put.stale)
+        return True
+
+    def _batches(self, paths: Sequence[bytes] | None) -> "Iterator[_Batch]":
+        """What of these paths (None: of all) has changed, as messages to packing processes."""
+        chosen, failed = self._work.path_filter, self._work.report.fail
+        if paths is None:
+            listings = walk(self._root, chosen, failed)
+        else:
+            listings = walk_paths(self._root, paths, chosen, failed)
+        return _batches(self._comparer.changes(listings), self._work.report)
+
+
+def open_source(source: Path) -> int:
+    """A descriptor of a folder. Raises NotFoundError, PermissionDenied."""
+    try:
+        return os.open(source, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise NotFoundError(f"there is no folder {source}") from error
+    except OSError as error:
+        raise PermissionDenied(f"cannot open {source}: {error.strerror}") from error
 
 
 @dataclass(slots=True)
-class FolderListing:
-    """One folder of the source: its path below it, its own attributes, and what lies in it.
+class _Batch:
+    """What one message asks a process to pack."""
 
-    `unread` means that the folder could not be listed: nothing is known to be absent from it.
-    """
-
-    path: bytes
-    mode: int = 0o755
-    mtime_ns: int = 0
-    files: list[bytes] = field(default_factory=list)
-    links: list[bytes] = field(default_factory=list)
-    folders: list[bytes] = field(default_factory=list)
-    unread: bool = False
+    folders: list[FolderFiles] = field(default_factory=list)
+    folder_entries: list[FolderEntry] = field(default_factory=list)
+    count: int = 0
 
 
-def open_folder(root: int, path: bytes) -> int:
-    """A descriptor of the folder `path` below the descriptor `root`; links are not followed.
+class _FolderPut:
+    """The coordinator of one put: what has been walked, what is being packed, what is done."""
 
-    Component by component: a path may be longer than the kernel's limit for one call, and no
-    component can be swapped for a link in between. Raises OSError.
-    """
-    current = os.dup(root)
-    for component in path.split(b"/") if path else ():
+    def __init__(
+        self,
+        session: WriteSession,
+        target: bytes,
+        batches: Iterator[_Batch],
+        report: PutReport,
+    ) -> None:
+        self._session = session
+        self._target = target
+        self._batches = batches
+        self._backlog: deque[_Batch] = deque()
+        self._report = report
+        self._stored: list[
+            tuple[ValidatedChunk, int]
+        ] = []  # durable but not committed, and entries
+        self._stored_entries = 0
+        self._committed_s = float("-inf")  # when the last were; monotonic
+        self.stale: list[bytes] = []  # what came too late and is to be put again
+
+    def run(self, workers: list[WorkerHandle], progress: PutProgress) -> None:
+        """Feed the processes until all batches are packed, stored and committed; end them."""
         try:
-            deeper = os.open(component, _FOLDER_FLAGS, dir_fd=current)
+            self._run(workers, progress)
+        except BaseException:  # a Ctrl-C, too: what is durable stays, as far as that can be had
+            with suppress(DieselError):
+                self._commit()
+            raise
         finally:
-            close_folder(current)
-        current = deeper
-    return current
+            stop_workers(workers)
 
+    def _run(self, workers: list[WorkerHandle], progress: PutProgress) -> None:
+        while not all(worker.finished for worker in workers):
+            self._feed(workers)
+            more = self._walk_ahead()
+            by_pipe = {worker.pipe: worker for worker in workers if not worker.finished}
+            for pipe in wait(by_pipe, timeout=0 if more else self._due_s()):
+                assert isinstance(pipe, Connection)
+                self._answer(by_pipe[pipe])
+            if self._stored_entries >= ENTRIES_MAX or self._due_s() == 0:
+                self._commit()
+            progress(self._report)
+        self._commit()
+        progress(self._report)
 
-def open_file(folder: int, name: bytes) -> int:
-    """A descriptor for reading; never blocks on a pipe, never follows a link. Raises OSError."""
-    return os.open(name, FILE_FLAGS, dir_fd=folder)
+    def _feed(self, workers: list[WorkerHandle]) -> None:
+        for worker in workers:
+            while worker.outstanding < _OUTSTANDING_BATCHES and (
+                self._backlog or self._walk_ahead()
+            ):
+                batch = self._backlog.popleft()
+                worker.send("pack", batch.folders, batch.folder_entries)
+                worker.outstanding += 1
+        idle = self._report.walked and not any(worker.outstanding for worker in workers)
+        for worker in workers if idle else ():
+            if not worker.finishing:
+                worker.finishing = True
+                worker.send("finish")
 
+    def _walk_ahead(self) -> bool:
+        """Let the walk run ahead by one batch; whether there may be more."""
+        if self._report.walked or len(self._backlog) >= _BACKLOG_BATCHES:
+            return False
+        batch = next(self._batches, None)
+        if batch is None:
+            self._report.walked = True
+            return False
+        self._report.entries_found += batch.count
+        self._backlog.append(batch)
+        return True
 
-def walk(root: int, filter: Filter, failed: ReportFailure) -> Iterator[FolderListing]:  # noqa: A002
-    """The folders below `root`, parents first, names in byte order; the root itself is `b""`.
-
-    The caller may take folders out of a listing before asking for the next: they are not entered.
-    Depth first, so that the folders a chunk holds lie near each other. Memory is that of the
-    names of the folders on the way.
-    """
-    waiting = [b""]
-    while waiting:
-        path = waiting.pop()
-        listing = FolderListing(path)
+    def _answer(self, worker: WorkerHandle) -> None:
         try:
-            folder = open_folder(root, path)
-        except OSError as error:
-            failed(path, failure_reason(error))
-            listing.unread = True
-        else:
-            try:
-                _list(folder, listing, filter, failed)
-            finally:
-                close_folder(folder)
-        yield listing
-        prefix = path + b"/" if path else b""
-        waiting.extend(prefix + name for name in reversed(listing.folders))
+            kind, *values = msgpack.unpackb(worker.pipe.recv_bytes())
+        except (EOFError, ConnectionResetError):
+            raise worker.last_words() from None
+        match kind:
+            case "id":
+                worker.send("id", self._session.new_id(values[0] and ChunkId(values[0])))
+            case "stored":
+                self._validate(*values)
+            case "packed":
+                worker.outstanding -= 1
+                self._report.failed += [(path, reason) for path, reason in values[0]]
+            case "finished":
+                worker.finished = True
+                self._report.stripped += values[0]
+                self._report.hard_links += values[1]
+            case "error":
+                raise error_by_class_name(*values)
 
-
-def _list(folder: int, listing: FolderListing, filter: Filter, failed: ReportFailure) -> None:  # noqa: A002
-    found = os.fstat(folder)
-    listing.mode, listing.mtime_ns = stat.S_IMODE(found.st_mode), found.st_mtime_ns
-    prefix = listing.path + b"/" if listing.path else b""
-    try:
-        # Through /proc the names come as bytes; by descriptor they would be decoded first
-        with os.scandir(b"/proc/self/fd/%d" % folder) as entries:
-            while some := [*islice(entries, _AT_ONCE)]:
-                files = [each.name for each in some if each.is_file(follow_symlinks=False)]
-                if not filter.includes_all:
-                    listing.files += [name for name in files if filter.includes_file(prefix + name)]
-                else:
-                    listing.files += files
-                for entry in some if len(files) < len(some) else ():
-                    name = entry.name
-                    if entry.is_file(follow_symlinks=False):
-                        continue
-                    if entry.is_dir(follow_symlinks=False):
-                        if filter.includes_all or filter.includes_folder(prefix + name):
-                            listing.folders.append(name)
-                    elif not filter.includes_all and not filter.includes_file(prefix + name):
-                        continue
-                    elif entry.is_symlink():
-                        listing.links.append(name)
-                    else:
-                        failed(prefix + name, "skipped: a pipe, socket or device")
-    except OSError as error:
-        failed(listing.path, failure_reason(error))
-        listing.unread = True
-    for names in (listing.files, listing.links, listing.folders):
-        names.sort()
-
-
-def walk_paths(
-    root: int,
-    paths: list[bytes],
-    filter: Filter,  # noqa: A002
-    failed: ReportFailure,
-) -> Iterator[FolderListing]:
-    """As `walk`, but only of `paths` (files, links or single folders below the source)."""
-    by_folder: dict[bytes, FolderListing] = {}
-    for path in dict.fromkeys(paths):
-        folder_path, _, name = path.rpartition(b"/")
+    def _validate(self, preamble: bytes, header: bytes, entries: int) -> None:
         try:
-            folder = open_folder(root, folder_path)
-            try:
-                found = os.stat(name or b".", dir_fd=folder, follow_symlinks=False)
-                own = os.fstat(folder)
-            finally:
-                close_folder(folder)
-        except OSError as error:
-            failed(path, failure_reason(error))
-            continue
-        if filter.excludes(path, is_folder=stat.S_ISDIR(found.st_mode)):
-            continue
-        listing = by_folder.setdefault(
-            folder_path, FolderListing(folder_path, stat.S_IMODE(own.st_mode), own.st_mtime_ns)
-        )
-        match kind_of(found.st_mode):
-            case Kind.FILE:
-                listing.files.append(name)
-            case Kind.LINK:
-                listing.links.append(name)
-            case Kind.FOLDER:
-                mode = stat.S_IMODE(found.st_mode)
-                by_folder.setdefault(path, FolderListing(path, mode, found.st_mtime_ns))
-            case _:
-                failed(path, "skipped: a pipe, socket or device")
-    for folder_path in sorted(by_folder):
-        yield by_folder[folder_path]
+            chunk = self._session.validate_chunk(preamble, header)
+        except StaleChunk as stale:
+            self.stale += [source_path(self._target, path) for path in stale.paths]
+            return
+        self._stored.append((chunk, entries))
+        self._stored_entries += len(chunk.batch.rows)
+
+    def _due_s(self) -> float | None:
+        """For how long the next commit waits for more chunks; None where there is none yet."""
+        if not self._stored:
+            return None
+        return max(0.0, self._committed_s + _COMMIT_EVERY_S - time.monotonic())
+
+    def _commit(self) -> None:
+        """Commit together what is durable, and count it."""
+        stored, self._stored, self._stored_entries = self._stored, [], 0
+        if not stored:
+            return
+        self._session.commit_all([chunk for chunk, _ in stored])
+        self._committed_s = time.monotonic()
+        for chunk, entries in stored:
+            self._report.add_chunk(chunk, entries)
 
 
-def kind_of(mode: int) -> Kind | None:
-    """The kind of an entry of this `st_mode`; None for pipes, sockets and devices."""
-    if stat.S_ISREG(mode):
-        return Kind.FILE
-    if stat.S_ISLNK(mode):
-        return Kind.LINK
-    return Kind.FOLDER if stat.S_ISDIR(mode) else None
-
-
-def failure_reason(error: OSError) -> str:
-    """The reason of a failure, for the list of what was left out."""
-    if error.errno == errno.ELOOP:
-        return "it became a link while it was being read"
-    if error.errno == errno.ENXIO:
-        return "skipped: a socket or device"
-    return error.strerror or str(error)
+def _batches(changes: Iterator[FolderChanges], report: PutReport) -> Iterator[_Batch]:
+    """What has changed, in messages of some `_BATCH_ENTRIES`."""
+    batch = _Batch()
+    for change in changes:
+        report.unchanged += change.unchanged
+        if change.entry is not None:
+            batch.folder_entries.append((change.path, *change.entry))
+            batch.count += 1
+            if batch.count >= _BATCH_ENTRIES:
+                yield batch
+                batch = _Batch()
+        names = change.files + change.links
+        for start in range(0, len(names), _BATCH_ENTRIES):
+            end, cut = start + _BATCH_ENTRIES, len(change.files)
+            files, links = names[start : min(end, cut)], names[max(start, cut) : end]
+            batch.folders.append((change.path, b"\0".join(files), b"\0".join(links)))
+            batch.count += len(files) + len(links)
+            if batch.count >= _BATCH_ENTRIES:
+                yield batch
+                batch = _Batch()
+    if batch.count:
+        yield batch

@@ -31,12 +31,11 @@ from ...format.snapshot.reader import Snapshot, same_content
 from ...names import shown
 from ...repository.interface import Repository
 from ...repository.writing import WriteSession
-from ..compare import RESERVED_NAME
-from ..concurrent_writers import finish_put
-from ..conflicts import EntryComparer, ReadabilityCheck, begin_put, delete_shadowed_files
-from ..options import Filter, PutOptions, PutProgress, PutReport, no_progress
-from ..packer import FileSkipped, Packer
-from .file import new_packer
+from ..compare import Comparer
+from ..options import PutOptions
+from ..packer import FileSkipped, Packer, start_packer
+from ..paths import RESERVED_NAME, is_reserved, refusal_reason, source_path, target_path
+from ..put import PutWork, Source
 from .tar_headers import IGNORED_PAX_KEYS, PlainFiles, plain_files
 
 FILE_BYTES_MAX = 16 << 40
@@ -62,47 +61,6 @@ _OPENERS: dict[bytes, Callable[[IO[bytes]], object]] = {
     b"BZh": bz2.open,
     b"\xfd7zXZ\0": lzma.open,
 }
-
-
-def put_tar(
-    repository: Repository,
-    dataset: str,
-    stream: BinaryIO,
-    prefix: bytes = b"",
-    options: PutOptions | None = None,
-    progress: PutProgress = no_progress,
-) -> PutReport:
-    """Put the entries of a tar (plain, gzip, bzip2 or xz) below `prefix` of a dataset.
-
-    As `put_tree` otherwise. Where the tar breaks off, what was read is put, the reason is in
-    `failed` with an empty path, and nothing is deleted. Raises UsageError for what is no tar.
-    """
-    options = options or PutOptions()
-    if prefix.split(b"/", 1)[0] == RESERVED_NAME:
-        raise UsageError("`.diesel` at the root of a dataset is the mount's own folder")
-    tar = _open(stream)
-    session, view, readable = begin_put(repository, dataset, options)
-    put = TarSource(view, readable, session, prefix, options, progress)
-    report = put.report
-    try:
-        whole = put.read(tar)
-        if session is None:
-            report.set_to_delete(put.comparer.removed_paths() if whole else ())
-            return report
-        put.finish()
-        if put.hard_links:
-            session.finish()
-            put.copy_hard_links(EntryReader(
-                repository.view(dataset), repository.objects, _LINK_MEMORY_BYTES
-            ))  # fmt: skip
-        if whole and (gone := put.comparer.removed_paths()):
-            report.deleted = session.delete(gone)
-        finish_put(repository, session, report, prefix)
-        delete_shadowed_files(repository, session, view, report, "it is a folder of the tar, too")
-        progress(report)
-        return report
-    finally:
-        put.close()
 
 
 class _Tar(tarfile.TarFile):
@@ -296,31 +254,55 @@ class _Window:
         return self.end > left
 
 
-class TarSource:
-    """One put of a tar: takes entry after entry."""
+class TarSource(Source):
+    """The entries of a tar (plain, gzip, bzip2 or xz) in a stream.
 
-    def __init__(
-        self,
-        view: Snapshot,
-        readable: ReadabilityCheck,
-        session: WriteSession | None,
-        prefix: bytes,
-        options: PutOptions,
-        progress: PutProgress,
-    ) -> None:
-        self.report = PutReport()
-        self.hard_links: dict[bytes, tuple[bytes, int, int]] = {}  # target, mode, mtime_ns
-        self.comparer = EntryComparer(view, prefix, options, readable)
+    Where the tar breaks off, what was read is put, the report has the reason with an empty path,
+    and nothing is deleted. Raises UsageError for a stream that is no tar.
+    """
+
+    shadowed_reason = "it is a folder of the tar, too"
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
         self._packer: Packer | None = None
-        if session is not None:
-            self._packer = new_packer(session, options, self.report)
-        self._prefix = prefix
-        self._options = options
-        self._chosen = Filter(options)
-        self._progress = progress
+        self._hard_links: dict[bytes, tuple[bytes, int, int]] = {}  # target, mode, mtime_ns
 
-    def read(self, tar: _Tar) -> bool:
-        """Take all entries; whether the tar was whole. Raises DieselError."""
+    def open(self, repository: Repository, target: bytes, options: PutOptions) -> None:
+        self._tar = _open(self._stream)
+
+    def close(self) -> None:
+        """Give up what has not been stored."""
+        if self._packer is not None:
+            self._packer.close()
+
+    def start(self, work: PutWork) -> Comparer:
+        self._work, self._report = work, work.report
+        self._comparer = Comparer(
+            work.view, work.target, work.options, work.path_filter, work.readable
+        )
+        return self._comparer
+
+    def count(self) -> bool:
+        return self._read(self._tar)
+
+    def pack(self, session: WriteSession) -> bool:
+        options, report = self._work.options, self._report
+        packer = self._packer = start_packer(
+            session, options.chunk_bytes, options.compress, report.add_chunk
+        )
+        is_complete = self._read(self._tar)
+        packer.finish()
+        report.stripped = packer.stripped
+        if self._hard_links:
+            session.finish()
+            repository = self._work.repository
+            view = repository.view(session.name)
+            self._copy_hard_links(packer, EntryReader(view, repository.objects, _LINK_MEMORY_BYTES))
+        return is_complete
+
+    def _read(self, tar: _Tar) -> bool:
+        """Take all entries; return whether the tar was complete. Raises DieselError."""
         name, entries = b"", 0
         try:
             while (member := tar.next()) is not None:
@@ -331,7 +313,7 @@ class TarSource:
                 name = self._take_plain(tar) or name
                 entries += 1
                 if entries % _PROGRESS_ENTRIES == 0:
-                    self._progress(self.report)
+                    self._work.progress(self._report)
             if type(tar.end_error).__name__ != "EOFHeaderError":
                 raise tarfile.ReadError(f"no header where one should be ({tar.end_error})")
             name = b""
@@ -340,31 +322,25 @@ class TarSource:
                     break
         except _BROKEN as error:
             last = f", after {shown(name)}" if name else ""
-            self.report.fail(b"", f"the tar is damaged or cut off{last}: {error}")
+            self._report.fail(b"", f"the tar is damaged or cut off{last}: {error}")
             return False
         finally:
-            self.report.walked = True
+            self._report.walked = True
         return True
 
-    def finish(self) -> None:
-        """Make all that was taken durable."""
-        assert self._packer is not None
-        self._packer.finish()
-        self.report.stripped = self._packer.stripped
-
-    def copy_hard_links(self, reader: EntryReader) -> None:
+    def _copy_hard_links(self, packer: Packer, reader: EntryReader) -> None:
         """Put the hard links as files, with the bytes that their targets have in a snapshot."""
-        assert self._packer is not None
-        failed = {path for path, _ in self.report.failed}
+        failed = {path for path, _ in self._report.failed}
         view = reader.snapshot
-        origins = _ends({path: origin for path, (origin, _, _) in self.hard_links.items()})
-        for path, (_, mode, mtime_ns) in self.hard_links.items():
+        origins = _ends({path: origin for path, (origin, _, _) in self._hard_links.items()})
+        for path, (_, mode, mtime_ns) in self._hard_links.items():
             origin = origins[path]
             source, index = view.lookup(origin), view.lookup(path)
-            below = self._below(origin)
+            below = source_path(self._work.target, origin)
             if source < 0 or view.stat(source).kind != Kind.FILE or below in failed:
-                self.report.fail(
-                    self._below(path), f"a hard link to {shown(below)}, which is not there"
+                self._report.fail(
+                    source_path(self._work.target, path),
+                    f"a hard link to {shown(below)}, which is not there",
                 )
                 continue
             size = view.stat(source).size
@@ -373,18 +349,13 @@ class TarSource:
                 and view.stat(index) == Stat(Kind.FILE, mode, size, mtime_ns)
                 and _checksums(view, index) == _checksums(view, source)
             ):
-                self.report.entries_found -= 1
-                self.report.unchanged += 1
+                self._report.entries_found -= 1
+                self._report.unchanged += 1
                 continue
             content = io.BufferedReader(EntryFile(reader, source), _READ_BYTES)
-            self._packer.add_stream(content, size, split(path), mode, mtime_ns)
-            self.report.hard_links += 1
-        self._packer.finish()
-
-    def close(self) -> None:
-        """Give up what has not been shipped."""
-        if self._packer is not None:
-            self._packer.close()
+            packer.add_stream(content, size, split(path), mode, mtime_ns)
+            self._report.hard_links += 1
+        packer.finish()
 
     # One entry
 
@@ -399,7 +370,7 @@ class TarSource:
             tar.offset = window.tell()
             if files.names:
                 self._take_files(files, memoryview(window.data))
-                self._progress(self.report)
+                self._work.progress(self._report)
                 last = _name(files.names[-1])
             if not window.fill():
                 break
@@ -408,7 +379,7 @@ class TarSource:
     def _take_files(self, files: PlainFiles, data: memoryview) -> None:
         """Take plain files: those of one folder together, where nothing needs a closer look."""
         names, start = files.names, 0
-        sees_all = self._chosen.includes_all and not self.hard_links
+        sees_all = self._work.path_filter.includes_all and not self._hard_links
         extent_bytes = self._packer.extent_bytes if self._packer else FILE_BYTES_MAX
         while start < len(names):
             cut = names[start].rfind(b"/") + 1
@@ -425,7 +396,7 @@ class TarSource:
             own = [name[cut:] for name in names[here]]
             folder = self._empty_target_folder(above, own) if sees_all else None
             if folder is not None and max(files.sizes[here]) <= extent_bytes:
-                self.report.entries_found += end - start
+                self._report.entries_found += end - start
                 if self._packer is not None:
                     self._packer.add_contents(
                         folder, own, files.modes[here], files.mtimes_ns[here], contents
@@ -443,30 +414,30 @@ class TarSource:
         nothing yet and they can go there by their names."""
         while above.startswith(b"./"):
             above = above[2:]
-        folder = join(self._prefix, above[:-1]) if above else self._prefix
+        folder = target_path(self._work.target, above[:-1])
         if above.startswith(b"/") or not Names.of(names).are_allowed():
             return None
         if path_fault(join(folder, b"n" * NAME_BYTES_MAX)):
             return None
-        if folder.split(b"/", 1)[0] == RESERVED_NAME or (not folder and RESERVED_NAME in names):
+        if is_reserved(folder) or (not folder and RESERVED_NAME in names):
             return None
-        return folder if self.comparer.accepts_any_file(folder) else None
+        return folder if self._comparer.accepts_any_file(folder) else None
 
     def _take(
         self, path: bytes, member: tarfile.TarInfo, mtime_ns: int | None, content: "_Content"
     ) -> None:
-        target = join(self._prefix, path) if path else self._prefix
+        target = target_path(self._work.target, path)
         if reason := _refusal(member, path, target):
-            self.report.fail(path, reason)
+            self._report.fail(path, reason)
             return
         if mtime_ns is None:
-            self.report.fail(path, "refused: its time is none that can be stored")
+            self._report.fail(path, "refused: its time is none that can be stored")
             return
-        if self._chosen.excludes(path, is_folder=member.isdir()):
+        if self._work.path_filter.excludes(path, is_folder=member.isdir()):
             return
-        index = self.comparer.find(target)
-        if self.hard_links:
-            self.hard_links.pop(target, None)
+        index = self._comparer.find(target)
+        if self._hard_links:
+            self._hard_links.pop(target, None)
         if member.isreg():
             entry = Stat(Kind.FILE, member.mode & MODE_MASK, member.size, mtime_ns)
         elif member.isdir():
@@ -477,10 +448,10 @@ class TarSource:
         elif member.islnk():
             entry = Stat(Kind.FILE, member.mode & MODE_MASK, 0, mtime_ns)
         else:
-            self.report.fail(path, "skipped: a pipe, device or unknown kind")
+            self._report.fail(path, "skipped: a pipe, device or unknown kind")
             return
-        if reason := self.comparer.conflict_reason(target, index, entry.kind):
-            self.report.fail(path, reason)
+        if reason := self._comparer.conflict_reason(target, index, entry.kind):
+            self._report.fail(path, reason)
         elif member.islnk():
             self._take_hard_link(member, path, target, entry)
         else:
@@ -498,12 +469,12 @@ class TarSource:
         content: BinaryIO = io.BytesIO()
         if entry.size and entry.kind == Kind.FILE:
             content = content_of()
-        same = self.comparer.unchanged(index, entry, link)
-        if same and self._options.checksum and entry.kind == Kind.FILE:
+        same = self._comparer.unchanged(index, entry, link)
+        if same and self._work.options.checksum and entry.kind == Kind.FILE:
             with tempfile.SpooledTemporaryFile(_SPOOL_BYTES) as spool:
                 shutil.copyfileobj(content, spool, _READ_BYTES)
                 spool.seek(0)
-                extents = self.comparer.view.extents(index)
+                extents = self._comparer.view.extents(index)
                 same = same_content(extents, partial(_read_at, cast("BinaryIO", spool)))
                 spool.seek(0)
                 if not same:
@@ -511,13 +482,13 @@ class TarSource:
                     self._pack(target, index, whole, cast("BinaryIO", spool), link)
                     return
         if same:
-            self.report.unchanged += 1
+            self._report.unchanged += 1
         else:
             self._pack(target, index, entry._replace(mode=member.mode), content, link)
 
     def _pack(self, target: bytes, index: int, entry: Stat, content: BinaryIO, link: bytes) -> None:
-        self.report.entries_found += 1
-        self.comparer.mark_replaced(index)
+        self._report.entries_found += 1
+        self._comparer.mark_replaced(index)
         if self._packer is None:
             return
         match entry.kind:
@@ -535,23 +506,18 @@ class TarSource:
     ) -> None:
         origin = _name(_encoded(member.linkname))
         if not origin or path_fault(origin):
-            self.report.fail(path, f"refused: a hard link to {shown(origin)}")
+            self._report.fail(path, f"refused: a hard link to {shown(origin)}")
             return
-        self.report.entries_found += 1
-        self.hard_links[target] = join(self._prefix, origin), entry.mode, entry.mtime_ns
-
-    def _below(self, path: bytes) -> bytes:
-        return path[len(self._prefix) + 1 :] if self._prefix else path
+        self._report.entries_found += 1
+        self._hard_links[target] = join(self._work.target, origin), entry.mode, entry.mtime_ns
 
 
 def _refusal(member: tarfile.TarInfo, path: bytes, target: bytes) -> str:
     """Why an entry like this cannot be put, or the empty string."""
     if path.startswith(b"/"):
         return "refused: an absolute name"
-    if fault := path_fault(target):
-        return f"refused: its name has {fault}"
-    if target.startswith(RESERVED_NAME) and target.split(b"/", 1)[0] == RESERVED_NAME:
-        return "refused: it is the name of a mount's own folder"
+    if reason := refusal_reason(target):
+        return reason
     if not target and not member.isdir():
         return "refused: a dataset's root is a folder"
     if member.size > FILE_BYTES_MAX:

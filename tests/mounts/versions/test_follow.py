@@ -14,7 +14,7 @@ import pytest
 from diesel_fs.client.dataset import connect
 from diesel_fs.errors import ConflictError, UsageError
 from diesel_fs.format.snapshot.reader import Snapshot
-from diesel_fs.ingest import PutOptions, put_tree
+from diesel_fs.ingest import FolderSource, PutOptions, put
 from diesel_fs.mounts import MountRequest, mount, umount
 from diesel_fs.mounts.plans.control import Control, explicit
 from diesel_fs.repository.local import LocalRepository
@@ -246,7 +246,7 @@ def test_a_folder_whose_mode_and_time_change_shows_them_in_listings_too(
         for path in ("above", "above/inner"):
             os.utime(source / path, (time_s, time_s))
         with LocalRepository.open(followed.url) as repository:
-            put_tree(repository, "ds", source, options=PutOptions(jobs=1))
+            put(repository, "ds", FolderSource(source), options=PutOptions(jobs=1))
             version = repository.view("ds").version
         followed.wait_for(version)
         assert sorted(os.listdir(followed.at / "above")) == ["g", "inner"]

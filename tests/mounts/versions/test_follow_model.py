@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from diesel_fs.ingest import PutOptions, put_tree
+from diesel_fs.ingest import FolderSource, PutOptions, put
 from diesel_fs.mounts import MountRequest
 from diesel_fs.repository.local import LocalRepository
 from tests.mounts.versions.followed_dataset import (
@@ -136,7 +136,7 @@ def test_after_each_switch_the_mount_is_the_tree(
             tree = changed_tree(tree, change)
             write_tree(source, tree)
             with LocalRepository.open(url, create=True) as repository:
-                put_tree(repository, "ds", source, options=options)
+                put(repository, "ds", FolderSource(source), options=options)
                 version = repository.view("ds").version
             if not number:
                 stack.enter_context(mounted(request))

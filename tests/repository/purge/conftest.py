@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from diesel_fs.format.chunk import CHUNK_BYTES_MIN
-from diesel_fs.ingest import PutOptions, put_tree
+from diesel_fs.ingest import FolderSource, PutOptions, put
 from diesel_fs.repository.local import LocalRepository
 
 from ...storage.metadata.redis_servers import emptied_server
@@ -36,8 +36,13 @@ def repository(
 def dataset_with_holes(repository: LocalRepository, tmp_path: Path) -> LocalRepository:
     """Chunks of 64 KiB, of which half has been deleted."""
     source = write(tmp_path / "source", {f"d{i % 3}/{i}": os.urandom(5000) for i in range(60)})
-    put_tree(repository, "ds", source, options=PutOptions(jobs=1, chunk_bytes=CHUNK_BYTES_MIN))
+    put(
+        repository,
+        "ds",
+        FolderSource(source),
+        options=PutOptions(jobs=1, chunk_bytes=CHUNK_BYTES_MIN),
+    )
     for i in range(0, 60, 2):
         (source / f"d{i % 3}/{i}").unlink()
-    put_tree(repository, "ds", source, options=PutOptions(jobs=1, delete=True))
+    put(repository, "ds", FolderSource(source), options=PutOptions(jobs=1, delete=True))
     return repository

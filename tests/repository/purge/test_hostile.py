@@ -19,7 +19,7 @@ from diesel_fs.errors import (
 )
 from diesel_fs.format.chunk_id import LOWEST
 from diesel_fs.format.object_names import chunk_object, lease_object, snapshot_object
-from diesel_fs.ingest import PutOptions, put_tree
+from diesel_fs.ingest import FolderSource, PutOptions, put
 from diesel_fs.repository.expected_chunks import LostChunks
 from diesel_fs.repository.interface import PurgeOptions
 from diesel_fs.repository.leases import PURGE, Lease, ReadLease, leased_versions, purge_is_under_way
@@ -302,7 +302,7 @@ def test_a_dry_run_says_what_a_purge_does(
         clock.ahead_s += hours * HOUR_S
         (source / f"d{number % 3}/{number}").unlink()
         with LocalRepository.open(dataset_with_holes.url) as late:
-            put_tree(late, "ds", source, options=PutOptions(jobs=1, delete=True))
+            put(late, "ds", FolderSource(source), options=PutOptions(jobs=1, delete=True))
             said = late.purge("ds", PurgeOptions(0, keep, grace_s, dry_run=True))
             done = late.purge("ds", PurgeOptions(0, keep, grace_s))
             assert done.rewritten

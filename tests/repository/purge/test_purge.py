@@ -20,7 +20,7 @@ from diesel_fs.errors import (
 from diesel_fs.format.chunk_id import id_fields, stamp
 from diesel_fs.format.entries import ChunkId
 from diesel_fs.format.object_names import chunk_object, lease_object
-from diesel_fs.ingest import PutOptions, put_tree
+from diesel_fs.ingest import FolderSource, PutOptions, put
 from diesel_fs.repository.interface import PurgeOptions, PurgeReport
 from diesel_fs.repository.leases import PURGE, Lease, PurgeLease
 from diesel_fs.repository.local import LocalRepository
@@ -443,7 +443,7 @@ def test_small_chunks_are_merged(repository: LocalRepository, tmp_path: Path) ->
     source = tmp_path / "many"
     for i in range(7):
         write(source, {f"f{i}": b"%d" % i, f"d{i}/x": b"x" * i})
-        put_tree(repository, "ds", source, options=PutOptions(jobs=1))
+        put(repository, "ds", FolderSource(source), options=PutOptions(jobs=1))
     assert len(chunks(repository)) == 7
     assert repository.purge("ds", NOW).deleted == 7
     assert len(chunks(repository)) == 1

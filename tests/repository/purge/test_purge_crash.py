@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from diesel_fs.format.chunk import CHUNK_BYTES_MIN
-from diesel_fs.ingest import PutOptions, put_tree
+from diesel_fs.ingest import FolderSource, PutOptions, put
 from diesel_fs.repository.interface import PurgeOptions
 from diesel_fs.repository.local import LocalRepository
 
@@ -27,12 +27,12 @@ def stores_with_holes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, P
     source = source_tree(folder / "source")
     store = folder / "store"
     with LocalRepository.open(store.as_uri(), create=True) as repository:
-        put_tree(repository, "ds", source, options=ONE)
+        put(repository, "ds", FolderSource(source), options=ONE)
         write(source, {f"d{i % 5}/f{i:02}": b"new %d" % i for i in range(0, 120, 3)})
         for i in range(1, 120, 3):
             (source / f"d{i % 5}/f{i:02}").unlink()
         options = PutOptions(jobs=1, chunk_bytes=CHUNK_BYTES_MIN, delete=True)
-        put_tree(repository, "ds", source, options=options)
+        put(repository, "ds", FolderSource(source), options=options)
     return store, source
 
 

@@ -1,0 +1,178 @@
+"""A folder as the source of a put: walking it safely, and opening what lies in it.
+
+Owned here: that nothing outside the source is ever opened (folders are opened component by
+component, links are never followed), and which kinds of files are skipped with which words.
+No state between calls.
+"""
+
+import errno
+import os
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+from ...format.entries import Kind
+from ...system.atomic_file import close_folder
+from ..options import Filter
+
+_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+FILE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+_AT_ONCE = 1024  # entries of a folder that are objects at one time
+
+ReportFailure = Callable[[bytes, str], None]
+"""Called with the path (below the source) of what cannot be put, and the reason."""
+
+
+@dataclass(slots=True)
+class FolderListing:
+    """One folder of the source: its path below it, its own attributes, and what lies in it.
+
+    `unread` means that the folder could not be listed: nothing is known to be absent from it.
+    """
+
+    path: bytes
+    mode: int = 0o755
+    mtime_ns: int = 0
+    files: list[bytes] = field(default_factory=list)
+    links: list[bytes] = field(default_factory=list)
+    folders: list[bytes] = field(default_factory=list)
+    unread: bool = False
+
+
+def open_folder(root: int, path: bytes) -> int:
+    """A descriptor of the folder `path` below the descriptor `root`; links are not followed.
+
+    Component by component: a path may be longer than the kernel's limit for one call, and no
+    component can be swapped for a link in between. Raises OSError.
+    """
+    current = os.dup(root)
+    for component in path.split(b"/") if path else ():
+        try:
+            deeper = os.open(component, _FOLDER_FLAGS, dir_fd=current)
+        finally:
+            close_folder(current)
+        current = deeper
+    return current
+
+
+def open_file(folder: int, name: bytes) -> int:
+    """A descriptor for reading; never blocks on a pipe, never follows a link. Raises OSError."""
+    return os.open(name, FILE_FLAGS, dir_fd=folder)
+
+
+def walk(root: int, filter: Filter, failed: ReportFailure) -> Iterator[FolderListing]:  # noqa: A002
+    """The folders below `root`, parents first, names in byte order; the root itself is `b""`.
+
+    The caller may take folders out of a listing before asking for the next: they are not entered.
+    Depth first, so that the folders a chunk holds lie near each other. Memory is that of the
+    names of the folders on the way.
+    """
+    waiting = [b""]
+    while waiting:
+        path = waiting.pop()
+        listing = FolderListing(path)
+        try:
+            folder = open_folder(root, path)
+        except OSError as error:
+            failed(path, failure_reason(error))
+            listing.unread = True
+        else:
+            try:
+                _list(folder, listing, filter, failed)
+            finally:
+                close_folder(folder)
+        yield listing
+        prefix = path + b"/" if path else b""
+        waiting.extend(prefix + name for name in reversed(listing.folders))
+
+
+def _list(folder: int, listing: FolderListing, filter: Filter, failed: ReportFailure) -> None:  # noqa: A002
+    found = os.fstat(folder)
+    listing.mode, listing.mtime_ns = stat.S_IMODE(found.st_mode), found.st_mtime_ns
+    prefix = listing.path + b"/" if listing.path else b""
+    try:
+        # Through /proc the names come as bytes; by descriptor they would be decoded first
+        with os.scandir(b"/proc/self/fd/%d" % folder) as entries:
+            while some := [*islice(entries, _AT_ONCE)]:
+                files = [each.name for each in some if each.is_file(follow_symlinks=False)]
+                if not filter.includes_all:
+                    listing.files += [name for name in files if filter.includes_file(prefix + name)]
+                else:
+                    listing.files += files
+                for entry in some if len(files) < len(some) else ():
+                    name = entry.name
+                    if entry.is_file(follow_symlinks=False):
+                        continue
+                    if entry.is_dir(follow_symlinks=False):
+                        if filter.includes_all or filter.includes_folder(prefix + name):
+                            listing.folders.append(name)
+                    elif not filter.includes_all and not filter.includes_file(prefix + name):
+                        continue
+                    elif entry.is_symlink():
+                        listing.links.append(name)
+                    else:
+                        failed(prefix + name, "skipped: a pipe, socket or device")
+    except OSError as error:
+        failed(listing.path, failure_reason(error))
+        listing.unread = True
+    for names in (listing.files, listing.links, listing.folders):
+        names.sort()
+
+
+def walk_paths(
+    root: int,
+    paths: Sequence[bytes],
+    filter: Filter,  # noqa: A002
+    failed: ReportFailure,
+) -> Iterator[FolderListing]:
+    """As `walk`, but only of `paths` (files, links or single folders below the source)."""
+    by_folder: dict[bytes, FolderListing] = {}
+    for path in dict.fromkeys(paths):
+        folder_path, _, name = path.rpartition(b"/")
+        try:
+            folder = open_folder(root, folder_path)
+            try:
+                found = os.stat(name or b".", dir_fd=folder, follow_symlinks=False)
+                own = os.fstat(folder)
+            finally:
+                close_folder(folder)
+        except OSError as error:
+            failed(path, failure_reason(error))
+            continue
+        if filter.excludes(path, is_folder=stat.S_ISDIR(found.st_mode)):
+            continue
+        listing = by_folder.setdefault(
+            folder_path, FolderListing(folder_path, stat.S_IMODE(own.st_mode), own.st_mtime_ns)
+        )
+        match kind_of(found.st_mode):
+            case Kind.FILE:
+                listing.files.append(name)
+            case Kind.LINK:
+                listing.links.append(name)
+            case Kind.FOLDER:
+                mode = stat.S_IMODE(found.st_mode)
+                by_folder.setdefault(path, FolderListing(path, mode, found.st_mtime_ns))
+            case _:
+                failed(path, "skipped: a pipe, socket or device")
+    for folder_path in sorted(by_folder):
+        yield by_folder[folder_path]
+
+
+def kind_of(mode: int) -> Kind | None:
+    """The kind of an entry of this `st_mode`; None for pipes, sockets and devices."""
+    if stat.S_ISREG(mode):
+        return Kind.FILE
+    if stat.S_ISLNK(mode):
+        return Kind.LINK
+    return Kind.FOLDER if stat.S_ISDIR(mode) else None
+
+
+def failure_reason(error: OSError) -> str:
+    """The reason of a failure, for the list of what was left out."""
+    if error.errno == errno.ELOOP:
+        return "it became a link while it was being read"
+    if error.errno == errno.ENXIO:
+        return "skipped: a socket or device"
+    return error.strerror or str(error)
