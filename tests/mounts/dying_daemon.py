@@ -1,6 +1,6 @@
 """The mount daemon, of which one process is killed while the kernel is told of another version.
 
-The environment variable `DIES` names it: helper, server or supervisor.
+The environment variable `DIES` names it: worker, server or supervisor.
 """
 
 import logging
@@ -27,7 +27,7 @@ def send_in_part(self: SwitchInvalidation, device: int) -> Iterator[None]:
 
 
 def process_to_kill() -> int:
-    """Who tells is the helper, or where there is none, the server; both are the supervisor's. 0:
+    """Who tells is the worker, or where there is none, the server; both are the supervisor's. 0:
 
     it has been killed already.
     """

@@ -100,7 +100,7 @@ class FolderMountSource(MountSource):
         return FolderReader(snapshot, parse_url(request.url).path)
 
     def batch_source(self, request: MountRequest, snapshot: Snapshot) -> FolderBatchSource:
-        """The same, for the helper."""
+        """The same, for the worker."""
         return FolderBatchSource(snapshot, parse_url(request.url).path)
 
 

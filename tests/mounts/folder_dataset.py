@@ -28,19 +28,19 @@ second reads of files called `retry*`, whose first one fails.
 """
 
 PUSHED = "waitpush"
-"""Files called so hang readers too, but the helper is given them: it pushes what is being read."""
+"""Files called so hang readers too, but the worker is given them: it pushes what is being read."""
 
 HANG = "hang"
-"""Files called so hang the helper, while `SOURCE.go` is missing, and no reader."""
+"""Files called so hang the worker, while `SOURCE.go` is missing, and no reader."""
 
 MANY = "many"
 MANY_ENTRIES = 100_000
 
 LEFT_OUT = (
     *("missing", "keyerror", "oserror", "memory", "group", "exit", "short"),
-    *("wait", "retry", "slow"),
+    *("wait", "retry"),
 )
-"""What such files are called, the helper leaves out, as it does what is damaged."""
+"""What such files are called, the worker leaves out, as it does what is damaged."""
 
 _KINDS = {stat.S_IFREG: Kind.FILE, stat.S_IFLNK: Kind.LINK, stat.S_IFDIR: Kind.FOLDER}
 
@@ -111,7 +111,7 @@ def many() -> bytes:
 
 
 class FolderBatchSource:
-    """What the helper is given: files of the source folder, whole. A `BatchSource`."""
+    """What the worker is given: files of the source folder, whole. A `BatchSource`."""
 
     def __init__(self, snapshot: Snapshot, source: Path) -> None:
         self._snapshot = snapshot
@@ -175,8 +175,6 @@ class FolderReader:
         waits = name.startswith("wait") or (name.startswith("retry") and index in self._failed_once)
         while waits and not self._source.with_name(self._source.name + RELEASE_SUFFIX).exists():
             time.sleep(0.01)  # a store that does not answer
-        if name.startswith("slow"):
-            time.sleep(0.1)
         if name.startswith("retry") and not waits:
             self._failed_once.add(index)  # the kernel asks again, and its reader waits in that READ
             raise ObjectMissing("not yet")

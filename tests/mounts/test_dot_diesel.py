@@ -15,18 +15,11 @@ from diesel_fs.mounts.attributes import HIDDEN_ROOT
 from diesel_fs.mounts.vfs import STATS_MAX_AGE_S
 from tests.mounts.conftest import LiveMount
 from tests.mounts.folder_dataset import IDENTITY, snapshot_of
+from tests.mounts.observed import fresh_stats
 
 pytestmark = pytest.mark.fuse
 
 NAMES = ["control", "filelist", "filelist0", "shuffle", "shuffle0", "snapshot", "stats"]
-
-
-def fresh_stats(mounted: LiveMount) -> dict[str, object]:
-    """The statistics, made after this call began. It waits, since looking would count requests."""
-    time.sleep(STATS_MAX_AGE_S + 0.02)
-    values = json.loads((mounted.at / ".diesel" / "stats").read_bytes())
-    assert isinstance(values, dict)
-    return values
 
 
 def test_the_folder_is_reached_but_not_listed(tree: LiveMount) -> None:

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,11 +18,15 @@ from diesel_fs.mounts.mountpoint import is_alive, mounted_at
 from diesel_fs.mounts.processes import children_of, ends_within
 from tests.mounts.conftest import PROGRAM, LiveMount, mounting, request_for
 from tests.mounts.folder_daemon import GRACE
+from tests.mounts.observed import (
+    PATIENCE_S,
+    foreground_command,
+    state_of,
+    wait_until,
+    waiting_reads,
+)
 
 pytestmark = pytest.mark.fuse
-
-HOPE_S = 60.0
-"""Whatever comes about does so far earlier, on a busy machine too."""
 
 NEVER_S = 3600.0
 """What waits for this has not come about."""
@@ -60,16 +63,8 @@ class Holder:
 
     def stop(self) -> str:
         """What it wrote, and its complaint."""
-        output, complaint = self.process.communicate(timeout=HOPE_S)
+        output, complaint = self.process.communicate(timeout=PATIENCE_S)
         return output + complaint
-
-
-def state_of(pid: int) -> str:
-    """The state letter of a process; Z where it waits for its parent, empty where it is gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return ""
 
 
 @pytest.fixture
@@ -137,7 +132,7 @@ def test_S8_no_secret_in_arguments_environment_or_log(
 def test_the_end_of_a_mount_that_is_in_use_is_no_error_in_its_log(
     live_mount: LiveMount, number: int
 ) -> None:
-    """Told to end by a signal, or taken out of the tree: the helper goes, as it should."""
+    """Told to end by a signal, or taken out of the tree: the worker goes, as it should."""
     holder = Holder(f"f = open('{live_mount.at}/a', 'rb')")
     log = default_log(request_for(live_mount.source, live_mount.at))
     if number:
@@ -146,7 +141,7 @@ def test_the_end_of_a_mount_that_is_in_use_is_no_error_in_its_log(
         umount(live_mount.at, lazy=True)
         wait_until(lambda: len(children_of(live_mount.pid)) < 2)  # the server alone
     holder.stop()
-    assert ends_within(live_mount.pid, HOPE_S)
+    assert ends_within(live_mount.pid, PATIENCE_S)
     assert "is mounted on" in log.read_text()
     assert " ERROR " not in log.read_text()
 
@@ -155,7 +150,7 @@ def test_the_end_of_a_mount_that_is_in_use_is_no_error_in_its_log(
 def test_H4_a_signal_unmounts_and_ends(live_mount: LiveMount, number: signal.Signals) -> None:
     """SIGTERM and SIGINT unmount and end the daemon."""
     os.kill(live_mount.pid, number)
-    assert ends_within(live_mount.pid, HOPE_S)
+    assert ends_within(live_mount.pid, PATIENCE_S)
     assert mounted_at(str(live_mount.at)) is None
 
 
@@ -169,7 +164,7 @@ def test_H4_a_signal_while_a_file_is_open_detaches(live_mount: LiveMount) -> Non
     """Busy: the mount leaves the tree at once, the daemon ends, the file's holder gets an error."""
     holder = Holder(f"f = open('{live_mount.at}/a', 'rb')", "print(os.pread(f.fileno(), 9, 0))")
     os.kill(live_mount.pid, signal.SIGTERM)
-    assert ends_within(live_mount.pid, HOPE_S)
+    assert ends_within(live_mount.pid, PATIENCE_S)
     assert mounted_at(str(live_mount.at)) is None
     assert "[Errno" in holder.stop()
 
@@ -179,13 +174,13 @@ def test_H4_reads_under_way_finish(live_mount: LiveMount) -> None:
     found: list[bytes] = []
     reader = threading.Thread(target=lambda: found.append((live_mount.at / "wait").read_bytes()))
     reader.start()
-    wait_until(lambda: reads_that_wait(live_mount))
+    wait_until(lambda: waiting_reads(live_mount.at))
     os.kill(live_mount.pid, signal.SIGTERM)
     wait_until(lambda: mounted_at(str(live_mount.at)) is None)
     live_mount.release_reads()
     reader.join()
     assert found == [b"w" * 5000]
-    assert ends_within(live_mount.pid, HOPE_S)
+    assert ends_within(live_mount.pid, PATIENCE_S)
 
 
 def test_H4_reads_that_do_not_finish_get_an_error(live_mount: LiveMount) -> None:
@@ -199,9 +194,9 @@ def test_H4_reads_that_do_not_finish_get_an_error(live_mount: LiveMount) -> None
 
     reader = threading.Thread(target=read)
     reader.start()
-    wait_until(lambda: reads_that_wait(live_mount))
+    wait_until(lambda: waiting_reads(live_mount.at))
     os.kill(live_mount.pid, signal.SIGTERM)
-    assert ends_within(live_mount.pid, HOPE_S)
+    assert ends_within(live_mount.pid, PATIENCE_S)
     reader.join(2.0)
     assert not reader.is_alive()
     assert found[0] in (errno.EIO, errno.ENOTCONN, errno.ECONNABORTED)
@@ -216,28 +211,13 @@ def long_grace(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("long_grace")
 def test_H4_a_second_signal_ends_at_once(live_mount: LiveMount) -> None:
     reader = Holder(READ.format(count=1, at=live_mount.at))
-    wait_until(lambda: reads_that_wait(live_mount))
+    wait_until(lambda: waiting_reads(live_mount.at))
     os.kill(live_mount.pid, signal.SIGTERM)
     wait_until(lambda: mounted_at(str(live_mount.at)) is None)
     assert not ends_within(live_mount.pid, 0.5), "it had patience with reads"
     os.kill(live_mount.pid, signal.SIGTERM)
-    assert ends_within(live_mount.pid, HOPE_S)
+    assert ends_within(live_mount.pid, PATIENCE_S)
     assert "[Errno" in reader.stop()
-
-
-def reads_that_wait(mounted: LiveMount) -> int:
-    """How many READs have come that are not answered from memory."""
-    reads = stats(mounted.at)["reads"]
-    assert isinstance(reads, dict)
-    return int(reads["misses"])
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    """Returns when the condition holds; fails after some seconds."""
-    deadline_s = time.monotonic() + HOPE_S
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
 
 
 HOLDING = {
@@ -269,7 +249,7 @@ def test_umount_lazily_detaches_and_serves_who_holds_it(live_mount: LiveMount) -
     assert mounted_at(str(live_mount.at)) is None
     assert not ends_within(live_mount.pid, 0.1)
     assert holder.stop() == "5000\n"
-    assert ends_within(live_mount.pid, HOPE_S)
+    assert ends_within(live_mount.pid, PATIENCE_S)
 
 
 def test_umount_lazily_of_an_idle_mount_ends_it(live_mount: LiveMount) -> None:
@@ -281,7 +261,7 @@ def test_umount_lazily_of_an_idle_mount_ends_it(live_mount: LiveMount) -> None:
 def test_H6_umount_by_force_ends_a_mount_that_hangs(live_mount: LiveMount, stopped: bool) -> None:
     """Force aborts: readers get an error, though neither store nor daemon answers."""
     reader = Holder(READ.format(count=1, at=live_mount.at))
-    wait_until(lambda: reads_that_wait(live_mount))
+    wait_until(lambda: waiting_reads(live_mount.at))
     if stopped:
         os.kill(live_mount.pid, signal.SIGSTOP)
     umount(live_mount.at, force=True)
@@ -305,11 +285,11 @@ def test_H1_readers_of_a_killed_daemon_get_an_error(
     victim = stats(live_mount.at)[whom]
     assert isinstance(victim, int)
     readers = Holder(READ.format(count=8, at=live_mount.at))
-    wait_until(lambda: reads_that_wait(live_mount))
+    wait_until(lambda: waiting_reads(live_mount.at))
     os.kill(victim, signal.SIGKILL)
     assert readers.stop().count("[Errno") == 8
     assert state_of(readers.process.pid) == ""
-    assert ends_within(live_mount.pid, HOPE_S)
+    assert ends_within(live_mount.pid, PATIENCE_S)
     calls: list[Callable[[], object]] = [lambda: os.statvfs(live_mount.at)]
     if session == "pyfuse3":  # else the kernel opens what it knows by itself
         calls.append(lambda: os.open(live_mount.at / "b", os.O_RDONLY))
@@ -329,7 +309,7 @@ def test_H2_mounting_again_on_a_dead_mount(live_mount: LiveMount, session: str) 
     with pytest.raises(BusyError, match="folder@7 is mounted on"):
         mount(again, program=PROGRAM)
     os.kill(live_mount.pid, signal.SIGKILL)
-    assert ends_within(live_mount.pid, HOPE_S)
+    assert ends_within(live_mount.pid, PATIENCE_S)
     mount(again, program=PROGRAM)
     assert (live_mount.at / "b").read_bytes() == b"beta"
     assert Path("/proc/self/mounts").read_text().count(str(live_mount.at)) == 1
@@ -339,7 +319,7 @@ def test_H2_mounting_again_on_a_dead_mount(live_mount: LiveMount, session: str) 
 
 def test_umount_of_a_dead_mount(live_mount: LiveMount) -> None:
     os.kill(live_mount.pid, signal.SIGKILL)
-    assert ends_within(live_mount.pid, HOPE_S)
+    assert ends_within(live_mount.pid, PATIENCE_S)
     umount(live_mount.at)
     assert mounted_at(str(live_mount.at)) is None
 
@@ -353,14 +333,6 @@ def test_two_mounts_of_one_dataset(live_mount: LiveMount, tmp_path: Path, sessio
     assert (live_mount.at / "b").read_bytes() == b"beta"
 
 
-FOREGROUND = """if True:
-    import sys
-    from diesel_fs.mounts import MountRequest, mount_in_foreground
-    from tests.mounts.conftest import PROGRAM
-    mount_in_foreground(MountRequest.from_json(sys.argv[1].encode()), program=PROGRAM)
-"""
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_H4_in_the_foreground(
     source: Path, tmp_path: Path, session: str, number: signal.Signals
@@ -368,10 +340,8 @@ def test_H4_in_the_foreground(
     """In the foreground the program itself serves, logs to stderr, and ends by a signal with 0."""
     at = tmp_path / "mount"
     at.mkdir()
-    request = request_for(source, at, session).to_json()
-    process = subprocess.Popen(
-        [sys.executable, "-c", FOREGROUND, request], stderr=subprocess.PIPE, text=True
-    )
+    command = foreground_command(source, at, session)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     assert "is mounted on" in process.stderr.readline()
     assert stats(at)["pid"] == process.pid

@@ -155,7 +155,7 @@ AS_USER = """if True:
             raise AssertionError("unmounted what is in use")
     umount(place / "mount")
     assert ends_within(told["pid"], 0)
-    for _ in range(3):  # the helper, who holds what it works in, pushes meanwhile
+    for _ in range(3):  # the worker, who holds what it works in, pushes meanwhile
         mount(request, program=(sys.executable, "-m", "tests.mounts.folder_daemon"))
         told = stats(place / "mount")
         assert (place / "mount" / "many" / "7").read_bytes() == b"7"
@@ -168,7 +168,7 @@ AS_USER = """if True:
     while sys.argv[2] == "kernel":
         if stats(place / "mount")["residency"].get("pushed_entries", 0) > 100:
             break
-        assert time.monotonic() < deadline_s, "an ordinary user's helper pushes nothing"
+        assert time.monotonic() < deadline_s, "an ordinary user's worker pushes nothing"
         time.sleep(0.1)
     os.kill(stats(place / "mount")["pid"], 15)
     print("ended", ends_within(stats_pid, 2.0) if (stats_pid := told["pid"]) else 0, flush=True)
@@ -228,8 +228,8 @@ def started_by_user(script: str, place: Path, session: str) -> "subprocess.Popen
 FOLLOWING_AS_USER = """if True:
     import os, sys
     from pathlib import Path
-    from tests.mounts.versions.followed_dataset import FILES, begin, mounted, noise
-    from tests.mounts.versions.followed_dataset import tried, wait_until
+    from tests.mounts.observed import mounted, noise, wait_until
+    from tests.mounts.versions.followed_dataset import FILES, begin, tried
     place = Path(sys.argv[1]) / f"following-{sys.argv[2]}"
     place.mkdir()
     ds = begin(place, sys.argv[2])

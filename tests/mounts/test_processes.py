@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,6 @@ import pytest
 
 from diesel_fs.errors import BusyError, DieselError
 from diesel_fs.mounts import mount, stats, umount
-from diesel_fs.mounts.launcher import default_log
 from diesel_fs.mounts.mountpoint import mounted_at
 from diesel_fs.mounts.prefetch.resident_set import READ_BYTES_MAX
 from diesel_fs.mounts.processes import children_of, ends_within
@@ -22,7 +21,15 @@ from diesel_fs.system import syscalls
 from tests.mounts.conftest import PROGRAM, LiveMount, mounting, request_for
 from tests.mounts.folder_daemon import WATCHDOG
 from tests.mounts.folder_dataset import HANG, PUSHED
-from tests.mounts.test_dot_diesel import fresh_stats
+from tests.mounts.observed import (
+    foreground_command,
+    fresh_stats,
+    is_gone,
+    log_of,
+    state_of,
+    wait_until,
+    waiting_reads,
+)
 
 pytestmark = pytest.mark.fuse
 
@@ -59,48 +66,18 @@ class Processes:
 
     supervisor: int
     server: int
-    helper: int
+    worker: int
 
     def all(self) -> tuple[int, int, int]:
-        return self.supervisor, self.server, self.helper
-
-
-def wait_until(condition: Callable[[], object], within_s: float = 60.0) -> None:
-    """Returns when the condition holds; fails after some seconds."""
-    deadline_s = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "it did not come about"
-        time.sleep(0.01)
-
-
-def state_of(pid: int) -> str:
-    """The state letter of a process; empty where it is gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
-
-
-def is_gone(pid: int) -> bool:
-    """Whether a process has ended; a zombie is gone where nobody but pid 1 is to look."""
-    if state_of(pid) != "Z":
-        return not state_of(pid)
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1] == "1"
+        return self.supervisor, self.server, self.worker
 
 
 def processes_of(mounted: LiveMount) -> Processes:
     told = stats(mounted.at)
     server = told["server_pid"]
     assert isinstance(server, int)
-    [helper] = [pid for pid in children_of(mounted.pid) if pid != server]
-    return Processes(mounted.pid, server, helper)
-
-
-def reads_that_wait(at: Path) -> int:
-    """How many READs have come that are not answered from memory."""
-    reads = stats(at)["reads"]
-    assert isinstance(reads, dict)
-    return int(reads["misses"])
+    [worker] = [pid for pid in children_of(mounted.pid) if pid != server]
+    return Processes(mounted.pid, server, worker)
 
 
 def where(pid: int) -> str:
@@ -139,13 +116,13 @@ def reading(
         process.communicate(timeout=20)
 
 
-def wait_for_the_push(at: Path, helper: int) -> None:
-    """Returns when the helper waits for the page lock that an unanswered READ holds."""
-    wait_until(lambda: reads_that_wait(at))
-    wait_until(lambda: state_of(helper) == "D")
+def wait_for_the_push(at: Path, worker: int) -> None:
+    """Returns when the worker waits for the page lock that an unanswered READ holds."""
+    wait_until(lambda: waiting_reads(at))
+    wait_until(lambda: state_of(worker) == "D")
     time.sleep(0.1)
-    assert state_of(helper) == "D", "the push did not wait"
-    stack = where(helper)
+    assert state_of(worker) == "D", "the push did not wait"
+    stack = where(worker)
     assert not stack or "fuse_notify" in stack or "fuse_dev_write" in stack, stack
 
 
@@ -161,9 +138,9 @@ def look_at_the_end(readers: subprocess.Popen[str], killed_s: float) -> list[str
 
 VICTIMS = {
     "server": ["server"],
-    "helper": ["helper"],
-    "server and helper": ["server", "helper"],
-    "helper and server": ["helper", "server"],
+    "worker": ["worker"],
+    "server and worker": ["server", "worker"],
+    "worker and server": ["worker", "server"],
     "supervisor": ["supervisor"],
 }
 
@@ -175,7 +152,7 @@ def test_Z1_killed_while_a_push_waits_for_a_READ(
     """Readers get an error within 2 s, nothing stays in D state, and mounting again cleans up."""
     found, pids = mounted
     with reading(found.at) as readers:
-        wait_for_the_push(found.at, pids.helper)
+        wait_for_the_push(found.at, pids.worker)
         killed_s = time.monotonic()
         for victim in VICTIMS[victims]:
             os.kill(getattr(pids, victim), signal.SIGKILL)
@@ -189,20 +166,19 @@ def test_Z1_killed_while_a_push_waits_for_a_READ(
     assert mounted_at(str(found.at)) is None
 
 
-def test_Z1_a_killed_helper_that_can_end_leaves_the_mount_alone(
+def test_Z1_a_killed_worker_that_can_end_leaves_the_mount_alone(
     mounted: tuple[LiveMount, Processes],
 ) -> None:
     """Reads go on, nothing is pushed, and the log says so."""
     found, pids = mounted
     with reading(found.at) as readers:
-        wait_for_the_push(found.at, pids.helper)
-        os.kill(pids.helper, signal.SIGKILL)
+        wait_for_the_push(found.at, pids.worker)
+        os.kill(pids.worker, signal.SIGKILL)
         found.release_reads()
         assert set(look_at_the_end(readers, time.monotonic())) == {"right"}
-    wait_until(lambda: is_gone(pids.helper))
+    wait_until(lambda: is_gone(pids.worker))
     assert (found.at / "a").read_bytes() == b"alpha" * 1000
-    log = default_log(request_for(found.source, found.at)).read_text()
-    assert "nothing is pushed" in log
+    assert "nothing is pushed" in log_of(found)
     umount(found.at)
     assert all(map(is_gone, pids.all()))
 
@@ -210,7 +186,7 @@ def test_Z1_a_killed_helper_that_can_end_leaves_the_mount_alone(
 def test_H6_a_stopped_server_is_ended_by_the_watchdog(mounted: tuple[LiveMount, Processes]) -> None:
     found, pids = mounted
     with reading(found.at) as readers:
-        wait_for_the_push(found.at, pids.helper)
+        wait_for_the_push(found.at, pids.worker)
         os.kill(pids.server, signal.SIGSTOP)
         time.sleep(1.0)
         assert readers.poll() is None
@@ -219,14 +195,13 @@ def test_H6_a_stopped_server_is_ended_by_the_watchdog(mounted: tuple[LiveMount, 
         look_at_the_end(readers, time.monotonic())
     for pid in pids.all():
         assert ends_within(pid, FREED_S)
-    log = default_log(request_for(found.source, found.at)).read_text()
-    assert "has not answered for 3 s" in log
+    assert "has not answered for 3 s" in log_of(found)
 
 
 def test_H6_reads_go_on_beside_a_stopped_helper(mounted: tuple[LiveMount, Processes]) -> None:
     """Its end does not wait for it, either."""
     found, pids = mounted
-    os.kill(pids.helper, signal.SIGSTOP)
+    os.kill(pids.worker, signal.SIGSTOP)
     assert (found.at / "a").read_bytes() == b"alpha" * 1000
     umount(found.at)
     assert all(map(is_gone, pids.all()))
@@ -249,10 +224,10 @@ def test_H6_a_pause_of_all_processes_is_no_reason_to_end(
     assert all(state_of(pid) in ("S", "R") for pid in pids.all())
 
 
-def test_umount_ends_all_although_the_helper_waits_for_the_store(
+def test_umount_ends_all_although_the_worker_waits_for_the_store(
     source: Path, tmp_path: Path
 ) -> None:
-    """The helper holds the file system too, and is made to let go."""
+    """The worker holds the file system too, and is made to let go."""
     (source / HANG).write_bytes(CONTENT)
     with mounting(source, tmp_path / "mount", "kernel") as found:
         pids = processes_of(found)
@@ -269,7 +244,7 @@ def test_umount_while_a_push_waits(mounted: tuple[LiveMount, Processes], kind: s
     """Busy is busy, lazily its readers are served to their end, and force ends all at once."""
     found, pids = mounted
     with reading(found.at) as readers:
-        wait_for_the_push(found.at, pids.helper)
+        wait_for_the_push(found.at, pids.worker)
         if kind == "plain":
             with pytest.raises(BusyError, match=f"held by processes {readers.pid};"):
                 umount(found.at)
@@ -298,7 +273,7 @@ def test_H4_signals_while_a_push_waits(
 ) -> None:
     found, pids = mounted
     with reading(found.at) as readers:
-        wait_for_the_push(found.at, pids.helper)
+        wait_for_the_push(found.at, pids.worker)
         started_s = time.monotonic()
         for _ in range(times):
             os.kill(pids.supervisor, number)
@@ -307,14 +282,6 @@ def test_H4_signals_while_a_push_waits(
         look_at_the_end(readers, started_s + 0.1)
     assert all(map(is_gone, pids.all()))
     assert mounted_at(str(found.at)) is None
-
-
-FOREGROUND = """if True:
-    import os, sys
-    from diesel_fs.mounts import MountRequest, mount_in_foreground
-    from tests.mounts.conftest import PROGRAM
-    mount_in_foreground(MountRequest.from_json(sys.argv[1].encode()), program=PROGRAM)
-"""
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -326,9 +293,8 @@ def test_H4_a_signal_to_the_whole_group_counts_once(
     (source / "wait").write_bytes(content)
     at = tmp_path / "mount"
     at.mkdir()
-    request = request_for(source, at, "kernel").to_json()
     process = subprocess.Popen(
-        [sys.executable, "-c", FOREGROUND, request],
+        foreground_command(source, at, "kernel"),
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
@@ -339,7 +305,7 @@ def test_H4_a_signal_to_the_whole_group_counts_once(
         found = LiveMount(source, at, process.pid)
         pids = processes_of(found)
         with reading(at, "wait", content) as readers:
-            wait_until(lambda: reads_that_wait(at))
+            wait_until(lambda: waiting_reads(at))
             os.killpg(process.pid, number)
             wait_until(lambda: mounted_at(str(at)) is None)
             found.release_reads()
@@ -367,7 +333,7 @@ def test_a_reader_that_is_ended_while_it_waits_ends_at_once(
     (source / name).write_bytes(CONTENT)
     with mounting(source, tmp_path / "mount", "kernel") as found:
         with reading(found.at, name) as readers:
-            wait_until(lambda: reads_that_wait(found.at) >= (2 if name == "retry" else 1))
+            wait_until(lambda: waiting_reads(found.at) >= (2 if name == "retry" else 1))
             time.sleep(0.1)
             assert readers.poll() is None
             readers.send_signal(number)

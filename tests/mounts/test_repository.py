@@ -4,13 +4,10 @@ import errno
 import logging
 import mmap
 import os
-import random
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,15 +20,9 @@ from diesel_fs.mounts.mountpoint import mounted_at
 from diesel_fs.mounts.processes import holders_of
 from diesel_fs.repository.leases import leased_versions
 from diesel_fs.repository.local import LocalRepository
+from tests.mounts.observed import FILE_BYTES, mounted, noise
 
 pytestmark = pytest.mark.fuse
-
-FILE_BYTES = 200_000
-
-
-def noise(seed: int) -> bytes:
-    """What no other seed gives, and no compression shortens."""
-    return random.Random(seed).randbytes(FILE_BYTES)
 
 
 @pytest.fixture
@@ -52,17 +43,6 @@ def put(url: str, files: dict[str, bytes], dataset: str = "ds") -> None:
         for path, content in files.items():
             written.put(content, path)
             written.flush()
-
-
-@contextmanager
-def mounted(request: MountRequest) -> Iterator[Path]:
-    """A mount that goes away, whatever happened to it."""
-    mount(request)
-    try:
-        yield Path(request.mountpoint)
-    finally:
-        if mounted_at(request.mountpoint):
-            umount(request.mountpoint, force=True)
 
 
 def read_or_errno(path: Path) -> bytes | int:

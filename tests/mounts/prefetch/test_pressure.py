@@ -13,7 +13,7 @@ import pytest
 
 from diesel_fs.mounts import stats
 from tests.mounts.conftest import LiveMount, mounting
-from tests.mounts.test_dot_diesel import fresh_stats
+from tests.mounts.observed import fresh_stats
 
 pytestmark = [pytest.mark.fuse, pytest.mark.alone]  # it drops the machine's caches
 

@@ -24,8 +24,8 @@ from diesel_fs.mounts.sessions.protocol import Flag
 from tests.mounts.conftest import ODD_NAMES, LiveMount, mounting, request_for
 from tests.mounts.folder_daemon import LACKING
 from tests.mounts.folder_dataset import MANY, many_names
+from tests.mounts.observed import fresh_stats, wait_until, waiting_reads
 from tests.mounts.sessions.test_folders import Folder
-from tests.mounts.test_dot_diesel import fresh_stats
 
 pytestmark = pytest.mark.fuse
 
@@ -347,21 +347,23 @@ def test_H8_a_folder_of_100_000_entries(many: LiveMount) -> None:
 
 
 def test_sixteen_readers_have_sixteen_fetches_under_way(tmp_path: Path, session: str) -> None:
-    """On a store of 100 ms latency; counted where it is asked, not timed."""
+    """The store answers none of them before all sixteen wait."""
     source = tmp_path / "source"
     source.mkdir()
     for number in range(16):
-        (source / f"slow{number}").write_bytes(b"%d" % number * 1000)
+        (source / f"wait{number}").write_bytes(b"%d" % number * 1000)
     with mounting(source, tmp_path / "mount", session) as mounted:
         wrong: list[int] = []
 
         def read(number: int) -> None:
-            if (mounted.at / f"slow{number}").read_bytes() != b"%d" % number * 1000:
+            if (mounted.at / f"wait{number}").read_bytes() != b"%d" % number * 1000:
                 wrong.append(number)
 
         readers = [threading.Thread(target=read, args=(number,)) for number in range(16)]
         for reader in readers:
             reader.start()
+        wait_until(lambda: waiting_reads(mounted.at) >= 16)
+        mounted.release_reads()
         for reader in readers:
             reader.join()
         assert not wrong

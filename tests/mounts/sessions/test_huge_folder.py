@@ -16,9 +16,8 @@ from diesel_fs.mounts import MountRequest, launcher, stats
 from diesel_fs.mounts.plans.control import Control
 from diesel_fs.mounts.processes import children_of, ends_within
 from diesel_fs.repository.local import LocalRepository
-
-from ..folder_dataset import CHUNK
-from ..test_repository import mounted
+from tests.mounts.folder_dataset import CHUNK
+from tests.mounts.observed import mounted
 
 pytestmark = pytest.mark.fuse
 
@@ -115,7 +114,7 @@ def settled(mount: Path) -> int:
             assert isinstance(pid, int)
             return pid
         time.sleep(0.2)
-    raise AssertionError("the helper did not come")
+    raise AssertionError("the worker did not come")
 
 
 @pytest.mark.only_session("kernel")

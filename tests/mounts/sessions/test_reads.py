@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from diesel_fs.mounts.launcher import default_log
-from tests.mounts.conftest import LiveMount, mounting, request_for
+from tests.mounts.conftest import LiveMount, mounting
+from tests.mounts.observed import log_of
 
 pytestmark = pytest.mark.fuse
 
@@ -28,10 +28,6 @@ def faulty(tmp_path_factory: pytest.TempPathFactory, session: str) -> Iterator[L
         (source / name).write_bytes(name.encode() * REPEATED)
     with mounting(source, source.parent / "mount", session, read_deadline_s=1.0) as mounted:
         yield mounted
-
-
-def log_of(mounted: LiveMount) -> str:
-    return default_log(request_for(mounted.source, mounted.at)).read_text()
 
 
 def errno_of(path: Path) -> int:

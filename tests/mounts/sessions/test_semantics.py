@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.mounts.conftest import ODD_NAMES, LiveMount, mounting
-from tests.mounts.test_dot_diesel import fresh_stats
+from tests.mounts.observed import fresh_stats
 
 pytestmark = pytest.mark.fuse
 

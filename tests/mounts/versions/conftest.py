@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.mounts.versions.followed_dataset import FollowedMount, begin, mounted
+from tests.mounts.observed import mounted
+from tests.mounts.versions.followed_dataset import FollowedMount, begin
 
 
 @pytest.fixture

@@ -1,39 +1,17 @@
 """A dataset that changes, and a mount that follows it."""
 
-import random
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from diesel_fs.client.dataset import Dataset, connect
 from diesel_fs.credentials import Credentials
-from diesel_fs.mounts import MountRequest, mount, umount
-from diesel_fs.mounts.launcher import DAEMON
-from diesel_fs.mounts.mountpoint import mounted_at
+from diesel_fs.mounts import MountRequest
 from diesel_fs.mounts.plans.control import Control
+from tests.mounts.observed import FILE_BYTES, noise, wait_until
 
 POLL_INTERVAL_S = 0.05
-HOPE_S = 20.0
-FILE_BYTES = 200_000
-
-
-def noise(seed: int, size: int = FILE_BYTES) -> bytes:
-    """What no other seed gives, and no compression shortens."""
-    return random.Random(seed).randbytes(size)
-
-
-def wait_until(
-    what: Callable[[], object],
-    hope_s: float = HOPE_S,
-    otherwise: Callable[[], str] = lambda: "it never came about",
-) -> None:
-    """Waits until something is true; `otherwise` says what is so where it never comes about."""
-    end_s = time.monotonic() + hope_s
-    while not what():
-        assert time.monotonic() < end_s, otherwise()
-        time.sleep(0.02)
 
 
 def tried(attempt: Callable[[int], None], tries: int = 3) -> None:
@@ -109,17 +87,6 @@ class FollowedMount:
         before = self.read_bytes()
         yield
         assert self.read_bytes() - before < FILE_BYTES // 2
-
-
-@contextmanager
-def mounted(request: MountRequest, program: Sequence[str] = DAEMON) -> Iterator[None]:
-    """A mount that goes away, whatever happened to it."""
-    mount(request, program=program)
-    try:
-        yield
-    finally:
-        if mounted_at(request.mountpoint):
-            umount(request.mountpoint, force=True)
 
 
 FILES = {

@@ -19,16 +19,13 @@ from diesel_fs.mounts import MountRequest, mount, umount
 from diesel_fs.mounts.plans.control import Control, explicit
 from diesel_fs.repository.local import LocalRepository
 from diesel_fs.system.syscalls import cached_bytes
+from tests.mounts.observed import FILE_BYTES, mounted, noise, wait_until
 from tests.mounts.versions.followed_dataset import (
-    FILE_BYTES,
     FILES,
     POLL_INTERVAL_S,
     FollowedMount,
     begin,
-    mounted,
-    noise,
     tried,
-    wait_until,
 )
 
 pytestmark = pytest.mark.fuse
@@ -117,7 +114,7 @@ def test_pages_of_unchanged_files_stay_and_cost_no_read(followed: FollowedMount)
 
 @pytest.mark.only_session("kernel")
 def test_what_is_resident_counts_on_and_new_files_are_pushed(followed: FollowedMount) -> None:
-    """The helper goes on where it was: with other positions, and nodes that are no positions."""
+    """The worker goes on where it was: with other positions, and nodes that are no positions."""
     at = followed.at
 
     def attempt(number: int) -> None:
@@ -276,10 +273,10 @@ def test_a_dataset_that_is_empty_at_first_is_filled_and_emptied(
 
 
 @pytest.mark.only_session("kernel")
-def test_a_helper_that_is_stopped_holds_a_switch_up_and_nothing_else(
+def test_a_worker_that_is_stopped_holds_a_switch_up_and_nothing_else(
     followed: FollowedMount,
 ) -> None:
-    """It is gone over to once the helper goes on."""
+    """It is gone over to once the worker goes on."""
     wait_until(lambda: followed.stats()["residency"])
     residency = followed.stats()["residency"]
     assert isinstance(residency, dict)

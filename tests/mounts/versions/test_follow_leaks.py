@@ -14,14 +14,8 @@ import pytest
 from diesel_fs.mounts.processes import children_of
 from diesel_fs.peers.link import connect_unix
 from diesel_fs.peers.options import TaskOptions
-from tests.mounts.versions.followed_dataset import (
-    FILES,
-    FollowedMount,
-    begin,
-    mounted,
-    noise,
-    wait_until,
-)
+from tests.mounts.observed import mounted, noise, wait_until
+from tests.mounts.versions.followed_dataset import FILES, FollowedMount, begin
 
 pytestmark = pytest.mark.fuse
 
@@ -93,7 +87,7 @@ def processes_of(ds: FollowedMount, runtime: Path) -> dict[str, int]:
     assert isinstance(server, int)
     found = {"supervisor": supervisor, "server": server}
     if ds.request.session == "kernel":
-        [found["helper"]] = [pid for pid in children_of(supervisor) if pid != server]
+        [found["worker"]] = [pid for pid in children_of(supervisor) if pid != server]
     if ds.request.task_options:
         found["master"] = master_of(runtime)
     return found
@@ -111,7 +105,7 @@ def switch(ds: FollowedMount, number: int) -> None:
 def test_every_process_holds_after_fifty_switches_what_it_held_after_five(
     tmp_path: Path, runtime: Path, session: str, task: str
 ) -> None:
-    """Descriptors, threads, mappings and memory of the server, helper, supervisor and master."""
+    """Descriptors, threads, mappings and memory of the server, worker, supervisor and master."""
     ds = begin(tmp_path, session)
     joins = TaskOptions(task=task, rank=0, world=1) if task else TaskOptions()
     ds.request = replace(ds.request, task_options=joins, memory_bytes=MEMORY_BYTES)

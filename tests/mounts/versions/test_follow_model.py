@@ -14,12 +14,8 @@ from hypothesis import strategies as st
 from diesel_fs.ingest import FolderSource, PutOptions, put
 from diesel_fs.mounts import MountRequest
 from diesel_fs.repository.local import LocalRepository
-from tests.mounts.versions.followed_dataset import (
-    POLL_INTERVAL_S,
-    FollowedMount,
-    mounted,
-    wait_until,
-)
+from tests.mounts.observed import mounted, wait_until
+from tests.mounts.versions.followed_dataset import POLL_INTERVAL_S, FollowedMount
 from tests.trees import facts
 
 pytestmark = pytest.mark.fuse

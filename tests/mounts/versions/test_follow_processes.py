@@ -18,14 +18,8 @@ from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.mounts.processes import ends_within
 from diesel_fs.repository.local import LocalRepository
 from tests.mounts.dying_daemon import DIES
-from tests.mounts.versions.followed_dataset import (
-    FILES,
-    HOPE_S,
-    FollowedMount,
-    mounted,
-    noise,
-    wait_until,
-)
+from tests.mounts.observed import PATIENCE_S, mounted, noise, wait_until
+from tests.mounts.versions.followed_dataset import FILES, FollowedMount
 
 pytestmark = pytest.mark.fuse
 
@@ -40,7 +34,7 @@ def processes(followed: FollowedMount) -> dict[str, int]:
     residency = told.get("residency")
     found = {"supervisor": told["pid"], "server": told["server_pid"]}
     if isinstance(residency, dict) and "pid" in residency:
-        found["helper"] = residency["pid"]
+        found["worker"] = residency["pid"]
     return {name: pid for name, pid in found.items() if isinstance(pid, int)}
 
 
@@ -79,13 +73,13 @@ def reading(followed: FollowedMount) -> Iterator[None]:
                 reader.kill()
 
 
-@pytest.mark.parametrize("victim", ["helper", "server", "supervisor"])
+@pytest.mark.parametrize("victim", ["worker", "server", "supervisor"])
 def test_whoever_is_killed_during_a_switch_leaves_no_hang(
     prepared: FollowedMount, victim: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When a part of the names has been told. Where it is the helper, the server tells the rest."""
+    """When a part of the names has been told. Where it is the worker, the server tells the rest."""
     followed = prepared
-    if (victim, followed.request.session) == ("helper", "pyfuse3"):
+    if (victim, followed.request.session) == ("worker", "pyfuse3"):
         return  # it has none
     with connect("ds", followed.url) as dataset:
         for name, content in many_names(3000, "a").items():
@@ -98,8 +92,8 @@ def test_whoever_is_killed_during_a_switch_leaves_no_hang(
             dataset.delete("many", recursive=True)
             for name, content in many_names(6000, "b").items():
                 dataset.put(content, name)
-        assert ends_within(pids[victim], HOPE_S)
-        if victim == "helper":
+        assert ends_within(pids[victim], PATIENCE_S)
+        if victim == "worker":
             with connect("ds", followed.url) as dataset:
                 followed.wait_for(dataset.version)
             assert len([*map(os.stat, (followed.at / "many").iterdir())]) == 6000

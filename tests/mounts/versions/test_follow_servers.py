@@ -18,16 +18,13 @@ import pytest
 from diesel_fs.errors import ConflictError, ForeignError, MetadataError
 from diesel_fs.mounts import mount, umount
 from diesel_fs.system.syscalls import cached_bytes
+from tests.mounts.observed import FILE_BYTES, mounted, noise, wait_until
 from tests.mounts.versions.followed_dataset import (
-    FILE_BYTES,
     FILES,
     POLL_INTERVAL_S,
     FollowedMount,
     begin,
-    mounted,
-    noise,
     tried,
-    wait_until,
 )
 from tests.server.program import Server
 from tests.server.server_with_redis import ServerWithRedis

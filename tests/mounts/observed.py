@@ -1,0 +1,96 @@
+"""What tests of mounts observe: statistics, processes, logs, requests; and how they wait."""
+
+import json
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from diesel_fs.mounts import MountRequest, mount, stats, umount
+from diesel_fs.mounts.launcher import DAEMON, default_log
+from diesel_fs.mounts.mountpoint import mounted_at
+from diesel_fs.mounts.vfs import STATS_MAX_AGE_S
+from tests.mounts.conftest import LiveMount, request_for
+
+PATIENCE_S = 60.0
+"""What a test waits for comes far earlier, on a busy machine too."""
+
+FILE_BYTES = 200_000
+
+FOREGROUND = """if True:
+    import sys
+    from diesel_fs.mounts import MountRequest, mount_in_foreground
+    from tests.mounts.conftest import PROGRAM
+    mount_in_foreground(MountRequest.from_json(sys.argv[1].encode()), program=PROGRAM)
+"""
+
+
+def foreground_command(source: Path, at: Path, session: str) -> list[str]:
+    """A program that mounts a source folder in the foreground."""
+    request = request_for(source, at, session).to_json().decode()
+    return [sys.executable, "-c", FOREGROUND, request]
+
+
+def noise(seed: int, size: int = FILE_BYTES) -> bytes:
+    """Bytes that differ for each seed and cannot be compressed."""
+    return random.Random(seed).randbytes(size)
+
+
+def wait_until(
+    condition: Callable[[], object],
+    within_s: float = PATIENCE_S,
+    otherwise: Callable[[], str] = lambda: "the condition never held",
+) -> None:
+    """Returns when the condition holds; fails after some time with the message of `otherwise`."""
+    end_s = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < end_s, otherwise()
+        time.sleep(0.01)
+
+
+@contextmanager
+def mounted(request: MountRequest, program: Sequence[str] = DAEMON) -> Iterator[Path]:
+    """A mount that is ended whatever happened to it."""
+    mount(request, program=program)
+    try:
+        yield Path(request.mountpoint)
+    finally:
+        if mounted_at(request.mountpoint):
+            umount(request.mountpoint, force=True)
+
+
+def fresh_stats(mounted: LiveMount) -> dict[str, object]:
+    """Statistics made after this call began. It waits, since polling them would count requests."""
+    time.sleep(STATS_MAX_AGE_S + 0.02)
+    values = json.loads((mounted.at / ".diesel" / "stats").read_bytes())
+    assert isinstance(values, dict)
+    return values
+
+
+def waiting_reads(at: Path) -> int:
+    """How many READs have come that were not answered from memory."""
+    reads = stats(at)["reads"]
+    assert isinstance(reads, dict)
+    return int(reads["misses"])
+
+
+def log_of(mounted: LiveMount) -> str:
+    """The log of a mount by `mounting`."""
+    return default_log(request_for(mounted.source, mounted.at)).read_text()
+
+
+def state_of(pid: int) -> str:
+    """The state letter of a process; Z for a zombie, empty where there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def is_gone(pid: int) -> bool:
+    """Whether a process has ended. A zombie has, if its parent is pid 1, which may reap it late."""
+    if state_of(pid) != "Z":
+        return not state_of(pid)
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1] == "1"
