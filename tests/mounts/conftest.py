@@ -1,4 +1,4 @@
-"""Mounts for tests, over every session: one to look at, and ones to be broken."""
+"""Mounts of plain folders for tests, over every session."""
 
 import os
 import shutil
@@ -29,12 +29,12 @@ ODD_NAMES = [
 
 @pytest.fixture(params=sorted(SESSIONS), scope="session")
 def session(request: pytest.FixtureRequest) -> str:
-    """Every session that there is: the same laws hold over each."""
+    """Every session: the same tests run over each."""
     return str(request.param)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """A law of one session alone, `@pytest.mark.only_session(NAME)`, is not one of the others."""
+    """Runs tests marked `@pytest.mark.only_session(NAME)` over that session alone."""
     kept: list[pytest.Item] = []
     others: list[pytest.Item] = []
     for item in items:
@@ -48,7 +48,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @dataclass(frozen=True, slots=True)
 class LiveMount:
-    """A mount, the folder it shows, and its daemon."""
+    """A mount, the source folder that it shows, and the process ID of its supervisor."""
 
     source: Path
     at: Path
@@ -60,7 +60,7 @@ class LiveMount:
 
 
 def request_for(source: Path, at: Path, session: str = "auto", **options: object) -> MountRequest:
-    """A mount of a source folder; a deadline of 20 s is never met by chance."""
+    """A request to mount a source folder, with a read deadline that no test reaches by chance."""
     values: dict[str, object] = {
         "url": source.as_uri(),
         "dataset": "folder",
@@ -76,7 +76,7 @@ def request_for(source: Path, at: Path, session: str = "auto", **options: object
 def mounting(
     source: Path, at: Path, session: str = "auto", **options: object
 ) -> Iterator[LiveMount]:
-    """A mount that goes away, whatever happened to it."""
+    """A mount of a source folder, which is ended whatever happened to it."""
     at.mkdir(exist_ok=True)
     mount(request_for(source, at, session, **options), program=PROGRAM)
     try:
@@ -91,7 +91,7 @@ def mounting(
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """A small folder of a test's own."""
+    """A small source folder."""
     folder = tmp_path / "source"
     folder.mkdir()
     (folder / "a").write_bytes(b"alpha" * 1000)
@@ -101,7 +101,7 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def open_place() -> Iterator[Path]:
-    """A folder that an ordinary user may use; pytest's own are closed."""
+    """A folder that an ordinary user may use; those of pytest are closed to other users."""
     folder = Path(tempfile.mkdtemp(prefix="diesel-user-"))
     os.chown(folder, USER, USER)
     yield folder
@@ -110,7 +110,7 @@ def open_place() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory, session: str) -> Iterator[LiveMount]:
-    """A mount to look at: odd names, links, an empty file, folders, modes, times, large files."""
+    """A mount with odd names, links, an empty file, folders, modes, times and large files."""
     source = tmp_path_factory.mktemp("tree") / "source"
     source.mkdir()
     (source / "odd").mkdir()

@@ -1,4 +1,4 @@
-"""The mount daemon, of which one process is killed while the kernel is told of another version.
+"""The program of a mount, one process of which is killed while the kernel is told of a new version.
 
 The environment variable `DIES` names it: worker, server or supervisor.
 """
@@ -19,7 +19,7 @@ send = SwitchInvalidation.send
 
 
 def send_in_part(self: SwitchInvalidation, device: int) -> Iterator[None]:
-    """Kills, once the kernel knows a part."""
+    """Kills the process after the first piece of notifications."""
     for _ in send(self, device):
         yield
         if pid := process_to_kill():
@@ -27,9 +27,10 @@ def send_in_part(self: SwitchInvalidation, device: int) -> Iterator[None]:
 
 
 def process_to_kill() -> int:
-    """Who tells is the worker, or where there is none, the server; both are the supervisor's. 0:
+    """The process that `DIES` names; 0 if it was killed already.
 
-    it has been killed already.
+    This runs in the worker, or in the server if there is no worker: both are the supervisor's
+    children.
     """
     supervisor = os.getppid()
     children = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()

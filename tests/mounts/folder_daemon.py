@@ -1,8 +1,8 @@
-"""The mount daemon over a `folder_dataset`: the real program with another source.
+"""The program of a mount, with a `folder_dataset` in the place of a repository.
 
-`request.url` names the source folder, `request.dataset` the dataset. The environment variables
-`WATCHDOG`, `GRACE` and `LACKING` set the watchdog's patience, that with reads at the end, and bits
-of INIT that this kernel lacks.
+`request.url` names the source folder, `request.dataset` the dataset. Three environment variables
+change the program: `WATCHDOG` is the time that the server may not answer, `GRACE` the time for
+reads at the end, and `LACKING` has the bits of INIT that the kernel pretends to lack.
 """
 
 import logging
@@ -30,10 +30,10 @@ LACKING = "TEST_LACKING_FLAGS"
 
 
 class FaultySnapshot(Snapshot):
-    """A snapshot in which looking up some names meets a bug."""
+    """A snapshot in which the lookup of some names raises an exception, as a bug would."""
 
     def child(self, folder: int, name: bytes) -> int:
-        """The index, or the fault that is asked for."""
+        """The index, or the exception that the name asks for."""
         match name:
             case b"raise KeyError":
                 raise KeyError(name)
@@ -53,7 +53,7 @@ class FaultySnapshot(Snapshot):
 
 
 def cancelled() -> trio.Cancelled:
-    """What trio raises inside a cancelled scope; nobody else can make one."""
+    """The exception of a cancelled scope, which only trio can make."""
 
     async def collect() -> None:
         with trio.CancelScope() as scope:
@@ -72,7 +72,7 @@ def cancelled() -> trio.Cancelled:
 
 
 class FolderMountSource(MountSource):
-    """The folder that the URL names, as a dataset."""
+    """The source folder that the URL names, as a dataset."""
 
     def open(self, request: MountRequest) -> OpenedSnapshot:
         """The snapshot, or the fault that the dataset's name asks for."""
@@ -91,21 +91,21 @@ class FolderMountSource(MountSource):
         )
 
     def lease(self, request: MountRequest, snapshot: Snapshot) -> None:
-        """A folder has no purge."""
+        """None: a folder has no purge."""
 
     def reader(
         self, request: MountRequest, snapshot: Snapshot, memory_bytes: int, *, pushes: bool
     ) -> FolderReader:
-        """Contents from the folder itself."""
+        """Reads contents from the folder."""
         return FolderReader(snapshot, parse_url(request.url).path)
 
     def batch_source(self, request: MountRequest, snapshot: Snapshot) -> FolderBatchSource:
-        """The same, for the worker."""
+        """The same for the prefetch worker."""
         return FolderBatchSource(snapshot, parse_url(request.url).path)
 
 
 def offer_lacking(lacking: protocol.Flag) -> Callable[[memoryview], protocol.Offer]:
-    """INIT of a kernel that cannot do something."""
+    """A `parse_init` of a kernel that lacks these flags."""
     real = protocol.parse_init
 
     def parse(message: memoryview) -> protocol.Offer:

@@ -1,6 +1,7 @@
-"""A dataset made of a real folder, without chunks: the snapshot is real, the content is read from
-the folder itself. Names of files say which fault their reads meet; they are the tests' own, and no
-protection under test can know them.
+"""A dataset made of a plain folder, without chunks: the snapshot is real, contents are its files.
+
+The names of files say which fault their reads meet. The code under test knows nothing of these
+names.
 """
 
 import os
@@ -23,15 +24,15 @@ from diesel_fs.format.snapshot.reader import Snapshot
 IDENTITY = UUID("0123456789abcdef0123456789abcdef")
 CHUNK = ChunkId(bytes(range(16)))
 RELEASE_SUFFIX = ".go"
-"""While the file `SOURCE.go` beside the source is missing, reads of files called `wait*` hang, and
-second reads of files called `retry*`, whose first one fails.
+"""While the file `SOURCE.go` is missing beside the source, reads of files called `wait*` hang. The
+first read of a file called `retry*` fails, and the second one hangs.
 """
 
 PUSHED = "waitpush"
-"""Files called so hang readers too, but the worker is given them: it pushes what is being read."""
+"""Reads of files called so hang too, but the worker gets them: it pushes what is being read."""
 
 HANG = "hang"
-"""Files called so hang the worker, while `SOURCE.go` is missing, and no reader."""
+"""Files called so hang the worker, but no reader, while `SOURCE.go` is missing."""
 
 MANY = "many"
 MANY_ENTRIES = 100_000
@@ -40,13 +41,13 @@ LEFT_OUT = (
     *("missing", "keyerror", "oserror", "memory", "group", "exit", "short"),
     *("wait", "retry"),
 )
-"""What such files are called, the worker leaves out, as it does what is damaged."""
+"""The worker leaves out files called so, as it leaves out damaged files."""
 
 _KINDS = {stat.S_IFREG: Kind.FILE, stat.S_IFLNK: Kind.LINK, stat.S_IFDIR: Kind.FOLDER}
 
 
 def snapshot_of(source: Path, dataset: str = "folder", version: int = 7) -> bytes:
-    """The snapshot of everything below a folder, itself included."""
+    """The snapshot of a folder and everything below it."""
     folders: list[bytes] = []
     names: list[bytes] = []
     tails: dict[int, bytes] = {}
@@ -95,12 +96,12 @@ def _merged(
 
 
 def many_names() -> list[bytes]:
-    """What the folder `many` of the dataset `MANY` holds, in its order."""
+    """The names in the folder `many` of the dataset `MANY`, in order."""
     return [b"%06d-%s" % (number, b"x" * (number % 40)) for number in range(MANY_ENTRIES)]
 
 
 def many() -> bytes:
-    """The snapshot of that dataset: one folder of empty files, of which there are none on disk."""
+    """The snapshot of that dataset: one folder of empty files, which do not exist on disk."""
     names = [b"", b"many", *many_names()]
     fixed = (0, 0, 0, 0, 0o755, Kind.FOLDER, 0)
     records = [(0, *fixed, number, 1, 0) for number in range(2)]
@@ -111,7 +112,7 @@ def many() -> bytes:
 
 
 class FolderBatchSource:
-    """What the worker is given: files of the source folder, whole. A `BatchSource`."""
+    """The `BatchSource` of the worker: files of the source folder, whole."""
 
     def __init__(self, snapshot: Snapshot, source: Path) -> None:
         self._snapshot = snapshot
@@ -119,7 +120,7 @@ class FolderBatchSource:
         self._given = 0
 
     def batches(self, entries: npt.NDArray[np.uint32]) -> Iterator[Batch]:
-        """In one part each. Raises ObjectStoreError."""
+        """Each file in one part. Raises ObjectStoreError."""
         for entry in entries.tolist():
             path = Path(
                 os.fsdecode(os.path.join(os.fsencode(self._source), self._snapshot.path(entry)))
@@ -137,18 +138,18 @@ class FolderBatchSource:
             yield Batch(np.array([entry]), np.zeros(1, np.int64), [memoryview(content)])
 
     def prefetch(self, units: Sequence[npt.NDArray[np.uint32]]) -> None:
-        """A folder is fast."""
+        """Does nothing: a folder is fast."""
 
     def stats(self) -> dict[str, int]:
-        """How many it was given."""
+        """How many files it gave."""
         return {"pieces": self._given}
 
     def close(self) -> None:
-        """Nothing is read ahead."""
+        """Does nothing."""
 
 
 class FolderReader:
-    """A `EntryReader` over the source folder; what was read once is in memory."""
+    """An `EntryReader` over the source folder; a file that was read once is in memory."""
 
     def __init__(self, snapshot: Snapshot, source: Path) -> None:
         self._snapshot = snapshot
@@ -159,7 +160,7 @@ class FolderReader:
         self._at_once = self._at_once_max = 0
 
     def read(self, index: int, offset: int, size: int) -> memoryview:
-        """Checked bytes, or the fault that the file's name asks for."""
+        """The bytes, or the fault that the file's name asks for."""
         with self._lock:
             self._at_once += 1
             self._at_once_max = max(self._at_once_max, self._at_once)
@@ -176,7 +177,7 @@ class FolderReader:
         while waits and not self._source.with_name(self._source.name + RELEASE_SUFFIX).exists():
             time.sleep(0.01)  # a store that does not answer
         if name.startswith("retry") and not waits:
-            self._failed_once.add(index)  # the kernel asks again, and its reader waits in that READ
+            self._failed_once.add(index)  # the kernel repeats the READ, and that one waits
             raise ObjectMissing("not yet")
         match name.split(".")[0]:
             case "missing":
@@ -202,13 +203,13 @@ class FolderReader:
         return content[offset : offset + size]
 
     def read_nowait(self, index: int, offset: int, size: int) -> memoryview | None:
-        """What was read before."""
+        """The bytes of a file that was read before."""
         content = self._contents.get(index)
         return None if content is None else content[offset : offset + size]
 
     def stats(self) -> dict[str, int]:
-        """How much is in memory, and how many reads were under way at once."""
+        """How many files are in memory, and how many reads were under way at once."""
         return {"entries": len(self._contents), "at_once_max": self._at_once_max}
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing."""

@@ -1,4 +1,5 @@
-"""`.diesel`: reached by name, never listed; its files whole, still, and new when they change."""
+"""`.diesel`: it is reached by name, never listed; a file in it changes its node with its
+content."""
 
 import json
 import os
@@ -23,7 +24,7 @@ NAMES = ["control", "filelist", "filelist0", "shuffle", "shuffle0", "snapshot", 
 
 
 def test_the_folder_is_reached_but_not_listed(tree: LiveMount) -> None:
-    """`.diesel` is no name of the root's listing: ImageFolder takes every folder for a class."""
+    """The root does not list it: ImageFolder would take it for a class."""
     assert ".diesel" not in os.listdir(tree.at)
     assert sorted(os.listdir(tree.at / ".diesel")) == NAMES
     assert {each.name: each.is_dir() for each in os.scandir(tree.at / ".diesel")} == {
@@ -40,21 +41,21 @@ def test_the_folder_is_reached_but_not_listed(tree: LiveMount) -> None:
     assert min(numbers) == HIDDEN_ROOT
 
 
-def test_stats_say_what_the_mount_is_and_did(tree: LiveMount, session: str) -> None:
+def test_the_statistics_name_dataset_session_and_reads(tree: LiveMount, session: str) -> None:
     (tree.at / "page").read_bytes()
     fresh_stats(tree)
-    told = stats(tree.at)
-    assert (told["dataset"], told["version"], told["session"]) == ("folder", 7, session)
-    assert told["identity"] == str(IDENTITY)
-    assert told["pid"] == tree.pid
-    reads = told["reads"]
+    values = stats(tree.at)
+    assert (values["dataset"], values["version"], values["session"]) == ("folder", 7, session)
+    assert values["identity"] == str(IDENTITY)
+    assert values["pid"] == tree.pid
+    reads = values["reads"]
     assert isinstance(reads, dict)
     assert reads["bytes"] >= 4096
-    assert {"uptime_s", "requests", "cache", "waiting"} <= set(told)
+    assert {"uptime_s", "requests", "cache", "waiting"} <= set(values)
 
 
-def test_stats_stand_still_and_are_whole(tree: LiveMount, tmp_path: Path) -> None:
-    """For a second the statistics are one content under one node; then they are another."""
+def test_the_statistics_do_not_change_for_a_second(tree: LiveMount, tmp_path: Path) -> None:
+    """They are one content under one node; then another content under another node."""
     path = tree.at / ".diesel" / "stats"
     fresh_stats(tree)
     first, node = path.read_bytes(), path.stat().st_ino
@@ -71,8 +72,8 @@ def test_stats_stand_still_and_are_whole(tree: LiveMount, tmp_path: Path) -> Non
     json.loads((tmp_path / "copy").read_bytes())
 
 
-def test_stats_are_whole_whenever_they_are_read(tree: LiveMount) -> None:
-    """Also over the moment in which they change: no reader sees a mixture or a part."""
+def test_the_statistics_are_whole_whenever_they_are_read(tree: LiveMount) -> None:
+    """Also when they change: no reader sees a mixture or a part."""
     end_s = time.monotonic() + 2.2 * STATS_MAX_AGE_S
     contents = set()
     while time.monotonic() < end_s:
@@ -83,7 +84,7 @@ def test_stats_are_whole_whenever_they_are_read(tree: LiveMount) -> None:
 
 
 def test_the_snapshot_file_is_the_snapshot(tree: LiveMount) -> None:
-    """`.diesel/snapshot` is the mounted snapshot, byte for byte, under one node for ever."""
+    """Byte for byte, always under one node."""
     path = tree.at / ".diesel" / "snapshot"
     node = path.stat().st_ino
     content = path.read_bytes()
@@ -93,7 +94,7 @@ def test_the_snapshot_file_is_the_snapshot(tree: LiveMount) -> None:
     assert path.stat().st_ino == node
 
 
-def test_stats_of_another_folder(tmp_path: Path) -> None:
+def test_stats_of_a_folder_that_is_no_mount_of_a_dataset(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no mount of a dataset: nothing"):
         stats(tmp_path)
     with pytest.raises(UsageError, match="no mount of a dataset: that is a mount of proc"):

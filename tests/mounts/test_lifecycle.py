@@ -1,4 +1,4 @@
-"""How a mount begins and ends: start, signals, unmounting, death."""
+"""How a mount begins and ends: start, signals, unmounting, killed processes."""
 
 import errno
 import os
@@ -29,7 +29,7 @@ from tests.mounts.observed import (
 pytestmark = pytest.mark.fuse
 
 NEVER_S = 3600.0
-"""What waits for this has not come about."""
+"""No test waits so long."""
 
 HOLD = """if True:
     import os, sys
@@ -48,7 +48,7 @@ READ = (
 
 
 class Holder:
-    """A process that holds a mount in some way until it is told to stop."""
+    """A process that uses a mount in some way until it is told to stop."""
 
     def __init__(self, hold: str, after: str = "") -> None:
         self.process = subprocess.Popen(
@@ -62,14 +62,14 @@ class Holder:
         assert self.process.stdout.readline() == "held\n"
 
     def stop(self) -> str:
-        """What it wrote, and its complaint."""
+        """Ends the process. Returns its stdout and stderr."""
         output, complaint = self.process.communicate(timeout=PATIENCE_S)
         return output + complaint
 
 
 @pytest.fixture
 def live_mount(source: Path, tmp_path: Path, session: str) -> Iterator[LiveMount]:
-    """A mount of a test's own, with a file whose reads wait."""
+    """A mount with a file whose reads wait."""
     (source / "wait").write_bytes(b"w" * 5000)
     with mounting(source, tmp_path / "mount", session, read_deadline_s=NEVER_S) as mounted:
         yield mounted
@@ -86,7 +86,7 @@ def test_a_mount_is_ready_when_mount_returns_and_gone_after_umount(
     assert state_of(pid) in "SR"
     assert Path(f"/proc/{pid}/cwd").readlink() == Path("/")
     umount(at)
-    assert state_of(pid) in ("", "Z")  # Z: nobody's child, and pid 1 has not looked yet
+    assert state_of(pid) in ("", "Z")  # Z: pid 1, its parent now, has not reaped it yet
     assert mounted_at(str(at)) is None
     assert os.listdir(at) == []
 
@@ -102,7 +102,7 @@ def test_a_mount_is_ready_when_mount_returns_and_gone_after_umount(
 def test_a_mount_that_does_not_come_up_says_why(
     source: Path, tmp_path: Path, dataset: str, kind: type[DieselError], message: str
 ) -> None:
-    """The reason, and the last lines of this start's log; nothing is left mounted."""
+    """The error has the reason and the log of this start; nothing is left mounted."""
     at = tmp_path / "mount"
     at.mkdir()
     request = request_for(source, at, dataset=dataset)
@@ -132,14 +132,14 @@ def test_S8_no_secret_in_arguments_environment_or_log(
 def test_the_end_of_a_mount_that_is_in_use_is_no_error_in_its_log(
     live_mount: LiveMount, number: int
 ) -> None:
-    """Told to end by a signal, or taken out of the tree: the worker goes, as it should."""
+    """A signal, or `umount --lazy`, ends the worker, which is no error."""
     holder = Holder(f"f = open('{live_mount.at}/a', 'rb')")
     log = default_log(request_for(live_mount.source, live_mount.at))
     if number:
         os.kill(live_mount.pid, number)
     else:
         umount(live_mount.at, lazy=True)
-        wait_until(lambda: len(children_of(live_mount.pid)) < 2)  # the server alone
+        wait_until(lambda: len(children_of(live_mount.pid)) < 2)  # only the server is left
     holder.stop()
     assert ends_within(live_mount.pid, PATIENCE_S)
     assert "is mounted on" in log.read_text()
@@ -148,7 +148,7 @@ def test_the_end_of_a_mount_that_is_in_use_is_no_error_in_its_log(
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_H4_a_signal_unmounts_and_ends(live_mount: LiveMount, number: signal.Signals) -> None:
-    """SIGTERM and SIGINT unmount and end the daemon."""
+    """The mount is gone when the daemon has ended."""
     os.kill(live_mount.pid, number)
     assert ends_within(live_mount.pid, PATIENCE_S)
     assert mounted_at(str(live_mount.at)) is None
@@ -161,7 +161,8 @@ def test_H4_SIGHUP_is_ignored_in_the_background(live_mount: LiveMount) -> None:
 
 
 def test_H4_a_signal_while_a_file_is_open_detaches(live_mount: LiveMount) -> None:
-    """Busy: the mount leaves the tree at once, the daemon ends, the file's holder gets an error."""
+    """The mount leaves the tree at once, the daemon ends, and the holder of the file gets an
+    error."""
     holder = Holder(f"f = open('{live_mount.at}/a', 'rb')", "print(os.pread(f.fileno(), 9, 0))")
     os.kill(live_mount.pid, signal.SIGTERM)
     assert ends_within(live_mount.pid, PATIENCE_S)
@@ -170,7 +171,7 @@ def test_H4_a_signal_while_a_file_is_open_detaches(live_mount: LiveMount) -> Non
 
 
 def test_H4_reads_under_way_finish(live_mount: LiveMount) -> None:
-    """A read that gets its bytes within the grace gets them, though the daemon has been told."""
+    """A read whose bytes come within the grace time gets them after the signal."""
     found: list[bytes] = []
     reader = threading.Thread(target=lambda: found.append((live_mount.at / "wait").read_bytes()))
     reader.start()
@@ -204,7 +205,7 @@ def test_H4_reads_that_do_not_finish_get_an_error(live_mount: LiveMount) -> None
 
 @pytest.fixture
 def long_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A daemon that is told to end waits for reads as long as these take."""
+    """At its end the daemon waits for reads without limit."""
     monkeypatch.setenv(GRACE, str(NEVER_S))
 
 
@@ -214,7 +215,7 @@ def test_H4_a_second_signal_ends_at_once(live_mount: LiveMount) -> None:
     wait_until(lambda: waiting_reads(live_mount.at))
     os.kill(live_mount.pid, signal.SIGTERM)
     wait_until(lambda: mounted_at(str(live_mount.at)) is None)
-    assert not ends_within(live_mount.pid, 0.5), "it had patience with reads"
+    assert not ends_within(live_mount.pid, 0.5), "the first signal did not wait for reads"
     os.kill(live_mount.pid, signal.SIGTERM)
     assert ends_within(live_mount.pid, PATIENCE_S)
     assert "[Errno" in reader.stop()
@@ -231,7 +232,7 @@ HOLDING = {
 
 @pytest.mark.parametrize("way", sorted(HOLDING))
 def test_umount_of_a_busy_mount_names_the_processes(live_mount: LiveMount, way: str) -> None:
-    """Busy: exit 11 with the process IDs, and it goes on serving."""
+    """The error is exit 11 with the process IDs, and the mount goes on serving."""
     holder = Holder(HOLDING[way].format(at=live_mount.at))
     with pytest.raises(BusyError) as raised:
         umount(live_mount.at)
@@ -243,7 +244,7 @@ def test_umount_of_a_busy_mount_names_the_processes(live_mount: LiveMount, way: 
     assert ends_within(live_mount.pid, 0)
 
 
-def test_umount_lazily_detaches_and_serves_who_holds_it(live_mount: LiveMount) -> None:
+def test_umount_lazily_detaches_and_serves_the_files_that_are_open(live_mount: LiveMount) -> None:
     holder = Holder(f"f = open('{live_mount.at}/a', 'rb')", "print(len(f.read()))")
     umount(live_mount.at, lazy=True)
     assert mounted_at(str(live_mount.at)) is None
@@ -259,7 +260,7 @@ def test_umount_lazily_of_an_idle_mount_ends_it(live_mount: LiveMount) -> None:
 
 @pytest.mark.parametrize("stopped", [False, True])
 def test_H6_umount_by_force_ends_a_mount_that_hangs(live_mount: LiveMount, stopped: bool) -> None:
-    """Force aborts: readers get an error, though neither store nor daemon answers."""
+    """Readers get an error although neither store nor daemon answers."""
     reader = Holder(READ.format(count=1, at=live_mount.at))
     wait_until(lambda: waiting_reads(live_mount.at))
     if stopped:
@@ -281,7 +282,7 @@ def test_umount_of_what_is_no_mount_of_ours(tmp_path: Path) -> None:
 def test_H1_readers_of_a_killed_daemon_get_an_error(
     live_mount: LiveMount, session: str, whom: str
 ) -> None:
-    """After kill -9, also while reads are unanswered: errors, and nobody in D state."""
+    """After kill -9 while reads wait, all readers get errors, and none stays in D state."""
     victim = stats(live_mount.at)[whom]
     assert isinstance(victim, int)
     readers = Holder(READ.format(count=8, at=live_mount.at))
@@ -291,20 +292,20 @@ def test_H1_readers_of_a_killed_daemon_get_an_error(
     assert state_of(readers.process.pid) == ""
     assert ends_within(live_mount.pid, PATIENCE_S)
     calls: list[Callable[[], object]] = [lambda: os.statvfs(live_mount.at)]
-    if session == "pyfuse3":  # else the kernel opens what it knows by itself
+    if session == "pyfuse3":  # the kernel session's kernel opens known files without a request
         calls.append(lambda: os.open(live_mount.at / "b", os.O_RDONLY))
     for call in calls:
         with pytest.raises(OSError, match=r".") as raised:
             call()
         assert raised.value.errno in (errno.ENOTCONN, errno.ECONNABORTED)
-    assert os.stat(live_mount.at).st_ino == 1  # which is why stat proves nothing
+    assert os.stat(live_mount.at).st_ino == 1  # so stat cannot show that a mount is dead
     assert not is_alive(str(live_mount.at))
     with pytest.raises(DieselError, match="Transport endpoint is not connected"):
         stats(live_mount.at)
 
 
 def test_H2_mounting_again_on_a_dead_mount(live_mount: LiveMount, session: str) -> None:
-    """A dead mount of ours is detached and mounted again; a living one is refused."""
+    """A dead mount is replaced; mounting over a living one is refused."""
     again = request_for(live_mount.source, live_mount.at, session)
     with pytest.raises(BusyError, match="folder@7 is mounted on"):
         mount(again, program=PROGRAM)
@@ -325,7 +326,7 @@ def test_umount_of_a_dead_mount(live_mount: LiveMount) -> None:
 
 
 def test_two_mounts_of_one_dataset(live_mount: LiveMount, tmp_path: Path, session: str) -> None:
-    """Each has its own daemon; one's end is nothing to the other."""
+    """Each has its own daemon, and goes on when the other is killed."""
     with mounting(live_mount.source, tmp_path / "second", session) as second:
         assert second.pid != live_mount.pid
         assert (second.at / "a").read_bytes() == (live_mount.at / "a").read_bytes()
@@ -337,7 +338,7 @@ def test_two_mounts_of_one_dataset(live_mount: LiveMount, tmp_path: Path, sessio
 def test_H4_in_the_foreground(
     source: Path, tmp_path: Path, session: str, number: signal.Signals
 ) -> None:
-    """In the foreground the program itself serves, logs to stderr, and ends by a signal with 0."""
+    """The program itself serves, logs to stderr, and ends by a signal with exit code 0."""
     at = tmp_path / "mount"
     at.mkdir()
     command = foreground_command(source, at, session)

@@ -1,4 +1,4 @@
-"""Where and by whom a dataset is mounted: H18, H20, S16, ordinary users."""
+"""Where a dataset can be mounted, with which options, and by ordinary users."""
 
 import json
 import os
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.fuse
 
 
 def refused(request: MountRequest) -> DieselError:
-    """The error of a mount that must not come about."""
+    """The error of a mount that must fail."""
     with pytest.raises(DieselError) as raised:
         mount(request, program=PROGRAM)
     found = mounted_at(request.mountpoint)
@@ -32,7 +32,7 @@ def refused(request: MountRequest) -> DieselError:
     return raised.value
 
 
-def test_H20_places_that_are_refused(source: Path, tmp_path: Path) -> None:
+def test_H20_folders_that_cannot_be_mount_points(source: Path, tmp_path: Path) -> None:
     """A mount point is an empty folder that neither lies in the store or the cache nor holds it."""
     full = tmp_path / "full"
     full.mkdir()
@@ -61,7 +61,7 @@ def test_H20_places_that_are_refused(source: Path, tmp_path: Path) -> None:
     "name", ["a,b", "with space", "quo'te\"", "new\nline", "-o allow_other", "é"]
 )
 def test_H20_odd_mount_points(source: Path, tmp_path: Path, session: str, name: str) -> None:
-    """Nothing in a path becomes an option."""
+    """No part of a path becomes an option."""
     with mounting(source, tmp_path / name, session) as mounted:
         found = mounted_at(str(mounted.at))
         assert found is not None
@@ -90,15 +90,16 @@ def test_H20_S16_a_dataset_name_becomes_no_option(dataset: str) -> None:
 
 
 def test_the_options_are_a_fixed_list() -> None:
-    told = MountOptions("name", 3, allow_other=True).as_list()
-    assert sorted(told) == [
+    options = MountOptions("name", 3, allow_other=True).as_list()
+    assert sorted(options) == [
         *("allow_other", "default_permissions", "fsname=name@3", "noatime", "nodev", "nosuid"),
         *("ro", "subtype=diesel"),
     ]
 
 
 def test_the_owner_and_umask_that_are_shown(source: Path, tmp_path: Path, session: str) -> None:
-    """All entries belong to whoever mounts, or to whom he names; links are 0777."""
+    """All entries have the owner that was asked for, and modes without the umask; links have
+    0777."""
     (source / "folder").mkdir(mode=0o755)
     (source / "link").symlink_to("a")
     options = {"uid": 12, "gid": 34, "umask": 0o027}
@@ -115,15 +116,14 @@ def test_the_owner_and_umask_that_are_shown(source: Path, tmp_path: Path, sessio
         }
 
 
-def test_a_request_travels_whole() -> None:
+def test_a_request_survives_its_way_as_json() -> None:
     request = MountRequest("file:///x", "d", os.fsdecode(b"/m/\xff"), umask=0o22, offline=True)
     assert MountRequest.from_json(request.to_json()) == request
-    joins = TaskOptions(task="t", peers=("a:1", "b:2"), rank=0)
-    assert (
-        MountRequest.from_json(replace(request, task_options=joins).to_json()).task_options == joins
-    )
-    other = json.dumps({**asdict(request), "joins": {"task": "t"}}).encode()
-    for text in (b"", b"[]", b"{}", b"nonsense", json.dumps({"url": 1}).encode(), other):
+    options = TaskOptions(task="t", peers=("a:1", "b:2"), rank=0)
+    with_task = replace(request, task_options=options)
+    assert MountRequest.from_json(with_task.to_json()).task_options == options
+    incomplete = json.dumps({**asdict(request), "task_options": {"task": "t"}}).encode()
+    for text in (b"", b"[]", b"{}", b"nonsense", json.dumps({"url": 1}).encode(), incomplete):
         with pytest.raises(UsageError):
             MountRequest.from_json(text)
 
@@ -141,7 +141,7 @@ AS_USER = """if True:
     place = Path(sys.argv[1])
     request = request_for(place / "source", place / "mount", sys.argv[2], policy="oneshot")
     mount(request, program=(sys.executable, "-m", "tests.mounts.folder_daemon"))
-    told = stats(place / "mount")
+    found = stats(place / "mount")
     assert (place / "mount" / "file").read_bytes() == b"content"
     assert os.stat(place / "mount" / "file").st_uid == os.getuid()
     print("mounted", flush=True)
@@ -154,14 +154,14 @@ AS_USER = """if True:
         else:
             raise AssertionError("unmounted what is in use")
     umount(place / "mount")
-    assert ends_within(told["pid"], 0)
-    for _ in range(3):  # the worker, who holds what it works in, pushes meanwhile
+    assert ends_within(found["pid"], 0)
+    for _ in range(3):  # the worker, which opens folders of the mount, pushes meanwhile
         mount(request, program=(sys.executable, "-m", "tests.mounts.folder_daemon"))
-        told = stats(place / "mount")
+        found = stats(place / "mount")
         assert (place / "mount" / "many" / "7").read_bytes() == b"7"
         umount(place / "mount")
-        assert ends_within(told["pid"], 0)
-        assert ends_within(told["server_pid"], 0)
+        assert ends_within(found["pid"], 0)
+        assert ends_within(found["server_pid"], 0)
     mount(request, program=(sys.executable, "-m", "tests.mounts.folder_daemon"))
     assert (place / "mount" / "many" / "7").read_bytes() == b"7"
     deadline_s = time.monotonic() + 10
@@ -171,14 +171,14 @@ AS_USER = """if True:
         assert time.monotonic() < deadline_s, "an ordinary user's worker pushes nothing"
         time.sleep(0.1)
     os.kill(stats(place / "mount")["pid"], 15)
-    print("ended", ends_within(stats_pid, 2.0) if (stats_pid := told["pid"]) else 0, flush=True)
+    print("ended", ends_within(found["pid"], 2.0), flush=True)
 """
 
 
 @needs_root
 @pytest.mark.usefixtures("device_for_all")
 def test_an_ordinary_user_mounts_and_others_stay_out(open_place: Path, session: str) -> None:
-    """By fusermount3; H18: other users get EACCES, root too, without allow_other."""
+    """By fusermount3. H18: without allow_other all other users get EACCES, root too."""
     if shutil.which("fusermount3") is None or shutil.which("setpriv") is None:
         pytest.skip("no fusermount3 or setpriv")
     shutil.rmtree(open_place / "source", ignore_errors=True)
@@ -206,7 +206,7 @@ def test_an_ordinary_user_mounts_and_others_stay_out(open_place: Path, session: 
 
 
 def started_by_user(script: str, place: Path, session: str) -> "subprocess.Popen[str]":
-    """A script, run by the user, whose home is the place."""
+    """Runs a script as an ordinary user, whose home is `place`."""
     environment = {
         "PATH": os.environ["PATH"],
         "PYTHONPATH": module_path(),
@@ -259,7 +259,7 @@ FOLLOWING_AS_USER = """if True:
 @needs_root
 @pytest.mark.usefixtures("device_for_all")
 def test_an_ordinary_users_mount_follows(open_place: Path, session: str) -> None:
-    """By fusermount3: the kernel is told by whoever has the connection, not by root alone."""
+    """By fusermount3. An ordinary user can notify the kernel, too."""
     if shutil.which("fusermount3") is None or shutil.which("setpriv") is None:
         pytest.skip("no fusermount3 or setpriv")
     process = started_by_user(FOLLOWING_AS_USER, open_place, session)
@@ -277,7 +277,7 @@ def test_an_ordinary_users_mount_follows(open_place: Path, session: str) -> None
 def test_H18_allow_other_that_is_not_allowed(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As an ordinary user without user_allow_other: refused with what to do."""
+    """The error of an ordinary user without user_allow_other says what to do."""
     monkeypatch.setattr(os, "geteuid", lambda: USER)
     monkeypatch.setattr(launcher, "_users_may_allow_other", lambda: False)
     (tmp_path / "mount").mkdir()
@@ -287,14 +287,14 @@ def test_H18_allow_other_that_is_not_allowed(
 
 @needs_root
 def test_allow_other_lets_others_in(source: Path, tmp_path: Path, session: str) -> None:
-    """With allow_other other users read what the modes let them, and no more."""
+    """Other users read what the modes allow, and no more."""
     (source / "private").write_bytes(b"p")
     (source / "private").chmod(0o600)
     with (
         tempfile.TemporaryDirectory() as folder,
         mounting(source, Path(folder) / "m", session, allow_other=True) as mounted,
     ):
-        os.chmod(folder, 0o711)  # noqa: S103  # or others could not get there
+        os.chmod(folder, 0o711)  # noqa: S103  # so that other users can get there
         command = [*as_user(), "cat"]
         read = subprocess.run([*command, mounted.at / "b"], check=True, capture_output=True)
         assert read.stdout == b"beta"
@@ -305,8 +305,10 @@ def test_allow_other_lets_others_in(source: Path, tmp_path: Path, session: str) 
         assert b"Permission denied" in private.stderr
 
 
-def test_logs_lie_in_the_users_state_folder(source: Path, tmp_path: Path, session: str) -> None:
-    """One file for a mount point, readable by its owner alone; or the one that is named."""
+def test_the_log_is_in_the_users_state_folder_unless_another_is_named(
+    source: Path, tmp_path: Path, session: str
+) -> None:
+    """It is one file for each mount point, readable by its owner alone."""
     with mounting(source, tmp_path / "mount", session) as mounted:
         log = launcher.default_log(request_for(source, mounted.at))
         assert log.parent == state_folder()
@@ -317,7 +319,9 @@ def test_logs_lie_in_the_users_state_folder(source: Path, tmp_path: Path, sessio
         assert "is mounted on" in own.read_text()
 
 
-def test_why_a_mount_failed_is_seen_once_and_its_log_has_it(source: Path, tmp_path: Path) -> None:
+def test_the_reason_of_a_failed_mount_is_once_in_the_error_and_once_in_the_log(
+    source: Path, tmp_path: Path
+) -> None:
     at, log = tmp_path / "mount", tmp_path / "own.log"
     at.mkdir()
     found = refused(replace(request_for(source, at, "none such"), log_file=str(log)))

@@ -1,4 +1,4 @@
-"""The three processes of a mount: whichever is killed or stopped, and when, no reader hangs."""
+"""The three processes of a mount: when one is killed or stopped, at any time, no reader hangs."""
 
 import os
 import signal
@@ -34,7 +34,8 @@ from tests.mounts.observed import (
 pytestmark = pytest.mark.fuse
 
 CONTENT = b"0123456789abcdef" * (READ_BYTES_MAX // 16 * 3 // 2)
-"""Of the file that is read and pushed: what a smaller file's READ brings is not pushed again."""
+"""The content of the file that is read and pushed. A smaller one is read by one READ, and not
+pushed again."""
 
 READERS = 8
 FREED_S = 15.0  # far less than the 20 s after which a read that waits is an error
@@ -62,7 +63,7 @@ READ = """if True:
 
 @dataclass(frozen=True, slots=True)
 class Processes:
-    """The process numbers of a mount."""
+    """The process IDs of a mount."""
 
     supervisor: int
     server: int
@@ -81,7 +82,7 @@ def processes_of(mounted: LiveMount) -> Processes:
 
 
 def where(pid: int) -> str:
-    """Where in the kernel a process waits."""
+    """The kernel stack of a process: where it waits."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/stack").read_text()
     return ""
@@ -91,7 +92,7 @@ def where(pid: int) -> str:
 def mounted(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[LiveMount, Processes]]:
-    """A mount over the kernel session, its watchdog impatient."""
+    """A mount by the kernel session, whose server may not answer for 3 s."""
     monkeypatch.setenv(WATCHDOG, "3")
     (source / PUSHED).write_bytes(CONTENT)
     with mounting(source, tmp_path / "mount", "kernel") as found:
@@ -102,7 +103,7 @@ def mounted(
 def reading(
     at: Path, name: str = PUSHED, content: bytes = CONTENT
 ) -> Iterator[subprocess.Popen[str]]:
-    """A process whose threads read a file, all at once."""
+    """A process with threads that read a file at once."""
     arguments = [str(at / name), content[:16].hex(), str(READERS), str(len(content) // 16)]
     process = subprocess.Popen(
         [sys.executable, "-c", READ, *arguments], stdout=subprocess.PIPE, text=True
@@ -126,8 +127,8 @@ def wait_for_the_push(at: Path, worker: int) -> None:
     assert not stack or "fuse_notify" in stack or "fuse_dev_write" in stack, stack
 
 
-def look_at_the_end(readers: subprocess.Popen[str], killed_s: float) -> list[str]:
-    """What the readers found, which must be in time, and never wrong bytes."""
+def results(readers: subprocess.Popen[str], killed_s: float) -> list[str]:
+    """The result of each reader: an errno or "right". All must come in time, and no wrong bytes."""
     output, _ = readers.communicate(timeout=20)
     assert time.monotonic() - killed_s < FREED_S
     found = output.split()
@@ -149,14 +150,14 @@ VICTIMS = {
 def test_Z1_killed_while_a_push_waits_for_a_READ(
     mounted: tuple[LiveMount, Processes], victims: str
 ) -> None:
-    """Readers get an error within 2 s, nothing stays in D state, and mounting again cleans up."""
+    """Readers get an error, no process stays in D state, and mounting again works."""
     found, pids = mounted
     with reading(found.at) as readers:
         wait_for_the_push(found.at, pids.worker)
         killed_s = time.monotonic()
         for victim in VICTIMS[victims]:
             os.kill(getattr(pids, victim), signal.SIGKILL)
-        look_at_the_end(readers, killed_s)
+        results(readers, killed_s)
     for pid in pids.all():
         wait_until(lambda pid=pid: is_gone(pid), FREED_S)  # type: ignore[misc]  # mypy cannot infer a lambda with defaults
     found.release_reads()
@@ -175,7 +176,7 @@ def test_Z1_a_killed_worker_that_can_end_leaves_the_mount_alone(
         wait_for_the_push(found.at, pids.worker)
         os.kill(pids.worker, signal.SIGKILL)
         found.release_reads()
-        assert set(look_at_the_end(readers, time.monotonic())) == {"right"}
+        assert set(results(readers, time.monotonic())) == {"right"}
     wait_until(lambda: is_gone(pids.worker))
     assert (found.at / "a").read_bytes() == b"alpha" * 1000
     assert "nothing is pushed" in log_of(found)
@@ -192,14 +193,14 @@ def test_H6_a_stopped_server_is_ended_by_the_watchdog(mounted: tuple[LiveMount, 
         assert readers.poll() is None
         assert state_of(pids.server) == "T"
         wait_until(lambda: readers.poll() is not None)
-        look_at_the_end(readers, time.monotonic())
+        results(readers, time.monotonic())
     for pid in pids.all():
         assert ends_within(pid, FREED_S)
     assert "has not answered for 3 s" in log_of(found)
 
 
-def test_H6_reads_go_on_beside_a_stopped_helper(mounted: tuple[LiveMount, Processes]) -> None:
-    """Its end does not wait for it, either."""
+def test_H6_reads_go_on_while_the_worker_is_stopped(mounted: tuple[LiveMount, Processes]) -> None:
+    """`umount` does not wait for it, either."""
     found, pids = mounted
     os.kill(pids.worker, signal.SIGSTOP)
     assert (found.at / "a").read_bytes() == b"alpha" * 1000
@@ -210,11 +211,11 @@ def test_H6_reads_go_on_beside_a_stopped_helper(mounted: tuple[LiveMount, Proces
 def test_H6_a_pause_of_all_processes_is_no_reason_to_end(
     mounted: tuple[LiveMount, Processes],
 ) -> None:
-    """Ctrl-Z, or a container that is frozen: afterwards everything goes on."""
+    """After Ctrl-Z, or in a container that was frozen, everything goes on."""
     found, pids = mounted
     for pid in pids.all():
         os.kill(pid, signal.SIGSTOP)
-    time.sleep(5.0)  # longer than the watchdog's patience
+    time.sleep(5.0)  # longer than the server may not answer
     os.kill(pids.supervisor, signal.SIGCONT)
     time.sleep(0.7)
     for pid in pids.all():
@@ -227,13 +228,13 @@ def test_H6_a_pause_of_all_processes_is_no_reason_to_end(
 def test_umount_ends_all_although_the_worker_waits_for_the_store(
     source: Path, tmp_path: Path
 ) -> None:
-    """The worker holds the file system too, and is made to let go."""
+    """The worker uses the mount too, and is killed."""
     (source / HANG).write_bytes(CONTENT)
     with mounting(source, tmp_path / "mount", "kernel") as found:
         pids = processes_of(found)
-        (found.at / "b").read_bytes()  # a miss: the whole chunk is wanted
+        (found.at / "b").read_bytes()  # a miss, so the worker fetches the whole chunk
         time.sleep(0.5)
-        syscalls.umount2(str(found.at))  # as umount(8) does, which waits for nobody
+        syscalls.umount2(str(found.at))  # as umount(8) does, which does not wait
         assert mounted_at(str(found.at)) is None
         for pid in pids.all():
             assert ends_within(pid, 3.0)
@@ -241,7 +242,7 @@ def test_umount_ends_all_although_the_worker_waits_for_the_store(
 
 @pytest.mark.parametrize("kind", ["plain", "lazy", "force"])
 def test_umount_while_a_push_waits(mounted: tuple[LiveMount, Processes], kind: str) -> None:
-    """Busy is busy, lazily its readers are served to their end, and force ends all at once."""
+    """Plainly it is busy, lazily its readers are served to their end, by force all ends at once."""
     found, pids = mounted
     with reading(found.at) as readers:
         wait_for_the_push(found.at, pids.worker)
@@ -250,7 +251,7 @@ def test_umount_while_a_push_waits(mounted: tuple[LiveMount, Processes], kind: s
                 umount(found.at)
             assert readers.poll() is None
             found.release_reads()
-            assert set(look_at_the_end(readers, time.monotonic())) == {"right"}
+            assert set(results(readers, time.monotonic())) == {"right"}
             umount(found.at)
         elif kind == "lazy":
             umount(found.at, lazy=True)
@@ -258,10 +259,10 @@ def test_umount_while_a_push_waits(mounted: tuple[LiveMount, Processes], kind: s
             time.sleep(0.3)
             assert readers.poll() is None
             found.release_reads()
-            assert set(look_at_the_end(readers, time.monotonic())) == {"right"}
+            assert set(results(readers, time.monotonic())) == {"right"}
         else:
             umount(found.at, force=True)
-            look_at_the_end(readers, time.monotonic())
+            results(readers, time.monotonic())
     for pid in pids.all():
         assert ends_within(pid, FREED_S)
 
@@ -279,7 +280,7 @@ def test_H4_signals_while_a_push_waits(
             os.kill(pids.supervisor, number)
             time.sleep(0.1)
         assert ends_within(pids.supervisor, 0.9 if times == 2 else FREED_S)
-        look_at_the_end(readers, started_s + 0.1)
+        results(readers, started_s + 0.1)
     assert all(map(is_gone, pids.all()))
     assert mounted_at(str(found.at)) is None
 
@@ -288,7 +289,7 @@ def test_H4_signals_while_a_push_waits(
 def test_H4_a_signal_to_the_whole_group_counts_once(
     source: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
-    """Ctrl-C, or the end of a service: a READ under way is still answered."""
+    """As Ctrl-C, or a service manager, sends it: a READ under way is still answered."""
     content = CONTENT[:65_536]  # one READ
     (source / "wait").write_bytes(content)
     at = tmp_path / "mount"
@@ -309,7 +310,7 @@ def test_H4_a_signal_to_the_whole_group_counts_once(
             os.killpg(process.pid, number)
             wait_until(lambda: mounted_at(str(at)) is None)
             found.release_reads()
-            assert set(look_at_the_end(readers, time.monotonic())) == {"right"}
+            assert set(results(readers, time.monotonic())) == {"right"}
         _, log = process.communicate(timeout=3)
         assert process.returncode == 0
         assert f"{number.name}: unmounting" in log
@@ -327,8 +328,8 @@ def test_H4_a_signal_to_the_whole_group_counts_once(
 def test_a_reader_that_is_ended_while_it_waits_ends_at_once(
     source: Path, tmp_path: Path, name: str, number: signal.Signals
 ) -> None:
-    """Whether it waits for a page that is read ahead, or in a READ of its own, which the kernel
-    then interrupts (pyfuse3 does not hear of that). Later reads of the file work.
+    """It waits for a page that is read ahead, or in a READ of its own, which the kernel interrupts
+    (pyfuse3 is not told of that). Later reads of the file work.
     """
     (source / name).write_bytes(CONTENT)
     with mounting(source, tmp_path / "mount", "kernel") as found:

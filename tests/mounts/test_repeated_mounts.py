@@ -1,6 +1,6 @@
-"""Mounting, reading and unmounting again and again leaves nothing behind.
+"""Mounting, reading and unmounting many times leaves nothing behind.
 
-`DIESEL_ROUNDS=1000` runs as many; `make test` runs some.
+`DIESEL_ROUNDS=1000` sets the number of rounds; by default there are some.
 """
 
 import faulthandler
@@ -22,13 +22,13 @@ pytestmark = pytest.mark.fuse
 ROUNDS = int(os.environ.get("DIESEL_ROUNDS", "50"))
 TIME_MAX_S = 40.0 if "DIESEL_ROUNDS" not in os.environ else 1e9
 ROUNDS_MIN = 20
-"""On a busy machine the time ends it sooner."""
+"""At least so many rounds; on a slow machine the time ends the test before `ROUNDS`."""
 
 HANG_S = 300.0
 
 
-def own(place: Path) -> Iterator[str]:
-    """What exists because of mounts at a place: processes, mounts, connections, descriptors."""
+def resources_of(place: Path) -> Iterator[str]:
+    """What mounts at a place may leave behind: processes, mounts, descriptors, threads, memory."""
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
             command = Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -53,7 +53,7 @@ def test_many_rounds_leave_nothing_behind(source: Path, tmp_path: Path) -> None:
     at = tmp_path / "mount"
     at.mkdir()
     request = request_for(source, at, "kernel", policy="oneshot")
-    before = set(own(tmp_path))
+    before = set(resources_of(tmp_path))
     devices = set()
     started_s, rounds = time.monotonic(), 0
     while rounds < ROUNDS and (rounds < ROUNDS_MIN or time.monotonic() - started_s < TIME_MAX_S):
@@ -69,10 +69,10 @@ def test_many_rounds_leave_nothing_behind(source: Path, tmp_path: Path) -> None:
         umount(at)
         assert os.listdir(at) == []
         rounds += 1
-        if rounds % 100 == 0:  # a thousand rounds take longer than any test may hang
+        if rounds % 100 == 0:  # a thousand rounds take longer than the limit of a test
             faulthandler.dump_traceback_later(HANG_S, exit=True)
-    assert not set(own(tmp_path)) - before
-    # Others may have been given a number since: theirs is a mount, ours would be none.
+    assert not set(resources_of(tmp_path)) - before
+    # Other mounts may have got a device number of ours since, but those are mounted.
     connections = Path("/sys/fs/fuse/connections")
     left = {f"0:{name}" for name in os.listdir(connections)} if connections.is_dir() else set()
     mounted = {line.split()[2] for line in Path("/proc/self/mountinfo").read_text().splitlines()}

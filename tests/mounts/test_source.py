@@ -1,4 +1,4 @@
-"""Which snapshot a mount takes and what it says of it, and how much memory it takes by itself."""
+"""Which snapshot a mount shows, when it warns of it or refuses it, and how much memory it takes."""
 
 import shutil
 from dataclasses import replace
@@ -17,7 +17,7 @@ from diesel_fs.system import available_memory as memory
 
 @pytest.fixture
 def saved(tmp_path: Path) -> MountRequest:
-    """A request for version 2 of `dogs`, from a file; there is a dataset `cats` too."""
+    """A request for version 2 of `dogs`, from a file. The repository has a dataset `cats`, too."""
     url = (tmp_path / "store").as_uri()
     with connect("cats", url, create=True) as cats:
         cats.put(b"a cat", "a")
@@ -32,7 +32,7 @@ def saved(tmp_path: Path) -> MountRequest:
 
 
 def content(request: MountRequest, source: OpenedSnapshot, path: bytes) -> bytes:
-    """A file as the mount would read it."""
+    """The content of a file, read as the mount does."""
     reader = MountSource().reader(request, source.snapshot, 1 << 20, pushes=False)
     index = source.snapshot.lookup(path)
     try:
@@ -50,10 +50,10 @@ def open_with(request: MountRequest, **changes: object) -> OpenedSnapshot:
     return MountSource().open(replace(request, **changes))  # type: ignore[arg-type]  # fields by name
 
 
-def test_a_version_that_is_followed_waits_for_no_master_that_ends(
+def test_only_the_first_version_waits_for_a_master_that_ends(
     saved: MountRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It reads the version before for this mount, until it is told of this one."""
+    """Later the master serves this mount, and stays until it is told of the new version."""
     waits: list[float] = []
 
     def joined(*_: object, wait_s: float) -> object:
@@ -78,7 +78,7 @@ def test_a_saved_snapshot_of_the_current_version(saved: MountRequest, stale: str
     assert content(saved, source, b"b") == b"another"
 
 
-def test_E4_a_stale_snapshot_is_refused_told_or_let_in(saved: MountRequest) -> None:
+def test_E4_a_stale_snapshot_is_refused_warned_of_or_allowed(saved: MountRequest) -> None:
     with connect("dogs", saved.url) as dogs:
         dogs.delete("b")
         current = dogs.version
@@ -118,30 +118,32 @@ def test_E6_no_metadata_to_compare_with_is_exit_14_unless_offline(
     assert content(saved, source, b"b") == b"another"
 
 
-def test_every_reader_says_that_its_version_may_be_old_where_nobody_can_tell(
+def test_without_metadata_a_warning_says_that_the_version_may_be_old(
     saved: MountRequest, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A mount without a snapshot file, as one with; and Python."""
+    """A mount without a snapshot file warns, and so does the Python API."""
     current = replace(saved, snapshot_file="")
     assert open_with(current).warning == ""
     lose_metadata(tmp_path / "store")
     source = open_with(current)
-    said = f"this is version {source.snapshot.version} of dogs, the newest snapshot, which is 0:00:"
-    assert said in source.warning
+    warning = (
+        f"this is version {source.snapshot.version} of dogs, the newest snapshot, which is 0:00:"
+    )
+    assert warning in source.warning
     assert open_with(current, stale="allow").warning == ""
     with pytest.raises(ConflictError, match="the newest snapshot") as refused:
         open_with(current, stale="refuse")
     assert "--stale warn" in refused.value.advice
     assert open_with(current, stale="refuse", version=source.snapshot.version).warning == ""
     with connect("dogs", saved.url):
-        assert said in caplog.text
+        assert warning in caplog.text
 
 
 @pytest.mark.parametrize("offline", [False, True])
 def test_a_snapshot_is_never_mounted_under_another_name(
     saved: MountRequest, tmp_path: Path, offline: bool
 ) -> None:
-    """T28: `--offline --snapshot dogs.snap cats` showed the dogs as cats."""
+    """T28: `--offline --snapshot dogs.snap cats` showed the files of dogs as cats."""
     with pytest.raises(ForeignError, match=r"is a snapshot of 'dogs' .* not of 'cats'"):
         open_with(saved, dataset="cats", offline=offline)
     with pytest.raises(NoSuchDataset):
@@ -186,10 +188,10 @@ def test_the_limit_of_the_control_groups(
     assert memory._cgroup_limit_bytes(tmp_path, listed) == limit
 
 
-def test_a_mount_takes_a_part_of_what_its_container_has(
+def test_a_mount_takes_a_part_of_the_memory_of_its_container(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not of what the host has: it would be killed for it."""
+    """With a part of the host's memory it would be killed."""
     groups = Path("/proc/self/cgroup").read_text().splitlines()
     v1 = [line.split(":", 2)[2] for line in groups if ":memory:" in line]
     name = f"memory{v1[0]}/memory.limit_in_bytes" if v1 else "memory.max"
@@ -202,8 +204,8 @@ def test_a_mount_takes_a_part_of_what_its_container_has(
     assert MemorySplit.of(MountRequest("", "", "", memory_bytes=300 << 20)).total_bytes == 300 << 20
 
 
-def test_the_memory_of_a_mount_is_shared_out() -> None:
-    """What is pushed and what the server keeps are together what was asked for."""
+def test_the_parts_of_the_memory_add_up() -> None:
+    """The parts for pushes and for the server are together what was asked for."""
     for asked_bytes in (64 << 20, 1 << 30, 64 << 30):
         shares = MemorySplit(asked_bytes)
         assert shares.server_bytes(pushes=False) == asked_bytes

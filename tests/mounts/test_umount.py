@@ -1,4 +1,4 @@
-"""What `umount` says is so: of others' mounts, of other mount namespaces, of daemons that go on."""
+"""`umount` of other users' mounts, of mounts in several namespaces, of daemons that do not end."""
 
 import logging
 import os
@@ -29,12 +29,12 @@ CLI = Path(__file__).parents[2] / "cli"
 def test_another_users_mount_is_refused_and_lives(
     source: Path, open_place: Path, session: str, command: list[str]
 ) -> None:
-    """By each way to unmount: exit 12 says who has mounted it."""
+    """Each way to unmount is exit 12, and names the user who mounted it."""
     with mounting(source, open_place / "mount", session) as mounted:
-        said = as_other("dlcmd", *command, mounted.at)
-        assert said.returncode == 12, said
-        assert f"{mounted.at} was mounted by user 0" in said.stderr
-        assert "is unmounted" not in said.stdout
+        run = as_other_user("dlcmd", *command, mounted.at)
+        assert run.returncode == 12, run
+        assert f"{mounted.at} was mounted by user 0" in run.stderr
+        assert "is unmounted" not in run.stdout
         assert (mounted.at / "b").read_bytes() == b"beta"
         assert not ends_within(mounted.pid, 0)
 
@@ -43,17 +43,17 @@ def test_another_users_mount_is_refused_and_lives(
 def test_statistics_of_another_users_mount_are_not_allowed(
     source: Path, open_place: Path, session: str
 ) -> None:
-    """Exit 12, as for all that another user has mounted for nobody else."""
+    """`dlcmd stats` is exit 12 for a mount without --allow-other."""
     with mounting(source, open_place / "mount", session) as mounted:
-        said = as_other("dlcmd", "stats", mounted.at)
-        assert said.returncode == 12, said
-        assert "another user has mounted it" in said.stderr
+        run = as_other_user("dlcmd", "stats", mounted.at)
+        assert run.returncode == 12, run
+        assert "another user has mounted it" in run.stderr
 
 
-def as_other(module: str, *words: object) -> "subprocess.CompletedProcess[str]":
-    """What a program of ours says to a user who has mounted nothing."""
+def as_other_user(module: str, *arguments: object) -> "subprocess.CompletedProcess[str]":
+    """Runs one of our programs as an ordinary user."""
     return subprocess.run(
-        [*as_user(), user_python(), "-m", module, *map(str, words)],
+        [*as_user(), user_python(), "-m", module, *map(str, arguments)],
         env={"PATH": os.environ["PATH"], "PYTHONPATH": f"{CLI}:{module_path()}", "HOME": "/"},
         cwd="/",
         capture_output=True,
@@ -74,7 +74,7 @@ IN_ANOTHER = """if True:
 
 @contextmanager
 def another_namespace(at: Path) -> Iterator["subprocess.Popen[str]"]:
-    """A process with a mount namespace of its own, as in a container, that has the mount too."""
+    """A process in a mount namespace of its own, as in a container, which has the mount, too."""
     with subprocess.Popen(
         ["unshare", "--mount", "--propagation=private", sys.executable, "-c", IN_ANOTHER, at],
         stdin=subprocess.PIPE,
@@ -92,10 +92,10 @@ def another_namespace(at: Path) -> Iterator["subprocess.Popen[str]"]:
 
 @needs_root
 @pytest.mark.parametrize("lazy", [False, True])
-def test_what_another_mount_namespace_has_is_said_and_served(
+def test_a_mount_that_another_namespace_has_too_is_served_there_further(
     source: Path, tmp_path: Path, session: str, caplog: pytest.LogCaptureFixture, lazy: bool
 ) -> None:
-    """It is unmounted here, which is no error; the daemon ends with the namespace that has it."""
+    """It is unmounted here, with a warning; the daemon ends with the other namespace."""
     with (
         mounting(source, tmp_path / "mount", session) as mounted,
         another_namespace(mounted.at) as process,
@@ -128,7 +128,7 @@ def test_force_ends_a_mount_for_all_namespaces(source: Path, tmp_path: Path, ses
 def test_a_daemon_that_neither_ends_nor_does_anything_is_named(
     source: Path, tmp_path: Path, session: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The supervisor is stopped: its mount can go, and it cannot."""
+    """The supervisor is stopped, so it cannot end, although its mount is unmounted."""
     monkeypatch.setattr(launcher, "END_DEADLINE_S", 0.3)
     with mounting(source, tmp_path / "mount", session) as mounted:
         os.kill(mounted.pid, signal.SIGSTOP)
@@ -161,7 +161,7 @@ MOUNTING = """if True:
 @needs_root
 @pytest.mark.usefixtures("device_for_all")
 def test_fusermount3_gets_no_secret(open_place: Path, session: str) -> None:
-    """Nor anything else of the environment but what it needs: secrets have any name."""
+    """It gets only the environment variables that it needs, since a secret may have any name."""
     real = subprocess.run(["which", "fusermount3"], check=True, capture_output=True, text=True)
     between = open_place / "bin"
     between.mkdir()
@@ -179,7 +179,7 @@ def test_fusermount3_gets_no_secret(open_place: Path, session: str) -> None:
         "HF_TOKEN",
         "REDISCLI_AUTH",
     )
-    said = subprocess.run(
+    run = subprocess.run(
         [*as_user(), user_python(), "-c", MOUNTING, str(open_place), session],
         env={
             **dict.fromkeys(secrets, "hush"),
@@ -193,7 +193,7 @@ def test_fusermount3_gets_no_secret(open_place: Path, session: str) -> None:
         timeout=60,
         check=False,
     )
-    assert said.returncode == 0, said.stderr
+    assert run.returncode == 0, run.stderr
     seen = (between / "seen").read_text()
     assert f"PATH={between}" in seen
     assert "hush" not in seen

@@ -61,11 +61,14 @@ class KernelSession:
 
     name: ClassVar[str] = "kernel"
 
-    def __init__(self, vfs: Vfs, mountpoint: str, options: MountOptions) -> None:
+    def __init__(
+        self, vfs: Vfs, mountpoint: str, options: MountOptions, *, device: int = -1
+    ) -> None:
+        """`device` is a connection that is already open, for tests without `mount`."""
         self._vfs = vfs
         self._mountpoint = mountpoint
         self._options = options
-        self._device = -1
+        self._device = device
         self._common = protocol.CommonAttributes(vfs.owner.uid, vfs.owner.gid, BLOCK_BYTES)
         self._readdir_replies = ReaddirReplies(vfs)
         self._nursery: trio.Nursery  # of `serve`

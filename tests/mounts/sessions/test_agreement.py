@@ -1,6 +1,6 @@
-"""Both sessions over the same trees: each call, its result or its errno, must be the same.
+"""Both sessions over the same trees: the result or errno of each call must be the same.
 
-What may differ: the device number of the mount (st_dev, f_fsid).
+Only the device number of the mount may differ (st_dev, f_fsid).
 """
 
 import ctypes
@@ -132,7 +132,7 @@ def on_open(flags: int, work: Callable[[int], object]) -> Call:
 
 
 def statvfs(path: bytes) -> object:
-    """All but what another mount has otherwise, and what is free, which others use meanwhile."""
+    """All fields but those that differ between mounts, and free space, which changes."""
     found = os.statvfs(path)
     others = ("f_fsid", "f_bfree", "f_bavail", "f_ffree", "f_favail")
     names = (name for name in dir(found) if name.startswith("f_") and name not in others)
@@ -147,7 +147,7 @@ def listed(path: bytes) -> object:
 
 
 def raw_listed(room_bytes: int) -> Call:
-    """getdents64(2) with such a buffer: numbers, offsets, types, names as the kernel has them."""
+    """getdents64(2) with a buffer of this size: inode numbers, offsets, types, names."""
 
     def work(descriptor: int) -> object:
         room = ctypes.create_string_buffer(room_bytes)
@@ -231,7 +231,7 @@ def test_a_call_gives_the_same(pair: tuple[Pair, Path], name: str) -> None:
 
 @pytest.mark.parametrize("room_bytes", [300, 1024, 4096, 65_536])
 def test_folders_are_listed_alike_with_any_room(pair: tuple[Pair, Path], room_bytes: int) -> None:
-    """Entries, their numbers, types and offsets; across the parts of a large folder, too."""
+    """Entries, inode numbers, types and offsets agree, also across the parts of a large folder."""
     (one, two), source = pair
     top = os.fsencode(source)
     folders = [
@@ -248,7 +248,7 @@ def test_folders_are_listed_alike_with_any_room(pair: tuple[Pair, Path], room_by
         assert not isinstance(results[0], str)
 
 
-def test_contents_and_reads_at_any_place_are_alike(pair: tuple[Pair, Path]) -> None:
+def test_contents_and_reads_at_any_offset_are_alike(pair: tuple[Pair, Path]) -> None:
     (one, two), source = pair
     noise = random.Random(5)
     for path in paths_below(source):
@@ -271,7 +271,7 @@ def test_contents_and_reads_at_any_place_are_alike(pair: tuple[Pair, Path]) -> N
 
 
 def test_files_of_several_extents_are_alike_at_their_edges(tmp_path: Path) -> None:
-    """A real repository: files across chunks, read around every boundary of page and extent."""
+    """Files of a real repository that span chunks, read around each boundary of page and extent."""
     url = (tmp_path / "store").as_uri()
     contents = {
         "several": random.Random(1).randbytes(11_000_003),
@@ -304,7 +304,7 @@ def test_files_of_several_extents_are_alike_at_their_edges(tmp_path: Path) -> No
 def many(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[LiveMount]:
-    """A folder of 100,000 entries, of which there are no files."""
+    """A folder of 100,000 entries, without files behind them."""
     base = tmp_path_factory.mktemp("many")
     (base / "source").mkdir()
     with mounting(base / "source", base / "mount", str(request.param), dataset=MANY) as mounted:
@@ -319,7 +319,7 @@ def memory_bytes(pid: int) -> int:
 
 
 def test_H8_a_folder_of_100_000_entries(many: LiveMount) -> None:
-    """All names come in order, from any place, and take no memory."""
+    """All names come in order, from any position, and the server keeps no memory for them."""
     server = stats(many.at)["server_pid"]
     assert isinstance(server, int)
     before_bytes = memory_bytes(server)
@@ -375,7 +375,7 @@ def test_sixteen_readers_have_sixteen_fetches_under_way(tmp_path: Path, session:
 def test_auto_falls_back_where_the_kernel_lacks_something(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The portable session serves then, the log says why, and nothing lies below its mount."""
+    """The pyfuse3 session serves then, the log says why, and no other mount is left below."""
     monkeypatch.setenv(LACKING, str(int(Flag.NO_OPENDIR_SUPPORT)))
     with mounting(source, tmp_path / "mount", "auto") as mounted:
         assert stats(mounted.at)["session"] == "pyfuse3"

@@ -1,4 +1,4 @@
-"""H8: large folders, read in any way: complete, nothing twice, in one order."""
+"""H8: listings of large folders are complete and in one order, also from any position."""
 
 import ctypes
 import os
@@ -58,7 +58,7 @@ class Folder:
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory, session: str) -> Iterator[LiveMount]:
-    """A mount with a folder of many files."""
+    """A mount with a folder of 20,000 files."""
     source = tmp_path_factory.mktemp("large") / "source"
     (source / "many").mkdir(parents=True)
     for number in range(ENTRIES):
@@ -71,7 +71,7 @@ NAMES = [b".", b"..", *(b"%05d" % number for number in range(ENTRIES))]
 
 
 def test_H8_a_listing_is_complete_and_sorted(large: LiveMount) -> None:
-    """A folder gives `.`, `..`, then its entries by name, each once, each time the same."""
+    """It has `.`, `..`, then the entries sorted by name, each once."""
     folder = Folder(large.at / "many")
     assert folder.rest() == NAMES
     assert folder.read() == b""
@@ -81,7 +81,7 @@ def test_H8_a_listing_is_complete_and_sorted(large: LiveMount) -> None:
 
 
 def test_H8_seekdir_leads_back_to_the_entry(large: LiveMount) -> None:
-    """telldir's positions stay valid, in the same stream and in another."""
+    """Positions of telldir stay valid, in the same stream and in another."""
     folder, other = Folder(large.at / "many"), Folder(large.at / "many")
     positions = [folder.tell()]
     while folder.read():
@@ -96,7 +96,7 @@ def test_H8_seekdir_leads_back_to_the_entry(large: LiveMount) -> None:
 
 
 def test_H8_two_readers_at_once(large: LiveMount) -> None:
-    """Readers at different places of one folder do not disturb each other."""
+    """Two readers at different positions of one folder both get all entries."""
     one, two = Folder(large.at / "many"), Folder(large.at / "many")
     found: tuple[list[bytes], list[bytes]] = ([], [])
     for _ in range(200):

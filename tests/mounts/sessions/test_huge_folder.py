@@ -1,4 +1,4 @@
-"""H8 at its full size: a folder of a million entries, to its last name."""
+"""H8 at full size: a folder of a million entries."""
 
 import logging
 import os
@@ -23,15 +23,15 @@ pytestmark = pytest.mark.fuse
 
 ENTRIES = 1_000_000
 FIRST_REQUESTS_MAX = 5
-"""What the kernel asks before it has the first name. For all of them it asks a hundred times."""
+"""Requests before the first name is there. The whole listing takes a hundred times as many."""
 
 HOPE_S = 300.0  # measured: 1 to 2 s alone; a quadratic listing is far beyond
 DAEMON_BYTES_MAX = 32 << 20
-"""What a listing may add to the daemon: one that is kept takes more than 50 bytes a name."""
+"""Memory that a listing may add to the daemon. To keep one would take 50 bytes a name or more."""
 
 
 def names() -> list[bytes]:
-    """Of several lengths, so that their order is not that of their numbers."""
+    """Names of several lengths, so that they are not sorted by number."""
     return [b"%x" % number for number in range(ENTRIES)]
 
 
@@ -53,8 +53,11 @@ def rows() -> Rows:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """A repository, and a snapshot of its dataset `ds` in which it has that folder: putting as many
-    files takes minutes, and a mount does not see the difference."""
+    """A repository, and a snapshot of its dataset `ds` with that folder.
+
+    The snapshot is made directly: putting so many files takes minutes, and a mount sees no
+    difference.
+    """
     folder = tmp_path_factory.mktemp("huge")
     url = (folder / "store").as_uri()
     with LocalRepository.open(url, create=True) as repository:
@@ -104,8 +107,8 @@ def own_bytes(daemon: int) -> int:
     return found
 
 
-def settled(mount: Path) -> int:
-    """The daemon, once all of its processes have what they need."""
+def started_daemon(mount: Path) -> int:
+    """The daemon's process ID, once the worker has begun."""
     end_s = time.monotonic() + HOPE_S
     while time.monotonic() < end_s:
         found = stats(mount)
@@ -114,18 +117,18 @@ def settled(mount: Path) -> int:
             assert isinstance(pid, int)
             return pid
         time.sleep(0.2)
-    raise AssertionError("the worker did not come")
+    raise AssertionError("the worker did not begin")
 
 
 @pytest.mark.only_session("kernel")
-def test_umount_waits_for_a_kernel_that_lets_go_of_a_million_files(
+def test_umount_waits_while_the_kernel_forgets_a_million_files(
     saved: tuple[str, Path],
     tmp_path: Path,
     session: str,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Longer than a daemon may do nothing: it works all the while, and whoever waits is told."""
+    """That takes longer than an idle daemon may take to end; a warning says what is going on."""
     monkeypatch.setattr(launcher, "DETACHED_END_S", 0.05)
     monkeypatch.setattr(launcher, "END_DEADLINE_S", 0.3)
     monkeypatch.setattr(launcher, "PROGRESS_INTERVAL_S", 0.2)
@@ -134,7 +137,7 @@ def test_umount_waits_for_a_kernel_that_lets_go_of_a_million_files(
     at = str(tmp_path / "mount")
     request = MountRequest(url, "ds", at, session=session, snapshot_file=str(snapshot))
     with mounted(request) as mount:
-        pid = settled(mount)
+        pid = started_daemon(mount)
         subprocess.run(["find", at, "-size", "+0"], check=True)
         with caplog.at_level(logging.WARNING, "diesel.mount"):
             launcher.umount(mount)
@@ -143,14 +146,14 @@ def test_umount_waits_for_a_kernel_that_lets_go_of_a_million_files(
 
 
 def test_H8_a_million_entries(saved: tuple[str, Path], session: str, tmp_path: Path) -> None:
-    """The first entries come at once, and all come, each once, by name; nothing piles up."""
+    """The first entries come at once, all come in order, and the daemon's memory does not grow."""
     (tmp_path / "mount").mkdir()
     url, snapshot = saved
     at = str(tmp_path / "mount")
     request = MountRequest(url, "ds", at, session=session, snapshot_file=str(snapshot))
     expected = [name.decode() for name in sorted(names())]
     with mounted(request) as mount:
-        pid = settled(mount)
+        pid = started_daemon(mount)
         before = own_bytes(pid)
         listing = scan(mount, mount / "huge")
         assert listing.names == expected

@@ -1,4 +1,7 @@
-"""Requests that no kernel would send: each ends alone, and never the session."""
+"""Requests that no kernel would send: each gets its error, and the session goes on.
+
+The tests play the kernel: the session's device is a socket.
+"""
 
 import errno
 import itertools
@@ -63,17 +66,17 @@ class Device:
     def __init__(self, source: Path) -> None:
         snapshot = Snapshot(snapshot_of(source))
         vfs = Vfs(snapshot, FolderReader(snapshot, source), Owner(0, 0), read_deadline_s=5.0)
-        self.session = KernelSession(vfs, "/nowhere", MountOptions("folder", 1))
         self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 22)
         theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 22)
         theirs.setblocking(False)
-        self.session._device = theirs.detach()
+        options = MountOptions("folder", 1)
+        self.session = KernelSession(vfs, "/nowhere", options, device=theirs.detach())
         self._unique = itertools.count(1)
         self._socket = trio.socket.from_stdlib_socket(self._ours)
 
     def run(self, talk: Callable[[], Awaitable[None]]) -> None:
-        """Talks to the session while it serves; fails where the session has ended."""
+        """Runs `talk` while the session serves; fails where the session has ended."""
 
         async def run() -> None:
             with trio.fail_after(60):
@@ -86,11 +89,11 @@ class Device:
         self._ours.close()
         self.session.close()
 
-    async def tell(self, content: bytes) -> None:
+    async def send(self, content: bytes) -> None:
         await self._socket.send(content)
 
-    async def answer(self) -> tuple[int, int, bytes]:
-        """The unique, errno and content of the next answer."""
+    async def reply(self) -> tuple[int, int, bytes]:
+        """The number, errno and content of the next reply."""
         found = await self._socket.recv(1 << 22)
         length, error, unique = OUT_HEADER.unpack_from(found)
         assert length == len(found)
@@ -99,11 +102,11 @@ class Device:
         return unique, -error, found[OUT_HEADER.size :]
 
     async def ask(self, op: int, node: int, body: bytes = b"") -> tuple[int, bytes]:
-        """The errno and content of the answer, which must be the answer to this."""
+        """Sends a request. Returns the errno and content of the reply to it."""
         unique = next(self._unique)
-        await self.tell(message(op, unique, node, body))
-        told, error, content = await self.answer()
-        assert told == unique
+        await self.send(message(op, unique, node, body))
+        number, error, content = await self.reply()
+        assert number == unique
         return error, content
 
     async def is_alive(self) -> bool:
@@ -113,7 +116,7 @@ class Device:
 
 @pytest.fixture
 def device(source: Path) -> Iterator[Device]:
-    """A session over a small folder; what it logs of the nonsense is not shown."""
+    """A session over a small folder; its log of the bad requests is not shown."""
     (source / "link").symlink_to("a")
     (source / "folder").mkdir()
     logging.disable(logging.CRITICAL)
@@ -121,8 +124,8 @@ def device(source: Path) -> Iterator[Device]:
     logging.disable(logging.NOTSET)
 
 
-def test_every_request_has_one_answer(device: Device) -> None:
-    """Every number of a request, known or not, any node, a body that is noise."""
+def test_every_request_gets_one_reply(device: Device) -> None:
+    """With every opcode, known or not, any node, and a random body."""
     noise = random.Random(1)
 
     async def talk() -> None:
@@ -130,7 +133,7 @@ def test_every_request_has_one_answer(device: Device) -> None:
             for node in NODES:
                 body = noise.randbytes(noise.choice([0, 1, 7, 8, 16, 40, 40, 40, 64, 300]))
                 if op in UNANSWERED:
-                    await device.tell(message(op, 1 << 60, node, body))
+                    await device.send(message(op, 1 << 60, node, body))
                 else:
                     await device.ask(op, node, body)
             assert await device.is_alive()
@@ -138,7 +141,7 @@ def test_every_request_has_one_answer(device: Device) -> None:
     device.run(talk)
 
 
-def test_a_name_of_noise_is_found_or_not(device: Device) -> None:
+def test_a_lookup_of_a_random_name_gives_an_entry_or_an_error(device: Device) -> None:
     noise = random.Random(2)
 
     async def talk() -> None:
@@ -153,8 +156,8 @@ def test_a_name_of_noise_is_found_or_not(device: Device) -> None:
     device.run(talk)
 
 
-def test_a_read_is_as_long_as_was_asked_for_or_the_file(device: Device, source: Path) -> None:
-    """At any place, of anything; never longer than the room, which the kernel would not take."""
+def test_a_read_gives_what_was_asked_for_up_to_the_end(device: Device, source: Path) -> None:
+    """At any offset of any node; a longer reply than asked for would be rejected by the kernel."""
     noise = random.Random(3)
     edges = [0, 1, 4095, 4096, 4999, 5000, 5001, 1 << 20, (1 << 63) - 1, (1 << 64) - 1]
     content = (source / "a").read_bytes()
@@ -176,18 +179,18 @@ def test_a_read_is_as_long_as_was_asked_for_or_the_file(device: Device, source: 
 
 
 def test_garbage_is_dropped(device: Device) -> None:
-    """Bytes that are no request have nobody who waits for an answer."""
+    """Bytes that are no request get no reply."""
     noise = random.Random(4)
 
     async def talk() -> None:
         for _ in range(500):
-            await device.tell(noise.randbytes(noise.choice([1, 4, 39, 40, 41, 80, 1000])))
+            await device.send(noise.randbytes(noise.choice([1, 4, 39, 40, 41, 80, 1000])))
         assert await device.is_alive()
 
     device.run(talk)
 
 
-def test_an_interrupted_read_is_answered_once(source: Path) -> None:
+def test_an_interrupted_read_gets_one_reply(source: Path) -> None:
     """With EINTR, at once; another reader of the same bytes goes on waiting."""
     (source / "wait").write_bytes(b"w" * 5000)
     device = Device(source)
@@ -196,22 +199,22 @@ def test_an_interrupted_read_is_answered_once(source: Path) -> None:
         _, entry = await device.ask(Op.LOOKUP, 1, b"wait\0")
         node = protocol.ENTRY_OUT.unpack(entry)[0]
         body = struct.pack("<QQII16x", 0, 0, 4096, 0)
-        await device.tell(message(Op.READ, 1001, node, body))
-        await device.tell(message(Op.READ, 1002, node, body))
-        await device.tell(message(Op.INTERRUPT, 1005, 0, struct.pack("<Q", 1001)))
-        await device.tell(message(Op.INTERRUPT, 1007, 0, struct.pack("<Q", 77)))
-        assert await device.answer() == (1001, errno.EINTR, b"")
+        await device.send(message(Op.READ, 1001, node, body))
+        await device.send(message(Op.READ, 1002, node, body))
+        await device.send(message(Op.INTERRUPT, 1005, 0, struct.pack("<Q", 1001)))
+        await device.send(message(Op.INTERRUPT, 1007, 0, struct.pack("<Q", 77)))
+        assert await device.reply() == (1001, errno.EINTR, b"")
         assert await device.is_alive()
         source.with_name(source.name + ".go").touch()
-        assert await device.answer() == (1002, 0, b"w" * 4096)
+        assert await device.reply() == (1002, 0, b"w" * 4096)
 
     device.run(talk)
 
 
-def test_what_the_kernel_does_not_take_ends_that_request_alone(
+def test_a_reply_that_the_kernel_rejects_becomes_EIO(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An answer that is refused (a bug of ours) is tried again as EIO."""
+    """Such a reply is a bug; the request fails, and the session goes on."""
     real = os.writev
     failed: list[int] = []
 

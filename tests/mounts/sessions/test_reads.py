@@ -1,4 +1,4 @@
-"""Reads that wait, fail or lie: each is in full or an error, and none disturbs another."""
+"""Reads that wait or fail: each gives all bytes or an error, and delays no other request."""
 
 import errno
 import os
@@ -14,14 +14,14 @@ from tests.mounts.observed import log_of
 
 pytestmark = pytest.mark.fuse
 
-WAITING = 20  # more than the 12 that the kernel lets the page cache have by default
-REPEATED = 100_000  # large enough that the kernel reads ahead, in requests that it counts
+WAITING = 20  # more than the 12 READs ahead that the kernel allows by default
+REPEATED = 100_000  # large enough that the kernel reads ahead
 FAULTS = ("missing", "keyerror", "oserror", "memory", "group", "exit", "short")
 
 
 @pytest.fixture(scope="module")
 def faulty(tmp_path_factory: pytest.TempPathFactory, session: str) -> Iterator[LiveMount]:
-    """A mount in which some files cannot be read, and some make their readers wait."""
+    """A mount in which some files cannot be read, and reads of some wait."""
     source = tmp_path_factory.mktemp("faulty") / "source"
     source.mkdir()
     for name in (*FAULTS, "good", *(f"wait{i}" for i in range(WAITING))):
@@ -41,7 +41,7 @@ def errno_of(path: Path) -> int:
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_H5_a_fault_in_a_read_is_EIO_and_a_log_line(faulty: LiveMount, fault: str) -> None:
-    """A read gives all the bytes that were asked for or EIO; the log names dataset, path, chunk."""
+    """The log names dataset, path and chunk."""
     assert errno_of(faulty.at / fault) == errno.EIO
     assert (faulty.at / "good").read_bytes() == b"good" * REPEATED
     lines = [line for line in log_of(faulty).splitlines() if f"folder/{fault}" in line]
@@ -64,7 +64,7 @@ def test_H5_a_fault_in_a_handler_is_EIO_and_the_mount_lives(faulty: LiveMount, f
 
 
 def test_a_read_that_waits_delays_no_other_and_ends_at_the_deadline(faulty: LiveMount) -> None:
-    """Readers of a store that does not answer get EIO at the deadline; all others go on."""
+    """Reads from a store that does not answer get EIO at the deadline; others go on meanwhile."""
     found: list[int] = []
     readers = [
         threading.Thread(target=lambda i=i: found.append(errno_of(faulty.at / f"wait{i}")))
@@ -74,7 +74,7 @@ def test_a_read_that_waits_delays_no_other_and_ends_at_the_deadline(faulty: Live
     for reader in readers:
         reader.start()
     for _ in range(100):
-        assert errno_of(faulty.at / "missing") == errno.EIO  # these come to the daemon each time
+        assert errno_of(faulty.at / "missing") == errno.EIO  # never from the kernel's memory
         os.listdir(faulty.at)
     others_s = time.monotonic() - started_s
     assert found == [], "a read that should have waited did not"
@@ -88,10 +88,10 @@ def test_a_read_that_waits_delays_no_other_and_ends_at_the_deadline(faulty: Live
     assert errno_of(faulty.at / "wait0") == 0
 
 
-def test_a_store_that_disappears_is_EIO_and_kept_pages_stay(
+def test_without_its_store_a_mount_gives_EIO_except_for_pages_that_were_read(
     source: Path, tmp_path: Path, session: str
 ) -> None:
-    """What has been read stays readable; the rest is EIO, never a hang."""
+    """The kernel keeps the pages of a file that was read. The store comes back, and so do reads."""
     with mounting(source, tmp_path / "mount", session, memory_bytes=1) as mounted:  # no pushes
         first = (mounted.at / "a").read_bytes()
         source.rename(tmp_path / "elsewhere")

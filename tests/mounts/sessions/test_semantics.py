@@ -1,4 +1,4 @@
-"""What programs see in a mount: SEMANTICS.md, paragraph by paragraph, over every session."""
+"""What programs see in a mount: the paragraphs of SEMANTICS.md, over every session."""
 
 import ctypes
 import errno
@@ -31,7 +31,7 @@ def everything_below(root: Path) -> Iterator[str]:
 
 
 def test_names_bytes_modes_times_and_links_are_those_of_the_source(tree: LiveMount) -> None:
-    """A path shows the bytes, size, mode, mtime and link target that were put, and no others."""
+    """Each path has the bytes, size, mode, mtime and link target that were put."""
     paths = sorted(everything_below(tree.at))
     assert paths == sorted(everything_below(tree.source))
     assert len(paths) > len(ODD_NAMES) + 10
@@ -74,8 +74,8 @@ def test_H10_a_name_of_256_bytes_is_too_long(tree: LiveMount) -> None:
     assert raised.value.errno == errno.ENAMETOOLONG
 
 
-def test_a_missing_name_is_asked_for_once(tree: LiveMount) -> None:
-    """A name that does not exist never will: the kernel keeps the answer."""
+def test_a_missing_name_is_looked_up_once(tree: LiveMount) -> None:
+    """The kernel keeps the reply that a name does not exist."""
     before = requests(tree)
     for _ in range(50):
         assert not os.path.lexists(tree.at / "deep" / "no such name")
@@ -83,7 +83,7 @@ def test_a_missing_name_is_asked_for_once(tree: LiveMount) -> None:
 
 
 def requests(mounted: LiveMount) -> Counter[str]:
-    """How many requests of each kind there have been; the kernel forgets when it likes."""
+    """How many requests of each kind have come, without FORGET, which comes at any time."""
     counted = fresh_stats(mounted)["requests"]
     assert isinstance(counted, dict)
     return Counter({name: n for name, n in counted.items() if "forget" not in name})
@@ -124,7 +124,7 @@ def renameat2(old: Path, new: Path, flags: int) -> None:
 
 @pytest.mark.parametrize("call", sorted(MODIFYING))
 def test_H7_every_change_is_refused(tree: LiveMount, call: str) -> None:
-    """Whatever would change the tree fails with EROFS; the daemon is not even asked."""
+    """Every call that would change the tree fails with EROFS."""
     with pytest.raises(OSError, match=r".") as raised:
         MODIFYING[call](tree.at)
     assert raised.value.errno == errno.EROFS
@@ -148,7 +148,7 @@ def test_H7_an_open_file_cannot_be_changed(tree: LiveMount) -> None:
 
 
 def test_H12_an_empty_file_is_read_without_a_request(tree: LiveMount) -> None:
-    """A file of 0 bytes exists, and reading it asks nobody."""
+    """Reading a file of 0 bytes sends no READ."""
     before = requests(tree)
     assert (tree.at / "empty").read_bytes() == b""
     assert (tree.at / "empty").stat().st_size == 0
@@ -156,7 +156,7 @@ def test_H12_an_empty_file_is_read_without_a_request(tree: LiveMount) -> None:
 
 
 def test_H13_the_usual_calls_do_the_usual_things(tree: LiveMount) -> None:
-    """Programs run, locks are the kernel's own, extended attributes there are none."""
+    """Programs run, locks work, extended attributes are not supported."""
     assert subprocess.run([tree.at / "program"], check=True, capture_output=True).stdout == b"ran\n"
     with open(tree.at / "page", "rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -191,7 +191,7 @@ def test_H13_statfs_is_plausible(tree: LiveMount) -> None:
 
 
 def test_H15_inode_numbers(tree: LiveMount) -> None:
-    """Inode numbers are unique, stable, not 0; a file has one link; `..` leads back."""
+    """They are unique, stable and not 0; each entry has one link; `..` leads to the parent."""
     found = {path: os.lstat(tree.at / path) for path in everything_below(tree.at)}
     numbers = [each.st_ino for each in found.values()]
     assert 0 not in numbers
@@ -213,9 +213,9 @@ REQUESTS_A_FILE = {
 }
 
 
-def test_what_a_file_costs(source: Path, tmp_path: Path, session: str) -> None:
-    """With pyfuse3 OPEN, READ and RELEASE; when its pages are kept, OPEN and RELEASE. With the
-    kernel session one READ; when its pages are kept, nothing. CLOSE asks nothing.
+def test_how_many_requests_reading_a_file_costs(source: Path, tmp_path: Path, session: str) -> None:
+    """With pyfuse3 OPEN, READ and RELEASE; while its pages are kept, OPEN and RELEASE. With the
+    kernel session one READ; while its pages are kept, no request.
     """
     counts = []
     with mounting(source, tmp_path / "mount", session) as mounted:
@@ -225,15 +225,15 @@ def test_what_a_file_costs(source: Path, tmp_path: Path, session: str) -> None:
                 with open(mounted.at / "a", "rb", buffering=0) as file:  # no isatty
                     file.read()
             counts.append(requests(mounted))
-    own = counts[1] - counts[0]  # what asking costs
+    own = counts[1] - counts[0]  # the requests for the statistics
     first, *later = [after - before - own for before, after in pairwise(counts[1:])]
     first_cost, later_cost = REQUESTS_A_FILE[session]
     assert first == first_cost
-    assert later_cost in later  # not each: the kernel may drop pages at any time
+    assert later_cost in later  # at least once: the kernel may drop pages at any time
 
 
 def test_parts_of_a_large_file(tree: LiveMount) -> None:
-    """Reads at any place give the bytes of that place; behind the end there are none."""
+    """Reads at any offset give the bytes there; after the end there are none."""
     content = (tree.source / "large").read_bytes()
     with open(tree.at / "large", "rb", buffering=0) as file:
         for offset in (0, 1, 4095, 4096, 131_071, 4_999_999, 5_000_000, 5_000_001, 9_000_000):

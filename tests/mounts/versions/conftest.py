@@ -1,4 +1,4 @@
-"""Datasets that change, over both sessions: not mounted yet, and under a mount that follows."""
+"""A dataset that changes, over both sessions: not mounted yet, and with a mount that follows it."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,11 +11,12 @@ from tests.mounts.versions.followed_dataset import FollowedMount, begin
 
 @pytest.fixture
 def prepared(tmp_path: Path, session: str) -> FollowedMount:
-    """A dataset, not mounted yet."""
+    """A dataset, and the request for a mount that follows it."""
     return begin(tmp_path, session)
 
 
 @pytest.fixture
 def followed(prepared: FollowedMount) -> Iterator[FollowedMount]:
+    """The same, mounted."""
     with mounted(prepared.request):
         yield prepared

@@ -1,4 +1,4 @@
-"""A dataset that changes, and a mount that follows it."""
+"""A dataset that changes, and a mount that follows it, for tests."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -15,8 +15,8 @@ POLL_INTERVAL_S = 0.05
 
 
 def tried(attempt: Callable[[int], None], tries: int = 3) -> None:
-    """Makes an attempt, given its number, until one passes: a machine may take idle pages away at
-    any moment (DAMON), but not each time.
+    """Calls `attempt` with its number until it passes. The machine may take idle pages away at any
+    moment (DAMON), but not each time.
     """
     for number in range(tries - 1):
         with suppress(AssertionError):
@@ -26,7 +26,7 @@ def tried(attempt: Callable[[int], None], tries: int = 3) -> None:
 
 @dataclass
 class FollowedMount:
-    """A repository, and a mount that follows one dataset of it."""
+    """A repository, and a mount that follows the dataset `ds` of it."""
 
     url: str
     at: Path
@@ -34,12 +34,12 @@ class FollowedMount:
     request: MountRequest
 
     def connected(self, *, create: bool = False) -> Dataset:
-        """The dataset, as whoever mounts it."""
+        """The dataset, opened as the user who mounts it."""
         user, key = self.request.user or None, self.request.key or None
         return connect("ds", self.url, user, key, create=create)
 
     def put(self, files: dict[str, bytes], gone: tuple[str, ...] = ()) -> int:
-        """Puts and deletes, each file in a chunk of its own; the version then."""
+        """Deletes and puts files, each in a chunk of its own. Returns the version then."""
         with self.connected(create=True) as dataset:
             for path in gone:
                 dataset.delete(path, recursive=True)
@@ -60,29 +60,29 @@ class FollowedMount:
         return found
 
     def wait_for(self, version: int) -> None:
-        """Until the mount is at a version, and the kernel knows it."""
+        """Waits until the mount has switched to a version, and the kernel knows it."""
         wait_until(lambda: self.follow()["told"] == version)
 
     def change(self, files: dict[str, bytes], gone: tuple[str, ...] = ()) -> None:
-        """Puts and deletes, and waits until it shows."""
+        """Deletes and puts files, and waits until the mount shows it."""
         self.wait_for(self.put(files, gone))
 
     def warnings(self, text: str) -> int:
-        """How many lines of the log have it."""
+        """How many lines of the log have this text."""
         return sum(text in line for line in self.log.read_text().splitlines())
 
     def read_bytes(self) -> int:
-        """What READs that have reached the mount asked for."""
+        """The bytes of READs that have reached the mount."""
         reads = self.stats()["reads"]
         assert isinstance(reads, dict)
         return int(reads["bytes"])
 
     @contextmanager
     def served_by_page_cache(self) -> Iterator[None]:
-        """What is read meanwhile is in the kernel's pages, so the mount is not asked for it.
+        """Asserts that reads meanwhile are served by pages that the kernel keeps.
 
-        A machine may page out what is idle (see `tried`), mostly a page here and there; a file
-        that was dropped is asked for whole.
+        The machine may take idle pages away (see `tried`), mostly single ones; a file whose pages
+        were dropped is read whole.
         """
         before = self.read_bytes()
         yield
@@ -102,7 +102,7 @@ def begin(
     credentials: Credentials | None = None,
     made: type[FollowedMount] = FollowedMount,
 ) -> FollowedMount:
-    """A dataset, not mounted yet; by default of a repository in the folder."""
+    """A new dataset, not mounted yet, by default in a repository in the folder."""
     at = folder / "mount"
     at.mkdir()
     url = url or (folder / "store").as_uri()
@@ -115,6 +115,6 @@ def begin(
         follow_interval_s=POLL_INTERVAL_S,
         log_file=str(folder / "log"),
     ).with_credentials(credentials)
-    begun = made(url, at, folder / "log", request)
-    begun.put(FILES)
-    return begun
+    prepared = made(url, at, folder / "log", request)
+    prepared.put(FILES)
+    return prepared

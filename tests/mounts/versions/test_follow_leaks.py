@@ -79,26 +79,26 @@ def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         os.kill(master_of(folder), signal.SIGKILL)
 
 
-def processes_of(ds: FollowedMount, runtime: Path) -> dict[str, int]:
+def processes_of(followed: FollowedMount, runtime: Path) -> dict[str, int]:
     """The mount's processes, and the task's master on this node."""
-    told = ds.stats()
+    told = followed.stats()
     supervisor, server = told["pid"], told["server_pid"]
     assert isinstance(supervisor, int)
     assert isinstance(server, int)
     found = {"supervisor": supervisor, "server": server}
-    if ds.request.session == "kernel":
+    if followed.request.session == "kernel":
         [found["worker"]] = [pid for pid in children_of(supervisor) if pid != server]
-    if ds.request.task_options:
+    if followed.request.task_options:
         found["master"] = master_of(runtime)
     return found
 
 
-def switch(ds: FollowedMount, number: int) -> None:
+def switch(followed: FollowedMount, number: int) -> None:
     """Goes over to another version, and reads all of it."""
     changed = noise(number, CHANGED_BYTES)
-    ds.change({"changed": changed})
+    followed.change({"changed": changed})
     for path, content in {**FILES, "changed": changed}.items():
-        assert (ds.at / path).read_bytes() == content
+        assert (followed.at / path).read_bytes() == content
 
 
 @pytest.mark.parametrize("task", ["", "training"], ids=["alone", "task"])
@@ -106,17 +106,17 @@ def test_every_process_holds_after_fifty_switches_what_it_held_after_five(
     tmp_path: Path, runtime: Path, session: str, task: str
 ) -> None:
     """Descriptors, threads, mappings and memory of the server, worker, supervisor and master."""
-    ds = begin(tmp_path, session)
-    joins = TaskOptions(task=task, rank=0, world=1) if task else TaskOptions()
-    ds.request = replace(ds.request, task_options=joins, memory_bytes=MEMORY_BYTES)
-    with mounted(ds.request):
+    followed = begin(tmp_path, session)
+    options = TaskOptions(task=task, rank=0, world=1) if task else TaskOptions()
+    followed.request = replace(followed.request, task_options=options, memory_bytes=MEMORY_BYTES)
+    with mounted(followed.request):
         for number in range(FIRST_SWITCHES):
-            switch(ds, number)
-        processes = processes_of(ds, runtime)
+            switch(followed, number)
+        processes = processes_of(followed, runtime)
         before = {name: Figures.of(pid) for name, pid in processes.items()}
         for number in range(FIRST_SWITCHES, SWITCHES):
-            switch(ds, number)
-        assert processes_of(ds, runtime) == processes, "one of them was started again"
+            switch(followed, number)
+        assert processes_of(followed, runtime) == processes, "one of them was started again"
 
         def grown() -> dict[str, tuple[Figures, Figures]]:
             now = {name: Figures.of(pid) for name, pid in processes.items()}

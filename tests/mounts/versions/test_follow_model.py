@@ -1,4 +1,4 @@
-"""Mounts that follow, against random trees: after each version the mount is the tree."""
+"""Mounts that follow, compared with random trees: after each switch the mount is the tree."""
 
 import mmap
 import os
@@ -35,7 +35,8 @@ changes = st.dictionaries(tree_paths, st.one_of(st.none(), entries), max_size=5)
 
 
 def changed_tree(tree: dict[str, Entry], change: dict[str, Entry | None]) -> dict[str, Entry]:
-    """A tree with these put and removed; what is put below a file takes its place."""
+    """A tree after these changes; None removes a path. An entry put below a file replaces the
+    file."""
     tree = dict(tree)
     for path, entry in change.items():
         for known in tuple(tree):
@@ -49,7 +50,7 @@ def changed_tree(tree: dict[str, Entry], change: dict[str, Entry | None]) -> dic
 
 
 def write_tree(top: Path, tree: dict[str, Entry]) -> None:
-    """The tree, anew; folders above entries are there, too."""
+    """Writes the tree to a folder, which is emptied first."""
     shutil.rmtree(top, ignore_errors=True)
     top.mkdir()
     for path in sorted(tree):
@@ -72,7 +73,7 @@ def write_tree(top: Path, tree: dict[str, Entry]) -> None:
 
 @dataclass
 class OpenFile:
-    """A file that somebody has open, and what it held then."""
+    """An open file, and its content when it was opened."""
 
     descriptor: int
     content: bytes
@@ -82,13 +83,13 @@ class OpenFile:
     def of(cls, path: bytes) -> "OpenFile":
         descriptor = os.open(path, os.O_RDONLY)
         size = os.fstat(descriptor).st_size
-        is_mapped = size > 0 and len(path) % 2 == 0  # what is mapped keeps its pages
+        is_mapped = size > 0 and len(path) % 2 == 0  # a mapped file keeps its pages
         mapped = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ) if is_mapped else None
         with open(path, "rb") as file:
             return cls(descriptor, file.read(), mapped)
 
     def check(self) -> None:
-        """Reads it anew: the mount is asked again."""
+        """Reads the file again from the mount, not from kept pages."""
         os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         assert os.pread(self.descriptor, 100_000, 0) == self.content
         assert os.fstat(self.descriptor).st_size == len(self.content)
@@ -107,7 +108,7 @@ class OpenFile:
 def test_after_each_switch_the_mount_is_the_tree(
     session: str, tmp_path_factory: pytest.TempPathFactory, steps: list[dict[str, Entry | None]]
 ) -> None:
-    """Every entry; nodes of unchanged ones stay, others are new; what is open stays as it was."""
+    """Unchanged entries keep their nodes, others get new ones, and open files stay as they were."""
     base = tmp_path_factory.mktemp("model")
     (at := base / "mount").mkdir()
     url, source = (base / "store").as_uri(), base / "source"
@@ -120,7 +121,7 @@ def test_after_each_switch_the_mount_is_the_tree(
         follow_interval_s=POLL_INTERVAL_S,
         log_file=str(base / "log"),
     )
-    ds = FollowedMount(url, at, base / "log", request)
+    followed = FollowedMount(url, at, base / "log", request)
     tree: dict[str, Entry] = {"always": ("file", b"always" * 1000, 0o644, 1)}
     options = PutOptions(jobs=1, delete=True)
     held: list[OpenFile] = []
@@ -136,7 +137,7 @@ def test_after_each_switch_the_mount_is_the_tree(
                 version = repository.view("ds").version
             if not number:
                 stack.enter_context(mounted(request))
-            ds.wait_for(version)
+            followed.wait_for(version)
             found = facts(at)
             assert found == facts(source)
             top = os.fsencode(at)
@@ -157,4 +158,4 @@ def test_after_each_switch_the_mount_is_the_tree(
             ]
         for each in held:
             each.close()
-        wait_until(lambda: ds.follow()["retired_versions"] == [])
+        wait_until(lambda: followed.follow()["retired_versions"] == [])

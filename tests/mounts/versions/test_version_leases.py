@@ -1,4 +1,4 @@
-"""The leases of a mount, without a mount: which versions are held, and what becomes of failures."""
+"""The leases of a mount, tested without a mount: on which versions, and what failures do."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,8 +19,8 @@ def version(number: int) -> Snapshot:
     return cast(Snapshot, SimpleNamespace(version=number, identity=UUID(int=1)))
 
 
-class Opener(MountSource):
-    """Notes what is taken and given back; it can be away."""
+class LeasingSource(MountSource):
+    """A source that records the leases, and whose store can be away."""
 
     def __init__(self) -> None:
         self.is_away = False
@@ -35,38 +35,38 @@ class Opener(MountSource):
 
 
 @pytest.fixture
-def opener() -> Opener:
-    return Opener()
+def source() -> LeasingSource:
+    return LeasingSource()
 
 
 @pytest.fixture
-def leases(opener: Opener, tmp_path: Path) -> VersionLeases:
-    return VersionLeases(MountRequest(tmp_path.as_uri(), "ds", str(tmp_path)), opener)
+def leases(source: LeasingSource, tmp_path: Path) -> VersionLeases:
+    return VersionLeases(MountRequest(tmp_path.as_uri(), "ds", str(tmp_path)), source)
 
 
-def test_those_that_are_answered_for_are_held_and_no_others(
-    leases: VersionLeases, opener: Opener
+def test_there_are_leases_on_the_given_versions_and_no_others(
+    leases: VersionLeases, source: LeasingSource
 ) -> None:
     leases.set_versions([version(1)])
     leases.set_versions([version(2), version(1)])
-    assert opener.held == [1, 2]
+    assert source.held == [1, 2]
     leases.set_versions([version(2)])
-    assert opener.held == [2]
+    assert source.held == [2]
     leases.close()
-    assert opener.held == []
+    assert source.held == []
 
 
-def test_a_lease_that_could_not_be_had_is_asked_for_again(
-    leases: VersionLeases, opener: Opener, caplog: pytest.LogCaptureFixture
+def test_a_lease_that_failed_is_tried_again(
+    leases: VersionLeases, source: LeasingSource, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The store was away for a moment; that is told once."""
+    """The store is away for a moment, which is logged once."""
     caplog.set_level("INFO")
     leases.set_versions([version(1)])
-    opener.is_away = True
+    source.is_away = True
     for _ in range(3):
         leases.set_versions([version(2), version(1)])
-    assert opener.held == [1]
+    assert source.held == [1]
     assert caplog.messages == ["no lease on version 2: the store is away"]
-    opener.is_away = False
+    source.is_away = False
     leases.set_versions([version(2), version(1)])
-    assert opener.held == [1, 2]
+    assert source.held == [1, 2]
