@@ -1,4 +1,5 @@
-"""Mounts that follow their dataset, over both sessions: what changes, what stays, what is held."""
+"""Mounts that follow their dataset, over both sessions: what changes at a switch, and what
+stays."""
 
 import errno
 import mmap
@@ -18,7 +19,6 @@ from diesel_fs.ingest import FolderSource, PutOptions, put
 from diesel_fs.mounts import MountRequest, mount, umount
 from diesel_fs.mounts.plans.control import Control, explicit
 from diesel_fs.repository.local import LocalRepository
-from diesel_fs.system.syscalls import cached_bytes
 from tests.mounts.observed import FILE_BYTES, mounted, noise, wait_until
 from tests.mounts.versions.followed_dataset import (
     FILES,
@@ -38,7 +38,7 @@ def content_of(descriptor: int) -> bytes:
 def test_Z3_open_files_keep_the_old_version_and_names_lead_to_the_new(
     followed: FollowedMount,
 ) -> None:
-    """Entries are added before others, changed, removed, renamed, of another kind."""
+    """Entries are added before others, changed, removed, renamed, or change their kind."""
     at = followed.at
     held = {name: os.open(at / name, os.O_RDONLY) for name in FILES}
     mapped = {name: mmap.mmap(held[name], 0, prot=mmap.PROT_READ) for name in FILES}
@@ -86,12 +86,8 @@ def test_Z3_open_files_keep_the_old_version_and_names_lead_to_the_new(
 UNCHANGED = ("kept", "d/kept", "kind", "left/inner/f", "z")
 
 
-def read_nowait(descriptor: int) -> int:
-    return cached_bytes(descriptor, FILE_BYTES)
-
-
 def test_pages_of_unchanged_files_stay_and_cost_no_read(followed: FollowedMount) -> None:
-    """The same file is in other positions, and after a purge even in another chunk."""
+    """Also where the entry has another index in the new version."""
     at = followed.at
 
     def attempt(number: int) -> None:
@@ -113,8 +109,10 @@ def test_pages_of_unchanged_files_stay_and_cost_no_read(followed: FollowedMount)
 
 
 @pytest.mark.only_session("kernel")
-def test_what_is_resident_counts_on_and_new_files_are_pushed(followed: FollowedMount) -> None:
-    """The worker goes on where it was: with other positions, and nodes that are no positions."""
+def test_pages_in_memory_are_still_counted_after_a_switch_and_new_files_are_pushed(
+    followed: FollowedMount,
+) -> None:
+    """In the new version entries have other indices, and nodes are no indices."""
     at = followed.at
 
     def attempt(number: int) -> None:
@@ -123,7 +121,7 @@ def test_what_is_resident_counts_on_and_new_files_are_pushed(followed: FollowedM
         followed.change({name: noise(100 + int(name)) for name in new})
         names = [*new, "kept"]
         with Control.connect(at) as control:
-            entries = positions(at, names)
+            entries = entries_of(at, names)
             control.announce("s", [explicit(epoch=0, entries=entries)])
             wait_until(lambda: control.resident(entries).all())
             with followed.served_by_page_cache():
@@ -132,7 +130,7 @@ def test_what_is_resident_counts_on_and_new_files_are_pushed(followed: FollowedM
                 assert (at / "kept").read_bytes() == FILES["kept"]
             control.withdraw("s")
             followed.change({new[0]: noise(200), f"{number}00": b"first of all"})
-            entries = positions(at, names)
+            entries = entries_of(at, names)
         with Control.connect(at) as control:
             assert control.resident(entries).tolist() == [False, True, True, True, True]
         with followed.served_by_page_cache():
@@ -143,15 +141,17 @@ def test_what_is_resident_counts_on_and_new_files_are_pushed(followed: FollowedM
     tried(attempt)
 
 
-def positions(at: Path, names: list[str]) -> list[int]:
-    """Where the mount's snapshot has these paths."""
+def entries_of(at: Path, names: list[str]) -> list[int]:
+    """The entries of these paths in the mount's snapshot."""
     snapshot = Snapshot((at / ".diesel/snapshot").read_bytes())
     return [snapshot.lookup(name.encode()) for name in names]
 
 
 @pytest.mark.only_session("kernel")
-def test_what_is_missed_after_a_switch_brings_its_own_chunk(followed: FollowedMount) -> None:
-    """The mount is told of nodes, which are no positions any more."""
+def test_a_miss_after_a_switch_makes_the_worker_push_the_right_chunk(
+    followed: FollowedMount,
+) -> None:
+    """The session reports nodes, which are no indices any more."""
     names = [f"mate{number}" for number in range(10)]
     with connect("ds", followed.url) as dataset:
         for name in names:
@@ -172,7 +172,7 @@ def test_what_is_missed_after_a_switch_brings_its_own_chunk(followed: FollowedMo
 
 
 def test_nodes_are_never_given_again(followed: FollowedMount) -> None:
-    """Over ten versions, in which entries come, go, come back and change."""
+    """Over ten versions in which entries come, go, come back and change."""
     at = followed.at
     seen: dict[int, tuple[str, int, int]] = {}
     for step in range(10):
@@ -181,15 +181,15 @@ def test_nodes_are_never_given_again(followed: FollowedMount) -> None:
         followed.change(files, gone=(f"f{step - 1}",) if step else ())
         for name in os.listdir(at):
             found = os.stat(at / name)
-            what = name, found.st_mtime_ns, found.st_size
+            identity = name, found.st_mtime_ns, found.st_size
             if not os.path.isdir(at / name):
-                assert seen.setdefault(found.st_ino, what) == what
+                assert seen.setdefault(found.st_ino, identity) == identity
                 assert (at / name).read_bytes() == ({**FILES, **files}.get(name) or b"")
     assert len(seen) > 30
 
 
 def test_a_listing_goes_on_across_a_switch(followed: FollowedMount) -> None:
-    """What was neither added nor removed is listed once, wherever the reader was."""
+    """An entry that was neither added nor removed is listed once, wherever the reader was."""
     at = followed.at
     names = [f"{number:04}" for number in range(2000)]
     followed.change({f"many/{name}": b"" for name in names[:1]})
@@ -202,8 +202,7 @@ def test_a_listing_goes_on_across_a_switch(followed: FollowedMount) -> None:
         found = [next(listed).name for _ in range(100)]
         new = {f"many/{name}": b"" for name in ("0000a", "0050a", "1999a")}
         followed.change(new, gone=("many/0007", "many/1500"))
-        if "again" not in new:
-            assert len(os.listdir(at / "many")) == 2001  # another goes through it meanwhile
+        assert len(os.listdir(at / "many")) == 2001  # another reader lists it meanwhile
         found += [next(listed).name for _ in range(600)]
         followed.change({"many/0001a": b"", "many/0003": b"changed"}, gone=("many/0000a",))
         found += [entry.name for entry in listed]
@@ -211,7 +210,7 @@ def test_a_listing_goes_on_across_a_switch(followed: FollowedMount) -> None:
     assert set(names) - {"1500"} <= set(found) | {"0007"}
 
 
-def test_folders_that_are_gone_live_on_for_who_is_in_them(followed: FollowedMount) -> None:
+def test_a_folder_that_is_gone_can_be_used_from_within(followed: FollowedMount) -> None:
     at = followed.at
     inside = os.open(at / "left", os.O_RDONLY | os.O_DIRECTORY)
     followed.change({"0": b"0"}, gone=("left",))
@@ -233,7 +232,7 @@ def test_folders_that_are_gone_live_on_for_who_is_in_them(followed: FollowedMoun
 def test_a_folder_whose_mode_and_time_change_shows_them_in_listings_too(
     followed: FollowedMount, tmp_path: Path
 ) -> None:
-    """Where the folder above lists the same names as before: its listing has attributes, too."""
+    """Also where the folder above lists the same names: its listing contains attributes."""
     (source := tmp_path / "source").mkdir()
     for path in ("above/inner/f", "above/g"):
         (source / path).parent.mkdir(parents=True, exist_ok=True)
@@ -269,14 +268,14 @@ def test_a_dataset_that_is_empty_at_first_is_filled_and_emptied(
             assert os.listdir(followed.at) == []
         switches = followed.follow()["switches"]
         assert isinstance(switches, int)
-        assert 6 <= switches <= 12, "each file and each deletion is a version, seen or passed over"
+        assert 6 <= switches <= 12, "each file and each deletion is a version, which may be skipped"
 
 
 @pytest.mark.only_session("kernel")
-def test_a_worker_that_is_stopped_holds_a_switch_up_and_nothing_else(
+def test_a_stopped_worker_delays_a_switch_and_nothing_else(
     followed: FollowedMount,
 ) -> None:
-    """It is gone over to once the worker goes on."""
+    """The mount switches once the worker goes on."""
     wait_until(lambda: followed.stats()["residency"])
     residency = followed.stats()["residency"]
     assert isinstance(residency, dict)
@@ -293,7 +292,9 @@ def test_a_worker_that_is_stopped_holds_a_switch_up_and_nothing_else(
     assert (followed.at / "0new").read_bytes() == b"0"
 
 
-def test_the_hidden_folder_follows_and_what_is_open_does_not(followed: FollowedMount) -> None:
+def test_names_in_the_hidden_folder_follow_and_open_files_of_it_do_not(
+    followed: FollowedMount,
+) -> None:
     at = followed.at
     with (
         open(at / ".diesel/filelist", "rb") as before,
@@ -314,8 +315,8 @@ def test_the_hidden_folder_follows_and_what_is_open_does_not(followed: FollowedM
 
 
 @pytest.mark.only_session("kernel")
-def test_a_running_plan_puts_the_switch_off(followed: FollowedMount) -> None:
-    """A client knows of the switch by the version in answers; its plan is of the old one."""
+def test_a_running_plan_postpones_the_switch(followed: FollowedMount) -> None:
+    """A plan of the old version is refused after the switch; the client learns the new version."""
     with Control.connect(followed.at) as control:
         view = Snapshot((followed.at / ".diesel/snapshot").read_bytes())
         entries = [view.lookup(name.encode()) for name in FILES]
@@ -340,7 +341,7 @@ def test_a_running_plan_puts_the_switch_off(followed: FollowedMount) -> None:
 
 
 @pytest.mark.only_session("kernel")
-def test_a_plan_that_is_read_to_its_end_lets_the_switch_come(followed: FollowedMount) -> None:
+def test_the_switch_comes_when_a_plan_was_read_to_its_end(followed: FollowedMount) -> None:
     with Control.connect(followed.at) as control:
         view = Snapshot((followed.at / ".diesel/snapshot").read_bytes())
         entries = [view.lookup(name.encode()) for name in FILES]
@@ -353,7 +354,7 @@ def test_a_plan_that_is_read_to_its_end_lets_the_switch_come(followed: FollowedM
 
 
 @pytest.mark.only_session("kernel")
-def test_a_list_that_somebody_looked_at_puts_nothing_off(followed: FollowedMount) -> None:
+def test_a_list_that_was_read_postpones_nothing(followed: FollowedMount) -> None:
     assert len((followed.at / ".diesel/filelist").read_bytes().split()) == len(FILES)
     followed.change({"0new": b"0"})
 
@@ -361,7 +362,9 @@ def test_a_list_that_somebody_looked_at_puts_nothing_off(followed: FollowedMount
 # when the dataset cannot be followed --------------------------------------------------------------
 
 
-def test_H16_a_dataset_that_was_deleted_or_made_anew_is_told_once(followed: FollowedMount) -> None:
+def test_H16_that_a_dataset_was_deleted_or_made_anew_is_logged_once(
+    followed: FollowedMount,
+) -> None:
     at = followed.at
     assert (at / "kept").read_bytes() == FILES["kept"]
     with connect("ds", followed.url) as dataset:
@@ -377,7 +380,7 @@ def test_H16_a_dataset_that_was_deleted_or_made_anew_is_told_once(followed: Foll
     assert sorted(os.listdir(at)) == sorted({name.split("/")[0] for name in FILES})
 
 
-def test_a_store_that_has_gone_changes_nothing_and_is_told_once(followed: FollowedMount) -> None:
+def test_a_store_that_is_away_changes_nothing_and_is_logged_once(followed: FollowedMount) -> None:
     at, store = followed.at, Path(followed.url.removeprefix("file://"))
     assert (at / "kept").read_bytes() == FILES["kept"]
     store.rename(store.with_name("away"))
@@ -394,7 +397,7 @@ def test_a_store_that_has_gone_changes_nothing_and_is_told_once(followed: Follow
 def test_E11_a_chunk_that_was_purged_is_EIO_and_says_that_the_snapshot_is_too_old(
     followed: FollowedMount,
 ) -> None:
-    """Never other bytes: also where a file of the same name and size has taken its place."""
+    """It is never other bytes, also where a file of the same name and size has taken its place."""
     store = Path(followed.url.removeprefix("file://"))
     with connect("ds", followed.url) as dataset:
         info = dataset.stat("gone")
@@ -415,8 +418,8 @@ def test_E11_a_chunk_that_was_purged_is_EIO_and_says_that_the_snapshot_is_too_ol
     assert (followed.at / "gone").read_bytes() == noise(77)
 
 
-def test_the_store_may_hang_while_the_mount_is_read_and_taken_away(followed: FollowedMount) -> None:
-    """What is asked of the store in a thread keeps nobody from leaving."""
+def test_umount_does_not_wait_for_a_store_that_is_gone(followed: FollowedMount) -> None:
+    """Threads that ask the store do not delay the end."""
     store = Path(followed.url.removeprefix("file://"))
     assert (followed.at / "kept").read_bytes() == FILES["kept"]
     shutil.rmtree(store)

@@ -1,4 +1,4 @@
-"""A mount that follows its dataset for long holds no more than one that has just begun to."""
+"""A mount that follows its dataset for long uses no more resources than at its beginning."""
 
 import os
 import signal
@@ -22,14 +22,14 @@ pytestmark = pytest.mark.fuse
 FIRST_SWITCHES, SWITCHES = 5, 50
 MEMORY_BYTES = 8 << 20
 CHANGED_BYTES = 1 << 20
-"""So much is new in each version: after the first switches the master's memory is full."""
+"""New bytes in each version: after the first switches the master's memory is full."""
 
 SETTLED_S = 60.0
-"""Threads that have nothing to do end after ten seconds."""
+"""How long figures may take to fall: idle threads end after ten seconds."""
 
 
 class Figures(NamedTuple):
-    """What one process holds."""
+    """The resources of one process."""
 
     descriptors: int
     threads: int
@@ -49,8 +49,8 @@ class Figures(NamedTuple):
         )
 
     def has_grown(self, before: "Figures") -> bool:
-        """Whether more has been added than comes and goes: a leak adds 45 of its kind or more, and
-        of memory that was read through 45 MiB.
+        """Whether a figure has grown by more than `ROOM`, which comes and goes. A leak in each
+        switch would add 45 of its kind, and 45 MiB of memory for contents.
         """
         most = Figures(*map(sum, zip(before, ROOM, strict=True)))
         return any(now > limit for now, limit in zip(self, most, strict=True))
@@ -60,7 +60,7 @@ ROOM = Figures(10, 10, 30, 16 << 10)
 
 
 def master_of(runtime: Path) -> int:
-    """The process of the only master whose socket lies in this runtime folder."""
+    """The process ID of the only master with a socket in this runtime folder."""
     [place] = runtime.glob("diesel/tasks/*/0/socket")
     with socket.socket(socket.AF_UNIX) as link:
         connect_unix(link, str(place))
@@ -70,7 +70,7 @@ def master_of(runtime: Path) -> int:
 
 @pytest.fixture
 def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A runtime folder of this test's own; the master that is left there is ended."""
+    """A runtime folder of this test. The master that is left in it is killed."""
     folder = tmp_path / "run"
     folder.mkdir(mode=0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
@@ -81,8 +81,8 @@ def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def processes_of(followed: FollowedMount, runtime: Path) -> dict[str, int]:
     """The mount's processes, and the task's master on this node."""
-    told = followed.stats()
-    supervisor, server = told["pid"], told["server_pid"]
+    stats = followed.stats()
+    supervisor, server = stats["pid"], stats["server_pid"]
     assert isinstance(supervisor, int)
     assert isinstance(server, int)
     found = {"supervisor": supervisor, "server": server}
@@ -94,7 +94,7 @@ def processes_of(followed: FollowedMount, runtime: Path) -> dict[str, int]:
 
 
 def switch(followed: FollowedMount, number: int) -> None:
-    """Goes over to another version, and reads all of it."""
+    """Makes the mount switch to another version, and reads all of it."""
     changed = noise(number, CHANGED_BYTES)
     followed.change({"changed": changed})
     for path, content in {**FILES, "changed": changed}.items():
@@ -102,7 +102,7 @@ def switch(followed: FollowedMount, number: int) -> None:
 
 
 @pytest.mark.parametrize("task", ["", "training"], ids=["alone", "task"])
-def test_every_process_holds_after_fifty_switches_what_it_held_after_five(
+def test_no_process_of_a_mount_grows_between_five_and_fifty_switches(
     tmp_path: Path, runtime: Path, session: str, task: str
 ) -> None:
     """Descriptors, threads, mappings and memory of the server, worker, supervisor and master."""
@@ -116,7 +116,7 @@ def test_every_process_holds_after_fifty_switches_what_it_held_after_five(
         before = {name: Figures.of(pid) for name, pid in processes.items()}
         for number in range(FIRST_SWITCHES, SWITCHES):
             switch(followed, number)
-        assert processes_of(followed, runtime) == processes, "one of them was started again"
+        assert processes_of(followed, runtime) == processes, "a process was started again"
 
         def grown() -> dict[str, tuple[Figures, Figures]]:
             now = {name: Figures.of(pid) for name, pid in processes.items()}

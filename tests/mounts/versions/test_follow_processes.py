@@ -1,4 +1,4 @@
-"""Mounts that follow: whoever is killed meanwhile, many readers, many who open one snapshot."""
+"""Mounts that follow: killed processes, readers during switches, and one fetch of a snapshot."""
 
 import errno
 import os
@@ -27,12 +27,12 @@ DYING = (sys.executable, "-m", "tests.mounts.dying_daemon")
 
 
 def processes(followed: FollowedMount) -> dict[str, int]:
-    """The mount's own."""
+    """The process IDs of the mount, by name."""
     if followed.request.session == "kernel":
         wait_until(lambda: followed.stats()["residency"])
-    told = followed.stats()
-    residency = told.get("residency")
-    found = {"supervisor": told["pid"], "server": told["server_pid"]}
+    stats = followed.stats()
+    residency = stats.get("residency")
+    found = {"supervisor": stats["pid"], "server": stats["server_pid"]}
     if isinstance(residency, dict) and "pid" in residency:
         found["worker"] = residency["pid"]
     return {name: pid for name, pid in found.items() if isinstance(pid, int)}
@@ -59,7 +59,7 @@ READERS = """if True:
 
 @contextmanager
 def reading(followed: FollowedMount) -> Iterator[None]:
-    """Processes that list, look up and read all the while; none of them may hang."""
+    """Processes that list, look up and read meanwhile; none of them may hang."""
     command = [sys.executable, "-c", READERS, str(followed.at)]
     readers = [subprocess.Popen(command) for _ in range(2)]
     try:
@@ -74,10 +74,10 @@ def reading(followed: FollowedMount) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("victim", ["worker", "server", "supervisor"])
-def test_whoever_is_killed_during_a_switch_leaves_no_hang(
+def test_no_process_hangs_when_one_of_the_mount_is_killed_during_a_switch(
     prepared: FollowedMount, victim: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When a part of the names has been told. Where it is the worker, the server tells the rest."""
+    """It is killed after a part of the notifications. The server sends the rest for the worker."""
     followed = prepared
     if (victim, followed.request.session) == ("worker", "pyfuse3"):
         return  # it has none
@@ -109,8 +109,8 @@ def test_whoever_is_killed_during_a_switch_leaves_no_hang(
             assert raised.value.errno in (errno.ENOTCONN, errno.ECONNABORTED)
 
 
-def test_readers_meet_no_error_but_absence_while_versions_go_by(followed: FollowedMount) -> None:
-    """Half of the names come and go; who has opened one reads it whole, of one version."""
+def test_readers_get_no_error_but_ENOENT_during_switches(followed: FollowedMount) -> None:
+    """Half of the names come and go; an open file is read whole, from one version."""
     at = followed.at
     followed.change({f"many/s{number}": noise(number, 5000) for number in range(40)})
     wrong: list[object] = []
@@ -164,8 +164,8 @@ OPENERS = """if True:
 def test_many_processes_open_one_snapshot_at_once(
     prepared: FollowedMount, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nodes whose cache folder lies on a shared file system: all have the version, and one copy of
-    it is left, whole.
+    """As nodes do whose cache folder is on a shared file system. All get the version, and one whole
+    copy of it is left.
     """
     cache = prepared.at.with_name("cache")
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
@@ -185,10 +185,10 @@ def test_many_processes_open_one_snapshot_at_once(
 
 
 @pytest.mark.only_session("kernel")
-def test_the_current_snapshot_is_fetched_once_for_a_node(
+def test_a_node_fetches_a_snapshot_once(
     prepared: FollowedMount, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By identity and version: a second mount finds it, even where the store's copy is damaged."""
+    """A second mount uses the node's copy, so it works where the store's snapshot is damaged."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(prepared.at.with_name("cache")))
     request = replace(prepared.request, follow=False)
     store = Path(prepared.url.removeprefix("file://"))

@@ -1,6 +1,4 @@
-"""Mounts, and mounts that follow, where the dataset is not in a folder of this machine's: behind a
-server, in a bucket, with its metadata in a Redis.
-"""
+"""Mounts that follow a dataset on a server, in a bucket, or with its metadata in a Redis."""
 
 import os
 import re
@@ -46,23 +44,23 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerWithRedis
 
 @pytest.fixture
 def prepared(server: ServerWithRedis, tmp_path: Path, session: str) -> FollowedMount:
-    """A dataset behind the server, not mounted yet."""
+    """A dataset on the server, not mounted yet."""
     server.empty()
-    for left in leases(server):  # by mounts that were ended by force
+    for left in leases(server):  # of mounts that were ended by force
         left.unlink()
     return begin(tmp_path, session, server.url, server.credentials["root"])
 
 
 @pytest.fixture
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A node that has nothing yet."""
+    """A cache folder of this test, as a new node has."""
     cache = tmp_path / "cache"
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     return cache
 
 
 def leases(server: ServerWithRedis) -> list[Path]:
-    """Those that mounts hold."""
+    """The leases in the server's store."""
     return [*server.store.glob("datasets/*/leases/*")]
 
 
@@ -74,7 +72,7 @@ def check_pages_stay(prepared: FollowedMount, number: int) -> None:
 
 
 def check_following(prepared: FollowedMount) -> None:
-    """What is open stays, names lead to the new; of what is unchanged the pages stay."""
+    """Open files stay, names lead to the new version, pages of unchanged files stay."""
     at = prepared.at
     assert (at / "kept").read_bytes() == FILES["kept"]
     node = os.stat(at / "kept").st_ino
@@ -90,10 +88,11 @@ def check_following(prepared: FollowedMount) -> None:
     os.close(held)
 
 
-def test_a_mount_follows_behind_a_server_that_is_killed_and_comes_back(
+def test_a_mount_follows_through_a_server_that_is_killed_and_comes_back(
     prepared: FollowedMount, server: ServerWithRedis
 ) -> None:
-    """Meanwhile what is in memory is read; a lease is held on each version that is answered for."""
+    """Meanwhile files in memory can be read. The mount has a lease on each version that it
+    serves."""
     with mounted(prepared.request):
         held = os.open(prepared.at / "d/gone", os.O_RDONLY)
         check_following(prepared)
@@ -103,7 +102,7 @@ def test_a_mount_follows_behind_a_server_that_is_killed_and_comes_back(
         crashed.kill()
         server.servers.clear()
         with (prepared.at / "kept").open("rb") as kept:
-            if cached_bytes(kept.fileno(), FILE_BYTES) == FILE_BYTES:  # no idle page went
+            if cached_bytes(kept.fileno(), FILE_BYTES) == FILE_BYTES:  # all pages are there
                 assert kept.read() == FILES["kept"]
         assert sorted(os.listdir(prepared.at / "d")) == ["kept"]
         server.add(f"127.0.0.1:{crashed.port}")
@@ -121,7 +120,7 @@ def test_a_mount_follows_behind_a_server_that_is_killed_and_comes_back(
 
 
 @pytest.mark.only_session("kernel")
-def test_a_purge_by_the_server_spares_what_a_mount_still_answers_for(
+def test_a_purge_by_the_server_spares_the_versions_that_a_mount_serves(
     prepared: FollowedMount, server: ServerWithRedis
 ) -> None:
     with mounted(prepared.request):
@@ -140,10 +139,10 @@ def test_a_purge_by_the_server_spares_what_a_mount_still_answers_for(
 
 
 @pytest.mark.only_session("kernel")
-def test_a_redis_that_has_gone_changes_nothing(
+def test_a_redis_that_is_away_changes_nothing(
     prepared: FollowedMount, server: ServerWithRedis
 ) -> None:
-    """Whether the server can tell the newest version or not: it is followed again afterwards."""
+    """The mount follows again afterwards, and logs at most once that it could not."""
     with mounted(prepared.request):
         assert (prepared.at / "kept").read_bytes() == FILES["kept"]
         server.redis.kill()
@@ -158,10 +157,10 @@ def test_a_redis_that_has_gone_changes_nothing(
 
 
 @pytest.mark.only_session("kernel")
-def test_a_server_that_has_gone_keeps_nobody_from_leaving(
+def test_umount_does_not_wait_for_a_stopped_server(
     prepared: FollowedMount, server: ServerWithRedis
 ) -> None:
-    """Also while it is asked for the newest version, and does not answer."""
+    """Also while the mount waits for its answer."""
     (stopped,) = server.servers
     with mounted(prepared.request):
         assert (prepared.at / "kept").read_bytes() == FILES["kept"]
@@ -181,13 +180,13 @@ def test_a_server_that_has_gone_keeps_nobody_from_leaving(
 
 
 @pytest.mark.only_session("kernel")
-def test_a_snapshot_is_fetched_from_a_server_once_for_a_node(
+def test_a_node_fetches_a_snapshot_from_a_server_once(
     server: ServerWithRedis,
     prepared: FollowedMount,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By identity and version: the second mount asks whether it is current, and gets no byte."""
+    """The second mount only asks which version is current."""
     with prepared.connected() as dataset:
         for number in range(3000):
             dataset.put(b"", f"many/{number:05}")
@@ -206,7 +205,7 @@ def test_a_snapshot_is_fetched_from_a_server_once_for_a_node(
 
 
 def sent_bytes(server: Server) -> int:
-    """To all clients so far."""
+    """The bytes that a server has sent to all clients so far."""
     where = f"http://127.0.0.1:{server.metrics_port}/metrics"
     with urllib.request.urlopen(where, timeout=10) as answer:
         found = re.search(r"^diesel_sent_bytes_total (\S+)$", answer.read().decode(), re.MULTILINE)
@@ -216,7 +215,7 @@ def sent_bytes(server: Server) -> int:
 
 @pytest.fixture
 def bucket(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A place in a bucket that this process and its mounts can reach."""
+    """A prefix in a bucket that this process and its mounts can reach."""
     for name in [name for name in os.environ if "proxy" in name.lower()]:
         monkeypatch.delenv(name)
     for name, text in s3.environ.items():
@@ -259,7 +258,8 @@ PUTS = """if True:
 
 
 class InBucket(FollowedMount):
-    """A dataset in a bucket: other processes write it, since this one may fork."""
+    """A dataset in a bucket. Other processes write it, since obstore must not be in one that
+    forks."""
 
     def put(self, files: dict[str, bytes], gone: tuple[str, ...] = ()) -> int:
         return int(self.tell("put", repr((files, gone))))
@@ -276,7 +276,7 @@ class InBucket(FollowedMount):
 def test_a_mount_follows_in_a_bucket_whose_metadata_are_in_a_redis(
     bucket: str, redis: RedisServer, tmp_path: Path, session: str
 ) -> None:
-    """And a node fetches a version's snapshot once: a second mount needs none that is sound."""
+    """A node fetches a snapshot once, so a second mount works although the bucket's is damaged."""
     prepared = begin(tmp_path, session, f"{bucket}?meta={redis.url}", made=InBucket)
     with mounted(prepared.request):
         check_following(prepared)
@@ -291,7 +291,7 @@ def test_a_mount_follows_in_a_bucket_whose_metadata_are_in_a_redis(
 def test_a_mount_follows_with_its_metadata_in_a_redis(
     redis: RedisServer, tmp_path: Path, session: str
 ) -> None:
-    """Where that has gone, the store's snapshots tell which version is the newest."""
+    """While Redis is away, the snapshots in the store show which version is the newest."""
     prepared = begin(tmp_path, session, f"{(tmp_path / 'store').as_uri()}?meta={redis.url}")
     with mounted(prepared.request):
         check_following(prepared)
@@ -312,7 +312,8 @@ def test_E4_E6_a_saved_snapshot_is_compared_with_the_server(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Where it is stale the warning names both versions; where nobody can tell, exit 14."""
+    """A stale one warns with both versions; where the server cannot be asked, the error is exit
+    14."""
     saved = tmp_path / "saved"
     with prepared.connected() as dataset:
         dataset.save_meta(saved)
@@ -325,8 +326,8 @@ def test_E4_E6_a_saved_snapshot_is_compared_with_the_server(
     with mounted(request):
         assert not (prepared.at / "0new").exists()
         assert (prepared.at / "kept").read_bytes() == FILES["kept"]
-    (said,) = caplog.messages
-    assert f"is of version {old}, current is {new}" in said
+    (warning,) = caplog.messages
+    assert f"is of version {old}, current is {new}" in warning
     with pytest.raises(ConflictError, match=f"version {old}, current is {new}"):
         mount(replace(request, stale="refuse"))
     with prepared.connected() as dataset:
