@@ -163,11 +163,13 @@ class Fields:
             self.bad(name, "it is a finite number")
         return float(value)
 
-    def octets(self, name: str) -> bytes:
-        """Bytes."""
+    def octets(self, name: str, *lengths: int) -> bytes:
+        """Bytes, of one of these lengths if any are given."""
         value = self._take(name, None)
         if type(value) is not bytes:
             self.bad(name, "it is bytes")
+        if lengths and len(value) not in lengths:
+            self.bad(name, f"it has {' or '.join(map(str, lengths))} bytes")
         return value
 
     def maps(self, name: str, most: int) -> "list[Fields]":

@@ -269,14 +269,13 @@ class _Daemon:
         with trio.move_on_after(FLUSH_TIMEOUT_S):
             async with trio.open_nursery() as nursery:
 
-                async def until(wait: Callable[[], Awaitable[object]]) -> None:
+                async def run_until(wait: Callable[[], Awaitable[object]]) -> None:
                     await wait()
                     nursery.cancel_scope.cancel()
 
-                nursery.start_soon(until, partial(_signalled, signals))
-                nursery.start_soon(until, partial(_succeeded, self._clients.path))
-                await master.flush_to_disk()
-                nursery.cancel_scope.cancel()
+                nursery.start_soon(run_until, partial(_signalled, signals))
+                nursery.start_soon(run_until, partial(_succeeded, self._clients.path))
+                nursery.start_soon(run_until, master.flush_to_disk)
 
     async def _be_member(
         self,

@@ -20,10 +20,11 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import TypeVar
 
 from ..errors import (
     BusyError,
@@ -71,6 +72,8 @@ _POLL_S = 0.02
 _CONNECT_S = 5.0
 _FIRST = ("LOCAL_RANK", "SLURM_LOCALID")
 _NODE = ("SLURM_NODEID", "GROUP_RANK")
+
+_Found = TypeVar("_Found")
 
 
 def join(request: TaskRequest, *, program: Sequence[str] = MASTER) -> Path:
@@ -220,12 +223,7 @@ def default_log(request: TaskRequest) -> Path:
 
 def wait_until_gone(socket_path: Path, timeout_s: float) -> bool:
     """Whether the master at a socket ends within `timeout_s`."""
-    until_s = time.monotonic() + timeout_s
-    while is_alive(socket_path):
-        if time.monotonic() > until_s:
-            return False
-        time.sleep(_POLL_S)
-    return True
+    return _poll(lambda: None if is_alive(socket_path) else True, timeout_s) is not None
 
 
 def _sockets(folder: Path) -> Iterator[Path]:
@@ -239,23 +237,16 @@ def _is_first(environment: Mapping[str, str]) -> bool:
 
 def _wait_until_alive(socket_path: Path, timeout_s: float) -> bool:
     """Whether another process starts a master in time."""
-    until_s = time.monotonic() + timeout_s
-    while time.monotonic() < until_s:
-        time.sleep(_POLL_S)
-        if is_alive(socket_path):
-            return True
-    return False
+    return _poll(lambda: is_alive(socket_path) or None, timeout_s) is not None
 
 
 @contextmanager
 def _locked(socket_path: Path, timeout_s: float) -> Iterator[None]:
     """Hold the lock of a socket: no other process starts a master there, or removes its folder.
     Raises BusyError."""
-    until_s = time.monotonic() + timeout_s
-    while (lock := _try_lock(socket_path)) is None:
-        if time.monotonic() > until_s:
-            raise BusyError("another process is starting this task's master")
-        time.sleep(_POLL_S)
+    lock = _poll(lambda: _try_lock(socket_path), timeout_s)
+    if lock is None:
+        raise BusyError("another process is starting this task's master")
     try:
         yield
     finally:
@@ -268,41 +259,42 @@ def _try_lock(socket_path: Path) -> int | None:
     with _folders_locked():
         private_folder(socket_path.parent.parent)
         private_folder(socket_path.parent)
-        lock = _open_lock(socket_path.with_name(_LOCK))
-        if _is_held_elsewhere(lock):
-            os.close(lock)
-            return None
-        return lock
+        return _try_open_lock(socket_path.with_name(_LOCK))
 
 
 @contextmanager
 def _folders_locked() -> Iterator[None]:
     """Hold the lock that guards making and removing folders of tasks; both take microseconds.
     Raises BusyError where another process was stopped while it held the lock."""
-    lock = _open_lock(_tasks() / _LOCK)
-    until_s = time.monotonic() + _CONNECT_S
-    while _is_held_elsewhere(lock):
-        if time.monotonic() > until_s:
-            os.close(lock)
-            raise BusyError(f"another process is changing the folders in {_tasks()}")
-        time.sleep(_POLL_S / 10)
+    path = _tasks() / _LOCK
+    lock = _poll(lambda: _try_open_lock(path), _CONNECT_S, _POLL_S / 10)
+    if lock is None:
+        raise BusyError(f"another process is changing the folders in {_tasks()}")
     try:
         yield
     finally:
         _unlock(lock)
 
 
-def _open_lock(path: Path) -> int:
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-
-
-def _is_held_elsewhere(lock: int) -> bool:
-    """Try to take a lock. Returns True where another process has it; else it is held now."""
+def _try_open_lock(path: Path) -> int | None:
+    """The held lock at a path; None where another process has it."""
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return True
-    return False
+        os.close(lock)
+        return None
+    return lock
+
+
+def _poll(
+    attempt: Callable[[], _Found | None], timeout_s: float, every_s: float = _POLL_S
+) -> _Found | None:
+    """The first result of `attempt` that is not None; None when the time is over."""
+    until_s = time.monotonic() + timeout_s
+    while (found := attempt()) is None and time.monotonic() <= until_s:
+        time.sleep(every_s)
+    return found
 
 
 def _unlock(lock: int) -> None:

@@ -296,7 +296,7 @@ def parse_join(fields: Fields) -> tuple[str, Member, MemberRecord]:
     member = _member(fields)
     since = fields.integer("since", 0, high=TIME_MAX)
     state = fields.integer("state", 0, high=TIME_MAX)
-    secret = _octets(fields, "secret", SECRET_BYTES)
+    secret = fields.octets("secret", 0, SECRET_BYTES)
     return name, member, MemberRecord(since, state, secret)
 
 
@@ -326,7 +326,7 @@ def parse_join_reply(message: Message) -> JoinReply:
     """The answer to a registration that a message holds. Raises UsageError."""
     fields = Fields(message, "an answer")
     since, state = (fields.integer(each, low=1, high=TIME_MAX) for each in ("since", "state"))
-    secret = _octets(fields, "secret", SECRET_BYTES)
+    secret = fields.octets("secret", 0, SECRET_BYTES)
     members = None
     if "members" in fields:
         members = tuple(map(_member, fields.maps("members", MEMBERS_MAX)))
@@ -352,17 +352,9 @@ def _member_message(member: Member) -> Message:
 def _member(fields: Fields) -> Member:
     return Member(
         fields.integer("rank"),
-        _octets(fields, "instance", INSTANCE_BYTES),
+        fields.octets("instance", 0, INSTANCE_BYTES),
         fields.text("address"),
         fields.integer("holds", high=VERSION_MAX),
-        _octets(fields, "certificate", CERTIFICATE_BYTES),
+        fields.octets("certificate", 0, CERTIFICATE_BYTES),
         fields.flag("keyed", default=False),
     )
-
-
-def _octets(fields: Fields, name: str, length: int) -> bytes:
-    """Exactly so many bytes, or none."""
-    found = fields.octets(name)
-    if len(found) not in (0, length):
-        fields.bad(name, f"it is {length} bytes, or none")
-    return found

@@ -147,13 +147,13 @@ def parse_hello(head: Bytes) -> tuple[Hello, bytes]:
     fields = Fields(parse_head(head, HELLO_LIMITS), "hello")
     hello = Hello(
         rank=fields.integer("rank", high=RANK_MAX),
-        instance=_octets(fields, "instance", INSTANCE_BYTES),
+        instance=fields.octets("instance", INSTANCE_BYTES),
         to=fields.integer("to", high=RANK_MAX),
-        identity=UUID(bytes=_octets(fields, "identity", 16)),
+        identity=UUID(bytes=fields.octets("identity", 16)),
         version=fields.integer("version"),
-        nonce=_octets(fields, "nonce", NONCE_BYTES),
+        nonce=fields.octets("nonce", NONCE_BYTES),
     )
-    proof = _octets(fields, "proof", PROOF_BYTES)
+    proof = fields.octets("proof", PROOF_BYTES)
     fields.end()
     return hello, proof
 
@@ -166,16 +166,9 @@ def proof_frame(proof: bytes) -> bytes:
 def parse_proof(message: Message) -> bytes:
     """The proof in an answer that is no error. Raises UsageError."""
     fields = Fields(message, "answer to hello")
-    proof = _octets(fields, "proof", PROOF_BYTES)
+    proof = fields.octets("proof", PROOF_BYTES)
     fields.end()
     return proof
-
-
-def _octets(fields: Fields, name: str, size: int) -> bytes:
-    value = fields.octets(name)
-    if len(value) != size:
-        fields.bad(name, f"it has {size} bytes")
-    return value
 
 
 # parts --------------------------------------------------------------------------------------------

@@ -63,7 +63,7 @@ def parse_info(value: Value) -> DatasetInfo:
         version, files, content, chunks = map(
             head_fields.integer, ("version", "files", "bytes", "chunks")
         )
-        digest, newest = (octets(head_fields, each, 16) for each in ("digest", "newest"))
+        digest, newest = (head_fields.octets(each, 16) for each in ("digest", "newest"))
         head = DatasetHead(
             identity, name, version, files, content, chunks, int.from_bytes(digest, "big"),
             ChunkId(newest),
@@ -73,15 +73,7 @@ def parse_info(value: Value) -> DatasetInfo:
 
 def parse_identity(fields: Fields) -> UUID:
     """The field `identity`."""
-    return UUID(bytes=octets(fields, "identity", 16))
-
-
-def octets(fields: Fields, name: str, length: int) -> bytes:
-    """A field of exactly `length` bytes."""
-    found = fields.octets(name)
-    if len(found) != length:
-        fields.bad(name, f"it is {length} bytes")
-    return found
+    return UUID(bytes=fields.octets("identity", 16))
 
 
 def parse_list(answer: Message, name: str) -> list[Value]:
@@ -142,7 +134,7 @@ def parse_columns(fields: Fields, count: int) -> Stats:
     """`count` entries from their columns."""
     found = {}
     for name, kind in _COLUMNS:
-        packed = octets(fields, name, count * np.dtype(kind).itemsize)
+        packed = fields.octets(name, count * np.dtype(kind).itemsize)
         found[name] = np.frombuffer(packed, kind)
     kinds = found["kind"].copy()
     kinds[kinds == NO_KIND] = Kind.TOMBSTONE

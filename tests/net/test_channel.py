@@ -16,7 +16,7 @@ class Endless(Channel):
         return len(room)
 
 
-def test_who_always_finds_something_lets_others_have_their_turn() -> None:
+def test_a_receiver_that_always_has_bytes_lets_other_tasks_run() -> None:
     async def main() -> None:
         here, there = socket.socketpair()
         with here, there:
@@ -59,7 +59,7 @@ def test_F7_a_frame_that_has_begun_must_go_on() -> None:
     trio.run(main, clock=MockClock(autojump_threshold=0.02))
 
 
-def test_parts_that_did_not_leave_leave_later_in_their_order() -> None:
+def test_unsent_parts_leave_later_in_their_order() -> None:
     async def main() -> None:
         here, there = socket.socketpair()
         there.setblocking(False)

@@ -61,7 +61,7 @@ def test_requests_of_all_kinds() -> None:
     run(main)
 
 
-def test_what_is_at_hand_overtakes_what_is_not() -> None:
+def test_answers_from_memory_overtake_answers_that_must_wait() -> None:
     async def main() -> None:
         standing = FakeAnswers()
         standing.hot = False
@@ -101,7 +101,7 @@ def test_an_answer_that_fails_is_a_status_and_the_connection_goes_on(
     ]
 
 
-def test_no_more_than_64_answers_of_a_connection_are_looked_for() -> None:
+def test_a_connection_has_at_most_64_requests_in_flight() -> None:
     """The rest of its requests are not even read; other connections are answered."""
 
     async def main() -> None:
@@ -121,7 +121,7 @@ def test_no_more_than_64_answers_of_a_connection_are_looked_for() -> None:
     run(main)
 
 
-def test_F15_nobody_looks_for_what_nobody_waits_for() -> None:
+def test_F15_requests_of_a_closed_connection_are_cancelled() -> None:
     async def main() -> None:
         standing = FakeAnswers()
         standing.hot = False
@@ -137,7 +137,7 @@ def test_F15_nobody_looks_for_what_nobody_waits_for() -> None:
     run(main)
 
 
-def test_no_more_than_64_MiB_of_a_connection_are_looked_for() -> None:
+def test_a_connection_has_at_most_64_MiB_in_flight() -> None:
     async def main() -> None:
         standing = FakeAnswers()
         standing.hot = False
@@ -152,7 +152,7 @@ def test_no_more_than_64_MiB_of_a_connection_are_looked_for() -> None:
     run(main)
 
 
-def test_S12_a_connection_that_always_asks_does_not_keep_others_waiting() -> None:
+def test_S12_a_connection_with_endless_requests_does_not_block_others() -> None:
     async def main() -> None:
         async with answering() as node, trio.open_nursery() as nursery:
             took = []
@@ -199,7 +199,7 @@ class Insatiable(Channel):
         return True
 
 
-def test_S12_others_have_their_turn_after_some_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_S12_other_tasks_run_after_some_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         turns = 0
         here, there = socket.socketpair()
@@ -223,7 +223,7 @@ def test_S12_others_have_their_turn_after_some_answers(monkeypatch: pytest.Monke
     run(main)
 
 
-def test_F8_of_a_rank_the_newest_connection_stays() -> None:
+def test_F8_the_newest_connection_of_a_rank_stays() -> None:
     async def main() -> None:
         async with answering() as node:
             first = await authenticated_raw(node.port)
@@ -236,7 +236,7 @@ def test_F8_of_a_rank_the_newest_connection_stays() -> None:
     run(main)
 
 
-def test_F6_who_is_refused_hears_why(caplog: pytest.LogCaptureFixture) -> None:
+def test_F6_a_refused_connector_is_told_the_reason(caplog: pytest.LogCaptureFixture) -> None:
     """Another task's secret, another dataset, another version, another rank; and it is logged."""
 
     async def main() -> None:
@@ -277,7 +277,7 @@ def test_F6_another_version_of_the_wire_is_named() -> None:
     run(main)
 
 
-def test_who_has_become_another_version_ends_all_connections() -> None:
+def test_switching_the_version_ends_all_connections() -> None:
     async def main() -> None:
         async with answering() as node:
             hand = await authenticated_raw(node.port)
@@ -316,7 +316,7 @@ def test_an_idle_connection_ends_after_five_minutes_and_a_busy_one_does_not() ->
     run(main, jumping())
 
 
-def test_F7_who_does_not_take_its_answers_is_let_go() -> None:
+def test_F7_a_connector_that_reads_no_answers_is_disconnected() -> None:
     async def main() -> None:
         async with answering() as node:
             hand = await authenticated_raw(node.port)
@@ -346,7 +346,7 @@ def test_answers_to_many_at_once_come_over_a_full_socket() -> None:
     run(main)
 
 
-def test_the_secret_is_nowhere(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_secret_is_in_no_log_and_no_repr(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         async with answering() as node:
             await (await open_raw(node.port)).handshake(me(0), secret=b"x" * 32)

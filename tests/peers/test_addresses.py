@@ -27,7 +27,7 @@ def place(
     return listen_address(listen, advertise, rank=rank, world=world, peers=peers, url=url)
 
 
-def test_F13_what_is_given_is_taken() -> None:
+def test_F13_given_addresses_are_used() -> None:
     assert place("127.0.0.5:80") == ("127.0.0.5", 80)
     assert place("[::1]:0") == ("::1", 0)
     assert place("0.0.0.0:9", "10.0.0.1") == ("0.0.0.0", 9)  # noqa: S104
@@ -37,7 +37,7 @@ def test_F13_what_is_given_is_taken() -> None:
             place(bad)
 
 
-def test_S5_a_node_alone_listens_on_loopback_and_nobody_on_all_by_default() -> None:
+def test_S5_a_single_node_listens_on_loopback_and_no_node_on_all_interfaces_by_default() -> None:
     alone, port = place(world=1)
     assert (ipaddress.ip_address(alone).is_loopback, port) == (True, 0)
     assert place(world=1) == (alone, 0)
@@ -51,7 +51,7 @@ def test_S5_a_node_alone_listens_on_loopback_and_nobody_on_all_by_default() -> N
         place(peers=("a:1", "b:2"), rank=2)
 
 
-def test_F13_a_name_that_is_loopback_here_is_no_address_for_others(
+def test_F13_a_name_that_resolves_to_loopback_is_refused(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As Debian writes a machine's own name into /etc/hosts."""
@@ -79,7 +79,7 @@ def test_F13_a_name_that_is_loopback_here_is_no_address_for_others(
     assert "--advertise other:9: other has no address" in caplog.text
 
 
-def test_F13_what_is_no_name_at_all_has_no_address(caplog: pytest.LogCaptureFixture) -> None:
+def test_F13_an_unknown_name_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(UsageError, match="has no address"):
         place(f"{'x' * 70}.org:9")
     assert place("10.0.0.1:5", f"{'x' * 70}.org:9")
@@ -96,7 +96,7 @@ def test_F13_what_is_no_name_at_all_has_no_address(caplog: pytest.LogCaptureFixt
         ("", "", ("127.0.0.1:5", "10.0.0.2:5")),
     ],
 )
-def test_F13_who_says_that_only_this_machine_reaches_it_is_warned(
+def test_F13_an_explicit_loopback_address_is_a_warning(
     listen: str, told: str, peers: Sequence[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     place(listen, told, peers=peers)
@@ -108,7 +108,7 @@ def test_F13_who_says_that_only_this_machine_reaches_it_is_warned(
     assert not caplog.records
 
 
-def test_where_all_nodes_are_on_one_machine_nobody_is_warned(
+def test_loopback_addresses_of_all_peers_are_no_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     for rank in range(2):
@@ -116,7 +116,7 @@ def test_where_all_nodes_are_on_one_machine_nobody_is_warned(
     assert not caplog.records
 
 
-def test_F13_where_nothing_is_said_it_is_the_way_to_what_all_have_in_common(
+def test_F13_the_default_is_the_address_towards_the_server_or_redis(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     server = parse_url("diesel://198.51.100.1:9300")
@@ -135,7 +135,7 @@ def test_F13_where_nothing_is_said_it_is_the_way_to_what_all_have_in_common(
         place(url=parse_url("diesel://127.0.0.1:9300"))
 
 
-def test_F13_what_is_told_to_others() -> None:
+def test_F13_the_advertised_address() -> None:
     assert advertised_address("", "10.0.0.1", 5) == "10.0.0.1:5"
     assert advertised_address("", "fe80::1", 5) == "[fe80::1]:5"
     assert advertised_address("host", "10.0.0.1", 5) == "host:5"
@@ -147,7 +147,9 @@ def test_F13_what_is_told_to_others() -> None:
             advertised_address("", every, 5)
 
 
-def test_F8_nodes_alone_on_two_machines_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_F8_single_nodes_on_two_machines_have_different_addresses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Each is rank 0 and takes the other's place, which must not look like its predecessor's."""
     own, _ = place(world=1)
     real = hashlib.sha256

@@ -109,7 +109,7 @@ def test_lfu_keeps_what_is_read_most() -> None:
 
 
 @EVERY
-def test_each_file_once_an_epoch_without_a_plan_half_of_it_in_memory(policy: str) -> None:
+def test_random_epochs_of_which_half_fits_cost_little_more_than_half(policy: str) -> None:
     chunks, files = 100, 16
     found = Simulated(policy, chunks, chunks // 2, files)
     found.run(epochs(chunks * files, 4))
@@ -120,7 +120,7 @@ def test_each_file_once_an_epoch_without_a_plan_half_of_it_in_memory(policy: str
 @EVERY
 @pytest.mark.parametrize("files", [1, 2, 3, 4, 8, 64])
 @pytest.mark.parametrize("order", [epochs, in_a_circle])
-def test_a_dataset_of_a_fifth_more_than_fits_never_costs_more_than_without(
+def test_a_dataset_slightly_larger_than_the_cache_never_costs_more_than_no_cache(
     policy: str, files: int, order: Callable[[int, int], Order]
 ) -> None:
     """Also where LRU hits nothing: read in a circle, files of half a chunk."""
@@ -133,7 +133,7 @@ def test_a_dataset_of_a_fifth_more_than_fits_never_costs_more_than_without(
         assert found.spent_s <= (1 + OVERHEAD_FRACTION) * found.without_s
 
 
-def test_whatever_is_read_costs_little_more_than_without() -> None:
+def test_any_reads_cost_little_more_than_no_cache() -> None:
     """Of a cache that is full: random costs and reads, of the account alone."""
     chance = np.random.default_rng(4)
     for _ in range(50):
@@ -164,7 +164,7 @@ def test_whatever_is_read_costs_little_more_than_without() -> None:
             assert spent_s <= (1 + OVERHEAD_FRACTION) * without_s + 1e-6
 
 
-def test_reads_of_what_has_just_gone_cost_little_more_than_without() -> None:
+def test_reads_of_evicted_chunks_cost_little_more_than_no_cache() -> None:
     """The worst that can come: all that is ever fetched goes unread, and half of it was wanted."""
     rent, spent_s, without_s = SkiRentalAdmission([100] * 20, float, 1000), 0.0, 0.0
     for read in range(4000):
@@ -181,7 +181,7 @@ def test_reads_of_what_has_just_gone_cost_little_more_than_without() -> None:
     assert spent_s > without_s, "but it goes on trying"
 
 
-def test_what_is_wanted_may_change_altogether() -> None:
+def test_the_cache_follows_reads_that_move_to_other_data() -> None:
     chunks, files = 60, 16
     found = Simulated("lru", 2 * chunks, chunks, files)
 

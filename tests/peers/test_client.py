@@ -122,7 +122,7 @@ def test_every_byte_is_right_and_no_read_fails(
 
 
 @pytest.mark.parametrize("kind", BEHAVIOURS)
-def test_a_helper_of_a_mount_gets_every_byte_too(
+def test_reads_into_a_mounts_buffers_get_every_byte(
     kind: str, store: TaskStore, master: FakeMaster, view: Snapshot
 ) -> None:
     BEHAVIOURS[kind](master.behaviour)
@@ -144,12 +144,14 @@ def test_a_helper_of_a_mount_gets_every_byte_too(
     assert reader.stats()["damaged"] == reader.stats()["lost"] == 0
 
 
-def test_F9_no_master_at_all(store: TaskStore, view: Snapshot, chunks: dict[int, bytes]) -> None:
+def test_F9_without_a_master_all_bytes_come_from_the_store(
+    store: TaskStore, view: Snapshot, chunks: dict[int, bytes]
+) -> None:
     check_parts(store, view, chunks, 1)
     check_files(EntryReader(view, store, LITTLE_MEMORY))
 
 
-def test_the_stores_own_errors_stay(store: TaskStore, inner: Counting, view: Snapshot) -> None:
+def test_errors_of_the_store_are_raised(store: TaskStore, inner: Counting, view: Snapshot) -> None:
     inner.fails = True
     with pytest.raises(ObjectStoreError, match="the store fails"):
         store.read_into(name_of(view, 0), 0, bytearray(10))
@@ -171,7 +173,7 @@ def test_many_parts_are_one_request_and_nothing_is_read_from_the_store(
     assert list(struct.iter_unpack("<III", master.bodies(READ)[0])) == parts
 
 
-def test_what_is_read_again_and_again_is_mapped_and_then_costs_no_request(
+def test_a_chunk_that_is_read_often_is_mapped_and_then_costs_no_request(
     store: TaskStore, master: FakeMaster, inner: Counting, view: Snapshot, chunks: dict[int, bytes]
 ) -> None:
     room = memoryview(bytearray(100))
@@ -188,7 +190,7 @@ def test_what_is_read_again_and_again_is_mapped_and_then_costs_no_request(
     assert inner.reads == 0
 
 
-def test_what_another_node_has_is_not_mapped(
+def test_a_chunk_of_another_node_is_not_mapped(
     store: TaskStore, master: FakeMaster, view: Snapshot
 ) -> None:
     master.behaviour.source = 5
@@ -242,7 +244,7 @@ def test_a_part_larger_than_the_window_comes_in_pieces(
 # What is lent -------------------------------------------------------------------------------------
 
 
-def test_a_lent_chunk_is_returned_when_nobody_looks_at_it_any_more(
+def test_a_pinned_chunk_is_unpinned_with_its_last_view(
     store: TaskStore, master: FakeMaster, view: Snapshot, chunks: dict[int, bytes],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -265,7 +267,7 @@ def test_a_lent_chunk_is_returned_when_nobody_looks_at_it_any_more(
     assert master.bodies(UNPIN).count(struct.pack("<I", 2)) == 1
 
 
-def test_a_reader_lets_go_of_what_the_master_wants_back(
+def test_a_reader_unpins_revoked_chunks(
     store: TaskStore, master: FakeMaster, view: Snapshot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client_module, "HEARTBEAT_S", 0.02)
@@ -286,7 +288,7 @@ def test_a_reader_lets_go_of_what_the_master_wants_back(
     check_files(reader)
 
 
-def test_what_is_written_into_a_lent_chunk_is_ones_own(
+def test_a_write_to_a_pinned_chunk_changes_a_private_copy(
     store: TaskStore, inner: Counting, master: FakeMaster, view: Snapshot, path: Path,
     chunks: dict[int, bytes],
 ) -> None:  # fmt: skip
@@ -302,7 +304,7 @@ def test_what_is_written_into_a_lent_chunk_is_ones_own(
     assert bytes(theirs) == chunks[0], "a view outlives the store"
 
 
-def test_F5_a_lent_chunk_that_is_damaged_is_healed_told_of_and_lent_anew(
+def test_F5_a_damaged_pinned_chunk_is_reported_and_pinned_again(
     store: TaskStore, master: FakeMaster, inner: Counting, view: Snapshot
 ) -> None:
     index = view.lookup(b"n007")
@@ -328,7 +330,7 @@ def test_F5_a_lent_chunk_that_is_damaged_is_healed_told_of_and_lent_anew(
     assert master.pinned.count(extent.chunk) == 2
 
 
-def test_F5_who_gave_damaged_bytes_is_told_of(
+def test_F5_the_node_that_gave_damaged_bytes_is_reported(
     store: TaskStore, master: FakeMaster, inner: Counting, view: Snapshot
 ) -> None:
     master.behaviour.change, master.behaviour.source = flip, 9
@@ -343,7 +345,7 @@ def test_F5_who_gave_damaged_bytes_is_told_of(
     assert inner.reads == 3
 
 
-def test_over_its_limits_what_was_used_longest_ago_goes(tmp_path: Path) -> None:
+def test_over_its_limits_the_table_releases_the_least_recently_used_chunks(tmp_path: Path) -> None:
     table = MappedChunks(bytes_max=80_000, chunks_max=100)
     file = os.memfd_create("x")
     os.ftruncate(file, 10_000)
@@ -366,7 +368,7 @@ def _another(size: int) -> int:
     return file
 
 
-def test_other_memory_for_a_chunk_is_returned_for_itself() -> None:
+def test_a_chunk_that_was_pinned_in_two_memories_is_unpinned_twice() -> None:
     table = MappedChunks()
     one, other = _another(5000), _another(5000)
     first = table.keep(3, one, 5000)
@@ -386,7 +388,7 @@ def test_other_memory_for_a_chunk_is_returned_for_itself() -> None:
         os.close(file)
 
 
-def test_no_descriptor_stays_open_for_what_is_mapped(
+def test_a_mapped_chunk_keeps_no_descriptor(
     store: TaskStore, master: FakeMaster, view: Snapshot
 ) -> None:
     for chunk in range(view.chunk_count):
@@ -474,7 +476,7 @@ def test_F1_a_master_that_dies_and_comes_back(
         assert not any(back.bodies(UNPIN)), "it is not told of what another had lent"
 
 
-def test_F1_a_master_that_could_not_be_started_again_at_once_is_later(
+def test_F1_a_failed_restart_of_a_master_is_tried_again(
     path: Path, view: Snapshot, chunks: dict[int, bytes]
 ) -> None:
     """Nothing is left of a start that fails, no socket either."""
@@ -500,7 +502,7 @@ def _is_used(store: TaskStore, view: Snapshot, chunks: dict[int, bytes], back: F
     return READ in back.kinds()
 
 
-def test_a_master_that_refuses_is_asked_again_later_alone(
+def test_a_master_that_rejects_reads_is_paused_and_still_receives_unpins(
     store: TaskStore, master: FakeMaster, view: Snapshot, chunks: dict[int, bytes]
 ) -> None:
     """And may still be told what is mapped no more."""
@@ -529,7 +531,7 @@ def test_a_master_that_refuses_is_asked_again_later_alone(
 # Forked children, other versions ------------------------------------------------------------------
 
 
-def test_a_forked_child_reads_on_by_connections_of_its_own(
+def test_a_forked_child_uses_connections_of_its_own(
     store: TaskStore, master: FakeMaster, view: Snapshot, chunks: dict[int, bytes]
 ) -> None:
     whole = store.pin(name_of(view, 1), lambda: None)
@@ -559,7 +561,7 @@ def test_a_forked_child_reads_on_by_connections_of_its_own(
     assert bytes(whole) == chunks[1]
 
 
-def test_another_version_is_told_of_and_read_through_the_same_master(
+def test_another_version_is_announced_and_read_through_the_same_master(
     repository: LocalRepository,
     store: TaskStore,
     master: FakeMaster,
@@ -579,7 +581,7 @@ def test_another_version_is_told_of_and_read_through_the_same_master(
     assert inner.reads == 0
 
 
-def test_statistics_are_the_masters_and_ones_own(store: TaskStore, master: FakeMaster) -> None:
+def test_statistics_are_the_masters_and_the_readers(store: TaskStore, master: FakeMaster) -> None:
     told = store.stats()
     assert (told["rank"], told["answers"]) == (3, True)
     assert isinstance(told["client"], dict)
@@ -588,7 +590,7 @@ def test_statistics_are_the_masters_and_ones_own(store: TaskStore, master: FakeM
     assert store.stats()["answers"] is False
 
 
-def test_each_read_is_counted_once_where_it_came_from(
+def test_each_read_is_counted_once_by_its_source(
     store: TaskStore, master: FakeMaster, view: Snapshot
 ) -> None:
     """Also the read for which a chunk is mapped."""

@@ -47,7 +47,7 @@ def test_a_version_without_chunks_has_none_to_ask_for(
 
 @pytest.mark.usefixtures("master")
 @pytest.mark.parametrize(("start", "size"), [(-1, 5), (1 << 40, 5), (1, 0)])
-def test_what_lies_outside_its_chunk_is_the_stores_error(
+def test_a_part_outside_its_chunk_is_an_error_of_the_store(
     store: TaskStore, view: Snapshot, start: int, size: int
 ) -> None:
     """The last: a byte more than there are."""
@@ -73,7 +73,7 @@ def check(store: TaskStore, inner: Counting, view: Snapshot, seed: int) -> None:
     assert list(map(bytes, store.read_parts(parts))) == right
 
 
-def test_parts_are_under_way_before_anybody_looks(
+def test_parts_are_requested_before_the_first_one_is_consumed(
     store: TaskStore, master: FakeMaster, inner: Counting, view: Snapshot
 ) -> None:
     master.behaviour.source = 5
@@ -88,7 +88,7 @@ def test_parts_are_under_way_before_anybody_looks(
     assert inner.reads == 0
 
 
-def test_of_many_files_the_next_group_is_under_way(
+def test_the_next_group_of_parts_is_requested_ahead(
     store: TaskStore,
     master: FakeMaster,
     view: Snapshot,
@@ -115,7 +115,7 @@ def test_of_many_files_the_next_group_is_under_way(
     assert [bytes(first), *map(bytes, found)] == [FILES[name] for name in names]
 
 
-def test_what_nobody_waits_for_costs_no_connection_and_mixes_nothing_up(
+def test_abandoned_reads_keep_their_connections_and_mix_no_answers(
     store: TaskStore, master: FakeMaster, inner: Counting, view: Snapshot
 ) -> None:
     master.behaviour.source = 5
@@ -133,7 +133,7 @@ def test_what_nobody_waits_for_costs_no_connection_and_mixes_nothing_up(
     assert store.stats()["answers"]
 
 
-def test_F2_a_master_that_hangs_over_what_nobody_waits_for(
+def test_F2_a_master_that_hangs_in_an_abandoned_read(
     store: TaskStore, master: FakeMaster, inner: Counting, view: Snapshot
 ) -> None:
     check(store, inner, view, 1)
@@ -148,7 +148,7 @@ def test_F2_a_master_that_hangs_over_what_nobody_waits_for(
     assert store._link.counts["not_asked"]
 
 
-def test_a_forked_child_waits_for_nothing_of_its_parents(
+def test_a_forked_child_receives_no_answers_of_its_parent(
     store: TaskStore, master: FakeMaster, inner: Counting, view: Snapshot
 ) -> None:
     master.behaviour.source = 5

@@ -47,7 +47,7 @@ def standing(place: Path, source: ChunkSource) -> set[int]:
     return found
 
 
-def test_what_is_in_memory_at_the_end_is_on_the_disk_at_the_next_start(
+def test_at_the_end_chunks_in_memory_are_written_to_the_disk(
     place: Path, source: ChunkSource, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def first() -> None:
@@ -79,7 +79,7 @@ def test_what_is_in_memory_at_the_end_is_on_the_disk_at_the_next_start(
     assert source.fetches == {0: 2} | dict.fromkeys(range(1, CHUNKS), 1)
 
 
-def test_at_the_end_only_what_others_own_goes_and_its_share_comes_first(
+def test_at_the_end_the_share_is_written_first_and_only_chunks_of_others_are_evicted(
     place: Path, source: ChunkSource, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def main() -> None:
@@ -106,7 +106,7 @@ def test_at_the_end_only_what_others_own_goes_and_its_share_comes_first(
     assert "the disk takes no more" in caplog.text
 
 
-def test_what_waited_to_be_written_at_the_end_is_written(place: Path, source: ChunkSource) -> None:
+def test_at_the_end_the_queue_is_written(place: Path, source: ChunkSource) -> None:
     async def main() -> None:
         held = make_cache(source, total_bytes(source) * 3, disk=tier_at(place))
         async with run_cache(held):
@@ -123,7 +123,7 @@ def test_what_waited_to_be_written_at_the_end_is_written(place: Path, source: Ch
     assert standing(place, source) == {0, 2, 3, 4, 5, 6, 7}
 
 
-def test_the_end_can_be_cut_short_and_leaves_whole_chunks(
+def test_a_cancelled_flush_leaves_whole_chunks(
     place: Path,
     source: ChunkSource,
     monkeypatch: pytest.MonkeyPatch,
@@ -159,9 +159,7 @@ def test_the_end_can_be_cut_short_and_leaves_whole_chunks(
     assert "there was no more time" in caplog.text
 
 
-def test_a_dataset_that_is_read_from_memory_is_not_idle_at_the_end(
-    place: Path, source: ChunkSource
-) -> None:
+def test_reads_from_memory_count_as_use_of_the_disk_cache(place: Path, source: ChunkSource) -> None:
     """Else what stands here would go for what is to stand here."""
 
     async def main() -> None:

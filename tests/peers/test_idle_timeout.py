@@ -11,7 +11,7 @@ from diesel_fs.peers.local import LocalServer
 from diesel_fs.peers.options import TaskRequest
 
 
-def test_a_master_stays_for_who_came_with_one_that_wants_another_version() -> None:
+def test_a_master_stays_when_a_reader_connects_beside_one_of_another_version() -> None:
     server = LocalServer(None)  # type: ignore[arg-type]  # nobody is served
 
     async def main() -> None:
@@ -27,7 +27,7 @@ def test_a_master_stays_for_who_came_with_one_that_wants_another_version() -> No
     trio.run(main)
 
 
-def test_a_reader_goes_on_with_the_master_at_its_place_alone(
+def test_a_reader_restarts_a_master_only_at_its_own_socket(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else it would ask in vain for ever, without a pause."""
@@ -37,7 +37,7 @@ def test_a_reader_goes_on_with_the_master_at_its_place_alone(
     assert not client._restart_master(request, tmp_path / "mine", has_served=False)
 
 
-def test_a_master_that_nobody_uses_says_so_at_its_end(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_idle_master_logs_why_it_ends(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "diesel.task"):
         trio.run(LocalServer(None).wait_until_idle, 0.01)  # type: ignore[arg-type]  # nobody comes
     assert "no client for 0.01 s: the master ends" in caplog.text

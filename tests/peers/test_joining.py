@@ -122,7 +122,9 @@ def test_the_task_is_of_the_account(two: ServerWithRedis) -> None:
 
 
 @pytest.mark.parametrize("as_whom", ["bob", "ann"])
-def test_S14_S17_another_user_sees_and_joins_nothing(two: ServerWithRedis, as_whom: str) -> None:
+def test_S14_S17_another_user_cannot_see_or_join_the_task(
+    two: ServerWithRedis, as_whom: str
+) -> None:
     """Whatever name he says: the server goes by the account that asks."""
     anns, bobs = (open_registry(two.open(user), task_of(two, user=as_whom))
                   for user in ("ann", "bob"))  # fmt: skip
@@ -140,7 +142,7 @@ def test_S14_S17_another_user_sees_and_joins_nothing(two: ServerWithRedis, as_wh
         bobs.leave(master(1))
 
 
-def test_S10_who_may_not_read_a_dataset_has_no_task_on_it(two: ServerWithRedis) -> None:
+def test_S10_a_user_without_a_role_cannot_join_a_task(two: ServerWithRedis) -> None:
     for task in (task_of(two, user="eve"), TaskName(uuid4(), "eve", "t")):
         registry = open_registry(two.open("eve"), task)
         with pytest.raises(NoSuchDataset):
@@ -149,7 +151,7 @@ def test_S10_who_may_not_read_a_dataset_has_no_task_on_it(two: ServerWithRedis) 
             registry.leave(master(0))
 
 
-def test_an_account_that_is_removed_is_in_no_task_any_more(two: ServerWithRedis) -> None:
+def test_a_removed_account_cannot_renew(two: ServerWithRedis) -> None:
     registry = open_registry(two.open("gone"), task_of(two, user="gone"))
     registry.renew(master(0))
     with two.direct() as direct:
@@ -170,7 +172,7 @@ def test_an_account_that_is_removed_is_in_no_task_any_more(two: ServerWithRedis)
     until(lambda: not two.redis.client().keys("dfs:{task.*"), "the end of its registration", 10)
 
 
-def test_G1_a_server_that_hangs_costs_nobody_its_place(two: ServerWithRedis) -> None:
+def test_G1_a_hanging_server_costs_no_registration(two: ServerWithRedis) -> None:
     """The next try goes to another server, in time."""
     task, mine = task_of(two), two.open("ann")
     registry = open_registry(mine, task)
@@ -201,7 +203,7 @@ def _signal(pid: int, number: int) -> None:
     os.kill(pid, number)
 
 
-def test_while_redis_is_away_servers_say_so_soon(two: ServerWithRedis) -> None:
+def test_servers_report_soon_that_redis_is_away(two: ServerWithRedis) -> None:
     registries = [open_registry(two.open("ann"), task_of(two)) for _ in range(3)]
     for rank, registry in enumerate(registries):
         before = registry.renew(master(rank))
@@ -226,7 +228,7 @@ def test_while_redis_is_away_servers_say_so_soon(two: ServerWithRedis) -> None:
         registry.leave(master(rank))
 
 
-def test_G2_nobody_waits_for_a_redis_of_which_is_known_that_it_is_away(tmp_path: Path) -> None:
+def test_G2_no_request_waits_for_a_redis_that_is_known_to_be_away(tmp_path: Path) -> None:
     """Thousands of renewals would, one after the other, when it has been back for long."""
     message = join_message(TaskName(UUID(int=7), "ann", "t"), master(0), MemberRecord())
     with RedisServer(tmp_path / "redis") as redis:
@@ -248,7 +250,7 @@ def test_G2_nobody_waits_for_a_redis_of_which_is_known_that_it_is_away(tmp_path:
             asked(tasks, message, "127.0.0.1:1", secured=False)
 
 
-def test_what_redis_loses_comes_back_with_the_same_secret(two: ServerWithRedis) -> None:
+def test_registrations_that_redis_lost_come_back_with_the_same_secret(two: ServerWithRedis) -> None:
     """Over loopback a client may say the secret again; where anybody listens it does not."""
     task = task_of(two)
     registries = [open_registry(at(two, "ann", server), task) for server in range(2)]
@@ -273,7 +275,7 @@ def test_what_redis_loses_comes_back_with_the_same_secret(two: ServerWithRedis) 
         ("diesel://far:1", False),
     ],
 )
-def test_S1_a_secret_is_said_where_nobody_listens(url: str, may: bool) -> None:
+def test_S1_a_secret_is_sent_over_private_links_only(url: str, may: bool) -> None:
     assert registry_module._is_private_link(parse_url(url)) is may
 
 
@@ -306,7 +308,7 @@ def asked(
         ("", False, False),
     ],
 )
-def test_S1_the_secret_is_told_to_nobody_who_may_be_overheard(
+def test_S1_a_server_gives_the_secret_over_private_links_only(
     two: ServerWithRedis, peer: str, secured: bool, told: bool
 ) -> None:
     task = TaskName(UUID(int=7), "ann", "t")
@@ -330,7 +332,7 @@ def test_S1_the_secret_is_told_to_nobody_who_may_be_overheard(
         asked(tasks, own, peer, secured=secured, do="leave")
 
 
-def test_with_a_key_of_its_own_a_task_works_everywhere(two: ServerWithRedis) -> None:
+def test_a_task_with_a_key_file_works_over_any_link(two: ServerWithRedis) -> None:
     task = task_of(two)
     registries = [open_registry(at(two, "ann", server), task, key=KEY) for server in range(2)]
     with nothing_left(two):
@@ -401,7 +403,7 @@ def test_a_request_that_makes_no_sense_is_refused(two: ServerWithRedis, wrong: M
                 repository.ask_task("join", task.identity, less, 10)
 
 
-def test_a_task_has_no_time_of_the_clients_choice(two: ServerWithRedis) -> None:
+def test_a_client_cannot_choose_how_long_a_registration_lasts(two: ServerWithRedis) -> None:
     """What a request says beside its fields changes nothing."""
     task = task_of(two)
     with nothing_left(two), two.open("ann") as repository:

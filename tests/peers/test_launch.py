@@ -149,7 +149,7 @@ def test_a_dead_masters_socket_is_cleared_away(node: Node, request_: TaskRequest
     assert len(node.starts()) == 2
 
 
-def test_nodes_and_tasks_do_not_meet(node: Node, request_: TaskRequest) -> None:
+def test_nodes_and_tasks_have_masters_of_their_own(node: Node, request_: TaskRequest) -> None:
     asked = [
         replace(request_, rank=rank, world=2, task=task, listen="127.0.0.1:0")
         for rank in (0, 1)
@@ -161,7 +161,7 @@ def test_nodes_and_tasks_do_not_meet(node: Node, request_: TaskRequest) -> None:
     assert join(others, program=STUB) not in places
 
 
-def test_without_a_rank_the_only_master_of_the_task_is_meant(
+def test_without_a_rank_the_only_master_of_the_task_is_used(
     node: Node, request_: TaskRequest
 ) -> None:
     given = replace(request_, rank=3, world=4, listen="127.0.0.1:0")
@@ -182,7 +182,7 @@ def _node_of(started: dict[str, dict[str, object]]) -> list[object]:
 
 
 @pytest.mark.parametrize("how", ["who reads", "who comes"])
-def test_F8_a_killed_master_is_started_again_as_the_node_that_it_was(
+def test_F8_a_killed_master_is_restarted_as_the_same_node(
     node: Node, request_: TaskRequest, tmp_path: Path, how: str
 ) -> None:
     """Also by who has not said which node this is: another one has rank 0."""
@@ -202,7 +202,9 @@ def test_F8_a_killed_master_is_started_again_as_the_node_that_it_was(
     assert not restart_killed(nameless, place, program=STUB), "it is there"
 
 
-def test_a_job_does_not_become_what_one_of_old_was(node: Node, request_: TaskRequest) -> None:
+def test_a_new_job_does_not_take_over_the_rank_of_an_old_one(
+    node: Node, request_: TaskRequest
+) -> None:
     old = join(replace(request_, rank=1, world=3, listen="127.0.0.1:0"), program=STUB)
     _killed(node, old)
     os.utime(old.with_name("options"), (time.time() - 3600,) * 2)
@@ -211,7 +213,7 @@ def test_a_job_does_not_become_what_one_of_old_was(node: Node, request_: TaskReq
     assert node.starts()[-1]["request"]["world"] == 1
 
 
-def test_a_master_says_that_it_lives(tmp_path: Path) -> None:
+def test_a_master_marks_that_it_is_alive(tmp_path: Path) -> None:
     place = tmp_path / "socket"
     launch.mark_alive(place)  # it ends just now
     options = tmp_path / "options"
@@ -221,9 +223,7 @@ def test_a_master_says_that_it_lives(tmp_path: Path) -> None:
     assert time.time() - options.stat().st_mtime < 60
 
 
-def test_a_master_that_could_not_be_started_again_is_tried_again(
-    node: Node, request_: TaskRequest
-) -> None:
+def test_a_failed_restart_is_tried_again(node: Node, request_: TaskRequest) -> None:
     place = join(request_, program=STUB)
     _killed(node, place)
     node.does("error")
@@ -238,9 +238,7 @@ def test_a_master_that_could_not_be_started_again_is_tried_again(
     assert not restart_killed(request_, place, program=STUB), "not after what does not pass"
 
 
-def test_a_master_that_ended_by_itself_is_not_started_again(
-    node: Node, request_: TaskRequest
-) -> None:
+def test_a_master_that_ended_by_itself_is_not_restarted(node: Node, request_: TaskRequest) -> None:
     place = join(replace(request_, rank=3, world=4, listen="127.0.0.1:0"), program=STUB)
     mark_ended(place)
     _killed(node, place)
@@ -248,7 +246,7 @@ def test_a_master_that_ended_by_itself_is_not_started_again(
     assert join(request_, program=STUB).parent.name == "0"
 
 
-def test_who_asks_for_another_master_than_the_one_that_runs_is_told_once(
+def test_options_that_the_running_master_ignores_are_warned_of_once(
     node: Node, request_: TaskRequest, caplog: pytest.LogCaptureFixture
 ) -> None:
     given = replace(request_, rank=1, world=2, listen="127.0.0.1:0", evict="lfu", task_key=SECRET)
@@ -275,7 +273,7 @@ def test_who_asks_for_another_master_than_the_one_that_runs_is_told_once(
     assert caplog.messages[0].startswith("--policy: ignored")
 
 
-def test_what_a_killed_master_was_started_with_is_not_what_its_successor_was(
+def test_the_options_of_a_killed_master_are_not_taken_for_its_successors(
     node: Node, request_: TaskRequest, caplog: pytest.LogCaptureFixture
 ) -> None:
     """For a moment its options lie beside the socket of who comes up."""
@@ -292,7 +290,7 @@ def test_what_a_killed_master_was_started_with_is_not_what_its_successor_was(
     assert "--evict" in caplog.text
 
 
-def test_a_guess_of_memory_is_no_wish(node: Node, request_: TaskRequest) -> None:
+def test_a_computed_memory_size_is_not_compared(node: Node, request_: TaskRequest) -> None:
     place = join(request_, program=STUB)
     _killed(node, place)
     assert restart_killed(
@@ -301,7 +299,7 @@ def test_a_guess_of_memory_is_no_wish(node: Node, request_: TaskRequest) -> None
     assert [each["request"]["memory_bytes"] for each in node.starts()] == [1 << 20] * 2
 
 
-def test_S8_what_is_kept_of_a_master_holds_no_secret(node: Node, request_: TaskRequest) -> None:
+def test_S8_saved_options_hold_no_secret(node: Node, request_: TaskRequest) -> None:
     url = f"{request_.url}?meta=redis://user:{SECRET}@127.0.0.1:1"
     asked = replace(request_, task_key=SECRET, key=SECRET, user="me", url=url)
     place = join(replace(asked, listen="127.0.0.1:0"), program=STUB)
@@ -316,7 +314,7 @@ def test_S8_what_is_kept_of_a_master_holds_no_secret(node: Node, request_: TaskR
     ]
 
 
-def test_all_but_the_first_process_of_a_node_wait_for_that(
+def test_other_processes_wait_for_the_first_one_of_a_node(
     node: Node, request_: TaskRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURM_LOCALID", "2")
@@ -330,7 +328,7 @@ def test_all_but_the_first_process_of_a_node_wait_for_that(
 # What keeps one from coming up --------------------------------------------------------------------
 
 
-def test_its_error_is_raised_and_the_end_of_its_log_where_it_ends_without_a_word(
+def test_a_masters_error_is_raised_and_without_one_the_end_of_its_log(
     node: Node, request_: TaskRequest
 ) -> None:
     node.does("error")
@@ -346,9 +344,7 @@ def test_its_error_is_raised_and_the_end_of_its_log_where_it_ends_without_a_word
     assert is_alive(join(request_, program=STUB))
 
 
-def test_a_folder_that_is_taken_away_lets_one_in_at_a_time(
-    node: Node, request_: TaskRequest
-) -> None:
+def test_the_lock_of_a_removed_folder_is_worth_nothing(node: Node, request_: TaskRequest) -> None:
     """Whoever has the lock of a folder that is gone has nothing."""
     place = socket_path(replace(request_, rank=0, world=1))
     inside, most, gone = 0, 0, 0
@@ -374,9 +370,7 @@ def test_a_folder_that_is_taken_away_lets_one_in_at_a_time(
     assert node.left() == []
 
 
-def test_a_child_that_is_forked_meanwhile_keeps_nobody_out(
-    node: Node, request_: TaskRequest
-) -> None:
+def test_a_child_forked_meanwhile_does_not_hold_the_lock(node: Node, request_: TaskRequest) -> None:
     """Another thread may fork at any moment, and the child may live for long."""
     place = socket_path(replace(request_, rank=0, world=1))
     for held in (launch._folders_locked(), launch._locked(place, 0.0)):
@@ -396,7 +390,7 @@ def test_a_child_that_is_forked_meanwhile_keeps_nobody_out(
             os.waitpid(child, 0)
 
 
-def test_who_is_stopped_at_the_folders_is_not_waited_for_without_end(
+def test_a_process_stopped_at_the_folders_is_not_waited_for_forever(
     node: Node, request_: TaskRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "_CONNECT_S", 0.1)
@@ -409,7 +403,7 @@ def test_who_is_stopped_at_the_folders_is_not_waited_for_without_end(
         pass
 
 
-def test_the_error_of_a_real_master_is_seen_once_and_its_log_has_it(
+def test_the_error_of_a_real_master_is_raised_once_and_logged(
     node: Node, request_: TaskRequest, tmp_path: Path
 ) -> None:
     log = tmp_path / "log"
@@ -420,7 +414,7 @@ def test_the_error_of_a_real_master_is_seen_once_and_its_log_has_it(
     assert not node.starts()
 
 
-def test_one_that_says_nothing_is_killed(
+def test_a_master_that_reports_nothing_is_killed(
     node: Node, request_: TaskRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "START_DEADLINE_S", 1.0)
@@ -449,7 +443,7 @@ def test_a_socket_in_a_deep_folder(
         assert join(request_, program=STUB) == place
 
 
-def test_a_master_that_is_coming_up_lets_nobody_wait(tmp_path: Path) -> None:
+def test_a_starting_master_refuses_clients_at_once(tmp_path: Path) -> None:
     coming = LocalSocket(tmp_path / "socket")
     try:
         assert coming.path.exists()
@@ -460,7 +454,7 @@ def test_a_master_that_is_coming_up_lets_nobody_wait(tmp_path: Path) -> None:
         coming.close()
 
 
-def test_a_socket_that_was_closed_is_not_taken_from_who_comes_then(tmp_path: Path) -> None:
+def test_a_repeated_close_does_not_remove_another_masters_socket(tmp_path: Path) -> None:
     """Numbers of files are used again at once, on many file systems."""
     ending = LocalSocket(tmp_path / "socket")
     ending.close()
@@ -472,7 +466,7 @@ def test_a_socket_that_was_closed_is_not_taken_from_who_comes_then(tmp_path: Pat
     coming.close()
 
 
-def test_F14_too_few_descriptors_for_so_many_nodes_are_said_at_the_start(
+def test_F14_too_few_descriptors_for_the_world_are_an_error_at_the_start(
     node: Node, request_: TaskRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 1024))
@@ -510,14 +504,12 @@ def test_a_request_that_is_too_long_is_refused(request_: TaskRequest) -> None:
         replace(request_, peers=("a:1",) * 50_000).to_json()
 
 
-def test_a_task_is_of_the_account_or_of_the_user_of_this_machine(request_: TaskRequest) -> None:
+def test_a_task_belongs_to_the_account_or_to_the_machines_user(request_: TaskRequest) -> None:
     assert request_.name == TaskName(UUID(int=5), f"uid:{os.geteuid()}", "training")
     assert replace(request_, user="ann").name == TaskName(UUID(int=5), "ann", "training")
 
 
-def test_a_node_that_is_alone_needs_neither_redis_nor_peers(
-    node: Node, request_: TaskRequest
-) -> None:
+def test_a_single_node_needs_neither_redis_nor_peers(node: Node, request_: TaskRequest) -> None:
     join(request_, program=STUB)
     [started] = node.starts()
     asked = started["request"]
@@ -540,7 +532,7 @@ def test_options_without_a_task_are_refused(option: str) -> None:
         TaskOptions(task="x", cache_bytes=5).check()
 
 
-def test_a_cache_folder_alone_is_a_task_of_this_machine() -> None:
+def test_a_cache_folder_without_a_task_is_a_task_of_this_machine() -> None:
     alone = TaskOptions(cache_dir="/ssd").or_single_node("a")
     assert (alone.rank, alone.world) == (0, 1)
     assert alone.task
@@ -550,7 +542,7 @@ def test_a_cache_folder_alone_is_a_task_of_this_machine() -> None:
         TaskOptions(cache_dir="/ssd", rank=1).or_single_node("a")
 
 
-def test_a_key_file_is_its_users_alone(tmp_path: Path) -> None:
+def test_a_key_file_must_be_private(tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_text(f"{SECRET}\n")
     file.chmod(0o644)

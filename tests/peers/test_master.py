@@ -209,7 +209,7 @@ def test_F10_all_nodes_that_miss_a_chunk_at_once_cost_one_read(task: Task) -> No
     run(main)
 
 
-def test_a_dead_nodes_share_is_taken_over_and_given_back(task: Task) -> None:
+def test_a_dead_nodes_share_moves_to_others_and_back(task: Task) -> None:
     async def main() -> None:
         async with task.node(0) as (a, _), task.node(1) as (b, _):
             async with task.node(2) as (c, death):
@@ -250,7 +250,7 @@ def test_oneshot_loads_each_share_without_a_reader_and_once(task: Task) -> None:
     run(main)
 
 
-def test_oneshot_leaves_out_what_no_file_uses_and_begins_with_what_is_whole(task: Task) -> None:
+def test_oneshot_skips_dead_chunks_and_begins_with_fully_live_ones(task: Task) -> None:
     for path in ("half", "other"):
         task.dataset.put(Random(path).randbytes(30_000), path)
     task.dataset.flush()
@@ -279,9 +279,7 @@ def test_oneshot_leaves_out_what_no_file_uses_and_begins_with_what_is_whole(task
     run(main)
 
 
-def test_what_no_file_uses_is_not_kept_at_the_end(
-    task: Task, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dead_chunks_are_not_kept_at_the_end(task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[npt.NDArray[np.bool_]] = []
 
     async def keep(holdings: NodeCache, share: npt.NDArray[np.bool_]) -> None:
@@ -313,7 +311,7 @@ def test_the_older_of_two_masters_of_a_rank_ends_by_itself(task: Task) -> None:
     run(main)
 
 
-def test_members_stay_members_while_nobody_can_tell(task: Task) -> None:
+def test_members_stay_while_the_registry_cannot_be_reached(task: Task) -> None:
     async def main() -> None:
         async with task.node(0, world=2) as (a, _), task.node(1, world=2) as (b, _):
             await soon(members(a, b))
@@ -325,7 +323,7 @@ def test_members_stay_members_while_nobody_can_tell(task: Task) -> None:
     run(main)
 
 
-def test_C3_after_an_outage_who_has_not_renewed_yet_is_still_a_member(
+def test_C3_after_an_outage_members_have_a_TTL_to_renew(
     task: Task, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Redis has forgotten all, and each renews in its own time; who does not is gone after a TTL,
@@ -361,7 +359,7 @@ def test_C3_after_an_outage_who_has_not_renewed_yet_is_still_a_member(
         run(main)
 
 
-def test_C3_who_was_forgotten_itself_knows_that_others_may_be(
+def test_C3_a_master_that_was_forgotten_keeps_the_other_members(
     task: Task, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Redis was away for so short that nobody has noticed, and has lost everything."""
@@ -384,7 +382,7 @@ def test_C3_who_was_forgotten_itself_knows_that_others_may_be(
         run(main)
 
 
-def test_C3_a_new_secret_is_everybodys(task: Task) -> None:
+def test_C3_all_members_take_over_a_new_secret(task: Task) -> None:
     """Redis has been away for longer than registrations last, and a new node was first after it."""
 
     async def main() -> None:
@@ -408,7 +406,7 @@ async def soon_given(task: Task, node: Master, rank: int) -> None:
         await trio.sleep(0.05)
 
 
-def test_F8_nodes_of_a_list_that_are_silent_lose_their_share_until_they_are_back(
+def test_F8_silent_nodes_from_peers_lose_their_share_until_they_answer(
     task: Task,
 ) -> None:
     class Listed(FakeRegistry):
@@ -436,7 +434,7 @@ def test_F8_nodes_of_a_list_that_are_silent_lose_their_share_until_they_are_back
     run(main)
 
 
-def test_nodes_of_another_version_are_none_until_they_come_along(task: Task) -> None:
+def test_nodes_of_another_version_do_not_count_until_they_switch(task: Task) -> None:
     async def main() -> None:
         async with task.node(0, world=2) as (a, _), task.node(1, world=2) as (b, _):
             await soon(members(a, b))
@@ -513,7 +511,7 @@ def test_another_version_has_owners_before_the_next_renewal(
     run(main)
 
 
-def test_F5_who_gives_damaged_parts_is_not_asked(task: Task) -> None:
+def test_F5_a_node_that_sends_damaged_parts_is_not_asked(task: Task) -> None:
     async def main() -> None:
         async with task.node(0, world=2) as (a, _), task.node(1, world=2) as (b, _):
             await soon(members(a, b))
@@ -530,7 +528,7 @@ def test_F5_who_gives_damaged_parts_is_not_asked(task: Task) -> None:
     run(main)
 
 
-def test_shares_are_what_ownership_says(task: Task) -> None:
+def test_owners_are_those_that_ownership_computes(task: Task) -> None:
     async def main() -> None:
         async with task.node(0) as (a, _), task.node(1) as (b, _), task.node(2) as (c, _):
             await soon(members(a, b, c))
@@ -542,7 +540,7 @@ def test_shares_are_what_ownership_says(task: Task) -> None:
     run(main)
 
 
-def test_what_a_node_keeps_first_is_what_it_owns_where_all_are_there(
+def test_a_node_keeps_first_the_chunks_it_owns_when_all_nodes_are_present(
     task: Task, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nodes of a job that ends leave one by one."""
@@ -567,7 +565,7 @@ def test_what_a_node_keeps_first_is_what_it_owns_where_all_are_there(
     run(main)
 
 
-def test_who_is_asked_for_what_it_holds_waits_for_nobody(task: Task) -> None:
+def test_a_request_for_a_chunk_that_is_here_waits_for_no_other_node(task: Task) -> None:
     """Two that fetch one chunk from each other would wait until a time-out."""
 
     async def main() -> None:

@@ -103,7 +103,7 @@ def test_which_node_this_is(
         ({"SLURM_NODEID": "3", "SLURM_NNODES": "8"}, None, 2),
     ],
 )
-def test_F8_a_node_that_makes_no_sense_is_refused(
+def test_F8_contradictory_ranks_and_worlds_are_refused(
     environment: dict[str, str], rank: int | None, world: int | None
 ) -> None:
     with pytest.raises(UsageError) as error:
@@ -159,7 +159,7 @@ def test_S17_tasks_differ_where_dataset_user_or_name_does(one: TaskName, other: 
     assert (one.digest == other.digest) == (one == other)
 
 
-def test_the_digest_is_the_one_of_the_page() -> None:
+def test_the_digest_is_as_PEERS_md_says() -> None:
     said = b"diesel-fs task 1\0" + bytes(15) + b"\7" + b"ann\0resnet"
     assert TASK.digest == hashlib.sha256(said).digest()
 
@@ -189,13 +189,13 @@ def test_addresses(address: str, host: str, port: int) -> None:
         *("x" * 300 + ":1", "node:\N{ARABIC-INDIC DIGIT ONE}"),
     ],
 )
-def test_what_is_no_address(address: str) -> None:
+def test_bad_addresses(address: str) -> None:
     with pytest.raises(UsageError):
         split_address(address)
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0:80", "[::]:80", "0:80", "[0:0::0]:80"])
-def test_F13_an_address_that_nobody_else_reaches_is_refused(address: str) -> None:
+def test_F13_an_address_of_all_interfaces_is_refused(address: str) -> None:
     with pytest.raises(UsageError, match="reach") as error:
         split_address(address)
     assert "--advertise" in error.value.advice
@@ -266,7 +266,7 @@ def test_a_key_is_the_same_with_a_newline_at_its_end() -> None:
 
 
 @given(members)
-def test_a_member_is_kept_as_it_is(member: Member) -> None:
+def test_a_packed_member_comes_back(member: Member) -> None:
     assert unpack_member(member.rank, member.instance, pack_member(member)) == member
 
 
@@ -279,7 +279,9 @@ def test_any_bytes_give_a_member_or_an_error(rank: int, instance: bytes, packed:
 
 
 @given(members, times, times, secrets)
-def test_a_registration_travels(me: Member, since: int, state: int, secret: bytes) -> None:
+def test_a_registration_message_comes_back(
+    me: Member, since: int, state: int, secret: bytes
+) -> None:
     standing = MemberRecord(since, state, secret)
     message = unpack(msgpack.packb(join_message(TASK, me, standing)))
     assert parse_join(Fields(message, "join")) == (TASK.name, me, standing)
@@ -291,7 +293,7 @@ def test_a_registration_travels(me: Member, since: int, state: int, secret: byte
     st.one_of(st.none(), st.lists(members, max_size=5)), times, times, secrets,
     st.sampled_from(["", "host:5"]), st.booleans(),
 )  # fmt: skip
-def test_an_answer_travels(
+def test_a_registration_answer_comes_back(
     found: list[Member] | None, since: int, state: int, secret: bytes, replaced: str, gone: bool
 ) -> None:
     members = None if found is None else tuple(found)

@@ -97,7 +97,7 @@ def test_F10_one_fetch_however_many_wait_and_eight_of_all() -> None:
     assert source.most == holdings.FETCHES
 
 
-def test_who_is_cancelled_takes_nobody_with_him() -> None:
+def test_a_cancelled_caller_does_not_cancel_the_fetch() -> None:
     source = ChunkSource(range(2))
     source.seconds = 1.0
 
@@ -112,7 +112,7 @@ def test_who_is_cancelled_takes_nobody_with_him() -> None:
     assert source.fetches == {0: 1}
 
 
-def test_a_failed_fetch_is_an_error_of_all_who_wait_and_the_next_tries_again() -> None:
+def test_a_failed_fetch_is_an_error_for_all_waiters_and_the_next_call_tries_again() -> None:
     source = ChunkSource(range(1))
     source.seconds, source.fails = 0.1, True
 
@@ -137,7 +137,7 @@ def test_a_failed_fetch_is_an_error_of_all_who_wait_and_the_next_tries_again() -
     run_simulated(main)
 
 
-def test_what_is_damaged_never_stands_here() -> None:
+def test_a_damaged_chunk_is_never_cached() -> None:
     source = ChunkSource(range(1))
     source.damages = True
 
@@ -151,7 +151,7 @@ def test_what_is_damaged_never_stands_here() -> None:
     trio.run(main)
 
 
-def test_a_fault_of_a_fetcher_is_no_error_of_a_reader(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_bug_in_a_fetch_is_no_error_of_a_reader(caplog: pytest.LogCaptureFixture) -> None:
     source = ChunkSource(range(1))
     source.error = ZeroDivisionError()
 
@@ -164,7 +164,7 @@ def test_a_fault_of_a_fetcher_is_no_error_of_a_reader(caplog: pytest.LogCaptureF
     assert "unexpected error while fetching a chunk" in caplog.text
 
 
-def test_who_keeps_the_room_does_not_change_what_stands_here(
+def test_a_fetcher_that_keeps_its_buffer_cannot_change_the_chunk(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     source, kept = ChunkSource(range(1)), []
@@ -185,7 +185,7 @@ def test_who_keeps_the_room_does_not_change_what_stands_here(
     assert "its buffer is still in use" in caplog.text
 
 
-def test_at_the_end_who_waits_has_nothing() -> None:
+def test_callers_that_wait_at_the_end_get_nothing() -> None:
     source = ChunkSource(range(1))
     source.seconds = 1e9
     held = make_cache(source, total_bytes(source))
@@ -218,7 +218,7 @@ def one_second_a_request() -> ReadCostModel:
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu"])
-def test_what_makes_others_go_has_paid_for_it(policy: str) -> None:
+def test_a_chunk_that_replaces_others_has_been_paid_for(policy: str) -> None:
     """4,360 bytes cost 5.4 s, and 1,000 of them 2 s: the third miss pays."""
     source = ChunkSource(range(4))
 
@@ -239,7 +239,7 @@ def test_what_makes_others_go_has_paid_for_it(policy: str) -> None:
     trio.run(main)
 
 
-def test_where_hits_save_nothing_a_fetch_is_no_use() -> None:
+def test_without_hits_nothing_is_replaced() -> None:
     """Reads in a circle of more than fits, which LRU never hits."""
     source = ChunkSource(range(12), 1000)
     costs, spent_s, without_s = one_second_a_request(), 0.0, 0.0
@@ -263,7 +263,7 @@ def test_where_hits_save_nothing_a_fetch_is_no_use() -> None:
     assert spent_s <= without_s * 1.13
 
 
-def test_none_keeps_what_came_first() -> None:
+def test_the_policy_none_keeps_the_first_chunks() -> None:
     source = ChunkSource(range(4))
 
     async def main() -> None:
@@ -279,7 +279,7 @@ def test_none_keeps_what_came_first() -> None:
 
 
 @EVERY
-def test_what_others_own_goes_first_and_at_once(policy: str) -> None:
+def test_chunks_of_other_nodes_are_replaced_first_and_at_once(policy: str) -> None:
     source = ChunkSource(range(4))
 
     async def main() -> None:
@@ -297,7 +297,7 @@ def test_what_others_own_goes_first_and_at_once(policy: str) -> None:
     trio.run(main)
 
 
-def test_what_others_own_takes_no_room_that_the_share_needs() -> None:
+def test_chunks_of_other_nodes_take_no_room_that_the_share_needs() -> None:
     """Also where it is lent at once, and could not go for it."""
     source = ChunkSource(range(6))
 
@@ -314,7 +314,7 @@ def test_what_others_own_takes_no_room_that_the_share_needs() -> None:
     trio.run(main)
 
 
-def test_a_chunk_larger_than_the_budget_is_left_where_it_is() -> None:
+def test_a_chunk_larger_than_the_budget_is_not_fetched() -> None:
     source = ChunkSource(range(2))
 
     async def main() -> None:
@@ -330,7 +330,7 @@ class Picky(LeastRecentlyUsed):
         return unit == 1 and room >= size
 
 
-def test_what_the_policy_does_not_admit_does_not_come() -> None:
+def test_a_chunk_that_the_policy_rejects_is_not_fetched() -> None:
     source = ChunkSource(range(3))
 
     async def main() -> None:
@@ -345,7 +345,7 @@ def test_what_the_policy_does_not_admit_does_not_come() -> None:
 # By itself
 
 
-def test_a_share_comes_by_itself_and_stops_where_it_is_full() -> None:
+def test_prefetch_owned_fetches_the_share_until_memory_is_full() -> None:
     source = ChunkSource(range(10))
     source.seconds = 1.0
 
@@ -377,7 +377,7 @@ def test_a_share_comes_by_itself_and_stops_where_it_is_full() -> None:
     run_simulated(main)
 
 
-def test_what_comes_by_itself_stands_in_nobody_s_way() -> None:
+def test_prefetch_owned_waits_for_fetches_of_callers() -> None:
     source = ChunkSource(range(40))
     source.seconds = 1.0
 
@@ -408,7 +408,7 @@ def test_what_comes_by_itself_stands_in_nobody_s_way() -> None:
     run_simulated(main)
 
 
-def test_what_could_not_be_fetched_ahead_is_tried_again_less_and_less_often() -> None:
+def test_prefetch_owned_retries_with_growing_pauses() -> None:
     source = ChunkSource(range(3))
     source.fails = True
 
@@ -432,7 +432,7 @@ def test_what_could_not_be_fetched_ahead_is_tried_again_less_and_less_often() ->
 
 
 @pytest.mark.parametrize("error", [OSError(24, "Too many open files"), MemoryError()])
-def test_J8_J9_a_machine_that_gives_no_memory_makes_the_budget_smaller(
+def test_J8_J9_a_machine_without_memory_shrinks_the_budget(
     error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     source = ChunkSource(range(6))
@@ -483,7 +483,7 @@ def runs_alone(request: pytest.FixtureRequest) -> bool:
 _ALONE = "TEST_RUNS_ALONE"
 
 
-def test_F14_J9_descriptors_end_before_the_process_has_none(
+def test_F14_J9_the_cache_leaves_descriptors_for_the_process(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     request: pytest.FixtureRequest,
@@ -515,7 +515,7 @@ def test_F14_J9_descriptors_end_before_the_process_has_none(
     assert len(caplog.records) == 1
 
 
-def test_F14_no_descriptor_at_all_is_no_error_of_a_reader(request: pytest.FixtureRequest) -> None:
+def test_F14_no_free_descriptor_is_no_error_of_a_reader(request: pytest.FixtureRequest) -> None:
     if not runs_alone(request):
         return
     source = ChunkSource(range(3))
@@ -536,7 +536,7 @@ def test_F14_no_descriptor_at_all_is_no_error_of_a_reader(request: pytest.Fixtur
     trio.run(main)
 
 
-def test_a_chunk_that_somebody_doubts_is_looked_at() -> None:
+def test_a_reported_chunk_is_checked_again() -> None:
     source = ChunkSource(range(2))
 
     async def main() -> None:

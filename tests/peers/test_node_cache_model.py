@@ -215,7 +215,7 @@ class Model:
     room=st.integers(0, 6),
     mine=st.booleans(),
 )
-def test_whatever_is_asked(
+def test_any_operations_agree_with_the_model(
     policy: str, operations: list[tuple[object, ...]], room: int, mine: bool
 ) -> None:
     source = ChunkSource(range(8))

@@ -55,7 +55,7 @@ def fetch_s(origin: NodeHost, target: NodeHost, timeout_s: float = 5.0) -> float
     return time.monotonic() - start_s
 
 
-def test_nodes_reach_each_other_and_what_they_share(nodes: Nodes) -> None:
+def test_nodes_reach_each_other_and_the_shared_services(nodes: Nodes) -> None:
     with nodes.start_redis() as client:
         client.set("key", "text")
         for node in nodes:
@@ -82,7 +82,7 @@ def test_connections_are_counted_once_each(nodes: Nodes) -> None:
         each.close()
 
 
-def test_a_link_is_cut_and_mended_and_narrowed(nodes: Nodes) -> None:
+def test_a_link_can_be_cut_mended_and_narrowed(nodes: Nodes) -> None:
     needs_links()
     listener = answering(nodes[1])
     try:
@@ -127,7 +127,7 @@ def test_nothing_is_left_of_nodes(tmp_path: Path) -> None:
     assert not any(Path("/run/netns", name).exists() for name in names)
 
 
-def test_what_a_killed_run_left_goes_when_the_next_begins(tmp_path: Path) -> None:
+def test_the_next_run_removes_what_a_killed_one_left(tmp_path: Path) -> None:
     needs_links()
     code = (
         "import os, signal, sys, pathlib\n"
@@ -151,7 +151,7 @@ def test_what_a_killed_run_left_goes_when_the_next_begins(tmp_path: Path) -> Non
     until(lambda: not is_running(int(pid)), "its end")
 
 
-def test_without_namespaces_nodes_are_addresses(
+def test_without_namespaces_nodes_are_loopback_addresses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(harness, "has_namespaces", lambda: False)

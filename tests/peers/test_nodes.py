@@ -88,7 +88,7 @@ def test_there_is_one_connection_from_each_node_to_each_other(task: RunningTask)
     assert len(made) == len(set(made)) == NODES * (NODES - 1)
 
 
-def test_F10_a_chunk_that_all_miss_at_once_is_read_once(task: RunningTask) -> None:
+def test_F10_a_chunk_that_all_nodes_miss_at_once_is_read_once(task: RunningTask) -> None:
     task.part = 0
     readers = joined(task, range(NODES))
     more = [task.reader(rank).ready() for rank in range(NODES)]
@@ -125,7 +125,7 @@ def kill(pids: list[int], number: int = signal.SIGKILL) -> None:
         os.kill(pid, number)
 
 
-def test_F1_kill_9_of_a_master_costs_nobody_a_byte(task: RunningTask) -> None:
+def test_F1_kill_9_of_a_master_costs_no_reader_a_byte(task: RunningTask) -> None:
     readers = joined(task, range(NODES))
     assert all_right(epochs(readers))
     task.forget()
@@ -145,7 +145,7 @@ def test_F1_kill_9_of_a_master_costs_nobody_a_byte(task: RunningTask) -> None:
     assert task.figure(0, "peers", "3", "parts") > 0
 
 
-def test_F1_a_node_that_dies_is_taken_over_and_used_again_when_it_is_back(
+def test_F1_a_dead_nodes_share_is_taken_over_until_it_is_back(
     task: RunningTask,
 ) -> None:
     readers = joined(task, range(NODES))
@@ -197,7 +197,7 @@ def test_F1_kill_9_of_a_mount_leaves_the_other_nodes_reading(task: RunningTask) 
     assert is_right(task.reader(3, mount=again).ready().epoch(1), FILES)
 
 
-def test_F2_a_master_that_hangs_is_not_asked_and_is_asked_again(task: RunningTask) -> None:
+def test_F2_a_hanging_master_is_paused_and_later_asked_again(task: RunningTask) -> None:
     readers = joined(task, range(NODES))
     assert all_right(epochs(readers, batch=16, pace_s=0.05))
     for seed, reader in enumerate(readers):
@@ -234,7 +234,7 @@ def asked_again(task: RunningTask, readers: list[Reader]) -> bool:
     return after[0] > before[0] and after[1] == before[1]
 
 
-def test_a_node_that_is_cut_off_harms_itself_alone(task: RunningTask) -> None:
+def test_a_node_that_is_cut_off_does_not_disturb_others(task: RunningTask) -> None:
     needs_links()
     readers = joined(task, range(NODES))
     epochs(readers)
@@ -278,7 +278,7 @@ def state(task: RunningTask, rank: int, other: int) -> str:
     return str(peers[str(other)]["state"])
 
 
-def test_F3_a_slow_link_costs_time_outs_and_no_more(task: RunningTask) -> None:
+def test_F3_a_slow_link_costs_only_time_outs(task: RunningTask) -> None:
     needs_links()
     readers = joined(task, range(NODES))
     assert all_right(epochs(readers))
@@ -323,7 +323,7 @@ def test_F6_another_secret_and_another_task_are_refused(task: RunningTask, tmp_p
     assert state(task, 0, 2) in ("paused", "tried")
 
 
-def test_F6_another_version_of_the_dataset_is_none_of_this_task(task: RunningTask) -> None:
+def test_F6_a_node_with_another_version_does_not_count(task: RunningTask) -> None:
     old = joined(task, [0, 1])
     extra = task.nodes.folder / "extra"
     extra.mkdir(exist_ok=True)
@@ -336,7 +336,7 @@ def test_F6_another_version_of_the_dataset_is_none_of_this_task(task: RunningTas
     assert "2" not in cast("dict[str, object]", task.stats(0)["peers"])
 
 
-def test_F8_of_two_masters_of_one_rank_the_newer_one_counts(task: RunningTask) -> None:
+def test_F8_the_newer_of_two_masters_of_a_rank_counts(task: RunningTask) -> None:
     readers = joined(task, range(3))
     epochs(readers)
     before = task.masters(2)
@@ -356,7 +356,7 @@ def test_F8_of_two_masters_of_one_rank_the_newer_one_counts(task: RunningTask) -
         twin.close()
 
 
-def test_F8_who_counts_fewer_nodes_than_there_are_is_warned(task: RunningTask) -> None:
+def test_F8_a_world_smaller_than_the_task_is_a_warning(task: RunningTask) -> None:
     readers = joined(task, range(3))
     few = {"rank": 1, "world": 2, "listen": f"{task.nodes[3].address}:0"}
     odd = Reader(task.nodes[3], readers[2].opened | few, FILES).ready()
@@ -367,7 +367,7 @@ def test_F8_who_counts_fewer_nodes_than_there_are_is_warned(task: RunningTask) -
         odd.close()
 
 
-def test_F8_nodes_with_other_lists_of_peers_read_right_bytes(task: RunningTask) -> None:
+def test_F8_nodes_with_different_peers_lists_read_right_bytes(task: RunningTask) -> None:
     addresses = [f"{node.address}:9400" for node in task.nodes]
     lists = [addresses, addresses[:2], [addresses[1], addresses[0]], addresses]
     task.world = 4
@@ -398,7 +398,7 @@ def test_F9_the_last_node_reads_on_alone(task: RunningTask) -> None:
     assert task.egress_bytes() == 0, "one node holds all of it"
 
 
-def test_what_happens_to_a_task_changes_nothing_in_another(task: RunningTask) -> None:
+def test_failures_in_one_task_do_not_affect_another(task: RunningTask) -> None:
     readers = joined(task, range(NODES))
     epochs(readers)
     task.name, first = f"{task.name}-other", task.name
@@ -446,14 +446,14 @@ def test_the_end_of_a_task_leaves_nothing(task: RunningTask) -> None:
         assert not [each for each in runtime.rglob("*") if each.is_socket()]
 
 
-def test_S5_a_master_listens_where_it_was_told_to_and_nowhere_else(task: RunningTask) -> None:
+def test_S5_a_master_listens_at_the_given_address_only(task: RunningTask) -> None:
     joined(task, range(2))
     for rank in range(2):
         listening = task.nodes[rank].sockets(listening=True)
         assert [each.local for each in listening] == [task.nodes[rank].address]
 
 
-def test_S5_a_node_that_is_alone_listens_on_loopback(task: RunningTask) -> None:
+def test_S5_a_single_node_listens_on_loopback(task: RunningTask) -> None:
     task.world = 1
     task.options = {"listen": ""}
     reader = task.reader(0).ready()

@@ -117,7 +117,7 @@ def test_nodes_of_two_servers_are_one_task_and_read_the_store_once(served: Serve
     assert len(served.nodes.connections()) == 2
 
 
-def test_S1_a_server_hands_the_secret_out_over_tls_alone(served: Served) -> None:
+def test_S1_a_server_gives_the_secret_over_tls_only(served: Served) -> None:
     reader = served.reader(0)
     if served.scheme == "diesel+tls":
         assert is_right(reader.ready().epoch(1), FILES)

@@ -75,7 +75,7 @@ WITHOUT_A_TASK = ["rank", "world", "peers", "listen", "advertise", "task_key", "
 
 @pytest.mark.parametrize("call", ["connect", "mount"])
 @pytest.mark.parametrize(("words", "said"), UNKNOWN + BAD)
-def test_a_word_without_meaning_is_named(
+def test_unknown_and_bad_arguments_are_named(
     calls: dict[str, Call], call: str, words: dict[str, object], said: str
 ) -> None:
     with pytest.raises(UsageError) as refused:
@@ -84,7 +84,7 @@ def test_a_word_without_meaning_is_named(
     assert SECRET not in str(refused.value)
 
 
-def test_sizes_are_numbers(calls: dict[str, Call]) -> None:
+def test_memory_sizes_must_be_numbers(calls: dict[str, Call]) -> None:
     for word in ("memory_bytes", "task_memory_bytes"):
         for bad in ("1G", -5, 1.5, True):
             with pytest.raises(UsageError, match=f"{word} is a"):
@@ -95,13 +95,13 @@ def test_sizes_are_numbers(calls: dict[str, Call]) -> None:
 
 @pytest.mark.parametrize("call", ["connect", "mount"])
 @pytest.mark.parametrize("word", WITHOUT_A_TASK)
-def test_a_word_about_a_task_wants_one(calls: dict[str, Call], call: str, word: str) -> None:
+def test_arguments_about_a_task_need_one(calls: dict[str, Call], call: str, word: str) -> None:
     numbers = {"rank": 0, "world": 2, "peers": "a:1", "peer_tls": True}
     with pytest.raises(UsageError, match=f"^{word} is about a task; say which, by task$"):
         calls[call](**{word: numbers.get(word, SECRET)})
 
 
-def test_without_a_task_nothing_has_a_share_of_memory_or_a_policy(
+def test_without_a_task_memory_share_and_policy_are_refused(
     calls: dict[str, Call],
 ) -> None:
     for word, value in {"task_memory_bytes": 1 << 20, "policy": "on-demand"}.items():
@@ -110,7 +110,7 @@ def test_without_a_task_nothing_has_a_share_of_memory_or_a_policy(
     assert of(policy="oneshot").policy == "oneshot"  # of a mount
 
 
-def test_none_is_what_is_not_said(calls: dict[str, Call]) -> None:
+def test_None_means_not_given(calls: dict[str, Call]) -> None:
     nothing = dict.fromkeys(TaskKwargs.__optional_keys__)
     assert of(**nothing) == of() == NO_TASK
     opened = calls["connect"](**nothing, task_memory_bytes=None)
@@ -119,7 +119,7 @@ def test_none_is_what_is_not_said(calls: dict[str, Call]) -> None:
     opened.close()
 
 
-def test_an_open_datasets_task_is_the_mounts_where_nothing_is_said(
+def test_a_mount_of_an_open_dataset_uses_its_task_by_default(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[MountRequest] = []
@@ -132,7 +132,7 @@ def test_an_open_datasets_task_is_the_mounts_where_nothing_is_said(
     assert [each.policy for each in asked] == ["oneshot", "oneshot", "on-demand"]
 
 
-def test_words_are_taken_as_an_environment_has_them() -> None:
+def test_arguments_may_be_text_from_the_environment() -> None:
     found = of(task="t", rank="1", world=" 3 ", peers="h:1, h:2,h:3", cache_dir=Path("x"))
     assert (found.rank, found.world, found.peers) == (1, 3, ("h:1", "h:2", "h:3"))
     assert found.cache_dir == os.path.abspath("x")
@@ -140,7 +140,7 @@ def test_words_are_taken_as_an_environment_has_them() -> None:
     assert of(task="t", peers=["h:1"]).peers == ("h:1",)
 
 
-def test_a_key_of_blanks_in_the_environment_is_none_and_was_meant_as_one(
+def test_a_blank_key_in_the_environment_is_an_error_of_a_task_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("DIESEL_TASK_KEY", "  ")
@@ -154,5 +154,5 @@ def test_a_key_of_blanks_in_the_environment_is_none_and_was_meant_as_one(
     assert of(task="t", task_key="").task_key == ""
 
 
-def test_what_evicts_is_known_by_all_its_names() -> None:
+def test_the_eviction_choices_are_the_policies() -> None:
     assert {*get_args(Eviction)} == {*POLICIES}

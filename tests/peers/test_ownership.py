@@ -84,7 +84,7 @@ def test_each_chunk_has_one_living_owner_whatever_its_size(world: int, data: st.
     assert np.bincount(owner, held, world).max(initial=0) <= room + 1
 
 
-def test_it_depends_on_ids_and_not_on_their_order() -> None:
+def test_owners_depend_on_ids_and_not_on_their_order() -> None:
     ids, sizes = chunks(500)
     living = np.ones(7, np.bool_)
     owner = Ownership(ids, sizes, 7).owners(living)
@@ -93,7 +93,7 @@ def test_it_depends_on_ids_and_not_on_their_order() -> None:
     assert np.array_equal(owner[order], other)
 
 
-def test_every_process_comes_to_the_same() -> None:
+def test_every_process_computes_the_same_owners() -> None:
     code = (
         "import numpy as np\n"
         "from diesel_fs.peers.ownership import Ownership\n"

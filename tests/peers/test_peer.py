@@ -46,7 +46,7 @@ async def gives(peer: Peer) -> bool:
     return (await read(peer, SMALL))[0] == [GIVEN]
 
 
-def test_parts_that_are_at_hand_come_at_once() -> None:
+def test_parts_in_memory_come_at_once() -> None:
     async def main() -> None:
         async with pair() as (peer, node):
             many = [(2, i * 5000, 4096 + i) for i in range(128)]
@@ -62,7 +62,7 @@ def test_parts_that_are_at_hand_come_at_once() -> None:
 
 
 @pytest.mark.parametrize("pattern", [[1], [0, 1], [1, 0], [1, 0, 0, 1, 1], [0] * 5, [1, 0] * 700])
-def test_what_is_given_lies_in_its_place(pattern: list[int]) -> None:
+def test_given_parts_lie_at_their_offsets(pattern: list[int]) -> None:
     """Between the places of parts that are not."""
 
     async def main() -> None:
@@ -79,7 +79,7 @@ def test_what_is_given_lies_in_its_place(pattern: list[int]) -> None:
     run(main)
 
 
-def test_what_is_beyond_the_limits_is_asked_in_pieces() -> None:
+def test_reads_beyond_the_limits_are_split() -> None:
     async def main() -> None:
         async with pair() as (peer, node):
             statuses, _ = await read(peer, *[(2, 0, 5 << 20)] * 9)
@@ -93,7 +93,7 @@ def test_what_is_beyond_the_limits_is_asked_in_pieces() -> None:
     run(main)
 
 
-def test_many_at_once_each_get_their_own() -> None:
+def test_many_reads_at_once_get_their_own_answers() -> None:
     """At hand or not, small and large, in whatever order they are answered."""
 
     async def main() -> None:
@@ -125,7 +125,7 @@ def test_many_at_once_each_get_their_own() -> None:
     run(main)
 
 
-def test_no_more_than_64_are_under_way() -> None:
+def test_at_most_64_requests_are_in_flight() -> None:
     async def main() -> None:
         standing = FakeAnswers()
         standing.hot = False
@@ -168,7 +168,7 @@ def test_small_reads_go_on_beside_large_ones() -> None:
     run(main)
 
 
-def test_after_a_read_was_given_up_nothing_is_written_into_its_room() -> None:
+def test_nothing_is_written_into_the_buffer_of_an_abandoned_read() -> None:
     """Not even the rest of an answer that was just coming; what comes next is right again."""
 
     async def main() -> None:
@@ -222,7 +222,7 @@ def test_a_late_answer_is_dropped_and_the_next_ones_are_right() -> None:
     run(main)
 
 
-def test_who_says_that_it_is_fetching_is_waited_for_and_not_for_ever() -> None:
+def test_WORKING_extends_the_deadline_once() -> None:
     async def main() -> None:
         async def behave(hand: RawPeer) -> None:
             for pause_s in (2.0, 10.0):
@@ -243,7 +243,7 @@ def test_who_says_that_it_is_fetching_is_waited_for_and_not_for_ever() -> None:
     run(main)
 
 
-def test_F2_who_stops_while_it_is_fetching_is_left_alone_soon() -> None:
+def test_F2_a_peer_that_stops_after_WORKING_is_paused_by_the_next_requests() -> None:
     """What it says that it is fetching is waited for; what is asked from then on is a failure."""
 
     async def main() -> None:
@@ -306,7 +306,7 @@ def test_F5_F7_a_garbled_answer_ends_the_connection_and_pauses_the_peer(
     assert len([line for line in caplog.messages if "violates the protocol" in line]) == 1
 
 
-def test_F5_wrong_bytes_three_times_and_it_is_not_asked() -> None:
+def test_F5_a_peer_is_quarantined_after_three_damaged_parts() -> None:
     """Whether bytes are wrong the reader knows, from its own checksums."""
 
     async def main() -> None:
@@ -319,7 +319,7 @@ def test_F5_wrong_bytes_three_times_and_it_is_not_asked() -> None:
     run(main)
 
 
-def test_nobody_there_costs_one_attempt_and_the_peer_heals() -> None:
+def test_an_unreachable_peer_costs_one_attempt_and_recovers() -> None:
     async def main() -> None:
         listener = listening()
         port = listener.getsockname()[1]
@@ -341,7 +341,7 @@ def test_nobody_there_costs_one_attempt_and_the_peer_heals() -> None:
     run(main)
 
 
-def test_a_connection_that_ended_is_made_anew() -> None:
+def test_a_closed_connection_is_replaced() -> None:
     async def main() -> None:
         async with pair() as (peer, node):
             assert (await read(peer, SMALL))[0] == [GIVEN]
@@ -354,7 +354,7 @@ def test_a_connection_that_ended_is_made_anew() -> None:
     run(main)
 
 
-def test_a_peer_whose_store_is_slow_is_no_failure() -> None:
+def test_a_peer_with_a_slow_store_has_not_failed() -> None:
     """It says that it is there, and what is at hand is given meanwhile."""
 
     async def main() -> None:
@@ -406,7 +406,7 @@ PROGRAM = """if True:
 
 
 @pytest.mark.parametrize("load", [False, True])
-def test_F2_a_stopped_peer_is_left_alone_soon_and_heals(load: bool) -> None:
+def test_F2_a_stopped_peer_is_paused_and_recovers(load: bool) -> None:
     command = [sys.executable, "-c", PROGRAM]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -471,7 +471,7 @@ def test_F3_over_a_slow_link_no_read_waits_longer_than_its_bytes_are_worth() -> 
     run(main)
 
 
-def test_many_reads_of_a_peer_that_is_gone_leave_nothing_behind() -> None:
+def test_many_reads_of_a_lost_peer_leave_nothing_behind() -> None:
     async def main() -> None:
         async with pair() as (peer, node):
             node.answers.hot = False

@@ -47,7 +47,7 @@ async def well(node: Node) -> None:
         (random.Random(1).randbytes(100_000), "no greeting"),
     ],
 )
-def test_F7_who_speaks_something_else_gets_nothing_and_one_line(
+def test_F7_another_protocol_gets_no_answer_and_one_log_line(
     said: bytes, named: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def main() -> None:
@@ -98,7 +98,7 @@ def test_S1_nothing_is_answered_before_the_proof() -> None:
     run(main)
 
 
-def test_S2_a_hello_that_was_recorded_is_worth_nothing() -> None:
+def test_S2_a_replayed_hello_is_rejected() -> None:
     async def main() -> None:
         async with answering() as node:
             said = Hello(0, bytes(16), 1, me(0).identity, 3, b"n" * 32)
@@ -117,7 +117,7 @@ def test_S2_a_hello_that_was_recorded_is_worth_nothing() -> None:
     run(main)
 
 
-def test_S2_nobody_proves_himself_by_what_the_other_end_said() -> None:
+def test_S2_a_reflected_proof_is_rejected() -> None:
     """A connector that sends the acceptor's own proof back; an acceptor the connector's."""
 
     async def main() -> None:
@@ -133,7 +133,7 @@ def test_S2_nobody_proves_himself_by_what_the_other_end_said() -> None:
     run(main)
 
 
-def test_S1_an_acceptor_without_the_secret_is_asked_nothing() -> None:
+def test_S1_an_acceptor_without_the_secret_gets_no_requests() -> None:
     async def main() -> None:
         got = []
 
@@ -157,7 +157,7 @@ def test_S1_an_acceptor_without_the_secret_is_asked_nothing() -> None:
 
 
 @pytest.mark.parametrize("said", [b"", wire.greeting()[:7], wire.greeting() + b"\1"])
-def test_F7_who_says_no_hello_has_five_seconds(
+def test_F7_a_connector_without_a_hello_has_five_seconds(
     said: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def main() -> None:
@@ -224,7 +224,7 @@ def test_F7_a_bad_request_ends_its_connection_with_one_line(
     assert "master 4" in lines(caplog.messages)[0]
 
 
-def test_S12_connections_without_a_hello_are_few_and_keep_nobody_out(
+def test_S12_connections_without_a_hello_are_limited_and_do_not_block_others(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The oldest go: a master's own hello takes milliseconds. The log does not grow with them."""
@@ -244,7 +244,7 @@ def test_S12_connections_without_a_hello_are_few_and_keep_nobody_out(
     assert len(lines(caplog.messages)) < 30
 
 
-def test_S12_there_are_no_more_connections_than_there_may_be() -> None:
+def test_S12_connections_are_limited() -> None:
     async def main() -> None:
         async with answering(connections_max=3) as node:
             for rank in range(2, 5):
@@ -263,7 +263,7 @@ def resident_bytes() -> int:
         return int(file.read().split()[1]) * 4096
 
 
-def test_F7_S12_memory_stays_flat_whatever_is_sent() -> None:
+def test_F7_S12_memory_stays_flat_under_garbage() -> None:
     async def main() -> None:
         chance = random.Random(3)
         async with answering() as node:

@@ -131,7 +131,7 @@ def test_S3_S4_another_certificate_is_refused(
         assert any("the wrong secret" in line for line in caplog.messages)
 
 
-def test_S3_there_is_no_way_back_to_plaintext() -> None:
+def test_S3_TLS_cannot_be_downgraded_to_plaintext() -> None:
     """Neither end speaks without TLS to one that it knows by a certificate, or when it has one."""
 
     async def main() -> None:
@@ -151,7 +151,7 @@ def test_S3_there_is_no_way_back_to_plaintext() -> None:
     run(main)
 
 
-def test_F7_who_speaks_no_TLS_to_a_port_of_TLS_gets_one_line(
+def test_F7_plaintext_at_a_TLS_port_gets_one_log_line(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def main() -> None:
@@ -193,7 +193,7 @@ def test_S3_a_proof_is_bound_to_the_certificate() -> None:
     run(main)
 
 
-def test_keys_are_new_each_time_and_lie_in_no_file(
+def test_keys_are_new_each_time_and_in_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

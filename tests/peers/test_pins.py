@@ -24,7 +24,7 @@ from .node_caches import memory_is_let_go as memory_is_let_go
 # Lending
 
 
-def test_what_is_lent_is_whole_sealed_and_outlives_its_chunk() -> None:
+def test_pinned_memory_is_sealed_and_outlives_its_chunk() -> None:
     source = ChunkSource(range(3))
 
     async def main() -> None:
@@ -57,7 +57,7 @@ def test_what_is_lent_is_whole_sealed_and_outlives_its_chunk() -> None:
     trio.run(main)
 
 
-def test_what_is_lent_takes_its_room_until_it_is_returned() -> None:
+def test_a_pinned_chunk_takes_its_room_until_it_is_unpinned() -> None:
     source = ChunkSource(range(4))
 
     async def main() -> None:
@@ -87,7 +87,7 @@ def test_what_is_lent_takes_its_room_until_it_is_returned() -> None:
     trio.run(main)
 
 
-def test_of_two_memories_of_a_chunk_the_first_is_returned_first() -> None:
+def test_the_first_of_two_memories_of_a_chunk_is_unpinned_first() -> None:
     source = ChunkSource(range(1))
 
     async def main() -> None:
@@ -133,7 +133,7 @@ def test_chunks_of_both_versions_stay() -> None:
     assert source.fetches == {0: 1, 1: 1, 4: 1, 9: 1}
 
 
-def test_what_is_under_way_arrives_under_its_new_number() -> None:
+def test_a_fetch_in_flight_arrives_under_its_new_number() -> None:
     source = ChunkSource(range(3))
     source.seconds = 1.0
 

@@ -82,7 +82,7 @@ def test_masters_see_each_other(place: RedisPlace) -> None:
     assert second.renew(master(1)) == both  # it may come again
 
 
-def test_who_takes_a_rank_over_is_told_once_from_whom(place: RedisPlace) -> None:
+def test_a_master_that_takes_over_a_rank_learns_the_old_address_once(place: RedisPlace) -> None:
     older, newer = place.registry(), place.registry()
     assert older.renew(master(0)).replaced_address == ""
     assert newer.renew(master(0, instance=9)).replaced_address == master(0).address
@@ -91,7 +91,7 @@ def test_who_takes_a_rank_over_is_told_once_from_whom(place: RedisPlace) -> None
         older.renew(master(0))
 
 
-def test_C3_who_was_forgotten_is_told_once(place: RedisPlace) -> None:
+def test_C3_a_forgotten_master_is_told_once(place: RedisPlace) -> None:
     one, other = place.registry(), place.registry()
     assert not one.renew(master(0)).was_forgotten
     assert not one.renew(master(0)).was_forgotten
@@ -112,7 +112,7 @@ def test_a_change_of_a_master_is_seen(place: RedisPlace) -> None:
     assert seen.of_version(2) == (newer,)
 
 
-def test_who_is_told_what_it_knows_is_told_nothing(place: RedisPlace) -> None:
+def test_members_are_sent_only_when_they_changed(place: RedisPlace) -> None:
     """Thousands renew every two seconds: what is new is worth sending, all of it each time not."""
     tasks = place.open()
     told = tasks.join(TASK, master(0), MemberRecord())
@@ -125,7 +125,7 @@ def test_who_is_told_what_it_knows_is_told_nothing(place: RedisPlace) -> None:
     assert changed.state > told.state
 
 
-def test_who_does_not_renew_is_forgotten_and_nothing_is_left(place: RedisPlace) -> None:
+def test_registrations_expire_and_leave_nothing(place: RedisPlace) -> None:
     stays, goes = place.registry(ttl_s=0.5), place.registry(ttl_s=0.5)
     goes.renew(master(1))
     assert ranks(stays.renew(master(0))) == [0, 1]
@@ -148,7 +148,7 @@ def test_every_key_ends_by_itself(place: RedisPlace) -> None:
     assert all(5000 < each <= 6000 for each in left)
 
 
-def test_F1_a_killed_master_is_forgotten_after_its_time(alone: RedisPlace) -> None:
+def test_F1_a_killed_masters_registration_expires(alone: RedisPlace) -> None:
     program = (
         "import sys, time\n"
         "from tests.peers.redis_places import *\n"
@@ -178,7 +178,7 @@ def test_F1_a_killed_master_is_forgotten_after_its_time(alone: RedisPlace) -> No
     assert 0.5 < time.monotonic() - killed < 1.5
 
 
-def test_with_the_last_registration_everything_goes(place: RedisPlace) -> None:
+def test_the_last_leave_deletes_everything(place: RedisPlace) -> None:
     masters = [(place.registry(), master(rank)) for rank in range(3)]
     for registry, me in masters:
         registry.renew(me)
@@ -211,7 +211,7 @@ def test_F8_the_newer_instance_of_a_rank_wins(place: RedisPlace) -> None:
     assert newer.renew(master(0, 20)).members == (master(0, 20), master(1))
 
 
-def test_F8_which_is_the_newer_is_known_where_redis_has_lost_everything(place: RedisPlace) -> None:
+def test_F8_the_newer_instance_is_known_after_redis_lost_everything(place: RedisPlace) -> None:
     """Both are there, and the older says so first: it has been stopped for a while, perhaps."""
     older, newer = place.registry(), place.registry()
     older.renew(master(0, 10))
@@ -232,14 +232,14 @@ def test_a_registry_may_be_used_for_the_next_instance(place: RedisPlace) -> None
         other.renew(master(0, 20))
 
 
-def test_a_registration_that_got_no_answer_may_be_sent_again(place: RedisPlace) -> None:
+def test_a_registration_without_an_answer_may_be_repeated(place: RedisPlace) -> None:
     tasks = place.open()
     told = tasks.join(TASK, master(0), MemberRecord())
     again = tasks.join(TASK, master(0), MemberRecord())
     assert again == told
 
 
-def test_a_new_instance_is_the_newer_whatever_the_clock_says(place: RedisPlace) -> None:
+def test_a_new_instance_is_newer_even_if_the_clock_jumped_back(place: RedisPlace) -> None:
     """Redis's clock has gone back since the older one came."""
     tasks = place.open()
     ahead = MemberRecord(since=1 << 51)
@@ -251,7 +251,7 @@ def test_a_new_instance_is_the_newer_whatever_the_clock_says(place: RedisPlace) 
         tasks.join(TASK, master(0, 10), ahead)
 
 
-def test_a_clock_that_has_gone_back_keeps_nobody_in_a_task(alone: RedisPlace) -> None:
+def test_a_clock_that_jumped_back_extends_no_registration(alone: RedisPlace) -> None:
     registry = alone.registry(ttl_s=0.3)
     registry.renew(master(0))
     alone.registry(ttl_s=0.3).renew(master(1))
@@ -264,7 +264,7 @@ def test_a_clock_that_has_gone_back_keeps_nobody_in_a_task(alone: RedisPlace) ->
         time.sleep(0.05)
 
 
-def test_what_a_redis_has_lost_renewals_bring_back(place: RedisPlace) -> None:
+def test_renewals_restore_what_redis_lost(place: RedisPlace) -> None:
     masters = [(place.registry(), master(rank)) for rank in range(3)]
     for registry, me in masters:
         before = registry.renew(me)
@@ -275,7 +275,7 @@ def test_what_a_redis_has_lost_renewals_bring_back(place: RedisPlace) -> None:
     assert place.registry().renew(master(9)).secret == before.secret
 
 
-def test_while_redis_is_away_a_renewal_says_so(breakable: tuple[RedisServer, RedisPlace]) -> None:
+def test_a_renewal_fails_while_redis_is_away(breakable: tuple[RedisServer, RedisPlace]) -> None:
     server, place = breakable
     registry = place.registry()
     before = registry.renew(master(0))
@@ -300,7 +300,7 @@ def test_while_redis_is_away_a_renewal_says_so(breakable: tuple[RedisServer, Red
     assert registry.renew(master(0)).members == before.members
 
 
-def test_a_master_begins_while_redis_is_away(breakable: tuple[RedisServer, RedisPlace]) -> None:
+def test_a_master_can_start_after_redis_was_away(breakable: tuple[RedisServer, RedisPlace]) -> None:
     server, place = breakable
     server.kill()
     registry = place.registry()
@@ -310,7 +310,7 @@ def test_a_master_begins_while_redis_is_away(breakable: tuple[RedisServer, Redis
     assert ranks(registry.renew(master(0))) == [0]
 
 
-def test_who_goes_and_comes_again_while_redis_is_away_has_the_secret(
+def test_a_master_that_restarts_during_an_outage_gets_the_secret(
     breakable: tuple[RedisServer, RedisPlace],
 ) -> None:
     server, place = breakable
@@ -332,7 +332,9 @@ def test_S14_tasks_of_other_users_datasets_and_names_are_others(place: RedisPlac
     assert len({each.secret for each in found}) == 4
 
 
-def test_there_is_a_most_of_masters(place: RedisPlace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_masters_is_limited(
+    place: RedisPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(redis_tasks, "MEMBERS_MAX", 2)
     registries = [place.registry() for _ in range(3)]
     for rank in range(2):
@@ -359,7 +361,7 @@ def test_all_masters_at_once(place: RedisPlace) -> None:
     assert ranks(registries[7].renew(master(7))) == [*range(count)]
 
 
-def test_the_most_masters_there_may_be(alone: RedisPlace) -> None:
+def test_the_greatest_number_of_masters_can_register(alone: RedisPlace) -> None:
     tasks = alone.open(ttl_s=60)
     masters, ends = task_keys(TASK.digest)
     client = alone.servers[0].client()
@@ -378,7 +380,7 @@ def test_the_most_masters_there_may_be(alone: RedisPlace) -> None:
     assert time.monotonic() - start < 1  # and not that of all masters, each time
 
 
-def test_what_nobody_of_us_has_written_is_left_out(alone: RedisPlace) -> None:
+def test_foreign_values_in_redis_are_ignored(alone: RedisPlace) -> None:
     registry = alone.registry()
     registry.renew(master(0))
     masters, ends = task_keys(TASK.digest)
@@ -432,7 +434,7 @@ def test_with_a_key_file_redis_has_no_secret(place: RedisPlace) -> None:
 
 
 @pytest.mark.parametrize("first", [None, secret_from_key(KEY)])
-def test_nodes_with_a_key_file_and_nodes_without_one_are_no_task(
+def test_nodes_with_and_without_a_key_file_cannot_be_in_one_task(
     place: RedisPlace, first: bytes | None
 ) -> None:
     """They would all be there, and none would talk to the others."""
@@ -448,7 +450,7 @@ def test_nodes_with_a_key_file_and_nodes_without_one_are_no_task(
 # Which place it is
 
 
-def test_peers_are_the_task_where_somebody_has_named_them() -> None:
+def test_the_members_are_the_given_peers() -> None:
     peers = ["a:1", "b:2", "[::1]:3"]
     registry = StaticRegistry(peers, b"s" * 32)
     me = replace(master(1), address="10.0.0.1:2", certificate=bytes(32), version=8)
@@ -467,12 +469,12 @@ def test_peers_are_the_task_where_somebody_has_named_them() -> None:
     ("peers", "secret"),
     [(["a:1"], None), (["a"], b"s"), (["a:1", "a:1"], b"s"), (["a:1"] * (MEMBERS_MAX + 1), b"s")],
 )
-def test_peers_that_make_no_sense(peers: list[str], secret: bytes | None) -> None:
+def test_bad_lists_of_peers(peers: list[str], secret: bytes | None) -> None:
     with pytest.raises(UsageError):
         StaticRegistry(peers, secret)
 
 
-def test_a_repository_has_its_place(tmp_path: Path, alone: RedisPlace) -> None:
+def test_a_repository_opens_its_registry(tmp_path: Path, alone: RedisPlace) -> None:
     with LocalRepository.open(tmp_path.joinpath("a").as_uri(), create=True) as file:
         task = TaskName(UUID(int=7), "uid:7", "resnet")
         with pytest.raises(UsageError) as error:

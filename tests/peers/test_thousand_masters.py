@@ -92,7 +92,7 @@ def test_a_share_is_taken_over_within_seconds_and_reads_go_on(task: Task) -> Non
     assert set(task.count) <= {"own", "given"}
 
 
-def test_who_comes_back_has_what_it_had_from_those_who_have_it(task: Task) -> None:
+def test_a_node_that_returns_gets_its_share_from_other_nodes(task: Task) -> None:
     task.read_often(0.2, 40.0)
     task.run(1.0)
     task.kill(7)
@@ -111,7 +111,7 @@ def test_who_comes_back_has_what_it_had_from_those_who_have_it(task: Task) -> No
     assert set(task.count) <= {"own", "given"}
 
 
-def test_many_that_die_at_once_are_taken_over_as_fast(task: Task) -> None:
+def test_many_nodes_that_die_at_once_are_taken_over_as_fast(task: Task) -> None:
     task.read_often(1.0, 30.0)
     task.run(3.0)
     for rank in range(0, NODES, 100):

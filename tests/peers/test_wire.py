@@ -18,7 +18,7 @@ MINE = Hello(2, b"i" * 16, 5, UUID(int=9), 77, b"n" * 32)
 PROOFS = (b"s" * 32, b"a" * 32, b"b" * 32, b"t" * 32, MINE)
 
 
-def test_greetings_come_back() -> None:
+def test_greetings_round_trip() -> None:
     assert wire.parse_greeting(wire.greeting()) == 1
     assert wire.parse_welcome(wire.welcome(b"n" * 32)[:16]) == (True, 1, 32)
     no = wire.refusal("too many connections")
@@ -31,7 +31,7 @@ def test_greetings_come_back() -> None:
     [(b"GET / HTTP/1.1\r\n", "HTTP"), (bytes.fromhex("1603010200010001fc0303") + bytes(5), "TLS"),
      (bytes(16), "no greeting"), (b"", "no greeting"), (b"\x93DIESNET\1\0" + bytes(6), "no")],
 )  # fmt: skip
-def test_F7_what_is_no_greeting_is_named(said: bytes, named: str) -> None:
+def test_F7_a_foreign_greeting_is_named(said: bytes, named: str) -> None:
     for parse in (wire.parse_greeting, wire.parse_welcome):
         with pytest.raises(ForeignError, match=named):
             parse(said)
@@ -43,7 +43,7 @@ def test_F6_F7_a_welcome_of_another_version_or_length_is_refused(tail: tuple[int
         wire.parse_welcome(b"\x93DIESPER" + struct.pack("<HHI", *tail))
 
 
-def test_a_hello_comes_back() -> None:
+def test_a_hello_round_trips() -> None:
     framed = wire.hello_frame(MINE, b"p" * 32)
     assert len(framed) < 1024
     assert wire.parse_hello(framed[8:]) == (MINE, b"p" * 32)
@@ -54,13 +54,13 @@ def test_a_hello_comes_back() -> None:
     [{"rank": -1}, {"rank": 0xFFFE}, {"rank": True}, {"instance": b"short"}, {"nonce": b""},
      {"identity": b"x" * 15}, {"version": -1}, {"proof": b"p"}, {"proof": "p" * 32}, {"x": 1}],
 )  # fmt: skip
-def test_S1_a_hello_with_other_fields_is_none(change: dict[str, int | bytes | str]) -> None:
+def test_S1_a_hello_with_bad_fields_is_refused(change: dict[str, int | bytes | str]) -> None:
     message = {**MINE.to_message(), "proof": b"p" * 32, **change}
     with pytest.raises((UsageError, CorruptError)):
         wire.parse_hello(frame(message, wire.HELLO_LIMITS)[8:])
 
 
-def test_S2_S3_proofs_cover_all_that_was_said() -> None:
+def test_S2_S3_proofs_cover_every_value_of_the_handshake() -> None:
     """The acceptor's nonce, so none can be said again; the certificate; the task; each field."""
     known = Proofs(*PROOFS)
     assert not wire.proofs_equal(known.connector, known.acceptor)
@@ -76,7 +76,7 @@ def test_S2_S3_proofs_cover_all_that_was_said() -> None:
     assert "s" * 8 not in repr(known)
 
 
-def test_requests_come_back() -> None:
+def test_requests_round_trip() -> None:
     parts = np.array([(0, 1, 2), (1, 5, 6)], "<u4")
     said = wire.request(7, wire.READ, wire.LOAD, parts)
     assert wire.parse_request(said) == (7, wire.READ, wire.LOAD, 2)
@@ -97,7 +97,7 @@ def test_F7_a_bad_request_is_refused(head: tuple[int, ...]) -> None:
         wire.parse_request(struct.pack("<IBBHII", *head))
 
 
-def test_parts_are_checked_alike_however_many_they_are() -> None:
+def test_few_and_many_parts_are_checked_alike() -> None:
     """One by one, or by numpy: against what Python's numbers say."""
     chance = random.Random(1)
     edges = [0, 1, 999, 1000, 1001, (1 << 31) - 1, 1 << 31, (1 << 32) - 1]
@@ -120,7 +120,7 @@ def test_parts_are_checked_alike_however_many_they_are() -> None:
                 wire.parse_parts(content, count, SIZES)
 
 
-def test_answers_come_back() -> None:
+def test_answers_round_trip() -> None:
     statuses = bytes([wire.GIVEN, wire.ABSENT])
     said = wire.answer_head(7, wire.READ, statuses, 5)
     head = wire.parse_answer(said)
@@ -131,7 +131,7 @@ def test_answers_come_back() -> None:
     assert wire.given_bytes(parts, np.frombuffer(statuses, np.uint8)) == 5
 
 
-def test_F5_answers_to_something_else_are_refused() -> None:
+def test_F5_answers_that_do_not_fit_the_request_are_refused() -> None:
     head = wire.AnswerHead(1, wire.READ, 2, 9)
     for wrong in ((wire.PING, 2, 9), (wire.READ, 1, 9), (wire.READ, 2, 8)):
         with pytest.raises(CorruptError):
@@ -145,7 +145,7 @@ def test_F5_answers_to_something_else_are_refused() -> None:
 # the local protocol
 
 
-def test_local_requests_come_back() -> None:
+def test_local_requests_round_trip() -> None:
     said = wire.local_request(wire.LOCAL_HELLO, body=wire.local_hello(UUID(int=3), 9))
     head = wire.parse_local_request(said[:16])
     assert head == (wire.LOCAL_HELLO, 0, 0, len(said) - 16)
@@ -172,7 +172,7 @@ def test_bad_local_requests_are_refused(head: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("wanted", [[], [3, 1, 4]])
-def test_local_answers_come_back_with_what_is_wanted(wanted: list[int]) -> None:
+def test_local_answers_round_trip_with_revoked_chunks(wanted: list[int]) -> None:
     sources = np.array([1, wire.SOURCE_HERE], np.uint16)
     placed = wire.read_answer_body(np.array([0, 90], np.uint32), sources)
     said = wire.local_answer(wire.LOCAL_READ, 2, placed, wanted)
@@ -206,7 +206,7 @@ def test_a_client_of_another_version_is_told() -> None:
         wire.parse_local_hello(struct.pack("<HH16sQ", 2, 0, bytes(16), 1))
 
 
-def test_bodies_are_total() -> None:
+def test_any_bytes_give_a_body_or_an_error() -> None:
     chance = random.Random(2)
     for _ in range(3000):
         body = chance.randbytes(chance.choice([0, 1, 2, 4, 8, 14, 28, 30]))

@@ -136,7 +136,7 @@ def test_workers_of_a_node_share_what_was_fetched_once(node: Node) -> None:
         assert dataset._reader.stats()["chunk_fetches"] == 0
 
 
-def test_F15_ten_thousand_workers_that_die_in_the_middle_of_a_read_leave_nothing(
+def test_F15_ten_thousand_workers_that_die_during_a_read_leave_nothing(
     node: Node,
 ) -> None:
     with node.join() as dataset:
@@ -178,7 +178,7 @@ def _resident_bytes(pid: int) -> int:
 
 
 @pytest.mark.parametrize("version", ["the first", "another"])
-def test_F1_a_master_that_is_killed_costs_nobody_a_read(node: Node, version: str) -> None:
+def test_F1_a_killed_master_costs_no_reader_a_read(node: Node, version: str) -> None:
     with node.join() as dataset:
         check(dataset, 0)
         if version == "another":
@@ -201,7 +201,7 @@ def test_F1_a_master_that_is_killed_costs_nobody_a_read(node: Node, version: str
         check(dataset, 3)
 
 
-def test_a_master_that_was_asked_to_end_is_not_started_again_by_who_reads(node: Node) -> None:
+def test_a_reader_does_not_restart_a_master_that_was_told_to_end(node: Node) -> None:
     with node.join() as dataset:
         check(dataset, 0)
         os.kill(node.master(), signal.SIGTERM)
@@ -270,7 +270,7 @@ class Cached:
 
 
 @pytest.mark.parametrize("task", ["training", "another"])
-def test_a_job_begins_with_what_the_one_before_had_in_memory(node: Node, task: str) -> None:
+def test_a_job_starts_with_the_chunks_of_the_previous_one(node: Node, task: str) -> None:
     cached = Cached(node)
     with cached.join() as dataset:
         check(dataset, 0)
@@ -287,7 +287,7 @@ def test_a_job_begins_with_what_the_one_before_had_in_memory(node: Node, task: s
         assert node.master() != master
 
 
-def test_a_master_that_is_asked_to_end_twice_ends_at_once(node: Node) -> None:
+def test_a_second_signal_ends_a_master_at_once(node: Node) -> None:
     with Cached(node).ending() as master:
         time.sleep(1)
         assert is_running(master)
@@ -295,7 +295,7 @@ def test_a_master_that_is_asked_to_end_twice_ends_at_once(node: Node) -> None:
         until(lambda: not is_running(master), "its end", AT_ONCE_S)
 
 
-def test_F1_a_master_that_is_killed_at_its_end_leaves_whole_chunks(node: Node) -> None:
+def test_F1_a_master_killed_during_its_flush_leaves_whole_chunks(node: Node) -> None:
     cached = Cached(node)
     with cached.ending() as master:
         os.kill(master, signal.SIGKILL)
@@ -306,7 +306,7 @@ def test_F1_a_master_that_is_killed_at_its_end_leaves_whole_chunks(node: Node) -
         assert dataset._reader.stats()["healed"] == 0
 
 
-def test_a_master_that_comes_waits_for_none_that_ends(node: Node) -> None:
+def test_a_new_master_does_not_wait_for_one_that_flushes(node: Node) -> None:
     with Cached(node).ending() as master:
         assert is_running(master)
         with node.join() as again:  # without the folder, which is locked
@@ -316,7 +316,7 @@ def test_a_master_that_comes_waits_for_none_that_ends(node: Node) -> None:
             assert node.master() != master
 
 
-def test_a_master_that_starts_again_leaves_the_cache_of_the_one_before_alone(node: Node) -> None:
+def test_a_restarted_master_keeps_the_cache_of_the_previous_one(node: Node) -> None:
     """By default it may be half of the disk: what it holds already is not taken from that."""
     with small_disk(node.folder / "cache", "size=7m,mode=700") as point:
         cached = Cached(node)
@@ -336,7 +336,7 @@ def test_a_master_that_starts_again_leaves_the_cache_of_the_one_before_alone(nod
 
 
 @pytest.mark.parametrize("takes", ["size=64k,mode=700", "size=64k,mode=700,ro"])
-def test_J1_a_disk_that_takes_no_cache_at_the_start_is_no_error(
+def test_J1_an_unusable_disk_at_the_start_is_a_warning(
     node: Node, takes: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with small_disk(node.folder / "disk", takes) as point:
@@ -351,9 +351,7 @@ def test_J1_a_disk_that_takes_no_cache_at_the_start_is_no_error(
             assert "this node keeps nothing on a disk" in caplog.text
 
 
-def test_J4_a_cache_that_can_only_be_read_is_read(
-    node: Node, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_J4_a_read_only_cache_is_read(node: Node, caplog: pytest.LogCaptureFixture) -> None:
     with small_disk(node.folder / "cache", "size=20m,mode=700") as point:
         cached = Cached(node)
         with cached.join() as dataset:
@@ -367,7 +365,7 @@ def test_J4_a_cache_that_can_only_be_read_is_read(
         assert "is only read: Read-only file system" in caplog.text
 
 
-def test_room_for_no_chunk_is_said_at_the_start(
+def test_room_for_no_chunk_is_a_warning_at_the_start(
     node: Node, caplog: pytest.LogCaptureFixture
 ) -> None:
     how = {"cache_dir": node.folder / "cache", "cache_bytes": 5000, "task_memory_bytes": 900_000}
@@ -381,9 +379,7 @@ def test_room_for_no_chunk_is_said_at_the_start(
     assert largest in memory
 
 
-def test_room_for_every_chunk_is_worth_no_word(
-    node: Node, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_room_for_every_chunk_is_no_warning(node: Node, caplog: pytest.LogCaptureFixture) -> None:
     with node.connect() as dataset:
         largest = int(dataset.snapshot.chunk_sizes.max())
     with node.join(task_memory_bytes=largest) as dataset:
@@ -392,7 +388,7 @@ def test_room_for_every_chunk_is_worth_no_word(
     assert caplog.messages == []
 
 
-def test_another_version_is_shown_by_the_writer_and_what_is_in_both_stays(node: Node) -> None:
+def test_a_writer_switches_the_version_and_common_chunks_stay(node: Node) -> None:
     with node.join() as dataset:
         check(dataset, 0)
         fetched = node.stats()["chunks_from_store"]
@@ -406,7 +402,7 @@ def test_another_version_is_shown_by_the_writer_and_what_is_in_both_stays(node: 
         assert dataset.task_stats()["answers"]
 
 
-def test_who_goes_over_to_another_version_does_not_desert_its_master(
+def test_a_reader_that_switches_the_version_keeps_its_master_from_idling(
     node: Node, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Also where nothing is read of it for a while."""
@@ -420,7 +416,7 @@ def test_who_goes_over_to_another_version_does_not_desert_its_master(
     assert "reading from the store" not in caplog.text
 
 
-def test_who_joins_after_a_put_has_a_master_at_once(node: Node) -> None:
+def test_a_reader_that_joins_after_a_put_gets_a_master_at_once(node: Node) -> None:
     """The one before stays for a while for nobody, and reads the version before."""
     with node.join() as dataset:
         check(dataset, 0)
@@ -434,7 +430,7 @@ def test_who_joins_after_a_put_has_a_master_at_once(node: Node) -> None:
         assert node.master() != before
 
 
-def test_who_wants_another_version_than_others_has_a_master_when_they_have_gone(
+def test_a_reader_of_another_version_gets_a_master_when_others_have_gone(
     node: Node,
 ) -> None:
     with ExitStack() as others:
@@ -457,7 +453,7 @@ def test_who_wants_another_version_than_others_has_a_master_when_they_have_gone(
             assert node.stats()["version"] == second.version  # type: ignore[comparison-overlap]  # numbers
 
 
-def test_what_keeps_a_task_from_beginning_is_an_error_here(node: Node) -> None:
+def test_errors_of_a_starting_task_are_raised(node: Node) -> None:
     with pytest.raises(UsageError, match="the task has 3 nodes, and the rank"):
         node.join(world=3)
     with pytest.raises(UsageError, match="find each other through Redis"):
@@ -522,7 +518,7 @@ def test_a_mount_reads_through_the_task(node: Node, session: str) -> None:
 
 
 @pytest.mark.fuse
-def test_a_mount_with_a_cache_folder_alone_has_a_task_of_its_own(node: Node) -> None:
+def test_a_mount_with_only_a_cache_folder_has_a_task_of_its_own(node: Node) -> None:
     folder, cache = node.folder / "mount", node.folder / "cache"
     folder.mkdir()
     with (
@@ -538,7 +534,7 @@ def test_a_mount_with_a_cache_folder_alone_has_a_task_of_its_own(node: Node) -> 
 
 
 @pytest.mark.fuse
-def test_a_dataset_that_joins_is_mounted_through_its_task(node: Node) -> None:
+def test_a_dataset_in_a_task_is_mounted_through_it(node: Node) -> None:
     folder = node.folder / "mount"
     write(folder, {})
     with node.join() as dataset, diesel_fs.mount(dataset, folder, memory_bytes=128 << 20):
@@ -548,7 +544,7 @@ def test_a_dataset_that_joins_is_mounted_through_its_task(node: Node) -> None:
         until(lambda: "answers" in str(launcher.stats(folder).get("task")), "it to tell")
 
 
-def test_S13_what_somebody_has_put_into_the_cache_folder_is_not_believed(node: Node) -> None:
+def test_S13_foreign_files_in_the_cache_folder_are_not_trusted(node: Node) -> None:
     cache = node.folder / "cache"
     how = {"cache_dir": cache, "cache_bytes": 64 << 20, "task_memory_bytes": 1 << 20}
 

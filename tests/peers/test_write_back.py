@@ -74,7 +74,7 @@ async def all_read(held: NodeCache, source: ChunkSource) -> int:
 
 
 @EVERY
-def test_what_memory_has_no_room_for_goes_to_the_disk(
+def test_chunks_beyond_the_memory_go_to_the_disk(
     policy: str, place: Path, source: ChunkSource
 ) -> None:
     async def main() -> None:
@@ -94,7 +94,7 @@ def test_what_memory_has_no_room_for_goes_to_the_disk(
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu"])
-def test_what_is_read_often_comes_to_memory_and_what_goes_is_on_the_disk(
+def test_chunks_that_are_read_often_come_to_memory_and_evicted_ones_are_on_the_disk(
     policy: str, place: Path, source: ChunkSource
 ) -> None:
     async def main() -> None:
@@ -118,7 +118,7 @@ def test_what_is_read_often_comes_to_memory_and_what_goes_is_on_the_disk(
     assert set(source.fetches.values()) == {1}
 
 
-def test_what_stands_at_the_start_is_adopted_and_damage_is_found(
+def test_chunks_on_the_disk_at_the_start_are_adopted_and_checked(
     place: Path, source: ChunkSource
 ) -> None:
     """J6: whatever a crash has left is checked before it is given."""
@@ -149,7 +149,7 @@ def test_what_stands_at_the_start_is_adopted_and_damage_is_found(
     assert source.fetches == {0: 2, 1: 2} | dict.fromkeys(range(2, CHUNKS), 1)
 
 
-def test_a_full_disk_gives_up_what_others_own_then_what_is_in_memory_then_by_policy(
+def test_a_full_disk_evicts_chunks_of_others_then_those_in_memory_then_by_policy(
     place: Path, source: ChunkSource
 ) -> None:
     async def main() -> None:
@@ -180,7 +180,7 @@ def test_a_full_disk_gives_up_what_others_own_then_what_is_in_memory_then_by_pol
     trio.run(main)
 
 
-def test_without_memory_there_is_the_disk(place: Path, source: ChunkSource) -> None:
+def test_without_memory_chunks_go_to_the_disk(place: Path, source: ChunkSource) -> None:
     async def main() -> None:
         async with run_and_close_cache(make_cache(source, 0, disk=tier_at(place))) as held:
             await settled(held)
@@ -193,7 +193,7 @@ def test_without_memory_there_is_the_disk(place: Path, source: ChunkSource) -> N
     assert set(source.fetches.values()) == {1}
 
 
-def test_a_share_fills_the_disk_too_and_no_more(place: Path, source: ChunkSource) -> None:
+def test_a_share_fills_the_disk_and_then_stops(place: Path, source: ChunkSource) -> None:
     async def main() -> None:
         shelf = tier_at(place, total(source, *[7] * 3))
         async with (
@@ -297,7 +297,7 @@ def unreadable(place: Path) -> None:
 
 
 @pytest.mark.parametrize(("happens", "left"), [(remounted, 8), (removed, 2), (unreadable, 2)])
-def test_J4_a_folder_that_is_taken_away_is_no_error_of_a_reader(
+def test_J4_a_removed_folder_is_no_error_of_a_reader(
     happens: Callable[[Path], None], left: int, small: Path, source: ChunkSource
 ) -> None:
     place = prepare_cache_folder(small)
@@ -322,7 +322,7 @@ def test_J4_a_folder_that_is_taken_away_is_no_error_of_a_reader(
     trio.run(main)
 
 
-def test_J2_a_disk_that_gives_errors_is_passed_by_and_tried_again(
+def test_J2_a_failing_disk_is_paused_and_tried_again(
     place: Path, source: ChunkSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object) -> int:
@@ -425,7 +425,7 @@ def test_an_eviction_by_another_task_is_a_miss(place: Path, source: ChunkSource)
     assert source.fetches[5] == 2
 
 
-def test_what_others_have_put_there_is_found_when_it_is_looked_for_again(
+def test_chunks_that_others_wrote_are_found_at_the_next_scan(
     place: Path, source: ChunkSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
@@ -443,7 +443,7 @@ def test_what_others_have_put_there_is_found_when_it_is_looked_for_again(
     trio.run(main)
 
 
-def test_the_queue_is_no_more_than_its_part_of_the_memory(place: Path, source: ChunkSource) -> None:
+def test_the_queue_stays_within_its_part_of_the_memory(place: Path, source: ChunkSource) -> None:
     """Where the disk writes nothing, what does not fit is left to the store."""
 
     class Slow(DiskTier):
