@@ -335,7 +335,7 @@ def test_C3_after_an_outage_members_have_a_TTL_to_renew(
         async with four[0] as (a, _), four[1] as (b, _), four[2] as (c, _), four[3] as (d, _):
             await soon(members(a, b, c, d))
             task.registry.is_unavailable = True
-            await soon(lambda: caplog.text.count("nobody tells") == 4)
+            await soon(lambda: caplog.text.count("cannot reach the registry") == 4)
             kept = task.registry.members.copy()
             task.registry.members.clear()
             caplog.clear()
