@@ -1,4 +1,4 @@
-"""What masters send and receive with: fairness, and how slow the other end may be."""
+"""Channels: fairness between tasks, and how slow the other end may be."""
 
 import socket
 
@@ -10,7 +10,7 @@ from diesel_fs.net.channel import Channel, ConnectionClosed, FrameReader
 
 
 class Endless(Channel):
-    """There is always something."""
+    """A channel that always has bytes."""
 
     def receive_now(self, room: memoryview) -> int:
         return len(room)

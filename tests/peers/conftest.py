@@ -1,4 +1,4 @@
-"""A dataset, a stand-in for a master, and a `TaskStore` between them, for tests of that."""
+"""A dataset, a fake master, and a `TaskStore` between them, for tests of `TaskStore`."""
 
 import os
 from collections.abc import Iterator
@@ -23,14 +23,14 @@ FILES = {f"n{i:03}": os.urandom(1000 + i) for i in range(300)} | {
     "large": os.urandom(3 * CHUNK_BYTES_MIN + 77),
 }
 DEADLINE_S, PAUSE_S = 1.5, 0.5
-"""A busy machine lets the tests' own master wait for its turn, too."""
+"""Long enough for the fake master on a busy machine."""
 
 LITTLE_MEMORY = 1 << 10
-"""Nothing fits; chunks in memory are others'."""
+"""Memory in which no chunk fits."""
 
 
 class Counting(ReadWrapper):
-    """The store itself: how often it is read."""
+    """The object store; it counts reads, and fails on demand."""
 
     def __init__(self, inner: ObjectStore) -> None:
         super().__init__(inner)

@@ -1,4 +1,4 @@
-"""Masters that talk over real sockets, with made-up chunks and nothing else of a task."""
+"""Masters that talk over real sockets, with made-up chunks and no dataset."""
 
 import os
 import socket
@@ -26,7 +26,7 @@ TASK = TaskName(UUID(int=7), "me", "task")
 
 
 def run(main: Callable[[], Awaitable[None]], clock: MockClock | None = None) -> None:
-    """A test, which ends: within a minute, or half an hour of a clock that jumps."""
+    """Run a test with a time limit: a minute, or half an hour of a simulated clock."""
 
     async def within() -> None:
         with trio.fail_after(60 if clock is None else 2000):
@@ -36,7 +36,7 @@ def run(main: Callable[[], Awaitable[None]], clock: MockClock | None = None) -> 
 
 
 def jumping() -> MockClock:
-    """A clock that jumps when nobody has had anything to do for a while: sockets are real."""
+    """A simulated clock that jumps when no task has run for a while; the sockets are real."""
     return MockClock(autojump_threshold=0.02)
 
 
@@ -45,7 +45,7 @@ def me(rank: int, certificate: Certificate | None = None) -> LocalIdentity:
 
 
 def content(chunk: int, start: int, size: int) -> bytes:
-    """What stands in a chunk."""
+    """Bytes of a chunk."""
     at = np.arange(start // 8, (start + size) // 8 + 1, dtype=np.uint64) * 0x9E3779B97F4A7C15
     return (at + np.uint64(chunk)).tobytes()[start % 8 :][:size]
 
@@ -56,7 +56,8 @@ def parts(*records: tuple[int, int, int]) -> Parts:
 
 
 class FakeAnswers:
-    """Answers: what is `hot` at once, the rest when `ready` says so; `absent` chunks never."""
+    """The answers of an acceptor: at once where `hot`, else when `ready` returns; `absent` chunks
+    are never given."""
 
     def __init__(self) -> None:
         self.hot = True
@@ -101,7 +102,7 @@ def member(port: int, certificate: bytes = b"") -> Member:
 
 
 class Node:
-    """An acceptor of rank 1 that runs."""
+    """A running acceptor of rank 1."""
 
     def __init__(self, acceptor: Acceptor, standing: FakeAnswers, port: int) -> None:
         self.acceptor = acceptor
@@ -147,7 +148,7 @@ async def pair(standing: FakeAnswers | None = None) -> AsyncIterator[tuple[Peer,
 async def read(
     peer: Peer, *records: tuple[int, int, int], load: bool = False
 ) -> tuple[list[int], list[bytes]]:
-    """The statuses of a read, and the bytes of what was given, which are compared."""
+    """Read parts; returns the statuses, and checks and returns the bytes that are given."""
     room = memoryview(bytearray(sum(size for _, _, size in records)))
     statuses = await peer.read(parts(*records), room, load=load)
     found, at = [], 0
@@ -164,7 +165,7 @@ async def read(
 
 
 class RawPeer:
-    """A connection that a test speaks on by hand, as connector or acceptor."""
+    """A connection on which a test sends bytes by hand, as connector or acceptor."""
 
     def __init__(self, stream: trio.abc.Stream) -> None:
         self.stream = stream
@@ -239,7 +240,7 @@ async def open_raw(port: int, tls: ssl.SSLContext | None = None) -> RawPeer:
 
 
 async def authenticated_raw(port: int, rank: int = 0) -> RawPeer:
-    """Somebody who is let in."""
+    """A connection after its handshake."""
     hand = await open_raw(port)
     assert "proof" in await hand.handshake(replace(me(0), rank=rank))
     return hand
@@ -247,7 +248,7 @@ async def authenticated_raw(port: int, rank: int = 0) -> RawPeer:
 
 @asynccontextmanager
 async def scripted_master(behave: Callable[[RawPeer], Awaitable[object]]) -> AsyncIterator[int]:
-    """A master whose connections a test answers by hand after the handshake; the port."""
+    """A master whose connections a test answers by hand after the handshake; yields its port."""
     with listening() as listener:
         listener.setblocking(False)
         accepting = trio.SocketListener(trio.socket.from_stdlib_socket(listener))
@@ -268,7 +269,7 @@ async def scripted_master(behave: Callable[[RawPeer], Awaitable[object]]) -> Asy
 
 
 def wait_for(seconds: float) -> Callable[[], Awaitable[None]]:
-    """Something that takes so long."""
+    """An operation that takes so many seconds."""
 
     async def wait() -> None:
         await trio.sleep(seconds)
@@ -277,7 +278,7 @@ def wait_for(seconds: float) -> Callable[[], Awaitable[None]]:
 
 
 async def until(true: Callable[[], Awaitable[bool]] | Callable[[], bool], seconds: float) -> None:
-    """Come back when something is true, within so many seconds."""
+    """Wait until a condition holds, within so many seconds."""
     with trio.fail_after(seconds):
         while True:
             found = true()
@@ -293,5 +294,5 @@ async def gather(*works: Callable[[], Awaitable[None]]) -> None:
 
 
 def lines(messages: Sequence[str]) -> list[str]:
-    """Refusals in a log."""
+    """The log lines about refused connections."""
     return [line for line in messages if line.startswith("refused")]

@@ -1,6 +1,6 @@
-"""The files of a task's dataset in tests: whoever knows a file's number knows its path and bytes.
+"""The files of a task's dataset in tests: a file's path and bytes follow from its number.
 
-Pure; shared by the tests and by the programs that they run in nodes.
+Pure; used by the tests and by the programs that they run on nodes.
 """
 
 import random
@@ -12,7 +12,7 @@ def path(number: int) -> str:
 
 
 def content(number: int) -> bytes:
-    """Random bytes, which cannot be compressed; sizes differ, so no byte lies where it would."""
+    """Random bytes, which cannot be compressed; sizes differ between files."""
     return random.Random(number).randbytes(2_000 + number * 37 % 5_000)
 
 

@@ -1,8 +1,8 @@
-"""A master that gives wrong bytes to other masters, as the environment says:
+"""A master that sends wrong bytes to other masters, as the environment says:
 
     LIES=flipped|zeros|another python -m tests.peers.corrupting_master TASK
 
-All else is the master itself: what it holds, how it registers, what it says to its own clients.
+Everything else is the real master: its cache, its registration, and what its own clients get.
 """
 
 import os
@@ -18,7 +18,7 @@ _answer_now, _answer = Master.answer_from_memory, Master.answer
 
 
 def corrupted(contents: Held) -> Held:
-    """As many bytes as were asked for, and wrong ones."""
+    """As many bytes as were asked for, but wrong ones."""
     match os.environ["LIES"]:
         case "flipped":
             return [memoryview(bytes([each[0] ^ 1]) + bytes(each[1:])) for each in contents]

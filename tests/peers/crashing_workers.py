@@ -1,7 +1,7 @@
-"""Workers that die in the middle of a read: `SOCKET IDENTITY VERSION COUNT` as arguments.
+"""Client processes that die during a read. Arguments: `SOCKET IDENTITY VERSION COUNT`.
 
-Each is a process of its own that says hello, asks for something, and is gone before it has the
-answer, at another point each time. Small: it speaks section 4 of PEERS.md by itself.
+Each process says hello, sends a request, and exits before it has the answer, each at another point.
+The program is small and implements section 4 of PEERS.md by itself.
 """
 
 import array
@@ -18,7 +18,7 @@ _AT_ONCE = 8
 
 
 def worker(path: str, identity: bytes, version: int, number: int) -> None:
-    """One life."""
+    """The life of one client."""
     link = socket.socket(socket.AF_UNIX)
     link.connect(path)
     window = os.memfd_create("window", os.MFD_ALLOW_SEALING)
@@ -48,7 +48,7 @@ def worker(path: str, identity: bytes, version: int, number: int) -> None:
 
 
 def main() -> None:
-    """Some live at once."""
+    """Runs several clients at once."""
     path, identity, version, count = sys.argv[1:]
     alive = 0
     for number in range(int(count)):

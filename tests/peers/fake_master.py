@@ -1,6 +1,8 @@
-"""A master of the tests' own: section 4 of PEERS.md, spoken by threads over what a test gives it.
+"""A fake master: it implements section 4 of PEERS.md with threads, over chunks that a test gives
+it.
 
-It shares no code with the real one. `Behaviour` says what it does wrong; what clients said is kept.
+It shares no code with the real master. `Behaviour` says what it does wrong. It records what clients
+send.
 """
 
 import array
@@ -25,7 +27,7 @@ HERE, NONE = 0xFFFE, 0xFFFF
 
 @dataclass
 class Behaviour:
-    """What a master does; a test may change it at any time."""
+    """What the fake master does; a test may change it at any time."""
 
     source: int = HERE
     pins: bool = True

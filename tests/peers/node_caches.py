@@ -1,4 +1,5 @@
-"""Chunks for tests of holdings, and where they are fetched from."""
+"""Chunks for tests of `NodeCache`, the source that they are fetched from, and helpers to run a
+cache."""
 
 import gc
 import os
@@ -35,7 +36,7 @@ EXTRA_BYTES = 40  # each chunk has so many more than the one before
 
 @cache
 def chunk(number: int, body_bytes: int = 4000) -> bytes:
-    """The chunk of that number: sizes differ, and no byte is where another has it."""
+    """The content of a chunk by its number; sizes and bytes differ between chunks."""
     builder = ChunkBuilder(IDENTITY, 2 * body_bytes, "none")
     body_bytes += EXTRA_BYTES * number
     builder.room(body_bytes)[:] = random.Random(number).randbytes(body_bytes)
@@ -49,7 +50,8 @@ def id_of(number: int) -> ChunkId:
 
 
 class ChunkSource:
-    """Gives chunks whole, as holdings ask for them; `numbers` has the number of each."""
+    """The fetch function of a cache; `numbers` has the number of each chunk. It counts fetches, and
+    can be slow, fail, or damage chunks."""
 
     def __init__(self, numbers: Sequence[int], body_bytes: int = 4000) -> None:
         self.body_bytes = body_bytes
@@ -118,7 +120,7 @@ def make_cache(
 
 @asynccontextmanager
 async def run_cache(holdings: NodeCache) -> AsyncIterator[NodeCache]:
-    """With its fetches; what it holds stays."""
+    """Runs the cache; its chunks stay afterwards."""
     async with trio.open_nursery() as nursery:
         await nursery.start(holdings.run)
         yield holdings
@@ -127,7 +129,7 @@ async def run_cache(holdings: NodeCache) -> AsyncIterator[NodeCache]:
 
 @asynccontextmanager
 async def run_and_close_cache(holdings: NodeCache) -> AsyncIterator[NodeCache]:
-    """With its fetches; nothing is left of it, neither memory nor descriptors."""
+    """Runs the cache, and releases its memory and descriptors afterwards."""
     try:
         async with run_cache(holdings):
             yield holdings
@@ -138,12 +140,13 @@ async def run_and_close_cache(holdings: NodeCache) -> AsyncIterator[NodeCache]:
 async def run_inline(
     self: NodeCache, work: Callable[Given, Made], *given: Given.args, **named: Given.kwargs
 ) -> Made:
-    """Instead of in a thread, where time is simulated: the clock does not see that threads work."""
+    """Replaces work in threads where time is simulated, as the clock does not know that threads
+    work."""
     return work(*given, **named)
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Wait for what is done in threads and tells nobody."""
+    """Wait for something that happens in threads and has no event."""
     with trio.fail_after(20):
         while not condition():  # noqa: ASYNC110
             await trio.sleep(0.002)
@@ -154,7 +157,7 @@ def raw(content: memoryview | None) -> bytes | None:
 
 
 def descriptors() -> Mapping[str, int]:
-    """This process's memfds of chunks, by what they are."""
+    """This process's descriptors of chunks."""
     found: Counter[str] = Counter()
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -167,7 +170,7 @@ def descriptors() -> Mapping[str, int]:
 
 @pytest.fixture(autouse=True)
 def memory_is_let_go() -> Iterator[None]:
-    """No chunk's memory is left after a test, in a module that imports this."""
+    """Fails a test that leaves the memory of a chunk behind, in a module that imports this."""
     before = descriptors()
     yield
     for _ in range(100):
@@ -179,7 +182,7 @@ def memory_is_let_go() -> Iterator[None]:
 
 
 def run_simulated(main: Main) -> None:
-    """With a clock that jumps where nobody has anything to do."""
+    """Run with a clock that jumps when no task can run."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(NodeCache, "_in_thread", run_inline)
         trio.run(main, clock=MockClock(autojump_threshold=0))
@@ -198,12 +201,12 @@ def in_memory(held: NodeCache) -> set[int]:
 
 
 def held_numbers(held: NodeCache) -> set[int]:
-    """In memory or on the disk."""
+    """The chunks in memory or on the disk."""
     return {number for number in range(len(held._sizes)) if held.holds(number)}
 
 
 async def misses_until_loaded(held: NodeCache, number: int, times: int, size: int = 3000) -> int:
-    """So often until it came; 0 where it did not."""
+    """How many misses it takes until a chunk comes; 0 where it does not."""
     for misses in range(1, times + 1):
         if await held.get(number, size, load=True) is not None:
             return misses

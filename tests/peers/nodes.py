@@ -1,19 +1,19 @@
-"""Nodes of a task on one machine: network namespaces at a bridge, and a place for what all share.
+"""Nodes of a task on one machine: network namespaces at a bridge, and a place for shared services.
 
     with Nodes(folder, 4) as nodes:
         nodes.start_redis()
-        nodes[0].run("dlcmd", "mount", ...)     # in that node: its network, its user's folders
+        nodes[0].run("dlcmd", "mount", ...)     # on that node: its network, its user's folders
         nodes[1].cut()
 
-A node has an address, a link of its own that can be cut and narrowed, and its own XDG folders; file
-systems are this machine's, so a mount is seen from everywhere. `shared` is the place of stores,
-servers and Redis. However a test ends, what ran in a node is killed, what it mounted is detached,
-and the namespaces go; those of a run that was killed go when the next begins.
+A node has an address, a link that can be cut or slowed down, and XDG folders of its own. All nodes
+see the same file systems, so a mount of one is visible to all. Stores, servers and Redis run in
+`shared`. However a test ends, processes on nodes are killed, their mounts are detached, and the
+namespaces are removed; the next run removes those of a run that was killed.
 
-Where namespaces are not permitted, nodes are loopback addresses, said once; then links can neither
-be cut nor narrowed, and tests that need that are skipped (`needs_links`).
+Where namespaces are not permitted, nodes are loopback addresses, which is logged once; then links
+cannot be cut or slowed down, and tests that need that are skipped (`needs_links`).
 
-Concurrency: one thread; `entered` holds for the thread that calls it.
+`entered` changes the network of the thread that calls it. Use the rest from one thread.
 """
 
 import contextlib
@@ -54,7 +54,7 @@ _serial = itertools.count()
 
 @functools.cache
 def has_namespaces() -> bool:
-    """Whether nodes can be network namespaces here; where they cannot, it says why, once."""
+    """Whether nodes can be network namespaces here; logs the reason once where they cannot."""
     name = f"{_PREFIX}{os.getpid()}-try"
     try:
         _sweep()
@@ -87,7 +87,7 @@ class Socket:
 
 
 class NodeHost:
-    """A node, or what all nodes share: an address, and what runs there."""
+    """A node, or the place of shared services: an address and its processes."""
 
     def __init__(self, name: str, address: str, folder: Path, runtime: Path, link: str) -> None:
         self.name = name
@@ -290,7 +290,7 @@ class NodeHost:
 
 
 class Nodes:
-    """So many nodes, and `shared`; see the module."""
+    """Nodes and `shared`; see the module."""
 
     def __init__(self, folder: Path, count: int) -> None:
         self.folder = folder
@@ -376,7 +376,7 @@ class Nodes:
 
 
 def end(process: "subprocess.Popen[bytes]") -> None:
-    """Kill a program of ours and take what is left of it."""
+    """Kill a process of the tests and wait for it."""
     if process.poll() is None:
         process.kill()
     process.wait(20)
@@ -386,7 +386,7 @@ def end(process: "subprocess.Popen[bytes]") -> None:
 
 
 def command_line(pid: int) -> str:
-    """The words that a process was started with; nothing where it has ended."""
+    """The arguments of a process; empty where it has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
     except OSError:
@@ -439,7 +439,7 @@ def _checked(command: Sequence[str], environment: Mapping[str, str]) -> str:
 
 
 def _set_network(path: Path) -> None:
-    """This thread is in that network from now on (Python 3.11 has no call for it)."""
+    """Move this thread to another network (Python 3.11 has no call for it)."""
     libc = ctypes.CDLL(None, use_errno=True)
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:

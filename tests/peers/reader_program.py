@@ -1,13 +1,13 @@
-"""A training process of one node, which does as it is told and checks every byte.
+"""A training process on one node: it obeys orders and checks every byte that it reads.
 
-A line of JSON on stdin is an order, a line on stdout its outcome. The first says what to read:
-`{"mount": DIR}`, or the words of `connect`, among them perhaps `master`, the module of another
-program that is a master, and `lies` for it. The others are:
+Each line on stdin is an order in JSON, each line on stdout its result. The first order says what to
+read: `{"mount": DIR}`, or the arguments of `connect`, optionally with `master`, the module of
+another master program, and `lies` for it. The others are:
 
     {"do": "epoch", "files": N, "seed": S, "batch": B, "pace_s": P}    all files, in random order
-    {"do": "stats"}                                                    what the task says of itself
+    {"do": "stats"}                                                    the statistics of the task
 
-It ends with its stdin.
+It ends when its stdin is closed.
 """
 
 import json
@@ -27,7 +27,7 @@ Read = Callable[[list[str]], Iterable[bytes | memoryview]]
 
 
 def epoch(read: Read, files: int, seed: int, batch: int, pace_s: float) -> dict[str, object]:
-    """What became of each file, and how long the slowest batch took."""
+    """Read all files; returns how many were right, and how long the slowest batch took."""
     order = random.Random(seed).sample(range(files), files)
     right, wrong, worst_s, errors = 0, 0, 0.0, []
     start_s = time.monotonic()

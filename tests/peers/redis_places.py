@@ -1,4 +1,4 @@
-"""Real Redis processes in which masters of tests register, and such masters."""
+"""Real Redis processes where the masters of tests register, and such masters."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ TASK = TaskName(UUID(int=7), "ann", "resnet")
 
 
 def master(rank: int, instance: int = 0, version: int = 1) -> Member:
-    """A master; of two instances of a rank nothing but that is different."""
+    """A master. Two instances of a rank differ in nothing else."""
     number = instance or rank + 1
     return Member(rank, number.to_bytes(16, "big"), f"node{rank}:{9000 + number}", version)
 
@@ -55,7 +55,7 @@ class RedisPlace:
 
 @contextmanager
 def redis_place(redis: RedisServer | RedisCluster) -> Iterator[RedisPlace]:
-    """An empty place."""
+    """An empty Redis."""
     servers = redis.nodes if isinstance(redis, RedisCluster) else [redis]
     found = RedisPlace(servers, redis.url)
     found.forget_all()

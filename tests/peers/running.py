@@ -1,12 +1,12 @@
-"""A task that runs for real: a dataset in a store that counts, and programs of users on its nodes.
+"""A real task: a dataset in a store that counts requests, and reader programs on nodes.
 
     with Nodes(tmp_path, 4) as nodes, RunningTask(nodes, files=2_000) as task:
         readers = [task.reader(rank).ready() for rank in range(4)]
         outcome = readers[0].epoch(seed=1)
-        task.end()                              # of all that runs in nodes; the dataset stays
+        task.end()                              # ends all processes on nodes; the dataset stays
 
-The store is an S3 server of the tests' own at the place that all nodes share, and the metadata are
-in Redis there, so what a node gets from outside is counted in one list of requests.
+The store is the tests' own S3 server in the shared place, and the metadata are in Redis there, so
+the requests of all nodes are counted in one list.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ WAIT_MAX_S = 90.0  # whatever comes about does so far earlier, on a busy machine
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a reader says of an epoch."""
+    """The result of an epoch."""
 
     right: int
     wrong: int
@@ -61,7 +61,7 @@ class Outcome:
 
 
 class Reader:
-    """A training process of a node (`reader_program.py`)."""
+    """A training process on a node (`reader_program.py`)."""
 
     def __init__(self, place: NodeHost, opened: Mapping[str, object], files: int) -> None:
         self.place = place
@@ -128,7 +128,7 @@ class Reader:
 
 
 class RunningTask:
-    """A dataset of so many files, and who reads it."""
+    """A dataset, and its readers."""
 
     def __init__(
         self,
@@ -318,7 +318,7 @@ class RunningTask:
 
 
 def stats_at(path: Path) -> dict[str, object]:
-    """What the master says of itself that listens at a socket."""
+    """The statistics of the master that listens at a socket."""
     with socket.socket(socket.AF_UNIX) as link:
         link.settimeout(10)
         link.connect(str(path))
@@ -340,5 +340,5 @@ def _received(link: socket.socket, size: int) -> bytes:
 
 
 def is_right(outcome: Outcome, files: int) -> bool:
-    """Every byte of every file, and not one error."""
+    """Whether all bytes of all files were right, without an error."""
     return (outcome.right, outcome.wrong, outcome.errors) == (files, 0, [])

@@ -1,11 +1,11 @@
-"""Thousands of masters, no sockets: real ownership, and a network that is a list of events.
+"""Thousands of simulated masters: real ownership, and a network that is a list of events.
 
-Simulated are registrations (each master renews, sees who is registered, and goes by that until it
-renews again), requests between masters, and the loading of whole chunks over links of so many bytes
-a second: each master's own, and the store's. A master that is asked answers by what it holds and by
-who it thinks owns a chunk; what nobody gives is read from the store.
+The simulation has registrations (each master renews, receives the members, and uses them until its
+next renewal), requests between masters, and transfers of whole chunks over links with so many bytes
+a second: each master's own, and the store's. A simulated master answers by the chunks that it has
+and the owners that it computes; what no master gives is read from the store.
 
-Pure: one seed, one outcome. Times are simulated seconds.
+Pure: the seed decides the outcome. Times are simulated seconds.
 """
 
 import heapq
@@ -29,7 +29,7 @@ Event = Callable[[], None]
 
 @dataclass(slots=True)
 class Master:
-    """One node's; `view` is the number of the membership that it goes by."""
+    """One simulated master; `view` is the number of the membership that it uses."""
 
     rank: int
     alive: bool = True
@@ -43,7 +43,7 @@ class Master:
 
 
 class Task:
-    """The masters, who is registered, and what each holds."""
+    """The masters, the registrations, and the chunks that each master has."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
-"""A program that comes up as a master does, and then does nothing but take connections.
+"""A program that starts as a master does, and then only accepts connections.
 
-`STUB` in the environment says how: `good`, `error` (as a real one reports it), `dies`, `silent`.
-Each start is a line in the file that `STUB_STARTS` names.
+`STUB` in the environment selects how it starts: `good`, `error` (as a real master reports it),
+`dies`, `silent`. Each start adds a line to the file that `STUB_STARTS` names.
 """
 
 import json
@@ -15,7 +15,7 @@ from diesel_fs.peers.options import TaskRequest
 
 
 def main() -> None:
-    """Comes up, and stays for a minute."""
+    """Starts, and stays for a minute."""
     text = sys.stdin.buffer.read()
     with open(os.environ["STUB_STARTS"], "a", encoding="utf-8") as starts:
         starts.write(json.dumps({"pid": os.getpid(), "request": json.loads(text)}) + "\n")
@@ -35,7 +35,7 @@ def main() -> None:
         folder = os.open(path.parent, os.O_PATH)
         listener.bind(f"/proc/self/fd/{folder}/{path.name}")
         listener.listen(64)
-        time.sleep(0.2)  # who else comes meanwhile, waits
+        time.sleep(0.2)  # clients that connect meanwhile have to wait
         print(json.dumps({"ready": str(path)}), flush=True)
         os.dup2(2, 1)
         listener.settimeout(60)

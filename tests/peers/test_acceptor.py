@@ -1,4 +1,5 @@
-"""Answering other masters: who is let in, in what order they are answered, and when it ends."""
+"""The accepting end of connections between masters: which connectors are let in, the order of
+answers, and when a connection ends."""
 
 import socket
 import time
@@ -186,7 +187,7 @@ def test_S12_a_connection_with_endless_requests_does_not_block_others() -> None:
 
 
 class Insatiable(Channel):
-    """There is always another request, and answers always leave."""
+    """A channel on which there is always another request, and answers leave at once."""
 
     answers = 0
 

@@ -1,4 +1,4 @@
-"""At which address the other nodes of a task reach a master: F13, S5."""
+"""The addresses at which the nodes of a task reach a master: F13, S5."""
 
 import hashlib
 import ipaddress

@@ -1,4 +1,5 @@
-"""What a cache is worth: hits as theory has them, and never more cost than without it."""
+"""Admission and eviction together: hit rates as theory predicts, and never much more cost than
+without a cache."""
 
 from collections.abc import Callable, Iterator
 
@@ -27,7 +28,7 @@ def costs() -> ReadCostModel:
 
 
 class Simulated:
-    """So many chunks of equal size, of which so many fit; each has so many files."""
+    """A cache of chunks of equal size, of which only some fit; each has some files."""
 
     def __init__(self, policy: str, chunks: int, room: int, files: int) -> None:
         self.source = ChunkSource(range(chunks), CHUNK_BYTES)
@@ -58,7 +59,7 @@ class Simulated:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No threads, and what comes is what was asked for."""
+    """No threads, and no check of contents."""
 
     monkeypatch.setattr(NodeCache, "_in_thread", run_inline)
     monkeypatch.setattr("diesel_fs.peers.node_cache.verify_chunk", lambda key, content: None)

@@ -1,4 +1,4 @@
-"""`TaskStore`: chunks through a master, which may do what it likes; no read fails of it."""
+"""`TaskStore` reads chunks through a master; whatever the master does, no read fails."""
 
 import gc
 import os

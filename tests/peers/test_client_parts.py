@@ -1,4 +1,4 @@
-"""Parts through a task: what is asked for ahead, and what is no part of a chunk."""
+"""`TaskStore.read_parts`: requests ahead, and parts that are not of a chunk."""
 
 import gc
 import os

@@ -1,4 +1,5 @@
-"""The end of a node: what it has in memory comes to its disk, for the next who is this node."""
+"""At the end of a node, the chunks in its memory are written to its disk, for the next master of
+the node."""
 
 import os
 import threading
@@ -31,12 +32,12 @@ from .test_write_back import source as source
 
 
 async def ended(held: NodeCache, share: set[int], chunks: int = CHUNKS) -> None:
-    """What a master does at its end, once `running` is over."""
+    """What a master does at its end, after `running`."""
     await held.flush_to_disk(np.isin(np.arange(chunks), [*share]))
 
 
 def standing(place: Path, source: ChunkSource) -> set[int]:
-    """Which chunks stand whole on a disk, as another process finds them."""
+    """Which whole chunks are on a disk, as another process sees them."""
     shelf = tier_at(place)
     found = set()
     for number in range(CHUNKS):

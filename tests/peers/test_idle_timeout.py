@@ -1,4 +1,4 @@
-"""When a master is deserted, and what a reader does whose master has ended."""
+"""When a master is idle, and what a reader does when its master has ended."""
 
 from pathlib import Path
 

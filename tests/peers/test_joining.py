@@ -1,4 +1,5 @@
-"""Registering through servers: any of them gives the same task, and nobody another user's."""
+"""Registration through servers: every server gives the same task, and no user sees another
+user's."""
 
 import os
 import signal
@@ -56,7 +57,7 @@ READER = {"ds": Role.READ}
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerWithRedis]:
-    """Two servers over one Redis; ann and bob may read `ds`, eve something else."""
+    """Two servers over one Redis; ann and bob may read `ds`, eve another dataset."""
     users: list[Account | str] = [
         "root",
         Account("ann", b"", grants=READER),
@@ -91,7 +92,7 @@ def ranks(registry: Registry, me: Member) -> list[int]:
 
 @contextmanager
 def nothing_left(two: ServerWithRedis) -> Iterator[None]:
-    """Every registration is ended by whoever made it."""
+    """Ends every registration."""
     yield
     assert two.redis.client().keys("dfs:{task.*") == []
 
@@ -285,7 +286,7 @@ def test_S1_a_secret_is_sent_over_private_links_only(url: str, may: bool) -> Non
 def asked(
     tasks: TaskHandlers, message: Message, peer: str, *, secured: bool, do: str = "join"
 ) -> Message:
-    """The answer to a request that came that way."""
+    """The answer to a request over that server."""
     known = DatasetRef("ds", UUID(int=7), 0)
     request = Request(message, memoryview(b""), Account("ann", b""), peer, secured)
     handler = tasks.join if do == "join" else tasks.leave

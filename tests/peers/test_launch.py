@@ -1,4 +1,4 @@
-"""Joining: the master of a node is found, or started once, whoever comes, as what it is asked."""
+"""Joining a task: the node's master is found, or started exactly once, with the given options."""
 
 import json
 import os
@@ -47,7 +47,7 @@ TREE = Path(__file__).resolve().parents[2]
 
 
 class Node:
-    """This user's folders on a node, and how masters come up on it."""
+    """The folders of this machine's user as a node, and how masters start there."""
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
         self.starts_file = folder / "starts"

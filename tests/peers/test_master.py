@@ -1,4 +1,5 @@
-"""Masters in one loop: who is asked for a chunk, and what follows when members come and go."""
+"""Several masters in one loop: which node is asked for a chunk, and what follows when members come
+and go."""
 
 import socket
 import threading
@@ -38,7 +39,7 @@ HOPE_S = 20.0
 
 
 class Reads(ReadWrapper):
-    """Counts who reads what from the store."""
+    """A store that counts reads by master."""
 
     def __init__(self, inner: ObjectStore) -> None:
         super().__init__(inner)
@@ -57,7 +58,7 @@ class Reads(ReadWrapper):
 
 @dataclass
 class FakeRegistry(Registry):
-    """Where masters register, in this process's memory."""
+    """A registry in this process's memory."""
 
     members: dict[int, Member] = field(default_factory=dict)
     is_unavailable: bool = False
@@ -87,7 +88,7 @@ class FakeRegistry(Registry):
 
 
 class Task:
-    """A dataset, and masters that read it; `content` is what its chunks hold."""
+    """A dataset, and masters that read it; `content` has the bytes of its chunks."""
 
     def __init__(self, folder: Path) -> None:
         self.url = (folder / "store").as_uri()
@@ -401,7 +402,7 @@ def test_C3_all_members_take_over_a_new_secret(task: Task) -> None:
 
 
 async def soon_given(task: Task, node: Master, rank: int) -> None:
-    """Until another node gives what it has: for a moment they may not agree."""
+    """Wait until another node gives a chunk: for a moment their owners may differ."""
     while not (await task.check(node, given=False))[rank]:  # noqa: ASYNC110  # no event
         await trio.sleep(0.05)
 

@@ -1,4 +1,5 @@
-"""Names, ranks, addresses and registrations as bytes: total, and the same on all nodes."""
+"""Names, ranks, addresses and registrations as bytes: any input gives a value or an error, the same
+on all nodes."""
 
 import hashlib
 from dataclasses import replace

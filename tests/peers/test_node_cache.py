@@ -1,4 +1,4 @@
-"""What a node holds: each chunk is fetched once, stands here checked, and fits the budget."""
+"""`NodeCache`: each chunk is fetched once, is checked before it is kept, and fits the budget."""
 
 import os
 import resource
@@ -462,8 +462,8 @@ def test_J8_J9_a_machine_without_memory_shrinks_the_budget(
 
 
 def runs_alone(request: pytest.FixtureRequest) -> bool:
-    """Whether this process runs one test alone; else another has run it, and it has passed. For
-    those that count descriptors: who has run thousands of tests has some open."""
+    """Whether this process runs only this test; otherwise another process has run it. For tests
+    that count descriptors: a process that has run thousands of tests has some open."""
     if os.environ.get(_ALONE):
         return True
     done = subprocess.run(

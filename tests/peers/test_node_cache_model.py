@@ -1,7 +1,8 @@
-"""Whatever is asked of holdings, in whatever order: right bytes, one fetch, within the budget.
+"""Random operations on a `NodeCache` against a model: right bytes, one fetch for each chunk, within
+the budget.
 
-The model is what is known from outside: the contents, what was asked, what is lent to whom, and
-which memory that was.
+The model knows only what a caller can see: the contents, the operations, and which process has
+pinned which memory.
 """
 
 import os
@@ -48,7 +49,8 @@ OPERATIONS = st.one_of(
 
 @dataclass(slots=True)
 class Pinned:
-    """One piece of memory, by its inode; who has it, under which numbers."""
+    """One piece of memory, by its inode, and the processes that have pinned it, with the chunk
+    numbers they know."""
 
     bytes: int
     name: int

@@ -1,4 +1,5 @@
-"""The nodes that the tests of a task run in: who reaches whom, and that nothing is left of them."""
+"""The nodes that tests of a task run on: which of them reach each other, and that nothing of them
+is left."""
 
 import os
 import socket
@@ -25,7 +26,7 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
 
 
 def answering(place: NodeHost) -> socket.socket:
-    """A listener in a place that sends each who connects 64 KiB."""
+    """A listener that sends 64 KiB to each connection."""
     with place.entered():
         listener = socket.create_server((place.address, PORT))
 
@@ -43,7 +44,7 @@ def answering(place: NodeHost) -> socket.socket:
 
 
 def fetch_s(origin: NodeHost, target: NodeHost, timeout_s: float = 5.0) -> float:
-    """How long it takes to get what `answering` sends."""
+    """How long it takes to receive what `answering` sends."""
     start_s = time.monotonic()
     with origin.entered():
         connection = socket.create_connection((target.address, PORT), timeout_s)

@@ -1,7 +1,7 @@
-"""A task on four nodes, for real: networks of their own, masters, mounts and training processes.
+"""A real task on four nodes: networks of their own, masters, mounts and training processes.
 
-Nodes are network namespaces (`nodes.py`), the store is an S3 server that counts, the metadata are
-in Redis; readers check every byte against what the files were made of.
+Nodes are network namespaces (`nodes.py`), the store is an S3 server that counts requests, the
+metadata are in Redis. Readers check every byte against the generated files.
 """
 
 import os
@@ -42,7 +42,7 @@ def task(ground: RunningTask) -> Iterator[RunningTask]:
 
 
 def joined(task: RunningTask, ranks: "range | list[int]") -> list[Reader]:
-    """A reader on each node, once all masters know each other."""
+    """A reader on each node, after all masters know each other."""
     readers = [task.reader(rank) for rank in ranks]
     for reader in readers:
         reader.ready()
@@ -51,7 +51,7 @@ def joined(task: RunningTask, ranks: "range | list[int]") -> list[Reader]:
 
 
 def epochs(readers: list[Reader], *, pace_s: float = 0.0, batch: int = 64) -> list[Outcome]:
-    """One epoch of each, at once, in different orders."""
+    """One epoch of each reader, at once, in different orders."""
     for seed, reader in enumerate(readers):
         reader.begin(seed, pace_s=pace_s, batch=batch)
     return [reader.outcome() for reader in readers]
@@ -171,7 +171,7 @@ def test_F1_a_dead_nodes_share_is_taken_over_until_it_is_back(
 
 
 def reads_nothing(task: RunningTask, readers: list[Reader]) -> bool:
-    """Whether an epoch of all of these is done without the store."""
+    """Whether an epoch of all these readers needs no read from the store."""
     task.forget()
     assert all_right(epochs(readers))
     return task.egress_bytes() == 0
@@ -221,13 +221,13 @@ def test_F2_a_hanging_master_is_paused_and_later_asked_again(task: RunningTask) 
 
 
 def late_answers(task: RunningTask, rank: int, other: int) -> int:
-    """How many answers of another have not come in time; 0 where it is not in the task any more."""
+    """How many answers of another master were late; 0 where it is no member."""
     peers = cast("dict[str, dict[str, int]]", task.stats(rank)["peers"])
     return peers[str(other)]["late"] if str(other) in peers else 0
 
 
 def asked_again(task: RunningTask, readers: list[Reader]) -> bool:
-    """Whether node 0 gets from node 3 what it wants of it."""
+    """Whether node 0 gets from node 3 the chunks that node 3 owns."""
     before = task.figure(0, "peers", "3", "parts"), task.figure(0, "left_to_clients")
     assert is_right(readers[0].epoch(5), FILES)
     after = task.figure(0, "peers", "3", "parts"), task.figure(0, "left_to_clients")
@@ -273,7 +273,7 @@ def test_two_nodes_that_cannot_reach_each_other_read_on(task: RunningTask) -> No
 
 
 def state(task: RunningTask, rank: int, other: int) -> str:
-    """What a master thinks of another."""
+    """The state of the circuit breaker that one master has for another."""
     peers = cast("dict[str, dict[str, object]]", task.stats(rank)["peers"])
     return str(peers[str(other)]["state"])
 

@@ -1,4 +1,4 @@
-"""A task whose nodes know a server alone: each another one, of the same stores."""
+"""A task whose nodes use DIESEL servers only: each node another server, over the same stores."""
 
 import sys
 import urllib.request

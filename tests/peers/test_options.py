@@ -1,4 +1,4 @@
-"""The words of a Python call about a task: none is passed over, and none is a traceback later."""
+"""The keyword arguments of a Python call about a task: every bad one is an error that names it."""
 
 import os
 from functools import partial
@@ -19,7 +19,7 @@ SECRET = "canary-71aa-and-long-enough"  # noqa: S105
 
 
 class Call(Protocol):
-    """`connect` or `mount`, of a dataset that is there."""
+    """`connect` or `mount` of a dataset that exists."""
 
     def __call__(self, **words: object) -> object: ...
 

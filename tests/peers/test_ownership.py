@@ -1,4 +1,4 @@
-"""Whose chunk is whose: shares are equal, and stay as they are as far as they can."""
+"""Which node owns which chunk: shares are equal, and change as little as possible."""
 
 import subprocess
 import sys
@@ -15,7 +15,7 @@ MIB = 1 << 20
 
 
 def chunks(count: int, seed: int = 0) -> tuple[list[bytes], npt.NDArray[np.uint64]]:
-    """IDs and sizes as a put makes them: full chunks, and a smaller one now and then."""
+    """IDs and sizes as a put makes them: mostly full chunks, some smaller."""
     random = np.random.default_rng(seed)
     sizes = random.integers(4 * MIB - 50_000, 4 * MIB, count).astype(np.uint64)
     sizes[::50] = random.integers(1, 4 * MIB, len(sizes[::50]))
@@ -23,7 +23,7 @@ def chunks(count: int, seed: int = 0) -> tuple[list[bytes], npt.NDArray[np.uint6
 
 
 def shares(owner: npt.NDArray[np.int64], sizes: npt.NDArray[np.uint64], world: int) -> list[float]:
-    """Each node's bytes, in equal shares of those that have any."""
+    """Each node's bytes, in equal shares among the nodes that have any."""
     held = np.bincount(owner, sizes, world)
     held = held[held > 0]
     return [float(each) for each in held / held.mean()]

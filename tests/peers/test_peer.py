@@ -1,4 +1,4 @@
-"""Asking another master: what comes back, when it is not asked, and what it may not do."""
+"""Requests to another master: answers, pauses, and what a peer cannot do to this master."""
 
 import os
 import random

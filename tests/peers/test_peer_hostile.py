@@ -1,4 +1,4 @@
-"""F7, S1, S2, S12: who knocks at a master's port without being one, or speaks as none does."""
+"""F7, S1, S2, S12: connectors at a master's port that are no masters, or violate the protocol."""
 
 import random
 import struct
@@ -33,7 +33,7 @@ TLS_HELLO = bytes.fromhex("16030102000100") + bytes(200)
 
 
 async def well(node: Node) -> None:
-    """Others are served."""
+    """Check that a proper master is served."""
     async with asking(node.port) as peer:
         assert (await read(peer, SMALL))[0] == [GIVEN]
 

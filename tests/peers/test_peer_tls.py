@@ -1,4 +1,4 @@
-"""TLS between masters: S3 and S4. Whoever stands between two of them is found out."""
+"""TLS between masters: S3 and S4. A process between two masters is detected."""
 
 import ssl
 import tempfile
@@ -75,7 +75,8 @@ def test_many_at_once_over_TLS() -> None:
 
 @asynccontextmanager
 async def between(port: int, *, to_tls: bool) -> AsyncIterator[tuple[int, list[bytes]]]:
-    """Somebody who speaks TLS by a certificate of his own, and passes on what he hears."""
+    """A process in the middle: it speaks TLS with a certificate of its own and forwards what it
+    receives."""
     heard: list[bytes] = []
 
     async def pass_on(source: trio.abc.Stream, target: trio.abc.Stream) -> None:

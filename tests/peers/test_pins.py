@@ -1,4 +1,4 @@
-"""Memory that readers borrow, and another version of the dataset: what stays, and as what."""
+"""Chunks that clients have pinned, and what stays when the version of the dataset changes."""
 
 import mmap
 import os
@@ -21,7 +21,7 @@ from .node_caches import (
 )
 from .node_caches import memory_is_let_go as memory_is_let_go
 
-# Lending
+# Pins
 
 
 def test_pinned_memory_is_sealed_and_outlives_its_chunk() -> None:

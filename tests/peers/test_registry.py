@@ -1,5 +1,5 @@
-"""Registrations in a real Redis, alone and as a cluster: who is in a task, until when, and what of
-it is left."""
+"""Registrations in a real Redis, alone and as a cluster: the members of a task, expiry, and what is
+left."""
 
 import signal
 import subprocess
@@ -59,7 +59,7 @@ def alone() -> Iterator[RedisPlace]:
 
 @pytest.fixture
 def breakable(tmp_path: Path) -> Iterator[tuple[RedisServer, RedisPlace]]:
-    """A Redis of the test's own."""
+    """A Redis that only this test uses."""
     with RedisServer(tmp_path / "redis") as server, redis_place(server) as found:
         yield server, found
 

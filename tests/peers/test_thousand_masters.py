@@ -1,6 +1,7 @@
-"""A task of a thousand nodes: shares, what moves when one comes or goes, and how long that takes.
+"""A simulated task of a thousand nodes: shares, what moves when a node comes or leaves, and how
+long that takes.
 
-Nodes have a link of 10 Gbit/s, and the store gives all of them together 40 GB/s.
+Nodes have links of 10 Gbit/s, and the store gives 40 GB/s to all of them together.
 """
 
 import numpy as np
@@ -37,7 +38,8 @@ def task(dataset: Dataset) -> Task:
 
 
 def until_whole(task: Task, most_s: float) -> float:
-    """When every chunk is with its owner, and all agree who that is; in simulated seconds."""
+    """The simulated seconds until every chunk is with its owner, and all masters agree about the
+    owners."""
     start_s = task.now_s
     while task.missing():
         assert task.now_s - start_s < most_s, f"{task.missing()} chunks are not where they belong"

@@ -1,4 +1,4 @@
-"""The bytes between masters, and between a master and its clients: both directions, and limits."""
+"""The bytes between masters, and between a master and its clients: packing, parsing, and limits."""
 
 import random
 import struct

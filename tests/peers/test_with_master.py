@@ -1,4 +1,4 @@
-"""Readers and a real master on one node: workers share its memory, and may die as they like."""
+"""Readers and a real master on one node: workers share its memory, and may die at any time."""
 
 import fcntl
 import json
@@ -227,7 +227,7 @@ def test_a_task_leaves_nothing_on_its_node(node: Node) -> None:
 
 
 class Cached:
-    """A node whose tasks have a folder for chunks, and memory for all of them."""
+    """A node whose tasks have a cache folder, and memory for all chunks."""
 
     def __init__(self, node: Node) -> None:
         self.node = node

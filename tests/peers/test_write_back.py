@@ -1,4 +1,4 @@
-"""What a node holds on its disk: more than its memory, never a reader's error."""
+"""The chunks on a node's disk: more than its memory has room for, and never a reader's error."""
 
 import errno
 import os
@@ -53,17 +53,17 @@ def source() -> ChunkSource:
 
 
 def some(source: ChunkSource, chunks: int) -> int:
-    """The memory for so many chunks, and one that waits to be written."""
+    """Memory for so many chunks, and one more in the queue."""
     return total(source, *[CHUNKS - 1] * (chunks + 1))
 
 
 async def settled(held: NodeCache) -> None:
-    """Until all that goes to the disk is there."""
+    """Wait until all queued chunks are on the disk."""
     await until(lambda: not held.stats()["disk_queued_bytes"] and held.stats()["disk_looks"] > 0)
 
 
 async def all_read(held: NodeCache, source: ChunkSource) -> int:
-    """Every chunk is read, or left to the store, and never wrong; how many came."""
+    """Read every chunk; each is right or left to the store. Returns how many came."""
     came = 0
     for number, content in enumerate(source.contents):
         got = await held.read(number, [(5, 100), (1, 2)], load=True)
@@ -289,7 +289,7 @@ def removed(place: Path) -> None:
 
 
 def unreadable(place: Path) -> None:
-    """To root nothing is, so the way goes through what is no folder."""
+    """Make a folder unusable, also for root: a part of its path is a file."""
     for path in place.iterdir():
         if path.is_dir():
             path.rename(place / "lost+found")
