@@ -186,7 +186,7 @@ class TaskStore(StoreWrapper):
         return iter(()) if first is None else self._read_groups(self._begin(first), groups)
 
     def _read_groups(
-        self, begun: "_ReadBatch", groups: Iterator[Sequence[Part]]
+        self, begun: _ReadBatch, groups: Iterator[Sequence[Part]]
     ) -> Iterator[memoryview]:
         for some in groups:
             following = self._begin(some)
@@ -302,7 +302,7 @@ class TaskStore(StoreWrapper):
                 self._named[name] = number
         return number
 
-    def _begin(self, parts: Sequence[Part]) -> "_ReadBatch":
+    def _begin(self, parts: Sequence[Part]) -> _ReadBatch:
         """Send the request for as many parts as one exchange takes, or for one part of any size."""
         names, starts, sizes = zip(*parts, strict=True)
         numbers = list(map(self._named.get, names))
@@ -315,23 +315,23 @@ class TaskStore(StoreWrapper):
         fits = (start >= 0) & (size > 0) & (size <= WINDOW_BYTES)
         fits &= start + size <= self._size_column[chunk]
         places = np.flatnonzero(fits)
-        wanted = _ReadBatch(
+        batch = _ReadBatch(
             parts, [None] * len(parts), columns.T[places].astype(np.uint32, "C"), places.tolist()
         )
-        if wanted.places:
+        if batch.places:
             find = self._mapped.find
             self._take_mapped(
-                wanted, {chunk: find(chunk) for chunk in set(wanted.records[:, 0].tolist())}
+                batch, {chunk: find(chunk) for chunk in set(batch.records[:, 0].tolist())}
             )
-            self._take_mapped(wanted, self._pin_worthwhile(wanted.records))
-        if wanted.places:
-            wanted.pending = self._link.begin(wanted.records)
-        return wanted
+            self._take_mapped(batch, self._pin_worthwhile(batch.records))
+        if batch.places:
+            batch.pending = self._link.begin(batch.records)
+        return batch
 
-    def _finish(self, wanted: "_ReadBatch") -> Iterable[memoryview]:
+    def _finish(self, batch: _ReadBatch) -> Iterable[memoryview]:
         """The contents of all parts, in their order."""
-        self._receive_batch(wanted)
-        found, parts = wanted.found, wanted.parts
+        self._receive_batch(batch)
+        found, parts = batch.found, batch.parts
         absent = [place for place, content in enumerate(found) if content is None]
         small = [place for place in absent if parts[place][2] <= WINDOW_BYTES]
         self._counts["store_reads"] += len(small)
@@ -346,12 +346,12 @@ class TaskStore(StoreWrapper):
                 found[place] = room.toreadonly()
         return [content for content in found if content is not None]
 
-    def _receive_batch(self, wanted: "_ReadBatch") -> None:
+    def _receive_batch(self, batch: _ReadBatch) -> None:
         """Receive what the master gives of the parts that it was asked for."""
-        reading = None if wanted.pending is None else wanted.pending.wait()
+        reading = None if batch.pending is None else batch.pending.wait()
         if reading is None:
             return
-        records = wanted.records
+        records = batch.records
         with reading as given:
             sources, starts = given.sources.copy(), given.offsets.tolist()
             ends = (given.offsets + records[:, 2]).tolist()
@@ -362,33 +362,31 @@ class TaskStore(StoreWrapper):
         window = copy.toreadonly()
         has = sources != wire.SOURCE_NONE
         for place, start, end, is_given in zip(
-            wanted.places, starts, ends, has.tolist(), strict=True
+            batch.places, starts, ends, has.tolist(), strict=True
         ):
             if is_given:
-                wanted.found[place] = window[start:end]
+                batch.found[place] = window[start:end]
         self._record_sources(records, sources, int(np.count_nonzero(has)))
         here = records[sources == wire.SOURCE_HERE]
         if len(here):
             cost_s = READ_COST_S / len(records) + PART_S + here[:, 2] / BYTES_PER_S
             np.add.at(self._credit_s, here[:, 0], cost_s)
 
-    def _take_mapped(self, wanted: "_ReadBatch", views: Mapping[int, memoryview | None]) -> None:
+    def _take_mapped(self, batch: _ReadBatch, views: Mapping[int, memoryview | None]) -> None:
         """Take parts from chunks that are mapped."""
         if not any(view is not None for view in views.values()):
             return
         rows = []
-        for row, (place, part) in enumerate(
-            zip(wanted.places, wanted.records.tolist(), strict=True)
-        ):
+        for row, (place, part) in enumerate(zip(batch.places, batch.records.tolist(), strict=True)):
             chunk, start, size = part
             view = views.get(chunk)
             if view is None:
                 rows.append(row)
             else:
-                wanted.found[place] = view[start : start + size].toreadonly()
-        self._counts["mapped_reads"] += len(wanted.places) - len(rows)
-        wanted.records = wanted.records[rows]
-        wanted.places = [wanted.places[row] for row in rows]
+                batch.found[place] = view[start : start + size].toreadonly()
+        self._counts["mapped_reads"] += len(batch.places) - len(rows)
+        batch.records = batch.records[rows]
+        batch.places = [batch.places[row] for row in rows]
 
     def _read_one(self, chunk: int, start: int, room: memoryview) -> bool:
         """Fill `room` with one part, where the master has it. Few operations, as there are very

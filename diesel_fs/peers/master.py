@@ -134,7 +134,7 @@ class Master:
         self._oneshot = oneshot
         self._threads = trio.CapacityLimiter(FETCHES + FILL_FETCHES)
         self._cache = make_cache(self._fetch)
-        self._shares = _ChunkOwners(snapshot)
+        self._owners = _ChunkOwners(snapshot)
         self._peers: dict[int, _PeerEntry] = {}
         self._silent: set[int] = set()  # ranks from --peers that do not answer
         self._not_renewed: dict[
@@ -161,7 +161,7 @@ class Master:
     @property
     def snapshot(self) -> Snapshot:
         """The version of the dataset to which chunk numbers belong."""
-        return self._shares.snapshot
+        return self._owners.snapshot
 
     # Members
 
@@ -206,7 +206,7 @@ class Master:
             if not is_known:
                 log.info("the registry answers again")
             if not is_known or found.was_forgotten:
-                self._not_renewed = {rank: known.member for rank, known in self._peers.items()}
+                self._not_renewed = {rank: entry.member for rank, entry in self._peers.items()}
                 self._not_renewed_until_s = trio.current_time() + TTL_S
             is_known = True
             await self._apply_membership(found)
@@ -253,44 +253,44 @@ class Master:
         log.info("the task has another secret now")
         self._me = replace(self._me, secret=secret)
         self._acceptor.set_identity(self._me)
-        for known in self._peers.values():
-            known.scope.cancel()
+        for entry in self._peers.values():
+            entry.scope.cancel()
         self._peers.clear()
 
     async def _update_owners(self) -> None:
         """Compute who owns what from the members that answer."""
         async with self._owners_lock:  # the last caller knows the members best
-            shares = self._shares
-            if await self._assign_owners(shares, self._peers.keys() - self._silent):
-                self._cache.set_owned(shares.live_owned(self.rank))
+            owners = self._owners
+            if await self._assign_owners(owners, self._peers.keys() - self._silent):
+                self._cache.set_owned(owners.live_owned(self.rank))
 
-    async def _assign_owners(self, shares: _ChunkOwners, others: Iterable[int]) -> bool:
+    async def _assign_owners(self, owners: _ChunkOwners, others: Iterable[int]) -> bool:
         """Share a version among this node and others. Returns whether the owners changed and the
         version is still the current one."""
         others = sorted(others)
         ranks = sorted([self.rank, *others])
-        if shares.ranks == ranks:
+        if owners.ranks == ranks:
             return False
         world = max(self._world, ranks[-1] + 1)
-        owner = await trio.to_thread.run_sync(shares.compute, ranks, world)
+        owner = await trio.to_thread.run_sync(owners.compute, ranks, world)
         before = None
-        if not shares.ranks and others:  # other nodes hold what this one will own
-            before = await trio.to_thread.run_sync(shares.compute, others, world)
-        shares.set_owners(ranks, owner, before)
-        return shares is self._shares
+        if not owners.ranks and others:  # other nodes hold what this one will own
+            before = await trio.to_thread.run_sync(owners.compute, others, world)
+        owners.set_owners(ranks, owner, before)
+        return owners is self._owners
 
-    async def _run_peer(self, known: "_PeerEntry") -> None:
-        with known.scope:
+    async def _run_peer(self, entry: "_PeerEntry") -> None:
+        with entry.scope:
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(known.peer.run)
-                if known.member.instance == ANY_INSTANCE:
-                    nursery.start_soon(self._probe, known)
+                nursery.start_soon(entry.peer.run)
+                if entry.member.instance == ANY_INSTANCE:
+                    nursery.start_soon(self._probe, entry)
 
-    async def _probe(self, known: "_PeerEntry") -> None:
+    async def _probe(self, entry: "_PeerEntry") -> None:
         """Ping a node from `--peers`, which does not register, to find out whether it is there."""
-        rank, heard_s = known.member.rank, trio.current_time()
+        rank, heard_s = entry.member.rank, trio.current_time()
         while True:
-            if await known.peer.ping():
+            if await entry.peer.ping():
                 heard_s = trio.current_time()
             is_silent = trio.current_time() > heard_s + TTL_S
             if is_silent != (rank in self._silent):
@@ -302,22 +302,22 @@ class Master:
     async def switch_version(self, snapshot: Snapshot) -> None:
         """Switch to another version of the dataset; chunks that are in both stay. The new version
         has owners from the start: the members that are known to hold it."""
-        shares = _ChunkOwners(snapshot)
+        owners = _ChunkOwners(snapshot)
         counting = self._membership.of_version(snapshot.version)
-        await self._assign_owners(shares, {each.rank for each in counting} - {self.rank})
+        await self._assign_owners(owners, {each.rank for each in counting} - {self.rank})
         if snapshot.version <= self.snapshot.version:  # another call was faster
             return
         log.info("the task switches to version %d", snapshot.version)
-        for known in self._peers.values():
-            known.scope.cancel()
+        for entry in self._peers.values():
+            entry.scope.cancel()
         self._peers.clear()
         self._silent.clear()
-        self._shares = shares
+        self._owners = owners
         self._member = replace(self._member, version=snapshot.version)
         self._me = replace(self._me, version=snapshot.version, sizes=snapshot.chunk_sizes)
         self._acceptor.set_identity(self._me)
         self._cache.switch_version(snapshot.chunk_ids, snapshot.chunk_sizes)
-        self._cache.set_owned(shares.live_owned(self.rank))
+        self._cache.set_owned(owners.live_owned(self.rank))
         await self._apply_membership(self._membership)
         self._renew_now.set()
 
@@ -331,7 +331,7 @@ class Master:
         """
         if len(parts) == 1:
             return _FIRST, await self._read_one(parts, window)
-        owner = self._shares.owner[parts[:, 0]]
+        owner = self._owners.owner[parts[:, 0]]
         order = np.argsort(owner, kind="stable")
         ends = np.cumsum(parts[order, 2], dtype=np.int64)
         starts = ends - parts[order, 2]
@@ -347,8 +347,8 @@ class Master:
             rank = int(owner[rows[0]])
             if rank == self.rank:
                 sources[rows[await self._read_here(parts[rows], room)]] = SOURCE_HERE
-            elif (known := self._peers.get(rank)) is not None:
-                statuses = await known.peer.read(parts[rows], room, load=True)
+            elif (entry := self._peers.get(rank)) is not None:
+                statuses = await entry.peer.read(parts[rows], room, load=True)
                 sources[rows[statuses == GIVEN]] = rank
                 self._counts["from_peers"] += int(np.count_nonzero(statuses == GIVEN))
 
@@ -364,12 +364,12 @@ class Master:
 
     async def _read_one(self, parts: Parts, window: memoryview) -> Sources:
         """`read` of one part, without the work that only several parts need."""
-        rank, room = int(self._shares.owner[parts[0, 0]]), window[: int(parts[0, 2])]
+        rank, room = int(self._owners.owner[parts[0, 0]]), window[: int(parts[0, 2])]
         source = SOURCE_NONE
         if rank == self.rank:
             source = SOURCE_HERE if (await self._read_here(parts, room))[0] else source
-        elif (known := self._peers.get(rank)) is not None:
-            given = (await known.peer.read(parts, room, load=True))[0] == GIVEN
+        elif (entry := self._peers.get(rank)) is not None:
+            given = (await entry.peer.read(parts, room, load=True))[0] == GIVEN
             source = rank if given else source
             self._counts["from_peers"] += int(given)
         self._counts["for_clients"] += 1
@@ -412,9 +412,9 @@ class Master:
         if damaged.source == SOURCE_HERE:
             log.error("a client received damaged data from this node: %s", where)
             await self._cache.recheck(damaged.chunk)
-        elif (known := self._peers.get(damaged.source)) is not None:
-            log.error("%s sent damaged data: %s", known.peer, where)
-            known.peer.record_damage()
+        elif (entry := self._peers.get(damaged.source)) is not None:
+            log.error("%s sent damaged data: %s", entry.peer, where)
+            entry.peer.record_damage()
 
     # What other masters request (`AnswerSource`)
 
@@ -428,7 +428,7 @@ class Master:
         """See `AnswerSource`."""
         if rank not in self._peers:  # a member that this master does not know yet
             self._renew_now.set()
-        mine = (self._shares.owner[parts[:, 0]] == self.rank).tolist()
+        mine = (self._owners.owner[parts[:, 0]] == self.rank).tolist()
         failed: set[int] = set()
         found = await self._collect(parts, mine, load=load, failed=failed)
         statuses, contents = bytearray(), []
@@ -481,22 +481,22 @@ class Master:
 
     async def _fetch(self, chunk: int, room: memoryview) -> None:
         """Fill `room` with a chunk: from a node that may hold it, else from the store."""
-        shares = self._shares
-        snapshot = shares.snapshot
+        owners = self._owners
+        snapshot = owners.snapshot
         whole = np.array([(chunk, 0, len(room))], np.uint32)
-        for rank in shares.possible_holders(chunk):
-            known = self._peers.get(rank)
-            if known is None:
+        for rank in owners.possible_holders(chunk):
+            entry = self._peers.get(rank)
+            if entry is None:
                 continue
-            is_owner = rank == int(shares.owner[chunk])
-            statuses = await known.peer.read(whole, room, load=is_owner)
-            if statuses[0] == GIVEN and shares is self._shares:
+            is_owner = rank == int(owners.owner[chunk])
+            statuses = await entry.peer.read(whole, room, load=is_owner)
+            if statuses[0] == GIVEN and owners is self._owners:
                 key = ChunkKey(snapshot.identity, snapshot.chunk_ids[chunk])
                 try:
                     await trio.to_thread.run_sync(verify_chunk, key, room)
                 except FormatError:
-                    log.error("%s sent a damaged chunk %d", known.peer, chunk)
-                    known.peer.record_damage()
+                    log.error("%s sent a damaged chunk %d", entry.peer, chunk)
+                    entry.peer.record_damage()
                     continue
                 self._counts["chunks_from_peers"] += 1
                 return
@@ -510,14 +510,14 @@ class Master:
         with trio.move_on_after(GATHER_S):
             await self._all_present.wait()
         while True:  # of each version
-            shares = self._shares
-            await trio.to_thread.run_sync(shares.compute_live_fraction)
-            if shares is not self._shares:
+            owners = self._owners
+            await trio.to_thread.run_sync(owners.compute_live_fraction)
+            if owners is not self._owners:
                 continue
-            self._cache.set_owned(shares.live_owned(self.rank))
-            chunks = np.arange(shares.snapshot.chunk_count)
+            self._cache.set_owned(owners.live_owned(self.rank))
+            chunks = np.arange(owners.snapshot.chunk_count)
             chunks = np.roll(chunks, -len(chunks) * self.rank // self._world)
-            worth = np.ceil(shares.live_fraction[chunks] * _LIVE_LEVELS)
+            worth = np.ceil(owners.live_fraction[chunks] * _LIVE_LEVELS)
             await self._cache.prefetch_owned(chunks[np.argsort(-worth, kind="stable")])
 
     async def flush_to_disk(self) -> None:
@@ -525,13 +525,13 @@ class Master:
         master of this node. That master will find all nodes present, so the chunks it will own come
         first: while nodes leave one by one, those that remain own more and more. May be cancelled
         anywhere."""
-        shares = self._shares
+        owners = self._owners
         owner = await trio.to_thread.run_sync(
-            shares.compute, range(self._world), self._world, abandon_on_cancel=True
+            owners.compute, range(self._world), self._world, abandon_on_cancel=True
         )
-        await trio.to_thread.run_sync(shares.compute_live_fraction, abandon_on_cancel=True)
-        self._cache.set_owned(shares.live_owned(self.rank))
-        await self._cache.flush_to_disk(shares.live_owned(self.rank, owner))
+        await trio.to_thread.run_sync(owners.compute_live_fraction, abandon_on_cancel=True)
+        self._cache.set_owned(owners.live_owned(self.rank))
+        await self._cache.flush_to_disk(owners.live_owned(self.rank, owner))
 
     def stats(self) -> dict[str, object]:
         """What this node is, has and did."""
@@ -539,7 +539,7 @@ class Master:
             "rank": self.rank,
             "world": self._world,
             "version": self.snapshot.version,
-            "members": len(self._shares.ranks),
+            "members": len(self._owners.ranks),
             **self._counts,
             "acceptor": self._acceptor.stats(),
             "holdings": self._cache.stats(),

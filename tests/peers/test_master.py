@@ -556,10 +556,10 @@ def test_a_node_keeps_first_the_chunks_it_owns_when_all_nodes_are_present(
         async with task.node(0) as (a, _):
             async with task.node(1) as (b, _), task.node(2) as (c, _):
                 await soon(members(a, b, c))
-                share = np.flatnonzero(a._shares.owner == 0).tolist()
+                share = np.flatnonzero(a._owners.owner == 0).tolist()
             del task.registry.members[1], task.registry.members[2]
             await soon(members(a))
-            assert (a._shares.owner == 0).all()
+            assert (a._owners.owner == 0).all()
             await a.flush_to_disk()
             assert kept == [share]
 
@@ -572,7 +572,7 @@ def test_a_request_for_a_chunk_that_is_here_waits_for_no_other_node(task: Task) 
     async def main() -> None:
         async with task.node(0, world=2) as (a, _), task.node(1, world=2) as (b, _):
             await soon(members(a, b))
-            theirs = [chunk for chunk in range(CHUNKS) if a._shares.owner[chunk] == 1]
+            theirs = [chunk for chunk in range(CHUNKS) if a._owners.owner[chunk] == 1]
             task.reads.pause.clear()
             async with trio.open_nursery() as nursery:
                 window = memoryview(bytearray(20_000))
