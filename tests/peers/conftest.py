@@ -77,8 +77,8 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def master(path: Path, chunks: dict[int, bytes], behaviour: Behaviour) -> Iterator[FakeMaster]:
-    with FakeMaster(path, chunks, behaviour) as standing:
-        yield standing
+    with FakeMaster(path, chunks, behaviour) as answers:
+        yield answers
 
 
 @pytest.fixture

@@ -104,24 +104,24 @@ def member(port: int, certificate: bytes = b"") -> Member:
 class Node:
     """A running acceptor of rank 1."""
 
-    def __init__(self, acceptor: Acceptor, standing: FakeAnswers, port: int) -> None:
+    def __init__(self, acceptor: Acceptor, fake_answers: FakeAnswers, port: int) -> None:
         self.acceptor = acceptor
-        self.answers = standing
+        self.answers = fake_answers
         self.port = port
 
 
 @asynccontextmanager
 async def answering(
-    mine: LocalIdentity | None = None, standing: FakeAnswers | None = None, **limits: int
+    mine: LocalIdentity | None = None, fake_answers: FakeAnswers | None = None, **limits: int
 ) -> AsyncIterator[Node]:
     mine = mine or me(1)
-    standing = standing or FakeAnswers()
-    acceptor = Acceptor(mine, standing, **limits)
+    fake_answers = fake_answers or FakeAnswers()
+    acceptor = Acceptor(mine, fake_answers, **limits)
     with listening() as listener:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(acceptor.serve, [listener])
             try:
-                yield Node(acceptor, standing, listener.getsockname()[1])
+                yield Node(acceptor, fake_answers, listener.getsockname()[1])
             finally:
                 while _OPEN:
                     await trio.aclose_forcefully(_OPEN.pop().stream)
@@ -140,8 +140,8 @@ async def asking(
 
 
 @asynccontextmanager
-async def pair(standing: FakeAnswers | None = None) -> AsyncIterator[tuple[Peer, Node]]:
-    async with answering(standing=standing) as node, asking(node.port) as peer:
+async def pair(fake_answers: FakeAnswers | None = None) -> AsyncIterator[tuple[Peer, Node]]:
+    async with answering(fake_answers=fake_answers) as node, asking(node.port) as peer:
         yield peer, node
 
 
@@ -241,9 +241,9 @@ async def open_raw(port: int, tls: ssl.SSLContext | None = None) -> RawPeer:
 
 async def authenticated_raw(port: int, rank: int = 0) -> RawPeer:
     """A connection after its handshake."""
-    hand = await open_raw(port)
-    assert "proof" in await hand.handshake(replace(me(0), rank=rank))
-    return hand
+    raw_peer = await open_raw(port)
+    assert "proof" in await raw_peer.handshake(replace(me(0), rank=rank))
+    return raw_peer
 
 
 @asynccontextmanager
@@ -255,10 +255,10 @@ async def scripted_master(behave: Callable[[RawPeer], Awaitable[object]]) -> Asy
 
         async def one(stream: trio.SocketStream) -> None:
             async with stream:
-                hand = RawPeer(stream)
+                raw_peer = RawPeer(stream)
                 try:
-                    await hand.welcome(me(1))
-                    await behave(hand)
+                    await raw_peer.welcome(me(1))
+                    await behave(raw_peer)
                 except (EOFError, trio.BrokenResourceError):
                     pass
 

@@ -1,6 +1,7 @@
 """Chunks for tests of `NodeCache`, the source that they are fetched from, and helpers to run a
 cache."""
 
+import functools
 import gc
 import os
 import random
@@ -8,7 +9,6 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from functools import cache
 from typing import ParamSpec, TypeVar
 from uuid import UUID
 
@@ -34,7 +34,7 @@ Main = Callable[[], Awaitable[None]]
 EXTRA_BYTES = 40  # each chunk has so many more than the one before
 
 
-@cache
+@functools.cache
 def chunk(number: int, body_bytes: int = 4000) -> bytes:
     """The content of a chunk by its number; sizes and bytes differ between chunks."""
     builder = ChunkBuilder(IDENTITY, 2 * body_bytes, "none")
@@ -103,7 +103,7 @@ def make_cache(
     costs: ReadCostModel | None = None,
     mine: bool = True,
 ) -> NodeCache:
-    holdings = NodeCache(
+    cache = NodeCache(
         IDENTITY,
         source.ids,
         source.sizes,
@@ -114,27 +114,27 @@ def make_cache(
         disk_policy=POLICIES[policy](),
         costs=costs or ReadCostModel(),
     )
-    holdings.set_owned(np.full(len(source.numbers), mine))
-    return holdings
+    cache.set_owned(np.full(len(source.numbers), mine))
+    return cache
 
 
 @asynccontextmanager
-async def run_cache(holdings: NodeCache) -> AsyncIterator[NodeCache]:
+async def run_cache(cache: NodeCache) -> AsyncIterator[NodeCache]:
     """Runs the cache; its chunks stay afterwards."""
     async with trio.open_nursery() as nursery:
-        await nursery.start(holdings.run)
-        yield holdings
+        await nursery.start(cache.run)
+        yield cache
         nursery.cancel_scope.cancel()
 
 
 @asynccontextmanager
-async def run_and_close_cache(holdings: NodeCache) -> AsyncIterator[NodeCache]:
+async def run_and_close_cache(cache: NodeCache) -> AsyncIterator[NodeCache]:
     """Runs the cache, and releases its memory and descriptors afterwards."""
     try:
-        async with run_cache(holdings):
-            yield holdings
+        async with run_cache(cache):
+            yield cache
     finally:
-        holdings.close()
+        cache.close()
 
 
 async def run_inline(
@@ -169,7 +169,7 @@ def descriptors() -> Mapping[str, int]:
 
 
 @pytest.fixture(autouse=True)
-def memory_is_let_go() -> Iterator[None]:
+def memory_is_released() -> Iterator[None]:
     """Fails a test that leaves the memory of a chunk behind, in a module that imports this."""
     before = descriptors()
     yield
@@ -196,18 +196,18 @@ def total_bytes(source: ChunkSource) -> int:
     return total(source, *range(len(source.contents)))
 
 
-def in_memory(held: NodeCache) -> set[int]:
-    return set(held.memory.views)
+def in_memory(cache: NodeCache) -> set[int]:
+    return set(cache.memory.views)
 
 
-def held_numbers(held: NodeCache) -> set[int]:
+def kept_numbers(cache: NodeCache) -> set[int]:
     """The chunks in memory or on the disk."""
-    return {number for number in range(len(held._sizes)) if held.holds(number)}
+    return {number for number in range(len(cache._sizes)) if cache.holds(number)}
 
 
-async def misses_until_loaded(held: NodeCache, number: int, times: int, size: int = 3000) -> int:
+async def misses_until_loaded(cache: NodeCache, number: int, times: int, size: int = 3000) -> int:
     """How many misses it takes until a chunk comes; 0 where it does not."""
     for misses in range(1, times + 1):
-        if await held.get(number, size, load=True) is not None:
+        if await cache.get(number, size, load=True) is not None:
             return misses
     return 0

@@ -183,7 +183,7 @@ class RunningTask:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.end()  # nobody is to wait for a store that is gone
+        self.end()  # readers must not wait for a store that is gone
         self._stack.close()
 
     def end(self) -> None:

@@ -72,8 +72,8 @@ class Task:
         self.masters = [Master(rank) for rank in range(world)]
         everyone = np.ones(world, np.bool_)
         self._first = self.owners[self._view(everyone)]
-        self._more: dict[int, set[int]] = {}  # who holds a chunk beside or instead of its first
-        self._without: set[int] = set()  # who has lost what it held first
+        self._more: dict[int, set[int]] = {}  # further holders of a chunk
+        self._without: set[int] = set()  # masters that have lost their first chunks
         for master in self.masters:
             master.joined = True
             self._expires[master.rank] = TTL_S

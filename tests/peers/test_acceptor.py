@@ -44,36 +44,36 @@ def asked(number: int, *records: tuple[int, int, int]) -> bytes:
     return wire.request(number, wire.READ, 0, parts(*records))
 
 
-async def answer(hand: RawPeer) -> tuple[wire.AnswerHead, bytes, bytes]:
-    head = wire.parse_answer(await hand.exactly(wire.HEAD_BYTES))
-    return head, await hand.exactly(head.counted), await hand.exactly(head.payload_bytes)
+async def answer(raw_peer: RawPeer) -> tuple[wire.AnswerHead, bytes, bytes]:
+    head = wire.parse_answer(await raw_peer.exactly(wire.HEAD_BYTES))
+    return head, await raw_peer.exactly(head.counted), await raw_peer.exactly(head.payload_bytes)
 
 
 def test_requests_of_all_kinds() -> None:
     async def main() -> None:
         async with answering() as node:
-            hand = await authenticated_raw(node.port)
-            await hand.send(asked(5, SMALL, (1, 0, 10)), wire.request(6, wire.PING))
-            head, statuses, payload = await answer(hand)
+            raw_peer = await authenticated_raw(node.port)
+            await raw_peer.send(asked(5, SMALL, (1, 0, 10)), wire.request(6, wire.PING))
+            head, statuses, payload = await answer(raw_peer)
             assert (head.id, statuses) == (5, bytes(2))
             assert payload == content(*SMALL) + content(1, 0, 10)
-            assert (await answer(hand))[0] == (6, wire.PING, 0, 0)
+            assert (await answer(raw_peer))[0] == (6, wire.PING, 0, 0)
 
     run(main)
 
 
 def test_answers_from_memory_overtake_answers_that_must_wait() -> None:
     async def main() -> None:
-        standing = FakeAnswers()
-        standing.hot = False
-        standing.ready = wait_for(0.3)
-        async with answering(standing=standing) as node:
-            hand = await authenticated_raw(node.port)
-            await hand.send(asked(1, SMALL))
-            await until(lambda: bool(standing.asked), 5)
-            standing.hot = True
-            await hand.send(asked(2, SMALL))
-            assert [(await answer(hand))[0].id for _ in range(2)] == [2, 1]
+        fake_answers = FakeAnswers()
+        fake_answers.hot = False
+        fake_answers.ready = wait_for(0.3)
+        async with answering(fake_answers=fake_answers) as node:
+            raw_peer = await authenticated_raw(node.port)
+            await raw_peer.send(asked(1, SMALL))
+            await until(lambda: bool(fake_answers.asked), 5)
+            fake_answers.hot = True
+            await raw_peer.send(asked(2, SMALL))
+            assert [(await answer(raw_peer))[0].id for _ in range(2)] == [2, 1]
 
     run(main)
 
@@ -83,16 +83,16 @@ def test_an_answer_that_fails_is_a_status_and_the_connection_goes_on(
     error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def main() -> None:
-        standing = FakeAnswers()
-        standing.hot = False
+        fake_answers = FakeAnswers()
+        fake_answers.hot = False
 
         async def fail() -> None:
             raise error
 
-        standing.ready = fail
-        async with pair(standing) as (peer, _):
+        fake_answers.ready = fail
+        async with pair(fake_answers) as (peer, _):
             assert (await read(peer, SMALL, SMALL, load=True))[0] == [FAILED, FAILED]
-            standing.hot = True
+            fake_answers.hot = True
             assert (await read(peer, SMALL))[0] == [GIVEN]
             assert peer.stats()["connections"] == 1
 
@@ -103,19 +103,19 @@ def test_an_answer_that_fails_is_a_status_and_the_connection_goes_on(
 
 
 def test_a_connection_has_at_most_64_requests_in_flight() -> None:
-    """The rest of its requests are not even read; other connections are answered."""
+    """Further requests are not even read; other connections are answered."""
 
     async def main() -> None:
-        standing = FakeAnswers()
-        standing.hot = False
-        standing.ready = trio.sleep_forever
-        async with answering(standing=standing) as node:
-            hand = await authenticated_raw(node.port, rank=5)
-            await hand.send(*[asked(i, SMALL) for i in range(200)])
-            await until(lambda: standing.slow == wire.REQUESTS_MAX, 5)
+        fake_answers = FakeAnswers()
+        fake_answers.hot = False
+        fake_answers.ready = trio.sleep_forever
+        async with answering(fake_answers=fake_answers) as node:
+            raw_peer = await authenticated_raw(node.port, rank=5)
+            await raw_peer.send(*[asked(i, SMALL) for i in range(200)])
+            await until(lambda: fake_answers.slow == wire.REQUESTS_MAX, 5)
             await trio.sleep(0.1)
-            assert standing.slow == wire.REQUESTS_MAX
-            standing.hot = True
+            assert fake_answers.slow == wire.REQUESTS_MAX
+            fake_answers.hot = True
             async with asking(node.port) as peer:
                 assert (await read(peer, SMALL))[0] == [GIVEN]
 
@@ -124,31 +124,31 @@ def test_a_connection_has_at_most_64_requests_in_flight() -> None:
 
 def test_F15_requests_of_a_closed_connection_are_cancelled() -> None:
     async def main() -> None:
-        standing = FakeAnswers()
-        standing.hot = False
-        standing.ready = trio.sleep_forever
-        async with answering(standing=standing) as node:
-            hand = await authenticated_raw(node.port)
-            await hand.send(*[asked(i, SMALL) for i in range(10)])
-            await until(lambda: standing.slow == 10, 5)
-            await hand.stream.aclose()
+        fake_answers = FakeAnswers()
+        fake_answers.hot = False
+        fake_answers.ready = trio.sleep_forever
+        async with answering(fake_answers=fake_answers) as node:
+            raw_peer = await authenticated_raw(node.port)
+            await raw_peer.send(*[asked(i, SMALL) for i in range(10)])
+            await until(lambda: fake_answers.slow == 10, 5)
+            await raw_peer.stream.aclose()
             await until(lambda: node.acceptor.stats()["connections"] == 0, 5)
-            assert standing.slow == 0
+            assert fake_answers.slow == 0
 
     run(main)
 
 
 def test_a_connection_has_at_most_64_MiB_in_flight() -> None:
     async def main() -> None:
-        standing = FakeAnswers()
-        standing.hot = False
-        standing.ready = trio.sleep_forever
-        async with answering(standing=standing) as node:
-            hand = await authenticated_raw(node.port)
-            await hand.send(*[asked(i, (3, 0, 30 << 20)) for i in range(5)])
-            await until(lambda: standing.slow == 2, 5)
+        fake_answers = FakeAnswers()
+        fake_answers.hot = False
+        fake_answers.ready = trio.sleep_forever
+        async with answering(fake_answers=fake_answers) as node:
+            raw_peer = await authenticated_raw(node.port)
+            await raw_peer.send(*[asked(i, (3, 0, 30 << 20)) for i in range(5)])
+            await until(lambda: fake_answers.slow == 2, 5)
             await trio.sleep(0.1)
-            assert standing.slow == 2
+            assert fake_answers.slow == 2
 
     run(main)
 
@@ -159,16 +159,16 @@ def test_S12_a_connection_with_endless_requests_does_not_block_others() -> None:
             took = []
 
             async def greedy(rank: int) -> None:
-                hand = await authenticated_raw(node.port, rank)
+                raw_peer = await authenticated_raw(node.port, rank)
 
                 async def ask() -> None:
                     some = b"".join(asked(i, *[SMALL] * 4) for i in range(1000))
                     while True:
-                        await hand.send(some)
+                        await raw_peer.send(some)
 
                 async def drop() -> None:
                     while True:
-                        await hand.stream.receive_some(1 << 20)
+                        await raw_peer.stream.receive_some(1 << 20)
 
                 nursery.start_soon(ask)
                 nursery.start_soon(drop)
@@ -238,7 +238,8 @@ def test_F8_the_newest_connection_of_a_rank_stays() -> None:
 
 
 def test_F6_a_refused_connector_is_told_the_reason(caplog: pytest.LogCaptureFixture) -> None:
-    """Another task's secret, another dataset, another version, another rank; and it is logged."""
+    """The reasons are another task's secret, another dataset, another version and another rank.
+    They are logged."""
 
     async def main() -> None:
         async with answering() as node:
@@ -249,10 +250,10 @@ def test_F6_a_refused_connector_is_told_the_reason(caplog: pytest.LogCaptureFixt
                 ({"to": 2}, me(0), "rank 1 is here, not 2"),
             ]
             for how, mine, why in strangers:
-                hand = await open_raw(node.port)
-                told = await hand.handshake(mine, **how)  # type: ignore[arg-type]  # one of two
+                raw_peer = await open_raw(node.port)
+                told = await raw_peer.handshake(mine, **how)  # type: ignore[arg-type]  # one of two
                 assert told["message"] == why
-                assert await hand.receive_all() == b""
+                assert await raw_peer.receive_all() == b""
             assert (await asked_by(node.port, replace(me(0), version=9))) == "paused"
 
     run(main)
@@ -269,11 +270,11 @@ async def asked_by(port: int, mine: object) -> object:
 def test_F6_another_version_of_the_wire_is_named() -> None:
     async def main() -> None:
         async with answering() as node:
-            hand = await open_raw(node.port)
-            await hand.send(wire.greeting()[:8] + b"\2\0" + bytes(6))
-            goes_on, _, length = wire.parse_welcome(await hand.exactly(16))
+            raw_peer = await open_raw(node.port)
+            await raw_peer.send(wire.greeting()[:8] + b"\2\0" + bytes(6))
+            goes_on, _, length = wire.parse_welcome(await raw_peer.exactly(16))
             assert not goes_on
-            assert b"version 1" in await hand.exactly(length)
+            assert b"version 1" in await raw_peer.exactly(length)
 
     run(main)
 
@@ -281,9 +282,9 @@ def test_F6_another_version_of_the_wire_is_named() -> None:
 def test_switching_the_version_ends_all_connections() -> None:
     async def main() -> None:
         async with answering() as node:
-            hand = await authenticated_raw(node.port)
+            raw_peer = await authenticated_raw(node.port)
             node.acceptor.set_identity(replace(me(1), version=4))
-            assert await hand.receive_all() == b""
+            assert await raw_peer.receive_all() == b""
             other = await open_raw(node.port)
             assert "proof" in await other.handshake(replace(me(0), version=4))
 
@@ -292,8 +293,8 @@ def test_switching_the_version_ends_all_connections() -> None:
 
 def test_an_idle_connection_ends_after_five_minutes_and_a_busy_one_does_not() -> None:
     async def main() -> None:
-        standing = FakeAnswers()
-        async with answering(standing=standing) as node:
+        fake_answers = FakeAnswers()
+        async with answering(fake_answers=fake_answers) as node:
             idle, busy = (
                 await authenticated_raw(node.port, 2),
                 await authenticated_raw(node.port, 3),
@@ -320,8 +321,8 @@ def test_an_idle_connection_ends_after_five_minutes_and_a_busy_one_does_not() ->
 def test_F7_a_connector_that_reads_no_answers_is_disconnected() -> None:
     async def main() -> None:
         async with answering() as node:
-            hand = await authenticated_raw(node.port)
-            await hand.send(*[asked(i, (3, 0, 40 << 20)) for i in range(5)])
+            raw_peer = await authenticated_raw(node.port)
+            await raw_peer.send(*[asked(i, (3, 0, 40 << 20)) for i in range(5)])
             await trio.sleep(9)
             assert node.acceptor.stats()["connections"] == 1
             await trio.sleep(30)
@@ -331,16 +332,16 @@ def test_F7_a_connector_that_reads_no_answers_is_disconnected() -> None:
 
 
 def test_answers_to_many_at_once_come_over_a_full_socket() -> None:
-    """Whole, though the asker reads slowly and asks for more meanwhile."""
+    """All answers are complete, though the asker reads slowly and sends more requests meanwhile."""
 
     async def main() -> None:
         async with answering() as node:
-            hand = await authenticated_raw(node.port)
+            raw_peer = await authenticated_raw(node.port)
             records = [(2, i * 70_000, 60_000) for i in range(80)]
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(hand.send, *[asked(i, *records[:40]) for i in range(12)])
+                nursery.start_soon(raw_peer.send, *[asked(i, *records[:40]) for i in range(12)])
                 for number in range(12):
-                    head, _, payload = await answer(hand)
+                    head, _, payload = await answer(raw_peer)
                     assert head.id == number
                     assert payload == b"".join(content(*part) for part in records[:40])
 

@@ -54,7 +54,7 @@ def test_S5_a_single_node_listens_on_loopback_and_no_node_on_all_interfaces_by_d
 def test_F13_a_name_that_resolves_to_loopback_is_refused(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As Debian writes a machine's own name into /etc/hosts."""
+    """Debian writes a machine's own name into /etc/hosts with such an address."""
     known = {"me": ["127.0.1.1"], "both": ["127.0.1.1", "10.1.2.3"]}
 
     def found(host: str, port: int, **_: object) -> list[tuple[object, ...]]:
@@ -150,7 +150,8 @@ def test_F13_the_advertised_address() -> None:
 def test_F8_single_nodes_on_two_machines_have_different_addresses(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each is rank 0 and takes the other's place, which must not look like its predecessor's."""
+    """Each is rank 0 and replaces the other in the registry, which must not look like a restart on
+    one machine."""
     own, _ = place(world=1)
     real = hashlib.sha256
     monkeypatch.setattr(hashlib, "sha256", lambda boot: real(boot + b"of another machine"))

@@ -34,7 +34,7 @@ class Simulated:
         self.source = ChunkSource(range(chunks), CHUNK_BYTES)
         self.source.contents = [self.source.contents[0]] * chunks
         self.size = len(self.source.contents[0])
-        self.holdings = make_cache(self.source, room * self.size, policy=policy, costs=costs())
+        self.cache = make_cache(self.source, room * self.size, policy=policy, costs=costs())
         self.files = files
         self.hits = self.reads = 0
         self.spent_s = self.without_s = 0.0
@@ -46,10 +46,10 @@ class Simulated:
     async def _read(self, order: Order) -> None:
         cost = costs().read_s
         size = self.size // self.files
-        async with run_and_close_cache(self.holdings):
+        async with run_and_close_cache(self.cache):
             for file in order:
                 number, before = file // self.files, self.source.fetches.total()
-                found = await self.holdings.read(number, [(0, size)], load=True)
+                found = await self.cache.read(number, [(0, size)], load=True)
                 fetches = self.source.fetches.total() - before
                 self.reads += 1
                 self.hits += found is not None and not fetches
@@ -94,7 +94,7 @@ def test_uniform_reads_hit_as_much_as_fits(policy: str, fits: float) -> None:
 
 
 def test_lfu_keeps_what_is_read_most() -> None:
-    """Zipf's law: the tenth that fits has more than half of the reads."""
+    """With Zipf's law, the tenth of the files that fits gets more than half of the reads."""
     chunks, room = 300, 30
     weights = 1 / np.arange(1, chunks + 1)
     weights /= weights.sum()
@@ -124,7 +124,7 @@ def test_random_epochs_of_which_half_fits_cost_little_more_than_half(policy: str
 def test_a_dataset_slightly_larger_than_the_cache_never_costs_more_than_no_cache(
     policy: str, files: int, order: Callable[[int, int], Order]
 ) -> None:
-    """Also where LRU hits nothing: read in a circle, files of half a chunk."""
+    """Also where LRU has no hits: files of half a chunk, read in a circle."""
     chunks = 60
     found = Simulated(policy, chunks, chunks * 5 // 6, files)
     found.run(order(chunks * files, 12))
@@ -135,7 +135,7 @@ def test_a_dataset_slightly_larger_than_the_cache_never_costs_more_than_no_cache
 
 
 def test_any_reads_cost_little_more_than_no_cache() -> None:
-    """Of a cache that is full: random costs and reads, of the account alone."""
+    """The admission alone, for a full cache, with random costs and reads."""
     chance = np.random.default_rng(4)
     for _ in range(50):
         request_s, byte_s = chance.uniform(0, 2), chance.uniform(0.01, 1)
@@ -166,7 +166,7 @@ def test_any_reads_cost_little_more_than_no_cache() -> None:
 
 
 def test_reads_of_evicted_chunks_cost_little_more_than_no_cache() -> None:
-    """The worst that can come: all that is ever fetched goes unread, and half of it was wanted."""
+    """The worst case: no chunk is read after its fetch, and half of the evicted ones are wanted."""
     rent, spent_s, without_s = SkiRentalAdmission([100] * 20, float, 1000), 0.0, 0.0
     for read in range(4000):
         unit = read // 2 % 20

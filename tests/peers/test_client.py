@@ -203,7 +203,8 @@ def test_a_chunk_of_another_node_is_not_mapped(
 def test_no_whole_chunk_is_copied_into_private_memory(
     store: TaskStore, master: FakeMaster, view: Snapshot, inner: Counting
 ) -> None:
-    """Small files in random order, of a dataset that does not fit: slices of what is shared."""
+    """Small files in random order, of a dataset that does not fit: the reader gets slices of shared
+    memory."""
     reader = EntryReader(view, store, 100_000)
     small = view.lookup_many([name.encode() for name in FILES if name.startswith("n")])
 
@@ -248,7 +249,7 @@ def test_a_pinned_chunk_is_unpinned_with_its_last_view(
     store: TaskStore, master: FakeMaster, view: Snapshot, chunks: dict[int, bytes],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Never before: a view that was handed out stays what it is."""
+    """Never before: a view that was given out keeps its bytes."""
     monkeypatch.setattr(client_module, "HEARTBEAT_S", 0.02)
     whole = store.pin(name_of(view, 2), lambda: None)
     assert whole is not None
@@ -429,7 +430,7 @@ def test_F2_a_master_that_hangs_is_not_asked_for_a_while_and_then_used_again(
 def test_many_threads_wait_for_a_master_that_hangs_once(
     store: TaskStore, master: FakeMaster, view: Snapshot, chunks: dict[int, bytes]
 ) -> None:
-    """Later one of them asks, and the others do not wait for that."""
+    """After the pause one thread asks again, and the others do not wait for it."""
     check_parts(store, view, chunks, 1)
     master.behaviour.hangs = 5.0
 
@@ -479,7 +480,7 @@ def test_F1_a_master_that_dies_and_comes_back(
 def test_F1_a_failed_restart_of_a_master_is_tried_again(
     path: Path, view: Snapshot, chunks: dict[int, bytes]
 ) -> None:
-    """Nothing is left of a start that fails, no socket either."""
+    """A failed start leaves nothing behind, no socket either."""
     tries: list[str] = []
 
     def revive(_: bool) -> bool:
@@ -505,7 +506,7 @@ def _is_used(store: TaskStore, view: Snapshot, chunks: dict[int, bytes], back: F
 def test_a_master_that_rejects_reads_is_paused_and_still_receives_unpins(
     store: TaskStore, master: FakeMaster, view: Snapshot, chunks: dict[int, bytes]
 ) -> None:
-    """And may still be told what is mapped no more."""
+    """During the pause, unpinned chunks are still reported."""
     check_parts(store, view, chunks, 1)
     whole = store.pin(name_of(view, 1), lambda: None)
     master.behaviour.refuses = "the task reads another version"

@@ -50,7 +50,7 @@ def test_a_version_without_chunks_has_none_to_ask_for(
 def test_a_part_outside_its_chunk_is_an_error_of_the_store(
     store: TaskStore, view: Snapshot, start: int, size: int
 ) -> None:
-    """The last: a byte more than there are."""
+    """The last case is one byte more than the chunk has."""
     name, size = chunk_object(view.identity, view.chunk_ids[0]), size or int(view.chunk_sizes[0])
     with pytest.raises(DieselError):
         list(store.read_parts([(name, 0, 5), (name, start, size)]))

@@ -15,8 +15,8 @@ from diesel_fs.peers.node_cache import NodeCache
 from ..cache.disk_tier import files, idle, tier_at
 from .node_caches import (
     ChunkSource,
-    held_numbers,
     in_memory,
+    kept_numbers,
     make_cache,
     misses_until_loaded,
     run_and_close_cache,
@@ -25,18 +25,18 @@ from .node_caches import (
     total_bytes,
     until,
 )
-from .node_caches import memory_is_let_go as memory_is_let_go
+from .node_caches import memory_is_released as memory_is_released
 from .test_write_back import CHUNKS, all_read, settled, some
 from .test_write_back import place as place
 from .test_write_back import source as source
 
 
-async def ended(held: NodeCache, share: set[int], chunks: int = CHUNKS) -> None:
+async def ended(cache: NodeCache, share: set[int], chunks: int = CHUNKS) -> None:
     """What a master does at its end, after `running`."""
-    await held.flush_to_disk(np.isin(np.arange(chunks), [*share]))
+    await cache.flush_to_disk(np.isin(np.arange(chunks), [*share]))
 
 
-def standing(place: Path, source: ChunkSource) -> set[int]:
+def chunks_on_disk(place: Path, source: ChunkSource) -> set[int]:
     """Which whole chunks are on a disk, as another process sees them."""
     shelf = tier_at(place)
     found = set()
@@ -52,26 +52,26 @@ def test_at_the_end_chunks_in_memory_are_written_to_the_disk(
     place: Path, source: ChunkSource, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def first() -> None:
-        held = make_cache(source, total_bytes(source) * 3, disk=tier_at(place))
-        async with run_cache(held):
-            await settled(held)
-            assert await all_read(held, source) == CHUNKS
+        cache = make_cache(source, total_bytes(source) * 3, disk=tier_at(place))
+        async with run_cache(cache):
+            await settled(cache)
+            assert await all_read(cache, source) == CHUNKS
             assert files(place) == []
         mine = np.ones(CHUNKS, np.bool_)
         mine[:2] = False
-        held.set_owned(mine)
+        cache.set_owned(mine)
         with caplog.at_level("INFO", "diesel.task"):
-            await ended(held, {1, 2, 3})
-        assert in_memory(held) == set(), "the memory is free as soon as may be"
-        held.close()
+            await ended(cache, {1, 2, 3})
+        assert in_memory(cache) == set(), "the memory is free as soon as may be"
+        cache.close()
 
     async def second() -> None:
         async with run_and_close_cache(
             make_cache(source, total_bytes(source) * 3, disk=tier_at(place))
-        ) as held:
-            await settled(held)
-            assert held_numbers(held) == set(range(1, CHUNKS)), "but for what it owned never"
-            assert await all_read(held, source) == CHUNKS
+        ) as cache:
+            await settled(cache)
+            assert kept_numbers(cache) == set(range(1, CHUNKS)), "but for what it owned never"
+            assert await all_read(cache, source) == CHUNKS
 
     trio.run(first)
     size = total(source, *range(1, CHUNKS))
@@ -92,36 +92,36 @@ def test_at_the_end_the_share_is_written_first_and_only_chunks_of_others_are_evi
                 assert await misses_until_loaded(before, number, 1)
                 await settled(before)
         shelf = tier_at(place, total(source, *[7] * 4))
-        held = make_cache(source, total_bytes(source) * 3, disk=shelf)
-        async with run_cache(held):
-            await settled(held)
-            assert await all_read(held, source) == CHUNKS
-        held.set_owned(np.arange(CHUNKS) != 1)
+        cache = make_cache(source, total_bytes(source) * 3, disk=shelf)
+        async with run_cache(cache):
+            await settled(cache)
+            assert await all_read(cache, source) == CHUNKS
+        cache.set_owned(np.arange(CHUNKS) != 1)
         with caplog.at_level("INFO", "diesel.task"):
-            await ended(held, {0, 6, 7})
-        held.close()
+            await ended(cache, {0, 6, 7})
+        cache.close()
 
     trio.run(main)
-    assert standing(place, source) == {0, 5, 6, 7}, "without 1, as 6 and 7 came before 2"
+    assert chunks_on_disk(place, source) == {0, 5, 6, 7}, "without 1, as 6 and 7 came before 2"
     assert "2 chunks (" in caplog.text
     assert "the disk takes no more" in caplog.text
 
 
 def test_at_the_end_the_queue_is_written(place: Path, source: ChunkSource) -> None:
     async def main() -> None:
-        held = make_cache(source, total_bytes(source) * 3, disk=tier_at(place))
-        async with run_cache(held):
-            await settled(held)
-            assert await all_read(held, source) == CHUNKS
+        cache = make_cache(source, total_bytes(source) * 3, disk=tier_at(place))
+        async with run_cache(cache):
+            await settled(cache)
+            assert await all_read(cache, source) == CHUNKS
             for number in (0, 1):
-                held._write_back.enqueue(number, held.memory.views[number])
-                held.memory.drop(number)
-        held.set_owned(np.arange(CHUNKS) != 1)
-        await ended(held, set())
-        held.close()
+                cache._write_back.enqueue(number, cache.memory.views[number])
+                cache.memory.drop(number)
+        cache.set_owned(np.arange(CHUNKS) != 1)
+        await ended(cache, set())
+        cache.close()
 
     trio.run(main)
-    assert standing(place, source) == {0, 2, 3, 4, 5, 6, 7}
+    assert chunks_on_disk(place, source) == {0, 2, 3, 4, 5, 6, 7}
 
 
 def test_a_cancelled_flush_leaves_whole_chunks(
@@ -141,18 +141,18 @@ def test_a_cancelled_flush_leaves_whole_chunks(
     monkeypatch.setattr(disk_shelf._FileReservation, "commit", slow)
 
     async def main() -> None:
-        held = make_cache(source, total_bytes(source) * 3, disk=tier_at(place))
-        async with run_cache(held):
-            await settled(held)
-            assert await all_read(held, source) == CHUNKS
+        cache = make_cache(source, total_bytes(source) * 3, disk=tier_at(place))
+        async with run_cache(cache):
+            await settled(cache)
+            assert await all_read(cache, source) == CHUNKS
         with trio.move_on_after(1.0) as patience:
-            await ended(held, set())
+            await ended(cache, set())
         assert patience.cancelled_caught
-        assert standing(place, source) == {0, 1, 2}
+        assert chunks_on_disk(place, source) == {0, 1, 2}
         assert len(files(place)) == 4
         go_on.set()
-        await until(lambda: len(standing(place, source)) == 4)
-        held.close()
+        await until(lambda: len(chunks_on_disk(place, source)) == 4)
+        cache.close()
 
     with caplog.at_level("INFO", "diesel.task"):
         trio.run(main)
@@ -161,26 +161,27 @@ def test_a_cancelled_flush_leaves_whole_chunks(
 
 
 def test_reads_from_memory_count_as_use_of_the_disk_cache(place: Path, source: ChunkSource) -> None:
-    """Else what stands here would go for what is to stand here."""
+    """Otherwise the dataset's files on the disk would be removed as idle, to make room for its own
+    chunks."""
 
     async def main() -> None:
         shelf = tier_at(place, total(source, *[7] * 4))
-        held = make_cache(source, total_bytes(source) * 3, disk=shelf)
-        async with run_cache(held):
-            await settled(held)
+        cache = make_cache(source, total_bytes(source) * 3, disk=shelf)
+        async with run_cache(cache):
+            await settled(cache)
             for number in (0, 1, 2):
-                await held.get(number, 10, load=True)
-        await ended(held, set())
+                await cache.get(number, 10, load=True)
+        await ended(cache, set())
         idle(place)
         shelf._dataset_used.clear()  # as after a minute
-        async with run_cache(held):
-            await settled(held)
+        async with run_cache(cache):
+            await settled(cache)
             for number in (3, 4, 5):
-                await held.get(number, 10, load=True)
+                await cache.get(number, 10, load=True)
         idle(place)
         shelf._dataset_used.clear()
-        await ended(held, set())
-        held.close()
+        await ended(cache, set())
+        cache.close()
 
     trio.run(main)
-    assert standing(place, source) == {0, 1, 2, 3}
+    assert chunks_on_disk(place, source) == {0, 1, 2, 3}

@@ -12,7 +12,7 @@ from diesel_fs.peers.options import TaskRequest
 
 
 def test_a_master_stays_when_a_reader_connects_beside_one_of_another_version() -> None:
-    server = LocalServer(None)  # type: ignore[arg-type]  # nobody is served
+    server = LocalServer(None)  # type: ignore[arg-type]  # it serves no client
 
     async def main() -> None:
         async with trio.open_nursery() as nursery:
@@ -30,7 +30,7 @@ def test_a_master_stays_when_a_reader_connects_beside_one_of_another_version() -
 def test_a_reader_restarts_a_master_only_at_its_own_socket(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else it would ask in vain for ever, without a pause."""
+    """Otherwise it would try in vain for ever."""
     monkeypatch.setattr(client, "is_alive", lambda place: place.name == "other")
     monkeypatch.setattr(client, "join", lambda _: tmp_path / "other")
     request = TaskRequest(task="night")
@@ -39,5 +39,5 @@ def test_a_reader_restarts_a_master_only_at_its_own_socket(
 
 def test_an_idle_master_logs_why_it_ends(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "diesel.task"):
-        trio.run(LocalServer(None).wait_until_idle, 0.01)  # type: ignore[arg-type]  # nobody comes
+        trio.run(LocalServer(None).wait_until_idle, 0.01)  # type: ignore[arg-type]  # no client connects
     assert "no client for 0.01 s: the master ends" in caplog.text

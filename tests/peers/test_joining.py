@@ -126,7 +126,7 @@ def test_the_task_is_of_the_account(two: ServerWithRedis) -> None:
 def test_S14_S17_another_user_cannot_see_or_join_the_task(
     two: ServerWithRedis, as_whom: str
 ) -> None:
-    """Whatever name he says: the server goes by the account that asks."""
+    """Whatever user the message names: the server uses the account that is logged in."""
     anns, bobs = (open_registry(two.open(user), task_of(two, user=as_whom))
                   for user in ("ann", "bob"))  # fmt: skip
     with nothing_left(two):
@@ -174,7 +174,7 @@ def test_a_removed_account_cannot_renew(two: ServerWithRedis) -> None:
 
 
 def test_G1_a_hanging_server_costs_no_registration(two: ServerWithRedis) -> None:
-    """The next try goes to another server, in time."""
+    """The next try goes to another server, before the registration expires."""
     task, mine = task_of(two), two.open("ann")
     registry = open_registry(mine, task)
     registry.renew(master(0))
@@ -230,7 +230,7 @@ def test_servers_report_soon_that_redis_is_away(two: ServerWithRedis) -> None:
 
 
 def test_G2_no_request_waits_for_a_redis_that_is_known_to_be_away(tmp_path: Path) -> None:
-    """Thousands of renewals would, one after the other, when it has been back for long."""
+    """Otherwise thousands of renewals would wait one after the other, long after Redis is back."""
     message = join_message(TaskName(UUID(int=7), "ann", "t"), master(0), MemberRecord())
     with RedisServer(tmp_path / "redis") as redis:
         url = f"{tmp_path.joinpath('store').as_uri()}?meta={redis.url}"
@@ -252,7 +252,8 @@ def test_G2_no_request_waits_for_a_redis_that_is_known_to_be_away(tmp_path: Path
 
 
 def test_registrations_that_redis_lost_come_back_with_the_same_secret(two: ServerWithRedis) -> None:
-    """Over loopback a client may say the secret again; where anybody listens it does not."""
+    """Over loopback a client may send the secret again; over a link that others can read it does
+    not."""
     task = task_of(two)
     registries = [open_registry(at(two, "ann", server), task) for server in range(2)]
     for rank, registry in enumerate(registries):
@@ -405,7 +406,7 @@ def test_a_request_that_makes_no_sense_is_refused(two: ServerWithRedis, wrong: M
 
 
 def test_a_client_cannot_choose_how_long_a_registration_lasts(two: ServerWithRedis) -> None:
-    """What a request says beside its fields changes nothing."""
+    """Unknown fields of a request are ignored."""
     task = task_of(two)
     with nothing_left(two), two.open("ann") as repository:
         message = {**join_message(task, master(0), MemberRecord()), "user": "bob", "seconds": 10**6}

@@ -95,7 +95,7 @@ def request_(tmp_path: Path) -> TaskRequest:
     )  # fmt: skip
 
 
-# One master, whoever comes ------------------------------------------------------------------------
+# One master for all processes of a node -----------------------------------------------------------
 
 
 def test_a_master_is_started_once_and_then_found(node: Node, request_: TaskRequest) -> None:
@@ -185,7 +185,7 @@ def _node_of(started: dict[str, dict[str, object]]) -> list[object]:
 def test_F8_a_killed_master_is_restarted_as_the_same_node(
     node: Node, request_: TaskRequest, tmp_path: Path, how: str
 ) -> None:
-    """Also by who has not said which node this is: another one has rank 0."""
+    """Also by a process that gives no rank, while another master of the task has rank 0."""
     folder = str(tmp_path / "cache")
     given = replace(request_, rank=3, world=4, listen="127.0.0.1:0", cache_dir=folder)
     place = join(given, program=STUB)
@@ -276,7 +276,7 @@ def test_options_that_the_running_master_ignores_are_warned_of_once(
 def test_the_options_of_a_killed_master_are_not_taken_for_its_successors(
     node: Node, request_: TaskRequest, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """For a moment its options lie beside the socket of who comes up."""
+    """For a moment they lie beside the socket of the new master."""
     place = join(replace(request_, evict="lfu"), program=STUB)
     old = place.with_name("options").read_bytes()
     _killed(node, place)
@@ -345,12 +345,13 @@ def test_a_masters_error_is_raised_and_without_one_the_end_of_its_log(
 
 
 def test_the_lock_of_a_removed_folder_is_worth_nothing(node: Node, request_: TaskRequest) -> None:
-    """Whoever has the lock of a folder that is gone has nothing."""
+    """A process that holds the lock of a removed folder does not keep others from the new
+    folder."""
     place = socket_path(replace(request_, rank=0, world=1))
-    inside, most, gone = 0, 0, 0
+    inside, most, lost = 0, 0, 0
 
     def come_and_go() -> None:
-        nonlocal inside, most, gone
+        nonlocal inside, most, lost
         for _ in range(100):
             with launch._locked(place, 30.0):
                 inside += 1
@@ -358,7 +359,7 @@ def test_the_lock_of_a_removed_folder_is_worth_nothing(node: Node, request_: Tas
                 time.sleep(0.0002)
                 inside -= 1
             remove_folders(place)
-            gone += not place.parent.exists()
+            lost += not place.parent.exists()
 
     threads = [threading.Thread(target=come_and_go) for _ in range(4)]
     for each in threads:
@@ -366,12 +367,12 @@ def test_the_lock_of_a_removed_folder_is_worth_nothing(node: Node, request_: Tas
     for each in threads:
         each.join()
     assert most == 1
-    assert gone > 0
+    assert lost > 0
     assert node.left() == []
 
 
 def test_a_child_forked_meanwhile_does_not_hold_the_lock(node: Node, request_: TaskRequest) -> None:
-    """Another thread may fork at any moment, and the child may live for long."""
+    """Another thread may fork at any time, and the child may live long."""
     place = socket_path(replace(request_, rank=0, world=1))
     for held in (launch._folders_locked(), launch._locked(place, 0.0)):
         receiver, sender = os.pipe()
@@ -428,7 +429,7 @@ def test_a_master_that_reports_nothing_is_killed(
 def test_a_socket_in_a_deep_folder(
     node: Node, request_: TaskRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Addresses of sockets have room for 107 bytes."""
+    """The address of a socket has at most 107 bytes."""
     deep = tmp_path / ("d" * 60) / ("e" * 60)
     deep.mkdir(parents=True, mode=0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(deep))
@@ -455,7 +456,7 @@ def test_a_starting_master_refuses_clients_at_once(tmp_path: Path) -> None:
 
 
 def test_a_repeated_close_does_not_remove_another_masters_socket(tmp_path: Path) -> None:
-    """Numbers of files are used again at once, on many file systems."""
+    """Many file systems reuse inode numbers at once."""
     ending = LocalSocket(tmp_path / "socket")
     ending.close()
     assert not ending.path.exists()

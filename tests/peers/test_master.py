@@ -31,7 +31,7 @@ from diesel_fs.peers.wire import ABSENT, SOURCE_HERE, SOURCE_NONE, DamagedPart
 from diesel_fs.storage.objects.store import ObjectStore, ReadWrapper
 
 from .connected_masters import parts
-from .node_caches import held_numbers
+from .node_caches import kept_numbers
 
 CHUNKS = 24
 SECRET = bytes(range(32))
@@ -63,7 +63,9 @@ class FakeRegistry(Registry):
     members: dict[int, Member] = field(default_factory=dict)
     is_unavailable: bool = False
     silent: set[int] = field(default_factory=set)  # whose renewals are still under way
-    forgot: set[int] = field(default_factory=set)  # who is to hear that
+    forgot: set[int] = field(
+        default_factory=set
+    )  # ranks that are told at their next renewal that they were forgotten
     secret: bytes = SECRET
 
     def renew(self, me: Member) -> Membership:
@@ -176,7 +178,7 @@ def run(main: Callable[[], Awaitable[None]]) -> None:
 
 
 async def soon(what: Callable[[], object]) -> None:
-    while not what():  # noqa: ASYNC110  # what is waited for has no event
+    while not what():  # noqa: ASYNC110  # the condition has no event
         await trio.sleep(0.01)
 
 
@@ -271,7 +273,7 @@ def test_oneshot_skips_dead_chunks_and_begins_with_fully_live_ones(task: Task) -
             told = node.cache.stats()
             assert told["share_held_chunks"] == told["share_chunks"] == count - len(dead)
             assert len(task.reads.of) == count - len(dead)
-            assert held_numbers(node.cache).isdisjoint(dead)
+            assert kept_numbers(node.cache).isdisjoint(dead)
             order = [names.index(name) for name in task.reads.of]
             last = list(task.snapshot.chunk_ids).index(half)
             assert last < max(order), "it would not be the last by its number"
@@ -283,8 +285,8 @@ def test_oneshot_skips_dead_chunks_and_begins_with_fully_live_ones(task: Task) -
 def test_dead_chunks_are_not_kept_at_the_end(task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[npt.NDArray[np.bool_]] = []
 
-    async def keep(holdings: NodeCache, share: npt.NDArray[np.bool_]) -> None:
-        kept.extend((share, holdings.memory.owned))
+    async def keep(cache: NodeCache, share: npt.NDArray[np.bool_]) -> None:
+        kept.extend((share, cache.memory.owned))
 
     monkeypatch.setattr(NodeCache, "flush_to_disk", keep)
     for number in range(10):
@@ -327,8 +329,8 @@ def test_members_stay_while_the_registry_cannot_be_reached(task: Task) -> None:
 def test_C3_after_an_outage_members_have_a_TTL_to_renew(
     task: Task, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Redis has forgotten all, and each renews in its own time; who does not is gone after a TTL,
-    and who comes anew, or leaves, at once."""
+    """Redis has lost all registrations, and each master renews in its own time. One that does not
+    renew within a TTL is gone; one that leaves or is replaced, at once."""
     monkeypatch.setattr(module, "TTL_S", 2.0)
 
     async def main() -> None:
@@ -363,7 +365,7 @@ def test_C3_after_an_outage_members_have_a_TTL_to_renew(
 def test_C3_a_master_that_was_forgotten_keeps_the_other_members(
     task: Task, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Redis was away for so short that nobody has noticed, and has lost everything."""
+    """Redis was away so shortly that no renewal failed, and has lost everything."""
     monkeypatch.setattr(module, "TTL_S", 1.0)
 
     async def main() -> None:
@@ -384,7 +386,8 @@ def test_C3_a_master_that_was_forgotten_keeps_the_other_members(
 
 
 def test_C3_all_members_take_over_a_new_secret(task: Task) -> None:
-    """Redis has been away for longer than registrations last, and a new node was first after it."""
+    """Redis was away for longer than registrations last, and a new node registered first
+    afterwards."""
 
     async def main() -> None:
         async with task.node(0) as (a, _), task.node(1) as (b, _):
@@ -425,7 +428,7 @@ def test_F8_silent_nodes_from_peers_lose_their_share_until_they_answer(
             task.node(0, world=2, registry=board) as (a, _),
             task.node(1, world=2, registry=board) as (b, death),
         ):
-            await trio.sleep(0.5)  # longer than who is silent stays one
+            await trio.sleep(0.5)  # longer than a silent node stays a member
             await soon(members(a, b))
             assert (await task.check(a))[1] > 0
             death.cancel()
@@ -463,8 +466,8 @@ def test_nodes_of_another_version_do_not_count_until_they_switch(task: Task) -> 
 def test_another_version_has_owners_before_the_next_renewal(
     task: Task, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This node, and those that have gone over before it: else all would be read from the store;
-    also by who has heard of it just then."""
+    """The owners are this node and those that have switched before it; otherwise all chunks would
+    be read from the store."""
     computed = module._ChunkOwners.compute
 
     def slow(self: module._ChunkOwners, ranks: Sequence[int], world: int) -> module.Ranks:
@@ -522,7 +525,7 @@ def test_F5_a_node_that_sends_damaged_parts_is_not_asked(task: Task) -> None:
             found = await task.check(a, given=False)
             assert found[1] == 0
             assert found[SOURCE_NONE] > 0
-            for chunk in range(CHUNKS):  # nothing is wrong with what stands here
+            for chunk in range(CHUNKS):  # the chunks that are kept are undamaged
                 await a.report_damage(DamagedPart(chunk, 0, 10, SOURCE_HERE))
             assert (await task.check(a, given=False))[SOURCE_HERE] == found[SOURCE_HERE]
 
@@ -535,8 +538,8 @@ def test_owners_are_those_that_ownership_computes(task: Task) -> None:
             await soon(members(a, b, c))
             found = [(await task.check(node))[SOURCE_HERE] for node in (a, b, c)]
             assert sum(found) == CHUNKS
-            held = [held_numbers(node.cache) for node in (a, b, c)]
-            assert sum(map(len, held)) == len(set.union(*held)), "nobody holds what another owns"
+            kept = [kept_numbers(node.cache) for node in (a, b, c)]
+            assert sum(map(len, kept)) == len(set.union(*kept)), "nobody holds what another owns"
 
     run(main)
 
@@ -544,7 +547,7 @@ def test_owners_are_those_that_ownership_computes(task: Task) -> None:
 def test_a_node_keeps_first_the_chunks_it_owns_when_all_nodes_are_present(
     task: Task, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nodes of a job that ends leave one by one."""
+    """The nodes of a job that ends leave one by one."""
     kept: list[list[int]] = []
 
     async def keep(_: NodeCache, share: npt.NDArray[np.bool_]) -> None:
@@ -567,7 +570,7 @@ def test_a_node_keeps_first_the_chunks_it_owns_when_all_nodes_are_present(
 
 
 def test_a_request_for_a_chunk_that_is_here_waits_for_no_other_node(task: Task) -> None:
-    """Two that fetch one chunk from each other would wait until a time-out."""
+    """Otherwise two nodes that fetch one chunk from each other would wait until a time-out."""
 
     async def main() -> None:
         async with task.node(0, world=2) as (a, _), task.node(1, world=2) as (b, _):

@@ -230,7 +230,7 @@ def test_any_text_gives_an_address_or_an_error(text: str) -> None:
 )
 def test_bad_members(change: dict[str, int]) -> None:
     with pytest.raises(UsageError):
-        replace(ME, **change)  # type: ignore[arg-type]  # that is what is tested
+        replace(ME, **change)  # type: ignore[arg-type]  # the test passes wrong types on purpose
 
 
 @given(st.lists(members, max_size=20), st.integers(0, 3))
@@ -283,9 +283,9 @@ def test_any_bytes_give_a_member_or_an_error(rank: int, instance: bytes, packed:
 def test_a_registration_message_comes_back(
     me: Member, since: int, state: int, secret: bytes
 ) -> None:
-    standing = MemberRecord(since, state, secret)
-    message = unpack(msgpack.packb(join_message(TASK, me, standing)))
-    assert parse_join(Fields(message, "join")) == (TASK.name, me, standing)
+    answers = MemberRecord(since, state, secret)
+    message = unpack(msgpack.packb(join_message(TASK, me, answers)))
+    assert parse_join(Fields(message, "join")) == (TASK.name, me, answers)
     message = unpack(msgpack.packb(leave_message(TASK, me)))
     assert parse_leave(Fields(message, "leave")) == (TASK.name, me)
 
@@ -295,10 +295,10 @@ def test_a_registration_message_comes_back(
     st.sampled_from(["", "host:5"]), st.booleans(),
 )  # fmt: skip
 def test_a_registration_answer_comes_back(
-    found: list[Member] | None, since: int, state: int, secret: bytes, replaced: str, gone: bool
+    found: list[Member] | None, since: int, state: int, secret: bytes, replaced: str, lost: bool
 ) -> None:
     members = None if found is None else tuple(found)
-    told = JoinReply(since, state, secret, members, replaced, gone)
+    told = JoinReply(since, state, secret, members, replaced, lost)
     assert parse_join_reply(unpack(msgpack.packb(join_reply_message(told)))) == told
 
 

@@ -13,9 +13,7 @@ from trio.testing import wait_all_tasks_blocked
 from diesel_fs.cache.policy import POLICIES, LeastRecentlyUsed
 from diesel_fs.cache.read_through import ReadCostModel
 from diesel_fs.errors import CorruptError, ObjectStoreError
-from diesel_fs.peers import node_cache as holdings
-from diesel_fs.peers import node_memory as chunk_memory
-from diesel_fs.peers import sealed_memory as memory
+from diesel_fs.peers import node_cache, node_memory, sealed_memory
 from diesel_fs.peers.node_cache import NodeCache
 from diesel_fs.peers.sealed_memory import (
     WritableMemory,
@@ -25,8 +23,8 @@ from diesel_fs.peers.sealed_memory import (
 
 from .node_caches import (
     ChunkSource,
-    held_numbers,
     in_memory,
+    kept_numbers,
     make_cache,
     misses_until_loaded,
     raw,
@@ -35,7 +33,7 @@ from .node_caches import (
     total,
     total_bytes,
 )
-from .node_caches import memory_is_let_go as memory_is_let_go
+from .node_caches import memory_is_released as memory_is_released
 
 EVERY = pytest.mark.parametrize("policy", [*POLICIES])
 
@@ -50,24 +48,24 @@ def test_a_chunk_is_fetched_once_and_found_from_then_on(policy: str) -> None:
     async def main() -> None:
         async with run_and_close_cache(
             make_cache(source, total_bytes(source), policy=policy)
-        ) as held:
-            assert held.memory.find(1) is None
-            assert await held.get(1, 100, load=False) is None
-            view = await held.get(1, 100, load=True)
-            assert raw(view) == raw(held.memory.find(1)) == source.contents[1]
+        ) as cache:
+            assert cache.memory.find(1) is None
+            assert await cache.get(1, 100, load=False) is None
+            view = await cache.get(1, 100, load=True)
+            assert raw(view) == raw(cache.memory.find(1)) == source.contents[1]
             assert view is not None
             assert view.readonly
-            pieces = await held.read(1, [(3, 5), (0, 1)], load=False)
+            pieces = await cache.read(1, [(3, 5), (0, 1)], load=False)
             assert pieces is not None
             assert [*map(raw, pieces)] == [source.contents[1][3:8], source.contents[1][:1]]
             parts = np.array([[1, 10, 20], [1, 0, 1]], np.uint32)
-            pieces = held.memory.find_parts(parts)
+            pieces = cache.memory.find_parts(parts)
             assert pieces is not None
             assert [*map(raw, pieces)] == [source.contents[1][10:30], source.contents[1][:1]]
             parts[1, 0] = 2
-            assert held.memory.find_parts(parts) is None
-            assert held_numbers(held) == {1}
-            stats = held.stats()
+            assert cache.memory.find_parts(parts) is None
+            assert kept_numbers(cache) == {1}
+            stats = cache.stats()
             assert (stats["fetches"], stats["memory_chunks"], stats["misses"]) == (1, 1, 1)
             assert stats["memory_bytes"] == stats["fetched_bytes"] == total(source, 1)
             assert stats["memory_reads"] == 5
@@ -82,10 +80,10 @@ def test_F10_one_fetch_however_many_wait_and_eight_of_all() -> None:
 
     async def main() -> None:
         begun_s = trio.current_time()
-        async with run_and_close_cache(make_cache(source, total_bytes(source))) as held:
+        async with run_and_close_cache(make_cache(source, total_bytes(source))) as cache:
 
             async def ask(number: int) -> None:
-                assert raw(await held.get(number, 10, load=True)) == source.contents[number]
+                assert raw(await cache.get(number, 10, load=True)) == source.contents[number]
 
             async with trio.open_nursery() as nursery:
                 for asked in [*range(30)] * 3:
@@ -94,7 +92,7 @@ def test_F10_one_fetch_however_many_wait_and_eight_of_all() -> None:
 
     run_simulated(main)
     assert set(source.fetches.values()) == {1}
-    assert source.most == holdings.FETCHES
+    assert source.most == node_cache.FETCHES
 
 
 def test_a_cancelled_caller_does_not_cancel_the_fetch() -> None:
@@ -102,11 +100,11 @@ def test_a_cancelled_caller_does_not_cancel_the_fetch() -> None:
     source.seconds = 1.0
 
     async def main() -> None:
-        async with run_and_close_cache(make_cache(source, total_bytes(source))) as held:
+        async with run_and_close_cache(make_cache(source, total_bytes(source))) as cache:
             with trio.move_on_after(0.5) as first:
-                await held.get(0, 10, load=True)
+                await cache.get(0, 10, load=True)
             assert first.cancelled_caught
-            assert raw(await held.get(0, 10, load=True)) == source.contents[0]
+            assert raw(await cache.get(0, 10, load=True)) == source.contents[0]
 
     run_simulated(main)
     assert source.fetches == {0: 1}
@@ -117,12 +115,12 @@ def test_a_failed_fetch_is_an_error_for_all_waiters_and_the_next_call_tries_agai
     source.seconds, source.fails = 0.1, True
 
     async def main() -> None:
-        async with run_and_close_cache(make_cache(source, total_bytes(source))) as held:
+        async with run_and_close_cache(make_cache(source, total_bytes(source))) as cache:
             seen = []
 
             async def ask() -> None:
                 with pytest.raises(ObjectStoreError) as failure:
-                    await held.get(0, 10, load=True)
+                    await cache.get(0, 10, load=True)
                 seen.append(failure.value)
 
             async with trio.open_nursery() as nursery:
@@ -131,8 +129,8 @@ def test_a_failed_fetch_is_an_error_for_all_waiters_and_the_next_call_tries_agai
             assert len(seen) == 3
             assert source.fetches == {0: 1}
             source.fails = False
-            assert raw(await held.get(0, 10, load=True)) == source.contents[0]
-            assert held.stats()["fetch_failures"] == 1
+            assert raw(await cache.get(0, 10, load=True)) == source.contents[0]
+            assert cache.stats()["fetch_failures"] == 1
 
     run_simulated(main)
 
@@ -142,11 +140,11 @@ def test_a_damaged_chunk_is_never_cached() -> None:
     source.damages = True
 
     async def main() -> None:
-        async with run_and_close_cache(make_cache(source, total_bytes(source))) as held:
+        async with run_and_close_cache(make_cache(source, total_bytes(source))) as cache:
             with pytest.raises(CorruptError):
-                await held.get(0, 10, load=True)
-            assert held.memory.find(0) is None
-            assert held.stats()["memory_used_bytes"] == 0
+                await cache.get(0, 10, load=True)
+            assert cache.memory.find(0) is None
+            assert cache.stats()["memory_used_bytes"] == 0
 
     trio.run(main)
 
@@ -156,9 +154,9 @@ def test_a_bug_in_a_fetch_is_no_error_of_a_reader(caplog: pytest.LogCaptureFixtu
     source.error = ZeroDivisionError()
 
     async def main() -> None:
-        async with run_and_close_cache(make_cache(source, total_bytes(source))) as held:
-            assert await held.get(0, 10, load=True) is None
-            assert held.stats()["memory_used_bytes"] == 0
+        async with run_and_close_cache(make_cache(source, total_bytes(source))) as cache:
+            assert await cache.get(0, 10, load=True) is None
+            assert cache.stats()["memory_used_bytes"] == 0
 
     trio.run(main)
     assert "unexpected error while fetching a chunk" in caplog.text
@@ -174,11 +172,11 @@ def test_a_fetcher_that_keeps_its_buffer_cannot_change_the_chunk(
         kept.append(room[:10])
 
     async def main() -> None:
-        held = make_cache(source, total_bytes(source))
-        held._fetch = fetch
-        async with run_and_close_cache(held):
-            assert await held.get(0, 10, load=True) is None
-            assert held.memory.find(0) is None
+        cache = make_cache(source, total_bytes(source))
+        cache._fetch = fetch
+        async with run_and_close_cache(cache):
+            assert await cache.get(0, 10, load=True) is None
+            assert cache.memory.find(0) is None
 
     trio.run(main)
     kept.clear()
@@ -188,22 +186,22 @@ def test_a_fetcher_that_keeps_its_buffer_cannot_change_the_chunk(
 def test_callers_that_wait_at_the_end_get_nothing() -> None:
     source = ChunkSource(range(1))
     source.seconds = 1e9
-    held = make_cache(source, total_bytes(source))
+    cache = make_cache(source, total_bytes(source))
 
     async def main() -> None:
         async with trio.open_nursery() as nursery:
-            await nursery.start(held.run)
+            await nursery.start(cache.run)
             got: list[object] = []
 
             async def ask() -> None:
                 with trio.CancelScope(shield=True):
-                    got.append(await held.get(0, 10, load=True))
+                    got.append(await cache.get(0, 10, load=True))
 
             nursery.start_soon(ask)
             await wait_all_tasks_blocked()
             nursery.cancel_scope.cancel()
         assert got == [None]
-        assert await held.get(0, 10, load=True) is None
+        assert await cache.get(0, 10, load=True) is None
 
     trio.run(main)
 
@@ -223,24 +221,24 @@ def test_a_chunk_that_replaces_others_has_been_paid_for(policy: str) -> None:
     source = ChunkSource(range(4))
 
     async def main() -> None:
-        held = make_cache(
+        cache = make_cache(
             source, total(source, 3, 3, 3), policy=policy, costs=one_second_a_request()
         )
-        async with run_and_close_cache(held):
+        async with run_and_close_cache(cache):
             for number in (0, 1, 2):
-                assert await held.get(number, 1000, load=True) is not None
+                assert await cache.get(number, 1000, load=True) is not None
             for _ in range(10):
-                held.memory.find_parts(np.array([[0, 0, 1000], [2, 0, 1000]], np.uint32))
-            assert await misses_until_loaded(held, 3, 10, 1000) == 3
-            assert in_memory(held) == {0, 2, 3}
-            assert await misses_until_loaded(held, 1, 2, 1000) == 0, "it pays anew"
-            assert held.stats()["evictions"] == 1
+                cache.memory.find_parts(np.array([[0, 0, 1000], [2, 0, 1000]], np.uint32))
+            assert await misses_until_loaded(cache, 3, 10, 1000) == 3
+            assert in_memory(cache) == {0, 2, 3}
+            assert await misses_until_loaded(cache, 1, 2, 1000) == 0, "it pays anew"
+            assert cache.stats()["evictions"] == 1
 
     trio.run(main)
 
 
 def test_without_hits_nothing_is_replaced() -> None:
-    """Reads in a circle of more than fits, which LRU never hits."""
+    """Reads in a circle of more than fits, where LRU never has a hit."""
     source = ChunkSource(range(12), 1000)
     costs, spent_s, without_s = one_second_a_request(), 0.0, 0.0
 
@@ -248,13 +246,13 @@ def test_without_hits_nothing_is_replaced() -> None:
         nonlocal spent_s, without_s
         async with run_and_close_cache(
             make_cache(source, total_bytes(source) * 5 // 6, costs=costs)
-        ) as held:
+        ) as cache:
             for epoch in range(60):
                 for number in range(12):
                     size = len(source.contents[number])
                     fetched = source.fetches.total()
                     for _ in range(2):
-                        found = await held.read(number, [(0, size // 2)], load=True)
+                        found = await cache.read(number, [(0, size // 2)], load=True)
                         spent_s += costs.read_s(size // 2) if epoch and found is None else 0
                         without_s += costs.read_s(size // 2) if epoch else 0
                     spent_s += costs.read_s(size) * (source.fetches.total() - fetched) * bool(epoch)
@@ -269,11 +267,11 @@ def test_the_policy_none_keeps_the_first_chunks() -> None:
     async def main() -> None:
         async with run_and_close_cache(
             make_cache(source, total(source, 0, 1, 2), policy="none")
-        ) as held:
+        ) as cache:
             for number in (2, 1, 0):
-                assert await held.get(number, 1000, load=True) is not None
-            assert await misses_until_loaded(held, 3, 100) == 0
-            assert in_memory(held) == {0, 1, 2}
+                assert await cache.get(number, 1000, load=True) is not None
+            assert await misses_until_loaded(cache, 3, 100) == 0
+            assert in_memory(cache) == {0, 1, 2}
 
     trio.run(main)
 
@@ -285,31 +283,31 @@ def test_chunks_of_other_nodes_are_replaced_first_and_at_once(policy: str) -> No
     async def main() -> None:
         async with run_and_close_cache(
             make_cache(source, total(source, 0, 2, 3), policy=policy)
-        ) as held:
+        ) as cache:
             for number in (0, 1, 2):
-                assert await held.get(number, 1000, load=True) is not None
-            held.set_owned(np.array([True, False, True, True]))
-            assert await misses_until_loaded(held, 3, 1) == 1
-            assert in_memory(held) == {0, 2, 3}
-            # And what is not mine never makes what is mine go
-            assert await misses_until_loaded(held, 1, 100) == 0
+                assert await cache.get(number, 1000, load=True) is not None
+            cache.set_owned(np.array([True, False, True, True]))
+            assert await misses_until_loaded(cache, 3, 1) == 1
+            assert in_memory(cache) == {0, 2, 3}
+            # A chunk of another node never replaces one of this node
+            assert await misses_until_loaded(cache, 1, 100) == 0
 
     trio.run(main)
 
 
 def test_chunks_of_other_nodes_take_no_room_that_the_share_needs() -> None:
-    """Also where it is lent at once, and could not go for it."""
+    """Also where such a chunk is pinned at once, so that it could not be replaced."""
     source = ChunkSource(range(6))
 
     async def main() -> None:
-        async with run_and_close_cache(make_cache(source, total(source, 0, 1, 2, 5))) as held:
-            held.set_owned(np.array([True, True, True, False, False, False]))
-            assert await misses_until_loaded(held, 0, 1) == 1
-            assert await misses_until_loaded(held, 5, 1) == 1
-            assert held.memory.pin(1, 5) is not None
-            assert await misses_until_loaded(held, 3, 3) == 0
-            assert await misses_until_loaded(held, 1, 1) == 1
-            assert await misses_until_loaded(held, 2, 1) == 1
+        async with run_and_close_cache(make_cache(source, total(source, 0, 1, 2, 5))) as cache:
+            cache.set_owned(np.array([True, True, True, False, False, False]))
+            assert await misses_until_loaded(cache, 0, 1) == 1
+            assert await misses_until_loaded(cache, 5, 1) == 1
+            assert cache.memory.pin(1, 5) is not None
+            assert await misses_until_loaded(cache, 3, 3) == 0
+            assert await misses_until_loaded(cache, 1, 1) == 1
+            assert await misses_until_loaded(cache, 2, 1) == 1
 
     trio.run(main)
 
@@ -318,9 +316,9 @@ def test_a_chunk_larger_than_the_budget_is_not_fetched() -> None:
     source = ChunkSource(range(2))
 
     async def main() -> None:
-        async with run_and_close_cache(make_cache(source, total(source, 1) - 1)) as held:
-            assert await misses_until_loaded(held, 1, 20) == 0
-            assert await misses_until_loaded(held, 0, 1) == 1
+        async with run_and_close_cache(make_cache(source, total(source, 1) - 1)) as cache:
+            assert await misses_until_loaded(cache, 1, 20) == 0
+            assert await misses_until_loaded(cache, 0, 1) == 1
 
     trio.run(main)
 
@@ -334,10 +332,11 @@ def test_a_chunk_that_the_policy_rejects_is_not_fetched() -> None:
     source = ChunkSource(range(3))
 
     async def main() -> None:
-        held = make_cache(source, total_bytes(source))
-        held.memory._policy = Picky()
-        async with run_and_close_cache(held):
-            assert [await misses_until_loaded(held, number, 5) for number in (0, 1, 2)] == [0, 1, 0]
+        cache = make_cache(source, total_bytes(source))
+        cache.memory._policy = Picky()
+        async with run_and_close_cache(cache):
+            misses = [await misses_until_loaded(cache, number, 5) for number in (0, 1, 2)]
+            assert misses == [0, 1, 0]
 
     trio.run(main)
 
@@ -351,28 +350,28 @@ def test_prefetch_owned_fetches_the_share_until_memory_is_full() -> None:
 
     async def main() -> None:
         async with (
-            run_and_close_cache(make_cache(source, total(source, 7, 8, 9), mine=False)) as held,
+            run_and_close_cache(make_cache(source, total(source, 7, 8, 9), mine=False)) as cache,
             trio.open_nursery() as nursery,
         ):
-            nursery.start_soon(held.prefetch_owned, np.arange(10)[::-1])
+            nursery.start_soon(cache.prefetch_owned, np.arange(10)[::-1])
             await trio.sleep(10)
-            assert held.stats()["fetches"] == 0
+            assert cache.stats()["fetches"] == 0
             mine = np.ones(10, np.bool_)
             mine[8] = False
-            held.set_owned(mine)
+            cache.set_owned(mine)
             await trio.sleep(1.5)
-            assert in_memory(held) == {9, 7}
-            assert source.most == holdings.FILL_FETCHES
+            assert in_memory(cache) == {9, 7}
+            assert source.most == node_cache.FILL_FETCHES
             await trio.sleep(100)
-            assert in_memory(held) == {9, 7, 6}
-            assert held.stats()["share_held_chunks"] == 3
-            assert held.stats()["share_chunks"] == 9
+            assert in_memory(cache) == {9, 7, 6}
+            assert cache.stats()["share_held_chunks"] == 3
+            assert cache.stats()["share_chunks"] == 9
             mine[7] = False
-            held.set_owned(mine)
+            cache.set_owned(mine)
             await trio.sleep(100)
-            assert in_memory(held) == {9, 6, 5}
-            assert held.stats()["filled"] == 4
-            held.switch_version(source.ids, source.sizes)  # ends `fill`
+            assert in_memory(cache) == {9, 6, 5}
+            assert cache.stats()["filled"] == 4
+            cache.switch_version(source.ids, source.sizes)  # ends `fill`
 
     run_simulated(main)
 
@@ -383,27 +382,27 @@ def test_prefetch_owned_waits_for_fetches_of_callers() -> None:
 
     async def main() -> None:
         async with (
-            run_and_close_cache(make_cache(source, total_bytes(source))) as held,
+            run_and_close_cache(make_cache(source, total_bytes(source))) as cache,
             trio.open_nursery() as nursery,
         ):
-            nursery.start_soon(held.prefetch_owned, np.arange(40))
+            nursery.start_soon(cache.prefetch_owned, np.arange(40))
             await trio.sleep(0.5)
             began_s = trio.current_time()
             async with trio.open_nursery() as asking:
-                for number in range(20, 20 + holdings.FETCHES):
-                    asking.start_soon(ask, held, number)
+                for number in range(20, 20 + node_cache.FETCHES):
+                    asking.start_soon(ask, cache, number)
                 asking.start_soon(none_begins)
             assert trio.current_time() - began_s < 1.3, "nobody has waited for the others"
             await trio.sleep(100)
-            assert held.stats()["share_held_chunks"] == 40
+            assert cache.stats()["share_held_chunks"] == 40
             nursery.cancel_scope.cancel()
 
-    async def ask(held: NodeCache, number: int) -> None:
-        assert await held.get(number, 10, load=True) is not None
+    async def ask(cache: NodeCache, number: int) -> None:
+        assert await cache.get(number, 10, load=True) is not None
 
     async def none_begins() -> None:
         await trio.sleep(0.9)
-        assert source.fetches.total() == holdings.FILL_FETCHES + holdings.FETCHES
+        assert source.fetches.total() == node_cache.FILL_FETCHES + node_cache.FETCHES
 
     run_simulated(main)
 
@@ -414,15 +413,15 @@ def test_prefetch_owned_retries_with_growing_pauses() -> None:
 
     async def main() -> None:
         async with (
-            run_and_close_cache(make_cache(source, total_bytes(source))) as held,
+            run_and_close_cache(make_cache(source, total_bytes(source))) as cache,
             trio.open_nursery() as nursery,
         ):
-            nursery.start_soon(held.prefetch_owned, np.arange(3))
+            nursery.start_soon(cache.prefetch_owned, np.arange(3))
             await trio.sleep(600)
-            assert 3 * 10 < held.stats()["fill_failures"] < 3 * 20
+            assert 3 * 10 < cache.stats()["fill_failures"] < 3 * 20
             source.fails = False
             await trio.sleep(70)
-            assert held.stats()["share_held_chunks"] == 3
+            assert cache.stats()["share_held_chunks"] == 3
             nursery.cancel_scope.cancel()
 
     run_simulated(main)
@@ -441,21 +440,21 @@ def test_J8_J9_a_machine_without_memory_shrinks_the_budget(
         raise error
 
     async def main() -> None:
-        async with run_and_close_cache(make_cache(source, total_bytes(source))) as held:
+        async with run_and_close_cache(make_cache(source, total_bytes(source))) as cache:
             for number in (0, 1, 5):
-                assert await held.get(number, 10, load=True) is not None
+                assert await cache.get(number, 10, load=True) is not None
             with monkeypatch.context() as patch:
-                patch.setattr(holdings, "WritableMemory", refuse)
-                assert await held.get(2, 10, load=True) is None
-                assert held.stats()["memory_budget_bytes"] == total(source, 0, 1, 5)
+                patch.setattr(node_cache, "WritableMemory", refuse)
+                assert await cache.get(2, 10, load=True) is None
+                assert cache.stats()["memory_budget_bytes"] == total(source, 0, 1, 5)
                 for _ in range(30):
-                    assert await held.get(2, 3000, load=True) is None
-                    assert await held.get(3, 3000, load=True) is None
-            assert held.stats()["refused"] == 2, "it is not asked again and again"
-            assert 5 in in_memory(held), "and what is here does not all go for nothing"
-            await trio.sleep(chunk_memory.BUDGET_RETRY_S)
+                    assert await cache.get(2, 3000, load=True) is None
+                    assert await cache.get(3, 3000, load=True) is None
+            assert cache.stats()["refused"] == 2, "it is not asked again and again"
+            assert 5 in in_memory(cache), "and what is here does not all go for nothing"
+            await trio.sleep(node_memory.BUDGET_RETRY_S)
             for number in (0, 1, 2, 3, 4, 5):
-                assert await held.get(number, 10, load=True) is not None
+                assert await cache.get(number, 10, load=True) is not None
 
     run_simulated(main)
     assert len([each for each in caplog.records if "this node keeps" in each.message]) == 1
@@ -494,11 +493,11 @@ def test_F14_J9_the_cache_leaves_descriptors_for_the_process(
     source = ChunkSource(range(100), 1000)
 
     async def main() -> None:
-        async with run_and_close_cache(make_cache(source, total_bytes(source))) as held:
+        async with run_and_close_cache(make_cache(source, total_bytes(source))) as cache:
             for number in range(100):
-                await held.get(number, 10, load=True)
-            assert len(in_memory(held)) == sealed_memories_max()
-            assert held.memory.find(0) is not None, "nothing has to go for what has not paid"
+                await cache.get(number, 10, load=True)
+            assert len(in_memory(cache)) == sealed_memories_max()
+            assert cache.memory.find(0) is not None, "nothing has to go for what has not paid"
             os.close(os.open("/dev/null", os.O_RDONLY))
 
     resource.setrlimit(resource.RLIMIT_NOFILE, (128, hard))
@@ -507,8 +506,12 @@ def test_F14_J9_the_cache_leaves_descriptors_for_the_process(
         trio.run(main)
         raise_descriptor_limit()
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
-        monkeypatch.setattr(memory, "MAPS_MAX", memory.MAPS_MAX.parent / "no-such-file")
-        assert 0 < sealed_memories_max() <= memory._MAPS_MAX_DEFAULT - memory.MAPS_KEPT
+        monkeypatch.setattr(
+            sealed_memory, "MAPS_MAX", sealed_memory.MAPS_MAX.parent / "no-such-file"
+        )
+        assert (
+            0 < sealed_memories_max() <= sealed_memory._MAPS_MAX_DEFAULT - sealed_memory.MAPS_KEPT
+        )
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert "vm.max_map_count" in caplog.text
@@ -522,16 +525,16 @@ def test_F14_no_free_descriptor_is_no_error_of_a_reader(request: pytest.FixtureR
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 
     async def main() -> None:
-        async with run_and_close_cache(make_cache(source, total_bytes(source))) as held:
-            assert await held.get(0, 10, load=True) is not None
+        async with run_and_close_cache(make_cache(source, total_bytes(source))) as cache:
+            assert await cache.get(0, 10, load=True) is not None
             top = os.dup(0)
             os.close(top)
             resource.setrlimit(resource.RLIMIT_NOFILE, (top, hard))
             try:
-                assert await held.get(1, 10, load=True) is None
+                assert await cache.get(1, 10, load=True) is None
             finally:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-            assert raw(held.memory.find(0)) == source.contents[0]
+            assert raw(cache.memory.find(0)) == source.contents[0]
 
     trio.run(main)
 
@@ -540,14 +543,14 @@ def test_a_reported_chunk_is_checked_again() -> None:
     source = ChunkSource(range(2))
 
     async def main() -> None:
-        async with run_and_close_cache(make_cache(source, total_bytes(source))) as held:
-            await held.get(0, 10, load=True)
-            await held.recheck(0)
-            await held.recheck(1)
-            assert held.memory.find(0) is not None
-            found = held.memory._memories[0]
+        async with run_and_close_cache(make_cache(source, total_bytes(source))) as cache:
+            await cache.get(0, 10, load=True)
+            await cache.recheck(0)
+            await cache.recheck(1)
+            assert cache.memory.find(0) is not None
+            found = cache.memory._memories[0]
             found.view = memoryview(bytes(len(source.contents[0])))
-            await held.recheck(0)
-            assert held.memory.find(0) is None
+            await cache.recheck(0)
+            assert cache.memory.find(0) is None
 
     trio.run(main)

@@ -22,7 +22,7 @@ from .node_caches import (
     ChunkSource,
     chunk,
     descriptors,
-    held_numbers,
+    kept_numbers,
     make_cache,
     run_and_close_cache,
 )
@@ -58,14 +58,14 @@ class Pinned:
 
 
 class Model:
-    def __init__(self, source: ChunkSource, held: NodeCache, budget: int, *, mine: bool) -> None:
+    def __init__(self, source: ChunkSource, cache: NodeCache, budget: int, *, mine: bool) -> None:
         self.mine = [mine] * len(source.contents)
-        self.source, self.held, self.budget = source, held, budget
+        self.source, self.cache, self.budget = source, cache, budget
         self.lent: dict[int, Pinned] = {}
         self.order: list[tuple[int, int, int]] = []  # borrower, number, inode
 
     def here(self) -> set[int]:
-        return set(self.held.memory.views)
+        return set(self.cache.memory.views)
 
     async def do(self, operation: tuple[object, ...]) -> None:
         match operation:
@@ -74,7 +74,7 @@ class Model:
             case "read", int(number), bool(load), int(size):
                 await self.read(number, size, load=load)
             case "find", int(number):
-                view = self.held.memory.find(number)
+                view = self.cache.memory.find(number)
                 if view is not None:
                     assert view == self.source.contents[number]
             case "together", list(numbers):
@@ -85,7 +85,7 @@ class Model:
                         nursery.start_soon(self.ask, number)
                 fetched = self.source.fetches - before
                 if not (self.source.fails or self.source.damages):
-                    room = self.budget - self.held.stats()["memory_used_bytes"]
+                    room = self.budget - self.cache.stats()["memory_used_bytes"]
                     assert room >= 0
                     assert all(count <= 2 for count in fetched.values())
             case "lend", int(borrower), int(number):
@@ -93,20 +93,20 @@ class Model:
             case "take_back", int(borrower), list(numbers):
                 for number in numbers:
                     self.returned(borrower, number)
-                self.held.memory.unpin(borrower, numbers)
+                self.cache.memory.unpin(borrower, numbers)
             case "gone", int(borrower):
                 for _, number, _ in [each for each in self.order if each[0] == borrower]:
                     self.returned(borrower, number)
-                self.held.memory.unpin_all(borrower)
+                self.cache.memory.unpin_all(borrower)
             case "mine", list(mine):
                 self.mine = mine[: len(self.source.contents)]
-                self.held.set_owned(np.array(self.mine, np.bool_))
+                self.cache.set_owned(np.array(self.mine, np.bool_))
             case "show", list(names):
                 kept = {self.source.numbers[number] for number in self.here()}
                 was = dict(zip(self.source.numbers, self.mine, strict=True))
                 self.mine = [was.get(name, False) for name in names]
                 self.source.switch_version(names)
-                self.held.switch_version(self.source.ids, self.source.sizes)
+                self.cache.switch_version(self.source.ids, self.source.sizes)
                 assert {names[number] for number in self.here()} == kept & set(names)
             case "fails", bool(fails):
                 self.source.fails = fails
@@ -114,13 +114,13 @@ class Model:
                 self.source.damages = damages
             case "doubt", int(number) if number < len(self.source.contents):
                 before_ = self.here()
-                await self.held.recheck(number)
+                await self.cache.recheck(number)
                 assert self.here() == before_
         self.check()
 
     async def ask(self, number: int) -> None:
         try:
-            view = await self.held.get(number, 3000, load=True)
+            view = await self.cache.get(number, 3000, load=True)
         except DieselError:
             return
         assert view in (None, self.source.contents[number])
@@ -130,8 +130,8 @@ class Model:
             return
         here, before = number in self.here(), self.source.fetches.copy()
         content = self.source.contents[number]
-        needed = self.held.stats()["memory_used_bytes"] + len(content)
-        if not self.mine[number]:  # room for what is mine comes first
+        needed = self.cache.stats()["memory_used_bytes"] + len(content)
+        if not self.mine[number]:  # this node's own chunks have room first
             here_ = self.here()
             needed += sum(
                 len(each)
@@ -141,7 +141,7 @@ class Model:
         has_room = needed <= self.budget
         works = not (self.source.fails or self.source.damages)
         try:
-            view = await self.held.get(number, size, load=load)
+            view = await self.cache.get(number, size, load=load)
         except DieselError:
             assert not works
             view = None
@@ -160,7 +160,7 @@ class Model:
     async def read(self, number: int, size: int, *, load: bool) -> None:
         if number < len(self.source.contents):
             try:
-                found = await self.held.read(number, [(7, size), (0, 3)], load=load)
+                found = await self.cache.read(number, [(7, size), (0, 3)], load=load)
             except DieselError:
                 assert self.source.fails or self.source.damages
                 return
@@ -168,7 +168,7 @@ class Model:
             assert found in (None, [content[7 : 7 + size], content[:3]])
 
     def lend(self, borrower: int, number: int) -> None:
-        file = self.held.memory.pin(borrower, number)
+        file = self.cache.memory.pin(borrower, number)
         if file is None:
             return
         assert number in self.here()
@@ -190,24 +190,24 @@ class Model:
                 return
 
     def check(self) -> None:
-        stats, held = self.held.stats(), self.held
+        stats, cache = self.cache.stats(), self.cache
         here = self.here()
         inodes = set()
         for number in here:
-            assert held.memory.views[number] == self.source.contents[number]
-            memory = held.memory.memory_of(number)
+            assert cache.memory.views[number] == self.source.contents[number]
+            memory = cache.memory.memory_of(number)
             assert memory is not None
             inodes.add(os.fstat(memory.descriptor).st_ino)
         in_memory = sum(len(self.source.contents[number]) for number in here)
-        gone = sum(lent.bytes for inode, lent in self.lent.items() if inode not in inodes)
+        lost = sum(lent.bytes for inode, lent in self.lent.items() if inode not in inodes)
         assert stats["memory_bytes"] == in_memory
-        assert stats["memory_used_bytes"] == in_memory + gone <= self.budget
+        assert stats["memory_used_bytes"] == in_memory + lost <= self.budget
         assert stats["lent_bytes"] == sum(lent.bytes for lent in self.lent.values())
-        assert held_numbers(held) == here
+        assert kept_numbers(cache) == here
         for borrower in range(3):
-            wanted = held.memory.revoked(borrower)
+            wanted = cache.memory.revoked(borrower)
             assert {(borrower, number) for number in wanted} <= {each[:2] for each in self.order}
-        assert len(held._in_flight) == held._awaited == 0
+        assert len(cache._in_flight) == cache._awaited == 0
 
 
 @pytest.mark.parametrize("policy", [*POLICIES])
@@ -222,13 +222,13 @@ def test_any_operations_agree_with_the_model(
 ) -> None:
     source = ChunkSource(range(8))
     budget = room * len(source.contents[4])
-    held = make_cache(source, budget, policy=policy, mine=mine)
+    cache = make_cache(source, budget, policy=policy, mine=mine)
     if policy == "lfu":
-        held._admission.is_worth_more = lambda unit, others: True  # type: ignore[method-assign]  # more goes
+        cache._admission.is_worth_more = lambda unit, others: True  # type: ignore[method-assign]  # more goes
 
     async def main() -> None:
-        async with run_and_close_cache(held):
-            model = Model(source, held, budget, mine=mine)
+        async with run_and_close_cache(cache):
+            model = Model(source, cache, budget, mine=mine)
             for operation in operations:
                 await model.do(operation)
             for borrower in range(3):

@@ -117,7 +117,7 @@ def test_each_node_has_a_user_of_its_own(nodes: Nodes) -> None:
 def test_nothing_is_left_of_nodes(tmp_path: Path) -> None:
     with Nodes(tmp_path, 2) as nodes:
         nodes.start_redis()
-        nodes[0].run("sh", "-c", "setsid sleep 1000 & exit 0")  # a daemon, which nobody waits for
+        nodes[0].run("sh", "-c", "setsid sleep 1000 & exit 0")  # a daemon, which has no parent
         until(lambda: nodes[0].matching("sleep 1000"), "the daemon")
         pids = [pid for place in (*nodes, nodes.shared) for pid in place.pids()]
         assert len(pids) == 2

@@ -98,7 +98,7 @@ def test_F10_a_chunk_that_all_nodes_miss_at_once_is_read_once(task: RunningTask)
         reader.begin(7, batch=128)  # all of them in the same order
     outcomes = [reader.outcome() for reader in (*readers, *more)]
     assert all_right(outcomes)
-    # Nobody waits for who waits for him: after each time-out the store would be read once more.
+    # No two masters wait for each other: after each time-out the store would be read once more.
     counts = task.gets()
     assert max(counts.values()) <= 2, counts.most_common(5)
     assert task.egress_bytes() <= 1.05 * task.stored_bytes
@@ -419,7 +419,7 @@ def test_failures_in_one_task_do_not_affect_another(task: RunningTask) -> None:
     assert [task.masters_of(rank, task.name) for rank in range(2)] == theirs
 
 
-# What is open, and what is left
+# Open ports, and what a task leaves behind
 
 
 def test_the_end_of_a_task_leaves_nothing(task: RunningTask) -> None:
@@ -486,7 +486,7 @@ def test_S17_another_user_of_the_node_gets_nothing(task: RunningTask) -> None:
     other = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", sys.executable]
     command = [*other, "-c", code, str(place)]
     assert subprocess.run(command, check=False, timeout=30).returncode == 3
-    # The folders' modes are one protection, the master's own look at who comes another.
+    # The modes of the folders are one protection, the master's check of the user another.
     folders = [place.parent, *place.parent.parents]
     opened = [each for each in folders if task.nodes.runtime in (each, *each.parents)]
     modes = {each: each.stat().st_mode & 0o7777 for each in (*opened, place)}

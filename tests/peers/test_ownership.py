@@ -44,18 +44,18 @@ def test_shares_are_equal_within_a_tenth(world: int, count: int) -> None:
 # With few chunks a node, as in the last of the shapes, more move, or shares would differ by more.
 @pytest.mark.parametrize(("world", "count"), [*SHAPES[2:-1], (300, 100_000)])
 @pytest.mark.parametrize("gone", [0, -1])
-def test_about_one_in_n_moves_when_a_node_leaves(world: int, count: int, gone: int) -> None:
+def test_about_one_in_n_moves_when_a_node_leaves(world: int, count: int, lost: int) -> None:
     ids, sizes = chunks(count)
     ownership = Ownership(ids, sizes, world)
     living = np.ones(world, np.bool_)
     before = ownership.owners(living)
-    living[gone] = False
+    living[lost] = False
     after = ownership.owners(living)
-    assert not np.any(after == gone % world)
+    assert not np.any(after == lost % world)
     assert 0.9 / world <= np.mean(before != after) <= 1.6 / world
     every = shares(after, sizes, world)
     assert 0.9 <= min(every) <= max(every) <= 1.1
-    living[gone] = True
+    living[lost] = True
     assert np.array_equal(ownership.owners(living), before)  # it has what it had
 
 

@@ -63,18 +63,18 @@ def test_parts_in_memory_come_at_once() -> None:
 
 @pytest.mark.parametrize("pattern", [[1], [0, 1], [1, 0], [1, 0, 0, 1, 1], [0] * 5, [1, 0] * 700])
 def test_given_parts_lie_at_their_offsets(pattern: list[int]) -> None:
-    """Between the places of parts that are not."""
+    """Absent parts leave gaps between them."""
 
     async def main() -> None:
-        standing = FakeAnswers()
-        standing.absent = {1}
+        fake_answers = FakeAnswers()
+        fake_answers.absent = {1}
         records = [(0 if each else 1, i * 7, 100 + i % 11) for i, each in enumerate(pattern)]
-        async with pair(standing) as (peer, _):
+        async with pair(fake_answers) as (peer, _):
             statuses, found = await read(peer, *records, load=True)
             assert statuses == [GIVEN if each else ABSENT for each in pattern]
             assert len(found) == sum(pattern)
             if 0 in pattern:
-                assert standing.asked == [(0, len(pattern), True)]
+                assert fake_answers.asked == [(0, len(pattern), True)]
 
     run(main)
 
@@ -94,21 +94,21 @@ def test_reads_beyond_the_limits_are_split() -> None:
 
 
 def test_many_reads_at_once_get_their_own_answers() -> None:
-    """At hand or not, small and large, in whatever order they are answered."""
+    """From memory or fetched, small and large, in any order of answers."""
 
     async def main() -> None:
         chance = random.Random(1)
-        standing = FakeAnswers()
+        fake_answers = FakeAnswers()
 
         async def some_time() -> None:
-            standing.hot = chance.random() < 0.5
+            fake_answers.hot = chance.random() < 0.5
             await trio.sleep(chance.random() * 0.01)
 
-        standing.ready = some_time
+        fake_answers.ready = some_time
 
         async def work() -> None:
             for _ in range(30):
-                standing.hot = chance.random() < 0.5
+                fake_answers.hot = chance.random() < 0.5
                 big = chance.random() < 0.1
                 records = [
                     (2, chance.randrange(1 << 20), chance.randrange(1 << (22 if big else 14)))
@@ -117,7 +117,7 @@ def test_many_reads_at_once_get_their_own_answers() -> None:
                 statuses, _ = await read(peer, *records)
                 assert statuses == [GIVEN] * len(records)
 
-        async with pair(standing) as (peer, node):
+        async with pair(fake_answers) as (peer, node):
             await gather(*[work] * 20)
             assert node.acceptor.stats()["requests"] == 600
             assert peer.stats()["under_way"] == 0
@@ -127,18 +127,18 @@ def test_many_reads_at_once_get_their_own_answers() -> None:
 
 def test_at_most_64_requests_are_in_flight() -> None:
     async def main() -> None:
-        standing = FakeAnswers()
-        standing.hot = False
-        async with pair(standing) as (peer, _):
+        fake_answers = FakeAnswers()
+        fake_answers.hot = False
+        async with pair(fake_answers) as (peer, _):
             await read(peer, SMALL)
 
             async def one() -> None:
                 statuses, _ = await read(peer, SMALL)
                 assert statuses == [GIVEN]
 
-            standing.ready = wait_for(0.1)
+            fake_answers.ready = wait_for(0.1)
             await gather(*[one] * 150)
-            assert standing.slow_most == wire.REQUESTS_MAX
+            assert fake_answers.slow_most == wire.REQUESTS_MAX
 
     run(main)
 
@@ -169,20 +169,22 @@ def test_small_reads_go_on_beside_large_ones() -> None:
 
 
 def test_nothing_is_written_into_the_buffer_of_an_abandoned_read() -> None:
-    """Not even the rest of an answer that was just coming; what comes next is right again."""
+    """Not even the rest of an answer that was just arriving; the next answer is right again."""
 
     async def main() -> None:
         go_on = trio.Event()
         whole = content(2, 0, 4 << 20)
 
-        async def behave(hand: RawPeer) -> None:
-            head, _ = await hand.request()
-            await hand.send(wire.answer_head(head.id, wire.READ, b"\0", 4 << 20), whole[: 1 << 20])
+        async def behave(raw_peer: RawPeer) -> None:
+            head, _ = await raw_peer.request()
+            await raw_peer.send(
+                wire.answer_head(head.id, wire.READ, b"\0", 4 << 20), whole[: 1 << 20]
+            )
             await go_on.wait()
-            await hand.send(whole[1 << 20 :])
-            head, _ = await hand.request()
-            await hand.send(wire.answer_head(head.id, wire.READ, b"\0", 4096), content(*SMALL))
-            await hand.receive_all()
+            await raw_peer.send(whole[1 << 20 :])
+            head, _ = await raw_peer.request()
+            await raw_peer.send(wire.answer_head(head.id, wire.READ, b"\0", 4096), content(*SMALL))
+            await raw_peer.receive_all()
 
         async with scripted_master(behave) as port, asking(port) as peer:
             room = memoryview(bytearray(4 << 20))
@@ -200,16 +202,16 @@ def test_nothing_is_written_into_the_buffer_of_an_abandoned_read() -> None:
 
 def test_a_late_answer_is_dropped_and_the_next_ones_are_right() -> None:
     async def main() -> None:
-        async def behave(hand: RawPeer) -> None:
-            first, _ = await hand.request()
+        async def behave(raw_peer: RawPeer) -> None:
+            first, _ = await raw_peer.request()
             await trio.sleep(1.2)
-            second, _ = await hand.request()
+            second, _ = await raw_peer.request()
             for head, part in ((second, (0, 0, 100)), (first, SMALL)):
                 said = wire.answer_head(head.id, wire.READ, b"\0", part[2])
-                await hand.send(said, content(*part))
-            third, _ = await hand.request()
-            await hand.send(wire.answer_head(third.id, wire.READ, b"\0", 4096), content(*SMALL))
-            await hand.receive_all()
+                await raw_peer.send(said, content(*part))
+            third, _ = await raw_peer.request()
+            await raw_peer.send(wire.answer_head(third.id, wire.READ, b"\0", 4096), content(*SMALL))
+            await raw_peer.receive_all()
 
         async with scripted_master(behave) as port, asking(port) as peer:
             begun_s = trio.current_time()
@@ -224,13 +226,15 @@ def test_a_late_answer_is_dropped_and_the_next_ones_are_right() -> None:
 
 def test_WORKING_extends_the_deadline_once() -> None:
     async def main() -> None:
-        async def behave(hand: RawPeer) -> None:
+        async def behave(raw_peer: RawPeer) -> None:
             for pause_s in (2.0, 10.0):
-                head, _ = await hand.request()
-                await hand.send(wire.answer_head(head.id, wire.WORKING, b"", 0), b"")
+                head, _ = await raw_peer.request()
+                await raw_peer.send(wire.answer_head(head.id, wire.WORKING, b"", 0), b"")
                 await trio.sleep(pause_s)
-                await hand.send(wire.answer_head(head.id, wire.READ, b"\0", 4096), content(*SMALL))
-            await hand.receive_all()
+                await raw_peer.send(
+                    wire.answer_head(head.id, wire.READ, b"\0", 4096), content(*SMALL)
+                )
+            await raw_peer.receive_all()
 
         async with scripted_master(behave) as port, asking(port) as peer:
             usual_ms = peer.stats()["patience_ms"]
@@ -244,14 +248,14 @@ def test_WORKING_extends_the_deadline_once() -> None:
 
 
 def test_F2_a_peer_that_stops_after_WORKING_is_paused_by_the_next_requests() -> None:
-    """What it says that it is fetching is waited for; what is asked from then on is a failure."""
+    """The answered WORKING is waited for; later requests count as failures."""
 
     async def main() -> None:
-        async def behave(hand: RawPeer) -> None:
+        async def behave(raw_peer: RawPeer) -> None:
             for _ in range(8):
-                head, _ = await hand.request()
-                await hand.send(wire.answer_head(head.id, wire.WORKING, b"", 0))
-            await hand.receive_all()
+                head, _ = await raw_peer.request()
+                await raw_peer.send(wire.answer_head(head.id, wire.WORKING, b"", 0))
+            await raw_peer.receive_all()
 
         async with scripted_master(behave) as port, asking(port) as peer:
 
@@ -289,10 +293,10 @@ def test_F5_F7_a_garbled_answer_ends_the_connection_and_pauses_the_peer(
     lie: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def main() -> None:
-        async def behave(hand: RawPeer) -> None:
-            head, _ = await hand.request()
-            await hand.send(LIES[lie](head))
-            await hand.receive_all()
+        async def behave(raw_peer: RawPeer) -> None:
+            head, _ = await raw_peer.request()
+            await raw_peer.send(LIES[lie](head))
+            await raw_peer.receive_all()
 
         async with scripted_master(behave) as port, asking(port) as peer:
             with trio.fail_after(5):
@@ -307,7 +311,7 @@ def test_F5_F7_a_garbled_answer_ends_the_connection_and_pauses_the_peer(
 
 
 def test_F5_a_peer_is_quarantined_after_three_damaged_parts() -> None:
-    """Whether bytes are wrong the reader knows, from its own checksums."""
+    """The reader finds the damage by its own checksums."""
 
     async def main() -> None:
         async with pair() as (peer, _):
@@ -355,14 +359,14 @@ def test_a_closed_connection_is_replaced() -> None:
 
 
 def test_a_peer_with_a_slow_store_has_not_failed() -> None:
-    """It says that it is there, and what is at hand is given meanwhile."""
+    """It answers WORKING, and meanwhile gives parts from memory."""
 
     async def main() -> None:
-        standing = FakeAnswers()
-        standing.absent = {1}  # never at hand
-        async with pair(standing) as (peer, _):
+        fake_answers = FakeAnswers()
+        fake_answers.absent = {1}  # never at hand
+        async with pair(fake_answers) as (peer, _):
             await read(peer, SMALL)
-            standing.ready = wait_for(30)
+            fake_answers.ready = wait_for(30)
             for _ in range(6):
                 assert (await read(peer, (1, 0, 10), load=True))[0] == [FAILED]
             assert (await read(peer, SMALL, load=True))[0] == [GIVEN]
@@ -437,7 +441,7 @@ async def stopped_and_continued(port: int, pid: int, load: bool) -> None:
 
 
 def test_F3_over_a_slow_link_no_read_waits_longer_than_its_bytes_are_worth() -> None:
-    """1 Mbit/s and 200 ms there and back: after three reads the peer is not asked for a while."""
+    """1 Mbit/s, and 200 ms there and back: after three reads the peer is not asked for a while."""
 
     async def main() -> None:
         async def slow(source: trio.SocketStream, target: trio.SocketStream) -> None:

@@ -32,7 +32,7 @@ SMALL = (0, 4096, 4096)
 TLS_HELLO = bytes.fromhex("16030102000100") + bytes(200)
 
 
-async def well(node: Node) -> None:
+async def check_served(node: Node) -> None:
     """Check that a proper master is served."""
     async with asking(node.port) as peer:
         assert (await read(peer, SMALL))[0] == [GIVEN]
@@ -52,11 +52,11 @@ def test_F7_another_protocol_gets_no_answer_and_one_log_line(
 ) -> None:
     async def main() -> None:
         async with answering() as node:
-            hand = await open_raw(node.port)
+            raw_peer = await open_raw(node.port)
             with suppress(trio.BrokenResourceError):
-                await hand.send(said)
-            assert await hand.receive_all() == b""
-            await well(node)
+                await raw_peer.send(said)
+            assert await raw_peer.receive_all() == b""
+            await check_served(node)
 
     run(main)
     assert len(lines(caplog.messages)) == 1
@@ -73,13 +73,13 @@ def test_S1_F7_nothing_beyond_a_small_hello_is_read(
 ) -> None:
     async def main() -> None:
         async with answering() as node:
-            hand = await open_raw(node.port)
-            await hand.send(wire.greeting())
-            await hand.exactly(48)
-            await hand.send(head)
-            assert (await hand.frame())["message"] == "no hello"
-            assert await hand.receive_all() == b""
-            await well(node)
+            raw_peer = await open_raw(node.port)
+            await raw_peer.send(wire.greeting())
+            await raw_peer.exactly(48)
+            await raw_peer.send(head)
+            assert (await raw_peer.frame())["message"] == "no hello"
+            assert await raw_peer.receive_all() == b""
+            await check_served(node)
 
     run(main)
     assert len(lines(caplog.messages)) == 1
@@ -88,11 +88,11 @@ def test_S1_F7_nothing_beyond_a_small_hello_is_read(
 def test_S1_nothing_is_answered_before_the_proof() -> None:
     async def main() -> None:
         async with answering() as node:
-            hand = await open_raw(node.port)
-            await hand.send(wire.greeting())
-            await hand.exactly(48)
-            await hand.send(wire.request(1, wire.READ, 0, parts(SMALL)))
-            assert (await hand.frame())["message"] == "no hello"
+            raw_peer = await open_raw(node.port)
+            await raw_peer.send(wire.greeting())
+            await raw_peer.exactly(48)
+            await raw_peer.send(wire.request(1, wire.READ, 0, parts(SMALL)))
+            assert (await raw_peer.frame())["message"] == "no hello"
             assert node.acceptor.stats()["requests"] == 0
 
     run(main)
@@ -103,14 +103,14 @@ def test_S2_a_replayed_hello_is_rejected() -> None:
         async with answering() as node:
             said = Hello(0, bytes(16), 1, me(0).identity, 3, b"n" * 32)
             for attempt in range(2):
-                hand = await open_raw(node.port)
-                await hand.send(wire.greeting())
-                nonce = (await hand.exactly(48))[16:]
+                raw_peer = await open_raw(node.port)
+                await raw_peer.send(wire.greeting())
+                nonce = (await raw_peer.exactly(48))[16:]
                 if not attempt:
                     proofs = Proofs(SECRET, nonce, NO_BINDING, me(0).task.digest, said)
                     recorded = wire.hello_frame(said, proofs.connector)
-                await hand.send(recorded)
-                told = await hand.frame()
+                await raw_peer.send(recorded)
+                told = await raw_peer.frame()
                 assert ("proof" in told) is not attempt
             assert told["message"] == "the wrong secret"
 
@@ -118,17 +118,17 @@ def test_S2_a_replayed_hello_is_rejected() -> None:
 
 
 def test_S2_a_reflected_proof_is_rejected() -> None:
-    """A connector that sends the acceptor's own proof back; an acceptor the connector's."""
+    """A connector sends the acceptor's own proof back; an acceptor sends the connector's."""
 
     async def main() -> None:
         async with answering() as node:
-            hand = await open_raw(node.port)
-            await hand.send(wire.greeting())
-            nonce = (await hand.exactly(48))[16:]
+            raw_peer = await open_raw(node.port)
+            await raw_peer.send(wire.greeting())
+            nonce = (await raw_peer.exactly(48))[16:]
             said = Hello(0, bytes(16), 1, me(0).identity, 3, nonce)
             proofs = Proofs(SECRET, nonce, NO_BINDING, me(0).task.digest, said)
-            await hand.send(wire.hello_frame(said, proofs.acceptor))
-            assert (await hand.frame())["message"] == "the wrong secret"
+            await raw_peer.send(wire.hello_frame(said, proofs.acceptor))
+            assert (await raw_peer.frame())["message"] == "the wrong secret"
 
     run(main)
 
@@ -162,13 +162,13 @@ def test_F7_a_connector_without_a_hello_has_five_seconds(
 ) -> None:
     async def main() -> None:
         async with answering() as node:
-            hand = await open_raw(node.port)
-            await hand.send(said)
+            raw_peer = await open_raw(node.port)
+            await raw_peer.send(said)
             begun_s = trio.current_time()
-            await hand.receive_all()
+            await raw_peer.receive_all()
             took_s = trio.current_time() - begun_s
             assert handshake.HELLO_S - 0.1 < took_s < handshake.HELLO_S + 1.5
-            await well(node)
+            await check_served(node)
 
     run(main, jumping())
     assert len(lines(caplog.messages)) == 1
@@ -177,18 +177,18 @@ def test_F7_a_connector_without_a_hello_has_five_seconds(
 def test_F7_slow_loris_one_byte_a_second_does_not_help() -> None:
     async def main() -> None:
         async with answering() as node:
-            hand, late = await open_raw(node.port), await authenticated_raw(node.port, 2)
+            raw_peer, late = await open_raw(node.port), await authenticated_raw(node.port, 2)
             begun_s = trio.current_time()
 
-            async def drip(content: bytes, hand: RawPeer, within_s: float) -> None:
+            async def drip(content: bytes, raw_peer: RawPeer, within_s: float) -> None:
                 with suppress(trio.BrokenResourceError):
                     for i in range(len(content)):
-                        await hand.send(content[i : i + 1])
+                        await raw_peer.send(content[i : i + 1])
                         await trio.sleep(1)
                 assert trio.current_time() - begun_s < within_s
 
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(drip, wire.greeting() * 4, hand, 9)
+                nursery.start_soon(drip, wire.greeting() * 4, raw_peer, 9)
                 request = wire.request(1, wire.READ, 0, parts(*[SMALL] * 9))
                 nursery.start_soon(drip, request, late, 14)
 
@@ -214,10 +214,10 @@ def test_F7_a_bad_request_ends_its_connection_with_one_line(
 ) -> None:
     async def main() -> None:
         async with answering() as node:
-            hand = await authenticated_raw(node.port, 4)
-            await hand.send(BAD_REQUESTS[bad])
-            assert await hand.receive_all() == b""
-            await well(node)
+            raw_peer = await authenticated_raw(node.port, 4)
+            await raw_peer.send(BAD_REQUESTS[bad])
+            assert await raw_peer.receive_all() == b""
+            await check_served(node)
 
     run(main)
     assert len(lines(caplog.messages)) == 1
@@ -227,18 +227,19 @@ def test_F7_a_bad_request_ends_its_connection_with_one_line(
 def test_S12_connections_without_a_hello_are_limited_and_do_not_block_others(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The oldest go: a master's own hello takes milliseconds. The log does not grow with them."""
+    """The oldest are closed: a real master's hello takes milliseconds. The log does not grow with
+    them."""
 
     async def main() -> None:
         async with answering(pending_handshakes_max=40, pending_handshakes_per_address=10) as node:
             held = [await open_raw(node.port) for _ in range(300)]
             before = time.perf_counter()
-            await well(node)
+            await check_served(node)
             assert time.perf_counter() - before < 2
             assert node.acceptor.stats()["knocking"] <= 10
             assert node.acceptor.stats()["refused"] >= 290
-            for hand in held:
-                await hand.stream.aclose()
+            for raw_peer in held:
+                await raw_peer.stream.aclose()
 
     run(main)
     assert len(lines(caplog.messages)) < 30
@@ -249,11 +250,11 @@ def test_S12_connections_are_limited() -> None:
         async with answering(connections_max=3) as node:
             for rank in range(2, 5):
                 await authenticated_raw(node.port, rank)
-            hand = await open_raw(node.port)
-            await hand.send(wire.greeting())
-            goes_on, _, length = wire.parse_welcome(await hand.exactly(16))
+            raw_peer = await open_raw(node.port)
+            await raw_peer.send(wire.greeting())
+            goes_on, _, length = wire.parse_welcome(await raw_peer.exactly(16))
             assert not goes_on
-            assert await hand.exactly(length) == b"too many connections"
+            assert await raw_peer.exactly(length) == b"too many connections"
 
     run(main)
 
@@ -271,13 +272,15 @@ def test_F7_S12_memory_stays_flat_under_garbage() -> None:
             async def annoy(number: int) -> None:
                 with suppress(trio.BrokenResourceError, EOFError):
                     if number % 2:
-                        hand = await open_raw(node.port)
-                        await hand.send(chance.choice([b"", wire.greeting()]))
-                        await hand.send(chance.randbytes(chance.choice([10, 5000, 100_000])))
+                        raw_peer = await open_raw(node.port)
+                        await raw_peer.send(chance.choice([b"", wire.greeting()]))
+                        await raw_peer.send(chance.randbytes(chance.choice([10, 5000, 100_000])))
                     else:
-                        hand = await authenticated_raw(node.port, 2)
-                        await hand.send(struct.pack("<IBBHII", 1, 1, 0, 0, 4096, 0), bytes(20_000))
-                    await hand.stream.aclose()
+                        raw_peer = await authenticated_raw(node.port, 2)
+                        await raw_peer.send(
+                            struct.pack("<IBBHII", 1, 1, 0, 0, 4096, 0), bytes(20_000)
+                        )
+                    await raw_peer.stream.aclose()
 
             async def all_of_it(times: int) -> None:
                 for number in range(times):
@@ -288,6 +291,6 @@ def test_F7_S12_memory_stays_flat_under_garbage() -> None:
             await all_of_it(2000)
             assert resident_bytes() - before < 8 << 20
             assert node.acceptor.stats()["connections"] <= 1
-            await well(node)
+            await check_served(node)
 
     run(main)

@@ -34,7 +34,8 @@ MINE, THEIRS, BETWEEN = make_certificate(), make_certificate(), make_certificate
 
 @pytest.mark.parametrize("known", [True, False])
 def test_masters_talk_over_TLS(known: bool) -> None:
-    """Whether the digest is registered, or only `--peers` is known and the proofs are bound."""
+    """With a registered digest, and with `--peers`, where only the proofs are bound to the
+    certificate."""
 
     async def main() -> None:
         async with answering(me(1, THEIRS)) as node:
@@ -51,16 +52,16 @@ def test_masters_talk_over_TLS(known: bool) -> None:
 
 def test_many_at_once_over_TLS() -> None:
     async def main() -> None:
-        standing = FakeAnswers()
-        standing.ready = wait_for(0.002)
+        answers = FakeAnswers()
+        answers.ready = wait_for(0.002)
         async with (
-            answering(me(1, THEIRS), standing) as node,
+            answering(me(1, THEIRS), answers) as node,
             asking(node.port, me(0, MINE), THEIRS.digest) as peer,
         ):
 
             async def work(number: int) -> None:
                 for i in range(20):
-                    standing.hot = (number + i) % 3 > 0
+                    answers.hot = (number + i) % 3 > 0
                     size = 3 << 20 if (number + i) % 17 == 0 else 5000 * (1 + i)
                     statuses, _ = await read(peer, (2, number * 1000, size))
                     assert statuses == [GIVEN]
@@ -107,8 +108,8 @@ async def between(port: int, *, to_tls: bool) -> AsyncIterator[tuple[int, list[b
 def test_S3_S4_another_certificate_is_refused(
     known: bool, to_tls: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Before anything is said, where the digest is registered; else by the proofs, of which
-    nothing can be made."""
+    """Before the first byte, where the digest is registered; else by the proofs, which a process in
+    the middle cannot make."""
 
     async def main() -> None:
         theirs = me(1, THEIRS if to_tls else None)
@@ -133,7 +134,8 @@ def test_S3_S4_another_certificate_is_refused(
 
 
 def test_S3_TLS_cannot_be_downgraded_to_plaintext() -> None:
-    """Neither end speaks without TLS to one that it knows by a certificate, or when it has one."""
+    """No master speaks without TLS to one whose certificate is registered, or when it has a
+    certificate itself."""
 
     async def main() -> None:
         async with answering(me(1)) as node:
@@ -157,10 +159,10 @@ def test_F7_plaintext_at_a_TLS_port_gets_one_log_line(
 ) -> None:
     async def main() -> None:
         async with answering(me(1, THEIRS)) as node:
-            hand = await open_raw(node.port)
-            await hand.send(wire.greeting())
+            raw_peer = await open_raw(node.port)
+            await raw_peer.send(wire.greeting())
             with trio.fail_after(5):
-                assert b"DIESPER" not in await hand.receive_all()
+                assert b"DIESPER" not in await raw_peer.receive_all()
 
     run(main)
     assert len(lines(caplog.messages)) == 1
@@ -182,14 +184,14 @@ def test_S3_old_TLS_is_refused() -> None:
 
 
 def test_S3_a_proof_is_bound_to_the_certificate() -> None:
-    """Who has the secret and speaks TLS, but has seen another certificate, is not let in."""
+    """A connector that has the secret, but has seen another certificate, is not let in."""
 
     async def main() -> None:
         async with answering(me(1, THEIRS)) as node:
             for binding, good in ((THEIRS.digest, True), (BETWEEN.digest, False),
                                   (NO_BINDING, False)):  # fmt: skip
-                hand = await open_raw(node.port, client_context())
-                assert ("proof" in await hand.handshake(me(0), binding=binding)) is good
+                raw_peer = await open_raw(node.port, client_context())
+                assert ("proof" in await raw_peer.handshake(me(0), binding=binding)) is good
 
     run(main)
 

@@ -113,14 +113,15 @@ def test_a_change_of_a_master_is_seen(place: RedisPlace) -> None:
 
 
 def test_members_are_sent_only_when_they_changed(place: RedisPlace) -> None:
-    """Thousands renew every two seconds: what is new is worth sending, all of it each time not."""
+    """Thousands of masters renew every two seconds: changes are worth sending, all members each
+    time are not."""
     tasks = place.open()
     told = tasks.join(TASK, master(0), MemberRecord())
-    standing = MemberRecord(told.since, told.state, told.secret)
-    again = tasks.join(TASK, master(0), standing)
+    answers = MemberRecord(told.since, told.state, told.secret)
+    again = tasks.join(TASK, master(0), answers)
     assert again == replace(told, members=None)
     tasks.join(TASK, master(1), MemberRecord())
-    changed = tasks.join(TASK, master(0), standing)
+    changed = tasks.join(TASK, master(0), answers)
     assert set(changed.members or ()) == {master(0), master(1)}
     assert changed.state > told.state
 
@@ -212,7 +213,8 @@ def test_F8_the_newer_instance_of_a_rank_wins(place: RedisPlace) -> None:
 
 
 def test_F8_the_newer_instance_is_known_after_redis_lost_everything(place: RedisPlace) -> None:
-    """Both are there, and the older says so first: it has been stopped for a while, perhaps."""
+    """Both instances are alive, and the older one renews first: it may have been stopped for a
+    while."""
     older, newer = place.registry(), place.registry()
     older.renew(master(0, 10))
     newer.renew(master(0, 20))
@@ -240,7 +242,7 @@ def test_a_registration_without_an_answer_may_be_repeated(place: RedisPlace) -> 
 
 
 def test_a_new_instance_is_newer_even_if_the_clock_jumped_back(place: RedisPlace) -> None:
-    """Redis's clock has gone back since the older one came."""
+    """Redis's clock has gone back since the older instance registered."""
     tasks = place.open()
     ahead = MemberRecord(since=1 << 51)
     assert tasks.join(TASK, master(0, 10), ahead).since == 1 << 51
@@ -437,7 +439,7 @@ def test_with_a_key_file_redis_has_no_secret(place: RedisPlace) -> None:
 def test_nodes_with_and_without_a_key_file_cannot_be_in_one_task(
     place: RedisPlace, first: bytes | None
 ) -> None:
-    """They would all be there, and none would talk to the others."""
+    """They would all be registered, and could not talk to each other."""
     one = place.registry(secret=first)
     one.renew(master(0))
     other = place.registry(secret=None if first else secret_from_key(KEY))

@@ -53,9 +53,9 @@ def test_shares_differ_by_less_than_a_tenth_before_and_after_a_node_leaves(
     ownership, sizes = dataset
     living = np.ones(NODES, np.bool_)
     before = ownership.owners(living)
-    for gone in (0, 500, NODES - 1):
+    for lost in (0, 500, NODES - 1):
         living[:] = True
-        living[gone] = False
+        living[lost] = False
         after = ownership.owners(living)
         every = shares(after, sizes, NODES)
         assert len(every) == NODES - 1
@@ -82,10 +82,10 @@ def test_a_share_is_taken_over_within_seconds_and_reads_go_on(task: Task) -> Non
     task.kill(7)
     took_s = until_whole(task, 30.0)
     assert TTL_S - RENEW_S <= took_s <= TTL_S + RENEW_S + 1.0 <= TAKEN_OVER_S
-    # It was loaded once, by its new owners, and not by whoever missed something of it.
+    # The share was loaded once, by its new owners, and not by each node that missed a chunk of it.
     assert max(task.loads.values()) <= 2
     assert 0.9 * CHUNKS / NODES <= sum(task.loads.values()) <= 1.6 * CHUNKS / NODES
-    # A read waits once for who is silent, then asks it no more.
+    # A read waits once for a silent node; later reads do not ask it.
     assert task.worst_read_s == TIMEOUT_MAX_S
     silent = task.count["store, after a time-out"]
     assert 0 < silent < 0.01 * sum(task.count.values())

@@ -61,7 +61,8 @@ def test_S1_a_hello_with_bad_fields_is_refused(change: dict[str, int | bytes | s
 
 
 def test_S2_S3_proofs_cover_every_value_of_the_handshake() -> None:
-    """The acceptor's nonce, so none can be said again; the certificate; the task; each field."""
+    """The acceptor's nonce, so that no proof can be replayed; the certificate; the task; each field
+    of the hello."""
     known = Proofs(*PROOFS)
     assert not wire.proofs_equal(known.connector, known.acceptor)
     others = [(*PROOFS[:i], b"x" * 32, *PROOFS[i + 1 :]) for i in range(4)]
@@ -98,7 +99,7 @@ def test_F7_a_bad_request_is_refused(head: tuple[int, ...]) -> None:
 
 
 def test_few_and_many_parts_are_checked_alike() -> None:
-    """One by one, or by numpy: against what Python's numbers say."""
+    """One by one or by numpy, compared with Python's own arithmetic."""
     chance = random.Random(1)
     edges = [0, 1, 999, 1000, 1001, (1 << 31) - 1, 1 << 31, (1 << 32) - 1]
     for _ in range(3000):

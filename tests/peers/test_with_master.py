@@ -108,7 +108,7 @@ def check(dataset: Dataset, seed: int) -> None:
 
 
 def test_workers_of_a_node_share_what_was_fetched_once(node: Node) -> None:
-    """Processes that were forked, as a DataLoader's, and one that comes by itself."""
+    """Forked processes, as a DataLoader's, and one that was started separately."""
     with node.join() as dataset:
         check(dataset, 0)
         children = []
@@ -317,7 +317,7 @@ def test_a_new_master_does_not_wait_for_one_that_flushes(node: Node) -> None:
 
 
 def test_a_restarted_master_keeps_the_cache_of_the_previous_one(node: Node) -> None:
-    """By default it may be half of the disk: what it holds already is not taken from that."""
+    """By default the cache may take half of the free disk: what it holds already counts as free."""
     with small_disk(node.folder / "cache", "size=7m,mode=700") as point:
         cached = Cached(node)
         kept: list[set[Path]] = []
@@ -405,7 +405,7 @@ def test_a_writer_switches_the_version_and_common_chunks_stay(node: Node) -> Non
 def test_a_reader_that_switches_the_version_keeps_its_master_from_idling(
     node: Node, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also where nothing is read of it for a while."""
+    """Also where it reads nothing for a while."""
     with diesel_fs.connect("ds", node.url, task="training") as dataset:
         check(dataset, 0)  # mapped: there is memory for that
         with node.connect() as writer:
@@ -417,7 +417,7 @@ def test_a_reader_that_switches_the_version_keeps_its_master_from_idling(
 
 
 def test_a_reader_that_joins_after_a_put_gets_a_master_at_once(node: Node) -> None:
-    """The one before stays for a while for nobody, and reads the version before."""
+    """The previous master still runs without clients, with the previous version."""
     with node.join() as dataset:
         check(dataset, 0)
         before = node.master()

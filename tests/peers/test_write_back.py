@@ -27,8 +27,8 @@ from ..small_disks import remount, small_disk
 from .node_caches import (
     IDENTITY,
     ChunkSource,
-    held_numbers,
     in_memory,
+    kept_numbers,
     make_cache,
     misses_until_loaded,
     raw,
@@ -36,7 +36,7 @@ from .node_caches import (
     total,
     until,
 )
-from .node_caches import memory_is_let_go as memory_is_let_go
+from .node_caches import memory_is_released as memory_is_released
 
 EVERY = pytest.mark.parametrize("policy", [*POLICIES])
 CHUNKS = 8
@@ -57,19 +57,19 @@ def some(source: ChunkSource, chunks: int) -> int:
     return total(source, *[CHUNKS - 1] * (chunks + 1))
 
 
-async def settled(held: NodeCache) -> None:
+async def settled(cache: NodeCache) -> None:
     """Wait until all queued chunks are on the disk."""
-    await until(lambda: not held.stats()["disk_queued_bytes"] and held.stats()["disk_looks"] > 0)
+    await until(lambda: not cache.stats()["disk_queued_bytes"] and cache.stats()["disk_looks"] > 0)
 
 
-async def all_read(held: NodeCache, source: ChunkSource) -> int:
+async def all_read(cache: NodeCache, source: ChunkSource) -> int:
     """Read every chunk; each is right or left to the store. Returns how many came."""
     came = 0
     for number, content in enumerate(source.contents):
-        got = await held.read(number, [(5, 100), (1, 2)], load=True)
+        got = await cache.read(number, [(5, 100), (1, 2)], load=True)
         came += got is not None
         assert got in (None, [content[5:105], content[1:3]])
-        await settled(held)
+        await settled(cache)
     return came
 
 
@@ -87,7 +87,7 @@ def test_chunks_beyond_the_memory_go_to_the_disk(
             assert h.stats()["disk_chunks"] == len(files(place)) == CHUNKS - 3
             assert h.stats()["disk_reads"] == CHUNKS - 3
             assert h.stats()["disk_bytes"] == 102 * (CHUNKS - 3)
-            assert held_numbers(h) == set(range(CHUNKS))
+            assert kept_numbers(h) == set(range(CHUNKS))
 
     trio.run(main)
     assert set(source.fetches.values()) == {1}
@@ -126,17 +126,17 @@ def test_chunks_on_the_disk_at_the_start_are_adopted_and_checked(
     async def first() -> None:
         async with run_and_close_cache(
             make_cache(source, some(source, 0), disk=tier_at(place))
-        ) as held:
-            await settled(held)
-            assert await all_read(held, source) == CHUNKS
+        ) as cache:
+            await settled(cache)
+            assert await all_read(cache, source) == CHUNKS
 
     async def second() -> None:
         async with run_and_close_cache(
             make_cache(source, some(source, 2), disk=tier_at(place))
-        ) as held:
-            await settled(held)
-            assert held_numbers(held) == set(range(CHUNKS))
-            assert await all_read(held, source) == CHUNKS
+        ) as cache:
+            await settled(cache)
+            assert kept_numbers(cache) == set(range(CHUNKS))
+            assert await all_read(cache, source) == CHUNKS
 
     trio.run(first)
     assert len(files(place)) == CHUNKS
@@ -154,27 +154,27 @@ def test_a_full_disk_evicts_chunks_of_others_then_those_in_memory_then_by_policy
 ) -> None:
     async def main() -> None:
         shelf = tier_at(place, total(source, *[7] * 4))
-        held = make_cache(source, some(source, 2), disk=shelf)
-        async with run_and_close_cache(held):
-            await settled(held)
-            assert await all_read(held, source) == 6
-            assert held_numbers(held) == {0, 1, 2, 3, 4, 5}
+        cache = make_cache(source, some(source, 2), disk=shelf)
+        async with run_and_close_cache(cache):
+            await settled(cache)
+            assert await all_read(cache, source) == 6
+            assert kept_numbers(cache) == {0, 1, 2, 3, 4, 5}
             mine = np.ones(CHUNKS, np.bool_)
             mine[3] = False
-            held.set_owned(mine)
-            assert await misses_until_loaded(held, 6, 20)
-            await settled(held)
-            standing = set(np.flatnonzero(held._write_back.on_disk).tolist())
-            assert in_memory(held) == {1, 6}
-            assert standing == {0, 2, 4, 5}
+            cache.set_owned(mine)
+            assert await misses_until_loaded(cache, 6, 20)
+            await settled(cache)
+            answers = set(np.flatnonzero(cache._write_back.on_disk).tolist())
+            assert in_memory(cache) == {1, 6}
+            assert answers == {0, 2, 4, 5}
             for _ in range(100):
-                await held.read(2, [(0, 1)], load=False)
-            await settled(held)
-            assert await misses_until_loaded(held, 7, 20)
-            await settled(held)
-            assert in_memory(held) == {2, 6}
-            standing = set(np.flatnonzero(held._write_back.on_disk).tolist())
-            assert standing == {0, 1, 5, 7}  # without 3, 2, and the oldest
+                await cache.read(2, [(0, 1)], load=False)
+            await settled(cache)
+            assert await misses_until_loaded(cache, 7, 20)
+            await settled(cache)
+            assert in_memory(cache) == {2, 6}
+            answers = set(np.flatnonzero(cache._write_back.on_disk).tolist())
+            assert answers == {0, 1, 5, 7}  # without 3, 2, and the oldest
             assert len(files(place)) == 4
 
     trio.run(main)
@@ -182,12 +182,12 @@ def test_a_full_disk_evicts_chunks_of_others_then_those_in_memory_then_by_policy
 
 def test_without_memory_chunks_go_to_the_disk(place: Path, source: ChunkSource) -> None:
     async def main() -> None:
-        async with run_and_close_cache(make_cache(source, 0, disk=tier_at(place))) as held:
-            await settled(held)
-            assert await all_read(held, source) == CHUNKS
-            assert in_memory(held) == set()
-            assert await all_read(held, source) == CHUNKS
-            assert held.memory.pin(1, 0) is None
+        async with run_and_close_cache(make_cache(source, 0, disk=tier_at(place))) as cache:
+            await settled(cache)
+            assert await all_read(cache, source) == CHUNKS
+            assert in_memory(cache) == set()
+            assert await all_read(cache, source) == CHUNKS
+            assert cache.memory.pin(1, 0) is None
 
     trio.run(main)
     assert set(source.fetches.values()) == {1}
@@ -197,14 +197,14 @@ def test_a_share_fills_the_disk_and_then_stops(place: Path, source: ChunkSource)
     async def main() -> None:
         shelf = tier_at(place, total(source, *[7] * 3))
         async with (
-            run_and_close_cache(make_cache(source, some(source, 2), disk=shelf)) as held,
+            run_and_close_cache(make_cache(source, some(source, 2), disk=shelf)) as cache,
             trio.open_nursery() as nursery,
         ):
-            nursery.start_soon(held.prefetch_owned, np.arange(CHUNKS))
-            await until(lambda: not (held.stats()["share_held_chunks"] < 5))
+            nursery.start_soon(cache.prefetch_owned, np.arange(CHUNKS))
+            await until(lambda: not (cache.stats()["share_held_chunks"] < 5))
             await trio.sleep(0.1)
             nursery.cancel_scope.cancel()
-            assert held.stats()["filled"] == held.stats()["fetches"] == 5
+            assert cache.stats()["filled"] == cache.stats()["fetches"] == 5
 
     trio.run(main)
 
@@ -215,14 +215,14 @@ def test_another_version_finds_its_chunks_on_the_disk(place: Path, source: Chunk
     async def main() -> None:
         async with run_and_close_cache(
             make_cache(source, total(source, 7, 7, 7), disk=tier_at(place))
-        ) as held:
-            await settled(held)
-            assert await all_read(held, source) == CHUNKS
+        ) as cache:
+            await settled(cache)
+            assert await all_read(cache, source) == CHUNKS
             source.switch_version([8, 9, 6, 0])
-            held.switch_version(source.ids, source.sizes)
-            held.set_owned(np.ones(4, np.bool_))
-            assert held_numbers(held) == {1, 2, 3}
-            assert await all_read(held, source) == 4
+            cache.switch_version(source.ids, source.sizes)
+            cache.set_owned(np.ones(4, np.bool_))
+            assert kept_numbers(cache) == {1, 2, 3}
+            assert await all_read(cache, source) == 4
 
     trio.run(main)
     assert set(source.fetches.values()) == {1}
@@ -256,25 +256,25 @@ def test_J1_J10_F11_a_full_disk_is_a_smaller_cache(
     source: ChunkSource,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """At the start, and in the middle; with a floor of less than nothing, as another program fills
-    it between the look and the write."""
+    """At the start and later; with a negative floor for free space, as another program may fill the
+    disk between the check and the write."""
     monkeypatch.setattr(disk_shelf, "FREE_FRACTION_MIN", floor)
     shelf = tier_at(prepare_cache_folder(small))
 
     async def main() -> None:
         async with run_and_close_cache(
             make_cache(source, some(source, 2), disk=shelf, policy="none")
-        ) as held:
-            await settled(held)
+        ) as cache:
+            await settled(cache)
             for number in (0, 1, 2, 3):
-                assert await misses_until_loaded(held, number, 1) == 1
-                await settled(held)
+                assert await misses_until_loaded(cache, number, 1) == 1
+                await settled(cache)
             use_up(small)
             for _ in range(5):
-                await all_read(held, source)
-            assert held_numbers(held) >= {0, 1, 2, 3}
+                await all_read(cache, source)
+            assert kept_numbers(cache) >= {0, 1, 2, 3}
             assert not [path for path in files(small) if path.name[0] == "."]
-            assert held.stats()["disk_queued_bytes"] == 0
+            assert cache.stats()["disk_queued_bytes"] == 0
 
     trio.run(main)
 
@@ -305,19 +305,19 @@ def test_J4_a_removed_folder_is_no_error_of_a_reader(
     async def main() -> None:
         async with run_and_close_cache(
             make_cache(source, some(source, 2), disk=tier_at(place))
-        ) as held:
-            await settled(held)
-            assert await all_read(held, source) == CHUNKS
+        ) as cache:
+            await settled(cache)
+            assert await all_read(cache, source) == CHUNKS
             happens(place)
             source.fails = True
             came = 0
             for number, content in enumerate(source.contents):
-                got = await held.get(number, 1, load=False)
+                got = await cache.get(number, 1, load=False)
                 assert got in (None, content)
                 came += got is not None
             assert came == left
             source.fails = False
-            await all_read(held, source)
+            await all_read(cache, source)
 
     trio.run(main)
 
@@ -338,28 +338,28 @@ def test_J2_a_failing_disk_is_paused_and_tried_again(
     async def main() -> None:
         async with run_and_close_cache(
             make_cache(source, some(source, 2), disk=tier_at(place))
-        ) as held:
-            await settled(held)
-            assert await all_read(held, source) == CHUNKS
+        ) as cache:
+            await settled(cache)
+            assert await all_read(cache, source) == CHUNKS
             with monkeypatch.context() as patch:
                 patch.setattr(spill, "DISK_PAUSE_S", 0.3)
                 patch.setattr("os.preadv", broken)
-                assert await held.get(5, 1, load=False) is None
-                assert held.stats()["disk_rests"] == 1
-                failures = held.stats()["disk_failures"]
+                assert await cache.get(5, 1, load=False) is None
+                assert cache.stats()["disk_rests"] == 1
+                failures = cache.stats()["disk_failures"]
                 for _ in range(20):
-                    assert await held.get(5, 1, load=False) is None
-                    assert not held.holds(5)
-                assert held.stats()["disk_failures"] == failures, "it is left alone"
-                assert held_numbers(held) == {0, 1}
+                    assert await cache.get(5, 1, load=False) is None
+                    assert not cache.holds(5)
+                assert cache.stats()["disk_failures"] == failures, "it is left alone"
+                assert kept_numbers(cache) == {0, 1}
             await trio.sleep(0.35)
-            assert raw(await held.get(5, 1, load=False)) == source.contents[5]
-            monkeypatch.setattr(held._write_back._disk, "reserve", refuse)
+            assert raw(await cache.get(5, 1, load=False)) == source.contents[5]
+            monkeypatch.setattr(cache._write_back._disk, "reserve", refuse)
             source.switch_version([4, 0, 1, 2])
-            held.switch_version(source.ids, source.sizes)
-            held.set_owned(np.ones(4, np.bool_))
-            assert await all_read(held, source) >= 1
-            await all_read(held, source)
+            cache.switch_version(source.ids, source.sizes)
+            cache.set_owned(np.ones(4, np.bool_))
+            assert await all_read(cache, source) >= 1
+            await all_read(cache, source)
             assert len(refused) == 1, "it is left alone"
             assert not [path for path in files(place) if path.name[0] == "."]
 
@@ -387,19 +387,19 @@ def test_a_disk_that_hangs_costs_a_second_once(
         shelf = Hanging(place, IDENTITY, 1 << 30)
         async with run_and_close_cache(
             make_cache(source, some(source, 2), disk=shelf, policy="none")
-        ) as held:
-            await settled(held)
+        ) as cache:
+            await settled(cache)
             for number in (0, 1, 2, 3):
-                await held.get(number, 10, load=True)
-                await settled(held)
+                await cache.get(number, 10, load=True)
+                await settled(cache)
             shelf.hangs = True
             begun_s = trio.current_time()
             for number in range(CHUNKS):
                 for _ in range(10):
-                    got = await held.get(number, 10, load=True)
+                    got = await cache.get(number, 10, load=True)
                     assert got in (None, source.contents[number])
             assert trio.current_time() - begun_s < 1.5
-            assert held_numbers(held) >= {0, 1}
+            assert kept_numbers(cache) >= {0, 1}
             shelf.hangs = False
 
     try:
@@ -412,14 +412,14 @@ def test_an_eviction_by_another_task_is_a_miss(place: Path, source: ChunkSource)
     async def main() -> None:
         async with run_and_close_cache(
             make_cache(source, some(source, 2), disk=tier_at(place))
-        ) as held:
-            await settled(held)
-            assert await all_read(held, source) == CHUNKS
-            tier_at(place).drop(held._key(5))
-            assert held.holds(5)
-            assert await held.get(5, 1, load=False) is None
-            assert not held.holds(5)
-            assert raw(await held.get(5, 1, load=True)) == source.contents[5]
+        ) as cache:
+            await settled(cache)
+            assert await all_read(cache, source) == CHUNKS
+            tier_at(place).drop(cache._key(5))
+            assert cache.holds(5)
+            assert await cache.get(5, 1, load=False) is None
+            assert not cache.holds(5)
+            assert raw(await cache.get(5, 1, load=True)) == source.contents[5]
 
     trio.run(main)
     assert source.fetches[5] == 2
@@ -429,22 +429,22 @@ def test_chunks_that_others_wrote_are_found_at_the_next_scan(
     place: Path, source: ChunkSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
-        held = make_cache(source, some(source, 2), disk=tier_at(place))
-        async with run_and_close_cache(held):
-            await settled(held)
+        cache = make_cache(source, some(source, 2), disk=tier_at(place))
+        async with run_and_close_cache(cache):
+            await settled(cache)
             monkeypatch.setattr(spill, "RESCAN_S", 0.05)
-            held._write_back._failed(5, is_there=False)
+            cache._write_back._failed(5, is_there=False)
             await trio.sleep(0.03)
-            other = tier_at(place).reserve(held._key(6), len(source.contents[6]))
+            other = tier_at(place).reserve(cache._key(6), len(source.contents[6]))
             assert other is not None
             other.commit(memoryview(source.contents[6]))
-            await until(lambda: bool(held.holds(6)))
+            await until(lambda: bool(cache.holds(6)))
 
     trio.run(main)
 
 
 def test_the_queue_stays_within_its_part_of_the_memory(place: Path, source: ChunkSource) -> None:
-    """Where the disk writes nothing, what does not fit is left to the store."""
+    """Where the disk writes nothing, chunks that do not fit are left to the store."""
 
     class Slow(DiskTier):
         def reserve(self, key: ChunkKey, size: int) -> Reservation | None:
@@ -457,19 +457,19 @@ def test_the_queue_stays_within_its_part_of_the_memory(place: Path, source: Chun
         shelf = Slow(place, IDENTITY, 1 << 30)
         async with run_and_close_cache(
             make_cache(source, some(source, 2), disk=shelf, policy="none")
-        ) as held:
-            await settled(held)
+        ) as cache:
+            await settled(cache)
             for number in range(CHUNKS):
-                await held.get(number, 1, load=True)
-            assert held.stats()["disk_queued_bytes"] == total(source, 2)
-            assert held.stats()["fetches"] == 3
-            assert raw(await held.get(2, 1, load=False)) == source.contents[2]
+                await cache.get(number, 1, load=True)
+            assert cache.stats()["disk_queued_bytes"] == total(source, 2)
+            assert cache.stats()["fetches"] == 3
+            assert raw(await cache.get(2, 1, load=False)) == source.contents[2]
             source.switch_version([9, 2, 10])
-            held.switch_version(source.ids, source.sizes)
-            assert [held.holds(number) for number in range(3)] == [False, True, False]
+            cache.switch_version(source.ids, source.sizes)
+            assert [cache.holds(number) for number in range(3)] == [False, True, False]
             goes_on.set()
-            await settled(held)
-            assert raw(await held.get(1, 1, load=False)) == source.contents[1]
+            await settled(cache)
+            assert raw(await cache.get(1, 1, load=False)) == source.contents[1]
             assert len(files(place)) == 1
 
     try:
@@ -487,11 +487,11 @@ def test_a_share_fills_a_disk_that_answers_late(place: Path, source: ChunkSource
     async def main() -> None:
         shelf = Late(place, IDENTITY, 1 << 30)
         async with (
-            run_and_close_cache(make_cache(source, some(source, 2), disk=shelf)) as held,
+            run_and_close_cache(make_cache(source, some(source, 2), disk=shelf)) as cache,
             trio.open_nursery() as nursery,
         ):
-            nursery.start_soon(held.prefetch_owned, np.arange(CHUNKS))
-            await until(lambda: not (held.stats()["share_held_chunks"] < CHUNKS))
+            nursery.start_soon(cache.prefetch_owned, np.arange(CHUNKS))
+            await until(lambda: not (cache.stats()["share_held_chunks"] < CHUNKS))
             nursery.cancel_scope.cancel()
 
     trio.run(main)
