@@ -1,8 +1,8 @@
-"""Orders as lists of paths: how a list is named, how long it is, and its bytes.
+"""Writes orders as lists of paths: names of lists, their sizes, and their bytes.
 
-Owned here: the names of lists (`seed=1,epoch=2,group=100,rank=0,world=4`), and joining millions of
-paths without a Python object for each. Not owned: orders (`shuffle.py`), when a list is made and
-who may read it (`mounts/dot_diesel.py`). Pure; safe from any thread.
+A mount offers such lists as files (`mounts/dot_diesel.py`), and `dlcmd shuffle` prints them. A
+list's name has the parameters of its order: `seed=1,epoch=2,group=100,rank=0,world=4`. Millions of
+paths are joined without a Python object for each. Pure; safe from any thread.
 """
 
 import re
@@ -19,16 +19,17 @@ from ..names import shown
 from .shuffle import GROUP_SIZE_DEFAULT, SEED_MAX, WORLD_MAX, chunk_shuffle
 
 TAIL_FILES = 64
-"""So many of a list's last files are told with it, for those who watch for its end."""
+"""A list comes with the entries of so many of its last files: when they are opened, a reader of the
+list is at its end."""
 
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,18}", re.ASCII)
-_BATCH_FILES = 16_384  # joined together: what that needs stays in the processor's cache
+_BATCH_FILES = 16_384  # paths joined at once: their bytes stay in the processor's cache
 _LINE, _NUL = ord("\n"), 0
 
 
 @dataclass(frozen=True, slots=True)
 class ListName:
-    """Which order a list has: that of a rank's files in an epoch. All fields are in their range."""
+    """The parameters of a list: chunk-wise order of a rank's files in an epoch (`shuffle.py`)."""
 
     seed: int
     epoch: int
@@ -38,7 +39,8 @@ class ListName:
 
     @classmethod
     def parse(cls, text: bytes) -> "ListName | None":
-        """What a name means; None for what is none: unknown or repeated keys, bad numbers."""
+        """The parameters that a name gives; None for other text (unknown or repeated keys, numbers
+        out of range)."""
         found: dict[str, int] = {}
         for part in text.decode("ascii", "replace").split(","):
             key, _, number = part.partition("=")
@@ -78,24 +80,24 @@ class ListText:
 
 
 class PathLists:
-    """The lists of one snapshot. What takes long (any of it, for millions of files) is for a
-    thread; the first call also measures all paths.
+    """Makes the lists of one snapshot. For millions of files every method takes long and belongs in
+    a thread; the first call also measures all paths.
     """
 
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
 
     def size(self, name: ListName) -> int:
-        """The bytes of a list. Of one that has all files, whatever their order, that is known."""
+        """The size of a list in bytes. For a list of all files, it does not depend on the order."""
         if name.world == 1:
             return self._total
         files = name.order(self._snapshot)
         return int(self._path_bytes(files).sum()) + len(files)
 
     def text(self, name: ListName, *, nul: bool) -> ListText:
-        """The paths in their order, each ended by a newline or NUL.
+        """The list: paths in their order, each ended by a newline, or by NUL.
 
-        Raises UsageError for a path that holds a newline, and would be two lines.
+        Raises UsageError for a path with a newline, which would be two lines.
         """
         files = name.order(self._snapshot)
         if not nul:
@@ -131,7 +133,7 @@ class PathLists:
 
 
 def path_bytes(snapshot: Snapshot) -> npt.NDArray[np.int64]:
-    """The length of each entry's path."""
+    """The length of each entry's path in bytes."""
     columns = snapshot.columns
     bounds = columns.name_start.astype(np.int64)
     length = bounds[1:] - bounds[:-1]
@@ -142,10 +144,11 @@ def path_bytes(snapshot: Snapshot) -> npt.NDArray[np.int64]:
 
 
 def _levels(snapshot: Snapshot) -> Sequence[tuple[int, int]]:
-    """The ranges of entries that are equally deep, from below the root on: they are contiguous."""
+    """The range of entries of each depth, from below the root on. (A snapshot stores entries sorted
+    by depth.)"""
     parent = snapshot.columns.parent
     levels, start = [], 1
-    above = ROOT_INDEX + 1  # where the level above ends
+    above = ROOT_INDEX + 1  # the end of the level above
     while start < len(snapshot):
         end = int(np.searchsorted(parent, above, side="left"))
         if end <= start or int(parent[start]) >= start:

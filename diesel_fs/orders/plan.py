@@ -1,12 +1,13 @@
-"""Plans: which entries each reader stream will read, announced before it reads them.
+"""Plans: which files each reader will read, in which order, announced before it reads them.
 
-Owned here: the values `Epoch` and `Stream`, the rules that a plan must obey, its limits, and the
-set of streams (`Plan`). Not owned: how a plan is told (control socket, file list, sampler), where
-orders come from, and what is done with them (`mounts/prefetch/planner.py`).
+A *stream* is one reader; it has *epochs*, each with the entries (indices of files in the snapshot)
+that it reads in order. A `Plan` is the set of the streams that are announced to a mount; it checks
+the rules and limits. Plans come over the control socket or from lists of files (`mounts/plans/`);
+the mount's prefetch planner works by them (`mounts/prefetch/planner.py`).
 
-Epochs and streams are immutable values; their arrays are private read-only copies. A `Plan` is
-changed by one thread at a time. Every change is checked as a whole before anything changes, so a
-refused one leaves the plan as it was.
+Epochs and streams are immutable values with private, read-only copies of their arrays. One thread
+at a time changes a `Plan`. Each change is checked as a whole first, so one that is refused leaves
+the plan as it was.
 """
 
 import re
@@ -21,7 +22,7 @@ import numpy.typing as npt
 from ..errors import UsageError
 
 Entries: TypeAlias = npt.NDArray[np.uint32]
-"""Entry indices, in the order of reading. 4 bytes each: a snapshot's own numbers are no wider."""
+"""Entry indices, 4 bytes each, as in a snapshot."""
 
 NO_ENTRIES: Entries = np.empty(0, np.uint32)
 
@@ -34,27 +35,28 @@ FileMask: TypeAlias = npt.NDArray[np.bool_]
 STREAM_NAME = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 
 STREAMS_MAX = 64
-"""16 ranks of a node, their validation sets and some other jobs; every decision looks at each."""
+"""Enough for 16 ranks of a node, their validation sets and some other jobs. Every decision of the
+planner looks at each stream."""
 
 EPOCH_ENTRIES_MAX = 1 << 26
-"""Over 50 epochs of ImageNet-1K in one; 256 MB of indices."""
+"""More than 50 times the files of ImageNet-1K; 256 MB of indices."""
 
 EPOCHS_MAX = 8
-"""Of one stream, the current one included: what lies further ahead can be announced later."""
+"""Epochs of one stream, with the current one. Later ones can be announced later."""
 
 PLAN_ENTRIES_MAX = 1 << 27
-"""Positions of all streams together: 512 MB of indices, more than their bookkeeping may take."""
+"""Positions of all streams together: 512 MB of indices."""
 
 EPOCH_NUMBER_MAX = (1 << 63) - 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Epoch:
-    """What one stream reads in one epoch.
+    """What one stream reads in one epoch. Raises UsageError when it is made.
 
-    `entries` may omit files and repeat them. `exact` is False for a prediction, which is checked or
-    replaced when the epoch starts. `bounds`, where known, are the positions behind the last entry
-    of each batch, ascending. Raises UsageError.
+    `entries` may leave files out and repeat them. `exact` is False for a prediction, which may be
+    replaced when the epoch begins. `bounds`, where known, are the positions behind the last entry
+    of each batch, ascending.
     """
 
     number: int
@@ -65,7 +67,7 @@ class Epoch:
     def __post_init__(self) -> None:
         if not 0 <= self.number <= EPOCH_NUMBER_MAX:
             raise UsageError(f"bad epoch number {self.number}")
-        object.__setattr__(self, "entries", _entries(self.entries))
+        object.__setattr__(self, "entries", _own_entries(self.entries))
         if self.bounds is not None:
             object.__setattr__(self, "bounds", _bounds(self.bounds, len(self.entries)))
 
@@ -74,7 +76,7 @@ class Epoch:
 
     @property
     def batch_entries_max(self) -> int:
-        """The entries of the largest batch; 0 where bounds are not known."""
+        """The number of entries of the largest batch; 0 where the bounds are not known."""
         if self.bounds is None or not len(self.bounds):
             return 0
         return int(np.diff(self.bounds, prepend=0).max())
@@ -99,11 +101,11 @@ class Epoch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stream:
-    """One reader and the epochs that it is known to read, in order; their numbers rise.
+    """One reader and the epochs that it will read, by rising number. Raises UsageError when made.
 
-    `tentative`: somebody has read the list, and nobody knows yet whether it will be followed.
-    `lag_entries`: how far apart in the order this stream's workers may read (workers x prefetch x
-    batch); 0 where not known. Raises UsageError.
+    `tentative`: a program has read the list of files, and may or may not read the files in that
+    order. `lag_entries`: how far apart in the order this stream's workers may read (workers x
+    prefetch x batch); 0 where that is not known.
     """
 
     name: str
@@ -120,7 +122,7 @@ class Stream:
         if len(self.epochs) > EPOCHS_MAX:
             raise UsageError(
                 f"stream {self.name} has {len(self.epochs)} epochs (at most {EPOCHS_MAX})",
-                advice="announce later ones later",
+                advice="announce later epochs when earlier ones have been read",
             )
         numbers = [epoch.number for epoch in self.epochs]
         if any(one >= other for one, other in pairwise(numbers)):
@@ -136,14 +138,15 @@ class Stream:
         raise UsageError(f"stream {self.name} has no epoch {number}")
 
     def extended(self, epochs: Sequence[Epoch]) -> "Stream":
-        """More at its end; a first epoch with the last one's number is appended to that."""
+        """This stream with more epochs. A first one with the number of the last epoch is appended
+        to that."""
         own, more = list(self.epochs), list(epochs)
         if own and more and own[-1].number == more[0].number:
             own[-1] = own[-1].appended(more.pop(0))
         return replace(self, epochs=(*own, *more))
 
     def replaced(self, epoch: Epoch, position: int = 0) -> "Stream":
-        """Another epoch of the same number, or its rest from a position on."""
+        """This stream with another epoch of the same number, or another rest from a position on."""
         old = self.epoch(epoch.number)
         if not 0 <= position <= len(old):
             raise UsageError(f"epoch {old.number} of stream {self.name} has no position {position}")
@@ -155,13 +158,13 @@ class Stream:
 class Plan:
     """The streams that are announced now, by name.
 
-    `is_file` says of each entry of the dataset whether it is a file: nothing else can be read.
+    `is_file` says for each entry of the dataset whether it is a file; other entries are refused.
     All methods raise UsageError, and then nothing has changed.
     """
 
     is_file: FileMask
     streams: dict[str, Stream] = field(default_factory=dict)
-    ended: dict[str, None] = field(default_factory=dict)  # read to their end, the longest ago first
+    ended: dict[str, None] = field(default_factory=dict)  # streams that were read to their end
 
     def __iter__(self) -> Iterator[Stream]:
         return iter(self.streams.values())
@@ -176,14 +179,16 @@ class Plan:
         return self.streams[name]
 
     def ended_to_withdraw(self, name: str) -> str | None:
-        """What to withdraw before a stream of this name, where there are as many as may be: one
-        that is over, if any is. Who names each epoch anew withdraws none.
+        """The stream to withdraw before one of this name is announced; None where no one has to.
+
+        Where there are as many streams as allowed, the first that was read to its end makes room.
+        So programs that use a new name for each epoch need not withdraw any.
         """
         is_full = name not in self.streams and len(self.streams) >= STREAMS_MAX
         return next(iter(self.ended), None) if is_full else None
 
     def announce(self, stream: Stream) -> Stream:
-        """A new stream; one of the same name is replaced whole (its process has started again)."""
+        """Add a stream; one of the same name is replaced whole (its process has started again)."""
         if stream.name not in self.streams and len(self.streams) >= STREAMS_MAX:
             raise UsageError(
                 f"{len(self.streams)} streams are announced (at most {STREAMS_MAX})",
@@ -193,24 +198,24 @@ class Plan:
         return self._put(stream)
 
     def extend(self, name: str, epochs: Sequence[Epoch]) -> Stream:
-        """More epochs, or more of the last epoch (see `Stream.extended`)."""
+        """Add epochs to a stream, or entries to its last one (see `Stream.extended`)."""
         self._check(epochs)
         return self._put(self.stream(name).extended(epochs))
 
     def replace(self, name: str, epoch: Epoch, position: int = 0) -> Stream:
-        """Another epoch of the same number, whole or from a position on."""
+        """Replace an epoch of a stream, whole or from a position on."""
         self._check([epoch])
         return self._put(self.stream(name).replaced(epoch, position))
 
     def withdraw(self, name: str) -> Stream:
-        """The stream, which is gone now."""
+        """Remove a stream, and return it."""
         stream = self.stream(name)
         del self.streams[name]
         self.ended.pop(name, None)
         return stream
 
     def finish(self, name: str, count: int) -> Stream:
-        """Forget the first `count` epochs of a stream: they have been read."""
+        """Remove the first `count` epochs of a stream: they have been read."""
         stream = self.stream(name)
         if count and count >= len(stream.epochs):
             self.ended[name] = None
@@ -241,16 +246,16 @@ class Plan:
         return stream
 
 
-def _entries(given: EntryOrder) -> Entries:
+def _own_entries(given: EntryOrder) -> Entries:
     array = np.asarray(given)
     if array.ndim != 1 or (array.dtype.kind not in "iu" and len(array)):
         raise UsageError("an order is one row of entry indices")
     if len(array) > EPOCH_ENTRIES_MAX:
         raise UsageError(f"an epoch of {len(array)} entries (at most {EPOCH_ENTRIES_MAX})")
     if len(array) and (int(array.min()) < 0 or int(array.max()) >= 1 << 32):
-        raise UsageError("an order names entries that no dataset has")
+        raise UsageError("an order names an entry that is not 0 to 2^32 - 1")
     if array.dtype == np.uint32 and array.flags.owndata and not array.flags.writeable:
-        return array  # our own copy, passed on
+        return array  # a copy of ours already
     own = array.astype(np.uint32)
     own.flags.writeable = False
     return own

@@ -1,23 +1,24 @@
-"""Orders: in which sequence a reader goes through a dataset's files in one epoch.
+"""Draws the order in which a reader goes through the files of a dataset in one epoch.
 
-Owned here: chunk-wise and full shuffle, the cut into the parts of ranks, and the generator that
-both draw from. Not owned: reading in an order (`cache/`), who asks for one. Pure functions of the
-snapshot and of numbers: the same in every process and on every machine, whatever the version of
-numpy; safe from any thread. Golden orders in the tests hold them as they are.
+There are two shuffles, chunk-wise and full, and the cut of an order into parts for the ranks of a
+training job. All are pure functions of the snapshot and of numbers: they give the same order in
+every process, on every machine and with every version of numpy (the tests hold golden orders).
+Safe from any thread.
 
 **Chunk-wise shuffle** (DIESEL, ICPP 2020, section 4.3): the chunks are shuffled, cut into groups of
-`group_size`, and the files of each group are shuffled among themselves. Whoever reads in that order
-needs the chunks of one group in memory, and those of the next on their way. A file of several
-extents belongs to the chunk of its first one, an empty file to the chunk that its entry is in; so
-each file is in exactly one group. Chunks that hold none of the files asked for do not count. **Full
-shuffle** is the same with one group of all chunks.
+`group_size`, and the files of each group are shuffled among themselves. (A chunk is a pack of many
+small files, some 4 MiB.) A reader in that order needs the chunks of one group in memory, and those
+of the next on their way. A file of several extents (runs of bytes in chunks) belongs to the chunk
+of its first one, an empty file to the chunk that has its entry; so each file is in exactly one
+group. Chunks without any of the wanted files do not count. **Full shuffle** is the same with one
+group of all chunks.
 
-**Parts**: `world` ranks get parts of equal length. Where the number of files does not divide, the
-list is made longer by files from its start, or shorter at its end, exactly as torch's
-`DistributedSampler(drop_last=...)` does it. The parts are contiguous, where that sampler takes
-every world-th file: so a chunk is read by one rank, save where the cut goes through a group; where
-there are fewer groups than ranks, each rank gets a piece of one. Every file is as likely in one
-part as in another.
+**Parts**: `world` ranks get parts of equal length. Where the number of files is no multiple of
+that, the list is made longer by files from its start, or shorter at its end, exactly as torch's
+`DistributedSampler(drop_last=...)` does it. But that sampler gives a rank every `world`-th file;
+the parts here are contiguous. So a chunk is read by one rank, unless the cut goes through its
+group; where there are fewer groups than ranks, each rank gets a piece of one. Every file is equally
+likely in each part.
 
 **The generator** is SplitMix64 (Steele, Lea, Flood, OOPSLA 2014) used as a counter. All arithmetic
 is modulo 2^64:
@@ -29,9 +30,9 @@ is modulo 2^64:
     key of a chunk    = draw(draw(state(1), first 8 bytes of its ID), last 8; both big-endian)
     key of a file     = draw(state(2), index of its entry)
 
-Chunks stand in the order of their keys; files in the order of (group, key), of which key only the
-upper bits count, as many as the number of groups leaves of 64. Equal ones stand in the order of
-chunk IDs, or of indices.
+Chunks are sorted by their keys, and files by (group, key). Group and key share 64 bits: the group
+has as many upper bits as it needs, the rest are upper bits of the key. Equal keys are sorted by
+chunk ID, or by index.
 """
 
 from dataclasses import dataclass
@@ -45,21 +46,22 @@ from ..format.entries import Kind
 from ..format.snapshot.reader import ROOT_INDEX, Indices, Snapshot
 
 GROUP_SIZE_DEFAULT = 100
-"""Chunks in a group: of 4 MiB each, 400 MiB; beyond that the paper finds no gain in accuracy."""
+"""Chunks in a group: 400 MiB of chunks of 4 MiB. The paper finds no gain in accuracy beyond
+that."""
 
 SEED_MAX = 2**63 - 1
-"""Of seeds and epochs; also of the other numbers, that they fit a signed word."""
+"""The limit of seeds and epochs, and of the other numbers: they fit a signed word."""
 
 WORLD_MAX = 1 << 20
-"""Ranks that a mount is asked for: more than any job has, and no product with it leaves 64 bits."""
+"""The limit of ranks for a mount: more than any job has, and products with it fit 64 bits."""
 
 BATCH_FILES = 256
-"""Files in a batch, where `measure_quality` looks at batches."""
+"""Files in a batch, for `measure_quality`."""
 
 _U8 = npt.NDArray[np.uint64]
 
 _GAMMA = 0x9E3779B97F4A7C15
-_CHUNKS, _FILES = 1, 2  # domains
+_CHUNKS, _FILES = 1, 2  # the two domains of `state`
 _WORD = 64
 
 
@@ -76,7 +78,7 @@ class GroupedOrder:
 
 
 class OrderSelection(TypedDict, total=False):
-    """Which files of an epoch are meant: what is left out is as in `chunk_order`."""
+    """Which files of an epoch are wanted; defaults as in `chunk_order`."""
 
     rank: int
     world: int
@@ -93,14 +95,14 @@ def chunk_shuffle(
     group_size: int = GROUP_SIZE_DEFAULT,
     **part: Unpack[OrderSelection],
 ) -> Indices:
-    """The indices of `chunk_order` alone. Raises UsageError."""
+    """The indices of `chunk_order`, without the groups. Raises UsageError."""
     return chunk_order(snapshot, seed, epoch, group_size=group_size, **part).indices
 
 
 def full_shuffle(
     snapshot: Snapshot, seed: int, epoch: int, **part: Unpack[OrderSelection]
 ) -> Indices:
-    """As `chunk_shuffle`, with all chunks in one group: every order is as likely as another."""
+    """As `chunk_shuffle`, with all chunks in one group: all orders are equally likely."""
     one_group = max(snapshot.chunk_count, 1)
     return chunk_shuffle(snapshot, seed, epoch, group_size=one_group, **part)
 
@@ -119,8 +121,8 @@ def chunk_order(
 ) -> GroupedOrder:
     """A rank's files in chunk-wise order, from `position` in its part on, and its groups' ends.
 
-    `below` is the index of a folder, whose files alone are meant. Raises UsageError for numbers
-    without meaning.
+    `below` is the index of a folder: only files in and below it are wanted. Raises UsageError for
+    numbers out of range.
     """
     _check("seed", seed)
     _check("epoch", epoch)
@@ -134,7 +136,7 @@ def chunk_order(
         return GroupedOrder(files, np.empty(0, np.int64))
     group = _groups(snapshot, snapshot.chunk_of(files), seed, epoch, group_size)
     sequence = np.argsort(_file_keys(files, group, seed, epoch), kind="stable")
-    # What torch appends is the list's start once more, which is short: one step beyond the end.
+    # Torch appends the start of the list, as positions beyond its end.
     part = np.arange(rank * per_rank + position, (rank + 1) * per_rank) % len(files)
     chosen = sequence[part]
     return GroupedOrder(files[chosen], _ends(group[chosen]))
@@ -149,7 +151,7 @@ def _check(what: str, value: int, lowest: int = 0, highest: int = SEED_MAX) -> N
 
 
 def _files(snapshot: Snapshot, below: int) -> Indices:
-    """The files in a folder and below it, ascending."""
+    """The files in and below a folder, ascending."""
     _check("folder", below, 0, len(snapshot) - 1)
     if below == ROOT_INDEX:
         return snapshot.files()
@@ -176,7 +178,7 @@ def _groups(
 
 
 def _file_keys(files: Indices, group: _U8, seed: int, epoch: int) -> _U8:
-    """What the files are sorted by: their group in the upper bits, what was drawn in the others."""
+    """Keys to sort the files by: the group in the upper bits, the drawn number in the others."""
     drawn = _draw(_state(_FILES, seed, epoch), files.astype(np.uint64))
     group_bits = int(group.max()).bit_length()
     if not group_bits:
@@ -192,7 +194,8 @@ def _state(domain: int, seed: int, epoch: int) -> _U8:
 
 
 def _draw(state: _U8, words: _U8) -> _U8:
-    """See the module. Arrays, since numpy warns where a single number overflows."""
+    """`draw` of the module's docstring. On arrays, since numpy warns of overflows of single
+    numbers."""
     z = words + np.uint64(1)
     z *= np.uint64(_GAMMA)
     z += state
@@ -205,15 +208,15 @@ def _draw(state: _U8, words: _U8) -> _U8:
 
 
 def _ends(group: _U8) -> Indices:
-    """Where runs of equal numbers end."""
+    """The positions where runs of equal groups end."""
     changes = np.flatnonzero(group[1:] != group[:-1]) + 1
     return np.append(changes, len(group)) if len(group) else changes
 
 
 @dataclass(frozen=True, slots=True)
 class OrderQuality:
-    """How random an order is (`measure_quality`); `_expected` is what a full shuffle has on
-    average."""
+    """How random an order is, as `measure_quality` finds. `..._expected` is the average of a full
+    shuffle."""
 
     files: int
     chunks: int
@@ -229,28 +232,28 @@ class OrderQuality:
 def measure_quality(snapshot: Snapshot, order: Indices, *, below: int = ROOT_INDEX) -> OrderQuality:
     """How random an order of files is, and what that costs in memory.
 
-    - folders (chunks) in batch: the mean number of different folders (chunks) that the files of a
-      batch are from, over all batches of BATCH_FILES, the shorter last one left out where there is
-      another. In training sets a folder is mostly a class. What is expected of a full shuffle is
-      exact: drawing without replacement from all files below.
+    - folders (chunks) in batch: from how many folders (chunks) the files of a batch come, on
+      average over all batches of BATCH_FILES, without a shorter last one if there are others. In
+      training sets a folder is mostly a class. The expected number is exact for drawing without
+      replacement from all files below.
     - rank correlation (Spearman's rho) between the place in the pack (chunk, offset) and the place
       in the order: 1 for the order of the pack. A full shuffle of n files is within 2 / sqrt(n) of
       0 in 19 of 20 cases; a chunk-wise one within 2 / sqrt(number of chunks), whatever n.
-    - chunks open: how many chunks a reader is between its first and its last file of, at most.
+    - chunks open: the most chunks of which a reader has read the first file and not the last.
     """
     files = _files(snapshot, below)
     batch = min(BATCH_FILES, len(order))
     columns = snapshot.columns
-    homes, chunks = columns.parent[order].astype(np.int64), snapshot.chunk_of(order)
-    all_homes = np.bincount(columns.parent[files], minlength=1)
+    folders, chunks = columns.parent[order].astype(np.int64), snapshot.chunk_of(order)
+    all_folders = np.bincount(columns.parent[files], minlength=1)
     all_chunks = np.bincount(snapshot.chunk_of(files), minlength=1)
     packed = np.lexsort((columns.offset[order], chunks))
     return OrderQuality(
         files=len(order),
         chunks=len(np.unique(chunks)),
-        folders=len(np.unique(homes)),
-        folders_in_batch=_different(homes, batch),
-        folders_in_batch_expected=_different_expected(all_homes, batch),
+        folders=len(np.unique(folders)),
+        folders_in_batch=_different(folders, batch),
+        folders_in_batch_expected=_different_expected(all_folders, batch),
         chunks_in_batch=_different(chunks, batch),
         chunks_in_batch_expected=_different_expected(all_chunks, batch),
         rank_correlation=_correlation(packed),
@@ -268,7 +271,7 @@ def _different(values: Indices, batch: int) -> float:
 
 
 def _different_expected(counts: Indices, batch: int) -> float:
-    """The same where a batch is drawn without replacement, by how often there is each value."""
+    """The same for a batch drawn without replacement; `counts`: how often each value occurs."""
     total = int(counts.sum())
     absent = np.ones(len(counts))  # how likely each value is to be absent from a batch
     for drawn in range(min(batch, total)):
@@ -277,7 +280,7 @@ def _different_expected(counts: Indices, batch: int) -> float:
 
 
 def _correlation(permutation: Indices) -> float:
-    """Spearman's rho of a permutation with the ascending one."""
+    """Spearman's rho between a permutation and the ascending order."""
     if len(permutation) < 2:
         return 0.0
     places = np.arange(len(permutation), dtype=np.float64)
@@ -285,7 +288,7 @@ def _correlation(permutation: Indices) -> float:
 
 
 def _open_max(chunks: Indices) -> int:
-    """The most chunks whose first use is behind, and whose last use is ahead."""
+    """The most chunks of which the first file is read and the last is not."""
     if not len(chunks):
         return 0
     _, first = np.unique(chunks, return_index=True)

@@ -1,10 +1,11 @@
-"""Plans as messages, carried out on a `PrefetchPlanner`: what the control socket and the lists ask
-for.
+"""Carries out the messages that make and change plans, on a `PrefetchPlanner`.
 
-Owned here: the meaning of each message (CONTROL.md lists them), and the streams that lists make:
-which epochs of theirs are known, and when the next is foreseen. Not owned: the rules that a plan
-obeys (`orders/plan.py`), the bytes (`control_wire.py`), who may send what (`control_socket.py`).
-Used by one thread, the helper's; drawing an order of a million files takes it 0.3 s.
+The messages come from the control socket (CONTROL.md lists them) and from lists of files that
+programs read (`list_plans.py`). For each kind of list there is a stream; this module knows which
+epochs of it are announced, and announces the next one when a reader comes near the end of the last.
+`orders/plan.py` has the rules that a plan obeys.
+
+Used by one thread, that of the prefetch worker. Drawing an order of a million files takes it 0.3 s.
 """
 
 import math
@@ -24,42 +25,42 @@ from ..prefetch.planner import PrefetchPlanner
 from .control_wire import parse_entries, parse_epoch, parse_epochs
 
 LIST_STREAMS_MAX = 16
-"""Streams that lists have made; the one that was read longest ago goes first. The others of the 64
-are left to those who announce theirs."""
+"""Streams that lists have made; where there are more, the one whose list was read longest ago is
+withdrawn. The rest of the 64 streams is left for those that are announced over the socket."""
 
 FINISHED_S = 60.0
-"""A stream whose list has been read to its end gives its part of the memory up, unless its next
+"""A stream whose files have all been read is withdrawn, and gives up its memory, unless its next
 epoch begins in this time."""
 
 PREDICT_INTERVAL_S = 1.0
-"""How often is looked whether a list's next epoch is to be announced."""
+"""How often to check whether the next epoch of a list should be announced."""
 
 PREDICT_ENTRIES_MIN = 4096
-"""Shorter epochs begin fast without it; and in them a file that is opened could be that of either
-epoch."""
+"""The next epoch is announced ahead only where an epoch has at least so many files. Shorter ones
+begin fast without that, and an opened file could be that of either epoch."""
 
 PREDICT_FROM_DIVISOR = 2
-"""That is done where its reader has come through the first part in this many of the current one."""
+"""It is announced once the reader has read this part (half) of the current epoch."""
 
 
 @dataclass(slots=True)
 class _ListStream:
     """A stream that a list has made."""
 
-    name: ListName  # of the last epoch that is known
-    is_predicted: bool  # nobody has read that one's list yet
-    finished_s: float = math.inf  # since when all of it is known to be read
+    name: ListName  # of the last epoch that was announced
+    is_predicted: bool  # no program has read the list of that epoch yet
+    finished_s: float = math.inf  # when all announced epochs were first seen to be read
 
 
 class PlanCommands:
     """The messages that make and change plans (see the module)."""
 
-    def __init__(self, snapshot: Snapshot, residency: PrefetchPlanner) -> None:
+    def __init__(self, snapshot: Snapshot, planner: PrefetchPlanner) -> None:
         self._snapshot = snapshot
-        self._planner = residency
-        self._is_frozen = False  # the mount is about to go over to another version
+        self._planner = planner
+        self._is_frozen = False  # the mount is about to switch to another version
         self._lists: OrderedDict[str, _ListStream] = OrderedDict()
-        self._looked_s = 0.0
+        self._predicted_s = 0.0
         self._handlers: dict[str, Callable[[Fields, float], Message]] = {
             "announce": self._announce,
             "extend": self._extend,
@@ -77,7 +78,8 @@ class PlanCommands:
         }
 
     def answer(self, message: Message, now_s: float) -> Message:
-        """What becomes of a message: the result, or `error`, `message` and `advice`."""
+        """Carry out a message. Returns its result, or the fields `error`, `message` and
+        `advice`."""
         try:
             fields = Fields(message, "a message")
             do = fields.text("do")
@@ -90,26 +92,26 @@ class PlanCommands:
         except DieselError as error:
             return error_message(error)
 
-    # going over to another version ----------------------------------------------------------------
+    # switching to another version -----------------------------------------------------------------
 
     def _running(self, fields: Fields, now_s: float) -> Message:
-        """The streams that another version has to wait for."""
+        """The streams that are being read; the switch waits for them."""
         fields.end()
         return {"running": [*self._planner.running(now_s)]}
 
     def _freeze(self, fields: Fields, now_s: float) -> Message:
-        """The same; where there is none, no plan is taken from now on."""
+        """As `_running`; where no stream is being read, plans are refused from now on."""
         running = self._running(fields, now_s)
         self._is_frozen = not running["running"]
         return running
 
     def _unfreeze(self, fields: Fields, now_s: float) -> Message:
-        """Plans are taken again: the version stays."""
+        """Accept plans again: the version stays."""
         fields.end()
         self._is_frozen = False
         return {}
 
-    # what others announce -------------------------------------------------------------------------
+    # requests of the control socket ---------------------------------------------------------------
 
     def _announce(self, fields: Fields, now_s: float) -> Message:
         name = self._stream_field(fields)
@@ -170,7 +172,7 @@ class PlanCommands:
         return {"residency": self.stats()}
 
     def stats(self) -> dict[str, Value]:
-        """What residency says of itself, as it travels."""
+        """The planner's statistics, as a message has them."""
         return {**self._planner.stats()}  # type: ignore[dict-item]  # lists of TypedDicts
 
     def _stream_field(self, fields: Fields) -> str:
@@ -178,13 +180,14 @@ class PlanCommands:
         return fields.text("stream")
 
     def _check_version(self, fields: Fields) -> None:
-        """Indices mean something in one version alone. Raises ConflictError for another."""
+        """Check that a message means this version, since indices differ in others. Raises
+        ConflictError."""
         identity, version = fields.text("identity"), fields.integer("version")
         own = self._snapshot
         if self._is_frozen:
             raise ConflictError(
-                f"the mount goes over to another version of {own.dataset}",
-                advice="ask again in a moment, for that one",
+                f"the mount is switching to another version of {own.dataset}",
+                advice="ask again in a moment, with a plan for that version",
             )
         if identity != str(own.identity):
             raise ConflictError(
@@ -198,15 +201,15 @@ class PlanCommands:
                 advice="make it from .diesel/snapshot of the mount",
             )
 
-    # what lists announce --------------------------------------------------------------------------
+    # lists that programs read ---------------------------------------------------------------------
 
     def _list_read(self, fields: Fields, now_s: float) -> Message:
-        """Somebody has begun to read a list: its order becomes a tentative stream."""
+        """A program has begun to read a list: announce its order as a tentative stream."""
         stream, name = fields.text("stream"), _list_name(fields)
         fields.end()
         known = self._lists.get(stream)
         place = self._planner.stream_stats(stream)
-        if known is None or place is None or not self._goes_on(known, place, name):
+        if known is None or place is None or not self._continues(known, place, name):
             self._make_room(stream)
             plan = Stream(stream, (self._epoch(name, exact=True),), tentative=True)
             self._planner.announce(plan, now_s)
@@ -220,15 +223,16 @@ class PlanCommands:
         self._lists.move_to_end(stream)
         return {}
 
-    def _goes_on(self, known: _ListStream, place: StreamStats, name: ListName) -> bool:
-        """Whether a list is of an epoch that the stream's reader is in, or will be."""
+    def _continues(self, known: _ListStream, place: StreamStats, name: ListName) -> bool:
+        """Whether a list is of an epoch that the stream's reader is in, or will be in next."""
         if replace(known.name, epoch=name.epoch) != name:
             return False
         last = known.name.epoch
         return name.epoch == last + 1 or 0 <= place["epoch"] <= name.epoch <= last
 
     def _list_looked_up(self, fields: Fields, now_s: float) -> Message:
-        """The epoch that a list's reader is in: the next one's number where it has read all."""
+        """The epoch that a list's reader is in; where it has read all, the next one; -1 if
+        unknown."""
         stream = fields.text("stream")
         fields.end()
         known, place = self._lists.get(stream), self._planner.stream_stats(stream)
@@ -239,17 +243,18 @@ class PlanCommands:
         return {"epoch": place["epoch"]}
 
     def predict_next_epochs(self, now_s: float) -> None:
-        """Announces the next epoch of lists whose readers come near the end of the last one known.
+        """Announce the next epoch of lists whose readers come near the end of the last one
+        announced.
 
-        Cheap: for the helper's loop.
+        Costs little, as the worker calls it all the time.
         """
-        if not self._lists or now_s - self._looked_s < PREDICT_INTERVAL_S:
+        if not self._lists or now_s - self._predicted_s < PREDICT_INTERVAL_S:
             return
-        self._looked_s = now_s
+        self._predicted_s = now_s
         for stream, known in tuple(self._lists.items()):
             place = self._planner.stream_stats(stream)
             if place is None:
-                if known.finished_s == math.inf:  # nobody has followed it
+                if known.finished_s == math.inf:  # withdrawn, as no reader followed it
                     del self._lists[stream]
             elif place["epoch"] < 0:
                 known.finished_s = min(known.finished_s, now_s)
@@ -266,7 +271,7 @@ class PlanCommands:
                 try:
                     self._planner.extend(stream, [self._epoch(following, exact=False)])
                     self._lists[stream] = _ListStream(following, is_predicted=True)
-                except UsageError:  # the plan is full: the epoch begins without it
+                except UsageError:  # the plan is full: the epoch begins without being announced
                     known.is_predicted = True
 
     def _epoch(self, name: ListName, *, exact: bool) -> Epoch:
@@ -283,5 +288,5 @@ class PlanCommands:
 def _list_name(fields: Fields) -> ListName:
     name = ListName.parse(fields.text("list").encode("ascii", "replace"))
     if name is None:
-        raise UsageError("a message: bad 'list': it names no list")
+        raise UsageError("a message: bad 'list': it is not the name of a list")
     return name

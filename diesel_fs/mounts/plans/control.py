@@ -1,14 +1,19 @@
-"""Plans from another process: a training job tells the mount what it will read, and how far it is.
+"""Tells a mount what a program will read: the client of a mount's control socket.
+
+    from diesel_fs.mounts.plans.control import Control, explicit
 
     with Control.connect("/mnt/imagenet") as control:
         control.announce("rank0", [explicit(epoch=0, entries=order)])
         control.progress("rank0", 4096)
 
-Small, blocking, for users' own processes: sockets and plain code, no thread. Indices are those of
-the snapshot that the mount shows (`.diesel/snapshot`); a plan for another version is refused.
+A training program announces a *stream*, the files that one of its readers will read in each epoch,
+and the mount pushes them into the kernel's page cache ahead of the reader. Files are given by their
+indices in the snapshot that the mount shows (`.diesel/snapshot`); a plan for another version is
+refused. CONTROL.md describes the messages.
 
-Any thread may use a `Control`, one request at a time. After a fork the child opens a connection of
-its own with its first request, and the parent's goes on.
+The client is small and blocking: sockets, and no thread of its own. Any thread may use a `Control`;
+requests are sent one at a time. After a fork the child opens a connection of its own with its first
+request.
 """
 
 import os
@@ -28,9 +33,9 @@ from ...orders.plan import EntryOrder
 from .control_wire import ENTRIES_PER_FRAME, FRAME_BYTES_MAX, PROTOCOL, pack_entries
 
 DEADLINE_S = 30.0
-"""For one request: the mount gives its helper 15 s of them."""
+"""For one request. The mount gives its prefetch worker 15 s of this."""
 
-SOCKET_PATH_MAX = 107
+SOCKET_PATH_MAX = 107  # bytes of a path in a socket's address
 
 Epochs: TypeAlias = Sequence[Message]
 
@@ -38,7 +43,8 @@ Epochs: TypeAlias = Sequence[Message]
 def explicit(
     *, epoch: int, entries: EntryOrder, exact: bool = True, bounds: Sequence[int] | None = None
 ) -> Message:
-    """An epoch by its entries; `bounds`: the positions behind each batch. Raises UsageError."""
+    """An epoch given by its entries, in the order of reading. `exact` is False for a prediction;
+    `bounds` are the positions behind each batch. Raises UsageError."""
     made: Message = {"epoch": epoch, "exact": exact, **pack_entries(entries)}
     if bounds is not None:
         made["bounds"] = np.asarray(bounds, "<i8").tobytes()
@@ -57,7 +63,8 @@ def drawn(
     below: int = 0,
     exact: bool = True,
 ) -> Message:
-    """An epoch by the parameters of its shuffle (`chunk` or `full`), which the mount draws."""
+    """An epoch given by the parameters of its shuffle, which the mount draws itself. `kind` is
+    `chunk` (chunk-wise) or `full`; `below` is the index of the folder that is shuffled."""
     made: Message = {
         "epoch": epoch, "exact": exact, "kind": kind, "seed": seed, "rank": rank, "world": world,
         "drop_last": drop_last, "below": below,
@@ -76,7 +83,8 @@ class Control:
 
     def __init__(self, mountpoint: str, identity: str | None, version: int | None) -> None:
         self._mountpoint = mountpoint
-        self._locks: dict[int, threading.Lock] = {}  # by process: a fork may inherit a held one
+        # By process, since a fork may inherit a lock that is held.
+        self._locks: dict[int, threading.Lock] = {}
         self._socket: socket.socket | None = None
         self._owner = -1
         self.hello: Message = {}
@@ -91,8 +99,10 @@ class Control:
         identity: str | None = None,
         version: int | None = None,
     ) -> Self:
-        """To the mount at a folder. `identity`, `version`: of the snapshot that plans are made of;
-        the mount's own, where they are not named. Raises UsageError, PermissionDenied.
+        """Connect to the mount at a folder.
+
+        `identity` and `version` are those of the snapshot that plans are made from; without them,
+        those of the mount. Raises UsageError, PermissionDenied.
         """
         made = cls(os.fspath(mountpoint), identity, version)
         made._open()
@@ -100,17 +110,17 @@ class Control:
 
     @property
     def accepts_plans(self) -> bool:
-        """Whether the mount pushes anything ahead; else plans are refused."""
+        """Whether the mount pushes contents ahead of readers; otherwise it refuses plans."""
         return self.hello.get("plans") is True
 
     @property
     def identity(self) -> str:
-        """Of the dataset that plans are for."""
+        """The identity of the dataset that plans are for."""
         return str(self.hello.get("identity")) if self._identity is None else self._identity
 
     @property
     def version(self) -> int:
-        """Of the snapshot that plans are for."""
+        """The version of the snapshot that plans are for."""
         own = self.hello.get("version")
         found = own if self._version is None else self._version
         assert isinstance(found, int)
@@ -119,7 +129,12 @@ class Control:
     def announce(
         self, stream: str, epochs: Epochs, *, tentative: bool = False, lag_entries: int = 0
     ) -> None:
-        """A stream, new or again, and the epochs that it will read (`explicit`, `drawn`)."""
+        """Announce a stream and the epochs that it will read (`explicit`, `drawn`). A stream of the
+        same name is replaced.
+
+        `tentative`: push nothing before the order is seen to be followed. `lag_entries`: how far
+        apart in the order the stream's workers may read; 0 where that is not known.
+        """
         first, rest = _split(epochs)
         self._ask(
             {"do": "announce", "stream": stream, "tentative": tentative, "lag_entries": lag_entries,
@@ -128,12 +143,12 @@ class Control:
         self._extend(stream, rest)
 
     def extend(self, stream: str, epochs: Epochs) -> None:
-        """More epochs; a first one of the last one's number is put at its end."""
+        """Add epochs. A first one with the number of the last announced one is appended to that."""
         first, rest = _split(epochs)
         self._extend(stream, [piece for piece in (first, *rest) if piece])
 
     def replace(self, stream: str, epoch: Message, position: int = 0) -> None:
-        """Another order of a known epoch, from a position on."""
+        """Replace an announced epoch, from a position on."""
         whole, rest = _split([epoch])
         [first], *rest = [piece for piece in (whole, *rest) if piece]
         assert isinstance(first, dict)
@@ -149,16 +164,17 @@ class Control:
         self._extend(stream, rest)
 
     def withdraw(self, stream: str) -> None:
-        """The stream will not be read on."""
+        """Remove a stream: it will not be read any more."""
         self._ask({"do": "withdraw", "stream": stream})
 
     def progress(self, stream: str, position: int, epoch: int | None = None) -> None:
-        """The next position that the stream reads, of its current epoch or a named one."""
+        """Say which position the stream reads next, in its current epoch or in the one named."""
         named: Message = {} if epoch is None else {"epoch": epoch}
         self._ask({"do": "progress", "stream": stream, "position": position, **named})
 
     def value(self, entries: EntryOrder, importance: float) -> None:
-        """What entries are worth against others that no plan claims."""
+        """Set the value of entries: of those that no plan claims, the least valuable are dropped
+        first."""
         for part in _parts(entries):
             self._ask(
                 {"do": "value", "importance": float(importance), **self._version_fields(),
@@ -166,26 +182,26 @@ class Control:
             )  # fmt: skip
 
     def resident(self, entries: EntryOrder) -> npt.NDArray[np.bool_]:
-        """Which of these a read would find in the kernel's cache, as far as is known."""
+        """Which of these entries a read would find in the page cache, as far as the mount knows."""
         found = []
         for part in _parts(entries):
             answer = self._ask({"do": "resident", **self._version_fields(), **pack_entries(part)})
             bitmap = answer.get("bitmap")
             if not isinstance(bitmap, bytes) or len(bitmap) != -(-len(part) // 8):
-                raise DieselError("the mount's answer is no bitmap of these entries")
+                raise DieselError("the mount's answer has no bitmap of these entries")
             bits = np.unpackbits(np.frombuffer(bitmap, np.uint8), bitorder="little")
             found.append(bits[: len(part)].astype(np.bool_))
         return np.concatenate(found)
 
     def stats(self) -> Message:
-        """What the mount says of itself, as `.diesel/stats`, up to date."""
+        """The statistics of the mount, as in `.diesel/stats`, up to date."""
         found = self._ask({"do": "stats"}).get("stats")
         if not isinstance(found, dict):
-            raise DieselError("the mount's answer holds no statistics")
+            raise DieselError("the mount's answer has no statistics")
         return found
 
     def close(self) -> None:
-        """Lets the connection go. Plans stay: withdraw them first."""
+        """Close the connection. Plans stay in force unless they are withdrawn before."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -211,7 +227,7 @@ class Control:
         return {"identity": self.identity, "version": self.version}
 
     def _ask(self, message: Message) -> Message:
-        """A request and its answer. Raises the error that the answer is."""
+        """Send a request and return its answer. Raises the error that the mount answers."""
         with self._locks.setdefault(os.getpid(), threading.Lock()):
             if self._socket is None or self._owner != os.getpid():
                 self._open()
@@ -222,10 +238,10 @@ class Control:
         return answer
 
     def _open(self) -> None:
-        """Connects and says hello. An inherited connection is the parent's, and only let go."""
+        """Connect and exchange hellos. A connection inherited by a fork is only closed here."""
         self.close()
         self._owner = os.getpid()
-        self._socket = _connected(self._mountpoint)
+        self._socket = _connect(self._mountpoint)
         answer = self._exchange({"diesel_control": PROTOCOL})
         error = parse_error(answer)
         if error is not None:
@@ -238,37 +254,39 @@ class Control:
         request = frame(message, FRAME_BYTES_MAX)
         try:
             self._socket.sendall(request)
-            (length,) = LENGTH.unpack(self._received(LENGTH.size))
+            (length,) = LENGTH.unpack(self._receive(LENGTH.size))
             if length > FRAME_BYTES_MAX:
-                raise DieselError(f"the mount answers with {length} bytes")
-            return unpack(self._received(length))
+                raise DieselError(
+                    f"the mount answers with {length} bytes (at most {FRAME_BYTES_MAX})"
+                )
+            return unpack(self._receive(length))
         except BaseException as error:
-            self.close()  # what comes next could be the answer to this
+            self.close()  # the next answer on it could be the one to this request
             if isinstance(error, TimeoutError):
                 raise DeadlineError(
                     f"the mount on {self._mountpoint} did not answer within {DEADLINE_S:g} s"
                 ) from None
             if isinstance(error, OSError):
                 raise DieselError(
-                    f"the daemon of {self._mountpoint} does not speak to us: {error.strerror}"
+                    f"the connection to the mount on {self._mountpoint} failed: {error.strerror}"
                 ) from error
             raise
 
-    def _received(self, count: int) -> bytearray:
+    def _receive(self, count: int) -> bytearray:
         assert self._socket is not None
         body = bytearray()
         while len(body) < count:
             received = self._socket.recv(min(count - len(body), 1 << 20))
             if not received:
                 raise DieselError(
-                    f"the daemon of {self._mountpoint} ended the conversation",
-                    advice="only who mounted may plan; its log says more",
+                    f"the mount on {self._mountpoint} closed the connection",
+                    advice="only the user that mounted it may send plans; its log says more",
                 )
             body += received
         return body
 
 
-def _connected(mountpoint: str) -> socket.socket:
+def _connect(mountpoint: str) -> socket.socket:
     link = os.path.join(mountpoint, ".diesel", "control")
     try:
         path = os.readlink(link)
@@ -289,8 +307,8 @@ def _connected(mountpoint: str) -> socket.socket:
         with suppress(OSError):
             made.close()
         raise PermissionDenied(
-            f"cannot speak to the daemon of {mountpoint}: {error.strerror or error}",
-            advice="only who mounted may plan",
+            f"cannot connect to the mount on {mountpoint}: {error.strerror or error}",
+            advice="only the user that mounted it may send plans",
         ) from error
     return made
 
@@ -304,7 +322,8 @@ def _parts(entries: EntryOrder) -> "list[npt.NDArray[np.int64]]":
 
 
 def _split(epochs: Epochs) -> tuple[list[Value], list[list[Value]]]:
-    """Epochs for the first message, and for those that extend it: so many entries in each."""
+    """Epochs for the first message, and for each `extend` behind it: as many entries as a frame
+    takes."""
     frames: list[list[Value]] = [[]]
     room = size = 4 * ENTRIES_PER_FRAME
     for epoch in epochs:

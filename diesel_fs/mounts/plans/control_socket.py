@@ -1,14 +1,12 @@
-"""The control socket of a mount: who may speak, how long, how much; CONTROL.md describes the rest.
+"""Serves the control socket of a mount: who may use it, for how long, and how much they may send.
 
-Owned here: the socket's place in a private folder, its listeners' limits, the hello. Not owned: the
-bytes of frames and messages (`control_wire.py`), what messages do (`commands.py`, in the
-helper, to which they are passed on).
+The socket lies in a private folder of the user (CONTROL.md). Only the user that the mount's daemon
+runs as, and root, get answers. The server passes requests on to the prefetch worker, where
+`commands.py` carries them out. A client that breaks a limit or sends other bytes than frames is
+disconnected, with one line in the log; other clients do not notice.
 
-Only the user that the daemon runs as, and root, are answered. Whoever sends what is no frame is cut
-off with one line in the log, and nobody else notices.
-
-Concurrency: trio, in the server: a task for each connection, which answers in the order of asking.
-Nothing waits without a deadline but for the next request.
+Concurrency: trio, in the server of the mount. Each connection has a task, which answers requests in
+their order. Everything has a deadline but the wait for a client's next request.
 """
 
 import logging
@@ -39,19 +37,21 @@ from .control_wire import FRAME_BYTES_MAX, HELLO_BYTES_MAX, PROTOCOL
 log = logging.getLogger("diesel.mount")
 
 CONNECTIONS_MAX = 64
-"""16 ranks with a few processes each; those that only wait may stay."""
+"""Enough for 16 ranks with a few processes each. Idle connections may stay."""
 
 FRAME_DEADLINE_S = 10.0
-"""For the rest of a frame once its first byte has come, for the hello, and for taking an answer."""
+"""For the rest of a frame behind its first byte, for the hello, and for the client to take an
+answer."""
 
 ANSWER_DEADLINE_S = 15.0
-"""For the helper, which may be in the middle of fetching a chunk."""
+"""For the prefetch worker, which may be fetching a chunk."""
 
 LARGE_BYTES = 1 << 20
-"""Of frames beyond this one is received at a time, so that all together cannot fill the memory."""
+"""Larger frames are received one at a time over all connections, so that they cannot fill the
+memory."""
 
 UNNAMED_SOCKET_S_MAX = 60.0
-"""A socket that has not got its name for so long was left behind."""
+"""A socket that still has its temporary name after this time was left by a killed daemon."""
 
 REQUESTS = frozenset(
     ("announce", "extend", "replace", "withdraw", "progress", "value", "resident", "stats")
@@ -76,31 +76,32 @@ class ControlSocket:
         self._large = trio.Lock()
         self._name = f"control-{secrets.token_hex(8)}"
         self.has_worker = False
-        """Whether the helper has begun: before that, nothing may be told to it."""
+        """Whether the prefetch worker has begun; before that, nothing may be sent to it."""
 
     @property
     def _takes_plans(self) -> bool:
         return self.has_worker and self._link.alive
 
     def set_hello(self, hello: Message) -> None:
-        """Who says hello from now on hears this."""
+        """Set the hello that later clients get."""
         self._hello = hello
 
     @property
     def path(self) -> bytes:
-        """Where it is; empty while there is none."""
+        """The path of the socket; empty while there is none."""
         return b"" if self._socket is None else os.fsencode(self._folder / self._name)
 
     def listen(self) -> None:
-        """Makes the socket, and takes away those that dead daemons left. Raises DieselError."""
+        """Make the socket, and remove those of killed daemons. Raises DieselError."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
-            with _opened(self._folder) as folder:
-                _tidy(folder)
-                # It gets its name once it listens: else another daemon could take it for a dead one
+            with _open_private(self._folder) as folder:
+                _remove_dead_sockets(folder)
+                # It gets its name once it listens: else another daemon could remove it as a dead
+                # one.
                 new = f".new-{self._name}"
-                listener.bind(_short(folder, new))
-                os.chmod(_short(folder, new), 0o600)
+                listener.bind(_short_path(folder, new))
+                os.chmod(_short_path(folder, new), 0o600)
                 listener.listen(CONNECTIONS_MAX)
                 os.rename(new, self._name, src_dir_fd=folder, dst_dir_fd=folder)
         except OSError as error:
@@ -111,15 +112,15 @@ class ControlSocket:
         self._socket = listener
 
     def close(self) -> None:
-        """Takes the socket away."""
+        """Remove the socket."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
-            with suppress(OSError), _opened(self._folder) as folder:
+            with suppress(OSError), _open_private(self._folder) as folder:
                 os.unlink(self._name, dir_fd=folder)
 
     async def run(self) -> None:
-        """Answers, until it is cancelled."""
+        """Serve clients until this task is cancelled."""
         if self._socket is None:
             return
         listener = trio.socket.from_stdlib_socket(self._socket)
@@ -127,14 +128,14 @@ class ControlSocket:
             while True:
                 try:
                     accepted, _ = await listener.accept()
-                except OSError as error:  # no descriptor left, or whoever knocked has gone
-                    log.error("the control socket cannot answer: %s", error)
+                except OSError as error:  # no descriptor is left, or the client has gone
+                    log.error("the control socket cannot accept a connection: %s", error)
                     await trio.sleep(0.1)
                     continue
                 nursery.start_soon(self._serve_client, accepted)
 
     async def _serve_client(self, accepted: trio.socket.SocketType) -> None:
-        """One connection, to its end."""
+        """Serve one connection to its end."""
         self._connections += 1
         stream = trio.SocketStream(accepted)
         try:
@@ -142,11 +143,11 @@ class ControlSocket:
                 self._check_peer(accepted)
                 await self._serve_requests(stream)
         except (trio.BrokenResourceError, trio.ClosedResourceError, trio.TooSlowError) as error:
-            log.info("a client of the control socket has gone: %r", error)
+            log.info("a client of the control socket has disconnected or is too slow: %r", error)
         except DieselError as error:
-            log.warning("a client of the control socket was cut off: %s", error)
+            log.warning("a client of the control socket was disconnected: %s", error)
         except Exception:
-            log.exception("a client of the control socket met a bug")
+            log.exception("unexpected error while serving a client of the control socket")
         finally:
             self._connections -= 1
 
@@ -156,7 +157,7 @@ class ControlSocket:
         if user not in self._users:
             raise PermissionDenied(f"process {process} belongs to user {user}")
         if self._connections > CONNECTIONS_MAX:
-            raise BusyError(f"process {process} is one too many (at most {CONNECTIONS_MAX})")
+            raise BusyError(f"process {process}: too many connections (at most {CONNECTIONS_MAX})")
 
     async def _serve_requests(self, stream: trio.SocketStream) -> None:
         with trio.fail_after(FRAME_DEADLINE_S):
@@ -164,7 +165,7 @@ class ControlSocket:
         if hello is None:
             return
         if set(hello) != {"diesel_control"} or type(hello["diesel_control"]) is not int:
-            raise CorruptError("it did not say hello")
+            raise CorruptError("its first message was not a hello")
         if hello["diesel_control"] != PROTOCOL:
             refusal = UsageError(
                 f"the mount speaks version {PROTOCOL} of the control protocol,"
@@ -206,19 +207,21 @@ class ControlSocket:
             await stream.send_all(frame(message, FRAME_BYTES_MAX))
 
     async def _answer(self, message: Message) -> Message:
-        """What becomes of a request. Raises DieselError."""
+        """The answer to a request. Raises DieselError."""
         do = message.get("do")
         if type(do) is not str or do not in REQUESTS:
             raise UsageError(f"no request {str(do)[:64]!r}")
         if "id" in message:
             raise UsageError("a message: unknown field 'id'")
         if not self._takes_plans:
-            return self._without_helper(do)
+            return self._answer_without_worker(do)
         answer = await self._link.request(message, ANSWER_DEADLINE_S)
-        if answer is None and not self._link.alive:  # it has ended since
-            return self._without_helper(do)
+        if answer is None and not self._link.alive:  # the worker has ended since
+            return self._answer_without_worker(do)
         if answer is None:
-            raise DeadlineError(f"the mount's helper did not answer within {ANSWER_DEADLINE_S:g} s")
+            raise DeadlineError(
+                f"the mount's prefetch worker did not answer within {ANSWER_DEADLINE_S:g} s"
+            )
         if do == "stats" and "error" not in answer:
             stats = self._stats()
             held, fresh = stats.get("residency"), answer.get("residency")
@@ -227,13 +230,14 @@ class ControlSocket:
             return {"stats": stats}
         return answer
 
-    def _without_helper(self, do: str) -> Message:
-        """What becomes of a request that nobody carries out. Raises DieselError."""
+    def _answer_without_worker(self, do: str) -> Message:
+        """The answer to a request while there is no prefetch worker. Raises DieselError."""
         if do == "stats":
             return {"stats": self._stats()}
         if self.has_worker:
             raise DieselError(
-                "the mount's helper has ended: nothing is pushed any more", advice="mount again"
+                "the mount's prefetch worker has ended: nothing is pushed ahead any more",
+                advice="mount again",
             )
         raise UsageError(
             "this mount pushes nothing ahead, so plans have no effect",
@@ -242,41 +246,42 @@ class ControlSocket:
 
 
 async def _fill(stream: trio.SocketStream, body: bytearray, length: int) -> None:
-    """Receives until there are so many bytes. Raises CorruptError at an early end."""
+    """Receive until `body` has `length` bytes. Raises CorruptError where the connection ends
+    before."""
     while len(body) < length:
         received = await stream.receive_some(min(length - len(body), LARGE_BYTES))
         if not received:
-            raise CorruptError("a frame ends early")
+            raise CorruptError("the connection ended within a frame")
         body += received
 
 
 @contextmanager
-def _opened(folder: Path) -> Iterator[int]:
-    """A descriptor of a folder that is ours and private. Raises OSError."""
+def _open_private(folder: Path) -> Iterator[int]:
+    """A descriptor of a folder that belongs to this user alone. Raises OSError."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         found = os.fstat(descriptor)
         if found.st_uid != os.geteuid() or found.st_mode & 0o077:
-            raise PermissionError(1, "others may enter it")
+            raise PermissionError(1, "other users may enter it")
         yield descriptor
     finally:
         os.close(descriptor)
 
 
-def _short(folder: int, name: str) -> str:
-    """A path for a socket, which has room for 107 bytes alone."""
+def _short_path(folder: int, name: str) -> str:
+    """A short path for a file in a folder: a socket's address has room for 107 bytes."""
     return f"/proc/self/fd/{folder}/{name}"
 
 
-def _tidy(folder: int) -> None:
-    """Takes away the sockets of daemons that were killed."""
+def _remove_dead_sockets(folder: int) -> None:
+    """Remove the sockets of daemons that were killed."""
     for name in os.listdir(folder):
         with suppress(OSError):
             found = os.stat(name, dir_fd=folder, follow_symlinks=False)
             if not stat.S_ISSOCK(found.st_mode):
                 continue
             if name.startswith("control-"):
-                dead = not _listens(_short(folder, name))
+                dead = not _listens(_short_path(folder, name))
             else:
                 dead = (
                     name.startswith(".new-") and time.time() - found.st_ctime > UNNAMED_SOCKET_S_MAX
@@ -286,10 +291,11 @@ def _tidy(folder: int) -> None:
 
 
 def _listens(path: str) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as asking:
-        asking.setblocking(False)
+    """Whether a daemon listens on a socket."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as probe:
+        probe.setblocking(False)
         try:
-            asking.connect(path)
+            probe.connect(path)
         except ConnectionRefusedError:
             return False
         except OSError:

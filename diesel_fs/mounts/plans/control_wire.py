@@ -1,8 +1,6 @@
-"""What travels over a mount's control socket: frames, messages, and the fields of plans.
+"""The fields of plans as bytes, and the limits of the control socket, for both of its ends.
 
-Owned here: frames and the fields of plans, for both ends (`control.py`, and `fuse/`), and their
-limits. Not owned: decoding (`messages.py`), sockets, who may speak, what a message does. The
-messages are described in `fuse/CONTROL.md`. Pure.
+CONTROL.md describes the messages. `net/messages.py` frames and decodes them. Pure.
 """
 
 import numpy as np
@@ -15,22 +13,22 @@ from ...orders.plan import EPOCHS_MAX, EntryOrder, Epoch
 from ...orders.shuffle import GROUP_SIZE_DEFAULT, WORLD_MAX, chunk_shuffle, full_shuffle
 
 PROTOCOL = 1
-"""The version in the first message; it changes when an old client would be misunderstood."""
+"""The version in the first message. It changes when an old client would be misunderstood."""
 
 FRAME_BYTES_MAX = 8 << 20
-"""2 million entries; longer epochs are sent in parts (`extend`). The server of a mount, which must
-answer the kernel meanwhile, needs 10 ms for one, but 400 ms for one of 32 MiB."""
+"""2 million entries; longer epochs are sent in parts (`extend`). The server of a mount must answer
+the kernel meanwhile: it needs 10 ms for such a frame, and would need 400 ms for one of 32 MiB."""
 
 HELLO_BYTES_MAX = 4096
-"""Before the first message nobody has said that it knows this protocol."""
+"""The limit of the first message, which shows that a client speaks this protocol."""
 
-ENTRIES_WIDTHS = (4, 8)
+ENTRIES_WIDTHS = (4, 8)  # bytes of an entry index
 ENTRIES_PER_FRAME = 1 << 20
-"""What a client puts into one frame: half of what fits."""
+"""Entries that a client puts into one frame: half of what fits."""
 
 
 def parse_entries(fields: Fields) -> npt.NDArray[np.int64] | npt.NDArray[np.uint32]:
-    """The fields `entries` and `width`: a row of entry indices, little-endian."""
+    """The entry indices in the fields `entries` and `width`. Raises UsageError."""
     width = fields.integer("width", 4)
     given = fields.octets("entries")
     if width not in ENTRIES_WIDTHS or len(given) % width:
@@ -42,17 +40,18 @@ def parse_entries(fields: Fields) -> npt.NDArray[np.int64] | npt.NDArray[np.uint
 
 
 def pack_entries(entries: EntryOrder) -> Message:
-    """The fields `entries` and `width` of a row of indices. Raises UsageError."""
+    """The fields `entries` and `width` for a row of entry indices. Raises UsageError."""
     row = np.asarray(entries)
     if row.ndim != 1 or (len(row) and row.dtype.kind not in "iu"):
         raise UsageError("entries are one row of whole numbers")
     if len(row) and not 0 <= int(row.min()) <= int(row.max()) < 1 << 31:
-        raise UsageError("entries that no dataset has")
+        raise UsageError("an entry index is 0 to 2^31 - 1")
     return {"entries": row.astype("<i4").tobytes(), "width": 4}
 
 
 def parse_epoch(fields: Fields, snapshot: Snapshot) -> Epoch:
-    """An epoch as a message gives it, by its entries or by parameters; the order is drawn here.
+    """An epoch out of a message's fields: by its entries, or by parameters from which it is drawn
+    here.
 
     Raises UsageError.
     """
@@ -88,7 +87,7 @@ def parse_epoch(fields: Fields, snapshot: Snapshot) -> Epoch:
 
 
 def parse_epochs(fields: Fields, snapshot: Snapshot) -> list[Epoch]:
-    """The field `epochs`. Raises UsageError."""
+    """The epochs in the field `epochs`. Raises UsageError."""
     return [parse_epoch(each, snapshot) for each in fields.maps("epochs", EPOCHS_MAX)]
 
 

@@ -1,14 +1,15 @@
-"""From lists to plans: who reads a list will read the files that it names.
+"""Turns lists that programs read into plans: a program that reads a list will read its files.
 
-Owned here: which epoch `.diesel/filelist` is of, and what the helper is told of lists. Not owned:
-the lists (`mounts/dot_diesel.py`), what becomes of the streams (`commands.py`, in the helper).
+A mount offers lists of all files in shuffled orders (`mounts/dot_diesel.py`): `.diesel/filelist`,
+and `.diesel/shuffle/<name>` for named parameters. When a program reads one, the prefetch worker is
+told, and announces the order as a stream (`commands.py`). This module also decides which epoch
+`.diesel/filelist` shows now: it shows that of the next epoch once a program has read the files of
+this one to the end. The worker sees that from the opens of marker files
+(`mounts/prefetch/stream_tracker.py`). Without a worker, the session's OPEN requests show it: the
+last file has been opened, and half of those before it.
 
-The list stays that of an epoch until somebody has read its files to the end, as far as is seen: by
-the helper, from the opens of marker files (`mounts/prefetch/stream_tracker.py`); where there is no
-helper, by the OPEN requests of the session, once the last file and half of those before it have
-been opened.
-
-Concurrency: trio, in the server; only `current_list` and `on_lookup` wait, and not for long.
+Concurrency: trio, in the server of the mount. Only `current_list` and `on_lookup` wait, and not for
+long.
 """
 
 from dataclasses import replace
@@ -22,17 +23,19 @@ from ..dot_diesel import ListRef
 from ..prefetch.link import WorkerLink
 
 LOOK_DEADLINE_S = 1.0
-"""How long a look at a list waits for the helper, which may be fetching a chunk. Without its answer
-a program that reads the list again at once could get the order that it has just come through."""
+"""How long a look-up of a list waits for the prefetch worker, which may be fetching a chunk.
+Without the worker's answer, a program that reads the list again could get the order that it has
+just read."""
 
 FORGET_DEADLINE_S = 0.2
-"""Without this one a reading goes unnoticed, which costs a plan and nothing else."""
+"""How long a look-up waits until the kernel has forgotten the list. If it takes longer, the next
+reading of the list goes unnoticed, which costs a plan and nothing else."""
 
 FILELIST_STREAM = "filelist"
 
 
 def stream_name(ref: ListRef) -> str:
-    """The stream of those who read a list, the same for all its epochs."""
+    """The name of the stream of a list's readers, the same for all epochs."""
     if ref.by_filelist:
         return FILELIST_STREAM
     name = ref.name
@@ -41,34 +44,35 @@ def stream_name(ref: ListRef) -> str:
 
 
 class ListPlans:
-    """The `ListObserver` of a mount's lists."""
+    """The `ListObserver` of a mount (see the module)."""
 
     def __init__(self, seed: int, group_size: int, version: int) -> None:
         self._link: WorkerLink | None = None
         self._name = ListName(seed, 0, group_size)
         self._version = version
-        self._is_read = False  # the list of this epoch
+        self._is_read = False  # a program has read the list of this epoch
         self._tail: frozenset[int] = frozenset()
         self._last = -1
         self._opened: set[int] = set()
 
     def stats(self) -> dict[str, object]:
-        """Which list `.diesel/filelist` is."""
+        """The parameters of `.diesel/filelist` now."""
         return {"seed": self._name.seed, "group_size": self._name.group, "epoch": self._name.epoch}
 
     def connect_worker(self, link: WorkerLink) -> None:
-        """The helper has begun: it is told of lists from now on."""
+        """The prefetch worker has begun: tell it of lists from now on."""
         self._link = link
 
     def switch_version(self, version: int) -> None:
-        """The mount goes over to another version: the list is of the same epoch, of its files."""
+        """The mount switches to another version. The list stays in its epoch, with the new
+        files."""
         self._version = version
         self._is_read = False
         self._tail = frozenset()
         self._opened.clear()
 
     async def current_list(self) -> ListName:
-        """The list that `.diesel/filelist` is now."""
+        """The list that `.diesel/filelist` shows now."""
         if self._is_read and self._link is not None:
             asked = self._name
             answer = await self._ask(
@@ -80,21 +84,23 @@ class ListPlans:
         return self._name
 
     async def on_lookup(self, ref: ListRef) -> None:
-        """Has the kernel forget the list's pages: so its next reading is a READ."""
+        """A list is looked up: have the kernel forget its pages, so that the next reading is a
+        READ."""
         await self._ask({"do": "forget", "node": ref.node}, FORGET_DEADLINE_S)
 
     def on_read(self, ref: ListRef) -> None:
-        """Its reader will probably read the files that it names, unless they are of old."""
+        """A program reads a list: have its order announced, unless the list is of an old
+        version."""
         if ref.version != self._version:
             return
         if ref.by_filelist and ref.name == self._name:
             self._is_read = True
-        said: Message = {"do": "list read", "stream": stream_name(ref), "list": str(ref.name)}
+        message: Message = {"do": "list read", "stream": stream_name(ref), "list": str(ref.name)}
         if self._link is not None:
-            self._link.send(said)
+            self._link.send(message)
 
     def on_generated(self, ref: ListRef, tail: list[int]) -> None:
-        """From here on the opens of its last files count."""
+        """A list was made, with these last files: their opens count from now on."""
         is_now = ref.version == self._version and ref.name == self._name
         if ref.by_filelist and is_now and not self._tail:
             self._tail = frozenset(tail)
@@ -102,7 +108,7 @@ class ListPlans:
             self._opened.clear()
 
     def on_open(self, entry: int) -> None:
-        """A session that is asked for each open has been."""
+        """A file was opened. Only sessions that get OPEN requests report that."""
         if entry in self._tail:
             self._opened.add(entry)
             if self._last in self._opened and 2 * len(self._opened) >= len(self._tail):

@@ -436,12 +436,12 @@ def test_another_version_of_the_protocol_is_told_ours(at: Path) -> None:
 def test_garbage_ends_its_connection_alone(at: Path, garbage: bytes) -> None:
     """With a line in the log; those who talk meanwhile notice nothing."""
     with Control.connect(at) as other:
-        before = log_of(at).count("was cut off") + log_of(at).count("left out")
+        before = log_of(at).count("was disconnected") + log_of(at).count("left out")
         answer = spoken(at, HELLO, framed({"do": "stats"}), garbage, framed({"do": "stats"}))
         (length,) = LENGTH.unpack_from(answer)
         (second,) = LENGTH.unpack_from(answer, LENGTH.size + length)
         assert len(answer) == 2 * LENGTH.size + length + second, "it went on after the garbage"
-        assert log_of(at).count("was cut off") + log_of(at).count("left out") >= before
+        assert log_of(at).count("was disconnected") + log_of(at).count("left out") >= before
         assert other.stats()["dataset"] == "ds"
 
 
