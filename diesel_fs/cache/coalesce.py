@@ -13,7 +13,6 @@ mostly have a few parts. An *extent* is a run of bytes of one file in one chunk;
 of a chunk that is read in one piece.
 """
 
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -73,8 +72,6 @@ class ChunkSource:
         self._objects = objects
         self._counts = counts
         self._names: dict[int, str] = {}  # making a name takes 10 us
-        self.read_s = 0.0
-        """How long a read takes, a moving average in seconds; 0 until the first."""
 
     def name(self, chunk: int) -> str:
         """The name of the object that holds a chunk."""
@@ -91,19 +88,13 @@ class ChunkSource:
         """
         buffer = new_buffer(size)
         read = self._objects.read_uncached if fresh else self._objects.read_into
-        start_s = time.monotonic()
         try:
             read(self.name(chunk), offset, buffer)
         except ObjectMissing as error:
             raise self.lost(chunk, error) from error
-        self.note_read(size, start_s)
-        return buffer.toreadonly()
-
-    def note_read(self, size: int, start_s: float) -> None:
-        """Count a read of `size` bytes that began at `start_s` and has ended now."""
-        self.read_s += (time.monotonic() - start_s - self.read_s) / _READS_AVERAGED
         self._counts["fetches"] += 1
         self._counts["fetched_bytes"] += size
+        return buffer.toreadonly()
 
     def repair(self, index: int, extent: Extent) -> tuple[memoryview, memoryview]:
         """Read an extent again whose bytes did not match their checksum: stored bytes and content.
@@ -134,9 +125,6 @@ class ChunkSource:
             f" {error.message}",
             advice=f"`dlcmd verify {dataset}` names the files in it; put them again to heal them",
         )
-
-
-_READS_AVERAGED = 8
 
 
 def new_buffer(size: int) -> memoryview:

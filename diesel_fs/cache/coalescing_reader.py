@@ -43,6 +43,7 @@ SLOW_READ_S = 0.003
 not: reading 4 MiB from the page cache takes 1 ms, and threads that take turns with ours more."""
 
 FETCH_THREADS = 8
+_READS_AVERAGED = 8
 
 _Span: TypeAlias = tuple[int, int, int]
 """A range of a chunk that is read in one piece: the chunk's number, where it starts, its bytes."""
@@ -112,6 +113,7 @@ class CoalescingReader:
             dict.fromkeys(("fetches", "fetched_bytes", "healed", "damaged", "lost"), 0)
         )
         self._source = ChunkSource(snapshot, objects, self._counts)
+        self._read_s = 0.0  # how long a read takes: a moving average
         # One buffer is kept: new memory costs as much as reading into it.
         self._buffer = np.empty(self._limits.span_bytes, np.uint8).data
         self._in_flight: dict[_Span, _InFlight] = {}
@@ -171,7 +173,7 @@ class CoalescingReader:
 
     @property
     def _is_slow(self) -> bool:
-        return self._source.read_s > SLOW_READ_S
+        return self._read_s > SLOW_READ_S
 
     def _begin_units(self, units: Sequence[_AnnouncedUnit]) -> None:
         """Begin to read these units, the first before the others, as far as there is room."""
@@ -238,7 +240,7 @@ class CoalescingReader:
         """The batches of spans of which at least one belongs to a lost chunk: a span each."""
         for number in numbers:
             try:
-                yield self._checked(plan.rows_of(number), self._source.read(*plan.spans[number]))
+                yield self._checked(plan.rows_of(number), self._read(plan.spans[number]))
             except ObjectMissing as error:
                 self._note_lost(error)
 
@@ -301,15 +303,27 @@ class CoalescingReader:
                     read = next(found)
                 except ObjectMissing as error:
                     raise self._source.lost(chunk, error) from error
-                self._source.note_read(size, start_s)
+                self._note_time(start_s)
+                self._counts["fetches"] += 1
+                self._counts["fetched_bytes"] += size
                 yield read
             return
         for span in spans:
             flight = self._take(span)
             if flight is None or flight.contents.cancel():
-                yield self._source.read(*span)
+                yield self._read(span)
             else:
                 yield flight.contents.result()[span]
+
+    def _read(self, span: _Span) -> memoryview:
+        """The stored bytes of a span, in memory of their own. Any thread."""
+        start_s = time.monotonic()
+        read = self._source.read(*span)
+        self._note_time(start_s)
+        return read
+
+    def _note_time(self, start_s: float) -> None:
+        self._read_s += (time.monotonic() - start_s - self._read_s) / _READS_AVERAGED
 
     def close(self) -> None:
         """Stop reading ahead. Repeatable."""
@@ -369,7 +383,7 @@ class CoalescingReader:
     def _fetch_all(self, spans: Sequence[_Span]) -> dict[_Span, memoryview]:
         """The stored bytes of the spans of one request. Any thread."""
         if not self._objects.batches_reads:
-            return {span: self._source.read(*span) for span in spans}
+            return {span: self._read(span) for span in spans}
         wanted = [(self._source.name(chunk), begin, size) for chunk, begin, size in spans]
         found = dict(zip(spans, self._objects.read_parts(wanted), strict=True))
         self._counts["fetches"] += 1

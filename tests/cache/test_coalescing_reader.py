@@ -203,7 +203,7 @@ def test_what_comes_next_is_fetched_ahead_and_given_up_where_it_does_not(
 ) -> None:
     slow = Slow(store)
     reader = CoalescingReader(view, slow)
-    reader._source.read_s = 1.0  # a slow store
+    reader._read_s = 1.0  # a slow store
     large, text, small = (np.array([view.lookup(name)]) for name in (b"large", b"text", b"small"))
     reader.prefetch([large, text])
     reader.prefetch([text, small])  # the plan has changed

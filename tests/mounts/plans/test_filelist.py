@@ -176,7 +176,7 @@ def test_lists_take_no_more_memory_than_they_may(caplog: pytest.LogCaptureFixtur
         assert folder.stats()["held_bytes"] == 0
 
     trio.run(read)
-    assert "too many" in caplog.text
+    assert "do not fit beside" in caplog.text
 
 
 # in a mount ---------------------------------------------------------------------------------------
