@@ -1,14 +1,16 @@
-"""The helper process of a mount: makes contents resident ahead of readers, drops them behind.
+"""The prefetch worker, a process of a mount: it puts file contents into the kernel's page cache.
 
-Owned here: the loop that hears facts (misses, opened markers, plans), asks for decisions and
-carries them out; that every byte is checked before it enters the kernel's memory. Not owned: the
-decisions (`planner.py`), the system calls (`page_cache.py`), answering the kernel (`server.py`).
+It pushes contents before they are read, and drops pages that readers have passed. The server sends
+it facts over a socket (`prefetch/link.py`): misses, which are READs that reached the mount, files
+that the kernel forgot, and messages about plans. It also notices when files are opened. Its loop
+gives these facts to the planner (`prefetch/planner.py`), asks for the next decision and carries it
+out with the page cache (`prefetch/page_cache.py`). Every byte was checked before it is pushed.
 
-It has a process of its own because what it does can wait: for the server, for a store, for a page
+It is a process of its own because its work can wait for the server, for the store, or for a page
 lock that a READ under way holds. Where it is killed or fails, the mount goes on without pushing.
-Where the mount goes over to another version, it tells the kernel
-(`mounts/versions/invalidation.py`), piece by piece before all other work, and what is resident of
-unchanged files counts on. One thread; the store is read ahead in others.
+When the mount switches to another version of its dataset, the worker tells the kernel
+(`versions/invalidation.py`), piece by piece before all other work; pages of unchanged files stay
+and are counted further. One thread; others read the store ahead.
 """
 
 import gc
@@ -46,44 +48,45 @@ from .versions.invalidation import UNMOUNTED_ERRNOS, Nodes, SwitchInvalidation, 
 log = logging.getLogger("diesel.mount")
 
 STATS_INTERVAL_S = 0.25
-"""How often the server hears how things stand, for `.diesel/stats`."""
+"""How often the server gets statistics at most, for `.diesel/stats`."""
 
 IDLE_S_MAX = 5.0
 
 UNITS_AHEAD = 16
-"""So many pushes are fetched ahead where the store is slow: 4 MiB each, as far as memory goes."""
+"""Pushes that are fetched ahead where the store is slow: 4 MiB each, as far as memory allows."""
 
 MISSES_MAX = 512
-"""Of the misses of one message so many are looked at, evenly taken: each is looked up in every
-stream, and no flood of them may keep what is planned from being pushed."""
+"""Misses of one message that are used; of more, an even sample is. Each is looked up in every
+stream of the planner, and a flood of them must not delay planned pushes."""
 
 UNITS_SOON = 12
-"""So many pushes of each stream are near enough for a READ to wait for the helper."""
+"""Of each stream, the next pushes for which the server holds READs."""
 
 BEGIN_DEADLINE_S = 10.0
 
 
-def run_prefetch_worker(request: MountRequest, opener: MountSource, link: socket.socket) -> int:
-    """Helps the server at the other end of `link`, until it ends. The exit code."""
+def run_prefetch_worker(request: MountRequest, source: MountSource, link: socket.socket) -> int:
+    """Runs the worker until the mount or the server, at the other end of `link`, has ended. Returns
+    the exit code.
+    """
     server = ServerLink(link)
     try:
-        server.send({"pid": os.getpid()})  # who asks a mount that has just come up is told
+        server.send({"pid": os.getpid()})  # for the first statistics
         descriptors = server.receive_descriptors(3)
         if not descriptors:
-            return 0  # no session that could be helped
+            return 0  # a session without pushing
         device, file, shared = descriptors
         [begin, *early] = server.messages(BEGIN_DEADLINE_S)
         name = begin["device"]
-        helper = PrefetchWorker(server, request, opener, device, _int_field(begin, "push_bytes"))
-        helper.switch_version(
-            map_snapshot(file), None, PushStatusMap(shared)
-        )  # no name here would keep them
+        worker = PrefetchWorker(server, request, source, device, _int_field(begin, "push_bytes"))
+        # Without local names: they would keep the first version in memory after a switch.
+        worker.switch_version(map_snapshot(file), None, PushStatusMap(shared))
         for descriptor in (file, shared):  # both are mapped
             os.close(descriptor)
         try:
-            helper.run(str(name), early)
+            worker.run(str(name), early)
         finally:
-            helper.close()
+            worker.close()
         server.send(LEAVING)
     except EOFError:
         return 0
@@ -97,7 +100,7 @@ def _int_field(message: Message, name: str) -> int:
 
 
 class PrefetchWorker:
-    """One mount's helper, from `run` to its end."""
+    """The prefetch worker of one mount (see the module)."""
 
     _snapshot: Snapshot
     _batches: BatchSource
@@ -111,37 +114,41 @@ class PrefetchWorker:
         self,
         server: ServerLink,
         request: MountRequest,
-        opener: MountSource,
+        source: MountSource,
         device: int,
         push_bytes: int,
     ) -> None:
-        """`device` is a descriptor of the connection."""
+        """`device` is a descriptor of the connection, `push_bytes` the memory for pages."""
         self._server = server
         self._request = request
-        self._opener = opener
+        self._source = source
         self._device = device
         self._push_bytes = push_bytes
         self._failed = 0
         self._known_folders: set[int] = set()
-        self._invalidations: deque[Iterator[None]] = deque()  # that the kernel is still to be told
-        self._stats_changed = True  # since the server was last told
+        self._invalidations: deque[Iterator[None]] = deque()  # to be sent to the kernel
+        self._stats_changed = True  # since they were last sent
         self._stats_sent_s = 0.0
         self._mountinfo = os.open("/proc/self/mountinfo", os.O_RDONLY | os.O_CLOEXEC)
 
-    def switch_version(self, snapshot: Snapshot, nodes: Nodes | None, board: PushStatusMap) -> None:
-        """What is pushed from now on; `nodes` are those of its entries. Raises DieselError."""
+    def switch_version(
+        self, snapshot: Snapshot, nodes: Nodes | None, push_status: PushStatusMap
+    ) -> None:
+        """Makes this the version to push from now on. `nodes` are those of its entries; None: index
+        + 1. Raises DieselError.
+        """
         self._snapshot = snapshot
-        self._batches = self._opener.batch_source(self._request, snapshot)
+        self._batches = self._source.batch_source(self._request, snapshot)
         self._planner = planner_for(snapshot, self._push_bytes, self._request.policy)
         self._page_cache = PageCache(self._request.mountpoint, snapshot, self._device, nodes)
         self._plan_commands = PlanCommands(snapshot, self._planner)
-        self._push_status = board
+        self._push_status = push_status
         self._nodes = nodes
         self._server.watch(self._page_cache.events)
 
     def run(self, device: str, early: Sequence[Message] = ()) -> None:
-        """Helps until the mount is gone from the tree or the server has ended; `early` are messages
-        that have come already.
+        """Works until the mount with this device number is unmounted, or the server has ended.
+        `early` are messages that have come already. Raises EOFError at the server's end.
         """
         self._server.watch(self._mountinfo, select.POLLPRI)  # when anything is mounted or unmounted
         wait_s = 0.0
@@ -164,7 +171,7 @@ class PrefetchWorker:
             self._send_stats(now_s)
 
     def close(self) -> None:
-        """Lets go of the mount."""
+        """Closes everything that keeps the mount busy."""
         self._page_cache.close()
         os.close(self._mountinfo)
 
@@ -186,54 +193,55 @@ class PrefetchWorker:
             self._invalidations.append(invalidate_folders(self._device, _folders_of(message)))
             return
         node = message.get("node")
-        if do == "forget" and isinstance(node, int):  # it lists what has been read
+        if do == "forget" and isinstance(node, int):  # a list that was read: its opens must be seen
             self._page_cache.invalidate(node)
             answer: Message = {}
         else:
-            self._read_opens(now_s)  # the answer may tell where readers are
+            self._read_opens(now_s)  # the answer may say where readers are
             answer = self._plan_commands.answer(message, now_s)
         if "id" in message:
             self._server.send({**answer, "id": message["id"]})
 
     def _switch(self, message: Message) -> None:
-        """The mount has gone over to another version: all entries are others from here on."""
-        file, numbers, shared = self._server.take_descriptors(3)
-        old, old_planner, residents = self._snapshot, self._planner, self._page_cache
+        """Switches to another version, in which all entries have other indices."""
+        file, node_map, shared = self._server.take_descriptors(3)
+        old, old_planner, old_page_cache = self._snapshot, self._planner, self._page_cache
         before = self._nodes
         if before is None:
             before = np.arange(1, old.entry_count + 1, dtype=np.uint64)
         snapshot = map_snapshot(file)
-        nodes, met, was = read_node_map(numbers, snapshot.entry_count)
-        board = PushStatusMap(shared)
-        for descriptor in (file, numbers, shared):  # all are mapped
+        nodes, same_path, unchanged = read_node_map(node_map, snapshot.entry_count)
+        push_status = PushStatusMap(shared)
+        for descriptor in (file, node_map, shared):  # all are mapped
             os.close(descriptor)
-        self._server.watch_no_more(residents.events)
-        residents.close()
+        self._server.watch_no_more(old_page_cache.events)
+        old_page_cache.close()
         self._batches.close()
-        self.switch_version(snapshot, nodes, board)
-        self._opener.keep_only(snapshot)
-        self._planner.inherit(old_planner, was)
-        self._page_cache.known_entries = residents.known_entries
-        found = SnapshotDiff(old, snapshot, met, was)
-        unchanged = np.setdiff1d(np.flatnonzero(was >= 0), found.changed_folders)
-        walked = unchanged[np.isin(was[unchanged], list(self._known_folders))]
-        self._known_folders = set(walked.tolist())
+        self.switch_version(snapshot, nodes, push_status)
+        self._source.keep_only(snapshot)
+        self._planner.inherit(old_planner, unchanged)
+        self._page_cache.known_entries = old_page_cache.known_entries
+        found = SnapshotDiff(old, snapshot, same_path, unchanged)
+        kept = np.setdiff1d(np.flatnonzero(unchanged >= 0), found.changed_folders)
+        known = kept[np.isin(unchanged[kept], list(self._known_folders))]
+        self._known_folders = set(known.tolist())
         self._invalidations.append(SwitchInvalidation(found, before, nodes).send(self._device))
         self._invalidations.append(self._finish_switch(message["id"]))
 
-    def _finish_switch(self, asked: Value) -> Iterator[None]:
-        self._server.send({"id": asked})
+    def _finish_switch(self, message_id: Value) -> Iterator[None]:
+        """Answers the server, after all invalidations of the switch."""
+        self._server.send({"id": message_id})
         self._stats_changed = True
-        gc.collect()  # the version before hangs together in circles: its snapshot would stay mapped
+        gc.collect()  # the old version has reference cycles, and its snapshot would stay mapped
         yield
 
     def _invalidate_some(self) -> float:
-        """The next piece of what it must know; how long nothing is to be done after it."""
+        """Sends the next piece to the kernel. Returns how long to wait after it, in seconds."""
         try:
             next(self._invalidations[0])
         except StopIteration:
             self._invalidations.popleft()
-        except OSError:  # the mount has gone
+        except OSError:  # the mount has ended
             self._invalidations.clear()
         return 0.0
 
@@ -243,7 +251,8 @@ class PrefetchWorker:
             self._stats_changed = True
 
     def _act(self, now_s: float) -> float:
-        """Carries out the next decision; how long nothing is to be done after it, in seconds."""
+        """Carries out the planner's next decision. Returns how long to wait after it, in
+        seconds."""
         match self._planner.next(now_s):
             case Push() as push:
                 self._push(push)
@@ -279,7 +288,7 @@ class PrefetchWorker:
         try:
             for batch in self._batches.batches(push.entries):
                 self._make_known(batch)
-                absent += self._stored(self._without_locked(batch))
+                absent += self._store(self._without_locked(batch))
                 self._push_status.count_progress()
                 count += len(batch.entries)
                 seen.append(batch.entries)
@@ -296,8 +305,8 @@ class PrefetchWorker:
         self._planner.set_known_entries(self._page_cache.known_entries)
 
     def _make_known(self, batch: Batch) -> None:
-        """The kernel takes contents only of files that it knows: of a folder in which it does not
-        know the first file, it asks for all.
+        """Makes the kernel look up the files of a batch: it takes contents only of files that it
+        knows. Where it does not know the first file of a folder, all of the folder are looked up.
         """
         parents = self._snapshot.columns.parent[batch.entries].tolist()
         new = set(parents) - self._known_folders
@@ -313,7 +322,7 @@ class PrefetchWorker:
                 self._page_cache.make_folder_known(parents[first[at]])
 
     def _without_locked(self, batch: Batch) -> Batch:
-        """A batch without what is being read: its pages are locked, and come by the READ."""
+        """The batch without files whose READs are held: these READs bring the pages themselves."""
         being_read = self._push_status.mark_now(batch.entries)
         if not being_read.any():
             return batch
@@ -321,10 +330,10 @@ class PrefetchWorker:
         contents = [batch.contents[at] for at in kept.tolist()]
         return Batch(batch.entries[kept], batch.starts[kept], contents)
 
-    def _stored(self, batch: Batch) -> list[int]:
-        """Makes a batch resident; the entries that the kernel does not know although it was told.
+    def _store(self, batch: Batch) -> list[int]:
+        """Stores a batch in the page cache. Returns the entries that the kernel does not know.
 
-        It may have forgotten them since: then it asks for each of them, once more.
+        It may have forgotten some since `_make_known`: these are looked up and stored once more.
         """
         absent = []
         for at in self._page_cache.store(batch):
@@ -338,9 +347,9 @@ class PrefetchWorker:
         return absent
 
     def _stats(self) -> Message:
-        residency = self._plan_commands.stats()
+        plans = self._plan_commands.stats()
         store: dict[str, Value] = dict(self._batches.stats())
-        return {"pid": os.getpid(), **residency, "failed_pushes": self._failed, "store": store}
+        return {"pid": os.getpid(), **plans, "failed_pushes": self._failed, "store": store}
 
     def _send_stats(self, now_s: float) -> None:
         if self._stats_changed and now_s - self._stats_sent_s >= STATS_INTERVAL_S:
@@ -353,7 +362,7 @@ def _is_mounted(device: str) -> bool:
 
 
 def _folders_of(message: Message) -> dict[int, list[bytes]]:
-    """Names by the nodes of their folders."""
+    """The names in a message, by the node of their folder."""
     nodes, names = message["nodes"], message["names"]
     assert isinstance(nodes, list)
     assert isinstance(names, list)
@@ -366,7 +375,7 @@ def _folders_of(message: Message) -> dict[int, list[bytes]]:
 
 
 def planner_for(snapshot: Snapshot, budget_bytes: int, policy: FillPolicy) -> PrefetchPlanner:
-    """The decisions for a dataset: an entry's number is its index in the snapshot."""
+    """The planner for a dataset; its entries are indices in the snapshot."""
     column = snapshot.columns
     offset = column.offset.astype(np.int64)
     many = np.flatnonzero((column.flags & MANY_EXTENTS) != 0)

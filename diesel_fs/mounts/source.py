@@ -297,6 +297,6 @@ def _dataset_info(repository: Repository, request: MountRequest) -> DatasetInfo 
         if request.offline:
             return None
         raise MetadataError(
-            f"nobody can tell whether {request.snapshot_file} is current: {error.message}",
+            f"cannot find out whether {request.snapshot_file} is current: {error.message}",
             advice="mount it with --offline, which does not ask",
         ) from error

@@ -109,7 +109,7 @@ def test_E6_no_metadata_to_compare_with_is_exit_14_unless_offline(
     saved: MountRequest, tmp_path: Path
 ) -> None:
     lose_metadata(tmp_path / "store")
-    with pytest.raises(MetadataError, match="nobody can tell") as refused:
+    with pytest.raises(MetadataError, match="cannot find out whether") as refused:
         open_with(saved)
     assert refused.value.exit_code == 14
     assert "--offline" in refused.value.advice

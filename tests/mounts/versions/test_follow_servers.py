@@ -336,7 +336,7 @@ def test_E4_E6_a_saved_snapshot_is_compared_with_the_server(
     with pytest.raises(ForeignError, match="not of 'ds'"):
         mount(request)
     nowhere = replace(request, url="diesel://127.0.0.1:1")
-    with pytest.raises(MetadataError, match="nobody can tell whether"):
+    with pytest.raises(MetadataError, match="cannot find out whether"):
         mount(nowhere)
     with mounted(replace(nowhere, offline=True)):
         assert os.stat(prepared.at / "kept").st_size == len(FILES["kept"])
