@@ -1,4 +1,4 @@
-"""Disks that are soon full, for tests: file systems in memory, where this process may mount any."""
+"""Small file systems in memory for tests of full disks, if this process may mount any."""
 
 import subprocess
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ import pytest
 
 @contextmanager
 def small_disk(point: Path, options: str) -> Iterator[Path]:
-    """A new folder on which one is mounted with these options; skips the test where none can be."""
+    """Mount one with these options on a new folder; skips the test if that is not possible."""
     point.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", options, "diesel-test", str(point)]
     if subprocess.run(command, check=False, capture_output=True).returncode:
@@ -22,5 +22,5 @@ def small_disk(point: Path, options: str) -> Iterator[Path]:
 
 
 def remount(point: Path, options: str) -> None:
-    """The same disk with other options: `ro`, or another `size=`."""
+    """Mount the same file system with other options: `ro`, or another `size=`."""
     subprocess.run(["mount", "-o", f"remount,{options}", str(point)], check=True)

@@ -1,4 +1,4 @@
-"""The error tree against its drawing, and against the exit codes that were promised."""
+"""The error tree is the one drawn in its module, and has the promised exit codes."""
 
 import copy
 import errno
@@ -18,14 +18,14 @@ from diesel_fs.storage.objects.cloud.requests import ExpiredCredentials, Permane
 from .test_layers import modules
 
 EXIT_CODES = {1, 2, 3, 10, 11, 12, 13, 14, 15, 16}
-"""Those of a failure that is no signal. Other people's scripts depend on them."""
+"""The exit codes of failures other than signals. Scripts of users depend on them."""
 
 LINE = re.compile(r"(?P<lead>[ │├└─]*)(?P<name>\w+) +(?P<exit>\d+|exit) +(?P<errno>\w+)")
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """One line of the drawing."""
+    """A class in one line of the drawing."""
 
     name: str
     above: str
@@ -34,7 +34,7 @@ class Drawn:
 
 
 def drawing(text: str) -> list[Drawn]:
-    """The lines of the drawing below its head, which names the columns, not figures."""
+    """The lines of the drawing below the first, which names the columns."""
     found: list[Drawn] = []
     above: list[str] = []
     for line in text.splitlines():
@@ -49,7 +49,7 @@ def drawing(text: str) -> list[Drawn]:
 
 
 def tree(top: type[DieselError] = DieselError) -> Iterator[Drawn]:
-    """The same, from the classes of the module, in the order in which they are defined."""
+    """The lines that the classes of the module would be drawn as, in the order of definition."""
     for kind in top.__subclasses__():
         if kind.__module__ == errors.__name__:
             code = errno.errorcode[kind.errno]
@@ -97,14 +97,14 @@ def test_every_error_has_a_promised_exit_code_and_an_errno() -> None:
     assert [kind for kind in kinds if kind.errno not in errno.errorcode] == []
 
 
-def test_every_error_says_what_it_is() -> None:
+def test_every_error_has_a_docstring() -> None:
     here = [kind for kind in all_kinds() if kind.__module__ == errors.__name__]
     assert [kind for kind in here if not kind.__doc__] == []
     assert str(DieselError("what failed", advice="what to do")) == "what failed; what to do"
 
 
-def test_a_path_that_is_missing_is_an_error_of_a_file_too() -> None:
-    """With its words, number and reason, also as a copy, which is made as for another process."""
+def test_a_missing_path_is_a_file_not_found_error_too() -> None:
+    """Message, errno and reason survive a copy, as when the error is sent to another process."""
     made = errors.NoSuchPath("no 'x' in dataset 'd'", advice="look")
     assert issubclass(errors.NoSuchPath, FileNotFoundError)
     for error in (made, copy.deepcopy(made)):
@@ -116,7 +116,7 @@ def test_a_path_that_is_missing_is_an_error_of_a_file_too() -> None:
 
 
 class _ErrorWithPaths(errors.BusyError):
-    """As leaves elsewhere: one that wants more than words."""
+    """An error class whose constructor takes more than a message and an advice."""
 
     def __init__(self, message: str, paths: list[str]) -> None:
         super().__init__(message)
@@ -133,14 +133,17 @@ class _ErrorWithPaths(errors.BusyError):
         ("", DieselError),
     ],
 )
-def test_an_error_of_another_process_is_known_again(name: str, kind: type[DieselError]) -> None:
+def test_an_error_of_another_process_gets_its_class_back(
+    name: str, kind: type[DieselError]
+) -> None:
     error = errors.error_by_class_name(name, "what", "do this")
     assert type(error) is kind
     assert (error.message, error.advice) == ("what", "do this")
 
 
-def test_an_error_travels_as_a_kind_that_everybody_knows() -> None:
-    """What one module alone knows would be an error of no kind, exit 1, where that is missing."""
+def test_an_error_is_sent_as_a_class_that_every_process_knows() -> None:
+    """A class of one module would become a plain DieselError (exit code 1) in a process that has
+    not imported that module, so its public ancestor is sent."""
     for kind, ancestor in (
         (PermanentStoreError, "ObjectStoreError"),
         (ExpiredCredentials, "ObjectStoreRefused"),

@@ -1,6 +1,6 @@
-"""A tree that this project did not make, there and back: Python's own library, and all oddities.
+"""Real trees, put and read back: Python's own library, odd names and modes, large and many files.
 
-Put, `get`, and the mount; each compared with the original by the operating system alone.
+Each is put, then read by `get` and by a mount, and compared with the original by system calls.
 """
 
 import sysconfig
@@ -21,7 +21,7 @@ from .trees import Facts, facts, odd_tree, write
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Facts]:
-    """Python's library: thousands of files of all sizes, as it lies on this machine."""
+    """Python's standard library on this machine: thousands of files of all sizes."""
     source = Path(sysconfig.get_path("stdlib"))
     return source, facts(source)
 

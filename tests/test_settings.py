@@ -1,4 +1,5 @@
-"""N9: a configuration file is data: unknown keys and wrong types are errors, no expansion."""
+"""Settings and files with secrets. N9: a configuration file is only data: unknown keys and wrong
+types are errors, and nothing in it is expanded."""
 
 import logging
 import os
@@ -21,7 +22,7 @@ from .unprivileged_user import needs_root
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the user's configuration file is looked for; its folder is there, it is not."""
+    """The path of the user's configuration file, which does not exist; its folder does."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     (tmp_path / "config/diesel").mkdir(parents=True)
     return tmp_path / "config/diesel/config.toml"
@@ -43,7 +44,7 @@ def test_flags_win_over_the_environment_and_that_over_the_file(config: Path) -> 
     "key", ["Url", "urls", "key", "repository-url", '""', '"url "', "__class__"]
 )
 def test_N9_unknown_keys_are_errors(config: Path, key: str) -> None:
-    """Named, with those that are known; a value may be a secret in the wrong place."""
+    """The error names the key and the known keys, but no value: it may be a misplaced secret."""
     config.write_text(f'url = "file:///x"\n{key} = "hush-hush"\n')
     with pytest.raises(ConfigError) as refused:
         load_settings({}, {})
@@ -86,14 +87,14 @@ def test_N9_wrong_types_are_errors(config: Path, key: str, value: str) -> None:
     ],
     ids=lambda data: repr(data[:20]),
 )
-def test_N9_what_is_no_toml_is_an_error(config: Path, data: bytes) -> None:
+def test_N9_bytes_that_are_not_toml_are_an_error(config: Path, data: bytes) -> None:
     config.write_bytes(data)
     with pytest.raises(ConfigError, match="cannot read"):
         load_settings({}, {})
 
 
 def test_N9_nothing_is_expanded(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No variables, no `~`, no commands, no includes, no template."""
+    """Neither variables, `~`, commands, includes nor templates."""
     monkeypatch.setenv("SECRET", "hush")
     for text in ("$SECRET", "${SECRET}", "~/x", "`id`", "$(id)", "{SECRET}", "%(SECRET)s", "!id"):
         config.write_text(f"url = '{text}'\nuser = '{text}'\nkey_file = '{text}'\n")
@@ -116,7 +117,7 @@ def test_N9_a_file_that_cannot_be_read_is_an_error(config: Path) -> None:
 def test_N9_a_relative_folder_for_configuration_is_ignored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise whoever owns the folder that one stands in would choose the repository."""
+    """Otherwise the owner of the working directory would choose the repository."""
     (tmp_path / "here/diesel").mkdir(parents=True)
     (tmp_path / "here/diesel/config.toml").write_text('url = "file:///evil"\n')
     monkeypatch.chdir(tmp_path)
@@ -124,7 +125,7 @@ def test_N9_a_relative_folder_for_configuration_is_ignored(
     assert load_settings({}, {}) == Settings()
 
 
-def test_N9_every_verb_says_it_in_one_line(config: Path, dlcmd: Dlcmd, tmp_path: Path) -> None:
+def test_N9_every_verb_reports_it_in_one_line(config: Path, dlcmd: Dlcmd, tmp_path: Path) -> None:
     config.write_text("url = 1\n")
     for words in (["ls"], ["put", tmp_path, "ds"], ["verify", "ds"], ["mount", "ds", tmp_path]):
         said = dlcmd(*words, code=2)
@@ -132,8 +133,8 @@ def test_N9_every_verb_says_it_in_one_line(config: Path, dlcmd: Dlcmd, tmp_path:
     assert not os.path.lexists(dlcmd.store)
 
 
-def test_a_key_file_is_refused_rather_than_half_read(tmp_path: Path) -> None:
-    """Nor is one believed that others may read. No error shows what the file holds."""
+def test_a_bad_key_file_is_refused_and_its_content_never_shown(tmp_path: Path) -> None:
+    """So is one that others may read. No error shows the content of the file."""
     file = tmp_path / "key"
     settings = Settings("diesel://server", "ann", str(file))
     with pytest.raises(ConfigError, match="cannot read the key"):
@@ -176,7 +177,7 @@ SECRET_FILES = {"key": _account_key, "task's key": read_key_file, "Redis passwor
 def test_a_file_with_a_secret_that_others_may_read_is_refused(
     tmp_path: Path, kind: str, mode: int
 ) -> None:
-    """One rule for keys and passwords: its user can mend it, and is told how."""
+    """The rule is the same for keys and passwords. The error tells the user how to repair it."""
     file = tmp_path / "secret"
     file.write_text(f"{SECRET}\n")
     file.chmod(mode)
@@ -193,7 +194,7 @@ def test_a_file_with_a_secret_that_others_may_read_is_refused(
 def test_a_secret_that_a_container_engine_mounts_is_warned_of_once(
     tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Read-only, with a mode that nobody in the container can change."""
+    """It is read-only, with a mode that no process in the container can change."""
     with small_disk(tmp_path / "secrets", "size=1M") as folder:
         file = folder / "secret"
         file.write_text(f"{SECRET}\n")

@@ -1,6 +1,6 @@
-"""N8: no format that runs code from data. The lint rule says so; here it is seen to.
+"""N8: no module reads a format that can run code from data: tests of the lint rule, and beyond.
 
-And what no rule of ruff's knows: a pipe of `multiprocessing` unpickles what `recv()` gets.
+No rule of ruff knows that `recv()` of a `multiprocessing` pipe unpickles: a test here finds it.
 """
 
 import ast
@@ -25,7 +25,7 @@ UNSAFE_METHODS = frozenset(
 
 
 def rules_hit(code: str, name: str) -> set[str]:
-    """The rules that this project's own ruff finds broken in a module of that name."""
+    """The lint rules that ruff, with this project's settings, finds broken in a module `name`."""
     command = [sys.executable, "-m", "ruff", "check", "--output-format=json", "--no-cache"]
     done = subprocess.run(
         [*command, f"--stdin-filename={name}", "-"],
@@ -62,7 +62,7 @@ def test_N8_ruff_refuses_it_in_every_package(code: str, rule: str) -> None:
 
 
 def unsafe(tree: ast.AST) -> Iterator[str]:
-    """What in a module can run code that data brings."""
+    """The calls in a module that can run code from data."""
     for node in ast.walk(tree):
         match node:
             case ast.Import(names=names):
@@ -88,7 +88,7 @@ def _top(module: str) -> str:
 
 
 @pytest.mark.parametrize(("module", "path"), modules().items())
-def test_N8_no_module_of_ours_does_it_behind_a_noqa(module: str, path: Path) -> None:
+def test_N8_no_module_hides_it_behind_a_noqa(module: str, path: Path) -> None:
     assert list(unsafe(ast.parse(path.read_text(encoding="utf-8")))) == [], module
 
 

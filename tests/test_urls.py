@@ -1,4 +1,4 @@
-"""What addresses mean, and that none shows a password."""
+"""URLs of repositories: each form is parsed, and no text or message shows a password."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ from diesel_fs.urls import RepositoryUrl, parse_url, shown_url
         ("diesel+tls://a:1,b:2", RepositoryUrl("diesel+tls", host="a:1,b:2")),
     ],
 )
-def test_what_an_address_means(text: str, meant: RepositoryUrl) -> None:
+def test_an_address_is_parsed(text: str, meant: RepositoryUrl) -> None:
     assert parse_url(text) == meant
     assert parse_url(meant.full_url) == meant
 
@@ -45,7 +45,7 @@ def test_what_an_address_means(text: str, meant: RepositoryUrl) -> None:
         "diesel://h?meta=redis://x", "file:///%ff",
     ],
 )  # fmt: skip
-def test_what_is_no_address_is_refused_and_shows_no_password(text: str) -> None:
+def test_a_bad_address_is_refused_without_showing_its_password(text: str) -> None:
     with pytest.raises(ConfigError) as refused:
         parse_url(text)
     assert "secret" not in str(refused.value)

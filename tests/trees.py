@@ -1,6 +1,6 @@
-"""Trees of files for tests: making them, and telling whether two are the same.
+"""Makes trees of files for tests, and compares two trees.
 
-The comparison shares no code with the product: it asks the operating system alone.
+The comparison shares no code with the product: it uses only system calls.
 """
 
 import os
@@ -12,7 +12,7 @@ Facts = dict[bytes, tuple[object, ...]]
 
 
 def facts(top: Path, *, times: bool = True) -> Facts:
-    """Every entry below `top` by its path: kind, mode, mtime, and content or target."""
+    """By path, every entry below `top`: kind, mode, mtime, and content or target."""
     found: Facts = {}
     for path, status in _walk(os.fsencode(top)):
         mtime_ns = status.st_mtime_ns if times else 0
@@ -37,7 +37,7 @@ def _walk(top: bytes) -> Iterator[tuple[bytes, os.stat_result]]:
 
 
 def write(top: Path, files: dict[str, bytes]) -> Path:
-    """Files of these paths and contents below `top`, and the folders they need."""
+    """Write files with these paths and contents below `top`, and the folders for them."""
     top.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
         path = top / name
@@ -47,7 +47,7 @@ def write(top: Path, files: dict[str, bytes]) -> Path:
 
 
 def odd_tree(top: Path) -> Path:
-    """Every oddity of names, kinds, modes and times that a dataset keeps."""
+    """Make entries with every odd name, kind, mode and time that a dataset can hold."""
     write(
         top,
         {

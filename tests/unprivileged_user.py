@@ -1,4 +1,4 @@
-"""A user without rights, as whom tests run programs where they themselves run as root."""
+"""Runs programs of a test as a user without rights, if the test itself runs as root."""
 
 import os
 import pwd
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 USER = pwd.getpwnam("nobody").pw_uid
-"""An ordinary user that every system has (fusermount3 wants a name), and no owner of anything."""
+"""A user that exists on every system (fusermount3 needs a name) and owns no files."""
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 
@@ -17,12 +17,12 @@ _SPAWN = "import json, subprocess, sys; subprocess.run([sys.executable, '-c', ''
 
 
 def as_user() -> list[str]:
-    """What stands before a command that the user is to run."""
+    """The words before a command that the user shall run."""
     return ["setpriv", f"--reuid={USER}", f"--regid={USER}", "--clear-groups", "--"]
 
 
 def user_python() -> str:
-    """An interpreter of our version that the user may run."""
+    """A Python interpreter of our version that the user may run."""
     for path in (sys.executable, f"/usr/bin/python3.{sys.version_info.minor}"):
         question = [*as_user(), path, "-c", _SPAWN]
         with_modules = {**os.environ, "PYTHONPATH": module_path()}
@@ -35,6 +35,6 @@ def user_python() -> str:
 
 
 def module_path() -> str:
-    """Where that interpreter finds what we import."""
+    """The PYTHONPATH with which that interpreter finds our modules."""
     tree = str(Path(__file__).parents[1])
     return os.pathsep.join([tree, *(path for path in sys.path if "site-packages" in path)])

@@ -1,4 +1,4 @@
-"""The chunk whose bytes are kept in `golden/`: one entry of every sort that version 1 knows."""
+"""The chunk whose bytes are kept in `golden/`: one entry of each kind of format version 1."""
 
 from pathlib import Path
 from uuid import UUID
@@ -16,7 +16,7 @@ NOISE = bytes(range(256))
 
 
 def build() -> bytes:
-    """The chunk, made anew."""
+    """The bytes of the chunk, built by today's code."""
     builder = ChunkBuilder(IDENTITY, 1 << 20, "lz4")
 
     def file(path: tuple[bytes, bytes], content: bytes, size: int, part: ExtentInfo | None) -> None:

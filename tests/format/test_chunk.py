@@ -1,4 +1,4 @@
-"""The chunk format: round trips, golden bytes, and what a reader says to bytes that are wrong."""
+"""The chunk format: round trips, golden bytes, and the errors for wrong bytes."""
 
 import os
 import struct
@@ -37,7 +37,7 @@ from .golden_chunk import EARLIER, GOLDEN, ID, IDENTITY, NOISE, TEXT, build
 
 
 def read(chunk: bytes) -> Header:
-    """A chunk as a reader with no index reads it."""
+    """Read a chunk as a reader without metadata does."""
     preamble = parse_preamble(chunk, identity=IDENTITY, id=ID, object_bytes=len(chunk))
     header = parse_header(preamble, chunk[PREAMBLE_BYTES : preamble.body_start])
     assert damaged_places(header, memoryview(chunk)[preamble.body_start :]) == []
@@ -52,7 +52,8 @@ def content(chunk: bytes, header: Header, place: int) -> bytes:
 
 
 def resealed(chunk: bytes, change: Callable[[dict[str, bytes]], None]) -> bytes:
-    """A chunk with another header and right checksums: damage that only sense finds."""
+    """A chunk whose header is changed and whose checksums are right: only checks of the header's
+    content can find the damage."""
     preamble = parse_preamble(chunk)
     stored = chunk[PREAMBLE_BYTES : preamble.body_start]
     raw = lz4.block.decompress(stored, uncompressed_size=preamble.header_raw)
@@ -199,7 +200,7 @@ BAD_HEADERS: dict[str, Callable[[dict[str, bytes]], None]] = {
 
 
 def void(_: object) -> None:
-    """Nothing."""
+    """Change nothing."""
 
 
 @pytest.mark.parametrize("name", BAD_HEADERS)
@@ -209,7 +210,7 @@ def test_B5_header_that_contradicts_itself(name: str) -> None:
 
 
 def test_resealed_chunk_is_otherwise_sound() -> None:
-    """The self-check of the test above: resealing alone breaks nothing."""
+    """A check of the test above: `resealed` alone breaks nothing."""
     read(resealed(build(), lambda columns: None))
 
 
@@ -283,7 +284,7 @@ def test_B14_builder_notices_memory_that_changed() -> None:
         builder.seal(ID)
 
 
-def test_rows_keep_the_last_of_a_path() -> None:
+def test_rows_keep_the_last_entry_of_a_path() -> None:
     builder = ChunkBuilder(IDENTITY, 1 << 20)
     for text in (b"one", b"two"):
         builder.room(3)[:3] = text
@@ -295,7 +296,7 @@ def test_rows_keep_the_last_of_a_path() -> None:
 
 
 def test_Z12_foreign_stamps_are_refused() -> None:
-    read(build()).check_stamps(3600)  # a later extent of the same writer
+    read(build()).check_stamps(3600)  # its stamp is of an earlier chunk of the same writer
     builder = ChunkBuilder(IDENTITY, 1 << 20)
     for value in (stamp(EARLIER, 0), stamp(ChunkId(b"\xff" * 16), 0), stamp(ID, 5)):
         builder.clear()
@@ -306,8 +307,8 @@ def test_Z12_foreign_stamps_are_refused() -> None:
             header.check_stamps(3600)
 
 
-def test_a_file_that_takes_longer_than_the_put_window_is_told_so() -> None:
-    """It is no foreign stamp, and nothing that sending it again would change."""
+def test_a_file_that_takes_longer_than_the_put_window_has_an_error_of_its_own() -> None:
+    """It does not count as a foreign stamp, which a new upload would cure."""
     header = read(build())
     age_s = int.from_bytes(ID[:4], "big") - int.from_bytes(EARLIER[:4], "big")
     header.check_stamps(age_s)

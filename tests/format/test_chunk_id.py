@@ -1,4 +1,4 @@
-"""Chunk IDs: text, order, and that a later write always has the greater one."""
+"""Chunk IDs: their text, their order, and that a later write always has a greater ID."""
 
 import time
 
@@ -23,7 +23,7 @@ IDS = st.binary(min_size=16, max_size=16).map(ChunkId)
 
 
 class Machine:
-    """The clock, process number and randomness that an `IdSource` is given."""
+    """The clock, process number and random bytes of an `IdSource`."""
 
     def __init__(self, seconds: float, machine: int = 5) -> None:
         self.seconds = seconds
@@ -45,7 +45,7 @@ def test_K7_text_sorts_as_the_id(one: ChunkId, other: ChunkId) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "x" * 21, "x" * 23, "!" * 22, "z" * 22, "-" * 21 + "/"])
-def test_other_text_is_no_id(text: str) -> None:
+def test_other_text_is_not_an_id(text: str) -> None:
     with pytest.raises(ValueError, match="chunk ID"):
         parse_chunk_id(text)
 
@@ -54,7 +54,7 @@ def test_other_text_is_no_id(text: str) -> None:
 def test_K1_each_id_is_greater_than_all_that_were_committed(
     steps: list[tuple[int, int, bool]],
 ) -> None:
-    """Four writers in turn, clocks that jump, forks: the fold's order is that of the sealing."""
+    """Four writers in turn, clocks that jump, and forks: IDs ascend in the order of sealing."""
     writers = [Machine(1_000_000.0 + skew, machine=skew % 2) for skew in range(4)]
     newest = LOWEST
     for writer, jump, fork in steps:
@@ -66,8 +66,8 @@ def test_K1_each_id_is_greater_than_all_that_were_committed(
         newest = made
 
 
-def test_two_writers_in_turn_do_not_outrun_the_clock() -> None:
-    """FORMAT.md, section 3, rule 3: a thousand commits in one second, alternating."""
+def test_two_writers_in_turn_do_not_run_ahead_of_the_clock() -> None:
+    """FORMAT.md, section 3, rule 3: a thousand commits in one second by two writers in turn."""
     one, two = Machine(5000.0, machine=9), Machine(5000.0, machine=3)
     newest = LOWEST
     for _ in range(500):

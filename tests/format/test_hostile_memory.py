@@ -1,4 +1,4 @@
-"""What a header that lies takes to read: the memory is measured, not inferred from the error."""
+"""Reading a hostile chunk header takes bounded memory, which these tests measure."""
 
 import os
 import struct
@@ -32,7 +32,7 @@ BYTES_PER_ENTRY = 700
 
 
 def bodyless(entries: int, columns: dict[str, bytes]) -> bytes:
-    """A chunk of empty folders, with these columns instead of sound ones, and right checksums.
+    """A chunk of empty folders, with some columns replaced, and right checksums.
 
     Noise in the column that is looked at last keeps it within the ratio that lz4 may have.
     """
@@ -46,7 +46,7 @@ def bodyless(entries: int, columns: dict[str, bytes]) -> bytes:
 
 
 def peak_of_reading(chunk: bytes) -> tuple[int, str]:
-    """The most memory that reading a chunk's header took, and what was said against it."""
+    """The peak of memory while a chunk's header is read, and the error."""
     tracemalloc.start()
     try:
         said = "nothing"
@@ -61,7 +61,7 @@ def peak_of_reading(chunk: bytes) -> tuple[int, str]:
 
 
 def allowed_bytes(chunk: bytes, entries: int) -> int:
-    """What FORMAT.md promises of reading a header, and 1 MiB."""
+    """The memory that FORMAT.md allows for reading a header, plus 1 MiB."""
     stored, raw = struct.unpack_from("<II", chunk, 64)
     return int(stored + 2 * raw + BYTES_PER_ENTRY * entries + (1 << 20))
 
@@ -95,8 +95,8 @@ def test_N1_a_hostile_header_takes_no_more_memory_than_its_length_allows(name: s
     assert peak < allowed_bytes(chunk, min(entries, ENTRIES_MAX))
 
 
-def test_a_sound_header_takes_no_more_than_that_either() -> None:
-    """Every entry an extent with a stamp: nothing needs more for its length."""
+def test_a_valid_header_stays_within_the_same_bound() -> None:
+    """Every entry is an extent with a stamp: no valid header needs more memory for its length."""
     builder = ChunkBuilder(IDENTITY, 8 << 20, "none")
     for number in range(SOUND):
         builder.room(1)[:] = b"x"
@@ -111,7 +111,7 @@ def test_a_sound_header_takes_no_more_than_that_either() -> None:
     assert peak < allowed_bytes(chunk, SOUND)
 
 
-def test_a_chunk_with_more_entries_than_there_may_be() -> None:
+def test_a_chunk_with_too_many_entries_is_refused() -> None:
     parse_preamble(bodyless(ENTRIES_MAX, {}))
     with pytest.raises(CorruptError):
         parse_preamble(bodyless(ENTRIES_MAX + 1, {}))

@@ -1,1 +1,1 @@
-"""Coverage-guided fuzzing of every parser of bytes from outside: `make fuzz`."""
+"""Coverage-guided fuzzing of all parsers of untrusted bytes: `make fuzz`."""

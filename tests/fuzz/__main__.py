@@ -1,7 +1,7 @@
-"""`python -m tests.fuzz TARGET CORPUS [libFuzzer's options]`: fuzzes one target until a finding.
+"""`python -m tests.fuzz TARGET CORPUS [options of libFuzzer]`: fuzzes one target until a finding.
 
-Without arguments it names the targets. The corpus is a folder, which gets the target's seeds first
-and grows; `-max_total_time=60` ends it.
+Without arguments it prints the names of the targets. The corpus is a folder; it first gets the
+target's seeds, and grows. `-max_total_time=60` ends the run after a minute.
 """
 
 import sys
@@ -14,7 +14,7 @@ with atheris.instrument_imports(include=["diesel_fs"]):
 
 
 def main() -> None:
-    """Does not return: libFuzzer ends the process, with 77 after a finding."""
+    """Fuzz. This does not return: libFuzzer ends the process, with exit code 77 after a finding."""
     if len(sys.argv) == 1:
         print(*TARGETS, sep="\n")
         return

@@ -1,7 +1,7 @@
-"""What is fuzzed: parsers of bytes from outside, with what each may raise.
+"""The targets of the fuzzer: parsers of untrusted bytes, and the errors that each may raise.
 
-A target says whether anything took the bytes, as it must take its seeds. Whatever else it raises is
-a finding. Imported under atheris' instrumentation.
+A target returns whether any of its parsers accepted the bytes; it must accept its seeds. Any error
+other than those it may raise is a finding. The module is imported under atheris' instrumentation.
 """
 
 import struct
@@ -45,7 +45,7 @@ Refusals = type[Exception] | tuple[type[Exception], ...]
 
 
 def _taken(refusals: Refusals, parse: Callable[[], object]) -> bool:
-    """Whether a parser took what it was given."""
+    """Whether a parser accepted its input. `refusals` are the errors that it may raise."""
     try:
         parse()
     except refusals:
@@ -54,7 +54,7 @@ def _taken(refusals: Refusals, parse: Callable[[], object]) -> bool:
 
 
 def request(content: bytes) -> bool:
-    """The kernel session's requests: header, then the body that its kind has."""
+    """A request of the kernel to a FUSE session: a header, then the body that its kind has."""
     message = memoryview(content)
     bodies = {
         Op.LOOKUP: protocol.parse_name,
@@ -76,7 +76,7 @@ def request(content: bytes) -> bool:
 
 
 def control(content: bytes) -> bool:
-    """One message to the control socket, with all that is behind it."""
+    """A message to the control socket, and the commands that it contains."""
     try:
         message = unpack(content)
     except CorruptError:
@@ -87,7 +87,7 @@ def control(content: bytes) -> bool:
 
 
 def chunk(content: bytes) -> bool:
-    """The front of a chunk, preamble and header, as one who can compute checksums forges it."""
+    """Preamble and header of a chunk, forged with right checksums."""
     front = bytearray(content.ljust(PREAMBLE_BYTES, b"\0"))
     stored = bytes(front[PREAMBLE_BYTES:])
     front[80:88] = _sum(stored[: int.from_bytes(front[64:68], "little")])
@@ -98,7 +98,7 @@ def chunk(content: bytes) -> bool:
 
 
 def snapshot(content: bytes) -> bool:
-    """A forged snapshot, and all that may be asked of it where it is taken for one."""
+    """A forged snapshot with right checksums; if it is accepted, every method of it is called."""
     forged = bytearray(content)
     if len(forged) >= SNAPSHOT_HEADER_BYTES:
         for at in range(160, 592, 24):
@@ -117,7 +117,7 @@ def snapshot(content: bytes) -> bool:
 
 
 def wires(content: bytes) -> bool:
-    """What a server gets of a client, and a client of a server: greeting, then a frame."""
+    """Bytes between a client and a server, both ways: a greeting, then a frame."""
     lengths, rest = content[: wire.LENGTHS_BYTES], content[wire.LENGTHS_BYTES :]
     if len(lengths) == wire.LENGTHS_BYTES:
         _taken(CorruptError, lambda: wire.parse_lengths(lengths, wire.BEFORE_LOGIN_LIMITS))
@@ -130,7 +130,7 @@ def wires(content: bytes) -> bool:
 
 
 def peers(content: bytes) -> bool:
-    """What a master gets of another one: greetings and hello, requests, answers."""
+    """Bytes that a master gets from another master: greeting and hello, requests, answers."""
     greeting, after = content[: wire.GREETING_BYTES], content[wire.LENGTHS_BYTES :]
     taken = [
         _taken(ForeignError, lambda: peers_wire.parse_greeting(greeting)),
@@ -160,7 +160,7 @@ def _peer_answer(content: bytes) -> None:
 
 
 def clients(content: bytes) -> bool:
-    """What a master gets of a client, and a client of a master."""
+    """Bytes between a client and its master, both ways."""
     head, body = content[: peers_wire.HEAD_BYTES], content[peers_wire.HEAD_BYTES :]
     taken = [_taken(CorruptError, lambda: peers_wire.parse_local_request(head))]
 
@@ -187,7 +187,7 @@ def clients(content: bytes) -> bool:
 
 
 def account_text(content: bytes) -> bool:
-    """An export, and a public key, of whoever may give one."""
+    """An export of accounts, and a public key."""
     _taken(UsageError, lambda: check_public_key(content[:32]))
     return _taken(FormatError, lambda: parse_accounts(content))
 
@@ -213,7 +213,7 @@ def _kernel_request(op: Op, *body: bytes) -> bytes:
 
 
 def seeds() -> dict[str, list[bytes]]:
-    """What is good, to begin with, by target."""
+    """Valid inputs of each target, from which the fuzzer starts."""
     builder = ChunkBuilder(UUID(int=1), 1 << 20, "auto")
     builder.add_tombstone((b"a", b"b"))
     said = peers_wire.Hello(1, bytes(16), 2, UUID(int=1), 3, bytes(32))

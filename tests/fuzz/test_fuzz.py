@@ -1,4 +1,4 @@
-"""Each target of the fuzzer for some seconds: `make fuzz` goes on for minutes."""
+"""Runs each target of the fuzzer for a few seconds. (`make fuzz` runs them for minutes.)"""
 
 import importlib.util
 import os
@@ -15,8 +15,8 @@ SECONDS = 3
 RUNS_MIN = 200
 
 
-def test_seeds_are_good() -> None:
-    """Else the fuzzer would have to find out what a message is."""
+def test_seeds_are_accepted() -> None:
+    """With bad seeds the fuzzer would first have to discover what a message is."""
     assert seeds().keys() == TARGETS.keys()
     for name, target in TARGETS.items():
         for number, seed in enumerate(seeds()[name]):

@@ -1,1 +1,1 @@
-"""A real loss of what was not synced: the project under a kernel whose power is cut."""
+"""Tests of power cuts: the project runs under a kernel that loses all unsynced bytes."""

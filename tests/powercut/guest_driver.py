@@ -1,7 +1,7 @@
-"""What the guest runs below the level of `dlcmd`: `guest_driver.py WHAT FOLDER`.
+"""A program for the guest that uses the stores directly: `guest_driver.py WHAT FOLDER`.
 
-Prints a line "@did ..." for each thing that has been acknowledged, and after the last nothing more
-happens: a later sync might cover one that is missing.
+It prints a line "@did ..." after each call that has succeeded. After the last one it does nothing
+more: a later sync could hide that one was missing.
 """
 
 import os
@@ -33,7 +33,7 @@ def content(name: str, size: int) -> bytes:
 
 
 SIZES = {object_name("a"): 70_000, object_name("b"): 3_000_001}
-"""One object goes through the page cache, one past it."""
+"""The sizes of two objects: one is written through the page cache, and one with O_DIRECT."""
 
 
 def made_chunk(number: int) -> Chunk:

@@ -1,12 +1,12 @@
-"""A machine that loses its power: Debian's user-mode Linux on an ext4 image, killed by SIGKILL.
+"""A virtual machine whose power can be cut: user-mode Linux on an ext4 image, killed by SIGKILL.
 
-Owns: how the kernel is started and told what to do, and what is on its disk after a cut. The root
-of the guest is this host's own, read-only, so what is tested is this tree in this environment. Its
-disk is a file: what the guest has sent to it stays, what only the guest's page cache held is gone.
-And the guest sends nothing by itself, neither pages nor its journal, so that only syncs do.
+The root file system of the guest is this host's own, read-only, so the tests run this tree in this
+environment. The guest's disk is a file: bytes that the guest has written to it survive the kill,
+bytes that only the guest's page cache held are lost. The guest writes nothing by itself, neither
+pages nor its journal, so only syncs reach the disk.
 
-Not owned: what the guest runs, and what must be on the disk then. Programs in the guest report by
-lines on its console that begin with "@". One thread uses a machine; every wait has a deadline.
+Programs in the guest report by lines on its console that begin with "@". A machine belongs to one
+thread; every wait has a deadline.
 """
 
 import os
@@ -52,16 +52,16 @@ while :; do sleep 1000; done
 
 
 class Unsuitable(Exception):
-    """No machine can be had here, and why."""
+    """No machine can run on this host; the message says why."""
 
 
 class Machine:
-    """A running guest. `said` is what it has reported so far, without the "@"."""
+    """A running guest. `said` are the lines that it has reported so far, without the "@"."""
 
     def __init__(
         self, tools: "Tools", folder: Path, disks: Mapping[str, Path], script: str
     ) -> None:
-        """Start the guest to run `script`, a shell's; it has disk "a" on /mnt/a and so on."""
+        """Start a guest that runs the shell script `script`. Its disk "a" is mounted on /mnt/a."""
         self.said: list[str] = []
         self.noise: list[str] = []
         self._rest = b""
@@ -97,8 +97,8 @@ class Machine:
         self._console.close()
 
     def reports(self) -> Iterator[str]:
-        """What the guest reports, as it comes, to "end". Raises AssertionError where something
-        failed, nothing comes for too long, or the guest has gone."""
+        """The lines that the guest reports, as they come, until "end". Raises AssertionError if a
+        command in the guest failed, no line comes for too long, or the guest has ended."""
         while True:
             line = self._line()
             if not line.startswith("@"):
@@ -111,14 +111,14 @@ class Machine:
                 return
 
     def wait_for(self, wanted: str) -> None:
-        """Until the guest reports `wanted`."""
+        """Wait until the guest reports `wanted`."""
         for report in self.reports():
             if report == wanted:
                 return
         raise AssertionError(f"the guest never said {wanted!r}: {self.said}")
 
     def cut(self) -> None:
-        """Cut the power. What was reported before still counts as said."""
+        """Cut the power. Lines that the guest reported before are still added to `said`."""
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait(_DEADLINE_S)
@@ -129,7 +129,7 @@ class Machine:
             self.said += [line.strip()[1:] for line in lines[:-1] if line.startswith("@")]
 
     def copy_disk(self, disk: Path, copy: Path) -> Path:
-        """A disk as a cut at this moment would leave it: the guest stands still meanwhile."""
+        """A copy of a disk as a power cut now would leave it. The guest is stopped meanwhile."""
         os.kill(self._process.pid, signal.SIGSTOP)
         try:
             subprocess.run(["cp", "--sparse=always", disk, copy], check=True)
@@ -156,7 +156,8 @@ class Machine:
 
 
 class Tools:
-    """What is compiled for the guest, and new disks. Raises Unsuitable where nothing runs here."""
+    """The programs compiled for the guest, and new disks. Raises Unsuitable if no guest can run
+    here."""
 
     def __init__(self, folder: Path) -> None:
         for program in ("linux.uml", "mkfs.ext4", "e2fsck", "debugfs", "cc"):
@@ -175,12 +176,13 @@ class Tools:
                 raise Unsuitable(f"linux.uml does not run here: {error}") from error
 
     def new_disk(self, path: Path) -> Path:
-        """An empty file system of a disk's own."""
+        """A new disk with an empty file system."""
         subprocess.run(["cp", "--sparse=always", self._empty, path], check=True)
         return path
 
     def preloaded(self, **settings: str | Path) -> str:
-        """What a guest's script puts before a program to preload `steps` with these settings."""
+        """The words before a program, in a guest's script, that preload `steps` with these
+        settings."""
         pairs = {"LD_PRELOAD": self.steps} | {
             f"POWERCUT_{k.upper()}": settings[k] for k in settings
         }
@@ -196,7 +198,7 @@ class Tools:
 
 @contextmanager
 def after_reboot(disk: Path, folder: Path) -> Iterator[Path]:
-    """What the next start finds on a disk: its journal replayed, its files copied into `folder`."""
+    """Copy the files of a disk into `folder`, after its journal is replayed as at the next boot."""
     _run("e2fsck", "-fy", disk, accepted=(0, 1))
     _run("e2fsck", "-fn", disk)  # the file system itself is sound, so what is wrong is ours
     folder.mkdir()
@@ -216,5 +218,5 @@ def _run(*command: str | Path, accepted: tuple[int, ...] = (0,)) -> None:
 
 
 def _path() -> str:
-    """Where programs are: those of file systems are not on every user's PATH."""
+    """The PATH with the folders of system programs, which not every user's PATH has."""
     return f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"

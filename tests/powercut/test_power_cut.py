@@ -1,8 +1,8 @@
-"""FAULTS A with the power cut: what was acknowledged is on the disk, the rest is whole or absent.
+"""FAULTS A with power cuts: acknowledged work is on the disk, other work is there whole or absent.
 
-The real programs run under a kernel of their own, which sends nothing to its disk but what they
-sync, and is killed. Controls run the same with syncs that do nothing, and must lose something.
-POWERCUT_ROUNDS=N in the environment makes it more thorough: N times as many cuts.
+The real programs run under a kernel of their own, which writes to its disk only what they sync, and
+which is killed. Control tests run the same with syncs that do nothing, and must lose something.
+POWERCUT_ROUNDS=N in the environment makes N times as many cuts.
 """
 
 import os
@@ -50,7 +50,7 @@ def tools(tmp_path_factory: pytest.TempPathFactory) -> Tools:
 
 
 class Story:
-    """A put, a put over it that deletes, a deletion; and how the dataset looks after each."""
+    """A put, a put that replaces and deletes, and a deletion; with the dataset after each."""
 
     def __init__(self, folder: Path) -> None:
         self.before = source_tree(folder / "before")
@@ -76,7 +76,8 @@ class Story:
 
 
 ROLLBACK = f"run 0 {DLCMD} put README.md other\n: > /mnt/a/repo/meta.lease\n"
-"""A lease, even a free one, stands for another host: no WAL, as on a network file system."""
+"""A lease file, even a free one, stands for another host: then SQLite uses no WAL, as on a network
+file system."""
 
 
 @pytest.fixture(scope="module")
@@ -85,12 +86,12 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
 
 
 def done(said: list[str]) -> int:
-    """How much of the story has been acknowledged."""
+    """How many steps of the story have been acknowledged."""
     return max([int(line.split()[1]) for line in said if line.startswith("did ")], default=0)
 
 
 def check(root: Path, story: Story, acknowledged: int, *, between: bool) -> None:
-    """What must hold after the cut; `between`: the next part of the story may have begun."""
+    """Assert what must hold after the cut; with `between`, the next step may have begun."""
     old = story.states[acknowledged]
     new = story.states[min(acknowledged + 1, 3)] if between else old
     lease = root / "repo/meta.lease"
@@ -142,7 +143,7 @@ def test_A7_power_cut_right_after_the_acknowledgement(
 
 
 def steps(machine: Machine, answers: Path) -> Iterator[tuple[int, str]]:
-    """Each step of the guest's programs, which go on when the next is asked for."""
+    """Each step of the guest's programs; they are stopped until the next one is asked for."""
     for report in machine.reports():
         if report.startswith("step "):
             _, number, call = report.split()
@@ -152,7 +153,7 @@ def steps(machine: Machine, answers: Path) -> Iterator[tuple[int, str]]:
 
 @pytest.mark.parametrize("mode", ["wal", "rollback"])
 def test_A4_power_cut_at_every_step(tools: Tools, story: Story, tmp_path: Path, mode: str) -> None:
-    """Every step when POWERCUT_ROUNDS is large; else some of them, drawn by seed."""
+    """Cuts at every step if POWERCUT_ROUNDS is large; otherwise at some, drawn by a seed."""
     disk = tools.new_disk(tmp_path / "disk")
     (answers := tmp_path / "answers").mkdir()
     script = story.script(mode, tools.preloaded(steps=answers))
@@ -229,7 +230,7 @@ Disks = dict[tuple[str, str], Path]
 
 @pytest.fixture(scope="module")
 def disks(tools: Tools, tmp_path_factory: pytest.TempPathFactory) -> Disks:
-    """The disk of each case after its acknowledgement and a cut."""
+    """By case, its disk after a power cut that follows the acknowledgement."""
     folder = tmp_path_factory.mktemp("stores")
     cases = OBJECT_CASES + SAVE_CASES + COMMIT_CASES
     found = {chr(ord("a") + n): tools.new_disk(folder / f"disk{n}") for n in range(len(cases))}
@@ -279,7 +280,7 @@ def test_A12_saved_snapshot(disks: Disks, tmp_path: Path, what: str, skip: str) 
 
 @pytest.mark.parametrize(("mode", "skip"), COMMIT_CASES)
 def test_A7_commits(disks: Disks, tmp_path: Path, mode: str, skip: str) -> None:
-    """Each commit, down to the last: what ends a rollback journal is an unlink."""
+    """Every commit is kept, even the last: an unlink ends a rollback journal."""
     with after_reboot(disks[mode, skip], tmp_path / "after") as root:
         (root / LEASE_NAME).unlink(missing_ok=True)
         path = root / "meta.sqlite"

@@ -1,4 +1,5 @@
-"""Files that users name: whole or not at all, and what is no file is never replaced by one."""
+"""`atomic_file` and `log_file`: whole or not at all; devices and fifos stay; planted links and
+files (made by another user where others may write) are refused."""
 
 import os
 import stat
@@ -23,7 +24,7 @@ def write(path: Path, content: bytes, *, sync: bool = True) -> None:
 
 
 @pytest.mark.parametrize("sync", [True, False])
-def test_a_file_is_there_when_it_is_whole(tmp_path: Path, sync: bool) -> None:
+def test_a_file_appears_when_it_is_whole(tmp_path: Path, sync: bool) -> None:
     path = tmp_path / "file"
     write(path, b"1", sync=sync)
     before = path.open("rb")
@@ -43,7 +44,7 @@ def test_a_file_is_there_when_it_is_whole(tmp_path: Path, sync: bool) -> None:
 
 
 def test_a_link_is_followed(tmp_path: Path) -> None:
-    """Where it leads nowhere the file is made there."""
+    """A link to a missing file makes that file."""
     (tmp_path / "folder").mkdir()
     link = tmp_path / "link"
     link.symlink_to("folder/file")
@@ -54,8 +55,8 @@ def test_a_link_is_followed(tmp_path: Path) -> None:
     assert len([*tmp_path.rglob("*")]) == 3
 
 
-def test_a_fifo_stays_one(tmp_path: Path) -> None:
-    """And a link to one."""
+def test_a_fifo_stays_a_fifo(tmp_path: Path) -> None:
+    """So does a link to a fifo."""
     fifo, link = tmp_path / "fifo", tmp_path / "link"
     os.mkfifo(fifo)
     link.symlink_to(fifo)
@@ -72,7 +73,7 @@ def test_a_fifo_stays_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root makes devices")
-def test_a_device_stays_one(tmp_path: Path) -> None:
+def test_a_device_stays_a_device(tmp_path: Path) -> None:
     device = tmp_path / "null"
     try:
         os.mknod(device, stat.S_IFCHR | 0o666, os.makedev(1, 3))
@@ -84,7 +85,7 @@ def test_a_device_stays_one(tmp_path: Path) -> None:
     assert [*tmp_path.iterdir()] == [device]
 
 
-def test_what_is_open_without_a_name_is_written_to(tmp_path: Path) -> None:
+def test_an_open_file_without_a_name_is_written_to(tmp_path: Path) -> None:
     with (tmp_path / "file").open("w+b") as file:
         file.write(b"longer than that")
         file.flush()
@@ -95,7 +96,7 @@ def test_what_is_open_without_a_name_is_written_to(tmp_path: Path) -> None:
     assert [*tmp_path.iterdir()] == []
 
 
-def test_what_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_an_error_names_the_file_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is a folder"):
         write(tmp_path, b"")
     missing = tmp_path / "none/file"
@@ -104,7 +105,7 @@ def test_what_cannot_be_written_is_named(tmp_path: Path) -> None:
     assert caught.value.filename == str(missing)
 
 
-# What somebody else has planted
+# Links and files that another user has planted
 
 
 def append(path: Path, content: bytes) -> None:
@@ -117,8 +118,8 @@ WRITERS = {"whole": write, "log": append}
 
 @pytest.fixture
 def shared(tmp_path: Path) -> Path:
-    """A folder where everybody may make something; in one like /tmp, whose files are their owners'
-    to remove, many a kernel refuses by itself what is refused here."""
+    """A folder where every user may write. It has no sticky bit, unlike /tmp: there many kernels
+    themselves refuse to follow planted links."""
     folder = tmp_path / "shared"
     folder.mkdir()
     folder.chmod(0o777)
@@ -126,7 +127,7 @@ def shared(tmp_path: Path) -> Path:
 
 
 def planted(path: Path) -> Path:
-    """What another user has made there."""
+    """The path, which now belongs to another user."""
     os.chown(path, USER, USER, follow_symlinks=False)
     return path
 
@@ -134,10 +135,8 @@ def planted(path: Path) -> Path:
 @needs_root
 @pytest.mark.parametrize("way", WRITERS)
 @pytest.mark.parametrize("mode", [0o1777, 0o777, 0o775])
-def test_a_link_that_another_user_has_planted_is_not_followed(
-    tmp_path: Path, shared: Path, way: str, mode: int
-) -> None:
-    """To a file of ours, and to none that is there yet."""
+def test_a_planted_link_is_not_followed(tmp_path: Path, shared: Path, way: str, mode: int) -> None:
+    """Neither a link to a file of ours, nor a link to a missing file."""
     shared.chmod(mode)
     (tmp_path / "ours").write_bytes(b"ours")
     for target in ("ours", "new"):
@@ -152,10 +151,8 @@ def test_a_link_that_another_user_has_planted_is_not_followed(
 
 @needs_root
 @pytest.mark.parametrize("way", WRITERS)
-def test_a_link_on_the_way_that_another_user_has_planted_is_not_followed(
-    tmp_path: Path, shared: Path, way: str
-) -> None:
-    """Also where a link of ours leads to it."""
+def test_a_planted_link_on_the_way_is_not_followed(tmp_path: Path, shared: Path, way: str) -> None:
+    """Nor if a link of our own leads to it."""
     (tmp_path / "private").mkdir()
     (shared / "folder").symlink_to(tmp_path / "private")
     planted(shared / "folder")
@@ -168,23 +165,21 @@ def test_a_link_on_the_way_that_another_user_has_planted_is_not_followed(
 
 @needs_root
 @pytest.mark.parametrize("way", WRITERS)
-def test_links_that_nobody_else_has_made_are_followed(
-    tmp_path: Path, shared: Path, way: str
-) -> None:
+def test_other_links_are_followed(tmp_path: Path, shared: Path, way: str) -> None:
     (shared / "ours").symlink_to(tmp_path / "file")
     WRITERS[way](shared / "ours", b"1")
     assert (tmp_path / "file").read_bytes() == b"1"
     private = tmp_path / "private"
     private.mkdir(mode=0o755)
     (private / "link").symlink_to(tmp_path / "other")
-    planted(private / "link")  # somebody has made it who may not write there any more
+    planted(private / "link")  # its maker may no longer write there
     WRITERS[way](private / "link", b"2")
     assert (tmp_path / "other").read_bytes() == b"2"
 
 
 @needs_root
-def test_a_log_is_no_file_that_another_user_has_planted(tmp_path: Path, shared: Path) -> None:
-    """Who owns it reads it; and another name of a file of ours would have that written to."""
+def test_a_log_is_not_written_to_a_planted_file(tmp_path: Path, shared: Path) -> None:
+    """The owner of the file could read the log, and a hard link could lead to a file of ours."""
     (shared / "theirs").touch()
     planted(shared / "theirs")
     (tmp_path / "ours").write_bytes(b"ours")
@@ -198,7 +193,7 @@ def test_a_log_is_no_file_that_another_user_has_planted(tmp_path: Path, shared: 
 
 
 @needs_root
-def test_nothing_is_written_into_a_fifo_that_another_user_has_planted(shared: Path) -> None:
+def test_nothing_is_written_into_a_planted_fifo(shared: Path) -> None:
     os.mkfifo(shared / "fifo")
     planted(shared / "fifo")
     reader = os.open(shared / "fifo", os.O_RDONLY | os.O_NONBLOCK)
@@ -213,7 +208,7 @@ def test_nothing_is_written_into_a_fifo_that_another_user_has_planted(shared: Pa
 def test_no_verb_writes_through_a_planted_link(
     dlcmd: Dlcmd, tmp_path: Path, shared: Path, command: str
 ) -> None:
-    """Exit 12, and what the link leads to is as it was."""
+    """The verb ends with exit code 12, and the target of the link is unchanged."""
     with connect("pets", dlcmd.store.as_uri(), create=True) as dataset:
         dataset.put(b"content", "cat")
     ours, link = tmp_path / "ours", shared / "link"

@@ -1,4 +1,4 @@
-"""What is said of a daemon that does not come up: its error, or the log where that says nothing."""
+"""The error for a daemon that does not come up: its own, or one with the last lines of its log."""
 
 import logging
 import sys
@@ -43,11 +43,11 @@ def test_the_end_of_the_log_follows_the_advice(kind: type[DieselError]) -> None:
 @pytest.mark.parametrize(
     "kind", [BusyError, MetadataError, NoSuchDataset, PermissionDenied, UsageError]
 )
-def test_an_error_that_explains_itself_comes_without_a_log(kind: type[DieselError]) -> None:
+def test_an_error_that_explains_itself_has_no_log_lines(kind: type[DieselError]) -> None:
     assert said(kind("what failed", advice="what to do")) == "what failed; what to do"
 
 
-def test_a_program_that_ends_without_a_word(tmp_path: Path) -> None:
+def test_a_program_that_ends_without_a_report_is_an_error_with_its_log(tmp_path: Path) -> None:
     log = tmp_path / "log"
     command = [sys.executable, "-c", "import sys; sys.exit('a word for the log alone')"]
     with daemons.log_file(log) as file:

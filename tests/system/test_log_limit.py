@@ -1,4 +1,4 @@
-"""The log of a daemon whose store fails for long."""
+"""The rate limit of logs: dropped lines are counted, and a failing store does not fill the log."""
 
 import errno
 import logging
@@ -12,11 +12,11 @@ from tests.mounts.conftest import mounting, request_for
 
 
 def line(number: int, place: int = 1) -> logging.LogRecord:
-    """A line as one place in the code logs it."""
+    """A log line from the place `place` in the code."""
     return logging.LogRecord("n", logging.ERROR, "file.py", place, "cannot %d", (number,), None)
 
 
-def test_a_kind_of_line_comes_at_most_once_a_second_and_none_is_forgotten() -> None:
+def test_lines_of_a_kind_are_limited_and_dropped_ones_are_counted() -> None:
     now = [100.0]
     limit = LogRateLimit(lambda: now[0])
     written = [n for n in range(1000) if limit.filter(line(n))]

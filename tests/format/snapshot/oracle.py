@@ -1,6 +1,7 @@
-"""A dataset as a plain dict, to compare snapshots with. Shares no code with the package but values.
+"""A model of a dataset, as a plain dict, with which tests compare snapshots.
 
-An own entry is what somebody put at a path; what shows there depends on what is below it too.
+It shares no code with the package except values. An own entry is what a put has put at a path; what
+shows there also depends on the entries below the path.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +15,7 @@ from diesel_fs.format.snapshot.build import build_snapshot
 from diesel_fs.format.snapshot.reader import Snapshot
 
 HOME = 3
-"""The chunk that empty files are in."""
+"""The number of the chunk that holds empty files."""
 IDENTITY = UUID("01234567-89ab-cdef-0123-456789abcdef")
 
 
@@ -24,7 +25,7 @@ def chunk_id(number: int) -> ChunkId:
 
 @dataclass(frozen=True)
 class Part:
-    """An extent: the number of its chunk, where in it, how long."""
+    """An extent: the number of its chunk, its place there, and its lengths."""
 
     chunk: int
     offset: int
@@ -36,7 +37,7 @@ class Part:
 
 @dataclass(frozen=True)
 class OwnEntry:
-    """What somebody put at a path. A file of several parts has a checksum in each of them only."""
+    """What a put has put at a path. A file of several parts has a checksum in each part only."""
 
     kind: Kind
     mode: int = 0o644
@@ -47,7 +48,7 @@ class OwnEntry:
 
 @dataclass(frozen=True)
 class ShownEntry:
-    """What a snapshot has to tell of a path."""
+    """What a snapshot must say of a path."""
 
     kind: Kind
     mode: int
@@ -61,13 +62,13 @@ State = Mapping[bytes, OwnEntry]
 
 
 def folders_above(path: bytes) -> list[bytes]:
-    """All folders that a path is in, the root too."""
+    """All folders above a path, the root included."""
     parts = path.split(b"/")
     return [b"/".join(parts[:i]) for i in range(len(parts))] if path else []
 
 
 def shown(state: State) -> dict[bytes, ShownEntry]:
-    """What shows at which path, in the order of a snapshot."""
+    """What shows at each path, in the order of a snapshot."""
     above = {folder for path in state for folder in folders_above(path)} | {b""}
     result = {}
     for path in sorted(above | set(state), key=lambda path: (depth(path), path.split(b"/"))):
@@ -93,7 +94,7 @@ def depth(path: bytes) -> int:
 
 
 def rows_of(changes: Mapping[bytes, OwnEntry | None], seed: int = 0) -> Rows:
-    """Rows for these changes, None being a tombstone; in an order that depends on the seed."""
+    """Rows for these changes (None is a tombstone), in an order that depends on the seed."""
     paths = sorted(changes)
     order = np.random.default_rng(seed).permutation(len(paths)).tolist()
     paths = [paths[i] for i in order]
@@ -156,7 +157,7 @@ def build(
     version: int = 1,
     seed: int = 0,
 ) -> bytes:
-    """The file of the next snapshot."""
+    """The bytes of the next snapshot."""
     table = [ChunkInfo(chunk_id(number), 1_000_000 + number) for number in chunks]
     parts = build_snapshot(
         previous,
@@ -171,7 +172,7 @@ def build(
 
 
 def shown_by(snapshot: Snapshot) -> dict[bytes, ShownEntry]:
-    """What the snapshot tells, entry by entry, in its order."""
+    """What a snapshot says of each path, in its order."""
     result = {}
     for i in range(len(snapshot)):
         stat = snapshot.stat(i)
@@ -201,4 +202,4 @@ SMALL: State = {
     b"c/l/shadows": OwnEntry(Kind.FOLDER),
     b"n" * 255: OwnEntry(Kind.FILE),
 }
-"""One of everything."""
+"""A dataset with one entry of each kind."""

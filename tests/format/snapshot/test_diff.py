@@ -1,4 +1,4 @@
-"""What two versions have in common, against plain dicts; and how long a million entries take."""
+"""`diff_snapshots` against plain dicts, and its time for a million entries."""
 
 import time
 from dataclasses import replace
@@ -16,7 +16,7 @@ from tests.format.snapshot.test_model import apply, batches, chunks_of
 
 ENTRIES = 300_000
 SECONDS_MAX = 10.0
-"""On a machine that does other things besides; alone it is less than one."""
+"""With room for a busy machine; on an idle one it takes less than one second."""
 
 
 def snapshot(state: dict[bytes, OwnEntry], version: int = 1) -> Snapshot:
@@ -24,7 +24,7 @@ def snapshot(state: dict[bytes, OwnEntry], version: int = 1) -> Snapshot:
 
 
 def is_same(one: ShownEntry, other: ShownEntry) -> bool:
-    """What no reader can tell apart."""
+    """Whether no reader can tell two entries apart."""
     if one.kind != other.kind or one.kind == Kind.FOLDER:
         return one.kind == other.kind
     content = [[(part.size, part.checksum) for part in each.parts] for each in (one, other)]
@@ -39,14 +39,14 @@ def check(before: dict[bytes, OwnEntry], after: dict[bytes, OwnEntry]) -> None:
     then, now = shown(before), shown(after)
     place = {path: i for i, path in enumerate(then)}
     found = diff_snapshots(old, new)
-    met = [place[path] if path in then and then[path].kind == each.kind else -1
+    same_path = [place[path] if path in then and then[path].kind == each.kind else -1
            for path, each in now.items()]  # fmt: skip
-    # Below what became another kind nothing was met; and there is nothing.
-    assert found.same_path.tolist() == met
-    was = [at if at >= 0 and is_same(then[path], now[path]) else -1
-           for at, path in zip(met, now, strict=True)]  # fmt: skip
-    assert found.unchanged.tolist() == was
-    kept = {path for path, at in zip(now, was, strict=True) if at >= 0}
+    # An entry whose kind has changed has no partner; then it has no entries below it, either.
+    assert found.same_path.tolist() == same_path
+    unchanged = [at if at >= 0 and is_same(then[path], now[path]) else -1
+           for at, path in zip(same_path, now, strict=True)]  # fmt: skip
+    assert found.unchanged.tolist() == unchanged
+    kept = {path for path, at in zip(now, unchanged, strict=True) if at >= 0}
     assert [
         path for path, gone in zip(then, found.removed_or_changed, strict=True) if not gone
     ] == [path for path in then if path in kept]
@@ -59,7 +59,7 @@ def check(before: dict[bytes, OwnEntry], after: dict[bytes, OwnEntry]) -> None:
 
 
 @given(first=batches, second=batches)
-def test_two_versions_have_in_common_what_dicts_say(
+def test_a_diff_is_what_plain_dicts_say(
     first: dict[bytes, OwnEntry | None], second: dict[bytes, OwnEntry | None]
 ) -> None:
     state: dict[bytes, OwnEntry] = {}
@@ -74,10 +74,10 @@ CHANGES = st.sampled_from(["mode", "mtime_ns", "parts", "target", "chunk"])
 
 
 @given(first=batches, changes=st.lists(st.tuples(st.integers(0, 99), CHANGES), max_size=6))
-def test_one_property_alone_makes_another_entry(
+def test_each_attribute_alone_makes_an_entry_changed(
     first: dict[bytes, OwnEntry | None], changes: list[tuple[int, str]]
 ) -> None:
-    """But where its bytes lie: a purge moves them."""
+    """The place of its bytes is no such attribute: a purge changes it."""
     before: dict[bytes, OwnEntry] = {}
     apply(before, first)
     after = dict(before)
@@ -103,8 +103,8 @@ def test_one_property_alone_makes_another_entry(
     check(before, after)
 
 
-def test_names_whose_fingerprints_are_equal_are_told_apart() -> None:
-    """Of so many names some share the 32 bits that candidates are found by."""
+def test_paths_with_equal_fingerprints_are_told_apart() -> None:
+    """Among so many names some have equal fingerprints, which have 32 bits."""
     names: dict[int, bytes] = {}
     pairs = []
     for number in range(400_000):
@@ -126,7 +126,7 @@ def test_names_whose_fingerprints_are_equal_are_told_apart() -> None:
     check({name: before[name] for name in pairs[::2]}, {name: before[name] for name in pairs[1::2]})
 
 
-def test_many_entries_take_no_long_time() -> None:
+def test_a_million_entries_take_a_few_seconds() -> None:
     before = {
         b"%03d/%06d" % (number % 500, number): OwnEntry(
             Kind.FILE, parts=(Part(3, 100 + number, 1, 0, number, 1),)
@@ -138,7 +138,7 @@ def test_many_entries_take_no_long_time() -> None:
         del after[b"%03d/%06d" % (number % 500, number)]
         after[b"%03d/%06d-" % (number % 500, number)] = OwnEntry(Kind.FILE)
     old, new = snapshot(before), snapshot(after, 2)
-    start_s = time.process_time()  # what others do on the machine does not count
+    start_s = time.process_time()  # of this process alone
     found = diff_snapshots(old, new)
     assert time.process_time() - start_s < SECONDS_MAX
     assert int(np.count_nonzero(found.unchanged >= 0)) == ENTRIES - ENTRIES // 1000 + 501

@@ -1,4 +1,4 @@
-"""A snapshot of format version 1 that every later version has to read, and tells the same of."""
+"""The golden snapshot of format version 1: every later version of the code must read it alike."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from .oracle import SMALL, build, shown, shown_by
 GOLDEN = Path(__file__).parent / "golden" / "version-1.snapshot"
 
 
-def test_the_golden_snapshot_tells_what_it_told() -> None:
+def test_the_golden_snapshot_still_reads_the_same() -> None:
     """It was written by `build(None, SMALL, [3, 9], version=12)`."""
     snapshot = Snapshot(GOLDEN.read_bytes())
     assert shown_by(snapshot) == shown(SMALL)
@@ -23,5 +23,5 @@ def test_the_golden_snapshot_tells_what_it_told() -> None:
 
 
 def test_the_format_has_not_changed() -> None:
-    """Other bytes are another format version: raise it, and add a golden file beside this one."""
+    """If this fails, the format has changed: raise its version, and add another golden file."""
     assert build(None, SMALL, [3, 9], version=12) == GOLDEN.read_bytes()

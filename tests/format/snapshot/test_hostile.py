@@ -1,4 +1,4 @@
-"""FAULTS E1 and E2: any bytes are a snapshot that can be read in full, or one FormatError."""
+"""FAULTS E1 and E2: any bytes are a snapshot that can be read completely, or one FormatError."""
 
 import struct
 from collections.abc import Callable
@@ -33,7 +33,7 @@ TABLE_AT, SECTIONS, HEADER_BYTES = 160, 18, 640
 
 
 def seal(data: bytearray) -> bytes:
-    """Make all checksums right: what somebody would send who means harm."""
+    """Make all checksums right, as an attacker can."""
     for at in range(TABLE_AT, TABLE_AT + SECTIONS * 24, 24):
         offset, length = struct.unpack_from("<QQ", data, at)
         body = data[offset : offset + length]
@@ -43,7 +43,7 @@ def seal(data: bytearray) -> bytes:
     return bytes(data)
 
 
-def test_the_small_snapshot_is_good() -> None:
+def test_the_small_snapshot_is_valid() -> None:
     assert seal(bytearray(SMALL)) == SMALL
     assert shown_by(Snapshot(SMALL)) == shown(oracle.SMALL)
     assert shown_by(Snapshot(SMALL, verify=False)) == shown(oracle.SMALL)
@@ -81,7 +81,7 @@ def test_E1_every_bit_flipped(verify: bool) -> None:
         (seal(bytearray(SMALL[:8] + b"\0" + SMALL[9:])), CorruptError),
     ],
 )
-def test_E1_what_is_no_snapshot_says_what_it_is(data: bytes, error: type[FormatError]) -> None:
+def test_E1_other_bytes_have_the_right_error(data: bytes, error: type[FormatError]) -> None:
     with pytest.raises(error) as caught:
         Snapshot(data)
     assert error is NewerVersionError or "save-meta" in caught.value.advice
@@ -91,7 +91,7 @@ Forge = Callable[[Columns], Columns]
 
 
 def put(name: str, at: int, value: int, part: str = "") -> Forge:
-    """One item of one column replaced."""
+    """Replace one item of one column."""
 
     def forge(columns: Columns) -> Columns:
         array = columns._asdict()[name].copy()
@@ -173,7 +173,7 @@ FORGERIES: dict[str, Forge] = {
     "an extent that starts inside a page": put("extents", 1, 65535, "start"),
     "a target with a NUL": put("targets", 0, 0),
     "a shadowed entry outside": put("shadowed", 1, 99, "entry"),
-    "a shadowed entry that nothing shadows": put("shadowed", 0, A, "entry"),
+    "a shadowed entry without a folder at its path": put("shadowed", 0, A, "entry"),
     "shadowed entries out of order": put("shadowed", 0, X, "entry"),
     "a shadowed folder": put("shadowed", 0, Kind.FOLDER * KIND, "flags"),
     "a shadowed entry with a spare": put("shadowed", 0, 1, "spare"),
@@ -181,13 +181,13 @@ FORGERIES: dict[str, Forge] = {
 
 
 def forged_from(columns: Columns) -> bytes:
-    """A snapshot of these columns in which all checksums and counts are right."""
+    """A snapshot of these columns, with right checksums and counts."""
     header = layout.header_of(columns, oracle.IDENTITY, "flowers", 1, 0)
     return b"".join(layout.write(header, columns))
 
 
 @pytest.mark.parametrize("case", FORGERIES)
-def test_E2_columns_that_contradict_each_other(case: str) -> None:
+def test_E2_columns_that_contradict_each_other_are_refused(case: str) -> None:
     good = Snapshot(SMALL)
     forged = FORGERIES[case](good.columns)
     with pytest.raises(CorruptError):
@@ -204,8 +204,8 @@ EXTREMES = (
 
 @settings(max_examples=1000)
 @given(st.data())
-def test_E2_what_passes_keeps_to_the_limits_of_the_format(data: st.DataObject) -> None:
-    """Any value in any column: refused, or all that is said of places is possible in a chunk."""
+def test_E2_an_accepted_snapshot_keeps_the_limits_of_the_format(data: st.DataObject) -> None:
+    """With any value in any column, the snapshot is refused, or all its places fit into a chunk."""
     columns = Snapshot(SMALL).columns
     for _ in range(data.draw(st.integers(1, 3))):
         name = data.draw(st.sampled_from(Columns._fields))
@@ -218,7 +218,7 @@ def test_E2_what_passes_keeps_to_the_limits_of_the_format(data: st.DataObject) -
         columns = columns._replace(**{name: array})
     try:
         snapshot = Snapshot(forged_from(columns))
-    except (FormatError, struct.error):  # more bytes of files than 64 bits count
+    except (FormatError, struct.error):  # the sum of sizes exceeds 64 bits
         return
     used = dict.fromkeys(range(snapshot.chunk_count), 96)
     for i in range(len(snapshot)):
@@ -241,7 +241,7 @@ def test_E2_what_passes_keeps_to_the_limits_of_the_format(data: st.DataObject) -
 
 
 @pytest.mark.parametrize("name", Columns._fields)
-def test_E2_a_section_that_is_too_short_or_too_long(name: str) -> None:
+def test_E2_a_section_of_a_wrong_length_is_refused(name: str) -> None:
     good = Snapshot(SMALL)
     column = good.columns._asdict()[name]
     for wrong in (column[1:], np.append(column, column[:1]), column[:0]):
@@ -255,7 +255,7 @@ _OWN_LENGTHS = ("names", "target_start", "targets", "extents", "shadowed")
 
 
 @pytest.mark.parametrize("count", ["entries", "files", "folders", "file_bytes", "chunks"])
-def test_E2_counts_that_are_not_those_of_the_entries(count: str) -> None:
+def test_E2_wrong_counts_are_refused(count: str) -> None:
     good = Snapshot(SMALL)
     header = replace(good.header, **{count: getattr(good.header, count) + 1})
     with pytest.raises(CorruptError):
@@ -266,8 +266,8 @@ CHAIN = b"/".join([b"d" * 200] * 1304)
 ROOM = PATH_BYTES_MAX - len(CHAIN)
 
 
-def test_E2_a_path_of_more_bytes_than_any_path_has() -> None:
-    """Many folders in each other: refused when made, and when somebody else made it."""
+def test_E2_a_path_that_is_too_long_is_refused() -> None:
+    """Deeply nested folders are refused by `build_snapshot`, and in a file of another program."""
     longest = CHAIN + b"d" * ROOM
     deep = Snapshot(build(None, {longest: OwnEntry(Kind.FILE)}, [3]))
     last = len(deep) - 1
@@ -284,14 +284,14 @@ def test_E2_a_path_of_more_bytes_than_any_path_has() -> None:
 @settings(max_examples=400)
 @given(st.data())
 def test_E2_any_sealed_bytes_can_be_read_in_full_or_are_refused(data: st.DataObject) -> None:
-    """Checksums keep nobody out who computes them: what passes must not lead a reader astray."""
+    """An attacker can compute checksums, so whatever is accepted must be safe to read."""
     forged = bytearray(SMALL)
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(TABLE_AT, len(forged) - 1))
         forged[at] = data.draw(st.sampled_from([0, 1, 2, 255, forged[at] ^ 1, forged[at] ^ 128]))
     try:
         sealed = seal(forged)
-    except struct.error:  # a section table that points outside
+    except struct.error:  # the section table points outside the file
         return
     try:
         snapshot = Snapshot(sealed)
@@ -301,13 +301,14 @@ def test_E2_any_sealed_bytes_can_be_read_in_full_or_are_refused(data: st.DataObj
         everything = list(shown_by(snapshot))
         assert len(set(everything)) == len(snapshot) == len(snapshot.walk(0))
         assert snapshot.paths(snapshot.walk(0)) == everything
-        with suppress(CorruptError):  # its chunks are not those of the dataset
+        with suppress(CorruptError):  # the bytes name chunks that the dataset lacks
             assert build(snapshot, {b"new": OwnEntry(Kind.FILE)}, [3, 9])
     read_unverified(sealed)
 
 
 def read_unverified(data: bytes) -> None:
-    """Checksums alone let it in, as of a private copy: errors, no crash, no endless loop."""
+    """Read bytes of which only checksums are compared, as of a private copy: errors are allowed,
+    but neither a crash nor an endless loop."""
     try:
         snapshot = Snapshot(data, verify=False)
         snapshot.lookup_many([b"a", b"c/x/shadows", b"none"])
@@ -326,7 +327,7 @@ def read_unverified(data: bytes) -> None:
 
 
 class Counting(Snapshot):
-    """Counts the names that look-ups compare."""
+    """A snapshot that counts the names that lookups compare."""
 
     compared = 0
 
@@ -336,7 +337,7 @@ class Counting(Snapshot):
 
 
 def test_E2_forced_collisions_leave_lookups_logarithmic() -> None:
-    """All fingerprints equal, as if somebody had found names that collide."""
+    """All fingerprints are equal, as if the names had been chosen to collide."""
     count = 100_000
     state = {b"d/%05d" % i: OwnEntry(Kind.FILE) for i in range(count)}
     good = Snapshot(build(None, state, [3]))

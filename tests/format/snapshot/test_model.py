@@ -1,4 +1,4 @@
-"""Snapshots against a plain dict: what shows, in which order, and no trace of the way to it."""
+"""Snapshots against a plain dict: what shows, in which order; and merges against full builds."""
 
 import random
 from collections.abc import Mapping
@@ -25,9 +25,9 @@ paths = st.lists(names, max_size=4).map(b"/".join)
 
 
 def part(chunk: int, offset: int, stored: int, checksum: int, size: int, is_last: bool) -> Part:
-    """What a chunk can hold: raw, or so many bytes for the compressed ones that stand there."""
+    """An extent that a chunk can hold: raw (`size` is `stored`), or compressed."""
     if not is_last:
-        size = (size // 65536 or 1) * 65536  # where the next extent starts
+        size = (size // 65536 or 1) * 65536  # the next extent must be aligned
     return Part(chunk, offset, stored, int(size != stored), checksum, size)
 
 
@@ -64,7 +64,7 @@ def apply(state: dict[bytes, OwnEntry], changes: Mapping[bytes, OwnEntry | None]
 
 
 def chunks_of(state: Mapping[bytes, OwnEntry], extra: int) -> list[int]:
-    """The chunks that the state needs, and some that hold nothing."""
+    """The numbers of the chunks that the state needs, and of some that hold nothing."""
     table = sorted(
         oracle.chunks_in(state.values())
         | {oracle.HOME}
@@ -75,7 +75,7 @@ def chunks_of(state: Mapping[bytes, OwnEntry], extra: int) -> list[int]:
 
 
 def check(snapshot: Snapshot, state: Mapping[bytes, OwnEntry]) -> None:
-    """Every way to ask gives what the dict says."""
+    """Assert that every method of the snapshot agrees with the dict."""
     expected = shown(state)
     everything = list(expected)
     assert shown_by(snapshot) == expected
@@ -96,7 +96,7 @@ def check(snapshot: Snapshot, state: Mapping[bytes, OwnEntry]) -> None:
     numbers = snapshot.chunk_of(files).tolist()
     assert [snapshot.chunk_ids[k] for k in numbers] == [oracle.chunk_id(k) for k in chunks]
     used = dict.fromkeys(snapshot.chunk_ids, 0)
-    for part in (part for own in state.values() for part in own.parts):  # shadowed ones, too
+    for part in (part for own in state.values() for part in own.parts):  # of shadowed files, too
         used[oracle.chunk_id(part.chunk)] += part.stored
     assert snapshot.used_bytes().tolist() == list(used.values())
     assert (snapshot.file_count, snapshot.entry_count) == (len(files), len(expected))
@@ -122,7 +122,7 @@ def check_family(snapshot: Snapshot, everything: list[bytes], i: int, path: byte
 
 @settings(deadline=None, max_examples=150)
 @given(st.lists(st.tuples(batches, st.integers(0, 99)), min_size=1, max_size=5))
-def test_a_merge_gives_what_the_dict_says_and_the_bytes_of_a_full_build(
+def test_a_merge_equals_the_dict_and_has_the_bytes_of_a_full_build(
     steps: list[tuple[dict[bytes, OwnEntry | None], int]],
 ) -> None:
     state: dict[bytes, OwnEntry] = {}
@@ -136,8 +136,8 @@ def test_a_merge_gives_what_the_dict_says_and_the_bytes_of_a_full_build(
         check(previous, state)
 
 
-def test_a_large_merge_gives_the_bytes_of_a_full_build() -> None:
-    """Runs of unchanged entries between changes, folders of hundreds, names of all lengths."""
+def test_a_large_merge_has_the_bytes_of_a_full_build() -> None:
+    """With runs of unchanged entries, folders of hundreds of entries, and names of all lengths."""
     rng = random.Random(5)
     pool = [
         b"/".join(rng.randbytes(rng.choice([1, 2, 9, 40])).hex().encode() for _ in range(size))
@@ -168,7 +168,7 @@ def test_a_large_merge_gives_the_bytes_of_a_full_build() -> None:
         assert previous.lookup_many(asked).tolist() == [expected.get(path, -1) for path in asked]
 
 
-def test_a_dataset_without_entries_is_a_root() -> None:
+def test_a_dataset_without_entries_is_only_a_root() -> None:
     snapshot = Snapshot(build(None, {}, []))
     check(snapshot, {})
     assert (snapshot.file_count, snapshot.header.folders, snapshot.chunk_count) == (0, 1, 0)
@@ -182,8 +182,8 @@ def test_the_root_can_have_an_entry_of_its_own_and_lose_it() -> None:
     assert build(Snapshot(made), {b"": None}, []) == empty
 
 
-def test_a_file_that_a_folder_shadowed_comes_back_when_the_folder_is_empty() -> None:
-    """The previous snapshot remembers it: a merge sees nothing else."""
+def test_a_shadowed_file_shows_again_when_the_folder_is_empty() -> None:
+    """The previous snapshot must hold the file: a merge gets nothing else."""
     file = OwnEntry(Kind.FILE, parts=(Part(1, 102, 3, 0, 4, 3),))
     shadowing = Snapshot(build(None, {b"p": file, b"p/q": OwnEntry(Kind.FILE)}, [1, 3]))
     assert shadowing.stat(1).kind == Kind.FOLDER
@@ -202,14 +202,14 @@ def test_a_chunk_number_follows_its_chunk_when_the_table_changes() -> None:
     assert after.chunk_sizes.tolist() == [1_000_000 + number for number in (1, 3, 4, 5, 9)]
 
 
-def test_what_a_snapshot_is_of() -> None:
+def test_the_header_is_available() -> None:
     snapshot = Snapshot(build(None, oracle.SMALL, [3, 9], version=2**63))
     assert (snapshot.identity, snapshot.dataset) == (oracle.IDENTITY, "flowers")
     assert (snapshot.version, snapshot.digest) == (2**63, 1 << 127 | 2)
     check(snapshot, oracle.SMALL)
 
 
-def test_sixty_bytes_an_entry_beside_names() -> None:
+def test_an_entry_takes_sixty_bytes_beside_its_name() -> None:
     """FORMAT.md, section 7."""
     state = {b"f%04d" % i: OwnEntry(Kind.FILE) for i in range(2000)}
     snapshot = Snapshot(build(None, state, [oracle.HOME]))

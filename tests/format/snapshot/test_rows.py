@@ -1,4 +1,4 @@
-"""Rows that are no entries are refused by name; nothing else is made of them."""
+"""`build_snapshot` refuses impossible rows, with an error that names the path."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -32,10 +32,10 @@ def merged(
     "path", [b"/a/b", b"a//b", b"a/", b".", b"a/..", b"../a", b"a\0", b"d/" + b"n" * 256, b"./a/b"]
 )
 @pytest.mark.parametrize("previous", [None, Snapshot(build(None, SMALL, [3, 9]))])
-def test_paths_that_cannot_be(path: bytes, previous: Snapshot | None) -> None:
+def test_impossible_paths_are_refused(path: bytes, previous: Snapshot | None) -> None:
     with pytest.raises(UsageError, match="cannot be a component"):
         merged(rows_of({b"good": FILE, path: FILE}), previous)
-    merged(rows_of({b"good": FILE, path: None}), previous)  # nothing was there, nothing goes
+    merged(rows_of({b"good": FILE, path: None}), previous)  # removing a path that is not there
 
 
 def twice(path: bytes) -> Rows:
@@ -46,13 +46,13 @@ def twice(path: bytes) -> Rows:
 
 
 @pytest.mark.parametrize("previous", [None, Snapshot(build(None, SMALL, [3, 9]))])
-def test_a_path_that_stands_twice(previous: Snapshot | None) -> None:
+def test_two_rows_with_one_path_are_refused(previous: Snapshot | None) -> None:
     for path in (b"a", b"new"):
         with pytest.raises(UsageError, match="two rows have one path"):
             merged(twice(path), previous)
 
 
-def test_a_folder_that_stands_twice() -> None:
+def test_two_rows_of_one_folder_are_refused() -> None:
     rows = rows_of({b"d": FILE, b"e": FILE, b"d/x": FILE})
     renamed = [b"d" if name == b"e" else name for name in rows.names]
     with pytest.raises(UsageError, match="two rows have one path: d"):
@@ -84,7 +84,7 @@ def record(field: str, value: int) -> Callable[[Rows], Rows]:
         (OwnEntry(Kind.LINK, target=b"t"), lambda rows: replace(rows, tails={}), UsageError),
     ],
 )
-def test_records_that_cannot_be(
+def test_impossible_records_are_refused(
     own: OwnEntry, change: Callable[[Rows], Rows], error: type[DieselError]
 ) -> None:
     rows = rows_of({b"f": own})
@@ -106,12 +106,12 @@ def test_a_file_in_a_chunk_that_the_table_lacks_is_named(own: OwnEntry) -> None:
         merged(rows_of({}), hidden, chunks=(9,))
 
 
-def test_a_chunk_table_that_names_one_twice() -> None:
+def test_a_chunk_table_that_holds_a_chunk_twice_is_refused() -> None:
     with pytest.raises(UsageError, match="holds a chunk twice"):
         merged(rows_of({}), chunks=(3, 3))
 
 
-def test_a_previous_snapshot_of_another_dataset() -> None:
+def test_a_previous_snapshot_of_another_dataset_is_refused() -> None:
     previous = Snapshot(build(None, SMALL, [3, 9]))
     with pytest.raises(UsageError, match="previous snapshot"):
         build_snapshot(
@@ -119,5 +119,5 @@ def test_a_previous_snapshot_of_another_dataset() -> None:
         )
 
 
-def test_modes_lose_the_bits_that_never_travel() -> None:
+def test_modes_lose_all_but_permission_bits() -> None:
     assert merged(rows_of({b"f": OwnEntry(Kind.FILE, 0o6755)})).stat(1).mode == 0o755

@@ -1,10 +1,10 @@
-"""An object store with scripted faults, for any test that stands on one.
+"""An object store with scripted faults, for any test that needs a store.
 
     with FaultyStore(store, Fault("get", "chunks/", error=ObjectStoreError("503"), times=2)) as s:
         ...
 
-Every fault must be hit exactly `times` times by the end of the `with`; a fault that was meant to
-hit and did not fails the test, since such a test proves nothing.
+By the end of the `with`, every fault must have hit exactly `times` times: a test whose fault did
+not hit proves nothing, so it fails.
 """
 
 import threading
@@ -23,8 +23,9 @@ Item = TypeVar("Item")
 class Fault:
     """What happens to the next calls of `operation` on names that contain `where`.
 
-    `error` is raised before the call's effect, or after it with `done` (a lost answer); `keep`
-    shortens what a read returns; `flip` turns that bit of it; `act` is called first in any case.
+    `act` is called first. `error` is raised before the call's effect, or, with `done`, after it (a
+    lost answer). `keep` shortens what a read returns; `flip` flips that bit of it. The first `skip`
+    calls that match are left alone.
     """
 
     operation: str
@@ -41,7 +42,8 @@ class Fault:
 
 
 class FaultyStore(ReadWrapper):
-    """Passes on, except where a fault hits. The first fault that matches a call takes it."""
+    """A store that forwards every call, unless a fault hits it. The first fault that matches a call
+    is the one that hits."""
 
     def __init__(self, inner: ObjectStore, *script: Fault) -> None:
         super().__init__(inner)
@@ -60,7 +62,7 @@ class FaultyStore(ReadWrapper):
     ) -> None:
         if error is None:
             missed = [fault for fault in self.script if fault.hits != fault.times]
-            assert not missed, f"faults that did not hit as often as meant: {missed}"
+            assert not missed, f"faults that did not hit as often as planned: {missed}"
 
     def _next(self, operation: str, name: str) -> Fault | None:
         with self._lock:

@@ -1,8 +1,8 @@
-"""A whole S3 server for the tests of one session: moto's, or the one that the environment names.
+"""A complete S3 server for the tests of one session: moto's, or one that the environment names.
 
-`S3_SERVER_UNDER_TEST` is the URL of that one's endpoint, `S3_BUCKET_UNDER_TEST` a bucket in it, and
-`AWS_...` have the credentials (`make test-s3` sets all of them). Without it moto is started as a
-process of its own, on a port that the kernel draws.
+If `S3_SERVER_UNDER_TEST` is set, it is the URL of the server's endpoint, `S3_BUCKET_UNDER_TEST` a
+bucket there, and `AWS_...` are the credentials (`make test-s3` sets all of them). Otherwise moto is
+started as a process of its own, on a free port.
 """
 
 import contextlib
@@ -23,18 +23,18 @@ START_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """An endpoint, a bucket in it, and what gets a client in."""
+    """An endpoint, a bucket there, and the environment of a client."""
 
     bucket: str
     environ: Mapping[str, str]
 
     def place(self) -> str:
-        """The URL of a prefix that nobody has used."""
+        """The URL of a prefix that has not been used before."""
         return f"s3://{self.bucket}/{uuid.uuid4().hex}"
 
 
 def credentials(endpoint: str) -> dict[str, str]:
-    """An environment that leads to an endpoint, as far as it checks what it is given."""
+    """The environment of a client of this endpoint, with credentials that it accepts."""
     return {
         "AWS_ENDPOINT_URL": endpoint,
         "AWS_ACCESS_KEY_ID": "testing",
@@ -44,13 +44,14 @@ def credentials(endpoint: str) -> dict[str, str]:
 
 
 def without_proxies() -> dict[str, str]:
-    """This process's environment; a proxy has no business between a test and its own server."""
+    """This process's environment without proxies, which must not stand between a test and its own
+    server."""
     return {name: text for name, text in os.environ.items() if "proxy" not in name.lower()}
 
 
 @contextlib.contextmanager
 def s3_server(folder: Path) -> Iterator[Server]:
-    """The server; moto's keeps its log in `folder`, and ends with the `with`."""
+    """The server. Moto keeps its log in `folder`, and ends with the `with`."""
     if endpoint := os.environ.get("S3_SERVER_UNDER_TEST"):
         environ = {**os.environ, "AWS_ENDPOINT_URL": endpoint}
         yield Server(os.environ.get("S3_BUCKET_UNDER_TEST", BUCKET), environ)
@@ -71,7 +72,7 @@ def s3_server(folder: Path) -> Iterator[Server]:
 
 
 def _wait_for_endpoint(log: Path, process: "subprocess.Popen[bytes]") -> str:
-    """What the server says of itself once it listens."""
+    """The URL that the server prints once it listens."""
     until = time.monotonic() + START_S
     while time.monotonic() < until and process.poll() is None:
         text = log.read_text(encoding="utf-8")

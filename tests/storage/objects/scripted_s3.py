@@ -1,11 +1,11 @@
-"""An S3 server of the tests' own, whose answers go wrong as a script says.
+"""A small S3 server for tests, whose answers fail as a script says.
 
     with ScriptedS3(Rule("GET", "chunks/", status=503, times=2)) as server:
         store = CloudStore.create(server.url, ...)
 
-What S3 does with correct requests is done correctly, as far as a store of ours asks for it. Every
-rule must be hit exactly `times` times by the end of the `with`: a fault that was meant to hit and
-did not proves nothing, so it fails the test.
+It answers correct requests as S3 does, as far as `CloudStore` uses it. By the end of the `with`,
+every rule must have hit exactly `times` times: a test whose fault did not hit proves nothing, so it
+fails.
 
 Concurrency: a thread per connection, one lock around the objects and the script.
 """
@@ -26,7 +26,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
 BUCKET = "bucket"
-STALL_S = 60.0  # longer than any test waits; ended early when the server stops
+STALL_S = 60.0  # longer than any test waits; the end of the server ends it
 
 _CODES = {
     400: "InvalidRequest",
@@ -75,7 +75,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """An object as the server holds it."""
+    """An object on the server."""
 
     content: bytes
     modified_s: float
@@ -87,7 +87,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class RecordedRequest:
-    """A request as it came."""
+    """A request that the server got."""
 
     method: str
     key: str
@@ -98,7 +98,7 @@ class RecordedRequest:
 
 @dataclass(slots=True)
 class Answer:
-    """What goes back."""
+    """An answer of the server."""
 
     status: int
     body: bytes = b""
@@ -106,7 +106,7 @@ class Answer:
 
 
 class ScriptedS3:
-    """The server, its objects by key, its script, and what was asked of it."""
+    """The server: its objects by key, its script, and the requests that it got (`asked`)."""
 
     def __init__(
         self, *script: Rule, page_keys: int = 1000, address: tuple[str, int] = ("127.0.0.1", 0)
@@ -117,7 +117,7 @@ class ScriptedS3:
         self.uploads: dict[str, str] = {}  # key by upload ID
         self.parts: dict[tuple[str, int], bytes] = {}  # by upload and number
         self.asked: list[RecordedRequest] = []
-        self.busiest = 0  # requests that waited for their answer at once
+        self.busiest = 0  # the most requests that waited for an answer at once
         self.delay_s = 0.0
         self.stopped = threading.Event()
         self._busy = 0
@@ -144,7 +144,7 @@ class ScriptedS3:
             assert not missed, f"faults that did not hit as often as meant: {missed}"
 
     def stop(self) -> None:
-        """End all connections; again does nothing."""
+        """End all connections. May be called repeatedly."""
         if not self.stopped.is_set():
             self.stopped.set()
             self._server.shutdown()
@@ -153,15 +153,15 @@ class ScriptedS3:
             self._thread.join(10)
 
     def put(self, key: str, content: bytes) -> None:
-        """Write an object behind everybody's back."""
+        """Write an object without a request."""
         self.objects[key] = Stored(content, time.time())
 
     def count(self, method: str, where: str = "") -> int:
-        """How many such requests have come."""
+        """How many such requests the server got."""
         return sum(each.method == method and where in each.key for each in self.asked)
 
     def rule_for(self, method: str, target: str) -> Rule | None:
-        """The first rule that takes this request."""
+        """The first rule that matches this request."""
         with self._lock:
             for rule in self.script:
                 if rule.method != method or rule.where not in target:
@@ -183,7 +183,7 @@ class ScriptedS3:
             self._busy -= 1
 
     def answer(self, asked: RecordedRequest) -> Answer:
-        """What S3 does."""
+        """The answer that S3 gives."""
         if asked.key == "" and asked.method in ("GET", "HEAD"):
             if "uploads" in asked.query:
                 return Answer(200, self._list_uploads(asked.query).encode())
@@ -217,7 +217,7 @@ class ScriptedS3:
         return Answer(200, headers={"ETag": stored.etag})
 
     def _upload(self, asked: RecordedRequest) -> Answer:
-        """The beginning of an upload in parts, and its end."""
+        """Begin or complete an upload in parts."""
         if "uploads" in asked.query:
             number = f"upload-{len(self.asked)}"
             self.uploads[number] = asked.key
@@ -293,7 +293,7 @@ class ScriptedS3:
 
 
 def problem(status: int, code: str = "", **headers: str) -> Answer:
-    """An error as S3 words it."""
+    """An error in the XML of S3."""
     code = code or _CODES.get(status, "Unknown")
     text = f"<Error><Code>{code}</Code><Message>scripted</Message></Error>"
     return Answer(status, text.encode(), headers)
@@ -324,7 +324,7 @@ class _Listener(ThreadingHTTPServer):
                 continue
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A connection that breaks is what most tests here are about."""
+        """Nothing: most tests here break connections on purpose."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -342,7 +342,7 @@ class _Handler(BaseHTTPRequestHandler):
         super().finish()
 
     def log_message(self, *args: object) -> None:
-        """Quiet."""
+        """Nothing."""
 
     def do_GET(self) -> None:
         owner = self.server.owner
@@ -358,7 +358,7 @@ class _Handler(BaseHTTPRequestHandler):
             if owner.delay_s:
                 time.sleep(owner.delay_s)
         finally:
-            owner.leave()  # before it is answered: a client that has its answer is not under way
+            owner.leave()  # before the answer: afterwards the client may send its next
         self._serve(owner, asked, bucket, rule or Rule(""))
         self.wfile.flush()
 
@@ -423,8 +423,8 @@ class _Handler(BaseHTTPRequestHandler):
                         break
 
     def _reset(self) -> None:
-        """RST rather than FIN, after what has been written."""
-        time.sleep(0.02)  # else the bytes before it are thrown away with the connection
+        """End the connection with RST instead of FIN, after the bytes that were written."""
+        time.sleep(0.02)  # without it the kernel drops the bytes before the RST
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.connection.close()
         self.close_connection = True

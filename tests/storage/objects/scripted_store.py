@@ -1,4 +1,4 @@
-"""Stores over a scripted S3 server, with limits that suit tests and sleeps that take no time."""
+"""Object stores on a scripted S3 server, with small limits, and sleeps that take no time."""
 
 import time
 from dataclasses import dataclass, field
@@ -30,7 +30,7 @@ def key(name: str) -> str:
 
 @dataclass(slots=True)
 class VirtualSleep:
-    """What was slept: time that passes for the policy, and not for the test."""
+    """Records pauses instead of sleeping; for the retry policy, their time passes."""
 
     slept: list[float] = field(default_factory=list)
 
@@ -49,7 +49,8 @@ def store_on(
     limits: AttemptLimits = LIMITS,
     policy: RetryPolicy = POLICY,
 ) -> RetryingStore:
-    """A new store, of which everything is known; what was asked for that is forgotten."""
+    """A new store that has found out all about the server; the requests for that are not in
+    `server.asked`."""
     store = open_cloud(
         URL,
         create=True,

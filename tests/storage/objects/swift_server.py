@@ -1,10 +1,10 @@
-"""Runs tests against a real object store: OpenStack Swift, all of it on loopback, by way of S3.
+"""Runs tests against a real object store: OpenStack Swift on loopback, by its S3 interface.
 
     python -m tests.storage.objects.swift_server COMMAND...
 
-starts proxy, account, container and object server from the system's packages in a folder of its
-own, makes a bucket, runs the command with what leads to it in the environment, and ends all it
-started. One replica, no replication: what a client can see is the same.
+starts Swift's proxy, account, container and object server (from the system's packages) in a folder
+of its own, makes a bucket, runs the command with an environment that names both, and ends the
+servers. There is one replica; a client sees no difference.
 """
 
 import contextlib
@@ -85,7 +85,7 @@ use = egg:swift#dlo
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now."""
+    """Ports that are free now."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
@@ -94,7 +94,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def make_ring(folder: Path, kind: str, port: int) -> None:
-    """One partition, on one device."""
+    """Write a ring of one partition on one device."""
     ring = str(folder / f"{kind}.builder")
     for words in (
         f"{ring} create 1 1 1",
@@ -106,7 +106,7 @@ def make_ring(folder: Path, kind: str, port: int) -> None:
 
 
 def wait_for_port(port: int, process: "subprocess.Popen[bytes]", log: Path) -> None:
-    """Until somebody listens."""
+    """Wait until a server listens on the port."""
     until = time.monotonic() + START_S
     while time.monotonic() < until and process.poll() is None:
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
@@ -117,7 +117,7 @@ def wait_for_port(port: int, process: "subprocess.Popen[bytes]", log: Path) -> N
 
 @contextlib.contextmanager
 def swift() -> Iterator[str]:
-    """The endpoint of a Swift that lives as long as the `with`."""
+    """Run Swift during the `with`; yields its endpoint."""
     with TemporaryDirectory(prefix="swift-") as name, contextlib.ExitStack() as stack:
         folder = Path(name)
         (folder / "devices" / "one").mkdir(parents=True)

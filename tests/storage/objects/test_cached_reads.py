@@ -1,16 +1,13 @@
-"""`read_nowait`: bytes that are in the machine's memory already, at once; never a wait, never a
-wrong byte.
-"""
+"""`read_nowait` of a folder store: returns bytes that are in the page cache, and never waits."""
 
 import os
 from pathlib import Path
 
 import pytest
 
-from diesel_fs.storage.objects import nowait_reads as cached_reads
+from diesel_fs.storage.objects import nowait_reads
 from diesel_fs.storage.objects.folder import FolderStore
-
-from ...server.program import until
+from tests.server.program import until
 
 CONTENT = os.urandom(300_000)
 FOLDER = "datasets/" + "ab" * 16 + "/chunks/aaaa/"
@@ -19,10 +16,10 @@ NAME = FOLDER + "aaaa" + "0" * 18
 
 @pytest.fixture
 def store(tmp_path_factory: pytest.TempPathFactory) -> FolderStore:
-    """On a disk: of a file system in memory everything is at hand."""
+    """A store on a disk: in a file system in memory every byte would be in the page cache."""
     made = FolderStore.create(tmp_path_factory.mktemp("store", numbered=True) / "s")
     made.put(NAME, [CONTENT])
-    made.get(NAME, 0, len(CONTENT))  # the page cache has it now
+    made.get(NAME, 0, len(CONTENT))  # now it is in the page cache
     return made
 
 
@@ -32,29 +29,29 @@ def read_nowait(store: FolderStore, name: str, start: int, size: int) -> bytes |
 
 
 @pytest.mark.parametrize("start", [0, 1, 4095, 4096, 200_000])
-def test_what_is_in_memory_comes_at_once(store: FolderStore, start: int) -> None:
+def test_bytes_in_the_page_cache_are_read_at_once(store: FolderStore, start: int) -> None:
     assert read_nowait(store, NAME, start, 50_000) == CONTENT[start : start + 50_000]
 
 
-def test_what_is_not_is_not_waited_for(store: FolderStore) -> None:
-    """After its pages have gone, and again once a read has brought them."""
+def test_bytes_on_the_disk_are_not_waited_for(store: FolderStore) -> None:
+    """Pages that were evicted are refused; after a usual read they are returned."""
     path = Path(store.root) / NAME
-    if os.statvfs(path).f_fsid == 0:  # nothing can leave memory here
+    if os.statvfs(path).f_fsid == 0:  # here pages cannot be evicted
         pytest.skip("the temporary folder is in memory")
 
     def is_gone() -> bool:
-        """The kernel keeps a page as long as anybody has it in hand: it is asked again."""
+        """The kernel keeps a page while it is in use, so eviction is asked for again and again."""
         with path.open("rb") as file:
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         return read_nowait(store, NAME, 100_000, 8192) is None
 
-    until(is_gone, "its pages to go")
+    until(is_gone, "the pages to be evicted")
     assert store.get(NAME, 0, len(CONTENT)) == CONTENT
     assert read_nowait(store, NAME, 100_000, 8192) == CONTENT[100_000:108_192]
 
 
-def test_beyond_the_end_and_missing_are_no_answers(store: FolderStore) -> None:
+def test_reads_beyond_the_end_or_of_a_missing_object_are_refused(store: FolderStore) -> None:
     assert read_nowait(store, NAME, len(CONTENT) - 10, 20) is None
     assert read_nowait(store, FOLDER + "aaaa" + "1" * 18, 0, 10) is None
 
@@ -65,10 +62,10 @@ def test_a_link_is_not_followed(store: FolderStore) -> None:
     assert read_nowait(store, FOLDER + "aaaa" + "2" * 18, 0, 10) is None
 
 
-def test_a_kernel_without_it_always_waits(
+def test_on_a_kernel_without_openat2_every_read_would_wait(
     store: FolderStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cached_reads, "_SYS_OPENAT2", 10_000)
+    monkeypatch.setattr(nowait_reads, "_SYS_OPENAT2", 10_000)
     assert read_nowait(store, NAME, 0, 10) is None
 
 

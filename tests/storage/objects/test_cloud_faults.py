@@ -1,10 +1,10 @@
-"""What goes wrong between us and an object store in the cloud: FAULTS, part O, over a socket."""
+"""Faults of a bucket and of the connection to it (FAULTS, part O), from a scripted server."""
 
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Literal
@@ -43,24 +43,6 @@ NAME = chunk("aaaa")
 MIB = 1 << 20
 
 
-@pytest.fixture(autouse=True)
-def no_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if "proxy" in name.lower()]:
-        monkeypatch.delenv(name)
-
-
-@pytest.fixture
-def sleeps() -> VirtualSleep:
-    return VirtualSleep()
-
-
-@pytest.fixture
-def server() -> Iterator[ScriptedS3]:
-    """One without a script."""
-    with ScriptedS3() as server:
-        yield server
-
-
 CALLS: dict[str, Callable[[RetryingStore], object]] = {
     "PUT": lambda store: store.put(NAME, [b"content"]),
     "GET": lambda store: store.get(NAME),
@@ -70,7 +52,7 @@ CALLS: dict[str, Callable[[RetryingStore], object]] = {
 
 
 def made(method: str, server: ScriptedS3) -> None:
-    """What the call of `method` needs."""
+    """Put the objects that a call of `method` needs."""
     if method != "PUT":
         server.put(key(NAME), b"content")
 
@@ -79,7 +61,7 @@ def made(method: str, server: ScriptedS3) -> None:
 
 
 @pytest.mark.parametrize("method", [*CALLS])
-def test_O1_forbidden_is_asked_once(sleeps: VirtualSleep, method: str) -> None:
+def test_O1_a_forbidden_request_is_not_retried(sleeps: VirtualSleep, method: str) -> None:
     with ScriptedS3(Rule(method, NAME, status=403)) as server:
         store = store_on(server, sleeps)
         made(method, server)
@@ -89,7 +71,7 @@ def test_O1_forbidden_is_asked_once(sleeps: VirtualSleep, method: str) -> None:
     assert sleeps.slept == []
 
 
-def test_O1_forbidden_everywhere_is_no_missing_store() -> None:
+def test_O1_a_forbidden_store_is_not_a_missing_one() -> None:
     with ScriptedS3(Rule("GET", status=403, times=2)) as server:
         for create in (False, True):
             with pytest.raises(ObjectStoreRefused):
@@ -113,7 +95,7 @@ def test_O1_expired_credentials_are_read_again_once(sleeps: VirtualSleep) -> Non
     assert sleeps.slept == []
 
 
-def test_O18_a_wrong_clock_is_said_to_be_wrong(sleeps: VirtualSleep) -> None:
+def test_O18_a_wrong_clock_is_named_as_the_cause(sleeps: VirtualSleep) -> None:
     with ScriptedS3(Rule("GET", NAME, status=403, code="RequestTimeTooSkewed")) as server:
         store = store_on(server, sleeps)
         with pytest.raises(ObjectStoreRefused, match="clock is wrong"):
@@ -124,7 +106,7 @@ def test_O18_a_wrong_clock_is_said_to_be_wrong(sleeps: VirtualSleep) -> None:
 # O2, and what is not there
 
 
-def test_O2_missing_is_said_only_by_a_store_that_is_there(
+def test_O2_object_missing_is_raised_only_while_the_store_is_there(
     server: ScriptedS3, sleeps: VirtualSleep
 ) -> None:
     store = store_on(server, sleeps)
@@ -144,7 +126,7 @@ def test_O2_missing_is_said_only_by_a_store_that_is_there(
     assert sleeps.slept == []
 
 
-def test_a_bucket_that_is_not_there_is_named(server: ScriptedS3) -> None:
+def test_a_missing_bucket_is_named_as_the_cause(server: ScriptedS3) -> None:
     environ = credentials(server.endpoint)
     for create in (False, True):
         with pytest.raises(ObjectStoreError, match=r"s3://other/.*no such bucket") as caught:
@@ -152,7 +134,7 @@ def test_a_bucket_that_is_not_there_is_named(server: ScriptedS3) -> None:
         assert not isinstance(caught.value, ObjectMissing)
 
 
-def test_a_store_is_made_only_where_nothing_is(server: ScriptedS3) -> None:
+def test_a_store_is_made_only_under_an_empty_prefix(server: ScriptedS3) -> None:
     environ = credentials(server.endpoint)
     with pytest.raises(ObjectMissing, match="no DIESEL-FS store"):
         open_cloud(URL, environ=environ)
@@ -167,14 +149,14 @@ def test_a_store_is_made_only_where_nothing_is(server: ScriptedS3) -> None:
     assert open_cloud(URL, environ=environ).store_id == store.store_id
 
 
-def test_a_store_may_be_all_of_a_bucket(server: ScriptedS3) -> None:
+def test_a_store_may_have_a_whole_bucket(server: ScriptedS3) -> None:
     store = open_cloud(f"s3://{BUCKET}", create=True, environ=credentials(server.endpoint))
     store.put(NAME, [b"x"])
     assert sorted(server.objects) == [STORE_MARKER, NAME]
     assert [*store.names("")] == [STORE_MARKER, NAME]
 
 
-def test_of_several_that_make_a_store_all_get_the_same_one() -> None:
+def test_several_callers_that_create_one_store_get_the_same() -> None:
     with ScriptedS3() as server, ThreadPoolExecutor(8) as pool:
         server.delay_s = 0.01
         environ = credentials(server.endpoint)
@@ -187,19 +169,19 @@ def test_of_several_that_make_a_store_all_get_the_same_one() -> None:
 
 @pytest.mark.parametrize("status", [429, 500, 502, 503, 504])
 @pytest.mark.parametrize("method", [*CALLS])
-def test_O3_errors_that_pass_are_outlived(sleeps: VirtualSleep, method: str, status: int) -> None:
+def test_O3_transient_errors_are_retried(sleeps: VirtualSleep, method: str, status: int) -> None:
     with ScriptedS3(Rule(method, NAME, status=status, times=2)) as server:
         store = store_on(server, sleeps)
         made(method, server)
         CALLS[method](store)
-        assert len(server.asked) == 3  # none of the library's own beside them
+        assert len(server.asked) == 3  # the library itself repeats nothing
         assert (key(NAME) in server.objects) == (method != "DELETE")
     throttled = status in (429, 503)
     assert sleeps.slept == ([1.0, 1.0] if throttled else [0.05, 0.1])
 
 
 @pytest.mark.parametrize("method", [*CALLS])
-def test_O3_errors_that_stay_end_at_the_deadline(sleeps: VirtualSleep, method: str) -> None:
+def test_O3_lasting_errors_end_at_the_deadline(sleeps: VirtualSleep, method: str) -> None:
     script = Rule(method, NAME, status=500, times=1000)
     with ScriptedS3(script) as server:
         store = store_on(server, sleeps)
@@ -211,7 +193,7 @@ def test_O3_errors_that_stay_end_at_the_deadline(sleeps: VirtualSleep, method: s
         script.times = script.hits
 
 
-def test_O3_making_a_store_outlives_errors(sleeps: VirtualSleep) -> None:
+def test_O3_creating_a_store_is_retried(sleeps: VirtualSleep) -> None:
     with ScriptedS3(Rule("GET", status=503), Rule("PUT", status=500, done=True)) as server:
         store = store_on(server, sleeps)
         assert [*store.names("")] == [STORE_MARKER]
@@ -222,8 +204,10 @@ def test_O3_making_a_store_outlives_errors(sleeps: VirtualSleep) -> None:
 
 @pytest.mark.parametrize("method", [*CALLS])
 @pytest.mark.parametrize("done", [False, True])
-def test_O4_a_lost_answer_is_asked_for_again(sleeps: VirtualSleep, method: str, done: bool) -> None:
-    """A put whose effect was kept meets its own object, and has succeeded."""
+def test_O4_after_a_lost_answer_the_request_is_repeated(
+    sleeps: VirtualSleep, method: str, done: bool
+) -> None:
+    """A put that was carried out finds its own object when it is repeated, and has succeeded."""
     with ScriptedS3(Rule(method, NAME, reset=True, done=done)) as server:
         store = store_on(server, sleeps)
         made(method, server)
@@ -233,7 +217,7 @@ def test_O4_a_lost_answer_is_asked_for_again(sleeps: VirtualSleep, method: str, 
 
 
 @pytest.mark.parametrize("theirs", [b"Content", b"content and more", b"con"])
-def test_O4_a_lost_answer_does_not_hide_anothers_object(
+def test_O4_a_lost_answer_does_not_hide_an_object_of_another_writer(
     sleeps: VirtualSleep, theirs: bytes
 ) -> None:
     overtaken = Rule("PUT", NAME, act=lambda server: server.put(key(NAME), theirs), reset=True)
@@ -244,7 +228,7 @@ def test_O4_a_lost_answer_does_not_hide_anothers_object(
         assert server.objects[key(NAME)].content == theirs
 
 
-def test_O4_equal_content_is_no_success_without_a_lost_answer(
+def test_O4_without_a_lost_answer_equal_content_is_no_success(
     server: ScriptedS3, sleeps: VirtualSleep
 ) -> None:
     store = store_on(server, sleeps)
@@ -254,7 +238,7 @@ def test_O4_equal_content_is_no_success_without_a_lost_answer(
 
 
 @pytest.mark.parametrize("then", ["reset", "close", "stall"])
-def test_O4_reading_goes_on_behind_the_last_good_byte(
+def test_O4_a_broken_read_resumes_behind_the_last_good_byte(
     sleeps: VirtualSleep, then: Literal["reset", "close", "stall"]
 ) -> None:
     content = os.urandom(5 * MIB // 2)
@@ -275,7 +259,7 @@ def test_O4_reading_goes_on_behind_the_last_good_byte(
     assert sleeps.slept == []
 
 
-def test_O4_a_body_that_never_gets_on_ends_at_the_deadline(sleeps: VirtualSleep) -> None:
+def test_O4_a_body_that_makes_no_progress_ends_at_the_deadline(sleeps: VirtualSleep) -> None:
     broken = Rule("GET", NAME, keep=0, then="close", times=1000)
     with ScriptedS3(broken) as server:
         store = store_on(server, sleeps)
@@ -285,7 +269,7 @@ def test_O4_a_body_that_never_gets_on_ends_at_the_deadline(sleeps: VirtualSleep)
         broken.times = broken.hits
 
 
-def test_O4_a_port_where_nobody_listens_is_named(sleeps: VirtualSleep) -> None:
+def test_O4_a_refused_connection_is_named_as_the_cause(sleeps: VirtualSleep) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
@@ -296,7 +280,7 @@ def test_O4_a_port_where_nobody_listens_is_named(sleeps: VirtualSleep) -> None:
     assert "testing-secret" not in repr(caught.value)
 
 
-def test_O4_a_host_without_a_name_is_named(sleeps: VirtualSleep) -> None:
+def test_O4_an_unknown_host_is_named_as_the_cause(sleeps: VirtualSleep) -> None:
     environ = credentials("http://no-such-host.invalid:9000")
     with pytest.raises(ObjectStoreError, match=r"no-such-host\.invalid:9000: .*no such host"):
         open_cloud(URL, environ=environ, policy=POLICY, limits=LIMITS, clock=sleeps.clock())
@@ -305,7 +289,7 @@ def test_O4_a_host_without_a_name_is_named(sleeps: VirtualSleep) -> None:
 # O5: answers that stand still
 
 
-def test_O5_a_stalled_answer_is_given_up_and_asked_for_again(sleeps: VirtualSleep) -> None:
+def test_O5_a_stalled_answer_is_given_up_and_the_request_repeated(sleeps: VirtualSleep) -> None:
     with ScriptedS3(
         Rule("GET", NAME, act=_hold, reset=True),
         Rule("GET", NAME, keep=0, then="stall"),
@@ -320,15 +304,15 @@ def test_O5_a_stalled_answer_is_given_up_and_asked_for_again(sleeps: VirtualSlee
 
 
 def _hold(server: ScriptedS3) -> None:
-    """Say nothing for longer than anybody waits."""
+    """Do not answer for longer than any client waits."""
     server.stopped.wait(10 * LIMITS.stall_s)
 
 
-def test_O5_an_answer_that_trickles_is_given_up(sleeps: VirtualSleep) -> None:
+def test_O5_an_answer_that_comes_too_slowly_is_given_up(sleeps: VirtualSleep) -> None:
     content = os.urandom(MIB)
     with ScriptedS3(Rule("GET", NAME, keep=1000, then="dribble")) as server:
         limits = AttemptLimits(stall_s=0.5, put_stall_s=0.5, bytes_per_s_min=1 << 14)
-        assert limits.attempt_s(MIB, put=False) > 60  # what else would end it
+        assert limits.attempt_s(MIB, put=False) > 60  # so another limit ends it
         store = store_on(server, sleeps, limits=limits, policy=RetryPolicy(deadline_s=100))
         server.put(key(NAME), content)
         begun = time.monotonic()
@@ -337,8 +321,8 @@ def test_O5_an_answer_that_trickles_is_given_up(sleeps: VirtualSleep) -> None:
         assert len(server.asked) == 2
 
 
-def test_O5_an_answer_that_only_just_moves_is_given_up_in_time(sleeps: VirtualSleep) -> None:
-    """Not so slow that it stands still, and too slow for what is wanted: 20 bytes a second."""
+def test_O5_an_answer_slower_than_the_minimum_is_given_up_in_time(sleeps: VirtualSleep) -> None:
+    """The body comes at 20 bytes a second: it does not stall, but it is too slow for its size."""
     content = os.urandom(1000)
     limits = AttemptLimits(stall_s=0.5, put_stall_s=0.5, bytes_per_s_min=640)
     with ScriptedS3(Rule("GET", NAME, keep=1, then="dribble")) as server:
@@ -347,10 +331,10 @@ def test_O5_an_answer_that_only_just_moves_is_given_up_in_time(sleeps: VirtualSl
         begun = time.monotonic()
         assert store.get(NAME) == content
         assert time.monotonic() - begun < 2 * limits.attempt_s(len(content), put=False)
-        assert "if-match" not in server.asked[1].headers  # begun again, not gone on with
+        assert "if-match" not in server.asked[1].headers  # the read begins again and is not resumed
 
 
-def test_O5_a_put_that_nobody_reads_is_given_up(sleeps: VirtualSleep) -> None:
+def test_O5_a_put_that_the_server_does_not_read_is_given_up(sleeps: VirtualSleep) -> None:
     with ScriptedS3(Rule("PUT", NAME, act=_hold, reset=True)) as server:
         store = store_on(server, sleeps)
         begun = time.monotonic()
@@ -358,7 +342,7 @@ def test_O5_a_put_that_nobody_reads_is_given_up(sleeps: VirtualSleep) -> None:
         assert time.monotonic() - begun < 5 * LIMITS.stall_s
 
 
-def test_O5_a_stall_that_stays_ends_at_the_deadline(sleeps: VirtualSleep) -> None:
+def test_O5_a_lasting_stall_ends_at_the_deadline(sleeps: VirtualSleep) -> None:
     stalled = Rule("GET", NAME, keep=0, then="stall", times=1000)
     with ScriptedS3(stalled) as server:
         store = store_on(server, sleeps)
@@ -373,8 +357,8 @@ def test_O5_a_stall_that_stays_ends_at_the_deadline(sleeps: VirtualSleep) -> Non
 # O7, O9: other bytes
 
 
-def test_O7_damage_on_the_way_back_is_the_callers_to_find(sleeps: VirtualSleep) -> None:
-    """S3's ETag is no checksum of the content in general; ours are checked by whoever reads."""
+def test_O7_damaged_bytes_of_a_read_are_returned_unchecked(sleeps: VirtualSleep) -> None:
+    """S3's ETag is in general no checksum of the content; readers check our own checksums."""
     with ScriptedS3(Rule("GET", NAME, flip=3)) as server:
         store = store_on(server, sleeps)
         server.put(key(NAME), b"\0\0")
@@ -382,7 +366,7 @@ def test_O7_damage_on_the_way_back_is_the_callers_to_find(sleeps: VirtualSleep) 
         assert store.get(NAME) == b"\0\0"
 
 
-def test_B14_what_is_sent_carries_a_checksum(server: ScriptedS3, sleeps: VirtualSleep) -> None:
+def test_B14_a_put_carries_a_checksum(server: ScriptedS3, sleeps: VirtualSleep) -> None:
     store = store_on(server, sleeps)
     store.put(NAME, [b"con", b"tent"])
     sent = server.asked[-1].headers
@@ -391,7 +375,7 @@ def test_B14_what_is_sent_carries_a_checksum(server: ScriptedS3, sleeps: Virtual
     assert "x-amz-content-sha256" in sent["authorization"]
 
 
-def test_B14_what_the_store_says_came_damaged_is_an_error(sleeps: VirtualSleep) -> None:
+def test_B14_a_put_that_the_store_calls_damaged_is_an_error(sleeps: VirtualSleep) -> None:
     damaged = Rule("PUT", NAME, status=400, code="XAmzContentSHA256Mismatch")
     with ScriptedS3(damaged) as server:
         store = store_on(server, sleeps)
@@ -428,7 +412,7 @@ def test_O9_ranges_are_of_one_version(server: ScriptedS3, sleeps: VirtualSleep) 
     assert server.asked[1].headers["if-match"] == server.asked[2].headers["if-match"]
 
 
-def test_ranges_go_on_behind_the_last_one_given(sleeps: VirtualSleep) -> None:
+def test_after_a_failure_ranges_continue_behind_the_last_one(sleeps: VirtualSleep) -> None:
     with ScriptedS3(Rule("GET", NAME, status=500, skip=1, times=2)) as server:
         store = store_on(server, sleeps)
         server.put(key(NAME), b"0123456789")
@@ -465,23 +449,21 @@ def ranged(store: RetryingStore, way: str) -> bytes:
     ],
     ids=["the whole object", "an error page", "a part without its range"],
 )
-def test_a_200_in_place_of_a_206_is_asked_for_again(
-    sleeps: VirtualSleep, rule: Rule, way: str
-) -> None:
+def test_a_200_instead_of_a_206_is_retried(sleeps: VirtualSleep, rule: Rule, way: str) -> None:
     with ScriptedS3(replace(rule)) as server:
         store = store_on(server, sleeps)
         server.put(key(NAME), b"0123456789")
         assert ranged(store, way) == b"234"
 
 
-def test_a_store_that_ignores_ranges_for_good_is_an_error(sleeps: VirtualSleep) -> None:
+def test_a_store_that_always_ignores_ranges_is_an_error(sleeps: VirtualSleep) -> None:
     script = Rule("GET", NAME, ignore="range", times=1000)
     with ScriptedS3(script) as server:
         store = store_on(server, sleeps)
         server.put(key(NAME), b"0123456789")
         with pytest.raises(ObjectStoreError, match=r"not of the range .* attempts in"):
             store.get(NAME, 2, 3)
-        script.times = script.hits  # as often as that may be
+        script.times = script.hits  # however many there were
 
 
 # O11: conditions
@@ -492,7 +474,7 @@ def inner(store: RetryingStore) -> CloudStore:
     return store.inner
 
 
-def test_O11_a_store_that_obeys_conditions_is_found_out(
+def test_O11_support_of_conditional_puts_is_found_out(
     server: ScriptedS3, sleeps: VirtualSleep
 ) -> None:
     store = store_on(server, sleeps)
@@ -503,13 +485,13 @@ def test_O11_a_store_that_obeys_conditions_is_found_out(
 
 
 @pytest.mark.parametrize("way", ["ignored", "501", "400"])
-def test_O11_where_conditions_are_unknown_the_store_is_asked_first(
+def test_O11_without_conditional_puts_the_store_is_asked_first(
     sleeps: VirtualSleep, way: str
 ) -> None:
     if way == "ignored":
         rule = Rule("PUT", ignore="if-none-match", times=1000)
     else:
-        # Only requests that have the condition: the first is that for the marker.
+        # The rule hits only requests with the condition; the first is the put of the marker.
         rule = Rule("PUT", status=int(way), code="NotImplemented", skip=0, times=1)
     probe = Rule("PUT", STORE_MARKER, status=rule.status, code="NotImplemented")
     script = (rule,) if way == "ignored" else (rule, Rule("PUT", STORE_MARKER), probe)
@@ -527,15 +509,15 @@ def test_O11_where_conditions_are_unknown_the_store_is_asked_first(
             rule.times = rule.hits
 
 
-def test_O11_a_conflict_is_tried_again(sleeps: VirtualSleep) -> None:
+def test_O11_a_conflict_is_retried(sleeps: VirtualSleep) -> None:
     with ScriptedS3(Rule("PUT", NAME, status=409, times=2)) as server:
         store = store_on(server, sleeps)
         store.put(NAME, [b"content"])
         assert server.objects[key(NAME)].content == b"content"
 
 
-def test_O11_a_conflict_is_no_lost_answer(sleeps: VirtualSleep) -> None:
-    """Whoever was faster with equal content has won."""
+def test_O11_a_conflict_is_not_a_lost_answer(sleeps: VirtualSleep) -> None:
+    """Another writer that was faster with equal content has won."""
     lost = Rule("PUT", NAME, act=lambda s: s.put(key(NAME), b"content"), status=409)
     with ScriptedS3(lost) as server:
         store = store_on(server, sleeps)
@@ -543,7 +525,7 @@ def test_O11_a_conflict_is_no_lost_answer(sleeps: VirtualSleep) -> None:
             store.put(NAME, [b"content"])
 
 
-def test_a_full_store_is_said_to_be_full(sleeps: VirtualSleep) -> None:
+def test_a_full_store_is_no_space(sleeps: VirtualSleep) -> None:
     with ScriptedS3(
         Rule("PUT", NAME, status=507), Rule("PUT", NAME, status=403, code="QuotaExceeded")
     ) as s:
@@ -554,7 +536,7 @@ def test_a_full_store_is_said_to_be_full(sleeps: VirtualSleep) -> None:
     assert sleeps.slept == []
 
 
-def test_a_leases_answer_that_was_lost_is_written_again(sleeps: VirtualSleep) -> None:
+def test_after_a_lost_answer_a_lease_is_written_again(sleeps: VirtualSleep) -> None:
     with ScriptedS3(Rule("PUT", LEASE, reset=True, done=True)) as server:
         store = store_on(server, sleeps)
         store.replace(LEASE, [b"one"])
@@ -565,7 +547,7 @@ def test_a_leases_answer_that_was_lost_is_written_again(sleeps: VirtualSleep) ->
 # O19, O20
 
 
-def test_O19_a_bucket_that_is_elsewhere_is_not_followed_with_our_data(sleeps: VirtualSleep) -> None:
+def test_O19_a_put_does_not_follow_a_redirect(sleeps: VirtualSleep) -> None:
     with (
         ScriptedS3() as elsewhere,
         ScriptedS3(Rule("PUT", NAME, status=307, headers={"Location": elsewhere.endpoint})) as s,
@@ -590,7 +572,7 @@ def test_O20_requests_under_way_are_bounded(
     assert server.busiest == 4
 
 
-def test_O20_a_place_that_never_gets_free_is_an_error(
+def test_O20_a_slot_that_never_gets_free_is_an_error(
     server: ScriptedS3, sleeps: VirtualSleep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = store_on(server, sleeps)
@@ -599,7 +581,7 @@ def test_O20_a_place_that_never_gets_free_is_an_error(
         store.get(NAME)
 
 
-def test_O20_every_way_out_of_a_read_frees_its_place(
+def test_O20_every_end_of_a_read_frees_its_slot(
     sleeps: VirtualSleep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = (Rule("GET", NAME, status=403), Rule("GET", NAME, keep=10, then="close"))
@@ -632,6 +614,8 @@ def test_S8_no_message_holds_a_secret(sleeps: VirtualSleep) -> None:
             error: BaseException | None = caught.value
             while error is not None:
                 assert "testing" not in f"{error} {error!r}"
-                assert isinstance(error, DieselError)  # the library's may hold signed addresses
+                assert isinstance(
+                    error, DieselError
+                )  # errors of the library may hold signed addresses
                 assert error.__suppress_context__ or error.__context__ is None
                 error = error.__cause__

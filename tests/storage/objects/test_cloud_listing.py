@@ -1,16 +1,15 @@
-"""Listings that a store in the cloud gives wrongly (FAULTS, O12): put right, or an error."""
+"""Wrong listings of a bucket (FAULTS, O12) are corrected, or an error."""
 
-import os
 import random
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 
 from diesel_fs.errors import ObjectStoreError
 from diesel_fs.format.object_names import STORE_MARKER
-from diesel_fs.storage.objects.cloud import requests as cloud_requests
 from diesel_fs.storage.objects.cloud.store import open_cloud
 from diesel_fs.storage.objects.retry import RetryingStore
 from tests.storage.objects.s3_server import credentials
@@ -18,6 +17,7 @@ from tests.storage.objects.scripted_s3 import Rule, ScriptedS3
 from tests.storage.objects.scripted_store import (
     CHUNKS,
     LEASE,
+    LIMITS,
     URL,
     VirtualSleep,
     chunk,
@@ -26,37 +26,23 @@ from tests.storage.objects.scripted_store import (
 )
 
 NAMES = sorted(chunk(f"{letter}{digit}") for letter in "abc" for digit in range(4))
+PAGES = replace(LIMITS, page_keys=5)
+"""The library returns pages of the server one by one, and does not join them."""
+
 _CONTENTS = re.compile(r"<Contents>.*?</Contents>", re.DOTALL)
 
 
-@pytest.fixture(autouse=True)
-def no_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if "proxy" in name.lower()]:
-        monkeypatch.delenv(name)
-
-
-@pytest.fixture
-def sleeps() -> VirtualSleep:
-    return VirtualSleep()
-
-
 def filled(server: ScriptedS3, sleeps: VirtualSleep, page_keys: int = 5) -> RetryingStore:
-    """A store with `NAMES`, in pages of some."""
-    store = store_on(server, sleeps)
+    """A store that holds `NAMES`, on a server that lists `page_keys` names in a page."""
+    store = store_on(server, sleeps, limits=PAGES)
     for name in NAMES:
         server.put(key(name), b"x")
     server.page_keys = page_keys
     return store
 
 
-@pytest.fixture
-def server() -> Iterator[ScriptedS3]:
-    with ScriptedS3() as server:
-        yield server
-
-
 def reordered(order: Callable[[list[str]], Sequence[str]]) -> Callable[[str], str]:
-    """An edit that changes a page's entries."""
+    """An edit of a page that reorders or changes its entries."""
 
     def edit(page: str) -> str:
         entries = _CONTENTS.findall(page)
@@ -66,7 +52,7 @@ def reordered(order: Callable[[list[str]], Sequence[str]]) -> Callable[[str], st
 
 
 def always(edit: Callable[[str], str]) -> Rule:
-    """Every listing, however many there are: `ended` says that there were some."""
+    """A rule for every listing, however many there are; `ended` asserts that there were some."""
     return Rule("GET", "list-type=2", edit=edit, times=1 << 30)
 
 
@@ -75,22 +61,19 @@ def ended(rule: Rule) -> None:
     rule.times = rule.hits
 
 
-def test_pages_are_fetched_as_they_are_needed(
-    server: ScriptedS3, sleeps: VirtualSleep, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cloud_requests, "_PAGE_KEYS", 5)
+def test_pages_are_fetched_as_they_are_needed(server: ScriptedS3, sleeps: VirtualSleep) -> None:
     store = filled(server, sleeps)
     listing = store.names(CHUNKS)
     assert next(listing) == NAMES[0]
     assert len(server.asked) == 1
     assert [*listing] == NAMES[1:]
-    assert len(server.asked) == 4  # three pages, and nothing behind the last name
+    assert len(server.asked) == 4  # three pages, and an empty one behind the last name
     server.asked.clear()
     assert [*store.names(CHUNKS, NAMES[6])] == NAMES[7:]
     assert server.asked[0].query["start-after"] == key(NAMES[6])
 
 
-def test_O12_a_listing_that_ends_too_early_is_gone_on_with(sleeps: VirtualSleep) -> None:
+def test_O12_a_listing_that_ends_too_early_is_continued(sleeps: VirtualSleep) -> None:
     def cut(page: str) -> str:
         return re.sub("<NextContinuationToken>.*?</NextContinuationToken>", "", page).replace(
             "<IsTruncated>true", "<IsTruncated>false"
@@ -113,7 +96,7 @@ def test_O12_a_listing_that_ends_too_early_is_gone_on_with(sleeps: VirtualSleep)
     ids=["backwards", "page twice", "each twice", "shuffled"],
 )
 @pytest.mark.parametrize("page_keys", [4, 1000])
-def test_O12_what_comes_in_no_order_is_sorted_or_an_error(
+def test_O12_an_unordered_listing_is_sorted_or_an_error(
     sleeps: VirtualSleep, order: Callable[[list[str]], Sequence[str]], page_keys: int
 ) -> None:
     rule = always(reordered(order))
@@ -121,12 +104,12 @@ def test_O12_what_comes_in_no_order_is_sorted_or_an_error(
         store = filled(server, sleeps, page_keys)
         with suppress(ObjectStoreError):
             assert [*store.names(CHUNKS)] == NAMES
-        assert [*store.names(CHUNKS)] == NAMES  # from the first fault on all is read first
+        assert [*store.names(CHUNKS)] == NAMES  # after the first fault all is read and sorted
         ended(rule)
 
 
-def test_O12_what_was_passed_over_is_never_left_out_silently(sleeps: VirtualSleep) -> None:
-    """The second name comes last, after others have been given out."""
+def test_O12_a_skipped_name_is_an_error(sleeps: VirtualSleep) -> None:
+    """The second name comes last, after others have been yielded."""
     rule = always(reordered(lambda entries: [*entries[:1], *entries[2:], *entries[1:2]]))
     with ScriptedS3(rule) as server:
         store = filled(server, sleeps, 1000)
@@ -138,8 +121,8 @@ def test_O12_what_was_passed_over_is_never_left_out_silently(sleeps: VirtualSlee
         ended(rule)
 
 
-def test_O12_a_page_that_comes_again_is_merged(server: ScriptedS3, sleeps: VirtualSleep) -> None:
-    """A token that leads back to the page before."""
+def test_O12_a_repeated_page_is_merged(server: ScriptedS3, sleeps: VirtualSleep) -> None:
+    """A continuation token leads back to the page before."""
     pages: list[str] = []
 
     def again(page: str) -> str:
@@ -153,7 +136,7 @@ def test_O12_a_page_that_comes_again_is_merged(server: ScriptedS3, sleeps: Virtu
     ended(rule)
 
 
-def test_O12_a_page_that_comes_for_ever_is_an_error(
+def test_O12_a_page_that_repeats_for_ever_is_an_error(
     server: ScriptedS3, sleeps: VirtualSleep
 ) -> None:
     pages: list[str] = []
@@ -208,7 +191,7 @@ def test_O12_a_listing_of_everything_has_the_marker(sleeps: VirtualSleep) -> Non
 
 
 @pytest.mark.parametrize("page", ["", "no XML", "<ListBucketResult><Contents><Key>a"])
-def test_O12_what_is_no_listing_is_an_error(sleeps: VirtualSleep, page: str) -> None:
+def test_O12_an_answer_that_is_not_a_listing_is_an_error(sleeps: VirtualSleep, page: str) -> None:
     rule = always(lambda _: page)
     with ScriptedS3(rule) as server:
         with pytest.raises(ObjectStoreError, match="no listing"):
@@ -226,20 +209,14 @@ def test_O12_a_page_that_fails_is_asked_for_again(sleeps: VirtualSleep, status: 
     assert len(sleeps.slept) == 2
 
 
-def test_O12_a_token_that_is_refused_is_done_without(
-    sleeps: VirtualSleep, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cloud_requests, "_PAGE_KEYS", 5)  # else three pages come as one
+def test_O12_a_refused_continuation_token_is_not_used_again(sleeps: VirtualSleep) -> None:
     refused = Rule("GET", "continuation-token", status=400, code="InvalidArgument", times=2)
     with ScriptedS3(refused) as server:
         assert [*filled(server, sleeps).names(CHUNKS)] == NAMES
     assert len(sleeps.slept) == 2
 
 
-def test_O1_expired_credentials_in_a_listing_are_read_again(
-    sleeps: VirtualSleep, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cloud_requests, "_PAGE_KEYS", 5)
+def test_O1_expired_credentials_in_a_listing_are_read_again(sleeps: VirtualSleep) -> None:
     environ: dict[str, str] = {}
 
     def renew(server: ScriptedS3) -> None:
@@ -249,7 +226,7 @@ def test_O1_expired_credentials_in_a_listing_are_read_again(
     with ScriptedS3(expired) as server:
         filled(server, sleeps)
         environ |= credentials(server.endpoint)
-        assert [*open_cloud(URL, environ=environ).names(CHUNKS)] == NAMES
+        assert [*open_cloud(URL, environ=environ, limits=PAGES).names(CHUNKS)] == NAMES
         asked = [each.headers["authorization"] for each in server.asked]
         renewed = ["Credential=renewed/" in each for each in asked]
         assert renewed[-5:] == [False, False, True, True, True]
@@ -260,9 +237,7 @@ def test_O12_a_page_that_breaks_off_is_asked_for_again(sleeps: VirtualSleep) -> 
         assert [*filled(server, sleeps).names(CHUNKS)] == NAMES
 
 
-def test_listings_follow_what_was_changed_meanwhile(
-    server: ScriptedS3, sleeps: VirtualSleep
-) -> None:
+def test_a_listing_sees_changes_made_meanwhile(server: ScriptedS3, sleeps: VirtualSleep) -> None:
     store = filled(server, sleeps, 2)
     listing = store.names(CHUNKS)
     assert next(listing) == NAMES[0]
@@ -275,7 +250,7 @@ def test_listings_follow_what_was_changed_meanwhile(
     assert found == sorted(found)
 
 
-def test_B10_foreign_keys_are_passed_over_and_named(
+def test_B10_foreign_keys_are_left_out_and_reported(
     server: ScriptedS3, sleeps: VirtualSleep
 ) -> None:
     store = filled(server, sleeps)
@@ -305,7 +280,7 @@ def test_B10_foreign_keys_are_passed_over_and_named(
     assert [*store.foreign(CHUNKS)] == [f"{CHUNKS}aaaa/short"]
 
 
-def test_a_key_that_cannot_be_listed_is_named_as_the_cause(
+def test_a_key_that_cannot_be_listed_is_named_in_the_error(
     server: ScriptedS3, sleeps: VirtualSleep
 ) -> None:
     store = filled(server, sleeps)

@@ -1,54 +1,41 @@
-"""Objects that are too large for one request: whole or not there, whatever breaks on the way."""
+"""Objects that are put in several parts: they are there whole or not at all, whatever fails."""
 
-import os
 import random
-from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
 from diesel_fs.errors import ObjectExists, ObjectMissing, ObjectStoreError
-from diesel_fs.storage.objects.cloud import requests as cloud_requests
-from diesel_fs.storage.objects.cloud import store as cloud
+from diesel_fs.storage.objects.cloud.requests import AttemptLimits
 from diesel_fs.storage.objects.cloud.store import open_cloud
+from diesel_fs.storage.objects.retry import RetryingStore
 from tests.storage.objects.s3_server import Server
 from tests.storage.objects.scripted_s3 import Rule, ScriptedS3
-from tests.storage.objects.scripted_store import VirtualSleep, chunk, key, store_on
+from tests.storage.objects.scripted_store import LIMITS, VirtualSleep, chunk, key
+from tests.storage.objects.scripted_store import store_on as store_with_limits
 
 NAME = chunk("aaaa")
 PART = 5 << 20  # S3 takes no smaller ones but the last
 CONTENT = random.Random(1).randbytes(3 * PART + 12345)
+SMALL_PARTS = replace(LIMITS, put_bytes_max=PART, part_bytes=PART)
 PIECES = [CONTENT[:7], CONTENT[7 : 2 * PART + 1], CONTENT[2 * PART + 1 :]]
 
 
-@pytest.fixture(autouse=True)
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if "proxy" in name.lower()]:
-        monkeypatch.delenv(name)
-    monkeypatch.setattr(cloud, "ONE_REQUEST_BYTES_MAX", PART)
-    monkeypatch.setattr(cloud_requests, "PART_BYTES", PART)
-
-
-@pytest.fixture
-def sleeps() -> VirtualSleep:
-    return VirtualSleep()
-
-
-@pytest.fixture
-def server() -> Iterator[ScriptedS3]:
-    """One without a script."""
-    with ScriptedS3() as server:
-        yield server
+def store_on(server: ScriptedS3, sleeps: VirtualSleep) -> RetryingStore:
+    """A new store that puts objects larger than `PART` in parts."""
+    return store_with_limits(server, sleeps, limits=SMALL_PARTS)
 
 
 def part_requests(server: ScriptedS3) -> list[int]:
-    """The numbers of parts that came, ascending."""
+    """The numbers of the parts that the server got, ascending."""
     return sorted(
         int(each.query["partNumber"]) for each in server.asked if "partNumber" in each.query
     )
 
 
-def test_a_large_object_over_a_whole_s3_server(s3: Server) -> None:
-    store = open_cloud(s3.place(), create=True, environ=s3.environ)
+def test_a_large_object_on_a_complete_s3_server(s3: Server) -> None:
+    limits = AttemptLimits(put_bytes_max=PART, part_bytes=PART)
+    store = open_cloud(s3.place(), create=True, environ=s3.environ, limits=limits)
     store.put(NAME, PIECES)
     assert store.get(NAME) == CONTENT
     assert store.get(NAME, PART - 3, 10) == CONTENT[PART - 3 : PART + 7]
@@ -58,7 +45,9 @@ def test_a_large_object_over_a_whole_s3_server(s3: Server) -> None:
     store.delete(NAME)
 
 
-def test_what_fits_one_request_goes_in_one(server: ScriptedS3, sleeps: VirtualSleep) -> None:
+def test_an_object_that_fits_one_request_is_put_in_one(
+    server: ScriptedS3, sleeps: VirtualSleep
+) -> None:
     store = store_on(server, sleeps)
     store.put(NAME, [CONTENT[:PART]])
     assert [each.method for each in server.asked] == ["PUT"]
@@ -69,7 +58,7 @@ def test_what_fits_one_request_goes_in_one(server: ScriptedS3, sleeps: VirtualSl
     assert not server.uploads
 
 
-def test_what_is_there_is_not_replaced(server: ScriptedS3, sleeps: VirtualSleep) -> None:
+def test_an_existing_object_is_not_replaced(server: ScriptedS3, sleeps: VirtualSleep) -> None:
     server_content = b"another's"
     store = store_on(server, sleeps)
     server.put(key(NAME), server_content)
@@ -80,7 +69,7 @@ def test_what_is_there_is_not_replaced(server: ScriptedS3, sleeps: VirtualSleep)
 
 
 @pytest.mark.parametrize("where", ["uploads", "partNumber=2", "uploadId"])
-def test_O3_a_request_that_fails_is_tried_again_with_the_whole(
+def test_O3_after_a_failed_request_the_whole_put_is_repeated(
     sleeps: VirtualSleep, where: str
 ) -> None:
     method = "PUT" if where == "partNumber=2" else "POST"
@@ -91,7 +80,7 @@ def test_O3_a_request_that_fails_is_tried_again_with_the_whole(
     assert len(sleeps.slept) == 1
 
 
-def test_O3_what_goes_on_failing_leaves_no_object_and_no_upload(sleeps: VirtualSleep) -> None:
+def test_O3_a_put_that_keeps_failing_leaves_no_object_and_no_upload(sleeps: VirtualSleep) -> None:
     rule = Rule("PUT", "partNumber=3", status=500, times=1 << 30)
     with ScriptedS3(rule) as server:
         store = store_on(server, sleeps)
@@ -99,13 +88,13 @@ def test_O3_what_goes_on_failing_leaves_no_object_and_no_upload(sleeps: VirtualS
             store.put(NAME, PIECES)
         with pytest.raises(ObjectMissing):
             store.stat(NAME)
-        assert not server.uploads, "they are given up, which the bucket would be charged for"
+        assert not server.uploads, "an upload is left, for which the bucket is charged"
         assert rule.hits
         rule.times = rule.hits
 
 
-def test_O4_a_last_answer_that_was_lost_is_no_failure(sleeps: VirtualSleep) -> None:
-    """The object is there, and ours: its content says so."""
+def test_O4_a_lost_last_answer_is_no_failure(sleeps: VirtualSleep) -> None:
+    """The object exists and has our content, so the put has succeeded."""
     with ScriptedS3(Rule("POST", "uploadId", reset=True, done=True)) as server:
         store = store_on(server, sleeps)
         store.put(NAME, PIECES)

@@ -1,4 +1,4 @@
-"""URLs of stores in the cloud, and what of the user's environment counts."""
+"""URLs of buckets, and endpoint and credentials from the environment and the AWS profile."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ S3 = BucketLocation("s3", "bucket", "")
         ("az://container/prefix", BucketLocation("az", "container", "prefix")),
     ],
 )
-def test_a_url_names_a_place(url: str, place: BucketLocation) -> None:
+def test_a_url_is_parsed_into_a_location(url: str, place: BucketLocation) -> None:
     assert parse_bucket_url(url) == place
     assert parse_bucket_url(str(place)) == place
 
@@ -60,7 +60,7 @@ def test_a_url_names_a_place(url: str, place: BucketLocation) -> None:
         "s3://bucket/" + "a/" * 300,
     ],
 )
-def test_what_names_none_is_refused_without_repeating_secrets(url: str) -> None:
+def test_a_bad_url_is_refused_without_repeating_secrets(url: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_bucket_url(url)
     assert "hunter2" not in str(caught.value)
@@ -85,7 +85,7 @@ def test_keys_lie_below_the_prefix() -> None:
         ),
     ],
 )
-def test_plain_http_is_what_the_endpoint_says(
+def test_plain_http_is_used_only_for_an_http_endpoint(
     environ: dict[str, str], host: str, plain_http: bool
 ) -> None:
     access = resolve_access(S3, environ)
@@ -95,7 +95,7 @@ def test_plain_http_is_what_the_endpoint_says(
 @pytest.mark.parametrize(
     "endpoint", ["minio:9000", "ftp://host", "https://", "https://me:hunter2@host", "http://h:x"]
 )
-def test_an_endpoint_that_is_none_is_refused(endpoint: str) -> None:
+def test_a_bad_endpoint_is_refused(endpoint: str) -> None:
     for scheme, name in (("s3", "AWS_ENDPOINT_URL"), ("az", "AZURE_STORAGE_ENDPOINT")):
         with pytest.raises(ConfigError) as caught:
             resolve_access(parse_bucket_url(f"{scheme}://bucket"), {name: endpoint})
@@ -103,7 +103,7 @@ def test_an_endpoint_that_is_none_is_refused(endpoint: str) -> None:
 
 
 def profiles(home: Path) -> dict[str, str]:
-    """A home with two profiles."""
+    """The environment of a user whose home folder has two AWS profiles."""
     (home / ".aws").mkdir()
     (home / ".aws" / "config").write_text(
         "[default]\nregion = eu-west-1\n[profile lab]\nendpoint_url = https://lab:9000\n"
@@ -115,7 +115,7 @@ def profiles(home: Path) -> dict[str, str]:
     return {"HOME": str(home)}
 
 
-def test_the_users_profile_counts(tmp_path: Path) -> None:
+def test_the_users_aws_profile_is_read(tmp_path: Path) -> None:
     environ = profiles(tmp_path)
     assert resolve_access(S3, environ).options == {
         "region": "eu-west-1",
@@ -128,7 +128,7 @@ def test_the_users_profile_counts(tmp_path: Path) -> None:
     assert resolve_access(S3, {**environ, "AWS_PROFILE": "none"}).options == {"region": "us-east-1"}
 
 
-def test_the_environment_counts_before_the_profile(tmp_path: Path) -> None:
+def test_the_environment_wins_over_the_profile(tmp_path: Path) -> None:
     environ = {**profiles(tmp_path), "AWS_REGION": "us-west-2"}
     keys = {"AWS_ACCESS_KEY_ID": "mine", "AWS_SECRET_ACCESS_KEY": "my secret"}
     assert resolve_access(S3, {**environ, **keys}).options == {

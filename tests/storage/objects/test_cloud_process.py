@@ -1,6 +1,6 @@
-"""What a store in the cloud does to the process it is used in: forks, memory.
+"""Buckets and the process that uses them: forked children, memory, and threads.
 
-Each in a program of its own, since the library's runtime stays in a process for ever.
+Each test runs a program of its own, since the library's runtime stays in a process for ever.
 """
 
 import subprocess
@@ -24,11 +24,11 @@ from diesel_fs.storage.objects.cloud.requests import CloudRequests
 
 NAME = {NAME!r}
 def unused():
-    "A store of which nothing has been asked."
+    "A store that has sent no request."
     return CloudStore(CloudRequests(parse_bucket_url({URL!r})), uuid.uuid4())
 
 def in_child(act):
-    "What a forked child says within 5 seconds; a hanging one is killed."
+    "What a forked child returns within 5 seconds; a child that hangs is killed."
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -49,9 +49,9 @@ FORKED = "before this process was forked"
 
 
 def run(code: str, server: ScriptedS3) -> str:
-    """What a program prints."""
+    """What the program prints."""
     environ = {**without_proxies(), **credentials(server.endpoint), "PYTHONPATH": str(TREE)}
-    environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy's are none of this
+    environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy's threads would be counted
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", PRELUDE + code]
     done = subprocess.run(
         command, env=environ, capture_output=True, text=True, timeout=60, check=False
@@ -63,10 +63,10 @@ def run(code: str, server: ScriptedS3) -> str:
 @pytest.mark.parametrize(
     ("code", "said"),
     [
-        # Nothing was asked before the fork: the child is as good as any process.
+        # The parent has sent nothing before the fork: the child can send requests.
         ("print(in_child(lambda: unused().get(NAME)))", "content"),
         ("store = unused(); print(in_child(lambda: store.get(NAME)))", "content"),
-        # Also while it works, and when it is gone, the parent has not lost anything.
+        # The parent can still send requests, and so can its next child.
         (
             (
                 "store = unused(); a = in_child(lambda: store.get(NAME))\n"
@@ -74,7 +74,7 @@ def run(code: str, server: ScriptedS3) -> str:
             ),
             "content content content",
         ),
-        # Something was asked: the child is told, at once, with any store.
+        # The parent has sent a request: the child gets an error at once, with any store.
         ("store = unused(); store.get(NAME); print(in_child(lambda: store.get(NAME)))", FORKED),
         ("unused().get(NAME); print(in_child(lambda: unused().get(NAME)))", FORKED),
         (
@@ -97,7 +97,7 @@ def run(code: str, server: ScriptedS3) -> str:
             ),
             FORKED,
         ),
-        # And the parent goes on.
+        # The parent can go on sending requests.
         (
             (
                 "store = unused(); store.get(NAME); in_child(lambda: store.get(NAME))\n"
@@ -107,7 +107,7 @@ def run(code: str, server: ScriptedS3) -> str:
         ),
     ],
 )
-def test_Z9_a_forked_child_works_or_is_told(code: str, said: str) -> None:
+def test_Z9_a_forked_child_works_or_gets_an_error_at_once(code: str, said: str) -> None:
     with ScriptedS3() as server:
         server.put(key(NAME), b"content")
         assert said in run("assert not unused().fork_safe\n" + code, server)
@@ -115,7 +115,7 @@ def test_Z9_a_forked_child_works_or_is_told(code: str, said: str) -> None:
 
 MEASURE = """
 def peak_bytes(act):
-    "By how much the most memory that was in use grows."
+    "By how many bytes the peak of resident memory grows."
     def status(name):
         for line in open("/proc/self/status"):
             if line.startswith(name + ":"):
@@ -134,7 +134,7 @@ store.put("datasets/" + "0" * 32 + "/DATASET", [b"x" * 100_000])
 
 
 def test_a_large_object_is_not_copied() -> None:
-    """Neither on its way out (some 0 MiB were measured) nor in (3 MiB)."""
+    """A put was measured to take 0 MiB of memory beside the object, and a read 3 MiB."""
     code = (
         MEASURE
         + """
@@ -170,7 +170,7 @@ print(peak_bytes(act))
         assert int(run(code, server)) < 8 << 20
 
 
-def test_importing_asks_nothing_and_starts_nothing() -> None:
+def test_importing_sends_nothing_and_starts_no_thread() -> None:
     code = "unused(); print(len(os.listdir('/proc/self/task')))"
     with ScriptedS3() as server:
         assert run(code, server) == "1\n"

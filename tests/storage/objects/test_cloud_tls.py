@@ -1,4 +1,5 @@
-"""Stores behind TLS (FAULTS, O19 and S3): whom a client believes, and where it does not follow."""
+"""Buckets behind TLS (FAULTS, O19 and S3): which certificates are trusted, and which redirects
+are followed."""
 
 import ipaddress
 import os
@@ -33,7 +34,7 @@ except DieselError as error:
 
 
 def make_certificate(file: Path) -> None:
-    """A certificate for this machine's loopback, with its key, signed by itself."""
+    """Write a self-signed certificate for the loopback address, and its key."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "loopback")])
     now = datetime.now(UTC)
@@ -56,14 +57,14 @@ def make_certificate(file: Path) -> None:
 
 
 class Redirecting(ThreadingHTTPServer):
-    """Sends everybody somewhere else, by TLS, and counts them."""
+    """A TLS server that redirects every request, and counts them."""
 
     daemon_threads = True
     elsewhere = ""
     asked = 0
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Clients that do not trust it hang up."""
+        """Nothing: clients that do not trust the certificate hang up."""
 
 
 class _Redirect(BaseHTTPRequestHandler):
@@ -77,7 +78,7 @@ class _Redirect(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, *args: object) -> None:
-        """Quiet."""
+        """Nothing."""
 
 
 @pytest.fixture
@@ -100,7 +101,7 @@ def redirecting(tmp_path: Path) -> Iterator[Redirecting]:
 def test_O19_https_does_not_become_http(
     redirecting: Redirecting, tmp_path: Path, trusted: bool, complaint: str
 ) -> None:
-    """Nor is a certificate believed that nobody vouches for. Both are said at once."""
+    """An untrusted certificate is refused, too. Neither is retried."""
     environ = without_proxies() | credentials(f"https://127.0.0.1:{redirecting.server_port}")
     environ |= {"PYTHONPATH": str(TREE)}
     if trusted:

@@ -1,8 +1,8 @@
 """FAULTS A2, A3: the folder store killed at every system call that changes something.
 
-strace kills the child at the n-th call of a kind; a first run without a kill tells how many there
-are. Whatever the moment: the object is absent or whole, a lease is old or new, and what is left
-over is a temporary that names its writer.
+strace kills the child at the n-th system call of a kind; a first run without a kill counts the
+calls. Whenever the kill comes, the object is absent or whole, a lease is old or new, and a leftover
+file has a name that says which process wrote it.
 """
 
 import os
@@ -61,7 +61,7 @@ def _strace_works() -> None:
 
 
 def steps(tmp_path: Path, method: str, name: str, prepared: FolderStore) -> list[tuple[str, int]]:
-    """Every changing call of one undisturbed run, as (kind, n-th of its kind)."""
+    """Each system call of an undisturbed run that changes something, as (kind, n-th of it)."""
     log, root = tmp_path / "log", tmp_path / "rehearsal"
     shutil.copytree(prepared.root, root)
     status, printed = strace(log, root, method, name)

@@ -1,5 +1,4 @@
-"""The folder store writes large objects past the page cache where that is possible, and the same
-bytes where it is not."""
+"""A folder store writes large objects with O_DIRECT if it can, and the same bytes if it cannot."""
 
 import errno
 import fcntl
@@ -28,10 +27,10 @@ def store(tmp_path: Path) -> FolderStore:
 
 
 class Writes:
-    """Stands in for os.write: remembers whether each write was direct, and may refuse or cut it."""
+    """A replacement of os.write that records direct writes, and may refuse or shorten them."""
 
     def __init__(self) -> None:
-        self.direct: list[int] = []  # bytes of each
+        self.direct: list[int] = []  # bytes of each direct write
         self.refused_from = 1 << 30  # the first write that fails
         self.code = errno.EINVAL
         self.bytes_max = 1 << 30
@@ -46,16 +45,16 @@ class Writes:
         return self.direct[-1]
 
 
-def lies_on(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take every folder for one of a file system of this kind."""
+def pretend_file_system(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make every folder appear to lie on a file system of this kind."""
     found = FileSystem(kind, frozenset())
     monkeypatch.setattr("diesel_fs.storage.objects.direct_writes.file_system_of", lambda _: found)
 
 
 @pytest.fixture
 def writes(store: FolderStore, monkeypatch: pytest.MonkeyPatch) -> Writes:
-    """The writes of a store on a file system that has O_DIRECT."""
-    lies_on("ext4", monkeypatch)
+    """The writes of a store on a file system with O_DIRECT."""
+    pretend_file_system("ext4", monkeypatch)
     probe = os.open(store.root, os.O_RDWR | os.O_TMPFILE)
     try:
         fcntl.fcntl(probe, fcntl.F_SETFL, os.O_DIRECT)
@@ -84,17 +83,17 @@ def test_large_objects_are_written_past_the_page_cache(
 
 
 @pytest.mark.parametrize("kind", ["nfs4", "fuse.sshfs", "lustre", "tmpfs", "overlay", "9p", ""])
-def test_other_file_systems_are_written_through_the_page_cache(
+def test_on_other_file_systems_the_page_cache_is_used(
     store: FolderStore, writes: Writes, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """They may have O_DIRECT, too, but nobody knows what it costs there."""
-    lies_on(kind, monkeypatch)
+    """They may have O_DIRECT, too, but its cost there is unknown."""
+    pretend_file_system(kind, monkeypatch)
     store.put(NAME, parts_of(SIZES[-1]))
     assert writes.direct == []
     assert store.get(NAME) == b"".join(parts_of(SIZES[-1]))
 
 
-def test_a_folder_that_is_linked_to_another_disk_goes_by_that(
+def test_a_folder_linked_to_another_disk_follows_that_disks_file_system(
     store: FolderStore, writes: Writes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     elsewhere = tmp_path / "elsewhere"
@@ -116,10 +115,10 @@ def test_a_folder_that_is_linked_to_another_disk_goes_by_that(
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM])
 @pytest.mark.parametrize("size", SIZES)
-def test_a_file_system_without_direct_writes_is_taken(
+def test_a_file_system_without_direct_writes_works(
     store: FolderStore, monkeypatch: pytest.MonkeyPatch, size: int, code: int
 ) -> None:
-    lies_on("xfs", monkeypatch)
+    pretend_file_system("xfs", monkeypatch)
     real = fcntl.fcntl
 
     def refuse(fd: int, command: int, value: int = 0) -> int:
@@ -134,7 +133,7 @@ def test_a_file_system_without_direct_writes_is_taken(
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.EOPNOTSUPP, errno.EIO])
 @pytest.mark.parametrize("refused_from", [0, 1, 3])
-def test_a_disk_with_larger_blocks_is_taken(
+def test_a_disk_that_refuses_direct_writes_works(
     store: FolderStore, writes: Writes, refused_from: int, code: int
 ) -> None:
     writes.refused_from, writes.code = refused_from, code
@@ -144,7 +143,7 @@ def test_a_disk_with_larger_blocks_is_taken(
 
 
 @pytest.mark.parametrize("bytes_max", [BLOCK, MIB - BLOCK])
-def test_short_direct_writes_are_gone_on_with(
+def test_short_direct_writes_are_continued(
     store: FolderStore, writes: Writes, bytes_max: int
 ) -> None:
     writes.bytes_max = bytes_max
@@ -156,7 +155,7 @@ def test_short_direct_writes_are_gone_on_with(
 def test_a_disk_that_fills_up_in_a_direct_write_is_an_error(
     store: FolderStore, writes: Writes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same is written again through the page cache, and fails again."""
+    """The same bytes are then written through the page cache, which fails, too."""
     writes.refused_from, writes.code = 2, errno.ENOSPC
 
     def full(fd: int, views: Sequence[Bytes]) -> int:
@@ -170,10 +169,10 @@ def test_a_disk_that_fills_up_in_a_direct_write_is_an_error(
     assert not list(store.leftovers())
 
 
-def test_what_is_written_past_the_page_cache_is_synced_before_it_shows(
+def test_direct_writes_are_synced_before_the_object_is_visible(
     store: FolderStore, writes: Writes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The end of it is not, and the file's length lies in the journal."""
+    """O_DIRECT does not replace fsync: the last bytes and the file's length are not on the disk."""
     synced: list[int] = []
     real_sync, real_link = os.fsync, os.link
 
@@ -192,10 +191,10 @@ def test_what_is_written_past_the_page_cache_is_synced_before_it_shows(
     assert os.stat(Path(store.root, NAME)).st_ino in synced
 
 
-def test_threads_and_forks_write_from_buffers_of_their_own(
+def test_each_thread_and_forked_child_has_a_buffer_of_its_own(
     store: FolderStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lies_on("ext4", monkeypatch)
+    pretend_file_system("ext4", monkeypatch)
     names = [NAME[:-1] + f"{number}" for number in range(8)]
 
     def put(name: str) -> None:

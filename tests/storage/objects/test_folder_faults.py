@@ -1,4 +1,4 @@
-"""The folder store when the operating system says no: FAULTS O15, and what each errno becomes."""
+"""A folder store when system calls fail: FAULTS O15, and which error each errno becomes."""
 
 import errno
 import os
@@ -37,7 +37,7 @@ def store(tmp_path: Path) -> FolderStore:
 
 
 class Syncs:
-    """Stands in for os.fsync and fails where told to; remembers what was synced."""
+    """A replacement of os.fsync that records the synced paths, and fails as a test asks."""
 
     def __init__(self, root: str) -> None:
         self.root = root
@@ -63,14 +63,14 @@ class Syncs:
 
 @pytest.fixture
 def syncs(store: FolderStore, monkeypatch: pytest.MonkeyPatch) -> Syncs:
-    """os.fsync under the test's control."""
+    """Replaces os.fsync."""
     made = Syncs(store.root)
     monkeypatch.setattr(os, "fsync", made)
     return made
 
 
 def assert_untouched(store: FolderStore) -> None:
-    """Nothing but what stood there before is there, temporaries included."""
+    """Assert that the store holds only the object of before, and no temporary file."""
     assert [*store.names(DATASET)] == [OTHER]
     assert [*store.leftovers()] == []
     assert sorted(os.listdir(f"{store.root}/{CHUNKS}")) == [OTHER.rpartition("/")[2]]
@@ -89,7 +89,7 @@ def test_new_folders_are_synced_in_their_parents(store: FolderStore, syncs: Sync
     above = [".", "datasets", DATASET, f"{DATASET}/chunks"]
     assert [path for path in syncs.paths if "/.tmp-" not in path] == [*above, CHUNKS]
     fresh.put(NAME[:-1] + "z", PARTS)
-    assert len(syncs.paths) == 8, "folders that are known to be durable were synced again"
+    assert len(syncs.paths) == 8, "folders known to be durable are not synced again"
 
 
 def test_O15_fsync_error_writes_again_under_a_new_name(store: FolderStore, syncs: Syncs) -> None:
@@ -97,7 +97,9 @@ def test_O15_fsync_error_writes_again_under_a_new_name(store: FolderStore, syncs
     store.put(NAME, PARTS)
     assert syncs.hits == 1
     temporaries = [path for path in syncs.paths if "/.tmp-" in path]
-    assert len(temporaries) == len(set(temporaries)) == 2, "a failed fsync was asked again"
+    assert len(temporaries) == len(set(temporaries)) == 2, (
+        "after a failed fsync a new file is written"
+    )
     assert store.get(NAME) == b"something"
     assert [*store.leftovers()] == []
 
@@ -176,7 +178,7 @@ def test_no_space_at_fsync_is_not_tried_again(store: FolderStore, syncs: Syncs, 
     assert_untouched(store)
 
 
-def test_a_file_system_that_cannot_sync_folders_is_taken(store: FolderStore, syncs: Syncs) -> None:
+def test_a_file_system_that_cannot_sync_folders_works(store: FolderStore, syncs: Syncs) -> None:
     syncs.code, syncs.fails = errno.EINVAL, lambda path, before: path != "temporary"
     FolderStore.open(store.root).put(NAME, PARTS)
     assert syncs.hits == 5
@@ -227,7 +229,7 @@ def test_every_errno_becomes_an_error_of_the_tree(
     assert_untouched(store)
 
 
-def test_short_writes_and_reads_are_gone_on_with(
+def test_short_writes_and_reads_are_continued(
     store: FolderStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writev, preadv = os.writev, os.preadv
@@ -268,7 +270,7 @@ def test_a_file_system_without_hard_links(
     assert [*store.leftovers()] == []
 
 
-def test_a_link_whose_answer_was_lost_is_our_own(
+def test_a_link_whose_answer_was_lost_has_succeeded(
     store: FolderStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link = os.link
@@ -283,7 +285,7 @@ def test_a_link_whose_answer_was_lost_is_our_own(
     assert [*store.leftovers()] == []
 
 
-def test_a_folder_that_was_removed_meanwhile_is_made_again(store: FolderStore) -> None:
+def test_a_removed_folder_is_made_again(store: FolderStore) -> None:
     shutil.rmtree(f"{store.root}/datasets")
     store.put(NAME, PARTS)
     assert [*store.names("datasets/")] == [NAME]
@@ -308,7 +310,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         yield point
 
 
-def test_a_full_disk_takes_nothing_and_says_so(disk: Path) -> None:
+def test_a_full_disk_is_an_error_and_leaves_nothing(disk: Path) -> None:
     store = FolderStore.create(disk / "store")
     with pytest.raises(NoSpaceError) as caught:
         store.put(NAME, [bytes(100_000)] * 30)
@@ -319,7 +321,7 @@ def test_a_full_disk_takes_nothing_and_says_so(disk: Path) -> None:
     assert store.stat(NAME).bytes == 300_000
 
 
-def test_O16_a_read_only_file_system_is_read(disk: Path) -> None:
+def test_O16_a_store_on_a_read_only_file_system_can_be_read(disk: Path) -> None:
     FolderStore.create(disk / "store").put(NAME, PARTS)
     remount(disk, "ro")
     store = FolderStore.open(disk / "store")

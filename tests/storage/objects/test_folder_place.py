@@ -1,4 +1,5 @@
-"""Where a folder store lies and what else lies there: FAULTS O16, O17, B10, leftovers, listings."""
+"""The folder of a store: missing, unmounted, linked, read-only, or with other files in it (FAULTS
+O16, O17, B10); leftovers; large listings."""
 
 import os
 import shutil
@@ -46,7 +47,7 @@ def store(tmp_path: Path) -> FolderStore:
 # The marker
 
 
-def test_O16_an_empty_folder_is_no_store(tmp_path: Path) -> None:
+def test_O16_an_empty_folder_is_not_a_store(tmp_path: Path) -> None:
     with pytest.raises(ObjectMissing, match="mounted") as caught:
         FolderStore.open(tmp_path)
     assert caught.value.exit_code == 13
@@ -56,7 +57,7 @@ def test_O16_an_empty_folder_is_no_store(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_create_makes_a_store_of_an_absent_or_empty_folder(tmp_path: Path) -> None:
+def test_create_makes_a_store_in_an_absent_or_empty_folder(tmp_path: Path) -> None:
     absent = FolderStore.create(tmp_path / "one" / "two")
     assert FolderStore.open(tmp_path / "one" / "two").store_id == absent.store_id
     (tmp_path / "disk" / "lost+found").mkdir(parents=True)
@@ -64,7 +65,7 @@ def test_create_makes_a_store_of_an_absent_or_empty_folder(tmp_path: Path) -> No
     FolderStore.create(tmp_path / "disk").put(NAME, [b"x"])
 
 
-def test_create_opens_the_store_that_is_there(store: FolderStore) -> None:
+def test_create_opens_an_existing_store(store: FolderStore) -> None:
     again = FolderStore.create(store.root)
     assert again.store_id == store.store_id
     assert again.get(NAME) == b"chunk"
@@ -79,7 +80,7 @@ def test_create_refuses_a_folder_with_other_things(tmp_path: Path) -> None:
         FolderStore.create(tmp_path / "thesis.tex")
 
 
-def test_several_that_create_one_store_get_one_store(tmp_path: Path) -> None:
+def test_several_processes_that_create_one_store_get_the_same(tmp_path: Path) -> None:
     for turn in range(5):
         with ThreadPoolExecutor(6) as pool:
             made = [*pool.map(FolderStore.create, [tmp_path / f"store{turn}"] * 6)]
@@ -99,7 +100,7 @@ def test_several_that_create_one_store_get_one_store(tmp_path: Path) -> None:
         (b'{"diesel-fs": 7, "format": 1}', CorruptError),
     ],
 )
-def test_a_marker_that_is_not_ours(
+def test_a_foreign_or_damaged_marker_is_an_error(
     store: FolderStore, marker: bytes, expected: type[DieselError]
 ) -> None:
     Path(store.root, STORE_MARKER).write_bytes(marker)
@@ -109,7 +110,7 @@ def test_a_marker_that_is_not_ours(
         FolderStore.create(store.root)
 
 
-def test_O16_a_store_that_was_unmounted_is_gone_and_not_empty(
+def test_O16_an_unmounted_store_is_an_error_and_not_an_empty_store(
     store: FolderStore, tmp_path: Path
 ) -> None:
     os.rename(store.root, tmp_path / "elsewhere")
@@ -146,7 +147,9 @@ def test_O16_another_store_in_the_same_place_is_noticed(store: FolderStore) -> N
 # The path
 
 
-def test_O17_however_the_path_is_spelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_O17_every_spelling_of_a_path_opens_the_same_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = tmp_path / "a store of mine"
     (tmp_path / "link").symlink_to("a store of mine")
     monkeypatch.chdir(tmp_path)
@@ -180,8 +183,8 @@ def test_a_folder_of_chunks_that_was_moved_and_linked_is_read(
 
 
 @contextmanager
-def somebody_else() -> Iterator[None]:
-    """As root: be another user. (Otherwise permissions bind this one as they would him.)"""
+def another_user() -> Iterator[None]:
+    """If this process is root, become another user, whom permissions bind."""
     if os.geteuid() != 0:
         yield
         return
@@ -196,7 +199,7 @@ def somebody_else() -> Iterator[None]:
 
 @pytest.fixture
 def public() -> Iterator[FolderStore]:
-    """A store that everybody may read and only root may write."""
+    """A store that every user may read and only root may write."""
     with tempfile.TemporaryDirectory() as above, ExitStack() as undo:
         os.chmod(above, OPEN_FOLDER)
         made = FolderStore.create(f"{above}/store")
@@ -208,7 +211,7 @@ def public() -> Iterator[FolderStore]:
 
 
 def test_O16_a_read_only_folder_of_another_user_is_read(public: FolderStore) -> None:
-    with somebody_else():
+    with another_user():
         store = FolderStore.open(public.root)
         assert FolderStore.create(public.root).store_id == store.store_id
         assert store.get(NAME) == b"chunk"
@@ -224,9 +227,9 @@ def test_O16_a_read_only_folder_of_another_user_is_read(public: FolderStore) -> 
     assert public.get(NAME) == b"chunk"
 
 
-def test_a_listing_never_passes_over_what_it_may_not_read(public: FolderStore) -> None:
+def test_a_listing_never_skips_a_folder_that_it_may_not_read(public: FolderStore) -> None:
     os.chmod(f"{public.root}/{CHUNKS}", 0o700 if os.geteuid() == 0 else 0)
-    with somebody_else():
+    with another_user():
         store = FolderStore.open(public.root)
         for prefix in ("", CHUNKS, f"{CHUNKS}/", f"{CHUNKS}/aaaa/"):
             with pytest.raises(PermissionDenied):
@@ -303,7 +306,7 @@ def test_leftovers_name_their_writer_and_are_discarded_one_by_one(store: FolderS
 
 
 def fill(root: str, folders: int, each: int) -> list[str]:
-    """Chunks made by plain calls, in no order; their names in order."""
+    """Make chunks by plain system calls, unordered. Returns their names in order."""
     names = []
     for folder in range(folders):
         shard = f"{folder:04x}"

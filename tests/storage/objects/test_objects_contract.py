@@ -1,4 +1,7 @@
-"""The laws of every object store (`ObjectStore`'s docstrings). A new store is one more param."""
+"""The laws of every object store (`ObjectStore`'s docstrings), checked on each kind of store.
+
+A new kind of store is one more parameter of the fixture `store`.
+"""
 
 import array
 import inspect
@@ -50,7 +53,7 @@ def chunk(text: str) -> str:
 
 @pytest.fixture(params=["folder", "wrapped", "cloud", "proxy"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ObjectStore]:
-    """An empty store of each sort."""
+    """An empty store of each kind."""
     made: ObjectStore
     if request.param == "cloud":
         server: Server = request.getfixturevalue("s3")
@@ -75,7 +78,7 @@ many_examples = settings(
 object_names = st.from_regex(OBJECT_NAME, fullmatch=True).filter(lambda name: name != STORE_MARKER)
 
 
-def test_what_was_put_is_got(store: ObjectStore) -> None:
+def test_get_returns_what_was_put(store: ObjectStore) -> None:
     numbers = array.array("I", range(1000))
     parts: list[bytes | bytearray | memoryview] = [
         b"head",
@@ -118,7 +121,7 @@ def test_replace_creates_and_overwrites_leases_only(store: ObjectStore) -> None:
             store.replace(name, [b""])
 
 
-def test_what_is_missing_is_said_to_be_missing(store: ObjectStore) -> None:
+def test_a_missing_object_is_object_missing(store: ObjectStore) -> None:
     store.put(chunk("a"), [b"x"])
     for name in (chunk("b"), chunk("ab"), LEASE):
         with pytest.raises(ObjectMissing):
@@ -363,7 +366,7 @@ def test_stores_have_different_uuids() -> None:
 def test_parts_go_together_up_to_both_limits(
     sizes: list[int], count_max: int, bytes_max: int
 ) -> None:
-    """No request is over a limit, unless by a single part, and none is less than it could be."""
+    """No batch exceeds a limit, except by a single part, and none could hold the next part, too."""
     parts = [("x", number, size) for number, size in enumerate(sizes)]
     found = [*batched_parts(parts, count_max, bytes_max)]
     assert [part for some in found for part in some] == parts

@@ -1,4 +1,4 @@
-"""When something is tried again, when not, and how long that may take: no clock, no network."""
+"""Which calls are retried and for how long, with a clock of the test's own and no network."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -29,7 +29,7 @@ NAME = chunk("a")
 
 @dataclass(slots=True)
 class Time:
-    """A clock that only sleeping and failing attempts move."""
+    """A clock that advances only by sleeps, and by attempts that take `attempt_s`."""
 
     at: float = 0.0
     attempt_s: float = 0.0
@@ -70,7 +70,7 @@ def test_pauses_double_up_to_a_limit(time: Time, folder: FolderStore) -> None:
     draw=st.floats(0, 1, exclude_max=True),
     pause_s_min=st.floats(0, 30),
 )
-def test_no_attempt_is_begun_that_might_end_too_late(
+def test_no_attempt_begins_that_might_end_after_the_deadline(
     attempt: int, left_s: float, attempt_s: float, draw: float, pause_s_min: float
 ) -> None:
     policy = RetryPolicy()
@@ -115,7 +115,7 @@ def test_a_store_that_asks_for_a_pause_gets_it(time: Time, folder: FolderStore) 
         TruncatedError("short"),
     ],
 )
-def test_what_stays_as_it_is_is_not_tried_again(
+def test_permanent_errors_are_not_retried(
     time: Time, folder: FolderStore, error: Exception
 ) -> None:
     with FaultyStore(folder, Fault("get", error=error)) as faulty, pytest.raises(type(error)):
@@ -125,7 +125,7 @@ def test_what_stays_as_it_is_is_not_tried_again(
 
 @pytest.mark.parametrize("error", [FAILED, ObjectStoreError("who knows")])
 @pytest.mark.parametrize("done", [False, True])
-def test_a_put_of_unclear_end_ends_clearly(
+def test_after_a_lost_answer_a_put_finds_out_whether_it_succeeded(
     time: Time, folder: FolderStore, error: ObjectStoreError, done: bool
 ) -> None:
     with FaultyStore(folder, Fault("put", error=error, done=done)) as faulty:
@@ -134,7 +134,7 @@ def test_a_put_of_unclear_end_ends_clearly(
 
 
 @pytest.mark.parametrize("theirs", [b"", b"conten", b"contenT", b"content."])
-def test_anothers_object_is_never_taken_for_ours(
+def test_an_object_of_another_writer_is_never_taken_for_ours(
     time: Time, folder: FolderStore, theirs: bytes
 ) -> None:
     overtaken = Fault("put", error=FAILED, act=lambda name: folder.put(name, [theirs]))
@@ -143,7 +143,7 @@ def test_anothers_object_is_never_taken_for_ours(
     assert folder.get(NAME) == theirs
 
 
-def test_equal_content_is_anothers_where_nothing_of_ours_was_lost(
+def test_without_a_lost_answer_equal_content_is_another_writers(
     time: Time, folder: FolderStore
 ) -> None:
     refused = AttemptFailed("409", may_have_succeeded=False)
@@ -152,7 +152,7 @@ def test_equal_content_is_anothers_where_nothing_of_ours_was_lost(
         RetryingStore(faulty, POLICY, clock=time.clock()).put(NAME, [b"content"])
 
 
-def test_the_comparison_is_tried_again_too(time: Time, folder: FolderStore) -> None:
+def test_the_comparison_after_a_lost_answer_is_retried_too(time: Time, folder: FolderStore) -> None:
     script = (
         Fault("put", error=FAILED, done=True),
         Fault("stat", error=FAILED),
@@ -163,7 +163,9 @@ def test_the_comparison_is_tried_again_too(time: Time, folder: FolderStore) -> N
     assert len(time.slept) == 3
 
 
-def test_a_listing_goes_on_behind_its_last_name(time: Time, folder: FolderStore) -> None:
+def test_after_a_failure_a_listing_continues_behind_its_last_name(
+    time: Time, folder: FolderStore
+) -> None:
     names = [chunk(f"{number:02}") for number in range(10)]
     for name in names:
         folder.put(name, [b"x"])
@@ -185,7 +187,7 @@ def test_a_listing_goes_on_behind_its_last_name(time: Time, folder: FolderStore)
 
 
 class _Flaky(FaultyStore):
-    """Breaks off after each second name; `dead` times without any."""
+    """A store whose listings break off: the first `dead` before any name, later ones after two."""
 
     def __init__(self, inner: FolderStore, dead: int) -> None:
         super().__init__(inner)
@@ -199,7 +201,9 @@ class _Flaky(FaultyStore):
             yield info
 
 
-def test_ranges_of_what_may_change_are_not_gone_on_with(time: Time, folder: FolderStore) -> None:
+def test_ranges_of_a_mutable_object_are_not_continued_after_a_failure(
+    time: Time, folder: FolderStore
+) -> None:
     folder.replace(LEASE, [b"0123456789"])
     folder.put(NAME, [b"0123456789"])
     for name in (LEASE, NAME):

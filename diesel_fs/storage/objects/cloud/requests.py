@@ -59,12 +59,7 @@ _Client = S3Store | GCSStore | AzureStore
 REQUESTS_MAX = 64
 """Requests under way in one process: enough for 10 Gbit/s of 4 MiB reads that take 0.2 s each."""
 
-PART_BYTES = 32 << 20
-"""Size of the parts of a large object: stores take at most 10,000 parts, each but the last of at
-least 5 MiB."""
-
 _PARTS_AT_ONCE = 4  # parts under way of one upload; memory holds each of them twice
-_PAGE_KEYS = 1000  # keys in a page of a listing; S3 gives no more
 _SMALL_PUT_BYTES = 4 << 20
 _WHOLE_READ_S: Final = 3600.0  # `ResponseBody.fill` bounds a read by its speed
 _THROTTLED_PAUSE_S = 1.0  # the library hides Retry-After, which is seconds in most stores
@@ -124,7 +119,7 @@ class ExpiredCredentials(ObjectStoreRefused):
 
 @dataclass(frozen=True, slots=True)
 class AttemptLimits:
-    """How long one attempt of a request may take."""
+    """How long one attempt of a request may take, and how much it may move."""
 
     connect_s: float = 5.0
     stall_s: float = 10.0
@@ -133,6 +128,13 @@ class AttemptLimits:
     put_stall_s: float = 20.0
     """What a put may take in addition to its bytes: some stores answer after making copies."""
     bytes_per_s_min: float = 256 * 1024
+    put_bytes_max: int = 128 << 20
+    """Larger objects are put in parts: stores take at most 5 GiB in one request, and one stream is
+    slow."""
+    part_bytes: int = 32 << 20
+    """Size of these parts: stores take at most 10,000, each but the last of at least 5 MiB."""
+    page_keys: int = 1000
+    """Keys in a page of a listing; S3 gives no more."""
 
     def attempt_s(self, size: int, put: bool) -> float:
         """Seconds that an attempt which moves `size` bytes may take."""
@@ -271,11 +273,11 @@ class CloudRequests:
                 key,
                 iter(views),
                 use_multipart=True,
-                chunk_size=PART_BYTES,
+                chunk_size=self.limits.part_bytes,
                 max_concurrency=_PARTS_AT_ONCE,
             )
 
-        self._send("write", key, send, self.limits.attempt_s(PART_BYTES, put=True))
+        self._send("write", key, send, self.limits.attempt_s(self.limits.part_bytes, put=True))
 
     @contextmanager
     def open(
@@ -344,7 +346,9 @@ class CloudRequests:
     def _begin_list(self, folder: str, after: str) -> "ListStream[Sequence[ObjectMeta]]":
         """The listing; nothing is sent before its first page is asked for."""
         client = self._client(self.limits.stall_s)
-        return obstore.list(client, folder or None, offset=after or None, chunk_size=_PAGE_KEYS)
+        return obstore.list(
+            client, folder or None, offset=after or None, chunk_size=self.limits.page_keys
+        )
 
     # How one is sent
 

@@ -56,10 +56,6 @@ from .requests import (
     ResponseBody,
 )
 
-ONE_REQUEST_BYTES_MAX = 128 << 20
-"""Larger objects are put in parts: stores take at most 5 GiB in one request, and one stream is
-slow."""
-
 _RESUMES_MAX = 8  # of one read, and one more for each MiB: a link that breaks more often is useless
 _RELISTS_MAX = 4
 _STRAY_KEYS_MAX = 5000  # repeated keys in one listing before it counts as endless
@@ -163,7 +159,8 @@ class CloudStore(ObjectStore):
         key = self._location.key(name)
         if self.supports_conditional_put is None:
             self.supports_conditional_put = self._find_out_conditional()
-        in_parts = sum(memoryview(part).nbytes for part in parts) > ONE_REQUEST_BYTES_MAX
+        size = sum(memoryview(part).nbytes for part in parts)
+        in_parts = size > self._requests.limits.put_bytes_max
         if (in_parts or not self.supports_conditional_put) and self._is_there(key):
             raise ObjectExists(f"{name}: exists already")
         if in_parts:

@@ -1,0 +1,29 @@
+"""Fixtures for object stores: no proxies, a scripted S3 server, sleeps that take no time."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from tests.storage.objects.scripted_s3 import ScriptedS3
+from tests.storage.objects.scripted_store import VirtualSleep
+
+
+@pytest.fixture(autouse=True)
+def no_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proxy of the user's must not stand between a test and its own server."""
+    for name in [name for name in os.environ if "proxy" in name.lower()]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def sleeps() -> VirtualSleep:
+    """A clock for a store's retries: it records pauses instead of sleeping."""
+    return VirtualSleep()
+
+
+@pytest.fixture
+def server() -> Iterator[ScriptedS3]:
+    """A scripted S3 server without faults."""
+    with ScriptedS3() as server:
+        yield server
