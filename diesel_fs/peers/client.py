@@ -117,7 +117,8 @@ class TaskStore(StoreWrapper):
         self._request = request
         self._identity = snapshot.identity
         self._sizes: list[int] = snapshot.chunk_sizes.tolist()
-        self._size_column = np.append(snapshot.chunk_sizes.astype(np.int64), 0)  # -1: no chunk
+        # Its last item, at -1, is for names that are not a chunk's
+        self._size_column = np.append(snapshot.chunk_sizes.astype(np.int64), 0)
         self._numbers = {chunk: at for at, chunk in enumerate(snapshot.chunk_ids)}
         self._named: dict[str, int] = {}
         self._mapped = MappedChunks()
@@ -126,7 +127,7 @@ class TaskStore(StoreWrapper):
             deadline_s=deadline_s, pause_s=pause_s,
             restart=None if request is None else partial(_restart_master, request, Path(path)),
         )  # fmt: skip
-        self._credit_s = np.zeros(len(self._sizes), np.float32)
+        self._read_cost_s = np.zeros(len(self._sizes), np.float32)  # of each chunk, since its pin
         self._recent: deque[tuple[wire.Parts, npt.NDArray[np.uint16]]] = deque(
             maxlen=READS_REMEMBERED
         )
@@ -355,9 +356,7 @@ class TaskStore(StoreWrapper):
         with reading as given:
             sources, starts = given.sources.copy(), given.offsets.tolist()
             ends = (given.offsets + records[:, 2]).tolist()
-            copy = np.empty(
-                max(ends), np.uint8
-            ).data  # one copy of all: the next request reuses the window
+            copy = np.empty(max(ends), np.uint8).data  # the next request reuses the window
             copy[:] = given.window[: len(copy)]
         window = copy.toreadonly()
         has = sources != wire.SOURCE_NONE
@@ -370,7 +369,7 @@ class TaskStore(StoreWrapper):
         here = records[sources == wire.SOURCE_HERE]
         if len(here):
             cost_s = READ_COST_S / len(records) + PART_S + here[:, 2] / BYTES_PER_S
-            np.add.at(self._credit_s, here[:, 0], cost_s)
+            np.add.at(self._read_cost_s, here[:, 0], cost_s)
 
     def _take_mapped(self, batch: _ReadBatch, views: Mapping[int, memoryview | None]) -> None:
         """Take parts from chunks that are mapped."""
@@ -393,9 +392,9 @@ class TaskStore(StoreWrapper):
         many such reads."""
         size = len(room)
         view = self._mapped.find(chunk)
-        if view is None and (self._credit_s.item(chunk) >= PIN_COST_S or size >= EAGER_BYTES):
+        if view is None and (self._read_cost_s.item(chunk) >= PIN_COST_S or size >= EAGER_BYTES):
             view = self._pin_chunk(chunk, fetch=False)
-            self._credit_s[chunk] = 0.0
+            self._read_cost_s[chunk] = 0.0
         if view is not None:
             self._counts["mapped_reads"] += 1
             room[:] = view[start : start + size]
@@ -410,20 +409,21 @@ class TaskStore(StoreWrapper):
             if source != wire.SOURCE_NONE:
                 room[:] = given.window[at : at + size]
         if source == wire.SOURCE_HERE:
-            self._credit_s[chunk] += READ_COST_S + PART_S + size / BYTES_PER_S
+            self._read_cost_s[chunk] += READ_COST_S + PART_S + size / BYTES_PER_S
         self._record_sources(records, sources, int(source != wire.SOURCE_NONE))
         return source != wire.SOURCE_NONE
 
     def _record_sources(
         self, records: wire.Parts, sources: npt.NDArray[np.uint16], given: int
     ) -> None:
+        """Remember which node gave which parts."""
         self._counts["master_reads"] += given
         self._recent.append((records, sources))
 
     def _pin_worthwhile(self, records: wire.Parts) -> dict[int, memoryview]:
         """Pin and map the chunks for which that is worth it, as far as the master has them."""
         chunks = records[:, 0]
-        is_due = self._credit_s[chunks] >= PIN_COST_S
+        is_due = self._read_cost_s[chunks] >= PIN_COST_S
         if int(records[:, 2].sum(dtype=np.int64)) >= EAGER_BYTES:
             wanted_bytes = np.bincount(
                 np.unique(chunks, return_inverse=True)[1], weights=records[:, 2]
@@ -434,12 +434,14 @@ class TaskStore(StoreWrapper):
             return found
         for chunk in np.unique(chunks[is_due])[:PINS_PER_READ_MAX].tolist():
             view = self._pin_chunk(chunk, fetch=False)
-            self._credit_s[chunk] = 0.0  # also where it was not here: do not ask at each read
+            self._read_cost_s[chunk] = 0.0  # also where it was not here: do not ask at each read
             if view is not None:
                 found[chunk] = view
         return found
 
     def _pin_chunk(self, chunk: int, *, fetch: bool) -> memoryview | None:
+        """Pin and map a chunk; None where the master does not have it. With `fetch`, the master may
+        fetch it."""
         pinned = self._link.pin(chunk, fetch=fetch)
         if pinned is None or pinned.descriptor < 0:
             return None

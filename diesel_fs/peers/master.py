@@ -137,9 +137,7 @@ class Master:
         self._owners = _ChunkOwners(snapshot)
         self._peers: dict[int, _PeerEntry] = {}
         self._silent: set[int] = set()  # ranks from --peers that do not answer
-        self._not_renewed: dict[
-            int, Member
-        ] = {}  # members from before the registry was unreachable
+        self._not_renewed: dict[int, Member] = {}  # members from before an outage of the registry
         self._not_renewed_until_s = 0.0
         self._acceptor = Acceptor(me, self)
         self._membership = Membership((member,), me.secret)  # the last known
@@ -186,6 +184,8 @@ class Master:
             self._nursery.cancel_scope.cancel()
 
     async def _renew_always(self) -> None:
+        """Renew the registration and follow its answers, until this master may not be a member any
+        more."""
         gather_until_s = trio.current_time() + GATHER_S
         is_known = True
         while True:
@@ -217,11 +217,11 @@ class Master:
         self._membership = found
         if found.secret != self._me.secret:
             self._set_secret(found.secret)
-        counting = found.of_version(self.snapshot.version)
+        same_version = found.of_version(self.snapshot.version)
         others = self._still_counted(found)
-        others |= {each.rank: each for each in counting if each.rank != self.rank}
+        others |= {each.rank: each for each in same_version if each.rank != self.rank}
         known = {rank: peer.member for rank, peer in self._peers.items()}
-        self._counts["of_other_versions"] = len(found.members) - len(counting)
+        self._counts["of_other_versions"] = len(found.members) - len(same_version)
         for rank, member in known.items():
             if others.get(rank) != member:
                 self._peers.pop(rank).scope.cancel()
@@ -280,6 +280,7 @@ class Master:
         return owners is self._owners
 
     async def _run_peer(self, entry: "_PeerEntry") -> None:
+        """Run the connection to one other master, until its entry is dropped."""
         with entry.scope:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(entry.peer.run)
@@ -303,8 +304,8 @@ class Master:
         """Switch to another version of the dataset; chunks that are in both stay. The new version
         has owners from the start: the members that are known to hold it."""
         owners = _ChunkOwners(snapshot)
-        counting = self._membership.of_version(snapshot.version)
-        await self._assign_owners(owners, {each.rank for each in counting} - {self.rank})
+        holders = self._membership.of_version(snapshot.version)
+        await self._assign_owners(owners, {each.rank for each in holders} - {self.rank})
         if snapshot.version <= self.snapshot.version:  # another call was faster
             return
         log.info("the task switches to version %d", snapshot.version)
