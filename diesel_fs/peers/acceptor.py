@@ -170,6 +170,7 @@ class Acceptor:
     # Connections
 
     async def _accept(self, listener: socket.socket, nursery: trio.Nursery) -> NoReturn:
+        """Accept connections, each served by a task of its own."""
         listening = trio.socket.from_stdlib_socket(listener)
         while True:
             try:
@@ -345,6 +346,7 @@ class Acceptor:
     async def _find_answer(
         self, rank: int, parts: Parts, *, load: bool
     ) -> tuple[bytes, list[memoryview]]:
+        """The answer of the source; status `FAILED` for all parts where it has an error."""
         try:
             statuses, views = await self._source.answer(rank, parts, load=load)
             wanted = parts[np.frombuffer(statuses, np.uint8) == GIVEN, 2]

@@ -48,6 +48,7 @@ def listen_address(
 def _choose_listen_address(
     listen: str, advertise: str, rank: int, world: int, peers: Sequence[str], url: RepositoryUrl
 ) -> HostPort:
+    """As `listen_address`, without the check that other nodes reach it."""
     if listen:
         return _parse_listen(listen, advertise, world)
     if peers:
@@ -83,6 +84,7 @@ def advertised_address(advertise: str, host: str, port: int) -> str:
 
 
 def _parse_listen(listen: str, advertise: str, world: int) -> HostPort:
+    """The address and port in `listen`, whose host may be a name. Raises UsageError."""
     match = _HOST_PORT.fullmatch(listen)
     if match is None or int(match["port"]) >= 1 << 16:
         raise UsageError(f"bad address {listen!r} to listen on", advice="write it as HOST:PORT")

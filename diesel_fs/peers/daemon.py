@@ -127,6 +127,7 @@ class _Daemon:
         )
 
     def _opened_disk(self) -> DiskTier | None:
+        """The disk tier in `--cache-dir`; None without it, or where the disk is full."""
         if not self._request.cache_dir:
             return None
         try:
@@ -175,6 +176,7 @@ class _Daemon:
         daemons.report({"warning": text})
 
     def _bind(self) -> socket.socket:
+        """The socket on which other masters reach this one. Raises UsageError."""
         request = self._request
         host, port = listen_address(
             request.listen,

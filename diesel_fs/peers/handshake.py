@@ -93,6 +93,7 @@ async def connect(me: LocalIdentity, member: Member) -> Channel:
 
 
 async def _open_channel(host: str, port: int, me: LocalIdentity, member: Member) -> Channel:
+    """A connection; with TLS where either end has a certificate."""
     stream = await trio.open_tcp_stream(host, port)
     plain = socket.socket(fileno=stream.socket.detach())
     if me.certificate is None and not member.certificate:
@@ -112,6 +113,7 @@ async def _open_channel(host: str, port: int, me: LocalIdentity, member: Member)
 
 
 async def _prove(channel: Channel, me: LocalIdentity, member: Member) -> None:
+    """The connector's part of greeting, hello and proofs."""
     first = wire.greeting()
     channel.send_now([first], len(first))
     goes_on, version, length = wire.parse_welcome(await channel.receive_exactly(GREETING_BYTES))
@@ -188,6 +190,7 @@ async def authenticate(channel: Channel, me: LocalIdentity) -> int:
 
 
 async def _greet(channel: Channel, nonce: bytes) -> None:
+    """The acceptor's part of the greeting."""
     try:
         first = await channel.receive_exactly(GREETING_BYTES)
         version = wire.parse_greeting(first)

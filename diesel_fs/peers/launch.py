@@ -93,6 +93,11 @@ def join(request: TaskRequest, *, program: Sequence[str] = MASTER) -> Path:
 
 
 def _joined(request: TaskRequest, program: Sequence[str]) -> Path:
+    """The socket of this node's master, found or started.
+
+    Without a rank, a task of one node has the only master that is alive on this machine, else the
+    only one that was killed, which is restarted as the node that it was.
+    """
     environment = os.environ
     rank, world = resolve_node(environment, request.rank, request.world)
     folder = _folder(request)

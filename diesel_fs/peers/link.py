@@ -170,6 +170,7 @@ class Connection:
         return got
 
     def _receive_with_descriptor(self, room: memoryview) -> tuple[int, int]:
+        """Receive bytes, and the descriptor that comes with them, or -1."""
         got, control, flags, _ = self._socket.recvmsg_into(
             [room], _CONTROL_BYTES, socket.MSG_CMSG_CLOEXEC
         )
@@ -409,6 +410,7 @@ class MasterLink:
     def _put(
         self, connection: Connection, start_s: float, request: bytes, *, send: int = -1
     ) -> bool:
+        """Send a request; returns whether it was sent. A connection that failed is closed."""
         self.counts["requests"] += 1
         try:
             connection.send(request, send=send)
@@ -429,6 +431,7 @@ class MasterLink:
         *,
         expects_descriptor: bool = False,
     ) -> tuple[memoryview, int] | None:
+        """Receive the answer to a request; None where that failed."""
         try:
             answer = connection.receive(kind, count, expects_descriptor=expects_descriptor)
         except RequestRejected as error:  # the connection stays usable
@@ -484,6 +487,7 @@ class MasterLink:
         return connection
 
     def _run_restart(self) -> None:
+        """Run `restart` in this thread, unless another thread does."""
         assert self._restart is not None
         if self._restarting.acquire(blocking=False):
             try:
@@ -537,10 +541,11 @@ class MasterLink:
             return None
 
     def _fail(self, connection: Connection, start_s: float, why: str) -> None:
+        """Close a connection that failed, and all idle ones: they lead to the same master."""
         connection.close()
         with self._lock:
             self._open.discard(connection)
-            idle, self._idle = self._idle, []  # they lead to the same master
+            idle, self._idle = self._idle, []
             idle += iter(self._dropped_one, None)
             for each in idle:
                 self._open.discard(each)

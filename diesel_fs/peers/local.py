@@ -102,6 +102,7 @@ class LocalServer:
                 return
 
     async def _serve(self, ours: socket.socket, pid: int) -> None:
+        """Serve one connection until it ends; with its last connection, a process's pins end."""
         self._connections[pid] += 1
         client = _Client(self, self._master, ours, pid)
         try:
@@ -121,7 +122,7 @@ class LocalServer:
                 self._clients_changed.set()
 
     def reader_joined(self) -> None:
-        """A connection has come for what this master has."""
+        """A client of this master's version has connected."""
         self._readers += 1
         self._clients_changed.set()
 
@@ -174,6 +175,7 @@ class _Client:
             await trio.lowlevel.checkpoint()
 
     async def _answer(self, head: wire.LocalRequestHead, body: bytes) -> None:
+        """Answer one request."""
         if head.kind == wire.LOCAL_HELLO:
             await self._hello(body)
             return
@@ -212,6 +214,7 @@ class _Client:
         await self._send(wire.local_answer(head.kind, count, answer, wanted), file)
 
     async def _hello(self, body: bytes) -> None:
+        """Answer HELLO: map the client's window, or reject another dataset or version."""
         try:
             identity, version = wire.parse_local_hello(body)
         except UsageError as error:
@@ -235,6 +238,8 @@ class _Client:
         await self._send(wire.local_answer(wire.LOCAL_HELLO, body=welcome))
 
     async def _switch_version(self, body: bytes) -> None:
+        """Answer SWITCH_VERSION: check the snapshot, and switch the master to it where it is
+        newer."""
         version = wire.parse_switch_version(body)
         if len(self._files) != 1:
             raise CorruptError("SWITCH_VERSION without a snapshot")

@@ -389,6 +389,8 @@ class NodeCache:
         return flight
 
     async def _run_flight(self, flight: _InFlight) -> None:
+        """Fetch or load a chunk. Errors are kept for the callers that wait; none leaves this
+        task."""
         memory: SealedMemory | None = None
         try:
             if flight.from_disk:

@@ -138,9 +138,9 @@ class NodeMemory:
         self._on_hits = on_hits
         self._on_room = on_room
         self._memories: dict[int, SealedMemory] = {}
-        self._held_bytes = self._pinned_evicted_bytes = self._reserved_bytes = (
-            self._reserved_count
-        ) = 0
+        self._held_bytes = 0  # chunks that are here
+        self._pinned_evicted_bytes = 0  # chunks that were dropped and are still pinned
+        self._reserved_bytes = self._reserved_count = 0  # chunks that are being fetched
         self._pins = PinTable()
         self._hits: list[int] = []
         self._hit_bytes = 0

@@ -165,6 +165,7 @@ class Peer:
                 self._drop_channel(self._channel)
 
     async def _attempt(self) -> Channel | None:
+        """Try to connect once; None where that failed."""
         try:
             channel = await connect(self._me, self.member)
         except Exception as error:  # no failure of a peer may end this task or the master

@@ -177,6 +177,7 @@ class RedisRegistry(Registry):
         self._members: tuple[Member, ...] = ()
 
     def renew(self, me: Member) -> Membership:
+        """See `Registry.renew`."""
         with self._lock, _UnavailableAsMetadataError():
             if me.instance != self._instance:
                 self._forget_all()

@@ -319,6 +319,7 @@ class WriteBackQueue:
         return self._queued_bytes + self._reserved_bytes + size <= self._queue_bytes_max
 
     async def _write(self, chunk: int, content: memoryview) -> None:
+        """Write one chunk of the queue, where there is room for it or can be made."""
         victims = self._victims(len(content))
         if victims is None:
             self._counts["disk_refused"] += 1

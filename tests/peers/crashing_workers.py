@@ -33,15 +33,15 @@ def worker(path: str, identity: bytes, version: int, number: int) -> None:
     link.recv(64)
     parts = b"".join(struct.pack("<III", 0, at * 100, 100) for at in range(50))
     read = _HEAD.pack(2, 0, 0, 50, len(parts), 0) + parts
-    lend = _HEAD.pack(3, 1, 0, 1, 4, 0) + struct.pack("<I", 0)
+    pin = _HEAD.pack(3, 1, 0, 1, 4, 0) + struct.pack("<I", 0)
     if kind == 1:
         link.sendall(read)
     elif kind == 2:
         link.sendall(read[: len(read) // 2])
     elif kind == 3:
-        link.sendall(lend)
+        link.sendall(pin)
     else:  # it has a chunk, and wants more
-        link.sendall(lend)
+        link.sendall(pin)
         link.recvmsg(64, 64)
         link.sendall(read)
     os.kill(os.getpid(), signal.SIGKILL)

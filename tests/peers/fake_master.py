@@ -168,7 +168,7 @@ class FakeMaster:
     def _sealed(self, chunk: int) -> int:
         content = bytearray(self.chunks[chunk])
         self.behaviour.change_pinned(chunk, content)
-        file = os.memfd_create("lent", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        file = os.memfd_create("pinned", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.write(file, content)
         fcntl(file, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_WRITE)
         return file

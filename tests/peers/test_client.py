@@ -5,7 +5,6 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -73,44 +72,45 @@ def check_files(reader: EntryReader) -> None:
 # Whatever a master does, bytes are right ----------------------------------------------------------
 
 
-def say_nothing_of_odd_chunks(does: Behaviour) -> None:
-    does.has = lambda chunk: chunk % 2 == 0
-
-
 def flip(chunk: int, start: int, content: bytearray) -> None:
     for at in range(0, len(content), 50):
         content[at] ^= 1
 
 
-BEHAVIOURS: dict[str, Callable[[Behaviour], object]] = {
-    "good": lambda does: None,
-    "of another rank": lambda does: setattr(does, "source", 7),
-    "lends nothing": lambda does: setattr(does, "lends", False),
-    "has half": say_nothing_of_odd_chunks,
-    "has nothing": lambda does: setattr(does, "has", lambda chunk: False),
-    "F5 wrong bytes": lambda does: setattr(does, "change", flip),
-    "F5 wrong bytes, lent": lambda does: setattr(
-        does, "change_pinned", lambda chunk, content: flip(chunk, 0, content)
-    ),
-    "wants all back": lambda does: setattr(does, "wanted", list(range(4))),
-    "wants what never was": lambda does: setattr(does, "wanted", [99_999, 4_000_000_000]),
-    "refuses": lambda does: setattr(does, "refuses", "I do not like you"),
-    "another version": lambda does: setattr(does, "versions", {1}),
-    "F7 garbage": lambda does: setattr(does, "raw", b"GET / HTTP/1.1\r\n\r\n" * 20),
-    "F7 endless": lambda does: setattr(does, "raw", struct.pack("<BBHIII", 2, 0, 0, 9, 1 << 31, 0)),
-    "F7 of another kind": lambda does: setattr(
-        does, "raw", struct.pack("<BBHIII", 4, 0, 0, 0, 0, 0)
-    ),
-    "breaks off": lambda does: setattr(does, "breaks_off", True),
-    "F2 hangs": lambda does: setattr(does, "hangs", 4.0),
+BEHAVIOURS: dict[str, dict[str, object]] = {
+    "good": {},
+    "of another rank": {"source": 7},
+    "pins nothing": {"pins": False},
+    "has half": {"has": lambda chunk: chunk % 2 == 0},
+    "has nothing": {"has": lambda chunk: False},
+    "F5 wrong bytes": {"change": flip},
+    "F5 wrong bytes, pinned": {
+        "change_pinned": lambda chunk, content: flip(chunk, 0, content),
+    },
+    "revokes all": {"revoked": list(range(4))},
+    "revokes chunks that do not exist": {"revoked": [99_999, 4_000_000_000]},
+    "refuses": {"refuses": "I do not like you"},
+    "another version": {"versions": {1}},
+    "F7 garbage": {"raw": b"GET / HTTP/1.1\r\n\r\n" * 20},
+    "F7 endless": {"raw": struct.pack("<BBHIII", 2, 0, 0, 9, 1 << 31, 0)},
+    "F7 of another kind": {"raw": struct.pack("<BBHIII", 4, 0, 0, 0, 0, 0)},
+    "breaks off": {"breaks_off": True},
+    "F2 hangs": {"hangs": 4.0},
 }
+"""Fields of `Behaviour`, by what the master does wrong."""
+
+
+def behave(master: FakeMaster, kind: str) -> None:
+    for name, value in BEHAVIOURS[kind].items():
+        assert hasattr(master.behaviour, name), name
+        setattr(master.behaviour, name, value)
 
 
 @pytest.mark.parametrize("kind", BEHAVIOURS)
 def test_every_byte_is_right_and_no_read_fails(
     kind: str, store: TaskStore, master: FakeMaster, view: Snapshot
 ) -> None:
-    BEHAVIOURS[kind](master.behaviour)
+    behave(master, kind)
     start_s = time.monotonic()
     reader = EntryReader(view, store, LITTLE_MEMORY)
     check_files(reader)
@@ -125,7 +125,7 @@ def test_every_byte_is_right_and_no_read_fails(
 def test_reads_into_a_mounts_buffers_get_every_byte(
     kind: str, store: TaskStore, master: FakeMaster, view: Snapshot
 ) -> None:
-    BEHAVIOURS[kind](master.behaviour)
+    behave(master, kind)
     reader = CoalescingReader(view, store)
     order = np.random.default_rng(1).permutation(view.files())
     reader.prefetch(np.array_split(order, 5))
@@ -242,7 +242,7 @@ def test_a_part_larger_than_the_window_comes_in_pieces(
     check_parts(store, view, chunks, 4)
 
 
-# What is lent -------------------------------------------------------------------------------------
+# Pinned chunks ------------------------------------------------------------------------------------
 
 
 def test_a_pinned_chunk_is_unpinned_with_its_last_view(
@@ -274,16 +274,16 @@ def test_a_reader_unpins_revoked_chunks(
     monkeypatch.setattr(client_module, "HEARTBEAT_S", 0.02)
     reader = EntryReader(view, store, 64 << 20)
     check_files(reader)
-    lent = sorted(set(master.pinned))
-    assert lent
+    pinned = sorted(set(master.pinned))
+    assert pinned
     assert reader.stats()["chunk_fetches"] == 0
     gc.collect()
-    master.behaviour.revoked = lent
+    master.behaviour.revoked = pinned
 
     def returned() -> set[int]:
         return {each for body in master.bodies(UNPIN) for (each,) in struct.iter_unpack("<I", body)}
 
-    until(lambda: returned() == set(lent), "all to be returned")
+    until(lambda: returned() == set(pinned), "all to be unpinned")
     assert reader.stats()["memory_bytes"] < 64 << 10  # what was decoded out of them
     master.behaviour.revoked = []
     check_files(reader)
@@ -397,7 +397,7 @@ def test_a_mapped_chunk_keeps_no_descriptor(
 
     def opened() -> list[str]:
         files = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
-        return [file for file in files if os.path.islink(file) and "lent" in os.readlink(file)]
+        return [file for file in files if os.path.islink(file) and "pinned" in os.readlink(file)]
 
     until(lambda: not opened(), "all descriptors to be closed")  # the master is in this process
 
@@ -467,14 +467,14 @@ def test_F1_a_master_that_dies_and_comes_back(
     check_parts(store, view, chunks, 2)
     assert inner.reads > 0
     assert whole is not None
-    assert bytes(whole) == chunks[1], "what it lent outlives it"
+    assert bytes(whole) == chunks[1], "a pinned chunk outlives its master"
     with FakeMaster(path, chunks, Behaviour()) as back:
         until(lambda: _is_used(store, view, chunks, back), "the master to be used")
         del whole
         gc.collect()
         store._mapped.release_all()
         store._link.return_unmapped()
-        assert not any(back.bodies(UNPIN)), "it is not told of what another had lent"
+        assert not any(back.bodies(UNPIN)), "those are chunks of the old master"
 
 
 def test_F1_a_failed_restart_of_a_master_is_tried_again(

@@ -94,7 +94,7 @@ def test_the_next_group_of_parts_is_requested_ahead(
     view: Snapshot,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(store_module, "BATCH_ENTRIES_MAX", 5)
+    monkeypatch.setattr(store_module, "BATCH_PARTS_MAX", 5)
     master.behaviour.source = 5
     files = view.files()
     stored = view.columns.stored[files]

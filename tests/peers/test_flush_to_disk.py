@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import trio
 
-from diesel_fs.cache import disk as disk_shelf
+from diesel_fs.cache import disk as disk_tier
 from diesel_fs.peers.node_cache import NodeCache
 
 from ..cache.disk_tier import files, idle, tier_at
@@ -38,13 +38,13 @@ async def ended(cache: NodeCache, share: set[int], chunks: int = CHUNKS) -> None
 
 def chunks_on_disk(place: Path, source: ChunkSource) -> set[int]:
     """Which whole chunks are on a disk, as another process sees them."""
-    shelf = tier_at(place)
+    tier = tier_at(place)
     found = set()
     for number in range(CHUNKS):
-        if (chunk := shelf.find(make_cache(source, 0)._key(number))) is not None:
+        if (chunk := tier.find(make_cache(source, 0)._key(number))) is not None:
             chunk.close()
             found.add(number)
-    shelf.close()
+    tier.close()
     return found
 
 
@@ -91,8 +91,8 @@ def test_at_the_end_the_share_is_written_first_and_only_chunks_of_others_are_evi
             for number in (0, 1, 5):
                 assert await misses_until_loaded(before, number, 1)
                 await settled(before)
-        shelf = tier_at(place, total(source, *[7] * 4))
-        cache = make_cache(source, total_bytes(source) * 3, disk=shelf)
+        tier = tier_at(place, total(source, *[7] * 4))
+        cache = make_cache(source, total_bytes(source) * 3, disk=tier)
         async with run_cache(cache):
             await settled(cache)
             assert await all_read(cache, source) == CHUNKS
@@ -130,15 +130,15 @@ def test_a_cancelled_flush_leaves_whole_chunks(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    go_on, fill = threading.Event(), disk_shelf._FileReservation.commit
+    go_on, fill = threading.Event(), disk_tier._FileReservation.commit
 
-    def slow(self: disk_shelf._FileReservation, content: memoryview) -> None:
+    def slow(self: disk_tier._FileReservation, content: memoryview) -> None:
         if len(files(place)) > 3:  # with itself
             os.pwrite(self._file, content[:100], 0)
             go_on.wait(20)
         fill(self, content)
 
-    monkeypatch.setattr(disk_shelf._FileReservation, "commit", slow)
+    monkeypatch.setattr(disk_tier._FileReservation, "commit", slow)
 
     async def main() -> None:
         cache = make_cache(source, total_bytes(source) * 3, disk=tier_at(place))
@@ -165,21 +165,21 @@ def test_reads_from_memory_count_as_use_of_the_disk_cache(place: Path, source: C
     chunks."""
 
     async def main() -> None:
-        shelf = tier_at(place, total(source, *[7] * 4))
-        cache = make_cache(source, total_bytes(source) * 3, disk=shelf)
+        tier = tier_at(place, total(source, *[7] * 4))
+        cache = make_cache(source, total_bytes(source) * 3, disk=tier)
         async with run_cache(cache):
             await settled(cache)
             for number in (0, 1, 2):
                 await cache.get(number, 10, load=True)
         await ended(cache, set())
         idle(place)
-        shelf._dataset_used.clear()  # as after a minute
+        tier._dataset_used.clear()  # as after a minute
         async with run_cache(cache):
             await settled(cache)
             for number in (3, 4, 5):
                 await cache.get(number, 10, load=True)
         idle(place)
-        shelf._dataset_used.clear()
+        tier._dataset_used.clear()
         await ended(cache, set())
         cache.close()
 

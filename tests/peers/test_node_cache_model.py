@@ -28,7 +28,7 @@ from .node_caches import (
 )
 
 CHUNKS = st.integers(0, 7)
-BORROWERS = st.integers(0, 2)
+PINNERS = st.integers(0, 2)
 VERSIONS = st.lists(st.integers(0, 11), min_size=1, max_size=8, unique=True)
 OPERATIONS = st.one_of(
     st.tuples(st.just("get"), CHUNKS, st.booleans(), st.integers(0, 3000)),
@@ -36,14 +36,14 @@ OPERATIONS = st.one_of(
     st.tuples(st.just("read"), CHUNKS, st.booleans(), st.integers(0, 3000)),
     st.tuples(st.just("find"), CHUNKS),
     st.tuples(st.just("together"), st.lists(CHUNKS, max_size=6)),
-    st.tuples(st.just("lend"), BORROWERS, CHUNKS),
-    st.tuples(st.just("take_back"), BORROWERS, st.lists(CHUNKS, max_size=3)),
-    st.tuples(st.just("gone"), BORROWERS),
+    st.tuples(st.just("pin"), PINNERS, CHUNKS),
+    st.tuples(st.just("unpin"), PINNERS, st.lists(CHUNKS, max_size=3)),
+    st.tuples(st.just("unpin_all"), PINNERS),
     st.tuples(st.just("mine"), st.lists(st.booleans(), min_size=8, max_size=8)),
     st.tuples(st.just("show"), VERSIONS),
     st.tuples(st.just("fails"), st.booleans()),
     st.tuples(st.just("damages"), st.booleans()),
-    st.tuples(st.just("doubt"), CHUNKS),
+    st.tuples(st.just("recheck"), CHUNKS),
 )
 
 
@@ -54,15 +54,15 @@ class Pinned:
 
     bytes: int
     name: int
-    borrowers: set[tuple[int, int]] = field(default_factory=set)
+    pinners: set[tuple[int, int]] = field(default_factory=set)
 
 
 class Model:
     def __init__(self, source: ChunkSource, cache: NodeCache, budget: int, *, mine: bool) -> None:
         self.mine = [mine] * len(source.contents)
         self.source, self.cache, self.budget = source, cache, budget
-        self.lent: dict[int, Pinned] = {}
-        self.order: list[tuple[int, int, int]] = []  # borrower, number, inode
+        self.pinned: dict[int, Pinned] = {}
+        self.order: list[tuple[int, int, int]] = []  # pinner, number, inode
 
     def here(self) -> set[int]:
         return set(self.cache.memory.views)
@@ -88,16 +88,16 @@ class Model:
                     room = self.budget - self.cache.stats()["memory_used_bytes"]
                     assert room >= 0
                     assert all(count <= 2 for count in fetched.values())
-            case "lend", int(borrower), int(number):
-                self.lend(borrower, number)
-            case "take_back", int(borrower), list(numbers):
+            case "pin", int(pinner), int(number):
+                self.pin(pinner, number)
+            case "unpin", int(pinner), list(numbers):
                 for number in numbers:
-                    self.returned(borrower, number)
-                self.cache.memory.unpin(borrower, numbers)
-            case "gone", int(borrower):
-                for _, number, _ in [each for each in self.order if each[0] == borrower]:
-                    self.returned(borrower, number)
-                self.cache.memory.unpin_all(borrower)
+                    self.unpin(pinner, number)
+                self.cache.memory.unpin(pinner, numbers)
+            case "unpin_all", int(pinner):
+                for _, number, _ in [each for each in self.order if each[0] == pinner]:
+                    self.unpin(pinner, number)
+                self.cache.memory.unpin_all(pinner)
             case "mine", list(mine):
                 self.mine = mine[: len(self.source.contents)]
                 self.cache.set_owned(np.array(self.mine, np.bool_))
@@ -112,7 +112,7 @@ class Model:
                 self.source.fails = fails
             case "damages", bool(damages):
                 self.source.damages = damages
-            case "doubt", int(number) if number < len(self.source.contents):
+            case "recheck", int(number) if number < len(self.source.contents):
                 before_ = self.here()
                 await self.cache.recheck(number)
                 assert self.here() == before_
@@ -167,26 +167,26 @@ class Model:
             content = self.source.contents[number]
             assert found in (None, [content[7 : 7 + size], content[:3]])
 
-    def lend(self, borrower: int, number: int) -> None:
-        file = self.cache.memory.pin(borrower, number)
+    def pin(self, pinner: int, number: int) -> None:
+        file = self.cache.memory.pin(pinner, number)
         if file is None:
             return
         assert number in self.here()
         name, inode = self.source.numbers[number], os.fstat(file).st_ino
         assert os.pread(file, 1 << 20, 0) == chunk(name, self.source.body_bytes)
-        lent = self.lent.setdefault(inode, Pinned(os.fstat(file).st_size, name))
-        if (borrower, number) not in lent.borrowers:
-            lent.borrowers.add((borrower, number))
-            self.order.append((borrower, number, inode))
+        pinned = self.pinned.setdefault(inode, Pinned(os.fstat(file).st_size, name))
+        if (pinner, number) not in pinned.pinners:
+            pinned.pinners.add((pinner, number))
+            self.order.append((pinner, number, inode))
 
-    def returned(self, borrower: int, number: int) -> None:
+    def unpin(self, pinner: int, number: int) -> None:
         """The first that it got of that number."""
         for each in self.order:
-            if each[:2] == (borrower, number):
+            if each[:2] == (pinner, number):
                 self.order.remove(each)
-                self.lent[each[2]].borrowers.discard((borrower, number))
-                if not self.lent[each[2]].borrowers:
-                    del self.lent[each[2]]
+                self.pinned[each[2]].pinners.discard((pinner, number))
+                if not self.pinned[each[2]].pinners:
+                    del self.pinned[each[2]]
                 return
 
     def check(self) -> None:
@@ -199,14 +199,14 @@ class Model:
             assert memory is not None
             inodes.add(os.fstat(memory.descriptor).st_ino)
         in_memory = sum(len(self.source.contents[number]) for number in here)
-        lost = sum(lent.bytes for inode, lent in self.lent.items() if inode not in inodes)
+        lost = sum(pinned.bytes for inode, pinned in self.pinned.items() if inode not in inodes)
         assert stats["memory_bytes"] == in_memory
         assert stats["memory_used_bytes"] == in_memory + lost <= self.budget
-        assert stats["lent_bytes"] == sum(lent.bytes for lent in self.lent.values())
+        assert stats["lent_bytes"] == sum(pinned.bytes for pinned in self.pinned.values())
         assert kept_numbers(cache) == here
-        for borrower in range(3):
-            wanted = cache.memory.revoked(borrower)
-            assert {(borrower, number) for number in wanted} <= {each[:2] for each in self.order}
+        for pinner in range(3):
+            wanted = cache.memory.revoked(pinner)
+            assert {(pinner, number) for number in wanted} <= {each[:2] for each in self.order}
         assert len(cache._in_flight) == cache._awaited == 0
 
 
@@ -231,9 +231,9 @@ def test_any_operations_agree_with_the_model(
             model = Model(source, cache, budget, mine=mine)
             for operation in operations:
                 await model.do(operation)
-            for borrower in range(3):
-                await model.do(("gone", borrower))
-            assert not model.lent
+            for pinner in range(3):
+                await model.do(("unpin_all", pinner))
+            assert not model.pinned
 
     before = descriptors()
     trio.run(main)

@@ -1,6 +1,7 @@
 """The keyword arguments of a Python call about a task: every bad one is an error that names it."""
 
 import os
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Protocol, cast, get_args
@@ -13,7 +14,7 @@ from diesel_fs.cache.policy import POLICIES
 from diesel_fs.errors import ConfigError, UsageError
 from diesel_fs.mounts import launcher
 from diesel_fs.mounts.options import MountRequest
-from diesel_fs.peers.options import NO_TASK, Eviction, TaskKwargs, TaskOptions
+from diesel_fs.peers.options import NO_TASK, Eviction, TaskKwargs, TaskOptions, option_specs
 
 SECRET = "canary-71aa-and-long-enough"  # noqa: S105
 
@@ -156,3 +157,8 @@ def test_a_blank_key_in_the_environment_is_an_error_of_a_task_only(
 
 def test_the_eviction_choices_are_the_policies() -> None:
     assert {*get_args(Eviction)} == {*POLICIES}
+
+
+def test_the_keyword_arguments_are_the_fields_of_the_options() -> None:
+    names = {each.name for each in fields(TaskOptions)}
+    assert TaskKwargs.__optional_keys__ == names == {*option_specs()}

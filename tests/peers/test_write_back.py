@@ -19,7 +19,7 @@ from diesel_fs.cache.policy import POLICIES
 from diesel_fs.cache.tiers import ChunkKey, Reservation
 from diesel_fs.errors import NoSpaceError
 from diesel_fs.format.entries import ChunkId
-from diesel_fs.peers import write_back as spill
+from diesel_fs.peers import write_back
 from diesel_fs.peers.node_cache import NodeCache
 
 from ..cache.disk_tier import file_of, files, tier_at
@@ -140,11 +140,11 @@ def test_chunks_on_the_disk_at_the_start_are_adopted_and_checked(
 
     trio.run(first)
     assert len(files(place)) == CHUNKS
-    shelf = tier_at(place)
+    tier = tier_at(place)
     for number, damage in enumerate((b"\0" * 4000, b"")):
         path = file_of(place, make_cache(source, 0)._key(number))
         path.write_bytes((path.read_bytes()[:50] + damage)[: path.stat().st_size])
-    shelf.close()
+    tier.close()
     trio.run(second)
     assert source.fetches == {0: 2, 1: 2} | dict.fromkeys(range(2, CHUNKS), 1)
 
@@ -153,8 +153,8 @@ def test_a_full_disk_evicts_chunks_of_others_then_those_in_memory_then_by_policy
     place: Path, source: ChunkSource
 ) -> None:
     async def main() -> None:
-        shelf = tier_at(place, total(source, *[7] * 4))
-        cache = make_cache(source, some(source, 2), disk=shelf)
+        tier = tier_at(place, total(source, *[7] * 4))
+        cache = make_cache(source, some(source, 2), disk=tier)
         async with run_and_close_cache(cache):
             await settled(cache)
             assert await all_read(cache, source) == 6
@@ -195,9 +195,9 @@ def test_without_memory_chunks_go_to_the_disk(place: Path, source: ChunkSource) 
 
 def test_a_share_fills_the_disk_and_then_stops(place: Path, source: ChunkSource) -> None:
     async def main() -> None:
-        shelf = tier_at(place, total(source, *[7] * 3))
+        tier = tier_at(place, total(source, *[7] * 3))
         async with (
-            run_and_close_cache(make_cache(source, some(source, 2), disk=shelf)) as cache,
+            run_and_close_cache(make_cache(source, some(source, 2), disk=tier)) as cache,
             trio.open_nursery() as nursery,
         ):
             nursery.start_soon(cache.prefetch_owned, np.arange(CHUNKS))
@@ -259,11 +259,11 @@ def test_J1_J10_F11_a_full_disk_is_a_smaller_cache(
     """At the start and later; with a negative floor for free space, as another program may fill the
     disk between the check and the write."""
     monkeypatch.setattr(disk_shelf, "FREE_FRACTION_MIN", floor)
-    shelf = tier_at(prepare_cache_folder(small))
+    tier = tier_at(prepare_cache_folder(small))
 
     async def main() -> None:
         async with run_and_close_cache(
-            make_cache(source, some(source, 2), disk=shelf, policy="none")
+            make_cache(source, some(source, 2), disk=tier, policy="none")
         ) as cache:
             await settled(cache)
             for number in (0, 1, 2, 3):
@@ -342,7 +342,7 @@ def test_J2_a_failing_disk_is_paused_and_tried_again(
             await settled(cache)
             assert await all_read(cache, source) == CHUNKS
             with monkeypatch.context() as patch:
-                patch.setattr(spill, "DISK_PAUSE_S", 0.3)
+                patch.setattr(write_back, "DISK_PAUSE_S", 0.3)
                 patch.setattr("os.preadv", broken)
                 assert await cache.get(5, 1, load=False) is None
                 assert cache.stats()["disk_rests"] == 1
@@ -371,7 +371,7 @@ def test_a_disk_that_hangs_costs_a_second_once(
     where: str, place: Path, source: ChunkSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     goes_on = threading.Event()
-    monkeypatch.setattr(spill, "READ_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(write_back, "READ_TIMEOUT_S", 0.2)
 
     class Hanging(DiskTier):
         hangs = False
@@ -384,15 +384,15 @@ def test_a_disk_that_hangs_costs_a_second_once(
     setattr(Hanging, where, hang)
 
     async def main() -> None:
-        shelf = Hanging(place, IDENTITY, 1 << 30)
+        tier = Hanging(place, IDENTITY, 1 << 30)
         async with run_and_close_cache(
-            make_cache(source, some(source, 2), disk=shelf, policy="none")
+            make_cache(source, some(source, 2), disk=tier, policy="none")
         ) as cache:
             await settled(cache)
             for number in (0, 1, 2, 3):
                 await cache.get(number, 10, load=True)
                 await settled(cache)
-            shelf.hangs = True
+            tier.hangs = True
             begun_s = trio.current_time()
             for number in range(CHUNKS):
                 for _ in range(10):
@@ -400,7 +400,7 @@ def test_a_disk_that_hangs_costs_a_second_once(
                     assert got in (None, source.contents[number])
             assert trio.current_time() - begun_s < 1.5
             assert kept_numbers(cache) >= {0, 1}
-            shelf.hangs = False
+            tier.hangs = False
 
     try:
         trio.run(main)
@@ -432,7 +432,7 @@ def test_chunks_that_others_wrote_are_found_at_the_next_scan(
         cache = make_cache(source, some(source, 2), disk=tier_at(place))
         async with run_and_close_cache(cache):
             await settled(cache)
-            monkeypatch.setattr(spill, "RESCAN_S", 0.05)
+            monkeypatch.setattr(write_back, "RESCAN_S", 0.05)
             cache._write_back._failed(5, is_there=False)
             await trio.sleep(0.03)
             other = tier_at(place).reserve(cache._key(6), len(source.contents[6]))
@@ -454,9 +454,9 @@ def test_the_queue_stays_within_its_part_of_the_memory(place: Path, source: Chun
     goes_on = threading.Event()
 
     async def main() -> None:
-        shelf = Slow(place, IDENTITY, 1 << 30)
+        tier = Slow(place, IDENTITY, 1 << 30)
         async with run_and_close_cache(
-            make_cache(source, some(source, 2), disk=shelf, policy="none")
+            make_cache(source, some(source, 2), disk=tier, policy="none")
         ) as cache:
             await settled(cache)
             for number in range(CHUNKS):
@@ -485,9 +485,9 @@ def test_a_share_fills_a_disk_that_answers_late(place: Path, source: ChunkSource
             return super().list_chunks(identity)
 
     async def main() -> None:
-        shelf = Late(place, IDENTITY, 1 << 30)
+        tier = Late(place, IDENTITY, 1 << 30)
         async with (
-            run_and_close_cache(make_cache(source, some(source, 2), disk=shelf)) as cache,
+            run_and_close_cache(make_cache(source, some(source, 2), disk=tier)) as cache,
             trio.open_nursery() as nursery,
         ):
             nursery.start_soon(cache.prefetch_owned, np.arange(CHUNKS))
