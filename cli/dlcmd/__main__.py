@@ -1,4 +1,4 @@
-"""`python -m dlcmd`."""
+"""Lets `python -m dlcmd` run the command line."""
 
 from dlcmd.main import main
 

@@ -1,12 +1,15 @@
-"""libDIESEL: one dataset, from Python, without a mount (DIESEL, Table 3).
+"""Reads and writes one dataset from Python, without a mount: `connect` and `Dataset`.
 
-A `Dataset` shows one version of its dataset: the one at which it was opened, and after its own
-`flush`, `delete` or `refresh` the current one.
+The calls are those of libDIESEL (the DIESEL paper, Table 3); docstrings name them as DL_get etc.
+README.md beside this module lists all calls for users.
 
-Each call that names an entry which is there takes its path or its index (`addressing.py`). Objects
-may be used from several threads for reading; writing belongs to one. A forked child may go on
-reading, and so may a process that is sent a pickle: it opens the same version anew. What is not
-flushed stays with who has put it.
+A `Dataset` shows one version: the one at which it was opened, until `flush`, `delete`, `refresh`,
+or a path that only a newer version has, moves it on. Calls name entries by path or index
+(`addressing.py`).
+
+Several threads may read; only one may write. A forked child may go on reading, and so may a process
+that loads a pickle of the dataset, which opens the same version anew (`reopening.py`). Puts that
+are not flushed stay with the process that made them.
 """
 
 import io
@@ -16,6 +19,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, NamedTuple, Self, Unpack
@@ -36,7 +40,7 @@ from ..ingest.paths import is_reserved
 from ..names import parse_versioned_name
 from ..orders.shuffle import GROUP_SIZE_DEFAULT, chunk_order
 from ..peers.client import TaskStore, master_request
-from ..peers.options import TaskKwargs, TaskOptions, non_negative_int
+from ..peers.options import NO_TASK, TaskKwargs, TaskOptions, non_negative_int
 from ..remote.open import open_repository
 from ..repository.interface import PurgeOptions, PurgeReport, Repository
 from ..repository.private_copies import open_snapshot_file, save_snapshot
@@ -59,13 +63,23 @@ from .reopening import DatasetReference
 log = logging.getLogger("diesel.client")
 
 MEMORY_BYTES_DEFAULT = 256 << 20
-"""Chunks kept per process: a DataLoader has many, each with its own."""
+"""Memory for chunks in each process; small, since a DataLoader has many processes."""
 
-_SPOOL_BYTES = 64 << 20  # a stream longer than this waits on disk until its length is known
+_SPOOL_BYTES = 64 << 20  # a longer stream is spooled to disk until its length is known
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenOptions:
+    """How a dataset is opened, apart from where and which: see `connect`."""
+
+    memory_bytes: int | None
+    compress: str
+    task: TaskOptions
+    task_memory_bytes: int
 
 
 class _Order(NamedTuple):
-    """What `shuffle` was asked for."""
+    """The arguments of the last `shuffle`."""
 
     seed: int
     epoch: int
@@ -88,159 +102,158 @@ def connect(
     task_memory_bytes: int | None = None,
     **task: Unpack[TaskKwargs],
 ) -> "Dataset":
-    """Open a dataset (DL_connect). `url`, `user`: as for `dlcmd`, from the environment if None.
+    """Open a dataset (DL_connect).
 
-    `"pets"` is opened at its current version, `"pets@1790000000000000"` at that one, which is kept:
-    it can be read, and nothing can be written until `refresh` has gone over to the current version.
+    `"pets"` opens the dataset at its current version. `"pets@1790000000000000"` opens it at that
+    version, which must be kept; such a dataset is read-only until `refresh` moves it on.
 
-    `memory_bytes` is a limit for chunks in memory; if None, MEMORY_BYTES_DEFAULT, or as much as two
-    groups of a `shuffle` need.
+    `url`, `user` and `key` name the repository and your account on a server; if None, they come
+    from the environment, as for `dlcmd`. `create` makes a repository and dataset that are missing.
 
-    With `task=NAME`, contents are read through the cache that the nodes of that training task
-    share: this node is number `rank` of `world`, by default as SLURM or torchrun say, else the only
-    one. `task_key` is the task's secret (or in DIESEL_TASK_KEY); `task_memory_bytes`, and
-    `cache_dir` with `cache_bytes`, are this node's part; `peers`, `listen`, `advertise`, `policy`,
-    `evict` and `peer_tls` mean what they do for `dlcmd mount`; None is as if it were not said. The
-    first process of a node that joins settles all this for its node; who wants something else is
-    warned.
+    `memory_bytes` limits the memory for chunks; if None, it is MEMORY_BYTES_DEFAULT, and grows to
+    the two groups of chunks that `shuffle` needs. `compress` is "auto", "lz4" or "none".
 
-    A bucket (`url="s3://..."`) is spoken to by a helper process, so that this one may fork.
+    With `task=NAME`, contents are read through the cache that the nodes of this training task
+    share. This node is number `rank` of `world`; by default as SLURM or torchrun say, else the only
+    one. `task_key` is the task's secret (or in DIESEL_TASK_KEY). `task_memory_bytes`, and
+    `cache_dir` with `cache_bytes`, are the memory and disk of this node's part. `peers`, `listen`,
+    `advertise`, `policy`, `evict` and `peer_tls` are the options of `dlcmd mount`. None means the
+    default. The first process of a node that joins settles these options for its node; a later one
+    that asks for something else logs a warning.
 
-    With `create`, the repository and the dataset are made where they are missing. Raises
-    NoSuchDataset, NotFoundError where a version is not kept, ObjectStoreError, MetadataError,
-    UsageError.
+    For a bucket (`url="s3://..."`) a helper process does the requests, so that this one may fork.
+
+    Raises NoSuchDataset, NotFoundError for a version that is not kept, ObjectStoreError,
+    MetadataError, UsageError.
     """
     name, version = parse_versioned_name(dataset)
     if create and version:
-        raise UsageError(f"{dataset} is a version of what is there", advice="leave `create` out")
+        raise UsageError(
+            f"{dataset} names a version, and `create` makes a new dataset",
+            advice="leave out `create`, or the version",
+        )
     if compress not in COMPRESSIONS:
-        raise UsageError(f"bad compression {compress!r}: one of {COMPRESSIONS}")
+        raise UsageError(f"bad compression {compress!r}", advice=f"one of {COMPRESSIONS}")
     settings = load_settings({"url": url, "user": user, "key": key})
     credentials = settings.credentials
     if key is not None and credentials is None:
-        raise UsageError("only a server has accounts", advice="leave `key` out, or name a user")
+        raise UsageError(
+            "`key` is given without a user", advice="leave out `key`, or name a user of a server"
+        )
     if memory_bytes is not None:
         memory_bytes = non_negative_int("memory_bytes", memory_bytes)
     task_memory_bytes = non_negative_int("task_memory_bytes", task_memory_bytes or 0)
-    joins = TaskOptions.from_kwargs(
+    task_options = TaskOptions.from_kwargs(
         task,
         f"{settings.repository_url}\0{dataset}",
         task_only={"policy": task.get("policy"), "task_memory_bytes": task_memory_bytes},
     )
+    options = _OpenOptions(memory_bytes, compress, task_options, task_memory_bytes)
     repository = open_repository(settings.repository_url, credentials, create=create)
     try:
         if create:
             repository.begin(name)
         is_kept = version != 0
         view = repository.view_at(name, version) if is_kept else repository.view(name)
-        return Dataset(
-            repository, view, memory_bytes, compress, joins, task_memory_bytes, is_kept=is_kept
-        )
+        return Dataset(repository, view, options, is_version_fixed=is_kept, is_kept=is_kept)
     except BaseException:
         repository.close()
         raise
 
 
 class Dataset:
-    """A dataset, open for reading and writing (see the module). Made by `connect`."""
+    """A dataset that is open for reading and writing. `connect` makes it."""
 
     def __init__(
         self,
         repository: Repository,
         view: Snapshot,
-        memory_bytes: int | None,
-        compress: str,
-        task_options: TaskOptions,
-        task_memory_bytes: int,
+        options: _OpenOptions,
         *,
-        is_version_fixed: bool = False,
-        is_kept: bool = False,
+        is_version_fixed: bool,
+        is_kept: bool,
     ) -> None:
         self.name = view.dataset
         self._repository = repository
-        self._task_options = task_options
-        self._task_memory_bytes = task_memory_bytes
+        self._options = options
+        self._task_options = options.task
         self._task: TaskStore | None = None
         self._task_version = 0
-        self._memory_grows = memory_bytes is None
-        self._memory_bytes = MEMORY_BYTES_DEFAULT if memory_bytes is None else memory_bytes
-        self._compress = compress
-        self._order: _Order | None = None  # that reads come in
-        self._version_fixed = (
-            is_version_fixed or is_kept
-        )  # a version that was asked for: no other is looked for
-        self._kept = is_kept  # and nothing is written beside it
+        self._order: _Order | None = None  # the order in which files are being read
+        self._version_fixed = is_version_fixed  # only `refresh` moves on from this version
+        self._kept = is_kept  # opened at a named version: nothing can be written
         self._closed = False
         self._switch_version(view)
         self._forget_writes()
 
     def __reduce__(self) -> tuple[object, ...]:
-        """For a pickle: what shows the same in another process, and the order that reads come in.
+        """For a pickle: how another process opens the same version, with the order of reading.
 
-        It holds no secret. Raises UsageError where one is needed that is not in the environment.
+        The pickle holds no secret. Raises UsageError where the other process will need a secret
+        that is not in the environment.
         """
         self._check_open()
-        opened = DatasetReference.of(self._repository, self._view, self._task_options)
-        memory_bytes = None if self._memory_grows else self._memory_bytes
-        how = (memory_bytes, self._compress, self._task_memory_bytes)
-        return _reopened, (opened, how, (self._version_fixed, self._kept), self._order)
+        reference = DatasetReference.of(self._repository, self._view, self._task_options)
+        options = replace(self._options, task=NO_TASK)
+        is_fixed = (self._version_fixed, self._kept)
+        return _reopen, (reference, options, is_fixed, self._order)
 
     def __repr__(self) -> str:
-        """Which dataset, version and repository this is, without what is secret."""
+        """Which dataset, version and repository this is; without secrets."""
         state = ", closed" if self._closed else ""
-        where = self._repository.url
-        return f"<Dataset {self.name}@{self.version} of {where}, files: {len(self)}{state}>"
+        url = self._repository.url
+        return f"<Dataset {self.name}@{self.version} of {url}, files: {len(self)}{state}>"
 
     # Reading
 
     @property
     def snapshot(self) -> Snapshot:
-        """All metadata of the version that this object shows."""
+        """All metadata of the version that is shown."""
         return self._view
 
     @property
     def url(self) -> str:
-        """The repository's address, with all that it holds: not to be shown."""
+        """The repository's address. It may hold a password: do not print it."""
         return self._repository.url.full_url
 
     @property
     def credentials(self) -> Credentials | None:
-        """Who this object is to a server; None where there is none."""
+        """The account on the server; None without a server."""
         return self._repository.credentials
 
     @property
     def task_options(self) -> TaskOptions:
-        """The task that this object reads through. Not to be shown."""
+        """The options of the training task. They may hold its secret: do not print them."""
         return self._task_options
 
     @property
     def version(self) -> int:
-        """The version that this object shows."""
+        """The version that is shown."""
         return self._view.version
 
     @property
     def is_kept(self) -> bool:
-        """Whether this object was opened at a version that was named, and still shows that."""
+        """Whether `connect` was asked for this very version, so that nothing can be written."""
         return self._kept
 
     def __len__(self) -> int:
-        """How many files there are."""
+        """The number of files."""
         return self._view.file_count
 
     def get(self, path: EntryKey) -> bytes:
-        """The content of a file (DL_get). Raises NoSuchPath, CorruptError."""
-        index = self._entry(path)
+        """Return the content of a file (DL_get). Raises NoSuchPath, CorruptError."""
+        index = self._index(path)
         if self._view.stat(index).kind != Kind.FILE:
             raise UsageError(f"{path!r} is not a file")
         return bytes(self._reader.read(index))
 
     def read_many(self, paths: EntryKeys) -> Iterator[memoryview]:
-        """The contents of many files, in this order; chunks are fetched ahead in the background.
+        """Yield the contents of many files in this order; fetch chunks ahead in the background.
 
-        A view stays valid as long as it is held. Raises NoSuchPath before anything is read, and as
-        `get` while it goes on.
+        A content stays valid as long as its view is held. Raises NoSuchPath before anything is
+        read; later as `get`.
         """
-        indices = self._entries(paths)  # may move on to a newer version
+        indices = self._indices(paths)  # may move on to a newer version, with another reader
         return self._reader.read_many(indices)
 
     def shuffle(
@@ -254,50 +267,56 @@ class Dataset:
         drop_last: bool = False,
         below: EntryKey = "",
     ) -> npt.NDArray[np.int64]:
-        """A chunk-wise order of a rank's files, as indices for `read_many`, `get` and `stat_many`.
+        """Return a rank's files in chunk-wise random order, as indices (DL_shuffle).
 
-        (DL_shuffle; what the numbers mean: `diesel_fs.orders.shuffle`.) With `below`, of the files
-        in that folder. From now on `get` (by index or path) and `read_many` in this order load each
-        chunk once, and keep two groups of `group_size` chunks in memory at most, except that a
-        dataset that fits the memory stays in it whole. A later order takes this one's place; so
-        does another version, to which the indices do not apply. Raises NoSuchPath, and UsageError
-        for numbers without meaning, and where the chunks of one group do not fit `memory_bytes`.
+        `diesel_fs.orders.shuffle` defines the order and its parameters. `below` restricts it to
+        the files below a folder. `get` and `read_many` in this order load each chunk once; they
+        keep at most two groups of `group_size` chunks in memory, or the whole dataset if it fits.
+        This holds until the next `shuffle`, or until another version is shown, for which the
+        indices are not valid. Raises NoSuchPath, and UsageError for bad numbers and where the
+        chunks of one group do not fit `memory_bytes`.
         """
-        top = self._entry(below)
+        top = self._index(below)
         if self._view.stat(top).kind != Kind.FOLDER:
             raise UsageError(f"{below!r} is not a folder")
         order = chunk_order(
             self._view, seed, epoch, group_size=group_size, rank=rank, world=world,
             drop_last=drop_last, below=top,
         )  # fmt: skip
-        self._reader.prefetch_order(order.indices, order.ends, grow=self._memory_grows)
+        can_grow = self._options.memory_bytes is None
+        self._reader.prefetch_order(order.indices, order.ends, grow=can_grow)
         self._order = _Order(seed, epoch, group_size, rank, world, drop_last, below)
         return order.indices
 
     def stat(self, path: EntryKey) -> Stat:
-        """Kind, mode, size and mtime of an entry (DL_stat). Raises NoSuchPath."""
-        index = self._entry(path)  # as above
+        """Return kind, mode, size and mtime of an entry (DL_stat). Raises NoSuchPath."""
+        index = self._index(path)  # may move on to a newer version, with another view
         return self._view.stat(index)
 
     def stat_many(self, paths: EntryKeys) -> Stats:
-        """`stat` of many entries, as columns. Raises NoSuchPath."""
-        indices = self._entries(paths)
+        """Return the `stat` of many entries, as columns. Raises NoSuchPath."""
+        indices = self._indices(paths)
         return self._view.stat_many(indices)
 
     def ls(self, path: EntryKey = "") -> list[str]:
-        """The names in a folder, sorted (DL_ls); of another entry, its own. Raises NoSuchPath."""
-        index = self._entry(path)
+        """Return the names in a folder, sorted (DL_ls); for another entry, its own name.
+
+        Raises NoSuchPath.
+        """
+        index = self._index(path)
         if self._view.stat(index).kind != Kind.FOLDER:
             return [os.fsdecode(self._view.name(index))]
         return [os.fsdecode(name) for name in self._view.names(self._view.children(index))]
 
     def task_stats(self) -> dict[str, object]:
-        """What the task's cache is and did, and what this object has read from where; nothing
-        without a task."""
+        """Return the state and counters of the task's cache, with what this object read from it.
+
+        Empty without a task, and for a process that has not joined it.
+        """
         return {} if self._task is None else self._task.stats()
 
     def refresh(self) -> int:
-        """Show the current version from now on; the version comes back."""
+        """Move on to the current version, and return it."""
         self._check_open()
         self._version_fixed = self._kept = False
         self._switch_version(self._repository.view(self.name))
@@ -313,13 +332,14 @@ class Dataset:
         mode: int = 0o644,
         mtime_ns: int | None = None,
     ) -> None:
-        """Put a file: from a path, bytes, or a file object (DL_put). Durable after `flush`.
+        """Put a file at `path` (DL_put); it is durable after `flush`.
 
-        It is named by its path alone: there need not be an entry yet.
-        Mode and mtime are those of a source path; else `mode`, and `mtime_ns` or now. Raises
-        ConflictError where the path is a folder or lies below a file. Once a chunk could not be
-        stored, earlier puts are lost: this and `flush` raise its error until the dataset is opened
-        again.
+        `source` is the path of a file, bytes, or a file object. The file of a path gives mode and
+        mtime; for other sources they are `mode`, and `mtime_ns` or now.
+
+        Raises ConflictError if `path` is a folder or lies below a file. If a chunk cannot be
+        stored, the puts since the last `flush` are lost: `put` and `flush` raise the error until
+        the dataset is opened again.
         """
         packer = self._writer()
         target = self._target(path)
@@ -342,10 +362,10 @@ class Dataset:
         self._pending.add(target)
 
     def flush(self) -> int:
-        """Make all that was put or deleted durable (DL_flush), and show it; the version.
+        """Make all puts durable (DL_flush), and move on to the version that has them; return it.
 
-        Raises ConflictError, after all that, where another writer has made a folder of a file that
-        was put, or the other way round: the folder shows.
+        Raises ConflictError after that if another writer has put a folder where this one has put a
+        file, or the other way round; the dataset then has the folder.
         """
         self._check_open()
         if self._session is None or self._owner != os.getpid():
@@ -356,7 +376,7 @@ class Dataset:
         if finish_put(self._repository, self._session, report):
             self._packer.close()
             self._forget_session()
-        if not self._version_fixed:  # else the view goes on without them
+        if not self._version_fixed:  # else the version that is shown stays, without the new files
             self._made.clear()
             self._pending.clear()
             self.refresh()
@@ -365,17 +385,19 @@ class Dataset:
         return self._view.version
 
     def delete(self, path: EntryKey, *, recursive: bool = False) -> None:
-        """Delete a file, link or empty folder (DL_delete), or a whole folder. Durable on return.
+        """Delete a file, link or empty folder (DL_delete), or with `recursive` any folder.
 
-        Raises NoSuchPath, ConflictError for a folder with entries.
+        It is durable on return. Raises NoSuchPath, and ConflictError for a folder with entries.
         """
         self._check_writable()
-        entry = path if is_path(path) else self._view.path(self._entry(path))
-        self.flush()  # indices may be others afterwards
-        index = self._entry(entry)
+        entry = path if is_path(path) else self._view.path(self._index(path))
+        self.flush()  # it may move on to a version with other indices
+        index = self._index(entry)
         below = self._view.walk(index).tolist()
         if len(below) > 1 and not recursive:
-            raise ConflictError(f"{path!r} is a folder with entries", advice="recursive=True")
+            raise ConflictError(
+                f"{path!r} is a folder with entries", advice="recursive=True deletes them too"
+            )
         self._writer()
         assert self._session is not None
         paths = [self._view.path(i) for i in reversed(below)]
@@ -387,14 +409,15 @@ class Dataset:
     # Metadata
 
     def save_meta(self, file: str | os.PathLike[str]) -> None:
-        """Write the snapshot of the version that this object shows (DL_save_meta)."""
+        """Write the metadata of the version that is shown to a snapshot file (DL_save_meta)."""
         self._check_open()
         save_snapshot(self._view, Path(file))
 
     def load_meta(self, file: str | os.PathLike[str]) -> bool:
-        """Go by a saved snapshot from now on (DL_load_meta); whether it is the current version.
+        """Show the version in a snapshot file (DL_load_meta); return whether it is the current one.
 
-        Raises FormatError, and ForeignError for a snapshot of another dataset.
+        Only `refresh` moves on from it. Raises FormatError, and ForeignError for a snapshot of
+        another dataset.
         """
         self._check_open()
         loaded = open_snapshot_file(Path(file))
@@ -411,14 +434,16 @@ class Dataset:
     def purge(
         self, *, max_unused: float = 0.05, keep: int = -1, grace_s: int = -1, dry_run: bool = False
     ) -> PurgeReport:
-        """Give back the space of what has been replaced or deleted (DL_purge).
+        """Free the space of replaced and deleted files (DL_purge).
 
-        Chunks of which more than `max_unused` is unused are rewritten; old ones go when nobody can
-        be reading them. `keep` (versions) and `grace_s`: -1 for as before (`PurgeOptions`).
-        Flushes, and shows the current version. Raises BusyError, NoSpaceError.
+        Chunks of which more than the share `max_unused` is unused are rewritten; the old ones are
+        deleted when no reader can need them. `keep` is the number of versions to keep, `grace_s`
+        how long old chunks stay; -1 means the same as before (see `PurgeOptions`).
+
+        It flushes first, and moves on to the current version. Raises BusyError, NoSpaceError.
         """
         if not 0 <= max_unused <= 1:
-            raise UsageError(f"a share of {max_unused}: it is between 0 and 1")
+            raise UsageError(f"max_unused is a share between 0 and 1, not {max_unused}")
         self._check_writable()
         self.flush()
         options = PurgeOptions(round(max_unused * 1_000_000), keep, grace_s, dry_run)
@@ -428,14 +453,17 @@ class Dataset:
         return report
 
     def delete_dataset(self) -> None:
-        """Delete the dataset for ever (DL_delete_dataset), and close."""
+        """Delete the dataset for good (DL_delete_dataset), and close this object."""
         self._check_writable()
         self._forget_writes()
         self._repository.delete_dataset(self.name)
         self.close()
 
     def close(self) -> None:
-        """Flush and let go (DL_close). A forked child's close writes nothing of its parent's."""
+        """Flush, and release everything (DL_close).
+
+        In a forked child it flushes only what the child has put.
+        """
         if self._closed:
             return
         try:
@@ -453,12 +481,12 @@ class Dataset:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if kind is not None:  # half of what was meant is worse than nothing of it
+        if kind is not None:  # nothing is flushed: the puts of the block are not complete
             self._closed = True
             self._end()
         self.close()
 
-    # Parts
+    # Helpers of the calls above
 
     def _check_open(self) -> None:
         if self._closed:
@@ -468,8 +496,8 @@ class Dataset:
         self._check_open()
         if self._kept:
             raise UsageError(
-                f"{self.name}@{self.version} is a version that is kept: nothing is written to it",
-                advice=f"connect to {self.name!r}, or go over to its current version by refresh()",
+                f"{self.name}@{self.version} is a kept version, which cannot be changed",
+                advice=f"connect to {self.name!r}, or move on to its current version by refresh()",
             )
 
     def _end(self) -> None:
@@ -486,21 +514,24 @@ class Dataset:
             log.warning("%s", warning)
         self._view = view
         self._order = None
-        self._reader = EntryReader(view, self._objects_of(view), self._memory_bytes)
+        limit = self._options.memory_bytes
+        memory_bytes = MEMORY_BYTES_DEFAULT if limit is None else limit
+        self._reader = EntryReader(view, self._objects_of(view), memory_bytes)
 
     def _objects_of(self, view: Snapshot) -> ObjectStore:
-        """Where contents are read from: the repository, or the task's cache before that."""
+        """The object store to read a version from: the repository's, or the task's cache."""
         if not self._task_options:
             return self._repository.objects
-        before = self._task
-        if before is None:
+        former = self._task
+        if former is None:
+            memory_bytes = self._options.task_memory_bytes
             request = master_request(
-                self._task_options, self._repository, view, memory_bytes=self._task_memory_bytes
+                self._task_options, self._repository, view, memory_bytes=memory_bytes
             )
             self._task = TaskStore.join(self._repository.objects, request, view)
         elif view.version != self._task_version:
-            self._task = before.at_version(view)
-            before.close()
+            self._task = former.at_version(view)
+            former.close()
         self._task_version = view.version
         assert self._task is not None
         return self._task
@@ -512,20 +543,19 @@ class Dataset:
     def _forget_writes(self) -> None:
         self._forget_session()
         self._owner = os.getpid()
-        self._made: set[bytes] = set()  # folders and files that the view does not show yet
-        self._pending: set[bytes] = set()
+        self._made: set[bytes] = set()  # folders that were put and that the view does not show yet
+        self._pending: set[bytes] = set()  # files, likewise
 
     def _writer(self) -> Packer:
-        """The packer of this process; a forked child never touches its parent's."""
+        """The packer of this process, which is made first; a forked child makes its own."""
         self._check_writable()
         if self._owner != os.getpid():
             self._forget_writes()
         if self._packer is None:
             session = self._session = self._repository.begin(self.name, create=False)
             session.use_view(self._view)
-            _ = session.view  # as it is now, before anybody else goes on
-
-            self._packer = start_packer(session, CHUNK_BYTES_DEFAULT, self._compress)
+            _ = session.view  # loads the version of now: conflicts are found against it
+            self._packer = start_packer(session, CHUNK_BYTES_DEFAULT, self._options.compress)
         return self._packer
 
     def _put_file(self, packer: Packer, source: Path, target: bytes) -> None:
@@ -538,28 +568,30 @@ class Dataset:
     def _target(self, path: PathText) -> bytes:
         target = check_path(encoded(path))
         if not target or is_reserved(target):
-            raise UsageError(f"{path!r} cannot be a file of a dataset")
-        if target in self._made or self._kind_there(target) == Kind.FOLDER:
+            raise UsageError(f"{path!r} cannot be the path of a file: it is the root or reserved")
+        if target in self._made or self._kind_at(target) == Kind.FOLDER:
             raise ConflictError(f"{path!r} is a folder", advice="delete it first")
         return target
 
-    def _kind_there(self, path: bytes) -> Kind | None:
-        """What stands at a path, by the newest version that this writer knows: others may have
-        put it since the one that this object shows."""
+    def _kind_at(self, path: bytes) -> Kind | None:
+        """The kind of the entry at a path, in the newest version that this writer knows.
+
+        Other writers may have put it after the version that is shown.
+        """
         assert self._session is not None
         view = max(self._view, self._session.view, key=lambda view: view.version)
         index = view.lookup(path)
         return view.stat(index).kind if index >= 0 else None
 
     def _add_parents(self, packer: Packer, target: bytes, mtime_ns: int) -> None:
-        """Make the folders above a path entries of their own, where there are none."""
+        """Put the folders above a path, where they are missing. Raises ConflictError."""
         folder = split(target)[0]
         missing = []
         while folder and folder not in self._made:
-            there = self._kind_there(folder)
-            if folder in self._pending or there not in (None, Kind.FOLDER):
+            kind = self._kind_at(folder)
+            if folder in self._pending or kind not in (None, Kind.FOLDER):
                 raise ConflictError(f"{os.fsdecode(folder)!r} is a file", advice="delete it first")
-            if there == Kind.FOLDER:
+            if kind == Kind.FOLDER:
                 break
             missing.append(folder)
             folder = split(folder)[0]
@@ -567,18 +599,21 @@ class Dataset:
             packer.add_folder(split(path), 0o755, mtime_ns)
             self._made.add(path)
 
-    def _entry(self, where: EntryKey) -> int:
-        """The index of an entry. Raises NoSuchPath."""
+    def _index(self, key: EntryKey) -> int:
+        """The index of an entry; moves on to a newer version for a missing path.
+
+        Raises NoSuchPath.
+        """
         self._check_open()
         try:
-            return index_of(self._view, where)
+            return index_of(self._view, key)
         except NoSuchPath:
-            if not (is_path(where) and self._catch_up()):
+            if not (is_path(key) and self._catch_up()):
                 raise
-            return index_of(self._view, where)
+            return index_of(self._view, key)
 
-    def _entries(self, many: EntryKeys) -> npt.NDArray[np.int64]:
-        """The indices of entries. Raises NoSuchPath."""
+    def _indices(self, many: EntryKeys) -> npt.NDArray[np.int64]:
+        """As `_index`, of many entries."""
         self._check_open()
         names = names_of(many)
         try:
@@ -589,41 +624,34 @@ class Dataset:
             return indices_of(self._view, names)
 
     def _catch_up(self) -> bool:
-        """Goes over to a newer version, where there is one: a path is missing in this one."""
+        """Move on to a newer version, if there is one; return whether there was."""
         if self._version_fixed:
             return False
-        marker = self._repository.dataset(self.name).head
-        if marker is None or marker.version <= self._view.version:
+        head = self._repository.dataset(self.name).head
+        if head is None or head.version <= self._view.version:
             return False
         self.refresh()
         return True
 
 
-def _reopened(
-    opened: DatasetReference,
-    how: tuple[int | None, str, int],
-    held: tuple[bool, bool],
+def _reopen(
+    reference: DatasetReference,
+    options: _OpenOptions,
+    is_fixed: tuple[bool, bool],
     order: _Order | None,
 ) -> Dataset:
-    """A dataset out of a pickle."""
-    memory_bytes, compress, task_memory_bytes = how
-    is_pinned, is_kept = held
-    repository = opened.repository()
+    """Open the dataset that a pickle refers to. See `Dataset.__reduce__`."""
+    is_version_fixed, is_kept = is_fixed
+    options = replace(options, task=reference.task_options_with_key)
+    repository = reference.repository()
     try:
-        view = opened.snapshot(repository)
-        found = Dataset(
-            repository,
-            view,
-            memory_bytes,
-            compress,
-            opened.task_options_with_key,
-            task_memory_bytes,
-            is_version_fixed=is_pinned,
-            is_kept=is_kept,
+        view = reference.snapshot(repository)
+        dataset = Dataset(
+            repository, view, options, is_version_fixed=is_version_fixed, is_kept=is_kept
         )
         if order is not None:
-            found.shuffle(**order._asdict())
-        return found
+            dataset.shuffle(**order._asdict())
+        return dataset
     except BaseException:
         repository.close()
         raise

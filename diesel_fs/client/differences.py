@@ -1,12 +1,13 @@
-"""What differs between two versions, or between a version and a folder.
+"""Finds what differs between two versions of datasets, or between a version and a folder.
 
-An entry has **changed** where both sides have one of its kind at its path, and it has another mode,
-mtime, size, content or target. One that has become another kind of entry is removed and added.
-Contents of two versions are compared by their checksums (of a large file by those of its parts),
-those of a folder as `put` compares them: by size and mtime alone, unless they are to be read.
+An entry is **changed** if both sides have an entry of the same kind at its path with another mode,
+mtime, size, content or link target. An entry that is of another kind on the second side is removed
+and added. The contents of two versions are compared by the checksums of their extents (the parts of
+files that lie in one chunk). The files of a folder are compared as `put` compares them: by size and
+mtime, and with `checksum` by content.
 
-Nothing is written. Two versions are compared by columns: 1.28 million entries take about a second.
-A folder is walked as by `put`, one folder in memory at a time.
+Nothing is written. Two versions are compared as columns of numbers: 1.28 million entries take about
+a second. A folder is walked as by `put`, with one of its folders in memory at a time.
 """
 
 import os
@@ -28,14 +29,14 @@ from ..repository.interface import index_of_path
 _BATCH = 4096
 
 CompareProgress = Callable[[int], None]
-"""Told how many entries of a folder have been looked at."""
+"""Called with the number of entries that have been compared so far."""
 
 
 @dataclass(frozen=True, slots=True)
 class Differences:
-    """The paths that the second side has in addition, has otherwise, and has not.
+    """The paths that only the second side has, that differ, and that only the first side has.
 
-    `failed` names what of a folder could not be read, and why.
+    `failed` has the paths of a folder that could not be read, with the reasons.
     """
 
     added: Collection[bytes]
@@ -46,7 +47,7 @@ class Differences:
 
 
 class _Paths(Collection[bytes]):
-    """The paths of some entries, made when they are asked for."""
+    """The paths of some entries, which are decoded only while somebody iterates over them."""
 
     def __init__(self, view: Snapshot, entries: Indices) -> None:
         self._view, self._entries = view, entries
@@ -63,71 +64,76 @@ class _Paths(Collection[bytes]):
 
 
 def compare_versions(old: Snapshot, new: Snapshot, below: bytes = b"") -> Differences:
-    """What differs from `old` to `new`, at and below a path of both. Raises NoSuchPath."""
-    before, now = old.walk(index_of_path(old, below)), new.walk(index_of_path(new, below))
+    """The differences from `old` to `new`, at and below a path in both. Raises NoSuchPath."""
+    old_entries = old.walk(index_of_path(old, below))
+    new_entries = new.walk(index_of_path(new, below))
     matched = diff_snapshots(old, new)
-    is_there = np.zeros(len(old), np.bool_)
-    is_there[matched.same_path[matched.same_path >= 0]] = True
+    in_new = np.zeros(len(old), np.bool_)
+    in_new[matched.same_path[matched.same_path >= 0]] = True
     differs = matched.unchanged < 0
     differs[matched.folders_with_new_attributes] = True
-    known = matched.same_path[now] >= 0
-    changed = now[known & differs[now]]
+    in_old = matched.same_path[new_entries] >= 0
+    changed = new_entries[in_old & differs[new_entries]]
     return Differences(
-        _Paths(new, now[~known]),
-        _Paths(new, changed),
-        _Paths(old, before[~is_there[before]]),
-        int(known.sum()) - len(changed),
+        added=_Paths(new, new_entries[~in_old]),
+        changed=_Paths(new, changed),
+        removed=_Paths(old, old_entries[~in_new[old_entries]]),
+        unchanged=int(in_old.sum()) - len(changed),
     )
 
 
 def compare_folder(
     view: Snapshot, below: bytes, folder: Path, *, checksum: bool, progress: CompareProgress
 ) -> Differences:
-    """What differs from a version, at and below a path, to a folder: what `put --delete` of that
-    folder would do. Raises NotFoundError, PermissionDenied, ConflictError for a path of a file.
+    """The differences from a version, at and below a path, to a folder.
+
+    They are what `put --delete` of that folder would do. Raises NotFoundError, PermissionDenied,
+    and ConflictError if `below` is a file.
     """
     options = PutOptions(delete=True, allow_empty=True, checksum=checksum)
     added: list[bytes] = []
     changed: list[bytes] = []
     replaced: list[bytes] = []
     failed: list[tuple[bytes, str]] = []
-    seen = unchanged = 0
+    compared = unchanged = 0
 
     def fail(path: bytes, reason: str) -> None:
         failed.append((path, reason))
 
     root = open_source(folder)
     try:
-        plan = FolderComparer(view, below, options, Filter(options), _always_readable, fail, root)
-        for each in plan.changes(walk(root, Filter(options), fail)):
-            for path, kind in _entries(each, below):
-                at = view.lookup(path)
-                if at >= 0 and view.stat(at).kind == kind:
+        comparer = FolderComparer(
+            view, below, options, Filter(options), _always_readable, fail, root
+        )
+        for changes in comparer.changes(walk(root, Filter(options), fail)):
+            for path, kind in _entries(changes, below):
+                index = view.lookup(path)
+                if index >= 0 and view.stat(index).kind == kind:
                     changed.append(path)
                     continue
                 added.append(path)
-                if at >= 0:
+                if index >= 0:
                     replaced.append(path)
-            unchanged += each.unchanged
-            seen += each.unchanged + len(each.files) + len(each.links) + 1
-            progress(seen)
-        removed = [*replaced, *reversed(plan.removed_paths())]
+            unchanged += changes.unchanged
+            compared += changes.unchanged + len(changes.files) + len(changes.links) + 1
+            progress(compared)
+        removed = [*replaced, *reversed(comparer.removed_paths())]
     finally:
         os.close(root)
     return Differences(added, changed, removed, unchanged, failed)
 
 
 def _always_readable(_: int) -> bool:
-    """Whether an entry's bytes can be read makes no difference between two trees."""
+    """A comparison ignores whether an entry's chunk can be read; `put` puts such an entry again."""
     return True
 
 
-def _entries(each: FolderChanges, below: bytes) -> Iterator[tuple[bytes, Kind]]:
-    """The entries of one folder that differ: first its own."""
-    path = join(below, each.path) if each.path else below
-    if each.entry is not None:
+def _entries(changes: FolderChanges, below: bytes) -> Iterator[tuple[bytes, Kind]]:
+    """The entries of one folder that differ, the folder itself first."""
+    path = join(below, changes.path) if changes.path else below
+    if changes.entry is not None:
         yield path, Kind.FOLDER
-    for name in each.files:
+    for name in changes.files:
         yield join(path, name), Kind.FILE
-    for name in each.links:
+    for name in changes.links:
         yield join(path, name), Kind.LINK

@@ -1,12 +1,12 @@
-"""Getting files back: entries of a dataset written to a folder, to one file, or into a tar.
+"""Writes entries of a dataset back to a folder, to one file, or into a tar.
 
-Owned here: that nothing outside the destination is touched (folders are opened component by
-component, links never followed), that what is there is replaced only if asked for and only whole,
-and the order of writing: folders, files in the order of their chunks, links, and last the folders'
-own attributes, deepest first. Not owned: reading and checking bytes (`cache/reader.py`).
+Nothing outside the destination is touched: folders are opened component by component, and links are
+never followed. An existing file is replaced only with `force`, and only by a whole file. The order
+of writing is: folders, files in the order of their chunks (so each chunk is read once), links, and
+last the attributes of folders, deepest first.
 
-One thread. As with `cp` and `tar` nothing is synced: a file is whole under its name or not there,
-and survives a power cut once the kernel has written it.
+Not safe for concurrent use. As with `cp` and `tar`, nothing is synced: a file appears whole under
+its name or not at all, and survives a power cut once the kernel has written it.
 """
 
 import errno
@@ -43,14 +43,11 @@ from ..system.atomic_file import check_links, close_folder, remove_leftovers, te
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-_OPEN_FOLDERS = 64  # descriptors held at once; files come in chunk order, which is nearly theirs
-_BATCH_BYTES = 64 << 20  # contents that one `read_many` is asked for: bounds what it holds
+_OPEN_FOLDERS = 64  # descriptors kept; enough, since the files of a folder mostly share chunks
+_BATCH_BYTES = 64 << 20  # contents of one `read_many`, which bounds the memory that it holds
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 _SECOND_NS = 1_000_000_000
-_FILE_ERRORS = (
-    FormatError,
-    ObjectMissing,
-)  # of one file; any other error of a store is everybody's
+_FILE_ERRORS = (FormatError, ObjectMissing)  # of one file; other errors of a store end the get
 
 
 Failures = list[tuple[bytes, str]]
@@ -58,10 +55,11 @@ Failures = list[tuple[bytes, str]]
 
 @dataclass(slots=True)
 class GetReport:
-    """What a get has done so far; `failed` names what was left out, with the reason.
+    """What a get has done so far.
 
-    `files` and `content_bytes` count regular files that were written, `unchanged` counts entries
-    that were there.
+    `total` and `entries` count all entries, and those that are done. `files` and `content_bytes`
+    count the files that were written, `unchanged` the equal entries that existed. `failed` has the
+    paths that were left out, with the reasons.
     """
 
     total: int = 0
@@ -76,11 +74,11 @@ GetProgress = Callable[[GetReport], None]
 """Called whenever the report has changed."""
 
 
-def _silent(_: GetReport) -> None: ...
+def _no_progress(_: GetReport) -> None: ...
 
 
 class _EntrySkipped(Exception):
-    """An entry is not written; the reason is the message."""
+    """An entry cannot be written; the message is the reason."""
 
 
 def get(
@@ -90,26 +88,28 @@ def get(
     dest: Path,
     *,
     force: bool = False,
-    progress: GetProgress = _silent,
+    progress: GetProgress = _no_progress,
 ) -> GetReport:
-    """Write what `path` names to `dest`: the contents of a folder into it, a file or link as it.
+    """Write the entry at `path`, with contents, mode, mtime and link targets as they were put.
 
-    Contents, mode, mtime and targets come back as they were put. An equal entry is left alone, a
-    different one replaced only with `force`, and only with that does a folder that is there get
-    other attributes. A folder's `dest` gets the folder's if it is made or empty; where a file's
-    `dest` is a folder it is put into it. What cannot be written is named in the
-    report. Raises NoSuchPath, NoSpaceError, PermissionDenied, ObjectStoreError.
+    The contents of a folder go into the folder `dest`, which gets the folder's attributes if it is
+    new or empty. A file or link becomes `dest`, or goes into `dest` if that is a folder. An equal
+    entry that exists is left alone. One that differs is replaced only with `force`; an existing
+    folder gets other attributes only with `force`.
+
+    Returns a report that names the entries that could not be written. Raises NoSuchPath,
+    NoSpaceError, PermissionDenied, ObjectStoreError.
     """
     top = index_of_path(view, path)
     if view.stat(top).kind == Kind.FOLDER:
         root, fresh = _open_destination(dest, view.stat(top).mode)
         remove_leftovers(root)
-        writing = _Writing(view, reader, _Folders(view, top, root), force, progress)
+        writer = _FolderWriter(view, reader, _Folders(view, top, root), force, progress)
         try:
-            writing.tree(top, fresh)
+            writer.write_tree(top, fresh)
         finally:
-            writing.folders.close()
-        return writing.report
+            writer.folders.close()
+        return writer.report
     target = dest / os.fsdecode(view.name(top)) if dest.is_dir() else dest
     try:
         check_links(dest)
@@ -117,24 +117,29 @@ def get(
     except OSError as error:
         raise _no_destination(target.parent, error) from error
     remove_leftovers(root)
-    # The entry's own folder stands for the destination's: its name there may be another.
+    # The destination's folder takes the place of the entry's folder; the name may differ, too.
     folders = _Folders(view, view.parent(top), root)
-    writing = _Writing(view, reader, folders, force, progress, {top: os.fsencode(target.name)})
+    names = {top: os.fsencode(target.name)}
+    writer = _FolderWriter(view, reader, folders, force, progress, names)
     try:
-        writing.entries(np.array([top], np.int64))
+        writer.write_entries(np.array([top], np.int64))
     finally:
         folders.close()
-    return writing.report
+    return writer.report
 
 
 def _open_destination(dest: Path, mode: int) -> tuple[int, bool]:
-    """A descriptor of the folder `dest`, and whether it is to have the dataset's attributes."""
+    """Open the folder `dest`, which is made if it is missing.
+
+    Returns its descriptor, and whether it is new or empty, so that it gets the dataset's
+    attributes.
+    """
     try:
         check_links(dest)
         dest.parent.mkdir(parents=True, exist_ok=True)
         try:
             dest.mkdir()
-            dest.chmod(mode & MODE_MASK | 0o700)  # a get that is interrupted leaves nearly this
+            dest.chmod(mode & MODE_MASK | 0o700)  # near to what it gets at the end
             fresh = True
         except FileExistsError:
             fresh = False
@@ -150,15 +155,15 @@ def _no_destination(dest: Path, error: OSError) -> Exception:
     if isinstance(error, NotADirectoryError):
         return UsageError(f"cannot write to {dest}: it is not a folder")
     if isinstance(error, FileNotFoundError):
-        return NoSuchPath(f"no folder {dest}", advice="make it first")
+        return NoSuchPath(f"there is no folder {dest}", advice="make it first")
     return PermissionDenied(f"cannot write to {dest}: {error.strerror}")
 
 
 class _Folders:
-    """Descriptors of the destination's folders, by the index of the folder that each stands for.
+    """Descriptors of the destination's folders, by the index of the dataset's folder.
 
-    Opened from the one above, so that a path may be longer than the kernel takes at once, and a
-    link that somebody puts in a folder's place is an error and never a way out.
+    Each is opened from the folder above it. So a path may be longer than the kernel's limit, and a
+    link that somebody puts in the place of a folder is an error and never followed.
     """
 
     def __init__(self, view: Snapshot, top: int, root: int) -> None:
@@ -168,16 +173,16 @@ class _Folders:
         self._open: OrderedDict[int, int] = OrderedDict()
 
     def __getitem__(self, index: int) -> int:
-        """The descriptor; good until the next call. Raises OSError, _EntrySkipped."""
-        climbed = []
+        """The descriptor of a folder, valid until the next call. Raises OSError, _EntrySkipped."""
+        to_open = []
         while index != self._top and index not in self._open:
-            climbed.append(index)
+            to_open.append(index)
             index = self._view.parent(index)
         folder = self._root
         if index != self._top:
             self._open.move_to_end(index)
             folder = self._open[index]
-        for below in reversed(climbed):
+        for below in reversed(to_open):
             folder = os.open(_safe_name(self._view, below), _FOLDER_FLAGS, dir_fd=folder)
             self._open[below] = folder
             if len(self._open) > _OPEN_FOLDERS:
@@ -185,22 +190,25 @@ class _Folders:
         return folder
 
     def close(self) -> None:
-        """Close all, the root too."""
+        """Close all descriptors, the root's too."""
         for folder in (*self._open.values(), self._root):
             close_folder(folder)
         self._open.clear()
 
 
 def _safe_name(view: Snapshot, index: int) -> bytes:
-    """The name of an entry, checked a second time: snapshots come from elsewhere."""
+    """The name of an entry, checked again, since a snapshot may come from an untrusted place.
+
+    Raises _EntrySkipped for a name that could lead out of its folder.
+    """
     name = view.name(index)
     if fault := name_fault(name):
-        raise _EntrySkipped(f"refused: its name has {fault}")
+        raise _EntrySkipped(f"not written: its name has {fault}")
     return name
 
 
-class _Writing:
-    """One get into a folder."""
+class _FolderWriter:
+    """Writes the entries of one `get` into a folder."""
 
     def __init__(
         self,
@@ -217,66 +225,69 @@ class _Writing:
         self.report = GetReport()
         self._force = force
         self._progress = progress
-        self._names = names or {}  # where an entry is to have another name
+        self._names = names or {}  # entries that get another name than in the dataset
 
-    def tree(self, top: int, fresh: bool) -> None:
-        """Everything below the folder `top`."""
+    def write_tree(self, top: int, fresh: bool) -> None:
+        """Write everything below the folder `top`; with `fresh`, its attributes too."""
         below = self.view.walk(top)
         kinds = layout.kinds(self.view.columns.flags[below])
         folders = below[kinds == Kind.FOLDER]
         self.report.total = len(below) - 1 + fresh
         made = [top] if fresh else []
         for index in folders[1:].tolist():
-            with _Naming(self, index):
+            with _EntryErrors(self, index):
                 if self._make_folder(index):
                     made.append(index)
                 else:
-                    self._wrote()
-        self.entries(below[kinds != Kind.FOLDER])
+                    self._count_entry()
+        self.write_entries(below[kinds != Kind.FOLDER])
         for index in reversed(made):
-            with _Naming(self, index):
+            with _EntryErrors(self, index):
                 self._finish_folder(index)
         self._progress(self.report)
 
-    def entries(self, indices: Indices) -> None:
-        """Files, in the order of their chunks, then links."""
+    def write_entries(self, indices: Indices) -> None:
+        """Write files, in the order of their chunks, and then links."""
         self.report.total = max(self.report.total, len(indices))
         kinds = layout.kinds(self.view.columns.flags[indices])
-        files = [i for i in indices[kinds == Kind.FILE].tolist() if self._wanted(i)]
+        files = [i for i in indices[kinds == Kind.FILE].tolist() if self._must_write(i)]
         chosen = in_chunk_order(self.view, np.array(files, np.int64))
         for index, content in contents(self.view, self.reader, chosen):
             if isinstance(content, Exception):
-                self._failed(index, str(content))
+                self.add_failure(index, str(content))
             else:
-                self._write(index, content)
+                self._write_file(index, content)
         for index in indices[kinds == Kind.LINK].tolist():
-            if self._wanted(index):
-                self._link(index)
+            if self._must_write(index):
+                self._write_link(index)
 
     # Folders
 
     def _make_folder(self, index: int) -> bool:
-        """A folder that we can write into; whether it is to get the dataset's attributes."""
+        """Make a folder that we can write into; return whether it gets the dataset's attributes."""
         above, name = self._destination_of(index)
-        nearly = self.view.stat(index).mode & MODE_MASK | 0o700  # what an interrupted get leaves
+        mode = self.view.stat(index).mode & MODE_MASK | 0o700  # near to what it gets at the end
         try:
-            os.mkdir(name, nearly, dir_fd=above)
+            os.mkdir(name, mode, dir_fd=above)
         except FileExistsError:
-            mode = os.stat(name, dir_fd=above, follow_symlinks=False).st_mode
-            if stat.S_ISDIR(mode):
-                if self._force and mode & 0o700 != 0o700:
-                    _open_up(above, name, mode)
-                with suppress(OSError):  # which whoever writes into it will see again
+            existing = os.stat(name, dir_fd=above, follow_symlinks=False).st_mode
+            if stat.S_ISDIR(existing):
+                if self._force and existing & 0o700 != 0o700:
+                    _grant_owner(above, name, existing)
+                with suppress(OSError):  # writing into the folder meets and reports the same error
                     remove_leftovers(self.folders[index])
                 return self._force
             if not self._force:
                 raise _EntrySkipped("a file is there; --force replaces it") from None
             os.unlink(name, dir_fd=above)
-            os.mkdir(name, nearly, dir_fd=above)
+            os.mkdir(name, mode, dir_fd=above)
         return True
 
     def _finish_folder(self, index: int) -> None:
-        """The attributes of a folder, after everything in it; of an implicit one only the mode."""
+        """Set a folder's attributes, after its entries; of an implicit folder only the mode.
+
+        An implicit folder was never put itself: it exists because something lies below it.
+        """
         wanted = self.view.stat(index)
         implicit = bool(self.view.columns.flags[index] & layout.IMPLICIT)
         folder = self.folders[index]
@@ -289,9 +300,10 @@ class _Writing:
 
     # Files and links
 
-    def _wanted(self, index: int) -> bool:
-        """Whether an entry is to be written: it is absent, or different and `force` says so."""
-        with _Naming(self, index):
+    def _must_write(self, index: int) -> bool:
+        """Whether an entry has to be written: it does not exist, or differs and `force` is
+        given."""
+        with _EntryErrors(self, index):
             above, name = self._destination_of(index)
             try:
                 there = os.stat(name, dir_fd=above, follow_symlinks=False)
@@ -299,7 +311,7 @@ class _Writing:
                 return True
             if self._equal(index, above, name, there):
                 self.report.unchanged += 1
-                self._wrote()
+                self._count_entry()
                 return False
             if stat.S_ISDIR(there.st_mode):
                 raise _EntrySkipped("a folder is there; remove it first")
@@ -326,7 +338,7 @@ class _Writing:
         try:
             file = os.open(name, _READ_FLAGS, dir_fd=above)
         except PermissionError:
-            return True  # of a mode that forbids reading; all else is equal
+            return True  # its mode forbids reading; everything else is equal
         try:
             return stat.S_ISREG(os.fstat(file).st_mode) and same_content(
                 self.view.extents(index), partial(os.pread, file)
@@ -334,8 +346,8 @@ class _Writing:
         finally:
             os.close(file)
 
-    def _write(self, index: int, pieces: Iterable[memoryview]) -> None:
-        with _Naming(self, index):
+    def _write_file(self, index: int, pieces: Iterable[memoryview]) -> None:
+        with _EntryErrors(self, index):
             above, name = self._destination_of(index)
             wanted = self.view.stat(index)
             temporary = temporary_name()
@@ -354,10 +366,10 @@ class _Writing:
                 raise
             self.report.files += 1
             self.report.content_bytes += wanted.size
-            self._wrote()
+            self._count_entry()
 
-    def _link(self, index: int) -> None:
-        with _Naming(self, index):
+    def _write_link(self, index: int) -> None:
+        with _EntryErrors(self, index):
             above, name = self._destination_of(index)
             temporary, mtime_ns = temporary_name(), self.view.stat(index).mtime_ns
             os.symlink(self.view.link(index), temporary, dir_fd=above)
@@ -367,27 +379,31 @@ class _Writing:
             except BaseException:
                 _unlink_quietly(temporary, above)
                 raise
-            self._wrote()
+            self._count_entry()
 
     def _destination_of(self, index: int) -> tuple[int, bytes]:
-        """Where an entry goes: the descriptor of its folder, and its name."""
+        """The descriptor of the folder that an entry goes into, and its name there."""
         name = self._names.get(index) or _safe_name(self.view, index)
         return self.folders[self.view.parent(index)], name
 
-    def _wrote(self) -> None:
+    def _count_entry(self) -> None:
         self.report.entries += 1
         self._progress(self.report)
 
-    def _failed(self, index: int, reason: str) -> None:
+    def add_failure(self, index: int, reason: str) -> None:
+        """Name an entry in the report as one that could not be written."""
         self.report.failed.append((self.view.path(index), reason))
-        self._wrote()
+        self._count_entry()
 
 
-class _Naming:
-    """Turns the failure of one entry into its name in the report; a full disk ends everything."""
+class _EntryErrors:
+    """Turns an error inside `with` into a failure of one entry; a full disk ends the whole get.
 
-    def __init__(self, writing: _Writing, index: int) -> None:
-        self._writing = writing
+    A class, not a generator function: it is entered for each entry, and three times as fast.
+    """
+
+    def __init__(self, writer: _FolderWriter, index: int) -> None:
+        self._writer = writer
         self._index = index
 
     def __enter__(self) -> None: ...
@@ -396,7 +412,7 @@ class _Naming:
         if isinstance(error, OSError):
             reason = error.strerror or str(error)
             if error.errno in _NO_SPACE:
-                path = os.fsdecode(self._writing.view.path(self._index))
+                path = os.fsdecode(self._writer.view.path(self._index))
                 raise NoSpaceError(f"cannot write {path!r}: {reason}") from error
             if error.errno in (errno.ELOOP, errno.ENOTDIR):
                 reason = "a link or file stands where its folder should; it is not followed"
@@ -404,7 +420,7 @@ class _Naming:
             reason = str(error)
         else:
             return False
-        self._writing._failed(self._index, reason)
+        self._writer.add_failure(self._index, reason)
         return True
 
 
@@ -412,7 +428,7 @@ class _Naming:
 
 
 def in_chunk_order(view: Snapshot, files: Indices) -> Indices:
-    """Files by the place of their bytes, so that each chunk is read once."""
+    """Files in the order of their bytes in the chunks, so that each chunk is read once."""
     if not len(files):
         return files
     return files[np.lexsort((view.columns.offset[files], view.chunk_of(files)))]
@@ -421,10 +437,10 @@ def in_chunk_order(view: Snapshot, files: Indices) -> Indices:
 def contents(
     view: Snapshot, reader: EntryReader, files: Indices
 ) -> Iterator[tuple[int, Iterable[memoryview] | Exception]]:
-    """Each file, in this order, with its content in pieces, or with why that cannot be had.
+    """Yield each file, in this order, with its content in pieces, or with the error of reading it.
 
-    A file of several extents is read one by one, as its pieces are asked for (which may raise).
-    Raises ObjectStoreError where the store as a whole fails.
+    An extent is the part of a file in one chunk. The extents of a file that has several are read
+    while its pieces are consumed, which may raise. Raises ObjectStoreError if the store fails.
     """
     many = (view.columns.flags[files] & layout.MANY_EXTENTS) != 0
     ends = np.cumsum(np.where(many, 0, view.columns.size[files]).astype(np.int64))
@@ -474,12 +490,13 @@ def get_tar(
     reader: EntryReader,
     path: bytes,
     out: BinaryIO,
-    progress: GetProgress = _silent,
+    progress: GetProgress = _no_progress,
 ) -> GetReport:
-    """Write what `path` names as a tar (PAX) in directory order: a folder's contents, or a file.
+    """Write the contents of a folder, or a file, as a tar (PAX), in the order of the folders.
 
-    Files whose bytes are lost are left out and named. Raises NoSuchPath, OSError of `out`, and
-    FormatError where a file of several extents breaks off, since then the tar is not whole.
+    Files whose bytes are lost are left out and named in the report. Raises NoSuchPath, OSError of
+    `out`, and FormatError if a file of several extents cannot be read to its end: its header has
+    been written by then, so the tar is not whole.
     """
     top = index_of_path(view, path)
     below = view.walk(top)
@@ -518,7 +535,7 @@ def get_tar(
 
 
 def _tar_info(view: Snapshot, index: int, name: bytes) -> tarfile.TarInfo:
-    """The header of an entry. It has no owner: a dataset keeps none."""
+    """The tar header of an entry. It has no owner, since a dataset keeps none."""
     entry: Stat = view.stat(index)
     info = tarfile.TarInfo(name.decode("utf-8", "surrogateescape"))
     info.mode = entry.mode & MODE_MASK
@@ -538,8 +555,8 @@ def _tar_info(view: Snapshot, index: int, name: bytes) -> tarfile.TarInfo:
     return info
 
 
-def _open_up(above: int, name: bytes, mode: int) -> None:
-    """Let the owner into a folder; never through a link."""
+def _grant_owner(above: int, name: bytes, mode: int) -> None:
+    """Let its owner read and write a folder; never through a link."""
     folder = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=above)
     try:
         os.chmod(f"/proc/self/fd/{folder}", stat.S_IMODE(mode) | 0o700)

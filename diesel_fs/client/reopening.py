@@ -1,8 +1,7 @@
-"""Opening a dataset in another process as it is open in this one.
+"""What a pickle of an open dataset holds, and how another process opens the same version from it.
 
-Owned here: what of an open dataset travels there, in a pickle that may lie anywhere: no key, and no
-address with a password. Those the other process finds as `dlcmd` does, in its own environment. Not
-owned: the dataset itself (`client.py`). Any thread.
+A pickle may be stored anywhere, so it holds neither a key nor an address with a password. The other
+process finds those in its own environment, as `dlcmd` does. Safe from any thread.
 """
 
 import os
@@ -21,23 +20,26 @@ from ..urls import RepositoryUrl, parse_url
 
 @dataclass(frozen=True, slots=True)
 class DatasetReference:
-    """Which version of which dataset is open, as whom, and through which task."""
+    """A version of a dataset, the account that opened it, and its task; without secrets."""
 
-    url: str  # as it is shown where it holds a password
+    url: str  # without the password if it has one
     has_password: bool
     user: str
     dataset: str
     identity: str  # hexadecimal
     version: int
-    task_options: TaskOptions  # without its key
+    task_options: TaskOptions  # without the task's key
     has_task_key: bool
 
     @classmethod
-    def of(cls, repository: Repository, view: Snapshot, joins: TaskOptions) -> Self:
-        """This view of a repository. Raises UsageError where another process that has our
-        environment would not find the secrets that this takes."""
+    def of(cls, repository: Repository, view: Snapshot, task: TaskOptions) -> Self:
+        """A reference to the version `view`.
+
+        Raises UsageError where another process with our environment would not find the same
+        repository, account and task.
+        """
         url, credentials = repository.url, repository.credentials
-        has_password = "@" in url.meta  # anywhere in it: too often is better than not
+        has_password = "@" in url.meta  # a wrong yes only means that DIESEL_URL must be set
         found = cls(
             url=str(url) if has_password else url.full_url,
             has_password=has_password,
@@ -45,44 +47,48 @@ class DatasetReference:
             dataset=view.dataset,
             identity=view.identity.hex,
             version=view.version,
-            task_options=replace(joins, task_key=""),
-            has_task_key=bool(joins.task_key),
+            task_options=replace(task, task_key=""),
+            has_task_key=bool(task.task_key),
         )
         try:
-            is_found = (found._address(), found.task_options_with_key) == (
-                (url, credentials),
-                joins,
-            )
+            is_same = found.address() == (url, credentials) and found.task_options_with_key == task
         except ConfigError:
-            is_found = False
-        if not is_found:
+            is_same = False
+        if not is_same:
             raise UsageError(
-                f"{view.dataset!r} cannot go to another process: that gets no key and no password",
-                advice="have them in DIESEL_URL, DIESEL_KEY and DIESEL_TASK_KEY, or open it there",
+                f"{view.dataset!r} cannot be pickled: a pickle holds no key and no password",
+                advice="set DIESEL_URL, DIESEL_KEY and DIESEL_TASK_KEY, or call `connect` in the"
+                " other process",
             )
         return found
 
     @property
     def task_options_with_key(self) -> TaskOptions:
-        """The task, with its key."""
+        """The task's options, with its key from the environment."""
         key = os.environ.get("DIESEL_TASK_KEY", "") if self.has_task_key else ""
         return replace(self.task_options, task_key=key)
 
     def repository(self) -> Repository:
-        """The repository, open. Raises ConfigError where a secret is missing, and as
+        """Open the repository. Raises ConfigError for a missing secret, and as
         `open_repository`."""
-        return open_repository(*self._address())
+        return open_repository(*self.address())
 
     def snapshot(self, repository: Repository) -> Snapshot:
-        """The same version. Raises as `open_same_version`."""
+        """The same version. Raises as `same_view`."""
         return same_view(repository, self.dataset, self.identity, self.version)
 
-    def _address(self) -> tuple[RepositoryUrl, Credentials | None]:
-        said = {"user": self.user or None, "url": None if self.has_password else self.url}
-        settings = load_settings(said)
-        where = parse_url(settings.repository_url)
-        if self.has_password and str(where) != self.url:
+    def address(self) -> tuple[RepositoryUrl, Credentials | None]:
+        """The repository's URL and the account, with secrets from the environment.
+
+        Raises ConfigError where one is missing.
+        """
+        settings = load_settings(
+            {"user": self.user or None, "url": None if self.has_password else self.url}
+        )
+        url = parse_url(settings.repository_url)
+        if self.has_password and str(url) != self.url:
             raise ConfigError(
-                f"the password of {self.url} is not known here", advice="set DIESEL_URL, too"
+                f"this process does not know the password of {self.url}",
+                advice="set DIESEL_URL to the address with its password",
             )
-        return where, settings.credentials
+        return url, settings.credentials

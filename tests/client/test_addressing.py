@@ -205,7 +205,7 @@ def test_nothing_is_written_to_a_version(url: str, before: int) -> None:
             dataset.purge,
             dataset.delete_dataset,
         ):
-            with pytest.raises(UsageError, match=r"is a version that is kept.*refresh"):
+            with pytest.raises(UsageError, match=r"is a kept version.*refresh"):
                 write()
         assert dataset.flush() == before
     with connect("ds", url) as dataset:

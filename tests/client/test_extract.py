@@ -64,7 +64,7 @@ def test_M1_names_are_checked_again_by_the_writer(
     before = facts(tmp_path / "src")
     report = got(repository, bad, tmp_path / "out/in")
     assert len(report.failed) == 1
-    assert report.failed[0][1].startswith("refused: its name has")
+    assert report.failed[0][1].startswith("not written: its name has")
     assert (tmp_path / "out/in/sub/good").read_bytes() == b"good"
     assert sorted(os.listdir(tmp_path / "out")) == ["in"]
     assert facts(tmp_path / "src") == before

@@ -128,10 +128,10 @@ def test_S8_a_password_in_the_address_stays_here(
         monkeypatch.setenv("DIESEL_URL", whole)
         opened = DatasetReference.of(repository, view, NO_TASK)
     assert SECRET.encode() not in sent(opened)
-    assert opened._address()[0].full_url == whole
+    assert opened.address()[0].full_url == whole
     monkeypatch.setenv("DIESEL_URL", whole.replace("127.0.0.1", "127.0.0.2"))
-    with pytest.raises(ConfigError, match="is not known here"):
-        opened._address()
+    with pytest.raises(ConfigError, match="does not know the password"):
+        opened.address()
 
 
 @pytest.mark.parametrize("where", ["environment", "code", "another's"])
@@ -151,7 +151,7 @@ def test_S8_the_key_of_an_account_stays_here(
         opened = DatasetReference.of(repository, view, NO_TASK)
     assert seed not in sent(opened)
     assert key_text(seed).encode() not in sent(opened)
-    assert opened._address() == (server, Credentials("ann", seed))
+    assert opened.address() == (server, Credentials("ann", seed))
 
 
 @pytest.mark.parametrize("environment", [{"DIESEL_TASK_KEY": SECRET}, {}])
