@@ -1,1 +1,6 @@
-"""What brings the project up on a machine: system packages, and the demo."""
+"""Files for running DIESEL-FS for others (README.md), and for the Makefile: system packages, the
+demo.
+
+`demo` is what `make demo` runs; `images` draws its images, and `torchvision_operators` makes
+torchvision importable. They use the project as a user does: by the program `dlcmd`.
+"""

@@ -1,8 +1,8 @@
-"""`make demo`: packs a folder of images, mounts it, and trains on the mount, with no server.
+"""`make demo`: packs a folder of images, mounts the dataset, and trains on the mount; no server.
 
-The training is torchvision's own `ImageFolder` and torch's own `DataLoader`: nothing in it knows of
-DIESEL. Fails where the held-out accuracy stays under 0.8, and leaves nothing behind, whatever ends
-it: no mount, no process, no file.
+The training uses torchvision's own `ImageFolder` and torch's own `DataLoader`, and does not know
+that it reads from DIESEL-FS. The demo fails if the held-out accuracy stays under 0.8. However it
+ends, it leaves no mount, no process and no file behind.
 """
 
 import os
@@ -31,7 +31,7 @@ from deploy.images import SHAPES, write_images
 DLCMD = Path(sys.executable).parent / "dlcmd"
 DATASET = "shapes"
 ACCURACY_MIN = 0.8
-ACCURACY_ENOUGH = 0.9  # training goes on until here, within the epochs
+ACCURACY_ENOUGH = 0.9  # training ends when this is reached, or after EPOCHS_MAX
 EPOCHS_MIN, EPOCHS_MAX = 2, 8
 BATCH_FILES = 32
 WORKERS = 2
@@ -39,7 +39,7 @@ TORCH_THREADS = 1  # with two, on two busy cores, an epoch takes up to four time
 
 
 class DlcmdFailed(Exception):
-    """dlcmd has said why on stderr; this carries its exit code."""
+    """A command failed, with this exit code; dlcmd has printed the reason."""
 
     def __init__(self, arguments: list[str], exit_code: int) -> None:
         super().__init__(f"dlcmd {' '.join(arguments)}: exit code {exit_code}")
@@ -55,21 +55,21 @@ class Dlcmd:
         self.environment["DIESEL_URL"] = f"file://{folder}/store"
 
     def __call__(self, *arguments: str) -> None:
-        said = list(arguments)
-        print("$ dlcmd", *said, flush=True)
-        exit_code = subprocess.run([DLCMD, *said], env=self.environment, check=False).returncode
+        command = list(arguments)
+        print("$ dlcmd", *command, flush=True)
+        exit_code = subprocess.run([DLCMD, *command], env=self.environment, check=False).returncode
         if exit_code != 0:
-            raise DlcmdFailed(said, exit_code)
+            raise DlcmdFailed(command, exit_code)
 
 
 def is_mounted(folder: Path) -> bool:
-    """Asks the kernel's table: unlike `os.path.ismount` it also knows a mount whose daemon died."""
+    """Whether the kernel has a mount here, also one whose daemon died (`os.path.ismount` fails)."""
     return f" {folder} " in Path("/proc/self/mounts").read_text(encoding="utf-8")
 
 
 @contextmanager
 def mounted(dlcmd: Dlcmd, folder: Path) -> Iterator[Path]:
-    """The dataset at `folder`; at the end unmounted, come what may."""
+    """Mount the dataset at `folder`, and unmount it at the end in any case."""
     folder.mkdir()
     try:
         dlcmd("mount", DATASET, str(folder))
@@ -78,12 +78,12 @@ def mounted(dlcmd: Dlcmd, folder: Path) -> Iterator[Path]:
         if is_mounted(folder):
             try:
                 dlcmd("umount", str(folder))
-            except DlcmdFailed:  # something still holds a file open: detach, it ends with that
+            except DlcmdFailed:  # a process has a file open: the mount ends when that is closed
                 dlcmd("umount", "--lazy", str(folder))
 
 
 def network() -> nn.Module:
-    """Three convolutions and a linear layer: 25,000 weights."""
+    """A small network: three convolutions and a linear layer, 25,000 weights."""
     layers: list[nn.Module] = []
     for into, out in ((3, 16), (16, 32), (32, 64)):
         convolution = nn.Conv2d(into, out, kernel_size=3, padding=1, bias=False)
@@ -93,7 +93,7 @@ def network() -> nn.Module:
 
 
 def loader(folder: Path, *, shuffle: bool) -> DataLoader[tuple[torch.Tensor, int]]:
-    """What any training script has."""
+    """The batches of a folder, loaded as any training script does."""
     images = ImageFolder(str(folder), transforms.ToTensor())
     return DataLoader(images, batch_size=BATCH_FILES, shuffle=shuffle, num_workers=WORKERS)
 
@@ -154,7 +154,7 @@ def train(folder: Path) -> float:
 
 
 def demonstrate(folder: Path) -> float:
-    """The whole of it, inside a temporary folder; returns the held-out accuracy."""
+    """Run the demo inside a temporary folder; return the held-out accuracy."""
     dlcmd = Dlcmd(folder)
     images = folder / "images"
     file_count = write_images(images)
@@ -176,8 +176,8 @@ def _terminate(number: int, _frame: FrameType | None) -> None:
 
 
 def main() -> int:
-    """Runs the demo; its exit code."""
-    for number in (signal.SIGTERM, signal.SIGHUP):  # so that `finally` and `with` run
+    """Run the demo, clean up, and return the exit code."""
+    for number in (signal.SIGTERM, signal.SIGHUP):  # an exception, so that `with` cleans up
         signal.signal(number, _terminate)
     try:
         with TemporaryDirectory(prefix="diesel-demo-") as folder:

@@ -1,8 +1,8 @@
-"""The demo's images: 12 kinds of shape, drawn by Pillow, as PNG and JPEG files in class folders.
+"""Draws the demo's images: 12 kinds of shape, as PNG and JPEG files in one folder for each class.
 
-Colour, size, place, turn and background are drawn at random whatever the class, and noise lies over
-everything, so that only the shape tells a class: a small network learns it in a few epochs, a
-glance at the mean colour never does. Deterministic in the seed.
+Colour, size, position, rotation and background are random in every class, and noise is added, so
+that a network has to learn the shape; the mean colour says nothing. The same seed gives the same
+images.
 """
 
 import math
@@ -23,7 +23,7 @@ Shape = Callable[[ImageDraw.ImageDraw, "Pose", Colour], None]
 
 
 class Pose:
-    """Where a shape lies: unit coordinates, turned, scaled and moved into the image."""
+    """The random position, size and rotation of a shape: maps unit coordinates into the image."""
 
     def __init__(self, random: Random) -> None:
         self.radius_px = random.uniform(0.28, 0.42) * SIDE_PX
@@ -37,7 +37,7 @@ class Pose:
         return self.x_px + x * cos - y * sin, self.y_px + x * sin + y * cos
 
     def disc(self, x: float, y: float, radius: float) -> tuple[float, float, float, float]:
-        """The box of a circle."""
+        """The bounding box of a circle, in pixels."""
         (x_px, y_px), r_px = self(x, y), radius * self.radius_px
         return x_px - r_px, y_px - r_px, x_px + r_px, y_px + r_px
 
@@ -119,8 +119,8 @@ def _image(shape: Shape, random: Random) -> Image.Image:
 
 
 def write_images(folder: Path, *, seed: int = 1) -> int:
-    """Writes `train/CLASS/*` and `val/CLASS/*`, half PNG, half JPEG; returns how many files."""
-    random = Random(seed)  # noqa: S311 (nobody's secret)
+    """Write `train/CLASS/*` and `val/CLASS/*`, half PNG, half JPEG; return the number of files."""
+    random = Random(seed)  # noqa: S311 (not a secret)
     count = 0
     for part, per_class in (("train", TRAIN_PER_CLASS), ("val", HELD_OUT_PER_CLASS)):
         for name, shape in SHAPES.items():

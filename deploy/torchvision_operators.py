@@ -1,9 +1,9 @@
 """Makes a torchvision that was built for CUDA importable beside a torch that was not.
 
-Such a torchvision cannot load its compiled operators, and then its import fails, because it
-registers two of them by name: "operator torchvision::nms does not exist". Importing this module
-declares the two (without giving them a kernel: calling them still fails), and does nothing where
-the operators load. Import it before torchvision. Torchvision itself stays unmodified.
+Such a torchvision cannot load its compiled operators. Its import then fails with "operator
+torchvision::nms does not exist", because it registers two of them by name. Import this module
+before torchvision: it declares the two operators, without a kernel, so calling them still fails.
+Where the operators load, it does nothing. Torchvision itself stays unmodified.
 """
 
 from importlib.util import find_spec
@@ -15,7 +15,7 @@ _SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"  # csrc/
 
 
 def _operators_load() -> bool:
-    """Whether torchvision's own library loads; loading it twice, here and there, is harmless."""
+    """Whether torchvision's compiled library loads; torchvision may load it again later."""
     spec = find_spec("torchvision")
     folders = spec.submodule_search_locations if spec is not None else None
     libraries = [path for folder in folders or [] for path in Path(folder).glob("_C*.so")]

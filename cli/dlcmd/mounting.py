@@ -1,4 +1,4 @@
-"""`dlcmd mount`, `umount` and `stats`. Imports no numpy: a mount is to be there at once."""
+"""The verbs `mount`, `umount` and `stats`. The module imports no numpy, so that a mount is fast."""
 
 import os
 import re
@@ -29,13 +29,14 @@ from .options import global_flags, size, verb, versioned_dataset
 from .output import print_json, print_line, print_note, write_stdout
 from .progress import Progress, is_bar_shown, shown_progress
 
-LOADING_POLL_S, LOADING_LOOKS_MAX = 0.5, 10
-"""How often a mount is asked how far it has come with loading, and how often it may tell nothing:
-it does not where nothing is pushed (pyfuse3)."""
+LOADING_POLL_S, LOADING_UNANSWERED_MAX = 0.5, 10
+"""Seconds between two questions to a mount how much it has loaded, and how many of them it may
+leave without an answer. A mount of the pyfuse3 session never answers, since it loads nothing
+ahead."""
 
 
 def octal(text: str) -> int:
-    """A mask of permission bits, as for umask(1)."""
+    """A mask of permission bits in octal digits, as for umask(1). Raises UsageError."""
     if not re.fullmatch("[0-7]{1,4}", text):
         raise UsageError(f"bad umask {text!r}", advice="write it in octal digits: 022")
     return int(text, 8)
@@ -45,7 +46,7 @@ _P = ParamSpec("_P")
 
 
 def task_options(command: Callable[_P, None]) -> Callable[_P, None]:
-    """Gives a command the options of `TaskOptions`, and `--task-key-file`."""
+    """Give a command the options of a training task (`TaskOptions`), and `--task-key-file`."""
     kinds: dict[OptionKind, object] = {
         OptionKind.TEXT: click.STRING,
         OptionKind.ADDRESSES: click.STRING,
@@ -84,61 +85,69 @@ def task_options(command: Callable[_P, None]) -> Callable[_P, None]:
 @click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
 @click.option(
     "--snapshot", type=click.Path(path_type=Path), metavar="FILE",
-    help="Mount the version of this snapshot file, which `save-meta` has written.",
+    help="Mount the version in this file, which `dlcmd save-meta` has written.",
 )  # fmt: skip
 @click.option(
     "--stale",
     type=click.Choice(["refuse", "warn", "allow"]),
     default="warn",
     show_default=True,
-    help="What to do where what is shown is not the current version, or where nobody can tell.",
+    help="What to do if the version is not, or may not be, the current one.",
 )
 @click.option(
     "--offline", is_flag=True,
-    help="With --snapshot: do not ask whether its version is the current one.",
+    help="With --snapshot: do not ask the repository whether its version is the current one.",
 )  # fmt: skip
-@click.option("--follow", is_flag=True, help="Go over to newer versions as they come.")
+@click.option("--follow", is_flag=True, help="Show newer versions as soon as they are published.")
 @click.option(
     "--session",
     type=click.Choice(["auto", "kernel", "pyfuse3"]),
     default="auto",
     show_default=True,
-    help="What speaks FUSE to the kernel: kernel makes contents resident before they are read,"
-    " pyfuse3 does not; auto takes pyfuse3 only where the kernel lacks what the other needs.",
+    help="Implementation of FUSE: `kernel` loads contents into the kernel's page cache before they"
+    " are read, `pyfuse3` does not; `auto` uses pyfuse3 only on kernels that are too old.",
 )
 @click.option(
     "--memory", type=size,
-    help="Memory for contents, the kernel's pages of them included. An eighth, 256M at most, is"
-    " the mount's own; with --task, three quarters of the rest are for the chunks that the node's"
-    " master holds.  [default: half of what is free]",
+    help="Memory for contents, with the kernel's page cache. An eighth of it, 256M at most, is for"
+    " the mount's own chunks. With --task, three quarters of the rest are for the chunks of the"
+    " node's master.  [default: half of the free memory]",
 )  # fmt: skip
 @click.option(
     "--seed", type=click.IntRange(0), metavar="N", default=0, show_default=True,
-    help="Number by which the orders in .diesel/filelist are drawn.",
+    help="Seed of the random orders in .diesel/filelist.",
 )  # fmt: skip
 @click.option(
     "--group-size", type=click.IntRange(1), metavar="N",
-    help="How many chunks have their files shuffled together there.  [default: 100]",
+    help="Number of chunks in a group of these orders: their files are shuffled together."
+    "  [default: 100]",
 )  # fmt: skip
-@click.option("--allow-other", is_flag=True, help="Let other users in.")
+@click.option("--allow-other", is_flag=True, help="Let other users read the mount.")
 @click.option(
-    "--uid", type=click.IntRange(0), metavar="N", help="Owner that is shown.  [default: you]"
-)
+    "--uid", type=click.IntRange(0), metavar="N",
+    help="User that all entries belong to.  [default: you]",
+)  # fmt: skip
 @click.option(
-    "--gid", type=click.IntRange(0), metavar="N", help="Group that is shown.  [default: yours]"
-)
+    "--gid", type=click.IntRange(0), metavar="N",
+    help="Group that all entries belong to.  [default: yours]",
+)  # fmt: skip
 @click.option(
     "--umask", type=octal, default="0", show_default=True,
-    help="Bits taken from the modes that are shown.",
+    help="Permission bits to remove from the modes of all entries.",
 )  # fmt: skip
 @task_options
 @click.option(
     "--log-file", type=click.Path(path_type=Path), metavar="FILE",
-    help="Where the mount logs. A task's master always logs to a file in the folder that is the"
-    " default.  [default: a file in $XDG_STATE_HOME/diesel, else in ~/.local/state/diesel; with"
+    help="File for the mount's log. The master of a task logs to a file in the default folder."
+    "  [default: a file in $XDG_STATE_HOME/diesel, else in ~/.local/state/diesel; with"
     " --foreground stderr]",
 )  # fmt: skip
-@click.option("-f", "--foreground", is_flag=True, help="Stay, until it is unmounted.")
+@click.option(
+    "-f",
+    "--foreground",
+    is_flag=True,
+    help="Serve the mount in this process until it is unmounted.",
+)
 def mount(
     target: tuple[str, int],
     folder: Path,
@@ -159,10 +168,10 @@ def mount(
     foreground: bool,
     **task: Unpack[TaskKwargs],
 ) -> None:
-    """Mount a dataset as a read-only folder; returns when reads work.
+    """Mount a dataset as a read-only folder. The command returns when files can be read.
 
-    DIR is made where it is missing, and removed again when the mount goes. With --policy oneshot, a
-    terminal shows how loading goes on; Ctrl-C then ends that, and not the mount.
+    DIR is made if it is missing, and then removed again with the mount. With --policy oneshot, a
+    terminal shows how much is loaded; Ctrl-C then ends the display, and not the mount.
 
     \b
     Examples:
@@ -176,11 +185,11 @@ def mount(
     if memory == 0:
         raise UsageError(
             "--memory 0 leaves no room for contents",
-            advice="without --memory a mount takes half of what is free",
+            advice="without --memory a mount takes half of the free memory",
         )
     name, version = target
     mountpoint = os.path.abspath(folder)
-    if task_key_file is not None:  # it goes before the environment
+    if task_key_file is not None:  # it wins over DIESEL_TASK_KEY
         task["task_key"] = ""
     options = TaskOptions.from_kwargs(task, mountpoint, spelled=cli_name)
     if task_key_file is not None:
@@ -218,13 +227,12 @@ def mount(
 
 
 def _show_loading(name: str, mountpoint: str) -> None:
-    """Draws how far the mount has come with making all resident, until it has, or has no room."""
-    unknown = 0  # looks at which the mount did not tell
+    """Show how many chunks the mount has loaded, until it has all of them or no more room."""
+    unanswered = 0
     try:
         with shown_progress(f"load {name}", "chunks") as show:
-            while unknown < LOADING_LOOKS_MAX:
-                figures = stats_of(mountpoint).get("residency")
-                match figures:
+            while unanswered < LOADING_UNANSWERED_MAX:
+                match stats_of(mountpoint).get("residency"):
                     case {
                         "oneshot_chunks": int(count),
                         "oneshot_done_chunks": int(done),
@@ -234,18 +242,23 @@ def _show_loading(name: str, mountpoint: str) -> None:
                         if done == count or not has_room:
                             return
                     case _:
-                        unknown += 1
+                        unanswered += 1
                 time.sleep(LOADING_POLL_S)
     except KeyboardInterrupt:
-        print_note(f"the mount goes on loading; `dlcmd stats {mountpoint}` shows how far it is")
+        print_note(
+            f"the mount goes on loading; `dlcmd stats {mountpoint}` shows how much is loaded"
+        )
 
 
 @verb("umount")
 @click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
-@click.option("--lazy", is_flag=True, help="Detach it now; it ends with its last user.")
-@click.option("--force", is_flag=True, help="End it now, whatever it does.")
+@click.option(
+    "--lazy", is_flag=True,
+    help="Remove the mount from the folder now; files that are open stay readable.",
+)  # fmt: skip
+@click.option("--force", is_flag=True, help="End the mount now; reads that are under way fail.")
 def umount(folder: Path, lazy: bool, force: bool) -> None:
-    """Take a mount away. One that is in use goes on, and its users are named (exit 11).
+    """Unmount a dataset. A mount that is in use stays, and its users are named (exit code 11).
 
     \b
     Examples:
@@ -262,10 +275,10 @@ def umount(folder: Path, lazy: bool, force: bool) -> None:
 @verb("stats")
 @click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
 def stats(folder: Path) -> None:
-    """Show what a mount does: requests, reads, bytes, what is resident, and where readers are.
+    """Show the counters of a mount, what it has in memory, and how far its readers are.
 
-    Counters may be a second old. Reads that the kernel answers from its own memory never reach the
-    mount, so it cannot count them.
+    Counters may be a second old. Reads that the kernel answers from its page cache never reach the
+    mount, so they are not counted.
 
     \b
     Example:

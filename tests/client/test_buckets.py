@@ -173,7 +173,7 @@ def test_a_killed_helper_is_replaced(url: str, caplog: pytest.LogCaptureFixture)
         assert dataset.get("d1/f13") == CONTENTS["d1/f13"]
         (after,) = helpers(url)
         assert after != before
-        assert "another starts" in caplog.text
+        assert "starts another" in caplog.text
         os.kill(after, signal.SIGKILL)
 
         def read(dataset: Dataset = dataset) -> None:

@@ -122,7 +122,7 @@ def test_S8_a_password_in_the_address_stays_here(
     with open_repository(url) as repository:
         repository.url = parse_url(whole)
         if where == "code":
-            with pytest.raises(UsageError, match="gets no key and no password"):
+            with pytest.raises(UsageError, match="a pickle holds no key and no password"):
                 DatasetReference.of(repository, view, NO_TASK)
             return
         monkeypatch.setenv("DIESEL_URL", whole)
@@ -145,7 +145,7 @@ def test_S8_the_key_of_an_account_stays_here(
     server = parse_url("diesel://127.0.0.1:1")
     with RemoteRepository.at(server, Credentials("ann", seed)) as repository:
         if where != "environment":
-            with pytest.raises(UsageError, match="gets no key and no password"):
+            with pytest.raises(UsageError, match="a pickle holds no key and no password"):
                 DatasetReference.of(repository, view, NO_TASK)
             return
         opened = DatasetReference.of(repository, view, NO_TASK)
