@@ -1,20 +1,22 @@
-"""`dlcmd` as a user runs it, with a repository of the test's own."""
+"""Runs `dlcmd` as a user does, on a repository of the test's own."""
 
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from dlcmd.main import run
+from tests.storage.metadata.redis_servers import RedisServer
 
 
 @dataclass(frozen=True, slots=True)
 class CommandResult:
-    """What a command said, and its exit code."""
+    """The output of a command, and its exit code."""
 
     code: int
     out: bytes
@@ -26,8 +28,8 @@ class CommandResult:
         return [json.loads(line) for line in self.out.splitlines()]
 
 
-def lives(process: int) -> bool:
-    """Whether a process has not ended; where nobody reaps what init should, it has all the same."""
+def is_running(process: int) -> bool:
+    """Whether a process runs. A zombie, which nobody has reaped, does not."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -35,7 +37,7 @@ def lives(process: int) -> bool:
 
 
 def children(process: int) -> list[int]:
-    """The processes that one has started."""
+    """The processes that a process has started."""
     return [
         int(pid) for pid in Path(f"/proc/{process}/task/{process}/children").read_text().split()
     ]
@@ -52,10 +54,10 @@ class Dlcmd:
         self._capture.readouterr()
         ended = run([str(each) for each in arguments])
         captured = self._capture.readouterr()
-        said = CommandResult(ended, captured.out, captured.err.decode())
-        assert ended == code, (arguments, said)
-        assert "Traceback" not in said.err
-        return said
+        result = CommandResult(ended, captured.out, captured.err.decode())
+        assert ended == code, (arguments, result)
+        assert "Traceback" not in result.err
+        return result
 
     def start(
         self,
@@ -78,9 +80,9 @@ class Dlcmd:
         """The program itself, to its end."""
         with self.start(*arguments, stdin=subprocess.PIPE) as process:
             out, err = process.communicate(stdin or b"", timeout=60)
-        said = CommandResult(process.returncode, out, err.decode())
-        assert said.code == code, (arguments, said)
-        return said
+        result = CommandResult(process.returncode, out, err.decode())
+        assert result.code == code, (arguments, result)
+        return result
 
     def fifo(self, *arguments: str | Path) -> bytes:
         """What is written to a fifo that stands behind the arguments, and stays one."""
@@ -94,6 +96,14 @@ class Dlcmd:
         finally:
             os.close(reader)
             fifo.unlink()
+
+
+@pytest.fixture(scope="module")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    """A Redis of the module's own, which its tests may stop and restart."""
+    server = RedisServer(tmp_path_factory.mktemp("redis"))
+    yield server
+    server.close()
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""`dlcmd user` and `dlcmd grant` with direct access, and what they show of keys."""
+"""Tests of `dlcmd user` and `dlcmd grant` with direct access to the repository."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from .conftest import Dlcmd
 
 @pytest.fixture(params=["file", "redis"])
 def place(request: pytest.FixtureRequest, dlcmd: Dlcmd, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The repository of the test, with its accounts in a file or in Redis."""
+    """The place of the accounts: a file of the repository, or Redis."""
     url = dlcmd.store.as_uri()
     if request.param == "redis":
         server = emptied_server()
@@ -35,20 +35,20 @@ def users(dlcmd: Dlcmd) -> dict[str, dict[str, object]]:
 
 
 def test_the_first_account_needs_no_repository(dlcmd: Dlcmd, place: str) -> None:
-    """`user add` makes one, as `put` does; stdout is the key, alone; what it is for is said."""
-    said = dlcmd("user", "add", "root", "--admin")
-    seed = parse_key(said.out.decode())
-    assert said.out.decode().count("\n") == 1
-    assert "not shown again" in said.err
-    assert "--user root --key-file" in said.err
-    assert KEY_PREFIX not in said.err
+    """`user add` makes the repository. stdout has the key alone; stderr says how to use it."""
+    result = dlcmd("user", "add", "root", "--admin")
+    seed = parse_key(result.out.decode())
+    assert result.out.decode().count("\n") == 1
+    assert "not shown again" in result.err
+    assert "--user root --key-file" in result.err
+    assert KEY_PREFIX not in result.err
     found = users(dlcmd)["root"]
     assert found["admin"] is True
     assert parse_public_key(str(found["public_key"])) == keys.public_key(seed)
     FolderStore.open(dlcmd.store)
 
 
-def test_a_verb_that_only_looks_makes_nothing(dlcmd: Dlcmd) -> None:
+def test_a_verb_that_only_reads_makes_no_repository(dlcmd: Dlcmd) -> None:
     for words in (["user", "ls"], ["user", "rm", "ann"], ["grant", "pets", "ann", "read"]):
         dlcmd(*words, code=13)
     dlcmd("user", "add", "ann", "--renew", code=13)
@@ -64,8 +64,8 @@ def test_users_are_listed_with_their_roles(dlcmd: Dlcmd, place: str) -> None:
     assert dlcmd("user", "ls").out == b"ann   cars:admin pets:read\nbo\nroot  admin\n"
     dlcmd("grant", "cars", "ann", "none")
     assert users(dlcmd)["ann"]["grants"] == {"pets": "read"}
-    said = dlcmd("grant", "pets", "ann", "write")
-    assert said.out == b"ann may change pets\n"
+    result = dlcmd("grant", "pets", "ann", "write")
+    assert result.out == b"ann may change pets\n"
     assert dlcmd("grant", "pets", "ann", "write", "--json").objects == [
         {"dataset": "pets", "user": "ann", "role": "write"}
     ]
@@ -74,7 +74,7 @@ def test_users_are_listed_with_their_roles(dlcmd: Dlcmd, place: str) -> None:
     assert dlcmd("user", "rm", "bo", "--json").objects == [{"removed": "bo"}]
 
 
-def test_what_is_wrong_is_said(dlcmd: Dlcmd, place: str) -> None:
+def test_bad_names_keys_and_roles_are_refused(dlcmd: Dlcmd, place: str) -> None:
     dlcmd("user", "add", "ann")
     before = users(dlcmd)
     assert "already" in dlcmd("user", "add", "ann", code=12).err
@@ -89,14 +89,16 @@ def test_what_is_wrong_is_said(dlcmd: Dlcmd, place: str) -> None:
     assert users(dlcmd) == before
 
 
-def test_a_key_is_written_to_a_file_of_ones_own(dlcmd: Dlcmd, tmp_path: Path, place: str) -> None:
+def test_a_key_is_written_to_a_new_file_that_only_its_owner_reads(
+    dlcmd: Dlcmd, tmp_path: Path, place: str
+) -> None:
     file = tmp_path / "key"
     old = os.umask(0)
     try:
-        said = dlcmd("user", "add", "ann", "--key-out", file)
+        result = dlcmd("user", "add", "ann", "--key-out", file)
     finally:
         os.umask(old)
-    assert said.out == b"added ann\n"
+    assert result.out == b"added ann\n"
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     public = users(dlcmd)["ann"]["public_key"]
     assert public_key_text(keys.public_key(parse_key(file.read_text()))) == public
@@ -109,7 +111,7 @@ def test_a_key_is_written_to_a_file_of_ones_own(dlcmd: Dlcmd, tmp_path: Path, pl
     dlcmd("user", "add", "bo", "--key-out", tmp_path / "link", code=12)
 
 
-def test_a_key_made_elsewhere_stays_there(dlcmd: Dlcmd, place: str) -> None:
+def test_a_user_is_added_by_the_public_half_of_a_key(dlcmd: Dlcmd, place: str) -> None:
     public = public_key_text(keys.public_key(keys.new_seed()))
     assert dlcmd("user", "add", "ann", "--public-key", public).out == b"added ann\n"
     assert users(dlcmd)["ann"]["public_key"] == public
@@ -118,8 +120,8 @@ def test_a_key_made_elsewhere_stays_there(dlcmd: Dlcmd, place: str) -> None:
 
 def test_S8_a_secret_key_given_as_public_is_not_repeated(dlcmd: Dlcmd) -> None:
     secret = dlcmd("user", "add", "ann").out.decode().strip()
-    said = dlcmd.program("-v", "user", "add", "bo", "--public-key", secret, code=2)
-    assert secret.removeprefix(KEY_PREFIX)[:20] not in said.err
+    result = dlcmd.program("-v", "user", "add", "bo", "--public-key", secret, code=2)
+    assert secret.removeprefix(KEY_PREFIX)[:20] not in result.err
 
 
 def test_a_new_key_keeps_the_roles(dlcmd: Dlcmd, place: str) -> None:
@@ -136,22 +138,22 @@ def test_a_new_key_keeps_the_roles(dlcmd: Dlcmd, place: str) -> None:
 
 
 def test_json_has_the_key_once(dlcmd: Dlcmd, tmp_path: Path) -> None:
-    (said,) = dlcmd("--json", "user", "add", "ann", "--admin").objects
-    public = keys.public_key(parse_key(str(said["key"])))
-    assert said == {
+    (result,) = dlcmd("--json", "user", "add", "ann", "--admin").objects
+    public = keys.public_key(parse_key(str(result["key"])))
+    assert result == {
         "user": "ann",
         "admin": True,
         "public_key": public_key_text(public),
-        "key": said["key"],
+        "key": result["key"],
     }
-    (said,) = dlcmd("--json", "user", "add", "bo", "--key-out", tmp_path / "key").objects
-    assert said["key_file"] == str(tmp_path / "key")
-    assert "key" not in said
+    (result,) = dlcmd("--json", "user", "add", "bo", "--key-out", tmp_path / "key").objects
+    assert result["key_file"] == str(tmp_path / "key")
+    assert "key" not in result
     assert dlcmd("-q", "user", "add", "eve").err == ""
 
 
 def test_accounts_are_exported_and_imported(dlcmd: Dlcmd, tmp_path: Path, place: str) -> None:
-    """Into another store too: names, public keys and roles are all there is to them."""
+    """Also into another store: an account is a name, a public key and roles, nothing else."""
     dlcmd("user", "add", "root", "--admin")
     dlcmd("user", "add", "ann")
     dlcmd("grant", "pets", "ann", "write")
@@ -178,7 +180,7 @@ def test_accounts_are_exported_and_imported(dlcmd: Dlcmd, tmp_path: Path, place:
     assert dlcmd("--url", other, "user", "export").out == file.read_bytes()
 
 
-def test_nonsense_is_not_imported(dlcmd: Dlcmd, tmp_path: Path, place: str) -> None:
+def test_a_bad_export_is_not_imported(dlcmd: Dlcmd, tmp_path: Path, place: str) -> None:
     dlcmd("user", "add", "root", "--admin")
     before = users(dlcmd)
     file = tmp_path / "file"
@@ -192,49 +194,49 @@ def test_nonsense_is_not_imported(dlcmd: Dlcmd, tmp_path: Path, place: str) -> N
     ):
         file.write_bytes(bad)
         for more in ([], ["--replace"]):
-            said = dlcmd("user", "import", file, *more, code=code)
-            assert len(said.err.splitlines()) == 1
+            result = dlcmd("user", "import", file, *more, code=code)
+            assert len(result.err.splitlines()) == 1
     dlcmd("user", "import", tmp_path / "gone", code=10)
     assert "is a folder" in dlcmd("user", "import", tmp_path, code=2).err
     assert "is a folder" in dlcmd("user", "export", tmp_path, code=2).err
     assert users(dlcmd) == before
 
 
-def test_by_direct_access_the_last_administrator_goes_with_a_word(dlcmd: Dlcmd) -> None:
+def test_removing_the_last_administrator_prints_a_note(dlcmd: Dlcmd) -> None:
     dlcmd("user", "add", "root", "--admin")
     dlcmd("user", "add", "ann")
     assert "no administrator" in dlcmd("user", "rm", "root").err
 
 
 def test_a_bucket_without_redis_has_no_accounts(dlcmd: Dlcmd) -> None:
-    said = dlcmd("--url", "s3://bucket", "user", "ls", code=14)
-    assert "meta=redis" in said.err
+    result = dlcmd("--url", "s3://bucket", "user", "ls", code=14)
+    assert "meta=redis" in result.err
 
 
-def test_accounts_are_of_one_repository(dlcmd: Dlcmd, tmp_path: Path) -> None:
+def test_each_repository_has_its_own_accounts(dlcmd: Dlcmd, tmp_path: Path) -> None:
     server = emptied_server()
     dlcmd("--url", f"{dlcmd.store.as_uri()}?meta={server.url}", "user", "add", "ann")
     other = f"{(tmp_path / 'other').as_uri()}?meta={server.url}"
-    said = dlcmd("--url", other, "user", "add", "bo", code=2)
-    assert "another object store" in said.err
+    result = dlcmd("--url", other, "user", "add", "bo", code=2)
+    assert "another object store" in result.err
 
 
-def test_S8_verify_and_put_do_not_mind_the_accounts(dlcmd: Dlcmd, tmp_path: Path) -> None:
+def test_S8_verify_and_put_ignore_the_file_of_accounts(dlcmd: Dlcmd, tmp_path: Path) -> None:
     dlcmd("user", "add", "ann")
     dlcmd("put", write(tmp_path / "src", {"a": b"1"}), "pets")
     assert b"accounts" not in dlcmd("verify", "pets").out
     assert dlcmd("ls").out == b"pets\n"
 
 
-def test_C1_a_redis_that_is_down_is_14(dlcmd: Dlcmd, tmp_path: Path) -> None:
+def test_C1_a_redis_that_is_down_is_exit_code_14(dlcmd: Dlcmd, tmp_path: Path) -> None:
     with RedisServer(tmp_path / "redis") as server:
         url = f"{dlcmd.store.as_uri()}?meta={server.url}"
         dlcmd("--url", url, "user", "add", "ann")
     assert "cannot reach" in dlcmd("--url", url, "user", "ls", code=14).err
 
 
-def test_start_up_does_not_pay_for_keys() -> None:
-    """Only who makes, signs or checks something needs the library."""
+def test_start_up_does_not_import_cryptography() -> None:
+    """Only verbs that make, sign or check a key need that library."""
     code = "import sys, diesel_fs.remote.open; sys.exit('cryptography' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -1,6 +1,7 @@
-"""FAULTS K2 and K4: `dlcmd` and `diesel-server` on hosts whose clock is wrong.
+"""Tests of `dlcmd` and `diesel-server` on hosts whose clock is wrong (K2 and K4 in
+tests/FAULTS.md).
 
-libfaketime shows one program another time; Redis and the file system go by the right one.
+libfaketime shows another time to one program; Redis and the file system have the right time.
 """
 
 import os
@@ -30,13 +31,6 @@ YEAR_S = 365 * 86_400
 LAST_SECOND = 2**32 - 1
 
 
-@pytest.fixture(scope="module")
-def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    server = RedisServer(tmp_path_factory.mktemp("redis"))
-    yield server
-    server.close()
-
-
 @pytest.fixture(params=["sqlite", "redis"])
 def url(
     request: pytest.FixtureRequest,
@@ -55,7 +49,8 @@ def url(
 
 
 def by_clock(when: str, *words: str | Path) -> "subprocess.CompletedProcess[str]":
-    """`dlcmd` on a host where it is that time (with a sign: so much later or earlier)."""
+    """`dlcmd` on a host that believes it is `at`; with a sign, so much later or earlier than
+    now."""
     return subprocess.run(
         ["faketime", "-f", when, sys.executable, "-m", "dlcmd", *map(str, words)],
         check=False, capture_output=True, text=True, timeout=60,
@@ -63,7 +58,7 @@ def by_clock(when: str, *words: str | Path) -> "subprocess.CompletedProcess[str]
 
 
 def objects(store: Path) -> Facts:
-    """All that lies in the store, beside the files of SQLite."""
+    """All objects in the store, without the files of SQLite."""
     return {
         path: what
         for path, what in facts(store).items()
@@ -73,7 +68,7 @@ def objects(store: Path) -> Facts:
 
 @contextmanager
 def clock_ahead(seconds: float) -> Iterator[None]:
-    """This process, and the metadata stores with it: nobody can tell then."""
+    """A wrong time for this process and for the metadata stores: so nobody can notice it."""
     now, now_ns = time.time, time.time_ns
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "time", lambda: now() + seconds)
@@ -87,17 +82,17 @@ def clock_ahead(seconds: float) -> Iterator[None]:
 def test_K2_put_and_rm_by_a_clock_that_is_ahead_are_refused(
     dlcmd: Dlcmd, url: str, tmp_path: Path, when: str
 ) -> None:
-    """Before anything is written; all others go on."""
+    """They are refused before anything is written; all other verbs work."""
     source = write(tmp_path / "source", {"a": b"1", "b": b"2"})
     dlcmd("put", source, "pets")
     before, listed = objects(dlcmd.store), dlcmd("ls", "-lR", "pets").out
     write(source, {"a": b"changed", "c": b"3"})
     for words in (("put", source, "pets"), ("put", source, "new"), ("rm", "pets/a")):
-        said = by_clock(when, *words)
-        assert (said.returncode, said.stdout) == (13, "")
-        assert "the clock of this host is" in said.stderr
-        assert "ahead of the repository's" in said.stderr
-        assert "Traceback" not in said.stderr
+        result = by_clock(when, *words)
+        assert (result.returncode, result.stdout) == (13, "")
+        assert "the clock of this host is" in result.stderr
+        assert "ahead of the repository's" in result.stderr
+        assert "Traceback" not in result.stderr
     assert objects(dlcmd.store) == before
     assert dlcmd("ls", "-lR", "pets").out == listed
     dlcmd("ls", "new", code=10)
@@ -106,20 +101,20 @@ def test_K2_put_and_rm_by_a_clock_that_is_ahead_are_refused(
     assert dlcmd("ls", "pets").out == b"a\nc\n"
 
 
-def test_K2_a_clock_that_is_a_little_ahead_or_far_behind_writes(
+def test_K2_puts_work_with_a_clock_that_is_a_little_ahead_or_far_behind(
     dlcmd: Dlcmd, url: str, tmp_path: Path
 ) -> None:
-    """Its puts follow what is there, whatever the clock says, and are followed."""
+    """Versions are in the order of the puts, whatever the clock says."""
     source = write(tmp_path / "source", {"a": b"1"})
     for number, when in enumerate(("+200s", "-200s", "+0s", "-3000s")):
         write(source, {"a": b"%d" % number})
-        said = by_clock(when, "put", source, "pets")
-        assert said.returncode == 0, said.stderr
+        result = by_clock(when, "put", source, "pets")
+        assert result.returncode == 0, result.stderr
         assert dlcmd("cat", "pets/a").out == b"%d" % number
     dlcmd("verify", "pets")
 
 
-def test_K2_through_a_server_its_clock_counts_and_not_the_clients(
+def test_K2_behind_a_server_only_its_clock_counts(
     dlcmd: Dlcmd, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     who = new_repository(url)["root"]
@@ -129,8 +124,8 @@ def test_K2_through_a_server_its_clock_counts_and_not_the_clients(
     wrong = ("faketime", "-f", "+600s", sys.executable, "-m", "diesel_server")
     with Server(tmp_path / "wrong", "--store", url, program=wrong) as server:
         before = objects(dlcmd.store)
-        said = dlcmd.program("put", source, "pets", "--url", server.url, code=13)
-        assert "ahead of the repository's" in said.err
+        result = dlcmd.program("put", source, "pets", "--url", server.url, code=13)
+        assert "ahead of the repository's" in result.err
         assert objects(dlcmd.store) == before
     with Server(tmp_path / "right", "--store", url) as server:
         said_ahead = by_clock("2099-01-01 00:00:00", "put", source, "pets", "--url", server.url)
@@ -143,7 +138,7 @@ def test_K2_through_a_server_its_clock_counts_and_not_the_clients(
 def test_K2_a_dataset_with_ids_from_the_future_stays_writable(
     dlcmd: Dlcmd, url: str, tmp_path: Path
 ) -> None:
-    """Who writes later wins, `verify` says what is odd, and a rebuild comes to the same."""
+    """The later writer wins, `verify` notes the IDs, and a rebuild gives the same dataset."""
     source = write(tmp_path / "source", {"a": b"1", "b": b"2"})
     with clock_ahead(YEAR_S), LocalRepository.open(url, create=True) as repository:
         writer = Writer(repository, "pets")
@@ -157,8 +152,8 @@ def test_K2_a_dataset_with_ids_from_the_future_stays_writable(
     assert dlcmd("cat", "pets/a").out == b"1"
     dlcmd.program("rm", "pets/b")
     assert dlcmd("ls", "pets").out == b"a\n"
-    said = dlcmd.program("verify", "pets")
-    assert b"note: 4 chunks with an ID from the future" in said.out
+    result = dlcmd.program("verify", "pets")
+    assert b"note: 4 chunks with an ID from the future" in result.out
     dlcmd.program("recover", "pets", "--since", "1m")  # reads all of them, the killed put's too
     assert dlcmd("ls", "pets").out == b"a\nlost\n"
     with LocalRepository.open(url) as repository:
@@ -172,7 +167,8 @@ def test_K2_a_dataset_with_ids_from_the_future_stays_writable(
 def test_K2_an_orphan_from_the_future_is_as_old_as_its_object(
     dlcmd: Dlcmd, url: str, tmp_path: Path
 ) -> None:
-    """The next put folds it in after the put window, as any other."""
+    """An orphan is a chunk that was stored and not committed. The next put after the put window
+    adopts it."""
     with clock_ahead(YEAR_S), LocalRepository.open(url, create=True) as repository:
         writer = Writer(repository, "pets")
         writer.add(b"lost", b"a killed put")
@@ -201,10 +197,10 @@ def test_K4_a_dataset_at_the_end_of_the_timestamps_takes_a_copy(
         writer.session.finish()
     before = objects(dlcmd.store)
     for words in (("put", source, "pets"), ("rm", "pets/last")):
-        said = dlcmd.program(*words, code=12)
-        assert "end in 2106" in said.err
-        assert "only a copy into a new dataset helps" in said.err
-        assert "Traceback" not in said.err
+        result = dlcmd.program(*words, code=12)
+        assert "end in 2106" in result.err
+        assert "only a copy into a new dataset helps" in result.err
+        assert "Traceback" not in result.err
     assert objects(dlcmd.store) == before
     dlcmd.program("get", "pets", tmp_path / "copy")
     dlcmd.program("put", tmp_path / "copy", "copied")
@@ -212,10 +208,10 @@ def test_K4_a_dataset_at_the_end_of_the_timestamps_takes_a_copy(
     assert dlcmd("ls", "copied").out == b"a\nlast\n"
 
 
-def test_K4_a_clock_beyond_the_timestamps_is_told_so(
+def test_K4_a_clock_beyond_the_timestamps_is_an_error(
     dlcmd: Dlcmd, url: str, tmp_path: Path
 ) -> None:
-    """Where the repository's clock says the same."""
+    """Also if the repository's clock has the same wrong time."""
     source = write(tmp_path / "source", {"a": b"1"})
     with clock_ahead(100 * YEAR_S):
         assert "end in 2106" in dlcmd("put", source, "pets", code=12).err

@@ -1,4 +1,4 @@
-"""The verbs that list, remove, check and rebuild."""
+"""Tests of the verbs that list, delete, check and rebuild datasets."""
 
 import base64
 import errno
@@ -17,7 +17,7 @@ from .conftest import Dlcmd
 
 @pytest.fixture
 def pets(dlcmd: Dlcmd, tmp_path: Path) -> Path:
-    """A dataset of this name, and the folder that it was made of."""
+    """The folder that the dataset `pets` was put from."""
     source = write(tmp_path / "src", {"a": b"1" * 9000, "sub/b": b"22", "sub/in/c": b"333"})
     (source / "link").symlink_to("a")
     os.utime(source / "a", ns=(0, 1_700_000_000_123_456_789))
@@ -61,8 +61,8 @@ def test_H10_names_are_raw_in_a_pipe_and_marked_in_json(dlcmd: Dlcmd, tmp_path: 
     assert (escape["path"], "path_b64" in escape) == ("esc\x1b[2J", False)
     assert raw["path"] == "\\xff\\xfe"
     assert base64.b64decode(str(raw["path_b64"])) == b"\xff\xfe"
-    said = dlcmd("rm", "odd/" + os.fsdecode(b"\xff\x1b"), code=10)
-    assert "\x1b" not in said.err
+    result = dlcmd("rm", "odd/" + os.fsdecode(b"\xff\x1b"), code=10)
+    assert "\x1b" not in result.err
 
 
 @pytest.mark.parametrize(
@@ -74,33 +74,33 @@ def test_H10_names_are_raw_in_a_pipe_and_marked_in_json(dlcmd: Dlcmd, tmp_path: 
         ("2020-01-31T12:00Z", "2020-01-31 07:00:00 -0500 (2020-01-31 12:00:00 UTC)"),
     ],
 )
-def test_a_time_says_how_it_was_understood(
+def test_recover_since_prints_how_it_understood_the_time(
     dlcmd: Dlcmd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, understood: str
 ) -> None:
     dlcmd("put", write(tmp_path / "src", {"a": b"1"}), "pets")
     monkeypatch.setenv("TZ", "America/New_York")
     time.tzset()
     try:
-        said = dlcmd("recover", "--since", text, "pets")
-        assert said.err == f"dlcmd: recover pets: reads the chunks since {understood}\n"
-        assert b"recovered 1 chunk" in said.out
+        result = dlcmd("recover", "--since", text, "pets")
+        assert result.err == f"dlcmd: recover pets: reads the chunks since {understood}\n"
+        assert b"recovered 1 chunk" in result.out
         assert dlcmd("-q", "recover", "--since", text, "pets").err == ""
     finally:
         monkeypatch.undo()
         time.tzset()
 
 
-def test_a_time_that_is_to_come_is_refused(dlcmd: Dlcmd, tmp_path: Path) -> None:
+def test_a_time_in_the_future_is_refused(dlcmd: Dlcmd, tmp_path: Path) -> None:
     dlcmd("put", write(tmp_path / "src", {"a": b"1"}), "pets")
     soon = datetime.now(UTC) + timedelta(minutes=90)
     for text in (f"{soon:%Y-%m-%dT%H:%M}Z", "2999-01-01"):
-        said = dlcmd("recover", "--since", text, "pets", code=2).err
-        assert f"the time {text!r} lies in the future: it means " in said
+        result = dlcmd("recover", "--since", text, "pets", code=2).err
+        assert f"the time {text!r} lies in the future: it means " in result
     west = f"{soon - timedelta(hours=8):%Y-%m-%dT%H:%M}-08:00"
     assert "lies in the future" in dlcmd("recover", "--since", west, "pets", code=2).err
 
 
-def test_names_for_xargs_are_raw_and_may_end_in_nul(dlcmd: Dlcmd, tmp_path: Path) -> None:
+def test_ls_0_ends_raw_names_with_nul(dlcmd: Dlcmd, tmp_path: Path) -> None:
     files = {"plain": b"1", "new\nline": b"22", "sub/esc\x1b": b"333"}
     dlcmd("put", write(tmp_path / "src", files), "odd")
     assert dlcmd("ls", "-0", "odd").out == b"new\nline\0plain\0sub\0"
@@ -113,7 +113,7 @@ def test_names_for_xargs_are_raw_and_may_end_in_nul(dlcmd: Dlcmd, tmp_path: Path
     assert b"put 3 files" in dlcmd("put", *again).out
 
 
-def test_a_terminal_sees_no_control_characters(dlcmd: Dlcmd, tmp_path: Path) -> None:
+def test_control_characters_are_escaped_on_a_terminal(dlcmd: Dlcmd, tmp_path: Path) -> None:
     dlcmd("put", write(tmp_path / "src", {"esc\x1b[2J": b""}), "odd")
     terminal, theirs = os.openpty()
     with dlcmd.start("ls", "odd", stdout=theirs) as process:
@@ -129,24 +129,24 @@ def test_a_terminal_sees_no_control_characters(dlcmd: Dlcmd, tmp_path: Path) -> 
     os.close(terminal_2)
 
 
-def test_stat_names_where_the_bytes_are(dlcmd: Dlcmd, pets: Path) -> None:
+def test_stat_shows_the_chunks_of_a_file(dlcmd: Dlcmd, pets: Path) -> None:
     (chunk,) = chunks(dlcmd)
-    said = json.loads(dlcmd("stat", "--json", "pets/a").out)
-    (extent,) = said["extents"]
+    result = json.loads(dlcmd("stat", "--json", "pets/a").out)
+    (extent,) = result["extents"]
     assert extent["chunk"] == chunk.name
     stored = chunk.read_bytes()[extent["offset"] : extent["offset"] + extent["length"]]
     assert len(stored) == extent["length"] < 9000
     assert abs(extent["uploaded"] - chunk.stat().st_mtime) < 30
-    assert (said["size"], said["mtime_ns"]) == (9000, 1_700_000_000_123_456_789)
+    assert (result["size"], result["mtime_ns"]) == (9000, 1_700_000_000_123_456_789)
     text = dlcmd("stat", "pets/a").out.decode()
     assert f"chunk={chunk.name}" in text
     assert "-rw-r--r--" in text
-    said = json.loads(dlcmd("stat", "--json", "pets").out)
-    assert (said["kind"], said["files"], said["chunks"]) == ("folder", 3, 1)
+    result = json.loads(dlcmd("stat", "--json", "pets").out)
+    assert (result["kind"], result["files"], result["chunks"]) == ("folder", 3, 1)
     assert dlcmd("stat", "--json", "pets/link").objects[0]["target"] == "a"
 
 
-def test_du_counts(dlcmd: Dlcmd, pets: Path) -> None:
+def test_du_counts_files_and_bytes(dlcmd: Dlcmd, pets: Path) -> None:
     whole, part = (dlcmd("du", "--json", each).objects[0] for each in ("pets", "pets/sub"))
     assert (whole["files"], whole["bytes"]) == (3, 9005)
     assert (part["files"], part["bytes"], part["stored_bytes"]) == (2, 5, 5)
@@ -170,8 +170,8 @@ def test_rm_deletes_all_or_nothing(dlcmd: Dlcmd, pets: Path) -> None:
 def test_delete_dataset_wants_to_be_sure(dlcmd: Dlcmd, pets: Path) -> None:
     assert "--yes" in dlcmd("delete-dataset", "pets", code=2).err
     dlcmd("delete-dataset", "gone", code=10)
-    (said,) = dlcmd("delete-dataset", "--json", "pets", "--yes").objects
-    assert said == {"dataset": "pets", "objects_removed": 2, "objects_left": 0}
+    (result,) = dlcmd("delete-dataset", "--json", "pets", "--yes").objects
+    assert result == {"dataset": "pets", "objects_removed": 2, "objects_left": 0}
     assert dlcmd("ls").out == b""
     assert chunks(dlcmd) == []
     dlcmd("delete-dataset", "pets", "--yes", code=10)
@@ -183,9 +183,9 @@ def test_a_snapshot_goes_to_a_file_and_is_checked(dlcmd: Dlcmd, pets: Path, tmp_
     assert b"state     up to date\n" in dlcmd("load-meta", file).out
     (pets / "new").write_bytes(b"")
     dlcmd("put", pets, "pets")
-    (said,) = dlcmd("load-meta", "--json", file).objects
-    assert (said["dataset"], said["files"]) == ("pets", 3)
-    assert str(said["state"]).startswith("stale: the current version is ")
+    (result,) = dlcmd("load-meta", "--json", file).objects
+    assert (result["dataset"], result["files"]) == ("pets", 3)
+    assert str(result["state"]).startswith("stale: the current version is ")
     dlcmd("delete-dataset", "pets", "--yes")
     assert b"does not have" in dlcmd("load-meta", file).out
     dlcmd("put", pets, "pets")
@@ -219,8 +219,10 @@ def test_A12_a_snapshot_file_is_replaced_whole_or_not_at_all(
     assert file.read_bytes() != before
 
 
-def test_a_snapshot_goes_to_what_is_no_file(dlcmd: Dlcmd, pets: Path, tmp_path: Path) -> None:
-    """A device or a fifo is written to and stays what it is; /dev/stdout gets nothing else."""
+def test_a_snapshot_is_written_to_a_device_or_fifo(
+    dlcmd: Dlcmd, pets: Path, tmp_path: Path
+) -> None:
+    """It stays a device or fifo; with /dev/stdout nothing else is printed there."""
     file = tmp_path / "pets.snapshot"
     dlcmd("save-meta", "pets", file)
     assert dlcmd.fifo("save-meta", "pets") == file.read_bytes()
@@ -246,13 +248,13 @@ def test_recover_brings_the_metadata_back(dlcmd: Dlcmd, pets: Path) -> None:
     assert not Path("/nowhere").exists()
 
 
-def test_recover_names_what_it_cannot_read(dlcmd: Dlcmd, pets: Path) -> None:
+def test_recover_names_chunks_that_it_cannot_read(dlcmd: Dlcmd, pets: Path) -> None:
     (chunk,) = chunks(dlcmd)
     chunk.write_bytes(chunk.read_bytes()[:100])
-    said = dlcmd("recover", "--json", "pets", code=15)
-    assert said.objects[-1]["sound"] is False
-    assert "truncated chunk" in json.dumps(said.objects[-1]["problems"])
-    assert "4 problems found" in said.err  # the chunk, and each of its files
+    result = dlcmd("recover", "--json", "pets", code=15)
+    assert result.objects[-1]["sound"] is False
+    assert "truncated chunk" in json.dumps(result.objects[-1]["problems"])
+    assert "4 problems found" in result.err  # the chunk, and each of its files
 
 
 @pytest.mark.parametrize(
@@ -272,8 +274,10 @@ def test_M9_bad_names_are_refused_before_anything_is_made(
     if name != "a/b":  # there it is a path
         verbs += [["put", "--", str(source), name], ["ls", "--", name], ["cat", "--", name]]
     for words in verbs:
-        said = dlcmd(*words, code=2)
-        assert "bad dataset name" in said.err or "name of a dataset is expected" in said.err, words
-        assert len(said.err.splitlines()) == 1
+        result = dlcmd(*words, code=2)
+        assert "bad dataset name" in result.err or "name of a dataset is expected" in result.err, (
+            words
+        )
+        assert len(result.err.splitlines()) == 1
     assert not dlcmd.store.exists()
     assert not (tmp_path / "file").exists()

@@ -1,4 +1,4 @@
-"""`dlcmd diff`: what it prints of versions, datasets and folders, and how it ends."""
+"""Tests of `dlcmd diff`: its lines for versions, datasets and folders, and its exit codes."""
 
 import os
 from pathlib import Path
@@ -12,7 +12,7 @@ from .conftest import Dlcmd
 
 @pytest.fixture
 def source(dlcmd: Dlcmd, tmp_path: Path) -> Path:
-    """What has been put as `pets`."""
+    """The folder that the dataset `pets` was put from."""
     found = write(tmp_path / "source", {"a/x": b"1", "a/y": b"2", "b/z": b"3"})
     dlcmd("put", found, "pets")
     return found
@@ -22,7 +22,7 @@ def version(dlcmd: Dlcmd) -> str:
     return dlcmd("ls", "pets@").out.splitlines()[-1].split()[0].decode()
 
 
-def test_a_folder_and_a_version_are_told_alike(dlcmd: Dlcmd, source: Path) -> None:
+def test_a_folder_and_a_version_give_the_same_lines(dlcmd: Dlcmd, source: Path) -> None:
     before = version(dlcmd)
     assert dlcmd("diff", "pets", source).out == b"0 added, 0 changed, 0 removed, 6 unchanged\n"
     (source / "a/x").write_bytes(b"other")
@@ -46,7 +46,7 @@ def test_a_folder_and_a_version_are_told_alike(dlcmd: Dlcmd, source: Path) -> No
     assert done == {"event": "done", "added": 1, "changed": 2, "removed": 1, "unchanged": 3}
 
 
-def test_another_dataset_is_a_side_too(dlcmd: Dlcmd, source: Path) -> None:
+def test_two_datasets_are_compared(dlcmd: Dlcmd, source: Path) -> None:
     dlcmd("put", source, "other")
     assert b"6 unchanged" in dlcmd("diff", "pets", "other").out
     dlcmd("rm", "other/b/z")
@@ -57,7 +57,7 @@ def test_another_dataset_is_a_side_too(dlcmd: Dlcmd, source: Path) -> None:
     assert dlcmd("diff", "pets", source).out.startswith(b"M .\nM b\n")
 
 
-def test_a_folder_has_a_slash_in_its_name(
+def test_a_folder_needs_a_slash_in_its_name(
     dlcmd: Dlcmd, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(source.parent)
@@ -69,11 +69,11 @@ def test_a_folder_has_a_slash_in_its_name(
     assert "dataset first" in dlcmd("diff", source, "pets", code=2).err
 
 
-def test_how_it_ends(dlcmd: Dlcmd, source: Path) -> None:
+def test_exit_codes_of_diff(dlcmd: Dlcmd, source: Path) -> None:
     os.mkfifo(source / "pipe")
-    said = dlcmd("diff", "pets", source, code=3)
-    assert "pipe: skipped" in said.err
-    assert said.out.startswith(b"M .\n")
+    result = dlcmd("diff", "pets", source, code=3)
+    assert "pipe: skipped" in result.err
+    assert result.out.startswith(b"M .\n")
     dlcmd("diff", "pets", "/nonexistent/x", code=10)
     dlcmd("diff", "pets@5", "pets", code=10)
     dlcmd("diff", "pets/nowhere", "pets", code=10)

@@ -1,4 +1,5 @@
-"""Errors that disks give at odd moments, and what is left where a process is killed; by strace."""
+"""Tests of errors that disks return at odd moments, and of killed processes; strace injects
+them."""
 
 import os
 import re
@@ -15,7 +16,7 @@ import pytest
 from diesel_fs.system.atomic_file import remove_leftovers, temporary_name
 from tests.trees import Facts, facts, write
 
-from .conftest import Dlcmd, children, lives
+from .conftest import Dlcmd, children, is_running
 
 DEADLINE_S = 60.0
 CLOSE = "close:error=EIO"
@@ -25,7 +26,7 @@ CLOSE = "close:error=EIO"
 def traced(
     *words: str | Path, inject: str, path: Path | None = None
 ) -> Iterator["subprocess.Popen[bytes]"]:
-    """`dlcmd` under strace, which is killed at the end."""
+    """`dlcmd` under strace; both are killed at the end of the test."""
     command = ["strace", "-f", "-qq", "-o", "/dev/null", "-e", f"inject={inject}"]
     command += [] if path is None else ["-P", str(path)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -36,10 +37,10 @@ def traced(
 
 
 def ended(*words: str | Path, inject: str, path: Path) -> tuple[int, str]:
-    """The exit code, and what was said on stderr."""
+    """The exit code, and stderr."""
     with traced(*words, inject=inject, path=path) as process:
-        _, said = process.communicate(timeout=DEADLINE_S)
-        return process.returncode, said.decode()
+        _, result = process.communicate(timeout=DEADLINE_S)
+        return process.returncode, result.decode()
 
 
 def wait_for(folder: Path, pattern: str) -> Path:
@@ -51,13 +52,13 @@ def wait_for(folder: Path, pattern: str) -> Path:
 
 
 def below(folder: Path) -> Facts:
-    """What is in a folder."""
+    """The names in a folder."""
     return {path: found for path, found in facts(folder).items() if path != b"."}
 
 
 @pytest.fixture
 def source(dlcmd: Dlcmd, tmp_path: Path) -> Path:
-    """What is in the dataset `pets`."""
+    """The names in the dataset `pets`."""
     source = write(tmp_path / "src", {"a": b"1", "sub/b": b"22"})
     dlcmd("put", source, "pets")
     return source
@@ -77,11 +78,11 @@ def test_an_error_of_close_in_the_store_names_the_object(
     (path,) = dlcmd.store.glob(what)
     words = {"ls": ["pets"], "cat": ["pets/a"], "get": ["pets", str(tmp_path / "out")]}[verb]
     name = path.relative_to(dlcmd.store)
-    said = f"dlcmd: {name}: cannot read: Input/output error (EIO)\n"
-    assert ended(verb, *words, inject=CLOSE, path=path) == (13, said)
+    result = f"dlcmd: {name}: cannot read: Input/output error (EIO)\n"
+    assert ended(verb, *words, inject=CLOSE, path=path) == (13, result)
 
 
-def test_an_error_of_close_of_a_folder_spoils_nothing(
+def test_an_error_of_closing_a_folder_is_ignored(
     dlcmd: Dlcmd, source: Path, tmp_path: Path
 ) -> None:
     for folder in (source, source / "sub"):
@@ -95,24 +96,24 @@ def test_an_error_of_close_of_a_folder_spoils_nothing(
 def test_an_error_of_close_of_a_file_that_is_read_names_it(
     dlcmd: Dlcmd, source: Path, tmp_path: Path
 ) -> None:
-    code, said = ended("put", source, "more", inject=CLOSE, path=source / "sub/b")
-    assert (code, said.splitlines()[0]) == (3, "dlcmd: sub/b: Input/output error")
+    code, result = ended("put", source, "more", inject=CLOSE, path=source / "sub/b")
+    assert (code, result.splitlines()[0]) == (3, "dlcmd: sub/b: Input/output error")
 
 
-def test_a_metadata_store_that_cannot_be_opened_is_not_said_to_be_read_only(
+def test_a_metadata_store_that_cannot_be_opened_is_named_with_the_reason(
     dlcmd: Dlcmd, source: Path
 ) -> None:
     file = dlcmd.store / "meta.sqlite"
-    code, said = ended("rm", "pets/a", inject="openat:error=EIO:when=1", path=file)
+    code, result = ended("rm", "pets/a", inject="openat:error=EIO:when=1", path=file)
     assert code == 14
-    assert f"{file} could not be opened for writing, though that is allowed" in said
+    assert f"{file} could not be opened for writing, though that is allowed" in result
     assert dlcmd("ls", "pets").out == b"a\nsub\n"
 
 
-def test_a_packing_process_finishes_what_it_writes_when_its_put_has_gone(
+def test_a_packing_process_finishes_its_chunk_after_its_put_has_ended(
     dlcmd: Dlcmd, tmp_path: Path
 ) -> None:
-    """Whether that was killed, or ended for another packing process's error."""
+    """The put is killed, or it ends with another packing process's error."""
     source = write(tmp_path / "src", {str(i): os.urandom(9000) for i in range(40)})
     dlcmd("put", write(tmp_path / "first", {}), "pets")
     options = ("--jobs", "1", "--chunk-size", "64K")
@@ -123,7 +124,7 @@ def test_a_packing_process_finishes_what_it_writes_when_its_put_has_gone(
         (packer,) = children(coordinator)
         os.kill(coordinator, signal.SIGKILL)
         deadline = time.monotonic() + DEADLINE_S
-        while lives(packer):
+        while is_running(packer):
             assert time.monotonic() < deadline
             time.sleep(0.01)
     assert [*dlcmd.store.rglob(".tmp-*")] == []
@@ -133,7 +134,7 @@ def test_a_packing_process_finishes_what_it_writes_when_its_put_has_gone(
 
 
 @pytest.mark.parametrize("words", [("pets",), ("pets/sub/b",), ("--tar", "pets")])
-def test_what_a_killed_get_has_left_goes_with_the_next(
+def test_the_next_get_removes_temporary_files_of_a_killed_one(
     dlcmd: Dlcmd, source: Path, tmp_path: Path, words: tuple[str, ...]
 ) -> None:
     out = tmp_path / "out"
@@ -157,7 +158,7 @@ def test_what_a_killed_get_has_left_goes_with_the_next(
     assert {*out.rglob(".dlcmd-*")} == {ours, strangers}
 
 
-def test_of_an_unknown_process_what_is_left_goes_after_a_day(
+def test_temporary_files_of_an_unknown_process_are_removed_after_a_day(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     strangers = tmp_path / re.sub("dlcmd-.{8}", "dlcmd-00000000", temporary_name())

@@ -1,4 +1,4 @@
-"""`dlcmd get` and `cat`: what is written where, and what is left alone."""
+"""Tests of `dlcmd get` and `cat`: which files are written where, and which are left alone."""
 
 import io
 import os
@@ -20,7 +20,7 @@ NOBODY = 65534
 
 @pytest.fixture
 def pets(dlcmd: Dlcmd, tmp_path: Path) -> Path:
-    """A dataset of this name, and the folder that it was made of."""
+    """The folder that the dataset `pets` was put from."""
     source = write(tmp_path / "src", {"a": b"1", "sub/b": b"22", "sub/in/c": b"333"})
     (source / "link").symlink_to("../outside")
     dlcmd("put", source, "pets")
@@ -57,10 +57,10 @@ def test_M4_what_is_there_and_different_needs_force(
     out = write(tmp_path / "out", {"a": b"mine", "sub/b": b"22"})
     (out / "a").chmod(0o400)
     os.mkfifo(out / "link")  # opening it would wait for ever
-    said = dlcmd("get", "pets", out, code=3)
-    assert "dlcmd: a: something different is there; --force replaces it" in said.err
-    assert "dlcmd: link: something different is there" in said.err
-    assert "dlcmd: sub/b: something different is there" in said.err  # of another time
+    result = dlcmd("get", "pets", out, code=3)
+    assert "dlcmd: a: something different is there; --force replaces it" in result.err
+    assert "dlcmd: link: something different is there" in result.err
+    assert "dlcmd: sub/b: something different is there" in result.err  # of another time
     assert (out / "a").read_bytes() == b"mine"
     assert (out / "sub/in/c").read_bytes() == b"333"
     dlcmd("get", "--force", "pets", out)
@@ -71,12 +71,12 @@ def test_M4_folders_and_files_do_not_replace_each_other_unasked(
     dlcmd: Dlcmd, pets: Path, tmp_path: Path
 ) -> None:
     out = write(tmp_path / "out", {"a/keep": b"", "sub": b"a file"})
-    said = dlcmd("get", "pets", out, code=3)
-    assert "dlcmd: a: a folder is there" in said.err
-    assert "dlcmd: sub: a file is there; --force replaces it" in said.err
-    assert "dlcmd: sub/b: a link or file stands where its folder should" in said.err
-    said = dlcmd("get", "--force", "pets", out, code=3)
-    assert said.err.splitlines()[0] == "dlcmd: a: a folder is there; remove it first"
+    result = dlcmd("get", "pets", out, code=3)
+    assert "dlcmd: a: a folder is there" in result.err
+    assert "dlcmd: sub: a file is there; --force replaces it" in result.err
+    assert "dlcmd: sub/b: a link or file stands where its folder should" in result.err
+    result = dlcmd("get", "--force", "pets", out, code=3)
+    assert result.err.splitlines()[0] == "dlcmd: a: a folder is there; remove it first"
     assert (out / "a/keep").exists()
     assert (out / "sub/in/c").read_bytes() == b"333"
 
@@ -89,8 +89,8 @@ def test_M3_a_link_at_the_destination_is_never_followed(
     out.mkdir()
     (out / "sub").symlink_to(outside)
     (out / "a").symlink_to(outside / "a")
-    said = dlcmd("get", "pets", out, code=3)
-    assert "sub/b: a link or file stands where its folder should" in said.err
+    result = dlcmd("get", "pets", out, code=3)
+    assert "sub/b: a link or file stands where its folder should" in result.err
     assert facts(outside, times=False) == facts(
         write(tmp_path / "same", {"b": b"theirs"}), times=False
     )
@@ -101,7 +101,7 @@ def test_M3_a_link_at_the_destination_is_never_followed(
 
 @pytest.fixture
 def ordinary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder of an ordinary user, who we are: modes mean nothing to root."""
+    """A folder of an ordinary user, who this process becomes: root ignores modes."""
     if os.geteuid():
         yield tmp_path
         return
@@ -137,14 +137,14 @@ def test_M5_modes_come_back_without_their_special_bits(dlcmd: Dlcmd, ordinary: P
     (tmp_path / "out/closed").chmod(0o000)
     dlcmd("get", "pets", tmp_path / "out", code=3)  # nobody asked to open it
     assert stat.S_IMODE((tmp_path / "out/closed").stat().st_mode) == 0
-    said = dlcmd("get", "--force", "pets", tmp_path / "out")
-    assert said.out.startswith(b"got 1 file")
+    result = dlcmd("get", "--force", "pets", tmp_path / "out")
+    assert result.out.startswith(b"got 1 file")
     assert facts(tmp_path / "out", times=False) == facts(source, times=False)
     for folder in (source / "closed", source / "closed/in", tmp_path / "out/closed"):
         folder.chmod(0o755)
 
 
-def test_a_folder_that_nobody_may_enter_is_closed_last(dlcmd: Dlcmd, ordinary: Path) -> None:
+def test_a_folder_without_permissions_gets_its_mode_last(dlcmd: Dlcmd, ordinary: Path) -> None:
     with tarfile.open(ordinary / "a.tar", "w") as tar:
         for name in ("closed", *(f"closed/{i}" for i in range(100))):
             info = tarfile.TarInfo(name)
@@ -162,10 +162,10 @@ def test_a_folder_that_nobody_may_enter_is_closed_last(dlcmd: Dlcmd, ordinary: P
         each.chmod(0o700)
 
 
-def test_a_destination_that_is_in_use_keeps_its_own_mode(
+def test_an_existing_destination_with_entries_keeps_its_own_mode(
     dlcmd: Dlcmd, pets: Path, tmp_path: Path
 ) -> None:
-    """`get pets /tmp` must not make /tmp a folder like the dataset's."""
+    """`get pets /tmp` must not give /tmp the mode of the dataset's root."""
     out = write(tmp_path / "out", {"other": b""})
     out.chmod(0o1777)
     dlcmd("get", "pets", out)
@@ -173,7 +173,7 @@ def test_a_destination_that_is_in_use_keeps_its_own_mode(
     assert "lies in the repository" in dlcmd("get", "pets", dlcmd.store / "x", code=2).err
 
 
-def test_H9_a_path_of_4000_bytes_goes_there_and_back(dlcmd: Dlcmd, tmp_path: Path) -> None:
+def test_H9_a_path_of_4000_bytes_is_put_and_written_back(dlcmd: Dlcmd, tmp_path: Path) -> None:
     source = tmp_path / "src"
     source.mkdir()
     folder = os.open(source, os.O_DIRECTORY)
@@ -201,8 +201,8 @@ def test_a_tar_comes_back_by_a_name_or_a_pipe(dlcmd: Dlcmd, tmp_path: Path) -> N
     source = odd_tree(tmp_path / "src")
     dlcmd("put", source, "odd")
     dlcmd("get", "odd", "--tar", tmp_path / "odd.tar")
-    said = dlcmd("get", "odd", "--tar", "-")
-    assert said.out == (tmp_path / "odd.tar").read_bytes()
+    result = dlcmd("get", "odd", "--tar", "-")
+    assert result.out == (tmp_path / "odd.tar").read_bytes()
     dlcmd("put", "--tar", tmp_path / "odd.tar", "again")
     dlcmd("get", "again", tmp_path / "out")
     assert facts(tmp_path / "out") == facts(source)
@@ -212,7 +212,7 @@ def test_a_tar_comes_back_by_a_name_or_a_pipe(dlcmd: Dlcmd, tmp_path: Path) -> N
     with tarfile.open(fileobj=io.BytesIO(one)) as tar:
         assert tar.getnames() == ["file"]
     assert [path for path in tmp_path.iterdir() if path.name.startswith(".")] == []
-    assert dlcmd.program("get", "odd", "--tar", "/dev/stdout").out == said.out
+    assert dlcmd.program("get", "odd", "--tar", "/dev/stdout").out == result.out
     os.mkfifo(tmp_path / "fifo")
     reader = os.open(tmp_path / "fifo", os.O_RDONLY | os.O_NONBLOCK)
     for force in ([], ["--force"]):
@@ -226,21 +226,21 @@ def test_a_tar_comes_back_by_a_name_or_a_pipe(dlcmd: Dlcmd, tmp_path: Path) -> N
 
 
 def test_E9_a_full_disk_names_the_file_that_is_not_written(dlcmd: Dlcmd, tmp_path: Path) -> None:
-    """Of each verb that writes one where its user says; and nothing is left of it."""
+    """Of each verb that writes a file that its user names; no partial file is left."""
     dlcmd("put", write(tmp_path / "src", {"a": os.urandom(1 << 20)}), "pets")
     with small_disk(tmp_path / "disk", "size=64k") as disk:
         tar = disk / "x.tar"
-        said = dlcmd("get", "pets", "--tar", tar, code=16).err
-        assert said == f"dlcmd: cannot write {tar}: No space left on device\n"
+        result = dlcmd("get", "pets", "--tar", tar, code=16).err
+        assert result == f"dlcmd: cannot write {tar}: No space left on device\n"
         assert list(disk.iterdir()) == []
         (disk / "fill").write_bytes(bytes(64 << 10))
         dlcmd("user", "add", "ann", "--key-out", tmp_path / "key")
         for words in (["save-meta", "pets"], ["user", "export"]):
-            said = dlcmd(*words, disk / "file", code=16).err
-            assert f"cannot write {disk / 'file'}: No space left" in said
+            result = dlcmd(*words, disk / "file", code=16).err
+            assert f"cannot write {disk / 'file'}: No space left" in result
         assert [path.name for path in disk.iterdir()] == ["fill"]
-    said = dlcmd("get", "pets", "--tar", "/dev/full", code=16).err
-    assert said.startswith("dlcmd: cannot write /dev/full: No space left")
+    result = dlcmd("get", "pets", "--tar", "/dev/full", code=16).err
+    assert result.startswith("dlcmd: cannot write /dev/full: No space left")
     for words in (["get", "pets", "--tar", "-"], ["cat", "pets/a"], ["ls", "pets"]):
         with dlcmd.start(*words, stdout=os.open("/dev/full", os.O_WRONLY)) as process:
             _, err = process.communicate(timeout=60)
@@ -258,13 +258,13 @@ def test_get_takes_one_destination(dlcmd: Dlcmd, pets: Path, tmp_path: Path) -> 
     assert "not a folder" in dlcmd("get", "pets", pets / "a", code=2).err
 
 
-def test_damage_is_named_and_the_rest_comes_back(dlcmd: Dlcmd, tmp_path: Path) -> None:
+def test_damaged_files_are_named_and_the_others_are_written(dlcmd: Dlcmd, tmp_path: Path) -> None:
     source = write(tmp_path / "src", {"a": b"aaaa", "b": b"bbbb", "c": b"cccc"})
     dlcmd("put", "--compress", "none", source, "pets")
     (chunk,) = (path for path in dlcmd.store.glob("datasets/*/chunks/*/*"))
     chunk.write_bytes(chunk.read_bytes().replace(b"bbbb", b"bxbb"))
-    said = dlcmd("get", "pets", tmp_path / "out", code=3)
-    assert "dlcmd: b: pets/b is damaged in chunk" in said.err
+    result = dlcmd("get", "pets", tmp_path / "out", code=3)
+    assert "dlcmd: b: pets/b is damaged in chunk" in result.err
     assert sorted(os.listdir(tmp_path / "out")) == ["a", "c"]
     assert "is damaged" in dlcmd("get", "pets", "--tar", tmp_path / "x.tar", code=3).err
     with tarfile.open(tmp_path / "x.tar") as tar:

@@ -1,4 +1,5 @@
-"""`purge` and `compact`, kept versions in addresses, and what `du` says of holes."""
+"""Tests of `purge` and `compact`, of versions in addresses, and of what `du` shows as
+reclaimable."""
 
 import os
 import tarfile
@@ -18,7 +19,7 @@ from .conftest import Dlcmd
 
 @pytest.fixture
 def filled(dlcmd: Dlcmd, tmp_path: Path) -> Dlcmd:
-    """Version 1 has d/a and d/b, version 2 only d/b, and another c."""
+    """Version 1 has d/a and d/b; version 2 has d/b and another c."""
     source = write(tmp_path / "src", {"d/a": os.urandom(90_000), "d/b": b"b" * 10, "c": b"old"})
     dlcmd("put", source, "pets")
     (source / "d/a").unlink()
@@ -74,7 +75,7 @@ def test_kept_versions_are_listed_and_read(filled: Dlcmd, tmp_path: Path) -> Non
         ("purge", "pets", "--keep", "-1"),
     ],
 )
-def test_a_version_is_only_read(
+def test_verbs_that_write_refuse_a_version(
     filled: Dlcmd, words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -83,12 +84,12 @@ def test_a_version_is_only_read(
 
 
 def test_a_version_that_is_not_kept_is_not_found(filled: Dlcmd) -> None:
-    said = filled("ls", "pets@5", code=10)
-    assert "not kept" in said.err
+    result = filled("ls", "pets@5", code=10)
+    assert "not kept" in result.err
     filled("ls", "dogs@", code=10)
 
 
-def test_purge_gives_space_back(filled: Dlcmd) -> None:
+def test_purge_frees_space(filled: Dlcmd) -> None:
     before = filled("--json", "du", "pets").objects[0]
     assert 89_000 < int(str(before["reclaimable_bytes"])) < 92_000
     assert "reclaimable 90" in filled("du", "pets").out.decode()
@@ -97,8 +98,8 @@ def test_purge_gives_space_back(filled: Dlcmd) -> None:
     assert len(versions(filled)) == 2
     filled("purge", "pets")
     assert len(versions(filled)) == 3
-    said = filled("compact", "--grace", "0", "--max-unused", "2.5%", "pets").out.decode()
-    assert "deleted: 9" in said
+    result = filled("compact", "--grace", "0", "--max-unused", "2.5%", "pets").out.decode()
+    assert "deleted: 9" in result
     assert len(versions(filled)) == 1
     assert filled("--json", "du", "pets").objects[0]["reclaimable_bytes"] == 0
     filled("verify", "pets")
@@ -116,7 +117,7 @@ def test_purge_keeps_versions(filled: Dlcmd) -> None:
     filled("verify", "pets")
 
 
-def test_a_version_is_what_a_mount_shows(filled: Dlcmd, tmp_path: Path) -> None:
+def test_a_mount_shows_the_version_in_its_address(filled: Dlcmd, tmp_path: Path) -> None:
     version = int(str(versions(filled)[0]["version"]))
     request = MountRequest(filled.store.as_uri(), "pets", str(tmp_path / "m"), version=version)
     request.check()

@@ -1,10 +1,9 @@
-"""`dlcmd mount`, `umount` and `stats`. What a mount does is tested in `tests/fuse`."""
+"""Tests of `dlcmd mount`, `umount` and `stats`. `tests/mounts` tests the mounts themselves."""
 
 import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -17,16 +16,17 @@ from diesel_fs.mounts.mountpoint import mounted_at
 from dlcmd.mount_stats import stats_lines
 from tests.trees import facts, write
 from tests.unprivileged_user import needs_root
+from tests.waiting import wait_until
 
 from .conftest import Dlcmd
 
 
-def test_a_mount_that_cannot_be_says_why(dlcmd: Dlcmd, tmp_path: Path) -> None:
+def test_impossible_mounts_are_errors(dlcmd: Dlcmd, tmp_path: Path) -> None:
     assert "no mount of a dataset" in dlcmd("umount", tmp_path, code=2).err
     assert "no mount of a dataset" in dlcmd("stats", tmp_path, code=2).err
     for bad in ("99", "-1", "0o22", "07777777", ""):
-        said = dlcmd("mount", f"--umask={bad}", "pets", tmp_path, code=2).err
-        assert f"bad umask {bad!r}" in said
+        result = dlcmd("mount", f"--umask={bad}", "pets", tmp_path, code=2).err
+        assert f"bad umask {bad!r}" in result
     dlcmd("mount", "--memory", "much", "pets", tmp_path, code=2)
     dlcmd("mount", "--session", "none", "pets", tmp_path, code=2)
 
@@ -34,15 +34,15 @@ def test_a_mount_that_cannot_be_says_why(dlcmd: Dlcmd, tmp_path: Path) -> None:
 def test_options_that_would_have_no_effect_are_refused(dlcmd: Dlcmd, tmp_path: Path) -> None:
     at = tmp_path / "mnt"
     assert "--memory 0 leaves no room" in dlcmd("mount", "--memory", "0", "pets", at, code=2).err
-    said = dlcmd("mount", "--memory", "999T", "pets", at, code=2).err
-    assert f"{999 << 40:,} bytes of memory are more than the" in said
+    result = dlcmd("mount", "--memory", "999T", "pets", at, code=2).err
+    assert f"{999 << 40:,} bytes of memory are more than the" in result
     assert "--offline needs --snapshot" in dlcmd("mount", "--offline", "pets", at, code=2).err
     assert not at.exists()
 
 
 @pytest.mark.fuse
 def test_a_terminal_shows_how_loading_goes_on(dlcmd: Dlcmd, tmp_path: Path) -> None:
-    """With `--policy oneshot`: until all is loaded, or there is no room for more."""
+    """With `--policy oneshot`, until all is loaded, or until there is no room for more."""
     files = {f"{number}": os.urandom(60_000) for number in range(200)}
     dlcmd("put", "--chunk-size", "256K", write(tmp_path / "src", files), "pets")
     at = tmp_path / "mnt"
@@ -55,15 +55,15 @@ def test_a_terminal_shows_how_loading_goes_on(dlcmd: Dlcmd, tmp_path: Path) -> N
             stdout=subprocess.PIPE, stderr=terminal,
         ) as process:  # fmt: skip
             os.close(terminal)
-            said = b"".join(_read_to_the_end(ours))
-            assert process.wait(60) == 0, said
+            result = b"".join(_read_to_the_end(ours))
+            assert process.wait(60) == 0, result
         os.close(ours)
-        assert b"load pets" in said
-        assert b"chunks" in said
-        told = dlcmd("--json", "stats", at).objects[0]["residency"]
-        assert isinstance(told, dict)
-        assert (told["oneshot_done_chunks"] == told["oneshot_chunks"]) == whole
-        assert whole or not told["has_room"]
+        assert b"load pets" in result
+        assert b"chunks" in result
+        described = dlcmd("--json", "stats", at).objects[0]["residency"]
+        assert isinstance(described, dict)
+        assert (described["oneshot_done_chunks"] == described["oneshot_chunks"]) == whole
+        assert whole or not described["has_room"]
         dlcmd("umount", at)
 
 
@@ -77,16 +77,16 @@ def _read_to_the_end(terminal: int) -> Iterator[bytes]:
 def test_without_pyfuse3_only_its_session_is_missing(
     dlcmd: Dlcmd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As `pip install diesel-fs` leaves it, where nothing can be compiled."""
+    """As after `pip install diesel-fs` on a machine that cannot compile pyfuse3."""
     source = write(tmp_path / "src", {"a": b"1"})
     dlcmd("put", source, "pets")
     (tmp_path / "pyfuse3.py").write_text("raise ModuleNotFoundError('No module named pyfuse3')")
     monkeypatch.syspath_prepend(tmp_path)
     at = tmp_path / "mnt"
-    said = dlcmd("mount", "--session", "pyfuse3", "pets", at, code=1).err
-    assert "the pyfuse3 session cannot be used: it needs the package pyfuse3 (No module" in said
-    assert "libfuse3-dev" in said
-    assert "pip install 'diesel-fs[pyfuse3]'" in said
+    result = dlcmd("mount", "--session", "pyfuse3", "pets", at, code=1).err
+    assert "the pyfuse3 session cannot be used: it needs the package pyfuse3 (No module" in result
+    assert "libfuse3-dev" in result
+    assert "pip install 'diesel-fs[pyfuse3]'" in result
     assert not at.exists()
     for session in ("auto", "kernel"):
         dlcmd("mount", "--session", session, "pets", at)
@@ -107,7 +107,7 @@ exec "$@"
 @pytest.mark.fuse
 @needs_root
 @pytest.mark.parametrize("way", ["the device is denied", "the capability is missing"])
-def test_a_machine_that_does_not_let_us_mount_is_exit_12(
+def test_a_machine_that_forbids_mounting_is_exit_code_12(
     dlcmd: Dlcmd, tmp_path: Path, way: str
 ) -> None:
     """As in a container without the device, or without the capability."""
@@ -138,8 +138,8 @@ def test_a_dataset_is_mounted_and_unmounted(dlcmd: Dlcmd, tmp_path: Path) -> Non
     try:
         assert facts(folder) == facts(source)
         assert "is mounted on" in dlcmd("mount", "pets", folder, code=11).err
-        (said,) = dlcmd("--json", "stats", folder).objects
-        assert said["mountpoint"] == str(folder)
+        (result,) = dlcmd("--json", "stats", folder).objects
+        assert result["mountpoint"] == str(folder)
         assert b"mountpoint" in dlcmd("stats", folder).out
         listed = (folder / ".diesel/filelist").read_bytes()
         assert (
@@ -191,8 +191,8 @@ def test_statistics_are_shown_in_groups_with_units() -> None:
 
 
 @pytest.mark.fuse
-def test_a_missing_folder_is_made_and_goes_with_its_mount(dlcmd: Dlcmd, tmp_path: Path) -> None:
-    """With the missing folders above it, and those alone; whichever way the mount goes."""
+def test_a_missing_folder_is_made_and_removed_with_its_mount(dlcmd: Dlcmd, tmp_path: Path) -> None:
+    """So are the missing folders above it, and only those, however the mount ends."""
     dlcmd("put", write(tmp_path / "src", {"a": b"1"}), "pets")
     (tmp_path / "there").mkdir()
     folder = tmp_path / "there/made/mnt"
@@ -234,11 +234,11 @@ def test_a_missing_folder_is_made_and_goes_with_its_mount(dlcmd: Dlcmd, tmp_path
 def test_a_folder_that_cannot_be_made_is_named(dlcmd: Dlcmd, tmp_path: Path) -> None:
     if os.geteuid() == 0:
         (tmp_path / "file").touch()
-        said = dlcmd("mount", "pets", tmp_path / "file/mnt", code=2).err
+        result = dlcmd("mount", "pets", tmp_path / "file/mnt", code=2).err
     else:
         tmp_path.chmod(0o500)
-        said = dlcmd("mount", "pets", tmp_path / "mnt", code=12).err
-    assert "cannot make the folder" in said
+        result = dlcmd("mount", "pets", tmp_path / "mnt", code=12).err
+    assert "cannot make the folder" in result
 
 
 def _daemon_of(dlcmd: Dlcmd, folder: Path) -> int:
@@ -247,16 +247,8 @@ def _daemon_of(dlcmd: Dlcmd, folder: Path) -> int:
     return pid
 
 
-def wait_until(condition: Callable[[], object]) -> None:
-    """Returns when the condition holds; fails after a minute."""
-    deadline_s = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.002)
-
-
 def _processes_of(folder: Path) -> list[int]:
-    """The mount's daemon and the processes that it has forked, by their arguments."""
+    """The mount's daemon and the processes that it has forked; they have its arguments."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -283,7 +275,7 @@ MOMENTS: dict[str, Callable[[Path], object]] = {
 def test_a_mount_that_is_interrupted_leaves_nothing(
     dlcmd: Dlcmd, tmp_path: Path, moment: str, number: signal.Signals, code: int
 ) -> None:
-    """Ctrl-C, a terminal that goes away, a kill: no mount comes up later."""
+    """After Ctrl-C, a closed terminal or a kill, no mount appears later."""
     dlcmd("put", write(tmp_path / "src", {"a": b"1"}), "pets")
     folder = tmp_path / "made" / "mnt"
     for attempt in range(20):  # it may be ready before it is interrupted
@@ -291,14 +283,14 @@ def test_a_mount_that_is_interrupted_leaves_nothing(
         with dlcmd.start("mount", "--log-file", log, "pets", folder) as process:
             wait_until(lambda: MOMENTS[moment](folder) or process.poll() is not None)
             process.send_signal(number)
-            _, said = process.communicate(timeout=60)
+            _, result = process.communicate(timeout=60)
         was_ready = number == signal.SIGKILL and log.exists() and "is mounted on" in log.read_text()
         if process.returncode and not was_ready:
             break
         with suppress(DieselError):
             umount(folder)
         wait_until(lambda: not _processes_of(folder))
-    assert process.returncode == code, said
+    assert process.returncode == code, result
     if number == signal.SIGKILL:  # it can wait for nothing; who forks may be missed by one look
         wait_until(lambda: not any(_processes_of(folder) for _ in range(2)))
     else:
@@ -325,11 +317,11 @@ def test_a_mount_of_a_version_that_may_be_old_says_so_on_screen_and_in_its_stats
         file.unlink()
     folder = tmp_path / "mount"
     assert "--stale" in dlcmd("mount", "--stale", "refuse", "pets", folder, code=12).err
-    said = dlcmd.program("mount", "pets", folder).err
+    result = dlcmd.program("mount", "pets", folder).err
     try:
-        assert "the newest snapshot, which is" in said
-        (told,) = dlcmd("--json", "stats", folder).objects
-        assert str(told["warning"]) in said
+        assert "the newest snapshot, which is" in result
+        (described,) = dlcmd("--json", "stats", folder).objects
+        assert str(described["warning"]) in result
         assert "warning" in dlcmd("stats", folder).out.decode()
     finally:
         dlcmd("umount", folder)

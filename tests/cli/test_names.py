@@ -1,4 +1,5 @@
-"""N4: names that are no text, on the command line, in what it prints and in what it reads."""
+"""Tests of names that are not text, in arguments, in output and in lists (N4 in
+tests/FAULTS.md)."""
 
 import json
 import os
@@ -23,7 +24,7 @@ NAMES = [
 
 @pytest.fixture
 def odd(tmp_path: Path) -> Path:
-    """A folder of files and links of such names; each file holds its own name."""
+    """A folder of files and links with such names; each file contains its own name."""
     source = tmp_path / os.fsdecode(b"src \xff")
     source.mkdir()
     for name in NAMES:
@@ -33,7 +34,7 @@ def odd(tmp_path: Path) -> Path:
 
 
 def text(name: bytes) -> str:
-    """A name as Python's arguments have it."""
+    """A name as text, as Python has it in `sys.argv`."""
     return os.fsdecode(name)
 
 
@@ -52,14 +53,15 @@ def test_N4_addresses_and_listings_are_bytes(dlcmd: Dlcmd, odd: Path) -> None:
 def test_N4_errors_and_json_are_text(
     dlcmd: Dlcmd, odd: Path, monkeypatch: pytest.MonkeyPatch, encoding: str
 ) -> None:
-    """Whatever the terminal's encoding: valid JSON, different names differ, nothing escapes."""
+    """With any encoding of the terminal: JSON is valid, different names stay different, and no
+    control character is printed."""
     monkeypatch.setenv("PYTHONIOENCODING", encoding)
     os.mkfifo(odd / text(b"\xff\x1b[31m pipe"))
-    said = dlcmd.program("put", "--json", odd, "ds", code=3)
-    (failed,) = json.loads(said.out.splitlines()[-1])["failed"]
+    result = dlcmd.program("put", "--json", odd, "ds", code=3)
+    (failed,) = json.loads(result.out.splitlines()[-1])["failed"]
     assert "pipe" in failed["path"]
-    assert "pipe" in said.err
-    assert "\x1b" not in said.err
+    assert "pipe" in result.err
+    assert "\x1b" not in result.err
     listed = dlcmd.program("ls", "--json", "ds").out.splitlines()
     assert len({json.dumps(json.loads(line)) for line in listed}) == 2 * len(NAMES)
     for verb in (("ls", "-R"), ("ls", "-l"), ("stat",), ("du",)):
@@ -82,8 +84,8 @@ def test_N4_lists_and_filters_take_bytes(dlcmd: Dlcmd, odd: Path) -> None:
     assert len(chosen) == 3
 
 
-def test_I11_a_list_that_names_a_path_twice(dlcmd: Dlcmd, odd: Path) -> None:
-    """However it says so, the path is put once."""
+def test_I11_a_path_that_is_listed_twice_is_put_once(dlcmd: Dlcmd, odd: Path) -> None:
+    """However the list spells it."""
     names = odd.with_name("names")
     names.write_bytes(b"\xff\n./\xff\n\xff\n\xff/\n\xc3\n")
     done = dlcmd("put", "--json", "--files-from", names, odd, "ds").objects[-1]
@@ -96,13 +98,15 @@ def test_N4_a_dataset_has_a_name_of_letters(dlcmd: Dlcmd, odd: Path) -> None:
     assert not dlcmd.store.exists()
 
 
-def test_N4_a_repository_whose_folder_is_no_text(dlcmd: Dlcmd, odd: Path, tmp_path: Path) -> None:
-    """It is refused at once, as what it is; no folder of another name is made in its place."""
+def test_N4_a_repository_whose_folder_is_not_text_is_refused(
+    dlcmd: Dlcmd, odd: Path, tmp_path: Path
+) -> None:
+    """The error names the URL; no folder of a similar name is made."""
     store = tmp_path / text(b"store \xff\xed\xa0\x80")
     before = sorted(os.listdir(os.fsencode(tmp_path)))
-    said = dlcmd("put", "--url", store.as_uri(), odd, "ds", code=2)
-    assert said.err.startswith("dlcmd: bad repository URL")
-    assert len(said.err.splitlines()) == 1
+    result = dlcmd("put", "--url", store.as_uri(), odd, "ds", code=2)
+    assert result.err.startswith("dlcmd: bad repository URL")
+    assert len(result.err.splitlines()) == 1
     assert sorted(os.listdir(os.fsencode(tmp_path))) == before
 
 

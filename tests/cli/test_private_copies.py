@@ -1,4 +1,4 @@
-"""FAULTS E12: a bit of a user's private copy of a snapshot flips, and the user goes on working."""
+"""Tests of a user whose private copy of a snapshot has a flipped bit (E12 in tests/FAULTS.md)."""
 
 import os
 import struct
@@ -44,7 +44,7 @@ PLACES = {
 
 
 class User:
-    """Somebody with a private copy, and what the dataset is."""
+    """A user with a private copy of the snapshot, and the contents of the dataset."""
 
     def __init__(self, dlcmd: Dlcmd, top: Path, patch: pytest.MonkeyPatch) -> None:
         self.dlcmd, self.top, self._patch = dlcmd, top, patch
@@ -83,7 +83,7 @@ def user(dlcmd: Dlcmd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> User:
 
 @pytest.mark.parametrize("place", PLACES)
 def test_E12_a_flipped_bit_is_never_published(user: User, place: str) -> None:
-    """The next put starts from the published snapshot, and everybody reads right bytes."""
+    """The next put starts from the published snapshot, and all users read the right bytes."""
     user.flip(PLACES[place], 0.5)
     more = write(user.top / "more", {"one/more": b"more"})
     user.dlcmd.program("put", more / "one", "pets/one")
@@ -99,7 +99,7 @@ def test_E12_a_flipped_bit_is_never_published(user: User, place: str) -> None:
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("place", PLACES)
 def test_E12_a_flipped_bit_changes_no_answer(user: User, place: str, share: float) -> None:
-    """`ls`, `get` and `verify` load the version again, and the copy is a good one from then on."""
+    """`ls`, `get` and `verify` fetch the version again, which replaces the damaged copy."""
     user.flip(PLACES[place], share)
     assert user.dlcmd("ls", "-lR", "--json", "pets").out == user.listed
     user.flip(PLACES[place], share)

@@ -1,4 +1,4 @@
-"""The program as a whole: options, help, errors, start-up."""
+"""Tests of the program as a whole: global options, help, errors, start-up."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from .conftest import Dlcmd
 
 
 def commands() -> dict[str, click.Command]:
-    """All that can be said, by its words."""
+    """All commands, by the words that call them."""
     context = click.Context(main.program)
     found = {name: main.program.get_command(context, name) for name in main.VERBS}
     whole = dict[str, click.Command]()
@@ -45,7 +45,7 @@ def test_global_options_stand_before_or_after_the_verb(dlcmd: Dlcmd, tmp_path: P
     assert dlcmd("--version").out == dlcmd("ls", "--version").out == version
 
 
-def test_the_configuration_counts_least(
+def test_the_configuration_file_gives_way_to_options_and_environment(
     dlcmd: Dlcmd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "config/diesel/config.toml"
@@ -60,18 +60,18 @@ def test_the_configuration_counts_least(
     assert "unknown key 'color'" in dlcmd("ls", code=2).err
 
 
-def test_where_there_is_no_repository_it_says_what_to_do(dlcmd: Dlcmd, tmp_path: Path) -> None:
+def test_a_missing_repository_is_an_error_with_advice(dlcmd: Dlcmd, tmp_path: Path) -> None:
     for words in (["ls"], ["cat", "a/b"], ["verify", "a"], ["get", "a", "x"], ["rm", "a/b"]):
-        said = dlcmd(*words, code=13)
-        assert "there is no repository at file://" in said.err
-        assert "`dlcmd put` makes one" in said.err
+        result = dlcmd(*words, code=13)
+        assert "there is no repository at file://" in result.err
+        assert "`dlcmd put` makes one" in result.err
     dlcmd.store.mkdir()
     assert "should be mounted there" in dlcmd("ls", code=13).err
     (dlcmd.store / "file").touch()
     dlcmd("put", write(tmp_path / "src", {"a": b""}), "pets", code=12)
 
 
-def test_errors_are_one_line_and_an_object(dlcmd: Dlcmd, tmp_path: Path) -> None:
+def test_an_error_is_one_line_and_with_json_an_object(dlcmd: Dlcmd, tmp_path: Path) -> None:
     dlcmd("put", write(tmp_path / "src", {"a": b""}), "pets")
     line, described = dlcmd("--json", "ls", "gone", code=10).err.splitlines()
     assert line.startswith("dlcmd: no dataset 'gone' in file://")
@@ -85,41 +85,43 @@ def test_errors_are_one_line_and_an_object(dlcmd: Dlcmd, tmp_path: Path) -> None
 
 
 def test_without_a_verb_it_prints_its_help(dlcmd: Dlcmd) -> None:
-    """As a person sees it, on stderr: nothing was done."""
+    """The help goes to stderr, since nothing was done."""
     for words in ([], ["user"]):
-        said = dlcmd(*words, code=2)
-        assert said.out == b""
-        assert said.err.startswith(" ".join(["Usage: dlcmd", *words]))
-        assert said.err.strip() == dlcmd(*words, "--help").out.decode().strip()
+        result = dlcmd(*words, code=2)
+        assert result.out == b""
+        assert result.err.startswith(" ".join(["Usage: dlcmd", *words]))
+        assert result.err.strip() == dlcmd(*words, "--help").out.decode().strip()
 
 
 @pytest.mark.parametrize(
     ("word", "meant"),
     [("list", "ls"), ("unmount", "umount"), ("mout", "mount"), ("remove", "rm")],
 )
-def test_a_verb_that_there_is_not_leads_to_the_one_that_was_meant(
+def test_an_unknown_verb_leads_to_the_one_that_was_meant(
     dlcmd: Dlcmd, word: str, meant: str
 ) -> None:
-    said = dlcmd("--json", word, "pets", code=2).err.splitlines()
-    assert said[0] == f"dlcmd: unknown verb {word!r}; did you mean `dlcmd {meant}`?"
-    assert json.loads(said[1])["exit_code"] == 2
+    result = dlcmd("--json", word, "pets", code=2).err.splitlines()
+    assert result[0] == f"dlcmd: unknown verb {word!r}; did you mean `dlcmd {meant}`?"
+    assert json.loads(result[1])["exit_code"] == 2
 
 
-def test_what_others_call_a_verb_is_none_of_ours() -> None:
+def test_synonyms_are_no_verbs_and_mean_verbs() -> None:
     assert not main.SYNONYMS.keys() & main.VERBS.keys()
     assert {*main.SYNONYMS.values()} <= main.VERBS.keys()
 
 
-def test_a_path_in_the_place_of_a_dataset_shows_the_order(dlcmd: Dlcmd, tmp_path: Path) -> None:
+def test_a_path_in_the_place_of_a_dataset_is_an_error_that_shows_the_order(
+    dlcmd: Dlcmd, tmp_path: Path
+) -> None:
     source = write(tmp_path / "src", {"a": b""})
     swapped: dict[str, list[str | Path]] = {
         "put": ["pets", source], "mount": [source, "pets"], "ls": [source]
     }  # fmt: skip
     for verb, words in swapped.items():
-        said = dlcmd(verb, *words, code=2).err
-        assert f"'{source}' stands where the name of a dataset is expected" in said
-        assert f"the order is: dlcmd {verb} " in said
-        assert "DATASET" in said
+        result = dlcmd(verb, *words, code=2).err
+        assert f"'{source}' stands where the name of a dataset is expected" in result
+        assert f"the order is: dlcmd {verb} " in result
+        assert "DATASET" in result
     assert not dlcmd.store.exists()
 
 
@@ -137,7 +139,7 @@ done
 
 
 def test_a_shell_completes_verbs_options_and_values(dlcmd: Dlcmd, tmp_path: Path) -> None:
-    """In a real bash; for the others the text that they evaluate is there."""
+    """bash completes in this test; for other shells only the code is looked at."""
     program = Path(sys.executable).with_name("dlcmd")
     environment = {**os.environ, "PATH": f"{program.parent}:{os.environ['PATH']}"}
     done = subprocess.run(
@@ -164,7 +166,7 @@ def test_a_shell_completes_verbs_options_and_values(dlcmd: Dlcmd, tmp_path: Path
         (KeyboardInterrupt(), 130, "interrupted; run it again to finish"),
     ],
 )
-def test_a_traceback_is_a_bug(
+def test_an_exception_becomes_one_line_and_an_exit_code(
     dlcmd: Dlcmd,
     monkeypatch: pytest.MonkeyPatch,
     error: BaseException,
@@ -174,23 +176,23 @@ def test_a_traceback_is_a_bug(
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr("dlcmd.addresses.LocalRepository.open", fail)
-    said = dlcmd("ls", code=code)
-    assert said.err.startswith(f"dlcmd: {words}") or words in said.err
-    assert len(said.err.splitlines()) == 1
+    monkeypatch.setattr("diesel_fs.repository.local.LocalRepository.open", fail)
+    result = dlcmd("ls", code=code)
+    assert result.err.startswith(f"dlcmd: {words}") or words in result.err
+    assert len(result.err.splitlines()) == 1
 
 
-def test_a_server_without_a_user_is_not_said_to_be_there(dlcmd: Dlcmd) -> None:
+def test_a_server_without_a_user_is_an_error(dlcmd: Dlcmd) -> None:
     for words in (["ls"], ["user", "ls"]):
-        said = dlcmd("--url", "diesel://localhost:1", *words, code=2).err
-        assert "diesel://localhost:1 is the address of a server, and no user is named" in said
-        assert "--user and --key-file" in said
+        result = dlcmd("--url", "diesel://localhost:1", *words, code=2).err
+        assert "diesel://localhost:1 is the address of a server, and no user is named" in result
+        assert "--user and --key-file" in result
 
 
-def test_verbose_shows_where_only_a_bug_is(
+def test_verbose_prints_a_traceback_only_for_a_bug(
     dlcmd: Dlcmd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An error that says all has no traceback, but what led to it."""
+    """For an expected error it prints the causes instead."""
     dlcmd("put", write(tmp_path / "src", {"a": b"1"}), "pets")
     for words, code in (
         (["ls", "nowhere"], 10),
@@ -200,31 +202,31 @@ def test_verbose_shows_where_only_a_bug_is(
     ):
         for given in (["-v", *words], [*words, "-v"]):
             assert "Traceback" not in dlcmd.program(*given, code=code).err
-    said = dlcmd("-v", "load-meta", "/nonexistent", code=10).err.splitlines()
-    assert said[1].startswith("  | after FileNotFoundError: ")
-    assert len(said) == 2
+    result = dlcmd("-v", "load-meta", "/nonexistent", code=10).err.splitlines()
+    assert result[1].startswith("  | after FileNotFoundError: ")
+    assert len(result) == 2
     assert len(dlcmd("load-meta", "/nonexistent", code=10).err.splitlines()) == 1
 
     def bug(_: object) -> None:
         raise KeyError("a bug")
 
-    monkeypatch.setattr("dlcmd.listing.LocalRepository.datasets", bug)
+    monkeypatch.setattr("diesel_fs.repository.local.LocalRepository.datasets", bug)
     with pytest.raises(AssertionError, match="Traceback"):  # which this fixture lets no verb say
         dlcmd("-v", "ls", code=1)
     assert "unexpected KeyError" in dlcmd("ls", code=1).err
 
 
 @pytest.mark.parametrize("name", sorted({*main.VERBS, *commands()}))
-def test_help_teaches(dlcmd: Dlcmd, name: str) -> None:
-    said = dlcmd(*name.split(), "--help").out.decode()
-    assert f"dlcmd {name} " in said.partition("Example")[2]
+def test_help_has_examples_and_the_global_options(dlcmd: Dlcmd, name: str) -> None:
+    result = dlcmd(*name.split(), "--help").out.decode()
+    assert f"dlcmd {name} " in result.partition("Example")[2]
     for option in ("--url", "--user", "--key-file", "--json", "-q", "-v", "--version"):
-        assert option in said
+        assert option in result
     assert name.split()[0] in dlcmd("--help").out.decode()
 
 
-def test_the_table_of_verbs_holds() -> None:
-    """Each verb is where the table says, and is called so."""
+def test_the_table_of_verbs_names_each_command() -> None:
+    """Each command is in the module that the table names, and has the name of its verb."""
     found = commands()
     assert list(dict.fromkeys(name.split()[0] for name in found)) == list(main.VERBS)
     assert {name: command.name for name, command in found.items()} == {
@@ -233,7 +235,7 @@ def test_the_table_of_verbs_holds() -> None:
 
 
 def test_every_option_is_explained_by_a_sentence() -> None:
-    """Behind which the default may stand."""
+    """The default may follow the sentence."""
     for name, command in commands().items():
         for parameter in command.params:
             if isinstance(parameter, click.Option):
@@ -242,7 +244,7 @@ def test_every_option_is_explained_by_a_sentence() -> None:
 
 
 def test_start_up_imports_little() -> None:
-    """`dlcmd --version` and `mount` are not to wait for what they do not need."""
+    """`dlcmd --version` and `mount` must not wait for imports that they do not need."""
     code = """if True:
         import sys
         import dlcmd.main, dlcmd.mounting
@@ -253,7 +255,7 @@ def test_start_up_imports_little() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_it_runs_where_stdout_is_closed(dlcmd: Dlcmd, tmp_path: Path) -> None:
+def test_put_runs_with_stdout_closed(dlcmd: Dlcmd, tmp_path: Path) -> None:
     source = write(tmp_path / "src", {"a": b"1"})
     for closed in (">&-", ">&- 2>&-"):
         command = f'exec "$0" -m dlcmd -q put "$1" pets {closed}'
@@ -265,23 +267,23 @@ def test_it_runs_where_stdout_is_closed(dlcmd: Dlcmd, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "url", ["file:///data#2", "file:///data#", "file://[x", "file:///a%00b", "file:///%ff"]
 )
-def test_a_url_that_means_something_else_is_refused(dlcmd: Dlcmd, url: str) -> None:
-    said = dlcmd("--url", url, "ls", code=2)
-    assert "bad repository URL" in said.err
-    assert "bug" not in said.err
+def test_a_bad_url_is_refused(dlcmd: Dlcmd, url: str) -> None:
+    result = dlcmd("--url", url, "ls", code=2)
+    assert "bad repository URL" in result.err
+    assert "bug" not in result.err
 
 
-def test_a_url_names_any_folder(dlcmd: Dlcmd, tmp_path: Path) -> None:
+def test_a_url_names_a_folder_of_any_bytes(dlcmd: Dlcmd, tmp_path: Path) -> None:
     url = f"{tmp_path.as_uri()}/%23%c3%a9%3f"
     dlcmd("--url", url, "put", write(tmp_path / "src", {"a": b""}), "pets")
     assert os.path.isdir(os.fsencode(tmp_path) + b"/#\xc3\xa9?/datasets")
     assert dlcmd("--url", url, "ls").out == b"pets\n"
 
 
-def test_a_user_without_a_home_needs_none(
+def test_a_user_without_a_home_can_use_a_named_repository(
     dlcmd: Dlcmd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a container: no HOME, and a user ID that is in no list."""
+    """As in a container: no HOME, and a user ID without an entry in /etc/passwd."""
     source = write(tmp_path / "src", {"a": b"1"})
     for variable in ("HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(variable, raising=False)

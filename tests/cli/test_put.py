@@ -1,4 +1,4 @@
-"""`dlcmd put`: what goes where, what is refused, and what it says."""
+"""Tests of `dlcmd put`: where entries go, what is refused, and what is printed."""
 
 import base64
 import fcntl
@@ -24,7 +24,7 @@ from .conftest import Dlcmd
 
 
 def wait_for_reader(pipe: int, pid: int) -> None:
-    """Wait until a process has read all that is in a pipe, and waits for more."""
+    """Wait until a process has read everything in a pipe, and waits for more."""
     while True:
         unread = struct.unpack("i", fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)))[0]
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -43,17 +43,17 @@ def tar_of(files: dict[str, bytes]) -> bytes:
     return out.getvalue()
 
 
-def test_a_folder_goes_in_and_again_nothing_does(dlcmd: Dlcmd, tmp_path: Path) -> None:
+def test_a_folder_is_put_once(dlcmd: Dlcmd, tmp_path: Path) -> None:
     source = write(tmp_path / "src", {"a": b"1", "sub/b": b"22"})
-    said = dlcmd("put", source, "pets")
-    assert said.out.startswith(b"put 2 files (3 B) in ")
-    assert said.err == ""
+    result = dlcmd("put", source, "pets")
+    assert result.out.startswith(b"put 2 files (3 B) in ")
+    assert result.err == ""
     assert b"put 0 files (0 B) in 0 chunks; 4 unchanged" in dlcmd("put", source, "pets").out
     assert dlcmd("ls", "-R", "pets").out == b"a\nsub\nsub/b\n"
 
 
-def test_odd_names_go_through_put_and_get(dlcmd: Dlcmd, tmp_path: Path) -> None:
-    """Names that are no text, links that lead nowhere, old times, empty files and folders."""
+def test_odd_names_survive_put_and_get(dlcmd: Dlcmd, tmp_path: Path) -> None:
+    """Names that are not text, broken links, old times, empty files and folders."""
     source = odd_tree(tmp_path / "src")
     dlcmd("put", source, "odd")
     dlcmd("get", "odd", tmp_path / "out")
@@ -78,8 +78,8 @@ def test_a_file_takes_the_name_of_its_address(
     dlcmd("put", write(tmp_path / "src", {"there/old": b""}), "pets")
     (tmp_path / "cat.jpg").write_bytes(b"meow")
     (tmp_path / "cat.jpg").chmod(0o640)
-    said = dlcmd("put", "--json", tmp_path / "cat.jpg", address)
-    assert (said.objects[-1]["files"], said.objects[-1]["bytes"]) == (1, 4)
+    result = dlcmd("put", "--json", tmp_path / "cat.jpg", address)
+    assert (result.objects[-1]["files"], result.objects[-1]["bytes"]) == (1, 4)
     assert dlcmd("cat", f"pets/{path}").out == b"meow"
     assert b"-rw-r-----" in dlcmd("ls", "-l", f"pets/{path}").out
     again = dlcmd("put", "--json", tmp_path / "cat.jpg", address if path != "new" else "pets/new")
@@ -97,7 +97,7 @@ def test_a_file_never_hides_a_folder_nor_lies_below_a_file(dlcmd: Dlcmd, tmp_pat
     assert dlcmd("ls", "-R", "pets").out == b"file\nfolder\nfolder/x\nfolder/x/old\n"
 
 
-def test_delete_removes_what_the_source_has_no_more(dlcmd: Dlcmd, tmp_path: Path) -> None:
+def test_delete_deletes_what_the_source_no_longer_has(dlcmd: Dlcmd, tmp_path: Path) -> None:
     source = write(tmp_path / "src", {"a": b"1", "sub/b": b"2"})
     dlcmd("put", source, "pets")
     (source / "sub/b").unlink()
@@ -113,7 +113,7 @@ def test_delete_removes_what_the_source_has_no_more(dlcmd: Dlcmd, tmp_path: Path
     assert dlcmd("ls", "-R", "pets").out == b""
 
 
-def test_a_dry_run_makes_nothing(dlcmd: Dlcmd, tmp_path: Path) -> None:
+def test_a_dry_run_changes_nothing_on_disk(dlcmd: Dlcmd, tmp_path: Path) -> None:
     source = write(tmp_path / "src", {"a": b"1"})
     assert b"would put 2 entries" in dlcmd("put", "-n", source, "pets").out
     assert not dlcmd.store.exists()
@@ -128,8 +128,9 @@ def test_a_dry_run_makes_nothing(dlcmd: Dlcmd, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["folder", "tar"])
-def test_a_dry_run_names_what_would_go(dlcmd: Dlcmd, tmp_path: Path, kind: str) -> None:
-    """The first ten, with -v or --json all; folders before what is in them, and nothing goes."""
+def test_a_dry_run_names_what_would_be_deleted(dlcmd: Dlcmd, tmp_path: Path, kind: str) -> None:
+    """It names the first ten, with -v or --json all; folders come before their entries. Nothing is
+    deleted."""
     gone = [b"old", *(b"old/%02d" % i for i in range(11)), b"old/\xff"]
     source = write(tmp_path / "src", {"kept": b"1"})
     tar = tmp_path / "src.tar"
@@ -154,10 +155,10 @@ def test_a_dry_run_names_what_would_go(dlcmd: Dlcmd, tmp_path: Path, kind: str) 
 
 
 @pytest.mark.parametrize("kind", ["folder", "tar", "file"])
-def test_put_says_what_of_modes_and_links_it_does_not_keep(
+def test_put_notes_special_mode_bits_and_hard_links_that_are_not_kept(
     dlcmd: Dlcmd, tmp_path: Path, kind: str
 ) -> None:
-    """In one line, of what it has put; and again, where nothing is put, nothing."""
+    """The note is one line, about the entries that were put now; a second put notes nothing."""
     source = write(tmp_path / "src", {"su/passwd": b"1", "su/large": bytes(200_000), "plain": b"2"})
     (source / "su/passwd").chmod(0o4755)
     (source / "su/large").chmod(0o2711)
@@ -183,7 +184,7 @@ def test_put_says_what_of_modes_and_links_it_does_not_keep(
     assert (done["stripped"], done["hard_links"]) == (stripped, links)
 
 
-def test_a_source_that_is_not_there_makes_no_repository(dlcmd: Dlcmd, tmp_path: Path) -> None:
+def test_a_missing_source_makes_no_repository(dlcmd: Dlcmd, tmp_path: Path) -> None:
     folder = write(tmp_path / "src", {"a": b"1"})
     for words, code in (
         (["/nonexistent", "pets"], 10),
@@ -196,7 +197,7 @@ def test_a_source_that_is_not_there_makes_no_repository(dlcmd: Dlcmd, tmp_path: 
         assert not dlcmd.store.exists()
 
 
-def test_files_from_goes_through_the_filters(dlcmd: Dlcmd, tmp_path: Path) -> None:
+def test_filters_apply_to_files_from(dlcmd: Dlcmd, tmp_path: Path) -> None:
     source = write(
         tmp_path / "src", {"a.txt": b"", "b.jpg": b"", "cache/x.jpg": b"", "d/c.jpg": b""}
     )
@@ -208,18 +209,18 @@ def test_files_from_goes_through_the_filters(dlcmd: Dlcmd, tmp_path: Path) -> No
 
 
 def test_progress_counts_a_large_file_once(dlcmd: Dlcmd, tmp_path: Path) -> None:
-    """Not its extents: 17 of 2 are done in less than no time."""
+    """It counts entries, not extents: else it would show 17 of 2 as done."""
     source = write(tmp_path / "src", {"big": os.urandom(1 << 20)})
-    said = dlcmd("--json", "put", "--chunk-size", "64K", source, "pets")
-    assert said.objects[-1]["entries"] == 2
-    assert said.objects[-1]["chunks"] == 16
+    result = dlcmd("--json", "put", "--chunk-size", "64K", source, "pets")
+    assert result.objects[-1]["entries"] == 2
+    assert result.objects[-1]["chunks"] == 16
     with (tmp_path / "one.tar").open("wb") as file:
         file.write(tar_of({"big": bytes(1 << 20)}))
-    said = dlcmd("--json", "put", "--chunk-size=64K", "--tar", tmp_path / "one.tar", "tarred")
-    assert said.objects[-1]["entries"] == 1
+    result = dlcmd("--json", "put", "--chunk-size=64K", "--tar", tmp_path / "one.tar", "tarred")
+    assert result.objects[-1]["entries"] == 1
 
 
-def test_progress_is_never_more_than_whole(
+def test_progress_beyond_the_total_has_no_time_left(
     monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
     clock = iter([0.0, 10.0])
@@ -228,7 +229,7 @@ def test_progress_is_never_more_than_whole(
     assert json.loads(capfdbinary.readouterr().out)["seconds_left"] == 0
 
 
-def test_files_from_names_what_goes_in(dlcmd: Dlcmd, tmp_path: Path) -> None:
+def test_only_the_paths_of_files_from_are_put(dlcmd: Dlcmd, tmp_path: Path) -> None:
     source = write(tmp_path / "src", {"a": b"", "b": b"", "new\nline": b"", "sub/c": b""})
     names = tmp_path / "names"
     names.write_bytes(b"./a\n\nsub/c\n")
@@ -251,13 +252,13 @@ def test_files_from_names_what_goes_in(dlcmd: Dlcmd, tmp_path: Path) -> None:
     assert "no file" in dlcmd("put", "--files-from", "nowhere", source, "pets", code=10).err
 
 
-def test_filters_choose(dlcmd: Dlcmd, tmp_path: Path) -> None:
+def test_include_and_exclude_choose_files(dlcmd: Dlcmd, tmp_path: Path) -> None:
     source = write(tmp_path / "src", {"a.jpg": b"", "b.txt": b"", "t/c.jpg": b"", "s/d.jpg": b""})
     dlcmd("put", "--include", "*.jpg", "--exclude", "t", source, "pets")
     assert dlcmd("ls", "-R", "pets").out == b"a.jpg\ns\ns/d.jpg\n"
 
 
-def test_checksum_finds_what_times_hide(dlcmd: Dlcmd, tmp_path: Path) -> None:
+def test_checksum_finds_a_change_that_size_and_mtime_hide(dlcmd: Dlcmd, tmp_path: Path) -> None:
     source = write(tmp_path / "src", {"a": b"old"})
     dlcmd("put", source, "pets")
     before = (source / "a").stat().st_mtime_ns
@@ -269,16 +270,18 @@ def test_checksum_finds_what_times_hide(dlcmd: Dlcmd, tmp_path: Path) -> None:
     assert dlcmd("cat", "pets/a").out == b"new"
 
 
-def test_what_cannot_be_put_is_named_and_the_rest_goes_in(dlcmd: Dlcmd, tmp_path: Path) -> None:
+def test_entries_that_cannot_be_put_are_named_and_the_rest_is_put(
+    dlcmd: Dlcmd, tmp_path: Path
+) -> None:
     source = write(tmp_path / "src", {"a": b"1"})
     os.mkfifo(source / "pipe")
-    said = dlcmd("put", source, "pets", code=3)
-    assert "dlcmd: pipe: skipped" in said.err
-    assert "1 entry could not be put" in said.err.splitlines()[-1]
-    said = dlcmd("put", "--json", source, "pets", code=3)
-    done = said.objects[-1]
+    result = dlcmd("put", source, "pets", code=3)
+    assert "dlcmd: pipe: skipped" in result.err
+    assert "1 entry could not be put" in result.err.splitlines()[-1]
+    result = dlcmd("put", "--json", source, "pets", code=3)
+    done = result.objects[-1]
     assert done["failed"] == [{"path": "pipe", "reason": "skipped: a pipe, socket or device"}]
-    assert '"error": "PartialError"' in said.err.splitlines()[-1]
+    assert '"error": "PartialError"' in result.err.splitlines()[-1]
     assert dlcmd("ls", "pets").out == b"a\n"
 
 
@@ -301,12 +304,12 @@ def test_what_cannot_be_put_is_named_and_the_rest_goes_in(dlcmd: Dlcmd, tmp_path
         ["--no-such-option"],
     ],
 )
-def test_I13_bad_numbers_are_usage_errors(
+def test_I13_bad_values_of_options_are_usage_errors(
     dlcmd: Dlcmd, tmp_path: Path, arguments: list[str]
 ) -> None:
     source = write(tmp_path / "src", {"a": b"1"})
-    said = dlcmd("put", *arguments, source, "pets", code=2)
-    assert len(said.err.splitlines()) == 1
+    result = dlcmd("put", *arguments, source, "pets", code=2)
+    assert len(result.err.splitlines()) == 1
     dlcmd("put", "--chunk-size", "64k", "--jobs", "1", source, "pets")
 
 
@@ -338,21 +341,21 @@ def test_bad_arguments_are_named(
 ) -> None:
     write(tmp_path / "src", {"a": b"1"})
     monkeypatch.chdir(tmp_path)
-    said = dlcmd("put", *words, code=code)
-    assert complaint in said.err
-    assert len(said.err.splitlines()) == 1
+    result = dlcmd("put", *words, code=code)
+    assert complaint in result.err
+    assert len(result.err.splitlines()) == 1
 
 
-def test_a_tar_goes_in_by_its_name_or_a_pipe(dlcmd: Dlcmd, tmp_path: Path) -> None:
+def test_a_tar_is_put_from_a_file_or_a_pipe(dlcmd: Dlcmd, tmp_path: Path) -> None:
     (tmp_path / "a.tar").write_bytes(tar_of({"x": b"1", "sub/y": b"2"}))
     assert b"put 2 files" in dlcmd("put", "--tar", tmp_path / "a.tar", "pets/in").out
     assert dlcmd("ls", "-R", "pets").out == b"in\nin/sub\nin/x\nin/sub/y\n"
     whole = tar_of({"x": b"1" * 1000, "z": b"2" * 1000})
-    said = dlcmd.program("put", "--tar", "-", "pets", stdin=whole[:2500], code=3)
-    assert "dlcmd: -: the tar is damaged or cut off, after z" in said.err
+    result = dlcmd.program("put", "--tar", "-", "pets", stdin=whole[:2500], code=3)
+    assert "dlcmd: -: the tar is damaged or cut off, after z" in result.err
     assert dlcmd("cat", "pets/x").out == b"1" * 1000
-    said = dlcmd.program("put", "--tar", "-", "pets", stdin=b"not a tar" * 100, code=2)
-    assert "the input is no tar" in said.err
+    result = dlcmd.program("put", "--tar", "-", "pets", stdin=b"not a tar" * 100, code=2)
+    assert "the input is no tar" in result.err
     dlcmd.program("put", "--tar", "-", "pets", code=2)
 
 
@@ -384,15 +387,15 @@ def test_A15_a_signal_ends_a_put_which_can_be_repeated(
         wait_for_reader(pipe.fileno(), process.pid)
         process.send_signal(number)
         _, err = process.communicate(timeout=60)
-    said = f"dlcmd: {words}; 0 files (0 B) committed so far; run it again to finish\n"
-    assert (process.returncode, err.decode()) == (code, said)
+    result = f"dlcmd: {words}; 0 files (0 B) committed so far; run it again to finish\n"
+    assert (process.returncode, err.decode()) == (code, result)
     (tmp_path / "a.tar").write_bytes(whole)
     dlcmd("put", "--tar", tmp_path / "a.tar", "pets")
     assert dlcmd("ls", "pets").out == b"a\nb\n"
     dlcmd("verify", "pets")
 
 
-def test_A15_a_put_whose_reader_is_gone_goes_on(dlcmd: Dlcmd, tmp_path: Path) -> None:
+def test_A15_a_put_goes_on_when_its_reader_has_ended(dlcmd: Dlcmd, tmp_path: Path) -> None:
     source = write(tmp_path / "src", {"a": b"1"})
     receiver, sender = os.pipe()
     os.close(receiver)
@@ -405,7 +408,9 @@ def test_A15_a_put_whose_reader_is_gone_goes_on(dlcmd: Dlcmd, tmp_path: Path) ->
     assert dlcmd("ls", "pets").out == b"a\n"
 
 
-def test_A15_a_listing_whose_reader_is_gone_ends_quietly(dlcmd: Dlcmd, tmp_path: Path) -> None:
+def test_A15_a_listing_ends_silently_when_its_reader_has_ended(
+    dlcmd: Dlcmd, tmp_path: Path
+) -> None:
     dlcmd("put", write(tmp_path / "src", {"a": b"1"}), "pets")
     receiver, sender = os.pipe()
     os.close(receiver)
@@ -422,7 +427,7 @@ def test_A15_a_listing_whose_reader_is_gone_ends_quietly(dlcmd: Dlcmd, tmp_path:
 
 
 def drawn_by(*words: str | Path) -> bytes:
-    """What a command draws on a terminal."""
+    """The output of a command on a terminal."""
     terminal, theirs = os.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 200, 0, 0))
     with subprocess.Popen(
@@ -443,7 +448,7 @@ def drawn_by(*words: str | Path) -> bytes:
     return drawn
 
 
-def test_a_terminal_shows_how_far_a_verb_is_by_what_it_counts(dlcmd: Dlcmd, tmp_path: Path) -> None:
+def test_the_bar_on_a_terminal_names_what_a_verb_counts(dlcmd: Dlcmd, tmp_path: Path) -> None:
     drawn = drawn_by("put", write(tmp_path / "src", {"a": b"1"}), "pets")
     assert b"put pets" in drawn
     assert b"entries" in drawn
@@ -456,7 +461,7 @@ def test_a_terminal_shows_how_far_a_verb_is_by_what_it_counts(dlcmd: Dlcmd, tmp_
         assert b"B/s" not in drawn
 
 
-def test_progress_in_json_counts_what_the_verb_counts(
+def test_progress_in_json_names_what_a_verb_counts(
     monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
     clock = iter([0.0, 10.0])

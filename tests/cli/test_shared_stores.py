@@ -1,10 +1,13 @@
-"""`dlcmd` over the stores that machines share: an S3 server, and a Redis."""
+"""Tests of `dlcmd` over stores that machines share: an S3 server and a Redis.
+
+tests/FAULTS.md lists the faults (C1, G8, A16) that names and messages mention; cli/dlcmd/README.md
+lists the exit codes.
+"""
 
 import os
 import shutil
 import socket
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import boto3
@@ -21,16 +24,9 @@ from .conftest import Dlcmd
 
 @pytest.fixture(autouse=True)
 def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A proxy has no business between a test and its own server."""
+    """Requests to the test's own server must not go through a proxy of this machine."""
     for name in [name for name in os.environ if "proxy" in name.lower()]:
         monkeypatch.delenv(name)
-
-
-@pytest.fixture(scope="module")
-def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    server = RedisServer(tmp_path_factory.mktemp("redis"))
-    yield server
-    server.close()
 
 
 @pytest.fixture
@@ -46,7 +42,7 @@ def shared(
     return dlcmd
 
 
-def test_a_tree_goes_through(shared: Dlcmd, tmp_path: Path) -> None:
+def test_a_tree_is_put_listed_and_written_back(shared: Dlcmd, tmp_path: Path) -> None:
     source = odd_tree(tmp_path / "source")
     shared.program("put", source, "pets")
     assert "pets" in shared.program("ls").out.decode()
@@ -60,7 +56,7 @@ def test_a_tree_goes_through(shared: Dlcmd, tmp_path: Path) -> None:
     assert shared.program("ls", "pets", code=10).out == b""
 
 
-def test_C3_an_emptied_redis_is_no_empty_repository(
+def test_C3_an_emptied_redis_is_not_an_empty_repository(
     shared: Dlcmd, redis_server: RedisServer, tmp_path: Path
 ) -> None:
     source = write(tmp_path / "source", {f"d{i % 3}/{i}": os.urandom(100) for i in range(100)})
@@ -83,7 +79,7 @@ def test_C3_an_emptied_redis_is_no_empty_repository(
 def test_a_redis_that_has_lost_a_part_is_behind(
     shared: Dlcmd, redis_server: RedisServer, tmp_path: Path
 ) -> None:
-    """As a cluster of which a node came back empty: reading goes by the snapshot."""
+    """As when one node of a cluster came back empty. Readers use the snapshot meanwhile."""
     source = write(tmp_path / "source", {f"{i}": b"x" for i in range(50)})
     shared.program("put", source, "pets")
     with redis_server.client() as client:
@@ -92,15 +88,15 @@ def test_a_redis_that_has_lost_a_part_is_behind(
         client.delete(*lost)
     assert len(shared.program("ls", "pets").out.splitlines()) == 50
     (source / "more").write_bytes(b"more")
-    said = shared.program("put", source, "pets", code=14)
-    assert "recover" in said.err
+    result = shared.program("put", source, "pets", code=14)
+    assert "recover" in result.err
     shared.program("recover", "pets")
     shared.program("put", source, "pets")
     shared.program("verify", "pets")
     assert len(shared.program("ls", "pets").out.splitlines()) == 51
 
 
-def test_recover_since_brings_the_tail(
+def test_recover_since_brings_back_the_newest_chunks(
     shared: Dlcmd, redis_server: RedisServer, tmp_path: Path
 ) -> None:
     source = write(tmp_path / "source", {"a": b"1"})
@@ -116,15 +112,15 @@ def test_recover_since_brings_the_tail(
     shared.program("verify", "pets")
 
 
-def test_C1_a_redis_that_is_down(
+def test_C1_a_put_fails_before_any_chunk_where_redis_is_down(
     dlcmd: Dlcmd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = write(tmp_path / "source", {"a": b"1"})
     url = f"{(tmp_path / 'store').as_uri()}?meta=redis://me:hush@127.0.0.1:1"
     monkeypatch.setenv("DIESEL_URL", url)
-    said = dlcmd.program("put", source, "pets", code=14)
-    assert "127.0.0.1:1" in said.err
-    assert "hush" not in said.err
+    result = dlcmd.program("put", source, "pets", code=14)
+    assert "127.0.0.1:1" in result.err
+    assert "hush" not in result.err
     chunks = [path for path in (tmp_path / "store").rglob("*") if "chunks" in path.parts]
     assert chunks == []
 
@@ -132,7 +128,7 @@ def test_C1_a_redis_that_is_down(
 def test_C2_redis_is_killed_in_the_middle_of_a_put(
     dlcmd: Dlcmd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It comes back with its log: the put goes on, and nothing is missing or counted twice."""
+    """It restarts with its log: the put goes on, and no file is missing or counted twice."""
     server = RedisServer(tmp_path / "redis", {"appendonly": "yes", "appendfsync": "always"})
     try:
         source = write(tmp_path / "source", {f"{i}": os.urandom(60_000) for i in range(400)})
@@ -161,18 +157,18 @@ def test_C2_redis_is_killed_in_the_middle_of_a_put(
 def test_G8_a_redis_of_another_store_is_refused(
     shared: Dlcmd, s3: Server, redis_server: RedisServer, tmp_path: Path
 ) -> None:
-    """Else names of one repository would be taken for those of another."""
+    """Else datasets of one repository would be taken for those of another."""
     source = write(tmp_path / "source", {"a": b"1"})
     shared.program("put", source, "pets")
     for url in (s3.place(), (tmp_path / "other").as_uri()):
-        said = shared.program(
+        result = shared.program(
             "--url", f"{url}?meta={redis_server.url}", "put", source, "pets", code=2
         )
-        assert "another object store" in said.err
+        assert "another object store" in result.err
     shared.program("verify", "pets")
 
 
-def test_C7_a_redis_that_is_full(
+def test_C7_a_redis_that_is_full_is_exit_code_16(
     dlcmd: Dlcmd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = RedisServer(tmp_path / "redis")
@@ -182,8 +178,8 @@ def test_C7_a_redis_that_is_full(
         with server.client() as client:
             used = int(client.info("memory")["used_memory"])
             client.config_set("maxmemory", used + (100 << 10))
-        said = dlcmd.program("put", source, "pets", code=16)
-        assert "memory" in said.err
+        result = dlcmd.program("put", source, "pets", code=16)
+        assert "memory" in result.err
         with server.client() as client:
             client.config_set("maxmemory", 0)
         dlcmd.program("put", source, "pets")
@@ -194,7 +190,7 @@ def test_C7_a_redis_that_is_full(
         server.close()
 
 
-def test_C14_a_wrong_password_is_said_at_once(
+def test_C14_a_wrong_password_is_an_error_at_once(
     dlcmd: Dlcmd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = RedisServer(tmp_path / "redis", {"requirepass": "right-one"})
@@ -203,9 +199,9 @@ def test_C14_a_wrong_password_is_said_at_once(
         monkeypatch.setenv("DIESEL_URL", f"{(tmp_path / 'store').as_uri()}?meta={server.url}")
         for password in ("wrong-one", ""):
             monkeypatch.setenv("DIESEL_REDIS_PASSWORD", password)
-            said = dlcmd.program("put", source, "pets", code=14)
-            assert "password" in said.err
-            assert "wrong-one" not in said.err
+            result = dlcmd.program("put", source, "pets", code=14)
+            assert "password" in result.err
+            assert "wrong-one" not in result.err
         secret = tmp_path / "password"
         secret.write_text("right-one\n")
         secret.chmod(0o600)
@@ -227,7 +223,7 @@ def test_O1_O3_one_bad_moment_of_a_bucket_does_not_make_a_recovery_forget(
     status: int,
     times: int,
 ) -> None:
-    """Of two chunks the one that replaced the other's file cannot be read for a while."""
+    """The second of two chunks has the newer content of a file, and cannot be read for a while."""
     rule = Rule(method, "/chunks/", status=status, times=0)
     with ScriptedS3(rule) as server:
         for name, text in credentials(server.endpoint).items():
@@ -241,21 +237,21 @@ def test_O1_O3_one_bad_moment_of_a_bucket_does_not_make_a_recovery_forget(
         rule.times = times
         dlcmd.program("recover", "pets")
         assert rule.hits == times
-        if status == 403:  # the other is asked for as long as the README says
+        if status == 403:  # 503 would be tried again for 30 s
             rule.times = 1000
             dlcmd.program("recover", "pets", code=13)
             rule.times = rule.hits
         assert dlcmd.program("cat", "pets/a").out == b"newer"
 
 
-def test_O1_a_bucket_that_is_none(
+def test_O1_a_missing_bucket_is_an_error_at_once(
     shared: Dlcmd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = write(tmp_path / "source", {"a": b"1"})
     monkeypatch.setenv("DIESEL_URL", "s3://no-such-bucket-of-ours/x?meta=redis://127.0.0.1:1")
-    said = shared.program("put", source, "pets", code=13)
-    assert "no-such-bucket-of-ours" in said.err
-    assert "testing-secret" not in said.err
+    result = shared.program("put", source, "pets", code=13)
+    assert "no-such-bucket-of-ours" in result.err
+    assert "testing-secret" not in result.err
 
 
 @pytest.mark.fuse
@@ -283,8 +279,8 @@ def test_a_mount_reads_from_the_bucket(
         shared.program("umount", at)
 
 
-def test_a_bucket_is_put(shared: Dlcmd, s3: Server, tmp_path: Path) -> None:
-    """What lies in a bucket already, with a folder as consoles make them."""
+def test_the_objects_of_a_bucket_are_put(shared: Dlcmd, s3: Server, tmp_path: Path) -> None:
+    """The bucket also has a folder object, as cloud consoles make them."""
     place = s3.place()
     prefix = place.removeprefix(f"s3://{s3.bucket}/")
     client = boto3.client("s3", endpoint_url=s3.environ["AWS_ENDPOINT_URL"])
@@ -302,21 +298,22 @@ def test_a_bucket_is_put(shared: Dlcmd, s3: Server, tmp_path: Path) -> None:
     assert found == contents
     assert b"4 unchanged" in shared.program("put", place, "pets/in").out
     client.delete_object(Bucket=s3.bucket, Key=f"{prefix}/a")
-    said = shared.program("put", "-n", "--delete", place, "pets/in")
-    assert said.out.splitlines()[1:] == [b"would delete in/a"]
+    result = shared.program("put", "-n", "--delete", place, "pets/in")
+    assert result.out.splitlines()[1:] == [b"would delete in/a"]
     shared.program("put", "--delete", place, "pets/in")
     assert b" a" not in shared.program("ls", "pets/in").out
     for key in contents:
         client.delete_object(Bucket=s3.bucket, Key=f"{prefix}/{key}")
     client.delete_object(Bucket=s3.bucket, Key=f"{prefix}/d/")
-    said = shared.program("put", "--delete", place, "pets/in", code=10)
-    assert place in said.err
+    result = shared.program("put", "--delete", place, "pets/in", code=10)
+    assert place in result.err
     shared.program("put", "--delete", "--allow-empty", place, "pets/in")
     assert shared.program("ls", "-R", "pets").out in (b"", b"in\n", b"in/\n")
 
 
-def test_one_object_of_a_bucket_is_put(shared: Dlcmd, s3: Server) -> None:
-    """As a single file is; but what lies below its key as a prefix comes first."""
+def test_a_single_object_of_a_bucket_is_put(shared: Dlcmd, s3: Server) -> None:
+    """It is put as a single file is. If objects lie below its key as a prefix, those are put
+    instead."""
     place = s3.place()
     prefix = place.removeprefix(f"s3://{s3.bucket}/")
     client = boto3.client("s3", endpoint_url=s3.environ["AWS_ENDPOINT_URL"])
@@ -341,23 +338,23 @@ def test_one_object_of_a_bucket_is_put(shared: Dlcmd, s3: Server) -> None:
         ('a"/../b', 'a"/../b', "empty or dotted parts"),
     ],
 )
-def test_a_key_that_is_no_path_is_named(
+def test_a_key_that_cannot_be_a_path_is_named(
     dlcmd: Dlcmd, monkeypatch: pytest.MonkeyPatch, key: str, shown: str, why: str
 ) -> None:
-    """The store's library lists nothing beside it; no empty dataset is left."""
+    """The store's library then lists no other object either; no empty dataset is left."""
     with ScriptedS3() as server:
         for name, text in credentials(server.endpoint).items():
             monkeypatch.setenv(name, text)
         server.put(f"images/{key}", b"1")
         server.put("images/fine", b"1")
-        said = dlcmd.program("put", "s3://bucket/images", "pets", code=13)
-    assert f"the key images/{shown} has {why}" in said.err
-    assert "rename or remove that object" in said.err
-    assert len(said.err.splitlines()) == 1
+        result = dlcmd.program("put", "s3://bucket/images", "pets", code=13)
+    assert f"the key images/{shown} has {why}" in result.err
+    assert "rename or remove that object" in result.err
+    assert len(result.err.splitlines()) == 1
     assert dlcmd("ls", code=13 if not dlcmd.store.exists() else 0).out == b""
 
 
-def test_a_source_that_is_not_there_leaves_no_dataset(
+def test_a_prefix_without_objects_leaves_no_dataset(
     dlcmd: Dlcmd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with ScriptedS3() as server:
@@ -366,13 +363,13 @@ def test_a_source_that_is_not_there_leaves_no_dataset(
         server.put("images/fine", b"1")
         server.put("empty/", b"")
         for typo in ("image", "images/fin", "images/fine/x"):
-            said = dlcmd.program("put", f"s3://bucket/{typo}", "pets", code=10)
-            assert f"there is no object below s3://bucket/{typo}, nor at that key" in said.err
+            result = dlcmd.program("put", f"s3://bucket/{typo}", "pets", code=10)
+            assert f"there is no object below s3://bucket/{typo}, nor at that key" in result.err
         assert dlcmd("ls").out == b""
         assert b"put 0 files" in dlcmd.program("put", "s3://bucket/empty", "pets").out
 
 
-def test_O1_a_source_that_cannot_be_reached_is_given_up_soon(
+def test_O1_a_source_that_cannot_be_reached_fails_within_30_s(
     dlcmd: Dlcmd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with socket.socket() as silent:
@@ -381,23 +378,23 @@ def test_O1_a_source_that_cannot_be_reached_is_given_up_soon(
         for name, text in credentials(endpoint).items():
             monkeypatch.setenv(name, text)
         begun_s = time.monotonic()
-        said = dlcmd.program("put", "s3://bucket/images", "pets", code=13)
-    assert "connection refused" in said.err
-    assert time.monotonic() - begun_s < 32  # the README says 30 s, and the program has to start
+        result = dlcmd.program("put", "s3://bucket/images", "pets", code=13)
+    assert "connection refused" in result.err
+    assert time.monotonic() - begun_s < 32  # deploy/README.md says 30 s; the program has to start
     assert not dlcmd.store.exists()
 
 
-def test_a_verb_says_that_it_goes_by_a_snapshot(
+def test_a_verb_notes_once_that_it_reads_the_newest_snapshot(
     shared: Dlcmd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Redis is down: reading goes on without, and says so once, unless -q."""
+    """Redis is down: reading goes on, and the note is printed once, unless -q is given."""
     source = write(tmp_path / "source", {"a": b"1", "b": b"2"})
     shared.program("put", source, "pets")
     place = os.environ["DIESEL_URL"].partition("?")[0]
     monkeypatch.setenv("DIESEL_URL", f"{place}?meta=redis://me:hush@127.0.0.1:1")
-    said = shared.program("cat", "pets/a", "pets/b")
-    assert said.out == b"12"
-    (line,) = said.err.splitlines()
+    result = shared.program("cat", "pets/a", "pets/b")
+    assert result.out == b"12"
+    (line,) = result.err.splitlines()
     assert "127.0.0.1:1" in line
     assert "the newest snapshot" in line
     assert "hush" not in line

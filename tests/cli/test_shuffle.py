@@ -1,4 +1,4 @@
-"""`dlcmd shuffle`: the order that the library gives, in bytes that a script can read."""
+"""Tests of `dlcmd shuffle`: it prints the order of the library in a form that scripts can read."""
 
 import json
 import os
@@ -26,7 +26,7 @@ def view(dlcmd: Dlcmd, tmp_path: Path) -> Iterator[Snapshot]:
         yield repository.view("pets")
 
 
-def test_it_prints_the_order(dlcmd: Dlcmd, view: Snapshot) -> None:
+def test_shuffle_prints_the_order_of_the_library(dlcmd: Dlcmd, view: Snapshot) -> None:
     assert view.chunk_count > 8
     expected = view.paths(chunk_shuffle(view, 7, 3))
     assert dlcmd("shuffle", "pets", *NUMBERS).out == b"".join(p + b"\n" for p in expected)
@@ -41,7 +41,7 @@ def test_it_prints_the_order(dlcmd: Dlcmd, view: Snapshot) -> None:
     assert len(part) == 320 // 3
 
 
-def test_below_a_folder(dlcmd: Dlcmd, view: Snapshot) -> None:
+def test_shuffle_of_a_folder_prints_paths_from_the_root(dlcmd: Dlcmd, view: Snapshot) -> None:
     lines = dlcmd("shuffle", "pets/val/", *NUMBERS).out.splitlines()
     assert sorted(lines) == [b"val/%03d.jpg" % n for n in range(20)]
     expected = chunk_shuffle(view, 7, 3, below=view.lookup(b"val"))
@@ -54,7 +54,7 @@ def test_another_process_prints_the_same(dlcmd: Dlcmd, view: Snapshot) -> None:
     assert dlcmd.program(*arguments).out == dlcmd(*arguments).out
 
 
-def test_quality(dlcmd: Dlcmd, view: Snapshot) -> None:
+def test_quality_prints_the_measures(dlcmd: Dlcmd, view: Snapshot) -> None:
     arguments = ("shuffle", "pets", *NUMBERS, "--group-size", "2", "--quality")
     measured = measure_quality(view, chunk_shuffle(view, 7, 3, group_size=2))
     (told,) = dlcmd(*arguments, "--json").objects
@@ -69,13 +69,13 @@ def test_quality(dlcmd: Dlcmd, view: Snapshot) -> None:
 
 
 def test_N4_names_with_a_newline_need_nul(dlcmd: Dlcmd, tmp_path: Path) -> None:
-    """Nothing is printed rather than a list of which two lines are one name."""
+    """An error is printed instead of a list in which a name takes two lines."""
     source = write(tmp_path / "src", {"a/x": b"1", "b\nb/y": b"2", "a/\udcff": b"3"})
     dlcmd("put", source, "odd")
-    said = dlcmd("shuffle", "odd", *NUMBERS, code=2)
-    assert said.out == b""
-    assert "-0" in said.err
-    assert len(said.err.splitlines()) == 1
+    result = dlcmd("shuffle", "odd", *NUMBERS, code=2)
+    assert result.out == b""
+    assert "-0" in result.err
+    assert len(result.err.splitlines()) == 1
     names = sorted(dlcmd("shuffle", "odd", *NUMBERS, "-0").out.split(b"\0"))
     assert names == [b"", b"a/x", b"a/\xff", b"b\nb/y"]
     assert sorted(dlcmd("shuffle", "odd/a", *NUMBERS).out.splitlines()) == [b"a/x", b"a/\xff"]
@@ -83,7 +83,7 @@ def test_N4_names_with_a_newline_need_nul(dlcmd: Dlcmd, tmp_path: Path) -> None:
     assert {json.loads(line)["path"] for line in lines} >= {"a/x", "b\nb/y"}
 
 
-def test_what_cannot_be(dlcmd: Dlcmd, view: Snapshot) -> None:
+def test_bad_numbers_and_addresses_are_refused(dlcmd: Dlcmd, view: Snapshot) -> None:
     assert view.file_count
     for words in (
         ("pets",),
@@ -95,8 +95,8 @@ def test_what_cannot_be(dlcmd: Dlcmd, view: Snapshot) -> None:
         ("pets", *NUMBERS, "--rank", "2", "--world", "2"),
         ("pets/val/001.jpg", *NUMBERS),
     ):
-        said = dlcmd("shuffle", *words, code=2)
-        assert said.out == b""
-        assert len(said.err.splitlines()) == 1
+        result = dlcmd("shuffle", *words, code=2)
+        assert result.out == b""
+        assert len(result.err.splitlines()) == 1
     dlcmd("shuffle", "pets/nowhere", *NUMBERS, code=10)
     dlcmd("shuffle", "nothing", *NUMBERS, code=10)

@@ -1,4 +1,5 @@
-"""A15: a signal, or a reader that goes, while a put of a folder has packing processes.
+"""Tests of signals and lost readers while a put of a folder has packing processes (A15 in
+FAULTS.md).
 
 The put is stopped (SIGSTOP) in its middle, so that what ends it always comes then; a test whose put
 got through before proves nothing, and fails.
@@ -21,7 +22,7 @@ from diesel_fs.repository.local import LocalRepository
 from tests.ingest.test_put import dataset_state
 from tests.trees import Facts, facts, write
 
-from .conftest import Dlcmd, children, lives
+from .conftest import Dlcmd, children, is_running
 
 DEADLINE_S = 30.0
 CHUNKS_SEEN = 20  # of 64 KiB, of some 70
@@ -31,32 +32,32 @@ OPTIONS = ("--jobs", "2", "--chunk-size", "64K")
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """Some 70 chunks' worth; files of several extents among them."""
+    """A folder of some 70 chunks, with files of several extents."""
     small = {f"d{i % 10}/{i}": os.urandom(9000) for i in range(FILES - 3)}
     return write(tmp_path / "source", small | {f"large{i}": os.urandom(200_000) for i in range(3)})
 
 
 @dataclass(slots=True)
 class Put:
-    """A put that stands still in its middle, and its packing processes."""
+    """A put that is stopped in its middle, and its packing processes."""
 
     process: "subprocess.Popen[bytes]"
     packers: list[int]
 
     def send(self, number: int, *, group: bool) -> None:
-        """A signal: to all of the terminal's processes, as for Ctrl-C, or to the put alone."""
+        """Send a signal to all processes of the terminal, as Ctrl-C does, or to the put alone."""
         (os.killpg if group else os.kill)(self.process.pid, number)
 
     def end(self) -> tuple[int, str]:
-        """Go on, to the end; the exit code and what was said on stderr."""
+        """Let the put go on to its end; return its exit code and stderr."""
         self.process.send_signal(signal.SIGCONT)
         _, err = self.process.communicate(timeout=DEADLINE_S)
         return self.process.returncode, err.decode()
 
     def left(self) -> list[int]:
-        """The packing processes that are still there when they should have ended."""
+        """The packing processes that still run after the time in which they should have ended."""
         deadline = time.monotonic() + DEADLINE_S / 3
-        while (alive := list(filter(lives, self.packers))) and time.monotonic() < deadline:
+        while (alive := list(filter(is_running, self.packers))) and time.monotonic() < deadline:
             time.sleep(0.01)
         return alive
 
@@ -66,17 +67,18 @@ def _chunks(dlcmd: Dlcmd) -> int:
 
 
 def _has_committed(dlcmd: Dlcmd) -> bool:
-    """Whether anything shows already: chunks are committed together, some time after they came."""
+    """Whether the dataset has files already: chunks are committed in batches, some time after they
+    arrive."""
     with LocalRepository.open(dlcmd.store.as_uri()) as repository:
-        marker = repository.dataset("ds").head
-    return marker is not None and marker.version > 0
+        head = repository.dataset("ds").head
+    return head is not None and head.version > 0
 
 
 @contextmanager
 def stopped_put(
     dlcmd: Dlcmd, source: Path, *options: str, stdout: int | None = None
 ) -> Iterator[Put]:
-    """A put in a session of its own, stopped when some of its chunks are there, not all."""
+    """A put in a session of its own, stopped when some of its chunks are committed, not all."""
     command = [sys.executable, "-m", "dlcmd", "put", *OPTIONS, *options, str(source), "ds"]
     with subprocess.Popen(
         command,
@@ -100,8 +102,9 @@ def stopped_put(
             process.kill()
 
 
-def whole(dlcmd: Dlcmd, there: Facts) -> int:
-    """Check that all that shows is whole, live and rebuilt; how many files show."""
+def check_whole(dlcmd: Dlcmd, there: Facts) -> int:
+    """Check that all files of the dataset are whole, also after a rebuild; return their
+    number."""
     dlcmd("verify", "ds")
     with LocalRepository.open(dlcmd.store.as_uri()) as repository:
         showing = dataset_state(repository)
@@ -112,8 +115,8 @@ def whole(dlcmd: Dlcmd, there: Facts) -> int:
     return sum(fact[0] == "file" for fact in showing.values())
 
 
-def finishes(dlcmd: Dlcmd, source: Path, tmp_path: Path) -> int:
-    """Put again; all is there then. How many files were put now."""
+def put_again(dlcmd: Dlcmd, source: Path, tmp_path: Path) -> int:
+    """Put the folder again, check that all files are there, and return how many were put now."""
     put = dlcmd("put", "--json", *OPTIONS, source, "ds").objects[-1]["files"]
     dlcmd("get", "ds", tmp_path / "back")
     assert facts(tmp_path / "back") == facts(source)
@@ -135,28 +138,29 @@ def finishes(dlcmd: Dlcmd, source: Path, tmp_path: Path) -> int:
 def test_A15_a_signal_in_the_middle_of_a_folder(
     dlcmd: Dlcmd, source: Path, tmp_path: Path, number: int, group: bool, code: int, words: str
 ) -> None:
-    """One line, the promised exit code, no process left; the same command again finishes."""
+    """It prints one line, ends with its exit code, and leaves no process; the same command
+    put_again it."""
     if signal.getsignal(number) is signal.SIG_IGN:
         pytest.skip("ignored here, and so by what is started here (nohup)")
     with stopped_put(dlcmd, source) as put:
         put.send(number, group=group)
         if group and number != signal.SIGINT:  # which is the coordinator's business alone
             assert put.left() == []
-        ended, said = put.end()
+        ended, result = put.end()
         assert ended == code
         assert put.left() == []
-    shows = whole(dlcmd, facts(source))
+    shows = check_whole(dlcmd, facts(source))
     done = r"(\d+) files? \([0-9.]+ [kM]B\) committed so far"
     form = rf"dlcmd: {words}; {done}; run it again to finish\n"
-    committed = re.fullmatch(form, said)
-    assert committed is not None, said
+    committed = re.fullmatch(form, result)
+    assert committed is not None, result
     assert int(committed[1]) == shows
     assert 0 < shows < FILES, "A16: nothing or all was committed: proves nothing"
-    assert 0 < finishes(dlcmd, source, tmp_path) <= FILES - shows
+    assert 0 < put_again(dlcmd, source, tmp_path) <= FILES - shows
 
 
 def test_A15_nohup_means_nohup(dlcmd: Dlcmd, source: Path, tmp_path: Path) -> None:
-    """A put that was told to ignore the loss of its terminal goes on, with its processes."""
+    """A put that ignores SIGHUP goes on, with its packing processes."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with stopped_put(dlcmd, source) as put:
@@ -165,27 +169,30 @@ def test_A15_nohup_means_nohup(dlcmd: Dlcmd, source: Path, tmp_path: Path) -> No
             assert put.left() == []
     finally:
         signal.signal(signal.SIGHUP, before)
-    assert whole(dlcmd, facts(source)) == FILES
-    assert finishes(dlcmd, source, tmp_path) == 0
+    assert check_whole(dlcmd, facts(source)) == FILES
+    assert put_again(dlcmd, source, tmp_path) == 0
 
 
-def test_A15_a_packing_process_that_is_killed(dlcmd: Dlcmd, source: Path, tmp_path: Path) -> None:
-    """By the kernel, for want of memory: the put says so, and takes the others along."""
+def test_A15_a_put_whose_packing_process_is_killed_fails_cleanly(
+    dlcmd: Dlcmd, source: Path, tmp_path: Path
+) -> None:
+    """As by the kernel when memory runs out: the put names the reason, and ends the other
+    processes."""
     with stopped_put(dlcmd, source) as put:
         os.kill(put.packers[0], signal.SIGKILL)
         code, err = put.end()
         assert (code, len(err.splitlines())) == (1, 1)
         assert "a packing process died" in err
         assert put.left() == []
-    shows = whole(dlcmd, facts(source))
-    assert 0 < finishes(dlcmd, source, tmp_path) <= FILES - shows
+    shows = check_whole(dlcmd, facts(source))
+    assert 0 < put_again(dlcmd, source, tmp_path) <= FILES - shows
 
 
 @pytest.mark.parametrize("options", [(), ("--json",)])
 def test_A15_EPIPE_in_the_middle_of_a_folder(
     dlcmd: Dlcmd, source: Path, tmp_path: Path, options: tuple[str, ...]
 ) -> None:
-    """Whoever read the progress has gone: the put goes on to its end, and all is there."""
+    """The reader of the progress has ended: the put goes on to its end, and puts everything."""
     receiver, sender = os.pipe()
     try:
         with stopped_put(dlcmd, source, *options, stdout=sender) as put:
@@ -194,12 +201,12 @@ def test_A15_EPIPE_in_the_middle_of_a_folder(
             assert put.left() == []
     finally:
         os.close(sender)
-    assert whole(dlcmd, facts(source)) == FILES
-    assert finishes(dlcmd, source, tmp_path) == 0
+    assert check_whole(dlcmd, facts(source)) == FILES
+    assert put_again(dlcmd, source, tmp_path) == 0
 
 
-def test_A15_EPIPE_on_both(dlcmd: Dlcmd, source: Path) -> None:
-    """Nobody hears its errors either: the exit code is all that tells."""
+def test_A15_a_put_goes_on_with_stdout_and_stderr_closed(dlcmd: Dlcmd, source: Path) -> None:
+    """Errors cannot be printed either; only the exit code shows them."""
     os.mkfifo(source / "pipe")  # will be named, where nobody reads it
     receiver, sender = os.pipe()
     try:

@@ -1,4 +1,4 @@
-"""How a program names what it wants: one rule for paths and indices, and versions by number."""
+"""Tests of how a program names entries (by paths or indices) and versions (by number)."""
 
 import copy
 from collections.abc import Callable
@@ -64,7 +64,7 @@ def test_one_entry_is_named_in_any_way(url: str, way: str) -> None:
 
 
 def test_an_index_to_delete_is_of_the_version_that_was_shown(url: str) -> None:
-    """Also where what waits to be flushed makes another version, with other indices."""
+    """`delete` flushes first, which makes another version with other indices."""
     with connect("ds", url) as dataset:
         dataset.put(b"first of all", "a")
         dataset.delete(index_of(dataset, "d0/f03"))
@@ -104,17 +104,17 @@ def test_many_entries_are_named_in_any_way(url: str, name: str) -> None:
         assert sizes == [len(CONTENTS[path]) for path in paths]
 
 
-def test_none_are_none(url: str) -> None:
+def test_no_entries_give_no_contents(url: str) -> None:
     with connect("ds", url) as dataset:
-        none: list[EntryKeys] = [[], (), np.array([], np.int64), set[int]()]
-        for nothing in none:
-            assert list(dataset.read_many(nothing)) == []
-            assert len(dataset.stat_many(nothing)) == 0
+        empty_lists: list[EntryKeys] = [[], (), np.array([], np.int64), set[int]()]
+        for empty in empty_lists:
+            assert list(dataset.read_many(empty)) == []
+            assert len(dataset.stat_many(empty)) == 0
 
 
 @pytest.mark.parametrize("missing", ["nowhere", b"d1/x", 10**6, -1, 2**70, np.int64(34)])
-def test_what_is_missing_is_missing_everywhere(url: str, missing: EntryKey) -> None:
-    """Also as the error that programs expect of files."""
+def test_every_call_raises_the_same_error_for_a_missing_entry(url: str, missing: EntryKey) -> None:
+    """The error is a FileNotFoundError, too, which programs expect of files."""
     with connect("ds", url) as dataset:
         for call in (dataset.get, dataset.stat, dataset.ls, dataset.delete):
             with pytest.raises(NoSuchPath):
@@ -122,14 +122,14 @@ def test_what_is_missing_is_missing_everywhere(url: str, missing: EntryKey) -> N
         with pytest.raises(NoSuchPath):
             dataset.shuffle(seed=1, epoch=0, below=missing)
         if missing == 2**70:
-            return  # no array holds that
+            return  # too large for an array of integers
         for many in (dataset.read_many, dataset.stat_many):
             with pytest.raises(FileNotFoundError, match=r"nowhere|d1/x|index"):
                 many([missing])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("bad", ["/d1/f01", "d1//f01", "d1/", "./d1", "\ud8ff", 1.5, None, [1]])
-def test_what_names_nothing_is_refused_everywhere(url: str, bad: EntryKey) -> None:
+def test_every_call_refuses_a_bad_path_or_index(url: str, bad: EntryKey) -> None:
     with connect("ds", url) as dataset:
         for call in (dataset.get, dataset.stat, dataset.ls, dataset.delete):
             with pytest.raises(UsageError):
@@ -142,15 +142,15 @@ def test_what_names_nothing_is_refused_everywhere(url: str, bad: EntryKey) -> No
 @pytest.mark.parametrize(
     "mixed", [["d1/f01", 3], [3, "d1/f01"], "d1/f01", b"d1/f01", np.zeros((2, 2), int), [True]]
 )
-def test_many_are_named_alike(url: str, mixed: list[int]) -> None:
-    """Nothing is left out, and bytes are one path, not many indices."""
+def test_paths_and_indices_cannot_be_mixed(url: str, mixed: list[int]) -> None:
+    """Nor is a single path taken for a list: bytes could be read as many indices."""
     with connect("ds", url) as dataset:
         for many in (dataset.read_many, dataset.stat_many):
             with pytest.raises(UsageError):
                 many(mixed)
 
 
-def test_many_paths_are_looked_for_in_a_newer_version_too(url: str) -> None:
+def test_missing_paths_are_looked_up_in_a_newer_version(url: str) -> None:
     with connect("ds", url) as reader, connect("ds", url) as writer:
         writer.put(b"new", "new")
         writer.flush()
@@ -168,7 +168,7 @@ def test_many_paths_are_looked_for_in_a_newer_version_too(url: str) -> None:
 
 @pytest.fixture
 def before(url: str) -> int:
-    """A version that is kept; after it d0/f00 has changed, and d0/f03 has gone."""
+    """A kept version; after it d0/f00 was changed, and d0/f03 was deleted."""
     with connect("ds", url) as dataset:
         version = dataset.version
         dataset.put(b"changed", "d0/f00")
@@ -185,7 +185,7 @@ def test_a_version_is_opened_by_its_number(url: str, before: int) -> None:
             writer.put(b"later", "later")
             writer.flush()
             with pytest.raises(NoSuchPath):
-                dataset.get("later")  # it does not go over to another version by itself
+                dataset.get("later")  # a named version does not move on by itself
         with copy.deepcopy(dataset) as other:
             assert other.version == before
             with pytest.raises(UsageError):
@@ -197,7 +197,7 @@ def test_a_version_is_opened_by_its_number(url: str, before: int) -> None:
         assert dataset.get("last") == b"last"
 
 
-def test_nothing_is_written_to_a_version(url: str, before: int) -> None:
+def test_a_kept_version_is_read_only(url: str, before: int) -> None:
     with connect(f"ds@{before}", url) as dataset:
         for write in (
             lambda: dataset.put(b"", "x"),
@@ -223,7 +223,7 @@ def test_nothing_is_written_to_a_version(url: str, before: int) -> None:
         ("other@5", NotFoundError),
     ],
 )
-def test_a_version_that_is_none(url: str, text: str, error: type[Exception]) -> None:
+def test_a_bad_version_is_refused(url: str, text: str, error: type[Exception]) -> None:
     with pytest.raises(error):
         connect(text, url)
     with pytest.raises(UsageError):
@@ -232,7 +232,7 @@ def test_a_version_that_is_none(url: str, text: str, error: type[Exception]) -> 
 
 @pytest.mark.fuse
 def test_a_version_is_mounted_by_its_number(url: str, before: int, tmp_path: Path) -> None:
-    """By its name, or as an open dataset shows it."""
+    """Either by `NAME@VERSION`, or as an open dataset that shows the version."""
     point = tmp_path / "point"
     point.mkdir()
     with diesel_fs.mount(f"ds@{before}", point, url=url) as mounted:
@@ -252,7 +252,7 @@ def test_a_version_is_mounted_by_its_number(url: str, before: int, tmp_path: Pat
 # life ---------------------------------------------------------------------------------------------
 
 
-def test_what_is_closed_is_not_read(url: str, tmp_path: Path) -> None:
+def test_every_call_on_a_closed_dataset_is_refused(url: str, tmp_path: Path) -> None:
     dataset = connect("ds", url)
     saved = tmp_path / "saved"
     dataset.save_meta(saved)
@@ -281,7 +281,7 @@ def test_what_is_closed_is_not_read(url: str, tmp_path: Path) -> None:
     assert connect("ds", url).get("d0/f00") == CONTENTS["d0/f00"]
 
 
-def test_S8_a_dataset_shows_what_it_is_and_no_secret(tmp_path: Path) -> None:
+def test_S8_repr_shows_version_and_address_but_no_secret(tmp_path: Path) -> None:
     url = (tmp_path / "store").as_uri()
     with connect("ds", url, create=True) as dataset:
         dataset.put(b"1", "a")

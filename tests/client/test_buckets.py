@@ -1,4 +1,8 @@
-"""libDIESEL over a bucket: also in processes that fork, where the library for buckets hangs."""
+"""Tests of the Python API over a bucket, also in processes that fork.
+
+The library that speaks to buckets hangs in forked children. So a helper process speaks to the
+bucket for the process that opens the dataset, and for its children.
+"""
 
 import hashlib
 import json
@@ -7,7 +11,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,7 @@ from diesel_fs.errors import NoSuchDataset, NoSuchPath, ObjectMissing, ObjectSto
 from diesel_fs.storage import open_stores as stores
 from diesel_fs.storage.objects.cloud.proxy import CloudProxy
 from diesel_fs.urls import CLOUD_SCHEMES
+from tests.cli.conftest import redis_server as redis_server
 from tests.client.test_client import in_child
 from tests.storage.conftest import s3 as s3
 from tests.storage.metadata.redis_servers import RedisServer, until
@@ -27,18 +31,11 @@ TRAIN = Path(__file__).with_name("train.py")
 DEADLINE_S = 120.0
 
 
-@pytest.fixture(scope="module")
-def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    server = RedisServer(tmp_path_factory.mktemp("redis"))
-    yield server
-    server.close()
-
-
 @pytest.fixture
 def url(s3: Server, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A new repository in a bucket, with its metadata in a Redis, and a dataset that was put from
-    Python: each flush makes a chunk."""
-    for scheme in CLOUD_SCHEMES:  # a `dlcmd` that ran in this process opens buckets itself
+    """A new repository in a bucket, with its metadata in a Redis, and a dataset of a few chunks
+    that was put from Python."""
+    for scheme in CLOUD_SCHEMES:  # a `dlcmd` that ran in this process opens buckets without helper
         monkeypatch.delitem(stores._OPENERS, scheme, raising=False)
     for name, text in s3.environ.items():
         monkeypatch.setenv(name, text)
@@ -55,7 +52,7 @@ def url(s3: Server, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) 
 
 
 def helpers(url: str) -> list[int]:
-    """The processes that speak to a bucket for others."""
+    """The helper processes that speak to a bucket for others."""
     found = []
     for each in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -71,11 +68,11 @@ def helpers(url: str) -> list[int]:
 
 
 def wait_for_helper_end(url: str) -> None:
-    """Wait until nobody speaks to a bucket for others."""
+    """Wait until no helper of a bucket runs."""
     until(lambda: not helpers(url), "the end of the helper", DEADLINE_S)
 
 
-def test_a_dataset_in_a_bucket_is_one_like_any(url: str) -> None:
+def test_a_dataset_in_a_bucket_is_read_written_and_purged(url: str) -> None:
     with connect("pets", url) as dataset:
         assert [dataset.get(path) for path in CONTENTS] == [*CONTENTS.values()]
         assert [*map(bytes, dataset.read_many([*CONTENTS]))] == [*CONTENTS.values()]
@@ -96,7 +93,7 @@ def test_a_dataset_in_a_bucket_is_one_like_any(url: str) -> None:
 
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_workers_of_a_data_loader_read_from_a_bucket(url: str, start: str) -> None:
-    """As a training script does, which knows nothing of it, in two epochs."""
+    """An ordinary training script runs two epochs; the workers are forked or spawned."""
     ended = subprocess.run(
         [sys.executable, TRAIN, url, start, "2"],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
@@ -112,7 +109,7 @@ def test_workers_of_a_data_loader_read_from_a_bucket(url: str, start: str) -> No
 
 
 def test_Z9_forked_children_share_their_parents_helper(url: str) -> None:
-    """While other threads of the parent read."""
+    """Other threads of the parent read meanwhile."""
     with connect("pets", url, memory_bytes=1) as dataset:
         ends = threading.Event()
 
@@ -137,7 +134,7 @@ def test_Z9_forked_children_share_their_parents_helper(url: str) -> None:
 
 
 def test_Z9_a_child_that_outlives_its_parent_reads_on(url: str) -> None:
-    """The helper ends with the last of them."""
+    """The helper ends with the last process that reads."""
     told, tells = os.pipe()
     waits, go_on = os.pipe()
 
@@ -165,7 +162,7 @@ def test_Z9_a_child_that_outlives_its_parent_reads_on(url: str) -> None:
 
 
 def test_a_killed_helper_is_replaced(url: str, caplog: pytest.LogCaptureFixture) -> None:
-    """In a forked child, too; and its log says so."""
+    """Also in a forked child; a log line says so."""
     with connect("pets", url, memory_bytes=1) as dataset:
         assert dataset.get("d0/f00") == CONTENTS["d0/f00"]
         (before,) = helpers(url)
@@ -194,8 +191,8 @@ def test_a_put_whose_helper_is_killed_fails_and_says_so(url: str) -> None:
     wait_for_helper_end(url)
 
 
-def test_what_is_interrupted_leaves_no_half_answer(url: str) -> None:
-    """A Ctrl-C in a notebook, say, while an answer is awaited: the next call gets its own."""
+def test_a_call_after_an_interrupted_one_gets_its_own_answer(url: str) -> None:
+    """As after Ctrl-C in a notebook, while the helper's answer is awaited."""
     store = CloudProxy.open(url.split("?")[0])
     (helper,) = helpers(url)
     names = [*store.names("")]
@@ -220,7 +217,7 @@ def test_what_is_interrupted_leaves_no_half_answer(url: str) -> None:
     wait_for_helper_end(url)
 
 
-def test_what_cannot_be_opened_is_told_as_the_store_tells_it(url: str) -> None:
+def test_errors_of_opening_pass_through_the_helper(url: str) -> None:
     place, _, meta = url.partition("?")
     with pytest.raises(ObjectMissing, match="no DIESEL-FS store is here"):
         connect("pets", f"{place}-nowhere?{meta}")

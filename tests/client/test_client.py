@@ -1,4 +1,4 @@
-"""libDIESEL: what a training script does with it, and what a fork must not do."""
+"""Tests of `connect` and `Dataset`: what a training script does with them, and forked children."""
 
 import io
 import os
@@ -32,7 +32,7 @@ from diesel_fs.urls import parse_url
 from ..trees import write
 
 HANG_S = 120
-"""Longer than anything takes on a busy machine."""
+"""Seconds after which a forked child counts as hung; enough for any test on a busy machine."""
 
 
 @pytest.fixture
@@ -120,7 +120,7 @@ def test_an_exception_flushes_nothing(url: str) -> None:
         assert dataset.ls() == []
 
 
-def test_one_version_until_something_is_missing(filled: str) -> None:
+def test_a_reader_stays_at_its_version_until_a_path_is_missing(filled: str) -> None:
     with connect("ds", filled) as reader, connect("ds", filled) as writer:
         before = reader.version
         writer.put(b"changed", "d0/f000")
@@ -128,7 +128,7 @@ def test_one_version_until_something_is_missing(filled: str) -> None:
         writer.flush()
         assert reader.get("d0/f000") == b"content 0"
         assert reader.version == before
-        assert reader.get("new") == b"new"  # absence needs proof: it looks again
+        assert reader.get("new") == b"new"  # missing here, so the newest version is looked at
         assert reader.get("d0/f000") == b"changed"
 
 
@@ -140,14 +140,14 @@ def test_save_and_load_meta(filled: str, tmp_path: Path) -> None:
         dataset.flush()
         assert dataset.load_meta(saved) is False
         with pytest.raises(NoSuchPath):
-            dataset.get("later")  # by the saved version, on purpose
+            dataset.get("later")  # which the saved version does not have
         assert dataset.get("d0/f000") == b"content 0"
         dataset.save_meta(saved)
     with connect("other", filled, create=True) as other, pytest.raises(ForeignError):
         other.load_meta(saved)
 
 
-def test_a_saved_snapshot_is_old_also_where_the_metadata_are_lost(
+def test_load_meta_recognises_an_old_snapshot_after_the_loss_of_the_metadata(
     filled: str, tmp_path: Path
 ) -> None:
     saved = tmp_path / "saved.snapshot"
@@ -162,7 +162,7 @@ def test_a_saved_snapshot_is_old_also_where_the_metadata_are_lost(
         assert dataset.load_meta(saved) is False
 
 
-def test_E1_a_damaged_snapshot(filled: str, tmp_path: Path) -> None:
+def test_E1_a_damaged_snapshot_is_refused(filled: str, tmp_path: Path) -> None:
     saved = tmp_path / "saved.snapshot"
     with connect("ds", filled) as dataset:
         dataset.save_meta(saved)
@@ -176,7 +176,7 @@ def test_E1_a_damaged_snapshot(filled: str, tmp_path: Path) -> None:
 
 
 def test_Z10_a_snapshot_truncated_while_in_use(filled: str, tmp_path: Path) -> None:
-    """The file of the user's is read once; the mapped one is our own."""
+    """`load_meta` reads the user's file once; what stays mapped is a copy of our own."""
     saved = tmp_path / "saved.snapshot"
     with connect("ds", filled) as dataset:
         dataset.save_meta(saved)
@@ -193,7 +193,7 @@ def test_Z10_a_chunk_truncated_while_in_use(filled: str, tmp_path: Path) -> None
             dataset.get("d0/f196")
 
 
-def test_what_cannot_be(url: str, tmp_path: Path) -> None:
+def test_bad_names_and_conflicting_paths_are_refused(url: str, tmp_path: Path) -> None:
     with pytest.raises(ObjectStoreError):
         connect("ds", url)
     with connect("ds", url, create=True) as dataset:
@@ -226,7 +226,7 @@ def test_delete_dataset(filled: str, tmp_path: Path) -> None:
 
 
 def in_child(action: "object") -> int:
-    """The exit code of a forked child that runs `action`; a hang is ended, and is -14."""
+    """Run `action` in a forked child and return its exit code; -14 (SIGALRM) for one that hangs."""
     child = os.fork()
     if child == 0:
         status = 1
@@ -259,7 +259,7 @@ def test_Z9_parent_and_child_both_read(filled: str) -> None:
         read()
 
 
-def test_a_forked_child_never_writes_its_parents_buffer(url: str) -> None:
+def test_a_forked_child_never_flushes_the_puts_of_its_parent(url: str) -> None:
     with connect("ds", url, create=True) as dataset:
         dataset.put(b"parent's", "p")
 
@@ -279,7 +279,7 @@ def test_a_forked_child_never_writes_its_parents_buffer(url: str) -> None:
 
 @pytest.fixture
 def large(url: str, tmp_path: Path) -> str:
-    """60 chunks of 64 KiB and a bit, of files of 4 KiB; and some empty ones."""
+    """A dataset of some 60 chunks of 64 KiB, with files of 4 kB and some empty ones."""
     files = {f"{'val' if n % 10 else 'train'}/{n:04}": os.urandom(4000) for n in range(1020)}
     source = write(tmp_path / "large", files | {f"train/empty{n}": b"" for n in range(9)})
     with LocalRepository.open(url, create=True) as repository:
@@ -289,8 +289,8 @@ def large(url: str, tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("way", ["read_many", "get", "get by path"])
-def test_an_epoch_in_a_chunk_wise_order(large: str, way: str) -> None:
-    """Each chunk is loaded once, and two groups of five are in memory at most."""
+def test_an_epoch_in_chunk_wise_order_loads_each_chunk_once(large: str, way: str) -> None:
+    """At most two groups of five chunks are in memory."""
     with connect("large", large, memory_bytes=12 * CHUNK_BYTES_MIN) as dataset:
         sizes, reader = dataset.snapshot.chunk_sizes, dataset._reader
         assert len(sizes) >= 60
@@ -337,8 +337,8 @@ def test_shuffle_of_a_part_and_a_folder(large: str) -> None:
             dataset.get(-1)
 
 
-def test_memory_that_was_given_is_a_limit(large: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And where none was given, it grows to what two groups need."""
+def test_memory_bytes_is_a_limit(large: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without `memory_bytes`, the memory grows to what two groups of chunks need."""
     with connect("large", large, memory_bytes=3 * CHUNK_BYTES_MIN) as dataset:
         with pytest.raises(UsageError, match="smaller group_size, or open"):
             dataset.shuffle(seed=1, epoch=2, group_size=20)
@@ -380,7 +380,7 @@ def test_mount_from_python(filled: str, tmp_path: Path) -> None:
     assert list(point.iterdir()) == []
 
 
-def test_nothing_goes_below_a_file_that_was_put_before(url: str, filled: str) -> None:
+def test_put_refuses_a_path_below_a_file_that_was_put_before(url: str, filled: str) -> None:
     with connect("pending", url, create=True) as dataset:
         dataset.put(b"data", "a")
         for _ in range(2):  # before the flush, and after it
@@ -396,7 +396,7 @@ def test_nothing_goes_below_a_file_that_was_put_before(url: str, filled: str) ->
         assert dataset.ls("a") == ["b"]
 
 
-def test_nor_over_what_another_writer_has_put_meanwhile(url: str) -> None:
+def test_put_refuses_a_path_that_conflicts_with_another_writers_entry(url: str) -> None:
     with connect("ds", url, create=True) as old, connect("ds", url) as other:
         other.put(b"1", "file")
         other.put(b"2", "folder/in")
@@ -409,7 +409,9 @@ def test_nor_over_what_another_writer_has_put_meanwhile(url: str) -> None:
         assert (old.get("file"), old.ls("folder")) == (b"1", ["else", "in"])
 
 
-def test_nor_below_one_that_a_pinned_view_does_not_show(url: str, tmp_path: Path) -> None:
+def test_put_refuses_a_path_below_a_file_that_a_fixed_version_does_not_show(
+    url: str, tmp_path: Path
+) -> None:
     with connect("ds", url, create=True) as dataset:
         dataset.save_meta(tmp_path / "empty")
         dataset.load_meta(tmp_path / "empty")
@@ -422,7 +424,8 @@ def test_nor_below_one_that_a_pinned_view_does_not_show(url: str, tmp_path: Path
 def test_O15_a_chunk_that_was_lost_fails_every_flush(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The disk is full once. A caller who tries again must not be told that all is there."""
+    """The disk is full once. A later flush must not succeed, as the caller would take all puts for
+    stored."""
     real, full = FolderStore.put, [True]
 
     def put(self: FolderStore, name: str, parts: Sequence[bytes | memoryview]) -> None:

@@ -1,4 +1,4 @@
-"""What differs between versions, and from a folder, against plain dicts of both."""
+"""Tests of the differences between versions, and from a folder, against the same of plain dicts."""
 
 import os
 from collections.abc import Collection, Mapping
@@ -21,10 +21,10 @@ from tests.format.snapshot.test_model import apply, batches, chunks_of
 from ..trees import facts, odd_tree, write
 
 DifferenceSummary = tuple[list[bytes], list[bytes], list[bytes], int]
-"""Paths that were added, changed and removed; and how many entries are as they were."""
+"""Paths that were added, changed and removed; and the number of unchanged entries."""
 
 
-def told(found: Differences) -> DifferenceSummary:
+def summary(found: Differences) -> DifferenceSummary:
     assert not found.failed
     return sorted(found.added), sorted(found.changed), sorted(found.removed), found.unchanged
 
@@ -32,7 +32,8 @@ def told(found: Differences) -> DifferenceSummary:
 def dicts_differ(
     then: Mapping[bytes, tuple[object, object]], now: Mapping[bytes, tuple[object, object]]
 ) -> DifferenceSummary:
-    """The same of two dicts: by path, an entry's kind, and all else that a reader sees of it."""
+    """The differences of two dicts, which map a path to an entry's kind and its other
+    attributes."""
     kept = {path for path in then.keys() & now.keys() if then[path][0] == now[path][0]}
     changed = {path for path in kept if then[path] != now[path]}
     added, removed = sorted(now.keys() - kept), sorted(then.keys() - kept)
@@ -65,10 +66,10 @@ def test_two_versions_differ_as_their_entries_do(
         Snapshot(build(None, state, chunks_of(state, 0), version=version))
         for version, state in ((1, before), (2, after))
     )
-    assert told(compare_versions(old, new, top)) == dicts_differ(
+    assert summary(compare_versions(old, new, top)) == dicts_differ(
         seen(before, top), seen(after, top)
     )
-    assert told(compare_versions(old, old, top))[:3] == ([], [], [])
+    assert summary(compare_versions(old, old, top))[:3] == ([], [], [])
 
 
 def on_disk(top: Path) -> dict[bytes, tuple[object, object]]:
@@ -90,12 +91,12 @@ def folder_differs(view: Snapshot, folder: Path, below: bytes = b"", **how: bool
 
 
 def test_a_folder_differs_as_its_files_do(repository: LocalRepository, tmp_path: Path) -> None:
-    """And after a put of it the versions differ in just that."""
+    """After a put of the folder, the two versions have the same differences."""
     source = odd_tree(tmp_path / "source")
     write(source, {"gone/a/b": b"", "to folder": b"1", "to file/x": b"2", "to link": b"3"})
     put(repository, "ds", FolderSource(source))
     then, before = on_disk(source), repository.view("ds")
-    assert told(folder_differs(before, source)) == ([], [], [], len(then))
+    assert summary(folder_differs(before, source)) == ([], [], [], len(then))
     write(source, {"sub/new": b"n", "sub/deeper/file": b"other"})
     (source / "gone/a/b").unlink()
     (source / "gone/a").rmdir()
@@ -114,13 +115,13 @@ def test_a_folder_differs_as_its_files_do(repository: LocalRepository, tmp_path:
     now = on_disk(source)
     differ = dicts_differ(then, now)
     assert [len(each) for each in differ[:3]] == [5, 6, 7]
-    assert told(folder_differs(before, source)) == differ
+    assert summary(folder_differs(before, source)) == differ
     put(repository, "ds", FolderSource(source), options=PutOptions(delete=True))
     after = repository.view("ds")
-    assert told(compare_versions(before, after)) == differ
-    assert told(folder_differs(after, source)) == ([], [], [], len(now))
-    assert told(folder_differs(after, source / "sub", b"sub"))[:3] == ([], [], [])
-    assert told(folder_differs(after, source / "sub", b"elsewhere"))[0] == sorted(
+    assert summary(compare_versions(before, after)) == differ
+    assert summary(folder_differs(after, source)) == ([], [], [], len(now))
+    assert summary(folder_differs(after, source / "sub", b"sub"))[:3] == ([], [], [])
+    assert summary(folder_differs(after, source / "sub", b"elsewhere"))[0] == sorted(
         b"elsewhere" + path.removeprefix(b"sub") for path in now if path.startswith(b"sub")
     )
 
@@ -133,18 +134,20 @@ def test_contents_of_equal_size_and_time_differ_when_they_are_read(
     view, status = repository.view("ds"), (source / "b").stat()
     (source / "b").write_bytes(b"TWO")
     os.utime(source / "b", ns=(0, status.st_mtime_ns))
-    assert told(folder_differs(view, source))[1] == []
-    assert told(folder_differs(view, source, checksum=True))[1] == [b"b"]
+    assert summary(folder_differs(view, source))[1] == []
+    assert summary(folder_differs(view, source, checksum=True))[1] == [b"b"]
 
 
 def test_an_empty_folder_lacks_everything(repository: LocalRepository, tmp_path: Path) -> None:
     put(repository, "ds", FolderSource(write(tmp_path / "source", {"a/b": b"1"})))
     found = folder_differs(repository.view("ds"), write(tmp_path / "empty", {}))
-    assert list(found.removed) == [b"a", b"a/b"]  # folders before what is in them
+    assert list(found.removed) == [b"a", b"a/b"]  # a folder before its entries
     assert list(found.added) == []
 
 
-def test_what_cannot_be_compared(repository: LocalRepository, tmp_path: Path) -> None:
+def test_missing_sides_are_errors_and_unreadable_entries_are_named(
+    repository: LocalRepository, tmp_path: Path
+) -> None:
     put(repository, "ds", FolderSource(write(tmp_path / "source", {"a/b": b"1"})))
     view = repository.view("ds")
     with pytest.raises(NotFoundError):
@@ -157,7 +160,9 @@ def test_what_cannot_be_compared(repository: LocalRepository, tmp_path: Path) ->
     assert [path for path, _ in folder_differs(view, tmp_path / "source").failed] == [b"pipe"]
 
 
-def test_paths_are_a_collection(repository: LocalRepository, tmp_path: Path) -> None:
+def test_the_paths_of_differences_are_a_collection(
+    repository: LocalRepository, tmp_path: Path
+) -> None:
     put(repository, "ds", FolderSource(write(tmp_path / "source", {"a": b"1"})))
     view = repository.view("ds")
     added: Collection[bytes] = compare_versions(empty_snapshot(view.identity, "ds"), view).added

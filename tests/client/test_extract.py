@@ -1,4 +1,4 @@
-"""Writing entries back: what no snapshot and no destination can make it do."""
+"""Tests of writing entries back, also from forged snapshots and into hostile destinations."""
 
 import errno
 import io
@@ -28,7 +28,7 @@ def repository(tmp_path: Path) -> Iterator[LocalRepository]:
         yield opened
 
 
-def got(
+def get_to(
     repository: LocalRepository,
     view: Snapshot,
     dest: Path,
@@ -51,18 +51,18 @@ def got(
 def test_M1_names_are_checked_again_by_the_writer(
     repository: LocalRepository, tmp_path: Path, name: bytes, evil: bytes
 ) -> None:
-    """Even a snapshot that nobody has verified leads nowhere but into the destination."""
+    """Even a snapshot that was not verified cannot make `get` write outside the destination."""
     source = write(tmp_path / "src", {f"sub/{name.decode()}": b"evil", "sub/good": b"good"})
     (source / f"sub/{name.decode()}x").mkdir()
     put(repository, "pets", FolderSource(source))
     view = repository.view("pets")
     names = bytearray(view.columns.names)
-    at = names.index(name + name + b"xgood")  # the names of the folder, one behind the other
+    at = names.index(name + name + b"xgood")  # the names of the folder's entries, concatenated
     names[at : at + len(name)] = evil
     forged = view.columns._replace(names=np.frombuffer(names, np.uint8))
     bad = Snapshot(b"".join(layout.write(view.header, forged)), verify=False)
     before = facts(tmp_path / "src")
-    report = got(repository, bad, tmp_path / "out/in")
+    report = get_to(repository, bad, tmp_path / "out/in")
     assert len(report.failed) == 1
     assert report.failed[0][1].startswith("not written: its name has")
     assert (tmp_path / "out/in/sub/good").read_bytes() == b"good"
@@ -73,7 +73,7 @@ def test_M1_names_are_checked_again_by_the_writer(
 def test_E2_a_content_of_another_length_is_a_failure_and_is_not_counted(
     repository: LocalRepository, tmp_path: Path
 ) -> None:
-    """A snapshot that nobody has verified says more than its chunks have: no byte is made up."""
+    """A forged snapshot gives a file more bytes than its chunk has; `get` invents none."""
     source = write(tmp_path / "src", {"good": b"good", "liar": b"x" * 3000})
     put(repository, "pets", FolderSource(source), options=PutOptions(compress="none"))
     view = repository.view("pets")
@@ -82,7 +82,7 @@ def test_E2_a_content_of_another_length_is_a_failure_and_is_not_counted(
     forged = view.columns._replace(size=sizes)
     header = layout.header_of(forged, view.identity, view.dataset, view.version, view.digest)
     bad = Snapshot(b"".join(layout.write(header, forged)), verify=False)
-    report = got(repository, bad, tmp_path / "out")
+    report = get_to(repository, bad, tmp_path / "out")
     assert [path for path, _ in report.failed] == [b"liar"]
     assert "3000 bytes" in report.failed[0][1]
     assert (report.files, report.content_bytes) == (1, 4)
@@ -113,8 +113,10 @@ def test_M4_a_device_is_replaced_and_never_opened(
         return whole(path, *arguments, **more)
 
     monkeypatch.setattr(os, "open", watched)
-    assert [path for path, _ in got(repository, repository.view("pets"), out).failed] == [b"zero"]
-    assert got(repository, repository.view("pets"), out, force=True).failed == []
+    assert [path for path, _ in get_to(repository, repository.view("pets"), out).failed] == [
+        b"zero"
+    ]
+    assert get_to(repository, repository.view("pets"), out, force=True).failed == []
     assert (out / "zero").is_file()
     assert len(opened) > 2
     assert b"zero" not in opened
@@ -124,12 +126,12 @@ def test_equal_means_equal_content(repository: LocalRepository, tmp_path: Path) 
     source = write(tmp_path / "src", {"a": b"right", "b": b"x" * 200_000})
     put(repository, "pets", FolderSource(source), options=PutOptions(chunk_bytes=65536))
     out, view = tmp_path / "out", repository.view("pets")
-    assert got(repository, view, out).files == 2
-    assert got(repository, view, out).unchanged == 2
+    assert get_to(repository, view, out).files == 2
+    assert get_to(repository, view, out).unchanged == 2
     times = (0, (out / "b").stat().st_mtime_ns)
     (out / "b").write_bytes(b"x" * 199_999 + b"y")
     os.utime(out / "b", ns=times)
-    report = got(repository, view, out)
+    report = get_to(repository, view, out)
     assert (report.unchanged, [path for path, _ in report.failed]) == (1, [b"b"])
 
 
@@ -140,7 +142,7 @@ def test_files_of_many_extents_come_back_piece_by_piece(
     put(repository, "pets", FolderSource(source), options=PutOptions(chunk_bytes=65536))
     view = repository.view("pets")
     assert len(view.extents(view.lookup(b"big"))) == 5
-    got(repository, view, tmp_path / "out")
+    get_to(repository, view, tmp_path / "out")
     assert facts(tmp_path / "out") == facts(source)
     reader = EntryReader(view, repository.objects, MEMORY_BYTES)
     with EntryFile(reader, view.lookup(b"big")) as file:
@@ -152,7 +154,7 @@ def test_files_of_many_extents_come_back_piece_by_piece(
 def test_files_are_read_in_the_order_of_their_chunks(
     repository: LocalRepository, tmp_path: Path
 ) -> None:
-    for name in ("z", "m", "a"):  # the last comes first in directory order
+    for name in ("z", "m", "a"):  # put in this order, which is not that of the names
         put(
             repository,
             "pets",
@@ -164,7 +166,7 @@ def test_files_are_read_in_the_order_of_their_chunks(
     assert len(in_chunk_order(view, np.zeros(0, np.int64))) == 0
 
 
-def test_a_full_disk_ends_it_and_leaves_nothing_half_written(
+def test_a_full_disk_ends_get_and_leaves_no_partial_file(
     repository: LocalRepository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(repository, "pets", FolderSource(write(tmp_path / "src", {"a": b"1", "b": b"2"})))
@@ -178,29 +180,29 @@ def test_a_full_disk_ends_it_and_leaves_nothing_half_written(
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", full)
         with pytest.raises(NoSpaceError, match="cannot write 'b'"):
-            got(repository, repository.view("pets"), tmp_path / "out")
+            get_to(repository, repository.view("pets"), tmp_path / "out")
     assert os.listdir(tmp_path / "out") == ["a"]
 
 
-def test_a_store_that_goes_away_is_not_the_fault_of_one_file(
+def test_a_lost_store_ends_get_and_lost_chunks_fail_their_files(
     repository: LocalRepository, tmp_path: Path
 ) -> None:
     put(repository, "pets", FolderSource(write(tmp_path / "src", {"a": b"1", "b": b"2"})))
     view = repository.view("pets")
     (tmp_path / "store").rename(tmp_path / "elsewhere")
     with pytest.raises(ObjectStoreError, match="the store has gone"):
-        got(repository, view, tmp_path / "out")
+        get_to(repository, view, tmp_path / "out")
     (tmp_path / "elsewhere").rename(tmp_path / "store")
     for chunk in (tmp_path / "store").glob("datasets/*/chunks/*/*"):
         chunk.unlink()
-    report = got(repository, view, tmp_path / "out")
+    report = get_to(repository, view, tmp_path / "out")
     assert [path for path, _ in report.failed] == [b"a", b"b"]
 
 
 def test_implicit_folders_keep_no_time(repository: LocalRepository, tmp_path: Path) -> None:
-    """A folder that nobody put has no time of its own: 1970 would be a lie."""
+    """A folder that was never put itself has no mtime; it must not get that of 1970."""
     put(repository, "pets", FolderSource(write(tmp_path / "src", {"a": b"1"})), b"one/two")
-    got(repository, repository.view("pets"), tmp_path / "out")
+    get_to(repository, repository.view("pets"), tmp_path / "out")
     assert (tmp_path / "out/one").stat().st_mtime > 1_000_000_000
     assert (tmp_path / "out/one").stat().st_mode & 0o777 == 0o755
 
@@ -208,7 +210,7 @@ def test_implicit_folders_keep_no_time(repository: LocalRepository, tmp_path: Pa
 def test_folders_that_are_there_stay_as_they_are(
     repository: LocalRepository, tmp_path: Path
 ) -> None:
-    """A home folder's `.ssh` is not opened to everybody because a dataset has one."""
+    """For example `.ssh` of a home keeps its mode, though the dataset has an open folder `.ssh`."""
     source = write(tmp_path / "src", {".ssh/x": b"1", "implicit/y": b"2", "new/z": b"3"})
     (source / ".ssh").chmod(0o777)
     put(repository, "pets", FolderSource(source))
@@ -222,12 +224,12 @@ def test_folders_that_are_there_stay_as_they_are(
         (home / name).chmod(0o700)
         (home / name / "own").touch()  # so that nothing but a get would change the time
         os.utime(home / name, ns=(0, 7))
-    assert got(repository, view, home).failed == []
+    assert get_to(repository, view, home).failed == []
     assert (home / ".ssh/x").read_bytes() == b"1"
     assert [(home / name).stat().st_mode & 0o777 for name in (".ssh", "implicit")] == [0o700] * 2
     assert (home / ".ssh").stat().st_mtime_ns != (source / ".ssh").stat().st_mtime_ns
     assert (home / "new").stat().st_mtime_ns == (source / "new").stat().st_mtime_ns
-    got(repository, view, home, force=True)
+    get_to(repository, view, home, force=True)
     assert (home / ".ssh").stat().st_mode & 0o777 == 0o777
     assert (home / ".ssh").stat().st_mtime_ns == (source / ".ssh").stat().st_mtime_ns
 

@@ -1,4 +1,5 @@
-"""A dataset that goes to another process: the same version there, and no secret on the way."""
+"""Tests of pickles of a dataset: another process opens the same version, and no secret is in
+them."""
 
 import copy
 import multiprocessing
@@ -41,26 +42,26 @@ def view(url: str) -> Iterator[Snapshot]:
 
 
 def sent(what: object) -> bytes:
-    """As it travels to another process."""
+    """The pickle of an object, as multiprocessing makes it."""
     return bytes(ForkingPickler.dumps(what))
 
 
-def _read(dataset: Dataset, told: "Connection[object, object]") -> None:
-    """What a worker does."""
+def _read(dataset: Dataset, results: "Connection[object, object]") -> None:
+    """The worker's part: read everything, and send it back."""
     with dataset:
         contents = {path: dataset.get(path) for path in FILES}
-        told.send((dataset.version, contents, [*map(bytes, dataset.read_many([*FILES]))]))
+        results.send((dataset.version, contents, [*map(bytes, dataset.read_many([*FILES]))]))
 
 
-def _in_a_worker(dataset: Dataset) -> object:
-    """What a process that shares nothing with us reads."""
+def _read_in_a_worker(dataset: Dataset) -> object:
+    """What a spawned process reads, which shares no memory with this one."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     worker = context.Process(target=_read, args=(dataset, theirs))
     worker.start()
     theirs.close()
     try:
-        assert ours.poll(DEADLINE_S), "a worker that says nothing"
+        assert ours.poll(DEADLINE_S), "the worker has sent nothing"
         return ours.recv()
     finally:
         worker.join(DEADLINE_S)
@@ -74,13 +75,13 @@ def test_a_spawned_worker_reads_the_version_that_its_parent_shows(url: str) -> N
         writer.put(b"more", "new")
         writer.flush()
         dataset.put(b"of the parent alone", "d1/f01")
-        assert _in_a_worker(dataset) == (dataset.version, FILES, [*FILES.values()])
+        assert _read_in_a_worker(dataset) == (dataset.version, FILES, [*FILES.values()])
         dataset.close()
     with connect("ds", url) as dataset:
         assert dataset.get("d1/f01") == b"of the parent alone"
 
 
-def test_a_copy_goes_its_own_way(url: str, tmp_path: Path) -> None:
+def test_a_copy_moves_on_to_newer_versions_by_itself(url: str, tmp_path: Path) -> None:
     with connect("ds", url, memory_bytes=5 << 20, compress="none") as dataset:
         dataset.save_meta(tmp_path / "meta")
         with copy.deepcopy(dataset) as other, connect("ds", url) as writer:
@@ -93,10 +94,10 @@ def test_a_copy_goes_its_own_way(url: str, tmp_path: Path) -> None:
         with copy.deepcopy(dataset) as other:
             assert other.version == dataset.version
             with pytest.raises(NoSuchPath):
-                other.get("new")  # pinned, as it is
+                other.get("new")  # the copy stays at the loaded version, as the original does
 
 
-def test_the_order_of_reading_goes_along(url: str) -> None:
+def test_a_copy_has_the_order_of_reading(url: str) -> None:
     with connect("ds", url) as dataset:
         assert dataset._order is None
         order = dataset.shuffle(seed=3, epoch=4, group_size=2, below="d1")
@@ -107,7 +108,7 @@ def test_the_order_of_reading_goes_along(url: str) -> None:
         assert dataset._order is None  # its indices are of another version
 
 
-def test_what_is_closed_goes_nowhere(url: str) -> None:
+def test_a_closed_dataset_cannot_be_pickled(url: str) -> None:
     dataset = connect("ds", url)
     dataset.close()
     with pytest.raises(UsageError, match="is closed"):
@@ -115,7 +116,7 @@ def test_what_is_closed_goes_nowhere(url: str) -> None:
 
 
 @pytest.mark.parametrize("where", ["environment", "code"])
-def test_S8_a_password_in_the_address_stays_here(
+def test_S8_a_pickle_has_no_password_of_the_address(
     url: str, view: Snapshot, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = f"{url}?meta=redis://me:{SECRET}@127.0.0.1:1"
@@ -135,7 +136,7 @@ def test_S8_a_password_in_the_address_stays_here(
 
 
 @pytest.mark.parametrize("where", ["environment", "code", "another's"])
-def test_S8_the_key_of_an_account_stays_here(
+def test_S8_a_pickle_has_no_key_of_an_account(
     view: Snapshot, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seed = b"canary-of-an-account-32-bytes..."
@@ -155,7 +156,7 @@ def test_S8_the_key_of_an_account_stays_here(
 
 
 @pytest.mark.parametrize("environment", [{"DIESEL_TASK_KEY": SECRET}, {}])
-def test_S8_the_key_of_a_task_stays_here(
+def test_S8_a_pickle_has_no_key_of_a_task(
     url: str, view: Snapshot, environment: Mapping[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in environment.items():
@@ -173,7 +174,7 @@ def test_S8_the_key_of_a_task_stays_here(
     assert keyless.task_options_with_key.task_key == ""
 
 
-def test_the_same_version_is_found_or_none(
+def test_same_view_finds_the_very_version_or_raises(
     url: str, view: Snapshot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     identity, version = view.identity.hex, view.version

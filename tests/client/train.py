@@ -1,6 +1,7 @@
-"""A training script as people write it: PyTorch's DataLoader over a dataset, with two workers.
+"""A training script as users write it: PyTorch's DataLoader over a dataset, with two workers.
 
-`train.py URL START EPOCHS` prints, as JSON, each file that the workers have read, with its digest.
+`train.py URL START EPOCHS` prints as JSON, for each epoch, the path and the SHA-256 of each file
+that the workers have read. START is the start method of multiprocessing.
 """
 
 import hashlib
@@ -13,7 +14,7 @@ import diesel_fs
 
 
 class Files:
-    """All files, as somebody's own class."""
+    """The files of a dataset, in a class as DataLoader wants it."""
 
     def __init__(self, dataset: diesel_fs.Dataset) -> None:
         self.dataset = dataset
@@ -29,10 +30,10 @@ class Files:
 
 
 def main() -> None:
-    """Train."""
+    """Read all files in each epoch."""
     url, start, epochs = sys.argv[1:]
     with diesel_fs.connect("pets", url=url) as dataset:
-        dataset.get(dataset.snapshot.files()[0])  # the parent has read, too, before it forks
+        dataset.get(dataset.snapshot.files()[0])  # the parent reads before it forks
         for epoch in range(int(epochs)):
             loader = torch.utils.data.DataLoader(
                 Files(dataset),

@@ -33,7 +33,8 @@ def _ran(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 def _installed(folder: Path) -> list[Path]:
-    """The units with the programs of this tree's environment in place of the installed ones."""
+    """Copy the units, with the programs of this tree's environment in place of the installed
+    ones."""
     for unit in UNITS:
         text = unit.read_text(encoding="utf-8")
         assert "/opt/diesel-fs/bin/" in text
@@ -56,7 +57,7 @@ def test_the_server_may_do_little(tmp_path: Path) -> None:
 
 
 def _composed(folder: Path) -> dict[str, dict[str, dict[str, object]]]:
-    """What docker-compose makes of the file, which checks it against its schema."""
+    """The parsed compose file; docker-compose checks it against its schema."""
     program = _program("docker-compose")
     copy = folder / "deploy"
     (copy / "secrets").mkdir(parents=True)
@@ -95,7 +96,7 @@ def test_the_server_knows_every_variable_that_is_set_for_it() -> None:
 
 
 def test_the_units_options_fit_together(tmp_path: Path) -> None:
-    """What a unit sets is read by the program, which then wants a store and nothing else."""
+    """The server reads what the unit sets, and then misses only the store."""
     text = next(unit for unit in UNITS if "server" in unit.name).read_text(encoding="utf-8")
     lines = re.findall(r"^Environment=(.*)$", text, re.MULTILINE)
     words = [word.partition("=") for line in lines for word in line.split()]
@@ -109,7 +110,7 @@ def test_the_units_options_fit_together(tmp_path: Path) -> None:
 
 
 def test_the_archive_of_the_sources_has_all_that_the_makefile_needs(tmp_path: Path) -> None:
-    """And the licence, which its metadata name."""
+    """It has the licence, too, which its metadata name."""
     for path in FILES:
         copy = tmp_path / "tree" / path.relative_to(TREE)
         copy.parent.mkdir(parents=True, exist_ok=True)
@@ -124,10 +125,10 @@ def test_the_archive_of_the_sources_has_all_that_the_makefile_needs(tmp_path: Pa
         held = {each.name.partition("/")[2] for each in archive if each.isfile()}
         metadata = archive.extractfile(f"{name.removesuffix('.tar.gz')}/PKG-INFO")
         assert metadata is not None
-        said = metadata.read().decode().splitlines()
+        result = metadata.read().decode().splitlines()
     assert {str(path.relative_to(TREE)) for path in FILES} - held == {".gitignore"}
-    assert "License-Expression: Apache-2.0" in said
-    assert "License-File: LICENSE" in said
+    assert "License-Expression: Apache-2.0" in result
+    assert "License-File: LICENSE" in result
 
 
 def test_the_image_has_all_packages_and_both_programs() -> None:

@@ -1,15 +1,14 @@
-"""The unit of a mount, run by a real systemd, which is the first process of its own namespaces.
+"""Tests of the unit of a mount, run by a real systemd in namespaces of its own.
 
-There the system's files and settings are read-only or copies, and it knows no unit but ours and
-empty ones of the names that ours need: those of the machine would change what others see.
+The system's files and settings are read-only or copies there. This systemd has our units, and empty
+units of the names that ours need; the machine's own units would change what other processes see.
 """
 
 import os
 import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import pytest
 
 from diesel_fs.system.mountinfo import mounts
 from tests.unprivileged_user import needs_root
+from tests.waiting import wait_until
 
 from .test_deploy import DEPLOY
 
@@ -58,7 +58,7 @@ exec env -i container=test SYSTEMD_UNIT_PATH=/run/units PATH=/usr/sbin:/usr/bin:
 
 
 class Machine:
-    """What goes on under that systemd."""
+    """Runs commands under that systemd."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -75,14 +75,6 @@ class Machine:
         """What systemd says of a unit."""
         lines = self("systemctl", "show", unit).stdout.splitlines()
         return {name: value for name, _, value in (line.partition("=") for line in lines)}
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    """Returns when the condition holds; fails after a minute."""
-    deadline_s = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
 
 
 @pytest.fixture(scope="module")
