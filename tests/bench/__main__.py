@@ -1,7 +1,7 @@
-"""`python -m tests.bench [names...]`: runs benchmarks, prints one table, writes it as JSON.
+"""`python -m tests.bench [names...]`: runs benchmarks, prints one table, and writes it as JSON.
 
-Exit code 0 where everything was measured, whether the targets are met or not; 1 where a benchmark
-broke or a peer is missing.
+The exit code is 0 if everything was measured, whether or not the targets are met; 1 if a benchmark
+failed or a peer is missing.
 """
 
 import argparse
@@ -26,37 +26,37 @@ from .workbench import Workbench
 
 ROUNDS = 5
 ROUNDS_QUICK = 1
-DURATION_S_MAX = 75 * 60  # what is not begun by then is said to be missing
+DURATION_S_MAX = 75 * 60  # benchmarks that have not begun by then are reported as failed
 TREE = Path(__file__).resolve().parents[2]
 
 
 def arguments() -> argparse.Namespace:
-    """What the user wants. Exits with 2 where that makes no sense."""
+    """Parse the command line. Exits with 2 for bad arguments."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.bench", description=__doc__.partition("\n")[0]
     )
     parser.add_argument(
-        "names", nargs="*", help=f"only those that begin so: {', '.join(BENCHMARKS)}"
+        "names", nargs="*", help=f"run only benchmarks that begin so: {', '.join(BENCHMARKS)}"
     )
     parser.add_argument("--quick", action="store_true", help=f"{ROUNDS_QUICK} round, not {ROUNDS}")
     parser.add_argument(
         "--json", type=Path, default=TREE / "build" / "bench.json", help="default: %(default)s"
     )
     parser.add_argument(
-        "--keep", type=Path, metavar="DIR", help="work in DIR, and keep the inputs there"
+        "--keep", type=Path, metavar="DIR", help="work in DIR, and keep the input files there"
     )
     parser.add_argument("--divisor", type=int, default=1, help=argparse.SUPPRESS)  # smaller inputs
     said = parser.parse_args()
     try:
         chosen(said.names)
     except KeyError as error:
-        parser.error(f"no benchmark is named {error}: there are {', '.join(BENCHMARKS)}")
+        parser.error(f"no benchmark is named {error}: the names are {', '.join(BENCHMARKS)}")
     return said
 
 
 @contextmanager
 def workbench(keep: Path | None, rounds: int, divisor: int) -> Iterator[Workbench]:
-    """A bench in the folder to keep, or in one that goes; not in a temporary folder in memory."""
+    """A bench in the folder `keep`, or in a temporary one on a disk, which is removed."""
     with TemporaryDirectory(prefix="diesel-bench-", dir="/var/tmp") as temporary:
         bench = Workbench((keep or Path(temporary)).resolve(), rounds, divisor)
         try:
@@ -66,12 +66,12 @@ def workbench(keep: Path | None, rounds: int, divisor: int) -> Iterator[Workbenc
 
 
 def run_all(bench: Workbench, benchmarks: Mapping[str, Benchmark]) -> list[Row]:
-    """The rows of all; one that breaks takes no other along."""
+    """The rows of all benchmarks; one that fails does not stop the others."""
     rows: list[Row] = []
     end_s = time.monotonic() + DURATION_S_MAX
     for name, run in benchmarks.items():
         if time.monotonic() > end_s:
-            rows.append(failed(name, "the time was up"))
+            rows.append(failed(name, "the time limit of the bench was reached"))
             continue
         print(f"{name}", file=sys.stderr, flush=True)
         start_s = time.monotonic()
@@ -85,7 +85,7 @@ def run_all(bench: Workbench, benchmarks: Mapping[str, Benchmark]) -> list[Row]:
 
 
 def write_json(file: Path, document: dict[str, Json]) -> None:
-    """The same as the table, and every sample."""
+    """Write the rows and every sample."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
@@ -95,8 +95,11 @@ def _terminate(number: int, _frame: FrameType | None) -> None:
 
 
 def main() -> int:
-    """Runs the bench; its exit code."""
-    for number in (signal.SIGTERM, signal.SIGHUP):  # so that mounts and files are cleaned up
+    """Run the bench and return its exit code."""
+    for number in (
+        signal.SIGTERM,
+        signal.SIGHUP,
+    ):  # an exception, so that mounts and files are cleaned up
         signal.signal(number, _terminate)
     said = arguments()
     began, rounds = datetime.now(UTC), ROUNDS_QUICK if said.quick else ROUNDS

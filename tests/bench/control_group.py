@@ -1,7 +1,7 @@
-"""A control group of the bench's own, which counts all memory that is charged to its processes:
-their own, the page cache that they filled, and what the kernel keeps for them.
+"""Measures the peak memory of programs by a control group: all memory that is charged to them.
 
-Either version of control groups serves, where this user may make a group (root mostly).
+That is their own memory, the page cache that they filled, and what the kernel keeps for them. Both
+versions of control groups work, if this user (mostly root) may make a group.
 """
 
 import itertools
@@ -14,32 +14,33 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MOUNTED = Path("/sys/fs/cgroup")
-REMOVAL_S = 5.0  # its last process ends a moment after the mount
+REMOVAL_S = 5.0  # its last process may end a moment after the mount
 
 _numbers = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
 class ControlGroup:
-    """A group, and the file that knows its peak."""
+    """A control group, and its file with the peak."""
 
     folder: Path
     peak_file: Path
 
     @property
     def prefix(self) -> list[str]:
-        """What comes before a command so that it runs in the group, and all that it starts."""
+        """Arguments to put before a command, so that it runs in the group with all that it
+        starts."""
         script = 'echo $$ > "$0/cgroup.procs" && exec "$@"'
         return ["sh", "-c", script, str(self.folder)]
 
     def peak_bytes(self) -> int:
-        """The most that has been charged at any time."""
+        """The greatest memory that was charged at any time."""
         return int(self.peak_file.read_text())
 
 
 @contextmanager
 def control_group() -> Iterator[ControlGroup | None]:
-    """A group until the end; None where there cannot be one."""
+    """A new group, which is removed at the end; None if this user cannot make one."""
     found = next(filter(None, map(_made, _places())), None)
     try:
         yield found
@@ -49,7 +50,8 @@ def control_group() -> Iterator[ControlGroup | None]:
 
 
 def _places() -> Iterator[tuple[Path, str]]:
-    """Where a group could be, and how its peak is called there: of version 1, of version 2."""
+    """The folders where a group may be made, and the file of its peak: version 1, then version
+    2."""
     try:
         listed = Path("/proc/self/cgroup").read_text(encoding="utf-8")
     except OSError:

@@ -1,4 +1,4 @@
-"""Our side: the command line as a user runs it, with a repository and caches of its own."""
+"""Runs `dlcmd` as our side of a benchmark, with a repository and caches of its own."""
 
 import compileall
 import os
@@ -15,19 +15,20 @@ from .mounts import Mount, is_mounted
 
 PROGRAM = Path(sys.executable).parent / "dlcmd"
 TREE = Path(__file__).resolve().parents[2]
-DEADLINE_S = 900.0  # for what takes a minute: a hang must not take the bench's whole hour
+DEADLINE_S = 900.0  # commands take a minute at most; a hang must not use up the bench's hour
 
 
 @cache
 def compile_program() -> None:
-    """Make the program's bytecode, as installing it does: where Python is told to write none
-    (containers often are), an editable installation would be compiled again by every command."""
+    """Write the program's bytecode, as an installation does. Where Python is told not to write it
+    (as often in containers), every command would compile the modules again."""
     for package in ("diesel_fs", "cli/dlcmd"):
         compileall.compile_dir(TREE / package, quiet=2)
 
 
 class Dlcmd:
-    """`dlcmd` of a user whose caches and logs lie in `folder`, and so the store unless given."""
+    """`dlcmd` of a user with caches and logs in `folder`, and the store too unless `store` is
+    given."""
 
     def __init__(self, folder: Path, *, store: Path | None = None) -> None:
         compile_program()
@@ -40,30 +41,30 @@ class Dlcmd:
         self.environment["PYTHONPATH"] = str(TREE)  # for the probes
 
     def command(self, *arguments: str) -> list[str]:
-        """The words of a command."""
+        """The arguments that start a command."""
         return [str(PROGRAM), "-q", *arguments]
 
     def seconds(self, *arguments: str) -> float:
-        """Runs a command, and says how long it took. Raises CalledProcessError."""
+        """Run a command, and return the seconds that it took. Raises CalledProcessError."""
         start_s = time.perf_counter()
         self._run(*arguments)
         return time.perf_counter() - start_s
 
     def stored_bytes(self) -> int:
-        """How much lies in the repository."""
+        """The bytes of all files in the repository."""
         return sum(path.stat().st_size for path in self.store.rglob("*") if path.is_file())
 
     def output(self, *arguments: str) -> bytes:
-        """Runs a command, and returns what it printed. Raises CalledProcessError."""
+        """Run a command, and return what it printed. Raises CalledProcessError."""
         return self._run(*arguments, kept=subprocess.PIPE).stdout
 
     @contextmanager
     def mounted(
         self, dataset: str, mountpoint: Path, *options: str, group: ControlGroup | None = None
     ) -> Iterator[Mount]:
-        """The dataset at a mount point, which is made; unmounted at the end, come what may.
+        """Mount the dataset at a mount point, which is made, and unmount it at the end in any case.
 
-        With a `group`, all processes of the mount begin and stay in it.
+        With a `group`, all processes of the mount run in this control group.
         """
         mountpoint.mkdir(exist_ok=True)
         prefix = () if group is None else group.prefix

@@ -1,7 +1,8 @@
-"""Epochs: all files of a shape, read once in some order by the C reader, every byte checked.
+"""Reads epochs (all files of a shape, once, in some order) with the C reader, and checks every
+byte.
 
-Lists are made before anything is mounted and read right after: a pause between pushing and reading
-would be measured, too, since idle pages may be taken out of the cache.
+The lists of files are written before a dataset is mounted, so that it is read right after. A pause
+would be measured, too, since the kernel may reclaim idle pages of its page cache.
 """
 
 from collections.abc import Iterable
@@ -17,7 +18,8 @@ from .workbench import Workbench
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """A list of files to read, and what whoever has read all of them has seen."""
+    """A list of files to read, with the count, bytes and sum that a reader of all of them must
+    get."""
 
     list_file: Path
     files: int
@@ -26,7 +28,7 @@ class Order:
 
 
 def prepared(bench: Workbench, wanted: Shape) -> tuple[Shape, Path]:
-    """The shape that is measured, and its files."""
+    """The shape to measure, and the folder with its files."""
     shape = bench.shape(wanted)
     return shape, bench.input(shape)
 
@@ -43,7 +45,7 @@ def random_order(
 
 
 def whole_order(shape: Shape, root: Path, paths: Iterable[str], file: Path) -> Order:
-    """All files of a shape below `root` in this order, listed in `file`."""
+    """All files of a shape below `root`, in the order of `paths`; the list is written to `file`."""
     write_list((f"{root}/{path}" for path in paths), file)
     return Order(file, shape.files, shape.bytes, shape.content_sum())
 
@@ -51,7 +53,8 @@ def whole_order(shape: Shape, root: Path, paths: Iterable[str], file: Path) -> O
 def read_epoch(
     bench: Workbench, order: Order, *, readers: int = 1, walk: Path | None = None
 ) -> ReadReport:
-    """What the readers did; they may walk the folder `walk` first. Wrong contents end the bench."""
+    """Read the files with some readers, which walk the folder `walk` first. Wrong contents are an
+    error."""
     report = read_files(bench.reader, order.list_file, readers=readers, walk=walk)
     got, expected = (report.files, report.bytes, report.sum), (order.files, order.bytes, order.sum)
     assert got == expected, f"wrong contents were read: {got}, not {expected}"
@@ -60,5 +63,5 @@ def read_epoch(
 
 
 def files_per_s(report: ReadReport) -> float:
-    """From the first open to the last close."""
+    """The rate from the first open to the last close."""
     return report.files / report.seconds

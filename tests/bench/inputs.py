@@ -1,7 +1,8 @@
-"""The fixed inputs: the same names and bytes in every run, on every machine.
+"""Makes the fixed inputs of the bench: the same names and bytes in every run, on every machine.
 
-Contents come from a seeded generator and cannot be compressed, so that no side gains by trying. A
-folder of files has its name only when it is complete; with `--keep` a later run finds it again.
+Contents come from a seeded generator and cannot be compressed, so that no side gains by
+compression. A folder of files gets its name only when it is complete; with `--keep` a later run
+uses it again.
 """
 
 import shutil
@@ -24,7 +25,7 @@ MTIME_S = 1_700_000_000
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How many files, of what size, in how many folders of equally many."""
+    """The number of files, their size, and the number of folders, which have equally many files."""
 
     name: str
     files: int
@@ -59,15 +60,17 @@ class Shape:
         return np.frombuffer(generator.bytes(rows * size), np.uint8).reshape(rows, size)
 
     def content_sum(self) -> int:
-        """All contents, added as 64-bit words modulo 2^64: whoever has read all of it knows it."""
+        """The sum of all contents as 64-bit words modulo 2^64; a reader of all files must get
+        it."""
         return int(self.file_sums().sum())
 
     def file_sums(self) -> Sums:
-        """The same of each file, in the order of `paths`. Kept: large shapes take seconds."""
+        """The sum of each file, in the order of `paths`. It is cached: large shapes take
+        seconds."""
         return _file_sums(self)
 
     def scaled(self, divisor: int) -> "Shape":
-        """The same with so many times fewer folders: to try the bench, not to measure."""
+        """The shape with `divisor` times fewer folders: to try the bench, not to measure."""
         folders = max(self.folders // divisor, 2)
         return replace(self, files=folders * self.files_per_folder, folders=folders)
 
@@ -88,7 +91,7 @@ N1M = Shape("N1M", 1_280_000, 1_000, 0)
 
 
 def make(shape: Shape, under: Path) -> Path:
-    """The folder that holds the files of a shape, made where it is missing."""
+    """The folder with the files of a shape, which is made if it is missing."""
     folder = under / f"{shape.name}-{shape.files}-{shape.folders}-{shape.file_bytes}"
     if folder.exists():
         return folder
@@ -115,14 +118,14 @@ def tar_stream(shape: Shape) -> Iterator[bytes]:
 
 
 def _headers(paths: list[str]) -> bytes:
-    """The headers of empty files whose names are equally long: one header, with others' names."""
+    """The tar headers of empty files with names of equal length, made from one header."""
     first = tarfile.TarInfo(paths[0])
     first.mode, first.mtime = 0o644, MTIME_S
     template = np.frombuffer(first.tobuf(tarfile.USTAR_FORMAT), np.uint8)
     headers = np.tile(template, (len(paths), 1))
     names = np.frombuffer("".join(paths).encode(), np.uint8).reshape(len(paths), -1)
     headers[:, : names.shape[1]] = names
-    headers[:, 148:156] = ord(" ")  # what the checksum counts in its own place
+    headers[:, 148:156] = ord(" ")  # the checksum counts its own field as spaces
     checksums = headers.sum(axis=1)
     for digit in range(6):  # six octal digits, NUL, space
         headers[:, 153 - digit] = ord("0") + (checksums >> (3 * digit)) % 8

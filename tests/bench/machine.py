@@ -1,4 +1,5 @@
-"""What the figures were measured on: printed above the table and written beside the rows."""
+"""Describes the machine that is measured on: printed above the table, and written beside the
+rows."""
 
 import os
 import platform
@@ -9,10 +10,10 @@ import diesel_fs
 
 from .report import Json
 
-_LOAD_PER_CORE_MAX = 0.25  # above it, somebody else is measured too
+_LOAD_PER_CORE_MAX = 0.25  # above it, other programs would be measured, too
 
 _VM_SETTINGS = ("swappiness", "vfs_cache_pressure", "dirty_ratio", "dirty_background_ratio")
-"""What decides how long pages and names stay in memory, and when writing waits for the disk."""
+"""Settings of how long pages and names stay in memory, and when a writer waits for the disk."""
 
 _DAMON = Path("/sys/kernel/mm/damon/admin/kdamonds")
 
@@ -35,7 +36,7 @@ def machine(folder: Path) -> dict[str, Json]:
 
 
 def is_busy() -> bool:
-    """Whether others use this machine, so that figures mean little."""
+    """Whether other programs use this machine, so that figures mean little."""
     return os.getloadavg()[0] > _LOAD_PER_CORE_MAX * len(os.sched_getaffinity(0))
 
 
@@ -54,8 +55,8 @@ def described(state: dict[str, Json]) -> str:
 
 
 def _idle_reclaim() -> str:
-    """Whether the kernel takes pages away that nobody uses, however much memory is free: then a
-    pause between pushing and reading is measured, too. `on (pageout of 128 MiB a second)`.
+    """Whether the kernel reclaims idle pages even when memory is free, as in `on (DAMON pageout of
+    128 MiB in 1000 ms)`. Then a pause between loading and reading is measured, too.
     """
     found = []
     if _text("/sys/module/damon_reclaim/parameters/enabled") == "Y":
@@ -71,7 +72,7 @@ def _idle_reclaim() -> str:
 
 
 def _quota(quotas: Path) -> str:
-    """At most so much in so long."""
+    """The limit of a scheme: so many bytes in so much time."""
     size, period_ms = _text(str(quotas / "bytes")), _text(str(quotas / "reset_interval_ms"))
     if not size.isdigit() or not int(size):
         return ""
@@ -79,7 +80,7 @@ def _quota(quotas: Path) -> str:
 
 
 def _disk(folder: Path) -> str:
-    """File system, device, and whether it turns: `ext4 on vda (turning or virtual)`."""
+    """The file system, its device and its kind: `ext4 on vda (solid state)`."""
     device = folder.stat().st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     kind = source = "unknown"

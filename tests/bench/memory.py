@@ -1,7 +1,8 @@
-"""The peak memory of a program and all it starts, as PSS: shared pages are counted once.
+"""Measures the peak memory of a program and all that it starts, as PSS, which counts shared pages
+once.
 
-The program runs in a session of its own, and what belongs to the session is counted, whoever its
-parent is. Sampled, so peaks shorter than the interval may be missed.
+The program runs in a session of its own, and all processes of that session are counted. The memory
+is sampled, so a peak shorter than the interval may be missed.
 """
 
 import subprocess
@@ -14,7 +15,8 @@ _PROC = Path("/proc")
 
 
 def peak_pss_bytes(command: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Run a command; the greatest sum of PSS over its processes. Raises CalledProcessError."""
+    """Run a command, and return the greatest sum of PSS over its processes. Raises
+    CalledProcessError."""
     peak = 0
     with subprocess.Popen(command, env=environment, start_new_session=True) as leader:
         while leader.poll() is None:
@@ -31,12 +33,12 @@ def members(session: int) -> list[int]:
 
 
 def pss_bytes(pid: int) -> int:
-    """The PSS of a process; 0 where it has ended."""
+    """The PSS of a process; 0 if it has ended."""
     return rollup_bytes(str(pid)).get("Pss", 0)
 
 
 def rollup_bytes(process: str) -> dict[str, int]:
-    """What the kernel says of all mappings of a process (a number, or `self`), in bytes."""
+    """The kernel's sums over all mappings of a process (a number, or `self`), in bytes."""
     try:
         lines = (_PROC / process / "smaps_rollup").read_text(encoding="ascii").splitlines()[1:]
     except OSError:
@@ -45,7 +47,7 @@ def rollup_bytes(process: str) -> dict[str, int]:
 
 
 def available_bytes() -> int:
-    """How much memory could still be taken without swapping."""
+    """The memory that programs can still take without swapping."""
     lines = (_PROC / "meminfo").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
 

@@ -1,4 +1,4 @@
-"""Rows of the table: a figure of ours, what it is held against, and whether that suffices.
+"""Rows of the table: our figure, the peer's or a limit, their ratio, and whether the target is met.
 
 Pure: values in, text and plain data out. A ratio is that of the medians; its range over the rounds
 stands beside it, since sides of one round were measured next to each other.
@@ -18,7 +18,7 @@ NOT_MEASURED = "not measured"
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A bound on a ratio of ours to the other's."""
+    """A bound on the ratio of our figure to the other's."""
 
     ratio: float
     at_most: bool
@@ -28,18 +28,18 @@ class Target:
 
 
 def at_least(ratio: float) -> Target:
-    """Ours is to be this many times the other's, or more."""
+    """Our figure must be this many times the other's, or more."""
     return Target(ratio, at_most=False)
 
 
 def at_most(ratio: float) -> Target:
-    """Ours is to be this many times the other's, or less."""
+    """Our figure must be this many times the other's, or less."""
     return Target(ratio, at_most=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line. `other` holds the peer's samples, or a limit as a single one, or nothing."""
+    """One row. `other` has the peer's samples, a limit as a single sample, or None."""
 
     name: str
     unit: str
@@ -51,14 +51,15 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        """Ours to the other's; None where there is no pair, or nothing to divide by."""
+        """The ratio of our median to the other's; None without two figures, or for a division by
+        0."""
         if not (isinstance(self.ours, Samples) and isinstance(self.other, Samples)):
             return None
         return self.ours.median / self.other.median if all(self.other.values) else None
 
     @property
     def ratio_range(self) -> tuple[float, float] | None:
-        """The least and the greatest ratio of a round; a limit is the same in each."""
+        """The least and the greatest ratio over the rounds; a limit is the same in each."""
         if not (isinstance(self.ours, Samples) and isinstance(self.other, Samples)):
             return None
         others = self.other.values
@@ -71,7 +72,7 @@ class Row:
 
     @property
     def met(self) -> bool | None:
-        """Whether the target is met; None where there is none, or nothing to say about it."""
+        """Whether the target is met; None without a target or without figures."""
         if self.target is None:
             return None
         if self.ratio is not None:
@@ -82,7 +83,7 @@ class Row:
 
     @property
     def problems(self) -> list[str]:
-        """What could not be measured, and why."""
+        """The sides that could not be measured, with the reasons."""
         sides = [("ours", self.ours), (self.against, self.other)]
         return [
             f"{self.name}: {side}: {measured.reason}"
@@ -91,7 +92,7 @@ class Row:
         ]
 
     def as_json(self) -> Json:
-        """All that is known, for other programs."""
+        """The row with all its samples, for other programs."""
         spread = self.ratio_range
         return {
             "name": self.name,
@@ -113,13 +114,13 @@ class Row:
 def within(
     name: str, unit: str, ours: Measured, limit: float, *, most: bool, note: str = ""
 ) -> Row:
-    """A row whose figure is held against a fixed limit: at `most` it, or at least."""
+    """A row with a fixed limit: with `most` the figure must be at most the limit, else at least."""
     target = at_most(1) if most else at_least(1)
     return Row(name, unit, ours, LIMIT, Samples((limit,)), target, note)
 
 
 def failed(name: str, reason: str) -> Row:
-    """A row for a benchmark that broke."""
+    """The row of a benchmark that failed."""
     return Row(name, "", NotMeasured(reason))
 
 
@@ -128,7 +129,7 @@ _LEFT = {0, 2, 4}  # columns of words
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows as text, with notes and what was not measured below."""
+    """The rows as text, with the notes and the failures below."""
     lines = [_HEAD, *map(cells, rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     text = [_line(cells, widths) for cells in lines]

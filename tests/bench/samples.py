@@ -1,7 +1,8 @@
-"""Repeated measurements: sides that take turns, and their medians. Pure but for calling the sides.
+"""Repeats measurements of two or more sides (ours and peers) that take turns, and takes the
+medians.
 
-Sides that are compared alternate within a round, and the first place rotates from round to round:
-what drifts (a disk, a neighbour, a clock) meets all of them alike.
+The sides alternate within a round, and each round starts with another side. So a drift of the
+machine (its disk, its neighbours, its clock) affects all sides alike.
 """
 
 import statistics
@@ -11,13 +12,13 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 Side = Callable[[], Mapping[str, float]]
-"""One run of one side: it prepares what it needs, and returns only what it measured, by name."""
+"""One run of one side: it prepares what it needs, and returns its figures by name."""
 
 OURS = "ours"
 
 
 class PeerMissing(Exception):
-    """A peer cannot be had or did not work here; the reason is the message."""
+    """A peer is not installed, or did not work here; the message is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class NotMeasured:
     reason: str
 
     def map(self, convert: Callable[[float], float]) -> "NotMeasured":
-        """Itself: nothing has no unit."""
+        """Itself, since there is no value to convert."""
         return self
 
 
@@ -51,13 +52,13 @@ Measured: TypeAlias = Samples | NotMeasured
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """What the sides of a benchmark measured."""
+    """The figures of all sides and rounds of a benchmark."""
 
     runs: Mapping[str, Sequence[Mapping[str, float]]]
     missing: Mapping[str, NotMeasured]
 
     def of(self, side: str, quantity: str) -> Measured:
-        """The samples of a quantity; all sides of equally many rounds."""
+        """The samples of a figure of one side; all sides have equally many."""
         if side in self.missing:
             return self.missing[side]
         return Samples(tuple(run[quantity] for run in self.runs[side]))
@@ -67,7 +68,7 @@ class Rounds:
 
 
 def alternate(rounds: int, sides: Mapping[str, Side]) -> Rounds:
-    """Run the sides in turn, `rounds` times each; one that is missing is left out from then on."""
+    """Run each side `rounds` times, in turns. A peer that is missing is left out from then on."""
     names = list(sides)
     runs: dict[str, list[Mapping[str, float]]] = {name: [] for name in names}
     missing: dict[str, NotMeasured] = {}
@@ -88,10 +89,10 @@ def alternate(rounds: int, sides: Mapping[str, Side]) -> Rounds:
 
 
 def repeat(rounds: int, ours: Side) -> Rounds:
-    """Run our side alone: what is held against limits."""
+    """Run our side alone, for figures that have fixed limits."""
     return alternate(rounds, {OURS: ours})
 
 
 def say(text: str) -> None:
-    """A line on how far the bench is; the table alone goes to stdout."""
+    """Print a line of progress to stderr; stdout has only the table."""
     print(f"  {text}", file=sys.stderr, flush=True)

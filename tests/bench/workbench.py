@@ -1,4 +1,4 @@
-"""The bench's folders, and what several benchmarks share: inputs, the reader, a large dataset.
+"""The folders of the bench, and what its benchmarks share: inputs, the reader, a large dataset.
 
 Everything lies in one folder, on one disk: `inputs/`, which `--keep` keeps, and `work/`, which is
 removed at the end. A benchmark takes a `scratch` folder and leaves nothing outside it.
@@ -38,7 +38,7 @@ class Workbench:
         shutil.rmtree(self._work, ignore_errors=True)
 
     def shape(self, shape: Shape) -> Shape:
-        """The shape that is measured in its place: a smaller one where the bench is tried."""
+        """The shape to use for a shape: a smaller one if the bench is only tried."""
         return shape if self.divisor == 1 else shape.scaled(self.divisor)
 
     def input(self, shape: Shape) -> Path:
@@ -61,8 +61,8 @@ class Workbench:
         return compile_reader(self._work)
 
     def warm_page_cache(self, *folders: Path) -> None:
-        """Before something is timed: nothing of earlier runs waits for the disk, and all of
-        `folders` is in the page cache, though idle pages may have been taken out of it meanwhile.
+        """Prepare a timed run: write earlier runs' dirty pages to the disk, and read all of
+        `folders` into the page cache, since the kernel may have reclaimed idle pages.
         """
         os.sync()
         with self.scratch() as scratch:
@@ -70,8 +70,8 @@ class Workbench:
             read_files(self.reader, write_list(paths, scratch / "list"))
 
     def drop_page_cache(self, folder: Path) -> None:
-        """The opposite: what a folder's files hold leaves the page cache; their inodes stay."""
-        os.sync()  # dirty pages stay
+        """Drop the contents of a folder's files from the page cache; their inodes stay."""
+        os.sync()  # else dirty pages would stay
         for path in _files(folder):
             descriptor = os.open(path, os.O_RDONLY)
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -100,7 +100,7 @@ class Workbench:
             stdout=subprocess.DEVNULL,
         ) as process:
             assert process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):  # its exit code says more
+            with contextlib.suppress(BrokenPipeError):  # its exit code tells the error
                 for piece in tar_stream(shape):
                     process.stdin.write(piece)
                 process.stdin.close()

@@ -1,4 +1,4 @@
-"""What is measured. A benchmark takes the workbench, cleans up behind itself, and returns rows."""
+"""The benchmarks. Each is a function that takes the workbench, returns rows, and cleans up."""
 
 from collections.abc import Callable, Mapping
 
@@ -43,7 +43,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
 
 
 def chosen(names: list[str]) -> dict[str, Benchmark]:
-    """The benchmarks whose names begin with one of `names`; all where there are none.
+    """The benchmarks whose names begin with one of `names`; all of them if `names` is empty.
 
     Raises KeyError for a name that chooses nothing.
     """

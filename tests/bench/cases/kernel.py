@@ -1,4 +1,5 @@
-"""The kernel session: how fast files are read that it made resident, and those it did not."""
+"""Benchmarks of the kernel session: reading files that are in the page cache, and files that are
+not."""
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -83,7 +84,7 @@ def _second_epoch_rows(shape: Shape, rounds: Rounds, readers: int) -> list[Row]:
 
 
 def first_epoch(bench: Workbench) -> list[Row]:
-    """The first epoch on a fresh mount, from its being ready on, with the walk of its folders."""
+    """The first epoch on a fresh mount, from when it is ready, with a walk of its folders."""
     return [row for shape in FIRST_RATIO for row in _first_epoch_of(bench, shape)]
 
 
@@ -95,7 +96,7 @@ def _first_epoch_of(bench: Workbench, wanted: Shape) -> list[Row]:
         images.mkdir()
         order = random_order(shape, mountpoint, 0, folder)
         with dlcmd.mounted(shape.name, mountpoint):
-            pass  # this user has a copy of the snapshot from now on
+            pass  # afterwards this user has a copy of the snapshot
 
         @cache
         def image() -> Path:
@@ -146,7 +147,8 @@ def _first_epoch_rows(shape: Shape, rounds: Rounds) -> list[Row]:
 
 
 def one_read_a_file(bench: Workbench) -> list[Row]:
-    """D4 where nothing is pushed, so that each file costs a READ, against the pyfuse3 session."""
+    """D4 where nothing is loaded into the page cache, so that each file costs a READ, against
+    pyfuse3."""
     shape, source = prepared(bench, D4)
     rows: list[Row] = []
     with bench.scratch() as folder:
@@ -183,7 +185,7 @@ def one_read_a_file(bench: Workbench) -> list[Row]:
 
 
 def worst(measured: Measured) -> Measured:
-    """The greatest sample, where none may be above a limit."""
+    """The greatest sample, for a limit that none may exceed."""
     return Samples((max(measured.values),)) if isinstance(measured, Samples) else measured
 
 

@@ -1,4 +1,5 @@
-"""`ls -lR` of a million entries, over both sessions, against the same tree in tmpfs."""
+"""Benchmark of `ls -lR` of a million entries, over both sessions, against the same tree in
+tmpfs."""
 
 import os
 import subprocess
@@ -20,7 +21,7 @@ PYFUSE3_FIRST_RATIO = 8
 
 
 def measure(bench: Workbench) -> list[Row]:
-    """On a fresh mount, and again on the same."""
+    """List on a fresh mount, and again on the same mount."""
     shape, dlcmd = bench.shape(N1M), bench.n1m
     with ExitStack() as stack:
 

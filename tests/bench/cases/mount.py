@@ -1,4 +1,4 @@
-"""The mount: how soon it is ready, and the portable FUSE session against ratarmount."""
+"""Benchmarks of mounting: how soon a mount is ready, and the pyfuse3 session against ratarmount."""
 
 from pathlib import Path
 
@@ -19,11 +19,12 @@ EPOCHS = ("first epoch", "second epoch")
 
 
 def ready(bench: Workbench) -> list[Row]:
-    """From the start of `dlcmd mount` to its return, of N1M with its snapshot in the store."""
+    """The time from the start of `dlcmd mount` to its return, for N1M with its snapshot in the
+    store."""
 
     def first() -> dict[str, float]:
         with bench.scratch() as folder:
-            dlcmd = Dlcmd(folder, store=bench.n1m.store)  # of a user who has not read it
+            dlcmd = Dlcmd(folder, store=bench.n1m.store)  # a user without a copy of the snapshot
             return _mount_seconds(dlcmd, folder)
 
     def again() -> dict[str, float]:
@@ -31,7 +32,7 @@ def ready(bench: Workbench) -> list[Row]:
             return _mount_seconds(bench.n1m, folder)
 
     adopted = repeat(bench.rounds, first).ours("seconds")
-    again()  # adopts the snapshot, so that the others need not
+    again()  # makes the user's copy of the snapshot, which the timed runs then use
     ours = repeat(bench.rounds, again).ours("seconds")
     name = f"mount {N1M.name}, ready"
     own, none = "over this user's own copy of the snapshot", "the copy is made from the store's"
@@ -82,7 +83,7 @@ def read(bench: Workbench) -> list[Row]:
 
 
 def _epochs(bench: Workbench, mount: Path) -> dict[str, float]:
-    """Files per second of each epoch, in an order of its own, and all bytes checked."""
+    """Files per second of each epoch, each in another order; all bytes are checked."""
     paths, rates = D4.paths(), {}
     for number, epoch in enumerate(EPOCHS):
         order = np.random.default_rng(number).permutation(len(paths)).tolist()

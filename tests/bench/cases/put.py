@@ -1,4 +1,4 @@
-"""Putting a folder: the whole command, from its start to all of it being durable."""
+"""Benchmarks of `dlcmd put`: the whole command, from its start until everything is durable."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +26,7 @@ FROM_TAR = "whole commands; the peer is the put of the folder that the tar was m
 COLD = "the same; the sources' contents are not in the page cache"
 
 Prepare = Callable[[Path], None]
-"""Brings the sources into the state from which they are packed."""
+"""A function that prepares the source files: warms or drops their page cache."""
 
 
 def rate_of(shape: Shape) -> Callable[[Workbench], list[Row]]:
@@ -70,7 +70,7 @@ def _row(name: str, rounds: Rounds, peer: str, target: Target | None, note: str)
 
 
 def from_tar(bench: Workbench) -> list[Row]:
-    """Putting a tar of small files, beside putting the folder that it was made of."""
+    """Putting a tar of small files, against putting the folder that it was made of."""
     shape = bench.shape(D1M)
     source = bench.input(shape)
     folder_name = "the folder"

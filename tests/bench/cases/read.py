@@ -1,4 +1,4 @@
-"""Reading whole files through `read_many`, in random order, in one process."""
+"""Benchmark of reading whole files through `read_many`, in random order, in one process."""
 
 from .. import probes
 from ..dlcmd import Dlcmd
@@ -12,7 +12,7 @@ SECOND_PER_S = 300_000
 
 
 def measure(bench: Workbench) -> list[Row]:
-    """Two passes in a fresh process, by indices and by paths."""
+    """Two passes in a fresh process, with files named by indices and by paths."""
     with bench.scratch() as folder:
         dlcmd = Dlcmd(folder)
         dlcmd.seconds("put", str(bench.input(D4)), D4.name)
@@ -31,7 +31,7 @@ def measure(bench: Workbench) -> list[Row]:
 
 
 def _passes(bench: Workbench, dlcmd: Dlcmd, by: str) -> dict[str, Measured]:
-    """Files per second of the passes; each round is a new process."""
+    """Files per second of both passes; each round runs in a new process."""
     expected = D4.content_sum()
     seeds = iter(range(bench.rounds))
 

@@ -1,4 +1,5 @@
-"""1 to 16 readers at once in later epochs of D4: a table, and a plot beside the bench."""
+"""Benchmark of 1 to 16 readers at once in later epochs of D4: a table, and a plot beside the
+bench."""
 
 from contextlib import ExitStack
 from functools import cache
@@ -20,11 +21,13 @@ PEERS = (tmpfs.NAME, squashfuse.NAME, ratarmount.NAME, OVER_PYFUSE3)
 
 PLOT = Path(__file__).parents[1] / "readers.png"
 PLOT_TRIED = TREE / "build" / "readers.png"
-"""Where one round or small inputs are plotted: what is in the tree shows medians of full ones."""
+"""The plot of a run with one round or small inputs; the plot in the tree shows medians of full
+runs."""
 
 
 def measure(bench: Workbench) -> list[Row]:
-    """Rates of an epoch that so many readers share, in an order of its own, after a first one."""
+    """The rates of an epoch that some readers share, in an order of its own, after a first
+    epoch."""
     shape, source = prepared(bench, D4)
     with bench.scratch() as folder, ExitStack() as stack:
         dlcmd, mountpoint = Dlcmd(folder), folder / "mount"

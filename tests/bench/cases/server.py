@@ -1,4 +1,4 @@
-"""A server between clients and their stores: what it costs, and what it saves.
+"""Benchmarks of a server between clients and their stores: what it costs, and what it saves.
 
 Servers, Redis and the S3 server (moto's, in Python, one process) are programs of the bench's own on
 loopback, and share this machine's processors with the clients.
@@ -46,7 +46,7 @@ SINGLES = "single objects, S3 server"
 
 
 class Serving:
-    """A server over stores of its own, and a user of it."""
+    """A server over stores of its own, with a user."""
 
     def __init__(self, stack: ExitStack, folder: Path, s3: S3Server | None, redis: RedisServer):
         folder.mkdir(exist_ok=True)
@@ -67,7 +67,7 @@ class Serving:
         return f"{self.store}?meta={self.meta}"
 
     def start(self, *options: str) -> Server:
-        """A server; from now on `dlcmd` goes through it."""
+        """Start a server; from now on `dlcmd` goes through it."""
         server = self._stack.enter_context(
             Server(
                 self.folder / f"server-{time.time_ns()}",
@@ -83,7 +83,7 @@ class Serving:
         self.dlcmd.url = self.dlcmd.environment["DIESEL_URL"] = url
 
     def clients(self, *arguments: str | int) -> dict[str, float]:
-        """What clients get (`probes/clients.py`)."""
+        """The figures of some clients (`probes/clients.py`)."""
         return probes.run("clients", self.dlcmd, D4.name, *map(str, arguments))
 
 
@@ -118,7 +118,8 @@ def put(bench: Workbench) -> list[Row]:
 
 
 def stat(bench: Workbench) -> list[Row]:
-    """Metadata: many paths in one request, against Redis's own benchmark with as many commands."""
+    """Metadata: many paths in one request, against redis-benchmark with as many commands in a
+    pipeline."""
     source = bench.input(bench.shape(D4))
     with _serving(bench, s3=False) as serving:
         first = serving.start()
@@ -163,7 +164,8 @@ def _redis_benchmark(serving: Serving, pipeline: int) -> dict[str, float]:
 
 
 def snapshot(bench: Workbench) -> list[Row]:
-    """From a snapshot each client has the same rate, and the server nothing to do."""
+    """Clients look up paths in their snapshots: the server does nothing, and each has the same
+    rate."""
     source = bench.input(bench.shape(D4))
     most = len(os.sched_getaffinity(0))
     with _serving(bench, s3=False) as serving:
@@ -184,7 +186,8 @@ def snapshot(bench: Workbench) -> list[Row]:
 
 
 def read(bench: Workbench) -> list[Row]:
-    """Small files and whole chunks, against the objects of the S3 server behind the server."""
+    """Small files and whole chunks, against objects of the S3 server that stands behind the
+    server."""
     shape = bench.shape(D4)
     source = bench.input(shape)
     with ExitStack() as stack:
@@ -249,7 +252,7 @@ def _small(bench: Workbench, serving: Serving, bucket: str, keys: int, tier: str
 
 def _chunks(bench: Workbench, serving: Serving, urls: list[str], how: str, ratio: float) -> Row:
     serving.clients("chunks", 1, 1)
-    time.sleep(3.0)  # the last of them find their place
+    time.sleep(3.0)  # the last chunks are still being written to the cache
     rounds = alternate(
         bench.rounds,
         {OURS: lambda: serving.clients("chunks", 1, PASSES), CURL: lambda: _curl(urls)},
@@ -276,7 +279,7 @@ def _mega(rate: float) -> float:
 
 
 def _upload(bucket: str, contents: list[bytes]) -> int:
-    """Put files as objects of their own; how many there are."""
+    """Put files as objects of their own; return their number."""
     place = urlsplit(bucket)
     link = http.client.HTTPConnection(place.netloc)
     for number, content in enumerate(contents):
@@ -288,7 +291,7 @@ def _upload(bucket: str, contents: list[bytes]) -> int:
 
 
 def _chunk_urls(serving: Serving, s3: S3Server) -> list[str]:
-    """Where the S3 server has D4's chunks."""
+    """The URLs of D4's chunks at the S3 server."""
     server = serving.start()
     names = {name: serving.dlcmd.environment[name] for name in ("DIESEL_USER", "DIESEL_KEY")}
     settings = load_settings({"url": server.url}, names)

@@ -1,4 +1,4 @@
-"""Metadata in a Redis: putting with it, committing to it, and recovering all of it from chunks.
+"""Benchmarks of metadata in a Redis: putting, committing, and recovering all of it from chunks.
 
 A real `redis-server` of the bench's own, over a socket, without a log on disk.
 """

@@ -1,4 +1,5 @@
-"""Metadata of N1M: making its snapshot, adding to it, opening it, asking it."""
+"""Benchmarks of the metadata of N1M: making its snapshot, adding to it, opening it, looking paths
+up."""
 
 from pathlib import Path
 
@@ -18,7 +19,7 @@ OWN_MB = 100
 
 
 def measure(bench: Workbench) -> list[Row]:
-    """All of it, in the order in which a dataset lives."""
+    """All benchmarks of this module, in the order of a dataset's life."""
     dlcmd, name = bench.n1m, N1M.name
     put = Samples((N1M.files / bench.n1m_put_seconds,))
     export = repeat(bench.rounds, lambda: probes.run("metadata", dlcmd, name, "export"))
@@ -32,7 +33,7 @@ def measure(bench: Workbench) -> list[Row]:
 
 
 def _put_ten(bench: Workbench, folder: Path) -> Row:
-    """Ten new files onto the dataset, its new snapshot included, as a whole command."""
+    """Putting ten new files, with the new snapshot: the time of the whole command."""
     numbers = iter(range(bench.rounds))
 
     def put() -> dict[str, float]:
@@ -50,7 +51,8 @@ def _put_ten(bench: Workbench, folder: Path) -> Row:
 
 
 def _open(bench: Workbench, folder: Path) -> list[Row]:
-    """The first reader of a version on a node adopts it; every later one maps that copy."""
+    """Opening a snapshot: the first reader of a version on a node copies it, every later one maps
+    the copy."""
     dlcmd, name = bench.n1m, N1M.name
     numbers = iter(range(bench.rounds))
 
@@ -60,7 +62,7 @@ def _open(bench: Workbench, folder: Path) -> list[Row]:
         return probes.run("metadata", dlcmd, name, "open", fresh_cache=str(cache))
 
     adopted = repeat(bench.rounds, adopt)
-    probes.run("metadata", dlcmd, name, "open")  # adopts, so that the others need not
+    probes.run("metadata", dlcmd, name, "open")  # makes the copy, which the timed runs then map
     opened = repeat(bench.rounds, lambda: probes.run("metadata", dlcmd, name, "open"))
     milliseconds = opened.ours("seconds").map(lambda s: s * 1e3)
     per_entry = opened.ours("bytes_per_entry")

@@ -1,4 +1,4 @@
-"""The cache of a task: four nodes against a memcached on each of the same four.
+"""Benchmarks of a task's cache: four nodes, against a memcached on each of the same four.
 
 Nodes are network namespaces of this machine (loopback addresses where there are none), so all of
 them share its processors with their readers; both sides do. The store is an S3 server of the
@@ -34,16 +34,16 @@ NODES = 4
 BATCH, BATCHES, SINGLES = 128, 400, 10_000
 STORE_S = 0.005
 CLIENT_BYTES = 8 << 20
-"""Of each client alone: nearly nothing of a dataset, so what it reads is its master's to give."""
-MASTER_PART = 1.5 / NODES  # of the dataset, that each node has memory for
+"""Memory of each client: nearly nothing of a dataset, so that its master serves what it reads."""
+MASTER_PART = 1.5 / NODES  # the part of the dataset that fits the memory of a node
 CHUNK_BYTES, CHUNK_BYTES_MIN = 4 << 20, 64 << 10
 SMALL_CHUNK_BYTES = 512 << 10
 """Of what half of the dataset is to be: of a node's ten large ones, four or five would fit."""
 POLICY_BATCHES = 30
 WARM_S = 120.0
-SAMPLE = 2_000  # files that are read one by one from the store, to know how fast that goes
-SLOW_ROUNDS = 2  # of what takes a minute a round
-GONE = 3  # the node that dies
+SAMPLE = 2_000  # files that are read one by one from the store, to measure that rate
+SLOW_ROUNDS = 2  # for benchmarks that take a minute a round
+GONE = 3  # the rank of the node that is killed
 
 BATCH_RATIO, SINGLE_RATIO, MOUNT_RATIO = 1.3, 0.8, 1.5
 COLD_RATIO, FILE_BY_FILE_RATIO, RECOVERY_RATIO = 0.8, 5, 5
@@ -55,7 +55,7 @@ RATE = "files/s"
 
 
 class Client:
-    """A process that reads in a node (`probes/task.py`)."""
+    """A process that reads on a node (`probes/task.py`)."""
 
     def __init__(self, place: NodeHost, client_options: Mapping[str, object]) -> None:
         self._log = (place.folder / f"client-{id(self)}.log").open("w+b")
@@ -84,7 +84,7 @@ class Client:
         return self.answer()
 
     def close(self) -> None:
-        """End it as a training process ends."""
+        """End the process as a training process ends."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
@@ -96,7 +96,7 @@ class Client:
 
 
 class Running:
-    """A task of some nodes, with a client on each."""
+    """A task of some nodes, with a client on each node."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class Running:
         self._serial = 0
 
     def start(self, **options: object) -> None:
-        """A master on each node, and a client of it; another task than any before."""
+        """Start a new task: a master on each node, and a client of it."""
         self.stop()
         self._serial += 1
         self.task.name = f"bench{self._serial}"
@@ -135,11 +135,11 @@ class Running:
         for client in self.clients:
             client.answer()
         for client in self.clients:
-            client.run(do="singles", seed=0, count=1)  # it has met its master now
+            client.run(do="singles", seed=0, count=1)  # afterwards it is connected to its master
         self.task.gathered()
 
     def stop(self) -> None:
-        """The end of the task: its clients end, and nobody waits for its masters."""
+        """End the task's clients; its masters end by themselves."""
         for client in self.clients:
             client.close()
         self.clients = []
@@ -150,13 +150,13 @@ class Running:
                 left.unlink()
 
     def all(self, **order: object) -> list[dict[str, float]]:
-        """All clients at once."""
+        """Give an order to all clients at once."""
         for client in self.clients:
             client.send_order(order)
         return [client.answer() for client in self.clients]
 
     def warm_s(self) -> float:
-        """How long it takes, from nothing, until every chunk is with its owner."""
+        """The seconds until every chunk is in the memory of its owner."""
         start_s = time.perf_counter()
         for part, client in enumerate(self.clients):
             client.send_order({"do": "touch", "part": part, "of": len(self.clients)})
@@ -167,7 +167,7 @@ class Running:
         return seconds
 
     def wait_whole(self, ranks: "range | list[int]") -> None:
-        """Until these masters hold all that they own, and own all there is between them."""
+        """Wait until these masters have all chunks that they own, and together own all chunks."""
         end_s = time.monotonic() + WARM_S
         while not self._is_whole(ranks):
             assert time.monotonic() < end_s, "the task does not get warm"
@@ -198,13 +198,13 @@ def _running(
 
 
 def _paths(running: Running) -> str:
-    """The list of files that a client of memcached reads."""
+    """Write the list of files that a client of memcached reads."""
     file = running.nodes.folder / "paths"
     return str(file if file.exists() else write_list(running.shape.paths(), file))
 
 
 def _filled(stack: ExitStack, running: Running) -> memcached.Cluster | None:
-    """A memcached on each node that has all files; nothing where it cannot be had."""
+    """A memcached on each node, which has all files; None if memcached is not installed."""
     try:
         cluster = memcached.Cluster(running.nodes, 2 * running.shape.bytes + (256 << 20))
         stack.enter_context(cluster)
@@ -314,7 +314,7 @@ def mounted(bench: Workbench) -> list[Row]:
 
 
 def _announce(mountpoint: Path, shape: Shape, epoch: int) -> None:
-    """Tell the mount the order that `random_order` draws of this number."""
+    """Tell the mount the order that `random_order` draws for this seed."""
     view = Snapshot((mountpoint / ".diesel" / "snapshot").read_bytes())
     drawn = np.random.default_rng(epoch).permutation(shape.files)
     paths = [path.encode() for path in shape.paths()]
@@ -324,14 +324,15 @@ def _announce(mountpoint: Path, shape: Shape, epoch: int) -> None:
 
 
 def _reads(mountpoint: Path) -> int:
-    """READs of the dataset's files that the mount has had to answer so far."""
-    time.sleep(1.1)  # its statistics stand still for a second
+    """The READs of files that the mount has answered so far."""
+    time.sleep(1.1)  # its statistics may be a second old
     said = json.loads((mountpoint / ".diesel" / "stats").read_bytes())["reads"]
     return int(said["hits"]) + int(said["misses"])
 
 
 def egress(bench: Workbench) -> list[Row]:
-    """What the store gives in the first epoch, which every node reads whole, in its own order."""
+    """The reads from the store in the first epoch, which every node reads whole, in its own
+    order."""
     rows = []
     for count in (1, 2, 4):
         with _running(bench, T4, count) as running:
@@ -380,7 +381,7 @@ def cold(bench: Workbench) -> list[Row]:
 
 
 def _file_by_file(running: Running) -> Measured:
-    """How fast memcached gets warm, where each file is read from the store by itself: files/s."""
+    """The rate of filling memcached, where each file is read from the store by itself: files/s."""
     paths = running.shape.paths()[:: max(running.shape.files // (SAMPLE * NODES), 1)]
     _objects(running, paths)
 
@@ -398,7 +399,7 @@ def _file_by_file(running: Running) -> Measured:
 
 
 def _objects(running: Running, paths: list[str]) -> None:
-    """Each of these files as an object of its own in the store."""
+    """Put each of these files into the store as an object of its own."""
     for path in paths:
         running.task.s3.put(f"files/{path}", (running.source / path).read_bytes())
 
@@ -473,7 +474,8 @@ def _inverse(value: float) -> float:
 
 
 def policies(bench: Workbench) -> list[Row]:
-    """Half of T4 fits the caches together: what share of random reads finds its chunk there."""
+    """Half of T4 fits the caches together: the share of random reads that find their chunk
+    there."""
     rows = []
     with _running(bench, T4, chunk_bytes=SMALL_CHUNK_BYTES) as running:
         half = running.task.stored_bytes // 2 // NODES

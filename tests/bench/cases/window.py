@@ -1,4 +1,4 @@
-"""Budgets smaller than the dataset: chunk-wise order in a window, and random order without a plan.
+"""Benchmarks with less memory than the dataset: chunk-wise order, and random order without a plan.
 
 The plan is made as a training script makes it: by reading the order from the mount.
 """
@@ -29,7 +29,7 @@ READERS = (1, 4, 16)
 RESIDENT_RATIO = 0.6
 READS_MAX = 0.02
 UNPLANNED_RATIO = 1
-UNPLANNED_PART = 4  # of the epoch is read: enough to fill the budget many times over
+UNPLANNED_PART = 4  # a fourth of the epoch is read, which fills the budget many times
 RESIDENT, NOT_PUSHING = "everything resident", "the same mount without pushing"
 RATE_AGAIN, READS_AGAIN, PEAK = "files/s, second", "READs a file, second", "peak MB"
 
@@ -39,7 +39,7 @@ INTERVAL_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class _Setting:
-    """What both benchmarks share."""
+    """The parts that both benchmarks share."""
 
     bench: Workbench
     shape: Shape
@@ -56,7 +56,8 @@ class _Setting:
         return (*KERNEL, "--memory", str(self.budget_bytes))
 
     def walk(self) -> None:
-        """As a program does that looks what there is: the entries are charged to it, not to us."""
+        """List the mount in this process, so that the kernel charges the entries to it and not to
+        the mount."""
         nothing = write_list([], self.folder / "nothing")
         read_files(self.bench.reader, nothing, walk=self.mountpoint)
 
@@ -70,7 +71,7 @@ def _setting(bench: Workbench) -> Iterator[_Setting]:
         dlcmd.seconds("put", "--chunk-size", str(chunk), str(source), shape.name)
         setting = _Setting(bench, shape, dlcmd, folder / "mount", folder)
         with dlcmd.mounted(shape.name, setting.mountpoint):
-            pass  # this user has a copy of the snapshot from now on
+            pass  # afterwards this user has a copy of the snapshot
         yield setting
 
 
@@ -142,7 +143,7 @@ def _chunk_wise_rows(setting: _Setting, rounds: Rounds, readers: int) -> list[Ro
 
 
 def unplanned(bench: Workbench) -> list[Row]:
-    """D4L in true random order with a budget of a tenth, with pushing and without."""
+    """D4L in true random order with a budget of a tenth, with and without loading ahead."""
     with _setting(bench) as setting:
         shape = setting.shape
         files = shape.files // UNPLANNED_PART
@@ -174,21 +175,21 @@ def unplanned(bench: Workbench) -> list[Row]:
 
 @dataclass(frozen=True, slots=True)
 class _Epoch:
-    """One epoch: its number, the list that a mount has of it, and its order for the reader."""
+    """One epoch: its number, the mount's list of it, and its order for the reader."""
 
     number: int
     text: bytes
     order: Order
 
     def announce(self, mount: Mount) -> None:
-        """Makes the plan, by reading its list, which is compared: it takes milliseconds."""
+        """Make the plan by reading its list, and compare the list: it takes milliseconds."""
         name = f"seed={SEED},epoch={self.number},group={GROUP_CHUNKS}"
         text = (mount.path / ".diesel" / "shuffle" / name).read_bytes()
         assert text == self.text, "the mount has another order"
 
 
 def _epoch(setting: _Setting, number: int) -> _Epoch:
-    """An epoch as the command line has it."""
+    """An epoch in the order that `dlcmd shuffle` prints."""
     numbers = ["--seed", str(SEED), "--epoch", str(number), "--group-size", str(GROUP_CHUNKS)]
     text = setting.dlcmd.output("shuffle", setting.shape.name, *numbers)
     paths, file = os.fsdecode(text).splitlines(), setting.folder / f"epoch-{number}"
@@ -213,7 +214,7 @@ class _Peak:
             self._sampler.start()
 
     def bytes(self) -> int:
-        """So far, in bytes; to be asked once."""
+        """The peak so far, in bytes; may be called once."""
         if self._group is not None:
             return self._group.peak_bytes()
         self._end.set()

@@ -166,7 +166,7 @@ def lookups(dataset: Dataset, clients: int, count: int, size: int) -> dict[str, 
 
 
 def objects(url: str, clients: int, count: int, keys: int) -> dict[str, float]:
-    """A client with next to no cost of its own, less than any S3 library has."""
+    """GETs of objects by a client that costs almost nothing, less than any S3 library."""
     place = urlsplit(url)
 
     def prepare(number: int) -> Work:
@@ -198,7 +198,7 @@ SIGNED = {
 
 
 def main(url: str, name: str, what: str, clients: int, count: int, size: int = 0) -> None:
-    """Prints what was measured."""
+    """Measure, and print the figures."""
     if what == "objects":
         print(json.dumps(objects(url, clients, count, size)))
         return

@@ -1,4 +1,4 @@
-"""What a snapshot costs its readers and its maker: URL DATASET export|open|rates|scan."""
+"""Measures what a snapshot costs its readers and its maker: URL DATASET export|open|rates|scan."""
 
 import json
 import os
@@ -17,7 +17,7 @@ SEED = 1
 
 
 def export(url: str, name: str) -> dict[str, float]:
-    """The whole snapshot from the metadata store alone, durable beside the chunks."""
+    """Make the whole snapshot from the metadata store alone, durable beside the chunks."""
     with LocalRepository.open(url) as repository:
         start_s = time.perf_counter()
         repository.publish(name, full=True)
@@ -25,7 +25,8 @@ def export(url: str, name: str) -> dict[str, float]:
 
 
 def open_snapshot(url: str, name: str) -> dict[str, float]:
-    """From an open repository to the first path looked up; and how large the snapshot is."""
+    """The time from an open repository to the first path that is looked up; and the snapshot's
+    size."""
     with LocalRepository.open(url) as repository:
         start_s = time.perf_counter()
         view = repository.view(name)
@@ -40,7 +41,7 @@ def open_snapshot(url: str, name: str) -> dict[str, float]:
 
 
 def rates(url: str, name: str) -> dict[str, float]:
-    """Random paths of files: looked up one by one, and through `stat_many` of a user's object."""
+    """Rates of random paths: looked up one by one, and through `Dataset.stat_many`."""
     with connect(name, url=url) as dataset:
         view = dataset.snapshot
         drawn = np.random.default_rng(SEED).choice(view.files(), SAMPLE_PATHS)
@@ -69,10 +70,10 @@ def rates(url: str, name: str) -> dict[str, float]:
 
 
 def scan(url: str, name: str) -> dict[str, float]:
-    """Every entry listed, named, looked up and asked for its stat; then this process's memory.
+    """List, name, look up and stat every entry; then measure this process's memory.
 
-    Own memory is what no file backs. The mapped snapshot counts as `Private_Dirty` too until the
-    kernel has written it out, since it is not synced: that figure is some 80 MB more then.
+    Own memory is memory that no file backs. `Private_Dirty` would also count the mapped snapshot,
+    some 80 MB, until the kernel has written it out, since it is not synced.
     """
     with connect(name, url=url) as dataset:
         start_s = time.perf_counter()
@@ -85,7 +86,7 @@ def scan(url: str, name: str) -> dict[str, float]:
 
 
 def _scan(dataset: Dataset) -> int:
-    """Walk all folders; how many entries there are."""
+    """Walk all folders; return the number of entries."""
     view = dataset.snapshot
     folders, seen = [0], 1
     while folders:

@@ -17,7 +17,7 @@ from ..inputs import Indices
 
 
 def order(dataset: Dataset, generator: np.random.Generator, by: str) -> Indices | list[str]:
-    """All files in random order, as a user would name them."""
+    """All files in random order, named by indices or by paths."""
     indices = generator.permutation(dataset.snapshot.files())
     if by == "indices":
         return indices
@@ -25,7 +25,7 @@ def order(dataset: Dataset, generator: np.random.Generator, by: str) -> Indices 
 
 
 def main(url: str, name: str, seed: str, by: str) -> None:
-    """Prints the seconds of each part, how many files there were, and the sum of their words."""
+    """Print the seconds of each part, the number of files, and the sum of their 64-bit words."""
     generator = np.random.default_rng(int(seed))
     start_s = time.perf_counter()
     with connect(name, url=url) as dataset:

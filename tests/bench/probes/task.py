@@ -1,13 +1,14 @@
-"""A reader of a task in one of its nodes: orders come as lines of JSON, and so do answers.
+"""A reader of a task on one of its nodes: it reads commands as lines of JSON, and prints answers
+so.
 
-The first line has the words of `connect`; the answer is the number of files. Then:
+The first line has the arguments of `connect`; the answer is the number of files. Then:
 
-    {"do": "touch", "part": K, "of": N}                   a file of each chunk of that part
-    {"do": "batches", "seed": S, "count": N, "size": M}   random files, so many in one request
-    {"do": "singles", "seed": S, "count": N}
-    {"do": "epoch", "seed": S, "size": M}                 all files in random order
-    {"do": "chunks"}                                      the store's, whole, one after the other
-    {"do": "stats"}                                       what it has read from where
+    {"do": "touch", "part": K, "of": N}                   a file of each chunk of that part {"do":
+    "batches", "seed": S, "count": N, "size": M}   random files, so many in one request {"do":
+    "singles", "seed": S, "count": N} {"do": "epoch", "seed": S, "size": M}                 all
+    files in random order {"do": "chunks"}                                      all chunks of the
+    store, one after the other {"do": "stats"}                                       how much it has
+    read from where
 """
 
 import json
@@ -80,7 +81,7 @@ def chunks(name: str) -> dict[str, float]:
 
 
 def main() -> None:
-    """Follows orders."""
+    """Connect, and run the commands."""
     clouds.open_buckets_directly()  # it never forks
     words = json.loads(sys.stdin.readline())
     with connect(**words) as dataset:
