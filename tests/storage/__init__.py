@@ -1,1 +1,1 @@
-"""Tests of the object and metadata stores: contract suites first, then what is each one's own."""
+"""Tests of the object, metadata and account stores: suites for all kinds, then for each."""

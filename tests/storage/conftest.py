@@ -1,4 +1,4 @@
-"""Servers that the tests of stores stand on, started once where a test asks for them."""
+"""Fixtures of the tests of stores: an S3 server, and metadata stores of every kind."""
 
 import os
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from tests.storage.objects.s3_server import Server, s3_server
 
 @pytest.fixture(scope="session")
 def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A whole S3 server, reached without a proxy."""
+    """An S3 server, reached without an HTTP proxy."""
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in os.environ if "proxy" in name.lower()]:
             patch.delenv(name)
@@ -34,7 +34,7 @@ def open_meta(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Opener:
     kind: str = request.param
-    # The embedded store's two ways to keep entries, each for all that it can hold
+    # SQLite keeps entries in rows, or many in one row (`runs.py`): test both for all entries
     entries_min = 10**9 if kind == "sqlite-rows" else 1
     monkeypatch.setattr("diesel_fs.storage.metadata.sqlite.runs.ENTRIES_MIN", entries_min)
     return STORES[kind.removesuffix("-rows")](tmp_path, clock)

@@ -15,13 +15,7 @@ from ...errors import BusyError, CorruptError
 from ..metadata.redis.head import open_link
 from ..metadata.redis.head_scripts import SET_USERS
 from ..metadata.redis.keys import SCHEMA, SCHEMA_KEY, USERS_KEY, USERS_TOKEN
-from ..metadata.redis.link import (
-    DEADLINE_S,
-    Command,
-    RedisLink,
-    ScriptCommand,
-    Word,
-)
+from ..metadata.redis.link import DEADLINE_S, Command, RedisLink, ScriptCommand, Word
 from ..metadata.redis.replies import packed_dict
 from .account import Accounts, account_line, parse_account
 from .store import NO_TOKEN, AccountState, AccountTable

@@ -21,12 +21,7 @@ from pathlib import Path
 from ...errors import BusyError, DieselError, MetadataError, NoSpaceError, PermissionDenied
 from ...system.atomic_file import fsync_folder
 from ..objects.folder import object_temporary_name
-from .account import (
-    TEXT_BYTES_MAX,
-    Accounts,
-    accounts_text,
-    parse_accounts,
-)
+from .account import TEXT_BYTES_MAX, Accounts, accounts_text, parse_accounts
 
 FILE = "accounts"
 """The file's name beside the chunks, for a repository in a folder. Its lock is `accounts.lock`."""

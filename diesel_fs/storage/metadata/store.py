@@ -26,14 +26,7 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_128_intdigest
 
-from ...errors import (
-    BusyError,
-    CorruptError,
-    DieselError,
-    MetadataError,
-    NoSuchDataset,
-    UsageError,
-)
+from ...errors import BusyError, CorruptError, DieselError, MetadataError, NoSuchDataset, UsageError
 from ...format.chunk_id import stamp
 from ...format.entries import EXTENT, RECORD, ChunkId, ChunkInfo, Kind, Rows, Stamp
 

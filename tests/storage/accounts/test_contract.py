@@ -405,7 +405,7 @@ def test_a_change_sent_twice_is_made_once(server: RedisServer) -> None:
     lost: list[bool] = []
 
     def loses_an_answer(runs: object) -> list[object]:
-        replies = scripts(runs)  # type: ignore[arg-type]  # what came is passed on
+        replies = scripts(runs)  # type: ignore[arg-type]  # arguments are passed on
         if not lost:
             lost.append(True)
             raise ConnectionResetError

@@ -240,12 +240,12 @@ def commit_and_repair(meta: MetadataStore, identity: UUID, *batches: Batch) -> i
 def check(meta: MetadataStore, name: str, chunks: Sequence[Chunk]) -> None:
     """Assert that all methods of a store return the state that `fold` expects."""
     expected = fold(chunks)
-    marker = meta.head(name)
-    identity = marker.identity
+    head = meta.head(name)
+    identity = head.identity
     paths = {entry.path for chunk in chunks for entry in chunk.entries if entry is not None}
     assert stored_entries(meta.lookup(identity, sorted(paths), tombstones=True)) == expected.entries
-    assert (marker.files, marker.bytes) == (expected.files, expected.bytes)
-    assert marker.chunks == len(expected.holes)
+    assert (head.files, head.bytes) == (expected.files, expected.bytes)
+    assert head.chunks == len(expected.holes)
     records = meta.chunks(identity)
     assert [record.id for record in records] == sorted(expected.holes)
     for record in records:

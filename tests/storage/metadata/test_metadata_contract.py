@@ -43,10 +43,10 @@ from tests.storage.metadata.metadata_stores import IDENTITY, NAME, NOW_NS, Clock
 
 
 def test_a_new_dataset_is_empty(meta: MetadataStore) -> None:
-    marker = meta.head(NAME)
-    assert (marker.identity, marker.name, marker.version) == (IDENTITY, NAME, 0)
-    assert (marker.files, marker.bytes, marker.chunks, marker.digest) == (0, 0, 0, 0)
-    assert marker.newest == bytes(16)
+    head = meta.head(NAME)
+    assert (head.identity, head.name, head.version) == (IDENTITY, NAME, 0)
+    assert (head.files, head.bytes, head.chunks, head.digest) == (0, 0, 0, 0)
+    assert head.newest == bytes(16)
     assert len(meta.changes(IDENTITY, 0).rows) == 0
     assert meta.chunks(IDENTITY) == []
     assert len(meta.children(IDENTITY, b"")) == 0
@@ -68,7 +68,7 @@ def test_creating_is_idempotent_and_never_takes_over(meta: MetadataStore) -> Non
     meta.create("other", uuid.UUID(int=8))
     with pytest.raises(ConflictError):
         meta.create("other", IDENTITY)
-    assert [marker.name for marker in meta.heads()] == [NAME, "other"]
+    assert [head.name for head in meta.heads()] == [NAME, "other"]
     assert meta.head(NAME).files == 1
 
 
@@ -139,6 +139,15 @@ def test_a_commit_is_seen_by_another_handle(meta: MetadataStore, open_meta: Open
     other.close()
 
 
+def test_missing_returns_unknown_chunks_in_their_order(meta: MetadataStore) -> None:
+    commit(meta, files(1, b"a"), files(3, b"b"))
+    assert meta.missing(IDENTITY, [*map(chunk_id, (4, 3, 2, 1))]) == [chunk_id(4), chunk_id(2)]
+    many = [*map(chunk_id, range(200))]
+    assert meta.missing(IDENTITY, many) == [id_ for id_ in many if id_ not in (many[1], many[3])]
+    with pytest.raises(NoSuchDataset):
+        meta.missing(uuid.UUID(int=99), [chunk_id(1)])
+
+
 def test_L7_a_chunk_counts_once(meta: MetadataStore) -> None:
     chunks = [files(1, b"a", b"b", size=10), files(2, b"a", size=5)]
     version = commit(meta, *chunks)
@@ -152,9 +161,9 @@ def test_L7_a_chunk_counts_once(meta: MetadataStore) -> None:
 def test_the_head_has_counts_digest_and_newest_chunk(meta: MetadataStore) -> None:
     order = [5, 2, 9, 3]
     commit(meta, *(files(number, b"f%d" % number) for number in order))
-    marker = meta.head(NAME)
+    head = meta.head(NAME)
     digest = sum(xxh3_128_intdigest(chunk_id(number)) for number in order) % 2**128
-    assert (marker.chunks, marker.digest, marker.newest) == (4, digest, chunk_id(9))
+    assert (head.chunks, head.digest, head.newest) == (4, digest, chunk_id(9))
     assert chunks_digest(map(chunk_id, sorted(order))) == digest
     first = meta.chunks(IDENTITY)[0]
     assert first == (chunk_id(2), 1002, 2, 1, 0)
@@ -282,7 +291,7 @@ def test_Z4_a_large_file_by_two_writers_of_which_one_crashed(meta: MetadataStore
     commit(meta, a[0], b[1], a[1], b[0])  # A never finishes
     check(meta, NAME, [*a[:2], *b])
     assert meta.chunks(IDENTITY)[0].holes == 1
-    commit(meta, a[2])  # too late: a greater one stands
+    commit(meta, a[2])  # too late: the entry has a greater stamp
     check(meta, NAME, [*a, *b])
 
 
@@ -393,7 +402,7 @@ def test_C18_a_failed_rebuild_leaves_the_old_state(meta: MetadataStore) -> None:
 
     def broken() -> Iterator[Batch]:
         yield files(2, b"b").batch()
-        assert meta.head(NAME) == before  # nobody sees it half done
+        assert meta.head(NAME) == before  # readers do not see half of it
         raise CorruptError("a chunk is damaged")
 
     with pytest.raises(CorruptError):
@@ -470,12 +479,12 @@ def test_H9_paths_may_have_a_thousand_levels(meta: MetadataStore) -> None:
     assert kinds(meta, b"") == {b"0": Kind.FOLDER}
 
 
-# Holding commits back
+# Locking commits
 
 
 def test_commits_wait_until_a_lock_is_released(meta: MetadataStore, open_meta: Opener) -> None:
     meta.create("other", uuid.UUID(int=8))
-    hasty = open_meta(deadline_s=0.05)
+    hasty = open_meta(deadline_s=0.3)
     with meta.lock_commits(IDENTITY, 30), meta.lock_commits(IDENTITY, 20) as second:
         second.release()
         with pytest.raises(BusyError):

@@ -135,7 +135,7 @@ def test_C18_commits_are_locked_for_the_last_few_chunks_only(
     def put() -> None:
         store.committed(meta, *(files(number, b"f%d" % number) for number in range(10, 20)))
 
-    def late(chunks: Collection[ChunkId]) -> Iterator[Batch]:
+    def read_committed(chunks: Collection[ChunkId]) -> Iterator[Batch]:
         if not store.requested:
             store.committed(meta, files(30, b"more"), files(31, b"even more"))
             was_locked.append(False)
@@ -143,7 +143,7 @@ def test_C18_commits_are_locked_for_the_last_few_chunks_only(
             was_locked.append(commits_are_locked(open_meta))
         yield from store.read_committed(chunks)
 
-    meta.rebuild(NAME, IDENTITY, store.listed(then=put), late)
+    meta.rebuild(NAME, IDENTITY, store.listed(then=put), read_committed)
     assert [len(chunks) for chunks in store.requested] == [10, 2]
     assert was_locked == [False, True]
     assert not commits_are_locked(open_meta)
@@ -169,13 +169,16 @@ def test_C18_late_chunks_that_cannot_be_read_leave_the_old_state(
     store = Chunks(files(1, b"a"))
     commit(meta, *store.there)
 
-    def late(chunks: Collection[ChunkId]) -> Iterator[Batch]:
+    def read_committed(chunks: Collection[ChunkId]) -> Iterator[Batch]:
         yield from store.read_committed(chunks)
         raise error
 
     with pytest.raises(type(error)):
         meta.rebuild(
-            NAME, IDENTITY, store.listed(then=lambda: store.committed(meta, files(2, b"b"))), late
+            NAME,
+            IDENTITY,
+            store.listed(then=lambda: store.committed(meta, files(2, b"b"))),
+            read_committed,
         )
     check(meta, NAME, store.there)
     assert not commits_are_locked(open_meta)
@@ -189,12 +192,15 @@ def test_late_chunks_without_a_batch_are_asked_for_once(
     commit(meta, *store.there)
     asked = list[Collection[ChunkId]]()
 
-    def late(chunks: Collection[ChunkId]) -> Iterator[Batch]:
+    def read_committed(chunks: Collection[ChunkId]) -> Iterator[Batch]:
         asked.append(chunks)
         yield from ()
 
     meta.rebuild(
-        NAME, IDENTITY, store.listed(then=lambda: commit(meta, files(2, b"damaged"))), late
+        NAME,
+        IDENTITY,
+        store.listed(then=lambda: commit(meta, files(2, b"damaged"))),
+        read_committed,
     )
     assert asked == [[chunk_id(2)]]
     check(meta, NAME, store.there)
@@ -413,7 +419,7 @@ def test_a_rebuild_whose_lock_has_expired_includes_late_commits(
     store = Chunks(files(1, b"a"))
     commit(embedded, *store.there)
 
-    def late(chunks: Collection[ChunkId]) -> Iterator[Batch]:
+    def read_committed(chunks: Collection[ChunkId]) -> Iterator[Batch]:
         with closing(sqlite3.connect(path)) as db:
             db.execute("DELETE FROM hold")
             db.commit()
@@ -422,7 +428,7 @@ def test_a_rebuild_whose_lock_has_expired_includes_late_commits(
         yield from store.read_committed(chunks)
 
     batches = store.listed(then=lambda: store.committed(embedded, files(2, b"b")))
-    embedded.rebuild(NAME, IDENTITY, batches, late)
+    embedded.rebuild(NAME, IDENTITY, batches, read_committed)
     assert store.requested == [[chunk_id(2)], [chunk_id(3)]]
     check(embedded, NAME, store.there)
 

@@ -214,8 +214,8 @@ def test_L1_L2_commits_of_processes_and_threads_at_once_all_count(
         changes = meta.changes(IDENTITY, 0)
         versions.append(changes.head.version)
         assert len(changes.chunks) == changes.head.chunks
-        held = {changes.rows.chunks[i] for i in set(changes.rows.chunk.tolist())}
-        assert held <= {chunk.id for chunk in changes.chunks}
+        holding = {changes.rows.chunks[i] for i in set(changes.rows.chunk.tolist())}
+        assert holding <= {chunk.id for chunk in changes.chunks}
         sizes = changes.rows.records["size"]
         assert (len(sizes), int(sizes.sum())) == (changes.head.files, changes.head.bytes)
     for thread in threads:
@@ -246,7 +246,7 @@ def test_a_lost_piece_of_a_committed_chunk_is_an_error(
     ):
         with pytest.raises(MetadataBehind, match="has lost"):
             ask()
-    assert [marker.name for marker in meta.heads()] == [NAME], "other datasets are not hidden"
+    assert [head.name for head in meta.heads()] == [NAME], "other datasets are not hidden"
     meta.rebuild(NAME, IDENTITY, [overlapping(number).batch() for number in BEFORE])
     assert committed(meta, BEFORE) == BEFORE
 
@@ -256,8 +256,8 @@ def test_a_bucket_that_has_lost_pieces_is_an_error(
 ) -> None:
     """C11: one node of a cluster comes back with older data."""
     client = server.client()
-    (tally, *_) = client.keys("dfs:*}:t")
-    client.hincrby(tally, "pieces", -1)
+    (counts, *_) = client.keys("dfs:*}:t")
+    client.hincrby(counts, "pieces", -1)
     with pytest.raises(MetadataBehind, match="has lost"):
         meta.changes(IDENTITY, 0)
     with pytest.raises(MetadataBehind, match="has lost"):

@@ -113,8 +113,8 @@ def test_C4_a_store_that_comes_back_older_takes_commits_after_repair_only(tmp_pa
             assert meta.needs_repair(IDENTITY) == caught.value.run_id
             lost = meta.missing(IDENTITY, [chunk.id for chunk in chunks])
             assert lost == [chunk.id for chunk in chunks[1:]]
-            mended = (chunk.batch() for chunk in chunks[1:3])
-            meta.repair(IDENTITY, caught.value.run_id, mended)
+            lost_chunks = (chunk.batch() for chunk in chunks[1:3])
+            meta.repair(IDENTITY, caught.value.run_id, lost_chunks)
             assert meta.needs_repair(IDENTITY) == ""
             meta.commit(IDENTITY, chunks[3].batch())
             check(meta, NAME, chunks[:4])
@@ -224,7 +224,7 @@ def test_C8_readers_of_unwritable_redis_get_metadata_behind(tmp_path: Path, why:
         ):
             with pytest.raises(MetadataBehind, match="cannot be read yet"):
                 ask()
-        assert [marker.name for marker in meta.heads()] == [NAME]
+        assert [head.name for head in meta.heads()] == [NAME]
         assert time.monotonic() - start < 5
         client.config_set("min-replicas-to-write", 0)
         client.config_set("stop-writes-on-bgsave-error", "no")

@@ -149,7 +149,7 @@ def test_K1_locks_do_not_depend_on_the_clocks_of_hosts(
         assert 0.2 < time.monotonic() - start < 5
         token = DatasetKeys(IDENTITY).commit_locks
         server.client().hset(token, "of a clock that has gone back", time.time() + 3600)
-        server.client().hset(token, "of nobody", "rubbish")
+        server.client().hset(token, "of an unknown writer", "rubbish")
         hasty.commit(IDENTITY, files(2, b"a").batch())
         with pytest.raises(UsageError):
             meta.lock_commits(IDENTITY, 3600)

@@ -13,14 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ....format.entries import RECORD, ChunkId, Kind
-from .keys import (
-    FolderId,
-    Generation,
-    PieceCounts,
-    PieceName,
-    hole_fields,
-    piece_names,
-)
+from .keys import FolderId, Generation, PieceCounts, PieceName, hole_fields, piece_names
 from .link import Command, RedisLink
 from .pieces import BucketPiece, unpack_paths
 from .rows import GenerationReader, chunks_of, kind_of

@@ -21,31 +21,13 @@ from ....errors import (
     NewerVersionError,
 )
 from ....format.entries import ChunkId
-from ..store import (
-    DatasetHead,
-    StoreRestarted,
-    corrupt_store_error,
-    no_such_dataset_error,
-)
+from ..store import DatasetHead, StoreRestarted, corrupt_store_error, no_such_dataset_error
 from .address import parse_redis_url
 from .bucket_scripts import Script
 from .head_scripts import CONFIRM, NEEDS_REPAIR, READ_HEAD
-from .keys import (
-    BUCKETS_MAX,
-    SCHEMA,
-    SCHEMA_KEY,
-    STORE_KEY,
-    DatasetKeys,
-    Generation,
-)
+from .keys import BUCKETS_MAX, SCHEMA, SCHEMA_KEY, STORE_KEY, DatasetKeys, Generation
 from .link import Command, RedisLink, ScriptCommand, Word, in_portions
-from .replies import (
-    as_count,
-    listed,
-    number,
-    octets,
-    packed_dict,
-)
+from .replies import as_count, listed, number, octets, packed_dict
 
 _HEADS_AT_ONCE = 100
 _GENERATION = re.compile(rb"[0-9a-f]{16}")

@@ -36,14 +36,7 @@ from ....errors import DeadlineError, MetadataError
 from ..store import log
 from .address import RedisAddress
 from .bucket_scripts import SCRIPTS, Script
-from .errors import (
-    CLIENT_ERRORS,
-    LOADING,
-    SILENT,
-    RetryLater,
-    safe_cause,
-    translate_error,
-)
+from .errors import CLIENT_ERRORS, LOADING, SILENT, RetryLater, safe_cause, translate_error
 from .keys import sync_key
 
 DEADLINE_S = 30.0

@@ -20,12 +20,7 @@ from hiredis import HiredisError, Reader, pack_command
 
 from ....errors import DieselError
 from ..store import DatasetHead
-from .head import (
-    ScriptRejected,
-    UnknownDataset,
-    parse_head,
-    read_head_command,
-)
+from .head import ScriptRejected, UnknownDataset, parse_head, read_head_command
 from .keys import NAMES_KEY, DatasetKeys, Generation
 from .link import Word
 from .replies import number

@@ -26,13 +26,7 @@ from .keys import (
     child_folder,
 )
 from .link import Command, RedisLink, in_portions
-from .replies import (
-    listed,
-    number,
-    octets,
-    packed_dict,
-    pair,
-)
+from .replies import listed, number, octets, packed_dict, pair
 
 FolderEntries = tuple[bytes, Sequence[bytes], Sequence[bytes]]
 """The path of a folder, names in it, and their packed entries."""

@@ -28,13 +28,7 @@ from uuid import UUID
 import numpy as np
 import numpy.typing as npt
 
-from ....errors import (
-    CorruptError,
-    DieselError,
-    MetadataBehind,
-    NoSuchDataset,
-    NotFoundError,
-)
+from ....errors import CorruptError, DieselError, MetadataBehind, NoSuchDataset, NotFoundError
 from ....format.chunk_id import chunk_id_text
 from ....format.entries import ChunkId, ChunkInfo, Kind, Rows, Stamp, split
 from ..rebuild import rebuild
@@ -55,13 +49,7 @@ from ..store import (
     no_such_dataset_error,
 )
 from .chunk_removal import CHUNKS_AT_ONCE, Candidate, PathListMissing, plan_removals
-from .head import (
-    RedisHead,
-    ScriptRejected,
-    UnknownDataset,
-    lost_data_error,
-    open_link,
-)
+from .head import RedisHead, ScriptRejected, UnknownDataset, lost_data_error, open_link
 from .head_scripts import CREATE, DROP, LOCK_COMMITS
 from .keys import (
     DEAD_KEY,
@@ -76,34 +64,17 @@ from .keys import (
     piece_names,
     unpack_chunk,
 )
-from .link import (
-    DEADLINE_S,
-    METADATA_READ_S,
-    Command,
-    RedisLink,
-    in_portions,
-)
+from .link import DEADLINE_S, METADATA_READ_S, Command, RedisLink, in_portions
 from .pieces import unpack_paths
 from .replies import identity_of, listed, octets, packed_dict
-from .rows import (
-    FolderEntries,
-    GenerationReader,
-    PartialScan,
-    chunks_of,
-    columns,
-    kind_of,
-)
-from .shadow_state import (
-    RedisShadowState,
-    new_generation,
-    remove_abandoned,
-)
+from .rows import FolderEntries, GenerationReader, PartialScan, chunks_of, columns, kind_of
+from .shadow_state import RedisShadowState, new_generation, remove_abandoned
 from .transactions import (
     LOCK_POLL_S,
-    BegunTransaction,
     ChunkRemoval,
     PendingCommits,
     RedisTransactions,
+    Transaction,
     changing_error,
 )
 
@@ -292,7 +263,7 @@ class RedisMetadata(MetadataStore):
 
     def _commit(self, identity: UUID, batches: Iterable[Batch], run: str = "") -> int:
         by_chunk = {batch.check().chunk.id: batch for batch in batches}
-        end, tries = time.monotonic() + self._link.deadline_s, list[BegunTransaction]()
+        end, tries = time.monotonic() + self._link.deadline_s, list[Transaction]()
         return self._link.with_retries(
             lambda: self._commits.commit(identity, by_chunk, end, tries, run)
         )

@@ -25,9 +25,10 @@ MetadataBehind is raised.
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from uuid import UUID
 
@@ -42,15 +43,9 @@ from ..store import (
     commits_locked_error,
     no_such_dataset_error,
 )
-from .bucket_scripts import APPLY, READ_PIECE_FOLDERS, UNAPPLY
+from .bucket_scripts import APPLY, READ_PIECE_FOLDERS, UNAPPLY, Script
 from .errors import UNWRITABLE, RetryLater
-from .head import (
-    HeadReader,
-    RedisHead,
-    ScriptRejected,
-    UnknownDataset,
-    lost_data_error,
-)
+from .head import HeadReader, RedisHead, ScriptRejected, UnknownDataset, lost_data_error
 from .head_scripts import ABANDON, APPLIED, BEGIN, COMMIT, FORGET
 from .keys import (
     CHUNK,
@@ -86,8 +81,35 @@ _ABANDONED_S = 600
 BucketCounts = tuple[int, int, int]
 """A bucket's counts: pieces that have been applied, files, bytes."""
 
-BegunTransaction = tuple[Generation, ApplyPlan]
-"""A transaction that may have left pieces behind."""
+
+@dataclass(frozen=True)
+class Transaction:
+    """A transaction on a dataset: its plan, and the generation that has its pieces."""
+
+    identity: UUID
+    generation: Generation
+    plan: ApplyPlan
+
+    @cached_property
+    def keys(self) -> DatasetKeys:
+        return DatasetKeys(self.identity)
+
+    @cached_property
+    def words(self) -> tuple[bytes, bytes, bytes]:
+        """The arguments with which scripts of the head begin: generation, transaction, plan."""
+        return self.generation.name, self.plan.transaction, self.plan.pack()
+
+    def staged_piece(self, name: PieceName) -> tuple[bytes, bytes]:
+        """Key and field of a piece that waits to be applied."""
+        return self.generation.key(name.bucket, b"x"), self.plan.transaction + name.field
+
+    def script_command(
+        self, script: Script, name: PieceName, folders: Sequence[FolderId]
+    ) -> ScriptCommand:
+        """The run of `APPLY` or `UNAPPLY` for a piece with these folders."""
+        _, field = self.staged_piece(name)
+        keys = piece_keys(self.generation, name.bucket, folders)
+        return ScriptCommand(script, keys, (field, name.field))
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +164,8 @@ class RedisTransactions(HeadReader):
         if packed[:GENERATION_BYTES] != generation.name:  # of an old generation: drop the plan
             self._report_applied(identity, generation, packed)
         else:
-            self._apply(identity, generation, unpack_plan(packed, generation.buckets))
+            plan = unpack_plan(packed, generation.buckets)
+            self._apply(Transaction(identity, generation, plan))
 
     def invalidate_generation(self, identity: UUID) -> None:
         """Forget the cached generation of a dataset, which has been replaced."""
@@ -155,7 +178,7 @@ class RedisTransactions(HeadReader):
         identity: UUID,
         batches: Mapping[ChunkId, Batch],
         deadline: float,
-        earlier_tries: list[BegunTransaction],
+        earlier_tries: list[Transaction],
         run_id: str = "",
     ) -> int:
         """Try once to commit batches, and return the new version. Raises StoreRestarted.
@@ -164,18 +187,21 @@ class RedisTransactions(HeadReader):
         first. `run_id` is the run of Redis that the caller is going to confirm.
         """
         while earlier_tries:
-            self._abandon(identity, *earlier_tries[-1])
+            self._abandon(earlier_tries[-1])
             earlier_tries.pop()
         if not batches:
             return self.apply_pending(identity, until_empty=False).dataset.version
-        transaction = _new_transaction()
+        name = _new_transaction()
         generation = self._generations.get(identity) or self.read_head(identity).generation
         for _ in range(_TRIES_MAX):
             cuts = [cut_batch(batch, generation) for batch in batches.values()]
-            plan = _plan(generation, transaction, cuts)
-            earlier_tries[:] = [(generation, plan)]
+            counts = [(each.chunk, each.piece_counts) for each in cuts]
+            transaction = Transaction(
+                identity, generation, ApplyPlan(generation.name, name, counts)
+            )
+            earlier_tries[:] = [transaction]
             try:
-                known = self._begin(identity, generation, plan)
+                known = self._begin(transaction, batches)
                 if all(known):
                     return self.apply_pending(identity, until_empty=False).dataset.version
                 if any(known):
@@ -185,119 +211,98 @@ class RedisTransactions(HeadReader):
                         if not flag
                     }
                     continue
-                return self._write(identity, generation, plan, cuts, batches, deadline, run_id)
+                return self._write(transaction, cuts, batches, deadline, run_id)
             except UnknownDataset:
                 raise no_such_dataset_error(identity) from None
             except ScriptRejected:  # rebuilt, removed as abandoned, or a chunk was just committed
                 generation = self.read_head(identity).generation
-                transaction = _new_transaction()
+                name = _new_transaction()
         raise changing_error(identity)
 
-    def _begin(self, identity: UUID, generation: Generation, plan: ApplyPlan) -> list[bool]:
-        """Record the plan. Returns for each of its chunks whether it is known already."""
-        keys = DatasetKeys(identity)
+    def _begin(self, transaction: Transaction, chunks: Iterable[ChunkId]) -> list[bool]:
+        """Record the plan. Returns for each of the chunks whether it is known already."""
+        keys = transaction.keys
         _, known, begun = self.run_head_script(
-            BEGIN,
-            [keys.head, keys.chunks, keys.begun],
-            generation.name,
-            plan.transaction,
-            plan.pack(),
-            *(chunk for chunk, _ in plan.chunks),
+            BEGIN, [keys.head, keys.chunks, keys.begun], *transaction.words, *chunks
         )
         if as_count(begun) > 1 and time.monotonic() > self._swept_s + _SWEEP_S:
             self._swept_s = time.monotonic()
-            self.remove_abandoned_transactions(identity, generation)
+            self.remove_abandoned_transactions(transaction.identity, transaction.generation)
         return [flag == 1 for flag in listed(known)]
 
     def _write(
         self,
-        identity: UUID,
-        generation: Generation,
-        plan: ApplyPlan,
+        transaction: Transaction,
         cuts: Sequence[CutBatch],
         batches: Mapping[ChunkId, Batch],
         deadline: float,
         run_id: str,
     ) -> int:
         pieces = [piece for each in cuts for piece in each.pieces]
+        with self._undone_on_error(transaction):
+            self._stage(transaction, pieces)
+            version, waiting = self._commit_head(transaction, cuts, batches, deadline, run_id)
+        if waiting > 1 and any(batch.by_purge for batch in batches.values()):
+            # Purge's copies must be applied after the entries that they replace
+            self.apply_pending(transaction.identity, until_empty=False)
+        else:
+            self._apply(transaction, {piece.name: piece for piece in pieces})
+        return version
+
+    @contextmanager
+    def _undone_on_error(self, transaction: Transaction) -> Iterator[None]:
+        """Remove the pieces of a transaction that fails, unless it may have been committed."""
         try:
-            self._stage(generation, plan.transaction, pieces)
-            version, waiting = self._commit_head(identity, plan, cuts, batches, deadline, run_id)
+            yield
         except (RetryLater, UnknownDataset):
-            raise  # it may have been committed; if not, the next try removes its pieces
+            raise  # the next try removes the pieces, or they are removed as abandoned
         except ScriptRejected:
-            self._drop(identity, generation, plan)
+            self._drop(transaction)
             raise
         except DieselError:
             with suppress(Exception):  # otherwise they are removed as abandoned
-                self._abandon(identity, generation, plan)
+                self._abandon(transaction)
             raise
-        if waiting > 1 and any(batch.by_purge for batch in batches.values()):
-            # Purge's copies must be applied after the entries that they replace
-            self.apply_pending(identity, until_empty=False)
-            return version
-        self._apply(identity, generation, plan, {piece.name: piece for piece in pieces})
-        return version
 
-    def _stage(
-        self, generation: Generation, transaction: bytes, pieces: Sequence[BucketPiece]
-    ) -> None:
+    def _stage(self, transaction: Transaction, pieces: Sequence[BucketPiece]) -> None:
         for some in in_portions(pieces, _PIECES_AT_ONCE):
             commands = []
             for piece in some:
-                key = generation.key(piece.name.bucket, b"x")
-                field = transaction + piece.name.field
+                key, field = transaction.staged_piece(piece.name)
                 commands.append(Command(key, ("HSET", key, field, piece.packed)))
             self._link.extend_deadline()
             self._link.run(commands)
 
     def _commit_head(
         self,
-        identity: UUID,
-        plan: ApplyPlan,
+        transaction: Transaction,
         cuts: Sequence[CutBatch],
         batches: Mapping[ChunkId, Batch],
         deadline: float,
         run_id: str,
     ) -> tuple[int, int]:
         """Run COMMIT. Returns the new version, and how many plans are pending."""
-        keys = DatasetKeys(identity)
-        added = Counter[int]()
+        keys, added = transaction.keys, Counter[int]()
         for each in cuts:
             added.update(dict(each.piece_counts))
         words: list[Word] = [len(added), *chain.from_iterable(added.items())]
         for each in cuts:
-            batch = batches[each.chunk]
-            words += (
-                each.chunk,
-                chunk_record(each, batch),
-                chunk_digest(each.chunk).to_bytes(16, "big"),
-            )
+            digest = chunk_digest(each.chunk).to_bytes(16, "big")
+            words += (each.chunk, chunk_record(each, batches[each.chunk]), digest)
+        names = [
+            keys.head, keys.chunks, keys.pending, keys.begun, keys.commit_locks, keys.counts,
+        ]  # fmt: skip
         while True:
+            clock_us = self._clock_ns() // 1000
             try:
                 version, waiting = self.run_head_script(
-                    COMMIT,
-                    [
-                        keys.head,
-                        keys.chunks,
-                        keys.pending,
-                        keys.begun,
-                        keys.commit_locks,
-                        keys.counts,
-                    ],
-                    plan.generation,
-                    plan.transaction,
-                    plan.pack(),
-                    self._clock_ns() // 1000,
-                    run_id,
-                    COMMIT_LOCK_S_MAX,
-                    *words,
+                    COMMIT, names, *transaction.words, clock_us, run_id, COMMIT_LOCK_S_MAX, *words
                 )
-            except ScriptRejected as refused:
-                if refused.word != "held":
+            except ScriptRejected as rejected:
+                if rejected.word != "held":
                     raise
                 if time.monotonic() > deadline:
-                    raise commits_locked_error(identity) from None
+                    raise commits_locked_error(transaction.identity) from None
                 time.sleep(LOCK_POLL_S)
                 self._link.extend_deadline()  # Redis has answered
                 continue
@@ -310,101 +315,59 @@ class RedisTransactions(HeadReader):
 
         Raises ScriptRejected("moved") where a chunk is not known, or the generation was replaced.
         """
-        transaction = REMOVAL_PREFIX + secrets.token_bytes(TRANSACTION_BYTES - len(REMOVAL_PREFIX))
+        name = REMOVAL_PREFIX + secrets.token_bytes(TRANSACTION_BYTES - len(REMOVAL_PREFIX))
         chunks = [(chunk, removal.piece_counts) for chunk, removal in removals.items()]
-        plan = ApplyPlan(generation.name, transaction, chunks)
-        keys = DatasetKeys(identity)
-        self.run_head_script(
-            BEGIN,
-            [keys.head, keys.chunks, keys.begun],
-            generation.name,
-            transaction,
-            plan.pack(),
-            LOWEST,  # no chunk has this ID, so the script does not find all chunks known
-        )
-        try:
-            self._stage(
-                generation, transaction, [p for each in removals.values() for p in each.pieces]
-            )
-            words: list[Word] = []
-            for chunk in removals:
-                words += (chunk, (DIGEST_MODULUS - chunk_digest(chunk)).to_bytes(17, "big")[1:])
+        transaction = Transaction(identity, generation, ApplyPlan(generation.name, name, chunks))
+        # No chunk has the ID `LOWEST`, so the script does not find all chunks known
+        self._begin(transaction, [LOWEST])
+        words = list[Word]()
+        for chunk in removals:
+            words += (chunk, (DIGEST_MODULUS - chunk_digest(chunk)).to_bytes(17, "big")[1:])
+        keys = transaction.keys
+        names = [keys.head, keys.chunks, keys.pending, keys.begun, keys.commit_locks]
+        with self._undone_on_error(transaction):
+            self._stage(transaction, [piece for each in removals.values() for piece in each.pieces])
+            clock_us = self._clock_ns() // 1000
             self.run_head_script(
-                FORGET,
-                [keys.head, keys.chunks, keys.pending, keys.begun, keys.commit_locks],
-                generation.name,
-                transaction,
-                plan.pack(),
-                self._clock_ns() // 1000,
-                COMMIT_LOCK_S_MAX,
-                *words,
+                FORGET, names, *transaction.words, clock_us, COMMIT_LOCK_S_MAX, *words
             )
-        except RetryLater:
-            raise  # it may have been committed; if not, its pieces are removed as abandoned
-        except ScriptRejected:
-            self._drop(identity, generation, plan)
-            raise
-        except (UnknownDataset, DieselError):
-            with suppress(Exception):  # otherwise they are removed as abandoned
-                self._abandon(identity, generation, plan)
-            raise
-        self._apply_removal(identity, generation, plan)
+        self._apply(transaction)
 
-    def _apply_removal(self, identity: UUID, generation: Generation, plan: ApplyPlan) -> None:
-        """Apply a transaction that removes chunks. A piece that is missing has been applied."""
-        for some in in_portions(plan.pieces(), _PIECES_AT_ONCE):
-            of_pieces = self._folders_of(generation, plan, some)
-            self._link.extend_deadline()
-            self._link.run_scripts(
-                ScriptCommand(
-                    UNAPPLY,
-                    piece_keys(generation, name.bucket, of_pieces[name]),
-                    (plan.transaction + name.field, name.field),
-                )
-                for name in some
-            )
-        self._report_applied(identity, generation, plan.pack())
+    # Applying
 
     def _apply(
         self,
-        identity: UUID,
-        generation: Generation,
-        plan: ApplyPlan,
+        transaction: Transaction,
         own_pieces: Mapping[PieceName, BucketPiece] | None = None,
     ) -> None:
         """Apply a transaction. `own_pieces` are given by the writer, which still has its pieces:
         they replace pieces that Redis has lost.
         """
-        if plan.transaction.startswith(REMOVAL_PREFIX):
-            self._apply_removal(identity, generation, plan)
-            return
+        identity, generation, plan = transaction.identity, transaction.generation, transaction.plan
+        is_removal = plan.transaction.startswith(REMOVAL_PREFIX)
+        script = UNAPPLY if is_removal else APPLY
         counts: dict[int, BucketCounts] = {}
         for some in in_portions(plan.pieces(), _PIECES_AT_ONCE):
             if own_pieces is None:
-                folders = self._folders_of(generation, plan, some)
+                folders = self._folders_of(transaction, some)
             else:
                 folders = {name: own_pieces[name].folders for name in some}
-            runs = [
-                ScriptCommand(
-                    APPLY,
-                    piece_keys(generation, name.bucket, folders[name]),
-                    (plan.transaction + name.field, name.field),
-                )
-                for name in some
-            ]
+            runs = [transaction.script_command(script, name, folders[name]) for name in some]
             self._link.extend_deadline()
             replies = self._link.run_scripts(runs)
-            gone = [i for i, reply in enumerate(replies) if reply is None]
-            if gone:
-                if not self._is_pending(identity, plan):
+            if is_removal:
+                continue  # of a removal, a piece that is missing has been applied
+            missing = [i for i, reply in enumerate(replies) if reply is None]
+            if missing:
+                if not self._is_pending(transaction):
                     return  # rebuilt or dropped, or others have applied it and removed its chunks
                 if own_pieces is None:
                     raise lost_data_error(self.read_head(identity).dataset.name)
                 again = [
                     runs[i]._replace(arguments=(*runs[i].arguments, own_pieces[some[i]].packed))
-                    for i in gone
+                    for i in missing
                 ]
-                for i, reply in zip(gone, self._link.run_scripts(again), strict=True):
+                for i, reply in zip(missing, self._link.run_scripts(again), strict=True):
                     replies[i] = reply
             for name, reply in zip(some, replies, strict=True):
                 counts[name.bucket] = parse_bucket_counts(reply)
@@ -420,45 +383,40 @@ class RedisTransactions(HeadReader):
             self.run_head_script(APPLIED, applied, generation.name, packed, *words)
 
     def _folders_of(
-        self, generation: Generation, plan: ApplyPlan, names: Sequence[PieceName]
+        self, transaction: Transaction, names: Sequence[PieceName]
     ) -> dict[PieceName, Sequence[FolderId]]:
         """The folders of each piece that has not been applied; no folders for the others."""
+        staged = [transaction.staged_piece(name) for name in names]
         replies = self._link.run_scripts(
-            ScriptCommand(
-                READ_PIECE_FOLDERS,
-                [generation.key(name.bucket, b"x")],
-                [plan.transaction + name.field],
-            )
-            for name in names
+            ScriptCommand(READ_PIECE_FOLDERS, [key], [field]) for key, field in staged
         )
         return {
             name: folders_of(reply) if isinstance(reply, bytes) else []
             for name, reply in zip(names, replies, strict=True)
         }
 
-    def _is_pending(self, identity: UUID, plan: ApplyPlan) -> bool:
+    def _is_pending(self, transaction: Transaction) -> bool:
         """Whether a plan is still pending."""
-        head = self.read_head(identity)
+        head, plan = self.read_head(transaction.identity), transaction.plan
         return head.generation.name == plan.generation and plan.pack() in head.pending
 
     # Removing what failed transactions left
 
-    def _abandon(self, identity: UUID, generation: Generation, plan: ApplyPlan) -> None:
+    def _abandon(self, transaction: Transaction) -> None:
         """Take back a transaction of this process, unless it has been committed."""
         try:
-            self.run_head_script(ABANDON, [DatasetKeys(identity).begun], plan.transaction, 0)
+            self.run_head_script(ABANDON, [transaction.keys.begun], transaction.plan.transaction, 0)
         except (UnknownDataset, ScriptRejected):
             return  # it has been committed or removed already, or was never begun
-        self._drop(identity, generation, plan)
+        self._drop(transaction)
 
-    def _drop(self, identity: UUID, generation: Generation, plan: ApplyPlan) -> None:
+    def _drop(self, transaction: Transaction) -> None:
         """Remove the pieces of a transaction that can never be committed any more."""
-        keys = DatasetKeys(identity)
         commands = []
-        for name in plan.pieces():
-            key = generation.key(name.bucket, b"x")
-            commands.append(Command(key, ("HDEL", key, plan.transaction + name.field)))
-        commands.append(Command(keys.begun, ("HDEL", keys.begun, plan.transaction)))
+        for key, field in map(transaction.staged_piece, transaction.plan.pieces()):
+            commands.append(Command(key, ("HDEL", key, field)))
+        begun = transaction.keys.begun
+        commands.append(Command(begun, ("HDEL", begun, transaction.plan.transaction)))
         with suppress(Exception):  # otherwise they are removed as abandoned
             self._link.run(commands)
 
@@ -468,20 +426,20 @@ class RedisTransactions(HeadReader):
         """Remove the pieces of writers that died before they committed, or take too long."""
         keys = DatasetKeys(identity)
         (reply,) = self._link.run([Command(keys.begun, ("HKEYS", keys.begun))])
-        transactions = [octets(each) for each in listed(reply)]
+        names = [octets(each) for each in listed(reply)]
         answers = self._link.run_scripts(
-            ScriptCommand(ABANDON, [SCHEMA_KEY, keys.begun], [SCHEMA, transaction, age_s])
-            for transaction in transactions
+            ScriptCommand(ABANDON, [SCHEMA_KEY, keys.begun], [SCHEMA, name, age_s])
+            for name in names
         )
-        for transaction, answer in zip(transactions, answers, strict=True):
+        for name, answer in zip(names, answers, strict=True):
             match answer:
                 case [b"ok", bytes(packed)]:
                     try:
                         plan = unpack_plan(packed, generation.buckets)
                     except CorruptError:
-                        plan = ApplyPlan(generation.name, transaction, [])
+                        plan = ApplyPlan(generation.name, name, [])
                     if plan.generation == generation.name:
-                        self._drop(identity, generation, plan)
+                        self._drop(Transaction(identity, generation, plan))
 
 
 def piece_keys(generation: Generation, bucket: int, folders: Sequence[FolderId]) -> list[bytes]:
@@ -522,11 +480,6 @@ def _new_transaction() -> bytes:
     while (name := secrets.token_bytes(TRANSACTION_BYTES)).startswith(REMOVAL_PREFIX):
         pass
     return name
-
-
-def _plan(generation: Generation, transaction: bytes, cuts: Sequence[CutBatch]) -> ApplyPlan:
-    counts = [(each.chunk, each.piece_counts) for each in cuts]
-    return ApplyPlan(generation.name, transaction, counts)
 
 
 assert STATE.size == 9  # the scripts skip so many bytes

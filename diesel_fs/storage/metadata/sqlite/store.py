@@ -44,14 +44,7 @@ from ..store import (
     next_version,
 )
 from .database_file import DEADLINE_S, SqliteFile
-from .datasets import (
-    all_datasets,
-    dataset_by_identity,
-    dataset_by_name,
-    dataset_of,
-    insert,
-    write,
-)
+from .datasets import all_datasets, dataset_by_identity, dataset_by_name, dataset_of, insert, write
 from .fold import fold_chunks
 from .rows import (
     COLUMNS,
@@ -68,11 +61,7 @@ from .rows import (
     newer,
 )
 from .runs import find, runs_in
-from .shadow_state import (
-    SqliteShadowState,
-    abandon_rows,
-    remove_abandoned,
-)
+from .shadow_state import SqliteShadowState, abandon_rows, remove_abandoned
 
 _LOCK_POLL_S = 0.02
 
