@@ -1,4 +1,4 @@
-"""What is counted, by whom, and Prometheus's text of it."""
+"""The metrics of a server: counting in several processes, and the text for Prometheus."""
 
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -52,7 +52,7 @@ def test_a_total_is_the_sum_over_processes() -> None:
     ("seconds", "buckets"),
     [(0.0, 9), (0.0005, 9), (0.0006, 8), (1.0, 4), (29.0, 2), (31.0, 1)],
 )
-def test_a_histogram_counts_up(seconds: float, buckets: int) -> None:
+def test_the_buckets_of_a_histogram_are_cumulative(seconds: float, buckets: int) -> None:
     cells = private_cells()
     cells.observe("diesel_request_seconds", "put", value=seconds)
     said = exposition([cells])
@@ -62,7 +62,7 @@ def test_a_histogram_counts_up(seconds: float, buckets: int) -> None:
     assert value(said, 'diesel_request_seconds_sum{do="put"}') == pytest.approx(seconds)
 
 
-def test_no_client_makes_a_new_line() -> None:
+def test_unlisted_label_values_make_no_new_lines() -> None:
     cells = private_cells()
     before = len(exposition([cells]).splitlines())
     for name in ('x"} 1\nevil 2', "a" * 10_000, ""):

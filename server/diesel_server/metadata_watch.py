@@ -99,5 +99,7 @@ def fold_in_missing(repository: LocalRepository) -> bool:
             done = done and not error.retry
             continue
         if before is None or (after is not None and after.digest != before.digest):
-            log.warning("Redis had lost commits of %r: they are committed again", info.name)
+            log.warning(
+                "the metadata store had lost commits of %r: they are committed again", info.name
+            )
     return done

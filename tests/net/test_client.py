@@ -1,4 +1,4 @@
-"""A client's connections: requests and answers, what is sent again, several servers, forks."""
+"""The client of servers: requests and answers, requests sent again, several servers, forks."""
 
 import os
 import signal
@@ -73,7 +73,7 @@ def test_a_payload_goes_and_comes_in_parts(link: ServerLink) -> None:
     assert room == whole
 
 
-def test_a_thousand_small_parts(link: ServerLink) -> None:
+def test_a_payload_of_a_thousand_small_parts_arrives(link: ServerLink) -> None:
     parts = [bytes([i % 256]) * (i % 7) for i in range(1000)]
     assert link.call({"do": "echo"}, parts).payload.tobytes() == b"".join(parts)
 
@@ -86,7 +86,7 @@ def test_a_payload_that_does_not_fit_its_room_is_refused(link: ServerLink, size:
     assert link.call({"do": "echo"}, [b"x"]).payload.tobytes() == b"x"
 
 
-def test_an_error_is_its_class_and_ends_that_request_alone(link: ServerLink) -> None:
+def test_an_error_has_its_class_and_ends_only_its_request(link: ServerLink) -> None:
     """G3: one request meets an error, or a bug; the connection goes on."""
     peer = link.call({"do": "echo"}).message["peer"]
     with pytest.raises(NoSuchDataset, match="gone"):
@@ -102,8 +102,8 @@ def test_an_error_is_its_class_and_ends_that_request_alone(link: ServerLink) -> 
     assert link.call({"do": "echo"}).message["peer"] == peer
 
 
-def test_a_request_that_is_unknown_and_fields_that_are(link: ServerLink) -> None:
-    """G4: what may be left out is, what may not is refused."""
+def test_unknown_requests_are_refused_and_unknown_fields_ignored(link: ServerLink) -> None:
+    """G4: only a field whose name ends in `!` must be understood."""
     with pytest.raises(UsageError, match="does not know the request"):
         link.call({"do": "later"})
     assert link.call({"do": "echo", "later": 1}, [b"x"]).payload.tobytes() == b"x"
@@ -120,7 +120,7 @@ def test_an_answer_with_a_field_that_must_be_understood_is_refused() -> None:
         server.link().call({"do": "later"})
 
 
-def test_streams(link: ServerLink) -> None:
+def test_a_stream_gives_all_its_answers(link: ServerLink) -> None:
     """Each answer but the last has `more`; one that is left early takes its connection along."""
     answers = list(link.stream({"do": "count", "n": 5}))
     assert [answer.message["i"] for answer in answers] == list(range(5))
@@ -182,7 +182,7 @@ def test_connections_that_have_been_idle_for_long_are_not_used(
     assert link.call({"do": "echo"}).message["peer"] != first
 
 
-def test_descriptors_come_back(server: ThreadedServer) -> None:
+def test_closed_links_leave_no_descriptor_open(server: ThreadedServer) -> None:
     link = server.link()
     link.call({"do": "echo"})
     link.close()
@@ -205,19 +205,19 @@ def test_the_store_is_known_and_connecting_is_lazy() -> None:
 @pytest.mark.parametrize(
     "url", ["diesel://h:x", "diesel://h:99999", "diesel://:1", "diesel://a,,b"]
 )
-def test_malformed_addresses(url: str) -> None:
+def test_malformed_addresses_are_refused(url: str) -> None:
     with pytest.raises(ConfigError):
         ServerLink(parse_url(url), ME)
 
 
-def test_a_host_that_does_not_exist() -> None:
+def test_a_host_that_does_not_exist_is_an_error_in_time() -> None:
     begun = time.monotonic()
     with pytest.raises(MetadataError, match="cannot reach"):
         ServerLink(parse_url("diesel://no-such-host.invalid:1"), ME, open_s=0.5).call({"do": "x"})
     assert time.monotonic() - begun < 30
 
 
-def test_ipv6() -> None:
+def test_a_server_is_reached_over_ipv6() -> None:
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:
@@ -245,7 +245,7 @@ def test_wrong_credentials_are_refused_at_once(
     assert "do=login" in lines[0]
 
 
-def test_who_is_revoked_is_refused_on_a_live_connection(
+def test_a_revoked_user_is_refused_on_an_open_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("diesel_server.connection.ACCOUNT_REFRESH_S", 0.0)
@@ -360,7 +360,7 @@ def half(client: socket.socket) -> None:
     client.sendall(wire.frame({"id": 1}, wire.ANSWER_LIMITS, 100) + b"x" * 50)
 
 
-def test_what_may_be_repeated_is_sent_again_when_the_connection_breaks() -> None:
+def test_a_repeatable_request_is_sent_again_when_the_connection_breaks() -> None:
     """G1."""
     with Scripted(close, half, close) as scripted:
         link = scripted.link()
@@ -368,7 +368,7 @@ def test_what_may_be_repeated_is_sent_again_when_the_connection_breaks() -> None
         assert [request["n"] for request in scripted.requests] == [1] * 4
 
 
-def test_what_may_not_is_not() -> None:
+def test_a_request_that_must_not_be_repeated_is_not_sent_again() -> None:
     for act in (close, half):
         with Scripted(act) as scripted:
             with pytest.raises(MetadataError, match="not known"):
@@ -376,7 +376,7 @@ def test_what_may_not_is_not() -> None:
             assert len(scripted.requests) == 1
 
 
-def test_what_has_not_arrived_whole_may_always_be_sent_again() -> None:
+def test_a_request_that_has_not_arrived_whole_is_always_sent_again() -> None:
     """The server closes before it has the whole request: it cannot have been carried out."""
     server = ThreadedServer()
     try:
@@ -425,7 +425,7 @@ def test_an_overloaded_server_is_asked_again_within_the_deadline() -> None:
         b"\0" * 8,
     ],
 )
-def test_N10_an_answer_that_contradicts_the_wire(said: bytes) -> None:
+def test_N10_an_answer_that_breaks_the_protocol_is_corrupt(said: bytes) -> None:
     with Scripted(lambda client: client.sendall(said)) as scripted, pytest.raises(CorruptError):
         scripted.link().call({"do": "echo"})
 
@@ -456,7 +456,7 @@ def test_clients_spread_over_the_servers() -> None:
         assert second.cells.get("diesel_logins_total") > 5
 
 
-def test_a_server_that_hangs_is_left_for_another() -> None:
+def test_another_server_is_asked_when_one_hangs() -> None:
     """It accepts, and then says nothing, or nothing any more."""
     with ThreadedServer() as well, Scripted(lambda client: time.sleep(60)) as hangs:
         for _ in range(4):
@@ -503,7 +503,7 @@ def test_G8_servers_of_one_address_serve_one_store() -> None:
             link.call({"do": "echo"}, deadline_s=3)
 
 
-def test_a_server_that_is_going_sends_its_clients_to_another() -> None:
+def test_clients_of_a_server_that_shuts_down_go_to_another() -> None:
     with ThreadedServer() as first, ThreadedServer() as second:
         link = links([first, second])
         link._first = 0
@@ -520,7 +520,7 @@ def test_a_server_that_is_going_sends_its_clients_to_another() -> None:
         thread.join(10)
 
 
-def test_too_many_connections_are_told_so() -> None:
+def test_too_many_connections_are_refused_with_a_reason() -> None:
     with ThreadedServer(count=ConnectionLimits(3)) as server:
         held = [server.link() for _ in range(2)]
         for link in held:

@@ -1,4 +1,4 @@
-"""Greetings, frames and logins: golden bytes, and that any bytes are a value or one error."""
+"""Greetings, frames and logins: golden bytes; any bytes decode to a value or raise one error."""
 
 import struct
 
@@ -22,7 +22,7 @@ BINDING = bytes(range(32, 64))
 
 
 def test_golden_bytes() -> None:
-    """They must never change: two versions that do not fit tell each other by them."""
+    """These bytes must never change: programs of different versions tell each other so by them."""
     assert wire.greeting() == b"\x93DIESNET\1\0\0\0\0\0\0\0"
     assert wire.welcome(NONCE) == b"\x93DIESNET\1\0\0\0\x20\0\0\0" + NONCE
     assert wire.refusal("no") == b"\x93DIESNET\1\0\1\0\2\0\0\0no"
@@ -58,7 +58,7 @@ def test_a_server_of_another_version_that_says_nothing_is_named() -> None:
     said = b"\x93DIESNET" + struct.pack("<HHI", 9, 1, 0)
     assert wire.parse_welcome(said) == (False, 9, 0)
     assert "version 9" in str(wire.refusal_error(9, b""))
-    with pytest.raises(ForeignError):  # it takes us, and speaks otherwise
+    with pytest.raises(ForeignError):  # it accepts another version than its own
         wire.parse_welcome(b"\x93DIESNET" + struct.pack("<HHI", 9, 0, 32))
 
 
@@ -72,7 +72,7 @@ def test_any_bytes_are_a_greeting_or_foreign(content: bytes) -> None:
         assert content[:8] == b"\x93DIESNET"
 
 
-def test_what_is_reserved_and_what_is_too_long() -> None:
+def test_reserved_bytes_must_be_zero_and_long_refusals_are_cut() -> None:
     with pytest.raises(ForeignError):
         wire.parse_greeting(wire.greeting()[:15] + b"\1")
     said = wire.refusal("x" * 5000)
@@ -114,7 +114,7 @@ VALUES = st.recursive(
 
 
 @given(st.dictionaries(st.text(), VALUES, max_size=5))
-def test_what_is_sent_is_read(message: dict[str, object]) -> None:
+def test_frames_are_decoded_as_they_were_encoded(message: dict[str, object]) -> None:
     sent = wire.frame(message, REQUEST_LIMITS, 5)  # type: ignore[arg-type]  # a plain dict is a message
     lengths = wire.parse_lengths(sent[:8], REQUEST_LIMITS)
     assert lengths == (len(sent) - 8, 5)
@@ -139,14 +139,14 @@ def test_a_head_of_too_many_items_is_refused_before_it_is_built() -> None:
         wire.parse_head(inside, BEFORE_LOGIN_LIMITS)
 
 
-def test_a_field_that_must_be_understood() -> None:
+def test_an_unknown_required_field_is_refused() -> None:
     wire.check_required_fields({"id": 1, "do": "x", "later": 2})
     with pytest.raises(UsageError, match="later!"):
         wire.check_required_fields({"id": 1, "do": "x", "later!": 2})
 
 
 @pytest.mark.parametrize("user", ["", "x" * 65, "\u00e9" * 33])
-def test_names_that_no_user_has(user: str) -> None:
+def test_names_of_a_bad_length_cannot_log_in(user: str) -> None:
     with pytest.raises(UsageError):
         wire.login_challenge(NONCE, BINDING, user)
 

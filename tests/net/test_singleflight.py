@@ -1,4 +1,4 @@
-"""Work that is shared: who gets the outcome of which run."""
+"""Shared work: which callers share a run, and which items one run takes."""
 
 import threading
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ async def _ask(rounds: ThreadSingleFlight[str, int], key: str, found: list[int |
 @pytest.mark.parametrize(
     ("key", "outcomes"), [("a", [1, 2, 2, 2, 3]), ("bad", ["run 1"] + ["run 2"] * 3 + ["run 3"])]
 )
-def test_who_asks_during_a_run_gets_the_next(key: str, outcomes: list[int | str]) -> None:
+def test_a_caller_during_a_run_gets_the_next_run(key: str, outcomes: list[int | str]) -> None:
     """What a run saw before the question came may be stale by then."""
     gate, found = Gate(), list[int | str]()
 
@@ -68,7 +68,7 @@ def test_who_asks_during_a_run_gets_the_next(key: str, outcomes: list[int | str]
     assert gate.runs == 3
 
 
-def test_keys_do_not_wait_for_each_other_and_runs_outlive_their_askers() -> None:
+def test_keys_do_not_wait_for_each_other_and_runs_outlive_their_callers() -> None:
     gate, found = Gate(), list[int | str]()
 
     async def main() -> None:
@@ -88,7 +88,7 @@ def test_keys_do_not_wait_for_each_other_and_runs_outlive_their_askers() -> None
     assert (found, gate.runs, gate.ended) == ([], 4, 4)
 
 
-def test_items_go_together_within_a_size_and_the_bad_one_fails_alone() -> None:
+def test_items_are_grouped_up_to_a_size_and_a_bad_one_fails_alone() -> None:
     sizes, go = list[int](), threading.Event()
 
     def run(key: str, items: Sequence[int]) -> int:

@@ -235,7 +235,7 @@ def test_C2_a_redis_that_comes_back_is_waited_for(servers: ServerWithRedis, tmp_
     check_whole(servers)
 
 
-def test_C3_an_emptied_redis_is_never_an_empty_dataset(
+def test_C3_an_emptied_redis_is_never_reported_as_an_empty_dataset(
     servers: ServerWithRedis, tmp_path: Path
 ) -> None:
     source = tree(tmp_path / "source")
@@ -284,7 +284,7 @@ def _accounts(servers: ServerWithRedis) -> Callable[[], None]:
     return back
 
 
-def test_C7_a_full_redis_stops_writers_alone(servers: ServerWithRedis, tmp_path: Path) -> None:
+def test_C7_a_full_redis_stops_only_writers(servers: ServerWithRedis, tmp_path: Path) -> None:
     source = tree(tmp_path / "source")
     with servers.open() as repository, servers.redis.client() as client:
         ingest.put(repository, "ds", FolderSource(source), options=SMALL)
@@ -304,8 +304,10 @@ def test_C7_a_full_redis_stops_writers_alone(servers: ServerWithRedis, tmp_path:
     check_whole(servers)
 
 
-def test_C13_a_redis_that_hangs(servers: ServerWithRedis, tmp_path: Path) -> None:
-    """Questions about entries fail soon, reads go on; and all goes on when it does."""
+def test_C13_requests_end_in_time_when_redis_hangs(
+    servers: ServerWithRedis, tmp_path: Path
+) -> None:
+    """Requests about entries fail in time, reads of chunks go on, all works again afterwards."""
     source = tree(tmp_path / "source", count=50)
     with servers.open() as repository:
         ingest.put(repository, "ds", FolderSource(source), options=SMALL)
@@ -314,7 +316,7 @@ def test_C13_a_redis_that_hangs(servers: ServerWithRedis, tmp_path: Path) -> Non
         together = threading.Barrier(12)
 
         def connected() -> None:
-            """Each has a connection of its own: nobody logs in without a Redis."""
+            """Connect each thread while Redis runs: without it no login succeeds."""
             together.wait(20)
             for _ in range(20):
                 repository.stat("ds", b"d0/f0000")
@@ -364,7 +366,7 @@ def test_C13_a_redis_that_hangs(servers: ServerWithRedis, tmp_path: Path) -> Non
 # Bytes
 
 
-def test_G3_a_corrupt_chunk_harms_its_own_files_alone(
+def test_G3_a_corrupt_chunk_harms_only_its_own_files(
     servers: ServerWithRedis, tmp_path: Path
 ) -> None:
     source = write(tmp_path / "source", {f"f{i}": os.urandom(20_000) for i in range(12)})
@@ -449,7 +451,7 @@ def test_roles_hold_over_the_wire(tmp_path: Path) -> None:
                 writer.delete_dataset("ds")
 
 
-def test_S11_errors_tell_clients_nothing_of_where_the_store_lies(tmp_path: Path) -> None:
+def test_S11_errors_do_not_tell_clients_where_the_store_is(tmp_path: Path) -> None:
     """A chunk is lost, then the metadata store is away: the operator's log has the places."""
     reader = Account("reader", b"", grants={"ds": Role.READ})
     source = tree(tmp_path / "source", count=20)
@@ -526,7 +528,7 @@ def test_S11_over_a_bucket_clients_know_nothing_of_it(
                 dataset.delete_dataset()
 
 
-def test_a_python_program_says_who_it_is(servers: ServerWithRedis) -> None:
+def test_a_python_program_logs_in_as_its_user(servers: ServerWithRedis) -> None:
     who = servers.credentials["root"]
     with connect("ds", servers.url, who.user, who.key_text, create=True) as dataset:
         dataset.put(b"content", "a/b")
@@ -579,7 +581,7 @@ def test_G1_a_mount_outlives_its_server(servers: ServerWithRedis, tmp_path: Path
 
 
 @pytest.mark.fuse
-def test_S8_a_mount_shows_nobody_its_key(servers: ServerWithRedis, tmp_path: Path) -> None:
+def test_S8_a_mount_does_not_expose_its_key(servers: ServerWithRedis, tmp_path: Path) -> None:
     """Not in the arguments nor the environment of any of its processes, nor in its log."""
     source = tree(tmp_path / "source", count=10)
     at, log = tmp_path / "mount", tmp_path / "log"

@@ -1,4 +1,4 @@
-"""Snapshots in pieces: made once per version, and put together again at the other end."""
+"""Snapshots in pieces: compressed once for a version, and put together again by the client."""
 
 import errno
 import os
@@ -58,7 +58,7 @@ def joined(pieces: Iterator[tuple[int, bytes | memoryview]]) -> bytes:
 
 
 @pytest.mark.parametrize("kept", [True, False])
-def test_what_is_cut_is_put_together_again(kept: bool, tmp_path: Path, view: Snapshot) -> None:
+def test_pieces_put_together_are_the_snapshot(kept: bool, tmp_path: Path, view: Snapshot) -> None:
     pieces = CompressedSnapshots(tmp_path / "pieces" if kept else None)
     for _ in range(3):
         assert joined(pieces.pieces(view)) == view.buffer
@@ -66,7 +66,7 @@ def test_what_is_cut_is_put_together_again(kept: bool, tmp_path: Path, view: Sna
     assert pieces.made == (1 if kept else 6)
 
 
-def test_a_version_is_made_once_however_many_ask(
+def test_a_version_is_compressed_once_for_many_requests(
     tmp_path: Path, view: Snapshot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pieces, ready = CompressedSnapshots(tmp_path / "pieces"), threading.Barrier(8)
@@ -90,7 +90,7 @@ def test_a_version_is_made_once_however_many_ask(
     assert joined(CompressedSnapshots(tmp_path / "pieces").pieces(view)) == view.buffer
 
 
-def test_another_process_finds_them(tmp_path: Path, view: Snapshot) -> None:
+def test_another_process_uses_the_kept_pieces(tmp_path: Path, view: Snapshot) -> None:
     list(CompressedSnapshots(tmp_path / "pieces").pieces(view))
     other = CompressedSnapshots(tmp_path / "pieces")
     assert joined(other.pieces(view)) == view.buffer
@@ -99,7 +99,9 @@ def test_another_process_finds_them(tmp_path: Path, view: Snapshot) -> None:
     assert file.stat().st_mode & 0o077 == 0
 
 
-def test_old_versions_go(tmp_path: Path, view: Snapshot, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_of_old_versions_are_removed(
+    tmp_path: Path, view: Snapshot, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pieces = CompressedSnapshots(tmp_path / "pieces")
     for version in (7, 8, 9, 10):
         monkeypatch.setattr(view, "version", version)
@@ -145,7 +147,7 @@ def test_J1_a_full_disk_is_no_error(
     assert joined(CompressedSnapshots(tmp_path / "file").pieces(view)) == view.buffer
 
 
-def test_no_descriptor_stays_open(tmp_path: Path, view: Snapshot) -> None:
+def test_an_abandoned_iterator_leaves_no_descriptor_open(tmp_path: Path, view: Snapshot) -> None:
     pieces = CompressedSnapshots(tmp_path / "pieces")
     list(pieces.pieces(view))
     before = len(os.listdir("/proc/self/fd"))
@@ -179,12 +181,12 @@ def block(content: bytes) -> bytes:
         (100, bytes(BLOCK_BYTES_MAX + 1)),
     ],
 )
-def test_N2_a_piece_that_contradicts_itself(raw_bytes: int, stored: bytes) -> None:
+def test_N2_a_piece_that_is_not_what_it_says_is_refused(raw_bytes: int, stored: bytes) -> None:
     with pytest.raises(CorruptError):
         SnapshotAssembler().add(raw_bytes, stored)
 
 
-def test_N2_more_than_is_allowed_and_less_than_is_announced() -> None:
+def test_N2_too_many_and_too_few_bytes_are_refused() -> None:
     gathered = SnapshotAssembler(bytes_max=10)
     gathered.add(6, block(b"abcdef"))
     with pytest.raises(CorruptError, match="more than 10"):

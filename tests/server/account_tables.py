@@ -1,4 +1,4 @@
-"""A table of accounts in memory, and users with keys, for tests of what stands above it."""
+"""A table of accounts in memory, and users with keys."""
 
 import threading
 from collections.abc import Callable

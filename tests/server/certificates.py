@@ -1,4 +1,4 @@
-"""Certificates of the tests' own, good ones and bad ones."""
+"""Makes certificates for tests, good and bad ones, and the authorities that sign them."""
 
 import datetime as dt
 from dataclasses import dataclass

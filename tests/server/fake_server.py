@@ -1,4 +1,4 @@
-"""A server whose requests are the tests' own, in front of no repository.
+"""A server with test requests and without a repository.
 
 `ThreadedServer` runs one in a thread of this process. As a program, `python -m
 tests.server.fake_server` is `diesel-server` with workers (`--worker`) that serve these requests:
@@ -49,7 +49,7 @@ ME = Credentials("me", SEED)
 
 
 class OneUser:
-    """Accounts: `me`, and nobody else, until it is revoked."""
+    """Accounts with one user, `me`, until it is revoked."""
 
     revoked = False
 

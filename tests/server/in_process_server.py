@@ -1,4 +1,4 @@
-"""A service in this process over a repository of the test's own, and users of it."""
+"""A server in this process without sockets: handlers over a repository, and clients of them."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,7 +27,7 @@ KEY = bytes(range(32))
 
 
 class InProcessServer:
-    """The service, what is behind it, and clients."""
+    """The handlers of a server over the repository `store`, and clients of them."""
 
     def __init__(self, store: LocalRepository, loop: Loop) -> None:
         self.store = store
@@ -48,13 +48,13 @@ class InProcessServer:
         return self.client(Account("somebody", KEY, grants=dict.fromkeys(names, role)))
 
     def chunks(self, name: str = "ds") -> list[ChunkId]:
-        """What lies in the store."""
+        """The chunks of a dataset in the store."""
         return list(self.store.chunk_ids(self.store.dataset(name).identity))
 
 
 @contextmanager
 def in_process_server(folder: Path) -> Iterator[InProcessServer]:
-    """A service over a repository in a folder."""
+    """A server over a repository in a folder."""
     loop = Loop()
     with LocalRepository.open(folder.as_uri(), create=True) as store:
         service = InProcessServer(store, loop)
@@ -66,7 +66,7 @@ def in_process_server(folder: Path) -> Iterator[InProcessServer]:
 
 
 class ChunkMaker:
-    """Makes chunks of one writer."""
+    """Makes chunks as one writer."""
 
     def __init__(self, repository: RemoteRepository, name: str = "ds") -> None:
         session = repository.begin(name)
@@ -80,7 +80,7 @@ class ChunkMaker:
         self.builder.add_file((folder, name), 0o644, 1, len(content))
 
     def seal(self, chunk: ChunkId | None = None) -> tuple[ChunkId, list[bytes]]:
-        """A chunk of what was added."""
+        """A chunk of the files that were added, and its parts."""
         made = chunk or self.session.new_id()
         parts, _ = self.builder.seal(made)
         copied = [bytes(part) for part in parts]
@@ -106,7 +106,7 @@ def server(tmp_path: Path) -> Iterator[InProcessServer]:
 
 @pytest.fixture
 def filled(server: InProcessServer) -> InProcessServer:
-    """With three files in one chunk, acknowledged."""
+    """A server with three files in one chunk of dataset `ds`."""
     sealer = ChunkMaker(server.admin)
     sealer.add(b"a", b"1")
     sealer.add(b"d/b", b"22")
@@ -118,7 +118,7 @@ def filled(server: InProcessServer) -> InProcessServer:
 
 
 def link_of(client: RemoteRepository) -> DirectLink:
-    """What a client asks through."""
+    """The link of a client, which records its requests."""
     link = client._link
     assert isinstance(link, DirectLink)
     return link

@@ -1,4 +1,4 @@
-"""A repository behind a server program, with a real Redis: what fixtures of modules share."""
+"""A fixture: a repository behind server programs, with a real Redis."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

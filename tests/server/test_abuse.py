@@ -47,7 +47,7 @@ def user(role: Role | None = None, *, admin: bool = False) -> Account:
 # Memory
 
 
-def test_S12_a_request_has_no_room_for_items_that_none_needs() -> None:
+def test_S12_a_request_with_too_many_items_is_refused() -> None:
     head = wire.frame({"id": 1, "do": "datasets", "x": [0] * 1024}, wire.ANSWER_LIMITS)[8:]
     with pytest.raises(CorruptError, match="too many items"):
         wire.parse_head(head, wire.REQUEST_LIMITS)
@@ -101,7 +101,7 @@ def test_a_page_of_a_large_folder_costs_a_page(
     assert read == [10] * 10
 
 
-def test_S12_only_who_may_write_sends_payloads() -> None:
+def test_S12_only_users_who_may_write_send_payloads() -> None:
     assert takes_payload(user(admin=True), "put", 1 << 30)
     assert takes_payload(user(Role.WRITE), "put", 1 << 30)
     assert takes_payload(user(admin=True), "import_users", 1 << 20)
@@ -115,7 +115,7 @@ def test_S12_only_who_may_write_sends_payloads() -> None:
         assert not takes_payload(account, do, size)
 
 
-def test_S12_a_payload_that_may_not_come_takes_no_memory() -> None:
+def test_S12_a_forbidden_payload_takes_no_memory() -> None:
     with ThreadedServer() as server, logged_in(server) as client:
         assert server.service is not None
         server.service.takes_payload = lambda account, do, size: do == "put"
@@ -129,7 +129,7 @@ def test_S12_a_payload_that_may_not_come_takes_no_memory() -> None:
         assert answer(client)[0]["id"] == 2
 
 
-def test_S12_chunks_that_decode_to_much_are_decoded_one_at_a_time(
+def test_S12_chunks_with_large_files_are_checked_one_at_a_time(
     server: InProcessServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is sent is counted; what it decodes to is up to 16 times as much."""
@@ -161,7 +161,7 @@ def test_S12_chunks_that_decode_to_much_are_decoded_one_at_a_time(
 # Time
 
 
-def test_S12_one_user_does_not_have_all_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_S12_one_user_cannot_use_all_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "REQUESTS_PER_USER_MAX", 5)
     with ThreadedServer() as server, logged_in(server) as client:
         for number in range(8):
@@ -174,7 +174,7 @@ def test_S12_one_user_does_not_have_all_requests(monkeypatch: pytest.MonkeyPatch
         assert "error" not in answer(client)[0]
 
 
-def test_S12_the_loop_looks_up_no_long_paths(filled: InProcessServer) -> None:
+def test_S12_long_paths_are_looked_up_in_a_thread(filled: InProcessServer) -> None:
     filled.loop.run(lambda: _map(filled))
     threads = _service(filled)._compute_threads
     seen: list[int] = []
@@ -192,7 +192,7 @@ def test_S12_the_loop_looks_up_no_long_paths(filled: InProcessServer) -> None:
     assert seen == [0, 1]
 
 
-def test_S12_identities_that_are_drawn_keep_no_reader_waiting(
+def test_S12_invented_identities_delay_no_reader(
     filled: InProcessServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each is a question to the object store, and nobody needs a role to ask it."""
@@ -271,7 +271,7 @@ def test_S12_readers_leave_room_for_administrators_jobs(
         assert all(each.result(20).sound for each in under_way)
 
 
-def test_S12_fresh_bytes_are_of_one_chunk(filled: InProcessServer) -> None:
+def test_S12_a_fresh_read_is_of_one_chunk_only(filled: InProcessServer) -> None:
     """A server looks at its own copy of it, whole."""
     info, (chunk,) = filled.store.dataset("ds"), filled.chunks()
     ask: Message = {"do": "read", "identity": info.identity.bytes, "fresh": True}
@@ -284,7 +284,7 @@ def test_S12_fresh_bytes_are_of_one_chunk(filled: InProcessServer) -> None:
         link.call({**ask, "parts": others})
 
 
-def test_S12_a_reader_has_so_many_leases(
+def test_S12_the_leases_of_a_user_are_limited(
     filled: InProcessServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writing, "LEASES_MAX", 3)
@@ -313,7 +313,7 @@ def test_S12_a_reader_has_so_many_leases(
 # A server that lies
 
 
-def test_N10_a_list_that_goes_round_and_round_ends(filled: InProcessServer) -> None:
+def test_N10_a_list_of_names_that_does_not_advance_is_an_error(filled: InProcessServer) -> None:
     view = filled.store.view("ds")
     columns = columns_message(view.stat_many([b"a"]))
     for names in (b"a", b"../x", b"", b"a/b"):
@@ -332,7 +332,7 @@ def test_N10_a_list_that_goes_round_and_round_ends(filled: InProcessServer) -> N
     ("message", "size"),
     [({"id": 1}, PAYLOAD_BYTES_MAX + 1), ({"id": 1, "error": "DieselError"}, 1)],
 )
-def test_N10_an_answer_with_bytes_that_nobody_asked_for(message: Message, size: int) -> None:
+def test_N10_an_answer_with_an_unexpected_payload_is_an_error(message: Message, size: int) -> None:
     def said(client: socket.socket) -> None:
         client.sendall(wire.frame(message, wire.ANSWER_LIMITS, size))
         time.sleep(1)
@@ -343,7 +343,7 @@ def test_N10_an_answer_with_bytes_that_nobody_asked_for(message: Message, size: 
     assert time.monotonic() - begun < 5
 
 
-def test_S8_a_server_s_words_do_nothing_to_a_terminal() -> None:
+def test_S8_text_from_a_server_cannot_control_a_terminal() -> None:
     evil = "\x1b]0;x\x07\x1b[2J\nready\r" + "x" * 100_000
     error = parse_error({"error": "DieselError", "message": evil, "advice": evil})
     refused = wire.refusal_error(wire.VERSION, b"\x1b[2J\xff\n")
@@ -356,7 +356,7 @@ def test_S8_a_server_s_words_do_nothing_to_a_terminal() -> None:
 # An operator's night
 
 
-def test_F7_one_ipv6_network_writes_no_more_lines_than_an_address(
+def test_F7_one_ipv6_network_has_as_many_log_lines_as_one_address(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     from diesel_fs import metrics  # noqa: PLC0415
@@ -371,7 +371,7 @@ def test_F7_one_ipv6_network_writes_no_more_lines_than_an_address(
     assert len(caplog.messages) <= 21
 
 
-def test_J9_a_worker_that_cannot_be_started_is_no_end_of_the_others(
+def test_J9_a_worker_that_cannot_be_started_does_not_end_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Memory or descriptors are short: it is an error of that start, which is tried again."""
@@ -396,7 +396,7 @@ def test_J9_a_worker_that_cannot_be_started_is_no_end_of_the_others(
 @pytest.mark.parametrize(
     "head", [b"\r\n\r\n", b"\n\n", b"x\r\n\r\n", b"GET\r\n\r\n", b"\xff" * 9000]
 )
-def test_S12_whatever_is_sent_to_the_metrics_is_no_bug(head: bytes) -> None:
+def test_S12_any_bytes_sent_to_the_metrics_port_are_harmless(head: bytes) -> None:
     async def main() -> None:
         ours, theirs = trio.testing.memory_stream_pair()
         async with trio.open_nursery() as nursery:

@@ -1,4 +1,4 @@
-"""The requests about accounts: who may send them, what they hold, and that none locks all out."""
+"""The requests about accounts: their roles and fields, and that an administrator always remains."""
 
 import re
 import threading
@@ -146,7 +146,7 @@ def test_exports_are_imported(administration: Administration, table: MemoryTable
         (accounts_text({"new": account("new")}).encode() + b'{"user": 1}\n', CorruptError),
     ],
 )
-def test_nonsense_is_imported_not_at_all(
+def test_a_bad_import_changes_nothing(
     administration: Administration, table: MemoryTable, text: bytes, error: type[DieselError]
 ) -> None:
     before = table.accounts
@@ -194,7 +194,7 @@ REQUESTS: Mapping[str, tuple[Message, bytes]] = {
         (EVE, set()),
     ],
 )
-def test_who_may_ask_what(asker: Account, allowed: set[str], do: str) -> None:
+def test_each_request_needs_its_role(asker: Account, allowed: set[str], do: str) -> None:
     table = MemoryTable(*{each.name: each for each in (ANN, BOB, EVE, asker)}.values())
     before = table.accounts
     calls = Handled(TableAuthenticator(lambda: table), asker)
@@ -208,7 +208,7 @@ def test_who_may_ask_what(asker: Account, allowed: set[str], do: str) -> None:
     assert table.accounts is before
 
 
-def test_a_datasets_administrator_grants_on_that_one_alone(
+def test_an_administrator_of_one_dataset_grants_roles_on_that_one_only(
     table: MemoryTable, login: TableAuthenticator
 ) -> None:
     bob = RemoteAdministration(Handled(login, BOB))
@@ -228,7 +228,7 @@ def test_a_datasets_administrator_grants_on_that_one_alone(
 
 @pytest.mark.parametrize("do", REQUESTS)
 @pytest.mark.parametrize("lost", ["account", "key", "role"])
-def test_who_has_lost_a_right_cannot_use_it(
+def test_a_role_that_was_taken_away_cannot_be_used(
     table: MemoryTable, login: TableAuthenticator, do: str, lost: str
 ) -> None:
     """Though this server still thinks otherwise: what counts is the table, in the same step."""
@@ -247,7 +247,7 @@ def test_who_has_lost_a_right_cannot_use_it(
     assert table.accounts is before
 
 
-def test_while_the_accounts_are_away_nobody_administers(
+def test_accounts_cannot_be_changed_while_they_cannot_be_read(
     table: MemoryTable, login: TableAuthenticator
 ) -> None:
     table.fault = MetadataError("down")
@@ -341,7 +341,7 @@ def test_malformed_requests_change_nothing(
     assert table.accounts is before
 
 
-def test_what_is_changed_holds_on_this_server_at_once(
+def test_changes_take_effect_on_this_server_at_once(
     table: MemoryTable, login: TableAuthenticator
 ) -> None:
     RemoteAdministration(Handled(login, ANN)).grant("pets", "eve", Role.READ)
@@ -351,10 +351,10 @@ def test_what_is_changed_holds_on_this_server_at_once(
         login.current(EVE)
 
 
-def test_every_request_of_the_wire_has_a_handler_that_was_asked_about(
+def test_every_documented_request_has_a_handler_and_a_test(
     login: TableAuthenticator,
 ) -> None:
-    """Those of datasets in `test_requests.py`, those of accounts here: no others go by untested."""
+    """`test_requests.py` tests those about datasets, this module those about accounts."""
     page = (Path(wire.__file__).parent / "WIRE.md").read_text(encoding="utf-8")
     table = page.partition("| `do` | role |")[2].partition("\n\n")[0]
     rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]

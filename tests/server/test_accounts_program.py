@@ -1,4 +1,4 @@
-"""Accounts with a real server, a real Redis and programs: roles, revocation, a total loss."""
+"""Accounts with real programs and a real Redis: roles, users who are removed, a total loss."""
 
 import json
 import re
@@ -121,7 +121,7 @@ def test_du_says_the_same_through_a_server(site: Site, tmp_path: Path) -> None:
     assert site.ann("du", "--json", "cars").out == User(site.direct_url)("du", "--json", "cars").out
 
 
-def test_what_a_user_may_not_read_it_cannot_see(site: Site, tmp_path: Path) -> None:
+def test_a_user_does_not_see_datasets_that_it_may_not_read(site: Site, tmp_path: Path) -> None:
     """S10. Neither in a listing nor in an answer: a dataset that is not there looks the same."""
     assert site.ann("ls").out == b"cars\npets\n"
     assert site.eve("ls").out == b""
@@ -176,7 +176,7 @@ def test_a_reader_cannot_write(site: Site, tmp_path: Path) -> None:
     assert any(" do=begin " in line and "dataset=pets" in line for line in lines)
 
 
-def test_a_user_that_is_removed_is_cut_off(site: Site) -> None:
+def test_a_removed_user_loses_access(site: Site) -> None:
     """On a connection that is open, within seconds; and the next login at once."""
     script = (
         "import sys, time, diesel_fs\n"
@@ -208,7 +208,7 @@ def test_a_user_that_is_removed_is_cut_off(site: Site) -> None:
     assert "no such user, or another key" in site.ann("ls", code=12).err
 
 
-def test_a_renewed_key_ends_the_old_one(site: Site) -> None:
+def test_a_new_key_ends_the_old_one(site: Site) -> None:
     old = site.folder / "old.key"
     assert site.ann.key_file is not None
     shutil.copy2(site.ann.key_file, old)
@@ -218,7 +218,7 @@ def test_a_renewed_key_ends_the_old_one(site: Site) -> None:
     User(site.server.url, "ann", old)("ls", code=12)
 
 
-def test_unknown_users_and_wrong_keys_are_told_the_same(site: Site) -> None:
+def test_unknown_users_and_wrong_keys_get_the_same_error(site: Site) -> None:
     """S1. And the log says which it was, who and from where, and nothing of a key."""
     assert site.ann.key_file is not None
     unknown = User(site.server.url, "nobody", site.ann.key_file)("ls", code=12).err
@@ -237,7 +237,7 @@ def test_unknown_users_and_wrong_keys_are_told_the_same(site: Site) -> None:
     assert "chmod 600" in site.ann("ls", code=12).err
 
 
-def test_an_empty_table_refuses_everyone(tmp_path: Path, redis: RedisServer) -> None:
+def test_an_empty_table_refuses_every_login(tmp_path: Path, redis: RedisServer) -> None:
     """The client is told what it always is, the operator what to do."""
     User((tmp_path / "store").as_uri())("put", write(tmp_path / "src", {"a": b"1"}), "pets")
     User((tmp_path / "other").as_uri())("user", "add", "root", "--key-out", tmp_path / "key")
@@ -315,7 +315,7 @@ def test_C3_recovering_makes_no_accounts(site: Site) -> None:
     site.root("ls", code=12)
 
 
-def test_C1_a_redis_that_restarts_locks_nobody_out(site: Site) -> None:
+def test_C1_users_stay_logged_in_while_redis_restarts(site: Site) -> None:
     site.redis.kill()
     said = site.ann.run("ls")
     assert said.code in (0, 14), said
@@ -354,7 +354,7 @@ def login_frame(nonce: bytes) -> bytes:
     return wire.frame(message, wire.BEFORE_LOGIN_LIMITS)
 
 
-def test_S2_a_login_that_was_recorded_opens_no_other_connection(tmp_path: Path) -> None:
+def test_S2_a_recorded_login_is_refused_on_another_connection(tmp_path: Path) -> None:
     """Each byte of it again, to the same server: its nonce is another."""
     store = (tmp_path / "store").as_uri()
     public = public_key_text(keys.public_key(SEED))

@@ -1,4 +1,4 @@
-"""Logins: who is let in, who is told what, and for how long an account is believed."""
+"""Logins: which are accepted, what a refusal reveals, how long a copy of the accounts is used."""
 
 import logging
 import os
@@ -83,12 +83,12 @@ def refused(work: Callable[[], object]) -> DieselError:
 # Who is let in
 
 
-def test_who_signs_with_the_right_key_is_let_in(login: TableAuthenticator) -> None:
+def test_a_login_with_the_right_key_is_accepted(login: TableAuthenticator) -> None:
     assert enter(login) == BOB
     assert enter(login, "ann", binding=TLS, bound=TLS) == ANN
 
 
-def test_S1_who_has_no_key_is_not(login: TableAuthenticator) -> None:
+def test_S1_a_login_with_another_key_is_refused(login: TableAuthenticator) -> None:
     for signature in (b"", bytes(64), os.urandom(64), bytes(65)):
         with pytest.raises(PermissionDenied):
             login.authenticate("bob", signature, NONCE, NO_BINDING)
@@ -96,7 +96,7 @@ def test_S1_who_has_no_key_is_not(login: TableAuthenticator) -> None:
         enter(login, "ann", key_of="bob")
 
 
-def test_S2_a_login_that_was_heard_opens_nothing_else(login: TableAuthenticator) -> None:
+def test_S2_a_signature_is_valid_for_one_nonce_and_binding_only(login: TableAuthenticator) -> None:
     """It is bound to its nonce, to the certificate that its client saw, and to its user."""
     heard = keys.sign(seed("bob"), login_challenge(NONCE, TLS, "bob"))
     assert login.authenticate("bob", heard, NONCE, TLS) == BOB
@@ -145,7 +145,7 @@ def test_nobody_has_the_key_of_unknown_users(table: MemoryTable) -> None:
         enter(login, "eve")
 
 
-def test_an_empty_table_refuses_everyone(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_empty_table_refuses_every_login(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     """With the same answer as ever; the operator is told what to do, once a minute."""
     empty, full = (
         TableAuthenticator(MemoryTable, clock),
@@ -162,7 +162,7 @@ def test_an_empty_table_refuses_everyone(clock: Clock, caplog: pytest.LogCapture
     assert len([line for line in caplog.messages if "there are no accounts" in line]) == 2
 
 
-def test_a_new_user_is_let_in_at_once(login: TableAuthenticator, table: MemoryTable) -> None:
+def test_a_new_user_can_log_in_at_once(login: TableAuthenticator, table: MemoryTable) -> None:
     enter(login)
     eve = account("eve")
     table.change(lambda accounts: with_accounts(accounts, [eve]))
@@ -183,7 +183,9 @@ def test_an_unchanged_table_is_not_read_again(
 # Too many failures
 
 
-def test_failures_are_limited_by_user_and_address(login: TableAuthenticator, clock: Clock) -> None:
+def test_failed_logins_are_limited_by_user_and_network(
+    login: TableAuthenticator, clock: Clock
+) -> None:
     for _ in range(USER_RATE.burst):
         with pytest.raises(PermissionDenied):
             enter(login, "bob", "eve")
@@ -195,7 +197,7 @@ def test_failures_are_limited_by_user_and_address(login: TableAuthenticator, clo
         enter(login, "bob", "eve")
 
 
-def test_an_unknown_user_meets_the_same_limit(login: TableAuthenticator) -> None:
+def test_failed_logins_of_an_unknown_user_have_the_same_limit(login: TableAuthenticator) -> None:
     for _ in range(USER_RATE.burst):
         refused(lambda: enter(login, "eve"))
     with pytest.raises(BusyError, match="too many"):
@@ -210,7 +212,7 @@ def test_an_unknown_user_meets_the_same_limit(login: TableAuthenticator) -> None
         (["strange"], "other"),
     ],
 )
-def test_failures_are_limited_by_address(
+def test_failed_logins_are_limited_by_network(
     login: TableAuthenticator, addresses: list[str], other: str
 ) -> None:
     for i in range(NETWORK_RATE.burst):
@@ -222,7 +224,7 @@ def test_failures_are_limited_by_address(
     refused(lambda: enter(login, "new", address=other))
 
 
-def test_what_is_remembered_of_failures_is_limited(login: TableAuthenticator) -> None:
+def test_the_memory_for_failed_logins_is_limited(login: TableAuthenticator) -> None:
     for i in range(20):
         refused(lambda i=i: login.authenticate("x" * 5000, b"", NONCE, NO_BINDING, f"a{i}"))  # type: ignore[misc]  # mypy cannot infer a lambda with defaults
     bucket = login._user_failures
@@ -241,7 +243,7 @@ def test_logins_that_succeed_are_not_limited(login: TableAuthenticator) -> None:
 # For how long
 
 
-def test_what_is_taken_away_is_gone_within_seconds(
+def test_a_role_that_was_taken_away_is_gone_within_seconds(
     login: TableAuthenticator, table: MemoryTable, clock: Clock
 ) -> None:
     """For who is logged in: the account, the key, a role."""
@@ -263,7 +265,7 @@ def test_what_is_taken_away_is_gone_within_seconds(
             login.current(one)
 
 
-def test_looking_again_costs_little(
+def test_an_unchanged_copy_of_the_accounts_is_used_again(
     login: TableAuthenticator, table: MemoryTable, clock: Clock
 ) -> None:
     bob = enter(login)
@@ -278,7 +280,7 @@ def test_looking_again_costs_little(
 # While the table is away
 
 
-def test_C1_while_the_accounts_are_away_reading_goes_on(
+def test_C1_logged_in_users_read_on_while_the_accounts_are_away(
     login: TableAuthenticator, table: MemoryTable, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     """At first as before: a Redis that restarts ends no put. Then reading alone, then nothing."""
@@ -308,7 +310,7 @@ def test_C1_while_the_accounts_are_away_reading_goes_on(
     assert warnings == ["the accounts cannot be looked up: cannot reach it"]
 
 
-def test_while_the_accounts_are_away_nobody_else_is_let_in(
+def test_unknown_users_cannot_log_in_while_the_accounts_are_away(
     login: TableAuthenticator, table: MemoryTable
 ) -> None:
     """Unknown, or with another key: perhaps they are right, so they are told to come back."""
@@ -323,7 +325,7 @@ def test_while_the_accounts_are_away_nobody_else_is_let_in(
     assert enter(login) == BOB  # they did not count as failures
 
 
-def test_a_server_that_never_saw_the_accounts_lets_nobody_in(clock: Clock) -> None:
+def test_a_server_that_never_read_the_accounts_refuses_every_login(clock: Clock) -> None:
     """Fails closed; and opens the table when that can be done."""
     away = [True]
     table = MemoryTable(BOB)
@@ -354,7 +356,7 @@ def test_any_fault_of_the_table_fails_closed(
     assert any(record.exc_info for record in caplog.records)
 
 
-def test_a_hung_table_holds_up_no_request(table: MemoryTable, clock: Clock) -> None:
+def test_a_hung_table_delays_no_request(table: MemoryTable, clock: Clock) -> None:
     """One waits for it; the others go by the copy."""
     login = TableAuthenticator(lambda: table, clock)
     bob = enter(login)
@@ -372,7 +374,7 @@ def test_a_hung_table_holds_up_no_request(table: MemoryTable, clock: Clock) -> N
         assert table.tokens - before <= 3
 
 
-def test_many_logins_at_once_share_a_look(table: MemoryTable) -> None:
+def test_many_logins_at_once_share_one_read_of_the_table(table: MemoryTable) -> None:
     """Each is checked against a table that was read after it had come."""
     login = TableAuthenticator(lambda: table)
     enter(login)
@@ -389,7 +391,7 @@ def test_many_logins_at_once_share_a_look(table: MemoryTable) -> None:
 # After a loss
 
 
-def test_C3_lost_accounts_let_nobody_in_and_end_no_reading(
+def test_C3_after_a_loss_of_the_accounts_no_user_can_log_in_and_readers_go_on(
     login: TableAuthenticator, table: MemoryTable, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     bob, since_s = enter(login), clock.now_s
@@ -419,7 +421,7 @@ def test_a_table_whose_last_user_was_removed_is_not_lost(
         login.current(bob)
 
 
-def test_S8_no_word_of_it_is_a_secret(
+def test_S8_no_error_or_log_line_has_a_secret(
     login: TableAuthenticator, table: MemoryTable, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)

@@ -1,4 +1,4 @@
-"""The server's end of a socket: bytes that come and go in any pieces, and whose turn it is."""
+"""The server's channel: bytes arrive whole in pieces of any size, and connections take turns."""
 
 import random
 import socket
@@ -38,7 +38,7 @@ def pair(buffer_bytes: int = 1 << 14) -> tuple[SocketChannel, trio.socket.Socket
     return SocketChannel(ours), theirs
 
 
-def test_both_ways_in_any_pieces() -> None:
+def test_bytes_arrive_in_both_directions_in_pieces_of_any_size() -> None:
     draw = random.Random(1)
     sizes = [draw.choice([0, 1, 7, 100, 8 << 10, 70_000, 1 << 20]) for _ in range(30)]
     parts = [draw.randbytes(size) for size in sizes]
@@ -63,7 +63,7 @@ def test_both_ways_in_any_pieces() -> None:
     run(main)
 
 
-def test_more_parts_than_a_call_takes() -> None:
+def test_more_parts_than_one_system_call_takes_are_all_sent() -> None:
     async def main() -> None:
         channel, other = pair()
         left = channel.send_now([b"%3d" % number for number in range(200)])
@@ -78,7 +78,7 @@ def test_more_parts_than_a_call_takes() -> None:
     run(main)
 
 
-def test_what_is_not_taken_is_left() -> None:
+def test_bytes_that_cannot_be_sent_at_once_are_returned() -> None:
     async def main() -> None:
         channel, other = pair()
         left = channel.send_now([bytes(1000), bytes(10 << 20)])
@@ -93,7 +93,7 @@ def test_what_is_not_taken_is_left() -> None:
     run(main)
 
 
-def test_the_end_is_the_end() -> None:
+def test_receiving_after_the_end_raises_connection_closed() -> None:
     async def main() -> None:
         channel, other = pair()
         other.close()
@@ -107,7 +107,7 @@ def test_the_end_is_the_end() -> None:
     run(main)
 
 
-def test_closing_wakes_who_waits() -> None:
+def test_closing_wakes_a_task_that_waits() -> None:
     async def main() -> None:
         channel, other = pair()
 
@@ -148,7 +148,7 @@ async def connected(handlers: object) -> AsyncIterator[Client]:
 
 
 @pytest.mark.parametrize("refused", [True, False])
-def test_requests_that_came_together_keep_nobody_waiting(refused: bool) -> None:
+def test_a_burst_of_requests_does_not_block_the_loop(refused: bool) -> None:
     """Neither those that are declined nor those that are answered at once: others have turns."""
 
     async def prompt(request: Request) -> Reply:
@@ -179,7 +179,7 @@ def test_requests_that_came_together_keep_nobody_waiting(refused: bool) -> None:
     run(main)
 
 
-def test_G6_an_answer_that_nobody_takes_ends_the_connection(
+def test_G6_a_client_that_does_not_take_its_answer_loses_the_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(limits, "FRAME_S", 0.1)

@@ -1,4 +1,4 @@
-"""The server's end of a connection by a clock that jumps: deadlines, and any order of any bytes.
+"""Connections in a simulated clock: deadlines, memory, and clients that send any bytes.
 
 What waits, waits in the clock's time: these tests take no longer for it.
 """
@@ -176,7 +176,7 @@ def converse(
 
 
 @pytest.mark.parametrize("said", [b"", b"\x93DIES", wire.greeting()[:15]])
-def test_F7_who_does_not_greet_in_time_is_left(said: bytes) -> None:
+def test_F7_a_connection_without_a_greeting_in_time_ends(said: bytes) -> None:
     async def main(client: Client) -> None:
         await client.send(said)
         assert await client.end() == pytest.approx(limits.GREETING_S, abs=0.1)
@@ -186,7 +186,7 @@ def test_F7_who_does_not_greet_in_time_is_left(said: bytes) -> None:
 
 
 @pytest.mark.parametrize("sent", [0, 4, 8, 20])
-def test_F7_who_does_not_log_in_in_time_is_left(sent: int) -> None:
+def test_F7_a_connection_without_a_login_in_time_ends(sent: int) -> None:
     async def main(client: Client) -> None:
         await client.send(wire.greeting())
         nonce = (await client.exactly(48))[16:]
@@ -207,7 +207,7 @@ def test_F7_a_greeting_byte_by_byte_gains_no_time() -> None:
     converse(main)
 
 
-def test_who_is_idle_is_left_but_not_who_waits_for_an_answer() -> None:
+def test_an_idle_connection_ends_but_not_one_that_waits_for_an_answer() -> None:
     async def main(client: Client) -> None:
         await client.log_in()
         await client.send(request(1, "sleep", seconds=3 * limits.IDLE_S))
@@ -243,7 +243,7 @@ def test_F7_a_payload_that_trickles_gives_its_memory_back() -> None:
     converse(main)
 
 
-def test_F7_what_a_client_has_sent_that_goes_is_freed_at_once(
+def test_F7_the_memory_of_a_client_that_goes_is_freed_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And not when the collector of cycles comes: it knows nothing of megabytes."""
@@ -271,7 +271,7 @@ def test_F7_what_a_client_has_sent_that_goes_is_freed_at_once(
         gc.enable()
 
 
-def test_G6_an_answer_that_nobody_takes_ends_the_connection() -> None:
+def test_G6_a_client_that_does_not_take_its_answer_loses_the_connection() -> None:
     """The stream in memory takes everything, so the answer is stopped where it is sent."""
 
     async def stuck(request: Request) -> Reply:
@@ -294,7 +294,7 @@ def test_G6_an_answer_that_nobody_takes_ends_the_connection() -> None:
     assert service.cells.get("diesel_requests_total", "other", "gone") == 1
 
 
-def test_who_waits_for_memory_too_long_is_told_when_to_come_again() -> None:
+def test_a_request_that_finds_no_memory_is_told_when_to_come_again() -> None:
     async def main(client: Client) -> None:
         await client.log_in()
         assert await client.service.budget.acquire("else", 900_000, 1)
@@ -339,7 +339,7 @@ def test_an_idle_connection_that_is_told_to_stop_ends_at_once() -> None:
     converse(main)
 
 
-def test_a_client_that_goes_takes_its_async_requests_along() -> None:
+def test_the_requests_of_a_client_that_goes_are_cancelled() -> None:
     cancelled = []
 
     async def forever(request: Request) -> Reply:
@@ -398,7 +398,7 @@ PIECES = st.lists(
     PIECES,
     st.integers(1, 400),
 )
-def test_N10_any_bytes_in_any_order_end_in_order(
+def test_N10_any_bytes_in_any_order_end_the_connection_properly(
     start: str, then: str, pieces: Sequence[bytes], cut: int
 ) -> None:
     """Each answer is a frame, a request is answered once at most, nothing is held afterwards, and

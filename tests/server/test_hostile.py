@@ -1,4 +1,4 @@
-"""F7, S12, G2, G6: clients that lie, dawdle, knock too often, or speak something else."""
+"""F7, S12, G2, G6: clients that lie, stall, connect too often, or speak another protocol."""
 
 import json
 import os
@@ -103,7 +103,7 @@ TLS_HELLO = bytes.fromhex("16030102000100") + bytes(200)
         (random.Random(1).randbytes(100_000), "not a DIESEL-FS client"),
     ],
 )
-def test_F7_who_speaks_something_else_gets_nothing_and_one_line(
+def test_F7_another_protocol_gets_no_answer_and_one_log_line(
     server: ThreadedServer, said: bytes, named: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with connect(server) as client:
@@ -116,7 +116,7 @@ def test_F7_who_speaks_something_else_gets_nothing_and_one_line(
     assert_serving(server)
 
 
-def test_a_connection_that_only_looks_whether_the_port_is_open_is_no_line(
+def test_a_probe_of_the_port_is_not_logged(
     server: ThreadedServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = server.cells.get("diesel_connections_total")
@@ -181,7 +181,9 @@ def test_F7_N10_a_bad_frame_ends_its_connection_with_one_error_and_one_line(
     assert_serving(server)
 
 
-def test_a_refusal_names_who_what_and_where(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_line_of_a_refusal_has_user_address_request_and_dataset(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with ThreadedServer() as server:
         link = server.link()
         for dataset in ("pets", "two words"):
@@ -211,7 +213,7 @@ def test_requests_of_one_connection_are_answered_in_any_order(server: ThreadedSe
         assert numbers[-1] == 1
 
 
-def test_no_more_than_some_requests_of_one_connection_are_taken(server: ThreadedServer) -> None:
+def test_the_requests_under_way_of_one_connection_are_limited(server: ThreadedServer) -> None:
     with logged_in(server) as client:
         most = limits.REQUESTS_PER_CONNECTION_MAX
         for number in range(2 * most):
@@ -224,7 +226,7 @@ def test_no_more_than_some_requests_of_one_connection_are_taken(server: Threaded
             assert answer(client)[0]["slept"]
 
 
-def test_S12_connections_without_a_login_are_limited_by_address_and_keep_nobody_out() -> None:
+def test_S12_connections_without_a_login_are_limited_by_network_and_keep_no_user_out() -> None:
     count = ConnectionLimits(1000, greeting=100, per_network=10)
     with ThreadedServer(count=count) as server:
         silent = [connect(server) for _ in range(30)]
@@ -256,7 +258,7 @@ def test_S12_the_network_with_most_connections_without_a_login_loses_one() -> No
     assert not count._greeting
 
 
-def test_S12_who_is_one_too_many_is_told_and_nobody_else_suffers() -> None:
+def test_S12_a_connection_too_many_is_refused_with_a_sentence() -> None:
     with ThreadedServer(count=ConnectionLimits(20)) as server:
         link = server.link()
         link.call({"do": "echo"})
@@ -297,7 +299,9 @@ def test_a_refusal_cannot_forge_a_line(caplog: pytest.LogCaptureFixture) -> None
 # Memory
 
 
-def test_G6_a_client_that_does_not_read_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_G6_a_client_that_does_not_read_loses_its_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Its answers are not made ahead, and after a time its connection ends."""
     monkeypatch.setattr(limits, "FRAME_S", 0.5)
     monkeypatch.setattr(limits, "BYTES_PER_S_MIN", 1 << 30)
@@ -320,7 +324,7 @@ def test_G6_a_client_that_does_not_read_is_left(monkeypatch: pytest.MonkeyPatch)
         assert server.cells.get("diesel_requests_total", "other", "gone") == 1
 
 
-def test_F7_a_length_takes_no_memory_before_there_is_room() -> None:
+def test_F7_an_announced_length_takes_no_memory_before_there_is_room() -> None:
     """Payloads wait for the budget before a byte of them is received."""
     most = 64 << 20
     with ThreadedServer(
@@ -340,7 +344,9 @@ def test_F7_a_length_takes_no_memory_before_there_is_room() -> None:
         assert_serving(server)
 
 
-def test_G2_overload_is_said_and_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_G2_all_requests_succeed_in_the_end_after_an_overload(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Ten times as much as fits: all is done in the end, nothing is lost, and it is quick again
     once the load has dropped."""
     monkeypatch.setattr(limits, "BUDGET_WAIT_S", 0.2)
@@ -400,7 +406,7 @@ def test_a_request_without_room_is_drained_and_the_connection_goes_on(
         assert len(payload) == 1 << 19
 
 
-def test_a_read_counts_what_it_asks_for() -> None:
+def test_a_read_takes_memory_for_its_answer() -> None:
     part = struct.pack("<16sII", b"c" * 16, 0, 600 << 20)
     assert limits.answer_bytes({"do": "read", "parts": part}) == 600 << 20
     assert (
@@ -447,7 +453,7 @@ def test_the_budget_is_fair() -> None:
     trio.run(main, clock=trio.testing.MockClock(autojump_threshold=0))
 
 
-def test_G7_what_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_G7_requests_that_outlast_the_drain_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "DRAIN_S", 0.5)
     server = ThreadedServer()
     with logged_in(server) as client:
@@ -459,7 +465,7 @@ def test_G7_what_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch) -> 
         assert ended(client) == b""
 
 
-def test_what_a_thread_has_begun_is_finished_where_the_client_has_gone() -> None:
+def test_work_in_a_thread_is_finished_when_its_client_has_gone() -> None:
     finished = threading.Event()
 
     def work() -> Reply:
@@ -479,7 +485,7 @@ def test_what_a_thread_has_begun_is_finished_where_the_client_has_gone() -> None
         until(lambda: server.cells.get("diesel_connections") == 0, "the connection's end")
 
 
-def test_J8_a_handler_without_memory_ends_its_request_alone() -> None:
+def test_J8_a_memory_error_in_a_handler_ends_only_its_request() -> None:
     async def hungry(request: Request) -> Reply:
         raise MemoryError
 
@@ -516,7 +522,7 @@ def test_S12_many_small_requests_do_not_starve_others(server: ThreadedServer) ->
             thread.join()
 
 
-def test_TLS_to_a_plain_port_and_plain_to_TLS_are_said(server: ThreadedServer) -> None:
+def test_TLS_to_a_plain_port_and_plain_to_TLS_are_explained(server: ThreadedServer) -> None:
     with pytest.raises(MetadataError, match="closed the connection during the TLS handshake"):
         ServerLink(parse_url(f"diesel+tls://localhost:{server.port}"), ME).call({"do": "echo"})
     context = ssl.create_default_context()

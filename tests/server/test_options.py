@@ -1,4 +1,4 @@
-"""What the operator is told before anything is served: warnings, and what to do about a store."""
+"""Warnings and advice that the operator gets when a server starts."""
 
 import os
 import socket
@@ -23,7 +23,7 @@ def warnings(certificate: Path, key: Path) -> list[str]:
     )[1]  # fmt: skip
 
 
-def test_S14_a_key_that_all_can_read_is_warned_of(tmp_path: Path) -> None:
+def test_S14_a_key_that_all_users_can_read_gives_a_warning(tmp_path: Path) -> None:
     pair = Authority(tmp_path).issue()
     for mode, count in ((0o644, 1), (0o602, 1), (0o600, 0), (0o640, 0)):
         pair.key.chmod(mode)
@@ -31,7 +31,7 @@ def test_S14_a_key_that_all_can_read_is_warned_of(tmp_path: Path) -> None:
     assert warnings(pair.certificate, tmp_path / "none") == []
 
 
-def test_only_a_store_that_is_not_there_is_to_be_made(
+def test_only_for_a_missing_store_the_advice_is_to_create_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that does not answer is there, for all that is known."""

@@ -1,4 +1,4 @@
-"""Markers from a Redis in the loop: no thread where it goes well, else the long way."""
+"""Heads of datasets read from a Redis in the event loop, and in a thread where that fails."""
 
 import signal
 import threading
@@ -58,7 +58,7 @@ async def _learnt(glances: PipelinedHeadReads) -> DatasetHead:
 
 
 @pytest.mark.parametrize("tcp", [False, True])
-def test_a_marker_by_a_connection_of_the_loop_s_own(
+def test_heads_are_read_over_connections_of_the_loop(
     redis: RedisServer, meta: RedisMetadata, tcp: bool
 ) -> None:
     async def main() -> None:
@@ -72,7 +72,7 @@ def test_a_marker_by_a_connection_of_the_loop_s_own(
     trio.run(main)
 
 
-def test_many_at_once_have_few_connections(redis: RedisServer, meta: RedisMetadata) -> None:
+def test_many_reads_at_once_share_few_connections(redis: RedisServer, meta: RedisMetadata) -> None:
     for n in range(20):
         meta.create(f"d{n}", uuid.UUID(int=100 + n))
 
@@ -111,7 +111,7 @@ def test_connections_that_were_closed_are_replaced(redis: RedisServer, meta: Red
     trio.run(main)
 
 
-def test_a_redis_that_hangs_costs_a_moment_and_its_late_reply_is_nobody_s(
+def test_after_a_hang_of_redis_its_late_reply_is_not_used(
     redis: RedisServer, meta: RedisMetadata, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(redis_glances, "READ_S", 0.2)
@@ -158,7 +158,7 @@ def test_a_redis_that_is_away_or_wants_another_password_proves_nothing(
 @pytest.mark.parametrize(
     "meta_url", ["", "rediss://h", "redis+sentinel://h/main", "redis+cluster://h"]
 )
-def test_where_there_is_only_the_long_way(meta_url: str) -> None:
+def test_stores_that_are_read_in_a_thread_only(meta_url: str) -> None:
     url = parse_url(f"file:///store?meta={quote(meta_url)}" if meta_url else "file:///store")
     assert pipelined_heads(url) is None
 
@@ -202,7 +202,7 @@ def watched() -> Iterator[Callable[[LocalRepository], HeadCache]]:
         each.close()
 
 
-def test_looks_take_no_thread_once_it_is_learnt(
+def test_reads_of_heads_take_no_thread_after_the_first(
     repository: LocalRepository, watched: Callable[[LocalRepository], HeadCache]
 ) -> None:
     counted = Slow(repository)
@@ -219,7 +219,7 @@ def test_looks_take_no_thread_once_it_is_learnt(
     trio.run(main)
 
 
-def test_an_answer_is_of_a_moment_after_the_question(
+def test_a_head_is_read_after_the_call_began(
     repository: LocalRepository, watched: Callable[[LocalRepository], HeadCache]
 ) -> None:
     """While somebody commits all the time, and others ask."""
@@ -251,7 +251,7 @@ def test_an_answer_is_of_a_moment_after_the_question(
     trio.run(main)
 
 
-def test_a_snapshot_that_is_newer_than_the_marker_is_noticed(
+def test_a_snapshot_newer_than_the_head_is_noticed(
     repository: LocalRepository,
     watched: Callable[[LocalRepository], HeadCache],
     monkeypatch: pytest.MonkeyPatch,

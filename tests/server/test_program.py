@@ -1,4 +1,4 @@
-"""`diesel-server` as a program: options, its life and death, what it listens at, what it counts."""
+"""`diesel-server` as a program: options, addresses, metrics, signals, and workers that die."""
 
 import json
 import os
@@ -85,7 +85,7 @@ def put(repository: Repository, source: Path) -> None:
 # What it is told
 
 
-def test_S5_without_TLS_it_is_for_this_machine_alone(tmp_path: Path) -> None:
+def test_S5_without_TLS_only_this_machine_can_connect(tmp_path: Path) -> None:
     for place in ("0.0.0.0:0", "[::]:0", "192.0.2.1:0"):
         said = run(tmp_path, "--listen", place, "--store", tmp_path.as_uri())
         assert said.returncode == 2
@@ -117,7 +117,7 @@ def test_S5_without_TLS_it_is_for_this_machine_alone(tmp_path: Path) -> None:
         (["extra"], "extra"),
     ],
 )
-def test_what_has_no_meaning_is_one_line_and_exit_2(
+def test_bad_options_give_one_line_and_exit_code_2(
     tmp_path: Path, arguments: list[str], word: str
 ) -> None:
     said = run(tmp_path, *arguments)
@@ -141,7 +141,7 @@ def values(**given: object) -> Options:
     return found[0]
 
 
-def test_N9_flags_win_over_the_environment_and_that_over_the_file(
+def test_N9_options_win_over_the_environment_and_that_over_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "server.toml"
@@ -213,7 +213,7 @@ def url(tmp_path: Path) -> str:
     return (tmp_path / "store").as_uri()
 
 
-def test_a_store_that_is_not_there_is_not_made(tmp_path: Path, url: str) -> None:
+def test_a_missing_store_is_not_created(tmp_path: Path, url: str) -> None:
     """O16: an empty folder may be a disk that is not mounted."""
     (tmp_path / "store").mkdir()
     said = run(tmp_path, "--listen", "127.0.0.1:0", "--store", url)
@@ -223,7 +223,7 @@ def test_a_store_that_is_not_there_is_not_made(tmp_path: Path, url: str) -> None
     assert list((tmp_path / "store").iterdir()) == []
 
 
-def test_C1_a_metadata_store_that_is_away_is_said(tmp_path: Path, url: str) -> None:
+def test_C1_a_missing_metadata_store_is_an_error_at_the_start(tmp_path: Path, url: str) -> None:
     new_repository(url)
     begun = time.monotonic()
     said = run(tmp_path, "--listen", "127.0.0.1:0", "--store", url,
@@ -234,7 +234,7 @@ def test_C1_a_metadata_store_that_is_away_is_said(tmp_path: Path, url: str) -> N
     assert time.monotonic() - begun < 20
 
 
-def test_S14_a_Redis_without_password_that_others_reach_is_warned_of(tmp_path: Path) -> None:
+def test_S14_a_Redis_of_another_machine_without_password_gives_a_warning(tmp_path: Path) -> None:
     said = run(tmp_path, "--listen", "127.0.0.1:0", "--store", "file:///none",
                "--meta", "redis://192.0.2.1")  # fmt: skip
     assert "no password" in said.stderr
@@ -270,7 +270,9 @@ def test_a_put_and_a_get_through_the_program(tmp_path: Path, url: str) -> None:
         assert repository.stat("pets", b"9").size == 9
 
 
-def test_what_the_metadata_lack_is_folded_in_at_the_start(tmp_path: Path, url: str) -> None:
+def test_commits_that_the_metadata_lack_are_committed_again_at_the_start(
+    tmp_path: Path, url: str
+) -> None:
     """C3, C4: the metadata store is empty, or older than the chunks."""
     root = new_repository(url)["root"]
     source = tmp_path / "source"
@@ -282,7 +284,7 @@ def test_what_the_metadata_lack_is_folded_in_at_the_start(tmp_path: Path, url: s
     for file in (tmp_path / "store").glob("meta.sqlite*"):
         file.unlink()
     with Server(tmp_path, "--store", url) as server:
-        until(lambda: "folded in" in server.log, "the look at the metadata")
+        until(lambda: "are committed again" in server.log, "the comparison of the metadata")
         with open_repository(server.url, root, create=False) as repository:
             assert repository.stat("pets", b"a").size == 1
             after = repository.dataset("pets").head
@@ -309,7 +311,7 @@ def test_C3_a_Redis_that_comes_back_empty_is_filled_again(tmp_path: Path, url: s
             redis.kill()
             redis.start()
             assert redis.client().dbsize() == 0
-            until(lambda: "folded in" in server.log, "the look at the metadata")
+            until(lambda: "are committed again" in server.log, "the comparison of the metadata")
             assert "another run" in server.log
             assert repository.stat("pets", b"a").size == 1
 
@@ -317,7 +319,7 @@ def test_C3_a_Redis_that_comes_back_empty_is_filled_again(tmp_path: Path, url: s
 # Its life
 
 
-def test_S5_it_listens_where_it_was_told_and_nowhere_else(tmp_path: Path) -> None:
+def test_S5_the_server_listens_only_where_it_was_told(tmp_path: Path) -> None:
     with stand_in(tmp_path, "--metrics", "0", workers=2) as server:
         pids = {server.pid, *server.workers()}
         inodes = {
@@ -367,7 +369,7 @@ def test_S8_no_secret_is_in_a_command_line_or_the_workers_environment(tmp_path: 
     assert secret not in server.log
 
 
-def test_G7_SIGTERM_finishes_what_is_under_way(tmp_path: Path) -> None:
+def test_G7_SIGTERM_lets_requests_under_way_finish(tmp_path: Path) -> None:
     with stand_in(tmp_path, workers=2) as server:
         results: list[bool] = []
 
@@ -445,7 +447,7 @@ def test_a_worker_that_dies_is_replaced(tmp_path: Path) -> None:
         assert server.log.count("is started again") == 3
 
 
-def test_H6_a_worker_that_hangs_is_replaced(tmp_path: Path) -> None:
+def test_H6_a_hanging_worker_is_replaced(tmp_path: Path) -> None:
     with stand_in(tmp_path, "--metrics", "0", workers=2) as server:
         hung, other = server.workers()
         os.kill(hung, signal.SIGSTOP)
@@ -475,7 +477,7 @@ def test_a_worker_that_cannot_start_ends_the_server_with_its_error(tmp_path: Pat
     assert "/none" in said.stderr
 
 
-def test_SIGHUP_reads_the_certificate_again(
+def test_SIGHUP_loads_the_certificate_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     authority = Authority(tmp_path / "ca")
@@ -579,7 +581,7 @@ def test_memory_stays_flat_under_hostile_clients(tmp_path: Path) -> None:
         client.call({"do": "echo"})
 
 
-def test_json_of_a_task_has_what_a_worker_needs() -> None:
+def test_a_worker_config_survives_its_json() -> None:
     from diesel_server.worker_config import WorkerConfig, config_line  # noqa: PLC0415
 
     task = WorkerConfig(

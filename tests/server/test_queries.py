@@ -1,4 +1,5 @@
-"""What questions about datasets are answered, without a socket: never out of ignorance."""
+"""Requests about datasets, without a socket: an answer is never wrong because the server does not
+know."""
 
 import shutil
 import threading
@@ -34,7 +35,7 @@ from .in_process_server import server as server
 # Entries
 
 
-def test_an_answer_knows_what_was_put_before_the_question(filled: InProcessServer) -> None:
+def test_an_answer_has_all_that_was_put_before_the_request(filled: InProcessServer) -> None:
     """By the metadata store while there is no snapshot of that version, by one afterwards."""
     sealer = ChunkMaker(filled.admin)
     for i in range(30):
@@ -63,7 +64,7 @@ PATHS = [b"", b"a", b"d", b"d/b", b"d/e", b"d/e/c", b"nothing", b"d/nothing", b"
 
 
 @pytest.mark.parametrize("mapped", [False, True])
-def test_both_ways_to_look_up_agree(
+def test_snapshot_and_metadata_store_give_the_same_entries(
     filled: InProcessServer, monkeypatch: pytest.MonkeyPatch, mapped: bool
 ) -> None:
     if mapped:
@@ -113,7 +114,9 @@ async def _map(filled: InProcessServer) -> None:
     await service._making.run(await service.find_dataset(filled.store.dataset("ds").identity))
 
 
-def test_C3_C4_ignorance_is_not_absence(filled: InProcessServer, tmp_path: Path) -> None:
+def test_C3_C4_lost_commits_are_an_error_and_never_a_missing_file(
+    filled: InProcessServer, tmp_path: Path
+) -> None:
     """The metadata store lost its newest commits, then all: never "no such file"."""
     ChunkMaker(filled.admin).session.finish()
     store = tmp_path / "store"
@@ -213,7 +216,7 @@ def test_C2_a_writer_waits_for_a_metadata_store_that_is_away(
     assert not isinstance(error.value, MetadataBehind)
 
 
-def test_many_questions_share_a_look(
+def test_many_requests_share_one_read_of_the_head(
     filled: InProcessServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = filled.store.meta.head
@@ -281,7 +284,9 @@ def test_an_empty_dataset_has_a_view(server: InProcessServer) -> None:
         lambda view: view[:-70] + bytes([view[-70] ^ 1]) + view[-69:],
     ],
 )
-def test_a_lying_server_is_found_out(filled: InProcessServer, lie: object, tmp_path: Path) -> None:
+def test_a_damaged_snapshot_from_a_server_is_refused(
+    filled: InProcessServer, lie: object, tmp_path: Path
+) -> None:
     """What it sends is checked whole before anything of it is used, and is not kept."""
     true = filled.store.view("ds")
     client = filled.client(Account("admin", KEY, admin=True))
@@ -297,7 +302,7 @@ def test_a_lying_server_is_found_out(filled: InProcessServer, lie: object, tmp_p
         assert not list((tmp_path / "client's").rglob("*-*"))
 
 
-def test_another_snapshot_than_was_asked_for_is_none(
+def test_another_snapshot_than_was_asked_for_is_refused(
     filled: InProcessServer, tmp_path: Path
 ) -> None:
     """Intact, but of another dataset, or of another version than the server says."""
@@ -316,7 +321,7 @@ def test_another_snapshot_than_was_asked_for_is_none(
 # Jobs
 
 
-def test_a_job_is_joined_and_goes_on_alone(
+def test_a_job_is_joined_and_goes_on_without_clients(
     filled: InProcessServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, go, runs = LocalRepository.verify, threading.Event(), []
@@ -341,7 +346,7 @@ def test_a_job_is_joined_and_goes_on_alone(
     assert filled.admin.verify("ds", headers_only=True).sound
 
 
-def test_a_job_that_fails_says_why_and_leaves_room(filled: InProcessServer) -> None:
+def test_a_failed_job_raises_its_error_and_can_be_started_again(filled: InProcessServer) -> None:
     (chunk,) = filled.chunks()
     name = chunk_object(filled.store.dataset("ds").identity, chunk)
     content = filled.store.objects.get(name)

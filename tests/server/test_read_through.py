@@ -1,4 +1,4 @@
-"""The fast tier of a real server: whatever happens to its folder, clients get the right bytes."""
+"""The chunk cache of a real server: clients get the right bytes whatever happens to its folder."""
 
 import os
 import shutil
@@ -44,7 +44,7 @@ class CachedServer:
         return [path for path in self.cache.glob("*/*/*") if len(path.name) == 32]
 
     def read_all(self, server: Server, seed: int = 1) -> dict[str, int]:
-        """Every file, one by one and then together, by a client with next to no memory."""
+        """Read every file, one by one and then together, in a client whose own cache is tiny."""
         with open_repository(server.url, self.user) as repository:
             view = repository.view("ds")
             reader = EntryReader(view, repository.objects, 100_000)
@@ -57,7 +57,7 @@ class CachedServer:
 
     def commit(self, server: Server) -> None:
         self.read_all(server)
-        until(lambda: len(self.cached()) == self.chunk_count, "the tier to be filled")
+        until(lambda: len(self.cached()) == self.chunk_count, "the cache to be filled")
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def place(tmp_path: Path) -> CachedServer:
 
 
 def counts(server: Server) -> dict[str, float]:
-    """Reads by what answered them."""
+    """The number of reads by the tier that answered them."""
     url = f"http://127.0.0.1:{server.metrics_port}/metrics"
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(url, timeout=20) as answer:
@@ -79,7 +79,7 @@ def counts(server: Server) -> dict[str, float]:
         }
 
 
-def test_a_miss_fills_the_tier_and_the_store_is_left_alone(place: CachedServer) -> None:
+def test_a_miss_fills_the_cache_and_later_reads_spare_the_store(place: CachedServer) -> None:
     with place.server() as server:
         place.commit(server)
         before = counts(server)
@@ -90,8 +90,8 @@ def test_a_miss_fills_the_tier_and_the_store_is_left_alone(place: CachedServer) 
     assert after["disk"] - before["disk"] >= len(FILES) // 2
 
 
-def test_B3_damage_in_the_tier_is_healed_from_the_store(place: CachedServer) -> None:
-    """After the check when the chunk came, so that only the client sees it."""
+def test_B3_damage_in_the_cache_is_healed_from_the_store(place: CachedServer) -> None:
+    """The damage happens after the server has checked the chunk, so only the client notices it."""
     with place.server() as server:
         place.commit(server)
         for path in place.cached():
@@ -100,18 +100,18 @@ def test_B3_damage_in_the_tier_is_healed_from_the_store(place: CachedServer) -> 
             with path.open("r+b") as file:
                 file.write(content)
         stats = place.read_all(server)
-        assert stats["healed"] > 0, "or this test shows nothing"
+        assert stats["healed"] > 0, "the test must have met the damage"
         assert stats["damaged"] == 0
-        until(lambda: len(place.cached()) == place.chunk_count, "the tier to be filled again")
+        until(lambda: len(place.cached()) == place.chunk_count, "the cache to be filled again")
         assert place.read_all(server)["healed"] == 0
 
 
-def test_J6_a_server_that_was_killed_leaves_a_tier_that_can_be_used(place: CachedServer) -> None:
+def test_J6_a_killed_server_leaves_a_usable_cache(place: CachedServer) -> None:
     with place.server(workers=2) as server:
         place.read_all(server)
         server.kill()
     for path in place.cached()[::2]:
-        with path.open("r+b") as file:  # what a power cut may do
+        with path.open("r+b") as file:  # as after a power cut
             file.truncate(path.stat().st_size // 2)
     with place.server(workers=2) as server:
         assert place.read_all(server)["healed"] == 0
@@ -119,7 +119,7 @@ def test_J6_a_server_that_was_killed_leaves_a_tier_that_can_be_used(place: Cache
         assert "damaged" in server.log
 
 
-def test_J4_a_folder_that_goes_is_no_error_of_a_client(place: CachedServer) -> None:
+def test_J4_clients_get_no_error_when_the_cache_folder_disappears(place: CachedServer) -> None:
     with place.server() as server:
         place.commit(server)
         shutil.rmtree(place.cache)

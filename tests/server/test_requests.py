@@ -1,4 +1,4 @@
-"""What each request does, without a socket: bad input is refused before anything is stored."""
+"""Requests and their roles, without a socket: bad input is refused before anything is stored."""
 
 import os
 import random
@@ -91,7 +91,7 @@ def request(do: str, name: str, identity: UUID) -> Message:
 
 @pytest.mark.parametrize("do", NEEDED)
 @pytest.mark.parametrize("role", list(Role))
-def test_S10_every_request_wants_its_role(filled: InProcessServer, do: str, role: Role) -> None:
+def test_S10_every_request_needs_its_role(filled: InProcessServer, do: str, role: Role) -> None:
     """Who may not read a dataset is told what he is told of one that is not there."""
     identity = filled.store.dataset("ds").identity
     link = filled.link(Account("somebody", KEY, grants={"ds": role}))
@@ -117,7 +117,7 @@ def test_S10_every_request_wants_its_role(filled: InProcessServer, do: str, role
 
 
 @pytest.mark.parametrize("do", [do for do in NEEDED if do != "begin"])
-def test_nobody_is_told_where_the_store_is(server: InProcessServer, do: str) -> None:
+def test_no_error_tells_where_the_store_is(server: InProcessServer, do: str) -> None:
     with pytest.raises(NoSuchDataset) as error:
         list(link_of(server.admin).stream(request(do, "no", uuid4())))
     assert "file:" not in str(error.value)
@@ -127,7 +127,7 @@ def test_every_request_is_in_the_table(server: InProcessServer) -> None:
     assert set(server.handlers) == {"datasets", *NEEDED}
 
 
-def test_a_listing_shows_what_may_be_read(filled: InProcessServer) -> None:
+def test_a_listing_shows_the_datasets_that_the_user_may_read(filled: InProcessServer) -> None:
     for name in ("other", "third"):
         filled.admin.begin(name)
     reader = filled.client(Account("r", KEY, grants={"ds": Role.READ, "third": Role.ADMIN}))
@@ -136,7 +136,7 @@ def test_a_listing_shows_what_may_be_read(filled: InProcessServer) -> None:
     assert filled.client(Account("none", KEY)).datasets() == []
 
 
-def test_who_may_write_does_not_make_a_dataset(server: InProcessServer) -> None:
+def test_a_writer_cannot_create_a_dataset(server: InProcessServer) -> None:
     writer = server.with_role(Role.WRITE, "ds")
     with pytest.raises(PermissionDenied):
         writer.begin("ds")
@@ -149,7 +149,7 @@ def test_who_may_write_does_not_make_a_dataset(server: InProcessServer) -> None:
     assert writer.stat("ds", b"a").size == 1
 
 
-def test_S10_a_chunk_is_sought_in_its_own_dataset_only(filled: InProcessServer) -> None:
+def test_S10_a_chunk_of_another_dataset_cannot_be_read(filled: InProcessServer) -> None:
     (chunk,) = filled.chunks()
     ChunkMaker(filled.admin, "other").file(b"x", b"y")
     reader = filled.with_role(Role.READ, "other")
@@ -160,7 +160,7 @@ def test_S10_a_chunk_is_sought_in_its_own_dataset_only(filled: InProcessServer) 
 
 
 @pytest.mark.parametrize("token", ["purge", "policy", "../x", "0" * 31, "G" * 32, "0" * 64])
-def test_S10_a_lease_is_only_a_readers(filled: InProcessServer, token: str) -> None:
+def test_S10_a_lease_has_a_token_of_32_hex_digits(filled: InProcessServer, token: str) -> None:
     identity = filled.store.dataset("ds").identity
     with pytest.raises(UsageError):
         link_of(filled.admin).call(
@@ -169,7 +169,7 @@ def test_S10_a_lease_is_only_a_readers(filled: InProcessServer, token: str) -> N
 
 
 def test_a_reader_takes_a_lease_through_the_server(filled: InProcessServer) -> None:
-    """It is nobody's process as far as the server can tell, so it ends by its time alone."""
+    """The server cannot see the client's process, so the lease ends by its time alone."""
     view = filled.admin.view("ds")
     reader = filled.with_role(Role.READ, "ds")
     lease = ReadLease.take(reader.objects, view.identity, view.version)
@@ -235,7 +235,7 @@ def test_L5_H16_a_deleted_dataset_stays_for_its_readers(
         reader.objects.delete(lease_object(identity, "0" * 32))
 
 
-def test_a_dying_dataset_is_not_the_one_of_its_name(filled: InProcessServer) -> None:
+def test_a_deleted_dataset_is_not_the_new_one_of_its_name(filled: InProcessServer) -> None:
     old, (chunk,) = filled.store.dataset("ds").identity, filled.chunks()
     content = read(filled.admin, old, chunk, 50)
     lease = ReadLease.take(filled.admin.objects, old, filled.admin.view("ds").version)
@@ -296,7 +296,7 @@ class UnavailableRepository:
         self._problem = MetadataError("away still")
 
 
-def test_C1_who_waits_while_the_metadata_store_is_looked_for_shares_what_comes_of_it() -> None:
+def test_C1_requests_share_one_attempt_to_open_the_metadata_store() -> None:
     """Each try takes seconds: one after the other they would hold up all that is asked."""
     away = UnavailableRepository()
     markers = HeadCache(cast("LocalRepository", away))
@@ -310,7 +310,7 @@ def test_C1_who_waits_while_the_metadata_store_is_looked_for_shares_what_comes_o
     assert away.tries == 2
 
 
-def test_a_client_deletes_and_replaces_nothing_else(filled: InProcessServer) -> None:
+def test_a_client_can_delete_and_replace_leases_only(filled: InProcessServer) -> None:
     objects, identity = filled.admin.objects, filled.store.dataset("ds").identity
     (chunk,) = filled.chunks()
     name = chunk_object(identity, chunk)
@@ -343,7 +343,7 @@ def test_a_client_deletes_and_replaces_nothing_else(filled: InProcessServer) -> 
 # Chunks
 
 
-def test_Z12_a_chunk_of_lies_never_reaches_the_store(filled: InProcessServer) -> None:
+def test_Z12_a_forged_chunk_never_reaches_the_store(filled: InProcessServer) -> None:
     before = filled.chunks()
     sealer = ChunkMaker(filled.admin)
     sealer.add(b"f", b"content" * 100)
@@ -386,7 +386,7 @@ def test_Z12_a_chunk_of_lies_never_reaches_the_store(filled: InProcessServer) ->
     assert filled.chunks() == [*before, good]
 
 
-def test_a_put_may_be_sent_again(filled: InProcessServer) -> None:
+def test_a_put_can_be_repeated(filled: InProcessServer) -> None:
     """As a client does that got no answer: nothing is there twice. Another's chunk stays."""
     sealer = ChunkMaker(filled.admin)
     sealer.add(b"f", b"1")
@@ -417,7 +417,7 @@ def test_A5_a_put_whose_commit_was_lost_is_completed_by_sending_it_again(
     assert filled.admin.stat("ds", b"f").size == 1
 
 
-def test_commits_that_come_together_go_together(
+def test_commits_that_arrive_together_are_one_commit(
     filled: InProcessServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = filled.store.commit_all
@@ -441,7 +441,7 @@ def test_commits_that_come_together_go_together(
     assert all(filled.admin.stat("ds", b"f%d" % i).size == i for i in range(12))
 
 
-def test_one_bad_commit_of_several_fails_alone(
+def test_one_bad_commit_in_a_group_fails_alone(
     filled: InProcessServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = filled.store.commit_all

@@ -1,4 +1,4 @@
-"""S3, S4, S2: certificates that are refused, what a login is bound to, no fall-back."""
+"""S2, S3, S4: bad certificates are refused, logins are bound to the certificate, no fall-back."""
 
 import hashlib
 import re
@@ -61,7 +61,7 @@ def test_an_idle_connection_over_TLS_is_used_again(authority: Authority) -> None
 @pytest.mark.parametrize(
     "case", ["expired", "not yet valid", "self-signed", "wrong host", "wrong authority"]
 )
-def test_S4_a_bad_certificate_is_refused_and_why(
+def test_S4_a_bad_certificate_is_refused_with_the_reason(
     case: str, authority: Authority, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     pairs = {
@@ -199,7 +199,7 @@ def between(authority: Authority) -> Iterator[tuple[ThreadedServer, Interceptor,
         middle.close()
 
 
-def test_S2_S3_a_login_that_somebody_in_the_middle_passes_on_fits_nothing(
+def test_S2_S3_a_login_passed_on_by_a_man_in_the_middle_is_refused(
     between: tuple[ThreadedServer, Interceptor, Pair],
 ) -> None:
     """Even where the middle's certificate is trusted: the signature binds the one that was seen."""
@@ -210,7 +210,7 @@ def test_S2_S3_a_login_that_somebody_in_the_middle_passes_on_fits_nothing(
     assert server.link().call({"do": "echo"})
 
 
-def test_a_connection_that_is_cut_before_TLS_stands_is_made_again(
+def test_a_connection_that_breaks_during_the_TLS_handshake_is_made_again(
     between: tuple[ThreadedServer, Interceptor, Pair],
 ) -> None:
     """A server that is being stopped does so: another worker, or the next server, takes over."""
@@ -237,7 +237,9 @@ def test_the_binding_is_the_first_certificate_of_the_chain(
         assert server.link().call({"do": "echo"})
 
 
-def test_certificates_that_cannot_be_served(authority: Authority, tmp_path: Path) -> None:
+def test_certificates_that_cannot_be_loaded_are_refused(
+    authority: Authority, tmp_path: Path
+) -> None:
     pair, other = authority.issue(), authority.issue()
     empty = tmp_path / "empty"
     empty.touch()
@@ -253,7 +255,7 @@ def test_certificates_that_cannot_be_served(authority: Authority, tmp_path: Path
             load_certificate(certificate, key)
 
 
-def test_a_locked_key_is_no_prompt(authority: Authority, tmp_path: Path) -> None:
+def test_an_encrypted_key_is_an_error_and_no_prompt(authority: Authority, tmp_path: Path) -> None:
     from cryptography.hazmat.primitives import serialization  # noqa: PLC0415
 
     pair = authority.issue()
