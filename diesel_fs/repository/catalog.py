@@ -1,7 +1,8 @@
 """Which datasets an object store holds: their names and identities, and which are deleted.
 
-Owned here: the small objects that say so (FORMAT.md, section 2). The object store is the truth; a
-metadata store's markers are only put beside. Thread-safe; nothing is remembered between calls.
+Two small objects of each dataset say so (FORMAT.md, section 2). The object store is the truth; a
+dataset's head (its version and counts, as the metadata store has them) is only added to it.
+Thread-safe; nothing is remembered between calls.
 """
 
 import json
@@ -21,7 +22,7 @@ _IDENTITY_CHARS = 32
 
 @dataclass(frozen=True, slots=True)
 class DatasetInfo:
-    """A dataset as the object store knows it; without `head` the metadata store does not."""
+    """A dataset of the object store. `head` is None where the metadata store does not know it."""
 
     name: str
     identity: UUID
@@ -38,34 +39,35 @@ class Catalogue:
     def all(
         self, heads: Mapping[UUID, DatasetHead]
     ) -> tuple[list[DatasetInfo], list[CorruptError]]:
-        """The datasets that are not deleted, by name; and what is wrong with those whose name
-        neither their object nor a marker tells."""
+        """The datasets that are not deleted, by name; and an error for each whose name is unknown,
+        since its object is damaged and it has no head."""
         found: list[DatasetInfo] = []
         damaged: list[CorruptError] = []
         for identity in self._identities():
-            marker = heads.get(identity)
+            head = heads.get(identity)
             try:
-                info = self.describe(identity, marker)
+                info = self.describe(identity, head)
             except CorruptError as error:
                 info = None
-                if marker is None:
+                if head is None:
                     damaged.append(error)
                 else:
-                    info = DatasetInfo(marker.name, identity, 0, marker)
+                    info = DatasetInfo(head.name, identity, 0, head)
             if info is not None:
                 found.append(info)
         return sorted(found, key=lambda info: (info.name, info.created_ns)), damaged
 
     def describe(self, identity: UUID, head: DatasetHead | None) -> DatasetInfo | None:
-        """A dataset; None where it is deleted or was never finished. Raises CorruptError."""
+        """A dataset; None where it is deleted, or its creation was interrupted. Raises
+        CorruptError."""
         if self.is_deleted(identity):
             return None
         described = self._described(identity)
         return described and DatasetInfo(*described, head)
 
     def deleted_dataset(self, identity: UUID) -> DatasetInfo | None:
-        """A deleted dataset of which objects are left, be it for its readers; None for any other.
-        Raises CorruptError."""
+        """A deleted dataset of which objects are left, for example for its readers; None for any
+        other. Raises CorruptError."""
         described = self._described(identity) if self.is_deleted(identity) else None
         return described and DatasetInfo(*described, None)
 
@@ -78,8 +80,8 @@ class Catalogue:
         return True
 
     def deleted_named(self, name: str) -> Iterator[UUID]:
-        """Deleted datasets of this name of which objects are left, be it of a writer that had not
-        heard of it."""
+        """Deleted datasets of this name of which objects are left, also of writers that did not
+        know of the deletion."""
         for identity in self._identities():
             with suppress(ObjectMissing):
                 if self._objects.get(deleted_object(identity)) == name.encode():
@@ -92,7 +94,7 @@ class Catalogue:
             self._objects.put(dataset_object(identity), [json.dumps(described).encode() + b"\n"])
 
     def mark_deleted(self, name: str, identity: UUID) -> None:
-        """Say that a dataset is deleted, for ever. Idempotent; durable on return."""
+        """Mark a dataset as deleted, for ever. Idempotent; durable on return."""
         with suppress(ObjectExists):
             self._objects.put(deleted_object(identity), [name.encode()])
 
@@ -109,7 +111,7 @@ class Catalogue:
             raise CorruptError(f"{dataset_object(identity)} is damaged: {error}") from error
 
     def _identities(self) -> Iterator[UUID]:
-        """One listing per dataset, not of the chunks in it."""
+        """The identities, by one short listing for each: the chunks are not listed."""
         after = DATASETS
         while (name := next(iter(self._objects.names(DATASETS, after)), None)) is not None:
             identity = identity_of_object(name)

@@ -1,13 +1,15 @@
-"""Which chunks the state of a dataset is made of, and reading their headers to fold it.
+"""Which chunks the state of a dataset is made of, and reading their headers to build it again.
 
-A state is a fold over chunks, so a chunk that is overlooked makes its files "no such file". Absence
-needs proof (FORMAT.md, section 5): three sources say which chunks there must be (a listing of the
-object store, the live metadata, the newest published snapshot), and nothing is decided by one of
-them alone. A chunk that is named and cannot be had is a **loss**: it is reported, and no state is
-replaced by one without it unless the user accepts that.
+A state is a fold over chunks: of the entries of one path, the newest counts. So a chunk that is
+overlooked makes its files "no such file", and absence needs proof (FORMAT.md, section 5). Three
+sources name the chunks that there must be: a listing of the object store, the live metadata, and
+the newest published snapshot. No decision rests on one of them alone. A chunk that is named and
+cannot be read is a **loss**: it is reported, and no state is replaced by one without it unless the
+user accepts that.
 
-Damaged bytes and unreachable bytes are different things. The first are read again once and are a
-loss then; the second are tried again for some seconds, and end the work with the store's error.
+Damaged bytes and unreachable bytes are different things. Damaged ones are read once more, and are
+then a loss. Unreachable ones are tried again for some seconds, and then end the work with the
+store's error.
 
 No state is kept between calls. One thread, beside which others read headers ahead.
 """
@@ -51,10 +53,11 @@ from .versions import VersionStore
 log = logging.getLogger("diesel.repository")
 
 HEADERS_AHEAD = 16
-"""So many are asked for at once: a store that answers after 20 ms gives some hundreds a second."""
+"""How many headers are read at once: a store that answers after 20 ms gives some hundreds a
+second."""
 
 FILES_NAMED_MAX = 1000
-"""Of all lost files, so many are named one by one; of the others it is said how many there are."""
+"""How many lost files are named one by one; the others are only counted."""
 
 _ENTRIES_AHEAD = 2 * ENTRIES_MAX  # an entry takes up to some 700 bytes (FORMAT.md, section 4)
 _PAUSES_S = (0.1, 0.5, 2.0)  # before a store that failed is asked again, beyond its own retries
@@ -81,12 +84,12 @@ class ChunkReader(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ExpectedChunks:
-    """The chunks that a dataset's state is made of, by those who say so."""
+    """The chunks that a dataset's state is made of, by the source that names them."""
 
     live: frozenset[ChunkId] = _NO_CHUNKS
-    """Those that the metadata store knows and in which something is."""
+    """Chunks that the metadata store knows and that have live entries."""
     empty: frozenset[ChunkId] = _NO_CHUNKS
-    """Those that the metadata store knows and of which each place is a hole."""
+    """Chunks that the metadata store knows and whose entries are all replaced or deleted."""
     published: Snapshot | None = None
     """The newest published snapshot that can be read."""
     damaged: Mapping[int, str] = field(default_factory=dict)
@@ -94,8 +97,8 @@ class ExpectedChunks:
 
     @property
     def needed(self) -> frozenset[ChunkId]:
-        """Those without which something would be missing. A published snapshot lists chunks of
-        tombstones, too; only the metadata store can tell that nothing is in a chunk any more."""
+        """The chunks without which an entry would be missing. A published snapshot lists chunks
+        with nothing but tombstones, too; only the metadata store can tell that a chunk is empty."""
         listed = self.published.chunk_ids if self.published else ()
         return self.live.union(listed) - self.empty
 
@@ -103,24 +106,26 @@ class ExpectedChunks:
 def expected_chunks(
     versions: VersionStore, meta: MetadataStore | None, identity: UUID
 ) -> ExpectedChunks:
-    """What live metadata and the newest readable snapshot name. `meta` is None where the metadata
-    store does not know the dataset. Raises ObjectStoreError, MetadataError.
+    """The chunks that the live metadata and the newest readable snapshot name. `meta` is None where
+    the metadata store does not know the dataset. Raises ObjectStoreError, MetadataError.
     """
-    published, damaged = newest_readable(versions, identity)  # first: what comes later is live, too
+    published, damaged = newest_readable(
+        versions, identity
+    )  # first: chunks of later versions are live, too
     live, empty = set[ChunkId](), set[ChunkId]()
     if meta is not None:
         try:
             for record in meta.chunks(identity):
                 (empty if record.holes == record.entries else live).add(record.id)
         except (MetadataBehind, CorruptError) as error:
-            log.warning("the metadata store does not tell its chunks: %s", error.message)
+            log.warning("the metadata store cannot say which chunks there are: %s", error.message)
     return ExpectedChunks(frozenset(live), frozenset(empty), published, damaged)
 
 
 def newest_readable(
     versions: VersionStore, identity: UUID
 ) -> tuple[Snapshot | None, dict[int, str]]:
-    """The newest published snapshot that can be read; and why newer ones cannot."""
+    """The newest published snapshot that can be read, and for each newer version why it cannot."""
     damaged = dict[int, str]()
     for version in reversed(versions.versions(identity)):
         try:
@@ -146,9 +151,9 @@ class Absent:
     """Needed chunks that a listing did not show."""
 
     lost: frozenset[ChunkId]
-    """The store has them not."""
+    """The store does not have these."""
     unlisted: frozenset[ChunkId]
-    """They are there all the same: the listing was short."""
+    """The store has these: the listing was short."""
 
 
 def absent_chunks(
@@ -158,8 +163,9 @@ def absent_chunks(
     listed: Collection[ChunkId],
     reload_expected: Callable[[], ExpectedChunks],
 ) -> Absent:
-    """Those of the needed chunks that were not listed. A purge forgets a chunk before it deletes
-    it, so one is lost only if it is still named after it was found to be gone (`reload_expected`).
+    """The needed chunks that were not listed. A purge makes the metadata forget a chunk before it
+    deletes it, so a chunk is lost only if `reload_expected` still names it after it was found to be
+    gone.
     """
     absent = expected.needed.difference(listed)
     unlisted = {chunk for chunk in absent if chunk_exists(reader.objects, identity, chunk)}
@@ -169,12 +175,12 @@ def absent_chunks(
     return Absent(frozenset(lost), frozenset(unlisted))
 
 
-# What is lost with them
+# Which files are lost with a chunk
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A chunk that is named and cannot be had: why, and the files that are in it."""
+    """A chunk that is named and cannot be read: why, and the files in it."""
 
     chunk: ChunkId
     why: str
@@ -189,7 +195,7 @@ class LostChunks(CorruptError):
 
 
 def losses_in(chunks: Mapping[ChunkId, str], views: Iterable[Snapshot]) -> list[Loss]:
-    """What is lost with chunks (and why each is), by views that may know what is in them."""
+    """The losses of chunks (each with its reason); `views` are asked for the files in them."""
     files = {chunk: list[bytes]() for chunk in chunks}
     left = set(chunks)
     for view in views if left else ():
@@ -204,8 +210,8 @@ def losses_in(chunks: Mapping[ChunkId, str], views: Iterable[Snapshot]) -> list[
 
 
 def files_in(view: Snapshot, chunks: Collection[ChunkId]) -> tuple[Indices, Indices]:
-    """The files of a view of which a part is in these chunks: for each the number of such a chunk
-    in the view's table, and its index."""
+    """The files of a view that have an extent in one of these chunks: for each, the number of such
+    a chunk in the view's table, and the file's index."""
     wanted = np.fromiter((each in chunks for each in view.chunk_ids), np.bool_, view.chunk_count)
     columns = view.columns
     places = np.flatnonzero(layout.kinds(columns.flags) == Kind.FILE)
@@ -239,8 +245,8 @@ def loss_lines(losses: Sequence[Loss]) -> list[str]:
 
 
 def lost_chunks_error(name: str, losses: Sequence[Loss], text: str = "") -> LostChunks:
-    """Why a state is not replaced by one without these chunks; `text` where it is not for chunks
-    that anybody can name."""
+    """The error for a state that is not replaced, since the new one would lack these chunks. `text`
+    replaces the list of chunks where nobody can name them."""
     files = [path for loss in losses for path in loss.files]
     if not text:
         some = ", ".join(shown(path) for path in files[:3]) + (", ..." if len(files) > 3 else "")
@@ -257,15 +263,15 @@ def lost_chunks_error(name: str, losses: Sequence[Loss], text: str = "") -> Lost
     )
 
 
-# Folding
+# Building a state again
 
 
 class RebuildSource:
-    """Chunks on their way from the object store into a state that is built anew.
+    """Reads chunks of the object store for a state that is built again.
 
-    `since` and `late` are what `MetadataStore.rebuild` wants. They raise LostChunks where a needed
-    chunk cannot be had, after all others have been looked at, unless `forget_lost`; and
-    ObjectStoreError where it cannot be found out.
+    `since` and `late` are the callbacks of `MetadataStore.rebuild`. Both raise LostChunks where a
+    needed chunk cannot be read, after they have read all others, unless `forget_lost`; and
+    ObjectStoreError where a chunk cannot be reached. `report` gets the findings.
     """
 
     def __init__(
@@ -284,7 +290,7 @@ class RebuildSource:
         self._meta = meta
         self._name = name
         self._identity = identity
-        self._marker = head
+        self._head = head
         self._forget_lost = forget_lost
         self._tell = progress
         self._report = report or Findings()
@@ -296,9 +302,12 @@ class RebuildSource:
         self._done = self._total = 0
 
     def since(self, first: ChunkId) -> Iterator[Batch]:
-        """What the chunks after an ID bring, and those before it that the newest snapshot names
-        and the metadata store does not. They are listed when the first batch is asked for: a
-        rebuild has looked at what stands by then, and what is committed later comes late."""
+        """The entries of the chunks after an ID, and of those before it that the newest snapshot
+        names and the metadata store does not know.
+
+        The chunks are listed when the first batch is taken. By then the rebuild has noted what is
+        committed; what is committed later goes through `late`.
+        """
         self._expected = self._load_expected()
         self._check_snapshots()
         self._known = self._expected.live | self._expected.empty
@@ -317,13 +326,13 @@ class RebuildSource:
         yield from self._read({each for each in wanted if each > first or each in acknowledged})
 
     def late(self, chunks: Collection[ChunkId]) -> Iterator[Batch]:
-        """What chunks bring that writers have committed meanwhile."""
+        """The entries of chunks that writers have committed meanwhile."""
         self._known |= frozenset(chunks)
         yield from self._read(chunks)
 
     def forget_deleted(self) -> None:
-        """Forget what a purge had forgotten, and has deleted since it was read here: else the
-        metadata would name chunks that nobody has. What it has not deleted yet it forgets again."""
+        """Forget chunks that a purge has deleted since they were read here: else the metadata would
+        name chunks that do not exist. Chunks that it has not deleted yet it forgets itself."""
         objects, identity = self._reader.objects, self._identity
         gone = self._folded.difference(self._reader.chunk_ids(identity))
         deleted = [each for each in gone if not chunk_exists(objects, identity, each)]
@@ -331,14 +340,15 @@ class RebuildSource:
             self._meta.forget(identity, deleted, tombstones=True)
 
     def _load_expected(self) -> ExpectedChunks:
-        meta = None if self._marker is None else self._meta
+        meta = None if self._head is None else self._meta
         return expected_chunks(self._reader.snapshots, meta, self._identity)
 
     def _check_snapshots(self) -> None:
-        """Raise LostChunks where only a damaged snapshot knew which chunks there must be."""
+        """Raise LostChunks where a damaged snapshot may have named chunks that nothing else
+        names."""
         expected, report = self._expected, self._report
         known = max(
-            self._marker.version if self._marker else 0,
+            self._head.version if self._head else 0,
             expected.published.version if expected.published else 0,
         )
         for version, why in expected.damaged.items():
@@ -378,7 +388,7 @@ class RebuildSource:
         self._judge()
 
     def _judge(self) -> None:
-        """Whether to go on without what could not be read. Raises LostChunks."""
+        """Decide whether to go on without the chunks that could not be read. Raises LostChunks."""
         why = {chunk: lost_text(chunk) for chunk in self._missing}
         for chunk, error in self._unusable.items():
             why[chunk] = f"chunk {chunk_id_text(chunk)}: {error.message}"
@@ -404,69 +414,70 @@ class RebuildSource:
         raise lost_chunks_error(self._name, losses)
 
     def _views(self) -> Iterator[Snapshot]:
-        """Views that may know what was in a chunk."""
+        """Snapshots that may tell which files were in a chunk."""
         if self._expected.published is not None:
             yield self._expected.published
-        if self._marker is not None:
+        if self._head is not None:
             with suppress(DieselError):
-                yield self._reader.snapshots.load_current(self._meta, self._marker)
+                yield self._reader.snapshots.load_current(self._meta, self._head)
 
 
 def lost_text(chunk: ChunkId) -> str:
-    """What is said of a chunk that is named and not there."""
+    """The message for a chunk that is named and does not exist."""
     return f"lost chunk {chunk_id_text(chunk)}: the store does not have it"
 
 
 def skipped_entries(header: Header) -> Iterator[str]:
-    """Notes about entries of a chunk that no reader shows, for their paths."""
+    """Notes about entries of a chunk that no reader shows, since their paths are not allowed."""
     text = chunk_id_text(header.preamble.id)
     for place, fault in header.faults.items():
         path = shown(header.path(place))
         yield f"chunk {text}: entry {place} ({path}) is skipped: its path has {fault}"
 
 
-# Which chunks a metadata store ought to know, and does not
+# Which chunks a metadata store should know, and does not
 
 
 @dataclass(frozen=True, slots=True)
 class UnknownChunks:
-    """What a listing and the newest snapshot have beyond a dataset's live metadata."""
+    """The chunks of a listing and of the newest snapshot that a dataset's live metadata lack."""
 
     unknown: Sequence[ChunkId] = ()
     """Durable chunks that the metadata store does not know and that no put under way can own."""
     acknowledged: frozenset[ChunkId] = _NO_CHUNKS
-    """Chunks that the newest snapshot names: those of `unknown` among them must be read."""
+    """Chunks that the newest snapshot names. Where they are in `unknown`, they must be readable."""
 
 
 def find_unknown_chunks(
-    reader: ChunkReader, meta: MetadataStore, marker: DatasetHead, *, needs_repair: bool
+    reader: ChunkReader, meta: MetadataStore, head: DatasetHead, *, needs_repair: bool
 ) -> UnknownChunks:
-    """What the metadata store lacks.
+    """The chunks that the metadata store lacks.
 
-    Older chunks than the put window that are unknown are orphans; younger ones belong to puts under
-    way, unless a published snapshot names them. While a purge is under way only those count: it has
-    forgotten what it is about to delete. `needs_repair`: the metadata store may have come back
-    older; then the snapshot is asked by all means. Raises LostChunks where a chunk that only the
-    newest snapshot names is not there.
+    An unknown chunk that is older than the put window is an orphan: no put will commit it. A
+    younger one belongs to a put under way, unless a published snapshot names it. While a purge is
+    under way, only chunks in a published snapshot count, since the purge has made the metadata
+    forget what it is about to delete. `needs_repair`: the metadata store may have lost its end in a
+    restart; then the snapshot is looked at in any case. Raises LostChunks where a chunk that only
+    the newest snapshot names does not exist.
     """
-    identity, count, digest = marker.identity, 0, 0
+    identity, count, digest = head.identity, 0, 0
     for chunk in reader.chunk_ids(identity):
         count, digest = count + 1, digest + chunk_digest(chunk)
-    is_behind = reader.snapshots.newest(identity) > marker.version
-    if not is_behind and (count, digest % DIGEST_MODULUS) == (marker.chunks, marker.digest):
+    is_behind = reader.snapshots.newest(identity) > head.version
+    if not is_behind and (count, digest % DIGEST_MODULUS) == (head.chunks, head.digest):
         return UnknownChunks()
     records = meta.chunks(identity)
     known = {record.id for record in records}
     published: Snapshot | None = None
     if needs_repair or is_behind:
         published, damaged = newest_readable(reader.snapshots, identity)
-        if any(version > marker.version for version in damaged):
+        if any(version > head.version for version in damaged):
             raise MetadataBehind(
-                f"the metadata of {marker.name!r} is behind a version whose snapshot is damaged",
-                advice=f"run `dlcmd recover {marker.name}`",
+                f"the metadata of {head.name!r} is behind a version whose snapshot is damaged",
+                advice=f"run `dlcmd recover {head.name}`",
             )
     acknowledged = frozenset(published.chunk_ids if published else ())
-    # Asked after `known`: what was forgotten by then is deleted by now, or the purge goes on
+    # Read after `known`: a chunk that was forgotten by then is deleted by now, or the purge goes on
     is_purged = purge_is_under_way(reader.objects, identity)
     limit = 0.0 if is_purged else time.time() - PUT_WINDOW_S
     listed = set(reader.chunk_ids(identity))
@@ -479,7 +490,7 @@ def find_unknown_chunks(
     gone = absent.lost - known
     if gone:
         losses = losses_in(dict.fromkeys(gone, ""), [published] if published else [])
-        raise lost_chunks_error(marker.name, losses)
+        raise lost_chunks_error(head.name, losses)
     unknown = [
         chunk
         for chunk in sorted(listed | absent.unlisted)
@@ -490,15 +501,15 @@ def find_unknown_chunks(
 
 
 def _sealed_s(objects: ObjectStore, identity: UUID, chunk: ChunkId) -> float:
-    """When a chunk was sealed: not later than it was written, whatever its ID says."""
+    """When a chunk was sealed; where its ID is from the future, when it was written."""
     if id_seconds(chunk) < time.time() + CLOCK_ALLOWANCE_S:
         return id_seconds(chunk)
     return objects.stat(chunk_object(identity, chunk)).modified_ns / 1e9
 
 
 def unreadable_paths(reader: ChunkReader, meta: MetadataStore, identity: UUID) -> list[bytes]:
-    """The entries whose chunk the store does not have, or not in its full length, by what one
-    listing tells. Putting them again heals the dataset. Raises ObjectStoreError, MetadataError."""
+    """The entries whose chunk the store does not have, or not in its full length, as one listing
+    tells. Putting these files again heals the dataset. Raises ObjectStoreError, MetadataError."""
     records = [each for each in meta.chunks(identity) if each.holes < each.entries]
     if not records:
         return []
@@ -528,15 +539,16 @@ def unreadable_paths(reader: ChunkReader, meta: MetadataStore, identity: UUID) -
 # Reading headers
 
 Outcome = Callable[[], Header]
-"""Gives the header, or raises why there is none."""
+"""Returns the header, or raises the reason why there is none."""
 
 
 def prefetch_headers(
     reader: ChunkReader, identity: UUID, chunks: Iterable[ChunkId]
 ) -> Generator[tuple[ChunkId, Outcome]]:
-    """Headers in the order of `chunks`, some of which are read while the caller is at work.
+    """Headers in the order of `chunks`, some of which are read ahead while the caller works.
 
-    Fewer where they are large, which is only known of those before: at first few.
+    Fewer are read ahead where headers are large. That is only known of the headers read before, so
+    the first are few.
     """
     waiting, left, entries = deque[tuple[ChunkId, Future[Header]]](), iter(chunks), ENTRIES_MAX
     threads = ThreadPoolExecutor(HEADERS_AHEAD, "header")
@@ -560,8 +572,8 @@ def prefetch_headers(
 
 
 def read_with_retries(read: Callable[[], T]) -> T:
-    """What `read` gives. Damaged bytes are read once more, and a store that fails is asked again
-    for some seconds: a state must not be decided by one bad moment. Raises FormatError,
+    """The result of `read`. Damaged bytes are read once more, and a store that fails is asked again
+    for some seconds: one bad moment must not decide what a dataset holds. Raises FormatError,
     ObjectStoreError."""
     is_damaged = False
     for pause_s in _PAUSES_S:
@@ -574,6 +586,6 @@ def read_with_retries(read: Callable[[], T]) -> T:
                 raise
             is_damaged = True
         except ObjectStoreError as error:
-            log.info("asked again after %s s: %s", pause_s, error.message)
+            log.info("the object store is asked again in %s s: %s", pause_s, error.message)
             time.sleep(pause_s)
     return read()

@@ -1,11 +1,12 @@
-"""Leases: objects that say who is reading which version, and who is purging (FORMAT.md, section 6).
+"""Leases: small objects that say who is reading which version, and who is purging.
 
-Owned here: what is in a lease, when it holds, and its renewal. Not owned: what a lease protects
-(`housekeeping.py`), which versions there are (`versions.py`).
+A lease names a process and holds for some minutes; its holder renews it (FORMAT.md, section 6). A
+purge spares what a reader's lease names, and only one process can hold the lease of a purge. A
+lease that cannot be written protects nothing, and stops nobody: then the grace period covers the
+reader.
 
 A `ReadLease` belongs to the process that took it; its renewing thread is the only other that
-touches it. In a forked child it does nothing. A lease that cannot be written protects nothing, and
-hinders nobody: the grace period covers its reader.
+touches it. In a forked child it does nothing.
 """
 
 import json
@@ -40,34 +41,35 @@ from ..storage.objects.store import Leftover, ObjectInfo, ObjectStore
 log = logging.getLogger("diesel.leases")
 
 LEASE_S = 600.0
-"""For how long a lease is given; after a kill it stands in the way for that long."""
+"""How long a lease holds. After its process was killed, it is in the way for so long."""
 
 RENEW_S = 150.0
-"""A few renewals may fail before a lease is over."""
+"""How often a lease is renewed: a few renewals may fail before it is over."""
 
 LEASE_ALLOWANCE_S = 300.0
-"""By how much the clocks of hosts may differ."""
+"""How far apart the clocks of two hosts may be."""
 
 CLOCK_AHEAD_S_MAX = LEASE_ALLOWANCE_S
-"""By how much that of a purge may be ahead of the object store's."""
+"""How far the clock of a purge's host may be ahead of the object store's."""
 
 UNREADABLE_S = 86_400.0
-"""For how long a lease that nobody can read holds everything."""
+"""How long a lease that cannot be read protects every version."""
 
 FOREIGN_LEFTOVER_AGE_S = 7 * 86_400
-"""Of another host nobody can say whether a process lives; no object takes a week to write."""
+"""When a leftover of another host counts as abandoned: nobody here can tell whether its process
+lives, but no object takes a week to write."""
 
 EVERY_VERSION = -1
 """The version of a lease that cannot be read."""
 
 NO_VERSION = 0
-"""That of a dataset before its first commit: there is nothing in it to hold."""
+"""The version of a dataset before its first commit: there is nothing to protect."""
 
 CLEANUP_ONE_IN = 64
-"""One renewal in so many looks for leases that nobody has renewed for long: a listing."""
+"""One renewal in so many lists the leases, and removes those that are long over."""
 
 STALE_LEASE_S = 86_400.0 + LEASE_ALLOWANCE_S
-"""No lease holds for so long after it was written."""
+"""After this time since it was written no lease holds."""
 
 PURGE = "purge"
 POLICY = "policy"
@@ -76,7 +78,8 @@ _BYTES_MAX = 4096
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """What a lease says; `host` to `pid` tell the process that holds it."""
+    """What a lease says. `host` to `pid` identify the process that holds it: `boot` the run of the
+    machine, `space` its namespace of process numbers."""
 
     token: str
     version: int
@@ -88,12 +91,12 @@ class Lease:
 
     @classmethod
     def own(cls, token: str, version: int, seconds: float = LEASE_S) -> Self:
-        """One of this process, from now on."""
+        """A lease of this process, from now on."""
         host, boot, space = _process_namespace()
         return cls(token, version, time.time() + seconds, host, boot, space, os.getpid())
 
     def to_json(self) -> bytes:
-        """As it stands in its object."""
+        """The content of its object."""
         return json.dumps(asdict(self)).encode() + b"\n"
 
     @classmethod
@@ -114,10 +117,11 @@ class Lease:
         return cls(**values)
 
     def is_valid(self, now_s: float, written_s: float) -> bool:
-        """Whether it has not ended: not by its time, nor with its process as far as one can see.
+        """Whether the lease holds: its time is not over, and its process is not known to be dead.
 
-        `written_s`: by the clock of the store. It counts, too, since that of the holder may be
-        wrong: behind, then `until` is over too early, or ahead, then it is no time of a lease.
+        `written_s` is when its object was written, by the store's clock. The clock of the holder
+        may be wrong: where it is behind, `until` is too early, and where it is far ahead, `until`
+        is no time that a lease can have. Then the store's time counts.
         """
         end_s = written_s + LEASE_S
         if end_s < self.until <= now_s + LEASE_S + LEASE_ALLOWANCE_S:
@@ -126,7 +130,7 @@ class Lease:
 
     @property
     def holder_is_dead(self) -> bool:
-        """Whether its process is known to be gone: it was of this boot and space of processes."""
+        """Whether its process is known to have ended: it ran in this boot and this namespace."""
         return (self.host, self.boot, self.space) == _process_namespace() and not is_alive(self.pid)
 
 
@@ -142,7 +146,8 @@ def is_alive(pid: int) -> bool:
 
 
 def is_abandoned(leftover: Leftover, now_s: float, age_s: float) -> bool:
-    """Whether nobody will finish a leftover: it is as old as that, and its writer dead."""
+    """Whether nobody will finish a half-written object: it is older than `age_s`, and its writer is
+    dead."""
     written_s = leftover.modified_ns / 1e9
     host = re.sub(r"[^A-Za-z0-9._-]", "_", os.uname().nodename)[:64] or "_"
     if leftover.host == host:
@@ -152,12 +157,14 @@ def is_abandoned(leftover: Leftover, now_s: float, age_s: float) -> bool:
 
 @cache
 def _process_namespace() -> tuple[str, str, str]:
-    """Where processes are that a number here can name."""
+    """Host, boot and namespace: two processes with equal ones can tell each other by number."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         space = os.readlink("/proc/self/ns/pid")
     except OSError:
-        boot = space = secrets.token_hex(16)  # nobody else's: no process is taken for dead
+        boot = space = secrets.token_hex(
+            16
+        )  # unknown: a random one equals no other, so no process is taken for dead
     return os.uname().nodename, boot, space
 
 
@@ -165,7 +172,7 @@ def _process_namespace() -> tuple[str, str, str]:
 
 
 class ReadLease:
-    """That this process is reading a version of a dataset."""
+    """The statement that this process is reading a version of a dataset."""
 
     def __init__(self, objects: ObjectStore, identity: UUID, version: int) -> None:
         self._objects = objects
@@ -180,7 +187,7 @@ class ReadLease:
 
     @classmethod
     def take(cls, objects: ObjectStore, identity: UUID, version: int) -> Self:
-        """Take a lease. Where none can be written that is logged, and the lease does nothing."""
+        """Take a lease. Where it cannot be written, that is logged, and the lease does nothing."""
         lease = cls(objects, identity, version)
         if lease._write():
             threading.Thread(target=lease._renew, name="diesel-lease", daemon=True).start()
@@ -189,7 +196,7 @@ class ReadLease:
         return lease
 
     def switch_version(self, version: int) -> None:
-        """Another version is being read now. It is written at once."""
+        """Protect another version instead, from now on."""
         if self._owner != os.getpid():
             return
         with self._changed:
@@ -198,7 +205,7 @@ class ReadLease:
                 self._write()
 
     def close(self) -> None:
-        """Nothing is being read any more. Repeatable; never raises."""
+        """End the lease. Repeatable; never raises."""
         if self._owner != os.getpid():
             return
         with self._changed:
@@ -206,11 +213,11 @@ class ReadLease:
                 return
             self._ended = True
             self._changed.notify_all()
-            with suppress(DieselError):  # then it ends by itself
+            with suppress(DieselError):  # else it ends by its time
                 self._objects.delete(self._name)
 
     def _write(self) -> bool:
-        """Write it; False where it never will be."""
+        """Write the lease; False where trying again cannot help."""
         try:
             self._objects.replace(self._name, [Lease.own(self._token, self._version).to_json()])
         except DieselError as error:
@@ -230,10 +237,10 @@ class ReadLease:
 
 
 def _remove_ended(objects: ObjectStore, identity: UUID, own: str) -> None:
-    """Now and then, remove the leases of readers that were killed, where no purge does.
+    """Now and then, remove leases of readers that were killed: a dataset may never be purged.
 
-    `own` has just been written: by its time, which is of the store's clock, others are old. The
-    clock of this host may be wrong.
+    `own` is a lease that has just been written: the others are compared with its time, which is of
+    the store's clock, since the clock of this host may be wrong.
     """
     if secrets.randbelow(CLEANUP_ONE_IN):
         return
@@ -249,9 +256,10 @@ def _remove_ended(objects: ObjectStore, identity: UUID, own: str) -> None:
 def write_lease_for(
     objects: ObjectStore, identity: UUID, token: str, version: int, seconds: float
 ) -> None:
-    """A lease in another's name, who must ask again in time; 0 seconds end it. Raises DieselError.
+    """Write a lease for a client of this server, which must ask again in time; 0 seconds end it.
 
-    It is nobody's of this host, since this process may outlive or be outlived by who asked.
+    It names no process, since this process may end before the client does, or after. Raises
+    DieselError.
     """
     name = lease_object(identity, token)
     if seconds <= 0:
@@ -263,9 +271,9 @@ def write_lease_for(
 
 
 def leases(objects: ObjectStore, identity: UUID, now_s: float) -> Iterator[tuple[str, Lease, bool]]:
-    """The readers' leases of a dataset: name, what it says, and whether it holds.
+    """The readers' leases of a dataset: the name of each, what it says, and whether it holds.
 
-    One that cannot be read is of EVERY_VERSION, and holds for a day.
+    A lease that cannot be read counts as one on EVERY_VERSION, and holds for a day.
     """
     prefix = lease_prefix(identity)
     for info in objects.list(prefix):
@@ -278,7 +286,7 @@ def leases(objects: ObjectStore, identity: UUID, now_s: float) -> Iterator[tuple
 
 
 def _read_lease(objects: ObjectStore, info: ObjectInfo, now_s: float) -> tuple[Lease, bool]:
-    """What a lease says and whether it holds; for a day where it cannot be read."""
+    """What a lease says and whether it holds."""
     while True:
         written_s = info.modified_ns / 1e9
         try:
@@ -293,7 +301,8 @@ def _read_lease(objects: ObjectStore, info: ObjectInfo, now_s: float) -> tuple[L
 
 
 def leased_versions(objects: ObjectStore, identity: UUID, now_s: float) -> frozenset[int]:
-    """The versions that somebody is reading; EVERY_VERSION where one cannot tell."""
+    """The versions that somebody is reading; EVERY_VERSION among them where a lease cannot be
+    read."""
     held = (lease.version for _, lease, holds in leases(objects, identity, now_s) if holds)
     return frozenset(held) - {NO_VERSION}
 
@@ -302,9 +311,9 @@ def leased_versions(objects: ObjectStore, identity: UUID, now_s: float) -> froze
 
 
 class PurgeLease:
-    """The right to purge a dataset, of one process at a time; a context manager.
+    """The right to purge a dataset, which one process at a time has; a context manager.
 
-    `check` before every deletion: it raises BusyError once the right is lost.
+    Call `check` before every deletion: it raises BusyError once the right is lost.
     """
 
     def __init__(self, objects: ObjectStore, identity: UUID) -> None:
@@ -318,7 +327,7 @@ class PurgeLease:
 
     @classmethod
     def take(cls, objects: ObjectStore, identity: UUID) -> Self:
-        """Take it. Raises BusyError where another process has it."""
+        """Take the lease. Raises BusyError where another process has it."""
         lease = cls(objects, identity)
         for _ in range(3):
             renewed_s = time.monotonic()
@@ -335,7 +344,7 @@ class PurgeLease:
         raise BusyError("another purge of this dataset is under way", advice="try again later")
 
     def check(self) -> None:
-        """Raise BusyError where the lease is another's, or may be by now."""
+        """Raise BusyError where another process has the lease, or may have it by now."""
         if self._lost or time.monotonic() > self._renewed_s + LEASE_S:
             raise _lost()
         try:
@@ -346,14 +355,14 @@ class PurgeLease:
             raise _lost()
 
     def _check_clock(self) -> None:
-        """Raise ObjectStoreRefused, and end, where this host's clock is ahead: to it, leases that
-        hold would be over, and young versions and tombstones old."""
+        """Raise ObjectStoreRefused, and end the lease, where this host's clock is ahead: by that
+        clock, leases that hold would seem over, and young versions and tombstones old."""
         ahead_s = time.time() - self._objects.stat(self._name).modified_ns / 1e9
         if ahead_s > CLOCK_AHEAD_S_MAX:
             self._end()
             raise ObjectStoreRefused(
                 f"the clock of this host is {ahead_s:.0f} s ahead of the object store's",
-                advice="set it right: purge goes by it",
+                advice="set it right: purge uses it to tell which leases are over",
             )
 
     def _end(self) -> None:
@@ -386,7 +395,7 @@ class PurgeLease:
                     self._lost = True
                     return
                 except DieselError as problem:
-                    log.info("the purge's lease is not renewed: %s", problem.message)
+                    log.info("the lease of the purge could not be renewed: %s", problem.message)
                 else:
                     self._renewed_s = renewed_s
 
@@ -401,7 +410,7 @@ def purge_is_under_way(objects: ObjectStore, identity: UUID) -> bool:
 
 
 def _end_if_over(objects: ObjectStore, name: str) -> None:
-    """Remove a purge's lease that has ended. Raises BusyError where it has not."""
+    """Remove the lease of a purge that has ended. Raises BusyError where the lease holds."""
     try:
         found, holds = _read_lease(objects, objects.stat(name), time.time())
     except ObjectMissing:

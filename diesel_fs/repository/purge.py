@@ -1,9 +1,10 @@
-"""`purge`: space that replaced and deleted entries have left is given back (FORMAT.md, section 6).
+"""`purge`: give back the space of replaced and deleted entries (FORMAT.md, section 6).
 
-Owned here: the order of the steps, and what is done to which chunk. Not owned: which tombstones are
-due (`tombstones.py`), what versions and leases pin (`retention.py`), copying (`rewriting.py`), what
-is one transaction (the metadata store). One purge per dataset at a time; beside it writers and
-readers go on. Whatever ends it, at any step: nothing is lost, and the next purge goes on.
+An entry that is replaced or deleted leaves a hole in its chunk. A purge copies the other entries of
+chunks with too many holes into new chunks, then deletes chunks without any live entry that no
+version and no reader needs (`retention.py` decides that). One purge per dataset at a time; readers
+and writers go on beside it. Whatever ends it, at any step: nothing is lost, and the next purge goes
+on.
 """
 
 import logging
@@ -72,16 +73,17 @@ from .stored import StoredRepository
 from .validation import batch_of
 from .writing import WriteSession, seal_and_store
 
-log = logging.getLogger("diesel.housekeeping")
+log = logging.getLogger("diesel.purge")
 
 UNDERSIZED_BYTES = CHUNK_BYTES_DEFAULT // 2
-"""Smaller chunks are merged: requests and listings cost by the chunk."""
+"""Smaller chunks are merged, since each chunk costs a request and a line of a listing."""
 
 LEFTOVER_AGE_S = 86_400
-"""A process number may be of a container with the same host name."""
+"""A leftover of a dead process is removed only when it is this old: the process number may be that
+of a container with the same host name."""
 
-_ENDED_LEASE_AGE_S = 86_400
-_LOOK_AT_LEASES_S = 10.0
+_ENDED_LEASE_AGE_S = 86_400  # before the object of a lease that is over is removed
+_LEASE_CHECK_S = 10.0  # how often a deletion looks for new readers
 
 
 def purge(
@@ -105,8 +107,10 @@ def purge(
 
 
 def _refuse_unseen(repository: StoredRepository, info: DatasetInfo) -> None:
-    """Raise CorruptError where a chunk that is named is lost, or not listed: then nobody knows what
-    else the store does not show, and what looks replaced may be the only copy."""
+    """Raise CorruptError where a chunk that the metadata name is lost, or is not listed.
+
+    Then the store may hide other chunks, too, and what looks replaced may be the only copy.
+    """
     identity = info.identity
 
     def ask() -> ExpectedChunks:
@@ -144,11 +148,11 @@ def reclaimable_bytes(repository: StoredRepository, view: Snapshot) -> int:
 
 
 _HEADER_ENTRY_BYTES = 60
-"""Of a chunk's header, with a name of some 20 bytes."""
+"""What an entry takes in a chunk's header, with a name of some 20 bytes."""
 
 
 class _Purge:
-    """One purge; without a session and a lease it only looks."""
+    """One purge. Without a session and a lease it is a dry run, and changes nothing."""
 
     def __init__(
         self,
@@ -171,11 +175,11 @@ class _Purge:
         self._lease = lease
         self._report = PurgeReport()
         self._left_alone: set[ChunkId] = set()  # damaged, newer, or with entries that are skipped
-        self._due: dict[ChunkId, set[int]] = {}
-        self._copied: set[ChunkId] = set()  # would be, if this did more than look
+        self._due: dict[ChunkId, set[int]] = {}  # by chunk, places of tombstones to drop
+        self._copied: set[ChunkId] = set()  # in a dry run: chunks that would be rewritten
         self._versions_before = frozenset(self._versions.versions(self._identity))
         self._removed: set[int] = set()  # versions
-        self._listing_complete = True  # all that the metadata names is there, and listed
+        self._listing_complete = True  # all that the metadata name is there, and listed
         self._policy, self._grace_s = self._policies()
 
     def _policies(self) -> tuple[RetentionPolicy, float]:
@@ -196,7 +200,7 @@ class _Purge:
         return new, options.grace_s if options.grace_s >= 0 else max(GRACE_S, longest_s)
 
     def run(self) -> PurgeReport:
-        """All steps."""
+        """Do all steps."""
         began_s = time.time()
         self._publish()
         records = self._meta.chunks(self._identity)
@@ -210,7 +214,7 @@ class _Purge:
             else:
                 self._copied.update(record.id for record in chosen)
         except NoSpaceError as error:
-            full = error  # what can go makes room
+            full = error  # deleting what can go may make room
         self._publish()
         self._reclaim()
         self._sweep()
@@ -225,15 +229,15 @@ class _Purge:
         return self._report
 
     def _publish(self) -> None:
-        """From now on nobody who opens the dataset is sent where it was before."""
+        """Publish the current state: whoever opens the dataset from now on reads new chunks."""
         if self._session is None:
             return
-        marker = self._meta.head(self._info.name)
-        if marker.version and self._versions.newest(self._identity) != marker.version:
+        head = self._meta.head(self._info.name)
+        if head.version and self._versions.newest(self._identity) != head.version:
             self._repository.publish(self._info.name)
 
     def _check(self) -> None:
-        """Raise BusyError where this is not the one purge any more."""
+        """Raise BusyError where another purge may have begun since."""
         if self._lease is not None:
             self._lease.check()
 
@@ -245,7 +249,7 @@ class _Purge:
         return self._repository.read_header(self._identity, chunk)
 
     def _readable(self, chunk: ChunkId) -> Header | None:
-        """The header of a chunk that can be purged; others are left alone, and named."""
+        """The header of a chunk; None for a chunk that cannot be purged, which is noted."""
         if chunk in self._left_alone:
             return None
         try:
@@ -267,7 +271,7 @@ class _Purge:
     def _find_due(
         self, records: Sequence[ChunkRecord], used: dict[ChunkId, Usage], began_s: float
     ) -> None:
-        """Which tombstones are not needed any more; and whether anything may be deleted."""
+        """Find the tombstones that hide nothing any more, and whether anything may be deleted."""
         known = {record.id for record in records}
         listed = set(self._repository.chunk_ids(self._identity))
         self._listing_complete = self._all_are_there(
@@ -293,8 +297,11 @@ class _Purge:
         self._due = droppable_tombstones(old, suspects, self._header)
 
     def _all_are_there(self, records: Iterable[ChunkRecord]) -> bool:
-        """Whether chunks that were not listed are missed by nobody. Else the listing is short, or
-        the store was put back to what it was: then an empty chunk may hold the only copies."""
+        """Whether every chunk that was not listed is an empty one whose deletion was interrupted.
+
+        Else the listing is short, or the store is an older copy of itself: then a chunk that looks
+        empty may hold the only copies.
+        """
         for record in records:
             text = chunk_id_text(record.id)
             if chunk_exists(self._objects, self._identity, record.id):
@@ -307,7 +314,8 @@ class _Purge:
         return True
 
     def _forgotten_are_gone(self, known: Collection[ChunkId]) -> bool:
-        """Whether what kept versions know, and the metadata no more, is not in the store."""
+        """Whether the store lacks all chunks that kept versions name and the metadata have
+        forgotten."""
         forgotten: set[ChunkId] = set()
         for version in self._versions.versions(self._identity):
             try:
@@ -320,6 +328,7 @@ class _Purge:
         )
 
     def _dead(self, record: ChunkRecord) -> int:
+        """How many entries of a chunk need not be copied."""
         return record.holes + len(self._due.get(record.id, ()))
 
     def _choose(
@@ -348,7 +357,7 @@ class _Purge:
         return record.object_bytes * self._options.max_unused_ppm // 1_000_000
 
     def _is_wasteful(self, record: ChunkRecord) -> bool:
-        """Whether too much of a chunk is unused, exactly."""
+        """Whether too many bytes of a chunk are unused, counted exactly."""
         header = self._readable(record.id)
         if header is None:
             return False
@@ -386,7 +395,7 @@ class _Purge:
     # Deleting
 
     def _reclaim(self) -> None:
-        """Remove versions and chunks that nobody needs: metadata first, objects later."""
+        """Remove versions and chunks that nobody needs, from the metadata before the objects."""
         newest = LOWEST if self._copied else self._meta.head(self._info.name).newest
         empty = {
             record.id: record
@@ -398,7 +407,7 @@ class _Purge:
         now_s = time.time()
         leased = leased_versions(self._objects, self._identity, now_s)
         now_us = int(now_s * 1e6)
-        # Where this only looks: what it would publish
+        # A dry run plans with the version that the purge would publish
         coming = {now_us: now_us} if self._copied else {}
         versions = self._expire(leased, coming)
         pins = DeletableChunks(self._versions, self._identity, empty, now_us)
@@ -416,7 +425,7 @@ class _Purge:
                 self._note(f"nothing is deleted, since a kept version cannot be read: {error}")
         if self._session is not None:
             going = self._delete(going, free)
-        if going:  # another has been published since
+        if going:  # another version has been published since
             leased = leased_versions(self._objects, self._identity, time.time())
             self._expire(leased, {**coming, now_us + 1: now_us} if self._session is None else {})
         self._report.deleted = len(going)
@@ -428,13 +437,14 @@ class _Purge:
         )
 
     def _may_go(self, chunk: ChunkId) -> bool:
-        """Whether an empty chunk can be read, so that it is known what goes with it; or is lost."""
+        """Whether an empty chunk is lost, or can be read: then we know what is deleted with it."""
         if not chunk_exists(self._objects, self._identity, chunk):
             return True
         return self._readable(chunk) is not None
 
     def _expire(self, leased: Collection[int], planned: Mapping[int, int]) -> dict[int, int]:
-        """Remove versions that need not be kept; those that are left, and when they came."""
+        """Remove versions that need not be kept. Returns those that are left, ascending, and when
+        each was published (us since 1970)."""
         there = self._versions.published(self._identity)
         stay = retained_versions(
             self._versions, self._identity, there, self._policy, self._grace_s, planned
@@ -457,7 +467,8 @@ class _Purge:
     def _delete(
         self, going: Sequence[ChunkId], free: Callable[[], frozenset[ChunkId]]
     ) -> list[ChunkId]:
-        """Forget chunks, then delete their objects; which have gone comes back."""
+        """Forget chunks in the metadata, then delete their objects; returns the chunks that have
+        gone."""
         if not going:
             return []
         self._check()
@@ -472,13 +483,14 @@ class _Purge:
             else:
                 done.append(chunk)
         again = {record.id for record in self._meta.chunks(self._identity)}.intersection(done)
-        if again:  # a rebuild had read them before they went
+        if again:  # a rebuild had read them before they were deleted
             self._forget(again)
             self._publish()
         return done
 
     def _forget(self, chunks: Collection[ChunkId]) -> frozenset[ChunkId]:
-        """Let the metadata store forget chunks, with the tombstones that are due."""
+        """Let the metadata store forget chunks, and drop the tombstones in them that are due.
+        Returns the chunks that it has forgotten."""
         plain = [chunk for chunk in chunks if chunk not in self._due]
         dead = [chunk for chunk in chunks if chunk in self._due]
         forgotten = self._meta.forget(self._identity, plain)
@@ -487,19 +499,19 @@ class _Purge:
     def _still_unreferenced(
         self, chunks: Sequence[ChunkId], free: Callable[[], frozenset[ChunkId]]
     ) -> Iterator[ChunkId]:
-        """Chunks, as long as no reader has come who needs them."""
+        """The chunks that no reader who has come meanwhile needs."""
         looked_s, allowed = 0.0, frozenset[ChunkId]()
         for done, chunk in enumerate(chunks):
             self._progress(done, len(chunks))
-            if not done or time.monotonic() > looked_s + _LOOK_AT_LEASES_S:
+            if not done or time.monotonic() > looked_s + _LEASE_CHECK_S:
                 looked_s, allowed = time.monotonic(), free()
             if chunk in allowed:
                 yield chunk
 
-    # Rubbish
+    # Leftovers
 
     def _sweep(self) -> None:
-        """Remove leases that ended long ago, and what dead writers have left half done."""
+        """Remove leases that ended long ago, and half-written objects of dead writers."""
         now_s = time.time()
         for leftover in self._objects.leftovers(dataset_prefix(self._identity)):
             if is_abandoned(leftover, now_s, LEFTOVER_AGE_S):
@@ -517,9 +529,10 @@ class _Purge:
 
 
 class _Rewriter:
-    """Fills new chunks with what is left in old ones; `finish` writes the last.
+    """Copies live entries of old chunks into new ones; stamps and stored bytes stay as they are.
 
-    `before_commit` may raise: then the chunk just written is not committed, and nothing is lost.
+    A new chunk is durable before it is committed. `before_commit` may raise: then the chunk just
+    written is not committed, and nothing is lost. `finish` writes the last chunk.
     """
 
     def __init__(
@@ -539,7 +552,7 @@ class _Rewriter:
     def copy(self, chunk: ChunkId, dropped: Collection[int]) -> None:
         """Copy the entries of a chunk, except those at the places `dropped`.
 
-        Raises CorruptError where one of them is damaged; then none has been copied.
+        Raises CorruptError where one of the others is damaged; then none has been copied.
         """
         identity = self._session.identity
         data = memoryview(self._repository.objects.get(chunk_object(identity, chunk)))
@@ -562,7 +575,7 @@ class _Rewriter:
                 self._write()
 
     def finish(self) -> None:
-        """Write what is left."""
+        """Write the entries that no chunk has yet."""
         if len(self._builder):
             self._write()
 

@@ -1,8 +1,7 @@
-"""Rebuilding metadata from chunks, and telling where the two differ: `recover` and `verify`.
+"""`recover`: build the metadata of a dataset again from its chunks, which are the truth.
 
-The chunks are the truth; `recover` folds them again, `verify` folds them beside the live metadata
-and compares both with the newest published snapshot. `expected_chunks.py` decides what counts as
-lost, and when a rebuild is refused. Blocking; one thread, beside which others read headers ahead.
+`expected_chunks.py` reads the chunks, decides which of them count as lost, and when a rebuild is
+refused. Blocking; one thread, beside which others read headers ahead.
 """
 
 from contextlib import suppress
@@ -42,13 +41,13 @@ def recover(
         _make_metadata_anew(repository, name, findings)
     info = repository.dataset(name)
     meta = repository.meta
-    repository.clock.check_local_clock()  # a version is a time, too
+    repository.clock.check_local_clock()  # the new version is a time by this clock
     if info.head is None and since_s is not None:
-        findings.notes.append("the metadata store does not know the dataset: all is folded in")
+        findings.notes.append("the metadata store does not know the dataset: all chunks are read")
         since_s = None
     before: Snapshot | None = None
     if forget_lost:
-        with suppress(DieselError):  # it is only told what becomes of it
+        with suppress(DieselError):  # it only serves the report
             before = repository.view_of(info)
     folding = RebuildSource(
         repository, meta, name, info.identity, info.head,
@@ -58,9 +57,10 @@ def recover(
         if since_s is None:
             repository.rebuild(folding, info)
         else:
-            # A chunk may have been sealed so long before its commit, by a clock that was behind
+            # A chunk may have been sealed so long before its commit, by a host whose clock was
+            # behind
             since = lowest_id(int(since_s) - PUT_WINDOW_S - CLOCK_ALLOWANCE_S)
-            for batch in list(folding.since(since)):  # nothing goes in where something is lost
+            for batch in list(folding.since(since)):  # all are read before any is committed
                 repository.commit_batches(info.identity, batch)
     except LostChunks as error:
         findings.notes.append(f"{error.message}: {error.advice}")
@@ -71,14 +71,14 @@ def recover(
     repository.publish(name, full=True)
     if before is not None:
         findings.notes += _consequences(before, repository.view(name))
-    marker = meta.head(name)
-    findings.files, findings.bytes = marker.files, marker.bytes
+    head = meta.head(name)
+    findings.files, findings.bytes = head.files, head.bytes
     return findings
 
 
 def _consequences(before: Snapshot, after: Snapshot) -> list[str]:
-    """What has become of a dataset by a loss that was accepted: of a file that was replaced, an
-    older version may show again, and one that was deleted may be back."""
+    """What an accepted loss has changed in a dataset. With a chunk its replacements and deletions
+    are lost, too: an older version of a file may show again, and a deleted file may be back."""
     both = diff_snapshots(before, after)
     still_there = np.zeros(len(before), np.bool_)
     still_there[both.same_path[both.same_path >= 0]] = True
@@ -97,14 +97,14 @@ def _consequences(before: Snapshot, after: Snapshot) -> list[str]:
 
 
 def _make_metadata_anew(repository: StoredRepository, name: str, findings: Findings) -> None:
-    """Move a damaged metadata store aside, and make it again for all datasets but this one."""
+    """Rename a damaged metadata store, and make a new one with all datasets but this one."""
     problem = repository.meta_problem
     assert problem is not None
-    findings.notes.append(f"{problem.message}: moved aside and made again")
+    findings.notes.append(f"{problem.message}: it was renamed, and a new one made")
     repository.open_metadata(create=True, replace_damaged=True)
     for other in repository.datasets():
         if other.name != name:
             try:
                 repository.begin(other.name)
-            except LostChunks as error:  # it stays without metadata, and is read by its snapshot
+            except LostChunks as error:  # it has no metadata, and readers get its snapshot
                 findings.problems.append(error.message)

@@ -48,19 +48,19 @@ GRACE_S = 86_400
 
 _RECENT = 8
 _PERIODS = 8
-"""Of the versions that a grace period has seen, so many of the newest are kept, and of the others
-the last of so many parts of it: a dataset may be put to every second."""
+"""Of the versions within a grace period, the newest `_RECENT` are kept, and of the others the last
+one in each of `_PERIODS` equal parts of the period. A dataset may get a version every second."""
 
 KEEP_MAX = 1 << 20
 GRACE_S_MAX = 1 << 31
-"""Beyond these, times and counts would no longer be what clocks and files can hold."""
+"""The most that a policy can say: more would not fit into the times of clocks and files."""
 
 
 @dataclass(frozen=True, slots=True)
 class RetentionPolicy:
-    """How many published versions of a dataset are kept, and those that were current for how long.
-
-    `grace_s` may lengthen the usual grace period, never shorten it.
+    """How many of the last versions of a dataset are kept (`keep`), and for how many seconds a
+    version stays after it was current. `grace_s` may lengthen the usual grace period, never shorten
+    it.
     """
 
     keep: int = 0
@@ -68,7 +68,7 @@ class RetentionPolicy:
 
 
 def read_retention_policy(objects: ObjectStore, identity: UUID) -> RetentionPolicy:
-    """A dataset's policy: the usual one where it has none of its own. Raises CorruptError."""
+    """A dataset's policy, or the default where it has none. Raises CorruptError."""
     try:
         values = json.loads(bytes(objects.get(lease_object(identity, POLICY))))
         policy = RetentionPolicy(values["keep"], values["grace_s"])
@@ -136,8 +136,8 @@ def _last_distinct(
 
 
 def _current_within(published: Mapping[int, int], now_s: float, grace_s: float) -> set[int]:
-    """Of versions (ascending, with the time in us when each was published), those that were the
-    current one within the grace period, thinned."""
+    """Of versions (ascending, with the time in us when each was published), those that were current
+    within the grace period, thinned as `_PERIODS` says, and the newest."""
     versions = [*published]
     horizon = (now_s - grace_s) * 1e6
     period = max(int(grace_s * 1e6) // _PERIODS, 1)
@@ -171,14 +171,15 @@ def remove_expired_versions(objects: ObjectStore, versions: VersionStore, identi
 
 
 class Usage(NamedTuple):
-    """What of a chunk the files of a version are: places, and bytes of bodies."""
+    """How much of a chunk the files of a version use: entries, and bytes of bodies."""
 
     places: int
     stored_bytes: int
 
 
 def _file_parts(view: Snapshot) -> tuple[Indices, npt.NDArray[np.float64]]:
-    """Chunk number and stored bytes of all that files of a version are in, shadowed ones too."""
+    """For each extent of each file of a version, shadowed files too: the number of its chunk and
+    its stored bytes."""
     columns, shadowed = view.columns, view.columns.shadowed
     numbers, stored = [columns.extents["chunk"]], [columns.extents["stored"]]
     for flags, chunk, length in (
@@ -192,13 +193,13 @@ def _file_parts(view: Snapshot) -> tuple[Indices, npt.NDArray[np.float64]]:
 
 
 def used_chunks(view: Snapshot) -> frozenset[ChunkId]:
-    """The chunks that the files of a version are in."""
+    """The chunks that hold files of a version."""
     numbers, _ = _file_parts(view)
     return frozenset(view.chunk_ids[number] for number in np.unique(numbers).tolist())
 
 
 def chunk_usage(view: Snapshot) -> dict[ChunkId, Usage]:
-    """What of each chunk in a version's table its files are."""
+    """How much of each chunk in a version's table its files use."""
     numbers, stored = _file_parts(view)
     places = np.bincount(numbers, minlength=view.chunk_count)
     sums = np.bincount(numbers, weights=stored, minlength=view.chunk_count)  # exact up to 2^53
@@ -207,9 +208,9 @@ def chunk_usage(view: Snapshot) -> dict[ChunkId, Usage]:
 
 
 class DeletableChunks:
-    """Which of some candidates, all of them empty by now, nobody needs any more.
+    """Which of some candidates, chunks that are empty in the current state, nobody needs any more.
 
-    `planned_version`: a version that is only planned; they are empty in it, too.
+    `planned_version` is a version that a dry run only plans; the candidates are empty in it, too.
     """
 
     def __init__(
@@ -227,10 +228,12 @@ class DeletableChunks:
     def unreferenced(
         self, versions: Mapping[int, int], leased: Collection[int], before_us: int
     ) -> frozenset[ChunkId]:
-        """Those that may go, by the versions that are there (ascending, and since when) and those
-        that are leased, where readers from before `before_us` have had their time. Raises
-        FormatError where a version cannot be read, and ObjectMissing where it has gone since:
-        nobody knows what it pins.
+        """The candidates that may be deleted.
+
+        `versions` are there, ascending, each with the time since when (us since 1970); `leased`
+        are those that somebody reads. A reader without a lease may still use the version that was
+        current at `before_us`. Raises FormatError where a version cannot be read, and
+        ObjectMissing where it has gone since: then it is unknown which chunks it needs.
         """
         oldest_in_use = {max((v for v, at_us in versions.items() if at_us <= before_us), default=0)}
         for version in leased:
@@ -247,7 +250,7 @@ class DeletableChunks:
         return left
 
     def _of(self, version: int) -> tuple[frozenset[ChunkId], frozenset[ChunkId]]:
-        """Of the candidates: those that a version knows, and those that its entries are in."""
+        """Of the candidates: those in a version's table, and those that hold files of it."""
         if version not in self._known:
             view = self._versions.load_without_copy(self._identity, version)
             table = self._candidates.intersection(view.chunk_ids)
@@ -258,13 +261,14 @@ class DeletableChunks:
 # Which tombstones nothing needs any more
 
 TOMBSTONE_AGE_S = PUT_WINDOW_S + CLOCK_ALLOWANCE_S + LEASE_S
-"""So old a tombstone must be: whatever was sealed before it and comes later is refused."""
+"""How old a tombstone must be before it can be dropped. A chunk that was sealed before it and is
+committed so much later is refused, so nothing older than the tombstone can still come."""
 
 ReadHeader = Callable[[ChunkId], Header]
 
 
 class ActiveTombstone(NamedTuple):
-    """A tombstone that stands."""
+    """A tombstone that counts: no newer entry of its path has replaced it."""
 
     stamp: Stamp
     chunk: ChunkId
@@ -274,7 +278,7 @@ class ActiveTombstone(NamedTuple):
 def active_tombstones(
     header: Header, holes: Collection[int]
 ) -> Iterator[tuple[bytes, ActiveTombstone]]:
-    """The tombstones in a chunk that are no holes, by path."""
+    """The tombstones in a chunk that are not in its `holes` (places), with their paths."""
     for place in np.flatnonzero(header.records["kind"] == Kind.TOMBSTONE).tolist():
         if place not in holes:
             yield (
@@ -286,7 +290,8 @@ def active_tombstones(
 def old_enough(
     tombstones: Mapping[bytes, ActiveTombstone], began_s: float
 ) -> dict[bytes, ActiveTombstone]:
-    """Those that nothing on its way can be older than; `began_s` is from before the listing."""
+    """The tombstones that are older than TOMBSTONE_AGE_S. `began_s` was read before the chunks were
+    listed."""
     limit_s = began_s - TOMBSTONE_AGE_S
     return {
         path: each
@@ -300,10 +305,11 @@ def droppable_tombstones(
     suspects: Iterable[ChunkId],
     read_header: ReadHeader,
 ) -> dict[ChunkId, set[int]]:
-    """By chunk, the places of the tombstones (`old_enough`) that have nothing left to hide.
+    """By chunk, the places of the tombstones (`old_enough`) that hide nothing any more.
 
-    `suspects` are all chunks that may hold an older entry: those with holes, and those that are
-    not known. Where one of them cannot be read, none is due.
+    `suspects` are all chunks that may hold an older entry of the same path: those with holes, and
+    those that the metadata store does not know. Where one of them cannot be read, no tombstone is
+    dropped.
     """
     left = dict(tombstones)
     for chunk in suspects if left else ():
@@ -330,13 +336,14 @@ def droppable_tombstones(
 
 @dataclass(frozen=True, slots=True)
 class Deletion:
-    """What became of a deleted dataset: objects that are removed, and that readers still hold."""
+    """What became of a deleted dataset: how many objects are removed, and how many are left since
+    somebody still reads or writes them."""
 
     removed: int
     left: int
 
     def tell_left(self, name: str) -> None:
-        """Name in the log what is left of the dataset of this name, if anything."""
+        """Log how many objects of the dataset of this name are left, if any."""
         if self.left:
             log.warning(
                 "%s: %d objects are left, since somebody is still reading it; "
@@ -346,10 +353,10 @@ class Deletion:
 
 
 def remove_dataset(objects: ObjectStore, versions: VersionStore, identity: UUID) -> Deletion:
-    """Remove the objects of a dataset that is marked as deleted; what leases pin is left, and what
-    somebody is writing.
+    """Remove the objects of a dataset that is marked as deleted, except those that leases pin and
+    those that somebody is writing.
 
-    Repeatable: the object with its name goes last, by which the rest is found.
+    Repeatable: the object with the dataset's name goes last, since the others are found by it.
     """
     leased = leased_versions(objects, identity, time.time())
     kept, everything = _pinned(versions, identity, leased)
@@ -381,7 +388,7 @@ def remove_dataset(objects: ObjectStore, versions: VersionStore, identity: UUID)
 def _pinned(
     versions: VersionStore, identity: UUID, leased: Collection[int]
 ) -> tuple[frozenset[ChunkId], bool]:
-    """The chunks that leases pin, and whether that may be all of them."""
+    """The chunks that leased versions need, and whether that may be all chunks."""
     found = frozenset[ChunkId]()
     if EVERY_VERSION in leased:
         return found, True

@@ -67,8 +67,7 @@ from .writing import WriteSession
 
 log = logging.getLogger("diesel.repository")
 
-_TOMBSTONE_BODY_BYTES = 4 << 20  # bounds a tombstone chunk by its paths
-_TALLIES_MAX = 1 << 16  # of a dataset, some 200 bytes each: of more chunks the last are compared
+_TALLIES_MAX = 1 << 16  # per dataset, some 200 bytes each; older ones are dropped, not compared
 _RESTARTS_MAX = 5  # of a metadata store, in the middle of one commit
 
 
@@ -89,7 +88,7 @@ class StoredRepository(Repository):
         self.catalogue = Catalogue(objects)
         self.snapshots = VersionStore(objects)
         self.clock = StoreClock(self._store_now_s)
-        # Of chunks that this process has committed and nobody has published yet
+        # Digests of the entries of chunks that this process has committed and not yet published
         self._tallies: dict[UUID, dict[ChunkId, EntryDigest]] = {}
 
     @classmethod
@@ -105,13 +104,14 @@ class StoredRepository(Repository):
         return found
 
     def open_metadata(self, *, create: bool, replace_damaged: bool = False) -> None:
-        """Open the metadata store; `replace_damaged` moves an embedded one that cannot be used
-        aside first.
+        """Open the metadata store. `replace_damaged` first renames an embedded one that cannot be
+        used.
 
-        Where it cannot be had, `meta` says why when it is asked for: reading goes on without.
+        Where the store cannot be opened, this does not fail: reading goes on without it, and `meta`
+        raises the reason.
         """
         self._close_metadata()
-        self._meta = None  # a problem that is known stays until it is over: other threads look
+        self._meta = None  # the known problem stays meanwhile: other threads may read it
         if replace_damaged:
             rename_unusable_metadata(self.url)
         try:
@@ -126,7 +126,6 @@ class StoredRepository(Repository):
             self._meta_problem = None
 
     def close(self) -> None:
-        """Let go of the metadata store, and of what the object store does not need now."""
         self._close_metadata()
         self.objects.close_idle()
 
@@ -136,7 +135,7 @@ class StoredRepository(Repository):
 
     @property
     def meta(self) -> MetadataStore:
-        """The metadata store. Raises why it cannot be had."""
+        """The metadata store. Raises the reason where it cannot be used."""
         if self._meta is None:
             raise self._meta_problem or MetadataError("there is no metadata store")
         return self._meta
@@ -146,30 +145,27 @@ class StoredRepository(Repository):
 
     @property
     def meta_problem(self) -> DieselError | None:
-        """Why the metadata store cannot be had; None where it can."""
         return self._meta_problem
 
     @property
     def meta_is_lost(self) -> bool:
-        """Whether an embedded metadata store has gone or is damaged: `recover` makes another."""
+        """Whether an embedded metadata store is missing or damaged; `recover` makes a new one."""
         is_lost = isinstance(self._meta_problem, MetadataBehind | FormatError)
         return is_lost and not (self.url.meta or isinstance(self._meta_problem, NewerVersionError))
 
     # Finding datasets
 
     def datasets(self) -> list[DatasetInfo]:
-        """All datasets that are not deleted, by name. The object store is the truth here."""
         found, damaged = self.catalogue.all(self._heads())
         for error in damaged:
             log.warning("%s", error.message)
         return found
 
     def _heads(self) -> dict[UUID, DatasetHead]:
-        markers = self._meta.heads() if self._meta is not None else []
-        return {marker.identity: marker for marker in markers}
+        heads = self._meta.heads() if self._meta is not None else []
+        return {head.identity: head for head in heads}
 
     def dataset(self, name: str) -> DatasetInfo:
-        """The dataset of this name. Raises NoSuchDataset only where it is known not to exist."""
         check_dataset_name(name)
         if self._meta is not None:
             try:
@@ -177,14 +173,14 @@ class StoredRepository(Repository):
             except (NoSuchDataset, MetadataBehind):
                 pass
             else:
-                with suppress(CorruptError):  # then the metadata store's word is as good
+                with suppress(CorruptError):  # its object is damaged: search all
                     info = self.catalogue.describe(head.identity, head)
                     if info is not None and info.name == name:
                         return info
         known, damaged = self.catalogue.all(self._heads())
         same = [info for info in known if info.name == name]
         if not same and damaged:
-            raise damaged[0]  # it may be the one that is asked for: absence needs proof
+            raise damaged[0]  # the damaged one may have this name: absence needs proof
         if not same:
             raise NoSuchDataset(f"no dataset {name!r} in {self.url}")
         if len(same) > 1:
@@ -196,24 +192,19 @@ class StoredRepository(Repository):
     # Reading
 
     def newest_known(self, info: DatasetInfo) -> int:
-        """The greatest version that anybody knows of; 0 for none. The metadata store may have lost
-        what a snapshot has."""
         known = info.head.version if info.head else 0
         return max(known, self.snapshots.newest(info.identity))
 
     def staleness_warning(self, view: Snapshot) -> str:
-        """Why a `view` may not be of the current version, with its own and its age; else nothing.
-        Who may read a repository but not its metadata store always goes by snapshots."""
         problem = self._meta_problem
         if problem is None or isinstance(problem, PermissionDenied):
             return ""
         return staleness_text(view, problem.message)
 
     def view_of(self, info: DatasetInfo) -> Snapshot:
-        """`view` of a dataset that has been found."""
         try:
             return self._view_of(info)
-        except ObjectMissing:  # two publishes went by between looking and loading
+        except ObjectMissing:  # two versions were published between listing and loading
             return self._view_of(info)
 
     def _view_of(self, info: DatasetInfo) -> Snapshot:
@@ -224,25 +215,28 @@ class StoredRepository(Repository):
             except (CorruptError, MetadataError):
                 if not newest:
                     raise
-                log.warning("the metadata store fails: going by the snapshot of %d", newest)
-        if newest:  # the metadata store cannot be had, or lost what the snapshot has
+                log.warning(
+                    "the metadata store fails; readers get the snapshot of version %d", newest
+                )
+        if newest:  # the metadata store cannot be used, or lost what the snapshot has
             return self.snapshots.load(info.identity, newest)
         if next(iter(self.objects.names(chunk_prefix(info.identity))), None) is None:
             return empty_snapshot(info.identity, info.name)
         raise self.behind_error(info.name)
 
     def view_at(self, name: str, version: int) -> Snapshot:
-        """A dataset at a version that is kept. Raises NoSuchDataset, NotFoundError."""
         identity = self.dataset(name).identity
-        if version not in self.snapshots.versions(identity):  # whatever private copies there are
+        if version not in self.snapshots.versions(
+            identity
+        ):  # even where a private copy of it is left
             raise version_not_kept(name, version)
         return self.snapshots.load(identity, version)
 
     def kept_versions(self, name: str) -> Sequence[KeptVersion]:
-        """The versions of a dataset that can be read, ascending. Raises NoSuchDataset."""
         return self.snapshots.kept(self.dataset(name).identity)
 
     def behind_error(self, name: str) -> MetadataBehind:
+        """The error where the metadata store lacks what was acknowledged of a dataset."""
         why = f" ({self._meta_problem.message})" if self._meta_problem else ""
         return MetadataBehind(
             f"the metadata of {name!r} is behind its chunks{why}",
@@ -250,12 +244,11 @@ class StoredRepository(Repository):
         )
 
     def stat(self, name: str, path: bytes) -> Stat:
-        """One entry, as it is now. Raises NoSuchPath, NoSuchDataset."""
         check_path(path)
         info = self.dataset(name)
         meta = self._current_meta(info)
         if meta is not None and path:
-            with suppress(CorruptError, MetadataBehind):  # it says that it does not know
+            with suppress(CorruptError, MetadataBehind):  # the metadata store cannot tell
                 return self._stat(meta, info, path)
         view = self.view_of(info)
         return view.stat(index_of_path(view, path))
@@ -272,13 +265,12 @@ class StoredRepository(Repository):
         return _stat_of(record)
 
     def _current_meta(self, info: DatasetInfo) -> MetadataStore | None:
-        """The metadata store, if it knows all that was ever acknowledged of a dataset."""
+        """The metadata store, if it has all that was ever acknowledged of a dataset."""
         if info.head is None or self.snapshots.newest(info.identity) > info.head.version:
             return None
         return self._meta
 
     def list(self, name: str, folder: bytes = b"") -> Rows:
-        """What lies in a folder, as it is now. Raises NoSuchPath where it is no folder."""
         info = self.dataset(name)
         meta = self._current_meta(info)
         if meta is None:
@@ -291,13 +283,6 @@ class StoredRepository(Repository):
     # Writing
 
     def begin(self, name: str, *, create: bool = True) -> "LocalWriteSession":
-        """A writer's session on a dataset, which is made if it is missing and `create`.
-
-        Folds in what the metadata store does not know and no put under way can own. Raises
-        NoSuchDataset, MetadataError, PermissionDenied; ObjectStoreRefused where this host's clock
-        is ahead, before anything is written; LostChunks where that would make a state without
-        something that the newest snapshot has.
-        """
         check_dataset_name(name)
         meta = self.meta
         self.clock.check_local_clock()
@@ -317,8 +302,9 @@ class StoredRepository(Repository):
         return LocalWriteSession(self, self.dataset(name))
 
     def rebuild(self, folding: RebuildSource, info: DatasetInfo) -> int:
-        """Replace what the metadata store knows of a dataset by the fold over its chunks; the new
-        version, greater than any that is published. Raises as `MetadataStore.rebuild`, LostChunks.
+        """Replace a dataset's metadata by the fold over its chunks (of the entries of one path, the
+        newest counts). Returns the new version, greater than any that is published. Raises as
+        `MetadataStore.rebuild`, and LostChunks.
         """
         version = self.meta.rebuild(
             info.name,
@@ -331,48 +317,47 @@ class StoredRepository(Repository):
         return version
 
     def unreadable_paths(self, name: str) -> Sequence[bytes]:
-        """The paths of a dataset whose chunk is gone or too short, as far as that can be told
-        without reading: whoever has them can heal them by putting them again. Raises NoSuchDataset,
-        MetadataError.
-        """
         return unreadable_paths(self, self.meta, self.dataset(name).identity)
 
     def _create(self, name: str) -> DatasetInfo:
-        """Make a dataset. Of several that do it at once, the metadata store lets one win."""
+        """Make a dataset. Where several writers do so at once, the metadata store lets one win."""
         try:
-            marker = self.meta.create(name, uuid.uuid4())
+            head = self.meta.create(name, uuid.uuid4())
         except ConflictError:
-            marker = self.meta.head(name)
-            if self.catalogue.is_deleted(marker.identity):  # by somebody who came no further
-                self.meta.drop(marker.identity)
+            head = self.meta.head(name)
+            if self.catalogue.is_deleted(head.identity):  # by a deletion that was interrupted
+                self.meta.drop(head.identity)
                 return self._create(name)
         created_ns = time.time_ns()
-        self.catalogue.add(name, marker.identity, created_ns)
-        return DatasetInfo(name, marker.identity, created_ns, marker)
+        self.catalogue.add(name, head.identity, created_ns)
+        return DatasetInfo(name, head.identity, created_ns, head)
 
     def repair_metadata(self, identity: UUID, run: str = "") -> None:
-        """Mend the metadata store if it is another run than the one that was vouched for."""
+        """Repair a dataset's metadata if the metadata store has been restarted since they were last
+        confirmed (it may have lost the end). `run` is the ID of the new run, where it is known."""
         run = run or self.meta.needs_repair(identity)
-        marker = self._heads().get(identity) if run else None  # of that run, not from before
-        if marker is not None:
-            compared = find_unknown_chunks(self, self.meta, marker, needs_repair=True)
-            self.meta.repair(identity, run, self._batches_of(marker, compared))
+        head = self._heads().get(identity) if run else None  # read from the new run
+        if head is not None:
+            compared = find_unknown_chunks(self, self.meta, head, needs_repair=True)
+            self.meta.repair(identity, run, self._batches_of(head, compared))
 
-    def _batches_of(self, marker: DatasetHead, compared: UnknownChunks) -> Iterator[Batch]:
-        """What the chunks bring that the metadata store does not know. An orphan that cannot be
-        read is named and left out: it must not keep all others, and every put, from going in.
-        Raises LostChunks for one that was acknowledged."""
+    def _batches_of(self, head: DatasetHead, compared: UnknownChunks) -> Iterator[Batch]:
+        """The entries of the chunks that the metadata store does not know.
+
+        An orphan that cannot be read is logged and left out: it must not stop all others, and every
+        put. Raises LostChunks for a chunk that was acknowledged.
+        """
         for chunk in compared.unknown:
-            batch, why = self._batch(marker.identity, chunk)
+            batch, why = self._batch(head.identity, chunk)
             if batch is not None:
                 yield batch
             elif chunk in compared.acknowledged:
-                newest = self.snapshots.newest(marker.identity)
-                view = self.snapshots.load_without_copy(marker.identity, newest)
-                raise lost_chunks_error(marker.name, losses_in({chunk: why}, [view]))
+                newest = self.snapshots.newest(head.identity)
+                view = self.snapshots.load_without_copy(head.identity, newest)
+                raise lost_chunks_error(head.name, losses_in({chunk: why}, [view]))
 
     def _batch(self, identity: UUID, chunk: ChunkId) -> tuple[Batch | None, str]:
-        """What a chunk of the store brings; None where it cannot be read, and why."""
+        """The entries of a chunk; None and the reason where it cannot be read."""
         try:
             header = read_with_retries(lambda: self.read_header(identity, chunk))
             return batch_of(header, stored=True), ""
@@ -381,18 +366,20 @@ class StoredRepository(Repository):
             return None, error.message
 
     def commit_batches(self, identity: UUID, *batches: Batch) -> int:
-        """Commit; where the metadata store has been restarted, after it has been mended."""
+        """Commit. Where the metadata store has been restarted, it is repaired before."""
         for _ in range(_RESTARTS_MAX):
             try:
                 return self.meta.commit(identity, *batches)
             except StoreRestarted as restarted:
-                with suppress(StoreRestarted):  # once more
+                with suppress(
+                    StoreRestarted
+                ):  # it was restarted once more: the next round repairs it
                     self.repair_metadata(identity, restarted.run_id)
         return self.meta.commit(identity, *batches)
 
     def recommit_missing(self, identity: UUID, chunks: Sequence[ChunkId]) -> int:
-        """Commit again what the metadata store has lost of a writer's chunks, as the store has
-        them; how many those were. Raises NoSuchDataset.
+        """Commit again those of a writer's chunks that the metadata store has lost; returns how
+        many. Raises NoSuchDataset.
         """
         lost = self.meta.missing(identity, chunks) if chunks else []
         done = 0
@@ -405,11 +392,11 @@ class StoredRepository(Repository):
         return done
 
     def validate_chunk(self, identity: UUID, preamble: bytes, header: bytes) -> ValidatedChunk:
-        """A durable chunk, checked (`commits.validate_chunk`), for `commit_all`."""
+        """Check a durable chunk for `commit_all`. Raises as `validation.validate_chunk`."""
         return validate_chunk(self.objects, self.meta, self.clock, identity, preamble, header)
 
     def commit_all(self, identity: UUID, chunks: Iterable[ValidatedChunk]) -> int:
-        """Commit chunks together: all of them or none. Idempotent; the version comes back."""
+        """Commit chunks together: all of them or none. Idempotent; returns the version."""
         batches = [chunk.batch for chunk in chunks]
         version = self.commit_batches(identity, *batches)
         tallies = self._tallies.setdefault(identity, {})
@@ -419,12 +406,9 @@ class StoredRepository(Repository):
         return version
 
     def publish(self, name: str, *, full: bool = False) -> int:
-        """Leave the snapshot of the current version beside the chunks; the version comes back.
-
-        Everything committed so far is durable on return. `full` starts from nothing rather than
-        from the previous snapshot. What is said of the chunks that this process has committed is
-        compared with their headers; raises CorruptError, and publishes nothing, where it differs.
-        """
+        """As `Repository.publish`. What the metadata store says of the chunks that this process has
+        committed is compared with their headers. Raises CorruptError, and publishes nothing, where
+        the two differ."""
         info = self.dataset(name)
         if info.head is None:
             raise self.behind_error(name)
@@ -438,11 +422,6 @@ class StoredRepository(Repository):
         return version
 
     def delete_dataset(self, name: str) -> Deletion:
-        """Delete a dataset for ever.
-
-        What leases pin is left, and named in the log. Repeatable: a deletion that was interrupted
-        goes on. Raises NoSuchDataset, and MetadataError where its metadata would be left for ever.
-        """
         try:
             identities = [self.dataset(name).identity]
         except NoSuchDataset:
@@ -450,7 +429,7 @@ class StoredRepository(Repository):
             if not identities:
                 raise
         if not self.meta_is_lost:
-            _ = self.meta  # before anything is done
+            _ = self.meta  # raises before anything is deleted
         removed = left = 0
         for identity in identities:
             self.catalogue.mark_deleted(name, identity)
@@ -461,7 +440,7 @@ class StoredRepository(Repository):
     def remove_deleted(self, name: str, identity: UUID) -> Deletion:
         """Drop the metadata of a deleted dataset, and remove its objects that no lease pins."""
         if not self.meta_is_lost:
-            self.meta.drop(identity)  # first: with the last object goes what it is found by
+            self.meta.drop(identity)  # first: a deleted dataset is found by its last object
         done = remove_dataset(self.objects, self.snapshots, identity)
         done.tell_left(name)
         return done

@@ -1,8 +1,9 @@
-"""Which chunks may be committed, and what of them a metadata store is given.
+"""Which chunks may be committed, and by which clock that is judged.
 
-Owned here: the checks of a committer (FORMAT.md, section 5: the put window, IDs from the future,
-stamps that a client may not choose), by which clock, and that a chunk which fails one is deleted.
-Not owned: the bytes of chunks (`chunk.py`), the fold (the metadata store's). Safe from any thread.
+A chunk's ID has the time of its sealing, so a writer's wrong clock could put its entries behind or
+before those of all others. These are the checks of FORMAT.md, section 5: the chunk is not older
+than the put window, its ID not from the future, and its stamps are such as a client may choose. A
+chunk that fails is deleted, so that no recovery takes it for an orphan. Safe from any thread.
 """
 
 import math
@@ -26,30 +27,37 @@ CLOCK_ALLOWANCE_S = 300
 """How far an ID may be ahead of the metadata store's clock: all later IDs have to follow it."""
 
 FOLLOW_ALLOWANCE_S = 60
-"""How far it may be ahead of the newest committed ID, where that is ahead of the clock itself: a
-second or two is what following another writer takes."""
+"""How far an ID may be ahead of the newest committed ID, where that one is ahead of the clock
+itself: a writer that follows another one needs a second or two."""
 
 
 class StoreClock:
-    """The time by the metadata store's clock, which is asked once and again where it matters; what
-    becomes of this host's clock meanwhile does not. Thread-safe."""
+    """The time by the metadata store's clock.
+
+    The store is asked once, and again where it matters; between, this host's monotonic clock counts
+    on, so a change of its wall clock has no effect. Thread-safe.
+    """
 
     def __init__(self, read_clock: Callable[[], float]) -> None:
         """`read_clock` gives seconds since 1970, as `MetadataStore.now_s`."""
         self._read_remote_clock = read_clock
-        self._last_reading: tuple[float, float] | None = None  # and the monotonic time then
+        self._last_reading: tuple[float, float] | None = (
+            None  # with the monotonic time at that moment
+        )
 
     def now_s(self, *, refresh: bool = False) -> float:
         """Seconds since 1970. Raises MetadataError."""
         told = self._last_reading
         if refresh or told is None:
-            asked_s = time.monotonic()  # before: what comes of a slow answer is a little early
+            asked_s = (
+                time.monotonic()
+            )  # before the request: after a slow answer our time is a little early
             told = self._last_reading = self._read_remote_clock(), asked_s
         return told[0] + time.monotonic() - told[1]
 
     def check_local_clock(self) -> None:
-        """Raise ObjectStoreRefused where this host's clock is ahead: everybody else's IDs would
-        have to follow those that it makes."""
+        """Raise ObjectStoreRefused where this host's clock is ahead: the IDs of all other writers
+        would have to follow the IDs that it makes."""
         own_s, right_s = time.time(), self.now_s(refresh=True)
         if own_s > right_s + CLOCK_ALLOWANCE_S:
             right = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(right_s))
@@ -70,8 +78,7 @@ class StaleChunk(BusyError):
 
 @dataclass(frozen=True, slots=True)
 class ValidatedChunk:
-    """A chunk that may be committed, and what that brings: regular files (the last extent
-    counts) and their bytes."""
+    """A chunk that may be committed, and how many files end in it, with their bytes."""
 
     batch: Batch
     files: int
@@ -86,7 +93,7 @@ def validate_chunk(
     preamble: bytes,
     header: bytes,
 ) -> ValidatedChunk:
-    """A chunk that is durable, from its preamble and stored header, to be committed soon.
+    """Check a chunk that is durable, given its preamble and its stored header.
 
     Raises CorruptError for an ID from the future or stamps that a client may not choose,
     StaleChunk for an ID older than the put window (the chunk is deleted).
@@ -116,10 +123,11 @@ def check_age(header: Header) -> None:
 def check_claims(header: Header, meta: MetadataStore, clock: StoreClock) -> None:
     """Raise CorruptError for an ID from the future, or stamps that a client may not choose.
 
-    Where a committed ID is from the future itself, what follows it has to be, too.
+    Where a committed ID is from the future, the IDs that follow it have to be, too: that is
+    allowed.
     """
     chunk, limit_s = header.preamble.id, clock.now_s() + CLOCK_ALLOWANCE_S
-    if id_seconds(chunk) > limit_s:  # the two are asked only then
+    if id_seconds(chunk) > limit_s:  # only then are the stores asked
         identity = header.preamble.identity
         newest = next((m.newest for m in meta.heads() if m.identity == identity), LOWEST)
         now_s = clock.now_s(refresh=True)
@@ -135,7 +143,7 @@ def check_claims(header: Header, meta: MetadataStore, clock: StoreClock) -> None
 
 
 def future_ids_note(chunks: Collection[ChunkId], clock: StoreClock) -> str:
-    """How many IDs are ahead of the clock by more than is allowed; nothing where none is."""
+    """A note on IDs that are ahead of the clock by more than is allowed; empty where none is."""
     limit_s = clock.now_s() + CLOCK_ALLOWANCE_S
     ahead = [chunk for chunk in chunks if id_seconds(chunk) > limit_s]
     if not ahead:
@@ -149,7 +157,8 @@ def future_ids_note(chunks: Collection[ChunkId], clock: StoreClock) -> str:
 
 
 def as_validated(header: Header) -> ValidatedChunk:
-    """What a chunk brings that has passed the checks."""
+    """A chunk that has passed the checks. A file of several extents counts where its last one
+    is."""
     files = header.records["kind"] == Kind.FILE
     for place, part in header.extents.items():
         files[place] = part.number == part.total - 1
@@ -160,9 +169,12 @@ def as_validated(header: Header) -> ValidatedChunk:
 def _delete_stale(
     objects: ObjectStore, meta: MetadataStore, identity: UUID, header: Header, stale: StaleChunk
 ) -> None:
-    """Delete a chunk that came after the put window, unless somebody has folded it in."""
+    """Delete a chunk that came after the put window and raise `stale`; do nothing where a recovery
+    has committed it."""
     chunk = header.preamble.id
-    with meta.lock_commits(identity, COMMIT_LOCK_S_MAX):  # nobody folds it in between the two
+    with meta.lock_commits(
+        identity, COMMIT_LOCK_S_MAX
+    ):  # no recovery commits it between the question and the deletion
         try:
             meta.holes(identity, chunk)
         except NotFoundError:
@@ -175,9 +187,9 @@ def _delete_stale(
 def batch_of(header: Header, *, stored: bool = False) -> Batch:
     """What a metadata store commits of a chunk.
 
-    `stored`: of one that was found in the object store, where purge may have written it; its
-    stamps may be foreign, but are never greater than its ID (FORMAT.md, Z6 and Z12). Raises
-    CorruptError.
+    `stored`: the chunk was found in the object store, and a purge may have written it. Then its
+    stamps may be those of other chunks, but are never greater than its ID (FORMAT.md, Z6 and Z12).
+    Raises CorruptError.
     """
     own = header.preamble.id
     if stored and any(stamp_fields(value)[0] > own for value in header.stamps.values()):

@@ -69,7 +69,7 @@ def verify(
         _ = repository.meta
     info = repository.dataset(name)
     findings = Findings()
-    published = _published(repository, info.identity, findings)  # before the metadata: see below
+    published = _published(repository, info.identity, findings)  # before the live metadata
     with tempfile.TemporaryDirectory(prefix="diesel-verify-") as folder:
         scratch = SqliteMetadata.open(Path(folder) / "meta.sqlite", create=True)
         try:
@@ -89,7 +89,7 @@ def verify(
         _check_kept(repository, info.identity, published.version, check.seen, findings)
     findings.files, findings.bytes = counts.files, counts.bytes
     _check_leftovers(repository, info, findings)
-    with suppress(DieselError):  # without a metadata store there is no clock to go by
+    with suppress(DieselError):  # without a metadata store no clock is known to be right
         if note := future_ids_note(check.seen, repository.clock):
             findings.notes.append(note)
     return findings
@@ -99,10 +99,10 @@ _ATTEMPTS = 5
 
 
 class _Check:
-    """Reads each chunk once, and folds those that the metadata store knows into `scratch`.
+    """Reads each chunk once, and commits those that the metadata store knows to `scratch`.
 
-    A purge that goes on meanwhile deletes what the metadata store knew at the beginning. What it
-    knows then counts, and what has come since is read, too.
+    A purge may delete, meanwhile, chunks that the metadata store knew at the beginning. Then the
+    metadata are read again, and the chunks that are new since.
     """
 
     def __init__(
@@ -128,9 +128,9 @@ class _Check:
         self._unreached: set[ChunkId] = set()
 
     def run(self, progress: ReportProgress) -> None:
-        """Raises BusyError where purges go by faster than this."""
+        """Read all chunks. Raises BusyError where a purge deletes chunks faster than that."""
         for _ in range(_ATTEMPTS):
-            # Before the listing: what comes later is no orphan
+            # Read before the listing
             self.live = _live(self._repository, self._info, self._findings)
             self.live_mark = _mark_of(partial(_as_it_is, self.live)) if self.live else b""
             known = {chunk.id for chunk in self.live.chunks} if self.live else set[ChunkId]()
@@ -145,12 +145,12 @@ class _Check:
 
     @property
     def is_whole(self) -> bool:
-        """Whether each chunk that is there could be read."""
+        """Whether every chunk of the listing could be reached."""
         return not self._unreached
 
     def _read(self, known: Collection[ChunkId], progress: ReportProgress) -> None:
         identity, findings = self._info.identity, self._findings
-        for chunk in sorted(self._entries.keys() & known):  # of a put under way, then
+        for chunk in sorted(self._entries.keys() & known):  # that a put has committed since
             with suppress(FormatError, ObjectMissing):
                 self._fold(self._repository.read_header(identity, chunk))
                 del self._entries[chunk]
@@ -173,17 +173,17 @@ class _Check:
                     self._entries[chunk] = len(header)
 
     def _header(self, chunk: ChunkId, outcome: Outcome) -> Header | None:
-        """A header; None where it cannot be had, which is noted."""
+        """A header; None where it cannot be read, which is noted."""
         try:
             return outcome()
         except ObjectMissing:
-            return None  # lost, or removed since it was listed
+            return None  # lost, or deleted since it was listed
         except FormatError as error:
             self.unusable[chunk] = f"chunk {chunk_id_text(chunk)}: {error.message}"
         except ObjectStoreError as error:
             self._repository.objects.stat(
                 STORE_MARKER
-            )  # where all of the store is gone, that is it
+            )  # raises where the whole store cannot be reached
             self._unreached.add(chunk)
             self._findings.unreachable.append(f"chunk {chunk_id_text(chunk)}: {error.message}")
         return None
@@ -193,7 +193,7 @@ class _Check:
         self._folded.add(header.preamble.id)
 
     def _are_forgotten(self, chunks: Collection[ChunkId]) -> bool:
-        """Whether the metadata store does not know all of these any more."""
+        """Whether the metadata store has forgotten some of these chunks."""
         known = self._repository.meta.chunks(self._info.identity)
         return not {record.id for record in known}.issuperset(chunks)
 
@@ -205,7 +205,7 @@ def _outcomes(
     findings: Findings,
     headers_only: bool,
 ) -> Generator[tuple[ChunkId, Outcome]]:
-    """How each chunk's header is had; whole chunks, which are large, one by one."""
+    """For each chunk a function that reads its header. Whole chunks are large: one at a time."""
     if headers_only:
         return prefetch_headers(repository, identity, chunks)
     return (
@@ -216,8 +216,8 @@ def _outcomes(
 def _report_lost_chunks(
     repository: StoredRepository, info: DatasetInfo, check: _Check, findings: Findings
 ) -> Collection[ChunkId]:
-    """Name what the metadata or the newest snapshot say there is, and the store has not, or not
-    sound; the chunks."""
+    """Report the chunks that the metadata or the newest snapshot name and that the store lacks or
+    has damaged; returns them."""
     identity = info.identity
     meta = None if check.live is None else repository.meta
 
@@ -246,7 +246,7 @@ def _report_lost_chunks(
 def _check_bodies(
     repository: StoredRepository, identity: UUID, findings: Findings, chunk: ChunkId
 ) -> Header:
-    """A chunk's header; what of its bodies is damaged, at a second look too, is a problem."""
+    """A chunk's header. Bodies that are damaged when they are read a second time are problems."""
     name = chunk_object(identity, chunk)
     places: list[int] = []
 
@@ -271,7 +271,7 @@ def _check_bodies(
 def _live(
     repository: StoredRepository, info: DatasetInfo, findings: Findings
 ) -> MetadataChanges | None:
-    """What the metadata store says, of one moment; None where it cannot."""
+    """The live metadata of one moment; None where the metadata store does not have them."""
     if info.head is None:
         problem = repository.meta_problem
         why = problem.message if problem else "the metadata store does not know the dataset"
@@ -284,7 +284,7 @@ def _live(
 
 
 def _metadata_forbidden(repository: StoredRepository) -> bool:
-    """Whether this user may read the chunks, and not the metadata beside them."""
+    """Whether this user may read the chunks but not the metadata store beside them."""
     return not repository.url.meta and isinstance(repository.meta_problem, PermissionDenied)
 
 
@@ -303,10 +303,10 @@ def _compare(
     lost: Collection[ChunkId],
     findings: Findings,
 ) -> None:
-    """Name the paths for which the metadata store and the fold over its chunks differ. What is in
-    lost chunks has been named."""
+    """Report the paths for which the metadata store and the fold over its chunks differ. Paths in
+    lost chunks have been reported already."""
     if live_mark == _mark_of(folded):
-        return  # nearly always, and without an object for each entry
+        return  # the usual case, which needs no object for each entry
     have, wanted = _by_path(live), _by_path(folded())
     for path in sorted(wanted.keys() | have.keys()):
         if path in have and have[path][1] in lost:
@@ -322,14 +322,14 @@ def _compare(
 def _parts(
     read: Callable[[], MetadataChanges], previous: Snapshot | None = None
 ) -> Sequence[memoryview]:
-    """A state in its canonical form, of no version. It is read here, so that the merge may let go
-    of its rows: of millions they are much."""
+    """A state as the parts of a snapshot, which are equal for equal states. It is read in here, so
+    that the merge can free its rows: of millions of entries they are large."""
     changes = read()
-    marker, chunks, rows = changes.head, changes.chunks, [changes.rows]
+    head, chunks, rows = changes.head, changes.chunks, [changes.rows]
     del changes
     return build_snapshot(
         previous, rows.pop(), chunks,
-        identity=marker.identity, dataset=marker.name, version=1, digest=0,
+        identity=head.identity, dataset=head.name, version=1, digest=0,
     )  # fmt: skip
 
 
@@ -338,7 +338,8 @@ def _as_it_is(changes: MetadataChanges) -> MetadataChanges:
 
 
 def _mark_of(read: Callable[[], MetadataChanges]) -> bytes:
-    """What tells a state from others, whatever its version; nothing where it has no form."""
+    """A mark that equal states share, whatever their versions; empty for a state that no snapshot
+    can have."""
     try:
         front, *_ = _parts(read)
     except (FormatError, UsageError):
@@ -359,7 +360,7 @@ def _by_path(changes: MetadataChanges) -> dict[bytes, tuple[bytes, bytes, bytes]
 
 
 class _Published(NamedTuple):
-    """A published version that has been checked; what is in it is not kept in memory."""
+    """A published version that has been checked. Its content is not kept in memory."""
 
     identity: UUID
     version: int
@@ -371,12 +372,12 @@ class _Published(NamedTuple):
 def _published(
     repository: StoredRepository, identity: UUID, findings: Findings
 ) -> _Published | None:
-    """The newest published snapshot, as the store has it. One that is damaged is a problem."""
+    """The newest published snapshot, as the object store has it. A damaged one is a problem."""
     for version in reversed(repository.snapshots.versions(identity)):
         load = partial(repository.snapshots.fetch_verified, identity, version)
         try:
             found = load()
-        except ObjectMissing:  # removed since it was listed
+        except ObjectMissing:  # it was removed since the listing
             continue
         except FormatError as error:
             findings.problems.append(f"{error.message}; `dlcmd recover` makes it again")
@@ -394,7 +395,7 @@ def _check_published(
     findings: Findings,
 ) -> None:
     """Compare the newest published snapshot with the live metadata, column by column. It was the
-    newest before `live` was looked at, so live metadata ought not to be older."""
+    newest before `live` was read, so the live metadata should not be older."""
     meta, identity, version = repository.meta, published.identity, published.version
     if version > live.head.version:
         findings.problems.append(
@@ -408,17 +409,19 @@ def _check_published(
             break
         live, live_mark = meta.changes(identity, 0), b""
     else:
-        findings.notes.append(f"version {version} was not compared: somebody writes all the time")
+        findings.notes.append(
+            f"version {version} was not compared: writers commit faster than it is read"
+        )
         return
     if not {chunk.id for chunk in since.chunks}.issuperset(published.chunk_ids):
-        return  # a purge has forgotten some since: nothing continues this version
+        return  # a purge has made the metadata forget chunks of it: the two cannot be compared
     live_mark = live_mark or _mark_of(partial(_as_it_is, live))
     if version == live.head.version and published.mark == live_mark:
         return
     try:
         found = published.load()
     except ObjectMissing:
-        return  # removed since it was checked: there is a newer one
+        return  # it was removed since it was checked: there is a newer one
     with suppress(FormatError, UsageError):
         if version < live.head.version:
             found = _built(since, found)
@@ -442,7 +445,7 @@ def _built(changes: MetadataChanges, previous: Snapshot | None) -> Snapshot:
 
 
 def _differences(found: Snapshot, wanted: Snapshot) -> Iterator[str]:
-    """What differs between two snapshots that ought to be equal: paths, or else columns."""
+    """The differences of two snapshots that should be equal: paths, or else columns."""
     both = diff_snapshots(found, wanted)
     lines = [
         f"{shown(wanted.path(i))} is " + ("another" if both.same_path[i] >= 0 else "missing")
@@ -470,8 +473,8 @@ def _check_kept(
     repository: StoredRepository, identity: UUID, newest: int, seen: Collection[ChunkId],
     findings: Findings,
 ) -> None:  # fmt: skip
-    """Look at the older published versions. One that is damaged is a problem; chunks that only they
-    need are noted where they are lost: no put and no recovery can bring them back."""
+    """Check the older published versions. A damaged one is a problem. Chunks that only they need
+    are only noted where they are lost: no put and no recovery can bring them back."""
     versions = repository.snapshots
     for version in versions.versions(identity):
         if version >= newest:
@@ -479,7 +482,7 @@ def _check_kept(
         try:
             view = versions.fetch_verified(identity, version)
         except ObjectMissing:
-            continue  # removed since it was listed
+            continue  # it was removed since the listing
         except FormatError as error:
             findings.problems.append(f"{error.message}; version {version} can no longer be read")
             continue
@@ -498,7 +501,7 @@ def _check_kept(
 
 
 def _check_leftovers(repository: StoredRepository, info: DatasetInfo, findings: Findings) -> None:
-    """Shadowed files, leftovers and foreign objects."""
+    """Note shadowed files, half-written objects and foreign objects."""
     try:
         view = repository.view_of(info)
         for index in view.shadowing_folders().tolist():

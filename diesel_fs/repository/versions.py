@@ -1,9 +1,9 @@
-"""Where snapshots are kept and made: the object store's, and this user's private mapped copies.
+"""Published versions of datasets: snapshots as objects beside the chunks, and how they are made.
 
-Only files in the user's own private folder are mapped: a foreign file can be truncated or changed
-after the check, and a mapped file that is truncated kills the process. A snapshot from the object
-store is read into memory, checked whole, and written there once per node, user and version.
-Thread-safe; files are replaced by rename only.
+A snapshot is all metadata of a dataset at one version, in one object. A version is the time of its
+commit in microseconds since 1970. Snapshots are derived: one that is damaged counts as missing, and
+is made again from the metadata store. A reader gets a private mapped copy where it can have one
+(`private_copies.py`). Thread-safe.
 """
 
 import logging
@@ -44,7 +44,8 @@ NO_ROWS = Rows([], np.zeros(0, np.uint32), [], np.zeros(0, RECORD), np.zeros(0, 
 
 
 class KeptVersion(NamedTuple):
-    """A version that is kept: when it was published (ns since 1970), and what it holds."""
+    """A version that can be read: when it was committed (ns since 1970), its files and their
+    bytes."""
 
     version: int
     published_ns: int
@@ -63,7 +64,7 @@ class VersionStore:
 
     def __init__(self, objects: ObjectStore) -> None:
         self._objects = objects
-        self._damaged: set[str] = set()  # objects that were found so: as good as missing
+        self._damaged: set[str] = set()  # names of damaged objects, which count as missing
 
     def newest(self, identity: UUID) -> int:
         """The greatest version of which the store has a snapshot; 0 for none."""
@@ -74,10 +75,11 @@ class VersionStore:
         return sorted(self._versions(identity))
 
     def published(self, identity: UUID) -> dict[int, int]:
-        """The published versions that are there, ascending, and since when (us since 1970).
+        """The published versions, ascending, and when each was published (us since 1970).
 
-        That is a version's own time, or the store's where that is later: what a killed put has
-        committed is published by the next, and only then do readers leave the one before.
+        That is a version's own time, or the time of its object where that is later: what a killed
+        put has committed is published by the next put, and until then readers use the version
+        before.
         """
         found = {}
         for info in self._objects.list(snapshot_prefix(identity)):
@@ -93,14 +95,14 @@ class VersionStore:
             try:
                 header, _ = self.front(identity, version)
             except (FormatError, ObjectMissing) as error:
-                log.warning("version %d is left out: %s", version, error.message)
+                log.warning("version %d is not listed: %s", version, error.message)
                 continue
             # A version is its time in microseconds
             found.append(KeptVersion(version, version * 1000, header.files, header.file_bytes))
         return found
 
     def front(self, identity: UUID, version: int) -> tuple[Header, bytes]:
-        """The header and the mark of the content of a published version."""
+        """The header of a published version, and the mark that equal contents share."""
         name = snapshot_object(identity, version)
         header, content = parse_front(self._objects.get(name, 0, FRONT_BYTES))
         if (header.identity, header.version) != (identity, version):
@@ -116,54 +118,55 @@ class VersionStore:
         return write_private_copy(identity, version, [checked.buffer]) or checked
 
     def load_current(
-        self, meta: MetadataStore, marker: DatasetHead, *, full: bool = False
+        self, meta: MetadataStore, head: DatasetHead, *, full: bool = False
     ) -> Snapshot:
-        """The snapshot of the metadata store's current version, made where there is none yet."""
-        if marker.version == 0:
-            return empty_snapshot(marker.identity, marker.name)
+        """The snapshot of the metadata store's current version, made if it is not published. `full`
+        makes it from the metadata store alone."""
+        if head.version == 0:
+            return empty_snapshot(head.identity, head.name)
         if not full:
-            own = open_private_copy(marker.identity, marker.version)
+            own = open_private_copy(head.identity, head.version)
             if own is not None:
                 return own
-            if marker.version in self._versions(marker.identity):
+            if head.version in self._versions(head.identity):
                 try:
-                    return self.load(marker.identity, marker.version)
-                except FormatError as error:  # it is derived: it can be made again
-                    self._damaged.add(snapshot_object(marker.identity, marker.version))
-                    log.warning("a snapshot is damaged, and made again: %s", error.message)
-        made, parts = self._export(meta, marker, full=full)
-        return write_private_copy(marker.identity, made, parts) or Snapshot(
+                    return self.load(head.identity, head.version)
+                except FormatError as error:  # it can be made again
+                    self._damaged.add(snapshot_object(head.identity, head.version))
+                    log.warning("a snapshot is damaged, and is made again: %s", error.message)
+        made, parts = self._export(meta, head, full=full)
+        return write_private_copy(head.identity, made, parts) or Snapshot(
             memoryview(b"".join(parts)), verify=False
         )
 
     def publish(
         self,
         meta: MetadataStore,
-        marker: DatasetHead,
+        head: DatasetHead,
         *,
         full: bool = False,
         tallies: Mapping[ChunkId, EntryDigest] = NO_TALLIES,
     ) -> int:
-        """Put the snapshot of the current version into the store; its version comes back.
+        """Write the snapshot of the current version to the object store; returns the version.
 
-        `tallies` are of chunks that were committed. Raises CorruptError, and publishes nothing,
-        where the metadata store says other things of a chunk, or that version has been published
-        with another content.
+        `tallies` are digests of the entries of chunks that were committed. Raises CorruptError, and
+        publishes nothing, where the metadata store has other entries of such a chunk, or where the
+        version has been published with another content.
         """
-        version, parts = self._export(meta, marker, full=full, tallies=tallies)
-        name = snapshot_object(marker.identity, version)
+        version, parts = self._export(meta, head, full=full, tallies=tallies)
+        name = snapshot_object(head.identity, version)
         try:
             self._objects.put(name, parts)
-        except ObjectExists:  # another writer's, which is equal, or a damaged one
-            there = self._content(marker.identity, version)
+        except ObjectExists:  # by another writer, who published the same, or a damaged one
+            there = self._content(head.identity, version)
             if not there:
                 self._objects.delete(name)
                 self._objects.put(name, parts)
             elif there != content_mark(parts[0]):
                 raise CorruptError(
-                    f"version {version} of {marker.name!r} is published with another content than"
+                    f"version {version} of {head.name!r} is published with another content than"
                     " the metadata have",
-                    advice=f"run `dlcmd recover {marker.name}`, which makes another version",
+                    advice=f"run `dlcmd recover {head.name}`, which makes another version",
                 ) from None
         self._damaged.discard(name)
         return version
@@ -177,14 +180,15 @@ class VersionStore:
         return open_private_copy(identity, version) or self.fetch_verified(identity, version)
 
     def _content(self, identity: UUID, version: int) -> bytes:
-        """What tells a published version's content; nothing where it is damaged."""
+        """The mark of a published version's content; empty where it is damaged."""
         try:
             return content_mark(self.fetch_verified(identity, version).buffer)
         except FormatError:
             return b""
 
     def fetch_verified(self, identity: UUID, version: int) -> Snapshot:
-        """The snapshot object of a version, in memory, checked whole. Raises FormatError."""
+        """The snapshot of a version, read from the object store and checked whole. Raises
+        FormatError, ObjectMissing."""
         data = memoryview(self._objects.get(snapshot_object(identity, version)))
         found = Snapshot(data, verify=True)
         if (found.identity, found.version) != (identity, version):
@@ -194,20 +198,21 @@ class VersionStore:
     def _export(
         self,
         meta: MetadataStore,
-        marker: DatasetHead,
+        head: DatasetHead,
         *,
         full: bool,
         tallies: Mapping[ChunkId, EntryDigest] = NO_TALLIES,
     ) -> tuple[int, Sequence[Bytes]]:
-        """The current version's snapshot: the previous one, and what changed since."""
-        previous = None if full else self._previous(marker)
-        changes = meta.changes(marker.identity, previous.version if previous else 0)
+        """The current version and its snapshot, made from the previous one and what changed
+        since."""
+        previous = None if full else self._previous(head)
+        changes = meta.changes(head.identity, previous.version if previous else 0)
         if previous and not {c.id for c in changes.chunks}.issuperset(previous.chunk_ids):
-            # The metadata store has forgotten chunks since: this is no continuation of `previous`
+            # A purge has made the metadata store forget chunks of `previous`: start from nothing
             previous = None
-            changes = meta.changes(marker.identity, 0)
+            changes = meta.changes(head.identity, 0)
         now, chunks, rows = changes.head, changes.chunks, [changes.rows]
-        del changes  # so that the merge can let go of the rows: of millions they are much
+        del changes  # lets the merge free the rows: of millions of entries they are large
         try:
             parts = build_snapshot(
                 previous,
@@ -223,15 +228,16 @@ class VersionStore:
             if previous is None:
                 raise
             log.warning("the snapshot is made from the metadata store alone: %s", error.message)
-            return self._export(meta, marker, full=True, tallies=tallies)
+            return self._export(meta, head, full=True, tallies=tallies)
         return now.version, parts
 
-    def _previous(self, marker: DatasetHead) -> Snapshot | None:
-        """The best snapshot to start from: none is as good as any that cannot be read."""
-        for version in sorted(self._versions(marker.identity), reverse=True):
-            if version <= marker.version:
+    def _previous(self, head: DatasetHead) -> Snapshot | None:
+        """The newest snapshot that can be read and is not newer than `head`; None if there is
+        none."""
+        for version in sorted(self._versions(head.identity), reverse=True):
+            if version <= head.version:
                 try:
-                    return self.load(marker.identity, version)
+                    return self.load(head.identity, version)
                 except DieselError:
                     continue
         return None
