@@ -30,8 +30,8 @@ _MEMORY_BYTES = 64 << 20  # some chunks, for entries that lie near each other in
 
 
 class ReadabilityCheck:
-    """Tells which entries of a dataset can be read. One that cannot is put again, however equal its
-    attributes are to the source's: that is how a dataset is healed.
+    """Tells which entries of a dataset can be read. An entry that cannot is put again, even where
+    its attributes equal those of the source: that is how a dataset is healed.
 
     By default, an entry counts as readable if the store has its chunk in full length; with
     `--checksum` each file that is asked for is read, and its bytes are checked.
@@ -221,8 +221,8 @@ def same_file_content(view: Snapshot, index: int, folder: int, name: bytes) -> b
 
 @dataclass(frozen=True, slots=True)
 class FolderChanges:
-    """What of one folder is to be packed; `entry` is its own (mode, mtime_ns) if that changed, with
-    all bits of the mode."""
+    """What is to be packed of one folder. `entry` is the folder's own (mode, mtime_ns), with all
+    bits of the mode, if that changed."""
 
     path: bytes
     entry: tuple[int, int] | None
@@ -257,7 +257,7 @@ class FolderComparer(Comparer):
                     raise ConflictError(f"{target[:end]!r} is a file of the dataset")
 
     def changes(self, listings: Iterator[FolderListing]) -> Iterator[FolderChanges]:
-        """What to pack of each folder that comes along."""
+        """What is to be packed of each folder."""
         for listing in listings:
             target = target_path(self._target, listing.path)
             if fault := path_fault(target):
@@ -307,7 +307,7 @@ class FolderComparer(Comparer):
     def _compare_names(
         self, listing: FolderListing, there: dict[bytes, int]
     ) -> tuple[set[bytes], int]:
-        """The files and links of a folder that are new or different, and how many are not."""
+        """The files and links of a folder that are new or different, and how many others."""
         changed: set[bytes] = set()
         unchanged = 0
         names = (*listing.files, *listing.links)
@@ -362,4 +362,4 @@ class FolderComparer(Comparer):
                 and self._readable(index)
             )
         except OSError:
-            return False  # the packing process will find and name it
+            return False  # the packing process will meet the same error and report it

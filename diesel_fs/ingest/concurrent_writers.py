@@ -1,14 +1,14 @@
-"""Paths that two writers made at once, one a file and the other a folder: the file is not lost.
+"""Mends paths that two writers made at once, one as a file and the other as a folder.
 
-A put refuses such a path where it can see it (`compare.py`), but not what another writer commits
-while it runs: of the two entries the greater stamp wins, and a folder's would replace the file for
-good. So whoever finishes looks for files that a folder has replaced since it began, where one of
-the two is its own, and puts the file again. Then the folder shows, as it does wherever a path is
-both, `verify` names the path, and so does the put. Each of two writers looks after its own last
-commit, so one of them sees both.
+A put refuses such a path where it can see it (`compare.py`), but it cannot see what another writer
+commits while it runs. Of the two entries the one with the greater stamp wins (a stamp orders all
+entries of a dataset), so a folder would replace the file for good. Therefore a writer that finishes
+looks for files that a folder has replaced since it began, where one of the two is its own, and puts
+the file again. Then readers show the folder, as wherever a path is both; `verify` and the put name
+the path. Each of two writers looks after its own last commit, so at least one of them sees both.
 
-Owned here: which files those are. Headers are read only where somebody else wrote meanwhile, and
-those of own chunks only where a path may be among them. One thread.
+Headers of chunks are read only where somebody else wrote meanwhile, and those of own chunks only
+where such a path may be in them. One thread.
 """
 
 import io
@@ -54,11 +54,11 @@ class _Entry(NamedTuple):
 def finish_put(
     repository: Repository, session: WriteSession, report: PutReport, prefix: bytes = b""
 ) -> bool:
-    """`session.finish`; names the paths at which a file had to be put again in the report.
+    """`session.finish`, then put again the files that folders have replaced; the report names them.
 
-    Whether others have written since the session began: whoever goes on does so better in a new
-    one, since each time all that is new is looked at. Wants `session.view` to have been looked at
-    before.
+    Returns whether others have written since the session began. Then go on with a new session: this
+    one would look at all new chunks each time. `session.view` must have been loaded when the
+    session began.
     """
     report.version = session.finish()
     if not session.others_committed():
@@ -76,7 +76,10 @@ def finish_put(
 def _put_again(
     repository: Repository, session: WriteSession, lost: dict[bytes, list[_Entry]]
 ) -> None:
-    log.warning("files that folders replaced are put again: %s", ", ".join(map(shown, lost)))
+    log.warning(
+        "folders replaced these files, which are put again: %s",
+        ", ".join(map(shown, lost)),
+    )
     view = _view(session, lost)
     reader = EntryReader(view, repository.objects, _MEMORY_BYTES)
     packer = start_packer(session, CHUNK_BYTES_DEFAULT, "auto")
@@ -126,8 +129,8 @@ def _files_replaced_by_folders(
 
 
 def _possible_conflicts(header: Header, session: WriteSession) -> Iterator[bytes]:
-    """Of a chunk of another writer: its files and links, and the folders that are next to
-    something of ours."""
+    """The paths of a chunk of another writer that may be in conflict: its files and links, and its
+    folders that stand in a folder in which this session has committed something."""
     kinds = header.records["kind"]
     for place in np.flatnonzero((kinds == Kind.FILE) | (kinds == Kind.LINK)).tolist():
         yield header.path(place)
@@ -137,8 +140,9 @@ def _possible_conflicts(header: Header, session: WriteSession) -> Iterator[bytes
 
 
 def _replaced(entries: list[_Entry]) -> list[_Entry]:
-    """The extents of the newest file or link among the entries of one path, if the newest of all
-    is a folder, one of the two is our own, and nobody has deleted the file between them."""
+    """The extents of the newest file or link among the entries of one path; empty unless the newest
+    entry of all is a folder, one of the two is our own, and nobody has deleted the file between
+    them."""
     newest = max(entries, key=lambda entry: (entry.stamp, entry.header.preamble.id))
     files = [entry for entry in entries if entry.kind in (Kind.FILE, Kind.LINK)]
     if newest.kind != Kind.FOLDER or not files:
@@ -165,12 +169,16 @@ def _headers(
     for chunk in sorted(chunks):
         try:
             yield repository.read_header(session.identity, chunk)
-        except (FormatError, ObjectMissing) as error:  # which must not keep a put from ending
-            log.warning("chunk %s cannot be looked at: %s", chunk_id_text(chunk), error.message)
+        except (FormatError, ObjectMissing) as error:  # it must not stop the put
+            log.warning(
+                "conflicts in chunk %s are not looked for: %s",
+                chunk_id_text(chunk),
+                error.message,
+            )
 
 
 def _view(session: WriteSession, lost: dict[bytes, list[_Entry]]) -> Snapshot:
-    """A snapshot of nothing but these files."""
+    """A snapshot with these files only."""
     folders: dict[bytes, int] = {}
     chunks: dict[ChunkInfo, int] = {}
     folder, chunk, tails = list[int](), list[int](), dict[int, bytes]()

@@ -1,4 +1,4 @@
-"""What a put is told, and what it tells: options, progress and report. Values only."""
+"""What a caller tells a put (options, filters) and what the put tells it (report, progress)."""
 
 import fnmatch
 import os
@@ -16,7 +16,7 @@ COMPRESSIONS = ("auto", "none", "lz4")
 
 @dataclass(frozen=True, slots=True)
 class PutOptions:
-    """How to put. Raises UsageError for numbers and words without meaning.
+    """How to put. Raises UsageError for values that are not allowed.
 
     `include` and `exclude` are globs; one with a slash is matched against the path below the
     source, another against the last component; one that ends in a slash matches folders only. A
@@ -44,7 +44,8 @@ class PutOptions:
 
     @property
     def processes(self) -> int:
-        """How many processes pack: one more than cores, since each waits for the disk at times."""
+        """How many processes pack: by default one more than cores, since each waits for the disk at
+        times."""
         return self.jobs or min(len(os.sched_getaffinity(0)) + 1, JOBS_MAX)
 
 
@@ -52,10 +53,11 @@ class PutOptions:
 class PutReport:
     """What a put has done so far; `failed` names each file that was left out, with the reason.
 
-    Files and bytes count what was committed; `entries_found` what the walk has found to do.
-    `to_delete` is what a dry run would delete, deepest first. `stripped` counts entries whose
-    set-user-ID, set-group-ID or sticky bits were left out, `hard_links` files that are stored once
-    for each of their names.
+    `files`, `content_bytes`, `chunks` and `entries` count what was committed; `entries_found`
+    counts what has to be put, as far as the source has been read, and `walked` says that all of it
+    has been. `to_delete` has what a dry run would delete, deepest first. `stripped` counts entries
+    whose set-user-ID, set-group-ID or sticky bits were left out, `hard_links` files that are stored
+    once for each of their names.
     """
 
     files: int = 0
@@ -73,7 +75,7 @@ class PutReport:
     failed: list[tuple[bytes, str]] = field(default_factory=list)
 
     def set_to_delete(self, gone: Sequence[bytes]) -> None:
-        """What a dry run has found to be deleted."""
+        """Note what a dry run would delete."""
         self.to_delete, self.deleted = gone, len(gone)
 
     def add_chunk(self, chunk: ValidatedChunk, entries: int) -> None:
@@ -84,16 +86,16 @@ class PutReport:
         self.entries += entries
 
     def fail(self, path: bytes, reason: str) -> None:
-        """Name something that is left out, by its path below the source."""
+        """Note an entry that is left out, by its path below the source."""
         self.failed.append((path, reason))
 
 
 def no_progress(report: "PutReport") -> None:
-    """No progress."""
+    """Report no progress."""
 
 
 PutProgress = Callable[[PutReport], None]
-"""Called whenever the report has changed, from the thread that puts; it decides when to draw."""
+"""Called whenever the report has changed, from the thread that puts."""
 
 
 class Filter:
@@ -119,7 +121,7 @@ class Filter:
         )
 
     def excludes(self, path: bytes, *, is_folder: bool) -> bool:
-        """Whether an entry is not to be put, for its own sake or for a folder that it is in."""
+        """Whether an entry is not to be put, by its own path or by that of a folder above it."""
         if self.includes_all or not path:
             return False
         end = path.find(b"/")

@@ -1,8 +1,9 @@
-"""Packing: reading files whole and unmixed into chunks, and shipping the chunks that are full.
+"""Packing: entries become chunks, and full chunks are stored while the next one is filled.
 
-A `Packer` belongs to one thread. Finished chunks are sealed and stored by one thread of its own,
-while the next is being filled; so at most `_BUILDERS` chunks are in memory (of large ones a single
-one), however slow the store is.
+A file goes into a chunk only as it was at one moment: where it changes while it is being read, it
+is read again, and after some tries left out. A `Packer` belongs to one thread. It seals and stores
+full chunks in a thread of its own, so at most `_BUILDERS` chunks (of large ones a single one) are
+in memory, however slow the store is.
 """
 
 import os
@@ -25,15 +26,16 @@ from ..storage.objects.store import ObjectStore
 from .sources.walk import FILE_FLAGS, failure_reason, open_file
 
 NewId = Callable[[ChunkId | None], ChunkId]
-"""The next chunk ID, from the newest committed one; for a chunk that continues a file, with the
-writer part of the file's first (FORMAT.md, section 3)."""
+"""Returns the next chunk ID, which follows the newest committed one. For a chunk that continues a
+file, it gets the ID of the file's first chunk, whose writer part is taken (FORMAT.md, section
+3)."""
 
 Stored = Callable[[bytes, bytes, int], None]
 """Called when a chunk is durable, in order of sealing: with its preamble, its stored header, and
-how many entries end in it (a file of several extents does in the last of its chunks)."""
+how many entries end in it (a file of several extents ends in the last of its chunks)."""
 
 READ_TRIES = 3
-_BUILDERS = 4  # one is filled, one is stored, two wait for the store
+_BUILDERS = 4  # one is being filled, one is being stored, two wait for the store
 _BUILDERS_CHUNK_BYTES_MAX = 64 << 20  # larger chunks are stored before the next is begun
 _SPECIAL_MODE_BITS = 0o7000  # of modes: set-user-ID, set-group-ID and sticky bits
 _RETRY_PAUSE_S = 0.02  # between two tries to read a file that is being written
@@ -42,17 +44,17 @@ SplitPath = tuple[bytes, bytes]
 
 
 class FileSkipped(Exception):
-    """A file could not be read as it was at one moment; the reason is the message."""
+    """A file could not be read as it was at one moment; the message is the reason."""
 
 
 class Packer:
-    """Fills chunks with entries and ships them. `finish()` ships the last; then all is durable.
+    """Fills chunks with entries and stores them. `finish` stores the last; then all is durable.
 
-    Once a chunk could not be stored every method but `close` raises its error: what was added
-    before is lost, so nothing may look as if it went well. Start again with a new packer.
+    Once a chunk could not be stored, every method but `close` raises the error: entries are lost,
+    so nothing may look as if it went well. Go on with a new packer.
 
-    `stripped` counts the entries whose set-user-ID, set-group-ID or sticky bits are left out,
-    `hard_links` the files that have other names as well: each name is a file of its own.
+    `stripped` counts entries whose set-user-ID, set-group-ID or sticky bits are left out,
+    `hard_links` counts files that have other names as well: each name becomes a file of its own.
     """
 
     def __init__(
@@ -79,20 +81,20 @@ class Packer:
 
     @property
     def extent_bytes(self) -> int:
-        """Longer files have several extents."""
+        """The most bytes of one extent: longer files have several extents."""
         return self._extent_bytes
 
     def __len__(self) -> int:
-        """Entries that have not been shipped yet."""
+        """How many entries are in the chunk that is being filled."""
         return len(self._builder)
 
     def add_file(self, folder: int, name: bytes, path: SplitPath) -> None:
         """Read the file `name` in the descriptor `folder`.
 
-        Raises OSError, or Unsettled where it is no regular file or does not hold still; then
-        nothing of it is in any version of the dataset.
+        Raises OSError, or FileSkipped where it is no regular file or keeps changing; then nothing
+        of it is in any version of the dataset.
         """
-        if self._broken is not None:  # `_check`, of which each file would be a call
+        if self._broken is not None:  # as `_check`, without a call for each file
             raise self._broken
         for attempt in range(READ_TRIES):
             if attempt:
@@ -118,15 +120,15 @@ class Packer:
     ) -> None:
         """Read files in the descriptor `folder`, which is the folder `path` of the dataset.
 
-        `failed` is called with the name and the reason of each that could not be read whole and
-        unmixed; nothing of it is in any version of the dataset.
+        `failed` is called with the name of each file that could not be read as it was at one
+        moment, and the reason; nothing of it is in any version of the dataset.
         """
         at = 0
         while at < len(names):
             self._check()
             at += self._read_ahead(folder, path, names[at : at + ENTRIES_MAX - len(self._builder)])
             self._ship_if_full()
-            if at < len(names):  # perhaps only the chunk was full, but this one may need more care
+            if at < len(names):  # the chunk was full, or this file needs a closer look
                 try:
                     self.add_file(folder, names[at], (path, names[at]))
                 except OSError as error:
@@ -136,11 +138,11 @@ class Packer:
                 at += 1
 
     def _read_ahead(self, folder: int, path: bytes, names: Sequence[bytes]) -> int:
-        """Read the first of some files, one behind the other, as long as the chunk is not full and
-        nothing is unusual; how many have been added.
+        """Read files one behind the other, until the chunk is full or something is unusual; returns
+        how many have been added.
 
-        Nearly every file of a put is read in this loop: no call that can be spared, and no object
-        for each that stays.
+        Nearly every file of a put is read in this loop. So it makes no call that it can spare, and
+        keeps no object for each file.
         """
         builder = self._builder
         room = builder.room(builder.room_bytes)
@@ -158,7 +160,7 @@ class Packer:
                     size, mtime_ns, mode = before.st_size, before.st_mtime_ns, before.st_mode
                     if end + size > whole or not stat.S_ISREG(mode):
                         break
-                    # One byte more than there should be tells a file that grows
+                    # One byte more than the file should have: a file that grows is noticed
                     count = readv(file, (room[end : end + size + 1],))
                     after = fstat(file)
                 finally:
@@ -208,7 +210,7 @@ class Packer:
     def add_stream(
         self, file: BinaryIO, size: int, path: SplitPath, mode: int, mtime_ns: int
     ) -> None:
-        """Add the next `size` bytes of `file`. Raises Unsettled where it ends before."""
+        """Add the next `size` bytes of `file`. Raises FileSkipped where it ends before."""
         self._check()
         self.stripped += mode & _SPECIAL_MODE_BITS != 0
         first: Stamp | None = None
@@ -255,7 +257,7 @@ class Packer:
             self._ship_if_full()
 
     def finish(self) -> None:
-        """Ship what is left and wait until all is stored. The packer can be used again."""
+        """Store what is left, and wait until all is durable. The packer can be used again."""
         self._check()
         if len(self._builder):
             self._ship()
@@ -264,13 +266,13 @@ class Packer:
         self._check()
 
     def close(self) -> None:
-        """Give up what has not been shipped."""
+        """Stop storing. Entries that are not in a stored chunk are lost."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _read(self, file: int, path: SplitPath, before: os.stat_result) -> bool:
-        """One try to read a file that one body holds; False where it changed meanwhile."""
+        """Try once to read a file of one extent; False where it changed meanwhile."""
         size, builder = before.st_size, self._builder
-        room = builder.room(size + 1)  # one more than there should be tells a file that grows
+        room = builder.room(size + 1)  # one byte more: a file that grows is noticed
         count = os.readv(file, (room,))
         if count != size:
             while 0 < count < size:  # a signal, or a file system that reads less at once
@@ -289,8 +291,8 @@ class Packer:
         return True
 
     def _read_in_extents(self, file: int, path: SplitPath, before: os.stat_result) -> bool:
-        """As `_read`, for a file of several extents. The last is added only if all were of one
-        state: without it the version is incomplete for ever, and never shows."""
+        """As `_read`, for a file of several extents. The last extent is added only if the file did
+        not change: without it, the file stays incomplete for ever, and no reader shows it."""
         first: Stamp | None = None
         for part in _split_extents(before.st_size, self._extent_bytes):
             assert part is not None
@@ -319,9 +321,9 @@ class Packer:
         part: ExtentInfo | None,
         first: Stamp | None,
     ) -> Stamp | None:
-        """Add the content in the builder's room; the stamp of the file's first extent comes back.
+        """Add the content in the builder's room; returns the stamp of the file's first extent.
 
-        A chunk ends behind each extent but the last, so that no chunk holds two of one file.
+        Each extent but the last ends its chunk, so no chunk has two extents of one file.
         """
         self._builder.add_file(path, mode, mtime_ns, size, part)
         if part is None:
@@ -341,7 +343,7 @@ class Packer:
             self._ship()
 
     def _ship(self, *, ends: bool = True) -> Future[ChunkId]:
-        """Have the chunk stored; `ends`: its last entry goes on in no other one."""
+        """Have the chunk stored. `ends`: its last entry does not go on in the next chunk."""
         builder = self._builder
         try:
             future = self._thread.submit(self._stored_or_broken, builder, len(builder) - (not ends))
@@ -367,8 +369,8 @@ class Packer:
             raise self._broken
 
     def _break(self, error: BaseException) -> DieselError:
-        """Let nothing more be added: a chunk is lost. The error comes back as one of ours, which
-        nobody takes for that of a file that was being read."""
+        """Refuse all further entries, since a chunk is lost. Returns the error as a DieselError, so
+        that nobody takes it for an error of a file that was being read."""
         if self._broken is None:
             self._broken = (
                 error
@@ -378,7 +380,7 @@ class Packer:
         return self._broken
 
     def _stored_or_broken(self, builder: ChunkBuilder, entries: int) -> ChunkId:
-        """`_store`, unless an earlier chunk could not be stored (in the storing thread)."""
+        """`_store`, unless an earlier chunk could not be stored. Runs in the storing thread."""
         self._check()
         try:
             return self._store(builder, entries)
@@ -389,7 +391,7 @@ class Packer:
             raise broken from error
 
     def _store(self, builder: ChunkBuilder, entries: int) -> ChunkId:
-        """Seal a chunk and make it durable (in the storing thread)."""
+        """Seal a chunk and make it durable. Runs in the storing thread."""
         chunk, parts, _ = seal_and_store(
             builder, self._objects, self._identity, lambda: self._new_id(builder.first_chunk_id)
         )
@@ -415,7 +417,7 @@ def start_packer(
 
 
 def _split_extents(size: int, extent_bytes: int) -> list[ExtentInfo | None]:
-    """How a file of `size` bytes is cut: `[None]` where one body holds it."""
+    """The extents of a file of `size` bytes; `[None]` where it has just one."""
     if size <= extent_bytes:
         return [None]
     starts = range(0, size, extent_bytes)
@@ -426,7 +428,7 @@ def _split_extents(size: int, extent_bytes: int) -> list[ExtentInfo | None]:
 
 
 def _same(before: os.stat_result, after: os.stat_result) -> bool:
-    """Whether nothing touched the file between the two."""
+    """Whether the file did not change between the two."""
     return (
         before.st_size == after.st_size
         and before.st_mtime_ns == after.st_mtime_ns

@@ -109,8 +109,11 @@ def put(
 def _begin(
     repository: Repository, dataset: str, options: PutOptions
 ) -> tuple[WriteSession | None, Snapshot, ReadabilityCheck]:
-    """A put begins: its session, the dataset as it is, and what of that can be read. A dry run has
-    no session; to it a dataset that is not there is empty, and is not made. Raises DieselError."""
+    """The session of a put, the dataset as it is, and the check which of its entries can be read.
+
+    A dry run has no session; a dataset that does not exist is empty to it, and is not made. Raises
+    DieselError.
+    """
     session = None if options.dry_run else repository.begin(dataset)
     try:
         view = session.view if session else repository.view(dataset)
@@ -126,9 +129,9 @@ def _delete_shadowed_files(
     report: PutReport,
     why: str,
 ) -> None:
-    """After a put of a source that has files where it has folders, too: these files go again.
+    """Delete the files that this put has put at paths where it has put folders, too.
 
-    Where others wrote meanwhile the files may be theirs, and stay: `verify` names them.
+    Where others wrote meanwhile, the files may be theirs, and stay: `verify` names them.
     """
     shadowed = sorted(_shadowed(repository.view(session.name)) - _shadowed(before))
     if shadowed and not session.others_committed():

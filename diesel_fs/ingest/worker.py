@@ -1,22 +1,20 @@
-"""A packing process, and the messages between it and the coordinator (`put.py`).
+"""Processes that pack the files of a folder, and their messages to the coordinator of a put.
 
-A message is a msgpack list: a word and its values, over a pipe. The process is the coordinator's
-fork; where the object store does not survive that, it is a program of its own, whose first message
-is its task.
+The coordinator (`sources/folder.py`) walks the source and commits; each packing process reads files
+and stores chunks. A message is a msgpack list, a word and its values, over a pipe. A process is a
+fork of the coordinator; where the object store does not work in a fork, it is a program of its own,
+whose first message is its job.
 
-    to the process      ["task", source, prefix, identity, URL, chunk bytes, compression]
-                        ["pack", [[folder, files, links], ...], [[folder, mode, mtime_ns], ...]]
-                            with a NUL between each name and the next
-                        ["id", chunk ID]     the answer to "id"
-                        ["finish"]
-    from the process    ["id", first chunk or nil]
-                        ["stored", preamble, stored header, entries]    the chunk is durable
-                        ["packed", [[path, reason], ...]]       one "pack" is done; what failed
-                        ["finished", stripped, hard links]      all is stored; see `Packer`
-                        ["error", class, message, advice]       the put cannot go on
+    to the process      ["task", source, target, identity, URL, chunk bytes, compression] ["pack",
+    [[folder, files, links], ...], [[folder, mode, mtime_ns], ...]] with a NUL between each name and
+    the next ["id", chunk ID]     the answer to "id" ["finish"] from the process    ["id", first
+    chunk or nil] ["stored", preamble, stored header, entries]    the chunk is durable ["packed",
+    [[path, reason], ...]]       one "pack" is done; these paths failed ["finished", stripped, hard
+    links]      all is stored; see `Packer` ["error", class, message, advice]       the put cannot
+    go on
 
-Three threads: one receives, one packs, one stores (in the `Packer`). A process ends with its
-coordinator, whatever happens to that.
+A packing process has three threads: one receives, one packs, one stores (in the `Packer`). It ends
+when its coordinator ends, for whatever reason.
 """
 
 import gc
@@ -45,7 +43,7 @@ from .paths import target_path
 from .sources.walk import failure_reason, open_folder
 
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that mean something else here than in the coordinator."""
+"""Signals that a packing process treats otherwise than its coordinator does."""
 
 _GOODBYE_S = 10.0  # how long a process may take to end by itself
 
@@ -96,7 +94,7 @@ class _PackProcess:
         try:
             with self._sending:
                 self._pipe.send_bytes(msgpack.packb(message))
-        except OSError:  # the coordinator is gone, and nothing else matters
+        except OSError:  # the coordinator has ended
             self.end()
 
     def run(self) -> None:
@@ -112,7 +110,7 @@ class _PackProcess:
             self.send("packed", self._pack(*batch))
 
     def _receive(self) -> None:
-        """Sort what arrives; the end of the coordinator is the end of this process."""
+        """Receive messages. The end of the coordinator is the end of this process."""
         try:
             while True:
                 kind, *values = msgpack.unpackb(self._pipe.recv_bytes())
@@ -126,8 +124,8 @@ class _PackProcess:
             self.end()
 
     def end(self) -> NoReturn:
-        """End the process. A chunk that is being stored is finished first: what is half written
-        would stay in the store. (The thread that stores comes here between two chunks.)"""
+        """End the process. A chunk that is being stored is finished first: else half an object
+        would stay in the store. (The storing thread calls this between two chunks.)"""
         if threading.current_thread() is not self._storing:
             with self._arrived:
                 self._is_over = True
@@ -145,7 +143,7 @@ class _PackProcess:
             return self._ids.popleft()
 
     def _pack(self, folders: list[FolderFiles], made: list[FolderEntry]) -> list[tuple[bytes, str]]:
-        """Pack one batch; what could not be packed comes back."""
+        """Pack one batch; returns the paths that could not be packed, with reasons."""
         failed: list[tuple[bytes, str]] = []
         for path, mode, mtime_ns in made:
             self._packer.add_folder(split(self._target(path)), mode, mtime_ns)
@@ -186,19 +184,20 @@ def run_forked_worker(
     coordinators: "Sequence[Connection[bytes, bytes]]",
     job: PackJob,
 ) -> NoReturn:
-    """The life of a packing process, begun with `HANDLED` blocked. A Ctrl-C is the coordinator's.
+    """Run a packing process that is a fork, with the signals `HANDLED` still blocked. It ignores
+    Ctrl-C, which is for the coordinator.
 
-    `coordinators` are the other ends of this pipe and of those before, which the fork copied: as
-    long as they are open here, the death of the coordinator ends no pipe.
+    `coordinators` are the coordinator's ends of this pipe and of earlier ones, which the fork has
+    copied. They are closed here: else the pipe would stay open when the coordinator dies.
     """
     for end in coordinators:
         end.close()
-    gc.freeze()  # what was made before the fork stays, and its pages stay shared
+    gc.freeze()  # objects from before the fork are not collected, so their pages stay shared
     _live(pipe, job)
 
 
 def run_worker_program(descriptor: int, open_objects: Callable[[str], ObjectStore]) -> NoReturn:
-    """The life of a packing process that is a program, with the pipe at `descriptor`."""
+    """Run a packing process that is a program, with the pipe at `descriptor`."""
     pipe: Connection[bytes, bytes] = Connection(descriptor)
     try:
         _, root, target, identity, url, chunk_bytes, compress = msgpack.unpackb(pipe.recv_bytes())
@@ -232,7 +231,10 @@ def _live(pipe: "Connection[bytes, bytes]", job: PackJob) -> NoReturn:
 
 
 class WorkerHandle:
-    """One packing process, as the coordinator sees it."""
+    """One packing process, as the coordinator sees it.
+
+    `outstanding` counts the batches that it has not finished.
+    """
 
     def __init__(
         self, job: PackJob, others: "list[WorkerHandle]", program: Sequence[str], url: str
@@ -240,7 +242,7 @@ class WorkerHandle:
         self._context = get_context("fork")
         self.pipe: Connection[bytes, bytes]
         self.pipe, theirs = self._context.Pipe()
-        # A signal between the fork and the process's own handlers would run the coordinator's there
+        # Blocked: a signal before the process has its own handlers would run the coordinator's
         before = signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
         try:
             self._process: ForkProcess | subprocess.Popen[bytes]
@@ -268,7 +270,7 @@ class WorkerHandle:
     def _started(
         self, theirs: "Connection[bytes, bytes]", program: Sequence[str], job: PackJob, url: str
     ) -> subprocess.Popen[bytes]:
-        """A program that inherits the pipe and the source alone, with the signals still blocked."""
+        """Start a program that inherits only the pipe and the source, with the signals blocked."""
         if not program:
             raise UsageError("this process cannot pack into such a store", advice="use dlcmd put")
         process = subprocess.Popen(
@@ -281,7 +283,7 @@ class WorkerHandle:
         return process
 
     def end(self) -> None:
-        """Waits for its end, which its pipe's has begun; makes it end where it does not."""
+        """Wait for the process to end, which a closed pipe makes it do; kill it if it does not."""
         if isinstance(self._process, subprocess.Popen):
             try:
                 self._process.wait(_GOODBYE_S)
@@ -301,7 +303,7 @@ class WorkerHandle:
             raise self.last_words() from None
 
     def last_words(self) -> DieselError:
-        """Why the process has ended, where it had time to say it."""
+        """Why the process has ended, if it could send the reason."""
         with suppress(EOFError, OSError):
             while True:
                 kind, *values = msgpack.unpackb(self.pipe.recv_bytes())
@@ -311,7 +313,7 @@ class WorkerHandle:
 
 
 def stop_workers(workers: list[WorkerHandle]) -> None:
-    """End the processes: those that have finished go by themselves, others with their pipe."""
+    """End the processes by closing their pipes."""
     for worker in workers:
         worker.pipe.close()
     for worker in workers:

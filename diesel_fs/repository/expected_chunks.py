@@ -109,9 +109,8 @@ def expected_chunks(
     """The chunks that the live metadata and the newest readable snapshot name. `meta` is None where
     the metadata store does not know the dataset. Raises ObjectStoreError, MetadataError.
     """
-    published, damaged = newest_readable(
-        versions, identity
-    )  # first: chunks of later versions are live, too
+    # The snapshot first: chunks of versions that are published later are live, too
+    published, damaged = newest_readable(versions, identity)
     live, empty = set[ChunkId](), set[ChunkId]()
     if meta is not None:
         try:

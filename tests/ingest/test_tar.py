@@ -210,7 +210,7 @@ def test_times_that_are_none_are_refused(repository: LocalRepository, text: str)
     info = of_type(tarfile.DIRTYPE)
     info.pax_headers = {"mtime": text}
     report = put(repository, tar_of(("a", info), ("b", b"1")))
-    assert reasons(report) == {b"a": "refused: its time is none that can be stored"}
+    assert reasons(report) == {b"a": "refused: its mtime cannot be stored"}
     assert contents(repository) == {b"b": b"1"}
 
 

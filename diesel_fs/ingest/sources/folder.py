@@ -31,11 +31,11 @@ from ..put import PutWork, Source
 from ..worker import FolderEntry, FolderFiles, PackJob, WorkerHandle, stop_workers
 from .walk import walk, walk_paths
 
-_BATCH_ENTRIES = 256  # per message: some 100 us of sending against 4 ms of work
-_OUTSTANDING_BATCHES = 2  # per process: one in work, one waiting
-_BACKLOG_BATCHES = 1024  # how far the walk may run ahead, for the time left: some 5 MB of names
-_COMMIT_EVERY_S = 0.1  # the first chunk after such a pause goes in at once, others together
-_STALE_TRIES = 2
+_BATCH_ENTRIES = 256  # per message: sending takes some 100 us, packing 4 ms
+_OUTSTANDING_BATCHES = 2  # per process: one being packed, one waiting
+_BACKLOG_BATCHES = 1024  # how far the walk may run ahead: some 5 MB of names
+_COMMIT_EVERY_S = 0.1  # chunks that come within this time are committed together
+_STALE_TRIES = 2  # how often files are packed whose chunk came after the put window
 
 
 class FolderSource(Source):
@@ -125,7 +125,7 @@ def open_source(source: Path) -> int:
 
 @dataclass(slots=True)
 class _Batch:
-    """What one message asks a process to pack."""
+    """What one message tells a process to pack."""
 
     folders: list[FolderFiles] = field(default_factory=list)
     folder_entries: list[FolderEntry] = field(default_factory=list)
@@ -152,13 +152,13 @@ class _FolderPut:
         ] = []  # durable but not committed, and entries
         self._stored_entries = 0
         self._committed_s = float("-inf")  # when the last were; monotonic
-        self.stale: list[bytes] = []  # what came too late and is to be put again
+        self.stale: list[bytes] = []  # paths below the source whose chunk came too late
 
     def run(self, workers: list[WorkerHandle], progress: PutProgress) -> None:
         """Feed the processes until all batches are packed, stored and committed; end them."""
         try:
             self._run(workers, progress)
-        except BaseException:  # a Ctrl-C, too: what is durable stays, as far as that can be had
+        except BaseException:  # Ctrl-C, too: commit what is durable, if that works
             with suppress(DieselError):
                 self._commit()
             raise
@@ -194,7 +194,7 @@ class _FolderPut:
                 worker.send("finish")
 
     def _walk_ahead(self) -> bool:
-        """Let the walk run ahead by one batch; whether there may be more."""
+        """Let the walk run ahead by one batch; returns whether there may be more."""
         if self._report.walked or len(self._backlog) >= _BACKLOG_BATCHES:
             return False
         batch = next(self._batches, None)
@@ -235,13 +235,13 @@ class _FolderPut:
         self._stored_entries += len(chunk.batch.rows)
 
     def _due_s(self) -> float | None:
-        """For how long the next commit waits for more chunks; None where there is none yet."""
+        """How long the next commit waits for more chunks; None where there is no chunk yet."""
         if not self._stored:
             return None
         return max(0.0, self._committed_s + _COMMIT_EVERY_S - time.monotonic())
 
     def _commit(self) -> None:
-        """Commit together what is durable, and count it."""
+        """Commit all chunks that are durable, and count them."""
         stored, self._stored, self._stored_entries = self._stored, [], 0
         if not stored:
             return
@@ -252,7 +252,7 @@ class _FolderPut:
 
 
 def _batches(changes: Iterator[FolderChanges], report: PutReport) -> Iterator[_Batch]:
-    """What has changed, in messages of some `_BATCH_ENTRIES`."""
+    """What has changed, in batches of about `_BATCH_ENTRIES`."""
     batch = _Batch()
     for change in changes:
         report.unchanged += change.unchanged

@@ -1,13 +1,11 @@
-"""Putting a tar, read once from a stream: packed in this process, as it comes.
+"""A tar as the source of a put: read once from a stream, and packed in this process as it comes.
 
-Owned here: what of a tar becomes which entry, and how a tar that is damaged or cut off ends. The
-headers of plain files are read by `tar_headers.py`, all others by Python's `tarfile`. One thread,
-and the packer's own.
-
-Files, links and folders are put with their mode and mtime; sparse files are put dense. Of several
-entries of one name the last counts. Devices, pipes and unknown kinds are left out and named, and so
-are absolute names and names with `..`. A hard link becomes a file with the bytes that its target
-has at the end: it is copied from the dataset, for the stream cannot be read again.
+Headers of plain files are read by `tar_headers.py`, all others by Python's `tarfile`, within limits
+on what headers may claim. Files, links and folders are put with their mode and mtime; sparse files
+become dense. Of several entries with one name the last counts. Devices, pipes, unknown kinds,
+absolute names and names with `..` are left out, and the report names them. A hard link becomes a
+file with the bytes that its target has at the end: they are copied from the dataset, since the
+stream cannot be read again. One thread, and the packer's own.
 """
 
 import bz2
@@ -39,19 +37,19 @@ from ..put import PutWork, Source
 from .tar_headers import IGNORED_PAX_KEYS, PlainFiles, plain_files
 
 FILE_BYTES_MAX = 16 << 40
-"""What ext4 can hold. A sparse file needs one line to claim more, and years to read."""
+"""What ext4 can hold. A sparse file can claim more in one line, and would take years to read."""
 
 _READ_BYTES = 1 << 20
 _WINDOW_BYTES = 4 << 20  # of the tar in memory, where plain files are looked for
 _REFILL_BYTES = 1 << 20  # with less of it left, more is read
-_UNPACKED_BYTES = 16 << 10  # of a compressed tar at once: what comes with an error is lost
-_TAIL_BYTES_MAX = 64 << 20  # read behind the end: padding, and the checksum of what was compressed
-_SPOOL_BYTES = 64 << 20  # longer contents that are to be compared wait on disk
-_LINK_MEMORY_BYTES = 256 << 20  # chunks kept while hard links are copied
+_UNPACKED_BYTES = 16 << 10  # read at once of a compressed tar: an error loses what came with it
+_TAIL_BYTES_MAX = 64 << 20  # read behind the end: padding, and the checksum of a compressed tar
+_SPOOL_BYTES = 64 << 20  # with --checksum, longer contents are spooled to disk
+_LINK_MEMORY_BYTES = 256 << 20  # of chunks, while hard links are copied
 _PROGRESS_ENTRIES = 256
 _HEADER_BYTES_MAX = 1 << 20  # of one entry, with all that stands before it; paths are 256 KiB
-_HEADERS_IN_A_ROW_MAX = 16  # tarfile reads each from within the one before
-_DIGITS_MAX = 1 << 10  # tarfile's time grows with the square of their number
+_HEADERS_IN_A_ROW_MAX = 16  # tarfile recurses for each
+_DIGITS_MAX = 1 << 10  # of one number: tarfile's time grows with the square of their count
 _SECOND_NS = 1_000_000_000
 _TIME_NS_END = 1 << 63
 _BROKEN = (tarfile.TarError, OSError, EOFError, zlib.error, lzma.LZMAError, FileSkipped)
@@ -64,7 +62,7 @@ _OPENERS: dict[bytes, Callable[[IO[bytes]], object]] = {
 
 
 class _Tar(tarfile.TarFile):
-    """A tar that remembers how it ended: `tarfile` takes a damaged header for the end."""
+    """A tar that remembers how it ended. `tarfile` itself takes a damaged header for the end."""
 
     members: list[tarfile.TarInfo]
     end_error: tarfile.HeaderError | None = None
@@ -72,17 +70,19 @@ class _Tar(tarfile.TarFile):
 
     @property
     def is_at_header(self) -> bool:
-        """Whether the next header may be looked at in the window: what is left of the entry before
-        is passed over."""
+        """Whether the next header is in the window, so that `plain_files` may read it. The rest of
+        the entry before is skipped."""
         if not self.window.skip_to(self.offset):
             return False
-        return self.pax_headers.keys() <= IGNORED_PAX_KEYS  # they would be of all files to come
+        return (
+            self.pax_headers.keys() <= IGNORED_PAX_KEYS
+        )  # other global headers would change all later files
 
 
 class _Member(tarfile.TarInfo):
     @classmethod
     def fromtarfile(cls, tarfile: tarfile.TarFile) -> Self:
-        """The next entry. Its headers are of any length and depth, and tarfile reads them whole."""
+        """The next entry. tarfile reads headers of any length and depth; here they are bounded."""
         assert isinstance(tarfile, _Tar)
         stream = cast("IO[bytes] | _Headers", tarfile.fileobj)
         depth = stream.depth + 1 if isinstance(stream, _Headers) else 1
@@ -107,10 +107,11 @@ HeaderError = tarfile.HeaderError
 
 
 class _Headers:
-    """The stream of a tar while the headers of one entry are read: bounds what they may take.
+    """The stream of a tar while the headers of one entry are read: it bounds their length and
+    depth.
 
-    The body of an extended header is checked before tarfile sees it, which takes records that
-    overlap: of a short header it makes gigabytes.
+    The body of an extended header is checked before tarfile sees it: tarfile accepts records that
+    overlap, and makes gigabytes of a short header.
     """
 
     def __init__(self, stream: "IO[bytes] | _Headers", depth: int) -> None:
@@ -119,7 +120,7 @@ class _Headers:
         self.depth = depth
         self._stream = stream
         self._left = _HEADER_BYTES_MAX
-        self._reads = 0  # the header, its body, then those of the entry that it is about
+        self._reads = 0  # the header, its body, then those of the next header
         self._kind = b""
 
     def read(self, size: int) -> bytes:
@@ -161,7 +162,7 @@ def _open(stream: BinaryIO) -> _Tar:
     begins = buffered.peek(6)[:6]
     opener = next((each for magic, each in _OPENERS.items() if begins.startswith(magic)), None)
     try:
-        # Not tarfile's own: that looks at no checksum, and stops at a second gzip member.
+        # Not by tarfile's own openers: they check no checksum, and stop at a second gzip member
         plain = cast("IO[bytes]", opener(buffered) if opener else buffered)
         window = _Window(plain, _UNPACKED_BYTES if opener else _READ_BYTES)
         tar = _Tar(
@@ -179,7 +180,7 @@ def _open(stream: BinaryIO) -> _Tar:
 
 
 class _NonClosingReader(io.BufferedReader):
-    """Buffers a stream of somebody else's, and leaves it open."""
+    """Buffers the caller's stream, and does not close it."""
 
     def __init__(self, stream: BinaryIO) -> None:
         super().__init__(cast("io.RawIOBase", stream), _READ_BYTES)
@@ -188,7 +189,8 @@ class _NonClosingReader(io.BufferedReader):
 
 
 class _Window:
-    """The stream of a tar, of which the next part is in memory; for `tarfile` a file."""
+    """The stream of a tar, with the next part in memory (`data[at:end]`). `tarfile` reads it as a
+    file."""
 
     def __init__(self, stream: IO[bytes], read_bytes: int) -> None:
         self.data = bytearray(_WINDOW_BYTES)
@@ -197,20 +199,20 @@ class _Window:
         self._start = 0  # of the data, in the stream
         self._stream = stream
         self._read_bytes = read_bytes
-        self._error: Exception | None = None  # to be raised behind what came before it
+        self._error: Exception | None = None  # raised once the data before it are read
 
     def tell(self) -> int:
         return self._start + self.at
 
     def seek(self, position: int) -> None:
-        """Read up to a position that is not behind us. Raises what the stream does."""
+        """Skip forward to a position. Raises what the stream raises."""
         if position < self.tell():
             raise tarfile.StreamError("a tar is read in one direction")
         while position > self.tell() and self.read(min(position - self.tell(), _READ_BYTES)):
             pass
 
     def read(self, size: int) -> bytes:
-        """So many bytes, or what there is up to the end. Raises what the stream does."""
+        """The next `size` bytes, or fewer at the end. Raises what the stream raises."""
         taken = bytes(memoryview(self.data)[self.at : min(self.at + size, self.end)])
         self.at += len(taken)
         if len(taken) == size:
@@ -235,7 +237,8 @@ class _Window:
         return True
 
     def fill(self) -> bool:
-        """Bring more into memory; False where there is enough, or no more. A header is next."""
+        """Read more into memory; False where enough is there, or nothing is left. The window must
+        stand at a header."""
         left = self.end - self.at
         if left >= _REFILL_BYTES:
             return False
@@ -306,7 +309,7 @@ class TarSource(Source):
         name, entries = b"", 0
         try:
             while (member := tar.next()) is not None:
-                tar.members.clear()  # tarfile keeps them all: a kilobyte each
+                tar.members.clear()  # else tarfile keeps a kilobyte for each
                 name = _name(_encoded(member.name))
                 content = partial(tar.extractfile, member)
                 self._take(name, member, _mtime_ns(member), cast("_Content", content))
@@ -360,8 +363,8 @@ class TarSource(Source):
     # One entry
 
     def _take_plain(self, tar: _Tar) -> bytes:
-        """Take the plain files that come next; the name of the last, if any. Raises what the
-        stream does."""
+        """Take the plain files that come next; returns the name of the last, if any. Raises what
+        the stream raises."""
         last = b""
         while tar.is_at_header:
             window = tar.window
@@ -377,7 +380,8 @@ class TarSource(Source):
         return last
 
     def _take_files(self, files: PlainFiles, data: memoryview) -> None:
-        """Take plain files: those of one folder together, where nothing needs a closer look."""
+        """Take plain files: those of one folder at once where it is empty in the dataset, else one
+        by one."""
         names, start = files.names, 0
         sees_all = self._work.path_filter.includes_all and not self._hard_links
         extent_bytes = self._packer.extent_bytes if self._packer else FILE_BYTES_MAX
@@ -410,8 +414,8 @@ class TarSource(Source):
             start = end
 
     def _empty_target_folder(self, above: bytes, names: list[bytes]) -> bytes | None:
-        """The folder that files go to (`above` is its name in the tar, with the slash), if it has
-        nothing yet and they can go there by their names."""
+        """The folder of the dataset that files go to (`above` is its name in the tar, with the
+        slash); None where it is not empty, or where a name of the files is not allowed."""
         while above.startswith(b"./"):
             above = above[2:]
         folder = target_path(self._work.target, above[:-1])
@@ -431,7 +435,7 @@ class TarSource(Source):
             self._report.fail(path, reason)
             return
         if mtime_ns is None:
-            self._report.fail(path, "refused: its time is none that can be stored")
+            self._report.fail(path, "refused: its mtime cannot be stored")
             return
         if self._work.path_filter.excludes(path, is_folder=member.isdir()):
             return
@@ -532,14 +536,14 @@ def _encoded(text: str) -> bytes:
 
 
 def _name(name: bytes) -> bytes:
-    """The path that a name in a tar means: without leading `./`; the root is empty."""
+    """The path that a name in a tar stands for: without leading `./`; empty for the root."""
     while name.startswith(b"./"):
         name = name[2:]
     return b"" if name == b"." else name.rstrip(b"/") if len(name) > 1 else name
 
 
 def _mtime_ns(member: tarfile.TarInfo) -> int | None:
-    """The time of an entry; None where it is no time."""
+    """The mtime of an entry; None where it has no valid one."""
     text = member.pax_headers.get("mtime")
     if text is None:
         time_ns = int(member.mtime) * _SECOND_NS
@@ -559,7 +563,7 @@ def _read_at(content: BinaryIO, size: int, start: int) -> bytes:
 
 
 def _ends(links: dict[bytes, bytes]) -> dict[bytes, bytes]:
-    """Where each link comes to by way of others; of those in a ring, any one of it."""
+    """The end of each chain of hard links; for links in a ring, any of its members."""
     ends: dict[bytes, bytes] = {}
     for path in links:
         way: dict[bytes, None] = {}

@@ -1,10 +1,9 @@
-"""Reading the headers of ordinary files in a tar, many at once, as columns.
+"""Reading the headers of plain files in a tar, many at once, as columns.
 
-A tar of a million small files is a million headers, and `tarfile` takes 50 us for each. Owned here:
-which headers are so ordinary that they need no `tarfile`, and what they say. These are regular
-files of the forms v7, ustar and GNU, also behind one GNU header with a long name or one pax header
-with common keys. Whatever else stands there, and whatever is damaged, is left to `tarfile`: what is
-read here is what `tarfile` reads of the same bytes. Pure; bytes in, values out.
+A tar of a million small files has a million headers, and `tarfile` takes 50 us for each. A plain
+file is a regular file of the forms v7, ustar or GNU, also behind one GNU header with a long name or
+one pax header with common keys. All else, and all that is damaged, is left to `tarfile`; what is
+read here equals what `tarfile` reads of the same bytes. Pure: bytes in, values out.
 """
 
 import re
@@ -23,27 +22,27 @@ _REGULAR, _OLD_REGULAR, _PAX, _LONG_NAME = b"0"[0], 0, b"x"[0], b"L"[0]
 _RECORD = re.compile(rb"(\d{1,4}) ([^=\n]+)=")
 _PLAIN_TIME = re.compile(rb"(\d{1,10})(?:\.(\d{1,9}))?")
 IGNORED_PAX_KEYS = frozenset("atime ctime uid gid uname gname comment".split())
-"""Keys that a put does not look at, and that move nothing else."""
+"""Keys of pax headers that a put ignores, and that do not change where contents lie."""
 
 _Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(slots=True)
 class PlainFiles:
-    """Regular files that stand one behind the other in a tar; where each one's content is."""
+    """Regular files that stand one behind the other in a tar, and where their contents are."""
 
     names: list[bytes] = field(default_factory=list)
-    """As they stand in the tar."""
+    """As the tar has them."""
     modes: list[int] = field(default_factory=list)
     mtimes_ns: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     end: int = 0
-    """Where the next header stands, which is another kind's or not whole."""
+    """Where the next header stands, which is not plain or not complete."""
 
 
 class _Extended(NamedTuple):
-    """What a header says that stands before a file's own."""
+    """What an extended header says, which stands before a file's own header."""
 
     header: int  # where the file's own stands
     body_bytes: int
@@ -52,7 +51,7 @@ class _Extended(NamedTuple):
 
 
 def plain_files(data: bytearray, start: int, end: int) -> PlainFiles:
-    """The files whose headers and contents are all in `data[start:end]`, as far as they are plain.
+    """The first files in `data[start:end]`, up to one that is not plain or not complete there.
 
     A header stands at `start`; `start` is a multiple of BLOCK_BYTES.
     """
@@ -94,11 +93,11 @@ def _columns(
     sizes: list[int],
     extended: dict[int, _Extended],
 ) -> PlainFiles:
-    """The columns of the first headers, as long as all is as it should be."""
+    """The columns of the first headers, up to one whose fields are not plain."""
     files = PlainFiles(end=begins[0])
     if not headers:
         return files
-    before = list(extended)  # by position those with another header before theirs
+    before = list(extended)  # positions of files with an extended header
     blocks = np.frombuffer(data, np.uint8, len(data) // BLOCK_BYTES * BLOCK_BYTES)
     at = np.array([*headers, *(begins[i] for i in before)]) // BLOCK_BYTES
     head = blocks.reshape(-1, BLOCK_BYTES)[at]
@@ -137,7 +136,8 @@ def _columns(
 
 
 def _sums(head: _Bytes) -> npt.NDArray[np.uint64]:
-    """The sum of each header's bytes, with blanks for those of the checksum: four at a time."""
+    """The sum of each header's bytes, with blanks in place of the checksum. Four bytes are added at
+    a time."""
     words = head.view(np.uint64)
     every_other = np.uint64(0x00FF00FF00FF00FF)
     lanes = ((words & every_other) + (words >> np.uint64(8) & every_other)).sum(axis=1)
@@ -148,8 +148,9 @@ def _sums(head: _Bytes) -> npt.NDArray[np.uint64]:
 
 
 def _octal(column: _Bytes, good: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-    """The numbers of a field: digits, then blanks or NULs. Takes the others out of `good`."""
-    if len(column) > 1 and (column == column[0]).all():  # as owners and modes mostly are
+    """The numbers of a field: octal digits, then blanks or NULs. Sets `good` to False for
+    others."""
+    if len(column) > 1 and (column == column[0]).all():  # usual for owners and modes
         is_good = np.ones(1, np.bool_)
         value = np.repeat(_octal(column[:1], is_good), len(column))
         good &= is_good
@@ -165,8 +166,8 @@ def _octal(column: _Bytes, good: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]
 
 
 def _texts(column: _Bytes, good: npt.NDArray[np.bool_]) -> list[bytes]:
-    """The texts of a field: what is before its NULs. Takes those with others behind out of
-    `good`."""
+    """The texts of a field, up to their first NUL. Sets `good` to False where other bytes
+    follow."""
     if not column.any():
         return [b""] * len(column)
     texts: list[bytes] = np.ascontiguousarray(column).view(f"S{column.shape[1]}")[:, 0].tolist()
@@ -176,9 +177,9 @@ def _texts(column: _Bytes, good: npt.NDArray[np.bool_]) -> list[bytes]:
 
 
 def _extended(data: bytearray, at: int, end: int) -> _Extended | None:
-    """What the header at `at` says of the file behind it; None where that is nothing plain.
+    """What the extended header at `at` says of the next file; None where it is not plain.
 
-    Its own fields are checked with those of all others.
+    Its own fields are checked later, with those of all headers.
     """
     size_text = data[at + 124 : at + 135]
     ended = data[at + 135] in (0, ord(" "))
@@ -199,7 +200,7 @@ def _extended(data: bytearray, at: int, end: int) -> _Extended | None:
 
 
 def _pax(body: bytes, header: int) -> _Extended | None:
-    """What the records of a pax header say; None where they say more than is plain."""
+    """What the records of a pax header say; None where one of them is not plain."""
     name = mtime_ns = None
     at = 0
     while at < len(body):

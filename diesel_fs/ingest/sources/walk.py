@@ -1,8 +1,7 @@
-"""A folder as the source of a put: walking it safely, and opening what lies in it.
+"""Walking a folder safely, and opening the files in it.
 
-Owned here: that nothing outside the source is ever opened (folders are opened component by
-component, links are never followed), and which kinds of files are skipped with which words.
-No state between calls.
+Nothing outside the source is ever opened: folders are opened component by component, and links are
+never followed. Pipes, sockets and devices are skipped, with a reason. No state between calls.
 """
 
 import errno
@@ -27,9 +26,9 @@ ReportFailure = Callable[[bytes, str], None]
 
 @dataclass(slots=True)
 class FolderListing:
-    """One folder of the source: its path below it, its own attributes, and what lies in it.
+    """One folder of the source: its path below the source, its attributes, and the names in it.
 
-    `unread` means that the folder could not be listed: nothing is known to be absent from it.
+    `unread`: the folder could not be listed, so a name that is not here may be in it.
     """
 
     path: bytes
@@ -44,8 +43,8 @@ class FolderListing:
 def open_folder(root: int, path: bytes) -> int:
     """A descriptor of the folder `path` below the descriptor `root`; links are not followed.
 
-    Component by component: a path may be longer than the kernel's limit for one call, and no
-    component can be swapped for a link in between. Raises OSError.
+    It is opened component by component: a path may be longer than the kernel allows in one call,
+    and nobody can replace a component by a link in between. Raises OSError.
     """
     current = os.dup(root)
     for component in path.split(b"/") if path else ():
@@ -65,9 +64,9 @@ def open_file(folder: int, name: bytes) -> int:
 def walk(root: int, filter: Filter, failed: ReportFailure) -> Iterator[FolderListing]:  # noqa: A002
     """The folders below `root`, parents first, names in byte order; the root itself is `b""`.
 
-    The caller may take folders out of a listing before asking for the next: they are not entered.
-    Depth first, so that the folders a chunk holds lie near each other. Memory is that of the
-    names of the folders on the way.
+    The caller may take folders out of a listing before it asks for the next one: they are not
+    entered. The walk is depth first, so that folders in one chunk lie near each other. Memory: the
+    names of the folders that wait.
     """
     waiting = [b""]
     while waiting:
@@ -170,7 +169,7 @@ def kind_of(mode: int) -> Kind | None:
 
 
 def failure_reason(error: OSError) -> str:
-    """The reason of a failure, for the list of what was left out."""
+    """Why an entry could not be read, in words for the report."""
     if error.errno == errno.ELOOP:
         return "it became a link while it was being read"
     if error.errno == errno.ENXIO:
