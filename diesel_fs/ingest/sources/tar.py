@@ -74,9 +74,8 @@ class _Tar(tarfile.TarFile):
         the entry before is skipped."""
         if not self.window.skip_to(self.offset):
             return False
-        return (
-            self.pax_headers.keys() <= IGNORED_PAX_KEYS
-        )  # other global headers would change all later files
+        # Another global header would change the meaning of all later ones
+        return self.pax_headers.keys() <= IGNORED_PAX_KEYS
 
 
 class _Member(tarfile.TarInfo):
