@@ -155,11 +155,11 @@ end
 local function whole(k, name, v, moved)
   local old, stamp, wins = call('HGET', KEYS[9 + 2 * k], name), stamp_of(v), not moved
   if old then
-    local standing = stamp_of(old)
-    if stamp == standing then
+    local old_stamp = stamp_of(old)
+    if stamp == old_stamp then
       wins = less(chunk_of(old), chunk_of(v))
     else
-      wins = wins and less(standing, stamp)
+      wins = wins and less(old_stamp, stamp)
     end
   end
   if wins then replace(k, name, old, v) else hole(chunk_of(v), place_of(v)) end
@@ -199,9 +199,9 @@ end
 local function part(k, name, v, moved)
   local old, stamp = call('HGET', KEYS[9 + 2 * k], name), v:sub(65, 84)
   if old then
-    local standing = stamp_of(old)
-    if stamp == standing then return swap(k, name, old, v) end
-    if less(stamp, standing) then return hole(chunk_of(v), place_of(v)) end
+    local old_stamp = stamp_of(old)
+    if stamp == old_stamp then return swap(k, name, old, v) end
+    if less(stamp, old_stamp) then return hole(chunk_of(v), place_of(v)) end
   end
   local number = v:sub(133, 136):reverse()
   local field = folder(k) .. stamp .. number .. name

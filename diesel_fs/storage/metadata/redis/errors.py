@@ -66,7 +66,7 @@ def translate_error(error: Exception, where: RedisAddress) -> DieselError | Retr
     match error:
         case errors.AuthenticationError() | errors.AuthenticationWrongNumberOfArgsError():
             return MetadataError(
-                f"{where} does not accept our user and password",
+                f"{where} does not accept the user and password",
                 advice="set DIESEL_REDIS_USER, DIESEL_REDIS_PASSWORD or DIESEL_REDIS_PASSWORD_FILE",
             )
         case errors.NoPermissionError() | errors.AuthorizationError():
@@ -133,7 +133,7 @@ def _reply(code: str, text: str, where: RedisAddress) -> DieselError | RetryLate
         case "NOAUTH":
             return MetadataError(f"{where} needs a password", advice="set DIESEL_REDIS_PASSWORD")
         case "NOPERM":
-            return MetadataError(f"{where} does not allow our user to do this: {text}")
+            return MetadataError(f"{where} does not allow this user to do that: {text}")
         case "OOM":
             return _full(where, "its memory is full (maxmemory)")
         case "MISCONF":

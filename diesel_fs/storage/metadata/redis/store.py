@@ -1,11 +1,14 @@
 """The metadata store for many hosts: one Redis, a Redis under sentinels, or a Redis Cluster.
 
 Commits are in `transactions.py`, the fold is in scripts that run inside Redis
-(`bucket_scripts.py`), entries are read by `rows.py`. This module makes every read see one state of
-its dataset. A read first gets the head and applies commits that are pending. After it has read the
-entries, it checks that generation and version are still those of the head, and otherwise starts
-again; after some tries it locks commits meanwhile. A read of all entries also compares their number
-with the head's counts. So "no such file" is never the answer to a read that missed something.
+(`bucket_scripts.py`), entries are read by `rows.py`; `keys.py` defines the terms (generation, head,
+bucket, piece, plan).
+
+This module makes every read see one state of its dataset. A read first gets the head and applies
+commits that are pending. After it has read the entries, it checks that generation and version are
+still those of the head, and otherwise starts again; after some tries it locks commits meanwhile. A
+read of all entries also compares their number with the head's counts. So "no such file" is never
+the answer to a read that missed something.
 
 A read fails within 10 s where Redis cannot be reached; a commit waits for up to 30 s.
 

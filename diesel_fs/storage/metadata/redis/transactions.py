@@ -71,10 +71,10 @@ from .replies import as_count, listed, octets
 LOCK_POLL_S = 0.02
 """How long a writer waits before it looks again whether commits are still locked."""
 
-_PIECES_AT_ONCE = 64
-_APPLY_ROUNDS_MAX = 8
+_PIECES_AT_ONCE = 64  # in one pipeline
+_APPLY_ROUNDS_MAX = 8  # before a reader locks commits
 _TRIES_MAX = 20
-_SWEEP_S = 60.0
+_CLEAN_INTERVAL_S = 60.0  # between two searches for abandoned transactions
 _ABANDONED_S = 600
 """A transaction that began so long ago is removed: its writer is dead, or has to start again."""
 
@@ -125,12 +125,12 @@ class PendingCommits(Exception):
 
 
 class RedisTransactions(HeadReader):
-    """The transactions of all datasets of a store."""
+    """Commits and removes chunks of all datasets of a store. Safe to use from many threads."""
 
     def __init__(self, link: RedisLink, clock_ns: Callable[[], int]) -> None:
         super().__init__(link)
         self._clock_ns = clock_ns
-        self._swept_s = -_SWEEP_S
+        self._cleaned_s = -_CLEAN_INTERVAL_S
         self._generations: dict[UUID, Generation] = {}  # every script refuses a stale one
 
     def read_head(self, identity: UUID) -> RedisHead:
@@ -225,8 +225,8 @@ class RedisTransactions(HeadReader):
         _, known, begun = self.run_head_script(
             BEGIN, [keys.head, keys.chunks, keys.begun], *transaction.words, *chunks
         )
-        if as_count(begun) > 1 and time.monotonic() > self._swept_s + _SWEEP_S:
-            self._swept_s = time.monotonic()
+        if as_count(begun) > 1 and time.monotonic() > self._cleaned_s + _CLEAN_INTERVAL_S:
+            self._cleaned_s = time.monotonic()
             self.remove_abandoned_transactions(transaction.identity, transaction.generation)
         return [flag == 1 for flag in listed(known)]
 
