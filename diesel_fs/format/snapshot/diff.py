@@ -120,25 +120,14 @@ def _candidates(old: Snapshot, new: Snapshot) -> tuple[OldIndices, layout.Mask]:
 def _same_names(
     old: Snapshot, before: "OldIndices | Indices", new: Snapshot, now: Indices
 ) -> layout.Mask:
-    """Whether pairs of entries have the same names. Compares 8 bytes of all at a time, and goes on
-    with those that are equal so far."""
+    """Whether pairs of entries have the same names."""
     sides = []
     for side, entries in ((old, before), (new, now)):
         starts = side.columns.name_start
         begins = starts[entries].astype(np.int64)
         lengths = starts[entries.astype(np.int64) + 1].astype(np.int64) - begins
         sides.append((layout.words(side.columns.names), begins, lengths))
-    (words_before, at_before, length), (words, at, length_now) = sides
-    same: layout.Mask = length == length_now
-    left = np.flatnonzero(same)
-    position = 0
-    while len(left):
-        one = layout.word_at(words_before, at_before[left], length[left], position)
-        other = layout.word_at(words, at[left], length[left], position)
-        same[left[one != other]] = False
-        position += 8
-        left = left[(one == other) & (length[left] > position)]
-    return same
+    return layout.equal_names(*sides)
 
 
 def _unchanged(old: Snapshot, new: Snapshot, same_path: OldIndices) -> OldIndices:

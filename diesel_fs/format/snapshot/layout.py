@@ -346,6 +346,26 @@ def words(names: Bytes) -> U8:
     return np.ndarray((len(names) - 7,), np.dtype("<u8"), names, strides=(1,))
 
 
+def equal_names(one: tuple[U8, I8, I8], other: tuple[U8, I8, I8]) -> Mask:
+    """Whether pairs of names are equal. Each side is (`words` of its names, where each name starts,
+    how long it is).
+
+    Compares 8 bytes of all pairs at a time, and goes on with those that are equal so far.
+    """
+    (one_words, one_at, lengths), (other_words, other_at, other_lengths) = one, other
+    same: Mask = lengths == other_lengths
+    left = np.flatnonzero(same)
+    one_at, other_at, rest = one_at[left], other_at[left], lengths[left]
+    while len(left):
+        behind_bits = np.maximum(64 - 8 * rest, 0).astype(np.uint64)  # bits of the next name
+        different = (one_words[one_at] ^ other_words[other_at]) << behind_bits != 0
+        same[left[different]] = False
+        more = np.flatnonzero(~different & (rest > 8))
+        left, rest = left[more], rest[more] - 8
+        one_at, other_at = one_at[more] + 8, other_at[more] + 8
+    return same
+
+
 def word_at(source: U8, starts: I8, lengths: I8, position: int) -> U8:
     """The 8 bytes of each name from `position` on, as a little-endian word, with zeros behind the
     name's end.

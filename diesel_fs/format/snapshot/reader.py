@@ -164,14 +164,6 @@ class Snapshot:
     def __len__(self) -> int:
         return self.entry_count
 
-    @property
-    def bytes_per_entry(self) -> float:
-        """Bytes of the file per entry, without names, targets and the chunk table."""
-        columns = self.columns
-        beside = (columns.names, columns.targets, columns.chunk_id, columns.chunk_bytes)
-        total = sum(column.nbytes for column in columns) - sum(each.nbytes for each in beside)
-        return total / self.entry_count
-
     # One entry
 
     def lookup(self, path: bytes) -> int:
@@ -338,23 +330,15 @@ class Snapshot:
         return np.minimum(start, len(self._slot) - 1).astype(np.uint32)
 
     def _same_names(self, candidates: Indices, names: Sequence[bytes]) -> npt.NDArray[np.bool_]:
-        """Whether each name is that of its candidate. Compares 8 bytes of all at a time, and goes
-        on with those that are equal so far."""
+        """Whether each name is that of its candidate."""
         lengths = np.fromiter(map(len, names), np.int64, len(names))
         asked = layout.words(np.frombuffer(b"".join(names) + layout.NAME_PADDING, np.uint8))
         start = self.columns.name_start
-        own_at = start[candidates].astype(np.int64)
-        same: layout.Mask = start[candidates + 1].astype(np.int64) - own_at == lengths
-        left = np.flatnonzero(same)
-        own_at, asked_at, rest = own_at[left], (np.cumsum(lengths) - lengths)[left], lengths[left]
-        while len(left):
-            behind_bits = np.maximum(64 - 8 * rest, 0).astype(np.uint64)  # bits of the next name
-            different = (self._words[own_at] ^ asked[asked_at]) << behind_bits != 0
-            same[left[different]] = False
-            more = np.flatnonzero(~different & (rest > 8))
-            left, rest = left[more], rest[more] - 8
-            own_at, asked_at = own_at[more] + 8, asked_at[more] + 8
-        return same
+        own_starts = start[candidates].astype(np.int64)
+        own_lengths = start[candidates + 1].astype(np.int64) - own_starts
+        return layout.equal_names(
+            (self._words, own_starts, own_lengths), (asked, np.cumsum(lengths) - lengths, lengths)
+        )
 
     def stat_many(
         self,

@@ -11,8 +11,9 @@ from tests.storage.objects.scripted_s3 import BUCKET, ScriptedS3
 
 PREFIX = "some/prefix"
 URL = f"s3://{BUCKET}/{PREFIX}"
-CHUNKS = "datasets/" + "0f" * 16 + "/chunks/"
-LEASE = "datasets/" + "0f" * 16 + "/leases/node-1"
+DATASET = "datasets/" + "0f" * 16
+CHUNKS = f"{DATASET}/chunks/"
+LEASE = f"{DATASET}/leases/node-1"
 LIMITS = AttemptLimits(connect_s=2, stall_s=0.5, put_stall_s=0.5, bytes_per_s_min=1 << 24)
 POLICY = RetryPolicy(deadline_s=3, put_deadline_s=3, bytes_per_s_min=1 << 23)
 

@@ -39,16 +39,9 @@ from diesel_fs.storage.objects.store import (
 )
 from tests.storage.objects.faulty_store import Fault, FaultyStore
 from tests.storage.objects.s3_server import Server
+from tests.storage.objects.scripted_store import DATASET, LEASE, chunk
 
-DATASET = "datasets/" + "0f" * 16
-LEASE = f"{DATASET}/leases/node-1"
 ALPHABET = "-0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ_abcdefghijklmnopqrstuvwxyz"
-
-
-def chunk(text: str) -> str:
-    """The name of the chunk whose ID begins with `text`."""
-    text = text.ljust(22, "-")
-    return f"{DATASET}/chunks/{text[:4]}/{text}"
 
 
 @pytest.fixture(params=["folder", "wrapped", "cloud", "proxy"])
