@@ -1,8 +1,8 @@
 """What DIESEL-FS asks of the operating system, and the programs that it starts in the background.
 
-The modules are independent of each other but for `daemons`, which uses `atomic_file`:
-`atomic_file` (files that are written whole or not at all, under names that users give),
-`available_memory` (how much memory a program may take), `mountinfo` (what is mounted where),
-`daemons` (starting a background program and hearing whether it came up), and `log_limit` (at most
-one line a second from one place in the code). They know nothing of datasets, chunks or stores.
+Each module can be read by itself: `atomic_file` (files that are written whole or not at all, under
+names that users give), `available_memory` (how much memory a program may take), `mountinfo` (what
+is mounted where), `syscalls` (system calls that Python lacks), `daemons` (starting a background
+program and hearing whether it came up; it uses `atomic_file`), and `log_limit` (at most one line a
+second from one place in the code). They know nothing of datasets, chunks or stores.
 """

@@ -63,7 +63,7 @@ def named_file(descriptor: int, shown: str) -> BinaryIO:
 
 
 def write_error(file: Path | str, error: OSError) -> DieselError:
-    """The error of ours for an OSError while writing a file."""
+    """The DIESEL-FS error for an OSError while writing a file."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     return (NoSpaceError if full else PermissionDenied)(f"cannot write {file}: {error.strerror}")
 
@@ -238,7 +238,7 @@ def _parts(path: str) -> list[str]:
 
 def _may_be_planted(found: os.stat_result, folder: str, *, is_last: bool) -> bool:
     """Whether another user may have planted this. A link to a folder on the way to the last name
-    counts only if anybody may write there: people who share folders also link them.
+    counts only if every user may write there: people who share folders also link them.
     """
     if found.st_uid in (0, os.geteuid()):
         return False

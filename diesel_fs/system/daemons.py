@@ -182,8 +182,8 @@ def notify_systemd() -> None:
 
 
 def is_starter_gone() -> bool:
-    """Called by a daemon: whether nobody reads its report, since its starter has ended or given
-    up."""
+    """Called by a daemon: whether its starter no longer reads the report, since it has ended or
+    given up."""
     poll = select.poll()
     poll.register(1, 0)
     return any(events & select.POLLERR for _, events in poll.poll(0))

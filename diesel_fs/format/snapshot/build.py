@@ -186,7 +186,7 @@ class _MergePlan:
         """By index of a folder in the previous snapshot: the data of the entry it shadows."""
         self.new_shadow: dict[int, int] = {}
         """By number of a new folder: the data of the entry it shadows."""
-        self.live_counts = np.zeros(len(folders), np.int64)
+        self.entry_changes = np.zeros(len(folders), np.int64)
         """By number of a folder: by how many its entries become more or fewer."""
         self.new_data: dict[int, int] = {}
         """By number of a new folder: the data that shows there."""
@@ -257,7 +257,7 @@ class _MergePlan:
         if old.entry_count == 1:  # only the root, whose row is not among these
             self.coming_rows = np.flatnonzero(leaf & (rows.records["kind"] != Kind.TOMBSTONE))
             counted = folders.of_row[self.coming_rows]
-            self.live_counts += np.bincount(counted, minlength=len(folders))
+            self.entry_changes += np.bincount(counted, minlength=len(folders))
             return
         leaf_rows = np.flatnonzero(leaf)
         folder = folders.of_row[leaf_rows].astype(np.int64)
@@ -267,18 +267,18 @@ class _MergePlan:
             names = Names.of(compress(names, leaf.tolist()))
         at = old.find_many(above, self.hash[leaf_rows], names)
         kind = rows.records["kind"][leaf_rows]
-        comes, there = (at < 0) & (kind != Kind.TOMBSTONE), at >= 0
-        self.coming_rows = leaf_rows[comes]
-        self._change(at[there], leaf_rows[there], kind[there])
-        goes = folder[there][self.removed[at[there]]]
-        self.live_counts += np.bincount(folder[comes], minlength=len(folders))
-        self.live_counts -= np.bincount(goes, minlength=len(folders))
+        is_new, exists = (at < 0) & (kind != Kind.TOMBSTONE), at >= 0
+        self.coming_rows = leaf_rows[is_new]
+        self._change(at[exists], leaf_rows[exists], kind[exists])
+        removed_from = folder[exists][self.removed[at[exists]]]
+        self.entry_changes += np.bincount(folder[is_new], minlength=len(folders))
+        self.entry_changes -= np.bincount(removed_from, minlength=len(folders))
 
     def _change(self, at: Indices, row: Indices, kind: npt.NDArray[np.uint8]) -> None:
         """Plan rows whose path exists in the previous snapshot, at the indices `at`."""
         if len(np.unique(at)) != len(at):
             raise UsageError("two rows have one path")
-        holds = (self.old_kind[at] == Kind.FOLDER) & (self.old.columns.offset[at] > 0)
+        holds = (self.old_kind[at] == Kind.FOLDER) & (self.old.columns.offset[at] > 0)  # entries
         dead = kind == Kind.TOMBSTONE
         self.removed[at[~holds & dead]] = True
         shows = ~dead & (~holds | (kind == Kind.FOLDER))
@@ -291,9 +291,9 @@ class _MergePlan:
             self.shadow[entry] = self.first_row + i
 
     def _plan_folders(self, own_row: dict[int, int]) -> None:
-        """Plan the changed folders, the deepest first: a folder that nobody made goes with its
-        last entry."""
-        old, folders, live = self.old, self.folders, self.live_counts
+        """Plan the changed folders, the deepest first: a folder without an entry of its own goes
+        with the last entry in it."""
+        old, folders, changes = self.old, self.folders, self.entry_changes
         kinds = self.rows.records["kind"]
         for number in range(len(folders) - 1, -1, -1):
             at = folders.old_index[number]
@@ -302,27 +302,27 @@ class _MergePlan:
                 own = self.first_row + own_row[number]
                 own_kind = Kind(kinds[own_row[number]])
                 own = -1 if own_kind == Kind.TOMBSTONE else own
-            held = int(live[number]) + (len(old.children(at)) if at >= 0 else 0)
-            exists = held > 0 or own >= 0 or number == 0
-            shadowed = own >= 0 and own_kind != Kind.FOLDER and (held > 0 or number == 0)
+            count = int(changes[number]) + (len(old.children(at)) if at >= 0 else 0)
+            exists = count > 0 or own >= 0 or number == 0
+            shadowed = own >= 0 and own_kind != Kind.FOLDER and (count > 0 or number == 0)
             shows = self.implicit if shadowed or own < 0 else own
             if at >= 0:
                 self.shadow.pop(at, None)
                 self.removed[at] = not exists
                 self.data[at] = shows
-                live[folders.parent[number]] -= not exists
+                changes[folders.parent[number]] -= not exists
                 if shadowed:
                     self.shadow[at] = own
             elif exists:
                 self.new_data[number] = shows
-                live[folders.parent[number]] += 1
+                changes[folders.parent[number]] += 1
                 if shadowed:
                     self.new_shadow[number] = own
 
     def _own(self, at: int) -> tuple[int, Kind]:
-        """The data of the entry that somebody made at this path, visible or shadowed; -1 where the
-        folder is only implied."""
-        if at < 0:
+        """The data and the kind of the own entry at the path of a previous entry, visible or
+        shadowed; -1 if the folder there is only implied."""
+        if at < 0:  # no previous entry
             return -1, Kind.TOMBSTONE
         flags = int(self.old.columns.flags[at])
         if not flags & layout.IMPLICIT:
@@ -557,6 +557,7 @@ class _Assembly:
         )
 
     def _parent(self) -> layout.U4:
+        """The index of each entry's folder."""
         parent = np.empty(self.count, np.uint32)
         parent[self.kept_index] = self.order.old_index[self.old.parent[self.kept]]
         parent[self.order.new_index] = self.order.folder_index[self.order.new_folder]
@@ -598,6 +599,7 @@ class _Assembly:
             raise UsageError(f"{shown(name)!r} cannot be a component of a path")
 
     def _index(self) -> tuple[layout.U4, layout.U4]:
+        """The lookup index: fingerprints, sorted, and the entry of each."""
         old_fingerprints = np.zeros(self.old_count, np.uint32)
         old_fingerprints[self.old.slot] = self.old.fingerprint
         keys = np.empty(self.count, np.uint64)
@@ -682,6 +684,7 @@ class _Assembly:
         )
 
     def _tail(self, i: int) -> bytes:
+        """The tail of a row: a link's target, or a file's extents. Raises UsageError if missing."""
         tail = self.plan.rows.tails.get(i)
         if tail is None:
             raise UsageError(f"the row of {shown(self.plan.rows.path(i))} lacks its tail")
@@ -702,6 +705,7 @@ class _Assembly:
         return result
 
     def _targets(self, data: _Data, tails: list[bytes]) -> tuple[layout.U8, layout.Bytes]:
+        """Where each target starts, and all targets, in the order of their links in `data`."""
         link = layout.kinds(data.flags) == Kind.LINK
         source = data.chunk[link].astype(np.int64)
         data.chunk[link] = np.arange(len(source))
@@ -709,6 +713,7 @@ class _Assembly:
         return _splice((self.old.target_start, self.old.targets), _joined(tails), source, nothing)
 
     def _extents(self, data: _Data, data_source: Indices, new: layout.Records) -> layout.Records:
+        """The extents of all files that have several, in the order of their files in `data`."""
         many = (data.flags & layout.MANY_EXTENTS) != 0
         first, counts = data.chunk[many].astype(np.int64), data.offset[many].astype(np.int64)
         starts = np.cumsum(counts) - counts
@@ -725,6 +730,7 @@ class _Assembly:
         return extents
 
     def _number_chunks(self, data: _Data, data_source: Indices) -> None:
+        """Give each file of one extent the number of its chunk in the new chunk table."""
         of_rows = [self.numbers.get(id_, _NO_CHUNK) for id_ in self.plan.rows.chunks]
         numbers = np.concatenate([self._number_of_old, np.array(of_rows, np.uint32)])
         for start in range(0, len(data_source), _BLOCK):
@@ -764,6 +770,7 @@ class _Assembly:
         return plan.old.path(int(plan.old.shadowing_folders()[data - self.old_count]))
 
     def _lost_chunk(self, data_source: Indices, at: np.int64) -> NoReturn:
+        """Raise CorruptError for the file at a position of the data."""
         path = self._path(int(data_source[at]))
         raise CorruptError(
             f"{shown(path)} lies in a chunk that is not in the dataset's chunk table"

@@ -53,9 +53,9 @@ from .store import (
 
 _WRITEV_PARTS_MAX = 1024  # IOV_MAX of Linux
 _TEMPORARY = re.compile(r"\.tmp-(?P<host>[A-Za-z0-9._-]{1,64})-(?P<pid>\d{1,10})-[0-9a-f]{16}")
-_BESIDE = re.compile(r"meta\.(sqlite[-.a-z0-9]*|lease)|accounts(\.lock)?")
+_BESIDE_OBJECTS = re.compile(r"meta\.(sqlite[-.a-z0-9]*|lease)|accounts(\.lock)?")
 # mkfs puts this folder into the root of a new file system, in which a store may be created.
-_OF_THE_FILE_SYSTEM = "lost+found"
+_LOST_AND_FOUND = "lost+found"
 # The kernel may have dropped the dirty pages (EIO), or the folder has gone (ENOENT, ESTALE). A
 # second fsync would prove nothing, so a second file is written.
 _WRITE_AGAIN = frozenset({errno.EIO, errno.ESTALE, errno.ENOENT})
@@ -116,9 +116,11 @@ class FolderStore(ObjectStore):
             content = os.listdir(root)
         except OSError as error:
             raise _store_error(error, "create a store", root) from error
-        ours = {STORE_MARKER, _OF_THE_FILE_SYSTEM}
+        allowed = {STORE_MARKER, _LOST_AND_FOUND}
         if STORE_MARKER not in content:
-            strange = any(name not in ours and not _TEMPORARY.fullmatch(name) for name in content)
+            strange = any(
+                name not in allowed and not _TEMPORARY.fullmatch(name) for name in content
+            )
             # Look again: another process may have made the store since, and written into it.
             if strange and not os.path.lexists(os.path.join(root, STORE_MARKER)):
                 raise ConflictError(
@@ -307,7 +309,7 @@ class FolderStore(ObjectStore):
     @staticmethod
     def _check_regular(name: str, found: os.stat_result) -> None:
         if not stat.S_ISREG(found.st_mode):
-            raise ObjectStoreError(f"{name}: not a regular file, so not an object of ours")
+            raise ObjectStoreError(f"{name}: not a regular file, so not an object of DIESEL-FS")
 
     # Listing
 
@@ -358,7 +360,7 @@ class FolderStore(ObjectStore):
                 yield name, _Sort.OBJECT
             elif _TEMPORARY.fullmatch(name, len(folder) + 1 if folder else 0):
                 yield name, _Sort.LEFTOVER
-            elif folder or not (_BESIDE.fullmatch(name) or name == _OF_THE_FILE_SYSTEM + "/"):
+            elif folder or not (_BESIDE_OBJECTS.fullmatch(name) or name == _LOST_AND_FOUND + "/"):
                 yield name.removesuffix("//"), _Sort.FOREIGN
 
     def _folder_content(self, folder: str) -> Sequence[str]:
@@ -499,7 +501,7 @@ def _read_full(fd: int, name: str, start: int, view: memoryview) -> None:
 
 
 def _store_error(error: OSError, doing: str, what: str) -> DieselError:
-    """The error of ours for an OSError; `doing` is the verb of its message."""
+    """The DIESEL-FS error for an OSError; `doing` is the verb of its message."""
     number = error.errno or 0
     code = errno.errorcode.get(number, str(number))
     message = f"{what}: cannot {doing}: {os.strerror(number)} ({code})"

@@ -195,7 +195,7 @@ class RetryingStore(ReadWrapper):
                     if room[: len(piece)] != piece:
                         return False
                     start += len(piece)
-        except ObjectMissing:  # somebody has deleted it since
+        except ObjectMissing:  # it was deleted since
             return False
         return True
 

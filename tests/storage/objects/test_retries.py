@@ -18,7 +18,7 @@ from diesel_fs.errors import (
 )
 from diesel_fs.storage.objects.folder import FolderStore
 from diesel_fs.storage.objects.retry import AttemptFailed, RetryClock, RetryingStore, RetryPolicy
-from diesel_fs.storage.objects.store import ObjectInfo
+from diesel_fs.storage.objects.store import ObjectInfo, ObjectStore, ReadWrapper
 from tests.storage.objects.faulty_store import Fault, FaultyStore
 from tests.storage.objects.scripted_store import CHUNKS, LEASE, chunk
 
@@ -228,3 +228,26 @@ def test_ranges_that_always_fail_end_at_the_deadline(time: Time, folder: FolderS
     with pytest.raises(ObjectStoreError, match="attempts"):
         next(ranges)
     assert time.at <= POLICY.deadline_s
+
+
+NOT_RETRIED = {
+    *("fork_safe", "batches_reads", "can_pin", "can_pin_nowait"),  # they ask nothing of a store
+    *("close_idle", "read_nowait", "pin"),  # the caller has another way if they fail
+}
+
+
+def test_every_method_that_can_fail_is_retried() -> None:
+    """A new method of `ObjectStore` is retried by `RetryingStore`, or named in `NOT_RETRIED`."""
+    public = {name for name in vars(ObjectStore) if not name.startswith("_")}
+    by_read_into = {name for name in vars(ReadWrapper) if not name.startswith("_")}
+    assert public - set(vars(RetryingStore)) - by_read_into == NOT_RETRIED - by_read_into
+
+
+def test_parts_and_uncached_reads_are_retried(time: Time, folder: FolderStore) -> None:
+    folder.put(NAME, [b"0123456789"])
+    with FaultyStore(folder, Fault("read_into", error=FAILED, times=2)) as faulty:
+        store = RetryingStore(faulty, POLICY, clock=time.clock())
+        assert [bytes(part) for part in store.read_parts([(NAME, 2, 3)])] == [b"234"]
+        store.read_uncached(NAME, 0, buffer := bytearray(2))
+    assert buffer == b"01"
+    assert len(time.slept) == 2

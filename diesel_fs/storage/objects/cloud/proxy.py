@@ -14,8 +14,8 @@ starts another one.
 A message is a frame: the lengths of its head and of its payload (u32, u64), the head (msgpack), the
 payload.
 
-    to the helper      [method, arguments...]; the payload is what is to be put
-    from the helper    {"value": ...}; the payload is what was read
+    to the helper      [method, arguments...]; the payload is the content of a put
+    from the helper    {"value": ...}; the payload is the bytes of a read
                        {"error": class, "message": ..., "advice": ..., "offset": ...}
 
 Any thread, and any forked child.
@@ -87,14 +87,15 @@ def send_frame(to: socket.socket, head: object, payload: Sequence[Bytes] = ()) -
 def receive_frame(at: socket.socket, room: memoryview | None = None) -> tuple[object, memoryview]:
     """Receive a message: its head and its payload. The payload is in `room` if that has exactly its
     size, otherwise in new memory. Raises HelperDisconnected."""
-    body_bytes, total = _FRAME.unpack(_filled(at, memoryview(bytearray(_FRAME.size))))
-    head: object = msgpack.unpackb(_filled(at, memoryview(bytearray(body_bytes))))
+    body_bytes, total = _FRAME.unpack(_receive_exactly(at, memoryview(bytearray(_FRAME.size))))
+    head: object = msgpack.unpackb(_receive_exactly(at, memoryview(bytearray(body_bytes))))
     if room is None or len(room) != total:
         room = memoryview(bytearray(total))
-    return head, _filled(at, room)
+    return head, _receive_exactly(at, room)
 
 
-def _filled(at: socket.socket, room: memoryview) -> memoryview:
+def _receive_exactly(at: socket.socket, room: memoryview) -> memoryview:
+    """Fill `room` from a socket, and return it."""
     left = room
     try:
         while len(left):
@@ -108,6 +109,7 @@ def _filled(at: socket.socket, room: memoryview) -> memoryview:
 
 
 _Batch = list[str] | list[tuple[str, int, int]]
+"""Items of a listing: names, or (name, bytes, modified_ns)."""
 
 
 class _Sockets:
@@ -137,7 +139,7 @@ class CloudProxy(ObjectStore):
         self._sockets = _Sockets(control)
         weakref.finalize(self, self._sockets.close)
         self._lock = threading.Lock()
-        self._all: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+        self._connections: weakref.WeakSet[socket.socket] = weakref.WeakSet()
         _proxies.add(self)
 
     @classmethod
@@ -158,8 +160,8 @@ class CloudProxy(ObjectStore):
             pass
         try:
             return self._call_once(call, payload, room)
-        except HelperDisconnected as gone:
-            raise self._lost() from gone
+        except HelperDisconnected as error:
+            raise self._helper_ended() from error
 
     def _call_once(
         self, call: Sequence[object], payload: Sequence[Bytes], room: memoryview | None
@@ -200,7 +202,7 @@ class CloudProxy(ObjectStore):
             ours.close()
             raise HelperDisconnected(str(error)) from error
         ours.settimeout(ANSWER_TIMEOUT_S)
-        self._all.add(ours)
+        self._connections.add(ours)
         return ours
 
     def _give_back(self, connection: socket.socket, control: socket.socket) -> None:
@@ -234,7 +236,7 @@ class CloudProxy(ObjectStore):
         with self._lock:
             self._sockets.close()
 
-    def _lost(self) -> ObjectStoreError:
+    def _helper_ended(self) -> ObjectStoreError:
         return ObjectStoreError(
             f"the helper process for {self._url} has ended", advice=f"its log is {_log_path()}"
         )
@@ -243,9 +245,9 @@ class CloudProxy(ObjectStore):
         """Called in a forked child: the existing connections belong to the parent."""
         self._lock = threading.Lock()
         self._sockets.idle = []
-        for each in list(self._all):
+        for each in list(self._connections):
             each.close()
-        self._all = weakref.WeakSet()
+        self._connections = weakref.WeakSet()
 
     # The store
 
@@ -254,8 +256,8 @@ class CloudProxy(ObjectStore):
         whether the object was written."""
         try:
             self._call_once(("put", name), parts, None)
-        except HelperDisconnected as gone:
-            raise self._lost() from gone
+        except HelperDisconnected as error:
+            raise self._helper_ended() from error
 
     def replace(self, name: str, parts: Sequence[Bytes]) -> None:
         self._call("replace", name, payload=parts)

@@ -417,7 +417,7 @@ class CloudRequests:
         return f"{self.location.scheme}://{self.location.bucket}/{key} at {self._host}"
 
     def _translate_error(self, doing: str, key: str, error: Exception) -> DieselError:
-        """The error of ours for an error of the library, without the addresses in its text."""
+        """The DIESEL-FS error for an error of the library, without the addresses in its text."""
         text = str(error)
         status = int(match[1]) if (match := _STATUS.search(text)) else 0
         code = match[1] if (match := _CODE.search(text)) else ""
