@@ -59,8 +59,8 @@ class RepositoryUrl:
         )
 
     def __str__(self) -> str:
-        place = shown_url(self.objects_url)
-        return f"{place}?meta={shown_url(self.meta)}" if self.meta else place
+        objects = shown_url(self.objects_url)
+        return f"{objects}?meta={shown_url(self.meta)}" if self.meta else objects
 
     def __repr__(self) -> str:
         return f"RepositoryUrl({self!s})"

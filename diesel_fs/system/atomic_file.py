@@ -84,15 +84,15 @@ def atomic_file(path: Path, *, mode: int = 0o600, sync: bool = True) -> Iterator
     """
     with _naming(str(path)):
         check_links(path)
-    place = _replaceable(path)
-    if place is None:
+    target = _replaceable(path)
+    if target is None:
         check_file(path, os.stat(path))
         descriptor = os.open(path, os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC)
         with named_file(descriptor, str(path)) as file:
             yield file
         return
-    remove_leftovers(place.parent)
-    temporary = place.with_name(temporary_name())
+    remove_leftovers(target.parent)
+    temporary = target.with_name(temporary_name())
     with _naming(str(path)):
         fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
@@ -103,13 +103,13 @@ def atomic_file(path: Path, *, mode: int = 0o600, sync: bool = True) -> Iterator
                 if sync:
                     os.fsync(fd)
         with _naming(str(path)):
-            temporary.rename(place)
+            temporary.rename(target)
     except BaseException:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
     if sync:
-        fsync_folder(place.parent)
+        fsync_folder(target.parent)
 
 
 def check_links(path: Path) -> None:
@@ -225,10 +225,10 @@ def _replaceable(path: Path) -> Path | None:
         raise UsageError(f"{path} is a folder", advice="name a file")
     if not stat.S_ISREG(found.st_mode):
         return None
-    place = Path(os.path.realpath(path))
+    target = Path(os.path.realpath(path))
     # An open file without a name (/dev/fd/3) is written to. A file that another process has just
     # replaced has a name: writing to it would truncate what others have mapped.
-    return place if place.exists() else None
+    return target if target.exists() else None
 
 
 def _parts(path: str) -> list[str]:

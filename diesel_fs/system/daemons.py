@@ -247,11 +247,11 @@ def log_file(path: Path) -> Iterator[BinaryIO]:
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
     try:
         check_links(path)
-        place = os.path.realpath(path)
-        if place.startswith("/proc/"):  # an open file of this process, which has no other name
+        target = os.path.realpath(path)
+        if target.startswith("/proc/"):  # an open file of this process, which has no other name
             descriptor = os.open(path, flags)
         else:
-            descriptor = os.open(place, flags | os.O_NOFOLLOW, 0o600)
+            descriptor = os.open(target, flags | os.O_NOFOLLOW, 0o600)
     except OSError as error:
         raise PermissionDenied(f"cannot write the log {path}: {error.strerror}") from error
     try:

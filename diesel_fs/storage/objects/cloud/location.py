@@ -96,9 +96,9 @@ def parse_bucket_url(url: str) -> BucketLocation:
     return BucketLocation(scheme, parts.netloc, prefix)
 
 
-def resolve_access(place: BucketLocation, environ: Mapping[str, str]) -> BucketAccess:
+def resolve_access(location: BucketLocation, environ: Mapping[str, str]) -> BucketAccess:
     """The endpoint and the credentials that now apply. Raises ConfigError."""
-    match place.scheme:
+    match location.scheme:
         case "s3":
             return _access_to_s3(environ)
         case "gs":

@@ -526,11 +526,11 @@ def _no_answer(what: str, text: str) -> DieselError:
 
 
 def _make_client(
-    place: BucketLocation, options: Mapping[str, str], client: "ClientConfig"
+    location: BucketLocation, options: Mapping[str, str], client: "ClientConfig"
 ) -> _Client:
     retry: RetryConfig = {"max_retries": 0, "retry_timeout": timedelta(0)}
     try:
-        match place.scheme:
+        match location.scheme:
             case "s3":
                 config = {
                     **options,
@@ -539,23 +539,23 @@ def _make_client(
                     "disable_bulk_delete": True,
                 }
                 return S3Store(
-                    place.bucket,
+                    location.bucket,
                     config=cast("S3Config", config),
                     client_options=client,
                     retry_config=retry,
                 )
             case "gs":
-                return GCSStore(place.bucket, client_options=client, retry_config=retry)
+                return GCSStore(location.bucket, client_options=client, retry_config=retry)
             case "az":
                 return AzureStore(
-                    place.bucket,
+                    location.bucket,
                     config=cast("AzureConfig", options),
                     client_options=client,
                     retry_config=retry,
                 )
     except (BaseError, ValueError):  # the error's text may show a secret that it could not parse
         raise PermanentStoreError(
-            f"{place}: the settings in the environment do not make a client",
+            f"{location}: the settings in the environment do not make a client",
             advice="check the vendor's variables (AWS_..., GOOGLE_..., AZURE_...)",
         ) from None
 

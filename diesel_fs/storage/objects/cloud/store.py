@@ -129,20 +129,20 @@ class CloudStore(ObjectStore):
         """
         with suppress(ObjectMissing):
             return cls.open(requests)
-        place = requests.location
-        if any(page for page in requests.pages(place.prefix, "")):
+        location = requests.location
+        if any(page for page in requests.pages(location.prefix, "")):
             with suppress(ObjectMissing):  # another process may have made one since
                 return cls.open(requests)
             raise ConflictError(
-                f"{place}: neither empty nor a DIESEL-FS store; no store is made in it",
+                f"{location}: neither empty nor a DIESEL-FS store; no store is made in it",
                 advice="name a prefix below which nothing is",
             )
         content = encode_marker(uuid.uuid4())
         try:
             with suppress(ObjectExists):  # another process has made it
-                requests.put(place.key(STORE_MARKER), [content], create=True)
+                requests.put(location.key(STORE_MARKER), [content], create=True)
         except ConditionsUnsupported:
-            requests.put(place.key(STORE_MARKER), [content], create=False)
+            requests.put(location.key(STORE_MARKER), [content], create=False)
         return cls.open(requests)
 
     # Writing
