@@ -37,9 +37,9 @@ from ..errors import (
 from ..settings import private_folder, runtime_folder, state_folder
 from ..system import daemons
 from ..system.available_memory import default_memory_bytes
+from ..system.unix_sockets import connect_unix
 from ..urls import SERVER_SCHEMES, parse_url
 from .addresses import listen_address
-from .link import connect_unix
 from .membership import resolve_node
 from .options import TaskRequest
 
@@ -213,7 +213,7 @@ def is_alive(socket_path: Path) -> bool:
     with socket.socket(socket.AF_UNIX) as probe:
         probe.settimeout(_CONNECT_S)
         try:
-            connect_unix(probe, os.fspath(socket_path))
+            connect_unix(probe, socket_path)
         except TimeoutError:  # the master is there and hangs; another would hang, too
             return True
         except OSError:

@@ -32,6 +32,7 @@ import numpy.typing as npt
 
 from ..errors import DieselError
 from ..format.entries import Bytes
+from ..system.unix_sockets import connect_unix
 from . import wire
 from .mapped_chunks import MappedChunks, MemoryMap
 
@@ -195,16 +196,6 @@ class Connection:
     def is_closed(self) -> bool:
         """Whether it is closed. A forked child closes the connections of its parent."""
         return self._socket.fileno() < 0
-
-
-def connect_unix(made: socket.socket, path: str) -> None:
-    """Connect a socket to a path of any length. Raises OSError."""
-    folder, name = os.path.split(path)
-    opened = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        made.connect(f"/proc/self/fd/{opened}/{name}")
-    finally:
-        os.close(opened)
 
 
 class ReadResult(NamedTuple):

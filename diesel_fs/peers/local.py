@@ -26,6 +26,7 @@ import trio
 
 from ..errors import CorruptError, DieselError, UsageError
 from ..format.snapshot.reader import Snapshot
+from ..system.unix_sockets import bind_unix
 from . import wire
 from .master import Master
 
@@ -329,11 +330,7 @@ class LocalSocket:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             path.unlink(missing_ok=True)
-            folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:  # the path of a socket has at most 107 bytes
-                self.socket.bind(f"/proc/self/fd/{folder}/{path.name}")
-            finally:
-                os.close(folder)
+            bind_unix(self.socket, path)
             self._number = path.stat().st_ino
             self.socket.setblocking(False)
         except BaseException:

@@ -30,12 +30,12 @@ import numpy.typing as npt
 from ...errors import DeadlineError, DieselError, PermissionDenied, UsageError
 from ...net.messages import LENGTH, Message, Value, frame, parse_error, unpack
 from ...orders.plan import EntryOrder
+from ...system.unix_sockets import connect_unix
 from .control_wire import ENTRIES_PER_FRAME, FRAME_BYTES_MAX, PROTOCOL, pack_entries
 
 DEADLINE_S = 30.0
 """For one request. The mount gives its prefetch worker 15 s of this."""
 
-SOCKET_PATH_MAX = 107  # bytes of a path in a socket's address
 
 Epochs: TypeAlias = Sequence[Message]
 
@@ -295,14 +295,7 @@ def _connect(mountpoint: str) -> socket.socket:
     made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
         made.settimeout(DEADLINE_S)
-        if len(os.fsencode(path)) <= SOCKET_PATH_MAX:
-            made.connect(path)
-        else:
-            folder = os.open(os.path.dirname(path), os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                made.connect(f"/proc/self/fd/{folder}/{os.path.basename(path)}")
-            finally:
-                os.close(folder)
+        connect_unix(made, path)
     except OSError as error:
         with suppress(OSError):
             made.close()

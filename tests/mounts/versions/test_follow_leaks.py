@@ -12,8 +12,8 @@ from typing import NamedTuple
 import pytest
 
 from diesel_fs.mounts.processes import children_of
-from diesel_fs.peers.link import connect_unix
 from diesel_fs.peers.options import TaskOptions
+from diesel_fs.system.unix_sockets import connect_unix
 from tests.mounts.observed import mounted, noise, wait_until
 from tests.mounts.versions.followed_dataset import FILES, FollowedMount, begin
 
