@@ -16,7 +16,6 @@ from diesel_fs.mounts import mount as mount_in_background
 from diesel_fs.mounts import stats as stats_of
 from diesel_fs.mounts import umount as unmount
 from diesel_fs.peers.options import (
-    OptionKind,
     TaskKwargs,
     TaskOptions,
     cli_name,
@@ -47,13 +46,7 @@ _P = ParamSpec("_P")
 
 def task_options(command: Callable[_P, None]) -> Callable[_P, None]:
     """Give a command the options of a training task (`TaskOptions`), and `--task-key-file`."""
-    kinds: dict[OptionKind, object] = {
-        OptionKind.TEXT: click.STRING,
-        OptionKind.ADDRESSES: click.STRING,
-        OptionKind.FOLDER: click.Path(path_type=Path),
-        OptionKind.SIZE: size,
-        OptionKind.FLAG: click.BOOL,
-    }
+    kinds: dict[str, object] = {"folder": click.Path(path_type=Path), "size": size}
     for name, spec in reversed(option_specs().items()):
         if name == "task_key":
             command = click.option(
@@ -62,21 +55,12 @@ def task_options(command: Callable[_P, None]) -> Callable[_P, None]:
             )(command)  # fmt: skip
         if not spec.help:
             continue
-        kind = kinds.get(spec.kind)
-        if spec.kind is OptionKind.COUNT:
-            kind = click.IntRange(spec.low)
-        elif spec.kind is OptionKind.CHOICE:
-            kind = click.Choice(spec.choices)
+        kinds |= {"count": click.IntRange(spec.low), "choice": click.Choice(spec.choices)}
         command = click.option(
-            cli_name(name),
-            name,
-            type=kind,
-            metavar=spec.metavar,
-            help=spec.help,
-            is_flag=spec.kind is OptionKind.FLAG,
-            default=spec.choices[0] if spec.choices else None,
+            cli_name(name), name, type=kinds.get(spec.kind), metavar=spec.metavar, help=spec.help,
+            is_flag=spec.kind == "flag", default=spec.choices[0] if spec.choices else None,
             show_default=bool(spec.choices),
-        )(command)
+        )(command)  # fmt: skip
     return command
 
 

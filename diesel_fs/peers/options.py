@@ -15,9 +15,8 @@ import hashlib
 import os
 import re
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, replace
-from enum import Enum, auto
 from operator import index
 from pathlib import Path
 from typing import ClassVar, Literal, SupportsIndex, TypedDict, TypeVar, get_args
@@ -55,16 +54,9 @@ class TaskKwargs(TypedDict, total=False):
     peer_tls: bool | None
 
 
-class OptionKind(Enum):
-    """What a user gives as the value of an option."""
-
-    TEXT = auto()
-    COUNT = auto()  # from `low` on; in Python also as text, as an environment variable has it
-    ADDRESSES = auto()  # HOST:PORT, several, separated by commas; in Python also a list
-    FOLDER = auto()
-    SIZE = auto()  # bytes
-    CHOICE = auto()  # one of `choices`
-    FLAG = auto()
+OptionKind = Literal["text", "count", "addresses", "folder", "size", "choice", "flag"]
+"""What a user gives. A count may also be text, as an environment variable has it; addresses are a
+text with commas between, or a list; a size is in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +64,10 @@ class OptionSpec:
     """How a field of `TaskOptions` is given. Without `help`, it is no option of `dlcmd mount`."""
 
     kind: OptionKind
-    help: str = ""
-    metavar: str | None = None
-    low: int = 0
-    choices: tuple[str, ...] = ()
+    metavar: str | None
+    help: str
+    low: int  # the smallest count
+    choices: tuple[str, ...]
 
 
 _Kind = TypeVar("_Kind")
@@ -92,8 +84,12 @@ def cli_name(name: str) -> str:
     return _CLI_NAMES.get(name, "--" + name.replace("_", "-"))
 
 
-def _option(default: _Kind, spec: OptionSpec, *, is_secret: bool = False) -> _Kind:
-    """A field with this default, given as `spec` says."""
+def _option(
+    default: _Kind, kind: OptionKind, metavar: str | None = None, help_text: str = "",
+    *, low: int = 0, choices: tuple[str, ...] = (), is_secret: bool = False,
+) -> _Kind:  # fmt: skip
+    """A field of `TaskOptions`, which is given as its `OptionSpec` says."""
+    spec = OptionSpec(kind, metavar, help_text, low, choices)
     made: _Kind = field(default=default, repr=not is_secret, metadata={"option": spec})
     return made
 
@@ -107,95 +103,48 @@ class TaskOptions(DaemonRequest):
     """Enough for some thousand peers and a key."""
 
     task: str = _option(
-        "",
-        OptionSpec(
-            OptionKind.TEXT,
-            "Read through the cache that the nodes of this training task share.",
-            metavar="NAME",
-        ),
+        "", "text", "NAME", "Read through the cache that the nodes of this training task share."
     )
-    task_key: str = _option("", OptionSpec(OptionKind.TEXT), is_secret=True)
-    """The content of the task's key file."""
-
+    task_key: str = _option("", "text", is_secret=True)  # the content of the task's key file
     rank: int | None = _option(
-        None,
-        OptionSpec(
-            OptionKind.COUNT,
-            "Which of the task's nodes this one is, from 0 on.  [default: as SLURM or torchrun"
-            " say]",
-            metavar="N",
-        ),
-    )
+        None, "count", "N", "Which of the task's nodes this one is, from 0 on.  [default: as SLURM"
+        " or torchrun say]",
+    )  # fmt: skip
     world: int | None = _option(
-        None,
-        OptionSpec(
-            OptionKind.COUNT,
-            "How many nodes the task has.  [default: as SLURM or torchrun say, else 1]",
-            metavar="N",
-            low=1,
-        ),
-    )
+        None, "count", "N", "How many nodes the task has.  [default: as SLURM or torchrun say,"
+        " else 1]", low=1,
+    )  # fmt: skip
     peers: tuple[str, ...] = _option(
-        (),
-        OptionSpec(
-            OptionKind.ADDRESSES,
-            "Where all nodes listen, in the order of their ranks; needed where there is no Redis.",
-            metavar="HOST:PORT,...",
-        ),
-    )
+        (), "addresses", "HOST:PORT,...", "Where all nodes listen, in the order of their ranks;"
+        " needed where there is no Redis.",
+    )  # fmt: skip
     listen: str = _option(
-        "",
-        OptionSpec(
-            OptionKind.TEXT,
-            "Where this node listens for the others.  [default: its address in --peers, else the"
-            " address by which this machine reaches the server or Redis]",
-            metavar="HOST:PORT",
-        ),
-    )
+        "", "text", "HOST:PORT", "Where this node listens for the others.  [default: its address in"
+        " --peers, else the address by which this machine reaches the server or Redis]",
+    )  # fmt: skip
     advertise: str = _option(
-        "",
-        OptionSpec(
-            OptionKind.TEXT,
-            "The address that the other nodes are given for this one, if not that of --listen.",
-            metavar="HOST[:PORT]",
-        ),
-    )
+        "", "text", "HOST[:PORT]", "The address that the other nodes are given for this one, if not"
+        " that of --listen.",
+    )  # fmt: skip
     cache_dir: str = _option(
-        "",
-        OptionSpec(
-            OptionKind.FOLDER,
-            "Keep chunks in this folder, too, also for the next job: when the task ends, the chunks"
-            " in memory are written there. Without --task it is a cache of this node alone.",
-            metavar="DIR",
-        ),
-    )
+        "", "folder", "DIR", "Keep chunks in this folder, too, also for the next job: when the task"
+        " ends, the chunks in memory are written there. Without --task it is a cache of this node"
+        " alone.",
+    )  # fmt: skip
     cache_bytes: int = _option(
-        0,
-        OptionSpec(
-            OptionKind.SIZE,
-            "How large --cache-dir may get.  [default: half of the free space there and of what it"
-            " already holds]",
-        ),
-    )
+        0, "size", None, "How large --cache-dir may get.  [default: half of the free space there"
+        " and of what it already holds]",
+    )  # fmt: skip
     policy: FillPolicy = _option(  # noqa: RUF009  # it makes a field
-        "on-demand",
-        OptionSpec(
-            OptionKind.CHOICE,
-            "Make chunks resident when they are first read, or all from the start.",
-            choices=_POLICIES,
-        ),
-    )
+        "on-demand", "choice", None, "Make chunks resident when they are first read, or all from"
+        " the start.", choices=_POLICIES,
+    )  # fmt: skip
     evict: str = _option(
-        "lru",
-        OptionSpec(
-            OptionKind.CHOICE,
-            "Eviction policy of the task's cache when it is full.",
-            choices=_EVICTIONS,
-        ),
-    )
+        "lru", "choice", None, "Eviction policy of the task's cache when it is full.",
+        choices=_EVICTIONS,
+    )  # fmt: skip
     peer_tls: bool = _option(
-        False,
-        OptionSpec(OptionKind.FLAG, "Encrypt what the nodes of the task send each other."),
+        False, "flag", None, "Encrypt what the nodes of the task send each other."
     )
 
     def __bool__(self) -> bool:
@@ -255,11 +204,12 @@ class TaskOptions(DaemonRequest):
         `task_only` has more arguments of that call that need a task. Raises UsageError, which names
         the argument, for one that is unknown or has a bad value, and as `check`.
         """
-        reader = _KwargReader(kwargs)
-        found = TaskOptions.from_values({each.name: reader.value(each) for each in fields(cls)})
-        found = found.or_single_node(shared_name, spelled)
+        given: dict[str, object] = {**kwargs}
+        _check_names(given)
+        values = {each.name: _checked_value(each, given.get(each.name)) for each in fields(cls)}
+        found = TaskOptions.from_values(values).or_single_node(shared_name, spelled)
         if not found:
-            for word, value in {"task_key": reader.get("task_key"), **(task_only or {})}.items():
+            for word, value in {"task_key": given.get("task_key"), **(task_only or {})}.items():
                 if value:
                     raise _needs_task_error(word, spelled)
         return found
@@ -270,95 +220,62 @@ def option_specs() -> dict[str, OptionSpec]:
     return {each.name: each.metadata["option"] for each in fields(TaskOptions)}
 
 
-class _KwargReader:
-    """The keyword arguments of a call, whose values may have any type. Its methods raise
-    UsageError, which names the argument. The error does not quote a value that should be text, as
-    that may be a secret."""
+def _check_names(given: Iterable[str]) -> None:
+    """Raises UsageError for a keyword argument that is unknown."""
+    for word in given:
+        if word not in _KNOWN_KWARGS:
+            near = difflib.get_close_matches(word, _KNOWN_KWARGS, 1)
+            meant = f"is {near[0]} meant?" if near else f"known: {', '.join(_KNOWN_KWARGS)}"
+            raise UsageError(f"unknown word {word!r}", advice=meant)
 
-    def __init__(self, words: TaskKwargs) -> None:
-        self._kwargs: dict[str, object] = {**words}
-        for word in self._kwargs:
-            if word not in _KNOWN_KWARGS:
-                near = difflib.get_close_matches(word, _KNOWN_KWARGS, 1)
-                meant = f"is {near[0]} meant?" if near else f"known: {', '.join(_KNOWN_KWARGS)}"
-                raise UsageError(f"unknown word {word!r}", advice=meant)
 
-    def value(self, option: "Field[object]") -> object:
-        """The value for a field of `TaskOptions`, checked."""
-        word, spec = option.name, option.metadata["option"]
-        match spec.kind:
-            case OptionKind.TEXT:
-                is_key = word == "task_key"
-                return self._text(word, os.environ.get("DIESEL_TASK_KEY", "") if is_key else "")
-            case OptionKind.COUNT:
-                return self._count(word)
-            case OptionKind.SIZE:
-                value = self.get(word)
-                return 0 if value is None else non_negative_int(word, value)
-            case OptionKind.ADDRESSES:
-                return self._addresses(word)
-            case OptionKind.FOLDER:
-                return self._folder(word)
-            case OptionKind.CHOICE:
-                return self._choice(word, spec.choices)
-        return self._flag(word)
-
-    def get(self, word: str) -> object:
-        """The value of an argument; None where it was not given."""
-        return self._kwargs.get(word)
-
-    def _text(self, word: str, default: str = "") -> str:
-        value = self.get(word)
-        if value is not None and not isinstance(value, str):
+def _checked_value(option: "Field[object]", value: object) -> object:
+    """The value for a field of `TaskOptions`; its default for None. Raises UsageError, which names
+    the argument and does not quote a value that should be text, as that may be a secret."""
+    word, spec = option.name, option.metadata["option"]
+    match spec.kind:
+        case "text":
+            if value is None:
+                return os.environ.get("DIESEL_TASK_KEY", "") if word == "task_key" else ""
+            if isinstance(value, str):
+                return value
             raise _bad(word, "text", value)
-        return default if value is None else value
-
-    def _count(self, word: str) -> int | None:
-        """A number, also as text, as environment variables have it."""
-        value = self.get(word)
-        if isinstance(value, str):
+        case "count" if isinstance(value, str):
             if not re.fullmatch("[0-9]{1,9}", value.strip(), re.ASCII):
                 raise UsageError(f"{word} is a number, not {value!r}")
             return int(value)
-        return None if value is None else non_negative_int(word, value)
-
-    def _addresses(self, word: str) -> tuple[str, ...]:
-        """A list of texts, or one text with commas between."""
-        value = self.get(word)
-        if value is None:
-            return ()
-        if isinstance(value, str):
-            return tuple(filter(None, map(str.strip, value.split(","))))
-        if not isinstance(value, Sequence) or isinstance(value, bytes | bytearray):
-            raise _bad(word, "a list of HOST:PORT", value)
-        for each in value:
-            if not isinstance(each, str):
-                raise _bad(word, "a list of HOST:PORT", each)
-        return tuple(value)
-
-    def _folder(self, word: str) -> str:
-        """An absolute path; empty where none was given."""
-        value = self.get(word)
-        path = os.fspath(value) if isinstance(value, os.PathLike) else value
-        if path is not None and not isinstance(path, str):
+        case "count" | "size":
+            return option.default if value is None else non_negative_int(word, value)
+        case "addresses":
+            return _addresses(word, value)
+        case "folder":
+            path = os.fspath(value) if isinstance(value, os.PathLike) else value
+            if path is None or isinstance(path, str):
+                return os.path.abspath(path) if path else ""
             raise _bad(word, "a path", path)
-        return os.path.abspath(path) if path else ""
+        case "choice":
+            for each in spec.choices:
+                if value is None or each == value:  # the first is the default
+                    return each
+            known = ", ".join(spec.choices)
+            raise UsageError(f"bad {word} {value!r}", advice=f"one of {known}")
+    if value is not None and not isinstance(value, bool):
+        raise _bad(word, "True or False", value)
+    return bool(value)
 
-    def _choice(self, word: str, choices: tuple[str, ...]) -> str:
-        """One of these; the first where none is given."""
-        value = self.get(word)
-        if value is None:
-            return choices[0]
-        for each in choices:
-            if each == value:
-                return each
-        raise UsageError(f"bad {word} {value!r}", advice=f"one of {', '.join(choices)}")
 
-    def _flag(self, word: str) -> bool:
-        value = self.get(word)
-        if value is not None and not isinstance(value, bool):
-            raise _bad(word, "True or False", value)
-        return bool(value)
+def _addresses(word: str, value: object) -> tuple[str, ...]:
+    """Addresses from a list of texts, or from one text with commas between."""
+    if isinstance(value, str):
+        return tuple(filter(None, map(str.strip, value.split(","))))
+    if value is None:
+        return ()
+    if not isinstance(value, Sequence) or isinstance(value, bytes | bytearray):
+        raise _bad(word, "a list of HOST:PORT", value)
+    for each in value:
+        if not isinstance(each, str):
+            raise _bad(word, "a list of HOST:PORT", each)
+    return tuple(value)
 
 
 def non_negative_int(word: str, value: object) -> int:
