@@ -94,10 +94,7 @@ class RedisServer:
         command = [program("redis-server"), str(config)]
         if threading.current_thread() is threading.main_thread():
             command[:0] = ["setpriv", "--pdeathsig", "KILL"]  # ends with us, however we end
-        self._process = subprocess.Popen(
-            command,
-            stdout=subprocess.DEVNULL,
-        )
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         until(self._answers, "redis-server")
 
     def _answers(self) -> bool:

@@ -82,9 +82,7 @@ def test_the_greatest_chunk_is_never_forgotten(meta: MetadataStore) -> None:
     assert meta.head(NAME).newest == chunk_id(20)
 
 
-def test_Z7_tombstones_are_dropped_with_their_chunk_and_only_on_demand(
-    meta: MetadataStore,
-) -> None:
+def test_Z7_tombstones_are_dropped_with_their_chunk_and_only_on_demand(meta: MetadataStore) -> None:
     one = files(1, b"a", b"d/b", b"d/c")
     dead = tombstones(5, b"a", b"d/b", b"never")
     commit(meta, one, dead, files(7, b"a"), files(8, b"d/c"))

@@ -204,9 +204,7 @@ def test_chunks_committed_together_make_one_version(meta: MetadataStore) -> None
     assert meta.commit(IDENTITY) == after
 
 
-def test_A6_chunks_committed_together_are_committed_all_or_none(
-    meta: MetadataStore,
-) -> None:
+def test_A6_chunks_committed_together_are_committed_all_or_none(meta: MetadataStore) -> None:
     """An error at the last one undoes the others."""
     commit(meta, files(1, b"a"))
     before = meta.head(NAME)
@@ -266,9 +264,7 @@ def test_a_batch_that_contradicts_itself_changes_nothing(meta: MetadataStore) ->
 # Files of several extents
 
 
-def test_Z4_a_file_keeps_its_old_content_until_all_extents_are_committed(
-    meta: MetadataStore,
-) -> None:
+def test_Z4_a_file_keeps_its_content_until_all_extents_are_committed(meta: MetadataStore) -> None:
     old = files(1, b"big", size=3)
     parts = big(2, b"big", 3)
     commit(meta, old, parts[2], parts[0])
@@ -334,9 +330,7 @@ def test_Z6_an_entry_copied_by_purge_is_found_in_the_new_chunk(meta: MetadataSto
     assert (meta.head(NAME).files, meta.chunks(IDENTITY)[0].holes) == (2, 2)
 
 
-def test_P6_Z7_a_copy_by_purge_never_inserts_and_never_beats_a_newer_entry(
-    meta: MetadataStore,
-) -> None:
+def test_P6_Z7_a_copy_by_purge_never_inserts_nor_beats_a_newer_entry(meta: MetadataStore) -> None:
     one = files(1, b"a", b"b", b"c")
     nine = chunk_by_purge(9, (one, 0), (one, 1), (one, 2))
     commit(meta, one, files(5, b"a"), tombstones(6, b"b"), nine)

@@ -150,9 +150,7 @@ def test_C18_commits_are_locked_for_the_last_few_chunks_only(
     check(meta, NAME, [*store.there, files(999, b"hasty")])
 
 
-def test_C18_a_rebuild_without_read_committed_fails_when_something_is_committed(
-    meta: MetadataStore,
-) -> None:
+def test_C18_a_rebuild_without_read_committed_fails_at_a_commit(meta: MetadataStore) -> None:
     store = Chunks(files(1, b"a"))
     commit(meta, *store.there)
     with pytest.raises(BusyError, match="was changed"):
@@ -454,9 +452,7 @@ def test_a_lock_outlasts_a_rebuild(embedded: SqliteMetadata, path: Path) -> None
         hasty.commit(IDENTITY, files(2, b"b").batch())
 
 
-def test_a_store_without_the_table_aside_can_be_rebuilt(
-    embedded: SqliteMetadata, path: Path
-) -> None:
+def test_a_store_without_the_table_aside_is_rebuilt(embedded: SqliteMetadata, path: Path) -> None:
     with closing(sqlite3.connect(path)) as db:
         db.execute("DROP TABLE IF EXISTS aside")
         db.commit()

@@ -229,9 +229,7 @@ def test_L1_L2_commits_of_processes_and_threads_at_once_all_count(
     assert sorted(committed(meta, tried)) == sorted(tried)
 
 
-def test_a_lost_piece_of_a_committed_chunk_is_an_error(
-    meta: RedisMetadata, server: RedisServer
-) -> None:
+def test_a_lost_piece_of_a_commit_is_an_error(meta: RedisMetadata, server: RedisServer) -> None:
     """The version is that of the commit, but its entries are lost: reads raise an error."""
     client = server.client()
     commit_without_applying(server.url, files(50, b"new/file").batch())
@@ -251,9 +249,7 @@ def test_a_lost_piece_of_a_committed_chunk_is_an_error(
     assert committed(meta, BEFORE) == BEFORE
 
 
-def test_a_bucket_that_has_lost_pieces_is_an_error(
-    meta: RedisMetadata, server: RedisServer
-) -> None:
+def test_a_bucket_with_lost_pieces_is_an_error(meta: RedisMetadata, server: RedisServer) -> None:
     """C11: one node of a cluster comes back with older data."""
     client = server.client()
     (counts, *_) = client.keys("dfs:*}:t")

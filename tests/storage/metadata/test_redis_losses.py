@@ -204,10 +204,7 @@ def test_a_plan_that_stays_pending_ends_reads_at_the_deadline(
 def test_C8_readers_of_unwritable_redis_get_metadata_behind(tmp_path: Path, why: str) -> None:
     """At once; with this error they can use the snapshot."""
     options = {"save": "3600 1", "stop-writes-on-bgsave-error": "yes", "dbfilename": "dump"}
-    with (
-        RedisServer(tmp_path / "redis", options) as server,
-        closing(filled(server.url)) as meta,
-    ):
+    with RedisServer(tmp_path / "redis", options) as server, closing(filled(server.url)) as meta:
         client = server.client()
         commit_without_applying(server.url, files(2, b"c").batch())
         if why == "MISCONF":

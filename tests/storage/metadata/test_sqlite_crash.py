@@ -59,9 +59,7 @@ def test_L1_L2_commits_of_many_processes_at_once_all_count(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("at_once", [1, 5])
 @pytest.mark.parametrize("seed", range(4))
-def test_A6_a_process_killed_at_any_time_loses_no_acknowledged_commit(
-    tmp_path: Path, seed: int, at_once: int
-) -> None:
+def test_A6_a_kill_at_any_time_loses_no_commit(tmp_path: Path, seed: int, at_once: int) -> None:
     path = tmp_path / "meta.sqlite"
     dice = random.Random(seed)
     tried = list(range(1, 401))
@@ -79,9 +77,7 @@ def test_A6_a_process_killed_at_any_time_loses_no_acknowledged_commit(
 
 @pytest.mark.parametrize("at_once", [1, 3])
 @pytest.mark.parametrize("when", [1, 2, 3, 5, 8, 13, 21, 34])
-def test_A6_a_process_killed_at_any_write_loses_no_acknowledged_commit(
-    tmp_path: Path, when: int, at_once: int
-) -> None:
+def test_A6_a_kill_at_any_write_loses_no_commit(tmp_path: Path, when: int, at_once: int) -> None:
     path = tmp_path / "meta.sqlite"
     with closing(SqliteMetadata.open(path, create=True)) as meta:
         meta.create(NAME, IDENTITY)

@@ -110,11 +110,7 @@ class RedisMetadata(MetadataStore):
     """A metadata store in Redis."""
 
     def __init__(
-        self,
-        link: RedisLink,
-        clock_ns: Callable[[], int] = time.time_ns,
-        *,
-        buckets: int = 0,
+        self, link: RedisLink, clock_ns: Callable[[], int] = time.time_ns, *, buckets: int = 0
     ) -> None:
         self._link = link
         self._clock_ns = clock_ns

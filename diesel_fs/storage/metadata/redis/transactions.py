@@ -336,9 +336,7 @@ class RedisTransactions(HeadReader):
     # Applying
 
     def _apply(
-        self,
-        transaction: Transaction,
-        own_pieces: Mapping[PieceName, BucketPiece] | None = None,
+        self, transaction: Transaction, own_pieces: Mapping[PieceName, BucketPiece] | None = None
     ) -> None:
         """Apply a transaction. `own_pieces` are given by the writer, which still has its pieces:
         they replace pieces that Redis has lost.
