@@ -14,6 +14,9 @@ import pytest
 import diesel_fs
 
 TREE = Path(__file__).resolve().parents[1]
+NAMED = re.compile(r"`([\w/]+(?:\.py|/))`")
+"""Modules and folders that a text names."""
+
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "base", "manager", "misc"}
 
 # Put together here, so that this file does not hold them itself. A package host or an index option
@@ -72,6 +75,22 @@ def test_every_module_says_what_it_is() -> None:
     texts = {path: path.read_text(encoding="utf-8") for path in SOURCES}
     silent = [path for path, text in texts.items() if text and not text.startswith('"""')]
     assert silent == []
+
+
+PACKAGES = [path for path in SOURCES if path.name == "__init__.py" and "tests" not in path.parts]
+
+
+@pytest.mark.parametrize("path", PACKAGES, ids=lambda path: str(path.parent.relative_to(TREE)))
+def test_every_package_has_a_page_for_newcomers(path: Path) -> None:
+    """The docstring of a layer has some lines, and names modules at which to start reading."""
+    page = ast.get_docstring(ast.parse(path.read_bytes())) or ""
+    assert page
+    if path.parent.parent == TREE / "diesel_fs" and path.parent.name != "torch":
+        assert 5 <= len(page.splitlines()) <= 20
+        named = NAMED.findall(page)
+        assert any((path.parent / name).exists() for name in named)
+        places = [path.parent, TREE / "diesel_fs", *path.parent.glob("*/")]
+        assert [name for name in named if not any((at / name).exists() for at in places)] == []
 
 
 def cut_sentences(source: str) -> list[str]:
