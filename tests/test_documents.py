@@ -25,7 +25,7 @@ from tests.cli.test_program import commands
 
 from .test_errors import all_kinds
 from .test_house import FILES, SOURCES
-from .test_layers import LAYERS
+from .test_layers import LAYERS, modules
 
 TREE = Path(__file__).resolve().parents[1]
 PAGES = [path for path in FILES if path.suffix == ".md"]
@@ -178,6 +178,14 @@ def test_the_map_names_every_package() -> None:
     table = README.partition("| package |")[2].partition("\n\n")[0]
     named = [CODE.findall(line)[0].rstrip("/") for line in table.splitlines()[2:]]
     assert named == list(LAYERS)
+
+
+def test_the_paths_that_data_takes_name_modules() -> None:
+    paths = README.partition("Three paths that data takes")[2].partition("\n## ")[0]
+    named = CODE.findall(paths)
+    assert len(named) > 20
+    known = modules()
+    assert [name for name in named if not {name, f"diesel_fs.{name}"} & known.keys()] == []
 
 
 def prose(text: str) -> str:
