@@ -17,7 +17,7 @@ HIDDEN_ROOT = 1 << 62
 HIDDEN_NAME = b".diesel"
 
 FOREVER_S = 1e9
-"""How long the kernel may keep a reply about an immutable tree: 31 years, which fits its
+"""How long the kernel may keep replies about an immutable tree: 31 years, which fits its
 jiffies."""
 
 

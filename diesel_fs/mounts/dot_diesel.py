@@ -303,8 +303,7 @@ class HiddenFolder:
     # -------------------------------------------------------------------------------------
 
     def _file_version(self, name: bytes) -> _FileVersion | None:
-        """The present content of a name, made again if it is too old; None: there is no such
-        file."""
+        """The present content of a name, made again if it is too old; None: no such file."""
         file = self._files.get(name)
         if file is None:
             return None

@@ -114,9 +114,7 @@ def _start(request: MountRequest, program: Sequence[str]) -> None:
 
 
 def mount_in_foreground(request: MountRequest, *, program: Sequence[str] = DAEMON) -> NoReturn:
-    """Turns this process into the daemon, which logs to stderr or the log file, and ends with the
-    mount. Raises DieselError.
-    """
+    """Turns this process into the daemon, which ends with the mount. Raises DieselError."""
     request = _checked(request)
     text = request.to_json()
     if request.log_file:

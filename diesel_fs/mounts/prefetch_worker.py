@@ -66,9 +66,7 @@ BEGIN_DEADLINE_S = 10.0
 
 
 def run_prefetch_worker(request: MountRequest, source: MountSource, link: socket.socket) -> int:
-    """Runs the worker until the mount or the server, at the other end of `link`, has ended. Returns
-    the exit code.
-    """
+    """Runs until the mount, or the server at the other end of `link`, has ended. The exit code."""
     server = ServerLink(link)
     try:
         server.send({"pid": os.getpid()})  # for the first statistics
@@ -251,8 +249,7 @@ class PrefetchWorker:
             self._stats_changed = True
 
     def _act(self, now_s: float) -> float:
-        """Carries out the planner's next decision. Returns how long to wait after it, in
-        seconds."""
+        """Carries out the planner's next decision. Returns the seconds to wait after it."""
         match self._planner.next(now_s):
             case Push() as push:
                 self._push(push)

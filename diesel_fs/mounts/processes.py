@@ -58,8 +58,7 @@ def other_mounts_of(mount: MountEntry) -> dict[MountEntry, int]:
 
 
 def holders_of(device: str) -> list[int]:
-    """The processes that have a file or folder of the mount open or mapped, or as working
-    folder."""
+    """The processes with a file or folder of the mount open or mapped, or as working folder."""
     processes = _processes()
     mount_ids = {each.mount_id for _, each in _mounts_of(processes, device)}
     mapped = "{:02x}:{:02x}".format(*map(int, device.split(":")))

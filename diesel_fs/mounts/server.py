@@ -299,8 +299,7 @@ class _Server:
         return extra
 
     async def _poll_task_stats(self) -> None:
-        """Fetches the task's statistics for `.diesel/stats`: asking for them may wait for its
-        master."""
+        """Fetches the task's statistics for `.diesel/stats`, which may wait for its master."""
         while True:
             self._task_stats = await trio.to_thread.run_sync(
                 self._source.task_stats, abandon_on_cancel=True
@@ -378,8 +377,7 @@ class _Server:
         self._lists.on_open(vfs.entry_of(entry + 1) if isinstance(vfs, FollowingVfs) else entry)
 
     def _start_worker(self, session: KernelSession) -> bool:
-        """Sends the worker the connection, the snapshot and the shared memory. False if it
-        cannot."""
+        """Sends the worker the connection, snapshot and shared memory. False if it cannot."""
         begin: Message = {
             "do": "begin",
             "device": self._device,

@@ -202,8 +202,7 @@ class MountSource:
     def _objects(
         self, request: MountRequest, repository: Repository, snapshot: Snapshot
     ) -> ObjectStore:
-        """Where contents are read from: the task's cache if there is a task, else the
-        repository."""
+        """Where contents are read from: the task's cache if there is a task, else the store."""
         if not request.task_options or snapshot.version < self._current_version:
             return repository.objects
         store = self._stores.get(snapshot.version)

@@ -213,8 +213,7 @@ class Vfs:
         return [node - 1 for node, _ in forgets if 0 < node <= entries]
 
     def count_listed(self, folder: int, place: int, count: int) -> None:
-        """Counts that the kernel has been given `count` children of a folder, from child `place`
-        on."""
+        """Counts that the kernel got `count` children of a folder, from child `place` on."""
 
     def link_target(self, node: int) -> bytes:
         """The target of a symbolic link, verbatim."""
@@ -271,9 +270,7 @@ class Vfs:
     # content ----------------------------------------------------------------------------------
 
     def read_nowait(self, node: int, offset: int, size: int) -> Bytes | None:
-        """The bytes, in full up to the file's end, if they are in memory; None where `read` must
-        get them. Raises FuseErrno.
-        """
+        """The bytes up to the file's end if they are in memory; None where `read` must get them."""
         if node >= HIDDEN_ROOT:
             return self._hidden.read_nowait(node, offset, size)
         index = self._index(node)

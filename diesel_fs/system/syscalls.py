@@ -35,8 +35,7 @@ READS_AHEAD_MAX = 256
 few hundred KiB that wait for the store stop all others (measured: 7.8 s instead of 2 ms)."""
 
 READ_AHEAD_KIB = 1024
-"""The largest READ (256 pages). With the default of 128 KiB the kernel sends eight times as
-many."""
+"""The largest READ (256 pages). The default of 128 KiB would take eight times as many."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 

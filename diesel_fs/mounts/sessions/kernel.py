@@ -230,8 +230,7 @@ class KernelSession:
                     self._send(unique, (), errno.EIO)
 
     def _read(self, read: ReadRequest, nursery: trio.Nursery) -> None:
-        """Answers a READ at once from memory, else in a task, so that it delays no other
-        request."""
+        """Answers a READ at once from memory, else in a task, so that it delays no other."""
         unique, node, offset, size = read
         vfs, push_status = self._vfs, self._push_status
         vfs.requests["read"] += 1
@@ -253,8 +252,7 @@ class KernelSession:
     async def _read_held(
         self, push_status: PushStatusMap, node: int, offset: int, size: int
     ) -> Bytes:
-        """A READ of a file that is pushed soon waits a moment, so that the worker gets ahead of
-        it."""
+        """A READ of a file that is pushed soon waits a moment: the worker gets ahead of it."""
         self._vfs.reads["held"] += 1
         try:
             await push_status.hold(node - 1)
@@ -358,8 +356,7 @@ class KernelSession:
         raise FuseErrno(errno.ENOSYS)  # the session has negotiated READDIRPLUS
 
     def _ioctl(self, request: RequestHeader, message: memoryview) -> _Answer:
-        """Python's `open` asks whether a file is a terminal, and the kernel passes that on each
-        time."""
+        """Python's `open` asks whether a file is a terminal, which comes here each time."""
         raise FuseErrno(errno.ENOTTY)
 
     def _nothing(self, request: RequestHeader, message: memoryview) -> _Answer:

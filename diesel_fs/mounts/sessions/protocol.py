@@ -67,8 +67,7 @@ WRITE_BYTES_MAX = 4096
 """Nothing is ever written, but the kernel demands a size that is not 0."""
 
 REQUEST_BYTES = 1 << 16
-"""The buffer for one request. The longest is a BATCH_FORGET, which the kernel cuts to the
-buffer."""
+"""The buffer for a request. The longest is a BATCH_FORGET, which the kernel cuts to fit."""
 
 NOTIFY_INVALIDATE = 2
 NOTIFY_INVALIDATE_NAME = 3

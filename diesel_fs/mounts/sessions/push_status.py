@@ -90,8 +90,7 @@ class PushStatusMap:
         self._count += np.uint64(1)
 
     def mark_now(self, entries: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Marks entries as stored now. Returns which of them have a held READ: they must be left
-        out."""
+        """Marks entries as stored now. Returns which have a held READ and must be left out."""
         self._soon[entries] = _NOW
         return self._being_read[entries].astype(np.bool_)
 
@@ -128,8 +127,7 @@ class PushStatusMap:
         return self._soon_seen[entry] != 0
 
     async def hold(self, entry: int) -> None:
-        """Waits until the worker makes no progress, the entry is pushed, or `HOLD_STEPS` are
-        over."""
+        """Waits until the worker stops, the entry is pushed, or `HOLD_STEPS` are over."""
         before, still = int(self._count[0]), 0
         for _ in range(HOLD_STEPS):
             await trio.sleep(HOLD_STEP_S)

@@ -39,15 +39,13 @@ from ..vfs import BLOCK_BYTES, ChildColumns, Vfs
 from .session import MountOptions, RequestWait
 
 TASKS_MAX = 10_000
-"""Requests that may be under way at once. A READ that waits holds a task, and must not delay other
-requests."""
+"""Requests under way at once. A READ that waits holds a task, and must not delay others."""
 
 PART_ENTRIES = 1024
 """Children of a folder that are made ready together; one READDIR reply holds 24 to some 6,000."""
 
 PARTS_KEPT = 64
-"""Parts that are kept, so that many readers can list large folders at once without making the same
-part again."""
+"""Parts that are kept, so that many readers can list large folders at once."""
 
 NUDGE_S = 0.25
 """While READs wait, a signal comes this often. A request can vanish (its process was killed)
@@ -62,8 +60,7 @@ _Answer = Callable[Concatenate["_Operations", int, _P], Coroutine[object, None, 
 
 
 def _answered(request: str) -> Callable[[_Handler[_P, _T]], _Answer[_P, _T]]:
-    """Turns a handler that does not wait into the coroutine that pyfuse3 awaits, and counts
-    calls."""
+    """Turns a handler that does not wait into the coroutine for pyfuse3, and counts calls."""
 
     def wrap(handler: _Handler[_P, _T]) -> _Answer[_P, _T]:
         @functools.wraps(handler)
@@ -258,8 +255,7 @@ class _Operations(pyfuse3.Operations):
         return position
 
     def _part(self, folder: int, position: int) -> Listing | None:
-        """The part of a folder of the dataset that has child `position`; None where there is
-        none."""
+        """The part of a folder of the dataset that has child `position`; None: there is none."""
         start = position - position % PART_ENTRIES
         key = folder, start, self.vfs.snapshot.version  # which may change attributes
         part = self._parts.get(key)

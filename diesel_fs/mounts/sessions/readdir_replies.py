@@ -19,8 +19,7 @@ from ..vfs import BLOCK_BYTES, ChildColumns, Vfs
 from . import protocol
 
 PART_ENTRIES = 4096
-"""Children of one part: 0.8 MB, which takes 2 ms. The first reply for a huge folder waits for one
-part only."""
+"""Children of one part: 0.8 MB, made in 2 ms. A first reply waits for one part only."""
 
 PARTS_KEPT = 16
 """Parts that are kept (13 MB), so that many readers can list large folders at once."""

@@ -312,8 +312,7 @@ class FollowingVfs(Vfs):
             version.numbers.count_lookup(index)
 
     def count_listed(self, folder: int, place: int, count: int) -> None:
-        """Counts that the kernel has been given `count` children of a folder, from child `place`
-        on."""
+        """See `Vfs`; names in a folder of a retired version become stale."""
         if count:
             version, index = self._locate(folder)
             start = version.vfs.snapshot.children(index).start + place

@@ -49,9 +49,7 @@ class SwitchInvalidation:
         self._folders = np.union1d(found.changed_folders, found.folders_with_new_attributes)
 
     def send(self, device: int) -> Iterator[None]:
-        """Sends all notifications, and yields after each piece. Raises OSError where the mount has
-        ended.
-        """
+        """Sends them all, and yields after each piece. Raises OSError where the mount has ended."""
         gone, new = self._changed_names()
         for folder in self._folders.tolist():
             names = {*gone.names(folder), *new.names(folder)}
@@ -64,8 +62,7 @@ class SwitchInvalidation:
             yield from invalidate_folder(device, int(self._nodes_before[folder]), children)
 
     def _changed_names(self) -> "tuple[_NamesByFolder, _NamesByFolder]":
-        """The names that are gone or changed, and those that are new, in folders that still
-        exist."""
+        """The names that are gone or changed, and the new ones, in folders that still exist."""
         found = self._found
         new_index = np.full(len(found.old), -1, np.int64)
         unchanged = np.flatnonzero(found.unchanged >= 0)
@@ -82,8 +79,7 @@ class SwitchInvalidation:
 
 
 class _NamesByFolder:
-    """Entries of one version by their folder, which is given as its index in the new version, or
-    -1."""
+    """Entries of one version, by their folder's index in the new version, or -1."""
 
     def __init__(self, snapshot: Snapshot, entries: Indices, folders: Indices) -> None:
         order = np.argsort(folders, kind="stable")

@@ -123,8 +123,7 @@ class VersionWatcher:
         self._pushes = True
 
     def stop(self) -> None:
-        """The mount is being unmounted: the watcher begins nothing more, and stops telling the
-        kernel."""
+        """The mount is being unmounted: nothing more is begun, or sent to the kernel."""
         self._ending = True
 
     async def run(self, session: Session) -> None:
