@@ -1,4 +1,4 @@
-"""Mount points: which mounts are ours, whether a folder can be one, and how a mount is ended.
+"""Mount points: which mounts show datasets, which folders can be used, and how a mount ends.
 
 `system/mountinfo.py` says what is mounted. This process never touches a mount itself: `stat` takes
 a dead mount for a living one, since the kernel keeps its attributes, and would wait for ever on one

@@ -126,16 +126,16 @@ class _Supervisor:
             signal.signal(signal.SIGHUP, signal.SIG_IGN)
         self._beats, beat = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         server_end, worker_end = socket.socketpair()
-        ours = [self._signals, wake, self._beats]
+        own = [self._signals, wake, self._beats]
         gc.freeze()  # the children then share the memory of these objects
         self._server = _forked(
             lambda: serve_mount(request, source, report, beat, server_end, foreground=foreground),
-            [*ours, worker_end.fileno()],
+            [*own, worker_end.fileno()],
             ORPHANED_SIGNAL,
         )
         self._worker = _forked(
             lambda: _run_worker(request, source, worker_end),
-            [*ours, server_end.fileno(), beat],
+            [*own, server_end.fileno(), beat],
             signal.SIGKILL,
         )
         server_end.close()

@@ -1,1 +1,1 @@
-"""For PyTorch: samplers that read chunk by chunk, and datasets without a mount."""
+"""For PyTorch: samplers that read chunk by chunk, and datasets without a mount. Empty so far."""

@@ -79,7 +79,7 @@ class FolderMountSource(MountSource):
         if request.dataset == "absent":
             raise NoSuchDataset("no dataset absent", advice="put it first")
         if request.dataset == "broken":
-            raise KeyError("a bug of ours")
+            raise KeyError("a bug in the mount")
         if request.dataset == "dying":
             os._exit(9)
         if request.dataset == "slow":

@@ -95,7 +95,7 @@ def test_a_mount_is_ready_when_mount_returns_and_gone_after_umount(
     ("dataset", "kind", "message"),
     [
         ("absent", NoSuchDataset, "no dataset absent; put it first"),
-        ("broken", DieselError, "a bug of ours"),
+        ("broken", DieselError, "a bug in the mount"),
         ("dying", DieselError, "did not come up"),
     ],
 )

@@ -74,8 +74,7 @@ class Processes:
 
 
 def processes_of(mounted: LiveMount) -> Processes:
-    told = stats(mounted.at)
-    server = told["server_pid"]
+    server = stats(mounted.at)["server_pid"]
     assert isinstance(server, int)
     [worker] = [pid for pid in children_of(mounted.pid) if pid != server]
     return Processes(mounted.pid, server, worker)

@@ -72,7 +72,7 @@ def test_many_rounds_leave_nothing_behind(source: Path, tmp_path: Path) -> None:
         if rounds % 100 == 0:  # a thousand rounds take longer than the limit of a test
             faulthandler.dump_traceback_later(HANG_S, exit=True)
     assert not set(resources_of(tmp_path)) - before
-    # Other mounts may have got a device number of ours since, but those are mounted.
+    # Other mounts may have got one of these device numbers since, but those are mounted.
     connections = Path("/sys/fs/fuse/connections")
     left = {f"0:{name}" for name in os.listdir(connections)} if connections.is_dir() else set()
     mounted = {line.split()[2] for line in Path("/proc/self/mountinfo").read_text().splitlines()}

@@ -61,13 +61,13 @@ def test_only_the_first_version_waits_for_a_master_that_ends(
         return object()
 
     monkeypatch.setattr(TaskStore, "join", joined)
-    request, opener = replace(saved, task_options=TaskOptions(task="night")), MountSource()
-    snapshot = opener.open(request).snapshot
+    request, source = replace(saved, task_options=TaskOptions(task="night")), MountSource()
+    snapshot = source.open(request).snapshot
     with connect("dogs", saved.url) as dogs:
         dogs.put(b"more", "c")
         dogs.flush()
         for each in (snapshot, dogs.snapshot, dogs.snapshot):
-            opener.reader(request, each, 1 << 20, pushes=False)
+            source.reader(request, each, 1 << 20, pushes=False)
     assert waits == [MASTER_END_WAIT_S, 0.0]
 
 

@@ -1,4 +1,5 @@
-"""How a session waits for requests: most take no turn of trio's loop, other tasks get theirs."""
+"""How a session waits for requests: most take no turn of trio's stand_in, other tasks get
+theirs."""
 
 import os
 import time
@@ -12,12 +13,12 @@ import trio
 from diesel_fs.mounts.sessions.pyfuse3 import TrioStandIn, installed
 from diesel_fs.mounts.sessions.session import POLL_S, SLICE_S, RequestWait
 
-LATE_S = 20 * (SLICE_S + POLL_S)  # a busy machine adds what it likes; a hang adds for ever
+LATE_S = 20 * (SLICE_S + POLL_S)  # far more than needed: only a hang takes longer
 
 
 @pytest.fixture
 def pipe() -> Iterator[tuple[int, int]]:
-    """The two ends of a pipe: what is written is a request."""
+    """The ends of a pipe: what is written to it stands for a request."""
     ends = os.pipe()
     yield ends
     for end in ends:
@@ -25,11 +26,11 @@ def pipe() -> Iterator[tuple[int, int]]:
 
 
 def test_requests_that_keep_coming_take_few_turns_of_trio(pipe: tuple[int, int]) -> None:
-    """A request that is there is had without a turn; now and then there is one all the same."""
+    """A request that is there is returned without a turn of trio, which comes only now and then."""
     os.write(pipe[1], b"request")
 
     async def serve() -> tuple[int, int]:
-        loop, requests, turns = TrioStandIn(RequestWait(lambda: True)), 0, 0
+        stand_in, requests, turns = TrioStandIn(RequestWait(lambda: True)), 0, 0
 
         async def others() -> None:
             nonlocal turns
@@ -41,8 +42,8 @@ def test_requests_that_keep_coming_take_few_turns_of_trio(pipe: tuple[int, int])
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(others)
                 while turns < 10:
-                    async with loop.Lock():
-                        await loop.wait_readable(pipe[0])
+                    async with stand_in.Lock():
+                        await stand_in.wait_readable(pipe[0])
                     requests += 1
                 nursery.cancel_scope.cancel()
         return requests, turns
@@ -51,27 +52,29 @@ def test_requests_that_keep_coming_take_few_turns_of_trio(pipe: tuple[int, int])
     assert requests > 3 * turns
 
 
-def test_a_wait_for_the_next_request_holds_nothing_up_for_long(pipe: tuple[int, int]) -> None:
+def test_a_wait_for_the_next_request_does_not_delay_other_tasks_for_long(
+    pipe: tuple[int, int],
+) -> None:
     async def serve() -> float:
-        loop = TrioStandIn(RequestWait(lambda: True))
+        stand_in = TrioStandIn(RequestWait(lambda: True))
         with trio.move_on_after(0.05):
             while True:
-                await loop.wait_readable(pipe[0])  # none comes
+                await stand_in.wait_readable(pipe[0])  # none comes
         os.write(pipe[1], b"one")
-        await loop.wait_readable(pipe[0])
+        await stand_in.wait_readable(pipe[0])
         os.read(pipe[0], 3)
         start_s = time.monotonic()
         with trio.move_on_after(0.0):
-            await loop.wait_readable(pipe[0])
+            await stand_in.wait_readable(pipe[0])
         return time.monotonic() - start_s
 
     assert trio.run(serve) < LATE_S
 
 
-def test_while_a_read_waits_the_next_request_is_not_polled_for(
+def test_while_a_read_waits_poll_does_not_wait_for_the_next_request(
     pipe: tuple[int, int],
 ) -> None:
-    """Its bytes are what comes next, and they come through trio."""
+    """The bytes of the read probably come first, and they come through trio."""
 
     async def serve() -> bool:
         wait = RequestWait(lambda: False, slice_s=1e6, poll_s=1e6)
@@ -85,25 +88,25 @@ def test_while_a_read_waits_the_next_request_is_not_polled_for(
     assert trio.run(serve)
 
 
-def test_the_lock_is_held_by_one_and_passed_on_when_its_holder_waits() -> None:
+def test_the_lock_has_one_owner_and_passes_on_when_its_owner_waits() -> None:
     async def run() -> list[str]:
-        lock, told = TrioStandIn.Lock(), []
+        lock, events = TrioStandIn.Lock(), []
 
         async def worker(name: str) -> None:
             for turn in range(3):
                 async with lock:
-                    told.append(f"{name}{turn}")
+                    events.append(f"{name}{turn}")
                 if name == "a" and turn == 1:
                     await trio.sleep(0.01)
                 async with lock:
-                    told.append("in")
+                    events.append("in")
                     await trio.lowlevel.checkpoint()
-                    told.append("out")
+                    events.append("out")
 
         async with trio.open_nursery() as nursery:
             for name in "abc":
                 nursery.start_soon(worker, name)
-        return told
+        return events
 
     with_lock = trio.run(run)
     assert len(with_lock) == 3 * 3 * 3
@@ -111,10 +114,10 @@ def test_the_lock_is_held_by_one_and_passed_on_when_its_holder_waits() -> None:
     assert {name[0] for name in with_lock if name[-1].isdigit()} == set("abc")
 
 
-def test_pyfuse3_has_trio_back_afterwards() -> None:
-    """The attribute is what its own asyncio mode sets too; were it gone, this would say so."""
-    loop = TrioStandIn(RequestWait(lambda: True))
+def test_pyfuse3_gets_trio_back_afterwards() -> None:
+    """The attribute exists for asyncio mode of pyfuse3; this test fails if a release drops it."""
+    stand_in = TrioStandIn(RequestWait(lambda: True))
     assert vars(pyfuse3)["trio"] is trio
-    with installed(loop):
-        assert vars(pyfuse3)["trio"] is loop
+    with installed(stand_in):
+        assert vars(pyfuse3)["trio"] is stand_in
     assert vars(pyfuse3)["trio"] is trio

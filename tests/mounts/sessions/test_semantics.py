@@ -36,12 +36,12 @@ def test_names_bytes_modes_times_and_links_are_those_of_the_source(tree: LiveMou
     assert paths == sorted(everything_below(tree.source))
     assert len(paths) > len(ODD_NAMES) + 10
     for path in paths:
-        ours, theirs = (os.lstat(root / path) for root in (tree.at, tree.source))
-        assert (ours.st_mode, ours.st_mtime_ns) == (theirs.st_mode, theirs.st_mtime_ns), path
-        if stat.S_ISLNK(ours.st_mode):
+        shown, original = (os.lstat(root / path) for root in (tree.at, tree.source))
+        assert (shown.st_mode, shown.st_mtime_ns) == (original.st_mode, original.st_mtime_ns), path
+        if stat.S_ISLNK(shown.st_mode):
             assert os.readlink(tree.at / path) == os.readlink(tree.source / path)
-        elif stat.S_ISREG(ours.st_mode):
-            assert ours.st_size == theirs.st_size
+        elif stat.S_ISREG(shown.st_mode):
+            assert shown.st_size == original.st_size
             assert (tree.at / path).read_bytes() == (tree.source / path).read_bytes()
 
 
@@ -181,12 +181,12 @@ def test_H13_the_usual_calls_do_the_usual_things(tree: LiveMount) -> None:
 
 def test_H13_statfs_is_plausible(tree: LiveMount) -> None:
     """statfs gives the dataset's size, nothing free, and never 0, because tools divide by it."""
-    told = os.statvfs(tree.at)
+    found = os.statvfs(tree.at)
     size = sum(path.stat().st_size for path in tree.source.rglob("*") if path.is_file())
-    assert told.f_blocks * told.f_frsize >= size - 5000
-    assert told.f_blocks > 0
-    assert told.f_files == len(list(everything_below(tree.source)))
-    assert (told.f_bfree, told.f_bavail, told.f_ffree, told.f_namemax) == (0, 0, 0, 255)
+    assert found.f_blocks * found.f_frsize >= size - 5000
+    assert found.f_blocks > 0
+    assert found.f_files == len(list(everything_below(tree.source)))
+    assert (found.f_bfree, found.f_bavail, found.f_ffree, found.f_namemax) == (0, 0, 0, 255)
     subprocess.run(["df", tree.at], check=True, capture_output=True)
 
 
