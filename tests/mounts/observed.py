@@ -4,7 +4,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,9 +13,6 @@ from diesel_fs.mounts.launcher import DAEMON, default_log
 from diesel_fs.mounts.mountpoint import mounted_at
 from diesel_fs.mounts.vfs import STATS_MAX_AGE_S
 from tests.mounts.conftest import LiveMount, request_for
-
-PATIENCE_S = 60.0
-"""What a test waits for comes far earlier, on a busy machine too."""
 
 FILE_BYTES = 200_000
 
@@ -36,18 +33,6 @@ def foreground_command(source: Path, at: Path, session: str) -> list[str]:
 def noise(seed: int, size: int = FILE_BYTES) -> bytes:
     """Bytes that differ for each seed and cannot be compressed."""
     return random.Random(seed).randbytes(size)
-
-
-def wait_until(
-    condition: Callable[[], object],
-    within_s: float = PATIENCE_S,
-    otherwise: Callable[[], str] = lambda: "the condition never held",
-) -> None:
-    """Returns when the condition holds; fails after some time with the message of `otherwise`."""
-    end_s = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < end_s, otherwise()
-        time.sleep(0.01)
 
 
 @contextmanager

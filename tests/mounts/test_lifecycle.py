@@ -18,13 +18,8 @@ from diesel_fs.mounts.mountpoint import is_alive, mounted_at
 from diesel_fs.mounts.processes import children_of, ends_within
 from tests.mounts.conftest import PROGRAM, LiveMount, mounting, request_for
 from tests.mounts.folder_daemon import GRACE
-from tests.mounts.observed import (
-    PATIENCE_S,
-    foreground_command,
-    state_of,
-    wait_until,
-    waiting_reads,
-)
+from tests.mounts.observed import foreground_command, state_of, waiting_reads
+from tests.waiting import PATIENCE_S, wait_until
 
 pytestmark = pytest.mark.fuse
 

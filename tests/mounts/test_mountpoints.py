@@ -228,8 +228,9 @@ def started_by_user(script: str, place: Path, session: str) -> "subprocess.Popen
 FOLLOWING_AS_USER = """if True:
     import os, sys
     from pathlib import Path
-    from tests.mounts.observed import mounted, noise, wait_until
+    from tests.mounts.observed import mounted, noise
     from tests.mounts.versions.followed_dataset import FILES, begin, tried
+    from tests.waiting import wait_until
     place = Path(sys.argv[1]) / f"following-{sys.argv[2]}"
     place.mkdir()
     ds = begin(place, sys.argv[2])

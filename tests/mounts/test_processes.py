@@ -27,9 +27,9 @@ from tests.mounts.observed import (
     is_gone,
     log_of,
     state_of,
-    wait_until,
     waiting_reads,
 )
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.fuse
 

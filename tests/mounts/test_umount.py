@@ -16,8 +16,8 @@ from diesel_fs.mounts import launcher, umount
 from diesel_fs.mounts.mountpoint import mounted_at
 from diesel_fs.mounts.processes import ends_within
 from tests.mounts.conftest import mounting
-from tests.mounts.observed import wait_until
 from tests.unprivileged_user import USER, as_user, module_path, needs_root, user_python
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.fuse
 

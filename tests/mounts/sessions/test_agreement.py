@@ -24,8 +24,9 @@ from diesel_fs.mounts.sessions.protocol import Flag
 from tests.mounts.conftest import ODD_NAMES, LiveMount, mounting, request_for
 from tests.mounts.folder_daemon import LACKING
 from tests.mounts.folder_dataset import MANY, many_names
-from tests.mounts.observed import fresh_stats, wait_until, waiting_reads
+from tests.mounts.observed import fresh_stats, waiting_reads
 from tests.mounts.sessions.test_folders import Folder
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.fuse
 

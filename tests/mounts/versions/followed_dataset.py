@@ -9,7 +9,8 @@ from diesel_fs.client.dataset import Dataset, connect
 from diesel_fs.credentials import Credentials
 from diesel_fs.mounts import MountRequest
 from diesel_fs.mounts.plans.control import Control
-from tests.mounts.observed import FILE_BYTES, noise, wait_until
+from tests.mounts.observed import FILE_BYTES, noise
+from tests.waiting import wait_until
 
 POLL_INTERVAL_S = 0.05
 

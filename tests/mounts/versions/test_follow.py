@@ -19,7 +19,7 @@ from diesel_fs.ingest import FolderSource, PutOptions, put
 from diesel_fs.mounts import MountRequest, mount, umount
 from diesel_fs.mounts.plans.control import Control, explicit
 from diesel_fs.repository.local import LocalRepository
-from tests.mounts.observed import FILE_BYTES, mounted, noise, wait_until
+from tests.mounts.observed import FILE_BYTES, mounted, noise
 from tests.mounts.versions.followed_dataset import (
     FILES,
     POLL_INTERVAL_S,
@@ -27,6 +27,7 @@ from tests.mounts.versions.followed_dataset import (
     begin,
     tried,
 )
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.fuse
 

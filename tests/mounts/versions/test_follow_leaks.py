@@ -14,8 +14,9 @@ import pytest
 from diesel_fs.mounts.processes import children_of
 from diesel_fs.peers.options import TaskOptions
 from diesel_fs.system.unix_sockets import connect_unix
-from tests.mounts.observed import mounted, noise, wait_until
+from tests.mounts.observed import mounted, noise
 from tests.mounts.versions.followed_dataset import FILES, FollowedMount, begin
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.fuse
 

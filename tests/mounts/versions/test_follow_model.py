@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from diesel_fs.ingest import FolderSource, PutOptions, put
 from diesel_fs.mounts import MountRequest
 from diesel_fs.repository.local import LocalRepository
-from tests.mounts.observed import mounted, wait_until
+from tests.mounts.observed import mounted
 from tests.mounts.versions.followed_dataset import POLL_INTERVAL_S, FollowedMount
 from tests.trees import facts
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.fuse
 

@@ -18,8 +18,9 @@ from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.mounts.processes import ends_within
 from diesel_fs.repository.local import LocalRepository
 from tests.mounts.dying_daemon import DIES
-from tests.mounts.observed import PATIENCE_S, mounted, noise, wait_until
+from tests.mounts.observed import mounted, noise
 from tests.mounts.versions.followed_dataset import FILES, FollowedMount
+from tests.waiting import PATIENCE_S, wait_until
 
 pytestmark = pytest.mark.fuse
 

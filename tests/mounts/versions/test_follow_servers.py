@@ -16,7 +16,7 @@ import pytest
 from diesel_fs.errors import ConflictError, ForeignError, MetadataError
 from diesel_fs.mounts import mount, umount
 from diesel_fs.system.syscalls import cached_bytes
-from tests.mounts.observed import FILE_BYTES, mounted, noise, wait_until
+from tests.mounts.observed import FILE_BYTES, mounted, noise
 from tests.mounts.versions.followed_dataset import (
     FILES,
     POLL_INTERVAL_S,
@@ -29,6 +29,7 @@ from tests.server.server_with_redis import ServerWithRedis
 from tests.storage.conftest import s3 as s3
 from tests.storage.metadata.redis_servers import RedisServer
 from tests.storage.objects.s3_server import Server as S3Server
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.fuse
 
