@@ -1,14 +1,15 @@
-"""The file system of a mount that follows its dataset: several versions under one set of nodes.
+"""The file system of a mount that follows its dataset: several versions, one set of nodes.
 
 A mount with `--follow` switches to newer versions of its dataset while programs use it. Names then
 lead to the new version, the current one; a version before it is retired, and goes on serving the
 files that are open in it until the kernel knows none of its nodes any more.
 
-Each version is a `Vfs` of its own, whose nodes are its entries' indices + 1; the mount's nodes are
-other numbers. They begin as the nodes of the first version. An entry that is unchanged in a later
-version keeps its node, and every other entry gets a number that no entry had before. So a node has
-one content for ever, and the kernel may keep it. For that this module counts how often the kernel
-has been given each node. It also finds where a listing goes on that was begun before a switch.
+A node is FUSE's name for an inode number. Each version is a `Vfs` of its own, whose nodes are its
+entries' indices + 1; the mount's nodes are other numbers. They begin as the nodes of the first
+version. An entry that is unchanged in a later version keeps its node, and every other entry gets a
+number that no entry had before. So a node has one content for ever, and the kernel may keep it. For
+that this module counts how often the kernel has been given each node. It also finds where a listing
+goes on that was begun before a switch.
 
 `watcher.py` decides when to switch, `format/snapshot/diff.py` says what is unchanged, and
 `invalidation.py` tells the kernel.
