@@ -82,19 +82,19 @@ def serve_mount(
     request: MountRequest,
     source: MountSource,
     report: Report,
-    beat: int,
+    supervisor_pipe: int,
     link: socket.socket,
     *,
     foreground: bool,
 ) -> int:
     """Runs the server process, from opening the dataset to the mount's end. Returns the exit code.
 
-    `report` reaches the program that started the mount. `beat` is a pipe to the supervisor, which
-    gets lines: the mount's device, `READY`, and then an empty line every `BEAT_S`. `link` is the
+    `report` reaches the program that started the mount. `supervisor_pipe` gets lines for the
+    supervisor: the mount's device, `READY`, and then an empty line every `BEAT_S`. `link` is the
     socket to the prefetch worker.
     """
     try:
-        _Server(request, source, report, beat, WorkerLink(link), foreground).run()
+        _Server(request, source, report, supervisor_pipe, WorkerLink(link), foreground).run()
     except DieselError as error:
         log.error("%s", error)
         report(error_message(error))
@@ -139,20 +139,20 @@ class _Server:
         request: MountRequest,
         source: MountSource,
         report: Report,
-        beat: int,
+        supervisor_pipe: int,
         link: WorkerLink,
         foreground: bool,
     ) -> None:
         self._request = request
         self._source = source
         self._report = report
-        self._supervisor_pipe = beat
+        self._supervisor_pipe = supervisor_pipe
         self._link = link
         self._foreground = foreground
         self._device = ""
         self._abort_file = -1
         self._started = trio.Event()
-        os.set_blocking(beat, False)
+        os.set_blocking(supervisor_pipe, False)
         opened = source.open(request)
         if opened.warning:
             log.warning("%s", opened.warning)
