@@ -94,7 +94,7 @@ def test_the_snapshot_file_is_the_snapshot(tree: LiveMount) -> None:
     assert path.stat().st_ino == node
 
 
-def test_stats_of_a_folder_that_is_no_mount_of_a_dataset(tmp_path: Path) -> None:
+def test_stats_refuses_a_folder_that_is_no_mount_of_a_dataset(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no mount of a dataset: nothing"):
         stats(tmp_path)
     with pytest.raises(UsageError, match="no mount of a dataset: that is a mount of proc"):

@@ -266,7 +266,7 @@ def test_H6_umount_by_force_ends_a_mount_that_hangs(live_mount: LiveMount, stopp
     assert "[Errno" in reader.stop()
 
 
-def test_umount_of_what_is_no_mount_of_ours(tmp_path: Path) -> None:
+def test_umount_refuses_what_is_no_mount_of_a_dataset(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="nothing is mounted there"):
         umount(tmp_path)
     with pytest.raises(UsageError, match="a mount of proc"):
@@ -299,7 +299,9 @@ def test_H1_readers_of_a_killed_daemon_get_an_error(
         stats(live_mount.at)
 
 
-def test_H2_mounting_again_on_a_dead_mount(live_mount: LiveMount, session: str) -> None:
+def test_H2_a_dead_mount_is_replaced_and_a_living_one_is_not(
+    live_mount: LiveMount, session: str
+) -> None:
     """A dead mount is replaced; mounting over a living one is refused."""
     again = request_for(live_mount.source, live_mount.at, session)
     with pytest.raises(BusyError, match="folder@7 is mounted on"):
@@ -313,14 +315,16 @@ def test_H2_mounting_again_on_a_dead_mount(live_mount: LiveMount, session: str) 
     assert mounted_at(str(live_mount.at)) is None
 
 
-def test_umount_of_a_dead_mount(live_mount: LiveMount) -> None:
+def test_umount_removes_a_dead_mount(live_mount: LiveMount) -> None:
     os.kill(live_mount.pid, signal.SIGKILL)
     assert ends_within(live_mount.pid, PATIENCE_S)
     umount(live_mount.at)
     assert mounted_at(str(live_mount.at)) is None
 
 
-def test_two_mounts_of_one_dataset(live_mount: LiveMount, tmp_path: Path, session: str) -> None:
+def test_two_mounts_of_one_dataset_are_independent(
+    live_mount: LiveMount, tmp_path: Path, session: str
+) -> None:
     """Each has its own daemon, and goes on when the other is killed."""
     with mounting(live_mount.source, tmp_path / "second", session) as second:
         assert second.pid != live_mount.pid
@@ -330,7 +334,7 @@ def test_two_mounts_of_one_dataset(live_mount: LiveMount, tmp_path: Path, sessio
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_H4_in_the_foreground(
+def test_H4_a_signal_ends_a_mount_in_the_foreground(
     source: Path, tmp_path: Path, session: str, number: signal.Signals
 ) -> None:
     """The program itself serves, logs to stderr, and ends by a signal with exit code 0."""

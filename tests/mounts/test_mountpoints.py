@@ -60,7 +60,9 @@ def test_H20_folders_that_cannot_be_mount_points(source: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     "name", ["a,b", "with space", "quo'te\"", "new\nline", "-o allow_other", "é"]
 )
-def test_H20_odd_mount_points(source: Path, tmp_path: Path, session: str, name: str) -> None:
+def test_H20_a_mount_point_may_have_any_name(
+    source: Path, tmp_path: Path, session: str, name: str
+) -> None:
     """No part of a path becomes an option."""
     with mounting(source, tmp_path / name, session) as mounted:
         found = mounted_at(str(mounted.at))
@@ -71,7 +73,7 @@ def test_H20_odd_mount_points(source: Path, tmp_path: Path, session: str, name: 
     assert mounted_at(str(tmp_path / name)) is None
 
 
-def test_H20_by_a_relative_path_and_through_a_link(
+def test_H20_a_mount_point_may_be_a_relative_path_or_a_link(
     source: Path, tmp_path: Path, session: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "real").mkdir()
@@ -97,7 +99,9 @@ def test_the_options_are_a_fixed_list() -> None:
     ]
 
 
-def test_the_owner_and_umask_that_are_shown(source: Path, tmp_path: Path, session: str) -> None:
+def test_entries_have_the_owner_and_umask_that_were_asked_for(
+    source: Path, tmp_path: Path, session: str
+) -> None:
     """All entries have the owner that was asked for, and modes without the umask; links have
     0777."""
     (source / "folder").mkdir(mode=0o755)
@@ -275,7 +279,7 @@ def test_an_ordinary_users_mount_follows(open_place: Path, session: str) -> None
             subprocess.run(["umount", "-l", at], check=True)
 
 
-def test_H18_allow_other_that_is_not_allowed(
+def test_H18_allow_other_needs_user_allow_other(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error of an ordinary user without user_allow_other says what to do."""

@@ -146,7 +146,7 @@ VICTIMS = {
 
 
 @pytest.mark.parametrize("victims", sorted(VICTIMS))
-def test_Z1_killed_while_a_push_waits_for_a_READ(
+def test_Z1_readers_are_freed_when_a_process_is_killed_while_a_push_waits(
     mounted: tuple[LiveMount, Processes], victims: str
 ) -> None:
     """Readers get an error, no process stays in D state, and mounting again works."""
@@ -240,7 +240,7 @@ def test_umount_ends_all_although_the_worker_waits_for_the_store(
 
 
 @pytest.mark.parametrize("kind", ["plain", "lazy", "force"])
-def test_umount_while_a_push_waits(mounted: tuple[LiveMount, Processes], kind: str) -> None:
+def test_umount_works_while_a_push_waits(mounted: tuple[LiveMount, Processes], kind: str) -> None:
     """Plainly it is busy, lazily its readers are served to their end, by force all ends at once."""
     found, pids = mounted
     with reading(found.at) as readers:
@@ -268,7 +268,7 @@ def test_umount_while_a_push_waits(mounted: tuple[LiveMount, Processes], kind: s
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("times", [1, 2])
-def test_H4_signals_while_a_push_waits(
+def test_H4_signals_end_a_mount_while_a_push_waits(
     mounted: tuple[LiveMount, Processes], number: signal.Signals, times: int
 ) -> None:
     found, pids = mounted

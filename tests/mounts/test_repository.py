@@ -52,7 +52,7 @@ def read_or_errno(path: Path) -> bytes | int:
         return error.errno or -1
 
 
-def test_an_empty_dataset(url: str, at: Path, session: str) -> None:
+def test_an_empty_dataset_is_an_empty_folder(url: str, at: Path, session: str) -> None:
     connect("ds", url, create=True).close()
     with mounted(MountRequest(url, "ds", str(at), session=session)):
         assert os.listdir(at) == []

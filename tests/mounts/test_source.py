@@ -72,7 +72,9 @@ def test_only_the_first_version_waits_for_a_master_that_ends(
 
 
 @pytest.mark.parametrize("stale", ["refuse", "warn", "allow"])
-def test_a_saved_snapshot_of_the_current_version(saved: MountRequest, stale: str) -> None:
+def test_a_saved_snapshot_of_the_current_version_gives_no_warning(
+    saved: MountRequest, stale: str
+) -> None:
     source = open_with(saved, stale=stale)
     assert source.warning == ""
     assert content(saved, source, b"b") == b"another"
@@ -179,7 +181,7 @@ V1 = "5:devices:/\n4:cpu,memory:/a/b\n0::/\n"
         (V1, {"memory/a/memory.limit_in_bytes": "9223372036854771712"}, 1 << 62),
     ],
 )
-def test_the_limit_of_the_control_groups(
+def test_the_memory_limit_is_the_smallest_of_the_control_groups(
     tmp_path: Path, listed: str, files: dict[str, str], limit: int
 ) -> None:
     for name, text in files.items():

@@ -148,7 +148,7 @@ def test_contents_of_stats_that_the_kernel_forgot_are_freed(vfs: Vfs, clock: Clo
             vfs.attributes(old)
 
 
-def test_owner_and_umask(vfs: Vfs) -> None:
+def test_modes_are_without_the_umask(vfs: Vfs) -> None:
     assert stat.S_IMODE(vfs.attributes(ROOT).mode) & 0o022 == 0
     assert stat.S_IMODE(vfs.lookup(ROOT, b"link").mode) == 0o777
     assert stat.S_IMODE(vfs.attributes(HIDDEN_ROOT).mode) == 0o555

@@ -26,6 +26,8 @@ import numpy as np
 import numpy.typing as npt
 import trio
 
+from ...orders.plan import NO_ENTRIES, Entries
+
 HOLD_STEP_S = 0.001
 """How often a held READ checks the memory; trio's clock has no shorter step."""
 
@@ -42,9 +44,6 @@ _SOON, _NOW = 1, 2
 
 _COUNT_BYTES = 64  # 8 bytes of progress; at 8 a byte that is not 0 where few misses are wanted
 _FEW_AT = 8
-
-_Entries = npt.NDArray[np.uint32]
-_NONE: _Entries = np.empty(0, np.uint32)
 
 
 def push_status_file(entry_count: int) -> int:
@@ -66,11 +65,11 @@ class PushStatusMap:
         self._soon_seen = memoryview(shared)[_COUNT_BYTES : _COUNT_BYTES + entries]
         self._few = memoryview(shared)[_FEW_AT : _FEW_AT + 1]
         self._miss_sent_s = -math.inf
-        self._marked = _NONE
+        self._marked = NO_ENTRIES
 
     # for the worker
 
-    def mark_soon(self, entries: _Entries) -> None:
+    def mark_soon(self, entries: Entries) -> None:
         """Marks the entries that are pushed next, and no others."""
         self._soon[self._marked] = 0
         self._soon[entries] = _SOON
@@ -79,7 +78,7 @@ class PushStatusMap:
     def clear_soon(self) -> None:
         """Nothing is pushed next, so no READ waits."""
         if len(self._marked):
-            self.mark_soon(_NONE)
+            self.mark_soon(NO_ENTRIES)
 
     def set_wants_all_misses(self, *, each_miss: bool) -> None:
         """Says whether the worker wants to hear of each miss, or of few."""

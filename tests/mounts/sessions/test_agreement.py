@@ -215,7 +215,7 @@ CALLS: dict[str, Call] = {
 
 
 @pytest.mark.parametrize("name", sorted(CALLS))
-def test_a_call_gives_the_same(pair: tuple[Pair, Path], name: str) -> None:
+def test_a_call_gives_the_same_over_both_sessions(pair: tuple[Pair, Path], name: str) -> None:
     """On each path of the tree: values, order, errno."""
     (one, two), source = pair
     noise = random.Random(name)
@@ -319,7 +319,7 @@ def memory_bytes(pid: int) -> int:
     return 0
 
 
-def test_H8_a_folder_of_100_000_entries(many: LiveMount) -> None:
+def test_H8_a_folder_of_100_000_entries_is_listed_in_order(many: LiveMount) -> None:
     """All names come in order, from any position, and the server keeps no memory for them."""
     server = stats(many.at)["server_pid"]
     assert isinstance(server, int)

@@ -95,7 +95,7 @@ def test_H8_seekdir_leads_back_to_the_entry(large: LiveMount) -> None:
     other.close()
 
 
-def test_H8_two_readers_at_once(large: LiveMount) -> None:
+def test_H8_two_readers_at_once_get_all_entries(large: LiveMount) -> None:
     """Two readers at different positions of one folder both get all entries."""
     one, two = Folder(large.at / "many"), Folder(large.at / "many")
     found: tuple[list[bytes], list[bytes]] = ([], [])

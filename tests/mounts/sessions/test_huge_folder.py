@@ -145,7 +145,9 @@ def test_umount_waits_while_the_kernel_forgets_a_million_files(
         assert "forgetting the files that the kernel knew" in caplog.text
 
 
-def test_H8_a_million_entries(saved: tuple[str, Path], session: str, tmp_path: Path) -> None:
+def test_H8_a_folder_of_a_million_entries_is_listed_in_order(
+    saved: tuple[str, Path], session: str, tmp_path: Path
+) -> None:
     """The first entries come at once, all come in order, and the daemon's memory does not grow."""
     (tmp_path / "mount").mkdir()
     url, snapshot = saved

@@ -190,7 +190,7 @@ def test_H13_statfs_is_plausible(tree: LiveMount) -> None:
     subprocess.run(["df", tree.at], check=True, capture_output=True)
 
 
-def test_H15_inode_numbers(tree: LiveMount) -> None:
+def test_H15_inode_numbers_are_unique_and_stable(tree: LiveMount) -> None:
     """They are unique, stable and not 0; each entry has one link; `..` leads to the parent."""
     found = {path: os.lstat(tree.at / path) for path in everything_below(tree.at)}
     numbers = [each.st_ino for each in found.values()]
@@ -232,7 +232,7 @@ def test_how_many_requests_reading_a_file_costs(source: Path, tmp_path: Path, se
     assert later_cost in later  # at least once: the kernel may drop pages at any time
 
 
-def test_parts_of_a_large_file(tree: LiveMount) -> None:
+def test_a_read_at_any_offset_gives_the_bytes_there(tree: LiveMount) -> None:
     """Reads at any offset give the bytes there; after the end there are none."""
     content = (tree.source / "large").read_bytes()
     with open(tree.at / "large", "rb", buffering=0) as file:
@@ -240,7 +240,7 @@ def test_parts_of_a_large_file(tree: LiveMount) -> None:
             assert os.pread(file.fileno(), 70_000, offset) == content[offset : offset + 70_000]
 
 
-def test_options_of_the_mount(tree: LiveMount) -> None:
+def test_a_mount_has_the_fixed_options(tree: LiveMount) -> None:
     """The mount is `ro,nosuid,nodev,noatime,default_permissions`, of type `fuse.diesel`."""
     [line] = [
         line for line in Path("/proc/self/mounts").read_text().splitlines() if str(tree.at) in line
