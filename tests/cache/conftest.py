@@ -1,6 +1,9 @@
-"""A dataset of every kind of content, in small chunks, and a store that counts and damages."""
+"""What tests of the cache share: a dataset of every kind of content in small chunks, and its store,
+which counts reads and can damage them."""
 
 import os
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -28,7 +31,7 @@ FILES = {
 
 
 class Counting(ReadWrapper):
-    """Counts reads, and lets a test change what they bring."""
+    """Counts reads, and lets a test change the bytes that they bring."""
 
     def __init__(self, repository: LocalRepository) -> None:
         super().__init__(repository.objects)
@@ -39,6 +42,41 @@ class Counting(ReadWrapper):
         self.inner.read_into(name, start, buffer)
         self.reads.append((name, start, len(buffer)))
         self.change(name, memoryview(buffer))
+
+    def reads_by_object(self) -> Counter[str]:
+        """How often each object was read."""
+        return Counter(name for name, _, _ in self.reads)
+
+
+class Gate:
+    """Holds reads of a store back until the test opens it, and counts them."""
+
+    def __init__(self, store: Counting) -> None:
+        self.open = threading.Event()
+        self.arrived = threading.Semaphore(0)
+        self.now = 0
+        self.most = 0
+        self._lock = threading.Lock()
+        store.change = self._wait
+
+    def _wait(self, name: str, buffer: memoryview) -> None:
+        with self._lock:
+            self.now += 1
+            self.most = max(self.most, self.now)
+        self.arrived.release()
+        assert self.open.wait(20)
+        with self._lock:
+            self.now -= 1
+
+
+def until(true: Callable[[], bool]) -> None:
+    """Wait until a condition holds."""
+    waiting = threading.Event()
+    for _ in range(2000):
+        if true():
+            return
+        waiting.wait(0.01)
+    raise AssertionError("the condition never held")
 
 
 @pytest.fixture(scope="package")

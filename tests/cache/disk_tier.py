@@ -1,4 +1,4 @@
-"""What tests of a disk shelf share."""
+"""What tests of `DiskTier` share."""
 
 import contextlib
 import os
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from uuid import UUID
 
-from diesel_fs.cache import disk as disk_shelf
+from diesel_fs.cache import disk
 from diesel_fs.cache.disk import DiskTier
 from diesel_fs.cache.tiers import ChunkKey
 
@@ -23,14 +23,14 @@ def tier_at(
     return DiskTier(place, STORE, limit_bytes, clock)
 
 
-def put(shelf: DiskTier, key: ChunkKey, content: bytes) -> None:
-    kept = shelf.reserve(key, len(content))
+def put(tier: DiskTier, key: ChunkKey, content: bytes) -> None:
+    kept = tier.reserve(key, len(content))
     assert kept is not None
     kept.commit(memoryview(content))
 
 
-def content_of(shelf: DiskTier, key: ChunkKey) -> bytes | None:
-    found = shelf.find(key)
+def content_of(tier: DiskTier, key: ChunkKey) -> bytes | None:
+    found = tier.find(key)
     if found is None:
         return None
     with found:
@@ -48,13 +48,13 @@ def files(place: Path) -> list[Path]:
     return [path for path in place.glob("*/*/*") if path.name != ".used"]
 
 
-def counted(shelf: DiskTier) -> int:
-    with shelf._locked() as marker:
-        return disk_shelf._counted(marker)
+def counted(tier: DiskTier) -> int:
+    with tier._locked() as marker:
+        return disk._counted(marker)
 
 
 def idle(place: Path) -> None:
-    """As if nobody had read for an hour."""
+    """Make all chunks look as if nobody had read them for an hour."""
     for path in place.glob("*/*/*"):
         with contextlib.suppress(FileNotFoundError):
             os.utime(path, (time.time() - 3600,) * 2)

@@ -59,7 +59,7 @@ def test_merged_ranges_keep_their_limit() -> None:
 def test_merged_spans_keep_to_a_chunk_a_gap_and_a_size(
     extents: list[tuple[int, int, int]], gap: int, span: int
 ) -> None:
-    """Extents one behind the other, as chunks hold them: (chunk, gap before it, size)."""
+    """Extents one behind the other, as chunks have them, drawn as (chunk, gap before it, size)."""
     rows: list[tuple[int, int, int]] = []
     at = 0
     for chunk, before, size in sorted(extents, key=lambda each: each[0]):

@@ -1,5 +1,4 @@
-"""`CoalescingReader`: every stored byte of many entries, checked, in few reads, and nothing
-kept."""
+"""`CoalescingReader` gives every content once, checked, in few reads, from stores of each kind."""
 
 import logging
 import threading
@@ -27,7 +26,7 @@ from .conftest import FILES, Counting
 def contents(
     reader: CoalescingReader, entries: "np.ndarray[tuple[int], np.dtype[np.int64]]"
 ) -> dict[int, bytes]:
-    """The contents as the parts make them up; no byte may come twice."""
+    """The contents by entry, put together from their extents; none may come twice or be missing."""
     found: dict[int, dict[int, bytes]] = defaultdict(dict)
     for batch in reader.batches(entries):
         places = zip(batch.entries.tolist(), batch.starts.tolist(), batch.contents, strict=True)
@@ -45,13 +44,13 @@ def contents(
 
 
 def expected(view: Snapshot) -> dict[int, bytes]:
-    """What every file with content holds, by index."""
+    """The content of each file that has any, by index."""
     return {view.lookup(name.encode()): content for name, content in FILES.items() if content}
 
 
 @pytest.mark.parametrize("span_bytes", [1, 10_000, 8 << 20])
 @pytest.mark.parametrize("gap_bytes", [0, 64 << 10])
-def test_everything_is_there_once(
+def test_each_content_comes_once(
     store: Counting,
     view: Snapshot,
     span_bytes: int,
@@ -64,7 +63,7 @@ def test_everything_is_there_once(
     assert all(size <= max(span_bytes, 2 * CHUNK_BYTES_MIN) for _, _, size in store.reads)
 
 
-def test_a_chunk_that_is_wanted_whole_is_one_read(store: Counting, view: Snapshot) -> None:
+def test_all_files_of_a_chunk_are_one_read(store: Counting, view: Snapshot) -> None:
     files = view.files()
     chunk = int(np.bincount(view.chunk_of(files)).argmax())
     inside = files[(view.chunk_of(files) == chunk) & (view.columns.size[files] < 2000)]
@@ -75,7 +74,7 @@ def test_a_chunk_that_is_wanted_whole_is_one_read(store: Counting, view: Snapsho
     assert reader.stats()["fetches"] == 1
 
 
-def test_what_lies_far_apart_is_read_alone(store: Counting, view: Snapshot) -> None:
+def test_extents_that_are_far_apart_are_read_alone(store: Counting, view: Snapshot) -> None:
     reader = CoalescingReader(view, store, limits=ReadLimits(gap_bytes=500))
     files = view.files()
     chunk = int(np.bincount(view.chunk_of(files)).argmax())
@@ -84,14 +83,14 @@ def test_what_lies_far_apart_is_read_alone(store: Counting, view: Snapshot) -> N
     assert len(contents(reader, places)) == len(places) == len(store.reads)
 
 
-def test_nothing_for_folders_links_and_empty_files(store: Counting, view: Snapshot) -> None:
+def test_folders_links_and_empty_files_have_no_contents(store: Counting, view: Snapshot) -> None:
     reader = CoalescingReader(view, store)
     assert contents(reader, np.array([0, view.lookup(b"empty")])) == {}
     assert contents(reader, np.zeros(0, np.int64)) == {}
     assert store.reads == []
 
 
-def test_B4_damage_on_the_way_is_healed_by_one_more_read(store: Counting, view: Snapshot) -> None:
+def test_B4_damage_on_the_way_is_repaired_by_one_more_read(store: Counting, view: Snapshot) -> None:
     def flip_once(name: str, buffer: memoryview) -> None:
         buffer[len(buffer) // 2] ^= 1
         store.change = lambda name, buffer: None
@@ -102,7 +101,7 @@ def test_B4_damage_on_the_way_is_healed_by_one_more_read(store: Counting, view: 
     assert reader.stats()["healed"] == 1
 
 
-def test_B3_what_is_damaged_is_left_out_and_named(
+def test_B3_a_damaged_file_is_left_out_and_logged(
     store: Counting, view: Snapshot, caplog: pytest.LogCaptureFixture
 ) -> None:
     damaged = view.lookup(b"n007")
@@ -137,7 +136,7 @@ def lose(store: Counting, lost: str) -> None:
     store.change = missing
 
 
-def test_a_chunk_that_is_lost_costs_its_own_files_alone(
+def test_only_files_of_a_lost_chunk_are_left_out(
     store: Counting, view: Snapshot, caplog: pytest.LogCaptureFixture
 ) -> None:
     reader = CoalescingReader(view, store)
@@ -158,14 +157,14 @@ def test_a_chunk_that_is_lost_costs_its_own_files_alone(
     assert lost in caplog.text
 
 
-def test_a_store_that_fails_is_an_error(store: Counting, view: Snapshot) -> None:
+def test_a_failing_store_raises_its_error(store: Counting, view: Snapshot) -> None:
     fault = Fault("read_into", error=ObjectStoreError("gone"))
     with FaultyStore(store, fault) as faulty, pytest.raises(ObjectStoreError):
         contents(CoalescingReader(view, faulty), view.files())
 
 
 class Slow(ReadWrapper):
-    """Answers after a while, and counts how many wait at once."""
+    """A store that takes 30 ms for a read, and counts the reads that wait at once."""
 
     def __init__(self, inner: ObjectStore) -> None:
         super().__init__(inner)
@@ -183,8 +182,8 @@ class Slow(ReadWrapper):
         self.inner.read_into(name, start, buffer)
 
 
-def test_a_slow_store_is_asked_for_several_pieces_at_once(store: Counting, view: Snapshot) -> None:
-    """As soon as it is known to be slow; the pieces come in the same order, each read once."""
+def test_a_slow_store_is_asked_for_several_spans_at_once(store: Counting, view: Snapshot) -> None:
+    """It is asked so once its reads were seen to be slow. The order of contents stays the same."""
     slow = Slow(store)
     reader = CoalescingReader(view, slow)
     files = view.files()
@@ -198,7 +197,7 @@ def test_a_slow_store_is_asked_for_several_pieces_at_once(store: Counting, view:
     assert slow.reads - before == len(reader._plan(files).spans)
 
 
-def test_what_comes_next_is_fetched_ahead_and_given_up_where_it_does_not(
+def test_announced_units_are_read_ahead_and_given_up_when_the_plan_changes(
     store: Counting, view: Snapshot
 ) -> None:
     slow = Slow(store)
@@ -219,7 +218,7 @@ def test_what_comes_next_is_fetched_ahead_and_given_up_where_it_does_not(
     assert not reader._in_flight
 
 
-def test_a_fast_store_is_asked_for_nothing_ahead(store: Counting, view: Snapshot) -> None:
+def test_nothing_is_read_ahead_from_a_fast_store(store: Counting, view: Snapshot) -> None:
     reader = CoalescingReader(view, store)
     reader.prefetch([view.files()])
     assert contents(reader, view.files()) == expected(view)
@@ -228,7 +227,7 @@ def test_a_fast_store_is_asked_for_nothing_ahead(store: Counting, view: Snapshot
 
 
 class BatchingStore(ReadWrapper):
-    """Takes many parts in one request, and counts those."""
+    """A store that takes many parts in one request, and records the requests."""
 
     batches_reads = True
 
@@ -250,7 +249,7 @@ class BatchingStore(ReadWrapper):
         return super().read_parts(parts)
 
 
-def test_a_random_order_is_one_request_a_group(store: Counting, view: Snapshot) -> None:
+def test_a_batching_store_gets_one_request_for_each_unit(store: Counting, view: Snapshot) -> None:
     batching = BatchingStore(store)
     reader = CoalescingReader(view, batching)
     order = np.random.default_rng(1).permutation(view.files())
@@ -263,7 +262,9 @@ def test_a_random_order_is_one_request_a_group(store: Counting, view: Snapshot) 
     assert reader._threads is None
 
 
-def test_groups_have_limits_and_several_are_under_way(store: Counting, view: Snapshot) -> None:
+def test_requests_keep_their_limits_and_several_are_in_flight(
+    store: Counting, view: Snapshot
+) -> None:
     batching = BatchingStore(store)
     batching.delay_s = 0.03
     limits = ReadLimits(batch_bytes=100_000, batch_parts=20, span_bytes=30_000)
@@ -276,8 +277,10 @@ def test_groups_have_limits_and_several_are_under_way(store: Counting, view: Sna
     assert not reader._in_flight
 
 
-def test_units_to_come_are_joined_ahead(store: Counting, view: Snapshot) -> None:
-    """Each piece once, also where the plan changes; what nobody wants any more is let go of."""
+def test_announced_units_share_requests_to_a_batching_store(
+    store: Counting, view: Snapshot
+) -> None:
+    """Each span is read once, also when the plan changes; spans that left the plan are given up."""
     batching = BatchingStore(store)
     reader = CoalescingReader(view, batching)
     small = np.random.default_rng(2).permutation(view.files())
@@ -298,7 +301,7 @@ def test_units_to_come_are_joined_ahead(store: Counting, view: Snapshot) -> None
     assert not reader._in_flight
 
 
-def test_units_that_stay_ahead_are_looked_at_once(
+def test_a_unit_that_stays_announced_is_planned_once(
     store: Counting, view: Snapshot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reader = CoalescingReader(view, BatchingStore(store))
@@ -317,9 +320,7 @@ def test_units_that_stay_ahead_are_looked_at_once(
     assert looked == [len(unit) for unit in units]
 
 
-def test_what_is_ahead_keeps_within_its_memory_whatever_is_wanted(
-    store: Counting, view: Snapshot
-) -> None:
+def test_reading_ahead_keeps_its_memory_limit(store: Counting, view: Snapshot) -> None:
     reader = CoalescingReader(view, BatchingStore(store), limits=ReadLimits(ahead_bytes=200_000))
     whole, draw = expected(view), np.random.default_rng(4)
     units = [draw.choice(view.files(), 12, replace=False) for _ in range(30)]
@@ -338,7 +339,7 @@ def test_what_is_ahead_keeps_within_its_memory_whatever_is_wanted(
     assert (reader._in_flight, reader._in_flight_bytes) == ({}, 0)
 
 
-def test_a_lost_chunk_among_others_costs_its_own_files_alone(
+def test_only_files_of_a_lost_chunk_are_left_out_of_a_request(
     store: Counting, view: Snapshot, caplog: pytest.LogCaptureFixture
 ) -> None:
     reader = CoalescingReader(view, BatchingStore(store))
@@ -359,7 +360,7 @@ def test_a_lost_chunk_among_others_costs_its_own_files_alone(
     assert lost in caplog.text
 
 
-def test_damage_among_others_is_read_again_from_the_store(store: Counting, view: Snapshot) -> None:
+def test_damage_in_a_request_is_read_again_past_caches(store: Counting, view: Snapshot) -> None:
     again: list[str] = []
 
     class Damaging(BatchingStore):

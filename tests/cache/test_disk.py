@@ -1,4 +1,4 @@
-"""`DiskTier`: a folder of checked chunks within its limits, whatever happens to it."""
+"""`DiskTier` keeps checked chunks in a folder, within its limits, whatever happens to the disk."""
 
 import contextlib
 import errno
@@ -15,7 +15,7 @@ from uuid import uuid4
 
 import pytest
 
-from diesel_fs.cache import disk as disk_shelf
+from diesel_fs.cache import disk
 from diesel_fs.cache.disk import DISK_PAUSE_S, prepare_cache_folder
 from diesel_fs.cache.tiers import ChunkKey
 from diesel_fs.errors import ConflictError, NoSpaceError, PermissionDenied
@@ -26,7 +26,7 @@ from ..small_disks import remount, small_disk
 from .disk_tier import Chunks, content_of, counted, file_of, files, idle, put, tier_at
 
 
-def test_what_is_put_is_found_by_all_who_share_the_folder(place: Path, chunks: Chunks) -> None:
+def test_a_chunk_is_found_by_all_tiers_of_a_folder(place: Path, chunks: Chunks) -> None:
     one, other = tier_at(place), tier_at(place)
     for key, content in chunks.items():
         assert content_of(one, key) is None
@@ -47,14 +47,14 @@ def test_what_is_put_is_found_by_all_who_share_the_folder(place: Path, chunks: C
             found.read_into(len(chunks[key]) - 5, room)
 
 
-def test_J11_files_are_their_user_s_alone(place: Path, chunks: Chunks) -> None:
-    shelf = tier_at(place)
-    put(shelf, *next(iter(chunks.items())))
+def test_J11_only_the_user_can_open_the_files(place: Path, chunks: Chunks) -> None:
+    tier = tier_at(place)
+    put(tier, *next(iter(chunks.items())))
     for path in place.rglob("*"):
         assert path.stat().st_mode & 0o077 == 0, path
 
 
-def test_one_chunk_is_on_its_way_once(place: Path, chunks: Chunks) -> None:
+def test_a_chunk_is_reserved_once(place: Path, chunks: Chunks) -> None:
     one, other = tier_at(place), tier_at(place)
     key, content = next(iter(chunks.items()))
     first = one.reserve(key, len(content))
@@ -67,30 +67,30 @@ def test_one_chunk_is_on_its_way_once(place: Path, chunks: Chunks) -> None:
     assert content_of(one, key) == content
 
 
-def test_who_decides_itself_what_stands_here(place: Path, chunks: Chunks) -> None:
-    """It sees what is whole, lets go of it, and has its room at once."""
+def test_a_node_lists_evicts_and_makes_room_itself(place: Path, chunks: Chunks) -> None:
+    """It lists whole chunks, and the room of evicted ones is free at once."""
     limit_bytes = sum(map(len, chunks.values()))
-    shelf = tier_at(place, limit_bytes)
-    assert shelf.list_chunks(next(iter(chunks)).identity) == []
-    assert shelf.free_bytes() == limit_bytes
+    tier = tier_at(place, limit_bytes)
+    assert tier.list_chunks(next(iter(chunks)).identity) == []
+    assert tier.free_bytes() == limit_bytes
     for key, content in chunks.items():
-        put(shelf, key, content)
+        put(tier, key, content)
     one, other, third, *_ = chunks
-    assert sorted(shelf.list_chunks(one.identity)) == sorted(key.id for key in chunks)
-    assert shelf.free_bytes() == 0
-    shelf.evict([one, other, one])
+    assert sorted(tier.list_chunks(one.identity)) == sorted(key.id for key in chunks)
+    assert tier.free_bytes() == 0
+    tier.evict([one, other, one])
     freed_bytes = len(chunks[one]) + len(chunks[other])
-    assert shelf.free_bytes() == freed_bytes == limit_bytes - counted(shelf)
-    on_its_way = shelf.reserve(one, len(chunks[one]))
+    assert tier.free_bytes() == freed_bytes == limit_bytes - counted(tier)
+    on_its_way = tier.reserve(one, len(chunks[one]))
     assert on_its_way is not None
-    assert sorted(shelf.list_chunks(one.identity)) == sorted({key.id for key in [*chunks][2:]})
+    assert sorted(tier.list_chunks(one.identity)) == sorted({key.id for key in [*chunks][2:]})
     on_its_way.cancel()
-    assert shelf.make_room(freed_bytes + 1) == freed_bytes, "all of it is in use"
+    assert tier.make_room(freed_bytes + 1) == freed_bytes, "all of it is in use"
     idle(place)
-    assert shelf.make_room(freed_bytes + 1) > freed_bytes
+    assert tier.make_room(freed_bytes + 1) > freed_bytes
     shutil.rmtree(place)
-    assert shelf.free_bytes() == shelf.make_room(1) == 0
-    shelf.evict([third])
+    assert tier.free_bytes() == tier.make_room(1) == 0
+    tier.evict([third])
 
 
 # Which folders
@@ -151,7 +151,7 @@ def test_J11_another_user_s_folder_is_refused(tmp_path: Path) -> None:
         prepare_cache_folder(other)
 
 
-def test_a_cache_and_its_store_lie_apart(tmp_path: Path) -> None:
+def test_a_cache_in_its_store_or_around_it_is_refused(tmp_path: Path) -> None:
     store = FolderStore.create(tmp_path / "outer" / "store")
     link = tmp_path / "link"
     link.symlink_to(store.root)
@@ -174,88 +174,92 @@ def test_O17_one_folder_however_it_is_spelled(tmp_path: Path, chunks: Chunks) ->
 # Limits
 
 
-def test_nothing_goes_for_others_while_it_is_in_use(place: Path, chunks: Chunks) -> None:
-    """Whatever is larger than the limit fills it once, and then stays: nothing is thrashed."""
+def test_chunks_in_use_are_not_evicted(place: Path, chunks: Chunks) -> None:
+    """More than fits fills the cache once and stays, without thrashing."""
     limit = 5 * max(map(len, chunks.values()))
-    shelf, refused = tier_at(place, limit), 0
+    tier, refused = tier_at(place, limit), 0
     for key, content in chunks.items():
         try:
-            put(shelf, key, content)
+            put(tier, key, content)
         except NoSpaceError:
             refused += 1
     assert 0 < refused < len(chunks)
-    assert shelf.evictions == 0
-    assert counted(shelf) == sum(path.stat().st_size for path in files(place)) <= limit
+    assert tier.evictions == 0
+    assert counted(tier) == sum(path.stat().st_size for path in files(place)) <= limit
 
 
-def test_the_longest_unused_goes_first(place: Path, chunks: Chunks) -> None:
-    """Of datasets that nobody reads any more."""
+def test_the_longest_unread_chunk_is_evicted_first(place: Path, chunks: Chunks) -> None:
+    """Of datasets that nobody reads any more, the chunk read longest ago goes first."""
     (one, two, three, four), size = list(chunks)[:4], max(map(len, chunks.values()))
-    shelf = tier_at(place, 3 * size)
+    tier = tier_at(place, 3 * size)
     for key in (one, two, three):
-        put(shelf, key, chunks[key])
+        put(tier, key, chunks[key])
     with pytest.raises(NoSpaceError):
-        shelf.reserve(four, size)
+        tier.reserve(four, size)
     idle(place)
     os.utime(file_of(place, one))
-    put(shelf, four, chunks[four])
-    assert content_of(shelf, two) is None
-    assert content_of(shelf, one) == chunks[one]
-    assert 1 <= shelf.evictions <= 2
+    put(tier, four, chunks[four])
+    assert content_of(tier, two) is None
+    assert content_of(tier, one) == chunks[one]
+    assert 1 <= tier.evictions <= 2
 
 
-def test_a_dataset_in_use_keeps_what_it_has_not_read_for_long(place: Path, chunks: Chunks) -> None:
+def test_a_dataset_in_use_keeps_chunks_that_were_not_read_lately(
+    place: Path, chunks: Chunks
+) -> None:
     one, two, other = *list(chunks)[:2], ChunkKey(uuid4(), next(iter(chunks)).id)
-    shelf = tier_at(place, 2 * max(map(len, chunks.values())))
-    put(shelf, one, chunks[one])
-    put(shelf, two, chunks[two])
+    tier = tier_at(place, 2 * max(map(len, chunks.values())))
+    put(tier, one, chunks[one])
+    put(tier, two, chunks[two])
     idle(place)
     assert content_of(tier_at(place, 1 << 30), one) == chunks[one]  # by another process
     with pytest.raises(NoSpaceError):
-        shelf.reserve(other, 60_000)
-    long_ago = time.time() - 2 * disk_shelf.CHUNK_IDLE_S
+        tier.reserve(other, 60_000)
+    long_ago = time.time() - 2 * disk.CHUNK_IDLE_S
     os.utime(file_of(place, two), (long_ago,) * 2)  # replaced by a purge, say
-    reserved = shelf.reserve(other, 60_000)
+    reserved = tier.reserve(other, 60_000)
     assert reserved is not None
     reserved.cancel()
-    assert content_of(shelf, two) is None
+    assert content_of(tier, two) is None
 
 
 def test_a_smaller_limit_holds_from_the_start(place: Path, chunks: Chunks) -> None:
-    shelf = tier_at(place)
+    tier = tier_at(place)
     for key, content in chunks.items():
-        put(shelf, key, content)
+        put(tier, key, content)
     limit = 3 * max(map(len, chunks.values()))
     assert 0 < counted(tier_at(place, limit)) <= limit
     assert sum(path.stat().st_size for path in files(place)) <= limit
 
 
-def test_without_a_limit_it_is_half_of_what_the_cache_could_have(
+def test_the_default_limit_is_half_of_what_the_cache_could_have(
     tmp_path: Path, chunks: Chunks
 ) -> None:
-    """What it holds already is not free, and is its own: a restart leaves a warm cache alone."""
+    """Bytes that the cache has already count as available: a restart keeps a warm cache."""
     disk_bytes = 3 * sum(map(len, chunks.values()))
     with small_disk(tmp_path / "disk", f"size={disk_bytes},mode=700") as point:
         place = prepare_cache_folder(point)
         limit_bytes = 0
         for start in range(4):
-            shelf = tier_at(place, None)
+            tier = tier_at(place, None)
             assert len(files(place)) == (len(chunks) if start else 0)
             if start:
-                assert abs(shelf.limit_bytes - limit_bytes) < 50_000  # folders and pages
-            limit_bytes = shelf.limit_bytes
+                assert abs(tier.limit_bytes - limit_bytes) < 50_000  # folders and pages
+            limit_bytes = tier.limit_bytes
             for key, content in chunks.items():
                 if not start:
-                    put(shelf, key, content)
-            assert all(content_of(shelf, key) == content for key, content in chunks.items())
-            shelf.close()
+                    put(tier, key, content)
+            assert all(content_of(tier, key) == content for key, content in chunks.items())
+            tier.close()
         for key in list(chunks)[: len(chunks) // 2]:  # its own count is not needed for that
             file_of(place, key).unlink()
         assert abs(tier_at(place, None).limit_bytes - limit_bytes) < 50_000
-        (point / "lost+found").write_bytes(bytes(2 * shelf.limit_bytes - disk_bytes // 2))
-        assert tier_at(place, None).limit_bytes < 0.8 * limit_bytes, "others need it"
-        shelf.make_room(1 << 40)
-        assert shelf.limit_bytes == limit_bytes, "it stays what it was at the start"
+        (point / "lost+found").write_bytes(bytes(2 * tier.limit_bytes - disk_bytes // 2))
+        assert tier_at(place, None).limit_bytes < 0.8 * limit_bytes, (
+            "a part is left to other programs"
+        )
+        tier.make_room(1 << 40)
+        assert tier.limit_bytes == limit_bytes, "the limit does not change later"
     assert tier_at(prepare_cache_folder(tmp_path / "none"), 0).limit_bytes == 0
 
 
@@ -263,20 +267,20 @@ def test_J1_a_twentieth_of_the_disk_stays_free(
     place: Path, chunks: Chunks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key, content = next(iter(chunks.items()))
-    shelf = tier_at(place)
+    tier = tier_at(place)
     disk = os.statvfs(place)
-    monkeypatch.setattr(disk_shelf, "FREE_FRACTION_MIN", (disk.f_bavail + 100) / disk.f_blocks)
+    monkeypatch.setattr(disk, "FREE_FRACTION_MIN", (disk.f_bavail + 100) / disk.f_blocks)
     with pytest.raises(NoSpaceError):
-        shelf.reserve(key, len(content))
+        tier.reserve(key, len(content))
     monkeypatch.undo()
-    put(shelf, key, content)
+    put(tier, key, content)
 
 
 # What goes wrong
 
 
 @pytest.mark.parametrize("damage", ["empty", "short", "long", "flipped", "zeros", "foreign"])
-def test_J6_whatever_a_crash_left_is_not_served(
+def test_J6_damage_that_a_crash_left_is_not_served(
     damage: str, place: Path, chunks: Chunks, caplog: pytest.LogCaptureFixture
 ) -> None:
     key, other = list(chunks)[:2]
@@ -304,8 +308,8 @@ def test_J6_whatever_a_crash_left_is_not_served(
 
 def test_a_planted_link_is_not_followed(place: Path, chunks: Chunks, tmp_path: Path) -> None:
     key, content = next(iter(chunks.items()))
-    shelf = tier_at(place)
-    put(shelf, key, content)
+    tier = tier_at(place)
+    put(tier, key, content)
     path = file_of(place, key)
     path.rename(tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
@@ -319,29 +323,29 @@ def small(tmp_path: Path) -> Iterator[Path]:
         yield point
 
 
-def test_J1_a_full_disk_is_no_error_of_a_reader(
+def test_J1_a_full_disk_is_not_an_error_for_a_reader(
     small: Path, chunks: Chunks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where it fills up under our feet."""
-    monkeypatch.setattr(disk_shelf, "FREE_FRACTION_MIN", -1.0)  # somebody else was faster
+    """Also where the disk fills up while chunks are written."""
+    monkeypatch.setattr(disk, "FREE_FRACTION_MIN", -1.0)  # somebody else was faster
     place = prepare_cache_folder(small)
-    shelf = tier_at(place)
+    tier = tier_at(place)
     (small / "lost+found").write_bytes(bytes(3 << 19))
     kept = 0
     for key, content in chunks.items():
-        reserved = shelf.reserve(key, len(content)) if not shelf._writes.is_open else None
+        reserved = tier.reserve(key, len(content)) if not tier._writes.is_open else None
         if reserved is not None:
             reserved.commit(memoryview(content))
-        found = content_of(shelf, key)
+        found = content_of(tier, key)
         assert found in (None, content)
         kept += found is not None
-    assert 0 < kept < len(chunks), "or this test shows nothing"
+    assert 0 < kept < len(chunks), "else this test shows nothing"
     assert not [path for path in files(place) if path.name[0] == "."], "partial files"
-    assert counted(shelf) == sum(path.stat().st_size for path in files(place))
+    assert counted(tier) == sum(path.stat().st_size for path in files(place))
 
 
-def test_J10_no_inodes_is_a_full_disk(small: Path, chunks: Chunks) -> None:
-    shelf = tier_at(prepare_cache_folder(small))
+def test_J10_a_disk_without_inodes_is_treated_as_full(small: Path, chunks: Chunks) -> None:
+    tier = tier_at(prepare_cache_folder(small))
     with contextlib.suppress(OSError):
         for number in range(30):
             (small / f"other{number}").touch()
@@ -349,8 +353,8 @@ def test_J10_no_inodes_is_a_full_disk(small: Path, chunks: Chunks) -> None:
     key, content = next(iter(chunks.items()))
     for _ in range(5):
         with pytest.raises(NoSpaceError):
-            shelf.reserve(key, len(content))
-    assert content_of(shelf, key) is None
+            tier.reserve(key, len(content))
+    assert content_of(tier, key) is None
 
 
 def failing(number: int) -> "type[object]":
@@ -360,33 +364,33 @@ def failing(number: int) -> "type[object]":
     return fail  # type: ignore[return-value]  # a stand-in for a function
 
 
-def test_J2_a_disk_that_fails_rests_and_is_tried_again(
+def test_J2_a_failing_disk_is_paused_and_tried_again(
     place: Path, chunks: Chunks, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     key, content = next(iter(chunks.items()))
     now_s = [0.0]
-    shelf = tier_at(place, clock=lambda: now_s[0])
-    put(shelf, key, content)
+    tier = tier_at(place, clock=lambda: now_s[0])
+    put(tier, key, content)
     with monkeypatch.context() as patch:
         patch.setattr("os.preadv", failing(errno.EIO))
         for _ in range(3):
-            found = shelf.find(key)
+            found = tier.find(key)
             assert found is not None
             with found, pytest.raises(OSError, match="Input/output"):
                 found.read_into(0, memoryview(bytearray(5)))
-        assert shelf.find(key) is None, "it rests"
+        assert tier.find(key) is None, "the tier is paused"
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
-    assert shelf.find(key) is None
+    assert tier.find(key) is None
     now_s[0] += DISK_PAUSE_S
-    assert content_of(shelf, key) == content
+    assert content_of(tier, key) == content
     assert "works again" in caplog.records[-1].message
 
 
-def test_J2_EIO_of_a_write_leaves_nothing(
+def test_J2_a_failed_write_leaves_no_file(
     place: Path, chunks: Chunks, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     now_s = [0.0]
-    shelf = tier_at(place, clock=lambda: now_s[0])
+    tier = tier_at(place, clock=lambda: now_s[0])
     key, content = next(iter(chunks.items()))
     written = os.pwrite
 
@@ -398,68 +402,70 @@ def test_J2_EIO_of_a_write_leaves_nothing(
     with monkeypatch.context() as patch:
         patch.setattr("os.pwrite", fail)
         for _ in range(3):
-            reserved = shelf.reserve(key, len(content))
+            reserved = tier.reserve(key, len(content))
             assert reserved is not None
             reserved.commit(memoryview(content))
             assert files(place) == []
         with pytest.raises(NoSpaceError):
-            shelf.reserve(key, len(content))
-    assert counted(shelf) == 0
+            tier.reserve(key, len(content))
+    assert counted(tier) == 0
     assert len(caplog.records) == 1
     now_s[0] += DISK_PAUSE_S
-    put(shelf, key, content)
-    assert content_of(shelf, key) == content
+    put(tier, key, content)
+    assert content_of(tier, key) == content
 
 
-def test_J4_a_folder_that_is_removed_is_passed_by(
+def test_J4_a_removed_folder_is_not_an_error(
     place: Path, chunks: Chunks, caplog: pytest.LogCaptureFixture
 ) -> None:
     now_s = [0.0]
-    shelf = tier_at(place, clock=lambda: now_s[0])
+    tier = tier_at(place, clock=lambda: now_s[0])
     (key, content), (other, more), *_ = chunks.items()
-    put(shelf, key, content)
-    reserved = shelf.reserve(other, len(more))
+    put(tier, key, content)
+    reserved = tier.reserve(other, len(more))
     assert reserved is not None
     shutil.rmtree(place)
     reserved.commit(memoryview(more))
-    assert content_of(shelf, key) is None
+    assert content_of(tier, key) is None
     for _ in range(3):
         with pytest.raises(NoSpaceError):
-            shelf.reserve(key, len(content))
-    assert not place.exists(), "it is not made again: it may be a mount point"
+            tier.reserve(key, len(content))
+    assert not place.exists(), "a folder that may be a mount point is not made again"
     assert "is not used" in caplog.text
     place.mkdir(mode=0o700)
     now_s[0] += DISK_PAUSE_S
-    put(shelf, key, content)
-    assert content_of(shelf, key) == content
+    put(tier, key, content)
+    assert content_of(tier, key) == content
 
 
-def test_J4_a_folder_that_is_emptied_begins_again(place: Path, chunks: Chunks) -> None:
-    shelf = tier_at(place)
+def test_J4_an_emptied_folder_becomes_a_cache_again(place: Path, chunks: Chunks) -> None:
+    tier = tier_at(place)
     key, content = next(iter(chunks.items()))
-    put(shelf, key, content)
+    put(tier, key, content)
     for path in place.iterdir():
         if path.is_dir():
             shutil.rmtree(path)
         else:
             path.unlink()
-    assert content_of(shelf, key) is None
-    put(shelf, key, content)
-    assert content_of(shelf, key) == content
-    assert counted(shelf) == len(content)
+    assert content_of(tier, key) is None
+    put(tier, key, content)
+    assert content_of(tier, key) == content
+    assert counted(tier) == len(content)
 
 
-def test_J4_a_file_system_that_goes_is_not_written_under(tmp_path: Path, chunks: Chunks) -> None:
+def test_J4_nothing_is_written_below_the_mount_point_of_a_lost_disk(
+    tmp_path: Path, chunks: Chunks
+) -> None:
     with small_disk(tmp_path / "disk", "size=10m,mode=700") as point:
-        shelf = tier_at(prepare_cache_folder(point))
+        tier = tier_at(prepare_cache_folder(point))
         key, content = next(iter(chunks.items()))
-        put(shelf, key, content)
+        put(tier, key, content)
         subprocess.run(["umount", "-l", str(point)], check=True)
         try:
-            assert content_of(shelf, key) is None
+            assert content_of(tier, key) is None
             for _ in range(4):
                 with pytest.raises(NoSpaceError):
-                    shelf.reserve(key, len(content))
+                    tier.reserve(key, len(content))
             assert list(point.iterdir()) == []
         finally:
             command = ["mount", "-t", "tmpfs", "diesel-test", str(point)]
@@ -470,12 +476,12 @@ def test_J4_a_file_system_that_becomes_read_only_still_serves(
     tmp_path: Path, chunks: Chunks
 ) -> None:
     with small_disk(tmp_path / "disk", "size=10m,mode=700") as point:
-        shelf = tier_at(prepare_cache_folder(point))
+        tier = tier_at(prepare_cache_folder(point))
         (key, content), (other, more), *_ = chunks.items()
-        put(shelf, key, content)
+        put(tier, key, content)
         remount(point, "ro")
         for _ in range(4):
             with pytest.raises(NoSpaceError):
-                shelf.reserve(other, len(more))
-            assert content_of(shelf, key) == content
-        shelf.drop(key)
+                tier.reserve(other, len(more))
+            assert content_of(tier, key) == content
+        tier.drop(key)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from diesel_fs.cache import disk as disk_shelf
+from diesel_fs.cache import disk
 from diesel_fs.cache.disk import DiskTier
 from diesel_fs.cache.tiers import verify_chunk
 
@@ -25,7 +25,7 @@ WRITER = """if True:
     from diesel_fs.errors import NoSpaceError
     place, source, limit, seed = sys.argv[1:]
     draw = random.Random(int(seed))
-    shelf = DiskTier(prepare_cache_folder(Path(place)), UUID(int=7), int(limit))
+    tier = DiskTier(prepare_cache_folder(Path(place)), UUID(int=7), int(limit))
     chunks = {}
     for path in Path(source).iterdir():
         identity, chunk = path.name.split(",")
@@ -33,17 +33,17 @@ WRITER = """if True:
     print("ready", flush=True)
     while True:
         key = draw.choice(list(chunks))
-        held = shelf.find(key)
+        held = tier.find(key)
         if held is not None:
             with held:
                 room = bytearray(held.bytes)
                 held.read_into(0, memoryview(room))
                 assert room == chunks[key]
             if draw.random() < 0.3:
-                shelf.drop(key)
+                tier.drop(key)
             continue
         try:
-            place = shelf.reserve(key, len(chunks[key]))
+            place = tier.reserve(key, len(chunks[key]))
         except NoSpaceError:
             continue
         if place is not None:
@@ -54,7 +54,8 @@ WRITER = """if True:
 def test_J6_processes_that_share_a_folder_and_are_killed(
     place: Path, chunks: Chunks, tmp_path: Path
 ) -> None:
-    """At any moment all that is found is whole, the limit holds, and what the dead left goes."""
+    """At any time every chunk found is whole, the limit holds, and files of killed writers are
+    removed."""
     source = tmp_path / "chunks"
     source.mkdir()
     for key, content in chunks.items():
@@ -72,16 +73,16 @@ def test_J6_processes_that_share_a_folder_and_are_killed(
         assert process.stdout.readline() == "ready\n"
         return process
 
-    shelf = tier_at(place, limit)
+    tier = tier_at(place, limit)
     seen = 0
     for number in range(8):
         pair = [start(2 * number), start(2 * number + 1)]
         until = time.monotonic() + draw.uniform(0.05, 0.4)
         while time.monotonic() < until:
             idle(place)  # else nothing goes
-            assert counted(shelf) <= limit
+            assert counted(tier) <= limit
             for key in chunks:
-                found = content_of(shelf_at_once(shelf), key)
+                found = content_of(unchecked(tier), key)
                 assert found in (None, chunks[key])
                 seen += found is not None
         ended = [process.poll() for process in pair]
@@ -89,22 +90,22 @@ def test_J6_processes_that_share_a_folder_and_are_killed(
             process.send_signal(signal.SIGKILL)
             assert ended == [None, None], process.communicate(timeout=20)[1]
             process.communicate(timeout=20)
-    assert seen > 20, "or this test shows nothing"
+    assert seen > 20, "else this test shows nothing"
     after = tier_at(place, limit)
-    assert not [path for path in files(place) if path.name[0] == "."], "what the dead left"
+    assert not [path for path in files(place) if path.name[0] == "."], "files of killed writers"
     assert counted(after) == sum(path.stat().st_size for path in files(place)) <= limit
     for path in files(place):
         key = next(key for key in chunks if path.name == key.id.hex())
         verify_chunk(key, memoryview(path.read_bytes()))
 
 
-def shelf_at_once(shelf: DiskTier) -> DiskTier:
-    """As a process that has checked nothing yet."""
-    shelf._known.clear()
-    return shelf
+def unchecked(tier: DiskTier) -> DiskTier:
+    """The tier as in a process that has not checked any chunk yet."""
+    tier._known.clear()
+    return tier
 
 
-def test_who_reads_from_the_store_is_known_to_the_others(place: Path) -> None:
+def test_other_processes_see_that_a_reader_waits_for_the_store(place: Path) -> None:
     one, other = tier_at(place), tier_at(place)
     assert not other.others_read()
     one.note_reading(begins=True)
@@ -121,19 +122,17 @@ def test_who_reads_from_the_store_is_known_to_the_others(place: Path) -> None:
     other.close()
 
 
-def test_J6_what_a_writer_that_died_had_reserved_is_counted_once(
-    place: Path, chunks: Chunks
-) -> None:
+def test_J6_the_reservation_of_a_dead_writer_is_counted_once(place: Path, chunks: Chunks) -> None:
     key, content = next(iter(chunks.items()))
     dead = tier_at(place)
     reserved = dead.reserve(key, len(content))
-    assert isinstance(reserved, disk_shelf._FileReservation)
+    assert isinstance(reserved, disk._FileReservation)
     os.close(reserved._file)  # as a kill does
-    shelf = tier_at(place)
+    tier = tier_at(place)
     for _ in range(3):
-        again = shelf.reserve(key, len(content))
-        assert isinstance(again, disk_shelf._FileReservation)
+        again = tier.reserve(key, len(content))
+        assert isinstance(again, disk._FileReservation)
         os.close(again._file)
-    assert counted(shelf) == len(content)
-    put(shelf, key, content)
-    assert counted(shelf) == len(content)
+    assert counted(tier) == len(content)
+    put(tier, key, content)
+    assert counted(tier) == len(content)

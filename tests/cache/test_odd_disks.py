@@ -1,4 +1,4 @@
-"""A cache's folder with what is no chunk in it, or on a disk that takes nothing."""
+"""`DiskTier` in a folder with things that are not chunks, or on a disk that takes no writes."""
 
 import contextlib
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from diesel_fs.cache import disk as disk_shelf
+from diesel_fs.cache import disk
 from diesel_fs.cache.disk import prepare_cache_folder
 from diesel_fs.errors import ConflictError, NoSpaceError
 
@@ -18,7 +18,7 @@ from .test_disk import small as small
 
 
 def plant(what: str, path: Path) -> None:
-    """Put something that is no regular file at a path."""
+    """Put something that is not a regular file at a path."""
     if what == "link":
         target = path.with_name("elsewhere")
         target.write_bytes(b"elsewhere")
@@ -44,41 +44,42 @@ STRANGE = pytest.mark.parametrize(
 
 
 @STRANGE
-def test_what_is_no_regular_file_is_no_chunk(
+def test_a_path_that_is_not_a_regular_file_is_not_a_chunk(
     what: str, place: Path, chunks: Chunks, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The disk has not failed, nobody waits for a FIFO, and what can go without harm goes."""
+    """That is no failure of the disk, no open of a FIFO blocks, and what can be removed is
+    removed."""
     (key, content), (other, more), *_ = chunks.items()
-    shelf, stays = tier_at(place), what == "full folder"
-    put(shelf, key, content)
-    put(shelf, other, more)
+    tier, stays = tier_at(place), what == "full folder"
+    put(tier, key, content)
+    put(tier, other, more)
     path = file_of(place, key)
     for _ in range(4):  # more often than a disk may fail
         path.unlink()
         plant(what, path)
-        assert shelf.list_chunks(key.identity) == [other.id]
-        assert not shelf.holds(key)
+        assert tier.list_chunks(key.identity) == [other.id]
+        assert not tier.holds(key)
         for _ in range(4 if stays else 1):
-            assert content_of(shelf, key) is None
+            assert content_of(tier, key) is None
         assert os.path.lexists(path) == stays
         if stays:
-            assert shelf.reserve(key, len(content)) is None
+            assert tier.reserve(key, len(content)) is None
             shutil.rmtree(path)
-        assert content_of(shelf, other) == more
-        put(shelf, key, content)
-        assert content_of(shelf, key) == content
+        assert content_of(tier, other) == more
+        put(tier, key, content)
+        assert content_of(tier, key) == content
     assert len(caplog.records) == (1 if stays else 4)
     assert ("cannot be removed" if stays else "removed") in caplog.text
 
 
 @STRANGE
-def test_what_is_no_regular_file_goes_when_files_are_counted_or_written(
+def test_paths_that_are_not_regular_files_are_removed_when_counting_or_writing(
     what: str, place: Path, chunks: Chunks
 ) -> None:
     (key, content), (other, more), *_ = chunks.items()
-    shelf, stays = tier_at(place), what == "full folder"
-    put(shelf, key, content)
-    put(shelf, other, more)
+    tier, stays = tier_at(place), what == "full folder"
+    put(tier, key, content)
+    put(tier, other, more)
     path, used = file_of(place, key), file_of(place, key).with_name(".used")
     coming = path.with_name("." + path.name)
     path.unlink()
@@ -93,17 +94,17 @@ def test_what_is_no_regular_file_goes_when_files_are_counted_or_written(
             each.unlink()
         plant(what, each)
         if stays:
-            assert shelf.reserve(key, len(content)) is None
+            assert tier.reserve(key, len(content)) is None
             shutil.rmtree(each)
-        put(shelf, key, content)
-        assert content_of(shelf, key) == content
-        shelf.evict([key])
-    assert counted(shelf) == len(more)
-    assert not shelf._writes.is_open
+        put(tier, key, content)
+        assert content_of(tier, key) == content
+        tier.evict([key])
+    assert counted(tier) == len(more)
+    assert not tier._writes.is_open
 
 
 def use_up(point: Path, what: str) -> None:
-    """All of a disk that others can have."""
+    """Fill a disk, take its inodes, or make it read-only."""
     if what == "writes":
         remount(point, "ro")
         return
@@ -118,7 +119,7 @@ def use_up(point: Path, what: str) -> None:
 
 
 def make_room(point: Path, what: str) -> None:
-    """The end of `use_up`."""
+    """Undo `use_up`."""
     if what == "inodes":
         shutil.rmtree(point / "lost+found")
     elif what == "bytes":
@@ -129,7 +130,7 @@ def make_room(point: Path, what: str) -> None:
 
 @pytest.mark.parametrize("what", ["bytes", "inodes", "writes"])
 @pytest.mark.parametrize("folder", [".", "new/cache"])
-def test_J1_J4_a_disk_that_takes_no_cache_is_no_refusal(
+def test_J1_J4_a_disk_without_room_for_a_new_cache_is_named(
     what: str, folder: str, small: Path
 ) -> None:
     use_up(small, what)
@@ -145,25 +146,25 @@ def test_J1_J4_a_disk_that_takes_no_cache_is_no_refusal(
 
 
 @pytest.mark.parametrize("what", ["bytes", "inodes", "writes"])
-def test_J1_J4_what_a_full_disk_holds_is_read(
+def test_J1_J4_a_cache_on_a_full_disk_is_still_read(
     what: str, small: Path, chunks: Chunks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At the start of who reads it; and once there is room, it takes more."""
-    monkeypatch.setattr(disk_shelf, "FREE_FRACTION_MIN", -1.0)
+    """A tier that starts on a full disk reads its chunks, and writes again once there is room."""
+    monkeypatch.setattr(disk, "FREE_FRACTION_MIN", -1.0)
     (key, content), (other, more), *_ = chunks.items()
-    shelf = tier_at(prepare_cache_folder(small))
-    put(shelf, key, content)
-    shelf.close()
+    tier = tier_at(prepare_cache_folder(small))
+    put(tier, key, content)
+    tier.close()
     (small / ".reading").unlink()
     use_up(small, what)
-    shelf = tier_at(prepare_cache_folder(small))
-    assert ("is only read" in shelf.read_only_reason) == (what != "bytes")
-    assert content_of(shelf, key) == content
+    tier = tier_at(prepare_cache_folder(small))
+    assert ("is only read" in tier.read_only_reason) == (what != "bytes")
+    assert content_of(tier, key) == content
     with contextlib.suppress(NoSpaceError):
-        if (reserved := shelf.reserve(other, len(more))) is not None:
+        if (reserved := tier.reserve(other, len(more))) is not None:
             reserved.commit(memoryview(more))
-    assert content_of(shelf, other) is None
-    shelf.note_reading(begins=True)
+    assert content_of(tier, other) is None
+    tier.note_reading(begins=True)
     make_room(small, what)
-    put(shelf, other, more)
-    assert content_of(shelf, other) == more
+    put(tier, other, more)
+    assert content_of(tier, other) == more

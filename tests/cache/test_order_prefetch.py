@@ -1,9 +1,9 @@
-"""An order that is followed: each chunk is loaded once, and two groups at most are in memory."""
+"""A reader that follows a known order loads each chunk once and has at most two groups in
+memory."""
 
 import gc
 import os
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -20,9 +20,9 @@ from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.ingest import FolderSource, PutOptions, put
 from diesel_fs.orders.shuffle import GroupedOrder, chunk_order
 from diesel_fs.repository.local import LocalRepository
-from diesel_fs.storage.objects.store import ReadWrapper
 
 from ..trees import write
+from .conftest import Counting
 
 FILES = {
     f"d{number % 9}/{number:04}": os.urandom(3000 + number % 977)
@@ -37,18 +37,6 @@ def half_random(number: int) -> bytes:
 
 
 Read = Callable[[EntryReader, npt.NDArray[np.int64]], Iterator[bytes]]
-
-
-class Loads(ReadWrapper):
-    """Counts what is read, by object."""
-
-    def __init__(self, repository: LocalRepository) -> None:
-        super().__init__(repository.objects)
-        self.reads: Counter[str] = Counter()
-
-    def read_into(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
-        self.reads[name] += 1
-        self.inner.read_into(name, start, buffer)
 
 
 @pytest.fixture(scope="module")
@@ -66,11 +54,6 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalReposi
 
 
 @pytest.fixture
-def store(repository: LocalRepository) -> Loads:
-    return Loads(repository)
-
-
-@pytest.fixture
 def view(repository: LocalRepository) -> Snapshot:
     return repository.view("ds")
 
@@ -84,7 +67,7 @@ def many(reader: EntryReader, order: npt.NDArray[np.int64]) -> Iterator[bytes]:
 
 
 def few_at_once(reader: EntryReader, order: npt.NDArray[np.int64]) -> Iterator[bytes]:
-    """As a loader reads batches."""
+    """Read batches, as a data loader does."""
     for start in range(0, len(order), 7):
         yield from many(reader, order[start : start + 7])
 
@@ -106,7 +89,7 @@ def needed(view: Snapshot, order: GroupedOrder) -> int:
 
 
 def settle(cache: ChunkCache) -> None:
-    """Wait for the loads that are under way."""
+    """Wait for the loads in flight."""
     assert cache._threads is not None
     cache._threads.shutdown(wait=True)
     cache._threads = None
@@ -119,7 +102,7 @@ def alive() -> int:
 def read_all(
     reader: EntryReader, view: Snapshot, order: GroupedOrder, way: Read, *, watch: bool = True
 ) -> int:
-    """Read in the order and compare; the most chunks that were seen in memory."""
+    """Read and compare all files in the order. Returns the most chunks that were seen in memory."""
     gc.collect()  # chunks of other tests
     before, most = alive(), 0
     for place, content in enumerate(way(reader, order.indices)):
@@ -135,12 +118,12 @@ def read_all(
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("budget", ["two groups", "half of the dataset"])
 def test_an_epoch_loads_each_chunk_once(
-    store: Loads, view: Snapshot, way: Read, budget: str
+    store: Counting, view: Snapshot, way: Read, budget: str
 ) -> None:
     order = chunk_order(view, 1, 2, group_size=GROUP)
     total = int(view.chunk_sizes.sum())
     memory = needed(view, order) if budget == "two groups" else total // 2
-    assert view.chunk_count >= 50, "or this test shows little"
+    assert view.chunk_count >= 50, "else this test shows little"
     assert memory <= total // 2
     reader = EntryReader(view, store, memory)
     for epoch in (2, 3):
@@ -149,7 +132,7 @@ def test_an_epoch_loads_each_chunk_once(
         assert 1 < read_all(reader, view, order, way) <= 2 * GROUP
         stats = reader.stats()
         assert (stats["chunk_fetches"], stats["range_fetches"]) == (view.chunk_count, 0)
-        assert set(store.reads.values()) == {1}
+        assert set(store.reads_by_object().values()) == {1}
         assert stats["evictions"] == stats["memory_bytes"] == 0  # all were given up in time
         store.reads.clear()
         reader._counts.clear()
@@ -157,17 +140,17 @@ def test_an_epoch_loads_each_chunk_once(
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_memory_for_one_group_is_enough(store: Loads, view: Snapshot, way: Read) -> None:
+def test_memory_for_one_group_is_enough(store: Counting, view: Snapshot, way: Read) -> None:
     order = chunk_order(view, 1, 2, group_size=GROUP)
     memory = (GROUP + 1) * int(view.chunk_sizes.max())
     reader = EntryReader(view, store, memory)
     reader.prefetch_order(order.indices, order.ends)
     read_all(reader, view, order, way, watch=False)
-    assert set(store.reads.values()) == {1}
+    assert set(store.reads_by_object().values()) == {1}
     assert reader.stats()["range_fetches"] == 0
 
 
-def test_less_than_one_group_is_refused_or_grows(store: Loads, view: Snapshot) -> None:
+def test_less_than_one_group_is_refused_or_grows(store: Counting, view: Snapshot) -> None:
     order = chunk_order(view, 1, 2, group_size=GROUP)
     memory = GROUP * int(view.chunk_sizes.max()) // 2
     reader = EntryReader(view, store, memory)
@@ -178,21 +161,23 @@ def test_less_than_one_group_is_refused_or_grows(store: Loads, view: Snapshot) -
     reader.prefetch_order(order.indices, order.ends, grow=True)
     assert reader.stats()["memory_budget_bytes"] == needed(view, order)
     read_all(reader, view, order, many)
-    assert set(store.reads.values()) == {1}
+    assert set(store.reads_by_object().values()) == {1}
 
 
-def test_what_fits_the_memory_stays_in_it(store: Loads, view: Snapshot) -> None:
+def test_what_fits_the_memory_stays_in_it(store: Counting, view: Snapshot) -> None:
     reader = EntryReader(view, store, 1 << 30)
     for epoch in range(3):
         order = chunk_order(view, 1, epoch, group_size=GROUP)
         reader.prefetch_order(order.indices, order.ends)
         read_all(reader, view, order, many, watch=False)
-    assert set(store.reads.values()) == {1}
+    assert set(store.reads_by_object().values()) == {1}
 
 
 @pytest.mark.parametrize("way", [one_by_one, many])
-def test_the_same_order_twice(store: Loads, view: Snapshot, way: Read) -> None:
-    """A look at the first file, a pass that is given up, and a whole one: it begins anew."""
+def test_reading_the_same_order_again_begins_anew(
+    store: Counting, view: Snapshot, way: Read
+) -> None:
+    """After a read of the first file, or a pass that was given up, a whole pass begins anew."""
     order = chunk_order(view, 1, 2, group_size=GROUP)
     reader = EntryReader(view, store, needed(view, order))
     reader.prefetch_order(order.indices, order.ends)
@@ -200,21 +185,21 @@ def test_the_same_order_twice(store: Loads, view: Snapshot, way: Read) -> None:
     first = order.indices[:1]
     next(many(reader, first))
     read_all(reader, view, order, way, watch=False)
-    assert max(store.reads.values()) == 2
+    assert max(store.reads_by_object().values()) == 2
     list(way(reader, order.indices[:300]))
     settle(reader._cache)  # what was begun ahead of need
     store.reads.clear()
     assert read_all(reader, view, order, way) <= 2 * GROUP + 1
-    assert max(store.reads.values()) == 1
+    assert max(store.reads_by_object().values()) == 1
     assert reader.stats()["range_fetches"] == 0
 
 
-def test_the_next_group_is_loaded_ahead(store: Loads, view: Snapshot) -> None:
-    """While the first is read; and the one behind it is not."""
+def test_the_next_group_is_loaded_ahead(store: Counting, view: Snapshot) -> None:
+    """It is loaded while the first is read; the group behind it is not."""
     order = chunk_order(view, 1, 2, group_size=GROUP)
     reader = EntryReader(view, store, needed(view, order))
     reader.prefetch_order(order.indices, order.ends)
-    assert not store.reads, "who only asks for an order gets no traffic"
+    assert not store.reads, "announcing an order reads nothing"
     reader.read(int(order.indices[0]))
     two = view.chunk_of(order.indices[: order.ends[1]])
     settle(reader._cache)
@@ -222,15 +207,15 @@ def test_the_next_group_is_loaded_ahead(store: Loads, view: Snapshot) -> None:
     assert len(store.reads) == 2 * GROUP - 1
 
 
-def test_what_a_reader_leaves_out_does_not_stay(store: Loads, view: Snapshot) -> None:
-    """A worker that reads every fourth batch, or goes on at another place, holds two groups too."""
+def test_chunks_that_a_reader_leaves_out_are_dropped(store: Counting, view: Snapshot) -> None:
+    """A worker that reads every fourth batch, or jumps in the order, holds at most two groups."""
     order = chunk_order(view, 1, 2, group_size=GROUP)
     reader = EntryReader(view, store, int(view.chunk_sizes.sum()) // 2)
     reader.prefetch_order(order.indices, order.ends)
     batches = np.arange(len(order.indices)) // 16 % 4 == 1
     part = GroupedOrder(order.indices[batches], np.array([int(batches.sum())]))
     assert read_all(reader, view, part, one_by_one) <= 2 * GROUP
-    assert max(store.reads.values()) == 1
+    assert max(store.reads_by_object().values()) == 1
     places = [*range(3), *range(700, 703), *range(400, 700), *range(20)]
     part = GroupedOrder(order.indices[places], np.array([len(places)]))
     for way in WAYS:
@@ -243,7 +228,7 @@ def test_what_a_reader_leaves_out_does_not_stay(store: Loads, view: Snapshot) ->
         assert after["chunk_fetches"] - before["chunk_fetches"] <= 4 * 2 * GROUP + 4 * GROUP
 
 
-def test_several_threads_share_an_order(store: Loads, view: Snapshot) -> None:
+def test_several_threads_share_an_order(store: Counting, view: Snapshot) -> None:
     order = chunk_order(view, 1, 2, group_size=GROUP)
     reader = EntryReader(view, store, int(view.chunk_sizes.sum()) // 2)
     reader.prefetch_order(order.indices, order.ends)
@@ -271,8 +256,11 @@ def test_several_threads_share_an_order(store: Loads, view: Snapshot) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_part_reads_little_of_others_chunks(store: Loads, view: Snapshot, way: Read) -> None:
-    """Where the cut goes through a group, two ranks read its chunks, or of them what they need."""
+def test_parts_of_ranks_read_each_chunk_about_once(
+    store: Counting, view: Snapshot, way: Read
+) -> None:
+    """Where the cut between two ranks goes through a group, both read its chunks or parts of
+    them."""
     whole, single = 0, 0
     for rank in range(3):
         order = chunk_order(view, 1, 2, group_size=GROUP, rank=rank, world=3)
@@ -286,25 +274,27 @@ def test_a_part_reads_little_of_others_chunks(store: Loads, view: Snapshot, way:
 
 
 @pytest.mark.parametrize("way", [one_by_one, many])
-def test_compressed_files_too(repository: LocalRepository, way: Read) -> None:
-    """What is decoded is not kept: it is read once, and would count against the two groups."""
-    view, store = repository.view("texts"), Loads(repository)
+def test_compressed_files_are_decoded_and_not_kept(repository: LocalRepository, way: Read) -> None:
+    """Decoded contents are read once, and would take memory from the two groups."""
+    view, store = repository.view("texts"), Counting(repository)
     order = chunk_order(view, 1, 2, group_size=2)
     memory = needed(view, order)
-    assert memory < int(view.chunk_sizes.sum()), "or this test shows nothing"
+    assert memory < int(view.chunk_sizes.sum()), "else this test shows nothing"
     reader = EntryReader(view, store, memory)
     reader.prefetch_order(order.indices, order.ends)
     for index, content in zip(order.indices.tolist(), way(reader, order.indices), strict=True):
         assert content == half_random(int(view.name(index)))
         assert reader.stats()["memory_bytes"] <= memory
-    assert set(store.reads.values()) == {1}
+    assert set(store.reads_by_object().values()) == {1}
     assert reader.stats()["evictions"] == 0
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_files_larger_than_a_chunk(repository: LocalRepository, way: Read) -> None:
-    """Nothing is read twice but what lies in another file's chunk, and that by itself."""
-    view, store = repository.view("large"), Loads(repository)
+def test_files_larger_than_a_chunk_are_read_about_once(
+    repository: LocalRepository, way: Read
+) -> None:
+    """Only parts in the chunks of other files are read again, each alone."""
+    view, store = repository.view("large"), Counting(repository)
     order = chunk_order(view, 1, 2, group_size=4)
     reader = EntryReader(view, store, int(view.chunk_sizes.sum()) * 3 // 4)
     reader.prefetch_order(order.indices, order.ends)
@@ -317,7 +307,7 @@ def test_files_larger_than_a_chunk(repository: LocalRepository, way: Read) -> No
 
 
 @pytest.mark.parametrize("way", [one_by_one, many])
-def test_other_files_are_read_beside_the_order(store: Loads, view: Snapshot, way: Read) -> None:
+def test_other_files_are_read_beside_the_order(store: Counting, view: Snapshot, way: Read) -> None:
     below = view.lookup(b"d3")
     order = chunk_order(view, 1, 2, group_size=GROUP, below=below)
     reader = EntryReader(view, store, int(view.chunk_sizes.sum()) // 2)
@@ -327,8 +317,8 @@ def test_other_files_are_read_beside_the_order(store: Loads, view: Snapshot, way
     assert reader.stats()["memory_bytes"] <= int(view.chunk_sizes.sum()) // 2
 
 
-def test_another_order_takes_its_place(store: Loads, view: Snapshot) -> None:
-    """A reader that is still at the old one gets what it reads all the same."""
+def test_a_new_order_replaces_the_old_one(store: Counting, view: Snapshot) -> None:
+    """A reader that still reads in the old order gets the right contents."""
     old = chunk_order(view, 1, 1, group_size=GROUP)
     reader = EntryReader(view, store, needed(view, old))
     reader.prefetch_order(old.indices, old.ends)
@@ -341,7 +331,7 @@ def test_another_order_takes_its_place(store: Loads, view: Snapshot) -> None:
     assert read_all(reader, view, new, many) <= 2 * GROUP + 1
 
 
-def test_a_chunk_that_is_given_up_on_its_way_does_not_stay(store: Loads, view: Snapshot) -> None:
+def test_a_chunk_that_is_dropped_in_flight_is_not_kept(store: Counting, view: Snapshot) -> None:
     order = chunk_order(view, 1, 2, group_size=GROUP)
     cache = ChunkCache(1 << 30, lambda _: load())
     gate = threading.Event()

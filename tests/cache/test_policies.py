@@ -1,4 +1,4 @@
-"""Laws of every eviction policy, and what each is known for."""
+"""Laws that every eviction policy obeys, and the rule of each."""
 
 from collections.abc import Sequence
 
@@ -27,7 +27,7 @@ EVENTS = st.one_of(
 )
 
 
-def told(name: str, events: Sequence[Event]) -> EvictionPolicy:
+def policy_after(name: str, events: Sequence[Event]) -> EvictionPolicy:
     policy = POLICIES[name]()
     for event in events:
         policy.on_event(event)
@@ -46,10 +46,10 @@ def held_after(events: Sequence[Event]) -> dict[int, int]:
 
 @EVERY
 @given(events=st.lists(EVENTS, max_size=40), wanted=st.integers(-5, 300))
-def test_only_what_is_held_is_given_up_and_no_more_than_it_takes(
+def test_victims_are_in_the_cache_and_no_more_than_needed(
     name: str, events: list[Event], wanted: int
 ) -> None:
-    policy, held = told(name, events), held_after(events)
+    policy, held = policy_after(name, events), held_after(events)
     chosen = policy.victims(wanted)
     assert len(set(chosen)) == len(chosen)
     assert set(chosen) <= set(held)
@@ -61,10 +61,10 @@ def test_only_what_is_held_is_given_up_and_no_more_than_it_takes(
 
 @EVERY
 @given(events=st.lists(EVENTS, max_size=40), unit=UNITS, size=SIZES, room=st.integers(0, 60))
-def test_what_is_admitted_can_be_made_room_for(
+def test_there_can_be_room_for_every_admitted_unit(
     name: str, events: list[Event], unit: int, size: int, room: int
 ) -> None:
-    policy, held = told(name, events), held_after(events)
+    policy, held = policy_after(name, events), held_after(events)
     if policy.admits(unit, size, room):
         assert room + sum(held[each] for each in policy.victims(size - room)) >= size
 
@@ -74,7 +74,7 @@ def test_what_is_admitted_can_be_made_room_for(
 def test_answers_depend_on_events_alone_and_change_nothing(
     name: str, events: list[Event], wanted: int
 ) -> None:
-    one, other = told(name, events), told(name, events)
+    one, other = policy_after(name, events), policy_after(name, events)
     first = list(one.victims(wanted))
     one.admits(1, 10, 0)
     assert [list(one.victims(wanted)), list(other.victims(wanted))] == [first, first]
@@ -83,29 +83,30 @@ def test_answers_depend_on_events_alone_and_change_nothing(
 FULL: list[Event] = [Inserted(unit, 10) for unit in range(4)]
 
 
-def test_lru_gives_up_what_was_not_used_for_longest() -> None:
-    policy = told("lru", [*FULL, Accessed(0), Accessed(2), Accessed(99)])
+def test_lru_evicts_the_longest_unread_first() -> None:
+    policy = policy_after("lru", [*FULL, Accessed(0), Accessed(2), Accessed(99)])
     assert list(policy.victims(25)) == [1, 3, 0]
 
 
-def test_lfu_gives_up_what_was_used_least() -> None:
-    policy = told("lfu", [*FULL, Accessed(0), Accessed(0), Accessed(1), Accessed(2), Accessed(1)])
+def test_lfu_evicts_the_least_often_read_first() -> None:
+    policy = policy_after(
+        "lfu", [*FULL, Accessed(0), Accessed(0), Accessed(1), Accessed(2), Accessed(1)]
+    )
     assert list(policy.victims(40)) == [3, 2, 0, 1]
     policy.on_event(Evicted(0))
     policy.on_event(Inserted(0, 10))  # it begins anew
     assert list(policy.victims(20)) == [3, 0]
 
 
-def test_none_keeps_what_came_first() -> None:
-    policy = told("none", FULL)
+def test_none_never_evicts() -> None:
+    policy = policy_after("none", FULL)
     assert policy.victims(40) == []
     assert policy.admits(9, 10, 10)
     assert not policy.admits(9, 10, 9)
 
 
 def hits(name: str, epochs: int, units: int, capacity: int, seed: int = 0) -> float:
-    """The share of reads that hit, in the last of some epochs in random order, of a cache that
-    holds `capacity` units."""
+    """The hit rate of a cache of `capacity` units in the last of some epochs in random order."""
     policy, held, found = POLICIES[name](), set[int](), 0
     for epoch in range(epochs):
         found = 0
@@ -123,9 +124,10 @@ def hits(name: str, epochs: int, units: int, capacity: int, seed: int = 0) -> fl
     return found / units
 
 
-def test_hits_in_random_order_are_those_of_the_theory() -> None:
-    """Half of the units fit. What stays hits each time: a half. LRU hits where fewer than half of
-    the units were used between two uses of one, whose places in the two epochs are uniform."""
+def test_hit_rates_in_random_order_match_the_theory() -> None:
+    """Half of the units fit. Without eviction, these hit each time: the rate is a half. LRU hits
+    where fewer than half of the units were read between two reads of a unit; the places of a unit
+    in two epochs are uniform."""
     units, capacity = 4_000, 2_000
     assert hits("none", 3, units, capacity) == 0.5
     x = np.random.default_rng(1)

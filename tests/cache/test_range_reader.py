@@ -1,8 +1,9 @@
-"""`RangeReader`: the bytes that were asked for, in few reads, each byte once, within bounds."""
+"""`RangeReader` answers with the bytes asked for, in few reads, within limits of memory and
+time."""
 
 import gc
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.repository.local import LocalRepository
 
 from .chunk_ranges import Part, records
-from .conftest import Counting
+from .conftest import Counting, Gate, until
 
 
 def keys(view: Snapshot) -> list[ChunkKey]:
@@ -35,23 +36,23 @@ def contents(repository: LocalRepository) -> dict[bytes, bytes]:
     return {key.id: bytes(get(chunk_object(*key))) for key in keys(view)}
 
 
-def shelf_of(
+def tier_of(
     kind: str, folder: Path, view: Snapshot, contents: dict[bytes, bytes]
 ) -> CacheTier | None:
-    """A shelf with every second chunk."""
-    shelf: CacheTier | None = None
+    """A tier with every second chunk."""
+    tier: CacheTier | None = None
     if kind == "memory":
-        shelf = MemoryTier(1 << 30)
+        tier = MemoryTier(1 << 30)
     elif kind == "disk":
-        shelf = DiskTier(prepare_cache_folder(folder / "cache"), view.identity, 1 << 30)
+        tier = DiskTier(prepare_cache_folder(folder / "cache"), view.identity, 1 << 30)
     for key in keys(view)[::2]:
-        if shelf is not None:
-            put(shelf, key, contents[key.id])
-    return shelf
+        if tier is not None:
+            put(tier, key, contents[key.id])
+    return tier
 
 
-def put(shelf: CacheTier, key: ChunkKey, content: bytes) -> None:
-    place = shelf.reserve(key, len(content))
+def put(tier: CacheTier, key: ChunkKey, content: bytes) -> None:
+    place = tier.reserve(key, len(content))
     assert place is not None
     place.commit(memoryview(content))
 
@@ -64,12 +65,12 @@ def reads(
     view: Snapshot,
     contents: dict[bytes, bytes],
 ) -> Iterator[RangeReader]:
-    shelf = shelf_of(request.param, tmp_path, view, contents)
-    tier = ReadThroughCache(store, shelf)
-    merged = RangeReader(tier)
+    tier = tier_of(request.param, tmp_path, view, contents)
+    cache = ReadThroughCache(store, tier)
+    merged = RangeReader(cache)
     yield merged
     merged.close()
-    tier.close()
+    cache.close()
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -106,7 +107,7 @@ def test_a_whole_chunk_is_one_read_and_one_piece(
 def test_many_small_parts_of_one_chunk_are_one_read(
     store: Counting, view: Snapshot, contents: dict[bytes, bytes]
 ) -> None:
-    """Where a request costs milliseconds, as it is taken to before it has been measured."""
+    """A request is assumed to cost milliseconds until it is measured, so gaps are read along."""
     (name, content), *_ = contents.items()
     parts = [(name, at, 100) for at in range(len(content) - 100, 0, -500)]
     answer = RangeReader(ReadThroughCache(store)).read(view.identity, records(parts))
@@ -114,23 +115,23 @@ def test_many_small_parts_of_one_chunk_are_one_read(
     assert len(store.reads) == 1
 
 
-def test_near_stores_are_not_read_for_nothing(
+def test_gaps_are_not_read_from_a_near_store(
     store: Counting, view: Snapshot, contents: dict[bytes, bytes]
 ) -> None:
-    """A request to a folder costs next to nothing: gaps are worth less there."""
+    """A request to a folder costs next to nothing, so gaps are not read along."""
     (name, content), *_ = contents.items()
-    tier = ReadThroughCache(store)
+    cache = ReadThroughCache(store)
     for _ in range(100):
-        tier.costs.observe(100, 20e-6)
-        tier.costs.observe(4 << 20, 1e-3)
-    assert 4 << 10 <= tier.costs.gap_bytes <= 200 << 10
-    tier.costs.request_s = 1e-6
+        cache.costs.observe(100, 20e-6)
+        cache.costs.observe(4 << 20, 1e-3)
+    assert 4 << 10 <= cache.costs.gap_bytes <= 200 << 10
+    cache.costs.request_s = 1e-6
     parts = [(name, 0, 10), (name, len(content) - 10, 10)]
-    RangeReader(tier).read(view.identity, records(parts))
+    RangeReader(cache).read(view.identity, records(parts))
     assert len(store.reads) == 2
 
 
-def test_what_is_asked_for_twice_is_read_once(
+def test_a_part_that_is_asked_for_twice_is_read_once(
     store: Counting, view: Snapshot, contents: dict[bytes, bytes]
 ) -> None:
     (name, content), *_ = contents.items()
@@ -138,36 +139,6 @@ def test_what_is_asked_for_twice_is_read_once(
     answer = RangeReader(ReadThroughCache(store)).read(view.identity, records([part] * 5))
     assert b"".join(answer) == content[96:5096] * 5
     assert len(store.reads) == 1
-
-
-class Gate:
-    """Holds up reads of a store until it is opened."""
-
-    def __init__(self, store: Counting) -> None:
-        self.open = threading.Event()
-        self.arrived = threading.Semaphore(0)
-        self.now = 0
-        self.most = 0
-        self._lock = threading.Lock()
-        store.change = self._wait
-
-    def _wait(self, name: str, buffer: memoryview) -> None:
-        with self._lock:
-            self.now += 1
-            self.most = max(self.most, self.now)
-        self.arrived.release()
-        assert self.open.wait(20)
-        with self._lock:
-            self.now -= 1
-
-
-def until(true: Callable[[], bool]) -> None:
-    waiting = threading.Event()
-    for _ in range(2000):
-        if true():
-            return
-        waiting.wait(0.01)
-    raise AssertionError("in vain waited")
 
 
 def test_F10_requests_at_the_same_moment_share_a_read(
@@ -201,7 +172,7 @@ def test_F10_requests_at_the_same_moment_share_a_read(
     assert not reads._in_flight
 
 
-def test_who_shared_a_read_that_failed_tries_alone(
+def test_a_request_that_shared_a_failed_read_reads_itself(
     store: Counting, view: Snapshot, contents: dict[bytes, bytes]
 ) -> None:
     (name, content), *_ = contents.items()
@@ -230,7 +201,7 @@ def test_who_shared_a_read_that_failed_tries_alone(
     assert len(store.reads) == 2
 
 
-def test_a_request_has_so_many_reads_under_way_and_no_more(
+def test_a_request_keeps_its_limit_of_reads(
     store: Counting, view: Snapshot, contents: dict[bytes, bytes]
 ) -> None:
     reads, gate = RangeReader(ReadThroughCache(store), request_reads_max=3), Gate(store)
@@ -246,7 +217,7 @@ def test_a_request_has_so_many_reads_under_way_and_no_more(
     assert gate.most == 3
 
 
-def test_O20_a_process_has_so_many_reads_under_way_and_no_more(
+def test_O20_a_process_keeps_its_limit_of_reads(
     store: Counting, view: Snapshot, contents: dict[bytes, bytes]
 ) -> None:
     reads, gate = RangeReader(ReadThroughCache(store), store_reads_max=4), Gate(store)
@@ -265,7 +236,7 @@ def test_O20_a_process_has_so_many_reads_under_way_and_no_more(
     assert gate.most == 4
 
 
-def test_a_read_that_finds_the_store_too_busy_ends_in_time(
+def test_a_read_that_waits_for_a_busy_store_ends_in_time(
     store: Counting, view: Snapshot, contents: dict[bytes, bytes]
 ) -> None:
     gate = Gate(store)
@@ -283,10 +254,10 @@ def test_a_read_that_finds_the_store_too_busy_ends_in_time(
 
 
 @pytest.mark.parametrize("kind", ["none", "memory", "disk"])
-def test_B1_a_part_beyond_the_end_is_an_error_and_harms_no_other(
+def test_B1_a_part_beyond_the_end_is_an_error_of_its_request_alone(
     kind: str, tmp_path: Path, store: Counting, view: Snapshot, contents: dict[bytes, bytes]
 ) -> None:
-    reads = RangeReader(ReadThroughCache(store, shelf_of(kind, tmp_path, view, contents)))
+    reads = RangeReader(ReadThroughCache(store, tier_of(kind, tmp_path, view, contents)))
     for name, content in list(contents.items())[:2]:
         end = len(content)
         with pytest.raises(TruncatedError):
@@ -298,7 +269,7 @@ def test_B1_a_part_beyond_the_end_is_an_error_and_harms_no_other(
     assert not reads._in_flight
 
 
-def test_one_error_ends_the_request_when_all_its_reads_have(
+def test_a_request_fails_after_all_its_reads_have_ended(
     store: Counting, view: Snapshot, contents: dict[bytes, bytes]
 ) -> None:
     parts = [(name, 0, 100) for name in contents]
@@ -315,7 +286,7 @@ def test_one_error_ends_the_request_when_all_its_reads_have(
 
 
 def failure(reads: RangeReader, view: Snapshot, parts: Sequence[Part]) -> str:
-    """What pytest.raises would keep, memory and all."""
+    """The message of the error. (pytest.raises would keep the error, and with it the memory.)"""
     try:
         reads.read(view.identity, records(parts))
     except ObjectStoreError as error:
@@ -323,7 +294,7 @@ def failure(reads: RangeReader, view: Snapshot, parts: Sequence[Part]) -> str:
     return ""
 
 
-def test_G6_answers_that_nobody_takes_fill_a_budget_and_no_more(
+def test_G6_answers_that_nobody_takes_keep_to_a_budget(
     store: Counting, view: Snapshot, contents: dict[bytes, bytes]
 ) -> None:
     (name, content), *_ = contents.items()
@@ -342,7 +313,7 @@ def test_G6_answers_that_nobody_takes_fill_a_budget_and_no_more(
     assert reads._answers.used_bytes == 0
 
 
-def test_an_answer_larger_than_the_budget_goes_alone(
+def test_an_answer_larger_than_the_budget_is_served_alone(
     store: Counting, view: Snapshot, contents: dict[bytes, bytes]
 ) -> None:
     (name, content), *_ = contents.items()
@@ -354,34 +325,34 @@ def test_an_answer_larger_than_the_budget_goes_alone(
 
 
 @pytest.mark.parametrize("kind", ["memory", "disk"])
-def test_B3_who_says_that_it_was_damaged_gets_the_store_s_bytes(
+def test_B3_a_fresh_read_gets_the_bytes_of_the_store(
     kind: str, tmp_path: Path, store: Counting, view: Snapshot, contents: dict[bytes, bytes]
 ) -> None:
     (name, content), *_ = contents.items()
-    shelf = shelf_of(kind, tmp_path, view, contents)
-    reads = RangeReader(ReadThroughCache(store, shelf))
+    tier = tier_of(kind, tmp_path, view, contents)
+    reads = RangeReader(ReadThroughCache(store, tier))
     if kind == "disk":
         (file,) = (tmp_path / "cache").glob(f"*/*/{name.hex()}")
         file.write_bytes(bytes(len(content)))
     part = records([(name, 500, 900)])
     first = reads.read(view.identity, part)
-    assert (b"".join(first) == bytes(900)) == (kind == "disk"), "or this test shows nothing"
+    assert (b"".join(first) == bytes(900)) == (kind == "disk"), "else this test shows nothing"
     assert b"".join(reads.read(view.identity, part, fresh=True)) == content[500:1400]
     assert store.reads[0][1:] == (500, 900)
     assert b"".join(reads.read(view.identity, part)) == content[500:1400]
     reads._tier.close()
 
 
-def test_reads_are_counted_by_tier(
+def test_reads_are_counted_by_the_place_that_served_them(
     tmp_path: Path, store: Counting, view: Snapshot, contents: dict[bytes, bytes]
 ) -> None:
     told: list[tuple[str, int, int]] = []
-    shelf = shelf_of("disk", tmp_path, view, contents)
-    tier = ReadThroughCache(store, shelf, counted=lambda *each: told.append(each))
+    tier = tier_of("disk", tmp_path, view, contents)
+    cache = ReadThroughCache(store, tier, counted=lambda *each: told.append(each))
     one, two = list(contents)[:2]
-    RangeReader(tier).read(view.identity, records([(one, 0, 10), (two, 0, 20), (one, 0, 5)]))
+    RangeReader(cache).read(view.identity, records([(one, 0, 10), (two, 0, 20), (one, 0, 5)]))
     assert sorted(told) == [("disk", 2, 15), ("store", 1, 20)]
-    stats = tier.stats()
+    stats = cache.stats()
     assert (stats["disk_reads"], stats["disk_bytes"]) == (2, 15)
     assert (stats["store_reads"], stats["store_bytes"], stats["store_requests"]) == (1, 20, 1)
-    tier.close()
+    cache.close()

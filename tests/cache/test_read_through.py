@@ -1,5 +1,4 @@
-"""`ReadThroughCache`: what is fetched behind those who read, in which order, and when it is left
-alone."""
+"""`ReadThroughCache` fetches the chunks that readers miss: which, in which order, and when."""
 
 import errno
 import os
@@ -9,59 +8,51 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from uuid import UUID
 
-import numpy as np
 import pytest
 
-from diesel_fs.cache import read_through as tier_module
+from diesel_fs.cache import read_through
 from diesel_fs.cache.disk import DiskTier, prepare_cache_folder
 from diesel_fs.cache.range_reader import RangeReader
 from diesel_fs.cache.read_through import ReadCostModel, ReadThroughCache
 from diesel_fs.cache.tiers import ChunkKey, MemoryTier
 from diesel_fs.errors import NoSpaceError, ObjectStoreError
 from diesel_fs.format.chunk import CHUNK_BYTES_DEFAULT
-from diesel_fs.format.entries import CHUNK_RANGE, ChunkId, ChunkRanges
 from diesel_fs.format.object_names import chunk_object
 
-from .conftest import Counting
+from .chunk_ranges import records
+from .conftest import Counting, Gate, until
 from .disk_tier import Chunks, content_of, file_of, idle
-from .test_range_reader import Gate, until
-
-
-def part(chunk: ChunkId, start: int, size: int) -> ChunkRanges:
-    found = np.zeros(1, CHUNK_RANGE)
-    found[0] = (np.void(chunk), start, size)
-    return found
 
 
 class CachedReads:
-    """A tier over a disk, and what reads through it."""
+    """A cache with a tier on a disk, and the reader that uses it."""
 
     def __init__(self, store: Counting, place: Path, chunks: Chunks, limit: int = 1 << 30) -> None:
         self.store, self.place, self.chunks = store, place, chunks
-        self.shelf = DiskTier(place, UUID(int=7), limit)
-        self.tier = ReadThroughCache(store, self.shelf)
-        self.reads = RangeReader(self.tier)
+        self.tier = DiskTier(place, UUID(int=7), limit)
+        self.cache = ReadThroughCache(store, self.tier)
+        self.reads = RangeReader(self.cache)
 
     def read(self, key: ChunkKey, start: int = 200, size: int = 50) -> None:
-        """Right, wherever it comes from."""
-        answer = self.reads.read(key.identity, part(key.id, start, size))
+        """Read a part and compare it."""
+        answer = self.reads.read(key.identity, records([(key.id, start, size)]))
         assert b"".join(answer) == self.chunks[key][start : start + size]
 
     def quiet(self) -> bool:
-        """Nothing is to be fetched; a last fetch may be under way."""
-        return not self.tier._missed and not self.tier._datasets
+        """Whether nothing waits to be fetched; one fetch may still be in progress."""
+        return not self.cache._missed and not self.cache._datasets
 
     def has_all(self) -> bool:
-        return all(map(self.shelf.holds, self.chunks))
+        return all(map(self.tier.holds, self.chunks))
 
     def fetched(self) -> list[str]:
-        """Chunks that were read whole, in order."""
+        """The chunks that were read whole, in order."""
         sizes = {chunk_object(*key): len(content) for key, content in self.chunks.items()}
         return [name for name, _, size in self.store.reads if size == sizes.get(name)]
 
     def close(self) -> None:
         self.reads.close()
-        self.tier.close()
+        self.cache.close()
 
 
 @pytest.fixture
@@ -71,11 +62,11 @@ def server(store: Counting, tmp_path: Path, chunks: Chunks) -> Iterator[CachedRe
     found.close()
 
 
-def test_a_miss_is_served_at_once_and_brings_its_dataset(
+def test_a_miss_is_served_at_once_and_fetches_its_dataset(
     server: CachedReads, chunks: Chunks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its own chunk first, then the others in order, each once; then the store is left alone."""
-    monkeypatch.setattr(tier_module, "FETCHERS", 1)
+    """First its own chunk is fetched, then the others in order, each once; then nothing more."""
+    monkeypatch.setattr(read_through, "FETCHERS", 1)
     keys = list(chunks)
     server.read(keys[5])
     assert server.store.reads[0] == (chunk_object(*keys[5]), 200, 50)
@@ -87,13 +78,13 @@ def test_a_miss_is_served_at_once_and_brings_its_dataset(
     for key in keys:
         server.read(key)
     assert len(server.store.reads) == count
-    stats = server.tier.stats()
+    stats = server.cache.stats()
     assert stats["disk_reads"] == len(keys)
     assert (stats["store_reads"], stats["store_bytes"]) == (1, 50)
     assert stats["kept_chunks"] == stats["fetched_chunks"] == len(keys)
 
 
-def test_two_fetchers_bring_each_chunk_once(server: CachedReads, chunks: Chunks) -> None:
+def test_two_fetchers_fetch_each_chunk_once(server: CachedReads, chunks: Chunks) -> None:
     server.read(next(iter(chunks)))
     until(server.has_all)
     until(server.quiet)
@@ -103,18 +94,18 @@ def test_two_fetchers_bring_each_chunk_once(server: CachedReads, chunks: Chunks)
 def test_a_chunk_that_was_read_whole_is_not_fetched_again(
     server: CachedReads, chunks: Chunks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tier_module, "FETCHERS", 1)  # else the other may come first
+    monkeypatch.setattr(read_through, "FETCHERS", 1)  # else the other may come first
     key = list(chunks)[3]
     server.read(key, 0, len(chunks[key]))
     until(server.has_all)
     assert server.fetched().count(chunk_object(*key)) == 1
-    assert content_of(server.shelf, key) == chunks[key]
+    assert content_of(server.tier, key) == chunks[key]
 
 
-def test_only_what_is_asked_for_is_fetched_of_a_dataset_that_is_not_there_whole(
+def test_a_dataset_larger_than_the_tier_does_not_thrash(
     store: Counting, tmp_path: Path, chunks: Chunks
 ) -> None:
-    """A dataset larger than the tier fills it once; no chunk is ever fetched for nothing."""
+    """It fills the tier once; no chunk is fetched that does not stay."""
     limit = 4 * max(map(len, chunks.values()))
     server = CachedReads(store, prepare_cache_folder(tmp_path / "cache"), chunks, limit)
     for _ in range(20):
@@ -122,20 +113,20 @@ def test_only_what_is_asked_for_is_fetched_of_a_dataset_that_is_not_there_whole(
             server.read(key)
         until(server.quiet)
     server.close()
-    kept = [key for key in chunks if server.shelf.holds(key)]
+    kept = [key for key in chunks if server.tier.holds(key)]
     assert 3 <= len(kept) < len(chunks)
     assert len(server.fetched()) <= len(kept) + 1, "thrashing"
-    assert server.shelf.evictions == 0
+    assert server.tier.evictions == 0
 
 
-def test_a_dataset_makes_room_for_another_when_nobody_reads_it(
+def test_an_idle_dataset_is_evicted_for_another(
     store: Counting, tmp_path: Path, chunks: Chunks
 ) -> None:
     place = prepare_cache_folder(tmp_path / "cache")
     limit = 4 * max(map(len, chunks.values()))
     first = CachedReads(store, place, chunks, limit)
     old = ChunkKey(UUID(int=1), next(iter(chunks)).id)
-    reserved = first.shelf.reserve(old, limit - 1000)
+    reserved = first.tier.reserve(old, limit - 1000)
     assert reserved is not None
     reserved.commit(memoryview(bytes(limit - 1000)))
     first.read(next(iter(chunks)))
@@ -147,15 +138,15 @@ def test_a_dataset_makes_room_for_another_when_nobody_reads_it(
     second.read(next(iter(chunks)))
     until(second.quiet)
     until(lambda: len(second.fetched()) >= 3)
-    assert not second.shelf.holds(old)
+    assert not second.tier.holds(old)
     second.close()
 
 
-def test_fetching_yields_to_readers(
+def test_no_fetch_begins_while_a_reader_waits(
     server: CachedReads, chunks: Chunks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While somebody waits for the store, nothing is fetched ahead, in any process."""
-    monkeypatch.setattr(tier_module, "PATIENCE_S", 30.0)
+    """Not in this process and not in others that share the tier."""
+    monkeypatch.setattr(read_through, "PATIENCE_S", 30.0)
     other = DiskTier(server.place, UUID(int=7), 1 << 30)
     other.note_reading(begins=True)
     server.read(next(iter(chunks)))
@@ -174,34 +165,34 @@ def test_fetching_yields_to_readers(
     other.close()
 
 
-def test_fetching_goes_on_slowly_where_somebody_always_reads(
+def test_fetching_goes_on_slowly_while_readers_always_wait(
     server: CachedReads, chunks: Chunks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tier_module, "PATIENCE_S", 0.02)
-    monkeypatch.setattr(tier_module, "REST_FACTOR", 100.0)
+    monkeypatch.setattr(read_through, "PATIENCE_S", 0.02)
+    monkeypatch.setattr(read_through, "REST_FACTOR", 100.0)
     rests: list[float] = []
-    monkeypatch.setattr(server.tier, "_rest", rests.append)
-    server.tier._waiting += 1  # a reader that never ends
+    monkeypatch.setattr(server.cache, "_rest", rests.append)
+    server.cache._waiting += 1  # a reader that never ends
     server.read(next(iter(chunks)))
     until(lambda: len(server.fetched()) >= len(chunks))
-    server.tier._waiting -= 1
+    server.cache._waiting -= 1
     assert len(rests) >= len(chunks) - 1
     assert min(rests) > 0
 
 
-def test_at_most_so_many_fetches_at_once(server: CachedReads, chunks: Chunks) -> None:
+def test_fetches_keep_their_limit(server: CachedReads, chunks: Chunks) -> None:
     gate = Gate(server.store)
     for key in chunks:
-        server.tier.record_miss(key, 0, memoryview(chunks[key][:10]))
-    for _ in range(tier_module.FETCHERS):
+        server.cache.record_miss(key, 0, memoryview(chunks[key][:10]))
+    for _ in range(read_through.FETCHERS):
         assert gate.arrived.acquire(timeout=20)
     assert not gate.arrived.acquire(timeout=0.2)
     gate.open.set()
     until(server.quiet)
-    assert gate.most == tier_module.FETCHERS
+    assert gate.most == read_through.FETCHERS
 
 
-def test_what_is_damaged_in_the_store_is_not_kept(
+def test_a_chunk_that_is_damaged_in_the_store_is_not_kept(
     server: CachedReads, chunks: Chunks, caplog: pytest.LogCaptureFixture
 ) -> None:
     key = list(chunks)[2]
@@ -215,14 +206,12 @@ def test_what_is_damaged_in_the_store_is_not_kept(
         server.read(key)
         until(server.quiet)
     until(lambda: len(server.fetched()) >= len(chunks))
-    assert server.fetched().count(chunk_object(*key)) == 1, "again and again"
-    assert not server.shelf.holds(key)
+    assert server.fetched().count(chunk_object(*key)) == 1, "not fetched again"
+    assert not server.tier.holds(key)
     assert "not kept in the cache" in caplog.text
 
 
-def test_a_store_that_fails_is_not_asked_for_every_chunk(
-    server: CachedReads, chunks: Chunks
-) -> None:
+def test_a_failing_store_is_not_asked_for_every_chunk(server: CachedReads, chunks: Chunks) -> None:
     def change(name: str, buffer: memoryview) -> None:
         if len(buffer) > 50:
             raise ObjectStoreError("503 Slow Down")
@@ -230,20 +219,20 @@ def test_a_store_that_fails_is_not_asked_for_every_chunk(
     server.store.change = change
     server.read(next(iter(chunks)))
     until(server.quiet)
-    until(lambda: not server.tier._fetching)
+    until(lambda: not server.cache._fetching)
     assert len(server.fetched()) <= 3
-    assert server.tier._budget.used_bytes == 0
+    assert server.cache._budget.used_bytes == 0
 
 
 def test_deleted_chunks_leave_the_tier(server: CachedReads, chunks: Chunks, tmp_path: Path) -> None:
     key = next(iter(chunks))
-    reserved = server.shelf.reserve(key, len(chunks[key]))
+    reserved = server.tier.reserve(key, len(chunks[key]))
     assert reserved is not None
     reserved.commit(memoryview(chunks[key]))
     path = file_of(server.place, key)
     deleted: list[str] = []
     server.store.inner = _Deleting(server.store.inner, deleted)
-    server.tier.delete(chunk_object(*key))
+    server.cache.delete(chunk_object(*key))
     assert deleted == [chunk_object(*key)]
     assert not path.exists()
 
@@ -256,21 +245,19 @@ class _Deleting(Counting):
         self._deleted.append(name)
 
 
-def test_the_store_itself_is_what_is_read_through_its_interface(
-    server: CachedReads, chunks: Chunks
-) -> None:
-    """Verify and recover go by the truth, not by copies."""
+def test_reads_by_the_store_interface_bypass_the_tier(server: CachedReads, chunks: Chunks) -> None:
+    """So verify and recover see what is in the store, not copies of it."""
     server.read(next(iter(chunks)))
     until(server.has_all)
     until(server.quiet)
     count = len(server.store.reads)
     room = bytearray(100)
     for key in chunks:
-        server.tier.read_into(chunk_object(*key), 0, room)
+        server.cache.read_into(chunk_object(*key), 0, room)
     assert len(server.store.reads) == count + len(chunks)
 
 
-def test_J1_a_disk_that_takes_nothing_is_no_error(
+def test_J1_a_full_disk_is_not_an_error(
     server: CachedReads, chunks: Chunks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(file: int, data: object, at: int) -> int:
@@ -280,123 +267,119 @@ def test_J1_a_disk_that_takes_nothing_is_no_error(
     for key in list(chunks) * 3:
         server.read(key)
     until(server.quiet)
-    assert not any(map(server.shelf.holds, chunks))
+    assert not any(map(server.tier.holds, chunks))
 
 
-def test_the_end_does_not_wait_for_the_rest(server: CachedReads, chunks: Chunks) -> None:
+def test_close_does_not_wait_for_the_rest_of_a_dataset(server: CachedReads, chunks: Chunks) -> None:
     gate = Gate(server.store)
-    server.tier.record_miss(next(iter(chunks)), 0, memoryview(b"x"))
+    server.cache.record_miss(next(iter(chunks)), 0, memoryview(b"x"))
     assert gate.arrived.acquire(timeout=20)
     gate.open.set()
     began_s = time.monotonic()
     server.close()
     server.close()
     assert time.monotonic() - began_s < 4
-    assert not any(thread.is_alive() for thread in server.tier._threads)
+    assert not any(thread.is_alive() for thread in server.cache._threads)
 
 
 # In memory
 
 
-class Clock:
-    """A store whose reads seem to take a while."""
-
-    def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, tier: ReadThroughCache, request_s: float
-    ) -> None:
-        tier.costs.request_s = request_s
-        monkeypatch.setattr(tier.costs, "observe", lambda size, seconds: None)
+def fix_costs(monkeypatch: pytest.MonkeyPatch, cache: ReadThroughCache, request_s: float) -> None:
+    """Make the cache believe that a request to its store takes so long."""
+    cache.costs.request_s = request_s
+    monkeypatch.setattr(cache.costs, "observe", lambda size, seconds: None)
 
 
 def in_memory(
     store: Counting, chunks: Chunks, limit: int = 1 << 30
 ) -> tuple[MemoryTier, ReadThroughCache, Callable[[ChunkKey], None]]:
-    shelf = MemoryTier(limit)
-    tier = ReadThroughCache(store, shelf)
-    reads = RangeReader(tier)
+    tier = MemoryTier(limit)
+    cache = ReadThroughCache(store, tier)
+    reads = RangeReader(cache)
 
     def read(key: ChunkKey) -> None:
-        answer = reads.read(key.identity, part(key.id, 100, 30))
+        answer = reads.read(key.identity, records([(key.id, 100, 30)]))
         assert b"".join(answer) == chunks[key][100:130]
 
-    return shelf, tier, read
+    return tier, cache, read
 
 
 def test_a_chunk_is_fetched_into_memory_once_its_misses_have_cost_as_much(
     store: Counting, chunks: Chunks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, tier, read = in_memory(store, chunks)
-    Clock(monkeypatch, tier, request_s=0.010)
-    tier.costs.bytes_per_s = CHUNK_BYTES_DEFAULT / 0.035  # so that a chunk costs 4.5 requests
+    _, cache, read = in_memory(store, chunks)
+    fix_costs(monkeypatch, cache, request_s=0.010)
+    cache.costs.bytes_per_s = CHUNK_BYTES_DEFAULT / 0.035  # so that a chunk costs 4.5 requests
     key, other = list(chunks)[:2]
     read(other)
     for _ in range(4):
         read(key)
     assert len(store.reads) == 5
     read(key)
-    until(lambda: tier.stats().get("kept_chunks") == 1)
-    assert len(store.reads) == 7, "one more miss, and the chunk; no other chunk"
+    until(lambda: cache.stats().get("kept_chunks") == 1)
+    assert len(store.reads) == 7, "one more miss, the chunk, and no other chunk"
     for _ in range(10):
         read(key)
     assert len(store.reads) == 7
-    assert tier.stats()["memory_reads"] == 10
-    tier.close()
+    assert cache.stats()["memory_reads"] == 10
+    cache.close()
 
 
-def test_what_is_paid_for_does_not_wait_for_its_readers(
+def test_an_admitted_chunk_is_fetched_while_readers_wait(
     server: CachedReads, chunks: Chunks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is what relieves them; what is fetched ahead waits."""
-    monkeypatch.setattr(tier_module, "PATIENCE_S", 30.0)
-    Clock(monkeypatch, server.tier, request_s=1.0)  # one miss pays
-    server.tier._waiting += 1  # a reader that never ends
+    """An admitted chunk relieves the readers; chunks that nobody has missed wait."""
+    monkeypatch.setattr(read_through, "PATIENCE_S", 30.0)
+    fix_costs(monkeypatch, server.cache, request_s=1.0)  # one miss pays
+    server.cache._waiting += 1  # a reader that never ends
     key = list(chunks)[4]
     server.read(key)
     server.read(key)
     until(lambda: server.fetched() == [chunk_object(*key)])
     time.sleep(0.1)
     assert server.fetched() == [chunk_object(*key)]
-    server.tier._waiting -= 1
+    server.cache._waiting -= 1
 
 
-def test_a_near_store_needs_no_memory(
+def test_nothing_is_admitted_from_a_near_store(
     store: Counting, chunks: Chunks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, tier, read = in_memory(store, chunks)
-    Clock(monkeypatch, tier, request_s=0.00005)
+    _, cache, read = in_memory(store, chunks)
+    fix_costs(monkeypatch, cache, request_s=0.00005)
     for _ in range(200):
         read(next(iter(chunks)))
-    assert "fetched_chunks" not in tier.stats()
-    tier.close()
+    assert "fetched_chunks" not in cache.stats()
+    cache.close()
 
 
-def test_memory_that_is_in_use_is_not_given_to_others(chunks: Chunks) -> None:
+def test_memory_in_use_is_not_evicted(chunks: Chunks) -> None:
     keys, size = list(chunks), 100
-    shelf = MemoryTier(3 * size, idle_s=1000.0)
+    tier = MemoryTier(3 * size, idle_s=1000.0)
     for key in keys[:3]:
-        place = shelf.reserve(key, size)
+        place = tier.reserve(key, size)
         assert place is not None
-        assert shelf.reserve(key, size) is None, "it is on its way"
+        assert tier.reserve(key, size) is None, "it is reserved already"
         place.commit(memoryview(bytes(size)))
     with pytest.raises(NoSpaceError):
-        shelf.reserve(keys[3], size)
-    found = shelf.find(keys[0])
+        tier.reserve(keys[3], size)
+    found = tier.find(keys[0])
     assert found is not None
     view = found.view(10, 20)
-    shelf._chunks[keys[1]].used_s -= 2000
-    shelf._chunks.move_to_end(keys[1], last=False)
-    place = shelf.reserve(keys[3], size)
+    tier._chunks[keys[1]].used_s -= 2000
+    tier._chunks.move_to_end(keys[1], last=False)
+    place = tier.reserve(keys[3], size)
     assert place is not None
     place.cancel()
-    assert (shelf.find(keys[1]), shelf.used_bytes) == (None, 2 * size)
-    shelf.drop(keys[0])
+    assert (tier.find(keys[1]), tier.used_bytes) == (None, 2 * size)
+    tier.drop(keys[0])
     assert view is not None
-    assert bytes(view) == bytes(20), "who has it keeps it"
-    shelf.close()
-    assert shelf.used_bytes == 0
+    assert bytes(view) == bytes(20), "a view stays valid"
+    tier.close()
+    assert tier.used_bytes == 0
 
 
-def test_costs_weigh_a_gap_against_a_request() -> None:
+def test_the_gap_follows_the_costs_of_reads() -> None:
     costs = ReadCostModel()
     for _ in range(200):
         costs.observe(4096, 0.020)

@@ -1,4 +1,4 @@
-"""`EntryReader`: checked bytes, one load per chunk in flight, a budget that holds."""
+"""`EntryReader` returns checked bytes, loads each chunk once at a time, and keeps its budget."""
 
 import gc
 import os
@@ -65,7 +65,7 @@ def test_few_files_of_a_dataset_that_does_not_fit_read_no_chunks(
     assert sum(size for _, _, size in store.reads) == 1005 + 1120 + 1270
 
 
-def test_cached_never_reads(store: Counting, view: Snapshot) -> None:
+def test_read_nowait_never_reads_the_store(store: Counting, view: Snapshot) -> None:
     reader = EntryReader(view, store, 1 << 30)
     index = view.lookup(b"small")
     assert reader.read_nowait(index, 0, 100) is None
@@ -77,13 +77,13 @@ def test_cached_never_reads(store: Counting, view: Snapshot) -> None:
 def test_read_many_holds_no_more_chunks_than_its_budget(
     repository: LocalRepository, tmp_path: Path
 ) -> None:
-    """However far it looks ahead: what it holds for a window is held until the window's end."""
+    """It holds the chunks of a window until the window's end, so it looks ahead less far."""
     files = {f"{number:04}": os.urandom(4096) for number in range(1000)}
     options = PutOptions(chunk_bytes=CHUNK_BYTES_MIN, jobs=1)
     put(repository, "many", FolderSource(write(tmp_path / "many", files)), options=options)
     many = repository.view("many")
     budget = 16 * CHUNK_BYTES_MIN
-    assert int(many.chunk_sizes.sum()) > 3 * budget, "or this test shows nothing"
+    assert int(many.chunk_sizes.sum()) > 3 * budget, "else this test shows nothing"
     reader = EntryReader(many, repository.objects, budget)
     order = np.random.default_rng(3).permutation(many.files())
     gc.collect()  # the chunks of other tests
@@ -100,8 +100,8 @@ def _chunk_bytes_alive() -> int:
     return sum(len(each.view) for each in gc.get_objects() if type(each) is LoadedChunk)
 
 
-def test_cached_checks_small_entries_on_the_spot(store: Counting, view: Snapshot) -> None:
-    """A chunk that was loaded for another file's sake is no reason to wait; damage in it is."""
+def test_read_nowait_checks_small_entries(store: Counting, view: Snapshot) -> None:
+    """An entry of a chunk that is in memory is checked at once; a damaged one is left to `read`."""
     reader = EntryReader(view, store, 1 << 30)
     list(map(reader._cache.get, range(len(view.chunk_ids))))
     store.reads.clear()
@@ -117,7 +117,7 @@ def test_cached_checks_small_entries_on_the_spot(store: Counting, view: Snapshot
     assert bytes(reader.read_nowait(index, 0, 2000) or b"") == FILES["n008"]
 
 
-def test_cached_leaves_large_entries_to_a_thread(
+def test_read_nowait_leaves_large_entries_to_a_thread(
     store: Counting, view: Snapshot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("diesel_fs.cache.reader.CHECKED_AT_ONCE_BYTES", 1000)
@@ -128,10 +128,10 @@ def test_cached_leaves_large_entries_to_a_thread(
     assert reader.read_nowait(view.lookup(b"n001"), 0, 1000) is None
 
 
-def test_misses_bring_the_next_chunks_where_all_fit(
+def test_misses_load_the_next_chunks_where_all_fit(
     store: Counting, view: Snapshot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each miss twice as many: an epoch soon finds every chunk loaded."""
+    """Each miss loads twice as many as the one before, so an epoch soon finds all chunks loaded."""
     reader = EntryReader(view, store, 1 << 30)
     asked: list[int] = []
     monkeypatch.setattr(reader._cache, "prefetch", asked.append)
@@ -146,7 +146,7 @@ def test_misses_bring_the_next_chunks_where_all_fit(
 
 
 def corrupt(times: int) -> Callable[[str, memoryview], None]:
-    """Flip a bit in the last byte of the first `times` reads."""
+    """Flip bits in the second half of the first `times` reads."""
     left = [times]
 
     def change(name: str, buffer: memoryview) -> None:
@@ -159,7 +159,7 @@ def corrupt(times: int) -> Callable[[str, memoryview], None]:
 
 
 @pytest.mark.parametrize("budget", [1, 1 << 30])
-def test_B4_damage_on_the_way_is_healed_by_one_reread(
+def test_B4_damage_on_the_way_is_repaired_by_reading_again(
     store: Counting, view: Snapshot, budget: int
 ) -> None:
     reader = EntryReader(view, store, budget)
@@ -172,7 +172,7 @@ def test_B4_damage_on_the_way_is_healed_by_one_reread(
 
 
 @pytest.mark.parametrize("many", [True, False])
-def test_B3_damage_in_the_store_is_named_and_contained(
+def test_B3_only_the_damaged_file_fails_and_is_named(
     store: Counting, view: Snapshot, many: bool
 ) -> None:
     index = view.lookup(b"n150")
@@ -192,7 +192,7 @@ def test_B3_damage_in_the_store_is_named_and_contained(
         assert bytes(reader.read(view.lookup(name.encode()))) == FILES[name]
 
 
-def test_B7_a_foreign_chunk_under_a_name_of_ours(
+def test_B7_a_foreign_chunk_under_our_name_is_refused(
     repository: LocalRepository, store: Counting, view: Snapshot
 ) -> None:
     other = bytes(repository.objects.get(_object(repository, view, 0)))
@@ -230,7 +230,7 @@ def _lost_name(store: Counting, view: Snapshot, number: int) -> str:
     return chunk_object(view.identity, view.chunk_ids[number])
 
 
-def test_F10_one_load_however_many_wait() -> None:
+def test_F10_many_readers_share_one_load() -> None:
     loads: list[int] = []
     gate = threading.Event()
 
@@ -253,8 +253,8 @@ def test_F10_one_load_however_many_wait() -> None:
     cache.close()
 
 
-def test_F10_who_needs_a_chunk_does_not_stand_in_line() -> None:
-    """A chunk that is to be loaded ahead, and has not been begun, is loaded by who needs it."""
+def test_F10_a_needed_chunk_is_not_queued_behind_prefetches() -> None:
+    """A reader loads a chunk itself if its load is queued and has not begun."""
     gate, loads = threading.Event(), []
 
     def load(number: int) -> LoadedChunk:
@@ -269,7 +269,7 @@ def test_F10_who_needs_a_chunk_does_not_stand_in_line() -> None:
     needs = threading.Thread(target=lambda: found.append(cache.get(FETCH_THREADS)), daemon=True)
     needs.start()
     needs.join(5)
-    assert found, "it waited for the others"
+    assert found, "it waited for the queued loads"
     gate.set()
     for number in range(FETCH_THREADS):
         cache.get(number)
@@ -277,7 +277,7 @@ def test_F10_who_needs_a_chunk_does_not_stand_in_line() -> None:
     assert sorted(loads) == list(range(FETCH_THREADS + 1))
 
 
-def test_what_is_loaded_ahead_drives_nothing_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefetching_evicts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = ChunkCache(30, lambda number: LoadedChunk(memoryview(bytearray(10))))
     cache.get(0)
     asked: list[int] = []
@@ -286,7 +286,7 @@ def test_what_is_loaded_ahead_drives_nothing_out(monkeypatch: pytest.MonkeyPatch
     assert asked == [1, 2]
 
 
-def test_a_failed_load_is_tried_anew_and_told_to_all() -> None:
+def test_a_failed_load_is_reported_and_tried_again() -> None:
     attempts = [0]
 
     def load(number: int) -> LoadedChunk:
@@ -309,7 +309,7 @@ def test_the_least_recently_used_go_first() -> None:
     assert (cache.held_bytes, cache.evictions) == (30, 1)
 
 
-def test_Z11_bytes_that_were_handed_out_do_not_change(store: Counting, view: Snapshot) -> None:
+def test_Z11_returned_bytes_do_not_change(store: Counting, view: Snapshot) -> None:
     reader = EntryReader(view, store, 70_000)
     held = reader.read(view.lookup(b"n007"))
     list(reader.read_many(view.files()))
@@ -318,7 +318,7 @@ def test_Z11_bytes_that_were_handed_out_do_not_change(store: Counting, view: Sna
 
 
 class AtHand(Counting):
-    """A store that has everything at hand, and counts what it was asked for so."""
+    """A store that answers `read_nowait`, and counts those reads."""
 
     at_hand = 0
 
@@ -328,10 +328,10 @@ class AtHand(Counting):
         return True
 
 
-def test_small_entries_are_read_alone_and_on_the_spot(
+def test_small_entries_are_read_alone_and_without_waiting(
     repository: LocalRepository, view: Snapshot
 ) -> None:
-    """Where somebody else keeps what lies near: no chunk is loaded, nothing is kept."""
+    """With `prefer_entries`, no chunk is loaded and nothing is kept."""
     store = AtHand(repository)
     reader = EntryReader(view, store, 1, prefer_entries=True)
     for name in ("small", "text", "n007"):
@@ -347,7 +347,9 @@ def test_small_entries_are_read_alone_and_on_the_spot(
     assert reader.read_nowait(view.lookup(b"large"), 0, 100) is None
 
 
-def test_damage_on_the_spot_is_left_to_a_read(repository: LocalRepository, view: Snapshot) -> None:
+def test_damage_is_left_to_a_read_that_may_wait(
+    repository: LocalRepository, view: Snapshot
+) -> None:
     store = AtHand(repository)
 
     def flip_once(name: str, buffer: memoryview) -> None:
@@ -361,7 +363,7 @@ def test_damage_on_the_spot_is_left_to_a_read(repository: LocalRepository, view:
     assert reader.read(index) == FILES["n008"]
 
 
-def test_a_dataset_that_fits_is_read_by_chunks_all_the_same(
+def test_a_dataset_that_fits_is_read_by_chunks_also_with_prefer_entries(
     repository: LocalRepository, view: Snapshot
 ) -> None:
     store = AtHand(repository)
@@ -394,7 +396,7 @@ class BatchingStore(Counting):
             yield room
 
 
-def test_many_files_are_one_request_where_the_store_takes_many(
+def test_many_files_are_one_request_to_a_batching_store(
     repository: LocalRepository, view: Snapshot
 ) -> None:
     store = BatchingStore(repository)
@@ -403,10 +405,10 @@ def test_many_files_are_one_request_where_the_store_takes_many(
     wanted = view.lookup_many([name.encode() for name in names])
     contents = [bytes(content) for content in reader.read_many(wanted)]
     assert contents == [FILES[name] for name in names]
-    assert store.requests == [7], "all but what has no bytes or many extents"
+    assert store.requests == [7], "all files with one extent"
 
 
-def test_what_came_damaged_in_a_request_of_many_is_read_again(
+def test_damage_in_a_request_of_many_is_read_again(
     repository: LocalRepository, view: Snapshot
 ) -> None:
     store = BatchingStore(repository)

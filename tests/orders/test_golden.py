@@ -1,4 +1,4 @@
-"""Orders that every later version must give: runs that were begun with an older one go on."""
+"""Orders that every later version must give, so that runs begun with an older one can continue."""
 
 import pytest
 
@@ -11,7 +11,7 @@ MASK = (1 << 64) - 1
 
 
 def draw(state: int, word: int) -> int:
-    """The generator as `shuffle.py` describes it, in whole numbers."""
+    """The generator as `shuffle.py` describes it, on Python integers."""
     z = (state + (word + 1) * 0x9E3779B97F4A7C15) & MASK
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
@@ -19,7 +19,7 @@ def draw(state: int, word: int) -> int:
 
 
 def by_the_book(seed: int, epoch: int, group_size: int) -> list[int]:
-    """The order of SMALL, file by file."""
+    """The order of SMALL, computed file by file."""
     chunk_state, file_state = (draw(draw(domain, seed), epoch) for domain in (1, 2))
 
     def chunk_key(number: int) -> int:
@@ -44,7 +44,7 @@ def test_the_generator_is_splitmix64() -> None:
 @pytest.mark.parametrize("seed", [0, 1, 2**63 - 1])
 @pytest.mark.parametrize("epoch", [0, 5, 2**63 - 1])
 @pytest.mark.parametrize("group_size", [1, 2, 4, 100])
-def test_orders_are_as_described(seed: int, epoch: int, group_size: int) -> None:
+def test_orders_follow_the_description(seed: int, epoch: int, group_size: int) -> None:
     order = chunk_shuffle(SMALL, seed, epoch, group_size=group_size)
     assert order.tolist() == by_the_book(seed, epoch, group_size)
 
@@ -75,7 +75,7 @@ GOLDEN = {
         14,
     ],
 }
-"""By seed, epoch, group size, rank and world."""
+"""Orders by seed, epoch, group size, rank and world."""
 
 FULL = [18, 22, 20, 17, 11, 23, 25, 16, 19, 21, 8, 13, 12, 14, 10, 24, 9, 15]
 

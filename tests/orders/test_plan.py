@@ -51,7 +51,7 @@ def test_good_names_are_taken(name: str) -> None:
 
 
 @pytest.mark.parametrize("entries", [[6], [0], [1, 4], [-1], [1 << 32], [1.5], [[1]]], ids=str)
-def test_what_is_no_file_is_refused(entries: list[int]) -> None:
+def test_entries_that_are_not_files_are_refused(entries: list[int]) -> None:
     made = plan(epoch(0, 1))
     with pytest.raises(UsageError):
         made.announce(Stream("b", (Epoch(0, np.array(entries)),)))
@@ -62,7 +62,7 @@ def test_what_is_no_file_is_refused(entries: list[int]) -> None:
     assert (list(made.streams), orders(made)) == (["a"], [[1]])
 
 
-def test_epochs_rise() -> None:
+def test_epoch_numbers_must_rise() -> None:
     with pytest.raises(UsageError, match="rise"):
         Stream("a", (epoch(1), epoch(1)))
     with pytest.raises(UsageError, match="number"):
@@ -94,7 +94,7 @@ def test_replacing_takes_the_rest_or_the_whole() -> None:
     assert orders(made) == [[1, 5, 5], [2]]
 
 
-def test_bounds_go_along() -> None:
+def test_bounds_follow_appended_and_replaced_entries() -> None:
     first = Epoch(0, np.array([1, 2, 3]), True, np.array([2, 3]))
     assert first.batch_entries_max == 2
     rest = Epoch(0, np.array([5, 5, 5]), True, np.array([3]))
@@ -112,7 +112,7 @@ def test_bad_bounds_are_refused(bounds: list[int]) -> None:
         Epoch(0, np.array([1, 2, 3]), True, np.array(bounds))
 
 
-def test_streams_end() -> None:
+def test_finished_epochs_and_withdrawn_streams_are_removed() -> None:
     made = plan(epoch(0, 1), epoch(1, 2))
     made.finish("a", 1)
     assert orders(made) == [[2]]
@@ -127,7 +127,7 @@ def test_streams_end() -> None:
             wrong()
 
 
-def test_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_epochs_and_entries_keep_their_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     made = Plan(FILES)
     for number in range(plans.STREAMS_MAX):
         made.announce(Stream(f"s{number}", ()))

@@ -1,4 +1,4 @@
-"""What holds for every order: which files are in it, in which part, how mixed."""
+"""Laws of every order: which files it has, how it is cut into parts, how chunks are grouped."""
 
 import os
 import subprocess
@@ -31,7 +31,8 @@ def names(snapshot: Snapshot, order: "np.typing.NDArray[np.int64]") -> list[str]
 def as_torch_cuts(files: int, rank: int, world: int, *, drop_last: bool) -> list[int]:
     """The places in the list that a `DistributedSampler` of that many files gives all ranks.
 
-    Its arithmetic, step by step, but that a rank takes a piece where it takes every world-th.
+    This is its arithmetic, step by step, except that a rank takes a contiguous piece and not every
+    `world`-th file.
     """
     places = list(range(files))
     if drop_last and files % world != 0:
@@ -62,7 +63,7 @@ def as_torch_cuts(files: int, rank: int, world: int, *, drop_last: bool) -> list
 def test_parts_are_those_of_the_distributed_sampler(
     seed: int, epoch: int, group_size: int, world: int, drop_last: bool, snapshot: Snapshot
 ) -> None:
-    """What is repeated or dropped is exactly what it repeats or drops; the rest is read once."""
+    """The files that are repeated or dropped are the sampler's; all others occur once."""
     whole = chunk_shuffle(snapshot, seed, epoch, group_size=group_size)
     assert sorted(whole.tolist()) == snapshot.files().tolist()
     parts = []
@@ -85,7 +86,9 @@ def test_parts_are_those_of_the_distributed_sampler(
 
 
 @given(seed=NUMBERS, epoch=NUMBERS, group_size=st.integers(1, 15), position=st.integers(0, 65))
-def test_groups_are_of_whole_chunks(seed: int, epoch: int, group_size: int, position: int) -> None:
+def test_groups_consist_of_whole_chunks(
+    seed: int, epoch: int, group_size: int, position: int
+) -> None:
     order = chunk_order(SMALL, seed, epoch, group_size=group_size)
     seen: set[int] = set()
     start = 0
@@ -104,7 +107,7 @@ def test_groups_are_of_whole_chunks(seed: int, epoch: int, group_size: int, posi
 
 
 @given(seed=NUMBERS, group_size=st.integers(1, 15), world=st.integers(1, 30), data=st.data())
-def test_a_part_goes_on_from_a_position(
+def test_a_part_can_begin_at_a_position(
     seed: int, group_size: int, world: int, data: st.DataObject
 ) -> None:
     rank = data.draw(st.integers(0, world - 1))
@@ -119,7 +122,7 @@ def test_a_part_goes_on_from_a_position(
         assert len(set(order.indices.tolist())) == len(order.indices)  # none twice in a part
 
 
-def test_every_kind_of_file_is_in_it_once() -> None:
+def test_every_kind_of_file_occurs_once() -> None:
     expected = ["a/empty", "a/large", "a/small", "b/also empty", "b/deep/er/file", "top"]
     for epoch in range(30):
         order = chunk_order(ODD, 5, epoch, group_size=1)
@@ -131,7 +134,7 @@ def test_every_kind_of_file_is_in_it_once() -> None:
         assert len(groups) == 4  # two chunks hold no first extent
 
 
-def test_below_a_folder() -> None:
+def test_an_order_of_a_folder_has_only_files_below_it() -> None:
     for path, expected in {
         b"a": ["a/empty", "a/large", "a/small"],
         b"b": ["b/also empty", "b/deep/er/file"],
@@ -146,7 +149,7 @@ def test_below_a_folder() -> None:
     assert len(one.ends) == 4  # chunks without files of the folder would not count
 
 
-def test_an_empty_dataset() -> None:
+def test_an_empty_dataset_has_empty_orders() -> None:
     empty = dataset(0, 0)
     for rank in range(3):
         assert chunk_shuffle(empty, 1, 2, rank=rank, world=3).tolist() == []
@@ -172,7 +175,7 @@ def test_full_shuffle_is_one_group() -> None:
 
 
 def test_chunks_are_ordered_by_their_ids_alone() -> None:
-    """New chunks leave the others' order among themselves as it was."""
+    """New chunks do not change the order of the others among themselves."""
 
     def chunk_names(snapshot: Snapshot) -> list[bytes]:
         order = chunk_shuffle(snapshot, 3, 4, group_size=1)
@@ -207,13 +210,13 @@ def test_chunks_are_ordered_by_their_ids_alone() -> None:
         {"below": 10**6},
     ],
 )
-def test_numbers_without_meaning(numbers: dict[str, int]) -> None:
+def test_numbers_out_of_range_are_refused(numbers: dict[str, int]) -> None:
     asked: Callable[..., object] = chunk_shuffle  # type: ignore[explicit-any]  # bad calls
     with pytest.raises(UsageError, match=r"^bad "):
         asked(SMALL, **{"seed": 1, "epoch": 2, **numbers})
 
 
-def test_numbers_of_numpy_are_numbers() -> None:
+def test_numpy_integers_are_accepted() -> None:
     seed, epoch = np.int64(7), np.int64(2**63 - 1)
     assert (
         chunk_shuffle(SMALL, seed, epoch).tolist()  # type: ignore[arg-type]  # numpy's

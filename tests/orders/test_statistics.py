@@ -1,4 +1,4 @@
-"""How random orders are. Seeds are fixed, so that chance has had its say once and for all."""
+"""How random orders are. Seeds are fixed, so that the tests are deterministic."""
 
 import math
 
@@ -21,7 +21,7 @@ DECILES = 10
 
 
 def far_out(observed: "np.typing.NDArray[np.int64]", *, freedom: int) -> float:
-    """Of counts that should all be equal: how many standard deviations chi-square is too large."""
+    """By how many standard deviations chi-square of counts that should be equal is too large."""
     expected = observed.mean()
     chi_square = float(((observed - expected) ** 2 / expected).sum())
     return (chi_square - freedom) / math.sqrt(2 * freedom)
@@ -30,7 +30,7 @@ def far_out(observed: "np.typing.NDArray[np.int64]", *, freedom: int) -> float:
 @pytest.mark.parametrize("group_size", [1, 3, 20])
 @pytest.mark.parametrize("by_seed", [True, False])
 def test_each_file_is_as_likely_at_each_tenth_of_the_order(group_size: int, by_seed: bool) -> None:
-    """For each file: 2,000 orders, and 200 of them should have it in each tenth."""
+    """In 2,000 orders, each file should be 200 times in each tenth."""
     files = SNAPSHOT.files()
     seen = np.zeros((len(SNAPSHOT), DECILES), np.int64)
     tenth = np.arange(len(files)) * DECILES // len(files)
@@ -48,7 +48,7 @@ def test_each_file_is_as_likely_at_each_tenth_of_the_order(group_size: int, by_s
 
 
 def test_each_chunk_is_as_likely_beside_each_other() -> None:
-    """Which two chunks share a group of two."""
+    """Counts which two chunks share a group of two."""
     together = np.zeros((20, 20), np.int64)
     for epoch in range(EPOCHS):
         order = chunk_order(SNAPSHOT, 9, epoch, group_size=2)
@@ -61,7 +61,7 @@ def test_each_chunk_is_as_likely_beside_each_other() -> None:
 
 
 def test_the_files_of_a_group_are_well_mixed() -> None:
-    """Which file of a pair comes first, in and across chunks, is as good as a coin."""
+    """Which file of a pair comes first, in and across chunks, is as random as a coin."""
     files = SNAPSHOT.files()
     ahead = np.zeros(len(SNAPSHOT), np.int64)
     for epoch in range(EPOCHS):
@@ -84,8 +84,8 @@ def test_epochs_of_one_seed_and_seeds_of_one_epoch_are_unrelated() -> None:
     assert abs(float(others.std()) * math.sqrt(files) - 1) < 0.05
 
 
-def test_quality_of_known_orders() -> None:
-    """40 chunks of 100 files, in 8 folders; measured again here, the slow way."""
+def test_quality_agrees_with_a_slow_measurement() -> None:
+    """40 chunks of 100 files, in 8 folders, measured here in another, slow way."""
     snapshot = dataset(40, 100, folders=8)
     packed = snapshot.files()[np.lexsort((snapshot.columns.offset[snapshot.files()],
                                           snapshot.chunk_of(snapshot.files())))]  # fmt: skip
@@ -120,7 +120,7 @@ def test_quality_of_known_orders() -> None:
 
 
 def test_quality_of_a_few_files() -> None:
-    """Fewer than a batch: the batch is all of them."""
+    """With fewer files than a batch, the batch has all of them."""
     few = dataset(3, 2)
     measured = measure_quality(few, chunk_shuffle(few, 1, 2))
     assert measured.chunks_in_batch == measured.chunks_in_batch_expected == 3

@@ -1,4 +1,4 @@
-"""The control socket of a mount: plans from other processes, and who may send them."""
+"""The control socket of a mount: plans from other processes, and which processes may send them."""
 
 import itertools
 import os
@@ -74,7 +74,7 @@ def log_of(at: Path) -> str:
 
 
 def spoken(at: Path, *frames: bytes) -> bytes:
-    """What comes back after these bytes, up to the end of the conversation."""
+    """Send these bytes. Returns all that comes back, up to the end of the connection."""
     with socket.socket(socket.AF_UNIX) as raw:
         raw.settimeout(HOPE_S)
         raw.connect(os.readlink(at / ".diesel/control"))
@@ -109,7 +109,7 @@ def test_the_hello_says_what_the_mount_shows(at: Path, session: str) -> None:
 
 
 @pytest.mark.only_session("pyfuse3")
-def test_a_mount_that_pushes_nothing_says_so(at: Path) -> None:
+def test_a_mount_that_pushes_nothing_refuses_plans(at: Path) -> None:
     with (
         Control.connect(at) as made,
         pytest.raises(UsageError, match=r"pushes nothing ahead.*--session kernel"),
@@ -146,7 +146,7 @@ def test_a_plan_makes_files_resident(at: Path, control: Control) -> None:
 
 
 def streams(control: Control) -> dict[str, dict[str, object]]:
-    """The streams that the mount knows, by name."""
+    """The streams of the mount, by name."""
     residency = control.stats()["residency"]
     assert isinstance(residency, dict)
     found = residency["streams"]
@@ -156,7 +156,7 @@ def streams(control: Control) -> dict[str, dict[str, object]]:
 
 def reads(at: Path) -> int:
     """How many reads of files the server answered."""
-    time.sleep(1.05)  # statistics stand still for a second
+    time.sleep(1.05)  # statistics are renewed once a second
     found = stats(at)["reads"]
     assert isinstance(found, dict)
     return int(found["hits"]) + int(found["misses"])
@@ -179,7 +179,7 @@ def test_a_plan_for_another_version_is_refused(at: Path, control: Control) -> No
 
 
 @pytest.mark.only_session("kernel")
-def test_a_long_epoch_travels_in_parts(
+def test_a_long_epoch_is_sent_in_parts(
     at: Path, control: Control, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("diesel_fs.mounts.plans.control.ENTRIES_PER_FRAME", 100)
@@ -198,7 +198,7 @@ def test_a_long_epoch_travels_in_parts(
 
 @pytest.mark.only_session("kernel")
 def test_Z9_a_forked_child_has_a_connection_of_its_own(at: Path, control: Control) -> None:
-    """Both may go on, whatever the other is doing."""
+    """Parent and child may use it at the same time."""
     control.announce("both", [drawn(epoch=0, seed=1)])
     child = os.fork()
     if not child:
@@ -219,7 +219,7 @@ def test_Z9_a_forked_child_has_a_connection_of_its_own(at: Path, control: Contro
 
 
 def test_S6_the_socket_is_private(at: Path) -> None:
-    """In a folder that nobody else enters, under a name that nobody can foresee."""
+    """It lies in a folder that no other user can enter, and has a random name."""
     path = Path(os.readlink(at / ".diesel/control"))
     assert stat.S_ISSOCK(path.stat().st_mode)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -244,8 +244,8 @@ AS_NOBODY = f"""if True:
 
 @pytest.mark.alone  # it opens folders that are to be private
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
-def test_S6_another_user_is_not_answered(at: Path) -> None:
-    """The folder keeps others out; and where it did not, the socket asks who they are."""
+def test_S6_another_user_gets_no_answer(at: Path) -> None:
+    """The folder keeps other users out; if it did not, the socket would refuse them."""
     path = Path(os.readlink(at / ".diesel/control"))
     ask = [sys.executable, "-I", "-S", "-c", AS_NOBODY, str(path)]
     told = subprocess.run(ask, capture_output=True, text=True, timeout=HOPE_S, check=True)
@@ -263,7 +263,7 @@ def test_S6_another_user_is_not_answered(at: Path) -> None:
     assert f"belongs to user {NOBODY}" in log_of(at)
 
 
-def test_the_socket_goes_with_the_mount_and_dead_ones_are_tidied(
+def test_the_socket_is_removed_with_the_mount_and_dead_ones_by_the_next(
     tmp_path: Path, session: str
 ) -> None:
     url, folder = (tmp_path / "store").as_uri(), tmp_path / "mount"
@@ -285,7 +285,7 @@ def test_the_socket_goes_with_the_mount_and_dead_ones_are_tidied(
     assert (runtime_folder() / "another").exists()
 
 
-def test_a_mount_without_a_place_for_the_socket_goes_without(
+def test_a_mount_without_a_folder_for_the_socket_works_without_it(
     tmp_path: Path, session: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url, folder = (tmp_path / "store").as_uri(), tmp_path / "mount"
@@ -307,7 +307,7 @@ def test_a_mount_without_a_place_for_the_socket_goes_without(
 def test_a_mount_that_fails_leaves_no_control_socket(
     tmp_path: Path, session: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After the socket was made: here the place to mount goes away meanwhile."""
+    """Also if it fails after the socket was made: here the mount point is removed meanwhile."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     url, folder = (tmp_path / "store").as_uri(), tmp_path / "mount"
     folder.mkdir()
@@ -333,8 +333,8 @@ REMOVES_ITS_PLACE = """if True:
 
 
 @pytest.mark.only_session("kernel")
-def test_the_helper_is_known_when_the_mount_returns(tmp_path: Path, session: str) -> None:
-    """Who asks at once learns its process number, however long it takes the helper to begin."""
+def test_the_worker_is_known_when_mount_returns(tmp_path: Path, session: str) -> None:
+    """Statistics have the worker's process number at once, however long it takes to begin."""
     url, folder = (tmp_path / "store").as_uri(), tmp_path / "mount"
     folder.mkdir()
     connect("ds", url, create=True).close()
@@ -377,7 +377,7 @@ def test_a_runtime_folder_that_is_a_link_is_refused(
         runtime_folder()
 
 
-def test_a_path_that_is_too_long_for_a_socket_is_none(
+def test_a_socket_with_a_long_path_can_be_used(
     tmp_path: Path, session: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     deep = tmp_path / ("x" * 100) / ("y" * 100)
@@ -394,7 +394,7 @@ def test_a_path_that_is_too_long_for_a_socket_is_none(
         umount(folder)
 
 
-# bad talk -----------------------------------------------------------------------------------------
+# bad clients --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -412,13 +412,13 @@ def test_a_path_that_is_too_long_for_a_socket_is_none(
         [b"\0"],
     ],
 )
-def test_who_does_not_say_hello_is_cut_off(at: Path, frames: list[bytes]) -> None:
+def test_a_client_without_a_hello_is_disconnected(at: Path, frames: list[bytes]) -> None:
     assert spoken(at, *frames) == b""
     with Control.connect(at) as made:
         assert made.hello["dataset"] == "ds"
 
 
-def test_another_version_of_the_protocol_is_told_ours(at: Path) -> None:
+def test_another_protocol_version_is_refused_with_ours(at: Path) -> None:
     answer = msgpack.unpackb(spoken(at, framed({"diesel_control": PROTOCOL + 1}))[LENGTH.size :])
     assert answer["error"] == "UsageError"
     assert f"version {PROTOCOL}" in answer["message"]
@@ -433,14 +433,14 @@ def test_another_version_of_the_protocol_is_told_ours(at: Path) -> None:
         LENGTH.pack(100) + b"short",
     ],
 )
-def test_garbage_ends_its_connection_alone(at: Path, garbage: bytes) -> None:
-    """With a line in the log; those who talk meanwhile notice nothing."""
+def test_garbage_ends_only_its_own_connection(at: Path, garbage: bytes) -> None:
+    """With a line in the log; other connections do not notice."""
     with Control.connect(at) as other:
         before = log_of(at).count("was disconnected") + log_of(at).count("left out")
         answer = spoken(at, HELLO, framed({"do": "stats"}), garbage, framed({"do": "stats"}))
         (length,) = LENGTH.unpack_from(answer)
         (second,) = LENGTH.unpack_from(answer, LENGTH.size + length)
-        assert len(answer) == 2 * LENGTH.size + length + second, "it went on after the garbage"
+        assert len(answer) == 2 * LENGTH.size + length + second, "no answer after the garbage"
         assert log_of(at).count("was disconnected") + log_of(at).count("left out") >= before
         assert other.stats()["dataset"] == "ds"
 
@@ -464,7 +464,7 @@ def test_a_frame_that_is_too_long_is_not_waited_for(at: Path, hello: bytes) -> N
         {"do": "stats", "id": 1}, {"do": "withdraw"}, {"do": "withdraw", "stream": None},
     ],
 )  # fmt: skip
-def test_what_is_not_for_clients_is_refused_and_the_talk_goes_on(
+def test_internal_requests_are_refused_and_the_connection_stays(
     at: Path, message: dict[str, object]
 ) -> None:
     answers = spoken(at, HELLO, framed(message), framed({"do": "stats"}))
@@ -479,7 +479,7 @@ def test_what_is_not_for_clients_is_refused_and_the_talk_goes_on(
     assert told["stats"]["dataset"] == "ds"
 
 
-def test_only_so_many_may_talk(at: Path) -> None:
+def test_connections_keep_their_limit(at: Path) -> None:
     talking = [Control.connect(at) for _ in range(CONNECTIONS_MAX)]
     try:
         with pytest.raises(DieselError):
@@ -498,10 +498,10 @@ def test_only_so_many_may_talk(at: Path) -> None:
     raise AssertionError("those who have gone still count")
 
 
-def test_a_frame_that_does_not_end_is_given_up(
+def test_an_unfinished_frame_ends_the_connection(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An idle connection may stay; one that is in the middle of a frame, or of a hello, may not."""
+    """An idle connection may stay; one in the middle of a frame or of a hello may not."""
     monkeypatch.setattr(module, "FRAME_DEADLINE_S", 0.3)
     tmp_path.chmod(0o700)
     ours, theirs = socket.socketpair()

@@ -1,6 +1,6 @@
-"""Whatever is sent to the control socket, it answers, or ends that conversation; nothing else ends.
+"""Whatever a client sends to the control socket: it gets answers, or its connection ends.
 
-The socket is the real one, in this process; the helper behind it is a real `PlanCommands`.
+The socket is the real one, in this process; behind it is a real `PlanCommands` as the worker.
 """
 
 import os
@@ -44,7 +44,7 @@ Talk = Callable[[trio.SocketStream], Awaitable[None]]
 
 
 class Fuzzed:
-    """A control socket with everything behind it."""
+    """A control socket, and a worker that carries its requests out."""
 
     def __init__(self, folder: Path) -> None:
         self._ours, self._theirs = socket.socketpair()
@@ -54,7 +54,7 @@ class Fuzzed:
         self.socket.has_worker = True
 
     def talk(self, talk: Talk) -> None:
-        """Runs one conversation, and after it a good one, to see that all is well."""
+        """Run one conversation, and then a good one, to see that the socket still works."""
         self.socket.listen()
 
         async def run() -> None:
@@ -80,7 +80,7 @@ class Fuzzed:
             await talk(stream)
 
     async def _help(self) -> None:
-        """What the helper's loop does with messages."""
+        """Answer messages as the worker does."""
         stream = trio.SocketStream(trio.socket.from_stdlib_socket(self._theirs))
         frames = Frames()
         async for received in stream:
@@ -90,7 +90,7 @@ class Fuzzed:
 
 
 async def answer_of(stream: trio.SocketStream) -> Message | None:
-    """The next message; None where the conversation has ended."""
+    """The next message; None where the connection has ended."""
     received = bytearray()
     while (
         len(received) < LENGTH.size or len(received) < LENGTH.size + LENGTH.unpack_from(received)[0]
@@ -132,7 +132,9 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(frames=st.lists(FRAMES, max_size=6), greeted=st.booleans())
-def test_any_frames(folder: Path, frames: list[bytes], greeted: bool) -> None:
+def test_any_frames_are_answered_or_end_their_connection(
+    folder: Path, frames: list[bytes], greeted: bool
+) -> None:
     async def talk(stream: trio.SocketStream) -> None:
         try:
             await stream.send_all((HELLO if greeted else b"") + b"".join(frames))
@@ -159,14 +161,16 @@ def test_any_message_has_one_answer(folder: Path, message: Message) -> None:
         for _ in range(2):
             await stream.send_all(frame({**message, **OF_VERSION}, FRAME_BYTES_MAX))
             answer = await answer_of(stream)
-            assert answer is not None, "a message that is one ended the conversation"
+            assert answer is not None, "a valid message ended the connection"
 
     Fuzzed(folder).talk(talk)
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_changed_bytes_of_a_good_plan(folder: Path, seed: int) -> None:
-    """Flipped, cut and repeated: an answer or an end, and never another plan than a valid one."""
+def test_changed_bytes_of_a_plan_are_answered_or_end_the_connection(
+    folder: Path, seed: int
+) -> None:
+    """Bytes are flipped, cut and repeated; the plan that results is always a valid one."""
     chance = random.Random(seed)
     good = bytearray(msgpack.packb(announce()))
     for _ in range(chance.randint(1, 4)):

@@ -1,4 +1,4 @@
-"""Lists of files in a mount: what they hold, how long they stay, and that they can be copied."""
+"""Lists of files in a mount: their contents, when they change, and that their files are pushed."""
 
 import errno
 import itertools
@@ -30,7 +30,7 @@ from tests.orders.datasets import dataset, odd_dataset
 SEED, GROUP = 5, 2
 FILES = 1500
 HOPE_S = 10.0
-"""So long is waited for what must happen."""
+"""How long to wait for something that must happen."""
 
 
 # names and bytes, without a mount -----------------------------------------------------------------
@@ -45,7 +45,7 @@ HOPE_S = 10.0
         (b"seed=%d,epoch=0" % SEED_MAX, ListName(SEED_MAX, 0)),
     ],
 )
-def test_names_of_lists(text: bytes, name: ListName) -> None:
+def test_names_of_lists_are_parsed(text: bytes, name: ListName) -> None:
     assert ListName.parse(text) == name
     assert ListName.parse(str(name).encode()) == name
 
@@ -61,7 +61,7 @@ def test_names_of_lists(text: bytes, name: ListName) -> None:
         "seed=\u0661,epoch=2".encode(), b"seed=1,epoch=2\n", b"\xff", b"seed=1,epoch=" + b"9" * 300,
     ],
 )  # fmt: skip
-def test_what_is_no_name_of_a_list(text: bytes) -> None:
+def test_bad_names_of_lists_are_refused(text: bytes) -> None:
     assert ListName.parse(text) is None
 
 
@@ -70,7 +70,7 @@ def test_what_is_no_name_of_a_list(text: bytes) -> None:
     "name", [ListName(1, 2, 2), ListName(1, 3, 2, 1, 3), ListName(0, 0, 1, 6, 7)]
 )
 def test_a_list_has_the_paths_of_its_order(snapshot: Snapshot, name: ListName) -> None:
-    """And is as long as it was said to be before it was made."""
+    """And its size is the one that was computed before."""
     order = chunk_shuffle(
         snapshot, name.seed, name.epoch, group_size=name.group, rank=name.rank, world=name.world
     )
@@ -84,7 +84,7 @@ def test_a_list_has_the_paths_of_its_order(snapshot: Snapshot, name: ListName) -
 
 
 def test_a_newline_in_a_path_makes_two_lines_and_is_refused(tmp_path: Path) -> None:
-    """In the file's own name or a folder's; a folder without files hurts nobody."""
+    """A newline in a file's own name or a folder's; a folder without files does not matter."""
     (tmp_path / "em\npty").mkdir()
     (tmp_path / "a").touch()
     assert PathLists(Snapshot(snapshot_of(tmp_path))).text(ListName(0, 0), nul=False).content.size
@@ -117,7 +117,7 @@ class CountingObserver(FixedList):
         self.events.append("made")
 
 
-def test_a_list_is_made_when_it_is_read_and_its_reading_is_told() -> None:
+def test_a_list_is_made_when_read_and_its_reading_is_reported() -> None:
     snapshot, readers = dataset(5, 40), CountingObserver()
     folder = HiddenFolder(snapshot, {}, Owner(0, 0), list_observer=readers)
 
@@ -144,8 +144,9 @@ def test_a_list_is_made_when_it_is_read_and_its_reading_is_told() -> None:
     trio.run(read)
 
 
-def test_lists_take_no_more_memory_than_they_may(caplog: pytest.LogCaptureFixture) -> None:
-    """Contents that nobody waits for make room, and are made again; what is too long is refused."""
+def test_lists_keep_their_memory_limit(caplog: pytest.LogCaptureFixture) -> None:
+    """Lists that nobody waits for make room, and are made again; one that is too long is
+    refused."""
     snapshot = dataset(5, 40)
     size = PathLists(snapshot).size(ListName(0, 0))
     folder = HiddenFolder(snapshot, {}, Owner(0, 0), lists_bytes_max=2 * size)
@@ -184,7 +185,7 @@ def test_lists_take_no_more_memory_than_they_may(caplog: pytest.LogCaptureFixtur
 
 @pytest.fixture
 def at(tmp_path: Path, session: str) -> Iterator[Path]:
-    """A mount of a real dataset of several chunks; its helper, where there is one, works."""
+    """A mount of a real dataset of several chunks, with its prefetch worker if it has one."""
     folder, url = tmp_path / "mount", (tmp_path / "store").as_uri()
     folder.mkdir()
     with connect("ds", url, create=True) as written:
@@ -201,27 +202,27 @@ def at(tmp_path: Path, session: str) -> Iterator[Path]:
 
 
 def expected(at: Path, epoch: int, rank: int = 0, world: int = 1) -> bytes:
-    """The list of an epoch, by the snapshot."""
+    """The list of an epoch, made from the snapshot."""
     view = Snapshot((at / ".diesel/snapshot").read_bytes())
     order = chunk_shuffle(view, SEED, epoch, group_size=GROUP, rank=rank, world=world)
     return b"".join(path + b"\n" for path in view.paths(order))
 
 
 def follow(at: Path, text: bytes) -> None:
-    """Reads the files that a list names."""
+    """Read the files that a list names."""
     for line in text.splitlines():
         assert (at / os.fsdecode(line)).read_bytes()
 
 
 def epoch_of(at: Path) -> int:
-    """Which epoch's list `filelist` is."""
+    """The epoch of the list that `filelist` shows."""
     text = (at / ".diesel/filelist").read_bytes()
     return next(epoch for epoch in range(100) if expected(at, epoch) == text)
 
 
 @pytest.mark.fuse
-def test_the_list_is_the_next_epochs_once_its_files_have_been_read(at: Path) -> None:
-    """A training script reads it, its files, and the list again at once."""
+def test_filelist_shows_the_next_epoch_once_its_files_have_been_read(at: Path) -> None:
+    """A training script reads the list, its files, and at once the list again."""
     path = at / ".diesel/filelist"
     nodes = set()
     for epoch in range(4):
@@ -238,8 +239,8 @@ def test_the_list_is_the_next_epochs_once_its_files_have_been_read(at: Path) -> 
 
 @pytest.mark.fuse
 @pytest.mark.only_session("kernel")
-def test_a_look_at_the_list_waits_for_the_latest_opens(at: Path) -> None:
-    """Also where the helper has not had the time to hear of them."""
+def test_a_lookup_of_the_list_waits_for_the_latest_opens(at: Path) -> None:
+    """Also where the worker has not yet read their events."""
     pid = helper_of(at)
     text = (at / ".diesel/filelist").read_bytes()
     middle = text[: len(text) // 2].rindex(b"\n") + 1
@@ -259,14 +260,14 @@ def test_a_look_at_the_list_waits_for_the_latest_opens(at: Path) -> None:
 
 
 def helper_of(at: Path) -> int:
-    """The helper's process."""
+    """The process number of the prefetch worker."""
     end_s = time.monotonic() + HOPE_S
     while stats(at)["session"] == "kernel" and time.monotonic() < end_s:
         told = stats(at)["residency"]
         if isinstance(told, dict) and isinstance(told.get("pid"), int):
             return int(told["pid"])
         time.sleep(0.2)
-    raise AssertionError("the helper did not come")
+    raise AssertionError("the worker did not begin")
 
 
 @pytest.mark.fuse
@@ -297,7 +298,7 @@ def test_cp_of_a_list_is_as_long_as_stat_said(at: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.fuse
-def test_any_order_by_name(at: Path) -> None:
+def test_any_list_can_be_read_by_its_name(at: Path) -> None:
     for folder, end in (("shuffle", b"\n"), ("shuffle0", b"\0")):
         inside = at / ".diesel" / folder
         name = "seed=5,epoch=2,group=2,rank=2,world=3"
@@ -309,7 +310,7 @@ def test_any_order_by_name(at: Path) -> None:
 
 @pytest.mark.fuse
 @pytest.mark.only_session("kernel")
-def test_a_list_is_a_plan(at: Path) -> None:
+def test_reading_a_list_pushes_its_files(at: Path) -> None:
     """Reading it makes its files resident ahead; looking at it does not. Each reading counts, also
     where the kernel had the list's pages.
     """
@@ -336,13 +337,13 @@ def test_a_list_is_a_plan(at: Path) -> None:
 
 
 def been_resident(at: Path) -> int:
-    """How many files are believed to be in the kernel's cache, or were and are known to be gone."""
+    """How many files are believed to be resident, or were and are known to be freed."""
     state = residency(at)
     return int(state["resident_entries"]) + int(state["lost_entries"])
 
 
 def residency(at: Path) -> dict[str, int]:
-    """What the helper says of the kernel's cache."""
+    """The statistics of the prefetch worker."""
     time.sleep(1.05)  # statistics stand still for a second
     state = stats(at)["residency"]
     assert isinstance(state, dict)
@@ -366,8 +367,8 @@ def test_lists_from_python(at: Path) -> None:
 
 
 @pytest.mark.fuse
-def test_a_name_with_a_newline_needs_the_other_list(tree: LiveMount) -> None:
-    """The list by lines is an error, and never shows a path that is none."""
+def test_a_path_with_a_newline_needs_the_list_with_NUL(tree: LiveMount) -> None:
+    """The list by lines gives an error, and never a path that does not exist."""
     with pytest.raises(OSError, match=r".") as raised:
         (tree.at / ".diesel/filelist").read_bytes()
     assert raised.value.errno in (errno.EILSEQ, errno.EIO)
@@ -384,7 +385,7 @@ def test_a_name_with_a_newline_needs_the_other_list(tree: LiveMount) -> None:
 @pytest.mark.fuse
 @pytest.mark.only_session("kernel")
 def test_a_lookup_that_waits_delays_no_other_request(at: Path) -> None:
-    """While the helper does not answer, lists are looked up late, and files at once."""
+    """While the worker does not answer, look-ups of lists are late, and those of files are not."""
     (at / ".diesel/filelist").read_bytes()
     pid = helper_of(at)
     os.kill(pid, signal.SIGSTOP)

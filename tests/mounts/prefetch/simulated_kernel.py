@@ -1,6 +1,6 @@
-"""A page cache, readers and a helper that carries decisions out, in one thread and virtual time.
+"""Simulates a page cache, readers and a prefetch worker, in one thread and virtual time.
 
-Independent of the code under test: it keeps a plain set of what is really there, and counts.
+It shares no code with the planner: it keeps a plain set of what is really resident, and counts.
 """
 
 import random
@@ -17,7 +17,7 @@ from diesel_fs.orders.plan import Epoch, Stream
 ENTRY_BYTES = 4_096
 CHUNK_ENTRIES = 64
 N = 20_480
-"""Entries of the dataset that most tests are about."""
+"""Entries of the dataset of most tests."""
 CHUNKS = list(range(N // CHUNK_ENTRIES))
 
 
@@ -27,7 +27,7 @@ def shuffled(seed: int, entries: int = N) -> list[int]:
 
 
 def columns(entries: int, chunk_entries: int = CHUNK_ENTRIES) -> tuple[npt.NDArray[np.int64], ...]:
-    """Chunk and size of so many files."""
+    """The chunk and the size of each of so many files."""
     chunk = np.arange(entries, dtype=np.int64) // chunk_entries
     return chunk, np.full(entries, ENTRY_BYTES - 7, np.int64)
 
@@ -35,7 +35,7 @@ def columns(entries: int, chunk_entries: int = CHUNK_ENTRIES) -> tuple[npt.NDArr
 def make_planner(
     entries: int, budget: float, policy: str = "on-demand", chunk_entries: int = CHUNK_ENTRIES
 ) -> PrefetchPlanner:
-    """Of a dataset of equal files; the budget is a part of its bytes."""
+    """A planner for a dataset of equal files; `budget` is a part of the dataset's bytes."""
     chunk, size = columns(entries, chunk_entries)
     return PrefetchPlanner(
         chunk,
@@ -65,7 +65,7 @@ def chunk_wise(chunks: list[int], group: int, seed: int) -> list[int]:
 
 @dataclass
 class Reader:
-    """Reads an order, `workers` batches of it at once; `rate` files a second in all."""
+    """A reader of an order with `workers` batches at once, and `rate` files per second in all."""
 
     order: list[int]
     rate: float
@@ -98,7 +98,7 @@ class Reader:
 
 @dataclass
 class Machine:
-    """The kernel, the helper and the readers of one mount."""
+    """The kernel, the prefetch worker and the readers of one mount."""
 
     planner: PrefetchPlanner
     entry_count: int
@@ -118,7 +118,7 @@ class Machine:
     failing: bool = False  # the store: half of each push
 
     def run_decision(self) -> bool:
-        """Carry out one decision. Whether there was one."""
+        """Carry out one decision. Returns whether there was one."""
         decision = self.planner.next(self.now_s)
         self.decisions += 1
         match decision:
@@ -159,11 +159,11 @@ class Machine:
         return True
 
     def run_until_idle(self, most: int = 20_000) -> None:
-        """Let the helper work until it is idle."""
+        """Carry out decisions until there are none."""
         for _ in range(most):
             if not self.run_decision():
                 return
-        raise AssertionError("the helper never comes to rest")
+        raise AssertionError("the planner never becomes idle")
 
     def open_and_read(self, name: str, entry: int) -> None:
         if entry in self.watched:
@@ -175,7 +175,7 @@ class Machine:
             self.cached.add(entry)
 
     def run(self, readers: dict[str, Reader], pressure: float = 0.0, seed: int = 1) -> None:
-        """Until all readers are done; under pressure some pages go each millisecond."""
+        """Run until all readers are done; under pressure, some pages are freed each millisecond."""
         rng = random.Random(seed)
         tick_s = 0.001
         idle = False

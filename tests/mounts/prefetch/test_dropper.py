@@ -1,4 +1,4 @@
-"""The process that drops: it drops what it is given, says so, and never outlives its helper."""
+"""The process that drops contents does what it is told, reports it, and ends with its worker."""
 
 import logging
 import os
@@ -14,7 +14,7 @@ from diesel_fs.mounts.prefetch.dropper import PIECE_ENTRIES, PIECES_MAX, Dropper
 
 
 def recording(file: Path) -> Callable[[], Callable[[list[int]], None]]:
-    """Makes a drop that writes down what it was given, and what else is open there."""
+    """A function for `Dropper` that records what it is told to drop, and which files are open."""
 
     def make() -> Callable[[list[int]], None]:
         open_files = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")[3:]
@@ -60,18 +60,18 @@ def test_nothing_is_started_before_something_is_dropped(tmp_path: Path) -> None:
     dropper.close()
 
 
-def test_no_file_of_the_helper_is_open_in_it(tmp_path: Path) -> None:
-    """Least of all the connection: it would live on where everybody else has gone."""
-    with (tmp_path / "of the helper").open("w"):
+def test_no_file_of_the_worker_is_open_in_it(tmp_path: Path) -> None:
+    """Above all not the FUSE connection, which would then outlive the mount's processes."""
+    with (tmp_path / "of the worker").open("w"):
         dropper = Dropper(recording(tmp_path / "log"))
         dropper.drop(np.arange(3, dtype=np.uint32), lambda: None)
         dropper.close()
     assert (tmp_path / "log").read_text() == "0 1 2\n"
-    assert "of the helper" not in (tmp_path / "log.open").read_text()
+    assert "of the worker" not in (tmp_path / "log.open").read_text()
 
 
-def test_it_ends_with_its_helper(tmp_path: Path) -> None:
-    """Also when that is killed."""
+def test_it_ends_with_its_worker(tmp_path: Path) -> None:
+    """Also when the worker is killed."""
     receiver, sender = os.pipe()
     child = os.fork()
     if not child:
@@ -88,8 +88,8 @@ def test_it_ends_with_its_helper(tmp_path: Path) -> None:
     os.close(sender)
 
 
-def test_a_dropper_that_was_killed_stops_nobody(tmp_path: Path) -> None:
-    """What it does not drop the kernel frees when it needs the memory."""
+def test_a_killed_dropper_is_no_error(tmp_path: Path) -> None:
+    """The kernel frees what was not dropped when it needs the memory."""
     dropper = Dropper(recording(tmp_path / "log"))
     dropper.drop(np.arange(3, dtype=np.uint32), lambda: None)
     first = dropper._child
@@ -101,7 +101,7 @@ def test_a_dropper_that_was_killed_stops_nobody(tmp_path: Path) -> None:
     dropper.close()
 
 
-def test_one_that_fails_says_so_and_is_started_again(
+def test_a_failing_dropper_is_logged_and_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     said = logging.StreamHandler(open(2, "w", closefd=False))  # noqa: SIM115  # it stays open
@@ -134,7 +134,7 @@ def test_one_that_fails_says_so_and_is_started_again(
     assert "starting another" in text
 
 
-def test_one_that_hangs_is_killed(tmp_path: Path) -> None:
+def test_a_hanging_dropper_is_killed(tmp_path: Path) -> None:
     dropper = Dropper(lambda: lambda entries: time.sleep(60))
     dropper.drop(np.arange(3, dtype=np.uint32), lambda: None)
     pid, start_s = dropper._child, time.monotonic()

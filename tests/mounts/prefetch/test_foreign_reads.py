@@ -1,4 +1,4 @@
-"""Plans beside strangers and failures: other readers, a store that fails, streams that end."""
+"""`PrefetchPlanner` with other programs that read, a store that fails, and streams that end."""
 
 import random
 
@@ -24,7 +24,7 @@ from .simulated_kernel import (
 
 
 def place(machine: Machine, name: str = "a") -> tuple[int, int]:
-    """Epoch and position of a stream's reader."""
+    """The epoch and the position of a stream's reader."""
     found = next(each for each in machine.planner.stats()["streams"] if each["name"] == name)
     return found["epoch"], found["position"]
 
@@ -32,8 +32,8 @@ def place(machine: Machine, name: str = "a") -> tuple[int, int]:
 # Other readers
 
 
-def test_a_list_that_stood_long_and_a_new_plan_come_to_rest() -> None:
-    """Else each takes the other's memory for ever."""
+def test_an_old_list_and_a_new_plan_come_to_rest() -> None:
+    """They must not take each other's memory in turns for ever."""
     machine = Machine(make_planner(N, 0.3), N)
     machine.planner.announce(stream("list", shuffled(1), tentative=True), machine.now_s)
     machine.run_until_idle()
@@ -43,7 +43,7 @@ def test_a_list_that_stood_long_and_a_new_plan_come_to_rest() -> None:
 
 
 @pytest.mark.parametrize("budget", [0.02, 0.1])
-def test_a_stranger_that_reads_at_random_does_not_drag_the_reader_along(budget: float) -> None:
+def test_random_reads_of_another_program_do_not_move_the_reader(budget: float) -> None:
     entries = 200_000
     machine = Machine(make_planner(entries, budget), entries)
     order = shuffled(1, entries)
@@ -66,7 +66,7 @@ def test_a_stranger_that_reads_at_random_does_not_drag_the_reader_along(budget: 
     assert machine.misses["a"] < 0.02 * 40_000
 
 
-def test_one_foreign_read_makes_no_list_a_plan() -> None:
+def test_one_read_of_another_program_does_not_confirm_a_list() -> None:
     machine = Machine(make_planner(N, 0.1), N)
     listed = shuffled(2)
     machine.planner.announce(stream("list", listed, tentative=True), machine.now_s)
@@ -86,7 +86,7 @@ def test_a_small_list_is_followed_by_its_few_markers() -> None:
     assert place(machine, "list") == (-1, 0)
 
 
-def test_who_has_read_the_last_file_before_does_not_keep_the_epoch_from_ending() -> None:
+def test_an_epoch_ends_although_its_last_file_was_read_before() -> None:
     machine = Machine(make_planner(N, 0.1), N)
     order = shuffled(1)
     machine.planner.announce(stream("a", order, shuffled(2)), machine.now_s)
@@ -99,7 +99,7 @@ def test_who_has_read_the_last_file_before_does_not_keep_the_epoch_from_ending()
 
 
 def test_equal_epochs_are_read_one_after_the_other() -> None:
-    """The first file of one is the first of all of them."""
+    """Each epoch begins with the same file, which must not count for a later epoch."""
     machine = Machine(make_planner(N, 0.5), N)
     order = shuffled(1)[:200]
     machine.planner.announce(stream("a", *[order] * 8), machine.now_s)
@@ -109,7 +109,7 @@ def test_equal_epochs_are_read_one_after_the_other() -> None:
     assert place(machine) == (0, 1)
 
 
-def test_a_flood_of_misses_of_one_large_file_keeps_no_others_from_counting() -> None:
+def test_many_misses_of_a_large_file_do_not_hide_others() -> None:
     sizes = np.full(1_001, ENTRY_BYTES)
     sizes[1_000] = 1 << 40
     chunk = np.append(np.arange(1_000) // 10, 100)
@@ -119,8 +119,8 @@ def test_a_flood_of_misses_of_one_large_file_keeps_no_others_from_counting() -> 
     assert isinstance(test.next(100.0), Idle)
 
 
-def test_a_reader_that_begins_again_is_followed() -> None:
-    """A script that was stopped in mid-epoch and started once more, some seconds later."""
+def test_a_reader_that_begins_again_is_found() -> None:
+    """A script was stopped in the middle of an epoch and started again some seconds later."""
     machine = Machine(make_planner(N, 0.1), N)
     order = shuffled(1)
     machine.planner.announce(stream("a", order), machine.now_s)
@@ -137,7 +137,7 @@ def test_a_reader_that_begins_again_is_followed() -> None:
 # A store that fails
 
 
-def test_a_store_that_fails_for_a_moment_costs_a_moment() -> None:
+def test_pushing_goes_on_after_a_failure_of_the_store() -> None:
     machine = Machine(make_planner(N, 0.5), N)
     order = chunk_wise(CHUNKS, 20, 1)
     machine.planner.announce(stream("a", order), machine.now_s)
@@ -159,7 +159,7 @@ def test_a_store_that_fails_for_a_moment_costs_a_moment() -> None:
     assert machine.misses["a"] < 0.01 * N
 
 
-def test_a_push_that_failed_is_tried_again_whole() -> None:
+def test_a_failed_push_is_repeated_whole() -> None:
     machine = Machine(make_planner(N, 1.2, "oneshot"), N)
     push = machine.planner.next(100.0)
     assert isinstance(push, Push)
@@ -170,8 +170,8 @@ def test_a_push_that_failed_is_tried_again_whole() -> None:
     assert sorted(again.entries.tolist()) == sorted(push.entries[10:].tolist())
 
 
-def test_what_is_left_out_without_a_failure_is_left_to_reads() -> None:
-    """It is damaged: another look would find the same."""
+def test_entries_that_a_push_left_out_are_left_to_reads() -> None:
+    """They are damaged, and would be found damaged again."""
     machine = Machine(make_planner(N, 1.2, "oneshot"), N)
     push = machine.planner.next(100.0)
     assert isinstance(push, Push)
@@ -184,7 +184,7 @@ def test_what_is_left_out_without_a_failure_is_left_to_reads() -> None:
 # Streams that end, grow, and go back
 
 
-def test_an_epoch_that_came_in_parts_ends() -> None:
+def test_an_epoch_that_was_announced_in_parts_ends() -> None:
     machine = Machine(make_planner(N, 0.1), N)
     order = shuffled(1)
     machine.planner.announce(stream("a", order[:1_000]), machine.now_s)
@@ -195,7 +195,7 @@ def test_an_epoch_that_came_in_parts_ends() -> None:
     assert place(machine) == (-1, 0)
 
 
-def test_streams_that_are_over_take_no_share() -> None:
+def test_ended_streams_get_no_share() -> None:
     machine = Machine(make_planner(N, 0.25), N)
     for number in range(15):
         machine.planner.announce(stream(f"s{number}", [number]), machine.now_s)
@@ -211,7 +211,7 @@ def test_streams_that_are_over_take_no_share() -> None:
     assert sum(machine.pushes_of.values()) < 1.1 * len(CHUNKS)
 
 
-def test_who_names_each_epoch_anew_is_never_refused() -> None:
+def test_a_new_stream_name_for_each_epoch_is_never_refused() -> None:
     machine = Machine(make_planner(N, 0.25), N)
     for number in range(STREAMS_MAX + 10):
         order = shuffled(number)[:100]
@@ -227,7 +227,7 @@ def test_who_names_each_epoch_anew_is_never_refused() -> None:
         machine.planner.announce(stream("more", order), machine.now_s)
 
 
-def test_streams_that_join_one_by_one_have_the_same_slack() -> None:
+def test_streams_announced_one_by_one_get_the_same_slack() -> None:
     machine = Machine(make_planner(N, 0.4), N)
     for number in range(9):
         machine.planner.announce(stream(str(number), shuffled(number)), machine.now_s)
@@ -237,8 +237,8 @@ def test_streams_that_join_one_by_one_have_the_same_slack() -> None:
     assert max(slacks) <= capacity // 3
 
 
-def test_positions_beyond_2_to_the_31() -> None:
-    """Some days of a short epoch."""
+def test_positions_may_exceed_2_to_the_31() -> None:
+    """They do after some days of a short epoch."""
     machine = Machine(make_planner(N, 0.1), N)
     machine.planner.announce(stream("a", shuffled(1)), machine.now_s)
     follow = machine.planner._trackers["a"]
@@ -252,7 +252,7 @@ def test_positions_beyond_2_to_the_31() -> None:
     assert place(machine) == (1, 1)
 
 
-def test_progress_back_to_what_was_left_pushes_it() -> None:
+def test_progress_back_to_passed_entries_pushes_them() -> None:
     machine = Machine(make_planner(N, 0.2), N)
     order = shuffled(1)
     machine.planner.announce(stream("a", order), machine.now_s)
@@ -264,7 +264,7 @@ def test_progress_back_to_what_was_left_pushes_it() -> None:
     assert machine.planner.resident(order[14_700:15_000]).all()
 
 
-def test_files_that_never_fit_cost_their_neighbours_nothing() -> None:
+def test_neighbours_of_a_file_that_never_fits_are_pushed() -> None:
     sizes = np.full(2_000, ENTRY_BYTES)
     sizes[::100] = 1 << 30
     test = PrefetchPlanner(np.arange(2_000), sizes, 2_000, budget_bytes=1_900 * ENTRY_BYTES)

@@ -1,4 +1,4 @@
-"""Residency where no plan says what comes, against a simulated kernel."""
+"""What `PrefetchPlanner` pushes without a plan, against a simulated kernel."""
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from .simulated_kernel import (
 )
 
 
-def test_a_miss_brings_the_rest_of_its_chunk() -> None:
+def test_a_miss_pushes_the_rest_of_its_chunk() -> None:
     machine = Machine(make_planner(N, 1.2), N)
     machine.open_and_read("x", 70)
     machine.run_until_idle()
@@ -25,8 +25,9 @@ def test_a_miss_brings_the_rest_of_its_chunk() -> None:
     assert machine.pushed == CHUNK_ENTRIES - 1  # the READ itself has brought one
 
 
-def test_what_a_READ_has_just_brought_is_not_pushed() -> None:
-    """But what it brought long ago may have gone, and a large file's READ brings a part of it."""
+def test_contents_that_a_READ_has_just_brought_are_not_pushed() -> None:
+    """But they are if that was long ago, or if the file is large: a READ brings only a part of
+    it."""
     for size, later_s, pushed in ((4_096, 0.5, 63), (4_096, 2.0, 64), (2 << 20, 0.5, 64)):
         chunk = np.repeat(np.arange(4), 64)
         test = PrefetchPlanner(chunk, np.full(256, size), 4, budget_bytes=1 << 30, policy="oneshot")
@@ -38,7 +39,7 @@ def test_what_a_READ_has_just_brought_is_not_pushed() -> None:
         assert test.resident([5])[0] == (pushed == 63)
 
 
-def test_what_a_READ_brought_and_was_dropped_is_pushed() -> None:
+def test_contents_that_a_READ_brought_and_were_dropped_are_pushed() -> None:
     machine = Machine(make_planner(N, 0.1), N)
     machine.open_and_read("x", 7)
     machine.run_until_idle()
@@ -64,7 +65,7 @@ def test_random_misses_in_a_larger_dataset_never_thrash() -> None:
     assert 0.9 * 0.1 * N < machine.pushed < 0.1 * N  # the rest was brought by READs
 
 
-def test_misses_count_while_one_may_lead_to_a_push() -> None:
+def test_misses_are_wanted_while_one_may_lead_to_a_push() -> None:
     machine = Machine(make_planner(N, 0.1), N)
     test = machine.planner
     for chunk in CHUNKS[: len(CHUNKS) // 10]:
@@ -98,8 +99,8 @@ def test_oneshot_fills_the_budget_missed_chunks_first() -> None:
     assert machine.dropped == 0
 
 
-def test_a_machine_without_memory_is_not_pushed_into_in_a_loop() -> None:
-    """Every page goes at once: a chunk is pushed again after a second, and not each time."""
+def test_pages_that_are_freed_at_once_are_not_pushed_in_a_loop() -> None:
+    """A chunk is pushed again after a second, not at each miss."""
     machine = Machine(make_planner(N, 1.2), N)
     for _ in range(100_000):
         machine.now_s += 0.001
@@ -109,7 +110,7 @@ def test_a_machine_without_memory_is_not_pushed_into_in_a_loop() -> None:
     assert 2 <= machine.pushes_of[0] <= 12
 
 
-def test_what_the_kernel_forgot_is_pushed_again_when_missed() -> None:
+def test_forgotten_entries_are_pushed_again_when_missed() -> None:
     machine = Machine(make_planner(N, 1.2), N)
     machine.open_and_read("x", 0)
     machine.run_until_idle()

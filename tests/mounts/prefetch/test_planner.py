@@ -1,4 +1,5 @@
-"""Residency against a simulated kernel: what is read is there, and the budget holds."""
+"""`PrefetchPlanner` with plans, against a simulated kernel: contents are there in time, and the
+budget holds."""
 
 from collections.abc import Callable
 
@@ -38,7 +39,7 @@ def follow(
     rate: float = 20_000,
     pressure: float = 0.0,
 ) -> Machine:
-    """One reader follows a plan, on a budget that is a part of the dataset."""
+    """Run one reader that follows a plan; the budget is `part` of the dataset."""
     machine = Machine(make_planner(N, part), N)
     machine.planner.announce(stream("a", *orders), machine.now_s)
     machine.run_until_idle()
@@ -52,8 +53,8 @@ def follow(
 
 
 @pytest.mark.parametrize("workers", [1, 4, 16])
-def test_chunk_wise_order_is_read_without_us_and_each_chunk_fetched_once(workers: int) -> None:
-    """10 % of the dataset, 1 to 16 workers: at most 2 % are missed, and no chunk comes twice."""
+def test_a_chunk_wise_order_misses_little_and_fetches_each_chunk_once(workers: int) -> None:
+    """With memory for 10 % of the dataset: at most 2 % are missed, and no chunk is pushed twice."""
     machine = follow([chunk_wise(CHUNKS, 10, 1)], 0.1, workers)
     assert machine.misses["a"] <= (0 if workers == 1 else 0.02 * N)
     assert max(machine.pushes_of.values()) == 1
@@ -67,7 +68,7 @@ def test_the_second_epoch_is_pushed_before_the_first_ends() -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 16])
-def test_a_random_order_is_resident_ahead(workers: int) -> None:
+def test_a_random_order_is_pushed_ahead(workers: int) -> None:
     machine = follow([shuffled(1), shuffled(2)], 0.1, workers)
     assert machine.misses["a"] <= 0.02 * 2 * N
 
@@ -78,8 +79,9 @@ def test_a_dataset_that_fits_is_pushed_once() -> None:
     assert (machine.pushed, machine.dropped) == (N, 0)
 
 
-def test_what_the_next_epoch_reads_first_is_kept() -> None:
-    """Where more than half fits, victims are those that will be read last."""
+def test_entries_that_the_next_epoch_reads_first_are_kept() -> None:
+    """Where more than half of the dataset fits, entries that will be read last are dropped
+    first."""
     machine = follow([shuffled(1), shuffled(2)], 0.6, 4)
     assert machine.misses["a"] <= 0.02 * 2 * N
     assert machine.pushed <= 2 * N - 0.1 * N
@@ -112,7 +114,7 @@ def test_eight_ranks_and_a_validation_set_share_one_budget() -> None:
 
 
 def test_an_entry_that_two_streams_want_stays_until_the_last_has_passed() -> None:
-    """Two readers of one order, one of them 500 files behind: one push serves both."""
+    """Two readers of one order, one of them 500 files behind: each file is pushed once for both."""
     order = chunk_wise(CHUNKS, 4, 5)
     machine = Machine(make_planner(N, 0.3), N)
     for name in "ab":
@@ -123,8 +125,8 @@ def test_an_entry_that_two_streams_want_stays_until_the_last_has_passed() -> Non
     assert machine.pushed <= 1.02 * N
 
 
-def test_an_abandoned_plan_gives_its_memory_up() -> None:
-    """A stream that stands still for a minute while another goes on loses its window to it."""
+def test_a_stream_that_stands_still_gives_its_memory_up() -> None:
+    """After a minute without a sign, while another stream goes on, that one gets the memory."""
     machine = Machine(make_planner(N, 0.1), N)
     machine.planner.announce(stream("gone", shuffled(1)), machine.now_s)
     machine.run_until_idle()
@@ -143,7 +145,7 @@ def test_an_abandoned_plan_gives_its_memory_up() -> None:
     assert machine.misses["here"] <= 0.02 * 8_192
 
 
-def test_a_stream_that_stood_still_comes_back_with_its_first_reads() -> None:
+def test_a_still_stream_gets_memory_again_after_its_first_reads() -> None:
     test = Machine(make_planner(N, 0.1), N)
     first, second = shuffled(1), shuffled(2)
     test.planner.announce(stream("still", first), test.now_s)
@@ -161,7 +163,7 @@ def test_a_stream_that_stood_still_comes_back_with_its_first_reads() -> None:
     assert test.misses["still"] <= 300
 
 
-def test_a_replaced_rest_is_followed() -> None:
+def test_a_replaced_rest_of_an_epoch_is_pushed() -> None:
     machine = Machine(make_planner(N, 0.1), N)
     old, new = chunk_wise(CHUNKS, 10, 1), chunk_wise(CHUNKS, 10, 2)
     machine.planner.announce(stream("a", old), machine.now_s)
@@ -214,7 +216,7 @@ def test_progress_overrides_the_markers() -> None:
         machine.planner.progress("a", N + 1, machine.now_s)
 
 
-def test_pages_that_go_are_pushed_again() -> None:
+def test_freed_pages_are_pushed_again() -> None:
     machine = follow([shuffled(1)], 0.2, 4, rate=2_000, pressure=0.02)
     unaided = follow([shuffled(1)], 0.2, 4, rate=2_000)
     assert unaided.misses["a"] == 0
@@ -250,7 +252,7 @@ def test_a_list_that_nobody_follows_is_withdrawn() -> None:
 
 
 def test_workers_that_read_far_apart_widen_the_lag() -> None:
-    """Two halves of one order read at the same time, 2,000 apart: what lies between is kept."""
+    """Two workers read one order 2,000 files apart: the files between them are kept."""
     order = shuffled(1)
     machine = Machine(make_planner(N, 0.3), N)
     machine.planner.announce(stream("a", order, lag=512), machine.now_s)
@@ -275,8 +277,8 @@ def test_a_smaller_budget_drops_what_is_farthest() -> None:
 
 
 @pytest.mark.parametrize(("known", "charged"), [(N // 10, N // 10 * 1_150), (N, None)])
-def test_known_entries_count_in_the_budget(known: int, charged: int | None) -> None:
-    """Each with 1,150 bytes; but they leave seven eighths of the budget for contents."""
+def test_known_names_count_in_the_budget(known: int, charged: int | None) -> None:
+    """Each counts 1,150 bytes, but all together at most an eighth of the budget."""
     budget = int(0.5 * N * ENTRY_BYTES)
     test = make_planner(N, 0.5)
     test.set_known_entries(known)
@@ -287,7 +289,7 @@ def test_known_entries_count_in_the_budget(known: int, charged: int | None) -> N
     assert 0.9 * room < test.resident_bytes <= room
 
 
-def test_the_least_valued_go_first() -> None:
+def test_the_least_valuable_are_dropped_first() -> None:
     machine = Machine(make_planner(N, 0.1), N)
     for chunk in range(32):  # 2,048 entries: the whole budget
         machine.planner.missed(chunk * CHUNK_ENTRIES, machine.now_s)
@@ -301,7 +303,7 @@ def test_the_least_valued_go_first() -> None:
     assert machine.planner.resident(np.arange(N - 1_024, N)).all()
 
 
-def test_one_read_far_ahead_is_not_believed() -> None:
+def test_one_read_far_ahead_does_not_move_the_reader() -> None:
     order = shuffled(1)
     machine = Machine(make_planner(N, 0.1), N)
     machine.planner.announce(stream("a", order), machine.now_s)
@@ -312,7 +314,7 @@ def test_one_read_far_ahead_is_not_believed() -> None:
     assert machine.planner.resident(order[:1_000]).all()
 
 
-def test_what_is_planned_next_is_not_dropped_for_what_comes_before() -> None:
+def test_resident_entries_of_a_plan_are_not_dropped_for_earlier_ones() -> None:
     machine = Machine(make_planner(N, 0.1), N)
     for chunk in range(32):
         machine.planner.missed(chunk * CHUNK_ENTRIES, machine.now_s)
@@ -324,7 +326,7 @@ def test_what_is_planned_next_is_not_dropped_for_what_comes_before() -> None:
     assert machine.pushed == 2_048 + 1_024 - 32  # READs have brought 32
 
 
-def test_single_files_of_many_chunks_are_pushed_together() -> None:
+def test_files_of_many_chunks_are_pushed_in_mixed_units() -> None:
     test = make_planner(N, 0.1)
     test.announce(stream("a", list(range(0, N, CHUNK_ENTRIES))), 0.0)
     first = test.next(0.0)
@@ -334,7 +336,7 @@ def test_single_files_of_many_chunks_are_pushed_together() -> None:
 
 
 def test_units_shrink_as_streams_join() -> None:
-    """Groups that fit one stream's half of the budget do not when four share it."""
+    """Groups that fit half of the budget do not fit a quarter of that."""
     machine = Machine(make_planner(N, 0.4), N)
     orders = [chunk_wise(CHUNKS, 40, seed) for seed in range(4)]
     for number, order in enumerate(orders):
@@ -363,7 +365,7 @@ def test_a_refused_fact_changes_nothing() -> None:
 
 
 class AnyFacts(RuleBasedStateMachine):
-    """Facts in any order: what is believed stays consistent, and the helper comes to rest."""
+    """Facts in any order keep the planner consistent, and it always becomes idle."""
 
     @initialize(part=st.floats(0.05, 1.5), oneshot=st.booleans())
     def start(self, part: float, oneshot: bool) -> None:

@@ -1,4 +1,5 @@
-"""Z2: little memory, forgotten inodes, dropped pages: every byte right, and pushing goes on."""
+"""Z2: with little memory, forgotten inodes and dropped pages, every byte is right and pushing goes
+on."""
 
 import os
 import random
@@ -40,7 +41,7 @@ READ_ALL = f"""if True:
 def many_files(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[LiveMount]:
-    """A mount of some thousand files, each known by its content, pushed without being asked."""
+    """A mount of some thousand files of known content, all pushed from the start (`oneshot`)."""
     source = tmp_path_factory.mktemp("pressure") / "source"
     source.mkdir()
     for number in range(FILES):
@@ -63,7 +64,7 @@ def requests(mounted: LiveMount, *names: str) -> int:
 
 @contextmanager
 def small_group() -> Iterator[Path]:
-    """A control group for readers with little memory: the file that a process is put in by."""
+    """A control group with little memory: the file to which a reader writes its process number."""
     for top, limit in (
         (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"),
         (Path("/sys/fs/cgroup"), "memory.max"),
@@ -113,7 +114,7 @@ def check(process: "subprocess.Popen[str]") -> int:
 
 
 def drop_caches() -> None:
-    """The kernel gives up all pages, names and inodes that nobody uses."""
+    """Make the kernel drop all pages, names and inodes that are not in use."""
     try:
         Path("/proc/sys/vm/drop_caches").write_text("3")
     except OSError as error:
@@ -121,8 +122,8 @@ def drop_caches() -> None:
 
 
 def test_Z2_readers_with_little_memory_get_every_byte_right(many_files: LiveMount) -> None:
-    """What their group has no room for goes, and is read again. (Whether inodes go, too, is the
-    kernel's choice; the next test makes it.)
+    """Pages for which their group has no room are freed and read again. (The kernel may free inodes
+    as well; the next test makes it do so.)
     """
     with small_group() as group:
         readers = [reader(many_files, 5.0, seed, group) for seed in range(3)]
@@ -131,8 +132,8 @@ def test_Z2_readers_with_little_memory_get_every_byte_right(many_files: LiveMoun
 
 
 def test_Z2_forgotten_inodes_are_known_again_and_pushed(many_files: LiveMount) -> None:
-    """While all caches are dropped in a loop, readers are right; FORGETs come and the helper hears
-    of them; what it pushes into forgotten inodes heals.
+    """While all caches are dropped in a loop, readers get the right bytes. FORGETs come, the worker
+    is told of them, and files that it pushes into forgotten inodes become known again.
     """
     before = requests(many_files, "forget", "batch_forget")
     lost_before = residency(many_files)["resident_entries"]
@@ -154,8 +155,8 @@ def test_Z2_forgotten_inodes_are_known_again_and_pushed(many_files: LiveMount) -
     assert isinstance(stats(many_files.at)["server_pid"], int)
 
 
-def test_the_helper_hears_what_the_kernel_has_forgotten(many_files: LiveMount) -> None:
-    """Nothing is believed resident that is not: FORGET means so."""
+def test_forgotten_files_are_not_believed_resident(many_files: LiveMount) -> None:
+    """A FORGET tells that the pages of a file are freed as well."""
     deadline_s = time.monotonic() + 20
     while residency(many_files)["resident_entries"] < FILES // 2:
         assert time.monotonic() < deadline_s

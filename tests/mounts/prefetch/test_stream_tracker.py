@@ -1,4 +1,4 @@
-"""Where a stream's reader is: what is believed of signs that may be another's."""
+"""Where the planner believes a stream's reader to be, by signs that may be another program's."""
 
 import numpy as np
 
@@ -11,7 +11,7 @@ COUNT, SIZE = 20_000, 4_096
 
 
 def followed() -> PrefetchPlanner:
-    """One stream in the order of the entries, with a tenth of the memory."""
+    """A planner with one stream in the order of the entries, and memory for a fifth of them."""
     chunk = np.arange(COUNT) // 1_000
     test = PrefetchPlanner(chunk, np.full(COUNT, SIZE), 20, budget_bytes=COUNT * SIZE // 5)
     test.announce(stream("a", list(range(COUNT))), 100.0)
@@ -24,25 +24,25 @@ def first_pushed(test: PrefetchPlanner) -> int:
     return int(push.entries.min())
 
 
-def test_what_one_reader_is_past_is_not_pushed() -> None:
+def test_entries_that_the_reader_has_passed_are_not_pushed() -> None:
     test = followed()
     for entry in range(600):
         test.missed(entry, 100.1)
     assert first_pushed(test) == 600
 
 
-def test_what_slower_readers_still_want_is_pushed() -> None:
-    """Four workers that take turns, 64 files each: one is ahead by up to three batches."""
+def test_entries_that_slower_workers_want_are_pushed() -> None:
+    """Four workers read batches of 64 files; one is ahead of the others by up to three batches."""
     test = followed()
     for entry in range(64):
         for worker in (3, 2, 1, 0):
             test.missed(64 * worker + entry, 100.1)
-    test.missed(10 * 64, 100.2)  # who was first is on its way
+    test.missed(10 * 64, 100.2)  # the worker that was first reads on
     high = 10 * 64 + 1
     assert high - 6 * 64 <= first_pushed(test) <= high - 2 * 64
 
 
-def test_the_spread_of_readers_is_forgotten() -> None:
+def test_the_spread_of_the_workers_shrinks_again() -> None:
     test = followed()
     test.missed(400, 100.1)
     test.missed(0, 100.1)
@@ -51,16 +51,17 @@ def test_the_spread_of_readers_is_forgotten() -> None:
     assert 450 <= first_pushed(test) <= 500
 
 
-def test_a_marker_that_was_read_by_request_counts() -> None:
-    """It was read before its watch stood; waiting for it would hold the low back."""
+def test_a_marker_that_a_READ_brought_counts_as_opened() -> None:
+    """It was read before its watch was made; waiting for it would hold the low back."""
     test = followed()
     for entry in range(2_000):
         test.missed(entry, 100.1)
     assert test.stats()["streams"][0]["low"] > 1_700
 
 
-def test_stray_signs_all_over_the_epoch_move_nobody() -> None:
-    """Of many, some are near each other by chance; a reader that has jumped makes most of them."""
+def test_scattered_signs_do_not_move_the_reader() -> None:
+    """Of many scattered signs, some are near each other by chance. A reader that jumps makes most
+    signs."""
     size, count = 4_096, 200_000
     chunk = np.arange(count) // 1_000
     test = PrefetchPlanner(chunk, np.full(count, size), 200, budget_bytes=count * size // 10)
