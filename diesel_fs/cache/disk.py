@@ -79,9 +79,8 @@ _MAGIC = b"DIESEL-FS cache\n"
 _HEAD = struct.Struct("<16sQ")
 _STORE_NAME = re.compile(IDENTITY_TEXT)
 _CHUNK_NAME = re.compile(r"\.?[0-9a-f]{32}")
-_FOREIGN_ALLOWED = re.compile(
-    r"lost\+found|\.diesel-cache(-\d+-\d+)?"
-)  # a marker that another process is making
+# The second: a marker that another process is making.
+_FOREIGN_ALLOWED = re.compile(r"lost\+found|\.diesel-cache(-\d+-\d+)?")
 _FILE_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # O_NONBLOCK: a FIFO may have the name
 _TAKES_NOTHING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
@@ -515,9 +514,8 @@ class DiskTier(CacheTier):
     def note_reading(self, *, begins: bool) -> None:
         with self._reading_lock:
             self._reading_count += 1 if begins else -1
-            if (
-                self._reading_count == begins and self._reading >= 0
-            ):  # the first reader, or the last
+            # The first reader that waits takes the lock, the last one releases it.
+            if self._reading_count == begins and self._reading >= 0:
                 # Not waited for: a process that tests the lock holds it for a moment.
                 how = fcntl.LOCK_SH | fcntl.LOCK_NB if begins else fcntl.LOCK_UN
                 with contextlib.suppress(OSError):

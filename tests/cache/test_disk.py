@@ -268,8 +268,10 @@ def test_J1_a_twentieth_of_the_disk_stays_free(
 ) -> None:
     key, content = next(iter(chunks.items()))
     tier = tier_at(place)
-    disk = os.statvfs(place)
-    monkeypatch.setattr(disk, "FREE_FRACTION_MIN", (disk.f_bavail + 100) / disk.f_blocks)
+    file_system = os.statvfs(place)
+    monkeypatch.setattr(
+        disk, "FREE_FRACTION_MIN", (file_system.f_bavail + 100) / file_system.f_blocks
+    )
     with pytest.raises(NoSpaceError):
         tier.reserve(key, len(content))
     monkeypatch.undo()

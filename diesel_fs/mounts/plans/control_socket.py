@@ -64,8 +64,16 @@ class ControlSocket:
     """One mount's control socket, from `listen` to `close`."""
 
     def __init__(
-        self, folder: Path, hello: Message, stats: Callable[[], Message], link: WorkerLink
+        self,
+        folder: Path,
+        hello: Message,
+        stats: Callable[[], Message],
+        link: WorkerLink,
+        *,
+        frame_deadline_s: float = FRAME_DEADLINE_S,
     ) -> None:
+        """`hello`: the fields of the mount in its hello; `stats` gives the mount's statistics."""
+        self._frame_deadline_s = frame_deadline_s
         self._folder = folder
         self._hello = hello
         self._stats = stats
@@ -160,7 +168,7 @@ class ControlSocket:
             raise BusyError(f"process {process}: too many connections (at most {CONNECTIONS_MAX})")
 
     async def _serve_requests(self, stream: trio.SocketStream) -> None:
-        with trio.fail_after(FRAME_DEADLINE_S):
+        with trio.fail_after(self._frame_deadline_s):
             hello = await self._received(stream, HELLO_BYTES_MAX)
         if hello is None:
             return
@@ -189,7 +197,7 @@ class ControlSocket:
         if not first:
             return None
         head = bytearray(first)
-        with trio.fail_after(FRAME_DEADLINE_S):
+        with trio.fail_after(self._frame_deadline_s):
             await _fill(stream, head, LENGTH.size)
         (length,) = LENGTH.unpack(head)
         if length > bytes_max:
@@ -198,12 +206,12 @@ class ControlSocket:
         async with AsyncExitStack() as held:
             if length > LARGE_BYTES:
                 await held.enter_async_context(self._large)
-            with trio.fail_after(FRAME_DEADLINE_S):
+            with trio.fail_after(self._frame_deadline_s):
                 await _fill(stream, body, length)
             return unpack(body)
 
     async def _send(self, stream: trio.SocketStream, message: Message) -> None:
-        with trio.fail_after(FRAME_DEADLINE_S):
+        with trio.fail_after(self._frame_deadline_s):
             await stream.send_all(frame(message, FRAME_BYTES_MAX))
 
     async def _answer(self, message: Message) -> Message:

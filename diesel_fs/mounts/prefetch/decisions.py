@@ -58,7 +58,7 @@ class PrefetchCounters:
     pushes: int = 0
     pushed_entries: int = 0
     pushed_bytes: int = 0
-    absent: int = 0
+    absent_entries: int = 0
     drops: int = 0
     dropped_entries: int = 0
     lost_entries: int = 0
@@ -68,7 +68,7 @@ class PrefetchCounters:
         self.pushes += 1
         self.pushed_entries += entries
         self.pushed_bytes += size_bytes
-        self.absent += absent
+        self.absent_entries += absent
 
     def count_drop(self, entries: int) -> None:
         """Count a drop that has ended."""

@@ -143,10 +143,10 @@ class PrefetchPlanner:
         self._chunk = self._columns.chunk
         self._plan = Plan(chunk >= 0 if is_file is None else is_file)
         self._budget_bytes = budget_bytes
-        self._known = 0
+        self._known_entries = 0
         self._chunk_entries = ChunkEntries(self._columns, offset)
         self._resident_set = ResidentSet(self._cost)
-        self._lost: deque[Entries] = deque()
+        self._push_again: deque[Entries] = deque()
         self._miss_fill = MissFill(
             self._chunk_entries, self._resident_set, chunk_count, everything=policy == "oneshot"
         )
@@ -158,7 +158,7 @@ class PrefetchPlanner:
         self._pause_s = 0.0  # the pause after the last push, if it failed
         self._paused_until_s = -math.inf
         self._now_s = 0.0
-        self._done = PrefetchCounters()
+        self._counters = PrefetchCounters()
 
     @property
     def resident_bytes(self) -> int:
@@ -176,7 +176,7 @@ class PrefetchPlanner:
         """Continue where the planner of another version ended. `was` gives the old number of each
         entry (-1: none). Plans are not taken over."""
         self._resident_set.inherit(old._resident_set, was)
-        self._done, self._start_s, self._now_s = old._done, old._start_s, old._now_s
+        self._counters, self._start_s, self._now_s = old._counters, old._start_s, old._now_s
 
     def running(self, now_s: float) -> list[str]:
         """The names of streams that are probably being read."""
@@ -241,7 +241,7 @@ class PrefetchPlanner:
 
     def set_known_entries(self, count: int) -> None:
         """Report how many names the kernel knows: those of the folders that were listed."""
-        self._known = count
+        self._known_entries = count
         self._share_bytes = 0
 
     def set_budget(self, budget_bytes: int) -> None:
@@ -269,10 +269,10 @@ class PrefetchPlanner:
         self._tick(now_s)
         if not 0 <= entry < len(self._cost) or not self._cost[entry]:
             return
-        tracker, position = self._attributed(entry, now_s)
+        tracker, position = self._stream_of_read(entry, now_s)
         if self._resident_set.resident[entry]:
             if now_s - self._start_s - float(self._resident_set.pushed_s[entry]) >= LATE_READ_S:
-                self._pages_lost(entry, tracker, position)
+                self._note_freed(entry, tracker, position)
             return
         self._resident_set.note_read(entry, now_s - self._start_s)
         need = int(self._cost[entry])
@@ -304,19 +304,19 @@ class PrefetchPlanner:
         resident, unknown = self._checked(done), self._checked(absent)
         self._resident_set.pushed_s[resident] = now_s - self._start_s
         self._resident_set.add(resident if done is push.entries else np.unique(resident))
-        self._done.count_push(len(resident), int(self._cost[resident].sum()), len(unknown))
+        self._counters.count_push(len(resident), int(self._cost[resident].sum()), len(unknown))
         self._pause_s = min(2 * self._pause_s or PAUSE_S, PAUSE_S_MAX) if failed else 0.0
         self._paused_until_s = now_s + self._pause_s
         if failed:
             gone = np.concatenate([resident, unknown])
-            self._lost.append(push.entries[~np.isin(push.entries, gone)])
+            self._push_again.append(push.entries[~np.isin(push.entries, gone)])
 
     def dropped(self, drop: Drop) -> None:
         """Report that a drop was carried out."""
         assert drop is self._outstanding, "another decision is outstanding"
         self._outstanding = None
         self._resident_set.victims_dropped(drop.entries)
-        self._done.count_drop(len(drop.entries))
+        self._counters.count_drop(len(drop.entries))
 
     def sampled(self, entries: EntryOrder, resident_mask: Mask) -> None:
         """Report which of these entries are resident, after a sample or at any time."""
@@ -325,7 +325,7 @@ class PrefetchPlanner:
         gone = self._checked(entries)[~np.asarray(resident_mask, np.bool_)]
         for entry in gone[self._resident_set.resident[gone]].tolist():
             if self._resident_set.resident[entry]:  # not removed with an earlier one
-                self._pages_lost(entry, *self._place_of(entry))
+                self._note_freed(entry, *self._nearest_stream(entry))
 
     # Decisions
 
@@ -343,10 +343,10 @@ class PrefetchPlanner:
             or self._unwatch_many(1)
         )
         self._outstanding = decision
-        return decision or Idle(self._until(now_s))
+        return decision or Idle(self._next_change(now_s))
 
     def _next_push(self, now_s: float) -> Push | Drop | None:
-        return self._push_lost() or self._push_planned(now_s) or self._push_unplanned()
+        return self._push_freed() or self._push_planned(now_s) or self._push_unplanned()
 
     def upcoming(self, count: int) -> list[Entries]:
         """The entries of the next `count` pushes, as far as they can be foreseen, the soonest
@@ -371,16 +371,16 @@ class PrefetchPlanner:
         """Counters, the state now, and where every stream is."""
         trackers = self._trackers.values()
         return PrefetchStats(
-            pushes=self._done.pushes,
-            pushed_entries=self._done.pushed_entries,
-            pushed_bytes=self._done.pushed_bytes,
-            absent_entries=self._done.absent,
-            drops=self._done.drops,
-            dropped_entries=self._done.dropped_entries,
-            lost_entries=self._done.lost_entries,
+            pushes=self._counters.pushes,
+            pushed_entries=self._counters.pushed_entries,
+            pushed_bytes=self._counters.pushed_bytes,
+            absent_entries=self._counters.absent_entries,
+            drops=self._counters.drops,
+            dropped_entries=self._counters.dropped_entries,
+            lost_entries=self._counters.lost_entries,
             resident_entries=int(np.count_nonzero(self._resident_set.resident)),
             resident_bytes=self._resident_set.bytes,
-            known_bytes=self._known * KNOWN_ENTRY_BYTES,
+            known_bytes=self._known_entries * KNOWN_ENTRY_BYTES,
             budget_bytes=self._budget_bytes,
             has_room=self._miss_fill.has_room(self._room()),
             oneshot_chunks=self._miss_fill.in_turn_count,
@@ -410,9 +410,9 @@ class PrefetchPlanner:
         enough = len(self._watches.unneeded) >= least
         return Drop(NO_ENTRIES, self._watches.take_unneeded()) if enough else None
 
-    def _push_lost(self) -> Push | None:
-        while self._lost:
-            entries = self._lost.popleft()
+    def _push_freed(self) -> Push | None:
+        while self._push_again:
+            entries = self._push_again.popleft()
             wanted = self._resident_set.missing(entries)
             if self._trackers:
                 wanted = wanted[self._resident_set.claims[wanted] > 0]
@@ -425,13 +425,13 @@ class PrefetchPlanner:
     def _push_planned(self, now_s: float) -> Push | Drop | None:
         if not self._trackers:
             return None
-        share = self._shared()
-        ahead_max = max(MARKERS_MAX // max(self._active(), 1), 16) * MARKER_STRIDE
+        share = self._share()
+        ahead_max = max(MARKERS_MAX // max(self._active_count(), 1), 16) * MARKER_STRIDE
         refused: set[str] = set()
         markers: list[int] = []
-        signs = [each.last_sign_s for each in self._trackers.values()]
+        sign_times_s = [each.last_sign_s for each in self._trackers.values()]
         for _ in range(PASSES_MAX):
-            near, near_s = None, math.inf
+            near, near_s = None, math.inf  # the stream whose reader needs its next unit soonest
             for name, tracker in self._trackers.items():
                 if name in refused:
                     continue
@@ -443,29 +443,28 @@ class PrefetchPlanner:
                     near, near_s = tracker, ahead_s
             if near is None:
                 break
-            ahead = near.peek_unit()
-            entries = self._resident_set.missing(ahead.entries)
-            if not ahead.once:
+            unit = near.peek_unit()
+            entries = self._resident_set.missing(unit.entries)
+            if not unit.once:
                 _, first = np.unique(entries, return_index=True)
                 entries = entries[np.sort(first)]
-            entries = entries[
-                self._cost[entries] <= self._contents_budget()
-            ]  # a larger entry is left to READs
+            # Larger entries are left to READs.
+            entries = entries[self._cost[entries] <= self._contents_budget()]
             need = int(self._cost[entries].sum())
             room = self._room()
             if need > self._contents_budget():
                 entries, need = NO_ENTRIES, 0  # the unit will never fit
-            still = self._is_still(near, signs, now_s)
+            still = self._is_still(near, sign_times_s, now_s)
             if need > room - still * self._budget_bytes // STILL_DIVISOR:
                 if near.tentative or still:
                     refused.add(near.stream.name)
                     continue
                 if markers:
                     break
-                return self._make_room(near, near_s, need - room, signs, now_s)
-            near.claim(ahead)
-            self._resident_set.claim(ahead.entries)
-            for position, entry in ahead.markers:
+                return self._make_room(near, near_s, need - room, sign_times_s, now_s)
+            near.claim(unit)
+            self._resident_set.claim(unit.entries)
+            for position, entry in unit.markers:
                 if self._watches.add(entry, near.stream.name, position):
                     markers.append(entry)
             if len(entries):
@@ -493,7 +492,7 @@ class PrefetchPlanner:
                 return Sample(near[free])
         return None
 
-    def _until(self, now_s: float) -> float | None:
+    def _next_change(self, now_s: float) -> float | None:
         """When the next decision may differ although nothing is reported."""
         times = [self._paused_until_s]
         for tracker in self._trackers.values():
@@ -511,11 +510,11 @@ class PrefetchPlanner:
 
     def _contents_budget(self) -> int:
         """The part of the budget for contents: without the kernel's memory for names."""
-        known_bytes = self._known * KNOWN_ENTRY_BYTES
+        known_bytes = self._known_entries * KNOWN_ENTRY_BYTES
         return self._budget_bytes - min(known_bytes, self._budget_bytes // KNOWN_DIVISOR)
 
-    def _is_still(self, tracker: StreamTracker, signs: list[float], now_s: float) -> bool:
-        return now_s - tracker.last_sign_s >= STILL_S and max(signs) > tracker.last_sign_s
+    def _is_still(self, tracker: StreamTracker, sign_times_s: list[float], now_s: float) -> bool:
+        return now_s - tracker.last_sign_s >= STILL_S and max(sign_times_s) > tracker.last_sign_s
 
     def _ahead_s(self, tracker: StreamTracker, frontier: int | None = None) -> float:
         """In how many seconds the reader will reach the frontier, by its rate; a stream without a
@@ -527,27 +526,27 @@ class PrefetchPlanner:
             rate = sum(rates) / len(rates) if rates else 1.0
         return distance / rate
 
-    def _active(self) -> int:
+    def _active_count(self) -> int:
         """How many streams have epochs left to read."""
         return sum(1 for tracker in self._trackers.values() if tracker.epoch_states)
 
-    def _shared(self) -> int:
+    def _share(self) -> int:
         """Each stream's share of the budget in bytes."""
         if not self._share_bytes:
-            self._share_bytes = max(self._contents_budget() // max(self._active(), 1), 1)
+            self._share_bytes = max(self._contents_budget() // max(self._active_count(), 1), 1)
             for tracker in self._trackers.values():
                 tracker.give_share(self._share_bytes)
         return self._share_bytes
 
     def _make_room(
-        self, near: StreamTracker, near_s: float, need: int, signs: list[float], now_s: float
+        self, near: StreamTracker, near_s: float, need: int, sign_times_s: list[float], now_s: float
     ) -> Drop | None:
         """Make room for a unit of a stream: drop unclaimed entries, or take claims from other
         streams."""
         if (drop := self._drop(need)) is not None:
             return drop
         others = [each for each in self._trackers.values() if each is not near]
-        still = [each for each in others if self._is_still(each, signs, now_s)]
+        still = [each for each in others if self._is_still(each, sign_times_s, now_s)]
         for tracker in still:
             if self._take_back(tracker, tracker.floor) and (drop := self._drop(need)) is not None:
                 return drop
@@ -560,7 +559,7 @@ class PrefetchPlanner:
         return self._drop(need) if self._retreat(far) else None
 
     def _frontier(self, tracker: StreamTracker) -> int:
-        frontier = tracker.frontier(self._shared())
+        frontier = tracker.frontier(self._share())
         return tracker.end if frontier is None else frontier
 
     def _retreat(self, tracker: StreamTracker) -> bool:
@@ -615,7 +614,7 @@ class PrefetchPlanner:
             del self._trackers[name]
             self._share_bytes = 0
 
-    def _place_of(self, entry: int) -> tuple[StreamTracker | None, int]:
+    def _nearest_stream(self, entry: int) -> tuple[StreamTracker | None, int]:
         """The stream whose reader is nearest to an entry, and the position; None and -1 without
         one."""
         best: tuple[StreamTracker | None, int] = None, -1
@@ -626,10 +625,10 @@ class PrefetchPlanner:
                 best, least = (tracker, position), distance
         return best
 
-    def _attributed(self, entry: int, now_s: float) -> tuple[StreamTracker | None, int]:
+    def _stream_of_read(self, entry: int, now_s: float) -> tuple[StreamTracker | None, int]:
         """The stream that a READ probably belongs to, which learns where its reader is; None
         without one."""
-        tracker, position = self._place_of(entry)
+        tracker, position = self._nearest_stream(entry)
         if tracker is None:
             return None, -1
         if position < tracker.floor:  # given up too early, or another program's READ
@@ -640,7 +639,7 @@ class PrefetchPlanner:
             return None, -1
         return tracker, position
 
-    def _pages_lost(self, entry: int, tracker: StreamTracker | None, position: int) -> None:
+    def _note_freed(self, entry: int, tracker: StreamTracker | None, position: int) -> None:
         """Pages that were pushed are gone: assume that those around are gone as well, and push them
         again."""
         neighbours = np.array([entry], np.uint32)
@@ -657,8 +656,8 @@ class PrefetchPlanner:
             neighbours = np.unique(
                 neighbours[self._resident_set.resident[neighbours] & (old | (neighbours == entry))]
             )
-            self._lost.append(neighbours)
-        self._done.lost_entries += len(neighbours)
+            self._push_again.append(neighbours)
+        self._counters.lost_entries += len(neighbours)
         self._resident_set.remove(neighbours)
 
     def _push(self, entries: Entries, markers: list[int]) -> Push:

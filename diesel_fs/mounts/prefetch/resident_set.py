@@ -41,9 +41,8 @@ class ResidentSet:
         self.unclaimed_bytes = 0  # of resident entries that no stream claims
         self.pushed_s = np.zeros(len(cost))  # when each was pushed last
         self._read_s = np.full(len(cost), -np.inf)
-        self._leaving: Mask = np.zeros(
-            len(cost), np.bool_
-        )  # returned by `victims`, not dropped yet
+        # Returned by `victims`, and not dropped yet.
+        self._leaving: Mask = np.zeros(len(cost), np.bool_)
         self._value: npt.NDArray[np.float32] | None = None
         self._behind: deque[Entries] = deque()  # passed by readers, oldest first
         self._behind_entries = 0
@@ -114,9 +113,8 @@ class ResidentSet:
         self.unclaimed_bytes += self.bytes_of(np.unique(free))
         if not passed or not len(free):
             return
-        if self._behind_entries > 2 * len(
-            self.cost
-        ):  # nothing was dropped for long; ranking finds them, too
+        if self._behind_entries > 2 * len(self.cost):
+            # Nothing was dropped for long. `_rank` finds these entries, too.
             self._behind.clear()
             self._behind_entries = 0
         for start in range(0, len(free), PIECE_ENTRIES):

@@ -285,11 +285,11 @@ class StreamTracker:
         following = range(state.next_unit, min(state.next_unit + count, len(state.units)))
         return [state.epoch.entries[state.units.positions(unit)] for unit in following]
 
-    def claim(self, ahead: NextUnit) -> None:
+    def claim(self, unit: NextUnit) -> None:
         """Claim the unit at the frontier."""
-        ahead.state.claimed[ahead.positions] = True
-        ahead.state.next_unit += 1
-        for marker in ahead.markers:
+        unit.state.claimed[unit.positions] = True
+        unit.state.next_unit += 1
+        for marker in unit.markers:
             heapq.heappush(self.watched, marker)
 
     def neighbours(self, position: int, count: int) -> Entries:

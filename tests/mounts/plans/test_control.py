@@ -25,7 +25,6 @@ from diesel_fs.errors import (
 from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.mounts import MountRequest, mount, stats, umount
 from diesel_fs.mounts.mountpoint import mounted_at
-from diesel_fs.mounts.plans import control_socket as module
 from diesel_fs.mounts.plans.control import Control, drawn, explicit
 from diesel_fs.mounts.plans.control_socket import CONNECTIONS_MAX, ControlSocket
 from diesel_fs.mounts.plans.control_wire import FRAME_BYTES_MAX, HELLO_BYTES_MAX, PROTOCOL
@@ -499,13 +498,13 @@ def test_connections_keep_their_limit(at: Path) -> None:
 
 
 def test_an_unfinished_frame_ends_the_connection(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """An idle connection may stay; one in the middle of a frame or of a hello may not."""
-    monkeypatch.setattr(module, "FRAME_DEADLINE_S", 0.3)
     tmp_path.chmod(0o700)
     ours, theirs = socket.socketpair()
-    made = ControlSocket(tmp_path, {"dataset": "ds"}, dict, WorkerLink(ours))
+    link = WorkerLink(ours)
+    made = ControlSocket(tmp_path, {"dataset": "ds"}, dict, link, frame_deadline_s=0.3)
     made.listen()
 
     async def talk(first: bytes, rest: bytes) -> bytes:
