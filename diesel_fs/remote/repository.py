@@ -436,8 +436,5 @@ def _joined(stats: Sequence[Stats]) -> Stats:
         return stats[0]
     columns = ("kind", "mode", "size", "mtime_ns")
     if not stats:
-        return Stats(
-            np.zeros(0, np.uint8), np.zeros(0, np.uint16), np.zeros(0, np.uint64),
-            np.zeros(0, np.int64),
-        )  # fmt: skip
+        return Stats.missing(0)
     return Stats(*(np.concatenate([getattr(each, name) for each in stats]) for name in columns))

@@ -21,10 +21,8 @@ the table. One thread at a time reads the table, for all that wait; `current` do
 import logging
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 from diesel_fs.errors import BusyError, DieselError, MetadataError, PermissionDenied
 from diesel_fs.net import keys
@@ -32,7 +30,7 @@ from diesel_fs.net.frames import USER_BYTES_MAX, login_challenge
 from diesel_fs.storage.accounts.account import Account, Accounts, Role
 from diesel_fs.storage.accounts.store import NO_TOKEN, AccountTable
 
-from .limits import network_of
+from .limits import Rate, RateLimiter, network_of
 
 log = logging.getLogger("diesel.server")
 
@@ -47,19 +45,11 @@ RETRY_S = 10.0
 time."""
 
 ADVICE_S = 60.0
-RATE_KEYS_MAX = 4096
 
 NO_ACCOUNTS = (
     "there are no accounts, so no user can log in: run"
     " `dlcmd --url STORE?meta=... user add NAME --admin`, or `user import FILE` after a loss"
 )
-
-
-class Rate(NamedTuple):
-    """A rate limit: so many at once, and then one each so many seconds."""
-
-    burst: int
-    each_s: float
 
 
 USER_RATE = Rate(10, 6.0)
@@ -79,27 +69,6 @@ class _AccountsCopy:
     lost: bool = False
 
 
-class _RateLimiter:
-    """Counts events by key against a rate. Of too many keys, the longest silent are forgotten."""
-
-    def __init__(self, rate: Rate, clock: Callable[[], float]) -> None:
-        self._rate = rate
-        self._clock = clock
-        self._free_s: OrderedDict[Hashable, float] = OrderedDict()  # when the burst is free again
-
-    def is_full(self, key: Hashable) -> bool:
-        """Whether the rate allows no more events now."""
-        burst_s = self._rate.burst * self._rate.each_s
-        return self._free_s.get(key, 0) - self._clock() > burst_s - self._rate.each_s
-
-    def add(self, key: Hashable) -> None:
-        """Count one event."""
-        now_s = self._clock()
-        self._free_s[key] = max(now_s, self._free_s.pop(key, now_s)) + self._rate.each_s
-        if len(self._free_s) > RATE_KEYS_MAX:
-            self._free_s.popitem(last=False)
-
-
 class TableAuthenticator:
     """Checks logins and accounts against a table of accounts, of which it keeps a copy."""
 
@@ -116,9 +85,9 @@ class TableAuthenticator:
         self._read_began_s = float("-inf")
         self._copy = _AccountsCopy(problem=MetadataError("the accounts have not been read yet"))
         self._failures_lock = threading.Lock()  # guards the limiters
-        self._user_failures = _RateLimiter(USER_RATE, clock)
-        self._network_failures = _RateLimiter(NETWORK_RATE, clock)
-        self._advice_lines = _RateLimiter(Rate(1, ADVICE_S), clock)
+        self._user_failures = RateLimiter(USER_RATE, clock)
+        self._network_failures = RateLimiter(NETWORK_RATE, clock)
+        self._advice_lines = RateLimiter(Rate(1, ADVICE_S), clock)
 
     @property
     def table(self) -> AccountTable:

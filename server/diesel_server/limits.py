@@ -1,16 +1,17 @@
 """The limits of one worker process, with their reasons: connections, requests, bytes, and times.
 
 The module also counts: `ConnectionLimits` the connections, `FairByteBudget` the memory that
-requests may take. `listener.py` and `connection.py` refuse what is too much. Everything here runs
-in the event loop; no other thread touches it.
+requests may take, `RateLimiter` events like failed logins. `listener.py` and `connection.py` refuse
+what is too much. Nothing here has a lock: all but `RateLimiter` belong to the event loop.
 """
 
 import random
-from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from ipaddress import IPv6Address, ip_address
+from typing import NamedTuple
 
 import numpy as np
 import trio
@@ -77,6 +78,9 @@ for those of others."""
 SHARE_BYTES = BUDGET_BYTES // 2
 """The part of the budget that one user may hold."""
 
+RATE_KEYS_MAX = 4096
+"""Users or networks that a rate limiter remembers."""
+
 SMALL_BYTES = 64 << 10
 """Sizes up to this are not taken from the budget: the number of requests is limited, too."""
 
@@ -118,6 +122,37 @@ def network_of(address: str) -> str:
     if isinstance(found, IPv6Address):
         return str(found.ipv4_mapped or IPv6Address(int(found) >> 64 << 64))
     return str(found)
+
+
+class Rate(NamedTuple):
+    """A rate limit: so many at once, and then one each so many seconds."""
+
+    burst: int
+    each_s: float
+
+
+class RateLimiter:
+    """Counts events by key against a rate. Of too many keys, the longest silent are forgotten."""
+
+    def __init__(
+        self, rate: Rate, clock: Callable[[], float], keys_max: int = RATE_KEYS_MAX
+    ) -> None:
+        self._rate = rate
+        self._clock = clock
+        self._keys_max = keys_max
+        self._free_s: OrderedDict[Hashable, float] = OrderedDict()  # when the burst is free again
+
+    def is_full(self, key: Hashable) -> bool:
+        """Whether the rate allows no more events now."""
+        burst_s = self._rate.burst * self._rate.each_s
+        return self._free_s.get(key, 0) - self._clock() > burst_s - self._rate.each_s
+
+    def add(self, key: Hashable) -> None:
+        """Count one event."""
+        now_s = self._clock()
+        self._free_s[key] = max(now_s, self._free_s.pop(key, now_s)) + self._rate.each_s
+        if len(self._free_s) > self._keys_max:
+            self._free_s.popitem(last=False)
 
 
 @dataclass(slots=True)

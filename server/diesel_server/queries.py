@@ -23,7 +23,6 @@ from itertools import accumulate
 from typing import TypeVar
 from uuid import UUID
 
-import numpy as np
 import trio
 
 from diesel_fs.cache.range_reader import RangeReader
@@ -217,7 +216,7 @@ class QueryHandlers:
             check_path(path)
         rows = meta.lookup(identity, paths)
         records = {rows.path(i): rows.records[i] for i in range(len(rows))}
-        found = _no_stats(len(paths))
+        found = Stats.missing(len(paths))
         for i, path in enumerate(paths):
             record = records.get(path)
             if record is None or record["kind"] != Kind.FOLDER:
@@ -406,7 +405,7 @@ def _page(
     names = names_of(some) if some.start < some.stop else []
     fit = bisect_right(list(accumulate(map(len, names))), NAMES_BYTES_PER_ANSWER)
     some = slice(start, start + fit)
-    columns = columns_message(stats_of(some)) if fit else columns_message(_no_stats(0))
+    columns = columns_message(stats_of(some)) if fit else columns_message(Stats.missing(0))
     answer: Message = {
         "version": version,
         "names": paths_message(names[:fit]),
@@ -418,15 +417,6 @@ def _page(
 def _stats_of(rows: Rows, some: Span) -> Stats:
     records = rows.records[some]
     return Stats(*(records[name] for name in _COLUMNS))
-
-
-def _no_stats(count: int) -> Stats:
-    return Stats(
-        np.full(count, Kind.TOMBSTONE, np.uint8),
-        np.zeros(count, np.uint16),
-        np.zeros(count, np.uint64),
-        np.zeros(count, np.int64),
-    )
 
 
 def _behind(name: str) -> MetadataBehind:

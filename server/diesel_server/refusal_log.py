@@ -8,20 +8,20 @@ Runs in the event loop of one worker.
 """
 
 import logging
-from collections import OrderedDict
-from dataclasses import dataclass
+from collections import Counter
 
 import trio
 
 from diesel_fs.metrics import MetricCells
 from diesel_fs.net.messages import Message
 
-from .limits import network_of
+from .limits import Rate, RateLimiter, network_of
 
 log = logging.getLogger("diesel.server")
 
-LINES_AT_ONCE = 20
-LINES_PER_S = 0.2
+LINE_RATE = Rate(20, 5.0)
+"""Lines about one network."""
+
 NETWORKS_MAX = 1024
 """Networks whose lines are counted; those that were silent longest are forgotten."""
 
@@ -29,21 +29,13 @@ _TEXT_MAX = 64
 _PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-:[]%")
 
 
-@dataclass(slots=True)
-class _Network:
-    """A token bucket: each line takes one of `tokens`, which grow back at `LINES_PER_S`."""
-
-    seen_s: float
-    tokens: float = LINES_AT_ONCE
-    left_out: int = 0
-
-
 class RefusalLog:
     """The log of refusals of one worker."""
 
     def __init__(self, cells: MetricCells) -> None:
         self._cells = cells
-        self._networks: OrderedDict[str, _Network] = OrderedDict()
+        self._lines = RateLimiter(LINE_RATE, trio.current_time, NETWORKS_MAX)
+        self._left_out: Counter[str] = Counter()  # lines, by network
 
     def add(
         self,
@@ -67,21 +59,14 @@ class RefusalLog:
 
     def _take_line(self, address: str) -> int | None:
         """How many lines were left out before this one; None where this one is left out, too."""
-        key = network_of(address.rpartition(":")[0] or address)
-        now_s = trio.current_time()
-        found = self._networks.setdefault(key, _Network(now_s))
-        self._networks.move_to_end(key)
-        if len(self._networks) > NETWORKS_MAX:
-            self._networks.popitem(last=False)
-        gained = (now_s - found.seen_s) * LINES_PER_S
-        found.tokens = min(LINES_AT_ONCE, found.tokens + gained)
-        found.seen_s = now_s
-        if found.tokens < 1:
-            found.left_out += 1
+        network = network_of(address.rpartition(":")[0] or address)
+        if self._lines.is_full(network):
+            if len(self._left_out) >= NETWORKS_MAX:
+                self._left_out.clear()
+            self._left_out[network] += 1
             return None
-        found.tokens -= 1
-        left_out, found.left_out = found.left_out, 0
-        return left_out
+        self._lines.add(network)
+        return self._left_out.pop(network, 0)
 
 
 def dataset_in(message: Message) -> str:

@@ -17,13 +17,13 @@ from diesel_fs.storage.accounts.account import Account, Role, with_accounts, wit
 from diesel_server.authentication import (
     COPY_S,
     NETWORK_RATE,
-    RATE_KEYS_MAX,
     REFRESH_S,
     RETRY_S,
     ROLES_S,
     USER_RATE,
     TableAuthenticator,
 )
+from diesel_server.limits import RATE_KEYS_MAX
 
 from .account_tables import MemoryTable, account, seed
 

@@ -85,6 +85,16 @@ class Stats:
     size: npt.NDArray[np.uint64]
     mtime_ns: npt.NDArray[np.int64]
 
+    @classmethod
+    def missing(cls, count: int) -> "Stats":
+        """The columns of `count` missing paths."""
+        return cls(
+            np.full(count, Kind.TOMBSTONE, np.uint8),
+            np.zeros(count, np.uint16),
+            np.zeros(count, np.uint64),
+            np.zeros(count, np.int64),
+        )
+
     def __len__(self) -> int:
         return len(self.kind)
 
