@@ -136,7 +136,7 @@ class ControlSocket:
             while True:
                 try:
                     accepted, _ = await listener.accept()
-                except OSError as error:  # no descriptor is left, or the client has gone
+                except OSError as error:  # no descriptor is left, or the client has disconnected
                     log.error("the control socket cannot accept a connection: %s", error)
                     await trio.sleep(0.1)
                     continue

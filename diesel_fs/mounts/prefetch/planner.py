@@ -411,6 +411,7 @@ class PrefetchPlanner:
         return Drop(NO_ENTRIES, self._watches.take_unneeded()) if enough else None
 
     def _push_freed(self) -> Push | None:
+        """Entries whose pages the kernel has freed, or whose push has failed."""
         while self._push_again:
             entries = self._push_again.popleft()
             wanted = self._resident_set.missing(entries)
@@ -423,6 +424,8 @@ class PrefetchPlanner:
         return None
 
     def _push_planned(self, now_s: float) -> Push | Drop | None:
+        """The unit that a reader needs soonest, over all streams; or a drop that makes room for
+        it."""
         if not self._trackers:
             return None
         share = self._share()
@@ -514,6 +517,7 @@ class PrefetchPlanner:
         return self._budget_bytes - min(known_bytes, self._budget_bytes // KNOWN_DIVISOR)
 
     def _is_still(self, tracker: StreamTracker, sign_times_s: list[float], now_s: float) -> bool:
+        """Whether a stream has stood still while others went on."""
         return now_s - tracker.last_sign_s >= STILL_S and max(sign_times_s) > tracker.last_sign_s
 
     def _ahead_s(self, tracker: StreamTracker, frontier: int | None = None) -> float:
@@ -661,6 +665,7 @@ class PrefetchPlanner:
         self._resident_set.remove(neighbours)
 
     def _push(self, entries: Entries, markers: list[int]) -> Push:
+        """A push of these entries, without those that READs have just brought."""
         entries, by_reads = self._resident_set.split_recent_reads(
             entries, self._now_s - self._start_s
         )
@@ -675,6 +680,7 @@ class PrefetchPlanner:
         return Push(chunk, entries, np.array(markers, np.uint32))
 
     def _checked(self, entries: EntryOrder) -> Entries:
+        """The entries as an array. Raises UsageError for numbers that are no entries."""
         found = np.asarray(entries)
         if len(found) and (found.min() < 0 or found.max() >= len(self._cost)):
             raise UsageError(f"no entry {found.max()} among {len(self._cost)}")
