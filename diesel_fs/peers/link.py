@@ -31,7 +31,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import DieselError
-from ..format.entries import Bytes
 from ..system.unix_sockets import connect_unix
 from . import wire
 from .mapped_chunks import MappedChunks, MemoryMap
@@ -85,9 +84,9 @@ class Connection:
             os.ftruncate(window, WINDOW_BYTES)
             fcntl(window, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW)
             self.window = MemoryMap(window, WINDOW_BYTES, mmap.MAP_SHARED).view()
-            body, _ = self.exchange(
-                wire.LOCAL_HELLO, body=wire.local_hello(identity, version), send=window
-            )
+            hello = wire.local_request(wire.LOCAL_HELLO, body=wire.local_hello(identity, version))
+            self.send(hello, send=window)
+            body, _ = self.receive(wire.LOCAL_HELLO, 0)
             self.rank, self.chunks = wire.parse_local_welcome(body)
         except (OSError, DieselError) as error:
             self.close()
@@ -98,20 +97,6 @@ class Connection:
         finally:
             if window >= 0:
                 os.close(window)
-
-    def exchange(
-        self,
-        kind: int,
-        count: int = 0,
-        body: Bytes = b"",
-        *,
-        flags: int = 0,
-        send: int = -1,
-        expects_descriptor: bool = False,
-    ) -> tuple[memoryview, int]:
-        """`send` and `receive`."""
-        self.send(wire.local_request(kind, count, body, flags), send=send)
-        return self.receive(kind, count, expects_descriptor=expects_descriptor)
 
     def send(self, request: bytes, *, send: int = -1) -> None:
         """Send a request, and the descriptor `send` with it. Raises ExchangeFailed."""

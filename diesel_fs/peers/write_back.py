@@ -86,7 +86,7 @@ class WriteBackQueue:
         self._identity = identity
         self._policy = policy
         self._evict_first = evict_first
-        self._changed = on_change
+        self._on_change = on_change
         self._queue_bytes_max = queue_bytes
         self._ids: Sequence[ChunkId] = ()
         self._sizes: Sequence[int] = ()
@@ -261,7 +261,7 @@ class WriteBackQueue:
                 if self._queue.get(chunk) is content:
                     del self._queue[chunk]
                     self._queued_bytes -= len(content)
-                self._changed()
+                self._on_change()
                 continue
             self._work = trio.Event()
             with trio.move_on_at(self._next_scan_s):
@@ -274,7 +274,7 @@ class WriteBackQueue:
         if self._disk is None:
             return
         kept_bytes: list[int] = []
-        late: list[tuple[int, memoryview]] = []
+        busy: list[tuple[int, memoryview]] = []
         outcome = "there was no more time"
         try:
             await self._scan(0)
@@ -290,8 +290,8 @@ class WriteBackQueue:
                     outcome = "the disk takes no more"
                     return
                 else:
-                    late.append((chunk, content))
-            for chunk, content in late:
+                    busy.append((chunk, content))
+            for chunk, content in busy:  # another writer was at them
                 await trio.sleep(OTHER_WRITER_WAIT_S)
                 if (await self._put(chunk, content, []))[0]:
                     kept_bytes.append(len(content))
@@ -407,7 +407,7 @@ class WriteBackQueue:
                 self._record_inserted(chunk)
             elif name not in found and self._on_disk[chunk]:
                 self._record_evicted(chunk)
-        self._changed()
+        self._on_change()
 
     def _record_inserted(self, chunk: int) -> None:
         self._on_disk[chunk] = True
