@@ -1,5 +1,5 @@
-"""The promises of `AccountTable`'s docstrings, checked for every kind of table, and those of
-each.
+"""The promises of `AccountTable`, checked for every kind of table; then those of the file and
+Redis.
 """
 
 import errno
@@ -125,7 +125,7 @@ def test_every_change_gives_another_token(table: AccountTable) -> None:
         assert table.token() == table.read().token
         assert table.token() not in seen
         seen.add(table.token())
-    assert table.read().accounts == {}  # and yet it is not one that was lost
+    assert table.read().accounts == {}  # but its token shows that it was not lost
 
 
 def test_a_change_that_fails_changes_nothing(table: AccountTable) -> None:
@@ -308,7 +308,7 @@ def test_a_kill_at_any_time_leaves_the_old_or_the_new_table(tmp_path: Path) -> N
         before = table.token()
         child.start()
         end = time.monotonic() + 10
-        while table.token() == before:  # or it would prove nothing
+        while table.token() == before:  # otherwise the kill proves nothing
             assert time.monotonic() < end
         time.sleep(0.002 * round_number)
         assert child.pid is not None

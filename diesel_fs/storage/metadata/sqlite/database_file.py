@@ -4,7 +4,7 @@ This module opens connections, runs transactions, translates SQLite's errors, an
 journal. On a local disk that is a WAL (write-ahead log): readers do not wait for a writer. A WAL
 needs memory that all processes share, so over a network file system the file has a rollback
 journal, and a lease lets only one host write at a time (`host_lease.py`). Once a lease file exists,
-all hosts use the rollback journal, the one with the disk too.
+all hosts use the rollback journal, also the host that has the disk.
 
 Concurrency: one thread at a time uses a connection, for one transaction. SQLite does not support a
 fork with open connections: the child would take its parent's locks for its own, even if it opened
