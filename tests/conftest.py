@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from diesel_fs.repository.local import LocalRepository
+
 # Two busy cores make single examples slow now and then; that is no finding.
 settings.register_profile(
     "diesel", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
@@ -52,6 +54,13 @@ def no_mount_is_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
     for point in left:
         subprocess.run([*detach, point], check=False)
     assert not left, f"left mounted: {left}"
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Iterator[LocalRepository]:
+    """An empty repository in a folder of the test's own."""
+    with LocalRepository.open((tmp_path / "store").as_uri(), create=True) as opened:
+        yield opened
 
 
 @pytest.fixture

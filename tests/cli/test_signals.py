@@ -19,9 +19,9 @@ from pathlib import Path
 import pytest
 
 from diesel_fs.repository.local import LocalRepository
-from tests.ingest.test_put import dataset_state
 from tests.trees import Facts, facts, write
 
+from ..datasets import dataset_state
 from .conftest import Dlcmd, children, is_running
 
 DEADLINE_S = 30.0

@@ -76,11 +76,6 @@ def on_disk(top: Path) -> dict[bytes, tuple[object, object]]:
     return {b"" if path == b"." else path: (each[0], each[1:]) for path, each in facts(top).items()}
 
 
-@pytest.fixture
-def repository(tmp_path: Path) -> LocalRepository:
-    return LocalRepository.open((tmp_path / "store").as_uri(), create=True)
-
-
 def no_progress(_: int) -> None:
     """No progress."""
 

@@ -3,7 +3,6 @@
 import errno
 import io
 import os
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -20,12 +19,6 @@ from diesel_fs.repository.local import LocalRepository
 from tests.trees import facts, write
 
 MEMORY_BYTES = 1 << 20
-
-
-@pytest.fixture
-def repository(tmp_path: Path) -> Iterator[LocalRepository]:
-    with LocalRepository.open((tmp_path / "store").as_uri(), create=True) as opened:
-        yield opened
 
 
 def get_to(

@@ -7,13 +7,12 @@ from collections.abc import Iterator
 import pytest
 
 from diesel_fs import ingest
-from diesel_fs.cache.reader import EntryReader
 from diesel_fs.errors import ConflictError, NotFoundError, ObjectStoreError, UsageError
 from diesel_fs.ingest import BucketObject, BucketSource, PutOptions, PutReport
 from diesel_fs.ingest.sources.bucket import AHEAD_BYTES_MAX, PIECE_BYTES
 from diesel_fs.repository.local import LocalRepository
 
-from ..repository.conftest import repository as repository
+from ..datasets import file_contents
 
 
 class FakeBucket:
@@ -56,11 +55,7 @@ def put(
 
 
 def files(repository: LocalRepository) -> dict[bytes, bytes]:
-    view = repository.view("pets")
-    reader = EntryReader(view, repository.objects, 1 << 20)
-    found = {view.path(i): bytes(reader.read(i)) for i in view.files().tolist()}
-    reader.close()
-    return found
+    return file_contents(repository.view("pets"), repository)
 
 
 CONTENTS = {

@@ -18,8 +18,8 @@ from diesel_fs.repository.local import LocalRepository
 from diesel_fs.storage.objects.folder import FolderStore
 from dlcmd.packing import PROGRAM
 
+from ..datasets import dataset_state
 from ..trees import facts, odd_tree, write
-from .test_put import dataset_state
 
 
 @pytest.fixture(autouse=True)

@@ -14,10 +14,8 @@ from uuid import UUID
 import pytest
 
 from diesel_fs import ingest
-from diesel_fs.cache.reader import EntryReader
 from diesel_fs.errors import ConflictError, DieselError, NotFoundError, UsageError
 from diesel_fs.format.chunk import CHUNK_BYTES_MIN
-from diesel_fs.format.entries import Kind
 from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.ingest import FolderSource, PutOptions
 from diesel_fs.ingest.options import PutReport
@@ -25,34 +23,15 @@ from diesel_fs.ingest.packer import start_packer
 from diesel_fs.ingest.sources.folder import _FolderPut
 from diesel_fs.ingest.sources.walk import open_folder
 from diesel_fs.ingest.worker import WorkerHandle
-from diesel_fs.repository.interface import Repository
 from diesel_fs.repository.local import LocalRepository
 from diesel_fs.repository.stored import LocalWriteSession
 from diesel_fs.repository.validation import PUT_WINDOW_S, ValidatedChunk
 from diesel_fs.storage.objects.folder import FolderStore
 
+from ..datasets import dataset_state
 from ..trees import facts, odd_tree, write
 
 SMALL = PutOptions(chunk_bytes=CHUNK_BYTES_MIN, jobs=2)
-
-
-def dataset_state(repository: Repository, name: str = "ds") -> dict[bytes, tuple[object, ...]]:
-    """The dataset as `trees.facts` shows a folder."""
-    view = repository.view(name)
-    reader = EntryReader(view, repository.objects, 64 << 20)
-    found: dict[bytes, tuple[object, ...]] = {}
-    for index in view.walk(0).tolist():
-        status = view.stat(index)
-        path = view.path(index) or b"."
-        match status.kind:
-            case Kind.FILE:
-                content = bytes(reader.read(index))
-                found[path] = ("file", status.mode, status.mtime_ns, content)
-            case Kind.LINK:
-                found[path] = ("link", status.mtime_ns, view.link(index))
-            case Kind.FOLDER:
-                found[path] = ("folder", status.mode, status.mtime_ns)
-    return found
 
 
 def put(repository: LocalRepository, source: Path, **options: object) -> PutReport:

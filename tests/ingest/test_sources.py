@@ -24,8 +24,8 @@ from diesel_fs.repository.local import LocalRepository
 from diesel_fs.repository.stored import LocalWriteSession
 
 from ..bench.memory import peak_pss_bytes
+from ..datasets import dataset_state, stored_bytes
 from ..trees import Facts, facts, odd_tree, write
-from .test_put import dataset_state
 from .test_tar import tar_of
 
 SMALL = PutOptions(chunk_bytes=CHUNK_BYTES_MIN, jobs=2)
@@ -50,13 +50,6 @@ def rebuilt(repository: LocalRepository) -> Facts:
     repository.recover("ds")
     assert repository.verify("ds").problems == []
     return dataset_state(repository)
-
-
-def stored_bytes(repository: LocalRepository) -> int:
-    """What a dataset's chunks take."""
-    identity = repository.dataset("ds").identity
-    prefix = f"datasets/{identity.hex}/chunks/"
-    return sum(repository.objects.stat(name).bytes for name in repository.objects.names(prefix))
 
 
 # A7

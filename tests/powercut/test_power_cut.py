@@ -26,7 +26,7 @@ from diesel_fs.storage.metadata.sqlite.store import SqliteMetadata
 from diesel_fs.storage.objects.folder import FolderStore
 
 from ..bench.dlcmd import compile_program
-from ..ingest.test_put import dataset_state
+from ..datasets import dataset_state
 from ..repository.test_crash import source_tree
 from ..storage.metadata.batches import check as check_metadata
 from ..trees import Facts, facts, write

@@ -40,7 +40,7 @@ from tests.storage.conftest import s3 as s3
 from tests.storage.metadata.redis_servers import RedisServer
 from tests.storage.objects.s3_server import Server as S3Server
 
-from ..ingest.test_put import dataset_state
+from ..datasets import dataset_state
 from ..server.program import Server, until
 from ..server.server_with_redis import ServerWithRedis, as_user, server_with_redis
 from ..trees import facts, write

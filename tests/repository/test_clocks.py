@@ -15,7 +15,8 @@ from diesel_fs.repository.local import LocalRepository
 from diesel_fs.repository.validation import CLOCK_ALLOWANCE_S, FOLLOW_ALLOWANCE_S
 from diesel_fs.storage.metadata.sqlite.store import SqliteMetadata
 
-from .test_interleavings import Sealed, Writer, content, rebuilt_equals_live
+from ..datasets import content
+from .test_interleavings import Sealed, Writer, rebuilt_equals_live
 
 REAL = time.time
 TOLERATED_S = CLOCK_ALLOWANCE_S - 60

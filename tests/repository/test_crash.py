@@ -17,7 +17,7 @@ import pytest
 
 from diesel_fs.repository.local import LocalRepository
 
-from ..ingest.test_put import dataset_state
+from ..datasets import dataset_state
 from ..trees import Facts, facts, write
 
 STRACE = shutil.which("strace")

@@ -20,10 +20,10 @@ from diesel_fs.repository.local import LocalRepository
 from diesel_fs.repository.private_copies import _boot
 from diesel_fs.storage.metadata.store import Batch, ReadCommitted
 
-from ..ingest.test_put import dataset_state
+from ..datasets import content, dataset_state, forget_private_copies
 from ..storage.objects.faulty_store import Fault, FaultyStore
 from ..trees import facts, write
-from .test_interleavings import Writer, content, fold_in
+from .test_interleavings import Writer, fold_in
 
 ONE = PutOptions(jobs=1)
 
@@ -37,10 +37,6 @@ def source(tmp_path: Path) -> Path:
 def filled(repository: LocalRepository, source: Path) -> LocalRepository:
     ingest.put(repository, "ds", FolderSource(source), options=ONE)
     return repository
-
-
-def forget_private_copies() -> None:
-    shutil.rmtree(Path(os.environ["XDG_CACHE_HOME"]) / "diesel", ignore_errors=True)
 
 
 def test_L8_a_chunk_that_somebody_folded_in_is_not_deleted_for_being_late(

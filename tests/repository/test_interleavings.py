@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from diesel_fs.cache.reader import EntryReader
 from diesel_fs.errors import CorruptError
 from diesel_fs.format.chunk import ExtentInfo, Header
 from diesel_fs.format.chunk_builder import ChunkBuilder
@@ -18,6 +17,8 @@ from diesel_fs.ingest.options import PutReport
 from diesel_fs.repository.local import LocalRepository
 from diesel_fs.repository.stored import LocalWriteSession
 from diesel_fs.repository.validation import StaleChunk, batch_of
+
+from ..datasets import content
 
 UNIT = 65536
 
@@ -62,14 +63,6 @@ def fold_in(repository: LocalRepository, chunk: ChunkId) -> None:
     identity = repository.dataset("ds").identity
     header = repository.read_header(identity, chunk)
     repository.commit_batches(identity, batch_of(header, stored=True))
-
-
-def content(repository: LocalRepository, path: bytes) -> bytes | None:
-    view = repository.view("ds")
-    index = view.lookup(path)
-    if index < 0:
-        return None
-    return bytes(EntryReader(view, repository.objects, 1 << 20).read(index))
 
 
 def rebuilt_equals_live(repository: LocalRepository) -> None:

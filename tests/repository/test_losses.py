@@ -42,7 +42,7 @@ from diesel_fs.repository.interface import PurgeOptions
 from diesel_fs.repository.local import LocalRepository
 from diesel_fs.repository.recover import recover
 
-from ..ingest.test_put import dataset_state
+from ..datasets import content, dataset_state, file_contents, forget_private_copies
 from ..storage.metadata.redis_servers import emptied_server
 from ..storage.objects.faulty_store import Fault, FaultyStore
 from ..trees import facts, write
@@ -101,10 +101,6 @@ def emptied(repository: LocalRepository) -> LocalRepository:
     return LocalRepository.open(repository.url, create=True)
 
 
-def forget_private_copies() -> None:
-    shutil.rmtree(Path(os.environ["XDG_CACHE_HOME"]) / "diesel", ignore_errors=True)
-
-
 def lose(file: Path) -> None:
     file.unlink()
 
@@ -141,7 +137,7 @@ def test_a_recovery_names_a_chunk_that_it_cannot_read_and_leaves_all_as_it_was(
         after = repository.view("ds")
         assert (after.version, bytes(after.buffer)) == (before.version, bytes(before.buffer))
     assert repository.verify("ds").problems
-    assert read(repository, b"more/c") == b"333"
+    assert content(repository, b"more/c") == b"333"
     findings = repository.recover("ds", forget_lost=True)
     assert findings.problems == []
     assert all(f": d/{name}" in "\n".join(findings.notes) for name in ("a", "b", "e/empty"))
@@ -152,18 +148,13 @@ def test_a_recovery_names_a_chunk_that_it_cannot_read_and_leaves_all_as_it_was(
         assert repository.verify("ds").sound
 
 
-def read(repository: LocalRepository, path: bytes) -> bytes:
-    view = repository.view("ds")
-    return bytes(EntryReader(view, repository.objects, 1 << 20).read(view.lookup(path)))
-
-
 def test_a_lost_file_is_listed_and_reading_it_names_its_chunk(
     repository: LocalRepository, lost: ChunkId, second: Path
 ) -> None:
     lose(object_file(repository, lost))
     assert repository.stat("ds", b"d/a").size == 1
     with pytest.raises(ObjectMissing, match=chunk_id_text(lost)):
-        read(repository, b"d/a")
+        content(repository, b"d/a")
 
 
 def test_nothing_is_put_removed_or_purged_without_what_only_the_newest_snapshot_names(
@@ -309,7 +300,7 @@ def test_what_comes_back_with_an_accepted_loss_is_named(
     notes = repository.recover("ds", forget_lost=True).notes
     assert "an older version shows now: d/a" in notes
     assert "it had been deleted, and is back: d/b" in notes
-    assert read(repository, b"d/a") == b"1"
+    assert content(repository, b"d/a") == b"1"
 
 
 def test_a_version_never_has_two_contents(repository: LocalRepository, lost: ChunkId) -> None:
@@ -508,8 +499,8 @@ class Absence(RuleBasedStateMachine):
     @precondition(lambda self: self.taken)
     @rule()
     def bring_it_back(self) -> None:
-        for path, content in self.taken.items():
-            path.write_bytes(content)
+        for path, data in self.taken.items():
+            path.write_bytes(data)
         self.taken = {}
 
     @rule()
@@ -543,11 +534,9 @@ class Absence(RuleBasedStateMachine):
     def accept_the_loss(self) -> None:
         with LocalRepository.open(self.url, create=True) as repository:
             assert repository.recover("ds", forget_lost=True).problems == []
-            view = repository.view("ds")
-            left = {view.path(i) for i in view.files().tolist()}
-            found = {path: read(repository, path) for path in left}
+            found = file_contents(repository.view("ds"), repository)
         self.taken = {}  # it stays away
-        assert all(found[path] in self.history[path] for path in left)
+        assert all(found[path] in self.history[path] for path in found)
         self.expected = found
         self.older = None
 

@@ -31,7 +31,7 @@ from diesel_fs.storage.metadata.sqlite.store import SqliteMetadata
 from diesel_fs.storage.metadata.store import MetadataStore
 
 from ..client.test_client import in_child
-from ..ingest.test_put import dataset_state
+from ..datasets import dataset_state
 from ..small_disks import small_disk
 from ..trees import facts, write
 

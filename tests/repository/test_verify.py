@@ -24,7 +24,7 @@ from diesel_fs.repository.local import LocalRepository
 from diesel_fs.storage.metadata.sqlite.runs import split_runs
 from diesel_fs.storage.metadata.store import Batch, ReadCommitted
 
-from ..ingest.test_put import dataset_state
+from ..datasets import dataset_state
 from ..trees import facts, write
 from .test_interleavings import Writer
 

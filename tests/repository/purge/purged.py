@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from diesel_fs.cache.reader import EntryReader
 from diesel_fs.client.dataset import Dataset, connect
 from diesel_fs.format.entries import ChunkId
-from diesel_fs.format.object_names import chunk_prefix
 from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.repository.interface import PurgeOptions
 from diesel_fs.repository.local import LocalRepository
@@ -41,11 +40,6 @@ def entries(view: Snapshot) -> list[tuple[object, ...]]:
 
 def chunks(repository: LocalRepository) -> list[ChunkId]:
     return list(repository.chunk_ids(repository.dataset("ds").identity))
-
-
-def stored_bytes(repository: LocalRepository) -> int:
-    identity = repository.dataset("ds").identity
-    return sum(info.bytes for info in repository.objects.list(chunk_prefix(identity)))
 
 
 def read_all(view: Snapshot, repository: LocalRepository) -> list[bytes]:

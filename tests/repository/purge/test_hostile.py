@@ -27,7 +27,7 @@ from diesel_fs.repository.local import LocalRepository
 from diesel_fs.storage.metadata.redis.store import RedisMetadata
 from diesel_fs.storage.metadata.sqlite.store import SqliteMetadata
 
-from ...ingest.test_put import dataset_state
+from ...datasets import dataset_state, stored_bytes
 from ...storage.objects.faulty_store import Fault, FaultyStore
 from ...trees import facts
 from ..test_interleavings import Writer
@@ -39,7 +39,6 @@ from .purged import (
     deleted_file,
     read_all,
     sound,
-    stored_bytes,
     tombstones,
 )
 

@@ -27,10 +27,10 @@ from diesel_fs.repository.local import LocalRepository
 from diesel_fs.repository.stored import LocalWriteSession
 from diesel_fs.storage.metadata.store import Batch, ReadCommitted
 
-from ...ingest.test_put import dataset_state
+from ...datasets import content, dataset_state, stored_bytes
 from ...storage.objects.faulty_store import Fault, FaultyStore
 from ...trees import facts, write
-from ..test_interleavings import Writer, content
+from ..test_interleavings import Writer
 from .moved_clock import HOUR_S, MovedClock, moved_clock
 from .purged import (
     NOW,
@@ -39,7 +39,6 @@ from .purged import (
     dataset_of,
     deleted_file,
     sound,
-    stored_bytes,
     tombstones,
 )
 
@@ -114,14 +113,13 @@ def test_P1_P5_an_end_at_every_step(
 ) -> None:
     """Killed there (the effect before it or not), then a writer, a rebuild, and another purge."""
     expected = facts(tmp_path / "source")
-    objects = dataset_with_holes.objects
+    killed = dataset_with_holes
     with pytest.MonkeyPatch.context() as patch:
         if " " in step:
             operation, where = step.split()
             fault = Fault(operation, where, error=ObjectStoreError("killed"), done=done)
-            dataset_with_holes.objects = dataset_with_holes.snapshots._objects = FaultyStore(
-                objects, fault
-            )
+            store = FaultyStore(dataset_with_holes.objects, fault)
+            killed = LocalRepository(store, dataset_with_holes.meta, url=dataset_with_holes.url)
         else:
             real_commit, real_forget = (
                 dataset_with_holes.meta.commit,
@@ -142,8 +140,7 @@ def test_P1_P5_an_end_at_every_step(
 
             patch.setattr(dataset_with_holes.meta, step, commit if step == "commit" else forget)
         with pytest.raises(ObjectStoreError, match="killed"):
-            dataset_with_holes.purge("ds", NOW)
-    dataset_with_holes.objects = dataset_with_holes.snapshots._objects = objects
+            killed.purge("ds", NOW)
     assert dataset_state(dataset_with_holes) == expected
     assert dataset_with_holes.verify("ds").problems == []
     clock.ahead_s += 2 * HOUR_S  # what is not committed is an orphan now

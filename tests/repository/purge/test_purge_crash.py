@@ -11,7 +11,7 @@ from diesel_fs.ingest import FolderSource, PutOptions, put
 from diesel_fs.repository.interface import PurgeOptions
 from diesel_fs.repository.local import LocalRepository
 
-from ...ingest.test_put import dataset_state
+from ...datasets import dataset_state
 from ...trees import facts, write
 from ..test_crash import run_killed, source_tree
 from .moved_clock import HOUR_S, moved_clock

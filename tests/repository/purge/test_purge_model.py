@@ -16,7 +16,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from diesel_fs.cache.reader import EntryReader
 from diesel_fs.client.dataset import Dataset, connect
 from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.repository.interface import PurgeOptions
@@ -24,6 +23,7 @@ from diesel_fs.repository.leases import ReadLease
 from diesel_fs.repository.local import LocalRepository
 from diesel_fs.repository.versions import KeptVersion
 
+from ...datasets import file_contents
 from ...storage.metadata.redis_servers import emptied_server
 from .moved_clock import DAY_S, HOUR_S, moved_clock
 
@@ -34,9 +34,7 @@ Contents = dict[str, bytes]
 
 def contents(view: Snapshot, repository: LocalRepository) -> Contents:
     """All files of a version, read from the store."""
-    reader = EntryReader(view, repository.objects, 1 << 20)
-    files = [int(i) for i in view.files()]
-    return {view.path(i).decode(): bytes(reader.read(i)) for i in files}
+    return {path.decode(): data for path, data in file_contents(view, repository).items()}
 
 
 class PurgeModel(RuleBasedStateMachine):

@@ -31,7 +31,7 @@ from diesel_fs.repository.leases import (
 from diesel_fs.repository.local import LocalRepository
 from diesel_fs.repository.retention import RetentionPolicy, write_retention_policy
 
-from ...ingest.test_put import dataset_state
+from ...datasets import dataset_state
 from ...storage.objects.faulty_store import FaultyStore
 from ...trees import facts
 from .moved_clock import HOUR_S, MovedClock, moved_clock
