@@ -1,11 +1,9 @@
 """Administering accounts: by direct access to the repository, or through a server.
 
-Owned here: which changes there are, who may make them, and that none made through a server leaves
-nobody to administer. Not owned: what a change means (`accounts.py`), where accounts are kept
-(`storage/accounts/store.py`). Keys are made by whoever calls this: only public ones come here.
-
-Whether somebody may make a change is decided on the accounts that it changes, in the same atomic
-step, so who has just lost a right cannot use it. Safe from many threads.
+Each change is decided and made in one atomic step on the accounts that it changes, so a user who
+has just lost a right cannot use it, and no change through a server leaves nobody who can
+administer. What a change does to accounts stands in `storage/accounts/account.py`. Keys are made by
+the caller: only public keys come here. Safe from many threads.
 """
 
 from abc import ABC, abstractmethod
@@ -39,11 +37,11 @@ from ..urls import SERVER_SCHEMES, RepositoryUrl
 
 
 class Administration(ABC):
-    """What may be done with the accounts of a repository.
+    """What can be done with the accounts of a repository.
 
-    Errors, of all methods: PermissionDenied, UsageError for what is no name or key, NotFoundError
-    and ConflictError for users that are not there, or are; ConflictError where nobody would be left
-    to administer; MetadataError.
+    All methods raise PermissionDenied; UsageError for a bad name or key; NotFoundError for a user
+    that does not exist and ConflictError for one that does; ConflictError where nobody would be
+    left who can administer; MetadataError.
     """
 
     @abstractmethod
@@ -52,11 +50,11 @@ class Administration(ABC):
 
     @abstractmethod
     def add(self, name: str, public_key: bytes, *, admin: bool) -> None:
-        """A new user."""
+        """Add a user."""
 
     @abstractmethod
     def replace_key(self, name: str, public_key: bytes, *, admin: bool) -> None:
-        """Another key for a user, whose roles stay; `admin` may be given, not taken."""
+        """Give a user another key. Roles stay; `admin` can be given, not taken away."""
 
     @abstractmethod
     def remove(self, name: str) -> None:
@@ -64,18 +62,18 @@ class Administration(ABC):
 
     @abstractmethod
     def grant(self, dataset: str, name: str, role: Role) -> None:
-        """Give a user a role, in place of the one that was; NONE takes it away."""
+        """Give a user a role on a dataset in place of the old one; NONE takes it away."""
 
     @abstractmethod
     def import_text(self, text: bytes, *, replace: bool) -> None:
-        """Take over accounts from a text, all of them or none; `replace` removes all others.
+        """Add the accounts of a text, all of them or none; `replace` removes all others.
 
         Raises CorruptError, NewerVersionError.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of what is open. Repeatable."""
+        """Close what is open. Repeatable."""
 
     def accounts(self) -> Accounts:
         """All accounts."""
@@ -89,42 +87,43 @@ class Administration(ABC):
 
 
 class DirectAdministration(Administration):
-    """On the table itself: as `actor`, or, for who has direct access, with all rights."""
+    """Changes the table of accounts itself: with the rights of `actor`, or with all rights (None)
+    for a process that has direct access to the repository."""
 
     def __init__(self, table: AccountTable, actor: Account | None = None) -> None:
         self._table = table
-        self._asker = actor
+        self._actor = actor
 
     def export_text(self) -> bytes:
-        self._check(self._asker)
+        self._check(self._actor)
         accounts = self._table.read().accounts
         self._check(self._current_actor(accounts))
         return accounts_text(accounts).encode()
 
     def add(self, name: str, public_key: bytes, *, admin: bool) -> None:
-        self._check(self._asker)
+        self._check(self._actor)
         account = Account(check_user_name(name), check_public_key(public_key), admin)
         self._change(lambda accounts: with_account(accounts, account))
 
     def replace_key(self, name: str, public_key: bytes, *, admin: bool) -> None:
-        self._check(self._asker)
+        self._check(self._actor)
         check_user_name(name)
         check_public_key(public_key)
         self._change(lambda accounts: with_new_key(accounts, name, public_key, admin=admin))
 
     def remove(self, name: str) -> None:
-        self._check(self._asker)
+        self._check(self._actor)
         check_user_name(name)
         self._change(lambda accounts: without_account(accounts, name))
 
     def grant(self, dataset: str, name: str, role: Role) -> None:
         check_dataset_name(dataset)
-        self._check(self._asker, dataset)
+        self._check(self._actor, dataset)
         check_user_name(name)
         self._change(lambda accounts: with_role(accounts, name, dataset, role), dataset)
 
     def import_text(self, text: bytes, *, replace: bool) -> None:
-        self._check(self._asker)
+        self._check(self._actor)
         more = parse_accounts(text).values()
         self._change(lambda accounts: with_accounts({} if replace else accounts, more))
 
@@ -135,32 +134,32 @@ class DirectAdministration(Administration):
         def allowed(before: Accounts) -> Accounts:
             self._check(self._current_actor(before), dataset)
             after = edit(before)
-            if self._asker is not None:
+            if self._actor is not None:
                 check_admin_left(before, after)
             return after
 
         self._table.change(allowed)
 
     @staticmethod
-    def _check(asker: Account | None, dataset: str = "") -> None:
+    def _check(actor: Account | None, dataset: str = "") -> None:
         """Raises PermissionDenied, NoSuchDataset, MetadataError where `actor` may not."""
-        if asker is not None and dataset:
-            asker.require(dataset, Role.ADMIN)
-        elif asker is not None:
-            asker.require_admin()
+        if actor is not None and dataset:
+            actor.require(dataset, Role.ADMIN)
+        elif actor is not None:
+            actor.require_admin()
 
     def _current_actor(self, accounts: Accounts) -> Account | None:
-        """Who asks, as the table has it; None for direct access."""
-        if self._asker is None:
+        """The actor as the table has it now; None for direct access."""
+        if self._actor is None:
             return None
-        found = accounts.get(self._asker.name)
-        if found is None or found.public_key != self._asker.public_key:
-            raise PermissionDenied(f"the account {self._asker.name!r} is not valid any more")
+        found = accounts.get(self._actor.name)
+        if found is None or found.public_key != self._actor.public_key:
+            raise PermissionDenied(f"the account {self._actor.name!r} is not valid any more")
         return found
 
 
 class Calls(Protocol):
-    """What is asked of a server (`rpc.Calls`)."""
+    """The calls to a server that this module needs (`net.client.ServerLink`)."""
 
     def call(
         self, message: Message, payload: Sequence[Bytes] = (), *, may_repeat: bool = True
@@ -170,7 +169,7 @@ class Calls(Protocol):
 
 
 class RemoteAdministration(Administration):
-    """Through a server, which asks who we are."""
+    """Sends changes to a server, which knows from the login who sends them."""
 
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
@@ -199,7 +198,7 @@ class RemoteAdministration(Administration):
         self._tell({"do": "import_users", "replace": replace}, text)
 
     def _tell(self, message: Message, payload: Bytes = b"") -> None:
-        # Not sent again: what was carried out once would then seem to fail.
+        # Not repeated: a change that was made the first time would seem to fail
         self._calls.call(message, [payload] if payload else [], may_repeat=False)
 
     def close(self) -> None:

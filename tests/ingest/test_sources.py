@@ -1,6 +1,6 @@
-"""FAULTS I: what sources hold, and how each of it comes back; A7: a put that is not acknowledged.
+"""FAULTS I: oddities of sources, and how a dataset gives each back; A7: a put that is interrupted.
 
-What is kept, and how, is promised in README.md.
+The documents promise which attributes of a file are kept.
 """
 
 import io

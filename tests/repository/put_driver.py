@@ -1,4 +1,4 @@
-"""A put in a process of its own, to be killed: `put_driver.py URL SOURCE [delete]`.
+"""A put in a process of its own, which a test kills: `put_driver.py URL SOURCE [delete]`.
 
 Prints "acknowledged" only when `put` has returned.
 """

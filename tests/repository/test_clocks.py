@@ -1,4 +1,4 @@
-"""K2: writers on hosts whose clocks differ. The state is the same live and rebuilt, always."""
+"""K2: writers on hosts whose clocks differ. Live and rebuilt metadata are always the same."""
 
 import time
 from collections.abc import Iterator

@@ -1,4 +1,5 @@
-"""Absence needs proof: what metadata or the newest snapshot name is found, or reported as lost.
+"""Absence needs proof: a chunk that metadata or the newest snapshot name is found, or reported
+lost.
 
 A chunk that is gone, damaged or cannot be reached, metadata that came back empty or older, and a
 listing that is short must never turn a file that was acknowledged into "no such file".

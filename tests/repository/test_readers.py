@@ -1,4 +1,4 @@
-"""Readers and what they may lack: the metadata store, the right to write, the whole store."""
+"""Readers without the metadata store, without the right to write, or without part of the store."""
 
 import os
 import shutil

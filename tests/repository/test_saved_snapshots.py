@@ -1,4 +1,4 @@
-"""Snapshots in files of the user's: written whole or not at all, and not needed once read."""
+"""Snapshots in files that a user saves: written whole or not at all, and not needed once read."""
 
 import os
 import subprocess

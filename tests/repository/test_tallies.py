@@ -1,4 +1,4 @@
-"""FAULTS E13: what a writer is about to publish is not what the headers of its chunks say."""
+"""FAULTS E13: a writer does not publish metadata that differ from the headers of its chunks."""
 
 from collections.abc import Callable
 from dataclasses import replace

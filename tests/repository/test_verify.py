@@ -1,4 +1,4 @@
-"""`verify` and `recover` over stores that have been damaged, each damage with its own name."""
+"""`verify` and `recover` over damaged stores: each kind of damage is reported in its own words."""
 
 import os
 import sqlite3

@@ -1,4 +1,4 @@
-"""A clock that a test moves, for all that asks for the time in this process."""
+"""A clock that a test moves: all code in this process reads its time."""
 
 import math
 import time

@@ -1,4 +1,5 @@
-"""A purge in a process of its own, to be killed: `purge_driver.py URL`; nothing waits for grace.
+"""A purge, without a grace period, in a process of its own, which a test kills: `purge_driver.py
+URL`.
 
 Prints "acknowledged" only when `purge` has returned.
 """

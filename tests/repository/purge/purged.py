@@ -1,4 +1,4 @@
-"""What tests of purge look at."""
+"""What tests of purge compare: entries, chunks and tombstones of the dataset `ds`."""
 
 from collections.abc import Iterator
 
@@ -18,7 +18,7 @@ NO_FILES = 4096
 
 
 def sound(repository: LocalRepository) -> None:
-    """Nothing is damaged, and metadata from the chunks alone are the same."""
+    """Assert that nothing is damaged, and that metadata from the chunks alone are the same."""
     before = repository.view("ds")
     assert repository.verify("ds").problems == []
     live, ids = entries(before), list(before.chunk_ids)
@@ -29,7 +29,7 @@ def sound(repository: LocalRepository) -> None:
 
 
 def entries(view: Snapshot) -> list[tuple[object, ...]]:
-    """All that is known of each."""
+    """Each entry of a view: path, attributes, extents, chunks."""
     found: list[tuple[object, ...]] = []
     for i in range(len(view)):
         places = [each._replace(chunk=0) for each in view.extents(i)]
@@ -54,7 +54,7 @@ def tombstones(repository: LocalRepository, *paths: bytes) -> int:
 
 
 def deleted_file(repository: LocalRepository) -> None:
-    """`f` was put and deleted; `g` stands."""
+    """Put `f` and delete it; put `g`."""
     writer = Writer(repository)
     writer.add(b"f", b"content of f")
     writer.seal().commit()

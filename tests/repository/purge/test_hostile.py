@@ -1,4 +1,4 @@
-"""Purge among things that should not be: a store put back, clocks that differ, a full disk."""
+"""`purge` in bad conditions: a store restored from an older copy, wrong clocks, a full disk."""
 
 import math
 import os

@@ -1,4 +1,5 @@
-"""P1: kill -9 of a purge at each system call that changes something, then `verify` and another."""
+"""P1: kill -9 of a purge at each system call that changes something, then `verify` and another
+purge."""
 
 import shutil
 import sys

@@ -1,4 +1,4 @@
-"""Whom purge waits for: leases, kept versions, the grace period (FAULTS P2, H16, L5)."""
+"""What a purge spares for readers: leases, kept versions, the grace period (FAULTS P2, H16, L5)."""
 
 import os
 import time
