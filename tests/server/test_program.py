@@ -295,7 +295,7 @@ def test_commits_that_the_metadata_lack_are_committed_again_at_the_start(
 
 
 def test_C3_a_Redis_that_comes_back_empty_is_filled_again(tmp_path: Path, url: str) -> None:
-    """It is another run: nobody has to notice, and meanwhile nothing is said to be absent."""
+    """The server notices the restart by itself, and never reports a file as missing meanwhile."""
     source = tmp_path / "source"
     source.mkdir()
     (source / "a").write_bytes(b"a")
@@ -312,7 +312,7 @@ def test_C3_a_Redis_that_comes_back_empty_is_filled_again(tmp_path: Path, url: s
             redis.start()
             assert redis.client().dbsize() == 0
             until(lambda: "are committed again" in server.log, "the comparison of the metadata")
-            assert "another run" in server.log
+            assert "Redis has restarted" in server.log
             assert repository.stat("pets", b"a").size == 1
 
 

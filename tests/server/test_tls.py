@@ -268,7 +268,7 @@ def test_an_encrypted_key_is_an_error_and_no_prompt(authority: Authority, tmp_pa
             serialization.BestAvailableEncryption(b"secret"),
         )
     )
-    with pytest.raises(ConfigError, match="locked"):
+    with pytest.raises(ConfigError, match="encrypted"):
         load_certificate(pair.certificate, locked)
 
 
