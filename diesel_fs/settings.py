@@ -150,6 +150,7 @@ def _key_in(path: Path) -> bytes:
 
 
 def _from_file(path: Path) -> dict[str, str]:
+    """The settings in a configuration file; none if it does not exist. Raises ConfigError."""
     try:
         with path.open("rb") as file:
             values = tomllib.load(file)
@@ -219,6 +220,7 @@ def private_folder(path: Path) -> Path:
 
 
 def _home(variable: str, default: str) -> Path:
+    """The folder that an XDG variable names, or its default. Raises ConfigError."""
     value = os.environ.get(variable, "")
     if value.startswith("/"):  # the XDG specification demands that relative paths are ignored
         return Path(value)

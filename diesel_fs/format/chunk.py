@@ -178,6 +178,7 @@ class Header:
         names: Sequence[bytes],
         records: npt.NDArray[np.void],
     ) -> tuple[Rows, dict[int, Stamp]]:
+        """Rows of the entries at `places`, whose columns are given, and their stamps by row."""
         tails: dict[int, bytes] = {}
         if self.links or self.extents:
             tails = {i: tail for i, place in enumerate(places) if (tail := self.tail(place))}
@@ -201,6 +202,7 @@ class Header:
         return len(set(self.names)) < len(self) and len(set(pairs)) < len(self)
 
     def _extent(self, place: int, part: ExtentInfo) -> bytes:
+        """The `EXTENT` of an entry that is one of several extents."""
         record = self.records[place]
         extent = np.zeros(1, EXTENT)
         extent["chunk"] = np.void(self.preamble.id)
@@ -428,6 +430,7 @@ def damaged_places(header: Header, body: memoryview, body_start: int | None = No
 
 
 def _pack_header(entries: Entries) -> bytes:
+    """The decoded header: the msgpack map of the columns."""
     stored = np.array(entries.stored, np.int64)
     fixed = {
         "kind": entries.kind,
@@ -535,6 +538,7 @@ def _links(joined: bytes, records: npt.NDArray[np.void]) -> dict[int, bytes]:
 
 
 def _parts(packed: bytes, records: npt.NDArray[np.void]) -> dict[int, ExtentInfo]:
+    """By place, the extents in the column `extents`; also sets `extents` of the records."""
     count, rest = divmod(len(packed), _EXTENT_ROW_BYTES)
     if rest or count > len(records):
         _corrupt("the column 'extents' has another length")
@@ -564,6 +568,7 @@ def _parts(packed: bytes, records: npt.NDArray[np.void]) -> dict[int, ExtentInfo
 
 
 def _stamps(packed: bytes, count: int) -> dict[int, Stamp]:
+    """By place, the stamps in the column `stamps`."""
     rows, rest = divmod(len(packed), _STAMP_ROW_BYTES)
     if rest or rows > count:
         _corrupt("the column 'stamps' has another length")
@@ -637,6 +642,7 @@ def _path_faults(
     names: Names,
     records: npt.NDArray[np.void],
 ) -> dict[int, str]:
+    """By place, why the path of an entry is not allowed, for the entries where it is not."""
     bad_folders = {i: fault for i, path in enumerate(folders) if (fault := path_fault(path))}
     bad = np.flatnonzero(np.isin(folder, list(bad_folders))).tolist() if bad_folders else ()
     faults = {place: bad_folders[int(folder[place])] for place in bad}

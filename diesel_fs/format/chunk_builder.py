@@ -210,6 +210,7 @@ class ChunkBuilder:
         codec: int,
         checksum: int,
     ) -> None:
+        """Add one entry, whose stored body, if any, already stands in the body."""
         entries = self._entries
         folder, name = path
         entries.folder.append(self._number_of(folder))

@@ -152,6 +152,7 @@ class IdSource:
             return chosen.id()
 
     def _successor(self, newest: IdFields, writer_of: ChunkId | None) -> IdFields:
+        """The smallest ID that rules 1 to 3 of FORMAT.md, section 3, allow."""
         seconds = max(int(self._clock()), newest.seconds, self._seconds)
         counter = self._counter + 1 if seconds == self._seconds else 0
         if counter > _COUNTER_MAX:

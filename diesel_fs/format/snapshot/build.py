@@ -147,6 +147,7 @@ class _ChangedFolders:
             self.old_index.append(old.child(above, name) if above >= 0 else -1)
 
     def _sort(self, ids: dict[tuple[int, bytes], int], levels: list[int]) -> None:
+        """Number the folders in directory order; `ids` has them by (parent, name)."""
         self._rank = np.zeros(len(levels), np.int64)
         self.parent, self.name = [0], [b""]
         of_level: defaultdict[int, list[tuple[int, bytes, int]]] = defaultdict(list)
@@ -199,6 +200,7 @@ class _MergePlan:
         self._plan_folders(own_row)
 
     def _check_rows(self) -> None:
+        """Raise UsageError for a row with an impossible record."""
         records, rows = self.rows.records, self.rows
         kind = records["kind"]
         wrong = (kind > Kind.TOMBSTONE) | (records["codec"] > 1)

@@ -152,6 +152,7 @@ def _unchanged(old: Snapshot, new: Snapshot, same_path: OldIndices) -> OldIndice
 
 
 def _same_extents(old: Snapshot, before: int, new: Snapshot, now: int) -> bool:
+    """Whether two files of several extents have the same contents, wherever these lie."""
     rows = []
     for side, entry in ((old, before), (new, now)):
         first, count = int(side.columns.chunk[entry]), int(side.columns.offset[entry])

@@ -234,6 +234,7 @@ def check_magic(start: bytes) -> None:
 
 
 def _parse_header(view: memoryview) -> Header:
+    """The header, checked but for the sections. Raises a leaf of FormatError."""
     check_magic(bytes(view[:MAGIC_BYTES]))
     if len(view) < HEADER_BYTES:
         raise _truncated(len(view), HEADER_BYTES)
@@ -435,6 +436,7 @@ def check(header: Header, columns: Columns) -> None:
 
 
 def _check_names(columns: Columns) -> None:
+    """Check that the names tile `names` and are possible in a path."""
     starts, names = columns.name_start, columns.names
     lengths = np.diff(starts)  # unsigned: a descent becomes a huge length
     if starts[0] or starts[1] or (lengths > NAME_BYTES_MAX).any():
@@ -446,6 +448,7 @@ def _check_names(columns: Columns) -> None:
 
 
 def _check_tree(columns: Columns, kind: U4) -> None:
+    """Check that folders, their children and parents agree, and no path is too long."""
     flags, parent = columns.flags, columns.parent
     folder = kind == Kind.FOLDER
     if (flags & ~np.uint32(_KNOWN_BITS)).any() or (kind == Kind.TOMBSTONE).any():
@@ -495,6 +498,7 @@ def _check_order(columns: Columns) -> None:
 
 
 def _check_index(columns: Columns) -> None:
+    """Check that the lookup index holds each entry but the root once, in order."""
     slot, n = columns.slot, len(columns.parent)
     seen = np.zeros(n, np.bool_)
     if len(slot) and int(slot.max()) < n:
@@ -506,6 +510,7 @@ def _check_index(columns: Columns) -> None:
 
 
 def _check_shadowed(columns: Columns) -> None:
+    """Check that shadowed entries are sorted files and links of implicit folders."""
     shadowed, flags = columns.shadowed, columns.flags
     entry, own = shadowed["entry"], shadowed["flags"]
     if (entry >= len(flags)).any() or (entry[1:] <= entry[:-1]).any() or shadowed["spare"].any():

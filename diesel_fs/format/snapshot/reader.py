@@ -478,6 +478,7 @@ class Snapshot:
             raise IndexError(f"no entry {i} among {self.entry_count}")
 
     def _checked(self, entries: Sequence[int] | Indices) -> "Indices | Span":
+        """Indices as an array, or as a slice for a range of step 1. Raises IndexError."""
         if isinstance(entries, range) and entries.step == 1 and len(entries):
             self._check(entries.start)
             self._check(entries.stop - 1)

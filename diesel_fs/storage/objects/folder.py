@@ -161,6 +161,7 @@ class FolderStore(ObjectStore):
             raise _store_error(error, "write, in a second try", name) from error
 
     def _write_once(self, name: str, parts: Sequence[Bytes], publish: _Publish) -> None:
+        """Write an object in one try. Raises OSError; a new object is then removed."""
         folder = name.rpartition("/")[0]
         self._make_folder(folder)
         temporary = os.path.join(self.root, folder, object_temporary_name())
@@ -349,6 +350,7 @@ class FolderStore(ObjectStore):
         return self._walk_folder(prefix.rpartition("/")[0], prefix, after)
 
     def _walk_folder(self, folder: str, prefix: str, after: str) -> Iterator[tuple[str, _Sort]]:
+        """As `_walk`, below one folder."""
         for name in self._folder_content(folder):
             if not name.startswith(prefix):
                 continue

@@ -113,6 +113,7 @@ def resolve_access(location: BucketLocation, environ: Mapping[str, str]) -> Buck
 
 
 def _access_to_s3(environ: Mapping[str, str]) -> BucketAccess:
+    """Endpoint, region and credentials for S3."""
     profile = _profile(environ)
     endpoint = (
         environ.get("AWS_ENDPOINT_URL_S3")
@@ -161,6 +162,7 @@ def _profile(environ: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def _section(path: Path, name: str) -> Mapping[str, str]:
+    """A section of an AWS configuration file; empty if it does not exist. Raises ConfigError."""
     parser = ConfigParser(interpolation=None, default_section="")
     try:
         with path.open(encoding="utf-8") as file:

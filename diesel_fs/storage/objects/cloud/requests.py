@@ -198,9 +198,9 @@ class ResponseBody:
         Takes pieces as they come from the socket, so memory holds only one piece more (at most
         some 400 KB), and notices a body that arrives too slowly.
         """
-        done = since = 0
-        mark = time.monotonic()
-        least = self._limits.stall_s * self._limits.bytes_per_s_min / 64
+        done = done_at_check = 0
+        checked_s = time.monotonic()
+        check_bytes_min = self._limits.stall_s * self._limits.bytes_per_s_min / 64
         try:
             for piece in self._result.stream(min_chunk_size=1):
                 if done + len(piece) > len(view):
@@ -209,10 +209,10 @@ class ResponseBody:
                 done += len(piece)
                 if time.monotonic() > until and done < len(view):
                     raise BrokenBody(f"{self._where}: the answer takes too long", done)
-                if time.monotonic() - mark > self._limits.stall_s:
-                    if done - since < least and done < len(view):
+                if time.monotonic() - checked_s > self._limits.stall_s:
+                    if done - done_at_check < check_bytes_min and done < len(view):
                         raise BrokenBody(f"{self._where}: the answer comes too slowly", done)
-                    mark, since = time.monotonic(), done
+                    checked_s, done_at_check = time.monotonic(), done
         except BaseError:
             raise BrokenBody(f"{self._where}: the answer broke off", done) from None
         if done < len(view):
@@ -228,10 +228,11 @@ class CloudRequests:
         environ: Mapping[str, str] | None = None,
         limits: AttemptLimits | None = None,
     ) -> None:
+        """`environ` (None: this process's environment) has the credentials and the endpoint."""
         self.location = location
         self.limits = limits or AttemptLimits()
         self._environ = environ
-        self._clients: dict[float, _Client] = {}
+        self._clients: dict[float, _Client] = {}  # by the time that a request may take
         self._host = ""
 
     # The requests
@@ -350,7 +351,7 @@ class CloudRequests:
             client, folder or None, offset=after or None, chunk_size=self.limits.page_keys
         )
 
-    # How one is sent
+    # How a request is sent
 
     def _send(
         self, doing: str, key: str, act: Callable[[_Client], Item], request_s: float = 0.0
@@ -360,6 +361,8 @@ class CloudRequests:
 
     @contextmanager
     def _slot(self) -> Iterator[None]:
+        """Take one of the `REQUESTS_MAX` slots of this process. Raises AttemptFailed if none gets
+        free in time."""
         check_process()
         if not _slots.acquire(timeout=self.limits.stall_s):
             raise AttemptFailed(
@@ -383,6 +386,7 @@ class CloudRequests:
             return self._translated(doing, key, lambda: act(self._client(request_s)))
 
     def _translated(self, doing: str, key: str, act: Callable[[], Item]) -> Item:
+        """The result of `act`, with errors of the library as errors of DIESEL-FS."""
         try:
             return act()
         except (BaseError, OSError, ValueError) as error:
@@ -528,6 +532,7 @@ def _no_answer(what: str, text: str) -> DieselError:
 def _make_client(
     location: BucketLocation, options: Mapping[str, str], client: "ClientConfig"
 ) -> _Client:
+    """A client of the library, which repeats nothing. Raises PermanentStoreError."""
     retry: RetryConfig = {"max_retries": 0, "retry_timeout": timedelta(0)}
     try:
         match location.scheme:

@@ -108,7 +108,7 @@ class CloudStore(ObjectStore):
         self.supports_conditional_put = supports_conditional_put
         self._requests = requests
         self._location = requests.location
-        self._unordered = False
+        self._unordered = False  # whether the bucket has listed out of order
 
     @classmethod
     def open(cls, requests: CloudRequests) -> "CloudStore":
@@ -181,6 +181,7 @@ class CloudStore(ObjectStore):
         return False
 
     def _is_there(self, key: str) -> bool:
+        """Whether the bucket has an object with this key."""
         try:
             self._requests.head(key)
         except ObjectMissing:
@@ -471,6 +472,7 @@ def _fill(body: ResponseBody, view: memoryview, until: float) -> BrokenBody | No
 
 
 def _denied(name: str) -> ObjectStoreError:
+    """The error for a refused range (HTTP 416) of an object that is long enough."""
     return AttemptFailed(
         f"{name}: the bucket refuses a range that the object has", may_have_succeeded=False
     )
