@@ -1,13 +1,13 @@
 #!/bin/sh
-# Sees to it that the system packages are there, and that .venv is. Looks first and installs only
-# what is missing, with apt-get, as root or through sudo; where that cannot be, says what to do.
+# Installs the system packages that are missing, and makes .venv. It uses apt-get, as root or through
+# sudo; where that is not possible, it prints what to install.
 #
 #   deploy/prepare.sh install|test|s3|bench...      (PYTHON=... chooses the interpreter)
 set -eu
 cd "$(dirname "$0")/.."
 
 missing="" # Debian packages
-wished=""  # those that not every distribution and processor has; tests that want them are skipped
+wished=""  # optional packages, which not every distribution has; tests that need them are skipped
 say() { printf '%s\n' "$*" >&2; }
 have() { PATH="$PATH:/usr/sbin:/sbin" command -v "$1" >/dev/null 2>&1; }
 need() { have "$1" || missing="$missing $2"; }
@@ -15,7 +15,7 @@ wish() { have "$1" || wished="$wished $2"; }
 
 new_enough() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; }
 
-# By running each: a name on PATH may be a shim with nothing behind it.
+# Each candidate is run, since a name on PATH may be a shim without a Python behind it.
 find_python() {
     for candidate in ${PYTHON:-python3.13 python3.12 python3.11 python3}; do
         if new_enough "$candidate"; then
@@ -28,14 +28,14 @@ find_python() {
 
 venv_works() { new_enough .venv/bin/python && .venv/bin/python -c 'import pip' >/dev/null 2>&1; }
 
-# A Python of Debian's comes without headers, and without what makes a .venv, in packages of its own.
+# Debian has the headers of a Python, and the module that makes a .venv, in packages of their own.
 look_for_python() {
     if ! find_python; then
         if [ -n "${PYTHON:-}" ]; then
             say "PYTHON=$PYTHON is no Python 3.11 or later"
             exit 1
         fi
-        # The distribution's own; where that is too old, the one it may have beside it.
+        # The distribution's own Python; if that is too old, a newer one that it may offer.
         three=python3
         ! have python3 || three=python3.11
         missing="$missing $three $three-venv $three-dev"
@@ -51,8 +51,8 @@ look_for_python() {
     fi
 }
 
-# pyfuse3, an extra that only the checkout installs, is compiled when it is installed, against libfuse
-# 3; afterwards none of this is needed.
+# pyfuse3, an extra that only `make install` needs, is compiled against libfuse 3 when it is installed;
+# afterwards these packages are not needed.
 pyfuse3_there() { set -- .venv/lib/python3*/site-packages/pyfuse3; [ -d "$1" ]; }
 
 look_for_c() {
@@ -152,7 +152,7 @@ install_missing() {
     rm -f "$log"
 }
 
-# Only what the package lists know; where it fails, all but some tests is as good without.
+# Installs optional packages that the package lists have. Without them only some tests are skipped.
 install_wished() {
     for package in $wished; do
         have apt-cache && apt-cache show "$package" >/dev/null 2>&1 && find_root || continue
@@ -176,7 +176,7 @@ make_venv() {
 for group in "$@"; do look_for "$group"; done
 [ -z "$missing" ] || install_missing
 install_wished
-if ! venv_works && ! find_python; then # what came was too old: one more try
+if ! venv_works && ! find_python; then # the installed Python was too old: try once more
     missing=""
     look_for_python
     install_missing

@@ -1,6 +1,6 @@
-"""What every test runs in: nobody's configuration, no mount left behind, stacks where one hangs.
+"""Fixtures of every test: an empty home, no DIESEL_ variables, and no mount that is left behind.
 
-(pytest's own `faulthandler_timeout` dumps the stacks of this process; see pyproject.toml.)
+A test that hangs dumps its stacks by pytest's `faulthandler_timeout` (see pyproject.toml).
 """
 
 import fcntl
@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, settings
 
 from diesel_fs.repository.local import LocalRepository
 
-# Two busy cores make single examples slow now and then; that is no finding.
+# On a busy machine a single example may be slow; that is no failure.
 settings.register_profile(
     "diesel", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
@@ -25,7 +25,7 @@ settings.load_profile("diesel")
 
 @pytest.fixture(scope="session", autouse=True)
 def own_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Programs under test find a new user's home, and no option in the environment."""
+    """Give programs under test a new user's home, and no options in the environment."""
     home = tmp_path_factory.mktemp("home")
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in os.environ if name.startswith("DIESEL_")]:
@@ -33,7 +33,7 @@ def own_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("HOME", str(home))
         for kind in ("CACHE", "CONFIG", "DATA", "STATE"):
             patch.setenv(f"XDG_{kind}_HOME", str(home / kind.lower()))
-        # A program of ours that dies of a signal says where.
+        # A program that a signal ends prints its stacks.
         patch.setenv("PYTHONFAULTHANDLER", "1")
         yield
 
@@ -47,7 +47,8 @@ def _mounts_below(folder: Path) -> list[str]:
 
 @pytest.fixture(scope="module", autouse=True)
 def no_mount_is_left(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Fails the module that leaves a mount behind, and detaches it, so that nothing hangs on it."""
+    """Fail the module that leaves a mount behind, and detach the mount, so that no process hangs on
+    it."""
     yield
     left = _mounts_below(tmp_path_factory.getbasetemp())
     detach = ["umount", "-l"] if os.geteuid() == 0 else ["fusermount3", "-uz"]
@@ -65,7 +66,7 @@ def repository(tmp_path: Path) -> Iterator[LocalRepository]:
 
 @pytest.fixture
 def device_for_all() -> Iterator[None]:
-    """/dev/fuse as distributions have it: a test that runs as root lets everybody open it."""
+    """Let all users open /dev/fuse, as distributions do; for tests that run as root."""
     before = stat.S_IMODE(os.stat("/dev/fuse").st_mode)
     os.chmod("/dev/fuse", 0o666)  # noqa: S103  # as on any desktop
     yield
@@ -73,7 +74,7 @@ def device_for_all() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `fuse` are skipped, with the reason, where nothing can be mounted."""
+    """Skip tests marked `fuse`, with the reason, where /dev/fuse cannot be opened."""
     try:
         os.close(os.open("/dev/fuse", os.O_RDWR))
     except OSError as error:
@@ -85,19 +86,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Tests marked `alone` run while no other process of this checkout is in a test."""
+    """Run tests marked `alone` while no other process of this checkout runs a test."""
     with _turn(alone=item.get_closest_marker("alone") is not None):
         return (yield)
 
 
 @contextmanager
 def _turn(*, alone: bool) -> Iterator[None]:
-    """Who waits to be alone holds the door, else others would go in forever."""
+    """Take part in the turns of this checkout's test processes, by locks on two files.
+
+    Each test holds the room, shared, or alone if it needs that. A test that waits to be alone holds
+    the door meanwhile, so that no other test enters; else it would wait forever."""
     with open(__file__, "rb") as door, Path(__file__).with_name("__init__.py").open("rb") as room:
         fcntl.flock(door, fcntl.LOCK_EX)
         fcntl.flock(room, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
         fcntl.flock(door, fcntl.LOCK_UN)
         try:
             yield
-        finally:  # closing would not do: a test may have left a child that has it open, too
+        finally:  # unlock, not only close: a child that the test left may have the file open
             fcntl.flock(room, fcntl.LOCK_UN)

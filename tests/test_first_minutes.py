@@ -35,7 +35,7 @@ PROGRAM = block("diesel_fs/client/README.md", "A first program", "python")
 
 @pytest.fixture
 def home() -> Iterator[Path]:
-    """A new user's home; pytest's own folders are closed to others."""
+    """A new user's home. (Other users cannot enter pytest's own folders.)"""
     folder = Path(tempfile.mkdtemp(prefix="diesel-home-"))
     yield folder
     left = [each.path for each in mounts() if Path(each.path).is_relative_to(folder)]
@@ -46,37 +46,38 @@ def home() -> Iterator[Path]:
 
 
 def typed(home: Path, tree: Path, *who: str) -> str:
-    """What the commands say to whoever types them one after the other, without one failing; then
-    the program, whose user has the repository that they have made.
+    """Run the commands one after the other, then the program on the repository that they have made;
+    return what they print. None may fail.
     """
     environment = {"HOME": str(home), "PATH": os.environ["PATH"], "PYTHONDONTWRITEBYTECODE": "1"}
-    said = ""
+    output = ""
     for program, text in ((["sh", "-eu"], COMMANDS), ([tree / ".venv/bin/python"], PROGRAM)):
         done = subprocess.run(
             [*who, *program], input=text, cwd=tree, env=environment, text=True,
             capture_output=True, timeout=240, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
-        said += done.stdout
-    return said
+        output += done.stdout
+    return output
 
 
-def check(home: Path, said: str) -> None:
-    """All that was put came back, a mount showed it, and nothing of the mount is left."""
+def check(home: Path, output: str) -> None:
+    """Check that all files came back, that a mount showed them, and that nothing of the mount is
+    left."""
     there = facts(home / "images")
     assert len(there) > 1000
     assert facts(home / "copy") == there
     size = sum(path.stat().st_size for path in (home / "images").rglob("*.jpg"))
-    assert re.search(rf"^ *{size}$", said, re.MULTILINE)
+    assert re.search(rf"^ *{size}$", output, re.MULTILINE)
     for word in ("cat", "is mounted on", "requests of the kernel", "is unmounted"):
-        assert word in said
+        assert word in output
     assert not (home / "pets").exists()
     assert (home / ".local/share/diesel").is_dir()
 
 
 def tree_of_the_user(home: Path) -> Path:
-    """A checkout and an environment of the user's own: this one's may be closed to others. There
-    `make install` has been done, as far as it can see: the packages are those of this environment.
+    """A checkout and an environment that the user owns, since the user may not read this one. Its
+    `make install` is done already: it uses the packages of this environment.
     """
     tree = home / "diesel-fs"
     for path in FILES:
@@ -101,8 +102,8 @@ def tree_of_the_user(home: Path) -> Path:
 
 
 def test_the_first_minutes_in_the_readme(home: Path) -> None:
-    """By whoever runs the tests, on most machines root."""
-    # nothing is done where it has been done since the last change of what it goes by
+    """As the user who runs the tests, on most machines root."""
+    # does nothing if it was done since the last change of its inputs
     subprocess.run(["make", "install"], cwd=TREE, check=True, capture_output=True)
     check(home, typed(home, TREE))
 

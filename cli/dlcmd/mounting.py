@@ -76,7 +76,8 @@ def task_options(command: Callable[_P, None]) -> Callable[_P, None]:
     type=click.Choice(["refuse", "warn", "allow"]),
     default="warn",
     show_default=True,
-    help="What to do if the version is not, or may not be, the current one.",
+    help="If the version is not, or may not be, the current one: refuse to mount it, mount it and"
+    " warn, or mount it silently.",
 )
 @click.option(
     "--offline", is_flag=True,

@@ -1,5 +1,6 @@
-"""Mounts: whether something is mounted, asked of the kernel's table (which also knows mounts that
-died), and what a mount of ours says of itself."""
+"""Tells whether a folder is a mount point, and reads the counters of our mounts.
+
+The kernel's table of mounts is read, which also has mounts whose process died."""
 
 import json
 import os
@@ -10,7 +11,7 @@ from pathlib import Path
 
 from .memory import members, pss_bytes
 
-STILL_S = 1.1  # the statistics of a mount stand still for a second
+STILL_S = 1.1  # the statistics of a mount are renewed once a second
 HELPER_END_S = 5.0
 
 
@@ -30,7 +31,8 @@ def kind_of(folder: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What a mount of ours has been asked since its start: `reads` of the dataset's files alone."""
+    """The requests to a mount of ours since its start; `reads` are those of the dataset's files
+    only."""
 
     reads: int
     opens: int
@@ -40,7 +42,7 @@ class Counts:
     resident_bytes: int
 
     def __sub__(self, earlier: "Counts") -> "Counts":
-        """What came since then."""
+        """The requests since `earlier`."""
         return Counts(
             self.reads - earlier.reads,
             self.opens - earlier.opens,
@@ -52,14 +54,14 @@ class Counts:
 
     @property
     def requests(self) -> int:
-        """READs, OPENs and GETATTRs."""
+        """The sum of READs, OPENs and GETATTRs."""
         return self.reads + self.opens + self.attributes
 
 
 @dataclass(slots=True)
 class Mount:
-    """A mount of ours: how long the command that made it took, and when (`time.monotonic()`) it
-    returned."""
+    """A mount of ours, with the seconds that the command took, and when it returned
+    (`time.monotonic()`)."""
 
     path: Path
     seconds: float
@@ -67,8 +69,9 @@ class Mount:
     _looked_s: float = field(default=0.0, init=False)
 
     def counts(self) -> Counts:
-        """As of now. The first look at a mount waits for nothing, a next one soon after it does:
-        so look before what is measured and after it, and read at once after the first look.
+        """The counters of now. The first call does not wait; a second one soon after it waits for
+        new statistics. So call it before and after what is measured, and measure right after the
+        first.
         """
         time.sleep(max(0.0, self._looked_s + STILL_S - time.monotonic()))
         said = json.loads((self.path / ".diesel" / "stats").read_bytes())
@@ -84,7 +87,8 @@ class Mount:
         )
 
     def stop_pushing(self) -> None:
-        """Kill the helper, which is idle yet: the mount goes on, and answers every READ itself."""
+        """Kill the process that loads the page cache, while it is idle; the mount then answers
+        every READ."""
         counts = self.counts()
         children = Path(f"/proc/{counts.supervisor}/task/{counts.supervisor}/children")
         helpers = [int(pid) for pid in children.read_text().split() if int(pid) != counts.server]
@@ -96,5 +100,5 @@ class Mount:
             time.sleep(0.01)
 
     def pss_bytes(self, supervisor: int) -> int:
-        """The memory of all processes of the mount, the page cache left out."""
+        """The memory of all processes of the mount, without the page cache."""
         return sum(map(pss_bytes, members(os.getsid(supervisor))))

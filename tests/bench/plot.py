@@ -1,4 +1,5 @@
-"""Plots, drawn by `plot_program.py` in the peers' environment: matplotlib is no tool of ours."""
+"""Draws plots with `plot_program.py`, which runs in the peers' environment, as only that has
+matplotlib."""
 
 import json
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ PROGRAM = Path(__file__).with_name("plot_program.py")
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line of a plot: its name, and a value for each place."""
+    """One line of a plot: its name, and its value at each x."""
 
     name: str
     values: Sequence[float]
@@ -21,7 +22,7 @@ class Line:
 def plot_lines(
     file: Path, title: str, x_name: str, y_name: str, places: Sequence[int], lines: Sequence[Line]
 ) -> None:
-    """Draws lines over the same places into a PNG. Raises PeerMissing where there is no program."""
+    """Draw lines over the same x values into a PNG. Raises PeerMissing without matplotlib."""
     drawn = {
         "title": title,
         "x": x_name,

@@ -1,6 +1,6 @@
 """Draws lines into a PNG; runs in the peers' environment, which has matplotlib.
 
-python plot_program.py FILE JSON        (what the JSON holds: `plot.py`)
+python plot_program.py FILE JSON        (`plot.py` makes the JSON)
 """
 
 import json
@@ -13,7 +13,7 @@ WIDTH_INCHES, HEIGHT_INCHES, DOTS_PER_INCH = 8, 4.5, 110
 
 
 def main(file: str, text: str) -> None:
-    """Draws; both axes are logarithmic."""
+    """Draw the plot; both axes are logarithmic."""
     drawn = json.loads(text)
     figure = Figure(figsize=(WIDTH_INCHES, HEIGHT_INCHES), layout="constrained")
     axes = figure.add_subplot()

@@ -2,13 +2,13 @@
  *
  *     reader [-w FOLDER] [-j READERS] [-b BATCH] LIST       LIST holds NUL-terminated paths
  *
- * With -w it first walks FOLDER, as a program does that looks what there is. With -j so many
- * processes begin together and share the list: whoever is free takes the next BATCH paths, so that
- * they stay as near to each other as the workers of a loader do.
+ * With -w it first walks FOLDER, as a program does that lists its input. With -j, READERS processes
+ * begin together and share the list: a process that is free takes the next BATCH paths, so that they
+ * stay as near to each other as the workers of a DataLoader do.
  *
- * Prints as JSON how many files and bytes, the bytes added as 64-bit words (modulo 2^64), the
- * seconds from the first open to the last close, when that was (CLOCK_MONOTONIC), and how many
- * entries the walk met. Any failure ends it with the path on stderr.
+ * It prints as JSON the numbers of files and bytes, the sum of the bytes as 64-bit words (modulo
+ * 2^64), the seconds from the first open to the last close, when that was (CLOCK_MONOTONIC), and the
+ * number of entries of the walk. Any failure ends it with the path on stderr.
  */
 #include <dirent.h>
 #include <errno.h>

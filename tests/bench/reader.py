@@ -1,4 +1,4 @@
-"""The C program that reads files one after the other (`reader.c`), compiled by the bench."""
+"""Compiles and runs the C program that reads files one after the other (`reader.c`)."""
 
 import json
 import os
@@ -9,15 +9,15 @@ from pathlib import Path
 
 SOURCE = Path(__file__).with_suffix(".c")
 BATCH_FILES = 64
-DEADLINE_S = 300.0  # of one epoch, which takes seconds
+DEADLINE_S = 300.0  # an epoch takes seconds
 
 
 @dataclass(frozen=True, slots=True)
 class ReadReport:
-    """What readers did; `sum` adds all bytes as 64-bit words modulo 2^64.
+    """What the readers have read; `sum` adds all bytes as 64-bit words modulo 2^64.
 
-    `seconds` go from the first open to the last close, which was at `end_s` of `time.monotonic()`;
-    `walked` entries were met before.
+    `seconds` is the time from the first open to the last close, which was at `end_s` of
+    `time.monotonic()`. `walked` is the number of entries of the walk before.
     """
 
     files: int
@@ -29,7 +29,7 @@ class ReadReport:
 
 
 def compile_reader(folder: Path) -> Path:
-    """The program, compiled into `folder` where it is not there yet."""
+    """Compile the program into `folder`, unless it is there already."""
     program = folder / "reader"
     if not program.exists():
         compiler = os.environ.get("CC", "cc")
@@ -38,7 +38,7 @@ def compile_reader(folder: Path) -> Path:
 
 
 def write_list(paths: Iterable[str], file: Path) -> Path:
-    """Writes the list that a reader follows."""
+    """Write the list of files for a reader."""
     file.write_bytes(b"".join(os.fsencode(path) + b"\0" for path in paths))
     return file
 
@@ -51,9 +51,9 @@ def read_files(
     batch_files: int = BATCH_FILES,
     walk: Path | None = None,
 ) -> ReadReport:
-    """Runs readers over a list, which they share in batches; they may walk a folder first.
+    """Run readers that share a list in batches; they may walk a folder first.
 
-    Raises CalledProcessError where a file cannot be read, TimeoutExpired where it takes too long.
+    Raises CalledProcessError if a file cannot be read, TimeoutExpired if it takes too long.
     """
     walked = [] if walk is None else ["-w", str(walk)]
     command = [str(program), *walked, "-j", str(readers), "-b", str(batch_files)]

@@ -43,6 +43,11 @@ def children(process: int) -> list[int]:
     ]
 
 
+def program_environment() -> dict[str, str]:
+    """The environment in which a program started by a test finds the packages of this tree."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
 class Dlcmd:
     """Runs `dlcmd` on one repository: in this process (`()`), or as a program (`program`)."""
 
@@ -71,7 +76,7 @@ class Dlcmd:
             stdin=stdin,
             stdout=stdout,
             stderr=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            env=program_environment(),
         )
 
     def program(

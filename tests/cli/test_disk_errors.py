@@ -16,7 +16,7 @@ import pytest
 from diesel_fs.system.atomic_file import remove_leftovers, temporary_name
 from tests.trees import Facts, facts, write
 
-from .conftest import Dlcmd, children, is_running
+from .conftest import Dlcmd, children, is_running, program_environment
 
 DEADLINE_S = 60.0
 CLOSE = "close:error=EIO"
@@ -29,7 +29,7 @@ def traced(
     """`dlcmd` under strace; both are killed at the end of the test."""
     command = ["strace", "-f", "-qq", "-o", "/dev/null", "-e", f"inject={inject}"]
     command += [] if path is None else ["-P", str(path)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment = program_environment()
     words = (*command, sys.executable, "-m", "dlcmd", *words)
     with subprocess.Popen(words, stderr=subprocess.PIPE, env=environment) as process:
         yield process
@@ -106,7 +106,7 @@ def test_a_metadata_store_that_cannot_be_opened_is_named_with_the_reason(
     file = dlcmd.store / "meta.sqlite"
     code, result = ended("rm", "pets/a", inject="openat:error=EIO:when=1", path=file)
     assert code == 14
-    assert f"{file} could not be opened for writing, though that is allowed" in result
+    assert f"{file} could not be opened for writing, though its mode allows it" in result
     assert dlcmd("ls", "pets").out == b"a\nsub\n"
 
 

@@ -18,7 +18,7 @@ from tests.trees import facts, write
 from tests.unprivileged_user import needs_root
 from tests.waiting import wait_until
 
-from .conftest import Dlcmd
+from .conftest import Dlcmd, program_environment
 
 
 def test_impossible_mounts_are_errors(dlcmd: Dlcmd, tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_a_terminal_shows_how_loading_goes_on(dlcmd: Dlcmd, tmp_path: Path) -> N
         words = ["mount", "--policy", "oneshot", "--memory", memory, "pets", str(at)]
         with subprocess.Popen(
             [sys.executable, "-m", "dlcmd", *words],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            env=program_environment(),
             stdout=subprocess.PIPE, stderr=terminal,
         ) as process:  # fmt: skip
             os.close(terminal)
@@ -118,7 +118,7 @@ def test_a_machine_that_forbids_mounting_is_exit_code_12(
         around = ["unshare", "--mount", "sh", "-c", NODEV, "sh", str(tmp_path / "dev")]
     done = subprocess.run(
         [*around, sys.executable, "-m", "dlcmd", "mount", "pets", tmp_path / "mnt"],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        env=program_environment(),
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 12, done.stderr

@@ -22,7 +22,7 @@ from diesel_fs.repository.local import LocalRepository
 from tests.trees import Facts, facts, write
 
 from ..datasets import dataset_state
-from .conftest import Dlcmd, children, is_running
+from .conftest import Dlcmd, children, is_running, program_environment
 
 DEADLINE_S = 30.0
 CHUNKS_SEEN = 20  # of 64 KiB, of some 70
@@ -85,7 +85,7 @@ def stopped_put(
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL if stdout is None else stdout,
         stderr=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        env=program_environment(),
         start_new_session=True,
     ) as process:
         try:

@@ -20,6 +20,7 @@ from diesel_fs.errors import NoSuchDataset, NoSuchPath, ObjectMissing, ObjectSto
 from diesel_fs.storage import open_stores as stores
 from diesel_fs.storage.objects.cloud.proxy import CloudProxy
 from diesel_fs.urls import CLOUD_SCHEMES
+from tests.cli.conftest import program_environment
 from tests.cli.conftest import redis_server as redis_server
 from tests.client.test_client import in_child
 from tests.storage.conftest import s3 as s3
@@ -96,7 +97,7 @@ def test_workers_of_a_data_loader_read_from_a_bucket(url: str, start: str) -> No
     """An ordinary training script runs two epochs; the workers are forked or spawned."""
     ended = subprocess.run(
         [sys.executable, TRAIN, url, start, "2"],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        env=program_environment(),
         capture_output=True, text=True, check=False, timeout=DEADLINE_S,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr

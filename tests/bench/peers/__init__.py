@@ -1,7 +1,7 @@
-"""Those we are measured against, one module each. Each raises PeerMissing where it cannot run.
+"""The peers: programs that DIESEL-FS is compared with, one module each.
 
-Their Python packages live in an environment of their own (`make bench` makes it): they want older
-libraries than ours.
+A module raises PeerMissing if its peer cannot run here. The peers' Python packages are installed in
+an environment of their own, which `make bench` makes, since they need older libraries than ours.
 """
 
 import subprocess
@@ -25,7 +25,7 @@ def installed(name: str) -> str:
 
 
 def output_of(command: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
-    """Run a peer; what it printed."""
+    """Run a peer, and return what it printed."""
     try:
         done = subprocess.run(
             command,

@@ -1,7 +1,7 @@
-"""MDSWriter of mosaicml-streaming: what else packs a folder of samples for training.
+"""Packs a folder with MDSWriter of mosaicml-streaming, which also packs samples for training.
 
-Its start-up (seconds of importing torch) is left out, which favours it: `mds_program` times itself
-from the walk to the sync.
+`mds_program` times itself from the walk to the sync. So the start-up (seconds of importing torch)
+is not counted, in favour of the peer.
 """
 
 import json
@@ -16,9 +16,10 @@ _PROGRAM = Path(__file__).with_name("mds_program.py")
 
 
 def pack_seconds(source: Path, folder: Path) -> float:
-    """The files below `source` as samples (path and content) in `folder`, synced like ours."""
+    """Pack the files below `source` into `folder` as samples of path and content, synced as ours
+    are."""
     python = installed("python")
-    # -P: beside the program lie modules with names that theirs may look for
+    # -P: else the peer may import modules of this folder that have the same names as its own
     command = [python, "-P", str(_PROGRAM), str(source), str(folder)]
     printed = output_of(command, {**os.environ, "PYTHONPATH": str(TREE)})
     report: dict[str, float] = json.loads(printed.splitlines()[-1])

@@ -1,5 +1,6 @@
-"""A memcached on each node of a task, with a client that knows all of them: the same memory, the
-same network, the same machine."""
+"""A memcached on each node of a task, with a client of all of them.
+
+The servers have the same memory as our masters, and use the same network and machine."""
 
 import json
 import shutil
@@ -22,7 +23,7 @@ _PROGRAM = Path(__file__).with_name("memcached_program.py")
 
 
 class Cluster:
-    """The servers, one a node, which have so much memory together."""
+    """The servers, one on each node, which share `memory_bytes`."""
 
     def __init__(self, nodes: Nodes, memory_bytes: int) -> None:
         found = shutil.which("memcached", path="/usr/local/bin:/usr/bin:/usr/sbin")
@@ -53,7 +54,7 @@ class Cluster:
         return ",".join(f"{node.address}:{PORT}" for node in self._nodes)
 
     def start(self, rank: int) -> None:
-        """An empty one."""
+        """Start an empty server on a node."""
         place = self._nodes[rank]
         options = ["-u", "root", "-l", place.address, "-p", str(PORT), "-m", str(self._megabytes)]
         server = place.start(self._program, *options, out=subprocess.DEVNULL)
@@ -65,7 +66,8 @@ class Cluster:
         end(self._servers[rank])
 
     def run(self, place: NodeHost, order: Mapping[str, object]) -> dict[str, float]:
-        """What a client in a node says of an order (`memcached_program.py`)."""
+        """Run a client on a node with one command, and return its answer
+        (`memcached_program.py`)."""
         done = place.run(
             *(installed("python"), "-P", _PROGRAM, self.servers),
             said=json.dumps(order) + "\n", check=False, timeout_s=DEADLINE_S,
@@ -78,7 +80,7 @@ class Cluster:
     def start_client(
         self, place: NodeHost, order: Mapping[str, object]
     ) -> "subprocess.Popen[bytes]":
-        """The same, for several at once; `answer` waits for its end."""
+        """Start a client on a node, for several at once; `answer` waits for its end."""
         process = place.start(
             *(installed("python"), "-P", _PROGRAM, self.servers), stdin=subprocess.PIPE
         )
@@ -90,7 +92,7 @@ class Cluster:
 
 
 def answer(process: "subprocess.Popen[bytes]") -> dict[str, float]:
-    """What a client that was started says."""
+    """The answer of a client that `start` has started."""
     assert process.stdout is not None
     line = process.stdout.read()
     if process.wait(DEADLINE_S):

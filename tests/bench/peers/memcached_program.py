@@ -1,15 +1,14 @@
-"""A client of a cluster of memcached; runs in the peers' environment, in a node, as a line each:
+"""A client of a cluster of memcached. It runs in the peers' environment on a node, and reads
+commands:
 
-    python memcached_program.py HOST:PORT,... <<END
-    {"do": "fill", "source": FOLDER, "paths": FILE}
-    {"do": "batches", "paths": FILE, "seed": S, "count": N, "size": M}
-    {"do": "singles", "paths": FILE, "seed": S, "count": N}
-    {"do": "epoch", "paths": FILE, "size": M}                                 in this order
-    {"do": "refill", "paths": FILE, "size": M, "store": "host:port/prefix"}   misses come from there
-    END
+    python memcached_program.py HOST:PORT,... <<END {"do": "fill", "source": FOLDER, "paths": FILE}
+    {"do": "batches", "paths": FILE, "seed": S, "count": N, "size": M} {"do": "singles", "paths":
+    FILE, "seed": S, "count": N} {"do": "epoch", "paths": FILE, "size": M}
+    in this order {"do": "refill", "paths": FILE, "size": M, "store": "host:port/prefix"}   misses
+    are read from it END
 
-FILE lists paths as the C reader has them: each ends in NUL. Each order is answered by a line of
-JSON. What it reads is counted, not looked at: that favours it.
+FILE lists paths as for the C reader: each ends in NUL. The answer to each command is a line of
+JSON. Contents are counted but not checked, in favour of the peer.
 """
 
 import http.client
@@ -22,8 +21,8 @@ import time
 import pylibmc
 
 BEHAVIORS = {"tcp_nodelay": True, "ketama": True}
-"""Of those that were tried (text or binary, blocking or not), binary and blocking is the fastest
-for many keys at once, and no slower than others for one."""
+"""The binary protocol and blocking calls: the fastest combination for many keys at once, and no
+slower than the others (text protocol, no blocking) for one key."""
 
 
 def listed(file: str) -> list[str]:
@@ -32,7 +31,7 @@ def listed(file: str) -> list[str]:
 
 
 def fill(client: pylibmc.Client, source: str, paths: list[str]) -> dict[str, float]:
-    """File by file, each with a request of its own."""
+    """Read file by file, each with a request of its own."""
     start_s = time.perf_counter()
     for path in paths:
         with open(os.path.join(source, path), "rb") as file:
@@ -73,7 +72,8 @@ def epoch(client: pylibmc.Client, paths: list[str], size: int) -> dict[str, floa
 
 
 def refill(client: pylibmc.Client, paths: list[str], size: int, store: str) -> dict[str, float]:
-    """An epoch in which what is missing is read from the store, one file a request, and set."""
+    """Read an epoch; files that are missing are read from the store, one file a request, and
+    set."""
     place, _, prefix = store.partition("/")
     link = http.client.HTTPConnection(place, timeout=60)
     missed = 0
@@ -82,7 +82,7 @@ def refill(client: pylibmc.Client, paths: list[str], size: int, store: str) -> d
         some = paths[first : first + size]
         try:
             found = client.get_multi(some)
-        except pylibmc.Error:  # of a server that has gone
+        except pylibmc.Error:  # a server was killed
             found = {}
         for path in some:
             if path not in found:

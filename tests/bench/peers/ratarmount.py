@@ -1,4 +1,4 @@
-"""ratarmount: a tar mounted through FUSE, as one would do without us."""
+"""Mounts a tar with ratarmount, through FUSE."""
 
 import subprocess
 import time
@@ -17,7 +17,7 @@ END_S = 20.0
 
 @contextmanager
 def mounted(archive: Path, mountpoint: Path) -> Iterator[Path]:
-    """The archive at a mount point, which is made; its index lies beside the archive."""
+    """Mount the archive at a mount point, which is made; the index lies beside the archive."""
     mountpoint.mkdir(exist_ok=True)
     index = archive.with_suffix(".index")
     command = [installed("ratarmount"), "-f", "--index-file", str(index)]
@@ -39,12 +39,12 @@ def mounted(archive: Path, mountpoint: Path) -> Iterator[Path]:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-            if is_mounted(mountpoint):  # it died, or somebody holds it
+            if is_mounted(mountpoint):  # its process died, or a file is open
                 subprocess.run(["fusermount3", "-uz", str(mountpoint)], check=False)
 
 
 def _wait(process: "subprocess.Popen[bytes]", mountpoint: Path) -> None:
-    """Until it is mounted."""
+    """Wait until it is mounted."""
     give_up_s = time.monotonic() + READY_S
     while not is_mounted(mountpoint):
         if process.poll() is not None or time.monotonic() > give_up_s:

@@ -1,4 +1,4 @@
-"""squashfuse_ll: a SquashFS image mounted through FUSE by a C program, Debian's."""
+"""Mounts a SquashFS image with squashfuse_ll, a C program of Debian, through FUSE."""
 
 import shutil
 import subprocess
@@ -16,9 +16,9 @@ END_S = 20.0
 
 
 def pack(source: Path, image: Path) -> Path:
-    """The files below `source` as an image without compression."""
+    """Make an image of the files below `source`, without compression."""
     plain = ["-noI", "-noId", "-noD", "-noF", "-noX"]
-    # Files of one size are compared with each other, which takes minutes here; none is another's.
+    # -no-duplicates: else files of one size are compared with each other, which takes minutes.
     quiet = ["-quiet", "-no-progress", "-noappend", "-no-duplicates"]
     output_of([_program("mksquashfs"), str(source), str(image), *plain, *quiet])
     return image
@@ -26,8 +26,8 @@ def pack(source: Path, image: Path) -> Path:
 
 @contextmanager
 def mounted(image: Path, mountpoint: Path) -> Iterator[tuple[float, float]]:
-    """The image at a mount point, which is made; yields how long the command took, and when it
-    returned (`time.monotonic()`). It returns when reads work, as ours does.
+    """Mount the image at a mount point, which is made. Yields the seconds that the command took,
+    and when it returned (`time.monotonic()`): it returns when files can be read, as ours does.
     """
     mountpoint.mkdir(exist_ok=True)
     try:
@@ -49,7 +49,7 @@ def _program(name: str) -> str:
 
 
 def _start(image: Path, mountpoint: Path) -> None:
-    """Runs the command; its daemon keeps no pipe of ours, so nobody waits for that."""
+    """Run the command, without pipes that its daemon would keep open."""
     done = subprocess.run(
         [_program("squashfuse_ll"), str(image), str(mountpoint)],
         check=False,

@@ -1,4 +1,4 @@
-"""GNU tar: what a disk takes when files are written one behind the other by a small C program."""
+"""GNU tar: how fast a small C program writes the files to the disk, one after the other."""
 
 import time
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""tmpfs: the same tree in the kernel's memory, the fastest that a file system here can be."""
+"""The same tree in tmpfs, in the kernel's memory: no file system on this machine can be faster."""
 
 import os
 import shutil
@@ -20,7 +20,7 @@ _ENTRY_BYTES = 2048  # an inode and a name in the kernel; measured some 1.2 KB
 
 @contextmanager
 def tree(shape: Shape) -> Iterator[Path]:
-    """The shape's folders and files, in tmpfs, until the end."""
+    """Make the shape's folders and files in tmpfs, and remove them at the end."""
     _check_room(shape)
     folder = Path(tempfile.mkdtemp(prefix="diesel-bench-", dir=PLACE))
     try:
@@ -37,7 +37,7 @@ def _fill(folder: Path, shape: Shape) -> None:
     say(f"making {shape.name} in {PLACE}")
     with subprocess.Popen(["tar", "xf", "-", "-C", folder], stdin=subprocess.PIPE) as process:
         assert process.stdin is not None
-        with suppress(BrokenPipeError):  # its exit code says more
+        with suppress(BrokenPipeError):  # its exit code tells the error
             for piece in tar_stream(shape):
                 process.stdin.write(piece)
             process.stdin.close()
