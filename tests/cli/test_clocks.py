@@ -49,7 +49,7 @@ def url(
 
 
 def by_clock(when: str, *words: str | Path) -> "subprocess.CompletedProcess[str]":
-    """`dlcmd` on a host that believes it is `at`; with a sign, so much later or earlier than
+    """`dlcmd` on a host that believes it is `when`; with a sign, so much later or earlier than
     now."""
     return subprocess.run(
         ["faketime", "-f", when, sys.executable, "-m", "dlcmd", *map(str, words)],
