@@ -136,7 +136,7 @@ class TaskOptions(DaemonRequest):
         " and of what it already holds]",
     )  # fmt: skip
     policy: FillPolicy = _option(  # noqa: RUF009  # it makes a field
-        "on-demand", "choice", None, "Make chunks resident when they are first read, or all from"
+        "on-demand", "choice", None, "Load chunks into memory when they are first read, or all from"
         " the start.", choices=_POLICIES,
     )  # fmt: skip
     evict: str = _option(
