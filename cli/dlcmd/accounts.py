@@ -24,7 +24,7 @@ from diesel_fs.storage.accounts.account import (
     parse_role,
     public_key_text,
 )
-from diesel_fs.storage.objects.cloud import direct as clouds
+from diesel_fs.storage.objects.cloud.direct import open_buckets_directly
 from diesel_fs.system.atomic_file import atomic_file, is_stdout, write_error
 from diesel_fs.urls import SERVER_SCHEMES, parse_url
 
@@ -34,7 +34,7 @@ from .output import count_text, print_json, print_line, print_note, write_stdout
 
 def _open_accounts(*, create: bool = False) -> Administration:
     """The accounts of the repository that the options name: of its server, or direct."""
-    clouds.open_buckets_directly()
+    open_buckets_directly()
     settings = global_flags().settings()
     return open_administration(
         parse_url(settings.repository_url), settings.credentials, create=create

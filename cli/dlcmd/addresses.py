@@ -14,7 +14,7 @@ from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.names import parse_versioned_name, shown
 from diesel_fs.remote.open import open_configured
 from diesel_fs.repository.interface import Repository
-from diesel_fs.storage.objects.cloud import direct as clouds
+from diesel_fs.storage.objects.cloud.direct import open_buckets_directly
 from diesel_fs.urls import parse_url
 
 from .options import ALL_VERSIONS, check_dataset_argument, dataset, global_flags
@@ -85,7 +85,7 @@ def open_repository_from_flags(
 
     `create` makes a repository that is missing; `rebuild` makes only a missing metadata store.
     """
-    clouds.open_buckets_directly()
+    open_buckets_directly()
     settings = global_flags().settings()
     try:
         if rebuild:

@@ -6,7 +6,7 @@
 import sys
 
 from diesel_fs.ingest.worker import run_worker_program
-from diesel_fs.storage.objects.cloud import direct as clouds
+from diesel_fs.storage.objects.cloud.direct import open_buckets_directly
 from diesel_fs.storage.objects.store import ObjectStore
 from diesel_fs.storage.open_stores import open_objects
 from diesel_fs.urls import parse_url
@@ -19,5 +19,5 @@ def _opened(url: str) -> ObjectStore:
 
 
 if __name__ == "__main__":
-    clouds.open_buckets_directly()
+    open_buckets_directly()
     run_worker_program(int(sys.argv[1]), _opened)

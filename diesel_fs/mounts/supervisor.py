@@ -32,7 +32,7 @@ from pathlib import Path
 
 from ..errors import DieselError
 from ..net.messages import error_message
-from ..storage.objects.cloud import direct as clouds
+from ..storage.objects.cloud.direct import open_buckets_directly
 from ..system import daemons, syscalls
 from ..system.log_limit import LogRateLimit
 from ..system.mountinfo import mounts
@@ -70,7 +70,7 @@ def main(
     warnings, and at last that it is ready or what went wrong. The mount point is an argument only
     so that `ps` shows it. Tests give another `source` of contents.
     """
-    clouds.open_buckets_directly()
+    open_buckets_directly()
     lines = logging.StreamHandler(sys.stderr)
     lines.addFilter(LogRateLimit())
     logging.basicConfig(

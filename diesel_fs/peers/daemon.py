@@ -33,7 +33,7 @@ from ..errors import DieselError, NoSpaceError, UsageError
 from ..net.messages import error_message
 from ..net.tls import make_certificate
 from ..remote.open import open_repository, same_view
-from ..storage.objects.cloud import direct as clouds
+from ..storage.objects.cloud.direct import open_buckets_directly
 from ..system import daemons
 from ..urls import parse_url
 from . import local
@@ -65,7 +65,7 @@ Signals = AsyncIterator[int]
 
 def main() -> int:
     """Run the master that the request on stdin asks for; returns the exit code."""
-    clouds.open_buckets_directly()
+    open_buckets_directly()
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s"
     )

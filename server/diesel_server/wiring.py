@@ -21,7 +21,7 @@ from diesel_fs.repository.local import LocalRepository
 from diesel_fs.settings import cache_folder
 from diesel_fs.storage.accounts.account import Account
 from diesel_fs.storage.metadata.redis.address import parse_redis_url
-from diesel_fs.storage.objects.cloud import direct as clouds
+from diesel_fs.storage.objects.cloud.direct import open_buckets_directly
 from diesel_fs.storage.objects.store import ObjectStore
 from diesel_fs.storage.open_stores import open_accounts, open_objects
 from diesel_fs.urls import RepositoryUrl, parse_url, shown_url
@@ -65,7 +65,7 @@ WireUp = Callable[[WorkerConfig, MetricCells], Wiring]
 
 def wire_up(config: WorkerConfig, cells: MetricCells) -> Wiring:
     """The wiring of a real server."""
-    clouds.open_buckets_directly()
+    open_buckets_directly()
     url = parse_url(config.url)
     objects = _objects(url)
     folder = prepare_cache_folder(Path(config.cache), objects) if config.cache else None

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import diesel_fs
 from diesel_fs.peers import launch
-from diesel_fs.storage.objects.cloud import direct as clouds
+from diesel_fs.storage.objects.cloud.direct import open_buckets_directly
 from tests.peers.contents import content, path
 
 Read = Callable[[list[str]], Iterable[bytes | memoryview]]
@@ -50,7 +50,7 @@ def epoch(read: Read, files: int, seed: int, batch: int, pace_s: float) -> dict[
 
 def main() -> None:
     """Follows orders."""
-    clouds.open_buckets_directly()  # it never forks
+    open_buckets_directly()  # it never forks
     opened = json.loads(sys.stdin.readline())
     if "mount" in opened:
         top = Path(opened["mount"])

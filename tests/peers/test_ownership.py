@@ -43,7 +43,7 @@ def test_shares_are_equal_within_a_tenth(world: int, count: int) -> None:
 
 # With few chunks a node, as in the last of the shapes, more move, or shares would differ by more.
 @pytest.mark.parametrize(("world", "count"), [*SHAPES[2:-1], (300, 100_000)])
-@pytest.mark.parametrize("gone", [0, -1])
+@pytest.mark.parametrize("lost", [0, -1])
 def test_about_one_in_n_moves_when_a_node_leaves(world: int, count: int, lost: int) -> None:
     ids, sizes = chunks(count)
     ownership = Ownership(ids, sizes, world)

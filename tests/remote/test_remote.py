@@ -490,7 +490,8 @@ def test_S11_over_a_bucket_clients_know_nothing_of_it(
     place = s3.place()
     with RedisServer(tmp_path / "redis") as redis:
         driver = (
-            "import sys; from diesel_fs import clouds; clouds.enable();"
+            "import sys; from diesel_fs.storage.objects.cloud import direct;"
+            "direct.open_buckets_directly();"
             "from tests.server.program import new_repository;"
             "print(new_repository(sys.argv[1], 'root')['root'].key_text)"
         )

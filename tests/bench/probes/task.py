@@ -22,7 +22,7 @@ from diesel_fs import Dataset, connect
 from diesel_fs.format.object_names import chunk_object
 from diesel_fs.remote.open import open_configured
 from diesel_fs.settings import load_settings
-from diesel_fs.storage.objects.cloud import direct as clouds
+from diesel_fs.storage.objects.cloud.direct import open_buckets_directly
 
 
 def touch(dataset: Dataset, part: int, of: int) -> dict[str, float]:
@@ -82,7 +82,7 @@ def chunks(name: str) -> dict[str, float]:
 
 def main() -> None:
     """Connect, and run the commands."""
-    clouds.open_buckets_directly()  # it never forks
+    open_buckets_directly()  # it never forks
     words = json.loads(sys.stdin.readline())
     with connect(**words) as dataset:
         print(json.dumps({"files": len(dataset)}), flush=True)

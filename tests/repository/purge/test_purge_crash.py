@@ -42,9 +42,9 @@ def stores_with_holes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, P
              "rename,renameat,renameat2"],
 )  # fmt: skip
 def test_P1_purge_killed_at_every_step(
-    dataset_with_holes: tuple[Path, Path], tmp_path: Path, call: str
+    stores_with_holes: tuple[Path, Path], tmp_path: Path, call: str
 ) -> None:
-    first, source = dataset_with_holes
+    first, source = stores_with_holes
     expected = facts(source)
     kills = 0
     for when in (1, 2, 3, 5, 8, 13, 21, 34):
