@@ -97,7 +97,7 @@ def test_each_attribute_alone_makes_an_entry_changed(
                 last = replace(own.parts[-1], checksum=own.parts[-1].checksum ^ 1)
                 own = replace(own, parts=(*own.parts[:-1], last))
             case "chunk" if own.parts:
-                moved = [replace(each, chunk=5, offset=each.offset ^ 4096) for each in own.parts]
+                moved = [replace(each, chunk=5, offset=each.offset + 64) for each in own.parts]
                 own = replace(own, parts=tuple(moved))
         after[path] = own
     check(before, after)
