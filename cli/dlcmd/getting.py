@@ -13,7 +13,7 @@ from diesel_fs.client import extract
 from diesel_fs.client.extract import GetReport
 from diesel_fs.errors import ConflictError, UsageError
 from diesel_fs.format.entries import Kind
-from diesel_fs.repository.interface import Repository, index_of_path
+from diesel_fs.repository.interface import Repository
 from diesel_fs.system.atomic_file import atomic_file, is_stdout, named_file, write_error
 
 from .addresses import Address, entry_reader, open_repository_from_flags, versioned_address
@@ -63,9 +63,7 @@ def get(source: Address, dest: str | None, tar: str | None, force: bool) -> None
                 with _tar_file("-" if to_stdout else tar, force=force) as out:
                     report = extract.get_tar(view, reader, source.path, out, progress)
             else:
-                where = _destination(
-                    repository, str(dest), view.name(index_of_path(view, source.path))
-                )
+                where = _destination(repository, str(dest), view.name(view.index_of(source.path)))
                 report = extract.get(
                     view, reader, source.path, where, force=force, progress=progress
                 )
@@ -153,7 +151,7 @@ def cat(sources: tuple[Address, ...]) -> None:
 
 def _write_content(repository: Repository, source: Address) -> None:
     view = source.view(repository)
-    index = index_of_path(view, source.path)
+    index = view.index_of(source.path)
     kind = view.stat(index).kind
     if kind == Kind.LINK:
         raise UsageError(f"{source} is a link to {os.fsdecode(view.link(index))!r}")

@@ -16,7 +16,7 @@ from diesel_fs.format.snapshot import layout as layout
 from diesel_fs.format.snapshot.reader import Indices, Snapshot
 from diesel_fs.names import shown
 from diesel_fs.repository.catalog import DatasetInfo
-from diesel_fs.repository.interface import Repository, index_of_path
+from diesel_fs.repository.interface import Repository
 from diesel_fs.repository.versions import KeptVersion
 
 from .addresses import Address, listed_address, open_repository_from_flags, versioned_address
@@ -67,7 +67,7 @@ def ls(target: Address | None, long: bool, recursive: bool, nul: bool) -> None:
             _list_versions(repository.kept_versions(target.dataset))
             return
         view = target.view(repository)
-        top = index_of_path(view, target.path)
+        top = view.index_of(target.path)
         is_folder = view.stat(top).kind == Kind.FOLDER
         if target.must_be_folder and not is_folder:
             raise UsageError(f"{target} is not a folder")
@@ -217,7 +217,7 @@ def stat(target: Address) -> None:
     with open_repository_from_flags() as repository:
         info = repository.dataset(target.dataset)
         view = target.view(repository) if target.version else repository.view_of(info)
-        index = index_of_path(view, target.path)
+        index = view.index_of(target.path)
         described = _entry_json(view, index, target.path, view.stat(index))
         if not target.path:
             described |= _dataset_json(info)
@@ -286,7 +286,7 @@ def du(targets: tuple[Address, ...]) -> None:
         everything = [Address(info.name) for info in repository.datasets()]
         for target in targets or everything:
             view = target.view(repository)
-            files, content_bytes, stored_bytes = _usage(view, index_of_path(view, target.path))
+            files, content_bytes, stored_bytes = _usage(view, view.index_of(target.path))
             unused = _reclaimable(repository, target, view)
             if global_flags().json:
                 print_json(

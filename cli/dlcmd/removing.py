@@ -5,7 +5,7 @@ import click
 from diesel_fs.errors import UsageError
 from diesel_fs.format.entries import Kind
 from diesel_fs.format.snapshot.reader import Snapshot
-from diesel_fs.repository.interface import Repository, index_of_path
+from diesel_fs.repository.interface import Repository
 
 from .addresses import Address, address, open_repository_from_flags
 from .options import dataset, global_flags, verb
@@ -59,7 +59,7 @@ def _paths(view: Snapshot, targets: list[Address], *, recursive: bool) -> list[b
     """The paths to delete, deepest first. Raises NoSuchPath, and UsageError for a folder."""
     chosen: dict[int, None] = {}
     for target in targets:
-        index = index_of_path(view, target.path)
+        index = view.index_of(target.path)
         if view.stat(index).kind == Kind.FOLDER and not recursive:
             raise UsageError(
                 f"{target} is a folder", advice="`dlcmd rm -r` deletes it and everything below"

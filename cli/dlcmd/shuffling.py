@@ -18,7 +18,6 @@ from diesel_fs.orders.shuffle import (
     full_shuffle,
 )
 from diesel_fs.orders.shuffle import measure_quality as quality_of
-from diesel_fs.repository.interface import index_of_path
 
 from .addresses import Address, address, open_repository_from_flags
 from .options import global_flags, verb
@@ -77,7 +76,7 @@ def shuffle(
     """
     with open_repository_from_flags() as repository:
         view = repository.view(target.dataset)
-        below = index_of_path(view, target.path)
+        below = view.index_of(target.path)
         if view.stat(below).kind != Kind.FOLDER:
             raise UsageError(f"{target} is not a folder")
         if full:

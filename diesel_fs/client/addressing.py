@@ -14,9 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import NoSuchPath, UsageError
-from ..format.entries import check_path
 from ..format.snapshot.reader import Indices, Snapshot
-from ..repository.interface import index_of_path
 
 PathText = str | bytes | os.PathLike[str]
 
@@ -49,7 +47,7 @@ def encoded(path: object) -> bytes:
 def index_of(view: Snapshot, key: EntryKey) -> int:
     """The index of an entry. Raises NoSuchPath, and UsageError for neither a path nor an index."""
     if isinstance(key, _PATHS):
-        return index_of_path(view, check_path(encoded(key)))
+        return view.index_of(encoded(key))
     try:
         return _check_index(view, operator.index(key))
     except TypeError:
@@ -81,7 +79,7 @@ def indices_of(view: Snapshot, names: list[bytes] | Indices) -> Indices:
         return names
     indices = view.lookup_many(names)
     for missing in np.flatnonzero(indices < 0)[:1].tolist():
-        index_of_path(view, names[missing])  # raises the error for this path
+        view.index_of(names[missing])  # raises the error for this path
     return indices
 
 

@@ -24,7 +24,6 @@ from ..ingest.compare import FolderChanges, FolderComparer
 from ..ingest.options import Filter, PutOptions
 from ..ingest.sources.folder import open_source
 from ..ingest.sources.walk import walk
-from ..repository.interface import index_of_path
 
 _BATCH = 4096
 
@@ -65,8 +64,8 @@ class _Paths(Collection[bytes]):
 
 def compare_versions(old: Snapshot, new: Snapshot, below: bytes = b"") -> Differences:
     """The differences from `old` to `new`, at and below a path in both. Raises NoSuchPath."""
-    old_entries = old.walk(index_of_path(old, below))
-    new_entries = new.walk(index_of_path(new, below))
+    old_entries = old.walk(old.index_of(below))
+    new_entries = new.walk(new.index_of(below))
     matched = diff_snapshots(old, new)
     in_new = np.zeros(len(old), np.bool_)
     in_new[matched.same_path[matched.same_path >= 0]] = True

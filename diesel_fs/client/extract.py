@@ -37,7 +37,6 @@ from ..errors import (
 from ..format.entries import MODE_MASK, Kind, Stat, name_fault
 from ..format.snapshot import layout as layout
 from ..format.snapshot.reader import Indices, Snapshot, same_content
-from ..repository.interface import index_of_path
 from ..system.atomic_file import check_links, close_folder, remove_leftovers, temporary_name
 
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -100,7 +99,7 @@ def get(
     Returns a report that names the entries that could not be written. Raises NoSuchPath,
     NoSpaceError, PermissionDenied, ObjectStoreError.
     """
-    top = index_of_path(view, path)
+    top = view.index_of(path)
     if view.stat(top).kind == Kind.FOLDER:
         root, fresh = _open_destination(dest, view.stat(top).mode)
         remove_leftovers(root)
@@ -498,7 +497,7 @@ def get_tar(
     `out`, and FormatError if a file of several extents cannot be read to its end: its header has
     been written by then, so the tar is not whole.
     """
-    top = index_of_path(view, path)
+    top = view.index_of(path)
     below = view.walk(top)
     report = GetReport(total=len(below))
     prefix = len(view.path(top)) + 1 if top else 0

@@ -17,10 +17,10 @@ from typing import Self
 from uuid import UUID
 
 from ..credentials import Credentials
-from ..errors import DieselError, NoSuchPath, NotFoundError, UsageError
+from ..errors import DieselError, NotFoundError, UsageError
 from ..format.chunk import Header, parse_header, parse_preamble
 from ..format.chunk_id import LOWEST, IdSource
-from ..format.entries import ChunkId, Rows, Stat, check_path
+from ..format.entries import ChunkId, Rows, Stat
 from ..format.object_names import chunk_object, chunk_of_object, chunk_prefix
 from ..format.snapshot.reader import Snapshot
 from ..net.messages import Fields, Message
@@ -379,11 +379,3 @@ def staleness_text(view: Snapshot, why: str) -> str:
         f"{why}: this is version {view.version} of {view.dataset}, the newest snapshot,"
         f" which is {timedelta(seconds=age_s)} old"
     )
-
-
-def index_of_path(view: Snapshot, path: bytes) -> int:
-    """The index of a path in a view. Raises NoSuchPath."""
-    index = view.lookup(check_path(path))
-    if index < 0:
-        raise NoSuchPath(f"no {os.fsdecode(path)!r} in dataset {view.dataset!r}")
-    return index

@@ -59,7 +59,7 @@ from .expected_chunks import (
     read_with_retries,
     unreadable_paths,
 )
-from .interface import Repository, index_of_path, staleness_text, version_not_kept
+from .interface import Repository, staleness_text, version_not_kept
 from .retention import Deletion, remove_dataset, remove_expired_versions
 from .validation import StoreClock, ValidatedChunk, batch_of, validate_chunk
 from .versions import KeptVersion, VersionStore, empty_snapshot
@@ -251,7 +251,7 @@ class StoredRepository(Repository):
             with suppress(CorruptError, MetadataBehind):  # the metadata store cannot tell
                 return self._stat(meta, info, path)
         view = self.view_of(info)
-        return view.stat(index_of_path(view, path))
+        return view.stat(view.index_of(path))
 
     def _stat(self, meta: MetadataStore, info: DatasetInfo, path: bytes) -> Stat:
         rows = meta.lookup(info.identity, [path])

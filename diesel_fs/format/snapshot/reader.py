@@ -22,7 +22,7 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 
 from ...errors import CorruptError, NoSuchPath
 from ...names import shown
-from ..entries import ROOT, AnySlice, ChunkId, Kind, Stat
+from ..entries import ROOT, AnySlice, ChunkId, Kind, Stat, check_path
 from . import layout as layout
 
 if TYPE_CHECKING:
@@ -184,6 +184,15 @@ class Snapshot:
             return ROOT_INDEX if path == ROOT else -1
         found = self._folder_of_path.get(folder) or self._folder(folder)
         return self._find(found[0], xxh3_64_intdigest(name, found[1]), name)
+
+    def index_of(self, path: bytes) -> int:
+        """The index of the entry at `path`. Raises NoSuchPath, and UsageError for a path that no
+        dataset can have."""
+        index = self.lookup(check_path(path))
+        if index < 0:
+            text = path.decode("utf-8", "surrogateescape")
+            raise NoSuchPath(f"no {text!r} in dataset {self.dataset!r}")
+        return index
 
     def child(self, folder: int, name: bytes) -> int:
         """The index of the entry `name` in the folder with the index `folder`, or -1."""
