@@ -1,4 +1,4 @@
-"""URLs of repositories: parses each form, and shows a URL without its password.
+"""URLs of repositories: parses each form, and shows a URL without its password. Also HOST:PORT.
 
     file:///folder                       a folder; its metadata beside the chunks (SQLite)
     file:///folder?meta=redis://host     a folder; its metadata in Redis
@@ -12,6 +12,7 @@ processes of DIESEL-FS, contains it.
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple, Self
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 from .errors import ConfigError
@@ -26,6 +27,26 @@ _SECRET = re.compile(r"(?<=://)([^/?#@]*:)?[^/?#@]*@")
 def shown_url(text: str) -> str:
     """A URL of any kind, with `***` for its user and password."""
     return _SECRET.sub("***@", text)
+
+
+class HostPort(NamedTuple):
+    """The name or address of a host, without brackets, and a port. As text an IPv6 address has
+    brackets."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @classmethod
+    def parse(cls, text: str, default_port: int | None = None) -> Self:
+        """What HOST:PORT means, or HOST alone where there is a default port. Raises ValueError."""
+        parts = urlsplit(f"//{text}")
+        port = default_port if parts.port is None else parts.port
+        if not parts.hostname or port is None or parts.netloc != text or "@" in text:
+            raise ValueError(f"{text!r} is not HOST:PORT")
+        return cls(parts.hostname, port)
 
 
 @dataclass(frozen=True, slots=True, repr=False)

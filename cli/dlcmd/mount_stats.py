@@ -19,7 +19,7 @@ _GROUPS = {
     "lists": ".diesel/filelist",
     "task": "the task's cache",
     "client": "what this mount has read through it",
-    "holdings": "what this node holds",
+    "node_cache": "what this node holds",
     "peers": "other nodes",
     "follow": "following the dataset",
 }

@@ -39,9 +39,9 @@ _SMALL_BYTES = 256 << 10  # the time of larger answers depends on the network mo
 class BreakerState(Enum):
     """What happens to a request now; the values are shown in statistics."""
 
-    CLOSED = "asked"
-    OPEN = "paused"
-    HALF_OPEN = "tried"
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half open"
     QUARANTINED = "quarantined"
 
 

@@ -23,9 +23,8 @@ from uuid import UUID
 from ..credentials import Credentials
 from ..errors import DeadlineError, DieselError, MetadataError, PermissionDenied
 from ..format.entries import Bytes
-from ..urls import RepositoryUrl
+from ..urls import HostPort, RepositoryUrl
 from .client_connection import (
-    Address,
     Answer,
     Connection,
     ConnectionBroken,
@@ -119,7 +118,7 @@ class ServerLink(RpcClient):
         for a malformed address.
         """
         self._url = url
-        self._addresses: Sequence[Address] = parse_addresses(url)
+        self._addresses: Sequence[HostPort] = parse_addresses(url)
         self._credentials = credentials
         self._program = program
         self._open_s = open_s
@@ -309,7 +308,7 @@ class ServerLink(RpcClient):
                 raise _connect_error(failed) from failed[0]
             pause_s = min(2 * pause_s, _PAUSE_S_MAX)
 
-    def _open_connection(self, address: Address, patience: Deadline) -> Connection:
+    def _open_connection(self, address: HostPort, patience: Deadline) -> Connection:
         if self._url.scheme == "diesel+tls" and self._tls is None:
             self._tls = tls_context()
         try:

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NamedTuple, TypeVar
-from urllib.parse import urlsplit
 from uuid import UUID
 
 import numpy as np
@@ -30,7 +29,7 @@ from ..errors import (
     MetadataError,
 )
 from ..format.entries import Bytes
-from ..urls import RepositoryUrl
+from ..urls import HostPort, RepositoryUrl
 from . import frames as wire
 from .keys import sign
 from .messages import Message, parse_error
@@ -63,16 +62,6 @@ _CERTIFICATE_ADVICE = {  # by OpenSSL's error X509_V_ERR_...
 }
 
 T = TypeVar("T")
-
-
-class Address(NamedTuple):
-    """The host and port at which a server listens."""
-
-    host: str
-    port: int
-
-    def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 class Answer(NamedTuple):
@@ -114,22 +103,15 @@ class ConnectionBroken(Exception):
         self.is_permanent = is_permanent
 
 
-def parse_addresses(url: RepositoryUrl) -> list[Address]:
+def parse_addresses(url: RepositoryUrl) -> list[HostPort]:
     """The servers that a URL names. Raises ConfigError."""
-    found = []
-    for place in url.host.split(","):
-        try:
-            parts = urlsplit(f"//{place}")
-            port = parts.port
-        except ValueError:
-            parts, port = urlsplit(""), None
-        if not parts.hostname or parts.path:
-            raise ConfigError(
-                f"bad repository URL {str(url)!r}: {place!r} is not a host and port",
-                advice=f"write {url.scheme}://host:port,host2:port2",
-            )
-        found.append(Address(parts.hostname, PORT if port is None else port))
-    return found
+    try:
+        return [HostPort.parse(each, PORT) for each in url.host.split(",")]
+    except ValueError as error:
+        raise ConfigError(
+            f"bad repository URL {str(url)!r}: {error}",
+            advice=f"write {url.scheme}://host:port,host2:port2",
+        ) from None
 
 
 def tls_context() -> ssl.SSLContext:
@@ -145,7 +127,7 @@ class Connection:
 
     def __init__(
         self,
-        address: Address,
+        address: HostPort,
         tls: ssl.SSLContext | None,
         credentials: Credentials,
         program: str,
@@ -424,7 +406,7 @@ class Connection:
             )
 
 
-def _connected(address: Address, deadline: Deadline) -> socket.socket:
+def _connected(address: HostPort, deadline: Deadline) -> socket.socket:
     """A socket that is connected to one of the addresses of a host. Raises ConnectionBroken."""
     why = "its name has no address"
     for family, place in _resolve_in_time(address, deadline):
@@ -445,7 +427,7 @@ _SocketAddress = tuple[str, int] | tuple[str, int, int, int] | tuple[int, bytes]
 
 
 def _resolve_in_time(
-    address: Address, deadline: Deadline
+    address: HostPort, deadline: Deadline
 ) -> Sequence[tuple[socket.AddressFamily, _SocketAddress]]:
     """The addresses of a host. The look-up of a name has no time-out of its own, so it runs in a
     thread."""
@@ -474,7 +456,7 @@ def _resolve_in_time(
     return found
 
 
-def _looked_up(address: Address, flags: int) -> list[tuple[socket.AddressFamily, _SocketAddress]]:
+def _looked_up(address: HostPort, flags: int) -> list[tuple[socket.AddressFamily, _SocketAddress]]:
     with suppress(UnicodeError):
         answers = socket.getaddrinfo(*address, type=socket.SOCK_STREAM, flags=flags)
         return [(answer[0], answer[4]) for answer in answers]

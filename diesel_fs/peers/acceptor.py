@@ -22,6 +22,7 @@ import trio
 from ..errors import CorruptError, DieselError
 from ..format.entries import Bytes
 from ..net.channel import Channel, ConnectionClosed, FrameReader, TlsChannel
+from ..urls import HostPort
 from . import wire
 from .handshake import HELLO_S, HandshakeRejected, LocalIdentity, accept_tls, authenticate
 from .wire import (
@@ -141,7 +142,9 @@ class Acceptor:
         self._connections: dict[int, _Connection] = {}
         self._lines = 0
         self._lines_since_s = float("-inf")
-        self._counts = dict.fromkeys("accepted refused requests parts bytes at_once".split(), 0)
+        self._counts = dict.fromkeys(
+            "accepted rejected requests parts bytes from_memory".split(), 0
+        )
 
     async def serve(self, listeners: Sequence[socket.socket]) -> None:
         """Accept and answer until cancelled. The caller closes the listeners."""
@@ -163,8 +166,8 @@ class Acceptor:
         return {
             **self._counts,
             "connections": len(self._connections),
-            "knocking": len(self._pending),
-            "under_way": sum(each.in_flight for each in self._connections.values()),
+            "pending_handshakes": len(self._pending),
+            "in_flight": sum(each.in_flight for each in self._connections.values()),
         }
 
     # Connections
@@ -186,7 +189,7 @@ class Acceptor:
     async def _welcome(self, accepted: socket.socket, address: str, port: int) -> None:
         """Serve one connection from beginning to end. An error on it affects no other
         connection."""
-        where = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+        where = str(HostPort(address, port))
         me = self._me
         channel = None
         try:
@@ -246,7 +249,7 @@ class Acceptor:
 
     def _note(self, where: str, why: str) -> None:
         """Log a rejection, unless there are very many."""
-        self._counts["refused"] += 1
+        self._counts["rejected"] += 1
         now_s = trio.current_time()
         if now_s - self._lines_since_s > _LINES_S:
             self._lines, self._lines_since_s = 0, now_s
@@ -313,7 +316,7 @@ class Acceptor:
                     await connection.acquire(size)
                     nursery.start_soon(self._answer_later, connection, head, parts, size)
                 else:
-                    counts["at_once"] += 1
+                    counts["from_memory"] += 1
                     answer = wire.answer_head(head.id, wire.READ, ALL_GIVEN[: head.counted], size)
                     if not channel.send_now([answer, *views], len(answer) + size):
                         await channel.drain()

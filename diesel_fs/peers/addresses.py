@@ -10,23 +10,18 @@ one machine, with a warning unless all `--peers` have such addresses.
 """
 
 import hashlib
-import ipaddress
 import logging
-import re
 import socket
 from collections.abc import Sequence
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 
 from ..errors import UsageError
 from ..net.client_connection import parse_addresses as servers_of
 from ..storage.metadata.redis.address import parse_redis_url
-from ..urls import SERVER_SCHEMES, RepositoryUrl
+from ..urls import SERVER_SCHEMES, HostPort, RepositoryUrl
 
 log = logging.getLogger("diesel.task")
-
-_HOST_PORT = re.compile(r"(?P<host>\[[^\]]+\]|[^:\[\]]+):(?P<port>[0-9]{1,5})", re.ASCII)
-
-HostPort = tuple[str, int]
 
 
 def listen_address(
@@ -39,16 +34,15 @@ def listen_address(
     or Redis. Raises UsageError for a bad address, and where other nodes could not reach this one;
     some of these cases are warnings only (see the module).
     """
-    found = _choose_listen_address(listen, advertise, rank, world, peers, url)
+    chosen = _choose_listen_address(listen, advertise, rank, world, peers, url)
     if world > 1:
-        _check_reachable(advertise, found[0], peers)
-    return found
+        _check_reachable(advertise, chosen.host, peers)
+    return chosen
 
 
 def _choose_listen_address(
     listen: str, advertise: str, rank: int, world: int, peers: Sequence[str], url: RepositoryUrl
 ) -> HostPort:
-    """As `listen_address`, without the check that other nodes reach it."""
     if listen:
         return _parse_listen(listen, advertise, world)
     if peers:
@@ -56,64 +50,71 @@ def _choose_listen_address(
             raise UsageError(f"--peers names {len(peers)} nodes, and this is node {rank}")
         return _parse_listen(peers[rank], advertise, world)
     if world == 1:
-        return _own_loopback(), 0
+        return HostPort(_own_loopback(), 0)
     for endpoint in _shared_endpoints(url):
-        found = _source_address(endpoint)
-        if found and not ipaddress.ip_address(found.partition("%")[0]).is_loopback:
-            return found, 0
+        host = _source_address(endpoint)
+        if host and not _is_loopback(host):
+            return HostPort(host, 0)
     raise UsageError(
         f"no address is known at which the {world} nodes reach this one",
         advice="say --listen ADDRESS:0",
     )
 
 
-def advertised_address(advertise: str, host: str, port: int) -> str:
-    """The address to register for a master that is bound to `host` and `port`. Raises
-    UsageError."""
-    if advertise:
-        match = _HOST_PORT.fullmatch(advertise)
-        if match is not None and int(match["port"]):
-            return advertise
-        host = _host_in(advertise)
-    elif _is_any(host):
-        raise UsageError(
-            f"{host} means all interfaces of this machine: other nodes need one address",
-            advice="say --advertise HOST",
-        )
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+def advertised_address(advertise: str, bound: HostPort) -> str:
+    """The address to register for a master that is bound to `bound`. Raises UsageError."""
+    if not advertise:
+        if _is_any(bound.host):
+            raise UsageError(
+                f"{bound.host} means all interfaces of this machine: other nodes need one address",
+                advice="say --advertise HOST",
+            )
+        return str(bound)
+    given = _parse_advertise(advertise)
+    return str(given if given.port else HostPort(given.host, bound.port))
+
+
+def _parse_advertise(text: str) -> HostPort:
+    """HOST or HOST:PORT; port 0 where there is none."""
+    try:
+        return HostPort.parse(text, 0)
+    except ValueError:  # an IPv6 address without brackets, or a text that `Member` refuses
+        return HostPort(text, 0)
 
 
 def _parse_listen(listen: str, advertise: str, world: int) -> HostPort:
     """The address and port in `listen`, whose host may be a name. Raises UsageError."""
-    match = _HOST_PORT.fullmatch(listen)
-    if match is None or int(match["port"]) >= 1 << 16:
-        raise UsageError(f"bad address {listen!r} to listen on", advice="write it as HOST:PORT")
-    host, port = match["host"].strip("[]"), int(match["port"])
-    if _is_address(host):
-        if _is_any(host) and world > 1 and not advertise:
-            advertised_address("", host, port)  # its error says what is missing
-        return host, port
-    found = _looked_up(host, f"--listen {listen}")
-    reached = [each for each in found if not _is_loopback(each)]
-    if not reached and world > 1:
-        raise _loopback_error(host, found[0], "--listen ADDRESS:PORT")
-    return (reached or found)[0], port
+    try:
+        given = HostPort.parse(listen)
+    except ValueError:
+        raise UsageError(
+            f"bad address {listen!r} to listen on", advice="write it as HOST:PORT"
+        ) from None
+    if _address(given.host):
+        if _is_any(given.host) and world > 1 and not advertise:
+            advertised_address("", given)  # its error says what is missing
+        return given
+    addresses = _looked_up(given.host, f"--listen {listen}")
+    reachable = [each for each in addresses if not _is_loopback(each)]
+    if not reachable and world > 1:
+        raise _loopback_error(given.host, addresses[0], "--listen ADDRESS:PORT")
+    return HostPort((reachable or addresses)[0], given.port)
 
 
 def _check_reachable(advertise: str, host: str, peers: Sequence[str]) -> None:
     """Raises UsageError where no other node can reach this one; warns where only nodes on this
     machine can."""
-    announced = _host_in(advertise) if advertise else host
-    if not _is_address(announced):
+    announced = _parse_advertise(advertise).host if advertise else host
+    if not _address(announced):
         try:
-            found = _looked_up(announced, f"--advertise {advertise}")
+            addresses = _looked_up(announced, f"--advertise {advertise}")
         except UsageError as error:  # other nodes may know names that this machine does not
             log.warning("%s: the other nodes must be able to resolve it", error.message)
             return
-        if all(map(_is_loopback, found)):
-            raise _loopback_error(announced, found[0], "--advertise ADDRESS")
+        if all(map(_is_loopback, addresses)):
+            raise _loopback_error(announced, addresses[0], "--advertise ADDRESS")
     elif _is_loopback(announced) and not (
-        peers and all(_is_loopback(_host_in(each)) for each in peers)
+        peers and all(_is_loopback(_parse_advertise(each).host) for each in peers)
     ):
         log.warning(
             "%s is this machine alone: nodes on other machines cannot reach this one; if there are"
@@ -147,17 +148,11 @@ def _own_loopback() -> str:
     return f"127.{second}.{third}.{1 + fourth % 254}"
 
 
-def _host_in(endpoint: str) -> str:
-    """The host of an address, without port and brackets."""
-    match = _HOST_PORT.fullmatch(endpoint)
-    return (endpoint if match is None else match["host"]).strip("[]")
-
-
-def _shared_endpoints(url: RepositoryUrl) -> list[HostPort]:
+def _shared_endpoints(url: RepositoryUrl) -> Sequence[HostPort]:
     """The addresses that all nodes of a task reach: of the servers, or of Redis."""
     if url.scheme in SERVER_SCHEMES:
-        return [(each.host, each.port) for each in servers_of(url)]
-    return list(parse_redis_url(url.meta).hosts) if url.meta else []
+        return servers_of(url)
+    return parse_redis_url(url.meta).hosts if url.meta else ()
 
 
 def _source_address(endpoint: HostPort) -> str:
@@ -176,18 +171,21 @@ def _source_address(endpoint: HostPort) -> str:
     return ""
 
 
-def _is_address(host: str) -> bool:
+def _address(host: str) -> IPv4Address | IPv6Address | None:
+    """The address that a host is; None for a name."""
     try:
-        ipaddress.ip_address(host.partition("%")[0])
+        return ip_address(host)
     except ValueError:
-        return False
-    return True
+        return None
 
 
 def _is_any(host: str) -> bool:
-    return _is_address(host) and ipaddress.ip_address(host.partition("%")[0]).is_unspecified
+    """Whether a host means all interfaces of the machine that uses it."""
+    address = _address(host)
+    return address is not None and address.is_unspecified
 
 
 def _is_loopback(host: str) -> bool:
-    """Whether an address, not a name, is loopback."""
-    return _is_address(host) and ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    """Whether a host is a loopback address; a name is none."""
+    address = _address(host)
+    return address is not None and address.is_loopback

@@ -134,7 +134,7 @@ class TaskStore(StoreWrapper):
         self._heartbeat_pid = 0  # the process that has started the heartbeat thread
         self._closed = threading.Event()
         self._counts = dict.fromkeys(
-            ("mapped_reads", "master_reads", "store_reads", "lent", "damaged"), 0
+            ("mapped_reads", "master_reads", "store_reads", "pins", "damaged"), 0
         )
 
     @classmethod
@@ -454,7 +454,7 @@ class TaskStore(StoreWrapper):
             return None
         finally:
             os.close(pinned.descriptor)
-        self._counts["lent"] += 1
+        self._counts["pins"] += 1
         self._beat()
         return view
 

@@ -35,7 +35,7 @@ from ..net.tls import make_certificate
 from ..remote.open import open_repository, same_view
 from ..storage.objects.cloud.direct import open_buckets_directly
 from ..system import daemons
-from ..urls import parse_url
+from ..urls import HostPort, parse_url
 from . import local
 from .addresses import advertised_address, listen_address
 from .handshake import LocalIdentity
@@ -116,11 +116,11 @@ class _Daemon:
         self._certificate = make_certificate() if request.peer_tls else None
         self._listener = self._bind()
         stack.callback(self._listener.close)
-        host, port = self._listener.getsockname()[:2]
+        bound = HostPort(*self._listener.getsockname()[:2])
         self._member = Member(
             rank=self._rank,
             instance=secrets.token_bytes(INSTANCE_BYTES),
-            address=advertised_address(request.advertise, host, port),
+            address=advertised_address(request.advertise, bound),
             version=self._snapshot.version,
             certificate=self._certificate.digest if self._certificate else b"",
             has_key_file=key is not None,
@@ -155,7 +155,7 @@ class _Daemon:
     def _warn_of_replaced(self, address: str) -> None:
         """Warn where this master took its rank from one at another address: two nodes may have been
         given the same rank. On the same machine it was this node's own master, which was killed."""
-        if address and split_address(address)[0] != split_address(self._member.address)[0]:
+        if address and split_address(address).host != split_address(self._member.address).host:
             self._warn(
                 f"this master has replaced another one of rank {self._rank}, at {address}: give"
                 " each node a --rank of its own"
@@ -178,7 +178,7 @@ class _Daemon:
     def _bind(self) -> socket.socket:
         """The socket on which other masters reach this one. Raises UsageError."""
         request = self._request
-        host, port = listen_address(
+        listen = listen_address(
             request.listen,
             request.advertise,
             rank=self._rank,
@@ -188,13 +188,13 @@ class _Daemon:
         )
         try:
             return socket.create_server(
-                (host, port),
-                family=socket.AF_INET6 if ":" in host else socket.AF_INET,
+                listen,
+                family=socket.AF_INET6 if ":" in listen.host else socket.AF_INET,
                 backlog=_BACKLOG,
             )
         except OSError as error:
             raise UsageError(
-                f"cannot listen for other nodes on {host}:{port}: {os.strerror(error.errno or 0)}",
+                f"cannot listen for other nodes on {listen}: {os.strerror(error.errno or 0)}",
                 advice="name another address or port by --listen",
             ) from error
 

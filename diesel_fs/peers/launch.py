@@ -364,7 +364,7 @@ def _start(request: TaskRequest, socket_path: Path, program: Sequence[str]) -> N
             request, peers=(_UNREACHABLE_PEER,), task_key=secrets.token_hex(32), listen=_ALONE
         )
     _check_descriptors(world)
-    host, port = listen_address(
+    listen = listen_address(
         request.listen,
         request.advertise,
         rank=rank,
@@ -374,7 +374,7 @@ def _start(request: TaskRequest, socket_path: Path, program: Sequence[str]) -> N
     )
     complete = replace(
         request,
-        listen=f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
+        listen=str(listen),
         memory_bytes=request.memory_bytes or default_memory_bytes(),
     )
     with suppress(FileNotFoundError):

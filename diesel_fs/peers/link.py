@@ -231,7 +231,7 @@ class MasterLink:
         self._restart = restart
         self.rank = -1
         self.exchanged_s = 0.0
-        self.counts = {"requests": 0, "failures": 0, "not_asked": 0}
+        self.counts = {"requests": 0, "failures": 0, "skipped": 0}
         self._reset_after_fork()
         _LINKS.add(self)
 
@@ -441,7 +441,7 @@ class MasterLink:
         start_s = time.monotonic()
         probes = self._paused_until_s > 0
         if probes and (start_s < self._paused_until_s or not self._probing.acquire(blocking=False)):
-            self.counts["not_asked"] += 1
+            self.counts["skipped"] += 1
             return None
         try:
             connection = Connection(self._path, self._identity, self._version, self._deadline_s)

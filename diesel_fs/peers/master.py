@@ -221,7 +221,7 @@ class Master:
         others = self._still_counted(found)
         others |= {each.rank: each for each in same_version if each.rank != self.rank}
         known = {rank: peer.member for rank, peer in self._peers.items()}
-        self._counts["of_other_versions"] = len(found.members) - len(same_version)
+        self._counts["other_version_members"] = len(found.members) - len(same_version)
         for rank, member in known.items():
             if others.get(rank) != member:
                 self._peers.pop(rank).scope.cancel()
@@ -351,7 +351,7 @@ class Master:
             elif (entry := self._peers.get(rank)) is not None:
                 statuses = await entry.peer.read(parts[rows], room, load=True)
                 sources[rows[statuses == GIVEN]] = rank
-                self._counts["from_peers"] += int(np.count_nonzero(statuses == GIVEN))
+                self._counts["peer_hits"] += int(np.count_nonzero(statuses == GIVEN))
 
         if len(groups) == 1:
             await ask(*groups[0])
@@ -359,8 +359,8 @@ class Master:
             async with trio.open_nursery() as nursery:
                 for group in groups:
                     nursery.start_soon(ask, *group)
-        self._counts["for_clients"] += len(parts)
-        self._counts["left_to_clients"] += int(np.count_nonzero(sources == SOURCE_NONE))
+        self._counts["client_parts"] += len(parts)
+        self._counts["client_misses"] += int(np.count_nonzero(sources == SOURCE_NONE))
         return offsets, sources
 
     async def _read_one(self, parts: Parts, window: memoryview) -> Sources:
@@ -372,9 +372,9 @@ class Master:
         elif (entry := self._peers.get(rank)) is not None:
             given = (await entry.peer.read(parts, room, load=True))[0] == GIVEN
             source = rank if given else source
-            self._counts["from_peers"] += int(given)
-        self._counts["for_clients"] += 1
-        self._counts["left_to_clients"] += source == SOURCE_NONE
+            self._counts["peer_hits"] += int(given)
+        self._counts["client_parts"] += 1
+        self._counts["client_misses"] += source == SOURCE_NONE
         return np.array([source], np.uint16)
 
     async def _read_here(self, parts: Parts, room: memoryview) -> npt.NDArray[np.bool_]:
@@ -408,7 +408,7 @@ class Master:
 
     async def report_damage(self, damaged: DamagedPart) -> None:
         """A client reports a part that does not match its checksum."""
-        self._counts["damaged"] += 1
+        self._counts["damage_reports"] += 1
         where = f"{damaged.size} bytes at {damaged.start} of chunk {damaged.chunk}"
         if damaged.source == SOURCE_HERE:
             log.error("a client received damaged data from this node: %s", where)
@@ -441,7 +441,7 @@ class Master:
                 statuses.append(FAILED)
             else:
                 statuses.append(ABSENT if is_mine else NOT_MINE)
-                self._counts["not_mine"] += not is_mine
+                self._counts["not_owned"] += not is_mine
         return bytes(statuses), contents
 
     # Getting chunks
@@ -543,7 +543,7 @@ class Master:
             "members": len(self._owners.ranks),
             **self._counts,
             "acceptor": self._acceptor.stats(),
-            "holdings": self._cache.stats(),
+            "node_cache": self._cache.stats(),
             "peers": {str(rank): each.peer.stats() for rank, each in self._peers.items()},
         }
 
@@ -557,6 +557,6 @@ class _PeerEntry(NamedTuple):
 _FIRST: Offsets = np.zeros(1, np.uint32)
 
 _COUNTS = (
-    "of_other_versions", "for_clients", "left_to_clients", "from_peers", "not_mine",
-    "damaged", "chunks_from_peers", "chunks_from_store",
+    "other_version_members", "client_parts", "client_misses", "peer_hits", "not_owned",
+    "damage_reports", "chunks_from_peers", "chunks_from_store",
 )  # fmt: skip

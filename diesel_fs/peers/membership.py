@@ -17,6 +17,7 @@ from uuid import UUID
 from ..errors import UsageError
 from ..names import DATASET_NAME
 from ..net.messages import Fields, Message
+from ..urls import HostPort
 
 TTL_S = 6.0
 """How long a registration lasts without being renewed: two renewals may be lost."""
@@ -41,15 +42,10 @@ VERSION_MAX = (1 << 63) - 1
 ANY_INSTANCE = bytes(INSTANCE_BYTES)
 """The instance of a master that is known by `--peers` alone."""
 
-_ADDRESS = re.compile(
-    r"(?P<host>[A-Za-z0-9](?:[A-Za-z0-9._-]{0,252})"
-    r"|\[[0-9A-Fa-f:.]{2,45}(?:%[A-Za-z0-9._-]{1,32})?\])"
-    r":(?P<port>[0-9]{1,5})",
+_ADDRESS = re.compile(  # a name or an IPv4 address, or an IPv6 address in brackets; then the port
+    r"([A-Za-z0-9][A-Za-z0-9._-]{0,252}|\[[0-9A-Fa-f:.]{2,45}(%[A-Za-z0-9._-]{1,32})?\]):[0-9]{1,5}",
     re.ASCII,
 )
-_ANY_INTERFACE = re.compile(r"0+(\.0+){0,3}|\[[0:.]+\]")
-"""Hosts that mean all interfaces of the machine that uses them, so they lead other nodes nowhere.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,19 +119,22 @@ class Membership:
         return tuple(member for member in self.members if member.version == version)
 
 
-def split_address(address: str) -> tuple[str, int]:
-    """Host (without brackets) and port of `host:port`. Raises UsageError."""
-    match = _ADDRESS.fullmatch(address)
-    if match is None or not 0 < int(match["port"]) < 1 << 16 or len(address) > ADDRESS_CHARS_MAX:
+def split_address(address: str) -> HostPort:
+    """The address of a master, which may come from anywhere. Raises UsageError."""
+    try:
+        parsed = HostPort.parse(address) if _ADDRESS.fullmatch(address) else None
+    except ValueError:
+        parsed = None
+    if parsed is None or not parsed.port or len(address) > ADDRESS_CHARS_MAX:
         raise UsageError(
             f"bad address {address[:ADDRESS_CHARS_MAX]!r} of a master",
             advice="write host:port, or [address]:port",
         )
-    if _ANY_INTERFACE.fullmatch(match["host"]):
+    if not parsed.host.strip("0.:"):  # all interfaces of the machine that uses the address
         raise UsageError(
             f"other nodes cannot reach {address}", advice="name another address by --advertise"
         )
-    return match["host"].strip("[]"), int(match["port"])
+    return parsed
 
 
 def secret_from_key(key: bytes) -> bytes:

@@ -280,7 +280,7 @@ class NodeMemory:
         is_first = self._budget_bytes == self.budget_bytes_max
         self._budget_bytes = min(here_bytes, self.budget_bytes_max - 1) if is_first else 0
         self._shrunk_until_s = trio.current_time() + BUDGET_RETRY_S
-        self.counts["refused"] += 1
+        self.counts["allocation_failures"] += 1
         if type(error) not in self._warned:
             self._warned.add(type(error))
             log.warning(
@@ -406,7 +406,7 @@ class NodeMemory:
             "memory_chunks": len(self._memories),
             "memory_budget_bytes": self._budget_bytes,
             "memory_used_bytes": self.used_bytes,
-            "lent_bytes": self._pins.bytes,
+            "pinned_bytes": self._pins.bytes,
         }
 
     def close(self) -> None:
@@ -415,4 +415,4 @@ class NodeMemory:
             self.drop(chunk)
 
 
-_COUNTS = ("memory_reads", "memory_read_bytes", "evictions", "refused")
+_COUNTS = ("memory_reads", "memory_read_bytes", "evictions", "allocation_failures")

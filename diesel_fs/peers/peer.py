@@ -96,7 +96,7 @@ class Peer:
         self._bytes = self._bulk_bytes = 0
         self._freed = trio.lowlevel.ParkingLot()
         self._counts = dict.fromkeys(
-            "connections requests parts bytes late failed unasked damaged".split(), 0
+            "connections requests parts bytes timed_out failed skipped damaged".split(), 0
         )
 
     # What the master calls
@@ -138,8 +138,8 @@ class Peer:
             "address": self.member.address,
             "state": self._breaker.state(now_s).value,
             "connected": self._channel is not None,
-            "under_way": len(self._pending),
-            "patience_ms": round(1000 * self._breaker.timeout_s(0)),
+            "in_flight": len(self._pending),
+            "timeout_ms": round(1000 * self._breaker.timeout_s(0)),
         }
 
     def __str__(self) -> str:
@@ -248,7 +248,7 @@ class Peer:
         now_s = trio.current_time()
         ticket = 0 if self._is_over else self._breaker.admit(now_s)
         if not ticket:
-            self._counts["unasked"] += 1
+            self._counts["skipped"] += 1
             return _all(BUSY, parts)
         pending = _PendingRequest(kind, parts, room[:size], size)
         pending.sent_s = now_s
@@ -261,10 +261,10 @@ class Peer:
             self._record_answer(ticket)
             return pending.statuses
         if not pending.is_sent:
-            self._counts["unasked"] += 1
+            self._counts["skipped"] += 1
             self._breaker.cancel(ticket)
             return _all(BUSY, parts)
-        self._counts["late" if pending.is_late else "failed"] += 1
+        self._counts["timed_out" if pending.is_late else "failed"] += 1
         if pending.is_late and pending.is_working:
             # Its store is slow; a peer that has stopped sends no WORKING to the next requests
             self._breaker.cancel(ticket)

@@ -11,7 +11,6 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from urllib.parse import urlsplit
 
 from ..errors import (
     BusyError,
@@ -22,6 +21,7 @@ from ..errors import (
     ObjectStoreError,
     UsageError,
 )
+from ..net.client_connection import parse_addresses
 from ..remote.repository import RemoteRepository
 from ..repository.interface import Repository
 from ..storage.objects.store import ObjectStore
@@ -269,5 +269,6 @@ class ServerMemberStore(MemberStore):
 
 def _is_private_link(url: RepositoryUrl) -> bool:
     """Whether nobody can listen on the connections to the servers: they use TLS or loopback."""
-    hosts = (urlsplit(f"//{each}").hostname for each in url.host.split(","))
-    return url.scheme == "diesel+tls" or all(host in _LOOPBACK for host in hosts)
+    return url.scheme == "diesel+tls" or all(
+        each.host in _LOOPBACK for each in parse_addresses(url)
+    )

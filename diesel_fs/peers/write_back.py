@@ -247,7 +247,7 @@ class WriteBackQueue:
             "disk_used_bytes": int(np.asarray(self._sizes, np.int64)[on_disk].sum()),
             "disk_chunks": int(np.count_nonzero(on_disk)),
             "disk_queued_bytes": self._queued_bytes,
-            "disk_rests": int(self._disk is not None and self._is_paused),
+            "disk_paused": int(self._disk is not None and self._is_paused),
         }
 
     async def run(self) -> None:

@@ -5,11 +5,10 @@ it, and the listening sockets.
 import errno
 import socket
 from contextlib import ExitStack
-from dataclasses import dataclass
 from ipaddress import ip_address
-from urllib.parse import urlsplit
 
 from diesel_fs.errors import ConfigError, ConflictError
+from diesel_fs.urls import HostPort
 
 BACKLOG = 1024
 """Connections that wait to be accepted: all processes of a training task connect at once."""
@@ -17,37 +16,21 @@ BACKLOG = 1024
 _ABSENT = frozenset((errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT))
 
 
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """The name or address of a host, and a port (0: any free port)."""
-
-    host: str
-    port: int
-
-    def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-
-
-def parse_endpoint(text: str, *, default_host: str = "") -> Endpoint:
-    """The endpoint that HOST:PORT means. With a default host, a port alone will do.
+def parse_endpoint(text: str, *, default_host: str = "") -> HostPort:
+    """What HOST:PORT means; port 0 is any free port. With a default host, a port alone will do.
 
     Raises ConfigError.
     """
-    if default_host and text.isdecimal():
-        text = f"{default_host}:{text}"
+    port = text.removeprefix(":")
     try:
-        parts = urlsplit(f"//{text}")
-        host, port = parts.hostname or default_host, parts.port
+        return HostPort.parse(f"{default_host}:{port}" if port.isdecimal() else text)
     except ValueError:
-        parts, host, port = urlsplit(""), "", None
-    if not host or port is None or parts.netloc != text or "@" in text:
         raise ConfigError(
             f"cannot listen at {text!r}: it is no HOST:PORT", advice="write it as 127.0.0.1:9300"
-        )
-    return Endpoint(host, port)
+        ) from None
 
 
-def addresses_of(place: Endpoint) -> list[tuple[socket.AddressFamily, str]]:
+def addresses_of(place: HostPort) -> list[tuple[socket.AddressFamily, str]]:
     """The addresses that a host has. Raises ConfigError."""
     try:
         found = socket.getaddrinfo(
@@ -59,13 +42,13 @@ def addresses_of(place: Endpoint) -> list[tuple[socket.AddressFamily, str]]:
     return list(dict.fromkeys((each[0], str(each[4][0])) for each in found))
 
 
-def is_local(place: Endpoint) -> bool:
+def is_local(place: HostPort) -> bool:
     """Whether only processes of this machine can reach an endpoint. Raises ConfigError."""
     addresses = (address.partition("%")[0] for _, address in addresses_of(place))
     return all(ip_address(address).is_loopback for address in addresses)
 
 
-def listen(place: Endpoint) -> list[socket.socket]:
+def listen(place: HostPort) -> list[socket.socket]:
     """Sockets that listen at all addresses of a host, on one port.
 
     Addresses that this machine does not have (IPv6, say) are left out, unless all are. Raises
@@ -103,7 +86,7 @@ def _bind(made: socket.socket, family: socket.AddressFamily, address: str, port:
     made.listen(BACKLOG)
 
 
-def _refused(place: Endpoint, error: OSError) -> ConfigError | ConflictError:
+def _refused(place: HostPort, error: OSError) -> ConfigError | ConflictError:
     text = f"cannot listen at {place}: {error.strerror}"
     if error.errno == errno.EADDRINUSE:
         return ConflictError(

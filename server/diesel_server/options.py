@@ -19,9 +19,9 @@ import click
 from diesel_fs.errors import ConfigError, DieselError
 from diesel_fs.settings import parse_size
 from diesel_fs.storage.metadata.redis.address import parse_redis_url
-from diesel_fs.urls import SERVER_SCHEMES, RepositoryUrl, parse_url
+from diesel_fs.urls import SERVER_SCHEMES, HostPort, RepositoryUrl, parse_url
 
-from .endpoints import Endpoint, is_local, parse_endpoint
+from .endpoints import is_local, parse_endpoint
 
 CONFIG_FILE = Path("/etc/diesel/server.toml")
 PREFIX = "DIESEL_SERVER"
@@ -36,14 +36,14 @@ _P = ParamSpec("_P")
 class Options:
     """The options of a server, checked."""
 
-    listen: Endpoint
+    listen: HostPort
     url: RepositoryUrl
     workers: int
     certificate: Path | None = None
     key: Path | None = None
     cache: Path | None = None
     cache_bytes: int = 0
-    metrics: Endpoint | None = None
+    metrics: HostPort | None = None
 
     @property
     def scheme(self) -> str:

@@ -25,11 +25,12 @@ import trio
 
 from diesel_fs.errors import DeadlineError, DieselError, error_by_class_name
 from diesel_fs.metrics import PARENT_TABLE, MetricCells, cells_bytes, private_cells
+from diesel_fs.urls import HostPort
 
 from . import limits
 from . import metrics_endpoint as scrape
 from .certificate import load_certificate
-from .endpoints import Endpoint, listen
+from .endpoints import listen
 from .options import Options
 from .worker_config import WorkerConfig, config_line, split_environment
 
@@ -109,11 +110,11 @@ class Supervisor:
         return self._code
 
     def _say_ready(self) -> None:
-        where = Endpoint(self._options.listen.host, self._sockets[0].getsockname()[1])
+        where = HostPort(self._options.listen.host, self._sockets[0].getsockname()[1])
         self._ready(f"diesel-server accepts connections at {self._options.scheme}://{where}")
         if self._metrics:
             host = "" if self._options.metrics is None else self._options.metrics.host
-            log.info("metrics at http://%s/metrics", Endpoint(host, self.metrics_port))
+            log.info("metrics at http://%s/metrics", HostPort(host, self.metrics_port))
 
     @property
     def metrics_port(self) -> int:

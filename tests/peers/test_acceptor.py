@@ -254,7 +254,7 @@ def test_F6_a_refused_connector_is_told_the_reason(caplog: pytest.LogCaptureFixt
                 told = await raw_peer.handshake(mine, **how)  # type: ignore[arg-type]  # one of two
                 assert told["message"] == why
                 assert await raw_peer.receive_all() == b""
-            assert (await asked_by(node.port, replace(me(0), version=9))) == "paused"
+            assert (await asked_by(node.port, replace(me(0), version=9))) == "open"
 
     run(main)
     assert len(lines(caplog.messages)) == 5

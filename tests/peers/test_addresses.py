@@ -10,7 +10,7 @@ import pytest
 from diesel_fs.errors import UsageError
 from diesel_fs.peers import addresses
 from diesel_fs.peers.addresses import advertised_address, listen_address
-from diesel_fs.urls import RepositoryUrl, parse_url
+from diesel_fs.urls import HostPort, RepositoryUrl, parse_url
 
 FILE = parse_url("file:///data")
 
@@ -136,15 +136,15 @@ def test_F13_the_default_is_the_address_towards_the_server_or_redis(
 
 
 def test_F13_the_advertised_address() -> None:
-    assert advertised_address("", "10.0.0.1", 5) == "10.0.0.1:5"
-    assert advertised_address("", "fe80::1", 5) == "[fe80::1]:5"
-    assert advertised_address("host", "10.0.0.1", 5) == "host:5"
-    assert advertised_address("host:7", "10.0.0.1", 5) == "host:7"
-    assert advertised_address("host:0", "10.0.0.1", 5) == "host:5"
-    assert advertised_address("[fe80::2]", "10.0.0.1", 5) == "[fe80::2]:5"
+    assert advertised_address("", HostPort("10.0.0.1", 5)) == "10.0.0.1:5"
+    assert advertised_address("", HostPort("fe80::1", 5)) == "[fe80::1]:5"
+    assert advertised_address("host", HostPort("10.0.0.1", 5)) == "host:5"
+    assert advertised_address("host:7", HostPort("10.0.0.1", 5)) == "host:7"
+    assert advertised_address("host:0", HostPort("10.0.0.1", 5)) == "host:5"
+    assert advertised_address("[fe80::2]", HostPort("10.0.0.1", 5)) == "[fe80::2]:5"
     for every in ("0.0.0.0", "::"):  # noqa: S104
         with pytest.raises(UsageError, match="all interfaces"):
-            advertised_address("", every, 5)
+            advertised_address("", HostPort(every, 5))
 
 
 def test_F8_single_nodes_on_two_machines_have_different_addresses(

@@ -450,7 +450,7 @@ def test_J8_J9_a_machine_without_memory_shrinks_the_budget(
                 for _ in range(30):
                     assert await cache.get(2, 3000, load=True) is None
                     assert await cache.get(3, 3000, load=True) is None
-            assert cache.stats()["refused"] == 2, "it is not asked again and again"
+            assert cache.stats()["allocation_failures"] == 2, "it is not asked again and again"
             assert 5 in in_memory(cache), "and what is here does not all go for nothing"
             await trio.sleep(node_memory.BUDGET_RETRY_S)
             for number in (0, 1, 2, 3, 4, 5):

@@ -202,7 +202,7 @@ class Model:
         lost = sum(pinned.bytes for inode, pinned in self.pinned.items() if inode not in inodes)
         assert stats["memory_bytes"] == in_memory
         assert stats["memory_used_bytes"] == in_memory + lost <= self.budget
-        assert stats["lent_bytes"] == sum(pinned.bytes for pinned in self.pinned.values())
+        assert stats["pinned_bytes"] == sum(pinned.bytes for pinned in self.pinned.values())
         assert kept_numbers(cache) == here
         for pinner in range(3):
             wanted = cache.memory.revoked(pinner)

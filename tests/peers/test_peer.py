@@ -54,7 +54,7 @@ def test_parts_in_memory_come_at_once() -> None:
             for records in ([SMALL], many, [nothing], [large], [larger], [nothing, SMALL, nothing]):
                 statuses, _ = await read(peer, *records)
                 assert statuses == [GIVEN] * len(records)
-            assert node.acceptor.stats()["at_once"] == 6
+            assert node.acceptor.stats()["from_memory"] == 6
             assert peer.stats()["connections"] == 1
             assert await peer.ping()
 
@@ -120,7 +120,7 @@ def test_many_reads_at_once_get_their_own_answers() -> None:
         async with pair(fake_answers) as (peer, node):
             await gather(*[work] * 20)
             assert node.acceptor.stats()["requests"] == 600
-            assert peer.stats()["under_way"] == 0
+            assert peer.stats()["in_flight"] == 0
 
     run(main)
 
@@ -163,7 +163,7 @@ def test_small_reads_go_on_beside_large_ones() -> None:
                     took.append(time.perf_counter() - before)
                 done = True
             assert sorted(took)[len(took) // 2] < 0.5
-            assert peer.stats()["late"] == 0
+            assert peer.stats()["timed_out"] == 0
 
     run(main)
 
@@ -219,7 +219,7 @@ def test_a_late_answer_is_dropped_and_the_next_ones_are_right() -> None:
             assert 0.95 < trio.current_time() - begun_s < 1.15
             assert (await read(peer, (0, 0, 100)))[0] == [GIVEN]
             assert (await read(peer, SMALL))[0] == [GIVEN]
-            assert peer.stats()["late"] == 1
+            assert peer.stats()["timed_out"] == 1
 
     run(main)
 
@@ -237,9 +237,9 @@ def test_WORKING_extends_the_deadline_once() -> None:
             await raw_peer.receive_all()
 
         async with scripted_master(behave) as port, asking(port) as peer:
-            usual_ms = peer.stats()["patience_ms"]
+            usual_ms = peer.stats()["timeout_ms"]
             assert (await read(peer, SMALL, load=True))[0] == [GIVEN]
-            assert peer.stats()["patience_ms"] == usual_ms, "a store's time is not the peer's"
+            assert peer.stats()["timeout_ms"] == usual_ms, "a store's time is not the peer's"
             begun_s = trio.current_time()
             assert (await read(peer, SMALL, load=True))[0] == [FAILED]
             assert 2.4 < trio.current_time() - begun_s < 4
@@ -263,11 +263,11 @@ def test_F2_a_peer_that_stops_after_WORKING_is_paused_by_the_next_requests() -> 
                 assert (await read(peer, SMALL, load=True))[0] == [FAILED]
 
             await gather(*[one] * 8)
-            assert peer.stats()["state"] == "asked"
+            assert peer.stats()["state"] == "closed"
             begun_s = trio.current_time()
             for _ in range(3):
                 await one()
-            assert peer.stats()["state"] == "paused"
+            assert peer.stats()["state"] == "open"
             assert trio.current_time() - begun_s < 3.5
 
     run(main, jumping())
@@ -304,7 +304,7 @@ def test_F5_F7_a_garbled_answer_ends_the_connection_and_pauses_the_peer(
                 assert statuses == [ABSENT if lie == "twice" else FAILED]
             await until(lambda: not peer.stats()["connected"], 5)
             assert (await read(peer, SMALL))[0] == [BUSY]
-            assert peer.stats()["state"] == "paused"
+            assert peer.stats()["state"] == "open"
 
     run(main)
     assert len([line for line in caplog.messages if "violates the protocol" in line]) == 1
@@ -331,7 +331,7 @@ def test_an_unreachable_peer_costs_one_attempt_and_recovers() -> None:
         async with asking(port) as peer:
             assert not await peer.ping()
             assert (await read(peer, SMALL))[0] == [BUSY]
-            assert peer.stats()["state"] == "paused"
+            assert peer.stats()["state"] == "open"
             begun_s = trio.current_time()
             for _ in range(1000):
                 assert (await read(peer, SMALL))[0] == [BUSY]
@@ -370,8 +370,8 @@ def test_a_peer_with_a_slow_store_has_not_failed() -> None:
             for _ in range(6):
                 assert (await read(peer, (1, 0, 10), load=True))[0] == [FAILED]
             assert (await read(peer, SMALL, load=True))[0] == [GIVEN]
-            assert peer.stats()["late"] == 6
-            assert peer.stats()["state"] == "asked"
+            assert peer.stats()["timed_out"] == 6
+            assert peer.stats()["state"] == "closed"
 
     run(main, jumping())
 
@@ -469,7 +469,7 @@ def test_F3_over_a_slow_link_no_read_waits_longer_than_its_bytes_are_worth() -> 
                         took.append(time.perf_counter() - before)
                     assert max(took) < 1 + 1 / 8 + 0.3
                     assert sum(took) < 5
-                    assert peer.stats()["state"] == "paused"
+                    assert peer.stats()["state"] == "open"
             nursery.cancel_scope.cancel()
 
     run(main)
@@ -489,13 +489,12 @@ def test_many_reads_of_a_lost_peer_leave_nothing_behind() -> None:
             for _ in range(20):
                 await gather(*[cancelled] * 30)
             stats = peer.stats()
-            assert stats["under_way"] == wire.REQUESTS_MAX
+            assert stats["in_flight"] == wire.REQUESTS_MAX
             assert (await read(peer, SMALL))[0] == [BUSY], (
                 "there is no room, for as long as it may wait"
             )
             node.acceptor.set_identity(me(1))
-            await trio.sleep(0.1)
-            assert peer.stats()["under_way"] == 0
+            await until(lambda: peer.stats()["in_flight"] == 0, 5)
             node.answers.hot = True
             assert (await read(peer, SMALL))[0] == [GIVEN]
 

@@ -76,12 +76,12 @@ def test_a_pinned_chunk_takes_its_room_until_it_is_unpinned() -> None:
             cache.memory.unpin(1, wanted)
             assert await misses_until_loaded(cache, 3, 1) == 0
             cache.memory.unpin(2, [1])
-            assert cache.stats()["lent_bytes"] == total(source, 0, 2)
+            assert cache.stats()["pinned_bytes"] == total(source, 0, 2)
             assert await misses_until_loaded(cache, 3, 1) == 1
             assert in_memory(cache) == {0, 2, 3}
             cache.memory.unpin_all(2)
             cache.memory.unpin_all(2)
-            assert cache.stats()["lent_bytes"] == 0
+            assert cache.stats()["pinned_bytes"] == 0
             assert cache.memory.pin(2, 0) is not None
 
     trio.run(main)

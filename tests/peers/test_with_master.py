@@ -154,7 +154,7 @@ def test_F15_ten_thousand_workers_that_die_during_a_read_leave_nothing(
 
         def held() -> tuple[int, int]:
             """Descriptors, and bytes that are lent."""
-            return len(os.listdir(f"/proc/{master}/fd")), node.stats()["holdings"]["lent_bytes"]
+            return len(os.listdir(f"/proc/{master}/fd")), node.stats()["node_cache"]["pinned_bytes"]
 
         files, lent = held()
 
@@ -283,7 +283,7 @@ def test_a_job_starts_with_the_chunks_of_the_previous_one(node: Node, task: str)
     with cached.join(task) as dataset:
         check(dataset, 0)
         told = dataset.task_stats()
-        assert (told["chunks_from_store"], told["left_to_clients"]) == (0, 0)
+        assert (told["chunks_from_store"], told["client_misses"]) == (0, 0)
         assert node.master() != master
 
 
@@ -494,7 +494,7 @@ def test_a_mount_reads_through_the_task(node: Node, session: str) -> None:
         with node.join() as dataset:
             check(dataset, 0)
             assert node.stats()["chunks_from_store"] == len(dataset.snapshot.chunk_sizes)  # type: ignore[comparison-overlap]  # numbers
-            budget = node.stats()["holdings"]["memory_budget_bytes"]
+            budget = node.stats()["node_cache"]["memory_budget_bytes"]
             assert budget == (256 - 32 << 20) * 3 // 4
 
         def told() -> dict[str, object]:
@@ -529,7 +529,7 @@ def test_a_mount_with_only_a_cache_folder_has_a_task_of_its_own(node: Node) -> N
     ):
         for path, content in FILES.items():
             assert (folder / path).read_bytes() == content
-        assert node.stats()["holdings"]["disk_failures"] == 0
+        assert node.stats()["node_cache"]["disk_failures"] == 0
         until(lambda: any(cache.rglob("*")), "the cache to be used")
 
 
@@ -554,7 +554,7 @@ def test_S13_foreign_files_in_the_cache_folder_are_not_trusted(node: Node) -> No
     with node.join(**how) as dataset:
         for seed in range(3):
             check(dataset, seed)
-        until(lambda: copies() and node.stats()["holdings"]["disk_reads"], "the disk to be used")
+        until(lambda: copies() and node.stats()["node_cache"]["disk_reads"], "the disk to be used")
     os.kill(node.master(), signal.SIGKILL)
     for copy in copies():
         content = bytearray(copy.read_bytes())

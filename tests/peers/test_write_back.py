@@ -345,7 +345,7 @@ def test_J2_a_failing_disk_is_paused_and_tried_again(
                 patch.setattr(write_back, "DISK_PAUSE_S", 0.3)
                 patch.setattr("os.preadv", broken)
                 assert await cache.get(5, 1, load=False) is None
-                assert cache.stats()["disk_rests"] == 1
+                assert cache.stats()["disk_paused"] == 1
                 failures = cache.stats()["disk_failures"]
                 for _ in range(20):
                     assert await cache.get(5, 1, load=False) is None

@@ -29,12 +29,12 @@ from diesel_fs.net.client import ServerLink
 from diesel_fs.net.frames import login_challenge
 from diesel_fs.net.messages import Fields
 from diesel_fs.storage.accounts.account import Account
-from diesel_fs.urls import parse_url
+from diesel_fs.urls import HostPort, parse_url
 from diesel_server import main as server_main
 from diesel_server import supervisor
 from diesel_server.certificate import ServerCertificate
 from diesel_server.connection import ConnectionContext
-from diesel_server.endpoints import Endpoint, listen
+from diesel_server.endpoints import listen
 from diesel_server.limits import ConnectionLimits, FairByteBudget
 from diesel_server.listener import Listener
 from diesel_server.refusal_log import RefusalLog
@@ -143,7 +143,7 @@ class ThreadedServer:
         self.cells: MetricCells = metrics.private_cells()
         self.login = OneUser()
         self.service: ConnectionContext | None = None
-        self.sockets = listen(Endpoint(host, port))
+        self.sockets = listen(HostPort(host, port))
         self.port = int(self.sockets[0].getsockname()[1])
         self.host = host
         self._certificate = certificate
@@ -177,8 +177,7 @@ class ThreadedServer:
 
     @property
     def place(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{host}:{self.port}"
+        return str(HostPort(self.host, self.port))
 
     def link(self, credentials: Credentials = ME, *, open_s: float = 5.0) -> ServerLink:
         """A client of it."""

@@ -175,7 +175,7 @@ class Running:
 
     def _is_whole(self, ranks: "range | list[int]") -> bool:
         stats = [self.task.stats(rank) for rank in ranks]
-        held = [each["holdings"] for each in stats]
+        held = [each["node_cache"] for each in stats]
         if any(each["members"] != len(stats) for each in stats):
             return False
         return all(
@@ -501,9 +501,9 @@ def policies(bench: Workbench) -> list[Row]:
 def _counted(running: Running) -> tuple[int, int]:
     """What clients have read, and what of it was in no cache: read by them, or by a master while
     they waited."""
-    names = ("for_clients", "left_to_clients")
+    names = ("client_parts", "client_misses")
     asked, left = (sum(running.task.figure(rank, name) for rank in range(NODES)) for name in names)
-    held = [running.task.stats(rank)["holdings"] for rank in range(NODES)]
+    held = [running.task.stats(rank)["node_cache"] for rank in range(NODES)]
     mapped = sum(int(said["mapped_reads"]) for said in running.all(do="stats"))
     return asked + mapped, left + sum(each["waited"] for each in held if isinstance(each, dict))
 

@@ -24,6 +24,7 @@ from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from ....errors import ConfigError
 from ....settings import KEY_FILE_BYTES_MAX, private_bytes
+from ....urls import HostPort
 
 PORT = 6379
 SENTINEL_PORT = 26379
@@ -35,7 +36,7 @@ class RedisAddress:
     """One Redis, its sentinels, or some nodes of a cluster."""
 
     kind: str  # "redis", "sentinel" or "cluster"
-    hosts: Sequence[tuple[str, int]]
+    hosts: Sequence[HostPort]
     socket: str = ""
     database: int = 0
     service: str = ""
@@ -49,9 +50,7 @@ class RedisAddress:
 
     def __str__(self) -> str:
         """The address for messages, without user and password."""
-        hosts = ",".join(
-            f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in self.hosts
-        )
+        hosts = ",".join(map(str, self.hosts))
         return self.socket or (f"{self.service} by {hosts}" if self.service else hosts)
 
     @property
@@ -117,7 +116,7 @@ def _path(parts: SplitResult, kind: str, options: Mapping[str, str]) -> tuple[st
     return service, int(text)
 
 
-def _hosts(place: str, kind: str) -> list[tuple[str, int]]:
+def _hosts(place: str, kind: str) -> list[HostPort]:
     found = []
     for each in place.split(","):
         try:
@@ -127,7 +126,8 @@ def _hosts(place: str, kind: str) -> list[tuple[str, int]]:
             raise ConfigError("a Redis URL with a malformed host or port") from None
         if not parts.hostname:
             raise ConfigError("a Redis URL without a host")
-        found.append((parts.hostname, port or (SENTINEL_PORT if kind == "sentinel" else PORT)))
+        default = SENTINEL_PORT if kind == "sentinel" else PORT
+        found.append(HostPort(parts.hostname, port or default))
     if len(found) > 1 and not kind:
         raise ConfigError(
             "a Redis URL with several hosts", advice="use redis+sentinel:// or redis+cluster://"
