@@ -1,166 +1,110 @@
 """Eviction policies: which chunks a cache takes in, and which it gives up when it is full.
 
-A policy decides and does nothing else: the cache tells it what happens (`on_event`), asks it, and
-counts bytes itself. A *unit* is what is kept or evicted as one, by number: here a chunk. Policies
-are pure: the same events give the same answers on every machine. One thread at a time.
+A policy keeps the table of one cache: which *units* are in the cache, and their bytes. (A unit is
+what is kept or evicted as one, known by its number: here a chunk.) The cache tells the policy what
+comes, goes and is read, asks it, and has the contents itself. Policies are pure: the same calls
+give the same answers on every machine. One thread at a time.
 
 A policy is a class and a line in `POLICIES`, whose names users give to `--evict`.
 """
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True, slots=True)
-class Inserted:
-    """A unit of so many bytes is in the cache now."""
-
-    unit: int
-    bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Evicted:
-    """A unit has left the cache, for whatever reason."""
-
-    unit: int
-
-
-@dataclass(frozen=True, slots=True)
-class Accessed:
-    """A reader has read bytes of a unit, whether the cache had it or not."""
-
-    unit: int
-
-
-Event = Inserted | Evicted | Accessed
+from collections.abc import Callable, Iterator, Mapping
 
 
 class EvictionPolicy(ABC):
-    """Decides what a cache keeps."""
+    """The units of one cache, and the decision which of them stay."""
+
+    def __init__(self) -> None:
+        self.sizes: OrderedDict[int, int] = OrderedDict()
+        """The bytes of each unit in the cache. Changed by the methods alone."""
+        self.bytes = 0
+        """The sum of `sizes`."""
+
+    def insert(self, unit: int, size: int) -> None:
+        """A unit of `size` bytes is in the cache now."""
+        self.bytes += size - self.sizes.get(unit, 0)
+        self.sizes[unit] = size
+
+    def remove(self, unit: int) -> None:
+        """A unit has left the cache, for whatever reason. One that is not in it is ignored."""
+        self.bytes -= self.sizes.pop(unit, 0)
 
     @abstractmethod
-    def on_event(self, event: Event) -> None:
-        """Hear of an event. The events of one cache come in the order in which they happened."""
+    def record_access(self, unit: int) -> None:
+        """A reader has read bytes of a unit, whether the cache had it or not."""
 
-    @abstractmethod
     def admits(self, unit: int, size: int, free_bytes: int) -> bool:
         """Whether to take in a unit of `size` bytes that is not in the cache, where `free_bytes`
         are free. Changes nothing: the caller may decide otherwise."""
+        return size <= free_bytes + self.bytes
 
     @abstractmethod
-    def victims(self, wanted: int) -> Sequence[int]:
-        """Units to evict, the least valuable first, which have `wanted` bytes together; or all
-        units that may be evicted. Changes nothing: the caller reports evictions by `Evicted`."""
+    def eviction_order(self) -> Iterator[int]:
+        """The units that may be evicted, the least valuable first. Changes nothing; the caller
+        removes units only after it has stopped iterating."""
+
+    def renumber(self, after: Mapping[int, int]) -> None:
+        """Give the units other numbers, since the dataset has another version: `after` has the new
+        number of each old one; units without one leave. The order of eviction stays."""
+        kept = dict.fromkeys([*self.eviction_order(), *self.sizes])
+        sizes = {after[unit]: self.sizes[unit] for unit in kept if unit in after}
+        for unit in kept:
+            self.remove(unit)
+        for unit, size in sizes.items():
+            self.insert(unit, size)
 
 
-class _ByUse(EvictionPolicy):
-    """Takes in every unit for which there is or can be room. Subclasses rank units by their use."""
-
-    def __init__(self) -> None:
-        self._sizes: dict[int, int] = {}
-        self._bytes = 0
-
-    def on_event(self, event: Event) -> None:
-        match event:
-            case Inserted(unit, size):
-                self._inserted(unit, size)
-            case Evicted(unit):
-                self._evicted(unit)
-            case Accessed(unit):
-                self._accessed(unit)
-
-    def admits(self, unit: int, size: int, free_bytes: int) -> bool:
-        return size <= free_bytes + self._bytes
-
-    def victims(self, wanted: int) -> Sequence[int]:
-        chosen: list[int] = []
-        for unit in self._least_valuable_first():
-            if wanted <= 0:
-                break
-            chosen.append(unit)
-            wanted -= self._sizes[unit]
-        return chosen
-
-    @abstractmethod
-    def _least_valuable_first(self) -> Iterator[int]:
-        """All units in the cache."""
-
-    @abstractmethod
-    def _accessed(self, unit: int) -> None:
-        """A unit has been read, which may be absent from the cache."""
-
-    def _inserted(self, unit: int, size: int) -> None:
-        self._bytes += size - self._sizes.get(unit, 0)
-        self._sizes[unit] = size
-
-    def _evicted(self, unit: int) -> None:
-        self._bytes -= self._sizes.pop(unit, 0)
-
-
-class LeastRecentlyUsed(_ByUse):
+class LeastRecentlyUsed(EvictionPolicy):
     """Evicts first what has not been read for the longest time."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._order: OrderedDict[int, None] = OrderedDict()
+    def insert(self, unit: int, size: int) -> None:
+        super().insert(unit, size)
+        self.sizes.move_to_end(unit)
 
-    def _least_valuable_first(self) -> Iterator[int]:
-        return iter(self._order)
+    def record_access(self, unit: int) -> None:
+        if unit in self.sizes:
+            self.sizes.move_to_end(unit)
 
-    def _inserted(self, unit: int, size: int) -> None:
-        super()._inserted(unit, size)
-        self._order[unit] = None
-        self._order.move_to_end(unit)
-
-    def _evicted(self, unit: int) -> None:
-        super()._evicted(unit)
-        self._order.pop(unit, None)
-
-    def _accessed(self, unit: int) -> None:
-        if unit in self._order:
-            self._order.move_to_end(unit)
+    def eviction_order(self) -> Iterator[int]:
+        return iter(self.sizes)
 
 
-class LeastFrequentlyUsed(_ByUse):
+class LeastFrequentlyUsed(EvictionPolicy):
     """Evicts first what has been read least often since it came; of these the longest unread."""
 
     def __init__(self) -> None:
         super().__init__()
         self._uses: dict[int, int] = {}
-        self._by_uses: dict[int, OrderedDict[int, None]] = {}
+        self._by_uses: dict[int, OrderedDict[int, None]] = {}  # the longest unread first
 
-    def _least_valuable_first(self) -> Iterator[int]:
+    def insert(self, unit: int, size: int) -> None:
+        super().insert(unit, size)
+        self._set_uses(unit, self._uses.get(unit, 0))
+
+    def remove(self, unit: int) -> None:
+        super().remove(unit)
+        self._set_uses(unit, None)
+
+    def record_access(self, unit: int) -> None:
+        if unit in self._uses:
+            self._set_uses(unit, self._uses[unit] + 1)
+
+    def eviction_order(self) -> Iterator[int]:
         for uses in sorted(self._by_uses):
             yield from self._by_uses[uses]
 
-    def _inserted(self, unit: int, size: int) -> None:
-        super()._inserted(unit, size)
-        self._count(unit, self._uses.get(unit, 0))
-
-    def _evicted(self, unit: int) -> None:
-        super()._evicted(unit)
-        self._leave(unit)
-        self._uses.pop(unit, None)
-
-    def _accessed(self, unit: int) -> None:
-        if unit in self._uses:
-            self._count(unit, self._uses[unit] + 1)
-
-    def _count(self, unit: int, uses: int) -> None:
-        self._leave(unit)
-        self._uses[unit] = uses
-        self._by_uses.setdefault(uses, OrderedDict())[unit] = None
-
-    def _leave(self, unit: int) -> None:
-        uses = self._uses.get(unit)
+    def _set_uses(self, unit: int, uses: int | None) -> None:
+        before = self._uses.pop(unit, None)
+        if before is not None:
+            used_alike = self._by_uses[before]
+            del used_alike[unit]
+            if not used_alike:
+                del self._by_uses[before]
         if uses is not None:
-            same = self._by_uses[uses]
-            same.pop(unit, None)
-            if not same:
-                del self._by_uses[uses]
+            self._uses[unit] = uses
+            self._by_uses.setdefault(uses, OrderedDict())[unit] = None
 
 
 class NoEviction(EvictionPolicy):
@@ -170,14 +114,14 @@ class NoEviction(EvictionPolicy):
     al., VLDB 2021, section 4.1).
     """
 
-    def on_event(self, event: Event) -> None:
+    def record_access(self, unit: int) -> None:
         """Ignored: the decisions depend on free room alone."""
 
     def admits(self, unit: int, size: int, free_bytes: int) -> bool:
         return size <= free_bytes
 
-    def victims(self, wanted: int) -> Sequence[int]:
-        return []
+    def eviction_order(self) -> Iterator[int]:
+        return iter(())
 
 
 POLICIES: Mapping[str, Callable[[], EvictionPolicy]] = {

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import trio
 
-from ..cache.policy import Accessed, Evicted, EvictionPolicy, Inserted
+from ..cache.policy import EvictionPolicy
 from .sealed_memory import SealedMemory, sealed_memories_max
 
 log = logging.getLogger("diesel.task")
@@ -138,7 +138,6 @@ class NodeMemory:
         self._on_hits = on_hits
         self._on_room = on_room
         self._memories: dict[int, SealedMemory] = {}
-        self._held_bytes = 0  # chunks that are here
         self._pinned_evicted_bytes = 0  # chunks that were dropped and are still pinned
         self._reserved_bytes = self._reserved_count = 0  # chunks that are being fetched
         self._pins = PinTable()
@@ -180,7 +179,7 @@ class NodeMemory:
     def record_access(self, chunk: int) -> None:
         """A caller wants a chunk that is not here."""
         self.flush_hits()
-        self._policy.on_event(Accessed(chunk))
+        self._policy.record_access(chunk)
 
     def flush_hits(self) -> None:
         """Tell the policy and `on_hits` of the collected hits. Called before the policy is told or
@@ -188,7 +187,7 @@ class NodeMemory:
         if self._hits:
             if not self._fits:
                 for chunk in self._hits:
-                    self._policy.on_event(Accessed(chunk))
+                    self._policy.record_access(chunk)
                 self._on_hits(self._hits, self._hit_bytes)
             self.counts["memory_reads"] += len(self._hits)
             self.counts["memory_read_bytes"] += self._hit_bytes
@@ -207,33 +206,26 @@ class NodeMemory:
         if trio.current_time() >= self._shrunk_until_s:
             self._budget_bytes, self._shrunk_until_s = self.budget_bytes_max, math.inf
         size, is_mine = self._sizes[chunk], bool(self.owned[chunk])
-        left_bytes = self._budget_bytes - self.used_bytes
-        if not is_mine:
-            left_bytes -= self._absent_bytes()
-        free_bytes, missing = max(left_bytes, 0), size - left_bytes
-        too_many = len(self._memories) + self._reserved_count + 1 - self._count_max
         if size > self._budget_bytes:
             return None
+        free_bytes = self._budget_bytes - self.used_bytes
+        if not is_mine:
+            free_bytes -= self._absent_bytes()
+        missing_bytes = size - free_bytes
+        excess = len(self._memories) + self._reserved_count + 1 - self._count_max
         victims: list[int] = []
-        if (missing > 0 or too_many > 0) and (is_mine or has_credit):
-            for other in np.flatnonzero(self.present & ~self.owned).tolist():
-                if missing <= 0 and too_many <= 0:
-                    break
-                if self._can_go(other):
-                    victims.append(other)
-                    missing -= self._sizes[other]
-                    too_many -= 1
-        if missing <= 0 and too_many <= 0:
-            room_bytes = size - missing
-        elif has_credit and is_mine:
-            more = self._victims(missing, too_many, {*victims})
-            if more is None:
-                return None
-            victims += more
-            room_bytes = free_bytes
-        else:
+        room_bytes = free_bytes
+        if (missing_bytes > 0 or excess > 0) and (is_mine or has_credit):
+            others = np.flatnonzero(self.present & ~self.owned).tolist()
+            missing_bytes, excess = self._choose_victims(victims, others, missing_bytes, excess)
+            room_bytes = size - missing_bytes
+        if (missing_bytes > 0 or excess > 0) and is_mine and has_credit:
+            order = self._policy.eviction_order()
+            missing_bytes, excess = self._choose_victims(victims, order, missing_bytes, excess)
+            room_bytes = max(free_bytes, 0)
+        if missing_bytes > 0 or excess > 0 or not self._policy.admits(chunk, size, room_bytes):
             return None
-        return victims if self._policy.admits(chunk, size, room_bytes) else None
+        return victims
 
     def reserve(self, chunk: int, victims: Iterable[int]) -> None:
         """Drop these chunks and reserve room for `chunk`."""
@@ -255,16 +247,14 @@ class NodeMemory:
         self.flush_hits()
         self._memories[chunk], self.views[chunk] = memory, memory.view
         self.present[chunk] = True
-        self._held_bytes += memory.bytes
-        self._policy.on_event(Inserted(chunk, memory.bytes))
+        self._policy.insert(chunk, memory.bytes)
 
     def drop(self, chunk: int) -> None:
         """Drop a chunk."""
         memory = self._memories.pop(chunk)
         del self.views[chunk]
         self.present[chunk] = False
-        self._held_bytes -= memory.bytes
-        self._policy.on_event(Evicted(chunk))
+        self._policy.remove(chunk)
         if self._pins.is_pinned(memory):
             self._pins.revoke(memory)
             self._pinned_evicted_bytes += memory.bytes
@@ -276,7 +266,7 @@ class NodeMemory:
         The first time, the budget becomes what is here. The second time it becomes 0, so that no
         chunk is dropped for one that cannot come.
         """
-        here_bytes = self._held_bytes + self._pinned_evicted_bytes
+        here_bytes = self._policy.bytes + self._pinned_evicted_bytes
         is_first = self._budget_bytes == self.budget_bytes_max
         self._budget_bytes = min(here_bytes, self.budget_bytes_max - 1) if is_first else 0
         self._shrunk_until_s = trio.current_time() + BUDGET_RETRY_S
@@ -291,7 +281,7 @@ class NodeMemory:
     @property
     def used_bytes(self) -> int:
         """Bytes that count in the budget."""
-        return self._held_bytes + self._pinned_evicted_bytes + self._reserved_bytes
+        return self._policy.bytes + self._pinned_evicted_bytes + self._reserved_bytes
 
     def _absent_bytes(self) -> int:
         """Bytes of this node's own chunks that are not here: chunks of other nodes must leave room
@@ -299,28 +289,23 @@ class NodeMemory:
         absent = self.owned & ~self.present
         return int(np.asarray(self._sizes, np.int64)[absent].sum())
 
-    def _victims(self, size: int, count: int, others: set[int]) -> list[int] | None:
-        """Chunks that the policy gives up besides `others`; None where they do not suffice."""
-        wanted, asked = size, -1
-        while True:
-            victims: list[int] = []
-            freed_bytes = 0
-            chosen = self._policy.victims(max(wanted, 1))
-            for each in chosen:
-                if each not in others and self._can_go(each):
-                    victims.append(each)
-                    freed_bytes += self._sizes[each]
-                    if freed_bytes >= size and len(victims) >= count:
-                        return victims
-            if len(chosen) == asked:
-                return None
-            wanted, asked = 2 * max(wanted, 1 << 20), len(chosen)
-
-    def _can_go(self, chunk: int) -> bool:
-        """Whether dropping a chunk frees its room at once; a pinned chunk is revoked."""
-        memory = self._memories[chunk]
-        self._pins.revoke(memory)
-        return not self._pins.is_pinned(memory)
+    def _choose_victims(
+        self, victims: list[int], candidates: Iterable[int], missing_bytes: int, excess: int
+    ) -> tuple[int, int]:
+        """Add candidates to `victims` until neither bytes are missing nor chunks are in excess;
+        returns what is left of both. A pinned candidate is revoked and passed over, since dropping
+        it would free nothing now."""
+        chosen = {*victims}
+        for chunk in candidates:
+            if missing_bytes <= 0 and excess <= 0:
+                break
+            memory = self._memories[chunk]
+            self._pins.revoke(memory)
+            if chunk not in chosen and not self._pins.is_pinned(memory):
+                victims.append(chunk)
+                missing_bytes -= memory.bytes
+                excess -= 1
+        return missing_bytes, excess
 
     def set_owned(self, mine: Mask) -> None:
         """Set which chunks are this node's."""
@@ -380,17 +365,12 @@ class NodeMemory:
         after = {old: new for new, old in enumerate(before) if old >= 0}
         for chunk in [chunk for chunk in self._memories if chunk not in after]:
             self.drop(chunk)
-        # The policy gets the chunks again in the order in which it would have evicted them
-        kept = dict.fromkeys([*self._policy.victims(self._held_bytes + 1), *self._memories])
-        for chunk in kept:
-            self._policy.on_event(Evicted(chunk))
+        self._policy.renumber(after)
         self._sizes = sizes
-        self._memories = {after[chunk]: self._memories[chunk] for chunk in kept}
+        self._memories = {after[chunk]: memory for chunk, memory in self._memories.items()}
         self.views = {chunk: memory.view for chunk, memory in self._memories.items()}
         self.present = np.zeros(len(sizes), np.bool_)
-        for chunk, memory in self._memories.items():
-            self.present[chunk] = True
-            self._policy.on_event(Inserted(chunk, memory.bytes))
+        self.present[[*self._memories]] = True
         self.set_owned(np.array([was >= 0 and self.owned[was] for was in before], np.bool_))
 
     def memory_of(self, chunk: int) -> SealedMemory | None:
@@ -402,7 +382,7 @@ class NodeMemory:
         self.flush_hits()
         return {
             **{name: self.counts[name] for name in _COUNTS},
-            "memory_bytes": self._held_bytes,
+            "memory_bytes": self._policy.bytes,
             "memory_chunks": len(self._memories),
             "memory_budget_bytes": self._budget_bytes,
             "memory_used_bytes": self.used_bytes,

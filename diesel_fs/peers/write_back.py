@@ -27,7 +27,7 @@ import numpy.typing as npt
 import trio
 
 from ..cache.disk import DiskTier
-from ..cache.policy import Accessed, Evicted, EvictionPolicy, Inserted
+from ..cache.policy import EvictionPolicy
 from ..cache.tiers import ChunkKey, verify_chunk
 from ..errors import FormatError, NoSpaceError
 from ..format.entries import ChunkId
@@ -148,20 +148,17 @@ class WriteBackQueue:
     def record_access(self, chunk: int) -> None:
         """A caller wants a chunk that is not in memory."""
         if self._disk is not None:
-            self._policy.on_event(Accessed(chunk))
+            self._policy.record_access(chunk)
 
     def switch_version(
         self, ids: Sequence[ChunkId], sizes: Sequence[int], before: Sequence[int]
     ) -> None:
         """Set the chunks of a version; `before` has the number that each had, or -1."""
-        old = self._on_disk
-        for chunk in np.flatnonzero(old).tolist():
-            self._policy.on_event(Evicted(chunk))
         self._ids, self._sizes = ids, sizes
-        self._on_disk = np.array([each >= 0 and old[each] for each in before], np.bool_)
-        for chunk in np.flatnonzero(self._on_disk).tolist():
-            self._policy.on_event(Inserted(chunk, sizes[chunk]))
         after = {was: now for now, was in enumerate(before) if was >= 0}
+        self._policy.renumber(after)
+        self._on_disk = np.zeros(len(ids), np.bool_)
+        self._on_disk[[*self._policy.sizes]] = True
         self._queue = OrderedDict(
             (after[chunk], content) for chunk, content in self._queue.items() if chunk in after
         )
@@ -241,11 +238,10 @@ class WriteBackQueue:
 
     def stats(self) -> dict[str, int]:
         """What is here, as far as is known, and counters since the start."""
-        on_disk = self._on_disk
         return {
             **{name: self._counts[name] for name in _COUNTS},
-            "disk_used_bytes": int(np.asarray(self._sizes, np.int64)[on_disk].sum()),
-            "disk_chunks": int(np.count_nonzero(on_disk)),
+            "disk_used_bytes": self._policy.bytes,
+            "disk_chunks": len(self._policy.sizes),
             "disk_queued_bytes": self._queued_bytes,
             "disk_paused": int(self._disk is not None and self._is_paused),
         }
@@ -284,7 +280,7 @@ class WriteBackQueue:
                 victims = self._choose_victims(len(content), evictable)
                 is_there, other_writes = await self._put(chunk, content, victims)
                 if is_there:
-                    self._on_disk[chunk] = True
+                    self._record_inserted(chunk)
                     kept_bytes.append(len(content))
                 elif not other_writes:
                     outcome = "the disk takes no more"
@@ -374,14 +370,13 @@ class WriteBackQueue:
     def _victims(self, size: int) -> list[int] | None:
         """The chunks to free `size` bytes; None where they do not suffice."""
         victims = self._choose_victims(size, self._evict_first())
-        beyond = size - self._room_bytes
-        missing = beyond - sum(self._sizes[each] for each in victims)
-        for chunk in self._policy.victims(beyond) if missing > 0 else ():
+        missing = size - self._room_bytes - sum(self._sizes[each] for each in victims)
+        for chunk in self._policy.eviction_order():
+            if missing <= 0:
+                break
             if chunk not in victims:
                 victims.append(chunk)
                 missing -= self._sizes[chunk]
-            if missing <= 0:
-                break
         return victims if missing <= 0 else None
 
     # What is known about the disk
@@ -411,11 +406,11 @@ class WriteBackQueue:
 
     def _record_inserted(self, chunk: int) -> None:
         self._on_disk[chunk] = True
-        self._policy.on_event(Inserted(chunk, self._sizes[chunk]))
+        self._policy.insert(chunk, self._sizes[chunk])
 
     def _record_evicted(self, chunk: int) -> None:
         self._on_disk[chunk] = False
-        self._policy.on_event(Evicted(chunk))
+        self._policy.remove(chunk)
         self._counts["disk_evictions"] += 1
 
     def _failed(self, chunk: int, *, is_there: bool) -> None:

@@ -7,120 +7,118 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diesel_fs.cache.policy import (
-    POLICIES,
-    Accessed,
-    Event,
-    Evicted,
-    EvictionPolicy,
-    Inserted,
-)
+from diesel_fs.cache.policy import POLICIES, EvictionPolicy
 
 EVERY = pytest.mark.parametrize("name", [*POLICIES])
 
 UNITS = st.integers(0, 8)
 SIZES = st.integers(1, 50)
-EVENTS = st.one_of(
-    st.builds(Inserted, UNITS, SIZES),
-    st.builds(Evicted, UNITS),
-    st.builds(Accessed, UNITS),
+Call = tuple[str, int] | tuple[str, int, int]
+"""A method of a policy and its arguments."""
+CALLS = st.lists(
+    st.one_of(
+        st.tuples(st.just("insert"), UNITS, SIZES),
+        st.tuples(st.sampled_from(["remove", "record_access"]), UNITS),
+    ),
+    max_size=40,
 )
 
 
-def policy_after(name: str, events: Sequence[Event]) -> EvictionPolicy:
+def policy_after(name: str, calls: Sequence[Call]) -> EvictionPolicy:
     policy = POLICIES[name]()
-    for event in events:
-        policy.on_event(event)
+    for method, *arguments in calls:
+        getattr(policy, method)(*arguments)
     return policy
 
 
-def held_after(events: Sequence[Event]) -> dict[int, int]:
-    held: dict[int, int] = {}
-    for event in events:
-        if isinstance(event, Inserted):
-            held[event.unit] = event.bytes
-        elif isinstance(event, Evicted):
-            held.pop(event.unit, None)
-    return held
+def sizes_after(calls: Sequence[Call]) -> dict[int, int]:
+    """The sizes of the units that these calls leave in the cache."""
+    sizes: dict[int, int] = {}
+    for method, unit, *size in calls:
+        if method == "insert":
+            sizes[unit] = size[0]
+        elif method == "remove":
+            sizes.pop(unit, None)
+    return sizes
 
 
 @EVERY
-@given(events=st.lists(EVENTS, max_size=40), wanted=st.integers(-5, 300))
-def test_victims_are_in_the_cache_and_no_more_than_needed(
-    name: str, events: list[Event], wanted: int
-) -> None:
-    policy, held = policy_after(name, events), held_after(events)
-    chosen = policy.victims(wanted)
-    assert len(set(chosen)) == len(chosen)
-    assert set(chosen) <= set(held)
-    given_up = [held[unit] for unit in chosen]
-    if name != "none":
-        assert sum(given_up) >= min(wanted, sum(held.values()))
-    assert sum(given_up[:-1]) < max(wanted, 1)
+@given(calls=CALLS)
+def test_a_policy_knows_what_is_in_the_cache(name: str, calls: list[Call]) -> None:
+    policy, sizes = policy_after(name, calls), sizes_after(calls)
+    assert (dict(policy.sizes), policy.bytes) == (sizes, sum(sizes.values()))
+    assert sorted(policy.eviction_order()) == ([] if name == "none" else sorted(sizes))
 
 
 @EVERY
-@given(events=st.lists(EVENTS, max_size=40), unit=UNITS, size=SIZES, room=st.integers(0, 60))
+@given(calls=CALLS, unit=UNITS, size=SIZES, room=st.integers(0, 60))
 def test_there_can_be_room_for_every_admitted_unit(
-    name: str, events: list[Event], unit: int, size: int, room: int
+    name: str, calls: list[Call], unit: int, size: int, room: int
 ) -> None:
-    policy, held = policy_after(name, events), held_after(events)
+    policy = policy_after(name, calls)
     if policy.admits(unit, size, room):
-        assert room + sum(held[each] for each in policy.victims(size - room)) >= size
+        assert room + sum(policy.sizes[each] for each in policy.eviction_order()) >= size
 
 
 @EVERY
-@given(events=st.lists(EVENTS, max_size=40), wanted=st.integers(0, 300))
-def test_answers_depend_on_events_alone_and_change_nothing(
-    name: str, events: list[Event], wanted: int
-) -> None:
-    one, other = policy_after(name, events), policy_after(name, events)
-    first = list(one.victims(wanted))
+@given(calls=CALLS)
+def test_answers_depend_on_calls_alone_and_change_nothing(name: str, calls: list[Call]) -> None:
+    one, other = policy_after(name, calls), policy_after(name, calls)
+    first = list(one.eviction_order())
     one.admits(1, 10, 0)
-    assert [list(one.victims(wanted)), list(other.victims(wanted))] == [first, first]
+    assert [list(one.eviction_order()), list(other.eviction_order())] == [first, first]
 
 
-FULL: list[Event] = [Inserted(unit, 10) for unit in range(4)]
+@EVERY
+@given(calls=CALLS, after=st.dictionaries(UNITS, st.integers(100, 120)))
+def test_renumbered_units_keep_their_order(
+    name: str, calls: list[Call], after: dict[int, int]
+) -> None:
+    after = {old: new for new, old in {new: old for old, new in after.items()}.items()}
+    policy, sizes = policy_after(name, calls), sizes_after(calls)
+    order = [after[unit] for unit in policy.eviction_order() if unit in after]
+    policy.renumber(after)
+    assert dict(policy.sizes) == {after[unit]: sizes[unit] for unit in sizes if unit in after}
+    assert policy.bytes == sum(policy.sizes.values())
+    assert list(policy.eviction_order()) == order
+
+
+FULL: list[Call] = [("insert", unit, 10) for unit in range(4)]
 
 
 def test_lru_evicts_the_longest_unread_first() -> None:
-    policy = policy_after("lru", [*FULL, Accessed(0), Accessed(2), Accessed(99)])
-    assert list(policy.victims(25)) == [1, 3, 0]
+    policy = policy_after("lru", [*FULL, *[("record_access", unit) for unit in (0, 2, 99)]])
+    assert list(policy.eviction_order()) == [1, 3, 0, 2]
 
 
 def test_lfu_evicts_the_least_often_read_first() -> None:
-    policy = policy_after(
-        "lfu", [*FULL, Accessed(0), Accessed(0), Accessed(1), Accessed(2), Accessed(1)]
-    )
-    assert list(policy.victims(40)) == [3, 2, 0, 1]
-    policy.on_event(Evicted(0))
-    policy.on_event(Inserted(0, 10))  # it begins anew
-    assert list(policy.victims(20)) == [3, 0]
+    policy = policy_after("lfu", [*FULL, *[("record_access", unit) for unit in (0, 0, 1, 2, 1)]])
+    assert list(policy.eviction_order()) == [3, 2, 0, 1]
+    policy.remove(0)
+    policy.insert(0, 10)  # its accesses are counted anew
+    assert list(policy.eviction_order()) == [3, 0, 2, 1]
 
 
 def test_none_never_evicts() -> None:
     policy = policy_after("none", FULL)
-    assert policy.victims(40) == []
+    assert list(policy.eviction_order()) == []
     assert policy.admits(9, 10, 10)
     assert not policy.admits(9, 10, 9)
 
 
 def hits(name: str, epochs: int, units: int, capacity: int, seed: int = 0) -> float:
     """The hit rate of a cache of `capacity` units in the last of some epochs in random order."""
-    policy, held, found = POLICIES[name](), set[int](), 0
+    policy, found = POLICIES[name](), 0
     for epoch in range(epochs):
         found = 0
         for unit in np.random.default_rng([seed, epoch]).permutation(units).tolist():
-            policy.on_event(Accessed(unit))
-            if unit in held:
+            policy.record_access(unit)
+            if unit in policy.sizes:
                 found += 1
-            elif policy.admits(unit, 1, capacity - len(held)):
-                for gone in policy.victims(1 + len(held) - capacity):
-                    held.discard(gone)
-                    policy.on_event(Evicted(gone))
-                held.add(unit)
-                policy.on_event(Inserted(unit, 1))
-            assert len(held) <= capacity
+            elif policy.admits(unit, 1, capacity - policy.bytes):
+                if policy.bytes == capacity:
+                    policy.remove(next(policy.eviction_order()))
+                policy.insert(unit, 1)
     return found / units
 
 

@@ -19,7 +19,7 @@ import trio
 from trio.testing import MockClock
 
 from diesel_fs.cache.disk import DiskTier
-from diesel_fs.cache.policy import POLICIES
+from diesel_fs.cache.policy import POLICIES, EvictionPolicy
 from diesel_fs.cache.read_through import ReadCostModel
 from diesel_fs.errors import ObjectStoreError
 from diesel_fs.format.chunk_builder import ChunkBuilder
@@ -98,20 +98,21 @@ def make_cache(
     source: ChunkSource,
     memory_bytes: int,
     *,
-    policy: str = "lru",
+    policy: str | type[EvictionPolicy] = "lru",
     disk: DiskTier | None = None,
     costs: ReadCostModel | None = None,
     mine: bool = True,
 ) -> NodeCache:
+    make_policy = POLICIES[policy] if isinstance(policy, str) else policy
     cache = NodeCache(
         IDENTITY,
         source.ids,
         source.sizes,
         memory_bytes=memory_bytes,
-        policy=POLICIES[policy](),
+        policy=make_policy(),
         fetch=source.fetch,
         disk=disk,
-        disk_policy=POLICIES[policy](),
+        disk_policy=make_policy(),
         costs=costs or ReadCostModel(),
     )
     cache.set_owned(np.full(len(source.numbers), mine))

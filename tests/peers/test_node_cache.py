@@ -324,16 +324,15 @@ def test_a_chunk_larger_than_the_budget_is_not_fetched() -> None:
 
 
 class Picky(LeastRecentlyUsed):
-    def admits(self, unit: int, size: int, room: int) -> bool:
-        return unit == 1 and room >= size
+    def admits(self, unit: int, size: int, free_bytes: int) -> bool:
+        return unit == 1 and free_bytes >= size
 
 
 def test_a_chunk_that_the_policy_rejects_is_not_fetched() -> None:
     source = ChunkSource(range(3))
 
     async def main() -> None:
-        cache = make_cache(source, total_bytes(source))
-        cache.memory._policy = Picky()
+        cache = make_cache(source, total_bytes(source), policy=Picky)
         async with run_and_close_cache(cache):
             misses = [await misses_until_loaded(cache, number, 5) for number in (0, 1, 2)]
             assert misses == [0, 1, 0]
