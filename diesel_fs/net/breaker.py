@@ -55,7 +55,8 @@ class CircuitBreaker:
         self._failures_max = failures_max
         self._first_pause_s = self._pause_s = pause_s
         self._pause_max_s = pause_s if pause_max_s is None else pause_max_s
-        self._ticket = 1  # the ticket that counts now; never 0
+        self.ticket = 1
+        """The ticket that counts now; never 0."""
         self._failures = 0
         self._open_until_s: float | None = None  # None: closed
         self._is_probing = False
@@ -76,14 +77,14 @@ class CircuitBreaker:
             if self._is_probing or now_s < self._open_until_s:
                 return 0
             self._is_probing = True
-        return self._ticket
+        return self.ticket
 
     def record_success(self, ticket: int | None = None) -> bool:
         """The service answered in time. Returns whether this has closed the breaker.
 
         Callers that use `is_open` in place of `admit` have no ticket; their outcomes always count.
         """
-        if ticket is not None and ticket != self._ticket:
+        if ticket is not None and ticket != self.ticket:
             return False
         self._failures = 0
         if self._open_until_s is None:
@@ -95,7 +96,7 @@ class CircuitBreaker:
     def record_failure(self, ticket: int | None, now_s: float) -> bool:
         """The service gave no answer, or a late one. Returns whether this has opened the
         breaker."""
-        if ticket is not None and ticket != self._ticket:
+        if ticket is not None and ticket != self.ticket:
             return False
         self._failures += 1
         if self._open_until_s is None and self._failures < self._failures_max:
@@ -105,11 +106,11 @@ class CircuitBreaker:
     def record_refusal(self, ticket: int, now_s: float) -> bool:
         """The service cannot be reached, or rejects us: one such failure opens the breaker.
         Returns whether it has."""
-        return ticket == self._ticket and self.open(now_s)
+        return ticket == self.ticket and self.open(now_s)
 
     def cancel(self, ticket: int) -> None:
         """The request was given up, and says nothing about the service."""
-        if ticket == self._ticket:
+        if ticket == self.ticket:
             self._is_probing = False
 
     def open(self, now_s: float) -> bool:
@@ -119,7 +120,7 @@ class CircuitBreaker:
         return True
 
     def _change(self, open_until_s: float | None) -> None:
-        self._ticket += 1
+        self.ticket += 1
         self._is_probing = False
         self._failures = 0
         self._open_until_s = open_until_s

@@ -2,10 +2,10 @@
 asked at all.
 
 A `Connection` is one blocking socket with its window: memory that the client shares with the master
-for the bytes of its reads. A `MasterLink` keeps connections, limits the time of an answer, and
-stops asking a master that has failed for a while; the first error leads to one, and only one,
-pause. A failure is never raised: the caller gets None and reads from the store. `client.py` decides
-what to ask for; `launch.py` starts masters.
+for the bytes of its reads. A `MasterLink` keeps connections, limits the time of an answer, and has
+a circuit breaker (`../net/breaker.py`), which the first failure opens. A failure is never raised:
+the caller gets None and reads from the store. `client.py` decides what to ask for; `launch.py`
+starts masters.
 
 Concurrency: many threads; each exchange uses a connection of its own. A forked child opens
 connections of its own. One connection stays open as long as the link: a master without connections
@@ -31,6 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import DieselError
+from ..net.breaker import BreakerState, CircuitBreaker
 from ..system.unix_sockets import connect_unix
 from . import wire
 from .mapped_chunks import MappedChunks, MemoryMap
@@ -224,8 +225,7 @@ class MasterLink:
         self._version = version
         self._mapped = mapped
         self._deadline_s = deadline_s
-        self._first_pause_s = self._pause_s = pause_s
-        self._failed_s = self._paused_until_s = 0.0
+        self._breaker = CircuitBreaker(1, pause_s, PAUSE_S_MAX)  # used under the lock
         self._last_warning = self._last_restart_error = ""
         self._closed = False
         self._restart = restart
@@ -237,7 +237,7 @@ class MasterLink:
 
     def _reset_after_fork(self) -> None:
         self._lock = threading.Lock()
-        self._probing = threading.Lock()
+        self._breaker.cancel(self._breaker.ticket)  # only a thread of the parent goes on connecting
         self._restarting = threading.Lock()
         self._idle: list[Connection] = []
         # Appended to by the garbage collector, so without a lock
@@ -261,7 +261,9 @@ class MasterLink:
 
     def retry(self) -> None:
         """End a pause: ask the master again."""
-        self._paused_until_s, self._pause_s, self._last_warning = 0.0, self._first_pause_s, ""
+        with self._lock:
+            self._breaker.record_success()
+        self._last_warning = ""
 
     def read(self, parts: wire.Parts) -> "WindowLease | None":
         """Read parts, which fit the window together. Use the result in a `with`: the window is the
@@ -274,12 +276,12 @@ class MasterLink:
         connection = self._acquire()
         if connection is None:
             return None
-        start_s = time.monotonic()
+        ticket = self._breaker.ticket
         body = parts.astype("<u4", copy=False).tobytes()
         request = wire.local_request(wire.LOCAL_READ, len(parts), body)
-        if not self._put(connection, start_s, request):
+        if not self._put(connection, ticket, request):
             return None
-        return PendingRead(self, connection, start_s, parts)
+        return PendingRead(self, connection, ticket, parts)
 
     def pin(self, chunk: int, *, fetch: bool) -> PinResult | None:
         """Pin a whole chunk; `fetch`: also where the master has to fetch it. None where the master
@@ -287,10 +289,8 @@ class MasterLink:
         connection = self._acquire()
         if connection is None:
             return None
-        start_s = time.monotonic()
         answer = self._exchange(
             connection,
-            start_s,
             wire.LOCAL_PIN,
             1,
             wire.chunks_body([chunk]),
@@ -308,7 +308,7 @@ class MasterLink:
         connection = self._acquire(is_read=False)
         if connection is None:
             return False
-        if self._exchange(connection, time.monotonic(), kind, count, body, send=send) is None:
+        if self._exchange(connection, kind, count, body, send=send) is None:
             return False
         self._release(connection)
         return True
@@ -319,10 +319,7 @@ class MasterLink:
         connection = self._acquire(is_read=False)
         if connection is None:
             return False
-        start_s = time.monotonic()
-        answer = self._exchange(
-            connection, start_s, wire.LOCAL_SWITCH_VERSION, 0, body, send=snapshot
-        )
+        answer = self._exchange(connection, wire.LOCAL_SWITCH_VERSION, 0, body, send=snapshot)
         if answer is None:
             return False
         with self._lock:
@@ -335,7 +332,7 @@ class MasterLink:
         connection = self._acquire(is_read=False)
         if connection is None:
             return b""
-        answer = self._exchange(connection, time.monotonic(), wire.LOCAL_STATS, 0, b"")
+        answer = self._exchange(connection, wire.LOCAL_STATS, 0, b"")
         if answer is None:
             return b""
         text = bytes(answer[0])
@@ -368,7 +365,6 @@ class MasterLink:
     def _exchange(
         self,
         connection: Connection,
-        start_s: float,
         kind: int,
         count: int,
         body: bytes,
@@ -378,20 +374,19 @@ class MasterLink:
         expects_descriptor: bool = False,
     ) -> tuple[memoryview, int] | None:
         """The answer; None after a failed exchange, whose connection is closed then."""
+        ticket = self._breaker.ticket
         request = wire.local_request(kind, count, body, flags)
-        if not self._put(connection, start_s, request, send=send):
+        if not self._put(connection, ticket, request, send=send):
             return None
-        return self._answer(connection, start_s, kind, count, expects_descriptor=expects_descriptor)
+        return self._answer(connection, ticket, kind, count, expects_descriptor=expects_descriptor)
 
-    def _put(
-        self, connection: Connection, start_s: float, request: bytes, *, send: int = -1
-    ) -> bool:
+    def _put(self, connection: Connection, ticket: int, request: bytes, *, send: int = -1) -> bool:
         """Send a request; returns whether it was sent. A connection that failed is closed."""
         self.counts["requests"] += 1
         try:
             connection.send(request, send=send)
         except ExchangeFailed as error:
-            self._fail(connection, start_s, str(error))
+            self._fail(connection, ticket, str(error))
             return False
         except BaseException:  # a signal handler's: the state of the exchange is unknown
             connection.close()
@@ -401,7 +396,7 @@ class MasterLink:
     def _answer(
         self,
         connection: Connection,
-        start_s: float,
+        ticket: int,
         kind: int,
         count: int,
         *,
@@ -412,17 +407,20 @@ class MasterLink:
             answer = connection.receive(kind, count, expects_descriptor=expects_descriptor)
         except RequestRejected as error:  # the connection stays usable
             self._release(connection)
-            self._note_failure(start_s, str(error))
+            self._note_failure(ticket, str(error))
             return None
         except ExchangeFailed as error:
-            self._fail(connection, start_s, str(error))
+            self._fail(connection, ticket, str(error))
             return None
         except BaseException:  # a signal handler's: the state of the exchange is unknown
             connection.close()
             raise
         if connection.revoked:
             self._mapped.release(connection.revoked)
-        if self._paused_until_s and kind in (wire.LOCAL_READ, wire.LOCAL_PIN):
+        if self._breaker.state(0) is not BreakerState.CLOSED and kind in (
+            wire.LOCAL_READ,
+            wire.LOCAL_PIN,
+        ):
             log.info("the task's master answers again")
             self.retry()
         return answer
@@ -433,28 +431,28 @@ class MasterLink:
         with self._lock:
             if self._closed and not self._idle:
                 return None
-            is_paused = is_read and time.monotonic() < self._paused_until_s
+            is_paused = is_read and self._breaker.is_open(time.monotonic())
             if self._idle and not is_paused:
                 return self._idle.pop()
         if not is_paused and (connection := self._reuse_abandoned()) is not None:
             return connection
-        start_s = time.monotonic()
-        probes = self._paused_until_s > 0
-        if probes and (start_s < self._paused_until_s or not self._probing.acquire(blocking=False)):
+        with self._lock:
+            ticket = self._breaker.admit(time.monotonic())
+        if not ticket:
             self.counts["skipped"] += 1
             return None
         try:
             connection = Connection(self._path, self._identity, self._version, self._deadline_s)
         except ExchangeFailed as error:
-            self._note_failure(start_s, str(error))
+            self._note_failure(ticket, str(error))
             if self._restart is not None:
                 threading.Thread(
                     target=self._run_restart, name="diesel-restart", daemon=True
                 ).start()
             return None
         finally:
-            if probes:
-                self._probing.release()
+            with self._lock:  # a connection alone does not close the breaker: an answer does
+                self._breaker.cancel(ticket)
         self.rank = connection.rank
         with self._lock:
             if not self._open:  # the first connection, or that of a new master
@@ -498,7 +496,7 @@ class MasterLink:
     def _reuse_abandoned(self) -> Connection | None:
         """A connection whose answer was not received, once that answer has come."""
         connection = self._dropped_one()
-        start_s = time.monotonic()
+        ticket = self._breaker.ticket
         try:
             if connection is not None:
                 connection.receive(wire.LOCAL_READ, connection.unread_parts)
@@ -506,7 +504,7 @@ class MasterLink:
             return connection
         except ExchangeFailed as error:
             assert connection is not None
-            self._fail(connection, start_s, str(error))
+            self._fail(connection, ticket, str(error))
             return None
         return connection
 
@@ -516,7 +514,7 @@ class MasterLink:
         except IndexError:
             return None
 
-    def _fail(self, connection: Connection, start_s: float, why: str) -> None:
+    def _fail(self, connection: Connection, ticket: int, why: str) -> None:
         """Close a connection that failed, and all idle ones: they lead to the same master."""
         connection.close()
         with self._lock:
@@ -527,17 +525,14 @@ class MasterLink:
                 self._open.discard(each)
         for each in idle:
             each.close()
-        self._note_failure(start_s, why)
+        self._note_failure(ticket, why)
 
-    def _note_failure(self, start_s: float, why: str) -> None:
-        """Begin a pause. Several exchanges that were in flight together count as one failure."""
+    def _note_failure(self, ticket: int, why: str) -> None:
+        """An exchange failed that began with this ticket of the breaker."""
         self.counts["failures"] += 1
         with self._lock:
-            if start_s < self._failed_s:
+            if not self._breaker.record_failure(ticket, time.monotonic()):
                 return
-            now_s = self._failed_s = time.monotonic()
-            self._paused_until_s = now_s + self._pause_s
-            self._pause_s = min(2 * self._pause_s, PAUSE_S_MAX)
         if why and why != self._last_warning:
             log.warning("the task's master cannot be asked (%s): reading from the store", why)
             self._last_warning = why
@@ -547,11 +542,11 @@ class PendingRead:
     """A READ whose answer has not been received; it may be dropped."""
 
     def __init__(
-        self, link: MasterLink, connection: Connection, start_s: float, parts: wire.Parts
+        self, link: MasterLink, connection: Connection, ticket: int, parts: wire.Parts
     ) -> None:
         self._link = link
         self._connection: Connection | None = connection
-        self._start_s = start_s
+        self._ticket = ticket
         self._parts = parts
 
     def wait(self) -> "WindowLease | None":
@@ -560,14 +555,14 @@ class PendingRead:
         assert connection is not None
         if connection.is_closed:
             return None
-        parts, start_s = self._parts, self._start_s
-        answer = self._link._answer(connection, start_s, wire.LOCAL_READ, len(parts))
+        parts, ticket = self._parts, self._ticket
+        answer = self._link._answer(connection, ticket, wire.LOCAL_READ, len(parts))
         if answer is None:
             return None
         try:
             offsets, sources = wire.parse_read_answer(answer[0], parts[:, 2], WINDOW_BYTES)
         except DieselError as error:
-            self._link._fail(connection, start_s, str(error))
+            self._link._fail(connection, ticket, str(error))
             return None
         return WindowLease(self._link, connection, ReadResult(connection.window, offsets, sources))
 

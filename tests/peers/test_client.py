@@ -434,7 +434,8 @@ def test_many_threads_wait_for_a_master_that_hangs_once(
     check_parts(store, view, chunks, 1)
     master.behaviour.hangs = 5.0
 
-    def worst_s() -> float:
+    def read_times_s() -> list[float]:
+        """How long each of 8 threads took for a read, ordered."""
         took: list[float] = []
 
         def read(seed: int) -> None:
@@ -448,13 +449,13 @@ def test_many_threads_wait_for_a_master_that_hangs_once(
         for each in threads:
             each.join(10)
         assert len(took) == 8
-        took.sort()
-        return took[-2]
+        return sorted(took)
 
-    assert worst_s() < 2 * DEADLINE_S
-    assert store._link._pause_s == 2 * PAUSE_S, "together they have failed once"
+    assert read_times_s()[-2] < 2 * DEADLINE_S
     time.sleep(PAUSE_S)
-    assert worst_s() < DEADLINE_S * 0.9, "all but one"
+    *others, longest_s = read_times_s()
+    assert others[-1] < DEADLINE_S * 0.9
+    assert longest_s > DEADLINE_S * 0.9, "the first pause is over: together they had failed once"
 
 
 def test_F1_a_master_that_dies_and_comes_back(
