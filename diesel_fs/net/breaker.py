@@ -4,9 +4,10 @@ A breaker is *closed* as long as the service answers. After several failures in 
 for a pause the service is not asked at all. After the pause it is *half open*: one request at a
 time may try, and its outcome closes the breaker or opens it again, for a longer pause.
 
-`CircuitBreaker` is used for disks and metadata stores, `PeerBreaker` for the masters of a task.
-Both are pure: the time is an argument, in seconds of any one clock. They hold no lock. Where
-several threads use one breaker without a lock around it, a failure may go uncounted.
+A `CircuitBreaker` guards a disk, a metadata store, or the master of a client's own node; a
+`PeerBreaker` guards another node's master. Both are pure: the time is an argument, in seconds of
+any one clock. They hold no lock. Where several threads use one breaker without a lock around it, a
+failure may go uncounted.
 
 `admit` gives each caller a ticket, which the caller hands back with the outcome. An outcome whose
 ticket was given before the breaker last opened or closed is ignored, so that requests that failed

@@ -30,9 +30,9 @@ from .client_connection import (
     ConnectionBroken,
     Deadline,
     parse_addresses,
-    tls_context,
 )
 from .messages import Message, parse_error
+from .tls import verifying_context
 
 __all__ = ["Answer", "RpcClient", "ServerLink"]
 
@@ -310,7 +310,7 @@ class ServerLink(RpcClient):
 
     def _open_connection(self, address: HostPort, patience: Deadline) -> Connection:
         if self._url.scheme == "diesel+tls" and self._tls is None:
-            self._tls = tls_context()
+            self._tls = verifying_context()
         try:
             connection = Connection(
                 address,

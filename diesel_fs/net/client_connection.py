@@ -6,7 +6,6 @@ is used by one thread at a time and carries one request at a time. Payloads are 
 frame: they are sent from the caller's memory, and received into it.
 """
 
-import hashlib
 import select
 import socket
 import ssl
@@ -14,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import NamedTuple, TypeVar
 from uuid import UUID
 
@@ -29,10 +29,12 @@ from ..errors import (
     MetadataError,
 )
 from ..format.entries import Bytes
+from ..system.vectored_io import BUFFERS_MAX, byte_views, drop_written
 from ..urls import HostPort, RepositoryUrl
 from . import frames as wire
 from .keys import sign
 from .messages import Message, parse_error
+from .tls import certificate_digest
 
 PORT = 9300
 
@@ -40,9 +42,11 @@ PAYLOAD_BYTES_MAX = 64 << 20
 """The largest payload that is received where the caller gives no memory for it: accounts, and
 pieces of snapshots."""
 
-_BUFFER_BYTES = 16 << 10  # a small answer takes one system call; of a large one so much is copied
+_BUFFER_BYTES = 16 << 10
+"""Smaller pieces are received into a buffer, so that a small answer takes one system call; larger
+ones go straight to the caller's memory."""
+
 _TLS_PIECE_BYTES = 256 << 10
-_BUFFERS_PER_CALL = 64  # of one `sendmsg`
 _EARLY_ANSWER_S = 1.0
 """The time for the answer of a server that has closed the connection in the middle of a request:
 its reason may be on the way."""
@@ -114,14 +118,6 @@ def parse_addresses(url: RepositoryUrl) -> list[HostPort]:
         ) from None
 
 
-def tls_context() -> ssl.SSLContext:
-    """The TLS context of clients. A server's certificate must name its host and lead to an
-    authority that this machine trusts, or that is in the file that SSL_CERT_FILE names."""
-    context = ssl.create_default_context()
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    return context
-
-
 class Connection:
     """A connection on which the login has succeeded."""
 
@@ -166,8 +162,8 @@ class Connection:
 
     @property
     def is_usable(self) -> bool:
-        """Whether the server seems to wait for a request: it has sent nothing, not even the
-        end."""
+        """Whether a request can be sent: the server has sent nothing unasked, nor closed the
+        connection."""
         return self._start == self._end and not self._readable.poll(0)
 
     def exchange(
@@ -177,11 +173,12 @@ class Connection:
         room: memoryview | None,
         deadline: Deadline,
     ) -> Answer:
-        """Send a request and receive its first answer. Raises ConnectionBroken, CorruptError;
+        """Send a request and receive its first answer, the payload into `room`, if given, which it
+        must fill exactly. Raises ConnectionBroken, CorruptError;
         UsageError for a request that is too large, before anything is sent."""
         self._last_id += 1
-        views = [memoryview(part).cast("B") for part in payload if len(part)]
-        size = sum(view.nbytes for view in views)
+        views = byte_views(payload)
+        size = sum(map(len, views))
         head = wire.frame({**message, "id": self._last_id}, wire.REQUEST_LIMITS, size)
         self._may_have_arrived = False
         try:
@@ -194,7 +191,7 @@ class Connection:
 
     def receive(self, room: memoryview | None, deadline: Deadline) -> Answer:
         """The next answer to the request. Raises ConnectionBroken, CorruptError."""
-        answer = self._received(wire.ANSWER_LIMITS, room, deadline)
+        answer = self._receive_frame(wire.ANSWER_LIMITS, room, deadline)
         if answer.message.get("id") != self._last_id:
             error = parse_error(answer.message)
             if error is not None and "id" not in answer.message:
@@ -268,17 +265,19 @@ class Connection:
         self._send([memoryview(wire.greeting())], deadline)
         try:
             head = self._exactly(wire.GREETING_BYTES, deadline)
-            is_accepted, version, length = wire.parse_welcome(bytes(head))
+            is_accepted, version, tail_bytes = wire.parse_welcome(bytes(head))
         except (ConnectionBroken, ForeignError) as error:
             if isinstance(error, ConnectionBroken) and isinstance(error.error, DeadlineError):
                 raise
             reason = error.error.message if isinstance(error, ConnectionBroken) else error.message
-            refused = MetadataError(
+            no_server = MetadataError(
                 reason if str(self.address) in reason else f"{self.address}: {reason}",
                 advice="" if self._tls else "a server that speaks TLS is diesel+tls://host:port",
             )
-            raise ConnectionBroken(refused, is_permanent=isinstance(error, ForeignError)) from error
-        tail = bytes(self._exactly(length, deadline))
+            raise ConnectionBroken(
+                no_server, is_permanent=isinstance(error, ForeignError)
+            ) from error
+        tail = bytes(self._exactly(tail_bytes, deadline))
         if not is_accepted:
             refusal = wire.refusal_error(version, tail)
             refusal.message = f"{self.address}: {refusal.message}"
@@ -289,10 +288,10 @@ class Connection:
             "do": "login", "user": user, "signature": signature, "program": program,
         }  # fmt: skip
         self._send([memoryview(wire.frame(login, wire.BEFORE_LOGIN_LIMITS))], deadline)
-        message = self._received(wire.BEFORE_LOGIN_LIMITS, None, deadline).message
-        found = parse_error(message)
-        if found is not None:
-            raise found
+        message = self._receive_frame(wire.BEFORE_LOGIN_LIMITS, None, deadline).message
+        login_error = parse_error(message)
+        if login_error is not None:
+            raise login_error
         wire.check_required_fields(message)
         try:
             self.store_id = UUID(str(message.get("store")))
@@ -300,15 +299,18 @@ class Connection:
             raise CorruptError(f"{self.address} did not say which store it serves") from None
 
     def _binding(self) -> bytes:
+        """What the login signs of this connection (`frames.login_challenge`)."""
         if not isinstance(self._socket, ssl.SSLSocket):
             return wire.NO_BINDING
         certificate = self._socket.getpeercert(binary_form=True)
         assert certificate is not None  # it has been verified
-        return hashlib.sha256(certificate).digest()
+        return certificate_digest(certificate)
 
     # Frames
 
-    def _received(self, limits: wire.Limits, room: memoryview | None, deadline: Deadline) -> Answer:
+    def _receive_frame(
+        self, limits: wire.Limits, room: memoryview | None, deadline: Deadline
+    ) -> Answer:
         lengths = wire.parse_lengths(self._exactly(wire.LENGTHS_BYTES, deadline), limits)
         message = wire.parse_head(self._exactly(lengths.head, deadline), limits)
         if "error" in message and lengths.payload:
@@ -325,11 +327,12 @@ class Connection:
         return Answer(message, room)
 
     def _exactly(self, length: int, deadline: Deadline) -> bytearray:
-        taken = bytearray(length)
-        self._fill(memoryview(taken), deadline)
-        return taken
+        content = bytearray(length)
+        self._fill(memoryview(content), deadline)
+        return content
 
     def _fill(self, room: memoryview, deadline: Deadline) -> None:
+        """Receive bytes until `room` is full."""
         while room.nbytes:
             if self._start < self._end:
                 count = min(room.nbytes, self._end - self._start)
@@ -354,29 +357,17 @@ class Connection:
         return count
 
     def _send(self, views: list[memoryview], deadline: Deadline) -> None:
-        at = 0
-        while at < len(views):
+        """Send all views of bytes; the list is empty then."""
+        while views:
             if self._tls:
-                piece = views[at][:_TLS_PIECE_BYTES]
-                self._may_have_arrived = at == len(views) - 1 and piece.nbytes == views[at].nbytes
-                sent = self._retry_until_ready(
-                    lambda piece=piece: self._socket.send(piece),  # type: ignore[misc]  # mypy cannot infer a lambda with defaults
-                    self._writable,
-                    deadline,
-                )
+                piece = views[0][:_TLS_PIECE_BYTES]
+                self._may_have_arrived = len(views) == 1 and len(piece) == len(views[0])
+                send = partial(self._socket.send, piece)
             else:
-                some = views[at : at + _BUFFERS_PER_CALL]
-                self._may_have_arrived = at + len(some) == len(views)
-                sent = self._retry_until_ready(
-                    lambda some=some: self._socket.sendmsg(some),  # type: ignore[misc]  # mypy cannot infer a lambda with defaults
-                    self._writable,
-                    deadline,
-                )
-            while at < len(views) and sent >= views[at].nbytes:
-                sent -= views[at].nbytes
-                at += 1
-            if sent:
-                views[at] = views[at][sent:]
+                batch = views[:BUFFERS_MAX]
+                self._may_have_arrived = len(batch) == len(views)
+                send = partial(self._socket.sendmsg, batch)
+            drop_written(views, self._retry_until_ready(send, self._writable, deadline))
 
     def _retry_until_ready(
         self, work: Callable[[], T], ready: select.poll, deadline: Deadline
@@ -394,7 +385,7 @@ class Connection:
                     self._wait(self._writable, deadline)
         except OSError as error:
             raise ConnectionBroken(
-                MetadataError(f"the connection to {self.address} broke: {_why(error)}"),
+                MetadataError(f"the connection to {self.address} broke: {_reason(error)}"),
                 may_have_arrived=self._may_have_arrived,
             ) from error
 
@@ -408,19 +399,19 @@ class Connection:
 
 def _connected(address: HostPort, deadline: Deadline) -> socket.socket:
     """A socket that is connected to one of the addresses of a host. Raises ConnectionBroken."""
-    why = "its name has no address"
-    for family, place in _resolve_in_time(address, deadline):
-        found = None
+    reason = "its name has no address"
+    for family, socket_address in _resolve_in_time(address, deadline):
+        connected = None
         try:
-            found = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-            found.settimeout(max(0.001, deadline.left_s))
-            found.connect(place)
-            return found
+            connected = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+            connected.settimeout(max(0.001, deadline.left_s))  # 0 would mean: do not wait
+            connected.connect(socket_address)
+            return connected
         except OSError as error:
-            why = _why(error)
-            if found is not None:
-                found.close()
-    raise ConnectionBroken(MetadataError(f"cannot reach the server {address}: {why}"))
+            reason = _reason(error)
+            if connected is not None:
+                connected.close()
+    raise ConnectionBroken(MetadataError(f"cannot reach the server {address}: {reason}"))
 
 
 _SocketAddress = tuple[str, int] | tuple[str, int, int, int] | tuple[int, bytes]
@@ -441,8 +432,6 @@ def _resolve_in_time(
             found.extend(_looked_up(address, 0))
         except OSError as error:
             failed.append(error)
-        except UnicodeError:  # a label of the name is empty or too long
-            failed.append(OSError(0, "that is no name of a host"))
 
     thread = threading.Thread(target=look_up, daemon=True)
     thread.start()
@@ -451,17 +440,17 @@ def _resolve_in_time(
         raise ConnectionBroken(DeadlineError(f"looking up {address.host} took too long"))
     if failed:
         raise ConnectionBroken(
-            MetadataError(f"cannot reach the server {address}: {_why(failed[0])}")
+            MetadataError(f"cannot reach the server {address}: {_reason(failed[0])}")
         ) from failed[0]
     return found
 
 
 def _looked_up(address: HostPort, flags: int) -> list[tuple[socket.AddressFamily, _SocketAddress]]:
-    with suppress(UnicodeError):
+    with suppress(UnicodeError):  # a label of the name is empty or too long
         answers = socket.getaddrinfo(*address, type=socket.SOCK_STREAM, flags=flags)
         return [(answer[0], answer[4]) for answer in answers]
     raise OSError(0, "that is no name of a host")
 
 
-def _why(error: OSError) -> str:
+def _reason(error: OSError) -> str:
     return error.strerror or str(error) or type(error).__name__

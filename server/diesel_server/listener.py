@@ -16,8 +16,9 @@ from typing import NoReturn
 
 import trio
 
+from diesel_fs.net.tls import Certificate
+
 from . import limits
-from .certificate import ServerCertificate
 from .channel import Channel, ConnectionClosed, SocketChannel, StreamChannel, set_socket_options
 from .connection import SHUTTING_DOWN, Connection, ConnectionContext, Opener
 from .limits import LimitReached
@@ -35,7 +36,7 @@ class Listener:
         self,
         sockets: Sequence[socket.socket],
         service: ConnectionContext,
-        certificate: ServerCertificate | None = None,
+        certificate: Certificate | None = None,
     ) -> None:
         self._sockets = sockets
         self._service = service
@@ -130,7 +131,7 @@ class Listener:
                 await stream.do_handshake()
             except (trio.BrokenResourceError, ssl.SSLError, OSError) as error:
                 raise ConnectionClosed(_why(error)) from error
-            return StreamChannel(stream, transport), certificate.binding
+            return StreamChannel(stream, transport), certificate.digest
 
         return plain if certificate is None else secured
 

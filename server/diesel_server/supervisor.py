@@ -25,11 +25,11 @@ import trio
 
 from diesel_fs.errors import DeadlineError, DieselError, error_by_class_name
 from diesel_fs.metrics import PARENT_TABLE, MetricCells, cells_bytes, private_cells
+from diesel_fs.net.tls import load_certificate
 from diesel_fs.urls import HostPort
 
 from . import limits
 from . import metrics_endpoint as scrape
-from .certificate import load_certificate
 from .endpoints import listen
 from .options import Options
 from .worker_config import WorkerConfig, config_line, split_environment

@@ -27,9 +27,9 @@ import trio
 from diesel_fs.errors import DieselError
 from diesel_fs.metrics import MetricCells, cells_bytes
 from diesel_fs.net.messages import error_message
+from diesel_fs.net.tls import Certificate, load_certificate
 
 from . import limits
-from .certificate import ServerCertificate, load_certificate
 from .connection import ConnectionContext
 from .limits import ConnectionLimits
 from .listener import Listener, most_connections
@@ -158,7 +158,7 @@ def _watch_parent(stopped: trio.Event) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _certificate(config: WorkerConfig) -> ServerCertificate | None:
+def _certificate(config: WorkerConfig) -> Certificate | None:
     if not config.certificate:
         return None
     return load_certificate(Path(config.certificate), Path(config.key))

@@ -22,6 +22,7 @@ from diesel_fs.errors import (
 )
 from diesel_fs.net.client import ServerLink
 from diesel_fs.net.messages import Fields, Message
+from diesel_fs.net.tls import load_certificate
 from diesel_fs.peers import registry as registry_module
 from diesel_fs.peers.client import master_request
 from diesel_fs.peers.membership import (
@@ -40,7 +41,6 @@ from diesel_fs.repository.local import LocalRepository
 from diesel_fs.storage.accounts.account import Account, Role
 from diesel_fs.storage.open_stores import open_accounts
 from diesel_fs.urls import parse_url
-from diesel_server.certificate import load_certificate
 from diesel_server.directory import DatasetRef
 from diesel_server.requests import Reply, Request
 from diesel_server.task_handlers import TaskHandlers

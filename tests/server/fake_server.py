@@ -28,11 +28,11 @@ from diesel_fs.net import keys
 from diesel_fs.net.client import ServerLink
 from diesel_fs.net.frames import login_challenge
 from diesel_fs.net.messages import Fields
+from diesel_fs.net.tls import Certificate
 from diesel_fs.storage.accounts.account import Account
 from diesel_fs.urls import HostPort, parse_url
 from diesel_server import main as server_main
 from diesel_server import supervisor
-from diesel_server.certificate import ServerCertificate
 from diesel_server.connection import ConnectionContext
 from diesel_server.endpoints import listen
 from diesel_server.limits import ConnectionLimits, FairByteBudget
@@ -133,7 +133,7 @@ class ThreadedServer:
         self,
         handlers: Mapping[str, Handler] | None = None,
         *,
-        certificate: ServerCertificate | None = None,
+        certificate: Certificate | None = None,
         count: ConnectionLimits | None = None,
         budget: FairByteBudget | None = None,
         port: int = 0,

@@ -14,8 +14,8 @@ import pytest
 
 from diesel_fs.errors import ConfigError, MetadataError, PermissionDenied
 from diesel_fs.net.client import ServerLink
+from diesel_fs.net.tls import load_certificate
 from diesel_fs.urls import parse_url
-from diesel_server.certificate import load_certificate
 
 from .certificates import DAY, Authority, Pair
 from .fake_server import ME, ThreadedServer
@@ -232,7 +232,7 @@ def test_the_binding_is_the_first_certificate_of_the_chain(
     chain = tmp_path / "chain.pem"
     chain.write_bytes(pair.certificate.read_bytes() + authority.path.read_bytes())
     der = ssl.PEM_cert_to_DER_cert(pair.certificate.read_text())
-    assert load_certificate(chain, pair.key).binding == hashlib.sha256(der).digest()
+    assert load_certificate(chain, pair.key).digest == hashlib.sha256(der).digest()
     with ThreadedServer(certificate=load_certificate(chain, pair.key)) as server:
         assert server.link().call({"do": "echo"})
 

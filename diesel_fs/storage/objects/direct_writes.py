@@ -17,6 +17,7 @@ from pathlib import Path
 
 from ...format.entries import Bytes
 from ...system.mountinfo import file_system_of
+from ...system.vectored_io import byte_views, drop_written
 
 DIRECT_BYTES_MIN = 1 << 20
 _BUFFER_BYTES = 1 << 20
@@ -28,7 +29,7 @@ of any of these."""
 
 
 def takes_direct(folder: str) -> bool:
-    """Whether `write_direct` should write the large files of a folder."""
+    """Whether the large files of a folder should be written with `write_direct`."""
     try:
         return file_system_of(Path(folder)).kind in _FILE_SYSTEMS
     except OSError:  # no /proc
@@ -41,13 +42,13 @@ def write_direct(fd: int, parts: Sequence[Bytes]) -> list[memoryview]:
     Returns the bytes that are left, which the caller appends. Small files are left whole. The bytes
     go through one aligned buffer, which is filled and written again and again.
     """
-    views = [memoryview(part).cast("B") for part in parts if len(part)]
+    views = byte_views(parts)
     if sum(map(len, views)) < DIRECT_BYTES_MIN or not _set_direct(fd, wanted=True):
         return views
     buffer = _aligned_buffer()
     start = 0  # where in the buffer the bytes begin that are not yet written
     while True:
-        filled, views = _fill(buffer, views)
+        filled = _fill(buffer, views)
         whole = filled - filled % _BLOCK_BYTES
         try:
             start = os.write(fd, buffer[:whole]) if whole else 0
@@ -61,18 +62,17 @@ def write_direct(fd: int, parts: Sequence[Bytes]) -> list[memoryview]:
     return [memoryview(bytes(buffer[start:filled])), *views]
 
 
-def _fill(buffer: memoryview, views: list[memoryview]) -> tuple[int, list[memoryview]]:
-    """Copy the first bytes of `views` into the buffer. Returns how many the buffer holds, and the
-    views that are left."""
-    filled, first = 0, 0
-    while first < len(views) and filled < len(buffer):
-        piece = views[first][: len(buffer) - filled]
+def _fill(buffer: memoryview, views: list[memoryview]) -> int:
+    """Move the first bytes of `views` into the buffer. Returns how many it holds then."""
+    filled = 0
+    for view in views:
+        piece = view[: len(buffer) - filled]
         buffer[filled : filled + len(piece)] = piece
         filled += len(piece)
-        if len(piece) < len(views[first]):
-            return filled, [views[first][len(piece) :], *views[first + 1 :]]
-        first += 1
-    return filled, views[first:]
+        if filled == len(buffer):
+            break
+    drop_written(views, filled)
+    return filled
 
 
 def _set_direct(fd: int, *, wanted: bool) -> bool:

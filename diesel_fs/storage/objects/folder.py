@@ -34,6 +34,7 @@ from ...errors import (
 from ...format.entries import Bytes
 from ...format.object_names import FOLDER_NAME, OBJECT_NAME, STORE_MARKER
 from ...system.atomic_file import fsync_folder
+from ...system.vectored_io import byte_views, write_all
 from .direct_writes import takes_direct, write_direct
 from .nowait_reads import read_nowait_at
 from .store import (
@@ -51,7 +52,6 @@ from .store import (
     parse_marker,
 )
 
-_WRITEV_PARTS_MAX = 1024  # IOV_MAX of Linux
 _TEMPORARY = re.compile(r"\.tmp-(?P<host>[A-Za-z0-9._-]{1,64})-(?P<pid>\d{1,10})-[0-9a-f]{16}")
 _BESIDE_OBJECTS = re.compile(r"meta\.(sqlite[-.a-z0-9]*|lease)|accounts(\.lock)?")
 # mkfs puts this folder into the root of a new file system, in which a store may be created.
@@ -436,24 +436,12 @@ def _write_file(path: str, parts: Sequence[Bytes], *, direct: bool) -> None:
     fd = os.open(path, _CREATE_FLAGS, 0o644)
     try:
         left = write_direct(fd, parts) if direct else parts
-        _write_parts(fd, [memoryview(part).cast("B") for part in left if len(part)])
+        write_all(lambda views: os.writev(fd, views), byte_views(left))
         os.fsync(fd)
     except BaseException:
         os.close(fd)
         raise
     os.close(fd)
-
-
-def _write_parts(fd: int, views: list[memoryview]) -> None:
-    """Write all views with writev(2), repeated until every byte is taken."""
-    first = 0
-    while first < len(views):
-        taken = os.writev(fd, views[first : first + _WRITEV_PARTS_MAX])
-        while first < len(views) and taken >= len(views[first]):
-            taken -= len(views[first])
-            first += 1
-        if taken:
-            views[first] = views[first][taken:]
 
 
 def _link(temporary: str, final: str) -> None:

@@ -20,6 +20,7 @@ from typing import TypeVar
 from ...errors import ObjectExists, ObjectMissing, ObjectStoreError
 from ...format.entries import Bytes
 from ...format.object_names import MUTABLE_NAME
+from ...system.vectored_io import byte_views
 from .store import Leftover, ObjectInfo, ObjectStore, ReadWrapper
 
 Item = TypeVar("Item")
@@ -170,7 +171,7 @@ class RetryingStore(ReadWrapper):
         one that this call wrote: if its content is equal, the put has succeeded. If no answer was
         lost, the object is another writer's, whatever it holds, and ObjectExists is raised.
         """
-        views = [memoryview(part).cast("B") for part in parts if len(part)]
+        views = byte_views(parts)
         retrying = self._retrying(sum(map(len, views)), put=True)
 
         def attempt() -> None:

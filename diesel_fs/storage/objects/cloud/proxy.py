@@ -40,6 +40,7 @@ from ....format.entries import Bytes
 from ....net.messages import parse_error
 from ....settings import state_folder
 from ....system import daemons
+from ....system.vectored_io import byte_views, write_all
 from ..store import ObjectInfo, ObjectStore, check_range
 
 log = logging.getLogger("diesel.objects")
@@ -57,7 +58,6 @@ NAMES_AT_ONCE = 10_000
 """Items of a listing in one answer."""
 
 _FRAME = struct.Struct("<IQ")
-_PARTS_AT_ONCE = 64  # buffers in one sendmsg(2)
 _LOG = "buckets.log"
 
 
@@ -68,18 +68,10 @@ class HelperDisconnected(Exception):
 def send_frame(to: socket.socket, head: object, payload: Sequence[Bytes] = ()) -> None:
     """Send a message. Raises HelperDisconnected."""
     body: bytes = msgpack.packb(head)
-    views = [memoryview(part).cast("B") for part in payload if len(part)]
-    front = _FRAME.pack(len(body), sum(view.nbytes for view in views)) + body
-    parts = [memoryview(front), *views]
-    first = 0
+    views = byte_views(payload)
+    front = _FRAME.pack(len(body), sum(map(len, views))) + body
     try:
-        while first < len(parts):
-            sent = to.sendmsg(parts[first : first + _PARTS_AT_ONCE])
-            while first < len(parts) and sent >= len(parts[first]):
-                sent -= len(parts[first])
-                first += 1
-            if sent:
-                parts[first] = parts[first][sent:]
+        write_all(to.sendmsg, [memoryview(front), *views])
     except OSError as error:
         raise HelperDisconnected(str(error)) from error
 

@@ -46,6 +46,7 @@ from ....errors import (
 )
 from ....format.entries import Bytes
 from ....names import shown
+from ....system.vectored_io import byte_views
 from ..retry import AttemptFailed
 from .location import BucketLocation, resolve_access
 
@@ -245,7 +246,7 @@ class CloudRequests:
         header, and in the signature) and refuses content that differs; with other vendors only TLS
         protects the content on its way.
         """
-        views = [memoryview(part).cast("B") for part in parts if len(part)]
+        views = byte_views(parts)
         size = sum(map(len, views))
 
         def send(client: _Client) -> None:
@@ -266,7 +267,7 @@ class CloudRequests:
         If a part fails, all are given up. The parts of a process that was killed are not an object
         and are never listed; only a rule of the bucket for incomplete uploads removes them.
         """
-        views = [memoryview(part).cast("B") for part in parts if len(part)]
+        views = byte_views(parts)
 
         def send(client: _Client) -> None:
             obstore.put(
