@@ -10,25 +10,23 @@ calls of `send_now`; what does not leave at once is sent by the next task that w
 
 import socket
 import ssl
-from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
 import trio
 
 from ..format.entries import Bytes
+from ..system.vectored_io import BUFFERS_MAX, byte_views, drop_written
 
 GRACE_S = 10.0
 RATE_BYTES_PER_S = 256 << 10
 """The slowest allowed rate of a frame after its first `GRACE_S` seconds."""
 
-_AT_ONCE = 1024  # parts of one system call (IOV_MAX)
-_TLS_PIECE_BYTES = 256 << 10
+_TLS_PIECE_BYTES = 256 << 10  # handed to OpenSSL in one call
 _TLS_RECORD_BYTES = 16 << 10
 _DIRECT_BYTES = 4 << 10  # larger pieces are received without a copy
 _TURNS = 16  # calls in a row that returned bytes, then other tasks run
-_LINGER_S = 1.0
-_LINGER_BYTES = 64 << 10
+_LINGER_S, _LINGER_BYTES = 1.0, 64 << 10  # how long, and how much, is read after the last send
 
 _USER_TIMEOUT_MS = 10_000  # a machine that acknowledges nothing for so long is gone
 _OPTIONS = (
@@ -51,6 +49,8 @@ class Channel:
     buffers_internally = False
     """Whether received bytes may wait in a buffer that the socket does not report as readable."""
 
+    _drained_at_once = BUFFERS_MAX  # unsent parts that `drain` gives to `_send` in one turn
+
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
         self._file = connected.fileno()
@@ -58,7 +58,7 @@ class Channel:
         with suppress(OSError):  # some options do not exist for every kind of socket
             for level, option, value in _OPTIONS:
                 connected.setsockopt(level, option, value)
-        self._unsent: deque[Bytes] = deque()
+        self._unsent: list[memoryview] = []
         self._draining = trio.Lock()
 
     def receive_now(self, room: memoryview) -> int:
@@ -90,11 +90,11 @@ class Channel:
 
     async def receive_exactly(self, size: int) -> bytearray:
         """Receive exactly `size` bytes. Raises ConnectionClosed."""
-        taken = bytearray(size)
-        view = memoryview(taken)
-        while len(view):
-            view = view[await self.receive(view) :]
-        return taken
+        content = bytearray(size)
+        left = memoryview(content)
+        while len(left):
+            left = left[await self.receive(left) :]
+        return content
 
     def send_now(self, parts: Sequence[Bytes], size: int) -> bool:
         """Send parts of `size` bytes in all. Returns whether all have left. If not, a task must
@@ -109,8 +109,8 @@ class Channel:
                 raise ConnectionClosed(error.strerror) from error
             if sent == size:
                 return True
-        self._unsent.extend(parts)
-        self._drop_sent(sent)
+        self._unsent += byte_views(parts)
+        drop_written(self._unsent, sent)
         return False
 
     async def drain(self) -> None:
@@ -122,12 +122,12 @@ class Channel:
             while self._unsent:
                 await wait_at_min_rate(begun_s, moved, self._writable)
                 try:
-                    sent = self._send([self._unsent[i] for i in range(self._next())])
+                    sent = self._send(self._unsent[: self._drained_at_once])
                 except BlockingIOError:
                     continue
                 except OSError as error:
                     raise ConnectionClosed(error.strerror) from error
-                self._drop_sent(sent)
+                drop_written(self._unsent, sent)
                 moved += sent
 
     async def half_close(self) -> None:
@@ -147,11 +147,7 @@ class Channel:
 
     def _send(self, parts: Sequence[Bytes]) -> int:
         """Send some of these bytes now; returns how many have left."""
-        return self._socket.sendmsg(parts if len(parts) <= _AT_ONCE else parts[:_AT_ONCE])
-
-    def _next(self) -> int:
-        """How many parts one call sends."""
-        return min(len(self._unsent), _AT_ONCE)
+        return self._socket.sendmsg(parts if len(parts) <= BUFFERS_MAX else parts[:BUFFERS_MAX])
 
     async def _writable(self) -> None:
         try:
@@ -159,23 +155,12 @@ class Channel:
         except (trio.ClosedResourceError, OSError) as error:
             raise ConnectionClosed("the connection was closed") from error
 
-    def _drop_sent(self, sent: int) -> None:
-        """Drop `sent` bytes that have left from the queue."""
-        unsent = self._unsent
-        while unsent:
-            size = len(unsent[0])
-            if sent < size:
-                if sent:
-                    unsent[0] = memoryview(unsent[0])[sent:]
-                return
-            sent -= size
-            unsent.popleft()
-
 
 class TlsChannel(Channel):
     """A connection over TLS."""
 
     buffers_internally = True
+    _drained_at_once = 1
 
     def __init__(
         self, connected: socket.socket, context: ssl.SSLContext, *, accepted: bool
@@ -221,8 +206,8 @@ class TlsChannel(Channel):
         """Receive bytes that are here already. Raises BlockingIOError, ConnectionClosed."""
         try:
             count = self._tls.recv_into(room)
-        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
-            raise BlockingIOError from None
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError, BlockingIOError):
+            raise BlockingIOError from None  # the third one after `half_close`, which ends TLS
         except OSError as error:
             raise ConnectionClosed(str(error)) from error
         if not count:
@@ -232,9 +217,6 @@ class TlsChannel(Channel):
     def send_now(self, parts: Sequence[Bytes], size: int) -> bool:
         """As `Channel.send_now`; small parts are joined to one TLS record."""
         return super().send_now(list(_joined(parts)), size)
-
-    def _next(self) -> int:
-        return 1
 
     def _send(self, parts: Sequence[Bytes]) -> int:
         sent = 0
@@ -254,20 +236,20 @@ class TlsChannel(Channel):
 
 def _joined(parts: Sequence[Bytes]) -> Sequence[Bytes]:
     """The same bytes with few small parts: each part costs at least one TLS record."""
-    found: list[Bytes] = []
+    joined: list[Bytes] = []
     small: list[Bytes] = []
-    size = 0
+    size = 0  # of all in `small`
     for part in parts:
-        if len(part) >= _TLS_RECORD_BYTES or size + len(part) > _TLS_RECORD_BYTES:
-            found.extend([b"".join(small)] if small else [])
+        if size + len(part) > _TLS_RECORD_BYTES:
+            joined.append(b"".join(small))
             small, size = [], 0
         if len(part) >= _TLS_RECORD_BYTES:
-            found.append(part)
+            joined.append(part)
         else:
             small.append(part)
             size += len(part)
-    found.extend([b"".join(small)] if small else [])
-    return [part for part in found if len(part)]
+    joined.append(b"".join(small))
+    return [part for part in joined if len(part)]
 
 
 async def wait_at_min_rate(begun_s: float, moved: int, wait: Callable[[], Awaitable[None]]) -> None:
@@ -282,19 +264,20 @@ async def wait_at_min_rate(begun_s: float, moved: int, wait: Callable[[], Awaita
 class FrameReader:
     """Reads the frames that arrive on a channel, for the one task that receives.
 
-    Between frames it waits without a limit; a frame that has begun must arrive at the minimum rate.
-    Small pieces go through a buffer; larger pieces are received where the caller wants them.
+    Between frames it waits without a limit; a frame that has begun must arrive at the minimum rate
+    (`wait_at_min_rate`). Small pieces go through a buffer; larger ones are received where the
+    caller wants them.
     """
 
     def __init__(self, channel: Channel, size: int) -> None:
         self.buffer = memoryview(bytearray(size))
         self.start = self.end = 0  # the unread part of the buffer
         self._channel = channel
-        # Whether the last call returned less than there was room for
+        # Whether to wait before receiving: the last call took all that was there
         self._is_empty = not channel.buffers_internally
-        self._turns = 0
-        self._begun_s: float | None = None
-        self._moved = 0
+        self._turns = 0  # calls that returned bytes since other tasks ran
+        self._begun_s: float | None = None  # when this frame had to be waited for first
+        self._moved = 0  # bytes that came since then
 
     def begin_frame(self) -> None:
         """The next bytes belong to a new frame."""
@@ -334,17 +317,19 @@ class FrameReader:
             size -= dropped
 
     def _make_room(self, size: int) -> None:
-        """Make room for the bytes of a frame from `start` on."""
-        have = self.end - self.start
-        buffer = self.buffer
-        if size > len(buffer):
+        """Move the unread bytes to the start of the buffer, or of a new one of `size` bytes if that
+        is larger."""
+        unread = bytes(self.buffer[self.start : self.end])
+        if size > len(self.buffer):
             self.buffer = memoryview(bytearray(size))
-        self.buffer[:have] = bytes(buffer[self.start : self.end])
-        self.start, self.end = 0, have
+        self.start, self.end = 0, len(unread)
+        self.buffer[: self.end] = unread
 
     async def _some(
         self, room: memoryview, *, is_idle: bool, may_return_empty: bool = False
     ) -> int:
+        """Receive some bytes; returns how many, and with `may_return_empty` 0 after a wait. While
+        `is_idle`, the wait has no limit."""
         while True:
             if self._is_empty:
                 self._is_empty = False

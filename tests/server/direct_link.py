@@ -71,8 +71,7 @@ class DirectLink(RpcClient):
         payload: Sequence[Bytes] = (),
         *,
         room: memoryview | None = None,
-        may_repeat: bool = True,
-        deadline_s: float | None = None,
+        **_: object,
     ) -> Answer:
         *_, answer = self._answers(message, payload)
         if room is not None:

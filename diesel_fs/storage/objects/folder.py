@@ -35,22 +35,10 @@ from ...format.entries import Bytes
 from ...format.object_names import FOLDER_NAME, OBJECT_NAME, STORE_MARKER
 from ...system.atomic_file import fsync_folder
 from ...system.vectored_io import byte_views, write_all
+from . import store as contract
 from .direct_writes import takes_direct, write_direct
 from .nowait_reads import read_nowait_at
-from .store import (
-    MARKER_BYTES_MAX,
-    Leftover,
-    ObjectInfo,
-    ObjectStore,
-    check_deletable,
-    check_end,
-    check_mutable,
-    check_name,
-    check_prefix,
-    check_range,
-    encode_marker,
-    parse_marker,
-)
+from .store import Leftover, ObjectInfo, ObjectStore
 
 _TEMPORARY = re.compile(r"\.tmp-(?P<host>[A-Za-z0-9._-]{1,64})-(?P<pid>\d{1,10})-[0-9a-f]{16}")
 _BESIDE_OBJECTS = re.compile(r"meta\.(sqlite[-.a-z0-9]*|lease)|accounts(\.lock)?")
@@ -68,10 +56,12 @@ _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 _Publish = Callable[[str, str], None]
+"""Gives a temporary file its final name."""
 
 
 class _Sort(Enum):
-    """What a file in the store's folder is; FOREIGN is anything that DIESEL-FS did not write."""
+    """What a file in the store's folder is: an object, a temporary file of a put, or anything that
+    DIESEL-FS did not write."""
 
     OBJECT = 1
     LEFTOVER = 2
@@ -116,31 +106,30 @@ class FolderStore(ObjectStore):
             content = os.listdir(root)
         except OSError as error:
             raise _store_error(error, "create a store", root) from error
-        allowed = {STORE_MARKER, _LOST_AND_FOUND}
         if STORE_MARKER not in content:
-            strange = any(
-                name not in allowed and not _TEMPORARY.fullmatch(name) for name in content
+            is_foreign = any(
+                name != _LOST_AND_FOUND and not _TEMPORARY.fullmatch(name) for name in content
             )
             # Look again: another process may have made the store since, and written into it.
-            if strange and not os.path.lexists(os.path.join(root, STORE_MARKER)):
+            if is_foreign and not os.path.lexists(os.path.join(root, STORE_MARKER)):
                 raise ConflictError(
                     f"{root}: neither empty nor a DIESEL-FS store; no store is made in it",
                     advice="name a folder that is empty or does not exist",
                 )
             store_id = uuid.uuid4()
             with contextlib.suppress(ObjectExists):  # another process has made it
-                cls(root, store_id)._write(STORE_MARKER, [encode_marker(store_id)], _link)
+                cls(root, store_id)._write(STORE_MARKER, [contract.encode_marker(store_id)], _link)
         return cls.open(root)
 
     # Writing
 
     def put(self, name: str, parts: Sequence[Bytes]) -> None:
-        check_name(name)
+        contract.check_name(name)
         self._write(name, parts, _link)
 
     def replace(self, name: str, parts: Sequence[Bytes]) -> None:
-        check_mutable(name)
-        self._write(name, parts, _rename_over)
+        contract.check_mutable(name)
+        self._write(name, parts, os.rename)
 
     def _write(self, name: str, parts: Sequence[Bytes], publish: _Publish) -> None:
         """Write an object; after an error of `_WRITE_AGAIN`, once more under a new temporary
@@ -198,7 +187,7 @@ class FolderStore(ObjectStore):
         self._durable.add(folder)
 
     def delete(self, name: str) -> None:
-        check_deletable(name)
+        contract.check_deletable(name)
         path = os.path.join(self.root, name)
         try:
             self._check_regular(name, os.lstat(path))
@@ -227,18 +216,18 @@ class FolderStore(ObjectStore):
     # Reading
 
     def get(self, name: str, start: int = 0, length: int | None = None) -> bytearray:
-        check_range(name, start, length)
+        contract.check_range(name, start, length)
         with self._opened(name) as (fd, size):
-            check_end(name, start + (length or 0), size)
+            contract.check_end(name, start + (length or 0), size)
             content = bytearray(size - start if length is None else length)
             _read_full(fd, name, start, memoryview(content))
         return content
 
     def read_into(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
-        check_range(name, start, None)
+        contract.check_range(name, start, None)
         with self._opened(name) as (fd, size):
             view = memoryview(buffer).cast("B")
-            check_end(name, start + len(view), size)
+            contract.check_end(name, start + len(view), size)
             _read_full(fd, name, start, view)
 
     def read_ranges(
@@ -247,20 +236,20 @@ class FolderStore(ObjectStore):
         """As `ObjectStore.read_ranges`; the file is opened once."""
         with self._opened(name) as (fd, length):
             for start, size in ranges:
-                check_range(name, start, size)
-                check_end(name, start + size, length)
+                contract.check_range(name, start, size)
+                contract.check_end(name, start + size, length)
                 _read_full(fd, name, start, room[:size])
                 yield room[:size].toreadonly()
 
     def read_nowait(self, name: str, start: int, buffer: memoryview) -> bool:
-        check_range(name, start, None)
+        contract.check_range(name, start, None)
         try:
             return read_nowait_at(os.path.join(self.root, name), _READ_FLAGS, start, buffer)
         except OSError:
             return False
 
     def stat(self, name: str) -> ObjectInfo:
-        check_name(name)
+        contract.check_name(name)
         try:
             found = os.lstat(os.path.join(self.root, name))
         except OSError as error:
@@ -315,7 +304,7 @@ class FolderStore(ObjectStore):
     # Listing
 
     def list(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
-        check_prefix(prefix)
+        contract.check_prefix(prefix)
         for name in self.names(prefix, after):
             try:
                 yield self.stat(name)
@@ -323,12 +312,12 @@ class FolderStore(ObjectStore):
                 continue  # deleted since its folder was read
 
     def names(self, prefix: str, after: str = "") -> Iterator[str]:
-        check_prefix(prefix)
+        contract.check_prefix(prefix)
         return (name for name, sort in self._walk(prefix, after) if sort is _Sort.OBJECT)
 
     def leftovers(self, prefix: str = "") -> Iterator[Leftover]:
-        check_prefix(prefix)
-        for name, sort in self._walk(prefix, ""):
+        contract.check_prefix(prefix)
+        for name, sort in self._walk(prefix):
             match = _TEMPORARY.fullmatch(name.rpartition("/")[2])
             if sort is not _Sort.LEFTOVER or match is None:
                 continue
@@ -342,22 +331,24 @@ class FolderStore(ObjectStore):
             yield Leftover(name, found.st_size, found.st_mtime_ns, host, pid)
 
     def foreign(self, prefix: str = "") -> Iterator[str]:
-        check_prefix(prefix)
-        return (name for name, sort in self._walk(prefix, "") if sort is _Sort.FOREIGN)
+        contract.check_prefix(prefix)
+        return (name for name, sort in self._walk(prefix) if sort is _Sort.FOREIGN)
 
-    def _walk(self, prefix: str, after: str) -> Iterator[tuple[str, _Sort]]:
-        """Every file below `prefix`, in byte order of whole names; reads one folder at a time."""
-        return self._walk_folder(prefix.rpartition("/")[0], prefix, after)
-
-    def _walk_folder(self, folder: str, prefix: str, after: str) -> Iterator[tuple[str, _Sort]]:
-        """As `_walk`, below one folder."""
+    def _walk(
+        self, prefix: str, after: str = "", folder: str | None = None
+    ) -> Iterator[tuple[str, _Sort]]:
+        """What is in a folder and below it (None: the folder in which `prefix` lies), as far as
+        the name begins with `prefix` and is greater than `after`, in byte order of whole names;
+        reads one folder at a time."""
+        if folder is None:
+            folder = prefix.rpartition("/")[0]
         for name in self._folder_content(folder):
             if not name.startswith(prefix):
                 continue
             if name <= after and not (name[-1] == "/" and after.startswith(name)):
                 continue
             if name[-1] == "/" and FOLDER_NAME.fullmatch(name, 0, len(name) - 1):
-                yield from self._walk_folder(name[:-1], prefix, after)
+                yield from self._walk(prefix, after, name[:-1])
             elif OBJECT_NAME.fullmatch(name):
                 yield name, _Sort.OBJECT
             elif _TEMPORARY.fullmatch(name, len(folder) + 1 if folder else 0):
@@ -397,7 +388,7 @@ def _real_path(path: str | os.PathLike[str]) -> str:
 def _read_marker(root: str) -> uuid.UUID:
     fd = os.open(os.path.join(root, STORE_MARKER), _READ_FLAGS)
     try:
-        return parse_marker(os.read(fd, MARKER_BYTES_MAX))
+        return contract.parse_marker(os.read(fd, contract.MARKER_BYTES_MAX))
     finally:
         os.close(fd)
 
@@ -470,10 +461,6 @@ def _rename_to_new(temporary: str, final: str) -> None:
         raise OSError(number, os.strerror(number), final)
 
 
-def _rename_over(temporary: str, final: str) -> None:
-    os.rename(temporary, final)
-
-
 def _unlink_quietly(path: str) -> None:
     """Remove a file; if that fails, it stays as a leftover."""
     with contextlib.suppress(OSError):
@@ -486,7 +473,7 @@ def _read_full(fd: int, name: str, start: int, view: memoryview) -> None:
     while done < len(view):
         got = os.preadv(fd, [view[done:]], start + done)
         if got == 0:
-            check_end(name, start + len(view), start + done)
+            contract.check_end(name, start + len(view), start + done)
         done += got
 
 

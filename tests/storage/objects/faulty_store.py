@@ -7,77 +7,46 @@ By the end of the `with`, every fault must have hit exactly `times` times: a tes
 not hit proves nothing, so it fails.
 """
 
-import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Self, TypeVar
+from dataclasses import dataclass
+from typing import TypeVar
 
 from diesel_fs.format.entries import Bytes
 from diesel_fs.storage.objects.store import ObjectInfo, ObjectStore, ReadWrapper
+from tests.storage.objects.fault_script import FaultScript, PlannedFault
 
 Item = TypeVar("Item")
 
 
 @dataclass(slots=True)
-class Fault:
-    """What happens to the next calls of `operation` on names that contain `where`.
+class Fault(PlannedFault):
+    """What happens to the next calls of the method `operation`.
 
     `act` is called first. `error` is raised before the call's effect, or, with `done`, after it (a
-    lost answer). `keep` shortens what a read returns; `flip` flips that bit of it. The first `skip`
-    calls that match are left alone.
+    lost answer). `keep` shortens what a read returns; `flip` flips that bit of it.
     """
 
-    operation: str
-    where: str = ""
     error: Exception | None = None
     done: bool = False
     keep: int | None = None
     flip: int | None = None
     act: Callable[[str], None] | None = None
-    skip: int = 0
-    times: int = 1
-    seen: int = field(default=0, init=False)
-    hits: int = field(default=0, init=False)
 
 
-class FaultyStore(ReadWrapper):
+class FaultyStore(ReadWrapper, FaultScript[Fault]):
     """A store that forwards every call, unless a fault hits it. The first fault that matches a call
     is the one that hits."""
 
     def __init__(self, inner: ObjectStore, *script: Fault) -> None:
-        super().__init__(inner)
-        self.script = script
-        self.calls: dict[str, int] = {}
-        self._lock = threading.Lock()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if error is None:
-            missed = [fault for fault in self.script if fault.hits != fault.times]
-            assert not missed, f"faults that did not hit as often as planned: {missed}"
-
-    def _next(self, operation: str, name: str) -> Fault | None:
-        with self._lock:
-            self.calls[operation] = self.calls.get(operation, 0) + 1
-            for fault in self.script:
-                if fault.operation != operation or fault.where not in name:
-                    continue
-                fault.seen += 1
-                if fault.seen > fault.skip and fault.hits < fault.times:
-                    fault.hits += 1
-                    return fault
-        return None
+        ReadWrapper.__init__(self, inner)
+        FaultScript.__init__(self, *script)
+        self.calls: Counter[str] = Counter()
 
     def _before(self, operation: str, name: str) -> Fault | None:
-        fault = self._next(operation, name)
+        with self._script_lock:
+            self.calls[operation] += 1
+        fault = self.next_fault(operation, name)
         if fault is not None and fault.act is not None:
             fault.act(name)
         if fault is not None and fault.error is not None and not fault.done:

@@ -19,11 +19,13 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from email.utils import formatdate
+from functools import cached_property
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import TracebackType
 from typing import Literal, Self
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
+
+from tests.storage.objects.fault_script import FaultScript, PlannedFault
 
 BUCKET = "bucket"
 STALL_S = 60.0  # longer than any test waits; the end of the server ends it
@@ -44,8 +46,9 @@ _CODES = {
 
 
 @dataclass(slots=True)
-class Rule:
-    """What happens to the next requests of `method` whose path and query contain `where`.
+class Rule(PlannedFault):
+    """What happens to the next requests of the method `operation` whose path and query contain
+    `where`.
 
     In this order: `act` is called; with `reset` the connection is torn down before anything is
     done; `status` (with `code`, `headers`) is answered instead of doing what was asked, or, with
@@ -54,8 +57,6 @@ class Rule:
     or stalls, or goes on at one byte each 50 ms.
     """
 
-    method: str
-    where: str = ""
     act: Callable[["ScriptedS3"], None] | None = None
     reset: bool = False
     status: int = 0
@@ -67,20 +68,16 @@ class Rule:
     flip: int | None = None
     keep: int | None = None
     then: Literal["reset", "close", "stall", "dribble"] = "reset"
-    skip: int = 0
-    times: int = 1
-    seen: int = field(default=0, init=False)
-    hits: int = field(default=0, init=False)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Stored:
     """An object on the server."""
 
     content: bytes
     modified_s: float
 
-    @property
+    @cached_property
     def etag(self) -> str:
         return f'"{hashlib.md5(self.content, usedforsecurity=False).hexdigest()}"'
 
@@ -105,13 +102,13 @@ class Answer:
     headers: dict[str, str] = field(default_factory=dict)
 
 
-class ScriptedS3:
+class ScriptedS3(FaultScript[Rule]):
     """The server: its objects by key, its script, and the requests that it got (`asked`)."""
 
     def __init__(
         self, *script: Rule, page_keys: int = 1000, address: tuple[str, int] = ("127.0.0.1", 0)
     ) -> None:
-        self.script = script
+        super().__init__(*script)
         self.page_keys = page_keys
         self.objects: dict[str, Stored] = {}
         self.uploads: dict[str, str] = {}  # key by upload ID
@@ -132,16 +129,9 @@ class ScriptedS3:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.stop()
-        if error is None:
-            missed = [rule for rule in self.script if rule.hits != rule.times]
-            assert not missed, f"faults that did not hit as often as meant: {missed}"
+        super().__exit__(kind, error, trace)
 
     def stop(self) -> None:
         """End all connections. May be called repeatedly."""
@@ -159,18 +149,6 @@ class ScriptedS3:
     def count(self, method: str, where: str = "") -> int:
         """How many such requests the server got."""
         return sum(each.method == method and where in each.key for each in self.asked)
-
-    def rule_for(self, method: str, target: str) -> Rule | None:
-        """The first rule that matches this request."""
-        with self._lock:
-            for rule in self.script:
-                if rule.method != method or rule.where not in target:
-                    continue
-                rule.seen += 1
-                if rule.seen > rule.skip and rule.hits < rule.times:
-                    rule.hits += 1
-                    return rule
-        return None
 
     def enter(self, asked: RecordedRequest) -> None:
         with self._lock:
@@ -354,7 +332,7 @@ class _Handler(BaseHTTPRequestHandler):
         asked = RecordedRequest(self.command, key, query, headers, self.rfile.read(length))
         owner.enter(asked)
         try:
-            rule = owner.rule_for(self.command, unquote(self.path))
+            rule = owner.next_fault(self.command, unquote(self.path))
             if owner.delay_s:
                 time.sleep(owner.delay_s)
         finally:

@@ -14,17 +14,17 @@ from configparser import ConfigParser
 from configparser import Error as ParseError
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Literal, cast
-from urllib.parse import unquote, urlsplit
+from typing import Literal, cast
+from urllib.parse import urlsplit
 
 from ....errors import ConfigError
+from ....urls import CLOUD_SCHEMES, parse_url
 
 Scheme = Literal["s3", "gs", "az"]
 
-_SCHEMES: Final = ("s3", "gs", "az")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,220}[A-Za-z0-9]")
 # Characters that every vendor's store and the client library take without encoding them.
-_COMPONENT = re.compile(r"(?!\.\.?$)[A-Za-z0-9!_.*'()=+@,: -]{1,128}")
+_COMPONENT = re.compile(r"[A-Za-z0-9!_.*'()=+@,: -]{1,128}")
 _PREFIX_CHARS_MAX = 512  # a key has at most 1,024 bytes, and names of objects have some 100
 _FILE_BYTES_MAX = 1 << 20
 
@@ -68,32 +68,19 @@ def parse_bucket_url(url: str) -> BucketLocation:
 
     Raises ConfigError, whose message repeats only parts of the URL that cannot be secret.
     """
-    try:
-        parts = urlsplit(url)
-    except ValueError:
-        raise ConfigError("the object store's URL is malformed") from None
-    if parts.scheme not in _SCHEMES:
-        raise ConfigError(
-            f"{parts.scheme or 'no scheme'}: not an object store", advice="s3://, gs:// or az://"
-        )
-    scheme = cast("Scheme", parts.scheme)
-    if "@" in parts.netloc:
-        raise ConfigError(
-            f"{scheme}://: credentials do not belong into a URL",
-            advice="set them in the environment, as the vendor's own tools read them",
-        )
-    if not _BUCKET.fullmatch(parts.netloc):
-        raise ConfigError(f"{scheme}://: {parts.netloc!r} is not the name of a bucket")
-    if parts.query or parts.fragment:
-        raise ConfigError(f"{scheme}://{parts.netloc}: nothing may follow ? or # here")
-    prefix = unquote(parts.path).strip("/")
+    parsed = parse_url(url)
+    scheme, bucket, prefix = parsed.scheme, parsed.host, parsed.prefix
+    if scheme not in CLOUD_SCHEMES or parsed.meta:
+        raise ConfigError(f"{parsed}: not the URL of a bucket", advice="s3://, gs:// or az://")
+    if not _BUCKET.fullmatch(bucket):
+        raise ConfigError(f"{scheme}://: {bucket!r} is not the name of a bucket")
     components = prefix.split("/") if prefix else []
     if len(prefix) > _PREFIX_CHARS_MAX or not all(map(_COMPONENT.fullmatch, components)):
         raise ConfigError(
-            f"{scheme}://{parts.netloc}: {prefix[:80]!r} cannot be a prefix",
+            f"{scheme}://{bucket}: {prefix[:80]!r} cannot be a prefix",
             advice="letters, digits, spaces and !_.*'()=+@,:- between single slashes",
         )
-    return BucketLocation(scheme, parts.netloc, prefix)
+    return BucketLocation(cast("Scheme", scheme), bucket, prefix)
 
 
 def resolve_access(location: BucketLocation, environ: Mapping[str, str]) -> BucketAccess:

@@ -29,20 +29,9 @@ from ....errors import (
 )
 from ....format.entries import Bytes
 from ....format.object_names import FOLDER_NAME, OBJECT_NAME, STORE_MARKER
+from .. import store as contract
 from ..retry import AttemptFailed, RetryClock, RetryingStore, RetryLoop, RetryPolicy
-from ..store import (
-    MARKER_BYTES_MAX,
-    ObjectInfo,
-    ObjectStore,
-    check_deletable,
-    check_end,
-    check_mutable,
-    check_name,
-    check_prefix,
-    check_range,
-    encode_marker,
-    parse_marker,
-)
+from ..store import ObjectInfo, ObjectStore
 from .location import parse_bucket_url
 from .requests import (
     AttemptLimits,
@@ -137,7 +126,7 @@ class CloudStore(ObjectStore):
                 f"{location}: neither empty nor a DIESEL-FS store; no store is made in it",
                 advice="name a prefix below which nothing is",
             )
-        content = encode_marker(uuid.uuid4())
+        content = contract.encode_marker(uuid.uuid4())
         try:
             with suppress(ObjectExists):  # another process has made it
                 requests.put(location.key(STORE_MARKER), [content], create=True)
@@ -155,7 +144,7 @@ class CloudStore(ObjectStore):
         can then both succeed. In practice that is harmless: names of chunks are drawn at random,
         and two snapshots of one version are equal.
         """
-        check_name(name)
+        contract.check_name(name)
         key = self._location.key(name)
         if self.supports_conditional_put is None:
             self.supports_conditional_put = self._find_out_conditional()
@@ -189,17 +178,17 @@ class CloudStore(ObjectStore):
         return True
 
     def replace(self, name: str, parts: Sequence[Bytes]) -> None:
-        check_mutable(name)
+        contract.check_mutable(name)
         self._requests.put(self._location.key(name), parts, create=False)
 
     def delete(self, name: str) -> None:
-        check_deletable(name)
+        contract.check_deletable(name)
         self._requests.delete(self._location.key(name))
 
     # Reading
 
     def get(self, name: str, start: int = 0, length: int | None = None) -> bytearray:
-        check_range(name, start, length)
+        contract.check_range(name, start, length)
         return self._get(self._location.key(name), name, start, length)
 
     def _get(self, key: str, name: str, start: int, length: int | None) -> bytearray:
@@ -209,7 +198,7 @@ class CloudStore(ObjectStore):
         try:
             end = None if length is None else start + length
             with self._requests.open(key, start, end, None) as body:
-                check_end(name, start + (length or 0), body.bytes_total)
+                contract.check_end(name, start + (length or 0), body.bytes_total)
                 content = bytearray(body.bytes_total - start if length is None else length)
                 until = self._until(len(content))
                 etag, broken = body.etag, _fill(body, memoryview(content), until)
@@ -224,7 +213,7 @@ class CloudStore(ObjectStore):
         return content
 
     def read_into(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
-        check_range(name, start, None)
+        contract.check_range(name, start, None)
         self._read(name, start, memoryview(buffer).cast("B"), None)
 
     def read_ranges(
@@ -234,7 +223,7 @@ class CloudStore(ObjectStore):
         demand the ETag of the first."""
         etag: str | None = None
         for start, size in ranges:
-            check_range(name, start, size)
+            contract.check_range(name, start, size)
             etag = self._read(name, start, room[:size], etag)
             yield room[:size].toreadonly()
 
@@ -246,7 +235,7 @@ class CloudStore(ObjectStore):
             return etag
         try:
             with self._requests.open(key, start, end, etag) as body:
-                check_end(name, end, body.bytes_total)
+                contract.check_end(name, end, body.bytes_total)
                 etag, broken = body.etag, _fill(body, view, until)
         except RangeNotSatisfiable:
             self._check_end(key, name, end)
@@ -282,7 +271,7 @@ class CloudStore(ObjectStore):
             with self._requests.open(key, start + done, start + len(view), etag) as body:
                 if body.etag != etag:
                     raise ChangedObject(f"{name}: it has changed meanwhile")
-                check_end(name, start + len(view), body.bytes_total)
+                contract.check_end(name, start + len(view), body.bytes_total)
                 broken = _fill(body, view[done:], until)
             if broken is None:
                 return
@@ -295,11 +284,11 @@ class CloudStore(ObjectStore):
             size = self._requests.head(key).bytes
         except ObjectMissing as error:
             raise self._missing(name) from error
-        check_end(name, end, size)
+        contract.check_end(name, end, size)
         return size
 
     def stat(self, name: str) -> ObjectInfo:
-        check_name(name)
+        contract.check_name(name)
         try:
             return _info(name, self._requests.head(self._location.key(name)))
         except ObjectMissing as error:
@@ -324,7 +313,7 @@ class CloudStore(ObjectStore):
         when a new one, which begins behind the last name, brings nothing more. A listing of the
         whole store must contain the marker.
         """
-        check_prefix(prefix)
+        contract.check_prefix(prefix)
         marker_due = STORE_MARKER.startswith(prefix) and after < STORE_MARKER
         for found in self._ordered(prefix, after):
             name = self._name(found.key)
@@ -336,7 +325,7 @@ class CloudStore(ObjectStore):
             raise AttemptFailed(f"{self._location}: the listing is incomplete (no {STORE_MARKER})")
 
     def foreign(self, prefix: str = "") -> Iterator[str]:
-        check_prefix(prefix)
+        contract.check_prefix(prefix)
         known: set[str] = set()
         for page in self._pages(prefix, ""):
             for found in page:
@@ -455,11 +444,11 @@ class _Digest:
 def _read_marker(requests: CloudRequests) -> uuid.UUID:
     """The UUID of the store at a location. Raises ObjectMissing."""
     with requests.open(requests.location.key(STORE_MARKER), 0, None, None) as body:
-        content = bytearray(min(body.bytes_total, MARKER_BYTES_MAX))
+        content = bytearray(min(body.bytes_total, contract.MARKER_BYTES_MAX))
         if len(content) == body.bytes_total:
             limit_s = requests.limits.attempt_s(len(content), put=False)
             body.fill(memoryview(content), time.monotonic() + limit_s)
-    return parse_marker(content)
+    return contract.parse_marker(content)
 
 
 def _fill(body: ResponseBody, view: memoryview, until: float) -> BrokenBody | None:

@@ -1,0 +1,52 @@
+"""Planned faults, in a script of which each must happen as often as planned: a test whose fault did
+not happen proves nothing, so it fails.
+"""
+
+import threading
+from dataclasses import dataclass, field
+from typing import Generic, Self, TypeVar
+
+
+@dataclass(slots=True)
+class PlannedFault:
+    """A fault of the next `times` operations of this name on objects whose name contains `where`.
+    The first `skip` of these operations are left alone."""
+
+    operation: str
+    where: str = ""
+    skip: int = field(default=0, kw_only=True)
+    times: int = field(default=1, kw_only=True)
+    seen: int = field(default=0, init=False)
+    hits: int = field(default=0, init=False)
+
+
+F = TypeVar("F", bound=PlannedFault)
+
+
+class FaultScript(Generic[F]):
+    """Faults, in a `with` that checks them at its end. The first one that matches an operation is
+    the one that happens."""
+
+    def __init__(self, *script: F) -> None:
+        self.script = script
+        self._script_lock = threading.Lock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if error is None:
+            missed = [fault for fault in self.script if fault.hits != fault.times]
+            assert not missed, f"faults that did not hit as often as planned: {missed}"
+
+    def next_fault(self, operation: str, name: str) -> F | None:
+        """The fault of this operation, which counts as having happened."""
+        with self._script_lock:
+            for fault in self.script:
+                if fault.operation != operation or fault.where not in name:
+                    continue
+                fault.seen += 1
+                if fault.seen > fault.skip and fault.hits < fault.times:
+                    fault.hits += 1
+                    return fault
+        return None
