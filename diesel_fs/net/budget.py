@@ -1,7 +1,7 @@
 """A memory budget: buffers of at most so many bytes in all; a thread that wants more waits.
 
-A buffer counts until its last view has been garbage-collected, wherever that is kept: an answer
-that a slow client does not take is counted, too. Callable from any thread.
+Nobody gives a buffer back: it counts until its last view has been garbage-collected. So an answer
+is counted, too, as long as a slow client has not taken it. Callable from any thread.
 """
 
 import threading
@@ -14,8 +14,8 @@ from ..errors import BusyError
 
 
 class MemoryBudget:
-    """Allocates buffers of at most `limit_bytes` in all. A larger buffer is allocated when there is
-    no other."""
+    """Allocates buffers of at most `limit_bytes` in all. A single buffer that is larger than that
+    is allocated while there is no other."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
@@ -44,12 +44,13 @@ class MemoryBudget:
                 self._changed.wait(left_s)
             self._used_bytes += size
         try:
-            held = np.empty(size, np.uint8)
+            buffer = np.empty(size, np.uint8)
         except BaseException:
             self._release(size)
             raise
-        weakref.finalize(held, self._release, size).atexit = False
-        return held.data
+        # At the exit of the process nobody waits for memory any more
+        weakref.finalize(buffer, self._release, size).atexit = False
+        return buffer.data
 
     def _release(self, size: int) -> None:
         with self._changed:

@@ -7,6 +7,7 @@ in one event loop (trio); what `run`, `start` and `add` do before their first wa
 
 from collections import deque
 from collections.abc import Awaitable, Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 import trio
@@ -16,19 +17,27 @@ V = TypeVar("V")
 T = TypeVar("T")
 
 
-class _InFlight(Generic[V]):
-    """A run that has not begun yet, is under way, or is over."""
+class _Outcome(Generic[V]):
+    """What a run returns or raises; callers wait for it."""
 
     def __init__(self) -> None:
-        self.over = trio.Event()
-        self.result: list[V] = []
-        self.error: Exception | None = None
+        self._over = trio.Event()
+        self._result: list[V] = []  # of one value, once there is one
+        self._error: Exception | None = None
 
-    async def outcome(self) -> V:
-        await self.over.wait()
-        if self.error is not None:
-            raise self.error
-        return self.result[0]
+    async def wait(self) -> V:
+        await self._over.wait()
+        if self._error is not None:
+            raise self._error
+        return self._result[0]
+
+    def succeed(self, result: V) -> None:
+        self._result.append(result)
+        self._over.set()
+
+    def fail(self, error: Exception) -> None:
+        self._error = error
+        self._over.set()
 
 
 class SingleFlight(Generic[K, V]):
@@ -40,39 +49,32 @@ class SingleFlight(Generic[K, V]):
 
     def __init__(self, run: Callable[[K], Awaitable[V]]) -> None:
         self._run = run
-        self._next: dict[K, _InFlight[V]] = {}
-        self._at_work: set[K] = set()
+        self._waiting: dict[K, _Outcome[V]] = {}  # of runs that have not begun
+        self._running: set[K] = set()
 
     async def run(self, key: K) -> V:
         """The outcome of a run that begins now or later. Raises what the function raises."""
-        flight = self._next.get(key)
-        if flight is None:
-            flight = self._next[key] = _InFlight()
-            self._begin(key)
-        return await flight.outcome()
+        return await self.start(key).wait()
 
-    def start(self, key: K) -> None:
+    def start(self, key: K) -> _Outcome[V]:
         """Begin a run without waiting for it, unless one is waiting to begin."""
-        if key not in self._next:
-            self._next[key] = _InFlight()
-            self._begin(key)
+        outcome = self._waiting.get(key)
+        if outcome is None:
+            outcome = self._waiting[key] = _Outcome()
+            if key not in self._running:
+                self._running.add(key)
+                trio.lowlevel.spawn_system_task(self._run_waiting, key)
+        return outcome
 
-    def _begin(self, key: K) -> None:
-        if key not in self._at_work:
-            self._at_work.add(key)
-            trio.lowlevel.spawn_system_task(self._work, key)
-
-    async def _work(self, key: K) -> None:
+    async def _run_waiting(self, key: K) -> None:
         try:
-            while (flight := self._next.pop(key, None)) is not None:
+            while (outcome := self._waiting.pop(key, None)) is not None:
                 try:
-                    flight.result.append(await self._run(key))
+                    outcome.succeed(await self._run(key))
                 except Exception as error:
-                    flight.error = error
-                finally:
-                    flight.over.set()
+                    outcome.fail(error)
         finally:
-            self._at_work.discard(key)
+            self._running.discard(key)
 
 
 class ThreadSingleFlight(SingleFlight[K, V]):
@@ -85,11 +87,13 @@ class ThreadSingleFlight(SingleFlight[K, V]):
         super().__init__(in_thread)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class _Waiting(Generic[T, V]):
-    def __init__(self, item: T, size: int) -> None:
-        self.item = item
-        self.size = size
-        self.flight = _InFlight[V]()
+    """An item that waits for the next run."""
+
+    item: T
+    size: int
+    outcome: _Outcome[V] = field(default_factory=_Outcome)
 
 
 class GroupCommit(Generic[K, T, V]):
@@ -115,15 +119,15 @@ class GroupCommit(Generic[K, T, V]):
 
     async def add(self, key: K, item: T, size: int) -> V:
         """The outcome of the run with this item. Raises what the run raises."""
-        own = _Waiting[T, V](item, size)
+        waiting = _Waiting[T, V](item, size)
         queue = self._waiting.get(key)
         if queue is None:
             queue = self._waiting[key] = deque()
-            trio.lowlevel.spawn_system_task(self._work, key)
-        queue.append(own)
-        return await own.flight.outcome()
+            trio.lowlevel.spawn_system_task(self._run_waiting, key)
+        queue.append(waiting)
+        return await waiting.outcome.wait()
 
-    async def _work(self, key: K) -> None:
+    async def _run_waiting(self, key: K) -> None:
         queue = self._waiting[key]
         try:
             while queue:
@@ -139,16 +143,14 @@ class GroupCommit(Generic[K, T, V]):
     async def _try(self, key: K, group: Sequence[_Waiting[T, V]]) -> None:
         items = [each.item for each in group]
         try:
-            found = await trio.to_thread.run_sync(self._run, key, items, limiter=self._threads)
+            result = await trio.to_thread.run_sync(self._run, key, items, limiter=self._threads)
         except Exception as error:
             if len(group) > 1 and self._retry_singly(error):
                 for each in group:
                     await self._try(key, [each])
                 return
             for each in group:
-                each.flight.error = error
-                each.flight.over.set()
+                each.outcome.fail(error)
         else:
             for each in group:
-                each.flight.result.append(found)
-                each.flight.over.set()
+                each.outcome.succeed(result)

@@ -71,7 +71,7 @@ class DirectLink(RpcClient):
         payload: Sequence[Bytes] = (),
         *,
         room: memoryview | None = None,
-        **_: object,
+        **_ignored: object,
     ) -> Answer:
         *_, answer = self._answers(message, payload)
         if room is not None:

@@ -36,7 +36,8 @@ GRANTS_MAX = 1 << 12
 _USER_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,31}")
 _FIRST_LINE_KEY = "diesel-accounts"
 
-# Parameters of the curve of Ed25519 (RFC 8032, 5.1), to tell keys from other bytes
+# Parameters of the curve of Ed25519 (RFC 8032, 5.1), to tell keys from other bytes: the field's
+# prime, the constant d, and the coordinates y of all points of small order
 _P = 2**255 - 19
 _D = -121665 * pow(121666, -1, _P) % _P
 _Y_OF_ORDER_8 = int.from_bytes(

@@ -108,6 +108,7 @@ class AccountFile(AccountTable):
 
     def _read(self) -> AccountState:
         try:
+            # O_NONBLOCK: a pipe under this name must not hang the reader
             fd = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except FileNotFoundError:
             if not self.path.parent.is_dir():
@@ -148,6 +149,7 @@ class AccountFile(AccountTable):
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
+        """Let no other process change the accounts. Raises BusyError after `lock_s`."""
         path = self.path.with_name(f"{self.path.name}.lock")
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         fd = os.open(path, flags, 0o600)
@@ -172,6 +174,7 @@ class AccountFile(AccountTable):
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
+        """Raise each OSError as an error of DIESEL-FS."""
         try:
             yield
         except OSError as error:

@@ -25,7 +25,7 @@ from .store import Leftover, ObjectInfo, ObjectStore, ReadWrapper
 
 Item = TypeVar("Item")
 
-_COMPARED_BYTES = 1 << 20
+_COMPARED_BYTES = 1 << 20  # read at a time, to compare an object with what was put
 
 
 class AttemptFailed(ObjectStoreError):
@@ -54,9 +54,10 @@ class RetryPolicy:
     pause_s: float = 0.1
     pause_s_max: float = 10.0
     deadline_s: float = 30.0
-    put_deadline_s: float = 120.0  # no read(2) waits for a put
+    put_deadline_s: float = 120.0  # longer: no reader of a mounted file waits for a put
     bytes_per_s_min: float = 128 * 1024
-    """A call may take this much longer for the bytes it moves: twice what one attempt may take."""
+    """A call that moves bytes may take longer, by its bytes at this rate: twice as long as one
+    attempt (`AttemptLimits` of a bucket)."""
 
     def deadline_for(self, size: int, *, put: bool = False) -> float:
         """Seconds that a call which moves `size` bytes may take, all attempts together."""
@@ -121,15 +122,15 @@ class RetryLoop:
         if not error.retry:
             raise error
         self._attempt += 1
-        known = error if isinstance(error, AttemptFailed) else AttemptFailed(error.message)
-        self.may_have_succeeded = self.may_have_succeeded or known.may_have_succeeded
+        failed = error if isinstance(error, AttemptFailed) else AttemptFailed(error.message)
+        self.may_have_succeeded = self.may_have_succeeded or failed.may_have_succeeded
         spent = self._clock.now() - self._begun
         pause = self._policy.pause_before(
             self._attempt,
             left_s=self._deadline_s - spent,
             attempt_s=self._attempt_s,
             draw=self._clock.draw(),
-            pause_s_min=known.pause_s_min,
+            pause_s_min=failed.pause_s_min,
         )
         if pause is None:
             tries = f"{self._attempt} attempt" + "s" * (self._attempt > 1)

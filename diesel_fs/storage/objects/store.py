@@ -283,9 +283,9 @@ class ObjectStore(ABC):
 
     @abstractmethod
     def foreign(self, prefix: str = "") -> Iterator[str]:
-        """Names of files and folders among the objects that DIESEL-FS did not write, for one line
-        of a summary. A folder's name ends with a slash, and nothing inside it is listed. They are
-        never touched."""
+        """Names of foreign files and folders: those among the objects that DIESEL-FS did not write.
+        `verify` reports them, and nothing touches them. A folder's name ends with a slash, and
+        nothing inside it is listed."""
 
 
 class StoreWrapper(ObjectStore):

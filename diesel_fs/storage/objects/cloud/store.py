@@ -46,10 +46,10 @@ from .requests import (
 )
 
 _RESUMES_MAX = 8  # of one read, and one more for each MiB: a link that breaks more often is useless
-_RELISTS_MAX = 4
+_RELISTS_MAX = 4  # listings of which two must agree, where the bucket lists out of order
 _STRAY_KEYS_MAX = 5000  # repeated keys in one listing before it counts as endless
-_ENCODED = re.compile(r"%2[Ff]")
-_PLAIN = re.compile(r"(?:[A-Za-z0-9_-]+/)*[A-Za-z0-9_-]*")
+_ENCODED = re.compile(r"%2[Ff]")  # a slash in a name that the store has listed in URL encoding
+_PLAIN = re.compile(r"(?:[A-Za-z0-9_-]+/)*[A-Za-z0-9_-]*")  # every store takes these in an offset
 
 
 def open_cloud(
@@ -209,7 +209,7 @@ class CloudStore(ObjectStore):
         except ObjectMissing as error:
             raise self._missing(name) from error
         if broken is not None:
-            self._go_on(key, name, start, memoryview(content), etag, broken, until)
+            self._resume(key, name, start, memoryview(content), etag, broken, until)
         return content
 
     def read_into(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
@@ -243,14 +243,14 @@ class CloudStore(ObjectStore):
         except ObjectMissing as error:
             raise self._missing(name) from error
         if broken is not None:
-            self._go_on(key, name, start, view, etag, broken, until)
+            self._resume(key, name, start, view, etag, broken, until)
         return etag
 
     def _until(self, size: int) -> float:
         """The monotonic time by which an attempt to read `size` bytes must end."""
         return time.monotonic() + self._requests.limits.attempt_s(size, put=False)
 
-    def _go_on(
+    def _resume(
         self,
         key: str,
         name: str,
@@ -343,7 +343,7 @@ class CloudStore(ObjectStore):
         if self._unordered:
             yield from self._sorted(prefix, after)
             return
-        last, given = after, _Digest()
+        last, yielded = after, _Digest()
         while True:
             before = last
             for found in self._ours(prefix, after, last):
@@ -352,19 +352,20 @@ class CloudStore(ObjectStore):
                     continue
                 if name < last:
                     self._unordered = True
-                    yield from self._rest(prefix, after, last, given)
+                    yield from self._rest(prefix, after, last, yielded)
                     return
                 last = name
-                given.add(name)
+                yielded.add(name)
                 yield found
-            if (
-                last == before or self._location.scheme == "az"
-            ):  # Azure lists from the start each time
+            # Azure lists from the start each time, so listing again would bring nothing new
+            if last == before or self._location.scheme == "az":
                 return
 
-    def _rest(self, prefix: str, after: str, last: str, given: "_Digest") -> Iterator[CloudObject]:
-        """The objects behind `last`, sorted. `given` are those that the caller has yielded already:
-        raises PermanentStoreError if one before `last` was not among them."""
+    def _rest(
+        self, prefix: str, after: str, last: str, yielded: "_Digest"
+    ) -> Iterator[CloudObject]:
+        """The objects behind `last`, sorted. Raises PermanentStoreError if an object before `last`
+        is not among those that the caller has yielded already."""
         again, rest = _Digest(), []
         for found in self._sorted(prefix, after):
             name = self._name(found.key)
@@ -372,7 +373,7 @@ class CloudStore(ObjectStore):
                 again.add(name)
             else:
                 rest.append(found)
-        if again != given:  # an object before `last` was skipped
+        if again != yielded:  # an object before `last` was skipped
             raise PermanentStoreError(
                 f"{self._location}: the listing is not in order",
                 advice="list again: it will be sorted",
