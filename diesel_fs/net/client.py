@@ -122,13 +122,13 @@ class ServerLink(RpcClient):
         self._credentials = credentials
         self._program = program
         self._open_s = open_s
-        self._tls: ssl.SSLContext | None = None
-        # The server that is asked first; a random one, which spreads clients over the servers
+        self._tls: ssl.SSLContext | None = None  # made for the first connection with TLS
+        # The index of the server asked first; random, so that clients spread over the servers
         self._first = secrets.randbelow(len(self._addresses))
         self._store: UUID | None = None
         self._lock = threading.Lock()
         self._idle: list[Connection] = []
-        self._all: weakref.WeakSet[Connection] = weakref.WeakSet()
+        self._all: weakref.WeakSet[Connection] = weakref.WeakSet()  # closed in a forked child
         self._closed = False
         _links.add(self)
 
@@ -225,15 +225,15 @@ class ServerLink(RpcClient):
                 connection.close()
                 raise
             else:
-                found = parse_error(answer.message)
-                if found is None:
+                refusal = parse_error(answer.message)
+                if refusal is None:
                     return connection, answer
-                hint = answer.message.get("retry_after_s")
-                if not isinstance(hint, int | float) or isinstance(hint, bool):
+                retry_after_s = answer.message.get("retry_after_s")
+                if not isinstance(retry_after_s, int | float) or isinstance(retry_after_s, bool):
                     self._release(connection)
-                    raise found
-                error = found  # the server has not begun with the request
-                pause_s = max(pause_s, min(float(hint), _PAUSE_S_MAX))
+                    raise refusal
+                error = refusal  # the server has not begun with the request
+                pause_s = max(pause_s, min(float(retry_after_s), _PAUSE_S_MAX))
                 if len(self._addresses) > 1:
                     self._abandon(connection)
                 else:
@@ -270,8 +270,8 @@ class ServerLink(RpcClient):
         connection.idle_since_s = time.monotonic()
         with self._lock:
             self._idle.append(connection)
-            kept = 0 if self._closed else IDLE_CONNECTIONS_MAX
-            cut = max(0, len(self._idle) - kept)
+            idle_max = 0 if self._closed else IDLE_CONNECTIONS_MAX
+            cut = max(0, len(self._idle) - idle_max)
             excess, self._idle = self._idle[:cut], self._idle[cut:]  # the longest idle are closed
         for each in excess:
             each.close()
@@ -285,15 +285,15 @@ class ServerLink(RpcClient):
     def _connect(self, deadline: Deadline) -> Connection:
         """A new connection to the first server that accepts. All servers are tried, again and
         again; each gets a share of the time, since a machine that is gone uses up all of it."""
-        patience = deadline if self._store is not None else deadline.capped(self._open_s)
+        deadline = deadline if self._store is not None else deadline.capped(self._open_s)
         pause_s = _PAUSE_S
         failed: list[ConnectionBroken] = []
         while True:
-            before, failed = failed, []
+            previous, failed = failed, []
             first, count = self._first, len(self._addresses)
             for k in range(count):
                 at = (first + k) % count
-                share = patience.capped(patience.left_s / (count - k))
+                share = deadline.capped(deadline.left_s / (count - k))
                 try:
                     connection = self._open_connection(self._addresses[at], share)
                 except ConnectionBroken as broken:
@@ -302,13 +302,14 @@ class ServerLink(RpcClient):
                 self._first = at
                 return connection
             self._first = (first + 1) % count  # if time is up, the next call starts with another
-            if before and all(isinstance(broken.error, DeadlineError) for broken in failed):
-                failed = before  # the last round had little time: its errors say less
-            if all(broken.is_permanent for broken in failed) or not _pause(pause_s, patience):
+            if previous and all(isinstance(broken.error, DeadlineError) for broken in failed):
+                failed = previous  # the last round had little time: its errors say less
+            if all(broken.is_permanent for broken in failed) or not _pause(pause_s, deadline):
                 raise _connect_error(failed) from failed[0]
             pause_s = min(2 * pause_s, _PAUSE_S_MAX)
 
-    def _open_connection(self, address: HostPort, patience: Deadline) -> Connection:
+    def _open_connection(self, address: HostPort, deadline: Deadline) -> Connection:
+        """A new connection to one server. Raises ConnectionBroken, PermissionDenied."""
         if self._url.scheme == "diesel+tls" and self._tls is None:
             self._tls = verifying_context()
         try:
@@ -317,7 +318,7 @@ class ServerLink(RpcClient):
                 self._tls,
                 self._credentials,
                 self._program,
-                patience.capped(CONNECT_S),
+                deadline.capped(CONNECT_S),
             )
         except PermissionDenied as error:
             error.message = f"{address}: {error.message}"

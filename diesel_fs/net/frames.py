@@ -35,11 +35,11 @@ USER_BYTES_MAX = 64
 _GREETING = struct.Struct("<8sH6s")
 _WELCOME = struct.Struct("<8sHHI")
 _ACCEPTED, _REFUSED = 0, 1
-_TLS_RECORDS = (b"\x16\x03", b"\x15\x03")
+_TLS_RECORDS = (b"\x16\x03", b"\x15\x03")  # how a handshake and an alert begin
 _HTTP = (b"GET ", b"HEAD", b"POST", b"PUT ", b"OPTI", b"PRI ", b"HTTP")
-_LENGTHS = struct.Struct("<II")
+_LENGTHS = struct.Struct("<II")  # of a frame's head and payload
 LENGTHS_BYTES = _LENGTHS.size
-_LOGIN = b"diesel-fs login 1\0"
+_LOGIN = b"diesel-fs login 1\0"  # before what is signed: no other signature has this meaning
 
 
 # greeting -----------------------------------------------------------------------------------------

@@ -64,7 +64,7 @@ def _check_items(body: bytes | bytearray | memoryview, items_max: int) -> None:
     """Walk over the type bytes of all items. Raises CorruptError where there are too many or too
     deep ones, one of a type that no message has, or bytes too few or too many.
     """
-    at, left = 0, [1]  # how many items are still to come, on each level
+    at, left = 0, [1]  # the next byte; how many items are still to come, on each level
     for _ in range(items_max):
         while left and not left[-1]:
             left.pop()
@@ -74,12 +74,12 @@ def _check_items(body: bytes | bytearray | memoryview, items_max: int) -> None:
             raise CorruptError("no message: it is cut off")
         left[-1] -= 1
         head = body[at]
-        inside, length = _item(head, body, at + 1)
+        contained, length = _item(head, body, at + 1)
         at += 1 + length
-        if inside > items_max:
+        if contained > items_max:
             raise CorruptError("no message: too many items")
-        if inside:
-            left.append(inside)
+        if contained:
+            left.append(contained)
             if len(left) > DEPTH_MAX + 1:
                 raise CorruptError("no message: too deep")
     if any(left):
@@ -177,12 +177,11 @@ class Fields:
         values = self._take(name, None)
         if type(values) is not list or len(values) > most:
             self.bad(name, f"it is at most {most} maps")
-        found = []
-        for each in values:
-            if type(each) is not dict:
-                self.bad(name, "it holds maps")
-            found.append(Fields(each, f"{self._what}, {name}"))
-        return found
+        what = f"{self._what}, {name}"
+        return [
+            Fields(each, what) if type(each) is dict else self.bad(name, "it holds maps")
+            for each in values
+        ]
 
     def texts(self, name: str) -> list[str]:
         """A list of texts."""

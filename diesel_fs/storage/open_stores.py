@@ -20,7 +20,7 @@ from .objects.folder import FolderStore
 from .objects.store import ObjectStore
 
 METADATA_FILE = "meta.sqlite"
-"""The SQLite metadata store of a repository in a folder, beside the objects."""
+"""The name of the SQLite metadata store of a repository in a folder, beside the objects."""
 
 ObjectsOpener = Callable[[RepositoryUrl, bool], ObjectStore]
 """Opens the object store at a URL; with True it makes one where there is none."""
@@ -65,7 +65,7 @@ def open_metadata(url: RepositoryUrl, objects: ObjectStore, *, create: bool) -> 
             f"{url} names no metadata store, so nothing can be written",
             advice="add ?meta=redis://host:port",
         )
-    return SqliteMetadata.open(_embedded(url), create=create)
+    return SqliteMetadata.open(_sqlite_path(url), create=create)
 
 
 def open_accounts(
@@ -98,11 +98,11 @@ def rename_unusable_metadata(url: RepositoryUrl) -> None:
     """Rename the files of a SQLite metadata store that cannot be used; others are left alone."""
     if url.meta or url.scheme != "file":
         return
-    path = _embedded(url)
+    path = _sqlite_path(url)
     for file in path.parent.glob(f"{METADATA_FILE}*"):
         if ".unusable-" not in file.name:
             file.rename(file.with_name(f"{file.name}.unusable-{time.time_ns()}"))
 
 
-def _embedded(url: RepositoryUrl) -> Path:
+def _sqlite_path(url: RepositoryUrl) -> Path:
     return url.path.resolve() / METADATA_FILE

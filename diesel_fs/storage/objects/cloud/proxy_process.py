@@ -86,8 +86,8 @@ def _answer(
             case ["stat", str(name)]:
                 return {"value": astuple(store.stat(name))}, []
             case ["list", str(prefix), str(after)]:
-                some = islice(store.list(prefix, after), NAMES_AT_ONCE)
-                return {"value": [astuple(each) for each in some]}, []
+                batch = islice(store.list(prefix, after), NAMES_AT_ONCE)
+                return {"value": [astuple(info) for info in batch]}, []
             case ["names", str(prefix), str(after)]:
                 return {"value": [*islice(store.names(prefix, after), NAMES_AT_ONCE)]}, []
             case ["foreign", str(prefix)]:

@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar, cast
 
 import obstore
@@ -306,7 +307,8 @@ class CloudRequests:
 
         with self._slot():
             body = self._attempt("read", key, begin, _WHOLE_READ_S)
-            if body.range[0] != start or (end is not None and body.range[1] > end):
+            first, behind = body.range
+            if first != start or (end is not None and behind > end):
                 raise AttemptFailed(f"{self._at(key)}: the answer is of another range")
             yield body
 
@@ -327,7 +329,8 @@ class CloudRequests:
         keys, renewed = self._begin_list(folder, after), False
         while True:
             try:
-                page = self._next_page(folder, keys)
+                with self._slot():
+                    page = self._translated("list", folder, partial(next, keys, None))
             except ExpiredCredentials:
                 if renewed:
                     raise
@@ -338,12 +341,6 @@ class CloudRequests:
                 return
             yield [_found(meta) for meta in page]
             after = page[-1]["path"]
-
-    def _next_page(
-        self, folder: str, keys: "ListStream[Sequence[ObjectMeta]]"
-    ) -> "Sequence[ObjectMeta] | None":
-        with self._slot():
-            return self._translated("list", folder, lambda: next(keys, None))
 
     def _begin_list(self, folder: str, after: str) -> "ListStream[Sequence[ObjectMeta]]":
         """The listing; nothing is sent before its first page is asked for."""
@@ -380,11 +377,15 @@ class CloudRequests:
         self, doing: str, key: str, act: Callable[[_Client], Item], request_s: float
     ) -> Item:
         """One request; a second one with new credentials if the store says that they expired."""
-        try:
+
+        def send() -> Item:
             return self._translated(doing, key, lambda: act(self._client(request_s)))
+
+        try:
+            return send()
         except ExpiredCredentials:
             self._clients = {}  # the next client reads files and environment again
-            return self._translated(doing, key, lambda: act(self._client(request_s)))
+            return send()
 
     def _translated(self, doing: str, key: str, act: Callable[[], Item]) -> Item:
         """The result of `act`, with errors of the library as errors of DIESEL-FS."""
@@ -518,15 +519,15 @@ def _no_answer(what: str, text: str) -> DieselError:
         return PermanentStoreError(
             f"{what}: it leads nowhere", advice="set AWS_REGION, or the endpoint"
         )
-    for found, reason, unclear in (
+    for symptom, reason, may_have_succeeded in (
         ("dns error", "no such host", False),
         ("Connection refused", "connection refused", False),
         ("kind: Connect,", "cannot connect", False),  # the comma excludes ConnectionReset
         ("TimedOut", "no answer in time", True),
         ("kind: Timeout", "no answer in time", True),
     ):
-        if found in text:
-            return AttemptFailed(f"{what}: {reason}", may_have_succeeded=unclear)
+        if symptom in text:
+            return AttemptFailed(f"{what}: {reason}", may_have_succeeded=may_have_succeeded)
     return AttemptFailed(f"{what}: the connection broke")
 
 
