@@ -87,7 +87,7 @@ class ThreadSingleFlight(SingleFlight[K, V]):
         super().__init__(in_thread)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(eq=False)
 class _Waiting(Generic[T, V]):
     """An item that waits for the next run."""
 
