@@ -1,7 +1,7 @@
 """DIESEL-FS: packs datasets of many small files into chunks, and serves them to training jobs.
 
-The names in `__all__` are the public interface. Each is imported when it is first used, so a
-program that needs few of them starts fast.
+The names in `__all__` are the public interface. All but the errors are imported when they are
+first used, so a program that needs few of them starts fast.
 
 The packages, from the bottom up (each imports only those before it): `system` and `format` (what
 the machine offers; every byte at rest), `orders` (which file is read next), `net` (the transport of
@@ -14,32 +14,33 @@ and `torch`. The errors that all of them raise are in `errors`.
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from .errors import BusyError as BusyError
+from .errors import ConfigError as ConfigError
+from .errors import ConflictError as ConflictError
+from .errors import CorruptError as CorruptError
+from .errors import DeadlineError as DeadlineError
+from .errors import DieselError as DieselError
+from .errors import ForeignError as ForeignError
+from .errors import FormatError as FormatError
+from .errors import MetadataBehind as MetadataBehind
+from .errors import MetadataError as MetadataError
+from .errors import NewerVersionError as NewerVersionError
+from .errors import NoSpaceError as NoSpaceError
+from .errors import NoSuchDataset as NoSuchDataset
+from .errors import NoSuchPath as NoSuchPath
+from .errors import NotFoundError as NotFoundError
+from .errors import ObjectExists as ObjectExists
+from .errors import ObjectMissing as ObjectMissing
+from .errors import ObjectStoreError as ObjectStoreError
+from .errors import ObjectStoreRefused as ObjectStoreRefused
+from .errors import PartialError as PartialError
+from .errors import PermissionDenied as PermissionDenied
+from .errors import TruncatedError as TruncatedError
+from .errors import UsageError as UsageError
+
 if TYPE_CHECKING:
     from .client.dataset import Dataset as Dataset
     from .client.dataset import connect as connect
-    from .errors import BusyError as BusyError
-    from .errors import ConfigError as ConfigError
-    from .errors import ConflictError as ConflictError
-    from .errors import CorruptError as CorruptError
-    from .errors import DeadlineError as DeadlineError
-    from .errors import DieselError as DieselError
-    from .errors import ForeignError as ForeignError
-    from .errors import FormatError as FormatError
-    from .errors import MetadataBehind as MetadataBehind
-    from .errors import MetadataError as MetadataError
-    from .errors import NewerVersionError as NewerVersionError
-    from .errors import NoSpaceError as NoSpaceError
-    from .errors import NoSuchDataset as NoSuchDataset
-    from .errors import NoSuchPath as NoSuchPath
-    from .errors import NotFoundError as NotFoundError
-    from .errors import ObjectExists as ObjectExists
-    from .errors import ObjectMissing as ObjectMissing
-    from .errors import ObjectStoreError as ObjectStoreError
-    from .errors import ObjectStoreRefused as ObjectStoreRefused
-    from .errors import PartialError as PartialError
-    from .errors import PermissionDenied as PermissionDenied
-    from .errors import TruncatedError as TruncatedError
-    from .errors import UsageError as UsageError
     from .format.entries import Kind as Kind
     from .format.entries import Stat as Stat
     from .mounts import filelist as filelist
@@ -48,50 +49,28 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "client.dataset": ("Dataset", "connect"),
-    "format.entries": ("Kind", "Stat"),
-    "errors": (
-        "BusyError",
-        "ConfigError",
-        "ConflictError",
-        "CorruptError",
-        "DeadlineError",
-        "DieselError",
-        "ForeignError",
-        "FormatError",
-        "MetadataBehind",
-        "MetadataError",
-        "NewerVersionError",
-        "NoSpaceError",
-        "NoSuchDataset",
-        "NoSuchPath",
-        "NotFoundError",
-        "ObjectExists",
-        "ObjectMissing",
-        "ObjectStoreError",
-        "ObjectStoreRefused",
-        "PartialError",
-        "PermissionDenied",
-        "TruncatedError",
-        "UsageError",
-    ),
-    "mounts": ("filelist", "umount"),
-    "mounts.mounted": ("mount",),
+_MODULE_OF = {
+    "Dataset": "client.dataset",
+    "connect": "client.dataset",
+    "Kind": "format.entries",
+    "Stat": "format.entries",
+    "filelist": "mounts",
+    "umount": "mounts",
+    "mount": "mounts.mounted",
 }
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+"""Where the names are that are imported when they are first used."""
 
-__all__ = [  # noqa: PLE0604  # the names of `_HOMES`
+__all__ = [  # noqa: PLE0604  # all of it is text
     "__version__",
-    *sorted(_HOME_OF),
+    *_MODULE_OF,
+    *(name for name, value in globals().items() if isinstance(value, type)),  # the errors
 ]
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOME_OF:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'diesel_fs' has no attribute {name!r}")
-    home = import_module(f".{_HOME_OF[name]}", __name__)
-    value: object = getattr(home, name)
+    value: object = getattr(import_module(f".{_MODULE_OF[name]}", __name__), name)
     globals()[name] = value
     return value
 

@@ -18,24 +18,24 @@ KEY_PREFIX = "diesel-key-1:"
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """A user's name and the seed of the user's key."""
+    """A user's name and the seed of the user's key (its 32 bytes)."""
 
     user: str
     seed: bytes = field(repr=False)
 
     @property
     def key_text(self) -> str:
-        """The key as it is written in a file. It is secret."""
+        """`key_text` of the seed. It is secret."""
         return key_text(self.seed)
 
 
 def key_text(seed: bytes) -> str:
-    """A key as it is written in a file."""
+    """The text of a key, as a key file and the environment hold it."""
     return KEY_PREFIX + b64encode(seed).decode()
 
 
 def parse_key(text: str) -> bytes:
-    """The seed of a written key; white space around it is ignored.
+    """The seed in the text of a key; white space around it is ignored.
 
     Raises ConfigError, whose message repeats nothing of the text.
     """
@@ -49,10 +49,11 @@ def parse_key(text: str) -> bytes:
     return seed
 
 
-def no_user_named(where: object) -> ConfigError:
-    """The error for a server's URL without a user. Nothing has been sent to the server yet."""
+def no_user_named(url: object) -> ConfigError:
+    """The error to raise, before a connection is opened, where `url` is a server's and the user has
+    not been named."""
     return ConfigError(
-        f"{where} is the address of a server, and no user is named",
+        f"{url} is the address of a server, and no user is named",
         advice="name a user by --user and --key-file (or DIESEL_USER and DIESEL_KEY), or use the"
         " address of a repository without a server, such as file:///folder",
     )

@@ -52,8 +52,8 @@ class DieselError(Exception):
         self.advice = advice
 
     def __str__(self) -> str:
-        said = f"{self.message}; {self.advice}" if self.advice else self.message
-        return "".join([said, *(f"\n{DETAIL}{line}" for line in self.details.splitlines())])
+        text = f"{self.message}; {self.advice}" if self.advice else self.message
+        return "\n".join([text, *(f"{DETAIL}{line}" for line in self.details.splitlines())])
 
 
 class UsageError(DieselError):
@@ -161,7 +161,7 @@ class MetadataBehind(MetadataError):
 
 
 class FormatError(DieselError):
-    """Bytes contradict their format. `offset` is where in the object, or -1 if unknown."""
+    """Bytes contradict their format, at `offset` of the object (-1: unknown)."""
 
     exit_code = 15
 
@@ -205,14 +205,14 @@ class DeadlineError(DieselError):
 def error_by_class_name(name: str, message: str, advice: str) -> DieselError:
     """The error that another process reported by the name of its class.
 
-    It is the nearest ancestor of that class whose constructor takes a message and an advice, and a
-    plain DieselError if the class is unknown here.
+    If that class's constructor takes other arguments than a message and an advice, the nearest
+    ancestor whose constructor takes these is used; for an unknown name, a plain DieselError.
     """
     known = [DieselError]
-    for kind in known:
+    for kind in known:  # the list grows while it is read
         known.extend(kind.__subclasses__())
-    found = next((kind for kind in known if kind.__name__ == name), DieselError)
-    for ancestor in found.__mro__:
+    named = next((kind for kind in known if kind.__name__ == name), DieselError)
+    for ancestor in named.__mro__:
         if issubclass(ancestor, DieselError):
             with suppress(TypeError):
                 return ancestor(message, advice=advice)

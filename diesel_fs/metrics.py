@@ -1,12 +1,13 @@
 """The metrics of a server: a fixed table of them, their counters in shared memory, and their text
 for Prometheus.
 
-The values of every label are listed here. So the memory has a fixed size, and no client can create
-a new label value, or see a user or a dataset in one. Each process counts in *cells* (one number for
-each combination of label values) that only it writes; the text shows the sums over all processes.
-A process that is restarted goes on counting in the cells of the one before, since a counter of
-Prometheus must not go back. The text format (0.0.4) is written here, in 40 lines: the library
-`prometheus-client` would replace these alone, and importing it would slow the server's start.
+A metric has labels (such as the name of a request), and the values of each label are listed here.
+So the memory has a fixed size: no client can add a label value, and none names a user or a dataset.
+Each process counts in *cells* (one number for each combination of label values) that only it
+writes; the text shows the sums over all processes. A restarted process goes on counting in the
+cells of the one before, since a counter of Prometheus must not go back. The text format (0.0.4) is
+written here, in 40 lines: the library `prometheus-client` would replace only these, and importing
+it would slow the server's start.
 
 Callable from any thread.
 """
@@ -20,13 +21,14 @@ from dataclasses import dataclass
 CELL_BYTES = 8
 
 OTHER = "other"
-"""The label value that stands for all that are not listed."""
+"""Counts all values that a label does not list."""
 
 REQUESTS = (
     *("datasets", "dataset", "begin", "put", "finish", "snapshot", "kept", "read", "stat", "list"),
     *("reclaimable", "verify", "recover", "purge", "delete_dataset", "lease", "join", "leave"),
     *("users", "set_user", "remove_user", "import_users", "grant", OTHER),
 )
+"""The requests of a client (`net/WIRE.md`), by the text in their field `do`."""
 
 OUTCOMES = ("ok", "refused", "error", "busy", "bug", "gone")
 """How a request ends: done; the user may not; another DieselError; the server has too much to do;
@@ -36,10 +38,15 @@ REFUSALS = (
     *("greeting", "version", "login", "permission", "frame"),
     *("connections", "address", "user", "memory", "requests", "threads", "going", OTHER),
 )
+"""Why the server refused a connection or request. The first line: a bad or late first message, an
+unknown version of the protocol, a failed login, a missing role, a malformed or slow frame. The
+second: a limit was reached (of connections, of connections from one address or user, of memory, of
+requests under way, of threads), or the server is going to end (`going`)."""
 
 TIERS = ("memory", "disk", "store")
 
 BUCKETS_S = (0.0005, 0.002, 0.01, 0.05, 0.25, 1.0, 5.0, 30.0)
+"""The upper bounds of a histogram's buckets, from a hit in memory to a slow store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,20 +127,21 @@ class MetricCells:
         self._cells = memory.cast("d")
         self._lock = threading.Lock()
         keys = [(metric.name, *values) for metric in table for values in metric.cell_labels]
-        self._places = {key: i for i, key in enumerate(keys)}
-        self._known = {
+        self._index_of_cell = {key: i for i, key in enumerate(keys)}
+        self._listed = {
             metric.name: [frozenset(values) for values in metric.labels.values()]
             for metric in table
         }
 
     def add(self, name: str, *labels: str, amount: float = 1.0) -> None:
-        """Add to a counter. A label value that is not listed counts as `OTHER`."""
-        place = self._index(name, labels)
+        """Add to a counter. A label value that is not listed counts as `OTHER`; KeyError if the
+        label does not list `OTHER` either."""
+        index = self._index(name, labels)
         with self._lock:
-            self._cells[place] += amount
+            self._cells[index] += amount
 
     def set(self, name: str, *labels: str, value: float) -> None:
-        """Set a gauge, or a total that is counted elsewhere."""
+        """Set a gauge, or a counter whose total the caller has counted itself."""
         self._cells[self._index(name, labels)] = value
 
     def observe(self, name: str, *labels: str, value: float) -> None:
@@ -152,18 +160,18 @@ class MetricCells:
         for metric in self.table:
             if metric.kind == "gauge":
                 for values in metric.cell_labels:
-                    self._cells[self._places[metric.name, *values]] = 0.0
+                    self._cells[self._index_of_cell[metric.name, *values]] = 0.0
 
     def _index(self, name: str, labels: tuple[str, ...]) -> int:
-        place = self._places.get((name, *labels))
-        if place is None:
-            known = self._known[name]
-            listed = (
+        index = self._index_of_cell.get((name, *labels))
+        if index is None:
+            values_of_each = self._listed[name]  # a histogram has its bucket as one label more
+            counted_as = (
                 label if label in values else OTHER
-                for label, values in zip(labels, known, strict=False)
+                for label, values in zip(labels, values_of_each, strict=False)
             )
-            place = self._places[(name, *listed, *labels[len(known) :])]
-        return place
+            index = self._index_of_cell[(name, *counted_as, *labels[len(values_of_each) :])]
+        return index
 
 
 def cells_bytes(table: Sequence[Metric] = TABLE) -> int:
@@ -172,7 +180,7 @@ def cells_bytes(table: Sequence[Metric] = TABLE) -> int:
 
 
 def private_cells(table: Sequence[Metric] = TABLE) -> MetricCells:
-    """Cells in memory that is not shared."""
+    """Cells in memory that this process does not share, for the supervisor."""
     return MetricCells(memoryview(bytearray(cells_bytes(table))), table)
 
 

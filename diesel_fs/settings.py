@@ -21,6 +21,7 @@ from .urls import SERVER_SCHEMES, parse_url
 log = logging.getLogger("diesel.settings")
 
 KEY_FILE_BYTES_MAX = 4096
+"""A limit for files with one secret; a key has 57 characters."""
 
 READ_DEADLINE_S = 30.0
 """How long a read may wait for the object store before it fails."""
@@ -49,11 +50,11 @@ class Settings:
 
         Raises ConfigError, PermissionDenied.
         """
-        where = parse_url(self.repository_url)
-        if where.scheme not in SERVER_SCHEMES:
+        url = parse_url(self.repository_url)
+        if url.scheme not in SERVER_SCHEMES:
             return None
         if not self.user:
-            raise no_user_named(where)
+            raise no_user_named(url)
         if self.key:
             return Credentials(self.user, parse_key(self.key))
         if not self.key_file:
@@ -73,9 +74,7 @@ def load_settings(
     env = os.environ if environment is None else environment
     try:
         file = config_file()
-    except (
-        ConfigError
-    ):  # no home folder (a daemon, a container): flags and environment can say it all
+    except ConfigError:  # no home folder (a daemon, a container): flags and environment suffice
         settings = Settings()
     else:
         settings = replace(Settings(), **_from_file(file))
@@ -103,9 +102,9 @@ def private_bytes(path: Path, what: str, bytes_max: int) -> bytes:
     """
     try:
         with path.open("rb") as file:
-            found = os.fstat(file.fileno())
-            if found.st_mode & 0o077:
-                if _can_change_mode(file.fileno(), found.st_uid):
+            status = os.fstat(file.fileno())
+            if status.st_mode & 0o077:
+                if _can_change_mode(file.fileno(), status.st_uid):
                     raise PermissionDenied(
                         f"others may read {what} in {path}", advice=f"chmod 600 {path}"
                     )
@@ -118,10 +117,10 @@ def private_bytes(path: Path, what: str, bytes_max: int) -> bytes:
     return content
 
 
-def _can_change_mode(file: int, owner: int) -> bool:
-    """Whether this user can change the mode of an open file."""
+def _can_change_mode(descriptor: int, owner: int) -> bool:
+    """Whether this user can change the mode of an open file that belongs to the user `owner`."""
     is_ours = os.geteuid() in (0, owner)
-    return is_ours and not os.fstatvfs(file).f_flag & os.ST_RDONLY
+    return is_ours and not os.fstatvfs(descriptor).f_flag & os.ST_RDONLY
 
 
 @cache
@@ -140,7 +139,6 @@ def private_text(path: Path, what: str, bytes_max: int) -> str:
 
 
 def _key_in(path: Path) -> bytes:
-    """The key in a file. Raises ConfigError, PermissionDenied."""
     text = private_text(path, "the key", KEY_FILE_BYTES_MAX)
     try:
         return parse_key(text)
@@ -191,14 +189,16 @@ def runtime_folder() -> Path:
     if value.startswith("/") and os.access(value, os.W_OK | os.X_OK):
         folder = private_folder(Path(value) / "diesel")
     else:
-        folder = private_folder(state_folder() / f"run-{os.uname().nodename}")  # homes are shared
+        # Nodes may share a home folder, but a socket is of one node.
+        folder = private_folder(state_folder() / f"run-{os.uname().nodename}")
     if folder.lstat().st_mode & 0o077:
         raise PermissionDenied(f"others can enter {folder}", advice=f"chmod 700 {folder}")
     return folder
 
 
 def cache_folder() -> Path:
-    """The folder of private copies that can be made again; it is made if it is missing."""
+    """The folder of copies of snapshots and the like, which are fetched again if they are lost; it
+    is made if it is missing."""
     return private_folder(_home("XDG_CACHE_HOME", ".cache") / "diesel")
 
 
@@ -209,12 +209,12 @@ def private_folder(path: Path) -> Path:
     """
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = path.lstat()
+        status = path.lstat()
     except OSError as error:
         raise PermissionDenied(f"cannot make the folder {path}: {error.strerror}") from error
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
         raise PermissionDenied(f"{path} is not a folder of this user")
-    if found.st_mode & 0o022:
+    if status.st_mode & 0o022:
         raise PermissionDenied(f"others can write to {path}", advice=f"chmod 700 {path}")
     return path
 

@@ -92,7 +92,7 @@ def parse_url(text: str) -> RepositoryUrl:
     shown = repr(shown_url(text))
     if "://" not in text:
         raise ConfigError(f"bad repository URL {shown}", advice="write it as file:///folder")
-    if "#" in text:  # the rest would be dropped, and another folder opened
+    if "#" in text:  # `urlsplit` would cut the path off there, and another folder would be opened
         raise ConfigError(f"bad repository URL {shown}", advice="write # as %23")
     try:
         parts = urlsplit(text)
@@ -101,8 +101,8 @@ def parse_url(text: str) -> RepositoryUrl:
         raise ConfigError(f"bad repository URL {shown}: {error}") from None
     if "\0" in path:
         raise ConfigError(f"bad repository URL {shown}: no path holds a NUL byte")
-    literal = parts.query.replace("+", "%2B")  # in redis+cluster the plus is no space
-    query = dict(parse_qsl(literal, keep_blank_values=True))
+    with_plus = parts.query.replace("+", "%2B")  # `parse_qsl` reads the + in redis+cluster as space
+    query = dict(parse_qsl(with_plus, keep_blank_values=True))
     if unknown := sorted(set(query) - {"meta"}):
         raise ConfigError(
             f"bad repository URL: unknown parameter {unknown[0]!r}",

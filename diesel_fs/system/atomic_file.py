@@ -6,8 +6,8 @@ a fifo, the pipe behind /dev/stdout) is written to as it is: a file renamed over
 break the machine.
 
 Links are followed, except links that may have been **planted**: made by another user in a folder
-where others may write, such as /tmp. With such a link another user would choose which file of ours
-is overwritten. Nor is anything written to that another user may have planted.
+where others may write, such as /tmp. With such a link, another user would choose which file of this
+user is overwritten. A file that may have been planted is not written to either.
 
 Concurrency: any thread; of several writers of one name the last rename wins.
 """
@@ -32,7 +32,16 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 
-class _Named(io.FileIO):
+_CANNOT_SYNC_FOLDERS = frozenset({errno.EINVAL, errno.EOPNOTSUPP})  # CIFS and some FUSE
+_LINKS_MAX = 40  # as the kernel's own limit
+
+_TEMPORARY = re.compile(
+    r"\.dlcmd-(?:(?P<pid_space>[0-9a-f]{8})-(?P<pid>\d{1,10})-(?P<start>\d{1,20})-)?[0-9a-f]{16}"
+)
+_FOREIGN_AGE_S_MAX = 86_400
+
+
+class _FileWithName(io.FileIO):
     """A file whose errors have the file name that the user gave: write(2) reports none."""
 
     def __init__(self, descriptor: int, shown: str) -> None:
@@ -40,12 +49,13 @@ class _Named(io.FileIO):
         self._shown = shown
 
     def write(self, data: "ReadableBuffer") -> int:
-        with _naming(self._shown):
+        with _errors_named(self._shown):
             return super().write(data)
 
 
 @contextmanager
-def _naming(shown: str) -> Iterator[None]:
+def _errors_named(shown: str) -> Iterator[None]:
+    """Give an OSError in the `with` this file name."""
     try:
         yield
     except OSError as error:
@@ -53,25 +63,15 @@ def _naming(shown: str) -> Iterator[None]:
         raise
 
 
-_NO_FOLDER_SYNC = frozenset({errno.EINVAL, errno.EOPNOTSUPP})
-_LINKS_MAX = 40  # as the kernel's own limit
-
-
 def named_file(descriptor: int, shown: str) -> BinaryIO:
     """A file to write to a descriptor, which it closes; its errors have the name `shown`."""
-    return cast("BinaryIO", io.BufferedWriter(_Named(descriptor, shown)))
+    return cast("BinaryIO", io.BufferedWriter(_FileWithName(descriptor, shown)))
 
 
 def write_error(file: Path | str, error: OSError) -> DieselError:
     """The DIESEL-FS error for an OSError while writing a file."""
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    return (NoSpaceError if full else PermissionDenied)(f"cannot write {file}: {error.strerror}")
-
-
-_TEMPORARY = re.compile(
-    r"\.dlcmd-(?:(?P<where>[0-9a-f]{8})-(?P<pid>\d{1,10})-(?P<start>\d{1,20})-)?[0-9a-f]{16}"
-)
-_STRANGERS_S = 86_400
+    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return (NoSpaceError if is_full else PermissionDenied)(f"cannot write {file}: {error.strerror}")
 
 
 @contextmanager
@@ -82,9 +82,9 @@ def atomic_file(path: Path, *, mode: int = 0o600, sync: bool = True) -> Iterator
     `path` as its file name, UsageError for a folder, and PermissionDenied for a file or link that
     may have been planted.
     """
-    with _naming(str(path)):
+    with _errors_named(str(path)):
         check_links(path)
-    target = _replaceable(path)
+    target = _path_to_replace(path)
     if target is None:
         check_file(path, os.stat(path))
         descriptor = os.open(path, os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC)
@@ -93,16 +93,16 @@ def atomic_file(path: Path, *, mode: int = 0o600, sync: bool = True) -> Iterator
         return
     remove_leftovers(target.parent)
     temporary = target.with_name(temporary_name())
-    with _naming(str(path)):
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    with _errors_named(str(path)):
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
-        with named_file(fd, str(path)) as file:
+        with named_file(descriptor, str(path)) as file:
             yield file
             file.flush()
-            with _naming(str(path)):
+            with _errors_named(str(path)):
                 if sync:
-                    os.fsync(fd)
-        with _naming(str(path)):
+                    os.fsync(descriptor)
+        with _errors_named(str(path)):
             temporary.rename(target)
     except BaseException:
         with suppress(OSError):
@@ -116,45 +116,46 @@ def check_links(path: Path) -> None:
     """Raise PermissionDenied if a link on the way to `path`, or `path` itself, may have been
     planted, and OSError if links form a circle.
     """
-    here, left, links = "/", _parts(os.path.join(os.getcwd(), path)), 0
-    while left:
-        part = left.pop()
-        if part == "..":
-            here = os.path.dirname(here)
+    folder, names_left, links = "/", _names_reversed(os.path.join(os.getcwd(), path)), 0
+    while names_left:
+        name = names_left.pop()
+        if name == "..":
+            folder = os.path.dirname(folder)
             continue
-        at = os.path.join(here, part)
+        current = os.path.join(folder, name)
         try:
-            target = os.readlink(at)
+            target = os.readlink(current)
         except OSError:  # not a link, or missing: opening it will tell
-            here = at
+            folder = current
             continue
-        if here.startswith("/proc/"):  # a link of the kernel's to an open file
+        if folder.startswith("/proc/"):  # the kernel's own link to an open file
             return
         links += 1
         if links > _LINKS_MAX:
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
-        if _may_be_planted(os.lstat(at), here, is_last=not left):
-            raise _planted(f"{at} is a link", at)
-        here = "/" if target.startswith("/") else here
-        left += _parts(target)
+        if _may_be_planted(os.lstat(current), folder, is_last=not names_left):
+            raise _planted_error(f"{current} is a link", current)
+        folder = "/" if target.startswith("/") else folder
+        names_left += _names_reversed(target)
 
 
-def check_file(path: Path, found: os.stat_result) -> None:
+def check_file(path: Path, status: os.stat_result) -> None:
     """For a file that is written to as it is: raise PermissionDenied if it may have been planted,
-    or is a hard link that others may have made to a file of ours.
+    or is a hard link that others may have made to a file of this user.
     """
     folder = os.path.dirname(os.path.realpath(path))
     if folder.startswith("/proc/"):  # an open file of this process
         return
-    is_linked = stat.S_ISREG(found.st_mode) and found.st_nlink > 1
-    if _may_be_planted(found, folder, is_last=True) or (is_linked and _others_write(folder)):
-        raise _planted(f"{path} is a file", str(path))
+    has_links = stat.S_ISREG(status.st_mode) and status.st_nlink > 1
+    if _may_be_planted(status, folder, is_last=True) or (has_links and _others_may_write(folder)):
+        raise _planted_error(f"{path} is a file", str(path))
 
 
 def temporary_name() -> str:
-    """`.dlcmd-<where>-<pid>-<start>-<random>`: a name that says which process writes the file."""
+    """`.dlcmd-<pid space>-<pid>-<start>-<random>`: a name that says which process writes the
+    file."""
     pid = os.getpid()
-    return f".dlcmd-{_where()}-{pid}-{_own_start(pid)}-{secrets.token_hex(8)}"
+    return f".dlcmd-{_pid_space()}-{pid}-{_own_start(pid)}-{secrets.token_hex(8)}"
 
 
 def remove_leftovers(folder: Path | int) -> None:
@@ -163,25 +164,27 @@ def remove_leftovers(folder: Path | int) -> None:
     A process of another machine, of an earlier boot of this one, or of another PID namespace cannot
     be looked up here: its files are removed when they are a day old.
     """
-    at, path = (folder, Path()) if isinstance(folder, int) else (None, folder)
+    descriptor, path = (folder, Path()) if isinstance(folder, int) else (None, folder)
     with suppress(OSError):
         for name in os.listdir(folder):
-            if found := _TEMPORARY.fullmatch(name):
+            if match := _TEMPORARY.fullmatch(name):
                 with suppress(OSError):
-                    if _is_left(found, path / name, at):
-                        os.unlink(path / name, dir_fd=at)
+                    if _has_writer_ended(match, path / name, descriptor):
+                        os.unlink(path / name, dir_fd=descriptor)
 
 
-def _is_left(found: re.Match[str], path: Path, folder: int | None) -> bool:
-    if found["where"] == _where():
-        return _start(int(found["pid"])) != found["start"]
+def _has_writer_ended(name: re.Match[str], path: Path, folder: int | None) -> bool:
+    """Whether the process that wrote a temporary file has ended, or is taken for it."""
+    if name["pid_space"] == _pid_space():
+        return _start(int(name["pid"])) != name["start"]
     changed_s = os.stat(path, dir_fd=folder, follow_symlinks=False).st_ctime
-    return time.time() - changed_s > _STRANGERS_S
+    return time.time() - changed_s > _FOREIGN_AGE_S_MAX
 
 
 @cache
-def _where() -> str:
-    """Where process numbers have one meaning: this boot of this machine, and this PID namespace."""
+def _pid_space() -> str:
+    """Names where process numbers have one meaning: in this PID namespace of this boot of this
+    machine."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
     namespace = os.stat("/proc/self/ns/pid").st_ino
     return hashlib.sha256(boot + str(namespace).encode()).hexdigest()[:8]
@@ -202,7 +205,7 @@ def _start(pid: int) -> str:
 
 
 def close_folder(descriptor: int) -> None:
-    """Close the descriptor of a folder. Errors are ignored: nothing was written through it."""
+    """Close the descriptor of a folder, ignoring errors: nothing was written through it."""
     with suppress(OSError):
         os.close(descriptor)
 
@@ -215,57 +218,58 @@ def is_stdout(path: Path) -> bool:
         return False
 
 
-def _replaceable(path: Path) -> Path | None:
+def _path_to_replace(path: Path) -> Path | None:
     """The path to rename a new file to; None if `path` is written to as it is."""
     try:
-        found = path.stat()
+        status = path.stat()
     except FileNotFoundError:
         return Path(os.path.realpath(path))
-    if stat.S_ISDIR(found.st_mode):
+    if stat.S_ISDIR(status.st_mode):
         raise UsageError(f"{path} is a folder", advice="name a file")
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         return None
     target = Path(os.path.realpath(path))
-    # An open file without a name (/dev/fd/3) is written to. A file that another process has just
-    # replaced has a name: writing to it would truncate what others have mapped.
+    # Only an open file without a name (/dev/fd/3) is written to as it is: truncating one that has a
+    # name could kill a process that has mapped it.
     return target if target.exists() else None
 
 
-def _parts(path: str) -> list[str]:
+def _names_reversed(path: str) -> list[str]:
     """The names in a path, the last first."""
-    return [part for part in reversed(path.split("/")) if part not in ("", ".")]
+    return [name for name in reversed(path.split("/")) if name not in ("", ".")]
 
 
-def _may_be_planted(found: os.stat_result, folder: str, *, is_last: bool) -> bool:
-    """Whether another user may have planted this. A link to a folder on the way to the last name
-    counts only if every user may write there: people who share folders also link them.
+def _may_be_planted(status: os.stat_result, folder: str, *, is_last: bool) -> bool:
+    """Whether another user may have planted a file or link in `folder`. A link to a folder on the
+    way to the path's last name counts only if every user may write to `folder`: people who share
+    folders also link them.
     """
-    if found.st_uid in (0, os.geteuid()):
+    if status.st_uid in (0, os.geteuid()):
         return False
-    above = os.stat(folder)
-    return bool(above.st_mode & stat.S_IWOTH) or (is_last and _others_write(folder))
+    everybody_may_write = os.stat(folder).st_mode & stat.S_IWOTH != 0
+    return everybody_may_write or (is_last and _others_may_write(folder))
 
 
-def _others_write(folder: str) -> bool:
-    above = os.stat(folder)
-    shared = stat.S_IWOTH | stat.S_IWGRP
-    return bool(above.st_mode & shared) or above.st_uid not in (0, os.geteuid())
+def _others_may_write(folder: str) -> bool:
+    status = os.stat(folder)
+    is_shared = status.st_mode & (stat.S_IWOTH | stat.S_IWGRP) != 0
+    return is_shared or status.st_uid not in (0, os.geteuid())
 
 
-def _planted(what: str, at: str) -> PermissionDenied:
+def _planted_error(what: str, path: str) -> PermissionDenied:
     return PermissionDenied(
-        f"{what} that another user may have planted: others may write to {os.path.dirname(at)}",
+        f"{what} that another user may have planted: others may write to {os.path.dirname(path)}",
         advice="write to a folder of your own",
     )
 
 
 def fsync_folder(path: str | os.PathLike[str]) -> None:
     """Make the names in a folder durable. A file system that cannot sync folders is no error."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(fd)
+        os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in _NO_FOLDER_SYNC:  # CIFS and some FUSE write folders through
+        if error.errno not in _CANNOT_SYNC_FOLDERS:
             raise
     finally:
-        os.close(fd)
+        os.close(descriptor)

@@ -1,7 +1,7 @@
 """How much memory a cache may take if the user does not say: half of what is free.
 
-Free is what the machine has available, or less where a control group (a container's limit) allows
-less. Any thread.
+Free is what the machine has available, or less if a control group (how Linux limits a container)
+allows less. Any thread.
 """
 
 import os
@@ -14,30 +14,27 @@ MEMORY_DIVISOR = 2
 """A program takes one part in this many of the available memory."""
 
 MEMORY_BYTES_MIN = 64 << 20
+"""The least that a cache takes: some chunks of the default size."""
 
 CGROUPS = Path("/sys/fs/cgroup")
 
 
 def default_memory_bytes() -> int:
     """Bytes of memory that a program may take by default."""
-    return max(_available_bytes() // MEMORY_DIVISOR, MEMORY_BYTES_MIN)
+    available = min(_free_bytes(), _own_cgroup_limit_bytes())
+    return max(available // MEMORY_DIVISOR, MEMORY_BYTES_MIN)
 
 
 def memory_limit_bytes() -> int:
     """Bytes of memory that all programs may use: the machine's, or the control group's limit."""
-    return min(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), _own_cgroup_limit_bytes())
-
-
-def _available_bytes() -> int:
-    """Bytes of memory that this process can still take without swapping or being killed."""
-    return min(_free_bytes(), _own_cgroup_limit_bytes())
+    return min(_machine_bytes(), _own_cgroup_limit_bytes())
 
 
 def _own_cgroup_limit_bytes() -> int:
     listed = ""
     with suppress(OSError):
         listed = Path("/proc/self/cgroup").read_text(errors="surrogateescape")
-    return _cgroup_limit_bytes(CGROUPS, listed)
+    return cgroup_limit_bytes(CGROUPS, listed)
 
 
 def _free_bytes() -> int:
@@ -45,17 +42,21 @@ def _free_bytes() -> int:
         for line in lines:
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
+    return _machine_bytes()
+
+
+def _machine_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _cgroup_limit_bytes(mounted: Path, listed: str) -> int:
-    """The smallest limit of the control groups (v2 or v1) that /proc/self/cgroup lists, and of the
-    groups above them.
+def cgroup_limit_bytes(mounted: Path, listed: str) -> int:
+    """The smallest limit of the control groups (v2 or v1) that `listed`, the text of
+    /proc/self/cgroup, names, and of the groups above them. `mounted` is the folder of all groups.
 
     In a container the listed path may be the host's, and need not exist here; the container's own
     limit is at the top.
     """
-    limits = [1 << 62]
+    limits = [1 << 62]  # no limit
     for group in re.findall(r"^0::/(.*)$", listed, re.MULTILINE):
         limits += _limits(mounted, group, "memory.max")
     for group in re.findall(r"^\d+:(?:\S+,)?memory(?:,\S+)?:/(.*)$", listed, re.MULTILINE):

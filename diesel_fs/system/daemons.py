@@ -1,8 +1,9 @@
 """Starts a background program of DIESEL-FS (a daemon), and hears whether it came up.
 
-A daemon is detached from its starter. It gets one request on stdin and our environment without
-secrets; it reports in JSON lines on stdout (`pid`, `warning`, then `ready` or `error`), and logs to
-a file. What a request means is the program's own matter. Any thread.
+A daemon is detached from its starter, the process that starts it. It gets one request (JSON) on
+stdin and the starter's environment without secrets; it reports in JSON lines on stdout (`pid`,
+`warning`, then `ready` or `error`), and logs to a file. Each program defines its own request (a
+subclass of `DaemonRequest`). Any thread.
 """
 
 import json
@@ -32,9 +33,10 @@ from ..errors import (
 from .atomic_file import check_file, check_links
 
 LOG_LINES_SHOWN = 15
+"""Lines of a daemon's log that an error message repeats."""
 
 END_DEADLINE_S = 5.0
-"""How long to wait for the end of a daemon that was told to end while starting; it takes at most
+"""How long to wait for the end of a daemon that was told to end while it starts. It needs at most
 2 s."""
 
 _UNEXPLAINED = (DieselError, DeadlineError)
@@ -43,8 +45,8 @@ _UNEXPLAINED = (DieselError, DeadlineError)
 _SECRETS = ("DIESEL_KEY", "DIESEL_TASK_KEY")
 _NEEDED = ("PATH", "LD_LIBRARY_PATH")  # to find programs and libraries
 
-# The daemon must not be a child of its starter: it would become a zombie, or get its hang-up. The
-# interpreter that forks has no threads and becomes the daemon by exec, so nothing is inherited.
+# The daemon must not be a child of its starter: it would become a zombie, or end with the starter's
+# terminal. So an interpreter between them forks; it has no threads whose locks could be copied.
 _DETACH = "import os, sys; os._exit(0) if os.fork() else os.execv(sys.argv[1], sys.argv[1:])"
 
 
@@ -53,7 +55,7 @@ class DaemonRequest:
     """What a daemon is started for: a dataclass of JSON values, tuples, and other requests."""
 
     BYTES_MAX: ClassVar[int]
-    """The largest length as JSON."""
+    """The largest length of the request as JSON."""
 
     def to_json(self) -> bytes:
         """The request as JSON. Raises UsageError if it is too long."""
@@ -79,16 +81,16 @@ class DaemonRequest:
         return cls(**{each.name: _field(each.type, values[each.name]) for each in fields(cls)})
 
 
-def _field(kind: object, value: object) -> object:
+def _field(field_type: object, value: object) -> object:
     """The value of a field, from a value that comes from JSON."""
-    if isinstance(kind, type) and issubclass(kind, DaemonRequest):
-        return kind.from_values(value)
+    if isinstance(field_type, type) and issubclass(field_type, DaemonRequest):
+        return field_type.from_values(value)
     return tuple(value) if isinstance(value, list) else value
 
 
 def start(
     command: Sequence[str],
-    text: bytes,
+    request: bytes,
     log: BinaryIO,
     logger: logging.Logger,
     *,
@@ -98,11 +100,11 @@ def start(
 ) -> Mapping[str, object]:
     """Start a daemon and return its report that it is ready.
 
-    `text` is its request, `log` its log. Its warnings are logged to `logger` here, too.
-    `daemon_name` names it in messages. It inherits the descriptors `pass_fds` under the same
-    numbers. Raises the error that the daemon reports, DieselError if it ends without a report, and
-    DeadlineError if it is not ready in time; it is killed then. If this call is interrupted, the
-    daemon is told to end. After an error or an interruption the daemon has ended.
+    `request` is its request as JSON, `log` its log. Its warnings also go to `logger`, in this
+    process. `daemon_name` names it in messages. It inherits the descriptors `pass_fds` under the
+    same numbers. Raises the error that the daemon reports, DieselError if it ends without a report,
+    and DeadlineError if it is not ready in time; it is killed then. If this call is interrupted,
+    the daemon is told to end. After an error or an interruption the daemon has ended.
     """
     detach = [sys.executable, "-I", "-S", "-c", _DETACH]
     receiver, sender = os.pipe()
@@ -123,7 +125,7 @@ def start(
             finally:
                 os.close(sender)
             with suppress(BrokenPipeError):
-                starter.communicate(text)
+                starter.communicate(request)
             return report_reader.wait_until_ready(logger, deadline_s)
         except DeadlineError:
             report_reader.wait_for_end(signal.SIGKILL)
@@ -137,28 +139,27 @@ def start(
 
 
 def environment() -> dict[str, str]:
-    """Our environment without secrets, and with the path of the modules that we run."""
-    kept = {name: value for name, value in os.environ.items() if name not in _SECRETS}
-    return {**kept, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    """This process's environment without secrets, and with the path by which it finds modules."""
+    public = {name: value for name, value in os.environ.items() if name not in _SECRETS}
+    return {**public, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
 def minimal_environment() -> dict[str, str]:
     """The environment of a program that opens no store, or is not part of DIESEL-FS: only the
     variables it needs, so that no secret is passed to it under whatever name.
     """
-    kept = {name: os.environ[name] for name in _NEEDED if name in os.environ}
-    return {**kept, "LC_ALL": "C"}
+    needed = {name: os.environ[name] for name in _NEEDED if name in os.environ}
+    return {**needed, "LC_ALL": "C"}
 
 
 @contextmanager
 def minimal_environment_set() -> Iterator[None]:
     """Give this process the minimal environment during the `with`, so that programs that a library
     starts have it, too."""
-    before = dict(os.environ)
-    bare = minimal_environment()
-    for name in before.keys() - bare:
+    before, minimal = dict(os.environ), minimal_environment()
+    for name in before.keys() - minimal:
         del os.environ[name]
-    os.environ.update(bare)
+    os.environ.update(minimal)
     try:
         yield
     finally:
@@ -166,10 +167,10 @@ def minimal_environment_set() -> Iterator[None]:
         os.environ.update(before)
 
 
-def report(what: Mapping[str, object]) -> None:
-    """Called by a daemon: report something to its starter. A starter that has gone is no error."""
+def report(line: Mapping[str, object]) -> None:
+    """Called by a daemon: write a line of its report. That the starter has ended is no error."""
     with suppress(OSError):
-        os.write(1, json.dumps(what).encode() + b"\n")
+        os.write(1, json.dumps(line).encode() + b"\n")
 
 
 def notify_systemd() -> None:
@@ -177,13 +178,14 @@ def notify_systemd() -> None:
     sd_notify(3)."""
     address = os.environ.get("NOTIFY_SOCKET", "")
     if address:
-        with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as end:
-            end.sendto(b"READY=1", address.replace("@", "\0", 1) if address[0] == "@" else address)
+        with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+            sender.sendto(
+                b"READY=1", address.replace("@", "\0", 1) if address[0] == "@" else address
+            )
 
 
 def is_starter_gone() -> bool:
-    """Called by a daemon: whether its starter no longer reads the report, since it has ended or
-    given up."""
+    """Called by a daemon: whether its starter has ended or given up, and reads no report."""
     poll = select.poll()
     poll.register(1, 0)
     return any(events & select.POLLERR for _, events in poll.poll(0))
@@ -192,10 +194,10 @@ def is_starter_gone() -> bool:
 class _Report:
     """The report of a daemon that is starting."""
 
-    def __init__(self, file: FileIO, what: str) -> None:
+    def __init__(self, file: FileIO, daemon_name: str) -> None:
         self._file = file
-        self._what = what
-        self._text = b""
+        self._daemon_name = daemon_name
+        self._unfinished_line = b""
         self._pid = 0
 
     def wait_until_ready(self, logger: logging.Logger, deadline_s: float) -> Mapping[str, object]:
@@ -208,9 +210,9 @@ class _Report:
                 logger.warning("%s", line["warning"])
             if "ready" in line:
                 return line
-        raise DieselError(f"{self._what} did not come up")
+        raise DieselError(f"{self._daemon_name} did not come up")
 
-    def wait_for_end(self, *numbers: signal.Signals) -> None:
+    def wait_for_end(self, *signals: signal.Signals) -> None:
         """Wait for the daemon's end. It is sent the first of these signals, and, if it takes too
         long to end, the next; without signals, it ends by itself.
         """
@@ -220,7 +222,7 @@ class _Report:
         if not self._pid:  # it has ended, or will when it finds that its starter is gone
             return
         with suppress(ProcessLookupError), open(os.pidfd_open(self._pid), "rb") as process:
-            for number in numbers or (0,):
+            for number in signals or (0,):  # 0 sends nothing
                 signal.pidfd_send_signal(process.fileno(), number)
                 if select.select([process], [], [], END_DEADLINE_S)[0]:
                     return
@@ -232,11 +234,11 @@ class _Report:
             read = self._file.read(4096)
             if not read:
                 return
-            *lines, self._text = (self._text + read).split(b"\n")
+            *lines, self._unfinished_line = (self._unfinished_line + read).split(b"\n")
             for line in map(json.loads, lines):
                 self._pid = line.get("pid", self._pid)
                 yield line
-        raise DeadlineError(f"{self._what} did not come up within {deadline_s:g} s")
+        raise DeadlineError(f"{self._daemon_name} did not come up within {deadline_s:g} s")
 
 
 @contextmanager
@@ -267,12 +269,12 @@ def add_log_tail(error: DieselError, log: BinaryIO, start: int) -> None:
     """Add the lines that were logged since `start` to an error that does not say what went wrong.
 
     At most the last `LOG_LINES_SHOWN` lines are added. A line that repeats the error's own text is
-    left out; details in it, of a daemon that this daemon started, are added as they are.
+    left out; lines that another daemon, which this one started, has logged are added as they are.
     """
     if type(error) not in _UNEXPLAINED:
         return
     log.seek(start)
-    said = tuple(filter(None, str(error).splitlines()))
+    known = tuple(filter(None, str(error).splitlines()))
     lines = log.read().decode(errors="replace").splitlines()
-    others = [line.removeprefix(DETAIL) for line in lines if not line.endswith(said)]
+    others = [line.removeprefix(DETAIL) for line in lines if not line.endswith(known)]
     error.details = "\n".join(others[-LOG_LINES_SHOWN:])

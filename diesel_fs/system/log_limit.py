@@ -18,15 +18,16 @@ LINES_PER_S = 1.0
 
 @dataclass(slots=True)
 class _Kind:
-    """Lines from one place in the code: how many may still come, and how many were dropped."""
+    """Lines from one place in the code: how many may still come, and how many were left out."""
 
-    seen_s: float
+    last_line_s: float
     allowance: float = LINES_AT_ONCE
     left_out: int = 0
 
 
 class LogRateLimit(logging.Filter):
-    """A filter that drops lines that come too fast; the next line of the kind says how many."""
+    """A filter that drops lines of one kind (from one place in the code) that come too fast. The
+    next line of that kind says how many were left out."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
@@ -39,9 +40,9 @@ class LogRateLimit(logging.Filter):
         with self._lock:
             now = self._clock()
             kind = self._kinds.setdefault((record.pathname, record.lineno), _Kind(now))
-            gained = (now - kind.seen_s) * LINES_PER_S
+            gained = (now - kind.last_line_s) * LINES_PER_S
             kind.allowance = min(LINES_AT_ONCE, kind.allowance + gained)
-            kind.seen_s = now
+            kind.last_line_s = now
             if kind.allowance < 1:
                 kind.left_out += 1
                 return False

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-_OCTAL = re.compile(rb"\\([0-7]{3})")
+_ESCAPED = re.compile(rb"\\([0-7]{3})")
 _NETWORK = frozenset(
     "9p afs beegfs ceph cifs coda davfs fuseblk glusterfs gpfs lustre mmfs ncpfs nfs nfs4 ocfs2"
     " orangefs panfs pvfs2 smb2 smb3 smbfs vboxsf virtiofs vmhgfs wekafs".split()
@@ -18,14 +18,14 @@ _NETWORK = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class MountEntry:
-    """One line of mountinfo. `options` are those of the file system, not of this mount of it."""
+    """One line of mountinfo."""
 
     mount_id: int
-    device: str
+    device: str  # its number, such as "0:43"
     path: str
     kind: str
     source: str
-    options: frozenset[str]
+    options: frozenset[str]  # of the file system, not of this mount of it
 
 
 def mounts(process: str = "self") -> Iterator[MountEntry]:
@@ -65,15 +65,15 @@ class FileSystem:
 def file_system_of(path: Path, table: bytes | None = None) -> FileSystem:
     """The file system that holds `path`, which need not exist. `table` is the text of a mountinfo
     file (None: of this process)."""
-    here = os.path.realpath(path)
-    found, longest = FileSystem("", frozenset()), -1
-    for each in mounts() if table is None else parse_mounts(table):
-        inside = here == each.path or here.startswith(each.path.rstrip("/") + "/")
-        if inside and len(each.path) >= longest:  # the later one hides the other
-            longest = len(each.path)
-            found = FileSystem(each.kind, each.options)
-    return found
+    real = os.path.realpath(path)
+    holder, longest = FileSystem("", frozenset()), -1
+    for mount in mounts() if table is None else parse_mounts(table):
+        is_inside = real == mount.path or real.startswith(mount.path.rstrip("/") + "/")
+        if is_inside and len(mount.path) >= longest:  # of equal paths, the later hides the earlier
+            longest = len(mount.path)
+            holder = FileSystem(mount.kind, mount.options)
+    return holder
 
 
 def _unescaped(field: bytes) -> str:
-    return os.fsdecode(_OCTAL.sub(lambda found: bytes([int(found[1], 8)]), field))
+    return os.fsdecode(_ESCAPED.sub(lambda match: bytes([int(match[1], 8)]), field))

@@ -1,8 +1,9 @@
 """System calls that Python lacks: mounts, settings of FUSE connections, inotify, page cache.
 
-The connection of a FUSE mount with its daemon is named by its device number (`0:43`), as
-`/proc/*/mountinfo` has it. So nothing here touches a file of the mount, which could wait for a
-daemon that has ended. Any thread.
+A **connection** is the kernel's side of a FUSE mount, through which it asks the mount's daemon.
+Here `device` names it: the number of the mount's file system (`0:43`), as in `/proc/*/mountinfo`.
+So nothing here touches a file of the mount, which could wait for a daemon that has ended. Any
+thread.
 """
 
 import ctypes
@@ -12,6 +13,7 @@ import mmap
 import os
 import select
 import socket
+import stat
 import struct
 import subprocess
 from collections.abc import Sequence
@@ -31,25 +33,27 @@ _FSOPEN_CLOEXEC, _FSMOUNT_CLOEXEC, _FSCONFIG_CMD_CREATE = 1, 1, 6
 _MOUNT_ATTR_NOSUID_NODEV_NOEXEC = 2 | 4 | 8
 
 READS_AHEAD_MAX = 256
-"""READs ahead that may wait for the daemon at once. With the kernel's default of 12, 12 files of a
-few hundred KiB that wait for the store stop all others (measured: 7.8 s instead of 2 ms)."""
+"""READ requests for the kernel's read-ahead that may wait for the daemon at once. With the kernel's
+default of 12, a read from memory takes 7.8 s instead of 2 ms while 12 files of a few hundred KiB
+wait for the store."""
 
 READ_AHEAD_KIB = 1024
-"""The largest READ (256 pages). The default of 128 KiB would take eight times as many."""
+"""The largest READ request (256 pages). With the default of 128 KiB, a large file takes eight times
+as many."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _syscall(number: int, *arguments: object) -> int:
+    """The result of the system call with this number. Raises OSError."""
     converted = [ctypes.c_long(a) if isinstance(a, int) else a for a in arguments]
     return _checked(int(_libc.syscall(ctypes.c_long(number), *converted)))
 
 
 def _checked(result: int, path: str | None = None) -> int:
-    """The result of a system call. Raises OSError where it failed."""
+    """`result` itself. Raises OSError where it says that a system call (on `path`) failed."""
     if result < 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number), path)
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), path)
     return result
 
 
@@ -59,7 +63,8 @@ def umount2(mountpoint: str, flags: int = 0) -> None:
 
 
 def _control_folder(connection: str) -> int:
-    """A descriptor of the connection's folder in the file system fusectl.
+    """A descriptor of the connection's folder in fusectl, the file system with the kernel's control
+    files of all FUSE connections. `connection` is the part of the device number behind the colon.
 
     Where fusectl is not mounted, root mounts it at no path (fsmount(2)), so there is nothing to
     clean up. Raises OSError.
@@ -86,17 +91,9 @@ def _open_control(device: str, name: str) -> int:
         os.close(folder)
 
 
-def _write_control(device: str, name: str, value: str) -> None:
-    file = _open_control(device, name)
-    try:
-        os.write(file, value.encode())
-    finally:
-        os.close(file)
-
-
 def open_abort(device: str) -> int:
-    """A descriptor that aborts this connection when "1" is written to it, and never another one
-    that gets the same number later; -1 where this user may not have it.
+    """A descriptor that aborts this connection when "1" is written to it, even if another mount has
+    got the same number meanwhile; -1 where this user may not have it.
     """
     try:
         return _open_control(device, "abort")
@@ -105,10 +102,10 @@ def open_abort(device: str) -> int:
 
 
 def tune(device: str) -> None:
-    """Makes READs large and lets many wait at once, as far as this user may."""
+    """Make READ requests large and let many wait at once, as far as this user may."""
     for name in ("max_background", "congestion_threshold"):
-        with suppress(OSError):
-            _write_control(device, name, str(READS_AHEAD_MAX))
+        with suppress(OSError), open(_open_control(device, name), "wb", buffering=0) as file:
+            file.write(str(READS_AHEAD_MAX).encode())
     with suppress(OSError), open(f"/sys/class/bdi/{device}/read_ahead_kb", "w") as file:
         file.write(str(READ_AHEAD_KIB))
 
@@ -120,7 +117,7 @@ _FUSE_DEV_IOC_CLONE = 0x8004E500
 
 
 def mount_fuse(mountpoint: str, options: Sequence[str]) -> int:
-    """Mounts a FUSE file system with these options, by mount(2) as root, else by fusermount3.
+    """Mount a FUSE file system with these options, by mount(2) as root, else by fusermount3.
 
     Returns the descriptor of its connection. Raises DieselError.
     """
@@ -141,7 +138,7 @@ def _mount_as_root(mountpoint: str, options: Sequence[str]) -> int:
         ) from error
     named = dict(part.partition("=")[::2] for part in options)
     flags = sum(_MS_FLAGS[name] for name in named if name in _MS_FLAGS)
-    root_mode = os.stat(mountpoint).st_mode & 0o170000
+    root_mode = stat.S_IFMT(os.stat(mountpoint).st_mode)
     data = [
         f"fd={device}",
         f"rootmode={root_mode:o}",
@@ -159,11 +156,13 @@ def _mount_as_root(mountpoint: str, options: Sequence[str]) -> int:
     if result < 0:
         number = ctypes.get_errno()
         os.close(device)
-        text = f"cannot mount on {mountpoint}: {os.strerror(number)}"
-        if number in _NOT_ALLOWED:
-            raise PermissionDenied(text, advice=_IN_A_CONTAINER)
-        raise DieselError(text)
+        raise _mount_error(mountpoint, os.strerror(number), is_allowed=number not in _NOT_ALLOWED)
     return device
+
+
+def _mount_error(mountpoint: str, reason: str, *, is_allowed: bool) -> DieselError:
+    text = f"cannot mount on {mountpoint}: {reason}"
+    return DieselError(text) if is_allowed else PermissionDenied(text, advice=_IN_A_CONTAINER)
 
 
 def _mount_as_user(mountpoint: str, options: Sequence[str]) -> int:
@@ -179,10 +178,8 @@ def _mount_as_user(mountpoint: str, options: Sequence[str]) -> int:
         )
         reason = done.stderr.decode(errors="replace").strip()
         if done.returncode:
-            text = f"cannot mount on {mountpoint}: {reason}"
-            if any(os.strerror(number) in reason for number in _NOT_ALLOWED):
-                raise PermissionDenied(text, advice=_IN_A_CONTAINER)
-            raise DieselError(text)
+            is_allowed = not any(os.strerror(number) in reason for number in _NOT_ALLOWED)
+            raise _mount_error(mountpoint, reason, is_allowed=is_allowed)
         _, descriptors, _, _ = socket.recv_fds(ours, 1, 1)
     if not descriptors:
         raise DieselError(f"cannot mount on {mountpoint}: fusermount3 gave no descriptor. {reason}")
@@ -191,15 +188,16 @@ def _mount_as_user(mountpoint: str, options: Sequence[str]) -> int:
 
 
 def clone_mount(mountpoint: str) -> int:
-    """A descriptor of another mount of the same file system, at no path (open_tree(2), Linux 5.2,
-    root only). Files can be opened below it without making the first mount busy. The file system
+    """A descriptor of a second mount of the same file system, at no path (open_tree(2), Linux 5.2,
+    root only). Files that are opened through it do not make the first mount busy. The file system
     lives until the descriptor is closed. Raises OSError.
     """
     return _syscall(_SYS_OPEN_TREE, _AT_FDCWD, os.fsencode(mountpoint), _OPEN_TREE_CLONE_CLOEXEC)
 
 
 def detach_quietly(mountpoint: str) -> None:
-    """Unmounts lazily; errors are ignored."""
+    """Unmount lazily (the mount disappears now, and ends when nothing uses it); errors are
+    ignored."""
     with suppress(OSError):
         umount2(mountpoint, MNT_DETACH)
         return
@@ -210,11 +208,12 @@ def detach_quietly(mountpoint: str) -> None:
         )
 
 
-def clone(device: int) -> int:
-    """Another descriptor of a connection, with its own queue of requests. Raises OSError."""
+def clone(descriptor: int) -> int:
+    """Another descriptor of a connection. Both take requests from one queue; a request is answered
+    through the descriptor that took it. Raises OSError."""
     cloned = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
     try:
-        fcntl.ioctl(cloned, _FUSE_DEV_IOC_CLONE, struct.pack("I", device))
+        fcntl.ioctl(cloned, _FUSE_DEV_IOC_CLONE, struct.pack("I", descriptor))
     except OSError:
         os.close(cloned)
         raise
@@ -245,12 +244,12 @@ def inotify_init() -> int:
 
 
 def inotify_add(descriptor: int, path: bytes, events: int) -> int:
-    """Watches a file. Returns the number of the watch. Raises OSError."""
+    """Watch a file for the `events` of inotify(7). Returns the watch's number. Raises OSError."""
     return _checked(_libc.inotify_add_watch(descriptor, path, events))
 
 
 def inotify_remove(descriptor: int, watch: int) -> None:
-    """Ends a watch. Raises OSError."""
+    """End a watch. Raises OSError."""
     _checked(_libc.inotify_rm_watch(descriptor, watch))
 
 
@@ -259,33 +258,34 @@ def cached_bytes(file: int, size: int) -> int:
 
     It uses cachestat(2) where the kernel has it, else mincore(2) of a mapping.
     """
-    part, found = _CachestatRange(0, 0), _Cachestat()
+    whole_file, counts = _CachestatRange(0, 0), _Cachestat()
     try:
-        _syscall(_SYS_CACHESTAT, file, ctypes.byref(part), ctypes.byref(found), 0)
+        _syscall(_SYS_CACHESTAT, file, ctypes.byref(whole_file), ctypes.byref(counts), 0)
     except OSError as error:
         if error.errno not in (errno.ENOSYS, errno.EPERM):
             raise
         return _mincore_bytes(file, size)
-    return int(found.cache) * mmap.PAGESIZE
+    return int(counts.cache) * mmap.PAGESIZE
 
 
 def _mincore_bytes(file: int, size: int) -> int:
     if not size:
         return 0
-    with mmap.mmap(file, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE) as at:
-        start = ctypes.addressof(ctypes.c_char.from_buffer(at))
+    writable = mmap.PROT_READ | mmap.PROT_WRITE  # else ctypes does not tell the address
+    with mmap.mmap(file, size, flags=mmap.MAP_PRIVATE, prot=writable) as mapping:
+        start = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
         pages = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
         _checked(_libc.mincore(ctypes.c_void_p(start), ctypes.c_size_t(size), pages))
         return sum(page & 1 for page in pages) * mmap.PAGESIZE
 
 
 def die_with_parent(number: int) -> None:
-    """Makes the kernel send this process a signal when its parent ends."""
+    """Make the kernel send this process the signal `number` when its parent ends."""
     _checked(_libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0))
 
 
 def wait_readable(descriptor: int, seconds: float) -> bool:
     """Whether a descriptor is readable, now or within the time."""
-    watched = select.poll()
-    watched.register(descriptor, select.POLLIN)
-    return bool(watched.poll(seconds * 1000))
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(seconds * 1000))

@@ -6,21 +6,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-def connect_unix(made: socket.socket, path: str | os.PathLike[str]) -> None:
+def connect_unix(client: socket.socket, path: str | os.PathLike[str]) -> None:
     """Connect a socket to the one at a path. Raises OSError."""
-    with _short(path) as short:
-        made.connect(short)
+    with _short_path(path) as short:
+        client.connect(short)
 
 
-def bind_unix(made: socket.socket, path: str | os.PathLike[str]) -> None:
-    """Bind a socket to a path, where nothing may be. Raises OSError."""
-    with _short(path) as short:
-        made.bind(short)
+def bind_unix(listener: socket.socket, path: str | os.PathLike[str]) -> None:
+    """Bind a socket to a path that is free. Raises OSError."""
+    with _short_path(path) as short:
+        listener.bind(short)
 
 
 @contextmanager
-def _short(path: str | os.PathLike[str]) -> Iterator[str]:
-    """A short path to the same place, by a descriptor of the folder."""
+def _short_path(path: str | os.PathLike[str]) -> Iterator[str]:
+    """A short path that leads to the same place, through a descriptor of its folder."""
     parent, name = os.path.split(path)
     folder = os.open(parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

@@ -187,7 +187,7 @@ def test_the_memory_limit_is_the_smallest_of_the_control_groups(
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert memory._cgroup_limit_bytes(tmp_path, listed) == limit
+    assert memory.cgroup_limit_bytes(tmp_path, listed) == limit
 
 
 def test_a_mount_takes_a_part_of_the_memory_of_its_container(
