@@ -25,7 +25,7 @@ from xxhash import xxh3_64_intdigest
 
 from ..errors import CorruptError, ForeignError, FormatError, NewerVersionError, TruncatedError
 from ..names import shown
-from .chunk_id import chunk_id_text, same_writer, stamp, stamp_fields
+from .chunk_id import chunk_id_text, id_seconds, same_writer, stamp, stamp_fields
 from .entries import (
     EXTENT,
     MODE_MASK,
@@ -60,11 +60,15 @@ _MAGIC = b"\x93DIESEL\n"
 _PREAMBLE = struct.Struct("<8sHHI16s16sQQIIIIQQ")
 PREAMBLE_BYTES = _PREAMBLE.size
 _KNOWN_FLAGS = 0
+
+# A header or body may decode to at most ratio * its stored length + slack, so that a small hostile
+# object cannot make a reader take much memory (FORMAT.md, section 4).
 _HEADER_RATIO_MAX = 32
 _HEADER_SLACK_BYTES = 4096
 _BODY_RATIO_MAX = 16
 _BODY_SLACK_BYTES = 4 << 20
-_LZ4_PAYS = 8  # lz4 is kept if it saves at least one part in this many
+
+_LZ4_SAVING_DIVISOR = 8  # lz4 is kept if it saves at least one part in this many
 
 _COLUMNS: tuple[tuple[str, str], ...] = (
     ("kind", "u1"),
@@ -79,11 +83,9 @@ _COLUMNS: tuple[tuple[str, str], ...] = (
 _KEYS = frozenset(
     ("folders", "folder", "names", "links", "extents", "stamps", *(name for name, _ in _COLUMNS))
 )
-_ENTRY_BYTES = (
-    sum(np.dtype(kind).itemsize for _, kind in _COLUMNS) + 4 + 1
-)  # of an entry in a decoded header
+_ENTRY_BYTES_MIN = sum(np.dtype(kind).itemsize for _, kind in _COLUMNS) + 4 + 1
+"""What each entry takes at least in a decoded header: its columns, its folder, and a NUL."""
 _EXTENT_ROW_BYTES, _STAMP_ROW_BYTES = 4 + 4 + 4 + 8 + 8, 4 + 4 + 16
-
 
 _Codecs = npt.NDArray[np.uint8] | npt.NDArray[np.uint32]
 
@@ -119,11 +121,13 @@ class Preamble:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A chunk's preamble and the columns of its entries, checked, as numpy arrays of length n.
+    """A chunk's preamble and the columns of its n entries, checked.
 
-    Mappings are keyed by place. Offsets in `records` count from the start of the object. `stamps`
-    holds the stamps that are not the entry's own ID and place. `faults` says of entries whose path
-    is not allowed what is wrong with it; such entries are skipped.
+    `folder` has for each entry an index in `folders`. Mappings are keyed by place. Offsets in
+    `records` count from the start of the object. `extents` has the files that are extents, and
+    `stamps` the stamps that are not this chunk's ID and the entry's place (those of copies and of
+    later extents). `faults` says of entries whose path is not allowed what is wrong with it; such
+    entries are skipped.
     """
 
     preamble: Preamble
@@ -156,8 +160,8 @@ class Header:
         return int(record["size"]) if record["kind"] == Kind.FILE else 0
 
     def rows(self) -> tuple[Rows, dict[int, Stamp]]:
-        """What a metadata store commits: the last entry of each allowed path, and, by row, the
-        stamps that are not the entry's own."""
+        """What a metadata store commits: the last entry of each allowed path, and `stamps` by
+        row."""
         if not self.faults and not self._has_repeats():  # nearly always
             return self._rows_of(range(len(self)), self.folder, self.names, self.records)
         last = {
@@ -194,15 +198,8 @@ class Header:
         """What a row of the entry at `place` holds beside its record: the target of a link, or the
         extent of a file that has several; otherwise nothing."""
         part = self.extents.get(place)
-        return self.links.get(place, b"") if part is None else self._extent(place, part)
-
-    def _has_repeats(self) -> bool:
-        """Whether the chunk holds a path more than once."""
-        pairs = zip(self.folder.tolist(), self.names, strict=True)
-        return len(set(self.names)) < len(self) and len(set(pairs)) < len(self)
-
-    def _extent(self, place: int, part: ExtentInfo) -> bytes:
-        """The `EXTENT` of an entry that is one of several extents."""
+        if part is None:
+            return self.links.get(place, b"")
         record = self.records[place]
         extent = np.zeros(1, EXTENT)
         extent["chunk"] = np.void(self.preamble.id)
@@ -212,14 +209,20 @@ class Header:
             extent[name] = record[name]
         return extent.tobytes()
 
+    def _has_repeats(self) -> bool:
+        """Whether the chunk holds a path more than once."""
+        pairs = zip(self.folder.tolist(), self.names, strict=True)
+        return len(set(self.names)) < len(self) and len(set(pairs)) < len(self)
+
     def check_stamps(self, put_window_s: int) -> None:
-        """Raise CorruptError for a stamp that a client may not choose (FORMAT.md, section 5)."""
+        """Raise CorruptError for a stamp that a client may not choose (FORMAT.md, section 5).
+        `put_window_s` is the longest time that the upload of one file may take."""
         own = self.preamble.id
         for place, value in self.stamps.items():
             first, _ = stamp_fields(value)
             part = self.extents.get(place)
             later_extent = part is not None and part.number > 0
-            age_s = int.from_bytes(own[:4], "big") - int.from_bytes(first[:4], "big")
+            age_s = id_seconds(own) - id_seconds(first)
             if not (later_extent and first < own and same_writer(first, own)):
                 raise CorruptError(f"chunk {chunk_id_text(own)}: entry {place} has a foreign stamp")
             if age_s > put_window_s:
@@ -234,8 +237,8 @@ class Header:
 class Entries:
     """The entries of a chunk that is being built, in order, for `write_front`.
 
-    They are kept as columns, so that many entries are added at once. The offset of a body is not
-    kept: it is the sum of the lengths before it.
+    These are columns, so that many entries can be added at once. The offset of a body is not
+    stored: it is the sum of the lengths before it.
     """
 
     kind: bytearray = field(default_factory=bytearray)
@@ -285,7 +288,9 @@ def pack_body(content: memoryview) -> bytes | None:
     """A content compressed by lz4; None if that saves too little or the format forbids it."""
     packed: bytes = lz4.block.compress(content, store_size=False)
     size = len(content)
-    if len(packed) > size - max(size // _LZ4_PAYS, 1) or size > _body_raw_max(len(packed)):
+    if len(packed) > size - max(size // _LZ4_SAVING_DIVISOR, 1) or size > _body_raw_max(
+        len(packed)
+    ):
         return None
     return packed
 
@@ -333,7 +338,7 @@ def parse_preamble(
         or (codec == Codec.RAW and raw != stored)
         or raw > _header_raw_max(stored)
         or entries > ENTRIES_MAX
-        or entries * _ENTRY_BYTES > raw
+        or entries * _ENTRY_BYTES_MIN > raw
     ):
         raise CorruptError("corrupt chunk: the preamble contradicts itself", offset=48)
     if object_bytes is not None and object_bytes < total:
@@ -355,21 +360,20 @@ def parse_header(preamble: Preamble, data: bytes | memoryview) -> Header:
         _corrupt("the header's checksum does not match")
     columns = _unpack(preamble, stored)
     count = preamble.entries
-    fixed = {name: _column(columns, name, kind, count) for name, kind in _COLUMNS}
+    records = np.zeros(count, RECORD)
+    for name, kind in _COLUMNS:
+        records[name] = _column(columns, name, kind, count)
     folder = _column(columns, "folder", "<u4", count).astype(np.uint32)
     _check_count(columns["names"], count, "names")
     names = Names(columns["names"], count)
     if (folder_count := int(folder.max(initial=0)) + 1) > max(count, 1):
         _corrupt("it has more folders than entries")
     folders = _split(columns["folders"], folder_count, "folders")
-    records = np.zeros(count, RECORD)
-    for name, column in fixed.items():
-        records[name] = column
     records["offset"] += np.uint32(preamble.body_start)
     records["place"] = np.arange(count, dtype=np.uint32)
     links = _links(columns["links"], records)
-    parts = _parts(columns["extents"], records)
-    _check_bodies(preamble, records, parts)
+    extents = _extents(columns["extents"], records)
+    _check_bodies(preamble, records, extents)
     return Header(
         preamble=preamble,
         folders=folders,
@@ -377,7 +381,7 @@ def parse_header(preamble: Preamble, data: bytes | memoryview) -> Header:
         names=names,
         records=records,
         links=links,
-        extents=parts,
+        extents=extents,
         stamps=_stamps(columns["stamps"], count),
         faults=_path_faults(folders, folder, names, records),
     )
@@ -408,22 +412,24 @@ def damaged_places(header: Header, body: memoryview, body_start: int | None = No
     offset that `body` has in the object, if it is not the whole body."""
     start = header.preamble.body_start if body_start is None else body_start
     places = np.flatnonzero(header.records["stored"])
-    held = header.records[places]
-    sizes = held["size"].astype(np.int64)
+    records = header.records[places]
+    sizes = records["size"].astype(np.int64)
     for i, place in enumerate(places.tolist() if header.extents else ()):
         if place in header.extents:
             sizes[i] = header.extents[place].size
-    starts = held["offset"].astype(np.int64) - start
-    ends = starts + held["stored"]
+    starts = records["offset"].astype(np.int64) - start
+    ends = starts + records["stored"]
     # Nearly all bodies are raw. They are checked by `map`, without Python code for each.
     contents = map(body.__getitem__, map(slice, starts.tolist(), ends.tolist()))
     sums = np.fromiter(map(xxh3_64_intdigest, contents), np.uint64, len(places))
-    good = (held["codec"] == Codec.RAW) & (held["stored"] == sizes) & (sums == held["checksum"])
+    is_good = records["codec"] == Codec.RAW
+    is_good &= (records["stored"] == sizes) & (sums == records["checksum"])
     bad: list[int] = []
-    columns = (places, starts, ends, held["codec"], sizes, held["checksum"])
-    for place, at, end, *claims in zip(*(each[~good].tolist() for each in columns), strict=True):
+    columns = (places, starts, ends, records["codec"], sizes, records["checksum"])
+    rest = zip(*(column[~is_good].tolist() for column in columns), strict=True)
+    for place, at, end, codec, size, checksum in rest:
         try:
-            decode(body[at:end], *claims)
+            decode(body[at:end], codec, size, checksum)
         except FormatError:
             bad.append(place)
     return bad
@@ -477,7 +483,7 @@ def _corrupt(what: str) -> NoReturn:
 def _unpack(preamble: Preamble, stored: bytes | memoryview) -> dict[str, bytes]:
     """The columns of a header: a map of exactly the known keys, each once, each a `bin`."""
 
-    def once(pairs: Sequence[tuple[object, object]]) -> dict[object, object]:
+    def without_repeats(pairs: Sequence[tuple[object, object]]) -> dict[object, object]:
         if len({key for key, _ in pairs}) != len(pairs):
             _corrupt("the header repeats a key")
         return dict(pairs)
@@ -495,7 +501,7 @@ def _unpack(preamble: Preamble, stored: bytes | memoryview) -> dict[str, bytes]:
             max_map_len=len(_KEYS),
             max_array_len=0,
             max_ext_len=0,
-            object_pairs_hook=once,
+            object_pairs_hook=without_repeats,
         )
     except FormatError:
         raise
@@ -537,19 +543,17 @@ def _links(joined: bytes, records: npt.NDArray[np.void]) -> dict[int, bytes]:
     return dict(zip(places, targets, strict=True))
 
 
-def _parts(packed: bytes, records: npt.NDArray[np.void]) -> dict[int, ExtentInfo]:
+def _extents(packed: bytes, records: npt.NDArray[np.void]) -> dict[int, ExtentInfo]:
     """By place, the extents in the column `extents`; also sets `extents` of the records."""
     count, rest = divmod(len(packed), _EXTENT_ROW_BYTES)
     if rest or count > len(records):
         _corrupt("the column 'extents' has another length")
-    narrow = np.frombuffer(packed, "<u4", 3 * count).reshape(3, count)
-    wide = np.frombuffer(packed, "<u8", 2 * count, 12 * count).reshape(2, count)
-    places, numbers, counts = narrow.tolist()
-    starts, sizes = wide.tolist()
-    parts: dict[int, ExtentInfo] = {}
-    for place, *fields in zip(places, numbers, counts, starts, sizes, strict=True):
+    places, numbers, totals = np.frombuffer(packed, "<u4", 3 * count).reshape(3, count).tolist()
+    starts, sizes = np.frombuffer(packed, "<u8", 2 * count, 12 * count).reshape(2, count).tolist()
+    extents: dict[int, ExtentInfo] = {}
+    for place, *fields in zip(places, numbers, totals, starts, sizes, strict=True):
         part = ExtentInfo(*fields)
-        if place in parts or place >= len(records) or records["kind"][place] != Kind.FILE:
+        if place in extents or place >= len(records) or records["kind"][place] != Kind.FILE:
             _corrupt("an extent names an entry that cannot have one")
         if (
             part.total < 2
@@ -559,12 +563,11 @@ def _parts(packed: bytes, records: npt.NDArray[np.void]) -> dict[int, ExtentInfo
             or part.start + part.size > int(records["size"][place])
         ):
             _corrupt("an extent does not fit its file")
-        parts[place] = part
+        extents[place] = part
+    records["extents"] = 1
+    for place, part in extents.items():
         records["extents"][place] = part.total
-    whole = np.ones(len(records), bool)
-    whole[list(parts)] = False
-    records["extents"][whole] = 1
-    return parts
+    return extents
 
 
 def _stamps(packed: bytes, count: int) -> dict[int, Stamp]:
@@ -572,10 +575,10 @@ def _stamps(packed: bytes, count: int) -> dict[int, Stamp]:
     rows, rest = divmod(len(packed), _STAMP_ROW_BYTES)
     if rest or rows > count:
         _corrupt("the column 'stamps' has another length")
-    places, stamped = np.frombuffer(packed, "<u4", 2 * rows).reshape(2, rows).tolist()
+    places, places_in_first = np.frombuffer(packed, "<u4", 2 * rows).reshape(2, rows).tolist()
     ids = packed[8 * rows :]
     stamps = {
-        place: stamp(ChunkId(ids[16 * i : 16 * i + 16]), stamped[i])
+        place: stamp(ChunkId(ids[16 * i : 16 * i + 16]), places_in_first[i])
         for i, place in enumerate(places)
     }
     if len(stamps) != rows or max(places, default=-1) >= count:
@@ -584,7 +587,7 @@ def _stamps(packed: bytes, count: int) -> dict[int, Stamp]:
 
 
 def _check_bodies(
-    preamble: Preamble, records: npt.NDArray[np.void], parts: Mapping[int, ExtentInfo]
+    preamble: Preamble, records: npt.NDArray[np.void], extents: Mapping[int, ExtentInfo]
 ) -> None:
     """Raise CorruptError unless the bodies fill the chunk's body in order and without gaps, and
     each can decode to the length that it claims."""
@@ -598,27 +601,26 @@ def _check_bodies(
     if int(records["mode"].max()) & ~MODE_MASK:
         _corrupt("an entry's mode holds more than permission bits")
     size = np.where(kind == Kind.FILE, records["size"], 0)
-    for place, part in parts.items():
+    for place, part in extents.items():
         size[place] = part.size
-    if _contradict(codec, records["stored"], size).any():
+    if _contradictions(codec, records["stored"], size).any():
         _corrupt("an entry's stored length contradicts its size")
-    held = np.flatnonzero(stored)
-    ends = preamble.body_start + np.cumsum(stored[held])
-    if (records["offset"][held] != ends - stored[held]).any() or (
-        int(ends[-1]) if len(held) else preamble.body_start
+    with_body = np.flatnonzero(stored)
+    ends = preamble.body_start + np.cumsum(stored[with_body])
+    if (records["offset"][with_body] != ends - stored[with_body]).any() or (
+        int(ends[-1]) if len(with_body) else preamble.body_start
     ) != preamble.object_bytes:
         _corrupt("the bodies overlap, leave gaps or end elsewhere")
 
 
-def _contradict(
+def _contradictions(
     codec: _Codecs, stored: npt.NDArray[np.uint32], size: npt.NDArray[np.uint64]
 ) -> npt.NDArray[np.bool_]:
     """Which bodies cannot have this stored length if they decode to `size` bytes."""
-    raw, held = codec == Codec.RAW, stored.astype(np.uint64)
-    too_much = size > np.uint64(_BODY_RATIO_MAX) * held + np.uint64(_BODY_SLACK_BYTES)
-    wrong: npt.NDArray[np.bool_] = ((size == 0) != (held == 0)) | np.where(
-        raw, size != held, too_much
-    )
+    is_raw, length = codec == Codec.RAW, stored.astype(np.uint64)
+    is_too_much = size > np.uint64(_BODY_RATIO_MAX) * length + np.uint64(_BODY_SLACK_BYTES)
+    wrong: npt.NDArray[np.bool_] = np.where(is_raw, size != length, is_too_much)
+    wrong |= (size == 0) != (length == 0)
     return wrong
 
 
@@ -631,9 +633,9 @@ def impossible_bodies(
 ) -> npt.NDArray[np.bool_]:
     """Which of these bodies, which decode to `size` bytes, cannot lie in a chunk of
     `object_bytes`."""
-    start, held = offset.astype(np.uint64), stored.astype(np.uint64)
-    outside = ((start < PREAMBLE_BYTES) & (held > 0)) | (start + held > object_bytes)
-    return _contradict(codec, stored, size) | outside
+    start, length = offset.astype(np.uint64), stored.astype(np.uint64)
+    is_outside = ((start < PREAMBLE_BYTES) & (length > 0)) | (start + length > object_bytes)
+    return _contradictions(codec, stored, size) | is_outside
 
 
 def _path_faults(
@@ -650,11 +652,9 @@ def _path_faults(
         return faults  # nearly always: then no name is looked at by itself
     for place, name in enumerate(names):
         fault = name_fault(name)
-        if not fault:
+        if not fault or place in faults:
             continue
-        is_root = (
-            not name and folders[folder[place]] == ROOT and records["kind"][place] == Kind.FOLDER
-        )
-        if not is_root and place not in faults:
+        is_in_root = folders[folder[place]] == ROOT
+        if name or not is_in_root or records["kind"][place] != Kind.FOLDER:  # not the root itself
             faults[place] = fault
     return faults

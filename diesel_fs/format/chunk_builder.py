@@ -26,9 +26,10 @@ from .chunk import (
 from .chunk_id import chunk_id_text, stamp_fields
 from .entries import MODE_MASK, ChunkId, Codec, Kind, Stamp
 
-_SAMPLE_BYTES = 64 << 10  # "auto" first tries this much of the middle of a larger content
-_GIVE_UP = 8  # after this many files in a row that lz4 did not make smaller ...
-_RETRY = 16  # ... "auto" tries only one file in this many: JPEGs come by the thousand
+# What "auto" does to spend little time on contents that lz4 does not make smaller.
+_SAMPLE_BYTES = 64 << 10  # it first tries this much of the middle of a larger content
+_MISSES_MAX = 8  # after this many files in a row that did not get smaller ...
+_RETRY_ONE_IN = 16  # ... it tries only one file in this many: JPEGs come by the thousand
 _FILE, _RAW, _LZ4 = int(Kind.FILE), int(Codec.RAW), int(Codec.LZ4)
 
 
@@ -49,7 +50,7 @@ class ChunkBuilder:
         self._view = memoryview(self._body)
         # Files in a row that lz4 did not make smaller. `clear` keeps the number, since the files of
         # the next chunk are mostly like those of this one.
-        self._futile = 0
+        self._misses = 0
         self.clear()
 
     def clear(self) -> None:
@@ -58,8 +59,8 @@ class ChunkBuilder:
         self.left_bytes = self.body_bytes_max  # of contents and paths, until the chunk is full
         self.full = False  # whether the chunk should be sealed now
         self._path_bytes = 0
-        self._here: bytes | None = None  # the last entry's folder ...
-        self._number = 0  # ... and its number
+        self._last_folder: bytes | None = None
+        self._last_folder_number = 0
         self._entries = Entries()
 
     def __len__(self) -> int:
@@ -92,8 +93,8 @@ class ChunkBuilder:
         size: int,
         part: ExtentInfo | None = None,
     ) -> None:
-        """Add the file (folder, name) whose content, or whose extent `part`, is in `room()`; `size`
-        is the length of the whole file."""
+        """Add the file (folder, name) whose content, or whose extent `part`, the caller has read
+        into `room()`; `size` is the length of the whole file."""
         length = size if part is None else part.size
         start = self.body_bytes
         content = self._view[start : start + length]
@@ -114,10 +115,10 @@ class ChunkBuilder:
         mtimes_ns: Sequence[int],
         sizes: Sequence[int],
     ) -> None:
-        """Add files of one folder, whose contents stand one after the other in `room()`.
+        """Add files of one folder, whose contents the caller has read into `room()`, one after the
+        other.
 
-        Nearly every file of a put comes this way, so it works on columns, with no Python statement
-        per file.
+        Nearly every file of a put comes this way, so no Python statement runs once per file.
         """
         entries, count = self._entries, len(names)
         ends = [*accumulate(sizes, initial=self.body_bytes)]
@@ -162,7 +163,7 @@ class ChunkBuilder:
     def add_copy(self, source: Header, place: int, stored: memoryview) -> None:
         """Add an entry of another chunk unchanged, with its stamp; `stored` is its body there.
 
-        The body is not decoded here; `seal` checks it and its checksum.
+        The body is not decoded here; `seal` checks it.
         """
         entries, record = self._entries, source.records[place]
         self.room(len(stored))[:] = stored
@@ -180,11 +181,11 @@ class ChunkBuilder:
         self.set_stamp(source.stamp(place))
 
     def set_stamp(self, value: Stamp) -> None:
-        """Give the entry that was added last another stamp than its own ID and place."""
+        """Give the entry that was added last another stamp than this chunk's ID and its place."""
         self._entries.stamps[len(self) - 1] = value
 
     def seal(self, chunk: ChunkId) -> tuple[list[bytes | memoryview], Header]:
-        """The buffers of the finished chunk, in order, and its header, parsed back from them.
+        """The buffers of the chunk with this ID, in order, and its header, parsed back from them.
 
         The body's buffer belongs to the builder: use it before `clear()`. Raises CorruptError if
         the bytes are no longer what was added (damaged memory).
@@ -226,12 +227,12 @@ class ChunkBuilder:
         self._grow(self.body_bytes + stored)
 
     def _number_of(self, folder: bytes) -> int:
-        if folder is not self._here:
+        if folder is not self._last_folder:
             folders = self._entries.folders
-            self._number = folders.setdefault(folder, len(folders))
-            self._here = folder
+            self._last_folder_number = folders.setdefault(folder, len(folders))
+            self._last_folder = folder
             self._path_bytes += len(folder) + 1
-        return self._number
+        return self._last_folder_number
 
     def _grow(self, end: int) -> None:
         """Note that the body now ends at `end`."""
@@ -244,15 +245,15 @@ class ChunkBuilder:
         packed: dict[int, bytes] = {}
         if not (self._tries_all or self._tries_some):
             return packed
-        i, first = 0, len(self)
+        i, place_of_first = 0, len(self)
         while True:
-            if self._tries_some and self._futile >= _GIVE_UP:
-                i += -(first + i) % _RETRY
+            if self._tries_some and self._misses >= _MISSES_MAX:
+                i += -(place_of_first + i) % _RETRY_ONE_IN  # to the next multiple of it
             if i >= len(contents):
                 return packed
             if len(contents[i]):
                 body = self._packed_one(contents[i])
-                self._futile = 0 if body is not None else self._futile + 1
+                self._misses = 0 if body is not None else self._misses + 1
                 if body is not None:
                     packed[i] = body
             i += 1

@@ -18,13 +18,14 @@ from ..errors import UsageError
 from ..names import shown
 
 Bytes = bytes | bytearray | memoryview
-"""The types of a buffer that is written or sent."""
+"""Types of buffers that are written or sent."""
 
 ChunkId = NewType("ChunkId", bytes)
 """16 bytes, ordered as bytes: seconds (4), machine (6), process (3), counter (3)."""
 
 Stamp = NewType("Stamp", bytes)
-"""20 bytes, ordered as bytes: the ID of the version's first chunk (16), the place in it (4)."""
+"""20 bytes, ordered as bytes: the ID of the chunk where the entry begins (16), its place there (4).
+Of two entries of one path, the one with the greater stamp is the later one."""
 
 NAME_BYTES_MAX = 255
 """NAME_MAX of Linux: a longer component could be stored but never opened."""
@@ -32,7 +33,7 @@ NAME_BYTES_MAX = 255
 PATH_BYTES_MAX = 262_144
 """Enough for 1,000 nested folders with names of 250 bytes; no known system reaches longer paths."""
 
-_BLOCK_BYTES = 1 << 22  # of names that are scanned at once
+_BLOCK_BYTES = 1 << 22  # of joined names that are scanned for NULs at once
 
 MODE_MASK = 0o777
 """Set-user-ID, set-group-ID and sticky bits never travel."""
@@ -119,15 +120,15 @@ AnySlice: TypeAlias = "slice[int | None, int | None, int | None]"
 class Names(Sequence[bytes]):
     """Names in one block of bytes, joined by NULs, as chunks hold them.
 
-    A name becomes a Python object only when it is asked for: four million objects would take
+    A name becomes a Python object when it is asked for, since four million objects would take
     250 MB. Iterating is as fast as over a list; indexing is slower.
     """
 
     __slots__ = ("_count", "_is_split_by_nuls", "_starts", "joined")
 
     def __init__(self, joined: bytes, count: int) -> None:
-        """`joined` holds `count` names with a NUL between each two, and no NUL in a name. (Without
-        the count, one empty name would look like no name.)"""
+        """`joined` holds `count` names with a NUL between each two, and no NUL in a name. (Empty
+        bytes can be no name or one empty name.)"""
         self.joined = joined
         self._count = count
         self._is_split_by_nuls = True
@@ -139,12 +140,12 @@ class Names(Sequence[bytes]):
         if isinstance(names, Names):
             return names
         listed = [*names]
-        found = cls(b"\0".join(listed), len(listed))
-        if found.joined.count(b"\0") != max(len(listed) - 1, 0):
-            found._is_split_by_nuls = False  # a name holds a NUL, which checks must see
-            found._starts = np.zeros(len(listed) + 1, np.int64)
-            np.cumsum([len(name) + 1 for name in listed], out=found._starts[1:])
-        return found
+        made = cls(b"\0".join(listed), len(listed))
+        if made.joined.count(b"\0") != max(len(listed) - 1, 0):
+            made._is_split_by_nuls = False  # a name holds a NUL, which `are_allowed` must see
+            made._starts = np.zeros(len(listed) + 1, np.int64)
+            np.cumsum([len(name) + 1 for name in listed], out=made._starts[1:])
+        return made
 
     @property
     def starts(self) -> npt.NDArray[np.int64]:
@@ -156,11 +157,11 @@ class Names(Sequence[bytes]):
     def _find_starts(self) -> npt.NDArray[np.int64]:
         starts = np.zeros(self._count + 1, np.int64)
         if self._count:
-            data, at = np.frombuffer(self.joined, np.uint8), 1
+            data, done = np.frombuffer(self.joined, np.uint8), 1
             for first in range(0, len(data), _BLOCK_BYTES):
                 nuls = np.flatnonzero(data[first : first + _BLOCK_BYTES] == 0)
-                starts[at : at + len(nuls)] = nuls + (first + 1)
-                at += len(nuls)
+                starts[done : done + len(nuls)] = nuls + (first + 1)
+                done += len(nuls)
             starts[-1] = len(self.joined) + 1
         return starts
 
@@ -182,11 +183,11 @@ class Names(Sequence[bytes]):
 
     def are_allowed(self) -> bool:
         """Whether every name may be a component of a path (`name_fault`)."""
-        apart = b"\0%b\0" % self.joined
+        enclosed = b"\0%b\0" % self.joined
         return (
-            b"/" not in apart
-            and apart.count(b"\0") == self._count + 1
-            and not any(bad in apart for bad in (b"\0\0", b"\0.\0", b"\0..\0"))
+            b"/" not in enclosed
+            and enclosed.count(b"\0") == self._count + 1
+            and not any(bad in enclosed for bad in (b"\0\0", b"\0.\0", b"\0..\0"))
             and int(np.diff(self.starts).max(initial=0)) <= NAME_BYTES_MAX + 1
         )
 
@@ -214,10 +215,10 @@ class Names(Sequence[bytes]):
                 return Names.of([*self][at])
             if first >= end:
                 return Names(b"", 0)
-            start, behind = int(self.starts[first]), int(self.starts[end])
-            return Names(self.joined[start : behind - 1], end - first)
-        place = range(self._count)[at]
-        return self.joined[int(self.starts[place]) : int(self.starts[place + 1]) - 1]
+            start, stop = int(self.starts[first]), int(self.starts[end]) - 1
+            return Names(self.joined[start:stop], end - first)
+        index = range(self._count)[at]  # checks the bounds, and counts a negative one from the end
+        return self.joined[int(self.starts[index]) : int(self.starts[index + 1]) - 1]
 
     def __eq__(self, other: object) -> bool:
         return [*self] == ([*other] if isinstance(other, Names) else other)
@@ -230,10 +231,10 @@ class Names(Sequence[bytes]):
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """n entries as columns, in any order, each path once.
+    """n entries as columns, in any order, each path once. **Row** i is entry i.
 
     `folder[i]` is an index in `folders` (paths, each once), `chunk[i]` one in `chunks`. `tails`
-    maps i to the target of a link, or to the `EXTENT`s of a file that has several.
+    maps i to its tail: the target of a link, or the `EXTENT`s of a file that has several.
     """
 
     folders: Sequence[bytes]

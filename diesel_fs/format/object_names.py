@@ -13,24 +13,24 @@ DATASETS = "datasets/"
 DELETED = "deleted/"
 STORE_MARKER = "DIESEL-STORE"
 IDENTITY_TEXT = r"[0-9a-f]{32}"
-_PREFIX_CHARS = 4  # of a chunk ID's text: 256 seconds
+_PREFIX_CHARS = 4  # of a chunk ID's text name its folder: one for all chunks of 256 seconds
 
 # A name that matches none of these is foreign: it is never written, listed, read or deleted. A new
 # kind of object needs a line here and in FORMAT.md; older programs treat it as foreign.
-_OF_CHUNK_ID = r"[0-9A-Za-z_-]"
+_ID_CHARACTER = r"[0-9A-Za-z_-]"
 _DATASET = rf"datasets/{IDENTITY_TEXT}"
 _OBJECTS = {
     "marker": re.escape(STORE_MARKER),
     "dataset": rf"{_DATASET}/DATASET",
-    "chunk": rf"{_DATASET}/chunks/(?P<prefix>{_OF_CHUNK_ID}{{{_PREFIX_CHARS}}})"
-    rf"/(?P=prefix){_OF_CHUNK_ID}{{{TEXT_CHARS - _PREFIX_CHARS}}}",
+    "chunk": rf"{_DATASET}/chunks/(?P<prefix>{_ID_CHARACTER}{{{_PREFIX_CHARS}}})"
+    rf"/(?P=prefix){_ID_CHARACTER}{{{TEXT_CHARS - _PREFIX_CHARS}}}",
     "snapshot": rf"{_DATASET}/snapshots/[0-9a-f]{{16}}",
     "lease": rf"{_DATASET}/leases/[0-9A-Za-z_-]{{1,64}}",
     "deleted": rf"deleted/{IDENTITY_TEXT}",
 }
 OBJECT_NAME = re.compile("|".join(_OBJECTS.values()))
 FOLDER_NAME = re.compile(
-    rf"datasets(/{IDENTITY_TEXT}(/(chunks(/{_OF_CHUNK_ID}{{{_PREFIX_CHARS}}})?|snapshots|leases))?)?"
+    rf"datasets(/{IDENTITY_TEXT}(/(chunks(/{_ID_CHARACTER}{{{_PREFIX_CHARS}}})?|snapshots|leases))?)?"
     r"|deleted"
 )
 MUTABLE_NAME = re.compile(_OBJECTS["lease"])
@@ -39,7 +39,7 @@ MUTABLE_NAME = re.compile(_OBJECTS["lease"])
 
 def dataset_object(identity: UUID) -> str:
     """The name of the object that holds a dataset's name and identity."""
-    return f"{DATASETS}{identity.hex}/DATASET"
+    return f"{dataset_prefix(identity)}DATASET"
 
 
 def deleted_object(identity: UUID) -> str:
@@ -54,13 +54,13 @@ def dataset_prefix(identity: UUID) -> str:
 
 def chunk_prefix(identity: UUID) -> str:
     """The prefix of the names of a dataset's chunks."""
-    return f"{DATASETS}{identity.hex}/chunks/"
+    return f"{dataset_prefix(identity)}chunks/"
 
 
 def chunk_object(identity: UUID, chunk: ChunkId) -> str:
     """The name of a chunk's object. Names sort as IDs do."""
     text = chunk_id_text(chunk)
-    return f"{DATASETS}{identity.hex}/chunks/{text[:_PREFIX_CHARS]}/{text}"
+    return f"{chunk_prefix(identity)}{text[:_PREFIX_CHARS]}/{text}"
 
 
 def chunk_of_object(name: str) -> ChunkId | None:
@@ -75,7 +75,7 @@ def chunk_of_object(name: str) -> ChunkId | None:
 
 def snapshot_prefix(identity: UUID) -> str:
     """The prefix of the names of a dataset's snapshots."""
-    return f"{DATASETS}{identity.hex}/snapshots/"
+    return f"{dataset_prefix(identity)}snapshots/"
 
 
 def snapshot_object(identity: UUID, version: int) -> str:
@@ -94,7 +94,7 @@ def version_of_object(name: str) -> int | None:
 
 def lease_prefix(identity: UUID) -> str:
     """The prefix of the names of a dataset's leases."""
-    return f"{DATASETS}{identity.hex}/leases/"
+    return f"{dataset_prefix(identity)}leases/"
 
 
 def lease_object(identity: UUID, name: str) -> str:

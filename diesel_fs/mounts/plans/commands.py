@@ -1,9 +1,11 @@
 """Carries out the messages that make and change plans, on a `PrefetchPlanner`.
 
-The messages come from the control socket (CONTROL.md lists them) and from lists of files that
-programs read (`list_plans.py`). For each kind of list there is a stream; this module knows which
-epochs of it are announced, and announces the next one when a reader comes near the end of the last.
-`orders/plan.py` has the rules that a plan obeys.
+The messages come from the control socket (CONTROL.md lists them) and from the mount's own server,
+which reports the lists of files that programs read (`list_plans.py`) and switches versions. A
+**stream** is one reader with the epochs that it will read; it is **tentative** until the reader is
+seen to follow the order (`orders/plan.py`, which also has the rules for plans). All readers of one
+list (with whatever epoch) are one stream here. This module knows which epochs of it are announced,
+and announces the next one when the reader has read half of the last.
 
 Used by one thread, that of the prefetch worker. Drawing an order of a million files takes it 0.3 s.
 """
@@ -25,8 +27,8 @@ from ..prefetch.planner import PrefetchPlanner
 from .control_wire import parse_entries, parse_epoch, parse_epochs
 
 LIST_STREAMS_MAX = 16
-"""Streams that lists have made; where there are more, the one whose list was read longest ago is
-withdrawn. The rest of the 64 streams is left for those that are announced over the socket."""
+"""Streams of lists. If there would be more, the one whose list was read longest ago is withdrawn;
+so most of the 64 streams are left for those that are announced over the socket."""
 
 FINISHED_S = 60.0
 """A stream whose files have all been read is withdrawn, and gives up its memory, unless its next
@@ -37,19 +39,19 @@ PREDICT_INTERVAL_S = 1.0
 
 PREDICT_ENTRIES_MIN = 4096
 """The next epoch is announced ahead only where an epoch has at least so many files. Shorter ones
-begin fast without that, and an opened file could be that of either epoch."""
+begin fast without that, and an opened file could belong to either epoch."""
 
 PREDICT_FROM_DIVISOR = 2
-"""It is announced once the reader has read this part (half) of the current epoch."""
+"""The next epoch is announced once the reader has read one part in this many of the current one."""
 
 
 @dataclass(slots=True)
 class _ListStream:
-    """A stream that a list has made."""
+    """The stream of a list's readers."""
 
-    name: ListName  # of the last epoch that was announced
+    name: ListName  # the list of the last epoch that was announced
     is_predicted: bool  # no program has read the list of that epoch yet
-    finished_s: float = math.inf  # when all announced epochs were first seen to be read
+    finished_s: float = math.inf  # when the reader was first seen to have read all epochs
 
 
 class PlanCommands:
@@ -60,7 +62,7 @@ class PlanCommands:
         self._planner = planner
         self._is_frozen = False  # the mount is about to switch to another version
         self._lists: OrderedDict[str, _ListStream] = OrderedDict()
-        self._predicted_s = 0.0
+        self._checked_s = 0.0  # when `predict_next_epochs` last looked at the streams
         self._handlers: dict[str, Callable[[Fields, float], Message]] = {
             "announce": self._announce,
             "extend": self._extend,
@@ -86,7 +88,7 @@ class PlanCommands:
             handler = self._handlers.get(do)
             if handler is None:
                 raise UsageError(f"no request {do[:64]!r}")
-            if "id" in fields:
+            if "id" in fields:  # the link to the worker has put it there, to tell answers apart
                 fields.integer("id")
             return handler(fields, now_s)
         except DieselError as error:
@@ -100,13 +102,13 @@ class PlanCommands:
         return {"running": [*self._planner.running(now_s)]}
 
     def _freeze(self, fields: Fields, now_s: float) -> Message:
-        """As `_running`; where no stream is being read, plans are refused from now on."""
+        """As `_running`; if no stream is being read, plans are refused until `_unfreeze`."""
         running = self._running(fields, now_s)
         self._is_frozen = not running["running"]
         return running
 
     def _unfreeze(self, fields: Fields, now_s: float) -> Message:
-        """Accept plans again: the version stays."""
+        """Accept plans again: the mount did not switch."""
         fields.end()
         self._is_frozen = False
         return {}
@@ -180,8 +182,7 @@ class PlanCommands:
         return fields.text("stream")
 
     def _check_version(self, fields: Fields) -> None:
-        """Check that a message means this version, since indices differ in others. Raises
-        ConflictError."""
+        """Raise ConflictError unless a message is for this version: indices differ in others."""
         identity, version = fields.text("identity"), fields.integer("version")
         own = self._snapshot
         if self._is_frozen:
@@ -208,8 +209,8 @@ class PlanCommands:
         stream, name = fields.text("stream"), _list_name(fields)
         fields.end()
         known = self._lists.get(stream)
-        place = self._planner.stream_stats(stream)
-        if known is None or place is None or not self._continues(known, place, name):
+        stats = self._planner.stream_stats(stream)
+        if known is None or stats is None or not self._continues(known, stats, name):
             self._make_room(stream)
             plan = Stream(stream, (self._epoch(name, exact=True),), tentative=True)
             self._planner.announce(plan, now_s)
@@ -223,49 +224,49 @@ class PlanCommands:
         self._lists.move_to_end(stream)
         return {}
 
-    def _continues(self, known: _ListStream, place: StreamStats, name: ListName) -> bool:
+    def _continues(self, known: _ListStream, stats: StreamStats, name: ListName) -> bool:
         """Whether a list is of an epoch that the stream's reader is in, or will be in next."""
         if replace(known.name, epoch=name.epoch) != name:
             return False
         last = known.name.epoch
-        return name.epoch == last + 1 or 0 <= place["epoch"] <= name.epoch <= last
+        return name.epoch == last + 1 or 0 <= stats["epoch"] <= name.epoch <= last
 
     def _list_looked_up(self, fields: Fields, now_s: float) -> Message:
         """The epoch that a list's reader is in; where it has read all, the next one; -1 if
         unknown."""
         stream = fields.text("stream")
         fields.end()
-        known, place = self._lists.get(stream), self._planner.stream_stats(stream)
-        if known is None or (place is None and known.finished_s == math.inf):
+        known, stats = self._lists.get(stream), self._planner.stream_stats(stream)
+        if known is None or (stats is None and known.finished_s == math.inf):
             return {"epoch": -1}
-        if place is None or place["epoch"] < 0:
+        if stats is None or stats["epoch"] < 0:  # it has read all announced epochs
             return {"epoch": known.name.epoch + 1}
-        return {"epoch": place["epoch"]}
+        return {"epoch": stats["epoch"]}
 
     def predict_next_epochs(self, now_s: float) -> None:
-        """Announce the next epoch of lists whose readers come near the end of the last one
-        announced.
+        """Announce the next epoch of lists whose readers have read half of the last announced one,
+        and withdraw streams that were read to their end long ago.
 
         Costs little, as the worker calls it all the time.
         """
-        if not self._lists or now_s - self._predicted_s < PREDICT_INTERVAL_S:
+        if not self._lists or now_s - self._checked_s < PREDICT_INTERVAL_S:
             return
-        self._predicted_s = now_s
+        self._checked_s = now_s
         for stream, known in tuple(self._lists.items()):
-            place = self._planner.stream_stats(stream)
-            if place is None:
+            stats = self._planner.stream_stats(stream)
+            if stats is None:
                 if known.finished_s == math.inf:  # withdrawn, as no reader followed it
                     del self._lists[stream]
-            elif place["epoch"] < 0:
+            elif stats["epoch"] < 0:  # the reader has read all announced epochs
                 known.finished_s = min(known.finished_s, now_s)
                 if now_s - known.finished_s >= FINISHED_S:
                     self._planner.withdraw(stream)
             elif (
                 not known.is_predicted
-                and place["length"] >= PREDICT_ENTRIES_MIN
-                and not place["tentative"]
-                and place["epoch"] == known.name.epoch
-                and PREDICT_FROM_DIVISOR * place["position"] >= place["length"]
+                and stats["length"] >= PREDICT_ENTRIES_MIN
+                and not stats["tentative"]
+                and stats["epoch"] == known.name.epoch
+                and PREDICT_FROM_DIVISOR * stats["position"] >= stats["length"]
             ):
                 following = replace(known.name, epoch=known.name.epoch + 1)
                 try:
@@ -278,6 +279,7 @@ class PlanCommands:
         return Epoch(name.epoch, name.order(self._snapshot), exact)  # type: ignore[arg-type]  # it converts
 
     def _make_room(self, stream: str) -> None:
+        """Forget this stream, and withdraw others until one more list may have a stream."""
         self._lists.pop(stream, None)
         while len(self._lists) >= LIST_STREAMS_MAX:
             oldest, _ = self._lists.popitem(last=False)

@@ -20,8 +20,6 @@ import os
 import socket
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
-from types import TracebackType
 from typing import Self, TypeAlias
 
 import numpy as np
@@ -34,10 +32,10 @@ from ...system.unix_sockets import connect_unix
 from .control_wire import ENTRIES_PER_FRAME, FRAME_BYTES_MAX, PROTOCOL, pack_entries
 
 DEADLINE_S = 30.0
-"""For one request. The mount gives its prefetch worker 15 s of this."""
-
+"""How long an answer may take. The mount gives its prefetch worker 15 s of this."""
 
 Epochs: TypeAlias = Sequence[Message]
+"""Epochs as `explicit` and `drawn` make them."""
 
 
 def explicit(
@@ -45,10 +43,10 @@ def explicit(
 ) -> Message:
     """An epoch given by its entries, in the order of reading. `exact` is False for a prediction;
     `bounds` are the positions behind each batch. Raises UsageError."""
-    made: Message = {"epoch": epoch, "exact": exact, **pack_entries(entries)}
+    fields: Message = {"epoch": epoch, "exact": exact, **pack_entries(entries)}
     if bounds is not None:
-        made["bounds"] = np.asarray(bounds, "<i8").tobytes()
-    return made
+        fields["bounds"] = np.asarray(bounds, "<i8").tobytes()
+    return fields
 
 
 def drawn(
@@ -65,13 +63,13 @@ def drawn(
 ) -> Message:
     """An epoch given by the parameters of its shuffle, which the mount draws itself. `kind` is
     `chunk` (chunk-wise) or `full`; `below` is the index of the folder that is shuffled."""
-    made: Message = {
+    fields: Message = {
         "epoch": epoch, "exact": exact, "kind": kind, "seed": seed, "rank": rank, "world": world,
         "drop_last": drop_last, "below": below,
     }  # fmt: skip
     if group_size is not None:
-        made["group_size"] = group_size
-    return made
+        fields["group_size"] = group_size
+    return fields
 
 
 class Control:
@@ -104,9 +102,9 @@ class Control:
         `identity` and `version` are those of the snapshot that plans are made from; without them,
         those of the mount. Raises UsageError, PermissionDenied.
         """
-        made = cls(os.fspath(mountpoint), identity, version)
-        made._open()
-        return made
+        control = cls(os.fspath(mountpoint), identity, version)
+        control._open()
+        return control
 
     @property
     def accepts_plans(self) -> bool:
@@ -121,10 +119,9 @@ class Control:
     @property
     def version(self) -> int:
         """The version of the snapshot that plans are for."""
-        own = self.hello.get("version")
-        found = own if self._version is None else self._version
-        assert isinstance(found, int)
-        return found
+        version = self.hello.get("version") if self._version is None else self._version
+        assert isinstance(version, int)
+        return version
 
     def announce(
         self, stream: str, epochs: Epochs, *, tentative: bool = False, lag_entries: int = 0
@@ -145,12 +142,12 @@ class Control:
     def extend(self, stream: str, epochs: Epochs) -> None:
         """Add epochs. A first one with the number of the last announced one is appended to that."""
         first, rest = _split(epochs)
-        self._extend(stream, [piece for piece in (first, *rest) if piece])
+        self._extend(stream, [part for part in (first, *rest) if part])
 
     def replace(self, stream: str, epoch: Message, position: int = 0) -> None:
         """Replace an announced epoch, from a position on."""
-        whole, rest = _split([epoch])
-        [first], *rest = [piece for piece in (whole, *rest) if piece]
+        first_part, rest = _split([epoch])
+        [first], *rest = [part for part in (first_part, *rest) if part]
         assert isinstance(first, dict)
         self._ask(
             {
@@ -173,8 +170,8 @@ class Control:
         self._ask({"do": "progress", "stream": stream, "position": position, **named})
 
     def value(self, entries: EntryOrder, importance: float) -> None:
-        """Set the value of entries: of those that no plan claims, the least valuable are dropped
-        first."""
+        """Set the value of entries: of those that no plan names, the page cache drops the least
+        valuable first."""
         for part in _parts(entries):
             self._ask(
                 {"do": "value", "importance": float(importance), **self._version_fields(),
@@ -209,19 +206,14 @@ class Control:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # the connection -------------------------------------------------------------------------------
 
-    def _extend(self, stream: str, pieces: Sequence[list[Value]]) -> None:
-        for piece in pieces:
-            self._ask({"do": "extend", "stream": stream, **self._version_fields(), "epochs": piece})
+    def _extend(self, stream: str, parts: Sequence[list[Value]]) -> None:
+        for part in parts:
+            self._ask({"do": "extend", "stream": stream, **self._version_fields(), "epochs": part})
 
     def _version_fields(self) -> Message:
         return {"identity": self.identity, "version": self.version}
@@ -292,18 +284,17 @@ def _connect(mountpoint: str) -> socket.socket:
         path = os.readlink(link)
     except OSError as error:
         raise UsageError(f"{mountpoint} is no mount that takes plans: {error.strerror}") from error
-    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
-        made.settimeout(DEADLINE_S)
-        connect_unix(made, path)
+        client.settimeout(DEADLINE_S)
+        connect_unix(client, path)
     except OSError as error:
-        with suppress(OSError):
-            made.close()
+        client.close()
         raise PermissionDenied(
             f"cannot connect to the mount on {mountpoint}: {error.strerror or error}",
             advice="only the user that mounted it may send plans",
         ) from error
-    return made
+    return client
 
 
 def _parts(entries: EntryOrder) -> "list[npt.NDArray[np.int64]]":
@@ -316,20 +307,20 @@ def _parts(entries: EntryOrder) -> "list[npt.NDArray[np.int64]]":
 
 def _split(epochs: Epochs) -> tuple[list[Value], list[list[Value]]]:
     """Epochs for the first message, and for each `extend` behind it: as many entries as a frame
-    takes."""
+    takes. An epoch that is cut loses its bounds, which would be positions in the whole of it."""
     frames: list[list[Value]] = [[]]
-    room = size = 4 * ENTRIES_PER_FRAME
+    left_bytes = frame_bytes = 4 * ENTRIES_PER_FRAME
     for epoch in epochs:
-        given = epoch.get("entries")
-        if not isinstance(given, bytes) or len(given) <= room:
-            room -= len(given) if isinstance(given, bytes) else 0
+        entries = epoch.get("entries", b"")
+        assert isinstance(entries, bytes)
+        if len(entries) <= left_bytes:
+            left_bytes -= len(entries)
             frames[-1].append(epoch)
             continue
-        if "bounds" in epoch and len(given) > size:
+        if "bounds" in epoch and len(entries) > frame_bytes:
             epoch = {name: value for name, value in epoch.items() if name != "bounds"}
-        at = 0
-        while at < len(given):
-            part = given[at : at + size]
+        for start in range(0, len(entries), frame_bytes):
+            part = entries[start : start + frame_bytes]
             frames.append([{**epoch, "entries": part}])
-            at, room = at + len(part), size - len(part)
+            left_bytes = frame_bytes - len(part)
     return frames[0], frames[1:]

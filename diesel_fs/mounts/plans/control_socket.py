@@ -1,9 +1,10 @@
-"""Serves the control socket of a mount: who may use it, for how long, and how much they may send.
+"""Serves the control socket of a mount, and limits who may use it, how long, and for how much.
 
-The socket lies in a private folder of the user (CONTROL.md). Only the user that the mount's daemon
-runs as, and root, get answers. The server passes requests on to the prefetch worker, where
-`commands.py` carries them out. A client that breaks a limit or sends other bytes than frames is
-disconnected, with one line in the log; other clients do not notice.
+Over this socket, other programs announce which files they will read. It lies in a private folder of
+the user (CONTROL.md). Only the user that the mount's daemon runs as, and root, get answers. The
+server passes requests on to the prefetch worker, where `commands.py` carries them out. A client
+that breaks a limit or sends other bytes than frames is disconnected, with one line in the log;
+other clients do not notice.
 
 Concurrency: trio, in the server of the mount. Each connection has a task, which answers requests in
 their order. Everything has a deadline but the wait for a client's next request.
@@ -40,15 +41,15 @@ CONNECTIONS_MAX = 64
 """Enough for 16 ranks with a few processes each. Idle connections may stay."""
 
 FRAME_DEADLINE_S = 10.0
-"""For the rest of a frame behind its first byte, for the hello, and for the client to take an
+"""How long a client may take to send the rest of a frame after its first byte, or to take an
 answer."""
 
 ANSWER_DEADLINE_S = 15.0
-"""For the prefetch worker, which may be fetching a chunk."""
+"""How long the prefetch worker may take to answer; it may be fetching a chunk."""
 
 LARGE_BYTES = 1 << 20
-"""Larger frames are received one at a time over all connections, so that they cannot fill the
-memory."""
+"""Larger frames are received one at a time over all connections, so that many of them do not fill
+the memory."""
 
 UNNAMED_SOCKET_S_MAX = 60.0
 """A socket that still has its temporary name after this time was left by a killed daemon."""
@@ -72,7 +73,8 @@ class ControlSocket:
         *,
         frame_deadline_s: float = FRAME_DEADLINE_S,
     ) -> None:
-        """`hello`: the fields of the mount in its hello; `stats` gives the mount's statistics."""
+        """`hello`: what the mount says of itself in the answer to a client's first message.
+        `stats` returns the mount's statistics; `link` leads to the prefetch worker."""
         self._frame_deadline_s = frame_deadline_s
         self._folder = folder
         self._hello = hello
@@ -81,7 +83,7 @@ class ControlSocket:
         self._socket: socket.socket | None = None
         self._users = {0, os.geteuid()}
         self._connections = 0
-        self._large = trio.Lock()
+        self._large_frames = trio.Lock()  # held while a large frame is received
         self._name = f"control-{secrets.token_hex(8)}"
         self.has_worker = False
         """Whether the prefetch worker has begun; before that, nothing may be sent to it."""
@@ -105,13 +107,12 @@ class ControlSocket:
         try:
             with _open_private(self._folder) as folder:
                 _remove_dead_sockets(folder)
-                # It gets its name once it listens: else another daemon could remove it as a dead
-                # one.
-                new = f".new-{self._name}"
-                listener.bind(_short_path(folder, new))
-                os.chmod(_short_path(folder, new), 0o600)
+                # Another daemon would remove a socket of the final name that nobody listens on.
+                temporary = f".new-{self._name}"
+                listener.bind(_short_path(folder, temporary))
+                os.chmod(_short_path(folder, temporary), 0o600)
                 listener.listen(CONNECTIONS_MAX)
-                os.rename(new, self._name, src_dir_fd=folder, dst_dir_fd=folder)
+                os.rename(temporary, self._name, src_dir_fd=folder, dst_dir_fd=folder)
         except OSError as error:
             listener.close()
             raise PermissionDenied(
@@ -203,9 +204,9 @@ class ControlSocket:
         if length > bytes_max:
             raise CorruptError(f"a frame of {length} bytes (at most {bytes_max})")
         body = bytearray()
-        async with AsyncExitStack() as held:
+        async with AsyncExitStack() as locks:
             if length > LARGE_BYTES:
-                await held.enter_async_context(self._large)
+                await locks.enter_async_context(self._large_frames)
             with trio.fail_after(self._frame_deadline_s):
                 await _fill(stream, body, length)
             return unpack(body)
@@ -232,9 +233,10 @@ class ControlSocket:
             )
         if do == "stats" and "error" not in answer:
             stats = self._stats()
-            held, fresh = stats.get("residency"), answer.get("residency")
-            if isinstance(held, dict) and isinstance(fresh, dict):
-                stats["residency"] = {**held, **fresh}
+            # The worker's last report, and its answer of now, which has fewer keys.
+            reported, current = stats.get("residency"), answer.get("residency")
+            if isinstance(reported, dict) and isinstance(current, dict):
+                stats["residency"] = {**reported, **current}
             return {"stats": stats}
         return answer
 
@@ -265,11 +267,11 @@ async def _fill(stream: trio.SocketStream, body: bytearray, length: int) -> None
 
 @contextmanager
 def _open_private(folder: Path) -> Iterator[int]:
-    """A descriptor of a folder that belongs to this user alone. Raises OSError."""
+    """A descriptor of a folder; raises OSError if it is not this user's alone."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        found = os.fstat(descriptor)
-        if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        status = os.fstat(descriptor)
+        if status.st_uid != os.geteuid() or status.st_mode & 0o077:
             raise PermissionError(1, "other users may enter it")
         yield descriptor
     finally:
@@ -285,21 +287,18 @@ def _remove_dead_sockets(folder: int) -> None:
     """Remove the sockets of daemons that were killed."""
     for name in os.listdir(folder):
         with suppress(OSError):
-            found = os.stat(name, dir_fd=folder, follow_symlinks=False)
-            if not stat.S_ISSOCK(found.st_mode):
+            status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+            if not stat.S_ISSOCK(status.st_mode):
                 continue
-            if name.startswith("control-"):
-                dead = not _listens(_short_path(folder, name))
-            else:
-                dead = (
-                    name.startswith(".new-") and time.time() - found.st_ctime > UNNAMED_SOCKET_S_MAX
-                )
-            if dead:
+            age_s = time.time() - status.st_ctime
+            if (name.startswith("control-") and not _listens(_short_path(folder, name))) or (
+                name.startswith(".new-") and age_s > UNNAMED_SOCKET_S_MAX
+            ):
                 os.unlink(name, dir_fd=folder)
 
 
 def _listens(path: str) -> bool:
-    """Whether a daemon listens on a socket."""
+    """Whether a daemon may listen on a socket: whether it does not refuse a connection."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as probe:
         probe.setblocking(False)
         try:
