@@ -1,10 +1,10 @@
 """The handshake between two masters, at both ends: TLS, greeting, hello and proofs (`PEERS.md`,
 section 3).
 
-`connect` is the connecting end, `accept_tls` and `authenticate` are the accepting end. A process
-without the task's secret cannot join: it learns only that its proof was wrong, and this master
-allocates memory for nothing of it but a hello. The bytes are in `wire.py`; `peer.py` decides when
-to connect, `acceptor.py` limits who may try.
+`connect` is the connecting end, `accept_tls` and `authenticate` are the accepting end. Each end
+proves that it knows the task's secret, a key that all masters of the task have. A process without
+it learns only that its proof was wrong, and nothing but its hello is read before. The bytes are in
+`wire.py`; `peer.py` decides when to connect, `acceptor.py` limits how many may try.
 """
 
 import os
@@ -57,12 +57,12 @@ class LocalIdentity:
 
 
 class HandshakeRejected(Exception):
-    """A connector is not let in. `reply` is what it is sent, which may be nothing."""
+    """A connector is not let in. `why` is for the log; `reply` is sent to the connector, and may be
+    empty."""
 
-    def __init__(self, why: str, channel: Channel, reply: bytes = b"") -> None:
+    def __init__(self, why: str, reply: bytes = b"") -> None:
         super().__init__(why)
         self.why = why
-        self.channel = channel
         self.reply = reply
 
 
@@ -76,8 +76,7 @@ async def connect(me: LocalIdentity, member: Member) -> Channel:
     is_ready = False
     try:
         with trio.fail_after(HELLO_S):
-            host, port = split_address(member.address)
-            channel = await _open_channel(host, port, me, member)
+            channel = await _open_channel(me, member)
             await _prove(channel, me, member)
             is_ready = True
             return channel
@@ -92,9 +91,9 @@ async def connect(me: LocalIdentity, member: Member) -> Channel:
             channel.close()
 
 
-async def _open_channel(host: str, port: int, me: LocalIdentity, member: Member) -> Channel:
+async def _open_channel(me: LocalIdentity, member: Member) -> Channel:
     """A connection; with TLS where either end has a certificate."""
-    stream = await trio.open_tcp_stream(host, port)
+    stream = await trio.open_tcp_stream(*split_address(member.address))
     plain = socket.socket(fileno=stream.socket.detach())
     if me.certificate is None and not member.certificate:
         return Channel(plain)
@@ -138,13 +137,13 @@ async def _prove(channel: Channel, me: LocalIdentity, member: Member) -> None:
 
 
 def _why(error: OSError) -> str:
-    """What connecting failed with. trio tries all addresses of a host, and reports all errors as
-    one."""
+    """What connecting failed with. trio tries all addresses of a host, and raises one error, whose
+    cause has those of all addresses."""
     cause = error.__cause__
     while isinstance(cause, BaseExceptionGroup):
         cause = cause.exceptions[0]
-    found = cause if isinstance(cause, OSError) else error
-    return found.strerror or str(found) or type(found).__name__
+    first = cause if isinstance(cause, OSError) else error
+    return first.strerror or str(first) or type(first).__name__
 
 
 # the acceptor -------------------------------------------------------------------------------------
@@ -156,34 +155,32 @@ async def accept_tls(channel: Channel) -> None:
         try:
             await channel.do_handshake()
         except ConnectionClosed as error:
-            raise HandshakeRejected(str(error), channel) from error
+            raise HandshakeRejected(str(error)) from error
 
 
 async def authenticate(channel: Channel, me: LocalIdentity) -> int:
     """The rank of the connected master, once it has proved that it knows the secret. Raises
-    HandshakeRejected; ConnectionClosed where it left without a word."""
+    HandshakeRejected."""
     nonce = os.urandom(NONCE_BYTES)
     try:
         await _greet(channel, nonce)
-        try:
-            theirs, proof = wire.parse_hello(await _head(channel))
-        except (CorruptError, UsageError) as error:
-            raise _rejection(PermissionDenied("no hello"), channel, error.message) from error
+        theirs, proof = wire.parse_hello(await _head(channel))
+    except (CorruptError, UsageError) as error:
+        raise _rejection(PermissionDenied("no hello"), error.message) from error
     except ConnectionClosed as error:
-        raise HandshakeRejected(str(error), channel) from error
+        raise HandshakeRejected(str(error)) from error
     binding = NO_BINDING if me.certificate is None else me.certificate.digest
     proofs = Proofs(me.secret, nonce, binding, me.task.digest, theirs)
     if not wire.proofs_equal(proof, proofs.connector):
-        raise _rejection(PermissionDenied("the wrong secret"), channel)
+        raise _rejection(PermissionDenied("the wrong secret"))
     if theirs.identity != me.identity:
-        raise _rejection(UsageError("another dataset"), channel)
+        raise _rejection(UsageError("another dataset"))
     if theirs.version != me.version:
         raise _rejection(
-            UsageError(f"version {me.version} of the dataset is here, not {theirs.version}"),
-            channel,
+            UsageError(f"version {me.version} of the dataset is here, not {theirs.version}")
         )
     if theirs.to != me.rank:
-        raise _rejection(UsageError(f"rank {me.rank} is here, not {theirs.to}"), channel)
+        raise _rejection(UsageError(f"rank {me.rank} is here, not {theirs.to}"))
     answer = wire.proof_frame(proofs.acceptor)
     channel.send_now([answer], len(answer))
     return theirs.rank
@@ -192,21 +189,20 @@ async def authenticate(channel: Channel, me: LocalIdentity) -> int:
 async def _greet(channel: Channel, nonce: bytes) -> None:
     """The acceptor's part of the greeting."""
     try:
-        first = await channel.receive_exactly(GREETING_BYTES)
-        version = wire.parse_greeting(first)
+        version = wire.parse_greeting(await channel.receive_exactly(GREETING_BYTES))
     except ForeignError as error:
-        raise HandshakeRejected(error.message, channel) from error
+        raise HandshakeRejected(error.message) from error
     if version != wire.VERSION:
         sentence = wire.version_mismatch(version)
-        raise HandshakeRejected(sentence, channel, wire.refusal(sentence))
+        raise HandshakeRejected(sentence, wire.refusal(sentence))
     message = wire.welcome(nonce)
     channel.send_now([message], len(message))
 
 
-def _rejection(error: DieselError, channel: Channel, why: str = "") -> HandshakeRejected:
-    """A rejection: the connector receives the error, and the log `why`, too."""
+def _rejection(error: DieselError, why: str = "") -> HandshakeRejected:
+    """A rejection: the connector receives the error; the log also has `why`."""
     message = frames.frame(error_message(error), wire.HELLO_LIMITS)
-    return HandshakeRejected(f"{error.message}: {why}" if why else error.message, channel, message)
+    return HandshakeRejected(f"{error.message}: {why}" if why else error.message, message)
 
 
 # frames of both -----------------------------------------------------------------------------------

@@ -27,10 +27,11 @@ from ..format.object_names import chunk_object
 from ..format.snapshot.reader import Snapshot
 from ..storage.objects.store import ObjectStore
 from .acceptor import Acceptor
+from .handshake import LocalIdentity
 from .membership import ANY_INSTANCE, TTL_S, Member, Membership
 from .node_cache import FETCHES, FILL_FETCHES, Fetch, NodeCache
 from .ownership import Ownership
-from .peer import LocalIdentity, Peer
+from .peer import Peer
 from .registry import Registry
 from .wire import ABSENT, FAILED, GIVEN, NOT_MINE, SOURCE_HERE, SOURCE_NONE, DamagedPart, Parts
 

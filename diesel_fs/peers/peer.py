@@ -1,8 +1,8 @@
 """One other master of the task, and the connection on which this master sends it requests.
 
 A `Peer` connects when the first request needs it, matches answers to requests, writes their bytes
-to where the caller wants them, and enforces deadlines. Whether the peer is worth a request is for
-the circuit breaker (`../net/breaker.py`); which peer is asked for which chunk is for `master.py`.
+to where the caller wants them, and enforces deadlines. Its circuit breaker (`../net/breaker.py`)
+decides whether the peer is asked now; `master.py` decides which peer is asked for which chunk.
 
 Concurrency: trio's. Any number of tasks read. Each sends its request itself, and one task receives
 the answers of all, straight into the memory of the tasks that wait. A reader that is cancelled
@@ -25,8 +25,6 @@ from .handshake import LocalIdentity, connect
 from .membership import Member
 from .wire import ALL_GIVEN, BUSY, FAILED, GIVEN, HEAD_BYTES, LOAD, Parts
 
-__all__ = ["LocalIdentity", "Peer"]
-
 log = logging.getLogger("diesel.task")
 
 Statuses = npt.NDArray[np.uint8]
@@ -37,13 +35,15 @@ store, and the reads of that chunk on all nodes wait for this one fetch."""
 
 _BUFFER_BYTES = 16 << 10  # small answers take one system call; of large ones so much is copied
 
-_BULK_BYTES = 1 << 20  # answers above this size share _BULK_IN_FLIGHT_BYTES,
-_BULK_IN_FLIGHT_BYTES = 8 << 20  # as small answers wait behind them on the connection
-_NUMBERS = 1 << 32
+_BULK_BYTES, _BULK_IN_FLIGHT_BYTES = 1 << 20, 8 << 20
+"""Requests of more than the first have at most the second in flight, or one request: small answers
+wait behind theirs on the connection."""
+
+_IDS = 1 << 32  # IDs of requests, which have four bytes
 
 
 class _PendingRequest:
-    """A request that waits for its answer."""
+    """A request that waits for its answer, whose bytes go to `room`; it is late after `due_s`."""
 
     __slots__ = (
         "count",
@@ -92,9 +92,9 @@ class Peer:
         self._unsent = trio.Event()
         self._timer = trio.CancelScope()  # its deadline is that of the next request
         self._pending: dict[int, _PendingRequest] = {}
-        self._number = 0
-        self._bytes = self._bulk_bytes = 0
-        self._freed = trio.lowlevel.ParkingLot()
+        self._last_id = 0
+        self._in_flight_bytes = self._bulk_bytes = 0
+        self._released = trio.lowlevel.ParkingLot()
         self._counts = dict.fromkeys(
             "connections requests parts bytes timed_out failed skipped damaged".split(), 0
         )
@@ -110,14 +110,15 @@ class Peer:
         size = int(parts[0, 2]) if count == 1 else int(parts[:, 2].sum(dtype=np.uint64))
         if count == 1 or (count <= wire.PARTS_MAX and size <= wire.PARTS_BYTES_MAX):
             return await self._ask(wire.READ, flags, parts, room, size)
-        found = np.full(count, BUSY, np.uint8)
-        for first, last, start, end in _pieces(parts):
-            some = parts[first:last]
-            got = await self._ask(wire.READ, flags, some, room[start:end], end - start)
-            found[first:last] = got
-            if (got >= BUSY).all():
+        statuses = np.full(count, BUSY, np.uint8)
+        for first, last, start, end in _split(parts):
+            answered = await self._ask(
+                wire.READ, flags, parts[first:last], room[start:end], end - start
+            )
+            statuses[first:last] = answered
+            if (answered >= BUSY).all():
                 break
-        return found
+        return statuses
 
     async def ping(self) -> bool:
         """Whether the peer answers."""
@@ -130,7 +131,7 @@ class Peer:
             log.error("%s sent damaged data three times: it is not asked for 60 s", self)
 
     def stats(self) -> dict[str, object]:
-        """Counters and state, for people."""
+        """Counters, and the state of connection and circuit breaker."""
         now_s = trio.current_time()
         return {
             **self._counts,
@@ -184,8 +185,8 @@ class Peer:
             async def until_it_ends(work: Callable[[Channel], Awaitable[None]]) -> None:
                 try:
                     await work(channel)
-                except ConnectionClosed as gone:
-                    log.debug("%s: %s", self, gone)
+                except ConnectionClosed as closed:
+                    log.debug("%s: %s", self, closed)
                 except CorruptError as error:
                     self._breaker.open(trio.current_time())
                     log.error("%s violates the protocol: %s", self, error)
@@ -206,8 +207,8 @@ class Peer:
         self._channel = None
         channel.close()
         unanswered, self._pending = self._pending, {}
-        self._bytes = self._bulk_bytes = 0
-        self._freed.unpark_all()
+        self._in_flight_bytes = self._bulk_bytes = 0
+        self._released.unpark_all()
         for each in unanswered.values():
             _wake(each)
 
@@ -243,13 +244,13 @@ class Peer:
     async def _ask(
         self, kind: int, flags: int, parts: Parts | None, room: memoryview, size: int
     ) -> Statuses:
-        """Send a request and wait; returns its statuses. A request without parts has none, or one
-        that is not `GIVEN`."""
+        """Send a request and wait; returns the status of each part. A request without parts has no
+        status, or one that is not `GIVEN` where it failed."""
         now_s = trio.current_time()
         ticket = 0 if self._is_over else self._breaker.admit(now_s)
         if not ticket:
             self._counts["skipped"] += 1
-            return _all(BUSY, parts)
+            return _statuses(BUSY, parts)
         pending = _PendingRequest(kind, parts, room[:size], size)
         pending.sent_s = now_s
         try:
@@ -258,42 +259,45 @@ class Peer:
             self._breaker.cancel(ticket)
             raise
         if pending.statuses is not None:
-            self._record_answer(ticket)
+            if self._breaker.record_success(ticket):
+                self._is_paused = False
+                log.info("%s is asked again", self)
             return pending.statuses
         if not pending.is_sent:
             self._counts["skipped"] += 1
             self._breaker.cancel(ticket)
-            return _all(BUSY, parts)
+            return _statuses(BUSY, parts)
         self._counts["timed_out" if pending.is_late else "failed"] += 1
         if pending.is_late and pending.is_working:
             # Its store is slow; a peer that has stopped sends no WORKING to the next requests
             self._breaker.cancel(ticket)
         elif self._breaker.record_failure(ticket, trio.current_time()):
             self._log_pause("it does not answer")
-        return _all(FAILED, parts)
-
-    def _record_answer(self, ticket: int) -> None:
-        if self._breaker.record_success(ticket):
-            self._is_paused = False
-            log.info("%s is asked again", self)
+        return _statuses(FAILED, parts)
 
     async def _send_and_wait(self, pending: _PendingRequest, flags: int, ticket: int) -> None:
         """Returns when the request is answered, late, or cannot be answered any more."""
-        pending.due_s = pending.sent_s + self._breaker.timeout_s(pending.size + self._bytes)
+        pending.due_s = pending.sent_s + self._breaker.timeout_s(
+            pending.size + self._in_flight_bytes
+        )
         channel = self._channel
         if channel is None or not self._fits(pending.size):
             with trio.CancelScope(deadline=pending.due_s):
                 channel = await self._connection(ticket) if channel is None else channel
                 while channel is self._channel and not self._fits(pending.size):
-                    await self._freed.park()
+                    await self._released.park()
             if channel is None or channel is not self._channel or not self._fits(pending.size):
                 return
             pending.sent_s = trio.current_time()
-        number = self._number = (self._number + 1) % _NUMBERS
-        if number in self._pending:  # it has waited while 4 billion others were sent
+        request_id = self._last_id = (self._last_id + 1) % _IDS
+        if request_id in self._pending:  # that request waits since 4 billion others were sent
             return
-        self._take(number, pending)
-        request = wire.request(number, pending.kind, flags, pending.parts)
+        pending.is_sent = True
+        self._pending[request_id] = pending
+        self._in_flight_bytes += pending.size
+        if pending.size > _BULK_BYTES:
+            self._bulk_bytes += pending.size
+        request = wire.request(request_id, pending.kind, flags, pending.parts)
         try:
             if not channel.send_now((request,), len(request)):
                 self._unsent.set()
@@ -309,6 +313,7 @@ class Peer:
             pending.abandon()
 
     async def _connection(self, ticket: int) -> Channel | None:
+        """The channel after an attempt to connect; None where that failed."""
         if not self._is_over:
             self._connect_ticket = ticket
             self._connect_wanted.set()
@@ -320,24 +325,17 @@ class Peer:
         if len(self._pending) >= wire.REQUESTS_MAX:
             return False
         if size <= _BULK_BYTES:
-            return self._bytes + size <= wire.IN_FLIGHT_BYTES_MAX
+            return self._in_flight_bytes + size <= wire.IN_FLIGHT_BYTES_MAX
         return not self._bulk_bytes or self._bulk_bytes + size <= _BULK_IN_FLIGHT_BYTES
 
-    def _take(self, number: int, pending: _PendingRequest) -> None:
-        pending.is_sent = True
-        self._pending[number] = pending
-        self._bytes += pending.size
-        if pending.size > _BULK_BYTES:
-            self._bulk_bytes += pending.size
-
-    def _finish(self, number: int, pending: _PendingRequest) -> None:
-        """A request has been answered; its caller may have gone."""
-        del self._pending[number]
-        self._bytes -= pending.size
+    def _finish(self, request_id: int, pending: _PendingRequest) -> None:
+        """A request has been answered. Its caller may have been cancelled."""
+        del self._pending[request_id]
+        self._in_flight_bytes -= pending.size
         if pending.size > _BULK_BYTES:
             self._bulk_bytes -= pending.size
-        if self._freed:
-            self._freed.unpark_all()
+        if self._released:
+            self._released.unpark_all()
         if not pending.is_working:  # else it would measure the store
             self._breaker.record_latency(trio.current_time() - pending.sent_s, pending.size)
         _wake(pending)
@@ -391,7 +389,7 @@ class Peer:
 async def _fill(
     reader: FrameReader, pending: _PendingRequest, ranges: Sequence[tuple[int, int]]
 ) -> None:
-    """Receive into ranges of the room; drop the bytes if the caller has gone."""
+    """Receive into ranges of the request's room; drop the bytes where its caller was cancelled."""
     for at, end in ranges:
         while at < end:
             room = pending.room
@@ -402,9 +400,9 @@ async def _fill(
 
 
 def _wake(pending: _PendingRequest) -> None:
-    asker, pending.waiter = pending.waiter, None
-    if asker is not None:
-        trio.lowlevel.reschedule(asker)
+    waiter, pending.waiter = pending.waiter, None
+    if waiter is not None:
+        trio.lowlevel.reschedule(waiter)
 
 
 def _given_ranges(parts: Parts, statuses: Statuses) -> list[tuple[int, int]]:
@@ -416,9 +414,9 @@ def _given_ranges(parts: Parts, statuses: Statuses) -> list[tuple[int, int]]:
     return list(zip(starts[::2].tolist(), starts[1::2].tolist(), strict=True))
 
 
-def _pieces(parts: Parts) -> Iterator[tuple[int, int, int, int]]:
-    """Split parts into requests within the limits: first row, row behind the last, and where their
-    bytes start and end."""
+def _split(parts: Parts) -> Iterator[tuple[int, int, int, int]]:
+    """Split parts into requests within the limits: of each the first row, the row behind the last,
+    and where their bytes start and end in the room."""
     first = start = at = 0
     for i, size in enumerate(parts[:, 2].tolist()):
         if i > first and (i - first >= wire.PARTS_MAX or at + size - start > wire.PARTS_BYTES_MAX):
@@ -428,5 +426,6 @@ def _pieces(parts: Parts) -> Iterator[tuple[int, int, int, int]]:
     yield first, len(parts), start, at
 
 
-def _all(status: int, parts: Parts | None) -> Statuses:
+def _statuses(status: int, parts: Parts | None) -> Statuses:
+    """This status for each part; for a request without parts, once."""
     return np.full(1 if parts is None else len(parts), status, np.uint8)

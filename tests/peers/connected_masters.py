@@ -12,12 +12,14 @@ import numpy as np
 import trio
 from trio.testing import MockClock
 
+from diesel_fs.net.channel import Channel
 from diesel_fs.net.frames import GREETING_BYTES, NO_BINDING, NONCE_BYTES, parse_head
 from diesel_fs.net.tls import Certificate
 from diesel_fs.peers import wire
 from diesel_fs.peers.acceptor import Acceptor
+from diesel_fs.peers.handshake import LocalIdentity
 from diesel_fs.peers.membership import Member, TaskName
-from diesel_fs.peers.peer import LocalIdentity, Peer
+from diesel_fs.peers.peer import Peer
 from diesel_fs.peers.wire import ABSENT, GIVEN, Hello, Parts, Proofs
 
 SECRET = bytes(range(32))
@@ -112,11 +114,15 @@ class Node:
 
 @asynccontextmanager
 async def answering(
-    mine: LocalIdentity | None = None, fake_answers: FakeAnswers | None = None, **limits: int
+    mine: LocalIdentity | None = None,
+    fake_answers: FakeAnswers | None = None,
+    *,
+    make_channel: Callable[[socket.socket, LocalIdentity], Channel] | None = None,
+    **limits: int,
 ) -> AsyncIterator[Node]:
     mine = mine or me(1)
     fake_answers = fake_answers or FakeAnswers()
-    acceptor = Acceptor(mine, fake_answers, **limits)
+    acceptor = Acceptor(mine, fake_answers, make_channel=make_channel, **limits)
     with listening() as listener:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(acceptor.serve, [listener])

@@ -3,7 +3,8 @@ answers, and when a connection ends."""
 
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
@@ -12,14 +13,16 @@ import trio
 from diesel_fs.errors import ObjectStoreError
 from diesel_fs.format.entries import Bytes
 from diesel_fs.net.channel import Channel
-from diesel_fs.peers import acceptor as accepting
 from diesel_fs.peers import wire
+from diesel_fs.peers.acceptor import IDLE_S
+from diesel_fs.peers.handshake import LocalIdentity
 from diesel_fs.peers.wire import FAILED, GIVEN
 
 from .connected_masters import (
     SECRET,
     SIZES,
     FakeAnswers,
+    Node,
     RawPeer,
     answering,
     asking,
@@ -102,20 +105,37 @@ def test_an_answer_that_fails_is_a_status_and_the_connection_goes_on(
     ]
 
 
-def test_a_connection_has_at_most_64_requests_in_flight() -> None:
+@asynccontextmanager
+async def unanswered(
+    count: int, record: tuple[int, int, int], in_flight: int
+) -> AsyncIterator[tuple[Node, RawPeer]]:
+    """A connection that has sent `count` requests, which are never answered; so many of them are in
+    flight."""
+    fake_answers = FakeAnswers()
+    fake_answers.hot = False
+    fake_answers.ready = trio.sleep_forever
+    async with answering(fake_answers=fake_answers) as node:
+        raw_peer = await authenticated_raw(node.port, rank=5)
+        await raw_peer.send(*[asked(i, record) for i in range(count)])
+        await until(lambda: fake_answers.slow == in_flight, 5)
+        yield node, raw_peer
+
+
+@pytest.mark.parametrize(
+    ("count", "record", "in_flight"),
+    [(200, SMALL, wire.REQUESTS_MAX), (5, (3, 0, 30 << 20), 2)],
+    ids=["64 requests", "64 MiB"],
+)
+def test_a_connection_has_at_most_so_much_in_flight(
+    count: int, record: tuple[int, int, int], in_flight: int
+) -> None:
     """Further requests are not even read; other connections are answered."""
 
     async def main() -> None:
-        fake_answers = FakeAnswers()
-        fake_answers.hot = False
-        fake_answers.ready = trio.sleep_forever
-        async with answering(fake_answers=fake_answers) as node:
-            raw_peer = await authenticated_raw(node.port, rank=5)
-            await raw_peer.send(*[asked(i, SMALL) for i in range(200)])
-            await until(lambda: fake_answers.slow == wire.REQUESTS_MAX, 5)
+        async with unanswered(count, record, in_flight) as (node, _):
             await trio.sleep(0.1)
-            assert fake_answers.slow == wire.REQUESTS_MAX
-            fake_answers.hot = True
+            assert node.answers.slow == in_flight
+            node.answers.hot = True
             async with asking(node.port) as peer:
                 assert (await read(peer, SMALL))[0] == [GIVEN]
 
@@ -124,31 +144,10 @@ def test_a_connection_has_at_most_64_requests_in_flight() -> None:
 
 def test_F15_requests_of_a_closed_connection_are_cancelled() -> None:
     async def main() -> None:
-        fake_answers = FakeAnswers()
-        fake_answers.hot = False
-        fake_answers.ready = trio.sleep_forever
-        async with answering(fake_answers=fake_answers) as node:
-            raw_peer = await authenticated_raw(node.port)
-            await raw_peer.send(*[asked(i, SMALL) for i in range(10)])
-            await until(lambda: fake_answers.slow == 10, 5)
+        async with unanswered(10, SMALL, 10) as (node, raw_peer):
             await raw_peer.stream.aclose()
             await until(lambda: node.acceptor.stats()["connections"] == 0, 5)
-            assert fake_answers.slow == 0
-
-    run(main)
-
-
-def test_a_connection_has_at_most_64_MiB_in_flight() -> None:
-    async def main() -> None:
-        fake_answers = FakeAnswers()
-        fake_answers.hot = False
-        fake_answers.ready = trio.sleep_forever
-        async with answering(fake_answers=fake_answers) as node:
-            raw_peer = await authenticated_raw(node.port)
-            await raw_peer.send(*[asked(i, (3, 0, 30 << 20)) for i in range(5)])
-            await until(lambda: fake_answers.slow == 2, 5)
-            await trio.sleep(0.1)
-            assert fake_answers.slow == 2
+            assert node.answers.slow == 0
 
     run(main)
 
@@ -187,39 +186,38 @@ def test_S12_a_connection_with_endless_requests_does_not_block_others() -> None:
 
 
 class Insatiable(Channel):
-    """A channel on which there is always another request, and answers leave at once."""
+    """A channel on which, after the handshake, there is always another request, and answers leave
+    at once."""
 
-    answers = 0
+    sent = 0  # welcome, proof, then answers
 
     def receive_now(self, room: memoryview) -> int:
+        if self.sent < 2:
+            return super().receive_now(room)
         room[:] = (asked(1, SMALL) * (len(room) // 28 + 1))[: len(room)]
         return len(room) // 28 * 28
 
     def send_now(self, parts: Sequence[Bytes], size: int) -> bool:
-        self.answers += 1
-        return True
+        self.sent += 1
+        return super().send_now(parts, size) if self.sent <= 2 else True
 
 
-def test_S12_other_tasks_run_after_some_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_S12_other_tasks_run_after_some_answers() -> None:
     async def main() -> None:
+        channels: list[Insatiable] = []
+
+        def make_channel(accepted: socket.socket, _: LocalIdentity) -> Channel:
+            channels.append(Insatiable(accepted))
+            return channels[0]
+
         turns = 0
-        here, there = socket.socketpair()
-        with here, there:
-            there.send(b"x")  # for the first look
-            channel = Insatiable(here)
-
-            async def hear(*_: object) -> int:
-                return 2
-
-            monkeypatch.setattr(accepting, "accept_tls", hear)
-            monkeypatch.setattr(accepting, "authenticate", hear)
-            monkeypatch.setattr(accepting, "_channel", lambda *_: channel)
-            async with answering() as node:
-                with socket.create_connection(("127.0.0.1", node.port)):
-                    while channel.answers < 10_000:
-                        await trio.lowlevel.checkpoint()
-                        turns += 1
-            assert turns > 200
+        async with answering(make_channel=make_channel) as node:
+            raw_peer = await authenticated_raw(node.port)
+            await raw_peer.send(b"x")  # the acceptor may be waiting for the socket
+            while channels[0].sent < 10_000:
+                await trio.lowlevel.checkpoint()
+                turns += 1
+        assert turns > 200
 
     run(main)
 
@@ -261,8 +259,8 @@ def test_F6_a_refused_connector_is_told_the_reason(caplog: pytest.LogCaptureFixt
     assert "from=127.0.0.1:" in lines(caplog.messages)[0]
 
 
-async def asked_by(port: int, mine: object) -> object:
-    async with asking(port, mine) as peer:  # type: ignore[arg-type]  # it is a Me
+async def asked_by(port: int, mine: LocalIdentity) -> object:
+    async with asking(port, mine) as peer:
         await read(peer, SMALL)
         return peer.stats()["state"]
 
@@ -313,7 +311,7 @@ def test_an_idle_connection_ends_after_five_minutes_and_a_busy_one_does_not() ->
                     await trio.sleep(50)
                     await busy.send(wire.request(number, wire.PING))
                     await answer(busy)
-            assert accepting.IDLE_S <= ended_s <= accepting.IDLE_S + 15
+            assert IDLE_S <= ended_s <= IDLE_S + 15
 
     run(main, jumping())
 
