@@ -19,14 +19,13 @@ from pathlib import Path
 from ..errors import UsageError
 from ..net.client_connection import parse_addresses as servers_of
 from ..storage.metadata.redis.address import parse_redis_url
-from ..urls import SERVER_SCHEMES, HostPort, RepositoryUrl
+from ..urls import SERVER_SCHEMES, HostPort, RepositoryUrl, parse_url
+from .options import TaskRequest
 
 log = logging.getLogger("diesel.task")
 
 
-def listen_address(
-    listen: str, advertise: str, *, rank: int, world: int, peers: Sequence[str], url: RepositoryUrl
-) -> HostPort:
+def listen_address(request: TaskRequest, rank: int, world: int) -> HostPort:
     """The address (not a name) and port to bind; port 0 means any.
 
     Without `listen` it is the address that `peers` has for this rank. Without `peers` it is
@@ -34,24 +33,23 @@ def listen_address(
     or Redis. Raises UsageError for a bad address, and where other nodes could not reach this one;
     some of these cases are warnings only (see the module).
     """
-    chosen = _choose_listen_address(listen, advertise, rank, world, peers, url)
+    chosen = _choose_listen_address(request, rank, world)
     if world > 1:
-        _check_reachable(advertise, chosen.host, peers)
+        _check_reachable(request.advertise, chosen.host, request.peers)
     return chosen
 
 
-def _choose_listen_address(
-    listen: str, advertise: str, rank: int, world: int, peers: Sequence[str], url: RepositoryUrl
-) -> HostPort:
-    if listen:
-        return _parse_listen(listen, advertise, world)
+def _choose_listen_address(request: TaskRequest, rank: int, world: int) -> HostPort:
+    peers = request.peers
+    if request.listen:
+        return _parse_listen(request.listen, request.advertise, world)
     if peers:
         if rank >= len(peers):
             raise UsageError(f"--peers names {len(peers)} nodes, and this is node {rank}")
-        return _parse_listen(peers[rank], advertise, world)
+        return _parse_listen(peers[rank], request.advertise, world)
     if world == 1:
         return HostPort(_own_loopback(), 0)
-    for endpoint in _shared_endpoints(url):
+    for endpoint in _shared_endpoints(parse_url(request.url)):
         host = _source_address(endpoint)
         if host and not _is_loopback(host):
             return HostPort(host, 0)

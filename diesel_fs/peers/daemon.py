@@ -1,13 +1,13 @@
 """The program of a master: from a request on stdin to the end of the task on this node.
 
-It opens everything that a master needs, in the order in which failures should be reported, runs the
-master, and ends it: on SIGTERM or SIGINT, when it has no clients any more, or when a newer master
-takes its rank. `launch.py` starts it.
+`launch.py` starts it. It opens everything that a master needs, in the order in which failures
+should be reported, runs the master, and ends it: on SIGTERM or SIGINT, when it has had no clients
+for a while, or when a newer master takes its rank.
 
-When it ends for one of the first two reasons, it first makes way for another master of this node
-and leaves the task, then writes the chunks in memory to its disk. That stops after
-`FLUSH_TIMEOUT_S`, at once when another master starts, which needs the memory, and at a second
-signal.
+When it ends for one of the first two reasons, it first closes its sockets and leaves the task, so
+that another master of this node can start. Then it writes the chunks in memory to its disk. That
+stops after `FLUSH_TIMEOUT_S`, at a second signal, and when another master of this node starts,
+which needs the memory.
 
 It reports on stdout, one JSON object a line: its process number, then that it is ready, or what
 went wrong. If it is killed, its registration expires, and its socket is found dead. One trio loop.
@@ -35,7 +35,7 @@ from ..net.tls import make_certificate
 from ..remote.open import open_repository, same_view
 from ..storage.objects.cloud.direct import open_buckets_directly
 from ..system import daemons
-from ..urls import HostPort, parse_url
+from ..urls import HostPort
 from . import local
 from .addresses import advertised_address, listen_address
 from .handshake import LocalIdentity
@@ -50,15 +50,15 @@ from .sealed_memory import raise_descriptor_limit
 log = logging.getLogger("diesel.task")
 
 LEAVE_S = 3.0
-"""How long the end waits for the registry; the registration also expires by itself."""
+"""How long a master that ends waits for the registry; its registration also expires by itself."""
 
 FLUSH_TIMEOUT_S = 20.0
 """How long writing the chunks in memory may take: SLURM kills 30 s after its first signal."""
 
 SUCCESSOR_POLL_S = 0.1
-"""How often the end looks for another master of this node meanwhile."""
+"""How often a master that writes its chunks looks for another master of this node."""
 
-_BACKLOG = 256
+_BACKLOG = 256  # connections of other masters that wait to be accepted
 
 Signals = AsyncIterator[int]
 
@@ -92,7 +92,7 @@ class _Daemon:
     def __init__(self, request: TaskRequest, stack: ExitStack) -> None:
         """`stack` closes what is opened here. Raises DieselError."""
         self._request = request
-        self._name = request.name
+        self._task = request.name
         self._rank, self._world = resolve_node(os.environ, request.rank, request.world)
         if request.evict not in POLICIES:
             raise UsageError(f"bad --evict {request.evict!r}: one of {', '.join(POLICIES)}")
@@ -103,16 +103,17 @@ class _Daemon:
             repository, request.dataset, request.identity, request.version
         )
         key = request.task_key.encode() or None
-        self._registry = open_registry(repository, self._name, key=key, peers=request.peers)
+        self._registry = open_registry(repository, self._task, key=key, peers=request.peers)
         stack.callback(self._registry.close)
-        self._disk = self._opened_disk()
-        memory_bytes, sizes = request.memory_bytes, self._snapshot.chunk_sizes
-        room_bytes = chunk_budget_bytes(memory_bytes, sizes, has_disk=self._disk is not None)
-        self._warn_of_little(room_bytes, "--memory", "in memory")
-        listen_path = socket_path(replace(request, rank=self._rank))
-        stack.callback(remove_folders, listen_path)
-        self._clients = local.LocalSocket(listen_path)
-        stack.callback(self._clients.close)
+        self._disk = self._open_disk()
+        budget_bytes = chunk_budget_bytes(
+            request.memory_bytes, self._snapshot.chunk_sizes, has_disk=self._disk is not None
+        )
+        self._warn_if_small(budget_bytes, "--memory", "in memory")
+        path = socket_path(replace(request, rank=self._rank))
+        stack.callback(remove_folders, path)
+        self._client_socket = local.LocalSocket(path)
+        stack.callback(self._client_socket.close)
         self._certificate = make_certificate() if request.peer_tls else None
         self._listener = self._bind()
         stack.callback(self._listener.close)
@@ -126,7 +127,7 @@ class _Daemon:
             has_key_file=key is not None,
         )
 
-    def _opened_disk(self) -> DiskTier | None:
+    def _open_disk(self) -> DiskTier | None:
         """The disk tier in `--cache-dir`; None without it, or where the disk is full."""
         if not self._request.cache_dir:
             return None
@@ -139,17 +140,17 @@ class _Daemon:
         if disk.read_only_reason:
             daemons.report({"warning": disk.read_only_reason})  # the tier has logged it
         else:
-            self._warn_of_little(disk.limit_bytes, "--cache-size", "on the disk")
+            self._warn_if_small(disk.limit_bytes, "--cache-size", "on the disk")
         return disk
 
-    def _warn_of_little(self, room_bytes: int, option: str, where: str) -> None:
-        """Warn where the cache has room for no chunk, which would look like a cache that does not
+    def _warn_if_small(self, budget_bytes: int, option: str, where: str) -> None:
+        """Warn where the largest chunk does not fit, which would look like a cache that does not
         work."""
         largest = int(self._snapshot.chunk_sizes.max(initial=0))
-        if room_bytes < largest:
+        if budget_bytes < largest:
             self._warn(
-                f"{option} leaves room for {room_bytes:,} bytes of chunks {where}, and the largest"
-                f" chunk has {largest:,}: chunks larger than the room are not kept there"
+                f"{option} leaves room for {budget_bytes:,} bytes of chunks {where}, and the"
+                f" largest chunk has {largest:,}: chunks larger than the room are not kept there"
             )
 
     def _warn_of_replaced(self, address: str) -> None:
@@ -161,9 +162,9 @@ class _Daemon:
                 " each node a --rank of its own"
             )
 
-    def _warn_of_higher_rank(self, found: Membership) -> None:
+    def _warn_of_higher_rank(self, membership: Membership) -> None:
         """Warn where --world differs between nodes. They share the chunks all the same."""
-        last = max((each.rank for each in found.members), default=0)
+        last = max((each.rank for each in membership.members), default=0)
         if last >= self._world:
             self._warn(
                 f"there is a node {last} in this task, and --world says {self._world} here: say the"
@@ -177,15 +178,7 @@ class _Daemon:
 
     def _bind(self) -> socket.socket:
         """The socket on which other masters reach this one. Raises UsageError."""
-        request = self._request
-        listen = listen_address(
-            request.listen,
-            request.advertise,
-            rank=self._rank,
-            world=self._world,
-            peers=request.peers,
-            url=parse_url(request.url),
-        )
+        listen = listen_address(self._request, self._rank, self._world)
         try:
             return socket.create_server(
                 listen,
@@ -215,19 +208,19 @@ class _Daemon:
                 await self._flush(master, signals)
 
     async def _serve(self, first: Membership, signals: Signals) -> Master | None:
-        """Run the master until it ends; returns it, or None where it may not be a member any
-        more."""
-        me = LocalIdentity(
+        """Run the master until a signal or the lack of clients ends it; returns it then. None where
+        it may not be a member any more."""
+        identity = LocalIdentity(
             rank=self._rank,
             instance=self._member.instance,
-            task=self._name,
+            task=self._task,
             version=self._snapshot.version,
             secret=first.secret,
             sizes=self._snapshot.chunk_sizes,
             certificate=self._certificate,
         )
         master = Master(
-            me,
+            identity,
             self._member,
             self._snapshot,
             self._objects,
@@ -237,58 +230,43 @@ class _Daemon:
             oneshot=self._request.policy == "oneshot",
         )
         clients = local.LocalServer(master)
-        is_over = False
+        is_member = True
         async with trio.open_nursery() as nursery:
 
-            async def until_the_end(wait: Callable[[], Awaitable[object]]) -> None:
-                nonlocal is_over
-                await wait()
-                is_over = True
+            async def be_member(*, task_status: trio.TaskStatus[None]) -> None:
+                nonlocal is_member
+                await master.run(first, [self._listener], task_status=task_status)
+                is_member = False
                 nursery.cancel_scope.cancel()
 
-            nursery.start_soon(until_the_end, partial(_signalled, signals))
-            await nursery.start(self._be_member, master, first, nursery.cancel_scope)
-            self._clients.listen()
-            nursery.start_soon(clients.serve, self._clients.socket)
-            nursery.start_soon(_mark, self._clients.path)
-            nursery.start_soon(
-                until_the_end, partial(clients.wait_until_idle, self._request.idle_timeout_s)
-            )
+            scope, path = nursery.cancel_scope, self._client_socket.path
+            nursery.start_soon(_cancel_after, scope, partial(_wait_for_signal, signals))
+            await nursery.start(be_member)
+            self._client_socket.listen()
+            nursery.start_soon(clients.serve, self._client_socket.socket)
+            nursery.start_soon(_mark_alive, path)
+            wait_until_idle = partial(clients.wait_until_idle, self._request.idle_timeout_s)
+            nursery.start_soon(_cancel_after, scope, wait_until_idle)
             log.info(
                 "node %d of task %s is at %s: %d chunks of %s, version %d",
-                self._rank, self._name.name, self._member.address, self._snapshot.chunk_count,
+                self._rank, self._task.name, self._member.address, self._snapshot.chunk_count,
                 self._snapshot.dataset, self._snapshot.version,
             )  # fmt: skip
-            daemons.report({"ready": os.fspath(self._clients.path), "rank": self._rank})
-        mark_ended(self._clients.path)
-        self._clients.close()
+            daemons.report({"ready": os.fspath(path), "rank": self._rank})
+        mark_ended(path)
+        self._client_socket.close()
         self._listener.close()
-        return master if is_over else None
+        return master if is_member else None
 
     async def _flush(self, master: Master, signals: Signals) -> None:
-        """Write the chunks in memory to the disk, until time, a signal or another master ends
-        that."""
-        with trio.move_on_after(FLUSH_TIMEOUT_S):
+        """Write the chunks in memory to the disk, until the time is over, a signal comes or another
+        master starts."""
+        path = self._client_socket.path
+        with trio.move_on_after(FLUSH_TIMEOUT_S) as scope:
             async with trio.open_nursery() as nursery:
-
-                async def run_until(wait: Callable[[], Awaitable[object]]) -> None:
-                    await wait()
-                    nursery.cancel_scope.cancel()
-
-                nursery.start_soon(run_until, partial(_signalled, signals))
-                nursery.start_soon(run_until, partial(_succeeded, self._clients.path))
-                nursery.start_soon(run_until, master.flush_to_disk)
-
-    async def _be_member(
-        self,
-        master: Master,
-        first: Membership,
-        end: trio.CancelScope,
-        *,
-        task_status: trio.TaskStatus[None],
-    ) -> None:
-        await master.run(first, [self._listener], task_status=task_status)
-        end.cancel()
+                nursery.start_soon(_cancel_after, scope, partial(_wait_for_signal, signals))
+                nursery.start_soon(_cancel_after, scope, partial(_wait_for_successor, path))
+                nursery.start_soon(_cancel_after, scope, master.flush_to_disk)
 
     def _make_cache(self, fetch: Fetch) -> NodeCache:
         """The chunks that this node keeps."""
@@ -305,19 +283,25 @@ class _Daemon:
         )
 
 
-async def _mark(listen_path: Path) -> None:
+async def _cancel_after(scope: trio.CancelScope, wait: Callable[[], Awaitable[object]]) -> None:
+    """Cancel a scope when `wait` returns."""
+    await wait()
+    scope.cancel()
+
+
+async def _mark_alive(socket_path: Path) -> None:
     while True:
         await trio.sleep(ALIVE_MARK_S)
-        mark_alive(listen_path)
+        mark_alive(socket_path)
 
 
-async def _signalled(signals: Signals) -> None:
+async def _wait_for_signal(signals: Signals) -> None:
     async for number in signals:
         log.info("asked to end by signal %d", number)
         return
 
 
-async def _succeeded(listen_path: Path) -> None:
-    while not has_successor(listen_path):  # noqa: ASYNC110  # another process sends no event
+async def _wait_for_successor(socket_path: Path) -> None:
+    while not has_successor(socket_path):  # noqa: ASYNC110  # another process sends no event
         await trio.sleep(SUCCESSOR_POLL_S)
     log.info("another master of this node is starting: it gets the memory")

@@ -1,11 +1,11 @@
 """Finding the master of a task on this node, and starting it where there is none.
 
 A task has a folder in the user's runtime folder, with one folder for each node of it on this
-machine. That has three files: `socket`, where the master listens; `lock`, which a process holds
-while it starts a master; and `options`, the request that the master was started with, without
-secrets and without addresses that may hold passwords. A master that ends by itself removes
-`options`. So `options` beside a dead socket means that the master was killed, and which node it
-was: a process that joins without a rank must not become another node. Remains of an old job are
+machine. A node's folder has three files: `socket`, where the master listens; `lock`, which a
+process holds while it starts a master; and `options`, the request that the master was started with,
+without secrets and without addresses that may hold passwords. A master that ends by itself removes
+`options`. So `options` beside a dead socket means that the master was killed, and says which node
+it was: a process that joins without a rank must not become another node. Remains of an old job are
 removed by the next one, and the folders by the last master.
 
 `daemon.py` is the master's program, `link.py` talks to it. Calls may come from any thread and any
@@ -21,7 +21,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TypeVar
@@ -63,36 +63,51 @@ DESCRIPTORS_MIN = 512
 """Open files of a master for its clients and chunks, besides those for connections to other
 nodes."""
 
+FOLDERS_WAIT_S = 5.0
+"""How long a process waits for another one that makes or removes folders of tasks, which takes
+microseconds unless that process was stopped."""
+
 _PERMANENT_ERRORS = (ConflictError, NotFoundError, PermissionDenied, UsageError)
 """Errors after which starting again would fail again."""
 
-_UNREACHABLE_PEER, _ALONE = "127.0.0.1:1", "127.0.0.1:0"
+_UNREACHABLE_PEER, _ALONE = "127.0.0.1:1", "127.0.0.1:0"  # of a node that needs no others
 _OPTIONS, _LOCK = "options", "lock"
 _POLL_S = 0.02
-_CONNECT_S = 5.0
-_FIRST = ("LOCAL_RANK", "SLURM_LOCALID")
-_NODE = ("SLURM_NODEID", "GROUP_RANK")
+_CONNECT_S = 5.0  # a master that accepts no connection for so long hangs
+_LOCAL_RANK_VARIABLES = ("LOCAL_RANK", "SLURM_LOCALID")  # a process's number on its node
+_NODE_VARIABLES = ("SLURM_NODEID", "GROUP_RANK")
 
 _Found = TypeVar("_Found")
 
 
-def join(request: TaskRequest, *, program: Sequence[str] = MASTER) -> Path:
-    """The socket of this node's master, which is started where none is alive. A running master
-    keeps its options; where the request asks for others, a warning names them.
+def join(
+    request: TaskRequest,
+    *,
+    program: Sequence[str] = MASTER,
+    first_process_wait_s: float = FIRST_PROCESS_WAIT_S,
+    start_deadline_s: float = START_DEADLINE_S,
+) -> Path:
+    """The socket of this node's master, which is started by `program` where none is alive. A
+    running master keeps its options; where the request asks for others, a warning names them.
 
     Raises the error that kept the master from starting, with the end of its log; UsageError for a
     rank or an address that makes no sense.
     """
-    place = _joined(request, program)
-    if others := _differing_options(request, place):
+    socket_path = _find_or_start(request, program, first_process_wait_s, start_deadline_s)
+    if ignored := _differing_options(request, socket_path):
         log.warning(
             "%s: ignored, because this node's master of task %r runs with other options; it ends"
-            " after some seconds without clients", ", ".join(others), request.task,
+            " after some seconds without clients", ", ".join(ignored), request.task,
         )  # fmt: skip
-    return place
+    return socket_path
 
 
-def _joined(request: TaskRequest, program: Sequence[str]) -> Path:
+def _find_or_start(
+    request: TaskRequest,
+    program: Sequence[str],
+    first_process_wait_s: float,
+    start_deadline_s: float,
+) -> Path:
     """The socket of this node's master, found or started.
 
     Without a rank, a task of one node has the only master that is alive on this machine, else the
@@ -101,8 +116,8 @@ def _joined(request: TaskRequest, program: Sequence[str]) -> Path:
     environment = os.environ
     rank, world = resolve_node(environment, request.rank, request.world)
     folder = _folder(request)
-    if world == 1 and request.rank is None and not any(map(environment.get, _NODE)):
-        alive = [each for each in _sockets(folder) if is_alive(each)]
+    if world == 1 and request.rank is None and not any(map(environment.get, _NODE_VARIABLES)):
+        alive = [each for each in sorted(folder.glob("*/socket")) if is_alive(each)]
         if len(alive) == 1:
             return alive[0]
         killed = [each.with_name("socket") for each in sorted(folder.glob(f"*/{_OPTIONS}"))]
@@ -113,13 +128,11 @@ def _joined(request: TaskRequest, program: Sequence[str]) -> Path:
             if is_alive(killed[0]):
                 return killed[0]
     request = replace(request, rank=rank, world=world)
-    place = socket_path(request)
-    if is_alive(place) or (
-        not _is_first(environment) and _wait_until_alive(place, FIRST_PROCESS_WAIT_S)
-    ):
-        return place
-    _start_locked(request, place, program)
-    return place
+    path = socket_path(request)
+    wait_s = 0.0 if _is_first(environment) else first_process_wait_s
+    if not _poll(lambda: is_alive(path) or None, wait_s):
+        _start_locked(request, path, program, start_deadline_s)
+    return path
 
 
 def _differing_options(request: TaskRequest, socket_path: Path) -> list[str]:
@@ -129,11 +142,8 @@ def _differing_options(request: TaskRequest, socket_path: Path) -> list[str]:
         if options.stat().st_mtime_ns < socket_path.stat().st_mtime_ns:
             return []  # they are those of an earlier master that was killed
         return request.differing_options(TaskRequest.from_json(options.read_bytes()))
-    except (
-        OSError,
-        UsageError,
-    ):  # the master is starting or ending, or has another version of this program
-        return []
+    except (OSError, UsageError):
+        return []  # the master is starting or ending, or has another version of this program
 
 
 def restart_killed(
@@ -145,7 +155,7 @@ def restart_killed(
     if is_alive(socket_path):
         return False
     try:
-        return _restart_as_before(request, socket_path, program)
+        return _restart(request, socket_path, program)
     except _PERMANENT_ERRORS:
         mark_ended(socket_path)
         remove_folders(socket_path)
@@ -158,10 +168,14 @@ def mark_ended(socket_path: Path) -> None:
         socket_path.with_name(_OPTIONS).unlink()
 
 
-def remove_folders(socket_path: Path) -> None:
+def remove_folders(socket_path: Path, *, folders_wait_s: float = FOLDERS_WAIT_S) -> None:
     """Remove a node's folder, and its task's with the last one. They stay where a master is
     running, starting, or was killed."""
-    with suppress(OSError, DieselError), _locked(socket_path, timeout_s=0.0), _folders_locked():
+    with (
+        suppress(OSError, DieselError),
+        _locked(socket_path, 0.0, folders_wait_s),
+        _folders_locked(folders_wait_s),
+    ):
         if not socket_path.exists() and not socket_path.with_name(_OPTIONS).exists():
             socket_path.with_name(_LOCK).unlink()
             socket_path.parent.rmdir()
@@ -180,7 +194,7 @@ def _remove_if_stale(socket_path: Path) -> bool:
     try:
         if socket_path.with_name(_OPTIONS).stat().st_mtime > time.time() - KILLED_REMEMBERED_S:
             return False
-        with _locked(socket_path, timeout_s=0.0):
+        with _locked(socket_path, 0.0):
             if is_alive(socket_path):
                 return False
             socket_path.unlink(missing_ok=True)
@@ -231,57 +245,53 @@ def wait_until_gone(socket_path: Path, timeout_s: float) -> bool:
     return _poll(lambda: None if is_alive(socket_path) else True, timeout_s) is not None
 
 
-def _sockets(folder: Path) -> Iterator[Path]:
-    yield from sorted(folder.glob("*/socket"))
-
-
 def _is_first(environment: Mapping[str, str]) -> bool:
     """Whether this is the first process of its node, by the variables of SLURM and torchrun."""
-    return next((environment[each] for each in _FIRST if environment.get(each)), "0").strip() == "0"
+    values = (environment[each] for each in _LOCAL_RANK_VARIABLES if environment.get(each))
+    return next(values, "0").strip() == "0"
 
 
-def _wait_until_alive(socket_path: Path, timeout_s: float) -> bool:
-    """Whether another process starts a master in time."""
-    return _poll(lambda: is_alive(socket_path) or None, timeout_s) is not None
-
-
-@contextmanager
-def _locked(socket_path: Path, timeout_s: float) -> Iterator[None]:
+def _locked(
+    socket_path: Path, timeout_s: float, folders_wait_s: float = FOLDERS_WAIT_S
+) -> AbstractContextManager[None]:
     """Hold the lock of a socket: no other process starts a master there, or removes its folder.
-    Raises BusyError."""
-    lock = _poll(lambda: _try_lock(socket_path), timeout_s)
-    if lock is None:
-        raise BusyError("another process is starting this task's master")
-    try:
-        yield
-    finally:
-        _unlock(lock)
+    The folder is made where it is missing. Raises BusyError."""
+
+    def attempt() -> int | None:
+        with _folders_locked(folders_wait_s):
+            private_folder(socket_path.parent.parent)
+            private_folder(socket_path.parent)
+            return _try_lock(socket_path.with_name(_LOCK))
+
+    return _held(attempt, timeout_s, _POLL_S, "another process is starting this task's master")
 
 
-def _try_lock(socket_path: Path) -> int | None:
-    """The held lock of a socket; None where another process has it. The folder is made where it is
-    missing."""
-    with _folders_locked():
-        private_folder(socket_path.parent.parent)
-        private_folder(socket_path.parent)
-        return _try_open_lock(socket_path.with_name(_LOCK))
+def _folders_locked(timeout_s: float = FOLDERS_WAIT_S) -> AbstractContextManager[None]:
+    """Hold the lock that guards making and removing folders of tasks. Raises BusyError."""
+    tasks = _tasks()
+    return _held(
+        lambda: _try_lock(tasks / _LOCK), timeout_s, _POLL_S / 10,
+        f"another process is changing the folders in {tasks}",
+    )  # fmt: skip
 
 
 @contextmanager
-def _folders_locked() -> Iterator[None]:
-    """Hold the lock that guards making and removing folders of tasks; both take microseconds.
-    Raises BusyError where another process was stopped while it held the lock."""
-    path = _tasks() / _LOCK
-    lock = _poll(lambda: _try_open_lock(path), _CONNECT_S, _POLL_S / 10)
+def _held(
+    attempt: Callable[[], int | None], timeout_s: float, every_s: float, otherwise: str
+) -> Iterator[None]:
+    """Hold the lock that `attempt` returns. Raises BusyError with this message where it returns
+    none in time."""
+    lock = _poll(attempt, timeout_s, every_s)
     if lock is None:
-        raise BusyError(f"another process is changing the folders in {_tasks()}")
+        raise BusyError(otherwise)
     try:
         yield
-    finally:
-        _unlock(lock)
+    finally:  # a child that another thread has forked meanwhile has the file open, too: unlock it
+        fcntl.flock(lock, fcntl.LOCK_UN)
+        os.close(lock)
 
 
-def _try_open_lock(path: Path) -> int | None:
+def _try_lock(path: Path) -> int | None:
     """The held lock at a path; None where another process has it."""
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
@@ -302,26 +312,21 @@ def _poll(
     return found
 
 
-def _unlock(lock: int) -> None:
-    """Unlock before closing: a child that another thread forked meanwhile has the file open,
-    too."""
-    fcntl.flock(lock, fcntl.LOCK_UN)
-    os.close(lock)
-
-
-def _start_locked(request: TaskRequest, socket_path: Path, program: Sequence[str]) -> None:
+def _start_locked(
+    request: TaskRequest, socket_path: Path, program: Sequence[str], deadline_s: float
+) -> None:
     """Start a master unless there is one by now. Raises DieselError."""
     try:
-        with _locked(socket_path, START_DEADLINE_S + _CONNECT_S):
+        with _locked(socket_path, deadline_s + _CONNECT_S):
             if not is_alive(socket_path):
-                _start(request, socket_path, program)
-                _remember(request, socket_path)
+                _start(request, socket_path, program, deadline_s)
+                _save_options(request, socket_path)
     except DieselError:
         remove_folders(socket_path)
         raise
 
 
-def _restart_as_before(request: TaskRequest, socket_path: Path, program: Sequence[str]) -> bool:
+def _restart(request: TaskRequest, socket_path: Path, program: Sequence[str]) -> bool:
     """Start a master that was killed as the same node; False where it ended by itself. Options that
     the request does not give stay as they were. Raises DieselError."""
     try:
@@ -335,11 +340,11 @@ def _restart_as_before(request: TaskRequest, socket_path: Path, program: Sequenc
         del given["memory_bytes"], given["memory_is_default"]
     elif request.memory_bytes:
         given["memory_is_default"] = False
-    _start_locked(replace(before, **given), socket_path, program)
+    _start_locked(replace(before, **given), socket_path, program, START_DEADLINE_S)
     return True
 
 
-def _remember(request: TaskRequest, socket_path: Path) -> None:
+def _save_options(request: TaskRequest, socket_path: Path) -> None:
     """Save what a master was started with, without secrets and addresses that may hold a
     password."""
     saved = replace(request, url="", user="", key="", task_key="").to_json()
@@ -353,7 +358,9 @@ def _remember(request: TaskRequest, socket_path: Path) -> None:
         mark_ended(socket_path)  # removes the options of an earlier one
 
 
-def _start(request: TaskRequest, socket_path: Path, program: Sequence[str]) -> None:
+def _start(
+    request: TaskRequest, socket_path: Path, program: Sequence[str], deadline_s: float
+) -> None:
     """Start a master whose rank and world are known. Raises DieselError."""
     rank, world = request.rank, request.world
     assert rank is not None
@@ -364,17 +371,9 @@ def _start(request: TaskRequest, socket_path: Path, program: Sequence[str]) -> N
             request, peers=(_UNREACHABLE_PEER,), task_key=secrets.token_hex(32), listen=_ALONE
         )
     _check_descriptors(world)
-    listen = listen_address(
-        request.listen,
-        request.advertise,
-        rank=rank,
-        world=world,
-        peers=request.peers,
-        url=parse_url(request.url),
-    )
     complete = replace(
         request,
-        listen=str(listen),
+        listen=str(listen_address(request, rank, world)),
         memory_bytes=request.memory_bytes or default_memory_bytes(),
     )
     with suppress(FileNotFoundError):
@@ -385,7 +384,7 @@ def _start(request: TaskRequest, socket_path: Path, program: Sequence[str]) -> N
         try:
             daemons.start(
                 [*program, request.task, f"--rank={rank}"], complete.to_json(), file, log,
-                daemon_name=f"the master of task {request.task!r}", deadline_s=START_DEADLINE_S,
+                daemon_name=f"the master of task {request.task!r}", deadline_s=deadline_s,
             )  # fmt: skip
             if not is_alive(socket_path):
                 raise DieselError(f"the master of task {request.task!r} ended at once")
@@ -397,11 +396,11 @@ def _start(request: TaskRequest, socket_path: Path, program: Sequence[str]) -> N
 def _check_descriptors(world: int) -> None:
     """Raises UsageError where a task of so many nodes needs more connections than the hard limit of
     open files allows. A master raises its soft limit itself."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = DESCRIPTORS_MIN + 2 * world  # one connection to each other node, and one from it
-    if most != resource.RLIM_INFINITY and most < needed:
+    if limit != resource.RLIM_INFINITY and limit < needed:
         raise UsageError(
-            f"a master of {world} nodes needs {needed} open files, and {most} are allowed here",
+            f"a master of {world} nodes needs {needed} open files, and {limit} are allowed here",
             advice=f"ulimit -Hn {2 * needed}, or LimitNOFILE in what starts the job",
         )
 

@@ -1,15 +1,15 @@
-"""A client's connections to its node's master (`PEERS.md`, section 4), and whether the master is
+"""A reader's connections to its node's master (`PEERS.md`, section 4), and whether the master is
 asked at all.
 
-A `Connection` is one blocking socket with its window: memory that the client shares with the master
-for the bytes of its reads. A `MasterLink` keeps connections, limits the time of an answer, and has
-a circuit breaker (`../net/breaker.py`), which the first failure opens. A failure is never raised:
-the caller gets None and reads from the store. `client.py` decides what to ask for; `launch.py`
-starts masters.
+The reader is the master's client. A `Connection` is one blocking socket with its window: memory
+that the client shares with the master for the bytes of its reads. A `MasterLink` keeps connections,
+limits the time of an answer, and has a circuit breaker (`../net/breaker.py`), which the first
+failure opens. A failure is never raised: the caller gets None and reads from the store. `client.py`
+decides what to ask for; `launch.py` starts masters.
 
-Concurrency: many threads; each exchange uses a connection of its own. A forked child opens
-connections of its own. One connection stays open as long as the link: a master without connections
-ends.
+Concurrency: many threads; each exchange (a request and its answer) uses a connection of its own. A
+forked child opens connections of its own. One connection stays open as long as the link: a master
+without connections ends.
 """
 
 import array
@@ -39,20 +39,23 @@ from .mapped_chunks import MappedChunks, MemoryMap
 log = logging.getLogger("diesel.task")
 
 DEADLINE_S = 5.0
-"""For one answer. A master's own deadlines add up to less, so a later answer means that it
-hangs."""
+"""The time limit of one answer. A master's own deadlines add up to less, so a master that takes
+longer hangs."""
 
 PAUSE_S, PAUSE_S_MAX = 1.0, 16.0
 """How long a master that has failed is not asked; the pause doubles up to the maximum while it
 fails."""
 
 IDLE_CONNECTIONS_MAX = 8
+"""Connections that stay open between exchanges, for as many threads."""
 
 WINDOW_BYTES = 8 << 20
 """The window of each connection; only pages that are used take memory. Larger requests would cost
 no less."""
 
-_RECEIVED_BYTES = wire.HEAD_BYTES + wire.PARTS_MAX * 6 + 1024
+_BUFFER_BYTES = (
+    wire.HEAD_BYTES + wire.PARTS_MAX * 6 + 1024
+)  # an answer to READ, some revoked chunks
 _CONTROL_BYTES = socket.CMSG_SPACE(4)
 _TIMEVAL = struct.Struct("ll")
 
@@ -70,9 +73,9 @@ class Connection:
 
     def __init__(self, path: str, identity: UUID, version: int, deadline_s: float) -> None:
         """Connects and says hello. Raises ExchangeFailed."""
-        self.revoked: list[int] = []
+        self.revoked: list[int] = []  # chunks that the last answer revokes
         self.unread_parts = 0  # parts of a READ whose answer was not received
-        self._received = bytearray(_RECEIVED_BYTES)
+        self._buffer = bytearray(_BUFFER_BYTES)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         window = -1
         try:
@@ -86,7 +89,7 @@ class Connection:
             fcntl(window, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW)
             self.window = MemoryMap(window, WINDOW_BYTES, mmap.MAP_SHARED).view()
             hello = wire.local_request(wire.LOCAL_HELLO, body=wire.local_hello(identity, version))
-            self.send(hello, send=window)
+            self.send(hello, descriptor=window)
             body, _ = self.receive(wire.LOCAL_HELLO, 0)
             self.rank, self.chunks = wire.parse_local_welcome(body)
         except (OSError, DieselError) as error:
@@ -99,12 +102,11 @@ class Connection:
             if window >= 0:
                 os.close(window)
 
-    def send(self, request: bytes, *, send: int = -1) -> None:
-        """Send a request, and the descriptor `send` with it. Raises ExchangeFailed."""
+    def send(self, request: bytes, *, descriptor: int = -1) -> None:
+        """Send a request, and a descriptor with it unless that is -1. Raises ExchangeFailed."""
         try:
-            if send >= 0:
-                rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [send]))
-                sent = self._socket.sendmsg([request], [rights])
+            if descriptor >= 0:
+                sent = socket.send_fds(self._socket, [request], [descriptor])
                 request = request[sent:]
             if request:
                 self._socket.sendall(request)
@@ -116,25 +118,25 @@ class Connection:
     def receive(
         self, kind: int, count: int, *, expects_descriptor: bool = False
     ) -> tuple[memoryview, int]:
-        """The body of the answer to a request, valid until the next is sent, and a descriptor that
-        came with it, or -1. Descriptors are expected only with `expects_descriptor`. Raises
+        """The body of the answer to a request of this kind and count, valid until the next is sent;
+        and with `expects_descriptor` the descriptor that came with it, else -1. Raises
         ExchangeFailed; RequestRejected where the master rejects the request."""
         descriptor = -1
         try:
-            room = memoryview(self._received)
+            room = memoryview(self._buffer)
             if expects_descriptor:
                 got, descriptor = self._receive_with_descriptor(room)
             else:
                 got = self._socket.recv_into(room)
             while got < wire.HEAD_BYTES:
-                got += self._more(room[got:])
+                got += self._receive_more(room[got:])
             head = wire.parse_local_answer(room[: wire.HEAD_BYTES], kind, count)
             end = wire.HEAD_BYTES + head.body_bytes
             if end > len(room):
                 room = memoryview(bytearray(end))
-                room[:got] = self._received[:got]
+                room[:got] = self._buffer[:got]
             while got < end:
-                got += self._more(room[got:end])
+                got += self._receive_more(room[got:end])
             if got > end:
                 raise ExchangeFailed("the master sent more bytes than its answer has")
             proper, self.revoked = wire.split_revoked(head, room[wire.HEAD_BYTES : end])
@@ -150,7 +152,8 @@ class Connection:
             raise
         return proper, descriptor
 
-    def _more(self, room: memoryview) -> int:
+    def _receive_more(self, room: memoryview) -> int:
+        """Wait for bytes; returns how many came. Raises ExchangeFailed, OSError."""
         got = self._socket.recv_into(room)
         if not got:
             raise ExchangeFailed("the master has ended")
@@ -161,13 +164,13 @@ class Connection:
         got, control, flags, _ = self._socket.recvmsg_into(
             [room], _CONTROL_BYTES, socket.MSG_CMSG_CLOEXEC
         )
-        found = array.array("i")
+        descriptors = array.array("i")
         for level, kind, content in control:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                found.frombytes(content[: len(content) - len(content) % found.itemsize])
-        for extra in found[1:]:
-            os.close(extra)
-        descriptor = found[0] if found else -1
+                descriptors.frombytes(content[: len(content) - len(content) % descriptors.itemsize])
+        for unexpected in descriptors[1:]:
+            os.close(unexpected)
+        descriptor = descriptors[0] if descriptors else -1
         if flags & socket.MSG_CTRUNC:
             if descriptor >= 0:
                 os.close(descriptor)
@@ -180,7 +183,7 @@ class Connection:
 
     @property
     def is_closed(self) -> bool:
-        """Whether it is closed. A forked child closes the connections of its parent."""
+        """Whether it is closed, for example by a forked child, which closes its copy."""
         return self._socket.fileno() < 0
 
 
@@ -213,12 +216,12 @@ class MasterLink:
         pause_s: float = PAUSE_S,
         restart: Callable[[bool], bool] | None = None,
     ) -> None:
-        """`mapped` has the chunks that the master has pinned for this process; it hears of revoked
-        chunks, and when the master is gone.
+        """`mapped` has the chunks that the master has pinned for this process; the link tells it
+        which chunks the master revokes, and when the master has ended.
 
         `restart` starts a master in place of one that was killed, and returns whether it did. It is
-        called in a thread whenever connecting fails, may take its time, and learns whether a master
-        has ever answered this link.
+        called in a thread whenever connecting fails; its argument says whether a master has ever
+        answered this link.
         """
         self._path = os.fspath(path)
         self._identity = identity
@@ -229,8 +232,8 @@ class MasterLink:
         self._last_warning = self._last_restart_error = ""
         self._closed = False
         self._restart = restart
-        self.rank = -1
-        self.exchanged_s = 0.0
+        self.rank = -1  # the master's; -1 before its first answer
+        self.exchanged_s = 0.0  # when the last exchange ended, by time.monotonic()
         self.counts = {"requests": 0, "failures": 0, "skipped": 0}
         self._reset_after_fork()
         _LINKS.add(self)
@@ -240,9 +243,9 @@ class MasterLink:
         self._breaker.cancel(self._breaker.ticket)  # only a thread of the parent goes on connecting
         self._restarting = threading.Lock()
         self._idle: list[Connection] = []
-        # Appended to by the garbage collector, so without a lock
+        # Connections whose answer was not received. The garbage collector adds to it: no lock.
         self._abandoned: deque[Connection] = deque()
-        self._open: weakref.WeakSet[Connection] = weakref.WeakSet()
+        self._open: weakref.WeakSet[Connection] = weakref.WeakSet()  # all, idle or in use
 
     def connect(self) -> bool:
         """Make sure that there is a connection; returns whether there is. Other calls do so
@@ -272,14 +275,14 @@ class MasterLink:
         return None if begun is None else begun.wait()
 
     def begin(self, parts: wire.Parts) -> "PendingRead | None":
-        """As `read`, without waiting for the answer yet."""
+        """Send the request of `read`; the answer is waited for later."""
         connection = self._acquire()
         if connection is None:
             return None
         ticket = self._breaker.ticket
         body = parts.astype("<u4", copy=False).tobytes()
         request = wire.local_request(wire.LOCAL_READ, len(parts), body)
-        if not self._put(connection, ticket, request):
+        if not self._send(connection, ticket, request):
             return None
         return PendingRead(self, connection, ticket, parts)
 
@@ -289,13 +292,9 @@ class MasterLink:
         connection = self._acquire()
         if connection is None:
             return None
+        flags, body = wire.LOAD if fetch else 0, wire.chunks_body([chunk])
         answer = self._exchange(
-            connection,
-            wire.LOCAL_PIN,
-            1,
-            wire.chunks_body([chunk]),
-            flags=wire.LOAD if fetch else 0,
-            expects_descriptor=True,
+            connection, wire.LOCAL_PIN, 1, body, flags=flags, expects_descriptor=True
         )
         if answer is None:
             return None
@@ -303,12 +302,12 @@ class MasterLink:
         self._release(connection)
         return PinResult(source, answer[1])
 
-    def notify(self, kind: int, count: int, body: bytes, *, send: int = -1) -> bool:
+    def notify(self, kind: int, count: int, body: bytes) -> bool:
         """Send a request whose answer has no content; returns whether the answer came."""
         connection = self._acquire(is_read=False)
         if connection is None:
             return False
-        if self._exchange(connection, kind, count, body, send=send) is None:
+        if self._exchange(connection, kind, count, body) is None:
             return False
         self._release(connection)
         return True
@@ -319,7 +318,7 @@ class MasterLink:
         connection = self._acquire(is_read=False)
         if connection is None:
             return False
-        answer = self._exchange(connection, wire.LOCAL_SWITCH_VERSION, 0, body, send=snapshot)
+        answer = self._exchange(connection, wire.LOCAL_SWITCH_VERSION, 0, body, descriptor=snapshot)
         if answer is None:
             return False
         with self._lock:
@@ -343,8 +342,8 @@ class MasterLink:
         """Unpin chunks that are unmapped, and receive those that the master revokes."""
         while True:
             chunks = self._mapped.take_unmapped()
-            some = chunks[: wire.UNPINNED_MAX]
-            if not self.notify(wire.LOCAL_UNPIN, len(some), wire.chunks_body(some)):
+            sent = chunks[: wire.UNPINNED_MAX]
+            if not self.notify(wire.LOCAL_UNPIN, len(sent), wire.chunks_body(sent)):
                 return  # the master unpins them when the connections close
             if not self._mapped.has_unmapped:
                 return
@@ -355,7 +354,7 @@ class MasterLink:
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
-        for connection in (*idle, *iter(self._dropped_one, None)):
+        for connection in (*idle, *iter(self._pop_abandoned, None)):
             connection.close()
 
     def __del__(self) -> None:
@@ -370,23 +369,26 @@ class MasterLink:
         body: bytes,
         *,
         flags: int = 0,
-        send: int = -1,
+        descriptor: int = -1,
         expects_descriptor: bool = False,
     ) -> tuple[memoryview, int] | None:
-        """The answer; None after a failed exchange, whose connection is closed then."""
+        """Send a request, and a descriptor with it unless that is -1. Returns the answer; None
+        after a failed exchange, whose connection is closed then."""
         ticket = self._breaker.ticket
         request = wire.local_request(kind, count, body, flags)
-        if not self._put(connection, ticket, request, send=send):
+        if not self._send(connection, ticket, request, descriptor=descriptor):
             return None
         return self._answer(connection, ticket, kind, count, expects_descriptor=expects_descriptor)
 
-    def _put(self, connection: Connection, ticket: int, request: bytes, *, send: int = -1) -> bool:
+    def _send(
+        self, connection: Connection, ticket: int, request: bytes, *, descriptor: int = -1
+    ) -> bool:
         """Send a request; returns whether it was sent. A connection that failed is closed."""
         self.counts["requests"] += 1
         try:
-            connection.send(request, send=send)
+            connection.send(request, descriptor=descriptor)
         except ExchangeFailed as error:
-            self._fail(connection, ticket, str(error))
+            self._discard(connection, ticket, str(error))
             return False
         except BaseException:  # a signal handler's: the state of the exchange is unknown
             connection.close()
@@ -410,7 +412,7 @@ class MasterLink:
             self._note_failure(ticket, str(error))
             return None
         except ExchangeFailed as error:
-            self._fail(connection, ticket, str(error))
+            self._discard(connection, ticket, str(error))
             return None
         except BaseException:  # a signal handler's: the state of the exchange is unknown
             connection.close()
@@ -476,6 +478,7 @@ class MasterLink:
                 self._restarting.release()
 
     def _release(self, connection: Connection) -> None:
+        """The exchange on a connection has ended; another caller may use it."""
         self.exchanged_s = time.monotonic()
         with self._lock:
             if not self._closed and len(self._idle) < IDLE_CONNECTIONS_MAX:
@@ -484,7 +487,7 @@ class MasterLink:
             self._open.discard(connection)
         connection.close()
 
-    def _drop(self, connection: Connection, count: int) -> None:
+    def _abandon(self, connection: Connection, count: int) -> None:
         """The caller no longer waits for the answer about `count` parts. The connection is kept: a
         master without connections ends."""
         connection.unread_parts = count
@@ -495,32 +498,33 @@ class MasterLink:
 
     def _reuse_abandoned(self) -> Connection | None:
         """A connection whose answer was not received, once that answer has come."""
-        connection = self._dropped_one()
+        connection = self._pop_abandoned()
+        if connection is None:
+            return None
         ticket = self._breaker.ticket
         try:
-            if connection is not None:
-                connection.receive(wire.LOCAL_READ, connection.unread_parts)
+            connection.receive(wire.LOCAL_READ, connection.unread_parts)
         except RequestRejected:
-            return connection
+            pass
         except ExchangeFailed as error:
-            assert connection is not None
-            self._fail(connection, ticket, str(error))
+            self._discard(connection, ticket, str(error))
             return None
         return connection
 
-    def _dropped_one(self) -> Connection | None:
+    def _pop_abandoned(self) -> Connection | None:
+        """An abandoned connection, which is the caller's then."""
         try:
             return self._abandoned.popleft()
         except IndexError:
             return None
 
-    def _fail(self, connection: Connection, ticket: int, why: str) -> None:
+    def _discard(self, connection: Connection, ticket: int, why: str) -> None:
         """Close a connection that failed, and all idle ones: they lead to the same master."""
         connection.close()
         with self._lock:
             self._open.discard(connection)
             idle, self._idle = self._idle, []
-            idle += iter(self._dropped_one, None)
+            idle += iter(self._pop_abandoned, None)
             for each in idle:
                 self._open.discard(each)
         for each in idle:
@@ -562,14 +566,14 @@ class PendingRead:
         try:
             offsets, sources = wire.parse_read_answer(answer[0], parts[:, 2], WINDOW_BYTES)
         except DieselError as error:
-            self._link._fail(connection, ticket, str(error))
+            self._link._discard(connection, ticket, str(error))
             return None
         return WindowLease(self._link, connection, ReadResult(connection.window, offsets, sources))
 
     def __del__(self) -> None:
         connection: Connection | None = getattr(self, "_connection", None)
         if connection is not None and not connection.is_closed:
-            self._link._drop(connection, len(self._parts))
+            self._link._abandon(connection, len(self._parts))
 
 
 class WindowLease:

@@ -1,10 +1,10 @@
-"""The master's end of the local protocol (`PEERS.md`, section 4): it serves the clients of its own
-node.
+"""The master's end of the local protocol (`PEERS.md`, section 4): it serves its clients, the
+readers on its own node.
 
 It checks which processes may connect, maps their windows (memory that a client shares with the
-master for the bytes of its reads), counts what each process has pinned, and decides when an unused
-master ends. `wire.py` has the bytes of messages, `master.py` the answers. A client that breaks off
-at any point leaves nothing behind.
+master for the bytes of its reads), unpins what a process has pinned when that process ends, and
+decides when an unused master ends. `wire.py` has the bytes of messages, `master.py` the answers. A
+client that breaks off at any point leaves nothing behind.
 
 All code runs in the master's trio loop. A connection carries one request at a time, and has one
 task.
@@ -14,6 +14,7 @@ import array
 import fcntl
 import json
 import logging
+import math
 import mmap
 import os
 import socket
@@ -39,12 +40,12 @@ WINDOW_BYTES_MAX = 1 << 30
 BACKLOG = 1024
 ACCEPT_PAUSE_S = 0.1  # without free descriptors; the next client waits in the kernel
 
-_RECEIVED_BYTES = 64 << 10
+_RECEIVE_BYTES = 64 << 10  # of one system call
 _ANY_CHUNK = 1 << 32  # unpinning a chunk that was never pinned does nothing
+_TURN_REQUESTS = 64  # of one client, before other tasks run
+_CREDENTIALS = struct.Struct("3i")  # pid, user, group
 _FILES_MAX = 4  # descriptors in one message: one is expected, any others are closed
-_IN_A_ROW = 64  # requests of one client before other tasks run
-_CREDENTIALS = struct.Struct("3i")
-_ROOM = socket.CMSG_SPACE(_FILES_MAX * array.array("i").itemsize)
+_CONTROL_BYTES = socket.CMSG_SPACE(_FILES_MAX * array.array("i").itemsize)
 
 
 class LocalServer:
@@ -64,33 +65,31 @@ class LocalServer:
             while True:
                 await trio.lowlevel.wait_readable(listener)
                 try:
-                    ours, _ = listener.accept()
+                    accepted, _ = listener.accept()
                 except BlockingIOError:
                     continue
-                except (
-                    OSError
-                ) as error:  # no descriptors, for example; connected clients are still served
+                except OSError as error:  # no descriptors, say; connected clients are still served
                     log.warning("cannot accept clients now: %s", error.strerror)
                     await trio.sleep(ACCEPT_PAUSE_S)
                     continue
-                ours.setblocking(False)
+                accepted.setblocking(False)
                 pid, user, _ = _CREDENTIALS.unpack(
-                    ours.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+                    accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
                 )
                 if user != os.geteuid() or self._connections.total() >= CONNECTIONS_MAX:
                     log.warning("process %d of user %d was refused", pid, user)
-                    ours.close()
+                    accepted.close()
                     continue
-                nursery.start_soon(self._serve, ours, pid)
+                nursery.start_soon(self._serve, accepted, pid)
 
     async def wait_until_idle(self, idle_timeout_s: float) -> None:
-        """Returns when there has been no client for `idle_timeout_s`; at once where there is none
-        and one comes for another version of the dataset, which then starts a master of its own."""
+        """Returns when no client has read this version for `idle_timeout_s`; at once where none
+        does and one comes for another version of the dataset, which then starts a master of its
+        own."""
         while True:
             self._clients_changed = trio.Event()
-            with trio.move_on_after(
-                idle_timeout_s if not self._readers else float("inf")
-            ) as patience:
+            timeout_s = math.inf if self._readers else idle_timeout_s
+            with trio.move_on_after(timeout_s) as idle_scope:
                 await self._clients_changed.wait()
             if self._other_version_wanted and not self._readers:
                 log.info(
@@ -98,14 +97,14 @@ class LocalServer:
                 )
                 return
             self._other_version_wanted = False  # a reader of this version connected meanwhile
-            if patience.cancelled_caught:
+            if idle_scope.cancelled_caught:
                 log.info("no client for %g s: the master ends", idle_timeout_s)
                 return
 
-    async def _serve(self, ours: socket.socket, pid: int) -> None:
+    async def _serve(self, accepted: socket.socket, pid: int) -> None:
         """Serve one connection until it ends; with its last connection, a process's pins end."""
         self._connections[pid] += 1
-        client = _Client(self, self._master, ours, pid)
+        client = _Client(self, self._master, accepted, pid)
         try:
             await client.serve()
         except (CorruptError, UsageError) as error:
@@ -137,14 +136,16 @@ class LocalServer:
 class _Client:
     """One connection of a client."""
 
-    def __init__(self, server: LocalServer, master: Master, ours: socket.socket, pid: int) -> None:
+    def __init__(
+        self, server: LocalServer, master: Master, accepted: socket.socket, pid: int
+    ) -> None:
         self._server = server
         self._master = master
-        self._socket = ours
+        self._socket = accepted
         self._pid = pid
         self._received = bytearray()
-        self._files: list[int] = []
-        self._version = -1  # -1: before the hello
+        self._files: list[int] = []  # descriptors that came with the current request
+        self._version = -1  # that the client reads; -1: before the hello
         self._map: mmap.mmap | None = None
         self._window = memoryview(b"")
 
@@ -163,7 +164,7 @@ class _Client:
     async def serve(self) -> None:
         """Answer requests until the client closes. Raises CorruptError, UsageError, OSError."""
         while True:
-            for _ in range(_IN_A_ROW):
+            for _ in range(_TURN_REQUESTS):
                 if not await self._receive(wire.HEAD_BYTES):
                     return
                 head = wire.parse_local_request(self._received[: wire.HEAD_BYTES])
@@ -189,8 +190,8 @@ class _Client:
             return
         if head.kind == wire.LOCAL_UNPIN and self._version >= 0:  # of any version
             self._master.cache.memory.unpin(self._pid, wire.parse_chunks(body, _ANY_CHUNK))
-            wanted = self._master.cache.memory.revoked(self._pid)
-            await self._send(wire.local_answer(head.kind, revoked=wanted))
+            revoked = self._master.cache.memory.revoked(self._pid)
+            await self._send(wire.local_answer(head.kind, revoked=revoked))
             return
         if self._version != self._master.snapshot.version:
             await self._refuse(head.kind, "the task reads another version of the dataset")
@@ -206,13 +207,12 @@ class _Client:
             (chunk,) = wire.parse_chunks(body, len(sizes))
             load = bool(head.flags & wire.LOAD)
             file = await self._master.pin(self._pid, chunk, load=load)
-            source = wire.SOURCE_NONE if file is None else wire.SOURCE_HERE
-            answer = wire.source_body(source)
+            answer = wire.source_body(wire.SOURCE_NONE if file is None else wire.SOURCE_HERE)
         elif head.kind == wire.LOCAL_DAMAGED:
             await self._master.report_damage(wire.parse_damaged(body, sizes))
         count = head.counted if answer else 0
-        wanted = self._master.cache.memory.revoked(self._pid)
-        await self._send(wire.local_answer(head.kind, count, answer, wanted), file)
+        revoked = self._master.cache.memory.revoked(self._pid)
+        await self._send(wire.local_answer(head.kind, count, answer, revoked), file)
 
     async def _hello(self, body: bytes) -> None:
         """Answer HELLO: map the client's window, or reject another dataset or version."""
@@ -221,11 +221,11 @@ class _Client:
         except UsageError as error:
             await self._refuse(wire.LOCAL_HELLO, error.message)
             raise
-        shown = self._master.snapshot
-        if (identity, version) != (shown.identity, shown.version):
+        current = self._master.snapshot
+        if (identity, version) != (current.identity, current.version):
             await self._refuse(
                 wire.LOCAL_HELLO,
-                f"the task reads version {shown.version} of {shown.identity}, not {version} of"
+                f"the task reads version {current.version} of {current.identity}, not {version} of"
                 f" {identity}",
             )
             self._server.other_version_requested()
@@ -235,7 +235,7 @@ class _Client:
         if not self.is_accepted:
             self._server.reader_joined()
         self._version = version
-        welcome = wire.local_welcome(self._master.rank, shown.chunk_count)
+        welcome = wire.local_welcome(self._master.rank, current.chunk_count)
         await self._send(wire.local_answer(wire.LOCAL_HELLO, body=welcome))
 
     async def _switch_version(self, body: bytes) -> None:
@@ -249,10 +249,10 @@ class _Client:
             snapshot = Snapshot(memoryview(mapped))
         except (OSError, ValueError, DieselError) as error:
             raise CorruptError(f"a damaged snapshot: {error}") from None
-        shown = self._master.snapshot
-        if (snapshot.identity, snapshot.version) != (shown.identity, version):
+        current = self._master.snapshot
+        if (snapshot.identity, snapshot.version) != (current.identity, version):
             raise CorruptError("the snapshot is of another dataset or version")
-        if version > shown.version:
+        if version > current.version:
             await self._master.switch_version(snapshot)
         self._version = version
         await self._send(wire.local_answer(wire.LOCAL_SWITCH_VERSION))
@@ -268,7 +268,7 @@ class _Client:
         while len(self._received) < size:
             try:
                 content, ancillary, _, _ = self._socket.recvmsg(
-                    _RECEIVED_BYTES, _ROOM, socket.MSG_CMSG_CLOEXEC
+                    _RECEIVE_BYTES, _CONTROL_BYTES, socket.MSG_CMSG_CLOEXEC
                 )
             except BlockingIOError:
                 await trio.lowlevel.wait_readable(self._socket)
@@ -321,8 +321,9 @@ def _map_window(files: list[int]) -> mmap.mmap:
 
 
 class LocalSocket:
-    """A socket at a path in a folder of this user. Until `listen` is called, clients are refused at
-    once: a master that starts, which may have to wait for Redis, must not make readers wait."""
+    """The socket at which clients reach the master. Until `listen` is called, the kernel refuses
+    them at once: a master that starts, which may have to wait for Redis, must not make readers
+    wait."""
 
     def __init__(self, path: Path) -> None:
         """Raises OSError."""
@@ -331,7 +332,7 @@ class LocalSocket:
         try:
             path.unlink(missing_ok=True)
             bind_unix(self.socket, path)
-            self._number = path.stat().st_ino
+            self._inode = path.stat().st_ino
             self.socket.setblocking(False)
         except BaseException:
             self.socket.close()
@@ -347,6 +348,6 @@ class LocalSocket:
         if self.socket.fileno() < 0:
             return
         with suppress(OSError):
-            if self.path.stat().st_ino == self._number:
+            if self.path.stat().st_ino == self._inode:
                 self.path.unlink()
         self.socket.close()

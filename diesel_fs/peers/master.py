@@ -1,10 +1,10 @@
-"""The master: one node of a task, which serves the node's own readers and the masters of other
-nodes.
+"""The master: the process on a node of a task that serves the node's readers and the masters of
+other nodes.
 
-For each chunk it knows which node owns it, and reads from there; `set_owned` and `switch_version`
-of its `NodeCache` tell that which chunks are this node's. It follows the task's members as they
-come and go. Bytes in memory and on disk are in `node_cache.py`, connections to other masters in
-`peer.py` and `acceptor.py`, this node's clients in `local.py`, the registry in `registry.py`.
+For each chunk it knows which node owns it, and reads from there; its `NodeCache` learns which
+chunks are this node's. It follows the task's members as they come and go. Bytes in memory and on
+disk are in `node_cache.py`, connections to other masters in `peer.py` and `acceptor.py`, this
+node's readers (its clients) in `local.py`, the registry of members in `registry.py`.
 
 What the master cannot give it reports at once, and the reader reads from the store: nothing that
 happens to members is an error of a reader. One thread (trio); calls that block run in threads.
@@ -38,25 +38,38 @@ from .wire import ABSENT, FAILED, GIVEN, NOT_MINE, SOURCE_HERE, SOURCE_NONE, Dam
 log = logging.getLogger("diesel.task")
 
 RENEW_S = 2.0
-"""Seconds between renewals: a third of what a registration lasts."""
+"""Seconds between renewals of the registration: a third of what it lasts."""
 
-GATHER_S = 10.0
-"""For so long after its start a master looks for members more often, until all nodes are there: a
-chunk that it fetches and another node owns a moment later crosses the network twice."""
-
-GATHER_RENEW_S = 0.25
+GATHER_S, GATHER_RENEW_S = 10.0, 0.25
+"""For so long after its start, until all nodes are there, a master renews at this shorter interval
+to learn of new members: a chunk that it fetches and another node owns a moment later crosses the
+network twice."""
 
 LOAD_S = 3.0
 """How long a caller waits for a chunk that is being fetched: a client gives up its master after 5
 s."""
 
-_LIVE_LEVELS = 8  # degrees of live bytes by which chunks are fetched ahead
-_PREVIOUS_OWNERS_MAX = 8  # sets of owners that are remembered: previous owners may hold chunks
+_LIVE_LEVELS = 8  # `oneshot` fetches chunks by their live fraction, rounded up to an eighth
+_PREVIOUS_OWNERS_MAX = 8  # earlier assignments that are remembered: those owners may hold chunks
 
 Ranks = npt.NDArray[np.int64]
 Offsets = npt.NDArray[np.uint32]
 Sources = npt.NDArray[np.uint16]
-Views = list[memoryview]
+
+_OFFSET_0: Offsets = np.zeros(1, np.uint32)  # where a single part lies in the window
+
+_COUNTS = (
+    "other_version_members", "client_parts", "client_misses", "peer_hits", "not_owned",
+    "damage_reports", "chunks_from_peers", "chunks_from_store",
+)  # fmt: skip
+
+
+class _PeerEntry(NamedTuple):
+    """Another node; cancelling `scope` ends the connection to it."""
+
+    member: Member
+    peer: Peer
+    scope: trio.CancelScope
 
 
 class _ChunkOwners:
@@ -64,17 +77,18 @@ class _ChunkOwners:
 
     def __init__(self, snapshot: Snapshot) -> None:
         self.snapshot = snapshot
-        self.ranks: list[int] = []  # of the members
-        # See `compute_live_fraction`
+        self.ranks: list[int] = []  # of the members among which the chunks are shared
+        # The part of each chunk's bytes that files of this version have; 1 until it is computed
         self.live_fraction: npt.NDArray[np.float64] = np.ones(snapshot.chunk_count)
         self._has_live_fraction = False
-        self.owner: Ranks = np.full(snapshot.chunk_count, -1, np.int64)
-        self._before: list[Ranks] = []
+        self.owner: Ranks = np.full(snapshot.chunk_count, -1, np.int64)  # of each chunk; -1: none
+        self._previous: list[Ranks] = []  # the newest first
         self._ownership: Ownership | None = None
         self._world = 0
 
     def compute(self, ranks: Sequence[int], world: int) -> Ranks:
-        """The owners where these ranks are members. Takes 0.3 s for 1,000 nodes."""
+        """The owners where these ranks of a task of `world` nodes are members. Takes 0.3 s for
+        1,000 nodes."""
         if self._ownership is None or self._world < world:
             ids, sizes = self.snapshot.chunk_ids, self.snapshot.chunk_sizes
             self._ownership, self._world = Ownership(ids, sizes, world), world
@@ -83,8 +97,8 @@ class _ChunkOwners:
         return self._ownership.owners(living)
 
     def compute_live_fraction(self) -> None:
-        """Compute how much of each chunk belongs to files of this version: nobody reads bytes of
-        files that were overwritten or removed. Takes 0.2 s for 10 million files."""
+        """Compute `live_fraction`: nobody reads bytes of files that were overwritten or removed.
+        Takes 0.2 s for 10 million files."""
         if not self._has_live_fraction:
             sizes = np.maximum(self.snapshot.chunk_sizes, 1)
             self.live_fraction = self.snapshot.used_bytes() / sizes
@@ -96,18 +110,18 @@ class _ChunkOwners:
         mine: npt.NDArray[np.bool_] = (self.owner if owner is None else owner) == rank
         return mine & (self.live_fraction > 0)
 
-    def set_owners(self, ranks: list[int], owner: Ranks, before: Ranks | None = None) -> None:
-        """Set the members and the owners. `before` has the owners as they may have been before this
-        node came."""
+    def set_owners(self, ranks: list[int], owner: Ranks, previous: Ranks | None = None) -> None:
+        """Set the members and the owners. `previous` has the owners as they may have been before
+        this node came."""
         self.ranks = ranks
-        self._before = [*([] if before is None else [before]), self.owner, *self._before]
-        self._before = self._before[:_PREVIOUS_OWNERS_MAX]
+        known = [self.owner, *self._previous]
+        self._previous = (known if previous is None else [previous, *known])[:_PREVIOUS_OWNERS_MAX]
         self.owner = owner
 
     def possible_holders(self, chunk: int) -> list[int]:
         """The ranks that may hold a chunk, the most likely first."""
-        found = dict.fromkeys(int(each[chunk]) for each in (self.owner, *self._before))
-        return [rank for rank in found if rank >= 0]
+        ranks = dict.fromkeys(int(owner[chunk]) for owner in (self.owner, *self._previous))
+        return [rank for rank in ranks if rank >= 0]
 
 
 class Master:
@@ -124,25 +138,31 @@ class Master:
         *,
         world: int,
         oneshot: bool,
+        renew_s: float = RENEW_S,
+        gather_renew_s: float = GATHER_RENEW_S,
+        ttl_s: float = TTL_S,
     ) -> None:
         """`member` is this node's registration; `make_cache` makes its cache, given how to fetch a
-        chunk."""
+        chunk. With `oneshot`, all chunks of this node are fetched from the start."""
         self._me = me
         self._member = member
         self._objects = objects
         self._registry = registry
         self._world = world
         self._oneshot = oneshot
+        self._renew_s, self._gather_renew_s, self._ttl_s = renew_s, gather_renew_s, ttl_s
         self._threads = trio.CapacityLimiter(FETCHES + FILL_FETCHES)
         self._cache = make_cache(self._fetch)
         self._owners = _ChunkOwners(snapshot)
         self._peers: dict[int, _PeerEntry] = {}
         self._silent: set[int] = set()  # ranks from --peers that do not answer
-        self._not_renewed: dict[int, Member] = {}  # members from before an outage of the registry
+        # Members from before an outage of the registry that have not renewed since, and how long
+        # they count all the same
+        self._not_renewed: dict[int, Member] = {}
         self._not_renewed_until_s = 0.0
         self._acceptor = Acceptor(me, self)
         self._membership = Membership((member,), me.secret)  # the last known
-        self._owners_lock = trio.Lock()
+        self._owners_lock = trio.Lock()  # one assignment of owners at a time
         self._renew_now = trio.Event()
         self._all_present = trio.Event()  # set when all nodes have registered
         self._counts = Counter(dict.fromkeys(_COUNTS, 0))
@@ -161,6 +181,11 @@ class Master:
     def snapshot(self) -> Snapshot:
         """The version of the dataset to which chunk numbers belong."""
         return self._owners.snapshot
+
+    @property
+    def owner(self) -> Ranks:
+        """The rank of each chunk's owner."""
+        return self._owners.owner
 
     # Members
 
@@ -188,42 +213,41 @@ class Master:
         """Renew the registration and follow its answers, until this master may not be a member any
         more."""
         gather_until_s = trio.current_time() + GATHER_S
-        is_known = True
+        registry_answers = True
         while True:
             gathers = trio.current_time() < gather_until_s and not self._all_present.is_set()
-            with trio.move_on_after(GATHER_RENEW_S if gathers else RENEW_S):
+            with trio.move_on_after(self._gather_renew_s if gathers else self._renew_s):
                 await self._renew_now.wait()
             self._renew_now = trio.Event()
             try:
-                found = await trio.to_thread.run_sync(self._registry.renew, self._member)
+                membership = await trio.to_thread.run_sync(self._registry.renew, self._member)
             except (ConflictError, PermissionDenied) as error:
                 log.error("this master ends: %s", error)
                 return
-            except DieselError as error:  # known members stay members
-                if is_known:
+            except DieselError as error:
+                if registry_answers:
                     log.warning("cannot reach the registry, all known members stay: %s", error)
-                is_known = False
+                registry_answers = False
                 continue
-            if not is_known:
+            if not registry_answers:
                 log.info("the registry answers again")
-            if not is_known or found.was_forgotten:
+            if not registry_answers or membership.was_forgotten:
                 self._not_renewed = {rank: entry.member for rank, entry in self._peers.items()}
-                self._not_renewed_until_s = trio.current_time() + TTL_S
-            is_known = True
-            await self._apply_membership(found)
+                self._not_renewed_until_s = trio.current_time() + self._ttl_s
+            registry_answers = True
+            await self._apply_membership(membership)
 
-    async def _apply_membership(self, found: Membership) -> None:
+    async def _apply_membership(self, membership: Membership) -> None:
         """Follow a membership: connect to new members, drop those that left, and compute the
         owners."""
-        self._membership = found
-        if found.secret != self._me.secret:
-            self._set_secret(found.secret)
-        same_version = found.of_version(self.snapshot.version)
-        others = self._still_counted(found)
+        self._membership = membership
+        if membership.secret != self._me.secret:
+            self._set_secret(membership.secret)
+        same_version = membership.of_version(self.snapshot.version)
+        others = self._still_counted(membership)
         others |= {each.rank: each for each in same_version if each.rank != self.rank}
-        known = {rank: peer.member for rank, peer in self._peers.items()}
-        self._counts["other_version_members"] = len(found.members) - len(same_version)
-        for rank, member in known.items():
+        self._counts["other_version_members"] = len(membership.members) - len(same_version)
+        for rank, member in [(rank, entry.member) for rank, entry in self._peers.items()]:
             if others.get(rank) != member:
                 self._peers.pop(rank).scope.cancel()
                 log.info("node %d %s", rank, "was replaced" if rank in others else "has left")
@@ -237,20 +261,20 @@ class Master:
         if len(self._peers) + 1 >= self._world:
             self._all_present.set()
 
-    def _still_counted(self, found: Membership) -> dict[int, Member]:
+    def _still_counted(self, membership: Membership) -> dict[int, Member]:
         """Members that may still have to register again. All may have been forgotten while the
         registry could not be reached, and each renews in its own time. If they did not count until
         then, connections would end and other nodes would fetch what they hold."""
         if trio.current_time() >= self._not_renewed_until_s:
             self._not_renewed.clear()
-        for member in found.members:
+        for member in membership.members:
             self._not_renewed.pop(member.rank, None)
         version = self.snapshot.version
         return {rank: each for rank, each in self._not_renewed.items() if each.version == version}
 
     def _set_secret(self, secret: bytes) -> None:
-        """The task has another secret. Where the registry lost all registrations, a new master that
-        registered first has made one, and all others follow it."""
+        """Take over the task's new secret: where the registry has lost the old one, the master that
+        registers first makes another."""
         log.info("the task has another secret now")
         self._me = replace(self._me, secret=secret)
         self._acceptor.set_identity(self._me)
@@ -266,21 +290,21 @@ class Master:
                 self._cache.set_owned(owners.live_owned(self.rank))
 
     async def _assign_owners(self, owners: _ChunkOwners, others: Iterable[int]) -> bool:
-        """Share a version among this node and others. Returns whether the owners changed and the
-        version is still the current one."""
+        """Share the chunks of a version among this node and others. Returns whether the owners
+        changed and the version is still the current one."""
         others = sorted(others)
         ranks = sorted([self.rank, *others])
         if owners.ranks == ranks:
             return False
         world = max(self._world, ranks[-1] + 1)
         owner = await trio.to_thread.run_sync(owners.compute, ranks, world)
-        before = None
+        previous = None
         if not owners.ranks and others:  # other nodes hold what this one will own
-            before = await trio.to_thread.run_sync(owners.compute, others, world)
-        owners.set_owners(ranks, owner, before)
+            previous = await trio.to_thread.run_sync(owners.compute, others, world)
+        owners.set_owners(ranks, owner, previous)
         return owners is self._owners
 
-    async def _run_peer(self, entry: "_PeerEntry") -> None:
+    async def _run_peer(self, entry: _PeerEntry) -> None:
         """Run the connection to one other master, until its entry is dropped."""
         with entry.scope:
             async with trio.open_nursery() as nursery:
@@ -288,18 +312,18 @@ class Master:
                 if entry.member.instance == ANY_INSTANCE:
                     nursery.start_soon(self._probe, entry)
 
-    async def _probe(self, entry: "_PeerEntry") -> None:
+    async def _probe(self, entry: _PeerEntry) -> None:
         """Ping a node from `--peers`, which does not register, to find out whether it is there."""
         rank, heard_s = entry.member.rank, trio.current_time()
         while True:
             if await entry.peer.ping():
                 heard_s = trio.current_time()
-            is_silent = trio.current_time() > heard_s + TTL_S
+            is_silent = trio.current_time() > heard_s + self._ttl_s
             if is_silent != (rank in self._silent):
                 self._silent ^= {rank}
                 log.info("node %d %s", rank, "does not answer" if is_silent else "answers again")
                 await self._update_owners()
-            await trio.sleep(RENEW_S)
+            await trio.sleep(self._renew_s)
 
     async def switch_version(self, snapshot: Snapshot) -> None:
         """Switch to another version of the dataset; chunks that are in both stay. The new version
@@ -307,7 +331,7 @@ class Master:
         owners = _ChunkOwners(snapshot)
         holders = self._membership.of_version(snapshot.version)
         await self._assign_owners(owners, {each.rank for each in holders} - {self.rank})
-        if snapshot.version <= self.snapshot.version:  # another call was faster
+        if snapshot.version <= self.snapshot.version:  # another client's switch came first
             return
         log.info("the task switches to version %d", snapshot.version)
         for entry in self._peers.values():
@@ -332,7 +356,7 @@ class Master:
         Parts must lie in their chunks and fit the window together.
         """
         if len(parts) == 1:
-            return _FIRST, await self._read_one(parts, window)
+            return _OFFSET_0, await self._read_one(parts, window)
         owner = self._owners.owner[parts[:, 0]]
         order = np.argsort(owner, kind="stable")
         ends = np.cumsum(parts[order, 2], dtype=np.int64)
@@ -410,12 +434,12 @@ class Master:
     async def report_damage(self, damaged: DamagedPart) -> None:
         """A client reports a part that does not match its checksum."""
         self._counts["damage_reports"] += 1
-        where = f"{damaged.size} bytes at {damaged.start} of chunk {damaged.chunk}"
+        what = f"{damaged.size} bytes at {damaged.start} of chunk {damaged.chunk}"
         if damaged.source == SOURCE_HERE:
-            log.error("a client received damaged data from this node: %s", where)
+            log.error("a client received damaged data from this node: %s", what)
             await self._cache.recheck(damaged.chunk)
         elif (entry := self._peers.get(damaged.source)) is not None:
-            log.error("%s sent damaged data: %s", entry.peer, where)
+            log.error("%s sent damaged data: %s", entry.peer, what)
             entry.peer.record_damage()
 
     # What other masters request (`AnswerSource`)
@@ -450,8 +474,9 @@ class Master:
     async def _collect(
         self, parts: Parts, mine: Sequence[bool], *, load: bool, failed: set[int] | None = None
     ) -> dict[int, memoryview]:
-        """Parts by row: of chunks that are here, and of chunks in `mine` that can be loaded in
-        time. Chunks that could not be fetched are added to `failed`."""
+        """Contents of parts, by their row in `parts`: those whose chunk is here, and with `load`
+        those in `mine` (a flag for each row) whose chunk can be loaded within `LOAD_S`. Chunks that
+        could not be fetched are added to `failed`."""
         rows: dict[int, list[int]] = {}
         spans: dict[int, list[tuple[int, int]]] = {}
         for row, (chunk, start, size) in enumerate(parts.tolist()):
@@ -462,7 +487,7 @@ class Master:
         async def get(chunk: int) -> None:
             may_load = load and mine[rows[chunk][0]]
             if not may_load and not self._cache.holds(chunk):
-                return  # a fetch in flight may be waiting for the peer that asks
+                return  # a fetch in flight may itself wait for the node that asks
             try:
                 contents = await self._cache.read(chunk, spans[chunk], load=may_load)
             except DieselError as error:
@@ -507,8 +532,7 @@ class Master:
         self._counts["chunks_from_store"] += 1
 
     async def _fill(self) -> None:
-        """With `oneshot`: fetch all of this node's chunks, behind the reads that callers wait
-        for."""
+        """With `oneshot`: fetch all of this node's chunks, when no caller waits for a fetch."""
         with trio.move_on_after(GATHER_S):
             await self._all_present.wait()
         while True:  # of each version
@@ -518,9 +542,10 @@ class Master:
                 continue
             self._cache.set_owned(owners.live_owned(self.rank))
             chunks = np.arange(owners.snapshot.chunk_count)
+            # Each node begins at another part of the dataset
             chunks = np.roll(chunks, -len(chunks) * self.rank // self._world)
-            worth = np.ceil(owners.live_fraction[chunks] * _LIVE_LEVELS)
-            await self._cache.prefetch_owned(chunks[np.argsort(-worth, kind="stable")])
+            live = np.ceil(owners.live_fraction[chunks] * _LIVE_LEVELS)
+            await self._cache.prefetch_owned(chunks[np.argsort(-live, kind="stable")])
 
     async def flush_to_disk(self) -> None:
         """At the end, after `run`: write this node's chunks from memory to its disk, for the next
@@ -536,7 +561,7 @@ class Master:
         await self._cache.flush_to_disk(owners.live_owned(self.rank, owner))
 
     def stats(self) -> dict[str, object]:
-        """What this node is, has and did."""
+        """The state of this node and its counters, for `Dataset.task_stats` and `dlcmd stats`."""
         return {
             "rank": self.rank,
             "world": self._world,
@@ -547,17 +572,3 @@ class Master:
             "node_cache": self._cache.stats(),
             "peers": {str(rank): each.peer.stats() for rank, each in self._peers.items()},
         }
-
-
-class _PeerEntry(NamedTuple):
-    member: Member
-    peer: Peer
-    scope: trio.CancelScope
-
-
-_FIRST: Offsets = np.zeros(1, np.uint32)
-
-_COUNTS = (
-    "other_version_members", "client_parts", "client_misses", "peer_hits", "not_owned",
-    "damage_reports", "chunks_from_peers", "chunks_from_store",
-)  # fmt: skip

@@ -1,9 +1,10 @@
 """Who is in a task: its name, its masters, which node this is, and registrations as bytes and
 messages (`PEERS.md`, section 1; `../net/WIRE.md`, section 5).
 
-A master registers in a member store (Redis, or a server in front of it) and learns there who else
-is in its task. This module has the values and checks them where they arrive; all checks raise
-UsageError. It is pure, and its values may be used in any thread.
+A task is a training job, a node one of its machines, and a master the process on a node that the
+others reach. A master registers in a member store (Redis, or a server in front of it) and learns
+there which masters are in its task. This module has the values and checks them where they arrive;
+all checks raise UsageError. It is pure, and its values may be used in any thread.
 """
 
 import hashlib
@@ -28,16 +29,13 @@ RANK_MAX = 0xFFFD
 MEMBERS_MAX = 4096
 """Masters of one task: each keeps connections to all others."""
 
-INSTANCE_BYTES = 16
-SECRET_BYTES = 32
-CERTIFICATE_BYTES = 32
-ADDRESS_CHARS_MAX = 260
-USER_CHARS_MAX = 255
-KEY_BYTES_MIN = 16
-"""The shortest content of `--task-key-file`: anybody who has seen one proof can try all short
-words."""
-
+INSTANCE_BYTES, SECRET_BYTES, CERTIFICATE_BYTES = 16, 32, 32
+ADDRESS_CHARS_MAX, USER_CHARS_MAX = 260, 255
 VERSION_MAX = (1 << 63) - 1
+
+KEY_BYTES_MIN = 16
+"""The shortest content of `--task-key-file`: a process that has seen one proof can try all short
+keys."""
 
 ANY_INSTANCE = bytes(INSTANCE_BYTES)
 """The instance of a master that is known by `--peers` alone."""
@@ -77,8 +75,8 @@ class TaskName:
 class Member:
     """A master as it is registered."""
 
-    rank: int
-    instance: bytes
+    rank: int  # the number of its node
+    instance: bytes  # random; each process has its own
     address: str  # host:port, by which other masters reach it
     version: int  # of the dataset
     certificate: bytes = b""  # its SHA-256; empty without TLS, or where it is not known
@@ -103,15 +101,15 @@ class Membership:
     """The masters of a task at one moment: of each rank the newest instance."""
 
     members: tuple[Member, ...]
-    secret: bytes = field(repr=False)
+    secret: bytes = field(repr=False)  # the task's, by which masters prove that they belong to it
     replaced_address: str = ""  # of the master whose rank the caller has just taken over
     was_forgotten: bool = False  # the caller's registration was gone; those of others may be, too
 
     @classmethod
     def from_members(cls, members: Iterable[Member], secret: bytes) -> Self:
         """A membership of these masters. Where two have the same rank, the last one stays."""
-        found = {member.rank: member for member in members}
-        return cls(tuple(found[rank] for rank in sorted(found)), secret)
+        by_rank = {member.rank: member for member in members}
+        return cls(tuple(by_rank[rank] for rank in sorted(by_rank)), secret)
 
     def of_version(self, version: int) -> tuple[Member, ...]:
         """The masters that hold this version of the dataset. The others are not nodes of this
@@ -151,7 +149,7 @@ def secret_from_key(key: bytes) -> bytes:
     return hashlib.sha256(stripped).digest()
 
 
-_SOURCES = (
+_NODE_VARIABLES = (  # rank and world; the first pair that is set counts
     # A step of a SLURM job may have fewer nodes than the job, and numbers them itself
     ("SLURM_NODEID", "SLURM_STEP_NUM_NODES"),
     ("SLURM_NODEID", "SLURM_NNODES"),
@@ -166,12 +164,12 @@ def resolve_node(
     from torchrun's, else 0 of 1. Raises UsageError for numbers that contradict each other."""
     origin = "--rank and --world"
     if rank is None or world is None:
-        for names in _SOURCES:
+        for names in _NODE_VARIABLES:
             if all(environment.get(name) for name in names):
-                found = [_parse_number(environment[name], name) for name in names]
+                values = [_parse_number(environment[name], name) for name in names]
                 origin = ", ".join((origin, *names) if (rank, world) != (None, None) else names)
-                rank = found[0] if rank is None else rank
-                world = found[1] if world is None else world
+                rank = values[0] if rank is None else rank
+                world = values[1] if world is None else world
                 break
     if rank is None and world not in (None, 1):
         raise UsageError(
@@ -204,13 +202,14 @@ def _parse_number(text: str, name: str) -> int:
 TIME_MAX = 1 << 52
 """Microseconds since 1970 that are exact inside Redis, up to the year 2112."""
 
-_KEPT = struct.Struct("<QB32s")  # version, flags, certificate; then the address
-_HAS_CERTIFICATE, _KEYED = 1, 2
+_STORED = struct.Struct("<QB32s")  # version, flags, certificate; then the address
+_HAS_CERTIFICATE, _HAS_KEY_FILE = 1, 2
 
 
 @dataclass(frozen=True, slots=True)
 class MemberRecord:
-    """What a master remembers of its registration, and sends again when it renews it."""
+    """What a master remembers of its registration, and sends again at each renewal, so that Redis
+    may lose it."""
 
     since: int = 0  # when it first registered, by Redis's clock (us); 0: not yet
     state: int = 0  # the number of the membership that it last received
@@ -255,24 +254,18 @@ class MemberStore(Protocol):
 
 def pack_member(member: Member) -> bytes:
     """A member without its rank and instance, as bytes."""
-    flags = (_HAS_CERTIFICATE if member.certificate else 0) | (_KEYED if member.has_key_file else 0)
-    return _KEPT.pack(member.version, flags, member.certificate) + member.address.encode()
+    flags = _HAS_CERTIFICATE * bool(member.certificate) | _HAS_KEY_FILE * member.has_key_file
+    return _STORED.pack(member.version, flags, member.certificate) + member.address.encode()
 
 
 def unpack_member(rank: int, instance: bytes, packed: bytes) -> Member:
     """The member that `pack_member` packed. Raises UsageError."""
-    if len(packed) < _KEPT.size:
+    if len(packed) < _STORED.size:
         raise UsageError("a registration that is too short")
-    version, flags, certificate = _KEPT.unpack_from(packed)
-    address = packed[_KEPT.size :].decode("ascii", "replace")
-    return Member(
-        rank,
-        instance,
-        address,
-        version,
-        certificate if flags & _HAS_CERTIFICATE else b"",
-        bool(flags & _KEYED),
-    )
+    version, flags, certificate = _STORED.unpack_from(packed)
+    address = packed[_STORED.size :].decode("ascii", "replace")
+    certificate = certificate if flags & _HAS_CERTIFICATE else b""
+    return Member(rank, instance, address, version, certificate, bool(flags & _HAS_KEY_FILE))
 
 
 # as messages
@@ -290,7 +283,8 @@ def join_message(task: TaskName, member: Member, record: MemberRecord) -> Messag
 
 
 def parse_join(fields: Fields) -> tuple[str, Member, MemberRecord]:
-    """The name of the task, the master that registers, and what it remembers."""
+    """The name of the task, the master that registers, and what it remembers. Raises
+    UsageError."""
     name = fields.text("task")
     member = _member(fields)
     since = fields.integer("since", 0, high=TIME_MAX)

@@ -1,11 +1,11 @@
 """The options of a training task, and the request that starts a master with them.
 
-A task is the set of nodes that train on one dataset together and share a cache of its chunks. A
-master is the process that keeps one node's part of that cache (`PEERS.md`).
+The nodes of a task train on one dataset together and share a cache of its chunks. A master is the
+process that keeps one node's part of that cache (`PEERS.md`).
 
-`TaskOptions` declares each option once: the options of `dlcmd mount` are made from its fields, and
-the keyword arguments of `diesel_fs.connect` and `diesel_fs.mount` are read by them. `TaskRequest`
-adds what a master needs besides; it travels to the master over a pipe, never in argv.
+`TaskOptions` declares each option once: the options of `dlcmd mount` and the keyword arguments of
+`diesel_fs.connect` and `diesel_fs.mount` come from its fields. `TaskRequest` adds what a master
+needs besides; it travels to the master over a pipe, as arguments of programs are no secret.
 
 All values are immutable. The module imports no numpy, so that a mount starts fast.
 """
@@ -56,7 +56,7 @@ class TaskKwargs(TypedDict, total=False):
 
 OptionKind = Literal["text", "count", "addresses", "folder", "size", "choice", "flag"]
 """What a user gives. A count may also be text, as an environment variable has it; addresses are a
-text with commas between, or a list; a size is in bytes."""
+list, or a text with commas between; a size is in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,12 +182,9 @@ class TaskOptions(DaemonRequest):
             return
         default = TaskOptions()
         for each in fields(TaskOptions):
-            if each.name in (
-                "task_key",
-                "policy",
-            ):  # from the environment; of a mount without a task, too
-                continue
-            if getattr(self, each.name) != getattr(default, each.name):
+            # The key may come from the environment; a mount without a task has a policy, too
+            is_free = each.name in ("task_key", "policy")
+            if not is_free and getattr(self, each.name) != getattr(default, each.name):
                 raise _needs_task_error(each.name, spelled)
 
     @classmethod
@@ -207,12 +204,12 @@ class TaskOptions(DaemonRequest):
         given: dict[str, object] = {**kwargs}
         _check_names(given)
         values = {each.name: _checked_value(each, given.get(each.name)) for each in fields(cls)}
-        found = TaskOptions.from_values(values).or_single_node(shared_name, spelled)
-        if not found:
+        options = TaskOptions.from_values(values).or_single_node(shared_name, spelled)
+        if not options:
             for word, value in {"task_key": given.get("task_key"), **(task_only or {})}.items():
                 if value:
                     raise _needs_task_error(word, spelled)
-        return found
+        return options
 
 
 def option_specs() -> dict[str, OptionSpec]:
@@ -284,12 +281,12 @@ def non_negative_int(word: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         raise _bad(word, "a whole number", value)
     try:
-        found = index(value)
+        number = index(value)
     except TypeError:  # an array, for one
         raise _bad(word, "a whole number", value) from None
-    if found < 0:
-        raise UsageError(f"{word} is a number from 0 on, not {found}")
-    return found
+    if number < 0:
+        raise UsageError(f"{word} is a number from 0 on, not {number}")
+    return number
 
 
 def _bad(word: str, meant: str, value: object) -> UsageError:
@@ -332,15 +329,13 @@ class TaskRequest(TaskOptions):
         """The options, as users write them, that ask for something else than `running`, the request
         that a master was started with, has. Options that this request leaves at their default do
         not count, nor do keys, which no saved request holds."""
-        default, found = TaskRequest(memory_bytes=self.memory_bytes * self.memory_is_default), []
-        for each in fields(TaskRequest):
-            value = getattr(self, each.name)
-            if each.name in _MASTER_OPTIONS and value not in (
-                getattr(default, each.name),
-                getattr(running, each.name),
-            ):
-                found.append(cli_name(each.name))
-        return found
+        default = TaskRequest(memory_bytes=self.memory_bytes * self.memory_is_default)
+        return [
+            cli_name(name)
+            for name in (each.name for each in fields(TaskRequest))
+            if name in _MASTER_OPTIONS
+            and getattr(self, name) not in (getattr(default, name), getattr(running, name))
+        ]
 
     @property
     def credentials(self) -> Credentials | None:
@@ -351,10 +346,9 @@ class TaskRequest(TaskOptions):
 def single_node_task(shared_name: str) -> str:
     """The name of a task that is joined by all processes of this user on this machine that give the
     same `shared_name`, and by no others."""
-    place = f"{socket.gethostname()}\0{os.geteuid()}\0{shared_name}".encode(
-        errors="surrogateescape"
-    )
-    return f"alone-{hashlib.sha256(place).hexdigest()[:24]}"
+    text = f"{socket.gethostname()}\0{os.geteuid()}\0{shared_name}"
+    digest = hashlib.sha256(text.encode(errors="surrogateescape"))
+    return f"alone-{digest.hexdigest()[:24]}"
 
 
 def read_key_file(path: Path) -> str:

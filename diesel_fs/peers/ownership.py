@@ -1,13 +1,14 @@
-"""Which node of a task keeps which chunk: a pure function of the chunk IDs and the live nodes.
+"""Which node of a task keeps which chunk: a pure function of the chunks' IDs and sizes and of the
+live nodes, so every master computes the same owners.
 
-Every master computes the same owners. Each chunk prefers nodes by a score that depends on chunk and
-node alone (highest random weight: Thaler and Ravishankar, 1998). With scores alone, shares differ
-by chance: by a third where a node has a hundred chunks. So nodes choose, too: chunks propose to
-nodes in the order of their scores, and a node keeps those of the highest scores that fit its room
-(deferred acceptance: Gale and Shapley, 1962). A node that is left with little then takes chunks
-that prefer it next from nodes that have enough.
+Each chunk prefers nodes by a score that depends on chunk and node alone (highest random weight:
+Thaler and Ravishankar, 1998). With scores alone, shares differ by chance: by a third where a node
+has a hundred chunks. So nodes choose, too: chunks propose to nodes in the order of their scores,
+and a node keeps those of the highest scores that fit its capacity (deferred acceptance: Gale and
+Shapley, 1962). A node that is left with too few bytes then takes chunks that prefer it next from
+nodes that have enough.
 
-When a node leaves, its chunks propose to other nodes, and few chunks of those give way. When it is
+When a node leaves, its chunks propose to other nodes, and few chunks of those move. When it is
 back, it has what it had. Objects are immutable and may be used in any thread.
 """
 
@@ -16,18 +17,19 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-ROOM, FLOOR, ENOUGH = 1.08, 0.93, 0.95
+CAPACITY, FLOOR, ENOUGH = 1.08, 0.93, 0.95
 """Bytes of a node, in equal shares: the most that it may have, the least that it should have, and
-what it keeps when another node takes chunks. The nearer to 1, the more chunks move when a node
-leaves: of 1,000 nodes with 350 chunks each, 1.2 shares move with these values, 1.6 with 1.05 and
-0.95, and 3 where shares are to differ by 1 %."""
+the least that it is left with when another node takes chunks. The nearer to 1, the more chunks move
+when a node leaves: of 1,000 nodes with 350 chunks each, 1.2 shares move with these values, 1.6 with
+1.05 and 0.95, and 3 where shares are to differ by 1 %."""
 
-_KEPT = 8  # preferences of a chunk that are computed once; few chunks ever need more
+_STORED_PREFERENCES = 8  # of a chunk, computed once; few chunks ever need more
 _BLOCK_SCORES = 1 << 21  # scores in memory at once
 
 _FACTORS = (np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A85EC53))
 _SHIFT = np.uint64(33)
 
+Rows = npt.NDArray[np.int64]  # numbers of chunks
 Nodes = npt.NDArray[np.int64]
 Scores = npt.NDArray[np.uint64]
 
@@ -40,13 +42,14 @@ class Ownership:
         halves = np.frombuffer(b"".join(ids), "<u8").reshape(-1, 2)
         self._hashes = _mix(_mix(halves[:, 0]) ^ halves[:, 1])
         self._sizes = sizes.astype(np.float64)
-        self._of_nodes = _mix(np.arange(1, world + 1, dtype=np.uint64))
-        self._kept = min(_KEPT, world)
-        self._nodes = np.empty((len(ids), self._kept), np.int32)
-        self._scores = np.empty((len(ids), self._kept), np.uint64)
+        self._node_hashes = _mix(np.arange(1, world + 1, dtype=np.uint64))
+        self._stored = min(_STORED_PREFERENCES, world)
+        # The nodes that each chunk prefers, the most preferred first, and their scores
+        self._nodes = np.empty((len(ids), self._stored), np.int32)
+        self._scores = np.empty((len(ids), self._stored), np.uint64)
         for rows in self._blocks(np.arange(len(ids))):
             scores = self._score(rows)
-            best = np.argpartition(scores, world - self._kept, axis=1)[:, world - self._kept :]
+            best = np.argpartition(scores, world - self._stored, axis=1)[:, world - self._stored :]
             of_best = np.take_along_axis(scores, best, axis=1)
             order = np.argsort(of_best, axis=1)[:, ::-1]
             self._nodes[rows] = np.take_along_axis(best, order, axis=1)
@@ -59,31 +62,31 @@ class Ownership:
         owner = np.full(count, -1, np.int64)
         if not living.any() or not count:
             return owner
-        room = self._sizes.sum() / np.count_nonzero(living) * ROOM
+        capacity = self._sizes.sum() / np.count_nonzero(living) * CAPACITY
         score = np.full(count, np.iinfo(np.uint64).max, np.uint64)  # at the last proposal
         free = np.arange(count)
-        unplaced: list[npt.NDArray[np.int64]] = []
+        rejected: list[Rows] = []  # by all nodes
         while len(free):
-            owner[free], score[free] = self._next(free, score[free], living)
-            unplaced.append(free[owner[free] < 0])  # turned away by all
+            owner[free], score[free] = self._propose(free, score[free], living)
+            rejected.append(free[owner[free] < 0])
             asked = np.unique(owner[free[owner[free] >= 0]])
-            free = self._turned_away(np.flatnonzero(np.isin(owner, asked)), owner, score, room)
+            free = self._reject(np.flatnonzero(np.isin(owner, asked)), owner, score, capacity)
             owner[free] = -1
-        self._place_rest(np.concatenate(unplaced), owner, living)
+        self._place_rest(np.concatenate(rejected), owner, living)
         self._fill(owner, living)
         return owner
 
-    def _next(
-        self, rows: npt.NDArray[np.int64], below: Scores, living: npt.NDArray[np.bool_]
+    def _propose(
+        self, rows: Rows, below: Scores, living: npt.NDArray[np.bool_]
     ) -> tuple[Nodes, Scores]:
         """For each chunk, the live node that it prefers most among those with scores below `below`;
         -1 where there is none."""
-        open_ = living[self._nodes[rows]] & (self._scores[rows] < below[:, None])
-        first = open_.argmax(axis=1)
+        eligible = living[self._nodes[rows]] & (self._scores[rows] < below[:, None])
+        first = eligible.argmax(axis=1)
         at = np.arange(len(rows))
-        nodes = np.where(open_[at, first], self._nodes[rows, first], -1).astype(np.int64)
-        scores = np.where(open_[at, first], self._scores[rows, first], 0).astype(np.uint64)
-        unknown = np.flatnonzero(nodes < 0) if self._kept < len(self._of_nodes) else at[:0]
+        nodes = np.where(eligible[at, first], self._nodes[rows, first], -1).astype(np.int64)
+        scores = np.where(eligible[at, first], self._scores[rows, first], 0).astype(np.uint64)
+        unknown = np.flatnonzero(nodes < 0) if self._stored < len(self._node_hashes) else at[:0]
         for some in self._blocks(unknown):
             every = self._score(rows[some])
             every[:, ~living] = 0
@@ -93,23 +96,20 @@ class Ownership:
             nodes[some] = np.where(scores[some] > 0, best, -1)
         return nodes, scores
 
-    def _turned_away(
-        self, rows: npt.NDArray[np.int64], owner: Nodes, score: Scores, room: float
-    ) -> npt.NDArray[np.int64]:
-        """Of the chunks at some nodes, those that do not fit behind chunks with higher scores."""
+    def _reject(self, rows: Rows, owner: Nodes, score: Scores, capacity: float) -> Rows:
+        """Of all chunks of some nodes, those for which chunks with higher scores leave no
+        capacity."""
         rows = rows[np.lexsort((~score[rows], owner[rows]))]
         at = owner[rows]
         sizes = self._sizes[rows]
         total = np.cumsum(sizes)
         starts = np.flatnonzero(np.diff(at, prepend=-1))
         before = np.repeat(total[starts] - sizes[starts], np.diff(starts, append=len(rows)))
-        return rows[(total - before > room) & (total - before > sizes)]  # the first always fits
+        return rows[(total - before > capacity) & (total - before > sizes)]  # the first always fits
 
-    def _place_rest(
-        self, rows: npt.NDArray[np.int64], owner: Nodes, living: npt.NDArray[np.bool_]
-    ) -> None:
-        """Give chunks that no node has room for to the nodes with the fewest bytes: sizes need not
-        add up."""
+    def _place_rest(self, rows: Rows, owner: Nodes, living: npt.NDArray[np.bool_]) -> None:
+        """Give chunks that all nodes have rejected, as sizes need not add up, to the nodes with the
+        fewest bytes."""
         held = np.bincount(owner[owner >= 0], self._sizes[owner >= 0], len(living))
         held[~living] = np.inf
         for row in rows[np.lexsort((self._hashes[rows], -self._sizes[rows]))].tolist():
@@ -137,11 +137,11 @@ class Ownership:
                     held[node] += size
                     owner[row] = node
 
-    def _score(self, rows: npt.NDArray[np.int64]) -> Scores:
-        return _mix(self._hashes[rows, None] ^ self._of_nodes[None, :])
+    def _score(self, rows: Rows) -> Scores:
+        return _mix(self._hashes[rows, None] ^ self._node_hashes[None, :])
 
-    def _blocks(self, rows: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
-        step = max(1, _BLOCK_SCORES // len(self._of_nodes))
+    def _blocks(self, rows: Rows) -> list[Rows]:
+        step = max(1, _BLOCK_SCORES // len(self._node_hashes))
         return [rows[start : start + step] for start in range(0, len(rows), step)]
 
 

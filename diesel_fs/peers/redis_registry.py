@@ -4,7 +4,7 @@ A task has two keys in one slot (`storage/metadata/redis/keys.py`). Two Lua scri
 decide which registrations have expired, which instance of a rank is newer, and when the task's
 secret is deleted. They use Redis's clock alone, so the clocks of masters and servers do not matter.
 
-Nothing stored here needs to last: what Redis loses, the secret included, the next renewals restore.
+Nothing stored here needs to last: the next renewals restore what Redis loses, the secret included.
 Values that this program has not written count as absent. The store may be used from threads,
 processes and forked children.
 """
@@ -39,7 +39,7 @@ DEADLINE_S = 2.0
 """The time limit of a renewal: a longer one leaves no time for the next before the registration
 expires."""
 
-_FRONT_BYTES = 24  # instance, since
+_PREFIX_BYTES = 24  # of a stored registration: instance (16), since (8); then the packed member
 
 
 # Common to both scripts. `expire` deletes expired registrations, and with the last one the secret.
@@ -182,17 +182,17 @@ class RedisMemberStore(MemberStore):
 
     def _run(self, command: ScriptCommand) -> list[object]:
         (reply,) = self._link.with_retries(functools.partial(self._link.run_scripts, [command]))
-        found = listed(reply)
-        if not found:
+        fields = listed(reply)
+        if not fields:
             raise corrupt_store_error("an empty answer of a script about registrations")
-        return found
+        return fields
 
 
-def _address(me: Member, kept: object) -> str:
+def _address(me: Member, packed: object) -> str:
     """The address of the master whose rank this one has taken over; empty where there was none."""
     with contextlib.suppress(UsageError):
-        if isinstance(kept, bytes):
-            return unpack_member(me.rank, me.instance, kept).address
+        if isinstance(packed, bytes):
+            return unpack_member(me.rank, me.instance, packed).address
     return ""
 
 
@@ -201,9 +201,8 @@ def _members(ranks: object, values: object) -> tuple[Member, ...]:
     found = []
     for rank, value in zip(listed(ranks), listed(values), strict=True):
         try:
-            packed = value if isinstance(value, bytes) else b""
-            instance, kept = packed[:16], packed[_FRONT_BYTES:]
-            found.append(unpack_member(as_count(rank), instance, kept))
+            stored = value if isinstance(value, bytes) else b""
+            found.append(unpack_member(as_count(rank), stored[:16], stored[_PREFIX_BYTES:]))
         except (UsageError, CorruptError) as error:
             log.warning("a damaged registration is ignored: %s", error.message)
     return tuple(found)

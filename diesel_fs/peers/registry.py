@@ -1,4 +1,5 @@
-"""The registry of one master: it registers there, renews that, and learns who else is in its task.
+"""The registry of a task, as one master uses it: the master registers there, renews its
+registration, and learns which other masters are in its task.
 
 A registry works with Redis, either directly or through a DIESEL server, or it is a fixed list of
 addresses (`--peers`). It remembers what a master must send again at its next renewal.
@@ -9,7 +10,8 @@ All calls block, for some seconds at most. They may come from any thread; one ru
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 from ..errors import (
@@ -43,20 +45,22 @@ from .membership import (
 )
 
 SERVER_S = 1.5
-"""The time limit of one try through a server: two tries and a renewal take less than a registration
-lasts."""
+"""The time limit of one attempt through a server: two attempts and the pause between renewals take
+less than a registration lasts."""
 
 FIRST_S = 5.0
-"""The time limit of one try of the first registration: all nodes of a task start at once, and log
-in first."""
+"""The time limit of one attempt of the first registration: all nodes of a task start at once, and
+log in first."""
 
-_TRIES = 2  # the second goes to another server, where there is one
+_ATTEMPTS = 2  # the second goes to another server, where there is one
 _UNAVAILABLE = (BusyError, CorruptError, DeadlineError, NoSpaceError, ObjectStoreError)
+"""Errors of the member store that mean "no answer now"."""
+
 _LOOPBACK = frozenset(("localhost", "127.0.0.1", "::1"))
 
 
 class Registry(ABC):
-    """The task of one master, as this master sees it."""
+    """Where one master registers and learns the members of its task."""
 
     @abstractmethod
     def renew(self, me: Member) -> Membership:
@@ -172,13 +176,14 @@ class RedisRegistry(Registry):
         self._forget_all()
 
     def _forget_all(self) -> None:
-        self._instance = b""
-        self._record = MemberRecord()
-        self._members: tuple[Member, ...] = ()
+        """As before the first registration."""
+        self._instance = b""  # of the master that registered last
+        self._record = MemberRecord()  # what it sends again at its next renewal
+        self._members: tuple[Member, ...] = ()  # as the store knew them then
 
     def renew(self, me: Member) -> Membership:
         """See `Registry.renew`."""
-        with self._lock, _UnavailableAsMetadataError():
+        with self._lock, _unavailable_as_metadata_error():
             if me.instance != self._instance:
                 self._forget_all()
             mine = replace(me, has_key_file=self._secret is not None)
@@ -191,9 +196,10 @@ class RedisRegistry(Registry):
                 self._check_alike(mine, members)
             self._instance, self._members = me.instance, members
             self._record = MemberRecord(reply.since, reply.state, reply.secret)
-            found = Membership.from_members(members, secret)
             return replace(
-                found, replaced_address=reply.replaced_address, was_forgotten=reply.was_forgotten
+                Membership.from_members(members, secret),
+                replaced_address=reply.replaced_address,
+                was_forgotten=reply.was_forgotten,
             )
 
     def _check_alike(self, mine: Member, members: Sequence[Member]) -> None:
@@ -202,16 +208,14 @@ class RedisRegistry(Registry):
         others = [each for each in members if each.has_key_file != mine.has_key_file]
         if others:
             self._opened().leave(self._task, mine)
-            which = (
-                "have a --task-key-file" if others[0].has_key_file else "have no --task-key-file"
-            )
+            article = "a" if others[0].has_key_file else "no"
             raise UsageError(
-                f"other nodes of task {self._task.name!r} {which}",
+                f"other nodes of task {self._task.name!r} have {article} --task-key-file",
                 advice="give all of them the same, or none",
             )
 
     def leave(self, me: Member) -> None:
-        with self._lock, _UnavailableAsMetadataError():
+        with self._lock, _unavailable_as_metadata_error():
             self._forget_all()
             self._opened().leave(self._task, me)
 
@@ -227,14 +231,12 @@ class RedisRegistry(Registry):
         return self._store
 
 
-class _UnavailableAsMetadataError:
-    """Turns errors that mean "no answer now" into MetadataError."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, _UNAVAILABLE):
-            raise MetadataError(error.message, advice=error.advice) from error
+@contextmanager
+def _unavailable_as_metadata_error() -> Iterator[None]:
+    try:
+        yield
+    except _UNAVAILABLE as error:
+        raise MetadataError(error.message, advice=error.advice) from error
 
 
 class ServerMemberStore(MemberStore):
@@ -249,13 +251,12 @@ class ServerMemberStore(MemberStore):
             record = replace(record, secret=b"")
         message = join_message(task, me, record)
         limit_s = SERVER_S if record.since else FIRST_S
-        for left in reversed(range(_TRIES)):
+        for attempts_left in reversed(range(_ATTEMPTS)):
             try:
-                return parse_join_reply(
-                    self._repository.ask_task("join", task.identity, message, limit_s)
-                )
+                answer = self._repository.ask_task("join", task.identity, message, limit_s)
+                return parse_join_reply(answer)
             except (MetadataError, DeadlineError, BusyError) as error:
-                if not left or not error.retry:
+                if not attempts_left or not error.retry:
                     raise
         raise AssertionError
 

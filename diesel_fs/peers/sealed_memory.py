@@ -1,9 +1,9 @@
 """Memory that processes share: a chunk in a memfd, which is written once and then sealed.
 
-A sealed memfd can be given to any process of the same user: nobody can change it any more, through
-a descriptor or a mapping, and it cannot shrink while a process has it mapped. Map it privately:
-before Linux 6.7 the seal against writing also refuses shared mappings that only read, and pages
-that are only read exist once either way.
+A sealed memfd can be given to any process of the same user: no process can change it any more,
+through a descriptor or a mapping, and it cannot shrink while a process has it mapped. Map it
+privately: before Linux 6.7 the seal against writing also forbids shared mappings that only read,
+and pages that are only read exist once either way.
 
 An object belongs to one thread at a time.
 """
@@ -18,20 +18,18 @@ from pathlib import Path
 
 MAPS_MAX = Path("/proc/sys/vm/max_map_count")
 
-DESCRIPTORS_KEPT = 4096
-MAPS_KEPT = 4096
+RESERVED_DESCRIPTORS = RESERVED_MAPS = 4096
 """Descriptors and mappings that are left for connections, libraries and threads; at most half of
 the process's limit."""
 
-_DESCRIPTORS_EACH = (
-    1 if sys.version_info >= (3, 13) else 2
-)  # earlier Pythons keep one for a mapping, too
+# Of each chunk: Python before 3.13 keeps a descriptor for a mapping, too
+_DESCRIPTORS_EACH = 1 if sys.version_info >= (3, 13) else 2
 _MAPS_MAX_DEFAULT = 65_530
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
 
 class WritableMemory:
-    """Memory that is being filled through `room`. Then it is sealed or discarded."""
+    """Memory that is filled through `room`, a view of it, and then sealed or discarded."""
 
     def __init__(self, size: int) -> None:
         """Allocates all pages at once: a lack of memory is an OSError here, and not a signal
@@ -94,9 +92,7 @@ class SealedMemory:
 
 
 def _map(file: int, size: int, flags: int, access: int) -> mmap.mmap:
-    flags |= (
-        mmap.MAP_POPULATE
-    )  # the 1,024 page faults of a 4 MiB chunk cost more than the rest of its way
+    flags |= mmap.MAP_POPULATE  # 1,024 page faults of a chunk would cost more than the rest
     if sys.version_info >= (3, 13):
         return mmap.mmap(file, size, flags=flags, prot=access, trackfd=False)
     return mmap.mmap(file, size, flags=flags, prot=access)
@@ -119,6 +115,6 @@ def sealed_memories_max() -> int:
     except (OSError, ValueError):
         maps = _MAPS_MAX_DEFAULT
     return min(
-        (descriptors - min(DESCRIPTORS_KEPT, descriptors // 2)) // _DESCRIPTORS_EACH,
-        maps - min(MAPS_KEPT, maps // 2),
+        (descriptors - min(RESERVED_DESCRIPTORS, descriptors // 2)) // _DESCRIPTORS_EACH,
+        maps - min(RESERVED_MAPS, maps // 2),
     )

@@ -2,9 +2,12 @@
 and between a master and its clients.
 
 This module has the messages and every limit on them. Any bytes give a value or one error, and
-nothing is allocated for a length before that length is known to be allowed. Sockets and time are
-elsewhere: between masters `handshake.py`, `peer.py` and `acceptor.py`, on one node `link.py` and
-`local.py`. Pure.
+nothing is allocated for a length before that length is known to be allowed. `handshake.py`,
+`peer.py` and `acceptor.py` send the messages between masters, `link.py` and `local.py` those on one
+node. Pure.
+
+Chunks are numbered as in the snapshot of the dataset's version. A *part* is a range of a chunk's
+bytes. A *source* is where the master got a part: a node's rank, or one of the numbers below.
 """
 
 import hmac
@@ -26,24 +29,32 @@ from ..net.messages import Fields, Message
 from .membership import INSTANCE_BYTES, RANK_MAX
 
 SENTENCE_BYTES_MAX = 512
+"""The longest reason of a master that rejects a client's request."""
 
 SOURCE_HERE, SOURCE_NONE = 0xFFFE, 0xFFFF
+"""This node; no node (the reader reads the part from the store)."""
 
-PARTS_MAX = 4096
-PARTS_BYTES_MAX = 32 << 20
-REQUESTS_MAX = 64
-IN_FLIGHT_BYTES_MAX = 64 << 20
+PARTS_MAX, PARTS_BYTES_MAX = 4096, 32 << 20
+"""Parts of one request between masters, and their bytes; a single part may have any size."""
 
-HEAD_BYTES = 16
-PART_BYTES = 12
+REQUESTS_MAX, IN_FLIGHT_BYTES_MAX = 64, 64 << 20
+"""Requests on one connection between masters that are not answered yet, and the bytes of their
+answers."""
 
-READ, PING, WORKING = 1, 3, 4  # 2 is free
+HEAD_BYTES, PART_BYTES = 16, 12
+
+READ, PING, WORKING = 1, 3, 4
+"""Kinds of requests and answers between masters; 2 is free."""
+
 LOAD = 1
 """Flag of a READ between masters, and of a PIN: fetch the chunk where it is not here."""
 
 GIVEN, ABSENT, NOT_MINE, BUSY, FAILED = range(5)
+"""The status of each part in an answer."""
+
 ALL_GIVEN = bytes(PARTS_MAX)
-"""The longest statuses of an answer that gives all parts; a slice of it fits any such answer."""
+"""The statuses of an answer that gives `PARTS_MAX` parts; a slice of it fits any answer that gives
+all parts."""
 
 Parts = npt.NDArray[np.uint32]
 """Parts of chunks, of the shape (n, 3): chunk, start, bytes."""
@@ -51,13 +62,12 @@ Parts = npt.NDArray[np.uint32]
 Sizes = npt.NDArray[np.uint64]
 """Bytes of each chunk of a version."""
 
-
 _HEAD = struct.Struct("<IBBHII")
 _PART = struct.Struct("<III")
-_FEW = 8  # up to so many records are read one by one: calls of numpy would take longer
+_LOOP_PARTS_MAX = 8  # up to so many parts are checked in a loop: calls of numpy would take longer
 
 VERSION = 1
-"""Of the wire between masters."""
+"""The version of the protocol between masters."""
 
 PROOF_BYTES = 32
 
@@ -68,7 +78,6 @@ _GREETINGS = GreetingCodec(b"\x93DIESPER", VERSION, "master", "master")
 
 
 # greeting -----------------------------------------------------------------------------------------
-
 
 greeting, parse_greeting = _GREETINGS.greeting, _GREETINGS.parse_greeting
 welcome, parse_welcome = _GREETINGS.welcome, _GREETINGS.parse_welcome
@@ -88,15 +97,14 @@ def version_mismatch(version: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Which master connects to which, for which version of which dataset. `nonce` is the
-    connector's."""
+    """What a connecting master says of itself, and which master it wants."""
 
     rank: int
     instance: bytes
-    to: int
-    identity: UUID
+    to: int  # the rank of the wanted master
+    identity: UUID  # of the dataset
     version: int
-    nonce: bytes
+    nonce: bytes  # random; a proof is valid for one connection
 
     def to_message(self) -> Message:
         """The message that travels. Proofs cover its bytes, so the order of its fields is fixed."""
@@ -111,7 +119,8 @@ class Hello:
 
 
 class Proofs:
-    """With these, each end of a connection shows that it knows the task's secret."""
+    """By these 32 bytes each end of a connection, `connector` and `acceptor`, shows that it knows
+    the task's secret."""
 
     def __init__(
         self, secret: bytes, acceptor_nonce: bytes, binding: bytes, task: bytes, hello: Hello
@@ -184,7 +193,7 @@ def parse_parts(
     says where they end.
     """
     parts = np.frombuffer(content, "<u4", 3 * count, start).reshape(count, 3)
-    if count <= _FEW:
+    if count <= _LOOP_PARTS_MAX:
         total, chunks = 0, len(sizes)
         for at in range(start, start + count * PART_BYTES, PART_BYTES):
             chunk, begin, size = _PART.unpack_from(content, at)
@@ -281,6 +290,7 @@ def given_bytes(parts: Parts, statuses: npt.NDArray[np.uint8]) -> int:
 # the local protocol -------------------------------------------------------------------------------
 
 LOCAL_VERSION = 1
+"""The version of the protocol between a master and its clients."""
 
 (
     LOCAL_HELLO,
@@ -382,42 +392,41 @@ def local_refusal(kind: int, sentence: str, *, revoked: Sequence[int] = ()) -> b
 def _local_answer(kind: int, status: int, count: int, body: Bytes, revoked: Sequence[int]) -> bytes:
     if not revoked:
         return _LOCAL.pack(kind, 0, status, count, len(body), 0) + body
-    back = revoked[:UNPINNED_MAX]
-    length = len(body) + _CHUNK.size * len(back)
-    head = _LOCAL.pack(kind, 0, status, count, length, len(back))
-    return head + body + np.array(back, "<u4").tobytes()
+    tail = chunks_body(revoked[:UNPINNED_MAX])
+    head = _LOCAL.pack(kind, 0, status, count, len(body) + len(tail), len(tail) // _CHUNK.size)
+    return head + body + tail
 
 
 def parse_local_answer(content: Bytes, kind: int, count: int) -> LocalAnswerHead:
     """The head of an answer to a request of this kind and count. Raises CorruptError."""
     if len(content) != HEAD_BYTES:
         raise CorruptError("these bytes are not an answer")
-    same, flags, status, counted, body_bytes, wanted = _LOCAL.unpack(content)
-    if same != kind or flags or wanted > UNPINNED_MAX:
+    answered, flags, status, counted, body_bytes, revoked = _LOCAL.unpack(content)
+    if answered != kind or flags or revoked > UNPINNED_MAX:
         raise CorruptError("these bytes are not an answer")
-    proper = body_bytes - _CHUNK.size * wanted
+    own_bytes = body_bytes - _CHUNK.size * revoked
     if status != LOCAL_OK:
-        good = counted == 0 and 0 <= proper <= SENTENCE_BYTES_MAX
+        fits = counted == 0 and 0 <= own_bytes <= SENTENCE_BYTES_MAX
     elif kind == LOCAL_STATS:
-        good = counted == 0 and 0 <= proper <= STATS_BYTES_MAX
+        fits = counted == 0 and 0 <= own_bytes <= STATS_BYTES_MAX
     else:
         fixed, each = _ANSWER_BODY_SIZES[kind]
-        good = counted == (count if each else 0) and proper == fixed + each * counted
-    if not good:
+        fits = counted == (count if each else 0) and own_bytes == fixed + each * counted
+    if not fits:
         raise CorruptError("these bytes are not an answer")
-    return LocalAnswerHead(status, counted, body_bytes, wanted)
+    return LocalAnswerHead(status, counted, body_bytes, revoked)
 
 
 def split_revoked(head: LocalAnswerHead, body: Bytes) -> tuple[memoryview, list[int]]:
-    """The body without its end, and the chunks that the master revokes."""
+    """The body without the revoked chunks at its end, and these chunks."""
     view = memoryview(body)
-    proper = head.body_bytes - _CHUNK.size * head.revoked
-    chunks = np.frombuffer(view, "<u4", head.revoked, proper) if head.revoked else None
-    return view[:proper], [] if chunks is None else chunks.tolist()
+    own_bytes = head.body_bytes - _CHUNK.size * head.revoked
+    chunks = np.frombuffer(view, "<u4", head.revoked, own_bytes) if head.revoked else None
+    return view[:own_bytes], [] if chunks is None else chunks.tolist()
 
 
 def parse_refusal(body: Bytes) -> str:
-    """Why the master rejected the request, for people."""
+    """Why the master rejected the request, as text that may be printed."""
     return shown(bytes(body[:SENTENCE_BYTES_MAX])) or "the master gave no reason"
 
 
@@ -429,8 +438,7 @@ def local_hello(identity: UUID, version: int) -> bytes:
 def parse_local_hello(body: Bytes) -> tuple[UUID, int]:
     """The dataset's identity and version. Raises CorruptError; UsageError for a client that speaks
     another version of the protocol."""
-    if len(body) != _LOCAL_HELLO.size:
-        raise CorruptError("no hello")
+    _check_size(_LOCAL_HELLO, body, "hello")
     protocol, zero, identity, version = _LOCAL_HELLO.unpack(body)
     if protocol != LOCAL_VERSION:
         raise UsageError(
@@ -450,8 +458,7 @@ def local_welcome(rank: int, chunks: int) -> bytes:
 
 def parse_local_welcome(body: Bytes) -> tuple[int, int]:
     """The master's rank, and how many chunks the dataset has. Raises CorruptError."""
-    if len(body) != _LOCAL_WELCOME.size:
-        raise CorruptError("no answer to hello")
+    _check_size(_LOCAL_WELCOME, body, "answer to hello")
     rank, chunks = _LOCAL_WELCOME.unpack(body)
     if rank > RANK_MAX:
         raise CorruptError("no answer to hello")
@@ -465,8 +472,7 @@ def source_body(source: int) -> bytes:
 
 def parse_source(body: Bytes) -> int:
     """Where a pinned chunk is: `SOURCE_HERE`, or `SOURCE_NONE`. Raises CorruptError."""
-    if len(body) != _SOURCE.size:
-        raise CorruptError("no source")
+    _check_size(_SOURCE, body, "source")
     return int(_SOURCE.unpack(body)[0])
 
 
@@ -519,12 +525,11 @@ def damaged_body(damaged: DamagedPart) -> bytes:
 
 def parse_damaged(body: Bytes, sizes: Sizes) -> DamagedPart:
     """The part and its source. Raises CorruptError."""
-    if len(body) != _DAMAGED.size:
-        raise CorruptError("no part")
-    found = DamagedPart(*_DAMAGED.unpack(body))
-    if found.chunk >= len(sizes) or found.start + found.size > sizes[found.chunk]:
+    _check_size(_DAMAGED, body, "part")
+    damaged = DamagedPart(*_DAMAGED.unpack(body))
+    if damaged.chunk >= len(sizes) or damaged.start + damaged.size > sizes[damaged.chunk]:
         raise CorruptError("a part lies outside its chunk")
-    return found
+    return damaged
 
 
 def switch_version_body(version: int) -> bytes:
@@ -534,6 +539,10 @@ def switch_version_body(version: int) -> bytes:
 
 def parse_switch_version(body: Bytes) -> int:
     """The dataset's new version. Raises CorruptError."""
-    if len(body) != _SWITCH_VERSION.size:
-        raise CorruptError("no version")
+    _check_size(_SWITCH_VERSION, body, "version")
     return int(_SWITCH_VERSION.unpack(body)[0])
+
+
+def _check_size(layout: struct.Struct, body: Bytes, what: str) -> None:
+    if len(body) != layout.size:
+        raise CorruptError(f"no {what}")

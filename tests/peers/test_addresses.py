@@ -10,6 +10,7 @@ import pytest
 from diesel_fs.errors import UsageError
 from diesel_fs.peers import addresses
 from diesel_fs.peers.addresses import advertised_address, listen_address
+from diesel_fs.peers.options import TaskRequest
 from diesel_fs.urls import HostPort, RepositoryUrl, parse_url
 
 FILE = parse_url("file:///data")
@@ -24,7 +25,8 @@ def place(
     peers: Sequence[str] = (),
     url: RepositoryUrl = FILE,
 ) -> tuple[str, int]:
-    return listen_address(listen, advertise, rank=rank, world=world, peers=peers, url=url)
+    request = TaskRequest(listen=listen, advertise=advertise, peers=tuple(peers), url=url.full_url)
+    return listen_address(request, rank, world)
 
 
 def test_F13_given_addresses_are_used() -> None:

@@ -318,9 +318,8 @@ def test_other_processes_wait_for_the_first_one_of_a_node(
     node: Node, request_: TaskRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURM_LOCALID", "2")
-    monkeypatch.setattr(launch, "FIRST_PROCESS_WAIT_S", 0.5)
     start_s = time.monotonic()
-    join(request_, program=STUB)
+    join(request_, program=STUB, first_process_wait_s=0.5)
     assert time.monotonic() - start_s > 0.5
     assert len(node.starts()) == 1
 
@@ -392,14 +391,16 @@ def test_a_child_forked_meanwhile_does_not_hold_the_lock(node: Node, request_: T
 
 
 def test_a_process_stopped_at_the_folders_is_not_waited_for_forever(
-    node: Node, request_: TaskRequest, monkeypatch: pytest.MonkeyPatch
+    node: Node, request_: TaskRequest
 ) -> None:
-    monkeypatch.setattr(launch, "_CONNECT_S", 0.1)
     place = socket_path(replace(request_, rank=0, world=1))
     with launch._folders_locked():
-        with pytest.raises(BusyError, match="changing the folders"), launch._locked(place, 0.0):
+        with (
+            pytest.raises(BusyError, match="changing the folders"),
+            launch._locked(place, 0.0, 0.1),
+        ):
             pass
-        remove_folders(place)  # says nothing
+        remove_folders(place, folders_wait_s=0.1)  # says nothing
     with launch._locked(place, 0.0):
         pass
 
@@ -415,13 +416,10 @@ def test_the_error_of_a_real_master_is_raised_once_and_logged(
     assert not node.starts()
 
 
-def test_a_master_that_reports_nothing_is_killed(
-    node: Node, request_: TaskRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(launch, "START_DEADLINE_S", 1.0)
+def test_a_master_that_reports_nothing_is_killed(node: Node, request_: TaskRequest) -> None:
     node.does("silent")
     with pytest.raises(DeadlineError):
-        join(request_, program=STUB)
+        join(request_, program=STUB, start_deadline_s=1.0)
     [started] = node.starts()
     until(lambda: not is_running(int(str(started["pid"]))), "it to be killed")
 
@@ -461,7 +459,7 @@ def test_a_repeated_close_does_not_remove_another_masters_socket(tmp_path: Path)
     ending.close()
     assert not ending.path.exists()
     coming = LocalSocket(tmp_path / "socket")
-    ending._number = coming._number
+    ending._inode = coming._inode
     ending.close()
     assert coming.path.exists()
     coming.close()

@@ -89,8 +89,23 @@ class FakeRegistry(Registry):
     def close(self) -> None: ...
 
 
+Mask = npt.NDArray[np.bool_]
+"""A flag for each chunk."""
+
+
+class RecordingCache(NodeCache):
+    """A node's cache that writes nothing to a disk, and records what it would write."""
+
+    flushed: list[list[Mask]]
+
+    async def flush_to_disk(self, first: Mask) -> None:
+        self.flushed.append([first, self.memory.owned])
+
+
 class Task:
-    """A dataset, and masters that read it; `content` has the bytes of its chunks."""
+    """A dataset, and masters that read it. `ttl_s` is how long registrations last. `flushed` has
+    what caches wrote to disk at the end: the chunks to write first, and all chunks of the node.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.url = (folder / "store").as_uri()
@@ -100,6 +115,8 @@ class Task:
         self.snapshot: Snapshot = self.dataset.snapshot
         self.registry = FakeRegistry()
         self.reads = Reads(self.dataset._repository.objects)
+        self.ttl_s = 0.3
+        self.flushed: list[list[Mask]] = []
 
     def put(self, path: str, seed: int) -> None:
         self.dataset.put(Random(seed).randbytes(30_000 + 100 * seed), path)
@@ -126,15 +143,18 @@ class Task:
                 rank, member.instance, name, self.snapshot.version, first.secret, sizes
             )
 
-            def tiers(fetch: Fetch) -> NodeCache:
-                return NodeCache(
+            def make_cache(fetch: Fetch) -> NodeCache:
+                cache = RecordingCache(
                     self.snapshot.identity, self.snapshot.chunk_ids, sizes,
                     memory_bytes=16 << 20, policy=POLICIES["lru"](), fetch=fetch,
                 )  # fmt: skip
+                cache.flushed = self.flushed
+                return cache
 
             made = Master(
-                me, member, self.snapshot, self.reads, registry, tiers, world=world, oneshot=oneshot
-            )
+                me, member, self.snapshot, self.reads, registry, make_cache, world=world,
+                oneshot=oneshot, renew_s=0.05, gather_renew_s=0.02, ttl_s=self.ttl_s,
+            )  # fmt: skip
             scope = trio.CancelScope()
 
             async def live(*, task_status: trio.TaskStatus[None]) -> None:
@@ -162,10 +182,7 @@ class Task:
 
 
 @pytest.fixture
-def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Task:
-    monkeypatch.setattr(module, "RENEW_S", 0.05)
-    monkeypatch.setattr(module, "GATHER_RENEW_S", 0.02)
-    monkeypatch.setattr(module, "TTL_S", 0.3)
+def task(tmp_path: Path) -> Task:
     return Task(tmp_path)
 
 
@@ -282,13 +299,7 @@ def test_oneshot_skips_dead_chunks_and_begins_with_fully_live_ones(task: Task) -
     run(main)
 
 
-def test_dead_chunks_are_not_kept_at_the_end(task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept: list[npt.NDArray[np.bool_]] = []
-
-    async def keep(cache: NodeCache, share: npt.NDArray[np.bool_]) -> None:
-        kept.extend((share, cache.memory.owned))
-
-    monkeypatch.setattr(NodeCache, "flush_to_disk", keep)
+def test_dead_chunks_are_not_kept_at_the_end(task: Task) -> None:
     for number in range(10):
         task.put(f"f{number:02}", 50)
     task.snapshot = task.dataset.snapshot
@@ -301,7 +312,8 @@ def test_dead_chunks_are_not_kept_at_the_end(task: Task, monkeypatch: pytest.Mon
     run(main)
     live = task.snapshot.used_bytes() > 0
     assert live.tolist() == [False] * 10 + [True] * CHUNKS
-    assert [mask.tolist() for mask in kept] == [live.tolist()] * 2
+    [flushed] = task.flushed
+    assert [mask.tolist() for mask in flushed] == [live.tolist()] * 2
 
 
 def test_the_older_of_two_masters_of_a_rank_ends_by_itself(task: Task) -> None:
@@ -327,11 +339,11 @@ def test_members_stay_while_the_registry_cannot_be_reached(task: Task) -> None:
 
 
 def test_C3_after_an_outage_members_have_a_TTL_to_renew(
-    task: Task, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    task: Task, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Redis has lost all registrations, and each master renews in its own time. One that does not
     renew within a TTL is gone; one that leaves or is replaced, at once."""
-    monkeypatch.setattr(module, "TTL_S", 2.0)
+    task.ttl_s = 2.0
 
     async def main() -> None:
         four = [task.node(rank, world=4) for rank in range(4)]
@@ -363,10 +375,10 @@ def test_C3_after_an_outage_members_have_a_TTL_to_renew(
 
 
 def test_C3_a_master_that_was_forgotten_keeps_the_other_members(
-    task: Task, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    task: Task, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Redis was away so shortly that no renewal failed, and has lost everything."""
-    monkeypatch.setattr(module, "TTL_S", 1.0)
+    task.ttl_s = 1.0
 
     async def main() -> None:
         async with task.node(0, world=2) as (a, _), task.node(1, world=2) as (b, _):
@@ -504,8 +516,7 @@ def test_another_version_has_owners_before_the_next_renewal(
             task.put("newest", 98)
             newest = task.dataset.snapshot
             await a.switch_version(newest)
-            known = lambda: any(each.version == newest.version for each in b._membership.members)  # noqa: E731
-            await soon(known)
+            await soon(lambda: b.stats()["other_version_members"])
             task.registry.silent = {0, 1}
             await trio.sleep(0.1)
             await at_once(b, newest)
@@ -544,27 +555,20 @@ def test_owners_are_those_that_ownership_computes(task: Task) -> None:
     run(main)
 
 
-def test_a_node_keeps_first_the_chunks_it_owns_when_all_nodes_are_present(
-    task: Task, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_keeps_first_the_chunks_it_owns_when_all_nodes_are_present(task: Task) -> None:
     """The nodes of a job that ends leave one by one."""
-    kept: list[list[int]] = []
-
-    async def keep(_: NodeCache, share: npt.NDArray[np.bool_]) -> None:
-        kept.append(np.flatnonzero(share).tolist())
-
-    monkeypatch.setattr(NodeCache, "flush_to_disk", keep)
 
     async def main() -> None:
         async with task.node(0) as (a, _):
             async with task.node(1) as (b, _), task.node(2) as (c, _):
                 await soon(members(a, b, c))
-                share = np.flatnonzero(a._owners.owner == 0).tolist()
+                share = a.owner == 0
             del task.registry.members[1], task.registry.members[2]
             await soon(members(a))
-            assert (a._owners.owner == 0).all()
+            assert (a.owner == 0).all()
             await a.flush_to_disk()
-            assert kept == [share]
+            [(first, _)] = task.flushed
+            assert first.tolist() == share.tolist()
 
     run(main)
 
@@ -575,7 +579,7 @@ def test_a_request_for_a_chunk_that_is_here_waits_for_no_other_node(task: Task) 
     async def main() -> None:
         async with task.node(0, world=2) as (a, _), task.node(1, world=2) as (b, _):
             await soon(members(a, b))
-            theirs = [chunk for chunk in range(CHUNKS) if a._owners.owner[chunk] == 1]
+            theirs = [chunk for chunk in range(CHUNKS) if a.owner[chunk] == 1]
             task.reads.pause.clear()
             async with trio.open_nursery() as nursery:
                 window = memoryview(bytearray(20_000))

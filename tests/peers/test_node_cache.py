@@ -509,7 +509,9 @@ def test_F14_J9_the_cache_leaves_descriptors_for_the_process(
             sealed_memory, "MAPS_MAX", sealed_memory.MAPS_MAX.parent / "no-such-file"
         )
         assert (
-            0 < sealed_memories_max() <= sealed_memory._MAPS_MAX_DEFAULT - sealed_memory.MAPS_KEPT
+            0
+            < sealed_memories_max()
+            <= sealed_memory._MAPS_MAX_DEFAULT - sealed_memory.RESERVED_MAPS
         )
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

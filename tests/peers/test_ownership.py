@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diesel_fs.peers.ownership import ROOM, Ownership
+from diesel_fs.peers.ownership import CAPACITY, Ownership
 
 MIB = 1 << 20
 
@@ -80,7 +80,7 @@ def test_each_chunk_has_one_living_owner_whatever_its_size(world: int, data: st.
         return
     assert all(alive[each] for each in owner.tolist())
     # Nobody has more than its room and one more chunk
-    room = held.sum() / np.count_nonzero(living) * ROOM + max(sizes, default=0)
+    room = held.sum() / np.count_nonzero(living) * CAPACITY + max(sizes, default=0)
     assert np.bincount(owner, held, world).max(initial=0) <= room + 1
 
 
