@@ -2,9 +2,9 @@
 the rest from the store behind it.
 
 A read takes bytes from chunks that are mapped, else through the window (memory shared with the
-master) of a connection, else from the inner store. Chunks that are read often are pinned and
-mapped. `link.py` has the connections, `mapped_chunks.py` the mappings. The caller checks the bytes,
-and reports damage by `read_uncached`.
+master) of a connection, else from the inner store. Chunks that are read often are pinned (the
+master keeps them until they are unpinned) and mapped. `link.py` has the connections,
+`mapped_chunks.py` the mappings. The caller checks the bytes, and reports damage by `read_uncached`.
 
 A reader never gets an error because of a master. Thread-safe; a forked child may go on with its
 parent's object.
@@ -56,13 +56,13 @@ READS_REMEMBERED = 64
 """Of so many requests the sources are remembered, to report the node that sent damaged bytes."""
 
 HEARTBEAT_S = 1.0
-"""How often a reader that has mapped chunks exchanges unpinned and revoked ones with its master,
-where no read does."""
-
-_JOIN_ATTEMPTS = 3
+"""How often a reader that has mapped chunks tells its master which ones it has unmapped, and hears
+which ones the master revokes, where no read does."""
 
 MASTER_END_WAIT_S = 1.0
 """How long to wait for a master that may be ending."""
+
+_JOIN_ATTEMPTS = 3
 
 
 def master_request(
@@ -84,11 +84,11 @@ def master_request(
 
 @dataclass(slots=True)
 class _ReadBatch:
-    """Parts that are read together: what has been found, and what the master is asked for."""
+    """Parts that are read together: the contents so far, and what the master is asked for."""
 
     parts: Sequence[Part]
-    found: list[memoryview | None]
-    records: wire.Parts
+    found: list[memoryview | None]  # the contents of each part
+    records: wire.Parts  # the parts that are not mapped
     places: list[int]  # the position in `parts` of each record
     pending: PendingRead | None = None
 
@@ -108,6 +108,7 @@ class TaskStore(StoreWrapper):
         *,
         deadline_s: float = DEADLINE_S,
         pause_s: float = PAUSE_S,
+        heartbeat_s: float = HEARTBEAT_S,
         request: TaskRequest | None = None,
     ) -> None:
         """`path` is the master's socket; the first read connects. With `request`, a master that was
@@ -131,6 +132,7 @@ class TaskStore(StoreWrapper):
         self._recent: deque[tuple[wire.Parts, npt.NDArray[np.uint16]]] = deque(
             maxlen=READS_REMEMBERED
         )
+        self._heartbeat_s = heartbeat_s
         self._heartbeat_pid = 0  # the process that has started the heartbeat thread
         self._closed = threading.Event()
         self._counts = dict.fromkeys(
@@ -152,7 +154,7 @@ class TaskStore(StoreWrapper):
             socket_path = join(request)
             store = cls(inner, socket_path, snapshot, request=request)
             if store.connect() or not wait_until_gone(socket_path, wait_s):
-                break  # else it has just ended, idle, or because this reader wants another version
+                break  # else the master has just ended: it was idle, or serves another version
         return store
 
     def connect(self) -> bool:
@@ -189,8 +191,8 @@ class TaskStore(StoreWrapper):
     def _read_groups(
         self, begun: _ReadBatch, groups: Iterator[Sequence[Part]]
     ) -> Iterator[memoryview]:
-        for some in groups:
-            following = self._begin(some)
+        for parts in groups:
+            following = self._begin(parts)
             yield from self._finish(begun)
             begun = following
         yield from self._finish(begun)
@@ -258,13 +260,11 @@ class TaskStore(StoreWrapper):
 
     def stats(self) -> dict[str, object]:
         """What the master reports, and where this reader's bytes came from."""
-        reported: object = {}
         text = self._link.stats()
-        if text:
-            try:
-                reported = json.loads(text)
-            except (ValueError, RecursionError):
-                reported = {}
+        try:
+            reported = json.loads(text) if text else {}
+        except (ValueError, RecursionError):
+            reported = {}
         return {
             **(reported if isinstance(reported, dict) else {}),
             "answers": bool(text),
@@ -277,7 +277,7 @@ class TaskStore(StoreWrapper):
         }
 
     def retry(self) -> None:
-        """Ask the master again at once: it has been told of this version."""
+        """Ask the master again at once: another reader has announced this version to it."""
         self._link.retry()
 
     def close(self) -> None:
@@ -455,7 +455,7 @@ class TaskStore(StoreWrapper):
         finally:
             os.close(pinned.descriptor)
         self._counts["pins"] += 1
-        self._beat()
+        self._start_heartbeat()
         return view
 
     def _report(self, chunk: int, start: int, size: int) -> None:
@@ -476,35 +476,39 @@ class TaskStore(StoreWrapper):
 
     # Heartbeat
 
-    def _beat(self) -> None:
-        """Start the heartbeat thread of this process."""
+    def _start_heartbeat(self) -> None:
+        """Start the heartbeat thread, unless this process has one."""
         if self._heartbeat_pid == os.getpid():
             return
         self._heartbeat_pid = os.getpid()
         self._closed = ended = threading.Event()
         weakref.finalize(self, ended.set)
         threading.Thread(
-            target=_beat, args=(self._link, self._mapped, ended), name="diesel-task", daemon=True
-        ).start()
+            target=_run_heartbeat, args=(self._link, self._mapped, ended, self._heartbeat_s),
+            name="diesel-task", daemon=True,
+        ).start()  # fmt: skip
 
 
 def _restart_master(request: TaskRequest, socket_path: Path, has_served: bool) -> bool:
-    """Start a master where there is none, if one is wanted; returns whether that was so.
-    `has_served`: the master has served this reader; else it was another version's, for readers that
-    may have gone by now. Raises DieselError."""
+    """Start a master at this socket where it was killed, and returns whether it was started.
+    `has_served` says whether the master has served this reader. Where it has not, it served readers
+    of another version, which may have ended by now: a master is started where there is none. Raises
+    DieselError."""
     if has_served:
         return restart_killed(request, socket_path)
     return not is_alive(socket_path) and join(request) == socket_path and is_alive(socket_path)
 
 
-def _beat(link: MasterLink, mapped: MappedChunks, ended: threading.Event) -> None:
-    """Exchange unpinned and revoked chunks until the store is closed and no view of its chunks is
-    left."""
-    while not (ended.wait(HEARTBEAT_S) and not mapped.has_mapped):
+def _run_heartbeat(
+    link: MasterLink, mapped: MappedChunks, ended: threading.Event, every_s: float
+) -> None:
+    """Unpin chunks that are unmapped, and hear of revoked ones, until the store is closed (`ended`)
+    and no view of its chunks is left."""
+    while not (ended.wait(every_s) and not mapped.has_mapped):
         if ended.is_set():
             mapped.release_all()
-            time.sleep(HEARTBEAT_S)
+            time.sleep(every_s)
         quiet_s = time.monotonic() - link.exchanged_s
-        if mapped.has_unmapped or (mapped.has_mapped and quiet_s >= HEARTBEAT_S):
+        if mapped.has_unmapped or (mapped.has_mapped and quiet_s >= every_s):
             link.return_unmapped()
     link.close()

@@ -91,3 +91,11 @@ def store(inner: Counting, view: Snapshot, path: Path) -> Iterator[TaskStore]:
     made = TaskStore(inner, path, view, deadline_s=DEADLINE_S, pause_s=PAUSE_S)
     yield made
     made.close()
+
+
+@pytest.fixture
+def quick_store(inner: Counting, view: Snapshot, path: Path) -> Iterator[TaskStore]:
+    """A store that often tells the master which chunks it has unmapped."""
+    made = TaskStore(inner, path, view, heartbeat_s=0.02)
+    yield made
+    made.close()

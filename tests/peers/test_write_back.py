@@ -5,7 +5,8 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from uuid import UUID
 
@@ -62,6 +63,17 @@ async def settled(cache: NodeCache) -> None:
     await until(lambda: not cache.stats()["disk_queued_bytes"] and cache.stats()["disk_looks"] > 0)
 
 
+@asynccontextmanager
+async def settled_cache(
+    source: ChunkSource, memory_bytes: int, disk: DiskTier, policy: str = "lru"
+) -> AsyncIterator[NodeCache]:
+    """A cache with a disk, once it has scanned the folder."""
+    cache = make_cache(source, memory_bytes, policy=policy, disk=disk)
+    async with run_and_close_cache(cache):
+        await settled(cache)
+        yield cache
+
+
 async def all_read(cache: NodeCache, source: ChunkSource) -> int:
     """Read every chunk; each is right or left to the store. Returns how many came."""
     came = 0
@@ -78,10 +90,7 @@ def test_chunks_beyond_the_memory_go_to_the_disk(
     policy: str, place: Path, source: ChunkSource
 ) -> None:
     async def main() -> None:
-        async with run_and_close_cache(
-            make_cache(source, some(source, 3), policy=policy, disk=tier_at(place))
-        ) as h:
-            await settled(h)
+        async with settled_cache(source, some(source, 3), tier_at(place), policy) as h:
             assert await all_read(h, source) == await all_read(h, source) == CHUNKS
             assert len(in_memory(h)) == 3
             assert h.stats()["disk_chunks"] == len(files(place)) == CHUNKS - 3
@@ -98,10 +107,7 @@ def test_chunks_that_are_read_often_come_to_memory_and_evicted_ones_are_on_the_d
     policy: str, place: Path, source: ChunkSource
 ) -> None:
     async def main() -> None:
-        async with run_and_close_cache(
-            make_cache(source, some(source, 3), policy=policy, disk=tier_at(place))
-        ) as h:
-            await settled(h)
+        async with settled_cache(source, some(source, 3), tier_at(place), policy) as h:
             await all_read(h, source)
             h.memory.find_parts(np.array([[1, 0, 4000], [2, 0, 4000]], np.uint32))
             for _ in range(8):
@@ -124,17 +130,11 @@ def test_chunks_on_the_disk_at_the_start_are_adopted_and_checked(
     """J6: whatever a crash has left is checked before it is given."""
 
     async def first() -> None:
-        async with run_and_close_cache(
-            make_cache(source, some(source, 0), disk=tier_at(place))
-        ) as cache:
-            await settled(cache)
+        async with settled_cache(source, some(source, 0), tier_at(place)) as cache:
             assert await all_read(cache, source) == CHUNKS
 
     async def second() -> None:
-        async with run_and_close_cache(
-            make_cache(source, some(source, 2), disk=tier_at(place))
-        ) as cache:
-            await settled(cache)
+        async with settled_cache(source, some(source, 2), tier_at(place)) as cache:
             assert kept_numbers(cache) == set(range(CHUNKS))
             assert await all_read(cache, source) == CHUNKS
 
@@ -182,8 +182,7 @@ def test_a_full_disk_evicts_chunks_of_others_then_those_in_memory_then_by_policy
 
 def test_without_memory_chunks_go_to_the_disk(place: Path, source: ChunkSource) -> None:
     async def main() -> None:
-        async with run_and_close_cache(make_cache(source, 0, disk=tier_at(place))) as cache:
-            await settled(cache)
+        async with settled_cache(source, 0, tier_at(place)) as cache:
             assert await all_read(cache, source) == CHUNKS
             assert in_memory(cache) == set()
             assert await all_read(cache, source) == CHUNKS
@@ -213,10 +212,7 @@ def test_another_version_finds_its_chunks_on_the_disk(place: Path, source: Chunk
     source.switch_version([0, 1, 2, 3, 4, 5, 6, 9])
 
     async def main() -> None:
-        async with run_and_close_cache(
-            make_cache(source, total(source, 7, 7, 7), disk=tier_at(place))
-        ) as cache:
-            await settled(cache)
+        async with settled_cache(source, total(source, 7, 7, 7), tier_at(place)) as cache:
             assert await all_read(cache, source) == CHUNKS
             source.switch_version([8, 9, 6, 0])
             cache.switch_version(source.ids, source.sizes)
@@ -262,10 +258,7 @@ def test_J1_J10_F11_a_full_disk_is_a_smaller_cache(
     tier = tier_at(prepare_cache_folder(small))
 
     async def main() -> None:
-        async with run_and_close_cache(
-            make_cache(source, some(source, 2), disk=tier, policy="none")
-        ) as cache:
-            await settled(cache)
+        async with settled_cache(source, some(source, 2), tier, "none") as cache:
             for number in (0, 1, 2, 3):
                 assert await misses_until_loaded(cache, number, 1) == 1
                 await settled(cache)
@@ -303,10 +296,7 @@ def test_J4_a_removed_folder_is_no_error_of_a_reader(
     place = prepare_cache_folder(small)
 
     async def main() -> None:
-        async with run_and_close_cache(
-            make_cache(source, some(source, 2), disk=tier_at(place))
-        ) as cache:
-            await settled(cache)
+        async with settled_cache(source, some(source, 2), tier_at(place)) as cache:
             assert await all_read(cache, source) == CHUNKS
             happens(place)
             source.fails = True
@@ -336,10 +326,7 @@ def test_J2_a_failing_disk_is_paused_and_tried_again(
     source.switch_version(range(4, 12))
 
     async def main() -> None:
-        async with run_and_close_cache(
-            make_cache(source, some(source, 2), disk=tier_at(place))
-        ) as cache:
-            await settled(cache)
+        async with settled_cache(source, some(source, 2), tier_at(place)) as cache:
             assert await all_read(cache, source) == CHUNKS
             with monkeypatch.context() as patch:
                 patch.setattr(write_back, "DISK_PAUSE_S", 0.3)
@@ -385,10 +372,7 @@ def test_a_disk_that_hangs_costs_a_second_once(
 
     async def main() -> None:
         tier = Hanging(place, IDENTITY, 1 << 30)
-        async with run_and_close_cache(
-            make_cache(source, some(source, 2), disk=tier, policy="none")
-        ) as cache:
-            await settled(cache)
+        async with settled_cache(source, some(source, 2), tier, "none") as cache:
             for number in (0, 1, 2, 3):
                 await cache.get(number, 10, load=True)
                 await settled(cache)
@@ -410,10 +394,7 @@ def test_a_disk_that_hangs_costs_a_second_once(
 
 def test_an_eviction_by_another_task_is_a_miss(place: Path, source: ChunkSource) -> None:
     async def main() -> None:
-        async with run_and_close_cache(
-            make_cache(source, some(source, 2), disk=tier_at(place))
-        ) as cache:
-            await settled(cache)
+        async with settled_cache(source, some(source, 2), tier_at(place)) as cache:
             assert await all_read(cache, source) == CHUNKS
             tier_at(place).drop(cache._key(5))
             assert cache.holds(5)
@@ -455,10 +436,7 @@ def test_the_queue_stays_within_its_part_of_the_memory(place: Path, source: Chun
 
     async def main() -> None:
         tier = Slow(place, IDENTITY, 1 << 30)
-        async with run_and_close_cache(
-            make_cache(source, some(source, 2), disk=tier, policy="none")
-        ) as cache:
-            await settled(cache)
+        async with settled_cache(source, some(source, 2), tier, "none") as cache:
             for number in range(CHUNKS):
                 await cache.get(number, 1, load=True)
             assert cache.stats()["disk_queued_bytes"] == total(source, 2)
