@@ -112,10 +112,12 @@ class ServerLink(RpcClient):
         *,
         program: str = "diesel-fs",
         open_s: float = FIRST_CONNECT_S,
+        first: int | None = None,
     ) -> None:
         """Nothing is sent before the first request. `program` names this program to the server;
-        `open_s` is how long to look for a server as long as none has answered. Raises ConfigError
-        for a malformed address.
+        `open_s` is how long to look for a server as long as none has answered; `first` is the index
+        of the server that is asked first (None: a random one, which spreads clients over the
+        servers). Raises ConfigError for a malformed address.
         """
         self._url = url
         self._addresses: Sequence[HostPort] = parse_addresses(url)
@@ -123,8 +125,7 @@ class ServerLink(RpcClient):
         self._program = program
         self._open_s = open_s
         self._tls: ssl.SSLContext | None = None  # made for the first connection with TLS
-        # The index of the server asked first; random, so that clients spread over the servers
-        self._first = secrets.randbelow(len(self._addresses))
+        self._first = secrets.randbelow(len(self._addresses)) if first is None else first
         self._store: UUID | None = None
         self._lock = threading.Lock()
         self._idle: list[Connection] = []

@@ -46,12 +46,12 @@ def arguments() -> argparse.Namespace:
         "--keep", type=Path, metavar="DIR", help="work in DIR, and keep the input files there"
     )
     parser.add_argument("--divisor", type=int, default=1, help=argparse.SUPPRESS)  # smaller inputs
-    said = parser.parse_args()
+    options = parser.parse_args()
     try:
-        chosen(said.names)
+        chosen(options.names)
     except KeyError as error:
         parser.error(f"no benchmark is named {error}: the names are {', '.join(BENCHMARKS)}")
-    return said
+    return options
 
 
 @contextmanager
@@ -96,18 +96,15 @@ def _terminate(number: int, _frame: FrameType | None) -> None:
 
 def main() -> int:
     """Run the bench and return its exit code."""
-    for number in (
-        signal.SIGTERM,
-        signal.SIGHUP,
-    ):  # an exception, so that mounts and files are cleaned up
+    for number in (signal.SIGTERM, signal.SIGHUP):  # an exception: mounts and files are removed
         signal.signal(number, _terminate)
-    said = arguments()
-    began, rounds = datetime.now(UTC), ROUNDS_QUICK if said.quick else ROUNDS
+    options = arguments()
+    began, rounds = datetime.now(UTC), ROUNDS_QUICK if options.quick else ROUNDS
     busy = is_busy()
     try:
-        with workbench(said.keep, rounds, said.divisor) as bench:
+        with workbench(options.keep, rounds, options.divisor) as bench:
             before = machine(bench.folder)
-            rows = run_all(bench, chosen(said.names))
+            rows = run_all(bench, chosen(options.names))
             after = machine(bench.folder)
     except KeyboardInterrupt:
         print("bench: interrupted; cleaned up", file=sys.stderr)
@@ -116,19 +113,19 @@ def main() -> int:
         "began": began.isoformat(timespec="seconds"),
         "seconds": round((datetime.now(UTC) - began).total_seconds()),
         "rounds": rounds,
-        "divisor": said.divisor,
+        "divisor": options.divisor,
         "machine": {"before": before, "after": after},
         "busy": busy,
         "rows": [row.as_json() for row in rows],
     }
-    write_json(said.json, document)
+    write_json(options.json, document)
     print(f"\n{described(before)}\nMedians of {rounds}, {began:%Y-%m-%d}.\n\n{table(rows)}\n")
-    if said.divisor > 1:
-        print(f"The inputs were {said.divisor} times smaller: these figures mean nothing.")
+    if options.divisor > 1:
+        print(f"The inputs were {options.divisor} times smaller: these figures mean nothing.")
     if busy:
         print("The machine was busy at the start: these figures mean little.")
-    print(f"As JSON, with every sample: {said.json}")
-    if said.divisor == 1 and rounds == ROUNDS and not busy:
+    print(f"As JSON, with every sample: {options.json}")
+    if options.divisor == 1 and rounds == ROUNDS and not busy:
         results.update(results.PAGE, rows, f"{began:%Y-%m-%d}, {before['diesel_fs']}")
         print(f"The table of results is up to date: {results.PAGE}")
     return 1 if any(row.problems for row in rows) else 0

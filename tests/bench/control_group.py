@@ -41,7 +41,7 @@ class ControlGroup:
 @contextmanager
 def control_group() -> Iterator[ControlGroup | None]:
     """A new group, which is removed at the end; None if this user cannot make one."""
-    found = next(filter(None, map(_made, _places())), None)
+    found = next(filter(None, map(_made, _candidates())), None)
     try:
         yield found
     finally:
@@ -49,7 +49,7 @@ def control_group() -> Iterator[ControlGroup | None]:
             _remove(found.folder)
 
 
-def _places() -> Iterator[tuple[Path, str]]:
+def _candidates() -> Iterator[tuple[Path, str]]:
     """The folders where a group may be made, and the file of its peak: version 1, then version
     2."""
     try:
@@ -64,8 +64,9 @@ def _places() -> Iterator[tuple[Path, str]]:
         yield MOUNTED, "memory.peak"
 
 
-def _made(place: tuple[Path, str]) -> ControlGroup | None:
-    parent, name = place
+def _made(candidate: tuple[Path, str]) -> ControlGroup | None:
+    """A new group in a folder; None if this user cannot make one there."""
+    parent, name = candidate
     folder = parent / f"diesel-bench-{os.getpid()}-{next(_numbers)}"
     try:
         folder.mkdir()

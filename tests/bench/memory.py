@@ -53,6 +53,7 @@ def available_bytes() -> int:
 
 
 def _number(entry: Path) -> int:
+    """The number of the process that an entry of /proc stands for; 0 if it is none."""
     return int(entry.name) if entry.name.isdigit() else 0
 
 

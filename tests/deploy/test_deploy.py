@@ -1,4 +1,4 @@
-"""What stands in `deploy/` is sound as far as a machine without a cluster can tell."""
+"""The files of `deploy/`: the tools that read them accept them, and they fit the programs."""
 
 import json
 import re
@@ -18,7 +18,7 @@ from tests.test_house import FILES, TREE
 
 DEPLOY = TREE / "deploy"
 UNITS = sorted((DEPLOY / "systemd").iterdir())
-EXPOSURE_MAX = "25"  # tenths, of systemd's scale from 0 (best) to 10
+EXPOSURE_MAX = "25"  # tenths of systemd's scale of what a service may do: 0 (nothing) to 10
 
 
 def _program(name: str) -> str:
@@ -28,11 +28,11 @@ def _program(name: str) -> str:
     return found
 
 
-def _ran(*command: str) -> subprocess.CompletedProcess[str]:
+def _run(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
 
 
-def _installed(folder: Path) -> list[Path]:
+def _units_of_this_tree(folder: Path) -> list[Path]:
     """Copy the units, with the programs of this tree's environment in place of the installed
     ones."""
     for unit in UNITS:
@@ -43,20 +43,20 @@ def _installed(folder: Path) -> list[Path]:
     return [folder / unit.name for unit in UNITS]
 
 
-def test_systemd_takes_the_units_without_a_word(tmp_path: Path) -> None:
+def test_systemd_accepts_the_units_without_a_warning(tmp_path: Path) -> None:
     program = _program("systemd-analyze")
-    done = _ran(program, "verify", "--man=no", *map(str, _installed(tmp_path)))
+    done = _run(program, "verify", "--man=no", *map(str, _units_of_this_tree(tmp_path)))
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
 
 
-def test_the_server_may_do_little(tmp_path: Path) -> None:
+def test_systemd_rates_the_servers_exposure_as_low(tmp_path: Path) -> None:
     program = _program("systemd-analyze")
-    server = next(unit for unit in _installed(tmp_path) if "server" in unit.name)
-    done = _ran(program, "security", "--offline=true", f"--threshold={EXPOSURE_MAX}", str(server))
+    server = next(unit for unit in _units_of_this_tree(tmp_path) if "server" in unit.name)
+    done = _run(program, "security", "--offline=true", f"--threshold={EXPOSURE_MAX}", str(server))
     assert done.returncode == 0, done.stdout
 
 
-def _composed(folder: Path) -> dict[str, dict[str, dict[str, object]]]:
+def _parsed_compose(folder: Path) -> dict[str, dict[str, dict[str, object]]]:
     """The parsed compose file; docker-compose checks it against its schema."""
     program = _program("docker-compose")
     copy = folder / "deploy"
@@ -64,24 +64,26 @@ def _composed(folder: Path) -> dict[str, dict[str, dict[str, object]]]:
     shutil.copy(DEPLOY / "compose.yaml", copy)
     for name in re.findall(r"file: \./(secrets/\w+)", (copy / "compose.yaml").read_text()):
         (copy / name).touch()
-    done = _ran(program, "-f", str(copy / "compose.yaml"), "config")
+    done = _run(program, "-f", str(copy / "compose.yaml"), "config")
     assert done.returncode == 0, done.stderr
     composed: dict[str, dict[str, dict[str, object]]] = yaml.safe_load(done.stdout)
     return composed
 
 
-def test_the_containers_fit_together(tmp_path: Path) -> None:
-    composed = _composed(tmp_path)
+def test_the_containers_keep_data_in_volumes_and_listen_on_loopback_only(
+    tmp_path: Path,
+) -> None:
+    composed = _parsed_compose(tmp_path)
     assert set(composed["services"]) >= {"redis", "objects", "server1", "server2"}
     for name, service in composed["services"].items():
         assert "volumes" in service or name in ("admin", "bucket"), name
         for port in json.loads(json.dumps(service.get("ports", []))):
-            where = port if isinstance(port, str) else port.get("host_ip", "")
-            assert where.startswith("127.0.0.1"), f"{name} is open to the world without TLS"
+            host = port if isinstance(port, str) else port.get("host_ip", "")
+            assert host.startswith("127.0.0.1"), f"{name} is open to the world without TLS"
 
 
 def test_images_of_others_are_pinned_to_a_release(tmp_path: Path) -> None:
-    images = {str(each["image"]) for each in _composed(tmp_path)["services"].values()}
+    images = {str(each["image"]) for each in _parsed_compose(tmp_path)["services"].values()}
     assert images >= {"diesel-fs"}
     for image in images - {"diesel-fs"}:
         assert re.search(r":(RELEASE\.\d{4}-\d\d-\d\dT|\d+\.\d+\.\d+)", image), image
@@ -95,8 +97,8 @@ def test_the_server_knows_every_variable_that_is_set_for_it() -> None:
         assert named or "mount" in file.name
 
 
-def test_the_units_options_fit_together(tmp_path: Path) -> None:
-    """The server reads what the unit sets, and then misses only the store."""
+def test_with_the_units_options_the_server_misses_only_the_store(tmp_path: Path) -> None:
+    """The unit leaves the store to the administrator's own file."""
     text = next(unit for unit in UNITS if "server" in unit.name).read_text(encoding="utf-8")
     lines = re.findall(r"^Environment=(.*)$", text, re.MULTILINE)
     words = [word.partition("=") for line in lines for word in line.split()]

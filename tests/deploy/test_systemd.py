@@ -135,7 +135,7 @@ def test_the_unit_of_a_mount_that_was_killed_mounts_again(machine: Machine) -> N
     assert machine("systemctl", "stop", unit).returncode == 0
 
 
-def test_the_unit_of_a_mount_that_cannot_be_fails_and_is_not_tried_for_ever(
+def test_the_unit_of_a_missing_dataset_fails_and_is_not_tried_again(
     machine: Machine,
 ) -> None:
     unit = "diesel-mount@gone"

@@ -29,7 +29,6 @@ from diesel_fs.format.entries import Bytes
 from diesel_fs.net import client as rpc
 from diesel_fs.net import frames as wire
 from diesel_fs.net.client import ServerLink
-from diesel_fs.net.client_connection import Deadline
 from diesel_fs.net.messages import Message
 from diesel_fs.urls import parse_url
 from diesel_server.limits import ConnectionLimits
@@ -461,8 +460,7 @@ def test_another_server_is_asked_when_one_hangs() -> None:
     with ThreadedServer() as well, Scripted(lambda client: time.sleep(60)) as hangs:
         for _ in range(4):
             url = f"diesel://127.0.0.1:{hangs.port},127.0.0.1:{well.port}"
-            link = ServerLink(parse_url(url), ME)
-            link._first = 0
+            link = ServerLink(parse_url(url), ME, first=0)
             begun = time.monotonic()
             assert link.call({"do": "echo"}, [b"x"], deadline_s=12).payload.tobytes() == b"x"
             assert time.monotonic() - begun < 11
@@ -473,7 +471,7 @@ def test_another_server_is_asked_when_one_hangs() -> None:
 
 @pytest.mark.parametrize("hello", [True, False])
 def test_G1_servers_that_are_silent_leave_time_for_the_one_that_answers(hello: bool) -> None:
-    """Stopped, or the machine is gone: neither the first call nor the next fails for it."""
+    """Silent servers are stopped (`hello`: the kernel still accepts), or their machine is gone."""
     silent = [socket.create_server(("127.0.0.1", 0), backlog=16 if hello else 0) for _ in range(2)]
     with ExitStack() as stack, ThreadedServer() as well:
         for each in silent:
@@ -483,13 +481,18 @@ def test_G1_servers_that_are_silent_leave_time_for_the_one_that_answers(hello: b
                 waiting.setblocking(False)
                 waiting.connect_ex(each.getsockname())
         places = [f"127.0.0.1:{each.getsockname()[1]}" for each in silent]
-        link = ServerLink(parse_url(f"diesel://{','.join([*places, well.place])}"), ME, open_s=6.0)
-        link._first = 2
+        url = f"diesel://{','.join([*places, well.place])}"
+        link = ServerLink(parse_url(url), ME, open_s=6.0, first=2)
         with pytest.raises(DieselError):
-            link._connect(Deadline(0.0))
-        assert link._first == 0, "who could not is not asked first again"
+            link.call({"do": "echo"}, deadline_s=0.0)
+        begun = time.monotonic()
         assert link.call({"do": "echo"}, [b"x"], deadline_s=20.0)
-        assert link._first == 2, "who answers is asked first the next time"
+        asked_silent_s = time.monotonic() - begun
+        assert asked_silent_s > 2, "a server that could not be reached is not asked first again"
+        link.close_idle()
+        begun = time.monotonic()
+        assert link.call({"do": "echo"}, [b"x"], deadline_s=20.0)
+        assert time.monotonic() - begun < asked_silent_s, "the one that answers is asked first"
 
 
 def test_G8_servers_of_one_address_serve_one_store() -> None:
@@ -505,8 +508,7 @@ def test_G8_servers_of_one_address_serve_one_store() -> None:
 
 def test_clients_of_a_server_that_shuts_down_go_to_another() -> None:
     with ThreadedServer() as first, ThreadedServer() as second:
-        link = links([first, second])
-        link._first = 0
+        link = links([first, second], first=0)
         link.call({"do": "echo"})
         thread = threading.Thread(
             target=lambda: link.call({"do": "sleep", "seconds": 1.5}), daemon=True
@@ -514,7 +516,6 @@ def test_clients_of_a_server_that_shuts_down_go_to_another() -> None:
         thread.start()
         time.sleep(0.2)
         first.begin_stop()
-        link._first = 0
         assert link.call({"do": "echo"}, may_repeat=False)
         until(lambda: second.cells.get("diesel_requests_total", "other", "ok"), "its count")
         thread.join(10)

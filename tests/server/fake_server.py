@@ -206,10 +206,12 @@ class ThreadedServer:
         self.stop()
 
 
-def links(servers: Sequence[ThreadedServer], credentials: Credentials = ME) -> ServerLink:
-    """A client of several servers."""
+def links(
+    servers: Sequence[ThreadedServer], credentials: Credentials = ME, *, first: int | None = None
+) -> ServerLink:
+    """A client of several servers, which asks the one at the index `first` first."""
     url = "diesel://" + ",".join(server.place for server in servers)
-    return ServerLink(parse_url(url), credentials)
+    return ServerLink(parse_url(url), credentials, first=first)
 
 
 def wire_stand_in(task: WorkerConfig, cells: MetricCells) -> Wiring:
