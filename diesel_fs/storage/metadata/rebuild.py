@@ -21,16 +21,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 from uuid import UUID
 
-from ...errors import BusyError, CorruptError, NoSuchDataset
+from ...errors import BusyError, CorruptError, DieselError, NoSuchDataset
 from ...format.entries import ChunkId
-from .store import Batch, MetadataStore, ReadCommitted, RenewingCommitLock
+from .store import Batch, MetadataStore, ReadCommitted, RenewingCommitLock, log
 
 LOCKED_CHUNKS_MAX = 32
 """How many chunks may be read while commits are locked: some round trips to the object store each.
 """
 
-_PASSES_MAX = 8  # each shorter than the one before, unless chunks come faster than they are read
-_TRIES_MAX = 20
+# Of step 3; each is shorter than the one before, unless chunks come faster than they are read
+_PASSES_MAX = 8
+_TRIES_MAX = 20  # of step 4
 _PAUSE_S = 0.02
 
 
@@ -78,20 +79,41 @@ class ShadowState(ABC):
         """Remove this state, as far as that is possible now. Raises no DieselError."""
 
 
-def rebuild(
-    store: MetadataStore,
-    identity: UUID,
-    shadow: ShadowState,
-    batches: Iterable[Batch],
-    read_committed: ReadCommitted | None,
-) -> int:
-    """Do `MetadataStore.rebuild` with the shadow state that a store provides."""
-    try:
-        shadow.begin()
-        return _Rebuild(store, identity, shadow, read_committed).run(batches)
-    except BaseException:
-        shadow.discard()
-        raise
+class RebuildingStore(MetadataStore):
+    """A metadata store that rebuilds a dataset in a shadow state."""
+
+    def rebuild(
+        self,
+        name: str,
+        identity: UUID,
+        batches: Iterable[Batch],
+        read_committed: ReadCommitted | None = None,
+        newer_than: int = 0,
+    ) -> int:
+        shadow = self.shadow_state(name, identity, newer_than)
+        try:
+            shadow.begin()
+            version = _Rebuild(self, identity, shadow, read_committed).run(batches)
+        except BaseException:
+            shadow.discard()
+            raise
+        self.clean()
+        return version
+
+    def clean(self) -> None:
+        """Remove the states that were replaced or dropped, as far as that is possible now."""
+        try:
+            self.remove_abandoned()
+        except DieselError as error:
+            log.info("replaced or deleted datasets could not be removed yet: %s", error.message)
+
+    @abstractmethod
+    def shadow_state(self, name: str, identity: UUID, newer_than: int) -> ShadowState:
+        """A new shadow state of a dataset, for a version after `newer_than`."""
+
+    @abstractmethod
+    def remove_abandoned(self) -> None:
+        """Remove what remains of states that no reader sees, and of rebuilds that have died."""
 
 
 class _Rebuild:
@@ -108,16 +130,17 @@ class _Rebuild:
         self._read_committed = read_committed
         self._before = shadow.live_state()
         self._folded: set[ChunkId] = set()
-        self._asked: set[ChunkId] = set()  # `read_committed` may have no batch for some of them
+        # Chunks that `read_committed` was asked for: it may have no batch for some of them
+        self._requested: set[ChunkId] = set()
 
     def run(self, batches: Iterable[Batch]) -> int:
-        """Do all steps, and return the new version."""
+        """Do all steps (see the module), and return the new version."""
         self._add(batches, None)
         for _ in range(_PASSES_MAX):
-            rest = self._not_folded(self._shadow.live_state())
-            if len(rest) <= LOCKED_CHUNKS_MAX:
+            committed = self._not_folded(self._shadow.live_state())
+            if len(committed) <= LOCKED_CHUNKS_MAX:
                 break
-            self._add_committed(rest, None)
+            self._add_committed(committed, None)
         for _ in range(_TRIES_MAX):
             version = self._last_pass()
             if version is not None:
@@ -139,14 +162,14 @@ class _Rebuild:
 
     def _not_folded(self, live: LiveState) -> Collection[ChunkId]:
         """The chunks that were committed since the rebuild began, and are not folded in."""
-        return live.chunks - self._before.chunks - self._folded - self._asked
+        return live.chunks - self._before.chunks - self._folded - self._requested
 
     def _add_committed(self, chunks: Collection[ChunkId], lock: RenewingCommitLock | None) -> None:
         if not chunks:
             return
         if self._read_committed is None:
             raise self._changed_error()
-        self._asked.update(chunks)
+        self._requested.update(chunks)
         self._add(self._read_committed(sorted(chunks)), lock)
 
     def _add(self, batches: Iterable[Batch], lock: RenewingCommitLock | None) -> None:

@@ -12,7 +12,6 @@ import socket
 import subprocess
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Self
@@ -20,6 +19,8 @@ from typing import Self
 import pytest
 from redis import Redis
 from redis.exceptions import RedisError
+
+from tests.waiting import wait_until
 
 START_S = 20.0
 
@@ -33,15 +34,14 @@ def free_port() -> int:
 
 def until(true: Callable[[], object], what: str, seconds: float = START_S) -> None:
     """Wait until a condition is true; an error of Redis counts as false."""
-    end = time.monotonic() + seconds
-    while True:
+
+    def holds() -> object:
         try:
-            if true():
-                return
+            return true()
         except (RedisError, OSError):
-            pass
-        assert time.monotonic() < end, f"in vain waited for: {what}"
-        time.sleep(0.01)
+            return False
+
+    wait_until(holds, seconds, lambda: f"in vain waited for: {what}")
 
 
 def once(work: Callable[[], object]) -> Callable[[], None]:

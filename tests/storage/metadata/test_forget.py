@@ -8,7 +8,7 @@ import pytest
 from diesel_fs.errors import BusyError, NoSuchDataset, NotFoundError
 from diesel_fs.format.entries import Kind
 from diesel_fs.storage.metadata.redis.bucket_scripts import READ_PIECE_FOLDERS, UNAPPLY
-from diesel_fs.storage.metadata.redis.head_scripts import BEGIN, FORGET
+from diesel_fs.storage.metadata.redis.head_scripts import BEGIN, COMMIT
 from diesel_fs.storage.metadata.redis.store import RedisMetadata
 from diesel_fs.storage.metadata.store import MetadataStore, chunks_digest
 from tests.storage.metadata.batches import (
@@ -28,11 +28,11 @@ from tests.storage.metadata.watched_redis import at, dies_at, watched_link
 
 STEPS = {
     "BEGIN": BEGIN,
-    "FORGET": FORGET,
+    "COMMIT": COMMIT,
     "READ_PIECE_FOLDERS": READ_PIECE_FOLDERS,
     "UNAPPLY": UNAPPLY,
 }
-"""The scripts of a removal in Redis, in their order; from FORGET on it is done."""
+"""The scripts of a removal in Redis, in their order; after COMMIT it is done."""
 
 
 def forgotten(meta: MetadataStore, *numbers: int, tombstones: bool = False) -> set[int]:
@@ -127,7 +127,7 @@ def test_Z4_a_part_of_an_incomplete_version_keeps_its_chunk(meta: MetadataStore)
 
 def test_forgetting_waits_for_a_lock(meta: MetadataStore, open_meta: Opener) -> None:
     commit(meta, files(1, b"a"), files(2, b"a"))
-    hasty = open_meta(deadline_s=0.05)
+    hasty = open_meta(deadline_s=0.5)  # long enough for all its requests
     with meta.lock_commits(IDENTITY, 30), pytest.raises(BusyError):
         hasty.forget(IDENTITY, [chunk_id(1)])
     assert hasty.forget(IDENTITY, [chunk_id(1)]) == {chunk_id(1)}
@@ -141,7 +141,7 @@ def test_forgetting_waits_for_a_lock(meta: MetadataStore, open_meta: Opener) -> 
 def test_P1_a_redis_client_killed_while_it_forgets(
     kind: str, step: str, tmp_path: Path, clock: Clock
 ) -> None:
-    """Before FORGET ran in the head, nothing has happened; after it, the next client applies it."""
+    """Before COMMIT ran in the head, nothing has happened; after it, the next client applies it."""
     other = STORES[kind](tmp_path, clock)()
     link = watched_link((shared_cluster() if kind == "redis-cluster" else shared_server()).url)
     killed = RedisMetadata(link)

@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import redis.exceptions as errors
@@ -30,6 +31,7 @@ from diesel_fs.errors import (
 )
 from diesel_fs.storage.metadata.redis.address import parse_redis_url
 from diesel_fs.storage.metadata.redis.errors import RetryLater, safe_cause, translate_error
+from diesel_fs.storage.metadata.redis.link import RedisLink
 from diesel_fs.storage.metadata.redis.store import RedisMetadata
 from tests.storage.metadata.batches import Chunk, check, commit_and_repair, files
 from tests.storage.metadata.metadata_stores import IDENTITY, NAME, filled
@@ -154,47 +156,48 @@ def test_C9_errors_in_scripts_of_each_redis_version_are_understood(text: str, ad
     assert isinstance(translate_error(garbage, where), CorruptError)
 
 
-class Waiting:
-    """Stands for a node of a cluster that can wait for its log (Redis 7.2)."""
+class WaitingNode:
+    """Stands for a node of a cluster that can wait for its log (Redis 7.2). It notes the commands
+    that it gets in `commands`, and its log is on disk after `waits` commands that wait in vain.
+    """
 
-    def __init__(self, said: list[object], waits: int) -> None:
-        self.said = said
+    def __init__(self, commands: list[object], waits: int) -> None:
+        self.commands = commands
         self.waits = waits
 
     def info(self, section: str = "") -> dict[str, object]:
         return {"aof_enabled": 1, "redis_version": "7.2.4"}
 
-    def client(self) -> "Waiting":
+    def client(self) -> "WaitingNode":
         return self
 
-    def __enter__(self) -> "Waiting":
+    def __enter__(self) -> "WaitingNode":
         return self
 
     def __exit__(self, *_: object) -> None:
         pass
 
     def execute_command(self, *words: object) -> list[int]:
-        self.said.append(words)
+        self.commands.append(words)
         self.waits -= words[0] == "WAITAOF"
         return [self.waits < 0, 0]
 
 
 def test_C2_sync_waits_for_the_log_of_each_node(cluster: RedisCluster) -> None:
     """Also for writes of other connections, though `WAITAOF` waits for those of its own only."""
-    with closing(RedisMetadata.open(cluster.url)) as meta:
-        nodes = meta._link._open_nodes.slots()
+    with closing(RedisLink.open(parse_redis_url(cluster.url), 10)) as link:
+        nodes = link.nodes.masters_with_keys()
         assert len(nodes) == 3
         for key, node in nodes:
             node.execute_command("HSET", key, "sync", 1)  # and it has that slot
-        said: list[object] = []
-        waiting = [(key, Waiting(said, waits)) for waits, (key, _) in enumerate(nodes)]
-        meta._link._open_nodes.slots = lambda: waiting  # type: ignore[method-assign, assignment, return-value]  # a fault is put in
-        meta.sync()
-        expected: list[object] = []
+        commands, expected = list[object](), list[object]()
+        waiting = [(key, WaitingNode(commands, waits)) for waits, (key, _) in enumerate(nodes)]
+        fakes = SimpleNamespace(masters_with_keys=lambda: waiting)
+        RedisMetadata(RedisLink(link.address, fakes, 10)).sync()
         for waits, (key, _) in enumerate(nodes):
             wait = ("WAITAOF", 1, 0, 1000)
             expected += [("HSET", key, "sync", 1), *([wait] * (waits + 1))]
-        assert said == expected
+        assert commands == expected
 
 
 @pytest.fixture

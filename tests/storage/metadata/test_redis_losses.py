@@ -5,7 +5,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -14,14 +14,11 @@ import pytest
 from redis import Redis
 
 from diesel_fs.errors import CorruptError, DieselError, MetadataBehind, NoSpaceError
-from diesel_fs.storage.metadata.rebuild import LiveState
-from diesel_fs.storage.metadata.redis import rows as redis_rows
-from diesel_fs.storage.metadata.redis.head_scripts import COMMIT
-from diesel_fs.storage.metadata.redis.keys import DatasetKeys, FolderId
-from diesel_fs.storage.metadata.redis.rows import GenerationReader
-from diesel_fs.storage.metadata.redis.shadow_state import RedisShadowState
+from diesel_fs.format.entries import Rows
+from diesel_fs.storage.metadata.redis.head_scripts import APPLIED, COMMIT, REPLACE_LIVE
+from diesel_fs.storage.metadata.redis.keys import DatasetKeys
+from diesel_fs.storage.metadata.redis.link import Command
 from diesel_fs.storage.metadata.redis.store import RedisMetadata
-from diesel_fs.storage.metadata.redis.transactions import RedisTransactions
 from diesel_fs.storage.metadata.store import StoreRestarted
 from tests.storage.metadata.batches import Chunk, Entry, big, check, commit_and_repair, files
 from tests.storage.metadata.metadata_stores import IDENTITY, NAME, filled
@@ -34,7 +31,13 @@ from tests.storage.metadata.redis_servers import (
     once,
     until,
 )
-from tests.storage.metadata.watched_redis import at, commit_without_applying, dies_at, watched_link
+from tests.storage.metadata.watched_redis import (
+    at,
+    commit_without_applying,
+    dies_at,
+    make_older,
+    watched_link,
+)
 
 KEYS = DatasetKeys(IDENTITY)
 
@@ -53,43 +56,32 @@ def shared() -> RedisServer:
 
 
 @pytest.mark.parametrize("what", ["changes", "children", "chunks"])
-def test_C2_a_scan_across_a_restart_misses_nothing(
-    server: RedisServer, what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_C2_a_scan_across_a_restart_misses_nothing(server: RedisServer, what: str) -> None:
     """A restarted Redis continues a scan at another position, without an error."""
-    monkeypatch.setattr(redis_rows, "_SCAN_ROWS", 64)
     names = [b"d/%05d" % i for i in range(4000)]
-    with closing(RedisMetadata.open(server.url)) as meta:
+    link = watched_link(server.url)
+    with closing(RedisMetadata(link)) as meta:
         meta.create(NAME, IDENTITY)
         meta.commit(IDENTITY, files(1, *names).batch())
         meta.commit(IDENTITY, *(files(n, b"d/%05d" % n).batch() for n in range(2, 1500)))
-        scan = GenerationReader._scan
-        key = KEYS.chunks if what == "chunks" else b":e:"
+        scanned, pages = KEYS.chunks if what == "chunks" else b":e:", 0
 
-        def restart() -> None:
-            server.kill()
-            server.start()
+        def restart_after_five_pages(command: Command) -> None:
+            nonlocal pages
+            if command.words[0] == "HSCAN" and scanned in command.key:
+                pages += 1
+                if pages == 5:
+                    server.kill()
+                    server.start()
 
-        meanwhile, pages = once(restart), list[int]()
-
-        def scanned(
-            self: GenerationReader, keys: Sequence[bytes]
-        ) -> Iterator[tuple[bytes, dict[bytes, bytes]]]:
-            for which, page in scan(self, keys):
-                yield which, page
-                if key in which:
-                    pages.append(len(page))
-                    if len(pages) == 5:
-                        meanwhile()
-
-        monkeypatch.setattr(GenerationReader, "_scan", scanned)
+        link.after_command, link.page_rows = restart_after_five_pages, 64
         found = {
             "changes": lambda: len(meta.changes(IDENTITY, 0).rows),
             "children": lambda: len(meta.children(IDENTITY, b"d")),
             "chunks": lambda: len(meta.chunks(IDENTITY)) + 2501,
         }[what]()
         assert found == len(names)
-        assert len(pages) > 20
+        assert pages > 20
 
 
 def test_C4_a_store_that_comes_back_older_takes_commits_after_repair_only(tmp_path: Path) -> None:
@@ -188,12 +180,12 @@ def test_a_plan_of_another_generation_is_removed(shared: RedisServer) -> None:
         assert not shared.client().llen(KEYS.pending)
 
 
-def test_a_plan_that_stays_pending_ends_reads_at_the_deadline(
-    shared: RedisServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with closing(filled(shared.url, deadline_s=1)) as meta:
-        shared.client().rpush(KEYS.pending, b"z" * 48)
-        monkeypatch.setattr(RedisTransactions, "_report_applied", lambda *_: None)
+def test_a_plan_that_stays_pending_ends_reads_at_the_deadline(shared: RedisServer) -> None:
+    link = watched_link(shared.url, deadline_s=1)
+    client, plan = shared.client(), b"z" * 48
+    with closing(filled(shared.url)), closing(RedisMetadata(link)) as meta:
+        client.rpush(KEYS.pending, plan)
+        link.after = at(APPLIED, lambda: client.rpush(KEYS.pending, plan))
         start = time.monotonic()
         with pytest.raises(DieselError):
             meta.head(NAME)
@@ -339,48 +331,31 @@ def test_C15_a_commit_over_damaged_values_changes_nothing(shared: RedisServer) -
 
 @pytest.mark.parametrize("what", ["lookup", "children"])
 def test_R1_a_read_during_a_commit_sees_all_of_it_or_nothing(
-    shared: RedisServer, what: str, monkeypatch: pytest.MonkeyPatch
+    shared: RedisServer, what: str
 ) -> None:
-    paths = [b"a/f", b"a/g"]
-    with closing(filled(shared.url)) as meta, closing(RedisMetadata.open(shared.url)) as other:
-        meta.commit(IDENTITY, files(2, *paths, size=1).batch())
-        meanwhile = once(
-            lambda: other.commit(
-                IDENTITY, files(3, paths[0], size=2).batch(), files(4, paths[1], size=2).batch()
-            )
-        )
-        entries, scan = GenerationReader.entries, GenerationReader._scan
-
-        def one_by_one(self: GenerationReader, wanted: dict[FolderId, list[bytes]]) -> object:
-            for folder, names in wanted.items():
-                for name in names:
-                    yield from entries(self, {folder: [name]})
-                    meanwhile()
-
-        def in_pages(self: GenerationReader, keys: Sequence[bytes]) -> object:
-            for key, page in scan(self, keys):
-                yield key, dict([*page.items()][:1])
-                if b":e:" in key:
-                    meanwhile()
-                for _, later in scan(self, [key]):
-                    yield key, dict([*later.items()][1:])
-
-        monkeypatch.setattr(GenerationReader, "entries", one_by_one)
-        monkeypatch.setattr(GenerationReader, "_scan", in_pages)
+    """The commit happens when the reader has read a part of the entries: one folder of two, or some
+    of the names in a folder.
+    """
+    in_folders = [[b"%s/%04d" % (folder, i) for i in range(600)] for folder in (b"c", b"d")]
+    link = watched_link(shared.url)
+    with (
+        closing(filled(shared.url)),
+        closing(RedisMetadata(link)) as meta,
+        closing(RedisMetadata.open(shared.url)) as other,
+    ):
+        meta.commit(IDENTITY, files(2, *in_folders[0], *in_folders[1], size=1).batch())
+        newer = [files(3 + i, *names, size=2).batch() for i, names in enumerate(in_folders)]
+        meanwhile = once(lambda: other.commit(IDENTITY, *newer))
+        link.after_command = lambda command: b":e:" in command.key and meanwhile()
         if what == "lookup":
-            rows = meta.lookup(IDENTITY, paths)
-            sizes = rows.records["size"].tolist()
+            rows: Rows = meta.lookup(IDENTITY, in_folders[0] + in_folders[1])
         else:
-            found = meta.children(IDENTITY, b"a")
-            sizes = [int(found.records[i]["size"]) for i, n in enumerate(found.names) if n != b"x"]
-        assert sizes == [2, 2]
+            rows = meta.children(IDENTITY, b"c")
+        assert set(rows.records["size"].tolist()) == {2}
 
 
-def test_pieces_of_one_dead_writer_are_removed(
-    shared: RedisServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pieces_of_one_dead_writer_are_removed(shared: RedisServer) -> None:
     """Also if it is the only dead writer."""
-    monkeypatch.setattr(RedisTransactions.remove_abandoned_transactions, "__defaults__", (0,))
     client = shared.client()
     link = watched_link(shared.url)
     link.before = dies_at(COMMIT)
@@ -388,8 +363,8 @@ def test_pieces_of_one_dead_writer_are_removed(
         with pytest.raises(KeyboardInterrupt):
             dead.commit(IDENTITY, files(2, b"c").batch())
         assert client.hlen(KEYS.begun) == 1
-        with contextlib.suppress(DieselError):  # of that age its own goes as well
-            meta.commit(IDENTITY, files(3, b"d").batch())
+        make_older(client, KEYS.begun, 3600)
+        meta.commit(IDENTITY, files(3, b"d").batch())
         assert client.hlen(KEYS.begun) == 0
         assert not any(client.hlen(key) for key in client.keys("dfs:*}:x"))
 
@@ -422,20 +397,13 @@ def test_C12_readers_do_not_fetch_the_pieces_of_a_commit(shared: RedisServer) ->
         assert int(client.info()["total_net_output_bytes"]) - before < 100_000
 
 
-def test_C2_a_rebuild_succeeds_though_its_lock_cannot_be_released(
-    server: RedisServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_C2_a_rebuild_succeeds_though_its_lock_cannot_be_released(server: RedisServer) -> None:
     """Redis is killed before the lock is released."""
-    become_live = RedisShadowState.become_live
-
-    def then_killed(self: RedisShadowState, expected: LiveState) -> int | None:
-        version = become_live(self, expected)
-        server.kill()
-        return version
-
-    with closing(filled(server.url, deadline_s=2)) as meta:
-        monkeypatch.setattr(RedisShadowState, "become_live", then_killed)
+    link = watched_link(server.url, deadline_s=2)
+    with closing(filled(server.url)), closing(RedisMetadata(link)) as meta:
+        link.after = at(REPLACE_LIVE, server.kill)
         version = meta.rebuild(NAME, IDENTITY, [files(1, b"a").batch()])
+        link.after = lambda _: None
         server.start()
         assert meta.head(NAME).version == version
         assert commit_and_repair(meta, IDENTITY, files(2, b"c").batch()) > version

@@ -12,8 +12,13 @@ import pytest
 from diesel_fs.errors import BusyError, UsageError
 from diesel_fs.format.entries import ChunkId
 from diesel_fs.storage.metadata.redis.bucket_scripts import APPLY
-from diesel_fs.storage.metadata.redis.head_scripts import APPLIED, COMMIT, READ_HEAD
-from diesel_fs.storage.metadata.redis.keys import DatasetKeys
+from diesel_fs.storage.metadata.redis.head_scripts import (
+    APPLIED,
+    CLAIM_ABANDONED,
+    COMMIT,
+    READ_HEAD,
+)
+from diesel_fs.storage.metadata.redis.keys import DEAD_KEY, DatasetKeys
 from diesel_fs.storage.metadata.redis.store import RedisMetadata
 from diesel_fs.storage.metadata.store import Batch
 from tests.storage.metadata.batches import (
@@ -32,6 +37,7 @@ from tests.storage.metadata.watched_redis import (
     commit_without_applying,
     dies_at,
     live_generation,
+    make_older,
     watched_link,
 )
 
@@ -105,7 +111,7 @@ def test_a_rebuild_whose_lock_has_expired_includes_late_commits(
     meta.rebuild(NAME, IDENTITY, batches(), rest)
     assert late == [[chunks[1].id], [chunks[2].id]]
     check(meta, NAME, chunks)
-    assert no_rubbish(server)
+    assert only_live_keys_exist(server)
 
 
 def test_a_commit_that_times_out_at_a_lock_leaves_no_pieces(
@@ -228,30 +234,28 @@ def test_a_dataset_dropped_during_a_commit_gets_only_the_new_commit(
 
 
 def test_keys_of_a_crashed_rebuild_are_removed_by_a_later_one(
-    meta: RedisMetadata, server: RedisServer, monkeypatch: pytest.MonkeyPatch
+    link: WatchedLink, meta: RedisMetadata, server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chunks = [files(number, *(b"%d/%d" % (number, i) for i in range(50))) for number in range(9)]
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            "diesel_fs.storage.metadata.redis.shadow_state.RedisShadowState.discard",
-            lambda *_: None,
-        )
 
-        def batches() -> Iterator[Batch]:
-            for chunk in chunks:
-                yield chunk.batch()
-            raise KeyboardInterrupt
+    def batches() -> Iterator[Batch]:
+        for chunk in chunks:
+            yield chunk.batch()
+        raise KeyboardInterrupt
 
-        patch.setattr("diesel_fs.storage.metadata.redis.shadow_state._ROWS_AT_ONCE", 1)
-        with pytest.raises(KeyboardInterrupt):
-            meta.rebuild(NAME, IDENTITY, batches())
-    assert not no_rubbish(server)
+    # So that keys are written before the end
+    monkeypatch.setattr("diesel_fs.storage.metadata.redis.shadow_state._ROWS_AT_ONCE", 1)
+    link.before = dies_at(CLAIM_ABANDONED)
+    with pytest.raises(KeyboardInterrupt):
+        meta.rebuild(NAME, IDENTITY, batches())
+    link.before = lambda _: None
+    assert not only_live_keys_exist(server)
     meta.rebuild(NAME, IDENTITY, [chunk.batch() for chunk in chunks])
-    assert not no_rubbish(server), "it may be at work still"
-    monkeypatch.setattr("diesel_fs.storage.metadata.redis.shadow_state._ABANDONED_S", 0)
+    assert not only_live_keys_exist(server), "it may be at work still"
+    make_older(server.client(), DEAD_KEY, 3600)
     meta.rebuild(NAME, IDENTITY, [chunk.batch() for chunk in chunks])
     check(meta, NAME, chunks)
-    assert no_rubbish(server)
+    assert only_live_keys_exist(server)
 
 
 def staged(server: RedisServer) -> int:
@@ -260,7 +264,7 @@ def staged(server: RedisServer) -> int:
     return sum(int(client.hlen(key)) for key in client.scan_iter(b"dfs:*}:x"))
 
 
-def no_rubbish(server: RedisServer) -> bool:
+def only_live_keys_exist(server: RedisServer) -> bool:
     """Whether all keys are in the head's slot or of the live generation."""
     name = live_generation(server.url).name
     keys = list(server.client().scan_iter(b"dfs:*"))

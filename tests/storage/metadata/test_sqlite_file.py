@@ -22,7 +22,7 @@ from diesel_fs.errors import (
     NoSpaceError,
     PermissionDenied,
 )
-from diesel_fs.storage.metadata.sqlite import database_file as sqlite_file
+from diesel_fs.storage.metadata.sqlite.database_file import SqliteFile
 from diesel_fs.storage.metadata.sqlite.store import SqliteMetadata
 from tests.small_disks import remount, small_disk
 from tests.storage.metadata.batches import check, files
@@ -291,14 +291,14 @@ def test_Z9_a_fork_waits_for_the_transactions_of_other_threads(meta: SqliteMetad
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_Z9_a_child_forked_in_a_transaction_raises(
-    meta: SqliteMetadata, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sqlite_file, "_FORK_WAIT_S", 0.05)
+def test_Z9_a_child_forked_in_a_transaction_raises(path: Path) -> None:
     inside, leave = threading.Event(), threading.Event()
+    file = SqliteFile(path, create=True, fork_wait_s=0.05)
+    meta = SqliteMetadata(file)
+    meta.create(NAME, IDENTITY)
 
     def read() -> None:
-        with meta._file.reading():
+        with file.reading():
             inside.set()
             leave.wait()
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from diesel_fs.errors import BusyError, MetadataError
-from diesel_fs.storage.metadata.sqlite import database_file as sqlite_file
+from diesel_fs.storage.metadata.sqlite import database_file
+from diesel_fs.storage.metadata.sqlite.database_file import LEASE_NAME, SqliteFile
 from diesel_fs.storage.metadata.sqlite.host_lease import (
     CLOCK_ALLOWANCE_S,
     LEASE_S,
@@ -139,8 +140,19 @@ def folder(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
     subprocess.run(["umount", "-l", network], check=True)
 
 
-def open_on(path: Path, host: str, clock: Clock, **options: bool) -> SqliteMetadata:
-    return SqliteMetadata.open(path, host=host, clock_ns=clock, deadline_s=0.5, **options)
+def open_on(
+    path: Path, host: str, clock: Clock, *, create: bool = False, readonly: bool = False
+) -> SqliteMetadata:
+    """Open a store as another host would."""
+    file = SqliteFile(
+        path,
+        create=create,
+        readonly=readonly,
+        deadline_s=0.5,
+        host=host,
+        clock=clock.seconds,
+    )
+    return SqliteMetadata(file, clock)
 
 
 def journal(path: Path) -> bytes:
@@ -169,8 +181,9 @@ def test_on_a_network_one_host_writes_without_wal(folder: tuple[Path, Path]) -> 
 
 
 def test_every_commit_on_a_network_is_synced(folder: tuple[Path, Path]) -> None:
-    with closing(open_on(folder[1], "host-1", Clock(), create=True)) as meta:
-        with meta._file.reading() as db:
+    file = SqliteFile(folder[1], create=True, host="host-1", clock=Clock().seconds)
+    with closing(SqliteMetadata(file)) as meta:
+        with file.reading() as db:
             assert db.execute("PRAGMA synchronous").fetchone() == (3,)  # EXTRA
             assert db.execute("PRAGMA locking_mode").fetchone() == ("normal",)
         meta.sync()
@@ -211,7 +224,7 @@ def test_a_local_writer_changes_its_journal_for_a_remote_one(tmp_path: Path) -> 
     disk, clock = tmp_path / "meta.sqlite", Clock()
     with closing(open_on(disk, "host-1", clock, create=True)) as local:
         local.create(NAME, IDENTITY)
-        HostLease(disk.with_name(sqlite_file.LEASE_NAME), "host-2", clock.seconds).keep()
+        HostLease(disk.with_name(LEASE_NAME), "host-2", clock.seconds).keep()
         with pytest.raises(BusyError, match="one host at a time"):
             local.commit(IDENTITY, files(1, b"a").batch())
 
@@ -223,7 +236,7 @@ def test_without_sound_locks_writes_are_refused(
     clock = Clock()
     with closing(open_on(network, "host-1", clock, create=True)) as meta:
         meta.create(NAME, IDENTITY)
-    monkeypatch.setattr(sqlite_file, "locks_fault", lambda _: "it is mounted with 'nolock'")
+    monkeypatch.setattr(database_file, "locks_fault", lambda _: "it is mounted with 'nolock'")
     with closing(open_on(network, "host-1", clock)) as meta:
         check(meta, NAME, [])
         with pytest.raises(MetadataError, match=r"nolock.*\?meta=redis://"):

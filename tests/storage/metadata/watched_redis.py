@@ -1,29 +1,51 @@
 """Redis metadata stores whose steps a test can watch, delay or cut off.
 
-A step is a script that runs inside Redis: a test does something between two steps of a client, or
-ends the client there as a crash would.
+A step is a script that runs inside Redis, or a command: a test does something between two steps of
+a client, or ends the client there as a crash would.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing, suppress
+
+from redis import Redis
 
 from diesel_fs.storage.metadata.redis.address import parse_redis_url
 from diesel_fs.storage.metadata.redis.bucket_scripts import APPLY, Script
 from diesel_fs.storage.metadata.redis.head import HeadReader
-from diesel_fs.storage.metadata.redis.keys import Generation
-from diesel_fs.storage.metadata.redis.link import RedisLink, ScriptCommand
+from diesel_fs.storage.metadata.redis.keys import STATE, Generation
+from diesel_fs.storage.metadata.redis.link import Command, RedisLink, ScriptCommand
+from diesel_fs.storage.metadata.redis.replies import packed_dict
 from diesel_fs.storage.metadata.redis.store import RedisMetadata
 from diesel_fs.storage.metadata.store import Batch
 from tests.storage.metadata.metadata_stores import IDENTITY
+from tests.storage.metadata.redis_servers import execute
 
 Watcher = Callable[[Script], object]
 
 
 class WatchedLink(RedisLink):
-    """Calls `before` with each script before it is sent, and `after` when its reply has come."""
+    """Calls `before` with each script before it is sent, and `after` when its reply has come.
+
+    With `after_command`, commands are sent one by one, each page of a scan has some `page_rows`
+    rows, and `after_command` is called with each command when its reply has come.
+    """
 
     before: Watcher = staticmethod(lambda _: None)
     after: Watcher = staticmethod(lambda _: None)
+    after_command: Callable[[Command], object] | None = None
+    page_rows = 10
+
+    def run(self, commands: Sequence[Command]) -> list[object]:
+        if self.after_command is None:
+            return super().run(commands)
+        replies = list[object]()
+        for each in commands:
+            words = each.words
+            if words[0] in ("HSCAN", "SSCAN"):
+                words = [*words[:-1], self.page_rows]
+            replies += super().run([each._replace(words=words)])
+            self.after_command(each)
+        return replies
 
     def run_scripts(self, runs: Iterable[ScriptCommand]) -> list[object]:
         commands = list(runs)
@@ -61,6 +83,13 @@ def commit_without_applying(url: str, *batches: Batch) -> None:
     with closing(RedisMetadata(link)) as writer, suppress(KeyboardInterrupt):
         writer.commit(IDENTITY, *batches)
         raise AssertionError("it has applied them")
+
+
+def make_older(client: Redis, key: bytes, seconds: int) -> None:
+    """Set back the times of the states (`STATE`) in a hash, as if so much time had passed."""
+    for field, packed in packed_dict(execute(client, "HGETALL", key)).items():
+        state, since = STATE.unpack_from(packed)
+        client.hset(key, field, STATE.pack(state, since - seconds) + packed[STATE.size :])
 
 
 def live_generation(url: str) -> Generation:

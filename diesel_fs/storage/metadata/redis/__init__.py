@@ -5,7 +5,7 @@ moved. A Redis that has lost data is noticed: reads then raise an error instead 
 
 Read `keys.py` (all keys and values, and the terms), `transactions.py` (how a commit over many keys
 is atomic), `store.py` (how a read gets one state), then `head_scripts.py` and `bucket_scripts.py`
-(what runs inside Redis). `pieces.py` and `chunk_removal.py` prepare what the scripts apply,
-`rows.py` reads entries, `shadow_state.py` rebuilds. `link.py`, `address.py`, `errors.py` and
+(what runs inside Redis). `pieces.py` packs what the scripts apply, `rows.py` reads entries,
+`shadow_state.py` rebuilds. `link.py`, `address.py`, `errors.py` and
 `replies.py` know nothing of datasets. `pipelined_head.py` is a shortcut for the server.
 """

@@ -71,6 +71,9 @@ call('HDEL', X, ARGV[1])  -- frees memory, so Redis does not refuse the writes t
 call('HINCRBY', T, 'pieces', 1)
 local files, bytes, dead = 0, 0, {}
 
+-- Below, k is the position of a folder in the piece, and v a packed entry (`keys.py`): the record
+-- (size at byte 1, kind 35, place 37, count of extents 41), then the chunk (49), the stamp (65) and
+-- the extents (85), 64 bytes each, with chunk at 1, number at 49 and place at 53
 local function folder(k) return piece:sub(k * 16 + 3, k * 16 + 18) end
 local function chunk_of(v) return v:sub(49, 64) end
 local function place_of(v) return (take('<I4', v, 37)) end
@@ -90,7 +93,7 @@ local function hole(chunk, place)
   end
 end
 
-local function add(k, v, sign)
+local function count_entry(k, v, sign)
   local kind = v:byte(35)
   if kind == 0 then
     files, bytes = files + sign, bytes + sign * take('<I8', v)
@@ -101,7 +104,7 @@ end
 
 local function replace(k, name, old, v)
   if old then
-    add(k, old, -1)
+    count_entry(k, old, -1)
     if extents_of(old) > 1 then
       for at = 85, #old, 64 do hole(old:sub(at, at + 15), (take('<I4', old, at + 52))) end
     else
@@ -109,7 +112,7 @@ local function replace(k, name, old, v)
     end
   end
   call('HSET', KEYS[9 + 2 * k], name, v)
-  add(k, v, 1)
+  count_entry(k, v, 1)
 end
 
 -- Extents of files that are not complete wait in `P`. `Q` has for each such file its stamp, how
@@ -121,7 +124,8 @@ local function drop_part(k, name, stamp, number, is_hole)
   local field = folder(k) .. stamp .. pack('>I4', number) .. name
   local v = call('HGET', P, field)
   if not v then return NONE end
-  if is_hole then hole(v:sub(53, 68), (take('<I4', v, 41))) end
+  local entry = v:sub(5)
+  if is_hole then hole(chunk_of(entry), place_of(entry)) end
   call('HDEL', P, field)
   return (take('>I4', v))
 end
@@ -152,8 +156,9 @@ local function drop_older(k, name, stamp)
   write_waiting(k, name, table.concat(left))
 end
 
-local function whole(k, name, v, moved)
-  local old, stamp, wins = call('HGET', KEYS[9 + 2 * k], name), stamp_of(v), not moved
+-- Fold an entry of one extent
+local function fold_entry(k, name, v, by_purge)
+  local old, stamp, wins = call('HGET', KEYS[9 + 2 * k], name), stamp_of(v), not by_purge
   if old then
     local old_stamp = stamp_of(old)
     if stamp == old_stamp then
@@ -163,10 +168,11 @@ local function whole(k, name, v, moved)
     end
   end
   if wins then replace(k, name, old, v) else hole(chunk_of(v), place_of(v)) end
-  if not moved then drop_older(k, name, stamp) end
+  if not by_purge then drop_older(k, name, stamp) end
 end
 
-local function swap(k, name, old, v)
+-- Fold another copy of an extent of `old`: the chunk with the greater ID holds it
+local function swap_extent(k, name, old, v)
   local number = (take('<I4', v, 85 + 48))
   local at = 85 + 64 * number
   if extents_of(old) <= 1 or at > #old or not less(old:sub(at, at + 15), chunk_of(v)) then
@@ -178,6 +184,7 @@ local function swap(k, name, old, v)
     front:sub(1, 84) .. old:sub(85, at - 1) .. v:sub(85, 148) .. old:sub(at + 64))
 end
 
+-- If no extent of a file is missing any more, make the file the path's entry
 local function complete(k, name, old, stamp, extents, last)
   local parts, tail = {}, {}
   for number = 0, extents - 1 do
@@ -196,39 +203,41 @@ local function complete(k, name, old, stamp, extents, last)
   drop_older(k, name, stamp)
 end
 
-local function part(k, name, v, moved)
+local function fold_extent(k, name, v, by_purge)
   local old, stamp = call('HGET', KEYS[9 + 2 * k], name), v:sub(65, 84)
   if old then
     local old_stamp = stamp_of(old)
-    if stamp == old_stamp then return swap(k, name, old, v) end
+    if stamp == old_stamp then return swap_extent(k, name, old, v) end
     if less(stamp, old_stamp) then return hole(chunk_of(v), place_of(v)) end
   end
   local number = v:sub(133, 136):reverse()
   local field = folder(k) .. stamp .. number .. name
-  local known = call('HGET', P, field)
-  if (not known and moved) or (known and less(chunk_of(v), known:sub(53, 68))) then
+  local packed = call('HGET', P, field)
+  local known = packed and packed:sub(5)
+  if (not known and by_purge) or (known and less(chunk_of(v), chunk_of(known))) then
     return hole(chunk_of(v), place_of(v))
   end
   if known then
-    call('HSET', P, field, known:sub(1, 4) .. v)
-    return hole(known:sub(53, 68), (take('<I4', known, 41)))
+    call('HSET', P, field, packed:sub(1, 4) .. v)
+    return hole(chunk_of(known), place_of(known))
   end
-  local waiting, there, before = call('HGET', Q, folder(k) .. name) or '', 1, pack('>I4', NONE)
+  local waiting, present, previous = call('HGET', Q, folder(k) .. name) or '', 1, pack('>I4', NONE)
   for at = 1, #waiting, 28 do
     if waiting:sub(at, at + 19) == stamp then
-      there, before = take('>I4', waiting, at + 20) + 1, waiting:sub(at + 24, at + 27)
+      present, previous = take('>I4', waiting, at + 20) + 1, waiting:sub(at + 24, at + 27)
       waiting = waiting:sub(1, at - 1) .. waiting:sub(at + 28)
       break
     end
   end
-  call('HSET', P, field, before .. v)
-  write_waiting(k, name, waiting .. stamp .. pack('>I4', there) .. number)
-  if there >= extents_of(v) then
+  call('HSET', P, field, previous .. v)
+  write_waiting(k, name, waiting .. stamp .. pack('>I4', present) .. number)
+  if present >= extents_of(v) then
     complete(k, name, old, stamp, extents_of(v), (take('>I4', number)))
   end
 end
 
-local function many(k, at)
+-- Fold the entries of a step N
+local function fold_plain(k, at)
   local rows, new_files, new_dead, new_bytes, next_at = take('<I2I4I4I8', piece, at)
   local pairs_of = {take(string.rep('Bc0c64', rows), piece, next_at)}
   local key, clear = KEYS[9 + 2 * k], call('EXISTS', Q) == 0
@@ -244,7 +253,7 @@ local function many(k, at)
     files, bytes = files + new_files, bytes + new_bytes
     if new_dead > 0 then dead[k] = (dead[k] or 0) + new_dead end
   else
-    for i = 1, rows do whole(k, pairs_of[2 * i - 1], pairs_of[2 * i], false) end
+    for i = 1, rows do fold_entry(k, pairs_of[2 * i - 1], pairs_of[2 * i], false) end
   end
   return pairs_of[2 * rows + 1]
 end
@@ -252,7 +261,7 @@ end
 local at = 3 + 16 * count
 while true do
   local step, k, next_at = take('<c1I2', piece, at)
-  local parent, name, moved, v
+  local parent, name, by_purge, v
   if step == 'F' then
     parent, name, at = take('<c16Bc0', piece, next_at)
     call('HSET', F, folder(k), parent .. name)
@@ -260,11 +269,11 @@ while true do
     name, at = take('<Bc0', piece, next_at)
     call('SADD', KEYS[10 + 2 * k], name)
   elseif step == 'N' then
-    at = many(k, next_at)
+    at = fold_plain(k, next_at)
   elseif step == 'G' then
-    moved, name, v, at = take('<BBc0I4c0', piece, next_at)
-    local place = extents_of(v) > 1 and part or whole
-    place(k, name, v, moved == 1)
+    by_purge, name, v, at = take('<BBc0I4c0', piece, next_at)
+    local fold = extents_of(v) > 1 and fold_extent or fold_entry
+    fold(k, name, v, by_purge == 1)
   elseif step == 'H' then
     parent, v, at = take('<c16I4', piece, next_at)
     hole(parent, v)

@@ -1,9 +1,9 @@
 """Reads the head of a dataset in Redis: its version and counts, and where its state is stored.
 
-This module also checks, after a reader has read entries, whether they were of the state that the
-head described (`HeadReader.is_unchanged`), and whether a Redis that is opened belongs to this
-repository (`open_link`). Nothing is cached. Safe to use from threads, processes and forked
-children. `keys.py` says what the keys hold.
+After a reader has read entries, `HeadReader.is_unchanged` tells whether they were of the state that
+the head described. `open_link` connects to a Redis, and checks that it belongs to the repository.
+Nothing is cached. Safe to use from threads, processes and forked children. `keys.py` says what the
+keys hold.
 """
 
 import re
@@ -26,7 +26,7 @@ from .address import parse_redis_url
 from .bucket_scripts import Script
 from .head_scripts import CONFIRM, NEEDS_REPAIR, READ_HEAD
 from .keys import BUCKETS_MAX, SCHEMA, SCHEMA_KEY, STORE_KEY, DatasetKeys, Generation
-from .link import Command, RedisLink, ScriptCommand, Word, in_portions
+from .link import RedisLink, ScriptCommand, Word, command, in_portions
 from .replies import as_count, listed, number, octets, packed_dict
 
 _HEADS_AT_ONCE = 100
@@ -40,8 +40,9 @@ class UnknownDataset(Exception):
 class ScriptRejected(Exception):
     """A head script did nothing, since what it relied on has changed.
 
-    `word` is the reason: "moved" (another generation, or another writer was faster), "held" (a
-    commit lock), "young" (not old enough to be removed), "lost" (Redis has lost data).
+    `word` is the reason that the script returned: "moved" (another generation is live, or another
+    writer was faster), "held" (commits are locked), "young" (what is to be removed is not old
+    enough), "lost" (Redis has lost data).
     """
 
     def __init__(self, word: str) -> None:
@@ -64,7 +65,7 @@ class HeadReader:
     """Reads the heads of the datasets of a store."""
 
     def __init__(self, link: RedisLink) -> None:
-        self._link = link
+        self.link = link
 
     def run_head_script(
         self, script: Script, keys: Sequence[bytes], *arguments: Word
@@ -72,26 +73,26 @@ class HeadReader:
         """Run a script on the head's slot, and return its reply without the first word. Raises
         UnknownDataset, ScriptRejected or a DieselError, according to that word.
         """
-        (reply,) = self._link.run_scripts([_run_of(script, keys, *arguments)])
+        (reply,) = self.link.run_scripts([_head_script(script, keys, *arguments)])
         return _check_reply(reply)
 
     def check_schema(self) -> None:
         """Raises NewerVersionError or MetadataError where a program with another schema has
         written to this Redis.
         """
-        (found,) = self._link.run([Command(SCHEMA_KEY, ("GET", SCHEMA_KEY))])
-        if found is not None and found != b"%d" % SCHEMA:
+        found = self.link.execute("GET", SCHEMA_KEY)
+        if found not in (None, b"%d" % SCHEMA):
             raise _other_schema(octets(found))
 
     def bind_object_store(self, store: UUID) -> None:
         """Bind this Redis to the object store of one repository, once and for all. Raises
         ConfigError where it is bound to another: the datasets of two repositories would be mixed.
         """
-        bound = Command(STORE_KEY, ("SET", STORE_KEY, store.hex, "NX"))
-        _, found = self._link.run([bound, Command(STORE_KEY, ("GET", STORE_KEY))])
+        bound = command("SET", STORE_KEY, store.hex, "NX")
+        _, found = self.link.run([bound, command("GET", STORE_KEY)])
         if isinstance(found, bytes) and found != store.hex.encode():
             raise ConfigError(
-                f"the Redis {self._link.address} has the metadata of another object store"
+                f"the Redis {self.link.address} has the metadata of another object store"
                 f" ({found.decode(errors='replace')[:32]}, not {store.hex})",
                 advice="give each repository a database of its own: redis://host:port/1",
             )
@@ -108,8 +109,8 @@ class HeadReader:
         found: list[RedisHead | DieselError] = []
         for some in in_portions(identities, _HEADS_AT_ONCE):
             runs = [*map(read_head_command, some)]
-            self._link.extend_deadline()
-            for identity, reply in zip(some, self._link.run_scripts(runs), strict=True):
+            self.link.extend_deadline()
+            for identity, reply in zip(some, self.link.run_scripts(runs), strict=True):
                 try:
                     found.append(parse_head(identity, reply))
                 except UnknownDataset:
@@ -122,50 +123,43 @@ class HeadReader:
         """For each head, whether a bucket has fewer pieces than are committed. Valid only if the
         head's generation is still the dataset's, and all pending plans were applied.
         """
-        commands = []
-        for head in heads:
-            for bucket in sorted(head.pieces_by_bucket):
-                key = head.generation.key(bucket, b"t")
-                commands.append(Command(key, ("HGET", key, "pieces")))
-        replies = iter(self._link.run(commands))
-        counts = [
-            [(n, number(next(replies))) for _, n in sorted(h.pieces_by_bucket.items())]
-            for h in heads
+        buckets = [
+            (i, head.generation.key(bucket, b"t"), committed)
+            for i, head in enumerate(heads)
+            for bucket, committed in head.pieces_by_bucket.items()
         ]
-        return [any(applied < committed for committed, applied in each) for each in counts]
+        replies = self.link.run([command("HGET", key, "pieces") for _, key, _ in buckets])
+        lost = {
+            i
+            for (i, _, committed), applied in zip(buckets, replies, strict=True)
+            if number(applied) < committed
+        }
+        return [i in lost for i in range(len(heads))]
 
-    def is_live_generation(self, identity: UUID, head: RedisHead) -> bool:
-        """Whether the head's generation is still the dataset's, so that all that was read since
-        belongs to the dataset. Raises MetadataBehind where a bucket has lost pieces.
-        """
-        (lost,), key = self.have_lost_pieces([head]), DatasetKeys(identity).head
-        (name,) = self._link.run([Command(key, ("HGET", key, "generation"))])
-        if name == head.generation.name and lost:
-            raise lost_data_error(head.dataset.name)
-        return name == head.generation.name
-
-    def is_unchanged(self, identity: UUID, head: RedisHead) -> bool:
+    def is_unchanged(self, head: RedisHead, *, or_newer: bool = False) -> bool:
         """Whether all that was read since `head` belongs to its version, provided that its pending
-        plans had been applied: a commit changes the version before its pieces are applied. Raises
-        as `is_live_generation` does.
+        plans had been applied: a commit changes the version before its pieces are applied. With
+        `or_newer`: whether its generation is still the dataset's, at whatever version. Raises
+        MetadataBehind where a bucket of the dataset has lost pieces.
         """
-        (lost,), key = self.have_lost_pieces([head]), DatasetKeys(identity).head
-        words = ("HMGET", key, "generation", "version")
-        ((name, version),) = map(listed, self._link.run([Command(key, words)]))
-        if name == head.generation.name and lost:
+        (lost,), key = self.have_lost_pieces([head]), DatasetKeys(head.dataset.identity).head
+        name, version = listed(self.link.execute("HMGET", key, "generation", "version"))
+        if name != head.generation.name:
+            return False
+        if lost:
             raise lost_data_error(head.dataset.name)
-        return name == head.generation.name and number(version) == head.dataset.version
+        return or_newer or number(version) == head.dataset.version
 
     def needs_repair(self, identity: UUID) -> str:
         """See `MetadataStore.needs_repair`."""
-        (current,) = self._of(identity, NEEDS_REPAIR)
+        (current,) = self._run_on_head(identity, NEEDS_REPAIR)
         return octets(current).decode(errors="replace")
 
     def confirm(self, identity: UUID, run: str) -> None:
         """Confirm that this run of Redis has lost nothing of a dataset. Raises StoreRestarted."""
-        self._of(identity, CONFIRM, run)
+        self._run_on_head(identity, CONFIRM, run)
 
-    def _of(self, identity: UUID, script: Script, *arguments: Word) -> list[object]:
+    def _run_on_head(self, identity: UUID, script: Script, *arguments: Word) -> list[object]:
         try:
             return self.run_head_script(script, [DatasetKeys(identity).head], *arguments)
         except UnknownDataset:
@@ -200,17 +194,17 @@ def open_link(
 def read_head_command(identity: UUID) -> ScriptCommand:
     """The command that reads a dataset's head."""
     keys = DatasetKeys(identity)
-    return _run_of(READ_HEAD, [keys.head, keys.pending, keys.counts])
+    return _head_script(READ_HEAD, [keys.head, keys.pending, keys.counts])
 
 
 def parse_head(identity: UUID, reply: object) -> RedisHead:
     """Parse the reply to `read_head_command`. Raises UnknownDataset, CorruptError, and errors of
     the store's schema.
     """
-    return _head(identity, *_check_reply(reply))
+    return _unpack_head(identity, *_check_reply(reply))
 
 
-def _run_of(script: Script, keys: Sequence[bytes], *arguments: Word) -> ScriptCommand:
+def _head_script(script: Script, keys: Sequence[bytes], *arguments: Word) -> ScriptCommand:
     return ScriptCommand(script, (SCHEMA_KEY, *keys), (SCHEMA, *arguments))
 
 
@@ -235,25 +229,22 @@ def _check_reply(reply: object) -> list[object]:
     raise ScriptRejected(octets(word).decode(errors="replace"))
 
 
-def _head(identity: UUID, fields: object, pending: object, counts: object) -> RedisHead:
-    found = packed_dict(fields)
-    buckets, generation = as_count(found.get(b"buckets")), found.get(b"generation", b"")
+def _unpack_head(identity: UUID, reply: object, pending: object, counts: object) -> RedisHead:
+    """The head from the hash `m:` (`reply`), the list `u:` and the hash `t:`."""
+    fields = packed_dict(reply)
+    buckets, generation = as_count(fields.get(b"buckets")), fields.get(b"generation", b"")
     if not _GENERATION.fullmatch(generation) or not 1 <= buckets <= BUCKETS_MAX:
         raise corrupt_store_error("a head without a generation")
     try:
-        name = octets(found.get(b"name")).decode()
+        name = octets(fields.get(b"name")).decode()
     except UnicodeDecodeError:
         raise corrupt_store_error("a dataset whose name is not UTF-8") from None
-    dataset = DatasetHead(
-        identity,
-        name,
-        as_count(found.get(b"version")),
-        as_count(found.get(b"files")),
-        as_count(found.get(b"bytes")),
-        as_count(found.get(b"chunks")),
-        int.from_bytes(octets(found.get(b"digest"), 16), "big"),
-        ChunkId(octets(found.get(b"newest"), 16)),
+    version, files, total, chunks = (
+        as_count(fields.get(field)) for field in (b"version", b"files", b"bytes", b"chunks")
     )
+    digest = int.from_bytes(octets(fields.get(b"digest"), 16), "big")
+    newest = ChunkId(octets(fields.get(b"newest"), 16))
+    dataset = DatasetHead(identity, name, version, files, total, chunks, digest, newest)
     pieces = {}
     for field, count in packed_dict(counts).items():
         if field.startswith(b"n"):
@@ -262,7 +253,7 @@ def _head(identity: UUID, fields: object, pending: object, counts: object) -> Re
                 raise corrupt_store_error("a count of a bucket that does not exist")
             pieces[bucket] = as_count(count)
     plans = [octets(plan) for plan in listed(pending)]
-    first = as_count(found.get(b"first"))
+    first = as_count(fields.get(b"first"))
     return RedisHead(dataset, Generation(generation, buckets), first, plans, pieces)
 
 

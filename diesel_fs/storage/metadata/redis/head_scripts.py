@@ -39,32 +39,6 @@ local function is_held(key, longest)
 end
 """
 
-# Both check that the dataset's generation and the transaction are those of the arguments
-# `generation transaction`, and define `add_to_digest`: `more` is added to the number `digest`
-_CHECK_TRANSACTION = """
-local head =
-  redis.call('HMGET', KEYS[2], 'generation', 'version', 'digest', 'newest', 'chunks', 'run')
-if not head[1] then return {'none'} end
-if head[1] ~= ARGV[2] then return {'moved'} end
-for _, text in ipairs({head[2], head[5]}) do
-  if not text or not text:match('^%d+$') or #text > 18 then return {'damaged'} end
-end
-if not (head[3] and #head[3] == 16 and head[4] and #head[4] == 16) then return {'damaged'} end
-local begun = redis.call('HGET', KEYS[5], ARGV[3])
-local is_begun = begun and begun:byte(1) == 98
-local function next_version(clock_us)
-  return string.format('%.0f', math.max(tonumber(head[2]) + 1, tonumber(clock_us)))
-end
-local digest = {head[3]:byte(1, 16)}
-local function add_to_digest(more)
-  local carry = 0
-  for at = 16, 1, -1 do
-    local sum = digest[at] + more:byte(at) + carry
-    digest[at], carry = sum % 256, math.floor(sum / 256)
-  end
-end
-"""
-
 # Lists a generation in `dead` as to be removed
 _CONDEMN = """
 local function condemn(generation, packed_buckets)
@@ -143,21 +117,32 @@ return {'ok', head[2], flags, redis.call('HLEN', KEYS[4])}
 
 # schema head chunks pending begun locks counts |
 # schema generation transaction plan, clock in us, run or nothing, longest lock,
-# count of buckets, (bucket, pieces)..., (chunk, record, digest)...
-# After a restart of Redis, only a writer that names the new run (it is going to confirm it) commits
+# count of buckets, (bucket, pieces)..., (chunk, record or nothing, digest)...
+# Adds chunks to a dataset, or removes those without a record (their digest is 2^128 less the
+# chunk's). Returns the new version, and how many plans are pending. After a restart of Redis, only
+# a writer that names the new run (it is going to confirm it) commits
 COMMIT = script(
     _CHECK_SCHEMA
     + LESS
     + _RUN
     + _TIME
-    + _CHECK_TRANSACTION
     + """
+local head =
+  redis.call('HMGET', KEYS[2], 'generation', 'version', 'digest', 'newest', 'chunks', 'run')
+if not head[1] then return {'none'} end
+if head[1] ~= ARGV[2] then return {'moved'} end
+for _, text in ipairs({head[2], head[5]}) do
+  if not text or not text:match('^%d+$') or #text > 18 then return {'damaged'} end
+end
+if not (head[3] and #head[3] == 16 and head[4] and #head[4] == 16) then return {'damaged'} end
 local current = run()
 if current ~= (ARGV[6] ~= '' and ARGV[6] or head[6]) then return {'restarted', current} end
-if not is_begun then return {'moved'} end
+local begun = redis.call('HGET', KEYS[5], ARGV[3])
+if not begun or begun:byte(1) ~= 98 then return {'moved'} end
 local first = 9 + 2 * ARGV[8]
 for i = first, #ARGV, 3 do
-  if redis.call('HEXISTS', KEYS[3], ARGV[i]) == 1 then return {'moved'} end
+  local is_removal, is_known = ARGV[i + 1] == '', redis.call('HEXISTS', KEYS[3], ARGV[i]) == 1
+  if is_removal ~= is_known or (is_removal and ARGV[i] == head[4]) then return {'moved'} end
 end
 for i = 9, first - 1, 2 do
   local pieces = redis.call('HGET', KEYS[7], 'n' .. ARGV[i])
@@ -165,15 +150,25 @@ for i = 9, first - 1, 2 do
 end
 redis.call('LLEN', KEYS[4])
 if is_held(KEYS[6], tonumber(ARGV[7])) then return {'held'} end
-local version, newest, chunks = next_version(ARGV[5]), head[4], 0
+local version = string.format('%.0f', math.max(tonumber(head[2]) + 1, tonumber(ARGV[5])))
+local digest, newest, chunks = {head[3]:byte(1, 16)}, head[4], 0
 redis.call('HSET', KEYS[2], 'version', version)
 for i = first, #ARGV, 3 do
-  add_to_digest(ARGV[i + 2])
-  if less(newest, ARGV[i]) then newest = ARGV[i] end
+  local carry = 0
+  for at = 16, 1, -1 do
+    local sum = digest[at] + ARGV[i + 2]:byte(at) + carry
+    digest[at], carry = sum % 256, math.floor(sum / 256)
+  end
   local record = ARGV[i + 1]
-  record = record:sub(1, 20) .. struct.pack('<I8', tonumber(version)) .. record:sub(29)
-  redis.call('HSET', KEYS[3], ARGV[i], record)
-  chunks = chunks + 1
+  if record == '' then
+    redis.call('HDEL', KEYS[3], ARGV[i])
+    chunks = chunks - 1
+  else
+    if less(newest, ARGV[i]) then newest = ARGV[i] end
+    record = record:sub(1, 20) .. struct.pack('<I8', tonumber(version)) .. record:sub(29)
+    redis.call('HSET', KEYS[3], ARGV[i], record)
+    chunks = chunks + 1
+  end
 end
 redis.call('HINCRBY', KEYS[2], 'chunks', chunks)
 redis.call('HSET', KEYS[2], 'digest', string.char(unpack(digest)), 'newest', newest)
@@ -363,39 +358,5 @@ end
 redis.call('HSET', KEYS[2], '=', ARGV[3])
 redis.call('SET', KEYS[1], ARGV[1])
 return {'ok'}
-"""
-)
-
-# schema head chunks pending begun locks |
-# schema generation transaction plan, clock in us, longest lock,
-# (chunk, 2^128 less its digest)...
-FORGET = script(
-    _CHECK_SCHEMA
-    + _RUN
-    + _TIME
-    + _CHECK_TRANSACTION
-    + """
-local current = run()
-if current ~= head[6] then return {'restarted', current} end
-if not is_begun then return {'moved'} end
-for i = 7, #ARGV, 2 do
-  if ARGV[i] == head[4] or redis.call('HEXISTS', KEYS[3], ARGV[i]) == 0 then
-    return {'moved'}
-  end
-end
-redis.call('LLEN', KEYS[4])
-if is_held(KEYS[6], tonumber(ARGV[6])) then return {'held'} end
-local version, chunks = next_version(ARGV[5]), 0
-redis.call('HSET', KEYS[2], 'version', version)
-for i = 7, #ARGV, 2 do
-  add_to_digest(ARGV[i + 1])
-  redis.call('HDEL', KEYS[3], ARGV[i])
-  chunks = chunks + 1
-end
-redis.call('HINCRBY', KEYS[2], 'chunks', -chunks)
-redis.call('HSET', KEYS[2], 'digest', string.char(unpack(digest)))
-redis.call('RPUSH', KEYS[4], ARGV[4])
-redis.call('HDEL', KEYS[5], ARGV[3])
-return {'ok', version}
 """
 )

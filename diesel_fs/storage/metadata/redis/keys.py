@@ -1,12 +1,12 @@
 """The keys and values of the Redis metadata store. Pure.
 
 A **generation** is one build of a dataset's state: a rebuild makes a new one beside the live one.
-The folders of a generation are spread over **buckets**. The hash tag of a bucket's keys (the part
-in braces, by which a cluster chooses the slot of a key) is generation and bucket: so a cluster
-spreads the buckets over its nodes, and a script touches one bucket. The small values that describe
-the store and its datasets as wholes are in one slot, the **head's**. A chunk's entries that belong
-to one bucket are cut into **pieces**, each small enough to be applied by one script. A
-**transaction** adds or removes chunks; its **plan** lists the pieces.
+The folders of a generation are spread over **buckets**. All keys of a bucket have the same part in
+braces, so they are in one **slot**: the unit that a Redis Cluster assigns to its nodes. A script
+must touch one slot only, so it touches one bucket; a cluster spreads the buckets over its nodes.
+The small values that describe the store and its datasets as wholes are in one slot, the **head's**.
+A chunk's entries that belong to one bucket are cut into **pieces**, each small enough to be applied
+by one script. A **transaction** adds or removes chunks; its **plan** lists the pieces.
 
 Every key starts with `dfs:` (for an ACL, `~dfs:*`). No name that a user chose is part of a key:
 folders are named by hashes.
@@ -59,12 +59,13 @@ A file takes some 150 bytes besides its name, which is stored twice: in `e:`, an
 `users` cannot be made again. The keys of a task need not be: its members report every few seconds.
 """
 
+import secrets
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
-from typing import NamedTuple, NewType
+from typing import NamedTuple, NewType, Self
 from uuid import UUID
 
 from ....format.chunk import ENTRIES_MAX
@@ -89,16 +90,26 @@ STATE = struct.Struct("<cQ")
 """A state (`b`: begun, `x`: abandoned) and when it was written, in seconds by Redis's clock."""
 
 FOLDER_BYTES = 16
-PLAIN_BYTES = RECORD.itemsize + 16
+CHUNK_ID_BYTES = 16
+PLAIN_BYTES = RECORD.itemsize + CHUNK_ID_BYTES
+"""The length of a packed entry without stamp and tail."""
 EXTENDED_BYTES = PLAIN_BYTES + 20
+"""Where the tail of a packed entry begins, if the entry has a stamp."""
 
 HOLES_PER_FIELD = 1024
 TRANSACTION_BYTES = 16
 GENERATION_BYTES = 16
+PLAN_CHUNK = struct.Struct(">16sH")
+"""A chunk of a plan, before its piece counts: its ID, and their number."""
 REMOVAL_PREFIX = b"forget"
 """The first bytes of a transaction that removes chunks, and of no transaction that adds them."""
 
 FolderId = NewType("FolderId", bytes)
+assert RECORD.fields is not None
+PLACE_AT = int(RECORD.fields["place"][1])
+EXTENTS_AT = int(RECORD.fields["extents"][1])
+"""The bytes of a packed record at which two of its fields begin, each a little-endian u32."""
+
 NO_FOLDER = FolderId(bytes(FOLDER_BYTES))
 """The parent of the root."""
 
@@ -127,39 +138,17 @@ def folder_id(path: bytes) -> FolderId:
     return folder
 
 
-@dataclass(frozen=True)
 class DatasetKeys:
     """A dataset's keys in the head's slot."""
 
-    identity: UUID
-
-    @cached_property
-    def _end(self) -> bytes:
-        return b":" + self.identity.hex.encode()
-
-    @property
-    def head(self) -> bytes:
-        return HEAD + b"m" + self._end
-
-    @property
-    def chunks(self) -> bytes:
-        return HEAD + b"c" + self._end
-
-    @property
-    def counts(self) -> bytes:
-        return HEAD + b"t" + self._end
-
-    @property
-    def pending(self) -> bytes:
-        return HEAD + b"u" + self._end
-
-    @property
-    def begun(self) -> bytes:
-        return HEAD + b"b" + self._end
-
-    @property
-    def commit_locks(self) -> bytes:
-        return HEAD + b"h" + self._end
+    def __init__(self, identity: UUID) -> None:
+        self.head, self.chunks, self.counts, self.pending, self.begun, self.commit_locks = (
+            HEAD + letter + b":" + identity.hex.encode()
+            for letter in (b"m", b"c", b"t", b"u", b"b", b"h")
+        )
+        self.all = (
+            self.head, self.chunks, self.counts, self.pending, self.begun, self.commit_locks,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -168,6 +157,11 @@ class Generation:
 
     name: bytes
     buckets: int
+
+    @classmethod
+    def new(cls, buckets: int) -> Self:
+        """A generation with a random name that was never used before."""
+        return cls(secrets.token_hex(GENERATION_BYTES // 2).encode(), buckets)
 
     @property
     def chunks(self) -> bytes:
@@ -182,9 +176,10 @@ class Generation:
         """The bucket of a folder."""
         return int.from_bytes(folder[:4], "big") % self.buckets
 
-    def key(self, bucket: int, what: bytes) -> bytes:
-        """One of a bucket's own keys."""
-        return self._prefixes[bucket] + what
+    def key(self, bucket: int | FolderId, letter: bytes) -> bytes:
+        """The key with this letter (one of `BUCKET_KEYS`) of a bucket, or of a folder's bucket."""
+        number = bucket if isinstance(bucket, int) else self.bucket(bucket)
+        return self._prefixes[number] + letter
 
     def entries(self, folder: FolderId) -> bytes:
         """The key of a folder's entries."""
@@ -194,20 +189,16 @@ class Generation:
         """The key of the names of the folders in a folder."""
         return self._prefixes[self.bucket(folder)] + b"s:" + folder
 
-    def of_folders(self, folder: FolderId, what: bytes) -> bytes:
-        """One of the own keys of the bucket of a folder."""
-        return self.key(self.bucket(folder), what)
-
     def script_keys(self, bucket: int) -> list[bytes]:
         """A bucket's own keys, in the order in which the scripts expect them."""
-        return [self._prefixes[bucket] + what for what in BUCKET_KEYS]
+        return [self._prefixes[bucket] + letter for letter in BUCKET_KEYS]
 
 
 BUCKET_KEYS = (b"x", b"n", b"t", b"h", b"d", b"f", b"p", b"q")
 
 
 class PieceName(NamedTuple):
-    """Identifies a piece."""
+    """Identifies a piece: the pieces of a chunk in one bucket are numbered from 0."""
 
     chunk: ChunkId
     bucket: int
@@ -231,7 +222,7 @@ class ApplyPlan:
         """The plan as it is stored."""
         parts = [self.generation, self.transaction]
         for chunk, counts in self.chunks:
-            parts += [chunk, len(counts).to_bytes(2, "big"), pack_piece_counts(counts)]
+            parts += [PLAN_CHUNK.pack(chunk, len(counts)), pack_piece_counts(counts)]
         return b"".join(parts)
 
     def pieces(self) -> Iterator[PieceName]:
@@ -240,21 +231,18 @@ class ApplyPlan:
             yield from piece_names(chunk, counts)
 
 
-def unpack_plan(packed: bytes, buckets: int = BUCKETS_MAX) -> ApplyPlan:
+def unpack_plan(packed: bytes, buckets: int) -> ApplyPlan:
     """Unpack the plan of a generation of so many buckets. Raises CorruptError."""
     chunks, at = [], GENERATION_BYTES + TRANSACTION_BYTES
-    if len(packed) < at:
-        raise corrupt_store_error("a plan that is too short")
-    while at < len(packed):
-        count = int.from_bytes(packed[at + 16 : at + 18], "big")
-        end = at + 18 + count * PIECE_COUNT.size
-        if end > len(packed):
-            raise corrupt_store_error("a plan that is too short")
-        counts = unpack_piece_counts(packed[at + 18 : end], buckets)
-        chunks.append((ChunkId(packed[at : at + 16]), counts))
-        at = end
-    transaction = packed[GENERATION_BYTES : GENERATION_BYTES + TRANSACTION_BYTES]
-    return ApplyPlan(packed[:GENERATION_BYTES], transaction, chunks)
+    generation, transaction = packed[:GENERATION_BYTES], packed[GENERATION_BYTES:at]
+    try:
+        while at != len(packed):
+            chunk, count = PLAN_CHUNK.unpack_from(packed, at)
+            start, at = at + PLAN_CHUNK.size, at + PLAN_CHUNK.size + count * PIECE_COUNT.size
+            chunks.append((ChunkId(chunk), unpack_piece_counts(packed[start:at], buckets)))
+    except struct.error:
+        raise corrupt_store_error("a plan that is too short") from None
+    return ApplyPlan(generation, transaction, chunks)
 
 
 def piece_names(chunk: ChunkId, counts: PieceCounts) -> Iterator[PieceName]:
@@ -268,7 +256,7 @@ def pack_piece_counts(counts: PieceCounts) -> bytes:
     return b"".join(PIECE_COUNT.pack(*each) for each in counts)
 
 
-def unpack_piece_counts(packed: bytes, buckets: int = BUCKETS_MAX) -> PieceCounts:
+def unpack_piece_counts(packed: bytes, buckets: int) -> PieceCounts:
     """Unpack piece counts of a generation of so many buckets. Raises CorruptError."""
     if len(packed) % PIECE_COUNT.size:
         raise corrupt_store_error("a list of piece counts that is too short")
@@ -279,7 +267,7 @@ def unpack_piece_counts(packed: bytes, buckets: int = BUCKETS_MAX) -> PieceCount
 
 
 class ChunkFacts(NamedTuple):
-    """The unpacked record of a chunk in the hash `c`."""
+    """The unpacked value of a chunk in the hash `c`."""
 
     object_bytes: int
     uploaded_ns: int
@@ -310,7 +298,7 @@ def check_entry(entry: bytes) -> bytes:
 
 
 def task_keys(digest: bytes) -> tuple[bytes, bytes]:
-    """The keys `m` and `u` of a task, by the digest of its name."""
+    """The keys `m` and `u` of a task, by the digest of its name (`peers/redis_registry.py`)."""
     prefix = b"dfs:{task.%s}:" % digest[:16].hex().encode()
     return prefix + b"m", prefix + b"u"
 
@@ -320,14 +308,18 @@ def sync_key(number: int) -> bytes:
     return b"dfs:{sync.%d}:" % number
 
 
+def entry_place(entry: bytes) -> int:
+    """The place of a packed entry in its chunk."""
+    return int.from_bytes(entry[PLACE_AT : PLACE_AT + 4], "little")
+
+
 def entry_stamp(entry: bytes) -> Stamp:
     """The stamp of a packed entry."""
     if len(check_entry(entry)) == PLAIN_BYTES:
-        return Stamp(entry[48:64] + entry[39:35:-1])  # the record's place is little-endian
+        return Stamp(entry[RECORD.itemsize : PLAIN_BYTES] + entry_place(entry).to_bytes(4, "big"))
     return Stamp(entry[PLAIN_BYTES:EXTENDED_BYTES])
 
 
 def hole_fields(chunk: ChunkId, entries: int) -> Iterable[bytes]:
     """The fields of the hash `h` that can have holes of a chunk."""
-    blocks = -(-entries // HOLES_PER_FIELD)
-    return (chunk + block.to_bytes(4, "big") for block in range(blocks))
+    return (chunk + i.to_bytes(4, "big") for i in range(-(-entries // HOLES_PER_FIELD)))

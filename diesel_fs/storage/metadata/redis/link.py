@@ -15,7 +15,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import islice, product
 from typing import NamedTuple, Protocol, Self, TypeVar
 
 import redis.exceptions as errors
@@ -56,8 +56,8 @@ _ALL_HOSTS_S = 5.0
 """How long it may take to find that no host of an address answers, one after the other."""
 
 _WAITAOF_MS = 1000  # for one command: less than `_SOCKET_S`
-_TAGS_MAX = 1 << 16
-_PAUSE_S = 0.02
+_TAGS_MAX = 1 << 16  # of keys: how many are remembered, and tried to find one on each node
+_PAUSE_S = 0.02  # before the second try; each pause is twice the one before
 _PAUSE_S_MAX = 1.0
 _CONNECTIONS_MAX = 1 << 16
 _REDIRECTIONS_MAX = 16
@@ -74,6 +74,11 @@ class Command(NamedTuple):
     words: Sequence[Word]
 
 
+def command(word: str, key: bytes, *arguments: Word) -> Command:
+    """A command on a key."""
+    return Command(key, (word, key, *arguments))
+
+
 class ScriptCommand(NamedTuple):
     """A script with its keys, which are all in one slot, and its arguments."""
 
@@ -87,7 +92,7 @@ class ScriptCommand(NamedTuple):
         return Command(self.keys[0], words)
 
 
-class _Nodes(Protocol):
+class Nodes(Protocol):
     """The servers to which commands are sent."""
 
     def send(self, commands: Sequence[Command]) -> list[object]:
@@ -95,28 +100,28 @@ class _Nodes(Protocol):
 
     def masters(self) -> "list[Redis]": ...
 
-    def slots(self) -> "list[tuple[bytes, Redis]]":
+    def masters_with_keys(self) -> "list[tuple[bytes, Redis]]":
         """Each master that has slots, and a key in one of its slots."""
         ...
 
     def close(self) -> None: ...
 
 
-class _Time(threading.local):
+class _Deadline(threading.local):
     """The deadline of the work that this thread does in `with_retries`."""
 
     end_s: float = math.inf  # monotonic time
-    limit_s: float = math.inf  # how far `extend_deadline` moves it
+    limit_s: float = math.inf  # `extend_deadline` moves it to this long after now
 
 
 class RedisLink:
     """Connections to one Redis (see the module). Thread-safe."""
 
-    def __init__(self, address: RedisAddress, nodes: _Nodes, deadline_s: float) -> None:
+    def __init__(self, address: RedisAddress, nodes: Nodes, deadline_s: float) -> None:
         self.address = address
         self.deadline_s = deadline_s
-        self._nodes: _Nodes | None = nodes
-        self._time = _Time()
+        self._open_nodes: Nodes | None = nodes
+        self._deadline = _Deadline()
 
     @classmethod
     def open(cls, address: RedisAddress, deadline_s: float) -> Self:
@@ -128,7 +133,7 @@ class RedisLink:
             ends = {reason: start + min(deadline_s, limit) for reason, limit in _OPEN_S.items()}
             return _with_retries(work, address, lambda reason: ends.get(reason, ends[""]))
 
-        nodes: _Nodes = retried(lambda: _connect(address, socket_s))
+        nodes: Nodes = retried(lambda: _connect(address, socket_s))
         link = cls(address, nodes, deadline_s)
         try:
             retried(link._check_server)
@@ -144,31 +149,44 @@ class RedisLink:
 
     def close(self) -> None:
         """Close all connections. Repeatable."""
-        nodes, self._nodes = self._nodes, None
+        nodes, self._open_nodes = self._open_nodes, None
         if nodes is not None:
             nodes.close()
+
+    @property
+    def nodes(self) -> Nodes:
+        """The servers. Raises MetadataError after `close`."""
+        if self._open_nodes is None:
+            raise MetadataError("the metadata store is closed")
+        return self._open_nodes
 
     def with_retries(self, work: Callable[[], T], seconds: float = math.inf) -> T:
         """Do repeatable work, again and again until it succeeds or the deadline passes, and return
         its result. `seconds` is a shorter deadline.
         """
-        outer, start = (self._time.end_s, self._time.limit_s), time.monotonic()
-        self._time.limit_s = min(seconds, self.deadline_s)
-        self._time.end_s = min(outer[0], start + self._time.limit_s)
+        current, start = self._deadline, time.monotonic()
+        outer = current.end_s, current.limit_s
+        current.limit_s = min(seconds, self.deadline_s)
+        current.end_s = min(current.end_s, start + current.limit_s)
 
         def end_s(reason: str) -> float:
             if reason == LOADING:
-                self._time.end_s = max(self._time.end_s, start + self.deadline_s)
-            return self._time.end_s
+                current.end_s = max(current.end_s, start + self.deadline_s)
+            return current.end_s
 
         try:
             return _with_retries(work, self.address, end_s)
         finally:
-            self._time.end_s, self._time.limit_s = outer
+            current.end_s, current.limit_s = outer
 
     def extend_deadline(self) -> None:
         """Start this thread's deadline anew, since its work makes progress."""
-        self._time.end_s = time.monotonic() + self._time.limit_s
+        self._deadline.end_s = time.monotonic() + self._deadline.limit_s
+
+    def execute(self, word: str, key: bytes, *arguments: Word) -> object:
+        """The reply to one command on a key. Raises as `run` does."""
+        (reply,) = self.run([command(word, key, *arguments)])
+        return reply
 
     def run(self, commands: Sequence[Command]) -> list[object]:
         """Send commands together, and return their replies. Raises RetryLater, or the DieselError
@@ -176,18 +194,20 @@ class RedisLink:
         """
         if not commands:
             return []
-        if time.monotonic() > self._time.end_s:
+        if time.monotonic() > self._deadline.end_s:
             raise DeadlineError(f"the metadata store {self.address} did not answer in time")
         try:
-            return self._run(self._open_nodes, commands)
+            return self._run(commands)
         except CLIENT_ERRORS as error:
             raise translate_error(error, self.address) from safe_cause(error, self.address)
 
-    def _run(self, nodes: _Nodes, commands: Sequence[Command]) -> list[object]:
+    def _run(self, commands: Sequence[Command]) -> list[object]:
+        nodes = self.nodes
         replies = nodes.send(commands)
         unknown = [i for i, each in enumerate(replies) if isinstance(each, errors.NoScriptError)]
         if unknown:
-            self._load_scripts()
+            for master, script in product(nodes.masters(), SCRIPTS):
+                master.script_load(script.source.decode())
             again = nodes.send([commands[i] for i in unknown])
             for i, reply in zip(unknown, again, strict=True):
                 replies[i] = reply
@@ -202,7 +222,7 @@ class RedisLink:
 
     def run_ids(self) -> list[str]:
         """The run ID of each master. A restarted server has another one, and may have lost data."""
-        return sorted(str(master.info("server")["run_id"]) for master in self._masters())
+        return sorted(str(master.info("server")["run_id"]) for master in self.nodes.masters())
 
     def wait_durable(self) -> None:
         """Wait until all earlier writes are on disk, if Redis can tell (7.2 or later, with a log).
@@ -210,7 +230,7 @@ class RedisLink:
         `WAITAOF` waits for the writes of its own connection, and so for all before them: therefore
         this writes a key first.
         """
-        for key, master in self._open_nodes.slots():
+        for key, master in self.nodes.masters_with_keys():
             info = master.info()
             if not info.get("aof_enabled") or _version(info) < (7, 2):
                 continue
@@ -221,28 +241,14 @@ class RedisLink:
                     if time.monotonic() > end_s:
                         raise DeadlineError(f"{self.address} has not written its log in time")
 
-    def _masters(self) -> "list[Redis]":
-        return self._open_nodes.masters()
-
-    @property
-    def _open_nodes(self) -> _Nodes:
-        if self._nodes is None:
-            raise MetadataError("the metadata store is closed")
-        return self._nodes
-
-    def _load_scripts(self) -> None:
-        for master in self._masters():
-            for script in SCRIPTS:
-                master.script_load(script.source.decode())
-
     def check_policy(self) -> None:
         """Raises MetadataError where Redis may evict keys: a missing key would prove nothing."""
-        for master in self._masters():
+        for master in self.nodes.masters():
             _check_policy(master.info("memory"), self.address)
 
     def _check_server(self) -> None:
         where = self.address
-        for master in self._masters():
+        for master in self.nodes.masters():
             info = master.info()
             if info.get("loading"):
                 raise errors.BusyLoadingError("LOADING")
@@ -259,7 +265,7 @@ class RedisLink:
             _check_policy(info, where)
             if not info.get("aof_enabled"):
                 log.info("%s keeps no log (appendonly no): a crash of it loses recent data", where)
-        if not self.address.password and not self.address.local:
+        if not where.password and not where.local:
             log.warning("%s has no password: everybody who can reach it can change it", where)
 
 
@@ -283,14 +289,14 @@ def _with_retries(work: Callable[[], T], address: RedisAddress, end_s: Callable[
         try:
             return work()
         except RetryLater as error:
-            again, cause = error, error.__cause__
+            passing, cause = error, error.__cause__
         except CLIENT_ERRORS as error:
             translated, cause = translate_error(error, address), safe_cause(error, address)
             if not isinstance(translated, RetryLater):
                 raise translated from cause
-            again = translated
-        if time.monotonic() + pause > end_s(again.reason):
-            raise again.last_error from cause
+            passing = translated
+        if time.monotonic() + pause > end_s(passing.reason):
+            raise passing.last_error from cause
         time.sleep(pause)
         pause = min(2 * pause, _PAUSE_S_MAX)
 
@@ -305,12 +311,14 @@ def in_portions(items: Iterable[T], size: int) -> Iterator[list[T]]:
 # Servers, sentinels, clusters
 
 
-def _connect(address: RedisAddress, socket_s: float) -> _Nodes:
+def _connect(address: RedisAddress, socket_s: float) -> Nodes:
     options: dict[str, object] = {
         "username": address.user or None,
         "password": address.password or None,
         "socket_timeout": socket_s,
         "protocol": 2,
+        "retry": Retry(NoBackoff(), 0),  # none: `with_retries` tries again
+        "max_connections": _CONNECTIONS_MAX,
     }
     if not address.socket:
         options["socket_connect_timeout"] = min(_CONNECT_S, socket_s)
@@ -325,8 +333,9 @@ def _connect(address: RedisAddress, socket_s: float) -> _Nodes:
     per_host_s = _ALL_HOSTS_S / max(1, len(address.hosts))
     if address.kind == "cluster":
         options["socket_timeout"] = min(socket_s, max(1.5, per_host_s))
-        return _Cluster(_cluster(address, options))
-    options |= {"retry": _no_retry(), "db": address.database, "max_connections": _CONNECTIONS_MAX}
+        nodes = [ClusterNode(host, port) for host, port in address.hosts]
+        return _Cluster(RedisCluster(startup_nodes=nodes, ssl=address.tls, **options))  # type: ignore[arg-type]  # options are passed on
+    options["db"] = address.database
     if address.kind == "sentinel":
         return _One(_sentinel_master(address, options, min(socket_s, per_host_s)))
     kind: type[Connection | UnixDomainSocketConnection] = Connection
@@ -339,16 +348,6 @@ def _connect(address: RedisAddress, socket_s: float) -> _Nodes:
     return _One(Redis(connection_pool=pool))
 
 
-def _cluster(address: RedisAddress, options: dict[str, object]) -> RedisCluster:
-    return RedisCluster(
-        startup_nodes=[ClusterNode(host, port) for host, port in address.hosts],
-        retry=_no_retry(),
-        ssl=address.tls,
-        max_connections=_CONNECTIONS_MAX,
-        **options,  # type: ignore[arg-type]  # options are passed on
-    )
-
-
 def _sentinel_master(address: RedisAddress, options: dict[str, object], per_host_s: float) -> Redis:
     own = {**options, "ssl": address.tls}
     of_sentinels = {**own, "username": None, "password": address.sentinel_password or None}
@@ -357,11 +356,6 @@ def _sentinel_master(address: RedisAddress, options: dict[str, object], per_host
     sentinels = Sentinel(list(address.hosts), sentinel_kwargs=of_sentinels)
     master: Redis = sentinels.master_for(address.service, **own)
     return master
-
-
-def _no_retry() -> Retry:
-    """Keeps redis-py from trying again: `with_retries` does."""
-    return Retry(NoBackoff(), 0)
 
 
 def _send(node: Redis, commands: Sequence[Sequence[Word]]) -> list[object]:
@@ -388,7 +382,7 @@ class _One:
     def masters(self) -> "list[Redis]":
         return [self._node]
 
-    def slots(self) -> "list[tuple[bytes, Redis]]":
+    def masters_with_keys(self) -> "list[tuple[bytes, Redis]]":
         return [(sync_key(0), self._node)]
 
     def close(self) -> None:
@@ -405,67 +399,64 @@ class _Cluster:
     def __init__(self, cluster: RedisCluster) -> None:
         self._cluster = cluster
         self._lock = threading.Lock()
-        self._slots: dict[bytes, int] = {}
+        self._slot_of_tag: dict[bytes, int] = {}
 
     def send(self, commands: Sequence[Command]) -> list[object]:
         replies: list[object] = [None] * len(commands)
-        left = list(range(len(commands)))
+        unanswered = list(range(len(commands)))
         for _ in range(_REDIRECTIONS_MAX):
-            groups: dict[str, tuple[Redis, list[int]]] = {}
-            for i in left:
-                place = self._cluster.nodes_manager.get_node_from_slot(self._slot(commands[i].key))
-                connection = self._cluster.get_redis_connection(place)
-                groups.setdefault(place.name, (connection, []))[1].append(i)
-            left, has_moved = [], False
-            for node, chosen in groups.values():
-                for i, reply in zip(chosen, self._ask(node, commands, chosen), strict=True):
+            by_node: dict[str, tuple[Redis, list[int]]] = {}
+            for i in unanswered:
+                node = self._cluster.nodes_manager.get_node_from_slot(self._slot(commands[i].key))
+                connection = self._cluster.get_redis_connection(node)
+                by_node.setdefault(node.name, (connection, []))[1].append(i)
+            unanswered = []
+            for connection, chosen in by_node.values():
+                try:
+                    answers = _send(connection, [commands[i].words for i in chosen])
+                except (errors.ConnectionError, errors.TimeoutError):
+                    self._update_slots()  # a replica may have taken over
+                    raise
+                for i, reply in zip(chosen, answers, strict=True):
                     if isinstance(reply, errors.MovedError):
-                        has_moved = True
-                        left.append(i)
+                        unanswered.append(i)
                     elif isinstance(reply, errors.AskError):
                         replies[i] = self._follow(reply, commands[i])
                     else:
                         replies[i] = reply
-            if not left:
+            if not unanswered:
                 return replies
-            if has_moved:
-                self._learn()
+            self._update_slots()
         raise errors.ClusterDownError("CLUSTERDOWN its nodes redirect commands to each other")
-
-    def _ask(self, node: Redis, commands: Sequence[Command], chosen: Sequence[int]) -> list[object]:
-        try:
-            return _send(node, [commands[i].words for i in chosen])
-        except (errors.ConnectionError, errors.TimeoutError):
-            self._learn()  # a replica may have taken over
-            raise
 
     def _follow(self, ask: errors.AskError, command: Command) -> object:
         """Send a command to the node to which its slot is being moved."""
         node = self._cluster.get_node(ask.host, ask.port)
         if node is None:
-            self._learn()
+            self._update_slots()
             return ask
         return _send(self._cluster.get_redis_connection(node), [("ASKING",), command.words])[1]
 
-    def _learn(self) -> None:
+    def _update_slots(self) -> None:
+        """Ask the cluster which node has which slot."""
         with self._lock:
             self._cluster.nodes_manager.initialize()
 
     def _slot(self, key: bytes) -> int:
         tag = key[: key.index(b"}") + 1]
-        slot = self._slots.get(tag)
+        slot = self._slot_of_tag.get(tag)
         if slot is None:
-            if len(self._slots) > 1 << 16:
-                self._slots.clear()
-            slot = self._slots[tag] = key_slot(tag)
+            if len(self._slot_of_tag) > _TAGS_MAX:
+                self._slot_of_tag.clear()
+            slot = self._slot_of_tag[tag] = key_slot(tag)
         return slot
 
     def masters(self) -> "list[Redis]":
         nodes = self._cluster.get_primaries()
         return [self._cluster.get_redis_connection(node) for node in nodes]
 
-    def slots(self) -> "list[tuple[bytes, Redis]]":
-        self._learn()
+    def masters_with_keys(self) -> "list[tuple[bytes, Redis]]":
+        self._update_slots()
         manager, found = self._cluster.nodes_manager, dict[str, tuple[bytes, Redis]]()
         wanted = {nodes[0].name for nodes in manager.slots_cache.values() if nodes}
         for number in range(_TAGS_MAX):

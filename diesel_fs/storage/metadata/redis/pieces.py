@@ -1,12 +1,15 @@
-"""Cuts a batch into pieces: packed rows of one bucket, for one run of the script `APPLY`. Pure.
+"""Packs the pieces of a chunk: rows of one bucket, for one run of `APPLY` or `UNAPPLY`. Pure.
 
-The format of a piece is described above `APPLY` (`bucket_scripts.py`). Each piece ends with the
-list of its paths, which Redis keeps: `changes` finds the entries of a chunk by it.
+The formats of pieces are described above these scripts (`bucket_scripts.py`). `cut_batch` makes the
+pieces of a chunk that is added; each ends with the list of its paths, which Redis keeps, and by
+which `RedisMetadata.changes` finds the entries of a chunk. `cut_removal` makes the pieces of an
+empty chunk that is removed.
 """
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 
 import lz4.block
 import numpy as np
@@ -16,15 +19,19 @@ from ....errors import UsageError
 from ....format.entries import EXTENT, RECORD, ChunkId, Kind
 from ..store import Batch, corrupt_store_error
 from .keys import (
+    CHUNK,
     FOLDER_BYTES,
     NO_FOLDER,
     PLAIN_BYTES,
     ROOT_FOLDER,
+    ChunkFacts,
     FolderId,
     Generation,
     PieceCounts,
     PieceName,
     child_folder,
+    hole_fields,
+    pack_piece_counts,
     steps,
 )
 
@@ -33,19 +40,21 @@ EXTENTS_MAX = 1 << 20
 SIZE_MAX = 1 << 50
 """1 PiB: Lua counts exactly up to 2^53."""
 
+# Redis serves nobody else while it applies a piece: pieces of this size take milliseconds
 _PIECE_ROWS = 4096
 _PIECE_BYTES = 1 << 20
 _PIECE_FOLDERS = 512
-"""Redis serves nobody else while it applies a piece: pieces of this size take milliseconds."""
 _BLOCK_ROWS = 1000  # a script unpacks a block at once, and Lua's stack holds 8,000 values
 
 _EXPANSION_MAX = 256  # data packed by LZ4 does not expand more than that
 
-_COUNT = struct.Struct("<H")
-_STEP = struct.Struct("<cH")
-_SUMS = struct.Struct("<HIIQ")
-_BYTES = struct.Struct("<I")
-_LENGTH = [bytes([length]) for length in range(256)]
+# The numbers of a piece, as the scripts read them
+_FOLDER_COUNT = struct.Struct("<H")
+_FOLDER_AND_NAME_LENGTH = struct.Struct("<HB")  # the position of a folder, the length of a name
+_STEP = struct.Struct("<cH")  # its letter, and the position of its folder
+_SUMS = struct.Struct("<HIIQ")  # of a step `N`: rows, files, tombstones, bytes of the files
+_U32 = struct.Struct("<I")  # a place, a count, or the length of an entry or a list of names
+_NAME_LENGTH = [bytes([length]) for length in range(256)]
 
 assert EXTENT.itemsize == 64
 assert RECORD.itemsize == 48
@@ -61,21 +70,27 @@ class BucketPiece:
 
 
 @dataclass(frozen=True, slots=True)
-class CutBatch:
-    """A batch in pieces. `entries` is the chunk's greatest place plus one."""
+class ChunkPieces:
+    """A chunk that is added or removed, in pieces. `record` is its value in the hash `c`, and empty
+    where the chunk is removed.
+    """
 
     chunk: ChunkId
-    entries: int
+    record: bytes
     piece_counts: PieceCounts
     pieces: Sequence[BucketPiece]
 
 
+Tombstones = dict[FolderId, list[tuple[bytes, bytes]]]
+"""Names and packed entries of tombstones, by folder."""
+
+
 def folders_of(packed: bytes) -> list[FolderId]:
     """The folders of a packed piece. Raises CorruptError."""
-    count = int.from_bytes(packed[: _COUNT.size], "little")
-    if len(packed) < _COUNT.size + count * FOLDER_BYTES:
+    count = int.from_bytes(packed[: _FOLDER_COUNT.size], "little")
+    starts = range(_FOLDER_COUNT.size, _FOLDER_COUNT.size + count * FOLDER_BYTES, FOLDER_BYTES)
+    if len(packed) < starts.stop:
         raise corrupt_store_error("a piece that is too short")
-    starts = range(_COUNT.size, _COUNT.size + count * FOLDER_BYTES, FOLDER_BYTES)
     return [FolderId(packed[at : at + FOLDER_BYTES]) for at in starts]
 
 
@@ -90,8 +105,9 @@ def unpack_paths(packed: bytes) -> Iterator[tuple[FolderId, list[bytes]]]:
     at = 0
     while at < len(plain):
         folder = FolderId(plain[at : at + FOLDER_BYTES])
-        length = int.from_bytes(plain[at + FOLDER_BYTES : at + FOLDER_BYTES + 4], "little")
-        at += FOLDER_BYTES + _BYTES.size
+        names_at = at + FOLDER_BYTES + _U32.size
+        length = int.from_bytes(plain[at + FOLDER_BYTES : names_at], "little")
+        at = names_at
         if len(plain) < at + length:
             raise corrupt_store_error("a list of paths that is too short")
         yield folder, plain[at : at + length].split(b"\0")
@@ -102,25 +118,26 @@ def unpack_paths(packed: bytes) -> Iterator[tuple[FolderId, list[bytes]]]:
 class _Packer:
     """Packs one piece."""
 
-    folders: dict[FolderId, int] = field(default_factory=dict)
-    parts: list[bytes] = field(default_factory=list)
-    paths: list[bytes] = field(default_factory=list)
+    folders: dict[FolderId, int] = field(default_factory=dict)  # with their positions
+    steps: list[bytes] = field(default_factory=list)
+    paths: list[bytes] = field(default_factory=list)  # the last step, as `unpack_paths` reads it
     rows: int = 0
-    size: int = 0
+    size: int = 0  # of the entries, in bytes, about
 
-    def step(self, what: bytes, folder: FolderId, *more: bytes) -> None:
+    def add_step(self, letter: bytes, folder: FolderId, *arguments: bytes) -> None:
         """Add a step for the script (see `APPLY`)."""
         position = self.folders.setdefault(folder, len(self.folders))
-        self.parts.append(_STEP.pack(what, position))
-        self.parts += more
+        self.steps.append(_STEP.pack(letter, position))
+        self.steps += arguments
 
-    def name(self, folder: FolderId, names: Sequence[bytes]) -> None:
-        """Add names in a folder to the list of paths."""
+    def add_rows(self, folder: FolderId, names: Sequence[bytes], size: int) -> None:
+        """Count rows that steps have added, and add their names to the list of paths."""
         joined = b"\0".join(names)
-        self.paths += (folder, _BYTES.pack(len(joined)), joined)
+        self.paths += (folder, _U32.pack(len(joined)), joined)
+        self.rows += len(names)
+        self.size += size
 
-    @property
-    def full(self) -> bool:
+    def is_full(self) -> bool:
         """Whether further rows belong in another piece."""
         return (
             self.rows >= _PIECE_ROWS
@@ -130,8 +147,9 @@ class _Packer:
 
     def packed(self) -> bytes:
         """The packed piece."""
-        end = (_STEP.pack(b"U", 0), lz4.block.compress(b"".join(self.paths)))
-        return b"".join([_COUNT.pack(len(self.folders)), *self.folders, *self.parts, *end])
+        last_step = (_STEP.pack(b"U", 0), lz4.block.compress(b"".join(self.paths)))
+        count = _FOLDER_COUNT.pack(len(self.folders))
+        return b"".join([count, *self.folders, *self.steps, *last_step])
 
 
 class _Cutter:
@@ -140,46 +158,43 @@ class _Cutter:
     def __init__(self, batch: Batch, generation: Generation) -> None:
         self._batch = batch
         self._generation = generation
-        self._packers: dict[int, list[_Packer]] = {}
-        self._known: dict[tuple[FolderId, bytes], FolderId] = {}
+        self._packers: dict[int, list[_Packer]] = {}  # of each bucket, the last one not full
+        self._folders: dict[tuple[FolderId, bytes], FolderId] = {}  # by parent and name
         rows = batch.rows
         entries = np.empty((len(rows), PLAIN_BYTES), np.uint8)
         records = np.ascontiguousarray(rows.records).view(np.uint8)
         entries[:, : RECORD.itemsize] = records.reshape(len(rows), RECORD.itemsize)
         entries[:, RECORD.itemsize :] = np.frombuffer(batch.chunk.id, np.uint8)
-        self._entries = entries.tobytes()
+        self._entries = entries.tobytes()  # of each row, without stamp and tail
         self._is_plain = rows.records["extents"] <= 1
         self._is_plain[[*batch.stamps, *rows.tails]] = False
         if batch.by_purge:
             self._is_plain[:] = False
 
-    def cut(self) -> CutBatch:
-        """The pieces."""
+    def cut(self) -> ChunkPieces:
         rows = self._batch.rows
         order = np.argsort(rows.folder, kind="stable")
-        starts = np.flatnonzero(np.diff(rows.folder[order], prepend=np.uint32(0xFFFFFFFF)))
-        for positions in np.split(order, starts[1:]) if len(order) else []:
+        changes = np.flatnonzero(np.diff(rows.folder[order])) + 1
+        for positions in np.split(order, changes) if len(order) else []:  # the rows of a folder
             folder = self._folder(rows.folders[rows.folder[positions[0]]])
             self._add_rows(folder, positions)
         places = rows.records["place"]
         entries = int(places.max()) + 1 if len(places) else 0
         if entries > len(places):
             self._add_own_holes(np.setdiff1d(np.arange(entries, dtype=np.uint32), places))
-        return self._cut(entries)
-
-    def _cut(self, entries: int) -> CutBatch:
-        chunk = self._batch.chunk.id
+        chunk, uploaded_ns = self._batch.chunk, self._batch.uploaded_ns
         pieces = [
-            BucketPiece(PieceName(chunk, bucket, number), [*packer.folders], packer.packed())
+            BucketPiece(PieceName(chunk.id, bucket, number), [*packer.folders], packer.packed())
             for bucket, packers in self._packers.items()
             for number, packer in enumerate(packers)
         ]
         counts = [(bucket, len(packers)) for bucket, packers in self._packers.items()]
-        return CutBatch(chunk, entries, counts, pieces)
+        record = CHUNK.pack(chunk.object_bytes, uploaded_ns, entries, 0)  # COMMIT sets the version
+        return ChunkPieces(chunk.id, record + pack_piece_counts(counts), counts, pieces)
 
     def _packer(self, folder: FolderId) -> _Packer:
         packers = self._packers.setdefault(self._generation.bucket(folder), [])
-        if not packers or packers[-1].full:
+        if not packers or packers[-1].is_full():
             packers.append(_Packer())
         return packers[-1]
 
@@ -191,71 +206,64 @@ class _Cutter:
         return folder
 
     def _child(self, parent: FolderId, name: bytes) -> FolderId:
-        known = self._known.get((parent, name))
+        known = self._folders.get((parent, name))
         if known is not None:
             return known
-        folder = self._known[parent, name] = child_folder(parent, name)
-        sized = _LENGTH[len(name)], name
-        self._packer(folder).step(b"F", folder, parent, *sized)
+        folder = self._folders[parent, name] = child_folder(parent, name)
+        sized_name = _NAME_LENGTH[len(name)], name
+        self._packer(folder).add_step(b"F", folder, parent, *sized_name)
         if folder != ROOT_FOLDER:
-            self._packer(parent).step(b"S", parent, *sized)
+            self._packer(parent).add_step(b"S", parent, *sized_name)
         return folder
 
     def _add_rows(self, folder: FolderId, positions: npt.NDArray[np.intp]) -> None:
-        names = self._batch.rows.names
-        wanted = [names[i] for i in positions]
+        names = [self._batch.rows.names[i] for i in positions]
         plain = self._is_plain[positions]
-        if len(set(wanted)) < len(wanted):
+        if len(set(names)) < len(names):  # a step `N` has each name once
             plain = np.zeros_like(plain)
-        if plain.all():
-            self._add_plain(folder, wanted, positions)
-            return
-        chosen = positions[plain]
-        self._add_plain(folder, [names[i] for i in chosen], chosen)
+        self._add_plain(folder, [*compress(names, plain)], positions[plain])
         for i in positions[~plain].tolist():
             self._add_general(folder, i)
 
     def _add_plain(
         self, folder: FolderId, names: Sequence[bytes], positions: npt.NDArray[np.intp]
     ) -> None:
+        """Add rows of one extent that have their own stamp and no tail, in steps `N`."""
         entries = self._entries
         for start in range(0, len(names), _BLOCK_ROWS):
-            packer = self._packer(folder)
             at, block = positions[start : start + _BLOCK_ROWS], names[start : start + _BLOCK_ROWS]
             records = self._batch.rows.records[at]
             is_file = records["kind"] == Kind.FILE
-            dead = int((records["kind"] == Kind.TOMBSTONE).sum())
-            sums = len(block), int(is_file.sum()), dead, int(records["size"][is_file].sum())
+            tombstones = int((records["kind"] == Kind.TOMBSTONE).sum())
+            sums = len(block), int(is_file.sum()), tombstones, int(records["size"][is_file].sum())
             rows = list[bytes]()
             for name, i in zip(block, (at * PLAIN_BYTES).tolist(), strict=True):
-                rows += (_LENGTH[len(name)], name, entries[i : i + PLAIN_BYTES])
-            packer.step(b"N", folder, _SUMS.pack(*sums), *rows)
-            packer.name(folder, block)
-            packer.rows += len(block)
-            packer.size += len(block) * 128
+                rows += (_NAME_LENGTH[len(name)], name, entries[i : i + PLAIN_BYTES])
+            packer = self._packer(folder)
+            packer.add_step(b"N", folder, _SUMS.pack(*sums), *rows)
+            packer.add_rows(folder, block, len(block) * 128)
 
     def _add_general(self, folder: FolderId, i: int) -> None:
+        """Add row `i`, whatever it is, in a step `G`."""
         batch, rows = self._batch, self._batch.rows
         entry = self._entries[i * PLAIN_BYTES : (i + 1) * PLAIN_BYTES]
         tail = rows.tails.get(i, b"")
         if tail or i in batch.stamps:
             entry = entry + batch.stamp(i) + tail
         name, packer = rows.names[i], self._packer(folder)
-        sized = _LENGTH[len(name)], name, _BYTES.pack(len(entry)), entry
-        packer.step(b"G", folder, _LENGTH[batch.by_purge], *sized)
-        packer.name(folder, [name])
-        packer.rows += 1
-        packer.size += len(entry) + len(name)
+        sized = _NAME_LENGTH[len(name)], name, _U32.pack(len(entry)), entry
+        packer.add_step(b"G", folder, bytes([batch.by_purge]), *sized)
+        packer.add_rows(folder, [name], len(entry) + len(name))
 
     def _add_own_holes(self, places: npt.NDArray[np.uint32]) -> None:
         """Add the holes of places that no row names to some bucket that has rows of the chunk."""
         packers = next(iter(self._packers.values()))
         folder, packer = next(iter(packers[0].folders)), packers[0]
         for place in places.tolist():
-            packer.step(b"H", folder, self._batch.chunk.id, _BYTES.pack(place))
+            packer.add_step(b"H", folder, self._batch.chunk.id, _U32.pack(place))
 
 
-def cut_batch(batch: Batch, generation: Generation) -> CutBatch:
+def cut_batch(batch: Batch, generation: Generation) -> ChunkPieces:
     """Cut a checked batch into pieces. Raises UsageError for numbers too great for the scripts."""
     records = batch.rows.records
     if len(records) and int(records["extents"].max()) > EXTENTS_MAX:
@@ -263,3 +271,21 @@ def cut_batch(batch: Batch, generation: Generation) -> CutBatch:
     if len(records) and int(records["size"].max()) > SIZE_MAX:
         raise UsageError(f"a file has more than {SIZE_MAX} bytes")
     return _Cutter(batch, generation).cut()
+
+
+def cut_removal(
+    chunk: ChunkId, facts: ChunkFacts, tombstones: Mapping[PieceName, Tombstones]
+) -> ChunkPieces:
+    """The pieces that remove an empty chunk. `tombstones` has those to be removed with each of its
+    pieces, of which the first in each bucket also removes the chunk's holes.
+    """
+    pieces = []
+    for name, rows in tombstones.items():
+        hole_count = len([*hole_fields(chunk, facts.entries)]) if name.number == 0 else 0
+        parts = [_FOLDER_COUNT.pack(len(rows)), *rows, _U32.pack(hole_count)]
+        for position, entries in enumerate(rows.values()):
+            for base, entry in entries:
+                parts += (_FOLDER_AND_NAME_LENGTH.pack(position, len(base)), base)
+                parts += (_U32.pack(len(entry)), entry)
+        pieces.append(BucketPiece(name, [*rows], b"".join(parts)))
+    return ChunkPieces(chunk, b"", facts.piece_counts, pieces)

@@ -1,31 +1,37 @@
 """Reads entries of one generation of a dataset in Redis, and turns them into columns.
 
-Every reply has a bounded size, so large hashes are scanned in pages. The cursor of a scan is valid
-only for the server that gave it: a Redis that was restarted, or that has taken over the slot,
-continues at another position without an error. So a scan of several pages is checked: it has to
-yield as many different names as the hash has, or PartialScan is raised. The caller checks, before
-and after, that the generation is still the dataset's and its version has not changed. Nothing is
-cached, so nothing can be stale.
+`keys.py` defines the terms (generation, bucket, piece), the letters of the keys (`e`, `f`, `n`) and
+the bytes of an entry. Every reply has a bounded size, so large hashes are scanned in pages. The
+cursor of a scan is valid only for the server that gave it: a Redis that was restarted, or that has
+taken over the slot, continues at another position without an error. So a scan of several pages is
+checked: it has to yield as many different names as the hash has, or PartialScan is raised. The
+caller checks, before and after, that the generation is still the dataset's and its version has not
+changed. Nothing is cached, so nothing can be stale.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import compress
+from typing import NamedTuple
 
 import numpy as np
 
 from ....format.entries import EXTENT, RECORD, ROOT, ChunkId, Kind, Rows, join
 from ..store import KIND_AT, corrupt_store_error, implied_record
 from .keys import (
+    CHUNK_ID_BYTES,
     EXTENDED_BYTES,
+    EXTENTS_AT,
     FOLDER_BYTES,
     PLAIN_BYTES,
     ROOT_FOLDER,
     FolderId,
     Generation,
+    PieceName,
     check_entry,
     child_folder,
 )
-from .link import Command, RedisLink, in_portions
+from .link import RedisLink, command, in_portions
+from .pieces import unpack_paths
 from .replies import listed, number, octets, packed_dict, pair
 
 FolderEntries = tuple[bytes, Sequence[bytes], Sequence[bytes]]
@@ -36,16 +42,30 @@ _FOLDERS_AT_ONCE = 64
 _SCAN_ROWS = 32_768  # of all folders that are scanned at once
 _NAMES_AT_ONCE = 1000
 _COMMANDS_AT_ONCE = 1000
+_PIECES_AT_ONCE = 500
 
 _START = b"0"
 """The cursor with which a scan begins, and that Redis returns at its end."""
 
-_EXTENTS_AT = 40
-_DEAD = int(Kind.TOMBSTONE)
+
+class _ScanWords(NamedTuple):
+    """Redis's commands that scan a value of one type and count it, and what unpacks a page."""
+
+    scan: str
+    size: str
+    unpack: Callable[[object], dict[bytes, bytes]]
+
+
+_HASHES = _ScanWords("HSCAN", "HLEN", packed_dict)
+_SETS = _ScanWords("SSCAN", "SCARD", lambda reply: dict.fromkeys(map(octets, listed(reply)), b""))
 
 
 class PartialScan(Exception):
     """A scan in several pages has missed something."""
+
+
+class GenerationGone(Exception):
+    """The generation that is being read has been removed, or has lost data."""
 
 
 def kind_of(entry: bytes) -> int:
@@ -55,17 +75,17 @@ def kind_of(entry: bytes) -> int:
 
 def chunks_of(entry: bytes) -> list[bytes]:
     """The chunks that hold a packed entry, one for each extent."""
-    if (
-        len(entry) <= EXTENDED_BYTES
-        or int.from_bytes(entry[_EXTENTS_AT : _EXTENTS_AT + 4], "little") <= 1
-    ):
-        return [entry[48:64]]
-    starts = range(EXTENDED_BYTES, len(entry), EXTENT.itemsize)
-    return [entry[at : at + 16] for at in starts]
+    extents = int.from_bytes(entry[EXTENTS_AT : EXTENTS_AT + 4], "little")
+    if len(entry) <= EXTENDED_BYTES or extents <= 1:
+        return [entry[RECORD.itemsize : PLAIN_BYTES]]
+    starts = range(EXTENDED_BYTES, len(entry), EXTENT.itemsize)  # an `EXTENT` begins with its chunk
+    return [entry[at : at + CHUNK_ID_BYTES] for at in starts]
 
 
 class GenerationReader:
-    """Reads one generation; long reads call `at_each_page` again and again."""
+    """Reads one generation. `at_each_page` is called before each pipeline of a long read, so that
+    the caller can extend its deadline and its lock.
+    """
 
     def __init__(
         self,
@@ -81,18 +101,45 @@ class GenerationReader:
         self, wanted: Mapping[FolderId, Sequence[bytes]]
     ) -> Iterator[tuple[FolderId, bytes, bytes]]:
         """Folder, name and packed entry, for those of the names that exist, in no order."""
-        pieces = (
-            (folder, names[start : start + _NAMES_AT_ONCE])
-            for folder, names in wanted.items()
-            for start in range(0, len(names), _NAMES_AT_ONCE)
+        portions = (
+            (folder, names)
+            for folder, all_names in wanted.items()
+            for names in in_portions(all_names, _NAMES_AT_ONCE)
         )
-        for some in in_portions(pieces, _FOLDERS_AT_ONCE):
+        for portion in in_portions(portions, _FOLDERS_AT_ONCE):
             self._at_each_page()
-            commands = [self._of_folder(folder, "HMGET", *names) for folder, names in some]
-            for (folder, names), reply in zip(some, self._link.run(commands), strict=True):
+            replies = self._link.run(
+                [
+                    command("HMGET", self._generation.entries(folder), *names)
+                    for folder, names in portion
+                ]
+            )
+            for (folder, names), reply in zip(portion, replies, strict=True):
                 for name, entry in zip(names, listed(reply), strict=True):
                     if isinstance(entry, bytes):
                         yield folder, name, check_entry(entry)
+
+    def names_of_pieces(
+        self, pieces: Iterable[PieceName]
+    ) -> Iterator[tuple[PieceName, dict[FolderId, list[bytes]]]]:
+        """For each piece that has been applied, the names in it by folder, each once. Raises
+        GenerationGone.
+        """
+        for portion in in_portions(pieces, _PIECES_AT_ONCE):
+            self._at_each_page()
+            replies = self._link.run(
+                [
+                    command("HGET", self._generation.key(piece.bucket, b"n"), piece.field)
+                    for piece in portion
+                ]
+            )
+            for piece, reply in zip(portion, replies, strict=True):
+                if not isinstance(reply, bytes):
+                    raise GenerationGone
+                found: dict[FolderId, dict[bytes, None]] = {}
+                for folder, names in unpack_paths(reply):
+                    found.setdefault(folder, {}).update(dict.fromkeys(names))
+                yield piece, {folder: [*names] for folder, names in found.items()}
 
     def folders(self) -> dict[FolderId, tuple[FolderId, bytes]]:
         """The parent and the name of every folder."""
@@ -105,146 +152,126 @@ class GenerationReader:
     def paths(self, folders: Iterable[FolderId]) -> dict[FolderId, bytes]:
         """The paths of these folders."""
         parents: dict[FolderId, tuple[FolderId, bytes]] = {}
-        asked = [*dict.fromkeys(folders)]
-        wanted = asked
-        while wanted:
+        wanted = [*dict.fromkeys(folders)]
+        level: Sequence[FolderId] = wanted  # these folders, then their parents, and so on
+        while level:
             above = dict[FolderId, None]()
-            for some in in_portions(wanted, _COMMANDS_AT_ONCE):
-                commands = []
-                for folder in some:
-                    key = self._generation.of_folders(folder, b"f")
-                    commands.append(Command(key, ("HGET", key, folder)))
-                for folder, reply in zip(some, self._link.run(commands), strict=True):
+            for portion in in_portions(level, _COMMANDS_AT_ONCE):
+                commands = [
+                    command("HGET", self._generation.key(folder, b"f"), folder)
+                    for folder in portion
+                ]
+                for folder, reply in zip(portion, self._link.run(commands), strict=True):
                     parents[folder] = _unpack_parent(reply)
                     if folder != ROOT_FOLDER:
                         above[parents[folder][0]] = None
-            wanted = [folder for folder in above if folder not in parents]
-        return folder_paths(parents, asked)
+            level = [folder for folder in above if folder not in parents]
+        return folder_paths(parents, wanted)
 
     def everything(self) -> Iterator[FolderEntries]:
         """All entries except tombstones, folder by folder."""
         parents = self.folders()
         paths = folder_paths(parents, parents)
-        for some in in_portions(sorted(paths, key=paths.__getitem__), _FOLDERS_AT_ONCE):
-            keys = {self._generation.entries(folder): paths[folder] for folder in some}
-            in_pages: dict[bytes, dict[bytes, bytes]] = {}
+        for portion in in_portions(sorted(paths, key=paths.__getitem__), _FOLDERS_AT_ONCE):
+            keys = {self._generation.entries(folder): paths[folder] for folder in portion}
+            entries_of: dict[bytes, dict[bytes, bytes]] = {}
             for key, page in self._scan([*keys]):
-                in_pages.setdefault(key, {}).update(page)
-            for key, rows in in_pages.items():
-                if rows:
-                    yield (keys[key], *_without_tombstones([*rows], [*rows.values()]))
+                entries_of.setdefault(key, {}).update(page)
+            for key, entries in entries_of.items():
+                if entries:
+                    yield (keys[key], *_without_tombstones([*entries], [*entries.values()]))
 
     def children(self, folder: FolderId) -> dict[bytes, bytes]:
-        """Names and packed entries in a folder, with tombstones and implied folders."""
-        rows: dict[bytes, bytes] = {}
+        """Names and packed entries in a folder, with tombstones and implied folders (those that
+        exist only since something lies in them).
+        """
+        entries: dict[bytes, bytes] = {}
         for _, page in self._scan([self._generation.entries(folder)]):
-            rows |= page
-        rows.pop(b"", None)
-        perhaps_implied = []
-        for name in self._below([folder])[0]:
-            if name not in rows or kind_of(rows[name]) != Kind.FOLDER:
-                perhaps_implied.append(name)
-        alive = self._alive([child_folder(folder, name) for name in perhaps_implied])
-        entry = implied_record() + bytes(16)
-        return rows | dict.fromkeys(compress(perhaps_implied, alive), entry)
+            entries |= page
+        entries.pop(b"", None)  # the root's own entry, which lies in the root
+        perhaps_implied = [
+            name
+            for name in self._subfolders([folder])[0]
+            if name not in entries or kind_of(entries[name]) != Kind.FOLDER
+        ]
+        alive = self._are_alive([child_folder(folder, name) for name in perhaps_implied])
+        implied = implied_record() + bytes(CHUNK_ID_BYTES)
+        return entries | dict.fromkeys(compress(perhaps_implied, alive), implied)
 
-    def _alive(self, folders: Sequence[FolderId]) -> list[bool]:
+    def _are_alive(self, folders: Sequence[FolderId]) -> list[bool]:
         """For each folder, whether anything but tombstones lies in it, at any depth."""
         alive = [False] * len(folders)
-        level = list(enumerate(folders))
+        level = list(enumerate(folders))  # position in `folders`, and a folder at or below it
         while level:
-            empty = list[tuple[int, FolderId]]()
-            for some in in_portions(level, _COMMANDS_AT_ONCE):
+            dead = list[tuple[int, FolderId]]()
+            for portion in in_portions(level, _COMMANDS_AT_ONCE):
                 commands = []
-                for _, folder in some:
-                    commands.append(self._of_folder(folder, "HLEN"))
-                    dead = self._generation.of_folders(folder, b"d")
-                    commands.append(Command(dead, ("HGET", dead, folder)))
-                replies = self._link.run(commands)
-                for (i, folder), there, dead_there in zip(
-                    some, replies[::2], replies[1::2], strict=True
+                for _, folder in portion:
+                    commands.append(command("HLEN", self._generation.entries(folder)))
+                    # How many of these are tombstones
+                    commands.append(command("HGET", self._generation.key(folder, b"d"), folder))
+                replies = [*map(number, self._link.run(commands))]
+                for (i, folder), entries, tombstones in zip(
+                    portion, replies[::2], replies[1::2], strict=True
                 ):
-                    if number(there) > number(dead_there):
+                    if entries > tombstones:
                         alive[i] = True
                     else:
-                        empty.append((i, folder))
-            left = [(i, folder) for i, folder in empty if not alive[i]]
-            below = self._below([folder for _, folder in left])
+                        dead.append((i, folder))
+            undecided = [(i, folder) for i, folder in dead if not alive[i]]
+            below = self._subfolders([folder for _, folder in undecided])
             level = [
                 (i, child_folder(folder, name))
-                for (i, folder), names in zip(left, below, strict=True)
+                for (i, folder), names in zip(undecided, below, strict=True)
                 for name in names
             ]
         return alive
 
-    def _below(self, folders: Sequence[FolderId]) -> list[list[bytes]]:
+    def _subfolders(self, folders: Sequence[FolderId]) -> list[list[bytes]]:
         """For each folder, the names of the folders in it."""
-        found: list[dict[bytes, None]] = [{} for _ in folders]
-        left = [(i, _START) for i in range(len(folders))]
-        while left:
-            following = []
-            for some in in_portions(left, _COMMANDS_AT_ONCE):
-                self._at_each_page()
-                keyed = [(self._generation.below(folders[i]), cursor) for i, cursor in some]
-                rows = max(1, _SCAN_ROWS // len(some))
-                pages = self._pages(keyed, "SSCAN", "SCARD", rows)
-                for (i, _), (cursor, names, count) in zip(some, pages, strict=True):
-                    found[i].update(dict.fromkeys(map(octets, listed(names))))
-                    if cursor != _START:
-                        following.append((i, cursor))
-                    elif count is not None and len(found[i]) != count:
-                        raise PartialScan
-            left = following
-        return [[*names] for names in found]
+        names_of: dict[bytes, dict[bytes, bytes]] = {
+            self._generation.below(folder): {} for folder in folders
+        }
+        for key, page in self._scan([*names_of], _SETS, _COMMANDS_AT_ONCE):
+            names_of[key] |= page
+        return [[*names_of[self._generation.below(folder)]] for folder in folders]
 
-    def _scan(self, keys: Sequence[bytes]) -> Iterator[tuple[bytes, dict[bytes, bytes]]]:
-        """The fields and values of hashes, in pages: key and page. A name may come twice, while
-        Redis resizes the hash. Raises PartialScan.
-        """
-        left = [(key, _START) for key in keys]
-        names = dict[bytes, set[bytes]]()  # of hashes of more than one page
-        while left:
-            self._at_each_page()
-            some, left = left[:_FOLDERS_AT_ONCE], left[_FOLDERS_AT_ONCE:]
-            pages = self._pages(some, "HSCAN", "HLEN", _SCAN_ROWS // len(some))
-            for (key, _), (cursor, reply, count) in zip(some, pages, strict=True):
-                page = packed_dict(reply)
-                if cursor != _START or count is not None:
-                    names.setdefault(key, set()).update(page)
-                yield key, page
-                if cursor != _START:
-                    left.append((key, cursor))
-                elif count is not None and len(names.pop(key)) != count:
-                    raise PartialScan
-
-    def _pages(
-        self, some: Sequence[tuple[bytes, bytes]], scan: str, size: str, rows: int
-    ) -> Iterator[tuple[bytes, object, int | None]]:
-        """One page for each key and cursor: the next cursor, the page, and the size of the whole
-        hash or set (None for a first page).
-        """
-        commands = []
-        for key, cursor in some:
-            commands.append(Command(key, (scan, key, cursor, "COUNT", rows)))
-            if cursor != _START:
-                commands.append(Command(key, (size, key)))
-        replies = iter(self._link.run(commands))
-        for _, cursor in some:
-            after, page = pair(next(replies))
-            count = number(next(replies)) if cursor != _START else None
-            yield _cursor(after), page, count
-
-    def hash_pages(self, bucket: int, what: bytes) -> Iterator[dict[bytes, bytes]]:
-        """One of a bucket's own hashes, in pages."""
-        return self.pages_of(self._generation.key(bucket, what))
-
-    def pages_of(self, key: bytes) -> Iterator[dict[bytes, bytes]]:
-        """The fields and values of a hash, in pages."""
+    def hash_pages(self, key: bytes) -> Iterator[dict[bytes, bytes]]:
+        """The fields and values of a hash, in pages. Raises PartialScan."""
         return (page for _, page in self._scan([key]))
 
-    def _of_folder(self, folder: FolderId, word: str, *names: bytes) -> Command:
-        key = self._generation.entries(folder)
-        return Command(key, (word, key, *names))
+    def _scan(
+        self,
+        keys: Sequence[bytes],
+        words: _ScanWords = _HASHES,
+        keys_at_once: int = _FOLDERS_AT_ONCE,
+    ) -> Iterator[tuple[bytes, dict[bytes, bytes]]]:
+        """The fields and values of hashes, or the members of sets, in pages: key and page. A name
+        may come twice, while Redis resizes the hash. Raises PartialScan.
+        """
+        cursors = [(key, _START) for key in keys]
+        names = dict[bytes, set[bytes]]()  # that have come, by key, where there are several pages
+        while cursors:
+            self._at_each_page()
+            portion, cursors = cursors[:keys_at_once], cursors[keys_at_once:]
+            rows = max(1, _SCAN_ROWS // len(portion))
+            commands = []
+            for key, cursor in portion:
+                commands.append(command(words.scan, key, cursor, "COUNT", rows))
+                if cursor != _START:  # a scan of one page cannot have missed anything
+                    commands.append(command(words.size, key))
+            replies = iter(self._link.run(commands))
+            for key, cursor in portion:
+                following, reply = pair(next(replies))
+                page, following = words.unpack(reply), _check_cursor(following)
+                size = number(next(replies)) if cursor != _START else None
+                if following != _START or size is not None:
+                    names.setdefault(key, set()).update(page)
+                yield key, page
+                if following != _START:
+                    cursors.append((key, following))
+                elif size is not None and len(names.pop(key)) != size:
+                    raise PartialScan
 
 
 def folder_paths(
@@ -258,8 +285,9 @@ def folder_paths(
         while at not in paths:
             if at not in parents or len(names) > len(parents):
                 raise corrupt_store_error("a folder without a parent")
-            names.append((at, parents[at][1]))
-            at = parents[at][0]
+            parent, name = parents[at]
+            names.append((at, name))
+            at = parent
         path = paths[at]
         for above, name in reversed(names):
             path = paths[above] = join(path, name)
@@ -273,13 +301,13 @@ def columns(found: Iterable[FolderEntries], chunks: Sequence[ChunkId] | None = N
     """
     folders: dict[bytes, int] = {}
     folder, counts, names = list[int](), list[int](), list[bytes]()
-    heads: list[bytes] = []
+    plain: list[bytes] = []  # the first `PLAIN_BYTES` of each entry, many joined
     tails: dict[int, bytes] = {}
-    for path, some, entries in found:
-        if len(some) != len(entries):
+    for path, names_here, entries in found:
+        if len(names_here) != len(entries):
             raise corrupt_store_error("names without entries")
         folder.append(folders.setdefault(path, len(folders)))
-        counts.append(len(some))
+        counts.append(len(names_here))
         joined = b"".join(entries)
         if len(joined) != PLAIN_BYTES * len(entries):
             for entry in entries:
@@ -288,14 +316,14 @@ def columns(found: Iterable[FolderEntries], chunks: Sequence[ChunkId] | None = N
                 if len(entry) > EXTENDED_BYTES:
                     tails[i] = entry[EXTENDED_BYTES:]
             joined = b"".join([entry[:PLAIN_BYTES] for entry in entries])
-        names += some
-        heads.append(joined)
-    packed = np.frombuffer(b"".join(heads), np.uint8).reshape(-1, PLAIN_BYTES)
+        names += names_here
+        plain.append(joined)
+    packed = np.frombuffer(b"".join(plain), np.uint8).reshape(-1, PLAIN_BYTES)
     if len(packed) != len(names):
         raise corrupt_store_error("an entry of another length")
     records = np.ascontiguousarray(packed[:, : RECORD.itemsize]).view(RECORD).reshape(-1)
     ids = np.ascontiguousarray(packed[:, RECORD.itemsize :]).view("S16").reshape(-1)
-    # NumPy ignores trailing zeros when it compares them: all have the same length, so this is safe
+    # NumPy ignores trailing zeros when it compares; IDs of one length stay different without them
     table = np.unique(ids) if chunks is None else np.sort(np.array(chunks, "S16"))
     chunk = np.searchsorted(table, ids).astype(np.uint32)
     if len(ids) and (chunk.max() >= len(table) or (table[chunk] != ids).any()):
@@ -316,13 +344,13 @@ def _without_tombstones(
 ) -> tuple[list[bytes], list[bytes]]:
     if entries and min(map(len, entries)) < PLAIN_BYTES:
         raise corrupt_store_error("an entry of another length")
-    keep = [entry[KIND_AT] != _DEAD for entry in entries]
+    keep = [entry[KIND_AT] != Kind.TOMBSTONE.value for entry in entries]
     if all(keep):
         return names, entries
     return list(compress(names, keep)), list(compress(entries, keep))
 
 
-def _cursor(reply: object) -> bytes:
+def _check_cursor(reply: object) -> bytes:
     packed = b"%d" % reply if isinstance(reply, int) else octets(reply)
     if not packed.isdigit():
         raise corrupt_store_error("something else where a cursor should be")

@@ -1,18 +1,17 @@
 """Rebuilds a dataset in Redis as a new generation, beside the one that readers see.
 
-A generation (see `keys.py`) that is being built, or that has been replaced or dropped, is listed in
-the hash `dead`. A rebuild writes a heartbeat there every 20 s. A generation without a heartbeat for
-10 minutes is taken for dead, and its keys are removed in small steps, as are those of generations
-that were replaced or dropped. It stays listed for 10 more minutes, since a writer that has not
-noticed may still write some keys.
+`keys.py` defines the terms: a generation is one build of a dataset's state, its buckets are groups
+of keys, and a chunk's entries go to the buckets in pieces. A generation that is being built, or
+that has been replaced or dropped, is listed in the hash `dead`. A rebuild writes a heartbeat there
+every 20 s. A generation without a heartbeat for 10 minutes is taken for abandoned, and its keys are
+removed in small steps, as are those of generations that were replaced or dropped. It stays listed
+for 10 more minutes, since a writer that has not noticed may still write some keys.
 
 A rebuild does not rely on the state that it replaces: that may be damaged.
 """
 
-import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
 from contextlib import suppress
 from uuid import UUID
 
@@ -32,7 +31,6 @@ from .bucket_scripts import APPLY
 from .head import ScriptRejected, UnknownDataset
 from .head_scripts import CLAIM_ABANDONED, HEARTBEAT, REPLACE_LIVE
 from .keys import (
-    BUCKET_KEYS,
     BUCKETS_MAX,
     DEAD_KEY,
     GENERATION_BYTES,
@@ -42,96 +40,87 @@ from .keys import (
     FolderId,
     Generation,
 )
-from .link import Command, RedisLink, ScriptCommand, Word, in_portions
-from .pieces import CutBatch, cut_batch
+from .link import RedisLink, ScriptCommand, Word, command, in_portions
+from .pieces import ChunkPieces, cut_batch
 from .replies import as_count, listed, octets, packed_dict
 from .rows import GenerationReader, PartialScan
-from .transactions import (
-    BucketCounts,
-    RedisTransactions,
-    chunk_record,
-    parse_bucket_counts,
-    piece_keys,
-)
+from .transactions import BucketCounts, RedisTransactions, parse_bucket_counts, piece_keys
 
 _ROWS_AT_ONCE = 16_384
 _BYTES_AT_ONCE = 16 << 20
 _HEARTBEAT_S = 20.0
-_CLEAN_S = 3.0
+_CLEAN_S = 3.0  # how long one call removes abandoned generations; a later call removes the rest
 _ABANDONED_S = 600
 _KEYS_AT_ONCE = 1000
 
-_NO_STATE = (b"", b"0")
-
-
-def new_generation(buckets: int) -> Generation:
-    """A generation with a random name that was never used before."""
-    return Generation(secrets.token_hex(8).encode(), buckets)
+_NO_REVISION = (b"", b"0")
+"""What REPLACE_LIVE expects as generation and version where no state is live."""
 
 
 class RedisShadowState(ShadowState):
-    """The shadow state of one rebuild of a dataset. Of one thread."""
+    """The shadow state of one rebuild of a dataset, in a generation of so many buckets. Of one
+    thread.
+    """
 
     def __init__(
         self,
-        link: RedisLink,
-        commits: RedisTransactions,
-        generation: Generation,
+        transactions: RedisTransactions,
+        buckets: int,
         name: str,
         identity: UUID,
-        clock_ns: Callable[[], int],
         newer_than: int,
     ) -> None:
-        self._newer_than = newer_than
-        self._link = link
-        self._commits = commits
-        self._generation = generation
+        self._link = transactions.link
+        self._transactions = transactions
+        self._generation = Generation.new(buckets)
         self._name = name
         self._identity = identity
-        self._clock_ns = clock_ns
-        self._known: dict[ChunkId, None] = {}
+        self._newer_than = newer_than  # a version: that of the new state will be greater
+        self._chunks: dict[ChunkId, None] = {}
         self._counts: dict[int, BucketCounts] = {}  # by bucket, as its script returned them last
-        self._pieces = Counter[int]()  # how many pieces were sent to each bucket
-        self._waiting: list[tuple[CutBatch, Batch]] = []
-        self._rows = 0
+        self._sent_pieces = Counter[int]()  # how many pieces were sent to each bucket
+        self._waiting: list[ChunkPieces] = []  # for `flush`
+        self._rows = 0  # in `_waiting`
         self._bytes = 0
-        self._heartbeat_s = -_HEARTBEAT_S
-        self._run_id = b""
-        self._runs: Sequence[str] = ()
+        self._heartbeat_s = -_HEARTBEAT_S  # monotonic time of the last heartbeat
+        # The IDs of the masters' runs at the beginning: after a restart, data may be lost
+        self._run_ids = list[str]()
+        self._head_run_id = b""  # of the master with the head's slot
 
     def begin(self) -> None:
-        self._link.with_retries(self._revision)
-        self._runs = self._link.with_retries(self._link.run_ids)
+        self._link.with_retries(self._read_revision)  # raises ConflictError
+        self._run_ids = self._link.with_retries(self._link.run_ids)
         self._heartbeat()
 
     def live_state(self) -> LiveState:
         return self._link.with_retries(self._live_state_once)
 
     def _live_state_once(self) -> LiveState:
-        revision = self._revision()
+        revision = self._read_revision()
         if not revision:
             return NO_LIVE_STATE
-        key = DatasetKeys(self._identity).chunks
         try:
-            (reply,) = self._link.run([Command(key, ("HKEYS", key))])
-            found = frozenset(ChunkId(octets(chunk, 16)) for chunk in listed(reply))
-        except CorruptError as error:  # no reader can use them either
+            reply = self._link.execute("HKEYS", DatasetKeys(self._identity).chunks)
+            chunks = frozenset(ChunkId(octets(chunk, 16)) for chunk in listed(reply))
+        except CorruptError as error:  # readers cannot read these chunks either
             log.warning(
                 "the rebuild of %s replaces a damaged list of chunks: %s", self._name, error.message
             )
-            found = frozenset()
-        return LiveState(revision, found)
+            chunks = frozenset()
+        return LiveState(revision, chunks)
 
-    def _revision(self) -> tuple[bytes, ...]:
-        """Generation and version of the live state; empty where there is no such dataset."""
+    def _read_revision(self) -> tuple[bytes, ...]:
+        """Generation and version of the live state; empty where there is no such dataset. Raises
+        ConflictError as `begin` does.
+        """
         name, identity = self._name, self._identity
-        key = DatasetKeys(identity).head
-        (owner,) = self._link.run([Command(NAMES_KEY, ("HGET", NAMES_KEY, name))])
+        owner = self._link.execute("HGET", NAMES_KEY, name)
         if isinstance(owner, bytes) and len(owner) == 16 and owner != identity.bytes:
             raise ConflictError(f"dataset {name!r} has the identity {UUID(bytes=owner)}")
-        words = ("HMGET", key, "name", "generation", "version")
+        fields = "name", "generation", "version"
         try:
-            ((known, generation, version),) = map(listed, self._link.run([Command(key, words)]))
+            reply = self._link.execute("HMGET", DatasetKeys(identity).head, *fields)
+            known, generation, version = listed(reply)
         except CorruptError as error:
             log.warning("the rebuild of %s replaces a damaged head: %s", name, error.message)
             return NO_LIVE_STATE.revision
@@ -148,108 +137,96 @@ class RedisShadowState(ShadowState):
         """
         if time.monotonic() < self._heartbeat_s + _HEARTBEAT_S:
             return
-        generation = self._generation
-        words = generation.name, generation.buckets
-        (run,) = self._link.with_retries(
-            lambda: self._commits.run_head_script(HEARTBEAT, [DEAD_KEY], *words)
+        words = self._generation.name, self._generation.buckets
+        (run_id,) = self._link.with_retries(
+            lambda: self._transactions.run_head_script(HEARTBEAT, [DEAD_KEY], *words)
         )
-        if self._run_id and run != self._run_id:
+        if self._head_run_id and run_id != self._head_run_id:
             raise _restarted_error()
-        self._run_id = octets(run)
+        self._head_run_id = octets(run_id)
         self._heartbeat_s = time.monotonic()
 
     def add(self, batch: Batch) -> None:
         self._heartbeat()
-        self._known[batch.chunk.id] = None
-        self._waiting.append((cut_batch(batch, self._generation), batch))
+        chunk = cut_batch(batch, self._generation)
+        self._chunks[chunk.chunk] = None
+        self._waiting.append(chunk)
         self._rows += len(batch.rows)
-        self._bytes += sum(len(piece.packed) for piece in self._waiting[-1][0].pieces)
+        self._bytes += sum(len(piece.packed) for piece in chunk.pieces)
         if self._rows >= _ROWS_AT_ONCE or self._bytes >= _BYTES_AT_ONCE:
             self.flush()
 
     def flush(self) -> None:
         self._heartbeat()
         waiting, self._waiting, self._rows, self._bytes = self._waiting, [], 0, 0
-        self._add(waiting)
-
-    def _add(self, cuts: Sequence[tuple[CutBatch, Batch]]) -> None:
-        generation = self._generation
-        commands = list[Command]()
-        runs = list[tuple[int, Command]]()
-        for each, batch in cuts:
-            words = ("HSET", generation.chunks, each.chunk, chunk_record(each, batch))
-            commands.append(Command(generation.chunks, words))
-            for piece in each.pieces:
-                keys = piece_keys(generation, piece.name.bucket, piece.folders)
-                run = ScriptCommand(APPLY, keys, (b"", piece.name.field, piece.packed))
-                runs.append((piece.name.bucket, run.command()))
-        replies = self._link.with_retries(
-            lambda: self._link.run([*(command for _, command in runs), *commands])
-        )
-        for (bucket, _), reply in zip(runs, replies, strict=False):
-            self._counts[bucket] = parse_bucket_counts(reply)
-            self._pieces[bucket] += 1
+        pieces = [piece for chunk in waiting for piece in chunk.pieces]
+        commands = []
+        for piece in pieces:
+            keys = piece_keys(self._generation, piece.name.bucket, piece.folders)
+            # The first argument names a piece in the hash `x`; here the piece itself is sent
+            words = b"", piece.name.field, piece.packed
+            commands.append(ScriptCommand(APPLY, keys, words).command())
+        for chunk in waiting:
+            commands.append(command("HSET", self._generation.chunks, chunk.chunk, chunk.record))
+        replies = self._link.with_retries(lambda: self._link.run(commands))
+        for piece, reply in zip(pieces, replies, strict=False):
+            self._counts[piece.name.bucket] = parse_bucket_counts(reply)
+            self._sent_pieces[piece.name.bucket] += 1
 
     def become_live(self, expected: LiveState) -> int | None:
         link = self._link
         applied_pieces = {bucket: pieces for bucket, (pieces, _, _) in self._counts.items()}
-        if link.with_retries(link.run_ids) != self._runs or applied_pieces != self._pieces:
+        if link.with_retries(link.run_ids) != self._run_ids or applied_pieces != self._sent_pieces:
             raise _restarted_error()
-        _, before = expected.revision or _NO_STATE
+        _, before = expected.revision or _NO_REVISION
         is_number = before.isdigit() and len(before) < 19  # otherwise it is damaged
-        number = rebuilt_version(
-            int(before) if is_number else 0, self._newer_than, len(self._known), self._clock_ns()
+        wanted = rebuilt_version(
+            int(before) if is_number else 0,
+            self._newer_than,
+            len(self._chunks),
+            self._transactions.clock_ns(),
         )
-        version = link.with_retries(lambda: self._replace_live(expected, number))
+        version = link.with_retries(lambda: self._replace_live(expected, wanted))
         if version is not None:
-            self._commits.invalidate_generation(self._identity)
+            self._transactions.invalidate_generation(self._identity)
         return version
 
-    def _replace_live(self, expected: LiveState, number: int) -> int | None:
-        """Run REPLACE_LIVE. Returns the version, or None where another state is live."""
+    def _replace_live(self, expected: LiveState, wanted: int) -> int | None:
+        """Run REPLACE_LIVE with the version `wanted`. Returns the version, or None where another
+        state is live than `expected`.
+        """
         generation, keys = self._generation, DatasetKeys(self._identity)
         words = list[Word]()
         for bucket, counts in self._counts.items():
             words += (bucket, " ".join(map(str, counts)))
         try:
-            (version,) = self._commits.run_head_script(
+            (version,) = self._transactions.run_head_script(
                 REPLACE_LIVE,
-                [
-                    NAMES_KEY,
-                    DEAD_KEY,
-                    keys.head,
-                    keys.chunks,
-                    keys.counts,
-                    keys.pending,
-                    keys.begun,
-                    keys.commit_locks,
-                    generation.chunks,
-                ],
+                [NAMES_KEY, DEAD_KEY, *keys.all, generation.chunks],
                 self._name,
                 self._identity.bytes,
                 generation.name,
                 generation.buckets,
-                *(expected.revision or _NO_STATE),
-                number,
+                *(expected.revision or _NO_REVISION),
+                wanted,
                 sum(files for _, files, _ in self._counts.values()),
                 sum(total for _, _, total in self._counts.values()),
-                len(self._known),
-                chunks_digest(self._known).to_bytes(16, "big"),
-                max(self._known, default=LOWEST),
-                self._run_id,
+                len(self._chunks),
+                chunks_digest(self._chunks).to_bytes(16, "big"),
+                max(self._chunks, default=LOWEST),
+                self._head_run_id,
                 *words,
             )
-        except ScriptRejected as refused:
-            return self._rejected(refused.word)
+        except ScriptRejected as rejected:
+            return self._rejected(rejected.word)
         return as_count(version)
 
     def _rejected(self, word: str) -> int | None:
-        try:
-            head = self._commits.read_head(self._identity)
-        except (NoSuchDataset, CorruptError):
-            head = None
-        if head is not None and head.generation.name == self._generation.name:
-            return head.dataset.version  # an earlier try succeeded, but its reply was lost
+        """What `_replace_live` returns after the script has refused with `word`."""
+        with suppress(NoSuchDataset, CorruptError):
+            head = self._transactions.read_head(self._identity)
+            if head.generation.name == self._generation.name:
+                return head.dataset.version  # an earlier try succeeded, but its reply was lost
         if word == "lost":
             raise MetadataError(
                 f"Redis has lost data of the rebuild of {self._name!r}", advice="run it again"
@@ -259,7 +236,7 @@ class RedisShadowState(ShadowState):
     def discard(self) -> None:
         try:
             self._link.with_retries(
-                lambda: remove_generation(self._link, self._commits, self._generation, 0)
+                lambda: remove_generation(self._transactions, self._generation, 0)
             )
         except DieselError as error:
             log.info("keys of a failed rebuild stay until the next rebuild or deletion: %s", error)
@@ -269,53 +246,52 @@ def _restarted_error() -> BusyError:
     return BusyError("Redis has been restarted in the middle of a rebuild", advice="run it again")
 
 
-def remove_abandoned(link: RedisLink, commits: RedisTransactions) -> None:
-    """Remove generations that no dataset has and nobody builds, for some seconds."""
-    (reply,) = link.run([Command(DEAD_KEY, ("HGETALL", DEAD_KEY))])
+def remove_abandoned(transactions: RedisTransactions) -> None:
+    """Remove generations that no dataset has and no rebuild writes, for some seconds."""
     end_s = time.monotonic() + _CLEAN_S
-    for name, state in packed_dict(reply).items():
+    for name, state in packed_dict(transactions.link.execute("HGETALL", DEAD_KEY)).items():
         buckets = int.from_bytes(state[STATE.size :], "little")
         if len(name) != GENERATION_BYTES or not 1 <= buckets <= BUCKETS_MAX:
-            link.run([Command(DEAD_KEY, ("HDEL", DEAD_KEY, name))])  # not written by DIESEL-FS
+            # Not written by DIESEL-FS
+            transactions.link.execute("HDEL", DEAD_KEY, name)
             continue
-        link.extend_deadline()
-        remove_generation(link, commits, Generation(name, buckets), _ABANDONED_S)
+        transactions.link.extend_deadline()
+        remove_generation(transactions, Generation(name, buckets), _ABANDONED_S)
         if time.monotonic() > end_s:
             return
 
 
-def remove_generation(
-    link: RedisLink, commits: RedisTransactions, generation: Generation, age_s: int
-) -> None:
+def remove_generation(transactions: RedisTransactions, generation: Generation, age_s: int) -> None:
     """Remove a generation that no dataset has, unless its last heartbeat is younger than `age_s`
     seconds.
     """
+    link = transactions.link
     try:
-        (age,) = commits.run_head_script(CLAIM_ABANDONED, [DEAD_KEY], generation.name, age_s)
+        (claimed_s,) = transactions.run_head_script(
+            CLAIM_ABANDONED, [DEAD_KEY], generation.name, age_s
+        )
     except (UnknownDataset, ScriptRejected):
         return
     if not _exists(link, generation):
-        if as_count(age) >= _ABANDONED_S:
-            link.run([Command(DEAD_KEY, ("HDEL", DEAD_KEY, generation.name))])
+        if as_count(claimed_s) >= _ABANDONED_S:
+            link.execute("HDEL", DEAD_KEY, generation.name)
         return
     reader = GenerationReader(link, generation, link.extend_deadline)
     for bucket in range(generation.buckets):
         with suppress(PartialScan):  # a later call removes the rest
-            for page in reader.hash_pages(bucket, b"f"):
+            for page in reader.hash_pages(generation.key(bucket, b"f")):  # the bucket's folders
                 folders = [FolderId(folder) for folder in page]
-                names = [generation.entries(folder) for folder in folders]
-                names += [generation.below(folder) for folder in folders]
-                for some in in_portions(names, _KEYS_AT_ONCE):
-                    link.run([Command(some[0], ("UNLINK", *some))])
-            keys = [generation.key(bucket, what) for what in BUCKET_KEYS]
-            link.run([Command(keys[0], ("UNLINK", *keys))])
-    link.run([Command(generation.chunks, ("UNLINK", generation.chunks))])
+                keys = [generation.entries(folder) for folder in folders]
+                keys += [generation.below(folder) for folder in folders]
+                for portion in in_portions(keys, _KEYS_AT_ONCE):
+                    link.execute("UNLINK", *portion)
+            link.execute("UNLINK", *generation.script_keys(bucket))
+    link.execute("UNLINK", generation.chunks)
 
 
 def _exists(link: RedisLink, generation: Generation) -> bool:
     """Whether a generation has any keys."""
-    commands = [Command(generation.chunks, ("EXISTS", generation.chunks))]
+    commands = [command("EXISTS", generation.chunks)]
     for bucket in range(generation.buckets):
-        keys = [generation.key(bucket, what) for what in BUCKET_KEYS]
-        commands.append(Command(keys[0], ("EXISTS", *keys)))
+        commands.append(command("EXISTS", *generation.script_keys(bucket)))
     return any(link.run(commands))

@@ -34,7 +34,7 @@ import numpy.typing as npt
 from ....errors import CorruptError, DieselError, MetadataBehind, NoSuchDataset, NotFoundError
 from ....format.chunk_id import chunk_id_text
 from ....format.entries import ChunkId, ChunkInfo, Kind, Rows, Stamp, split
-from ..rebuild import rebuild
+from ..rebuild import RebuildingStore, ShadowState
 from ..store import (
     COMMIT_LOCK_S_MAX,
     Batch,
@@ -42,8 +42,6 @@ from ..store import (
     CommitLock,
     DatasetHead,
     MetadataChanges,
-    MetadataStore,
-    ReadCommitted,
     RenewingCommitLock,
     StampedRows,
     check_lock_time,
@@ -51,7 +49,6 @@ from ..store import (
     log_unreleased,
     no_such_dataset_error,
 )
-from .chunk_removal import CHUNKS_AT_ONCE, Candidate, PathListMissing, plan_removals
 from .head import RedisHead, ScriptRejected, UnknownDataset, lost_data_error, open_link
 from .head_scripts import CREATE, DROP, LOCK_COMMITS
 from .keys import (
@@ -61,20 +58,28 @@ from .keys import (
     ChunkFacts,
     DatasetKeys,
     FolderId,
+    Generation,
+    entry_place,
     entry_stamp,
     folder_id,
     hole_fields,
     piece_names,
     unpack_chunk,
 )
-from .link import DEADLINE_S, METADATA_READ_S, Command, RedisLink, in_portions
-from .pieces import unpack_paths
+from .link import DEADLINE_S, METADATA_READ_S, Command, RedisLink, command, in_portions
+from .pieces import ChunkPieces, Tombstones, cut_removal
 from .replies import identity_of, listed, octets, packed_dict
-from .rows import FolderEntries, GenerationReader, PartialScan, chunks_of, columns, kind_of
-from .shadow_state import RedisShadowState, new_generation, remove_abandoned
+from .rows import (
+    FolderEntries,
+    GenerationGone,
+    GenerationReader,
+    PartialScan,
+    chunks_of,
+    columns,
+    kind_of,
+)
+from .shadow_state import RedisShadowState, remove_abandoned
 from .transactions import (
-    LOCK_POLL_S,
-    ChunkRemoval,
     PendingCommits,
     RedisTransactions,
     Transaction,
@@ -95,27 +100,24 @@ _REPAIR_ENTRIES = 1 << 20
 """Lost chunks of up to so many entries are folded in by one commit: until all are, readers see some
 of them only."""
 
-_RELEASE_S = 1.0
-_PATHS_AT_ONCE = 10_000
-_FIELDS_AT_ONCE = 500
+_RELEASE_S = 1.0  # how long to try to release a lock: it expires by itself
+_FORGET_AT_ONCE = 64
+"""How many chunks one transaction removes: the script of the head keeps Redis busy for 1 ms."""
+
+_PATHS_AT_ONCE = 10_000  # or chunks: in one round of requests
 
 T = TypeVar("T")
 
 
-class _GenerationGone(Exception):
-    """The generation that was being read has been removed."""
-
-
-class RedisMetadata(MetadataStore):
+class RedisMetadata(RebuildingStore):
     """A metadata store in Redis."""
 
     def __init__(
         self, link: RedisLink, clock_ns: Callable[[], int] = time.time_ns, *, buckets: int = 0
     ) -> None:
         self._link = link
-        self._clock_ns = clock_ns
         self._buckets = buckets or (_CLUSTER_BUCKETS if link.is_cluster else 1)
-        self._commits = RedisTransactions(link, clock_ns)
+        self._transactions = RedisTransactions(link, clock_ns)
 
     @classmethod
     def open(
@@ -141,7 +143,7 @@ class RedisMetadata(MetadataStore):
         self._link.close()
 
     def now_s(self) -> float:
-        (reply,) = self._with_read_deadline(lambda: self._link.run([Command(NAMES_KEY, ("TIME",))]))
+        (reply,) = self._with_read_deadline(lambda: self._link.run([Command(NAMES_KEY, ["TIME"])]))
         seconds, microseconds = cast(tuple[int, int], reply)
         return seconds + microseconds / 1e6
 
@@ -156,13 +158,17 @@ class RedisMetadata(MetadataStore):
 
     def _heads(self) -> list[DatasetHead]:
         identities, found = [*self._names().values()], []
-        heads = self._commits.read_heads(identities)
-        whole = [head for head in heads if isinstance(head, RedisHead)]
-        lost = self._commits.have_lost_pieces(whole)
-        clean = {h.dataset.identity for h, gone in zip(whole, lost, strict=True) if not gone}
+        heads = self._transactions.read_heads(identities)
+        readable = [head for head in heads if isinstance(head, RedisHead)]
+        have_lost = self._transactions.have_lost_pieces(readable)
+        complete = {
+            head.dataset.identity
+            for head, has_lost in zip(readable, have_lost, strict=True)
+            if not has_lost
+        }
         for identity, head in zip(identities, heads, strict=True):
             self._link.extend_deadline()
-            if isinstance(head, RedisHead) and identity in clean and not head.pending:
+            if isinstance(head, RedisHead) and identity in complete and not head.pending:
                 found.append(head.dataset)
                 continue
             try:
@@ -183,13 +189,13 @@ class RedisMetadata(MetadataStore):
         return self._with_read_deadline(lambda: self._head(name))
 
     def _head(self, name: str) -> DatasetHead:
-        (reply,) = self._link.run([Command(NAMES_KEY, ("HGET", NAMES_KEY, name))])
+        reply = self._link.execute("HGET", NAMES_KEY, name)
         if reply is None:
             raise no_such_dataset_error(name)
         return self._apply_pending(identity_of(reply)).dataset
 
     def _names(self) -> dict[bytes, UUID]:
-        (reply,) = self._link.run([Command(NAMES_KEY, ("HGETALL", NAMES_KEY))])
+        reply = self._link.execute("HGETALL", NAMES_KEY)
         return {
             name: UUID(bytes=identity)
             for name, identity in packed_dict(reply).items()
@@ -201,59 +207,35 @@ class RedisMetadata(MetadataStore):
         with RenewingCommitLock(self, identity) as lock:
             for _ in range(_TRIES_MAX):
                 try:
-                    head = self._commits.apply_pending(identity)
+                    head = self._transactions.apply_pending(identity)
                 except PendingCommits:
                     lock.lock()
                     continue
-                if self._commits.is_live_generation(identity, head):
+                if self._transactions.is_unchanged(head, or_newer=True):
                     return head
         raise changing_error(identity)
 
     def create(self, name: str, identity: UUID) -> DatasetHead:
         self._link.with_retries(lambda: self._create(name, identity))
-        self._clean()
+        self.clean()
         return self._with_read_deadline(lambda: self._apply_pending(identity)).dataset
 
     def _create(self, name: str, identity: UUID) -> None:
-        generation = new_generation(self._buckets)
+        generation = Generation.new(self._buckets)
         keys = [NAMES_KEY, DatasetKeys(identity).head]
         words = name, identity.bytes, generation.name, generation.buckets
-        self._commits.run_head_script(CREATE, keys, *words)
+        self._transactions.run_head_script(CREATE, keys, *words)
 
     def drop(self, identity: UUID) -> None:
-        keys = DatasetKeys(identity)
-        own = [keys.head, keys.chunks, keys.counts, keys.pending, keys.begun, keys.commit_locks]
-        self._link.with_retries(
-            lambda: self._commits.run_head_script(DROP, [NAMES_KEY, DEAD_KEY, *own])
-        )
-        self._clean()
+        keys = [NAMES_KEY, DEAD_KEY, *DatasetKeys(identity).all]
+        self._link.with_retries(lambda: self._transactions.run_head_script(DROP, keys))
+        self.clean()
 
-    def rebuild(
-        self,
-        name: str,
-        identity: UUID,
-        batches: Iterable[Batch],
-        read_committed: ReadCommitted | None = None,
-        newer_than: int = 0,
-    ) -> int:
-        shadow = RedisShadowState(
-            self._link,
-            self._commits,
-            new_generation(self._buckets),
-            name,
-            identity,
-            self._clock_ns,
-            newer_than,
-        )
-        version = rebuild(self, identity, shadow, batches, read_committed)
-        self._clean()
-        return version
+    def shadow_state(self, name: str, identity: UUID, newer_than: int) -> ShadowState:
+        return RedisShadowState(self._transactions, self._buckets, name, identity, newer_than)
 
-    def _clean(self) -> None:
-        try:
-            self._link.with_retries(lambda: remove_abandoned(self._link, self._commits))
-        except DieselError as error:
-            log.info("keys of replaced or deleted datasets could not be removed yet: %s", error)
+    def remove_abandoned(self) -> None:
+        self._link.with_retries(lambda: remove_abandoned(self._transactions))
 
     # Commits
 
@@ -262,15 +244,15 @@ class RedisMetadata(MetadataStore):
 
     def _commit(self, identity: UUID, batches: Iterable[Batch], run: str = "") -> int:
         by_chunk = {batch.check().chunk.id: batch for batch in batches}
-        end, tries = time.monotonic() + self._link.deadline_s, list[Transaction]()
+        deadline, tries = time.monotonic() + self._link.deadline_s, list[Transaction]()
         return self._link.with_retries(
-            lambda: self._commits.commit(identity, by_chunk, end, tries, run)
+            lambda: self._transactions.commit(identity, by_chunk, deadline, tries, run)
         )
 
     def needs_repair(self, identity: UUID) -> str:
         def ask() -> str:
             self._link.check_policy()
-            return self._commits.needs_repair(identity)
+            return self._transactions.needs_repair(identity)
 
         return self._link.with_retries(ask)
 
@@ -284,15 +266,14 @@ class RedisMetadata(MetadataStore):
                 waiting, entries = [], 0
         if waiting:
             self._commit(identity, waiting, run_id)
-        self._link.with_retries(lambda: self._commits.confirm(identity, run_id))
+        self._link.with_retries(lambda: self._transactions.confirm(identity, run_id))
 
     def missing(self, identity: UUID, chunks: Sequence[ChunkId]) -> list[ChunkId]:
         keys = DatasetKeys(identity)
         commands = [
-            Command(keys.chunks, ("HMGET", keys.chunks, *some))
-            for some in in_portions(chunks, _PATHS_AT_ONCE)
+            command("HMGET", keys.chunks, *some) for some in in_portions(chunks, _PATHS_AT_ONCE)
         ]
-        commands.append(Command(keys.head, ("EXISTS", keys.head)))
+        commands.append(command("EXISTS", keys.head))
         *replies, exists = self._link.with_retries(lambda: self._link.run(commands))
         if not exists:
             raise no_such_dataset_error(identity)
@@ -303,50 +284,61 @@ class RedisMetadata(MetadataStore):
         self, identity: UUID, chunks: Iterable[ChunkId], *, tombstones: bool = False
     ) -> frozenset[ChunkId]:
         wanted = sorted(set(chunks))
-        end = time.monotonic() + self._link.deadline_s
-        for some in in_portions(wanted, CHUNKS_AT_ONCE):
-            attempt = partial(self._forget, identity, some, end, tombstones=tombstones)
+        deadline = time.monotonic() + self._link.deadline_s
+        for portion in in_portions(wanted, _FORGET_AT_ONCE):
+            attempt = partial(self._forget, identity, portion, deadline, tombstones=tombstones)
             while not self._link.with_retries(attempt):
                 pass
-        return frozenset(wanted).difference(record.id for record in self.chunks(identity))
+        return frozenset(self.missing(identity, wanted))
 
     def _forget(
-        self, identity: UUID, chunks: Sequence[ChunkId], end: float, *, tombstones: bool
+        self, identity: UUID, chunks: Sequence[ChunkId], deadline: float, *, tombstones: bool
     ) -> bool:
         """Try once to remove those of `chunks` that are empty. Returns False to be called again."""
 
-        def read(
-            head: RedisHead, reader: GenerationReader
-        ) -> tuple[RedisHead, dict[ChunkId, ChunkRemoval]]:
-            key = DatasetKeys(identity).chunks
-            (packed,) = self._link.run([Command(key, ("HMGET", key, *chunks))])
-            candidates = {}
-            for chunk, each in zip(chunks, listed(packed), strict=True):
-                if each is not None and chunk != head.dataset.newest:
-                    record = _facts(head, each)
-                    holes = frozenset(self._holes(head, chunk, record).tolist())
-                    candidates[chunk] = Candidate(record.entries, record.piece_counts, holes)
-            try:
-                return head, plan_removals(
-                    self._link, head.generation, reader, candidates, tombstones=tombstones
-                )
-            except PathListMissing:
-                raise _GenerationGone from None
+        def read(head: RedisHead, reader: GenerationReader) -> tuple[RedisHead, list[ChunkPieces]]:
+            records = self._link.execute("HMGET", DatasetKeys(identity).chunks, *chunks)
+            removals = [
+                self._removal(head, reader, chunk, _unpack_chunk(head, packed), tombstones)
+                for chunk, packed in zip(chunks, listed(records), strict=True)
+                if packed is not None and chunk != head.dataset.newest
+            ]
+            return head, [each for each in removals if each is not None]
 
         head, removals = self._read_once(identity, read, until_empty=False)
         if not removals:
             return True
         try:
-            self._commits.forget(identity, head.generation, removals)
+            self._transactions.forget(identity, head.generation, removals, deadline)
         except UnknownDataset:
             raise no_such_dataset_error(identity) from None
-        except ScriptRejected as refused:
-            if time.monotonic() > end:
+        except ScriptRejected:
+            if time.monotonic() > deadline:
                 raise changing_error(identity) from None
-            if refused.word == "held":
-                time.sleep(LOCK_POLL_S)
             return False
         return True
+
+    def _removal(
+        self,
+        head: RedisHead,
+        reader: GenerationReader,
+        chunk: ChunkId,
+        facts: ChunkFacts,
+        tombstones: bool,
+    ) -> ChunkPieces | None:
+        """What removes a chunk; None where some place is neither a hole nor, with `tombstones`, a
+        tombstone. It stays right whatever is committed meanwhile: a hole stays a hole, and a
+        tombstone is removed only if it is still the entry of its path.
+        """
+        places = set(self._holes(head, chunk, facts).tolist())
+        dropped = {name: Tombstones() for name in piece_names(chunk, facts.piece_counts)}
+        if tombstones and len(places) < facts.entries:
+            for name, names_in in reader.names_of_pieces(dropped):
+                for folder, base, entry in reader.entries(names_in):
+                    if kind_of(entry) == Kind.TOMBSTONE and chunks_of(entry) == [chunk]:
+                        places.add(entry_place(entry))
+                        dropped[name].setdefault(folder, []).append((base, entry))
+        return cut_removal(chunk, facts, dropped) if len(places) == facts.entries else None
 
     def sync(self) -> None:
         self._link.with_retries(self._link.wait_durable)
@@ -357,7 +349,7 @@ class RedisMetadata(MetadataStore):
         words = token, seconds, COMMIT_LOCK_S_MAX
         try:
             self._link.with_retries(
-                lambda: self._commits.run_head_script(
+                lambda: self._transactions.run_head_script(
                     LOCK_COMMITS, [keys.head, keys.commit_locks], *words
                 )
             )
@@ -365,7 +357,7 @@ class RedisMetadata(MetadataStore):
             raise no_such_dataset_error(identity) from None
 
         def release() -> None:
-            unlock = Command(keys.commit_locks, ("HDEL", keys.commit_locks, token))
+            unlock = command("HDEL", keys.commit_locks, token)
             try:
                 self._link.with_retries(lambda: self._link.run([unlock]), _RELEASE_S)
             except DieselError as error:  # the work is done, and the lock expires by itself
@@ -428,76 +420,61 @@ class RedisMetadata(MetadataStore):
     ) -> Iterator[FolderEntries]:
         """The entries, tombstones too, of chunks that were committed after version `since`."""
         new = {chunk for chunk, record in chunks.items() if record.version > since}
-        commands = []
-        for chunk in new:
-            for name in piece_names(chunk, chunks[chunk].piece_counts):
-                key = head.generation.key(name.bucket, b"n")
-                commands.append(Command(key, ("HGET", key, name.field)))
-        named: dict[FolderId, dict[bytes, None]] = {}
-        for asking in in_portions(commands, _FIELDS_AT_ONCE):
-            self._link.extend_deadline()
-            for reply in self._link.run(asking):
-                if not isinstance(reply, bytes):
-                    raise _GenerationGone
-                for folder, names in unpack_paths(reply):
-                    named.setdefault(folder, {}).update(dict.fromkeys(names))
+        pieces = [name for chunk in new for name in piece_names(chunk, chunks[chunk].piece_counts)]
+        names: dict[FolderId, dict[bytes, None]] = {}
+        for _, names_in in reader.names_of_pieces(pieces):
+            for folder, bases in names_in.items():
+                names.setdefault(folder, {}).update(dict.fromkeys(bases))
         rows: dict[FolderId, list[tuple[bytes, bytes]]] = {}
-        asked = {folder: [*names] for folder, names in named.items()}
-        for folder, base, entry in reader.entries(asked):
+        for folder, base, entry in reader.entries({key: [*bases] for key, bases in names.items()}):
             if not new.isdisjoint(chunks_of(entry)):
                 rows.setdefault(folder, []).append((base, entry))
         paths = reader.paths(rows)
-        for folder, some in rows.items():
-            yield paths[folder], [base for base, _ in some], [entry for _, entry in some]
+        for folder, entries in rows.items():
+            yield paths[folder], [base for base, _ in entries], [entry for _, entry in entries]
 
     def chunks(self, identity: UUID) -> list[ChunkRecord]:
         def read(head: RedisHead, reader: GenerationReader) -> list[ChunkRecord]:
             chunks = self._chunk_table(head, reader)
             holes = dict.fromkeys(chunks, 0)
             for bucket in range(head.generation.buckets):
-                for page in reader.hash_pages(bucket, b"h"):
+                for page in reader.hash_pages(head.generation.key(bucket, b"h")):
                     for field, bitmap in page.items():
                         chunk = ChunkId(field[:16])
                         if chunk in holes:
                             holes[chunk] += int.from_bytes(bitmap, "little").bit_count()
             return [
                 ChunkRecord(
-                    chunk, record.object_bytes, record.uploaded_ns, record.entries, holes[chunk]
+                    chunk, facts.object_bytes, facts.uploaded_ns, facts.entries, holes[chunk]
                 )
-                for chunk, record in sorted(chunks.items())
+                for chunk, facts in sorted(chunks.items())
             ]
 
         return self._read(identity, read, until_empty=True)
 
     def holes(self, identity: UUID, chunk: ChunkId) -> npt.NDArray[np.uint32]:
         def read(head: RedisHead, _: GenerationReader) -> npt.NDArray[np.uint32]:
-            key = DatasetKeys(identity).chunks
-            (packed,) = self._link.run([Command(key, ("HGET", key, chunk))])
+            packed = self._link.execute("HGET", DatasetKeys(identity).chunks, chunk)
             if packed is None:
                 raise NotFoundError(f"chunk {chunk_id_text(chunk)} has not been committed")
-            return self._holes(head, chunk, _facts(head, packed))
+            return self._holes(head, chunk, _unpack_chunk(head, packed))
 
         return self._read(identity, read)
 
-    def _holes(self, head: RedisHead, chunk: ChunkId, record: ChunkFacts) -> npt.NDArray[np.uint32]:
-        found = [np.zeros(0, np.uint32)]
-        for bucket, _pieces in record.piece_counts:
-            key = head.generation.key(bucket, b"h")
-            fields = [*hole_fields(chunk, record.entries)]
-            (bitmaps,) = self._link.run([Command(key, ("HMGET", key, *fields))])
-            for block, bitmap in enumerate(listed(bitmaps)):
-                if bitmap is not None:
-                    packed = np.frombuffer(octets(bitmap), np.uint8)
-                    bits = np.unpackbits(packed, bitorder="little")
-                    places = np.flatnonzero(bits) + block * HOLES_PER_FIELD
-                    found.append(places.astype(np.uint32))
-        return np.sort(np.concatenate(found))
+    def _holes(self, head: RedisHead, chunk: ChunkId, facts: ChunkFacts) -> npt.NDArray[np.uint32]:
+        fields, field_bytes = [*hole_fields(chunk, facts.entries)], HOLES_PER_FIELD // 8
+        bitmap = np.zeros(len(fields) * field_bytes, np.uint8)
+        for bucket, _ in facts.piece_counts:
+            reply = self._link.execute("HMGET", head.generation.key(bucket, b"h"), *fields)
+            parts = [bytes(field_bytes) if part is None else part for part in listed(reply)]
+            bitmap |= np.frombuffer(b"".join(octets(part, field_bytes) for part in parts), np.uint8)
+        return np.flatnonzero(np.unpackbits(bitmap, bitorder="little")).astype(np.uint32)
 
     def _chunk_table(self, head: RedisHead, reader: GenerationReader) -> dict[ChunkId, ChunkFacts]:
         found = dict[ChunkId, ChunkFacts]()
-        for page in reader.pages_of(DatasetKeys(head.dataset.identity).chunks):
+        for page in reader.hash_pages(DatasetKeys(head.dataset.identity).chunks):
             for chunk, packed in page.items():
-                found[ChunkId(octets(chunk, 16))] = _facts(head, packed)
+                found[ChunkId(octets(chunk, 16))] = _unpack_chunk(head, packed)
         if len(found) != head.dataset.chunks:
             raise PartialScan
         return found
@@ -521,6 +498,7 @@ class RedisMetadata(MetadataStore):
     def _read_once(
         self, identity: UUID, read: Callable[[RedisHead, GenerationReader], T], *, until_empty: bool
     ) -> T:
+        """As `_read`, but an error of Redis is not followed by another try."""
         tries_without_lock = _TRIES_WITHOUT_LOCK if until_empty else _QUICK_TRIES_WITHOUT_LOCK
         partial_scans = 0
         with RenewingCommitLock(self, identity) as lock:
@@ -533,30 +511,30 @@ class RedisMetadata(MetadataStore):
                 if tries - partial_scans >= tries_without_lock:
                     lock.lock()
                 try:
-                    head = self._commits.apply_pending(identity, until_empty=until_empty)
+                    head = self._transactions.apply_pending(identity, until_empty=until_empty)
                 except PendingCommits:
                     continue
                 reader = GenerationReader(self._link, head.generation, at_each_page)
                 try:
                     found = read(head, reader)
-                except _GenerationGone:
+                except GenerationGone:
                     continue
                 except PartialScan:
-                    if self._commits.is_unchanged(identity, head):
+                    if self._transactions.is_unchanged(head):
                         partial_scans += 1
                         if partial_scans == _PARTIAL_SCANS_MAX:
                             raise lost_data_error(head.dataset.name) from None
                     continue
                 except DieselError:
-                    if self._commits.is_unchanged(identity, head):
+                    if self._transactions.is_unchanged(head):
                         raise
                     continue  # it may have read half of another state
-                if self._commits.is_unchanged(identity, head):
+                if self._transactions.is_unchanged(head):
                     return found
         raise changing_error(identity)
 
 
-def _facts(head: RedisHead, packed: object) -> ChunkFacts:
+def _unpack_chunk(head: RedisHead, packed: object) -> ChunkFacts:
     return unpack_chunk(octets(packed), head.first, head.generation.buckets)
 
 

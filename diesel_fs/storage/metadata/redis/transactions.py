@@ -13,8 +13,8 @@ entries. So nobody sees the new version without its entries, or entries of a lat
     4  APPLY    For each piece: update entries, holes and counts of its bucket; remove the piece.
     5  APPLIED  Add the buckets' counts to the head; remove the plan from the pending ones.
 
-Chunks are removed in the same way: step 2 writes what is to be removed, then FORGET takes the place
-of COMMIT, and UNAPPLY that of APPLY.
+Chunks are removed in the same way: step 2 writes what is to be removed, COMMIT removes the chunks,
+and UNAPPLY takes the place of APPLY.
 
 After a crash before step 3 the pieces are removed later (`remove_abandoned_transactions`); after
 it, the next reader or writer applies them (`apply_pending`). Every step may be repeated. A piece
@@ -29,7 +29,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import chain, compress
+from operator import not_
+from typing import Self
 from uuid import UUID
 
 from ....errors import BusyError, CorruptError, DieselError, MetadataBehind, NoSpaceError
@@ -46,9 +48,8 @@ from ..store import (
 from .bucket_scripts import APPLY, READ_PIECE_FOLDERS, UNAPPLY, Script
 from .errors import UNWRITABLE, RetryLater
 from .head import HeadReader, RedisHead, ScriptRejected, UnknownDataset, lost_data_error
-from .head_scripts import ABANDON, APPLIED, BEGIN, COMMIT, FORGET
+from .head_scripts import ABANDON, APPLIED, BEGIN, COMMIT
 from .keys import (
-    CHUNK,
     GENERATION_BYTES,
     REMOVAL_PREFIX,
     SCHEMA,
@@ -59,16 +60,14 @@ from .keys import (
     DatasetKeys,
     FolderId,
     Generation,
-    PieceCounts,
     PieceName,
-    pack_piece_counts,
     unpack_plan,
 )
-from .link import Command, RedisLink, ScriptCommand, Word, in_portions
-from .pieces import BucketPiece, CutBatch, cut_batch, folders_of
+from .link import RedisLink, ScriptCommand, Word, command, in_portions
+from .pieces import BucketPiece, ChunkPieces, cut_batch, folders_of
 from .replies import as_count, listed, octets
 
-LOCK_POLL_S = 0.02
+_LOCK_POLL_S = 0.02
 """How long a writer waits before it looks again whether commits are still locked."""
 
 _PIECES_AT_ONCE = 64  # in one pipeline
@@ -79,7 +78,7 @@ _ABANDONED_S = 600
 """A transaction that began so long ago is removed: its writer is dead, or has to start again."""
 
 BucketCounts = tuple[int, int, int]
-"""A bucket's counts: pieces that have been applied, files, bytes."""
+"""A bucket's counts: pieces that have been applied, files, bytes of the files."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +88,14 @@ class Transaction:
     identity: UUID
     generation: Generation
     plan: ApplyPlan
+
+    @classmethod
+    def of(
+        cls, identity: UUID, generation: Generation, name: bytes, chunks: Sequence[ChunkPieces]
+    ) -> Self:
+        """The transaction `name` that adds or removes chunks."""
+        counts = [(each.chunk, each.piece_counts) for each in chunks]
+        return cls(identity, generation, ApplyPlan(generation.name, name, counts))
 
     @cached_property
     def keys(self) -> DatasetKeys:
@@ -112,14 +119,6 @@ class Transaction:
         return ScriptCommand(script, keys, (field, name.field))
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkRemoval:
-    """A chunk that is to be removed: where its pieces are, and what is removed with each."""
-
-    piece_counts: PieceCounts
-    pieces: Sequence[BucketPiece]
-
-
 class PendingCommits(Exception):
     """Others commit so often that there is always a plan which is not applied yet."""
 
@@ -129,9 +128,9 @@ class RedisTransactions(HeadReader):
 
     def __init__(self, link: RedisLink, clock_ns: Callable[[], int]) -> None:
         super().__init__(link)
-        self._clock_ns = clock_ns
-        self._cleaned_s = -_CLEAN_INTERVAL_S
-        self._generations: dict[UUID, Generation] = {}  # every script refuses a stale one
+        self.clock_ns = clock_ns
+        self._cleaned_s = -_CLEAN_INTERVAL_S  # monotonic time of the last search for abandoned ones
+        self._generations: dict[UUID, Generation] = {}  # as read last: a stale one is refused
 
     def read_head(self, identity: UUID) -> RedisHead:
         head = super().read_head(identity)
@@ -151,10 +150,10 @@ class RedisTransactions(HeadReader):
                     self._apply_one_pending(identity, head, packed)
                 except NoSpaceError as error:
                     raise _not_applied(head, error) from error
-                except RetryLater as again:
-                    if again.reason != UNWRITABLE:
+                except RetryLater as passing:
+                    if passing.reason != UNWRITABLE:
                         raise
-                    raise _not_applied(head, again.last_error) from again
+                    raise _not_applied(head, passing.last_error) from passing
             if not head.pending or not until_empty:
                 return head
         raise PendingCommits
@@ -183,40 +182,41 @@ class RedisTransactions(HeadReader):
     ) -> int:
         """Try once to commit batches, and return the new version. Raises StoreRestarted.
 
-        `earlier_tries` has the transactions that earlier tries may have left; they are removed
-        first. `run_id` is the run of Redis that the caller is going to confirm.
+        Waits until `deadline` (monotonic time) while commits are locked. `earlier_tries` has the
+        transactions that earlier tries may have left; they are removed first. `run_id` is the run
+        of Redis that the caller is going to confirm.
         """
         while earlier_tries:
             self._abandon(earlier_tries[-1])
             earlier_tries.pop()
         if not batches:
             return self.apply_pending(identity, until_empty=False).dataset.version
-        name = _new_transaction()
+        name = _new_transaction_name()
         generation = self._generations.get(identity) or self.read_head(identity).generation
         for _ in range(_TRIES_MAX):
-            cuts = [cut_batch(batch, generation) for batch in batches.values()]
-            counts = [(each.chunk, each.piece_counts) for each in cuts]
-            transaction = Transaction(
-                identity, generation, ApplyPlan(generation.name, name, counts)
-            )
+            chunks = [cut_batch(batch, generation) for batch in batches.values()]
+            transaction = Transaction.of(identity, generation, name, chunks)
             earlier_tries[:] = [transaction]
             try:
                 known = self._begin(transaction, batches)
                 if all(known):
                     return self.apply_pending(identity, until_empty=False).dataset.version
                 if any(known):
-                    batches = {
-                        chunk: batch
-                        for (chunk, batch), flag in zip(batches.items(), known, strict=True)
-                        if not flag
-                    }
+                    batches = dict(compress(batches.items(), map(not_, known)))
                     continue
-                return self._write(transaction, cuts, batches, deadline, run_id)
+                version, pending = self._write(transaction, chunks, deadline, run_id)
+                if pending > 1 and any(batch.by_purge for batch in batches.values()):
+                    # Purge's copies must be applied after the entries that they replace
+                    self.apply_pending(identity, until_empty=False)
+                else:
+                    own_pieces = chain.from_iterable(each.pieces for each in chunks)
+                    self._apply(transaction, {piece.name: piece for piece in own_pieces})
+                return version
             except UnknownDataset:
                 raise no_such_dataset_error(identity) from None
             except ScriptRejected:  # rebuilt, removed as abandoned, or a chunk was just committed
                 generation = self.read_head(identity).generation
-                name = _new_transaction()
+                name = _new_transaction_name()
         raise changing_error(identity)
 
     def _begin(self, transaction: Transaction, chunks: Iterable[ChunkId]) -> list[bool]:
@@ -233,21 +233,24 @@ class RedisTransactions(HeadReader):
     def _write(
         self,
         transaction: Transaction,
-        cuts: Sequence[CutBatch],
-        batches: Mapping[ChunkId, Batch],
+        chunks: Sequence[ChunkPieces],
         deadline: float,
-        run_id: str,
-    ) -> int:
-        pieces = [piece for each in cuts for piece in each.pieces]
+        run_id: str = "",
+    ) -> tuple[int, int]:
+        """Write all pieces, then commit. Returns the new version, and how many plans are pending.
+        Waits until `deadline` (monotonic time) while commits are locked.
+        """
         with self._undone_on_error(transaction):
-            self._stage(transaction, pieces)
-            version, waiting = self._commit_head(transaction, cuts, batches, deadline, run_id)
-        if waiting > 1 and any(batch.by_purge for batch in batches.values()):
-            # Purge's copies must be applied after the entries that they replace
-            self.apply_pending(transaction.identity, until_empty=False)
-        else:
-            self._apply(transaction, {piece.name: piece for piece in pieces})
-        return version
+            pieces = chain.from_iterable(each.pieces for each in chunks)
+            for portion in in_portions(pieces, _PIECES_AT_ONCE):
+                self.link.extend_deadline()
+                self.link.run(
+                    [
+                        command("HSET", *transaction.staged_piece(piece.name), piece.packed)
+                        for piece in portion
+                    ]
+                )
+            return self._commit_head(transaction, chunks, deadline, run_id)
 
     @contextmanager
     def _undone_on_error(self, transaction: Transaction) -> Iterator[None]:
@@ -264,38 +267,31 @@ class RedisTransactions(HeadReader):
                 self._abandon(transaction)
             raise
 
-    def _stage(self, transaction: Transaction, pieces: Sequence[BucketPiece]) -> None:
-        for some in in_portions(pieces, _PIECES_AT_ONCE):
-            commands = []
-            for piece in some:
-                key, field = transaction.staged_piece(piece.name)
-                commands.append(Command(key, ("HSET", key, field, piece.packed)))
-            self._link.extend_deadline()
-            self._link.run(commands)
-
     def _commit_head(
         self,
         transaction: Transaction,
-        cuts: Sequence[CutBatch],
-        batches: Mapping[ChunkId, Batch],
+        chunks: Sequence[ChunkPieces],
         deadline: float,
         run_id: str,
     ) -> tuple[int, int]:
-        """Run COMMIT. Returns the new version, and how many plans are pending."""
-        keys, added = transaction.keys, Counter[int]()
-        for each in cuts:
-            added.update(dict(each.piece_counts))
-        words: list[Word] = [len(added), *chain.from_iterable(added.items())]
-        for each in cuts:
-            digest = chunk_digest(each.chunk).to_bytes(16, "big")
-            words += (each.chunk, chunk_record(each, batches[each.chunk]), digest)
+        """Run COMMIT. Returns as `_write` does."""
+        added, words = Counter[int](), list[Word]()
+        for each in chunks:
+            digest = chunk_digest(each.chunk)
+            if each.record:
+                added.update(dict(each.piece_counts))
+            else:
+                digest = DIGEST_MODULUS - digest
+            words += (each.chunk, each.record, (digest % DIGEST_MODULUS).to_bytes(16, "big"))
+        words[:0] = [len(added), *chain.from_iterable(added.items())]
+        keys = transaction.keys
         names = [
             keys.head, keys.chunks, keys.pending, keys.begun, keys.commit_locks, keys.counts,
         ]  # fmt: skip
         while True:
-            clock_us = self._clock_ns() // 1000
+            clock_us = self.clock_ns() // 1000
             try:
-                version, waiting = self.run_head_script(
+                version, pending = self.run_head_script(
                     COMMIT, names, *transaction.words, clock_us, run_id, COMMIT_LOCK_S_MAX, *words
                 )
             except ScriptRejected as rejected:
@@ -303,34 +299,28 @@ class RedisTransactions(HeadReader):
                     raise
                 if time.monotonic() > deadline:
                     raise commits_locked_error(transaction.identity) from None
-                time.sleep(LOCK_POLL_S)
-                self._link.extend_deadline()  # Redis has answered
+                time.sleep(_LOCK_POLL_S)
+                self.link.extend_deadline()  # Redis has answered
                 continue
-            return as_count(version), as_count(waiting)
+            return as_count(version), as_count(pending)
 
     def forget(
-        self, identity: UUID, generation: Generation, removals: Mapping[ChunkId, ChunkRemoval]
+        self,
+        identity: UUID,
+        generation: Generation,
+        chunks: Sequence[ChunkPieces],
+        deadline: float,
     ) -> None:
         """Try once to remove chunks of which every place is a hole, or a tombstone to be dropped.
 
-        Raises ScriptRejected("moved") where a chunk is not known, or the generation was replaced.
+        Waits as `commit` does. Raises ScriptRejected("moved") where a chunk is not known, or the
+        generation was replaced.
         """
         name = REMOVAL_PREFIX + secrets.token_bytes(TRANSACTION_BYTES - len(REMOVAL_PREFIX))
-        chunks = [(chunk, removal.piece_counts) for chunk, removal in removals.items()]
-        transaction = Transaction(identity, generation, ApplyPlan(generation.name, name, chunks))
+        transaction = Transaction.of(identity, generation, name, chunks)
         # No chunk has the ID `LOWEST`, so the script does not find all chunks known
         self._begin(transaction, [LOWEST])
-        words = list[Word]()
-        for chunk in removals:
-            words += (chunk, (DIGEST_MODULUS - chunk_digest(chunk)).to_bytes(17, "big")[1:])
-        keys = transaction.keys
-        names = [keys.head, keys.chunks, keys.pending, keys.begun, keys.commit_locks]
-        with self._undone_on_error(transaction):
-            self._stage(transaction, [piece for each in removals.values() for piece in each.pieces])
-            clock_us = self._clock_ns() // 1000
-            self.run_head_script(
-                FORGET, names, *transaction.words, clock_us, COMMIT_LOCK_S_MAX, *words
-            )
+        self._write(transaction, chunks, deadline)
         self._apply(transaction)
 
     # Applying
@@ -338,21 +328,21 @@ class RedisTransactions(HeadReader):
     def _apply(
         self, transaction: Transaction, own_pieces: Mapping[PieceName, BucketPiece] | None = None
     ) -> None:
-        """Apply a transaction. `own_pieces` are given by the writer, which still has its pieces:
-        they replace pieces that Redis has lost.
+        """Apply a transaction. The writer gives the pieces that it has written (`own_pieces`): they
+        replace pieces that Redis has lost.
         """
         identity, generation, plan = transaction.identity, transaction.generation, transaction.plan
         is_removal = plan.transaction.startswith(REMOVAL_PREFIX)
         script = UNAPPLY if is_removal else APPLY
         counts: dict[int, BucketCounts] = {}
-        for some in in_portions(plan.pieces(), _PIECES_AT_ONCE):
+        for names in in_portions(plan.pieces(), _PIECES_AT_ONCE):
             if own_pieces is None:
-                folders = self._folders_of(transaction, some)
+                folders = self._folders_of(transaction, names)
             else:
-                folders = {name: own_pieces[name].folders for name in some}
-            runs = [transaction.script_command(script, name, folders[name]) for name in some]
-            self._link.extend_deadline()
-            replies = self._link.run_scripts(runs)
+                folders = {name: own_pieces[name].folders for name in names}
+            runs = [transaction.script_command(script, name, folders[name]) for name in names]
+            self.link.extend_deadline()
+            replies = self.link.run_scripts(runs)
             if is_removal:
                 continue  # of a removal, a piece that is missing has been applied
             missing = [i for i, reply in enumerate(replies) if reply is None]
@@ -362,12 +352,12 @@ class RedisTransactions(HeadReader):
                 if own_pieces is None:
                     raise lost_data_error(self.read_head(identity).dataset.name)
                 again = [
-                    runs[i]._replace(arguments=(*runs[i].arguments, own_pieces[some[i]].packed))
+                    runs[i]._replace(arguments=(*runs[i].arguments, own_pieces[names[i]].packed))
                     for i in missing
                 ]
-                for i, reply in zip(missing, self._link.run_scripts(again), strict=True):
+                for i, reply in zip(missing, self.link.run_scripts(again), strict=True):
                     replies[i] = reply
-            for name, reply in zip(some, replies, strict=True):
+            for name, reply in zip(names, replies, strict=True):
                 counts[name.bucket] = parse_bucket_counts(reply)
         words = [word for bucket, each in counts.items() for word in (bucket, *each)]
         self._report_applied(identity, generation, plan.pack(), *words)
@@ -385,7 +375,7 @@ class RedisTransactions(HeadReader):
     ) -> dict[PieceName, Sequence[FolderId]]:
         """The folders of each piece that has not been applied; no folders for the others."""
         staged = [transaction.staged_piece(name) for name in names]
-        replies = self._link.run_scripts(
+        replies = self.link.run_scripts(
             ScriptCommand(READ_PIECE_FOLDERS, [key], [field]) for key, field in staged
         )
         return {
@@ -410,22 +400,20 @@ class RedisTransactions(HeadReader):
 
     def _drop(self, transaction: Transaction) -> None:
         """Remove the pieces of a transaction that can never be committed any more."""
-        commands = []
-        for key, field in map(transaction.staged_piece, transaction.plan.pieces()):
-            commands.append(Command(key, ("HDEL", key, field)))
-        begun = transaction.keys.begun
-        commands.append(Command(begun, ("HDEL", begun, transaction.plan.transaction)))
+        staged = map(transaction.staged_piece, transaction.plan.pieces())
+        commands = [command("HDEL", key, field) for key, field in staged]
+        commands.append(command("HDEL", transaction.keys.begun, transaction.plan.transaction))
         with suppress(Exception):  # otherwise they are removed as abandoned
-            self._link.run(commands)
+            self.link.run(commands)
 
     def remove_abandoned_transactions(
         self, identity: UUID, generation: Generation, age_s: int = _ABANDONED_S
     ) -> None:
         """Remove the pieces of writers that died before they committed, or take too long."""
         keys = DatasetKeys(identity)
-        (reply,) = self._link.run([Command(keys.begun, ("HKEYS", keys.begun))])
+        reply = self.link.execute("HKEYS", keys.begun)
         names = [octets(each) for each in listed(reply)]
-        answers = self._link.run_scripts(
+        answers = self.link.run_scripts(
             ScriptCommand(ABANDON, [SCHEMA_KEY, keys.begun], [SCHEMA, name, age_s])
             for name in names
         )
@@ -448,12 +436,6 @@ def piece_keys(generation: Generation, bucket: int, folders: Sequence[FolderId])
     return keys
 
 
-def chunk_record(each: CutBatch, batch: Batch, version: int = 0) -> bytes:
-    """A chunk's value in the hash `c`."""
-    info = CHUNK.pack(batch.chunk.object_bytes, batch.uploaded_ns, each.entries, version)
-    return info + pack_piece_counts(each.piece_counts)
-
-
 def parse_bucket_counts(reply: object) -> BucketCounts:
     """Parse the reply of `APPLY`."""
     pieces, files, total = (listed(reply) + [None] * 3)[:3]
@@ -473,7 +455,7 @@ def _not_applied(head: RedisHead, cause: DieselError) -> MetadataBehind:
     )
 
 
-def _new_transaction() -> bytes:
+def _new_transaction_name() -> bytes:
     """A name for a transaction that adds chunks."""
     while (name := secrets.token_bytes(TRANSACTION_BYTES)).startswith(REMOVAL_PREFIX):
         pass

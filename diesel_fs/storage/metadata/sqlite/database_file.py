@@ -45,8 +45,7 @@ LEASE_NAME = "meta.lease"
 _CACHE_KIB = 16 << 10
 _CHECKPOINT_PAGES = 4000  # 16 MB: fewer syncs in a long put than with SQLite's default of 1,000
 _WAL_BYTES_KEPT = 64 << 20
-_IDLE_MAX = 4
-_FORK_WAIT_S = 10.0
+_IDLE_MAX = 4  # connections that are kept open for the next transactions
 _POLL_S = 0.02
 _PROBE_S = 2.0
 """How long opening a file over a network may wait for a lock: a reader can use a snapshot instead.
@@ -72,22 +71,24 @@ class SqliteFile:
         deadline_s: float = DEADLINE_S,
         host: str = "",
         clock: Callable[[], float] = time.time,
+        fork_wait_s: float = 10.0,
     ) -> None:
         self.path = Path(os.path.realpath(path))
         self.deadline_s = deadline_s
         self._readonly = readonly
+        self._fork_wait_s = fork_wait_s
         self._lease = HostLease(self.path.with_name(LEASE_NAME), host, clock)
         self._network = file_system_of(self.path).is_network
         self._rollback = False  # whether open connections use the rollback journal
         self._locks_checked = False
         self._change = threading.Condition()  # guards all below
         self._idle: list[sqlite3.Connection] = []
-        self._lent = 0
+        self._in_use = 0  # how many connections transactions have now
         self._file: tuple[int, int] | None = None  # device and inode that `_idle` are open on
         self._forking = False
-        self._unusable = ""
+        self._unusable = ""  # why no transaction can begin any more
         with self._errors():
-            self._check_place(create)
+            self._check_files(create)
             self._idle.append(self._open(create))
         with _FORK_LOCK:
             _FILES.add(self)
@@ -136,9 +137,6 @@ class SqliteFile:
             self._close_idle()
         self._lease.release()
 
-    def _wants_rollback(self) -> bool:
-        return self._network or self._lease_exists()
-
     def _lease_exists(self) -> bool:
         """Whether a host has ever written over a network: then all use the rollback journal."""
         return self.path.with_name(LEASE_NAME).exists()
@@ -158,19 +156,19 @@ class SqliteFile:
     @contextmanager
     def _borrowed(self) -> Iterator[sqlite3.Connection]:
         connection = self._borrow()
-        sound = False
+        reusable = False
         try:
             try:
                 yield connection
             finally:
                 if connection.in_transaction:
                     connection.execute("ROLLBACK")
-            sound = True
+            reusable = True
         except DieselError:
-            sound = True  # not SQLite's error: the connection can be used again
+            reusable = True  # it is not SQLite's error
             raise
         finally:
-            self._give_back(connection, sound=sound)
+            self._give_back(connection, reusable=reusable)
 
     def _borrow(self) -> sqlite3.Connection:
         with self._change:
@@ -182,21 +180,21 @@ class SqliteFile:
             if replaced or (not self._rollback and self._lease_exists()):
                 self._close_idle()
             connection = self._idle.pop() if self._idle else None
-            self._lent += 1
+            self._in_use += 1
         try:
             return connection if connection is not None else self._open(create=False)
         except BaseException:
-            self._give_back(None, sound=False)
+            self._give_back(None, reusable=False)
             raise
 
-    def _give_back(self, connection: sqlite3.Connection | None, *, sound: bool) -> None:
+    def _give_back(self, connection: sqlite3.Connection | None, *, reusable: bool) -> None:
         with self._change:
             if connection is not None:
-                if sound and not self._unusable and len(self._idle) < _IDLE_MAX:
+                if reusable and not self._unusable and len(self._idle) < _IDLE_MAX:
                     self._idle.append(connection)
                 else:
                     connection.close()
-            self._lent -= 1
+            self._in_use -= 1
             self._change.notify_all()
 
     def _close_idle(self) -> None:
@@ -212,7 +210,8 @@ class SqliteFile:
 
     # Opening
 
-    def _check_place(self, create: bool) -> None:
+    def _check_files(self, create: bool) -> None:
+        """Raise where the file or its folder cannot be used."""
         folder = self.path.parent
         if not self.path.exists():
             if not create:
@@ -232,7 +231,7 @@ class SqliteFile:
         mode = "rwc" if create else "rw"
         if not create and not self.path.exists():
             raise MetadataBehind(f"the metadata store {self.path} has gone", advice=_RECOVER)
-        self._rollback = self._wants_rollback()
+        self._rollback = self._network or self._lease_exists()
         connection = sqlite3.connect(
             f"file:{quote(str(self.path))}?mode={mode}",
             uri=True,
@@ -360,12 +359,10 @@ class SqliteFile:
         name = getattr(error, "sqlite_errorname", "")
         what = f"{self.path}: {error}"
         if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-            writer_pids = _lock_holders([self.path, self.path.with_name(self.path.name + "-shm")])
+            pids = _lock_holders([self.path, self.path.with_name(self.path.name + "-shm")])
             return BusyError(
                 f"{self.path} stayed locked for {self.deadline_s:g} s",
-                advice=f"process {', '.join(map(str, writer_pids))} is writing"
-                if writer_pids
-                else "",
+                advice=f"process {', '.join(map(str, pids))} is writing" if pids else "",
             )
         if code == sqlite3.SQLITE_FULL or name in ("SQLITE_IOERR_SHMSIZE", "SQLITE_IOERR_SHMMAP"):
             return NoSpaceError(what, advice="make room on its disk")
@@ -395,12 +392,12 @@ class SqliteFile:
         """Wait for transactions, close all connections, and let none begin until `after_fork`."""
         self._change.acquire()
         self._forking = True
-        self._change.wait_for(lambda: not self._lent, _FORK_WAIT_S)
+        self._change.wait_for(lambda: not self._in_use, self._fork_wait_s)
         self._close_idle()
 
     def after_fork(self, *, child: bool) -> None:
         """Allow transactions again; in a child only if no connection was in use."""
-        if child and self._lent:
+        if child and self._in_use:
             self._unusable = "this process was forked in the middle of a transaction"
         self._forking = False
         self._change.notify_all()
@@ -412,7 +409,7 @@ def _primary(error: sqlite3.Error) -> int:
 
 
 def _lock_holders(files: list[Path]) -> list[int]:
-    """The processes of this host that hold a write lock on one of `files` (proc(5), locks)."""
+    """The other processes of this host that hold a write lock on one of `files` (proc_locks(5))."""
     try:
         inodes = {str(os.stat(file).st_ino) for file in files if file.exists()}
         lines = Path("/proc/locks").read_text(encoding="ascii").splitlines()

@@ -17,6 +17,7 @@ from ..store import DatasetHead, no_such_dataset_error
 
 _COLUMNS = "number, identity, name, version, files, bytes, chunks, digest, newest"
 _Row = tuple[int, bytes, str, int, int, int, int, bytes, bytes]
+"""The values of `_COLUMNS`."""
 
 
 class DatasetRow(NamedTuple):
@@ -33,18 +34,20 @@ def all_datasets(db: sqlite3.Connection) -> list[DatasetRow]:
 
 def dataset_by_name(db: sqlite3.Connection, name: str) -> DatasetRow:
     """The dataset with this name. Raises NoSuchDataset."""
-    row = db.execute(f"SELECT {_COLUMNS} FROM dataset WHERE name = ?", (name,)).fetchone()
-    if row is None:
-        raise no_such_dataset_error(name)
-    return _dataset(row)
+    return _dataset_where(db, "name = ?", name, name)
 
 
 def dataset_by_identity(db: sqlite3.Connection, identity: UUID) -> DatasetRow:
     """The dataset with this identity. Raises NoSuchDataset."""
-    select = f"SELECT {_COLUMNS} FROM dataset WHERE identity = ?"
-    row = db.execute(select, (identity.bytes,)).fetchone()
+    return _dataset_where(db, "identity = ?", identity.bytes, identity)
+
+
+def _dataset_where(
+    db: sqlite3.Connection, condition: str, value: str | bytes, dataset: str | UUID
+) -> DatasetRow:
+    row = db.execute(f"SELECT {_COLUMNS} FROM dataset WHERE {condition}", (value,)).fetchone()
     if row is None:
-        raise no_such_dataset_error(identity)
+        raise no_such_dataset_error(dataset)
     return _dataset(row)
 
 
@@ -91,31 +94,16 @@ def _insert(db: sqlite3.Connection, number: int | None, identity: bytes, name: s
 
 def write(db: sqlite3.Connection, number: int, head: DatasetHead) -> None:
     """Update a dataset's head, except for its name and identity."""
+    digest, counts = head.digest.to_bytes(16, "big"), (head.files, head.bytes, head.chunks)
     db.execute(
         "UPDATE dataset SET version = ?, files = ?, bytes = ?, chunks = ?, digest = ?,"
         " newest = ? WHERE number = ?",
-        (
-            head.version,
-            head.files,
-            head.bytes,
-            head.chunks,
-            head.digest.to_bytes(16, "big"),
-            head.newest,
-            number,
-        ),
+        (head.version, *counts, digest, head.newest, number),
     )
 
 
 def _dataset(row: _Row) -> DatasetRow:
-    number, identity, name, version, files, total, chunks, digest, newest = row
-    head = DatasetHead(
-        UUID(bytes=identity),
-        name,
-        version,
-        files,
-        total,
-        chunks,
-        int.from_bytes(digest, "big"),
-        ChunkId(newest),
-    )
+    number, identity, name, version, files, total, chunks, packed, newest = row
+    id_, digest = UUID(bytes=identity), int.from_bytes(packed, "big")
+    head = DatasetHead(id_, name, version, files, total, chunks, digest, ChunkId(newest))
     return DatasetRow(number, head)

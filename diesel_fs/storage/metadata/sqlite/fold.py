@@ -24,8 +24,9 @@ from .runs import insert_runs, segments, split_runs
 
 _INTO = "INTO entry (folder, name, stamp, chunk, record, tail) VALUES (?, ?, ?, ?, ?, ?)"
 _UNLESS_THERE = "ON CONFLICT (folder, name) DO NOTHING"
-_AT_ONCE = 100  # rows per statement: a third less time than one by one, and under 999 parameters
-_PARAMETERS = range(2, 4 * _AT_ONCE + 2, 4)
+# How many rows one statement inserts: a third less time than one by one, and under 999 parameters
+_ROWS_AT_ONCE = 100
+_PARAMETERS = range(2, 4 * _ROWS_AT_ONCE + 2, 4)
 _INSERT_MANY = (
     "INSERT INTO entry (folder, name, stamp, chunk, record) VALUES "
     + ", ".join(f"(?{at}, ?{at + 1}, ?{at + 2}, ?1, ?{at + 3})" for at in _PARAMETERS)
@@ -53,7 +54,7 @@ class _Row(NamedTuple):
 
     @property
     def place(self) -> int:
-        return int(np.frombuffer(self.record, RECORD)["place"][0])
+        return _place(self.record)
 
     @property
     def extents(self) -> int:
@@ -155,17 +156,11 @@ class ChunkFold:
     def _insert_chunk(self, version: int) -> int:
         chunk, places = self._batch.chunk, self._batch.rows.records["place"]
         entries = int(places.max()) + 1 if len(places) else 0
+        uploaded_ns = self._batch.uploaded_ns
         cursor = self._db.execute(
             "INSERT INTO chunk (dataset, id, object_bytes, uploaded_ns, entries, version)"
             " VALUES (?, ?, ?, ?, ?, ?)",
-            (
-                self._dataset,
-                chunk.id,
-                chunk.object_bytes,
-                self._batch.uploaded_ns,
-                entries,
-                version,
-            ),
+            (self._dataset, chunk.id, chunk.object_bytes, uploaded_ns, entries, version),
         )
         assert cursor.lastrowid is not None
         self._numbers[chunk.id], self._ids[cursor.lastrowid] = cursor.lastrowid, chunk.id
@@ -183,11 +178,11 @@ class ChunkFold:
     def _add_whole(self, plain: list[_Key], tailed: list[_Row]) -> None:
         """Fold entries that are in this chunk alone, with and without a tail."""
         if self._batch.by_purge:
-            left = [*map(self._row, plain), *tailed]
+            contested = [*map(self._row, plain), *tailed]
         else:
-            left = self._insert_new(plain, tailed)
-            self._beat_parts(plain, tailed)
-        for row in left:
+            contested = self._insert_new(plain, tailed)
+            self._drop_older_parts(plain, tailed)
+        for row in contested:
             old = self._entry(row.folder, row.name)
             allowed = old is not None and (row.stamp == old.stamp or not self._batch.by_purge)
             if old is not None and allowed and self._rank(row) > self._rank(old):
@@ -198,28 +193,28 @@ class ChunkFold:
     def _insert_new(self, plain: list[_Key], tailed: list[_Row]) -> list[_Row]:
         """Insert the rows whose path is new, nearly always all. Returns the others."""
         before = self._db.total_changes
-        whole = len(plain) - len(plain) % _AT_ONCE
-        for start in range(0, whole, _AT_ONCE):
-            values = chain.from_iterable(plain[start : start + _AT_ONCE])
+        singly_from = len(plain) - len(plain) % _ROWS_AT_ONCE
+        for start in range(0, singly_from, _ROWS_AT_ONCE):
+            values = chain.from_iterable(plain[start : start + _ROWS_AT_ONCE])
             self._db.execute(_INSERT_MANY, [self._chunk, *values])
-        rest = [*map(self._row, plain[whole:]), *tailed]
+        rest = [*map(self._row, plain[singly_from:]), *tailed]
         self._db.executemany(f"INSERT {_INTO} {_UNLESS_THERE}", rest)
-        left = list[_Row]()
+        not_inserted = list[_Row]()
         records = [key[3] for key in plain] + [row.record for row in tailed]
         if self._db.total_changes - before < len(records):
-            mine = "SELECT folder, name, record FROM entry WHERE chunk = ?"
-            found = set(self._db.execute(mine, (self._chunk,)))
+            select = "SELECT folder, name, record FROM entry WHERE chunk = ?"
+            stored = set(self._db.execute(select, (self._chunk,)))
             rows = [*map(self._row, plain), *tailed]
-            left = [row for row in rows if (row.folder, row.name, row.record) not in found]
-            lost = {row.key for row in left}
-            records = [row.record for row in rows if row.key not in lost]
+            not_inserted = [row for row in rows if (row.folder, row.name, row.record) not in stored]
+            missing = {row.key for row in not_inserted}
+            records = [row.record for row in rows if row.key not in missing]
         inserted = np.frombuffer(b"".join(records), RECORD)
         sizes = inserted["size"][inserted["kind"] == Kind.FILE]
         self.files += len(sizes)
         self.bytes += int(sizes.sum())
-        return left
+        return not_inserted
 
-    def _beat_parts(self, plain: list[_Key], tailed: list[_Row]) -> None:
+    def _drop_older_parts(self, plain: list[_Key], tailed: list[_Row]) -> None:
         """Turn parts that are older than an entry just added into holes: they have lost."""
         waiting: list[tuple[int, bytes]] = self._db.execute(
             "SELECT DISTINCT folder, name FROM part"
@@ -230,11 +225,16 @@ class ChunkFold:
             for folder, name in added.keys() & set(waiting):
                 self._drop_parts((folder, name, added[folder, name]), "<")
 
-    def _drop_parts(self, key: tuple[int, bytes, bytes], which: str, *, hole: bool = True) -> None:
-        where = f"FROM part WHERE folder = ? AND name = ? AND stamp {which} ?"
+    def _drop_parts(
+        self, key: tuple[int, bytes, bytes], comparison: str, *, hole: bool = True
+    ) -> None:
+        """Remove the parts of a folder and name of which the stamp compares so (`=` or `<`) with
+        the third value of `key`. Their places become holes, unless `hole` is false.
+        """
+        where = f"FROM part WHERE folder = ? AND name = ? AND stamp {comparison} ?"
         if hole:
             for chunk, record in self._db.execute(f"SELECT chunk, record {where}", key).fetchall():
-                self._add_hole(chunk, int(np.frombuffer(record, RECORD)["place"][0]))
+                self._add_hole(chunk, _place(record))
         self._db.execute(f"DELETE {where}", key)
 
     def _replace(self, old: _Row | None, row: _Row) -> None:
@@ -251,6 +251,7 @@ class ChunkFold:
     # Extents
 
     def _add_part(self, row: _Row) -> None:
+        """Fold an extent of a file that has several."""
         old = self._entry(row.folder, row.name)
         if old is not None and row.stamp <= old.stamp:
             if row.stamp == old.stamp:
@@ -260,8 +261,11 @@ class ChunkFold:
             return
         number = _extent_number(row)
         key = (row.folder, row.name, row.stamp, number)
-        same = "FROM part WHERE folder = ? AND name = ? AND stamp = ? AND number = ?"
-        known = self._db.execute(f"SELECT chunk, record {same}", key).fetchone()
+        select = (
+            "SELECT chunk, record FROM part"
+            " WHERE folder = ? AND name = ? AND stamp = ? AND number = ?"
+        )
+        known = self._db.execute(select, key).fetchone()
         loser: tuple[int, bytes] | None = known
         if (known is None and self._batch.by_purge) or (
             known is not None and self._id(known[0]) > self._id(row.chunk)
@@ -276,7 +280,7 @@ class ChunkFold:
             if known is None:
                 self._complete(old, row, number)
         if loser is not None:
-            self._add_hole(loser[0], int(np.frombuffer(loser[1], RECORD)["place"][0]))
+            self._add_hole(loser[0], _place(loser[1]))
 
     def _complete(self, old: _Row | None, row: _Row, number: int) -> None:
         """If `row` was the last missing extent of its file, make the file the path's entry."""
@@ -336,6 +340,7 @@ class ChunkFold:
         return None if found is None else _Row(*found)
 
     def _rank(self, row: _Row) -> tuple[Stamp, ChunkId]:
+        """Of two entries of a path the one with the greater rank wins."""
         return Stamp(row.stamp), self._id(row.chunk)
 
     def _places(self, row: _Row) -> list[tuple[int, int]]:
@@ -365,11 +370,16 @@ class ChunkFold:
             self._remember("dataset = ? AND id = ?", (self._dataset, chunk))
         return self._numbers[chunk]
 
-    def _remember(self, where: str, key: tuple[int | bytes, ...]) -> None:
-        found = self._db.execute(f"SELECT number, id FROM chunk WHERE {where}", key).fetchone()
+    def _remember(self, condition: str, key: tuple[int | bytes, ...]) -> None:
+        """Look a chunk up, for `_id` and `_number`."""
+        found = self._db.execute(f"SELECT number, id FROM chunk WHERE {condition}", key).fetchone()
         if found is None:
             raise corrupt_store_error("an entry of a chunk that it does not know")
         self._ids[found[0]], self._numbers[found[1]] = ChunkId(found[1]), found[0]
+
+
+def _place(record: bytes) -> int:
+    return int(np.frombuffer(record, RECORD)["place"][0])
 
 
 def _extent_number(row: _Row) -> int:

@@ -40,7 +40,7 @@ _HOLDERS_MAX = 500  # of which the file stays smaller than that
 _LOCAL_LOCKS = frozenset(
     "nolock local_lock=all local_lock=posix nobrl localflock noflock forcemandatorylock".split()
 )
-_FLOCK = struct.Struct("hhqqi4x")
+_FLOCK = struct.Struct("hhqqi4x")  # `struct flock` of fcntl(2) on a 64-bit Linux
 _IN_PROCESS = threading.Lock()  # POSIX locks do not keep threads of one process apart
 
 
@@ -97,7 +97,7 @@ class _Lease:
     holders: dict[str, float]
 
     @property
-    def expires(self) -> float:
+    def expires_s(self) -> float:
         return max(self.holders.values(), default=0.0)
 
 
@@ -108,7 +108,7 @@ class HostLease:
         self._path = path
         self._host = host or host_boot_id()
         self._clock = clock
-        self._process = 0
+        self._process = 0  # in which `_token` was made: a forked child makes one of its own
         self._token = ""
         self._fresh_until = 0.0  # monotonic time at which `keep` has to write again
 
@@ -124,8 +124,8 @@ class HostLease:
         began = time.monotonic()
         with self._locked() as file:
             lease, now = self._read(file), self._clock()
-            if lease.host != self._host and now < lease.expires + CLOCK_ALLOWANCE_S:
-                wait_s = lease.expires + CLOCK_ALLOWANCE_S - now
+            wait_s = lease.expires_s + CLOCK_ALLOWANCE_S - now
+            if lease.host != self._host and wait_s > 0:
                 raise BusyError(
                     f"{lease.where} is writing to {self._path.parent}: on a network file system"
                     " only one host at a time may write",
@@ -133,7 +133,7 @@ class HostLease:
                     " for several hosts use ?meta=redis://",
                 )
             others = lease.holders if lease.host == self._host else {}
-            alive = [(token, until) for token, until in others.items() if until > now]
+            alive = [(token, until_s) for token, until_s in others.items() if until_s > now]
             holders = dict(alive[-_HOLDERS_MAX:]) | {self._token: now + LEASE_S}
             where = f"{socket.gethostname()} (process {os.getpid()})"
             self._write(file, _Lease(self._host, where, holders))
@@ -176,11 +176,11 @@ class HostLease:
             fields: object = json.loads(content)
             if isinstance(fields, dict):
                 host, where, holders = fields["host"], fields["where"], fields["holders"]
-                known = {str(token): float(until) for token, until in holders.items()}
-                return _Lease(str(host), str(where), known)
+                expiries = {str(token): float(until_s) for token, until_s in holders.items()}
+                return _Lease(str(host), str(where), expiries)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             pass
-        # Half written, or another program's: a host that is not known wrote it at that time
+        # Half written, or of another program: an unknown host took the lease at that time
         return _Lease("unknown", "an unknown host", {"": os.fstat(file).st_mtime + LEASE_S})
 
     def _write(self, file: int, lease: _Lease) -> None:

@@ -9,7 +9,9 @@ thread; nothing is kept beyond it, so nothing can be stale.
 # ruff: noqa: S608
 
 import sqlite3
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -24,7 +26,7 @@ COLUMNS = "entry.name, entry.chunk, entry.record, entry.tail"
 IMPLIED_CHUNK = 0
 """Stands for the chunk of an implied folder; no chunk has this number."""
 
-_IS_DEAD = f"substr(entry.record, {KIND_AT + 1}, 1) = x'{Kind.TOMBSTONE:02x}'"
+_IS_TOMBSTONE = f"substr(entry.record, {KIND_AT + 1}, 1) = x'{Kind.TOMBSTONE:02x}'"
 
 Row = tuple[bytes, int, bytes, bytes | None]
 """The values of `COLUMNS`."""
@@ -41,12 +43,12 @@ def implied(name: bytes) -> Row:
 
 
 class FolderNumbers:
-    """Translates paths of folders to the numbers in the table `folder`, and back."""
+    """Translates paths of folders of a dataset to the numbers in the table `folder`, and back."""
 
     def __init__(self, db: sqlite3.Connection, dataset: int) -> None:
         self._db = db
         self._dataset = dataset
-        # By parent and name rather than by path: a deep path takes much more memory
+        # By the parent's number and the name, not by path: a deep path takes much more memory
         self._numbers: dict[tuple[int, bytes], int] = {}
         self._paths: dict[int, bytes] = {}
         self.empty: set[int] = set()
@@ -54,12 +56,12 @@ class FolderNumbers:
 
     def number(self, path: bytes) -> int | None:
         """The number of the folder at a path; None where it never had an entry below it."""
-        number: int | None = 0
+        number = 0
         for name in _steps(path):
-            assert number is not None
-            number = self._child(number, name)
-            if number is None:
+            child = self._child(number, name)
+            if child is None:
                 return None
+            number = child
         return number
 
     def make(self, path: bytes) -> int:
@@ -78,11 +80,10 @@ class FolderNumbers:
 
     def path(self, number: int) -> bytes:
         """The path of a folder."""
+        select = "SELECT parent, name FROM folder WHERE number = ?"
         names, at = [], number
         while at not in self._paths:
-            row = self._db.execute(
-                "SELECT parent, name FROM folder WHERE number = ?", (at,)
-            ).fetchone()
+            row = self._db.execute(select, (at,)).fetchone()
             if row is None or row[0] >= at:  # a parent has the smaller number
                 raise corrupt_store_error("a folder without a parent")
             if row[0] == 0:
@@ -123,7 +124,8 @@ class FolderNumbers:
             " ON folder.dataset = ? AND folder.parent = below.number)"
             " SELECT 1 FROM below WHERE"
             " EXISTS (SELECT 1 FROM run WHERE run.folder = below.number) OR EXISTS"
-            f" (SELECT 1 FROM entry WHERE entry.folder = below.number AND NOT {_IS_DEAD}) LIMIT 1",
+            " (SELECT 1 FROM entry WHERE entry.folder = below.number"
+            f" AND NOT {_IS_TOMBSTONE}) LIMIT 1",
             (number, self._dataset),
         )
         return found.fetchone() is not None
@@ -173,22 +175,21 @@ def named_chunks(db: sqlite3.Connection, numbers: Iterable[int]) -> ChunkTable:
 def empty_chunks(
     db: sqlite3.Connection, dataset: int, chunks: Iterable[ChunkId], *, tombstones: bool
 ) -> dict[ChunkId, int]:
-    """The numbers of those of `chunks` of which all places are holes, or with `tombstones`: holes
-    or tombstones.
+    """The numbers of those of `chunks` of which all places are holes or, with `tombstones`,
+    tombstones.
     """
-    dead = f"AND NOT {_IS_DEAD}" if tombstones else ""
+    unless_dead = f"AND NOT {_IS_TOMBSTONE}" if tombstones else ""
+    select = "SELECT number FROM chunk WHERE dataset = ? AND id = ?"
     found: dict[ChunkId, int] = {}
-    parts = {chunk for (chunk,) in db.execute("SELECT DISTINCT chunk FROM part")}
+    with_parts = {chunk for (chunk,) in db.execute("SELECT DISTINCT chunk FROM part")}
     for id_ in chunks:
-        row = db.execute(
-            "SELECT number FROM chunk WHERE dataset = ? AND id = ?", (dataset, id_)
-        ).fetchone()
-        if row is None or row[0] in parts:
+        row = db.execute(select, (dataset, id_)).fetchone()
+        if row is None or row[0] in with_parts:
             continue
         used = db.execute(
             "SELECT EXISTS (SELECT 1 FROM run WHERE chunk = ?1)"
             " OR EXISTS (SELECT 1 FROM span WHERE chunk = ?1)"
-            f" OR EXISTS (SELECT 1 FROM entry WHERE chunk = ?1 {dead})",
+            f" OR EXISTS (SELECT 1 FROM entry WHERE chunk = ?1 {unless_dead})",
             row,
         ).fetchone()
         if not used[0]:
@@ -268,7 +269,7 @@ class RowCollector:
 def everything(db: sqlite3.Connection, dataset: int) -> RowCollector:
     """All entries except tombstones, folder by folder."""
     found = RowCollector()
-    select = f"SELECT {COLUMNS} FROM entry WHERE folder = ? AND NOT {_IS_DEAD}"
+    select = f"SELECT {COLUMNS} FROM entry WHERE folder = ? AND NOT {_IS_TOMBSTONE}"
     for path, number in FolderNumbers(db, dataset).all():
         found.add(path, db.execute(select, (number,)).fetchall())
         for run in runs_in(db, number):
@@ -292,26 +293,11 @@ def newer(db: sqlite3.Connection, dataset: int, since: int) -> RowCollector:
         {"dataset": dataset, "since": since},
     )
     found, folders = RowCollector(), FolderNumbers(db, dataset)
-    for folder, run in _runs(rows):
-        found.add(folders.path(folder), run)
-    for folder, packed in runs_since(db, dataset, since):
-        found.add_run(folders.path(folder), packed)
+    for folder, in_folder in groupby(rows, key=itemgetter(0)):
+        found.add(folders.path(folder), [row[1:] for row in in_folder])
+    for folder, run in runs_since(db, dataset, since):
+        found.add_run(folders.path(folder), run)
     return found
-
-
-def _runs(
-    rows: Iterable[tuple[int, bytes, int, bytes, bytes | None]],
-) -> Iterator[tuple[int, list[Row]]]:
-    """The number of each folder, and its rows, which have to follow each other."""
-    here, run = 0, list[Row]()
-    for folder, name, chunk, record, tail in rows:
-        if folder != here and run:
-            yield here, run
-            run = []
-        here = folder
-        run.append((name, chunk, record, tail))
-    if run:
-        yield here, run
 
 
 def _steps(path: bytes) -> list[bytes]:

@@ -67,8 +67,8 @@ def segments(batch: Batch, folders: Sequence[int]) -> Iterator[Segment]:
     fit[list(batch.stamps)] = False
     order = np.argsort(rows.folder, kind="stable")
     changes = np.flatnonzero(np.diff(rows.folder[order])) + 1
-    for here in np.split(order, changes) if len(order) >= ENTRIES_MIN else ():
-        plain = here[fit[here]]
+    for in_folder in np.split(order, changes):  # the row numbers of one folder
+        plain = in_folder[fit[in_folder]]
         if len(plain) < ENTRIES_MIN:
             continue
         names = _names_at(all_names, plain)
@@ -77,12 +77,14 @@ def segments(batch: Batch, folders: Sequence[int]) -> Iterator[Segment]:
             plain, names = plain[by_name], [names[i] for i in by_name]
             if any(map(operator.eq, names, names[1:])):
                 continue  # a run has each name once
-        others = _names_at(all_names, here[~fit[here]]) if len(plain) < len(here) else []
+        unfit = in_folder[~fit[in_folder]]
+        others = _names_at(all_names, unfit) if len(unfit) else []
         # A run ends beside each name that does not fit
         cuts = sorted({0, len(names), *(bisect_left(names, other) for other in others)})
         for start, end in pairwise(cuts):
             if end - start >= ENTRIES_MIN:
-                yield Segment(folders[rows.folder[here[0]]], plain[start:end], names[start:end])
+                folder = folders[rows.folder[plain[0]]]
+                yield Segment(folder, plain[start:end], names[start:end])
 
 
 def _names_at(names: Names, rows: npt.NDArray[np.int64]) -> list[bytes]:
@@ -116,16 +118,16 @@ def insert_runs(
 
 def _cuts(db: sqlite3.Connection, folder: int, names: Sequence[bytes]) -> list[int]:
     """Where to cut `names` into runs that overlap no other; empty where there is no such cut."""
-    reach = (folder, names[0], names[-1])
+    folder_first_last = (folder, names[0], names[-1])
     for table in ("entry", "part"):
         exists = f"SELECT 1 FROM {table} WHERE folder = ? AND name BETWEEN ? AND ? LIMIT 1"  # noqa: S608
-        if db.execute(exists, reach).fetchone():
+        if db.execute(exists, folder_first_last).fetchone():
             return []
     cuts = [0]
-    for first, last in _ranges(db, *reach):
+    for first, last in _ranges(db, *folder_first_last):
         before, behind = bisect_left(names, first), bisect_right(names, last)
         if before != behind:
-            return []
+            return []  # one of these names lies in the other run
         cuts.append(before)  # the other run lies between two of these names
     return [*cuts, len(names)]
 

@@ -43,14 +43,14 @@ class SqliteShadowState(ShadowState):
     def __init__(
         self, file: SqliteFile, clock_ns: ClockNs, name: str, identity: UUID, newer_than: int
     ) -> None:
-        self._newer_than = newer_than
+        self._newer_than = newer_than  # a version: that of the new state will be greater
         self._file = file
         self._clock_ns = clock_ns
-        self._number = 0
+        self._number = 0  # of the shadow state's rows
         self._head = DatasetHead(identity, name, 0, 0, 0, 0, 0, LOWEST)
-        self._waiting: list[Batch] = []
-        self._rows = 0
-        self._heartbeat_s = 0.0
+        self._waiting: list[Batch] = []  # for `flush`
+        self._rows = 0  # in `_waiting`
+        self._heartbeat_s = 0.0  # monotonic time of the last heartbeat
 
     def begin(self) -> None:
         with self._file.writing() as db:
@@ -126,6 +126,7 @@ class SqliteShadowState(ShadowState):
 
 
 def _revision(found: DatasetRow | None) -> tuple[bytes, ...]:
+    """`LiveState.revision` of a dataset."""
     return (b"%d %d" % (found.number, found.head.version),) if found else NO_LIVE_STATE.revision
 
 
@@ -151,10 +152,9 @@ def remove_abandoned(file: SqliteFile, clock_ns: ClockNs, seconds: float = float
             "UPDATE aside SET beat = ? WHERE beat NOT BETWEEN ? AND ?",
             (_ABANDONED_BEAT, now_s - _ABANDONED_S, now_s + _ABANDONED_S),
         )
-        found = db.execute(
-            "SELECT dataset FROM aside WHERE beat = ?", (_ABANDONED_BEAT,)
-        ).fetchall()
-    for number in found:
+        select = "SELECT dataset FROM aside WHERE beat = ?"
+        abandoned = db.execute(select, (_ABANDONED_BEAT,)).fetchall()
+    for number in abandoned:
         while time.monotonic() < end_s:
             with file.writing() as db:
                 if not _remove_some(db, *number):

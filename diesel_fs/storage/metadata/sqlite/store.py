@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Self, TypeVar
 from uuid import UUID
@@ -22,10 +23,10 @@ from uuid import UUID
 import numpy as np
 import numpy.typing as npt
 
-from ....errors import DieselError, NoSuchDataset, NotFoundError
+from ....errors import NoSuchDataset, NotFoundError
 from ....format.chunk_id import LOWEST, chunk_id_text, stamp
 from ....format.entries import RECORD, ChunkId, Kind, Rows, Stamp, split
-from ..rebuild import rebuild
+from ..rebuild import RebuildingStore, ShadowState
 from ..store import (
     COMMIT_LOCK_S_MAX,
     DIGEST_MODULUS,
@@ -34,13 +35,10 @@ from ..store import (
     CommitLock,
     DatasetHead,
     MetadataChanges,
-    MetadataStore,
-    ReadCommitted,
     StampedRows,
     check_lock_time,
     chunks_digest,
     commits_locked_error,
-    log,
     next_version,
 )
 from .database_file import DEADLINE_S, SqliteFile
@@ -68,7 +66,7 @@ _LOCK_POLL_S = 0.02
 T = TypeVar("T")
 
 
-class SqliteMetadata(MetadataStore):
+class SqliteMetadata(RebuildingStore):
     """A metadata store in one SQLite file."""
 
     def __init__(self, file: SqliteFile, clock_ns: Callable[[], int] = time.time_ns) -> None:
@@ -84,10 +82,9 @@ class SqliteMetadata(MetadataStore):
         *,
         deadline_s: float = DEADLINE_S,
         clock_ns: Callable[[], int] = time.time_ns,
-        host: str = "",
     ) -> Self:
         """Open the store at `path`; `create` makes it where there is none. A `readonly` store
-        refuses changes and takes no lease. `host` stands for this host's ID in tests.
+        refuses changes and takes no lease.
 
         Raises MetadataBehind where there is no store, PermissionDenied where the file or its folder
         is not writable (a reader can use a snapshot then), ForeignError, NewerVersionError,
@@ -98,7 +95,6 @@ class SqliteMetadata(MetadataStore):
             create=create and not readonly,
             readonly=readonly,
             deadline_s=deadline_s,
-            host=host,
             clock=lambda: clock_ns() / 1e9,
         )
         return cls(file, clock_ns)
@@ -131,28 +127,13 @@ class SqliteMetadata(MetadataStore):
             number = dataset_by_identity(db, identity).number
             abandon_rows(db, number)
             db.execute("DELETE FROM hold WHERE dataset = ?", (number,))
-        self._clean()
+        self.clean()
 
-    def rebuild(
-        self,
-        name: str,
-        identity: UUID,
-        batches: Iterable[Batch],
-        read_committed: ReadCommitted | None = None,
-        newer_than: int = 0,
-    ) -> int:
-        shadow = SqliteShadowState(self._file, self._clock_ns, name, identity, newer_than)
-        version = rebuild(self, identity, shadow, batches, read_committed)
-        self._clean()
-        return version
+    def shadow_state(self, name: str, identity: UUID, newer_than: int) -> ShadowState:
+        return SqliteShadowState(self._file, self._clock_ns, name, identity, newer_than)
 
-    def _clean(self) -> None:
-        try:
-            remove_abandoned(self._file, self._clock_ns)
-        except DieselError as error:
-            log.info(
-                "rows of replaced or deleted datasets could not be removed yet: %s", error.message
-            )
+    def remove_abandoned(self) -> None:
+        remove_abandoned(self._file, self._clock_ns)
 
     # Commits
 
@@ -194,7 +175,7 @@ class SqliteMetadata(MetadataStore):
         self._when_unlocked(
             identity, lambda: self._try_forget(identity, wanted, tombstones=tombstones)
         )
-        return frozenset(wanted).difference(record.id for record in self.chunks(identity))
+        return frozenset(self.missing(identity, wanted))
 
     def _try_forget(
         self, identity: UUID, chunks: Sequence[ChunkId], *, tombstones: bool
@@ -227,13 +208,12 @@ class SqliteMetadata(MetadataStore):
 
     def lock_commits(self, identity: UUID, seconds: float) -> CommitLock:
         check_lock_time(seconds)
-        token = secrets.token_bytes(16)
-        now = self._now()
+        token, now_s = secrets.token_bytes(16), self._clock_s()
         with self._file.writing() as db:
             number, _ = dataset_by_identity(db, identity)
             expired = "DELETE FROM hold WHERE until < ? OR until > ?"
-            db.execute(expired, (now, now + COMMIT_LOCK_S_MAX))
-            db.execute("INSERT INTO hold VALUES (?, ?, ?)", (token, number, now + seconds))
+            db.execute(expired, (now_s, now_s + COMMIT_LOCK_S_MAX))
+            db.execute("INSERT INTO hold VALUES (?, ?, ?)", (token, number, now_s + seconds))
 
         def release() -> None:
             with self._file.writing() as db:
@@ -243,10 +223,10 @@ class SqliteMetadata(MetadataStore):
 
     def _is_locked(self, db: sqlite3.Connection, number: int) -> bool:
         locks = "SELECT 1 FROM hold WHERE dataset = ? AND until BETWEEN ? AND ?"
-        now = self._now()
-        return db.execute(locks, (number, now, now + COMMIT_LOCK_S_MAX)).fetchone() is not None
+        now_s = self._clock_s()
+        return db.execute(locks, (number, now_s, now_s + COMMIT_LOCK_S_MAX)).fetchone() is not None
 
-    def _now(self) -> float:
+    def _clock_s(self) -> float:
         return self._clock_ns() / 1e9
 
     # Reading
@@ -285,8 +265,8 @@ class SqliteMetadata(MetadataStore):
                     own = kind_of(rows[name][2]) if name in rows else None
                     if own != Kind.FOLDER and folders.has_entries(child):
                         rows[name] = implied(name)
-                alive = (r for r in rows.values() if tombstones or kind_of(r[2]) != Kind.TOMBSTONE)
-                found.add(folder, sorted(alive, key=lambda row: row[0]))
+                shown = (r for r in rows.values() if tombstones or kind_of(r[2]) != Kind.TOMBSTONE)
+                found.add(folder, sorted(shown, key=itemgetter(0)))
             return found.rows(named_chunks(db, found.chunks))
 
     def changes(self, identity: UUID, since: int) -> MetadataChanges:
