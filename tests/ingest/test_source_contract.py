@@ -1,0 +1,361 @@
+"""The laws that every source of a put keeps: a folder, a tar, a bucket and a single file.
+
+A `Kind` of source makes a source that holds given files, with given contents and one mtime, so each
+law stands here once and runs for each source. What only one of them does is in `test_put.py`
+(folders), `test_tar.py`, `test_bucket.py` and `test_single_file.py`.
+"""
+
+import io
+import os
+import tarfile
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from diesel_fs import ingest
+from diesel_fs.errors import ConflictError, NotFoundError, UsageError
+from diesel_fs.format.chunk import CHUNK_BYTES_MIN
+from diesel_fs.format.entries import Kind, Stat
+from diesel_fs.format.snapshot.reader import Snapshot
+from diesel_fs.ingest import (
+    BucketSource,
+    FileSource,
+    FolderSource,
+    PutOptions,
+    PutReport,
+    Source,
+    TarSource,
+)
+from diesel_fs.repository.local import LocalRepository
+
+from ..datasets import file_contents
+from ..trees import write
+from .test_bucket import FakeBucket
+
+MTIME_NS = 7_000_000_000
+Files = Mapping[str, bytes]
+MakeSource = Callable[[Files, int], Source]
+
+
+@pytest.fixture
+def folder_source(tmp_path: Path) -> MakeSource:
+    folders = iter(range(99))
+
+    def make(files: Files, mtime_ns: int) -> Source:
+        top = write(tmp_path / f"source{next(folders)}", dict(files))
+        for path in (top, *top.rglob("*")):
+            path.chmod(0o755 if path.is_dir() else 0o644)
+            os.utime(path, ns=(0, mtime_ns))
+        return FolderSource(top)
+
+    return make
+
+
+def tar_source(files: Files, mtime_ns: int) -> Source:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as tar:
+        for name, content in files.items():
+            info = tarfile.TarInfo(name)
+            info.size, info.mtime = len(content), mtime_ns // 1_000_000_000
+            tar.addfile(info, io.BytesIO(content))
+    return TarSource(io.BytesIO(out.getvalue()))
+
+
+def bucket_source(files: Files, mtime_ns: int) -> Source:
+    return BucketSource(FakeBucket({name.encode(): files[name] for name in files}, mtime_ns))
+
+
+@pytest.fixture(params=["folder", "tar", "bucket"])
+def many(request: pytest.FixtureRequest, folder_source: MakeSource) -> MakeSource:
+    """Makes a source of many files."""
+    return {"folder": folder_source, "tar": tar_source, "bucket": bucket_source}[request.param]
+
+
+@pytest.fixture
+def put(repository: LocalRepository, many: MakeSource) -> Callable[..., PutReport]:
+    """Puts these files from a source of many; options are those of `PutOptions`."""
+
+    def put(
+        files: Files, target: bytes = b"", *, mtime_ns: int = MTIME_NS, **options: object
+    ) -> PutReport:
+        wanted = PutOptions(CHUNK_BYTES_MIN, jobs=2, **options)  # type: ignore[arg-type]  # what came is passed on
+        return ingest.put(repository, "ds", many(files, mtime_ns), target, wanted)
+
+    return put
+
+
+@pytest.fixture(params=["folder", "tar", "bucket", "file", "object"])
+def put_one(
+    request: pytest.FixtureRequest,
+    repository: LocalRepository,
+    tmp_path: Path,
+    folder_source: MakeSource,
+) -> Callable[..., PutReport]:
+    """Puts one file at a path of the dataset `ds`: in a source of many, or as a source alone."""
+
+    def source_of(folder: bytes, name: str, content: bytes, mtime_ns: int) -> tuple[Source, bytes]:
+        """The source, and where it goes in the dataset."""
+        make = {"folder": folder_source, "tar": tar_source, "bucket": bucket_source}
+        if request.param in make:
+            return make[request.param]({name: content}, mtime_ns), folder
+        alone = folder + b"/" * bool(folder) + name.encode()
+        if request.param == "object":
+            return bucket_source({"": content}, mtime_ns), alone
+        top = write(tmp_path / "one file", {"it": content})
+        (top / "it").chmod(0o644)
+        os.utime(top / "it", ns=(0, mtime_ns))
+        return FileSource(top / "it"), alone
+
+    def put(path: str, content: bytes, *, mtime_ns: int = MTIME_NS, **options: object) -> PutReport:
+        folder, _, name = path.rpartition("/")
+        source, target = source_of(folder.encode(), name, content, mtime_ns)
+        wanted = PutOptions(CHUNK_BYTES_MIN, jobs=1, **options)  # type: ignore[arg-type]  # what came is passed on
+        return ingest.put(repository, "ds", source, target, wanted)
+
+    return put
+
+
+Put = Callable[..., PutReport]
+
+
+def files(repository: LocalRepository) -> dict[bytes, bytes]:
+    return file_contents(repository.view("ds"), repository)
+
+
+def names(view: Snapshot) -> list[bytes]:
+    return sorted(view.path(index) for index in view.files().tolist())
+
+
+# Every source
+
+
+@pytest.mark.parametrize("size", [0, 1, CHUNK_BYTES_MIN, 3 * CHUNK_BYTES_MIN + 1])
+def test_a_file_is_put_with_content_mode_and_mtime(
+    repository: LocalRepository, put_one: Put, size: int
+) -> None:
+    content = os.urandom(size)
+    report = put_one("in/here/a", content)
+    assert (report.files, report.content_bytes, report.failed) == (1, size, [])
+    assert report.version == repository.view("ds").version
+    assert report.walked
+    assert files(repository) == {b"in/here/a": content}
+    view = repository.view("ds")
+    assert view.stat(view.lookup(b"in/here/a")) == Stat(Kind.FILE, 0o644, size, MTIME_NS)
+    assert repository.verify("ds").sound
+
+
+def test_put_again_puts_nothing(repository: LocalRepository, put_one: Put) -> None:
+    first = put_one("in/a", b"1")
+    for options in ({}, {"checksum": True}, {"dry_run": True}):
+        again = put_one("in/a", b"1", **options)
+        assert (again.entries_found, again.files, again.chunks, again.failed) == (0, 0, 0, [])
+        assert again.unchanged >= 1
+        assert repository.view("ds").version == first.version
+
+
+def test_another_size_or_mtime_is_put_again(repository: LocalRepository, put_one: Put) -> None:
+    put_one("in/a", b"1")
+    assert put_one("in/a", b"22").files == 1
+    assert files(repository) == {b"in/a": b"22"}
+    assert put_one("in/a", b"33", mtime_ns=2 * MTIME_NS).files == 1
+    assert files(repository) == {b"in/a": b"33"}
+
+
+def test_checksum_compares_contents(repository: LocalRepository, put_one: Put) -> None:
+    put_one("in/a", b"old")
+    assert put_one("in/a", b"new").files == 0
+    assert files(repository) == {b"in/a": b"old"}
+    assert put_one("in/a", b"new", checksum=True).files == 1
+    assert files(repository) == {b"in/a": b"new"}
+
+
+def test_a_dry_run_counts_and_changes_nothing(repository: LocalRepository, put_one: Put) -> None:
+    assert put_one("in/a", b"1", dry_run=True).entries_found >= 1
+    assert repository.datasets() == []
+    version = put_one("in/a", b"1").version
+    assert put_one("in/a", b"22", dry_run=True).entries_found >= 1
+    assert repository.view("ds").version == version
+    assert files(repository) == {b"in/a": b"1"}
+
+
+@pytest.mark.parametrize("target", [".diesel/a", ".diesel/x/a"])
+def test_nothing_is_put_into_the_mounts_own_folder(
+    repository: LocalRepository, put_one: Put, target: str
+) -> None:
+    with pytest.raises(UsageError, match="mount's own folder"):
+        put_one(target, b"1")
+    assert repository.datasets() == []
+
+
+@pytest.mark.parametrize("checksum", [False, True])
+@pytest.mark.parametrize("path", ["folder", "file/below", "file/far/below"])
+def test_a_path_is_a_file_or_a_folder(
+    repository: LocalRepository, put_one: Put, path: str, checksum: bool
+) -> None:
+    """Without --delete, neither takes the place of the other."""
+    content = {"folder/x": b"1", "file": b"2"}
+    ingest.put(repository, "ds", tar_source(content, MTIME_NS))
+    with suppress(ConflictError):  # of a single file, or a folder as a whole
+        assert put_one(path, b"new", checksum=checksum).failed
+    assert files(repository) == {path.encode(): content[path] for path in content}
+
+
+@pytest.mark.parametrize("kind", ["file", "bucket"])
+def test_a_single_file_needs_a_name_and_says_nothing_about_others(
+    repository: LocalRepository, tmp_path: Path, kind: str
+) -> None:
+    """A file, or the one object of a bucket. Filters do not apply to it."""
+    (tmp_path / "a").write_bytes(b"content")
+    objects = FakeBucket({b"": b"content"})
+    source = FileSource(tmp_path / "a") if kind == "file" else BucketSource(objects)
+    with pytest.raises(UsageError, match="needs a name"):
+        ingest.put(repository, "ds", source)
+    with pytest.raises(UsageError, match="--delete"):
+        ingest.put(repository, "ds", source, b"in/here", PutOptions(delete=True))
+    assert repository.datasets() == []
+    options = PutOptions(include=("else",))
+    assert ingest.put(repository, "ds", source, b"in/here", options).files == 1
+    assert files(repository) == {b"in/here": b"content"}
+
+
+# Sources of many files
+
+
+def test_an_empty_source_makes_an_empty_dataset(repository: LocalRepository, put: Put) -> None:
+    assert put({}).failed == []
+    assert repository.view("ds").entry_count == 1
+
+
+def test_delete_removes_what_the_source_lacks(repository: LocalRepository, put: Put) -> None:
+    put({"a": b"1", "d/b": b"2", "d/e/c": b"3", "keep/x": b"4"})
+    assert put({"keep/x": b"4"}).deleted == 0
+    assert len(files(repository)) == 4
+    planned = put({"keep/x": b"4"}, delete=True, dry_run=True)
+    assert sorted(planned.to_delete) == [b"a", b"d", b"d/b", b"d/e", b"d/e/c"]
+    assert planned.to_delete.index(b"d/e/c") < planned.to_delete.index(b"d/e")
+    assert len(files(repository)) == 4
+    assert put({"keep/x": b"4"}, delete=True).deleted == planned.deleted == 5
+    assert files(repository) == {b"keep/x": b"4"}
+    assert put({"keep/x": b"4"}, delete=True).deleted == 0
+
+
+def test_delete_stays_below_the_target(repository: LocalRepository, put: Put) -> None:
+    put({"a": b"1"}, b"outside")
+    put({"a": b"1", "b": b"2"}, b"in/here")
+    assert put({"a": b"1"}, b"in/here", delete=True).deleted == 1
+    assert names(repository.view("ds")) == [b"in/here/a", b"outside/a"]
+
+
+def test_an_empty_source_never_deletes(repository: LocalRepository, put: Put) -> None:
+    """It may be a disk that is not mounted. With `allow_empty` it deletes everything."""
+    put({"a": b"1", "b": b"2"})
+    assert put({}, delete=True).deleted == 0
+    assert names(repository.view("ds")) == [b"a", b"b"]
+    assert put({}, delete=True, allow_empty=True).deleted == 2
+    assert repository.view("ds").entry_count == 1
+
+
+def test_filters_choose_files(repository: LocalRepository, put: Put) -> None:
+    put(
+        {"a.jpg": b"", "a.txt": b"", "skip/a.jpg": b"", "d/b.jpg": b"", "d/no.jpg": b""},
+        include=("*.jpg",),
+        exclude=("skip", "d/no*"),
+    )
+    assert names(repository.view("ds")) == [b"a.jpg", b"d/b.jpg"]
+
+
+def test_a_glob_with_a_slash_at_its_end_matches_folders(
+    repository: LocalRepository, put: Put
+) -> None:
+    source = {"cache/x": b"1", "d/cache": b"a file", "d/in/cache/y": b"2"}
+    put(source, exclude=("cache/",))
+    assert names(repository.view("ds")) == [b"d/cache"]
+    for bad in ("", "/"):
+        with pytest.raises(UsageError):
+            put(source, exclude=(bad,))
+    with pytest.raises(UsageError, match="include"):
+        put(source, include=("cache/",))
+
+
+def test_delete_spares_what_a_filter_leaves_out(repository: LocalRepository, put: Put) -> None:
+    put({"a.jpg": b"1", "b.txt": b"2", "x/c.jpg": b"3"})
+    report = put({"c.jpg": b"3"}, delete=True, include=("*.jpg",), exclude=("x",))
+    assert report.deleted == 1
+    assert names(repository.view("ds")) == [b"b.txt", b"c.jpg", b"x/c.jpg"]
+
+
+@pytest.mark.parametrize("pattern", ["cache", "cache/", "/cache", "sub/cach?"])
+def test_delete_spares_all_below_a_folder_that_is_left_out(
+    repository: LocalRepository, put: Put, pattern: str
+) -> None:
+    top = "sub/cache" if "sub" in pattern else "cache"
+    put({f"{top}/x": b"1", f"{top}/in/y": b"1", "a": b"2"})
+    assert put({"b": b"3"}, delete=True, exclude=(pattern,)).deleted == 1
+    assert names(repository.view("ds")) == sorted(
+        [b"b", f"{top}/in/y".encode(), f"{top}/x".encode()]
+    )
+
+
+def test_delete_spares_the_folder_of_what_is_left_out(
+    repository: LocalRepository, put: Put
+) -> None:
+    """And no file takes its place: what is left out would be lost under it."""
+    put({"d/x.tmp": b"1", "d/y": b"2", "e/z": b"3"})
+    assert put({"e": b"a file"}, delete=True, exclude=("*.tmp",)).deleted == 2
+    assert names(repository.view("ds")) == [b"d/x.tmp", b"e"]
+    report = put({"d": b"a file", "e": b"a file"}, delete=True, exclude=("*.tmp",))
+    assert [path for path, _ in report.failed] == [b"d"]
+    assert "d is a folder of the dataset" in report.failed[0][1]
+    assert names(repository.view("ds")) == [b"d/x.tmp", b"e"]
+
+
+def test_delete_spares_a_file_that_is_left_out_where_a_folder_comes(
+    repository: LocalRepository, put: Put
+) -> None:
+    put({"a": b"1", "b.jpg": b"2"})
+    report = put({"a/x.jpg": b"3", "b.jpg/x.jpg": b"4"}, delete=True, include=("*.jpg",))
+    assert report.failed[0][0] in (b"a", b"a/x.jpg")  # a folder's walk stops at `a`
+    assert len(report.failed) == 1
+    assert names(repository.view("ds")) == [b"a", b"b.jpg/x.jpg"]
+
+
+def test_with_delete_files_and_folders_take_each_others_place(
+    repository: LocalRepository, put: Put
+) -> None:
+    put({"f": b"1", "d/in": b"2", "gone": b""})
+    assert put({"f/in": b"was a file", "d": b"was a folder"}, delete=True).failed == []
+    assert files(repository) == {b"d": b"was a folder", b"f/in": b"was a file"}
+    assert repository.verify("ds").notes == []
+
+
+def test_the_mounts_own_folder_is_left_out_of_a_source(
+    repository: LocalRepository, put: Put
+) -> None:
+    """At the root of the dataset alone: elsewhere the name is a name."""
+    source = {".diesel/x": b"1", "good": b"2", "d/.diesel": b"3"}
+    for options in ({"dry_run": True}, {}):
+        ((path, reason),) = put(source, **options).failed
+        assert path.split(b"/")[0] == b".diesel"
+        assert reason == "refused: it is the name of a mount's own folder"
+    assert names(repository.view("ds")) == [b"d/.diesel", b"good"]
+    assert put(source, b"in").failed == []
+
+
+@pytest.mark.parametrize("kind", ["folder", "file", "tar", "bucket"])
+@pytest.mark.parametrize("options", [{}, {"dry_run": True}])
+def test_a_source_that_is_missing_leaves_no_dataset(
+    repository: LocalRepository, tmp_path: Path, kind: str, options: dict[str, bool]
+) -> None:
+    missing = FakeBucket({})
+    missing.listing_error = NotFoundError("nothing is there")
+    source = {
+        "folder": FolderSource(tmp_path / "nowhere"),
+        "file": FileSource(tmp_path / "nowhere"),
+        "tar": TarSource(io.BytesIO(b"no tar")),
+        "bucket": BucketSource(missing),
+    }[kind]
+    with pytest.raises((NotFoundError, UsageError)):
+        ingest.put(repository, "ds", source, b"in/a", PutOptions(**options))
+    assert repository.datasets() == []
