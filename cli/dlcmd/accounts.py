@@ -29,7 +29,7 @@ from diesel_fs.system.atomic_file import atomic_file, is_stdout, write_error
 from diesel_fs.urls import SERVER_SCHEMES, parse_url
 
 from .options import HELP_NAMES, dataset, global_flags, global_options, verb
-from .output import count_text, print_json, print_line, print_note, write_stdout
+from .output import count_text, print_json, print_note, print_result, write_stdout
 
 
 def _open_accounts(*, create: bool = False) -> Administration:
@@ -106,17 +106,14 @@ def user_add(
         described["key_file"] = str(key_out)
     elif seed is not None:
         described["key"] = key_text(seed)
-    if global_flags().json:
-        print_json(described)
-        return
-    if "key" in described:
+    if "key" in described and not global_flags().json:
         write_stdout([f"{described['key']}\n".encode()])
         print_note(
             f"this is the key of {name}; it is not shown again. To use it: write it to a file,"
         )
         print_note(f"`chmod 600` the file, and give --user {name} --key-file FILE")
     else:
-        print_line(f"{'renewed' if renew else 'added'} {name}")
+        print_result(described, f"{'renewed' if renew else 'added'} {name}")
 
 
 def _write_key(path: Path, seed: bytes) -> None:
@@ -147,10 +144,7 @@ def user_rm(name: str) -> None:
             left = accounts.accounts()
             if not any(account.admin for account in left.values()):
                 print_note("there is no administrator now; `dlcmd user add NAME --admin` makes one")
-    if global_flags().json:
-        print_json({"removed": name})
-    else:
-        print_line(f"removed {name}")
+    print_result({"removed": name}, f"removed {name}")
 
 
 @user.command("ls", context_settings=HELP_NAMES)
@@ -211,10 +205,7 @@ def user_export(file: str) -> None:
             opened.write(text)
     except OSError as error:
         raise write_error(path, error) from error
-    if global_flags().json:
-        print_json({"users": count, "file": file})
-    else:
-        print_line(f"wrote {count_text(count, 'user')} to {file}")
+    print_result({"users": count, "file": file}, f"wrote {count_text(count, 'user')} to {file}")
 
 
 @user.command("import", context_settings=HELP_NAMES)
@@ -234,10 +225,9 @@ def user_import(file: str, replace: bool) -> None:
     more = parse_accounts(text)
     with _open_accounts(create=True) as accounts:
         accounts.import_text(text, replace=replace)
-    if global_flags().json:
-        print_json({"users": len(more), "replaced": replace})
-    else:
-        print_line(f"imported {count_text(len(more), 'user')}")
+    print_result(
+        {"users": len(more), "replaced": replace}, f"imported {count_text(len(more), 'user')}"
+    )
 
 
 def _content(file: str) -> bytes:
@@ -277,10 +267,10 @@ def grant(name: str, user_name: str, role: Role) -> None:
     """
     with _open_accounts() as accounts:
         accounts.grant(name, user_name, role)
-    if global_flags().json:
-        print_json({"dataset": name, "user": user_name, "role": role.text})
-    else:
-        print_line(f"{user_name} may {_MAY[role]} {name}")
+    print_result(
+        {"dataset": name, "user": user_name, "role": role.text},
+        f"{user_name} may {_MAY[role]} {name}",
+    )
 
 
 _MAY = {

@@ -13,8 +13,8 @@ from diesel_fs.repository.interface import Repository
 
 from .addresses import Address, open_repository_from_flags, versioned_address
 from .options import global_flags, verb
-from .output import json_name, name_line, print_json, print_line, raise_if_partial, write_stdout
-from .progress import Progress, shown_progress
+from .output import json_name, name_line, print_result, raise_if_partial, write_stdout
+from .progress import shown_progress
 
 _SIGNS = (("added", b"+ "), ("changed", b"M "), ("removed", b"- "))
 
@@ -64,7 +64,7 @@ def diff(first: Address, second: Address | Path, checksum: bool) -> None:
             total = len(old)
             found = compare_folder(
                 old, first.path, second, checksum=checksum,
-                progress=lambda done: show(Progress(done, max(done, total))),
+                progress=lambda done: show(done, max(done, total)),
             )  # fmt: skip
         else:
             new = _view(repository, second)
@@ -100,7 +100,5 @@ def _print_counts(found: Differences) -> None:
         "removed": len(found.removed),
         "unchanged": found.unchanged,
     }
-    if global_flags().json:
-        print_json({"event": "done", **counts})
-    else:
-        print_line(", ".join(f"{count:,} {what}" for what, count in counts.items()))
+    text = ", ".join(f"{count:,} {what}" for what, count in counts.items())
+    print_result({"event": "done", **counts}, text)

@@ -29,8 +29,8 @@ class Bar:
         self._task = self._rich.add_task(title, total=None, rate="")
         self._rich.start()
 
-    def draw(self, done: int, total: int, content_bytes: int | None) -> None:
-        """Redraw the bar. A `total` of 0 means that it is not known yet."""
+    def draw(self, done: int, total: int, content_bytes: int | None = None) -> None:
+        """Redraw the bar (a `ShowProgress`)."""
         task = self._rich.tasks[0]
         passed_s = max(task.elapsed or 0.0, 0.001)
         rate = f"{done:,} {self._unit}, {done / passed_s:,.0f}/s"
@@ -44,8 +44,10 @@ class Bar:
         self._rich.stop()
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[str]) -> None:
-    """Draw a table on stdout; the columns named in `numbers` are aligned to the right."""
+def draw_table(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[str]
+) -> None:
+    """Draw a table on stdout (see `output.print_table`)."""
     drawn = Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
     for column in columns:
         drawn.add_column(column, justify="right" if column in numbers else "left", no_wrap=True)

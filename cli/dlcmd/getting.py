@@ -23,12 +23,11 @@ from .output import (
     bytes_text,
     count_text,
     json_failed,
-    print_json,
-    print_line,
+    print_result,
     raise_if_partial,
     write_stdout,
 )
-from .progress import Progress, shown_progress
+from .progress import shown_progress
 
 
 @verb("get")
@@ -55,7 +54,7 @@ def get(source: Address, dest: str | None, tar: str | None, force: bool) -> None
 
         def progress(report: GetReport) -> None:
             if not (to_stdout and global_flags().json):  # stdout then has the tar and nothing else
-                show(Progress(report.entries, report.total, report.content_bytes))
+                show(report.entries, report.total, report.content_bytes)
 
         view = source.view(repository)
         with entry_reader(repository, view) as reader:
@@ -113,22 +112,17 @@ def _tar_file(name: str, *, force: bool) -> Iterator[BinaryIO]:
 
 def _print_report(report: GetReport, source: Address, *, quiet: bool) -> None:
     """Print the result, and on stderr the entries that failed. Raises PartialError."""
-    if global_flags().json and not quiet:
-        print_json(
-            {
-                "event": "done",
-                "dataset": source.dataset,
-                "files": report.files,
-                "bytes": report.content_bytes,
-                "unchanged": report.unchanged,
-                "failed": json_failed(report.failed),
-            }
-        )
-    elif not quiet:
-        print_line(
-            f"got {count_text(report.files, 'file')} ({bytes_text(report.content_bytes)});"
-            f" {report.unchanged:,} unchanged"
-        )
+    if not quiet:
+        described = {
+            "event": "done",
+            "dataset": source.dataset,
+            "files": report.files,
+            "bytes": report.content_bytes,
+            "unchanged": report.unchanged,
+            "failed": json_failed(report.failed),
+        }
+        amount = f"{count_text(report.files, 'file')} ({bytes_text(report.content_bytes)})"
+        print_result(described, f"got {amount}; {report.unchanged:,} unchanged")
     raise_if_partial(report.failed, str(source), "written")
 
 

@@ -2,7 +2,6 @@
 
 import json
 import stat as modes
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
@@ -21,7 +20,16 @@ from diesel_fs.repository.versions import KeptVersion
 
 from .addresses import Address, listed_address, open_repository_from_flags, versioned_address
 from .options import ALL_VERSIONS, global_flags, verb
-from .output import Value, bytes_text, json_name, name_line, print_json, time_text, write_stdout
+from .output import (
+    Value,
+    bytes_text,
+    json_name,
+    name_line,
+    print_json,
+    print_table,
+    time_text,
+    write_stdout,
+)
 
 _SECOND_NS = 1_000_000_000
 _BATCH = 4096
@@ -78,10 +86,7 @@ def ls(target: Address | None, long: bool, recursive: bool, nul: bool) -> None:
         else:
             chosen = np.array(view.children(top), np.int64)
         top_path = target.path if is_folder else b""
-        if nul:
-            write_stdout(name + b"\0" for name in _names(view, chosen, top_path, whole=recursive))
-        else:
-            write_stdout(_lines(view, chosen, top_path, long=long, whole=recursive))
+        write_stdout(_lines(view, chosen, top_path, recursive=recursive, long=long, nul=nul))
 
 
 def _list_versions(versions: Sequence[KeptVersion]) -> None:
@@ -100,13 +105,7 @@ def _list_versions(versions: Sequence[KeptVersion]) -> None:
     for each in versions:
         published = time_text(each.published_ns / _SECOND_NS)
         rows.append([str(each.version), published, str(each.files), str(each.bytes)])
-    if sys.stdout.isatty():
-        from .drawing import table  # noqa: PLC0415  # rich takes 0.1 s to import
-
-        columns = ("version", "published", "files", "bytes")
-        table(columns, rows, columns[2:])
-    else:
-        write_stdout("\t".join(row).encode() + b"\n" for row in rows)
+    print_table(("version", "published", "files", "bytes"), rows, numbers=("files", "bytes"))
 
 
 def _list_datasets(repository: Repository, *, long: bool) -> None:
@@ -120,12 +119,7 @@ def _list_datasets(repository: Repository, *, long: bool) -> None:
         return
     columns = ("name", "files", "bytes", "chunks", "version", "created")
     rows = [_dataset_row(info) for info in found_datasets]
-    if sys.stdout.isatty():
-        from .drawing import table  # noqa: PLC0415  # as above
-
-        table(columns, rows, columns[1:5])
-    else:
-        write_stdout("\t".join(row).encode() + b"\n" for row in rows)
+    print_table(columns, rows, numbers=columns[1:5])
 
 
 def _dataset_row(info: DatasetInfo) -> list[str]:
@@ -152,17 +146,10 @@ def _dataset_json(info: DatasetInfo) -> dict[str, Value]:
     }
 
 
-def _names(view: Snapshot, chosen: Indices, top: bytes, *, whole: bool) -> Iterator[bytes]:
-    start = len(top) + 1 if top else 0
-    for first in range(0, len(chosen), _BATCH):
-        for path in view.paths(chosen[first : first + _BATCH]):
-            yield path[start:] if whole else path.rpartition(b"/")[2]
-
-
 def _lines(
-    view: Snapshot, chosen: Indices, top: bytes, *, long: bool, whole: bool
+    view: Snapshot, chosen: Indices, top: bytes, *, recursive: bool, long: bool, nul: bool
 ) -> Iterator[bytes]:
-    """The lines of a listing; with `whole`, paths below `top` in place of names."""
+    """The lines of a listing; with `recursive`, paths below `top` in place of names."""
     start, as_json = len(top) + 1 if top else 0, global_flags().json
     for first in range(0, len(chosen), _BATCH):
         batch = chosen[first : first + _BATCH]
@@ -174,8 +161,8 @@ def _lines(
             if as_json and entry is not None:
                 yield json.dumps(_entry_json(view, index, path, entry)).encode() + b"\n"
                 continue
-            name = path[start:] if whole else path.rpartition(b"/")[2]
-            line = name_line(name)
+            name = path[start:] if recursive else path.rpartition(b"/")[2]
+            line = name + b"\0" if nul else name_line(name)
             if entry is not None:
                 if entry.kind == Kind.LINK:
                     line = line[:-1] + b" -> " + name_line(view.link(index))

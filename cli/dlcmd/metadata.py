@@ -12,8 +12,17 @@ from diesel_fs.system.atomic_file import is_stdout
 
 from .addresses import Address, open_repository_from_flags
 from .options import dataset, global_flags, moment_text, time, verb, versioned_dataset
-from .output import Value, bytes_text, count_text, print_json, print_line, print_note, write_stdout
-from .progress import Progress, shown_progress
+from .output import (
+    Value,
+    bytes_text,
+    count_text,
+    print_json,
+    print_line,
+    print_note,
+    print_result,
+    write_stdout,
+)
+from .progress import shown_progress
 
 
 @verb("save-meta")
@@ -35,10 +44,11 @@ def save_meta(target: tuple[str, int], file: Path) -> None:
             write_stdout([view.buffer])
             return
         save_snapshot(view, file)
-    if global_flags().json:
-        print_json({**_described(view), "file": str(file)})
-    else:
-        print_line(f"wrote version {view.version} of {name} to {file}: {_counts(view)}")
+    counts = f"{count_text(view.file_count, 'file')}, {bytes_text(view.byte_count)}"
+    print_result(
+        {**_described(view), "file": str(file)},
+        f"wrote version {view.version} of {name} to {file}: {counts}",
+    )
 
 
 @verb("load-meta")
@@ -51,14 +61,11 @@ def load_meta(file: Path) -> None:
       dlcmd load-meta pets.snapshot
     """
     view = open_snapshot_file(file)
-    state = _state(view)
+    described = {**_described(view), "state": _state(view)}
     if global_flags().json:
-        print_json({**_described(view), "state": state})
-        return
-    write_stdout(
-        f"{name:<9} {value}\n".encode()
-        for name, value in {**_described(view), "state": state}.items()
-    )
+        print_json(described)
+    else:
+        write_stdout(f"{name:<9} {value}\n".encode() for name, value in described.items())
 
 
 def _described(view: Snapshot) -> dict[str, Value]:
@@ -71,10 +78,6 @@ def _described(view: Snapshot) -> dict[str, Value]:
         "bytes": view.byte_count,
         "chunks": view.chunk_count,
     }
-
-
-def _counts(view: Snapshot) -> str:
-    return f"{count_text(view.file_count, 'file')}, {bytes_text(view.byte_count)}"
 
 
 def _state(view: Snapshot) -> str:
@@ -118,11 +121,7 @@ def verify(name: str, headers_only: bool) -> None:
         open_repository_from_flags() as repository,
         shown_progress(f"verify {name}", "chunks") as show,
     ):
-        findings = repository.verify(
-            name,
-            headers_only=headers_only,
-            progress=lambda done, total: show(Progress(done, total)),
-        )
+        findings = repository.verify(name, headers_only=headers_only, progress=show)
     _print_report(findings, name, "checked")
 
 
@@ -158,10 +157,7 @@ def recover(name: str, since: float | None, forget_lost: bool) -> None:
         open_repository_from_flags(rebuild=True) as repository,
         shown_progress(f"recover {name}", "chunks") as show,
     ):
-        findings = repository.recover(
-            name, since, lambda done, total: show(Progress(done, total)),
-            forget_lost=forget_lost,
-        )  # fmt: skip
+        findings = repository.recover(name, since, show, forget_lost=forget_lost)
     _print_report(findings, name, "recovered" if findings.sound else "read")
 
 
@@ -169,19 +165,9 @@ def _print_report(findings: Findings, name: str, done: str) -> None:
     """Print what was found. Raises CorruptError for damage, ObjectStoreError for chunks that could
     not be read."""
     if global_flags().json:
-        print_json(
-            {
-                "dataset": name,
-                "sound": findings.sound,
-                "chunks": findings.chunks,
-                "entries": findings.entries,
-                "files": findings.files,
-                "bytes": findings.bytes,
-                "problems": findings.problems,
-                "unreachable": findings.unreachable,
-                "notes": findings.notes,
-            }
-        )
+        described = findings.to_message()
+        del described["folded"]
+        print_json({"dataset": name, "sound": findings.sound, **described})
     else:
         write_stdout(f"problem: {each}\n".encode() for each in findings.problems)
         write_stdout(f"unreachable: {each}\n".encode() for each in findings.unreachable)

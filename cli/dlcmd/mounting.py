@@ -25,8 +25,8 @@ from diesel_fs.peers.options import (
 
 from .mount_stats import stats_lines
 from .options import global_flags, size, verb, versioned_dataset
-from .output import print_json, print_line, print_note, write_stdout
-from .progress import Progress, is_bar_shown, shown_progress
+from .output import print_json, print_note, print_result, write_stdout
+from .progress import is_bar_shown, shown_progress
 
 LOADING_POLL_S, LOADING_UNANSWERED_MAX = 0.5, 10
 """Seconds between two questions to a mount how much it has loaded, and how many of them it may
@@ -203,12 +203,9 @@ def mount(
     if foreground:
         mount_in_foreground(request)
     mount_in_background(request)
-    if global_flags().json:
-        print_json({"dataset": name, "mountpoint": request.mountpoint})
-    else:
-        print_line(f"{name} is mounted on {request.mountpoint}")
+    print_result({"dataset": name, "mountpoint": mountpoint}, f"{name} is mounted on {mountpoint}")
     if options.policy == "oneshot" and is_bar_shown():
-        _show_loading(name, request.mountpoint)
+        _show_loading(name, mountpoint)
 
 
 def _show_loading(name: str, mountpoint: str) -> None:
@@ -223,7 +220,7 @@ def _show_loading(name: str, mountpoint: str) -> None:
                         "oneshot_done_chunks": int(done),
                         "has_room": bool(has_room),
                     }:
-                        show(Progress(done, count))
+                        show(done, count)
                         if done == count or not has_room:
                             return
                     case _:
@@ -251,10 +248,7 @@ def umount(folder: Path, lazy: bool, force: bool) -> None:
       dlcmd umount --lazy /mnt/pets
     """
     unmount(folder, lazy=lazy, force=force)
-    if global_flags().json:
-        print_json({"unmounted": str(folder)})
-    else:
-        print_line(f"{folder} is unmounted")
+    print_result({"unmounted": str(folder)}, f"{folder} is unmounted")
 
 
 @verb("stats")

@@ -1,8 +1,8 @@
 """What `dlcmd` prints: results to stdout; notes and errors to stderr.
 
-In JSON, the name of an entry is text under `path` (or `name`, or `target`). A name that is not
-UTF-8 is shown there in an escaped form, and its exact bytes stand beside it in base64 under
-`path_b64` (or `name_b64`, `target_b64`).
+In JSON, the path of an entry is text under `path` (and that to which a link leads under `target`).
+One that is not UTF-8 is shown there in an escaped form, and its exact bytes stand beside it in
+base64 under `path_b64` (`target_b64`).
 
 This module imports little, since every start of `dlcmd` pays for it.
 """
@@ -11,7 +11,7 @@ import base64
 import json
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 
@@ -21,6 +21,7 @@ from diesel_fs.names import shown
 from .options import Flags, global_flags
 
 Value = str | int | float | bool | None | Sequence["Value"] | dict[str, "Value"]
+"""A value of JSON."""
 
 STDOUT = "standard output"
 """The name of stdout in errors."""
@@ -38,9 +39,14 @@ def print_line(text: str) -> None:
 def print_note(text: str) -> None:
     """Print a note beside a result, to stderr, unless -q is given."""
     if not global_flags().quiet:
-        with suppress(OSError, AttributeError, ValueError):
-            sys.stderr.write(f"dlcmd: {text}\n")
-            sys.stderr.flush()
+        _write_stderr(f"dlcmd: {text}\n")
+
+
+def _write_stderr(text: str) -> None:
+    """Write to stderr. Where that is closed or full, nothing is said, and the verb goes on."""
+    with suppress(OSError, AttributeError, ValueError):
+        sys.stderr.write(text.encode("utf-8", "surrogateescape").decode("utf-8", "replace"))
+        sys.stderr.flush()
 
 
 def print_json(value: object) -> None:
@@ -48,8 +54,30 @@ def print_json(value: object) -> None:
     write_stdout([json.dumps(value).encode() + b"\n"])
 
 
+def print_result(described: Mapping[str, object], text: str) -> None:
+    """Print what a verb has done: an object with --json, else a line of text (none with -q)."""
+    if global_flags().json:
+        print_json(described)
+    else:
+        print_line(text)
+
+
+def print_table(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[str]
+) -> None:
+    """Print rows: on a terminal as a table, in which the columns `numbers` are aligned to the
+    right; else one a line, separated by tabs and without the columns' names."""
+    if sys.stdout.isatty():
+        from .drawing import draw_table  # noqa: PLC0415  # rich takes 0.1 s to import
+
+        draw_table(columns, rows, numbers)
+    else:
+        write_stdout("\t".join(row).encode() + b"\n" for row in rows)
+
+
 def write_stdout(pieces: Iterable[bytes | memoryview]) -> None:
-    """Write bytes to stdout, in large writes. Raises OSError."""
+    """Write bytes to stdout, in large writes. Raises OSError, and DieselError where it is
+    closed."""
     if sys.stdout is None:
         raise DieselError("standard output is closed")
     sys.stdout.flush()
@@ -84,7 +112,7 @@ def name_line(name: bytes) -> bytes:
 
 
 def json_name(name: bytes, key: str = "path") -> dict[str, Value]:
-    """A name in JSON, as the module's docstring says."""
+    """A path or name in JSON, as the module's docstring says."""
     try:
         return {key: name.decode()}
     except UnicodeDecodeError:
@@ -105,11 +133,7 @@ def print_error(error: DieselError, flags: Flags, *, code: int | None = None) ->
             "exit_code": error.exit_code if code is None else code,
         }
         lines.append(json.dumps(described))
-    with suppress(OSError, AttributeError, ValueError):  # stderr may be closed
-        for line in lines:
-            sys.stderr.write(line.encode("utf-8", "surrogateescape").decode("utf-8", "replace"))
-            sys.stderr.write("\n")
-        sys.stderr.flush()
+    _write_stderr("".join(f"{line}\n" for line in lines))
 
 
 def raise_if_partial(failed: Sequence[tuple[bytes, str]], source: str, verb: str) -> None:
@@ -119,10 +143,9 @@ def raise_if_partial(failed: Sequence[tuple[bytes, str]], source: str, verb: str
     """
     if not failed:
         return
-    with suppress(OSError, AttributeError, ValueError):
-        for path, reason in failed:
-            sys.stderr.write(f"dlcmd: {shown(path) or source}: {reason}\n")
-    entries = "1 entry" if len(failed) == 1 else f"{len(failed):,} entries"
+    for path, reason in failed:
+        _write_stderr(f"dlcmd: {shown(path) or source}: {reason}\n")
+    entries = count_text(len(failed), "entry")
     raise PartialError(f"{entries} could not be {verb}; the rest is done", tuple(failed))
 
 
@@ -147,7 +170,8 @@ def count_text(count: int, noun: str) -> str:
 
 
 def time_text(seconds: float) -> str:
-    """A time in this machine's time zone; `@SECONDS` since 1970 where no calendar has it."""
+    """A time (in seconds since 1970) in this machine's time zone; as `@SECONDS` where it lies in a
+    year that the C library cannot write."""
     try:
         return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M:%S")
     except (ValueError, OverflowError, OSError):

@@ -2,34 +2,22 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Protocol
 
 from .options import global_flags
 from .output import Value, print_json
 
-DRAW_S = 0.1
-REPORT_S = 1.0
+DRAW_S = 0.1  # from one drawing of the bar to the next, at least
+REPORT_S = 1.0  # from one line of JSON to the next, at least
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """How far a verb has come. `total` is 0 as long as it is unknown; `content_bytes` is None for a
-    verb that counts no bytes."""
+class ShowProgress(Protocol):
+    """Shows that `done` of `total` are done (0: the total is not known yet), and how many bytes of
+    contents that were, for a verb that counts them. Called as often as one likes; never fails."""
 
-    done: int
-    total: int
-    content_bytes: int | None = None
-
-
-ShowProgress = Callable[[Progress], None]
-
-
-class _Bar(Protocol):
-    def draw(self, done: int, total: int, content_bytes: int | None) -> None: ...
-    def close(self) -> None: ...
+    def __call__(self, done: int, total: int, content_bytes: int | None = None) -> None: ...
 
 
 def is_bar_shown() -> bool:
@@ -40,69 +28,57 @@ def is_bar_shown() -> bool:
 
 @contextmanager
 def shown_progress(title: str, unit: str = "entries") -> Iterator[ShowProgress]:
-    """Show progress inside `with`: gives a function to call with each step, as often as one likes.
-
-    `unit` is the noun of what is counted, in the plural. The function never fails, so that the work
-    goes on where its progress cannot be shown.
-    """
+    """Show progress inside `with`. `unit` is the noun of what is counted, in the plural."""
     flags = global_flags()
     if flags.json and not flags.quiet:
-        yield _JsonLines(time.monotonic(), unit).show
+        start_s = time.monotonic()
+
+        def print_progress(done: int, total: int, content_bytes: int | None = None) -> None:
+            print_json(progress_json(unit, time.monotonic() - start_s, done, total, content_bytes))
+
+        yield _throttled(print_progress, REPORT_S, start_s + REPORT_S)
     elif is_bar_shown():
         from .drawing import Bar  # noqa: PLC0415  # rich takes 0.1 s to import
 
         bar = Bar(title, unit)
         try:
-            yield _ThrottledBar(bar).show
+            yield _throttled(bar.draw, DRAW_S, 0.0)
         finally:
             with suppress(OSError):
                 bar.close()
     else:
-        yield lambda _: None
+        yield lambda *_: None
 
 
-class _ThrottledBar:
-    """Draws a bar every DRAW_S seconds at most."""
+def _throttled(show: ShowProgress, interval_s: float, next_s: float) -> ShowProgress:
+    """`show`, called from the monotonic time `next_s` on, and once in `interval_s` at most. Where
+    nobody can see the progress (the reader of stdout has ended, say), the verb goes on."""
 
-    def __init__(self, bar: _Bar) -> None:
-        self._bar = bar
-        self._next_s = 0.0
-
-    def show(self, progress: Progress) -> None:
+    def show_sometimes(done: int, total: int, content_bytes: int | None = None) -> None:
+        nonlocal next_s
         now_s = time.monotonic()
-        if now_s >= self._next_s:
-            self._next_s = now_s + DRAW_S
+        if now_s >= next_s:
+            next_s = now_s + interval_s
             with suppress(OSError):
-                self._bar.draw(progress.done, progress.total, progress.content_bytes)
+                show(done, total, content_bytes)
+
+    return show_sometimes
 
 
-class _JsonLines:
-    """Prints a line of JSON every REPORT_S seconds at most."""
-
-    def __init__(self, start_s: float, unit: str) -> None:
-        self._unit = unit
-        self._start_s = start_s
-        self._next_s = start_s + REPORT_S
-
-    def show(self, progress: Progress) -> None:
-        now_s = time.monotonic()
-        if now_s < self._next_s:
-            return
-        self._next_s = now_s + REPORT_S
-        passed_s = now_s - self._start_s
-        rate = progress.done / passed_s
-        to_do = max(progress.total - progress.done, 0)  # a total may turn out too small
-        left_s = to_do / rate if progress.total and rate else None
-        unit, content_bytes = self._unit, progress.content_bytes
-        described: dict[str, Value] = {
-            "event": "progress",
-            unit: progress.done,
-            f"{unit}_total": progress.total or None,
-            f"{unit}_per_s": round(rate, 1),
-            "seconds": round(passed_s, 3),
-            "seconds_left": None if left_s is None else round(left_s, 1),
-        }
-        if content_bytes is not None:
-            described |= {"bytes": content_bytes, "bytes_per_s": round(content_bytes / passed_s)}
-        with suppress(OSError):  # the reader of stdout may have ended; a put goes on
-            print_json(described)
+def progress_json(
+    unit: str, passed_s: float, done: int, total: int, content_bytes: int | None
+) -> dict[str, Value]:
+    """The progress after `passed_s` seconds, with rates and the time left."""
+    rate = done / passed_s
+    to_do = max(total - done, 0)  # a total may turn out too small
+    described: dict[str, Value] = {
+        "event": "progress",
+        unit: done,
+        f"{unit}_total": total or None,
+        f"{unit}_per_s": round(rate, 1),
+        "seconds": round(passed_s, 3),
+        "seconds_left": round(to_do / rate, 1) if total and rate else None,
+    }
+    if content_bytes is not None:
+        described |= {"bytes": content_bytes, "bytes_per_s": round(content_bytes / passed_s)}
+    return described

@@ -6,13 +6,13 @@ import re
 import click
 
 from diesel_fs.errors import UsageError
-from diesel_fs.repository.interface import PurgeOptions, PurgeReport
+from diesel_fs.repository.interface import AS_POLICY, PurgeOptions, PurgeReport
 from diesel_fs.repository.retention import GRACE_S
 
 from .addresses import open_repository_from_flags
 from .options import dataset, duration, global_flags, verb
 from .output import bytes_text, count_text, print_json, print_line
-from .progress import Progress, shown_progress
+from .progress import shown_progress
 
 _PERCENT = re.compile(r"(\d{1,3})(?:\.(\d{1,4}))?%?", re.ASCII)
 _WHOLE_PPM = 1_000_000
@@ -66,18 +66,17 @@ def purge(name: str, max_unused: int, keep: int | None, grace: int | None, dry_r
       dlcmd purge --keep 3 --grace 7d pets
       dlcmd compact pets
     """
-    as_before = -1
     options = PurgeOptions(
         max_unused,
-        as_before if keep is None else keep,
-        as_before if grace is None else grace,
+        AS_POLICY if keep is None else keep,
+        AS_POLICY if grace is None else grace,
         dry_run,
     )
     with (
         open_repository_from_flags() as repository,
         shown_progress(f"purge {name}", "chunks") as show,
     ):
-        report = repository.purge(name, options, lambda done, total: show(Progress(done, total)))
+        report = repository.purge(name, options, show)
     if global_flags().json:
         print_json({"dataset": name, "dry_run": dry_run, **report.to_message()})
     else:

@@ -51,7 +51,7 @@ from .output import (
     write_stdout,
 )
 from .packing import PROGRAM
-from .progress import Progress, shown_progress
+from .progress import shown_progress
 
 _DELETIONS_SHOWN = 10
 """Number of paths to be deleted that a dry run names without -v."""
@@ -166,7 +166,7 @@ def put(
             nonlocal so_far
             so_far = report
             total = max(report.entries_found, report.entries) if report.walked else 0
-            show(Progress(report.entries, total, report.content_bytes))
+            show(report.entries, total, report.content_bytes)
 
         try:
             report = _put(repository, source, target, options, progress)

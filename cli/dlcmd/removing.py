@@ -5,11 +5,10 @@ import click
 from diesel_fs.errors import UsageError
 from diesel_fs.format.entries import Kind
 from diesel_fs.format.snapshot.reader import Snapshot
-from diesel_fs.repository.interface import Repository
 
 from .addresses import Address, address, open_repository_from_flags
-from .options import dataset, global_flags, verb
-from .output import count_text, print_json, print_line
+from .options import dataset, verb
+from .output import count_text, print_result
 
 
 @verb("rm")
@@ -33,26 +32,17 @@ def rm(targets: tuple[Address, ...], recursive: bool) -> None:
                 advice=f"`dlcmd delete-dataset {target} --yes` deletes it",
             )
     with open_repository_from_flags() as repository:
+        by_dataset: dict[str, list[Address]] = {}
+        for target in targets:
+            by_dataset.setdefault(target.dataset, []).append(target)
+        for name, chosen in by_dataset.items():  # all of them exist, or it raises
+            _paths(repository.view(name), chosen, recursive=recursive)
         deleted = 0
-        for name in dict.fromkeys(target.dataset for target in targets):
-            in_dataset = [target for target in targets if target.dataset == name]
-            _paths(
-                repository.view(name), in_dataset, recursive=recursive
-            )  # all exist, or it raises
-        for name in dict.fromkeys(target.dataset for target in targets):
-            in_dataset = [target for target in targets if target.dataset == name]
-            deleted += _delete(repository, name, in_dataset, recursive=recursive)
-    if global_flags().json:
-        print_json({"deleted": deleted})
-    else:
-        print_line(f"deleted {count_text(deleted, 'entry')}")
-
-
-def _delete(repository: Repository, name: str, targets: list[Address], *, recursive: bool) -> int:
-    session = repository.begin(name, create=False)
-    deleted = session.delete(_paths(session.view, targets, recursive=recursive))
-    session.finish()
-    return deleted
+        for name, chosen in by_dataset.items():
+            session = repository.begin(name, create=False)
+            deleted += session.delete(_paths(session.view, chosen, recursive=recursive))
+            session.finish()
+    print_result({"deleted": deleted}, f"deleted {count_text(deleted, 'entry')}")
 
 
 def _paths(view: Snapshot, targets: list[Address], *, recursive: bool) -> list[bytes]:
@@ -86,7 +76,7 @@ def delete_dataset(name: str, yes: bool) -> None:
             repository.dataset(name)
             raise UsageError(f"this would delete {name} for good", advice="confirm it with --yes")
         done = repository.delete_dataset(name)
-    if global_flags().json:
-        print_json({"dataset": name, "objects_removed": done.removed, "objects_left": done.left})
-    else:
-        print_line(f"deleted {name}: {count_text(done.removed, 'object')}")
+    print_result(
+        {"dataset": name, "objects_removed": done.removed, "objects_left": done.left},
+        f"deleted {name}: {count_text(done.removed, 'object')}",
+    )

@@ -1,7 +1,6 @@
 """The verb `shuffle`: prints the chunk-wise random order of a dataset's files."""
 
 import json
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 
@@ -21,9 +20,8 @@ from diesel_fs.orders.shuffle import measure_quality as quality_of
 
 from .addresses import Address, address, open_repository_from_flags
 from .options import global_flags, verb
-from .output import json_name, name_line, print_json, write_stdout
+from .output import json_name, name_line, print_json, print_table, write_stdout
 
-_BATCH = 4096
 _COLUMNS = ("measure", "this order", "full shuffle")
 
 
@@ -96,16 +94,11 @@ def shuffle(
             write_stdout(_lines(view, order, nul=nul))
 
 
-def _batches(view: Snapshot, order: Indices) -> Iterator[bytes]:
-    for start in range(0, len(order), _BATCH):
-        yield from view.paths(order[start : start + _BATCH])
-
-
 def _refuse_newlines(view: Snapshot, order: Indices) -> None:
     """Raises UsageError, before anything is printed, for a path with a newline in it."""
     if not (view.columns.names == ord("\n")).any():
         return
-    for path in _batches(view, order):
+    for path in view.iter_paths(order):
         if b"\n" in path:
             raise UsageError(
                 f"{path!r} has a newline in its name, so it would be printed as two lines",
@@ -115,14 +108,10 @@ def _refuse_newlines(view: Snapshot, order: Indices) -> None:
 
 def _lines(view: Snapshot, order: Indices, *, nul: bool) -> Iterator[bytes]:
     if global_flags().json:
-        return (_json_line(path) for path in _batches(view, order))
+        return (json.dumps(json_name(path)).encode() + b"\n" for path in view.iter_paths(order))
     if nul:
-        return (path + b"\0" for path in _batches(view, order))
-    return map(name_line, _batches(view, order))
-
-
-def _json_line(path: bytes) -> bytes:
-    return json.dumps(json_name(path)).encode() + b"\n"
+        return (path + b"\0" for path in view.iter_paths(order))
+    return map(name_line, view.iter_paths(order))
 
 
 def _print_quality(measured: OrderQuality) -> None:
@@ -148,9 +137,4 @@ def _print_quality(measured: OrderQuality) -> None:
         ("rank correlation with the pack", f"{measured.rank_correlation:.4f}", "0.0000"),
         ("chunks open at once", f"{measured.chunks_open_max}", f"{measured.chunks}"),
     ]
-    if sys.stdout.isatty():
-        from .drawing import table  # noqa: PLC0415  # rich takes 0.1 s to import
-
-        table(_COLUMNS, rows, _COLUMNS[1:])
-    else:
-        write_stdout("\t".join(row).encode() + b"\n" for row in rows)
+    print_table(_COLUMNS, rows, _COLUMNS[1:])

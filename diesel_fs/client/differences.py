@@ -25,8 +25,6 @@ from ..ingest.options import Filter, PutOptions
 from ..ingest.sources.folder import open_source
 from ..ingest.sources.walk import walk
 
-_BATCH = 4096
-
 CompareProgress = Callable[[int], None]
 """Called with the number of entries that have been compared so far."""
 
@@ -55,8 +53,7 @@ class _Paths(Collection[bytes]):
         return len(self._entries)
 
     def __iter__(self) -> Iterator[bytes]:
-        for start in range(0, len(self._entries), _BATCH):
-            yield from self._view.paths(self._entries[start : start + _BATCH])
+        return self._view.iter_paths(self._entries)
 
     def __contains__(self, path: object) -> bool:
         return any(path == each for each in self)

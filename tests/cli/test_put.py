@@ -3,7 +3,6 @@
 import base64
 import fcntl
 import io
-import json
 import os
 import signal
 import struct
@@ -17,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from dlcmd.output import count_text
-from dlcmd.progress import Progress, _JsonLines
+from dlcmd.progress import progress_json
 from tests.trees import facts, odd_tree, write
 
 from .conftest import Dlcmd
@@ -220,13 +219,8 @@ def test_progress_counts_a_large_file_once(dlcmd: Dlcmd, tmp_path: Path) -> None
     assert result.objects[-1]["entries"] == 1
 
 
-def test_progress_beyond_the_total_has_no_time_left(
-    monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
-) -> None:
-    clock = iter([0.0, 10.0])
-    monkeypatch.setattr("time.monotonic", lambda: next(clock))
-    _JsonLines(next(clock), "entries").show(Progress(17, 2, 0))
-    assert json.loads(capfdbinary.readouterr().out)["seconds_left"] == 0
+def test_progress_beyond_the_total_has_no_time_left() -> None:
+    assert progress_json("entries", 10.0, 17, 2, 0)["seconds_left"] == 0
 
 
 def test_only_the_paths_of_files_from_are_put(dlcmd: Dlcmd, tmp_path: Path) -> None:
@@ -461,13 +455,8 @@ def test_the_bar_on_a_terminal_names_what_a_verb_counts(dlcmd: Dlcmd, tmp_path: 
         assert b"B/s" not in drawn
 
 
-def test_progress_in_json_names_what_a_verb_counts(
-    monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
-) -> None:
-    clock = iter([0.0, 10.0])
-    monkeypatch.setattr("time.monotonic", lambda: next(clock))
-    _JsonLines(next(clock), "chunks").show(Progress(20, 80))
-    assert json.loads(capfdbinary.readouterr().out) == {
+def test_progress_in_json_names_what_a_verb_counts() -> None:
+    assert progress_json("chunks", 10.0, 20, 80, None) == {
         "event": "progress",
         "chunks": 20,
         "chunks_total": 80,

@@ -11,6 +11,7 @@ import tarfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 
@@ -37,6 +38,23 @@ from .test_bucket import FakeBucket
 MTIME_NS = 7_000_000_000
 Files = Mapping[str, bytes]
 MakeSource = Callable[[Files, int], Source]
+"""Makes a source of these files, all with this mtime (ns) and the mode 0644."""
+
+
+class PutMany(Protocol):
+    """Puts files below `target` from a source of many; options are those of `PutOptions`."""
+
+    def __call__(
+        self, files: Files, target: bytes = b"", *, mtime_ns: int = MTIME_NS, **options: object
+    ) -> PutReport: ...
+
+
+class PutOne(Protocol):
+    """Puts one file at a path of the dataset; options are those of `PutOptions`."""
+
+    def __call__(
+        self, path: str, content: bytes, *, mtime_ns: int = MTIME_NS, **options: object
+    ) -> PutReport: ...
 
 
 @pytest.fixture
@@ -74,9 +92,7 @@ def many(request: pytest.FixtureRequest, folder_source: MakeSource) -> MakeSourc
 
 
 @pytest.fixture
-def put(repository: LocalRepository, many: MakeSource) -> Callable[..., PutReport]:
-    """Puts these files from a source of many; options are those of `PutOptions`."""
-
+def put_many(repository: LocalRepository, many: MakeSource) -> PutMany:
     def put(
         files: Files, target: bytes = b"", *, mtime_ns: int = MTIME_NS, **options: object
     ) -> PutReport:
@@ -92,8 +108,8 @@ def put_one(
     repository: LocalRepository,
     tmp_path: Path,
     folder_source: MakeSource,
-) -> Callable[..., PutReport]:
-    """Puts one file at a path of the dataset `ds`: in a source of many, or as a source alone."""
+) -> PutOne:
+    """In a source of many, or as a single file or object."""
 
     def source_of(folder: bytes, name: str, content: bytes, mtime_ns: int) -> tuple[Source, bytes]:
         """The source, and where it goes in the dataset."""
@@ -117,9 +133,6 @@ def put_one(
     return put
 
 
-Put = Callable[..., PutReport]
-
-
 def files(repository: LocalRepository) -> dict[bytes, bytes]:
     return file_contents(repository.view("ds"), repository)
 
@@ -133,7 +146,7 @@ def names(view: Snapshot) -> list[bytes]:
 
 @pytest.mark.parametrize("size", [0, 1, CHUNK_BYTES_MIN, 3 * CHUNK_BYTES_MIN + 1])
 def test_a_file_is_put_with_content_mode_and_mtime(
-    repository: LocalRepository, put_one: Put, size: int
+    repository: LocalRepository, put_one: PutOne, size: int
 ) -> None:
     content = os.urandom(size)
     report = put_one("in/here/a", content)
@@ -146,7 +159,7 @@ def test_a_file_is_put_with_content_mode_and_mtime(
     assert repository.verify("ds").sound
 
 
-def test_put_again_puts_nothing(repository: LocalRepository, put_one: Put) -> None:
+def test_put_again_puts_nothing(repository: LocalRepository, put_one: PutOne) -> None:
     first = put_one("in/a", b"1")
     for options in ({}, {"checksum": True}, {"dry_run": True}):
         again = put_one("in/a", b"1", **options)
@@ -155,7 +168,7 @@ def test_put_again_puts_nothing(repository: LocalRepository, put_one: Put) -> No
         assert repository.view("ds").version == first.version
 
 
-def test_another_size_or_mtime_is_put_again(repository: LocalRepository, put_one: Put) -> None:
+def test_another_size_or_mtime_is_put_again(repository: LocalRepository, put_one: PutOne) -> None:
     put_one("in/a", b"1")
     assert put_one("in/a", b"22").files == 1
     assert files(repository) == {b"in/a": b"22"}
@@ -163,7 +176,7 @@ def test_another_size_or_mtime_is_put_again(repository: LocalRepository, put_one
     assert files(repository) == {b"in/a": b"33"}
 
 
-def test_checksum_compares_contents(repository: LocalRepository, put_one: Put) -> None:
+def test_checksum_compares_contents(repository: LocalRepository, put_one: PutOne) -> None:
     put_one("in/a", b"old")
     assert put_one("in/a", b"new").files == 0
     assert files(repository) == {b"in/a": b"old"}
@@ -171,7 +184,7 @@ def test_checksum_compares_contents(repository: LocalRepository, put_one: Put) -
     assert files(repository) == {b"in/a": b"new"}
 
 
-def test_a_dry_run_counts_and_changes_nothing(repository: LocalRepository, put_one: Put) -> None:
+def test_a_dry_run_counts_and_changes_nothing(repository: LocalRepository, put_one: PutOne) -> None:
     assert put_one("in/a", b"1", dry_run=True).entries_found >= 1
     assert repository.datasets() == []
     version = put_one("in/a", b"1").version
@@ -182,7 +195,7 @@ def test_a_dry_run_counts_and_changes_nothing(repository: LocalRepository, put_o
 
 @pytest.mark.parametrize("target", [".diesel/a", ".diesel/x/a"])
 def test_nothing_is_put_into_the_mounts_own_folder(
-    repository: LocalRepository, put_one: Put, target: str
+    repository: LocalRepository, put_one: PutOne, target: str
 ) -> None:
     with pytest.raises(UsageError, match="mount's own folder"):
         put_one(target, b"1")
@@ -191,10 +204,9 @@ def test_nothing_is_put_into_the_mounts_own_folder(
 
 @pytest.mark.parametrize("checksum", [False, True])
 @pytest.mark.parametrize("path", ["folder", "file/below", "file/far/below"])
-def test_a_path_is_a_file_or_a_folder(
-    repository: LocalRepository, put_one: Put, path: str, checksum: bool
+def test_without_delete_files_and_folders_do_not_replace_each_other(
+    repository: LocalRepository, put_one: PutOne, path: str, checksum: bool
 ) -> None:
-    """Without --delete, neither takes the place of the other."""
     content = {"folder/x": b"1", "file": b"2"}
     ingest.put(repository, "ds", tar_source(content, MTIME_NS))
     with suppress(ConflictError):  # of a single file, or a folder as a whole
@@ -223,42 +235,46 @@ def test_a_single_file_needs_a_name_and_says_nothing_about_others(
 # Sources of many files
 
 
-def test_an_empty_source_makes_an_empty_dataset(repository: LocalRepository, put: Put) -> None:
-    assert put({}).failed == []
+def test_an_empty_source_makes_an_empty_dataset(
+    repository: LocalRepository, put_many: PutMany
+) -> None:
+    assert put_many({}).failed == []
     assert repository.view("ds").entry_count == 1
 
 
-def test_delete_removes_what_the_source_lacks(repository: LocalRepository, put: Put) -> None:
-    put({"a": b"1", "d/b": b"2", "d/e/c": b"3", "keep/x": b"4"})
-    assert put({"keep/x": b"4"}).deleted == 0
+def test_delete_removes_what_the_source_lacks(
+    repository: LocalRepository, put_many: PutMany
+) -> None:
+    put_many({"a": b"1", "d/b": b"2", "d/e/c": b"3", "keep/x": b"4"})
+    assert put_many({"keep/x": b"4"}).deleted == 0
     assert len(files(repository)) == 4
-    planned = put({"keep/x": b"4"}, delete=True, dry_run=True)
+    planned = put_many({"keep/x": b"4"}, delete=True, dry_run=True)
     assert sorted(planned.to_delete) == [b"a", b"d", b"d/b", b"d/e", b"d/e/c"]
     assert planned.to_delete.index(b"d/e/c") < planned.to_delete.index(b"d/e")
     assert len(files(repository)) == 4
-    assert put({"keep/x": b"4"}, delete=True).deleted == planned.deleted == 5
+    assert put_many({"keep/x": b"4"}, delete=True).deleted == planned.deleted == 5
     assert files(repository) == {b"keep/x": b"4"}
-    assert put({"keep/x": b"4"}, delete=True).deleted == 0
+    assert put_many({"keep/x": b"4"}, delete=True).deleted == 0
 
 
-def test_delete_stays_below_the_target(repository: LocalRepository, put: Put) -> None:
-    put({"a": b"1"}, b"outside")
-    put({"a": b"1", "b": b"2"}, b"in/here")
-    assert put({"a": b"1"}, b"in/here", delete=True).deleted == 1
+def test_delete_stays_below_the_target(repository: LocalRepository, put_many: PutMany) -> None:
+    put_many({"a": b"1"}, b"outside")
+    put_many({"a": b"1", "b": b"2"}, b"in/here")
+    assert put_many({"a": b"1"}, b"in/here", delete=True).deleted == 1
     assert names(repository.view("ds")) == [b"in/here/a", b"outside/a"]
 
 
-def test_an_empty_source_never_deletes(repository: LocalRepository, put: Put) -> None:
+def test_an_empty_source_never_deletes(repository: LocalRepository, put_many: PutMany) -> None:
     """It may be a disk that is not mounted. With `allow_empty` it deletes everything."""
-    put({"a": b"1", "b": b"2"})
-    assert put({}, delete=True).deleted == 0
+    put_many({"a": b"1", "b": b"2"})
+    assert put_many({}, delete=True).deleted == 0
     assert names(repository.view("ds")) == [b"a", b"b"]
-    assert put({}, delete=True, allow_empty=True).deleted == 2
+    assert put_many({}, delete=True, allow_empty=True).deleted == 2
     assert repository.view("ds").entry_count == 1
 
 
-def test_filters_choose_files(repository: LocalRepository, put: Put) -> None:
-    put(
+def test_filters_choose_files(repository: LocalRepository, put_many: PutMany) -> None:
+    put_many(
         {"a.jpg": b"", "a.txt": b"", "skip/a.jpg": b"", "d/b.jpg": b"", "d/no.jpg": b""},
         include=("*.jpg",),
         exclude=("skip", "d/no*"),
@@ -267,86 +283,88 @@ def test_filters_choose_files(repository: LocalRepository, put: Put) -> None:
 
 
 def test_a_glob_with_a_slash_at_its_end_matches_folders(
-    repository: LocalRepository, put: Put
+    repository: LocalRepository, put_many: PutMany
 ) -> None:
     source = {"cache/x": b"1", "d/cache": b"a file", "d/in/cache/y": b"2"}
-    put(source, exclude=("cache/",))
+    put_many(source, exclude=("cache/",))
     assert names(repository.view("ds")) == [b"d/cache"]
     for bad in ("", "/"):
         with pytest.raises(UsageError):
-            put(source, exclude=(bad,))
+            put_many(source, exclude=(bad,))
     with pytest.raises(UsageError, match="include"):
-        put(source, include=("cache/",))
+        put_many(source, include=("cache/",))
 
 
-def test_delete_spares_what_a_filter_leaves_out(repository: LocalRepository, put: Put) -> None:
-    put({"a.jpg": b"1", "b.txt": b"2", "x/c.jpg": b"3"})
-    report = put({"c.jpg": b"3"}, delete=True, include=("*.jpg",), exclude=("x",))
+def test_delete_spares_what_a_filter_leaves_out(
+    repository: LocalRepository, put_many: PutMany
+) -> None:
+    put_many({"a.jpg": b"1", "b.txt": b"2", "x/c.jpg": b"3"})
+    report = put_many({"c.jpg": b"3"}, delete=True, include=("*.jpg",), exclude=("x",))
     assert report.deleted == 1
     assert names(repository.view("ds")) == [b"b.txt", b"c.jpg", b"x/c.jpg"]
 
 
 @pytest.mark.parametrize("pattern", ["cache", "cache/", "/cache", "sub/cach?"])
 def test_delete_spares_all_below_a_folder_that_is_left_out(
-    repository: LocalRepository, put: Put, pattern: str
+    repository: LocalRepository, put_many: PutMany, pattern: str
 ) -> None:
     top = "sub/cache" if "sub" in pattern else "cache"
-    put({f"{top}/x": b"1", f"{top}/in/y": b"1", "a": b"2"})
-    assert put({"b": b"3"}, delete=True, exclude=(pattern,)).deleted == 1
+    put_many({f"{top}/x": b"1", f"{top}/in/y": b"1", "a": b"2"})
+    assert put_many({"b": b"3"}, delete=True, exclude=(pattern,)).deleted == 1
     assert names(repository.view("ds")) == sorted(
         [b"b", f"{top}/in/y".encode(), f"{top}/x".encode()]
     )
 
 
 def test_delete_spares_the_folder_of_what_is_left_out(
-    repository: LocalRepository, put: Put
+    repository: LocalRepository, put_many: PutMany
 ) -> None:
     """And no file takes its place: what is left out would be lost under it."""
-    put({"d/x.tmp": b"1", "d/y": b"2", "e/z": b"3"})
-    assert put({"e": b"a file"}, delete=True, exclude=("*.tmp",)).deleted == 2
+    put_many({"d/x.tmp": b"1", "d/y": b"2", "e/z": b"3"})
+    assert put_many({"e": b"a file"}, delete=True, exclude=("*.tmp",)).deleted == 2
     assert names(repository.view("ds")) == [b"d/x.tmp", b"e"]
-    report = put({"d": b"a file", "e": b"a file"}, delete=True, exclude=("*.tmp",))
+    report = put_many({"d": b"a file", "e": b"a file"}, delete=True, exclude=("*.tmp",))
     assert [path for path, _ in report.failed] == [b"d"]
     assert "d is a folder of the dataset" in report.failed[0][1]
     assert names(repository.view("ds")) == [b"d/x.tmp", b"e"]
 
 
 def test_delete_spares_a_file_that_is_left_out_where_a_folder_comes(
-    repository: LocalRepository, put: Put
+    repository: LocalRepository, put_many: PutMany
 ) -> None:
-    put({"a": b"1", "b.jpg": b"2"})
-    report = put({"a/x.jpg": b"3", "b.jpg/x.jpg": b"4"}, delete=True, include=("*.jpg",))
+    put_many({"a": b"1", "b.jpg": b"2"})
+    report = put_many({"a/x.jpg": b"3", "b.jpg/x.jpg": b"4"}, delete=True, include=("*.jpg",))
     assert report.failed[0][0] in (b"a", b"a/x.jpg")  # a folder's walk stops at `a`
     assert len(report.failed) == 1
     assert names(repository.view("ds")) == [b"a", b"b.jpg/x.jpg"]
 
 
 def test_with_delete_files_and_folders_take_each_others_place(
-    repository: LocalRepository, put: Put
+    repository: LocalRepository, put_many: PutMany
 ) -> None:
-    put({"f": b"1", "d/in": b"2", "gone": b""})
-    assert put({"f/in": b"was a file", "d": b"was a folder"}, delete=True).failed == []
+    put_many({"f": b"1", "d/in": b"2", "gone": b""})
+    assert put_many({"f/in": b"was a file", "d": b"was a folder"}, delete=True).failed == []
     assert files(repository) == {b"d": b"was a folder", b"f/in": b"was a file"}
     assert repository.verify("ds").notes == []
 
 
 def test_the_mounts_own_folder_is_left_out_of_a_source(
-    repository: LocalRepository, put: Put
+    repository: LocalRepository, put_many: PutMany
 ) -> None:
     """At the root of the dataset alone: elsewhere the name is a name."""
     source = {".diesel/x": b"1", "good": b"2", "d/.diesel": b"3"}
-    for options in ({"dry_run": True}, {}):
-        ((path, reason),) = put(source, **options).failed
+    for dry_run in (True, False):
+        ((path, reason),) = put_many(source, dry_run=dry_run).failed
         assert path.split(b"/")[0] == b".diesel"
         assert reason == "refused: it is the name of a mount's own folder"
     assert names(repository.view("ds")) == [b"d/.diesel", b"good"]
-    assert put(source, b"in").failed == []
+    assert put_many(source, b"in").failed == []
 
 
 @pytest.mark.parametrize("kind", ["folder", "file", "tar", "bucket"])
-@pytest.mark.parametrize("options", [{}, {"dry_run": True}])
+@pytest.mark.parametrize("dry_run", [False, True])
 def test_a_source_that_is_missing_leaves_no_dataset(
-    repository: LocalRepository, tmp_path: Path, kind: str, options: dict[str, bool]
+    repository: LocalRepository, tmp_path: Path, kind: str, dry_run: bool
 ) -> None:
     missing = FakeBucket({})
     missing.listing_error = NotFoundError("nothing is there")
@@ -357,5 +375,5 @@ def test_a_source_that_is_missing_leaves_no_dataset(
         "bucket": BucketSource(missing),
     }[kind]
     with pytest.raises((NotFoundError, UsageError)):
-        ingest.put(repository, "ds", source, b"in/a", PutOptions(**options))
+        ingest.put(repository, "ds", source, b"in/a", PutOptions(dry_run=dry_run))
     assert repository.datasets() == []

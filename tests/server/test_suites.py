@@ -1,7 +1,7 @@
 """The suites of other repositories, over a server with a real Redis: nobody notices the difference.
 
-The tests are those of `tests/writer`, `tests/client`, `tests/repository`, `tests/cli` and
-`tests/fuse` that look at a repository from outside; only where it is opened is different here.
+The tests are those of `tests/ingest`, `tests/client`, `tests/repository` and `tests/cli` that look
+at a repository from outside; only where it is opened is different here.
 """
 
 import os
@@ -62,17 +62,23 @@ from tests.ingest.test_put import (  # noqa: F401
     test_a_path_is_a_file_or_a_folder,
     test_a_tree_of_all_oddities,
     test_an_empty_dataset_and_one_empty_file,
-    test_an_empty_source_never_deletes,
-    test_checksum_compares_contents,
     test_delete_removes_what_the_source_has_not,
-    test_delete_spares_what_a_filter_leaves_out,
     test_dry_run_changes_nothing,
     test_empty_folders_go_in_many_messages,
-    test_filters,
     test_large_files_in_extents,
     test_links_are_never_followed,
     test_paths_below_the_source,
     test_put_again_takes_what_changed,
+)
+from tests.ingest.test_source_contract import (  # noqa: F401
+    folder_source,
+    many,
+    put_many,
+    put_one,
+    test_an_empty_source_never_deletes,
+    test_checksum_compares_contents,
+    test_delete_spares_what_a_filter_leaves_out,
+    test_filters_choose_files,
 )
 from tests.ingest.test_tar import (  # noqa: F401
     test_again_nothing_is_put,

@@ -39,6 +39,7 @@ _RUN_MAX = 16  # equal fingerprints that a lookup tries before it bisects the fo
 _MEMO_FOLDERS = 65_536  # a memo is emptied at this size, about 15 MB
 _MEMO_PATH_BYTES = 512  # folders with longer paths are not memoized
 _BATCH = 8_192  # paths in one pass of `lookup_many`: its temporaries stay in the CPU's cache
+_PATHS_BATCH = 4_096  # paths in memory at a time while many are iterated over
 _BLOCK_ENTRIES = 1 << 20  # entries per step of a scan of all
 _BUCKET_BITS_MAX = 22  # 16 MB; `lookup_many` of more than 8 million entries gets slower instead
 _BUCKET_STEPS_MAX = 16  # after these steps a bucket is bisected
@@ -420,6 +421,11 @@ class Snapshot:
                     folders[parent] = prefix
             paths.append(prefix + self.name(i))
         return paths
+
+    def iter_paths(self, entries: Indices) -> Iterator[bytes]:
+        """As `paths`, for any number of entries: only a batch of paths is in memory at a time."""
+        for start in range(0, len(entries), _PATHS_BATCH):
+            yield from self.paths(entries[start : start + _PATHS_BATCH])
 
     def chunk_of(self, entries: Sequence[int] | Indices) -> Indices:
         """The number of the chunk of each file (its first); -1 for links and folders."""
