@@ -356,7 +356,7 @@ class Dataset:
                     shutil.copyfileobj(source, spool)
                     size = spool.tell()
                     spool.seek(0)
-                    packer.add_stream(spool, size, split(target), mode, now)  # type: ignore[arg-type]  # IO[bytes]
+                    packer.add_stream(spool, size, split(target), mode, now)
         except FileSkipped as reason:
             raise ConflictError(f"{source!r}: {reason}") from None
         self._pending.add(target)

@@ -15,7 +15,7 @@ from functools import partial
 
 from ..cache.reader import EntryReader
 from ..errors import ConflictError, DieselError, FormatError, ObjectMissing
-from ..format.entries import Kind, Stat, join, path_fault, split
+from ..format.entries import MODE_MASK, Kind, Stat, join, path_fault, split
 from ..format.snapshot.reader import ROOT_INDEX, Snapshot, same_content
 from ..names import shown
 from ..repository.interface import Repository
@@ -26,7 +26,7 @@ from .sources.walk import FolderListing, ReportFailure, failure_reason, open_fil
 
 log = logging.getLogger("diesel.ingest")
 
-_MEMORY_BYTES = 64 << 20  # some chunks, for entries that lie near each other in the source
+_MEMORY_BYTES = 64 << 20  # for chunks that are checked: entries near each other share some
 
 
 class ReadabilityCheck:
@@ -147,12 +147,12 @@ class Comparer:
             return []
         top = self.view.lookup(self._target)
         paths: list[bytes] = []
-        kept: set[int] = set()
+        staying: set[int] = set()  # folders in which something stays
         for index in reversed(self.view.walk(top).tolist() if top >= 0 else []):
             if self._seen[index] or index == top:
                 continue
-            if index in kept or self._is_excluded(index):
-                kept.add(self.view.parent(index))
+            if index in staying or self._is_excluded(index):
+                staying.add(self.view.parent(index))
             else:
                 paths.append(self.view.path(index))
         return paths
@@ -250,10 +250,10 @@ class FolderComparer(Comparer):
         super().__init__(view, target, options, path_filter, readable)
         self._failed = failed
         self._root = root
-        for end in range(len(target) + 1):
+        for end in range(len(target) + 1):  # the target, and each folder above it
             if end == len(target) or target[end : end + 1] == b"/":
-                above = view.lookup(target[:end])
-                if above >= 0 and view.stat(above).kind != Kind.FOLDER:
+                index = view.lookup(target[:end])
+                if index >= 0 and view.stat(index).kind != Kind.FOLDER:
                     raise ConflictError(f"{target[:end]!r} is a file of the dataset")
 
     def changes(self, listings: Iterator[FolderListing]) -> Iterator[FolderChanges]:
@@ -278,41 +278,37 @@ class FolderComparer(Comparer):
             yield self._compare(listing, target)
 
     def _compare(self, listing: FolderListing, target: bytes) -> FolderChanges:
+        """What is to be packed of one folder, which goes to `target`."""
         at = self.view.lookup(target)
-        stat_there = self.view.stat(at) if at >= 0 else None
-        own = (listing.mode & 0o777, listing.mtime_ns)
-        same_folder = (
-            stat_there is not None
-            and stat_there.kind == Kind.FOLDER
-            and (stat_there.mode, stat_there.mtime_ns) == own
+        self._mark(at, with_all_below=listing.unread)
+        found = self.view.stat(at) if at >= 0 else None
+        is_folder = found is not None and found.kind == Kind.FOLDER
+        is_same = (
+            is_folder
+            and found is not None
+            and (found.mode, found.mtime_ns) == (listing.mode & MODE_MASK, listing.mtime_ns)
             and self._readable(at)
         )
-        entry = None if same_folder or listing.unread else (listing.mode, listing.mtime_ns)
-        if at < 0 or stat_there is None or stat_there.kind != Kind.FOLDER:
-            self._mark(at, with_all_below=listing.unread)
-            return FolderChanges(
-                listing.path, entry, listing.files, listing.links, int(same_folder)
-            )
-        self._mark(at, with_all_below=listing.unread)
-        there = {self.view.name(i): i for i in self.view.children(at)}
-        if not there:
-            return FolderChanges(
-                listing.path, entry, listing.files, listing.links, int(same_folder)
-            )
-        changed, unchanged = self._compare_names(listing, there)
-        files = [name for name in listing.files if name in changed]
-        links = [name for name in listing.links if name in changed]
-        return FolderChanges(listing.path, entry, files, links, unchanged + int(same_folder))
+        entry = None if is_same or listing.unread else (listing.mode, listing.mtime_ns)
+        files, links, unchanged = listing.files, listing.links, int(is_same)
+        indices = {self.view.name(i): i for i in self.view.children(at)} if is_folder else {}
+        if indices:
+            changed, unchanged_names = self._compare_names(listing, indices)
+            files = [name for name in files if name in changed]
+            links = [name for name in links if name in changed]
+            unchanged += unchanged_names
+        return FolderChanges(listing.path, entry, files, links, unchanged)
 
     def _compare_names(
-        self, listing: FolderListing, there: dict[bytes, int]
+        self, listing: FolderListing, indices: dict[bytes, int]
     ) -> tuple[set[bytes], int]:
-        """The files and links of a folder that are new or different, and how many others."""
+        """The files and links of a folder that are new or different, and how many others.
+        `indices` has the entries of this folder in the dataset, by their names."""
         changed: set[bytes] = set()
         unchanged = 0
         names = (*listing.files, *listing.links)
         for name in names:  # the source has them, whether or not they can be looked at
-            self._mark(there.get(name, -1))
+            self._mark(indices.get(name, -1))
         try:
             folder = open_folder(self._root, listing.path)
         except OSError as error:
@@ -320,11 +316,10 @@ class FolderComparer(Comparer):
             return changed, 0
         try:
             for name in names:
-                index = there.get(name, -1)
+                index = indices.get(name, -1)
                 if index < 0:
                     changed.add(name)
-                    continue
-                if reason := self._replacement_conflict(index, Kind.FILE):
+                elif reason := self._replacement_conflict(index, Kind.FILE):
                     self._failed(join(listing.path, name), reason)
                 elif self._is_unchanged(folder, name, index):
                     unchanged += 1
@@ -342,6 +337,7 @@ class FolderComparer(Comparer):
         return self._folder_conflict(target)
 
     def _is_unchanged(self, folder: int, name: bytes, index: int) -> bool:
+        """Whether the entry at `index` equals `name` in the descriptor `folder`."""
         there = self.view.stat(index)
         try:
             found = os.stat(name, dir_fd=folder, follow_symlinks=False)
@@ -355,7 +351,7 @@ class FolderComparer(Comparer):
                 there.kind == Kind.FILE
                 and there.size == found.st_size
                 and there.mtime_ns == found.st_mtime_ns
-                and there.mode == found.st_mode & 0o777
+                and there.mode == found.st_mode & MODE_MASK
                 and (
                     not self._options.checksum or same_file_content(self.view, index, folder, name)
                 )

@@ -34,61 +34,63 @@ from .packer import start_packer
 
 log = logging.getLogger("diesel.ingest")
 
-_MEMORY_BYTES = 64 << 20
-_READ_BYTES = 1 << 20
+_MEMORY_BYTES = 64 << 20  # for chunks, while files are put again
+_READ_BYTES = 1 << 20  # of a file that is put again
 
 
 class _Entry(NamedTuple):
-    """An entry of a new chunk: `place` in `header`."""
+    """An entry of a new chunk, by its position in the chunk's header."""
 
     stamp: Stamp
     header: Header
-    place: int
-    own: bool
+    position: int
+    is_own: bool  # written by this session
 
     @property
     def kind(self) -> Kind:
-        return Kind(int(self.header.records["kind"][self.place]))
+        return Kind(int(self.header.records["kind"][self.position]))
 
 
 def finish_put(
     repository: Repository, session: WriteSession, report: PutReport, prefix: bytes = b""
 ) -> bool:
-    """`session.finish`, then put again the files that folders have replaced; the report names them.
+    """`session.finish`, then put again the files that folders have replaced; the report names them,
+    by their paths below `prefix`, where the source goes in the dataset.
 
-    Returns whether others have written since the session began. Then go on with a new session: this
-    one would look at all new chunks each time. `session.view` must have been loaded when the
+    Returns whether others have written since the session began. If so, go on with a new session:
+    this one would look at all new chunks each time. `session.view` must have been loaded when the
     session began.
     """
     report.version = session.finish()
     if not session.others_committed():
         return False
-    lost = _files_replaced_by_folders(repository, session)
-    if lost:
-        _put_again(repository, session, lost)
+    replaced = _files_replaced_by_folders(repository, session)
+    if replaced:
+        _put_again(repository, session, replaced)
         report.version = session.finish()
-    for path in lost:
+    for path in replaced:
         below = path.removeprefix(prefix + b"/") if prefix else path
         report.fail(below, "it is a file and a folder now, since another writer put it, too")
     return True
 
 
 def _put_again(
-    repository: Repository, session: WriteSession, lost: dict[bytes, list[_Entry]]
+    repository: Repository, session: WriteSession, replaced: dict[bytes, list[_Entry]]
 ) -> None:
+    """Put the contents of these files at their paths again. `replaced` has each file's extents."""
     log.warning(
         "folders replaced these files, which are put again: %s",
-        ", ".join(map(shown, lost)),
+        ", ".join(map(shown, replaced)),
     )
-    view = _view(session, lost)
+    view = _snapshot_of(session, replaced)
     reader = EntryReader(view, repository.objects, _MEMORY_BYTES)
     packer = start_packer(session, CHUNK_BYTES_DEFAULT, "auto")
     try:
-        for path in lost:
+        for path in replaced:
             index = view.lookup(path)
             found = view.stat(index)
             if found.kind == Kind.LINK:
-                packer.add_link_to(split(path), found.mtime_ns, view.link(index))
+                packer.add_known_link(split(path), found.mtime_ns, view.link(index))
                 continue
             content = io.BufferedReader(EntryFile(reader, index), _READ_BYTES)
             packer.add_stream(content, found.size, split(path), found.mode, found.mtime_ns)
@@ -103,9 +105,8 @@ def _files_replaced_by_folders(
 ) -> dict[bytes, list[_Entry]]:
     """The extents of each file that a folder has replaced, one of the two by this session."""
     before, after = session.view, repository.view(session.name)
-    own = session.committed_chunks
     new = set(after.chunk_ids).difference(before.chunk_ids)
-    theirs = list(_headers(repository, session, new.difference(own)))
+    theirs = list(_headers(repository, session, new - session.committed_chunks))
     shadowed = set(after.shadowing_folders().tolist())
     suspects = {
         path
@@ -118,47 +119,49 @@ def _files_replaced_by_folders(
     if not suspects:
         return {}
     entries = defaultdict[bytes, list[_Entry]](list)
-    ours = _headers(repository, session, new.intersection(own))
+    ours = _headers(repository, session, new & session.committed_chunks)
     for headers, is_own in ((theirs, False), (ours, True)):
         for header in headers:
-            for place in range(len(header)):
-                if (path := header.path(place)) in suspects:
-                    entries[path].append(_Entry(header.stamp(place), header, place, is_own))
-    lost = {path: _replaced(found) for path, found in entries.items()}
-    return {path: extents for path, extents in sorted(lost.items()) if extents}
+            for i in range(len(header)):
+                if (path := header.path(i)) in suspects:
+                    entries[path].append(_Entry(header.stamp(i), header, i, is_own))
+    replaced = {path: _replaced_extents(found) for path, found in sorted(entries.items())}
+    return {path: extents for path, extents in replaced.items() if extents}
 
 
 def _possible_conflicts(header: Header, session: WriteSession) -> Iterator[bytes]:
     """The paths of a chunk of another writer that may be in conflict: its files and links, and its
     folders that stand in a folder in which this session has committed something."""
     kinds = header.records["kind"]
-    for place in np.flatnonzero((kinds == Kind.FILE) | (kinds == Kind.LINK)).tolist():
-        yield header.path(place)
-    for place in np.flatnonzero(kinds == Kind.FOLDER).tolist():
-        if header.folders[header.folder[place]] in session.folders:
-            yield header.path(place)
+    for i in np.flatnonzero((kinds == Kind.FILE) | (kinds == Kind.LINK)).tolist():
+        yield header.path(i)
+    for i in np.flatnonzero(kinds == Kind.FOLDER).tolist():
+        if header.folders[header.folder[i]] in session.folders:
+            yield header.path(i)
 
 
-def _replaced(entries: list[_Entry]) -> list[_Entry]:
-    """The extents of the newest file or link among the entries of one path; empty unless the newest
-    entry of all is a folder, one of the two is our own, and nobody has deleted the file between
-    them."""
+def _replaced_extents(entries: list[_Entry]) -> list[_Entry]:
+    """The extents of the newest file or link among the entries of one path.
+
+    Empty unless the newest entry of all is a folder, one of the two is this session's, the file is
+    complete, and nobody has deleted it after it was put.
+    """
     newest = max(entries, key=lambda entry: (entry.stamp, entry.header.preamble.id))
     files = [entry for entry in entries if entry.kind in (Kind.FILE, Kind.LINK)]
     if newest.kind != Kind.FOLDER or not files:
         return []
     last = max(entry.stamp for entry in files)
     extents = {
-        entry.header.extents[entry.place].number
-        if entry.place in entry.header.extents
+        entry.header.extents[entry.position].number
+        if entry.position in entry.header.extents
         else 0: entry
         for entry in files
         if entry.stamp == last
     }
     first = next(iter(extents.values()))
-    is_whole = len(extents) == int(first.header.records["extents"][first.place])
+    is_whole = len(extents) == int(first.header.records["extents"][first.position])
     is_deleted = any(entry.kind == Kind.TOMBSTONE and entry.stamp > last for entry in entries)
-    if is_deleted or not is_whole or not (newest.own or first.own):
+    if is_deleted or not is_whole or not (newest.is_own or first.is_own):
         return []
     return [extents[number] for number in sorted(extents)]
 
@@ -166,6 +169,7 @@ def _replaced(entries: list[_Entry]) -> list[_Entry]:
 def _headers(
     repository: Repository, session: WriteSession, chunks: Iterable[ChunkId]
 ) -> Iterator[Header]:
+    """The headers of these chunks, without those that cannot be read."""
     for chunk in sorted(chunks):
         try:
             yield repository.read_header(session.identity, chunk)
@@ -177,22 +181,23 @@ def _headers(
             )
 
 
-def _view(session: WriteSession, lost: dict[bytes, list[_Entry]]) -> Snapshot:
-    """A snapshot with these files only."""
+def _snapshot_of(session: WriteSession, files: dict[bytes, list[_Entry]]) -> Snapshot:
+    """A snapshot with these files only, so that their contents can be read. Those of the dataset do
+    not show them, since a folder stands at each path."""
     folders: dict[bytes, int] = {}
     chunks: dict[ChunkInfo, int] = {}
     folder, chunk, tails = list[int](), list[int](), dict[int, bytes]()
-    for i, (path, extents) in enumerate(lost.items()):
+    for i, (path, extents) in enumerate(files.items()):
         folder.append(folders.setdefault(split(path)[0], len(folders)))
         numbers = [chunks.setdefault(_chunk_of(entry), len(chunks)) for entry in extents]
         chunk.append(numbers[0])
-        if tail := b"".join(entry.header.tail(entry.place) for entry in extents):
+        if tail := b"".join(entry.header.tail(entry.position) for entry in extents):
             tails[i] = tail
     rows = Rows(
         list(folders),
         np.array(folder, np.uint32),
-        [split(path)[1] for path in lost],
-        np.array([entry.header.records[entry.place] for entry, *_ in lost.values()]),
+        [split(path)[1] for path in files],
+        np.array([entry.header.records[entry.position] for entry, *_ in files.values()]),
         np.array(chunk, np.uint32),
         [info.id for info in chunks],
         tails,

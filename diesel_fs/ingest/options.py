@@ -74,10 +74,6 @@ class PutReport:
     version: int = 0
     failed: list[tuple[bytes, str]] = field(default_factory=list)
 
-    def set_to_delete(self, gone: Sequence[bytes]) -> None:
-        """Note what a dry run would delete."""
-        self.to_delete, self.deleted = gone, len(gone)
-
     def add_chunk(self, chunk: ValidatedChunk, entries: int) -> None:
         """Count a chunk that has been committed, in which so many entries end."""
         self.chunks += 1
@@ -90,12 +86,12 @@ class PutReport:
         self.failed.append((path, reason))
 
 
-def no_progress(report: "PutReport") -> None:
-    """Report no progress."""
-
-
 PutProgress = Callable[[PutReport], None]
 """Called whenever the report has changed, from the thread that puts."""
+
+
+def no_progress(_: PutReport) -> None:
+    """Report no progress."""
 
 
 class Filter:
@@ -134,20 +130,20 @@ class Filter:
 
 @dataclass(frozen=True, slots=True)
 class _Glob:
-    whole: bool  # matched against the path, not its last component
+    with_path: bool  # matched against the path, not its last component
     folders_only: bool
     expression: re.Pattern[bytes]
 
     @classmethod
     def of(cls, pattern: str) -> "_Glob":
-        bare = pattern.rstrip("/")
-        if not bare:
+        glob = pattern.rstrip("/")
+        if not glob:
             raise UsageError(f"the pattern {pattern!r} matches nothing")
-        translated = fnmatch.translate(bare.lstrip("/"))  # linear time: no nested repetition
-        return cls("/" in bare, bare != pattern, re.compile(os.fsencode(translated)))
+        translated = fnmatch.translate(glob.lstrip("/"))  # linear time: no nested repetition
+        return cls("/" in glob, glob != pattern, re.compile(os.fsencode(translated)))
 
     def matches(self, path: bytes, *, is_folder: bool) -> bool:
         if self.folders_only and not is_folder:
             return False
-        subject = path if self.whole else path.rpartition(b"/")[2]
+        subject = path if self.with_path else path.rpartition(b"/")[2]
         return self.expression.match(subject) is not None

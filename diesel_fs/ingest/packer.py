@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import BinaryIO
+from typing import Protocol
 from uuid import UUID
 
 from ..errors import DieselError
@@ -27,8 +27,8 @@ from .sources.walk import FILE_FLAGS, failure_reason, open_file
 
 NewId = Callable[[ChunkId | None], ChunkId]
 """Returns the next chunk ID, which follows the newest committed one. For a chunk that continues a
-file, it gets the ID of the file's first chunk, whose writer part is taken (FORMAT.md, section
-3)."""
+file, it is called with the ID of the file's first chunk, and the new ID has the same writer in it
+(FORMAT.md, section 3)."""
 
 Stored = Callable[[bytes, bytes, int], None]
 """Called when a chunk is durable, in order of sealing: with its preamble, its stored header, and
@@ -41,6 +41,15 @@ _SPECIAL_MODE_BITS = 0o7000  # of modes: set-user-ID, set-group-ID and sticky bi
 _RETRY_PAUSE_S = 0.02  # between two tries to read a file that is being written
 
 SplitPath = tuple[bytes, bytes]
+"""The folder of the dataset that an entry goes into, and its name."""
+
+
+class Readable(Protocol):
+    """A content that is read from its beginning to its end."""
+
+    def read(self, size: int, /) -> bytes | memoryview:
+        """The next bytes, `size` at most; none at the end."""
+        ...
 
 
 class FileSkipped(Exception):
@@ -75,8 +84,8 @@ class Packer:
         self._free = [ChunkBuilder(identity, chunk_bytes, compress) for _ in range(builders)]
         self._builder = self._free.pop()
         self._thread = ThreadPoolExecutor(1, "store")
-        self._shipped: list[tuple[Future[ChunkId], ChunkBuilder]] = []
-        self._broken: DieselError | None = None
+        self._submitted: list[tuple[Future[ChunkId], ChunkBuilder]] = []
+        self._failure: DieselError | None = None
         self.stripped = self.hard_links = 0
 
     @property
@@ -94,8 +103,8 @@ class Packer:
         Raises OSError, or FileSkipped where it is no regular file or keeps changing; then nothing
         of it is in any version of the dataset.
         """
-        if self._broken is not None:  # as `_check`, without a call for each file
-            raise self._broken
+        if self._failure is not None:  # as `_check`, without a call for each file
+            raise self._failure
         for attempt in range(READ_TRIES):
             if attempt:
                 time.sleep(_RETRY_PAUSE_S)
@@ -104,12 +113,9 @@ class Packer:
                 before = os.fstat(file)
                 if not stat.S_ISREG(before.st_mode):
                     raise FileSkipped("skipped: a pipe, socket, device or folder")
-                whole = before.st_size <= self._extent_bytes
-                if (
-                    self._read(file, path, before)
-                    if whole
-                    else self._read_in_extents(file, path, before)
-                ):
+                has_one_extent = before.st_size <= self._extent_bytes
+                read = self._read if has_one_extent else self._read_in_extents
+                if read(file, path, before):
                     return
             finally:
                 os.close(file)
@@ -127,7 +133,7 @@ class Packer:
         while at < len(names):
             self._check()
             at += self._read_ahead(folder, path, names[at : at + ENTRIES_MAX - len(self._builder)])
-            self._ship_if_full()
+            self._submit_if_full()
             if at < len(names):  # the chunk was full, or this file needs a closer look
                 try:
                     self.add_file(folder, names[at], (path, names[at]))
@@ -146,19 +152,20 @@ class Packer:
         """
         builder = self._builder
         room = builder.room(builder.room_bytes)
-        left, end, whole = builder.left_bytes, 0, min(self._extent_bytes, len(room) - 1)
+        end_max = min(self._extent_bytes, len(room) - 1)
+        left, end = builder.left_bytes, 0  # of contents and paths; of contents in `room`
         modes: list[int] = []
         mtimes_ns: list[int] = []
         sizes: list[int] = []
-        linked = 0
-        open_one, fstat, readv, close = os.open, os.fstat, os.readv, os.close
+        hard_links = 0
+        open_, fstat, readv, close = os.open, os.fstat, os.readv, os.close
         with suppress(OSError):
             for name in names:
-                file = open_one(name, FILE_FLAGS, dir_fd=folder)
+                file = open_(name, FILE_FLAGS, dir_fd=folder)
                 try:
                     before = fstat(file)
                     size, mtime_ns, mode = before.st_size, before.st_mtime_ns, before.st_mode
-                    if end + size > whole or not stat.S_ISREG(mode):
+                    if end + size > end_max or not stat.S_ISREG(mode):
                         break
                     # One byte more than the file should have: a file that grows is noticed
                     count = readv(file, (room[end : end + size + 1],))
@@ -175,7 +182,7 @@ class Packer:
                 modes.append(mode)
                 mtimes_ns.append(mtime_ns)
                 sizes.append(size)
-                linked += before.st_nlink > 1
+                hard_links += before.st_nlink > 1
                 end += size
                 left -= size + len(name) + 1
                 if left <= 0:
@@ -183,7 +190,7 @@ class Packer:
         if sizes:
             builder.add_files(path, names[: len(sizes)], modes, mtimes_ns, sizes)
             self.stripped += sum(1 for mode in modes if mode & _SPECIAL_MODE_BITS)
-            self.hard_links += linked
+            self.hard_links += hard_links
         return len(sizes)
 
     def add_link(self, folder: int, name: bytes, path: SplitPath) -> None:
@@ -192,23 +199,23 @@ class Packer:
         target = os.readlink(name, dir_fd=folder)
         found = os.stat(name, dir_fd=folder, follow_symlinks=False)
         self._builder.add_link(path, found.st_mtime_ns, target)
-        self._ship_if_full()
+        self._submit_if_full()
 
     def add_folder(self, path: SplitPath, mode: int, mtime_ns: int) -> None:
         """Add a folder."""
         self._check()
         self.stripped += mode & _SPECIAL_MODE_BITS != 0
         self._builder.add_folder(path, mode, mtime_ns)
-        self._ship_if_full()
+        self._submit_if_full()
 
-    def add_link_to(self, path: SplitPath, mtime_ns: int, target: bytes) -> None:
-        """Add a link whose target is known."""
+    def add_known_link(self, path: SplitPath, mtime_ns: int, target: bytes) -> None:
+        """Add a link whose target the caller has read."""
         self._check()
         self._builder.add_link(path, mtime_ns, target)
-        self._ship_if_full()
+        self._submit_if_full()
 
     def add_stream(
-        self, file: BinaryIO, size: int, path: SplitPath, mode: int, mtime_ns: int
+        self, file: Readable, size: int, path: SplitPath, mode: int, mtime_ns: int
     ) -> None:
         """Add the next `size` bytes of `file`. Raises FileSkipped where it ends before."""
         self._check()
@@ -239,30 +246,30 @@ class Packer:
         while at < len(names):
             self._check()
             builder, first = self._builder, at
-            behind = min(len(names), at + ENTRIES_MAX - len(builder))
+            at_max = min(len(names), at + ENTRIES_MAX - len(builder))
             room = builder.room(max(builder.room_bytes, len(contents[at])))
             left, end = builder.left_bytes, 0
             while (
-                at < behind and end + len(contents[at]) <= len(room) and (left > 0 or at == first)
+                at < at_max and end + len(contents[at]) <= len(room) and (left > 0 or at == first)
             ):
                 size = len(contents[at])
                 room[end : end + size] = contents[at]
                 end += size
                 left -= size + len(names[at]) + 1
                 at += 1
-            some = slice(first, at)
-            sizes = [*map(len, contents[some])]
-            builder.add_files(path, names[some], modes[some], mtimes_ns[some], sizes)
-            self.stripped += sum(1 for mode in modes[some] if mode & _SPECIAL_MODE_BITS)
-            self._ship_if_full()
+            taken = slice(first, at)
+            sizes = [*map(len, contents[taken])]
+            builder.add_files(path, names[taken], modes[taken], mtimes_ns[taken], sizes)
+            self.stripped += sum(1 for mode in modes[taken] if mode & _SPECIAL_MODE_BITS)
+            self._submit_if_full()
 
     def finish(self) -> None:
         """Store what is left, and wait until all is durable. The packer can be used again."""
         self._check()
         if len(self._builder):
-            self._ship()
-        while self._shipped:
-            self._collect()
+            self._submit()
+        while self._submitted:
+            self._await_oldest()
         self._check()
 
     def close(self) -> None:
@@ -282,12 +289,12 @@ class Packer:
                 count += more
             if count and not size:
                 raise FileSkipped("it says that it is empty but has bytes")
-        if count != size or not _same(before, os.fstat(file)):
+        if count != size or not _is_same(before, os.fstat(file)):
             return False
         builder.add_file(path, before.st_mode, before.st_mtime_ns, size)
         self._count(before)
         if builder.full:
-            self._ship()
+            self._submit()
         return True
 
     def _read_in_extents(self, file: int, path: SplitPath, before: os.stat_result) -> bool:
@@ -302,7 +309,7 @@ class Packer:
                 if not count:
                     return False
                 filled += count
-            if part.number == part.total - 1 and not _same(before, os.fstat(file)):
+            if part.number == part.total - 1 and not _is_same(before, os.fstat(file)):
                 return False
             first = self._add(path, before.st_mode, before.st_mtime_ns, before.st_size, part, first)
         self._count(before)
@@ -327,75 +334,73 @@ class Packer:
         """
         self._builder.add_file(path, mode, mtime_ns, size, part)
         if part is None:
-            self._ship_if_full()
+            self._submit_if_full()
             return None
         if first is not None:
             self._builder.set_stamp(first)
         if part.number == part.total - 1:
-            self._ship_if_full()
+            self._submit_if_full()
             return first
         place = len(self._builder) - 1
-        shipped = self._ship(ends=False)
-        return first or stamp(shipped.result(), place)
+        future = self._submit(goes_on=True)
+        return first or stamp(future.result(), place)
 
-    def _ship_if_full(self) -> None:
+    def _submit_if_full(self) -> None:
         if self._builder.full:
-            self._ship()
+            self._submit()
 
-    def _ship(self, *, ends: bool = True) -> Future[ChunkId]:
-        """Have the chunk stored. `ends`: its last entry does not go on in the next chunk."""
+    def _submit(self, *, goes_on: bool = False) -> Future[ChunkId]:
+        """Have the chunk stored, and go on with an empty builder. `goes_on`: the chunk's last entry
+        is a file that goes on in the next chunk."""
         builder = self._builder
         try:
-            future = self._thread.submit(self._stored_or_broken, builder, len(builder) - (not ends))
-            self._shipped.append((future, builder))
+            future = self._thread.submit(self._store, builder, len(builder) - goes_on)
+            self._submitted.append((future, builder))
             if not self._free:
-                self._collect()
+                self._await_oldest()
             self._builder = self._free.pop()
-        except BaseException as error:  # a Ctrl-C, too, leaves a builder that is being stored
-            self._break(error)
+        except BaseException as error:  # Ctrl-C, too: the current builder is being stored
+            self._fail(error)
             raise
         return future
 
-    def _collect(self) -> None:
+    def _await_oldest(self) -> None:
         """Wait for the oldest chunk; only if it is stored, its builder is filled again."""
-        future, builder = self._shipped[0]
+        future, builder = self._submitted[0]
         future.result()
-        del self._shipped[0]
+        del self._submitted[0]
         builder.clear()
         self._free.append(builder)
 
     def _check(self) -> None:
-        if self._broken is not None:
-            raise self._broken
+        if self._failure is not None:
+            raise self._failure
 
-    def _break(self, error: BaseException) -> DieselError:
+    def _fail(self, error: BaseException) -> DieselError:
         """Refuse all further entries, since a chunk is lost. Returns the error as a DieselError, so
         that nobody takes it for an error of a file that was being read."""
-        if self._broken is None:
-            self._broken = (
+        if self._failure is None:
+            self._failure = (
                 error
                 if isinstance(error, DieselError)
                 else DieselError(f"a chunk could not be stored: {error!r}", advice="put again")
             )
-        return self._broken
-
-    def _stored_or_broken(self, builder: ChunkBuilder, entries: int) -> ChunkId:
-        """`_store`, unless an earlier chunk could not be stored. Runs in the storing thread."""
-        self._check()
-        try:
-            return self._store(builder, entries)
-        except BaseException as error:
-            broken = self._break(error)
-            if broken is error:
-                raise
-            raise broken from error
+        return self._failure
 
     def _store(self, builder: ChunkBuilder, entries: int) -> ChunkId:
-        """Seal a chunk and make it durable. Runs in the storing thread."""
-        chunk, parts, _ = seal_and_store(
-            builder, self._objects, self._identity, lambda: self._new_id(builder.first_chunk_id)
-        )
-        self._stored(bytes(parts[0]), bytes(parts[1]), entries)
+        """Seal a chunk and make it durable, unless an earlier one could not be stored. Runs in the
+        storing thread."""
+        self._check()
+        try:
+            chunk, parts, _ = seal_and_store(
+                builder, self._objects, self._identity, lambda: self._new_id(builder.first_chunk_id)
+            )
+            self._stored(bytes(parts[0]), bytes(parts[1]), entries)
+        except BaseException as error:
+            failure = self._fail(error)
+            if failure is error:
+                raise
+            raise failure from error
         return chunk
 
 
@@ -427,8 +432,8 @@ def _split_extents(size: int, extent_bytes: int) -> list[ExtentInfo | None]:
     ]
 
 
-def _same(before: os.stat_result, after: os.stat_result) -> bool:
-    """Whether the file did not change between the two."""
+def _is_same(before: os.stat_result, after: os.stat_result) -> bool:
+    """Whether a file did not change between the two."""
     return (
         before.st_size == after.st_size
         and before.st_mtime_ns == after.st_mtime_ns

@@ -43,14 +43,21 @@ class Source(ABC):
     """Why a file is left out that is a folder of the source, too; empty for a source that cannot
     have both."""
 
+    _work: PutWork
+    _comparer: Comparer
+
     @abstractmethod
     def open(self, repository: Repository, target: bytes, options: PutOptions) -> None:
         """Open the source, before anything is made of the dataset. Raises NotFoundError,
         PermissionDenied, UsageError."""
 
-    @abstractmethod
     def start(self, work: PutWork) -> Comparer:
         """Begin; returns the comparer that will know what the source has. Raises ConflictError."""
+        self._work = work
+        self._comparer = Comparer(
+            work.view, work.target, work.options, work.path_filter, work.readable
+        )
+        return self._comparer
 
     @abstractmethod
     def count(self) -> bool:
@@ -61,8 +68,7 @@ class Source(ABC):
         """Pack and commit what is new. Returns whether the source was read to its end: else what
         it seems to lack must not be deleted. Raises DieselError; what was committed stays."""
 
-    @abstractmethod
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  # a source that opens nothing has nothing to close
         """Close what `open` and later calls have opened."""
 
 
@@ -92,8 +98,9 @@ def put(
             PutWork(repository, target, options, path_filter, view, readable, report, progress)
         )
         if session is None:
-            is_complete = source.count()
-            report.set_to_delete(comparer.removed_paths() if is_complete else ())
+            if source.count():
+                report.to_delete = comparer.removed_paths()
+                report.deleted = len(report.to_delete)
             return report
         if source.pack(session) and (removed := comparer.removed_paths()):
             report.deleted = session.delete(removed)
@@ -127,19 +134,21 @@ def _delete_shadowed_files(
     session: WriteSession,
     before: Snapshot,
     report: PutReport,
-    why: str,
+    reason: str,
 ) -> None:
-    """Delete the files that this put has put at paths where it has put folders, too.
+    """Delete the files that this put has put at paths where it has put folders, too. `before` is
+    the dataset before the put; the report gets the reason.
 
     Where others wrote meanwhile, the files may be theirs, and stay: `verify` names them.
     """
-    shadowed = sorted(_shadowed(repository.view(session.name)) - _shadowed(before))
+    shadowed = sorted(_shadowed_files(repository.view(session.name)) - _shadowed_files(before))
     if shadowed and not session.others_committed():
         session.delete(shadowed)
         for path in shadowed:
-            report.fail(path, f"left out: {why}")
+            report.fail(path, f"left out: {reason}")
         report.version = session.finish()
 
 
-def _shadowed(view: Snapshot) -> set[bytes]:
+def _shadowed_files(view: Snapshot) -> set[bytes]:
+    """The paths that are both a file (which readers do not see) and a folder."""
     return {view.path(index) for index in view.shadowing_folders().tolist()}

@@ -5,13 +5,18 @@ and stores chunks. A message is a msgpack list, a word and its values, over a pi
 fork of the coordinator; where the object store does not work in a fork, it is a program of its own,
 whose first message is its job.
 
-    to the process      ["task", source, target, identity, URL, chunk bytes, compression] ["pack",
-    [[folder, files, links], ...], [[folder, mode, mtime_ns], ...]] with a NUL between each name and
-    the next ["id", chunk ID]     the answer to "id" ["finish"] from the process    ["id", first
-    chunk or nil] ["stored", preamble, stored header, entries]    the chunk is durable ["packed",
-    [[path, reason], ...]]       one "pack" is done; these paths failed ["finished", stripped, hard
-    links]      all is stored; see `Packer` ["error", class, message, advice]       the put cannot
-    go on
+    to the process
+        ["job", source, target, identity, URL, chunk bytes, compression]
+        ["pack", [[folder, files, links], ...], [[folder, mode, mtime_ns], ...]]
+                                        names of files and of links are joined by NULs
+        ["id", chunk ID]                the answer to "id"
+        ["finish"]
+    from the process
+        ["id", first chunk or nil]      wants a chunk ID; the first chunk of a file that goes on
+        ["stored", preamble, stored header, entries]    the chunk is durable
+        ["packed", [[path, reason], ...]]               one "pack" is done; these paths failed
+        ["finished", stripped, hard links]              all is stored; see `Packer`
+        ["error", class, message, advice]               the put cannot go on
 
 A packing process has three threads: one receives, one packs, one stores (in the `Packer`). It ends
 when its coordinator ends, for whatever reason.
@@ -42,10 +47,10 @@ from .packer import Packer
 from .paths import target_path
 from .sources.walk import failure_reason, open_folder
 
-HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that a packing process treats otherwise than its coordinator does."""
+_OWN_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that a packing process treats otherwise than its coordinator does: blocked until then."""
 
-_GOODBYE_S = 10.0  # how long a process may take to end by itself
+_END_WAIT_S = 10.0  # how long a process may take to end by itself
 
 FolderFiles = tuple[bytes, bytes, bytes]
 """A folder below the source, and the names of files and of links in it to pack, NULs between."""
@@ -142,11 +147,14 @@ class _PackProcess:
                 self.end()
             return self._ids.popleft()
 
-    def _pack(self, folders: list[FolderFiles], made: list[FolderEntry]) -> list[tuple[bytes, str]]:
+    def _pack(
+        self, folders: list[FolderFiles], entries: list[FolderEntry]
+    ) -> list[tuple[bytes, str]]:
         """Pack one batch; returns the paths that could not be packed, with reasons."""
         failed: list[tuple[bytes, str]] = []
-        for path, mode, mtime_ns in made:
-            self._packer.add_folder(split(self._target(path)), mode, mtime_ns)
+        for path, mode, mtime_ns in entries:
+            target = target_path(self._job.target, path)
+            self._packer.add_folder(split(target), mode, mtime_ns)
         for path, *joined in folders:
             files, links = (names.split(b"\0") if names else [] for names in joined)
             try:
@@ -164,7 +172,7 @@ class _PackProcess:
         self, folder: int, path: bytes, files: list[bytes], links: list[bytes]
     ) -> list[tuple[bytes, str]]:
         failed: list[tuple[bytes, str]] = []
-        target = self._target(path)
+        target = target_path(self._job.target, path)
         self._packer.add_files(
             folder, target, files, lambda name, reason: failed.append((join(path, name), reason))
         )
@@ -175,16 +183,13 @@ class _PackProcess:
                 failed.append((join(path, name), failure_reason(error)))
         return failed
 
-    def _target(self, path: bytes) -> bytes:
-        return target_path(self._job.target, path)
 
-
-def run_forked_worker(
+def _run_forked_worker(
     pipe: "Connection[bytes, bytes]",
     coordinators: "Sequence[Connection[bytes, bytes]]",
     job: PackJob,
 ) -> NoReturn:
-    """Run a packing process that is a fork, with the signals `HANDLED` still blocked. It ignores
+    """Run a packing process that is a fork, with `_OWN_SIGNALS` still blocked. It ignores
     Ctrl-C, which is for the coordinator.
 
     `coordinators` are the coordinator's ends of this pipe and of earlier ones, which the fork has
@@ -193,7 +198,7 @@ def run_forked_worker(
     for end in coordinators:
         end.close()
     gc.freeze()  # objects from before the fork are not collected, so their pages stay shared
-    _live(pipe, job)
+    _run(pipe, job)
 
 
 def run_worker_program(descriptor: int, open_objects: Callable[[str], ObjectStore]) -> NoReturn:
@@ -208,15 +213,16 @@ def run_worker_program(descriptor: int, open_objects: Callable[[str], ObjectStor
     except DieselError as error:
         pipe.send_bytes(msgpack.packb(["error", type(error).__name__, error.message, error.advice]))
         os._exit(0)
-    _live(pipe, PackJob(root, target, UUID(bytes=identity), objects, chunk_bytes, compress))
+    _run(pipe, PackJob(root, target, UUID(bytes=identity), objects, chunk_bytes, compress))
 
 
-def _live(pipe: "Connection[bytes, bytes]", job: PackJob) -> NoReturn:
+def _run(pipe: "Connection[bytes, bytes]", job: PackJob) -> NoReturn:
+    """Take this process's own signal handlers, pack until the job is done, and end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup has them ignored
             signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _OWN_SIGNALS)
     process = _PackProcess(pipe, job)
     try:
         process.run()
@@ -239,17 +245,21 @@ class WorkerHandle:
     def __init__(
         self, job: PackJob, others: "list[WorkerHandle]", program: Sequence[str], url: str
     ) -> None:
-        self._context = get_context("fork")
+        fork = get_context("fork")
         self.pipe: Connection[bytes, bytes]
-        self.pipe, theirs = self._context.Pipe()
+        self.pipe, theirs = fork.Pipe()
         # Blocked: a signal before the process has its own handlers would run the coordinator's
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _OWN_SIGNALS)
         try:
             self._process: ForkProcess | subprocess.Popen[bytes]
             if job.objects.fork_safe:
-                self._process = self._forked(theirs, others, job)
+                ours = [self.pipe, *(other.pipe for other in others)]
+                self._process = fork.Process(
+                    target=_run_forked_worker, args=(theirs, ours, job), daemon=True
+                )
+                self._process.start()
             else:
-                self._process = self._started(theirs, program, job, url)
+                self._process = self._start_program(theirs, program, job, url)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
@@ -257,17 +267,7 @@ class WorkerHandle:
         self.finishing = False
         self.finished = False
 
-    def _forked(
-        self, theirs: "Connection[bytes, bytes]", others: "list[WorkerHandle]", job: PackJob
-    ) -> ForkProcess:
-        ours = [self.pipe, *(other.pipe for other in others)]
-        process = self._context.Process(
-            target=run_forked_worker, args=(theirs, ours, job), daemon=True
-        )
-        process.start()
-        return process
-
-    def _started(
+    def _start_program(
         self, theirs: "Connection[bytes, bytes]", program: Sequence[str], job: PackJob, url: str
     ) -> subprocess.Popen[bytes]:
         """Start a program that inherits only the pipe and the source, with the signals blocked."""
@@ -277,7 +277,7 @@ class WorkerHandle:
             [*program, str(theirs.fileno())], pass_fds=(theirs.fileno(), job.root)
         )
         self.send(
-            "task", job.root, job.target, job.identity.bytes, url, job.chunk_bytes,
+            "job", job.root, job.target, job.identity.bytes, url, job.chunk_bytes,
             job.compress,
         )  # fmt: skip
         return process
@@ -286,12 +286,12 @@ class WorkerHandle:
         """Wait for the process to end, which a closed pipe makes it do; kill it if it does not."""
         if isinstance(self._process, subprocess.Popen):
             try:
-                self._process.wait(_GOODBYE_S)
+                self._process.wait(_END_WAIT_S)
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
             return
-        self._process.join(_GOODBYE_S)
+        self._process.join(_END_WAIT_S)
         if self._process.is_alive():
             self._process.kill()
             self._process.join()
@@ -300,9 +300,9 @@ class WorkerHandle:
         try:
             self.pipe.send_bytes(msgpack.packb(message))
         except (BrokenPipeError, ConnectionResetError):
-            raise self.last_words() from None
+            raise self.death_reason() from None
 
-    def last_words(self) -> DieselError:
+    def death_reason(self) -> DieselError:
         """Why the process has ended, if it could send the reason."""
         with suppress(EOFError, OSError):
             while True:

@@ -20,7 +20,7 @@ from diesel_fs.errors import UsageError
 from diesel_fs.format.entries import Kind
 from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.ingest import FolderSource, PutOptions, PutReport, TarSource
-from diesel_fs.ingest.sources.tar import _ends
+from diesel_fs.ingest.sources.tar import hard_link_origins
 from diesel_fs.repository.local import LocalRepository
 from tests.trees import odd_tree
 
@@ -368,9 +368,9 @@ def test_M10_hard_links_in_a_row_take_no_square_of_their_number(
     count = 20_000
     links = {b"%d" % i: b"%d" % (i + 1) for i in range(count)}
     start_s = time.process_time()
-    assert set(_ends(links).values()) == {b"%d" % count}
+    assert set(hard_link_origins(links).values()) == {b"%d" % count}
     ring = {b"%d" % i: b"%d" % ((i + 1) % count) for i in range(count)}
-    assert len(set(_ends(ring).values())) == 1
+    assert len(set(hard_link_origins(ring).values())) == 1
     assert time.process_time() - start_s < 5  # it would be minutes
     chain = [(f"l{i}", of_type(tarfile.LNKTYPE, f"l{i + 1}" if i < 9 else "x")) for i in range(10)]
     put(repository, tar_of(*chain, ("x", b"all")))

@@ -8,7 +8,6 @@ anything is made of the dataset: where it fails, no empty dataset is left.
 One thread lists and packs; `FETCHES` others fetch pieces, which are packed in order.
 """
 
-import io
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,11 +19,10 @@ from ...format.entries import Kind, Stat, split
 from ...format.snapshot.reader import same_content
 from ...repository.interface import Repository
 from ...repository.writing import WriteSession
-from ..compare import Comparer
 from ..options import PutOptions
 from ..packer import FileSkipped, start_packer
 from ..paths import check_file_target, refusal_reason, target_path
-from ..put import PutWork, Source
+from ..put import Source
 
 FETCHES = 32
 """Requests at once: an object store answers each after tens of milliseconds."""
@@ -36,7 +34,7 @@ AHEAD_BYTES_MAX = 64 << 20
 """How much may be fetched and not packed yet; one piece more at most."""
 
 _MODE = 0o644
-_PROGRESS_OBJECTS = 64
+_PROGRESS_OBJECTS = 64  # listed from one report of progress to the next
 
 
 class BucketObject(NamedTuple):
@@ -96,16 +94,6 @@ class BucketSource(Source):
                 raise UsageError("one object says nothing about others: --delete cannot go with it")
         self._objects = chain([first], listed)
 
-    def close(self) -> None:
-        """Nothing stays open."""
-
-    def start(self, work: PutWork) -> Comparer:
-        self._work = work
-        self._comparer = Comparer(
-            work.view, work.target, work.options, work.path_filter, work.readable
-        )
-        return self._comparer
-
     def count(self) -> bool:
         for _ in self._changed():
             pass
@@ -119,8 +107,8 @@ class BucketSource(Source):
             for each in fetched:
                 try:
                     packer.add_stream(
-                        io.BufferedReader(fetched.content()), each.size,
-                        split(target_path(self._work.target, each.key)), _MODE, each.modified_ns,
+                        fetched, each.size, split(target_path(self._work.target, each.key)),
+                        _MODE, each.modified_ns,
                     )  # fmt: skip
                 except (FileSkipped, NotFoundError, ConflictError) as error:
                     report.fail(each.key, str(error))
@@ -177,7 +165,7 @@ class _Piece(NamedTuple):
 
 
 class _ObjectFetcher:
-    """The wanted objects one by one, and each one's content, fetched ahead."""
+    """The wanted objects one by one, with their contents, which are fetched ahead."""
 
     def __init__(self, bucket: Bucket, wanted: Iterator[BucketObject]) -> None:
         self._bucket = bucket
@@ -185,29 +173,31 @@ class _ObjectFetcher:
         self._objects: deque[tuple[int, BucketObject]] = deque()  # whose fetching has begun
         self._ahead: deque[_Piece] = deque()
         self._ahead_bytes = 0
-        self._current = -1
+        self._current = -1  # the number of the object that the iterator gave last
+        self._piece = memoryview(b"")  # what has not been read of its current piece
         self._steps = self._fetch_steps(wanted)
 
     def __iter__(self) -> Iterator[BucketObject]:
         while self._objects or self._fill():
             self._current, found = self._objects.popleft()
             yield found
-            while self._ahead and self._ahead[0].owner == self._current:  # reading it has failed
+            self._piece = memoryview(b"")  # is left where reading the object has failed
+            while self._ahead and self._ahead[0].owner == self._current:
                 self._drop()
 
-    def content(self) -> "_Content":
-        """The content of the object that the iterator gave last, to be read once."""
-        return _Content(self)
-
-    def piece(self) -> bytes:
-        """The next piece of that object; empty at its end."""
-        self._fill()
-        if not self._ahead or self._ahead[0].owner != self._current:
-            return b""
-        try:
-            return self._ahead[0].content.result()
-        finally:
-            self._drop()
+    def read(self, size: int, /) -> memoryview:
+        """The next bytes of the object that the iterator gave last, `size` at most; none at its
+        end."""
+        if not self._piece:
+            self._fill()
+            if not self._ahead or self._ahead[0].owner != self._current:
+                return self._piece
+            try:
+                self._piece = memoryview(self._ahead[0].content.result())
+            finally:
+                self._drop()
+        part, self._piece = self._piece[:size], self._piece[size:]
+        return part
 
     def close(self) -> None:
         """Stop fetching."""
@@ -240,22 +230,3 @@ class _ObjectFetcher:
                 self._ahead.append(_Piece(number, size, content))
                 self._ahead_bytes += size
                 yield True
-
-
-class _Content(io.RawIOBase):
-    """One object as a file that is read from its beginning to its end."""
-
-    def __init__(self, fetched: _ObjectFetcher) -> None:
-        self._fetched = fetched
-        self._left = memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: "memoryview[int]") -> int:  # type: ignore[override]  # it is one
-        if not self._left:
-            self._left = memoryview(self._fetched.piece())
-        count = min(len(buffer), len(self._left))
-        buffer[:count] = self._left[:count]
-        self._left = self._left[count:]
-        return count

@@ -49,8 +49,7 @@ class FileSource(Source):
             close_folder(self._folder)
 
     def start(self, work: PutWork) -> Comparer:
-        self._work, found = work, self._found
-        comparer = Comparer(work.view, b"", work.options, work.path_filter, work.readable)
+        comparer, found = super().start(work), self._found
         index = comparer.find(work.target)
         if reason := comparer.conflict_reason(work.target, index, Kind.FILE):
             raise ConflictError(f"cannot put {self._path}: {reason}")

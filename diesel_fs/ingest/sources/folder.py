@@ -70,14 +70,14 @@ class FolderSource(Source):
 
     def start(self, work: PutWork) -> FolderComparer:
         self._work = work
-        self._comparer = FolderComparer(
+        self._folder_comparer = FolderComparer(
             work.view, work.target, work.options, work.path_filter, work.readable,
             work.report.fail, self._root,
         )  # fmt: skip
-        return self._comparer
+        return self._folder_comparer
 
     def count(self) -> bool:
-        batches = self._batches(self._paths)
+        batches = self._changed_batches(self._paths)
         self._work.report.entries_found = sum(batch.count for batch in batches)
         return True
 
@@ -87,8 +87,8 @@ class FolderSource(Source):
             self._root, work.target, session.identity, session.objects, options.chunk_bytes,
             options.compress,
         )  # fmt: skip
-        batches = self._batches(self._paths)
-        for again in range(_STALE_TRIES):
+        batches = self._changed_batches(self._paths)
+        for attempt in range(_STALE_TRIES):
             put = _FolderPut(session, work.target, batches, report)
             workers: list[WorkerHandle] = []
             for _ in range(options.processes):
@@ -97,20 +97,20 @@ class FolderSource(Source):
             put.run(workers, work.progress)
             if not put.stale:
                 break
-            if again == _STALE_TRIES - 1:
+            if attempt == _STALE_TRIES - 1:
                 report.failed += [(path, "its chunk came too late, again") for path in put.stale]
             report.walked = False
-            batches = self._batches(put.stale)
+            batches = self._changed_batches(put.stale)
         return True
 
-    def _batches(self, paths: Sequence[bytes] | None) -> "Iterator[_Batch]":
-        """What of these paths (None: of all) has changed, as messages to packing processes."""
-        chosen, failed = self._work.path_filter, self._work.report.fail
+    def _changed_batches(self, paths: Sequence[bytes] | None) -> "Iterator[_Batch]":
+        """What of these paths (None: of all) has changed."""
+        path_filter, failed = self._work.path_filter, self._work.report.fail
         if paths is None:
-            listings = walk(self._root, chosen, failed)
+            listings = walk(self._root, path_filter, failed)
         else:
-            listings = walk_paths(self._root, paths, chosen, failed)
-        return _batches(self._comparer.changes(listings), self._work.report)
+            listings = walk_paths(self._root, paths, path_filter, failed)
+        return _batches(self._folder_comparer.changes(listings), self._work.report)
 
 
 def open_source(source: Path) -> int:
@@ -147,11 +147,10 @@ class _FolderPut:
         self._batches = batches
         self._backlog: deque[_Batch] = deque()
         self._report = report
-        self._stored: list[
-            tuple[ValidatedChunk, int]
-        ] = []  # durable but not committed, and entries
+        # Chunks that are durable and not committed, each with how many entries end in it
+        self._stored: list[tuple[ValidatedChunk, int]] = []
         self._stored_entries = 0
-        self._committed_s = float("-inf")  # when the last were; monotonic
+        self._committed_s = float("-inf")  # monotonic time of the last commit
         self.stale: list[bytes] = []  # paths below the source whose chunk came too late
 
     def run(self, workers: list[WorkerHandle], progress: PutProgress) -> None:
@@ -168,9 +167,9 @@ class _FolderPut:
     def _run(self, workers: list[WorkerHandle], progress: PutProgress) -> None:
         while not all(worker.finished for worker in workers):
             self._feed(workers)
-            more = self._walk_ahead()
+            may_walk = self._walk_ahead()
             by_pipe = {worker.pipe: worker for worker in workers if not worker.finished}
-            for pipe in wait(by_pipe, timeout=0 if more else self._due_s()):
+            for pipe in wait(by_pipe, timeout=0 if may_walk else self._due_s()):
                 assert isinstance(pipe, Connection)
                 self._answer(by_pipe[pipe])
             if self._stored_entries >= ENTRIES_MAX or self._due_s() == 0:
@@ -206,10 +205,11 @@ class _FolderPut:
         return True
 
     def _answer(self, worker: WorkerHandle) -> None:
+        """Receive one message of a packing process, and do what it asks for."""
         try:
             kind, *values = msgpack.unpackb(worker.pipe.recv_bytes())
         except (EOFError, ConnectionResetError):
-            raise worker.last_words() from None
+            raise worker.death_reason() from None
         match kind:
             case "id":
                 worker.send("id", self._session.new_id(values[0] and ChunkId(values[0])))

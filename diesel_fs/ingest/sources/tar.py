@@ -29,11 +29,10 @@ from ...format.snapshot.reader import Snapshot, same_content
 from ...names import shown
 from ...repository.interface import Repository
 from ...repository.writing import WriteSession
-from ..compare import Comparer
 from ..options import PutOptions
 from ..packer import FileSkipped, Packer, start_packer
 from ..paths import RESERVED_NAME, is_reserved, refusal_reason, source_path, target_path
-from ..put import PutWork, Source
+from ..put import Source
 from .tar_headers import IGNORED_PAX_KEYS, PlainFiles, plain_files
 
 FILE_BYTES_MAX = 16 << 40
@@ -278,18 +277,11 @@ class TarSource(Source):
         if self._packer is not None:
             self._packer.close()
 
-    def start(self, work: PutWork) -> Comparer:
-        self._work, self._report = work, work.report
-        self._comparer = Comparer(
-            work.view, work.target, work.options, work.path_filter, work.readable
-        )
-        return self._comparer
-
     def count(self) -> bool:
         return self._read(self._tar)
 
     def pack(self, session: WriteSession) -> bool:
-        options, report = self._work.options, self._report
+        options, report = self._work.options, self._work.report
         packer = self._packer = start_packer(
             session, options.chunk_bytes, options.compress, report.add_chunk
         )
@@ -315,7 +307,7 @@ class TarSource(Source):
                 name = self._take_plain(tar) or name
                 entries += 1
                 if entries % _PROGRESS_ENTRIES == 0:
-                    self._work.progress(self._report)
+                    self._work.progress(self._work.report)
             if type(tar.end_error).__name__ != "EOFHeaderError":
                 raise tarfile.ReadError(f"no header where one should be ({tar.end_error})")
             name = b""
@@ -324,23 +316,25 @@ class TarSource(Source):
                     break
         except _BROKEN as error:
             last = f", after {shown(name)}" if name else ""
-            self._report.fail(b"", f"the tar is damaged or cut off{last}: {error}")
+            self._work.report.fail(b"", f"the tar is damaged or cut off{last}: {error}")
             return False
         finally:
-            self._report.walked = True
+            self._work.report.walked = True
         return True
 
     def _copy_hard_links(self, packer: Packer, reader: EntryReader) -> None:
         """Put the hard links as files, with the bytes that their targets have in a snapshot."""
-        failed = {path for path, _ in self._report.failed}
+        failed = {path for path, _ in self._work.report.failed}
         view = reader.snapshot
-        origins = _ends({path: origin for path, (origin, _, _) in self._hard_links.items()})
+        origins = hard_link_origins(
+            {path: origin for path, (origin, _, _) in self._hard_links.items()}
+        )
         for path, (_, mode, mtime_ns) in self._hard_links.items():
             origin = origins[path]
             source, index = view.lookup(origin), view.lookup(path)
             below = source_path(self._work.target, origin)
             if source < 0 or view.stat(source).kind != Kind.FILE or below in failed:
-                self._report.fail(
+                self._work.report.fail(
                     source_path(self._work.target, path),
                     f"a hard link to {shown(below)}, which is not there",
                 )
@@ -351,12 +345,12 @@ class TarSource(Source):
                 and view.stat(index) == Stat(Kind.FILE, mode, size, mtime_ns)
                 and _checksums(view, index) == _checksums(view, source)
             ):
-                self._report.entries_found -= 1
-                self._report.unchanged += 1
+                self._work.report.entries_found -= 1
+                self._work.report.unchanged += 1
                 continue
             content = io.BufferedReader(EntryFile(reader, source), _READ_BYTES)
             packer.add_stream(content, size, split(path), mode, mtime_ns)
-            self._report.hard_links += 1
+            self._work.report.hard_links += 1
         packer.finish()
 
     # One entry
@@ -372,7 +366,7 @@ class TarSource(Source):
             tar.offset = window.tell()
             if files.names:
                 self._take_files(files, memoryview(window.data))
-                self._work.progress(self._report)
+                self._work.progress(self._work.report)
                 last = _name(files.names[-1])
             if not window.fill():
                 break
@@ -399,7 +393,7 @@ class TarSource(Source):
             own = [name[cut:] for name in names[here]]
             folder = self._empty_target_folder(above, own) if sees_all else None
             if folder is not None and max(files.sizes[here]) <= extent_bytes:
-                self._report.entries_found += end - start
+                self._work.report.entries_found += end - start
                 if self._packer is not None:
                     self._packer.add_contents(
                         folder, own, files.modes[here], files.mtimes_ns[here], contents
@@ -431,10 +425,10 @@ class TarSource(Source):
     ) -> None:
         target = target_path(self._work.target, path)
         if reason := _refusal(member, path, target):
-            self._report.fail(path, reason)
+            self._work.report.fail(path, reason)
             return
         if mtime_ns is None:
-            self._report.fail(path, "refused: its mtime cannot be stored")
+            self._work.report.fail(path, "refused: its mtime cannot be stored")
             return
         if self._work.path_filter.excludes(path, is_folder=member.isdir()):
             return
@@ -451,10 +445,10 @@ class TarSource(Source):
         elif member.islnk():
             entry = Stat(Kind.FILE, member.mode & MODE_MASK, 0, mtime_ns)
         else:
-            self._report.fail(path, "skipped: a pipe, device or unknown kind")
+            self._work.report.fail(path, "skipped: a pipe, device or unknown kind")
             return
         if reason := self._comparer.conflict_reason(target, index, entry.kind):
-            self._report.fail(path, reason)
+            self._work.report.fail(path, reason)
         elif member.islnk():
             self._take_hard_link(member, path, target, entry)
         else:
@@ -485,12 +479,12 @@ class TarSource(Source):
                     self._pack(target, index, whole, cast("BinaryIO", spool), link)
                     return
         if same:
-            self._report.unchanged += 1
+            self._work.report.unchanged += 1
         else:
             self._pack(target, index, entry._replace(mode=member.mode), content, link)
 
     def _pack(self, target: bytes, index: int, entry: Stat, content: BinaryIO, link: bytes) -> None:
-        self._report.entries_found += 1
+        self._work.report.entries_found += 1
         self._comparer.mark_replaced(index)
         if self._packer is None:
             return
@@ -498,7 +492,7 @@ class TarSource(Source):
             case Kind.FOLDER:
                 self._packer.add_folder(split(target), entry.mode, entry.mtime_ns)
             case Kind.LINK:
-                self._packer.add_link_to(split(target), entry.mtime_ns, link)
+                self._packer.add_known_link(split(target), entry.mtime_ns, link)
             case _:
                 self._packer.add_stream(
                     content, entry.size, split(target), entry.mode, entry.mtime_ns
@@ -509,9 +503,9 @@ class TarSource(Source):
     ) -> None:
         origin = _name(_encoded(member.linkname))
         if not origin or path_fault(origin):
-            self._report.fail(path, f"refused: a hard link to {shown(origin)}")
+            self._work.report.fail(path, f"refused: a hard link to {shown(origin)}")
             return
-        self._report.entries_found += 1
+        self._work.report.entries_found += 1
         self._hard_links[target] = join(self._work.target, origin), entry.mode, entry.mtime_ns
 
 
@@ -561,16 +555,17 @@ def _read_at(content: BinaryIO, size: int, start: int) -> bytes:
     return content.read(size)
 
 
-def _ends(links: dict[bytes, bytes]) -> dict[bytes, bytes]:
-    """The end of each chain of hard links; for links in a ring, any of its members."""
-    ends: dict[bytes, bytes] = {}
+def hard_link_origins(links: dict[bytes, bytes]) -> dict[bytes, bytes]:
+    """By the path of each hard link, the file at the end of its chain of links; for links in a
+    ring, any of its members. `links` has the target of each."""
+    origins: dict[bytes, bytes] = {}
     for path in links:
-        way: dict[bytes, None] = {}
-        while path in links and path not in ends and path not in way:
-            way[path] = None
+        chain: dict[bytes, None] = {}
+        while path in links and path not in origins and path not in chain:
+            chain[path] = None
             path = links[path]
-        ends |= dict.fromkeys(way, ends.get(path, path))
-    return ends
+        origins |= dict.fromkeys(chain, origins.get(path, path))
+    return origins
 
 
 def _checksums(view: Snapshot, index: int) -> list[tuple[int, int]]:

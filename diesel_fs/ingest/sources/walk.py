@@ -11,14 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from ...format.entries import Kind
 from ...system.atomic_file import close_folder
 from ..options import Filter
 
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 FILE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
-_AT_ONCE = 1024  # entries of a folder that are objects at one time
+_BATCH_ENTRIES = 1024  # entries of one folder that are Python objects at one time
 
 ReportFailure = Callable[[bytes, str], None]
 """Called with the path (below the source) of what cannot be put, and the reason."""
@@ -61,7 +60,7 @@ def open_file(folder: int, name: bytes) -> int:
     return os.open(name, FILE_FLAGS, dir_fd=folder)
 
 
-def walk(root: int, filter: Filter, failed: ReportFailure) -> Iterator[FolderListing]:  # noqa: A002
+def walk(root: int, path_filter: Filter, failed: ReportFailure) -> Iterator[FolderListing]:
     """The folders below `root`, parents first, names in byte order; the root itself is `b""`.
 
     The caller may take folders out of a listing before it asks for the next one: they are not
@@ -79,7 +78,7 @@ def walk(root: int, filter: Filter, failed: ReportFailure) -> Iterator[FolderLis
             listing.unread = True
         else:
             try:
-                _list(folder, listing, filter, failed)
+                _list(folder, listing, path_filter, failed)
             finally:
                 close_folder(folder)
         yield listing
@@ -87,27 +86,30 @@ def walk(root: int, filter: Filter, failed: ReportFailure) -> Iterator[FolderLis
         waiting.extend(prefix + name for name in reversed(listing.folders))
 
 
-def _list(folder: int, listing: FolderListing, filter: Filter, failed: ReportFailure) -> None:  # noqa: A002
+def _list(folder: int, listing: FolderListing, path_filter: Filter, failed: ReportFailure) -> None:
+    """Fill in the attributes and names of the folder with this descriptor."""
     found = os.fstat(folder)
     listing.mode, listing.mtime_ns = stat.S_IMODE(found.st_mode), found.st_mtime_ns
     prefix = listing.path + b"/" if listing.path else b""
+    takes_all = path_filter.includes_all
     try:
         # Through /proc the names come as bytes; by descriptor they would be decoded first
         with os.scandir(b"/proc/self/fd/%d" % folder) as entries:
-            while some := [*islice(entries, _AT_ONCE)]:
-                files = [each.name for each in some if each.is_file(follow_symlinks=False)]
-                if not filter.includes_all:
-                    listing.files += [name for name in files if filter.includes_file(prefix + name)]
-                else:
-                    listing.files += files
-                for entry in some if len(files) < len(some) else ():
+            while batch := [*islice(entries, _BATCH_ENTRIES)]:
+                files = [each.name for each in batch if each.is_file(follow_symlinks=False)]
+                listing.files += (
+                    files
+                    if takes_all
+                    else [name for name in files if path_filter.includes_file(prefix + name)]
+                )
+                for entry in batch if len(files) < len(batch) else ():
                     name = entry.name
                     if entry.is_file(follow_symlinks=False):
                         continue
                     if entry.is_dir(follow_symlinks=False):
-                        if filter.includes_all or filter.includes_folder(prefix + name):
+                        if takes_all or path_filter.includes_folder(prefix + name):
                             listing.folders.append(name)
-                    elif not filter.includes_all and not filter.includes_file(prefix + name):
+                    elif not takes_all and not path_filter.includes_file(prefix + name):
                         continue
                     elif entry.is_symlink():
                         listing.links.append(name)
@@ -121,10 +123,7 @@ def _list(folder: int, listing: FolderListing, filter: Filter, failed: ReportFai
 
 
 def walk_paths(
-    root: int,
-    paths: Sequence[bytes],
-    filter: Filter,  # noqa: A002
-    failed: ReportFailure,
+    root: int, paths: Sequence[bytes], path_filter: Filter, failed: ReportFailure
 ) -> Iterator[FolderListing]:
     """As `walk`, but only of `paths` (files, links or single folders below the source)."""
     by_folder: dict[bytes, FolderListing] = {}
@@ -140,32 +139,22 @@ def walk_paths(
         except OSError as error:
             failed(path, failure_reason(error))
             continue
-        if filter.excludes(path, is_folder=stat.S_ISDIR(found.st_mode)):
+        if path_filter.excludes(path, is_folder=stat.S_ISDIR(found.st_mode)):
             continue
         listing = by_folder.setdefault(
             folder_path, FolderListing(folder_path, stat.S_IMODE(own.st_mode), own.st_mtime_ns)
         )
-        match kind_of(found.st_mode):
-            case Kind.FILE:
-                listing.files.append(name)
-            case Kind.LINK:
-                listing.links.append(name)
-            case Kind.FOLDER:
-                mode = stat.S_IMODE(found.st_mode)
-                by_folder.setdefault(path, FolderListing(path, mode, found.st_mtime_ns))
-            case _:
-                failed(path, "skipped: a pipe, socket or device")
+        mode = found.st_mode
+        if stat.S_ISREG(mode):
+            listing.files.append(name)
+        elif stat.S_ISLNK(mode):
+            listing.links.append(name)
+        elif stat.S_ISDIR(mode):
+            by_folder.setdefault(path, FolderListing(path, stat.S_IMODE(mode), found.st_mtime_ns))
+        else:
+            failed(path, "skipped: a pipe, socket or device")
     for folder_path in sorted(by_folder):
         yield by_folder[folder_path]
-
-
-def kind_of(mode: int) -> Kind | None:
-    """The kind of an entry of this `st_mode`; None for pipes, sockets and devices."""
-    if stat.S_ISREG(mode):
-        return Kind.FILE
-    if stat.S_ISLNK(mode):
-        return Kind.LINK
-    return Kind.FOLDER if stat.S_ISDIR(mode) else None
 
 
 def failure_reason(error: OSError) -> str:
