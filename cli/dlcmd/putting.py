@@ -31,8 +31,7 @@ from diesel_fs.ingest import (
     Source,
     TarSource,
 )
-from diesel_fs.ingest.options import COMPRESSIONS, JOBS_MAX
-from diesel_fs.ingest.options import PutProgress as Report
+from diesel_fs.ingest.options import COMPRESSIONS, JOBS_MAX, PutProgress
 from diesel_fs.repository.interface import Repository
 from diesel_fs.repository.local import LocalRepository
 from diesel_fs.urls import CLOUD_SCHEMES, parse_url
@@ -62,7 +61,7 @@ class SourceArgument:
     """The source that the user names."""
 
     name: str
-    entries: Source
+    source: Source
     file_name: bytes = b""  # of a single file or object: its name, without folders or prefix
 
 
@@ -195,14 +194,14 @@ def _parse_arguments(
 
 
 @contextmanager
-def _source(name: str, is_tar: bool, names_from: str, nul: bool) -> Iterator[SourceArgument]:
+def _source(name: str, is_tar: bool, files_from: str, nul: bool) -> Iterator[SourceArgument]:
     """Open the source, before anything is made of the dataset. Raises NotFoundError, UsageError."""
     if is_tar:
         with _opened_file(name) as stream:
             yield SourceArgument(name, TarSource(stream))
         return
     if name.partition("://")[0] in CLOUD_SCHEMES and "://" in name:
-        if names_from:
+        if files_from:
             raise UsageError("--files-from needs a folder as SRC, not a bucket")
         from .buckets import CloudBucket  # noqa: PLC0415  # it takes 0.1 s to import
 
@@ -217,12 +216,12 @@ def _source(name: str, is_tar: bool, names_from: str, nul: bool) -> Iterator[Sou
         raise NotFoundError(f"there is no file or folder {name}")
     if not (path.is_dir() or path.is_file()):
         raise UsageError(f"{name} is neither a file nor a folder, so it cannot be put")
-    if names_from and not path.is_dir():
+    if files_from and not path.is_dir():
         raise UsageError(f"--files-from needs a folder as SRC, and {name} is a file")
     if path.is_file():
         yield SourceArgument(name, FileSource(path), os.fsencode(path.name))
         return
-    paths = _read_paths(names_from, nul) if names_from else None
+    paths = _read_paths(files_from, nul) if files_from else None
     yield SourceArgument(name, FolderSource(path, paths, PROGRAM))
 
 
@@ -252,12 +251,12 @@ def _put(
     source: SourceArgument,
     target: Address,
     options: PutOptions,
-    progress: Report,
+    progress: PutProgress,
 ) -> PutReport:
     name, path = target.dataset, target.path
     if source.file_name and (target.must_be_folder or _is_folder(repository, target)):
         path = join(path, source.file_name)
-    return ingest.put(repository, name, source.entries, path, options, progress)
+    return ingest.put(repository, name, source.source, path, options, progress)
 
 
 def _is_folder(repository: Repository, target: Address) -> bool:
@@ -294,9 +293,9 @@ def _opened_file(name: str) -> Iterator[BinaryIO]:
             file.close()
 
 
-def _read_paths(names_from: str, nul: bool) -> list[bytes]:
+def _read_paths(files_from: str, nul: bool) -> list[bytes]:
     """The paths that --files-from lists, each once; `.` is SRC itself. Raises UsageError."""
-    with _opened_file(names_from) as file:
+    with _opened_file(files_from) as file:
         lines = file.read().split(b"\0" if nul else b"\n")
     paths: dict[bytes, None] = {}
     for line in filter(None, lines):

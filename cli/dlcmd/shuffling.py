@@ -74,20 +74,20 @@ def shuffle(
     """
     with open_repository_from_flags() as repository:
         view = repository.view(target.dataset)
-        below = view.index_of(target.path)
-        if view.stat(below).kind != Kind.FOLDER:
+        top = view.index_of(target.path)
+        if view.stat(top).kind != Kind.FOLDER:
             raise UsageError(f"{target} is not a folder")
         if full:
             order = full_shuffle(
-                view, seed, epoch, rank=rank, world=world, drop_last=drop_last, below=below
+                view, seed, epoch, rank=rank, world=world, drop_last=drop_last, below=top
             )
         else:
             order = chunk_shuffle(
                 view, seed, epoch, group_size=group_size, rank=rank, world=world,
-                drop_last=drop_last, below=below,
+                drop_last=drop_last, below=top,
             )  # fmt: skip
         if quality:
-            _print_quality(quality_of(view, order, below=below))
+            _print_quality(quality_of(view, order, below=top))
         else:
             if not (nul or global_flags().json):
                 _refuse_newlines(view, order)

@@ -54,15 +54,14 @@ def index_of(view: Snapshot, key: EntryKey) -> int:
         raise UsageError(f"{key!r} is neither a path nor an index") from None
 
 
-def names_of(many: EntryKeys) -> list[bytes] | Indices:
-    """The encoded paths of many entries, or their indices, as they were given. Raises
-    UsageError."""
-    if isinstance(many, _PATHS):
+def names_of(entries: EntryKeys) -> list[bytes] | Indices:
+    """The encoded paths of entries, or their indices, as they were given. Raises UsageError."""
+    if isinstance(entries, _PATHS):
         raise UsageError(
-            f"this call takes several paths or indices, not the one path {many!r}",
+            f"this call takes several paths or indices, not the one path {entries!r}",
             advice="put it in a list",
         )
-    keys = many if isinstance(many, np.ndarray | Sequence) else list(many)
+    keys = entries if isinstance(entries, np.ndarray | Sequence) else list(entries)
     if len(keys) and isinstance(keys[0], _PATHS):
         return [encoded(path) for path in keys]
     indices = np.asarray(keys) if len(keys) else np.empty(0, np.int64)
@@ -74,8 +73,8 @@ def names_of(many: EntryKeys) -> list[bytes] | Indices:
 def indices_of(view: Snapshot, names: list[bytes] | Indices) -> Indices:
     """The indices of what `names_of` returned. Raises NoSuchPath, and UsageError for a bad path."""
     if isinstance(names, np.ndarray):
-        for end in (names.min(), names.max()) if len(names) else ():
-            _check_index(view, int(end))
+        for outermost in (names.min(), names.max()) if len(names) else ():
+            _check_index(view, int(outermost))
         return names
     indices = view.lookup_many(names)
     for missing in np.flatnonzero(indices < 0)[:1].tolist():

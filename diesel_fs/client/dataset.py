@@ -176,7 +176,6 @@ class Dataset:
         self.name = view.dataset
         self._repository = repository
         self._options = options
-        self._task_options = options.task
         self._task: TaskStore | None = None
         self._task_version = 0
         self._order: _Order | None = None  # the order in which files are being read
@@ -193,7 +192,7 @@ class Dataset:
         that is not in the environment.
         """
         self._check_open()
-        reference = DatasetReference.of(self._repository, self._view, self._task_options)
+        reference = DatasetReference.of(self._repository, self._view, self.task_options)
         options = replace(self._options, task=NO_TASK)
         is_fixed = (self._version_fixed, self._kept)
         return _reopen, (reference, options, is_fixed, self._order)
@@ -224,7 +223,7 @@ class Dataset:
     @property
     def task_options(self) -> TaskOptions:
         """The options of the training task. They may hold its secret: do not print them."""
-        return self._task_options
+        return self._options.task
 
     @property
     def version(self) -> int:
@@ -359,7 +358,7 @@ class Dataset:
                     packer.add_stream(spool, size, split(target), mode, now)
         except FileSkipped as reason:
             raise ConflictError(f"{source!r}: {reason}") from None
-        self._pending.add(target)
+        self._new_files.add(target)
 
     def flush(self) -> int:
         """Make all puts durable (DL_flush), and move on to the version that has them; return it.
@@ -368,7 +367,7 @@ class Dataset:
         file, or the other way round; the dataset then has the folder.
         """
         self._check_open()
-        if self._session is None or self._owner != os.getpid():
+        if self._session is None or self._writer_pid != os.getpid():
             return self._view.version
         assert self._packer is not None
         self._packer.finish()
@@ -377,8 +376,8 @@ class Dataset:
             self._packer.close()
             self._forget_session()
         if not self._version_fixed:  # else the version that is shown stays, without the new files
-            self._made.clear()
-            self._pending.clear()
+            self._new_folders.clear()
+            self._new_files.clear()
             self.refresh()
         for path, reason in report.failed:
             raise ConflictError(f"{os.fsdecode(path)!r}: {reason}")
@@ -393,17 +392,17 @@ class Dataset:
         entry = path if is_path(path) else self._view.path(self._index(path))
         self.flush()  # it may move on to a version with other indices
         index = self._index(entry)
-        below = self._view.walk(index).tolist()
-        if len(below) > 1 and not recursive:
+        entries = self._view.walk(index).tolist()
+        if len(entries) > 1 and not recursive:
             raise ConflictError(
                 f"{path!r} is a folder with entries", advice="recursive=True deletes them too"
             )
         self._writer()
         assert self._session is not None
-        paths = [self._view.path(i) for i in reversed(below)]
+        paths = [self._view.path(i) for i in reversed(entries)]
         self._session.delete(paths)
-        self._made.difference_update(paths)
-        self._pending.difference_update(paths)
+        self._new_folders.difference_update(paths)
+        self._new_files.difference_update(paths)
         self.flush()
 
     # Metadata
@@ -470,7 +469,7 @@ class Dataset:
             self.flush()
         finally:
             self._closed = True
-            self._end()
+            self._release()
 
     def __enter__(self) -> Self:
         return self
@@ -483,10 +482,8 @@ class Dataset:
     ) -> None:
         if kind is not None:  # nothing is flushed: the puts of the block are not complete
             self._closed = True
-            self._end()
+            self._release()
         self.close()
-
-    # Helpers of the calls above
 
     def _check_open(self) -> None:
         if self._closed:
@@ -500,8 +497,8 @@ class Dataset:
                 advice=f"connect to {self.name!r}, or move on to its current version by refresh()",
             )
 
-    def _end(self) -> None:
-        if self._packer is not None and self._owner == os.getpid():
+    def _release(self) -> None:
+        if self._packer is not None and self._writer_pid == os.getpid():
             self._packer.close()
         self._forget_writes()
         self._reader.close()
@@ -510,6 +507,7 @@ class Dataset:
         self._repository.close()
 
     def _switch_version(self, view: Snapshot) -> None:
+        """Show another version, with a reader of its own."""
         if not self._version_fixed and (warning := self._repository.staleness_warning(view)):
             log.warning("%s", warning)
         self._view = view
@@ -520,36 +518,37 @@ class Dataset:
 
     def _objects_of(self, view: Snapshot) -> ObjectStore:
         """The object store to read a version from: the repository's, or the task's cache."""
-        if not self._task_options:
+        if not self.task_options:
             return self._repository.objects
-        former = self._task
-        if former is None:
+        task = self._task
+        if task is None:
             memory_bytes = self._options.task_memory_bytes
             request = master_request(
-                self._task_options, self._repository, view, memory_bytes=memory_bytes
+                self.task_options, self._repository, view, memory_bytes=memory_bytes
             )
-            self._task = TaskStore.join(self._repository.objects, request, view)
+            task = TaskStore.join(self._repository.objects, request, view)
         elif view.version != self._task_version:
-            self._task = former.at_version(view)
+            former, task = task, task.at_version(view)
             former.close()
-        self._task_version = view.version
-        assert self._task is not None
-        return self._task
+        self._task, self._task_version = task, view.version
+        return task
 
     def _forget_session(self) -> None:
+        """The next put begins a session of its own."""
         self._session: WriteSession | None = None
         self._packer: Packer | None = None
 
     def _forget_writes(self) -> None:
+        """Start as a process that has put nothing."""
         self._forget_session()
-        self._owner = os.getpid()
-        self._made: set[bytes] = set()  # folders that were put and that the view does not show yet
-        self._pending: set[bytes] = set()  # files, likewise
+        self._writer_pid = os.getpid()
+        self._new_folders: set[bytes] = set()  # put, and not in the version that is shown
+        self._new_files: set[bytes] = set()  # likewise
 
     def _writer(self) -> Packer:
         """The packer of this process, which is made first; a forked child makes its own."""
         self._check_writable()
-        if self._owner != os.getpid():
+        if self._writer_pid != os.getpid():
             self._forget_writes()
         if self._packer is None:
             session = self._session = self._repository.begin(self.name, create=False)
@@ -566,10 +565,11 @@ class Dataset:
             close_folder(folder)
 
     def _target(self, path: PathText) -> bytes:
+        """The path of a file to be put. Raises UsageError, and ConflictError for a folder."""
         target = check_path(encoded(path))
         if not target or is_reserved(target):
             raise UsageError(f"{path!r} cannot be the path of a file: it is the root or reserved")
-        if target in self._made or self._kind_at(target) == Kind.FOLDER:
+        if target in self._new_folders or self._kind_at(target) == Kind.FOLDER:
             raise ConflictError(f"{path!r} is a folder", advice="delete it first")
         return target
 
@@ -587,9 +587,9 @@ class Dataset:
         """Put the folders above a path, where they are missing. Raises ConflictError."""
         folder = split(target)[0]
         missing = []
-        while folder and folder not in self._made:
+        while folder and folder not in self._new_folders:
             kind = self._kind_at(folder)
-            if folder in self._pending or kind not in (None, Kind.FOLDER):
+            if folder in self._new_files or kind not in (None, Kind.FOLDER):
                 raise ConflictError(f"{os.fsdecode(folder)!r} is a file", advice="delete it first")
             if kind == Kind.FOLDER:
                 break
@@ -597,7 +597,7 @@ class Dataset:
             folder = split(folder)[0]
         for path in reversed(missing):
             packer.add_folder(split(path), 0o755, mtime_ns)
-            self._made.add(path)
+            self._new_folders.add(path)
 
     def _index(self, key: EntryKey) -> int:
         """The index of an entry; moves on to a newer version for a missing path.

@@ -22,6 +22,7 @@ from ..format.snapshot.diff import diff_snapshots
 from ..format.snapshot.reader import Indices, Snapshot
 from ..ingest.compare import FolderChanges, FolderComparer
 from ..ingest.options import Filter, PutOptions
+from ..ingest.paths import target_path
 from ..ingest.sources.folder import open_source
 from ..ingest.sources.walk import walk
 
@@ -64,7 +65,7 @@ def compare_versions(old: Snapshot, new: Snapshot, below: bytes = b"") -> Differ
     old_entries = old.walk(old.index_of(below))
     new_entries = new.walk(new.index_of(below))
     matched = diff_snapshots(old, new)
-    in_new = np.zeros(len(old), np.bool_)
+    in_new = np.zeros(len(old), np.bool_)  # of each old entry: whether the new version has its path
     in_new[matched.same_path[matched.same_path >= 0]] = True
     differs = matched.unchanged < 0
     differs[matched.folders_with_new_attributes] = True
@@ -98,9 +99,8 @@ def compare_folder(
 
     root = open_source(folder)
     try:
-        comparer = FolderComparer(
-            view, below, options, Filter(options), _always_readable, fail, root
-        )
+        # Whether an entry's chunk can be read does not matter here; `put` puts such an entry again
+        comparer = FolderComparer(view, below, options, Filter(options), lambda _: True, fail, root)
         for changes in comparer.changes(walk(root, Filter(options), fail)):
             for path, kind in _entries(changes, below):
                 index = view.lookup(path)
@@ -119,14 +119,9 @@ def compare_folder(
     return Differences(added, changed, removed, unchanged, failed)
 
 
-def _always_readable(_: int) -> bool:
-    """A comparison ignores whether an entry's chunk can be read; `put` puts such an entry again."""
-    return True
-
-
 def _entries(changes: FolderChanges, below: bytes) -> Iterator[tuple[bytes, Kind]]:
     """The entries of one folder that differ, the folder itself first."""
-    path = join(below, changes.path) if changes.path else below
+    path = target_path(below, changes.path)
     if changes.entry is not None:
         yield path, Kind.FOLDER
     for name in changes.files:

@@ -16,7 +16,7 @@ import stat
 import tarfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,7 @@ from ..errors import (
     UsageError,
 )
 from ..format.entries import MODE_MASK, Kind, Stat, name_fault
-from ..format.snapshot import layout as layout
+from ..format.snapshot import layout
 from ..format.snapshot.reader import Indices, Snapshot, same_content
 from ..system.atomic_file import check_links, close_folder, remove_leftovers, temporary_name
 
@@ -47,9 +47,6 @@ _BATCH_BYTES = 64 << 20  # contents of one `read_many`, which bounds the memory 
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
 _SECOND_NS = 1_000_000_000
 _FILE_ERRORS = (FormatError, ObjectMissing)  # of one file; other errors of a store end the get
-
-
-Failures = list[tuple[bytes, str]]
 
 
 @dataclass(slots=True)
@@ -66,7 +63,7 @@ class GetReport:
     files: int = 0
     content_bytes: int = 0
     unchanged: int = 0
-    failed: Failures = field(default_factory=list)
+    failed: list[tuple[bytes, str]] = field(default_factory=list)
 
 
 GetProgress = Callable[[GetReport], None]
@@ -100,28 +97,27 @@ def get(
     NoSpaceError, PermissionDenied, ObjectStoreError.
     """
     top = view.index_of(path)
-    if view.stat(top).kind == Kind.FOLDER:
-        root, fresh = _open_destination(dest, view.stat(top).mode)
-        remove_leftovers(root)
-        writer = _FolderWriter(view, reader, _Folders(view, top, root), force, progress)
+    is_folder, is_new = view.stat(top).kind == Kind.FOLDER, False
+    names: dict[int, bytes] = {}
+    if is_folder:
+        root, is_new = _open_destination(dest, view.stat(top).mode)
+        folders = _Folders(view, top, root)
+    else:  # the folder of `dest` takes the place of the entry's folder; the name may differ, too
+        target = dest / os.fsdecode(view.name(top)) if dest.is_dir() else dest
         try:
-            writer.write_tree(top, fresh)
-        finally:
-            writer.folders.close()
-        return writer.report
-    target = dest / os.fsdecode(view.name(top)) if dest.is_dir() else dest
-    try:
-        check_links(dest)
-        root = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError as error:
-        raise _no_destination(target.parent, error) from error
+            check_links(dest)
+            root = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            raise _destination_error(target.parent, error) from error
+        folders = _Folders(view, view.parent(top), root)
+        names[top] = os.fsencode(target.name)
     remove_leftovers(root)
-    # The destination's folder takes the place of the entry's folder; the name may differ, too.
-    folders = _Folders(view, view.parent(top), root)
-    names = {top: os.fsencode(target.name)}
     writer = _FolderWriter(view, reader, folders, force, progress, names)
     try:
-        writer.write_entries(np.array([top], np.int64))
+        if is_folder:
+            writer.write_tree(top, is_new)
+        else:
+            writer.write_entries(np.array([top], np.int64))
     finally:
         folders.close()
     return writer.report
@@ -139,16 +135,15 @@ def _open_destination(dest: Path, mode: int) -> tuple[int, bool]:
         try:
             dest.mkdir()
             dest.chmod(mode & MODE_MASK | 0o700)  # near to what it gets at the end
-            fresh = True
         except FileExistsError:
-            fresh = False
+            pass  # it gets the dataset's attributes only if it is empty
         root = os.open(dest, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        return root, fresh or not os.listdir(root)
+        return root, not os.listdir(root)
     except OSError as error:
-        raise _no_destination(dest, error) from error
+        raise _destination_error(dest, error) from error
 
 
-def _no_destination(dest: Path, error: OSError) -> Exception:
+def _destination_error(dest: Path, error: OSError) -> Exception:
     if error.errno in _NO_SPACE:
         return NoSpaceError(f"cannot write to {dest}: {error.strerror}")
     if isinstance(error, NotADirectoryError):
@@ -216,23 +211,24 @@ class _FolderWriter:
         folders: _Folders,
         force: bool,
         progress: GetProgress,
-        names: dict[int, bytes] | None = None,
+        names: dict[int, bytes],
     ) -> None:
         self.view = view
-        self.reader = reader
-        self.folders = folders
         self.report = GetReport()
+        self._reader = reader
+        self._folders = folders
         self._force = force
         self._progress = progress
-        self._names = names or {}  # entries that get another name than in the dataset
+        self._names = names  # of entries that get another name than in the dataset
 
-    def write_tree(self, top: int, fresh: bool) -> None:
-        """Write everything below the folder `top`; with `fresh`, its attributes too."""
+    def write_tree(self, top: int, is_new: bool) -> None:
+        """Write everything below the folder `top`; where the destination is new, its attributes
+        too."""
         below = self.view.walk(top)
         kinds = layout.kinds(self.view.columns.flags[below])
         folders = below[kinds == Kind.FOLDER]
-        self.report.total = len(below) - 1 + fresh
-        made = [top] if fresh else []
+        self.report.total = len(below) - 1 + is_new
+        made = [top] if is_new else []
         for index in folders[1:].tolist():
             with _EntryErrors(self, index):
                 if self._make_folder(index):
@@ -251,7 +247,7 @@ class _FolderWriter:
         kinds = layout.kinds(self.view.columns.flags[indices])
         files = [i for i in indices[kinds == Kind.FILE].tolist() if self._must_write(i)]
         chosen = in_chunk_order(self.view, np.array(files, np.int64))
-        for index, content in contents(self.view, self.reader, chosen):
+        for index, content in contents(self.view, self._reader, chosen):
             if isinstance(content, Exception):
                 self.add_failure(index, str(content))
             else:
@@ -274,7 +270,7 @@ class _FolderWriter:
                 if self._force and existing & 0o700 != 0o700:
                     _grant_owner(above, name, existing)
                 with suppress(OSError):  # writing into the folder meets and reports the same error
-                    remove_leftovers(self.folders[index])
+                    remove_leftovers(self._folders[index])
                 return self._force
             if not self._force:
                 raise _EntrySkipped("a file is there; --force replaces it") from None
@@ -289,7 +285,7 @@ class _FolderWriter:
         """
         wanted = self.view.stat(index)
         implicit = bool(self.view.columns.flags[index] & layout.IMPLICIT)
-        folder = self.folders[index]
+        folder = self._folders[index]
         there = os.fstat(folder)
         if stat.S_IMODE(there.st_mode) != wanted.mode & MODE_MASK:
             os.fchmod(folder, wanted.mode & MODE_MASK)
@@ -349,20 +345,17 @@ class _FolderWriter:
         with _EntryErrors(self, index):
             above, name = self._destination_of(index)
             wanted = self.view.stat(index)
-            temporary = temporary_name()
-            file = os.open(temporary, _CREATE_FLAGS, 0o600, dir_fd=above)
-            try:
+            with _named_at_end(name, above) as temporary:
+                file = os.open(temporary, _CREATE_FLAGS, 0o600, dir_fd=above)
                 try:
                     for piece in pieces:
-                        _write_all(file, piece)
+                        left = piece
+                        while len(left):
+                            left = left[os.write(file, left) :]
                     os.fchmod(file, wanted.mode & MODE_MASK)
                     os.utime(file, ns=(wanted.mtime_ns, wanted.mtime_ns))
                 finally:
                     os.close(file)
-                os.rename(temporary, name, src_dir_fd=above, dst_dir_fd=above)
-            except BaseException:
-                _unlink_quietly(temporary, above)
-                raise
             self.report.files += 1
             self.report.content_bytes += wanted.size
             self._count_entry()
@@ -370,20 +363,16 @@ class _FolderWriter:
     def _write_link(self, index: int) -> None:
         with _EntryErrors(self, index):
             above, name = self._destination_of(index)
-            temporary, mtime_ns = temporary_name(), self.view.stat(index).mtime_ns
-            os.symlink(self.view.link(index), temporary, dir_fd=above)
-            try:
+            mtime_ns = self.view.stat(index).mtime_ns
+            with _named_at_end(name, above) as temporary:
+                os.symlink(self.view.link(index), temporary, dir_fd=above)
                 os.utime(temporary, ns=(mtime_ns, mtime_ns), dir_fd=above, follow_symlinks=False)
-                os.rename(temporary, name, src_dir_fd=above, dst_dir_fd=above)
-            except BaseException:
-                _unlink_quietly(temporary, above)
-                raise
             self._count_entry()
 
     def _destination_of(self, index: int) -> tuple[int, bytes]:
         """The descriptor of the folder that an entry goes into, and its name there."""
         name = self._names.get(index) or _safe_name(self.view, index)
-        return self.folders[self.view.parent(index)], name
+        return self._folders[self.view.parent(index)], name
 
     def _count_entry(self) -> None:
         self.report.entries += 1
@@ -441,43 +430,44 @@ def contents(
     An extent is the part of a file in one chunk. The extents of a file that has several are read
     while its pieces are consumed, which may raise. Raises ObjectStoreError if the store fails.
     """
-    many = (view.columns.flags[files] & layout.MANY_EXTENTS) != 0
-    ends = np.cumsum(np.where(many, 0, view.columns.size[files]).astype(np.int64))
+    has_many_extents = (view.columns.flags[files] & layout.MANY_EXTENTS) != 0
+    ends = np.cumsum(np.where(has_many_extents, 0, view.columns.size[files]).astype(np.int64))
     cuts = np.flatnonzero(np.diff(ends // _BATCH_BYTES)) + 1
     for batch in np.split(np.arange(len(files)), cuts):
-        small = batch[~many[batch]]
-        whole = _whole(view, reader, files[small])
-        for position in batch.tolist():
-            index = int(files[position])
-            yield (index, _extents(view, reader, index)) if many[position] else next(whole)
+        whole = _whole_files(view, reader, files[batch[~has_many_extents[batch]]])
+        for i in batch.tolist():
+            index = int(files[i])
+            yield ((index, _pieces(view, reader, index)) if has_many_extents[i] else next(whole))
 
 
-def _whole(
+def _whole_files(
     view: Snapshot, reader: EntryReader, files: Indices
 ) -> Iterator[tuple[int, tuple[memoryview] | Exception]]:
+    """The files that have one extent, read together; after an error, the rest is read anew."""
     done = 0
     while done < len(files):
         try:
             for content in reader.read_many(files[done:]):
                 index, done = int(files[done]), done + 1
                 has_all = len(content) == view.size(index)
-                yield index, (content,) if has_all else _short(view, index, len(content))
+                yield index, (content,) if has_all else _size_error(view, index, len(content))
         except _FILE_ERRORS as error:
             yield int(files[done]), error
             done += 1
 
 
-def _extents(view: Snapshot, reader: EntryReader, index: int) -> Iterator[memoryview]:
+def _pieces(view: Snapshot, reader: EntryReader, index: int) -> Iterator[memoryview]:
+    """The content of one file, extent by extent."""
     done = 0
     for extent in view.extents(index):
         content = reader.read(index, extent.start, extent.size)
         done += len(content)
         yield content
     if done != view.size(index):
-        raise _short(view, index, done)
+        raise _size_error(view, index, done)
 
 
-def _short(view: Snapshot, index: int, found: int) -> CorruptError:
+def _size_error(view: Snapshot, index: int, found: int) -> CorruptError:
     return CorruptError(f"its content has {found} bytes, and its metadata say {view.size(index)}")
 
 
@@ -563,11 +553,15 @@ def _grant_owner(above: int, name: bytes, mode: int) -> None:
         close_folder(folder)
 
 
-def _write_all(file: int, piece: memoryview) -> None:
-    while len(piece):
-        piece = piece[os.write(file, piece) :]
-
-
-def _unlink_quietly(name: str, folder: int) -> None:
-    with suppress(OSError):
-        os.unlink(name, dir_fd=folder)
+@contextmanager
+def _named_at_end(name: bytes, folder: int) -> Iterator[str]:
+    """A temporary name in a folder, for an entry that gets its own name when the `with` ends
+    without an error, and is removed after an error."""
+    temporary = temporary_name()
+    try:
+        yield temporary
+        os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(temporary, dir_fd=folder)
+        raise

@@ -126,7 +126,7 @@ def test_a_mount_of_an_open_dataset_uses_its_task_by_default(
     asked: list[MountRequest] = []
     monkeypatch.setattr(launcher, "mount", asked.append)
     with diesel_fs.connect("ds", (tmp_path / "store").as_uri(), create=True) as dataset:
-        dataset._task_options = TaskOptions(task="night", policy="oneshot")
+        dataset.task_options = TaskOptions(task="night", policy="oneshot")
         for words in ({}, {"task": None, "rank": None}, {"policy": "on-demand"}):
             diesel_fs.mount(dataset, tmp_path / "mount", **words)
     assert [each.task_options.task for each in asked] == ["night", "night", ""]
