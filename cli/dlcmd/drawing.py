@@ -1,12 +1,8 @@
-"""Draws progress bars and tables on a terminal, with rich. Imported only if there is a terminal."""
+"""Draws a progress bar on a terminal, with rich. Imported only if there is a terminal."""
 
-from collections.abc import Sequence
-
-import rich.box
 from rich.console import Console
 from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
-from rich.table import Table
 
 from .output import bytes_text
 
@@ -42,15 +38,3 @@ class Bar:
     def close(self) -> None:
         """Remove the bar."""
         self._rich.stop()
-
-
-def draw_table(
-    columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[str]
-) -> None:
-    """Draw a table on stdout (see `output.print_table`)."""
-    drawn = Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
-    for column in columns:
-        drawn.add_column(column, justify="right" if column in numbers else "left", no_wrap=True)
-    for row in rows:
-        drawn.add_row(*row)
-    Console(markup=False, highlight=False).print(drawn)

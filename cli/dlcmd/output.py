@@ -68,9 +68,16 @@ def print_table(
     """Print rows: on a terminal as a table, in which the columns `numbers` are aligned to the
     right; else one a line, separated by tabs and without the columns' names."""
     if sys.stdout.isatty():
-        from .drawing import draw_table  # noqa: PLC0415  # rich takes 0.1 s to import
+        import rich.box  # noqa: PLC0415  # rich takes 0.1 s to import
+        from rich.console import Console  # noqa: PLC0415
+        from rich.table import Table  # noqa: PLC0415
 
-        draw_table(columns, rows, numbers)
+        table = Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
+        for column in columns:
+            table.add_column(column, justify="right" if column in numbers else "left", no_wrap=True)
+        for row in rows:
+            table.add_row(*row)
+        Console(markup=False, highlight=False).print(table)
     else:
         write_stdout("\t".join(row).encode() + b"\n" for row in rows)
 

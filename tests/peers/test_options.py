@@ -1,7 +1,7 @@
 """The keyword arguments of a Python call about a task: every bad one is an error that names it."""
 
 import os
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol, cast, get_args
@@ -126,7 +126,8 @@ def test_a_mount_of_an_open_dataset_uses_its_task_by_default(
     asked: list[MountRequest] = []
     monkeypatch.setattr(launcher, "mount", asked.append)
     with diesel_fs.connect("ds", (tmp_path / "store").as_uri(), create=True) as dataset:
-        dataset.task_options = TaskOptions(task="night", policy="oneshot")
+        task = TaskOptions(task="night", policy="oneshot")
+        dataset._options = replace(dataset._options, task=task)
         for words in ({}, {"task": None, "rank": None}, {"policy": "on-demand"}):
             diesel_fs.mount(dataset, tmp_path / "mount", **words)
     assert [each.task_options.task for each in asked] == ["night", "night", ""]

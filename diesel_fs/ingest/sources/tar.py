@@ -38,21 +38,22 @@ from .tar_headers import IGNORED_PAX_KEYS, PlainFiles, plain_files
 FILE_BYTES_MAX = 16 << 40
 """What ext4 can hold. A sparse file can claim more in one line, and would take years to read."""
 
-_READ_BYTES = 1 << 20
+_READ_BYTES = 1 << 20  # of a stream at once
 _WINDOW_BYTES = 4 << 20  # of the tar in memory, where plain files are looked for
 _REFILL_BYTES = 1 << 20  # with less of it left, more is read
 _UNPACKED_BYTES = 16 << 10  # read at once of a compressed tar: an error loses what came with it
 _TAIL_BYTES_MAX = 64 << 20  # read behind the end: padding, and the checksum of a compressed tar
 _SPOOL_BYTES = 64 << 20  # with --checksum, longer contents are spooled to disk
 _LINK_MEMORY_BYTES = 256 << 20  # of chunks, while hard links are copied
-_PROGRESS_ENTRIES = 256
+_PROGRESS_ENTRIES = 256  # from one report of progress to the next
 _HEADER_BYTES_MAX = 1 << 20  # of one entry, with all that stands before it; paths are 256 KiB
 _HEADERS_IN_A_ROW_MAX = 16  # tarfile recurses for each
 _DIGITS_MAX = 1 << 10  # of one number: tarfile's time grows with the square of their count
 _SECOND_NS = 1_000_000_000
-_TIME_NS_END = 1 << 63
+_TIME_NS_END = 1 << 63  # times are signed 64-bit numbers
 _BROKEN = (tarfile.TarError, OSError, EOFError, zlib.error, lzma.LZMAError, FileSkipped)
 _Content = Callable[[], BinaryIO]
+"""Opens the content of an entry."""
 _OPENERS: dict[bytes, Callable[[IO[bytes]], object]] = {
     b"\x1f\x8b": gzip.open,
     b"BZh": bz2.open,
@@ -78,6 +79,8 @@ class _Tar(tarfile.TarFile):
 
 
 class _Member(tarfile.TarInfo):
+    """An entry of a `_Tar`."""
+
     @classmethod
     def fromtarfile(cls, tarfile: tarfile.TarFile) -> Self:
         """The next entry. tarfile reads headers of any length and depth; here they are bounded."""
@@ -157,8 +160,8 @@ def _check_records(body: bytes) -> None:
 def _open(stream: BinaryIO) -> _Tar:
     """The tar in a stream. Raises UsageError where it does not begin like one."""
     buffered = _NonClosingReader(stream)
-    begins = buffered.peek(6)[:6]
-    opener = next((each for magic, each in _OPENERS.items() if begins.startswith(magic)), None)
+    magic = buffered.peek(6)[:6]
+    opener = next((_OPENERS[each] for each in _OPENERS if magic.startswith(each)), None)
     try:
         # Not by tarfile's own openers: they check no checksum, and stop at a second gzip member
         plain = cast("IO[bytes]", opener(buffered) if opener else buffered)
@@ -376,27 +379,27 @@ class TarSource(Source):
         """Take plain files: those of one folder at once where it is empty in the dataset, else one
         by one."""
         names, start = files.names, 0
-        sees_all = self._work.path_filter.includes_all and not self._hard_links
+        takes_all = self._work.path_filter.includes_all and not self._hard_links
         extent_bytes = self._packer.extent_bytes if self._packer else FILE_BYTES_MAX
         while start < len(names):
-            cut = names[start].rfind(b"/") + 1
-            above, end = names[start][:cut], start + 1
+            prefix_bytes = names[start].rfind(b"/") + 1
+            prefix, end = names[start][:prefix_bytes], start + 1
             while end < len(names) and (
-                names[end].startswith(above) and names[end].rfind(b"/") + 1 == cut
+                names[end].startswith(prefix) and names[end].rfind(b"/") + 1 == prefix_bytes
             ):
                 end += 1
-            here = slice(start, end)
+            run = slice(start, end)  # files of one folder
             contents = [
                 data[at : at + size]
-                for at, size in zip(files.starts[here], files.sizes[here], strict=True)
+                for at, size in zip(files.starts[run], files.sizes[run], strict=True)
             ]
-            own = [name[cut:] for name in names[here]]
-            folder = self._empty_target_folder(above, own) if sees_all else None
-            if folder is not None and max(files.sizes[here]) <= extent_bytes:
+            base_names = [name[prefix_bytes:] for name in names[run]]
+            folder = self._empty_target_folder(prefix, base_names) if takes_all else None
+            if folder is not None and max(files.sizes[run]) <= extent_bytes:
                 self._work.report.entries_found += end - start
                 if self._packer is not None:
                     self._packer.add_contents(
-                        folder, own, files.modes[here], files.mtimes_ns[here], contents
+                        folder, base_names, files.modes[run], files.mtimes_ns[run], contents
                     )
             else:
                 for i, content in zip(range(start, end), contents, strict=True):
@@ -406,13 +409,13 @@ class TarSource(Source):
                     self._take(_name(names[i]), member, files.mtimes_ns[i], content_of)
             start = end
 
-    def _empty_target_folder(self, above: bytes, names: list[bytes]) -> bytes | None:
-        """The folder of the dataset that files go to (`above` is its name in the tar, with the
+    def _empty_target_folder(self, prefix: bytes, names: list[bytes]) -> bytes | None:
+        """The folder of the dataset that files go to (`prefix` is its name in the tar, with the
         slash); None where it is not empty, or where a name of the files is not allowed."""
-        while above.startswith(b"./"):
-            above = above[2:]
-        folder = target_path(self._work.target, above[:-1])
-        if above.startswith(b"/") or not Names.of(names).are_allowed():
+        while prefix.startswith(b"./"):
+            prefix = prefix[2:]
+        folder = target_path(self._work.target, prefix[:-1])
+        if prefix.startswith(b"/") or not Names.of(names).are_allowed():
             return None
         if path_fault(join(folder, b"n" * NAME_BYTES_MAX)):
             return None
@@ -421,8 +424,10 @@ class TarSource(Source):
         return folder if self._comparer.accepts_any_file(folder) else None
 
     def _take(
-        self, path: bytes, member: tarfile.TarInfo, mtime_ns: int | None, content: "_Content"
+        self, path: bytes, member: tarfile.TarInfo, mtime_ns: int | None, content_of: "_Content"
     ) -> None:
+        """Take one entry: put it, or name it in the report. `path` is below the source; an
+        `mtime_ns` of None is one that cannot be stored."""
         target = target_path(self._work.target, path)
         if reason := _refusal(member, path, target):
             self._work.report.fail(path, reason)
@@ -452,7 +457,7 @@ class TarSource(Source):
         elif member.islnk():
             self._take_hard_link(member, path, target, entry)
         else:
-            self._put(member, target, index, entry, content)
+            self._put(member, target, index, entry, content_of)
 
     def _put(
         self,
@@ -462,10 +467,13 @@ class TarSource(Source):
         entry: Stat,
         content_of: "_Content",
     ) -> None:
+        """Put an entry unless the one at `index` is the same. `entry` has the bits of the mode that
+        a dataset keeps."""
         link = _encoded(member.linkname) if entry.kind == Kind.LINK else b""
         content: BinaryIO = io.BytesIO()
         if entry.size and entry.kind == Kind.FILE:
             content = content_of()
+        to_pack = entry._replace(mode=member.mode)  # the packer counts the bits that are not kept
         same = self._comparer.unchanged(index, entry, link)
         if same and self._work.options.checksum and entry.kind == Kind.FILE:
             with tempfile.SpooledTemporaryFile(_SPOOL_BYTES) as spool:
@@ -475,15 +483,15 @@ class TarSource(Source):
                 same = same_content(extents, partial(_read_at, cast("BinaryIO", spool)))
                 spool.seek(0)
                 if not same:
-                    whole = entry._replace(mode=member.mode)
-                    self._pack(target, index, whole, cast("BinaryIO", spool), link)
+                    self._pack(target, index, to_pack, cast("BinaryIO", spool), link)
                     return
         if same:
             self._work.report.unchanged += 1
         else:
-            self._pack(target, index, entry._replace(mode=member.mode), content, link)
+            self._pack(target, index, to_pack, content, link)
 
     def _pack(self, target: bytes, index: int, entry: Stat, content: BinaryIO, link: bytes) -> None:
+        """Pack an entry; in a dry run, count it."""
         self._work.report.entries_found += 1
         self._comparer.mark_replaced(index)
         if self._packer is None:
@@ -501,6 +509,7 @@ class TarSource(Source):
     def _take_hard_link(
         self, member: tarfile.TarInfo, path: bytes, target: bytes, entry: Stat
     ) -> None:
+        """Note a hard link; its content is copied when the tar has been read."""
         origin = _name(_encoded(member.linkname))
         if not origin or path_fault(origin):
             self._work.report.fail(path, f"refused: a hard link to {shown(origin)}")
@@ -525,6 +534,7 @@ def _refusal(member: tarfile.TarInfo, path: bytes, target: bytes) -> str:
 
 
 def _encoded(text: str) -> bytes:
+    """The bytes of a name or link target that tarfile has decoded."""
     return text.encode("utf-8", "surrogateescape")
 
 

@@ -55,10 +55,10 @@ def plain_files(data: bytearray, start: int, end: int) -> PlainFiles:
 
     A header stands at `start`; `start` is a multiple of BLOCK_BYTES.
     """
-    begins: list[int] = []
-    headers: list[int] = []
+    starts: list[int] = []  # of entries, with their extended headers
+    headers: list[int] = []  # where their own headers stand
     sizes: list[int] = []
-    extended: dict[int, _Extended] = {}
+    extended: dict[int, _Extended] = {}  # by the position in these lists
     at = start
     while at + BLOCK_BYTES <= end:
         header, kind = at, data[at + 156]
@@ -75,31 +75,34 @@ def plain_files(data: bytearray, start: int, end: int) -> PlainFiles:
             size = int(size_text, 8)
         except ValueError:
             break
-        behind = header + BLOCK_BYTES + -(-size // BLOCK_BYTES) * BLOCK_BYTES
-        if behind > end:
+        entry_end = header + BLOCK_BYTES + -(-size // BLOCK_BYTES) * BLOCK_BYTES
+        if entry_end > end:
             break
-        begins.append(at)
+        starts.append(at)
         headers.append(header)
         sizes.append(size)
-        at = behind
-    begins.append(at)
-    return _columns(data, begins, headers, sizes, extended)
+        at = entry_end
+    starts.append(at)
+    return _columns(data, starts, headers, sizes, extended)
 
 
 def _columns(
     data: bytearray,
-    begins: list[int],
+    starts: list[int],
     headers: list[int],
     sizes: list[int],
     extended: dict[int, _Extended],
 ) -> PlainFiles:
-    """The columns of the first headers, up to one whose fields are not plain."""
-    files = PlainFiles(end=begins[0])
+    """The columns of the first headers, up to one whose fields are not plain.
+
+    `good` tells of each header whether it is plain; the numbers are where ustar has its fields.
+    """
+    files = PlainFiles(end=starts[0])
     if not headers:
         return files
-    before = list(extended)  # positions of files with an extended header
+    extended_at = list(extended)  # positions of the files with an extended header
     blocks = np.frombuffer(data, np.uint8, len(data) // BLOCK_BYTES * BLOCK_BYTES)
-    at = np.array([*headers, *(begins[i] for i in before)]) // BLOCK_BYTES
+    at = np.array([*headers, *(starts[i] for i in extended_at)]) // BLOCK_BYTES
     head = blocks.reshape(-1, BLOCK_BYTES)[at]
     del blocks
     good = np.ones(len(head), np.bool_)
@@ -107,12 +110,12 @@ def _columns(
         _octal(head[:, first:last], good)
         for first, last in ((100, 108), (124, 136), (136, 148), (148, 156))
     )
-    for first, last in ((108, 116), (116, 124), (329, 337), (337, 345)):
+    for first, last in ((108, 116), (116, 124), (329, 337), (337, 345)):  # owner and device
         _octal(head[:, first:last], good)
     good &= checksum == _sums(head)
-    good &= size == [*sizes, *(extended[i].body_bytes for i in before)]
+    good &= size == [*sizes, *(extended[i].body_bytes for i in extended_at)]
     good &= mtime < _MTIME_S_END
-    good[before] &= good[len(headers) :]
+    good[extended_at] &= good[len(headers) :]
     good, head = good[: len(headers)], head[: len(headers)]
     names, prefixes = _texts(head[:, :100], good), _texts(head[:, 345:500], good)
     old = np.flatnonzero(head[:, 156] == _OLD_REGULAR).tolist()
@@ -121,7 +124,7 @@ def _columns(
     for i in np.flatnonzero(head[:count, 345]).tolist():
         names[i] = b"%b/%b" % (prefixes[i], names[i])
     mtimes_ns = (mtime[:count] * _SECOND_NS).tolist()
-    for i in before:
+    for i in extended_at:
         if i < count:
             _, _, name, mtime_ns = extended[i]
             names[i] = names[i] if name is None else name
@@ -131,7 +134,7 @@ def _columns(
     files.mtimes_ns = mtimes_ns
     files.starts = [header + BLOCK_BYTES for header in headers[:count]]
     files.sizes = sizes[:count]
-    files.end = begins[count]
+    files.end = starts[count]
     return files
 
 
@@ -207,10 +210,10 @@ def _pax(body: bytes, header: int) -> _Extended | None:
         record = _RECORD.match(body, at)
         if record is None:
             return None
-        behind = at + int(record[1])
-        if not record.end() < behind <= len(body) or body[behind - 1] != ord("\n"):
+        record_end = at + int(record[1])
+        if not record.end() < record_end <= len(body) or body[record_end - 1] != ord("\n"):
             return None
-        key, value = record[2], body[record.end() : behind - 1]
+        key, value = record[2], body[record.end() : record_end - 1]
         if key == b"path":
             name = value.rstrip(b"/")
         elif key == b"mtime":
@@ -220,5 +223,5 @@ def _pax(body: bytes, header: int) -> _Extended | None:
             mtime_ns = int(time[1]) * _SECOND_NS + int((time[2] or b"").ljust(9, b"0"))
         elif key.decode("latin-1") not in IGNORED_PAX_KEYS:
             return None
-        at = behind
+        at = record_end
     return _Extended(header, len(body), name, mtime_ns)
