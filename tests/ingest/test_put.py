@@ -15,7 +15,7 @@ import pytest
 
 from diesel_fs import ingest
 from diesel_fs.errors import ConflictError, DieselError, UsageError
-from diesel_fs.format.chunk import CHUNK_BYTES_MIN
+from diesel_fs.format.chunk import CHUNK_BYTES_MIN, ENTRIES_MAX
 from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.ingest import FolderSource, PutOptions
 from diesel_fs.ingest.options import PutReport
@@ -26,9 +26,9 @@ from diesel_fs.ingest.worker import WorkerHandle
 from diesel_fs.repository.local import LocalRepository
 from diesel_fs.repository.stored import LocalWriteSession
 from diesel_fs.repository.validation import PUT_WINDOW_S, ValidatedChunk
-from diesel_fs.storage.objects.folder import FolderStore
 
 from ..datasets import dataset_state
+from ..storage.objects.faulty_store import Fault, FaultyStore
 from ..trees import facts, odd_tree, write
 
 SMALL = PutOptions(chunk_bytes=CHUNK_BYTES_MIN, jobs=2)
@@ -170,7 +170,7 @@ def test_empty_folders_go_in_many_messages(
 
 @pytest.fixture
 def commit_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many chunks each commit had. After the first they wait for an hour."""
+    """How many chunks each commit has had."""
     sizes: list[int] = []
     real = LocalWriteSession.commit_all
 
@@ -179,63 +179,57 @@ def commit_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return real(self, chunks)
 
     monkeypatch.setattr(LocalWriteSession, "commit_all", commit_all)
-    monkeypatch.setattr("diesel_fs.ingest.sources.folder._COMMIT_EVERY_S", 3600)
     return sizes
+
+
+ONE_JOB = PutOptions(chunk_bytes=CHUNK_BYTES_MIN, jobs=1)
+
+
+def rarely_committed(folder: Path, entries_max: int = ENTRIES_MAX) -> FolderSource:
+    """A source whose first chunk is committed at once, and others after an hour or at the end."""
+    return FolderSource(folder, commit_every_s=3600, commit_entries_max=entries_max)
 
 
 def test_chunks_are_committed_together_and_counted_when_they_are(
     repository: LocalRepository, tmp_path: Path, commit_sizes: list[int]
 ) -> None:
-    """But the first at once: who stores one now and then never waits."""
-    source = write(tmp_path / "source", {f"{i}": os.urandom(60_000) for i in range(20)})
-    told: list[int] = []
+    """But the first at once: a put that stores one chunk now and then never waits."""
+    folder = write(tmp_path / "source", {f"{i}": os.urandom(60_000) for i in range(20)})
+    reported_files: list[int] = []
 
     def progress(report: PutReport) -> None:
         assert report.files <= repository.meta.head("ds").files
-        told.append(report.files)
+        reported_files.append(report.files)
 
-    options = PutOptions(chunk_bytes=CHUNK_BYTES_MIN, jobs=1)
-    report = ingest.put(repository, "ds", FolderSource(source), options=options, progress=progress)
+    source = rarely_committed(folder)
+    report = ingest.put(repository, "ds", source, options=ONE_JOB, progress=progress)
     assert commit_sizes == [1, report.chunks - 1]
-    assert (told[-1], report.files) == (20, 20)
-    assert dataset_state(repository) == facts(source)
+    assert (reported_files[-1], report.files) == (20, 20)
+    assert dataset_state(repository) == facts(folder)
 
 
-def test_a_commit_has_no_more_entries_than_a_chunk_may_have(
-    repository: LocalRepository,
-    tmp_path: Path,
-    commit_sizes: list[int],
-    monkeypatch: pytest.MonkeyPatch,
+def test_the_entries_of_a_commit_have_a_limit(
+    repository: LocalRepository, tmp_path: Path, commit_sizes: list[int]
 ) -> None:
-    monkeypatch.setattr("diesel_fs.ingest.sources.folder.ENTRIES_MAX", 6)
-    source = write(tmp_path / "source", {f"{i}": os.urandom(20_000) for i in range(40)})
-    report = ingest.put(
-        repository, "ds", FolderSource(source), options=PutOptions(CHUNK_BYTES_MIN, jobs=1)
-    )
+    folder = write(tmp_path / "source", {f"{i}": os.urandom(20_000) for i in range(40)})
+    report = ingest.put(repository, "ds", rarely_committed(folder, 6), options=ONE_JOB)
     assert sum(commit_sizes) == report.chunks > 8
     assert max(commit_sizes) <= 2
 
 
+def with_fault(repository: LocalRepository, fault: Fault) -> LocalRepository:
+    """The same repository, over an object store with a fault."""
+    store = FaultyStore(repository.objects, fault)
+    return LocalRepository(store, repository.meta, url=repository.url)
+
+
 def test_what_is_durable_is_committed_when_a_put_fails(
-    repository: LocalRepository,
-    tmp_path: Path,
-    commit_sizes: list[int],
-    monkeypatch: pytest.MonkeyPatch,
+    repository: LocalRepository, tmp_path: Path, commit_sizes: list[int]
 ) -> None:
-    source = write(tmp_path / "source", {f"{i}": os.urandom(60_000) for i in range(20)})
-    real, left = FolderStore.put, [5]
-
-    def put_some(self: FolderStore, name: str, parts: Sequence[bytes | memoryview]) -> None:
-        left[0] -= "/chunks/" in name
-        if not left[0]:
-            raise DieselError("no more")
-        real(self, name, parts)
-
-    monkeypatch.setattr(FolderStore, "put", put_some)
+    folder = write(tmp_path / "source", {f"{i}": os.urandom(60_000) for i in range(20)})
+    full = with_fault(repository, Fault("put", "/chunks/", error=DieselError("no more"), skip=4))
     with pytest.raises(DieselError, match="no more"):
-        ingest.put(
-            repository, "ds", FolderSource(source), options=PutOptions(CHUNK_BYTES_MIN, jobs=1)
-        )
+        ingest.put(full, "ds", rarely_committed(folder), options=ONE_JOB)
     assert commit_sizes == [1, 3]
     stored = list(repository.chunk_ids(repository.dataset("ds").identity))
     assert len(stored) == repository.meta.head("ds").chunks == 4
@@ -247,8 +241,7 @@ def test_what_is_durable_is_committed_after_a_ctrl_c(
     commit_sizes: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    source = write(tmp_path / "source", {f"{i}": os.urandom(60_000) for i in range(4)})
-
+    folder = write(tmp_path / "source", {f"{i}": os.urandom(60_000) for i in range(4)})
     real = _FolderPut._answer
 
     def answer(self: _FolderPut, worker: WorkerHandle) -> None:
@@ -258,29 +251,20 @@ def test_what_is_durable_is_committed_after_a_ctrl_c(
 
     monkeypatch.setattr(_FolderPut, "_answer", answer)
     with pytest.raises(KeyboardInterrupt):
-        ingest.put(
-            repository, "ds", FolderSource(source), options=PutOptions(CHUNK_BYTES_MIN, jobs=1)
-        )
+        ingest.put(repository, "ds", rarely_committed(folder), options=ONE_JOB)
     assert sum(commit_sizes) > commit_sizes[0] == 1
     assert repository.meta.head("ds").chunks == sum(commit_sizes)
 
 
 def test_an_error_of_the_store_is_no_error_of_a_file(
-    repository: LocalRepository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    repository: LocalRepository, tmp_path: Path
 ) -> None:
-    """One OSError behind the files that are being read would else be taken for one of theirs."""
+    """An OSError of the store, while files are being read, must not be taken for one of theirs."""
     source = write(tmp_path / "source", {f"{i}": os.urandom(60_000) for i in range(20)})
-
-    real = FolderStore.put
-
-    def broken(self: FolderStore, name: str, parts: Sequence[bytes | memoryview]) -> None:
-        if "/chunks/" in name:
-            raise OSError(errno.EIO, "Input/output error")
-        real(self, name, parts)
-
-    monkeypatch.setattr(FolderStore, "put", broken)
+    error = OSError(errno.EIO, "Input/output error")
+    broken = with_fault(repository, Fault("put", "/chunks/", error=error))
     with pytest.raises(DieselError, match="a chunk could not be stored"):
-        ingest.put(repository, "ds", FolderSource(source), options=SMALL)
+        ingest.put(broken, "ds", FolderSource(source), options=SMALL)
 
 
 def test_a_ctrl_c_while_a_chunk_is_stored_fills_none_that_is_being_stored(

@@ -34,7 +34,7 @@ from .walk import walk, walk_paths
 _BATCH_ENTRIES = 256  # per message: sending takes some 100 us, packing 4 ms
 _OUTSTANDING_BATCHES = 2  # per process: one being packed, one waiting
 _BACKLOG_BATCHES = 1024  # how far the walk may run ahead: some 5 MB of names
-_COMMIT_EVERY_S = 0.1  # chunks that come within this time are committed together
+COMMIT_EVERY_S = 0.1  # a commit takes some milliseconds, and more on a remote store
 _STALE_TRIES = 2  # how often files are packed whose chunk came after the put window
 
 
@@ -42,7 +42,8 @@ class FolderSource(Source):
     """The contents of a folder, or those of its `paths` (files, links or single folders in it).
 
     Where the object store does not work in forked children, `program` packs: a command that takes a
-    descriptor and calls `worker.run_worker_program`.
+    descriptor and calls `worker.run_worker_program`. Chunks that become durable within
+    `commit_every_s` are committed together, with `commit_entries_max` entries at most.
     """
 
     def __init__(
@@ -50,10 +51,15 @@ class FolderSource(Source):
         folder: Path,
         paths: Sequence[bytes] | None = None,
         program: Sequence[str] = (),
+        *,
+        commit_every_s: float = COMMIT_EVERY_S,
+        commit_entries_max: int = ENTRIES_MAX,
     ) -> None:
         self._folder = folder
         self._paths = paths
         self._program = program
+        self._commit_every_s = commit_every_s
+        self._commit_entries_max = commit_entries_max
         self._root = -1
 
     def open(self, repository: Repository, target: bytes, options: PutOptions) -> None:
@@ -89,7 +95,10 @@ class FolderSource(Source):
         )  # fmt: skip
         batches = self._changed_batches(self._paths)
         for attempt in range(_STALE_TRIES):
-            put = _FolderPut(session, work.target, batches, report)
+            put = _FolderPut(
+                session, work.target, batches, report, self._commit_every_s,
+                self._commit_entries_max,
+            )  # fmt: skip
             workers: list[WorkerHandle] = []
             for _ in range(options.processes):
                 url = work.repository.url.full_url
@@ -141,7 +150,11 @@ class _FolderPut:
         target: bytes,
         batches: Iterator[_Batch],
         report: PutReport,
+        commit_every_s: float,
+        commit_entries_max: int,
     ) -> None:
+        self._commit_every_s = commit_every_s
+        self._commit_entries_max = commit_entries_max
         self._session = session
         self._target = target
         self._batches = batches
@@ -172,7 +185,7 @@ class _FolderPut:
             for pipe in wait(by_pipe, timeout=0 if may_walk else self._due_s()):
                 assert isinstance(pipe, Connection)
                 self._answer(by_pipe[pipe])
-            if self._stored_entries >= ENTRIES_MAX or self._due_s() == 0:
+            if self._stored_entries >= self._commit_entries_max or self._due_s() == 0:
                 self._commit()
             progress(self._report)
         self._commit()
@@ -238,7 +251,7 @@ class _FolderPut:
         """How long the next commit waits for more chunks; None where there is no chunk yet."""
         if not self._stored:
             return None
-        return max(0.0, self._committed_s + _COMMIT_EVERY_S - time.monotonic())
+        return max(0.0, self._committed_s + self._commit_every_s - time.monotonic())
 
     def _commit(self) -> None:
         """Commit all chunks that are durable, and count them."""
