@@ -11,7 +11,7 @@ import numpy as np
 from diesel_fs.errors import DieselError, UsageError
 from diesel_fs.format.chunk_id import chunk_id_text, id_seconds
 from diesel_fs.format.entries import Codec, Kind, Stat
-from diesel_fs.format.snapshot import layout as layout
+from diesel_fs.format.snapshot import layout
 from diesel_fs.format.snapshot.reader import Indices, Snapshot
 from diesel_fs.names import shown
 from diesel_fs.repository.catalog import DatasetInfo
@@ -124,17 +124,14 @@ def _list_datasets(repository: Repository, *, long: bool) -> None:
 
 def _dataset_row(info: DatasetInfo) -> list[str]:
     """The row of a dataset; with question marks if the metadata store has no counts of it."""
-    head = info.head  # the dataset's version and counts
-    numbers = (
-        ["?"] * 4
-        if head is None
-        else [str(n) for n in (head.files, head.bytes, head.chunks, head.version)]
-    )
-    return [info.name, *numbers, time_text(info.created_ns / _SECOND_NS)]
+    described = _dataset_json(info)
+    counts = [described[name] for name in ("files", "bytes", "chunks", "version")]
+    created = time_text(info.created_ns / _SECOND_NS)
+    return [info.name, *("?" if count is None else str(count) for count in counts), created]
 
 
 def _dataset_json(info: DatasetInfo) -> dict[str, Value]:
-    head = info.head
+    head = info.head  # the metadata store's record of version and counts; None where it has none
     return {
         "dataset": info.name,
         "identity": str(info.identity),
@@ -309,7 +306,8 @@ def _usage(view: Snapshot, index: int) -> tuple[int, int, int]:
     """Of an entry and all below it: the number of files, their bytes, and their stored bytes."""
     below = view.walk(index)
     files = below[layout.kinds(view.columns.flags[below]) == Kind.FILE]
-    many = files[(view.columns.flags[files] & layout.MANY_EXTENTS) != 0]
+    # Of a file of several extents the column has 0, and each extent has its own number
+    with_extents = files[(view.columns.flags[files] & layout.MANY_EXTENTS) != 0]
     stored_bytes = int(view.columns.stored[files].astype(np.uint64).sum())
-    stored_bytes += sum(extent.stored for i in many.tolist() for extent in view.extents(i))
+    stored_bytes += sum(extent.stored for i in with_extents.tolist() for extent in view.extents(i))
     return len(files), int(view.columns.size[files].sum()), stored_bytes

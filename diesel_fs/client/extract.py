@@ -495,7 +495,7 @@ def get_tar(
     reading = contents(view, reader, below[kinds == Kind.FILE])
     # tarfile's stub has no overload for options that come by name.
     options = {"format": tarfile.PAX_FORMAT, "encoding": "utf-8", "errors": "surrogateescape"}
-    with tarfile.open(fileobj=out, mode="w|", bufsize=1 << 20, **options) as tar:  # type: ignore[call-overload]
+    with tarfile.open(fileobj=out, mode="w|", bufsize=1 << 20, **options) as tar:  # type: ignore[call-overload]  # see above
         for index, kind in zip(below.tolist(), kinds.tolist(), strict=True):
             report.entries += 1
             name = (

@@ -16,6 +16,7 @@ import pytest
 from diesel_fs.system.atomic_file import remove_leftovers, temporary_name
 from tests.trees import Facts, facts, write
 
+from ..waiting import wait_until
 from .conftest import Dlcmd, children, is_running, program_environment
 
 DEADLINE_S = 60.0
@@ -44,11 +45,9 @@ def ended(*words: str | Path, inject: str, path: Path) -> tuple[int, str]:
 
 
 def wait_for(folder: Path, pattern: str) -> Path:
-    deadline = time.monotonic() + DEADLINE_S
-    while not (found := next(folder.rglob(pattern), None)):
-        assert time.monotonic() < deadline, f"no {pattern}"
-        time.sleep(0.01)
-    return found
+    """The first file below a folder that matches, as soon as there is one."""
+    wait_until(lambda: any(folder.rglob(pattern)), otherwise=lambda: f"no {pattern}")
+    return next(folder.rglob(pattern))
 
 
 def below(folder: Path) -> Facts:
@@ -123,10 +122,7 @@ def test_a_packing_process_finishes_its_chunk_after_its_put_has_ended(
         (coordinator,) = children(process.pid)
         (packer,) = children(coordinator)
         os.kill(coordinator, signal.SIGKILL)
-        deadline = time.monotonic() + DEADLINE_S
-        while is_running(packer):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: not is_running(packer))
     assert [*dlcmd.store.rglob(".tmp-*")] == []
     assert len([*dlcmd.store.glob("datasets/*/chunks/*/*")]) == 2  # and the one before
     dlcmd("put", source, "pets")

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tarfile
 import termios
-import time
 from pathlib import Path
 
 import pytest
@@ -19,17 +18,19 @@ from dlcmd.output import count_text
 from dlcmd.progress import progress_json
 from tests.trees import facts, odd_tree, write
 
+from ..waiting import wait_until
 from .conftest import Dlcmd
 
 
 def wait_for_reader(pipe: int, pid: int) -> None:
     """Wait until a process has read everything in a pipe, and waits for more."""
-    while True:
+
+    def has_read_all() -> bool:
         unread = struct.unpack("i", fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)))[0]
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        if not unread and state == "S":
-            return
-        time.sleep(0.01)
+        return not unread and state == "S"
+
+    wait_until(has_read_all)
 
 
 def tar_of(files: dict[str, bytes]) -> bytes:

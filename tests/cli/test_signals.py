@@ -22,6 +22,7 @@ from diesel_fs.repository.local import LocalRepository
 from tests.trees import Facts, facts, write
 
 from ..datasets import dataset_state
+from ..waiting import wait_until
 from .conftest import Dlcmd, children, is_running, program_environment
 
 DEADLINE_S = 30.0
@@ -89,11 +90,12 @@ def stopped_put(
         start_new_session=True,
     ) as process:
         try:
-            deadline = time.monotonic() + DEADLINE_S
-            while _chunks(dlcmd) < CHUNKS_SEEN or not _has_committed(dlcmd):
+
+            def has_committed_some() -> bool:
                 assert process.poll() is None, "A16: the put has ended: proves nothing"
-                assert time.monotonic() < deadline
-                time.sleep(0.002)
+                return _chunks(dlcmd) >= CHUNKS_SEEN and _has_committed(dlcmd)
+
+            wait_until(has_committed_some)
             process.send_signal(signal.SIGSTOP)
             packers = children(process.pid)
             assert len(packers) == 2, "A16: it has no packing processes any more: proves nothing"

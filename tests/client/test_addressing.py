@@ -100,7 +100,7 @@ def test_many_entries_are_named_in_any_way(url: str, name: str) -> None:
         again = copy.deepcopy(many)
         views = dataset.read_many(many)  # type: ignore[arg-type]  # any of them
         assert [bytes(view) for view in views] == [CONTENTS[path] for path in paths]
-        sizes = dataset.stat_many(again).size.tolist()  # type: ignore[arg-type]
+        sizes = dataset.stat_many(again).size.tolist()  # type: ignore[arg-type]  # as above
         assert sizes == [len(CONTENTS[path]) for path in paths]
 
 
@@ -125,7 +125,7 @@ def test_every_call_raises_the_same_error_for_a_missing_entry(url: str, missing:
             return  # too large for an array of integers
         for many in (dataset.read_many, dataset.stat_many):
             with pytest.raises(FileNotFoundError, match=r"nowhere|d1/x|index"):
-                many([missing])  # type: ignore[arg-type]
+                many([missing])  # type: ignore[arg-type]  # a path or an index
 
 
 @pytest.mark.parametrize("bad", ["/d1/f01", "d1//f01", "d1/", "./d1", "\ud8ff", 1.5, None, [1]])
@@ -136,7 +136,7 @@ def test_every_call_refuses_a_bad_path_or_index(url: str, bad: EntryKey) -> None
                 call(bad)
         for many in (dataset.read_many, dataset.stat_many):
             with pytest.raises(UsageError):
-                many([bad])  # type: ignore[arg-type]
+                many([bad])  # type: ignore[arg-type]  # it is bad
 
 
 @pytest.mark.parametrize(
