@@ -1,9 +1,11 @@
 """Packing: entries become chunks, and full chunks are stored while the next one is filled.
 
-A file goes into a chunk only as it was at one moment: where it changes while it is being read, it
-is read again, and after some tries left out. A `Packer` belongs to one thread. It seals and stores
-full chunks in a thread of its own, so at most `_BUILDERS` chunks (of large ones a single one) are
-in memory, however slow the store is.
+A file that is longer than a chunk is cut into extents, one in each of its chunks. A file is packed
+only as it was at one moment: where it changes while it is being read, it is read again, and after
+some tries left out.
+
+A `Packer` belongs to one thread. It seals and stores full chunks in a thread of its own, so at most
+`_BUILDERS` chunks (of large ones a single one) are in memory, however slow the store is.
 """
 
 import os
@@ -328,9 +330,11 @@ class Packer:
         part: ExtentInfo | None,
         first: Stamp | None,
     ) -> Stamp | None:
-        """Add the content in the builder's room; returns the stamp of the file's first extent.
+        """Add the file or extent (`part`) whose content is in the builder's room.
 
-        Each extent but the last ends its chunk, so no chunk has two extents of one file.
+        Each extent but the last ends its chunk, so no chunk has two extents of one file. A stamp
+        orders the versions of a path; all extents of a file have that of the first (`first`), which
+        is known when the first chunk has its ID. Returns it; None for a file of one extent.
         """
         self._builder.add_file(path, mode, mtime_ns, size, part)
         if part is None:
