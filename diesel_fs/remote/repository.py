@@ -2,8 +2,9 @@
 section 5).
 
 The server carries the operations out and checks what the user may do. The client checks every
-answer, as a server may be wrong, and keeps private copies of snapshots: a version of which this
-user has a copy is not fetched again. Nothing is connected before the first request.
+answer, as a server may be wrong, and keeps private copies of snapshots, which are files of this
+user: a version of which there is a copy is not fetched again. Nothing is connected before the first
+request.
 
 Usable from several threads and in forked children, as any `Repository`.
 """
@@ -36,7 +37,7 @@ from ..format.entries import RECORD, ChunkId, Kind, Rows, Stat, check_path
 from ..format.snapshot.reader import Snapshot, Stats
 from ..names import check_dataset_name, shown
 from ..net.client import Answer, RpcClient, ServerLink
-from ..net.messages import Fields, Message
+from ..net.messages import Fields, Message, Value
 from ..repository.catalog import DatasetInfo
 from ..repository.interface import (
     Findings,
@@ -47,16 +48,11 @@ from ..repository.interface import (
     check_recover_options,
     no_progress,
     staleness_text,
-    version_not_kept,
 )
-from ..repository.private_copies import (
-    newest_private_copy,
-    open_private_copy,
-    write_private_copy,
-)
+from ..repository.private_copies import newest_private_copy, open_private_copy, write_private_copy
 from ..repository.retention import Deletion
 from ..repository.validation import ValidatedChunk, as_validated
-from ..repository.versions import KeptVersion
+from ..repository.versions import KeptVersion, PublishedVersions
 from ..repository.writing import WriteSession
 from ..storage.metadata.store import DatasetHead
 from ..urls import RepositoryUrl
@@ -66,24 +62,25 @@ from .values import PATHS_MAX, parse_columns, parse_info, parse_list, paths_mess
 
 _JOB_ANSWER_S = 60.0  # a server reports the progress of a job every few seconds
 _FINISH_S = 600.0  # making the snapshot of a large dataset takes long
-_FETCH_TRIES = 3
+_FETCH_TRIES = 3  # of a snapshot, where servers stop while they send it
 _HEAD_WAIT_S = 30.0  # as long as a writer without a server waits for the metadata store
-_PAUSE_S, _PAUSE_S_MAX = 0.1, 2.0
-_IDS_AT_ONCE = 65_536
+_PAUSE_S, _PAUSE_S_MAX = 0.1, 2.0  # between two requests for a head
+_IDS_AT_ONCE = 65_536  # chunk IDs in one request
 
 
 class RemoteRepository(Repository):
     """Datasets behind a server."""
 
+    snapshots: "RemoteSnapshots"
+
     def __init__(
         self, link: RpcClient, url: RepositoryUrl, credentials: Credentials | None
     ) -> None:
-        objects = RemoteObjects(link)
-        super().__init__(objects, url, IdSource(uuid.getnode(), self._now_s, os.urandom, os.getpid))
+        ids = IdSource(uuid.getnode(), self._now_s, os.urandom, os.getpid)
+        super().__init__(RemoteObjects(link), RemoteSnapshots(link), url, ids)
         self.credentials = credentials
-        self.snapshots = RemoteSnapshots(link)
         self._link = link
-        self._identities: dict[str, UUID] = {}
+        self._identities: dict[str, UUID] = {}  # of datasets by name, as the server told them
         self.metadata_error = ""
         """Why the server could not tell the head (version and counts) of the dataset that was asked
         for last; empty where it could."""
@@ -112,14 +109,13 @@ class RemoteRepository(Repository):
     # Finding datasets
 
     def datasets(self) -> list[DatasetInfo]:
-        return [
-            parse_info(each) for each in parse_list(self._ask("datasets", {}).message, "datasets")
-        ]
+        return [*map(parse_info, parse_list(self._ask("datasets", {}).message, "datasets"))]
 
     def dataset(self, name: str) -> DatasetInfo:
         return self._info("dataset", {"dataset": check_dataset_name(name)})
 
     def _info(self, do: str, fields: Message) -> DatasetInfo:
+        """The dataset in the answer to the request `do` ("dataset" or "begin")."""
         try:
             answer = self._ask(do, fields).message
         except NoSuchDataset as error:
@@ -135,47 +131,30 @@ class RemoteRepository(Repository):
         check_dataset_name(name)
         return self._identities.get(name) or self.dataset(name).identity
 
-    def newest_known(self, info: DatasetInfo) -> int:
-        known = info.head.version if info.head else 0
-        return max(known, self.snapshots.newest(info.identity))
-
     # Reading
 
     def view_of(self, info: DatasetInfo) -> Snapshot:
         return self.snapshots.current(info.identity)
 
-    def view_at(self, name: str, version: int) -> Snapshot:
-        identity = self.dataset(name).identity
-        kept = [each.version for each in self.snapshots.kept(identity)]
-        if version not in kept:  # this user may have a private copy of a version that is not kept
-            raise version_not_kept(name, version)
-        return self.snapshots.load(identity, version)
-
-    def kept_versions(self, name: str) -> Sequence[KeptVersion]:
-        return self.snapshots.kept(self.dataset(name).identity)
-
     def staleness_warning(self, view: Snapshot) -> str:
-        return (
-            staleness_text(view, f"the server says: {self.metadata_error}")
-            if self.metadata_error
-            else ""
-        )
+        if not self.metadata_error:
+            return ""
+        return staleness_text(view, f"the server says: {self.metadata_error}")
 
     def stat(self, name: str, path: bytes) -> Stat:
-        stats = self.stat_many(name, [check_path(path)], missing_ok=True)
-        found = next(iter(stats))
-        if found.kind not in _VISIBLE_KINDS:
+        stat = self.stat_many(name, [check_path(path)], missing_ok=True)[0]
+        if stat.kind not in _VISIBLE_KINDS:
             raise NoSuchPath(f"no {shown(path)} in dataset {name!r}")
-        return found
+        return stat
 
     def stat_many(self, name: str, paths: Sequence[bytes], *, missing_ok: bool = False) -> Stats:
         """The entries at `paths` as they are now, many in one request. As `Snapshot.stat_many`."""
-        found = []
+        batches = []
         for start in range(0, len(paths), PATHS_MAX):
-            some = paths[start : start + PATHS_MAX]
-            answer = self._ask_about(name, "stat", {"paths": paths_message(some)})
-            found.append(parse_columns(Fields(answer.message, "an answer"), len(some)))
-        stats = _joined(found)
+            batch = paths[start : start + PATHS_MAX]
+            answer = self._ask_about(name, "stat", {"paths": paths_message(batch)})
+            batches.append(parse_columns(Fields(answer.message, "an answer"), len(batch)))
+        stats = _joined(batches)
         missing = ~np.isin(stats.kind, [int(kind) for kind in _VISIBLE_KINDS])
         if not missing_ok and missing.any():
             raise NoSuchPath(f"no such path: {shown(paths[int(missing.argmax())])}")
@@ -185,28 +164,28 @@ class RemoteRepository(Repository):
         """The entries of a folder as they are now: kinds, modes, sizes and times. Their places in
         chunks are left at 0."""
         names: list[bytes] = []
-        found = []
+        pages = []
         check_path(folder)
         while True:
             after = names[-1] if names else b""
             answer = self._ask_about(name, "list", {"folder": folder, "after": after})
             fields = Fields(answer.message, "an answer")
             packed = fields.octets("names")
-            some = packed.split(b"\0") if packed else []
-            if any(b"/" in each or a >= each for a, each in pairwise([after, *some])):
+            page = packed.split(b"\0") if packed else []
+            if any(b"/" in each or before >= each for before, each in pairwise([after, *page])):
                 raise CorruptError("the server sent a list of names that is out of order")
-            found.append(parse_columns(fields, len(some)))
-            names += some
+            pages.append(parse_columns(fields, len(page)))
+            names += page
             if not fields.flag("more_names", default=False):
                 break
-            if not some:
+            if not page:
                 raise CorruptError("the server sent a page of names without any")
-        stats = _joined(found)
+        stats = _joined(pages)
         records = np.zeros(len(names), RECORD)
         for column in ("kind", "mode", "size", "mtime_ns"):
             records[column] = getattr(stats, column)
-        places = np.zeros(len(names), np.uint32)
-        return Rows([folder], places, names, records, places, [ChunkId(bytes(16))])
+        zeros = np.zeros(len(names), np.uint32)  # all are in folder 0, and in chunk 0
+        return Rows([folder], zeros, names, records, zeros, [ChunkId(bytes(16))])
 
     def _ask_about(self, name: str, do: str, fields: Message) -> Answer:
         """Send a request with the identity of a dataset, which is looked up anew if the dataset has
@@ -274,16 +253,14 @@ class RemoteRepository(Repository):
     def _run_job(self, job: str, name: str, options: Message, progress: ReportProgress) -> Message:
         """Have the server do a job on a dataset, and report its progress. Returns the result."""
         message: Message = {"do": job, "dataset": check_dataset_name(name), **options}
-        answers = self._link.stream(message, deadline_s=_JOB_ANSWER_S)
-        result: Message | None = None
-        for answer in answers:
+        result: Value = None
+        for answer in self._link.stream(message, deadline_s=_JOB_ANSWER_S):
             if answer.message.get("more") is True:
                 sent = Fields(answer.message, "progress")
                 progress(sent.integer("done"), sent.integer("total"))
             else:
-                found = answer.message.get("result")
-                result = found if isinstance(found, dict) else None
-        if result is None:
+                result = answer.message.get("result")
+        if not isinstance(result, dict):
             raise CorruptError(f"the server ended the job {job} without a result")
         return result
 
@@ -301,7 +278,8 @@ class RemoteRepository(Repository):
 
 
 class RemoteWriteSession(WriteSession):
-    """A writer on a dataset behind a server. The server commits each chunk when it is put."""
+    """A writer on a dataset behind a server. The server checks and commits each chunk when it is
+    put."""
 
     def __init__(self, repository: RemoteRepository, info: DatasetInfo) -> None:
         super().__init__(info, repository.objects, repository.ids, repository.view_of)
@@ -309,14 +287,14 @@ class RemoteWriteSession(WriteSession):
         self._finished = 0  # how many of `_committed_ids` the server has acknowledged
 
     def validate_chunk(self, preamble: bytes, header: bytes) -> ValidatedChunk:
-        """The commit of a chunk that has been put: the server has checked and committed it."""
+        """Note a chunk that has been put."""
         front = parse_preamble(preamble, identity=self.identity)
         chunk = as_validated(parse_header(front, header))
         self._remember([chunk])
         return chunk
 
     def commit_all(self, chunks: Iterable[ValidatedChunk]) -> int:
-        """Does nothing: the server has committed each chunk when it was put."""
+        """Do nothing: the server has committed these chunks. The version is not known here: 0."""
         return 0
 
     def finish(self) -> int:
@@ -349,24 +327,25 @@ class RemoteWriteSession(WriteSession):
             pause_s = min(2 * pause_s, _PAUSE_S_MAX)
 
 
-class RemoteSnapshots:
+class RemoteSnapshots(PublishedVersions):
     """Snapshots of the datasets behind a server, and this user's private copies of them."""
 
     def __init__(self, link: RpcClient) -> None:
         self._link = link
 
+    def versions(self, identity: UUID) -> list[int]:
+        return [each.version for each in self.kept(identity)]
+
     def kept(self, identity: UUID) -> list[KeptVersion]:
-        """The versions that are kept, ascending."""
         message: Message = {"do": "kept", "identity": identity.bytes}
-        found = []
+        kept = []
         for each in parse_list(self._link.call(message).message, "kept"):
             if not isinstance(each, list) or [type(value) for value in each] != [int] * 4:
                 raise UsageError("a kept version is four numbers")
-            found.append(KeptVersion(*each))  # type: ignore[arg-type]  # just checked
-        return sorted(found)
+            kept.append(KeptVersion(*each))  # type: ignore[arg-type]  # just checked
+        return sorted(kept)
 
     def newest(self, identity: UUID) -> int:
-        """The newest version that is published; 0 for none."""
         message: Message = {"do": "kept", "identity": identity.bytes, "newest": True}
         return Fields(self._link.call(message).message, "an answer").integer("newest")
 
@@ -375,33 +354,32 @@ class RemoteSnapshots:
         return self._fetch(identity, 0, newest_private_copy(identity))
 
     def load(self, identity: UUID, version: int) -> Snapshot:
-        """The snapshot of a version that is kept."""
         return open_private_copy(identity, version) or self._fetch(identity, version, 0)
 
-    def _fetch(self, identity: UUID, version: int, have: int) -> Snapshot:
-        """Fetch a version (0: the current one) from the server, unless it is `have`, of which there
-        is a private copy."""
+    def _fetch(self, identity: UUID, version: int, copied: int) -> Snapshot:
+        """Fetch a version (0: the current one) from the server, unless it is `copied`, of which
+        there is a private copy (0: there is none)."""
         tries = _FETCH_TRIES
         while True:
             tries -= 1
             try:
-                current, content = self._pieces(identity, version, have)
+                sent, content = self._receive(identity, version, copied)
             except MetadataError as error:  # a server that stopped while it was sending
                 if not (error.retry and tries):
                     raise
                 continue
             if content is not None:
-                return self._checked(identity, current, content)
-            copy = open_private_copy(identity, have)
+                return self._checked(identity, sent, content)
+            copy = open_private_copy(identity, copied)
             if copy is not None:
                 return copy
-            have = 0  # the copy has been removed meanwhile
+            copied = 0  # the copy has been removed meanwhile
 
-    def _pieces(self, identity: UUID, version: int, have: int) -> tuple[int, memoryview | None]:
+    def _receive(self, identity: UUID, version: int, copied: int) -> tuple[int, memoryview | None]:
         """The version that the server sent, and its bytes; None in place of them where the version
-        is `have`."""
+        is `copied`."""
         message: Message = {
-            "do": "snapshot", "identity": identity.bytes, "version": version, "have": have,
+            "do": "snapshot", "identity": identity.bytes, "version": version, "have": copied,
         }  # fmt: skip
         assembler = SnapshotAssembler()
         for answer in self._link.stream(message):
@@ -410,21 +388,22 @@ class RemoteSnapshots:
                 assembler.add(fields.integer("bytes"), answer.payload)
                 continue
             sent, total = fields.integer("version"), fields.integer("total")
-            if not total and have and sent == have:
+            if not total and copied and sent == copied:
                 return sent, None
             return sent, assembler.joined(total)
         raise CorruptError("the server sent a snapshot without its end")
 
     def _checked(self, identity: UUID, version: int, content: memoryview) -> Snapshot:
-        found = Snapshot(content, verify=True)
-        if (found.identity, found.version) != (identity, version):
+        """The snapshot in `content`, which must be of this version, with a private copy of it."""
+        snapshot = Snapshot(content, verify=True)
+        if (snapshot.identity, snapshot.version) != (identity, version):
             raise CorruptError(
-                f"the server sent version {found.version} of dataset {found.identity} in place of"
-                f" version {version} of {identity}"
+                f"the server sent version {snapshot.version} of dataset {snapshot.identity} in"
+                f" place of version {version} of {identity}"
             )
         if not version:
-            return found  # an empty dataset, which needs no copy
-        return write_private_copy(identity, version, [content]) or found
+            return snapshot  # an empty dataset, which needs no copy
+        return write_private_copy(identity, version, [content]) or snapshot
 
 
 _VISIBLE_KINDS = (Kind.FILE, Kind.LINK, Kind.FOLDER)

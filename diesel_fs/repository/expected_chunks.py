@@ -1,15 +1,14 @@
 """Which chunks the state of a dataset is made of, and reading their headers to build it again.
 
-A state is a fold over chunks: of the entries of one path, the newest counts. So a chunk that is
-overlooked makes its files "no such file", and absence needs proof (FORMAT.md, section 5). Three
-sources name the chunks that there must be: a listing of the object store, the live metadata, and
-the newest published snapshot. No decision rests on one of them alone. A chunk that is named and
-cannot be read is a **loss**: it is reported, and no state is replaced by one without it unless the
-user accepts that.
+A state is a fold over chunks: of the entries of one path, the newest counts. If a chunk were
+overlooked, its files would be "no such file", so absence needs proof (FORMAT.md, section 5). Three
+sources name the chunks that there must be: a listing of the object store, the live metadata (what
+the metadata store has), and the newest published snapshot. No decision rests on one of them alone.
+A chunk that is named and cannot be read is a **loss**: it is reported, and no state is replaced by
+one without it unless the user accepts that.
 
-Damaged bytes and unreachable bytes are different things. Damaged ones are read once more, and are
-then a loss. Unreachable ones are tried again for some seconds, and then end the work with the
-store's error.
+Damaged bytes are read once more, and are then a loss. Bytes that cannot be reached are asked for
+again for some seconds; then the work ends with the store's error.
 
 No state is kept between calls. One thread, beside which others read headers ahead.
 """
@@ -36,12 +35,12 @@ from ..errors import (
     ObjectMissing,
     ObjectStoreError,
 )
-from ..format.chunk import ENTRIES_MAX, Header
+from ..format.chunk import ENTRIES_MAX, Header, parse_header, parse_preamble
 from ..format.chunk_id import LOWEST, chunk_id_text, id_seconds
-from ..format.entries import EXTENT, ChunkId, Kind
+from ..format.entries import EXTENT, ChunkId
 from ..format.object_names import chunk_object, chunk_of_object, chunk_prefix
 from ..format.snapshot import layout as layout
-from ..format.snapshot.reader import Indices, Snapshot
+from ..format.snapshot.reader import Snapshot
 from ..names import shown
 from ..storage.metadata.store import DIGEST_MODULUS, Batch, DatasetHead, MetadataStore, chunk_digest
 from ..storage.objects.store import ObjectStore
@@ -59,7 +58,7 @@ second."""
 FILES_NAMED_MAX = 1000
 """How many lost files are named one by one; the others are only counted."""
 
-_ENTRIES_AHEAD = 2 * ENTRIES_MAX  # an entry takes up to some 700 bytes (FORMAT.md, section 4)
+_ENTRIES_AHEAD = 2 * ENTRIES_MAX  # of all headers that are read ahead: some 700 bytes each at most
 _PAUSES_S = (0.1, 0.5, 2.0)  # before a store that failed is asked again, beyond its own retries
 _NO_CHUNKS: frozenset[ChunkId] = frozenset()
 
@@ -146,7 +145,7 @@ def chunk_exists(objects: ObjectStore, identity: UUID, chunk: ChunkId) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Absent:
+class AbsentChunks:
     """Needed chunks that a listing did not show."""
 
     lost: frozenset[ChunkId]
@@ -157,21 +156,22 @@ class Absent:
 
 def absent_chunks(
     reader: ChunkReader,
+    meta: MetadataStore | None,
     identity: UUID,
     expected: ExpectedChunks,
     listed: Collection[ChunkId],
-    reload_expected: Callable[[], ExpectedChunks],
-) -> Absent:
-    """The needed chunks that were not listed. A purge makes the metadata forget a chunk before it
-    deletes it, so a chunk is lost only if `reload_expected` still names it after it was found to be
-    gone.
+) -> AbsentChunks:
+    """The needed chunks that were not listed; `meta` as in `expected_chunks`.
+
+    A purge makes the metadata forget a chunk before it deletes it, so a chunk is lost only if it is
+    still expected after it was found to be absent.
     """
     absent = expected.needed.difference(listed)
     unlisted = {chunk for chunk in absent if chunk_exists(reader.objects, identity, chunk)}
     lost = absent - unlisted
     if lost:
-        lost &= reload_expected().needed
-    return Absent(frozenset(lost), frozenset(unlisted))
+        lost &= expected_chunks(reader.snapshots, meta, identity).needed
+    return AbsentChunks(frozenset(lost), frozenset(unlisted))
 
 
 # Which files are lost with a chunk
@@ -194,43 +194,35 @@ class LostChunks(CorruptError):
 
 
 def losses_in(chunks: Mapping[ChunkId, str], views: Iterable[Snapshot]) -> list[Loss]:
-    """The losses of chunks (each with its reason); `views` are asked for the files in them."""
+    """The losses of chunks (each with its reason). The files in a chunk are those that the first of
+    `views` which knows the chunk has in it."""
     files = {chunk: list[bytes]() for chunk in chunks}
     left = set(chunks)
     for view in views if left else ():
         known = left.intersection(view.chunk_ids)
-        if not known:
-            continue
-        left -= known
-        numbers, places = files_in(view, known)
-        for number, path in zip(numbers.tolist(), view.paths(places), strict=True):
-            files[view.chunk_ids[number]].append(path)
+        if known:
+            left -= known
+            for chunk, path in _files_in(view, known):
+                files[chunk].append(path)
     return [Loss(chunk, why, files[chunk]) for chunk, why in sorted(chunks.items())]
 
 
-def files_in(view: Snapshot, chunks: Collection[ChunkId]) -> tuple[Indices, Indices]:
-    """The files of a view that have an extent in one of these chunks: for each, the number of such
-    a chunk in the view's table, and the file's index."""
+def _files_in(view: Snapshot, chunks: Collection[ChunkId]) -> Iterator[tuple[ChunkId, bytes]]:
+    """The files of a view that have an extent in one of these chunks: such a chunk, and the path of
+    the file."""
     wanted = np.fromiter((each in chunks for each in view.chunk_ids), np.bool_, view.chunk_count)
-    columns = view.columns
-    places = np.flatnonzero(layout.kinds(columns.flags) == Kind.FILE)
-    numbers = columns.chunk[places].astype(np.int64)
-    many = np.flatnonzero((columns.flags[places] & layout.MANY_EXTENTS) != 0)
-    in_it = np.zeros(len(places), np.bool_)
-    plain = np.ones(len(places), np.bool_)
-    plain[many] = False
-    in_it[plain] = wanted[numbers[plain]]
-    for each in many.tolist():
-        start, count = int(numbers[each]), int(columns.offset[places[each]])
-        parts = columns.extents["chunk"][start : start + count]
-        of_them = parts[wanted[parts]]
-        if len(of_them):
-            in_it[each], numbers[each] = True, int(of_them[0])
-    return numbers[in_it], places[in_it]
+    indices = view.files()
+    numbers = view.chunk_of(indices)  # of the first extent
+    for i in np.flatnonzero(view.columns.flags[indices] & layout.MANY_EXTENTS).tolist():
+        parts = (extent.chunk for extent in view.extents(int(indices[i])))
+        numbers[i] = next((number for number in parts if wanted[number]), numbers[i])
+    is_in = wanted[numbers]
+    for number, path in zip(numbers[is_in].tolist(), view.paths(indices[is_in]), strict=True):
+        yield view.chunk_ids[number], path
 
 
 def loss_lines(losses: Sequence[Loss]) -> list[str]:
-    """A line for each chunk and, up to a limit, one for each file."""
+    """A line for each chunk and, up to FILES_NAMED_MAX, one for each file."""
     lines, left = [str(loss) for loss in losses], FILES_NAMED_MAX
     for loss in losses:
         named = loss.files[:left]
@@ -238,23 +230,22 @@ def loss_lines(losses: Sequence[Loss]) -> list[str]:
         text = chunk_id_text(loss.chunk)
         lines += [f"lost with chunk {text}: {shown(path)}" for path in named]
     more = sum(len(loss.files) for loss in losses) - (FILES_NAMED_MAX - left)
-    if more:
-        lines.append(f"and {more} more files")
-    return lines
+    return [*lines, f"and {more} more files"] if more else lines
+
+
+def first_of(texts: Sequence[str]) -> str:
+    """The first three of these texts, for a message."""
+    return ", ".join([*texts[:3], *["..."][: len(texts) > 3]])
 
 
 def lost_chunks_error(name: str, losses: Sequence[Loss], text: str = "") -> LostChunks:
     """The error for a state that is not replaced, since the new one would lack these chunks. `text`
-    replaces the list of chunks where nobody can name them."""
-    files = [path for loss in losses for path in loss.files]
+    replaces the list of chunks where it is not known which they are."""
+    files = [shown(path) for loss in losses for path in loss.files]
     if not text:
-        some = ", ".join(shown(path) for path in files[:3]) + (", ..." if len(files) > 3 else "")
-        texts = ", ".join(chunk_id_text(loss.chunk) for loss in losses[:3])
-        more = ", ..." if len(losses) > 3 else ""
-        text = (
-            f"chunks of {name!r} are lost or damaged: {texts}{more}; files in them:"
-            f" {len(files)}{f' ({some})' if some else ''}"
-        )
+        chunks = first_of([chunk_id_text(loss.chunk) for loss in losses])
+        text = f"chunks of {name!r} are lost or damaged: {chunks}; files in them: {len(files)}"
+        text += f" ({first_of(files)})" if files else ""
     return LostChunks(
         f"{text}; nothing was changed",
         advice=f"bring back what is missing, or accept the loss with"
@@ -270,7 +261,8 @@ class RebuildSource:
 
     `since` and `late` are the callbacks of `MetadataStore.rebuild`. Both raise LostChunks where a
     needed chunk cannot be read, after they have read all others, unless `forget_lost`; and
-    ObjectStoreError where a chunk cannot be reached. `report` gets the findings.
+    ObjectStoreError where a chunk cannot be reached. `head` is None where the metadata store does
+    not know the dataset. `report` gets the findings.
     """
 
     def __init__(
@@ -291,14 +283,14 @@ class RebuildSource:
         self._identity = identity
         self._head = head
         self._forget_lost = forget_lost
-        self._tell = progress
+        self._progress = progress
         self._report = report or Findings()
-        self._known: frozenset[ChunkId] = _NO_CHUNKS
-        self._folded: set[ChunkId] = set()
+        self._known: frozenset[ChunkId] = _NO_CHUNKS  # to the metadata store
+        self._folded: set[ChunkId] = set()  # whose entries have been yielded
         self._missing: set[ChunkId] = set()
         self._unusable: dict[ChunkId, FormatError] = {}
         self._expected = ExpectedChunks()
-        self._done = self._total = 0
+        self._done = self._total = 0  # chunks
 
     def since(self, first: ChunkId) -> Iterator[Batch]:
         """The entries of the chunks after an ID, and of those before it that the newest snapshot
@@ -312,17 +304,17 @@ class RebuildSource:
         self._known = self._expected.live | self._expected.empty
         listed = read_with_retries(lambda: set(self._reader.chunk_ids(self._identity)))
         absent = absent_chunks(
-            self._reader, self._identity, self._expected, listed, self._load_expected
+            self._reader, self._known_meta, self._identity, self._expected, listed
         )
-        for chunk in sorted(absent.unlisted):
-            self._report.notes.append(
-                f"the listing lacks chunk {chunk_id_text(chunk)}, which is there"
-            )
+        self._report.notes += [
+            f"the listing lacks chunk {chunk_id_text(chunk)}, which is there"
+            for chunk in sorted(absent.unlisted)
+        ]
         self._missing.update(absent.lost)
         published = self._expected.published
         acknowledged = set(published.chunk_ids if published else ()) - self._known
-        wanted = listed | absent.unlisted
-        yield from self._read({each for each in wanted if each > first or each in acknowledged})
+        there = listed | absent.unlisted
+        yield from self._read({each for each in there if each > first or each in acknowledged})
 
     def late(self, chunks: Collection[ChunkId]) -> Iterator[Batch]:
         """The entries of chunks that writers have committed meanwhile."""
@@ -330,21 +322,26 @@ class RebuildSource:
         yield from self._read(chunks)
 
     def forget_deleted(self) -> None:
-        """Forget chunks that a purge has deleted since they were read here: else the metadata would
-        name chunks that do not exist. Chunks that it has not deleted yet it forgets itself."""
+        """Make the metadata store forget chunks that a purge has deleted since they were read here:
+        else the metadata would name chunks that do not exist. A purge itself makes it forget those
+        that it deletes later."""
         objects, identity = self._reader.objects, self._identity
-        gone = self._folded.difference(self._reader.chunk_ids(identity))
-        deleted = [each for each in gone if not chunk_exists(objects, identity, each)]
+        unlisted = self._folded.difference(self._reader.chunk_ids(identity))
+        deleted = [each for each in unlisted if not chunk_exists(objects, identity, each)]
         if deleted:
             self._meta.forget(identity, deleted, tombstones=True)
 
+    @property
+    def _known_meta(self) -> MetadataStore | None:
+        """The metadata store, if it knows the dataset."""
+        return None if self._head is None else self._meta
+
     def _load_expected(self) -> ExpectedChunks:
-        meta = None if self._head is None else self._meta
-        return expected_chunks(self._reader.snapshots, meta, self._identity)
+        return expected_chunks(self._reader.snapshots, self._known_meta, self._identity)
 
     def _check_snapshots(self) -> None:
         """Raise LostChunks where a damaged snapshot may have named chunks that nothing else
-        names."""
+        names. That is one of a later version than all that is known otherwise."""
         expected, report = self._expected, self._report
         known = max(
             self._head.version if self._head else 0,
@@ -367,7 +364,7 @@ class RebuildSource:
         outcomes = prefetch_headers(self._reader, self._identity, sorted(chunks))
         with closing(outcomes):
             for chunk, outcome in outcomes:
-                self._tell(self._done, self._total)
+                self._progress(self._done, self._total)
                 self._done += 1
                 report.chunks += 1
                 try:
@@ -384,10 +381,11 @@ class RebuildSource:
                 report.folded += chunk not in self._known
                 report.entries += len(header)
                 yield batch
-        self._judge()
+        self._accept_or_refuse_losses()
 
-    def _judge(self) -> None:
-        """Decide whether to go on without the chunks that could not be read. Raises LostChunks."""
+    def _accept_or_refuse_losses(self) -> None:
+        """Report the chunks that could not be read. Raises LostChunks where one of them is needed,
+        unless `forget_lost`; a chunk of a newer format is not lost, and is never forgotten."""
         why = {chunk: lost_text(chunk) for chunk in self._missing}
         for chunk, error in self._unusable.items():
             why[chunk] = f"chunk {chunk_id_text(chunk)}: {error.message}"
@@ -397,20 +395,17 @@ class RebuildSource:
         report.problems += [
             f"{why[chunk]}; it is left out" for chunk in self._unusable if chunk not in needed
         ]
-        losses = losses_in(
-            {chunk: text for chunk, text in why.items() if chunk in needed}, self._views()
-        )
-        newer = any(
-            isinstance(self._unusable.get(loss.chunk), NewerVersionError) for loss in losses
-        )
+        needed_losses = {chunk: text for chunk, text in why.items() if chunk in needed}
+        losses = losses_in(needed_losses, self._views())
+        newer = {
+            chunk for chunk, error in self._unusable.items() if isinstance(error, NewerVersionError)
+        }
         self._missing, self._unusable = set(), {}
-        if not losses:
-            return
-        if self._forget_lost and not newer:
+        if self._forget_lost and newer.isdisjoint(needed_losses):
             report.notes += [f"forgotten: {loss}" for loss in losses]
-            return
-        report.problems += loss_lines(losses)
-        raise lost_chunks_error(self._name, losses)
+        elif losses:
+            report.problems += loss_lines(losses)
+            raise lost_chunks_error(self._name, losses)
 
     def _views(self) -> Iterator[Snapshot]:
         """Snapshots that may tell which files were in a chunk."""
@@ -452,12 +447,12 @@ def find_unknown_chunks(
 ) -> UnknownChunks:
     """The chunks that the metadata store lacks.
 
-    An unknown chunk that is older than the put window is an orphan: no put will commit it. A
-    younger one belongs to a put under way, unless a published snapshot names it. While a purge is
-    under way, only chunks in a published snapshot count, since the purge has made the metadata
-    forget what it is about to delete. `needs_repair`: the metadata store may have lost its end in a
-    restart; then the snapshot is looked at in any case. Raises LostChunks where a chunk that only
-    the newest snapshot names does not exist.
+    An unknown chunk that is older than the put window (PUT_WINDOW_S) is an orphan: no put will
+    commit it. A younger one belongs to a put under way, unless a published snapshot names it. While
+    a purge is under way, only chunks in a published snapshot count, since the purge has made the
+    metadata forget what it is about to delete. `needs_repair`: the metadata store may have lost its
+    last commits in a restart; then the snapshot is looked at in any case. Raises LostChunks where a
+    chunk that only the newest snapshot names does not exist.
     """
     identity, count, digest = head.identity, 0, 0
     for chunk in reader.chunk_ids(identity):
@@ -478,23 +473,19 @@ def find_unknown_chunks(
     acknowledged = frozenset(published.chunk_ids if published else ())
     # Read after `known`: a chunk that was forgotten by then is deleted by now, or the purge goes on
     is_purged = purge_is_under_way(reader.objects, identity)
-    limit = 0.0 if is_purged else time.time() - PUT_WINDOW_S
+    orphans_before_s = 0.0 if is_purged else time.time() - PUT_WINDOW_S
     listed = set(reader.chunk_ids(identity))
-    held = {record.id for record in records if record.holes < record.entries}
-    expected = ExpectedChunks(frozenset(held), frozenset(known - held), published)
-    absent = absent_chunks(
-        reader, identity, expected, listed,
-        lambda: expected_chunks(reader.snapshots, meta, identity),
-    )  # fmt: skip
-    gone = absent.lost - known
-    if gone:
-        losses = losses_in(dict.fromkeys(gone, ""), [published] if published else [])
+    live = {record.id for record in records if record.holes < record.entries}
+    expected = ExpectedChunks(frozenset(live), frozenset(known - live), published)
+    absent = absent_chunks(reader, meta, identity, expected, listed)
+    if lost := absent.lost - known:
+        losses = losses_in(dict.fromkeys(lost, ""), [published] if published else [])
         raise lost_chunks_error(head.name, losses)
     unknown = [
         chunk
         for chunk in sorted(listed | absent.unlisted)
         if chunk not in known
-        and (chunk in acknowledged or _sealed_s(reader.objects, identity, chunk) < limit)
+        and (chunk in acknowledged or _sealed_s(reader.objects, identity, chunk) < orphans_before_s)
     ]
     return UnknownChunks(unknown, acknowledged)
 
@@ -507,35 +498,46 @@ def _sealed_s(objects: ObjectStore, identity: UUID, chunk: ChunkId) -> float:
 
 
 def unreadable_paths(reader: ChunkReader, meta: MetadataStore, identity: UUID) -> list[bytes]:
-    """The entries whose chunk the store does not have, or not in its full length, as one listing
-    tells. Putting these files again heals the dataset. Raises ObjectStoreError, MetadataError."""
+    """`Repository.unreadable_paths`, as one listing of chunks tells. Raises ObjectStoreError,
+    MetadataError."""
     records = [each for each in meta.chunks(identity) if each.holes < each.entries]
     if not records:
         return []
-    there = {
+    listed_bytes = {
         chunk_of_object(info.name): info.bytes
         for info in reader.objects.list(chunk_prefix(identity))
     }
     damaged = {
         record.id
         for record in records
-        if there.get(record.id) != record.object_bytes
-        and (record.id in there or not chunk_exists(reader.objects, identity, record.id))
+        if listed_bytes.get(record.id) != record.object_bytes
+        and (record.id in listed_bytes or not chunk_exists(reader.objects, identity, record.id))
     }
     if not damaged:
         return []
     rows = meta.changes(identity, 0).rows
     numbers = [number for number, chunk in enumerate(rows.chunks) if chunk in damaged]
-    found = set(np.flatnonzero(np.isin(rows.chunk, numbers)).tolist())
-    for i, tail in rows.tails.items():
+    indices = set(np.flatnonzero(np.isin(rows.chunk, numbers)).tolist())
+    for i, tail in rows.tails.items():  # of a file with several extents, the tail holds them
         if rows.records["extents"][i] > 1:
-            parts = np.frombuffer(tail, EXTENT)["chunk"]
-            if any(part.tobytes() in damaged for part in parts):
-                found.add(i)
-    return [rows.path(i) for i in sorted(found)]
+            chunks = np.frombuffer(tail, EXTENT)["chunk"]
+            if any(chunk.tobytes() in damaged for chunk in chunks):
+                indices.add(i)
+    return [rows.path(i) for i in sorted(indices)]
 
 
-# Reading headers
+# Reading chunks
+
+
+def read_chunk(objects: ObjectStore, identity: UUID, chunk: ChunkId) -> tuple[Header, memoryview]:
+    """The checked header of a whole chunk, and its bodies, which are not checked. Raises
+    FormatError, ObjectStoreError."""
+    data = memoryview(objects.get(chunk_object(identity, chunk)))
+    preamble = parse_preamble(data, identity=identity, id=chunk, object_bytes=len(data))
+    start = preamble.body_start - preamble.header_stored
+    header = parse_header(preamble, data[start : preamble.body_start])
+    return header, data[preamble.body_start :]
+
 
 Outcome = Callable[[], Header]
 """Returns the header, or raises the reason why there is none."""
@@ -546,10 +548,11 @@ def prefetch_headers(
 ) -> Generator[tuple[ChunkId, Outcome]]:
     """Headers in the order of `chunks`, some of which are read ahead while the caller works.
 
-    Fewer are read ahead where headers are large. That is only known of the headers read before, so
-    the first are few.
+    Fewer are read ahead where headers are large. How large they are is guessed from the headers
+    before; of the first, few are read ahead.
     """
-    waiting, left, entries = deque[tuple[ChunkId, Future[Header]]](), iter(chunks), ENTRIES_MAX
+    waiting, left = deque[tuple[ChunkId, Future[Header]]](), iter(chunks)
+    entries = ENTRIES_MAX  # of the next header, as a guess
     threads = ThreadPoolExecutor(HEADERS_AHEAD, "header")
 
     def read(chunk: ChunkId) -> Header:

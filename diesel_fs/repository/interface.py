@@ -2,8 +2,8 @@
 
 `Repository` is implemented twice: by `LocalRepository` over stores that this process opens, and by
 `RemoteRepository` over requests to a server. Callers need not know which one they have. The values
-that go in and come out of its long jobs (recover, verify, purge) stand here, too, with the form in
-which they travel.
+that go in and come out of its long jobs (recover, verify, purge) stand here, too, with their form
+in messages to and from a server.
 """
 
 import os
@@ -28,7 +28,7 @@ from ..storage.objects.store import ObjectStore
 from ..urls import RepositoryUrl
 from .catalog import DatasetInfo
 from .retention import GRACE_S_MAX, KEEP_MAX, Deletion
-from .versions import KeptVersion
+from .versions import KeptVersion, PublishedVersions
 from .writing import WriteSession
 
 ReportProgress = Callable[[int, int], None]
@@ -42,12 +42,12 @@ def no_progress(done: int, total: int) -> None:
 @dataclass(slots=True)
 class Findings:
     """What `recover` or `verify` found in the chunks of a dataset: damage (`problems`), chunks that
-    the store would not give (`unreachable`), and what is no damage (`notes`)."""
+    the store failed to deliver (`unreachable`), and what is no damage (`notes`)."""
 
     chunks: int = 0  # whose headers were read, or could not be
-    entries: int = 0
-    files: int = 0
-    bytes: int = 0
+    entries: int = 0  # in these headers, replaced ones and tombstones too
+    files: int = 0  # of the current version
+    bytes: int = 0  # in these files
     folded: int = 0  # chunks that the metadata store did not know
     problems: list[str] = field(default_factory=list)
     unreachable: list[str] = field(default_factory=list)
@@ -59,12 +59,12 @@ class Findings:
         return not (self.problems or self.unreachable)
 
     def to_message(self) -> Message:
-        """These findings as they travel."""
+        """These findings as a message."""
         return dict(asdict(self))
 
     @classmethod
     def from_message(cls, message: Message) -> Self:
-        """The findings that were sent. Raises UsageError for anything else."""
+        """The findings in a message. Raises UsageError for anything else."""
         sent = Fields(message, "findings")
         names = ("chunks", "entries", "files", "bytes", "folded")
         chunks, entries, files, content_bytes, folded = map(sent.integer, names)
@@ -83,11 +83,11 @@ AS_POLICY = -1
 
 @dataclass(frozen=True, slots=True)
 class PurgeOptions:
-    """What to purge. `keep` (versions) and `grace_s` of AS_POLICY: as the dataset's policy says."""
+    """What a purge may remove."""
 
     max_unused_ppm: int = MAX_UNUSED_PPM
-    keep: int = AS_POLICY
-    grace_s: int = AS_POLICY
+    keep: int = AS_POLICY  # how many of the last versions
+    grace_s: int = AS_POLICY  # how long a version stays for readers after it was current
     dry_run: bool = False
 
     def __post_init__(self) -> None:
@@ -95,12 +95,12 @@ class PurgeOptions:
             raise UsageError(f"at most {KEEP_MAX} versions are kept, and {GRACE_S_MAX} s of grace")
 
     def to_message(self) -> Message:
-        """These options as they travel."""
+        """These options as a message."""
         return dict(asdict(self))
 
     @classmethod
     def from_message(cls, message: Message) -> Self:
-        """The options that were sent. Raises UsageError for anything else."""
+        """The options in a message. Raises UsageError for anything else."""
         sent = Fields(message, "options of a purge")
         options = cls(
             sent.integer("max_unused_ppm", MAX_UNUSED_PPM, high=1_000_000),
@@ -127,16 +127,16 @@ class PurgeReport:
     tombstones: int = 0  # that were dropped
     versions_removed: int = 0
     versions_kept: int = 0
-    leftovers: int = 0
+    leftovers: int = 0  # half-written objects of dead processes that were removed
     notes: list[str] = field(default_factory=list)
 
     def to_message(self) -> Message:
-        """This report as it travels."""
+        """This report as a message."""
         return dict(asdict(self))
 
     @classmethod
     def from_message(cls, message: Message) -> Self:
-        """The report that was sent. Raises UsageError for anything else."""
+        """The report in a message. Raises UsageError for anything else."""
         sent = Fields(message, "the report of a purge")
         report = cls(notes=sent.texts("notes"))
         for each in fields(cls):
@@ -151,12 +151,15 @@ class Repository(ABC):
     May be used from several threads and in forked children; a WriteSession belongs to one writer.
     A context manager: it closes the repository at the end.
 
-    `objects` are the repository's objects, `ids` makes the IDs of chunks, and `credentials` say as
-    which user a server is asked (None where no server is).
+    `objects` are the repository's objects, `snapshots` its published versions, `ids` makes the IDs
+    of chunks, and `credentials` say as which user a server is asked (None where no server is).
     """
 
-    def __init__(self, objects: ObjectStore, url: RepositoryUrl, ids: IdSource) -> None:
+    def __init__(
+        self, objects: ObjectStore, snapshots: PublishedVersions, url: RepositoryUrl, ids: IdSource
+    ) -> None:
         self.objects = objects
+        self.snapshots = snapshots
         self.url = url
         self.ids = ids
         self.credentials: Credentials | None = None
@@ -187,10 +190,11 @@ class Repository(ABC):
     def dataset(self, name: str) -> DatasetInfo:
         """The dataset of this name. Raises NoSuchDataset only where it is known not to exist."""
 
-    @abstractmethod
     def newest_known(self, info: DatasetInfo) -> int:
         """The greatest version of a dataset that the metadata store or a published snapshot has; 0
         for none. The metadata store may have lost what a snapshot has."""
+        known = info.head.version if info.head else 0
+        return max(known, self.snapshots.newest(info.identity))
 
     # Reading
 
@@ -206,13 +210,19 @@ class Repository(ABC):
     def view_of(self, info: DatasetInfo) -> Snapshot:
         """`view` of a dataset that has been found."""
 
-    @abstractmethod
     def view_at(self, name: str, version: int) -> Snapshot:
         """A dataset at a version that is kept. Raises NoSuchDataset, NotFoundError."""
+        identity = self.dataset(name).identity
+        if version not in self.snapshots.versions(identity):  # a private copy of it may be left
+            raise NotFoundError(
+                f"version {version} of {name!r} is not kept",
+                advice=f"`dlcmd ls {name}@` lists those that are",
+            )
+        return self.snapshots.load(identity, version)
 
-    @abstractmethod
     def kept_versions(self, name: str) -> Sequence[KeptVersion]:
         """The versions of a dataset that can be read, ascending. Raises NoSuchDataset."""
+        return self.snapshots.kept(self.dataset(name).identity)
 
     @abstractmethod
     def staleness_warning(self, view: Snapshot) -> str:
@@ -256,10 +266,10 @@ class Repository(ABC):
     def begin(self, name: str, *, create: bool = True) -> WriteSession:
         """A writer's session on a dataset, which is made if it is missing and `create`.
 
-        First the metadata store gets what it lacks of the dataset and what no put under way can
-        own. Raises NoSuchDataset, MetadataError, PermissionDenied; ObjectStoreRefused where this
-        host's clock is ahead, before anything is written; LostChunks where the result would lack
-        something that the newest snapshot has.
+        First, chunks that the metadata store lacks and that belong to no put under way are
+        committed. Raises NoSuchDataset, MetadataError, PermissionDenied; ObjectStoreRefused where
+        this host's clock is ahead, before anything is written; LostChunks where the result would
+        lack something that the newest snapshot has.
         """
 
     @abstractmethod
@@ -313,10 +323,10 @@ class Repository(ABC):
 
         Chunks that the live metadata or the newest snapshot name must be there: where one is lost
         or damaged, the problems name it with its files, and the state is left as it was.
-        `forget_lost` accepts the loss, and the notes list it. An orphan that cannot be read is a
-        problem and is left out. Readers see the old state until the new one is complete, and
-        writers go on meanwhile. A metadata store that is damaged is moved aside, and made again for
-        all datasets.
+        `forget_lost` accepts the loss, and the notes list it. An orphan (a chunk that only the
+        listing names) that cannot be read is a problem and is left out. Readers see the old state
+        until the new one is complete, and writers go on meanwhile. A metadata store that is damaged
+        is renamed, and a new one made for all datasets.
 
         Raises NoSuchDataset, MetadataError, UsageError; ObjectStoreError where a chunk is
         unreachable or this host's clock is ahead (then the state is left as it was, too).
@@ -328,9 +338,10 @@ class Repository(ABC):
     ) -> Findings:
         """Check every chunk (with `headers_only` not the bodies) and the metadata against them.
 
-        Changes nothing, and may run beside a put and a purge. Raises NoSuchDataset, BusyError, and
-        why the metadata store cannot be used; an embedded one that is lost is damage as any other,
-        and one that a reader of a read-only folder cannot open is left out.
+        Changes nothing, and may run beside a put and a purge. Raises NoSuchDataset; BusyError where
+        a purge goes on too fast; the reason where the metadata store cannot be used. An embedded
+        one that is lost is damage like any other, and one that a reader of a read-only folder
+        cannot open is left out.
         """
 
     @abstractmethod
@@ -362,14 +373,6 @@ def check_recover_options(since_s: float | None, *, forget_lost: bool) -> None:
     """Raise UsageError for options of `recover` that contradict each other."""
     if forget_lost and since_s is not None:
         raise UsageError("what is lost is found by looking at all chunks: leave --since out")
-
-
-def version_not_kept(name: str, version: int) -> NotFoundError:
-    """The error for a version of a dataset that is not kept, or never was."""
-    return NotFoundError(
-        f"version {version} of {name!r} is not kept",
-        advice=f"`dlcmd ls {name}@` lists those that are",
-    )
 
 
 def staleness_text(view: Snapshot, why: str) -> str:

@@ -1,12 +1,11 @@
 """Leases: small objects that say who is reading which version, and who is purging.
 
-A lease names a process and holds for some minutes; its holder renews it (FORMAT.md, section 6). A
-purge spares what a reader's lease names, and only one process can hold the lease of a purge. A
-lease that cannot be written protects nothing, and stops nobody: then the grace period covers the
-reader.
+A lease names a process and is valid for some minutes; a thread of its holder renews it (FORMAT.md,
+section 6). A purge keeps the version that a reader's lease names, and only one process can hold the
+lease of a purge. A reader whose lease cannot be written reads all the same, and is protected by the
+grace period alone.
 
-A `ReadLease` belongs to the process that took it; its renewing thread is the only other that
-touches it. In a forked child it does nothing.
+A lease belongs to the process that took it. In a forked child, a `ReadLease` does nothing.
 """
 
 import json
@@ -16,12 +15,11 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 from uuid import UUID
 
@@ -41,10 +39,11 @@ from ..storage.objects.store import Leftover, ObjectInfo, ObjectStore
 log = logging.getLogger("diesel.leases")
 
 LEASE_S = 600.0
-"""How long a lease holds. After its process was killed, it is in the way for so long."""
+"""How long a lease is valid after it was written; also how long the lease of a killed process of
+another host blocks a purge."""
 
 RENEW_S = 150.0
-"""How often a lease is renewed: a few renewals may fail before it is over."""
+"""How often a lease is renewed: three renewals may fail before it is over."""
 
 LEASE_ALLOWANCE_S = 300.0
 """How far apart the clocks of two hosts may be."""
@@ -56,8 +55,8 @@ UNREADABLE_S = 86_400.0
 """How long a lease that cannot be read protects every version."""
 
 FOREIGN_LEFTOVER_AGE_S = 7 * 86_400
-"""When a leftover of another host counts as abandoned: nobody here can tell whether its process
-lives, but no object takes a week to write."""
+"""When a leftover (a half-written object) of another host counts as abandoned: this host cannot
+tell whether its process lives, but no object takes a week to write."""
 
 EVERY_VERSION = -1
 """The version of a lease that cannot be read."""
@@ -69,11 +68,11 @@ CLEANUP_ONE_IN = 64
 """One renewal in so many lists the leases, and removes those that are long over."""
 
 STALE_LEASE_S = 86_400.0 + LEASE_ALLOWANCE_S
-"""After this time since it was written no lease holds."""
+"""No lease is valid for longer than this after it was written."""
 
-PURGE = "purge"
-POLICY = "policy"
-_BYTES_MAX = 4096
+PURGE = "purge"  # the token in the name of the lease of a purge
+POLICY = "policy"  # the object of this name, beside the leases, holds the retention policy
+_BYTES_MAX = 4096  # of a lease that are read: ours are far shorter
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +80,7 @@ class Lease:
     """What a lease says. `host` to `pid` identify the process that holds it: `boot` the run of the
     machine, `space` its namespace of process numbers."""
 
-    token: str
+    token: str  # random: tells two leases of one process apart
     version: int
     until: float  # seconds since 1970
     host: str
@@ -103,25 +102,18 @@ class Lease:
     def from_json(cls, text: bytes | bytearray) -> Self:
         """The lease in an object. Raises ValueError for anything else."""
         values = json.loads(bytes(text))
-        kinds = {
-            "token": str, "version": int, "until": float,
-            "host": str, "boot": str, "space": str, "pid": int,
-        }  # fmt: skip
-        if (
-            not isinstance(values, dict)
-            or {name: type(value) for name, value in values.items()} != kinds
-        ):
+        types = {each.name: each.type for each in fields(cls)}
+        if not isinstance(values, dict) or {k: type(v) for k, v in values.items()} != types:
             raise ValueError("other fields than a lease's")
         if values["version"] < NO_VERSION:
-            raise ValueError("a version that there is not")
+            raise ValueError("a negative version")
         return cls(**values)
 
     def is_valid(self, now_s: float, written_s: float) -> bool:
-        """Whether the lease holds: its time is not over, and its process is not known to be dead.
+        """Whether the lease's time is not over, and its process is not known to be dead.
 
-        `written_s` is when its object was written, by the store's clock. The clock of the holder
-        may be wrong: where it is behind, `until` is too early, and where it is far ahead, `until`
-        is no time that a lease can have. Then the store's time counts.
+        `written_s` is when its object was written, by the store's clock. It counts where `until` is
+        no time that this lease can have, because the clock of the holder is behind or far ahead.
         """
         end_s = written_s + LEASE_S
         if end_s < self.until <= now_s + LEASE_S + LEASE_ALLOWANCE_S:
@@ -162,10 +154,19 @@ def _process_namespace() -> tuple[str, str, str]:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         space = os.readlink("/proc/self/ns/pid")
     except OSError:
-        boot = space = secrets.token_hex(
-            16
-        )  # unknown: a random one equals no other, so no process is taken for dead
+        # Unknown: a random text equals no other, so no process is taken for dead
+        boot = space = secrets.token_hex(16)
     return os.uname().nodename, boot, space
+
+
+def _start_renewing(renew: Callable[[], None], ended: threading.Event, renew_s: float) -> None:
+    """Call `renew` every `renew_s` seconds, in a thread, until the lease has ended."""
+
+    def renew_until_ended() -> None:
+        while not ended.wait(renew_s):
+            renew()
+
+    threading.Thread(target=renew_until_ended, name="diesel-lease", daemon=True).start()
 
 
 # Readers
@@ -175,46 +176,47 @@ class ReadLease:
     """The statement that this process is reading a version of a dataset."""
 
     def __init__(self, objects: ObjectStore, identity: UUID, version: int) -> None:
+        """A lease that is not written yet: see `take`."""
         self._objects = objects
         self._identity = identity
         self._token = secrets.token_hex(16)
         self._name = lease_object(identity, self._token)
         self._version = version
-        self._owner = os.getpid()
-        self._changed = threading.Condition()
-        self._ended = False
+        self._owner_pid = os.getpid()
+        self._lock = threading.Lock()  # held while the object is written or deleted
+        self._ended = threading.Event()
         self._failure_logged = False
 
     @classmethod
-    def take(cls, objects: ObjectStore, identity: UUID, version: int) -> Self:
+    def take(
+        cls, objects: ObjectStore, identity: UUID, version: int, *, renew_s: float = RENEW_S
+    ) -> Self:
         """Take a lease. Where it cannot be written, that is logged, and the lease does nothing."""
         lease = cls(objects, identity, version)
         if lease._write():
-            threading.Thread(target=lease._renew, name="diesel-lease", daemon=True).start()
+            _start_renewing(lease._renew, lease._ended, renew_s)
         else:
-            lease._ended = True
+            lease._ended.set()
         return lease
 
     def switch_version(self, version: int) -> None:
         """Protect another version instead, from now on."""
-        if self._owner != os.getpid():
+        if self._owner_pid != os.getpid():
             return
-        with self._changed:
+        with self._lock:
             self._version = version
-            if not self._ended:
+            if not self._ended.is_set():
                 self._write()
 
     def close(self) -> None:
         """End the lease. Repeatable; never raises."""
-        if self._owner != os.getpid():
+        if self._owner_pid != os.getpid():
             return
-        with self._changed:
-            if self._ended:
-                return
-            self._ended = True
-            self._changed.notify_all()
-            with suppress(DieselError):  # else it ends by its time
-                self._objects.delete(self._name)
+        with self._lock:
+            if not self._ended.is_set():
+                self._ended.set()
+                with suppress(DieselError):  # else it ends by its time
+                    self._objects.delete(self._name)
 
     def _write(self) -> bool:
         """Write the lease; False where trying again cannot help."""
@@ -228,19 +230,19 @@ class ReadLease:
         return True
 
     def _renew(self) -> None:
-        while True:
-            with self._changed:
-                if self._changed.wait_for(lambda: self._ended, RENEW_S):
-                    return
-                self._write()
-            _remove_ended(self._objects, self._identity, self._name)
+        with self._lock:
+            if self._ended.is_set():
+                return
+            self._write()
+        _remove_ended(self._objects, self._identity, self._name)
 
 
 def _remove_ended(objects: ObjectStore, identity: UUID, own: str) -> None:
-    """Now and then, remove leases of readers that were killed: a dataset may never be purged.
+    """One time in CLEANUP_ONE_IN, remove leases of readers that were killed: a purge would, but a
+    dataset may never be purged.
 
-    `own` is a lease that has just been written: the others are compared with its time, which is of
-    the store's clock, since the clock of this host may be wrong.
+    `own` is the name of a lease that has just been written. The others are compared with its time,
+    which is by the store's clock, since the clock of this host may be wrong.
     """
     if secrets.randbelow(CLEANUP_ONE_IN):
         return
@@ -256,9 +258,9 @@ def _remove_ended(objects: ObjectStore, identity: UUID, own: str) -> None:
 def write_lease_for(
     objects: ObjectStore, identity: UUID, token: str, version: int, seconds: float
 ) -> None:
-    """Write a lease for a client of this server, which must ask again in time; 0 seconds end it.
+    """Write a lease for a client of this server, which must renew it in time; 0 seconds end it.
 
-    It names no process, since this process may end before the client does, or after. Raises
+    The lease names no process, since this process may end before the client does, or after. Raises
     DieselError.
     """
     name = lease_object(identity, token)
@@ -271,9 +273,8 @@ def write_lease_for(
 
 
 def leases(objects: ObjectStore, identity: UUID, now_s: float) -> Iterator[tuple[str, Lease, bool]]:
-    """The readers' leases of a dataset: the name of each, what it says, and whether it holds.
-
-    A lease that cannot be read counts as one on EVERY_VERSION, and holds for a day.
+    """The readers' leases of a dataset: the object's name, what the lease says, and whether it is
+    valid. A lease that cannot be read counts as one on EVERY_VERSION, and is valid for a day.
     """
     prefix = lease_prefix(identity)
     for info in objects.list(prefix):
@@ -281,12 +282,11 @@ def leases(objects: ObjectStore, identity: UUID, now_s: float) -> Iterator[tuple
         if name in (PURGE, POLICY):
             continue
         with suppress(ObjectMissing):
-            lease, holds = _read_lease(objects, info, now_s)
-            yield info.name, lease, holds
+            yield info.name, *_read_lease(objects, info, now_s)
 
 
 def _read_lease(objects: ObjectStore, info: ObjectInfo, now_s: float) -> tuple[Lease, bool]:
-    """What a lease says and whether it holds."""
+    """What a lease says and whether it is valid."""
     while True:
         written_s = info.modified_ns / 1e9
         try:
@@ -297,14 +297,16 @@ def _read_lease(objects: ObjectStore, info: ObjectInfo, now_s: float) -> tuple[L
             if (info.bytes, info.modified_ns) == (before.bytes, before.modified_ns):
                 until = written_s + UNREADABLE_S
                 return Lease("", EVERY_VERSION, until, "", "", "", 0), until > now_s
-            # It was renewed in between, with another length
+            # The lease was renewed between the listing and the read: read it again
 
 
 def leased_versions(objects: ObjectStore, identity: UUID, now_s: float) -> frozenset[int]:
     """The versions that somebody is reading; EVERY_VERSION among them where a lease cannot be
     read."""
-    held = (lease.version for _, lease, holds in leases(objects, identity, now_s) if holds)
-    return frozenset(held) - {NO_VERSION}
+    versions = (
+        lease.version for _, lease, is_valid in leases(objects, identity, now_s) if is_valid
+    )
+    return frozenset(versions) - {NO_VERSION}
 
 
 # Purge
@@ -317,19 +319,21 @@ class PurgeLease:
     """
 
     def __init__(self, objects: ObjectStore, identity: UUID) -> None:
+        """A lease that is not written yet: see `take`."""
         self._objects = objects
         self._token = secrets.token_hex(16)
         self._name = lease_object(identity, PURGE)
-        self._renewed_s = 0.0
+        self._renewed_s = 0.0  # by the monotonic clock
         self._lost = False
-        self._changed = threading.Condition()
-        self._ended = False
+        self._lock = threading.Lock()  # held while the object is renewed
+        self._ended = threading.Event()
 
     @classmethod
     def take(cls, objects: ObjectStore, identity: UUID) -> Self:
-        """Take the lease. Raises BusyError where another process has it."""
+        """Take the lease. Raises BusyError where another process has it; ObjectStoreRefused where
+        this host's clock is ahead."""
         lease = cls(objects, identity)
-        for _ in range(3):
+        for _ in range(3):  # a lease that is over is removed; another process may be faster then
             renewed_s = time.monotonic()
             try:
                 objects.put(lease._name, [Lease.own(lease._token, 0).to_json()])
@@ -339,24 +343,24 @@ class PurgeLease:
             lease._renewed_s = renewed_s
             lease.check()
             lease._check_clock()
-            threading.Thread(target=lease._renew, name="diesel-purge", daemon=True).start()
+            _start_renewing(lease._renew, lease._ended, RENEW_S)
             return lease
         raise BusyError("another purge of this dataset is under way", advice="try again later")
 
     def check(self) -> None:
         """Raise BusyError where another process has the lease, or may have it by now."""
         if self._lost or time.monotonic() > self._renewed_s + LEASE_S:
-            raise _lost()
+            raise _lost_error()
         try:
-            found = Lease.from_json(self._objects.get(self._name))
+            lease = Lease.from_json(self._objects.get(self._name))
         except (ObjectMissing, ValueError, RecursionError):
-            raise _lost() from None
-        if found.token != self._token:
-            raise _lost()
+            raise _lost_error() from None
+        if lease.token != self._token:
+            raise _lost_error()
 
     def _check_clock(self) -> None:
         """Raise ObjectStoreRefused, and end the lease, where this host's clock is ahead: by that
-        clock, leases that hold would seem over, and young versions and tombstones old."""
+        clock, valid leases would seem over, and young versions and tombstones old."""
         ahead_s = time.time() - self._objects.stat(self._name).modified_ns / 1e9
         if ahead_s > CLOCK_AHEAD_S_MAX:
             self._end()
@@ -366,9 +370,8 @@ class PurgeLease:
             )
 
     def _end(self) -> None:
-        with self._changed:
-            self._ended = True
-            self._changed.notify_all()
+        with self._lock:
+            self._ended.set()
         with suppress(DieselError):
             self.check()
             self._objects.delete(self._name)
@@ -376,54 +379,48 @@ class PurgeLease:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._end()
 
     def _renew(self) -> None:
-        with self._changed:
-            while not self._changed.wait_for(lambda: self._ended, RENEW_S):
-                renewed_s = time.monotonic()
-                try:
-                    self.check()
-                    self._objects.replace(self._name, [Lease.own(self._token, 0).to_json()])
-                except BusyError:
-                    self._lost = True
-                    return
-                except DieselError as problem:
-                    log.info("the lease of the purge could not be renewed: %s", problem.message)
-                else:
-                    self._renewed_s = renewed_s
+        with self._lock:
+            if self._ended.is_set() or self._lost:
+                return
+            renewed_s = time.monotonic()
+            try:
+                self.check()
+                self._objects.replace(self._name, [Lease.own(self._token, 0).to_json()])
+            except BusyError:
+                self._lost = True
+            except DieselError as problem:
+                log.info("the lease of the purge could not be renewed: %s", problem.message)
+            else:
+                self._renewed_s = renewed_s
 
 
 def purge_is_under_way(objects: ObjectStore, identity: UUID) -> bool:
-    """Whether a purge of a dataset holds its lease."""
+    """Whether the lease of a purge of this dataset is valid."""
     try:
-        _, holds = _read_lease(objects, objects.stat(lease_object(identity, PURGE)), time.time())
+        return _read_lease(objects, objects.stat(lease_object(identity, PURGE)), time.time())[1]
     except ObjectMissing:
         return False
-    return holds
 
 
 def _end_if_over(objects: ObjectStore, name: str) -> None:
-    """Remove the lease of a purge that has ended. Raises BusyError where the lease holds."""
+    """Remove the lease of a purge that has ended. Raises BusyError where the lease is valid."""
     try:
-        found, holds = _read_lease(objects, objects.stat(name), time.time())
+        lease, is_valid = _read_lease(objects, objects.stat(name), time.time())
     except ObjectMissing:
         return
-    if holds:
-        holder = f" (process {found.pid} on {found.host})" if found.host else ""
+    if is_valid:
+        holder = f" (process {lease.pid} on {lease.host})" if lease.host else ""
         raise BusyError(
             f"a purge of this dataset is under way{holder}", advice="try again when it has ended"
         )
     objects.delete(name)
 
 
-def _lost() -> BusyError:
+def _lost_error() -> BusyError:
     return BusyError(
         "the purge has lost its lease to another, or could not renew it in time",
         advice="nothing is lost; run it again",

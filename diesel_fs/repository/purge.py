@@ -3,16 +3,16 @@
 An entry that is replaced or deleted leaves a hole in its chunk. A purge copies the other entries of
 chunks with too many holes into new chunks, then deletes chunks without any live entry that no
 version and no reader needs (`retention.py` decides that). One purge per dataset at a time; readers
-and writers go on beside it. Whatever ends it, at any step: nothing is lost, and the next purge goes
-on.
+and writers go on beside it. It may be killed at any step: nothing is lost, and the next purge
+continues.
 """
 
 import logging
+import math
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from uuid import UUID
 
 from ..errors import (
     CorruptError,
@@ -22,14 +22,7 @@ from ..errors import (
     NoSuchDataset,
     ObjectMissing,
 )
-from ..format.chunk import (
-    CHUNK_BYTES_DEFAULT,
-    CHUNK_BYTES_MAX,
-    Header,
-    damaged_places,
-    parse_header,
-    parse_preamble,
-)
+from ..format.chunk import CHUNK_BYTES_DEFAULT, CHUNK_BYTES_MAX, Header, damaged_places
 from ..format.chunk_builder import ChunkBuilder
 from ..format.chunk_id import LOWEST, chunk_id_text
 from ..format.entries import ChunkId
@@ -39,22 +32,16 @@ from ..names import shown
 from ..storage.metadata.store import ChunkRecord
 from .catalog import DatasetInfo
 from .expected_chunks import (
-    ExpectedChunks,
     absent_chunks,
     chunk_exists,
     expected_chunks,
     losses_in,
     lost_chunks_error,
     lost_text,
+    read_chunk,
 )
-from .interface import PurgeOptions, PurgeReport, ReportProgress
-from .leases import (
-    EVERY_VERSION,
-    PurgeLease,
-    is_abandoned,
-    leased_versions,
-    leases,
-)
+from .interface import PurgeOptions, PurgeReport, ReportProgress, no_progress
+from .leases import EVERY_VERSION, PurgeLease, is_abandoned, leased_versions, leases
 from .retention import (
     GRACE_S,
     ActiveTombstone,
@@ -79,45 +66,50 @@ UNDERSIZED_BYTES = CHUNK_BYTES_DEFAULT // 2
 """Smaller chunks are merged, since each chunk costs a request and a line of a listing."""
 
 LEFTOVER_AGE_S = 86_400
-"""A leftover of a dead process is removed only when it is this old: the process number may be that
-of a container with the same host name."""
+"""A leftover (half-written object) of a dead process is removed only when it is this old: the
+process number may be that of a container with the same host name."""
 
 _ENDED_LEASE_AGE_S = 86_400  # before the object of a lease that is over is removed
 _LEASE_CHECK_S = 10.0  # how often a deletion looks for new readers
+_HEADER_ENTRY_BYTES = 60  # of an entry in a chunk's header, with a name of some 20 bytes
+_UNUSED = Usage(0, 0)  # of a chunk that a version does not name
 
 
 def purge(
-    repository: StoredRepository, name: str, options: PurgeOptions, progress: ReportProgress
+    repository: StoredRepository,
+    name: str,
+    options: PurgeOptions | None = None,
+    progress: ReportProgress = no_progress,
 ) -> PurgeReport:
     """`Repository.purge` over stores that this process has opened."""
-    dying = list(repository.catalogue.deleted_named(name))
-    removed = 0 if options.dry_run else _remove_deleted(repository, name, dying)
+    options = options or PurgeOptions()
+    deleted = list(repository.catalogue.deleted_named(name))  # earlier datasets of this name
+    removed = 0
+    for identity in deleted if not options.dry_run else ():
+        removed += repository.remove_deleted(name, identity).removed
     try:
         info = repository.dataset(name)
     except NoSuchDataset:
-        if not dying:
+        if not deleted:
             raise
         return PurgeReport(notes=[f"{name} is deleted: {removed} of its objects were removed"])
     if options.dry_run:
         return _Purge(repository, info, options, progress).run()
-    session = repository.begin(name, create=False)  # folds orphans in, as long as no lease stands
-    _refuse_unseen(repository, info)
+    session = repository.begin(name, create=False)  # folds orphans in, unless a purge is under way
+    _check_all_listed(repository, info)
     with PurgeLease.take(repository.objects, info.identity) as lease:
         return _Purge(repository, repository.dataset(name), options, progress, session, lease).run()
 
 
-def _refuse_unseen(repository: StoredRepository, info: DatasetInfo) -> None:
+def _check_all_listed(repository: StoredRepository, info: DatasetInfo) -> None:
     """Raise CorruptError where a chunk that the metadata name is lost, or is not listed.
 
     Then the store may hide other chunks, too, and what looks replaced may be the only copy.
     """
-    identity = info.identity
-
-    def ask() -> ExpectedChunks:
-        return expected_chunks(repository.snapshots, repository.meta, identity)
-
-    expected, listed = ask(), set(repository.chunk_ids(identity))
-    absent = absent_chunks(repository, identity, expected, listed, ask)
+    identity, meta = info.identity, repository.meta
+    expected = expected_chunks(repository.snapshots, meta, identity)
+    listed = set(repository.chunk_ids(identity))
+    absent = absent_chunks(repository, meta, identity, expected, listed)
     if absent.lost:
         views = [expected.published] if expected.published else []
         losses = losses_in({chunk: lost_text(chunk) for chunk in absent.lost}, views)
@@ -129,26 +121,17 @@ def _refuse_unseen(repository: StoredRepository, info: DatasetInfo) -> None:
         )
 
 
-def _remove_deleted(repository: StoredRepository, name: str, dying: Sequence[UUID]) -> int:
-    return sum(repository.remove_deleted(name, identity).removed for identity in dying)
-
-
 def reclaimable_bytes(repository: StoredRepository, view: Snapshot) -> int:
     """`Repository.reclaimable_bytes` over stores that this process has opened."""
-    used, found = chunk_usage(view), 0
+    used, reclaimable = chunk_usage(view), 0
     for record in repository.meta.chunks(view.identity):
         if record.holes == record.entries:
-            found += record.object_bytes
+            reclaimable += record.object_bytes
         elif record.holes:
-            there = used.get(record.id, Usage(0, 0))
-            alive = record.entries - record.holes
-            unused = record.object_bytes - there.stored_bytes - alive * _HEADER_ENTRY_BYTES
-            found += max(unused, 0)
-    return found
-
-
-_HEADER_ENTRY_BYTES = 60
-"""What an entry takes in a chunk's header, with a name of some 20 bytes."""
+            header_bytes = (record.entries - record.holes) * _HEADER_ENTRY_BYTES
+            needed_bytes = used.get(record.id, _UNUSED).stored_bytes + header_bytes
+            reclaimable += max(record.object_bytes - needed_bytes, 0)
+    return reclaimable
 
 
 class _Purge:
@@ -175,21 +158,20 @@ class _Purge:
         self._lease = lease
         self._report = PurgeReport()
         self._left_alone: set[ChunkId] = set()  # damaged, newer, or with entries that are skipped
-        self._due: dict[ChunkId, set[int]] = {}  # by chunk, places of tombstones to drop
-        self._copied: set[ChunkId] = set()  # in a dry run: chunks that would be rewritten
+        self._droppable: dict[ChunkId, set[int]] = {}  # by chunk, places of tombstones to drop
+        self._planned: set[ChunkId] = set()  # in a dry run: chunks that would be rewritten
         self._versions_before = frozenset(self._versions.versions(self._identity))
-        self._removed: set[int] = set()  # versions
+        self._removed_versions: set[int] = set()
         self._listing_complete = True  # all that the metadata name is there, and listed
-        self._policy, self._grace_s = self._policies()
+        self._policy, self._grace_s = self._update_policy()
 
-    def _policies(self) -> tuple[RetentionPolicy, float]:
-        """How many versions are kept, and the grace period of this purge."""
+    def _update_policy(self) -> tuple[RetentionPolicy, float]:
+        """Write the options that change the dataset's retention policy into it. Returns it, and the
+        grace period of this purge."""
         options = self._options
-        policy = (
-            read_retention_policy(self._objects, self._identity)
-            if options.keep < 0
-            else RetentionPolicy()
-        )
+        policy = RetentionPolicy()
+        if options.keep < 0:
+            policy = read_retention_policy(self._objects, self._identity)
         keep = policy.keep if options.keep < 0 else options.keep
         longest_s = policy.grace_s
         if options.grace_s >= 0:
@@ -205,38 +187,35 @@ class _Purge:
         self._publish()
         records = self._meta.chunks(self._identity)
         used = chunk_usage(self._repository.view(self._info.name))
-        self._find_due(records, used, began_s)
+        self._find_droppable(records, used, began_s)
         chosen = self._choose(records, used)
-        rewriter, full = None, None
+        no_space: NoSpaceError | None = None
         try:
             if self._session is not None:
-                rewriter = self._rewrite(chosen)
+                self._rewrite(self._session, chosen)
             else:
-                self._copied.update(record.id for record in chosen)
+                self._planned.update(record.id for record in chosen)
         except NoSpaceError as error:
-            full = error  # deleting what can go may make room
+            no_space = error  # the deletion of old chunks may make room
         self._publish()
         self._reclaim()
         self._sweep()
-        if rewriter is not None:
-            self._report.written, self._report.copied_bytes = (
-                rewriter.written,
-                rewriter.copied_bytes,
+        if no_space is not None:
+            no_space.advice = (
+                "what could go was deleted: run it again" if self._report.deleted else ""
             )
-        if full is not None:
-            full.advice = "what could go was deleted: run it again" if self._report.deleted else ""
-            raise full
+            raise no_space
         return self._report
 
     def _publish(self) -> None:
-        """Publish the current state: whoever opens the dataset from now on reads new chunks."""
+        """Publish the current state: who opens the dataset from now on reads the new chunks."""
         if self._session is None:
             return
         head = self._meta.head(self._info.name)
         if head.version and self._versions.newest(self._identity) != head.version:
             self._repository.publish(self._info.name)
 
-    def _check(self) -> None:
+    def _check_lease(self) -> None:
         """Raise BusyError where another purge may have begun since."""
         if self._lease is not None:
             self._lease.check()
@@ -248,7 +227,7 @@ class _Purge:
     def _header(self, chunk: ChunkId) -> Header:
         return self._repository.read_header(self._identity, chunk)
 
-    def _readable(self, chunk: ChunkId) -> Header | None:
+    def _purgeable_header(self, chunk: ChunkId) -> Header | None:
         """The header of a chunk; None for a chunk that cannot be purged, which is noted."""
         if chunk in self._left_alone:
             return None
@@ -268,41 +247,40 @@ class _Purge:
 
     # What there is to do
 
-    def _find_due(
+    def _find_droppable(
         self, records: Sequence[ChunkRecord], used: dict[ChunkId, Usage], began_s: float
     ) -> None:
         """Find the tombstones that hide nothing any more, and whether anything may be deleted."""
         known = {record.id for record in records}
         listed = set(self._repository.chunk_ids(self._identity))
-        self._listing_complete = self._all_are_there(
-            record for record in records if record.id not in listed
-        )
+        unlisted = [record for record in records if record.id not in listed]
+        self._listing_complete = self._are_deleted(unlisted)
         if not self._listing_complete:
             return
-        found: dict[bytes, ActiveTombstone] = {}
+        tombstones: dict[bytes, ActiveTombstone] = {}
         for record in records:
-            files = used.get(record.id, Usage(0, 0)).places
+            files = used.get(record.id, _UNUSED).entries
             if record.id in listed and record.entries - record.holes > files:
-                header = self._readable(record.id)
+                header = self._purgeable_header(record.id)
                 if header is not None:
                     holes = set(self._meta.holes(self._identity, record.id).tolist())
-                    found |= dict(active_tombstones(header, holes))
-        old = old_enough(found, began_s)
+                    tombstones |= dict(active_tombstones(header, holes))
+        old = old_enough(tombstones, began_s)
         if not old:
             return
-        if not self._forgotten_are_gone(known):
+        if not self._forgotten_are_deleted(known):
             self._note("a chunk that was forgotten is still there: no tombstone is dropped")
             return
         suspects = [record.id for record in records if record.holes] + sorted(listed - known)
-        self._due = droppable_tombstones(old, suspects, self._header)
+        self._droppable = droppable_tombstones(old, suspects, self._header)
 
-    def _all_are_there(self, records: Iterable[ChunkRecord]) -> bool:
+    def _are_deleted(self, unlisted: Iterable[ChunkRecord]) -> bool:
         """Whether every chunk that was not listed is an empty one whose deletion was interrupted.
 
         Else the listing is short, or the store is an older copy of itself: then a chunk that looks
         empty may hold the only copies.
         """
-        for record in records:
+        for record in unlisted:
             text = chunk_id_text(record.id)
             if chunk_exists(self._objects, self._identity, record.id):
                 self._note(f"the listing lacks chunk {text}: nothing is deleted")
@@ -313,7 +291,7 @@ class _Purge:
             return False
         return True
 
-    def _forgotten_are_gone(self, known: Collection[ChunkId]) -> bool:
+    def _forgotten_are_deleted(self, known: Collection[ChunkId]) -> bool:
         """Whether the store lacks all chunks that kept versions name and the metadata have
         forgotten."""
         forgotten: set[ChunkId] = set()
@@ -327,80 +305,117 @@ class _Purge:
             chunk_exists(self._objects, self._identity, chunk) for chunk in sorted(forgotten)
         )
 
-    def _dead(self, record: ChunkRecord) -> int:
+    def _dead_entries(self, record: ChunkRecord) -> int:
         """How many entries of a chunk need not be copied."""
-        return record.holes + len(self._due.get(record.id, ()))
+        return record.holes + len(self._droppable.get(record.id, ()))
 
     def _choose(
         self, records: Sequence[ChunkRecord], used: dict[ChunkId, Usage]
     ) -> list[ChunkRecord]:
-        """The chunks to rewrite, in order of their IDs."""
+        """The chunks to rewrite, in order of their IDs: those that waste space, and small ones if
+        fewer chunks come of it."""
         chosen, small = list[ChunkRecord](), list[ChunkRecord]()
         for record in records:
-            dead = self._dead(record)
+            dead = self._dead_entries(record)
             if dead == record.entries or record.id in self._left_alone:
                 continue
-            unused = record.object_bytes - used.get(record.id, Usage(0, 0)).stored_bytes
-            if dead and unused > self._allowed(record) and self._is_wasteful(record):
+            unused = record.object_bytes - used.get(record.id, _UNUSED).stored_bytes
+            if dead and unused > self._allowed_bytes(record) and self._is_wasteful(record):
                 chosen.append(record)
             elif record.object_bytes < UNDERSIZED_BYTES:
                 small.append(record)
-        left = sum(used.get(record.id, Usage(0, 0)).stored_bytes for record in chosen)
-        together = left + sum(record.object_bytes for record in small)
-        apart = len(small) - -left // CHUNK_BYTES_DEFAULT
-        if -(-together // CHUNK_BYTES_DEFAULT) < apart:
+        chosen_bytes = sum(used.get(record.id, _UNUSED).stored_bytes for record in chosen)
+        merged_bytes = chosen_bytes + sum(record.object_bytes for record in small)
+        chunks_apart = len(small) + math.ceil(chosen_bytes / CHUNK_BYTES_DEFAULT)
+        if math.ceil(merged_bytes / CHUNK_BYTES_DEFAULT) < chunks_apart:
             chosen += small
         self._report.rewritten = len(chosen)
         return sorted(chosen)
 
-    def _allowed(self, record: ChunkRecord) -> int:
+    def _allowed_bytes(self, record: ChunkRecord) -> int:
+        """How many bytes of a chunk may be unused."""
         return record.object_bytes * self._options.max_unused_ppm // 1_000_000
 
     def _is_wasteful(self, record: ChunkRecord) -> bool:
         """Whether too many bytes of a chunk are unused, counted exactly."""
-        header = self._readable(record.id)
+        header = self._purgeable_header(record.id)
         if header is None:
             return False
-        dead = sorted(self._dropped(record.id))
-        bodies = int(header.records["stored"][dead].sum())
-        share = header.preamble.header_stored * len(dead) // max(len(header), 1)
-        if bodies + share <= self._allowed(record):
+        dead = sorted(self._dead_places(record.id))
+        body_bytes = int(header.records["stored"][dead].sum())
+        header_bytes = header.preamble.header_stored * len(dead) // max(len(header), 1)
+        if body_bytes + header_bytes <= self._allowed_bytes(record):
             return False
-        self._report.unused_bytes += bodies + share
+        self._report.unused_bytes += body_bytes + header_bytes
         return True
 
-    def _dropped(self, chunk: ChunkId) -> set[int]:
-        """The places of a chunk that need not be copied."""
+    def _dead_places(self, chunk: ChunkId) -> set[int]:
+        """The places of the entries of a chunk that need not be copied."""
         holes = self._meta.holes(self._identity, chunk).tolist()
-        return {*holes, *self._due.get(chunk, ())}
+        return {*holes, *self._droppable.get(chunk, ())}
 
     # Writing
 
-    def _rewrite(self, chosen: Sequence[ChunkRecord]) -> "_Rewriter":
-        assert self._session is not None
+    def _rewrite(self, session: WriteSession, chosen: Sequence[ChunkRecord]) -> None:
+        """Copy the live entries of these chunks into new chunks."""
         largest = max((record.object_bytes for record in chosen), default=0)
         chunk_bytes = min(max(CHUNK_BYTES_DEFAULT, largest), CHUNK_BYTES_MAX)
-        rewriter = _Rewriter(self._repository, self._session, chunk_bytes, self._check)
+        builder = ChunkBuilder(self._identity, chunk_bytes, "none")
         for done, record in enumerate(chosen):
             self._progress(done, len(chosen))
             try:
-                rewriter.copy(record.id, self._dropped(record.id))
+                self._copy(session, builder, record.id)
             except (FormatError, ObjectMissing) as error:
                 self._report.rewritten -= 1
                 self._leave_alone(record.id, error.message)
-        rewriter.finish()
+        if len(builder):
+            self._store(session, builder)
         self._progress(len(chosen), len(chosen))
-        return rewriter
+
+    def _copy(self, session: WriteSession, builder: ChunkBuilder, chunk: ChunkId) -> None:
+        """Copy the live entries of a chunk; stamps and stored bytes stay as they are.
+
+        Raises CorruptError where one of them is damaged; then none has been copied.
+        """
+        dead = self._dead_places(chunk)
+        header, bodies = read_chunk(self._objects, self._identity, chunk)
+        if header.faults:
+            raise CorruptError("it has entries that are skipped")
+        for place in damaged_places(header, bodies):
+            if place not in dead:
+                raise CorruptError(f"the bytes of {shown(header.path(place))} are damaged")
+        for place in range(len(header)):
+            if place in dead:
+                continue
+            record = header.records[place]
+            size = int(record["stored"])
+            start = int(record["offset"]) - header.preamble.body_start if size else 0
+            builder.add_copy(header, place, bodies[start : start + size])
+            self._report.copied_bytes += size
+            if builder.full:
+                self._store(session, builder)
+
+    def _store(self, session: WriteSession, builder: ChunkBuilder) -> None:
+        """Store a chunk, then commit it as written by a purge: its entries take the places of
+        entries with equal stamps, and no others. If the lease is lost in between, the chunk is not
+        committed, and nothing is lost."""
+        chunk, _, header = seal_and_store(builder, self._objects, self._identity, session.new_id)
+        self._check_lease()
+        batch = replace(batch_of(header, stored=True), by_purge=True)
+        self._meta.commit(self._identity, batch)
+        log.debug("%d entries have moved into %s", len(header), chunk_id_text(chunk))
+        self._report.written += 1
+        builder.clear()
 
     # Deleting
 
     def _reclaim(self) -> None:
         """Remove versions and chunks that nobody needs, from the metadata before the objects."""
-        newest = LOWEST if self._copied else self._meta.head(self._info.name).newest
+        newest = LOWEST if self._planned else self._meta.head(self._info.name).newest
         empty = {
             record.id: record
             for record in self._meta.chunks(self._identity)
-            if (self._dead(record) == record.entries or record.id in self._copied)
+            if (self._dead_entries(record) == record.entries or record.id in self._planned)
             and record.id not in self._left_alone
             and record.id != newest
         }
@@ -408,105 +423,96 @@ class _Purge:
         leased = leased_versions(self._objects, self._identity, now_s)
         now_us = int(now_s * 1e6)
         # A dry run plans with the version that the purge would publish
-        coming = {now_us: now_us} if self._copied else {}
-        versions = self._expire(leased, coming)
-        pins = DeletableChunks(self._versions, self._identity, empty, now_us)
+        planned = {now_us: now_us} if self._planned else {}
+        versions = self._expire(leased, planned)
+        deletable = DeletableChunks(self._versions, self._identity, empty, now_us)
 
-        def free() -> frozenset[ChunkId]:
+        def unreferenced() -> frozenset[ChunkId]:
             before_us = int((now_s - self._grace_s) * 1e6)
-            there = leased_versions(self._objects, self._identity, time.time())
-            return pins.unreferenced(versions, there, before_us)
+            now_leased = leased_versions(self._objects, self._identity, time.time())
+            return deletable.unreferenced(versions, now_leased, before_us)
 
-        going: list[ChunkId] = []
+        chosen: list[ChunkId] = []
         if self._listing_complete:
             try:
-                going = sorted(chunk for chunk in free() if self._may_go(chunk))
+                chosen = sorted(chunk for chunk in unreferenced() if self._may_go(chunk))
             except (FormatError, ObjectMissing) as error:
                 self._note(f"nothing is deleted, since a kept version cannot be read: {error}")
-        if self._session is not None:
-            going = self._delete(going, free)
-        if going:  # another version has been published since
+        deleted = chosen if self._session is None else self._delete(chosen, unreferenced)
+        if deleted:  # another version has been published since
             leased = leased_versions(self._objects, self._identity, time.time())
-            self._expire(leased, {**coming, now_us + 1: now_us} if self._session is None else {})
-        self._report.deleted = len(going)
-        self._report.deleted_bytes = sum(empty[chunk].object_bytes for chunk in going)
-        self._report.tombstones = sum(len(self._due.get(chunk, ())) for chunk in going)
-        self._report.waiting = len(empty) - len(going)
-        self._report.waiting_bytes = (
-            sum(record.object_bytes for record in empty.values()) - self._report.deleted_bytes
-        )
+            self._expire(leased, {**planned, now_us + 1: now_us} if self._session is None else {})
+        report, empty_bytes = self._report, sum(each.object_bytes for each in empty.values())
+        report.deleted = len(deleted)
+        report.deleted_bytes = sum(empty[chunk].object_bytes for chunk in deleted)
+        report.tombstones = sum(len(self._droppable.get(chunk, ())) for chunk in deleted)
+        report.waiting = len(empty) - len(deleted)
+        report.waiting_bytes = empty_bytes - report.deleted_bytes
 
     def _may_go(self, chunk: ChunkId) -> bool:
         """Whether an empty chunk is lost, or can be read: then we know what is deleted with it."""
         if not chunk_exists(self._objects, self._identity, chunk):
             return True
-        return self._readable(chunk) is not None
+        return self._purgeable_header(chunk) is not None
 
     def _expire(self, leased: Collection[int], planned: Mapping[int, int]) -> dict[int, int]:
         """Remove versions that need not be kept. Returns those that are left, ascending, and when
-        each was published (us since 1970)."""
-        there = self._versions.published(self._identity)
-        stay = retained_versions(
-            self._versions, self._identity, there, self._policy, self._grace_s, planned
+        each was published (us since 1970); `planned` are versions of a dry run, in the same
+        form."""
+        published = self._versions.published(self._identity)
+        retained = retained_versions(
+            self._versions, self._identity, published, self._policy, self._grace_s, planned
         )
-        stay.update(leased)
-        left = {**there, **planned}
-        going = set(left).difference(stay)
+        left = {**published, **planned}
+        expired = set(left).difference(retained, leased)
         if EVERY_VERSION in leased or not self._listing_complete:
-            going = set()
-        for version in sorted(going):
+            expired = set()
+        for version in sorted(expired):
             if self._session is not None:
-                self._check()
+                self._check_lease()
                 self._versions.remove(self._identity, version)
             del left[version]
-        self._removed |= going
-        self._report.versions_removed = len(self._removed & self._versions_before)
+        self._removed_versions |= expired
+        self._report.versions_removed = len(self._removed_versions & self._versions_before)
         self._report.versions_kept = len(left)
         return left
 
     def _delete(
-        self, going: Sequence[ChunkId], free: Callable[[], frozenset[ChunkId]]
+        self, chunks: Sequence[ChunkId], unreferenced: Callable[[], frozenset[ChunkId]]
     ) -> list[ChunkId]:
-        """Forget chunks in the metadata, then delete their objects; returns the chunks that have
-        gone."""
-        if not going:
+        """Forget chunks in the metadata, then delete the objects of those that are `unreferenced`
+        all the while; returns the chunks that are deleted."""
+        if not chunks:
             return []
-        self._check()
-        forgotten = self._forget(going)
+        self._check_lease()
+        forgotten = sorted(self._forget(chunks))
         self._publish()
-        done = list[ChunkId]()
-        for chunk in self._still_unreferenced(sorted(forgotten), free):
-            self._check()
+        deleted, looked_s, allowed = list[ChunkId](), 0.0, frozenset[ChunkId]()
+        for done, chunk in enumerate(forgotten):
+            self._progress(done, len(forgotten))
+            if not done or time.monotonic() > looked_s + _LEASE_CHECK_S:
+                looked_s, allowed = time.monotonic(), unreferenced()
+            if chunk not in allowed:  # a reader who has come meanwhile needs it
+                continue
+            self._check_lease()
             self._objects.delete(chunk_object(self._identity, chunk))
             if chunk_exists(self._objects, self._identity, chunk):
                 self._note(f"chunk {chunk_id_text(chunk)} was deleted, and is still there")
             else:
-                done.append(chunk)
-        again = {record.id for record in self._meta.chunks(self._identity)}.intersection(done)
+                deleted.append(chunk)
+        again = {record.id for record in self._meta.chunks(self._identity)}.intersection(deleted)
         if again:  # a rebuild had read them before they were deleted
             self._forget(again)
             self._publish()
-        return done
+        return deleted
 
     def _forget(self, chunks: Collection[ChunkId]) -> frozenset[ChunkId]:
-        """Let the metadata store forget chunks, and drop the tombstones in them that are due.
+        """Make the metadata store forget chunks, and drop the tombstones in them that hide nothing.
         Returns the chunks that it has forgotten."""
-        plain = [chunk for chunk in chunks if chunk not in self._due]
-        dead = [chunk for chunk in chunks if chunk in self._due]
+        plain = [chunk for chunk in chunks if chunk not in self._droppable]
+        with_tombstones = [chunk for chunk in chunks if chunk in self._droppable]
         forgotten = self._meta.forget(self._identity, plain)
-        return forgotten | self._meta.forget(self._identity, dead, tombstones=True)
-
-    def _still_unreferenced(
-        self, chunks: Sequence[ChunkId], free: Callable[[], frozenset[ChunkId]]
-    ) -> Iterator[ChunkId]:
-        """The chunks that no reader who has come meanwhile needs."""
-        looked_s, allowed = 0.0, frozenset[ChunkId]()
-        for done, chunk in enumerate(chunks):
-            self._progress(done, len(chunks))
-            if not done or time.monotonic() > looked_s + _LEASE_CHECK_S:
-                looked_s, allowed = time.monotonic(), free()
-            if chunk in allowed:
-                yield chunk
+        return forgotten | self._meta.forget(self._identity, with_tombstones, tombstones=True)
 
     # Leftovers
 
@@ -517,79 +523,12 @@ class _Purge:
             if is_abandoned(leftover, now_s, LEFTOVER_AGE_S):
                 self._report.leftovers += 1
                 if self._session is not None:
-                    self._check()
+                    self._check_lease()
                     self._objects.discard(leftover)
         if self._session is None:
             return
-        for name, lease, holds in list(leases(self._objects, self._identity, now_s)):
-            if not holds and (lease.holder_is_dead or lease.until + _ENDED_LEASE_AGE_S < now_s):
-                self._check()
+        for name, lease, is_valid in list(leases(self._objects, self._identity, now_s)):
+            if not is_valid and (lease.holder_is_dead or lease.until + _ENDED_LEASE_AGE_S < now_s):
+                self._check_lease()
                 with suppress(DieselError):
                     self._objects.delete(name)
-
-
-class _Rewriter:
-    """Copies live entries of old chunks into new ones; stamps and stored bytes stay as they are.
-
-    A new chunk is durable before it is committed. `before_commit` may raise: then the chunk just
-    written is not committed, and nothing is lost. `finish` writes the last chunk.
-    """
-
-    def __init__(
-        self,
-        repository: StoredRepository,
-        session: WriteSession,
-        chunk_bytes: int,
-        before_commit: Callable[[], None],
-    ) -> None:
-        self.written = 0
-        self.copied_bytes = 0
-        self._repository = repository
-        self._session = session
-        self._about_to_commit = before_commit
-        self._builder = ChunkBuilder(session.identity, chunk_bytes, "none")
-
-    def copy(self, chunk: ChunkId, dropped: Collection[int]) -> None:
-        """Copy the entries of a chunk, except those at the places `dropped`.
-
-        Raises CorruptError where one of the others is damaged; then none has been copied.
-        """
-        identity = self._session.identity
-        data = memoryview(self._repository.objects.get(chunk_object(identity, chunk)))
-        preamble = parse_preamble(data, identity=identity, id=chunk, object_bytes=len(data))
-        start = preamble.body_start - preamble.header_stored
-        header = parse_header(preamble, data[start : preamble.body_start])
-        if header.faults:
-            raise CorruptError("it has entries that are skipped")
-        for place in damaged_places(header, data[preamble.body_start :]):
-            if place not in dropped:
-                raise CorruptError(f"the bytes of {shown(header.path(place))} are damaged")
-        for place in range(len(header)):
-            if place in dropped:
-                continue
-            record = header.records[place]
-            at, size = int(record["offset"]), int(record["stored"])
-            self._builder.add_copy(header, place, data[at : at + size] if size else data[:0])
-            self.copied_bytes += size
-            if self._builder.full:
-                self._write()
-
-    def finish(self) -> None:
-        """Write the entries that no chunk has yet."""
-        if len(self._builder):
-            self._write()
-
-    def _write(self) -> None:
-        """Store a chunk, then commit it as written by a purge: its entries take the places of
-        entries with equal stamps, and no others."""
-        session = self._session
-        chunk, _, header = seal_and_store(
-            self._builder, session.objects, session.identity, session.new_id
-        )
-        self._about_to_commit()
-        self._repository.meta.commit(
-            session.identity, replace(batch_of(header, stored=True), by_purge=True)
-        )
-        log.debug("%d entries have moved into %s", len(header), chunk_id_text(chunk))
-        self.written += 1
-        self._builder.clear()

@@ -1,9 +1,10 @@
 """Which versions and chunks of a dataset must be kept, and which nothing needs any more.
 
 The rules are those of FORMAT.md, section 6 ("When a chunk may go"): a retention policy and a grace
-period keep versions; versions and leases keep chunks; a chunk of tombstones stays as long as one of
-them hides an older entry. This module only decides, except that it removes expired versions and the
-objects of a deleted dataset; `purge.py` does the rest. Blocking; one thread.
+period keep versions; versions and leases (objects that say which version a process reads) keep
+chunks; a chunk of tombstones stays as long as one of them hides an older entry. This module only
+decides, except that it removes expired versions and the objects of a deleted dataset; `purge.py`
+does the rest. Blocking; one thread.
 """
 
 import json
@@ -33,7 +34,7 @@ from ..format.object_names import (
     version_of_object,
 )
 from ..format.snapshot import layout as layout
-from ..format.snapshot.reader import Indices, Snapshot
+from ..format.snapshot.reader import Snapshot
 from ..storage.objects.store import ObjectStore
 from .leases import EVERY_VERSION, LEASE_S, POLICY, is_abandoned, leased_versions
 from .validation import CLOCK_ALLOWANCE_S, PUT_WINDOW_S
@@ -49,11 +50,11 @@ GRACE_S = 86_400
 _RECENT = 8
 _PERIODS = 8
 """Of the versions within a grace period, the newest `_RECENT` are kept, and of the others the last
-one in each of `_PERIODS` equal parts of the period. A dataset may get a version every second."""
+one in each of `_PERIODS` equal parts of the period: a dataset may get a version every second."""
 
 KEEP_MAX = 1 << 20
 GRACE_S_MAX = 1 << 31
-"""The most that a policy can say: more would not fit into the times of clocks and files."""
+"""The most that a policy can say. More seconds would not fit into the times of clocks and files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +74,9 @@ def read_retention_policy(objects: ObjectStore, identity: UUID) -> RetentionPoli
         values = json.loads(bytes(objects.get(lease_object(identity, POLICY))))
         policy = RetentionPolicy(values["keep"], values["grace_s"])
         if type(policy.keep) is not int or type(policy.grace_s) is not int:
-            raise TypeError("numbers of another kind")
+            raise TypeError("a number is no integer")
         if not (0 <= policy.keep <= KEEP_MAX and 0 <= policy.grace_s <= GRACE_S_MAX):
-            raise ValueError("numbers that no policy has")
+            raise ValueError("a number is out of its range")
     except ObjectMissing:
         return RetentionPolicy()
     except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -105,7 +106,8 @@ def retained_versions(
     """The published versions that are kept, whether somebody reads them or not. `published` has
     the versions, ascending, and when each was published (us since 1970).
 
-    `planned`: as if these, with the content of the newest one, had been published by now.
+    `planned` are versions of a dry run, in the same form: the result is as if they had been
+    published by now, with the content of the newest published one.
     """
     last = _last_distinct(versions, identity, [*published], policy.keep)
     if planned:
@@ -118,33 +120,32 @@ def _last_distinct(
 ) -> set[int]:
     """The last `count` of some versions (ascending). Of neighbours with equal content, only the
     newest counts."""
-    found, before, left = set[int](), b"", count
+    last, later_mark = set[int](), b""
     for version in reversed(published):
-        if not left:
+        if len(last) == count:
             break
         try:
-            _, content = versions.front(identity, version)
+            _, mark = versions.front(identity, version)
         except ObjectMissing:
             continue
         except FormatError:
-            content = b""
-        if content != before or not content:
-            left -= 1
-            found.add(version)
-        before = content
-    return found
+            mark = b""  # damaged: it may have any content
+        if mark != later_mark or not mark:
+            last.add(version)
+        later_mark = mark
+    return last
 
 
 def _current_within(published: Mapping[int, int], now_s: float, grace_s: float) -> set[int]:
     """Of versions (ascending, with the time in us when each was published), those that were current
     within the grace period, thinned as `_PERIODS` says, and the newest."""
     versions = [*published]
-    horizon = (now_s - grace_s) * 1e6
-    period = max(int(grace_s * 1e6) // _PERIODS, 1)
-    young = [version for version in versions if published[version] > horizon]
-    last_of = {published[version] // period: version for version in young}
-    before = [version for version in versions if published[version] <= horizon]
-    return {*young[-_RECENT:], *last_of.values(), *before[-1:], *versions[-1:]}
+    horizon_us = (now_s - grace_s) * 1e6
+    period_us = max(int(grace_s * 1e6) // _PERIODS, 1)
+    young = [version for version in versions if published[version] > horizon_us]
+    last_of_period = {published[version] // period_us: version for version in young}
+    old = [version for version in versions if published[version] <= horizon_us]
+    return {*young[-_RECENT:], *last_of_period.values(), *old[-1:], *versions[-1:]}
 
 
 def remove_expired_versions(objects: ObjectStore, versions: VersionStore, identity: UUID) -> None:
@@ -156,8 +157,8 @@ def remove_expired_versions(objects: ObjectStore, versions: VersionStore, identi
             return
         policy = read_retention_policy(objects, identity)
         grace_s = max(GRACE_S, policy.grace_s)
-        stay = retained_versions(versions, identity, published, policy, grace_s)
-        expired = [old for old in [*published][:-2] if old not in stay]
+        retained = retained_versions(versions, identity, published, policy, grace_s)
+        expired = [old for old in [*published][:-2] if old not in retained]
         leased = leased_versions(objects, identity, time.time()) if expired else ()
     except DieselError as error:
         log.info("no version is removed: %s", error.message)
@@ -173,37 +174,30 @@ def remove_expired_versions(objects: ObjectStore, versions: VersionStore, identi
 class Usage(NamedTuple):
     """How much of a chunk the files of a version use: entries, and bytes of bodies."""
 
-    places: int
+    entries: int
     stored_bytes: int
 
 
-def _file_parts(view: Snapshot) -> tuple[Indices, npt.NDArray[np.float64]]:
-    """For each extent of each file of a version, shadowed files too: the number of its chunk and
-    its stored bytes."""
+def _extent_counts(view: Snapshot) -> npt.NDArray[np.int64]:
+    """By number of a chunk: how many extents of files of a version, shadowed files too, are in
+    it."""
     columns, shadowed = view.columns, view.columns.shadowed
-    numbers, stored = [columns.extents["chunk"]], [columns.extents["stored"]]
-    for flags, chunk, length in (
-        (columns.flags, columns.chunk, columns.stored),
-        (shadowed["flags"], shadowed["chunk"], shadowed["stored"]),
-    ):
+    numbers = [columns.extents["chunk"]]
+    for flags, chunk in (columns.flags, columns.chunk), (shadowed["flags"], shadowed["chunk"]):
         is_plain = (layout.kinds(flags) == Kind.FILE) & ((flags & layout.MANY_EXTENTS) == 0)
         numbers.append(chunk[is_plain])
-        stored.append(length[is_plain])
-    return np.concatenate(numbers).astype(np.int64), np.concatenate(stored).astype(np.float64)
+    return np.bincount(np.concatenate(numbers), minlength=view.chunk_count)
 
 
 def used_chunks(view: Snapshot) -> frozenset[ChunkId]:
     """The chunks that hold files of a version."""
-    numbers, _ = _file_parts(view)
-    return frozenset(view.chunk_ids[number] for number in np.unique(numbers).tolist())
+    return frozenset(view.chunk_ids[i] for i in np.flatnonzero(_extent_counts(view)).tolist())
 
 
 def chunk_usage(view: Snapshot) -> dict[ChunkId, Usage]:
     """How much of each chunk in a version's table its files use."""
-    numbers, stored = _file_parts(view)
-    places = np.bincount(numbers, minlength=view.chunk_count)
-    sums = np.bincount(numbers, weights=stored, minlength=view.chunk_count)  # exact up to 2^53
-    rows = map(Usage, places.tolist(), map(int, sums.tolist()))
+    stored_bytes = map(int, view.used_bytes().tolist())  # exact up to 2^53
+    rows = map(Usage, _extent_counts(view).tolist(), stored_bytes)
     return dict(zip(view.chunk_ids, rows, strict=True))
 
 
@@ -230,26 +224,26 @@ class DeletableChunks:
     ) -> frozenset[ChunkId]:
         """The candidates that may be deleted.
 
-        `versions` are there, ascending, each with the time since when (us since 1970); `leased`
-        are those that somebody reads. A reader without a lease may still use the version that was
-        current at `before_us`. Raises FormatError where a version cannot be read, and
-        ObjectMissing where it has gone since: then it is unknown which chunks it needs.
+        `versions` are the published ones, ascending, and when each was published (us since 1970);
+        `leased` are those that somebody reads. A reader without a lease may still use the version
+        that was current at `before_us`. Raises FormatError where a version cannot be read, and
+        ObjectMissing where it was removed since: then it is unknown which chunks it needs.
         """
         oldest_in_use = {max((v for v, at_us in versions.items() if at_us <= before_us), default=0)}
         for version in leased:
-            if version not in versions:
+            if version not in versions:  # it counts as the last one before it
                 oldest_in_use.add(max((v for v in versions if v <= version), default=0))
         if 0 in oldest_in_use or EVERY_VERSION in leased:
             return frozenset()
         left = self._candidates
         for version in versions:
-            table, used = self._of(version)
+            table, used = self._candidates_of(version)
             left -= used
-            if version in oldest_in_use:
+            if version in oldest_in_use:  # it shows that they were empty already
                 left &= table
         return left
 
-    def _of(self, version: int) -> tuple[frozenset[ChunkId], frozenset[ChunkId]]:
+    def _candidates_of(self, version: int) -> tuple[frozenset[ChunkId], frozenset[ChunkId]]:
         """Of the candidates: those in a version's table, and those that hold files of it."""
         if version not in self._known:
             view = self._versions.load_without_copy(self._identity, version)
@@ -281,10 +275,8 @@ def active_tombstones(
     """The tombstones in a chunk that are not in its `holes` (places), with their paths."""
     for place in np.flatnonzero(header.records["kind"] == Kind.TOMBSTONE).tolist():
         if place not in holes:
-            yield (
-                header.path(place),
-                ActiveTombstone(header.stamp(place), header.preamble.id, place),
-            )
+            tombstone = ActiveTombstone(header.stamp(place), header.preamble.id, place)
+            yield header.path(place), tombstone
 
 
 def old_enough(
@@ -322,8 +314,8 @@ def droppable_tombstones(
             return {}
         for place in range(len(header)):
             path = header.path(place)
-            found = left.get(path)
-            if found is not None and found.chunk != chunk and header.stamp(place) < found.stamp:
+            hiding = left.get(path)
+            if hiding is not None and hiding.chunk != chunk and header.stamp(place) < hiding.stamp:
                 del left[path]
     by_chunk: dict[ChunkId, set[int]] = {}
     for each in left.values():
@@ -359,15 +351,15 @@ def remove_dataset(objects: ObjectStore, versions: VersionStore, identity: UUID)
     Repeatable: the object with the dataset's name goes last, since the others are found by it.
     """
     leased = leased_versions(objects, identity, time.time())
-    kept, everything = _pinned(versions, identity, leased)
+    pinned, all_pinned = _pinned_chunks(versions, identity, leased)
     removed = left = 0
     for name in list(objects.names(dataset_prefix(identity))):
         if name == dataset_object(identity):
             continue
         chunk = chunk_of_object(name) if name.startswith(chunk_prefix(identity)) else None
-        is_pinned = chunk is not None and (everything or chunk in kept)
+        is_pinned = chunk is not None and (all_pinned or chunk in pinned)
         if name.startswith(snapshot_prefix(identity)):
-            is_pinned = everything or version_of_object(name) in leased
+            is_pinned = all_pinned or version_of_object(name) in leased
         if leased and name.startswith(lease_prefix(identity)):
             continue
         if is_pinned:
@@ -385,17 +377,17 @@ def remove_dataset(objects: ObjectStore, versions: VersionStore, identity: UUID)
     return Deletion(removed, left)
 
 
-def _pinned(
+def _pinned_chunks(
     versions: VersionStore, identity: UUID, leased: Collection[int]
 ) -> tuple[frozenset[ChunkId], bool]:
     """The chunks that leased versions need, and whether that may be all chunks."""
-    found = frozenset[ChunkId]()
+    pinned = frozenset[ChunkId]()
     if EVERY_VERSION in leased:
-        return found, True
+        return pinned, True
     for version in leased:
         try:
             view = versions.load_without_copy(identity, version)
         except (FormatError, ObjectMissing):
-            return found, True
-        found |= used_chunks(view)
-    return found, False
+            return pinned, True
+        pinned |= used_chunks(view)
+    return pinned, False

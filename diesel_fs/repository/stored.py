@@ -1,4 +1,4 @@
-"""A repository over an object store and a metadata store: all that is no long job.
+"""A repository over an object store and a metadata store: all operations except the long jobs.
 
 The chunks in the object store are the only truth; metadata and snapshots can be made from them
 again. This module keeps the order of writing (FORMAT.md, section 5): which chunks may be committed,
@@ -40,12 +40,7 @@ from ..format.object_names import chunk_prefix
 from ..format.snapshot.entry_digest import EntryDigest, entry_digest
 from ..format.snapshot.reader import Snapshot
 from ..names import check_dataset_name
-from ..storage.metadata.store import (
-    Batch,
-    DatasetHead,
-    MetadataStore,
-    StoreRestarted,
-)
+from ..storage.metadata.store import Batch, DatasetHead, MetadataStore, StoreRestarted
 from ..storage.objects.store import ObjectStore
 from ..storage.open_stores import open_metadata, open_objects, rename_unusable_metadata
 from ..urls import RepositoryUrl, parse_url
@@ -59,15 +54,15 @@ from .expected_chunks import (
     read_with_retries,
     unreadable_paths,
 )
-from .interface import Repository, staleness_text, version_not_kept
+from .interface import Repository, staleness_text
 from .retention import Deletion, remove_dataset, remove_expired_versions
 from .validation import StoreClock, ValidatedChunk, batch_of, validate_chunk
-from .versions import KeptVersion, VersionStore, empty_snapshot
+from .versions import VersionStore, empty_snapshot
 from .writing import WriteSession
 
 log = logging.getLogger("diesel.repository")
 
-_TALLIES_MAX = 1 << 16  # per dataset, some 200 bytes each; older ones are dropped, not compared
+_DIGESTS_MAX = 1 << 16  # per dataset, some 200 bytes each; older ones are dropped, not compared
 _RESTARTS_MAX = 5  # of a metadata store, in the middle of one commit
 
 
@@ -75,21 +70,19 @@ class StoredRepository(Repository):
     """Datasets over an object store and a metadata store. Without a metadata store (None) it can
     only be read."""
 
+    snapshots: VersionStore
+
     def __init__(
-        self,
-        objects: ObjectStore,
-        meta: MetadataStore | None,
-        *,
-        url: RepositoryUrl,
+        self, objects: ObjectStore, meta: MetadataStore | None, *, url: RepositoryUrl
     ) -> None:
-        super().__init__(objects, url, IdSource(uuid.getnode(), time.time, os.urandom, os.getpid))
+        ids = IdSource(uuid.getnode(), time.time, os.urandom, os.getpid)
+        super().__init__(objects, VersionStore(objects), url, ids)
         self._meta = meta
         self._meta_problem: DieselError | None = None
         self.catalogue = Catalogue(objects)
-        self.snapshots = VersionStore(objects)
-        self.clock = StoreClock(self._store_now_s)
-        # Digests of the entries of chunks that this process has committed and not yet published
-        self._tallies: dict[UUID, dict[ChunkId, EntryDigest]] = {}
+        self.clock = StoreClock(lambda: self.meta.now_s())  # noqa: PLW0108 (`meta` may change)
+        # By dataset: of the entries of chunks that this process has committed and not yet published
+        self._digests: dict[UUID, dict[ChunkId, EntryDigest]] = {}
 
     @classmethod
     def open(cls, url: RepositoryUrl | str, *, create: bool = False) -> Self:
@@ -98,10 +91,10 @@ class StoredRepository(Repository):
         Raises ConfigError for an address that this process cannot open, ObjectStoreError where
         there is no repository.
         """
-        where = parse_url(url) if isinstance(url, str) else url
-        found = cls(open_objects(where, create=create), None, url=where)
-        found.open_metadata(create=create)
-        return found
+        parsed = parse_url(url) if isinstance(url, str) else url
+        repository = cls(open_objects(parsed, create=create), None, url=parsed)
+        repository.open_metadata(create=create)
+        return repository
 
     def open_metadata(self, *, create: bool, replace_damaged: bool = False) -> None:
         """Open the metadata store. `replace_damaged` first renames an embedded one that cannot be
@@ -140,9 +133,6 @@ class StoredRepository(Repository):
             raise self._meta_problem or MetadataError("there is no metadata store")
         return self._meta
 
-    def _store_now_s(self) -> float:
-        return self.meta.now_s()
-
     @property
     def meta_problem(self) -> DieselError | None:
         return self._meta_problem
@@ -156,10 +146,10 @@ class StoredRepository(Repository):
     # Finding datasets
 
     def datasets(self) -> list[DatasetInfo]:
-        found, damaged = self.catalogue.all(self._heads())
+        infos, damaged = self.catalogue.all(self._heads())
         for error in damaged:
             log.warning("%s", error.message)
-        return found
+        return infos
 
     def _heads(self) -> dict[UUID, DatasetHead]:
         heads = self._meta.heads() if self._meta is not None else []
@@ -191,10 +181,6 @@ class StoredRepository(Repository):
 
     # Reading
 
-    def newest_known(self, info: DatasetInfo) -> int:
-        known = info.head.version if info.head else 0
-        return max(known, self.snapshots.newest(info.identity))
-
     def staleness_warning(self, view: Snapshot) -> str:
         problem = self._meta_problem
         if problem is None or isinstance(problem, PermissionDenied):
@@ -224,17 +210,6 @@ class StoredRepository(Repository):
             return empty_snapshot(info.identity, info.name)
         raise self.behind_error(info.name)
 
-    def view_at(self, name: str, version: int) -> Snapshot:
-        identity = self.dataset(name).identity
-        if version not in self.snapshots.versions(
-            identity
-        ):  # even where a private copy of it is left
-            raise version_not_kept(name, version)
-        return self.snapshots.load(identity, version)
-
-    def kept_versions(self, name: str) -> Sequence[KeptVersion]:
-        return self.snapshots.kept(self.dataset(name).identity)
-
     def behind_error(self, name: str) -> MetadataBehind:
         """The error where the metadata store lacks what was acknowledged of a dataset."""
         why = f" ({self._meta_problem.message})" if self._meta_problem else ""
@@ -247,7 +222,7 @@ class StoredRepository(Repository):
         check_path(path)
         info = self.dataset(name)
         meta = self._current_meta(info)
-        if meta is not None and path:
+        if meta is not None and path:  # only a snapshot has the attributes of the root
             with suppress(CorruptError, MetadataBehind):  # the metadata store cannot tell
                 return self._stat(meta, info, path)
         view = self.view_of(info)
@@ -296,25 +271,21 @@ class StoredRepository(Repository):
             self.rebuild(RebuildSource(self, meta, name, info.identity, None), info)
         else:
             self.repair_metadata(info.identity)
-            compared = find_unknown_chunks(self, meta, info.head, needs_repair=False)
-            for batch in self._batches_of(info.head, compared):
+            unknown = find_unknown_chunks(self, meta, info.head, needs_repair=False)
+            for batch in self._batches_of(info.head, unknown):
                 self.commit_batches(info.identity, batch)
         return LocalWriteSession(self, self.dataset(name))
 
-    def rebuild(self, folding: RebuildSource, info: DatasetInfo) -> int:
+    def rebuild(self, chunks: RebuildSource, info: DatasetInfo) -> None:
         """Replace a dataset's metadata by the fold over its chunks (of the entries of one path, the
-        newest counts). Returns the new version, greater than any that is published. Raises as
+        newest counts). The new version is greater than any that is published. Raises as
         `MetadataStore.rebuild`, and LostChunks.
         """
-        version = self.meta.rebuild(
-            info.name,
-            info.identity,
-            folding.since(LOWEST),
-            folding.late,
-            newer_than=self.snapshots.newest(info.identity),
+        newest = self.snapshots.newest(info.identity)
+        self.meta.rebuild(
+            info.name, info.identity, chunks.since(LOWEST), chunks.late, newer_than=newest
         )
-        folding.forget_deleted()
-        return version
+        chunks.forget_deleted()
 
     def unreadable_paths(self, name: str) -> Sequence[bytes]:
         return unreadable_paths(self, self.meta, self.dataset(name).identity)
@@ -325,7 +296,7 @@ class StoredRepository(Repository):
             head = self.meta.create(name, uuid.uuid4())
         except ConflictError:
             head = self.meta.head(name)
-            if self.catalogue.is_deleted(head.identity):  # by a deletion that was interrupted
+            if self.catalogue.is_deleted(head.identity):  # and the deletion was interrupted
                 self.meta.drop(head.identity)
                 return self._create(name)
         created_ns = time.time_ns()
@@ -334,24 +305,25 @@ class StoredRepository(Repository):
 
     def repair_metadata(self, identity: UUID, run: str = "") -> None:
         """Repair a dataset's metadata if the metadata store has been restarted since they were last
-        confirmed (it may have lost the end). `run` is the ID of the new run, where it is known."""
+        confirmed: it may have lost its last commits. `run` is the ID of the store's new run, where
+        it is known."""
         run = run or self.meta.needs_repair(identity)
         head = self._heads().get(identity) if run else None  # read from the new run
         if head is not None:
-            compared = find_unknown_chunks(self, self.meta, head, needs_repair=True)
-            self.meta.repair(identity, run, self._batches_of(head, compared))
+            unknown = find_unknown_chunks(self, self.meta, head, needs_repair=True)
+            self.meta.repair(identity, run, self._batches_of(head, unknown))
 
-    def _batches_of(self, head: DatasetHead, compared: UnknownChunks) -> Iterator[Batch]:
+    def _batches_of(self, head: DatasetHead, chunks: UnknownChunks) -> Iterator[Batch]:
         """The entries of the chunks that the metadata store does not know.
 
         An orphan that cannot be read is logged and left out: it must not stop all others, and every
         put. Raises LostChunks for a chunk that was acknowledged.
         """
-        for chunk in compared.unknown:
+        for chunk in chunks.unknown:
             batch, why = self._batch(head.identity, chunk)
             if batch is not None:
                 yield batch
-            elif chunk in compared.acknowledged:
+            elif chunk in chunks.acknowledged:
                 newest = self.snapshots.newest(head.identity)
                 view = self.snapshots.load_without_copy(head.identity, newest)
                 raise lost_chunks_error(head.name, losses_in({chunk: why}, [view]))
@@ -366,30 +338,28 @@ class StoredRepository(Repository):
             return None, error.message
 
     def commit_batches(self, identity: UUID, *batches: Batch) -> int:
-        """Commit. Where the metadata store has been restarted, it is repaired before."""
+        """Commit; returns the version. Where the metadata store has been restarted, it is repaired
+        before."""
         for _ in range(_RESTARTS_MAX):
             try:
                 return self.meta.commit(identity, *batches)
             except StoreRestarted as restarted:
-                with suppress(
-                    StoreRestarted
-                ):  # it was restarted once more: the next round repairs it
+                with suppress(StoreRestarted):  # another restart: the next round repairs it
                     self.repair_metadata(identity, restarted.run_id)
         return self.meta.commit(identity, *batches)
 
     def recommit_missing(self, identity: UUID, chunks: Sequence[ChunkId]) -> int:
         """Commit again those of a writer's chunks that the metadata store has lost; returns how
-        many. Raises NoSuchDataset.
+        many were. Raises NoSuchDataset.
         """
-        lost = self.meta.missing(identity, chunks) if chunks else []
-        done = 0
-        for chunk in lost:
+        committed = 0
+        for chunk in self.meta.missing(identity, chunks) if chunks else ():
             batch, _ = self._batch(identity, chunk)
             if batch is not None:
                 log.warning("chunk %s is committed again", chunk_id_text(chunk))
                 self.commit_batches(identity, batch)
-                done += 1
-        return done
+                committed += 1
+        return committed
 
     def validate_chunk(self, identity: UUID, preamble: bytes, header: bytes) -> ValidatedChunk:
         """Check a durable chunk for `commit_all`. Raises as `validation.validate_chunk`."""
@@ -399,10 +369,10 @@ class StoredRepository(Repository):
         """Commit chunks together: all of them or none. Idempotent; returns the version."""
         batches = [chunk.batch for chunk in chunks]
         version = self.commit_batches(identity, *batches)
-        tallies = self._tallies.setdefault(identity, {})
-        tallies.update((batch.chunk.id, entry_digest(batch.rows)) for batch in batches)
-        while len(tallies) > _TALLIES_MAX:
-            tallies.pop(next(iter(tallies)), None)
+        digests = self._digests.setdefault(identity, {})
+        digests.update((batch.chunk.id, entry_digest(batch.rows)) for batch in batches)
+        while len(digests) > _DIGESTS_MAX:
+            digests.pop(next(iter(digests)), None)
         return version
 
     def publish(self, name: str, *, full: bool = False) -> int:
@@ -413,11 +383,11 @@ class StoredRepository(Repository):
         if info.head is None:
             raise self.behind_error(name)
         self.meta.sync()
-        tallies = dict(self._tallies.get(info.identity, {}))
-        version = self.snapshots.publish(self.meta, info.head, full=full, tallies=tallies)
+        digests = dict(self._digests.get(info.identity, {}))
+        version = self.snapshots.publish(self.meta, info.head, full=full, entry_digests=digests)
         remove_expired_versions(self.objects, self.snapshots, info.identity)
-        left = self._tallies.get(info.identity, {})
-        for chunk in tallies:
+        left = self._digests.get(info.identity, {})
+        for chunk in digests:
             left.pop(chunk, None)
         return version
 

@@ -1,9 +1,9 @@
 """`verify`: does every chunk have the bytes it should, and do the metadata say what the chunks say?
 
-The chunks are the truth. `verify` folds them into a state of its own beside the live metadata, and
-compares the live metadata and the newest published snapshot with it. It changes nothing.
-`expected_chunks.py` decides which chunks count as lost. Blocking; one thread, beside which others
-read headers ahead.
+The chunks are the truth. `verify` folds them (of the entries of one path, the newest counts) into a
+temporary metadata store, and compares the live metadata and the newest published snapshot with
+that. It changes nothing. `expected_chunks.py` decides which chunks count as lost. Blocking; one
+thread, beside which others read headers ahead.
 """
 
 import tempfile
@@ -26,10 +26,10 @@ from ..errors import (
     PermissionDenied,
     UsageError,
 )
-from ..format.chunk import Header, damaged_places, parse_header, parse_preamble
+from ..format.chunk import Header, damaged_places
 from ..format.chunk_id import chunk_id_text, id_seconds
 from ..format.entries import ChunkId
-from ..format.object_names import STORE_MARKER, chunk_object, dataset_prefix
+from ..format.object_names import STORE_MARKER, dataset_prefix
 from ..format.snapshot.build import build_snapshot
 from ..format.snapshot.diff import diff_snapshots
 from ..format.snapshot.layout import Columns, content_mark
@@ -39,15 +39,16 @@ from ..storage.metadata.sqlite.store import SqliteMetadata
 from ..storage.metadata.store import MetadataChanges
 from .catalog import DatasetInfo
 from .expected_chunks import (
-    ExpectedChunks,
     Outcome,
     absent_chunks,
     chunk_exists,
     expected_chunks,
+    first_of,
     loss_lines,
     losses_in,
     lost_text,
     prefetch_headers,
+    read_chunk,
     read_with_retries,
     skipped_entries,
 )
@@ -66,7 +67,7 @@ def verify(
 ) -> Findings:
     """`Repository.verify` over stores that this process has opened."""
     if not (repository.meta_is_lost or _metadata_forbidden(repository)):
-        _ = repository.meta
+        _ = repository.meta  # raises the reason where it cannot be used
     info = repository.dataset(name)
     findings = Findings()
     published = _published(repository, info.identity, findings)  # before the live metadata
@@ -77,32 +78,34 @@ def verify(
             check = _Check(repository, info, findings, scratch, headers_only=headers_only)
             check.run(progress)
             lost = _report_lost_chunks(repository, info, check, findings)
-            if check.live is not None and check.is_whole:
-                folded = partial(scratch.changes, info.identity, 0)
-                _compare(check.live, check.live_mark, folded, lost, findings)
+            if check.live is not None and check.all_reached:
+                read_folded = partial(scratch.changes, info.identity, 0)
+                _compare(check.live, check.live_mark, read_folded, lost, findings)
             counts = scratch.head(name)
         finally:
             scratch.close()
     if check.live is not None and published is not None:
         _check_published(repository, published, check.live, check.live_mark, findings)
     if published is not None and not headers_only:
-        _check_kept(repository, info.identity, published.version, check.seen, findings)
+        _check_kept(repository, info.identity, published.version, check.listed, findings)
     findings.files, findings.bytes = counts.files, counts.bytes
     _check_leftovers(repository, info, findings)
     with suppress(DieselError):  # without a metadata store no clock is known to be right
-        if note := future_ids_note(check.seen, repository.clock):
+        if note := future_ids_note(check.listed, repository.clock):
             findings.notes.append(note)
     return findings
 
 
-_ATTEMPTS = 5
+_ATTEMPTS = 5  # to read metadata and chunks of one moment while others write
 
 
 class _Check:
     """Reads each chunk once, and commits those that the metadata store knows to `scratch`.
 
     A purge may delete, meanwhile, chunks that the metadata store knew at the beginning. Then the
-    metadata are read again, and the chunks that are new since.
+    metadata are read again, and the chunks that are new since. After `run`, `live` are the live
+    metadata (None where the metadata store does not have them) and `live_mark` their mark, `listed`
+    the chunks of the listing, and `unusable` says why a chunk is damaged.
     """
 
     def __init__(
@@ -116,24 +119,21 @@ class _Check:
     ) -> None:
         self.live: MetadataChanges | None = None
         self.live_mark = b""
-        self.seen: set[ChunkId] = set()  # listed
-        self.unusable: dict[ChunkId, str] = {}  # and why
+        self.listed: set[ChunkId] = set()
+        self.unusable: dict[ChunkId, str] = {}
+        self.all_reached = True  # whether the store gave every chunk of the listing
         self._repository = repository
         self._info = info
         self._findings = findings
         self._scratch = scratch
         self._headers_only = headers_only
-        self._entries: dict[ChunkId, int] = {}  # of unknown chunks
+        self._entries: dict[ChunkId, int] = {}  # how many, of chunks that the metadata lack
         self._folded: set[ChunkId] = set()
-        self._unreached: set[ChunkId] = set()
 
     def run(self, progress: ReportProgress) -> None:
         """Read all chunks. Raises BusyError where a purge deletes chunks faster than that."""
         for _ in range(_ATTEMPTS):
-            # Read before the listing
-            self.live = _live(self._repository, self._info, self._findings)
-            self.live_mark = _mark_of(partial(_as_it_is, self.live)) if self.live else b""
-            known = {chunk.id for chunk in self.live.chunks} if self.live else set[ChunkId]()
+            known = self._read_live()  # before the listing
             self._read(known, progress)
             absent = known - self._folded
             if not absent or not self._are_forgotten(absent):
@@ -141,24 +141,31 @@ class _Check:
         else:
             raise BusyError(f"{self._info.name!r} is being purged", advice="verify it afterwards")
         for chunk, entries in sorted(self._entries.items()):
-            _unindexed(chunk, entries, self._findings)
+            text = f"unindexed chunk {chunk_id_text(chunk)} with {entries} entries"
+            if time.time() - id_seconds(chunk) < PUT_WINDOW_S:
+                text += ": of a put under way, or of one that was killed"
+            else:
+                text += ": an orphan; the next put or `dlcmd recover` folds it in"
+            self._findings.notes.append(text)
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether every chunk of the listing could be reached."""
-        return not self._unreached
+    def _read_live(self) -> set[ChunkId]:
+        """Read the live metadata; returns the chunks that they know."""
+        self.live = live = _live(self._repository, self._info, self._findings)
+        if live is None:
+            return set()
+        self.live_mark = _mark_of(lambda: live)
+        return {chunk.id for chunk in live.chunks}
 
     def _read(self, known: Collection[ChunkId], progress: ReportProgress) -> None:
+        """Read the chunks that are new since the last call; `known` are those of `live`."""
         identity, findings = self._info.identity, self._findings
         for chunk in sorted(self._entries.keys() & known):  # that a put has committed since
             with suppress(FormatError, ObjectMissing):
                 self._fold(self._repository.read_header(identity, chunk))
                 del self._entries[chunk]
-        listed = self._repository.chunk_ids(identity)
-        chunks = [chunk for chunk in listed if chunk not in self.seen]
-        self.seen.update(chunks)
-        outcomes = _outcomes(self._repository, identity, chunks, findings, self._headers_only)
-        with closing(outcomes):
+        chunks = [each for each in self._repository.chunk_ids(identity) if each not in self.listed]
+        self.listed.update(chunks)
+        with closing(self._outcomes(chunks)) as outcomes:
             for done, (chunk, outcome) in enumerate(outcomes):
                 progress(done, len(chunks))
                 findings.chunks += 1
@@ -172,6 +179,31 @@ class _Check:
                 else:
                     self._entries[chunk] = len(header)
 
+    def _outcomes(self, chunks: Sequence[ChunkId]) -> Generator[tuple[ChunkId, Outcome]]:
+        """For each chunk a function that reads its header. Whole chunks are large: one at a
+        time."""
+        if self._headers_only:
+            return prefetch_headers(self._repository, self._info.identity, chunks)
+        return ((chunk, partial(self._check_bodies, chunk)) for chunk in chunks)
+
+    def _check_bodies(self, chunk: ChunkId) -> Header:
+        """A chunk's header. Bodies that are damaged when they are read a second time are
+        problems."""
+
+        def read() -> tuple[Header, list[int]]:
+            header, bodies = read_chunk(self._repository.objects, self._info.identity, chunk)
+            return header, damaged_places(header, bodies)
+
+        header, places = read_with_retries(read)
+        if places:
+            header, places = read_with_retries(read)
+        text = chunk_id_text(chunk)
+        self._findings.problems += [
+            f"chunk {text}: the bytes of {shown(header.path(place))} are damaged"
+            for place in places
+        ]
+        return header
+
     def _header(self, chunk: ChunkId, outcome: Outcome) -> Header | None:
         """A header; None where it cannot be read, which is noted."""
         try:
@@ -181,10 +213,9 @@ class _Check:
         except FormatError as error:
             self.unusable[chunk] = f"chunk {chunk_id_text(chunk)}: {error.message}"
         except ObjectStoreError as error:
-            self._repository.objects.stat(
-                STORE_MARKER
-            )  # raises where the whole store cannot be reached
-            self._unreached.add(chunk)
+            # Raises where the whole store cannot be reached
+            self._repository.objects.stat(STORE_MARKER)
+            self.all_reached = False
             self._findings.unreachable.append(f"chunk {chunk_id_text(chunk)}: {error.message}")
         return None
 
@@ -198,21 +229,6 @@ class _Check:
         return not {record.id for record in known}.issuperset(chunks)
 
 
-def _outcomes(
-    repository: StoredRepository,
-    identity: UUID,
-    chunks: list[ChunkId],
-    findings: Findings,
-    headers_only: bool,
-) -> Generator[tuple[ChunkId, Outcome]]:
-    """For each chunk a function that reads its header. Whole chunks are large: one at a time."""
-    if headers_only:
-        return prefetch_headers(repository, identity, chunks)
-    return (
-        (chunk, partial(_check_bodies, repository, identity, findings, chunk)) for chunk in chunks
-    )
-
-
 def _report_lost_chunks(
     repository: StoredRepository, info: DatasetInfo, check: _Check, findings: Findings
 ) -> Collection[ChunkId]:
@@ -220,12 +236,8 @@ def _report_lost_chunks(
     has damaged; returns them."""
     identity = info.identity
     meta = None if check.live is None else repository.meta
-
-    def ask() -> ExpectedChunks:
-        return expected_chunks(repository.snapshots, meta, identity)
-
-    expected = ask()
-    absent = absent_chunks(repository, identity, expected, check.seen, ask)
+    expected = expected_chunks(repository.snapshots, meta, identity)
+    absent = absent_chunks(repository, meta, identity, expected, check.listed)
     for chunk in sorted(absent.unlisted):
         if check.live is None or chunk in {each.id for each in check.live.chunks}:
             findings.problems.append(f"the listing lacks chunk {chunk_id_text(chunk)}")
@@ -235,37 +247,11 @@ def _report_lost_chunks(
         with suppress(DieselError):
             views.append(repository.view_of(info))
         findings.problems += loss_lines(losses_in(why, views))
-    gone = expected.empty - check.seen
-    for chunk in sorted(gone if meta is not None else ()):
-        findings.notes.append(
-            f"{lost_text(chunk)}; nothing is in it, and the next purge forgets it"
-        )
+    findings.notes += [
+        f"{lost_text(chunk)}; nothing is in it, and the next purge forgets it"
+        for chunk in sorted(expected.empty - check.listed)
+    ]
     return why.keys()
-
-
-def _check_bodies(
-    repository: StoredRepository, identity: UUID, findings: Findings, chunk: ChunkId
-) -> Header:
-    """A chunk's header. Bodies that are damaged when they are read a second time are problems."""
-    name = chunk_object(identity, chunk)
-    places: list[int] = []
-
-    def read() -> Header:
-        data = memoryview(repository.objects.get(name))
-        preamble = parse_preamble(data, identity=identity, id=chunk, object_bytes=len(data))
-        start = preamble.body_start - preamble.header_stored
-        header = parse_header(preamble, data[start : preamble.body_start])
-        places[:] = damaged_places(header, data[preamble.body_start :])
-        return header
-
-    header = read_with_retries(read)
-    if places:
-        header = read_with_retries(read)
-    for place in places:
-        findings.problems.append(
-            f"chunk {chunk_id_text(chunk)}: the bytes of {shown(header.path(place))} are damaged"
-        )
-    return header
 
 
 def _live(
@@ -288,42 +274,34 @@ def _metadata_forbidden(repository: StoredRepository) -> bool:
     return not repository.url.meta and isinstance(repository.meta_problem, PermissionDenied)
 
 
-def _unindexed(chunk: ChunkId, entries: int, findings: Findings) -> None:
-    text = f"unindexed chunk {chunk_id_text(chunk)} with {entries} entries"
-    if time.time() - id_seconds(chunk) < PUT_WINDOW_S:
-        findings.notes.append(f"{text}: of a put under way, or of one that was killed")
-    else:
-        findings.notes.append(f"{text}: an orphan; the next put or `dlcmd recover` folds it in")
-
-
 def _compare(
     live: MetadataChanges,
     live_mark: bytes,
-    folded: Callable[[], MetadataChanges],
+    read_folded: Callable[[], MetadataChanges],
     lost: Collection[ChunkId],
     findings: Findings,
 ) -> None:
     """Report the paths for which the metadata store and the fold over its chunks differ. Paths in
     lost chunks have been reported already."""
-    if live_mark == _mark_of(folded):
+    if live_mark == _mark_of(read_folded):
         return  # the usual case, which needs no object for each entry
-    have, wanted = _by_path(live), _by_path(folded())
-    for path in sorted(wanted.keys() | have.keys()):
-        if path in have and have[path][1] in lost:
+    actual, expected = _by_path(live), _by_path(read_folded())
+    for path in sorted(expected.keys() | actual.keys()):
+        if path in actual and actual[path][1] in lost:
             continue
-        if path not in have:
+        if path not in actual:
             findings.problems.append(f"metadata lacks {shown(path)}")
-        elif path not in wanted:
+        elif path not in expected:
             findings.problems.append(f"metadata has {shown(path)}, no chunk does")
-        elif wanted[path] != have[path]:
+        elif expected[path] != actual[path]:
             findings.problems.append(f"metadata of {shown(path)} differs from its chunk's")
 
 
 def _parts(
     read: Callable[[], MetadataChanges], previous: Snapshot | None = None
 ) -> Sequence[memoryview]:
-    """A state as the parts of a snapshot, which are equal for equal states. It is read in here, so
-    that the merge can free its rows: of millions of entries they are large."""
+    """A state as the parts of a snapshot, which are equal for equal states. `read` is called here,
+    so that the merge can free the rows: of millions of entries they are large."""
     changes = read()
     head, chunks, rows = changes.head, changes.chunks, [changes.rows]
     del changes
@@ -333,21 +311,17 @@ def _parts(
     )  # fmt: skip
 
 
-def _as_it_is(changes: MetadataChanges) -> MetadataChanges:
-    return changes
-
-
 def _mark_of(read: Callable[[], MetadataChanges]) -> bytes:
     """A mark that equal states share, whatever their versions; empty for a state that no snapshot
     can have."""
     try:
-        front, *_ = _parts(read)
+        return content_mark(_parts(read)[0])
     except (FormatError, UsageError):
         return b""
-    return content_mark(front)
 
 
 def _by_path(changes: MetadataChanges) -> dict[bytes, tuple[bytes, bytes, bytes]]:
+    """By path: an entry's record, its chunk, and what the record has no place for."""
     rows = changes.rows
     return {
         rows.path(i): (
@@ -376,14 +350,14 @@ def _published(
     for version in reversed(repository.snapshots.versions(identity)):
         load = partial(repository.snapshots.fetch_verified, identity, version)
         try:
-            found = load()
+            view = load()
         except ObjectMissing:  # it was removed since the listing
             continue
         except FormatError as error:
             findings.problems.append(f"{error.message}; `dlcmd recover` makes it again")
         else:
-            mark = content_mark(found.buffer)
-            return _Published(identity, version, list(found.chunk_ids), mark, load)
+            mark = content_mark(view.buffer)
+            return _Published(identity, version, list(view.chunk_ids), mark, load)
     return None
 
 
@@ -415,19 +389,19 @@ def _check_published(
         return
     if not {chunk.id for chunk in since.chunks}.issuperset(published.chunk_ids):
         return  # a purge has made the metadata forget chunks of it: the two cannot be compared
-    live_mark = live_mark or _mark_of(partial(_as_it_is, live))
+    live_mark = live_mark or _mark_of(lambda: live)
     if version == live.head.version and published.mark == live_mark:
         return
     try:
-        found = published.load()
+        view = published.load()
     except ObjectMissing:
         return  # it was removed since it was checked: there is a newer one
     with suppress(FormatError, UsageError):
         if version < live.head.version:
-            found = _built(since, found)
-        if content_mark(found.buffer) == live_mark:
+            view = _built(since, view)
+        if content_mark(view.buffer) == live_mark:
             return
-        differences = list(_differences(found, _built(live, None)))
+        differences = list(_differences(view, _built(live, None)))
         findings.problems += [
             f"published version {version} differs from the metadata: {each}" for each in differences
         ]
@@ -439,28 +413,25 @@ def _check_published(
 
 
 def _built(changes: MetadataChanges, previous: Snapshot | None) -> Snapshot:
-    return Snapshot(
-        memoryview(b"".join(_parts(partial(_as_it_is, changes), previous))), verify=False
-    )
+    return Snapshot(memoryview(b"".join(_parts(lambda: changes, previous))), verify=False)
 
 
-def _differences(found: Snapshot, wanted: Snapshot) -> Iterator[str]:
+def _differences(actual: Snapshot, expected: Snapshot) -> Iterator[str]:
     """The differences of two snapshots that should be equal: paths, or else columns."""
-    both = diff_snapshots(found, wanted)
+    diff = diff_snapshots(actual, expected)
     lines = [
-        f"{shown(wanted.path(i))} is " + ("another" if both.same_path[i] >= 0 else "missing")
-        for i in np.flatnonzero(both.unchanged < 0).tolist()
+        f"{shown(expected.path(i))} is " + ("another" if diff.same_path[i] >= 0 else "missing")
+        for i in np.flatnonzero(diff.unchanged < 0).tolist()
     ]
-    met = np.zeros(len(found), np.bool_)
-    met[both.same_path[both.same_path >= 0]] = True
-    lines += [f"{shown(found.path(i))} is too much" for i in np.flatnonzero(~met).tolist()]
+    superfluous = np.ones(len(actual), np.bool_)
+    superfluous[diff.same_path[diff.same_path >= 0]] = False
+    lines += [f"{shown(actual.path(i))} is too much" for i in np.flatnonzero(superfluous).tolist()]
     if not lines:
-        names = [
-            name
+        lines = [
+            f"the column {name}"
             for name in Columns._fields
-            if not np.array_equal(getattr(found.columns, name), getattr(wanted.columns, name))
+            if not np.array_equal(getattr(actual.columns, name), getattr(expected.columns, name))
         ]
-        lines = [f"the column {name}" for name in names]
     yield from lines[:_DIFFERENCES_MAX]
     if len(lines) > _DIFFERENCES_MAX:
         yield f"and {len(lines) - _DIFFERENCES_MAX} more entries"
@@ -470,11 +441,11 @@ _DIFFERENCES_MAX = 20
 
 
 def _check_kept(
-    repository: StoredRepository, identity: UUID, newest: int, seen: Collection[ChunkId],
+    repository: StoredRepository, identity: UUID, newest: int, listed: Collection[ChunkId],
     findings: Findings,
 ) -> None:  # fmt: skip
-    """Check the older published versions. A damaged one is a problem. Chunks that only they need
-    are only noted where they are lost: no put and no recovery can bring them back."""
+    """Check the published versions before `newest`. A damaged one is a problem. A lost chunk that
+    only they need is a note: no put and no recovery can bring it back."""
     versions = repository.snapshots
     for version in versions.versions(identity):
         if version >= newest:
@@ -488,20 +459,19 @@ def _check_kept(
             continue
         lost = {
             chunk
-            for chunk in used_chunks(view).difference(seen)
+            for chunk in used_chunks(view).difference(listed)
             if not chunk_exists(repository.objects, identity, chunk)
         }
         if lost and version in versions.versions(identity):
             files = sum(len(loss.files) for loss in losses_in(dict.fromkeys(lost, ""), [view]))
             findings.notes.append(
                 f"the kept version {version} cannot be read whole: the store does not have"
-                f" {', '.join(map(chunk_id_text, sorted(lost)[:3]))}"
-                f"{', ...' if len(lost) > 3 else ''}; files in them: {files}"
+                f" {first_of([*map(chunk_id_text, sorted(lost))])}; files in them: {files}"
             )
 
 
 def _check_leftovers(repository: StoredRepository, info: DatasetInfo, findings: Findings) -> None:
-    """Note shadowed files, half-written objects and foreign objects."""
+    """Note files that a folder of the same path hides, half-written objects and foreign objects."""
     try:
         view = repository.view_of(info)
         for index in view.shadowing_folders().tolist():

@@ -2,35 +2,24 @@
 
 A snapshot is all metadata of a dataset at one version, in one object. A version is the time of its
 commit in microseconds since 1970. Snapshots are derived: one that is damaged counts as missing, and
-is made again from the metadata store. A reader gets a private mapped copy where it can have one
-(`private_copies.py`). Thread-safe.
+is made again from the metadata store. A reader gets a copy in a file of this user's, mapped into
+memory, where such a file can be written (`private_copies.py`). Thread-safe.
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 from uuid import UUID
 
 import numpy as np
 
-from ..errors import (
-    CorruptError,
-    DieselError,
-    FormatError,
-    ObjectExists,
-    ObjectMissing,
-)
+from ..errors import CorruptError, DieselError, FormatError, ObjectExists, ObjectMissing
 from ..format.entries import RECORD, Bytes, ChunkId, Rows
 from ..format.object_names import snapshot_object, snapshot_prefix, version_of_object
 from ..format.snapshot.build import build_snapshot
 from ..format.snapshot.entry_digest import EntryDigest
-from ..format.snapshot.layout import (
-    FRONT_BYTES,
-    Header,
-    content_mark,
-    parse_front,
-)
+from ..format.snapshot.layout import FRONT_BYTES, Header, content_mark, parse_front
 from ..format.snapshot.reader import Snapshot
 from ..storage.metadata.store import DatasetHead, MetadataStore
 from ..storage.objects.store import ObjectStore
@@ -38,9 +27,9 @@ from .private_copies import open_private_copy, write_private_copy
 
 log = logging.getLogger("diesel.repository")
 
-NO_TALLIES: Mapping[ChunkId, EntryDigest] = MappingProxyType({})
+_NO_DIGESTS: Mapping[ChunkId, EntryDigest] = MappingProxyType({})
 
-NO_ROWS = Rows([], np.zeros(0, np.uint32), [], np.zeros(0, RECORD), np.zeros(0, np.uint32), [])
+_NO_ROWS = Rows([], np.zeros(0, np.uint32), [], np.zeros(0, RECORD), np.zeros(0, np.uint32), [])
 
 
 class KeptVersion(NamedTuple):
@@ -55,11 +44,27 @@ class KeptVersion(NamedTuple):
 
 def empty_snapshot(identity: UUID, name: str) -> Snapshot:
     """The snapshot of a dataset without any entry, version 0."""
-    parts = build_snapshot(None, NO_ROWS, [], identity=identity, dataset=name, version=0, digest=0)
+    parts = build_snapshot(None, _NO_ROWS, [], identity=identity, dataset=name, version=0, digest=0)
     return Snapshot(memoryview(b"".join(parts)), verify=True)
 
 
-class VersionStore:
+class PublishedVersions(Protocol):
+    """What every repository knows of the published versions of its datasets."""
+
+    def newest(self, identity: UUID) -> int:
+        """The greatest version that is published; 0 for none."""
+
+    def versions(self, identity: UUID) -> list[int]:
+        """The published versions that are there, ascending."""
+
+    def kept(self, identity: UUID) -> list[KeptVersion]:
+        """The versions that can be read, ascending. One that is damaged is left out."""
+
+    def load(self, identity: UUID, version: int) -> Snapshot:
+        """The snapshot of a published version. Raises FormatError, ObjectMissing."""
+
+
+class VersionStore(PublishedVersions):
     """Snapshots of the datasets of one object store."""
 
     def __init__(self, objects: ObjectStore) -> None:
@@ -67,12 +72,12 @@ class VersionStore:
         self._damaged: set[str] = set()  # names of damaged objects, which count as missing
 
     def newest(self, identity: UUID) -> int:
-        """The greatest version of which the store has a snapshot; 0 for none."""
-        return max(self._versions(identity), default=0)
+        return max(self.versions(identity), default=0)
 
     def versions(self, identity: UUID) -> list[int]:
-        """The published versions that are there, ascending."""
-        return sorted(self._versions(identity))
+        names = self._objects.names(snapshot_prefix(identity))
+        numbers = [version_of_object(name) for name in names if name not in self._damaged]
+        return sorted(number for number in numbers if number is not None)
 
     def published(self, identity: UUID) -> dict[int, int]:
         """The published versions, ascending, and when each was published (us since 1970).
@@ -81,16 +86,15 @@ class VersionStore:
         put has committed is published by the next put, and until then readers use the version
         before.
         """
-        found = {}
+        published = {}
         for info in self._objects.list(snapshot_prefix(identity)):
             version = version_of_object(info.name)
             if version is not None and info.name not in self._damaged:
-                found[version] = max(version, info.modified_ns // 1000)
-        return dict(sorted(found.items()))
+                published[version] = max(version, info.modified_ns // 1000)
+        return dict(sorted(published.items()))
 
     def kept(self, identity: UUID) -> list[KeptVersion]:
-        """The versions that can be read, ascending. One that is damaged is left out."""
-        found = []
+        kept = []
         for version in self.versions(identity):
             try:
                 header, _ = self.front(identity, version)
@@ -98,22 +102,21 @@ class VersionStore:
                 log.warning("version %d is not listed: %s", version, error.message)
                 continue
             # A version is its time in microseconds
-            found.append(KeptVersion(version, version * 1000, header.files, header.file_bytes))
-        return found
+            kept.append(KeptVersion(version, version * 1000, header.files, header.file_bytes))
+        return kept
 
     def front(self, identity: UUID, version: int) -> tuple[Header, bytes]:
         """The header of a published version, and the mark that equal contents share."""
         name = snapshot_object(identity, version)
-        header, content = parse_front(self._objects.get(name, 0, FRONT_BYTES))
+        header, mark = parse_front(self._objects.get(name, 0, FRONT_BYTES))
         if (header.identity, header.version) != (identity, version):
             raise CorruptError(f"{name} holds another snapshot")
-        return header, content
+        return header, mark
 
     def load(self, identity: UUID, version: int) -> Snapshot:
-        """The snapshot of a version that the store has. Raises FormatError, ObjectMissing."""
-        own = open_private_copy(identity, version)
-        if own is not None:
-            return own
+        copy = open_private_copy(identity, version)
+        if copy is not None:
+            return copy
         checked = self.fetch_verified(identity, version)
         return write_private_copy(identity, version, [checked.buffer]) or checked
 
@@ -125,19 +128,18 @@ class VersionStore:
         if head.version == 0:
             return empty_snapshot(head.identity, head.name)
         if not full:
-            own = open_private_copy(head.identity, head.version)
-            if own is not None:
-                return own
-            if head.version in self._versions(head.identity):
+            copy = open_private_copy(head.identity, head.version)
+            if copy is not None:
+                return copy
+            if head.version in self.versions(head.identity):
                 try:
                     return self.load(head.identity, head.version)
                 except FormatError as error:  # it can be made again
                     self._damaged.add(snapshot_object(head.identity, head.version))
                     log.warning("a snapshot is damaged, and is made again: %s", error.message)
-        made, parts = self._export(meta, head, full=full)
-        return write_private_copy(head.identity, made, parts) or Snapshot(
-            memoryview(b"".join(parts)), verify=False
-        )
+        version, parts = self._export(meta, head, full=full)
+        copy = write_private_copy(head.identity, version, parts)
+        return copy or Snapshot(memoryview(b"".join(parts)), verify=False)
 
     def publish(
         self,
@@ -145,24 +147,26 @@ class VersionStore:
         head: DatasetHead,
         *,
         full: bool = False,
-        tallies: Mapping[ChunkId, EntryDigest] = NO_TALLIES,
+        entry_digests: Mapping[ChunkId, EntryDigest] = _NO_DIGESTS,
     ) -> int:
         """Write the snapshot of the current version to the object store; returns the version.
 
-        `tallies` are digests of the entries of chunks that were committed. Raises CorruptError, and
+        `entry_digests` are of the entries of chunks that were committed. Raises CorruptError, and
         publishes nothing, where the metadata store has other entries of such a chunk, or where the
         version has been published with another content.
         """
-        version, parts = self._export(meta, head, full=full, tallies=tallies)
+        version, parts = self._export(meta, head, full=full, entry_digests=entry_digests)
         name = snapshot_object(head.identity, version)
         try:
             self._objects.put(name, parts)
-        except ObjectExists:  # by another writer, who published the same, or a damaged one
-            there = self._content(head.identity, version)
-            if not there:
+        except ObjectExists:
+            try:
+                published_mark = content_mark(self.fetch_verified(head.identity, version).buffer)
+            except FormatError:  # a damaged one is replaced
                 self._objects.delete(name)
                 self._objects.put(name, parts)
-            elif there != content_mark(parts[0]):
+                published_mark = content_mark(parts[0])
+            if published_mark != content_mark(parts[0]):
                 raise CorruptError(
                     f"version {version} of {head.name!r} is published with another content than"
                     " the metadata have",
@@ -179,21 +183,14 @@ class VersionStore:
         """`load`, without a private copy being made."""
         return open_private_copy(identity, version) or self.fetch_verified(identity, version)
 
-    def _content(self, identity: UUID, version: int) -> bytes:
-        """The mark of a published version's content; empty where it is damaged."""
-        try:
-            return content_mark(self.fetch_verified(identity, version).buffer)
-        except FormatError:
-            return b""
-
     def fetch_verified(self, identity: UUID, version: int) -> Snapshot:
         """The snapshot of a version, read from the object store and checked whole. Raises
         FormatError, ObjectMissing."""
-        data = memoryview(self._objects.get(snapshot_object(identity, version)))
-        found = Snapshot(data, verify=True)
-        if (found.identity, found.version) != (identity, version):
-            raise CorruptError(f"{snapshot_object(identity, version)} holds another snapshot")
-        return found
+        name = snapshot_object(identity, version)
+        snapshot = Snapshot(memoryview(self._objects.get(name)), verify=True)
+        if (snapshot.identity, snapshot.version) != (identity, version):
+            raise CorruptError(f"{name} holds another snapshot")
+        return snapshot
 
     def _export(
         self,
@@ -201,10 +198,10 @@ class VersionStore:
         head: DatasetHead,
         *,
         full: bool,
-        tallies: Mapping[ChunkId, EntryDigest] = NO_TALLIES,
+        entry_digests: Mapping[ChunkId, EntryDigest] = _NO_DIGESTS,
     ) -> tuple[int, Sequence[Bytes]]:
-        """The current version and its snapshot, made from the previous one and what changed
-        since."""
+        """The current version and its snapshot in parts, made from the previous one and what has
+        changed since; `full`: from the metadata store alone."""
         previous = None if full else self._previous(head)
         changes = meta.changes(head.identity, previous.version if previous else 0)
         if previous and not {c.id for c in changes.chunks}.issuperset(previous.chunk_ids):
@@ -222,28 +219,22 @@ class VersionStore:
                 dataset=now.name,
                 version=now.version,
                 digest=now.digest,
-                entry_digests=tallies,
+                entry_digests=entry_digests,
             )
         except CorruptError as error:
             if previous is None:
                 raise
             log.warning("the snapshot is made from the metadata store alone: %s", error.message)
-            return self._export(meta, head, full=True, tallies=tallies)
+            return self._export(meta, head, full=True, entry_digests=entry_digests)
         return now.version, parts
 
     def _previous(self, head: DatasetHead) -> Snapshot | None:
         """The newest snapshot that can be read and is not newer than `head`; None if there is
         none."""
-        for version in sorted(self._versions(head.identity), reverse=True):
+        for version in reversed(self.versions(head.identity)):
             if version <= head.version:
                 try:
                     return self.load(head.identity, version)
                 except DieselError:
                     continue
         return None
-
-    def _versions(self, identity: UUID) -> Iterator[int]:
-        for name in self._objects.names(snapshot_prefix(identity)):
-            version = version_of_object(name)
-            if version is not None and name not in self._damaged:
-                yield version
