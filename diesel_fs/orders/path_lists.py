@@ -19,12 +19,12 @@ from ..names import shown
 from .shuffle import GROUP_SIZE_DEFAULT, SEED_MAX, WORLD_MAX, chunk_shuffle
 
 TAIL_FILES = 64
-"""A list comes with the entries of so many of its last files: when they are opened, a reader of the
-list is at its end."""
+"""A list comes with the entries of so many of its last files. When these are opened, its reader is
+at the end of the list."""
 
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,18}", re.ASCII)
 _BATCH_FILES = 16_384  # paths joined at once: their bytes stay in the processor's cache
-_LINE, _NUL = ord("\n"), 0
+_NEWLINE, _NUL = ord("\n"), 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class ListName:
 
     seed: int
     epoch: int
-    group: int = GROUP_SIZE_DEFAULT
+    group: int = GROUP_SIZE_DEFAULT  # chunks in a group
     rank: int = 0
     world: int = 1
 
@@ -41,21 +41,17 @@ class ListName:
     def parse(cls, text: bytes) -> "ListName | None":
         """The parameters that a name gives; None for other text (unknown or repeated keys, numbers
         out of range)."""
-        found: dict[str, int] = {}
+        values: dict[str, int] = {}
         for part in text.decode("ascii", "replace").split(","):
             key, _, number = part.partition("=")
-            if key not in _KEYS or key in found or not _NUMBER.fullmatch(number):
+            if key not in _KEYS or key in values or not _NUMBER.fullmatch(number):
                 return None
-            found[key] = int(number)
-        if "seed" not in found or "epoch" not in found:
+            values[key] = int(number)
+        if "seed" not in values or "epoch" not in values:
             return None
-        name = cls(**found)
-        return name if name._has_meaning else None
-
-    @property
-    def _has_meaning(self) -> bool:
-        small = max(self.seed, self.epoch, self.group) <= SEED_MAX and self.world <= WORLD_MAX
-        return small and self.group > 0 and self.rank < self.world
+        name = cls(**values)
+        fits = max(name.seed, name.epoch, name.group) <= SEED_MAX and name.world <= WORLD_MAX
+        return name if fits and name.group > 0 and name.rank < name.world else None
 
     def order(self, snapshot: Snapshot) -> Indices:
         """The files that the list names, in the order of the list."""
@@ -88,11 +84,11 @@ class PathLists:
         self._snapshot = snapshot
 
     def size(self, name: ListName) -> int:
-        """The size of a list in bytes. For a list of all files, it does not depend on the order."""
+        """The size of a list in bytes. That of a list of all files does not depend on the order."""
         if name.world == 1:
             return self._total
         files = name.order(self._snapshot)
-        return int(self._path_bytes(files).sum()) + len(files)
+        return self._list_bytes(files)
 
     def text(self, name: ListName, *, nul: bool) -> ListText:
         """The list: paths in their order, each ended by a newline, or by NUL.
@@ -102,29 +98,29 @@ class PathLists:
         files = name.order(self._snapshot)
         if not nul:
             self._refuse_newlines(files)
-        content = join_paths(self._snapshot, files, _NUL if nul else _LINE)
+        content = join_paths(self._snapshot, files, _NUL if nul else _NEWLINE)
         return ListText(content, files[-TAIL_FILES:].tolist())
 
     @cached_property
     def _total(self) -> int:
-        files = self._snapshot.files()
-        return int(self._path_bytes(files).sum()) + len(files)
+        return self._list_bytes(self._snapshot.files())
 
-    def _path_bytes(self, entries: Indices) -> npt.NDArray[np.int64]:
-        return path_bytes(self._snapshot)[entries]
+    def _list_bytes(self, files: Indices) -> int:
+        return int(path_bytes(self._snapshot)[files].sum()) + len(files)
 
     def _refuse_newlines(self, files: Indices) -> None:
+        """Raise UsageError if a name in the path of one of these files has a newline."""
         columns = self._snapshot.columns
-        at = np.flatnonzero(columns.names == _LINE)
+        at = np.flatnonzero(columns.names == _NEWLINE)
         if not len(at):
             return
-        ends = columns.name_start[1:].astype(np.int64)
-        named = np.searchsorted(ends, at, side="right")
-        broken = np.zeros(len(self._snapshot), np.bool_)
-        broken[named[named < len(broken)]] = True
+        name_ends = columns.name_start[1:].astype(np.int64)
+        entries = np.searchsorted(name_ends, at, side="right")
+        has_newline = np.zeros(len(self._snapshot), np.bool_)
+        has_newline[entries[entries < len(has_newline)]] = True
         for start, end in _levels(self._snapshot):
-            broken[start:end] |= broken[columns.parent[start:end]]
-        bad = files[broken[files]]
+            has_newline[start:end] |= has_newline[columns.parent[start:end]]
+        bad = files[has_newline[files]]
         if len(bad):
             raise UsageError(
                 f"{shown(self._snapshot.path(int(bad[0])))} has a newline in its path",
@@ -138,8 +134,8 @@ def path_bytes(snapshot: Snapshot) -> npt.NDArray[np.int64]:
     bounds = columns.name_start.astype(np.int64)
     length = bounds[1:] - bounds[:-1]
     for start, end in _levels(snapshot):
-        above = columns.parent[start:end]
-        length[start:end] += np.where(above == ROOT_INDEX, 0, length[above] + 1)
+        folder = columns.parent[start:end]
+        length[start:end] += np.where(folder == ROOT_INDEX, 0, length[folder] + 1)
     return length
 
 
@@ -148,24 +144,24 @@ def _levels(snapshot: Snapshot) -> Sequence[tuple[int, int]]:
     by depth.)"""
     parent = snapshot.columns.parent
     levels, start = [], 1
-    above = ROOT_INDEX + 1  # the end of the level above
+    end_above = ROOT_INDEX + 1  # where the level above ends
     while start < len(snapshot):
-        end = int(np.searchsorted(parent, above, side="left"))
+        end = int(np.searchsorted(parent, end_above, side="left"))
         if end <= start or int(parent[start]) >= start:
             raise CorruptError(f"damaged snapshot of {snapshot.dataset}: entries out of order")
         levels.append((start, end))
-        above, start = end, end
+        end_above, start = end, end
     return levels
 
 
 def join_paths(snapshot: Snapshot, files: Indices, end: int) -> npt.NDArray[np.uint8]:
     """The paths of files, each followed by the byte `end`."""
     columns = snapshot.columns
-    parents, place = np.unique(columns.parent[files], return_inverse=True)
+    parents, folder_of_file = np.unique(columns.parent[files], return_inverse=True)
     prefixes = [snapshot.path(int(each)) + b"/" if each else b"" for each in parents.tolist()]
     # One row of bytes to copy from: the folders' paths, the byte `end`, and all names.
     folder_bytes = np.fromiter(map(len, prefixes), np.int64, len(prefixes))
-    folder_at = np.cumsum(folder_bytes) - folder_bytes
+    folder_start = np.cumsum(folder_bytes) - folder_bytes
     before = np.frombuffer(b"".join(prefixes) + bytes([end]), np.uint8)
     end_at = len(before) - 1
     source = np.concatenate((before, columns.names))
@@ -175,17 +171,20 @@ def join_paths(snapshot: Snapshot, files: Indices, end: int) -> npt.NDArray[np.u
     done = 0
     for first in range(0, len(files), _BATCH_FILES):
         part = files[first : first + _BATCH_FILES]
-        folder = place[first : first + _BATCH_FILES]
-        name_at = starts[part].astype(np.int64)
+        folder = folder_of_file[first : first + _BATCH_FILES]
+        name_start = starts[part].astype(np.int64)
+        # For each file three ranges of `source`: its folder, its name, and `end`.
         begin = np.empty((len(part), 3), np.int64)
-        begin[:, 0], begin[:, 1], begin[:, 2] = folder_at[folder], name_at + len(before), end_at
+        begin[:, 0], begin[:, 1] = folder_start[folder], name_start + len(before)
+        begin[:, 2] = end_at
         size = np.empty((len(part), 3), np.int64)
-        size[:, 0], size[:, 1] = folder_bytes[folder], starts[part + 1].astype(np.int64) - name_at
+        size[:, 0] = folder_bytes[folder]
+        size[:, 1] = starts[part + 1].astype(np.int64) - name_start
         size[:, 2] = 1
         sizes = size.reshape(-1)
-        target = np.cumsum(sizes)
-        count = int(target[-1])
-        index = np.repeat(begin.reshape(-1) - (target - sizes), sizes)
+        ends = np.cumsum(sizes)  # of the ranges in the batch
+        count = int(ends[-1])
+        index = np.repeat(begin.reshape(-1) - (ends - sizes), sizes)
         index += np.arange(count)
         np.take(source, index, out=content[done : done + count], mode="clip")
         done += count

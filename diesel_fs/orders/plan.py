@@ -30,7 +30,10 @@ EntryOrder: TypeAlias = "Sequence[int] | npt.NDArray[np.int64] | npt.NDArray[np.
 """Entry indices as callers give them."""
 
 Bounds: TypeAlias = npt.NDArray[np.int64]
+"""The positions in an epoch behind the last entry of each batch, ascending."""
+
 FileMask: TypeAlias = npt.NDArray[np.bool_]
+"""By index of an entry: whether it is a file."""
 
 STREAM_NAME = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 
@@ -52,11 +55,10 @@ EPOCH_NUMBER_MAX = (1 << 63) - 1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Epoch:
-    """What one stream reads in one epoch. Raises UsageError when it is made.
+    """What one stream reads in one epoch. Its constructor raises UsageError.
 
     `entries` may leave files out and repeat them. `exact` is False for a prediction, which may be
-    replaced when the epoch begins. `bounds`, where known, are the positions behind the last entry
-    of each batch, ascending.
+    replaced when the epoch begins. `bounds` is None where the batches are not known.
     """
 
     number: int
@@ -93,15 +95,16 @@ class Epoch:
         """This epoch with `rest` in place of everything from `position` on."""
         bounds = None
         if rest.bounds is not None and self.bounds is not None:
-            kept = self.bounds[self.bounds <= position]
-            bounds = np.concatenate([kept, rest.bounds + position])
+            before = self.bounds[self.bounds <= position]
+            bounds = np.concatenate([before, rest.bounds + position])
         entries = np.concatenate([self.entries[:position], rest.entries])
         return Epoch(self.number, entries, rest.exact, bounds)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stream:
-    """One reader and the epochs that it will read, by rising number. Raises UsageError when made.
+    """One reader and the epochs that it will read, by rising number. Its constructor raises
+    UsageError.
 
     `tentative`: a program has read the list of files, and may or may not read the files in that
     order. `lag_entries`: how far apart in the order this stream's workers may read (workers x
@@ -138,15 +141,15 @@ class Stream:
         raise UsageError(f"stream {self.name} has no epoch {number}")
 
     def extended(self, epochs: Sequence[Epoch]) -> "Stream":
-        """This stream with more epochs. A first one with the number of the last epoch is appended
-        to that."""
+        """This stream with more epochs. If the first has the number of this stream's last, it is
+        appended to that one."""
         own, more = list(self.epochs), list(epochs)
         if own and more and own[-1].number == more[0].number:
             own[-1] = own[-1].appended(more.pop(0))
         return replace(self, epochs=(*own, *more))
 
     def replaced(self, epoch: Epoch, position: int = 0) -> "Stream":
-        """This stream with another epoch of the same number, or another rest from a position on."""
+        """This stream with `epoch` instead of its own of the same number, from `position` on."""
         old = self.epoch(epoch.number)
         if not 0 <= position <= len(old):
             raise UsageError(f"epoch {old.number} of stream {self.name} has no position {position}")
@@ -164,7 +167,8 @@ class Plan:
 
     is_file: FileMask
     streams: dict[str, Stream] = field(default_factory=dict)
-    ended: dict[str, None] = field(default_factory=dict)  # streams that were read to their end
+    # The streams that were read to their end, in the order of these ends (a dict as ordered set).
+    ended: dict[str, None] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[Stream]:
         return iter(self.streams.values())
@@ -179,10 +183,10 @@ class Plan:
         return self.streams[name]
 
     def ended_to_withdraw(self, name: str) -> str | None:
-        """The stream to withdraw before one of this name is announced; None where no one has to.
+        """The stream to withdraw before one of this name is announced; None where none has to be.
 
-        Where there are as many streams as allowed, the first that was read to its end makes room.
-        So programs that use a new name for each epoch need not withdraw any.
+        If there are as many streams as allowed, it is the first that was read to its end. So
+        programs that use a new name for each epoch need not withdraw any.
         """
         is_full = name not in self.streams and len(self.streams) >= STREAMS_MAX
         return next(iter(self.ended), None) if is_full else None
@@ -246,8 +250,9 @@ class Plan:
         return stream
 
 
-def _own_entries(given: EntryOrder) -> Entries:
-    array = np.asarray(given)
+def _own_entries(entries: EntryOrder) -> Entries:
+    """A read-only copy of entry indices. Raises UsageError if they are none."""
+    array = np.asarray(entries)
     if array.ndim != 1 or (array.dtype.kind not in "iu" and len(array)):
         raise UsageError("an order is one row of entry indices")
     if len(array) > EPOCH_ENTRIES_MAX:
@@ -261,8 +266,9 @@ def _own_entries(given: EntryOrder) -> Entries:
     return own
 
 
-def _bounds(given: "Sequence[int] | Bounds", length: int) -> Bounds:
-    array = np.asarray(given)
+def _bounds(bounds: "Sequence[int] | Bounds", length: int) -> Bounds:
+    """A read-only copy of the bounds of an epoch of this length. Raises UsageError."""
+    array = np.asarray(bounds)
     if array.ndim != 1 or (array.dtype.kind not in "iu" and len(array)):
         raise UsageError("batch bounds are one row of positions")
     if len(array) > length:

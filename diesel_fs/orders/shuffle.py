@@ -78,7 +78,7 @@ class GroupedOrder:
 
 
 class OrderSelection(TypedDict, total=False):
-    """Which files of an epoch are wanted; defaults as in `chunk_order`."""
+    """Which files of an epoch a caller wants; meaning and defaults as in `chunk_order`."""
 
     rank: int
     world: int
@@ -166,10 +166,10 @@ def _groups(
     """The group of each file, by its chunk."""
     if int(chunks.max()) >= snapshot.chunk_count:
         raise CorruptError(f"damaged snapshot of {snapshot.dataset}: a file in an unknown chunk")
-    there = np.flatnonzero(np.bincount(chunks, minlength=snapshot.chunk_count))
-    words = snapshot.columns.chunk_id.view(">u8").astype(np.uint64).reshape(-1, 2)[there]
+    used = np.flatnonzero(np.bincount(chunks, minlength=snapshot.chunk_count))
+    words = snapshot.columns.chunk_id.view(">u8").astype(np.uint64).reshape(-1, 2)[used]
     first = _draw(_state(_CHUNKS, seed, epoch), words[:, 0])
-    shuffled = there[np.argsort(_draw(first, words[:, 1]), kind="stable")]
+    shuffled = used[np.argsort(_draw(first, words[:, 1]), kind="stable")]
     group_of_chunk = np.zeros(snapshot.chunk_count, np.uint64)
     group_of_chunk[shuffled] = np.arange(len(shuffled), dtype=np.uint64) // np.uint64(
         min(group_size, len(shuffled))
@@ -187,6 +187,7 @@ def _file_keys(files: Indices, group: _U8, seed: int, epoch: int) -> _U8:
 
 
 def _state(domain: int, seed: int, epoch: int) -> _U8:
+    """`state` of the module's docstring, as an array of length 1."""
     state = np.array([domain], np.uint64)
     for word in (seed, epoch):
         state = _draw(state, np.array([word], np.uint64))
@@ -262,7 +263,7 @@ def measure_quality(snapshot: Snapshot, order: Indices, *, below: int = ROOT_IND
 
 
 def _different(values: Indices, batch: int) -> float:
-    """The mean number of different values in a batch."""
+    """The mean number of different values in a batch of this size."""
     if not batch:
         return 0.0
     whole = values[: len(values) // batch * batch].reshape(-1, batch)
@@ -271,7 +272,8 @@ def _different(values: Indices, batch: int) -> float:
 
 
 def _different_expected(counts: Indices, batch: int) -> float:
-    """The same for a batch drawn without replacement; `counts`: how often each value occurs."""
+    """The expected number of different values in a batch drawn without replacement. `counts` says
+    how often each value occurs."""
     total = int(counts.sum())
     absent = np.ones(len(counts))  # how likely each value is to be absent from a batch
     for drawn in range(min(batch, total)):
@@ -283,8 +285,8 @@ def _correlation(permutation: Indices) -> float:
     """Spearman's rho between a permutation and the ascending order."""
     if len(permutation) < 2:
         return 0.0
-    places = np.arange(len(permutation), dtype=np.float64)
-    return float(np.corrcoef(places, permutation.astype(np.float64))[0, 1])
+    ascending = np.arange(len(permutation), dtype=np.float64)
+    return float(np.corrcoef(ascending, permutation.astype(np.float64))[0, 1])
 
 
 def _open_max(chunks: Indices) -> int:

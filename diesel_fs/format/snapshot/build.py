@@ -1,10 +1,11 @@
 """Builds the next snapshot from the previous one (or none) and changed rows.
 
 A **row** is one changed entry of a dataset (`Rows` in `format/entries.py`): a file, link or folder
-that is new or replaced, or a tombstone for one that was deleted. `build_snapshot` works in three
-steps: `_MergePlan` decides which entry shows at each path (tombstones, implicit folders, files that
-a folder shadows), `_EntryOrder` where each entry then stands, and `_Assembly` makes the columns of
-the result.
+that is new or replaced, or a tombstone for one that was deleted. A folder without an entry of its
+own is **implicit**: it exists because something is in it. Such a folder **shadows** a file or link
+that has the same path, which is stored but not visible. `build_snapshot` works in three steps:
+`_MergePlan` decides which entry is visible at each path, `_EntryOrder` where each entry then
+stands, and `_Assembly` makes the columns of the result.
 
 The result depends on the state alone, never on the way to it: a merge gives the same bytes as a
 full build. Surviving entries keep their relative order, since that is by depth, folder and name. So
@@ -39,7 +40,7 @@ from . import layout
 from .entry_digest import EntryDigest, check_entry_digests
 from .reader import ROOT_HASH, ROOT_INDEX, Indices, Snapshot
 
-_NO_CHUNK = 0xFFFFFFFF
+_NO_CHUNK = 0xFFFFFFFF  # instead of the number of a chunk that is not in the chunk table
 _BLOCK = 1 << 18  # entries for which several columns are made at one time
 _BLOCK_ROWS = 1 << 16  # rows whose names are Python objects at one time
 
@@ -57,9 +58,10 @@ def build_snapshot(
 ) -> Sequence[memoryview]:
     """The next snapshot, as buffers to be written one after the other.
 
-    `rows` replace, insert or (TOMBSTONE) remove entries of `previous`; `chunks` is the whole chunk
-    table, in any order. A row of the root's own path, `b""`, gives the root's mode and time. The
-    files of each chunk in `entry_digests` are compared with its digest. Raises UsageError for an
+    `rows` replace, insert or (TOMBSTONE) remove entries of `previous`; `chunks` has all chunks of
+    the new version, in any order. `version` and `digest` (of the chunks' IDs) are those of the
+    dataset's head. A row of the root's own path, `b""`, gives the root's mode and time. The files
+    of each chunk in `entry_digests` are compared with its digest. Raises UsageError for an
     impossible row, and CorruptError for a file whose chunk is not in `chunks` or whose digest
     differs. With many rows the caller should keep no reference to them: this function frees them
     as it goes.
@@ -74,11 +76,7 @@ def build_snapshot(
     plan = _MergePlan(old, rows, _ChangedFolders(old, rows))
     del rows
     order = _order_of(plan)
-    del (
-        plan.hash,
-        plan.ascends,
-        plan.coming_rows,
-    )  # the order has what is needed of them
+    del plan.hash, plan.ascends, plan.new_rows  # the order has what is needed of them
     columns = _Assembly(plan, order, table).columns()
     del plan, order
     check_entry_digests(columns, entry_digests)
@@ -87,26 +85,13 @@ def build_snapshot(
 
 def _empty(identity: UUID, dataset: str) -> Snapshot:
     """The snapshot of a dataset without entries: an implicit root folder and nothing else."""
-    columns = layout.Columns(
-        parent=np.zeros(1, np.uint32),
-        name_start=np.zeros(2, np.uint64),
-        flags=np.full(1, layout.IMPLICIT_FOLDER, np.uint32),
-        size=np.zeros(1, np.uint64),
-        mtime_ns=np.zeros(1, np.int64),
-        chunk=np.ones(1, np.uint32),
-        offset=np.zeros(1, np.uint32),
-        stored=np.zeros(1, np.uint32),
-        checksum=np.zeros(1, np.uint64),
-        fingerprint=np.zeros(0, np.uint32),
-        slot=np.zeros(0, np.uint32),
-        names=np.frombuffer(layout.NAME_PADDING, np.uint8),
-        target_start=np.zeros(1, np.uint64),
-        targets=np.zeros(0, np.uint8),
-        extents=np.zeros(0, layout.STORED_EXTENT),
-        chunk_id=np.zeros(0, np.uint8),
-        chunk_bytes=np.zeros(0, np.uint64),
-        shadowed=np.zeros(0, layout.SHADOWED),
-    )
+    one_each = ("parent", "flags", "size", "mtime_ns", "chunk", "offset", "stored", "checksum")
+    lengths = dict.fromkeys((*one_each, "target_start"), 1)
+    lengths |= {"name_start": 2, "names": len(layout.NAME_PADDING)}
+    dtypes = zip(layout.Columns._fields, layout.DTYPES, strict=True)
+    columns = layout.Columns(*(np.zeros(lengths.get(name, 0), dtype) for name, dtype in dtypes))
+    columns.flags[0] = layout.IMPLICIT_FOLDER
+    columns.chunk[0] = 1  # where its first child would be
     parts = layout.write(layout.header_of(columns, identity, dataset, 0, 0), columns)
     return Snapshot(b"".join(parts), verify=False)
 
@@ -114,26 +99,29 @@ def _empty(identity: UUID, dataset: str) -> Snapshot:
 class _ChangedFolders:
     """The folders that hold changed rows, and all folders above them, in directory order.
 
-    A folder's number is its place in that order; the root is 0. Each is kept as (parent, name): the
-    whole paths of deeply nested folders would take memory that grows with the square of the depth.
+    A folder's **number** here is its position in that order; the root is 0. Each is stored as
+    (number of its parent, name): the whole paths of deeply nested folders would take memory that
+    grows with the square of the depth. The lists `parent`, `name`, `hash` and `old_index` (in the
+    previous snapshot; -1 if it has no such folder) are by number; `of_row` has the number of each
+    row's folder.
     """
 
     def __init__(self, old: Snapshot, rows: Rows) -> None:
-        ids: dict[tuple[int, bytes], int] = {}
-        levels = [0]
+        ids: dict[tuple[int, bytes], int] = {}  # by ID of the parent, and name
+        levels = [0]  # by ID: the depth
         id_of_row_folder = np.zeros(len(rows.folders), np.int64)
         is_used = np.zeros(len(rows.folders), np.bool_)
         is_used[rows.folder] = True
         for used in np.flatnonzero(is_used).tolist():
-            path, at = rows.folders[used], 0
+            path, folder = rows.folders[used], 0  # from the root on, the ID of each folder
             if len(path) > PATH_BYTES_MAX:
                 raise UsageError(f"a path of more than {PATH_BYTES_MAX} bytes")
             for name in path.split(b"/") if path else ():
-                level = levels[at] + 1
-                at = ids.setdefault((at, name), len(levels))
-                if at == len(levels):
+                level = levels[folder] + 1
+                folder = ids.setdefault((folder, name), len(levels))
+                if folder == len(levels):
                     levels.append(level)
-            id_of_row_folder[used] = at
+            id_of_row_folder[used] = folder
         self._sort(ids, levels)
         self.of_row: layout.U4 = self._rank[id_of_row_folder].astype(np.uint32)[rows.folder]
         self.number = {
@@ -147,8 +135,9 @@ class _ChangedFolders:
             self.old_index.append(old.child(above, name) if above >= 0 else -1)
 
     def _sort(self, ids: dict[tuple[int, bytes], int], levels: list[int]) -> None:
-        """Number the folders in directory order; `ids` has them by (parent, name)."""
-        self._rank = np.zeros(len(levels), np.int64)
+        """Number the folders in directory order. Until then they have IDs, in the order of rows:
+        `ids` has them by (ID of the parent, name), `levels` their depths by ID."""
+        self._rank = np.zeros(len(levels), np.int64)  # by ID: the number
         self.parent, self.name = [0], [b""]
         of_level: defaultdict[int, list[tuple[int, bytes, int]]] = defaultdict(list)
         for (parent, name), at in ids.items():
@@ -165,11 +154,11 @@ class _ChangedFolders:
 
 
 class _MergePlan:
-    """What happens to each path: which entry shows there, which go, which are new.
+    """What happens to each path: which entry is visible there, which are removed, which are new.
 
-    What an entry is beside its name (mode, size, place) is its **data**. Data is numbered: first
-    the visible entries of the previous snapshot, then its shadowed ones, then the rows, and last
-    one number for all implicit folders.
+    What an entry is beside its name (mode, size, where its bytes lie) is its **data**. Data is
+    numbered: first the visible entries of the previous snapshot, then its shadowed ones, then the
+    rows, and last one number for all implicit folders.
     """
 
     def __init__(self, old: Snapshot, rows: Rows, folders: _ChangedFolders) -> None:
@@ -179,19 +168,19 @@ class _MergePlan:
         self.first_row = old.entry_count + len(old.columns.shadowed)
         self.implicit = self.first_row + len(rows)
         self.data: Indices = np.arange(old.entry_count)
-        """By index in the previous snapshot: the number of the data that shows there."""
+        """By index in the previous snapshot: the number of the data that is now visible there."""
         self.removed: layout.Mask = np.zeros(old.entry_count, np.bool_)
         self.shadow: dict[int, int] = {
             entry: old.entry_count + j for j, entry in enumerate(old.shadowing_folders().tolist())
         }
-        """By index of a folder in the previous snapshot: the data of the entry it shadows."""
+        """By index of a folder in the previous snapshot: the data of the entry it shadows now."""
         self.new_shadow: dict[int, int] = {}
         """By number of a new folder: the data of the entry it shadows."""
         self.entry_changes = np.zeros(len(folders), np.int64)
         """By number of a folder: by how many its entries become more or fewer."""
         self.new_data: dict[int, int] = {}
-        """By number of a new folder: the data that shows there."""
-        self.coming_rows: Indices
+        """By number of a new folder: the data that is visible there."""
+        self.new_rows: Indices
         """The rows that become new entries, ascending; without those of `_ChangedFolders`."""
         self._check_rows()
         self._hash_names()
@@ -241,24 +230,25 @@ class _MergePlan:
         likely = np.flatnonzero(has_prefix[self.hash >> np.uint64(48)])
         at = np.searchsorted(wanted, self.hash[likely])
         likely = likely[wanted[np.minimum(at, len(wanted) - 1)] == self.hash[likely]]
-        own = dict[int, int]()
+        own_row = dict[int, int]()
         for i in np.union1d(likely, self.names.empty_ones()).tolist():
             folder, name = int(folders.of_row[i]), self.names[i]
             number = folders.number.get((folder, name)) if name or folder else 0
             if number is not None:
-                if number in own:
+                if number in own_row:
                     raise UsageError(f"two rows have one path: {shown(self.rows.path(i))}")
-                own[number] = i
-        return own
+                own_row[number] = i
+        return own_row
 
     def _plan_leaves(self, own_row: dict[int, int]) -> None:
-        """Plan the other rows. What lies below their path, if anything, does not change."""
+        """Plan the rows that are not in `own_row`. If there is anything below their paths, no row
+        changes it."""
         old, rows, folders = self.old, self.rows, self.folders
         leaf = np.ones(len(rows), np.bool_)
         leaf[list(own_row.values())] = False
         if old.entry_count == 1:  # only the root, whose row is not among these
-            self.coming_rows = np.flatnonzero(leaf & (rows.records["kind"] != Kind.TOMBSTONE))
-            counted = folders.of_row[self.coming_rows]
+            self.new_rows = np.flatnonzero(leaf & (rows.records["kind"] != Kind.TOMBSTONE))
+            counted = folders.of_row[self.new_rows]
             self.entry_changes += np.bincount(counted, minlength=len(folders))
             return
         leaf_rows = np.flatnonzero(leaf)
@@ -270,7 +260,7 @@ class _MergePlan:
         at = old.find_many(above, self.hash[leaf_rows], names)
         kind = rows.records["kind"][leaf_rows]
         is_new, exists = (at < 0) & (kind != Kind.TOMBSTONE), at >= 0
-        self.coming_rows = leaf_rows[is_new]
+        self.new_rows = leaf_rows[is_new]
         self._change(at[exists], leaf_rows[exists], kind[exists])
         removed_from = folder[exists][self.removed[at[exists]]]
         self.entry_changes += np.bincount(folder[is_new], minlength=len(folders))
@@ -280,21 +270,22 @@ class _MergePlan:
         """Plan rows whose path exists in the previous snapshot, at the indices `at`."""
         if len(np.unique(at)) != len(at):
             raise UsageError("two rows have one path")
-        holds = (self.old_kind[at] == Kind.FOLDER) & (self.old.columns.offset[at] > 0)  # entries
-        dead = kind == Kind.TOMBSTONE
-        self.removed[at[~holds & dead]] = True
-        shows = ~dead & (~holds | (kind == Kind.FOLDER))
-        self.data[at[shows]] = self.first_row + row[shows]
-        self.data[at[holds & ~shows]] = self.implicit
-        for entry in at[holds].tolist():
+        is_folder, child_count = self.old_kind[at] == Kind.FOLDER, self.old.columns.offset[at]
+        has_children = is_folder & (child_count > 0)
+        is_tombstone = kind == Kind.TOMBSTONE
+        self.removed[at[~has_children & is_tombstone]] = True
+        is_visible = ~is_tombstone & (~has_children | (kind == Kind.FOLDER))
+        self.data[at[is_visible]] = self.first_row + row[is_visible]
+        self.data[at[has_children & ~is_visible]] = self.implicit
+        for entry in at[has_children].tolist():
             self.shadow.pop(entry, None)
-        hidden = holds & ~dead & ~shows
+        hidden = has_children & ~is_tombstone & ~is_visible
         for entry, i in zip(at[hidden].tolist(), row[hidden].tolist(), strict=True):
             self.shadow[entry] = self.first_row + i
 
     def _plan_folders(self, own_row: dict[int, int]) -> None:
-        """Plan the changed folders, the deepest first: a folder without an entry of its own goes
-        with the last entry in it."""
+        """Plan the changed folders, the deepest first: an implicit folder is removed together with
+        the last entry in it."""
         old, folders, changes = self.old, self.folders, self.entry_changes
         kinds = self.rows.records["kind"]
         for number in range(len(folders) - 1, -1, -1):
@@ -307,16 +298,16 @@ class _MergePlan:
             count = int(changes[number]) + (len(old.children(at)) if at >= 0 else 0)
             exists = count > 0 or own >= 0 or number == 0
             shadowed = own >= 0 and own_kind != Kind.FOLDER and (count > 0 or number == 0)
-            shows = self.implicit if shadowed or own < 0 else own
+            visible = self.implicit if shadowed or own < 0 else own
             if at >= 0:
                 self.shadow.pop(at, None)
                 self.removed[at] = not exists
-                self.data[at] = shows
+                self.data[at] = visible
                 changes[folders.parent[number]] -= not exists
                 if shadowed:
                     self.shadow[at] = own
             elif exists:
-                self.new_data[number] = shows
+                self.new_data[number] = visible
                 changes[folders.parent[number]] += 1
                 if shadowed:
                     self.new_shadow[number] = own
@@ -363,10 +354,10 @@ def _order_of(plan: _MergePlan) -> _EntryOrder:
     folders, n = plan.folders, plan.old.entry_count
     made = list(plan.new_data)
     above = np.array([folders.parent[number] for number in made], np.uint32)
-    folder = np.concatenate([above, folders.of_row[plan.coming_rows]])
+    folder = np.concatenate([above, folders.of_row[plan.new_rows]])
     item = np.empty(len(folder), np.uint32)
     item[: len(made)] = np.arange(len(made))
-    item[len(made) :] = plan.coming_rows + len(made)
+    item[len(made) :] = plan.new_rows + len(made)
     order = _sorted_by_name(plan, made, folder, item)
     position = np.empty(len(made), np.int64)
     of_made = np.flatnonzero(order < len(made))
@@ -374,10 +365,10 @@ def _order_of(plan: _MergePlan) -> _EntryOrder:
     folder, item = folder[order], item[order]
     del order
     places = _places(plan, made, folder, item, dict(zip(made, position.tolist(), strict=True)))
-    gone = np.concatenate([[0], np.cumsum(plan.removed)])
-    come = np.cumsum(np.bincount(places, minlength=n + 1))[:n]
-    old_index = np.arange(n) - gone[:-1] + come
-    new_index = (places - gone[places] + np.arange(len(places))).astype(np.uint32)
+    removed_before = np.concatenate([[0], np.cumsum(plan.removed)])  # by previous index
+    inserted_before = np.cumsum(np.bincount(places, minlength=n + 1))[:n]
+    old_index = np.arange(n) - removed_before[:-1] + inserted_before
+    new_index = (places - removed_before[places] + np.arange(len(places))).astype(np.uint32)
     folder_index = old_index[np.array(folders.old_index, np.int64)]
     folder_index[made] = new_index[position]
     made_hash = np.array([folders.hash[number] for number in made], np.uint64)
@@ -540,13 +531,7 @@ class _Assembly:
         return layout.Columns(
             parent=parent,
             name_start=name_start,
-            flags=data.flags[:n],
-            size=data.size[:n],
-            mtime_ns=data.mtime_ns[:n],
-            chunk=data.chunk[:n],
-            offset=data.offset[:n],
-            stored=data.stored[:n],
-            checksum=data.checksum[:n],
+            **{name: column[:n] for name, column in data._asdict().items()},
             fingerprint=fingerprint,
             slot=slot,
             names=names,
@@ -643,14 +628,15 @@ class _Assembly:
         for start in range(0, len(source), _BLOCK):
             at = source[start : start + _BLOCK]
             is_row = (at >= self.plan.first_row) & (at < self.plan.implicit)
-            shows, hidden = at < self.old_count, (at >= self.old_count) & (at < self.plan.first_row)
+            visible = at < self.old_count
+            hidden = (at >= self.old_count) & (at < self.plan.first_row)
             rows = at[is_row] - self.plan.first_row
             new = self._row_data(rows, links, many, first_extent)
-            hides = self.old.shadowed[at[hidden] - self.old_count]
+            shadowed = self.old.shadowed[at[hidden] - self.old_count]
             for name, column in data._asdict().items():
                 out = column[start : start + _BLOCK]
-                out[shows] = getattr(self.old, name)[at[shows]]
-                out[hidden] = hides[name]
+                out[visible] = getattr(self.old, name)[at[visible]]
+                out[hidden] = shadowed[name]
                 out[is_row] = getattr(new, name)
             data.flags[start : start + _BLOCK][at == self.plan.implicit] = layout.IMPLICIT_FOLDER
         return data, tails, self._row_extents(many.tolist())
@@ -772,7 +758,7 @@ class _Assembly:
         return plan.old.path(int(plan.old.shadowing_folders()[data - self.old_count]))
 
     def _lost_chunk(self, data_source: Indices, at: np.int64) -> NoReturn:
-        """Raise CorruptError for the file at a position of the data."""
+        """Raise CorruptError for the file whose data is at this position of `_data_source`."""
         path = self._path(int(data_source[at]))
         raise CorruptError(
             f"{shown(path)} lies in a chunk that is not in the dataset's chunk table"

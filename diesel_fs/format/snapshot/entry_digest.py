@@ -33,6 +33,7 @@ _FACTORS = (
 )
 _LAST_FACTOR = np.uint64(0xC4CEB9FE1A85EC53)
 _BLOCK_ENTRIES = 1 << 20  # entries of a snapshot per step
+_HASHED = ("size", "mtime_ns", "checksum", "offset", "stored", "flags")  # columns of a file's hash
 
 
 class EntryDigest(NamedTuple):
@@ -73,20 +74,17 @@ def check_entry_digests(columns: Columns, digests: Mapping[ChunkId, EntryDigest]
         return
     sums = _Sums(group, len(wanted))
     for start in range(0, len(columns.flags), _BLOCK_ENTRIES):
-        some = slice(start, start + _BLOCK_ENTRIES)
-        sums.add_files(
-            *(columns.flags[some], columns.chunk[some], columns.size[some]),
-            *(columns.mtime_ns[some], columns.checksum[some], columns.offset[some]),
-            columns.stored[some],
-        )
-    hidden = ("flags", "chunk", "size", "mtime_ns", "checksum", "offset", "stored")
-    sums.add_files(*(columns.shadowed[name] for name in hidden))
+        block = slice(start, start + _BLOCK_ENTRIES)
+        hashed = [getattr(columns, name)[block] for name in _HASHED]
+        sums.add_files(columns.flags[block], columns.chunk[block], hashed)
+    hidden = columns.shadowed
+    sums.add_files(hidden["flags"], hidden["chunk"], [hidden[name] for name in _HASHED])
     of_wanted = columns.extents[group[columns.extents["chunk"]] >= 0]
     sums.add(of_wanted["chunk"], _hashed_extents(of_wanted))
     for at, (chunk, expected) in enumerate(wanted):
-        found = EntryDigest(int(sums.places[at]), int(sums.digests[at]))
-        if found.entry_count > expected.entry_count or (
-            found.entry_count == expected.entry_count and found.digest != expected.digest
+        actual = EntryDigest(int(sums.counts[at]), int(sums.digests[at]))
+        if actual.entry_count > expected.entry_count or (
+            actual.entry_count == expected.entry_count and actual.digest != expected.digest
         ):
             raise CorruptError(
                 f"the metadata of the files in chunk {chunk_id_text(chunk)} contradict its header",
@@ -101,30 +99,25 @@ class _Sums:
     def __init__(self, group: npt.NDArray[np.int64], count: int) -> None:
         self._group = group
         self._count = count
-        self.places = np.zeros(count, np.int64)
+        self.counts = np.zeros(count, np.int64)
         self.digests: _Hashes = np.zeros(count, np.uint64)
 
     def add_files(
-        self,
-        flags: npt.NDArray[np.uint32],
-        chunk: npt.NDArray[np.uint32],
-        size: _Hashes,
-        mtime_ns: npt.NDArray[np.int64],
-        checksum: _Hashes,
-        offset: npt.NDArray[np.uint32],
-        stored: npt.NDArray[np.uint32],
+        self, flags: npt.NDArray[np.uint32], chunk: npt.NDArray[np.uint32], hashed: list[_Column]
     ) -> None:
-        """Add those of these entries that are files of one extent."""
-        some = np.flatnonzero((kinds(flags) == Kind.FILE) & ((flags & MANY_EXTENTS) == 0))
-        some = some[self._group[chunk[some]] >= 0]
-        columns = (size, mtime_ns, checksum, offset, stored, flags)
-        self.add(chunk[some], _hashed(*(column[some] for column in columns)))
+        """Add those of these entries, given as columns, that are files of one extent."""
+        files = np.flatnonzero((kinds(flags) == Kind.FILE) & ((flags & MANY_EXTENTS) == 0))
+        files = files[self._group[chunk[files]] >= 0]
+        self.add(chunk[files], _hashed(*(column[files] for column in hashed)))
 
     def add(self, chunk: npt.NDArray[np.uint32], hashes: _Hashes) -> None:
         """Add file contents, given their chunks (which are all compared) and their hashes."""
         group = self._group[chunk]
-        self.places += np.bincount(group, minlength=self._count)
-        for shift in (0, 32):  # a float64 counts exactly to 2^53: 32 bits of 2 million places
+        self.counts += np.bincount(group, minlength=self._count)
+        for shift in (
+            0,
+            32,
+        ):  # a float64 is exact up to 2^53: it holds sums of 2 million such halves
             half = (hashes >> np.uint64(shift)) & np.uint64(0xFFFFFFFF)
             sums = np.bincount(group, half, self._count).astype(np.uint64)
             self.digests += sums << np.uint64(shift)

@@ -124,13 +124,14 @@ class Columns(NamedTuple):
     """SHADOWED, in the order of `entry`: files and links whose path is also a folder."""
 
 
-_DTYPES = tuple(
+DTYPES = tuple(
     np.dtype(spec)
     for spec in (
         *("<u4", "<u8", "<u4", "<u8", "<i8", "<u4", "<u4", "<u4", "<u8", "<u4", "<u4"),
         *("u1", "<u8", "u1", STORED_EXTENT, "u1", "<u8", SHADOWED),
     )
 )
+"""The types of the fields of `Columns`, in their order."""
 _FIXED = struct.Struct("<8sHHI16sQQQQQQ16sB63s")
 _SECTION = struct.Struct("<QQQ")
 _CHECKSUM = struct.Struct("<Q")
@@ -182,7 +183,7 @@ def codecs(flags: U4) -> U4:
 def write(header: Header, columns: Columns) -> list[memoryview]:
     """The file, as buffers to be written one after the other."""
     table, parts, at = b"", [memoryview(b"")], HEADER_BYTES
-    for array, dtype in zip(columns, _DTYPES, strict=True):
+    for array, dtype in zip(columns, DTYPES, strict=True):
         body = np.ascontiguousarray(array, dtype).view(np.uint8).data
         padding = bytes(-len(body) % ALIGNMENT)
         table += _SECTION.pack(at, len(body), xxh3_64_intdigest(body))
@@ -249,7 +250,7 @@ def _parse_header(view: memoryview) -> Header:
     if flags & ~KNOWN_FLAGS:
         raise _newer(f"feature flags {flags:#x}")
     dataset = name[:length].decode("ascii", "replace")
-    spare = bytes(view[_FIXED.size + len(_DTYPES) * _SECTION.size : checksum_at])
+    spare = bytes(view[_FIXED.size + len(DTYPES) * _SECTION.size : checksum_at])
     if (
         (format_version, header_bytes) != (FORMAT_VERSION, HEADER_BYTES)
         or not DATASET_NAME.fullmatch(dataset)
@@ -316,7 +317,7 @@ def _parse_sections(
     arrays = []
     sections = []
     at = HEADER_BYTES
-    for number, dtype in enumerate(_DTYPES):
+    for number, dtype in enumerate(DTYPES):
         offset, length, checksum = _SECTION.unpack_from(view, _FIXED.size + number * _SECTION.size)
         if offset != at or length % dtype.itemsize:
             _corrupt(f"section {Columns._fields[number]} is out of place", at)
@@ -329,7 +330,7 @@ def _parse_sections(
         raise _truncated(len(view), at)
     if at < len(view):
         _corrupt(f"{len(view) - at} bytes behind its end", at)
-    columns = Columns(*arrays)  # each has its dtype of _DTYPES
+    columns = Columns(*arrays)  # each has its dtype of DTYPES
     n, c = header.entries, header.chunks
     lengths = [n, n + 1, n, n, n, n, n, n, n, n - 1, n - 1]
     if (

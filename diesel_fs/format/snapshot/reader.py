@@ -1,12 +1,13 @@
 """Reads a snapshot: looks up paths, lists folders, and says where the bytes of a file lie.
 
-An entry's **index** is its position in directory order: the root is 0, and the children of a folder
-are contiguous and sorted by name. The **hash** of an entry depends on its path alone; its upper
-half, the **fingerprint**, is what a lookup searches for. FORMAT.md, section 7, has both.
+An entry's **index** is its position in directory order (by depth, then folder, then name): the root
+is 0, and the children of a folder are contiguous. The **hash** of an entry depends on its path
+alone. A lookup searches the column `fingerprint` (sorted) for the upper half of the hash; the
+column `slot` has the index of the entry of each fingerprint. FORMAT.md, section 7, has both.
 
-A snapshot is immutable and safe from any thread; its memos of folders hold only what can be
-computed again. The buffer (a mapped file) stays in use as long as the snapshot, or an array that it
-returned, lives.
+A snapshot is immutable and safe from any thread; what it memoizes of folders can be computed again.
+The buffer (a mapped file) stays in use as long as the snapshot, or an array that it returned,
+lives.
 """
 
 from bisect import bisect_left
@@ -35,14 +36,14 @@ ROOT_INDEX = 0
 ROOT_HASH = 0
 """The hash of the root; of other entries: hash(entry) = xxh3_64(name, seed=hash(folder))."""
 
-_RUN_MAX = 16  # equal fingerprints that a lookup tries before it bisects the folder's names
-_MEMO_FOLDERS = 65_536  # a memo is emptied at this size, about 15 MB
-_MEMO_PATH_BYTES = 512  # folders with longer paths are not memoized
+_EQUAL_TRIED_MAX = 16  # equal fingerprints that a lookup tries before it bisects the folder's names
+_MEMO_FOLDERS_MAX = 65_536  # a memo is emptied at this size, about 15 MB
+_MEMO_PATH_BYTES_MAX = 512  # folders with longer paths are not memoized
 _BATCH = 8_192  # paths in one pass of `lookup_many`: its temporaries stay in the CPU's cache
 _PATHS_BATCH = 4_096  # paths in memory at a time while many are iterated over
 _BLOCK_ENTRIES = 1 << 20  # entries per step of a scan of all
 _BUCKET_BITS_MAX = 22  # 16 MB; `lookup_many` of more than 8 million entries gets slower instead
-_BUCKET_STEPS_MAX = 16  # after these steps a bucket is bisected
+_BUCKET_STEPS_MAX = 16  # after so many steps in a bucket, the whole column is bisected
 _KINDS = tuple(Kind)
 
 
@@ -196,7 +197,7 @@ class Snapshot:
         return index
 
     def child(self, folder: int, name: bytes) -> int:
-        """The index of the entry `name` in the folder with the index `folder`, or -1."""
+        """The index of the entry `name` in the folder with this index, or -1."""
         self._check(folder)
         return self._find(folder, xxh3_64_intdigest(name, self.hash(folder)), name) if name else -1
 
@@ -272,7 +273,7 @@ class Snapshot:
         for entry in reversed(climbed):
             found = xxh3_64_intdigest(self.name(entry), found)
         if climbed:
-            if len(memo) >= _MEMO_FOLDERS:
+            if len(memo) >= _MEMO_FOLDERS_MAX:
                 self._hash_of_folder = memo = {ROOT_INDEX: ROOT_HASH}
             memo[climbed[0]] = found
         return found
@@ -289,11 +290,13 @@ class Snapshot:
             cut = path.rfind(b"/") + 1
             folder_paths.append(path[:cut])
             names.append(path[cut:])
-        known = map(self._folder_of_path.get, folder_paths)
-        found = [one or self._folder(path) for one, path in zip(known, folder_paths, strict=True)]
-        seeds = [seed for _, seed in found]
+        memoized = map(self._folder_of_path.get, folder_paths)
+        pairs = [
+            pair or self._folder(path) for pair, path in zip(memoized, folder_paths, strict=True)
+        ]
+        seeds = [seed for _, seed in pairs]
         hashes = np.fromiter(map(xxh3_64_intdigest, names, seeds), np.uint64, len(paths))
-        folders = np.array([folder for folder, _ in found], np.int64)
+        folders = np.array([folder for folder, _ in pairs], np.int64)
         indices = self.find_many(folders, hashes, names)
         if b"" in names:
             for i, path in enumerate(paths):
@@ -313,11 +316,12 @@ class Snapshot:
         fingerprints = (hashes >> np.uint64(32)).astype(np.uint32)
         at = self._first_at_least(fingerprints)
         candidates = column.slot[at].astype(np.int64)
-        good = column.parent[candidates] == folders
-        good &= self._same_names(candidates, names)
-        again = ~good & (column.fingerprint[at] == fingerprints)  # another of equal fingerprints?
-        candidates[~good] = -1
-        for i in np.flatnonzero(again & (folders >= 0)).tolist():
+        is_match = column.parent[candidates] == folders
+        is_match &= self._same_names(candidates, names)
+        # Another entry may have the same fingerprint: this is looked up by itself.
+        is_open = ~is_match & (column.fingerprint[at] == fingerprints) & (folders >= 0)
+        candidates[~is_match] = -1
+        for i in np.flatnonzero(is_open).tolist():
             candidates[i] = self._find(int(folders[i]), int(hashes[i]), names[i])
         return candidates
 
@@ -328,13 +332,14 @@ class Snapshot:
         """
         column, shift, last = self.columns.fingerprint, self._bucket_shift, len(self._slot) - 1
         at: Indices = self._bucket_start[fingerprints >> shift].astype(np.int64)
-        left = np.flatnonzero(column[at] < fingerprints)
+        unfinished = np.flatnonzero(column[at] < fingerprints)
         for _ in range(_BUCKET_STEPS_MAX):
-            if not len(left):
+            if not len(unfinished):
                 return at
-            at[left] = np.minimum(at[left] + 1, last)
-            left = left[(column[at[left]] < fingerprints[left]) & (at[left] < last)]
-        at[left] = np.minimum(np.searchsorted(column, fingerprints[left]), last)
+            at[unfinished] = np.minimum(at[unfinished] + 1, last)
+            is_smaller = column[at[unfinished]] < fingerprints[unfinished]
+            unfinished = unfinished[is_smaller & (at[unfinished] < last)]
+        at[unfinished] = np.minimum(np.searchsorted(column, fingerprints[unfinished]), last)
         return at
 
     @property
@@ -403,10 +408,10 @@ class Snapshot:
             starts = self.columns.name_start[checked.start : checked.stop + 1].astype(np.int64)
             blob = self.columns.names[starts[0] : starts[-1]].tobytes()
             bounds = (starts - starts[0]).tolist()
-            return [blob[a:b] for a, b in pairwise(bounds)]
+            return [blob[start:end] for start, end in pairwise(bounds)]
         column = self.columns.name_start
-        some = zip(column[checked].tolist(), column[checked + 1].tolist(), strict=True)
-        return [bytes(self._names[a:b]) for a, b in some]
+        each = zip(column[checked].tolist(), column[checked + 1].tolist(), strict=True)
+        return [bytes(self._names[start:end]) for start, end in each]
 
     def paths(self, entries: Sequence[int] | Indices) -> list[bytes]:
         """The paths of many entries; the path of each folder is made once."""
@@ -417,7 +422,7 @@ class Snapshot:
             prefix = folders.get(parent)
             if prefix is None:
                 prefix = self.path(parent) + b"/"
-                if len(prefix) <= _MEMO_PATH_BYTES:
+                if len(prefix) <= _MEMO_PATH_BYTES_MAX:
                     folders[parent] = prefix
             paths.append(prefix + self.name(i))
         return paths
@@ -528,8 +533,8 @@ class Snapshot:
             folder = self._find(folder, seed, name)
             if folder < 0:
                 return -1, 0
-        if len(path) <= _MEMO_PATH_BYTES:
-            if len(self._folder_of_path) >= _MEMO_FOLDERS:
+        if len(path) <= _MEMO_PATH_BYTES_MAX:
+            if len(self._folder_of_path) >= _MEMO_FOLDERS_MAX:
                 self._folder_of_path = {ROOT: (ROOT_INDEX, ROOT_HASH)}
             self._folder_of_path[path] = folder, seed
         return folder, seed
@@ -539,13 +544,13 @@ class Snapshot:
         fingerprint = hash_ >> 32
         fingerprints, slot = self._fingerprint, self._slot
         first = bisect_left(fingerprints, fingerprint)
-        for at in range(first, min(first + _RUN_MAX, len(slot))):
+        for at in range(first, min(first + _EQUAL_TRIED_MAX, len(slot))):
             if fingerprints[at] != fingerprint:
                 return -1
             i = slot[at]
             if self._parent[i] == folder and self.name(i) == name:
                 return i
-        if folder < 0 or first + _RUN_MAX >= len(slot):
+        if folder < 0 or first + _EQUAL_TRIED_MAX >= len(slot):
             return -1
         inside = self.children(folder)  # names were chosen to have equal fingerprints
         at = bisect_left(inside, name, key=self.name)

@@ -13,11 +13,11 @@ from ...orders.plan import EPOCHS_MAX, EntryOrder, Epoch
 from ...orders.shuffle import GROUP_SIZE_DEFAULT, WORLD_MAX, chunk_shuffle, full_shuffle
 
 PROTOCOL = 1
-"""The version in the first message. It changes when an old client would be misunderstood."""
+"""The version of the protocol, in the first message."""
 
 FRAME_BYTES_MAX = 8 << 20
-"""2 million entries; longer epochs are sent in parts (`extend`). The server of a mount must answer
-the kernel meanwhile: it needs 10 ms for such a frame, and would need 400 ms for one of 32 MiB."""
+"""2 million entries; longer epochs are sent in parts (`extend`). The mount's server, which receives
+it, cannot answer the kernel meanwhile: for 10 ms; it would be 400 ms for a frame of 32 MiB."""
 
 HELLO_BYTES_MAX = 4096
 """The limit of the first message, which shows that a client speaks this protocol."""
@@ -33,10 +33,10 @@ def parse_entries(fields: Fields) -> npt.NDArray[np.int64] | npt.NDArray[np.uint
     given = fields.octets("entries")
     if width not in ENTRIES_WIDTHS or len(given) % width:
         fields.bad("entries", "it is whole numbers of 4 or 8 bytes each")
-    row = np.frombuffer(given, "<i4" if width == 4 else "<i8")
-    if len(row) and int(row.min()) < 0:
+    entries = np.frombuffer(given, "<i4" if width == 4 else "<i8")
+    if len(entries) and int(entries.min()) < 0:
         fields.bad("entries", "none is below 0")
-    return row.astype(np.uint32) if width == 4 else row
+    return entries.astype(np.uint32) if width == 4 else entries
 
 
 def pack_entries(entries: EntryOrder) -> Message:
@@ -50,18 +50,16 @@ def pack_entries(entries: EntryOrder) -> Message:
 
 
 def parse_epoch(fields: Fields, snapshot: Snapshot) -> Epoch:
-    """An epoch out of a message's fields: by its entries, or by parameters from which it is drawn
-    here.
-
-    Raises UsageError.
-    """
+    """An epoch out of a message's fields: either its entries, or the parameters of a shuffle, which
+    is drawn here. Raises UsageError."""
     number = fields.integer("epoch")
     exact = fields.flag("exact", True)
     if "kind" not in fields:
         entries = parse_entries(fields)
-        bounds = np.frombuffer(_multiple(fields.octets("bounds"), 8), "<i8") if (
-            "bounds" in fields
-        ) else None  # fmt: skip
+        packed = fields.octets("bounds") if "bounds" in fields else None
+        if packed is not None and len(packed) % 8:
+            raise UsageError("a row whose numbers are not 8 bytes each")
+        bounds = None if packed is None else np.frombuffer(packed, "<i8")
         fields.end()
         return Epoch(number, entries, exact, bounds)  # type: ignore[arg-type]  # it converts
     kind = fields.text("kind")
@@ -89,9 +87,3 @@ def parse_epoch(fields: Fields, snapshot: Snapshot) -> Epoch:
 def parse_epochs(fields: Fields, snapshot: Snapshot) -> list[Epoch]:
     """The epochs in the field `epochs`. Raises UsageError."""
     return [parse_epoch(each, snapshot) for each in fields.maps("epochs", EPOCHS_MAX)]
-
-
-def _multiple(given: bytes, width: int) -> bytes:
-    if len(given) % width:
-        raise UsageError(f"a row whose numbers are not {width} bytes each")
-    return given

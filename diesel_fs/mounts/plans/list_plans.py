@@ -1,15 +1,16 @@
 """Turns lists that programs read into plans: a program that reads a list will read its files.
 
 A mount offers lists of all files in shuffled orders (`mounts/dot_diesel.py`): `.diesel/filelist`,
-and `.diesel/shuffle/<name>` for named parameters. When a program reads one, the prefetch worker is
-told, and announces the order as a stream (`commands.py`). This module also decides which epoch
-`.diesel/filelist` shows now: it shows that of the next epoch once a program has read the files of
-this one to the end. The worker sees that from the opens of marker files
-(`mounts/prefetch/stream_tracker.py`). Without a worker, the session's OPEN requests show it: the
-last file has been opened, and half of those before it.
+and `.diesel/shuffle/<name>` for named parameters. When a program reads one, this module tells the
+prefetch worker, which announces the order as a stream (`commands.py`).
 
-Concurrency: trio, in the server of the mount. Only `current_list` and `on_lookup` wait, and not for
-long.
+It also decides which epoch `.diesel/filelist` shows: the next one, once a program has read the
+files of the current one to the end. The worker knows that, since it watches the opens of some files
+(`mounts/prefetch/stream_tracker.py`). In a mount without a worker, the kernel's OPEN requests tell:
+the epoch is at its end when the last file has been opened, and half of the list's last files.
+
+Concurrency: trio, in the server of the mount. Only `current_list` and `on_lookup` wait, as long as
+the deadlines here say.
 """
 
 from dataclasses import replace
@@ -23,13 +24,13 @@ from ..dot_diesel import ListRef
 from ..prefetch.link import WorkerLink
 
 LOOK_DEADLINE_S = 1.0
-"""How long a look-up of a list waits for the prefetch worker, which may be fetching a chunk.
-Without the worker's answer, a program that reads the list again could get the order that it has
-just read."""
+"""How long a look-up of `.diesel/filelist` waits for the prefetch worker, which may be fetching a
+chunk. Without the worker's answer, a program that reads the list again could get the order that it
+has just read."""
 
 FORGET_DEADLINE_S = 0.2
-"""How long a look-up waits until the kernel has forgotten the list. If it takes longer, the next
-reading of the list goes unnoticed, which costs a plan and nothing else."""
+"""How long a look-up waits until the kernel has dropped its pages of the list. If it takes
+longer, nobody notices the next reading of the list, and nothing is pushed ahead for it."""
 
 FILELIST_STREAM = "filelist"
 
@@ -44,16 +45,16 @@ def stream_name(ref: ListRef) -> str:
 
 
 class ListPlans:
-    """The `ListObserver` of a mount (see the module)."""
+    """What the mount tells of its lists goes here: a `ListObserver` (`mounts/dot_diesel.py`)."""
 
     def __init__(self, seed: int, group_size: int, version: int) -> None:
         self._link: WorkerLink | None = None
-        self._name = ListName(seed, 0, group_size)
+        self._name = ListName(seed, 0, group_size)  # of the epoch that `.diesel/filelist` shows
         self._version = version
         self._is_read = False  # a program has read the list of this epoch
-        self._tail: frozenset[int] = frozenset()
-        self._last = -1
-        self._opened: set[int] = set()
+        self._tail: frozenset[int] = frozenset()  # the list's last files, by index ...
+        self._last = -1  # ... the very last of them ...
+        self._opened: set[int] = set()  # ... and those that have been opened
 
     def stats(self) -> dict[str, object]:
         """The parameters of `.diesel/filelist` now."""
@@ -74,18 +75,18 @@ class ListPlans:
     async def current_list(self) -> ListName:
         """The list that `.diesel/filelist` shows now."""
         if self._is_read and self._link is not None:
-            asked = self._name
+            name_before = self._name
             answer = await self._ask(
                 {"do": "list looked up", "stream": FILELIST_STREAM}, LOOK_DEADLINE_S
             )
             epoch = answer.get("epoch")
-            if isinstance(epoch, int) and asked == self._name:
+            if isinstance(epoch, int) and name_before == self._name:
                 self._begin(epoch)
         return self._name
 
     async def on_lookup(self, ref: ListRef) -> None:
-        """A list is looked up: have the kernel forget its pages, so that the next reading is a
-        READ."""
+        """A list is looked up: have the kernel drop its pages, so that the next reading of it is a
+        READ request, which this process sees."""
         await self._ask({"do": "forget", "node": ref.node}, FORGET_DEADLINE_S)
 
     def on_read(self, ref: ListRef) -> None:
@@ -101,8 +102,8 @@ class ListPlans:
 
     def on_generated(self, ref: ListRef, tail: list[int]) -> None:
         """A list was made, with these last files: their opens count from now on."""
-        is_now = ref.version == self._version and ref.name == self._name
-        if ref.by_filelist and is_now and not self._tail:
+        is_current = ref.version == self._version and ref.name == self._name
+        if ref.by_filelist and is_current and not self._tail:
             self._tail = frozenset(tail)
             self._last = tail[-1] if tail else -1
             self._opened.clear()
@@ -115,6 +116,7 @@ class ListPlans:
                 self._begin(self._name.epoch + 1)
 
     def _begin(self, epoch: int) -> None:
+        """Show the list of this epoch from now on, if it is a later one."""
         name = self._name
         if name.epoch < epoch <= SEED_MAX:
             self._name = replace(name, epoch=epoch)

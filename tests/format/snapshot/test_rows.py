@@ -1,15 +1,17 @@
 """`build_snapshot` refuses impossible rows, with an error that names the path."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from uuid import UUID
 
 import numpy as np
 import pytest
 
 from diesel_fs.errors import CorruptError, DieselError, UsageError
-from diesel_fs.format.entries import ChunkInfo, Kind, Rows
+from diesel_fs.format.entries import ChunkId, ChunkInfo, Kind, Rows
 from diesel_fs.format.snapshot.build import build_snapshot
+from diesel_fs.format.snapshot.entry_digest import EntryDigest, entry_digest
 from diesel_fs.format.snapshot.reader import Snapshot
 
 from .oracle import IDENTITY, SMALL, OwnEntry, Part, build, chunk_id, rows_of, tail_of
@@ -19,12 +21,16 @@ BIG = OwnEntry(Kind.FILE, parts=(Part(3, 100, 2, 1, 3, 65536), Part(9, 100, 4, 0
 
 
 def merged(
-    rows: Rows, previous: Snapshot | None = None, chunks: tuple[int, ...] = (3, 9)
+    rows: Rows,
+    previous: Snapshot | None = None,
+    chunks: tuple[int, ...] = (3, 9),
+    entry_digests: Mapping[ChunkId, EntryDigest] = MappingProxyType({}),
 ) -> Snapshot:
     table = [ChunkInfo(chunk_id(number), 1000) for number in chunks]
     parts = build_snapshot(
-        previous, rows, table, identity=IDENTITY, dataset="flowers", version=1, digest=0
-    )
+        previous, rows, table, identity=IDENTITY, dataset="flowers", version=1, digest=0,
+        entry_digests=entry_digests,
+    )  # fmt: skip
     return Snapshot(b"".join(parts))
 
 
@@ -104,6 +110,23 @@ def test_a_file_in_a_chunk_that_the_table_lacks_is_named(own: OwnEntry) -> None:
     hidden = merged(rows_of({b"d/lost/below": OwnEntry(Kind.FOLDER)}), before)
     with pytest.raises(CorruptError, match="d/lost"):
         merged(rows_of({}), hidden, chunks=(9,))
+
+
+@pytest.mark.parametrize("is_hidden", [False, True])
+@pytest.mark.parametrize(
+    ("field", "value"), [("mtime_ns", 8), ("checksum", 8), ("offset", 101), ("mode", 0o600)]
+)
+def test_a_file_that_contradicts_the_digest_of_its_chunk_is_refused(
+    field: str, value: int, is_hidden: bool
+) -> None:
+    """Each attribute counts, also of a file that a folder of the same path hides."""
+    rows = rows_of({b"f": FILE})
+    digests = {chunk_id(3): entry_digest(rows)}
+    folder = merged(rows_of({b"f/below": OwnEntry(Kind.FOLDER)}))
+    previous = folder if is_hidden else None
+    assert len(merged(rows, previous, entry_digests=digests)) == (3 if is_hidden else 2)
+    with pytest.raises(CorruptError, match="contradict its header"):
+        merged(record(field, value)(rows), previous, entry_digests=digests)
 
 
 def test_a_chunk_table_that_holds_a_chunk_twice_is_refused() -> None:
