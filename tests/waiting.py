@@ -1,7 +1,9 @@
-"""How tests wait for something that another process or thread does."""
+"""How tests wait for something that another process, thread or task does."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+
+import trio
 
 PATIENCE_S = 60.0
 """What a test waits for comes far earlier, on a busy machine too."""
@@ -17,3 +19,16 @@ def wait_until(
     while not condition():
         assert time.monotonic() < end_s, otherwise()
         time.sleep(0.005)
+
+
+async def soon(
+    condition: Callable[[], Awaitable[object]] | Callable[[], object],
+    within_s: float = PATIENCE_S,
+) -> None:
+    """As `wait_until`, in a task of trio. The condition may be an asynchronous function."""
+    with trio.fail_after(within_s):
+        while True:
+            holds = condition()
+            if await holds if isinstance(holds, Awaitable) else holds:
+                return
+            await trio.sleep(0.005)

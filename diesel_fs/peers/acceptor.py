@@ -176,7 +176,6 @@ class Acceptor:
     # Connections
 
     async def _accept(self, listener: socket.socket, nursery: trio.Nursery) -> NoReturn:
-        """Accept connections, each served by a task of its own."""
         listening = trio.socket.from_stdlib_socket(listener)
         while True:
             try:
@@ -269,7 +268,6 @@ class Acceptor:
     # Requests
 
     async def _serve_requests(self, connection: _Connection, remote: HostPort) -> None:
-        """Answer all requests of a connection."""
         previous = self._connections.get(connection.rank)
         if previous is not None:  # that master has connected again, and reads there no more
             previous.scope.cancel()

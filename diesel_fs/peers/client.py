@@ -372,7 +372,7 @@ class TaskStore(StoreWrapper):
             np.add.at(self._read_cost_s, here[:, 0], cost_s)
 
     def _take_mapped(self, batch: _ReadBatch, views: Mapping[int, memoryview | None]) -> None:
-        """Take parts from chunks that are mapped."""
+        """Take parts from chunks that are mapped; `views` has the mapping of each chunk, if any."""
         if not any(view is not None for view in views.values()):
             return
         rows = []

@@ -269,7 +269,6 @@ class _Daemon:
                 nursery.start_soon(_cancel_after, scope, master.flush_to_disk)
 
     def _make_cache(self, fetch: Fetch) -> NodeCache:
-        """The chunks that this node keeps."""
         policy = POLICIES[self._request.evict]
         return NodeCache(
             self._snapshot.identity,
@@ -284,7 +283,6 @@ class _Daemon:
 
 
 async def _cancel_after(scope: trio.CancelScope, wait: Callable[[], Awaitable[object]]) -> None:
-    """Cancel a scope when `wait` returns."""
     await wait()
     scope.cancel()
 

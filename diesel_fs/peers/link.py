@@ -12,7 +12,6 @@ forked child opens connections of its own. One connection stays open as long as 
 without connections ends.
 """
 
-import array
 import logging
 import mmap
 import os
@@ -32,7 +31,7 @@ import numpy.typing as npt
 
 from ..errors import DieselError
 from ..net.breaker import BreakerState, CircuitBreaker
-from ..system.unix_sockets import connect_unix
+from ..system.unix_sockets import connect_unix, received_descriptors
 from . import wire
 from .mapped_chunks import MappedChunks, MemoryMap
 
@@ -164,10 +163,7 @@ class Connection:
         got, control, flags, _ = self._socket.recvmsg_into(
             [room], _CONTROL_BYTES, socket.MSG_CMSG_CLOEXEC
         )
-        descriptors = array.array("i")
-        for level, kind, content in control:
-            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                descriptors.frombytes(content[: len(content) - len(content) % descriptors.itemsize])
+        descriptors = received_descriptors(control)
         for unexpected in descriptors[1:]:
             os.close(unexpected)
         descriptor = descriptors[0] if descriptors else -1
@@ -289,54 +285,26 @@ class MasterLink:
     def pin(self, chunk: int, *, fetch: bool) -> PinResult | None:
         """Pin a whole chunk; `fetch`: also where the master has to fetch it. None where the master
         does not answer."""
-        connection = self._acquire()
-        if connection is None:
-            return None
-        flags, body = wire.LOAD if fetch else 0, wire.chunks_body([chunk])
-        answer = self._exchange(
-            connection, wire.LOCAL_PIN, 1, body, flags=flags, expects_descriptor=True
-        )
-        if answer is None:
-            return None
-        source = wire.parse_source(answer[0])
-        self._release(connection)
-        return PinResult(source, answer[1])
+        answer = self._request(
+            wire.LOCAL_PIN, 1, wire.chunks_body([chunk]), is_read=True,
+            flags=wire.LOAD if fetch else 0, expects_descriptor=True,
+        )  # fmt: skip
+        return None if answer is None else PinResult(wire.parse_source(answer[0]), answer[1])
 
     def notify(self, kind: int, count: int, body: bytes) -> bool:
         """Send a request whose answer has no content; returns whether the answer came."""
-        connection = self._acquire(is_read=False)
-        if connection is None:
-            return False
-        if self._exchange(connection, kind, count, body) is None:
-            return False
-        self._release(connection)
-        return True
+        return self._request(kind, count, body) is not None
 
     def switch_version(self, body: bytes, snapshot: int) -> bool:
         """Announce another version, whose snapshot is in the file `snapshot`; returns whether the
         master accepted it. The connection then belongs to that version, and is closed."""
-        connection = self._acquire(is_read=False)
-        if connection is None:
-            return False
-        answer = self._exchange(connection, wire.LOCAL_SWITCH_VERSION, 0, body, descriptor=snapshot)
-        if answer is None:
-            return False
-        with self._lock:
-            self._open.discard(connection)
-        connection.close()
-        return True
+        kind = wire.LOCAL_SWITCH_VERSION
+        return self._request(kind, 0, body, descriptor=snapshot, closes=True) is not None
 
     def stats(self) -> bytes:
         """What the master reports of itself, as JSON; empty where it does not answer."""
-        connection = self._acquire(is_read=False)
-        if connection is None:
-            return b""
-        answer = self._exchange(connection, wire.LOCAL_STATS, 0, b"")
-        if answer is None:
-            return b""
-        text = bytes(answer[0])
-        self._release(connection)
-        return text
+        answer = self._request(wire.LOCAL_STATS, 0, b"")
+        return b"" if answer is None else answer[0]
 
     def return_unmapped(self) -> None:
         """Unpin chunks that are unmapped, and receive those that the master revokes."""
@@ -361,24 +329,41 @@ class MasterLink:
         for connection in (*getattr(self, "_idle", ()), *getattr(self, "_abandoned", ())):
             connection.close()
 
-    def _exchange(
+    def _request(
         self,
-        connection: Connection,
         kind: int,
         count: int,
         body: bytes,
         *,
+        is_read: bool = False,
         flags: int = 0,
         descriptor: int = -1,
         expects_descriptor: bool = False,
-    ) -> tuple[memoryview, int] | None:
-        """Send a request, and a descriptor with it unless that is -1. Returns the answer; None
-        after a failed exchange, whose connection is closed then."""
+        closes: bool = False,
+    ) -> tuple[bytes, int] | None:
+        """Send a request, and a descriptor with it unless that is -1. Returns the body of the
+        answer, and a descriptor as `Connection.receive` does; None where the master does not
+        answer. `is_read`: see `_acquire`; `closes`: the connection cannot be used again."""
+        connection = self._acquire(is_read=is_read)
+        if connection is None:
+            return None
         ticket = self._breaker.ticket
         request = wire.local_request(kind, count, body, flags)
         if not self._send(connection, ticket, request, descriptor=descriptor):
             return None
-        return self._answer(connection, ticket, kind, count, expects_descriptor=expects_descriptor)
+        answer = self._answer(
+            connection, ticket, kind, count, expects_descriptor=expects_descriptor
+        )
+        if answer is None:
+            return None
+        received = bytes(answer[0]), answer[1]
+        if closes:
+            with self._lock:
+                self._open.discard(connection)
+            connection.close()
+        else:
+            self._release(connection)
+        return received
 
     def _send(
         self, connection: Connection, ticket: int, request: bytes, *, descriptor: int = -1

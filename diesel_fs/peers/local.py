@@ -27,7 +27,7 @@ import trio
 
 from ..errors import CorruptError, DieselError, UsageError
 from ..format.snapshot.reader import Snapshot
-from ..system.unix_sockets import bind_unix
+from ..system.unix_sockets import bind_unix, received_descriptors
 from . import wire
 from .master import Master
 
@@ -177,7 +177,6 @@ class _Client:
             await trio.lowlevel.checkpoint()
 
     async def _answer(self, head: wire.LocalRequestHead, body: bytes) -> None:
-        """Answer one request."""
         if head.kind == wire.LOCAL_HELLO:
             await self._hello(body)
             return
@@ -267,17 +266,13 @@ class _Client:
         before."""
         while len(self._received) < size:
             try:
-                content, ancillary, _, _ = self._socket.recvmsg(
+                content, control, _, _ = self._socket.recvmsg(
                     _RECEIVE_BYTES, _CONTROL_BYTES, socket.MSG_CMSG_CLOEXEC
                 )
             except BlockingIOError:
                 await trio.lowlevel.wait_readable(self._socket)
                 continue
-            for level, kind, data in ancillary:
-                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                    files = array.array("i")
-                    files.frombytes(data[: len(data) - len(data) % files.itemsize])
-                    self._files += files
+            self._files += received_descriptors(control)
             if not content:
                 return False
             if len(self._received) + len(content) > wire.HEAD_BYTES + wire.LOCAL_BODY_BYTES_MAX:

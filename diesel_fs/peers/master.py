@@ -144,6 +144,7 @@ class Master:
     ) -> None:
         """`member` is this node's registration; `make_cache` makes its cache, given how to fetch a
         chunk. With `oneshot`, all chunks of this node are fetched from the start."""
+        self.rank = member.rank
         self._me = me
         self._member = member
         self._objects = objects
@@ -152,7 +153,7 @@ class Master:
         self._oneshot = oneshot
         self._renew_s, self._gather_renew_s, self._ttl_s = renew_s, gather_renew_s, ttl_s
         self._threads = trio.CapacityLimiter(FETCHES + FILL_FETCHES)
-        self._cache = make_cache(self._fetch)
+        self.cache = make_cache(self._fetch)  # the chunks that this node keeps
         self._owners = _ChunkOwners(snapshot)
         self._peers: dict[int, _PeerEntry] = {}
         self._silent: set[int] = set()  # ranks from --peers that do not answer
@@ -166,16 +167,6 @@ class Master:
         self._renew_now = trio.Event()
         self._all_present = trio.Event()  # set when all nodes have registered
         self._counts = Counter(dict.fromkeys(_COUNTS, 0))
-
-    @property
-    def rank(self) -> int:
-        """The rank of this node."""
-        return self._member.rank
-
-    @property
-    def cache(self) -> NodeCache:
-        """The chunks that this node keeps."""
-        return self._cache
 
     @property
     def snapshot(self) -> Snapshot:
@@ -200,7 +191,7 @@ class Master:
         this master may not be a member any more. `first` has the members at the start; other
         masters connect to `listeners`."""
         async with trio.open_nursery() as self._nursery:
-            await self._nursery.start(self._cache.run)
+            await self._nursery.start(self.cache.run)
             await self._apply_membership(first)
             self._nursery.start_soon(self._acceptor.serve, listeners)
             task_status.started()
@@ -287,7 +278,7 @@ class Master:
         async with self._owners_lock:  # the last caller knows the members best
             owners = self._owners
             if await self._assign_owners(owners, self._peers.keys() - self._silent):
-                self._cache.set_owned(owners.live_owned(self.rank))
+                self.cache.set_owned(owners.live_owned(self.rank))
 
     async def _assign_owners(self, owners: _ChunkOwners, others: Iterable[int]) -> bool:
         """Share the chunks of a version among this node and others. Returns whether the owners
@@ -342,8 +333,8 @@ class Master:
         self._member = replace(self._member, version=snapshot.version)
         self._me = replace(self._me, version=snapshot.version, sizes=snapshot.chunk_sizes)
         self._acceptor.set_identity(self._me)
-        self._cache.switch_version(snapshot.chunk_ids, snapshot.chunk_sizes)
-        self._cache.set_owned(owners.live_owned(self.rank))
+        self.cache.switch_version(snapshot.chunk_ids, snapshot.chunk_sizes)
+        self.cache.set_owned(owners.live_owned(self.rank))
         await self._apply_membership(self._membership)
         self._renew_now.set()
 
@@ -405,7 +396,7 @@ class Master:
     async def _read_here(self, parts: Parts, room: memoryview) -> npt.NDArray[np.bool_]:
         """Put parts of this node's chunks one behind the other into `room`. Returns which were
         given."""
-        found: Iterable[memoryview | None] | None = self._cache.memory.find_parts(parts)
+        found: Iterable[memoryview | None] | None = self.cache.memory.find_parts(parts)
         if found is None:
             contents = await self._collect(parts, [True] * len(parts), load=True)
             found = map(contents.get, range(len(parts)))
@@ -422,14 +413,14 @@ class Master:
     async def pin(self, pinner: int, chunk: int, *, load: bool) -> int | None:
         """Pin a chunk for a client process; returns a descriptor of the whole chunk, or None where
         it is not in memory. With `load`, it is fetched first."""
-        if load and self._cache.memory.find(chunk) is None:
+        if load and self.cache.memory.find(chunk) is None:
             with trio.move_on_after(LOAD_S):
                 try:
                     size = int(self.snapshot.chunk_sizes[chunk])
-                    await self._cache.get(chunk, size, load=True)
+                    await self.cache.get(chunk, size, load=True)
                 except DieselError as error:
                     log.warning("cannot load chunk %d: %s", chunk, error)
-        return self._cache.memory.pin(pinner, chunk)
+        return self.cache.memory.pin(pinner, chunk)
 
     async def report_damage(self, damaged: DamagedPart) -> None:
         """A client reports a part that does not match its checksum."""
@@ -437,7 +428,7 @@ class Master:
         what = f"{damaged.size} bytes at {damaged.start} of chunk {damaged.chunk}"
         if damaged.source == SOURCE_HERE:
             log.error("a client received damaged data from this node: %s", what)
-            await self._cache.recheck(damaged.chunk)
+            await self.cache.recheck(damaged.chunk)
         elif (entry := self._peers.get(damaged.source)) is not None:
             log.error("%s sent damaged data: %s", entry.peer, what)
             entry.peer.record_damage()
@@ -446,7 +437,7 @@ class Master:
 
     def answer_from_memory(self, parts: Parts) -> list[memoryview] | None:
         """See `AnswerSource`."""
-        return self._cache.memory.find_parts(parts)
+        return self.cache.memory.find_parts(parts)
 
     async def answer(
         self, rank: int, parts: Parts, *, load: bool
@@ -486,10 +477,10 @@ class Master:
 
         async def get(chunk: int) -> None:
             may_load = load and mine[rows[chunk][0]]
-            if not may_load and not self._cache.holds(chunk):
+            if not may_load and not self.cache.holds(chunk):
                 return  # a fetch in flight may itself wait for the node that asks
             try:
-                contents = await self._cache.read(chunk, spans[chunk], load=may_load)
+                contents = await self.cache.read(chunk, spans[chunk], load=may_load)
             except DieselError as error:
                 log.warning("cannot load chunk %d: %s", chunk, error)
                 if failed is not None:
@@ -540,12 +531,12 @@ class Master:
             await trio.to_thread.run_sync(owners.compute_live_fraction)
             if owners is not self._owners:
                 continue
-            self._cache.set_owned(owners.live_owned(self.rank))
+            self.cache.set_owned(owners.live_owned(self.rank))
             chunks = np.arange(owners.snapshot.chunk_count)
             # Each node begins at another part of the dataset
             chunks = np.roll(chunks, -len(chunks) * self.rank // self._world)
             live = np.ceil(owners.live_fraction[chunks] * _LIVE_LEVELS)
-            await self._cache.prefetch_owned(chunks[np.argsort(-live, kind="stable")])
+            await self.cache.prefetch_owned(chunks[np.argsort(-live, kind="stable")])
 
     async def flush_to_disk(self) -> None:
         """At the end, after `run`: write this node's chunks from memory to its disk, for the next
@@ -557,8 +548,8 @@ class Master:
             owners.compute, range(self._world), self._world, abandon_on_cancel=True
         )
         await trio.to_thread.run_sync(owners.compute_live_fraction, abandon_on_cancel=True)
-        self._cache.set_owned(owners.live_owned(self.rank))
-        await self._cache.flush_to_disk(owners.live_owned(self.rank, owner))
+        self.cache.set_owned(owners.live_owned(self.rank))
+        await self.cache.flush_to_disk(owners.live_owned(self.rank, owner))
 
     def stats(self) -> dict[str, object]:
         """The state of this node and its counters, for `Dataset.task_stats` and `dlcmd stats`."""
@@ -569,6 +560,6 @@ class Master:
             "members": len(self._owners.ranks),
             **self._counts,
             "acceptor": self._acceptor.stats(),
-            "node_cache": self._cache.stats(),
+            "node_cache": self.cache.stats(),
             "peers": {str(rank): each.peer.stats() for rank, each in self._peers.items()},
         }

@@ -46,19 +46,9 @@ class _PendingRequest:
     """A request that waits for its answer, whose bytes go to `room`; it is late after `due_s`."""
 
     __slots__ = (
-        "count",
-        "due_s",
-        "is_late",
-        "is_sent",
-        "is_working",
-        "kind",
-        "parts",
-        "room",
-        "sent_s",
-        "size",
-        "statuses",
-        "waiter",
-    )
+        "count", "due_s", "is_late", "is_sent", "is_working", "kind", "parts", "room", "sent_s",
+        "size", "statuses", "waiter",
+    )  # fmt: skip
 
     def __init__(self, kind: int, parts: Parts | None, room: memoryview, size: int) -> None:
         self.kind = kind
@@ -179,7 +169,6 @@ class Peer:
         return channel
 
     async def _serve(self, channel: Channel) -> None:
-        """Use a connection until it ends."""
         async with trio.open_nursery() as nursery:
 
             async def until_it_ends(work: Callable[[Channel], Awaitable[None]]) -> None:

@@ -293,14 +293,9 @@ LOCAL_VERSION = 1
 """The version of the protocol between a master and its clients."""
 
 (
-    LOCAL_HELLO,
-    LOCAL_READ,
-    LOCAL_PIN,
-    LOCAL_UNPIN,
-    LOCAL_DAMAGED,
-    LOCAL_STATS,
+    LOCAL_HELLO, LOCAL_READ, LOCAL_PIN, LOCAL_UNPIN, LOCAL_DAMAGED, LOCAL_STATS,
     LOCAL_SWITCH_VERSION,
-) = range(1, 8)
+) = range(1, 8)  # fmt: skip
 LOCAL_OK, LOCAL_REFUSED = range(2)
 """Statuses: done; the request is rejected, with a reason."""
 

@@ -1,8 +1,10 @@
-"""Unix sockets at paths of any length: the address of a socket has room for 107 bytes only."""
+"""Unix sockets at paths of any length (the address of a socket has room for 107 bytes only), and
+descriptors that come over them."""
 
+import array
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 
@@ -16,6 +18,15 @@ def bind_unix(listener: socket.socket, path: str | os.PathLike[str]) -> None:
     """Bind a socket to a path that is free. Raises OSError."""
     with _short_path(path) as short:
         listener.bind(short)
+
+
+def received_descriptors(control: Iterable[tuple[int, int, bytes]]) -> list[int]:
+    """The descriptors in the control messages of a `recvmsg`; the caller closes them."""
+    descriptors = array.array("i")
+    for level, kind, content in control:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            descriptors.frombytes(content[: len(content) - len(content) % descriptors.itemsize])
+    return descriptors.tolist()
 
 
 @contextmanager

@@ -283,16 +283,6 @@ def wait_for(seconds: float) -> Callable[[], Awaitable[None]]:
     return wait
 
 
-async def until(true: Callable[[], Awaitable[bool]] | Callable[[], bool], seconds: float) -> None:
-    """Wait until a condition holds, within so many seconds."""
-    with trio.fail_after(seconds):
-        while True:
-            found = true()
-            if found if isinstance(found, bool) else await found:
-                return
-            await trio.sleep(0.01)
-
-
 async def gather(*works: Callable[[], Awaitable[None]]) -> None:
     async with trio.open_nursery() as nursery:
         for work in works:

@@ -146,13 +146,6 @@ async def run_inline(
     return work(*given, **named)
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait for something that happens in threads and has no event."""
-    with trio.fail_after(20):
-        while not condition():  # noqa: ASYNC110
-            await trio.sleep(0.002)
-
-
 def raw(content: memoryview | None) -> bytes | None:
     return None if content is None else bytes(content)
 

@@ -41,7 +41,7 @@ OWN_BYTES = 1 << 20
 
 ANSWER_S = 90.0
 PUT_S = 300.0
-SECRET = "a secret of these tests alone, and long enough"  # noqa: S105
+SECRET = "a secret of these tests alone, and long enough"  # noqa: S105  # of these tests alone
 _STATS = struct.pack("<BBHIII", 6, 0, 0, 0, 0, 0)  # what a client sends, of PEERS.md section 4
 _CHUNK = re.compile(r"/chunks/")
 

@@ -18,6 +18,7 @@ from diesel_fs.peers.acceptor import IDLE_S
 from diesel_fs.peers.handshake import LocalIdentity
 from diesel_fs.peers.wire import FAILED, GIVEN
 
+from ..waiting import soon
 from .connected_masters import (
     SECRET,
     SIZES,
@@ -36,7 +37,6 @@ from .connected_masters import (
     parts,
     read,
     run,
-    until,
     wait_for,
 )
 
@@ -73,7 +73,7 @@ def test_answers_from_memory_overtake_answers_that_must_wait() -> None:
         async with answering(fake_answers=fake_answers) as node:
             raw_peer = await authenticated_raw(node.port)
             await raw_peer.send(asked(1, SMALL))
-            await until(lambda: bool(fake_answers.asked), 5)
+            await soon(lambda: bool(fake_answers.asked), 5)
             fake_answers.hot = True
             await raw_peer.send(asked(2, SMALL))
             assert [(await answer(raw_peer))[0].id for _ in range(2)] == [2, 1]
@@ -117,7 +117,7 @@ async def unanswered(
     async with answering(fake_answers=fake_answers) as node:
         raw_peer = await authenticated_raw(node.port, rank=5)
         await raw_peer.send(*[asked(i, record) for i in range(count)])
-        await until(lambda: fake_answers.slow == in_flight, 5)
+        await soon(lambda: fake_answers.slow == in_flight, 5)
         yield node, raw_peer
 
 
@@ -146,7 +146,7 @@ def test_F15_requests_of_a_closed_connection_are_cancelled() -> None:
     async def main() -> None:
         async with unanswered(10, SMALL, 10) as (node, raw_peer):
             await raw_peer.stream.aclose()
-            await until(lambda: node.acceptor.stats()["connections"] == 0, 5)
+            await soon(lambda: node.acceptor.stats()["connections"] == 0, 5)
             assert node.answers.slow == 0
 
     run(main)

@@ -16,7 +16,7 @@ from diesel_fs.urls import HostPort, RepositoryUrl, parse_url
 FILE = parse_url("file:///data")
 
 
-def place(
+def listening_at(
     listen: str = "",
     advertise: str = "",
     *,
@@ -25,32 +25,33 @@ def place(
     peers: Sequence[str] = (),
     url: RepositoryUrl = FILE,
 ) -> tuple[str, int]:
+    """The address at which a node listens that has these options."""
     request = TaskRequest(listen=listen, advertise=advertise, peers=tuple(peers), url=url.full_url)
     return listen_address(request, rank, world)
 
 
 def test_F13_given_addresses_are_used() -> None:
-    assert place("127.0.0.5:80") == ("127.0.0.5", 80)
-    assert place("[::1]:0") == ("::1", 0)
-    assert place("0.0.0.0:9", "10.0.0.1") == ("0.0.0.0", 9)  # noqa: S104
-    assert place(peers=("10.0.0.1:5", "10.0.0.2:6"), rank=1) == ("10.0.0.2", 6)
+    assert listening_at("127.0.0.5:80") == ("127.0.0.5", 80)
+    assert listening_at("[::1]:0") == ("::1", 0)
+    assert listening_at("0.0.0.0:9", "10.0.0.1") == ("0.0.0.0", 9)  # noqa: S104  # no socket is bound
+    assert listening_at(peers=("10.0.0.1:5", "10.0.0.2:6"), rank=1) == ("10.0.0.2", 6)
     for bad in ("host", ":5", "a:b", "a:99999", "::1:5", "http://a:5", ""):
         with pytest.raises(UsageError):
-            place(bad)
+            listening_at(bad)
 
 
 def test_S5_a_single_node_listens_on_loopback_and_no_node_on_all_interfaces_by_default() -> None:
-    alone, port = place(world=1)
+    alone, port = listening_at(world=1)
     assert (ipaddress.ip_address(alone).is_loopback, port) == (True, 0)
-    assert place(world=1) == (alone, 0)
+    assert listening_at(world=1) == (alone, 0)
     socket.create_server((alone, 0)).close()
     with pytest.raises(UsageError, match="no address is known") as refused:
-        place()
+        listening_at()
     assert "--listen" in refused.value.advice
     with pytest.raises(UsageError, match=r"0\.0\.0\.0"):
-        place("0.0.0.0:9")
+        listening_at("0.0.0.0:9")
     with pytest.raises(UsageError, match="2 nodes, and this is node 2"):
-        place(peers=("a:1", "b:2"), rank=2)
+        listening_at(peers=("a:1", "b:2"), rank=2)
 
 
 def test_F13_a_name_that_resolves_to_loopback_is_refused(
@@ -66,30 +67,30 @@ def test_F13_a_name_that_resolves_to_loopback_is_refused(
 
     monkeypatch.setattr(socket, "getaddrinfo", found)
     with pytest.raises(UsageError, match=r"me is 127\.0\.1\.1 on this machine"):
-        place("me:5")
-    assert place("me:5", world=1) == ("127.0.1.1", 5)
-    assert place("both:5") == ("10.1.2.3", 5)
+        listening_at("me:5")
+    assert listening_at("me:5", world=1) == ("127.0.1.1", 5)
+    assert listening_at("both:5") == ("10.1.2.3", 5)
     with pytest.raises(UsageError, match="no address"):
-        place("other:5")
-    for told in ("me", "me:7"):
+        listening_at("other:5")
+    for advertise in ("me", "me:7"):
         with pytest.raises(UsageError, match=r"me is 127\.0\.1\.1 on this machine") as refused:
-            place("10.0.0.1:5", told)
+            listening_at("10.0.0.1:5", advertise)
         assert "--advertise" in refused.value.advice
-        assert place("10.0.0.1:5", told, world=1) == ("10.0.0.1", 5)
-    assert place("10.0.0.1:5", "both:7") == ("10.0.0.1", 5)
-    assert place("10.0.0.1:5", "other:9") == ("10.0.0.1", 5)
+        assert listening_at("10.0.0.1:5", advertise, world=1) == ("10.0.0.1", 5)
+    assert listening_at("10.0.0.1:5", "both:7") == ("10.0.0.1", 5)
+    assert listening_at("10.0.0.1:5", "other:9") == ("10.0.0.1", 5)
     assert "--advertise other:9: other has no address" in caplog.text
 
 
 def test_F13_an_unknown_name_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(UsageError, match="has no address"):
-        place(f"{'x' * 70}.org:9")
-    assert place("10.0.0.1:5", f"{'x' * 70}.org:9")
+        listening_at(f"{'x' * 70}.org:9")
+    assert listening_at("10.0.0.1:5", f"{'x' * 70}.org:9")
     assert "has no address" in caplog.text
 
 
 @pytest.mark.parametrize(
-    ("listen", "told", "peers"),
+    ("listen", "advertise", "peers"),
     [
         ("127.0.0.1:5", "", ()),
         ("[::1]:0", "", ()),
@@ -99,14 +100,14 @@ def test_F13_an_unknown_name_is_refused(caplog: pytest.LogCaptureFixture) -> Non
     ],
 )
 def test_F13_an_explicit_loopback_address_is_a_warning(
-    listen: str, told: str, peers: Sequence[str], caplog: pytest.LogCaptureFixture
+    listen: str, advertise: str, peers: Sequence[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    place(listen, told, peers=peers)
-    [said] = caplog.messages
-    assert "is this machine alone" in said
+    listening_at(listen, advertise, peers=peers)
+    [warning] = caplog.messages
+    assert "is this machine alone" in warning
     caplog.clear()
-    place(listen, told, peers=peers, world=1)
-    place("127.0.0.1:5", "10.0.0.1")
+    listening_at(listen, advertise, peers=peers, world=1)
+    listening_at("127.0.0.1:5", "10.0.0.1")
     assert not caplog.records
 
 
@@ -114,7 +115,7 @@ def test_loopback_addresses_of_all_peers_are_no_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     for rank in range(2):
-        place(peers=("127.0.0.1:5", "[::1]:6"), rank=rank)
+        listening_at(peers=("127.0.0.1:5", "[::1]:6"), rank=rank)
     assert not caplog.records
 
 
@@ -123,18 +124,18 @@ def test_F13_the_default_is_the_address_towards_the_server_or_redis(
 ) -> None:
     server = parse_url("diesel://198.51.100.1:9300")
     redis = parse_url("s3://bucket/x?meta=redis://198.51.100.2:6379")
-    asked: list[tuple[str, int]] = []
+    reached: list[tuple[str, int]] = []
 
-    def ours(common: tuple[str, int]) -> str:
-        asked.append(common)
+    def source_address(endpoint: tuple[str, int]) -> str:
+        reached.append(endpoint)
         return "10.9.8.7"
 
-    monkeypatch.setattr(addresses, "_source_address", ours)
-    assert place(url=server) == place(url=redis) == ("10.9.8.7", 0)
-    assert asked == [("198.51.100.1", 9300), ("198.51.100.2", 6379)]
+    monkeypatch.setattr(addresses, "_source_address", source_address)
+    assert listening_at(url=server) == listening_at(url=redis) == ("10.9.8.7", 0)
+    assert reached == [("198.51.100.1", 9300), ("198.51.100.2", 6379)]
     monkeypatch.undo()
     with pytest.raises(UsageError, match="no address is known"):
-        place(url=parse_url("diesel://127.0.0.1:9300"))
+        listening_at(url=parse_url("diesel://127.0.0.1:9300"))
 
 
 def test_F13_the_advertised_address() -> None:
@@ -144,7 +145,7 @@ def test_F13_the_advertised_address() -> None:
     assert advertised_address("host:7", HostPort("10.0.0.1", 5)) == "host:7"
     assert advertised_address("host:0", HostPort("10.0.0.1", 5)) == "host:5"
     assert advertised_address("[fe80::2]", HostPort("10.0.0.1", 5)) == "[fe80::2]:5"
-    for every in ("0.0.0.0", "::"):  # noqa: S104
+    for every in ("0.0.0.0", "::"):  # noqa: S104  # no socket is bound
         with pytest.raises(UsageError, match="all interfaces"):
             advertised_address("", HostPort(every, 5))
 
@@ -154,9 +155,9 @@ def test_F8_single_nodes_on_two_machines_have_different_addresses(
 ) -> None:
     """Each is rank 0 and replaces the other in the registry, which must not look like a restart on
     one machine."""
-    own, _ = place(world=1)
+    own, _ = listening_at(world=1)
     real = hashlib.sha256
     monkeypatch.setattr(hashlib, "sha256", lambda boot: real(boot + b"of another machine"))
-    other, _ = place(world=1)
+    other, _ = listening_at(world=1)
     assert other != own
     assert ipaddress.ip_address(other).is_loopback

@@ -13,6 +13,7 @@ from diesel_fs.cache import disk as disk_tier
 from diesel_fs.peers.node_cache import NodeCache
 
 from ..cache.disk_tier import files, idle, tier_at
+from ..waiting import soon
 from .node_caches import (
     ChunkSource,
     in_memory,
@@ -23,7 +24,6 @@ from .node_caches import (
     run_cache,
     total,
     total_bytes,
-    until,
 )
 from .node_caches import memory_is_released as memory_is_released
 from .test_write_back import CHUNKS, all_read, settled, some
@@ -151,7 +151,7 @@ def test_a_cancelled_flush_leaves_whole_chunks(
         assert chunks_on_disk(place, source) == {0, 1, 2}
         assert len(files(place)) == 4
         go_on.set()
-        await until(lambda: len(chunks_on_disk(place, source)) == 4)
+        await soon(lambda: len(chunks_on_disk(place, source)) == 4)
         cache.close()
 
     with caplog.at_level("INFO", "diesel.task"):

@@ -1,4 +1,5 @@
-"""When a master is idle, and what a reader does when its master has ended."""
+"""When a master (the process that serves a node's readers) ends because it has none, and what a
+reader does when its master has ended."""
 
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from diesel_fs.peers.local import LocalServer
 from diesel_fs.peers.options import TaskRequest
 
 
-def test_a_master_stays_when_a_reader_connects_beside_one_of_another_version() -> None:
+def test_a_master_stays_when_a_reader_of_its_version_follows_one_of_another() -> None:
     server = LocalServer(None)  # type: ignore[arg-type]  # it serves no client
 
     async def main() -> None:
@@ -30,7 +31,8 @@ def test_a_master_stays_when_a_reader_connects_beside_one_of_another_version() -
 def test_a_reader_restarts_a_master_only_at_its_own_socket(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise it would try in vain for ever."""
+    """A new master may have another socket, for example as another rank: the reader, which knows
+    only its own, must not start masters again and again."""
     monkeypatch.setattr(client, "is_alive", lambda place: place.name == "other")
     monkeypatch.setattr(client, "join", lambda _: tmp_path / "other")
     request = TaskRequest(task="night")

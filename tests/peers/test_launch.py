@@ -42,7 +42,7 @@ from diesel_fs.peers.options import TaskOptions, TaskRequest, read_key_file
 from ..server.program import is_running, until
 
 STUB = (sys.executable, "-m", "tests.peers.stub_program")
-SECRET = "canary-5cf2-and-long-enough"  # noqa: S105
+SECRET = "canary-5cf2-and-long-enough"  # noqa: S105  # of these tests alone
 TREE = Path(__file__).resolve().parents[2]
 
 

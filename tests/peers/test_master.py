@@ -30,6 +30,7 @@ from diesel_fs.peers.registry import Registry
 from diesel_fs.peers.wire import ABSENT, SOURCE_HERE, SOURCE_NONE, DamagedPart
 from diesel_fs.storage.objects.store import ObjectStore, ReadWrapper
 
+from ..waiting import soon
 from .connected_masters import parts
 from .node_caches import kept_numbers
 
@@ -192,11 +193,6 @@ def run(main: Callable[[], Awaitable[None]]) -> None:
             await main()
 
     trio.run(in_time)
-
-
-async def soon(what: Callable[[], object]) -> None:
-    while not what():  # noqa: ASYNC110  # the condition has no event
-        await trio.sleep(0.01)
 
 
 def members(*nodes: Master) -> Callable[[], bool]:

@@ -16,7 +16,7 @@ from diesel_fs.mounts import launcher
 from diesel_fs.mounts.options import MountRequest
 from diesel_fs.peers.options import NO_TASK, Eviction, TaskKwargs, TaskOptions, option_specs
 
-SECRET = "canary-71aa-and-long-enough"  # noqa: S105
+SECRET = "canary-71aa-and-long-enough"  # noqa: S105  # of these tests alone
 
 
 class Call(Protocol):

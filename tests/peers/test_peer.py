@@ -18,6 +18,7 @@ from diesel_fs.peers.acceptor import Acceptor
 from diesel_fs.peers.peer import Peer
 from diesel_fs.peers.wire import ABSENT, BUSY, FAILED, GIVEN
 
+from ..waiting import soon
 from .connected_masters import (
     SECRET,
     FakeAnswers,
@@ -35,7 +36,6 @@ from .connected_masters import (
     read,
     run,
     scripted_master,
-    until,
     wait_for,
 )
 
@@ -302,7 +302,7 @@ def test_F5_F7_a_garbled_answer_ends_the_connection_and_pauses_the_peer(
             with trio.fail_after(5):
                 statuses, _ = await read(peer, SMALL)
                 assert statuses == [ABSENT if lie == "twice" else FAILED]
-            await until(lambda: not peer.stats()["connected"], 5)
+            await soon(lambda: not peer.stats()["connected"], 5)
             assert (await read(peer, SMALL))[0] == [BUSY]
             assert peer.stats()["state"] == "open"
 
@@ -339,7 +339,7 @@ def test_an_unreachable_peer_costs_one_attempt_and_recovers() -> None:
             with socket.create_server(("127.0.0.1", port)) as listener:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(Acceptor(me(1), FakeAnswers()).serve, [listener])
-                    await until(partial(gives, peer), 10)
+                    await soon(partial(gives, peer), 10)
                     nursery.cancel_scope.cancel()
 
     run(main)
@@ -350,7 +350,7 @@ def test_a_closed_connection_is_replaced() -> None:
         async with pair() as (peer, node):
             assert (await read(peer, SMALL))[0] == [GIVEN]
             node.acceptor.set_identity(me(1))
-            await until(lambda: not peer.stats()["connected"], 5)
+            await soon(lambda: not peer.stats()["connected"], 5)
             assert (await read(peer, SMALL))[0] == [GIVEN]
             assert peer.stats()["connections"] == 2
             assert peer.stats()["failed"] == 0
@@ -434,7 +434,7 @@ async def stopped_and_continued(port: int, pid: int, load: bool) -> None:
         assert max(took) < 1.2
         assert len([each for each in took if each > 0.04]) <= 4, "all others cost nothing"
         os.kill(pid, signal.SIGCONT)
-        await until(partial(gives, peer), 20)
+        await soon(partial(gives, peer), 20)
         for _ in range(10):
             assert (await read(peer, SMALL, load=load))[0] == [GIVEN]
         assert peer.stats()["connections"] == 1
@@ -494,7 +494,7 @@ def test_many_reads_of_a_lost_peer_leave_nothing_behind() -> None:
                 "there is no room, for as long as it may wait"
             )
             node.acceptor.set_identity(me(1))
-            await until(lambda: peer.stats()["in_flight"] == 0, 5)
+            await soon(lambda: peer.stats()["in_flight"] == 0, 5)
             node.answers.hot = True
             assert (await read(peer, SMALL))[0] == [GIVEN]
 

@@ -25,6 +25,7 @@ from diesel_fs.peers.node_cache import NodeCache
 
 from ..cache.disk_tier import file_of, files, tier_at
 from ..small_disks import remount, small_disk
+from ..waiting import soon
 from .node_caches import (
     IDENTITY,
     ChunkSource,
@@ -35,7 +36,6 @@ from .node_caches import (
     raw,
     run_and_close_cache,
     total,
-    until,
 )
 from .node_caches import memory_is_released as memory_is_released
 
@@ -60,7 +60,7 @@ def some(source: ChunkSource, chunks: int) -> int:
 
 async def settled(cache: NodeCache) -> None:
     """Wait until all queued chunks are on the disk."""
-    await until(lambda: not cache.stats()["disk_queued_bytes"] and cache.stats()["disk_looks"] > 0)
+    await soon(lambda: not cache.stats()["disk_queued_bytes"] and cache.stats()["disk_looks"] > 0)
 
 
 @asynccontextmanager
@@ -200,7 +200,7 @@ def test_a_share_fills_the_disk_and_then_stops(place: Path, source: ChunkSource)
             trio.open_nursery() as nursery,
         ):
             nursery.start_soon(cache.prefetch_owned, np.arange(CHUNKS))
-            await until(lambda: not (cache.stats()["share_held_chunks"] < 5))
+            await soon(lambda: not (cache.stats()["share_held_chunks"] < 5))
             await trio.sleep(0.1)
             nursery.cancel_scope.cancel()
             assert cache.stats()["filled"] == cache.stats()["fetches"] == 5
@@ -419,7 +419,7 @@ def test_chunks_that_others_wrote_are_found_at_the_next_scan(
             other = tier_at(place).reserve(cache._key(6), len(source.contents[6]))
             assert other is not None
             other.commit(memoryview(source.contents[6]))
-            await until(lambda: bool(cache.holds(6)))
+            await soon(lambda: bool(cache.holds(6)))
 
     trio.run(main)
 
@@ -469,7 +469,7 @@ def test_a_share_fills_a_disk_that_answers_late(place: Path, source: ChunkSource
             trio.open_nursery() as nursery,
         ):
             nursery.start_soon(cache.prefetch_owned, np.arange(CHUNKS))
-            await until(lambda: not (cache.stats()["share_held_chunks"] < CHUNKS))
+            await soon(lambda: not (cache.stats()["share_held_chunks"] < CHUNKS))
             nursery.cancel_scope.cancel()
 
     trio.run(main)
