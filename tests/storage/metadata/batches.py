@@ -214,7 +214,7 @@ def stored_entries(rows: Rows) -> dict[bytes, StoredEntry]:
         )
         for i in range(len(rows))
     }
-    assert len(found) == len(rows), "a path stands twice"
+    assert len(found) == len(rows), "a path has two entries"
     return found
 
 

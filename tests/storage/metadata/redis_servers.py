@@ -41,7 +41,7 @@ def until(true: Callable[[], object], what: str, seconds: float = START_S) -> No
         except (RedisError, OSError):
             return False
 
-    wait_until(holds, seconds, lambda: f"in vain waited for: {what}")
+    wait_until(holds, seconds, lambda: f"waited in vain for: {what}")
 
 
 def once(work: Callable[[], object]) -> Callable[[], None]:

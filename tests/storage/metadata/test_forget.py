@@ -37,8 +37,8 @@ STEPS = {
 
 def forgotten(meta: MetadataStore, *numbers: int, tombstones: bool = False) -> set[int]:
     """Forget chunks by their numbers; returns those that the store does not know afterwards."""
-    gone = meta.forget(IDENTITY, map(chunk_id, numbers), tombstones=tombstones)
-    return {number for number in numbers if chunk_id(number) in gone}
+    unknown = meta.forget(IDENTITY, map(chunk_id, numbers), tombstones=tombstones)
+    return {number for number in numbers if chunk_id(number) in unknown}
 
 
 def test_P1_only_empty_chunks_are_forgotten(meta: MetadataStore) -> None:
@@ -157,8 +157,8 @@ def test_P1_a_redis_client_killed_while_it_forgets(
     check(other, NAME, rest if is_removed else [one, dead, *rest])
     commit(other, one)  # it is an orphan, and committed again
     check(other, NAME, [one, *rest] if is_removed else [one, dead, *rest])
-    gone = {chunk_id(1), chunk_id(2)}
-    assert killed.forget(IDENTITY, gone, tombstones=True) == gone
+    empty = {chunk_id(1), chunk_id(2)}
+    assert killed.forget(IDENTITY, empty, tombstones=True) == empty
     check(killed, NAME, rest)
     commit(other, one, dead)
     check(killed, NAME, [one, dead, *rest])

@@ -27,6 +27,7 @@ from tests.storage.metadata.watched_redis import (
     commit_without_applying,
     dies_at,
     live_generation,
+    make_older,
     watched_link,
 )
 
@@ -273,7 +274,8 @@ def test_pieces_of_a_dead_writer_are_removed(meta: RedisMetadata, server: RedisS
     generation = live_generation(server.url)
     transactions.remove_abandoned_transactions(IDENTITY, generation)
     assert client.hlen(keys.begun) == 65, "they may be alive"
-    transactions.remove_abandoned_transactions(IDENTITY, generation, age_s=0)
+    make_older(client, keys.begun, 3600)
+    transactions.remove_abandoned_transactions(IDENTITY, generation)
     assert client.hlen(keys.begun) == 0
     assert sum(client.hlen(key) for key in client.keys("dfs:*}:x")) == 0
     writer.close()

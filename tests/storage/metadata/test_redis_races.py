@@ -176,7 +176,7 @@ def test_C18_a_slow_rebuild_of_few_rows_sends_heartbeats(
             yield files(number + 1, b"x%d" % number).batch()
             time.sleep(0.05)
         with closing(RedisMetadata.open(server.url, deadline_s=0.1)) as hasty:
-            hasty.create("another", uuid.UUID(int=9))  # who cleans up
+            hasty.create("another", uuid.UUID(int=9))  # this removes abandoned generations
 
     meta.rebuild(NAME, IDENTITY, batches())
     assert meta.head(NAME).files == 60

@@ -195,7 +195,7 @@ def test_no_shared_memory_is_used_over_a_network(folder: tuple[Path, Path]) -> N
     with closing(open_on(disk, "host-1", clock, create=True)) as local:
         local.create(NAME, IDENTITY)
     assert journal(disk) == b"\2\2"
-    disk.with_name("meta.sqlite-shm").symlink_to("meta.sqlite-shm")  # whoever tries to fails
+    disk.with_name("meta.sqlite-shm").symlink_to("meta.sqlite-shm")  # opening it fails
     with pytest.raises(MetadataError, match="snapshot"):
         open_on(network, "host-2", clock, readonly=True)
 

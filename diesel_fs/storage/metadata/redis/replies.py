@@ -4,8 +4,6 @@ Each function returns the reply as the type that it names, and raises CorruptErr
 another type. Pure.
 """
 
-from uuid import UUID
-
 from ..store import corrupt_store_error
 
 NUMBER_MAX = 1 << 63
@@ -62,8 +60,3 @@ def pair(reply: object) -> tuple[object, object]:
     if isinstance(reply, list | tuple) and len(reply) == 2:
         return reply[0], reply[1]
     raise corrupt_store_error("something else where a pair should be")
-
-
-def identity_of(reply: object) -> UUID:
-    """The identity of a dataset: a UUID of 16 bytes."""
-    return UUID(bytes=octets(reply, 16))

@@ -68,7 +68,7 @@ from .keys import (
 )
 from .link import DEADLINE_S, METADATA_READ_S, Command, RedisLink, command, in_portions
 from .pieces import ChunkPieces, Tombstones, cut_removal
-from .replies import identity_of, listed, octets, packed_dict
+from .replies import listed, octets, packed_dict
 from .rows import (
     FolderEntries,
     GenerationGone,
@@ -192,7 +192,7 @@ class RedisMetadata(RebuildingStore):
         reply = self._link.execute("HGET", NAMES_KEY, name)
         if reply is None:
             raise no_such_dataset_error(name)
-        return self._apply_pending(identity_of(reply)).dataset
+        return self._apply_pending(UUID(bytes=octets(reply, 16))).dataset
 
     def _names(self) -> dict[bytes, UUID]:
         reply = self._link.execute("HGETALL", NAMES_KEY)

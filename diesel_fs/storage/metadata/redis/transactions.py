@@ -406,15 +406,13 @@ class RedisTransactions(HeadReader):
         with suppress(Exception):  # otherwise they are removed as abandoned
             self.link.run(commands)
 
-    def remove_abandoned_transactions(
-        self, identity: UUID, generation: Generation, age_s: int = _ABANDONED_S
-    ) -> None:
+    def remove_abandoned_transactions(self, identity: UUID, generation: Generation) -> None:
         """Remove the pieces of writers that died before they committed, or take too long."""
         keys = DatasetKeys(identity)
         reply = self.link.execute("HKEYS", keys.begun)
         names = [octets(each) for each in listed(reply)]
         answers = self.link.run_scripts(
-            ScriptCommand(ABANDON, [SCHEMA_KEY, keys.begun], [SCHEMA, name, age_s])
+            ScriptCommand(ABANDON, [SCHEMA_KEY, keys.begun], [SCHEMA, name, _ABANDONED_S])
             for name in names
         )
         for name, answer in zip(names, answers, strict=True):

@@ -59,7 +59,8 @@ class SqliteFile:
 
     A file that is not writable is refused with PermissionDenied, since a WAL needs a writable file
     beside it even for reading; a reader can use a snapshot instead. Each transaction checks whether
-    the file has been replaced or removed. All methods are thread-safe.
+    the file has been replaced or removed. A fork waits `fork_wait_s` for transactions at most. All
+    methods are thread-safe.
     """
 
     def __init__(

@@ -17,6 +17,7 @@ import os
 import secrets
 import socket
 import struct
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -49,21 +50,14 @@ def locks_fault(folder: Path) -> str:
     refused = file_system_of(folder).options & _LOCAL_LOCKS
     if refused:
         return f"it is mounted with {sorted(refused)[0]!r}"
-    probe = folder / f".tmp-lock-{secrets.token_hex(8)}"
     try:
-        first = os.open(probe, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            second = os.open(probe, os.O_RDWR | os.O_CLOEXEC)
-            try:
-                return _conflict_fault(first, second)
-            finally:
-                os.close(second)
-        finally:
-            os.close(first)
+        with (
+            tempfile.NamedTemporaryFile(dir=folder, prefix=".tmp-lock-") as first,
+            open(first.name, "r+b") as second,
+        ):
+            return _conflict_fault(first.fileno(), second.fileno())
     except OSError as error:
         return f"locking a file in it fails: {error.strerror}"
-    finally:
-        probe.unlink(missing_ok=True)
 
 
 def _conflict_fault(first: int, second: int) -> str:
