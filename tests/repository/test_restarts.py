@@ -1,6 +1,6 @@
 """A metadata store that comes back older in the middle of a put (FAULTS C4, C11, Z8)."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from uuid import UUID
 
@@ -12,6 +12,8 @@ from diesel_fs.format.entries import Bytes, Kind
 from diesel_fs.repository.local import LocalRepository
 from diesel_fs.repository.stored import LocalWriteSession
 from diesel_fs.repository.validation import batch_of
+from diesel_fs.storage.metadata.redis.bucket_scripts import APPLY
+from diesel_fs.storage.metadata.redis.link import RedisLink, ScriptCommand
 from diesel_fs.storage.metadata.redis.store import RedisMetadata
 from tests.storage.metadata.redis_servers import RedisServer, free_port
 
@@ -114,13 +116,24 @@ def test_C11_it_comes_back_older_while_the_put_ends(
 
 
 def test_C8_what_is_not_applied_yet_leads_readers_to_the_snapshot(
-    server: RedisServer, url: str
+    server: RedisServer, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The writer dies before it applies its commit, and then Redis takes no writes."""
+    run_scripts = RedisLink.run_scripts
+
+    def die_before_applying(self: RedisLink, runs: Iterable[ScriptCommand]) -> list[object]:
+        commands = list(runs)
+        if any(each.script == APPLY for each in commands):
+            raise KeyboardInterrupt
+        return run_scripts(self, commands)
+
     with LocalRepository.open(url, create=True) as one, LocalRepository.open(url) as two:
         put_base(one)
         session = two.begin(NAME)
-        two.meta._commits._apply = lambda *_: None  # type: ignore[attr-defined]  # the test looks inside
-        add(session, b"half")
+        with monkeypatch.context() as patch:
+            patch.setattr(RedisLink, "run_scripts", die_before_applying)
+            with pytest.raises(KeyboardInterrupt):
+                add(session, b"half")
         server.client().config_set("min-replicas-to-write", 1)
         view = one.view(NAME)
         assert view.stat(view.lookup(b"d/base")).size == 5
