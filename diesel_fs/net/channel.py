@@ -29,7 +29,10 @@ _TURNS = 16  # calls in a row that returned bytes, then other tasks run
 _LINGER_S, _LINGER_BYTES = 1.0, 64 << 10  # how long, and how much, is read after the last send
 
 _USER_TIMEOUT_MS = 10_000  # a machine that acknowledges nothing for so long is gone
-_OPTIONS = (
+SocketOptions = Sequence[tuple[int, int, int]]
+"""Level, option and value of each."""
+
+_OPTIONS: SocketOptions = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30),
@@ -49,14 +52,14 @@ class Channel:
     buffers_internally = False
     """Whether received bytes may wait in a buffer that the socket does not report as readable."""
 
-    _drained_at_once = BUFFERS_MAX  # unsent parts that `drain` gives to `_send` in one turn
+    _drained_at_once = BUFFERS_MAX  # unsent parts that `drain` gives to `send_some` in one turn
 
-    def __init__(self, connected: socket.socket) -> None:
+    def __init__(self, connected: socket.socket, options: SocketOptions = _OPTIONS) -> None:
         self._socket = connected
         self._file = connected.fileno()
         connected.setblocking(False)
         with suppress(OSError):  # some options do not exist for every kind of socket
-            for level, option, value in _OPTIONS:
+            for level, option, value in options:
                 connected.setsockopt(level, option, value)
         self._unsent: list[memoryview] = []
         self._draining = trio.Lock()
@@ -102,7 +105,7 @@ class Channel:
         sent = 0
         if not self._unsent:
             try:
-                sent = self._send(parts)
+                sent = self.send_some(parts)
             except BlockingIOError:
                 sent = 0
             except OSError as error:
@@ -120,9 +123,9 @@ class Channel:
             begun_s = trio.current_time()
             moved = 0
             while self._unsent:
-                await wait_at_min_rate(begun_s, moved, self._writable)
+                await wait_at_min_rate(begun_s, moved, self.wait_writable)
                 try:
-                    sent = self._send(self._unsent[: self._drained_at_once])
+                    sent = self.send_some(self._unsent[: self._drained_at_once])
                 except BlockingIOError:
                     continue
                 except OSError as error:
@@ -135,9 +138,13 @@ class Channel:
         kernel discard bytes that have been sent."""
         dropped, sink = 0, memoryview(bytearray(4096))
         with suppress(ConnectionClosed, OSError), trio.move_on_after(_LINGER_S):
-            self._socket.shutdown(socket.SHUT_WR)
+            self.end_sending()
             while dropped < _LINGER_BYTES:
                 dropped += await self.receive(sink)
+
+    def end_sending(self) -> None:
+        """Announce that no more bytes come. Raises OSError."""
+        self._socket.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
         """Close the connection at once. Repeatable."""
@@ -145,11 +152,13 @@ class Channel:
             trio.lowlevel.notify_closing(self._file)
             self._socket.close()
 
-    def _send(self, parts: Sequence[Bytes]) -> int:
-        """Send some of these bytes now; returns how many have left."""
+    def send_some(self, parts: Sequence[Bytes]) -> int:
+        """Send some of these bytes now; returns how many have left. Raises BlockingIOError where
+        none can leave now, and OSError."""
         return self._socket.sendmsg(parts if len(parts) <= BUFFERS_MAX else parts[:BUFFERS_MAX])
 
-    async def _writable(self) -> None:
+    async def wait_writable(self) -> None:
+        """Wait until bytes may leave. Raises ConnectionClosed."""
         try:
             await trio.lowlevel.wait_writable(self._file)
         except (trio.ClosedResourceError, OSError) as error:
@@ -163,7 +172,12 @@ class TlsChannel(Channel):
     _drained_at_once = 1
 
     def __init__(
-        self, connected: socket.socket, context: ssl.SSLContext, *, accepted: bool
+        self,
+        connected: socket.socket,
+        context: ssl.SSLContext,
+        *,
+        accepted: bool,
+        options: SocketOptions = _OPTIONS,
     ) -> None:
         """The caller must call `do_handshake` next. Raises ConnectionClosed."""
         connected.setblocking(False)
@@ -174,7 +188,7 @@ class TlsChannel(Channel):
         except (OSError, ValueError) as error:
             connected.close()
             raise ConnectionClosed(str(error)) from error
-        super().__init__(self._tls)
+        super().__init__(self._tls, options)
 
     async def do_handshake(self) -> None:
         """Complete the TLS handshake. Raises ConnectionClosed."""
@@ -186,7 +200,7 @@ class TlsChannel(Channel):
                 except ssl.SSLWantReadError:
                     await self.wait_readable()
                 except ssl.SSLWantWriteError:
-                    await self._writable()
+                    await self.wait_writable()
         except ssl.SSLError as error:
             raise ConnectionClosed(f"the TLS handshake failed: {error.reason or error}") from error
         except OSError as error:
@@ -216,9 +230,9 @@ class TlsChannel(Channel):
 
     def send_now(self, parts: Sequence[Bytes], size: int) -> bool:
         """As `Channel.send_now`; small parts are joined to one TLS record."""
-        return super().send_now(list(_joined(parts)), size)
+        return super().send_now(join_small(parts), size)
 
-    def _send(self, parts: Sequence[Bytes]) -> int:
+    def send_some(self, parts: Sequence[Bytes]) -> int:
         sent = 0
         for part in parts:
             view = memoryview(part)
@@ -234,7 +248,7 @@ class TlsChannel(Channel):
         return sent
 
 
-def _joined(parts: Sequence[Bytes]) -> Sequence[Bytes]:
+def join_small(parts: Sequence[Bytes]) -> list[Bytes]:
     """The same bytes with few small parts: each part costs at least one TLS record."""
     joined: list[Bytes] = []
     small: list[Bytes] = []

@@ -10,16 +10,17 @@ import errno
 import logging
 import resource
 import socket
-import ssl
 from collections.abc import Sequence
 from typing import NoReturn
 
 import trio
 
+from diesel_fs.net import channel as transport
+from diesel_fs.net import frames as wire
 from diesel_fs.net.tls import Certificate
 
 from . import limits
-from .channel import Channel, ConnectionClosed, SocketChannel, StreamChannel, set_socket_options
+from .channel import SOCKET_OPTIONS, Channel, ConnectionClosed
 from .connection import SHUTTING_DOWN, Connection, ConnectionContext, Opener
 from .limits import LimitReached
 
@@ -75,7 +76,6 @@ class Listener:
                     log.error("cannot accept connections: %s", error.strerror)
                     await trio.sleep(_PAUSE_S)
                 continue
-            set_socket_options(accepted)
             nursery.start_soon(self._serve, accepted, str(peer[0]), int(peer[1]))
 
     async def _serve(self, accepted: trio.socket.SocketType, address: str, port: int) -> None:
@@ -118,22 +118,24 @@ class Listener:
     def _opener(self, accepted: trio.socket.SocketType) -> Opener:
         certificate = self.certificate
 
-        async def plain() -> tuple[Channel, bytes]:
-            return SocketChannel(accepted), bytes(32)
-
-        async def secured() -> tuple[Channel, bytes]:
-            assert certificate is not None
-            transport = trio.SocketStream(accepted)
-            stream = trio.SSLStream(
-                transport, certificate.context, server_side=True, https_compatible=True
-            )
+        async def open_channel() -> tuple[Channel, bytes]:
+            connected = socket.socket(fileno=accepted.detach())
+            if certificate is None:
+                return Channel(transport.Channel(connected, SOCKET_OPTIONS)), wire.NO_BINDING
             try:
-                await stream.do_handshake()
-            except (trio.BrokenResourceError, ssl.SSLError, OSError) as error:
+                secured = transport.TlsChannel(
+                    connected, certificate.context, accepted=True, options=SOCKET_OPTIONS
+                )
+                try:
+                    await secured.do_handshake()
+                except BaseException:
+                    secured.close()
+                    raise
+            except transport.ConnectionClosed as error:
                 raise ConnectionClosed(_why(error)) from error
-            return StreamChannel(stream, transport), certificate.digest
+            return Channel(secured), certificate.digest
 
-        return plain if certificate is None else secured
+        return open_channel
 
 
 def _why(error: BaseException) -> str:

@@ -10,10 +10,11 @@ import trio
 import trio.testing
 
 from diesel_fs import metrics
+from diesel_fs.net import channel as transport
 from diesel_fs.net import frames as wire
 from diesel_fs.net.messages import Message
 from diesel_server import limits
-from diesel_server.channel import Channel, ConnectionClosed, SocketChannel
+from diesel_server.channel import Channel, ConnectionClosed
 from diesel_server.connection import Connection, ConnectionContext
 from diesel_server.refusal_log import RefusalLog
 from diesel_server.requests import Dispatcher, Reply, Request
@@ -32,10 +33,10 @@ def run(what: Callable[[], Awaitable[None]]) -> None:
     trio.run(main)
 
 
-def pair(buffer_bytes: int = 1 << 14) -> tuple[SocketChannel, trio.socket.SocketType]:
+def pair(buffer_bytes: int = 1 << 14) -> tuple[Channel, trio.socket.SocketType]:
     ours, theirs = trio.socket.socketpair()
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
-    return SocketChannel(ours), theirs
+    return Channel(transport.Channel(socket.socket(fileno=ours.detach()))), theirs
 
 
 def test_bytes_arrive_in_both_directions_in_pieces_of_any_size() -> None:
