@@ -29,8 +29,8 @@ FETCH_THREADS = 4
 """Loads at once per process: enough to hide a store's latency behind its bandwidth."""
 
 PINNED_COST_DIVISOR = 32
-"""A pinned chunk counts this part of its bytes: its memory is not ours, but the notes about its
-entries take some 100 bytes each."""
+"""A pinned chunk counts this part (a 32nd) of its bytes: its memory belongs to another process, but
+`LoadedChunk.checked` takes some 100 bytes of ours for each entry."""
 
 
 @dataclass(slots=True)
@@ -46,8 +46,8 @@ class LoadedChunk:
     view: memoryview = field(init=False)
     checked: set[int] = field(default_factory=set)
     decoded: dict[int, memoryview] = field(default_factory=dict)
-    charged: int = 0  # bytes counted in the budget
-    is_counted: bool = False  # in the cache now, and counted there
+    charged: int = 0  # bytes that it counts in the budget while it is in the cache
+    is_counted: bool = False  # whether it is in the cache now
 
     def __post_init__(self) -> None:
         self.view = self.buffer.toreadonly()
@@ -67,7 +67,7 @@ class ChunkCache:
         self._chunks: OrderedDict[int, LoadedChunk] = OrderedDict()
         self._held_bytes = 0
         self.evictions = 0
-        self._followed: OrderPrefetch | None = None
+        self._order: OrderPrefetch | None = None
         self._reset_after_fork()
         _CACHES.add(self)
 
@@ -125,13 +125,13 @@ class ChunkCache:
     @property
     def order(self) -> OrderPrefetch | None:
         """The order that the cache follows, if any."""
-        return self._followed
+        return self._order
 
     def set_order(self, followed: OrderPrefetch) -> None:
         """Follow this order from now on: keep and load its chunks. All chunks in memory are
         dropped."""
         with self._lock:
-            self._followed = followed
+            self._order = followed
             for number in [*self._chunks, *self._in_flight]:
                 self._drop(number)
 
@@ -139,7 +139,7 @@ class ChunkCache:
         """A reader of the order is at entry `index`. No effect where the cache follows another
         order."""
         with self._lock:
-            if followed is self._followed:
+            if followed is self._order:
                 self._apply(*followed.advance(visit, index, self.budget_bytes))
 
     def mark_read(
@@ -147,7 +147,7 @@ class ChunkCache:
     ) -> None:
         """A reader of the order has read entries of one visit. No effect as in `advance`."""
         with self._lock:
-            if followed is self._followed:
+            if followed is self._order:
                 self._apply(*followed.mark_read(visit, entries, self.budget_bytes))
 
     def revoke(self, number: int) -> None:

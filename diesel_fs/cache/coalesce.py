@@ -1,11 +1,11 @@
 """What all readers of chunks share: which bytes are read together, and what is done about damage.
 
 Three readers stand on this module. `EntryReader` (`reader.py`) serves the Python API and the server
-of a mount and keeps chunks in memory. `CoalescingReader` feeds the prefetch worker of a mount and
-keeps nothing. `RangeReader` serves parts of chunks for the clients of a server. Each of them merges
-neighbouring ranges of a chunk into one read, and asks for several reads in one request where the
-store takes that; the limits stand here once. `ChunkSource` names a chunk's object, reads from it,
-and reads an entry again whose bytes do not match their checksum.
+of a mount and keeps chunks in memory. `CoalescingReader` (`coalescing_reader.py`) feeds the
+prefetch worker of a mount and keeps nothing. `RangeReader` (`range_reader.py`) serves parts of
+chunks for the clients of a server. Each of them merges neighbouring ranges of a chunk into one
+read, and asks for several reads in one request where the store takes that. `ChunkSource` names a
+chunk's object, reads from it, and reads an entry again whose bytes do not match their checksum.
 
 There are two functions that merge. `merge_spans` works on numpy columns, for the thousands of
 extents that a mount wants at once; `merge_ranges` works on lists, for requests to a server, which
@@ -31,11 +31,12 @@ from ..storage.objects.store import ObjectStore
 
 BATCH_BYTES_MAX = 8 << 20
 BATCH_PARTS_MAX = 512
-"""What is asked for in one request, where the store takes many reads in one: such a request costs
-what some hundred kilobytes do, and its first part should not take more than a few milliseconds."""
+"""The most that one request asks for, where the store takes many reads in one. The request itself
+then costs little beside its bytes (as much as some hundred kilobytes do), and its first part still
+arrives within a few milliseconds."""
 
 MERGED_BYTES_MAX = 32 << 20
-"""`merge_ranges` merges up to this; a larger part is read alone, straight to its place."""
+"""`merge_ranges` merges up to this. A larger part is read alone, into the memory of the answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +44,8 @@ class ReadLimits:
     """How `CoalescingReader` merges and reads ahead; tests shrink these."""
 
     gap_bytes: int = 64 << 10
-    """Bytes that nobody wants between two wanted extents are read along up to this many: a read of
-    its own costs as much as 64 KiB on a local disk, and far more on an object store."""
+    """Two extents are read in one span where at most so many unwanted bytes lie between them: a
+    second read would cost as much as 64 KiB on a local disk, and far more on an object store."""
 
     batched_gap_bytes: int = 4 << 10
     """The same where the store takes many reads in one request: one more costs 3 us there."""
@@ -91,7 +92,7 @@ class ChunkSource:
         try:
             read(self.name(chunk), offset, buffer)
         except ObjectMissing as error:
-            raise self.lost(chunk, error) from error
+            raise self.lost_chunk_error(chunk, error) from error
         self._counts["fetches"] += 1
         self._counts["fetched_bytes"] += size
         return buffer.toreadonly()
@@ -117,7 +118,7 @@ class ChunkSource:
         self._counts["healed"] += 1
         return raw, content
 
-    def lost(self, chunk: int, error: ObjectMissing) -> ObjectMissing:
+    def lost_chunk_error(self, chunk: int, error: ObjectMissing) -> ObjectMissing:
         """The error for a chunk that the store does not have."""
         dataset = self._snapshot.dataset
         return ObjectMissing(
@@ -154,9 +155,8 @@ def merge_spans(
     """
     if not len(starts):
         return [0]
-    begins = np.diff(chunks) != 0
-    begins |= starts[1:] - ends[:-1] > gap_bytes
-    cuts = [0, *(np.flatnonzero(begins) + 1).tolist(), len(starts)]
+    is_apart = (np.diff(chunks) != 0) | (starts[1:] - ends[:-1] > gap_bytes)  # from the one before
+    cuts = [0, *(np.flatnonzero(is_apart) + 1).tolist(), len(starts)]
     if (ends[np.array(cuts[1:]) - 1] - starts[cuts[:-1]] <= span_bytes).all():
         return cuts
     smaller = [0]

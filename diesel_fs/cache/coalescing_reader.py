@@ -302,7 +302,7 @@ class CoalescingReader:
                 try:
                     read = next(found)
                 except ObjectMissing as error:
-                    raise self._source.lost(chunk, error) from error
+                    raise self._source.lost_chunk_error(chunk, error) from error
                 self._note_time(start_s)
                 self._counts["fetches"] += 1
                 self._counts["fetched_bytes"] += size

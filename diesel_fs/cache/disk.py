@@ -69,7 +69,7 @@ EVICT_FRACTION = 0.05
 _TOUCH_S = 60.0  # how exact the times of last use are; exact ones cost a system call a read
 _LOCK_S = 5.0  # how long to wait for the lock
 _LOCK_POLL_S = 0.01
-_KNOWN_MAX = 1 << 20  # chunks known to be checked; beyond it all are forgotten and checked again
+_CHECKED_MAX = 1 << 20  # remembered chunks; beyond it all are forgotten, and checked again
 _WRITE_BYTES_MAX = 64 << 20  # in one call: signals are handled between calls
 
 _MARKER = ".diesel-cache"
@@ -146,8 +146,8 @@ def _check_ours(place: Path) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
-    """A file of a chunk, as `_scan` finds it."""
+class _ChunkFile:
+    """A file of a chunk, as `_scan` finds it. The times are of the last use, since 1970."""
 
     path: str
     bytes: int
@@ -161,7 +161,7 @@ class _DiskBreaker:
 
     def __init__(self, place: str, doing: str, clock: Callable[[], float]) -> None:
         self._breaker = CircuitBreaker(_FAILURES_MAX, DISK_PAUSE_S)
-        self._place, self._doing = place, doing  # for the log: "cannot {doing} the cache in ..."
+        self._root, self._doing = place, doing  # for the log: "cannot {doing} the cache in ..."
         self._clock = clock
         self._is_reported = False
 
@@ -175,7 +175,7 @@ class _DiskBreaker:
         self._breaker.record_success()
         if self._is_reported:
             self._is_reported = False
-            log.warning("the cache in %s works again", self._place)
+            log.warning("the cache in %s works again", self._root)
 
     def failed(self, error: OSError) -> None:
         """An access of the disk failed."""
@@ -183,7 +183,7 @@ class _DiskBreaker:
             self._is_reported = True
             log.warning(
                 "cannot %s the cache in %s (%s): it is not used, and tried again every %.0f s",
-                self._doing, self._place, error.strerror, DISK_PAUSE_S,
+                self._doing, self._root, error.strerror, DISK_PAUSE_S,
             )  # fmt: skip
 
 
@@ -204,22 +204,22 @@ class DiskTier(CacheTier):
         may have half of the bytes that are free there or that it has already. `clock` gives the
         time by which a failed disk is tried again. Raises PermissionDenied, BusyError.
         """
-        self._place = os.fspath(place)
-        self._folder = f"{self._place}/{store.hex}"
+        self._root = os.fspath(place)
+        self._store_folder = f"{self._root}/{store.hex}"
         self.limit_bytes = limit_bytes or 0
-        self._is_half = limit_bytes is None  # the half has not been computed yet
+        self._takes_half = limit_bytes is None  # `limit_bytes` is still to be computed
         self.read_only_reason = ""
         """Why nothing can be written here, if so; chunks are read all the same."""
         self._device = os.stat(place).st_dev
-        # Chunks that this process has checked, and when it last set their times.
-        self._known: dict[ChunkKey, float] = {}
-        self._dataset_used: dict[UUID, float] = {}
-        self._reads = _DiskBreaker(self._place, "read from", clock)
-        self._writes = _DiskBreaker(self._place, "write to", clock)
+        # The chunks that this process has checked, and when it last set their times of last use
+        self._checked_s: dict[ChunkKey, float] = {}
+        self._dataset_touched_s: dict[UUID, float] = {}
+        self._reads = _DiskBreaker(self._root, "read from", clock)
+        self._writes = _DiskBreaker(self._root, "write to", clock)
         self._reading_lock = threading.Lock()
         self._reading_count = 0
         # Paths with a chunk's name that are no chunks and cannot be removed.
-        self._strange: set[str] = set()
+        self._not_removable: set[str] = set()
         self._reading = -1
         self.evictions = 0
         try:
@@ -240,7 +240,7 @@ class DiskTier(CacheTier):
         try:
             file = os.open(self._path(key), os.O_RDONLY | _FILE_FLAGS)
         except FileNotFoundError:
-            self._known.pop(key, None)
+            self._checked_s.pop(key, None)
             return None
         except OSError as error:
             if error.errno in (errno.ELOOP, errno.ENXIO):  # a link; a socket
@@ -252,7 +252,7 @@ class DiskTier(CacheTier):
         held, is_chunk = _File(self, file, found.st_size), stat.S_ISREG(found.st_mode)
         if not is_chunk:
             self._clear(self._path(key))
-        if not is_chunk or (key not in self._known and not self._is_sound(key, held)):
+        if not is_chunk or (key not in self._checked_s and not self._is_sound(key, held)):
             held.close()
             return None
         self._touch(key, file)
@@ -270,15 +270,15 @@ class DiskTier(CacheTier):
             return False
         except (OSError, MemoryError):  # `read_into` has reported an OSError
             return False
-        if len(self._known) >= _KNOWN_MAX:
-            self._known.clear()
-        self._known[key] = 0.0
+        if len(self._checked_s) >= _CHECKED_MAX:
+            self._checked_s.clear()
+        self._checked_s[key] = 0.0
         return True
 
     def _touch(self, key: ChunkKey, file: int) -> None:
         now_s = time.monotonic()
-        if now_s - self._known.get(key, 0.0) >= _TOUCH_S:
-            self._known[key] = now_s
+        if now_s - self._checked_s.get(key, 0.0) >= _TOUCH_S:
+            self._checked_s[key] = now_s
             with contextlib.suppress(OSError):  # the file system has become read-only
                 os.utime(file)
         self.note_use(key.identity)
@@ -290,19 +290,19 @@ class DiskTier(CacheTier):
 
     def note_use(self, identity: UUID) -> None:
         now_s = time.monotonic()
-        if now_s - self._dataset_used.get(identity, -_TOUCH_S) >= _TOUCH_S:
-            self._dataset_used[identity] = now_s
+        if now_s - self._dataset_touched_s.get(identity, -_TOUCH_S) >= _TOUCH_S:
+            self._dataset_touched_s[identity] = now_s
             with contextlib.suppress(OSError):
-                os.utime(f"{self._folder}/{identity.hex}/{_USED}")
+                os.utime(f"{self._store_folder}/{identity.hex}/{_USED}")
 
     def drop(self, key: ChunkKey) -> None:
         """Remove a chunk. Its bytes stay counted until the files are counted again for room."""
-        self._known.pop(key, None)
+        self._checked_s.pop(key, None)
         with contextlib.suppress(OSError):
             os.unlink(self._path(key))
 
     def report_damage(self, key: ChunkKey) -> None:
-        self._known.pop(key, None)
+        self._checked_s.pop(key, None)
         if (held := self.find(key)) is not None:
             held.close()
 
@@ -310,7 +310,7 @@ class DiskTier(CacheTier):
 
     def list_chunks(self, identity: UUID) -> list[ChunkId]:
         """The chunks of a dataset that seem to be here. Raises OSError."""
-        path = f"{self._folder}/{identity.hex}"
+        path = f"{self._store_folder}/{identity.hex}"
         with contextlib.suppress(FileNotFoundError), os.scandir(path) as entries:
             return [
                 ChunkId(bytes.fromhex(entry.name))
@@ -322,11 +322,11 @@ class DiskTier(CacheTier):
     def free_bytes(self) -> int:
         """About how many bytes can be put here without an eviction; 0 where that is unknown."""
         try:
-            marker = os.open(f"{self._place}/{_MARKER}", os.O_RDONLY | _FILE_FLAGS)
+            marker = os.open(f"{self._root}/{_MARKER}", os.O_RDONLY | _FILE_FLAGS)
         except OSError:
             return 0
         try:
-            return max(min(self._left(marker)), 0)
+            return max(min(self._free(marker)), 0)
         except (OSError, struct.error):
             return 0
         finally:
@@ -343,18 +343,18 @@ class DiskTier(CacheTier):
         """Remove chunks and free their room at once. Failures are left for the next count."""
         with contextlib.suppress(OSError, BusyError), self._locked() as marker:
             for key in keys:
-                self._known.pop(key, None)
+                self._checked_s.pop(key, None)
                 with contextlib.suppress(OSError):
                     size = os.lstat(self._path(key)).st_size
                     os.unlink(self._path(key))
-                    _add(marker, -size)
+                    _add_used(marker, -size)
                     self.evictions += 1
 
     # Writing
 
     def reserve(self, key: ChunkKey, size: int) -> Reservation | None:
         if self._writes.is_open:
-            raise NoSpaceError(f"the cache in {self._place} is paused after errors of its disk")
+            raise NoSpaceError(f"the cache in {self._root} is paused after errors of its disk")
         try:
             with self._locked() as marker:
                 reservation = self._reserve(marker, key, size)
@@ -362,14 +362,14 @@ class DiskTier(CacheTier):
             return None
         except OSError as error:
             self._writes.failed(error)
-            raise NoSpaceError(f"the cache in {self._place} cannot be written") from error
+            raise NoSpaceError(f"the cache in {self._root} cannot be written") from error
         return reservation
 
     def _reserve(self, marker: int, key: ChunkKey, size: int) -> Reservation | None:
         """`reserve`, with the lock: no other process makes or removes files meanwhile."""
         if self.holds(key):
             return None
-        folder = f"{self._folder}/{key.identity.hex}"
+        folder = f"{self._store_folder}/{key.identity.hex}"
         temporary = f"{folder}/.{key.id.hex()}"
         if not all(map(self._clear, (f"{folder}/{_USED}", temporary, self._path(key)))):
             return None
@@ -381,13 +381,13 @@ class DiskTier(CacheTier):
                 return None  # another process is writing it
             counted = os.fstat(file).st_size  # reserved by a writer that died
             os.ftruncate(file, 0)
-            _add(marker, -counted)
+            _add_used(marker, -counted)
             if not self._has_room(marker, size):
                 self._tidy(marker, size)
                 if not self._has_room(marker, size):
-                    raise NoSpaceError(f"every chunk in {self._place} is in use")
+                    raise NoSpaceError(f"every chunk in {self._root} is in use")
             os.ftruncate(file, size)
-            _add(marker, size)
+            _add_used(marker, size)
         except BaseException:
             _unlink(temporary)
             os.close(file)
@@ -395,27 +395,27 @@ class DiskTier(CacheTier):
         return _FileReservation(self, key, file, temporary)
 
     def _make_folder(self, folder: str) -> None:
-        for each in (self._folder, folder):
+        for each in (self._store_folder, folder):
             with contextlib.suppress(FileExistsError):
                 os.mkdir(each, 0o700)
         used = f"{folder}/{_USED}"
         os.close(os.open(used, os.O_WRONLY | os.O_CREAT | _FILE_FLAGS, 0o600))
 
     def _has_room(self, marker: int, size: int) -> bool:
-        return size <= min(self._left(marker))
+        return size <= min(self._free(marker))
 
-    def _left(self, marker: int) -> tuple[int, int]:
+    def _free(self, marker: int) -> tuple[int, int]:
         """The bytes that the limit leaves, and those that the file system leaves."""
         disk = os.fstatvfs(marker)
         floor_bytes = int(FREE_FRACTION_MIN * disk.f_blocks * disk.f_frsize)
-        return self.limit_bytes - _counted(marker), disk.f_bavail * disk.f_frsize - floor_bytes
+        return self.limit_bytes - _used_bytes(marker), disk.f_bavail * disk.f_frsize - floor_bytes
 
     def _tidy(self, marker: int, size: int) -> None:
         """Count all files, remove those of dead writers, and evict idle chunks until `size` bytes
         and some more fit. With `size` 0, evict until the limit holds, also chunks in use.
         """
         now_s = time.time()
-        files: list[_Found] = []
+        files: list[_ChunkFile] = []
         for each in self._scan():
             if each.is_temporary and _is_dead(each.path):
                 _unlink(each.path)
@@ -423,9 +423,9 @@ class DiskTier(CacheTier):
                 files.append(each)
         used_bytes = sum(each.bytes for each in files)
         disk = os.fstatvfs(marker)
-        if self._is_half:
+        if self._takes_half:
             self.limit_bytes = (used_bytes + disk.f_bavail * disk.f_frsize) // 2
-            self._is_half = False
+            self._takes_half = False
         floor_bytes = FREE_FRACTION_MIN * disk.f_blocks * disk.f_frsize
         beyond_bytes = max(
             used_bytes + size - self.limit_bytes,
@@ -433,7 +433,7 @@ class DiskTier(CacheTier):
         )
         if beyond_bytes > 0 and size:
             beyond_bytes += EVICT_FRACTION * self.limit_bytes
-        for each in sorted(files, key=lambda found: found.used_s):
+        for each in sorted(files, key=lambda file: file.used_s):
             if beyond_bytes <= 0:
                 break
             idle = (
@@ -446,21 +446,27 @@ class DiskTier(CacheTier):
                 used_bytes -= each.bytes
                 beyond_bytes -= each.bytes
                 self.evictions += 1
-        _add(marker, used_bytes - _counted(marker))
+        _add_used(marker, used_bytes - _used_bytes(marker))
 
-    def _scan(self) -> Iterator[_Found]:
+    def _scan(self) -> Iterator[_ChunkFile]:
         """All chunks of all stores, with those that are being written."""
-        for store in _folders(self._place):
+        for store in _folders(self._root):
             for dataset in _folders(store):
-                used_s = 0.0  # of the dataset
+                dataset_used_s = 0.0
                 with contextlib.suppress(FileNotFoundError):
-                    used_s = os.stat(f"{dataset}/{_USED}").st_mtime
+                    dataset_used_s = os.stat(f"{dataset}/{_USED}").st_mtime
                 with os.scandir(dataset) as entries:
                     for entry in filter(_has_chunk_name, entries):
                         with contextlib.suppress(FileNotFoundError):
-                            seen, way = entry.stat(follow_symlinks=False), entry.name[0] == "."
-                            if stat.S_ISREG(seen.st_mode):
-                                yield _Found(entry.path, seen.st_size, seen.st_mtime, used_s, way)
+                            found = entry.stat(follow_symlinks=False)
+                            if stat.S_ISREG(found.st_mode):
+                                yield _ChunkFile(
+                                    entry.path,
+                                    found.st_size,
+                                    found.st_mtime,
+                                    dataset_used_s,
+                                    entry.name[0] == ".",
+                                )
                             else:
                                 self._clear(entry.path)
 
@@ -474,8 +480,8 @@ class DiskTier(CacheTier):
         except FileNotFoundError:
             pass
         except OSError as error:
-            if path not in self._strange:
-                self._strange.add(path)
+            if path not in self._not_removable:
+                self._not_removable.add(path)
                 log.warning("%s is not a chunk and cannot be removed: %s", path, error.strerror)
             return False
         return True
@@ -484,16 +490,16 @@ class DiskTier(CacheTier):
     def _locked(self) -> Iterator[int]:
         """The locked descriptor of the marker. Raises BusyError; OSError where this is no cache any
         more."""
-        path = f"{self._place}/{_MARKER}"
+        path = f"{self._root}/{_MARKER}"
         try:
             marker = os.open(path, os.O_RDWR | _FILE_FLAGS)
         except FileNotFoundError:
             # A folder that was emptied is marked again; but never the folder below a mount point
             # whose disk has been unmounted.
-            if os.stat(self._place).st_dev != self._device:
+            if os.stat(self._root).st_dev != self._device:
                 raise
             try:
-                _check_ours(private_folder(Path(self._place)))
+                _check_ours(private_folder(Path(self._root)))
             except (ConflictError, PermissionDenied) as error:
                 raise OSError(errno.ESTALE, error.message) from error
             marker = os.open(path, os.O_RDWR | _FILE_FLAGS)
@@ -534,7 +540,7 @@ class DiskTier(CacheTier):
     def _open_reading(self) -> int:
         # Opened for reading: a file that is open for writing keeps a file system from becoming
         # read-only.
-        return os.open(f"{self._place}/{_READING}", os.O_RDONLY | os.O_CREAT | _FILE_FLAGS, 0o600)
+        return os.open(f"{self._root}/{_READING}", os.O_RDONLY | os.O_CREAT | _FILE_FLAGS, 0o600)
 
     def close(self) -> None:
         with self._reading_lock:
@@ -543,7 +549,7 @@ class DiskTier(CacheTier):
             self._reading = -1
 
     def _path(self, key: ChunkKey) -> str:
-        return f"{self._folder}/{key.identity.hex}/{key.id.hex()}"
+        return f"{self._store_folder}/{key.identity.hex}/{key.id.hex()}"
 
 
 class _File(CacheHandle):
@@ -588,7 +594,7 @@ class _FileReservation(Reservation):
             self.cancel()
             return
         os.close(self._file)
-        self._tier._known[self._key] = time.monotonic()
+        self._tier._checked_s[self._key] = time.monotonic()
         self._tier._writes.succeeded()
 
     def cancel(self) -> None:
@@ -596,7 +602,7 @@ class _FileReservation(Reservation):
         try:
             with contextlib.suppress(OSError, BusyError), self._tier._locked() as marker:
                 os.unlink(self._temporary)
-                _add(marker, -os.fstat(self._file).st_size)
+                _add_used(marker, -os.fstat(self._file).st_size)
         finally:
             os.close(self._file)
 
@@ -612,14 +618,14 @@ def _folders(path: str) -> list[str]:
     return []
 
 
-def _counted(marker: int) -> int:
+def _used_bytes(marker: int) -> int:
     _, used_bytes = _HEAD.unpack(os.pread(marker, _HEAD.size, 0))
     return int(used_bytes)
 
 
-def _add(marker: int, size: int) -> None:
+def _add_used(marker: int, size: int) -> None:
     if size:
-        os.pwrite(marker, _HEAD.pack(_MAGIC, max(_counted(marker) + size, 0)), 0)
+        os.pwrite(marker, _HEAD.pack(_MAGIC, max(_used_bytes(marker) + size, 0)), 0)
 
 
 def _has_chunk_name(entry: os.DirEntry[str]) -> bool:

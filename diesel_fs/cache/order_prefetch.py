@@ -20,7 +20,7 @@ from bisect import bisect_left
 import numpy as np
 import numpy.typing as npt
 
-from ..format.snapshot import layout as layout
+from ..format.snapshot import layout
 from ..format.snapshot.reader import Snapshot
 
 SINGLE_READ_BYTES = 40 << 10
@@ -88,8 +88,8 @@ class OrderPrefetch:
         self._bytes: list[int] = sizes[whole].tolist()
         self._wanted: list[int] = reads[whole].astype(np.int64).tolist()
         self._left = self._wanted.copy()
-        with_use = np.flatnonzero(number >= 0)
-        self.first = int(order[with_use[0]]) if len(with_use) else -1
+        with_visit = np.flatnonzero(number >= 0)
+        self.first = int(order[with_visit[0]]) if len(with_visit) else -1
 
         per_group = np.bincount(group[kept], weights=sizes[whole], minlength=len(ends))
         pairs = per_group.copy()
@@ -151,7 +151,7 @@ class OrderPrefetch:
             self._now = self._oldest = group
             self._next = bisect_left(self._group, group)
             near = range(group, group + 2)
-            dropped = [one for one, held in self._held.items() if self._group[held] not in near]
+            dropped = [chunk for chunk, at in self._held.items() if self._group[at] not in near]
             for chunk in dropped:
                 self._release(chunk)
         if group >= self._oldest:
@@ -160,7 +160,7 @@ class OrderPrefetch:
         oldest = group - 1 if is_early else group
         if oldest > self._oldest or group > self._now:
             self._now, self._oldest = max(group, self._now), max(oldest, self._oldest)
-            late = [one for one, held in self._held.items() if self._group[held] < self._oldest]
+            late = [chunk for chunk, at in self._held.items() if self._group[at] < self._oldest]
             for chunk in late:
                 self._release(chunk)
             dropped += late

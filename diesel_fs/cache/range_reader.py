@@ -105,7 +105,7 @@ class RangeReader:
 
     def __init__(
         self,
-        tier: ReadThroughCache,
+        cache: ReadThroughCache,
         *,
         answer_bytes_max: int = ANSWER_BYTES_MAX,
         wait_s: float = _MEMORY_WAIT_S,
@@ -114,7 +114,7 @@ class RangeReader:
         request_reads_max: int = REQUEST_READS_MAX,
     ) -> None:
         """`wait_s`: how long a request waits for memory."""
-        self._tier = tier
+        self._cache = cache
         self._wait_s = wait_s
         self._deadline_s = deadline_s
         self._request_reads_max = request_reads_max
@@ -143,8 +143,8 @@ class RangeReader:
         try:
             for key in missing:
                 if fresh:
-                    self._tier.report_damage(key)
-                elif (held := self._tier.find(key)) is not None:
+                    self._cache.report_damage(key)
+                elif (held := self._cache.find(key)) is not None:
                     in_tier[key] = held
             large: dict[int, memoryview] = {}
             for key, held in in_tier.items():
@@ -159,7 +159,7 @@ class RangeReader:
                 held.close()
         if not missing:
             return answer.pieces()
-        gap_bytes = self._tier.costs.gap_bytes
+        gap_bytes = self._cache.costs.gap_bytes
         runs = [
             (key, run) for key, wanted in missing.items() for run in merge_ranges(wanted, gap_bytes)
         ]
@@ -183,7 +183,7 @@ class RangeReader:
                     self._fill(run, answer, held.read_into)
         except (OSError, EOFError):
             return False
-        self._tier.count(held, len(wanted), sum(size for _, size, _ in wanted))
+        self._cache.count(held, len(wanted), sum(size for _, size, _ in wanted))
         return True
 
     def _from_store(
@@ -256,7 +256,7 @@ class RangeReader:
                 self._read_run(key, run, answer, until_s, fresh=True)
                 return
             answer.copy(run.parts, content, other.start)
-        self._tier.count(None, len(run.parts), sum(size for _, size, _ in run.parts))
+        self._cache.count(None, len(run.parts), sum(size for _, size, _ in run.parts))
 
     def _read_for_all(
         self, key: ChunkKey, run: MergedRange, answer: _Answer, until_s: float, flight: _InFlight
@@ -267,7 +267,7 @@ class RangeReader:
             if not self._store_reads.acquire(timeout=max(until_s - time.monotonic(), 0.0)):
                 raise _too_late()
             try:
-                self._tier.read_store(key, start, buffer)
+                self._cache.read_store(key, start, buffer)
             finally:
                 self._store_reads.release()
 
@@ -277,7 +277,7 @@ class RangeReader:
             flight.content.set_exception(ObjectStoreError("the shared read has failed"))
             raise
         flight.content.set_result(content)
-        self._tier.record_miss(key, run.start, content)
+        self._cache.record_miss(key, run.start, content)
 
     def _fill(
         self, run: MergedRange, answer: _Answer, read: Callable[[int, memoryview], None]

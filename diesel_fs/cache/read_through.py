@@ -48,9 +48,9 @@ PATIENCE_S = 0.2
 REST_FACTOR = 4.0
 """So, where readers always wait, a fetcher works for at most a fifth of its time."""
 
-WORTH_MEMORY_S = 0.0005
-"""A store whose requests cost less is as near as memory (a folder in the page cache: 0.02 ms), and
-nothing is admitted."""
+SLOW_REQUEST_S = 0.0005
+"""Nothing is admitted where a request to the store costs less: such a store answers about as fast
+as the tier would (a folder in the page cache in 0.02 ms)."""
 
 FETCH_BYTES_MAX = 256 << 20
 """Memory of chunks that are being fetched, per process; a larger chunk is fetched alone."""
@@ -62,7 +62,7 @@ _FETCH_WAIT_S = 60.0
 _LISTING_POLL_S = 0.05
 _MISSED_MAX = 1024  # chunks that wait to be fetched; further misses only fetch the dataset in order
 _OFFERED_BYTES_MAX = 64 << 20  # whole chunks that readers have read and that wait for the tier
-_NOTED_MAX = 65_536
+_NOTED_MAX = 65_536  # keys of `_note`
 _CLOSE_S = 5.0
 
 Noted = TypeVar("Noted")
@@ -113,15 +113,14 @@ class _Missed:
 
 
 class ReadThroughCache(StoreWrapper):
-    """An object store with a cache tier in front of it (see the module); without `tier`, only the
-    store itself and its costs."""
+    """An object store with a cache tier in front of it (see the module)."""
 
     def __init__(
         self,
         inner: ObjectStore,
-        tier: CacheTier | None = None,
+        tier: CacheTier,
         *,
-        counted: Counted | None = None,
+        counted: Counted = lambda *_: None,
     ) -> None:
         super().__init__(inner)
         self.costs = ReadCostModel()
@@ -133,7 +132,9 @@ class ReadThroughCache(StoreWrapper):
         self._missed: OrderedDict[ChunkKey, _Missed] = OrderedDict()
         self._fetching: dict[ChunkKey, _Missed] = {}
         self._offered_bytes = 0
+        # Datasets to fetch whole, by identity: the chunks that are left of the listing
         self._datasets: OrderedDict[UUID, Iterator[ObjectInfo]] = OrderedDict()
+        # When a chunk, or a dataset by its identity, is tried again
         self._not_before: OrderedDict[ChunkKey | UUID, float] = OrderedDict()
         self._full_until_s = 0.0
         self._credit_s: OrderedDict[ChunkKey, float] = OrderedDict()  # what misses have cost
@@ -145,37 +146,34 @@ class ReadThroughCache(StoreWrapper):
     def delete(self, name: str) -> None:
         self.inner.delete(name)
         key = _key_of(name)
-        if key is not None and self._tier is not None:
+        if key is not None:
             self._tier.drop(key)
 
     # For reads of clients
 
     def find(self, key: ChunkKey) -> CacheHandle | None:
         """The chunk where the tier has it, else None. The caller closes it."""
-        return None if self._tier is None else self._tier.find(key)
+        return self._tier.find(key)
 
     def count(self, held: CacheHandle | None, reads: int, size: int) -> None:
         """Count reads that were served by the tier (`held` is its chunk) or by the store (None)."""
-        kind = "store" if held is None or self._tier is None else self._tier.kind
+        kind = "store" if held is None else self._tier.kind
         with self._work:
             self._counts[f"{kind}_reads"] += reads
             self._counts[f"{kind}_bytes"] += size
-        if self._counted is not None:
-            self._counted(kind, reads, size)
+        self._counted(kind, reads, size)
 
     def read_store(self, key: ChunkKey, start: int, buffer: memoryview) -> None:
         """Read from the store for a reader that waits. Raises what `read_into` raises."""
         with self._work:
             self._waiting += 1
             self._counts["store_requests"] += 1
-        if self._tier is not None:
-            self._tier.note_reading(begins=True)
+        self._tier.note_reading(begins=True)
         begun_s = time.monotonic()
         try:
             self.inner.read_into(chunk_object(*key), start, buffer)
         finally:
-            if self._tier is not None:
-                self._tier.note_reading(begins=False)
+            self._tier.note_reading(begins=False)
             with self._work:
                 self._waiting -= 1
                 if not self._waiting:
@@ -188,7 +186,7 @@ class ReadThroughCache(StoreWrapper):
         `content` does not change any more; where it is the whole chunk, it need not be fetched.
         """
         tier = self._tier
-        if tier is None or self._closed:
+        if self._closed:
             return
         tier.note_use(key.identity)
         with self._work:
@@ -200,7 +198,7 @@ class ReadThroughCache(StoreWrapper):
                 return
             missed = self._fetching.get(key) or self._missed.get(key)
             if missed is None and len(self._missed) < _MISSED_MAX:
-                missed = self._missed[key] = _Missed(self._kept(key, start, content))
+                missed = self._missed[key] = _Missed(self._whole_chunk(key, start, content))
             if missed is not None and admitted:
                 missed.is_admitted = True
                 if key in self._missed:
@@ -216,8 +214,7 @@ class ReadThroughCache(StoreWrapper):
 
     def report_damage(self, key: ChunkKey) -> None:
         """A reader found damaged bytes in this chunk: the tier checks or drops its copy."""
-        if self._tier is not None:
-            self._tier.report_damage(key)
+        self._tier.report_damage(key)
 
     def stats(self) -> dict[str, int]:
         """Counts since the start: reads and bytes by the place that served them, and fetches."""
@@ -233,14 +230,13 @@ class ReadThroughCache(StoreWrapper):
         until_s = time.monotonic() + _CLOSE_S
         for thread in self._threads:
             thread.join(max(until_s - time.monotonic(), 0.0))
-        if self._tier is not None:
-            self._tier.close()
+        self._tier.close()
 
     # What is worth fetching. Called with the lock
 
     def _admit(self, key: ChunkKey, start: int, size: int) -> bool:
         """Whether the misses of a chunk, with this one, have cost as much as fetching it would."""
-        if self.costs.request_s < WORTH_MEMORY_S:
+        if self.costs.request_s < SLOW_REQUEST_S:
             return False
         credit_s = self._credit_s.pop(key, 0.0) + self.costs.read_s(size)
         if credit_s >= self.costs.read_s(max(CHUNK_BYTES_DEFAULT, start + size)):
@@ -248,8 +244,9 @@ class ReadThroughCache(StoreWrapper):
         _note(self._credit_s, key, credit_s)
         return False
 
-    def _kept(self, key: ChunkKey, start: int, content: memoryview) -> memoryview | None:
-        """The bytes of a reader where they are a whole chunk and there is room to keep them."""
+    def _whole_chunk(self, key: ChunkKey, start: int, content: memoryview) -> memoryview | None:
+        """A reader's bytes, where they are a whole chunk and there is room to keep them until they
+        are in the tier (`_OFFERED_BYTES_MAX`); else None."""
         size = len(content)
         if not start and self._offered_bytes + size <= _OFFERED_BYTES_MAX:
             with contextlib.suppress(FormatError):
@@ -315,14 +312,13 @@ class ReadThroughCache(StoreWrapper):
 
     def _next_absent(self, identity: UUID) -> ObjectInfo | None:
         """The next chunk of a dataset that the tier does not have."""
-        tier, infos = self._tier, self._datasets.get(identity)
-        assert tier is not None
+        infos = self._datasets.get(identity)
         with contextlib.suppress(DieselError):  # the next miss begins another listing
             for info in infos or ():
                 key = _key_of(info.name)
                 if self._closed:
                     break
-                if key is None or tier.holds(key):
+                if key is None or self._tier.holds(key):
                     continue
                 if time.monotonic() >= self._not_before.get(key, 0.0):
                     return info
@@ -342,8 +338,8 @@ class ReadThroughCache(StoreWrapper):
         return False
 
     def _load_claimed(self, key: ChunkKey, missed: _Missed, size: int = 0) -> bool:
-        """Fetch a chunk that was claimed into the tier; False where fetching others now is no
-        use."""
+        """Fetch a chunk that this thread has claimed, and put it into the tier. Returns False where
+        the tier or the store fails, so that other chunks are not to be tried now."""
         try:
             return self._insert(key, missed, size)
         finally:
@@ -352,16 +348,14 @@ class ReadThroughCache(StoreWrapper):
                 self._offered_bytes -= len(missed.content or b"")
 
     def _insert(self, key: ChunkKey, missed: _Missed, size: int) -> bool:
-        tier = self._tier
-        assert tier is not None
-        if tier.holds(key):
+        if self._tier.holds(key):
             return True
         try:
             if missed.content is not None:
                 size = len(missed.content)
             elif not size:
                 size = self.inner.stat(chunk_object(*key)).bytes
-            reservation = tier.reserve(key, size)
+            reservation = self._tier.reserve(key, size)
         except NoSpaceError:
             self._full_until_s = time.monotonic() + RETRY_S
             return False
@@ -370,7 +364,7 @@ class ReadThroughCache(StoreWrapper):
         if reservation is None:
             return True
         try:
-            content = self._whole(key, missed, size)
+            content = self._checked_chunk(key, missed, size)
         except (DieselError, MemoryError) as error:
             reservation.cancel()
             return self._failed(key, error)
@@ -383,24 +377,24 @@ class ReadThroughCache(StoreWrapper):
         return True
 
     def _failed(self, key: ChunkKey, error: Exception) -> bool:
-        """Do not try a chunk again for a while; whether to go on with other chunks."""
+        """Do not try a chunk again for a while. Returns whether to go on with other chunks."""
         with self._work:
             _note(self._not_before, key, time.monotonic() + RETRY_S)
         if isinstance(error, FormatError):
             log.warning("a damaged chunk is not kept in the cache: %s", error)
         return isinstance(error, (FormatError, ObjectMissing))
 
-    def _whole(self, key: ChunkKey, missed: _Missed, size: int) -> memoryview:
-        """The chunk, fetched unless a reader had it, and checked, in memory that the tier may
-        keep."""
-        tier, content = self._tier, missed.content
-        assert tier is not None
-        if content is None or not tier.prefetches_datasets:
-            # A tier in memory counts the chunk itself, and needs a copy of a reader's bytes.
+    def _checked_chunk(self, key: ChunkKey, missed: _Missed, size: int) -> memoryview:
+        """The chunk in memory, fetched unless a reader has read all of it, and checked."""
+        content, in_memory = missed.content, self._tier.kind == "memory"
+        if content is None or in_memory:
+            # The tier in memory keeps `room`, and counts it itself. A reader's bytes are copied, as
+            # the reader's whole answer would stay in memory with them. Other tiers do not keep
+            # `room`; the budget has it back when the last view of it is gone.
             room = (
-                self._budget.allocate(size, _FETCH_WAIT_S)
-                if tier.prefetches_datasets
-                else np.empty(size, np.uint8).data
+                np.empty(size, np.uint8).data
+                if in_memory
+                else self._budget.allocate(size, _FETCH_WAIT_S)
             )
             if content is None:
                 self._fetch(key, room, missed)
@@ -434,7 +428,7 @@ class ReadThroughCache(StoreWrapper):
                 if self._waiting and not missed.is_admitted:
                     self._work.wait(left_s)
                     continue
-            if self._tier is None or not self._tier.others_read():
+            if not self._tier.others_read():
                 return False
             time.sleep(min(left_s, 0.01))
         return False

@@ -23,16 +23,10 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
-from ..errors import (
-    CorruptError,
-    DieselError,
-    ForeignError,
-    ObjectMissing,
-    UsageError,
-)
+from ..errors import CorruptError, DieselError, ForeignError, ObjectMissing, UsageError
 from ..format.chunk import PREAMBLE_BYTES, decode, parse_preamble
 from ..format.entries import Codec, Kind
-from ..format.snapshot import layout as layout
+from ..format.snapshot import layout
 from ..format.snapshot.reader import Extent, Snapshot
 from ..storage.objects.store import ObjectStore, Part
 from .chunk_cache import PINNED_COST_DIVISOR, ChunkCache, LoadedChunk
@@ -47,8 +41,8 @@ WINDOW_ENTRIES = 4096
 
 CHECKED_AT_ONCE_BYTES = 256 << 10
 """`read_nowait` checks and decodes entries up to this size itself. That takes 0.03 ms, with lz4 up
-to
-0.2 ms; handing the read to a thread costs 0.3 ms."""
+to 0.2 ms;
+handing the read to a thread costs 0.3 ms."""
 
 _PREFETCH_CHUNKS = 16  # loads that are begun ahead of a reader
 _EMPTY = memoryview(b"")
@@ -121,16 +115,16 @@ class EntryReader:
         end = total if size is None else min(offset + size, total)
         if offset >= end:
             return _EMPTY
-        followed, use = self._cache.order, -1
-        if followed is not None and (use := followed.visit_of(index)) >= 0:
-            self._cache.advance(followed, use, index)
+        followed, visit = self._cache.order, -1
+        if followed is not None and (visit := followed.visit_of(index)) >= 0:
+            self._cache.advance(followed, visit, index)
         pieces = []
         for extent in extents:
             if extent.start < end and offset < extent.start + extent.size:
                 content = self._extent(index, extent)
                 pieces.append(content[max(offset - extent.start, 0) : end - extent.start])
-        if followed is not None and use >= 0 and end == total:
-            self._cache.mark_read(followed, use, np.array([index]))
+        if followed is not None and visit >= 0 and end == total:
+            self._cache.mark_read(followed, visit, np.array([index]))
         return pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))
 
     def read_nowait(self, index: int, offset: int, size: int) -> memoryview | None:
@@ -223,9 +217,9 @@ class EntryReader:
         chunks[visits < 0] = -1  # too little is wanted of their chunks: read alone
         closing = {}
         plain = np.flatnonzero(chunks >= 0)
-        by_use = plain[np.argsort(visits[plain], kind="stable")]
-        if len(by_use):
-            for places in np.split(by_use, np.flatnonzero(np.diff(visits[by_use])) + 1):
+        by_visit = plain[np.argsort(visits[plain], kind="stable")]
+        if len(by_visit):
+            for places in np.split(by_visit, np.flatnonzero(np.diff(visits[by_visit])) + 1):
                 closing[int(places[-1])] = wanted[places]
         whole = dict(zip(chunks[plain].tolist(), visits[plain].tolist(), strict=True))
         return _Window(wanted, chunks, whole, followed, closing)
@@ -479,8 +473,8 @@ class EntryReader:
         """
         followed = self._cache.order
         if followed is not None and followed.holds(index):
-            use = followed.visit_of(index)
-            return use >= 0 and followed.chunk(use) == extent.chunk
+            visit = followed.visit_of(index)
+            return visit >= 0 and followed.chunk(visit) == extent.chunk
         chunk, end = self._last_miss
         self._last_miss = (extent.chunk, extent.offset + extent.stored)
         return (
@@ -527,7 +521,7 @@ class EntryReader:
             try:
                 self._objects.read_into(self._source.name(number), 0, view)
             except ObjectMissing as error:
-                raise self._source.lost(number, error) from error
+                raise self._source.lost_chunk_error(number, error) from error
             self._counts["chunk_fetches"] += 1
             self._counts["fetched_bytes"] += size
         try:

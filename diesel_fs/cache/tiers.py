@@ -12,8 +12,8 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from types import TracebackType
-from typing import NamedTuple, Self
+from contextlib import AbstractContextManager
+from typing import NamedTuple
 from uuid import UUID
 
 from ..errors import CorruptError, NoSpaceError
@@ -30,9 +30,9 @@ class ChunkKey(NamedTuple):
     id: ChunkId
 
 
-class CacheHandle(ABC):
-    """A chunk of a tier, open until `close` (or the end of a `with`). Its bytes are the checked
-    ones even where the tier has dropped the chunk meanwhile."""
+class CacheHandle(AbstractContextManager["CacheHandle"], ABC):
+    """A chunk of a tier, open until `close` (or the end of a `with`). Its bytes stay readable, even
+    where the tier drops the chunk meanwhile."""
 
     bytes: int
 
@@ -41,22 +41,15 @@ class CacheHandle(ABC):
         """Fill `buffer` from `start` on. Raises OSError; EOFError where the chunk is too short."""
 
     def view(self, start: int, size: int) -> memoryview | None:
-        """These bytes where they lie in memory (they must not be changed), else None."""
+        """These bytes in the tier's own memory, where the tier is in memory; else None. The caller
+        must not change them."""
         return None
 
     def close(self) -> None:
         """Release the chunk. Repeatable."""
         return
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -88,7 +81,7 @@ class CacheTier(ABC):
 
     @abstractmethod
     def holds(self, key: ChunkKey) -> bool:
-        """Whether the tier seems to have the chunk or to be getting it. Costs little."""
+        """Whether the tier seems to have the chunk or to be getting it, without opening it."""
 
     @abstractmethod
     def reserve(self, key: ChunkKey, size: int) -> Reservation | None:
@@ -104,11 +97,12 @@ class CacheTier(ABC):
         self.drop(key)
 
     def note_use(self, identity: UUID) -> None:
-        """Note that this dataset is being read."""
+        """Note that this dataset is being read, so that its chunks are not evicted."""
         return
 
     def note_reading(self, *, begins: bool) -> None:
-        """Note that this process begins, or ends, a read of the store that a reader waits for."""
+        """Note that this process begins, or ends, a read of the store that a reader waits for:
+        other processes that share the tier then pause their fetches (`others_read`)."""
         return
 
     def others_read(self) -> bool:
@@ -145,7 +139,7 @@ class MemoryTier(CacheTier):
         self._idle_s = idle_s
         self._lock = threading.Lock()
         self._chunks: OrderedDict[ChunkKey, _InMemory] = OrderedDict()  # the longest unread first
-        self._awaited: set[ChunkKey] = set()
+        self._reserved: set[ChunkKey] = set()
         self._used_bytes = 0
 
     @property
@@ -162,7 +156,7 @@ class MemoryTier(CacheTier):
         return held
 
     def holds(self, key: ChunkKey) -> bool:
-        return key in self._chunks or key in self._awaited
+        return key in self._chunks or key in self._reserved
 
     def reserve(self, key: ChunkKey, size: int) -> Reservation | None:
         with self._lock:
@@ -175,7 +169,7 @@ class MemoryTier(CacheTier):
                     raise NoSpaceError(f"all {self._limit_bytes:,} bytes are in use")
                 self._used_bytes -= self._chunks.pop(oldest).bytes
             self._used_bytes += size
-            self._awaited.add(key)
+            self._reserved.add(key)
         return _MemoryReservation(self, key, size)
 
     def drop(self, key: ChunkKey) -> None:
@@ -190,9 +184,9 @@ class MemoryTier(CacheTier):
                 self._used_bytes -= held.bytes
             self._chunks.clear()
 
-    def _arrived(self, key: ChunkKey, size: int, content: memoryview | None) -> None:
+    def _end_reservation(self, key: ChunkKey, size: int, content: memoryview | None) -> None:
         with self._lock:
-            self._awaited.discard(key)
+            self._reserved.discard(key)
             if content is None:
                 self._used_bytes -= size
             else:
@@ -222,7 +216,7 @@ class _MemoryReservation(Reservation):
 
     def commit(self, content: memoryview) -> None:
         assert len(content) == self._size
-        self._tier._arrived(self._key, self._size, content)
+        self._tier._end_reservation(self._key, self._size, content)
 
     def cancel(self) -> None:
-        self._tier._arrived(self._key, self._size, None)
+        self._tier._end_reservation(self._key, self._size, None)

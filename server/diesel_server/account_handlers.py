@@ -17,71 +17,53 @@ from .requests import Handler, HandlerThreads, Reply, Request
 
 _THREADS = 48
 
+Work = Callable[[DirectAdministration, Fields, memoryview], bytes | None]
+"""Carries out a request, of which it gets the own fields and the payload. Returns the payload of
+the reply; None for a change."""
+
 
 def account_handlers(login: TableAuthenticator) -> Mapping[str, Handler]:
     """The handler of each request about accounts."""
     threads = HandlerThreads(_THREADS)
 
-    def in_thread(work: Callable[[TableAuthenticator, Request], Reply]) -> Handler:
+    def in_thread(work: Work) -> Handler:
+        def run(request: Request) -> Reply:
+            """Do the work as the user who asks. A change takes effect on this server at once, and
+            on others within `authentication.REFRESH_S`."""
+            message = request.message
+            own = {name: value for name, value in message.items() if name not in ("id", "do")}
+            accounts = DirectAdministration(login.table, login.current(request.account))
+            text = work(accounts, Fields(own, str(message.get("do", ""))), request.payload)
+            if text is not None:
+                return Reply(payload=[text])
+            login.refresh()
+            return Reply()
+
         async def handle(request: Request) -> Reply:
-            return await threads.run(partial(work, login, request))
+            return await threads.run(partial(run, request))
 
         return handle
 
     return {
-        "users": in_thread(_users),
+        "users": in_thread(lambda accounts, *_: accounts.export_text()),
         "set_user": in_thread(_set_user),
-        "remove_user": in_thread(_remove_user),
+        "remove_user": in_thread(lambda accounts, own, _: accounts.remove(own.text("user"))),
         "import_users": in_thread(_import_users),
         "grant": in_thread(_grant),
     }
 
 
-def _administration(
-    login: TableAuthenticator, request: Request
-) -> tuple[DirectAdministration, Fields]:
-    """The administration of accounts as the user who asks, and the request's own fields."""
-    fields = {name: value for name, value in request.message.items() if name not in ("id", "do")}
-    as_asker = DirectAdministration(login.table, login.current(request.account))
-    return as_asker, Fields(fields, str(request.message.get("do", "")))
+def _set_user(accounts: DirectAdministration, own: Fields, _: memoryview) -> None:
+    change = accounts.add if own.flag("new", default=True) else accounts.replace_key
+    admin = own.flag("admin", default=False)
+    change(own.text("user"), own.octets("public_key"), admin=admin)
 
 
-def _users(login: TableAuthenticator, request: Request) -> Reply:
-    accounts, _ = _administration(login, request)
-    return Reply(payload=[accounts.export_text()])
-
-
-def _set_user(login: TableAuthenticator, request: Request) -> Reply:
-    accounts, fields = _administration(login, request)
-    change = accounts.add if fields.flag("new", default=True) else accounts.replace_key
-    admin = fields.flag("admin", default=False)
-    change(fields.text("user"), fields.octets("public_key"), admin=admin)
-    return _changed(login)
-
-
-def _remove_user(login: TableAuthenticator, request: Request) -> Reply:
-    accounts, fields = _administration(login, request)
-    accounts.remove(fields.text("user"))
-    return _changed(login)
-
-
-def _import_users(login: TableAuthenticator, request: Request) -> Reply:
-    accounts, fields = _administration(login, request)
-    if not len(request.payload):
+def _import_users(accounts: DirectAdministration, own: Fields, payload: memoryview) -> None:
+    if not len(payload):
         raise UsageError("import_users: no accounts")
-    accounts.import_text(bytes(request.payload), replace=fields.flag("replace", default=False))
-    return _changed(login)
+    accounts.import_text(bytes(payload), replace=own.flag("replace", default=False))
 
 
-def _grant(login: TableAuthenticator, request: Request) -> Reply:
-    accounts, fields = _administration(login, request)
-    role = parse_role(fields.text("role"))
-    accounts.grant(fields.text("dataset"), fields.text("user"), role)
-    return _changed(login)
-
-
-def _changed(login: TableAuthenticator) -> Reply:
-    """The empty reply to a change, which takes effect on this server at once, and on others within
-    `authentication.REFRESH_S`."""
-    login.refresh()
-    return Reply()
+def _grant(accounts: DirectAdministration, own: Fields, _: memoryview) -> None:
+    accounts.grant(own.text("dataset"), own.text("user"), parse_role(own.text("role")))

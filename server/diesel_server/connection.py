@@ -81,7 +81,6 @@ class ConnectionContext:
     login: Authenticator
     dispatcher: Dispatcher
     cells: MetricCells
-    refusals: RefusalLog
     count: ConnectionLimits = field(default_factory=ConnectionLimits)
     budget: FairByteBudget = field(default_factory=FairByteBudget)
     logins: trio.CapacityLimiter = field(
@@ -95,6 +94,10 @@ class ConnectionContext:
     under_way: int = 0
     by_user: Counter[str] = field(default_factory=Counter)
     is_draining: bool = False
+    refusals: RefusalLog = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.refusals = RefusalLog(self.cells)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +130,9 @@ class Connection:
     """
 
     def __init__(
-        self, service: ConnectionContext, opener: Opener, address: str, port: int = 0
+        self, context: ConnectionContext, opener: Opener, address: str, port: int = 0
     ) -> None:
-        self._service = service
+        self._context = context
         self._opener = opener
         self._address = address
         self._peer = f"{address}:{port}"
@@ -142,7 +145,7 @@ class Connection:
         self._ids: set[int] = set()
         self._waiting: trio.CancelScope | None = None
         self._nursery: trio.Nursery | None = None
-        self._counted = [0, 0]
+        self._counted = (0, 0)  # bytes received and sent that the metrics have
 
     async def run(self) -> None:
         """Serve the client from its first byte to its last. Errors of the client end this
@@ -192,7 +195,7 @@ class Connection:
         network = limits.network_of(self._address)
         with (
             trio.CancelScope() as dismissed,
-            self._service.count.greeting(network, dismissed.cancel),
+            self._context.count.greeting(network, dismissed.cancel),
         ):
             account = await self._authenticated()
         if dismissed.cancelled_caught:
@@ -200,14 +203,14 @@ class Connection:
         if account is None:
             return False
         try:
-            held.enter_context(self._service.count.user(account.name))
+            held.enter_context(self._context.count.user(account.name))
         except LimitReached as error:
             self.note_refusal(error.reason, error.sentence, user=account.name)
             await self._send_final_error(BusyError(error.sentence))
             return False
         self._account, self._account_s = account, trio.current_time()
-        self._service.cells.add("diesel_logins_total")
-        welcome: Message = {"user": account.name, "store": str(self._service.store_id)}
+        self._context.cells.add("diesel_logins_total")
+        welcome: Message = {"user": account.name, "store": str(self._context.store_id)}
         await self._send([wire.frame(welcome, wire.ANSWER_LIMITS)])
         return True
 
@@ -269,13 +272,13 @@ class Connection:
             user, signature = fields.text("user"), fields.octets("signature")
             with trio.move_on_after(limits.AUTHENTICATE_S):
                 return await trio.to_thread.run_sync(
-                    self._service.login.authenticate,
+                    self._context.login.authenticate,
                     user,
                     signature,
                     nonce,
                     binding,
                     self._address.strip("[]"),
-                    limiter=self._service.logins,
+                    limiter=self._context.logins,
                     abandon_on_cancel=True,
                 )
             raise MetadataError("the accounts cannot be looked up now", advice="try again later")
@@ -315,14 +318,14 @@ class Connection:
     async def _wait_for_request(self) -> bool:
         """Wait for the next request. Returns False where none is to come: the client was idle for
         too long, or the server shuts down."""
-        while not (self._service.is_draining and not self._ids):
+        while not (self._context.is_draining and not self._ids):
             if self._open_channel.has_buffered(1):
                 return True
             with trio.CancelScope() as self._waiting:
                 self._waiting.deadline = trio.current_time() + limits.IDLE_S
                 await self._open_channel.wait()
                 return True
-            if not self._ids and not self._service.is_draining:
+            if not self._ids and not self._context.is_draining:
                 log.debug("%s has been idle for too long", self._peer)
                 return False
         return False
@@ -333,8 +336,8 @@ class Connection:
         lengths = wire.parse_lengths(await self._exactly(wire.LENGTHS_BYTES), wire.REQUEST_LIMITS)
         held = 0
         if lengths.head > limits.SMALL_BYTES:
-            held = limits.head_memory(lengths.head)
-            if not await self._service.budget.acquire(owner, held, limits.BUDGET_WAIT_S):
+            held = lengths.head * limits.HEAD_FACTOR
+            if not await self._context.budget.acquire(owner, held, limits.BUDGET_WAIT_S):
                 self.note_refusal("memory", "no memory for a large message", user=owner)
                 await self._send_final_error(BusyError(_OVERLOADED))
                 raise ConnectionClosed
@@ -352,7 +355,7 @@ class Connection:
             more = lengths.payload + limits.answer_bytes(message)
             rejection = await self._admit(message, do, lengths.payload, more)
             if rejection is not None:
-                self._service.cells.add("diesel_requests_total", do, rejection.outcome)
+                self._context.cells.add("diesel_requests_total", do, rejection.outcome)
                 with self._deadline(lengths.payload):
                     await channel.skip(lengths.payload)
                 await self._reject(message, number, do, rejection)
@@ -365,42 +368,42 @@ class Connection:
                 with self._deadline(lengths.payload):
                     await channel.receive_into(payload)
             self._ids.add(number)
-            self._service.under_way += 1
-            self._service.by_user[owner] += 1
-            self._service.cells.set("diesel_requests_under_way", value=self._service.under_way)
-            self._service.cells.set("diesel_payload_bytes", value=self._service.budget.held)
+            self._context.under_way += 1
+            self._context.by_user[owner] += 1
+            self._context.cells.set("diesel_requests_under_way", value=self._context.under_way)
+            self._context.cells.set("diesel_payload_bytes", value=self._context.budget.held)
             request = Request(message, payload, self._account, self._peer, self._secured)
             nursery.start_soon(self._respond, request, number, do, held)
             given = True
             return True
         finally:
             if held and not given:
-                self._service.budget.release(owner, held)
+                self._context.budget.release(owner, held)
 
     async def _admit(
         self, message: Message, do: str, payload_bytes: int, size: int
     ) -> _Rejection | None:
         """Take `size` bytes of the budget for a request and give None, or say why it is
         rejected."""
-        service = self._service
+        context = self._context
         try:
             wire.check_required_fields(message)
             await self._refresh_account()
-            if payload_bytes and not service.takes_payload(self._account, do, payload_bytes):
+            if payload_bytes and not context.takes_payload(self._account, do, payload_bytes):
                 raise PermissionDenied(
                     f"{self._account.name!r} may not send bytes with {do[:64]!r}"
                 )
         except DieselError as error:
             return _Rejection("permission", error)
-        if service.is_draining:
+        if context.is_draining:
             busy = BusyError(f"the server refused the request: {SHUTTING_DOWN}")
             return _Rejection("going", busy, 0.0)
         if (
-            service.under_way >= limits.REQUESTS_MAX
-            or service.by_user[self._account.name] >= limits.REQUESTS_PER_USER_MAX
+            context.under_way >= limits.REQUESTS_MAX
+            or context.by_user[self._account.name] >= limits.REQUESTS_PER_USER_MAX
         ):
             return _Rejection("requests", BusyError(_OVERLOADED), limits.RETRY_AFTER_S)
-        if size > limits.SMALL_BYTES and not await service.budget.acquire(
+        if size > limits.SMALL_BYTES and not await context.budget.acquire(
             self._account.name, size, limits.BUDGET_WAIT_S
         ):
             return _Rejection("memory", BusyError(_OVERLOADED), limits.RETRY_AFTER_S)
@@ -409,7 +412,7 @@ class Connection:
     async def _refresh_account(self) -> None:
         if trio.current_time() - self._account_s >= ACCOUNT_REFRESH_S:
             self._account = await trio.to_thread.run_sync(
-                self._service.login.current, self._account, limiter=self._service.logins
+                self._context.login.current, self._account, limiter=self._context.logins
             )
             self._account_s = trio.current_time()
 
@@ -429,7 +432,7 @@ class Connection:
     async def _respond(self, request: Request, number: int, do: str, held: int) -> None:
         """Run a request's handler and send its answers. Ends the connection where the client does
         not take them."""
-        cells, began_s, outcome = self._service.cells, trio.current_time(), "gone"
+        cells, began_s, outcome = self._context.cells, trio.current_time(), "gone"
 
         async def send(reply: Reply) -> None:
             size = sum(memoryview(part).nbytes for part in reply.payload)
@@ -438,7 +441,7 @@ class Connection:
 
         try:
             try:
-                await self._service.dispatcher.run(do, request, send)
+                await self._context.dispatcher.run(do, request, send)
                 outcome = "ok"
             except ConnectionClosed:
                 raise
@@ -459,17 +462,17 @@ class Connection:
             assert self._nursery is not None
             self._nursery.cancel_scope.cancel()
         finally:
-            self._service.budget.release(request.account.name, held)
-            self._service.under_way -= 1
-            limits.count_down(self._service.by_user, request.account.name)
+            self._context.budget.release(request.account.name, held)
+            self._context.under_way -= 1
+            limits.count_down(self._context.by_user, request.account.name)
             self._ids.discard(number)
             self._slots.release()
-            cells.set("diesel_requests_under_way", value=self._service.under_way)
-            cells.set("diesel_payload_bytes", value=self._service.budget.held)
+            cells.set("diesel_requests_under_way", value=self._context.under_way)
+            cells.set("diesel_payload_bytes", value=self._context.budget.held)
             cells.add("diesel_requests_total", do, outcome)
             cells.observe("diesel_request_seconds", do, value=trio.current_time() - began_s)
             self._count_bytes()
-            if self._service.is_draining:
+            if self._context.is_draining:
                 self.stop()
 
     # Sending
@@ -487,7 +490,7 @@ class Connection:
         may know them."""
         found = error_message(error)
         for name in ("message", "advice"):
-            for place, words in self._service.redactions.items():
+            for place, words in self._context.redactions.items():
                 found[name] = str(found[name]).replace(place, words)
         if found != error_message(error):
             log.warning("user=%s from=%s: %s", self._account.name, self._peer, error)
@@ -540,20 +543,14 @@ class Connection:
         self, reason: str, why: str, *, user: str = "", do: str = "", dataset: str = ""
     ) -> None:
         """Log and count a refusal; `reason` is one of `metrics.REFUSALS`."""
-        self._service.refusals.add(
+        self._context.refusals.add(
             reason, why, address=self._peer, user=user, do=do, dataset=dataset
         )
 
     def _count_bytes(self) -> None:
         if self._channel is None:
             return
-        counts = [self._channel.received_bytes, self._channel.sent_bytes]
-        for name, now, before in zip(
-            ("diesel_received_bytes_total", "diesel_sent_bytes_total"),
-            counts,
-            self._counted,
-            strict=True,
-        ):
-            if now != before:
-                self._service.cells.add(name, amount=now - before)
-        self._counted = counts
+        add, before = self._context.cells.add, self._counted
+        now = self._counted = self._channel.received_bytes, self._channel.sent_bytes
+        add("diesel_received_bytes_total", amount=now[0] - before[0])
+        add("diesel_sent_bytes_total", amount=now[1] - before[1])

@@ -61,8 +61,8 @@ REFUSING_S = 2.0
 REFUSING_MAX = 64
 """Connections that are being refused with a sentence. Others are closed without one."""
 
-FILES_BESIDE = 256
-"""File descriptors that are left for stores, caches and logs."""
+FILES_RESERVED = 256
+"""File descriptors that connections leave for stores, caches and logs."""
 
 REQUESTS_PER_CONNECTION_MAX = 64
 """While so many requests of a connection are under way, no more of it are read."""
@@ -84,16 +84,13 @@ RATE_KEYS_MAX = 4096
 SMALL_BYTES = 64 << 10
 """Sizes up to this are not taken from the budget: the number of requests is limited, too."""
 
-_HEAD_FACTOR = 6  # Python objects of a head of many small items take so many times its bytes
+HEAD_FACTOR = 6
+"""The Python objects of a head of many small items take so many times its bytes."""
+
 _PIECE_BYTES = 16 << 20  # for a snapshot: one piece is being sent, one is being made
 _LIST_BYTES = 8 << 20  # for a list: names and columns, and the frame that they are copied into
 _PATH_BYTES = 96  # for each path in `stat`: the path and its columns, and their copy in the frame
 _PAYLOAD_MAX = REQUEST_LIMITS.payload_bytes
-
-
-def head_memory(head_bytes: int) -> int:
-    """The memory that a decoded head of so many bytes may take."""
-    return head_bytes * _HEAD_FACTOR
 
 
 def answer_bytes(message: Message) -> int:
@@ -157,6 +154,8 @@ class RateLimiter:
 
 @dataclass(slots=True)
 class _Waiting:
+    """A request that waits for memory."""
+
     owner: str
     size: int
     granted: trio.Event = field(default_factory=trio.Event)
@@ -270,12 +269,12 @@ class ConnectionLimits:
             self._dismiss(network)
         elif len(self._greeting) >= self._greeting_most:
             self._dismiss(by_network.most_common(1)[0][0])
-        own = object()
-        self._greeting[own] = network, leave
+        key = object()
+        self._greeting[key] = network, leave
         try:
             yield
         finally:
-            self._greeting.pop(own, None)
+            self._greeting.pop(key, None)
 
     def _dismiss(self, network: str) -> None:
         keys = [key for key, (each, _) in self._greeting.items() if each == network]

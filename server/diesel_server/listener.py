@@ -36,11 +36,11 @@ class Listener:
     def __init__(
         self,
         sockets: Sequence[socket.socket],
-        service: ConnectionContext,
+        context: ConnectionContext,
         certificate: Certificate | None = None,
     ) -> None:
         self._sockets = sockets
-        self._service = service
+        self._context = context
         self.certificate = certificate  # of connections to come; it may be replaced at any time
         self._connections: set[Connection] = set()
         self._refusing = 0
@@ -50,7 +50,7 @@ class Listener:
     def stop(self) -> None:
         """Accept no more clients, and finish the requests under way. `run` ends then, or after
         `DRAIN_S`."""
-        self._service.is_draining = True
+        self._context.is_draining = True
         self._stopping.set()
         for connection in list(self._connections):
             connection.stop()
@@ -79,18 +79,18 @@ class Listener:
             nursery.start_soon(self._serve, accepted, str(peer[0]), int(peer[1]))
 
     async def _serve(self, accepted: trio.socket.SocketType, address: str, port: int) -> None:
-        service = self._service
-        service.cells.add("diesel_connections_total")
+        context = self._context
+        context.cells.add("diesel_connections_total")
         with accepted:
             shown = f"[{address}]" if ":" in address else address
-            connection = Connection(service, self._opener(accepted), shown, port)
-            if service.is_draining:
+            connection = Connection(context, self._opener(accepted), shown, port)
+            if context.is_draining:
                 await self._refuse(connection, "going", SHUTTING_DOWN)
                 return
             try:
-                with service.count.connection():
+                with context.count.connection():
                     self._connections.add(connection)
-                    service.cells.set("diesel_connections", value=service.count.all)
+                    context.cells.set("diesel_connections", value=context.count.all)
                     try:
                         await connection.run()
                     finally:
@@ -98,7 +98,7 @@ class Listener:
             except LimitReached as error:
                 await self._refuse(connection, error.reason, error.sentence)
             finally:
-                service.cells.set("diesel_connections", value=service.count.all)
+                context.cells.set("diesel_connections", value=context.count.all)
                 self._check_drained()
 
     async def _refuse(self, connection: Connection, reason: str, sentence: str) -> None:
@@ -112,7 +112,7 @@ class Listener:
             connection.note_refusal(reason, sentence)
 
     def _check_drained(self) -> None:
-        if self._service.is_draining and not self._connections:
+        if self._context.is_draining and not self._connections:
             self._drained.set()
 
     def _opener(self, accepted: trio.socket.SocketType) -> Opener:
@@ -146,17 +146,17 @@ def _why(error: BaseException) -> str:
 
 
 def most_connections() -> int:
-    """How many connections this process may have. Raises its limit of open files for them as far as
-    the system allows."""
+    """How many connections this process may have: as many as its limit of open files leaves room
+    for, after it has been raised as far as the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    want = limits.CONNECTIONS_MAX + limits.FILES_BESIDE
+    want = limits.CONNECTIONS_MAX + limits.FILES_RESERVED
     files = want if hard == resource.RLIM_INFINITY else min(hard, want)
     if soft != resource.RLIM_INFINITY:
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, files), hard))
-    most = files - limits.FILES_BESIDE
+    most = files - limits.FILES_RESERVED
     if most < limits.CONNECTIONS_MAX:
         log.warning(
             "this worker takes at most %d connections, as it may open %d files (ulimit -n)",
             most, files,
         )  # fmt: skip
-    return max(16, most)
+    return max(16, most)  # a worker with a tiny limit still serves; `_accept` waits for files

@@ -1,7 +1,7 @@
 """The HTTP port of the metrics: `GET /metrics` for Prometheus, and `GET /healthz`.
 
-It speaks just as much HTTP as these two take, and limits connections and their time, which a
-library's server would not. It shows numbers only: no user, no dataset, no address.
+It speaks just as much HTTP as these two need. Unlike the servers of HTTP libraries, it limits the
+number of connections and the time of each. It shows numbers only: no user, no dataset, no address.
 
 Concurrency: each connection has a task of its own, and is answered once, within seconds.
 """
@@ -9,6 +9,7 @@ Concurrency: each connection has a task of its own, and is answered once, within
 import logging
 import socket
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NoReturn
 
 import trio
@@ -23,85 +24,75 @@ _DEADLINE_S = 5.0
 _CONNECTIONS_MAX = 16
 _PAUSE_S = 0.1
 
-Counts = Callable[[], tuple[Sequence[MetricCells], MetricCells]]
-"""Gives the metrics of the workers, and those of their parent."""
 
+@dataclass(frozen=True, slots=True)
+class MetricsEndpoint:
+    """What the port shows: the metrics of the workers, which are added up, and those of their
+    parent; and whether the server can serve clients now (the answer of `/healthz`)."""
 
-async def serve(
-    sockets: Sequence[socket.socket], counts: Counts, is_healthy: Callable[[], bool]
-) -> None:
-    """Answer on these listening sockets, until it is cancelled."""
-    limit = trio.CapacityLimiter(_CONNECTIONS_MAX)
-    async with trio.open_nursery() as nursery:
-        for each in sockets:
-            each.setblocking(False)
-            listening = trio.socket.from_stdlib_socket(each)
-            nursery.start_soon(_accept, listening, nursery, limit, counts, is_healthy)
+    workers: Sequence[MetricCells]
+    parent: MetricCells
+    is_healthy: Callable[[], bool]
 
+    async def serve(self, sockets: Sequence[socket.socket]) -> None:
+        """Answer on these listening sockets, until it is cancelled."""
+        limit = trio.CapacityLimiter(_CONNECTIONS_MAX)
+        async with trio.open_nursery() as nursery:
 
-async def _accept(
-    listening: trio.socket.SocketType,
-    nursery: trio.Nursery,
-    limit: trio.CapacityLimiter,
-    counts: Counts,
-    is_healthy: Callable[[], bool],
-) -> NoReturn:
-    while True:
-        try:
-            accepted, _ = await listening.accept()
-        except OSError as error:
-            log.error("the metrics port cannot accept connections: %s", error.strerror)
-            await trio.sleep(_PAUSE_S)
-            continue
-        stream = trio.SocketStream(accepted)
-        await limit.acquire_on_behalf_of(stream)
-        nursery.start_soon(_serve_one, stream, limit, counts, is_healthy)
+            async def accept(listening: trio.socket.SocketType) -> NoReturn:
+                while True:
+                    try:
+                        accepted, _ = await listening.accept()
+                    except OSError as error:
+                        log.error("the metrics port cannot accept connections: %s", error.strerror)
+                        await trio.sleep(_PAUSE_S)
+                        continue
+                    stream = trio.SocketStream(accepted)
+                    await limit.acquire_on_behalf_of(stream)
+                    nursery.start_soon(serve_one, stream)
 
+            async def serve_one(stream: trio.SocketStream) -> None:
+                try:
+                    with trio.move_on_after(_DEADLINE_S):
+                        async with stream:
+                            await self.answer(stream)
+                except (trio.BrokenResourceError, trio.ClosedResourceError):
+                    return
+                except Exception:
+                    log.exception("a bug in answering a request for metrics")
+                finally:
+                    limit.release_on_behalf_of(stream)
 
-async def _serve_one(
-    stream: trio.SocketStream,
-    limit: trio.CapacityLimiter,
-    counts: Counts,
-    is_healthy: Callable[[], bool],
-) -> None:
-    try:
-        with trio.move_on_after(_DEADLINE_S):
-            async with stream:
-                await _answer(stream, counts, is_healthy)
-    except (trio.BrokenResourceError, trio.ClosedResourceError):
-        return
-    except Exception:
-        log.exception("a bug in answering a request for metrics")
-    finally:
-        limit.release_on_behalf_of(stream)
+            for each in sockets:
+                each.setblocking(False)
+                nursery.start_soon(accept, trio.socket.from_stdlib_socket(each))
 
-
-async def _answer(
-    stream: trio.SocketStream, counts: Counts, is_healthy: Callable[[], bool]
-) -> None:
-    head = b""
-    while b"\r\n\r\n" not in head and b"\n\n" not in head:
-        some = await stream.receive_some(_HEAD_BYTES_MAX)
-        head += some
-        if not some or len(head) > _HEAD_BYTES_MAX:
-            return
-    words = head.partition(b"\n")[0].split()
-    method, path = words[:2] if len(words) == 3 else (b"", b"")
-    path = path.partition(b"?")[0]
-    kind, body = "text/plain; charset=utf-8", ""
-    if method not in (b"GET", b"HEAD"):
-        status = "405 Method Not Allowed"
-    elif path == b"/metrics":
-        workers, own = counts()
-        status, kind = "200 OK", "text/plain; version=0.0.4; charset=utf-8"
-        body = metrics.exposition(workers) + metrics.exposition([own])
-    elif path == b"/healthz":
-        status, body = ("200 OK", "ok\n") if is_healthy() else ("503 Service Unavailable", "no\n")
-    else:
-        status = "404 Not Found"
-    content = body.encode()
-    answer = (
-        f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(content)}\r\n"
-        "Connection: close\r\n\r\n"
-    ).encode()
-    await stream.send_all(answer if method == b"HEAD" else answer + content)
+    async def answer(self, stream: trio.abc.Stream) -> None:
+        """Receive one request and answer it. A request without an end gets no answer."""
+        head = b""
+        while b"\r\n\r\n" not in head and b"\n\n" not in head:
+            some = await stream.receive_some(_HEAD_BYTES_MAX)
+            head += some
+            if not some or len(head) > _HEAD_BYTES_MAX:
+                return
+        words = head.partition(b"\n")[0].split()
+        method, path = words[:2] if len(words) == 3 else (b"", b"")
+        path = path.partition(b"?")[0]
+        kind, body = "text/plain; charset=utf-8", ""
+        if method not in (b"GET", b"HEAD"):
+            status = "405 Method Not Allowed"
+        elif path == b"/metrics":
+            status, kind = "200 OK", "text/plain; version=0.0.4; charset=utf-8"
+            body = metrics.exposition(self.workers) + metrics.exposition([self.parent])
+        elif path == b"/healthz":
+            status, body = (
+                ("200 OK", "ok\n") if self.is_healthy() else ("503 Service Unavailable", "no\n")
+            )
+        else:
+            status = "404 Not Found"
+        content = body.encode()
+        answer = (
+            f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(content)}\r\n"
+            "Connection: close\r\n\r\n"
+        ).encode()
+        await stream.send_all(answer if method == b"HEAD" else answer + content)

@@ -29,8 +29,8 @@ from diesel_fs.net.tls import load_certificate
 from diesel_fs.urls import HostPort
 
 from . import limits
-from . import metrics_endpoint as scrape
 from .endpoints import listen
+from .metrics_endpoint import MetricsEndpoint
 from .options import Options
 from .worker_config import WorkerConfig, config_line, split_environment
 
@@ -82,9 +82,8 @@ class Supervisor:
         """Serve until a signal ends it. Returns the exit code. Raises DieselError where the server
         cannot start."""
         if self._options.certificate is not None and self._options.key is not None:
-            load_certificate(
-                self._options.certificate, self._options.key
-            )  # once, before the workers do
+            # Once, before the workers do, so that an error ends the server's start
+            load_certificate(self._options.certificate, self._options.key)
         first_error: list[DieselError] = []
         try:
             with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
@@ -98,7 +97,8 @@ class Supervisor:
                     else:
                         self._say_ready()
                         if self._metrics:
-                            nursery.start_soon(self._serve_metrics)
+                            shown = MetricsEndpoint(self._cells, self._own, self._is_healthy)
+                            nursery.start_soon(shown.serve, self._metrics)
                         await self._stopping.wait()
                         await self._end_workers()
                         nursery.cancel_scope.cancel()
@@ -201,7 +201,7 @@ class Supervisor:
         except OSError as error:
             raise _no_process(error) from error
         status = trio.lowlevel.FdStream(reading)
-        task = WorkerConfig(
+        config = WorkerConfig(
             url=options.url.full_url,
             slot=slot,
             is_first=is_first,
@@ -221,7 +221,7 @@ class Supervisor:
                 stdin=subprocess.PIPE,
                 stdout=sys.stderr.fileno(),
                 env=inherited,
-                pass_fds=[*task.sockets, task.cells, task.status],
+                pass_fds=[*config.sockets, config.cells, config.status],
             )
         except OSError as error:  # no memory or no file descriptors, perhaps only now
             await status.aclose()
@@ -232,8 +232,8 @@ class Supervisor:
         self._running[slot] = process
         accepts = False
         try:
-            said = await _start_report(process, status, task)
-            accepts = said == b"{}\n"
+            report = await _start_report(process, status, config)
+            accepts = report == b"{}\n"
         finally:
             if not accepts:
                 process.kill()
@@ -241,7 +241,7 @@ class Supervisor:
                     code = await process.wait()
                 self._worker_ended(slot)
         if not accepts:
-            raise _start_error(said, code)
+            raise _start_error(report, code)
         self._accepting.add(slot)
         self._own.set("diesel_workers", value=len(self._accepting))
         return process
@@ -253,7 +253,7 @@ class Supervisor:
             for process in list(self._running.values()):
                 await process.wait()
 
-    # Signals and metrics
+    # Signals
 
     async def _handle_signals(self, signals: AsyncIterator[int], nursery: trio.Nursery) -> None:
         async for number in signals:
@@ -266,44 +266,40 @@ class Supervisor:
             else:
                 self._stopping.set()
 
-    async def _serve_metrics(self) -> None:
-        await scrape.serve(
-            self._metrics,
-            lambda: (self._cells, self._own),
-            lambda: bool(self._accepting) and not self._stopping.is_set(),
-        )
+    def _is_healthy(self) -> bool:
+        return bool(self._accepting) and not self._stopping.is_set()
 
 
 async def _start_report(
-    process: trio.Process, status: trio.lowlevel.FdStream, task: WorkerConfig
+    process: trio.Process, status: trio.lowlevel.FdStream, config: WorkerConfig
 ) -> bytes:
     """Send a worker its config. Returns its report, empty if it ended. Raises DeadlineError."""
     assert process.stdin is not None
     with trio.move_on_after(START_S):
         async with status:
             with suppress(trio.BrokenResourceError):  # it has ended; its report may say why
-                await process.stdin.send_all(config_line(task))
+                await process.stdin.send_all(config_line(config))
             return await _all(status)
     raise DeadlineError(f"a worker did not start within {START_S:g} s", advice="see its log")
 
 
 async def _all(status: trio.lowlevel.FdStream) -> bytes:
-    said = b""
-    while len(said) < _STATUS_BYTES_MAX:
+    report = b""
+    while len(report) < _STATUS_BYTES_MAX:
         some = await status.receive_some()
         if not some:
             break
-        said += some
-    return said
+        report += some
+    return report
 
 
 def _no_process(error: OSError) -> DieselError:
     return DieselError(f"cannot start a worker: {error.strerror}")
 
 
-def _start_error(said: bytes, code: int) -> DieselError:
+def _start_error(report: bytes, code: int) -> DieselError:
     try:
-        told = json.loads(said)
+        told = json.loads(report)
         return error_by_class_name(str(told["error"]), str(told["message"]), str(told["advice"]))
     except (ValueError, KeyError, TypeError):
         return DieselError(f"a worker ended while it was starting ({_exit_text(code)})")

@@ -4,8 +4,8 @@ all requests, and the work in the background.
 
 import logging
 import os
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from uuid import UUID
@@ -19,7 +19,6 @@ from diesel_fs.metrics import MetricCells
 from diesel_fs.remote.snapshot_transfer import CompressedSnapshots
 from diesel_fs.repository.local import LocalRepository
 from diesel_fs.settings import cache_folder
-from diesel_fs.storage.accounts.account import Account
 from diesel_fs.storage.metadata.redis.address import parse_redis_url
 from diesel_fs.storage.objects.cloud.direct import open_buckets_directly
 from diesel_fs.storage.objects.store import ObjectStore
@@ -28,12 +27,14 @@ from diesel_fs.urls import RepositoryUrl, parse_url, shown_url
 
 from .account_handlers import account_handlers
 from .authentication import TableAuthenticator
-from .connection import Authenticator as Logins
+from .connection import ConnectionContext
 from .head_cache import HeadCache
+from .limits import ConnectionLimits
+from .listener import most_connections
 from .metadata_watch import RedisRuns, watch_metadata
 from .pipelined_heads import pipelined_heads
 from .request_table import RequestTable, takes_payload
-from .requests import Handler
+from .requests import Dispatcher
 from .worker_config import WorkerConfig
 
 log = logging.getLogger("diesel.server")
@@ -50,13 +51,9 @@ class Wiring:
     """What the connections of a worker need, what runs beside them (`background`), and how all of
     it is closed."""
 
-    store_id: UUID
-    login: Logins
-    handlers: Mapping[str, Handler]
-    takes_payload: Callable[[Account, str, int], bool] = lambda *_: True
+    context: ConnectionContext
     background: Sequence[Callable[[], Awaitable[None]]] = ()
     close: Callable[[], None] = lambda: None
-    redactions: Mapping[str, str] = field(default_factory=dict)
 
 
 WireUp = Callable[[WorkerConfig, MetricCells], Wiring]
@@ -87,7 +84,6 @@ def wire_up(config: WorkerConfig, cells: MetricCells) -> Wiring:
     compressed = CompressedSnapshots(_compressed_folder(folder, objects.store_id))
     heads = HeadCache(repository, pipelined=pipelined_heads(url))
     table = RequestTable(repository, reads, compressed, heads, cells)
-    handlers = {**table.handlers(), **account_handlers(login)}
     runs = RedisRuns(url.meta) if url.meta else None
 
     def close() -> None:
@@ -101,8 +97,16 @@ def wire_up(config: WorkerConfig, cells: MetricCells) -> Wiring:
 
     # One worker of a server is enough to watch
     background = [partial(watch_metadata, repository, runs)] if config.slot == 0 else []
-    redactions = _redactions(url, config.cache)
-    return Wiring(objects.store_id, login, handlers, takes_payload, background, close, redactions)
+    context = ConnectionContext(
+        objects.store_id,
+        login,
+        Dispatcher({**table.handlers(), **account_handlers(login)}),
+        cells,
+        ConnectionLimits(most_connections()),
+        takes_payload=takes_payload,
+        redactions=_redactions(url, config.cache),
+    )
+    return Wiring(context, background, close)
 
 
 def _redactions(url: RepositoryUrl, cache: str) -> dict[str, str]:

@@ -30,12 +30,8 @@ from diesel_fs.net.messages import error_message
 from diesel_fs.net.tls import Certificate, load_certificate
 
 from . import limits
-from .connection import ConnectionContext
-from .limits import ConnectionLimits
-from .listener import Listener, most_connections
-from .refusal_log import RefusalLog
-from .requests import Dispatcher
-from .wiring import WireUp, Wiring, wire_up
+from .listener import Listener
+from .wiring import WireUp, wire_up
 from .worker_config import WorkerConfig, read_config
 
 log = logging.getLogger("diesel.server")
@@ -87,7 +83,7 @@ async def _serve(config: WorkerConfig, make: WireUp) -> None:
             nursery.start_soon(_beat, cells)
             listener = Listener(
                 [socket.socket(fileno=number) for number in config.sockets],
-                _connection_context(wiring, cells),
+                wiring.context,
                 certificate,
             )
             nursery.start_soon(_handle_signals, signals, stopped, listener, config)
@@ -103,19 +99,6 @@ async def _beat(cells: MetricCells) -> None:
     while True:
         cells.add("diesel_worker_beats_total")
         await trio.sleep(limits.HEARTBEAT_S)
-
-
-def _connection_context(wiring: Wiring, cells: MetricCells) -> ConnectionContext:
-    return ConnectionContext(
-        store_id=wiring.store_id,
-        login=wiring.login,
-        dispatcher=Dispatcher(wiring.handlers),
-        cells=cells,
-        refusals=RefusalLog(cells),
-        count=ConnectionLimits(most_connections()),
-        takes_payload=wiring.takes_payload,
-        redactions=wiring.redactions,
-    )
 
 
 async def _handle_signals(

@@ -50,7 +50,7 @@ def files(place: Path) -> list[Path]:
 
 def counted(tier: DiskTier) -> int:
     with tier._locked() as marker:
-        return disk._counted(marker)
+        return disk._used_bytes(marker)
 
 
 def idle(place: Path) -> None:

@@ -101,7 +101,7 @@ def test_J6_processes_that_share_a_folder_and_are_killed(
 
 def unchecked(tier: DiskTier) -> DiskTier:
     """The tier as in a process that has not checked any chunk yet."""
-    tier._known.clear()
+    tier._checked_s.clear()
     return tier
 
 

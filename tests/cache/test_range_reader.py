@@ -36,18 +36,15 @@ def contents(repository: LocalRepository) -> dict[bytes, bytes]:
     return {key.id: bytes(get(chunk_object(*key))) for key in keys(view)}
 
 
-def tier_of(
-    kind: str, folder: Path, view: Snapshot, contents: dict[bytes, bytes]
-) -> CacheTier | None:
-    """A tier with every second chunk."""
-    tier: CacheTier | None = None
-    if kind == "memory":
-        tier = MemoryTier(1 << 30)
-    elif kind == "disk":
+def tier_of(kind: str, folder: Path, view: Snapshot, contents: dict[bytes, bytes]) -> CacheTier:
+    """A tier with every second chunk; of kind `none` it has no room."""
+    if kind == "none":
+        return MemoryTier(0)
+    tier: CacheTier = MemoryTier(1 << 30)
+    if kind == "disk":
         tier = DiskTier(prepare_cache_folder(folder / "cache"), view.identity, 1 << 30)
     for key in keys(view)[::2]:
-        if tier is not None:
-            put(tier, key, contents[key.id])
+        put(tier, key, contents[key.id])
     return tier
 
 
@@ -55,6 +52,11 @@ def put(tier: CacheTier, key: ChunkKey, content: bytes) -> None:
     place = tier.reserve(key, len(content))
     assert place is not None
     place.commit(memoryview(content))
+
+
+def uncached(store: Counting) -> ReadThroughCache:
+    """A cache whose tier has no room."""
+    return ReadThroughCache(store, MemoryTier(0))
 
 
 @pytest.fixture(params=["none", "memory", "disk"])
@@ -97,9 +99,7 @@ def test_a_whole_chunk_is_one_read_and_one_piece(
     store: Counting, view: Snapshot, contents: dict[bytes, bytes]
 ) -> None:
     (name, content), *_ = contents.items()
-    answer = RangeReader(ReadThroughCache(store)).read(
-        view.identity, records([(name, 0, len(content))])
-    )
+    answer = RangeReader(uncached(store)).read(view.identity, records([(name, 0, len(content))]))
     assert [bytes(piece) for piece in answer] == [content]
     assert [(start, size) for _, start, size in store.reads] == [(0, len(content))]
 
@@ -110,7 +110,7 @@ def test_many_small_parts_of_one_chunk_are_one_read(
     """A request is assumed to cost milliseconds until it is measured, so gaps are read along."""
     (name, content), *_ = contents.items()
     parts = [(name, at, 100) for at in range(len(content) - 100, 0, -500)]
-    answer = RangeReader(ReadThroughCache(store)).read(view.identity, records(parts))
+    answer = RangeReader(uncached(store)).read(view.identity, records(parts))
     assert b"".join(answer) == b"".join(content[at : at + 100] for _, at, _ in parts)
     assert len(store.reads) == 1
 
@@ -120,7 +120,7 @@ def test_gaps_are_not_read_from_a_near_store(
 ) -> None:
     """A request to a folder costs next to nothing, so gaps are not read along."""
     (name, content), *_ = contents.items()
-    cache = ReadThroughCache(store)
+    cache = uncached(store)
     for _ in range(100):
         cache.costs.observe(100, 20e-6)
         cache.costs.observe(4 << 20, 1e-3)
@@ -136,7 +136,7 @@ def test_a_part_that_is_asked_for_twice_is_read_once(
 ) -> None:
     (name, content), *_ = contents.items()
     part = (name, 96, 5000)
-    answer = RangeReader(ReadThroughCache(store)).read(view.identity, records([part] * 5))
+    answer = RangeReader(uncached(store)).read(view.identity, records([part] * 5))
     assert b"".join(answer) == content[96:5096] * 5
     assert len(store.reads) == 1
 
@@ -145,7 +145,7 @@ def test_F10_requests_at_the_same_moment_share_a_read(
     store: Counting, view: Snapshot, contents: dict[bytes, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (name, content), *_ = contents.items()
-    reads, gate = RangeReader(ReadThroughCache(store)), Gate(store)
+    reads, gate = RangeReader(uncached(store)), Gate(store)
     joined = threading.Semaphore(0)
     waited = Future.result
 
@@ -176,7 +176,7 @@ def test_a_request_that_shared_a_failed_read_reads_itself(
     store: Counting, view: Snapshot, contents: dict[bytes, bytes]
 ) -> None:
     (name, content), *_ = contents.items()
-    reads, gate = RangeReader(ReadThroughCache(store)), Gate(store)
+    reads, gate = RangeReader(uncached(store)), Gate(store)
     held = gate._wait
     failed: list[str] = []
 
@@ -204,7 +204,7 @@ def test_a_request_that_shared_a_failed_read_reads_itself(
 def test_a_request_keeps_its_limit_of_reads(
     store: Counting, view: Snapshot, contents: dict[bytes, bytes]
 ) -> None:
-    reads, gate = RangeReader(ReadThroughCache(store), request_reads_max=3), Gate(store)
+    reads, gate = RangeReader(uncached(store), request_reads_max=3), Gate(store)
     parts = [(name, 0, 100) for name in contents]
     assert len(parts) > 6
     with ThreadPoolExecutor(1) as pool:
@@ -220,7 +220,7 @@ def test_a_request_keeps_its_limit_of_reads(
 def test_O20_a_process_keeps_its_limit_of_reads(
     store: Counting, view: Snapshot, contents: dict[bytes, bytes]
 ) -> None:
-    reads, gate = RangeReader(ReadThroughCache(store), store_reads_max=4), Gate(store)
+    reads, gate = RangeReader(uncached(store), store_reads_max=4), Gate(store)
     (name, content), *_ = contents.items()
     with ThreadPoolExecutor(12) as pool:
         answers = [
@@ -240,7 +240,7 @@ def test_a_read_that_waits_for_a_busy_store_ends_in_time(
     store: Counting, view: Snapshot, contents: dict[bytes, bytes]
 ) -> None:
     gate = Gate(store)
-    reads = RangeReader(ReadThroughCache(store), store_reads_max=1, deadline_s=0.1)
+    reads = RangeReader(uncached(store), store_reads_max=1, deadline_s=0.1)
     one, two = list(contents)[:2]
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(reads.read, view.identity, records([(one, 0, 10)]))
@@ -274,7 +274,7 @@ def test_a_request_fails_after_all_its_reads_have_ended(
 ) -> None:
     parts = [(name, 0, 100) for name in contents]
     parts[len(parts) // 2] = (bytes(16), 0, 100)
-    reads = RangeReader(ReadThroughCache(store))
+    reads = RangeReader(uncached(store))
     for some in (parts, [(bytes(16), 0, 100)]):
         gc.disable()
         try:
@@ -299,9 +299,7 @@ def test_G6_answers_that_nobody_takes_keep_to_a_budget(
 ) -> None:
     (name, content), *_ = contents.items()
     part = records([(name, 0, len(content))])
-    reads = RangeReader(
-        ReadThroughCache(store), answer_bytes_max=3 * len(content) + 100, wait_s=0.05
-    )
+    reads = RangeReader(uncached(store), answer_bytes_max=3 * len(content) + 100, wait_s=0.05)
     answers = [reads.read(view.identity, part) for _ in range(3)]
     with pytest.raises(BusyError):
         reads.read(view.identity, part)
@@ -317,7 +315,7 @@ def test_an_answer_larger_than_the_budget_is_served_alone(
     store: Counting, view: Snapshot, contents: dict[bytes, bytes]
 ) -> None:
     (name, content), *_ = contents.items()
-    reads = RangeReader(ReadThroughCache(store), answer_bytes_max=10, wait_s=0.05)
+    reads = RangeReader(uncached(store), answer_bytes_max=10, wait_s=0.05)
     answer = reads.read(view.identity, records([(name, 0, len(content))]))
     assert b"".join(answer) == content
     with pytest.raises(BusyError):
@@ -340,7 +338,7 @@ def test_B3_a_fresh_read_gets_the_bytes_of_the_store(
     assert b"".join(reads.read(view.identity, part, fresh=True)) == content[500:1400]
     assert store.reads[0][1:] == (500, 900)
     assert b"".join(reads.read(view.identity, part)) == content[500:1400]
-    reads._tier.close()
+    tier.close()
 
 
 def test_reads_are_counted_by_the_place_that_served_them(

@@ -173,13 +173,13 @@ def test_reads_from_memory_count_as_use_of_the_disk_cache(place: Path, source: C
                 await cache.get(number, 10, load=True)
         await ended(cache, set())
         idle(place)
-        tier._dataset_used.clear()  # as after a minute
+        tier._dataset_touched_s.clear()  # as after a minute
         async with run_cache(cache):
             await settled(cache)
             for number in (3, 4, 5):
                 await cache.get(number, 10, load=True)
         idle(place)
-        tier._dataset_used.clear()
+        tier._dataset_touched_s.clear()
         await ended(cache, set())
         cache.close()
 

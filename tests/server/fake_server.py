@@ -36,8 +36,7 @@ from diesel_server import supervisor
 from diesel_server.connection import ConnectionContext
 from diesel_server.endpoints import listen
 from diesel_server.limits import ConnectionLimits, FairByteBudget
-from diesel_server.listener import Listener
-from diesel_server.refusal_log import RefusalLog
+from diesel_server.listener import Listener, most_connections
 from diesel_server.requests import Dispatcher, Handler, HandlerThreads, Reply, Request
 from diesel_server.wiring import Wiring
 from diesel_server.worker import run_worker
@@ -157,7 +156,6 @@ class ThreadedServer:
                 login=self.login,
                 dispatcher=Dispatcher(HANDLERS if handlers is None else handlers),
                 cells=self.cells,
-                refusals=RefusalLog(self.cells),
                 count=count or ConnectionLimits(100),
                 budget=budget or FairByteBudget(),
             )
@@ -214,9 +212,10 @@ def links(
     return ServerLink(parse_url(url), credentials, first=first)
 
 
-def wire_stand_in(task: WorkerConfig, cells: MetricCells) -> Wiring:
+def wire_stand_in(config: WorkerConfig, cells: MetricCells) -> Wiring:
     """The wiring of the program's workers."""
-    return Wiring(STORE, OneUser(), HANDLERS)
+    limits = ConnectionLimits(most_connections())
+    return Wiring(ConnectionContext(STORE, OneUser(), Dispatcher(HANDLERS), cells, limits))
 
 
 PROGRAM = (sys.executable, "-m", "tests.server.fake_server")

@@ -9,6 +9,7 @@ import pytest
 
 from diesel_fs.cache.range_reader import RangeReader
 from diesel_fs.cache.read_through import ReadThroughCache
+from diesel_fs.cache.tiers import MemoryTier
 from diesel_fs.format.chunk_builder import ChunkBuilder
 from diesel_fs.format.entries import ChunkId
 from diesel_fs.format.object_names import chunk_object
@@ -31,7 +32,7 @@ class InProcessServer:
 
     def __init__(self, store: LocalRepository, loop: Loop) -> None:
         self.store = store
-        self.reads = RangeReader(ReadThroughCache(store.objects))
+        self.reads = RangeReader(ReadThroughCache(store.objects, MemoryTier(0)))
         self.loop = loop
         self.handlers = RequestTable(store, self.reads, CompressedSnapshots(None)).handlers()
         self.admin = self.client(Account("admin", KEY, admin=True))

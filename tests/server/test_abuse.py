@@ -25,9 +25,9 @@ from diesel_fs.remote.values import columns_message, parts_message
 from diesel_fs.repository.local import LocalRepository
 from diesel_fs.storage.accounts.account import Account, Role
 from diesel_server import limits, supervisor
-from diesel_server import metrics_endpoint as scrape
 from diesel_server import queries as asking
 from diesel_server import updates as writing
+from diesel_server.metrics_endpoint import MetricsEndpoint
 from diesel_server.options import checked
 from diesel_server.request_table import takes_payload
 
@@ -401,7 +401,7 @@ def test_S12_any_bytes_sent_to_the_metrics_port_are_harmless(head: bytes) -> Non
         ours, theirs = trio.testing.memory_stream_pair()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(ours.send_all, head)
-            await scrape._answer(theirs, lambda: ([], private_cells()), lambda: True)  # type: ignore[arg-type]  # a stream in memory
+            await MetricsEndpoint([], private_cells(), lambda: True).answer(theirs)
             nursery.cancel_scope.cancel()
 
     trio.run(main)

@@ -16,7 +16,6 @@ from diesel_fs.net.messages import Message
 from diesel_server import limits
 from diesel_server.channel import Channel, ConnectionClosed
 from diesel_server.connection import Connection, ConnectionContext
-from diesel_server.refusal_log import RefusalLog
 from diesel_server.requests import Dispatcher, Reply, Request
 
 from .fake_server import STORE
@@ -133,7 +132,7 @@ async def connected(handlers: object) -> AsyncIterator[Client]:
     """A client that is logged in."""
     cells = metrics.private_cells()
     runner = Dispatcher(handlers)  # type: ignore[arg-type]  # handlers of several kinds
-    service = ConnectionContext(STORE, Signed(), runner, cells, RefusalLog(cells))
+    service = ConnectionContext(STORE, Signed(), runner, cells)
     channel, other = pair(1 << 20)
 
     async def opener() -> tuple[Channel, bytes]:

@@ -28,7 +28,6 @@ from diesel_server import limits
 from diesel_server.channel import Channel, ConnectionClosed
 from diesel_server.connection import Connection, ConnectionContext
 from diesel_server.limits import ConnectionLimits, FairByteBudget
-from diesel_server.refusal_log import RefusalLog
 from diesel_server.requests import Dispatcher, Reply, Request
 
 from .fake_server import HANDLERS, STORE
@@ -161,7 +160,6 @@ def converse(
             login=Signed(),
             dispatcher=Dispatcher(handlers),  # type: ignore[arg-type]  # handlers of several kinds
             cells=cells,
-            refusals=RefusalLog(cells),
             count=ConnectionLimits(10),
             budget=budget or FairByteBudget(),
         )
