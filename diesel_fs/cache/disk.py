@@ -202,10 +202,13 @@ class DiskTier(CacheTier):
     ) -> None:
         """`place` is the folder that `prepare_cache_folder` returned. Without a limit, the cache
         may have half of the bytes that are free there or that it has already. `clock` gives the
-        time by which a failed disk is tried again. Raises PermissionDenied, BusyError.
+        time by which a failed disk is tried again and chunks are marked as used.
+
+        Raises PermissionDenied, BusyError.
         """
         self._root = os.fspath(place)
         self._store_folder = f"{self._root}/{store.hex}"
+        self._clock = clock
         self.limit_bytes = limit_bytes or 0
         self._takes_half = limit_bytes is None  # `limit_bytes` is still to be computed
         self.read_only_reason = ""
@@ -272,12 +275,12 @@ class DiskTier(CacheTier):
             return False
         if len(self._checked_s) >= _CHECKED_MAX:
             self._checked_s.clear()
-        self._checked_s[key] = 0.0
+        self._checked_s[key] = -_TOUCH_S
         return True
 
     def _touch(self, key: ChunkKey, file: int) -> None:
-        now_s = time.monotonic()
-        if now_s - self._checked_s.get(key, 0.0) >= _TOUCH_S:
+        now_s = self._clock()
+        if now_s - self._checked_s.get(key, -_TOUCH_S) >= _TOUCH_S:
             self._checked_s[key] = now_s
             with contextlib.suppress(OSError):  # the file system has become read-only
                 os.utime(file)
@@ -289,7 +292,7 @@ class DiskTier(CacheTier):
         return False
 
     def note_use(self, identity: UUID) -> None:
-        now_s = time.monotonic()
+        now_s = self._clock()
         if now_s - self._dataset_touched_s.get(identity, -_TOUCH_S) >= _TOUCH_S:
             self._dataset_touched_s[identity] = now_s
             with contextlib.suppress(OSError):
@@ -594,7 +597,7 @@ class _FileReservation(Reservation):
             self.cancel()
             return
         os.close(self._file)
-        self._tier._checked_s[self._key] = time.monotonic()
+        self._tier._checked_s[self._key] = self._tier._clock()
         self._tier._writes.succeeded()
 
     def cancel(self) -> None:

@@ -12,6 +12,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 from uuid import UUID
@@ -134,9 +135,16 @@ class MemoryTier(CacheTier):
     kind = "memory"
     prefetches_datasets = False
 
-    def __init__(self, limit_bytes: int, *, idle_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        limit_bytes: int,
+        *,
+        idle_s: float = 60.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._limit_bytes = limit_bytes
         self._idle_s = idle_s
+        self._clock = clock
         self._lock = threading.Lock()
         self._chunks: OrderedDict[ChunkKey, _InMemory] = OrderedDict()  # the longest unread first
         self._reserved: set[ChunkKey] = set()
@@ -151,7 +159,7 @@ class MemoryTier(CacheTier):
         with self._lock:
             held = self._chunks.get(key)
             if held is not None:
-                held.used_s = time.monotonic()
+                held.used_s = self._clock()
                 self._chunks.move_to_end(key)
         return held
 
@@ -162,7 +170,7 @@ class MemoryTier(CacheTier):
         with self._lock:
             if self.holds(key):
                 return None
-            since_s = time.monotonic() - self._idle_s
+            since_s = self._clock() - self._idle_s
             while self._used_bytes + size > self._limit_bytes:
                 oldest = next(iter(self._chunks), None)
                 if oldest is None or self._chunks[oldest].used_s > since_s:
@@ -190,13 +198,13 @@ class MemoryTier(CacheTier):
             if content is None:
                 self._used_bytes -= size
             else:
-                self._chunks[key] = _InMemory(content.toreadonly())
+                self._chunks[key] = _InMemory(content.toreadonly(), self._clock())
 
 
 class _InMemory(CacheHandle):
-    def __init__(self, content: memoryview) -> None:
+    def __init__(self, content: memoryview, used_s: float) -> None:
         self.bytes = len(content)
-        self.used_s = time.monotonic()
+        self.used_s = used_s
         self._content = content
 
     def view(self, start: int, size: int) -> memoryview | None:

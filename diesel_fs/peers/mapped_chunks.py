@@ -79,7 +79,9 @@ class MemoryMap:
                 self._ended()
 
 
-_Memory: TypeAlias = tuple[int, int]  # chunk, inode: a chunk may be pinned again in other memory
+_Memory: TypeAlias = tuple[int, int]
+"""A chunk, and the inode of the memory that it lies in: the master may have the same chunk again in
+other memory."""
 
 
 class MappedChunks:
@@ -135,20 +137,20 @@ class MappedChunks:
     def keep(self, chunk: int, descriptor: int, size: int) -> memoryview:
         """Map a pinned chunk. The descriptor stays the caller's. Raises OSError."""
         with self._lock:
-            which = chunk, os.fstat(descriptor).st_ino
-            mapping = self._maps.get(which)
+            memory = chunk, os.fstat(descriptor).st_ino
+            mapping = self._maps.get(memory)
             if mapping is None:
-                ended = partial(self._unmapped.append, which)
+                ended = partial(self._unmapped.append, memory)
                 mapping = MemoryMap(descriptor, size, mmap.MAP_PRIVATE, ended)
-                self._maps[which] = mapping
-                self._map_counts[which] += 1
+                self._maps[memory] = mapping
+                self._map_counts[memory] += 1
             before = self._views.pop(chunk, None)
             self.kept_bytes += size - (0 if before is None else len(before))
             view = self._views[chunk] = mapping.view()
             self._clock += 1
             self._last_used[chunk] = self._clock
-            over = self._over()
-        self.release(over)
+            excess = self._excess()
+        self.release(excess)
         return view
 
     def on_revoke(self, chunk: int, callback: Callable[[], None]) -> None:
@@ -182,8 +184,8 @@ class MappedChunks:
         """A chunk is damaged: when it is pinned again, it is mapped anew. Returns whether the table
         kept it."""
         with self._lock:
-            for which in [each for each in self._maps if each[0] == chunk]:
-                del self._maps[which]
+            for memory in [each for each in self._maps if each[0] == chunk]:
+                del self._maps[memory]
         kept = chunk in self._views
         self.release([chunk])
         return kept
@@ -200,29 +202,29 @@ class MappedChunks:
         found = []
         with self._lock:
             while self._unmapped:
-                which = self._unmapped.popleft()
-                if self._map_counts[which] > 1:
-                    self._map_counts[which] -= 1
-                elif self._map_counts.pop(which, 0):
-                    found.append(which[0])
-                    if which[0] not in self._views:
-                        self._on_revoke.pop(which[0], None)
+                memory = self._unmapped.popleft()
+                if self._map_counts[memory] > 1:
+                    self._map_counts[memory] -= 1
+                elif self._map_counts.pop(memory, 0):
+                    found.append(memory[0])
+                    if memory[0] not in self._views:
+                        self._on_revoke.pop(memory[0], None)
         return found
 
-    def _over(self) -> list[int]:
+    def _excess(self) -> list[int]:
         """The chunks to release when the table is over its limits, the least recently used first:
         an eighth more than needed, as each call looks at all of them."""
         if self.kept_bytes <= self._bytes_max and len(self._views) <= self._chunks_max:
             return []
         bytes_max, chunks_max = self._bytes_max * 7 // 8, self._chunks_max * 7 // 8
-        held_bytes, count, found = self.kept_bytes, len(self._views), []
+        kept_bytes, count, excess = self.kept_bytes, len(self._views), []
         for chunk in sorted(self._views, key=lambda each: self._last_used.get(each, 0))[:-1]:
-            if held_bytes <= bytes_max and count <= chunks_max:
+            if kept_bytes <= bytes_max and count <= chunks_max:
                 break
-            held_bytes -= len(self._views[chunk])
+            kept_bytes -= len(self._views[chunk])
             count -= 1
-            found.append(chunk)
-        return found
+            excess.append(chunk)
+        return excess
 
 
 _TABLES: "weakref.WeakSet[MappedChunks]" = weakref.WeakSet()

@@ -56,7 +56,7 @@ FILL_RETRY_S, FILL_RETRY_MAX_S = 1.0, 60.0
 """Seconds before a chunk that could not be fetched ahead is tried again; they double up to the
 maximum."""
 
-_TRIES = 4  # of one call, where a chunk that it found is gone before it is read
+_TRIES = 4  # of one call, where a chunk that it has found is evicted before it is read
 
 Fetch = Callable[[int, memoryview], Awaitable[None]]
 """Fills `room` with the whole chunk of a number, and keeps no part of `room` afterwards. Raises
@@ -67,8 +67,8 @@ Made = TypeVar("Made")
 
 
 def chunk_budget_bytes(memory_bytes: int, sizes: npt.NDArray[np.uint64], *, has_disk: bool) -> int:
-    """The part of `memory_bytes` for chunks that stay in memory; `sizes` are the bytes of all
-    chunks."""
+    """The part of `memory_bytes` for chunks that stay in memory. `sizes`: the bytes of each chunk
+    of the dataset."""
     return max(memory_bytes - (write_back_bytes(memory_bytes, sizes) if has_disk else 0), 0)
 
 
@@ -80,10 +80,10 @@ def write_back_bytes(memory_bytes: int, sizes: npt.NDArray[np.uint64]) -> int:
 
 @dataclass(slots=True, eq=False)
 class _InFlight:
-    """A chunk that is being fetched or loaded. `chunk` is its current number, or -1 where this
-    version of the dataset does not have it."""
+    """A chunk that is being fetched (from another node or the store) or loaded (from this node's
+    disk)."""
 
-    chunk: int
+    chunk: int  # its number in the current version, or -1 where that does not have it
     key: ChunkKey
     size: int
     to_memory: bool
@@ -226,10 +226,9 @@ class NodeCache:
         """Switch to another version of the dataset. Chunks in both versions stay, and stay this
         node's. Clients' pins keep the old numbers of their chunks."""
         old = {key: number for number, key in enumerate(zip(self._ids, self._sizes, strict=True))}
-        now = list(zip(ids, (int(size) for size in sizes), strict=True))
-        before = [old.get(key, -1) for key in now]
+        self._ids, self._sizes = list(ids), [int(size) for size in sizes]
+        before = [old.get(key, -1) for key in zip(self._ids, self._sizes, strict=True)]
         after = {was: number for number, was in enumerate(before) if was >= 0}
-        self._ids, self._sizes = list(ids), [size for _, size in now]
         self.memory.switch_version(self._sizes, before)
         self._write_back.switch_version(self._ids, self._sizes, before)
         self._admission.switch_version(self._sizes, before)
@@ -373,12 +372,14 @@ class NodeCache:
         victims: Sequence[int] | None,
         *,
         from_disk: bool = False,
-        is_fill: bool = False,
+        is_prefetch: bool = False,
     ) -> _InFlight:
         """Start a fetch or load: to memory, where it replaces `victims`; for None to the disk."""
         assert self._nursery is not None
         size = self._sizes[chunk]
-        flight = _InFlight(chunk, self._key(chunk), size, victims is not None, from_disk, is_fill)
+        flight = _InFlight(
+            chunk, self._key(chunk), size, victims is not None, from_disk, is_prefetch
+        )
         self._in_flight[chunk] = flight
         if victims is None:
             self._write_back.reserve(size)
@@ -397,7 +398,7 @@ class NodeCache:
                 memory = await self._write_back.load(flight.chunk) if flight.chunk >= 0 else None
             else:
                 async with contextlib.nullcontext() if flight.is_prefetch else self._fetchers:
-                    memory = await self._fetched(flight)
+                    memory = await self._fetch_checked(flight)
         except DieselError as error:
             flight.error = error
             self._counts["fetch_failures"] += 1
@@ -433,7 +434,7 @@ class NodeCache:
             self._no_awaited.set()
         flight.done.set()
 
-    async def _fetched(self, flight: _InFlight) -> SealedMemory | None:
+    async def _fetch_checked(self, flight: _InFlight) -> SealedMemory | None:
         """The chunk, checked: in memory that can be pinned, or in the flight's view alone."""
         if flight.chunk < 0:
             return None
@@ -446,7 +447,7 @@ class NodeCache:
         draft = await self._in_thread(WritableMemory, flight.size)
         try:
             await self._fill_room(flight, draft.room)
-            return await self._in_thread(_checked, draft, flight.key)
+            return await self._in_thread(_seal_checked, draft, flight.key)
         except BufferError:
             log.error("chunk not cached: its buffer is still in use")
             return None
@@ -474,7 +475,7 @@ class NodeCache:
             victims = self.memory.find_victims(chunk, has_credit=False)
             if victims is None and not self._is_free_on_disk(chunk):
                 return
-            flight = self._start(chunk, victims, is_fill=True)
+            flight = self._start(chunk, victims, is_prefetch=True)
             await flight.done.wait()
             self._counts["fill_failures" if flight.view is None else "filled"] += 1
             if isinstance(flight.error, FormatError):
@@ -501,7 +502,7 @@ class NodeCache:
         return ChunkKey(self._identity, self._ids[chunk])
 
 
-def _checked(draft: WritableMemory, key: ChunkKey) -> SealedMemory:
+def _seal_checked(draft: WritableMemory, key: ChunkKey) -> SealedMemory:
     """The chunk in `draft`, sealed first and then checked, so that it cannot change after the
     check."""
     sealed = draft.seal()

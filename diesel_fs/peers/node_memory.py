@@ -33,22 +33,24 @@ PENDING_HITS_MAX = 1024
 """Hits that are collected before the policy hears of them, which then takes a millisecond."""
 
 Mask = npt.NDArray[np.bool_]
+"""A flag for each chunk of the version."""
 
 
 class PinTable:
-    """Which client process has pinned which memory, and which of it is revoked.
+    """Which client process (a *pinner*, a number) has pinned which memory, and which of that
+    memory is revoked.
 
-    Pinned memory takes its room until it is unpinned, whether its chunk is still here or not. A
-    process that pins a chunk again and gets the same memory unpins it once; where the chunk has
-    come again in other memory, once for each. Chunks keep the numbers that they had when they were
-    pinned.
+    Pinned memory takes its room until it is unpinned, even if its chunk is not here any more. A
+    process unpins each memory once, however often it has pinned the chunk in it; a chunk that was
+    dropped and fetched again lies in other memory. Chunks keep the numbers that they had when they
+    were pinned.
     """
 
     def __init__(self) -> None:
         self._by_pinner: defaultdict[int, dict[int, list[SealedMemory]]] = defaultdict(dict)
         self._pin_counts: dict[SealedMemory, int] = {}
         self._revoked: set[SealedMemory] = set()
-        self.bytes = 0
+        self.bytes = 0  # of all pinned memory
 
     def pin(self, pinner: int, chunk: int, memory: SealedMemory) -> None:
         """A process has pinned a chunk that lies in `memory`."""
@@ -79,16 +81,16 @@ class PinTable:
                     yield memory
 
     def is_pinned(self, memory: SealedMemory) -> bool:
-        """Whether any process has it."""
+        """Whether any process has pinned this memory."""
         return memory in self._pin_counts
 
     def revoke(self, memory: SealedMemory) -> None:
-        """Ask the processes that have it to unpin it."""
+        """Ask the processes that have pinned this memory to unpin it."""
         if memory in self._pin_counts:
             self._revoked.add(memory)
 
     def is_revoked(self, memory: SealedMemory) -> bool:
-        """Whether it is to be dropped as soon as it is unpinned."""
+        """Whether this memory is to be unpinned, and pinned by no other process meanwhile."""
         return memory in self._revoked
 
     def revoked(self, pinner: int) -> list[int]:
@@ -131,7 +133,7 @@ class NodeMemory:
         self.counts: Counter[str] = Counter()
         self.budget_bytes_max = budget_bytes
         self._budget_bytes = budget_bytes
-        self._count_max = sealed_memories_max()
+        self._chunks_max = sealed_memories_max()
         self._sizes = sizes
         self._policy = policy
         self._on_evict = on_evict
@@ -145,7 +147,7 @@ class NodeMemory:
         self._hit_bytes = 0
         self._shrunk_until_s = math.inf
         self._warned: set[type] = set()
-        self._fits = True
+        self._share_fits = True
         self._warn_of_limits()
 
     # Reading
@@ -185,7 +187,7 @@ class NodeMemory:
         """Tell the policy and `on_hits` of the collected hits. Called before the policy is told or
         asked anything else."""
         if self._hits:
-            if not self._fits:
+            if not self._share_fits:
                 for chunk in self._hits:
                     self._policy.record_access(chunk)
                 self._on_hits(self._hits, self._hit_bytes)
@@ -197,11 +199,8 @@ class NodeMemory:
     # Room
 
     def find_victims(self, chunk: int, *, has_credit: bool) -> list[int] | None:
-        """The chunks that one which is not here would replace; None where it should not come.
-        Without `has_credit` it replaces only chunks of other nodes.
-
-        Pinned chunks are passed over, and revoked.
-        """
+        """The chunks that an absent chunk would replace; None where it should not come. Without
+        `has_credit` (`cache/admission.py`) it replaces only chunks of other nodes."""
         self.flush_hits()
         if trio.current_time() >= self._shrunk_until_s:
             self._budget_bytes, self._shrunk_until_s = self.budget_bytes_max, math.inf
@@ -212,7 +211,8 @@ class NodeMemory:
         if not is_mine:
             free_bytes -= self._absent_bytes()
         missing_bytes = size - free_bytes
-        excess = len(self._memories) + self._reserved_count + 1 - self._count_max
+        # Chunks beyond those that the process's limits of descriptors and mappings allow
+        excess = len(self._memories) + self._reserved_count + 1 - self._chunks_max
         victims: list[int] = []
         room_bytes = free_bytes
         if (missing_bytes > 0 or excess > 0) and (is_mine or has_credit):
@@ -238,19 +238,19 @@ class NodeMemory:
         self._reserved_bytes += self._sizes[chunk]
 
     def release_reservation(self, size: int) -> None:
-        """A chunk of this size, for which room was reserved, has come or does not come."""
+        """A fetch for which `reserve` made room has ended, with the chunk or without."""
         self._reserved_count -= 1
         self._reserved_bytes -= size
 
     def insert(self, chunk: int, memory: SealedMemory) -> None:
-        """A chunk has come."""
+        """Put a chunk into the cache."""
         self.flush_hits()
         self._memories[chunk], self.views[chunk] = memory, memory.view
         self.present[chunk] = True
         self._policy.insert(chunk, memory.bytes)
 
     def drop(self, chunk: int) -> None:
-        """Drop a chunk."""
+        """Remove a chunk. While it is pinned, its memory still counts in the budget."""
         memory = self._memories.pop(chunk)
         del self.views[chunk]
         self.present[chunk] = False
@@ -266,16 +266,16 @@ class NodeMemory:
         The first time, the budget becomes what is here. The second time it becomes 0, so that no
         chunk is dropped for one that cannot come.
         """
-        here_bytes = self._policy.bytes + self._pinned_evicted_bytes
+        held_bytes = self._policy.bytes + self._pinned_evicted_bytes
         is_first = self._budget_bytes == self.budget_bytes_max
-        self._budget_bytes = min(here_bytes, self.budget_bytes_max - 1) if is_first else 0
+        self._budget_bytes = min(held_bytes, self.budget_bytes_max - 1) if is_first else 0
         self._shrunk_until_s = trio.current_time() + BUDGET_RETRY_S
         self.counts["allocation_failures"] += 1
         if type(error) not in self._warned:
             self._warned.add(type(error))
             log.warning(
                 "this node keeps %s bytes for now, of at most %s: %s",
-                f"{here_bytes:,}", f"{self.budget_bytes_max:,}", error,
+                f"{held_bytes:,}", f"{self.budget_bytes_max:,}", error,
             )  # fmt: skip
 
     @property
@@ -307,23 +307,23 @@ class NodeMemory:
                 excess -= 1
         return missing_bytes, excess
 
-    def set_owned(self, mine: Mask) -> None:
+    def set_owned(self, owned: Mask) -> None:
         """Set which chunks are this node's."""
-        self.owned = mine
-        share_bytes = int(np.asarray(self._sizes, np.int64)[mine].sum())
-        chunks = int(np.count_nonzero(mine))
+        self.owned = owned
+        share_bytes = int(np.asarray(self._sizes, np.int64)[owned].sum())
+        chunks = int(np.count_nonzero(owned))
         # If the share fits, none of it is ever replaced, and no hits need to be recorded
-        self._fits = share_bytes <= self.budget_bytes_max and chunks <= self._count_max
+        self._share_fits = share_bytes <= self.budget_bytes_max and chunks <= self._chunks_max
 
     def _warn_of_limits(self) -> None:
         total_bytes = sum(self._sizes)
         chunks = len(self._sizes) * min(self.budget_bytes_max / max(total_bytes, 1), 1.0)
-        if chunks > self._count_max:
+        if chunks > self._chunks_max:
             log.warning(
                 "the memory of this node has room for %s chunks, but its limits allow only %s:"
                 " raise the limits of descriptors (ulimit -n) and of mappings (sysctl"
                 " vm.max_map_count), or put the dataset in larger chunks",
-                f"{int(chunks):,}", f"{self._count_max:,}",
+                f"{int(chunks):,}", f"{self._chunks_max:,}",
             )  # fmt: skip
 
     # Pins

@@ -56,6 +56,8 @@ just writing."""
 _THREADS = 8
 
 Spans = Sequence[tuple[int, int]]
+"""Ranges of one chunk: where each starts, and its bytes."""
+
 Made = TypeVar("Made")
 Mask = npt.NDArray[np.bool_]
 
@@ -125,19 +127,20 @@ class WriteBackQueue:
         size = self._sizes[chunk]
         if not self._takes(size) or not self._policy.admits(chunk, size, self._room_bytes):
             return None
-        victims, cheap = self._victims(size), self._evict_first()
-        return None if victims is None else [each for each in victims if not cheap[each]]
+        victims, goes_first = self._victims(size), self._evict_first()
+        return None if victims is None else [each for each in victims if not goes_first[each]]
 
     def reserve(self, size: int) -> None:
         """Reserve room in the queue for a chunk that is being fetched."""
         self._reserved_bytes += size
 
     def release_reservation(self, size: int) -> None:
-        """A chunk for which room was reserved has come, or does not come."""
+        """A fetch for which `reserve` took room has ended, with the chunk or without."""
         self._reserved_bytes -= size
 
     def enqueue(self, chunk: int, content: memoryview) -> None:
-        """Write a chunk, which has been checked and will not change, where that is possible."""
+        """Have a chunk written, which has been checked and will not change. It is dropped where the
+        queue is full or the disk is not used."""
         size = len(content)
         if chunk in self._queue or self._on_disk[chunk] or not self._takes(size):
             return
@@ -174,10 +177,10 @@ class WriteBackQueue:
             found = disk.find(key)
             if found is not None:
                 with found, contextlib.suppress(OSError, EOFError, MemoryError):
-                    rooms = [np.empty(size, np.uint8).data for _, size in spans]
-                    for (start, _), room in zip(spans, rooms, strict=True):
-                        found.read_into(start, room)
-                    return [room.toreadonly() for room in rooms], True
+                    buffers = [np.empty(size, np.uint8).data for _, size in spans]
+                    for (start, _), buffer in zip(spans, buffers, strict=True):
+                        found.read_into(start, buffer)
+                    return [buffer.toreadonly() for buffer in buffers], True
             return None, disk.holds(key)
 
         answer = await self._in_thread(work, READ_TIMEOUT_S)
@@ -269,8 +272,8 @@ class WriteBackQueue:
         outcome."""
         if self._disk is None:
             return
-        kept_bytes: list[int] = []
-        busy: list[tuple[int, memoryview]] = []
+        written_bytes: list[int] = []  # of each chunk
+        busy: list[tuple[int, memoryview]] = []  # chunks that another writer was at
         outcome = "there was no more time"
         try:
             await self._scan(0)
@@ -281,21 +284,21 @@ class WriteBackQueue:
                 is_there, other_writes = await self._put(chunk, content, victims)
                 if is_there:
                     self._record_inserted(chunk)
-                    kept_bytes.append(len(content))
+                    written_bytes.append(len(content))
                 elif not other_writes:
                     outcome = "the disk takes no more"
                     return
                 else:
                     busy.append((chunk, content))
-            for chunk, content in busy:  # another writer was at them
+            for chunk, content in busy:
                 await trio.sleep(OTHER_WRITER_WAIT_S)
                 if (await self._put(chunk, content, []))[0]:
-                    kept_bytes.append(len(content))
+                    written_bytes.append(len(content))
             outcome = "these were all"
         finally:
             log.info(
                 "wrote %d chunks (%s bytes) from memory to the disk cache: %s",
-                len(kept_bytes), f"{sum(kept_bytes):,}", outcome,
+                len(written_bytes), f"{sum(written_bytes):,}", outcome,
             )  # fmt: skip
 
     def close(self) -> None:
@@ -306,11 +309,8 @@ class WriteBackQueue:
     # The queue
 
     def _takes(self, size: int) -> bool:
-        if (
-            self._disk is None
-            or self._is_paused
-            or trio.current_time() < self._writes_paused_until_s
-        ):
+        """Whether a chunk may wait in the queue now."""
+        if self._is_paused or trio.current_time() < self._writes_paused_until_s:
             return False
         return self._queued_bytes + self._reserved_bytes + size <= self._queue_bytes_max
 
@@ -336,19 +336,19 @@ class WriteBackQueue:
     ) -> tuple[bool, bool]:
         """Write a chunk that replaces `victims`. Returns whether it is on the disk now, and whether
         it is not because another writer is at it."""
-        key, gone = self._key(chunk), [self._key(each) for each in victims]
+        key, victim_keys = self._key(chunk), [self._key(each) for each in victims]
         for each in victims:
             self._record_evicted(each)
 
         def work(disk: DiskTier) -> tuple[bool, bool, int]:
-            if gone:
-                disk.evict(gone)
+            if victim_keys:
+                disk.evict(victim_keys)
             other_writes = False
             with contextlib.suppress(NoSpaceError):
-                place = disk.reserve(key, len(content))
-                other_writes = place is None
-                if place is not None:
-                    place.commit(content)
+                reservation = disk.reserve(key, len(content))
+                other_writes = reservation is None
+                if reservation is not None:
+                    reservation.commit(content)
             return disk.holds(key), other_writes, disk.free_bytes()
 
         answer = await self._in_thread(work, math.inf)

@@ -355,7 +355,8 @@ def test_nothing_is_admitted_from_a_near_store(
 
 def test_memory_in_use_is_not_evicted(chunks: Chunks) -> None:
     keys, size = list(chunks), 100
-    tier = MemoryTier(3 * size, idle_s=1000.0)
+    now_s = [0.0]
+    tier = MemoryTier(3 * size, idle_s=1000.0, clock=lambda: now_s[0])
     for key in keys[:3]:
         place = tier.reserve(key, size)
         assert place is not None
@@ -363,11 +364,11 @@ def test_memory_in_use_is_not_evicted(chunks: Chunks) -> None:
         place.commit(memoryview(bytes(size)))
     with pytest.raises(NoSpaceError):
         tier.reserve(keys[3], size)
+    now_s[0] += 2000
     found = tier.find(keys[0])
     assert found is not None
+    assert tier.find(keys[2]) is not None
     view = found.view(10, 20)
-    tier._chunks[keys[1]].used_s -= 2000
-    tier._chunks.move_to_end(keys[1], last=False)
     place = tier.reserve(keys[3], size)
     assert place is not None
     place.cancel()

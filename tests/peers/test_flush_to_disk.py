@@ -165,7 +165,8 @@ def test_reads_from_memory_count_as_use_of_the_disk_cache(place: Path, source: C
     chunks."""
 
     async def main() -> None:
-        tier = tier_at(place, total(source, *[7] * 4))
+        now_s = [0.0]
+        tier = tier_at(place, total(source, *[7] * 4), clock=lambda: now_s[0])
         cache = make_cache(source, total_bytes(source) * 3, disk=tier)
         async with run_cache(cache):
             await settled(cache)
@@ -173,13 +174,13 @@ def test_reads_from_memory_count_as_use_of_the_disk_cache(place: Path, source: C
                 await cache.get(number, 10, load=True)
         await ended(cache, set())
         idle(place)
-        tier._dataset_touched_s.clear()  # as after a minute
+        now_s[0] += 60
         async with run_cache(cache):
             await settled(cache)
             for number in (3, 4, 5):
                 await cache.get(number, 10, load=True)
         idle(place)
-        tier._dataset_touched_s.clear()
+        now_s[0] += 60
         await ended(cache, set())
         cache.close()
 
