@@ -29,7 +29,7 @@ for those."""
 
 _POLL_S = 0.2
 _PROGRESS_S = 5.0
-"""A client gets a sign of life at least so often."""
+"""A client gets a reply at least so often, also where the job makes no progress."""
 
 Work = Callable[[ReportProgress], Message]
 """The work of a job. It reports progress, and returns the fields of `result`."""
@@ -37,7 +37,9 @@ Work = Callable[[ReportProgress], Message]
 
 @dataclass(slots=True)
 class _Job:
-    fields: Message
+    """A job under way. `done` of `total` is its progress, in a unit of its own."""
+
+    fields: Message  # of the request that started it
     done: int = 0
     total: int = 0
     over: threading.Event = field(default_factory=threading.Event)
@@ -91,11 +93,11 @@ class Jobs:
         return job
 
     def _work(self, kind: str, name: str, job: _Job, work: Work) -> None:
-        def tell(done: int, total: int) -> None:
+        def report(done: int, total: int) -> None:
             job.done, job.total = done, max(done, total)
 
         try:
-            job.result = work(tell)
+            job.result = work(report)
         except DieselError as error:
             job.error = error
         except BaseException:

@@ -51,7 +51,7 @@ class RedisRuns:
 async def watch_metadata(repository: LocalRepository, runs: Runs | None) -> None:
     """Compare the metadata with the chunks now, and whenever the run IDs change, until it is
     cancelled. `runs` is None for a metadata store that is no server of its own."""
-    own_thread = trio.CapacityLimiter(1)
+    one_thread = trio.CapacityLimiter(1)
     compared: Sequence[str] | None = None  # the run IDs at the last comparison
     succeeded = True
     has_begun = False
@@ -61,7 +61,7 @@ async def watch_metadata(repository: LocalRepository, runs: Runs | None) -> None
         if runs is not None:
             try:
                 now = await trio.to_thread.run_sync(
-                    runs, limiter=own_thread, abandon_on_cancel=True
+                    runs, limiter=one_thread, abandon_on_cancel=True
                 )
             except DieselError:  # Redis is away, which requests report
                 now = compared
@@ -70,14 +70,14 @@ async def watch_metadata(repository: LocalRepository, runs: Runs | None) -> None
                 log.warning("Redis has restarted: its metadata are compared with the chunks")
             has_begun = True
             succeeded = await trio.to_thread.run_sync(
-                fold_in_missing, repository, limiter=own_thread, abandon_on_cancel=True
+                recommit_lost, repository, limiter=one_thread, abandon_on_cancel=True
             )
             compared = now
             pause_s = EVERY_S if succeeded else min(2 * pause_s, EVERY_S_MAX)
         await trio.sleep(pause_s)
 
 
-def fold_in_missing(repository: LocalRepository) -> bool:
+def recommit_lost(repository: LocalRepository) -> bool:
     """Compare the metadata of each dataset with its chunks, and commit again what the metadata
     store has lost. The log says what was missing. Returns False where a comparison failed and is to
     be tried again."""

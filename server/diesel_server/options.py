@@ -45,11 +45,6 @@ class Options:
     cache_bytes: int = 0
     metrics: HostPort | None = None
 
-    @property
-    def scheme(self) -> str:
-        """The scheme of the URL that clients use."""
-        return "diesel" if self.certificate is None else "diesel+tls"
-
 
 def default_workers() -> int:
     """One worker for each processor that this process may use, and four at most."""

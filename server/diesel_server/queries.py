@@ -69,7 +69,10 @@ NAMES_BYTES_PER_ANSWER = 2 << 20
 
 _MAPPED_MAX = 64  # datasets with a mapped snapshot
 _QUIET_S = 1.0
-_QUIET_FACTOR = 4  # pause between two snapshots, in times of the first: a fifth of a thread at most
+_QUIET_FACTOR = 4
+"""The pause between two snapshots of a dataset: at least a second, and four times as long as the
+first took to make, so that making them takes a fifth of a thread at most."""
+
 _READ_THREADS = 64
 _QUERY_THREADS = 8
 _SNAPSHOT_THREADS = 16  # they wait for one another while a new version is compressed
@@ -95,8 +98,9 @@ class QueryHandlers:
         self._heads = heads
         self._reads = reads
         self._compressed = compressed
-        self._views: OrderedDict[UUID, Snapshot] = OrderedDict()  # mapped; the latest used is last
-        self._made_s: dict[UUID, tuple[float, float]] = {}  # when a view was made; how long it took
+        # A *view* is a mapped snapshot: by the dataset's identity, the latest used last
+        self._views: OrderedDict[UUID, Snapshot] = OrderedDict()
+        self._made_s: dict[UUID, tuple[float, float]] = {}  # when each was made; how long that took
         self._making = ThreadSingleFlight(self._make, trio.CapacityLimiter(2))
         self._last_heads: dict[UUID, DatasetHead] = {}
         self._listing = ThreadSingleFlight(self._list_datasets, trio.CapacityLimiter(1))
@@ -114,15 +118,15 @@ class QueryHandlers:
         account = request.account
         if not (account.admin or account.grants):
             return Reply({"datasets": []})
-        away = self._repository.meta_problem is not None
+        is_away = self._repository.meta_problem is not None
         try:
-            if not away:
+            if not is_away:
                 found = await self._heads.run(self._repository.meta.heads)
                 self._last_heads = {head.identity: head for head in found}
         except MetadataError:  # the object store knows which datasets there are
-            away = True
+            is_away = True
         infos = [info for info in await self._listing.run(None) if account.role(info.name)]
-        if away:
+        if is_away:
             infos = [replace(info, head=None) for info in infos]
         return Reply({"datasets": [info_message(info) for info in infos]})
 
@@ -145,20 +149,17 @@ class QueryHandlers:
         """A dataset by its name, with its head of now. Raises NoSuchDataset, and MetadataError
         where the head cannot be known."""
         with hide_store_address(name):
-            return await self._info(name)
-
-    async def _info(self, name: str) -> DatasetInfo:
-        try:
-            state = await self._heads.now(name)
-        except (NoSuchDataset, MetadataBehind):
-            pass
-        else:
-            known = await self.find_dataset(state.head.identity)
-            if known.name == name:
-                return DatasetInfo(name, known.identity, known.created_ns, state.head)
-        info = await self._heads.run(lambda: self._repository.dataset(name))
-        self._directory.remember(info)
-        return info
+            try:
+                state = await self._heads.now(name)
+            except (NoSuchDataset, MetadataBehind):
+                pass
+            else:
+                known = await self.find_dataset(state.head.identity)
+                if known.name == name:
+                    return DatasetInfo(name, known.identity, known.created_ns, state.head)
+            info = await self._heads.run(lambda: self._repository.dataset(name))
+            self._directory.remember(info)
+            return info
 
     async def _info_from_catalog(self, name: str) -> DatasetInfo:
         known = self._directory.named(name)

@@ -20,10 +20,11 @@ from .limits import Rate, RateLimiter, network_of
 log = logging.getLogger("diesel.server")
 
 LINE_RATE = Rate(20, 5.0)
-"""Lines about one network."""
+"""Lines about one network (`limits.network_of`): 20 at once, then one in 5 s."""
 
 NETWORKS_MAX = 1024
-"""Networks whose lines are counted; those that were silent longest are forgotten."""
+"""Networks whose lines are counted; those that were silent longest are forgotten. Of more networks
+with left-out lines, all numbers of left-out lines are forgotten: they only inform."""
 
 _TEXT_MAX = 64
 _PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-:[]%")
@@ -47,7 +48,8 @@ class RefusalLog:
         do: str = "",
         dataset: str = "",
     ) -> None:
-        """Log and count one refusal; `reason` is one of `metrics.REFUSALS`."""
+        """Log and count one refusal. `reason`, one of `metrics.REFUSALS`, is for the metrics, and
+        `why`, a sentence, for the log. `do` is the request's name."""
         self._cells.add("diesel_refusals_total", reason)
         left_out = self._take_line(address)
         if left_out is None:
@@ -80,4 +82,6 @@ def dataset_in(message: Message) -> str:
 def _plain(value: str) -> str:
     """A value that cannot end its line or pretend to be another field."""
     short = value[:_TEXT_MAX]
-    return short if short and _PLAIN.issuperset(short) else repr(short) if short else "-"
+    if not short:
+        return "-"
+    return short if _PLAIN.issuperset(short) else repr(short)

@@ -139,8 +139,8 @@ class RequestTable:
         name = self._named(request, Role.READ)
         headers_only = Fields(request.message, "verify").flag("headers_only", default=False)
 
-        def work(tell: ReportProgress) -> Message:
-            found = self._repository.verify(name, headers_only=headers_only, progress=tell)
+        def work(report: ReportProgress) -> Message:
+            found = self._repository.verify(name, headers_only=headers_only, progress=report)
             return found.to_message()
 
         fields: Message = {"headers_only": headers_only}
@@ -155,8 +155,8 @@ class RequestTable:
             since_s = own.number("since_s")
         forget_lost = own.flag("forget_lost", default=False)
 
-        def work(tell: ReportProgress) -> Message:
-            found = self._repository.recover(name, since_s, tell, forget_lost=forget_lost)
+        def work(report: ReportProgress) -> Message:
+            found = self._repository.recover(name, since_s, report, forget_lost=forget_lost)
             return found.to_message()
 
         fields: Message = {"since_s": since_s, "forget_lost": forget_lost}
@@ -168,8 +168,8 @@ class RequestTable:
         names = {each.name for each in dataclasses.fields(PurgeOptions)} & request.message.keys()
         options = PurgeOptions.from_message({each: request.message[each] for each in names})
 
-        def work(tell: ReportProgress) -> Message:
-            return self._repository.purge(name, options, tell).to_message()
+        def work(report: ReportProgress) -> Message:
+            return self._repository.purge(name, options, report).to_message()
 
         async for reply in self._job("purge", name, options.to_message(), work):
             yield reply
@@ -177,9 +177,9 @@ class RequestTable:
     async def _job(
         self, kind: str, name: str, fields: Message, work: Work
     ) -> AsyncGenerator[Reply, None]:
-        def opened(tell: ReportProgress) -> Message:
+        def opened(report: ReportProgress) -> Message:
             self._heads.reopen()  # the metadata store may have been away since the server started
-            return work(tell)
+            return work(report)
 
         with hide_store_address(name):
             async for reply in self._jobs.run(kind, name, fields, opened):

@@ -110,16 +110,13 @@ class Supervisor:
         return self._code
 
     def _say_ready(self) -> None:
-        where = HostPort(self._options.listen.host, self._sockets[0].getsockname()[1])
-        self._ready(f"diesel-server accepts connections at {self._options.scheme}://{where}")
-        if self._metrics:
-            host = "" if self._options.metrics is None else self._options.metrics.host
-            log.info("metrics at http://%s/metrics", HostPort(host, self.metrics_port))
-
-    @property
-    def metrics_port(self) -> int:
-        """The port at which the metrics are shown."""
-        return int(self._metrics[0].getsockname()[1])
+        options = self._options
+        scheme = "diesel" if options.certificate is None else "diesel+tls"
+        where = HostPort(options.listen.host, self._sockets[0].getsockname()[1])
+        self._ready(f"diesel-server accepts connections at {scheme}://{where}")
+        if options.metrics is not None:
+            port = self._metrics[0].getsockname()[1]
+            log.info("metrics at http://%s/metrics", HostPort(options.metrics.host, port))
 
     # Workers
 

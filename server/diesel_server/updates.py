@@ -60,7 +60,8 @@ from .requests import Reply, Request
 
 log = logging.getLogger("diesel.server")
 
-_TOKEN = re.compile("[0-9a-f]{32}")
+_TOKEN = re.compile("[0-9a-f]{32}")  # the name of a lease, which a client draws
+
 LEASES_MAX = 4096
 """Leases of one user on one dataset, in this worker: a mount on each node of the largest task."""
 
@@ -98,7 +99,9 @@ class UpdateHandlers:
         )
         self._beginning = ThreadSingleFlight(self._begin, self._threads)
         self._finishing = ThreadSingleFlight(self._finish, self._threads)
-        self._leases: dict[tuple[str, UUID], dict[str, float]] = {}  # by its text: when it ends
+        self._leases: dict[
+            tuple[str, UUID], dict[str, float]
+        ] = {}  # when each of a user's leases on a dataset ends, by its token
 
     # Datasets
 
@@ -163,7 +166,7 @@ class UpdateHandlers:
     def _store(self, identity: UUID, payload: memoryview) -> tuple[Header, ValidatedChunk]:
         """Check a chunk and store it. Raises FormatError; ObjectExists where another chunk has its
         ID."""
-        header = _checked(self._repository, identity, payload)
+        header = _check_chunk(self._repository, identity, payload)
         chunk = as_validated(header)
         name = chunk_object(identity, header.preamble.id)
         try:
@@ -187,10 +190,10 @@ class UpdateHandlers:
             # Deletes the chunk if it is too late to be committed
             self._repository.validate_chunk(known.identity, front, stored)
         except StaleChunk as stale:
-            raise _late(stale) from None
+            raise _too_old(stale) from None
         except NoSuchDataset:
             pass
-        raise _lost(known.name)
+        raise _dataset_lost(known.name)
 
     def _commit(self, identity: UUID, chunks: Sequence[ValidatedChunk]) -> int:
         version = self._repository.commit_all(identity, chunks)
@@ -205,19 +208,19 @@ class UpdateHandlers:
         if len(packed) % _ID_BYTES:
             raise UsageError("finish: chunks are IDs of 16 bytes")
         chunks = [ChunkId(packed[at : at + _ID_BYTES]) for at in range(0, len(packed), _ID_BYTES)]
-        work = partial(self._commit_lost, known, chunks)
+        work = partial(self._recommit, known, chunks)
         await trio.to_thread.run_sync(work, limiter=self._threads)
         while True:
             version = await self._finishing.run(known)
             if not await trio.to_thread.run_sync(work, limiter=self._threads):
                 return Reply({"version": version})
 
-    def _commit_lost(self, known: DatasetRef, chunks: Sequence[ChunkId]) -> int:
+    def _recommit(self, known: DatasetRef, chunks: Sequence[ChunkId]) -> int:
         """Commit again what the metadata store has lost of a writer's acknowledged chunks."""
         try:
             return self._repository.recommit_missing(known.identity, chunks)
         except NoSuchDataset:
-            raise _lost(known.name) from None
+            raise _dataset_lost(known.name) from None
 
     async def lease(self, request: Request, known: DatasetRef) -> Reply:
         """A client is reading a version, which must be kept for so many seconds (0: it has
@@ -251,11 +254,11 @@ class UpdateHandlers:
         if info.identity != known.identity:
             raise no_such_dataset(str(known.identity))
         if info.head is None:
-            raise _lost(known.name)
+            raise _dataset_lost(known.name)
         return LocalWriteSession(self._repository, info).finish()
 
 
-def _checked(repository: LocalRepository, identity: UUID, payload: memoryview) -> Header:
+def _check_chunk(repository: LocalRepository, identity: UUID, payload: memoryview) -> Header:
     """The header of a chunk that a client may put; every byte of the chunk is checked.
 
     Raises FormatError; ObjectExists where the client is to send it again under another ID.
@@ -266,7 +269,7 @@ def _checked(repository: LocalRepository, identity: UUID, payload: memoryview) -
     try:
         check_age(header)
     except StaleChunk as stale:
-        raise _late(stale) from None
+        raise _too_old(stale) from None
     check_claims(header, repository.meta, repository.clock)
     lz4 = header.records["codec"] == Codec.LZ4
     large = int(header.records["size"][lz4].max(initial=0)) > DECODED_BYTES_MAX
@@ -284,12 +287,12 @@ def _checked(repository: LocalRepository, identity: UUID, payload: memoryview) -
 _large_file_lock = threading.Lock()
 
 
-def _late(stale: StaleChunk) -> ObjectExists:
+def _too_old(stale: StaleChunk) -> ObjectExists:
     """The error for a chunk whose ID is too old: the client sends it again under a new ID."""
     return ObjectExists(stale.message, advice="put it again under another ID")
 
 
-def _lost(name: str) -> MetadataBehind:
+def _dataset_lost(name: str) -> MetadataBehind:
     return MetadataBehind(
         f"the metadata store has lost dataset {name!r}", advice=f"run `dlcmd recover {name}`"
     )

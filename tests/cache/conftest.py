@@ -69,16 +69,6 @@ class Gate:
             self.now -= 1
 
 
-def until(true: Callable[[], bool]) -> None:
-    """Wait until a condition holds."""
-    waiting = threading.Event()
-    for _ in range(2000):
-        if true():
-            return
-        waiting.wait(0.01)
-    raise AssertionError("the condition never held")
-
-
 @pytest.fixture(scope="package")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalRepository]:
     folder: Path = tmp_path_factory.mktemp("cache")

@@ -9,7 +9,7 @@ from uuid import UUID
 
 from diesel_fs.cache import disk
 from diesel_fs.cache.disk import DiskTier
-from diesel_fs.cache.tiers import ChunkKey
+from diesel_fs.cache.tiers import CacheTier, ChunkKey
 
 STORE = UUID(int=7)
 Chunks = dict[ChunkKey, bytes]
@@ -23,10 +23,10 @@ def tier_at(
     return DiskTier(place, STORE, limit_bytes, clock)
 
 
-def put(tier: DiskTier, key: ChunkKey, content: bytes) -> None:
-    kept = tier.reserve(key, len(content))
-    assert kept is not None
-    kept.commit(memoryview(content))
+def put(tier: CacheTier, key: ChunkKey, content: bytes) -> None:
+    reservation = tier.reserve(key, len(content))
+    assert reservation is not None
+    reservation.commit(memoryview(content))
 
 
 def content_of(tier: DiskTier, key: ChunkKey) -> bytes | None:

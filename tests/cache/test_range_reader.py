@@ -21,8 +21,10 @@ from diesel_fs.format.object_names import chunk_object
 from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.repository.local import LocalRepository
 
+from ..waiting import wait_until
 from .chunk_ranges import Part, records
-from .conftest import Counting, Gate, until
+from .conftest import Counting, Gate
+from .disk_tier import put
 
 
 def keys(view: Snapshot) -> list[ChunkKey]:
@@ -46,12 +48,6 @@ def tier_of(kind: str, folder: Path, view: Snapshot, contents: dict[bytes, bytes
     for key in keys(view)[::2]:
         put(tier, key, contents[key.id])
     return tier
-
-
-def put(tier: CacheTier, key: ChunkKey, content: bytes) -> None:
-    place = tier.reserve(key, len(content))
-    assert place is not None
-    place.commit(memoryview(content))
 
 
 def uncached(store: Counting) -> ReadThroughCache:
@@ -193,7 +189,7 @@ def test_a_request_that_shared_a_failed_read_reads_itself(
         assert gate.arrived.acquire(timeout=20)
         second = pool.submit(reads.read, view.identity, parts)
         flight = reads._in_flight[ChunkKey(view.identity, ChunkId(name))][0]
-        until(lambda: bool(flight.content._condition._waiters))  # type: ignore[attr-defined]  # the test looks inside
+        wait_until(lambda: bool(flight.content._condition._waiters))  # type: ignore[attr-defined]  # the test looks inside
         gate.open.set()
         with pytest.raises(ObjectStoreError, match="503"):
             first.result(20)
@@ -280,7 +276,7 @@ def test_a_request_fails_after_all_its_reads_have_ended(
         try:
             assert "no such object" in failure(reads, view, some)
             assert not reads._in_flight
-            until(lambda: not reads._answers.used_bytes)  # unless a cycle keeps the memory
+            wait_until(lambda: not reads._answers.used_bytes)  # unless a cycle keeps the memory
         finally:
             gc.enable()
 

@@ -19,8 +19,9 @@ from diesel_fs.errors import NoSpaceError, ObjectStoreError
 from diesel_fs.format.chunk import CHUNK_BYTES_DEFAULT
 from diesel_fs.format.object_names import chunk_object
 
+from ..waiting import wait_until
 from .chunk_ranges import records
-from .conftest import Counting, Gate, until
+from .conftest import Counting, Gate
 from .disk_tier import Chunks, content_of, file_of, idle
 
 
@@ -70,8 +71,8 @@ def test_a_miss_is_served_at_once_and_fetches_its_dataset(
     keys = list(chunks)
     server.read(keys[5])
     assert server.store.reads[0] == (chunk_object(*keys[5]), 200, 50)
-    until(server.has_all)
-    until(server.quiet)
+    wait_until(server.has_all)
+    wait_until(server.quiet)
     others = [chunk_object(*key) for key in keys if key != keys[5]]
     assert server.fetched() == [chunk_object(*keys[5]), *others]
     count = len(server.store.reads)
@@ -86,8 +87,8 @@ def test_a_miss_is_served_at_once_and_fetches_its_dataset(
 
 def test_two_fetchers_fetch_each_chunk_once(server: CachedReads, chunks: Chunks) -> None:
     server.read(next(iter(chunks)))
-    until(server.has_all)
-    until(server.quiet)
+    wait_until(server.has_all)
+    wait_until(server.quiet)
     assert sorted(server.fetched()) == sorted(chunk_object(*key) for key in chunks)
 
 
@@ -97,7 +98,7 @@ def test_a_chunk_that_was_read_whole_is_not_fetched_again(
     monkeypatch.setattr(read_through, "FETCHERS", 1)  # else the other may come first
     key = list(chunks)[3]
     server.read(key, 0, len(chunks[key]))
-    until(server.has_all)
+    wait_until(server.has_all)
     assert server.fetched().count(chunk_object(*key)) == 1
     assert content_of(server.tier, key) == chunks[key]
 
@@ -111,7 +112,7 @@ def test_a_dataset_larger_than_the_tier_does_not_thrash(
     for _ in range(20):
         for key in chunks:
             server.read(key)
-        until(server.quiet)
+        wait_until(server.quiet)
     server.close()
     kept = [key for key in chunks if server.tier.holds(key)]
     assert 3 <= len(kept) < len(chunks)
@@ -130,14 +131,14 @@ def test_an_idle_dataset_is_evicted_for_another(
     assert reserved is not None
     reserved.commit(memoryview(bytes(limit - 1000)))
     first.read(next(iter(chunks)))
-    until(first.quiet)
+    wait_until(first.quiet)
     assert first.fetched() == []
     first.close()
     idle(place)
     second = CachedReads(store, place, chunks, limit)
     second.read(next(iter(chunks)))
-    until(second.quiet)
-    until(lambda: len(second.fetched()) >= 3)
+    wait_until(second.quiet)
+    wait_until(lambda: len(second.fetched()) >= 3)
     assert not second.tier.holds(old)
     second.close()
 
@@ -161,7 +162,7 @@ def test_no_fetch_begins_while_a_reader_waits(
     assert server.fetched() == []
     gate.open.set()
     reader.join(20)
-    until(lambda: len(server.fetched()) >= len(chunks))
+    wait_until(lambda: len(server.fetched()) >= len(chunks))
     other.close()
 
 
@@ -174,7 +175,7 @@ def test_fetching_goes_on_slowly_while_readers_always_wait(
     monkeypatch.setattr(server.cache, "_rest", rests.append)
     server.cache._waiting += 1  # a reader that never ends
     server.read(next(iter(chunks)))
-    until(lambda: len(server.fetched()) >= len(chunks))
+    wait_until(lambda: len(server.fetched()) >= len(chunks))
     server.cache._waiting -= 1
     assert len(rests) >= len(chunks) - 1
     assert min(rests) > 0
@@ -188,7 +189,7 @@ def test_fetches_keep_their_limit(server: CachedReads, chunks: Chunks) -> None:
         assert gate.arrived.acquire(timeout=20)
     assert not gate.arrived.acquire(timeout=0.2)
     gate.open.set()
-    until(server.quiet)
+    wait_until(server.quiet)
     assert gate.most == read_through.FETCHERS
 
 
@@ -204,8 +205,8 @@ def test_a_chunk_that_is_damaged_in_the_store_is_not_kept(
     server.store.change = change
     for _ in range(5):
         server.read(key)
-        until(server.quiet)
-    until(lambda: len(server.fetched()) >= len(chunks))
+        wait_until(server.quiet)
+    wait_until(lambda: len(server.fetched()) >= len(chunks))
     assert server.fetched().count(chunk_object(*key)) == 1, "not fetched again"
     assert not server.tier.holds(key)
     assert "not kept in the cache" in caplog.text
@@ -218,8 +219,8 @@ def test_a_failing_store_is_not_asked_for_every_chunk(server: CachedReads, chunk
 
     server.store.change = change
     server.read(next(iter(chunks)))
-    until(server.quiet)
-    until(lambda: not server.cache._fetching)
+    wait_until(server.quiet)
+    wait_until(lambda: not server.cache._fetching)
     assert len(server.fetched()) <= 3
     assert server.cache._budget.used_bytes == 0
 
@@ -248,8 +249,8 @@ class _Deleting(Counting):
 def test_reads_by_the_store_interface_bypass_the_tier(server: CachedReads, chunks: Chunks) -> None:
     """So verify and recover see what is in the store, not copies of it."""
     server.read(next(iter(chunks)))
-    until(server.has_all)
-    until(server.quiet)
+    wait_until(server.has_all)
+    wait_until(server.quiet)
     count = len(server.store.reads)
     room = bytearray(100)
     for key in chunks:
@@ -266,7 +267,7 @@ def test_J1_a_full_disk_is_not_an_error(
     monkeypatch.setattr("os.pwrite", full)
     for key in list(chunks) * 3:
         server.read(key)
-    until(server.quiet)
+    wait_until(server.quiet)
     assert not any(map(server.tier.holds, chunks))
 
 
@@ -317,7 +318,7 @@ def test_a_chunk_is_fetched_into_memory_once_its_misses_have_cost_as_much(
         read(key)
     assert len(store.reads) == 5
     read(key)
-    until(lambda: cache.stats().get("kept_chunks") == 1)
+    wait_until(lambda: cache.stats().get("kept_chunks") == 1)
     assert len(store.reads) == 7, "one more miss, the chunk, and no other chunk"
     for _ in range(10):
         read(key)
@@ -336,7 +337,7 @@ def test_an_admitted_chunk_is_fetched_while_readers_wait(
     key = list(chunks)[4]
     server.read(key)
     server.read(key)
-    until(lambda: server.fetched() == [chunk_object(*key)])
+    wait_until(lambda: server.fetched() == [chunk_object(*key)])
     time.sleep(0.1)
     assert server.fetched() == [chunk_object(*key)]
     server.cache._waiting -= 1
