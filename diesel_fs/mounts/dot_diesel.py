@@ -27,7 +27,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import trio
 from xxhash import xxh3_64_intdigest
@@ -82,51 +81,28 @@ class ListRef:
     version: int  # of the dataset
 
 
-class ListObserver(Protocol):
-    """Is told which lists programs read, and so which files they will read next."""
+class ListObserver:
+    """Is told which lists programs read, and so which files they will read next.
+
+    This one ignores it, and `filelist` is always the same list; `plans/list_plans.py` has the one
+    that makes plans.
+    """
 
     async def current_list(self) -> ListName:
-        """The list that `filelist` is now. Waits a moment for news of which files were opened."""
-        ...
+        """The list that `filelist` is now. May wait a moment to learn which files were opened."""
+        return ListName(0, 0, GROUP_SIZE_DEFAULT)
 
     async def on_lookup(self, ref: ListRef) -> None:
         """A list that has been read is looked up again; it may be read a second time."""
-        ...
 
     def on_read(self, ref: ListRef) -> None:
         """A program begins to read a list."""
-        ...
 
     def on_generated(self, ref: ListRef, tail: list[int]) -> None:
         """A list's content has been made; its last entries are `tail`."""
-        ...
 
     def stats(self) -> dict[str, object]:
         """Figures for `.diesel/stats`."""
-        ...
-
-
-class FixedList:
-    """An observer that ignores readers: `filelist` is always the same list."""
-
-    def __init__(self, name: ListName | None = None) -> None:
-        self._name = name or ListName(0, 0, GROUP_SIZE_DEFAULT)
-
-    async def current_list(self) -> ListName:
-        """The list that was given at the start."""
-        return self._name
-
-    async def on_lookup(self, ref: ListRef) -> None:
-        """Does nothing."""
-
-    def on_read(self, ref: ListRef) -> None:
-        """Does nothing."""
-
-    def on_generated(self, ref: ListRef, tail: list[int]) -> None:
-        """Does nothing."""
-
-    def stats(self) -> dict[str, object]:
-        """No figures."""
         return {}
 
 
@@ -181,7 +157,7 @@ class HiddenFolder:
         """
         self._files = files
         self._owner = owner
-        self._observer: ListObserver = list_observer or FixedList()
+        self._observer = list_observer or ListObserver()
         self._control_path = control_path
         self._clock = clock
         self._lists_bytes_max = lists_bytes_max

@@ -34,7 +34,7 @@ from ..format.snapshot.layout import MANY_EXTENTS, kinds
 from ..format.snapshot.reader import Snapshot
 from ..net.messages import Message, Value
 from ..orders.plan import NO_ENTRIES
-from ..system.mountinfo import mounts
+from ..system.mountinfo import is_device_mounted
 from .options import MountRequest
 from .plans.commands import PlanCommands
 from .prefetch.decisions import Drop, FillPolicy, Idle, Push, Sample
@@ -43,7 +43,12 @@ from .prefetch.page_cache import PageCache
 from .prefetch.planner import PrefetchPlanner
 from .sessions.push_status import PushStatusMap
 from .source import BatchSource, MountSource, map_snapshot, read_node_map
-from .versions.invalidation import UNMOUNTED_ERRNOS, Nodes, SwitchInvalidation, invalidate_folders
+from .versions.invalidation import (
+    UNMOUNTED_ERRNOS,
+    Nodes,
+    invalidate_after_switch,
+    invalidate_folders,
+)
 
 log = logging.getLogger("diesel.mount")
 
@@ -161,7 +166,7 @@ class PrefetchWorker:
                 self._stats_changed = True
             now_s = time.monotonic()
             self._plan_commands.predict_next_epochs(now_s)
-            if self._mountinfo in self._server.ready and not _is_mounted(device):
+            if self._mountinfo in self._server.ready and not is_device_mounted(device):
                 return
             wait_s = self._invalidate_some() if self._invalidations else self._act(now_s)
             self._push_status.set_wants_all_misses(each_miss=self._planner.wants_misses)
@@ -223,7 +228,7 @@ class PrefetchWorker:
         kept = np.setdiff1d(np.flatnonzero(unchanged >= 0), found.changed_folders)
         known = kept[np.isin(unchanged[kept], list(self._known_folders))]
         self._known_folders = set(known.tolist())
-        self._invalidations.append(SwitchInvalidation(found, before, nodes).send(self._device))
+        self._invalidations.append(invalidate_after_switch(self._device, found, before, nodes))
         self._invalidations.append(self._finish_switch(message["id"]))
 
     def _finish_switch(self, message_id: Value) -> Iterator[None]:
@@ -352,10 +357,6 @@ class PrefetchWorker:
         if self._stats_changed and now_s - self._stats_sent_s >= STATS_INTERVAL_S:
             self._stats_sent_s, self._stats_changed = now_s, False
             self._server.send(self._stats())
-
-
-def _is_mounted(device: str) -> bool:
-    return any(each.device == device for each in mounts())
 
 
 def _folders_of(message: Message) -> dict[int, list[bytes]]:

@@ -35,7 +35,7 @@ from ..net.messages import error_message
 from ..storage.objects.cloud.direct import open_buckets_directly
 from ..system import daemons, syscalls
 from ..system.log_limit import LogRateLimit
-from ..system.mountinfo import mounts
+from ..system.mountinfo import is_device_mounted
 from .launcher import FOREGROUND
 from .mountpoint import end_connection, remove_created_folders
 from .options import MountRequest
@@ -218,7 +218,7 @@ class _Supervisor:
             log.error("the prefetch worker ended (%d): nothing is pushed any more", status)
 
     def _check_mount(self) -> None:
-        if self._device and not any(each.device == self._device for each in mounts()):
+        if self._device and not is_device_mounted(self._device):
             self._gone_s = min(self._gone_s, time.monotonic())
             self._remove_created()
 

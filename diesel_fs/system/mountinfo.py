@@ -33,6 +33,11 @@ def mounts(process: str = "self") -> Iterator[MountEntry]:
     return parse_mounts(Path(f"/proc/{process}/mountinfo").read_bytes())
 
 
+def is_device_mounted(device: str) -> bool:
+    """Whether this process sees a mount with this device number anywhere."""
+    return any(each.device == device for each in mounts())
+
+
 def parse_mounts(table: bytes) -> Iterator[MountEntry]:
     """The lines of the text of a mountinfo file, in its order."""
     for line in filter(None, table.split(b"\n")):  # a name may hold a carriage return, unescaped

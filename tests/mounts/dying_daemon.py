@@ -7,23 +7,23 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
+from diesel_fs.mounts.sessions.protocol import NOTIFY_INVALIDATE, OUT_HEADER
 from diesel_fs.mounts.supervisor import main
-from diesel_fs.mounts.versions.invalidation import SwitchInvalidation
 
 DIES = "TEST_DIES"
 
-send = SwitchInvalidation.send
+real_write = os.write
 
 
-def send_in_part(self: SwitchInvalidation, device: int) -> Iterator[None]:
-    """Kills the process after the first piece of notifications."""
-    for _ in send(self, device):
-        yield
-        if pid := process_to_kill():
-            os.kill(pid, signal.SIGKILL)
+def write(descriptor: int, content: bytes) -> int:
+    """The system call; before the kernel is told of a first change, it kills the process."""
+    is_long = len(content) > OUT_HEADER.size
+    is_first = is_long and OUT_HEADER.unpack_from(content)[1] == NOTIFY_INVALIDATE
+    if is_first and (pid := process_to_kill()):
+        os.kill(pid, signal.SIGKILL)
+    return real_write(descriptor, content)
 
 
 def process_to_kill() -> int:
@@ -43,7 +43,7 @@ def process_to_kill() -> int:
 
 
 if __name__ == "__main__":
-    setattr(SwitchInvalidation, "send", send_in_part)  # noqa: B010  # mypy forbids =
+    setattr(os, "write", write)  # noqa: B010  # mypy forbids =
     code = main(sys.argv[1:])
     logging.shutdown()
     os._exit(code)

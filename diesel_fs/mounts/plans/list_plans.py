@@ -20,7 +20,7 @@ from xxhash import xxh3_64_hexdigest
 from ...net.messages import Message
 from ...orders.path_lists import ListName
 from ...orders.shuffle import SEED_MAX
-from ..dot_diesel import ListRef
+from ..dot_diesel import ListObserver, ListRef
 from ..prefetch.link import WorkerLink
 
 LOOK_DEADLINE_S = 1.0
@@ -44,8 +44,8 @@ def stream_name(ref: ListRef) -> str:
     return f"shuffle:{text if len(text) <= 48 else xxh3_64_hexdigest(text.encode())}"
 
 
-class ListPlans:
-    """What the mount tells of its lists goes here: a `ListObserver` (`mounts/dot_diesel.py`)."""
+class ListPlans(ListObserver):
+    """What the mount tells of its lists goes here."""
 
     def __init__(self, seed: int, group_size: int, version: int) -> None:
         self._link: WorkerLink | None = None

@@ -51,29 +51,20 @@ class Idle:
 Decision: TypeAlias = Push | Drop | Sample | Idle
 
 
-@dataclass(slots=True)
-class PrefetchCounters:
-    """What was done since the start of the mount, over all versions of the dataset."""
+class PrefetchCounters(TypedDict):
+    """What was done since the start of the mount, over all versions of the dataset.
 
-    pushes: int = 0
-    pushed_entries: int = 0
-    pushed_bytes: int = 0
-    absent_entries: int = 0
-    drops: int = 0
-    dropped_entries: int = 0
-    lost_entries: int = 0
+    `absent_entries`: pushes that the kernel refused, since it did not know the files.
+    `lost_entries`: files whose pages the kernel has freed.
+    """
 
-    def count_push(self, entries: int, size_bytes: int, absent: int) -> None:
-        """Count a push that has ended."""
-        self.pushes += 1
-        self.pushed_entries += entries
-        self.pushed_bytes += size_bytes
-        self.absent_entries += absent
-
-    def count_drop(self, entries: int) -> None:
-        """Count a drop that has ended."""
-        self.drops += 1
-        self.dropped_entries += entries
+    pushes: int
+    pushed_entries: int
+    pushed_bytes: int
+    absent_entries: int
+    drops: int
+    dropped_entries: int
+    lost_entries: int
 
 
 class StreamStats(TypedDict):
@@ -94,22 +85,14 @@ class StreamStats(TypedDict):
     tentative: bool
 
 
-class PrefetchStats(TypedDict):
+class PrefetchStats(PrefetchCounters):
     """Counters since the start, and the state now.
 
-    `absent_entries`: pushes that the kernel refused, since it did not know the files.
-    `lost_entries`: pages that the kernel has freed. `known_bytes`: kernel memory for the names of
-    files. `oneshot_chunks`: how many chunks the policy `oneshot` makes resident from the start;
-    `oneshot_done_chunks`: how many it has. `has_room`: whether a miss may lead to a push.
+    `known_bytes`: kernel memory for the names of files. `oneshot_chunks`: how many chunks the
+    policy `oneshot` makes resident from the start; `oneshot_done_chunks`: how many it has.
+    `has_room`: whether a miss may lead to a push.
     """
 
-    pushes: int
-    pushed_entries: int
-    pushed_bytes: int
-    absent_entries: int
-    drops: int
-    dropped_entries: int
-    lost_entries: int
     resident_entries: int
     resident_bytes: int
     known_bytes: int

@@ -1,12 +1,12 @@
 """Connects the server of a mount with its prefetch worker: messages over a pair of sockets.
 
-A message is a map in msgpack behind its length (4 bytes); descriptors may travel along. A message
-with an `id` asks for an answer with the same `id`. `WorkerLink` is the server's end (trio),
-`ServerLink` the worker's (blocking).
+A message is a map in msgpack; file descriptors may come with it. A message with an `id` asks for an
+answer with the same `id`. `WorkerLink` is the server's end (trio), `ServerLink` the worker's
+(blocking).
 
-The server never waits for the worker, which may itself wait for a page lock: a task of its own
-sends the messages, and misses beyond `ENTRIES_PENDING_MAX` are dropped, since they only say where
-to push first. Both ends belong to one program, so the limit on a message only guards against bugs.
+The server never waits for the worker, which may itself wait for the lock of a page. So a task of
+its own sends the messages, and misses beyond `ENTRIES_PENDING_MAX` are dropped, since they only say
+what to push first.
 """
 
 import itertools
@@ -16,24 +16,25 @@ import os
 import select
 import socket
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 import msgpack
 import trio
 
-from ...net.messages import LENGTH, Message, frame
+from ...net.messages import Message
 
 log = logging.getLogger("diesel.mount")
 
-FRAME_BYTES_MAX = 1 << 30
-"""Enough for a plan of a hundred million entries."""
+MESSAGE_BYTES_MAX = 1 << 30
+"""Enough for a plan of a hundred million entries. Both ends are one program, so this only guards
+against bugs."""
 
 ENTRIES_PENDING_MAX = 65_536
 """Missed or forgotten entries that wait to be sent. Further ones are dropped: the worker notices
 them later by itself."""
 
-FRAMES_PENDING_MAX = 256
+MESSAGES_PENDING_MAX = 256
 """Messages that wait for a worker that does not read. Further ones are lost, and a request gets no
 answer."""
 
@@ -41,32 +42,20 @@ DESCRIPTORS_MAX = 8
 """Descriptors that may come along with one message."""
 
 
-class Frames:
-    """Cuts the bytes of a stream, as they come, into messages."""
-
-    def __init__(self) -> None:
-        self._bytes = bytearray()
-
-    def add(self, received: bytes) -> list[Message]:
-        """The messages that these bytes complete. Raises ValueError for other bytes."""
-        self._bytes += received
-        messages = []
-        at = 0
-        while len(self._bytes) - at >= LENGTH.size:
-            (length,) = LENGTH.unpack_from(self._bytes, at)
-            if length > FRAME_BYTES_MAX:
-                raise ValueError(f"a frame of {length} bytes")
-            end = at + LENGTH.size + length
-            if len(self._bytes) < end:
-                break
-            messages.append(msgpack.unpackb(self._bytes[at + LENGTH.size : end]))
-            at = end
-        del self._bytes[:at]
-        return messages
-
-
 LEAVING: Message = {"do": "leave"}
 """What the worker sends last, unless it fails."""
+
+
+class MessageDecoder:
+    """Cuts the bytes of a stream into messages, as the bytes come."""
+
+    def __init__(self) -> None:
+        self._unpacker = msgpack.Unpacker(max_buffer_size=MESSAGE_BYTES_MAX)
+
+    def add(self, received: bytes) -> list[Message]:
+        """The messages that these bytes complete. Raises ValueError for bytes that are none."""
+        self._unpacker.feed(received)
+        return list(self._unpacker)
 
 
 class WorkerLink:
@@ -76,7 +65,7 @@ class WorkerLink:
         self._socket = end
         self._missed: list[int] = []
         self._forgotten: list[int] = []
-        self._frames: list[tuple[bytes, Sequence[int]]] = []  # with their descriptors
+        self._unsent: list[tuple[bytes, Sequence[int]]] = []  # packed, with their descriptors
         self._wake = trio.Event()
         self._ids = itertools.count(1)
         self._answers: dict[int, Message] = {}
@@ -92,7 +81,7 @@ class WorkerLink:
         """
         end = trio.socket.from_stdlib_socket(self._socket)
         with trio.move_on_after(deadline_s), suppress(OSError):
-            for message in Frames().add(await end.recv(1 << 16)):
+            for message in MessageDecoder().add(await end.recv(1 << 16)):
                 self.worker_stats = message
 
     def start_worker(self, message: Message, descriptors: Sequence[int]) -> None:
@@ -115,8 +104,8 @@ class WorkerLink:
     def send(self, message: Message) -> None:
         """Send a message without an answer. It is lost where the worker has ended or does not
         read."""
-        if self.alive and len(self._frames) < FRAMES_PENDING_MAX:
-            self._frames.append((frame(message, FRAME_BYTES_MAX), ()))
+        if self.alive and len(self._unsent) < MESSAGES_PENDING_MAX:
+            self._unsent.append((msgpack.packb(message), ()))
             self._wake.set()
 
     async def send_switch(self, message: Message, descriptors: Sequence[int]) -> Message | None:
@@ -127,9 +116,9 @@ class WorkerLink:
         """
         if not self.alive:
             return None
-        self._frames += [(each, ()) for each in self._entry_frames()]
+        self._take_reports()
         number = next(self._ids)
-        self._frames.append((frame({**message, "id": number}, FRAME_BYTES_MAX), descriptors))
+        self._unsent.append((msgpack.packb({**message, "id": number}), descriptors))
         self._wake.set()
         return await self._answer(number, math.inf)
 
@@ -160,14 +149,13 @@ class WorkerLink:
                 while True:
                     await self._wake.wait()
                     self._wake = trio.Event()
-                    frames, self._frames = self._frames, []
-                    frames += [(each, ()) for each in self._entry_frames()]
-                    for each, descriptors in frames:
+                    self._take_reports()
+                    unsent, self._unsent = self._unsent, []
+                    for message, descriptors in unsent:
+                        sent = 0
                         if descriptors:
-                            sent = await end.sendmsg([each], [_rights(descriptors)])
-                            await stream.send_all(each[sent:])
-                        else:
-                            await stream.send_all(each)
+                            sent = await end.sendmsg([message], [_rights(descriptors)])
+                        await stream.send_all(message[sent:])
         except* (trio.BrokenResourceError, trio.ClosedResourceError):
             pass
         except* Exception as faults:  # the mount goes on without the worker
@@ -175,18 +163,19 @@ class WorkerLink:
         finally:
             self.close()
 
-    def _entry_frames(self) -> Iterator[bytes]:
-        """The reported misses and forgotten entries as frames; both lists are empty afterwards."""
-        for do, numbers in (("missed", self._missed), ("forgotten", self._forgotten)):
-            if numbers:
-                yield frame({"do": do, "entries": _packed(numbers)}, FRAME_BYTES_MAX)
-                numbers.clear()
+    def _take_reports(self) -> None:
+        """Make messages of the reported misses and forgotten entries."""
+        for do, entries in (("missed", self._missed), ("forgotten", self._forgotten)):
+            if entries:
+                packed = struct.pack(f"<{len(entries)}q", *entries)
+                self._unsent.append((msgpack.packb({"do": do, "entries": packed}), ()))
+                entries.clear()
 
     def close(self) -> None:
         """Close the connection; the worker ends then."""
         self.alive = False
         self.worker_stats = {}
-        self._frames.clear()
+        self._unsent.clear()
         self._socket.close()
         for event in self._answered.values():
             event.set()
@@ -198,9 +187,9 @@ class WorkerLink:
 
     async def _receive_until_leave(self, stream: trio.SocketStream) -> bool:
         """Whether the worker has said that it ends: it was told to, or the mount is gone."""
-        frames = Frames()
+        decoder = MessageDecoder()
         while received := await stream.receive_some(1 << 16):
-            for message in frames.add(received):
+            for message in decoder.add(received):
                 number = message.pop("id", None)
                 if message == LEAVING:
                     return True
@@ -217,7 +206,7 @@ class ServerLink:
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
-        self._frames = Frames()
+        self._decoder = MessageDecoder()
         self._poll = select.poll()
         self._poll.register(end, select.POLLIN)
         self.ready: frozenset[int] = frozenset()
@@ -271,19 +260,15 @@ class ServerLink:
         if not received:
             raise EOFError
         self._received += self._set_cloexec(descriptors)
-        return self._frames.add(received)
+        return self._decoder.add(received)
 
     def send(self, message: Message) -> None:
         """Send a message; waits where the server is slow. Raises EOFError where it has ended."""
         try:
-            self._socket.sendall(frame(message, FRAME_BYTES_MAX))
+            self._socket.sendall(msgpack.packb(message))
         except OSError:
             raise EOFError from None
 
 
 def _rights(descriptors: Sequence[int]) -> tuple[int, int, bytes]:
     return socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack(f"{len(descriptors)}i", *descriptors)
-
-
-def _packed(numbers: Sequence[int]) -> bytes:
-    return struct.pack(f"<{len(numbers)}q", *numbers)

@@ -158,7 +158,15 @@ class PrefetchPlanner:
         self._pause_s = 0.0  # the pause after the last push, if it failed
         self._paused_until_s = -math.inf
         self._now_s = 0.0
-        self._counters = PrefetchCounters()
+        self._counters = PrefetchCounters(
+            pushes=0,
+            pushed_entries=0,
+            pushed_bytes=0,
+            absent_entries=0,
+            drops=0,
+            dropped_entries=0,
+            lost_entries=0,
+        )
 
     @property
     def resident_bytes(self) -> int:
@@ -304,7 +312,10 @@ class PrefetchPlanner:
         resident, unknown = self._checked(done), self._checked(absent)
         self._resident_set.pushed_s[resident] = now_s - self._start_s
         self._resident_set.add(resident if done is push.entries else np.unique(resident))
-        self._counters.count_push(len(resident), int(self._cost[resident].sum()), len(unknown))
+        self._counters["pushes"] += 1
+        self._counters["pushed_entries"] += len(resident)
+        self._counters["pushed_bytes"] += int(self._cost[resident].sum())
+        self._counters["absent_entries"] += len(unknown)
         self._pause_s = min(2 * self._pause_s or PAUSE_S, PAUSE_S_MAX) if failed else 0.0
         self._paused_until_s = now_s + self._pause_s
         if failed:
@@ -316,7 +327,8 @@ class PrefetchPlanner:
         assert drop is self._outstanding, "another decision is outstanding"
         self._outstanding = None
         self._resident_set.victims_dropped(drop.entries)
-        self._counters.count_drop(len(drop.entries))
+        self._counters["drops"] += 1
+        self._counters["dropped_entries"] += len(drop.entries)
 
     def sampled(self, entries: EntryOrder, resident_mask: Mask) -> None:
         """Report which of these entries are resident, after a sample or at any time."""
@@ -371,13 +383,7 @@ class PrefetchPlanner:
         """Counters, the state now, and where every stream is."""
         trackers = self._trackers.values()
         return PrefetchStats(
-            pushes=self._counters.pushes,
-            pushed_entries=self._counters.pushed_entries,
-            pushed_bytes=self._counters.pushed_bytes,
-            absent_entries=self._counters.absent_entries,
-            drops=self._counters.drops,
-            dropped_entries=self._counters.dropped_entries,
-            lost_entries=self._counters.lost_entries,
+            **self._counters,
             resident_entries=int(np.count_nonzero(self._resident_set.resident)),
             resident_bytes=self._resident_set.bytes,
             known_bytes=self._known_entries * KNOWN_ENTRY_BYTES,
@@ -661,7 +667,7 @@ class PrefetchPlanner:
                 neighbours[self._resident_set.resident[neighbours] & (old | (neighbours == entry))]
             )
             self._push_again.append(neighbours)
-        self._counters.lost_entries += len(neighbours)
+        self._counters["lost_entries"] += len(neighbours)
         self._resident_set.remove(neighbours)
 
     def _push(self, entries: Entries, markers: list[int]) -> Push:

@@ -17,7 +17,7 @@ import logging
 import math
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import ClassVar, TypeVarTuple
+from typing import ClassVar, NoReturn
 
 import trio
 
@@ -41,7 +41,6 @@ FOREVER_WHOLE_S = int(FOREVER_S)
 _Answer = Bytes | Sequence[Bytes] | None
 """Content of a reply, perhaps in pieces; None: no reply now, or never."""
 _Handler = Callable[[RequestHeader, memoryview], _Answer]
-_Ts = TypeVarTuple("_Ts")
 
 _REFUSED_ONCE = (Op.OPEN, Op.OPENDIR, Op.FLUSH, Op.GETXATTR, Op.LISTXATTR)
 """These get ENOSYS, after which the kernel never sends them again."""
@@ -54,6 +53,19 @@ withdrawn, because its process was killed."""
 
 
 def _ignore(_: object) -> None: ...
+
+
+def _refuse(number: int) -> _Handler:
+    """A handler whose reply is this errno."""
+
+    def refuse(_: RequestHeader, __: memoryview) -> NoReturn:
+        raise FuseErrno(number)
+
+    return refuse
+
+
+_OTHER = "other", _refuse(errno.ENOSYS)
+"""The name and the handler of requests that the session does not know."""
 
 
 class KernelSession:
@@ -83,13 +95,11 @@ class KernelSession:
                 Op.READLINK: self._readlink,
                 Op.STATFS: self._statfs,
                 Op.READDIRPLUS: self._readdirplus,
-                Op.READDIR: self._readdir,
-                Op.IOCTL: self._ioctl,
-                Op.RELEASE: self._nothing,
-                Op.RELEASEDIR: self._nothing,
-                Op.DESTROY: self._nothing,
+                Op.READDIR: _refuse(errno.ENOSYS),  # the session has negotiated READDIRPLUS
+                Op.IOCTL: _refuse(errno.ENOTTY),  # Python's `open` asks whether it is a terminal
+                **dict.fromkeys((Op.RELEASE, Op.RELEASEDIR, Op.DESTROY), lambda *_: b""),
                 Op.INTERRUPT: self._interrupt,
-                **dict.fromkeys(_REFUSED_ONCE, self._unknown),
+                **dict.fromkeys(_REFUSED_ONCE, _refuse(errno.ENOSYS)),
             }.items()
         }
         self._on_miss: Callable[[int], None] = _ignore
@@ -143,14 +153,14 @@ class KernelSession:
     async def serve(self, started: Callable[[], None]) -> None:
         """See `Session`."""
         started()
-        room = memoryview(bytearray(protocol.REQUEST_BYTES))
+        buffer = memoryview(bytearray(protocol.REQUEST_BYTES))
         wait, device = RequestWait(lambda: not self._waiting), self._device
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             while True:
                 await wait.readable(device)
                 try:
-                    length = os.readv(device, (room,))
+                    length = os.readv(device, (buffer,))
                 except OSError as error:
                     if error.errno in (errno.ENODEV, errno.ECONNABORTED):  # unmounted
                         nursery.cancel_scope.cancel()
@@ -158,7 +168,7 @@ class KernelSession:
                     if error.errno not in _PASSING_ERRNOS:
                         raise
                     continue  # the request was withdrawn
-                self._answer(room[:length], nursery)
+                self._answer(buffer[:length])
 
     def close(self) -> None:
         """See `Session`."""
@@ -191,18 +201,18 @@ class KernelSession:
 
     # requests ---------------------------------------------------------------------------------
 
-    def _answer(self, message: memoryview, nursery: trio.Nursery) -> None:
+    def _answer(self, message: memoryview) -> None:
         """Answers one request, or starts the task that will answer it."""
         try:
             read = protocol.parse_if_read(message)
             if read is not None:
-                self._read(read, nursery)
+                self._read(read)
                 return
             request = protocol.parse_header(message)
         except Malformed as error:
             log.error("a message from the kernel is no valid request, and was dropped: %s", error)
             return
-        name, handler = self._handlers.get(request.op, ("other", self._unknown))
+        name, handler = self._handlers.get(request.op, _OTHER)
         self._vfs.requests[name] += 1
         try:
             answer = handler(request, message)
@@ -229,13 +239,13 @@ class KernelSession:
                 if not number:
                     self._send(unique, (), errno.EIO)
 
-    def _read(self, read: ReadRequest, nursery: trio.Nursery) -> None:
+    def _read(self, read: ReadRequest) -> None:
         """Answers a READ at once from memory, else in a task, so that it delays no other."""
         unique, node, offset, size = read
         vfs, push_status = self._vfs, self._push_status
         vfs.requests["read"] += 1
         if push_status is not None and push_status.try_hold(node - 1):
-            self._later(unique, node, "read", self._read_held, push_status, node, offset, size)
+            self._later(unique, node, "read", self._read_held(push_status, node, offset, size))
         else:
             try:
                 found = vfs.read_nowait(node, offset, size)
@@ -245,7 +255,7 @@ class KernelSession:
             if found is not None:
                 self._send(unique, (found,))
             else:
-                self._later(unique, node, "read", vfs.read, node, offset, size)
+                self._later(unique, node, "read", vfs.read(node, offset, size))
         if push_status is not None and node < HIDDEN_ROOT and push_status.takes_miss():
             self._on_miss(node - 1)
 
@@ -260,17 +270,10 @@ class KernelSession:
         finally:
             push_status.end_hold(node - 1)
 
-    def _later(
-        self,
-        unique: int,
-        node: int,
-        request: str,
-        work: Callable[[*_Ts], Awaitable[Bytes]],
-        *given: *_Ts,
-    ) -> None:
+    def _later(self, unique: int, node: int, request: str, content: Awaitable[Bytes]) -> None:
         """Starts the task that answers. INTERRUPT can end it from now on, also before it runs."""
         scope = self._waiting[unique] = trio.CancelScope()
-        self._nursery.start_soon(self._answer_later, scope, unique, node, request, work, *given)
+        self._nursery.start_soon(self._answer_later, scope, unique, node, request, content)
 
     async def _answer_later(
         self,
@@ -278,15 +281,14 @@ class KernelSession:
         unique: int,
         node: int,
         request: str,
-        work: Callable[[*_Ts], Awaitable[Bytes]],
-        *given: *_Ts,
+        content: Awaitable[Bytes],
     ) -> None:
         """Waits for the content of a reply; a cancelled request gets a reply, too."""
         answer: tuple[Bytes, ...] = ()
         number = 0
         with scope:
             try:
-                answer = (await work(*given),)
+                answer = (await content,)
             except BaseException as fault:  # a real Cancelled comes again at the next wait
                 if scope.cancel_called:
                     number = errno.EINTR
@@ -308,8 +310,8 @@ class KernelSession:
         name = protocol.parse_name(message)
         if request.node < HIDDEN_ROOT:
             return self._found(self._vfs.lookup(request.node, name))
-        node = request.node
-        self._later(request.unique, node, "lookup", self._lookup_hidden, node, name)
+        reply = self._lookup_hidden(request.node, name)
+        self._later(request.unique, request.node, "lookup", reply)
         return None
 
     async def _lookup_hidden(self, folder: int, name: bytes) -> bytes:
@@ -344,23 +346,10 @@ class KernelSession:
         offset, size = protocol.parse_read(message)
         if request.node < HIDDEN_ROOT:
             return self._readdir_replies.reply(request.node, offset, size)
-        node = request.node
-        self._later(request.unique, node, "readdirplus", self._list_hidden, node, offset, size)
+        reply = self._list_hidden(request.node, offset, size)
+        self._later(request.unique, request.node, "readdirplus", reply)
         return None
 
     async def _list_hidden(self, folder: int, offset: int, size: int) -> bytes:
         listing = await self._vfs.hidden_listing(folder)
         return self._readdir_replies.hidden_reply(listing, folder, offset, size)
-
-    def _readdir(self, request: RequestHeader, message: memoryview) -> _Answer:
-        raise FuseErrno(errno.ENOSYS)  # the session has negotiated READDIRPLUS
-
-    def _ioctl(self, request: RequestHeader, message: memoryview) -> _Answer:
-        """Python's `open` asks whether a file is a terminal, which comes here each time."""
-        raise FuseErrno(errno.ENOTTY)
-
-    def _nothing(self, request: RequestHeader, message: memoryview) -> _Answer:
-        return b""
-
-    def _unknown(self, request: RequestHeader, message: memoryview) -> _Answer:
-        raise FuseErrno(errno.ENOSYS)

@@ -25,7 +25,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import pairwise
 from types import TracebackType
-from typing import ClassVar, Concatenate, ParamSpec, TypeVar, TypeVarTuple
+from typing import ClassVar, Concatenate, ParamSpec, TypeVar
 
 import pyfuse3
 import trio
@@ -54,7 +54,6 @@ comes; the signal ends it with EINTR, which pyfuse3 expects."""
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
-_Ts = TypeVarTuple("_Ts")
 _Handler = Callable[Concatenate["_Operations", int, _P], _T]
 _Answer = Callable[Concatenate["_Operations", int, _P], Coroutine[object, None, _T]]
 
@@ -123,7 +122,7 @@ class _Operations(pyfuse3.Operations):
     ) -> pyfuse3.EntryAttributes:
         if node < HIDDEN_ROOT:
             return await self._lookup(node, name)
-        found = await self._waited("lookup", node, self.vfs.lookup_hidden, name)
+        found = await self._waited("lookup", node, self.vfs.lookup_hidden(node, name))
         self.vfs.count_lookup(found.node)
         return self._entry_attributes(found)
 
@@ -134,18 +133,12 @@ class _Operations(pyfuse3.Operations):
             self.vfs.count_lookup(found.node)
         return self._entry_attributes(found)
 
-    async def _waited(
-        self,
-        request: str,
-        node: int,
-        work: Callable[[int, *_Ts], Awaitable[_T]],
-        *given: *_Ts,
-    ) -> _T:
+    async def _waited(self, request: str, node: int, result: Awaitable[_T]) -> _T:
         """The result of a handler that waits; its errors become errnos."""
         self.vfs.requests[request] += 1
         try:
             with _nudged(self.vfs):
-                return await work(node, *given)
+                return await result
         except GeneratorExit:
             raise
         except BaseException as fault:  # a real Cancelled comes again at the session's next wait
@@ -198,7 +191,7 @@ class _Operations(pyfuse3.Operations):
         """Lists a folder from an offset on: 0 is `.`, 1 is `..`, and child k has offset k + 2."""
         hidden = None
         if node >= HIDDEN_ROOT:
-            hidden = await self._waited("readdir", node, self.vfs.hidden_listing)
+            hidden = await self._waited("readdir", node, self.vfs.hidden_listing(node))
         await self._readdir(node, start_id, token, hidden)
 
     @_answered("readdir")

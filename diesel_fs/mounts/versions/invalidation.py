@@ -38,44 +38,36 @@ UNMOUNTED_ERRNOS = (errno.ENODEV, errno.ENOTCONN, errno.ECONNABORTED)
 """The errnos of the connection when the mount has ended."""
 
 
-class SwitchInvalidation:
-    """The notifications of one switch."""
+def invalidate_after_switch(
+    device: int, diff: SnapshotDiff, old_nodes: Nodes, new_nodes: Nodes
+) -> Iterator[None]:
+    """Sends all notifications of one switch, and yields after each piece. The nodes are those of
+    the entries of `diff.old` and of `diff.new`. Raises OSError where the mount has ended.
+    """
+    removed, new = _changed_names(diff)
+    for folder in np.union1d(diff.changed_folders, diff.folders_with_new_attributes).tolist():
+        names = {*removed.names(folder), *new.names(folder)}
+        yield from invalidate_folder(device, int(new_nodes[folder]), names)
+    is_folder = layout.kinds(diff.old.columns.flags) == Kind.FOLDER
+    for folder in np.flatnonzero(diff.removed_or_changed & is_folder).tolist():
+        children = diff.old.names(diff.old.children(folder))
+        yield from invalidate_folder(device, int(old_nodes[folder]), children)
 
-    def __init__(self, found: SnapshotDiff, nodes_before: Nodes, nodes: Nodes) -> None:
-        """The nodes are those of the entries of `found.old` and of `found.new`."""
-        self._found = found
-        self._nodes_before = nodes_before
-        self._nodes = nodes
-        self._folders = np.union1d(found.changed_folders, found.folders_with_new_attributes)
 
-    def send(self, device: int) -> Iterator[None]:
-        """Sends them all, and yields after each piece. Raises OSError where the mount has ended."""
-        gone, new = self._changed_names()
-        for folder in self._folders.tolist():
-            names = {*gone.names(folder), *new.names(folder)}
-            yield from invalidate_folder(device, int(self._nodes[folder]), names)
-        old = self._found.old
-        kinds = layout.kinds(old.columns.flags)
-        gone_folders = np.flatnonzero(self._found.removed_or_changed & (kinds == Kind.FOLDER))
-        for folder in gone_folders.tolist():
-            children = old.names(old.children(folder))
-            yield from invalidate_folder(device, int(self._nodes_before[folder]), children)
-
-    def _changed_names(self) -> "tuple[_NamesByFolder, _NamesByFolder]":
-        """The names that are gone or changed, and the new ones, in folders that still exist."""
-        found = self._found
-        new_index = np.full(len(found.old), -1, np.int64)
-        unchanged = np.flatnonzero(found.unchanged >= 0)
-        new_index[found.unchanged[unchanged]] = unchanged
-        gone = np.flatnonzero(found.removed_or_changed)
-        folders_of_gone = new_index[found.old.columns.parent[gone]]
-        new = np.flatnonzero(found.unchanged < 0)
-        folders_of_new = found.new.columns.parent[new].astype(np.int64)
-        folders_of_new[found.unchanged[folders_of_new] < 0] = -1
-        return (
-            _NamesByFolder(found.old, gone, folders_of_gone),
-            _NamesByFolder(found.new, new, folders_of_new),
-        )
+def _changed_names(diff: SnapshotDiff) -> "tuple[_NamesByFolder, _NamesByFolder]":
+    """The names that are gone or changed, and the new ones, in folders that still exist."""
+    new_index = np.full(len(diff.old), -1, np.int64)
+    unchanged = np.flatnonzero(diff.unchanged >= 0)
+    new_index[diff.unchanged[unchanged]] = unchanged
+    removed = np.flatnonzero(diff.removed_or_changed)
+    folders_of_removed = new_index[diff.old.columns.parent[removed]]
+    new = np.flatnonzero(diff.unchanged < 0)
+    folders_of_new = diff.new.columns.parent[new].astype(np.int64)
+    folders_of_new[diff.unchanged[folders_of_new] < 0] = -1
+    return (
+        _NamesByFolder(diff.old, removed, folders_of_removed),
+        _NamesByFolder(diff.new, new, folders_of_new),
+    )
 
 
 class _NamesByFolder:

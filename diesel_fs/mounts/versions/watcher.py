@@ -39,7 +39,7 @@ from ..sessions.session import Session
 from ..source import MountSource, node_map_file
 from ..vfs import EntryReader
 from .following import FollowingVfs, Prepared
-from .invalidation import SwitchInvalidation, invalidate_folders
+from .invalidation import invalidate_after_switch, invalidate_folders
 from .leases import VersionLeases
 
 log = logging.getLogger("diesel.mount")
@@ -264,8 +264,10 @@ class VersionWatcher:
             self.attach_session(self._session, ready.files[-1])
             answer = await self._link.send_switch({"do": "switch"}, ready.files)
         if answer is None:
-            numbers = ready.prepared.before.nodes, ready.prepared.numbers.nodes
-            await self._invalidate_in_thread(SwitchInvalidation(found, *numbers).send)
+            nodes = ready.prepared.before.nodes, ready.prepared.numbers.nodes
+            await self._invalidate_in_thread(
+                lambda device: invalidate_after_switch(device, found, *nodes)
+            )
         self._applied_version = new.version
         changed = int(np.count_nonzero(found.unchanged < 0))
         log.info(

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from diesel_fs.mounts.plans.commands import PlanCommands
 from diesel_fs.mounts.plans.control_socket import REQUESTS, ControlSocket
 from diesel_fs.mounts.plans.control_wire import FRAME_BYTES_MAX, PROTOCOL
-from diesel_fs.mounts.prefetch.link import Frames, WorkerLink
+from diesel_fs.mounts.prefetch.link import MessageDecoder, WorkerLink
 from diesel_fs.mounts.prefetch_worker import planner_for
 from diesel_fs.net.messages import LENGTH, Message, frame, unpack
 from tests.mounts.plans.test_commands import NAMES, OF_VERSION, SNAPSHOT, VALUES, announce
@@ -82,11 +82,11 @@ class Fuzzed:
     async def _help(self) -> None:
         """Answer messages as the worker does."""
         stream = trio.SocketStream(trio.socket.from_stdlib_socket(self._theirs))
-        frames = Frames()
+        decoder = MessageDecoder()
         async for received in stream:
-            for message in frames.add(bytes(received)):
+            for message in decoder.add(bytes(received)):
                 answer = self._plans.answer(message, 1.0)
-                await stream.send_all(frame({**answer, "id": message["id"]}, FRAME_BYTES_MAX))
+                await stream.send_all(msgpack.packb({**answer, "id": message["id"]}))
 
 
 async def answer_of(stream: trio.SocketStream) -> Message | None:

@@ -18,7 +18,7 @@ from diesel_fs.errors import UsageError
 from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.mounts import MountRequest, mount, stats, umount
 from diesel_fs.mounts.attributes import HIDDEN_ROOT, FuseErrno, Owner
-from diesel_fs.mounts.dot_diesel import FILELIST, FixedList, HiddenFolder, ListRef
+from diesel_fs.mounts.dot_diesel import FILELIST, HiddenFolder, ListObserver, ListRef
 from diesel_fs.mounts.mountpoint import mounted_at
 from diesel_fs.mounts.plans.control import Control
 from diesel_fs.orders.path_lists import ListName, PathLists
@@ -97,7 +97,7 @@ def test_a_newline_in_a_path_makes_two_lines_and_is_refused(tmp_path: Path) -> N
     assert sorted(found.split(b"\0")) == [b"", b"a", b"em\npty/deep/b"]
 
 
-class CountingObserver(FixedList):
+class CountingObserver(ListObserver):
     """Readers that count."""
 
     def __init__(self) -> None:
