@@ -1,18 +1,16 @@
 """Plans: which files each reader will read, in which order, announced before it reads them.
 
 A *stream* is one reader; it has *epochs*, each with the entries (indices of files in the snapshot)
-that it reads in order. A `Plan` is the set of the streams that are announced to a mount; it checks
-the rules and limits. Plans come over the control socket or from lists of files (`mounts/plans/`);
-the mount's prefetch planner works by them (`mounts/prefetch/planner.py`).
+that it reads in order. A *plan* is all streams that are announced to a mount; `check_plan` has its
+limits. Plans come over the control socket or from lists of files (`mounts/plans/`); the mount's
+prefetch planner (`mounts/prefetch/planner.py`) holds the streams and works by them.
 
-Epochs and streams are immutable values with private, read-only copies of their arrays. One thread
-at a time changes a `Plan`. Each change is checked as a whole first, so one that is refused leaves
-the plan as it was.
+Epochs and streams are immutable values with private, read-only copies of their arrays.
 """
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TypeAlias
 
@@ -157,97 +155,38 @@ class Stream:
         return replace(self, epochs=tuple(new if each is old else each for each in self.epochs))
 
 
-@dataclass(slots=True)
-class Plan:
-    """The streams that are announced now, by name.
+def check_plan(
+    streams: Collection[Stream],
+    new_epochs: Sequence[Epoch],
+    is_file: FileMask,
+    *,
+    entries_max: int = PLAN_ENTRIES_MAX,
+) -> None:
+    """Check a plan that is about to change: all its streams, of which these epochs are new.
 
-    `is_file` says for each entry of the dataset whether it is a file; other entries are refused.
-    All methods raise UsageError, and then nothing has changed.
+    `is_file` says for each entry of the dataset whether it is a file; an epoch names files only.
+    Raises UsageError.
     """
-
-    is_file: FileMask
-    streams: dict[str, Stream] = field(default_factory=dict)
-    # The streams that were read to their end, in the order of these ends (a dict as ordered set).
-    ended: dict[str, None] = field(default_factory=dict)
-
-    def __iter__(self) -> Iterator[Stream]:
-        return iter(self.streams.values())
-
-    def __len__(self) -> int:
-        return len(self.streams)
-
-    def stream(self, name: str) -> Stream:
-        """The stream of a name."""
-        if name not in self.streams:
-            raise UsageError(f"no stream {name[:64]!r}")
-        return self.streams[name]
-
-    def ended_to_withdraw(self, name: str) -> str | None:
-        """The stream to withdraw before one of this name is announced; None where none has to be.
-
-        If there are as many streams as allowed, it is the first that was read to its end. So
-        programs that use a new name for each epoch need not withdraw any.
-        """
-        is_full = name not in self.streams and len(self.streams) >= STREAMS_MAX
-        return next(iter(self.ended), None) if is_full else None
-
-    def announce(self, stream: Stream) -> Stream:
-        """Add a stream; one of the same name is replaced whole (its process has started again)."""
-        if stream.name not in self.streams and len(self.streams) >= STREAMS_MAX:
+    if len(streams) > STREAMS_MAX:
+        raise UsageError(
+            f"{len(streams) - 1} streams are announced (at most {STREAMS_MAX})",
+            advice="withdraw one first",
+        )
+    for epoch in new_epochs:
+        if not len(epoch):
+            continue
+        if (last := int(epoch.entries.max())) >= len(is_file):
+            raise UsageError(f"epoch {epoch.number} names entry {last} of {len(is_file)}")
+        files = is_file[epoch.entries]
+        if not files.all():
+            position = int(np.argmin(files))
             raise UsageError(
-                f"{len(self.streams)} streams are announced (at most {STREAMS_MAX})",
-                advice="withdraw one first",
+                f"epoch {epoch.number} names entry {epoch.entries[position]} (position {position}):"
+                " no file"
             )
-        self._check(stream.epochs)
-        return self._put(stream)
-
-    def extend(self, name: str, epochs: Sequence[Epoch]) -> Stream:
-        """Add epochs to a stream, or entries to its last one (see `Stream.extended`)."""
-        self._check(epochs)
-        return self._put(self.stream(name).extended(epochs))
-
-    def replace(self, name: str, epoch: Epoch, position: int = 0) -> Stream:
-        """Replace an epoch of a stream, whole or from a position on."""
-        self._check([epoch])
-        return self._put(self.stream(name).replaced(epoch, position))
-
-    def withdraw(self, name: str) -> Stream:
-        """Remove a stream, and return it."""
-        stream = self.stream(name)
-        del self.streams[name]
-        self.ended.pop(name, None)
-        return stream
-
-    def finish(self, name: str, count: int) -> Stream:
-        """Remove the first `count` epochs of a stream: they have been read."""
-        stream = self.stream(name)
-        if count and count >= len(stream.epochs):
-            self.ended[name] = None
-        return self._put(replace(stream, epochs=stream.epochs[count:]))
-
-    def _check(self, epochs: Sequence[Epoch]) -> None:
-        for epoch in epochs:
-            if not len(epoch):
-                continue
-            if (last := int(epoch.entries.max())) >= len(self.is_file):
-                raise UsageError(f"epoch {epoch.number} names entry {last} of {len(self.is_file)}")
-            files = self.is_file[epoch.entries]
-            if not files.all():
-                position = int(np.argmin(files))
-                entry = int(epoch.entries[position])
-                raise UsageError(
-                    f"epoch {epoch.number} names entry {entry} (position {position}): no file"
-                )
-
-    def _put(self, stream: Stream) -> Stream:
-        others = (each for each in self if each.name != stream.name)
-        total = sum(len(epoch) for each in (stream, *others) for epoch in each.epochs)
-        if total > PLAN_ENTRIES_MAX:
-            raise UsageError(f"the plan has {total} positions (at most {PLAN_ENTRIES_MAX})")
-        self.streams[stream.name] = stream
-        if stream.epochs:
-            self.ended.pop(stream.name, None)
-        return stream
+    total = sum(len(epoch) for stream in streams for epoch in stream.epochs)
+    if total > entries_max:
+        raise UsageError(f"the plan has {total} positions (at most {entries_max})")
 
 
 def _own_entries(entries: EntryOrder) -> Entries:

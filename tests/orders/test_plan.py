@@ -1,13 +1,11 @@
 """Plans: what is accepted, what is refused, and that a refusal changes nothing."""
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 
 from diesel_fs.errors import UsageError
 from diesel_fs.orders import plan as plans
-from diesel_fs.orders.plan import Epoch, Plan, Stream
+from diesel_fs.orders.plan import Epoch, Stream, check_plan
 
 FILES = np.array([False, True, True, True, False, True])
 
@@ -16,18 +14,14 @@ def epoch(number: int, *entries: int, exact: bool = True) -> Epoch:
     return Epoch(number, np.array(entries, np.int64), exact)
 
 
-def plan(*epochs: Epoch) -> Plan:
-    made = Plan(FILES)
-    made.announce(Stream("a", epochs))
-    return made
-
-
-def orders(made: Plan, name: str = "a") -> list[list[int]]:
-    return [each.entries.tolist() for each in made.stream(name).epochs]
+def orders(stream: Stream) -> list[list[int]]:
+    return [each.entries.tolist() for each in stream.epochs]
 
 
 def test_orders_may_omit_and_repeat_entries() -> None:
-    assert orders(plan(epoch(0, 5, 1, 1), epoch(1))) == [[5, 1, 1], []]
+    stream = Stream("a", (epoch(0, 5, 1, 1), epoch(1)))
+    check_plan([stream], stream.epochs, FILES)
+    assert orders(stream) == [[5, 1, 1], []]
 
 
 def test_an_epoch_is_its_own_copy() -> None:
@@ -52,14 +46,8 @@ def test_good_names_are_taken(name: str) -> None:
 
 @pytest.mark.parametrize("entries", [[6], [0], [1, 4], [-1], [1 << 32], [1.5], [[1]]], ids=str)
 def test_entries_that_are_not_files_are_refused(entries: list[int]) -> None:
-    made = plan(epoch(0, 1))
     with pytest.raises(UsageError):
-        made.announce(Stream("b", (Epoch(0, np.array(entries)),)))
-    with pytest.raises(UsageError):
-        made.extend("a", [Epoch(1, np.array(entries))])
-    with pytest.raises(UsageError):
-        made.replace("a", Epoch(0, np.array(entries)))
-    assert (list(made.streams), orders(made)) == (["a"], [[1]])
+        check_plan([], [epoch(0, 1), Epoch(1, np.array(entries))], FILES)
 
 
 def test_epoch_numbers_must_rise() -> None:
@@ -70,28 +58,21 @@ def test_epoch_numbers_must_rise() -> None:
 
 
 def test_extending_appends_to_the_last_epoch_and_adds_more() -> None:
-    made = plan(epoch(3, 1, 2))
-    made.extend("a", [epoch(3, 5), epoch(4, 1, exact=False)])
+    made = Stream("a", (epoch(3, 1, 2),)).extended([epoch(3, 5), epoch(4, 1, exact=False)])
     assert orders(made) == [[1, 2, 5], [1]]
-    assert [each.exact for each in made.stream("a").epochs] == [True, False]
+    assert [each.exact for each in made.epochs] == [True, False]
     with pytest.raises(UsageError):
-        made.extend("a", [epoch(3, 5)])
+        made.extended([epoch(3, 5)])
 
 
 def test_replacing_takes_the_rest_or_the_whole() -> None:
-    made = plan(epoch(3, 1, 2, 3), epoch(4, 1, exact=False))
-    made.replace("a", epoch(3, 5, 5), 1)
-    made.replace("a", epoch(4, 2))
+    old = Stream("a", (epoch(3, 1, 2, 3), epoch(4, 1, exact=False)))
+    made = old.replaced(epoch(3, 5, 5), 1).replaced(epoch(4, 2))
     assert orders(made) == [[1, 5, 5], [2]]
-    assert made.stream("a").epoch(4).exact
-    wrongs: list[Callable[[], object]] = [
-        lambda: made.replace("a", epoch(5)),
-        lambda: made.replace("a", epoch(3), 4),
-    ]
-    for wrong in wrongs:
+    assert made.epoch(4).exact
+    for wrong, position in ((epoch(5), 0), (epoch(3), 4)):
         with pytest.raises(UsageError):
-            wrong()
-    assert orders(made) == [[1, 5, 5], [2]]
+            made.replaced(wrong, position)
 
 
 def test_bounds_follow_appended_and_replaced_entries() -> None:
@@ -112,34 +93,16 @@ def test_bad_bounds_are_refused(bounds: list[int]) -> None:
         Epoch(0, np.array([1, 2, 3]), True, np.array(bounds))
 
 
-def test_finished_epochs_and_withdrawn_streams_are_removed() -> None:
-    made = plan(epoch(0, 1), epoch(1, 2))
-    made.finish("a", 1)
-    assert orders(made) == [[2]]
-    made.withdraw("a")
-    assert len(made) == 0
-    wrongs: list[Callable[[], object]] = [
-        lambda: made.withdraw("a"),
-        lambda: made.extend("a", []),
-    ]
-    for wrong in wrongs:
-        with pytest.raises(UsageError, match="no stream"):
-            wrong()
-
-
-def test_streams_epochs_and_entries_keep_their_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = Plan(FILES)
-    for number in range(plans.STREAMS_MAX):
-        made.announce(Stream(f"s{number}", ()))
+def test_streams_epochs_and_entries_keep_their_limits() -> None:
+    streams = [Stream(f"s{number}", ()) for number in range(plans.STREAMS_MAX)]
+    check_plan(streams, [], FILES)
     with pytest.raises(UsageError, match="at most 64"):
-        made.announce(Stream("more", ()))
-    made.announce(Stream("s3", (epoch(0, 1),)))  # again is no more
+        check_plan([*streams, Stream("more", ())], [], FILES)
     with pytest.raises(UsageError, match="at most 8"):
         Stream("a", tuple(epoch(number) for number in range(9)))
-    monkeypatch.setattr(plans, "EPOCH_ENTRIES_MAX", 2)
-    with pytest.raises(UsageError, match="at most 2"):
-        epoch(0, 1, 1, 1)
-    monkeypatch.setattr(plans, "PLAN_ENTRIES_MAX", 2)
-    with pytest.raises(UsageError, match="positions"):
-        made.announce(Stream("s4", (epoch(0, 1, 1),)))
-    assert made.stream("s4").epochs == ()
+    with pytest.raises(UsageError, match=f"at most {plans.EPOCH_ENTRIES_MAX}"):
+        Epoch(0, np.broadcast_to(np.uint32(1), plans.EPOCH_ENTRIES_MAX + 1))
+    stream = Stream("a", (epoch(0, 1, 1), epoch(1, 1)))
+    check_plan([stream], stream.epochs, FILES, entries_max=3)
+    with pytest.raises(UsageError, match="3 positions"):
+        check_plan([stream], stream.epochs, FILES, entries_max=2)

@@ -18,6 +18,8 @@ ENTRY_BYTES = 4_096
 CHUNK_ENTRIES = 64
 N = 20_480
 """Entries of the dataset of most tests."""
+START_S = 100.0
+"""When a `Machine` begins, in its own time."""
 CHUNKS = list(range(N // CHUNK_ENTRIES))
 
 
@@ -71,8 +73,8 @@ class Reader:
     rate: float
     workers: int = 1
     batch: int = 32
-    start_s: float = 0.0
-    read: int = 0
+    start_s: float = 0.0  # after `START_S`
+    read: int = 0  # how many of `queue` were read
     queue: list[int] = field(default_factory=list)  # positions in the order of their reads
 
     def __post_init__(self) -> None:
@@ -102,9 +104,9 @@ class Machine:
 
     planner: PrefetchPlanner
     entry_count: int
-    helper_files_per_s: float = 100_000.0
-    now_s: float = 100.0
-    cached: set[int] = field(default_factory=set)
+    pushed_files_per_s: float = 100_000.0
+    now_s: float = START_S
+    cached: set[int] = field(default_factory=set)  # what is really resident
     watched: set[int] = field(default_factory=set)
     pushes_of: Counter[int] = field(default_factory=Counter)  # per chunk
     pushed: int = 0
@@ -114,8 +116,8 @@ class Machine:
     misses: Counter[str] = field(default_factory=Counter)
     busy_until_s: float = 0.0
     resident_bytes_max: int = 0
-    unknown: set[int] = field(default_factory=set)
-    failing: bool = False  # the store: half of each push
+    unknown: set[int] = field(default_factory=set)  # entries that the kernel refuses to take
+    failing: bool = False  # the store fails after half of each push
 
     def run_decision(self) -> bool:
         """Carry out one decision. Returns whether there was one."""
@@ -138,7 +140,7 @@ class Machine:
                     assert {entry // CHUNK_ENTRIES for entry in entries} == {decision.chunk}
                 for chunk in {entry // CHUNK_ENTRIES for entry in entries}:
                     self.pushes_of[chunk] += 1
-                self.busy_until_s = self.now_s + len(entries) / self.helper_files_per_s
+                self.busy_until_s = self.now_s + len(entries) / self.pushed_files_per_s
                 self.planner.pushed(
                     decision, done, absent, self.now_s, failed=self.failing and len(entries) > 0
                 )
@@ -155,7 +157,7 @@ class Machine:
                 assert not self.watched.intersection(decision.entries.tolist())
                 mask = np.array([e in self.cached for e in decision.entries.tolist()])
                 self.planner.sampled(decision.entries, mask)
-        self.resident_bytes_max = max(self.resident_bytes_max, self.planner.resident_bytes)
+        self.resident_bytes_max = max(self.resident_bytes_max, self.planner.resident_set.bytes)
         return True
 
     def run_until_idle(self, most: int = 20_000) -> None:
@@ -166,6 +168,7 @@ class Machine:
         raise AssertionError("the planner never becomes idle")
 
     def open_and_read(self, name: str, entry: int) -> None:
+        """A reader opens and reads a file. The name is for the counts alone."""
         if entry in self.watched:
             self.planner.opened(entry, self.now_s)
         self.reads[name] += 1
@@ -182,7 +185,7 @@ class Machine:
         while not all(reader.done for reader in readers.values()):
             self.now_s += tick_s
             for name, reader in readers.items():
-                due = int((self.now_s - 100.0 - reader.start_s) * reader.rate)
+                due = int((self.now_s - START_S - reader.start_s) * reader.rate)
                 while reader.read < min(due, len(reader.queue)):
                     self.open_and_read(name, reader.order[reader.queue[reader.read]])
                     reader.read += 1
@@ -195,5 +198,6 @@ class Machine:
 
 
 def stream(name: str, *orders: list[int], tentative: bool = False, lag: int = 0) -> Stream:
+    """A stream with an epoch for each order."""
     epochs = tuple(Epoch(number, np.array(order)) for number, order in enumerate(orders))
     return Stream(name, epochs, tentative, lag)

@@ -30,13 +30,15 @@ def test_contents_that_a_READ_has_just_brought_are_not_pushed() -> None:
     it."""
     for size, later_s, pushed in ((4_096, 0.5, 63), (4_096, 2.0, 64), (2 << 20, 0.5, 64)):
         chunk = np.repeat(np.arange(4), 64)
-        test = PrefetchPlanner(chunk, np.full(256, size), 4, budget_bytes=1 << 30, policy="oneshot")
-        test.missed(5, 100.0)
-        push = test.next(100.0 + later_s)
+        planner = PrefetchPlanner(
+            chunk, np.full(256, size), 4, budget_bytes=1 << 30, policy="oneshot"
+        )
+        planner.missed(5, 100.0)
+        push = planner.next(100.0 + later_s)
         assert isinstance(push, Push)
         assert (push.chunk, len(push.entries)) == (0, pushed)
         assert (5 in push.entries.tolist()) is (pushed == 64)
-        assert test.resident([5])[0] == (pushed == 63)
+        assert planner.resident([5])[0] == (pushed == 63)
 
 
 def test_contents_that_a_READ_brought_and_were_dropped_are_pushed() -> None:
@@ -61,29 +63,29 @@ def test_random_misses_in_a_larger_dataset_never_thrash() -> None:
         if not machine.planner.resident([entry])[0]:
             machine.cached.discard(entry)  # the kernel frees what it alone has kept
     assert machine.dropped == 0
-    assert machine.planner.resident_bytes == int(0.1 * N) * ENTRY_BYTES
+    assert machine.planner.resident_set.bytes == int(0.1 * N) * ENTRY_BYTES
     assert 0.9 * 0.1 * N < machine.pushed < 0.1 * N  # the rest was brought by READs
 
 
 def test_misses_are_wanted_while_one_may_lead_to_a_push() -> None:
     machine = Machine(make_planner(N, 0.1), N)
-    test = machine.planner
+    planner = machine.planner
     for chunk in CHUNKS[: len(CHUNKS) // 10]:
         machine.open_and_read("x", chunk * CHUNK_ENTRIES)
         machine.run_until_idle()
-        assert test.wants_misses
+        assert planner.wants_misses
     machine.open_and_read("x", N - 1)
     machine.run_until_idle()
-    assert not test.wants_misses  # nothing more has room
+    assert not planner.wants_misses  # nothing more has room
     machine.now_s += 5
-    test.opened(0, machine.now_s)
-    test.sampled(np.array([7]), np.array([False]))  # pages have gone, and those around it
-    assert test.wants_misses
+    planner.opened(0, machine.now_s)
+    planner.sampled(np.array([7]), np.array([False]))  # pages have gone, and those around it
+    assert planner.wants_misses
     machine.run_until_idle()
-    assert test.resident(np.arange(CHUNK_ENTRIES)).all()
-    assert not test.wants_misses
-    test.announce(stream("a", [7, 8]), machine.now_s)
-    assert test.wants_misses  # they tell where the reader is
+    assert planner.resident(np.arange(CHUNK_ENTRIES)).all()
+    assert not planner.wants_misses
+    planner.announce(stream("a", [7, 8]), machine.now_s)
+    assert planner.wants_misses  # they tell where the reader is
 
 
 def test_oneshot_fills_the_budget_missed_chunks_first() -> None:
@@ -94,7 +96,7 @@ def test_oneshot_fills_the_budget_missed_chunks_first() -> None:
     assert first.chunk == CHUNKS[-1]
     machine.planner.pushed(first, first.entries, [], machine.now_s)
     machine.run_until_idle()
-    assert machine.planner.resident_bytes == int(0.1 * N) * ENTRY_BYTES
+    assert machine.planner.resident_set.bytes == int(0.1 * N) * ENTRY_BYTES
     assert machine.planner.resident(np.arange(1_000)).all()
     assert machine.dropped == 0
 
@@ -135,8 +137,8 @@ def test_unknown_inodes_are_not_tried_again_at_once() -> None:
 
 def test_files_that_never_fit_are_left_to_reads() -> None:
     size = np.array([1 << 30, 10, 0, 10], np.int64)
-    test = PrefetchPlanner(np.zeros(4, np.int64), size, 1, budget_bytes=1 << 20)
-    machine = Machine(test, 4)
-    test.announce(stream("a", [0, 1, 2, 3]), machine.now_s)
+    planner = PrefetchPlanner(np.zeros(4, np.int64), size, 1, budget_bytes=1 << 20)
+    machine = Machine(planner, 4)
+    planner.announce(stream("a", [0, 1, 2, 3]), machine.now_s)
     machine.run_until_idle()
-    assert test.resident([0, 1, 2, 3]).tolist() == [False, True, True, True]
+    assert planner.resident([0, 1, 2, 3]).tolist() == [False, True, True, True]

@@ -13,50 +13,50 @@ COUNT, SIZE = 20_000, 4_096
 def followed() -> PrefetchPlanner:
     """A planner with one stream in the order of the entries, and memory for a fifth of them."""
     chunk = np.arange(COUNT) // 1_000
-    test = PrefetchPlanner(chunk, np.full(COUNT, SIZE), 20, budget_bytes=COUNT * SIZE // 5)
-    test.announce(stream("a", list(range(COUNT))), 100.0)
-    return test
+    planner = PrefetchPlanner(chunk, np.full(COUNT, SIZE), 20, budget_bytes=COUNT * SIZE // 5)
+    planner.announce(stream("a", list(range(COUNT))), 100.0)
+    return planner
 
 
-def first_pushed(test: PrefetchPlanner) -> int:
-    push = test.next(102.0)  # what READs have brought by now counts no longer
+def first_pushed(planner: PrefetchPlanner) -> int:
+    push = planner.next(102.0)  # what READs have brought by now counts no longer
     assert isinstance(push, Push)
     return int(push.entries.min())
 
 
 def test_entries_that_the_reader_has_passed_are_not_pushed() -> None:
-    test = followed()
+    planner = followed()
     for entry in range(600):
-        test.missed(entry, 100.1)
-    assert first_pushed(test) == 600
+        planner.missed(entry, 100.1)
+    assert first_pushed(planner) == 600
 
 
 def test_entries_that_slower_workers_want_are_pushed() -> None:
     """Four workers read batches of 64 files; one is ahead of the others by up to three batches."""
-    test = followed()
+    planner = followed()
     for entry in range(64):
         for worker in (3, 2, 1, 0):
-            test.missed(64 * worker + entry, 100.1)
-    test.missed(10 * 64, 100.2)  # the worker that was first reads on
+            planner.missed(64 * worker + entry, 100.1)
+    planner.missed(10 * 64, 100.2)  # the worker that was first reads on
     high = 10 * 64 + 1
-    assert high - 6 * 64 <= first_pushed(test) <= high - 2 * 64
+    assert high - 6 * 64 <= first_pushed(planner) <= high - 2 * 64
 
 
 def test_the_spread_of_the_workers_shrinks_again() -> None:
-    test = followed()
-    test.missed(400, 100.1)
-    test.missed(0, 100.1)
+    planner = followed()
+    planner.missed(400, 100.1)
+    planner.missed(0, 100.1)
     for entry in range(401, 500):
-        test.missed(entry, 100.2)
-    assert 450 <= first_pushed(test) <= 500
+        planner.missed(entry, 100.2)
+    assert 450 <= first_pushed(planner) <= 500
 
 
 def test_a_marker_that_a_READ_brought_counts_as_opened() -> None:
     """It was read before its watch was made; waiting for it would hold the low back."""
-    test = followed()
+    planner = followed()
     for entry in range(2_000):
-        test.missed(entry, 100.1)
-    assert test.stats()["streams"][0]["low"] > 1_700
+        planner.missed(entry, 100.1)
+    assert planner.stats()["streams"][0]["low"] > 1_700
 
 
 def test_scattered_signs_do_not_move_the_reader() -> None:
@@ -64,13 +64,13 @@ def test_scattered_signs_do_not_move_the_reader() -> None:
     signs."""
     size, count = 4_096, 200_000
     chunk = np.arange(count) // 1_000
-    test = PrefetchPlanner(chunk, np.full(count, size), 200, budget_bytes=count * size // 10)
-    test.announce(stream("a", list(range(count))), 100.0)
-    test.missed(5, 100.0)
+    planner = PrefetchPlanner(chunk, np.full(count, size), 200, budget_bytes=count * size // 10)
+    planner.announce(stream("a", list(range(count))), 100.0)
+    planner.missed(5, 100.0)
     rng = np.random.default_rng(1)
     for entry in rng.integers(20_000, count, 200).tolist():
-        test.missed(entry, 100.1)
-    assert test.stats()["streams"][0]["high"] <= 6
+        planner.missed(entry, 100.1)
+    assert planner.stats()["streams"][0]["high"] <= 6
     for entry in range(150_000, 150_100):
-        test.missed(entry, 100.2)
-    assert test.stats()["streams"][0]["high"] == 150_100
+        planner.missed(entry, 100.2)
+    assert planner.stats()["streams"][0]["high"] == 150_100
