@@ -14,17 +14,11 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
-from ..errors import (
-    BusyError,
-    DeadlineError,
-    DieselError,
-    PermissionDenied,
-    UsageError,
-)
+from ..errors import BusyError, DeadlineError, DieselError, PermissionDenied, UsageError
 from ..settings import state_folder
 from ..system import daemons, syscalls
 from ..system.daemons import add_log_tail, log_file
@@ -55,19 +49,23 @@ logger = logging.getLogger("diesel.mount")
 START_DEADLINE_S = 60.0
 """How long a mount may take to become ready: it may have to fetch a snapshot first."""
 
-END_DEADLINE_S = 5.0
-"""How long the daemon of an unmounted mount may use no processor time and not end. It needs
-milliseconds, unless the kernel knows millions of files, which it forgets first, 200,000 a second.
-"""
 
-END_DEADLINE_S_MAX = 600.0
-"""How long the daemon of an unmounted mount may take to end in all."""
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long `umount` waits for the daemon of a mount that it has unmounted."""
 
-PROGRESS_INTERVAL_S = 5.0
-"""How often `umount` logs that it still waits for a daemon."""
+    idle_s: float = 5.0
+    """How long the daemon may use no processor time and not end. It needs milliseconds, unless the
+    kernel knows millions of files, which it forgets first, 200,000 a second."""
+    total_s: float = 600.0
+    """How long the daemon may take to end in all."""
+    log_interval_s: float = 5.0
+    """How often a log line says that the daemon is still waited for."""
+    before_signal_s: float = 1.0
+    """After this time the daemon gets SIGTERM."""
 
-DETACHED_END_S = 1.0
-"""After this time the daemon of an unmounted mount gets SIGTERM."""
+
+PATIENCE = Patience()
 
 OWN_PROCESSES_BUSY_S = 2.0
 """How long the mount's own prefetch worker may keep it busy: a worker of an ordinary user opens
@@ -128,7 +126,13 @@ def mount_in_foreground(request: MountRequest, *, program: Sequence[str] = DAEMO
     os.execve(command[0], command, daemons.environment())  # noqa: S606  # without a shell, on purpose
 
 
-def umount(directory: str | os.PathLike[str], *, lazy: bool = False, force: bool = False) -> None:
+def umount(
+    directory: str | os.PathLike[str],
+    *,
+    lazy: bool = False,
+    force: bool = False,
+    patience: Patience = PATIENCE,
+) -> None:
     """Unmounts and waits for the daemon's end.
 
     A mount in use stays, and BusyError names the processes that use it. `lazy` removes it from the
@@ -145,14 +149,14 @@ def umount(directory: str | os.PathLike[str], *, lazy: bool = False, force: bool
     daemon = daemon_of(found.device)
     own = [] if daemon is None else [daemon, *children_of(daemon)]
     if force:
-        _force(found.path, found.device, daemon, own)
+        _force(found.path, found.device, daemon, own, patience)
         return
     others = other_mounts_of(found)
     has_users = lazy and set(holders_of(found.device)) - set(own)  # found only before detaching
     _unmount(found.path, found.device, own, lazy)
     if daemon is None or has_users:
         return
-    if not ends_within(daemon, DETACHED_END_S):
+    if not ends_within(daemon, patience.before_signal_s):
         left = {each: pid for each, pid in other_mounts_of(found).items() if each in others}
         if left:  # only those from before: the device number may belong to a new mount now
             _warn_still_mounted(left, found.path, daemon)
@@ -160,7 +164,7 @@ def umount(directory: str | os.PathLike[str], *, lazy: bool = False, force: bool
         if not lazy:
             with suppress(ProcessLookupError):  # a read ahead may keep it alive
                 os.kill(daemon, signal.SIGTERM)
-    _wait(own, found.path)
+    _wait(own, found.path, patience)
 
 
 def stats(directory: str | os.PathLike[str]) -> dict[str, object]:
@@ -254,7 +258,9 @@ def _unmount(path: str, device: str, own: Sequence[int], lazy: bool) -> None:
             time.sleep(0.01)
 
 
-def _force(path: str, device: str, daemon: int | None, own: Sequence[int]) -> None:
+def _force(
+    path: str, device: str, daemon: int | None, own: Sequence[int], patience: Patience
+) -> None:
     """Ends the connection first, so that nothing after it can wait for the daemon."""
     abort_file = syscalls.open_abort(device)
     try:
@@ -272,7 +278,7 @@ def _force(path: str, device: str, daemon: int | None, own: Sequence[int]) -> No
     except DieselError:
         if is_mounted(path, device):  # else its daemon has unmounted it meanwhile
             raise
-    _wait(own, path)
+    _wait(own, path, patience)
 
 
 def _warn_still_mounted(left: Mapping[MountEntry, int], path: str, daemon: int) -> None:
@@ -287,7 +293,7 @@ def _warn_still_mounted(left: Mapping[MountEntry, int], path: str, daemon: int) 
     )
 
 
-def _wait(own: Sequence[int], path: str) -> None:
+def _wait(own: Sequence[int], path: str, patience: Patience) -> None:
     """Waits for the end of the processes, the daemon first: it waits for its children itself,
     unless it was killed. Processes that work are waited for: the kernel may have to forget millions
     of files. Raises DeadlineError.
@@ -299,12 +305,12 @@ def _wait(own: Sequence[int], path: str) -> None:
             now_s = time.monotonic()
             before, ticks = ticks, processor_ticks(own)
             worked_s = now_s if ticks > before else worked_s
-            if now_s - worked_s > END_DEADLINE_S or now_s - begun_s > END_DEADLINE_S_MAX:
+            if now_s - worked_s > patience.idle_s or now_s - begun_s > patience.total_s:
                 raise DeadlineError(
                     f"{path} is unmounted, but its daemon (process {pid}) has not ended",
                     advice=f"kill -9 {pid}",
                 )
-            if now_s - logged_s > PROGRESS_INTERVAL_S:
+            if now_s - logged_s > patience.log_interval_s:
                 logged_s = now_s
                 logger.warning(
                     "%s is unmounted; for %.0f s its processes have been forgetting the files that "

@@ -1,16 +1,17 @@
 """The prefetch worker, a process of a mount: it puts file contents into the kernel's page cache.
 
-It pushes contents before they are read, and drops pages that readers have passed. The server sends
-it facts over a socket (`prefetch/link.py`): misses, which are READs that reached the mount, files
-that the kernel forgot, and messages about plans. It also notices when files are opened. Its loop
-gives these facts to the planner (`prefetch/planner.py`), asks for the next decision and carries it
-out with the page cache (`prefetch/page_cache.py`). Every byte was checked before it is pushed.
+It *pushes* contents before they are read, and drops those that readers have passed. The mount's
+server sends it messages over a socket (`prefetch/link.py`): misses, which are READs that reached
+the mount, files that the kernel has forgotten, and changes of plans. It also notices opens of the
+files that it watches. Its loop reports all this to the planner (`prefetch/planner.py`), asks for
+the next decision and carries it out (`prefetch/page_cache.py`). Every byte is checked before it is
+pushed.
 
 It is a process of its own because its work can wait for the server, for the store, or for a page
 lock that a READ under way holds. Where it is killed or fails, the mount goes on without pushing.
 When the mount switches to another version of its dataset, the worker tells the kernel
-(`versions/invalidation.py`), piece by piece before all other work; pages of unchanged files stay
-and are counted further. One thread; others read the store ahead.
+(`versions/invalidation.py`), piece by piece before all other work; unchanged files stay resident.
+One thread; others read the store ahead.
 """
 
 import gc
@@ -56,6 +57,7 @@ STATS_INTERVAL_S = 0.25
 """How often the server gets statistics at most, for `.diesel/stats`."""
 
 IDLE_S_MAX = 5.0
+"""How long the loop waits at most for a message or an open, although nothing is due."""
 
 UNITS_AHEAD = 16
 """Pushes that are fetched ahead where the store is slow: 4 MiB each, as far as memory allows."""
@@ -68,6 +70,7 @@ UNITS_SOON = 12
 """Of each stream, the next pushes for which the server holds READs."""
 
 BEGIN_DEADLINE_S = 10.0
+"""How long to wait for the message that follows the descriptors at once."""
 
 
 def run_prefetch_worker(request: MountRequest, source: MountSource, link: socket.socket) -> int:
@@ -127,8 +130,8 @@ class PrefetchWorker:
         self._source = source
         self._device = device
         self._push_bytes = push_bytes
-        self._failed = 0
-        self._known_folders: set[int] = set()
+        self._failed = 0  # pushes
+        self._known_folders: set[int] = set()  # folders whose names the kernel knows, by entry
         self._invalidations: deque[Iterator[None]] = deque()  # to be sent to the kernel
         self._stats_changed = True  # since they were last sent
         self._stats_sent_s = 0.0
@@ -224,11 +227,11 @@ class PrefetchWorker:
         self._source.keep_only(snapshot)
         self._planner.inherit(old_planner, unchanged)
         self._page_cache.known_entries = old_page_cache.known_entries
-        found = SnapshotDiff(old, snapshot, same_path, unchanged)
-        kept = np.setdiff1d(np.flatnonzero(unchanged >= 0), found.changed_folders)
-        known = kept[np.isin(unchanged[kept], list(self._known_folders))]
-        self._known_folders = set(known.tolist())
-        self._invalidations.append(invalidate_after_switch(self._device, found, before, nodes))
+        diff = SnapshotDiff(old, snapshot, same_path, unchanged)
+        same_children = np.setdiff1d(np.flatnonzero(unchanged >= 0), diff.changed_folders)
+        was_known = np.isin(unchanged[same_children], list(self._known_folders))
+        self._known_folders = set(same_children[was_known].tolist())
+        self._invalidations.append(invalidate_after_switch(self._device, diff, before, nodes))
         self._invalidations.append(self._finish_switch(message["id"]))
 
     def _finish_switch(self, message_id: Value) -> Iterator[None]:
@@ -285,15 +288,15 @@ class PrefetchWorker:
             np.concatenate([push.entries, *self._planner.planned(UNITS_SOON)])
         )
         self._page_cache.watch(push.markers.tolist())
-        count, seen, failed = 0, [], False
+        part_count, stored, failed = 0, [], False
         absent: list[int] = []
         try:
             for batch in self._batches.batches(push.entries):
                 self._make_known(batch)
-                absent += self._store(self._without_locked(batch))
+                absent += self._store(self._without_held_reads(batch))
                 self._push_status.count_progress()
-                count += len(batch.entries)
-                seen.append(batch.entries)
+                part_count += len(batch.entries)
+                stored.append(batch.entries)
         except (DieselError, OSError) as error:
             if isinstance(error, OSError) and error.errno in UNMOUNTED_ERRNOS:
                 raise
@@ -301,8 +304,8 @@ class PrefetchWorker:
             self._failed += 1
             log.error("cannot push %d files of chunk %d: %s", len(push.entries), push.chunk, error)
         done: npt.NDArray[np.int64] | npt.NDArray[np.uint32] = push.entries
-        if absent or count != len(push.entries):  # or a file has several parts
-            done = np.setdiff1d(np.concatenate(seen), absent) if seen else NO_ENTRIES
+        if absent or part_count != len(push.entries):  # or a file has several parts
+            done = np.setdiff1d(np.concatenate(stored), absent) if stored else NO_ENTRIES
         self._planner.pushed(push, done, absent, time.monotonic(), failed=failed)
         self._planner.set_known_entries(self._page_cache.known_entries)
 
@@ -323,14 +326,14 @@ class PrefetchWorker:
             with suppress(OSError):
                 self._page_cache.make_folder_known(parents[first[at]])
 
-    def _without_locked(self, batch: Batch) -> Batch:
-        """The batch without files whose READs are held: these READs bring the pages themselves."""
-        being_read = self._push_status.mark_now(batch.entries)
-        if not being_read.any():
+    def _without_held_reads(self, batch: Batch) -> Batch:
+        """The batch without files whose READs the server holds: those bring the pages, too."""
+        is_held = self._push_status.mark_now(batch.entries)
+        if not is_held.any():
             return batch
-        kept = np.flatnonzero(~being_read)
-        contents = [batch.contents[at] for at in kept.tolist()]
-        return Batch(batch.entries[kept], batch.starts[kept], contents)
+        rest = np.flatnonzero(~is_held)
+        contents = [batch.contents[row] for row in rest.tolist()]
+        return Batch(batch.entries[rest], batch.starts[rest], contents)
 
     def _store(self, batch: Batch) -> list[int]:
         """Stores a batch in the page cache. Returns the entries that the kernel does not know.

@@ -86,15 +86,19 @@ def serve_mount(
     link: socket.socket,
     *,
     foreground: bool,
+    grace_s: float,
 ) -> int:
     """Runs the server process, from opening the dataset to the mount's end. Returns the exit code.
 
     `report` reaches the program that started the mount. `supervisor_pipe` gets lines for the
     supervisor: the mount's device, `READY`, and then an empty line every `BEAT_S`. `link` is the
-    socket to the prefetch worker.
+    socket to the prefetch worker. Reads under way at the end get `grace_s`.
     """
     try:
-        _Server(request, source, report, supervisor_pipe, WorkerLink(link), foreground).run()
+        server = _Server(
+            request, source, report, supervisor_pipe, WorkerLink(link), foreground, grace_s
+        )
+        server.run()
     except DieselError as error:
         log.error("%s", error)
         report(error_message(error))
@@ -142,6 +146,7 @@ class _Server:
         supervisor_pipe: int,
         link: WorkerLink,
         foreground: bool,
+        grace_s: float,
     ) -> None:
         self._request = request
         self._source = source
@@ -149,6 +154,7 @@ class _Server:
         self._supervisor_pipe = supervisor_pipe
         self._link = link
         self._foreground = foreground
+        self._grace_s = grace_s
         self._device = ""
         self._abort_file = -1
         self._started = trio.Event()
@@ -441,7 +447,7 @@ class _Server:
         if self._watcher is not None:
             self._watcher.stop()
         self._link.send({"do": "end"})  # the worker keeps the mount busy, too
-        with trio.move_on_after(GRACE_S):
+        with trio.move_on_after(self._grace_s):
             try:
                 await trio.to_thread.run_sync(self._unmount, abandon_on_cancel=True)
             except DieselError as error:

@@ -1,7 +1,13 @@
 """Where a mount's contents come from: the only module of `mounts` that knows repositories.
 
-It opens the snapshot that a `MountRequest` means, decides whether one that is not current may be
-mounted, makes the readers of contents, joins the shared cache of a task, and divides the memory.
+It opens the snapshot that a `MountRequest` names, decides whether one that is not current may be
+mounted, makes the readers of contents, and divides the mount's memory. Where the mount takes part
+in a *task* (a training job whose machines share a cache, `peers/`), contents come from that cache;
+this machine's part of it is held by a process called the task's *master*.
+
+"The server" is here the mount's own server process (`server.py`), never a DIESEL-FS server. It and
+the mount's prefetch worker (`prefetch_worker.py`), which *pushes* contents into the kernel's page
+cache before they are read, each have a `MountSource`.
 """
 
 import logging
@@ -35,15 +41,14 @@ from .vfs import EntryReader
 log = logging.getLogger("diesel.mount")
 
 SERVER_DIVISOR = 8
-"""Where contents are pushed into the kernel's page cache, the server keeps memory / this for
-chunks; the rest is for pages of the kernel."""
-
 SERVER_BYTES_MAX = 256 << 20
+"""In a mount that pushes, the server has an eighth of the memory for chunks, but no more than this.
+It needs little, since it reads only what has not been pushed."""
 
-TASK_SHARE = 3, 4
-"""The part of that rest for the task's master on this node, where a mount joins a task. No node
-fetches again what a master holds, and what the kernel has dropped comes back from there; the
-kernel's part must hold what is read next."""
+MASTER_SHARE = 3, 4
+"""The part (numerator, denominator) of what the server leaves that the task's master on this
+machine gets. What it holds no machine fetches again, and what the kernel has dropped comes back
+from there; the kernel's part must hold what is read next."""
 
 
 class BatchSource(Protocol):
@@ -76,29 +81,27 @@ class OpenedSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class MemorySplit:
-    """How the memory of a mount is divided, in bytes."""
+    """How the memory of a mount is divided between server, master and page cache, in bytes."""
 
     total_bytes: int
     joins_task: bool = False
 
     @classmethod
     def of(cls, request: MountRequest) -> "MemorySplit":
-        """The memory that was asked for; without, a part of what is available."""
+        """For the memory that the user has named; for a part of what is available, if none."""
         return cls(request.memory_bytes or default_memory_bytes(), bool(request.task_options))
 
     def server_bytes(self, *, pushes: bool) -> int:
-        """For chunks in the server, which gets all but the task's part where nothing is pushed."""
-        return self._own_bytes if pushes else self.total_bytes - self.task_bytes
-
-    @property
-    def _own_bytes(self) -> int:
+        """For chunks in the server. In a mount that does not push, that is all but the master's."""
+        if not pushes:
+            return self.total_bytes - self.task_bytes
         return min(self.total_bytes // SERVER_DIVISOR, SERVER_BYTES_MAX)
 
     @property
     def task_bytes(self) -> int:
-        """For chunks in the task's master on this node, where this mount starts it."""
-        left = self.total_bytes - self._own_bytes
-        return left * TASK_SHARE[0] // TASK_SHARE[1] if self.joins_task else 0
+        """For chunks in the task's master on this machine, if this mount starts it."""
+        left = self.total_bytes - min(self.total_bytes // SERVER_DIVISOR, SERVER_BYTES_MAX)
+        return left * MASTER_SHARE[0] // MASTER_SHARE[1] if self.joins_task else 0
 
     @property
     def push_bytes(self) -> int:
@@ -107,18 +110,18 @@ class MemorySplit:
 
 
 class MountSource:
-    """Opens what a request names. The server and the prefetch worker of a mount each have one.
+    """Opens what a request names (see the module). One thread at a time may call.
 
-    A process joins the task's cache once for each version, and leaves it when the mount switches to
-    another version. One thread at a time may call.
+    A process joins the task's cache once for each version of the dataset that the mount shows, and
+    leaves it when the mount switches to another version.
     """
 
     def __init__(self) -> None:
-        self._stores: dict[int, TaskStore] = {}
-        self._current_version = 0
+        self._stores: dict[int, TaskStore] = {}  # by version
+        self._current_version = 0  # 0 before the task's cache is joined
 
     def open(self, request: MountRequest) -> OpenedSnapshot:
-        """The snapshot that the request means. Raises DieselError."""
+        """The snapshot that the request names. Raises DieselError."""
         with _open_repository(request) as repository:
             if request.snapshot_file:
                 snapshot = open_snapshot_file(Path(request.snapshot_file))
@@ -148,7 +151,7 @@ class MountSource:
             return repository.newest_known(info)
 
     def lease(self, request: MountRequest, snapshot: Snapshot) -> ReadLease | None:
-        """Takes a lease on a version: a purge then keeps its chunks. None where the store needs
+        """Takes a lease on a version, so that a purge keeps its chunks. None where the store needs
         none. Raises DieselError.
         """
         with _open_repository(request) as repository:
@@ -157,10 +160,10 @@ class MountSource:
     def reader(
         self, request: MountRequest, snapshot: Snapshot, memory_bytes: int, *, pushes: bool
     ) -> EntryReader:
-        """A reader of contents for the server, with so much memory for chunks.
+        """A reader of contents for the server, which keeps up to `memory_bytes` of chunks.
 
-        `pushes`: the prefetch worker pushes contents, so the server reads only what it has not
-        pushed. Raises DieselError.
+        `pushes`: only files that were not pushed are read, so they are read one by one rather than
+        by whole chunks. Raises DieselError.
         """
         with _open_repository(request) as repository:
             objects = self._objects(request, repository, snapshot)
@@ -187,8 +190,8 @@ class MountSource:
         self.keep_only(snapshot)
 
     def keep_only(self, snapshot: Snapshot) -> None:
-        """Leaves the task's cache for all other versions. This one is current from now on; files
-        that are open in others are read from the store.
+        """Makes this the current version, and leaves the task's cache for all others: files that
+        are still open in those are read from the store.
         """
         self._current_version = snapshot.version
         for version in [each for each in self._stores if each != snapshot.version]:
@@ -208,29 +211,30 @@ class MountSource:
         store = self._stores.get(snapshot.version)
         if store is None:
             memory_bytes = MemorySplit.of(request).task_bytes
-            asked = replace(
-                master_request(
-                    request.task_options, repository, snapshot, memory_bytes=memory_bytes
-                ),
-                memory_is_default=not request.memory_bytes,
+            wanted = master_request(
+                request.task_options, repository, snapshot, memory_bytes=memory_bytes
             )
-            # A master that this mount uses already stays: it will be told of the new version.
+            # A master that runs with another size is an error only if the user has named the size.
+            wanted = replace(wanted, memory_is_default=not request.memory_bytes)
+            # The first join waits for a master of an earlier mount that is ending. Later ones find
+            # the master that this mount uses, which stays and will be told of the new version.
             wait_s = 0.0 if self._stores else MASTER_END_WAIT_S
-            store = TaskStore.join(repository.objects, asked, snapshot, wait_s=wait_s)
+            store = TaskStore.join(repository.objects, wanted, snapshot, wait_s=wait_s)
             self._stores[snapshot.version] = store
             self._current_version = self._current_version or snapshot.version
         return store
 
 
-def node_map_file(found: SnapshotDiff, nodes: npt.NDArray[np.uint64]) -> int:
-    """A file for the prefetch worker: the nodes of a version, and what its entries were before.
+def node_map_file(diff: SnapshotDiff, nodes: npt.NDArray[np.uint64]) -> int:
+    """A file in memory that tells the prefetch worker of a switch to another version.
 
-    It holds three columns: nodes, and the old indices of `found.same_path` and `found.unchanged`.
-    Returns a descriptor. Raises OSError.
+    It has three columns with a value for each entry of the new version: its inode number (FUSE's
+    node), and its indices in the old version by `diff.same_path` and `diff.unchanged`. Returns a
+    descriptor. Raises OSError.
     """
     descriptor = os.memfd_create("diesel-nodes", os.MFD_CLOEXEC)
     with open(descriptor, "wb", closefd=False) as file:
-        for column in (nodes, found.same_path, found.unchanged):
+        for column in (nodes, diff.same_path, diff.unchanged):
             file.write(column.data)
     return descriptor
 
@@ -238,7 +242,7 @@ def node_map_file(found: SnapshotDiff, nodes: npt.NDArray[np.uint64]) -> int:
 def read_node_map(
     descriptor: int, entry_count: int
 ) -> tuple[npt.NDArray[np.uint64], OldIndices, OldIndices]:
-    """The columns of such a file, mapped."""
+    """The columns of a file by `node_map_file`, mapped into memory."""
     mapped = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
     nodes = np.frombuffer(mapped, np.uint64, entry_count)
     old = np.frombuffer(mapped, np.int32, 2 * entry_count, nodes.nbytes)
@@ -246,7 +250,7 @@ def read_node_map(
 
 
 def map_snapshot(descriptor: int) -> Snapshot:
-    """The snapshot in a file, mapped."""
+    """The snapshot in a file, mapped into memory."""
     mapped = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
     return Snapshot(memoryview(mapped), verify=False)
 
@@ -272,16 +276,18 @@ def _staleness_warning(repository: Repository, request: MountRequest, snapshot: 
         )
     if info is None or request.offline:
         return ""
-    known = info.head.version if info.head else 0
+    head_version = info.head.version if info.head else 0
     current = repository.newest_known(info)
-    text = ""
+    warning = ""
     if current > snapshot.version:
-        text = f"{request.snapshot_file} is of version {snapshot.version}, current is {current}"
+        warning = f"{request.snapshot_file} is of version {snapshot.version}, current is {current}"
         if request.stale == "refuse":
-            raise ConflictError(text, advice="save it again, or mount with --stale warn")
-    elif known < snapshot.version:
-        text = f"the metadata store is behind {request.snapshot_file} (version {snapshot.version})"
-    return "" if request.stale == "allow" else text
+            raise ConflictError(warning, advice="save it again, or mount with --stale warn")
+    elif head_version < snapshot.version:
+        warning = (
+            f"the metadata store is behind {request.snapshot_file} (version {snapshot.version})"
+        )
+    return "" if request.stale == "allow" else warning
 
 
 def _dataset_info(repository: Repository, request: MountRequest) -> DatasetInfo | None:

@@ -41,7 +41,7 @@ from .mountpoint import end_connection, remove_created_folders
 from .options import MountRequest
 from .prefetch_worker import run_prefetch_worker
 from .processes import mark_as_daemon
-from .server import ORPHANED_SIGNAL, READY, UNMOUNT_SIGNAL, Report, serve_mount
+from .server import GRACE_S, ORPHANED_SIGNAL, READY, UNMOUNT_SIGNAL, Report, serve_mount
 from .source import MountSource
 
 log = logging.getLogger("diesel.mount")
@@ -61,14 +61,18 @@ _KILLED_BIT = 1 << (signal.SIGKILL - 1)
 
 
 def main(
-    arguments: Sequence[str], source: MountSource | None = None, *, watchdog_s: float = WATCHDOG_S
+    arguments: Sequence[str],
+    source: MountSource | None = None,
+    *,
+    watchdog_s: float = WATCHDOG_S,
+    grace_s: float = GRACE_S,
 ) -> int:
     """Runs a mount: arguments `[--foreground] MOUNTPOINT`, a `MountRequest` on stdin. Returns the
     exit code.
 
     In the background it reports on stdout, one JSON object a line: its process ID first, then
     warnings, and at last that it is ready or what went wrong. The mount point is an argument only
-    so that `ps` shows it. Tests give another `source` of contents.
+    so that `ps` shows it. Tests give another `source` of contents, and other times.
     """
     open_buckets_directly()
     lines = logging.StreamHandler(sys.stderr)
@@ -85,7 +89,9 @@ def main(
         log.error("%s", error)
         report(error_message(error))
         return error.exit_code
-    supervisor = _Supervisor(request, source or MountSource(), foreground, report, watchdog_s)
+    supervisor = _Supervisor(
+        request, source or MountSource(), foreground, report, watchdog_s, grace_s
+    )
     return supervisor.run()
 
 
@@ -102,6 +108,7 @@ class _Supervisor:
         foreground: bool,
         report: Report,
         watchdog_s: float,
+        grace_s: float,
     ) -> None:
         self._request = request
         self._report = report
@@ -129,7 +136,9 @@ class _Supervisor:
         own = [self._signals, wake, self._beats]
         gc.freeze()  # the children then share the memory of these objects
         self._server = _forked(
-            lambda: serve_mount(request, source, report, beat, server_end, foreground=foreground),
+            lambda: serve_mount(
+                request, source, report, beat, server_end, foreground=foreground, grace_s=grace_s
+            ),
             [*own, worker_end.fileno()],
             ORPHANED_SIGNAL,
         )

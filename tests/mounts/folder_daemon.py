@@ -10,15 +10,15 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
 
 import trio
 
 from diesel_fs.errors import NoSuchDataset
 from diesel_fs.format.snapshot.reader import Snapshot
-from diesel_fs.mounts import server
 from diesel_fs.mounts.options import MountRequest
+from diesel_fs.mounts.server import GRACE_S
 from diesel_fs.mounts.sessions import protocol
+from diesel_fs.mounts.sessions.protocol import Op
 from diesel_fs.mounts.source import MountSource, OpenedSnapshot
 from diesel_fs.mounts.supervisor import WATCHDOG_S, main
 from diesel_fs.urls import parse_url
@@ -104,25 +104,29 @@ class FolderMountSource(MountSource):
         return FolderBatchSource(snapshot, parse_url(request.url).path)
 
 
-def offer_lacking(lacking: protocol.Flag) -> Callable[[memoryview], protocol.Offer]:
-    """A `parse_init` of a kernel that lacks these flags."""
-    real = protocol.parse_init
+real_read = os.read
 
-    def parse(message: memoryview) -> protocol.Offer:
-        offer = real(message)
-        return offer._replace(flags=offer.flags & ~lacking)
 
-    return parse
+def read_lacking_flags(descriptor: int, size: int) -> bytes:
+    """The system call, under a kernel that lacks the flags of `LACKING` in its INIT."""
+    content = real_read(descriptor, size)
+    if os.readlink(f"/proc/self/fd/{descriptor}") != "/dev/fuse":
+        return content
+    assert protocol.parse_header(memoryview(content)).op == Op.INIT
+    flags_at = protocol.HEADER_BYTES + 12  # after major, minor and readahead
+    flags = int.from_bytes(content[flags_at : flags_at + 4], "little")
+    flags &= ~int(os.environ[LACKING])
+    return content[:flags_at] + flags.to_bytes(4, "little") + content[flags_at + 4 :]
 
 
 if __name__ == "__main__":
     if LACKING in os.environ:
-        lacking = protocol.Flag(int(os.environ[LACKING]))
-        setattr(protocol, "parse_init", offer_lacking(lacking))  # noqa: B010  # mypy forbids =
-    if GRACE in os.environ:
-        setattr(server, "GRACE_S", float(os.environ[GRACE]))  # noqa: B010  # mypy forbids =
+        setattr(os, "read", read_lacking_flags)  # noqa: B010  # mypy forbids =
     code = main(
-        sys.argv[1:], FolderMountSource(), watchdog_s=float(os.environ.get(WATCHDOG, WATCHDOG_S))
+        sys.argv[1:],
+        FolderMountSource(),
+        watchdog_s=float(os.environ.get(WATCHDOG, WATCHDOG_S)),
+        grace_s=float(os.environ.get(GRACE, GRACE_S)),
     )
     logging.shutdown()
     os._exit(code)

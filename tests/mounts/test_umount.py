@@ -126,15 +126,14 @@ def test_force_ends_a_mount_for_all_namespaces(source: Path, tmp_path: Path, ses
 
 
 def test_a_daemon_that_neither_ends_nor_does_anything_is_named(
-    source: Path, tmp_path: Path, session: str, monkeypatch: pytest.MonkeyPatch
+    source: Path, tmp_path: Path, session: str
 ) -> None:
     """The supervisor is stopped, so it cannot end, although its mount is unmounted."""
-    monkeypatch.setattr(launcher, "END_DEADLINE_S", 0.3)
     with mounting(source, tmp_path / "mount", session) as mounted:
         os.kill(mounted.pid, signal.SIGSTOP)
         try:
             with pytest.raises(DeadlineError, match=f"process {mounted.pid}.*has not ended"):
-                umount(mounted.at)
+                umount(mounted.at, patience=launcher.Patience(idle_s=0.3))
         finally:
             os.kill(mounted.pid, signal.SIGCONT)
         wait_until(lambda: ends_within(mounted.pid, 0))

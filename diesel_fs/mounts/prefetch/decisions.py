@@ -1,7 +1,7 @@
 """What the prefetch planner decides (push, drop, sample, idle), and its statistics: plain values.
 
 `planner.py` makes the decisions; `mounts/prefetch_worker.py` carries them out. An *entry* is a
-file, by its index in the snapshot. A *marker* is an entry of an order, one in 256, which the worker
+file, by its index in the snapshot. A *marker* is a file of an order, one in 256, which the worker
 watches with inotify: when a reader opens it, the planner learns where the reader is.
 """
 
@@ -35,8 +35,8 @@ class Drop:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
-    """Look whether these entries are still resident. None is watched, so opening them tells nothing
-    wrong about readers."""
+    """Look whether these entries are still resident. None of them is watched, since the worker
+    opens them, and that would look like an open by a reader."""
 
     entries: Entries
 

@@ -2,9 +2,9 @@
 
 A *miss* is a READ that reached the mount, since the kernel did not have the content. `MissFill`
 queues the chunks that were missed; with the policy `oneshot` it then offers all chunks of the
-dataset in turn. The planner gives it the room that is free, and asks it for the next push.
-`ChunkEntries` knows the entries of each chunk, and limits how often one chunk is pushed out of
-turn. Used by one thread.
+dataset, in the order of their numbers. The planner tells it how much memory is free (`room_bytes`)
+and asks for the next push. `ChunkEntries` knows the entries of each chunk, and limits how often the
+misses of one chunk lead to a push. Used by one thread.
 """
 
 import math
@@ -28,15 +28,15 @@ class ChunkEntries:
 
     def __init__(self, columns: Columns, offset: npt.NDArray[np.int64] | None) -> None:
         filled = np.flatnonzero(columns.cost)
-        place = columns.chunk[filled].astype(np.int64) << 32
-        place += filled if offset is None else offset[filled]
-        self._entries: Entries = filled[np.argsort(place)].astype(np.uint32)
+        key = columns.chunk[filled].astype(np.int64) << 32  # an offset has fewer than 32 bits
+        key += filled if offset is None else offset[filled]
+        self._entries: Entries = filled[np.argsort(key)].astype(np.uint32)
         chunks = np.arange(columns.chunk_count + 1)
         self._start: list[int] = np.searchsorted(columns.chunk[self._entries], chunks).tolist()
-        self._place = np.zeros(len(columns.cost), np.int32)
-        self._place[self._entries] = np.arange(len(filled), dtype=np.int32)
-        self._again_s = np.full(columns.chunk_count, -math.inf)
-        self._delay_s = np.full(columns.chunk_count, RETRY_S)
+        self._rank = np.zeros(len(columns.cost), np.int32)  # of an entry in `_entries`
+        self._rank[self._entries] = np.arange(len(filled), dtype=np.int32)
+        self._again_s = np.full(columns.chunk_count, -math.inf)  # by chunk: when it may be pushed
+        self._delay_s = np.full(columns.chunk_count, RETRY_S)  # by chunk: the delay after a push
 
     def of(self, chunk: int) -> Entries:
         """The entries of a chunk, in the order of their contents."""
@@ -44,15 +44,16 @@ class ChunkEntries:
 
     def fetch_order(self, entries: Entries) -> Entries:
         """These entries sorted by chunk and offset, as they can be fetched in few reads."""
-        return entries[np.argsort(self._place[entries])]
+        return entries[np.argsort(self._rank[entries])]
 
     def may_push(self, chunk: int, now_s: float) -> bool:
-        """Whether a chunk may be pushed out of turn now; a True counts as such a push."""
+        """Whether a chunk may be pushed because a file of it was missed, or freed by the kernel; a
+        True counts as such a push."""
         again_s, delay_s = float(self._again_s[chunk]), float(self._delay_s[chunk])
         if now_s < again_s:
             return False
-        calm = now_s >= again_s + 4 * delay_s
-        delay_s = RETRY_S if calm else min(2 * delay_s, RETRY_S_MAX)
+        is_long_ago = now_s >= again_s + 4 * delay_s
+        delay_s = RETRY_S if is_long_ago else min(2 * delay_s, RETRY_S_MAX)
         self._again_s[chunk], self._delay_s[chunk] = now_s + delay_s, delay_s
         return True
 
@@ -71,7 +72,7 @@ class MissFill:
         self._chunk_entries = chunk_entries
         self._resident_set = resident
         self._count = chunk_count
-        self._missed: dict[int, None] = {}
+        self._missed: dict[int, None] = {}  # chunks; an ordered set
         self._next_in_turn = 0 if everything else chunk_count  # the next chunk in turn
         self.in_turn_count = chunk_count if everything else 0
         """How many chunks `oneshot` pushes in turn; 0 for another policy."""

@@ -1,8 +1,7 @@
-"""Keeps account of what lies in the page cache, what is claimed, and what may be dropped first.
+"""Keeps account of which entries are resident (in the page cache), claimed, and dropped first.
 
 The kernel does not tell what its page cache holds, so this is what the planner believes. An entry
-is
-*claimed* by a stream (a reader with a known order) from the moment its push is decided until the
+is *claimed* by a stream (a reader with a known order) from the moment its push is decided until the
 reader has passed it; a claimed entry is not dropped. `planner.py` decides when something must be
 dropped, `stream_tracker.py` what is claimed. Used by one thread.
 """
@@ -22,11 +21,11 @@ it."""
 
 READ_BYTES_MAX = 1 << 20
 LATELY_S = 1.0
-"""Content of a file of at most `READ_BYTES_MAX` that a READ brought within `LATELY_S` is still
-there."""
+"""A file of at most `READ_BYTES_MAX` that a READ brought into the page cache at most `LATELY_S` ago
+need not be pushed."""
 
 PIECE_ENTRIES = 256
-"""How many candidates for dropping are looked at together: about a unit."""
+"""How many candidates for dropping are looked at together: about as many as one unit has."""
 
 
 class ResidentSet:
@@ -36,29 +35,29 @@ class ResidentSet:
     def __init__(self, cost: npt.NDArray[np.int64]) -> None:
         self.cost = cost
         self.resident: Mask = np.zeros(len(cost), np.bool_)
-        self.claims = np.zeros(len(cost), np.int32)
-        self.bytes = 0
+        self.claims = np.zeros(len(cost), np.int32)  # how many there are of each entry
+        self.bytes = 0  # of resident entries, in whole pages
         self.unclaimed_bytes = 0  # of resident entries that no stream claims
         self.pushed_s = np.zeros(len(cost))  # when each was pushed last
-        self._read_s = np.full(len(cost), -np.inf)
-        # Returned by `victims`, and not dropped yet.
-        self._leaving: Mask = np.zeros(len(cost), np.bool_)
-        self._value: npt.NDArray[np.float32] | None = None
-        self._behind: deque[Entries] = deque()  # passed by readers, oldest first
-        self._behind_entries = 0
-        self._ranked = NO_ENTRIES
+        self._read_s = np.full(len(cost), -np.inf)  # when a READ last brought each
+        self._leaving: Mask = np.zeros(len(cost), np.bool_)  # by `victims`, not dropped yet
+        self._value: npt.NDArray[np.float32] | None = None  # set by programs; None: all 0
+        self._passed: deque[Entries] = deque()  # by readers, and unclaimed then; oldest first
+        self._passed_count = 0  # of entries in it
+        self._ranked = NO_ENTRIES  # the next victims, when there are none in `_passed`
 
     def inherit(self, old: "ResidentSet", was: npt.NDArray[np.int32]) -> None:
-        """Take over what `old` believes; `was` gives the old number of each entry (-1: none)."""
-        now = np.flatnonzero(was >= 0)
-        before = was[now]
-        self.resident[now] = old.resident[before]
+        """Take over what the set of another version believes; `was` gives the index that each entry
+        had there (-1: none)."""
+        entries = np.flatnonzero(was >= 0)
+        before = was[entries]
+        self.resident[entries] = old.resident[before]
         self.bytes = self.unclaimed_bytes = int(self.cost[self.resident].sum())
-        self.pushed_s[now] = old.pushed_s[before]
-        self._read_s[now] = old._read_s[before]
+        self.pushed_s[entries] = old.pushed_s[before]
+        self._read_s[entries] = old._read_s[before]
         if old._value is not None:
             self._value = np.zeros(len(self.cost), np.float32)
-            self._value[now] = old._value[before]
+            self._value[entries] = old._value[before]
 
     def bytes_of(self, entries: Entries) -> int:
         """The bytes that these entries take. None may be named twice."""
@@ -70,10 +69,10 @@ class ResidentSet:
 
     def add(self, entries: Entries) -> None:
         """Note that these entries are resident now. None may be named twice."""
-        fresh = self.missing(entries)
-        self.resident[fresh] = True
-        self.bytes += self.bytes_of(fresh)
-        self.unclaimed_bytes += self.bytes_of(fresh[self.claims[fresh] == 0])
+        new = self.missing(entries)
+        self.resident[new] = True
+        self.bytes += self.bytes_of(new)
+        self.unclaimed_bytes += self.bytes_of(new[self.claims[new] == 0])
 
     def note_read(self, entry: int, at_s: float) -> None:
         """Note that a READ has brought an entry's content into the page cache."""
@@ -92,20 +91,20 @@ class ResidentSet:
     def remove(self, entries: Entries) -> None:
         """Note that these entries are not resident any more. None may be named twice."""
         self._read_s[entries] = -np.inf
-        gone = entries[self.resident[entries]]
-        self.resident[gone] = False
-        self.bytes -= self.bytes_of(gone)
-        self.unclaimed_bytes -= self.bytes_of(gone[self.claims[gone] == 0])
+        removed = entries[self.resident[entries]]
+        self.resident[removed] = False
+        self.bytes -= self.bytes_of(removed)
+        self.unclaimed_bytes -= self.bytes_of(removed[self.claims[removed] == 0])
 
     def claim(self, entries: Entries) -> None:
         """Add a claim for each time that an entry is named."""
-        fresh = np.unique(entries[(self.claims[entries] == 0) & self.resident[entries]])
-        self.unclaimed_bytes -= self.bytes_of(fresh)
+        first_claimed = np.unique(entries[(self.claims[entries] == 0) & self.resident[entries]])
+        self.unclaimed_bytes -= self.bytes_of(first_claimed)
         np.add.at(self.claims, entries, 1)
 
     def unclaim(self, entries: Entries, *, passed: bool) -> None:
-        """Remove a claim for each time that an entry is named. `passed`: readers have passed them,
-        so those without another claim are dropped first, in this order."""
+        """Remove a claim for each time that an entry is named. `passed`: those without another
+        claim are dropped first, in this order (readers have passed them)."""
         if not len(entries):
             return
         np.subtract.at(self.claims, entries, 1)
@@ -113,13 +112,13 @@ class ResidentSet:
         self.unclaimed_bytes += self.bytes_of(np.unique(free))
         if not passed or not len(free):
             return
-        if self._behind_entries > 2 * len(self.cost):
+        if self._passed_count > 2 * len(self.cost):
             # Nothing was dropped for long. `_rank` finds these entries, too.
-            self._behind.clear()
-            self._behind_entries = 0
+            self._passed.clear()
+            self._passed_count = 0
         for start in range(0, len(free), PIECE_ENTRIES):
-            self._behind.append(free[start : start + PIECE_ENTRIES])
-        self._behind_entries += len(free)
+            self._passed.append(free[start : start + PIECE_ENTRIES])
+        self._passed_count += len(free)
 
     def set_value(self, entries: Entries, importance: float) -> None:
         """Set the value of entries, by which unclaimed ones are kept longer; 0 if never set."""
@@ -135,15 +134,15 @@ class ResidentSet:
         Entries without a value that readers have passed come first, oldest first; then the least
         valuable, and of equal value those that will be read last.
         """
-        found: list[Entries] = []
+        victims = [NO_ENTRIES]
         while need_bytes > 0 and self.unclaimed_bytes > 0:
             piece = self._next_victims(next_use)
             if piece is None:
                 break
             self._leaving[piece] = True
-            found.append(piece)
+            victims.append(piece)
             need_bytes -= self.bytes_of(piece)
-        return np.concatenate(found) if found else NO_ENTRIES
+        return np.concatenate(victims)
 
     def victims_dropped(self, victims: Entries) -> None:
         """Note that the victims have been dropped."""
@@ -151,9 +150,9 @@ class ResidentSet:
         self.remove(victims)
 
     def _next_victims(self, next_use: NextUse) -> Entries | None:
-        while self._behind:
-            piece = self._behind.popleft()
-            self._behind_entries -= len(piece)
+        while self._passed:
+            piece = self._passed.popleft()
+            self._passed_count -= len(piece)
             piece = piece[self._evictable(piece)]
             if self._value is not None:
                 piece = piece[self._value[piece] <= 0]
@@ -173,7 +172,8 @@ class ResidentSet:
         return free
 
     def _rank(self, next_use: NextUse) -> Entries:
-        free = np.flatnonzero(self.resident & (self.claims == 0) & ~self._leaving)
-        found = free.astype(np.uint32)
-        value = np.zeros(len(found)) if self._value is None else self._value[found]
-        return found[np.lexsort((-next_use(found), value))]
+        """All entries that may be dropped, the first to be dropped first."""
+        evictable = np.flatnonzero(self.resident & (self.claims == 0) & ~self._leaving)
+        entries = evictable.astype(np.uint32)
+        value = np.zeros(len(entries)) if self._value is None else self._value[entries]
+        return entries[np.lexsort((-next_use(entries), value))]

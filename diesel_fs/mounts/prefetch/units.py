@@ -1,8 +1,8 @@
-"""Cuts an order into units: the entries that are pushed at once.
+"""Cuts an order into *units*: the entries that are pushed at once.
 
-A *unit* is a whole chunk where the order uses the chunk's entries near each other, as chunk-wise
-shuffles do; else a *mixed unit*, up to 256 entries of several chunks. `cut` applies that rule. Pure
-values.
+A unit is a whole chunk where the order has the chunk's entries near each other, as chunk-wise
+shuffles do; else a *mixed unit*, up to 256 entries of several chunks. `cut` applies that rule, for
+one epoch of one stream (`stream_tracker.py`). Pure values.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,8 @@ MIXED_ENTRIES = 256
 does not wait long for them to be fetched."""
 
 UNIT_ENTRIES_MIN, UNIT_BYTES_MIN = 8, 1 << 18
-"""A chunk of which an epoch reads less than both gets no unit of its own."""
+"""A chunk of which an epoch reads less than both gets no unit of its own: that would cost as many
+decisions and fetches as a large one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,37 +79,39 @@ def cut(entries: Entries, positions: Positions, columns: Columns, share_bytes: i
     cost = columns.cost[wanted]
     chunk = columns.chunk[wanted]
     chunk[chunk < 0] = columns.chunk_count
-    places = np.arange(count, dtype=np.int32)
-    # Of repeated indices numpy keeps the last assignment, so backwards the first place stays.
+    # From here to the end a "row" is an index in `positions`, and all arrays but those by chunk
+    # have a value for each row.
+    rows = np.arange(count, dtype=np.int32)
+    # By chunk: its first and last row. Of repeated indices numpy keeps the last assignment, so
+    # backwards the first row stays.
     first = np.zeros(columns.chunk_count + 1, np.int32)
     last = np.zeros(columns.chunk_count + 1, np.int32)
-    last[chunk] = places
-    first[chunk[::-1]] = places[::-1]
-    total = np.concatenate([np.zeros(1, np.int64), np.cumsum(cost)])
-    own_bytes = np.bincount(chunk, weights=cost, minlength=columns.chunk_count + 1)
-    own_count = np.bincount(chunk, minlength=columns.chunk_count + 1)
-    whole = total[last + 1] - total[first] <= share_bytes * 3 // 4
-    whole &= (own_count >= UNIT_ENTRIES_MIN) | (own_bytes >= UNIT_BYTES_MIN)
-    whole[-1] = False
-    is_whole = whole[chunk]
-    start = first[chunk]  # where the unit of each place begins
-    mixed = np.flatnonzero(~is_whole)
+    last[chunk] = rows
+    first[chunk[::-1]] = rows[::-1]
+    bytes_before = np.concatenate([np.zeros(1, np.int64), np.cumsum(cost)])
+    chunk_bytes = np.bincount(chunk, weights=cost, minlength=columns.chunk_count + 1)
+    chunk_entries = np.bincount(chunk, minlength=columns.chunk_count + 1)
+    is_unit = bytes_before[last + 1] - bytes_before[first] <= share_bytes * 3 // 4
+    is_unit &= (chunk_entries >= UNIT_ENTRIES_MIN) | (chunk_bytes >= UNIT_BYTES_MIN)
+    is_unit[-1] = False  # entries without a chunk
+    unit_start = first[chunk]  # the first row of each row's unit
+    mixed = np.flatnonzero(~is_unit[chunk])
     if len(mixed):
-        batch = mixed_entries(int(total[-1]), count, share_bytes)
-        heads = mixed[::batch].astype(np.int32)
-        start[mixed] = np.repeat(heads, batch)[: len(mixed)]
+        size = mixed_entries(int(bytes_before[-1]), count, share_bytes)
+        starts_of_mixed = mixed[::size].astype(np.int32)
+        unit_start[mixed] = np.repeat(starts_of_mixed, size)[: len(mixed)]
     is_start = np.zeros(count, np.bool_)
-    is_start[start] = True
-    begins = np.flatnonzero(is_start)
-    unit = (np.cumsum(is_start) - 1)[start]
-    if len(begins) <= 1 << 16:
+    is_start[unit_start] = True
+    start_rows = np.flatnonzero(is_start)
+    unit = (np.cumsum(is_start) - 1)[unit_start]
+    if len(start_rows) <= 1 << 16:
         unit = unit.astype(np.uint16)  # numpy sorts these by radix: 5 times as fast
     order = np.argsort(unit, kind="stable")
     starts = np.concatenate([[0], np.cumsum(np.bincount(unit))]).astype(np.int64)
-    seen = np.zeros(len(columns.cost), np.bool_)
-    seen[wanted] = True
-    once = int(np.count_nonzero(seen)) == count
-    return Units(positions[order], starts, positions[begins], once)
+    occurs = np.zeros(len(columns.cost), np.bool_)
+    occurs[wanted] = True
+    once = int(np.count_nonzero(occurs)) == count
+    return Units(positions[order], starts, positions[start_rows], once)
 
 
 def mixed_entries(total_bytes: int, count: int, share_bytes: int) -> int:

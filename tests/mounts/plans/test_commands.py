@@ -312,7 +312,8 @@ def test_the_next_epoch_is_predicted_and_its_list_confirms_it() -> None:
     read_list(bench, 0)
     bench.settle()
     bench.messages.predict_next_epochs(bench.now_s + 2)
-    assert len(bench.residency.streams["filelist"].epochs) == 1, "nobody follows it yet"
+    announced = bench.residency.streams
+    assert len(announced["filelist"].epochs) == 1, "nobody follows it yet"
     middle = len(orders[0]) // 2 + 600
     for entry in orders[0][:middle].tolist():
         bench.residency.opened(entry, bench.now_s)

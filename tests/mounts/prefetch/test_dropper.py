@@ -56,7 +56,7 @@ def test_everything_is_dropped_in_order(tmp_path: Path) -> None:
 def test_nothing_is_started_before_something_is_dropped(tmp_path: Path) -> None:
     dropper = Dropper(recording(tmp_path / "log"))
     dropper.drop(np.empty(0, np.uint32), lambda: None)
-    assert not dropper._child
+    assert not dropper.pid
     dropper.close()
 
 
@@ -77,7 +77,7 @@ def test_it_ends_with_its_worker(tmp_path: Path) -> None:
     if not child:
         dropper = Dropper(recording(tmp_path / "log"))
         dropper.drop(np.arange(3, dtype=np.uint32), lambda: None)
-        os.write(sender, b"%d\n" % dropper._child)
+        os.write(sender, b"%d\n" % dropper.pid)
         time.sleep(60)
         os._exit(0)
     dropping = int(os.read(receiver, 20))
@@ -92,11 +92,11 @@ def test_a_killed_dropper_is_no_error(tmp_path: Path) -> None:
     """The kernel frees what was not dropped when it needs the memory."""
     dropper = Dropper(recording(tmp_path / "log"))
     dropper.drop(np.arange(3, dtype=np.uint32), lambda: None)
-    first = dropper._child
+    first = dropper.pid
     os.kill(first, signal.SIGKILL)
     for _ in range(2 * PIECES_MAX):
         dropper.drop(np.arange(PIECE_ENTRIES, dtype=np.uint32), lambda: None)
-    assert dropper._child not in (0, first)
+    assert dropper.pid not in (0, first)
     assert gone(first)
     dropper.close()
 
@@ -137,7 +137,7 @@ def test_a_failing_dropper_is_logged_and_started_again(
 def test_a_hanging_dropper_is_killed(tmp_path: Path) -> None:
     dropper = Dropper(lambda: lambda entries: time.sleep(60))
     dropper.drop(np.arange(3, dtype=np.uint32), lambda: None)
-    pid, start_s = dropper._child, time.monotonic()
+    pid, start_s = dropper.pid, time.monotonic()
     dropper.close()
     assert time.monotonic() - start_s < 5
     os.waitpid(pid, 0)

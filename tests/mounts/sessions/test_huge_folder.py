@@ -125,13 +125,10 @@ def test_umount_waits_while_the_kernel_forgets_a_million_files(
     saved: tuple[str, Path],
     tmp_path: Path,
     session: str,
-    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """That takes longer than an idle daemon may take to end; a warning says what is going on."""
-    monkeypatch.setattr(launcher, "DETACHED_END_S", 0.05)
-    monkeypatch.setattr(launcher, "END_DEADLINE_S", 0.3)
-    monkeypatch.setattr(launcher, "PROGRESS_INTERVAL_S", 0.2)
+    patience = launcher.Patience(idle_s=0.3, log_interval_s=0.2, before_signal_s=0.05)
     (tmp_path / "mount").mkdir()
     url, snapshot = saved
     at = str(tmp_path / "mount")
@@ -140,7 +137,7 @@ def test_umount_waits_while_the_kernel_forgets_a_million_files(
         pid = started_daemon(mount)
         subprocess.run(["find", at, "-size", "+0"], check=True)
         with caplog.at_level(logging.WARNING, "diesel.mount"):
-            launcher.umount(mount)
+            launcher.umount(mount, patience=patience)
         assert ends_within(pid, 0)
         assert "forgetting the files that the kernel knew" in caplog.text
 
