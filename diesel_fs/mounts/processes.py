@@ -7,7 +7,7 @@ the processes of other users. Any thread.
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from ..system import syscalls
@@ -110,9 +110,11 @@ def _holds(pid: int, mount_ids: set[int], mapped: str) -> bool:
             with suppress(OSError):
                 if _mount_id(f"/proc/{pid}/fdinfo/{descriptor}") in mount_ids:
                     return True
-    for place in ("cwd", "root"):
-        with suppress(OSError), _path_only(f"/proc/{pid}/{place}") as held:
-            if _mount_id(f"/proc/self/fdinfo/{held}") in mount_ids:
+    for folder in ("cwd", "root"):
+        with suppress(OSError), ExitStack() as stack:
+            # O_PATH names a folder without opening it, so the file system is not asked.
+            stack.callback(os.close, named := os.open(f"/proc/{pid}/{folder}", os.O_PATH))
+            if _mount_id(f"/proc/self/fdinfo/{named}") in mount_ids:
                 return True
     with suppress(OSError):
         for line in Path(f"/proc/{pid}/maps").read_bytes().splitlines():
@@ -126,13 +128,3 @@ def _mount_id(fdinfo: str) -> int:
         if line.startswith(b"mnt_id:"):
             return int(line[7:])
     return -1
-
-
-@contextmanager
-def _path_only(path: str) -> Iterator[int]:
-    """A descriptor that names a path without opening it, so the file system is not asked."""
-    descriptor = os.open(path, os.O_PATH)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)

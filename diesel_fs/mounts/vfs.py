@@ -402,16 +402,12 @@ class Vfs:
             offset,
             self._chunk_at(index, offset),
             fault,
-            self._too_old if isinstance(fault, ObjectMissing) else "",
+            f" (snapshot too old? The mount shows version {self.snapshot.version}; a purge may have"
+            " removed it)"
+            if isinstance(fault, ObjectMissing)
+            else "",
         )
         return FuseErrno(errno.EIO)
-
-    @property
-    def _too_old(self) -> str:
-        version = self.snapshot.version
-        return (
-            f" (snapshot too old? The mount shows version {version}; a purge may have removed it)"
-        )
 
     def _describe_node(self, node: int) -> str:
         """Dataset and path of a node, for messages; never raises."""

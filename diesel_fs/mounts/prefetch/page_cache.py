@@ -142,7 +142,8 @@ class PageCache:
         self._nodes = nodes
         self._device = device
         self._folders = FolderHandles(mountpoint, snapshot)
-        self._inotify = syscalls.inotify_init()
+        self.events = syscalls.inotify_init()
+        """A descriptor that is readable when a watched file has been opened."""
         self._watch_of: dict[int, int] = {}  # by entry
         self._entry_of: dict[int, int] = {}  # by watch
         self.known_entries = 0
@@ -152,11 +153,6 @@ class PageCache:
             return lambda entries: drop_pages(folders, snapshot, entries)
 
         self._dropper = Dropper(dropping)
-
-    @property
-    def events(self) -> int:
-        """A descriptor that is readable when a watched file has been opened."""
-        return self._inotify
 
     def store(self, batch: Batch) -> list[int]:
         """Push a batch of contents. Returns the places in the batch of files that the kernel does
@@ -223,7 +219,7 @@ class PageCache:
             with suppress(OSError):
                 inside = self._folders.descriptor(self._snapshot.parent(entry))
                 path = b"/proc/self/fd/%d/%s" % (inside, self._snapshot.name(entry))
-                watch = syscalls.inotify_add(self._inotify, path, _IN_OPEN)
+                watch = syscalls.inotify_add(self.events, path, _IN_OPEN)
                 self._watch_of[entry], self._entry_of[watch] = watch, entry
 
     def unwatch(self, entries: Iterable[int]) -> None:
@@ -233,14 +229,14 @@ class PageCache:
             if watch is not None:
                 self._entry_of.pop(watch, None)
                 with suppress(OSError):
-                    syscalls.inotify_remove(self._inotify, watch)
+                    syscalls.inotify_remove(self.events, watch)
 
     def read_opens(self) -> list[int]:
         """The watched files that were opened since the last call, in order. Never waits."""
         found: list[int] = []
         while True:
             try:
-                events = os.read(self._inotify, 65_536)
+                events = os.read(self.events, 65_536)
             except BlockingIOError:
                 return found
             at = 0
@@ -259,4 +255,4 @@ class PageCache:
         """Release the mount."""
         self._dropper.close()
         self._folders.close()
-        os.close(self._inotify)
+        os.close(self.events)

@@ -102,15 +102,11 @@ class Malformed(Exception):
 
 
 class RequestHeader(NamedTuple):
-    """The header of a request; the body follows it."""
+    """The fields of a request's header that are used; the body follows it."""
 
-    length: int
     op: int
-    unique: int
+    unique: int  # the number of the request, which its reply repeats
     node: int
-    uid: int
-    gid: int
-    pid: int
 
 
 class Offer(NamedTuple):
@@ -118,7 +114,6 @@ class Offer(NamedTuple):
 
     major: int
     minor: int
-    readahead_bytes: int
     flags: Flag
 
 
@@ -126,10 +121,10 @@ def parse_header(message: memoryview) -> RequestHeader:
     """The header of a message. Raises Malformed."""
     if len(message) < HEADER_BYTES:
         raise Malformed(f"{len(message)} bytes are too few for a request")
-    length, op, unique, node, uid, gid, pid, _, _ = IN_HEADER.unpack_from(message)
+    length, op, unique, node, *_ = IN_HEADER.unpack_from(message)
     if length != len(message):
         raise Malformed(f"a request of {len(message)} bytes has length {length} in its header")
-    return RequestHeader(length, op, unique, node, uid, gid, pid)
+    return RequestHeader(op, unique, node)
 
 
 class ReadRequest(NamedTuple):
@@ -197,8 +192,8 @@ def parse_interrupt(message: memoryview) -> int:
 
 def parse_init(message: memoryview) -> Offer:
     """What the kernel offers in an INIT. Raises Malformed."""
-    major, minor, readahead_bytes, flags = _body(_INIT_IN, message, "an INIT")
-    return Offer(major, minor, readahead_bytes, Flag(flags))
+    major, minor, _, flags = _body(_INIT_IN, message, "an INIT")
+    return Offer(major, minor, Flag(flags))
 
 
 def init_answer(minor: int, readahead_bytes: int, flags: Flag, background: int) -> bytes:

@@ -39,8 +39,9 @@ from ..vfs import ChildColumns, EntryReader, MountHooks, Space, Vfs
 Nodes = npt.NDArray[np.uint64]
 
 SWITCH_SHIFT = 40
-"""An offset in a folder, which the kernel keeps while it lists it, is the place of the next entry.
-The bits from this one on hold the number of the switch that had last changed the folder."""
+"""An offset in a folder, which the kernel keeps while it lists it, is the *place* of the next entry
+(`.` is 0, `..` is 1, child k is k + 2). The bits from this one on hold the number of the switch
+that had last changed the folder."""
 
 _PLACE_MASK = (1 << SWITCH_SHIFT) - 1
 _DOTS = 2
@@ -90,13 +91,15 @@ class NodeNumbers:
         self._count[index] -= count
         self.lookup_total -= count
 
-    def move(self, there: npt.NDArray[np.int64], to: "NodeNumbers", here: OldIndices) -> None:
-        """Moves the counts of the entries `here` to the entries `there` of another version."""
-        moved = self.lookup_counts[here]
-        to.lookup_counts[there] = moved
+    def move(
+        self, entries: OldIndices, other: "NodeNumbers", other_entries: npt.NDArray[np.int64]
+    ) -> None:
+        """Moves the counts of these entries to those of another version."""
+        moved = self.lookup_counts[entries]
+        other.lookup_counts[other_entries] = moved
         total = int(moved.sum(dtype=np.int64))
-        to.lookup_total += total
-        self.lookup_counts[here] = 0
+        other.lookup_total += total
+        self.lookup_counts[entries] = 0
         self.lookup_total -= total
 
 
@@ -146,11 +149,11 @@ class _Version:
 class Prepared(NamedTuple):
     """A version to which the mount can switch, made by `prepare`."""
 
-    match: SnapshotDiff
+    diff: SnapshotDiff
     reader: EntryReader
-    before: NodeNumbers
+    before: NodeNumbers  # of the version that was current
     numbers: NodeNumbers
-    next_node: int
+    next_node: int  # the first that is in use nowhere
     folders: dict[int, tuple[int, int, int]]
     """The folders whose listing changed, by node: the first child before and now, and the number of
     children now."""
@@ -210,25 +213,26 @@ class FollowingVfs(Vfs):
         """The nodes of the current version."""
         return self._current.numbers
 
-    def prepare(self, found: SnapshotDiff, reader: EntryReader) -> Prepared:
-        """What `switch_version` needs; `found.old` is the current version. For a thread: it takes
+    def prepare(self, diff: SnapshotDiff, reader: EntryReader) -> Prepared:
+        """What `switch_version` needs; `diff.old` is the current version. For a thread: it takes
         a second for a million entries. Raises DieselError where there are no numbers left.
         """
-        before, was = self._current.numbers.nodes, found.unchanged
-        fresh = was < 0
-        nodes = before[np.where(fresh, 0, was)]
-        count = int(np.count_nonzero(fresh))
-        nodes[fresh] = np.arange(self._next_node, self._next_node + count, dtype=np.uint64)
+        before, was = self._current.numbers.nodes, diff.unchanged
+        is_new = was < 0
+        nodes = before[np.where(is_new, 0, was)]
+        count = int(np.count_nonzero(is_new))
+        nodes[is_new] = np.arange(self._next_node, self._next_node + count, dtype=np.uint64)
         if (after := self._next_node + count) > HIDDEN_ROOT:
             raise DieselError(
                 "this mount has no inode numbers left for another version", advice="mount again"
             )
-        changed = found.changed_folders
-        first, children = found.new.columns.chunk[changed], found.new.columns.offset[changed]
-        first_before = found.old.columns.chunk[was[changed]]
-        places = zip(first_before.tolist(), first.tolist(), children.tolist(), strict=True)
-        folders = dict(zip(nodes[changed].tolist(), places, strict=True))
-        return Prepared(found, reader, self._current.numbers, NodeNumbers(nodes), after, folders)
+        changed = diff.changed_folders
+        # For a folder these columns are its first child and the number of its children.
+        first, count_of = diff.new.columns.chunk[changed], diff.new.columns.offset[changed]
+        first_before = diff.old.columns.chunk[was[changed]]
+        children = zip(first_before.tolist(), first.tolist(), count_of.tolist(), strict=True)
+        folders = dict(zip(nodes[changed].tolist(), children, strict=True))
+        return Prepared(diff, reader, self._current.numbers, NodeNumbers(nodes), after, folders)
 
     def switch_version(self, prepared: Prepared, reopen: ReaderFactory) -> EntryReader:
         """Makes names lead to this version from now on, and retires the current one.
@@ -236,24 +240,24 @@ class FollowingVfs(Vfs):
         Reads of the retired version open a reader by `reopen`. Its present reader is returned:
         close it after `drain_retired`.
         """
-        found, old = prepared.match, self._current
-        assert found.old is self.snapshot, "the switch was prepared from another version"
-        now = np.flatnonzero(found.unchanged >= 0)
-        old.numbers.move(now, prepared.numbers, found.unchanged[now])
+        diff, old = prepared.diff, self._current
+        assert diff.old is self.snapshot, "the switch was prepared from another version"
+        unchanged = np.flatnonzero(diff.unchanged >= 0)
+        old.numbers.move(diff.unchanged[unchanged], prepared.numbers, unchanged)
         old_reader, old.vfs._reader = old.vfs._reader, LazyReader(reopen)
         self._retired.insert(0, old)
-        self._current = _Version(self._version_vfs(found.new, prepared.reader), prepared.numbers)
+        self._current = _Version(self._version_vfs(diff.new, prepared.reader), prepared.numbers)
         self._next_node = prepared.next_node
-        self.snapshot, self._reader = found.new, prepared.reader
-        self._hidden.switch_version(found.new)
+        self.snapshot, self._reader = diff.new, prepared.reader
+        self._hidden.switch_version(diff.new)
         self._switches += 1
         self._since_s = time.time()
         self._changed_at_switch.update(dict.fromkeys(prepared.folders, self._switches))
-        self._moves[self._switches] = found.same_path, prepared.folders
+        self._moves[self._switches] = diff.same_path, prepared.folders
         self._moves.pop(self._switches - MOVES_KEPT, None)
         self.drop_unused_versions()
         self._changed_at_switch = {
-            node: at for node, at in self._changed_at_switch.items() if self._is_known(node)
+            node: at for node, at in self._changed_at_switch.items() if self._find(node)
         }
         return old_reader
 
@@ -284,25 +288,24 @@ class FollowingVfs(Vfs):
         """The entry of the current version that has a node; -1 for none."""
         return self._current.numbers.index(node)
 
-    def _locate(self, node: int) -> tuple[_Version, int]:
-        """The version that answers for a node, and its entry. Raises FuseErrno(ESTALE)."""
+    def _find(self, node: int) -> tuple[_Version, int] | None:
+        """The version that answers for a node, and its entry; None for a node that is unknown."""
         index = self._current.numbers.index(node)
         if index >= 0:
             return self._current, index
         for each in self._retired:
             if (index := each.numbers.index(node)) >= 0:
                 return each, index
-        raise FuseErrno(errno.ESTALE)
+        return None
 
-    def _is_known(self, node: int) -> bool:
-        try:
-            self._locate(node)
-        except FuseErrno:
-            return False
-        return True
+    def _locate(self, node: int) -> tuple[_Version, int]:
+        """The same. Raises FuseErrno(ESTALE) for a node that is unknown."""
+        found = self._find(node)
+        if found is None:
+            raise FuseErrno(errno.ESTALE)
+        return found
 
-    # the nodes that the kernel knows
-    # ------------------------------------------------------------------------
+    # the nodes that the kernel knows ----------------------------------------------------------
 
     def count_lookup(self, node: int) -> None:
         """Counts that the kernel has been given the node once more."""
@@ -327,9 +330,10 @@ class FollowingVfs(Vfs):
         if node >= HIDDEN_ROOT:
             super().forget(node, count)
             return
-        if not self._is_known(node):
+        found = self._find(node)
+        if found is None:
             return
-        version, index = self._locate(node)
+        version, index = found
         version.numbers.forget(index, count)
         if version is not self._current and version.numbers.lookup_total <= 0:
             self.drop_unused_versions()
@@ -387,8 +391,8 @@ class FollowingVfs(Vfs):
         return changed << SWITCH_SHIFT, place
 
     def _moved(self, folder: int, begun: int, place: int) -> int:
-        """Where a place is now: behind all entries before it that are still in the folder. `begun`
-        is the switch after which the place was given to the kernel.
+        """The child to go on with: behind all children before child `place` that are still in the
+        folder. `begun` is the switch after which the place was given to the kernel.
         """
         for switch in sorted(self._moves):
             same_path, folders = self._moves[switch]
@@ -445,8 +449,8 @@ class FollowingVfs(Vfs):
             each.vfs.close()
 
     def _describe_node(self, node: int) -> str:
-        try:
-            version, index = self._locate(node)
-        except FuseErrno:
+        found = self._find(node)
+        if found is None:
             return f"{self.snapshot.dataset}: node {node}"
+        version, index = found
         return version.vfs._describe_node(index + 1)

@@ -241,7 +241,7 @@ class VersionWatcher:
         if pushes and self._link.alive:
             try:
                 ready.files.append(snapshot_descriptor(new))
-                ready.files.append(node_map_file(prepared.match, prepared.numbers.nodes))
+                ready.files.append(node_map_file(prepared.diff, prepared.numbers.nodes))
                 ready.files.append(push_status_file(new.entry_count))
             except OSError as error:
                 ready.close()
@@ -250,8 +250,8 @@ class VersionWatcher:
 
     async def _switch(self, ready: "_Ready") -> EntryReader:
         """Steps 3 and 4. Returns the reader of the version before, to be closed."""
-        found = ready.prepared.match
-        old, new = found.old, found.new
+        diff = ready.prepared.diff
+        old, new = diff.old, diff.new
         self._applied_version = old.version
         before = self._vfs.switch_version(
             ready.prepared,
@@ -266,10 +266,10 @@ class VersionWatcher:
         if answer is None:
             nodes = ready.prepared.before.nodes, ready.prepared.numbers.nodes
             await self._invalidate_in_thread(
-                lambda device: invalidate_after_switch(device, found, *nodes)
+                lambda device: invalidate_after_switch(device, diff, *nodes)
             )
         self._applied_version = new.version
-        changed = int(np.count_nonzero(found.unchanged < 0))
+        changed = int(np.count_nonzero(diff.unchanged < 0))
         log.info(
             "the mount has switched from version %d to %d: %d entries are new or changed",
             old.version,

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from diesel_fs.errors import UsageError
 from diesel_fs.mounts.prefetch.decisions import Idle, Push
 from diesel_fs.mounts.prefetch.planner import PAUSE_S_MAX, TENTATIVE_S, PrefetchPlanner
-from diesel_fs.orders.plan import Epoch
+from diesel_fs.orders.plan import Epoch, Stream
 
 from .simulated_kernel import (
     CHUNK_ENTRIES,
@@ -37,6 +37,16 @@ def budget(machine: Machine) -> int:
     return machine.planner.stats()["budget_bytes"]
 
 
+def pushed_ahead(part: float, *streams: Stream) -> Machine:
+    """A machine that has pushed what it can for these streams; the budget is `part` of the
+    dataset."""
+    machine = Machine(make_planner(N, part), N)
+    for each in streams:
+        machine.planner.announce(each, machine.now_s)
+    machine.run_until_idle()
+    return machine
+
+
 def follow(
     orders: list[list[int]],
     part: float,
@@ -45,9 +55,7 @@ def follow(
     pressure: float = 0.0,
 ) -> Machine:
     """Run one reader that follows a plan; the budget is `part` of the dataset."""
-    machine = Machine(make_planner(N, part), N)
-    machine.planner.announce(stream("a", *orders), machine.now_s)
-    machine.run_until_idle()
+    machine = pushed_ahead(part, stream("a", *orders))
     everything = [entry for order in orders for entry in order]
     machine.run({"a": Reader(everything, rate, workers)}, pressure)
     assert machine.resident_bytes_max <= budget(machine)
@@ -119,10 +127,7 @@ def test_eight_ranks_and_a_validation_set_share_one_budget() -> None:
 def test_two_streams_share_what_is_pushed_for_both() -> None:
     """Two readers of one order, one of them 500 files behind: each file is pushed once for both."""
     order = chunk_wise(CHUNKS, 4, 5)
-    machine = Machine(make_planner(N, 0.3), N)
-    for name in "ab":
-        machine.planner.announce(stream(name, order), machine.now_s)
-    machine.run_until_idle()
+    machine = pushed_ahead(0.3, stream("a", order), stream("b", order))
     machine.run({"a": Reader(order, 10_000), "b": Reader(order, 10_000, start_s=0.05)})
     assert machine.misses["a"] + machine.misses["b"] <= 0.02 * 2 * N
     assert machine.pushed <= 1.02 * N
@@ -131,9 +136,7 @@ def test_two_streams_share_what_is_pushed_for_both() -> None:
 def test_a_stream_that_stands_still_gives_its_memory_up() -> None:
     """After a minute without a sign of its reader, while another stream is read, its claims end,
     and the other stream gets the memory."""
-    machine = Machine(make_planner(N, 0.1), N)
-    machine.planner.announce(stream("still", shuffled(1)), machine.now_s)
-    machine.run_until_idle()
+    machine = pushed_ahead(0.1, stream("still", shuffled(1)))
     order = shuffled(2)
     machine.now_s += 100
     machine.planner.announce(stream("read", order), machine.now_s)
@@ -150,11 +153,8 @@ def test_a_stream_that_stands_still_gives_its_memory_up() -> None:
 
 
 def test_a_still_stream_gets_memory_again_after_its_first_reads() -> None:
-    machine = Machine(make_planner(N, 0.1), N)
     first, second = shuffled(1), shuffled(2)
-    machine.planner.announce(stream("still", first), machine.now_s)
-    machine.planner.announce(stream("busy", second), machine.now_s)
-    machine.run_until_idle()
+    machine = pushed_ahead(0.1, stream("still", first), stream("busy", second))
     for entry in second[:8_192]:
         machine.now_s += 0.01
         machine.open_and_read("busy", entry)
@@ -168,10 +168,8 @@ def test_a_still_stream_gets_memory_again_after_its_first_reads() -> None:
 
 
 def test_a_replaced_rest_of_an_epoch_is_pushed() -> None:
-    machine = Machine(make_planner(N, 0.1), N)
     old, new = chunk_wise(CHUNKS, 10, 1), chunk_wise(CHUNKS, 10, 2)
-    machine.planner.announce(stream("a", old), machine.now_s)
-    machine.run_until_idle()
+    machine = pushed_ahead(0.1, stream("a", old))
     half = Reader(old[: N // 2], 20_000, 4)
     machine.run({"a": half})
     machine.planner.replace("a", Epoch(0, np.array(new[N // 2 :])), N // 2)
@@ -184,10 +182,8 @@ def test_a_replaced_rest_of_an_epoch_is_pushed() -> None:
 
 
 def test_a_wrong_prediction_is_replaced_when_its_epoch_starts() -> None:
-    machine = Machine(make_planner(N, 0.1), N)
     first, guess, true = shuffled(1), shuffled(2), shuffled(3)
-    machine.planner.announce(stream("a", first, guess), machine.now_s)
-    machine.run_until_idle()
+    machine = pushed_ahead(0.1, stream("a", first, guess))
     machine.run({"a": Reader(first, 20_000)})
     machine.planner.replace("a", Epoch(1, np.array(true)))
     machine.run_until_idle()
@@ -197,9 +193,7 @@ def test_a_wrong_prediction_is_replaced_when_its_epoch_starts() -> None:
 
 def test_a_reader_that_starts_in_the_middle_is_found() -> None:
     order = shuffled(1)
-    machine = Machine(make_planner(N, 0.1), N)
-    machine.planner.announce(stream("a", order), machine.now_s)
-    machine.run_until_idle()
+    machine = pushed_ahead(0.1, stream("a", order))
     rest = order[N // 2 :]
     machine.run({"a": Reader(rest, 20_000)})
     assert machine.misses["a"] <= 0.05 * len(rest)
@@ -207,9 +201,7 @@ def test_a_reader_that_starts_in_the_middle_is_found() -> None:
 
 def test_progress_that_a_reader_reports_overrides_opens_of_marker_files() -> None:
     order = shuffled(1)
-    machine = Machine(make_planner(N, 0.1), N)
-    machine.planner.announce(stream("a", order), machine.now_s)
-    machine.run_until_idle()
+    machine = pushed_ahead(0.1, stream("a", order))
     machine.planner.progress("a", N // 2, machine.now_s)
     machine.run_until_idle()
     assert machine.planner.resident(order[N // 2 : N // 2 + 1_000]).all()
@@ -229,9 +221,7 @@ def test_freed_pages_are_pushed_again() -> None:
 
 
 def test_a_tentative_stream_costs_nothing_until_it_is_followed() -> None:
-    machine = Machine(make_planner(N, 0.1), N)
-    machine.planner.announce(stream("a", shuffled(1)), machine.now_s)
-    machine.run_until_idle()
+    machine = pushed_ahead(0.1, stream("a", shuffled(1)))
     pushed = machine.pushed
     listed = shuffled(2)
     machine.planner.announce(stream("list", listed, tentative=True), machine.now_s)
@@ -244,9 +234,7 @@ def test_a_tentative_stream_costs_nothing_until_it_is_followed() -> None:
 
 
 def test_a_list_that_nobody_follows_is_withdrawn() -> None:
-    machine = Machine(make_planner(N, 0.1), N)
-    machine.planner.announce(stream("list", shuffled(2), tentative=True), machine.now_s)
-    machine.run_until_idle()
+    machine = pushed_ahead(0.1, stream("list", shuffled(2), tentative=True))
     decision = machine.planner.next(machine.now_s + 500)
     assert decision == Idle(machine.now_s + TENTATIVE_S)
     machine.now_s += TENTATIVE_S
@@ -258,9 +246,7 @@ def test_a_list_that_nobody_follows_is_withdrawn() -> None:
 def test_files_between_workers_that_read_far_apart_are_kept() -> None:
     """Two workers read 2,000 files apart, although the stream has said 512."""
     order = shuffled(1)
-    machine = Machine(make_planner(N, 0.3), N)
-    machine.planner.announce(stream("a", order, lag=512), machine.now_s)
-    machine.run_until_idle()
+    machine = pushed_ahead(0.3, stream("a", order, lag=512))
     for position in range(2_000, 12_000):
         machine.now_s += 0.001
         machine.open_and_read("a", order[position])
@@ -271,9 +257,7 @@ def test_files_between_workers_that_read_far_apart_are_kept() -> None:
 
 def test_a_smaller_budget_drops_what_is_farthest() -> None:
     order = shuffled(1)
-    machine = Machine(make_planner(N, 0.2), N)
-    machine.planner.announce(stream("a", order), machine.now_s)
-    machine.run_until_idle()
+    machine = pushed_ahead(0.2, stream("a", order))
     machine.planner.set_budget(int(0.05 * N * ENTRY_BYTES))
     machine.run_until_idle()
     assert machine.planner.resident_set.bytes <= 0.05 * N * ENTRY_BYTES
@@ -309,9 +293,7 @@ def test_the_least_valuable_are_dropped_first() -> None:
 
 def test_one_read_far_ahead_does_not_move_the_reader() -> None:
     order = shuffled(1)
-    machine = Machine(make_planner(N, 0.1), N)
-    machine.planner.announce(stream("a", order), machine.now_s)
-    machine.run_until_idle()
+    machine = pushed_ahead(0.1, stream("a", order))
     machine.open_and_read("x", order[N // 2])
     machine.run_until_idle()
     assert machine.planner.stats()["streams"][0]["high"] == 0

@@ -52,7 +52,7 @@ def test_any_bytes_are_a_request_or_malformed(content: bytes) -> None:
         with suppress(Malformed):
             parse(memoryview(content))
     for op in (Op.FORGET, Op.BATCH_FORGET):
-        request = protocol.RequestHeader(len(content), op, 1, 1, 0, 0, 0)
+        request = protocol.RequestHeader(op, 1, 1)
         try:
             found = protocol.parse_forgets(request, memoryview(content))
         except Malformed:
