@@ -1,5 +1,4 @@
-"""`.diesel`: the folder in a mount's root that has statistics, lists of paths and the control
-socket.
+"""`.diesel`: the folder in a mount that has statistics, lists of paths and the control socket.
 
 Programs reach it by name, but the root does not list it, so that it is no part of the dataset. A
 file in it gets a new node when, and only when, its content changes: the kernel keeps the pages of a
@@ -56,10 +55,12 @@ SHUFFLE, SHUFFLE_NUL, CONTROL = b"shuffle", b"shuffle0", b"control"
 FILELIST, FILELIST_NUL = b"filelist", b"filelist0"
 
 _SHUFFLE_NODE, _SHUFFLE_NUL_NODE, _CONTROL_NODE = range(HIDDEN_ROOT + 1, HIDDEN_ROOT + 4)
-_EDITIONS_FROM = HIDDEN_ROOT + 1024
-_LISTS_FROM = HIDDEN_ROOT + (1 << 61)
+_FILES_FROM = HIDDEN_ROOT + 1024  # nodes of generated files, counted up
+_LISTS_FROM = HIDDEN_ROOT + (1 << 61)  # nodes of lists, by hash
 _LIST_BITS = (1 << 60) - 1
-_NODES_SWEPT = 4096  # an interrupted lookup leaves a node that the kernel never forgets
+_NODES_SWEPT = 4096
+"""With so many nodes, those that the kernel does not know are removed: an interrupted lookup leaves
+a node that no FORGET will free."""
 _FOLDERS = {SHUFFLE: _SHUFFLE_NODE, SHUFFLE_NUL: _SHUFFLE_NUL_NODE}
 
 
@@ -164,9 +165,9 @@ class HiddenFolder:
         self._paths = PathLists(snapshot)
         self._version = snapshot.version
         self._mtime_ns = snapshot.stat(0).mtime_ns
-        self._current: dict[bytes, _FileVersion] = {}
+        self._current: dict[bytes, _FileVersion] = {}  # that names of generated files lead to
         self._nodes: dict[int, _FileVersion | _ListNode] = {}
-        self._next_node = _EDITIONS_FROM
+        self._next_node = _FILES_FROM
         self._contents: OrderedDict[int, memoryview] = OrderedDict()  # of lists
         self._contents_bytes = 0
         self._generator_limiter = trio.CapacityLimiter(1)
@@ -247,7 +248,7 @@ class HiddenFolder:
             found.lookup_count += 1
 
     def forget(self, node: int, count: int) -> None:
-        """Subtracts `count`: the kernel has dropped them. An old content without any is freed."""
+        """Subtracts `count` of what `count_lookup` counted; a content without any is freed."""
         if found := self._nodes.get(node):
             found.lookup_count -= count
             if found.lookup_count <= 0:

@@ -97,7 +97,7 @@ def mount(request: MountRequest, *, program: Sequence[str] = DAEMON) -> None:
 
 
 def _start(request: MountRequest, program: Sequence[str]) -> None:
-    with log_file(_log_path(request)) as log:
+    with log_file(log_path(request)) as log:
         start = log.tell()
         try:
             daemons.start(
@@ -116,7 +116,7 @@ def mount_in_foreground(request: MountRequest, *, program: Sequence[str] = DAEMO
     request = _checked(request)
     text = request.to_json()
     if request.log_file:
-        with log_file(_log_path(request)) as log:
+        with log_file(log_path(request)) as log:
             os.dup2(log.fileno(), 2)
     receiver, sender = os.pipe()
     os.write(sender, text)  # fits the pipe
@@ -225,12 +225,10 @@ def _users_may_allow_other() -> bool:
     return False
 
 
-def _log_path(request: MountRequest) -> Path:
-    return Path(request.log_file) if request.log_file else default_log(request)
-
-
-def default_log(request: MountRequest) -> Path:
-    """The log file of a background mount: one for each mount point."""
+def log_path(request: MountRequest) -> Path:
+    """The log file that the request names; if none, one for each mount point."""
+    if request.log_file:
+        return Path(request.log_file)
     flat = request.mountpoint.strip("/").replace("/", "-").encode(errors="replace").decode()
     return state_folder() / f"mount-{request.dataset}-{flat[-100:]}.log"
 

@@ -116,10 +116,10 @@ class _Supervisor:
         self._watchdog_s = watchdog_s
         self._device = ""
         self._abort_file = self._mark_fd = -1
-        self._partial_line = b""
-        self._beat_s = self._checked_s = time.monotonic()
+        self._partial_line = b""  # of the server's pipe
+        self._beat_s = self._checked_s = time.monotonic()  # of the last heartbeat, and check
         self._gone_s = math.inf  # when the mount was found to be unmounted
-        self._stuck_checks = 0
+        self._stuck_checks = 0  # checks in a row that found a killed process that cannot end
         self._is_ending = False
         self._aborted = False
         self._made_folders = request.made_folders

@@ -55,10 +55,12 @@ READ_THREADS = 64
 """Reads that may wait for the store at once. Others queue, and their deadline runs meanwhile."""
 
 RETRY_REFUSED_S = 0.5
-"""When a READ ahead has failed, the kernel repeats it at once. After a read that missed its
-deadline the repeated one is refused for this long, or the reader would wait for two deadlines."""
+"""The kernel repeats a failed READ at once if it had sent it ahead of the reader. For this long
+after a read has missed its deadline, the next one of the same file fails at once, or the reader
+would wait for two deadlines."""
 
 TIMED_OUT_MAX = 4096
+"""So many files are remembered whose reads have missed their deadline; then all are forgotten."""
 
 STATS_MAX_AGE_S = 1.0
 """For this long `.diesel/stats` does not change, so that a program that stats, opens and reads it
@@ -148,14 +150,14 @@ class Vfs:
         self.owner = owner
         self.requests: Counter[str] = Counter()
         self.reads: Counter[str] = Counter(hits=0, misses=0, held=0, failed=0, bytes=0)
-        self.waiting = 0
-        self._lookups_waiting = 0
+        self.waiting = 0  # requests that wait for a thread
+        self._lookups_waiting = 0  # those of them that are no reads
         self._reader = reader
         self._hooks = hooks
         self._deadline_s = read_deadline_s
         self._threads = trio.CapacityLimiter(READ_THREADS)
-        self._timed_out_until_s: dict[int, float] = {}
-        self._drained = trio.lowlevel.ParkingLot()
+        self._timed_out_until_s: dict[int, float] = {}  # by index; see RETRY_REFUSED_S
+        self._drained = trio.lowlevel.ParkingLot()  # of those who wait in `drain`
         self._clock = clock
         self._started_s = clock()
         self._hidden = HiddenFolder(

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from diesel_fs.mounts import MountRequest, mount, stats, umount
-from diesel_fs.mounts.launcher import DAEMON, default_log
+from diesel_fs.mounts.launcher import DAEMON, log_path
 from diesel_fs.mounts.mountpoint import mounted_at
 from diesel_fs.mounts.vfs import STATS_MAX_AGE_S
 from tests.mounts.conftest import LiveMount, request_for
@@ -63,7 +63,7 @@ def waiting_reads(at: Path) -> int:
 
 def log_of(mounted: LiveMount) -> str:
     """The log of a mount by `mounting`."""
-    return default_log(request_for(mounted.source, mounted.at)).read_text()
+    return log_path(request_for(mounted.source, mounted.at)).read_text()
 
 
 def state_of(pid: int) -> str:

@@ -13,7 +13,7 @@ import pytest
 
 from diesel_fs.errors import BusyError, DieselError, NoSuchDataset, UsageError
 from diesel_fs.mounts import mount, stats, umount
-from diesel_fs.mounts.launcher import default_log
+from diesel_fs.mounts.launcher import log_path
 from diesel_fs.mounts.mountpoint import is_alive, mounted_at
 from diesel_fs.mounts.processes import children_of, ends_within
 from tests.mounts.conftest import PROGRAM, LiveMount, mounting, request_for
@@ -109,7 +109,7 @@ def test_a_mount_that_does_not_come_up_says_why(
     assert ("Traceback" in raised.value.details) == (dataset == "broken")
     assert bool(raised.value.details) == (dataset == "broken")
     assert mounted_at(str(at)) is None
-    assert default_log(request).stat().st_mode & 0o777 == 0o600
+    assert log_path(request).stat().st_mode & 0o777 == 0o600
 
 
 def test_S8_no_secret_in_arguments_environment_or_log(
@@ -119,7 +119,7 @@ def test_S8_no_secret_in_arguments_environment_or_log(
     with mounting(source, tmp_path / "mount", session) as mounted:
         process = Path(f"/proc/{mounted.pid}")
         seen = (process / "cmdline").read_bytes() + (process / "environ").read_bytes()
-        seen += default_log(request_for(source, mounted.at)).read_bytes()
+        seen += log_path(request_for(source, mounted.at)).read_bytes()
         assert b"canary" not in seen
 
 
@@ -129,7 +129,7 @@ def test_the_end_of_a_mount_that_is_in_use_is_no_error_in_its_log(
 ) -> None:
     """A signal, or `umount --lazy`, ends the worker, which is no error."""
     holder = Holder(f"f = open('{live_mount.at}/a', 'rb')")
-    log = default_log(request_for(live_mount.source, live_mount.at))
+    log = log_path(request_for(live_mount.source, live_mount.at))
     if number:
         os.kill(live_mount.pid, number)
     else:

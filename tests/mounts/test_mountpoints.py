@@ -315,7 +315,7 @@ def test_the_log_is_in_the_users_state_folder_unless_another_is_named(
 ) -> None:
     """It is one file for each mount point, readable by its owner alone."""
     with mounting(source, tmp_path / "mount", session) as mounted:
-        log = launcher.default_log(request_for(source, mounted.at))
+        log = launcher.log_path(request_for(source, mounted.at))
         assert log.parent == state_folder()
         assert stat.S_IMODE(log.stat().st_mode) == 0o600
         assert "is mounted on" in log.read_text()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from diesel_fs.mounts.launcher import default_log
+from diesel_fs.mounts.launcher import log_path
 from diesel_fs.system.log_limit import LINES_AT_ONCE, LogRateLimit
 from tests.mounts.conftest import mounting, request_for
 
@@ -44,5 +44,5 @@ def test_a_store_that_fails_does_not_fill_the_log(tmp_path: Path) -> None:
             with pytest.raises(OSError, match=r".") as raised:
                 (mounted.at / "missing").read_bytes()
             assert raised.value.errno == errno.EIO
-        written = default_log(request_for(source, mounted.at)).read_text()
+        written = log_path(request_for(source, mounted.at)).read_text()
     assert LINES_AT_ONCE <= written.count("cannot read folder/missing") < 100

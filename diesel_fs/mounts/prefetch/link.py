@@ -68,8 +68,8 @@ class WorkerLink:
         self._unsent: list[tuple[bytes, Sequence[int]]] = []  # packed, with their descriptors
         self._wake = trio.Event()
         self._ids = itertools.count(1)
-        self._answers: dict[int, Message] = {}
-        self._answered: dict[int, trio.Event] = {}
+        self._answers: dict[int, Message] = {}  # by `id`, until the request takes them
+        self._answered: dict[int, trio.Event] = {}  # by `id`, of the requests that wait
         self.worker_stats: Message = {}
         """The statistics that the worker sent last."""
         self.alive = True
@@ -211,7 +211,7 @@ class ServerLink:
         self._poll.register(end, select.POLLIN)
         self.ready: frozenset[int] = frozenset()
         """The watched descriptors that had events when `messages` last returned."""
-        self._received: list[int] = []
+        self._received: list[int] = []  # descriptors that came with messages
 
     def receive_descriptors(self, count: int) -> list[int]:
         """The descriptors that came with the first byte; none where the server has ended."""

@@ -33,6 +33,10 @@ FOLDERS_OPEN = 256
 closed."""
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
+_IN_OPEN = 0x20
+_EVENT = struct.Struct("iIII")
+"""An event of inotify: the watch, its kind, a cookie, the length of a name that follows."""
+
 _STORE = np.dtype(
     {
         "names": ["length", "code", "node", "offset", "size"],
@@ -41,10 +45,8 @@ _STORE = np.dtype(
         "itemsize": STORE.size,
     }
 )
+"""The head of a NOTIFY_STORE, for many at once (`STORE` in `protocol.py` has the same layout)."""
 _PACKED = np.dtype((np.void, STORE.size))
-
-_IN_OPEN = 0x20
-_EVENT = struct.Struct("iIII")
 
 
 class FolderHandles:
@@ -147,6 +149,7 @@ class PageCache:
         self._watch_of: dict[int, int] = {}  # by entry
         self._entry_of: dict[int, int] = {}  # by watch
         self.known_entries = 0
+        """How many names were made known to the kernel."""
 
         def dropping() -> Callable[[list[int]], None]:
             folders = FolderHandles(mountpoint, snapshot)

@@ -83,25 +83,28 @@ RATE_PERIOD_S = 0.1
 """The rate is measured over at least this long, since events come in bursts."""
 
 
-def marker_count(length: int) -> int:
-    """How many markers an epoch of so many files has: every 256th position, and the last."""
-    return 0 if not length else (length - 1 + MARKER_STRIDE - 1) // MARKER_STRIDE + 1
-
-
 @dataclass(slots=True)
 class EpochState:
     """One epoch of a stream. Positions are counted in the epoch, except `base` and `end`."""
 
     epoch: Epoch
     base: int  # the stream's position of the epoch's first file
-    claimed: npt.NDArray[np.bool_]  # by position
-    opened: npt.NDArray[np.bool_]  # by number of the marker; True also where no open is expected
+    claimed: npt.NDArray[np.bool_] = field(init=False)  # by position
+    opened: npt.NDArray[np.bool_] = field(init=False)
+    """By number of the marker; True also where no open is expected. Every 256th position has a
+    marker, and the last one."""
     markers_done: int = 0  # the markers before this number are opened, or no longer waited for
     units: Units | None = None  # of the positions not claimed when it was made; None: to be made
     share_bytes: int = 0  # the memory that the units were cut for
     next_unit: int = 0  # the first unit that is not claimed
     index: tuple[Entries, npt.NDArray[np.int64]] | None = None  # made by `sorted`
     total_bytes: int = -1  # of all files; -1 until computed
+
+    def __post_init__(self) -> None:
+        length = len(self.epoch)
+        self.claimed = np.zeros(length, np.bool_)
+        markers = -(-(length - 1) // MARKER_STRIDE) + 1 if length else 0
+        self.opened = np.zeros(markers, np.bool_)
 
     @property
     def end(self) -> int:
@@ -138,14 +141,6 @@ class EpochState:
             positions = np.argsort(self.epoch.entries, kind="stable")
             self.index = self.epoch.entries[positions], positions
         return self.index
-
-
-def new_epoch_state(epoch: Epoch, base: int) -> EpochState:
-    """The state of an epoch of which nothing has been claimed or read."""
-    length = len(epoch)
-    return EpochState(
-        epoch, base, np.zeros(length, np.bool_), np.zeros(marker_count(length), np.bool_)
-    )
 
 
 @dataclass(slots=True)
@@ -199,7 +194,7 @@ class StreamTracker:
 
     def _append(self, epochs: tuple[Epoch, ...]) -> None:
         for epoch in epochs:
-            self.epoch_states.append(new_epoch_state(epoch, self.end))
+            self.epoch_states.append(EpochState(epoch, self.end))
             self.end = self.epoch_states[-1].end
 
     def current_epoch(self) -> EpochState | None:
@@ -613,7 +608,7 @@ class StreamTracker:
 
     def _swap(self, state: EpochState, epoch: Epoch, unchanged: int) -> None:
         """Put an epoch in the place of another; the first `unchanged` positions are equal."""
-        new = new_epoch_state(epoch, state.base)
+        new = EpochState(epoch, state.base)
         new.claimed[:unchanged] = state.claimed[:unchanged]
         markers = (unchanged - 1) // MARKER_STRIDE + 1 if unchanged else 0  # that are unchanged
         new.opened[:markers] = state.opened[: len(new.opened)][:markers]

@@ -227,10 +227,7 @@ class KernelSession:
 
     def _send(self, unique: int, pieces: Sequence[Bytes], number: int = 0) -> None:
         """Writes a reply. That the request was withdrawn meanwhile is no error."""
-        if number:
-            header = protocol.error_reply(unique, number)
-        else:
-            header = protocol.answer_header(unique, sum(map(len, pieces)))
+        header = protocol.reply_header(unique, sum(map(len, pieces)), number)
         try:
             os.writev(self._device, (header, *pieces))
         except OSError as error:

@@ -258,14 +258,9 @@ def statfs_answer(blocks: int, entries: int, block_bytes: int, name_bytes_max: i
     return _STATFS_OUT.pack(blocks, 0, 0, entries, 0, block_bytes, name_bytes_max, block_bytes, 0)
 
 
-def error_reply(unique: int, number: int) -> bytes:
-    """A reply that is an errno; 0 for a reply without content."""
-    return OUT_HEADER.pack(OUT_HEADER.size, -number, unique)
-
-
-def answer_header(unique: int, size: int) -> bytes:
-    """The header of a reply with `size` bytes of content."""
-    return OUT_HEADER.pack(OUT_HEADER.size + size, 0, unique)
+def reply_header(unique: int, size: int, number: int = 0) -> bytes:
+    """The header of a reply with `size` bytes of content, or with an errno and no content."""
+    return OUT_HEADER.pack(OUT_HEADER.size + size, -number, unique)
 
 
 def invalidate_node(node: int) -> bytes:

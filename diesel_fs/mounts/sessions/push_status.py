@@ -1,19 +1,19 @@
-"""Memory that a mount's server and prefetch worker share: which files the worker pushes soon or
-now.
+"""Memory that a mount's server and its prefetch worker share: which files are pushed next.
 
-A reader that is faster than the worker overtakes it. If the server answered each of its READs at
-once, the reader would stay ahead, and each next file would cost a READ. So the server holds the
-READ of a file that the worker pushes `soon`, for a few milliseconds, in which the worker gets ahead
-by hundreds of files. The worker leaves out the files whose READs are held, since it would wait for
-the page that the READ has locked. The READ of a file that the worker stores `now` comes too late,
-and is answered at once. Each side writes its mark before it reads the mark of the other.
+The worker *pushes* files into the kernel's page cache before they are read. A reader that is faster
+than the worker overtakes it; if the server answered its READs at once, each next file would cost a
+READ, too. So the server *holds* the READ of a file that the worker pushes soon: it waits a few
+milliseconds before it answers, in which the worker gets ahead by hundreds of files. The worker
+leaves out files whose READs are held, since it would wait for the page that the READ has locked.
+The READ of a file that the worker stores just now is answered at once. So that one of the two sees
+the other, each writes its mark before it reads the other's.
 
-Where no memory is left and nothing is planned, misses change nothing. The worker then asks for few
-of them, which leaves the processors to the readers.
+Where no memory is left and nothing is planned, the server's reports of misses (READs that came)
+change nothing. The worker then asks for few of them, which leaves the processors to the readers.
 
-The memory has the worker's progress count, a byte that says whether it wants few misses, and two
-bytes for each entry: the worker writes the first, the server the second. A torn or late value costs
-a moment, nothing else.
+The memory has a count of the worker's progress, a byte that says whether it wants few misses, and
+two bytes for each entry (a file by its index in the snapshot): the worker writes the first, the
+server the second. A torn or late value costs a moment, nothing else.
 """
 
 import math
@@ -40,7 +40,7 @@ HOLD_STEPS = 5
 MISS_INTERVAL_S = 0.01
 """The time between two misses that are reported where the worker wants few."""
 
-_SOON, _NOW = 1, 2
+_SOON, _NOW = 1, 2  # what the worker writes for an entry; 0: not pushed soon
 
 _COUNT_BYTES = 64  # 8 bytes of progress; at 8 a byte that is not 0 where few misses are wanted
 _FEW_AT = 8

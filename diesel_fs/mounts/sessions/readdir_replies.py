@@ -1,8 +1,9 @@
 """Replies to READDIRPLUS: the names and attributes of a folder's children, in the kernel's format.
 
 The bytes are made for many children at once from the snapshot's columns, without a Python object
-for each entry. Such a part is kept while readers list it, and a reply is a slice of it. The offset
-after child k is k + 3, since `.` and `..` come first, so a reply can begin anywhere. One thread.
+for each entry. Such a part is kept while readers list the folder, and a reply is a slice of it. The
+kernel asks for what follows an offset; the offset after child k is k + 3, since `.` and `..` come
+first. So a reply can begin anywhere. One thread.
 """
 
 from bisect import bisect_right
@@ -39,6 +40,7 @@ _ENTRY = np.dtype(
 assert _ENTRY.itemsize == protocol.ENTRY_OUT.size + protocol.DIRENT.size
 
 DOTS = 2
+"""The entries `.` and `..`, which come before the children."""
 
 
 class _Part(NamedTuple):
@@ -74,8 +76,8 @@ class ReaddirReplies:
         return dots, part.content[start : part.bounds[end]]
 
     def _part(self, folder: int, base: int, number: int) -> _Part | None:
-        # With the version: the children of an unchanged folder may have other modes and times in
-        # it.
+        # The version is in the key since the children of an unchanged folder may have other modes
+        # and times in it.
         key = folder, base, number, self._vfs.snapshot.version
         if key in self._parts:
             self._parts.move_to_end(key)

@@ -18,7 +18,7 @@ import pytest
 
 from diesel_fs.client.dataset import connect
 from diesel_fs.mounts import MountRequest, mount, stats, umount
-from diesel_fs.mounts.launcher import default_log
+from diesel_fs.mounts.launcher import log_path
 from diesel_fs.mounts.server import SESSIONS
 from diesel_fs.mounts.sessions.protocol import Flag
 from tests.mounts.conftest import ODD_NAMES, LiveMount, mounting, request_for
@@ -381,7 +381,7 @@ def test_auto_falls_back_where_the_kernel_lacks_something(
     with mounting(source, tmp_path / "mount", "auto") as mounted:
         assert stats(mounted.at)["session"] == "pyfuse3"
         assert (mounted.at / "b").read_bytes() == b"beta"
-        log = default_log(request_for(source, mounted.at)).read_text()
+        log = log_path(request_for(source, mounted.at)).read_text()
         assert "the kernel session cannot be used: the kernel lacks" in log
         assert "NO_OPENDIR_SUPPORT" in log
         assert Path("/proc/self/mounts").read_text().count(str(mounted.at)) == 1
