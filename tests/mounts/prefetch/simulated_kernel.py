@@ -201,3 +201,13 @@ def stream(name: str, *orders: list[int], tentative: bool = False, lag: int = 0)
     """A stream with an epoch for each order."""
     epochs = tuple(Epoch(number, np.array(order)) for number, order in enumerate(orders))
     return Stream(name, epochs, tentative, lag)
+
+
+def pushed_ahead(part: float, *streams: Stream) -> Machine:
+    """A machine that has pushed what it can for these streams; the budget is `part` of the
+    dataset."""
+    machine = Machine(make_planner(N, part), N)
+    for each in streams:
+        machine.planner.announce(each, machine.now_s)
+    machine.run_until_idle()
+    return machine

@@ -18,12 +18,13 @@ from .simulated_kernel import (
     Reader,
     chunk_wise,
     make_planner,
+    pushed_ahead,
     shuffled,
     stream,
 )
 
 
-def place(machine: Machine, name: str = "a") -> tuple[int, int]:
+def reader_position(machine: Machine, name: str = "a") -> tuple[int, int]:
     """The epoch and the position of a stream's reader."""
     found = next(each for each in machine.planner.stats()["streams"] if each["name"] == name)
     return found["epoch"], found["position"]
@@ -34,9 +35,7 @@ def place(machine: Machine, name: str = "a") -> tuple[int, int]:
 
 def test_an_old_list_and_a_new_plan_come_to_rest() -> None:
     """They must not take each other's memory in turns for ever."""
-    machine = Machine(make_planner(N, 0.3), N)
-    machine.planner.announce(stream("list", shuffled(1), tentative=True), machine.now_s)
-    machine.run_until_idle()
+    machine = pushed_ahead(0.3, stream("list", shuffled(1), tentative=True))
     machine.now_s += STILL_S + 1
     machine.planner.announce(stream("job", shuffled(2)), machine.now_s)
     machine.run_until_idle(2_000)
@@ -62,51 +61,43 @@ def test_random_reads_of_another_program_do_not_move_the_reader(budget: float) -
         idle = False
         while not idle and machine.busy_until_s <= machine.now_s:
             idle = not machine.run_decision()
-    assert abs(place(machine)[1] - 40_000) < 5_000
+    assert abs(reader_position(machine)[1] - 40_000) < 5_000
     assert machine.misses["a"] < 0.02 * 40_000
 
 
 def test_one_read_of_another_program_does_not_confirm_a_list() -> None:
-    machine = Machine(make_planner(N, 0.1), N)
     listed = shuffled(2)
-    machine.planner.announce(stream("list", listed, tentative=True), machine.now_s)
-    machine.run_until_idle()
+    machine = pushed_ahead(0.1, stream("list", listed, tentative=True))
     machine.open_and_read("x", listed[100])
     assert machine.planner.stats()["streams"][0]["tentative"]
 
 
 def test_a_small_list_is_followed_by_its_few_markers() -> None:
-    machine = Machine(make_planner(N, 1.2), N)
-    machine.planner.announce(stream("list", list(range(100)), tentative=True), machine.now_s)
-    machine.run_until_idle()
+    machine = pushed_ahead(1.2, stream("list", list(range(100)), tentative=True))
     for entry in range(100):
         machine.open_and_read("list", entry)
     assert machine.misses["list"] == 0
     assert machine.planner.next(machine.now_s) is not None
-    assert place(machine, "list") == (-1, 0)
+    assert reader_position(machine, "list") == (-1, 0)
 
 
 def test_an_epoch_ends_although_its_last_file_was_read_before() -> None:
-    machine = Machine(make_planner(N, 0.1), N)
     order = shuffled(1)
-    machine.planner.announce(stream("a", order, shuffled(2)), machine.now_s)
-    machine.run_until_idle()
+    machine = pushed_ahead(0.1, stream("a", order, shuffled(2)))
     machine.open_and_read("x", order[-1])
     machine.now_s += 3
     machine.run({"a": Reader(order, 20_000, start_s=machine.now_s - 100)})
     machine.run_until_idle()
-    assert place(machine)[0] == 1
+    assert reader_position(machine)[0] == 1
 
 
 def test_equal_epochs_are_read_one_after_the_other() -> None:
     """Each epoch begins with the same file, which must not count for a later epoch."""
-    machine = Machine(make_planner(N, 0.5), N)
     order = shuffled(1)[:200]
-    machine.planner.announce(stream("a", *[order] * 8), machine.now_s)
-    machine.run_until_idle()
+    machine = pushed_ahead(0.5, stream("a", *[order] * 8))
     machine.open_and_read("a", order[0])
     machine.run_until_idle()
-    assert place(machine) == (0, 1)
+    assert reader_position(machine) == (0, 1)
 
 
 def test_many_misses_of_a_large_file_do_not_hide_others() -> None:
@@ -121,17 +112,15 @@ def test_many_misses_of_a_large_file_do_not_hide_others() -> None:
 
 def test_a_reader_that_begins_again_is_found() -> None:
     """A script was stopped in the middle of an epoch and started again some seconds later."""
-    machine = Machine(make_planner(N, 0.1), N)
     order = shuffled(1)
-    machine.planner.announce(stream("a", order), machine.now_s)
-    machine.run_until_idle()
+    machine = pushed_ahead(0.1, stream("a", order))
     machine.run({"a": Reader(order[: N // 2], 20_000)})
     before = machine.misses["a"]
     machine.now_s += 6
     machine.run({"a": Reader(order, 20_000, start_s=machine.now_s - 100)})
     assert machine.misses["a"] - before < 0.02 * N
     machine.run_until_idle()
-    assert place(machine) == (-1, 0)
+    assert reader_position(machine) == (-1, 0)
 
 
 # A store that fails
@@ -185,14 +174,12 @@ def test_entries_that_a_push_left_out_are_left_to_reads() -> None:
 
 
 def test_an_epoch_that_was_announced_in_parts_ends() -> None:
-    machine = Machine(make_planner(N, 0.1), N)
     order = shuffled(1)
-    machine.planner.announce(stream("a", order[:1_000]), machine.now_s)
-    machine.run_until_idle()
+    machine = pushed_ahead(0.1, stream("a", order[:1_000]))
     machine.planner.extend("a", [Epoch(0, np.array(order[1_000:]))])
     machine.run({"a": Reader(order, 20_000)})
     machine.run_until_idle()
-    assert place(machine) == (-1, 0)
+    assert reader_position(machine) == (-1, 0)
 
 
 def test_ended_streams_get_no_share() -> None:
@@ -249,14 +236,12 @@ def test_positions_may_exceed_2_to_the_31() -> None:
     machine.run_until_idle()
     assert min(at for at, _ in follow.watched) == (1 << 31) + 5
     machine.open_and_read("a", shuffled(2)[0])
-    assert place(machine) == (1, 1)
+    assert reader_position(machine) == (1, 1)
 
 
 def test_progress_back_to_passed_entries_pushes_them() -> None:
-    machine = Machine(make_planner(N, 0.2), N)
     order = shuffled(1)
-    machine.planner.announce(stream("a", order), machine.now_s)
-    machine.run_until_idle()
+    machine = pushed_ahead(0.2, stream("a", order))
     machine.planner.progress("a", 15_000, machine.now_s)
     machine.run_until_idle()
     machine.planner.progress("a", 14_700, machine.now_s)

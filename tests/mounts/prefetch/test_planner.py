@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from diesel_fs.errors import UsageError
 from diesel_fs.mounts.prefetch.decisions import Idle, Push
 from diesel_fs.mounts.prefetch.planner import PAUSE_S_MAX, TENTATIVE_S, PrefetchPlanner
-from diesel_fs.orders.plan import Epoch, Stream
+from diesel_fs.orders.plan import Epoch
 
 from .simulated_kernel import (
     CHUNK_ENTRIES,
@@ -28,6 +28,7 @@ from .simulated_kernel import (
     Reader,
     chunk_wise,
     make_planner,
+    pushed_ahead,
     shuffled,
     stream,
 )
@@ -35,16 +36,6 @@ from .simulated_kernel import (
 
 def budget(machine: Machine) -> int:
     return machine.planner.stats()["budget_bytes"]
-
-
-def pushed_ahead(part: float, *streams: Stream) -> Machine:
-    """A machine that has pushed what it can for these streams; the budget is `part` of the
-    dataset."""
-    machine = Machine(make_planner(N, part), N)
-    for each in streams:
-        machine.planner.announce(each, machine.now_s)
-    machine.run_until_idle()
-    return machine
 
 
 def follow(

@@ -1,6 +1,7 @@
 """Requests that no kernel would send: each gets its error, and the session goes on.
 
-The tests play the kernel: the session's device is a socket.
+The tests play the kernel: the session's device is a socket. The dataset is the fixture `source`: a
+folder with the files `a` (5,000 bytes) and `b`.
 """
 
 import errno
@@ -26,9 +27,10 @@ from diesel_fs.mounts.sessions.kernel import KernelSession
 from diesel_fs.mounts.sessions.protocol import IN_HEADER, OUT_HEADER, Malformed, Op
 from diesel_fs.mounts.sessions.session import MountOptions
 from diesel_fs.mounts.vfs import Vfs
-from tests.mounts.folder_dataset import FolderReader, snapshot_of
+from tests.mounts.folder_dataset import RELEASE_SUFFIX, FolderReader, snapshot_of
 
 UNANSWERED = {Op.FORGET, Op.BATCH_FORGET, Op.INTERRUPT}
+# Entries of the dataset (1 is its root), `.diesel` (HIDDEN_ROOT), and numbers that are no nodes.
 NODES = [0, 1, 2, 3, 4, 5, 99, HIDDEN_ROOT, HIDDEN_ROOT + 1, HIDDEN_ROOT + 9, (1 << 64) - 1]
 PARSERS: list[Callable[[memoryview], object]] = [
     protocol.parse_header,
@@ -205,7 +207,7 @@ def test_an_interrupted_read_gets_one_reply(source: Path) -> None:
         await device.send(message(Op.INTERRUPT, 1007, 0, struct.pack("<Q", 77)))
         assert await device.reply() == (1001, errno.EINTR, b"")
         assert await device.is_alive()
-        source.with_name(source.name + ".go").touch()
+        source.with_name(source.name + RELEASE_SUFFIX).touch()  # the held read ends
         assert await device.reply() == (1002, 0, b"w" * 4096)
 
     device.run(talk)
