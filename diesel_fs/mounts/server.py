@@ -37,7 +37,7 @@ from .plans.list_plans import ListPlans
 from .prefetch.link import WorkerLink
 from .sessions.kernel import KernelSession
 from .sessions.push_status import PushStatusMap, push_status_file
-from .sessions.session import MountOptions, Session, SessionUnsupported
+from .sessions.session import Session, SessionUnsupported, mount_options
 from .source import MemorySplit, MountSource
 from .versions.following import FollowingVfs
 from .versions.leases import VersionLeases
@@ -235,11 +235,11 @@ class _Server:
         reasons: list[str] = []
         for name in names:
             self._vfs = self._make_vfs(name)
-            options = MountOptions(
+            options = mount_options(
                 self._snapshot.dataset,
                 self._snapshot.version,
-                self._request.allow_other,
-                self._request.follow,
+                allow_other=self._request.allow_other,
+                follows=self._request.follow,
             )
             try:
                 session = _session_called(name)(self._vfs, self._request.mountpoint, options)

@@ -14,7 +14,7 @@ import pytest
 from diesel_fs.errors import DieselError, PermissionDenied, UsageError
 from diesel_fs.mounts import MountRequest, launcher, mount, umount
 from diesel_fs.mounts.mountpoint import is_alive, is_ours, mounted_at
-from diesel_fs.mounts.sessions.session import MountOptions
+from diesel_fs.mounts.sessions.session import mount_options
 from diesel_fs.peers.options import TaskOptions
 from diesel_fs.settings import state_folder
 from tests.mounts.conftest import PROGRAM, mounting, request_for
@@ -88,11 +88,11 @@ def test_H20_a_mount_point_may_be_a_relative_path_or_a_link(
 @pytest.mark.parametrize("dataset", ["a,allow_other", "a\\,b", "x y", "-o", "../x", ""])
 def test_H20_S16_a_dataset_name_becomes_no_option(dataset: str) -> None:
     with pytest.raises(UsageError):
-        MountOptions(dataset, 1).as_list()
+        mount_options(dataset, 1)
 
 
 def test_the_options_are_a_fixed_list() -> None:
-    options = MountOptions("name", 3, allow_other=True).as_list()
+    options = mount_options("name", 3, allow_other=True)
     assert sorted(options) == [
         *("allow_other", "default_permissions", "fsname=name@3", "noatime", "nodev", "nosuid"),
         *("ro", "subtype=diesel"),

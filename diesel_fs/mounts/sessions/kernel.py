@@ -30,7 +30,7 @@ from . import protocol
 from .protocol import Malformed, Op, ReadRequest, RequestHeader
 from .push_status import PushStatusMap
 from .readdir_replies import ReaddirReplies
-from .session import MountOptions, RequestWait, SessionUnsupported
+from .session import RequestWait, SessionUnsupported
 
 log = logging.getLogger("diesel.mount")
 
@@ -74,7 +74,7 @@ class KernelSession:
     name: ClassVar[str] = "kernel"
 
     def __init__(
-        self, vfs: Vfs, mountpoint: str, options: MountOptions, *, device: int = -1
+        self, vfs: Vfs, mountpoint: str, options: Sequence[str], *, device: int = -1
     ) -> None:
         """`device` is a connection that is already open, for tests without `mount`."""
         self._vfs = vfs
@@ -115,7 +115,7 @@ class KernelSession:
         Raises DieselError; SessionUnsupported, with nothing mounted, where the kernel lacks
         something.
         """
-        self._device = syscalls.mount_fuse(self._mountpoint, self._options.as_list())
+        self._device = syscalls.mount_fuse(self._mountpoint, self._options)
         try:
             self._negotiate()
         except BaseException:

@@ -36,7 +36,7 @@ from ...system import syscalls
 from ...system.daemons import minimal_environment_set
 from ..attributes import FOREVER_S, HIDDEN_ROOT, Attributes, FuseErrno, Listing
 from ..vfs import BLOCK_BYTES, ChildColumns, Vfs
-from .session import MountOptions, RequestWait
+from .session import RequestWait
 
 TASKS_MAX = 10_000
 """Requests under way at once. A READ that waits holds a task, and must not delay others."""
@@ -365,7 +365,7 @@ class Pyfuse3Session:
 
     name: ClassVar[str] = "pyfuse3"
 
-    def __init__(self, vfs: Vfs, mountpoint: str, options: MountOptions) -> None:
+    def __init__(self, vfs: Vfs, mountpoint: str, options: Sequence[str]) -> None:
         self.negotiated = f"pyfuse3 {pyfuse3.__version__}"
         self._operations = _Operations(vfs)
         self._mountpoint = mountpoint
@@ -375,7 +375,7 @@ class Pyfuse3Session:
         """Mounts. libfuse writes the reason of a failure to stderr. Raises DieselError."""
         try:
             with minimal_environment_set():  # libfuse starts fusermount3 with what this process has
-                pyfuse3.init(self._operations, self._mountpoint, set(self._options.as_list()))
+                pyfuse3.init(self._operations, self._mountpoint, set(self._options))
         except RuntimeError as error:
             raise DieselError(f"cannot mount on {self._mountpoint}: {error}") from error
 

@@ -12,7 +12,6 @@ import os
 import select
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 import trio
@@ -36,26 +35,20 @@ POLL_S = 0.001
 so this is the shortest."""
 
 
-@dataclass(frozen=True, slots=True)
-class MountOptions:
-    """The name that a mount shows, and whether users other than its owner may enter it."""
+def mount_options(
+    dataset: str, version: int, *, allow_other: bool = False, follows: bool = False
+) -> Sequence[str]:
+    """The options for mount(2) or fusermount3. `follows`: the version will change, so the name of
+    the mount's source does not contain it.
 
-    dataset: str
-    version: int
-    allow_other: bool = False
-    follows: bool = False  # the version changes, so the name does not contain it
-
-    def as_list(self) -> Sequence[str]:
-        """The options for mount(2) or fusermount3.
-
-        The list is fixed. The only text of a user's in it is the dataset's name, which has neither
-        comma nor backslash and so cannot become an option. The mount is `ro` and `noatime`, because
-        the kernel would otherwise ask for attributes again after each read.
-        """
-        name = check_dataset_name(self.dataset)
-        source = name if self.follows else f"{name}@{int(self.version)}"
-        fixed = ["ro", "nosuid", "nodev", "noatime", "default_permissions", f"subtype={SUBTYPE}"]
-        return [*fixed, f"fsname={source}", *(["allow_other"] if self.allow_other else [])]
+    The list is fixed. The only text of a user's in it is the dataset's name, which has neither
+    comma nor backslash and so cannot become an option. The mount is `ro` and `noatime`, because the
+    kernel would otherwise ask for attributes again after each read. Raises UsageError.
+    """
+    name = check_dataset_name(dataset)
+    source = name if follows else f"{name}@{version}"
+    fixed = ["ro", "nosuid", "nodev", "noatime", "default_permissions", f"subtype={SUBTYPE}"]
+    return [*fixed, f"fsname={source}", *(["allow_other"] if allow_other else [])]
 
 
 class SessionUnsupported(Exception):
@@ -69,7 +62,7 @@ class Session(Protocol):
     negotiated: str
     """What the session and the kernel have agreed upon, for the log."""
 
-    def __init__(self, vfs: Vfs, mountpoint: str, options: MountOptions) -> None: ...
+    def __init__(self, vfs: Vfs, mountpoint: str, options: Sequence[str]) -> None: ...
 
     def mount(self) -> None:
         """Mounts the file system. Requests wait until `serve`.

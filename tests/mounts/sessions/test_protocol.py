@@ -25,7 +25,7 @@ from diesel_fs.mounts.attributes import HIDDEN_ROOT, Owner
 from diesel_fs.mounts.sessions import protocol
 from diesel_fs.mounts.sessions.kernel import KernelSession
 from diesel_fs.mounts.sessions.protocol import IN_HEADER, OUT_HEADER, Malformed, Op
-from diesel_fs.mounts.sessions.session import MountOptions
+from diesel_fs.mounts.sessions.session import mount_options
 from diesel_fs.mounts.vfs import Vfs
 from tests.mounts.folder_dataset import RELEASE_SUFFIX, FolderReader, snapshot_of
 
@@ -72,7 +72,7 @@ class Device:
         self._ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 22)
         theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 22)
         theirs.setblocking(False)
-        options = MountOptions("folder", 1)
+        options = mount_options("folder", 1)
         self.session = KernelSession(vfs, "/nowhere", options, device=theirs.detach())
         self._unique = itertools.count(1)
         self._socket = trio.socket.from_stdlib_socket(self._ours)
