@@ -482,9 +482,13 @@ def test_G1_servers_that_are_silent_leave_time_for_the_one_that_answers(hello: b
                 waiting.connect_ex(each.getsockname())
         places = [f"127.0.0.1:{each.getsockname()[1]}" for each in silent]
         url = f"diesel://{','.join([*places, well.place])}"
-        link = ServerLink(parse_url(url), ME, open_s=6.0, first=2)
-        with pytest.raises(DieselError):
-            link.call({"do": "echo"}, deadline_s=0.0)
+        while True:
+            link = ServerLink(parse_url(url), ME, open_s=6.0, first=2)
+            try:  # on a busy machine all answers may be there whenever this thread runs again
+                link.call({"do": "echo"}, deadline_s=0.0)
+                link.close()
+            except DieselError:
+                break
         begun = time.monotonic()
         assert link.call({"do": "echo"}, [b"x"], deadline_s=20.0)
         asked_silent_s = time.monotonic() - begun
