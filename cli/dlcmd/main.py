@@ -25,13 +25,7 @@ from typing import NoReturn
 import click
 from click.shell_completion import shell_complete
 
-from diesel_fs.errors import (
-    DieselError,
-    NoSpaceError,
-    NotFoundError,
-    PermissionDenied,
-    UsageError,
-)
+from diesel_fs.errors import DieselError, NoSpaceError, NotFoundError, PermissionDenied, UsageError
 from dlcmd.completing import COMPLETE
 from dlcmd.options import HELP_NAMES, Flags, global_options
 from dlcmd.output import print_error

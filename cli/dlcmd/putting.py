@@ -80,11 +80,7 @@ class SourceArgument:
 @click.option(
     "--allow-empty", is_flag=True, help="Let --delete delete everything when SRC is empty."
 )
-@click.option(
-    "--checksum",
-    is_flag=True,
-    help="Compare contents, not only size, mode and mtime.",
-)
+@click.option("--checksum", is_flag=True, help="Compare contents, not only size, mode and mtime.")
 @click.option(
     "--jobs", type=click.IntRange(1, JOBS_MAX), metavar="N",
     help="Number of processes that pack.  [default: cores + 1]",

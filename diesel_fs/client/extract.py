@@ -201,25 +201,17 @@ def _safe_name(view: Snapshot, index: int) -> bytes:
     return name
 
 
+@dataclass(eq=False)
 class _FolderWriter:
     """Writes the entries of one `get` into a folder."""
 
-    def __init__(
-        self,
-        view: Snapshot,
-        reader: EntryReader,
-        folders: _Folders,
-        force: bool,
-        progress: GetProgress,
-        names: dict[int, bytes],
-    ) -> None:
-        self.view = view
-        self.report = GetReport()
-        self._reader = reader
-        self._folders = folders
-        self._force = force
-        self._progress = progress
-        self._names = names  # of entries that get another name than in the dataset
+    view: Snapshot
+    reader: EntryReader
+    folders: _Folders
+    force: bool
+    progress: GetProgress
+    names: dict[int, bytes]  # of entries that get another name than in the dataset
+    report: GetReport = field(default_factory=GetReport)
 
     def write_tree(self, top: int, is_new: bool) -> None:
         """Write everything below the folder `top`; where the destination is new, its attributes
@@ -239,7 +231,7 @@ class _FolderWriter:
         for index in reversed(made):
             with _EntryErrors(self, index):
                 self._finish_folder(index)
-        self._progress(self.report)
+        self.progress(self.report)
 
     def write_entries(self, indices: Indices) -> None:
         """Write files, in the order of their chunks, and then links."""
@@ -247,7 +239,7 @@ class _FolderWriter:
         kinds = layout.kinds(self.view.columns.flags[indices])
         files = [i for i in indices[kinds == Kind.FILE].tolist() if self._must_write(i)]
         chosen = in_chunk_order(self.view, np.array(files, np.int64))
-        for index, content in contents(self.view, self._reader, chosen):
+        for index, content in contents(self.view, self.reader, chosen):
             if isinstance(content, Exception):
                 self.add_failure(index, str(content))
             else:
@@ -267,12 +259,12 @@ class _FolderWriter:
         except FileExistsError:
             existing = os.stat(name, dir_fd=above, follow_symlinks=False).st_mode
             if stat.S_ISDIR(existing):
-                if self._force and existing & 0o700 != 0o700:
+                if self.force and existing & 0o700 != 0o700:
                     _grant_owner(above, name, existing)
                 with suppress(OSError):  # writing into the folder meets and reports the same error
-                    remove_leftovers(self._folders[index])
-                return self._force
-            if not self._force:
+                    remove_leftovers(self.folders[index])
+                return self.force
+            if not self.force:
                 raise _EntrySkipped("a file is there; --force replaces it") from None
             os.unlink(name, dir_fd=above)
             os.mkdir(name, mode, dir_fd=above)
@@ -285,7 +277,7 @@ class _FolderWriter:
         """
         wanted = self.view.stat(index)
         implicit = bool(self.view.columns.flags[index] & layout.IMPLICIT)
-        folder = self._folders[index]
+        folder = self.folders[index]
         there = os.fstat(folder)
         if stat.S_IMODE(there.st_mode) != wanted.mode & MODE_MASK:
             os.fchmod(folder, wanted.mode & MODE_MASK)
@@ -310,7 +302,7 @@ class _FolderWriter:
                 return False
             if stat.S_ISDIR(there.st_mode):
                 raise _EntrySkipped("a folder is there; remove it first")
-            if not self._force:
+            if not self.force:
                 raise _EntrySkipped("something different is there; --force replaces it")
             return True
         return False
@@ -371,12 +363,12 @@ class _FolderWriter:
 
     def _destination_of(self, index: int) -> tuple[int, bytes]:
         """The descriptor of the folder that an entry goes into, and its name there."""
-        name = self._names.get(index) or _safe_name(self.view, index)
-        return self._folders[self.view.parent(index)], name
+        name = self.names.get(index) or _safe_name(self.view, index)
+        return self.folders[self.view.parent(index)], name
 
     def _count_entry(self) -> None:
         self.report.entries += 1
-        self._progress(self.report)
+        self.progress(self.report)
 
     def add_failure(self, index: int, reason: str) -> None:
         """Name an entry in the report as one that could not be written."""

@@ -71,29 +71,21 @@ class ReadabilityCheck:
         return True
 
 
+@dataclass(eq=False)
 class Comparer:
-    """A view of the dataset, what the source has of it, and what has been put over it since.
+    """A view of the dataset, what the source has of it, and what has been put over it since."""
 
-    The source goes to `target` of the dataset.
-    """
+    view: Snapshot
+    target: bytes  # where the source goes in the dataset
+    options: PutOptions
+    path_filter: Filter
+    readable: Callable[[int], bool]  # whether the entry at an index can be read
 
-    def __init__(
-        self,
-        view: Snapshot,
-        target: bytes,
-        options: PutOptions,
-        path_filter: Filter,
-        readable: Callable[[int], bool],
-    ) -> None:
-        self.view = view
-        self._target = target
-        self._options = options
-        self._filter = path_filter
-        self._readable = readable
+    def __post_init__(self) -> None:
         # By folder of the dataset, why nothing can go into it
         self._folder_conflicts: dict[bytes, str] = {b"": ""}
         self._replaced: set[int] = set()
-        self._seen = bytearray(view.entry_count) if options.delete else bytearray()
+        self._seen = bytearray(self.view.entry_count if self.options.delete else 0)
         self._any_found = False  # whether the source has anything in it
 
     def find(self, path: bytes) -> int:
@@ -128,7 +120,7 @@ class Comparer:
             and index not in self._replaced
             and self.view.stat(index) == entry
             and (entry.kind != Kind.LINK or self.view.link(index) == link)
-            and self._readable(index)
+            and self.readable(index)
         )
 
     def mark_replaced(self, index: int) -> None:
@@ -143,9 +135,9 @@ class Comparer:
         Empty for a source without anything in it, unless that is allowed. What the filters leave
         out stays, and so does a folder in which something stays.
         """
-        if not self._options.delete or not (self._any_found or self._options.allow_empty):
+        if not self.options.delete or not (self._any_found or self.options.allow_empty):
             return []
-        top = self.view.lookup(self._target)
+        top = self.view.lookup(self.target)
         paths: list[bytes] = []
         staying: set[int] = set()  # folders in which something stays
         for index in reversed(self.view.walk(top).tolist() if top >= 0 else []):
@@ -159,8 +151,8 @@ class Comparer:
 
     def _is_excluded(self, index: int) -> bool:
         """Whether the filters leave out what stands at `index`."""
-        path = source_path(self._target, self.view.path(index))
-        return self._filter.excludes(path, is_folder=self.view.stat(index).kind == Kind.FOLDER)
+        path = source_path(self.target, self.view.path(index))
+        return self.path_filter.excludes(path, is_folder=self.view.stat(index).kind == Kind.FOLDER)
 
     def _replacement_conflict(self, index: int, kind: Kind) -> str:
         """Why an entry of a kind cannot take the place of what stands at `index`, or the empty
@@ -171,7 +163,7 @@ class Comparer:
         """
         if index < 0 or (self.view.stat(index).kind == Kind.FOLDER) == (kind == Kind.FOLDER):
             return ""
-        if self._options.delete and not any(map(self._is_excluded, self.view.walk(index).tolist())):
+        if self.options.delete and not any(map(self._is_excluded, self.view.walk(index).tolist())):
             return ""
         there = "file" if kind == Kind.FOLDER else "folder"
         path = shown(self.view.path(index))
@@ -191,7 +183,7 @@ class Comparer:
 
     def _mark(self, index: int, *, with_all_below: bool = False) -> None:
         """Remember that the source has an entry; `with_all_below`: and perhaps all below it."""
-        if index < 0 or not self._options.delete:
+        if index < 0 or not self.options.delete:
             return
         self._seen[index] = 1
         if with_all_below:
@@ -231,47 +223,38 @@ class FolderChanges:
     unchanged: int
 
 
+@dataclass(eq=False)
 class FolderComparer(Comparer):
-    """Compares folders of a source, of which `root` is a descriptor, with a view of the dataset.
+    """Compares folders of a source with a view of the dataset."""
 
-    `failed` is called with each path below the source that cannot be put, and the reason.
-    """
+    failed: ReportFailure
+    root: int  # a descriptor of the source
 
-    def __init__(
-        self,
-        view: Snapshot,
-        target: bytes,
-        options: PutOptions,
-        path_filter: Filter,
-        readable: Callable[[int], bool],
-        failed: ReportFailure,
-        root: int,
-    ) -> None:
-        super().__init__(view, target, options, path_filter, readable)
-        self._failed = failed
-        self._root = root
-        for end in range(len(target) + 1):  # the target, and each folder above it
-            if end == len(target) or target[end : end + 1] == b"/":
-                index = view.lookup(target[:end])
-                if index >= 0 and view.stat(index).kind != Kind.FOLDER:
-                    raise ConflictError(f"{target[:end]!r} is a file of the dataset")
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        parts = self.target.split(b"/")
+        for count in range(len(parts)):  # each folder above the target, and the target
+            path = b"/".join(parts[: count + 1])
+            index = self.view.lookup(path)
+            if index >= 0 and self.view.stat(index).kind != Kind.FOLDER:
+                raise ConflictError(f"{path!r} is a file of the dataset")
 
     def changes(self, listings: Iterator[FolderListing]) -> Iterator[FolderChanges]:
         """What is to be packed of each folder."""
         for listing in listings:
-            target = target_path(self._target, listing.path)
+            target = target_path(self.target, listing.path)
             if fault := path_fault(target):
-                self._failed(listing.path, f"its path has {fault}")
+                self.failed(listing.path, f"its path has {fault}")
                 continue
             if reason := self._conflict_at(target):
-                self._failed(listing.path, reason)
+                self.failed(listing.path, reason)
                 listing.folders.clear()  # one report is enough for all that is below
                 continue
             if target == b"":
                 for names in (listing.files, listing.links, listing.folders):
                     if RESERVED_NAME in names:
                         names.remove(RESERVED_NAME)
-                        self._failed(
+                        self.failed(
                             RESERVED_NAME, "refused: it is the name of a mount's own folder"
                         )
             self._any_found |= bool(listing.files or listing.links or listing.folders)
@@ -287,7 +270,7 @@ class FolderComparer(Comparer):
             is_folder
             and found is not None
             and (found.mode, found.mtime_ns) == (listing.mode & MODE_MASK, listing.mtime_ns)
-            and self._readable(at)
+            and self.readable(at)
         )
         entry = None if is_same or listing.unread else (listing.mode, listing.mtime_ns)
         files, links, unchanged = listing.files, listing.links, int(is_same)
@@ -310,9 +293,9 @@ class FolderComparer(Comparer):
         for name in names:  # the source has them, whether or not they can be looked at
             self._mark(indices.get(name, -1))
         try:
-            folder = open_folder(self._root, listing.path)
+            folder = open_folder(self.root, listing.path)
         except OSError as error:
-            self._failed(listing.path, failure_reason(error))
+            self.failed(listing.path, failure_reason(error))
             return changed, 0
         try:
             for name in names:
@@ -320,7 +303,7 @@ class FolderComparer(Comparer):
                 if index < 0:
                     changed.add(name)
                 elif reason := self._replacement_conflict(index, Kind.FILE):
-                    self._failed(join(listing.path, name), reason)
+                    self.failed(join(listing.path, name), reason)
                 elif self._is_unchanged(folder, name, index):
                     unchanged += 1
                 else:
@@ -345,17 +328,15 @@ class FolderComparer(Comparer):
                 return there.kind == Kind.LINK and (
                     os.readlink(name, dir_fd=folder) == self.view.link(index)
                     and there.mtime_ns == found.st_mtime_ns
-                    and self._readable(index)
+                    and self.readable(index)
                 )
             return (
                 there.kind == Kind.FILE
                 and there.size == found.st_size
                 and there.mtime_ns == found.st_mtime_ns
                 and there.mode == found.st_mode & MODE_MASK
-                and (
-                    not self._options.checksum or same_file_content(self.view, index, folder, name)
-                )
-                and self._readable(index)
+                and (not self.options.checksum or same_file_content(self.view, index, folder, name))
+                and self.readable(index)
             )
         except OSError:
             return False  # the packing process will meet the same error and report it

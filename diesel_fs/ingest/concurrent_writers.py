@@ -79,8 +79,7 @@ def _put_again(
 ) -> None:
     """Put the contents of these files at their paths again. `replaced` has each file's extents."""
     log.warning(
-        "folders replaced these files, which are put again: %s",
-        ", ".join(map(shown, replaced)),
+        "folders replaced these files, which are put again: %s", ", ".join(map(shown, replaced))
     )
     view = _snapshot_of(session, replaced)
     reader = EntryReader(view, repository.objects, _MEMORY_BYTES)
@@ -175,9 +174,7 @@ def _headers(
             yield repository.read_header(session.identity, chunk)
         except (FormatError, ObjectMissing) as error:  # it must not stop the put
             log.warning(
-                "conflicts in chunk %s are not looked for: %s",
-                chunk_id_text(chunk),
-                error.message,
+                "conflicts in chunk %s are not looked for: %s", chunk_id_text(chunk), error.message
             )
 
 

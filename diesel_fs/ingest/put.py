@@ -130,11 +130,7 @@ def _begin(
 
 
 def _delete_shadowed_files(
-    repository: Repository,
-    session: WriteSession,
-    before: Snapshot,
-    report: PutReport,
-    reason: str,
+    repository: Repository, session: WriteSession, before: Snapshot, report: PutReport, reason: str
 ) -> None:
     """Delete the files that this put has put at paths where it has put folders, too. `before` is
     the dataset before the put; the report gets the reason.

@@ -141,30 +141,24 @@ class _Batch:
     count: int = 0
 
 
+@dataclass(eq=False)
 class _FolderPut:
     """The coordinator of one put: what has been walked, what is being packed, what is done."""
 
-    def __init__(
-        self,
-        session: WriteSession,
-        target: bytes,
-        batches: Iterator[_Batch],
-        report: PutReport,
-        commit_every_s: float,
-        commit_entries_max: int,
-    ) -> None:
-        self._commit_every_s = commit_every_s
-        self._commit_entries_max = commit_entries_max
-        self._session = session
-        self._target = target
-        self._batches = batches
+    session: WriteSession
+    target: bytes
+    batches: Iterator[_Batch]
+    report: PutReport
+    commit_every_s: float
+    commit_entries_max: int
+
+    def __post_init__(self) -> None:
+        self.stale: list[bytes] = []  # paths below the source whose chunk came too late
         self._backlog: deque[_Batch] = deque()
-        self._report = report
         # Chunks that are durable and not committed, each with how many entries end in it
         self._stored: list[tuple[ValidatedChunk, int]] = []
         self._stored_entries = 0
         self._committed_s = float("-inf")  # monotonic time of the last commit
-        self.stale: list[bytes] = []  # paths below the source whose chunk came too late
 
     def run(self, workers: list[WorkerHandle], progress: PutProgress) -> None:
         """Feed the processes until all batches are packed, stored and committed; end them."""
@@ -185,11 +179,11 @@ class _FolderPut:
             for pipe in wait(by_pipe, timeout=0 if may_walk else self._due_s()):
                 assert isinstance(pipe, Connection)
                 self._answer(by_pipe[pipe])
-            if self._stored_entries >= self._commit_entries_max or self._due_s() == 0:
+            if self._stored_entries >= self.commit_entries_max or self._due_s() == 0:
                 self._commit()
-            progress(self._report)
+            progress(self.report)
         self._commit()
-        progress(self._report)
+        progress(self.report)
 
     def _feed(self, workers: list[WorkerHandle]) -> None:
         for worker in workers:
@@ -199,7 +193,7 @@ class _FolderPut:
                 batch = self._backlog.popleft()
                 worker.send("pack", batch.folders, batch.folder_entries)
                 worker.outstanding += 1
-        idle = self._report.walked and not any(worker.outstanding for worker in workers)
+        idle = self.report.walked and not any(worker.outstanding for worker in workers)
         for worker in workers if idle else ():
             if not worker.finishing:
                 worker.finishing = True
@@ -207,13 +201,13 @@ class _FolderPut:
 
     def _walk_ahead(self) -> bool:
         """Let the walk run ahead by one batch; returns whether there may be more."""
-        if self._report.walked or len(self._backlog) >= _BACKLOG_BATCHES:
+        if self.report.walked or len(self._backlog) >= _BACKLOG_BATCHES:
             return False
-        batch = next(self._batches, None)
+        batch = next(self.batches, None)
         if batch is None:
-            self._report.walked = True
+            self.report.walked = True
             return False
-        self._report.entries_found += batch.count
+        self.report.entries_found += batch.count
         self._backlog.append(batch)
         return True
 
@@ -225,24 +219,24 @@ class _FolderPut:
             raise worker.death_reason() from None
         match kind:
             case "id":
-                worker.send("id", self._session.new_id(values[0] and ChunkId(values[0])))
+                worker.send("id", self.session.new_id(values[0] and ChunkId(values[0])))
             case "stored":
                 self._validate(*values)
             case "packed":
                 worker.outstanding -= 1
-                self._report.failed += [(path, reason) for path, reason in values[0]]
+                self.report.failed += [(path, reason) for path, reason in values[0]]
             case "finished":
                 worker.finished = True
-                self._report.stripped += values[0]
-                self._report.hard_links += values[1]
+                self.report.stripped += values[0]
+                self.report.hard_links += values[1]
             case "error":
                 raise error_by_class_name(*values)
 
     def _validate(self, preamble: bytes, header: bytes, entries: int) -> None:
         try:
-            chunk = self._session.validate_chunk(preamble, header)
+            chunk = self.session.validate_chunk(preamble, header)
         except StaleChunk as stale:
-            self.stale += [source_path(self._target, path) for path in stale.paths]
+            self.stale += [source_path(self.target, path) for path in stale.paths]
             return
         self._stored.append((chunk, entries))
         self._stored_entries += len(chunk.batch.rows)
@@ -251,17 +245,17 @@ class _FolderPut:
         """How long the next commit waits for more chunks; None where there is no chunk yet."""
         if not self._stored:
             return None
-        return max(0.0, self._committed_s + self._commit_every_s - time.monotonic())
+        return max(0.0, self._committed_s + self.commit_every_s - time.monotonic())
 
     def _commit(self) -> None:
         """Commit all chunks that are durable, and count them."""
         stored, self._stored, self._stored_entries = self._stored, [], 0
         if not stored:
             return
-        self._session.commit_all([chunk for chunk, _ in stored])
+        self.session.commit_all([chunk for chunk, _ in stored])
         self._committed_s = time.monotonic()
         for chunk, entries in stored:
-            self._report.add_chunk(chunk, entries)
+            self.report.add_chunk(chunk, entries)
 
 
 def _batches(changes: Iterator[FolderChanges], report: PutReport) -> Iterator[_Batch]:
