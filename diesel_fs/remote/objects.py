@@ -34,9 +34,9 @@ from ..storage.objects.store import (
 )
 from .values import PARTS_MAX, parts_message
 
-AT_ONCE_BYTES = 16 << 20
-"""The size of one request of many that are read: large enough to fill a network link, small enough
-to wait for."""
+_REQUEST_BYTES = 16 << 20
+"""The most that one request of `read_parts` asks for: enough to fill a network link, and little
+enough to wait for."""
 
 _SLOWEST_BYTES_PER_S = 1 << 20  # deadlines assume a connection at least so fast
 _PUT_S = 60.0  # the time that a server may wait for its stores
@@ -79,6 +79,7 @@ class RemoteObjects(ObjectStore):
         self._lease(name, 0, 0)
 
     def _lease(self, name: str, version: int, seconds: float) -> None:
+        """Have the server write a lease on a version for so long; 0 seconds end it."""
         identity = identity_of_object(name)
         assert identity is not None
         message: Message = {
@@ -94,9 +95,9 @@ class RemoteObjects(ObjectStore):
         check_range(name, start, length)
         if length is None:
             length = max(self.stat(name).bytes - start, 0)
-        found = bytearray(length)
-        self.read_into(name, start, found)
-        return found
+        content = bytearray(length)
+        self.read_into(name, start, content)
+        return content
 
     def read_into(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
         check_range(name, start, len(buffer))
@@ -116,20 +117,24 @@ class RemoteObjects(ObjectStore):
 
     def read_parts(self, parts: Sequence[Part]) -> Iterator[memoryview]:
         """Read parts of one dataset's chunks, many in one request."""
-        for some in batched_parts(parts, PARTS_MAX, AT_ONCE_BYTES):
-            yield from self._read_some(some)
+        for batch in batched_parts(parts, PARTS_MAX, _REQUEST_BYTES):
+            yield from self._read_batch(batch)
 
-    def _read_some(self, parts: Sequence[Part]) -> Iterator[memoryview]:
-        known = {name: _parse_name(name) for name, _, _ in parts}
-        identities = {identity for identity, _ in known.values()}
+    def _read_batch(self, parts: Sequence[Part]) -> Iterator[memoryview]:
+        """Read parts by one request."""
+        parsed = {name: _parse_name(name) for name, _, _ in parts}
+        identities = {identity for identity, _ in parsed.values()}
         if len(identities) != 1:
             raise UsageError("parts of several datasets at once")
-        room = np.empty(sum(size for _, _, size in parts), np.uint8).data
-        wanted = [(known[name][1], start, size) for name, start, size in parts]
-        self._read(identities.pop(), wanted, room)
+        buffer = np.empty(sum(size for _, _, size in parts), np.uint8).data
+        self._read(
+            identities.pop(),
+            [(parsed[name][1], start, size) for name, start, size in parts],
+            buffer,
+        )
         at = 0
-        for _, _, size in wanted:
-            yield room[at : at + size].toreadonly()
+        for _, _, size in parts:
+            yield buffer[at : at + size].toreadonly()
             at += size
 
     def _read(
@@ -140,6 +145,8 @@ class RemoteObjects(ObjectStore):
         *,
         fresh: bool = False,
     ) -> None:
+        """Read parts (chunk, start, size) into `buffer`, one behind the other; `fresh`: from the
+        object store, past every cache of the server."""
         message: Message = {
             "do": "read",
             "identity": identity.bytes,

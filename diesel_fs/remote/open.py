@@ -23,12 +23,12 @@ def open_repository(
     ConfigError for an address that this process cannot open, ObjectStoreError where there is no
     repository.
     """
-    where = parse_url(url) if isinstance(url, str) else url
-    if where.scheme not in SERVER_SCHEMES:
-        return LocalRepository.open(where, create=create)
+    parsed = parse_url(url) if isinstance(url, str) else url
+    if parsed.scheme not in SERVER_SCHEMES:
+        return LocalRepository.open(parsed, create=create)
     if credentials is None:
-        raise no_user_named(where)
-    return RemoteRepository.at(where, credentials)
+        raise no_user_named(parsed)
+    return RemoteRepository.at(parsed, credentials)
 
 
 def open_configured(settings: Settings, *, create: bool = False) -> Repository:
@@ -44,13 +44,11 @@ def same_view(repository: Repository, dataset: str, identity: str, version: int)
     Raises NotFoundError where the version is no longer kept, and ConflictError where another
     dataset has the name now.
     """
-    found = open_private_copy(UUID(hex=identity), version)
-    if found is None:
-        found = repository.view(dataset)
-    if found.version != version:
-        found = repository.view_at(dataset, version)
-    if found.identity.hex != identity:
+    snapshot = open_private_copy(UUID(hex=identity), version) or repository.view(dataset)
+    if snapshot.version != version:
+        snapshot = repository.view_at(dataset, version)
+    if snapshot.identity.hex != identity:
         raise ConflictError(
-            f"{dataset!r} is another dataset now ({found.identity})", advice="mount it anew"
+            f"{dataset!r} is another dataset now ({snapshot.identity})", advice="mount it anew"
         )
-    return found
+    return snapshot

@@ -1,5 +1,5 @@
-"""Sends snapshots from a server to its clients: cut into pieces, each an LZ4 block (`WIRE.md`,
-section 5).
+"""The form in which a server sends snapshots to its clients: cut into pieces, each an LZ4 block
+(`WIRE.md`, section 5).
 
 The server keeps the compressed pieces of a version in a file (`CompressedSnapshots`), so that each
 version is compressed once. The file lies in a folder that only the server's user can open, and is
@@ -12,7 +12,6 @@ Callable from any thread; several processes may share the folder.
 import contextlib
 import logging
 import os
-import secrets
 import struct
 import threading
 from collections.abc import Iterator, Sequence
@@ -27,6 +26,7 @@ from xxhash import xxh3_64_intdigest
 from ..errors import CorruptError, DieselError
 from ..format.snapshot.reader import Snapshot
 from ..settings import private_folder
+from ..system.atomic_file import atomic_file
 
 log = logging.getLogger("diesel.repository")
 
@@ -45,7 +45,8 @@ KEPT = 2
 """Versions of a dataset whose pieces are kept, as many as private copies of snapshots."""
 
 _MAGIC = b"\x93DIESPIE"
-_HEAD = struct.Struct("<8sQIIQ")  # magic, version, pieces, zero, checksum of the table
+# A file holds the blocks, a table with one row for each, and at its end a trailer
+_TRAILER = struct.Struct("<8sQIIQ")  # magic, version, pieces, zero, checksum of the table
 _ROW = struct.Struct("<IIQ")  # raw bytes, stored bytes, checksum of the block
 
 
@@ -78,20 +79,16 @@ class CompressedSnapshots:
         """The pieces of a snapshot, in order. The iterator raises CorruptError where a kept piece
         is damaged; the next call makes all pieces anew."""
         identity, version = view.identity, view.version
-        file = self._find(identity, version)
-        if file is None:
+        pieces = self._find(identity, version)
+        if pieces is None:
             with self._lock:
                 making = self._making.setdefault((identity, version), threading.Lock())
             with making:
-                file = self._find(identity, version)  # another thread may have made it meanwhile
-                made = None if file is not None else self._make(identity, version, view)
+                # Another thread may have made the file meanwhile
+                pieces = self._find(identity, version) or self._make(identity, version, view)
             with self._lock:
                 self._making.pop((identity, version), None)
-            if made is not None:
-                yield from made
-                return
-        assert file is not None
-        yield from file
+        yield from pieces
 
     def _find(self, identity: UUID, version: int) -> "Iterator[SnapshotPiece] | None":
         if self._folder is None:
@@ -129,22 +126,15 @@ class CompressedSnapshots:
 
 
 def _write(path: Path, version: int, pieces: Iterator[SnapshotPiece]) -> None:
-    """Write a file of pieces, whole or not at all. The table of the pieces is at its end. Raises
-    OSError."""
-    temporary = path.with_name(f".tmp-{secrets.token_hex(8)}")
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    """Write a file of pieces, whole or not at all. Raises OSError, DieselError."""
     rows = []
-    try:
-        with open(os.open(temporary, flags, 0o600), "wb") as file:
-            for raw_bytes, block in pieces:
-                rows.append(_ROW.pack(raw_bytes, len(block), xxh3_64_intdigest(block)))
-                file.write(block)
-            table = b"".join(rows)
-            file.write(table)
-            file.write(_HEAD.pack(_MAGIC, version, len(rows), 0, xxh3_64_intdigest(table)))
-        temporary.rename(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with atomic_file(path, sync=False) as file:
+        for raw_bytes, block in pieces:
+            rows.append(_ROW.pack(raw_bytes, len(block), xxh3_64_intdigest(block)))
+            file.write(block)
+        table = b"".join(rows)
+        file.write(table)
+        file.write(_TRAILER.pack(_MAGIC, version, len(rows), 0, xxh3_64_intdigest(table)))
 
 
 def _opened(path: Path, version: int) -> Iterator[SnapshotPiece]:
@@ -160,12 +150,13 @@ def _opened(path: Path, version: int) -> Iterator[SnapshotPiece]:
 
 
 def _table(file: int, version: int) -> Sequence[tuple[int, int, int]]:
+    """The rows of the table in a file of pieces. Raises OSError, CorruptError."""
     size = os.fstat(file).st_size
-    tail = os.pread(file, _HEAD.size, max(size - _HEAD.size, 0))
-    if len(tail) < _HEAD.size:
+    trailer = os.pread(file, _TRAILER.size, max(size - _TRAILER.size, 0))
+    if len(trailer) < _TRAILER.size:
         raise CorruptError("truncated")
-    magic, its_version, count, _, checksum = _HEAD.unpack(tail)
-    start = size - _HEAD.size - count * _ROW.size
+    magic, its_version, count, _, checksum = _TRAILER.unpack(trailer)
+    start = size - _TRAILER.size - count * _ROW.size
     if magic != _MAGIC or its_version != version or start < 0:
         raise CorruptError("not the pieces of this version")
     table = os.pread(file, count * _ROW.size, start)
@@ -226,10 +217,10 @@ class SnapshotAssembler:
     def joined(self, total: int) -> memoryview:
         """The whole snapshot in one buffer. Raises CorruptError as `parts`."""
         parts = self.parts(total)
-        held = np.empty(total, np.uint8).data
+        snapshot = np.empty(total, np.uint8).data
         at = 0
-        while parts:
+        while parts:  # each is freed once it is copied
             part = parts.pop(0)
-            held[at : at + len(part)] = part
+            snapshot[at : at + len(part)] = part
             at += len(part)
-        return held.toreadonly()
+        return snapshot.toreadonly()

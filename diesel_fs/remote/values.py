@@ -19,9 +19,8 @@ from ..net.messages import Fields, Message, Value
 from ..repository.catalog import DatasetInfo
 from ..storage.metadata.store import DatasetHead
 
-PARTS_MAX = 65_536
-
-PATHS_MAX = 1 << 18
+PARTS_MAX = 65_536  # parts of chunks in one request
+PATHS_MAX = 1 << 18  # paths or names in one request
 NO_KIND = 255
 """The kind of an entry that does not exist, in a column of kinds."""
 
@@ -30,16 +29,16 @@ _COLUMNS = (("kind", "<u1"), ("mode", "<u2"), ("size", "<u8"), ("mtime_ns", "<i8
 
 def info_message(info: DatasetInfo) -> Message:
     """A dataset as a message."""
-    found = info.head
+    head = info.head
     head_message: Message | None = None
-    if found is not None:
+    if head is not None:
         head_message = {
-            "version": found.version,
-            "files": found.files,
-            "bytes": found.bytes,
-            "chunks": found.chunks,
-            "digest": found.digest.to_bytes(16, "big"),
-            "newest": found.newest,
+            "version": head.version,
+            "files": head.files,
+            "bytes": head.bytes,
+            "chunks": head.chunks,
+            "digest": head.digest.to_bytes(16, "big"),
+            "newest": head.newest,
         }
     return {
         "name": info.name,
@@ -51,15 +50,15 @@ def info_message(info: DatasetInfo) -> Message:
 
 def parse_info(value: Value) -> DatasetInfo:
     """The dataset that a message describes."""
-    fields = Fields(_map(value, "a dataset"), "a dataset")
+    message = _map(value, "a dataset")
+    fields = Fields(message, "a dataset")
     name = check_dataset_name(fields.text("name"))
     identity = parse_identity(fields)
     created_ns = fields.integer("created_ns")
-    assert isinstance(value, dict)
-    described = value.get("marker")
+    head_message = message.get("marker")
     head = None
-    if described is not None:
-        head_fields = Fields(_map(described, "a marker"), "a marker")
+    if head_message is not None:
+        head_fields = Fields(_map(head_message, "a marker"), "a marker")
         version, files, content, chunks = map(
             head_fields.integer, ("version", "files", "bytes", "chunks")
         )
@@ -86,10 +85,10 @@ def parse_list(answer: Message, name: str) -> list[Value]:
 
 def parts_message(parts: Sequence[tuple[ChunkId, int, int]]) -> bytes:
     """Parts of chunks (chunk, start, size), encoded."""
-    found = np.zeros(len(parts), CHUNK_RANGE)
+    ranges = np.zeros(len(parts), CHUNK_RANGE)
     for i, (chunk, start, size) in enumerate(parts):
-        found[i] = (np.void(chunk), start, size)
-    return found.tobytes()
+        ranges[i] = (np.void(chunk), start, size)
+    return ranges.tobytes()
 
 
 def parse_parts(fields: Fields) -> ChunkRanges:
@@ -98,10 +97,10 @@ def parse_parts(fields: Fields) -> ChunkRanges:
     count, rest = divmod(len(packed), CHUNK_RANGE.itemsize)
     if rest or count > PARTS_MAX:
         fields.bad("parts", f"it is at most {PARTS_MAX} records of {CHUNK_RANGE.itemsize} bytes")
-    found = np.frombuffer(packed, CHUNK_RANGE)
-    if int(found["size"].sum(dtype=np.uint64)) > READ_BYTES_MAX:
+    ranges = np.frombuffer(packed, CHUNK_RANGE)
+    if int(ranges["size"].sum(dtype=np.uint64)) > READ_BYTES_MAX:
         fields.bad("parts", f"they have at most {READ_BYTES_MAX} bytes together")
-    return found
+    return ranges
 
 
 def paths_message(paths: Sequence[bytes]) -> bytes:
@@ -132,15 +131,14 @@ def columns_message(stats: Stats) -> Message:
 
 def parse_columns(fields: Fields, count: int) -> Stats:
     """`count` entries from their columns."""
-    found = {}
-    for name, kind in _COLUMNS:
-        packed = fields.octets(name, count * np.dtype(kind).itemsize)
-        found[name] = np.frombuffer(packed, kind)
-    kinds = found["kind"].copy()
+    kinds, *others = (
+        np.frombuffer(fields.octets(name, count * np.dtype(dtype).itemsize), dtype).copy()
+        for name, dtype in _COLUMNS
+    )
     kinds[kinds == NO_KIND] = Kind.TOMBSTONE
     if count and int(kinds.max()) > Kind.TOMBSTONE:
         fields.bad("kind", "it is of a known kind")
-    return Stats(kinds, found["mode"].copy(), found["size"].copy(), found["mtime_ns"].copy())
+    return Stats(kinds, *others)
 
 
 def _map(value: Value, what: str) -> Message:

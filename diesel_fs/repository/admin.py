@@ -1,9 +1,9 @@
 """Administering accounts: by direct access to the repository, or through a server.
 
-Each change is decided and made in one atomic step on the accounts that it changes, so a user who
-has just lost a right cannot use it, and no change through a server leaves nobody who can
-administer. What a change does to accounts stands in `storage/accounts/account.py`. Keys are made by
-the caller: only public keys come here. Safe from many threads.
+Each change is allowed and made in one atomic step, so a user who has just lost a right cannot use
+it, and after a change through a server at least one user can administer. What a change does to
+accounts stands in `storage/accounts/account.py`. Callers make the keys and pass only the public
+ones. Safe from many threads.
 """
 
 from abc import ABC, abstractmethod
@@ -131,18 +131,19 @@ class DirectAdministration(Administration):
         self._table.close()
 
     def _change(self, edit: Callable[[Accounts], Accounts], dataset: str = "") -> None:
-        def allowed(before: Accounts) -> Accounts:
+        def edit_if_allowed(before: Accounts) -> Accounts:
             self._check(self._current_actor(before), dataset)
             after = edit(before)
             if self._actor is not None:
                 check_admin_left(before, after)
             return after
 
-        self._table.change(allowed)
+        self._table.change(edit_if_allowed)
 
     @staticmethod
     def _check(actor: Account | None, dataset: str = "") -> None:
-        """Raises PermissionDenied, NoSuchDataset, MetadataError where `actor` may not."""
+        """Raises PermissionDenied, NoSuchDataset, MetadataError where `actor` may not administer:
+        the dataset, or (empty) the repository."""
         if actor is not None and dataset:
             actor.require(dataset, Role.ADMIN)
         elif actor is not None:
@@ -152,10 +153,10 @@ class DirectAdministration(Administration):
         """The actor as the table has it now; None for direct access."""
         if self._actor is None:
             return None
-        found = accounts.get(self._actor.name)
-        if found is None or found.public_key != self._actor.public_key:
+        account = accounts.get(self._actor.name)
+        if account is None or account.public_key != self._actor.public_key:
             raise PermissionDenied(f"the account {self._actor.name!r} is not valid any more")
-        return found
+        return account
 
 
 class Calls(Protocol):
@@ -184,20 +185,20 @@ class RemoteAdministration(Administration):
         self._set(name, public_key, admin=admin, new=False)
 
     def _set(self, name: str, public_key: bytes, *, admin: bool, new: bool) -> None:
-        self._tell(
+        self._send_change(
             {"do": "set_user", "user": name, "public_key": public_key, "admin": admin, "new": new}
         )
 
     def remove(self, name: str) -> None:
-        self._tell({"do": "remove_user", "user": name})
+        self._send_change({"do": "remove_user", "user": name})
 
     def grant(self, dataset: str, name: str, role: Role) -> None:
-        self._tell({"do": "grant", "dataset": dataset, "user": name, "role": role.text})
+        self._send_change({"do": "grant", "dataset": dataset, "user": name, "role": role.text})
 
     def import_text(self, text: bytes, *, replace: bool) -> None:
-        self._tell({"do": "import_users", "replace": replace}, text)
+        self._send_change({"do": "import_users", "replace": replace}, text)
 
-    def _tell(self, message: Message, payload: Bytes = b"") -> None:
+    def _send_change(self, message: Message, payload: Bytes = b"") -> None:
         # Not repeated: a change that was made the first time would seem to fail
         self._calls.call(message, [payload] if payload else [], may_repeat=False)
 

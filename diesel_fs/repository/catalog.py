@@ -22,7 +22,8 @@ _IDENTITY_CHARS = 32
 
 @dataclass(frozen=True, slots=True)
 class DatasetInfo:
-    """A dataset of the object store. `head` is None where the metadata store does not know it."""
+    """A dataset of the object store. `head` is None where the metadata store does not know it.
+    `created_ns` is in ns since 1970; 0 where it is unknown."""
 
     name: str
     identity: UUID
@@ -41,21 +42,19 @@ class Catalogue:
     ) -> tuple[list[DatasetInfo], list[CorruptError]]:
         """The datasets that are not deleted, by name; and an error for each whose name is unknown,
         since its object is damaged and it has no head."""
-        found: list[DatasetInfo] = []
+        infos: list[DatasetInfo] = []
         damaged: list[CorruptError] = []
         for identity in self._identities():
             head = heads.get(identity)
             try:
                 info = self.describe(identity, head)
             except CorruptError as error:
-                info = None
-                if head is None:
+                info = None if head is None else DatasetInfo(head.name, identity, 0, head)
+                if info is None:
                     damaged.append(error)
-                else:
-                    info = DatasetInfo(head.name, identity, 0, head)
             if info is not None:
-                found.append(info)
-        return sorted(found, key=lambda info: (info.name, info.created_ns)), damaged
+                infos.append(info)
+        return sorted(infos, key=lambda info: (info.name, info.created_ns)), damaged
 
     def describe(self, identity: UUID, head: DatasetHead | None) -> DatasetInfo | None:
         """A dataset; None where it is deleted, or its creation was interrupted. Raises
@@ -99,6 +98,7 @@ class Catalogue:
             self._objects.put(deleted_object(identity), [name.encode()])
 
     def _described(self, identity: UUID) -> tuple[str, UUID, int] | None:
+        """The first three fields of `DatasetInfo`; None where the dataset has no such object."""
         try:
             described = json.loads(bytes(self._objects.get(dataset_object(identity))))
             name, created_ns = described["name"], described["created_ns"]

@@ -44,13 +44,14 @@ def save_snapshot(view: Snapshot, file: Path) -> None:
     Raises PermissionDenied, NoSpaceError; UsageError for a folder.
     """
     try:
-        _write_whole(file, [view.buffer], sync=True)
+        with atomic_file(file) as handle:
+            handle.write(view.buffer)
     except OSError as error:
         raise write_error(file, error) from error
 
 
 def open_snapshot_file(file: Path) -> Snapshot:
-    """The snapshot in a file of somebody's, checked whole; then only our own copy is used.
+    """The snapshot in a file that a user names, checked whole; then only a private copy is used.
 
     Raises FormatError, NotFoundError, PermissionDenied, UsageError.
     """
@@ -69,14 +70,7 @@ def open_snapshot_file(file: Path) -> Snapshot:
     return write_private_copy(checked.identity, checked.version, [data]) or checked
 
 
-def _write_whole(file: Path, parts: Sequence[Bytes], *, sync: bool) -> None:
-    """Write a file whole or not at all; `sync`: durably. Raises OSError, UsageError."""
-    with atomic_file(file, sync=sync) as handle:
-        for part in parts:
-            handle.write(part)
-
-
-def map_private(path: Path) -> Snapshot:
+def _map_private(path: Path) -> Snapshot:
     """Map a snapshot file of this user's private folder, and compare its checksums. Raises OSError,
     ValueError for an empty file, FormatError."""
     with path.open("rb") as file:
@@ -85,30 +79,23 @@ def map_private(path: Path) -> Snapshot:
 
 
 @cache
-def _boot() -> str:
-    """Since when this machine runs: what was not synced is gone after that."""
+def _boot_id() -> str:
+    """The run of this machine: what was not synced is lost when another one begins."""
     return _BOOT_ID.read_text(encoding="ascii").strip()
 
 
 def _private_path(identity: UUID, version: int) -> Path:
-    name = f"{identity.hex}-{version:016x}.{_boot()}"
+    name = f"{identity.hex}-{version:016x}.{_boot_id()}"
     return private_folder(cache_folder() / "snapshots") / name
-
-
-def private_file(identity: UUID, version: int) -> int:
-    """A descriptor of this user's private copy. Raises OSError where there is none."""
-    try:
-        return os.open(_private_path(identity, version), os.O_RDONLY | os.O_CLOEXEC)
-    except DieselError as error:
-        raise FileNotFoundError(error.message) from error
 
 
 def snapshot_descriptor(snapshot: Snapshot) -> int:
     """A descriptor of a file that holds the snapshot, for another process on this machine.
     Raises OSError."""
     try:
-        return private_file(snapshot.identity, snapshot.version)
-    except OSError:  # there is no private folder, or it has newer versions
+        path = _private_path(snapshot.identity, snapshot.version)
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except (OSError, DieselError):  # there is no private folder, or it has newer versions
         descriptor = os.memfd_create("diesel-snapshot", os.MFD_CLOEXEC)
         with open(descriptor, "wb", closefd=False) as file:
             file.write(snapshot.buffer)
@@ -123,7 +110,7 @@ def open_private_copy(identity: UUID, version: int) -> Snapshot | None:
     """
     try:
         path = _private_path(identity, version)
-        found = map_private(path)
+        copy = _map_private(path)
     except FormatError as error:
         log.warning("a private copy is removed, and made again: %s", error.message)
         with suppress(OSError):
@@ -131,7 +118,7 @@ def open_private_copy(identity: UUID, version: int) -> Snapshot | None:
         return None
     except (OSError, ValueError, DieselError):
         return None
-    return found if (found.identity, found.version) == (identity, version) else None
+    return copy if (copy.identity, copy.version) == (identity, version) else None
 
 
 def newest_private_copy(identity: UUID) -> int:
@@ -140,23 +127,25 @@ def newest_private_copy(identity: UUID) -> int:
         folder = _private_path(identity, 0).parent
     except (DieselError, OSError):
         return 0
-    names = (path.name.split(".")[0] for path in folder.glob(f"{identity.hex}-*.{_boot()}"))
+    names = (path.name.split(".")[0] for path in folder.glob(f"{identity.hex}-*.{_boot_id()}"))
     return max((int(name.rpartition("-")[2], 16) for name in names), default=0)
 
 
 def write_private_copy(identity: UUID, version: int, parts: Sequence[Bytes]) -> Snapshot | None:
-    """Write a checked snapshot to the private folder and map it; None where that is impossible.
+    """Write a checked snapshot (its parts) to the private folder and map it; None where that is
+    impossible.
 
-    It is not synced, which would take as long as making it. So it counts only until the machine
+    It is not synced, which would take as long as making it. So it is used only until the machine
     boots again.
     """
     try:
         path = _private_path(identity, version)
-        _write_whole(path, parts, sync=False)
+        with atomic_file(path, sync=False) as file:
+            file.writelines(parts)
         copies = sorted(path.parent.glob(f"{identity.hex}-*"))
         for old in copies[:-PRIVATE_KEPT]:
             if old != path:  # it may be older than those: a kept version
                 old.unlink(missing_ok=True)
-        return map_private(path)
+        return _map_private(path)
     except (OSError, ValueError, PermissionDenied, ConfigError, FormatError):
-        return None  # no place of our own, or a bad one: the caller keeps it in memory
+        return None  # the folder cannot be used: the caller keeps the snapshot in memory

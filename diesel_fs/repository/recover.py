@@ -1,26 +1,19 @@
 """`recover`: build the metadata of a dataset again from its chunks, which are the truth.
 
-`expected_chunks.py` reads the chunks, decides which of them count as lost, and when a rebuild is
-refused. Blocking; one thread, beside which others read headers ahead.
+`expected_chunks.py` reads the chunks, decides which of them count as lost, and refuses a rebuild
+that would lose files. Blocking; one thread, beside which others read headers ahead.
 """
 
 from contextlib import suppress
 
 import numpy as np
 
-from ..errors import (
-    DieselError,
-    FormatError,
-)
+from ..errors import DieselError, FormatError
 from ..format.chunk_id import lowest_id
 from ..format.snapshot.diff import diff_snapshots
 from ..format.snapshot.reader import Snapshot
 from ..names import shown
-from .expected_chunks import (
-    FILES_NAMED_MAX,
-    LostChunks,
-    RebuildSource,
-)
+from .expected_chunks import FILES_NAMED_MAX, LostChunks, RebuildSource
 from .interface import Findings, ReportProgress, check_recover_options, no_progress
 from .stored import StoredRepository
 from .validation import CLOCK_ALLOWANCE_S, PUT_WINDOW_S
@@ -49,18 +42,17 @@ def recover(
     if forget_lost:
         with suppress(DieselError):  # it only serves the report
             before = repository.view_of(info)
-    folding = RebuildSource(
+    chunks = RebuildSource(
         repository, meta, name, info.identity, info.head,
         forget_lost=forget_lost, progress=progress, report=findings,
     )  # fmt: skip
     try:
         if since_s is None:
-            repository.rebuild(folding, info)
+            repository.rebuild(chunks, info)
         else:
-            # A chunk may have been sealed so long before its commit, by a host whose clock was
-            # behind
-            since = lowest_id(int(since_s) - PUT_WINDOW_S - CLOCK_ALLOWANCE_S)
-            for batch in list(folding.since(since)):  # all are read before any is committed
+            # A chunk committed then may have been sealed so long before, by a clock that was behind
+            first = lowest_id(int(since_s) - PUT_WINDOW_S - CLOCK_ALLOWANCE_S)
+            for batch in list(chunks.since(first)):  # all are read before any is committed
                 repository.commit_batches(info.identity, batch)
     except LostChunks as error:
         findings.notes.append(f"{error.message}: {error.advice}")
@@ -79,17 +71,17 @@ def recover(
 def _consequences(before: Snapshot, after: Snapshot) -> list[str]:
     """What an accepted loss has changed in a dataset. With a chunk its replacements and deletions
     are lost, too: an older version of a file may show again, and a deleted file may be back."""
-    both = diff_snapshots(before, after)
-    still_there = np.zeros(len(before), np.bool_)
-    still_there[both.same_path[both.same_path >= 0]] = True
-    told = (
-        ("forgotten", before, ~still_there),
-        ("an older version shows now", after, (both.unchanged < 0) & (both.same_path >= 0)),
-        ("it had been deleted, and is back", after, both.same_path < 0),
+    diff = diff_snapshots(before, after)
+    forgotten = np.ones(len(before), np.bool_)
+    forgotten[diff.same_path[diff.same_path >= 0]] = False
+    consequences = (
+        ("forgotten", before, forgotten),
+        ("an older version shows now", after, (diff.unchanged < 0) & (diff.same_path >= 0)),
+        ("it had been deleted, and is back", after, diff.same_path < 0),
     )
     lines = [
         f"{what}: {shown(view.path(i))}"
-        for what, view, which in told
+        for what, view, which in consequences
         for i in np.flatnonzero(which).tolist()
     ]
     more = len(lines) - FILES_NAMED_MAX

@@ -2,8 +2,9 @@
 
 A chunk's ID has the time of its sealing, so a writer's wrong clock could put its entries behind or
 before those of all others. These are the checks of FORMAT.md, section 5: the chunk is not older
-than the put window, its ID not from the future, and its stamps are such as a client may choose. A
-chunk that fails is deleted, so that no recovery takes it for an orphan. Safe from any thread.
+than the put window, its ID is not from the future, and a client may choose its stamps (which order
+the versions of a path). A chunk that fails is deleted, so that no recovery takes it for an orphan.
+Safe from any thread.
 """
 
 import math
@@ -40,20 +41,17 @@ class StoreClock:
 
     def __init__(self, read_clock: Callable[[], float]) -> None:
         """`read_clock` gives seconds since 1970, as `MetadataStore.now_s`."""
-        self._read_remote_clock = read_clock
-        self._last_reading: tuple[float, float] | None = (
-            None  # with the monotonic time at that moment
-        )
+        self._read_clock = read_clock
+        # The store's time less this host's monotonic time
+        self._offset_s: float | None = None
 
     def now_s(self, *, refresh: bool = False) -> float:
-        """Seconds since 1970. Raises MetadataError."""
-        told = self._last_reading
-        if refresh or told is None:
-            asked_s = (
-                time.monotonic()
-            )  # before the request: after a slow answer our time is a little early
-            told = self._last_reading = self._read_remote_clock(), asked_s
-        return told[0] + time.monotonic() - told[1]
+        """Seconds since 1970; `refresh` asks the store. Raises MetadataError."""
+        offset_s = self._offset_s
+        if refresh or offset_s is None:
+            asked_s = time.monotonic()  # before: a slow answer puts our time ahead
+            offset_s = self._offset_s = self._read_clock() - asked_s
+        return offset_s + time.monotonic()
 
     def check_local_clock(self) -> None:
         """Raise ObjectStoreRefused where this host's clock is ahead: the IDs of all other writers
@@ -131,9 +129,8 @@ def check_claims(header: Header, meta: MetadataStore, clock: StoreClock) -> None
         identity = header.preamble.identity
         newest = next((m.newest for m in meta.heads() if m.identity == identity), LOWEST)
         now_s = clock.now_s(refresh=True)
-        if id_seconds(chunk) > max(
-            now_s + CLOCK_ALLOWANCE_S, id_seconds(newest) + FOLLOW_ALLOWANCE_S
-        ):
+        limit_s = max(now_s + CLOCK_ALLOWANCE_S, id_seconds(newest) + FOLLOW_ALLOWANCE_S)
+        if id_seconds(chunk) > limit_s:
             raise CorruptError(
                 f"chunk {chunk_id_text(chunk)} is from the future"
                 f" by {id_seconds(chunk) - now_s:.0f} s",
@@ -172,9 +169,8 @@ def _delete_stale(
     """Delete a chunk that came after the put window and raise `stale`; do nothing where a recovery
     has committed it."""
     chunk = header.preamble.id
-    with meta.lock_commits(
-        identity, COMMIT_LOCK_S_MAX
-    ):  # no recovery commits it between the question and the deletion
+    # The lock keeps a recovery from committing the chunk between the question and the deletion
+    with meta.lock_commits(identity, COMMIT_LOCK_S_MAX):
         try:
             meta.holes(identity, chunk)
         except NotFoundError:
