@@ -18,8 +18,8 @@ LAYERS = (
     *"system format orders net storage cache repository remote peers ingest client".split(),
     *"mounts torch diesel_fs diesel_server dlcmd".split(),
 )
-"""From the bottom up. The last three are `diesel_fs/__init__.py` (what users import) and the two
-programs."""
+"""From the bottom up. `torch` is what training scripts import. The last three are
+`diesel_fs/__init__.py` (what users import) and the two programs."""
 
 # What may only compute. What reads a clock, a file, a socket, the environment or chance lies
 # elsewhere, or its value is handed in by the caller.

@@ -42,7 +42,8 @@ class Address:
     def view(self, repository: Repository) -> Snapshot:
         """The snapshot of this address's version. Raises NotFoundError.
 
-        Notes once a command that the snapshot may not be the current one, where nobody can tell.
+        Where it could not be found out whether the snapshot is the current one, a note says so,
+        once in each command.
         """
         if self.version:
             return repository.view_at(self.dataset, self.version)
@@ -74,7 +75,7 @@ def listed_address(text: str) -> Address:
 def _address(text: str, name: str, version: int) -> Address:
     _, slash, rest = text.partition("/")
     path = check_path(os.fsencode(rest.removesuffix("/")))
-    return Address(name, path, bool(slash) and rest[-1:] in "/", version)
+    return Address(name, path, bool(slash) and (not rest or rest.endswith("/")), version)
 
 
 @contextmanager
@@ -93,7 +94,8 @@ def open_repository_from_flags(
         repository = open_configured(settings, create=create or rebuild)
     except ObjectMissing as error:
         url = parse_url(settings.repository_url)
-        if url.scheme == "file" and (not settings.url or not url.path.exists()):
+        is_default = not settings.url
+        if url.scheme == "file" and (is_default or not url.path.exists()):
             error.message = f"there is no repository at {url}"
             error.advice = "`dlcmd put` makes one; --url or DIESEL_URL names another"
         raise

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import repeat
+from itertools import islice, repeat
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -57,9 +57,10 @@ class _Window:
     `chunks` has the chunk of each file, -1 for a file that is not one uncompressed extent. The keys
     of `whole` are the chunks to read whole, in order of first use.
 
-    Where the cache follows an order (`order_prefetch.py`), all files are of one group of it; the
-    values of `whole` are visits of that order (else -1); and `closing` has, at the position of the
-    last file of a visit, all files of the visit.
+    Where the cache follows an order (`order_prefetch.py`), all files are of one group of it. A
+    visit is the use of one chunk by one group, known by its number in the order. The values of
+    `whole` are visits of that order (else -1); and `closing` has, at the position of the last file
+    of a visit, all files of the visit.
     """
 
     wanted: _Column
@@ -259,12 +260,11 @@ class EntryReader:
             for index, number in zip(window.wanted.tolist(), window.chunks.tolist(), strict=True)
             if number not in whole
         )
-        # `read` takes compressed files out of chunks in memory, too.
         joins = self._objects.batches_reads and followed is None and not self._everything_fits
         singles = self._read_together(list(single)) if joins else map(self.read, single)
         # A followed order loads ahead by itself, and pinned chunks need no load.
         ahead = (each for each in (whole if followed is None else ()) if not self._is_pinned(each))
-        for number, _ in zip(ahead, range(_PREFETCH_CHUNKS), strict=False):
+        for number in islice(ahead, _PREFETCH_CHUNKS):
             self._cache.prefetch(number)
         offsets = columns.offset[window.wanted].astype(np.int64)
         held: dict[int, LoadedChunk] = {}
@@ -514,7 +514,7 @@ class EntryReader:
         on_revoke = partial(_revoke, weakref.ref(self._cache), number)
         pinned = self._objects.pin(self._source.name(number), on_revoke)
         if pinned is not None:
-            self._counts["lent_chunks"] += 1
+            self._counts["pinned_chunks"] += 1
             view = pinned[:size]
         else:
             view = new_buffer(size)
@@ -572,7 +572,7 @@ def _revoke(cache: "weakref.ref[ChunkCache]", number: int) -> None:
 
 
 _COUNTS = {name: name for name in (
-    "hits", "misses", "chunk_fetches", "lent_chunks", "fetches", "reads_on_the_spot",
+    "hits", "misses", "chunk_fetches", "pinned_chunks", "fetches", "reads_on_the_spot",
     "fetched_bytes", "healed", "damaged", "damaged_preambles",
 )} | {"fetches": "range_fetches"}  # fmt: skip
 """The counters that `stats` shows, and the names that it shows them by."""

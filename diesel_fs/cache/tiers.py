@@ -98,12 +98,13 @@ class CacheTier(ABC):
         self.drop(key)
 
     def note_use(self, identity: UUID) -> None:
-        """Note that this dataset is being read, so that its chunks are not evicted."""
+        """Note that this dataset is being read. A tier on a disk then evicts others first; in
+        memory the reads themselves are noted."""
         return
 
     def note_reading(self, *, begins: bool) -> None:
-        """Note that this process begins, or ends, a read of the store that a reader waits for:
-        other processes that share the tier then pause their fetches (`others_read`)."""
+        """Note that a reader of this process begins, or ends, to wait for a read of the object
+        store. Other processes that share the tier pause their fetches meanwhile (`others_read`)."""
         return
 
     def others_read(self) -> bool:

@@ -1,6 +1,8 @@
 """Gathers entries into one chunk, and reuses its memory for the next one.
 
-It decides when a chunk is full and which contents are compressed; `chunk.py` knows the bytes.
+It decides when a chunk is full and which contents are compressed; `chunk.py` knows the bytes. An
+entry's stamp orders the versions of its path: the ID of the first chunk of this version, and the
+place in it. Unless `set_stamp` says otherwise, that is the chunk that is being built.
 Pure; a `ChunkBuilder` belongs to one thread.
 """
 
@@ -34,7 +36,8 @@ _FILE, _RAW, _LZ4 = int(Kind.FILE), int(Codec.RAW), int(Codec.LZ4)
 
 
 class ChunkBuilder:
-    """Packs entries into one chunk. The caller reads a content into `room()` and then adds it.
+    """Packs entries into one chunk of the dataset `identity`. The caller reads a content into
+    `room()` and then adds it.
 
     The chunk is `full` at `body_bytes_max`; a single larger entry still fits if it is added first.
     `compress` is "auto" (lz4 if it makes a sample smaller), "lz4" (try every file), or "none". The
@@ -68,7 +71,8 @@ class ChunkBuilder:
 
     @property
     def first_chunk_id(self) -> ChunkId | None:
-        """If this chunk holds a later extent of a file: the ID of the file's first chunk."""
+        """If this chunk holds a later extent of a file: the ID of the file's first chunk. (For a
+        put, in which only such an entry has a stamp of its own.)"""
         return next((stamp_fields(value)[0] for value in self._entries.stamps.values()), None)
 
     @property
@@ -100,7 +104,8 @@ class ChunkBuilder:
         content = self._view[start : start + length]
         checksum = xxh3_64_intdigest(content)
         stored, codec = length, _RAW
-        for packed in self._packed([content]).values():
+        packed = self._packed([content]).get(0)
+        if packed is not None:
             stored, codec = len(packed), _LZ4
             self._view[start : start + stored] = packed
         if part is not None:
@@ -190,15 +195,15 @@ class ChunkBuilder:
         The body's buffer belongs to the builder: use it before `clear()`. Raises CorruptError if
         the bytes are no longer what was added (damaged memory).
         """
-        front, stored = write_front(self.identity, chunk, self._entries, self.body_bytes)
+        front, stored_header = write_front(self.identity, chunk, self._entries, self.body_bytes)
         body = self._view[: self.body_bytes]
         preamble = parse_preamble(front, identity=self.identity, id=chunk)
-        header = parse_header(preamble, stored)
+        header = parse_header(preamble, stored_header)
         if len(header) != len(self) or header.faults:
             raise CorruptError(f"chunk {chunk_id_text(chunk)} was built from bad entries")
         if bad := damaged_places(header, body, preamble.body_start):
             raise CorruptError(f"chunk {chunk_id_text(chunk)}: damaged in memory, entry {bad[0]}")
-        return [front, stored, body], header
+        return [front, stored_header, body], header
 
     def _add(
         self,
@@ -248,7 +253,7 @@ class ChunkBuilder:
         i, place_of_first = 0, len(self)
         while True:
             if self._tries_some and self._misses >= _MISSES_MAX:
-                i += -(place_of_first + i) % _RETRY_ONE_IN  # to the next multiple of it
+                i += -(place_of_first + i) % _RETRY_ONE_IN  # to the next place that is a multiple
             if i >= len(contents):
                 return packed
             if len(contents[i]):

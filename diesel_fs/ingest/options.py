@@ -18,10 +18,12 @@ COMPRESSIONS = ("auto", "none", "lz4")
 class PutOptions:
     """How to put. Raises UsageError for values that are not allowed.
 
-    `include` and `exclude` are globs; one with a slash is matched against the path below the
-    source, another against the last component; one that ends in a slash matches folders only. A
-    file is taken if no `exclude` matches it or a folder that it is in and, where there are any, an
-    `include` matches it.
+    `delete` deletes entries of the dataset that the source does not have; if the source is empty,
+    that needs `allow_empty`. `checksum` compares contents, not only size, mode and mtime.
+    `include` and `exclude` are globs. A glob with a slash is matched against the path below the
+    source, a glob without one against the last component; one that ends in a slash matches folders
+    only. A file is taken if no `exclude` matches it or a folder that it is in and, where there are
+    any, an `include` matches it.
     """
 
     chunk_bytes: int = CHUNK_BYTES_DEFAULT
@@ -75,7 +77,8 @@ class PutReport:
     failed: list[tuple[bytes, str]] = field(default_factory=list)
 
     def add_chunk(self, chunk: ValidatedChunk, entries: int) -> None:
-        """Count a chunk that has been committed, in which so many entries end."""
+        """Count a committed chunk. `entries` is how many entries are whole with it: a large file
+        counts with its last extent."""
         self.chunks += 1
         self.files += chunk.files
         self.content_bytes += chunk.content_bytes

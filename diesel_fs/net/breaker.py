@@ -90,7 +90,7 @@ class CircuitBreaker:
         self._failures = 0
         if self._open_until_s is None:
             return False
-        self._change(None)
+        self._set_open_until(None)
         self._pause_s = self._first_pause_s
         return True
 
@@ -116,11 +116,11 @@ class CircuitBreaker:
 
     def open(self, now_s: float) -> bool:
         """Open the breaker whatever was counted before. Returns True."""
-        self._change(now_s + self._pause_s)
+        self._set_open_until(now_s + self._pause_s)
         self._pause_s = min(2 * self._pause_s, self._pause_max_s)
         return True
 
-    def _change(self, open_until_s: float | None) -> None:
+    def _set_open_until(self, open_until_s: float | None) -> None:
         self.ticket += 1
         self._is_probing = False
         self._failures = 0

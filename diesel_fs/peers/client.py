@@ -121,7 +121,7 @@ class TaskStore(StoreWrapper):
         # Its last item, at -1, is for names that are not a chunk's
         self._size_column = np.append(snapshot.chunk_sizes.astype(np.int64), 0)
         self._numbers = {chunk: at for at, chunk in enumerate(snapshot.chunk_ids)}
-        self._named: dict[str, int] = {}
+        self._number_by_name: dict[str, int] = {}
         self._mapped = MappedChunks()
         self._link = MasterLink(
             path, snapshot.identity, snapshot.version, self._mapped,
@@ -294,19 +294,19 @@ class TaskStore(StoreWrapper):
 
     def _number(self, name: str) -> int:
         """The number of a chunk by its object's name; -1 for all other objects."""
-        number = self._named.get(name)
+        number = self._number_by_name.get(name)
         if number is None:
             chunk = chunk_of_object(name)
             known = chunk is not None and identity_of_object(name) == self._identity
             number = self._numbers.get(chunk, -1) if known and chunk is not None else -1
             if number >= 0:
-                self._named[name] = number
+                self._number_by_name[name] = number
         return number
 
     def _begin(self, parts: Sequence[Part]) -> _ReadBatch:
         """Send the request for as many parts as one exchange takes, or for one part of any size."""
         names, starts, sizes = zip(*parts, strict=True)
-        numbers = list(map(self._named.get, names))
+        numbers = list(map(self._number_by_name.get, names))
         if None in numbers:
             for part in parts:
                 check_range(*part)
@@ -472,7 +472,7 @@ class TaskStore(StoreWrapper):
         if source != wire.SOURCE_NONE:
             self._counts["damaged"] += 1
             part = wire.DamagedPart(chunk, start, size, source)
-            self._link.notify(wire.LOCAL_DAMAGED, 1, wire.damaged_body(part))
+            self._link.notify(wire.LOCAL_DAMAGED, 1, wire.damaged_body(part))  # one part
 
     # Heartbeat
 
@@ -502,8 +502,8 @@ def _restart_master(request: TaskRequest, socket_path: Path, has_served: bool) -
 def _run_heartbeat(
     link: MasterLink, mapped: MappedChunks, ended: threading.Event, every_s: float
 ) -> None:
-    """Unpin chunks that are unmapped, and hear of revoked ones, until the store is closed (`ended`)
-    and no view of its chunks is left."""
+    """Tell the master which chunks were unmapped, and learn which ones it revokes, until the store
+    is closed (`ended`) and no view of its chunks is left."""
     while not (ended.wait(every_s) and not mapped.has_mapped):
         if ended.is_set():
             mapped.release_all()

@@ -2,8 +2,8 @@
 
 A sealed memfd can be given to any process of the same user: no process can change it any more,
 through a descriptor or a mapping, and it cannot shrink while a process has it mapped. Map it
-privately: before Linux 6.7 the seal against writing also forbids shared mappings that only read,
-and pages that are only read exist once either way.
+privately: before Linux 6.7 the seal against writing also forbids shared mappings that only read.
+A private mapping costs no more: pages that nobody writes to are not copied.
 
 An object belongs to one thread at a time.
 """
@@ -16,7 +16,7 @@ import resource
 import sys
 from pathlib import Path
 
-MAPS_MAX = Path("/proc/sys/vm/max_map_count")
+MAPS_MAX_FILE = Path("/proc/sys/vm/max_map_count")
 
 RESERVED_DESCRIPTORS = RESERVED_MAPS = 4096
 """Descriptors and mappings that are left for connections, libraries and threads; at most half of
@@ -111,7 +111,7 @@ def sealed_memories_max() -> int:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     descriptors = soft if soft != resource.RLIM_INFINITY else sys.maxsize
     try:
-        maps = int(MAPS_MAX.read_text(encoding="ascii"))
+        maps = int(MAPS_MAX_FILE.read_text(encoding="ascii"))
     except (OSError, ValueError):
         maps = _MAPS_MAX_DEFAULT
     return min(

@@ -65,8 +65,8 @@ class Catalogue:
         return described and DatasetInfo(*described, head)
 
     def deleted_dataset(self, identity: UUID) -> DatasetInfo | None:
-        """A deleted dataset of which objects are left, for example for its readers; None for any
-        other. Raises CorruptError."""
+        """A deleted dataset some of whose objects still exist (its readers may need them); None for
+        any other. Raises CorruptError."""
         described = self._described(identity) if self.is_deleted(identity) else None
         return described and DatasetInfo(*described, None)
 
@@ -79,8 +79,8 @@ class Catalogue:
         return True
 
     def deleted_named(self, name: str) -> Iterator[UUID]:
-        """Deleted datasets of this name of which objects are left, also of writers that did not
-        know of the deletion."""
+        """Deleted datasets of this name some of whose objects still exist. A writer that does not
+        know of a deletion may even add some."""
         for identity in self._identities():
             with suppress(ObjectMissing):
                 if self._objects.get(deleted_object(identity)) == name.encode():
@@ -111,10 +111,12 @@ class Catalogue:
             raise CorruptError(f"{dataset_object(identity)} is damaged: {error}") from error
 
     def _identities(self) -> Iterator[UUID]:
-        """The identities, by one short listing for each: the chunks are not listed."""
+        """The identities. Each is found by a listing of one name, so the chunks are not listed."""
         after = DATASETS
         while (name := next(iter(self._objects.names(DATASETS, after)), None)) is not None:
             identity = identity_of_object(name)
             if identity is not None:
                 yield identity
-            after = name[: len(DATASETS) + _IDENTITY_CHARS] + "0"  # behind every "<identity>/..."
+            after = (
+                name[: len(DATASETS) + _IDENTITY_CHARS] + "0"
+            )  # "0" comes next after "/", so this skips all "<identity>/..."

@@ -157,7 +157,7 @@ class _Purge:
         self._session = session
         self._lease = lease
         self._report = PurgeReport()
-        self._left_alone: set[ChunkId] = set()  # damaged, newer, or with entries that are skipped
+        self._left_alone: set[ChunkId] = set()  # damaged, of a newer format, or with bad entries
         self._droppable: dict[ChunkId, set[int]] = {}  # by chunk, places of tombstones to drop
         self._planned: set[ChunkId] = set()  # in a dry run: chunks that would be rewritten
         self._versions_before = frozenset(self._versions.versions(self._identity))
@@ -260,6 +260,7 @@ class _Purge:
         tombstones: dict[bytes, ActiveTombstone] = {}
         for record in records:
             files = used.get(record.id, _UNUSED).entries
+            # Of the entries that are no holes, those that are not used are tombstones
             if record.id in listed and record.entries - record.holes > files:
                 header = self._purgeable_header(record.id)
                 if header is not None:
@@ -271,14 +272,14 @@ class _Purge:
         if not self._forgotten_are_deleted(known):
             self._note("a chunk that was forgotten is still there: no tombstone is dropped")
             return
-        suspects = [record.id for record in records if record.holes] + sorted(listed - known)
-        self._droppable = droppable_tombstones(old, suspects, self._header)
+        with_dead = [record.id for record in records if record.holes] + sorted(listed - known)
+        self._droppable = droppable_tombstones(old, with_dead, self._header)
 
     def _are_deleted(self, unlisted: Iterable[ChunkRecord]) -> bool:
         """Whether every chunk that was not listed is an empty one whose deletion was interrupted.
 
-        Else the listing is short, or the store is an older copy of itself: then a chunk that looks
-        empty may hold the only copies.
+        Else the listing is incomplete, or the object store was set back to an older copy: then a
+        chunk that looks empty may hold the only copies.
         """
         for record in unlisted:
             text = chunk_id_text(record.id)
@@ -292,8 +293,8 @@ class _Purge:
         return True
 
     def _forgotten_are_deleted(self, known: Collection[ChunkId]) -> bool:
-        """Whether the store lacks all chunks that kept versions name and the metadata have
-        forgotten."""
+        """Whether every chunk that only kept versions name, and the metadata do not, is gone from
+        the object store, too."""
         forgotten: set[ChunkId] = set()
         for version in self._versions.versions(self._identity):
             try:

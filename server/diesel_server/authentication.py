@@ -36,7 +36,8 @@ log = logging.getLogger("diesel.server")
 
 REFRESH_S = 2.0
 ROLES_S = 30.0
-"""A commit waits so long for a Redis that restarts: a put goes on if Redis comes back."""
+"""How long users keep their roles while the table cannot be read. It is as long as a commit waits
+for a Redis that restarts, so a put that was under way can finish."""
 
 COPY_S = 3600.0
 
@@ -52,7 +53,7 @@ NO_ACCOUNTS = (
 )
 
 
-USER_RATE = Rate(10, 6.0)
+USER_RATE = Rate(10, 6.0)  # 10 at once, then one in 6 s
 NETWORK_RATE = Rate(100, 0.6)
 """Failed logins of one user, and of one network, which may have many users. Keys cannot be guessed:
 the limits only bound the work and the lines in the log."""
@@ -100,7 +101,8 @@ class TableAuthenticator:
     def authenticate(
         self, user: str, signature: bytes, nonce: bytes, binding: bytes, address: str = ""
     ) -> Account:
-        """The account of a user who has signed. The notes of an error are for the log alone.
+        """The account of a user who has signed `nonce` and `binding` (the digest of the
+        connection's TLS certificate, or nothing). The notes of an error are for the log alone.
 
         Raises PermissionDenied, BusyError after too many failures, MetadataError where the accounts
         cannot be looked up.
@@ -177,8 +179,8 @@ class TableAuthenticator:
                 self._table.close()
 
     def _refresh(self, since_s: float, *, wait: bool = True) -> None:
-        """Read the table, unless a thread has begun to since then. Without `wait`, return at once
-        if another thread is reading it."""
+        """Read the table, unless another thread began to read it after `since_s`. Without `wait`,
+        return at once if another thread is reading it."""
         if not self._reading_lock.acquire(blocking=wait):
             return
         try:
@@ -204,7 +206,8 @@ class TableAuthenticator:
         if token != before.token:
             state = self._table.read()
             accounts, token = state.accounts, state.token
-        if token != NO_TOKEN or not (before.lost or before.accounts):
+        is_empty = token == NO_TOKEN
+        if not is_empty or not (before.lost or before.accounts):  # else it had accounts before
             self._copy = _AccountsCopy(accounts, self._read_began_s, token)
         else:
             if not before.lost:

@@ -20,6 +20,7 @@ from diesel_fs.ingest import FolderSource, PutOptions, put
 from diesel_fs.repository.local import LocalRepository
 
 from ..trees import write
+from ..waiting import wait_until
 from .conftest import FILES, Counting
 
 
@@ -94,6 +95,24 @@ def test_read_many_holds_no_more_chunks_than_its_budget(
         assert bytes(content) == files[many.name(int(order[place])).decode()]
     reader.close()
     assert 0 < most <= 1.5 * budget  # those that come in now are not yet in the cache
+
+
+def test_read_many_loads_ahead_every_chunk_in_its_turn(
+    repository: LocalRepository, tmp_path: Path
+) -> None:
+    """When the first file is returned, the next chunks are on their way, and none is left out."""
+    files = {f"{number:02}": os.urandom(CHUNK_BYTES_MIN) for number in range(24)}
+    options = PutOptions(chunk_bytes=CHUNK_BYTES_MIN, compress="none", jobs=1)
+    put(repository, "ahead", FolderSource(write(tmp_path / "ahead", files)), options=options)
+    view, store = repository.view("ahead"), Counting(repository)
+    reader = EntryReader(view, store, 1 << 30)
+    contents = reader.read_many(view.files())
+    next(contents)
+    wait_until(lambda: len(store.reads) >= 17)
+    in_order = [chunk_object(view.identity, view.chunk_ids[n]) for n in dict.fromkeys(
+        view.chunk_of(view.files()).tolist())]  # fmt: skip
+    assert {name for name, _, _ in store.reads} == set(in_order[:17])
+    reader.close()
 
 
 def _chunk_bytes_alive() -> int:

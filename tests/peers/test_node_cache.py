@@ -508,7 +508,7 @@ def test_F14_J9_the_cache_leaves_descriptors_for_the_process(
         raise_descriptor_limit()
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
         monkeypatch.setattr(
-            sealed_memory, "MAPS_MAX", sealed_memory.MAPS_MAX.parent / "no-such-file"
+            sealed_memory, "MAPS_MAX_FILE", sealed_memory.MAPS_MAX_FILE.parent / "no-such-file"
         )
         assert (
             0

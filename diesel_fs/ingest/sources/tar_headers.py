@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 BLOCK_BYTES = tarfile.BLOCKSIZE
-_EXTENDED_BYTES_MAX = 1024  # of the body of a header that stands before another
+_EXTENDED_BYTES_MAX = 1024  # of the body of an extended header (see `_Extended`)
 _SECOND_NS = 1_000_000_000
 _MTIME_S_END = (1 << 63) // _SECOND_NS
 _REGULAR, _OLD_REGULAR, _PAX, _LONG_NAME = b"0"[0], 0, b"x"[0], b"L"[0]
@@ -36,6 +36,7 @@ class PlainFiles:
     modes: list[int] = field(default_factory=list)
     mtimes_ns: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
+    """Of the contents."""
     sizes: list[int] = field(default_factory=list)
     end: int = 0
     """Where the next header stands, which is not plain or not complete."""
@@ -53,7 +54,8 @@ class _Extended(NamedTuple):
 def plain_files(data: bytearray, start: int, end: int) -> PlainFiles:
     """The first files in `data[start:end]`, up to one that is not plain or not complete there.
 
-    A header stands at `start`; `start` is a multiple of BLOCK_BYTES.
+    A header stands at `start`; `start` is a multiple of BLOCK_BYTES. In a header, byte 156 is the
+    kind, and bytes 124 to 135 are the size.
     """
     starts: list[int] = []  # of entries, with their extended headers
     headers: list[int] = []  # where their own headers stand
@@ -104,7 +106,7 @@ def _columns(
     blocks = np.frombuffer(data, np.uint8, len(data) // BLOCK_BYTES * BLOCK_BYTES)
     at = np.array([*headers, *(starts[i] for i in extended_at)]) // BLOCK_BYTES
     head = blocks.reshape(-1, BLOCK_BYTES)[at]
-    del blocks
+    del blocks  # `data` cannot change its length while a view of it is left
     good = np.ones(len(head), np.bool_)
     mode, size, mtime, checksum = (
         _octal(head[:, first:last], good)
@@ -115,7 +117,7 @@ def _columns(
     good &= checksum == _sums(head)
     good &= size == [*sizes, *(extended[i].body_bytes for i in extended_at)]
     good &= mtime < _MTIME_S_END
-    good[extended_at] &= good[len(headers) :]
+    good[extended_at] &= good[len(headers) :]  # behind the own headers stand the extended ones
     good, head = good[: len(headers)], head[: len(headers)]
     names, prefixes = _texts(head[:, :100], good), _texts(head[:, 345:500], good)
     old = np.flatnonzero(head[:, 156] == _OLD_REGULAR).tolist()

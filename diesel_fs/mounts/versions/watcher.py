@@ -4,11 +4,11 @@ The watcher asks for the newest version every few seconds. A switch has these st
 
 1. A thread opens the new snapshot and compares it with the old one.
 2. The prefetch worker accepts no plans from now on. If a plan is running, the switch is postponed.
-3. In one turn of the server's loop, names begin to lead to the new version; so do lists,
-   statistics and the control socket.
+3. In one turn of the server's loop, names begin to lead to the new version; so do the lists of
+   `.diesel`, statistics and the control socket.
 4. The worker takes over what is in the page cache, and tells the kernel which names and folders to
    look up again; without a worker, a thread here tells it. Until the kernel was told of a name, the
-   name leads to the old node, which has the old bytes.
+   name leads to the old node (FUSE's word for an inode), which has the old bytes.
 
 A failure before step 3 changes nothing: the mount stays at its version, the log says why, once, and
 the watcher tries again at its next check.
@@ -83,12 +83,12 @@ class VersionWatcher:
         self._thread = trio.CapacityLimiter(1)
         self._session: Session
         self._vfs: FollowingVfs
-        self._pushes = False
+        self._has_worker = False
         self._ending = False
         self._last_error = ""
         self._newest_version, self._newest_since_s = 0, 0.0
         self._running_plans: list[str] = []
-        self._versions = 1  # how many the mount answered from when memory was last freed
+        self._versions = 1  # how many versions the mount answered from at the last `_free_memory`
         self._applied_version: int | None = None  # the last version that the kernel was told of
 
     def stats(self) -> Mapping[str, object]:
@@ -107,20 +107,20 @@ class VersionWatcher:
         self._vfs = vfs
 
     def attach_session(self, session: KernelSession, push_status: int) -> None:
-        """Connects a session with the worker, for the current version; `push_status` is the file of
-        the memory that both share for it.
+        """Connects a session with the worker, for the current version. `push_status` is a memory
+        file, in which the worker says which entries it is about to push.
         """
-        entry_of, missed = self._vfs.numbers.index, self._link.report_miss
+        index_of_node, report_miss = self._vfs.numbers.index, self._link.report_miss
 
         def on_miss(entry: int) -> None:
-            index = entry_of(entry + 1)
+            index = index_of_node(entry + 1)  # the session counts nodes from 0, FUSE from 1
             if index >= 0:
-                missed(index)
+                report_miss(index)
 
         session.attach_worker(
-            on_miss, self._link.report_forgotten, NodePushStatusMap(push_status, entry_of)
+            on_miss, self._link.report_forgotten, NodePushStatusMap(push_status, index_of_node)
         )
-        self._pushes = True
+        self._has_worker = True
 
     def stop(self) -> None:
         """The mount is being unmounted: nothing more is begun, or sent to the kernel."""
@@ -181,12 +181,12 @@ class VersionWatcher:
         """Asks the worker by one of two messages whether plans run; "hold plans" also makes it
         accept none from then on. True where none runs.
         """
-        if not self._pushes or not self._link.alive:
+        if not self._has_worker or not self._link.alive:
             return True
         answer = await self._link.request({"do": question}, WORKER_DEADLINE_S)
         running = None if answer is None else answer.get("running")
         if not isinstance(running, list):
-            return not self._link.alive  # a busy worker: the next check asks again
+            return not self._link.alive  # no answer from a busy worker: the next check asks again
         names = [str(name) for name in running]
         if names and not self._running_plans:
             log.info(
@@ -205,7 +205,7 @@ class VersionWatcher:
             return
         try:
             if not await self._no_plan_runs("hold plans") or self._ending:
-                ready.prepared.reader.close()
+                ready.versions.reader.close()
                 return
             before = await self._switch(ready)
         finally:
@@ -214,7 +214,7 @@ class VersionWatcher:
         with trio.move_on_after(self._request.read_deadline_s):
             await self._vfs.drain_retired()
         await self._in_thread(before.close)
-        self._versions += 1  # the retired one may have ended already
+        self._versions += 1  # with the new version; the retired one may be gone already
 
     async def _free_memory(self) -> None:
         """Frees the memory of versions that have ended. Their objects refer to each other in
@@ -225,7 +225,7 @@ class VersionWatcher:
             await self._in_thread(gc.collect)
         self._versions = versions
 
-    def _prepare(self) -> "_Ready | None":
+    def _prepare(self) -> "_PreparedSwitch | None":
         """Step 1, in a thread; None where there is no newer version. Raises DieselError."""
         old = self._vfs.snapshot
         new = self._source.open(self._request).snapshot
@@ -234,11 +234,11 @@ class VersionWatcher:
         if new.version <= old.version:
             return None
         self._leases.set_versions([new, *self._vfs.snapshots])  # first: comparing takes seconds
-        pushes = self._pushes
-        reader = self._source.reader(self._request, new, self._memory_bytes, pushes=pushes)
+        has_worker = self._has_worker
+        reader = self._source.reader(self._request, new, self._memory_bytes, pushes=has_worker)
         prepared = self._vfs.prepare(diff_snapshots(old, new), reader)
-        ready = _Ready(prepared)
-        if pushes and self._link.alive:
+        ready = _PreparedSwitch(prepared)
+        if has_worker and self._link.alive:
             try:
                 ready.files.append(snapshot_descriptor(new))
                 ready.files.append(node_map_file(prepared.diff, prepared.numbers.nodes))
@@ -248,13 +248,13 @@ class VersionWatcher:
                 raise DieselError(f"no memory for version {new.version}: {error}") from error
         return ready
 
-    async def _switch(self, ready: "_Ready") -> EntryReader:
+    async def _switch(self, ready: "_PreparedSwitch") -> EntryReader:
         """Steps 3 and 4. Returns the reader of the version before, to be closed."""
-        diff = ready.prepared.diff
+        diff = ready.versions.diff
         old, new = diff.old, diff.new
         self._applied_version = old.version
         before = self._vfs.switch_version(
-            ready.prepared,
+            ready.versions,
             lambda: self._source.reader(self._request, old, RETIRED_BYTES, pushes=True),
         )
         self._on_switch(new)
@@ -264,7 +264,7 @@ class VersionWatcher:
             self.attach_session(self._session, ready.files[-1])
             answer = await self._link.send_switch({"do": "switch"}, ready.files)
         if answer is None:
-            nodes = ready.prepared.before.nodes, ready.prepared.numbers.nodes
+            nodes = ready.versions.before.nodes, ready.versions.numbers.nodes
             await self._invalidate_in_thread(
                 lambda device: invalidate_after_switch(device, diff, *nodes)
             )
@@ -279,9 +279,10 @@ class VersionWatcher:
         return before
 
     async def _invalidate_stale_names(self) -> None:
-        """Makes the kernel drop names in folders of retired versions when their last users go."""
+        """Makes the kernel drop names in folders that only a retired version has, once no program
+        has them open."""
         stale = self._vfs.take_stale_names()
-        if stale and self._pushes and self._link.alive:
+        if stale and self._has_worker and self._link.alive:
             names: list[Value] = [[*each] for each in stale.values()]
             self._link.send({"do": "names are old", "nodes": [*stale], "names": names})
         elif stale:
@@ -309,10 +310,11 @@ class VersionWatcher:
 
 
 @dataclass(slots=True)
-class _Ready:
-    """A prepared switch, and files for the worker: snapshot, nodes, push status."""
+class _PreparedSwitch:
+    """A switch after step 1: its versions, and files for the worker (snapshot, nodes, push
+    status)."""
 
-    prepared: Prepared
+    versions: Prepared
     files: list[int] = field(default_factory=list)
 
     def close(self) -> None:

@@ -241,7 +241,7 @@ def test_filelist_shows_the_next_epoch_once_its_files_have_been_read(at: Path) -
 @pytest.mark.only_session("kernel")
 def test_a_lookup_of_the_list_waits_for_the_latest_opens(at: Path) -> None:
     """Also where the worker has not yet read their events."""
-    pid = helper_of(at)
+    pid = prefetch_worker_of(at)
     text = (at / ".diesel/filelist").read_bytes()
     middle = text[: len(text) // 2].rindex(b"\n") + 1
     follow(at, text[:middle])
@@ -259,7 +259,7 @@ def test_a_lookup_of_the_list_waits_for_the_latest_opens(at: Path) -> None:
     assert found == expected(at, 1)
 
 
-def helper_of(at: Path) -> int:
+def prefetch_worker_of(at: Path) -> int:
     """The process number of the prefetch worker."""
     end_s = time.monotonic() + HOPE_S
     while stats(at)["session"] == "kernel" and time.monotonic() < end_s:
@@ -387,7 +387,7 @@ def test_a_path_with_a_newline_needs_the_list_with_NUL(tree: LiveMount) -> None:
 def test_a_lookup_that_waits_delays_no_other_request(at: Path) -> None:
     """While the worker does not answer, look-ups of lists are late, and those of files are not."""
     (at / ".diesel/filelist").read_bytes()
-    pid = helper_of(at)
+    pid = prefetch_worker_of(at)
     os.kill(pid, signal.SIGSTOP)
     try:
         looking = subprocess.Popen(["stat", at / ".diesel/filelist"], stdout=subprocess.PIPE)

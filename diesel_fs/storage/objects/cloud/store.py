@@ -203,9 +203,10 @@ class CloudStore(ObjectStore):
                 until = self._until(len(content))
                 etag, broken = body.etag, _fill(body, memoryview(content), until)
         except RangeNotSatisfiable:
-            if self._check_end(key, name, start + (length or 0)) != start or length is not None:
-                raise _denied(name) from None
-            return bytearray()
+            size = self._check_end(key, name, start + (length or 0))
+            if length is None and start == size:  # nothing is left behind `start`
+                return bytearray()
+            raise _denied(name) from None
         except ObjectMissing as error:
             raise self._missing(name) from error
         if broken is not None:
