@@ -26,6 +26,7 @@ from tests.client.test_client import in_child
 from tests.storage.conftest import s3 as s3
 from tests.storage.metadata.redis_servers import RedisServer, until
 from tests.storage.objects.s3_server import Server
+from tests.waiting import wait_until
 
 CONTENTS = {f"d{i % 3}/f{i:02}": b"content %d" % i * (i + 1) for i in range(40)}
 TRAIN = Path(__file__).with_name("train.py")
@@ -204,11 +205,14 @@ def test_a_call_after_an_interrupted_one_gets_its_own_answer(url: str) -> None:
 
     before = signal.signal(signal.SIGALRM, interrupt)
     os.kill(helper, signal.SIGSTOP)
+    threads = list(Path(f"/proc/{helper}/task").glob("*/stat"))
+    wait_until(lambda: all(") T " in thread.read_text() for thread in threads))
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.2)
         with pytest.raises(KeyboardInterrupt):
             store.get(names[0])
     finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
         os.kill(helper, signal.SIGCONT)
         signal.signal(signal.SIGALRM, before)
     for name, size in sizes.items():

@@ -4,10 +4,13 @@ know."""
 import shutil
 import threading
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import cast
 from uuid import UUID
 
+import lz4.block
 import numpy as np
 import pytest
 
@@ -24,11 +27,14 @@ from diesel_fs.errors import (
 )
 from diesel_fs.format.entries import Kind
 from diesel_fs.format.object_names import chunk_object
+from diesel_fs.format.snapshot.reader import Snapshot
+from diesel_fs.net.client import RpcClient
+from diesel_fs.net.client_connection import Answer
+from diesel_fs.remote.repository import RemoteSnapshots
 from diesel_fs.repository.local import LocalRepository
-from diesel_fs.storage.accounts.account import Account
 from diesel_server import queries as asking
 
-from .in_process_server import KEY, ChunkMaker, InProcessServer, link_of, read
+from .in_process_server import ChunkMaker, InProcessServer, link_of, read
 from .in_process_server import filled as filled
 from .in_process_server import server as server
 
@@ -274,8 +280,26 @@ def test_an_empty_dataset_has_a_view(server: InProcessServer) -> None:
     assert server.admin.kept_versions("ds") == []
 
 
+class LyingLink:
+    """Stands for a link to a server: sends these bytes as the snapshot of this version."""
+
+    def __init__(self, version: int, content: bytes) -> None:
+        self.version, self.content = version, content
+
+    def stream(self, _: object) -> Iterator[Answer]:
+        if self.content:
+            block = lz4.block.compress(self.content, store_size=False)
+            yield Answer({"more": True, "bytes": len(self.content)}, memoryview(block))
+        yield Answer({"version": self.version, "total": len(self.content)}, memoryview(b""))
+
+
+def fetched(link: LyingLink, identity: UUID) -> Snapshot:
+    """What a client takes for the current snapshot of a dataset."""
+    return RemoteSnapshots(cast(RpcClient, link)).current(identity)
+
+
 @pytest.mark.parametrize(
-    "lie",
+    "damaged",
     [
         lambda view: view[:-1],
         lambda view: view[:100] + bytes([view[100] ^ 1]) + view[101:],
@@ -285,37 +309,33 @@ def test_an_empty_dataset_has_a_view(server: InProcessServer) -> None:
     ],
 )
 def test_a_damaged_snapshot_from_a_server_is_refused(
-    filled: InProcessServer, lie: object, tmp_path: Path
+    filled: InProcessServer,
+    damaged: Callable[[bytes], bytes],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What it sends is checked whole before anything of it is used, and is not kept."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "client's"))
     true = filled.store.view("ds")
-    client = filled.client(Account("admin", KEY, admin=True))
-
-    def sent(identity: UUID, version: int, have: int) -> tuple[int, memoryview]:
-        return true.version, memoryview(lie(bytes(true.buffer)))  # type: ignore[operator]  # from the table, untyped
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path / "client's"))
-        patch.setattr(client.snapshots, "_pieces", sent)
-        with pytest.raises(FormatError):
-            client.view("ds")
-        assert not list((tmp_path / "client's").rglob("*-*"))
+    content = bytes(true.buffer)
+    assert fetched(LyingLink(true.version, content), true.identity).version == true.version
+    shutil.rmtree(tmp_path / "client's")
+    with pytest.raises(FormatError):
+        fetched(LyingLink(true.version, damaged(content)), true.identity)
+    assert not list((tmp_path / "client's").rglob("*-*"))
 
 
 def test_another_snapshot_than_was_asked_for_is_refused(
-    filled: InProcessServer, tmp_path: Path
+    filled: InProcessServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Intact, but of another dataset, or of another version than the server says."""
     ChunkMaker(filled.admin, "other").file(b"x", b"y")
     true, other = filled.store.view("ds"), filled.store.view("other")
-    client = filled.client(Account("admin", KEY, admin=True))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path / "client's"))
-        for version, view in ((other.version, other), (true.version + 1, true)):
-            patch.setattr(client.snapshots, "_pieces", lambda *_, v=version, b=view: (v, b.buffer))
-            with pytest.raises(CorruptError):
-                client.view("ds")
-        assert not list((tmp_path / "client's").rglob("*-*"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "client's"))
+    for version, view in ((other.version, other), (true.version + 1, true)):
+        with pytest.raises(CorruptError, match="in place of version"):
+            fetched(LyingLink(version, bytes(view.buffer)), true.identity)
+    assert not list((tmp_path / "client's").rglob("*-*"))
 
 
 # Jobs
