@@ -110,6 +110,7 @@ look_for() {
     bench)
         need squashfuse_ll squashfuse
         need mksquashfs squashfs-tools
+        need mkfs.erofs erofs-utils
         need memcached memcached
         look_for_memcached_client
         ;;

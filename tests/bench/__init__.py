@@ -3,7 +3,7 @@
 `cases/` has the benchmarks, `peers/` the programs that they are compared with, and `probes/`
 programs that measure themselves in a process of their own. The modules here are shared: `inputs`
 (fixed data), `workbench` (folders and rounds), `epochs` (orders of files, which `reader.c` reads
-and checks), `samples` (alternating runs, medians), `report` (rows and table), `results` (the page
-RESULTS.md), `plot`. A new benchmark is a function that returns rows, and a line in
-`cases/__init__.py`.
+and checks), `loops` (the same orders, read by Python code as people write it), `samples`
+(alternating runs, medians), `report` (rows and table), `results` (the page RESULTS.md), `plot`. A
+new benchmark is a function that returns rows, and a line in `cases/__init__.py`.
 """

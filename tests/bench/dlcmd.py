@@ -26,6 +26,12 @@ def compile_program() -> None:
         compileall.compile_dir(TREE / package, quiet=2)
 
 
+def help_of_mounting() -> str:
+    """What `dlcmd mount --help` prints."""
+    command = [str(PROGRAM), "mount", "--help"]
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
 class Dlcmd:
     """`dlcmd` of a user with caches and logs in `folder`, and the store too unless `store` is
     given."""

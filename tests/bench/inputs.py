@@ -88,6 +88,8 @@ D110 = Shape("D110", 10_000, 100, 110 * 1024)
 D1M = Shape("D1M", 1_000_000, 1_000, 100)
 N4M = Shape("N4M", 4_000_000, 4_000, 0)
 N1M = Shape("N1M", 1_280_000, 1_000, 0)
+N14M = Shape("N14M", 14_000_000, 7_000, 0)
+F4G = Shape("F4G", 1, 1, 4 << 30)
 
 
 def make(shape: Shape, under: Path) -> Path:

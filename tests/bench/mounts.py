@@ -2,6 +2,7 @@
 
 The kernel's table of mounts is read, which also has mounts whose process died."""
 
+import ctypes
 import json
 import os
 import signal
@@ -9,10 +10,12 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .memory import members, pss_bytes
+from .memory import members, pss_bytes, rollup_bytes
 
 STILL_S = 1.1  # the statistics of a mount are renewed once a second
 HELPER_END_S = 5.0
+LOADED_S = 120.0
+LOADED_INTERVAL_S = 0.2
 
 
 def is_mounted(folder: Path) -> bool:
@@ -32,11 +35,12 @@ def kind_of(folder: Path) -> str:
 @dataclass(frozen=True, slots=True)
 class Counts:
     """The requests to a mount of ours since its start; `reads` are those of the dataset's files
-    only."""
+    only, and `all` are the requests of every kind, those for `.diesel` too."""
 
     reads: int
     opens: int
     attributes: int
+    all: int
     supervisor: int  # processes
     server: int
     resident_bytes: int
@@ -47,6 +51,7 @@ class Counts:
             self.reads - earlier.reads,
             self.opens - earlier.opens,
             self.attributes - earlier.attributes,
+            self.all - earlier.all,
             self.supervisor,
             self.server,
             self.resident_bytes,
@@ -74,17 +79,32 @@ class Mount:
         first.
         """
         time.sleep(max(0.0, self._looked_s + STILL_S - time.monotonic()))
-        said = json.loads((self.path / ".diesel" / "stats").read_bytes())
+        said = json.loads(self._stats())
         self._looked_s = time.monotonic()
         requests, reads = said["requests"], said["reads"]
         return Counts(
             reads["hits"] + reads["misses"],
             requests.get("open", 0),
             requests.get("getattr", 0),
+            sum(requests.values()),
             said["pid"],
             said["server_pid"],
             said.get("residency", {}).get("resident_bytes", 0),
         )
+
+    def wait_until_loaded(self) -> None:
+        """Wait until all has been pushed, on a mount with `--policy oneshot`."""
+        end_s = time.monotonic() + LOADED_S
+        while True:
+            loaded = json.loads(self._stats())["residency"]
+            if 0 < loaded["oneshot_chunks"] == loaded["oneshot_done_chunks"]:
+                return
+            assert time.monotonic() < end_s, f"not everything was pushed: {loaded}"
+            time.sleep(LOADED_INTERVAL_S)
+
+    def processor_s(self, supervisor: int) -> float:
+        """The processor time that all processes of the mount have taken since their starts."""
+        return sum(map(_processor_s, members(os.getsid(supervisor))))
 
     def stop_pushing(self) -> None:
         """Kill the process that loads the page cache, while it is idle; the mount then answers
@@ -102,3 +122,21 @@ class Mount:
     def pss_bytes(self, supervisor: int) -> int:
         """The memory of all processes of the mount, without the page cache."""
         return sum(map(pss_bytes, members(os.getsid(supervisor))))
+
+    def unmapped_bytes(self, supervisor: int) -> tuple[int, int]:
+        """The memory of all processes of the mount: PSS without mapped files, and what is private
+        to one of them and has no file."""
+        sums = [rollup_bytes(str(pid)) for pid in members(os.getsid(supervisor))]
+        pss = sum(each.get("Pss", 0) - each.get("Pss_File", 0) for each in sums)
+        return pss, sum(each.get("Private_Dirty", 0) for each in sums)
+
+    def _stats(self) -> bytes:
+        return (self.path / ".diesel" / "stats").read_bytes()
+
+
+def _processor_s(pid: int) -> float:
+    """The processor time of a process by its own clock: /proc counts in hundredths of seconds."""
+    clock = ctypes.c_int()
+    if ctypes.CDLL(None).clock_getcpuclockid(pid, ctypes.byref(clock)):
+        return 0.0  # it has ended
+    return time.clock_gettime(clock.value)

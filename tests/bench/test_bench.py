@@ -2,6 +2,8 @@
 than no bench. Nothing is timed here."""
 
 import io
+import json
+import os
 import subprocess
 import sys
 import tarfile
@@ -15,11 +17,18 @@ import pytest
 from . import memory, results
 from .cases import BENCHMARKS, chosen
 from .control_group import control_group
+from .dlcmd import TREE
 from .epochs import random_order, whole_order
 from .inputs import D4, Shape, make, tar_stream
+from .loops import run_loop, waiting_loop
+from .loops_program import LOOPS
+from .mounts import is_mounted
+from .peers import kernel_images
+from .peers.pythons import python
 from .reader import compile_reader, read_files, write_list
 from .report import Row, at_least, at_most, table, within
 from .samples import OURS, NotMeasured, PeerMissing, Rounds, Samples, alternate
+from .workbench import SessionMissing, Workbench
 
 SMALL = Shape("small", 6, 2, 4096)
 EMPTY = Shape("empty", 6, 2, 0)
@@ -138,6 +147,82 @@ def test_a_part_of_an_order_knows_what_it_reads(tmp_path: Path) -> None:
     report = read_files(compile_reader(tmp_path), part.list_file)
     assert (report.files, report.bytes, report.sum) == (4, part.bytes, part.sum)
     assert part.sum != SMALL.content_sum()
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_loops_of_python_read_all_files_when_they_are_told_to(
+    tmp_path: Path, loop: str, processes: int
+) -> None:
+    folder = make(SMALL, tmp_path)
+    order = whole_order(SMALL, folder, SMALL.paths(), tmp_path / "list")
+    with waiting_loop(sys.executable, order, loop, processes=processes, walk=folder) as run:
+        start_s = time.monotonic()
+        report = run()
+    assert (report.files, report.bytes) == (SMALL.files, SMALL.bytes)
+    assert report.walked == SMALL.files + SMALL.folders
+    assert start_s < report.end_s - report.seconds < report.end_s < time.monotonic()
+    with (folder / SMALL.paths()[0]).open("ab") as file:
+        file.write(b"more")
+    with pytest.raises(AssertionError, match="other files were read"):
+        run_loop(sys.executable, order, loop, processes=processes)
+    (folder / SMALL.paths()[-1]).unlink()
+    with pytest.raises((AssertionError, subprocess.CalledProcessError)):
+        run_loop(sys.executable, order, loop, processes=processes)
+
+
+def test_another_python_is_found_where_pyenv_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed = tmp_path / "versions" / "3.99.1" / "bin" / "python3.99"
+    shim = tmp_path / "shims" / "python3.99"
+    for program, code in ((installed, "echo 3.99"), (shim, "echo no such version >&2; exit 127")):
+        program.parent.mkdir(parents=True)
+        program.write_text(f"#!/bin/sh\n{code}\n")
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{shim.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYENV_ROOT", str(tmp_path))
+    assert python("3.99") == str(installed)
+    installed.unlink()
+    with pytest.raises(PeerMissing, match=r"no Python 3\.99"):
+        python("3.99")
+
+
+@pytest.mark.parametrize("name", [kernel_images.SQUASHFS, kernel_images.EROFS])
+def test_the_kernel_shows_what_was_packed_into_an_image(tmp_path: Path, name: str) -> None:
+    source, mountpoint = make(SMALL, tmp_path), tmp_path / "mount"
+    order = whole_order(SMALL, mountpoint, SMALL.paths(), tmp_path / "list")
+    try:
+        image = kernel_images.pack(name, source, tmp_path / "image")
+        with kernel_images.mounted(name, image, mountpoint):
+            report = read_files(compile_reader(tmp_path), order.list_file, walk=mountpoint)
+    except PeerMissing as error:
+        pytest.skip(str(error))
+    assert (report.files, report.bytes, report.sum) == (order.files, order.bytes, order.sum)
+    assert not is_mounted(mountpoint)
+
+
+def test_the_group_native_measures_every_row_of_a_session(tmp_path: Path) -> None:
+    """With tiny inputs, over the kernel session, of which the requests are known: CPython up to
+    3.13 sends one for each file that `open` opens."""
+    file, options = tmp_path / "rows.json", ["--quick", "--divisor", "100", "--session", "kernel"]
+    command = [sys.executable, "-m", "tests.bench", *options, "--keep", str(tmp_path / "work")]
+    subprocess.run([*command, "--json", str(file), "native"], check=False, cwd=TREE)
+    rows = json.loads(file.read_text())["rows"]
+    problems = [problem for row in rows for problem in row["not_measured"]]
+    assert [problem for problem in problems if ": ours: " in problem] == []
+    measured = {(row["name"], row["unit"]): row["ours"] for row in rows}
+    loops = [name for name, unit in measured if "second epoch, open()" in name]
+    assert len(loops) in (3, 6)
+    if sys.version_info < (3, 14):
+        asked = measured["kernel D4, second epoch", "requests"]
+        assert asked == len(loops) * D4.scaled(100).files
+    assert not list((tmp_path / "work" / "work").glob("*"))
+
+
+def test_a_session_that_this_version_lacks_is_said(tmp_path: Path) -> None:
+    with pytest.raises(SessionMissing, match="this version has no session nothing"):
+        _ = Workbench(tmp_path, 1, session="nothing").session_options
 
 
 def test_a_smaller_shape_has_folders_of_the_same_size() -> None:

@@ -14,20 +14,40 @@ from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 
-from .dlcmd import Dlcmd
+from .dlcmd import Dlcmd, help_of_mounting
 from .inputs import N1M, Shape, make, tar_stream
 from .reader import compile_reader, read_files, write_list
 from .samples import say
+
+NATIVE = "native"
+"""The session whose tree is in the kernel."""
+
+
+class SessionMissing(Exception):
+    """This version of DIESEL-FS cannot make the mounts that are to be measured."""
 
 
 class Workbench:
     """One run of the bench, in `folder`."""
 
-    def __init__(self, folder: Path, rounds: int, divisor: int = 1) -> None:
-        """`divisor` makes inputs smaller: to try the bench, not to measure."""
+    def __init__(
+        self,
+        folder: Path,
+        rounds: int,
+        divisor: int = 1,
+        *,
+        session: str = NATIVE,
+        large: bool = False,
+    ) -> None:
+        """`divisor` makes inputs smaller: to try the bench, not to measure. The group `native`
+        measures mounts of `session`; with `large`, also datasets that take minutes to make.
+        """
         self.folder = folder
         self.rounds = rounds
         self.divisor = divisor
+        self.session = session
+        self.large = large
+        self._empty: dict[Shape, tuple[Dlcmd, float]] = {}
         self._inputs = folder / "inputs"
         self._work = folder / "work"
         for each in (self._inputs, self._work):
@@ -78,18 +98,31 @@ class Workbench:
             os.close(descriptor)
 
     @cached_property
+    def session_options(self) -> tuple[str, str]:
+        """The options of a mount of `session`. Raises SessionMissing where this version has none
+        such."""
+        if f"|{self.session}" not in help_of_mounting():
+            raise SessionMissing(f"this version has no session {self.session}")
+        return "--session", self.session
+
+    @property
     def n1m(self) -> Dlcmd:
         """A repository that holds N1M, put once per run."""
-        return self._n1m[0]
+        return self.empty_files(N1M)[0]
 
     @property
     def n1m_put_seconds(self) -> float:
         """How long `dlcmd put --tar -` of N1M took."""
-        return self._n1m[1]
+        return self.empty_files(N1M)[1]
 
-    @cached_property
-    def _n1m(self) -> tuple[Dlcmd, float]:
-        shape = self.shape(N1M)
+    def empty_files(self, wanted: Shape) -> tuple[Dlcmd, float]:
+        """A repository that holds a shape of empty files, put once per run from a tar, and how long
+        that took."""
+        if wanted not in self._empty:
+            self._empty[wanted] = self._put_empty_files(self.shape(wanted))
+        return self._empty[wanted]
+
+    def _put_empty_files(self, shape: Shape) -> tuple[Dlcmd, float]:
         say(f"putting {shape.name} from a tar: {shape.files:,} empty files")
         dlcmd = Dlcmd(self._work / shape.name)
         start_s = time.perf_counter()

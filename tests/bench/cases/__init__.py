@@ -5,7 +5,20 @@ from collections.abc import Callable, Mapping
 from ..inputs import D4L, D110
 from ..report import Row
 from ..workbench import Workbench
-from . import kernel, listing, mount, put, read, readers, server, shared, snapshot, tasks, window
+from . import (
+    kernel,
+    listing,
+    mount,
+    native,
+    put,
+    read,
+    readers,
+    server,
+    shared,
+    snapshot,
+    tasks,
+    window,
+)
 
 Benchmark = Callable[[Workbench], list[Row]]
 
@@ -26,6 +39,14 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "kernel-read": kernel.one_read_a_file,
     "kernel-readers": readers.measure,
     "kernel-ls": listing.measure,
+    "native-second": native.second_epoch,
+    "native-first": native.first_epoch,
+    "native-window": window.native,
+    "native-larger": native.larger_files,
+    "native-file": native.one_large_file,
+    "native-ls": listing.native,
+    "native-start": mount.first_byte,
+    "native-memory": mount.memory,
     "redis-put": shared.put,
     "redis-recover": shared.recover,
     "server-put": server.put,

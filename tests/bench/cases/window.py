@@ -19,7 +19,7 @@ from ..reader import read_files, write_list
 from ..report import Row, at_least, within
 from ..samples import OURS, Rounds, Side, alternate
 from ..workbench import Workbench
-from .kernel import KERNEL, ONESHOT, RATE, READS, worst
+from .kernel import KERNEL, RATE, READS, worst
 
 GROUP_CHUNKS = 10
 SEED = 1
@@ -30,6 +30,9 @@ RESIDENT_RATIO = 0.6
 READS_MAX = 0.02
 UNPLANNED_RATIO = 1
 UNPLANNED_PART = 4  # a fourth of the epoch is read, which fills the budget many times
+PUSHED_RATIO = 0.8
+NATIVE_RESIDENT_RATIO = 0.5
+PUSHED = "all pushed once, read for the first time"
 RESIDENT, NOT_PUSHING = "everything resident", "the same mount without pushing"
 RATE_AGAIN, READS_AGAIN, PEAK = "files/s, second", "READs a file, second", "peak MB"
 
@@ -39,13 +42,14 @@ INTERVAL_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class _Setting:
-    """The parts that both benchmarks share."""
+    """The parts that the benchmarks share; `session` are the options that choose it."""
 
     bench: Workbench
     shape: Shape
     dlcmd: Dlcmd
     mountpoint: Path
     folder: Path
+    session: tuple[str, ...]
 
     @property
     def budget_bytes(self) -> int:
@@ -53,7 +57,11 @@ class _Setting:
 
     @property
     def options(self) -> tuple[str, ...]:
-        return (*KERNEL, "--memory", str(self.budget_bytes))
+        return (*self.session, "--memory", str(self.budget_bytes))
+
+    @property
+    def oneshot(self) -> tuple[str, ...]:
+        return (*self.session, "--policy", "oneshot")
 
     def walk(self) -> None:
         """List the mount in this process, so that the kernel charges the entries to it and not to
@@ -63,13 +71,13 @@ class _Setting:
 
 
 @contextmanager
-def _setting(bench: Workbench) -> Iterator[_Setting]:
+def _setting(bench: Workbench, session: tuple[str, ...] = KERNEL) -> Iterator[_Setting]:
     shape, source = prepared(bench, D4L)
     with bench.scratch() as folder:
         dlcmd = Dlcmd(folder)
         chunk = max(CHUNK_BYTES // bench.divisor, CHUNK_BYTES_MIN)
         dlcmd.seconds("put", "--chunk-size", str(chunk), str(source), shape.name)
-        setting = _Setting(bench, shape, dlcmd, folder / "mount", folder)
+        setting = _Setting(bench, shape, dlcmd, folder / "mount", folder, session)
         with dlcmd.mounted(shape.name, setting.mountpoint):
             pass  # afterwards this user has a copy of the snapshot
         yield setting
@@ -114,7 +122,7 @@ def _chunk_wise_sides(setting: _Setting, epochs: list["_Epoch"], readers: int) -
 
     def resident() -> dict[str, float]:
         bench.warm_page_cache(dlcmd.store)
-        with dlcmd.mounted(shape.name, setting.mountpoint, *ONESHOT):
+        with dlcmd.mounted(shape.name, setting.mountpoint, *setting.oneshot):
             read_epoch(bench, epochs[0].order, walk=setting.mountpoint)
             return {RATE: files_per_s(read_epoch(bench, epochs[0].order, readers=readers))}
 
@@ -139,6 +147,35 @@ def _chunk_wise_rows(setting: _Setting, rounds: Rounds, readers: int) -> list[Ro
         within(name, READS, rounds.ours(READS), READS_MAX, most=True),
         within(again, READS, rounds.ours(READS_AGAIN), READS_MAX, most=True, note=stays),
         within(name, PEAK, worst(rounds.ours(PEAK)), limit_mb, most=True, note=memory),
+    ]
+
+
+def native(bench: Workbench) -> list[Row]:
+    """D4L in chunk-wise order with a budget of a tenth over `bench.session`, against the same
+    session when all was pushed before, and against everything resident."""
+    with _setting(bench, bench.session_options) as setting:
+        shape, dlcmd = setting.shape, setting.dlcmd
+        epochs = [_epoch(setting, number) for number in range(2)]
+
+        def pushed() -> dict[str, float]:
+            bench.warm_page_cache(dlcmd.store)
+            with dlcmd.mounted(shape.name, setting.mountpoint, *setting.oneshot) as mount:
+                setting.walk()
+                mount.wait_until_loaded()
+                return {RATE: files_per_s(read_epoch(bench, epochs[0].order))}
+
+        sides = {**_chunk_wise_sides(setting, epochs, readers=1), PUSHED: pushed}
+        rounds = alternate(bench.rounds, sides)
+    name = f"{bench.session} {shape.name}, window of a tenth"
+    again = f"{name}, second epoch"
+    return [
+        Row(each, RATE, rounds.ours(rate), side, rounds.of(side, RATE), at_least(ratio))
+        for each, rate in ((name, RATE), (again, RATE_AGAIN))
+        for side, ratio in ((PUSHED, PUSHED_RATIO), (RESIDENT, NATIVE_RESIDENT_RATIO))
+    ] + [
+        Row(name, READS, rounds.ours(READS)),
+        Row(again, READS, rounds.ours(READS_AGAIN)),
+        Row(name, PEAK, rounds.ours(PEAK)),
     ]
 
 

@@ -4,6 +4,7 @@ A module raises PeerMissing if its peer cannot run here. The peers' Python packa
 an environment of their own, which `make bench` makes, since they need older libraries than ours.
 """
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,14 @@ def installed(name: str) -> str:
     if not program.exists():
         raise PeerMissing(f"{name} is not in {PROGRAMS.parent}: run `make bench`")
     return str(program)
+
+
+def system_program(name: str) -> str:
+    """The path of a program of the system."""
+    found = shutil.which(name)
+    if found is None:
+        raise PeerMissing(f"there is no {name} here: deploy/prepare.sh bench installs it")
+    return found
 
 
 def output_of(command: Sequence[str], environment: Mapping[str, str] | None = None) -> str:

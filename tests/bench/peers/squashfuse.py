@@ -1,6 +1,5 @@
 """Mounts a SquashFS image with squashfuse_ll, a C program of Debian, through FUSE."""
 
-import shutil
 import subprocess
 import time
 from collections.abc import Iterator
@@ -9,7 +8,7 @@ from pathlib import Path
 
 from ..mounts import is_mounted
 from ..samples import PeerMissing
-from . import output_of
+from . import output_of, system_program
 
 NAME = "squashfuse_ll"
 END_S = 20.0
@@ -20,7 +19,7 @@ def pack(source: Path, image: Path) -> Path:
     plain = ["-noI", "-noId", "-noD", "-noF", "-noX"]
     # -no-duplicates: else files of one size are compared with each other, which takes minutes.
     quiet = ["-quiet", "-no-progress", "-noappend", "-no-duplicates"]
-    output_of([_program("mksquashfs"), str(source), str(image), *plain, *quiet])
+    output_of([system_program("mksquashfs"), str(source), str(image), *plain, *quiet])
     return image
 
 
@@ -41,17 +40,10 @@ def mounted(image: Path, mountpoint: Path) -> Iterator[tuple[float, float]]:
         _unmount(mountpoint)
 
 
-def _program(name: str) -> str:
-    found = shutil.which(name)
-    if found is None:
-        raise PeerMissing(f"there is no {name} here: deploy/prepare.sh bench installs it")
-    return found
-
-
 def _start(image: Path, mountpoint: Path) -> None:
     """Run the command, without pipes that its daemon would keep open."""
     done = subprocess.run(
-        [_program("squashfuse_ll"), str(image), str(mountpoint)],
+        [system_program("squashfuse_ll"), str(image), str(mountpoint)],
         check=False,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
