@@ -79,13 +79,13 @@ def _map_private(path: Path) -> Snapshot:
 
 
 @cache
-def _boot_id() -> str:
+def boot_id() -> str:
     """The run of this machine: what was not synced is lost when another one begins."""
     return _BOOT_ID.read_text(encoding="ascii").strip()
 
 
 def _private_path(identity: UUID, version: int) -> Path:
-    name = f"{identity.hex}-{version:016x}.{_boot_id()}"
+    name = f"{identity.hex}-{version:016x}.{boot_id()}"
     return private_folder(cache_folder() / "snapshots") / name
 
 
@@ -127,7 +127,7 @@ def newest_private_copy(identity: UUID) -> int:
         folder = _private_path(identity, 0).parent
     except (DieselError, OSError):
         return 0
-    names = (path.name.split(".")[0] for path in folder.glob(f"{identity.hex}-*.{_boot_id()}"))
+    names = (path.name.split(".")[0] for path in folder.glob(f"{identity.hex}-*.{boot_id()}"))
     return max((int(name.rpartition("-")[2], 16) for name in names), default=0)
 
 

@@ -17,7 +17,7 @@ from diesel_fs.format.entries import ChunkId
 from diesel_fs.format.object_names import chunk_object, dataset_object, snapshot_object
 from diesel_fs.ingest import FolderSource, PutOptions
 from diesel_fs.repository.local import LocalRepository
-from diesel_fs.repository.private_copies import _boot_id
+from diesel_fs.repository.private_copies import boot_id
 from diesel_fs.storage.metadata.store import Batch, ReadCommitted
 
 from ..datasets import content, dataset_state, forget_private_copies
@@ -335,8 +335,8 @@ def test_a_private_snapshot_of_before_a_power_cut_is_not_trusted(
         file.write_bytes(file.read_bytes()[:640].ljust(file.stat().st_size, b"\0"))
     (tmp_path / "boot").write_text("another")
     monkeypatch.setattr("diesel_fs.repository.private_copies._BOOT_ID", tmp_path / "boot")
-    _boot_id.cache_clear()
+    boot_id.cache_clear()
     try:
         assert dataset_state(filled) == facts(source)
     finally:
-        _boot_id.cache_clear()
+        boot_id.cache_clear()

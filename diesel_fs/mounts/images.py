@@ -1,0 +1,285 @@
+"""Keeps the images that mounts on this node show, one file each in the user's own folder.
+
+An image (`format/image.py`) is the tree of a version as a file system for the kernel. It is built
+once per node, user, version and `Shown`, and shared by all mounts after that. As with private
+copies of snapshots (`repository/private_copies.py`), only files in the user's private folder are
+mapped and mounted, and they are not synced, so they are used only until the machine boots again.
+
+Images of one dataset form a chain, in which each continues the one before. Two things keep a chain
+from continuing in two ways: a lock, under which images are built, and a record in the locked file,
+of the last image that was built. An image is continued only if it is the one in the record; if that
+has been lost, a new chain begins.
+
+A process holds a shared lock on the file of each image that it has opened. Another process removes
+an old image only if it gets the file's exclusive lock: the folder may be shared by nodes, and a
+file that another node has removed cannot be read any more.
+
+All functions may be called from any thread; processes do not disturb each other.
+"""
+
+import fcntl
+import logging
+import mmap
+import os
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+from uuid import UUID, uuid4
+
+from xxhash import xxh3_64_hexdigest
+
+from ..errors import BusyError, DieselError, FormatError
+from ..format.entries import Bytes
+from ..format.image import Image, ImageTooLarge, Shown, build_image
+from ..format.snapshot.reader import Snapshot
+from ..repository.private_copies import boot_id
+from ..settings import cache_folder, private_folder
+from ..system.atomic_file import atomic_file, write_error
+
+log = logging.getLogger("diesel.mounts")
+
+IMAGES_KEPT = 2
+"""Images kept per dataset, node and user, beside those in use: the newest in their chain."""
+
+BUILD_DEADLINE_S = 120.0
+"""How long to wait for another process that builds an image. 14 million entries take 20 s."""
+
+_POLL_S = 0.02
+_REPORT_S = 5.0
+
+
+def open_image(
+    snapshot: Snapshot, shown: Shown, *, deadline_s: float = BUILD_DEADLINE_S
+) -> tuple[Image, int]:
+    """The image of a snapshot, mapped, and a descriptor of its file. It is built if this node has
+    none.
+
+    The caller closes the descriptor when no mount of its own needs the file any more. If the folder
+    of images cannot be used, or another process builds for longer than `deadline_s`, the image is
+    built for this caller alone, in a chain of its own. Raises what `build_image` raises, and
+    NoSpaceError if there is no place for any file.
+    """
+    try:
+        folder = private_folder(cache_folder() / "images")
+        path = folder / _name(snapshot, shown)
+        kept = _open_kept(path, snapshot, shown)
+        if kept is not None:
+            return kept
+        with _locked(folder / f"{snapshot.identity.hex}.{boot_id()}.chain", deadline_s) as chain:
+            kept = _open_kept(path, snapshot, shown, warn=True)  # another process has built it
+            if kept is None:
+                _build_kept(path, snapshot, shown, chain)
+                kept = _open_kept(path, snapshot, shown, warn=True)
+            _prune(folder, snapshot.identity)
+        if kept is not None:
+            return kept
+        log.warning("the image %s was lost as soon as it was built", path)
+    except (FormatError, ImageTooLarge):
+        raise
+    except (OSError, DieselError) as error:
+        log.warning("the image of %s is not kept: %s", snapshot.dataset, error)
+    return _build_unnamed(snapshot, shown)
+
+
+def _name(snapshot: Snapshot, shown: Shown) -> str:
+    """The name of the file of an image."""
+    what = xxh3_64_hexdigest(repr(shown).encode())
+    return f"{snapshot.identity.hex}-{snapshot.version:016x}-{what}.{boot_id()}"
+
+
+def _open_kept(
+    path: Path, snapshot: Snapshot, shown: Shown, *, warn: bool = False
+) -> tuple[Image, int] | None:
+    """The kept image, checked whole, and its descriptor; None if there is none, or a damaged one.
+    Raises OSError."""
+    try:
+        image, descriptor = _open(path)
+    except (FileNotFoundError, BlockingIOError):  # it is not there, or is just being removed
+        return None
+    except FormatError as error:
+        if warn:
+            log.warning("the image %s is made again: %s", path, error.message)
+        return None
+    if (image.identity, image.version, image.shown) == (snapshot.identity, snapshot.version, shown):
+        return image, descriptor
+    os.close(descriptor)
+    if warn:
+        log.warning("the image %s is made again: it is of another tree", path)
+    return None
+
+
+def _open(path: Path, *, verify: bool = True) -> tuple[Image, int]:
+    """Open an image, and lock its file against removal. Raises OSError, FormatError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        if not os.fstat(descriptor).st_nlink:  # it was removed before it was locked
+            raise FileNotFoundError(path)
+        return Image(_mapped(descriptor), verify=verify), descriptor
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def _mapped(descriptor: int) -> memoryview:
+    """The content of a file. Raises OSError."""
+    if not os.fstat(descriptor).st_size:
+        return memoryview(b"")
+    flags = mmap.MAP_SHARED | mmap.MAP_POPULATE  # all of it is read at once, to be checked
+    return memoryview(mmap.mmap(descriptor, 0, flags=flags, prot=mmap.PROT_READ))
+
+
+# Building
+
+
+def _build_kept(path: Path, snapshot: Snapshot, shown: Shown, chain: "_Chain") -> None:
+    """Build an image in the folder, in the dataset's chain. Raises OSError and what `build_image`
+    raises."""
+    earlier = _last_image(path.parent, snapshot.identity, chain) or uuid4()
+    try:
+        pieces = build_image(snapshot, shown, earlier)
+    except ImageTooLarge:
+        if isinstance(earlier, UUID):
+            raise
+        earlier = uuid4()  # the chain has no addresses left, and a new one may do
+        pieces = build_image(snapshot, shown, earlier)
+    with atomic_file(path, sync=False) as file:
+        _write(file, pieces, snapshot)
+        # Before the image can be seen: where this process is killed now, a new chain begins.
+        chain.record_next(earlier)
+
+
+def _build_unnamed(snapshot: Snapshot, shown: Shown) -> tuple[Image, int]:
+    """Build an image in a file without a name, or in memory, in a chain of its own. Raises what
+    `build_image` raises, and NoSpaceError."""
+    for make in (_unnamed_file, _memory_file):
+        pieces = build_image(snapshot, shown, uuid4())
+        try:
+            descriptor = make()
+        except OSError as error:
+            full = error
+            continue
+        try:
+            with open(descriptor, "wb", closefd=False) as file:
+                _write(file, pieces, snapshot)
+            return Image(_mapped(descriptor), verify=True), descriptor
+        except OSError as error:
+            full = error
+            os.close(descriptor)
+        except BaseException:
+            os.close(descriptor)
+            raise
+    raise write_error("an image", full)
+
+
+def _unnamed_file() -> int:
+    """A file in the folder of temporary files, which goes with its last descriptor."""
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+def _memory_file() -> int:
+    return os.memfd_create("diesel-image", os.MFD_CLOEXEC)
+
+
+def _write(file: BinaryIO, pieces: Iterable[Bytes], snapshot: Snapshot) -> None:
+    """Write an image, and say in the log how long it took. Raises OSError."""
+    began = time.monotonic()
+    file.writelines(pieces)
+    file.flush()
+    log.info(
+        "built the tree of %s at version %d for the kernel: %d entries in %.1f s",
+        *(snapshot.dataset, snapshot.version, len(snapshot), time.monotonic() - began),
+    )
+
+
+def _last_image(folder: Path, identity: UUID, chain: "_Chain") -> Image | None:
+    """The last image of the chain; None if it is lost or damaged, or there is no chain."""
+    for path in folder.glob(f"{identity.hex}-*.{boot_id()}"):
+        with suppress(OSError, FormatError):
+            image, descriptor = _open(path, verify=False)
+            os.close(descriptor)
+            if chain.is_last(image):
+                return Image(image.buffer, verify=True)
+    return None
+
+
+def _prune(folder: Path, identity: UUID) -> None:
+    """Remove images that are neither among the newest of this boot nor in use."""
+    with suppress(OSError):
+        paths = [*folder.glob(f"{identity.hex}-*")]
+        ours = [path for path in paths if path.name.endswith(f".{boot_id()}")]
+        ours.sort(key=lambda path: path.stat().st_mtime_ns)
+        for path in {*paths} - {*ours[-IMAGES_KEPT:]}:
+            with suppress(OSError):
+                _remove_unused(path)
+
+
+def _remove_unused(path: Path) -> None:
+    """Remove an image that no process has open. Raises OSError if one has."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)  # NFS locks only what can be written
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink()
+    finally:
+        os.close(descriptor)
+
+
+# The chain
+
+
+class _Chain:
+    """The record of a dataset's chain on this node: the last image that was built. It is the
+    content of a file that the caller has locked."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def is_last(self, image: Image) -> bool:
+        """Whether the record names this image."""
+        record = self._text(image.chain, image.sequence)
+        return os.pread(self._descriptor, len(record) + 1, 0) == record
+
+    def record_next(self, earlier: Image | UUID) -> None:
+        """Make the image that continues `earlier`, or begins that chain, the last one."""
+        if isinstance(earlier, Image):
+            text = self._text(earlier.chain, earlier.sequence + 1)
+        else:
+            text = self._text(earlier, 1)
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, text, 0)
+
+    @staticmethod
+    def _text(chain: UUID, sequence: int) -> bytes:
+        return f"{chain.hex} {sequence:016x}\n".encode()
+
+
+@contextmanager
+def _locked(path: Path, deadline_s: float) -> Iterator[_Chain]:
+    """Lock a dataset's chain. Raises BusyError after the deadline, OSError."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        _lock(descriptor, path, deadline_s)
+        yield _Chain(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, path: Path, deadline_s: float) -> None:
+    """Lock a file, and say in the log now and then that another process has it."""
+    began = reported = time.monotonic()
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            now = time.monotonic()
+            if now - began > deadline_s:
+                raise BusyError(f"another process holds {path}") from None
+            if now - reported > _REPORT_S:
+                log.info("another process has been building an image for %.0f s", now - began)
+                reported = now
+            time.sleep(_POLL_S)
