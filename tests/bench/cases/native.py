@@ -172,7 +172,7 @@ class _FirstEpochs:
 
     def squashfuse(self) -> dict[str, float]:
         """A SquashFS image, mounted by squashfuse_ll and read by the C reader."""
-        image = self._image(kernel_images.SQUASHFS)
+        image = self._image(squashfuse.NAME)
         self._prepare(image.parent, cold=False)
         with (
             self._reader("") as read,
@@ -191,10 +191,14 @@ class _FirstEpochs:
             return self._rate(read, ready_s)
 
     def _image(self, name: str) -> Path:
+        """The image for a peer, which is made at the first call."""
         image = self.folder / name.rpartition(" ")[2] / "image"
         if not image.exists():
-            image.parent.mkdir(exist_ok=True)
-            kernel_images.pack(name, self.source, image)
+            image.parent.mkdir()
+            if name == squashfuse.NAME:
+                squashfuse.pack(self.source, image)
+            else:
+                kernel_images.pack(name, self.source, image)
         return image
 
     def _prepare(self, content: Path, *, cold: bool) -> None:

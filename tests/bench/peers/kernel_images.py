@@ -22,7 +22,8 @@ _RDONLY_NOSUID_NODEV = 1 | 2 | 4
 def pack(name: str, source: Path, image: Path) -> Path:
     """Make an image of the files below `source` for one of the two, without compression."""
     if name == SQUASHFS:
-        return squashfuse.pack(source, image)
+        # Else small files share blocks of 128 KiB, each of which is read whole for each of them.
+        return squashfuse.pack(source, image, "-no-fragments")
     output_of([system_program("mkfs.erofs"), "--quiet", "-x-1", str(image), str(source)])
     return image
 

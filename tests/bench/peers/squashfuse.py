@@ -14,12 +14,13 @@ NAME = "squashfuse_ll"
 END_S = 20.0
 
 
-def pack(source: Path, image: Path) -> Path:
-    """Make an image of the files below `source`, without compression."""
+def pack(source: Path, image: Path, *options: str) -> Path:
+    """Make an image of the files below `source`, without compression; `options` are more of
+    mksquashfs."""
     plain = ["-noI", "-noId", "-noD", "-noF", "-noX"]
     # -no-duplicates: else files of one size are compared with each other, which takes minutes.
     quiet = ["-quiet", "-no-progress", "-noappend", "-no-duplicates"]
-    output_of([system_program("mksquashfs"), str(source), str(image), *plain, *quiet])
+    output_of([system_program("mksquashfs"), str(source), str(image), *plain, *quiet, *options])
     return image
 
 
