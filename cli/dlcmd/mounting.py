@@ -80,7 +80,7 @@ def task_options(command: Callable[_P, None]) -> Callable[_P, None]:
 @click.option("--follow", is_flag=True, help="Show newer versions as soon as they are published.")
 @click.option(
     "--session",
-    type=click.Choice(["auto", "kernel", "pyfuse3"]),
+    type=click.Choice(["auto", "native", "kernel", "pyfuse3"]),
     default="auto",
     show_default=True,
     help="Implementation of FUSE: `kernel` loads contents into the kernel's page cache before they"

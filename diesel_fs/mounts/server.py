@@ -22,6 +22,7 @@ from contextlib import ExitStack, contextmanager, suppress
 import trio
 
 from ..errors import DieselError
+from ..format.image import Shown
 from ..format.snapshot.reader import Snapshot
 from ..net.messages import Message, error_message
 from ..orders.shuffle import GROUP_SIZE_DEFAULT
@@ -30,12 +31,15 @@ from ..settings import runtime_folder
 from ..system import syscalls
 from .attributes import Owner
 from .dot_diesel import HiddenFile
+from .images import open_image
 from .mountpoint import is_mounted, mounted_at, unmount
 from .options import MountRequest
 from .plans.control_socket import ControlSocket
 from .plans.list_plans import ListPlans
 from .prefetch.link import WorkerLink
 from .sessions.kernel import KernelSession
+from .sessions.native import CONTENT_NODE, ImageFile, NativeSession
+from .sessions.native_tree import HIDDEN_FOLDER
 from .sessions.push_status import PushStatusMap, push_status_file
 from .sessions.session import Session, SessionUnsupported, mount_options
 from .source import MemorySplit, MountSource
@@ -72,8 +76,11 @@ TASK_STATS_S = 1.0
 
 READY = b"ready"
 
-SESSIONS = (KernelSession.name, "pyfuse3")
-"""The best first: `--session auto` takes the first that works here."""
+SESSIONS = (NativeSession.name, KernelSession.name, "pyfuse3")
+"""The best first."""
+
+AUTO_SESSIONS = (KernelSession.name, "pyfuse3")
+"""`--session auto` takes the first of these that works here."""
 
 Report = Callable[[Mapping[str, object]], None]
 
@@ -110,10 +117,8 @@ def serve_mount(
     return 0
 
 
-def _session_called(name: str) -> type[Session]:
-    """The class of a session. Raises SessionUnsupported where its package is not installed."""
-    if name == KernelSession.name:
-        return KernelSession
+def _pyfuse3_session() -> type[Session]:
+    """The class of the session. Raises SessionUnsupported where its package is not installed."""
     try:
         from .sessions.pyfuse3 import Pyfuse3Session  # noqa: PLC0415  # it has to be compiled
     except ImportError as error:
@@ -193,7 +198,11 @@ class _Server:
     async def _mount_and_serve(self, signals: AsyncIterator[int]) -> None:
         with self._task_warnings_reported():
             self._session = self._mount()
-        found = mounted_at(self._request.mountpoint)
+        is_native = isinstance(self._session, NativeSession)
+        at = (
+            f"{self._request.mountpoint}/{HIDDEN_FOLDER}" if is_native else self._request.mountpoint
+        )
+        found = mounted_at(at)
         self._device = found.device if found else ""
         self._abort_file = syscalls.open_abort(self._device)
         os.write(self._supervisor_pipe, f"{self._device}\n".encode())
@@ -231,18 +240,12 @@ class _Server:
             raise DieselError(
                 f"there is no session {wanted!r}", advice=f"known: auto, {', '.join(SESSIONS)}"
             )
-        names = list(SESSIONS) if wanted == "auto" else [wanted]
+        names = list(AUTO_SESSIONS) if wanted == "auto" else [wanted]
         reasons: list[str] = []
         for name in names:
             self._vfs = self._make_vfs(name)
-            options = mount_options(
-                self._snapshot.dataset,
-                self._snapshot.version,
-                allow_other=self._request.allow_other,
-                follows=self._request.follow,
-            )
             try:
-                session = _session_called(name)(self._vfs, self._request.mountpoint, options)
+                session = self._make_session(name)
                 session.mount()
             except SessionUnsupported as error:
                 reasons.append(f"the {name} session cannot be used: {error}")
@@ -253,9 +256,29 @@ class _Server:
                 return session
         raise DieselError("; ".join(reasons))
 
+    def _make_session(self, name: str) -> Session:
+        """Raises SessionUnsupported, DieselError."""
+        request, snapshot = self._request, self._snapshot
+        options = mount_options(
+            snapshot.dataset,
+            snapshot.version,
+            allow_other=request.allow_other,
+            follows=request.follow,
+        )
+        if name == NativeSession.name:
+            NativeSession.check_usable()
+            if request.follow:
+                raise SessionUnsupported("it cannot follow a dataset")
+            private_to = -1 if request.allow_other else os.geteuid()
+            shown = Shown(*request.owner_ids, request.umask, private_to)
+            self._image = ImageFile(*open_image(snapshot, shown))
+            return NativeSession(self._vfs, request.mountpoint, options, self._image)
+        session = KernelSession if name == KernelSession.name else _pyfuse3_session()
+        return session(self._vfs, request.mountpoint, options)
+
     def _make_vfs(self, session: str) -> Vfs:
         snapshot, request = self._snapshot, self._request
-        pushes = session == KernelSession.name
+        pushes = session != "pyfuse3"
         memory_bytes = self._memory.server_bytes(pushes=pushes)
         reader = self._source.reader(request, snapshot, memory_bytes, pushes=pushes)
         owner = Owner(*request.owner_ids, request.umask)
@@ -394,7 +417,11 @@ class _Server:
                 stack.callback(os.close, device := session.clone())
                 stack.callback(os.close, snapshot := snapshot_descriptor(self._snapshot))
                 stack.callback(os.close, shared := push_status_file(self._snapshot.entry_count))
-                self._link.start_worker(begin, [device, snapshot, shared])
+                descriptors = [device, snapshot, shared]
+                if isinstance(session, NativeSession):
+                    begin["content_node"] = CONTENT_NODE
+                    descriptors += [self._image.file, session.private_mount]
+                self._link.start_worker(begin, descriptors)
                 if self._watcher is not None:
                     self._watcher.attach_session(session, shared)
                 else:
@@ -459,7 +486,9 @@ class _Server:
 
     def _unmount(self, lazy: bool = False) -> None:
         """Unmounts this mount, but nothing that was mounted on top of it since."""
-        if is_mounted(self._request.mountpoint, self._device):
+        if is_mounted(self._request.mountpoint, self._device) or is_mounted(
+            f"{self._request.mountpoint}/{HIDDEN_FOLDER}", self._device
+        ):
             unmount(self._request.mountpoint, lazy=lazy)
 
     def _close(self) -> None:

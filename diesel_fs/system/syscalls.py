@@ -18,6 +18,7 @@ import struct
 import subprocess
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from ..errors import DieselError, PermissionDenied
 from .daemons import minimal_environment
@@ -27,10 +28,14 @@ MNT_DETACH = 2
 _UMOUNT_NOFOLLOW = 8
 
 # The same numbers on every architecture: they came after the tables had been unified.
-_SYS_OPEN_TREE, _SYS_FSOPEN, _SYS_FSCONFIG, _SYS_FSMOUNT = 428, 430, 431, 432
-_AT_FDCWD, _OPEN_TREE_CLONE_CLOEXEC = -100, 1 | os.O_CLOEXEC
-_FSOPEN_CLOEXEC, _FSMOUNT_CLOEXEC, _FSCONFIG_CMD_CREATE = 1, 1, 6
-_MOUNT_ATTR_NOSUID_NODEV_NOEXEC = 2 | 4 | 8
+_SYS_OPEN_TREE, _SYS_MOVE_MOUNT = 428, 429
+_SYS_FSOPEN, _SYS_FSCONFIG, _SYS_FSMOUNT = 430, 431, 432
+_AT_FDCWD, _AT_EMPTY_PATH, _OPEN_TREE_CLONE_CLOEXEC = -100, 0x1000, 1 | os.O_CLOEXEC
+_FSOPEN_CLOEXEC, _FSMOUNT_CLOEXEC = 1, 1
+_FSCONFIG_SET_FLAG, _FSCONFIG_SET_STRING, _FSCONFIG_CMD_CREATE = 0, 1, 6
+_MOVE_MOUNT_FROM_ITSELF, _MOVE_MOUNT_BENEATH = 4, 0x200
+MOUNT_READ_ONLY, MOUNT_NOSUID, MOUNT_NODEV, MOUNT_NOEXEC, MOUNT_NOATIME = 1, 2, 4, 8, 0x10
+"""Attributes of a mount (mount_setattr(2))."""
 
 READS_AHEAD_MAX = 256
 """READ requests for the kernel's read-ahead that may wait for the daemon at once. With the kernel's
@@ -71,12 +76,7 @@ def _control_folder(connection: str) -> int:
     """
     with suppress(OSError):
         return os.open(f"/sys/fs/fuse/connections/{connection}", os.O_PATH | os.O_DIRECTORY)
-    context = _syscall(_SYS_FSOPEN, b"fusectl", _FSOPEN_CLOEXEC)
-    try:
-        _syscall(_SYS_FSCONFIG, context, _FSCONFIG_CMD_CREATE, None, None, 0)
-        root = _syscall(_SYS_FSMOUNT, context, _FSMOUNT_CLOEXEC, _MOUNT_ATTR_NOSUID_NODEV_NOEXEC)
-    finally:
-        os.close(context)
+    root = new_mount("fusectl", (), MOUNT_NOSUID | MOUNT_NODEV | MOUNT_NOEXEC)
     try:
         return os.open(connection, os.O_PATH | os.O_DIRECTORY, dir_fd=root)
     finally:
@@ -110,8 +110,24 @@ def tune(device: str) -> None:
         file.write(str(READ_AHEAD_KIB))
 
 
+def set_read_ahead(file: int, kib: int) -> None:
+    """Set how far the kernel reads ahead in the file system of an open file (Linux 6.10), as far as
+    this user may. It is for file systems that have a name in sysfs, not a device number."""
+    answer = bytearray(_SYSFS_PATH_BYTES)
+    with suppress(OSError):
+        fcntl.ioctl(file, _FS_IOC_GETFSSYSFSPATH, answer)
+        name = answer[1 : 1 + answer[0]].decode().rpartition("/")[2]
+        Path(f"/sys/class/bdi/{name}/read_ahead_kb").write_text(str(kib), encoding="ascii")
+
+
 # mounting ---------------------------------------------------------------------------------------
 
+_ATTRIBUTE_OF = {
+    "ro": MOUNT_READ_ONLY,
+    "nosuid": MOUNT_NOSUID,
+    "nodev": MOUNT_NODEV,
+    "noatime": MOUNT_NOATIME,
+}
 _MS_FLAGS = {"ro": 1, "nosuid": 2, "nodev": 4, "noatime": 1024}
 _FUSE_DEV_IOC_CLONE = 0x8004E500
 
@@ -129,13 +145,36 @@ _NOT_ALLOWED = (errno.EACCES, errno.EPERM)
 _IN_A_CONTAINER = "a container needs --device /dev/fuse --cap-add SYS_ADMIN"
 
 
-def _mount_as_root(mountpoint: str, options: Sequence[str]) -> int:
+def _open_fuse() -> int:
     try:
-        device = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
+        return os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
         raise PermissionDenied(
             f"cannot open /dev/fuse: {error.strerror}", advice=_IN_A_CONTAINER
         ) from error
+
+
+def new_fuse(options: Sequence[str]) -> tuple[int, int]:
+    """A FUSE mount with these options that is attached at no path; for root.
+
+    Returns the descriptors of its connection and of the mount. Raises OSError, PermissionDenied.
+    """
+    device = _open_fuse()
+    try:
+        fields = [("rootmode", "40000"), ("user_id", "0"), ("group_id", "0"), ("fd", str(device))]
+        attributes = 0
+        for name, _, value in (part.partition("=") for part in options):
+            attributes |= _ATTRIBUTE_OF.get(name, 0)
+            if name == "ro" or name not in _ATTRIBUTE_OF:
+                fields.append(("source" if name == "fsname" else name, value))
+        return device, new_mount("fuse", fields, attributes)
+    except BaseException:
+        os.close(device)
+        raise
+
+
+def _mount_as_root(mountpoint: str, options: Sequence[str]) -> int:
+    device = _open_fuse()
     named = dict(part.partition("=")[::2] for part in options)
     flags = sum(_MS_FLAGS[name] for name in named if name in _MS_FLAGS)
     root_mode = stat.S_IFMT(os.stat(mountpoint).st_mode)
@@ -195,6 +234,50 @@ def clone_mount(mountpoint: str) -> int:
     return _syscall(_SYS_OPEN_TREE, _AT_FDCWD, os.fsencode(mountpoint), _OPEN_TREE_CLONE_CLOEXEC)
 
 
+def copy_mount(mount: int) -> int:
+    """The same for a mount that is attached somewhere, by its descriptor. Raises OSError."""
+    return _syscall(_SYS_OPEN_TREE, mount, b"", _OPEN_TREE_CLONE_CLOEXEC | _AT_EMPTY_PATH)
+
+
+def new_mount(kind: str, options: Sequence[tuple[str, str]], attributes: int) -> int:
+    """A descriptor of a new mount of a file system that is attached at no path (fsopen(2),
+    fsconfig(2), fsmount(2); Linux 5.2, root only). It ends with the descriptor unless it is
+    attached before.
+
+    An option with an empty value is a flag. Raises OSError, with what the kernel says about it.
+    """
+    context = _syscall(_SYS_FSOPEN, kind.encode(), _FSOPEN_CLOEXEC)
+    try:
+        for name, value in options:
+            command = _FSCONFIG_SET_STRING if value else _FSCONFIG_SET_FLAG
+            text = os.fsencode(value) if value else None
+            _syscall(_SYS_FSCONFIG, context, command, name.encode(), text, 0)
+        _syscall(_SYS_FSCONFIG, context, _FSCONFIG_CMD_CREATE, None, None, 0)
+        return _syscall(_SYS_FSMOUNT, context, _FSMOUNT_CLOEXEC, attributes)
+    except OSError as error:
+        reason = _mount_log(context)
+        raise OSError(error.errno, f"{error.strerror}{reason and f' ({reason})'}") from error
+    finally:
+        os.close(context)
+
+
+def _mount_log(context: int) -> str:
+    """What the kernel says about a mount that it could not make."""
+    with suppress(OSError):
+        return os.read(context, 4096).decode(errors="replace").strip()
+    return ""
+
+
+def attach_mount(mount: int, path: str, *, folder: int = _AT_FDCWD, beneath: bool = False) -> None:
+    """Attach a detached mount at a path (move_mount(2), Linux 5.2), which is relative to `folder`
+    unless it is absolute.
+
+    `beneath`: below the topmost mount there, which hides it (Linux 6.5). Raises OSError.
+    """
+    flags = _MOVE_MOUNT_FROM_ITSELF | (_MOVE_MOUNT_BENEATH if beneath else 0)
+    _syscall(_SYS_MOVE_MOUNT, mount, b"", folder, os.fsencode(path), flags)
+
+
 def detach_quietly(mountpoint: str) -> None:
     """Unmount lazily (the mount disappears now, and ends when nothing uses it); errors are
     ignored."""
@@ -225,6 +308,8 @@ def clone(descriptor: int) -> int:
 _IN_CLOEXEC, _IN_NONBLOCK = 0o2000000, 0o4000
 _SYS_CACHESTAT = 451  # Linux 6.5; the same on every architecture
 _PR_SET_PDEATHSIG = 1
+_CLONE_FS = 0x200
+_FS_IOC_GETFSSYSFSPATH, _SYSFS_PATH_BYTES = 0x80811501, 129
 
 
 class _CachestatRange(ctypes.Structure):
@@ -277,6 +362,12 @@ def _mincore_bytes(file: int, size: int) -> int:
         pages = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
         _checked(_libc.mincore(ctypes.c_void_p(start), ctypes.c_size_t(size), pages))
         return sum(page & 1 for page in pages) * mmap.PAGESIZE
+
+
+def own_working_folder() -> None:
+    """Give the calling thread a working folder of its own, apart from the process's. Raises
+    OSError."""
+    _checked(_libc.unshare(_CLONE_FS))
 
 
 def die_with_parent(number: int) -> None:

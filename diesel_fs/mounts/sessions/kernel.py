@@ -38,9 +38,11 @@ INIT_DEADLINE_S = 5.0
 
 FOREVER_WHOLE_S = int(FOREVER_S)
 
-_Answer = Bytes | Sequence[Bytes] | None
-"""Content of a reply, perhaps in pieces; None: no reply now, or never."""
-_Handler = Callable[[RequestHeader, memoryview], _Answer]
+Content = Bytes | Sequence[Bytes]
+"""Content of a reply, perhaps in pieces."""
+Answer = Content | None
+"""None: no reply now, or never."""
+Handler = Callable[[RequestHeader, memoryview], Answer]
 
 _REFUSED_ONCE = (Op.OPEN, Op.OPENDIR, Op.FLUSH, Op.GETXATTR, Op.LISTXATTR)
 """These get ENOSYS, after which the kernel never sends them again."""
@@ -55,13 +57,17 @@ withdrawn, because its process was killed."""
 def _ignore(_: object) -> None: ...
 
 
-def _refuse(number: int) -> _Handler:
+def _refuse(number: int) -> Handler:
     """A handler whose reply is this errno."""
 
     def refuse(_: RequestHeader, __: memoryview) -> NoReturn:
         raise FuseErrno(number)
 
     return refuse
+
+
+def _pieces(content: Content) -> Sequence[Bytes]:
+    return (content,) if isinstance(content, Bytes) else content
 
 
 _OTHER = "other", _refuse(errno.ENOSYS)
@@ -83,9 +89,18 @@ class KernelSession:
         self._device = device
         self._common = protocol.CommonAttributes(vfs.owner.uid, vfs.owner.gid, BLOCK_BYTES)
         self._readdir_replies = ReaddirReplies(vfs)
-        self._nursery: trio.Nursery  # of `serve`
+        self._nursery: trio.Nursery | None = None  # of `serve`
+        self._early: list[tuple[trio.CancelScope, int, int, str, Awaitable[Content]]] = []
         self._waiting: dict[int, trio.CancelScope] = {}
-        self._handlers: Mapping[int, tuple[str, _Handler]] = {
+        self._handlers = self._make_handlers()
+        self._on_miss: Callable[[int], None] = _ignore
+        self._on_forget: Callable[[Sequence[int]], None] = _ignore
+        self._push_status: PushStatusMap | None = None
+        self.negotiated = ""
+
+    def _make_handlers(self) -> Mapping[int, tuple[str, Handler]]:
+        """The name and the handler of each request."""
+        return {
             op.value: (op.name.lower(), handler)
             for op, handler in {
                 Op.LOOKUP: self._lookup,
@@ -102,10 +117,6 @@ class KernelSession:
                 **dict.fromkeys(_REFUSED_ONCE, _refuse(errno.ENOSYS)),
             }.items()
         }
-        self._on_miss: Callable[[int], None] = _ignore
-        self._on_forget: Callable[[Sequence[int]], None] = _ignore
-        self._push_status: PushStatusMap | None = None
-        self.negotiated = ""
 
     # life -------------------------------------------------------------------------------------
 
@@ -157,18 +168,27 @@ class KernelSession:
         wait, device = RequestWait(lambda: not self._waiting), self._device
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
+            for each in self._early:
+                nursery.start_soon(self._answer_later, *each)
+            self._early.clear()
             while True:
                 await wait.readable(device)
-                try:
-                    length = os.readv(device, (buffer,))
-                except OSError as error:
-                    if error.errno in (errno.ENODEV, errno.ECONNABORTED):  # unmounted
-                        nursery.cancel_scope.cancel()
-                        return
-                    if error.errno not in _PASSING_ERRNOS:
-                        raise
-                    continue  # the request was withdrawn
-                self._answer(buffer[:length])
+                if not self._answer_one(buffer):
+                    nursery.cancel_scope.cancel()
+                    return
+
+    def _answer_one(self, buffer: memoryview) -> bool:
+        """Reads one request into `buffer` and answers it. False where the mount has ended."""
+        try:
+            length = os.readv(self._device, (buffer,))
+        except OSError as error:
+            if error.errno in (errno.ENODEV, errno.ECONNABORTED):  # unmounted
+                return False
+            if error.errno not in _PASSING_ERRNOS:
+                raise
+            return True  # the request was withdrawn
+        self._answer(buffer[:length])
+        return True
 
     def close(self) -> None:
         """See `Session`."""
@@ -222,8 +242,7 @@ class KernelSession:
                 self._send(request.unique, (), number)
         else:
             if answer is not None:
-                pieces = (answer,) if isinstance(answer, Bytes) else answer
-                self._send(request.unique, pieces)
+                self._send(request.unique, _pieces(answer))
 
     def _send(self, unique: int, pieces: Sequence[Bytes], number: int = 0) -> None:
         """Writes a reply. That the request was withdrawn meanwhile is no error."""
@@ -267,10 +286,15 @@ class KernelSession:
         finally:
             push_status.end_hold(node - 1)
 
-    def _later(self, unique: int, node: int, request: str, content: Awaitable[Bytes]) -> None:
-        """Starts the task that answers. INTERRUPT can end it from now on, also before it runs."""
+    def _later(self, unique: int, node: int, request: str, content: Awaitable[Content]) -> None:
+        """Starts the task that answers, at the latest when `serve` begins. INTERRUPT can end it
+        from now on, also before it runs.
+        """
         scope = self._waiting[unique] = trio.CancelScope()
-        self._nursery.start_soon(self._answer_later, scope, unique, node, request, content)
+        if self._nursery is None:
+            self._early.append((scope, unique, node, request, content))
+        else:
+            self._nursery.start_soon(self._answer_later, scope, unique, node, request, content)
 
     async def _answer_later(
         self,
@@ -278,14 +302,14 @@ class KernelSession:
         unique: int,
         node: int,
         request: str,
-        content: Awaitable[Bytes],
+        content: Awaitable[Content],
     ) -> None:
         """Waits for the content of a reply; a cancelled request gets a reply, too."""
-        answer: tuple[Bytes, ...] = ()
+        answer: Sequence[Bytes] = ()
         number = 0
         with scope:
             try:
-                answer = (await content,)
+                answer = _pieces(await content)
             except BaseException as fault:  # a real Cancelled comes again at the next wait
                 if scope.cancel_called:
                     number = errno.EINTR
@@ -296,14 +320,14 @@ class KernelSession:
         self._waiting.pop(unique, None)
         self._send(unique, answer, number)
 
-    def _interrupt(self, request: RequestHeader, message: memoryview) -> _Answer:
+    def _interrupt(self, request: RequestHeader, message: memoryview) -> Answer:
         """Ends a request whose process was killed, with EINTR. INTERRUPT itself gets no reply."""
         scope = self._waiting.get(protocol.parse_interrupt(message))
         if scope is not None:
             scope.cancel()
         return None
 
-    def _lookup(self, request: RequestHeader, message: memoryview) -> _Answer:
+    def _lookup(self, request: RequestHeader, message: memoryview) -> Answer:
         name = protocol.parse_name(message)
         if request.node < HIDDEN_ROOT:
             return self._found(self._vfs.lookup(request.node, name))
@@ -321,25 +345,25 @@ class KernelSession:
             FOREVER_WHOLE_S, self._common,
         )  # fmt: skip
 
-    def _forget(self, request: RequestHeader, message: memoryview) -> _Answer:
+    def _forget(self, request: RequestHeader, message: memoryview) -> Answer:
         forgets = protocol.parse_forgets(request, message)
         self._on_forget(self._vfs.forget_all(forgets))
         return None
 
-    def _getattr(self, request: RequestHeader, message: memoryview) -> _Answer:
+    def _getattr(self, request: RequestHeader, message: memoryview) -> Answer:
         found = self._vfs.attributes(request.node)
         return protocol.attributes_answer(
             found.node, found.mode, found.size, found.mtime_ns, FOREVER_WHOLE_S, self._common
         )
 
-    def _readlink(self, request: RequestHeader, message: memoryview) -> _Answer:
+    def _readlink(self, request: RequestHeader, message: memoryview) -> Answer:
         return self._vfs.link_target(request.node)
 
-    def _statfs(self, request: RequestHeader, message: memoryview) -> _Answer:
+    def _statfs(self, request: RequestHeader, message: memoryview) -> Answer:
         space = self._vfs.space()
         return protocol.statfs_answer(space.blocks, space.entries, BLOCK_BYTES, NAME_BYTES_MAX)
 
-    def _readdirplus(self, request: RequestHeader, message: memoryview) -> _Answer:
+    def _readdirplus(self, request: RequestHeader, message: memoryview) -> Answer:
         offset, size = protocol.parse_read(message)
         if request.node < HIDDEN_ROOT:
             return self._readdir_replies.reply(request.node, offset, size)

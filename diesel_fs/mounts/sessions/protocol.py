@@ -84,6 +84,9 @@ _FORGET_IN = struct.Struct("<Q")
 _BATCH_FORGET_IN = struct.Struct("<II")
 _FORGET_ONE = struct.Struct("<QQ")
 _INTERRUPT_IN = struct.Struct("<Q")
+_OPEN_OUT = struct.Struct("<QII")  # handle, flags, -
+_RELEASE_IN = struct.Struct("<QIIQ")  # handle, flags, release flags, lock owner
+_FOPEN_KEEP_CACHE = 1 << 1
 _ATTR = "QQQqqqIIIIIIIIII"
 ENTRY_OUT = struct.Struct("<QQQQII" + _ATTR)
 ATTR_OUT = struct.Struct("<QII" + _ATTR)
@@ -188,6 +191,16 @@ def parse_forgets(request: RequestHeader, message: memoryview) -> list[tuple[int
 def parse_interrupt(message: memoryview) -> int:
     """The number of the request that an INTERRUPT ends. Raises Malformed."""
     return _body(_INTERRUPT_IN, message, "an INTERRUPT")[0]
+
+
+def open_answer(handle: int) -> bytes:
+    """The reply to an OPEN; the kernel keeps the pages that it has of the file."""
+    return _OPEN_OUT.pack(handle, _FOPEN_KEEP_CACHE, 0)
+
+
+def parse_release(message: memoryview) -> int:
+    """The handle of the open that a RELEASE ends. Raises Malformed."""
+    return _body(_RELEASE_IN, message, "a RELEASE")[0]
 
 
 def parse_init(message: memoryview) -> Offer:
