@@ -597,7 +597,7 @@ class _Tree:
         if shown.private_to >= 0:
             is_root = entries == ROOT_INDEX
             rows["uid"][is_root] = shown.private_to
-            rows["mode"][is_root] &= ~0o077
+            rows["mode"][is_root] &= 0o177700
         rows["mtime_s"], rows["mtime_ns"] = np.divmod(columns.mtime_ns[source], 1_000_000_000)
         return rows
 

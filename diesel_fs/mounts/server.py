@@ -21,8 +21,8 @@ from contextlib import ExitStack, contextmanager, suppress
 
 import trio
 
-from ..errors import DieselError
-from ..format.image import Shown
+from ..errors import DieselError, FormatError
+from ..format.image import ImageTooLarge, Shown
 from ..format.snapshot.reader import Snapshot
 from ..net.messages import Message, error_message
 from ..orders.shuffle import GROUP_SIZE_DEFAULT
@@ -271,7 +271,10 @@ class _Server:
                 raise SessionUnsupported("it cannot follow a dataset")
             private_to = -1 if request.allow_other else os.geteuid()
             shown = Shown(*request.owner_ids, request.umask, private_to)
-            self._image = ImageFile(*open_image(snapshot, shown))
+            try:
+                self._image = ImageFile(*open_image(snapshot, shown))
+            except (ImageTooLarge, FormatError) as error:
+                raise SessionUnsupported(str(error)) from error
             return NativeSession(self._vfs, request.mountpoint, options, self._image)
         session = KernelSession if name == KernelSession.name else _pyfuse3_session()
         return session(self._vfs, request.mountpoint, options)

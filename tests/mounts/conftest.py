@@ -14,7 +14,6 @@ import pytest
 from diesel_fs.errors import DieselError
 from diesel_fs.mounts import MountRequest, mount, stats, umount
 from diesel_fs.mounts.mountpoint import is_ours, mounted_at
-from diesel_fs.mounts.server import SESSIONS
 from tests.mounts.folder_dataset import RELEASE_SUFFIX
 from tests.unprivileged_user import USER
 
@@ -27,7 +26,7 @@ ODD_NAMES = [
 ]
 
 
-@pytest.fixture(params=sorted(SESSIONS), scope="session")
+@pytest.fixture(params=["kernel", "pyfuse3"], scope="session")
 def session(request: pytest.FixtureRequest) -> str:
     """Every session: the same tests run over each."""
     return str(request.param)
