@@ -17,6 +17,8 @@ from diesel_fs.mounts.mountpoint import is_ours, mounted_at
 from tests.mounts.folder_dataset import RELEASE_SUFFIX
 from tests.unprivileged_user import USER
 
+TESTED_SESSIONS = ("kernel", "pyfuse3")
+
 PROGRAM = (sys.executable, "-m", "tests.mounts.folder_daemon")
 
 ODD_NAMES = [
@@ -26,7 +28,7 @@ ODD_NAMES = [
 ]
 
 
-@pytest.fixture(params=["kernel", "pyfuse3"], scope="session")
+@pytest.fixture(params=TESTED_SESSIONS, scope="session")
 def session(request: pytest.FixtureRequest) -> str:
     """Every session: the same tests run over each."""
     return str(request.param)

@@ -19,9 +19,8 @@ import pytest
 from diesel_fs.client.dataset import connect
 from diesel_fs.mounts import MountRequest, mount, stats, umount
 from diesel_fs.mounts.launcher import log_path
-from diesel_fs.mounts.server import SESSIONS
 from diesel_fs.mounts.sessions.protocol import Flag
-from tests.mounts.conftest import ODD_NAMES, LiveMount, mounting, request_for
+from tests.mounts.conftest import ODD_NAMES, TESTED_SESSIONS, LiveMount, mounting, request_for
 from tests.mounts.folder_daemon import LACKING
 from tests.mounts.folder_dataset import MANY, many_names
 from tests.mounts.observed import fresh_stats, waiting_reads
@@ -82,7 +81,7 @@ def pair(
     make_tree(source, int(request.param))
     with ExitStack() as held:
         mounted = [
-            held.enter_context(mounting(source, base / name, name)) for name in sorted(SESSIONS)
+            held.enter_context(mounting(source, base / name, name)) for name in TESTED_SESSIONS
         ]
         yield (mounted[0].at, mounted[1].at), source
 
@@ -283,7 +282,7 @@ def test_files_of_several_extents_are_alike_at_their_edges(tmp_path: Path) -> No
         for name, content in contents.items():
             dataset.put(content, name)
     edges = [0, 4096, 65_536, 1 << 20, 4 << 20, (4 << 20) - 65_536, 8 << 20, 11_000_000]
-    for name in sorted(SESSIONS):
+    for name in TESTED_SESSIONS:
         at = tmp_path / name
         at.mkdir()
         mount(MountRequest(url, "ds", str(at), session=name))
@@ -301,7 +300,7 @@ def test_files_of_several_extents_are_alike_at_their_edges(tmp_path: Path) -> No
             umount(at, force=True)
 
 
-@pytest.fixture(scope="module", params=sorted(SESSIONS))
+@pytest.fixture(scope="module", params=TESTED_SESSIONS)
 def many(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[LiveMount]:
