@@ -24,9 +24,11 @@ from ..system import daemons, syscalls
 from ..system.daemons import add_log_tail, log_file
 from ..system.mountinfo import MountEntry
 from .mountpoint import (
+    DatasetMount,
     end_connection,
     is_alive,
     is_mounted,
+    mounted_at,
     our_mount,
     prepare_mountpoint,
     read_through,
@@ -40,6 +42,7 @@ from .processes import (
     daemon_of,
     ends_within,
     holders_of,
+    openers_of,
     other_mounts_of,
     processor_ticks,
 )
@@ -149,11 +152,11 @@ def umount(
     daemon = daemon_of(found.device)
     own = [] if daemon is None else [daemon, *children_of(daemon)]
     if force:
-        _force(found.path, found.device, daemon, own, patience)
+        _force(found, daemon, own, patience)
         return
     others = other_mounts_of(found)
-    has_users = lazy and set(holders_of(found.device)) - set(own)  # found only before detaching
-    _unmount(found.path, found.device, own, lazy)
+    has_users = lazy and set(holders_of(found)) - set(own)  # found only before detaching
+    _unmount(found, own, lazy)
     if daemon is None or has_users:
         return
     if not ends_within(daemon, patience.before_signal_s):
@@ -171,7 +174,7 @@ def stats(directory: str | os.PathLike[str]) -> dict[str, object]:
     """The statistics of a mount (`.diesel/stats`). Raises DieselError."""
     found = our_mount(directory)
     try:
-        values = json.loads(read_through(f"{found.path}/.diesel/stats"))
+        values = json.loads(read_through(f"{found.hidden_folder}/stats"))
     except ValueError as error:
         raise DieselError(f"the statistics of {found.path} are not JSON: {error}") from error
     if not isinstance(values, dict):
@@ -193,7 +196,7 @@ def filelist(directory: str | os.PathLike[str], epoch: int | None = None) -> lis
         if not isinstance(lists, dict) or not isinstance(epoch, int) or epoch < 0:
             raise UsageError(f"bad epoch {epoch!r} of a list")
         name = f"shuffle0/seed={lists['seed']},epoch={epoch},group={lists['group_size']}"
-    text = read_through(f"{found.path}/.diesel/{name}")
+    text = read_through(f"{found.hidden_folder}/{name}")
     return [os.fsdecode(path) for path in text.split(b"\0")[:-1]]
 
 
@@ -241,25 +244,31 @@ def _busy(path: str, pids: Sequence[int]) -> BusyError:
     return BusyError(f"{path} is held by {holders}", advice="end them, or use --lazy")
 
 
-def _unmount(path: str, device: str, own: Sequence[int], lazy: bool) -> None:
+def _unmount(found: DatasetMount, own: Sequence[int], lazy: bool) -> None:
     """Unmounts; waits while only the mount's own processes keep it busy. Raises BusyError."""
     deadline_s = time.monotonic() + OWN_PROCESSES_BUSY_S
     while True:
-        try:
-            unmount(path, lazy=lazy)
-            return
-        except BusyError:
-            pids = holders_of(device)
-            others = [pid for pid in pids if pid not in own]
-            if others or not own or time.monotonic() > deadline_s:
-                raise _busy(path, others) from None
-            time.sleep(0.01)
+        # Without a process that has it open, so that `.diesel` is not unmounted in vain.
+        pids = openers_of(found) if found.is_native and not lazy else []
+        if not pids:
+            try:
+                unmount(found.path, lazy=lazy)
+            except BusyError:
+                pids = holders_of(found)
+            else:
+                now = mounted_at(found.path)
+                if not found.is_native or now is None or now.device != found.device:
+                    return
+                found = now  # while it switched to another tree, that one lay beneath
+        others = [pid for pid in pids if pid not in own]
+        if others or not own or time.monotonic() > deadline_s:
+            raise _busy(found.path, others)
+        time.sleep(0.01)
 
 
-def _force(
-    path: str, device: str, daemon: int | None, own: Sequence[int], patience: Patience
-) -> None:
+def _force(found: DatasetMount, daemon: int | None, own: Sequence[int], patience: Patience) -> None:
     """Ends the connection first, so that nothing after it can wait for the daemon."""
+    path, device = found.path, found.device
     abort_file = syscalls.open_abort(device)
     try:
         if is_mounted(path, device):  # else it has ended by itself

@@ -1,5 +1,8 @@
 """Mount points: which mounts show datasets, which folders can be used, and how a mount ends.
 
+A mount of a dataset is a FUSE mount; or it is *native*: a tree of EROFS, which the kernel serves
+alone, and on the folder `.diesel` in it a FUSE mount, which delivers the contents.
+
 `system/mountinfo.py` says what is mounted. This process never touches a mount itself: `stat` takes
 a dead mount for a living one, since the kernel keeps its attributes, and would wait for ever on one
 that hangs. Where a mount must be asked, a child process does it, with a deadline. Any thread.
@@ -9,53 +12,163 @@ import errno
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import BusyError, DeadlineError, DieselError, PermissionDenied, UsageError
+from ..names import parse_versioned_name
 from ..system import syscalls
 from ..system.daemons import minimal_environment
-from ..system.mountinfo import MountEntry, mounts
+from ..system.mountinfo import MountEntry, mounts, topmost_at
 
 SUBTYPE = "diesel"
-"""Mounts of datasets have the type `fuse.diesel`, by which they are recognised."""
+"""FUSE mounts of datasets have the type `fuse.diesel`, by which they are recognised."""
+
+HIDDEN_FOLDER = ".diesel"
+
+_FUSE, _EROFS = f"fuse.{SUBTYPE}", "erofs"
 
 ANSWER_DEADLINE_S = 10.0
 """How long a mount may take to answer statfs, or to deliver its statistics."""
 
 
-def is_ours(found: MountEntry) -> bool:
-    """Whether this is the mount of a dataset."""
-    return found.kind == f"fuse.{SUBTYPE}"
+@dataclass(frozen=True, slots=True)
+class DatasetMount:
+    """A mount of a dataset, as the kernel lists it."""
+
+    tree: MountEntry
+    """What users see at the mount point."""
+    fuse: MountEntry | None
+    """The FUSE mount: `tree` itself, or in a native mount the one on `.diesel` (of another place
+    where the same tree is mounted, if it has none here). None where somebody has unmounted it."""
+
+    @property
+    def path(self) -> str:
+        """Where it is mounted."""
+        return self.tree.path
+
+    @property
+    def source(self) -> str:
+        """What it shows: `DATASET@VERSION`, or `DATASET` where it follows the dataset."""
+        return self.tree.source
+
+    @property
+    def device(self) -> str:
+        """The device number of the FUSE mount. It names the connection and the daemon, and stays
+        the same when a native mount switches to another tree. Empty where it is not known."""
+        return self.fuse.device if self.fuse else ""
+
+    @property
+    def is_native(self) -> bool:
+        """Whether the tree is one of EROFS."""
+        return self.tree.kind == _EROFS
+
+    @property
+    def hidden_mount(self) -> MountEntry | None:
+        """The mount on `.diesel` in this very tree."""
+        here = self.fuse is not None and self.fuse.parent_id == self.tree.mount_id
+        return self.fuse if here and self.is_native else None
+
+    @property
+    def hidden_folder(self) -> str:
+        """The path of `.diesel`."""
+        if self.is_native and self.fuse is not None:
+            return self.fuse.path
+        return os.path.join(self.path, HIDDEN_FOLDER)
 
 
-def mounted_at(path: str) -> MountEntry | None:
-    """The topmost mount at exactly this path, or None."""
-    return next((each for each in reversed(list(mounts())) if each.path == path), None)
+def dataset_mounts(entries: Iterable[MountEntry]) -> list[DatasetMount]:
+    """The mounts of datasets among all mounts that a process sees."""
+    entries = list(entries)
+    trees = {each.mount_id: each for each in entries if _is_native_tree(each)}
+    hidden_of_mount: dict[int, MountEntry] = {}
+    hidden_of_device: dict[str, MountEntry] = {}
+    for each in entries:
+        tree = trees.get(each.parent_id)
+        if tree and each.kind == _FUSE and each.path == os.path.join(tree.path, HIDDEN_FOLDER):
+            hidden_of_mount[tree.mount_id] = hidden_of_device[tree.device] = each
+    hidden = {each.mount_id for each in hidden_of_mount.values()}
+    found = []
+    for each in entries:
+        if each.mount_id in trees:
+            fuse = hidden_of_mount.get(each.mount_id) or hidden_of_device.get(each.device)
+            found.append(DatasetMount(each, fuse))
+        elif each.kind == _FUSE and each.mount_id not in hidden:
+            found.append(DatasetMount(each, each))
+    return found
+
+
+def _is_native_tree(entry: MountEntry) -> bool:
+    """Other mounts of EROFS have a path as their source."""
+    if entry.kind != _EROFS:
+        return False
+    try:
+        parse_versioned_name(entry.source)
+    except UsageError:
+        return False
+    return True
+
+
+def mounted_at(path: str) -> DatasetMount | None:
+    """The mount of a dataset that is the topmost mount at exactly this path, or None."""
+    entries = list(mounts())
+    tree = topmost_at(path, entries)
+    return next((each for each in dataset_mounts(entries) if each.tree is tree), None)
 
 
 def is_mounted(path: str, device: str) -> bool:
-    """Whether the mount with this device number is the topmost one at a path."""
+    """Whether the mount whose FUSE mount has this device number is the topmost one at a path. A
+    native mount that has lost its FUSE mount counts as that one.
+    """
     found = mounted_at(path)
-    return found is not None and found.device == device
+    return found is not None and found.device in (device, "")
+
+
+class MountPresence:
+    """Tells whether a mount is still there, at any path that this process sees.
+
+    A native mount is, as long as its tree is there: `.diesel` may have been unmounted alone, and is
+    missing for a moment when `umount` tries whether the tree is in use. Belongs to one thread.
+    """
+
+    def __init__(self, device: str) -> None:
+        """`device` is the number of the FUSE mount."""
+        self._device = device
+        self._trees: set[str] = set()  # device numbers of the trees that it was last seen in
+
+    def is_mounted(self) -> bool:
+        """Whether it is there now."""
+        found = dataset_mounts(mounts())
+        own = {each.tree.device for each in found if each.device == self._device}
+        self._trees = own or self._trees
+        return bool(own) or any(
+            not each.device and each.tree.device in self._trees for each in found
+        )
 
 
 def real_path(directory: str | os.PathLike[str]) -> str:
     """The path without symbolic links, as mountinfo has it; a mount there is not touched."""
     folder, name = os.path.split(os.path.abspath(directory))
     path = os.path.join(os.path.realpath(folder), name)
-    return path if mounted_at(path) or not os.path.islink(path) else os.path.realpath(path)
+    is_mount = topmost_at(path, mounts()) is not None
+    return path if is_mount or not os.path.islink(path) else os.path.realpath(path)
 
 
-def our_mount(directory: str | os.PathLike[str]) -> MountEntry:
+def our_mount(directory: str | os.PathLike[str]) -> DatasetMount:
     """The mount of a dataset at `directory`. Raises UsageError where there is none."""
     path = real_path(directory)
-    found = mounted_at(path)
-    if found is None or not is_ours(found):
-        reason = "nothing is mounted there" if found is None else f"that is a mount of {found.kind}"
-        raise UsageError(f"{path} is no mount of a dataset: {reason}")
-    return found
+    if found := mounted_at(path):
+        return found
+    other = topmost_at(path, mounts())
+    if other is None:
+        reason = "nothing is mounted there"
+    elif other.kind == _FUSE:
+        reason = f"it belongs to the mount on {os.path.dirname(path)}"
+    else:
+        reason = f"that is a mount of {other.kind}"
+    raise UsageError(f"{path} is no mount of a dataset: {reason}")
 
 
 def prepare_mountpoint(mountpoint: str, forbidden_folders: Sequence[Path] = ()) -> Sequence[str]:
@@ -67,7 +180,7 @@ def prepare_mountpoint(mountpoint: str, forbidden_folders: Sequence[Path] = ()) 
     cache) nor lie in one. Raises UsageError, BusyError, PermissionDenied or DieselError.
     """
     found = mounted_at(mountpoint)
-    if found is not None and is_ours(found):
+    if found is not None:
         if is_alive(mountpoint):
             raise BusyError(
                 f"{found.source} is mounted on {mountpoint}",
@@ -126,14 +239,44 @@ def unmount(mountpoint: str, *, lazy: bool = False) -> None:
     """Unmounts the topmost mount at a path; `lazy` also one that is in use, which lives on without
     a path. Raises BusyError, PermissionDenied or DieselError.
     """
+    found = mounted_at(mountpoint)
     try:
-        syscalls.umount2(mountpoint, syscalls.MNT_DETACH if lazy else 0)
+        if found is not None and found.hidden_mount is not None and not lazy:
+            _unmount_both(found, found.hidden_mount)
+        else:
+            syscalls.umount2(mountpoint, syscalls.MNT_DETACH if lazy else 0)
     except OSError as error:
         if error.errno == errno.EBUSY:
             raise BusyError(f"{mountpoint} is in use") from None
         if error.errno != errno.EPERM:
             raise DieselError(f"cannot unmount {mountpoint}: {error.strerror}") from error
+        if found is not None and found.is_native:
+            raise _not_allowed(found) from None
         _unmount_as_user(mountpoint, lazy)
+
+
+def _unmount_both(found: DatasetMount, hidden: MountEntry) -> None:
+    """Unmounts a native mount, or leaves it as it is. Raises OSError.
+
+    The kernel unmounts no mount in which another one is mounted. So `.diesel` goes first, and comes
+    back where the tree turns out to be in use. Readers of `.diesel` meet the time between, some 0.1
+    ms.
+    """
+    with ExitStack() as stack:
+        stack.callback(os.close, tree := syscalls.clone_mount(found.path))
+        # This keeps the name `.diesel` meanwhile: the tree does not list it, so it could not be
+        # looked up again. A descriptor below the copy does not keep the mount itself busy.
+        flags = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+        stack.callback(os.close, os.open(HIDDEN_FOLDER, flags, dir_fd=tree))
+        stack.callback(os.close, fuse := syscalls.clone_mount(hidden.path))
+        try:
+            syscalls.umount2(hidden.path)
+            syscalls.umount2(found.path)
+        except BaseException:
+            now = mounted_at(found.path)
+            if now is not None and now.tree == found.tree and now.hidden_mount is None:
+                syscalls.attach_mount(fuse, hidden.path)
+            raise
 
 
 def end_connection(abort_file: int, mountpoint: str, device: str) -> None:
@@ -146,8 +289,8 @@ def end_connection(abort_file: int, mountpoint: str, device: str) -> None:
     with suppress(OSError):
         if abort_file >= 0:
             os.write(abort_file, b"1")
-        elif is_mounted(mountpoint, device):
-            syscalls.umount2(mountpoint, syscalls.MNT_FORCE)
+        elif (found := mounted_at(mountpoint)) and found.fuse and found.device == device:
+            syscalls.umount2(found.fuse.path, syscalls.MNT_FORCE)
 
 
 def _unmount_as_user(mountpoint: str, lazy: bool) -> None:
@@ -171,25 +314,37 @@ def _unmount_as_user(mountpoint: str, lazy: bool) -> None:
     if done.returncode and "busy" in reason:
         raise BusyError(f"{mountpoint} is in use")
     if done.returncode and found is not None and _owner(found) not in (None, os.getuid()):
-        raise PermissionDenied(
-            f"{mountpoint} was mounted by user {_owner(found)}",
-            advice="only that user and root may unmount it",
-        )
+        raise _not_allowed(found)
     if done.returncode:
         raise PermissionDenied(f"cannot unmount {mountpoint}: {reason}")
 
 
-def _owner(found: MountEntry) -> int | None:
+def _not_allowed(found: DatasetMount) -> PermissionDenied:
+    owner = 0 if found.is_native else _owner(found)  # only root has native mounts
+    return PermissionDenied(
+        f"{found.path} was mounted by user {owner}",
+        advice="only that user and root may unmount it",
+    )
+
+
+def _owner(found: DatasetMount) -> int | None:
     """The ID of the user who mounted it, if known."""
-    ids = [each.removeprefix("user_id=") for each in found.options if each.startswith("user_id=")]
+    options = found.fuse.options if found.fuse else ()
+    ids = [each.removeprefix("user_id=") for each in options if each.startswith("user_id=")]
     return int(ids[0]) if ids and ids[0].isdigit() else None
 
 
 def is_alive(mountpoint: str) -> bool:
     """Whether a daemon serves the mount. Raises DeadlineError where it does not answer in time.
 
-    Another user's mount answers EACCES, which counts as alive.
+    Another user's mount answers EACCES, which counts as alive. The tree of a native mount would
+    answer for ever, so its `.diesel` is asked; a tree without one is dead.
     """
+    found = mounted_at(mountpoint)
+    if found is not None and found.is_native:
+        if found.fuse is None:
+            return False
+        mountpoint = found.fuse.path
     number, _ = _run_in_child("os.statvfs(sys.argv[1])", mountpoint)
     return number not in (errno.ENOTCONN, errno.ECONNABORTED)
 

@@ -35,7 +35,7 @@ from ..format.snapshot.layout import MANY_EXTENTS, kinds
 from ..format.snapshot.reader import Snapshot
 from ..net.messages import Message, Value
 from ..orders.plan import NO_ENTRIES
-from ..system.mountinfo import is_device_mounted
+from .mountpoint import MountPresence
 from .options import MountRequest
 from .plans.commands import PlanCommands
 from .prefetch.decisions import Drop, FillPolicy, Idle, Push, Sample
@@ -157,6 +157,8 @@ class PrefetchWorker:
         `early` are messages that have come already. Raises EOFError at the server's end.
         """
         self._server.watch(self._mountinfo, select.POLLPRI)  # when anything is mounted or unmounted
+        presence = MountPresence(device)
+        presence.is_mounted()  # so that it knows the tree of a native mount
         wait_s = 0.0
         while True:
             messages = [*early, *self._server.messages(wait_s)]
@@ -169,7 +171,7 @@ class PrefetchWorker:
                 self._stats_changed = True
             now_s = time.monotonic()
             self._plan_commands.predict_next_epochs(now_s)
-            if self._mountinfo in self._server.ready and not is_device_mounted(device):
+            if self._mountinfo in self._server.ready and not presence.is_mounted():
                 return
             wait_s = self._invalidate_some() if self._invalidations else self._act(now_s)
             self._push_status.set_wants_all_misses(each_miss=self._planner.wants_misses)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ..system import syscalls
 from ..system.mountinfo import MountEntry, mounts
+from .mountpoint import DatasetMount, dataset_mounts
 
 _MARK = "diesel-mount-"
 
@@ -48,21 +49,40 @@ def children_of(pid: int) -> list[int]:
     return found
 
 
-def other_mounts_of(mount: MountEntry) -> dict[MountEntry, int]:
-    """The other mounts of the same file system: at another path, or in another mount namespace, as
-    a container has one. Each comes with a process that sees it. Only those are found that this user
+def other_mounts_of(mount: DatasetMount) -> dict[MountEntry, int]:
+    """The other mounts that its daemon serves: at another path, or in another mount namespace, as a
+    container has one. Each comes with a process that sees it. Only those are found that this user
     may see.
     """
-    found = _mounts_of(_processes(), mount.device)
-    return {each: pid for pid, each in found if each.mount_id != mount.mount_id}
+    return {
+        each.tree: pid
+        for pid, entries in _tables_of(_processes())
+        for each in dataset_mounts(entries)
+        if each.tree.mount_id != mount.tree.mount_id
+        and (each.tree.device == mount.tree.device or each.device == mount.device != "")
+    }
 
 
-def holders_of(device: str) -> list[int]:
-    """The processes with a file or folder of the mount open or mapped, or as working folder."""
+def holders_of(mount: DatasetMount) -> list[int]:
+    """The processes with a file or folder of the mount open or mapped, or as working folder; also
+    where it is mounted elsewhere."""
+    devices = _devices_of(mount)
     processes = _processes()
-    mount_ids = {each.mount_id for _, each in _mounts_of(processes, device)}
-    mapped = "{:02x}:{:02x}".format(*map(int, device.split(":")))
-    return [pid for pid in processes if _holds(pid, mount_ids, mapped)]
+    mount_ids = {
+        each.mount_id
+        for _, entries in _tables_of(processes)
+        for each in entries
+        if each.device in devices
+    }
+    mapped = {"{:02x}:{:02x}".format(*map(int, each.split(":"))) for each in devices}
+    return [pid for pid in processes if _has_open(pid, mount_ids) or _has_mapped(pid, mapped)]
+
+
+def openers_of(mount: DatasetMount) -> list[int]:
+    """The processes with a file or folder of the mount open, or as working folder, through this
+    very mount and no other mount of the same file system."""
+    mount_ids = {each.mount_id for each in (mount.tree, mount.fuse) if each is not None}
+    return [pid for pid in _processes() if _has_open(pid, mount_ids)]
 
 
 def ends_within(pid: int, within_s: float) -> bool:
@@ -93,18 +113,22 @@ def _processes() -> list[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
 
-def _mounts_of(processes: list[int], device: str) -> Iterator[tuple[int, MountEntry]]:
-    """The mounts of a device in all namespaces, each with a process of its namespace."""
+def _devices_of(mount: DatasetMount) -> set[str]:
+    return {each.device for each in (mount.tree, mount.fuse) if each is not None}
+
+
+def _tables_of(processes: Sequence[int]) -> Iterator[tuple[int, list[MountEntry]]]:
+    """The mounts of each mount namespace, with a process of it."""
     seen: set[str] = set()
     for pid in processes:
         with suppress(OSError):
             namespace = os.readlink(f"/proc/{pid}/ns/mnt")
             if namespace not in seen:
                 seen.add(namespace)
-                yield from ((pid, each) for each in mounts(str(pid)) if each.device == device)
+                yield pid, list(mounts(str(pid)))
 
 
-def _holds(pid: int, mount_ids: set[int], mapped: str) -> bool:
+def _has_open(pid: int, mount_ids: set[int]) -> bool:
     with suppress(OSError):
         for descriptor in os.listdir(f"/proc/{pid}/fdinfo"):
             with suppress(OSError):
@@ -116,9 +140,13 @@ def _holds(pid: int, mount_ids: set[int], mapped: str) -> bool:
             stack.callback(os.close, named := os.open(f"/proc/{pid}/{folder}", os.O_PATH))
             if _mount_id(f"/proc/self/fdinfo/{named}") in mount_ids:
                 return True
+    return False
+
+
+def _has_mapped(pid: int, devices: set[str]) -> bool:
     with suppress(OSError):
         for line in Path(f"/proc/{pid}/maps").read_bytes().splitlines():
-            if line.split(maxsplit=4)[3].decode() == mapped:
+            if line.split(maxsplit=4)[3].decode() in devices:
                 return True
     return False
 

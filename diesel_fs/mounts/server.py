@@ -39,7 +39,6 @@ from .plans.list_plans import ListPlans
 from .prefetch.link import WorkerLink
 from .sessions.kernel import KernelSession
 from .sessions.native import CONTENT_NODE, ImageFile, NativeSession
-from .sessions.native_tree import HIDDEN_FOLDER
 from .sessions.push_status import PushStatusMap, push_status_file
 from .sessions.session import Session, SessionUnsupported, mount_options
 from .source import MemorySplit, MountSource
@@ -198,11 +197,7 @@ class _Server:
     async def _mount_and_serve(self, signals: AsyncIterator[int]) -> None:
         with self._task_warnings_reported():
             self._session = self._mount()
-        is_native = isinstance(self._session, NativeSession)
-        at = (
-            f"{self._request.mountpoint}/{HIDDEN_FOLDER}" if is_native else self._request.mountpoint
-        )
-        found = mounted_at(at)
+        found = mounted_at(self._request.mountpoint)
         self._device = found.device if found else ""
         self._abort_file = syscalls.open_abort(self._device)
         os.write(self._supervisor_pipe, f"{self._device}\n".encode())
@@ -489,9 +484,7 @@ class _Server:
 
     def _unmount(self, lazy: bool = False) -> None:
         """Unmounts this mount, but nothing that was mounted on top of it since."""
-        if is_mounted(self._request.mountpoint, self._device) or is_mounted(
-            f"{self._request.mountpoint}/{HIDDEN_FOLDER}", self._device
-        ):
+        if is_mounted(self._request.mountpoint, self._device):
             unmount(self._request.mountpoint, lazy=lazy)
 
     def _close(self) -> None:

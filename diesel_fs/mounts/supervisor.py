@@ -35,9 +35,8 @@ from ..net.messages import error_message
 from ..storage.objects.cloud.direct import open_buckets_directly
 from ..system import daemons, syscalls
 from ..system.log_limit import LogRateLimit
-from ..system.mountinfo import is_device_mounted
 from .launcher import FOREGROUND
-from .mountpoint import end_connection, remove_created_folders
+from .mountpoint import MountPresence, end_connection, remove_created_folders
 from .options import MountRequest
 from .prefetch_worker import run_prefetch_worker
 from .processes import mark_as_daemon
@@ -115,6 +114,7 @@ class _Supervisor:
         self._foreground = foreground
         self._watchdog_s = watchdog_s
         self._device = ""
+        self._presence: MountPresence | None = None
         self._abort_file = self._mark_fd = -1
         self._partial_line = b""  # of the server's pipe
         self._beat_s = self._checked_s = time.monotonic()  # of the last heartbeat, and check
@@ -202,6 +202,7 @@ class _Supervisor:
                     self._end_report()
                 elif line:
                     self._device = line.decode()
+                    self._presence = MountPresence(self._device)
                     self._mark_fd = mark_as_daemon(self._device)
                     self._abort_file = syscalls.open_abort(self._device)
                     self._check_mount()
@@ -227,7 +228,7 @@ class _Supervisor:
             log.error("the prefetch worker ended (%d): nothing is pushed any more", status)
 
     def _check_mount(self) -> None:
-        if self._device and not is_device_mounted(self._device):
+        if self._presence is not None and not self._presence.is_mounted():
             self._gone_s = min(self._gone_s, time.monotonic())
             self._remove_created()
 

@@ -5,7 +5,7 @@ No function here touches a mount: one whose server hangs would never answer. Any
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +21,7 @@ class MountEntry:
     """One line of mountinfo."""
 
     mount_id: int
+    parent_id: int  # of the mount that holds its mount point
     device: str  # its number, such as "0:43"
     path: str
     kind: str
@@ -29,23 +30,30 @@ class MountEntry:
 
 
 def mounts(process: str = "self") -> Iterator[MountEntry]:
-    """All mounts that a process sees, in the order of mounting. Raises OSError."""
+    """All mounts that a process sees. Raises OSError."""
     return parse_mounts(Path(f"/proc/{process}/mountinfo").read_bytes())
 
 
-def is_device_mounted(device: str) -> bool:
-    """Whether this process sees a mount with this device number anywhere."""
-    return any(each.device == device for each in mounts())
+def topmost_at(path: str, entries: Iterable[MountEntry]) -> MountEntry | None:
+    """The mount at exactly this path that hides the others there; None where there is none.
+
+    Their order in mountinfo does not tell: since Linux 6.8 it is the order in which they were made,
+    and one that is moved beneath another was made later.
+    """
+    there = [each for each in entries if each.path == path]
+    hidden = {each.parent_id for each in there}
+    return next((each for each in reversed(there) if each.mount_id not in hidden), None)
 
 
 def parse_mounts(table: bytes) -> Iterator[MountEntry]:
     """The lines of the text of a mountinfo file, in its order."""
     for line in filter(None, table.split(b"\n")):  # a name may hold a carriage return, unescaped
         before, _, after = line.partition(b" - ")
-        mount_id, _, device, _, path, *_ = before.split(b" ")
+        mount_id, parent_id, device, _, path, *_ = before.split(b" ")
         kind, source, options, *_ = after.split(b" ")
         yield MountEntry(
             int(mount_id),
+            int(parent_id),
             device.decode(),
             _unescaped(path),
             _unescaped(kind),

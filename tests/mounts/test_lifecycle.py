@@ -307,7 +307,7 @@ def test_H2_a_dead_mount_is_replaced_and_a_living_one_is_not(
     with pytest.raises(BusyError, match="folder@7 is mounted on"):
         mount(again, program=PROGRAM)
     os.kill(live_mount.pid, signal.SIGKILL)
-    assert ends_within(live_mount.pid, PATIENCE_S)
+    wait_until(lambda: not is_alive(str(live_mount.at)))  # its server ends after it
     mount(again, program=PROGRAM)
     assert (live_mount.at / "b").read_bytes() == b"beta"
     assert Path("/proc/self/mounts").read_text().count(str(live_mount.at)) == 1

@@ -206,7 +206,7 @@ def test_H19_killed_readers_leave_no_handle_behind(url: str, at: Path, session: 
         assert sorted(codes) == ["0"] * (count - len(pids[::3])) + ["9"] * len(pids[::3])
         found = mounted_at(str(at))
         assert found is not None
-        assert holders_of(found.device) == []
+        assert holders_of(found) == []
         assert open_handles(at) == 0
         assert all((at / f"f{seed}").read_bytes() == noise(seed) for seed in range(files))
         umount(at)  # it would fail if a process used the mount

@@ -26,10 +26,11 @@ from ...format.image import Image
 from ...system import syscalls
 from ..attributes import FOREVER_S, HIDDEN_ROOT, ROOT, Attributes, FuseErrno
 from ..content_file import CONTENT_BYTES, ContentFile, ContentVersion
+from ..mountpoint import HIDDEN_FOLDER
 from ..vfs import Vfs
 from . import protocol
 from .kernel import FOREVER_WHOLE_S, Answer, Handler, KernelSession
-from .native_tree import HIDDEN_FOLDER, Tree, mount_tree
+from .native_tree import Tree, mount_tree
 from .protocol import Op, ReadRequest, RequestHeader
 from .session import SessionUnsupported
 

@@ -18,8 +18,6 @@ from contextlib import ExitStack
 from ...format.image import Image
 from ...system import syscalls
 
-HIDDEN_FOLDER = ".diesel"
-
 _ATTRIBUTES = (
     syscalls.MOUNT_READ_ONLY | syscalls.MOUNT_NOSUID | syscalls.MOUNT_NODEV | syscalls.MOUNT_NOATIME
 )

@@ -1,0 +1,57 @@
+"""Which mounts show datasets, by the text of a mountinfo file."""
+
+from diesel_fs.mounts.mountpoint import DatasetMount, dataset_mounts
+from diesel_fs.system.mountinfo import parse_mounts
+
+ROOT = "22 1 254:0 / / rw - ext4 /dev/vda rw"
+TREE = "50 22 0:42 / /mnt/a ro,nosuid - erofs pets@7 ro,cache_strategy=readaround"
+HIDDEN = "51 50 0:41 / /mnt/a/.diesel ro,nosuid - fuse.diesel pets@7 ro,user_id=0"
+
+
+def found_in(*lines: str) -> dict[str, DatasetMount]:
+    """The mounts of datasets in a table with these lines, by path, whatever their order."""
+    found = [
+        {each.path: each for each in dataset_mounts(parse_mounts("\n".join(order).encode()))}
+        for order in ([ROOT, *lines], [ROOT, *lines][::-1])
+    ]
+    assert found[0] == found[1]
+    return found[0]
+
+
+def test_a_fuse_mount_is_a_mount_of_its_own() -> None:
+    found = found_in("50 22 0:41 / /mnt/a ro - fuse.diesel pets@7 ro,user_id=0")
+    mount = found["/mnt/a"]
+    assert (mount.device, mount.source, mount.is_native) == ("0:41", "pets@7", False)
+    assert mount.hidden_mount is None
+    assert mount.hidden_folder == "/mnt/a/.diesel"
+
+
+def test_a_native_mount_is_a_tree_and_the_fuse_mount_on_its_hidden_folder() -> None:
+    """It is one mount, whose device is that of the FUSE mount."""
+    found = found_in(TREE, HIDDEN)
+    assert list(found) == ["/mnt/a"]
+    mount = found["/mnt/a"]
+    assert (mount.device, mount.source, mount.is_native) == ("0:41", "pets@7", True)
+    assert mount.hidden_mount is not None
+    assert mount.hidden_mount.path == mount.hidden_folder == "/mnt/a/.diesel"
+
+
+def test_a_tree_whose_hidden_folder_was_unmounted_has_no_device() -> None:
+    mount = found_in(TREE)["/mnt/a"]
+    assert (mount.device, mount.is_native, mount.hidden_mount) == ("", True, None)
+
+
+def test_a_bind_mount_without_the_hidden_folder_has_the_device_of_the_other_place() -> None:
+    bound = found_in(TREE, HIDDEN, "60 22 0:42 / /mnt/b ro - erofs pets@7 ro")["/mnt/b"]
+    assert bound.device == "0:41"
+    assert bound.hidden_mount is None
+    assert bound.hidden_folder == "/mnt/a/.diesel"
+
+
+def test_other_mounts_of_erofs_or_fuse_are_no_mounts_of_datasets() -> None:
+    """An EROFS whose source is a path, other FUSE file systems; one inside a tree is one."""
+    assert not found_in("50 22 7:0 / /mnt/a ro - erofs /dev/loop0 ro")
+    assert not found_in("50 22 0:42 / /mnt/a ro - erofs ./image ro")
+    assert not found_in("50 22 0:42 / /mnt/a ro - fuse.sshfs pets@7 ro")
+    inside = "52 50 0:43 / /mnt/a/folder ro - fuse.diesel cats@1 ro,user_id=0"
+    assert set(found_in(TREE, HIDDEN, inside)) == {"/mnt/a", "/mnt/a/folder"}

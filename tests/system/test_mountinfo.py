@@ -1,0 +1,27 @@
+"""What is mounted where, by the text of a mountinfo file."""
+
+from diesel_fs.system.mountinfo import parse_mounts, topmost_at
+
+STACKED = rb"""22 1 254:0 / / rw,relatime - ext4 /dev/vda rw
+40 61 0:50 / /mnt ro,nosuid shared:1 - erofs pets@7 ro,user_xattr
+61 22 0:51 / /mnt ro,nosuid - erofs pets@8 ro,user_xattr
+70 22 0:52 /sub /a\040b rw - tmpfs none rw,size=4k
+"""
+
+
+def test_each_line_is_an_entry() -> None:
+    last = list(parse_mounts(STACKED))[-1]
+    assert (last.mount_id, last.parent_id, last.device) == (70, 22, "0:52")
+    assert (last.path, last.kind, last.source) == ("/a b", "tmpfs", "none")
+    assert last.options == {"rw", "size=4k"}
+
+
+def test_of_mounts_at_one_path_the_topmost_is_the_one_in_which_none_is_mounted() -> None:
+    """Also where it was made before the one beneath it."""
+    entries = list(parse_mounts(STACKED))
+    for ordered in (entries, entries[::-1]):
+        found = topmost_at("/mnt", ordered)
+        assert found is not None
+        assert found.source == "pets@7"
+        assert topmost_at("/", ordered) == entries[0]
+        assert topmost_at("/other", ordered) is None
