@@ -380,9 +380,11 @@ def _folders_of(message: Message) -> dict[int, list[bytes]]:
 def planner_for(snapshot: Snapshot, budget_bytes: int, policy: FillPolicy) -> PrefetchPlanner:
     """The planner for a dataset; its entries are indices in the snapshot."""
     column = snapshot.columns
-    offset = column.offset.astype(np.int64)
+    offset = column.offset
     many = np.flatnonzero((column.flags & MANY_EXTENTS) != 0)
-    offset[many] = column.extents["offset"][column.chunk[many]]
+    if len(many):
+        offset = offset.copy()
+        offset[many] = column.extents["offset"][column.chunk[many]]
     return PrefetchPlanner(
         snapshot.chunk_of(range(snapshot.entry_count)),
         column.size.astype(np.int64),

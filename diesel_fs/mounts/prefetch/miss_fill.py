@@ -26,17 +26,22 @@ class ChunkEntries:
     """The entries with content of each chunk, sorted by their offsets (where given, else by
     index)."""
 
-    def __init__(self, columns: Columns, offset: npt.NDArray[np.int64] | None) -> None:
-        filled = np.flatnonzero(columns.cost)
-        key = columns.chunk[filled].astype(np.int64) << 32  # an offset has fewer than 32 bits
-        key += filled if offset is None else offset[filled]
-        self._entries: Entries = filled[np.argsort(key)].astype(np.uint32)
+    def __init__(self, columns: Columns, offset: npt.NDArray[np.uint32] | None) -> None:
+        self._chunk, self._offset = columns.chunk, offset
+        filled = np.flatnonzero(columns.pages).astype(np.uint32)
+        self._entries: Entries = filled[np.argsort(self._place(filled))]
         chunks = np.arange(columns.chunk_count + 1)
         self._start: list[int] = np.searchsorted(columns.chunk[self._entries], chunks).tolist()
-        self._rank = np.zeros(len(columns.cost), np.int32)  # of an entry in `_entries`
-        self._rank[self._entries] = np.arange(len(filled), dtype=np.int32)
         self._again_s = np.full(columns.chunk_count, -math.inf)  # by chunk: when it may be pushed
         self._delay_s = np.full(columns.chunk_count, RETRY_S)  # by chunk: the delay after a push
+
+    def _place(self, entries: Entries) -> npt.NDArray[np.int64]:
+        """A number for each entry by which entries are in the order of their contents."""
+        offset = entries if self._offset is None else self._offset[entries]
+        place = self._chunk[entries].astype(np.int64)
+        place <<= 32
+        place += offset
+        return place
 
     def of(self, chunk: int) -> Entries:
         """The entries of a chunk, in the order of their contents."""
@@ -44,7 +49,7 @@ class ChunkEntries:
 
     def fetch_order(self, entries: Entries) -> Entries:
         """These entries sorted by chunk and offset, as they can be fetched in few reads."""
-        return entries[np.argsort(self._rank[entries])]
+        return entries[np.argsort(self._place(entries))]
 
     def may_push(self, chunk: int, now_s: float) -> bool:
         """Whether a chunk may be pushed because a file of it was missed, or freed by the kernel; a

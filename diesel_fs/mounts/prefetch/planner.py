@@ -86,6 +86,9 @@ MARKERS_MAX = 2_048
 UNWATCH_MIN = 256
 """Watches that are not needed any more are removed so many at once, or when idle."""
 
+PAGES_MAX = (1 << 32) - 1
+"""A file of 16 TiB counts as this many pages: it never fits."""
+
 UNITS_SKIPPED_MAX = 64
 """How many units with nothing to push one decision skips, so that it takes a few milliseconds."""
 
@@ -140,23 +143,23 @@ class PrefetchPlanner:
         *,
         budget_bytes: int,
         policy: FillPolicy = "on-demand",
-        offset: npt.NDArray[np.int64] | None = None,
+        offset: npt.NDArray[np.uint32] | None = None,
         is_file: Mask | None = None,
     ) -> None:
         """`chunk`, `size`, `offset` and `is_file` have a value for each entry: its (first) chunk or
         -1, its size in bytes, its offset in the chunk (if not given, entries lie in it by index),
         and whether it is a file (if not given: whether it has a chunk).
         """
-        cost = -(-size // PAGE_BYTES) * PAGE_BYTES
-        cost[chunk < 0] = 0
-        self._columns = Columns(chunk.astype(np.int32), cost.astype(np.int64), chunk_count)
-        self._cost = self._columns.cost
+        pages = np.minimum(-(-size // PAGE_BYTES), PAGES_MAX).astype(np.uint32)
+        pages[chunk < 0] = 0
+        self._columns = Columns(chunk.astype(np.int32), pages, chunk_count)
         self._chunk = self._columns.chunk
+        self._entry_count = len(pages)
         self._is_file: Mask = chunk >= 0 if is_file is None else is_file
         self._budget_bytes = budget_bytes
         self._known_entries = 0  # names that the kernel knows
         self._chunk_entries = ChunkEntries(self._columns, offset)
-        self.resident_set = ResidentSet(self._cost)
+        self.resident_set = ResidentSet(self._columns)
         self._push_again: deque[Entries] = deque()  # freed by the kernel, or of a failed push
         self._miss_fill = MissFill(
             self._chunk_entries, self.resident_set, chunk_count, everything=policy == "oneshot"
@@ -290,7 +293,7 @@ class PrefetchPlanner:
     def missed(self, entry: int, now_s: float) -> None:
         """Report a miss: a READ of an entry's content reached the server."""
         self._tick(now_s)
-        if not 0 <= entry < len(self._cost) or not self._cost[entry]:
+        if not 0 <= entry < self._entry_count or not self._columns.pages[entry]:
             return
         tracker, position = self._stream_of_read(entry, now_s)
         if self.resident_set.resident[entry]:
@@ -298,7 +301,7 @@ class PrefetchPlanner:
                 self._note_freed(entry, tracker, position)
             return
         self.resident_set.note_read(entry, now_s - self._start_s)
-        need = int(self._cost[entry])
+        need = int(self._columns.pages[entry]) * PAGE_BYTES
         if tracker is None and need <= self._contents_bytes():
             self._miss_fill.missed(int(self._chunk[entry]), need, self._room_bytes(), self._now_s)
 
@@ -329,7 +332,7 @@ class PrefetchPlanner:
         self.resident_set.add(resident if done is push.entries else np.unique(resident))
         self._counters["pushes"] += 1
         self._counters["pushed_entries"] += len(resident)
-        self._counters["pushed_bytes"] += int(self._cost[resident].sum())
+        self._counters["pushed_bytes"] += self._columns.bytes_of(resident)
         self._counters["absent_entries"] += len(unknown)
         self._pause_s = min(2 * self._pause_s or PAUSE_S, PAUSE_S_MAX) if failed else 0.0
         self._paused_until_s = now_s + self._pause_s
@@ -392,7 +395,7 @@ class PrefetchPlanner:
         """Which of these entries a read would find in the page cache, as far as is known. Raises
         UsageError."""
         checked = self._checked(entries)
-        found: Mask = self.resident_set.resident[checked] | (self._cost[checked] == 0)
+        found: Mask = self.resident_set.resident[checked] | (self._columns.pages[checked] == 0)
         return found
 
     def stats(self) -> PrefetchStats:
@@ -439,7 +442,7 @@ class PrefetchPlanner:
             if self._trackers:
                 wanted = wanted[self.resident_set.claims[wanted] > 0]
             wanted = self._chunk_entries.fetch_order(np.unique(wanted))
-            wanted = wanted[np.cumsum(self._cost[wanted]) <= self._room_bytes()]
+            wanted = wanted[np.cumsum(self._columns.cost(wanted)) <= self._room_bytes()]
             if len(wanted):
                 return self._push(wanted, [])
         return None
@@ -463,8 +466,8 @@ class PrefetchPlanner:
                 _, first = np.unique(entries, return_index=True)
                 entries = entries[np.sort(first)]
             # Larger entries are left to READs.
-            entries = entries[self._cost[entries] <= self._contents_bytes()]
-            need_bytes = int(self._cost[entries].sum())
+            entries = entries[self._columns.cost(entries) <= self._contents_bytes()]
+            need_bytes = self._columns.bytes_of(entries)
             room_bytes = self._room_bytes()
             if need_bytes > self._contents_bytes():
                 entries, need_bytes = NO_ENTRIES, 0  # the unit will never fit
@@ -725,6 +728,6 @@ class PrefetchPlanner:
     def _checked(self, entries: EntryOrder) -> Entries:
         """The entries as an array. Raises UsageError for numbers that are no entries."""
         array = np.asarray(entries)
-        if len(array) and (array.min() < 0 or array.max() >= len(self._cost)):
-            raise UsageError(f"no entry {array.max()} among {len(self._cost)}")
+        if len(array) and (array.min() < 0 or array.max() >= self._entry_count):
+            raise UsageError(f"no entry {array.max()} among {self._entry_count}")
         return array.astype(np.uint32, copy=False)

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...orders.plan import NO_ENTRIES, Entries
+from .units import PAGE_BYTES, Columns
 
 Mask = npt.NDArray[np.bool_]
 NextUse = Callable[[Entries], npt.NDArray[np.float64]]
@@ -29,18 +30,23 @@ PIECE_ENTRIES = 256
 
 
 class ResidentSet:
-    """The resident entries (see the module). `cost` is in bytes per entry, 0 for those without
-    content."""
+    """The resident entries (see the module).
 
-    def __init__(self, cost: npt.NDArray[np.int64]) -> None:
-        self.cost = cost
-        self.resident: Mask = np.zeros(len(cost), np.bool_)
-        self.claims = np.zeros(len(cost), np.int32)  # how many there are of each entry
+    The columns that have a value for each entry begin with zeros, so the memory of those that are
+    not used is never taken.
+    """
+
+    def __init__(self, columns: Columns) -> None:
+        self._columns = columns
+        self._count = count = len(columns.pages)
+        self.resident: Mask = np.zeros(count, np.bool_)
+        self.claims = np.zeros(count, np.int32)  # how many there are of each entry
         self.bytes = 0  # of resident entries, in whole pages
         self.unclaimed_bytes = 0  # of resident entries that no stream claims
-        self.pushed_s = np.zeros(len(cost))  # when each was pushed last
-        self._read_s = np.full(len(cost), -np.inf)  # when a READ last brought each
-        self._leaving: Mask = np.zeros(len(cost), np.bool_)  # by `victims`, not dropped yet
+        self.pushed_s = np.zeros(count, np.float32)  # when each was pushed last
+        # When a READ last brought each, and `LATELY_S` on top: 0 is long ago.
+        self._read_s = np.zeros(count, np.float32)
+        self._leaving: Mask = np.zeros(count, np.bool_)  # by `victims`, not dropped yet
         self._value: npt.NDArray[np.float32] | None = None  # set by programs; None: all 0
         self._passed: deque[Entries] = deque()  # by readers, and unclaimed then; oldest first
         self._passed_count = 0  # of entries in it
@@ -52,20 +58,22 @@ class ResidentSet:
         entries = np.flatnonzero(was >= 0)
         before = was[entries]
         self.resident[entries] = old.resident[before]
-        self.bytes = self.unclaimed_bytes = int(self.cost[self.resident].sum())
+        self.bytes = self.unclaimed_bytes = self.bytes_of(
+            np.flatnonzero(self.resident).astype(np.uint32)
+        )
         self.pushed_s[entries] = old.pushed_s[before]
         self._read_s[entries] = old._read_s[before]
         if old._value is not None:
-            self._value = np.zeros(len(self.cost), np.float32)
+            self._value = np.zeros(self._count, np.float32)
             self._value[entries] = old._value[before]
 
     def bytes_of(self, entries: Entries) -> int:
         """The bytes that these entries take. None may be named twice."""
-        return int(self.cost[entries].sum())
+        return self._columns.bytes_of(entries)
 
     def missing(self, entries: Entries) -> Entries:
         """The entries among these that have content and are not resident."""
-        return entries[~self.resident[entries] & (self.cost[entries] > 0)]
+        return entries[~self.resident[entries] & (self._columns.pages[entries] > 0)]
 
     def add(self, entries: Entries) -> None:
         """Note that these entries are resident now. None may be named twice."""
@@ -76,13 +84,13 @@ class ResidentSet:
 
     def note_read(self, entry: int, at_s: float) -> None:
         """Note that a READ has brought an entry's content into the page cache."""
-        if self.cost[entry] <= READ_BYTES_MAX:
-            self._read_s[entry] = at_s
+        if int(self._columns.pages[entry]) * PAGE_BYTES <= READ_BYTES_MAX:
+            self._read_s[entry] = at_s + LATELY_S
 
     def split_recent_reads(self, entries: Entries, now_s: float) -> tuple[Entries, Entries]:
         """Split these entries: those to push, and those that READs have brought lately, which are
         noted as resident."""
-        lately = now_s - self._read_s[entries] < LATELY_S
+        lately = now_s < self._read_s[entries]
         if not lately.any():
             return entries, NO_ENTRIES
         self.add(entries[lately])
@@ -90,7 +98,7 @@ class ResidentSet:
 
     def remove(self, entries: Entries) -> None:
         """Note that these entries are not resident any more. None may be named twice."""
-        self._read_s[entries] = -np.inf
+        self._read_s[entries] = 0
         removed = entries[self.resident[entries]]
         self.resident[removed] = False
         self.bytes -= self.bytes_of(removed)
@@ -112,7 +120,7 @@ class ResidentSet:
         self.unclaimed_bytes += self.bytes_of(np.unique(free))
         if not passed or not len(free):
             return
-        if self._passed_count > 2 * len(self.cost):
+        if self._passed_count > 2 * self._count:
             # Nothing was dropped for long. `_rank` finds these entries, too.
             self._passed.clear()
             self._passed_count = 0
@@ -123,7 +131,7 @@ class ResidentSet:
     def set_value(self, entries: Entries, importance: float) -> None:
         """Set the value of entries, by which unclaimed ones are kept longer; 0 if never set."""
         if self._value is None:
-            self._value = np.zeros(len(self.cost), np.float32)
+            self._value = np.zeros(self._count, np.float32)
         self._value[entries] = importance
         self._ranked = NO_ENTRIES
 

@@ -222,7 +222,7 @@ class StreamTracker:
         if self.epoch_states:
             state = self.epoch_states[min(self.frontier_index, len(self.epoch_states) - 1)]
             if state.total_bytes < 0:
-                state.total_bytes = int(self.columns.cost[state.epoch.entries].sum())
+                state.total_bytes = self.columns.bytes_of(state.epoch.entries)
             self.capacity = max(1, share_bytes * len(state.epoch) // max(state.total_bytes, 1))
             if self.slack < 0:
                 # A quarter of a group that takes half of the share: the next group fits the rest.

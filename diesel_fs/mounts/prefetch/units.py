@@ -32,13 +32,22 @@ decisions and fetches as a large one."""
 class Columns:
     """What the planner needs to know of the n entries of a dataset.
 
-    `chunk`: the number of the entry's chunk, -1 where it has none. `cost`: the bytes that its
-    content takes in the page cache, 0 for entries without content.
+    `chunk`: the number of the entry's chunk, -1 where it has none. `pages`: how many pages its
+    content takes in the page cache, 0 for entries without content. Both have 4 bytes an entry: of
+    14 million entries they take 112 MB.
     """
 
     chunk: npt.NDArray[np.int32]
-    cost: npt.NDArray[np.int64]
+    pages: npt.NDArray[np.uint32]
     chunk_count: int
+
+    def cost(self, entries: Entries) -> npt.NDArray[np.int64]:
+        """The bytes that each of these entries takes in the page cache."""
+        return self.pages[entries].astype(np.int64) * PAGE_BYTES
+
+    def bytes_of(self, entries: Entries) -> int:
+        """The bytes that these entries take together."""
+        return int(self.pages[entries].sum(dtype=np.int64)) * PAGE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +85,7 @@ def cut(entries: Entries, positions: Positions, columns: Columns, share_bytes: i
         empty = np.empty(0, np.int32)
         return Units(empty, np.zeros(1, np.int64), empty, once=True)
     wanted = entries[positions]
-    cost = columns.cost[wanted]
+    cost = columns.cost(wanted)
     chunk = columns.chunk[wanted]
     chunk[chunk < 0] = columns.chunk_count
     # From here to the end a "row" is an index in `positions`, and all arrays but those by chunk
@@ -108,7 +117,7 @@ def cut(entries: Entries, positions: Positions, columns: Columns, share_bytes: i
         unit = unit.astype(np.uint16)  # numpy sorts these by radix: 5 times as fast
     order = np.argsort(unit, kind="stable")
     starts = np.concatenate([[0], np.cumsum(np.bincount(unit))]).astype(np.int64)
-    occurs = np.zeros(len(columns.cost), np.bool_)
+    occurs = np.zeros(len(columns.pages), np.bool_)
     occurs[wanted] = True
     once = int(np.count_nonzero(occurs)) == count
     return Units(positions[order], starts, positions[start_rows], once)
