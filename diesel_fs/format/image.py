@@ -266,7 +266,7 @@ def _place_contents(snapshot: Snapshot, earlier: Image | None) -> _Contents:
         first[some] = ends - given
         end = int(ends[-1]) if len(ends) else end
     used = int((first + blocks).max(initial=1))
-    if end > _BLOCKS_MAX:
+    if used > _BLOCKS_MAX:
         raise ImageTooLarge
     first_block = np.zeros(len(snapshot), np.uint32)
     first_block[entry] = first
@@ -785,7 +785,8 @@ def _parse_trailer(view: memoryview) -> tuple[_Trailer, list[tuple[int, int, int
         for number in range(len(_PARTS))
     ]
     _check_sections(found, sections, start)
-    if (format_version, length) != (_FORMAT_VERSION, _TRAILER_BYTES):
+    spare = trailer[_TRAILER.size + len(_PARTS) * _SECTION.size : checksum_at]
+    if (format_version, length) != (_FORMAT_VERSION, _TRAILER_BYTES) or any(spare):
         _corrupt("its trailer contradicts itself", start)
     return found, [(at, at + length, checksum) for at, length, checksum in sections]
 

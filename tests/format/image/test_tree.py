@@ -1,0 +1,241 @@
+"""An image shows what its snapshot says: each name, attribute and byte, read by another reader."""
+
+from collections.abc import Mapping
+from uuid import UUID
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diesel_fs.errors import FormatError, UsageError
+from diesel_fs.format.entries import Kind
+from diesel_fs.format.image import Image, ImageTooLarge, Shown
+from tests.format.snapshot.oracle import OwnEntry, ShownEntry, State, shown
+
+from .erofs import BLOCK, Erofs
+from .trees import (
+    NAMES,
+    ContentFile,
+    Seen,
+    differences,
+    everything,
+    file,
+    image_of,
+    in_root,
+    link,
+    page_of,
+    seen_of,
+    snapshot_of,
+    snapshot_of_large_file,
+)
+
+ME = Shown(uid=1000, gid=1001, umask=0o022)
+
+
+def open_tree(image: Image, entries: Mapping[bytes, ShownEntry], *, hidden: bool) -> Erofs:
+    """The file system of an image, as a mount has it."""
+    content = ContentFile(image, entries.values())
+    root = image.root_folder(hidden=hidden)
+    assert len(root) == len(image.root_folder(hidden=not hidden))
+
+    def read_root(offset: int, length: int) -> bytes:
+        return root[offset : offset + length]
+
+    return Erofs(bytes(image.buffer[: image.tree_bytes]), content.read, read_root)
+
+
+def check(state: State, how: Shown = ME, *, version: int = 1) -> Image:
+    """Assert that the image of a dataset shows what it should, in both forms."""
+    entries = shown(state)
+    image = image_of(snapshot_of(state, version=version), how)
+    assert (image.entry_count, image.version, image.shown) == (len(entries), version, how)
+    for hidden in (False, True):
+        tree = open_tree(image, entries, hidden=hidden)
+        found: dict[bytes, Seen] = {}
+        for path, inode in tree.walk():
+            is_folder, target = inode.mode >> 12 == 0o04, b""
+            if inode.mode >> 12 == 0o12:
+                target = tree.read(inode)
+            elif not is_folder and inode.size:
+                entry = entries[path]
+                for page in {0, 1, (inode.size - 1) // BLOCK}:
+                    if page * BLOCK < inode.size:
+                        whole = tree.read_block(inode.block + page)
+                        assert whole == page_of(entry, page), (path, page)
+            size = -1 if is_folder else inode.size
+            assert inode.links == 1
+            found[path] = Seen(inode.mode, inode.uid, inode.gid, inode.mtime_ns, size, target)
+        assert differences(found, seen_of(state, how, hidden=hidden)) == []
+        assert tree.inodes == len(entries) + 1
+        # `.diesel` has an inode also where it is not listed, with which a mount covers it.
+        root = tree.inode(tree.root)
+        assert (tree.lookup(root, b".diesel") is None) == hidden
+    return image
+
+
+def test_everything_odd() -> None:
+    check(everything(), Shown(uid=2**32 - 2, gid=0, umask=0o077))
+
+
+def test_an_empty_dataset() -> None:
+    image = check({})
+    assert image.order.tolist() == []
+
+
+def test_a_private_tree_lets_only_its_owner_in() -> None:
+    image = check({b"": OwnEntry(Kind.FOLDER, 0o755), b"a": file(3, 96, 5)}, Shown(5, 6, 0o002, 7))
+    tree = open_tree(image, shown({b"a": file(3, 96, 5)}), hidden=True)
+    root = tree.inode(tree.root)
+    assert (root.mode, root.uid, root.gid) == (0o040700, 7, 6)
+
+
+@pytest.mark.parametrize("count", range(24))
+def test_diesel_shares_its_block_with_another_name(count: int) -> None:
+    """Names before `.diesel` fill the first block of the root folder but for 0 to 23 bytes."""
+    filling = BLOCK - (12 + 1) - (12 + 2) - count
+    lengths = [255] * (filling // 267)
+    rest = filling - 267 * len(lengths)
+    if rest > 12:
+        lengths.append(rest - 12)
+    else:  # too little for a name: the one before gets shorter
+        lengths[-1] -= 20
+        lengths.append(rest + 20 - 12)
+    names = [b"!%03d" % number + b"-" * (length - 4) for number, length in enumerate(lengths)]
+    assert sum(12 + len(name) for name in names) == filling
+    check(in_root(names))
+    check(in_root([*names, b".diesel-"]))
+    check(in_root([*names, b"z" * 255]))
+
+
+def test_a_folder_of_100_000_entries_and_one_within_another() -> None:
+    state = {b"wide/%d" % number: OwnEntry(Kind.FILE) for number in range(100_000)}
+    state[b"/".join([b"d"] * 1000)] = file(3, 96, 1)
+    check(state)
+
+
+def test_a_root_folder_of_many_blocks() -> None:
+    check(in_root([b".%d" % number for number in range(3000)] + [b"+%d" % n for n in range(3000)]))
+
+
+def test_a_file_of_5_GB() -> None:
+    """Its addresses follow one another from a multiple of 64 KiB on."""
+    state = {b"large": file(3, 96, 5 * 10**9 + 1), b"small": file(3, 20_000, 1)}
+    image = image_of(snapshot_of(state), ME)
+    first = dict(zip(shown(state), image.first_block.tolist(), strict=True))
+    assert first[b"large"] % 16 == 0
+    assert first[b"small"] not in range(first[b"large"], first[b"large"] + 1_220_704)
+    root = image.root_folder(hidden=True)
+    tree = Erofs(
+        bytes(image.buffer[: image.tree_bytes]),
+        lambda at, _: at.to_bytes(8) * 512,
+        lambda at, length: root[at : at + length],
+    )
+    item = tree.lookup(tree.inode(tree.root), b"large")
+    assert item is not None
+    inode = tree.inode(item.number)
+    assert inode.size == 5 * 10**9 + 1
+    at = (first[b"large"] + 1_220_703) * BLOCK
+    assert tree.read_page(inode, 1_220_703) == (at.to_bytes(8) * 512)[: inode.size % BLOCK]
+
+
+def test_df_shows_the_blocks_that_are_needed() -> None:
+    image = image_of(snapshot_of({b"a": file(3, 96, 9000), b"b": file(3, 97, 1)}), ME)
+    tree = open_tree(image, shown({b"a": file(3, 96, 9000), b"b": file(3, 97, 1)}), hidden=True)
+    (content_at, content_end, _), (root_at, root_end, _) = tree.ranges
+    assert (root_at, root_end) == (tree.blocks, content_at)
+    assert content_end - content_at == 1 + 3 + 1
+    assert tree.blocks * BLOCK == image.tree_bytes
+
+
+def test_file_systems_of_two_versions_have_two_names() -> None:
+    """Handles of files that a NFS server gave out name the file system by its UUID."""
+    state = {b"a": file(3, 96, 9)}
+    images = [image_of(snapshot_of(state, version=version), ME) for version in (1, 2)]
+    one, other = (bytes(image.buffer[1024 + 48 : 1024 + 64]) for image in images)
+    assert one != other
+
+
+names = st.one_of(
+    st.sampled_from(NAMES),
+    st.binary(min_size=1, max_size=255),
+    st.binary(min_size=1, max_size=3),
+    st.integers(1, 255).map(lambda length: b"n" * length),
+).map(lambda name: name.translate(bytes.maketrans(b"/\0", b"!!")))
+paths = st.lists(names.filter(lambda name: name not in (b".", b"..")), min_size=1, max_size=4)
+times = st.one_of(st.integers(-(2**63), 2**63 - 1), st.integers(-3, 3))
+sizes = st.one_of(st.integers(0, 3), st.sampled_from([4095, 4096, 4097, 70_000]))
+kinds = st.sampled_from(["file", "link", "folder"])
+targets = st.one_of(
+    st.binary(min_size=1, max_size=99), st.integers(1, 4095).map(lambda n: b"t" * n)
+)
+entries = st.lists(
+    st.tuples(paths, kinds, st.integers(0, 0o777), times, sizes, targets), max_size=40
+)
+views = st.builds(
+    Shown,
+    st.integers(0, 2**32 - 1),
+    st.integers(0, 2**32 - 1),
+    st.integers(0, 0o777),
+    st.integers(-1, 2**32 - 1),
+)
+
+
+@settings(max_examples=150)
+@given(entries, views)
+def test_any_tree(drawn: list[tuple[list[bytes], str, int, int, int, bytes]], how: Shown) -> None:
+    state: dict[bytes, OwnEntry] = {}
+    for number, (path, kind, mode, mtime_ns, size, target) in enumerate(drawn):
+        if path[0] == b".diesel":
+            path = [b"x", *path]
+        if kind == "file":
+            own = file(3 + number % 5, 96 + number * 99, size, mode, mtime_ns)
+        elif kind == "link":
+            own = link(target.replace(b"\0", b"0"), mtime_ns)
+        else:
+            own = OwnEntry(Kind.FOLDER, mode, mtime_ns)
+        state[b"/".join(path)] = own
+    check(state, how)
+
+
+# What cannot be shown
+
+
+@pytest.mark.parametrize("own", [file(3, 96, 1), OwnEntry(Kind.FOLDER), link(b"x")])
+def test_a_dataset_with_diesel_at_its_root_is_refused(own: OwnEntry) -> None:
+    with pytest.raises(FormatError, match=r"\.diesel"):
+        image_of(snapshot_of({b".diesel": own}), ME)
+    with pytest.raises(FormatError, match=r"\.diesel"):
+        image_of(snapshot_of({b".diesel/x": own}), ME)
+
+
+def test_a_link_that_the_kernel_would_cut_off_is_refused() -> None:
+    with pytest.raises(FormatError, match="target"):
+        image_of(snapshot_of({b"a": link(b"t" * 4096)}), ME)
+
+
+def no_device(offset: int, length: int) -> bytes:
+    raise AssertionError("nothing is read")
+
+
+def test_a_dataset_may_need_all_addresses_but_no_more() -> None:
+    """Addresses of blocks have 32 bits, and the last of them would mean a hole."""
+
+    def blocks_in_use(file_blocks: int) -> int:
+        image = image_of(snapshot_of_large_file(file_blocks * BLOCK), ME)
+        tree = Erofs(bytes(image.buffer[: image.tree_bytes]), no_device, no_device)
+        return max(end for _, end, _ in tree.ranges)
+
+    most = 2**32 - 1
+    fitting = most - 1000
+    fitting += most - blocks_in_use(fitting)
+    assert blocks_in_use(fitting) == most
+    for too_many in (fitting + 1, fitting + 16, 2**32, 2**33):
+        with pytest.raises(ImageTooLarge, match="16 TiB"):
+            blocks_in_use(too_many)
+
+
+def test_the_earlier_image_must_be_of_the_same_dataset() -> None:
+    image = image_of(snapshot_of({}), ME)
+    image.identity = UUID(int=1)
+    with pytest.raises(UsageError, match="earlier image"):
+        image_of(snapshot_of({}), ME, image)
