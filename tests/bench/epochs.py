@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from .control_group import ControlGroup
 from .inputs import Shape
 from .reader import ReadReport, read_files, write_list
 from .workbench import Workbench
@@ -51,11 +52,17 @@ def whole_order(shape: Shape, root: Path, paths: Iterable[str], file: Path) -> O
 
 
 def read_epoch(
-    bench: Workbench, order: Order, *, readers: int = 1, walk: Path | None = None
+    bench: Workbench,
+    order: Order,
+    *,
+    readers: int = 1,
+    walk: Path | None = None,
+    group: ControlGroup | None = None,
 ) -> ReadReport:
-    """Read the files with some readers, which walk the folder `walk` first. Wrong contents are an
-    error."""
-    report = read_files(bench.reader, order.list_file, readers=readers, walk=walk)
+    """Read the files with some readers, which walk the folder `walk` first, and which run in
+    `group` if there is one. Wrong contents are an error."""
+    prefix = () if group is None else group.prefix
+    report = read_files(bench.reader, order.list_file, readers=readers, walk=walk, prefix=prefix)
     got, expected = (report.files, report.bytes, report.sum), (order.files, order.bytes, order.sum)
     assert got == expected, f"wrong contents were read: {got}, not {expected}"
     assert walk is None or report.walked > order.files, f"{report.walked} entries were met"

@@ -3,7 +3,7 @@
 import json
 import os
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,13 +50,15 @@ def read_files(
     readers: int = 1,
     batch_files: int = BATCH_FILES,
     walk: Path | None = None,
+    prefix: Sequence[str] = (),
 ) -> ReadReport:
-    """Run readers that share a list in batches; they may walk a folder first.
+    """Run readers that share a list in batches; they may walk a folder first. `prefix` stands
+    before the command.
 
     Raises CalledProcessError if a file cannot be read, TimeoutExpired if it takes too long.
     """
     walked = [] if walk is None else ["-w", str(walk)]
-    command = [str(program), *walked, "-j", str(readers), "-b", str(batch_files)]
+    command = [*prefix, str(program), *walked, "-j", str(readers), "-b", str(batch_files)]
     command.append(str(list_file))
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=DEADLINE_S)
     return ReadReport(**json.loads(done.stdout))

@@ -32,6 +32,7 @@ UNPLANNED_RATIO = 1
 UNPLANNED_PART = 4  # a fourth of the epoch is read, which fills the budget many times
 PUSHED_RATIO = 0.8
 NATIVE_RESIDENT_RATIO = 0.5
+NATIVE_PEAK_RATIO, OWN_MB = 1.25, 100
 PUSHED = "all pushed once, read for the first time"
 RESIDENT, NOT_PUSHING = "everything resident", "the same mount without pushing"
 RATE_AGAIN, READS_AGAIN, PEAK = "files/s, second", "READs a file, second", "peak MB"
@@ -94,7 +95,10 @@ def chunk_wise(bench: Workbench) -> list[Row]:
     return rows
 
 
-def _chunk_wise_sides(setting: _Setting, epochs: list["_Epoch"], readers: int) -> dict[str, Side]:
+def _chunk_wise_sides(
+    setting: _Setting, epochs: list["_Epoch"], readers: int, *, charge_readers: bool = False
+) -> dict[str, Side]:
+    """With `charge_readers`, the peak memory has the pages of the kernel that readers brought."""
     bench, shape, dlcmd = setting.bench, setting.shape, setting.dlcmd
 
     def window() -> dict[str, float]:
@@ -105,11 +109,12 @@ def _chunk_wise_sides(setting: _Setting, epochs: list["_Epoch"], readers: int) -
         ):
             setting.walk()
             peak = _Peak(mount, group)
+            charged = group if charge_readers else None
             epochs[0].announce(mount)
-            first = read_epoch(bench, epochs[0].order, readers=readers)
+            first = read_epoch(bench, epochs[0].order, readers=readers, group=charged)
             before = mount.counts()
             epochs[1].announce(mount)
-            second = read_epoch(bench, epochs[1].order, readers=readers)
+            second = read_epoch(bench, epochs[1].order, readers=readers, group=charged)
             peak_bytes = peak.bytes()
             again = mount.counts() - before
         return {
@@ -131,7 +136,7 @@ def _chunk_wise_sides(setting: _Setting, epochs: list["_Epoch"], readers: int) -
 
 def _chunk_wise_rows(setting: _Setting, rounds: Rounds, readers: int) -> list[Row]:
     name = f"kernel {setting.shape.name}, chunk-wise, {readers} reader{'s' * (readers > 1)}"
-    fully, limit_mb = rounds.of(RESIDENT, RATE), 1.3 * setting.budget_bytes / 1e6 + 100
+    fully, limit_mb = rounds.of(RESIDENT, RATE), 1.3 * setting.budget_bytes / 1e6 + OWN_MB
     how = (
         f"G = {GROUP_CHUNKS}, a budget of a tenth of the dataset; the plan is a list that was read"
     )
@@ -164,10 +169,14 @@ def native(bench: Workbench) -> list[Row]:
                 mount.wait_until_loaded()
                 return {RATE: files_per_s(read_epoch(bench, epochs[0].order))}
 
-        sides = {**_chunk_wise_sides(setting, epochs, readers=1), PUSHED: pushed}
+        sides = {
+            **_chunk_wise_sides(setting, epochs, readers=1, charge_readers=True),
+            PUSHED: pushed,
+        }
         rounds = alternate(bench.rounds, sides)
     name = f"{bench.session} {shape.name}, window of a tenth"
     again = f"{name}, second epoch"
+    peak_mb = NATIVE_PEAK_RATIO * setting.budget_bytes / 1e6 + OWN_MB
     return [
         Row(each, RATE, rounds.ours(rate), side, rounds.of(side, RATE), at_least(ratio))
         for each, rate in ((name, RATE), (again, RATE_AGAIN))
@@ -175,7 +184,14 @@ def native(bench: Workbench) -> list[Row]:
     ] + [
         Row(name, READS, rounds.ours(READS)),
         Row(again, READS, rounds.ours(READS_AGAIN)),
-        Row(name, PEAK, rounds.ours(PEAK)),
+        within(
+            name,
+            PEAK,
+            worst(rounds.ours(PEAK)),
+            peak_mb,
+            most=True,
+            note="its processes, the reader, and all pages of the kernel; 1.25 times the budget",
+        ),
     ]
 
 
