@@ -85,8 +85,8 @@ def task_options(command: Callable[_P, None]) -> Callable[_P, None]:
     show_default=True,
     help="How the kernel gets at the dataset. `native` (root only): the whole tree is in the"
     " kernel, which asks this program for contents alone. `kernel`: it asks for names, too. Both"
-    " load contents into the kernel's page cache before they are read; `pyfuse3`, for kernels that are"
-    " too old for these, does not. `auto` takes the best that works here.",
+    " load contents into the kernel's page cache before they are read; `pyfuse3`, for kernels that"
+    " are too old for these, does not. `auto` takes the best that works here.",
 )
 @click.option(
     "--memory", type=size,
