@@ -309,6 +309,7 @@ _IN_CLOEXEC, _IN_NONBLOCK = 0o2000000, 0o4000
 _SYS_CACHESTAT = 451  # Linux 6.5; the same on every architecture
 _PR_SET_PDEATHSIG = 1
 _CLONE_FS = 0x200
+_M_MMAP_THRESHOLD = -3
 _FS_IOC_GETFSSYSFSPATH, _SYSFS_PATH_BYTES = 0x80811501, 129
 
 
@@ -362,6 +363,13 @@ def _mincore_bytes(file: int, size: int) -> int:
         pages = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
         _checked(_libc.mincore(ctypes.c_void_p(start), ctypes.c_size_t(size), pages))
         return sum(page & 1 for page in pages) * mmap.PAGESIZE
+
+
+def map_large_allocations(least_bytes: int) -> None:
+    """Make the allocator map each piece of memory of at least this size by itself. It then takes
+    only what is written to, and goes back when it is freed. Does nothing without glibc."""
+    with suppress(AttributeError):
+        _libc.mallopt(_M_MMAP_THRESHOLD, least_bytes)
 
 
 def own_working_folder() -> None:
