@@ -376,7 +376,8 @@ class _Server:
         await self._started.wait()
         with trio.move_on_after(LEASE_DEADLINE_S):
             await self._leased.wait()
-        syscalls.tune(self._device)  # the kernel's first request would have reset this
+        if not isinstance(self._session, NativeSession):  # which has done so itself
+            syscalls.tune(self._device)  # the kernel's first request would have reset this
         log.info(
             "%s at version %d is mounted on %s (%s session, %s, device %s)",
             self._snapshot.dataset,

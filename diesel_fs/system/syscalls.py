@@ -101,13 +101,14 @@ def open_abort(device: str) -> int:
         return -1
 
 
-def tune(device: str) -> None:
-    """Make READ requests large and let many wait at once, as far as this user may."""
+def tune(device: str, read_ahead_kib: int = READ_AHEAD_KIB) -> None:
+    """Make READ requests large and let many wait at once, as far as this user may. How far the
+    kernel reads ahead holds for files that are opened later."""
     for name in ("max_background", "congestion_threshold"):
         with suppress(OSError), open(_open_control(device, name), "wb", buffering=0) as file:
             file.write(str(READS_AHEAD_MAX).encode())
     with suppress(OSError), open(f"/sys/class/bdi/{device}/read_ahead_kb", "w") as file:
-        file.write(str(READ_AHEAD_KIB))
+        file.write(str(read_ahead_kib))
 
 
 def set_read_ahead(file: int, kib: int) -> None:

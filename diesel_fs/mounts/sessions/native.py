@@ -43,6 +43,9 @@ CONTENT_NODE = HIDDEN_ROOT - 1
 TREE_READ_AHEAD_KIB = 1024
 """How far the kernel reads ahead in a file of the tree."""
 
+CONTENT_READ_AHEAD_KIB = 4096
+"""How far it then reads ahead in the content file: four READs at once."""
+
 _T = TypeVar("_T")
 
 
@@ -99,6 +102,8 @@ class NativeSession(KernelSession):
         its own. Raises OSError.
         """
         syscalls.own_working_folder()
+        device = os.stat(f"/proc/self/fd/{self.private_mount}").st_dev
+        syscalls.tune(f"{os.major(device)}:{os.minor(device)}", CONTENT_READ_AHEAD_KIB)
         handle, self._next_handle = self._next_handle, self._next_handle + 1
         self._trees[handle] = self._content.add(self._vfs, self._image.image)
         self._opening = handle
