@@ -162,7 +162,8 @@ class Image:
         fields, sections = _parse_trailer(view)
         if verify:
             for name, (at, behind, checksum) in zip(_PARTS, sections, strict=True):
-                if xxh3_64_intdigest(view[at:behind]) != checksum:
+                padding = view[behind : behind + -behind % _ALIGNMENT]
+                if xxh3_64_intdigest(view[at:behind]) != checksum or any(padding):
                     _corrupt(f"its section {name} does not match its checksum", at)
         self.buffer = view
         self.identity = fields.identity
@@ -219,8 +220,16 @@ def _check(snapshot: Snapshot) -> None:
     is_link = layout.kinds(columns.flags) == Kind.LINK
     if int(columns.size[is_link].max(initial=0)) > _TARGET_BYTES_MAX:
         raise FormatError(f"a link's target has more than {_TARGET_BYTES_MAX} bytes")
-    if snapshot.child(ROOT_INDEX, CONTROL_FOLDER) >= 0:
+    in_root, at = _beside_control(snapshot)
+    if at < len(in_root) and snapshot.name(in_root[at]) == CONTROL_FOLDER:
         raise FormatError("the dataset holds `.diesel`, which belongs to the mount")
+
+
+def _beside_control(snapshot: Snapshot) -> tuple[range, int]:
+    """The entries of the root folder, and how many are before `.diesel`: by their names, since a
+    snapshot's lookup index may be wrong."""
+    in_root = snapshot.children(ROOT_INDEX)
+    return in_root, bisect_left(in_root, CONTROL_FOLDER, key=snapshot.name)
 
 
 # Where contents lie in the content file
@@ -385,8 +394,7 @@ class _Items:
         """By position in `folders`: its first item."""
         self.count = int(ends[-1])
         before_dot, before_dots = _smaller_than_dots(columns, folders)
-        in_root = snapshot.children(ROOT_INDEX)
-        self.control = 2 + bisect_left(in_root, CONTROL_FOLDER, key=snapshot.name)
+        self.control = 2 + _beside_control(snapshot)[1]
         """The item `.diesel` of the root folder."""
         dot, dots = self.first + before_dot, self.first + before_dots + 1
         above = np.append(columns.parent[folders[:-1]].astype(np.int64), ROOT_INDEX)

@@ -24,7 +24,6 @@ from tests.format.snapshot.oracle import (
     chunk_id,
     chunks_in,
     rows_of,
-    shown,
 )
 
 CHAIN = UUID("c4a1ca1a-0000-4000-8000-000000000001")
@@ -94,10 +93,10 @@ def page_of(entry: ShownEntry, page: int) -> bytes:
     return (made * (BLOCK // 64))[: min(BLOCK, entry.size - page * BLOCK)].ljust(BLOCK, b"\0")
 
 
-def seen_of(state: State, how: Shown, *, hidden: bool) -> dict[bytes, Seen]:
-    """What a mount shows at each path."""
+def seen_of(entries: Mapping[bytes, ShownEntry], how: Shown, *, hidden: bool) -> dict[bytes, Seen]:
+    """What a mount of these entries shows at each path."""
     result = {}
-    for path, entry in shown(state).items():
+    for path, entry in entries.items():
         mode = entry.mode & ~how.umask
         uid = how.uid
         if not path and how.private_to >= 0:

@@ -1,0 +1,44 @@
+"""The golden image of format version 1: every later version of the code must read it alike."""
+
+from pathlib import Path
+
+from diesel_fs.format.image import Image, Shown, build_image
+from diesel_fs.format.snapshot.reader import Snapshot
+from tests.format.snapshot.oracle import IDENTITY, SMALL, build, shown
+
+from .test_tree import check_image
+from .trees import CHAIN
+
+GOLDEN = Path(__file__).parent / "golden" / "version-1.image"
+SHOWN = Shown(uid=1000, gid=1001, umask=0o022)
+
+
+def test_the_golden_image_still_reads_the_same() -> None:
+    """It was made from `build(None, SMALL, [3, 9], version=12)`."""
+    image = Image(GOLDEN.read_bytes(), verify=True)
+    assert (image.identity, image.version, image.shown) == (IDENTITY, 12, SHOWN)
+    assert (image.chain, image.sequence, image.end_block) == (CHAIN, 1, 48)
+    assert image.entry_count == len(shown(SMALL))
+    first = dict(zip(shown(SMALL), image.first_block.tolist(), strict=True))
+    assert {path: at for path, at in first.items() if at} == {
+        b"a": 1,
+        b"c/x/shadows": 2,
+        b"c/\xff\n": 16,
+    }
+    assert image.start_blocks.tolist() == [1, 2, 16]
+    assert [list(first)[entry] for entry in image.order] == [b"a", b"c/x/shadows", b"c/\xff\n"]
+    check_image(image, shown(SMALL), SHOWN)
+
+
+def test_the_format_has_not_changed() -> None:
+    """If this fails, the format has changed: raise its version, and add another golden file."""
+    snapshot = Snapshot(build(None, SMALL, [3, 9], version=12))
+    assert b"".join(build_image(snapshot, SHOWN, CHAIN)) == GOLDEN.read_bytes()
+
+
+def test_the_next_image_needs_nothing_but_the_golden_one() -> None:
+    snapshot = Snapshot(build(None, SMALL, [3, 9], version=13))
+    golden = Image(GOLDEN.read_bytes(), verify=True)
+    following = Image(b"".join(build_image(snapshot, SHOWN, golden)), verify=True)
+    assert (following.chain, following.sequence, following.end_block) == (CHAIN, 2, 48)
+    assert following.first_block.tolist() == golden.first_block.tolist()

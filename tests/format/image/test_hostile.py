@@ -1,0 +1,187 @@
+"""FAULTS E1 and E2: any bytes are an image, or one FormatError; and no snapshot, whoever wrote it,
+becomes an image of which the kernel complains."""
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diesel_fs.errors import (
+    CorruptError,
+    ForeignError,
+    FormatError,
+    NewerVersionError,
+    TruncatedError,
+)
+from diesel_fs.format.entries import Kind
+from diesel_fs.format.image import Image, ImageTooLarge, Shown
+from diesel_fs.format.snapshot.layout import Columns
+from diesel_fs.format.snapshot.reader import Snapshot
+from tests.format.snapshot import test_hostile as snapshots
+from tests.format.snapshot.oracle import SMALL, OwnEntry, shown_by
+
+from .kernel import needs_erofs
+from .test_mounted import check_mount
+from .test_tree import check_image
+from .trees import image_of, snapshot_of
+
+ME = Shown(uid=1, gid=2)
+GOOD = bytes(image_of(snapshot_of(SMALL), ME).buffer)
+TRAILER_BYTES, CHECKSUM_BYTES, PARTS_AT, PARTS = 512, 8, 120, 10
+
+
+def seal(data: bytes, at: int, new: bytes) -> bytes:
+    """The good image with other bytes in its trailer, under a right checksum."""
+    start = len(data) - TRAILER_BYTES
+    forged = bytearray(data)
+    forged[start + at : start + at + len(new)] = new
+    digest = xxhash.xxh3_64_intdigest(forged[start:-CHECKSUM_BYTES])
+    return bytes(forged[:-CHECKSUM_BYTES]) + struct.pack("<Q", digest)
+
+
+# Images
+
+
+def test_E1_every_byte_changed() -> None:
+    data = bytearray(GOOD)
+    for at in range(len(data)):
+        data[at] ^= 1 << at % 8
+        with pytest.raises(FormatError):
+            Image(data, verify=True)
+        data[at] ^= 1 << at % 8
+    Image(data, verify=True)
+
+
+def test_E1_every_bit_of_the_trailer_flipped_is_seen_without_reading_the_rest() -> None:
+    data = bytearray(GOOD)
+    for at in range(len(data) - TRAILER_BYTES, len(data)):
+        for bit in range(8):
+            data[at] ^= 1 << bit
+            with pytest.raises(FormatError):
+                Image(data, verify=False)
+            data[at] ^= 1 << bit
+
+
+def test_E1_truncated_at_any_length() -> None:
+    for length in [*range(0, len(GOOD), 61), len(GOOD) - 1]:
+        with pytest.raises(FormatError):
+            Image(GOOD[:length], verify=False)
+
+
+@pytest.mark.parametrize(
+    ("data", "error"),
+    [
+        (b"", TruncatedError),
+        (GOOD[:-1], TruncatedError),
+        (GOOD[:8192], TruncatedError),
+        (bytes(len(GOOD)), ForeignError),
+        (snapshots.SMALL + bytes(8192), ForeignError),
+        (GOOD + bytes(64), TruncatedError),
+        (GOOD + GOOD[-TRAILER_BYTES:], CorruptError),
+        (GOOD[:1024] + GOOD[4096 : -TRAILER_BYTES - 1], ForeignError),
+        (seal(GOOD, 8, b"\2"), NewerVersionError),
+        (seal(GOOD, 8, b"\0"), CorruptError),
+        (seal(GOOD, 10, b"\1"), CorruptError),
+        (seal(GOOD, 12, b"\1"), NewerVersionError),
+        (seal(GOOD, 360, b"\1"), CorruptError),
+    ],
+)
+def test_E1_other_bytes_have_the_right_error(data: bytes, error: type[FormatError]) -> None:
+    with pytest.raises(error):
+        Image(data, verify=True)
+
+
+@settings(max_examples=300)
+@given(st.integers(72, 360), st.binary(min_size=1, max_size=8))
+def test_E2_any_counts_and_parts_are_safe_to_read(at: int, new: bytes) -> None:
+    """An image is accepted only if all its columns lie in it."""
+    try:
+        image = Image(seal(GOOD, at, new), verify=False)
+    except FormatError:
+        return
+    assert len(image.first_block) == image.entry_count
+    assert len(image.order) == len(image.start_blocks)
+    whole = image.root_folder(hidden=False)
+    assert len(whole) == len(image.root_folder(hidden=True)) > 0
+
+
+# Snapshots
+
+
+@pytest.mark.parametrize("case", snapshots.FORGERIES)
+def test_E2_a_private_copy_with_columns_that_contradict_each_other(case: str) -> None:
+    """Of a private copy only the checksums are compared when it is opened."""
+    columns = snapshots.FORGERIES[case](Snapshot(snapshots.SMALL).columns)
+    try:
+        snapshot = Snapshot(snapshots.forged_from(columns), verify=False)
+    except FormatError:
+        return
+    with pytest.raises(FormatError):
+        image_of(snapshot, ME)
+
+
+def test_E2_an_entry_that_its_own_index_hides() -> None:
+    """A forged lookup index hides `.diesel` from lookups, not from the check."""
+    columns = snapshot_of({b".diesek": OwnEntry(Kind.FILE)}).columns
+    names = columns.names.copy()
+    names[6] = ord("l")
+    snapshot = Snapshot(snapshots.forged_from(columns._replace(names=names)))
+    assert snapshot.lookup(b".diesel") == -1
+    with pytest.raises(FormatError, match=r"\.diesel"):
+        image_of(snapshot, ME)
+
+
+def forged(data: st.DataObject) -> Columns:
+    """The columns of the small snapshot, with extreme values in some places."""
+    columns = Snapshot(snapshots.SMALL).columns
+    for _ in range(data.draw(st.integers(1, 3))):
+        name = data.draw(st.sampled_from(Columns._fields))
+        array = getattr(columns, name).copy()
+        field = array[data.draw(st.sampled_from(array.dtype.names))] if array.dtype.names else array
+        at = data.draw(st.integers(0, len(array) - 1))
+        bits, was = 8 * field.dtype.itemsize, int(field[at])
+        extreme = st.sampled_from([*snapshots.EXTREMES, was - 1, was + 1, was ^ 1 << 16])
+        value = data.draw(extreme) % 2**bits
+        field[at] = np.array(value, f"u{bits // 8}").astype(field.dtype)
+        columns = columns._replace(**{name: array})
+    return columns
+
+
+def image_of_forged(data: st.DataObject) -> tuple[Snapshot, Image] | None:
+    """A forged snapshot that was accepted, and its image."""
+    try:
+        snapshot = Snapshot(snapshots.forged_from(forged(data)), verify=False)
+        return snapshot, image_of(snapshot, ME)
+    except (FormatError, ImageTooLarge, struct.error):  # the sum of sizes exceeds 64 bits
+        return None
+
+
+@settings(max_examples=1000)
+@given(st.data())
+def test_E2_a_forged_snapshot_is_refused_or_shown_as_it_says(data: st.DataObject) -> None:
+    made = image_of_forged(data)
+    if made is not None:
+        snapshot, image = made
+        if snapshot.byte_count < 1 << 24:
+            check_image(image, shown_by(snapshot), ME)
+
+
+@needs_erofs
+def test_E2_the_kernel_takes_what_is_made_of_forged_snapshots(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    @settings(max_examples=100)
+    @given(st.data())
+    def mount_it(data: st.DataObject) -> None:
+        made = image_of_forged(data)
+        if made is not None:
+            snapshot, image = made
+            folder: Path = tmp_path_factory.mktemp("forged")
+            if snapshot.byte_count < 1 << 24:
+                check_mount(image, shown_by(snapshot), ME, folder)
+
+    mount_it()
