@@ -10,9 +10,9 @@ from continuing in two ways: a lock, under which images are built, and a record 
 of the last image that was built. An image is continued only if it is the one in the record; if that
 has been lost, a new chain begins.
 
-A process holds a shared lock on the file of each image that it has opened. Another process removes
-an old image only if it gets the file's exclusive lock: the folder may be shared by nodes, and a
-file that another node has removed cannot be read any more.
+A process holds a shared lock on the file of each image that it has open or mapped. Another process
+removes an old image only if it gets the file's exclusive lock: the folder may be shared by nodes,
+and a file that another node has removed cannot be read any more.
 
 All functions may be called from any thread; processes do not disturb each other.
 """
@@ -23,7 +23,7 @@ import mmap
 import os
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -34,6 +34,7 @@ from xxhash import xxh3_64_hexdigest
 from ..errors import BusyError, DieselError, FormatError
 from ..format.entries import Bytes
 from ..format.image import Image, ImageTooLarge, Shown, build_image
+from ..format.snapshot.layout import content_mark
 from ..format.snapshot.reader import Snapshot
 from ..repository.private_copies import boot_id
 from ..settings import cache_folder, private_folder
@@ -46,6 +47,10 @@ IMAGES_KEPT = 2
 
 BUILD_DEADLINE_S = 120.0
 """How long to wait for another process that builds an image. 14 million entries take 20 s."""
+
+UNNAMED_IN: Sequence[str | None] = ("/var/tmp", None)  # noqa: S108  # they have no names there
+"""Folders for images that cannot be kept; None is the usual one for temporary files. The last
+resort is memory. From there, and from a tmpfs, the kernel mounts only through a loop device."""
 
 _POLL_S = 0.02
 _REPORT_S = 5.0
@@ -85,8 +90,9 @@ def open_image(
 
 
 def _name(snapshot: Snapshot, shown: Shown) -> str:
-    """The name of the file of an image."""
-    what = xxh3_64_hexdigest(repr(shown).encode())
+    """The name of the file of an image. The mark of the snapshot is in it: a user may have a forged
+    snapshot that calls itself by the same version."""
+    what = xxh3_64_hexdigest(content_mark(snapshot.buffer) + repr(shown).encode())
     return f"{snapshot.identity.hex}-{snapshot.version:016x}-{what}.{boot_id()}"
 
 
@@ -153,36 +159,32 @@ def _build_kept(path: Path, snapshot: Snapshot, shown: Shown, chain: "_Chain") -
 
 
 def _build_unnamed(snapshot: Snapshot, shown: Shown) -> tuple[Image, int]:
-    """Build an image in a file without a name, or in memory, in a chain of its own. Raises what
-    `build_image` raises, and NoSpaceError."""
-    for make in (_unnamed_file, _memory_file):
-        pieces = build_image(snapshot, shown, uuid4())
-        try:
-            descriptor = make()
-        except OSError as error:
-            full = error
-            continue
-        try:
-            with open(descriptor, "wb", closefd=False) as file:
-                _write(file, pieces, snapshot)
-            return Image(_mapped(descriptor), verify=True), descriptor
-        except OSError as error:
-            full = error
-            os.close(descriptor)
-        except BaseException:
-            os.close(descriptor)
-            raise
-    raise write_error("an image", full)
+    """Build an image in a file without a name, in a chain of its own. Raises what `build_image`
+    raises, and NoSpaceError."""
+    for folder in UNNAMED_IN:
+        with suppress(OSError):
+            return _build_in(_unnamed_file(folder), snapshot, shown)
+    try:
+        return _build_in(os.memfd_create("diesel-image", os.MFD_CLOEXEC), snapshot, shown)
+    except OSError as error:
+        raise write_error("an image", error) from error
 
 
-def _unnamed_file() -> int:
-    """A file in the folder of temporary files, which goes with its last descriptor."""
-    with tempfile.TemporaryFile() as file:
+def _build_in(descriptor: int, snapshot: Snapshot, shown: Shown) -> tuple[Image, int]:
+    """Build an image in an empty file. Raises OSError, after it has closed the file."""
+    try:
+        with open(descriptor, "wb", closefd=False) as file:
+            _write(file, build_image(snapshot, shown, uuid4()), snapshot)
+        return Image(_mapped(descriptor), verify=True), descriptor
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def _unnamed_file(folder: str | None) -> int:
+    """A file in a folder, which goes with its last descriptor. Raises OSError."""
+    with tempfile.TemporaryFile(dir=folder) as file:
         return os.dup(file.fileno())
-
-
-def _memory_file() -> int:
-    return os.memfd_create("diesel-image", os.MFD_CLOEXEC)
 
 
 def _write(file: BinaryIO, pieces: Iterable[Bytes], snapshot: Snapshot) -> None:

@@ -1,6 +1,7 @@
 """Mounts images as the kernel mounts them for users, and listens to what it says about them."""
 
 import ctypes
+import errno
 import os
 import re
 from collections.abc import Iterator
@@ -37,20 +38,32 @@ def _checked(result: int) -> None:
 
 
 @contextmanager
+def mounted_files(tree: Path | str, content: Path, root: Path, at: Path) -> Iterator[bytes]:
+    """The path of a mount of the file system in `tree`, with the devices of an image."""
+    at.mkdir(exist_ok=True)
+    options = b"device=%b,device=%b" % (os.fsencode(content), os.fsencode(root))
+    paths = os.fsencode(tree), os.fsencode(at)
+    try:
+        _checked(_LIBC.mount(*paths, b"erofs", _RDONLY_NOSUID_NODEV, options))
+    except OSError as error:
+        if error.errno != errno.ENOTBLK:
+            raise
+        pytest.skip("the kernel mounts no files of this file system (a tmpfs, say)")
+    try:
+        yield paths[1]
+    finally:
+        _checked(_LIBC.umount2(paths[1], _DETACH))
+
+
+@contextmanager
 def mounted(image: Image, folder: Path, content: Path, *, hidden: bool) -> Iterator[bytes]:
     """The path of a mount of an image. `content` is the content file; other files are made in
     `folder`."""
-    at, tree, root = folder / "mount", folder / "image", folder / "root"
-    at.mkdir(exist_ok=True)
+    tree, root = folder / "image", folder / "root"
     tree.write_bytes(image.buffer)
     root.write_bytes(image.root_folder(hidden=hidden))
-    options = b"device=%b,device=%b" % (os.fsencode(content), os.fsencode(root))
-    paths = os.fsencode(tree), os.fsencode(at)
-    _checked(_LIBC.mount(*paths, b"erofs", _RDONLY_NOSUID_NODEV, options))
-    try:
-        yield os.fsencode(at)
-    finally:
-        _checked(_LIBC.umount2(paths[1], _DETACH))
+    with mounted_files(tree, content, root, folder / "mount") as at:
+        yield at
 
 
 @contextmanager
