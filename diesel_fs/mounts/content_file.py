@@ -21,6 +21,7 @@ from ..format.entries import Bytes
 from ..format.image import BLOCK_BYTES, Image
 from .vfs import Vfs
 
+CONTENT_NAME = "content"
 CONTENT_BYTES = 1 << 44
 """The size of the content file: all addresses that an image can have."""
 

@@ -16,6 +16,7 @@ One thread; others read the store ahead.
 
 import gc
 import logging
+import mmap
 import os
 import select
 import socket
@@ -30,18 +31,22 @@ import numpy.typing as npt
 from ..cache.coalescing_reader import Batch
 from ..errors import DieselError
 from ..format.entries import Kind
+from ..format.image import Image
 from ..format.snapshot.diff import SnapshotDiff
 from ..format.snapshot.layout import MANY_EXTENTS, kinds
 from ..format.snapshot.reader import Snapshot
 from ..net.messages import Message, Value
 from ..orders.plan import NO_ENTRIES
+from ..peers.sealed_memory import raise_descriptor_limit
 from .mountpoint import MountPresence
 from .options import MountRequest
 from .plans.commands import PlanCommands
+from .prefetch.content_page_cache import STAGING_DIVISOR, ContentPageCache, ContentTarget
 from .prefetch.decisions import Drop, FillPolicy, Idle, Push, Sample
 from .prefetch.link import LEAVING, ServerLink
-from .prefetch.page_cache import PageCache
+from .prefetch.page_cache import FusePageCache, PageCache, some_contents
 from .prefetch.planner import PrefetchPlanner
+from .sessions.protocol import invalidate_node
 from .sessions.push_status import PushStatusMap
 from .source import BatchSource, MountSource, map_snapshot, read_node_map
 from .versions.invalidation import (
@@ -78,16 +83,21 @@ def run_prefetch_worker(request: MountRequest, source: MountSource, link: socket
     server = ServerLink(link)
     try:
         server.send({"pid": os.getpid()})  # for the first statistics
-        descriptors = server.receive_descriptors(3)
+        descriptors = server.receive_descriptors()
         if not descriptors:
             return 0  # a session without pushing
-        device, file, shared = descriptors
+        device, *files = descriptors
         [begin, *early] = server.messages(BEGIN_DEADLINE_S)
         name = begin["device"]
-        worker = PrefetchWorker(server, request, source, device, _int_field(begin, "push_bytes"))
+        content = None
+        if "content_node" in begin:  # a native mount
+            raise_descriptor_limit()  # each file that is watched is open
+            content = ContentTarget.open(files.pop(), _int_field(begin, "content_node"))
+        push_bytes = _int_field(begin, "push_bytes")
+        worker = PrefetchWorker(server, request, source, device, push_bytes, content)
         # Without local names: they would keep the first version in memory after a switch.
-        worker.switch_version(map_snapshot(file), None, PushStatusMap(shared))
-        for descriptor in (file, shared):  # both are mapped
+        worker.switch_version(map_snapshot(files[0]), None, *_map_rest(files[1:]))
+        for descriptor in files:  # all are mapped
             os.close(descriptor)
         try:
             worker.run(str(name), early)
@@ -97,6 +107,14 @@ def run_prefetch_worker(request: MountRequest, source: MountSource, link: socket
     except EOFError:
         return 0
     return 0
+
+
+def _map_rest(files: Sequence[int]) -> tuple[PushStatusMap, Image | None]:
+    """The push status and, in a native mount, the image, mapped into memory."""
+    image = None
+    if len(files) > 1:
+        image = Image(memoryview(mmap.mmap(files[1], 0, prot=mmap.PROT_READ)), verify=False)
+    return PushStatusMap(files[0]), image
 
 
 def _int_field(message: Message, name: str) -> int:
@@ -123,30 +141,44 @@ class PrefetchWorker:
         source: MountSource,
         device: int,
         push_bytes: int,
+        content: ContentTarget | None,
     ) -> None:
-        """`device` is a descriptor of the connection, `push_bytes` the memory for pages."""
+        """`device` is a descriptor of the connection, `push_bytes` the memory for pages; `content`
+        is None unless the mount is native."""
         self._server = server
         self._request = request
         self._source = source
         self._device = device
         self._push_bytes = push_bytes
+        self._content = content
         self._failed = 0  # pushes
-        self._known_folders: set[int] = set()  # folders whose names the kernel knows, by entry
         self._invalidations: deque[Iterator[None]] = deque()  # to be sent to the kernel
         self._stats_changed = True  # since they were last sent
         self._stats_sent_s = 0.0
         self._mountinfo = os.open("/proc/self/mountinfo", os.O_RDONLY | os.O_CLOEXEC)
 
     def switch_version(
-        self, snapshot: Snapshot, nodes: Nodes | None, push_status: PushStatusMap
+        self,
+        snapshot: Snapshot,
+        nodes: Nodes | None,
+        push_status: PushStatusMap,
+        image: Image | None,
     ) -> None:
         """Makes this the version to push from now on. `nodes` are those of its entries; None: index
-        + 1. Raises DieselError.
+        + 1. A native mount has an image of it. Raises DieselError.
         """
         self._snapshot = snapshot
         self._batches = self._source.batch_source(self._request, snapshot)
-        self._planner = planner_for(snapshot, self._push_bytes, self._request.policy)
-        self._page_cache = PageCache(self._request.mountpoint, snapshot, self._device, nodes)
+        at, budget_bytes = self._request.mountpoint, self._push_bytes
+        if image is None or self._content is None:
+            self._page_cache = FusePageCache(at, snapshot, self._device, nodes)
+        else:
+            staging_bytes = budget_bytes // STAGING_DIVISOR
+            budget_bytes -= staging_bytes
+            self._page_cache = ContentPageCache(
+                at, snapshot, self._device, image, self._content, staging_bytes
+            )
+        self._planner = planner_for(snapshot, budget_bytes, self._request.policy)
         self._plan_commands = PlanCommands(snapshot, self._planner)
         self._push_status = push_status
         self._nodes = nodes
@@ -188,6 +220,7 @@ class PrefetchWorker:
         do, packed = message.get("do"), message.get("entries")
         if do == "missed" and isinstance(packed, bytes):
             missed = np.frombuffer(packed, "<i8")
+            self._page_cache.note_reads()
             for entry in missed[:: 1 + len(missed) // MISSES_MAX].tolist():
                 self._planner.missed(entry, now_s)
             return
@@ -202,7 +235,8 @@ class PrefetchWorker:
             return
         node = message.get("node")
         if do == "forget" and isinstance(node, int):  # a list that was read: its opens must be seen
-            self._page_cache.invalidate(node)
+            with suppress(FileNotFoundError):  # the kernel keeps nothing of it
+                os.write(self._device, invalidate_node(node))
             answer: Message = {}
         else:
             self._read_opens(now_s)  # the answer may say where readers are
@@ -212,28 +246,26 @@ class PrefetchWorker:
 
     def _switch(self, message: Message) -> None:
         """Switches to another version, in which all entries have other indices."""
-        file, node_map, shared = self._server.take_descriptors(3)
+        is_native = self._content is not None
+        file, node_map, *rest = files = self._server.take_descriptors(3 + is_native)
         old, old_planner, old_page_cache = self._snapshot, self._planner, self._page_cache
         before = self._nodes
         if before is None:
             before = np.arange(1, old.entry_count + 1, dtype=np.uint64)
         snapshot = map_snapshot(file)
         nodes, same_path, unchanged = read_node_map(node_map, snapshot.entry_count)
-        push_status = PushStatusMap(shared)
-        for descriptor in (file, node_map, shared):  # all are mapped
+        push_status, image = _map_rest(rest)
+        for descriptor in files:  # all are mapped
             os.close(descriptor)
         self._server.watch_no_more(old_page_cache.events)
         old_page_cache.close()
         self._batches.close()
-        self.switch_version(snapshot, nodes, push_status)
+        self.switch_version(snapshot, nodes, push_status, image)
         self._source.keep_only(snapshot)
-        self._planner.inherit(old_planner, unchanged)
-        self._page_cache.known_entries = old_page_cache.known_entries
         diff = SnapshotDiff(old, snapshot, same_path, unchanged)
-        same_children = np.setdiff1d(np.flatnonzero(unchanged >= 0), diff.changed_folders)
-        was_known = np.isin(unchanged[same_children], list(self._known_folders))
-        self._known_folders = set(same_children[was_known].tolist())
-        self._invalidations.append(invalidate_after_switch(self._device, diff, before, nodes))
+        self._planner.inherit(old_planner, self._page_cache.inherit(old_page_cache, diff))
+        if not is_native:
+            self._invalidations.append(invalidate_after_switch(self._device, diff, before, nodes))
         self._invalidations.append(self._finish_switch(message["id"]))
 
     def _finish_switch(self, message_id: Value) -> Iterator[None]:
@@ -271,6 +303,8 @@ class PrefetchWorker:
                 self._planner.sampled(entries, np.fromiter(map(self._is_resident, entries), bool))
             case Idle(until_s):
                 self._push_status.clear_soon()
+                if self._page_cache.tidy():
+                    return 0.0
                 left_s = IDLE_S_MAX if until_s is None else until_s - time.monotonic()
                 return min(
                     max(left_s, 0.0), STATS_INTERVAL_S if self._stats_changed else IDLE_S_MAX
@@ -286,16 +320,18 @@ class PrefetchWorker:
 
     def _push(self, push: Push) -> None:
         self._batches.prefetch([push.entries, *self._planner.upcoming(UNITS_AHEAD)])
-        self._push_status.mark_soon(
-            np.concatenate([push.entries, *self._planner.planned(UNITS_SOON)])
-        )
+        if self._content is None:  # the server of a native mount holds no READs
+            self._push_status.mark_soon(
+                np.concatenate([push.entries, *self._planner.planned(UNITS_SOON)])
+            )
         self._page_cache.watch(push.markers.tolist())
         part_count, stored, failed = 0, [], False
         absent: list[int] = []
         try:
             for batch in self._batches.batches(push.entries):
-                self._make_known(batch)
-                absent += self._store(self._without_held_reads(batch))
+                self._page_cache.prepare(batch)
+                pushed = batch if self._content is not None else self._without_held_reads(batch)
+                absent += pushed.entries[self._page_cache.store(pushed)].tolist()
                 self._push_status.count_progress()
                 part_count += len(batch.entries)
                 stored.append(batch.entries)
@@ -311,47 +347,10 @@ class PrefetchWorker:
         self._planner.pushed(push, done, absent, time.monotonic(), failed=failed)
         self._planner.set_known_entries(self._page_cache.known_entries)
 
-    def _make_known(self, batch: Batch) -> None:
-        """Makes the kernel look up the files of a batch: it takes contents only of files that it
-        knows. Where it does not know the first file of a folder, all of the folder are looked up.
-        """
-        parents = self._snapshot.columns.parent[batch.entries].tolist()
-        new = set(parents) - self._known_folders
-        if not new:
-            return
-        self._known_folders |= new
-        first = [parents.index(folder) for folder in new]
-        probe = Batch(
-            batch.entries[first], batch.starts[first], [batch.contents[at] for at in first]
-        )
-        for at in self._page_cache.store(probe):
-            with suppress(OSError):
-                self._page_cache.make_folder_known(parents[first[at]])
-
     def _without_held_reads(self, batch: Batch) -> Batch:
         """The batch without files whose READs the server holds: those bring the pages, too."""
         is_held = self._push_status.mark_now(batch.entries)
-        if not is_held.any():
-            return batch
-        rest = np.flatnonzero(~is_held)
-        contents = [batch.contents[row] for row in rest.tolist()]
-        return Batch(batch.entries[rest], batch.starts[rest], contents)
-
-    def _store(self, batch: Batch) -> list[int]:
-        """Stores a batch in the page cache. Returns the entries that the kernel does not know.
-
-        It may have forgotten some since `_make_known`: these are looked up and stored once more.
-        """
-        absent = []
-        for at in self._page_cache.store(batch):
-            entry = int(batch.entries[at])
-            part = slice(at, at + 1)
-            again = Batch(batch.entries[part], batch.starts[part], batch.contents[part])
-            with suppress(OSError):
-                self._page_cache.make_entry_known(entry)
-            if self._page_cache.store(again):
-                absent.append(entry)
-        return absent
+        return some_contents(batch, np.flatnonzero(~is_held).tolist()) if is_held.any() else batch
 
     def _stats(self) -> Message:
         plans = self._plan_commands.stats()

@@ -340,29 +340,30 @@ def inotify_remove(descriptor: int, watch: int) -> None:
     _checked(_libc.inotify_rm_watch(descriptor, watch))
 
 
-def cached_bytes(file: int, size: int) -> int:
-    """How many bytes of an open file are in the page cache, in whole pages. Raises OSError.
+def cached_bytes(file: int, start: int, size: int) -> int:
+    """How many of `size` bytes of an open file are in the page cache, in whole pages. `start`, the
+    first of them, is a multiple of the page size. Raises OSError.
 
     It uses cachestat(2) where the kernel has it, else mincore(2) of a mapping.
     """
-    whole_file, counts = _CachestatRange(0, 0), _Cachestat()
+    if not size:
+        return 0
+    part, counts = _CachestatRange(start, size), _Cachestat()
     try:
-        _syscall(_SYS_CACHESTAT, file, ctypes.byref(whole_file), ctypes.byref(counts), 0)
+        _syscall(_SYS_CACHESTAT, file, ctypes.byref(part), ctypes.byref(counts), 0)
     except OSError as error:
         if error.errno not in (errno.ENOSYS, errno.EPERM):
             raise
-        return _mincore_bytes(file, size)
+        return _mincore_bytes(file, start, size)
     return int(counts.cache) * mmap.PAGESIZE
 
 
-def _mincore_bytes(file: int, size: int) -> int:
-    if not size:
-        return 0
+def _mincore_bytes(file: int, start: int, size: int) -> int:
     writable = mmap.PROT_READ | mmap.PROT_WRITE  # else ctypes does not tell the address
-    with mmap.mmap(file, size, flags=mmap.MAP_PRIVATE, prot=writable) as mapping:
-        start = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+    with mmap.mmap(file, size, mmap.MAP_PRIVATE, writable, offset=start) as mapping:
+        address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
         pages = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
-        _checked(_libc.mincore(ctypes.c_void_p(start), ctypes.c_size_t(size), pages))
+        _checked(_libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(size), pages))
         return sum(page & 1 for page in pages) * mmap.PAGESIZE
 
 

@@ -213,10 +213,10 @@ class ServerLink:
         """The watched descriptors that had events when `messages` last returned."""
         self._received: list[int] = []  # descriptors that came with messages
 
-    def receive_descriptors(self, count: int) -> list[int]:
+    def receive_descriptors(self) -> list[int]:
         """The descriptors that came with the first byte; none where the server has ended."""
         try:
-            return self._set_cloexec(socket.recv_fds(self._socket, 1, count)[1])
+            return self._set_cloexec(socket.recv_fds(self._socket, 1, DESCRIPTORS_MAX)[1])
         except ConnectionError:  # the server ended without reading all that was sent
             return []
 

@@ -25,7 +25,7 @@ from typing import ClassVar, TypeVar
 from ...format.image import Image
 from ...system import syscalls
 from ..attributes import FOREVER_S, HIDDEN_ROOT, ROOT, Attributes, FuseErrno
-from ..content_file import CONTENT_BYTES, ContentFile, ContentVersion
+from ..content_file import CONTENT_BYTES, CONTENT_NAME, ContentFile, ContentVersion
 from ..mountpoint import HIDDEN_FOLDER
 from ..vfs import Vfs
 from . import protocol
@@ -36,7 +36,6 @@ from .session import SessionUnsupported
 
 log = logging.getLogger("diesel.mount")
 
-CONTENT_NAME = b"content"
 CONTENT_NODE = HIDDEN_ROOT - 1
 """The nodes below it are those of images (`_mount_image`)."""
 
@@ -122,7 +121,7 @@ class NativeSession(KernelSession):
         overlayfs); then the kernel reads the image through the FUSE mount, too.
         """
         private = f"/proc/self/fd/{self.private_mount}"
-        content = f"{private}/{CONTENT_NAME.decode()}"
+        content = f"{private}/{CONTENT_NAME}"
         try:
             return mount_tree(opened.image, f"/proc/self/fd/{opened.file}", self._source, content)
         except OSError as error:
@@ -231,7 +230,7 @@ class NativeSession(KernelSession):
         return node == CONTENT_NODE or node in self._served_images
 
     def _name_of(self, node: int) -> bytes:
-        return CONTENT_NAME if node == CONTENT_NODE else b"image-%d" % node
+        return CONTENT_NAME.encode() if node == CONTENT_NODE else b"image-%d" % node
 
     def _private_attributes(self, node: int) -> Attributes:
         image = self._served_images.get(node)

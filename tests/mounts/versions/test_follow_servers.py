@@ -103,7 +103,7 @@ def test_a_mount_follows_through_a_server_that_is_killed_and_comes_back(
         crashed.kill()
         server.servers.clear()
         with (prepared.at / "kept").open("rb") as kept:
-            if cached_bytes(kept.fileno(), FILE_BYTES) == FILE_BYTES:  # all pages are there
+            if cached_bytes(kept.fileno(), 0, FILE_BYTES) == FILE_BYTES:  # all pages are there
                 assert kept.read() == FILES["kept"]
         assert sorted(os.listdir(prepared.at / "d")) == ["kept"]
         server.add(f"127.0.0.1:{crashed.port}")

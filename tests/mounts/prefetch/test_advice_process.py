@@ -1,4 +1,4 @@
-"""The process that drops contents does what it is told, reports it, and ends with its worker."""
+"""The process that advises the kernel does as it is told, reports it, and ends with its worker."""
 
 import logging
 import os
@@ -10,22 +10,32 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from diesel_fs.mounts.prefetch.dropper import PIECE_ENTRIES, PIECES_MAX, Dropper
+from diesel_fs.mounts.prefetch.advice_process import (
+    PIECE_PARTS,
+    PIECES_MAX,
+    AdviceProcess,
+    Advise,
+    Parts,
+    whole_files,
+)
+
+DROP = os.POSIX_FADV_DONTNEED
 
 
-def recording(file: Path) -> Callable[[], Callable[[list[int]], None]]:
-    """A function for `Dropper` that records what it is told to drop, and which files are open."""
+def recording(file: Path) -> Callable[[], Advise]:
+    """A function for `AdviceProcess` that records the advice, and which files are open."""
 
-    def make() -> Callable[[list[int]], None]:
+    def make() -> Advise:
         open_files = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")[3:]
                       if os.path.exists(f"/proc/self/fd/{fd}")]  # fmt: skip
         file.with_suffix(".open").write_text("\n".join(open_files))
         log = file.open("a")
 
-        def drop(entries: list[int]) -> None:
-            print(*entries, file=log, flush=True)
+        def advise(advice: int, parts: Parts) -> None:
+            assert advice == DROP
+            print(*parts["entry"], file=log, flush=True)
 
-        return drop
+        return advise
 
     return make
 
@@ -43,29 +53,29 @@ def gone(pid: int) -> bool:
 
 def test_everything_is_dropped_in_order(tmp_path: Path) -> None:
     signs: list[int] = []
-    dropper = Dropper(recording(tmp_path / "log"))
-    entries = np.random.default_rng(1).permutation(20 * PIECE_ENTRIES + 7).astype(np.uint32)
-    dropper.drop(entries[:5000], lambda: signs.append(1))
-    dropper.drop(entries[5000:], lambda: signs.append(1))
-    dropper.close()
+    process = AdviceProcess(recording(tmp_path / "log"))
+    entries = np.random.default_rng(1).permutation(20 * PIECE_PARTS + 7).astype(np.uint32)
+    process.advise(DROP, whole_files(entries[:5000]), lambda: signs.append(1))
+    process.advise(DROP, whole_files(entries[5000:]), lambda: signs.append(1))
+    process.close()
     words = (tmp_path / "log").read_text().split()
     assert [int(word) for word in words] == entries.tolist()
     assert len(signs) >= 2
 
 
 def test_nothing_is_started_before_something_is_dropped(tmp_path: Path) -> None:
-    dropper = Dropper(recording(tmp_path / "log"))
-    dropper.drop(np.empty(0, np.uint32), lambda: None)
-    assert not dropper.pid
-    dropper.close()
+    process = AdviceProcess(recording(tmp_path / "log"))
+    process.advise(DROP, whole_files(np.empty(0, np.uint32)), lambda: None)
+    assert not process.pid
+    process.close()
 
 
 def test_no_file_of_the_worker_is_open_in_it(tmp_path: Path) -> None:
     """Above all not the FUSE connection, which would then outlive the mount's processes."""
     with (tmp_path / "of the worker").open("w"):
-        dropper = Dropper(recording(tmp_path / "log"))
-        dropper.drop(np.arange(3, dtype=np.uint32), lambda: None)
-        dropper.close()
+        process = AdviceProcess(recording(tmp_path / "log"))
+        process.advise(DROP, whole_files(np.arange(3, dtype=np.uint32)), lambda: None)
+        process.close()
     assert (tmp_path / "log").read_text() == "0 1 2\n"
     assert "of the worker" not in (tmp_path / "log.open").read_text()
 
@@ -75,9 +85,9 @@ def test_it_ends_with_its_worker(tmp_path: Path) -> None:
     receiver, sender = os.pipe()
     child = os.fork()
     if not child:
-        dropper = Dropper(recording(tmp_path / "log"))
-        dropper.drop(np.arange(3, dtype=np.uint32), lambda: None)
-        os.write(sender, b"%d\n" % dropper.pid)
+        process = AdviceProcess(recording(tmp_path / "log"))
+        process.advise(DROP, whole_files(np.arange(3, dtype=np.uint32)), lambda: None)
+        os.write(sender, b"%d\n" % process.pid)
         time.sleep(60)
         os._exit(0)
     dropping = int(os.read(receiver, 20))
@@ -88,20 +98,20 @@ def test_it_ends_with_its_worker(tmp_path: Path) -> None:
     os.close(sender)
 
 
-def test_a_killed_dropper_is_no_error(tmp_path: Path) -> None:
+def test_a_killed_process_is_no_error(tmp_path: Path) -> None:
     """The kernel frees what was not dropped when it needs the memory."""
-    dropper = Dropper(recording(tmp_path / "log"))
-    dropper.drop(np.arange(3, dtype=np.uint32), lambda: None)
-    first = dropper.pid
+    process = AdviceProcess(recording(tmp_path / "log"))
+    process.advise(DROP, whole_files(np.arange(3, dtype=np.uint32)), lambda: None)
+    first = process.pid
     os.kill(first, signal.SIGKILL)
     for _ in range(2 * PIECES_MAX):
-        dropper.drop(np.arange(PIECE_ENTRIES, dtype=np.uint32), lambda: None)
-    assert dropper.pid not in (0, first)
+        process.advise(DROP, whole_files(np.arange(PIECE_PARTS, dtype=np.uint32)), lambda: None)
+    assert process.pid not in (0, first)
     assert gone(first)
-    dropper.close()
+    process.close()
 
 
-def test_a_failing_dropper_is_logged_and_started_again(
+def test_a_failing_process_is_logged_and_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     said = logging.StreamHandler(open(2, "w", closefd=False))  # noqa: SIM115  # it stays open
@@ -109,22 +119,22 @@ def test_a_failing_dropper_is_logged_and_started_again(
     made = tmp_path / "made"
     made.write_text("")
 
-    def make() -> Callable[[list[int]], None]:
+    def make() -> Advise:
         made.write_text(made.read_text() + "x")
 
-        def drop(entries: list[int]) -> None:
+        def advise(advice: int, parts: Parts) -> None:
             if made.read_text() == "x":
                 raise OSError("no folder")
             with (tmp_path / "log").open("a") as log:
-                print(*entries, file=log)
+                print(*parts["entry"], file=log)
 
-        return drop
+        return advise
 
-    dropper = Dropper(make)
+    process = AdviceProcess(make)
     for number in range(4 * PIECES_MAX):
-        dropper.drop(np.array([number], np.uint32), lambda: None)
+        process.advise(DROP, whole_files(np.array([number], np.uint32)), lambda: None)
         time.sleep(0.01)
-    dropper.close()
+    process.close()
     assert made.read_text() == "xx"
     dropped = [int(word) for word in (tmp_path / "log").read_text().split()]
     assert dropped[-1] == 4 * PIECES_MAX - 1
@@ -134,10 +144,10 @@ def test_a_failing_dropper_is_logged_and_started_again(
     assert "starting another" in text
 
 
-def test_a_hanging_dropper_is_killed(tmp_path: Path) -> None:
-    dropper = Dropper(lambda: lambda entries: time.sleep(60))
-    dropper.drop(np.arange(3, dtype=np.uint32), lambda: None)
-    pid, start_s = dropper.pid, time.monotonic()
-    dropper.close()
+def test_a_hanging_process_is_killed(tmp_path: Path) -> None:
+    process = AdviceProcess(lambda: lambda advice, parts: time.sleep(60))
+    process.advise(DROP, whole_files(np.arange(3, dtype=np.uint32)), lambda: None)
+    pid, start_s = process.pid, time.monotonic()
+    process.close()
     assert time.monotonic() - start_s < 5
     os.waitpid(pid, 0)

@@ -1,0 +1,261 @@
+"""The page cache of a native mount: pushes, the staging area, and what is dropped."""
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from diesel_fs.cache.coalescing_reader import Batch
+from diesel_fs.format.snapshot.diff import diff_snapshots
+from diesel_fs.mounts.prefetch.content_page_cache import ContentPageCache
+from tests.mounts.prefetch.content_mount import ContentMount, content_mount, noise
+
+pytestmark = [
+    pytest.mark.fuse,
+    pytest.mark.skipif(
+        os.geteuid() != 0 or "erofs" not in Path("/proc/filesystems").read_text(),
+        reason="only root mounts EROFS, where the kernel has it",
+    ),
+]
+
+SIZES = (0, 1, 2, 100, 4095, 4096, 4097, 8192, 10_000, 131_072, 300_001, 1_500_000)
+
+
+def files(count: int, size: int = 10_000) -> dict[bytes, bytes]:
+    return {b"folder%d/%05d" % (i % 3, i): noise(i, size) for i in range(count)}
+
+
+@contextmanager
+def page_cache(mounted: ContentMount, staging_bytes: int = 1 << 30) -> Iterator[ContentPageCache]:
+    made = ContentPageCache(
+        str(mounted.at), mounted.snapshot, mounted.server.device, mounted.image,
+        mounted.server.content,
+        staging_bytes,
+    )  # fmt: skip
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 10
+    while not holds():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.005)
+
+
+def settle_all(cache: ContentPageCache, mounted: ContentMount) -> None:
+    while cache.tidy():
+        pass
+    wait_until(lambda: mounted.server.content_bytes() == 0)
+
+
+def whole_pages(contents: dict[bytes, bytes]) -> int:
+    return sum(-(-len(content) // 4096) * 4096 for content in contents.values())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_was_pushed_is_read_without_a_request(tmp_path: Path, seed: int) -> None:
+    """Files of all sizes, pushed in batches of any order and with gaps, before and after they are
+    settled; also a file that is pushed in parts."""
+    rng = random.Random(seed)
+    sizes = [rng.choice(SIZES) for _ in range(60)] + [rng.randrange(20_000) for _ in range(200)]
+    contents = {b"%03d" % at: noise(at, size) for at, size in enumerate(sizes)}
+    with content_mount(tmp_path, contents) as mounted, page_cache(mounted) as cache:
+        entries = mounted.entries().tolist()
+        part = rng.sample(entries, rng.randrange(1, len(entries)))
+        if seed % 2:
+            part.sort()
+        while part:
+            count = rng.randrange(1, 100)
+            batch, part = part[:count], part[count:]
+            assert cache.store(mounted.batch(batch)) == []
+        large = next(e for e in entries if len(mounted.content_of(e)) == 1_500_000)
+        content = memoryview(mounted.content_of(large))
+        for start in range(0, len(content), 1 << 16):
+            starts = np.array([start])
+            cache.store(Batch(np.array([large]), starts, [content[start : start + (1 << 16)]]))
+        pushed = np.flatnonzero(cache._is_known).tolist()
+        for entry in rng.sample(pushed, len(pushed) // 2):
+            assert mounted.path(entry).read_bytes() == mounted.content_of(entry)
+        settle_all(cache, mounted)
+        for entry in pushed:
+            assert mounted.path(entry).read_bytes() == mounted.content_of(entry)
+        assert mounted.server.reads == 0
+        for entry in entries:
+            assert mounted.path(entry).read_bytes() == mounted.content_of(entry)
+
+
+def test_memory_is_held_once_when_all_is_settled(tmp_path: Path) -> None:
+    contents = files(500)
+    with content_mount(tmp_path, contents) as mounted, page_cache(mounted) as cache:
+        cache.store(mounted.batch(mounted.entries()))
+        assert mounted.server.content_bytes() == whole_pages(contents)
+        assert mounted.tree_bytes() == 0
+        settle_all(cache, mounted)
+        assert mounted.tree_bytes() == whole_pages(contents)
+        assert mounted.server.reads == 0
+
+
+def test_the_staging_area_is_bounded(tmp_path: Path) -> None:
+    """What has no room is settled, and is read without a request."""
+    contents, staging_bytes = files(2_000), 2 << 20
+    with content_mount(tmp_path, contents) as mounted, page_cache(mounted, staging_bytes) as cache:
+        entries = mounted.entries()
+        for start in range(0, len(entries), 64):
+            cache.store(mounted.batch(entries[start : start + 64]))
+        wait_until(lambda: mounted.server.content_bytes() <= staging_bytes)
+        assert mounted.server.content_bytes() > staging_bytes // 2
+        for entry in entries.tolist():
+            assert mounted.path(entry).read_bytes() == mounted.content_of(entry)
+        assert mounted.server.reads == 0
+
+
+def test_what_is_dropped_is_dropped_on_both_sides(tmp_path: Path) -> None:
+    contents = files(300)
+    with content_mount(tmp_path, contents) as mounted, page_cache(mounted) as cache:
+        entries = mounted.entries()
+        cache.store(mounted.batch(entries))
+        for entry in entries[:100].tolist():
+            mounted.path(entry).read_bytes()
+        cache.drop(entries[50:150], lambda: None)
+        settle_all(cache, mounted)
+        kept = [*entries[:50].tolist(), *entries[150:].tolist()]
+        wait_until(lambda: cache.resident_bytes(int(entries[149])) == 0)
+        assert all(cache.resident_bytes(entry) for entry in kept)
+        assert not any(cache.resident_bytes(entry) for entry in entries[50:150].tolist())
+        assert mounted.server.reads == 0
+        for entry in entries.tolist():
+            assert mounted.path(entry).read_bytes() == mounted.content_of(entry)
+        assert mounted.server.reads > 0
+
+
+def test_what_is_dropped_can_be_pushed_again(tmp_path: Path) -> None:
+    with content_mount(tmp_path, files(300)) as mounted, page_cache(mounted, 1 << 20) as cache:
+        entries = mounted.entries()
+        for _ in range(3):
+            cache.store(mounted.batch(entries))
+            cache.drop(entries, lambda: None)
+        cache.store(mounted.batch(entries))
+        settle_all(cache, mounted)
+        assert mounted.tree_bytes() == whole_pages(mounted.contents)
+        assert mounted.server.reads == 0
+
+
+def test_only_the_parts_that_were_pushed_are_settled(tmp_path: Path) -> None:
+    size = 3_000_000
+    with (
+        content_mount(tmp_path, {b"large": noise(1, size)}) as mounted,
+        page_cache(mounted) as cache,
+    ):
+        entry, content = mounted.entry(b"large"), memoryview(mounted.contents[b"large"])
+        half = 1 << 20
+        cache.store(Batch(np.array([entry]), np.array([half]), [content[half : 2 * half]]))
+        settle_all(cache, mounted)
+        assert cache.resident_bytes(entry) == half
+        assert mounted.server.reads == 0
+
+
+def test_what_is_resident_is_known_before_and_after_settling(tmp_path: Path) -> None:
+    with content_mount(tmp_path, files(20)) as mounted, page_cache(mounted) as cache:
+        entries = mounted.entries()
+        cache.store(mounted.batch(entries[:10]))
+        for _ in range(2):
+            found = [cache.resident_bytes(entry) for entry in entries.tolist()]
+            assert found == [12_288] * 10 + [0] * 10
+            settle_all(cache, mounted)
+
+
+def test_only_opens_by_readers_are_reported(tmp_path: Path) -> None:
+    """Watched files are settled without an open."""
+    with content_mount(tmp_path, files(600)) as mounted, page_cache(mounted, 1 << 20) as cache:
+        entries = mounted.entries()
+        watched = entries[::50].tolist()
+        cache.watch(watched)
+        cache.store(mounted.batch(entries))
+        settle_all(cache, mounted)
+        assert cache.read_opens() == []
+        for entry in entries[:201].tolist():
+            assert mounted.path(entry).read_bytes() == mounted.content_of(entry)
+        assert cache.read_opens() == watched[:5]
+        cache.unwatch(watched)
+        mounted.path(watched[0]).read_bytes()
+        assert cache.read_opens() == []
+        assert mounted.server.reads == 0
+
+
+def test_what_reads_have_brought_is_held_once(tmp_path: Path) -> None:
+    contents = files(100)
+    with content_mount(tmp_path, contents) as mounted, page_cache(mounted) as cache:
+        for entry in mounted.entries().tolist():
+            assert mounted.path(entry).read_bytes() == mounted.content_of(entry)
+        assert mounted.server.content_bytes() >= whole_pages(contents)
+        cache.note_reads()
+        settle_all(cache, mounted)
+        assert mounted.tree_bytes() == whole_pages(contents)
+
+
+def test_a_content_that_is_too_large_does_not_reach_into_its_neighbour(tmp_path: Path) -> None:
+    with content_mount(tmp_path, files(3, 4096)) as mounted, page_cache(mounted) as cache:
+        entries = mounted.entries()
+        batch = mounted.batch(entries)
+        damaged = [batch.contents[0], memoryview(bytes(5000)), batch.contents[2]]
+        assert cache.store(Batch(batch.entries, batch.starts, damaged)) == [1]
+        for entry in entries[[0, 2]].tolist():
+            assert mounted.path(entry).read_bytes() == mounted.content_of(entry)
+        assert mounted.server.reads == 0
+        assert mounted.path(entries[1]).read_bytes() == mounted.content_of(entries[1])
+
+
+def test_a_killed_process_leaves_all_readable(tmp_path: Path) -> None:
+    contents = files(600)
+    with content_mount(tmp_path, contents) as mounted, page_cache(mounted, 1 << 20) as cache:
+        entries = mounted.entries()
+        for start in range(0, len(entries), 50):
+            cache.store(mounted.batch(entries[start : start + 50]))
+            if start == 300:
+                os.kill(cache._process.pid, signal.SIGKILL)
+        for entry in entries.tolist():
+            assert mounted.path(entry).read_bytes() == mounted.content_of(entry)
+
+
+def test_another_version_takes_over_what_is_staged(tmp_path: Path) -> None:
+    """Of what it has unchanged. All else is read with a request, and all bytes are right."""
+    before = files(200)
+    after = {name: content for name, content in before.items() if not name.endswith(b"7")}
+    changed = [name for name in after if name.endswith(b"3")]
+    after |= {name: noise(9, 10_000) for name in changed} | {b"new": b"new"}
+    with content_mount(tmp_path, before) as mounted:
+        with page_cache(mounted) as old:
+            old.store(mounted.batch(mounted.entries()[:100]))
+            settle_all(old, mounted)
+            staged = mounted.entries()[100:]
+            old.store(mounted.batch(staged))
+        newer = ContentMount(tmp_path, after, mounted)
+        try:
+            with page_cache(newer) as cache:
+                diff = diff_snapshots(mounted.snapshot, newer.snapshot)
+                kept = cache.inherit(old, diff)
+                expected = {mounted.snapshot.path(e) for e in staged.tolist()} & set(after)
+                expected -= set(changed)
+                found = np.flatnonzero(kept >= 0).tolist()
+                assert {newer.snapshot.path(entry) for entry in found} == expected
+                assert (kept[found] == diff.unchanged[found]).all()
+                reads = newer.server.reads
+                for entry in found[::2]:
+                    assert newer.path(entry).read_bytes() == newer.content_of(entry)
+                settle_all(cache, newer)
+                for entry in found:
+                    assert newer.path(entry).read_bytes() == newer.content_of(entry)
+                assert newer.server.reads == reads
+                for entry in newer.entries().tolist():
+                    assert newer.path(entry).read_bytes() == newer.content_of(entry)
+        finally:
+            newer.close()
