@@ -112,13 +112,17 @@ def tune(device: str, read_ahead_kib: int = READ_AHEAD_KIB) -> None:
 
 
 def set_read_ahead(file: int, kib: int) -> None:
-    """Set how far the kernel reads ahead in the file system of an open file (Linux 6.10), as far as
-    this user may. It is for file systems that have a name in sysfs, not a device number."""
+    """Set how far the kernel reads ahead in the file system of an open file, as far as this user
+    may. One that has no device number of its own has a name in sysfs (Linux 6.10)."""
+    device = os.fstat(file).st_dev
+    names = [f"{os.major(device)}:{os.minor(device)}"]
     answer = bytearray(_SYSFS_PATH_BYTES)
     with suppress(OSError):
         fcntl.ioctl(file, _FS_IOC_GETFSSYSFSPATH, answer)
-        name = answer[1 : 1 + answer[0]].decode().rpartition("/")[2]
-        Path(f"/sys/class/bdi/{name}/read_ahead_kb").write_text(str(kib), encoding="ascii")
+        names.append(answer[1 : 1 + answer[0]].decode().rpartition("/")[2])
+    for name in names:
+        with suppress(OSError):
+            Path(f"/sys/class/bdi/{name}/read_ahead_kb").write_text(str(kib), encoding="ascii")
 
 
 # mounting ---------------------------------------------------------------------------------------
@@ -311,6 +315,7 @@ _SYS_CACHESTAT = 451  # Linux 6.5; the same on every architecture
 _PR_SET_PDEATHSIG = 1
 _CLONE_FS = 0x200
 _M_MMAP_THRESHOLD = -3
+_CAP_SYS_ADMIN = 21
 _FS_IOC_GETFSSYSFSPATH, _SYSFS_PATH_BYTES = 0x80811501, 129
 
 
@@ -378,6 +383,14 @@ def own_working_folder() -> None:
     """Give the calling thread a working folder of its own, apart from the process's. Raises
     OSError."""
     _checked(_libc.unshare(_CLONE_FS))
+
+
+def may_administrate() -> bool:
+    """Whether this process may mount file systems (it has CAP_SYS_ADMIN, perhaps in its user
+    namespace alone)."""
+    status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+    effective = next((line for line in status.splitlines() if line.startswith("CapEff:")), "")
+    return bool(int(effective.partition(":")[2] or "0", 16) >> _CAP_SYS_ADMIN & 1)
 
 
 def die_with_parent(number: int) -> None:

@@ -1,8 +1,9 @@
 """The program of a mount, with a `folder_dataset` in the place of a repository.
 
-`request.url` names the source folder, `request.dataset` the dataset. Three environment variables
+`request.url` names the source folder, `request.dataset` the dataset. Four environment variables
 change the program: `WATCHDOG` is the time that the server may not answer, `GRACE` the time for
-reads at the end, and `LACKING` has the bits of INIT that the kernel pretends to lack.
+reads at the end, `LACKING` has the bits of INIT that the kernel pretends to lack, and `KERNEL`
+names what else it pretends.
 """
 
 import logging
@@ -22,6 +23,7 @@ from diesel_fs.mounts.sessions.protocol import Op
 from diesel_fs.mounts.source import MountSource, OpenedSnapshot
 from diesel_fs.mounts.supervisor import WATCHDOG_S, main
 from diesel_fs.urls import parse_url
+from tests.mounts import other_kernels
 from tests.mounts.folder_dataset import MANY, FolderBatchSource, FolderReader, many, snapshot_of
 
 WATCHDOG = "TEST_WATCHDOG_S"
@@ -122,6 +124,7 @@ def read_lacking_flags(descriptor: int, size: int) -> bytes:
 if __name__ == "__main__":
     if LACKING in os.environ:
         setattr(os, "read", read_lacking_flags)  # noqa: B010  # mypy forbids =
+    other_kernels.meet(os.environ.get(other_kernels.KERNEL, ""))
     code = main(
         sys.argv[1:],
         FolderMountSource(),

@@ -16,6 +16,7 @@ while the session goes on answering.
 import errno
 import logging
 import os
+import re
 import select
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -70,15 +71,17 @@ class NativeSession(KernelSession):
         self._trees: dict[int, ContentVersion] = {}  # mounted ones, by the handle of their open
         self._served_images: dict[int, Image] = {}  # by node; see `_mount_image`
         self._next_handle = 1
-        self._opening = 0  # the handle for the next open of the content file; 0: it is not a tree's
+        self._opening: Image | None = None  # of the tree that is being mounted
         self.private_mount = -1
         """A descriptor of the FUSE mount at no path, in which the content file can be opened."""
+        self.note = ""
+        """Why the tree is not mounted in the best way, if it is not."""
 
     @staticmethod
     def check_usable() -> None:
         """Raises SessionUnsupported where this process or this kernel cannot have native mounts."""
-        if os.geteuid():
-            raise SessionUnsupported("only root may mount EROFS")
+        if not syscalls.may_administrate():
+            raise SessionUnsupported("it needs root, in a container with CAP_SYS_ADMIN")
 
     def mount(self) -> None:
         """See `Session`."""
@@ -91,45 +94,42 @@ class NativeSession(KernelSession):
             self._answer_during(lambda: self._mount_tree(self._mountpoint))
         except OSError as error:
             self.close()
-            raise SessionUnsupported(f"the kernel cannot mount the tree: {error}") from error
+            raise SessionUnsupported(_reason_of(error)) from error
         except BaseException:
             self.close()
             raise
 
     def _mount_tree(self, mountpoint: str) -> None:
         """Mounts the tree with `.diesel` in it; it is attached when it is complete. For a thread of
-        its own. Raises OSError.
+        its own. Raises OSError, SessionUnsupported.
         """
         syscalls.own_working_folder()
         device = os.stat(f"/proc/self/fd/{self.private_mount}").st_dev
         syscalls.tune(f"{os.major(device)}:{os.minor(device)}", CONTENT_READ_AHEAD_KIB)
-        handle, self._next_handle = self._next_handle, self._next_handle + 1
-        self._trees[handle] = self._content.add(self._vfs, self._image.image)
-        self._opening = handle
+        self._opening = self._image.image
         try:
-            tree = self._mount_image(self._image, handle)
+            tree = self._mount_image(self._image)
         finally:
-            self._opening = 0
+            self._opening = None
         try:
+            self.note = tree.note
             tree.set_read_ahead(TREE_READ_AHEAD_KIB)
             self._attach(tree, mountpoint)
         finally:
             tree.close()
 
-    def _mount_image(self, opened: ImageFile, handle: int) -> Tree:
+    def _mount_image(self, opened: ImageFile) -> Tree:
         """Mounts an image by its file. EROFS cannot use files of some file systems (tmpfs,
         overlayfs); then the kernel reads the image through the FUSE mount, too.
         """
         private = f"/proc/self/fd/{self.private_mount}"
+        files = [f"/proc/self/fd/{opened.file}"]
+        if _can_serve_images():
+            node = CONTENT_NODE - 1 - len(self._served_images)
+            self._served_images[node] = opened.image
+            files.append(f"{private}/image-{node}")
         content = f"{private}/{CONTENT_NAME}"
-        try:
-            return mount_tree(opened.image, f"/proc/self/fd/{opened.file}", self._source, content)
-        except OSError as error:
-            if error.errno != errno.ENOTBLK:
-                raise
-        node = CONTENT_NODE - handle
-        self._served_images[node] = opened.image
-        return mount_tree(opened.image, f"{private}/image-{node}", self._source, content)
+        return mount_tree(opened.image, files, self._source, content)
 
     def _attach(self, tree: Tree, mountpoint: str) -> None:
         """Puts `.diesel` into the tree, and the tree in its place."""
@@ -241,13 +241,17 @@ class NativeSession(KernelSession):
         """Every open gets an answer: a refusal would be the last open that the kernel tells of."""
         if request.node < HIDDEN_ROOT and not self._is_private(request.node):
             raise FuseErrno(errno.ESTALE)
-        return protocol.open_answer(self._opening if request.node == CONTENT_NODE else 0)
+        if request.node != CONTENT_NODE or self._opening is None:
+            return protocol.open_answer(0)
+        handle, self._next_handle = self._next_handle, self._next_handle + 1
+        self._trees[handle] = self._content.add(self._vfs, self._opening)
+        return protocol.open_answer(handle)
 
     def _release(self, request: RequestHeader, message: memoryview) -> Answer:
         version = self._trees.pop(protocol.parse_release(message), None)
         if version is not None:
             self._content.remove(version)
-            if not self._trees and self.private_mount >= 0:
+            if not self._trees and self._opening is None and self.private_mount >= 0:
                 # The kernel ends the connection when nothing uses it any more.
                 threading.Thread(target=os.close, args=(self.private_mount,), daemon=True).start()
                 self.private_mount = -1
@@ -275,6 +279,23 @@ class NativeSession(KernelSession):
             self._later(unique, node, "read", self._content.read(offset, size))
         if self._push_status is not None and self._push_status.takes_miss():
             self._on_miss(self._content.first_entry(offset))
+
+
+def _reason_of(error: OSError) -> str:
+    """Why the kernel has not mounted the tree."""
+    if error.errno == errno.ENODEV:
+        return "this kernel has no EROFS (`modprobe erofs` loads it, if it is installed)"
+    if error.errno == errno.EPERM:
+        return "only root of the machine may mount EROFS, not root of a user namespace"
+    return f"the kernel cannot mount the tree: {error}"
+
+
+def _can_serve_images() -> bool:
+    """Whether the kernel can mount an image that it reads from a FUSE file system. The first
+    versions of Linux 6.12 crash at that.
+    """
+    found = re.match(r"(\d+)\.(\d+)", os.uname().release)
+    return found is not None and (int(found[1]), int(found[2])) >= (6, 13)
 
 
 def _with_hidden_root(handler: Handler) -> Handler:

@@ -8,15 +8,23 @@ file system. The blocks of its root folder lie on a third one, a file in memory.
 file system is mounted on it, so the kernel keeps the name; then the root folder is replaced by one
 without the entry (`Tree.hide`).
 
+The kernel reads the devices from the files themselves (from Linux 6.12 on, if it was built so) or,
+where it cannot do that, through loop devices.
+
 All of this is for a thread that may wait: mounting opens the content file, which the mount's server
 must answer.
 """
 
+import errno
 import os
-from contextlib import ExitStack
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 
+from ...format.entries import NAME_BYTES_MAX
 from ...format.image import Image
 from ...system import syscalls
+from ...system.loop_devices import open_loop_device
+from .session import SessionUnsupported
 
 _ATTRIBUTES = (
     syscalls.MOUNT_READ_ONLY | syscalls.MOUNT_NOSUID | syscalls.MOUNT_NODEV | syscalls.MOUNT_NOATIME
@@ -24,10 +32,12 @@ _ATTRIBUTES = (
 
 
 class Tree:
-    """The tree of one version, attached at no path yet. `mount` is the descriptor of its mount."""
+    """The tree of one version, attached at no path yet. `mount` is the descriptor of its mount, and
+    `note` says why it is not the best kind, if it is not."""
 
     def __init__(self, mount: int, image: Image, root: int) -> None:
         self.mount = mount
+        self.note = ""
         self._image = image
         self._root = root
 
@@ -48,6 +58,25 @@ class Tree:
         finally:
             os.close(folder)
 
+    def fails_reads_cut_short(self) -> bool:
+        """Whether a read fails of which the kernel gets only a part; it must. Writes the root
+        folder, which is empty.
+
+        Where it does not fail, the kernel fills up with zeros and keeps them: a reader that is
+        killed while it waits would leave zeros to all others. So the file of the root folder ends
+        too early at first, before the end of the last name, and the kernel is asked for a name that
+        it looks up in the last block.
+        """
+        content = self._image.root_folder(hidden=False)
+        os.pwrite(self._root, content[: os.fstat(self.mount).st_size - 1], 0)
+        try:
+            os.stat(b"\xff" * NAME_BYTES_MAX, dir_fd=self.mount, follow_symlinks=False)
+            fails = False
+        except OSError as error:
+            fails = error.errno == errno.EIO
+        os.pwrite(self._root, content, 0)
+        return fails
+
     def _open_root(self) -> int:
         return os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self.mount)
 
@@ -58,31 +87,95 @@ class Tree:
         os.close(self._root)
 
 
-def mount_tree(image: Image, file: str, source: str, content: str) -> Tree:
-    """Mounts an image; `file` and `content` are the paths of its file and of the content file.
+def mount_tree(image: Image, files: Sequence[str], source: str, content: str) -> Tree:
+    """Mounts an image, whose file has the paths `files`: the first that this kernel can mount is
+    used. `content` is the path of the content file.
 
-    `source` is what the mount table shows. Raises OSError. It changes the working folder of the
-    calling thread, and of the process unless the thread has one of its own.
+    `source` is what the mount table shows. Raises OSError, and SessionUnsupported where this kernel
+    cannot have the tree. It changes the working folder of the calling thread, and of the process
+    unless the thread has one of its own.
     """
+    try:
+        for file in files:
+            with suppress(_NotMountableError):
+                return _mount_from_files(image, file, source, content)
+        reason = "this kernel cannot mount EROFS from a file (CONFIG_EROFS_FS_BACKED_BY_FILE)"
+    except _UnsafeFilesError:
+        reason = (
+            "EROFS of this kernel shows zeros where a read of a file was cut short (a fault of"
+            " Linux 6.12.0 to 6.12.79 and 6.13 to 6.17)"
+        )
+    try:
+        tree = _mount_from_loops(image, files[0], source, content)
+    except OSError as error:
+        raise SessionUnsupported(f"{reason}, and loop devices cannot be had: {error}") from error
+    tree.note = f"loop devices are used: {reason}"
+    return tree
+
+
+class _NotMountableError(Exception):
+    """This kernel cannot mount this file: none at all, or none of its file system."""
+
+
+class _UnsafeFilesError(Exception):
+    """This kernel shows zeros where a read of a file was cut short."""
+
+
+def _mount_from_files(image: Image, file: str, source: str, content: str) -> Tree:
+    """Raises OSError, _NotMountableError, _UnsafeFilesError."""
+    root = os.memfd_create("diesel-root", os.MFD_CLOEXEC)
+    try:
+        tree = _mount((file, content, _path_of(root)), source, image, root)
+    except OSError as error:
+        if error.errno == errno.ENOTBLK:
+            raise _NotMountableError from error
+        raise
+    finally:
+        os.close(root)
+    try:
+        if not tree.fails_reads_cut_short():
+            raise _UnsafeFilesError
+    except BaseException:
+        tree.close()
+        raise
+    return tree
+
+
+def _mount_from_loops(image: Image, file: str, source: str, content: str) -> Tree:
+    """A tree with a loop device for each file, which ends with the tree. Raises OSError."""
     with ExitStack() as stack:
         root = os.memfd_create("diesel-root", os.MFD_CLOEXEC)
         stack.callback(os.close, root)
         os.pwrite(root, image.root_folder(hidden=False), 0)
+        devices = []
+        # Also the image has a device for this tree alone: if it was mounted already, the kernel
+        # would give the tree that is there.
+        for path in (file, content, _path_of(root)):
+            opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                device = open_loop_device(opened)
+            finally:
+                os.close(opened)
+            stack.callback(os.close, device)
+            devices.append(_path_of(device))
+        return _mount(devices, source, image, root)
+
+
+def _path_of(descriptor: int) -> str:
+    return f"/proc/self/fd/{descriptor}"
+
+
+def _mount(devices: Sequence[str], source: str, image: Image, root: int) -> Tree:
+    """A tree of these devices: the image, the content file, the root folder. `root` is the file of
+    the root folder; the caller closes it. Raises OSError."""
+    first, content, root_folder = devices
+    with ExitStack() as stack:
         # The kernel shows as the source what it opens, so that is a relative link of this name. It
         # lies in a file system of its own, of which nothing stays behind.
         links = syscalls.new_mount("tmpfs", (), _ATTRIBUTES & ~syscalls.MOUNT_READ_ONLY)
         stack.callback(os.close, links)
-        os.symlink(file, source, dir_fd=links)
+        os.symlink(first, source, dir_fd=links)
         os.fchdir(links)
         stack.callback(os.chdir, "/")
-        options = (
-            ("source", source),
-            ("device", content),
-            ("device", f"/proc/self/fd/{root}"),
-            ("ro", ""),
-        )
-        tree = Tree(syscalls.new_mount("erofs", options, _ATTRIBUTES), image, root)
-        os.chdir("/")
-        os.close(links)
-        stack.pop_all()
-        return tree
+        options = (("source", source), ("device", content), ("device", root_folder), ("ro", ""))
+        return Tree(syscalls.new_mount("erofs", options, _ATTRIBUTES), image, os.dup(root))

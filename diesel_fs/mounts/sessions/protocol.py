@@ -86,7 +86,7 @@ _FORGET_ONE = struct.Struct("<QQ")
 _INTERRUPT_IN = struct.Struct("<Q")
 _OPEN_OUT = struct.Struct("<QII")  # handle, flags, -
 _RELEASE_IN = struct.Struct("<QIIQ")  # handle, flags, release flags, lock owner
-_FOPEN_KEEP_CACHE = 1 << 1
+_FOPEN_KEEP_CACHE, _FOPEN_NOFLUSH = 1 << 1, 1 << 5
 _ATTR = "QQQqqqIIIIIIIIII"
 ENTRY_OUT = struct.Struct("<QQQQII" + _ATTR)
 ATTR_OUT = struct.Struct("<QII" + _ATTR)
@@ -194,8 +194,12 @@ def parse_interrupt(message: memoryview) -> int:
 
 
 def open_answer(handle: int) -> bytes:
-    """The reply to an OPEN; the kernel keeps the pages that it has of the file."""
-    return _OPEN_OUT.pack(handle, _FOPEN_KEEP_CACHE, 0)
+    """The reply to an OPEN; the kernel keeps the pages that it has of the file.
+
+    It makes no request when a descriptor is closed. If the server itself has the file open and is
+    killed, that request would wait for ever, since the exiting process still holds the connection.
+    """
+    return _OPEN_OUT.pack(handle, _FOPEN_KEEP_CACHE | _FOPEN_NOFLUSH, 0)
 
 
 def parse_release(message: memoryview) -> int:

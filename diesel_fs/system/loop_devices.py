@@ -1,0 +1,56 @@
+"""Loop devices: block devices of the kernel that show the content of a file.
+
+They need root, and the nodes `/dev/loop*`. Any thread.
+"""
+
+import errno
+import fcntl
+import os
+import struct
+import time
+
+_CONTROL = "/dev/loop-control"
+_LOOP_CTL_GET_FREE, _LOOP_CONFIGURE = 0x4C82, 0x4C0A
+_CONFIG = struct.Struct("II 52xI 240x")  # the file, the block size, the flags
+_READ_ONLY, _AUTOCLEAR = 1, 4
+
+_DEADLINE_S = 5.0
+"""How long to try: processes that want a device at one moment are all told of the same one, and
+one of them gets it."""
+
+_PAUSE_S = 0.001
+
+
+def open_loop_device(file: int) -> int:
+    """A descriptor of a new loop device, which is read-only and shows an open file.
+
+    The kernel keeps the file open, and frees the device when neither a process nor a mount has it
+    open any more, so it never stays behind. Raises OSError (Linux 5.8 is needed); the errno is
+    ENOSPC where there is no free device.
+    """
+    deadline_s = time.monotonic() + _DEADLINE_S
+    control = os.open(_CONTROL, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        while True:
+            number = _free_number(control)
+            device = os.open(f"/dev/loop{number}", os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                fcntl.ioctl(device, _LOOP_CONFIGURE, _CONFIG.pack(file, 0, _READ_ONLY | _AUTOCLEAR))
+                return device
+            except OSError as error:
+                os.close(device)
+                if error.errno != errno.EBUSY or time.monotonic() > deadline_s:
+                    raise
+            time.sleep(_PAUSE_S)
+    finally:
+        os.close(control)
+
+
+def _free_number(control: int) -> int:
+    """The number of a device that is free at the moment. Raises OSError."""
+    try:
+        return fcntl.ioctl(control, _LOOP_CTL_GET_FREE)
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise OSError(error.errno, "all loop devices are in use") from error
+        raise

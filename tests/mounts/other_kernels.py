@@ -1,0 +1,113 @@
+"""Kernels other than the one of this machine, as far as the daemon of a native mount meets them.
+
+`meet` replaces system calls in the program of a mount, so that they fail as they would there, or
+ends the program in the middle of mounting.
+"""
+
+import errno
+import fcntl
+import os
+import signal
+import stat
+from collections.abc import Callable, Sequence
+
+from diesel_fs.mounts.sessions import native_tree
+from diesel_fs.system import syscalls
+from diesel_fs.system.loop_devices import open_loop_device
+
+KERNEL = "TEST_KERNEL"
+"""The environment variable with the names of `_KINDS`, separated by spaces."""
+
+new_mount, real_stat, real_ioctl = syscalls.new_mount, os.stat, fcntl.ioctl
+
+
+def meet(names: str) -> None:
+    """Runs the program on such a kernel from now on."""
+    for name in names.split():
+        _KINDS[name]()
+
+
+def _no_file_mounts() -> None:
+    """EROFS cannot be mounted from a file."""
+
+    def mount(kind: str, options: Sequence[tuple[str, str]], attributes: int) -> int:
+        if kind == "erofs" and not stat.S_ISBLK(os.stat(dict(options)["source"]).st_mode):
+            raise OSError(errno.ENOTBLK, os.strerror(errno.ENOTBLK))
+        return new_mount(kind, options, attributes)
+
+    setattr(syscalls, "new_mount", mount)  # noqa: B010  # mypy forbids =
+
+
+def _zeros() -> None:
+    """A read that gets only a part succeeds, so the name that the probe looks up is not found."""
+
+    def look_up(
+        path: str | bytes | int, *, dir_fd: int | None = None, follow_symlinks: bool = True
+    ) -> os.stat_result:
+        try:
+            return real_stat(path, dir_fd=dir_fd, follow_symlinks=follow_symlinks)
+        except OSError as error:
+            if path == b"\xff" * 255 and error.errno == errno.EIO:
+                raise FileNotFoundError(path) from error
+            raise
+
+    setattr(os, "stat", look_up)  # noqa: B010
+
+
+def _no_erofs() -> None:
+    """EROFS is not there."""
+
+    def mount(kind: str, options: Sequence[tuple[str, str]], attributes: int) -> int:
+        if kind == "erofs":
+            raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
+        return new_mount(kind, options, attributes)
+
+    setattr(syscalls, "new_mount", mount)  # noqa: B010
+
+
+def _no_loop_devices() -> None:
+    """All loop devices are in use."""
+
+    def control(file: int, request: int, argument: bytes | int = 0) -> bytes | int:
+        if request == 0x4C82:  # LOOP_CTL_GET_FREE
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real_ioctl(file, request, argument)
+
+    setattr(fcntl, "ioctl", control)  # noqa: B010
+
+
+def _killed_after(devices: int) -> Callable[[], None]:
+    """The server is killed when it has so many loop devices."""
+    opened: list[int] = []
+
+    def open_or_end(file: int) -> int:
+        opened.append(open_loop_device(file))
+        if len(opened) == devices:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return opened[-1]
+
+    return lambda: setattr(native_tree, "open_loop_device", open_or_end)
+
+
+def _killed_when_mounted() -> None:
+    """The server is killed when it has made the tree, before it has attached it."""
+
+    def mount(kind: str, options: Sequence[tuple[str, str]], attributes: int) -> int:
+        made = new_mount(kind, options, attributes)
+        if kind == "erofs":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return made
+
+    setattr(syscalls, "new_mount", mount)  # noqa: B010
+
+
+_KINDS: dict[str, Callable[[], None]] = {
+    "no-file-mounts": _no_file_mounts,
+    "zeros": _zeros,
+    "no-erofs": _no_erofs,
+    "no-loop-devices": _no_loop_devices,
+    "killed-after-1": _killed_after(1),
+    "killed-after-2": _killed_after(2),
+    "killed-after-3": _killed_after(3),
+    "killed-when-mounted": _killed_when_mounted,
+}

@@ -1,0 +1,148 @@
+"""From where the kernel reads a native mount: from files, through FUSE, or from loop devices.
+
+The ways are chosen by what the kernel can do, so the tests let the mount's daemon meet other
+kernels (`other_kernels.py`).
+"""
+
+import os
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from diesel_fs.errors import DieselError
+from diesel_fs.mounts import mount, stats, umount
+from diesel_fs.mounts.mountpoint import mounted_at
+from tests.loop_devices import files_of_loop_devices, only_user_of_loop_devices
+from tests.mounts.conftest import PROGRAM, mounting, request_for
+from tests.mounts.other_kernels import KERNEL
+from tests.unprivileged_user import needs_root
+from tests.waiting import wait_until
+
+pytestmark = [pytest.mark.fuse, needs_root]
+
+LOOPS = ("content", "memfd:diesel-root (deleted)")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Images of their own, and loop devices that no other test uses meanwhile."""
+    (tmp_path / "cache").mkdir()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with only_user_of_loop_devices():
+        yield
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """Files of many sizes, in several folders."""
+    folder = tmp_path / "source"
+    for number in range(60):
+        path = folder / f"folder{number % 7}" / f"file{number}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(os.urandom(number**3))
+    (folder / "large").write_bytes(os.urandom(5_000_001))
+    (folder / "link").symlink_to("folder1/file1")
+    return folder
+
+
+def loops() -> list[str]:
+    """The files of a native mount's loop devices."""
+    return [
+        name
+        for name in files_of_loop_devices()
+        if name in LOOPS or name.startswith("0123456789abcdef")  # the image of this dataset
+    ]
+
+
+def assert_same(source: Path, shown: Path) -> None:
+    """Both hold the same names and bytes."""
+    names = sorted(path.relative_to(source) for path in source.rglob("*"))
+    assert sorted(path.relative_to(shown) for path in shown.rglob("*")) == names
+    for name in names:
+        if (source / name).is_file():
+            assert (shown / name).read_bytes() == (source / name).read_bytes()
+
+
+@pytest.mark.parametrize("kernel", ["", "no-file-mounts", "zeros"])
+def test_the_tree_is_the_same_whatever_the_kernel_reads_it_from(
+    kernel: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loop devices are used only where files cannot be, and end with the mount; `.diesel` stays
+    hidden, and the source is the dataset."""
+    monkeypatch.setenv(KERNEL, kernel)
+    with mounting(source, tmp_path / "mount", "native") as mounted:
+        assert len(loops()) == (3 if kernel else 0)
+        assert_same(source, mounted.at)
+        assert (mounted.at / ".diesel" / "snapshot").is_file()
+        found = mounted_at(str(mounted.at))
+        assert found is not None
+        assert found.is_native
+        assert found.source == "folder@7"
+        umount(mounted.at)
+        wait_until(lambda: not loops())
+
+
+def test_an_image_on_tmpfs_is_read_through_the_mount(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """EROFS cannot use files of tmpfs."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as cache:
+        monkeypatch.setenv("XDG_CACHE_HOME", cache)
+        with mounting(source, tmp_path / "mount", "native") as mounted:
+            assert not loops()
+            assert_same(source, mounted.at)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "words"),
+    [
+        ("no-erofs", "no EROFS"),
+        ("no-file-mounts no-loop-devices", "loop devices are in use"),
+        ("zeros no-loop-devices", "shows zeros"),
+    ],
+)
+def test_a_kernel_that_cannot_have_native_mounts_is_told_of(
+    kernel: str, words: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mount fails with the reason, and leaves nothing behind."""
+    monkeypatch.setenv(KERNEL, kernel)
+    at = tmp_path / "mount"
+    at.mkdir()
+    with pytest.raises(DieselError, match=words):
+        mount(request_for(source, at, "native"), program=PROGRAM)
+    assert mounted_at(str(at)) is None
+    wait_until(lambda: not loops())
+
+
+@pytest.mark.parametrize(
+    "moment", ["killed-after-1", "killed-after-2", "killed-after-3", "killed-when-mounted"]
+)
+def test_a_server_that_is_killed_while_it_mounts_leaves_nothing_behind(
+    moment: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither loop devices nor mounts."""
+    monkeypatch.setenv(KERNEL, f"no-file-mounts {moment}")
+    at = tmp_path / "mount"
+    at.mkdir()
+    with pytest.raises(DieselError):
+        mount(request_for(source, at, "native"), program=PROGRAM)
+    assert mounted_at(str(at)) is None
+    wait_until(lambda: not loops())
+
+
+def test_loop_devices_end_with_a_mount_whose_processes_were_killed(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`umount` of the dead mount frees them."""
+    monkeypatch.setenv(KERNEL, "no-file-mounts")
+    with mounting(source, tmp_path / "mount", "native") as mounted:
+        found = stats(mounted.at)
+        for key in ("pid", "server_pid"):
+            number = found[key]
+            assert isinstance(number, int)
+            os.kill(number, signal.SIGKILL)
+        umount(mounted.at, force=True)
+        wait_until(lambda: not loops())
