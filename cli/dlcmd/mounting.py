@@ -35,6 +35,9 @@ def octal(text: str) -> int:
     return int(text, 8)
 
 
+mount_folder = click.Path(path_type=Path, readable=False)
+"""A mount point. Another user's may be closed, which click would call a usage error."""
+
 _P = ParamSpec("_P")
 
 
@@ -60,7 +63,7 @@ def task_options(command: Callable[_P, None]) -> Callable[_P, None]:
 
 @verb("mount")
 @click.argument("target", type=versioned_dataset, metavar="DATASET[@VERSION]")
-@click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
+@click.argument("folder", type=mount_folder, metavar="DIR")
 @click.option(
     "--snapshot", type=click.Path(path_type=Path), metavar="FILE",
     help="Mount the version in this file, which `dlcmd save-meta` has written.",
@@ -229,7 +232,7 @@ def _show_loading(name: str, mountpoint: str) -> None:
 
 
 @verb("umount")
-@click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
+@click.argument("folder", type=mount_folder, metavar="DIR")
 @click.option(
     "--lazy", is_flag=True,
     help="Remove the mount from the folder now; files that are open stay readable.",
@@ -248,7 +251,7 @@ def umount(folder: Path, lazy: bool, force: bool) -> None:
 
 
 @verb("stats")
-@click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
+@click.argument("folder", type=mount_folder, metavar="DIR")
 def stats(folder: Path) -> None:
     """Show the counters of a mount, what it has in memory, and how far its readers are.
 

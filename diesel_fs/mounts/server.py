@@ -52,6 +52,9 @@ log = logging.getLogger("diesel.mount")
 GRACE_S = 1.5
 """How long reads under way may take after a signal: the process ends within 2 s."""
 
+NEXT_READ_S = 0.02
+"""How soon after a READ the next one of the same read comes at the latest, in a native mount."""
+
 LEASE_DEADLINE_S = 2.0
 """How long a mount waits for its lease before it is ready. The lease keeps a purge from removing
 the version's chunks; a purge also has a period of grace."""
@@ -480,8 +483,19 @@ class _Server:
                 log.warning("%s: unmounting it lazily", error)
                 with suppress(DieselError):
                     await trio.to_thread.run_sync(self._unmount, True, abandon_on_cancel=True)
-            await self._vfs.drain()
+            await self._drain()
         scope.cancel()
+
+    async def _drain(self) -> None:
+        """Waits until no read is under way. For one read of a native mount the kernel sends READs
+        one after the other, so it has ended when no other comes.
+        """
+        await self._vfs.drain()
+        answered = -1
+        while isinstance(self._session, NativeSession) and self._vfs.requests["read"] != answered:
+            answered = self._vfs.requests["read"]
+            await trio.sleep(NEXT_READ_S)
+            await self._vfs.drain()
 
     def _unmount(self, lazy: bool = False) -> None:
         """Unmounts this mount, but nothing that was mounted on top of it since."""

@@ -105,7 +105,7 @@ def test_entries_have_the_owner_and_umask_that_were_asked_for(
     0777."""
     (source / "folder").mkdir(mode=0o755)
     (source / "link").symlink_to("a")
-    options = {"uid": 12, "gid": 34, "umask": 0o027}
+    options = {"uid": 12, "gid": 34, "umask": 0o027, "allow_other": True}
     with mounting(source, tmp_path / "mount", session, **options) as mounted:
         found = {
             path: os.lstat(mounted.at / path) for path in ("a", "folder", "link", "", ".diesel")
@@ -179,6 +179,7 @@ AS_USER = """if True:
 
 
 @needs_root
+@pytest.mark.only_session("kernel", "pyfuse3")  # an ordinary user has no native mounts
 @pytest.mark.usefixtures("device_for_all")
 def test_an_ordinary_user_mounts_and_others_stay_out(open_place: Path, session: str) -> None:
     """By fusermount3. H18: without allow_other all other users get EACCES, root too."""
@@ -261,6 +262,7 @@ FOLLOWING_AS_USER = """if True:
 
 
 @needs_root
+@pytest.mark.only_session("kernel", "pyfuse3")  # an ordinary user has no native mounts
 @pytest.mark.usefixtures("device_for_all")
 def test_an_ordinary_users_mount_follows(open_place: Path, session: str) -> None:
     """By fusermount3. An ordinary user can notify the kernel, too."""

@@ -158,6 +158,7 @@ MOUNTING = """if True:
 
 
 @needs_root
+@pytest.mark.only_session("kernel", "pyfuse3")  # an ordinary user has no native mounts
 @pytest.mark.usefixtures("device_for_all")
 def test_fusermount3_gets_no_secret(open_place: Path, session: str) -> None:
     """It gets only the environment variables that it needs, since a secret may have any name."""
