@@ -520,7 +520,7 @@ class _Assembly:
         data.chunk[folders] = (ends - held)[folders]
         del held
         name_start, names = self._names()
-        if layout.longest_path_bytes(parent, name_start, ends) > PATH_BYTES_MAX:
+        if layout.longest_path_bytes(parent, name_start, ends.item) > PATH_BYTES_MAX:
             raise UsageError(f"a path of more than {PATH_BYTES_MAX} bytes")
         del ends
         fingerprint, slot = self._index()

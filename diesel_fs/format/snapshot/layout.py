@@ -9,6 +9,7 @@ Pure functions; safe from any thread.
 
 import struct
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 from uuid import UUID
@@ -395,20 +396,20 @@ def name_faults(names: Bytes, starts: U8) -> Mask:
     return bad
 
 
-def longest_path_bytes(parent: U4, name_start: U8, child_end: I8) -> int:
-    """The length of the longest path. `child_end[i]` is where the children of entries 0..i end.
+def longest_path_bytes(parent: U4, name_start: U8, child_end: Callable[[int], int]) -> int:
+    """The length of the longest path. `child_end(i)` is where the children of entries 0..i end.
 
     Returns a number above PATH_BYTES_MAX, early, if folders are nested too deeply.
     """
-    length = np.diff(name_start.astype(np.int64))
-    longest, depth, start, end = 0, 0, 1, int(child_end[0])
+    length = np.diff(name_start).astype(np.int32)
+    longest, depth, start, end = 0, 0, 1, child_end(0)
     while start < end:
         length[start:end] += length[parent[start:end]] + (1 if depth else 0)
         longest = max(longest, int(length[start:end].max()))
         depth += 1
         if longest > PATH_BYTES_MAX or depth > _DEPTH_MAX:
             return PATH_BYTES_MAX + 1
-        start, end = end, int(child_end[end - 1])
+        start, end = end, child_end(end - 1)
     return longest
 
 
@@ -439,39 +440,52 @@ def check(header: Header, columns: Columns) -> None:
 def _check_names(columns: Columns) -> None:
     """Check that the names tile `names` and are possible in a path."""
     starts, names = columns.name_start, columns.names
-    lengths = np.diff(starts)  # unsigned: a descent becomes a huge length
-    if starts[0] or starts[1] or (lengths > NAME_BYTES_MAX).any():
-        _corrupt("its names overlap or are too long")
+    if starts[0] or starts[1]:
+        _corrupt("the root has a name")
+    for batch in _batches(len(starts) - 1):  # unsigned: a descent is a huge length
+        if (np.diff(starts[batch.start : batch.stop + 1]) > NAME_BYTES_MAX).any():
+            _corrupt("its names overlap or are too long")
     if int(starts[-1]) != len(names) - len(NAME_PADDING) or names[-len(NAME_PADDING) :].any():
         _corrupt("its names do not end where they should")
-    if name_faults(names, starts[1:]).any():
-        _corrupt("a name is not possible in a path")
+    for batch in _batches(len(starts) - 1):
+        bounds = starts[max(batch.start, 1) : batch.stop + 1]
+        if name_faults(names[int(bounds[0]) : int(bounds[-1])], bounds - bounds[0]).any():
+            _corrupt("a name is not possible in a path")
+
+
+def _batches(count: int) -> Iterator["slice[int, int, None]"]:
+    """Slices of all items: a check of one at a time needs little memory."""
+    for start in range(0, count, _BLOCK):
+        yield slice(start, min(start + _BLOCK, count))
 
 
 def _check_tree(columns: Columns, kind: U4) -> None:
     """Check that folders, their children and parents agree, and no path is too long."""
     flags, parent = columns.flags, columns.parent
-    folder = kind == Kind.FOLDER
     if (flags & ~np.uint32(_KNOWN_BITS)).any() or (kind == Kind.TOMBSTONE).any():
         _corrupt("an entry of unknown kind or with unknown flags")
-    counts = np.where(folder, columns.offset, 0).astype(np.int64)
+    folder = np.flatnonzero(kind == Kind.FOLDER)
+    counts = columns.offset[folder].astype(np.int64)
     ends = 1 + np.cumsum(counts)
-    if not folder[0] or ends[-1] != len(flags) or (ends - counts != columns.chunk)[folder].any():
+    starts = ends - counts
+    if kind[0] != Kind.FOLDER or ends[-1] != len(flags) or (starts != columns.chunk[folder]).any():
         _corrupt("the children of its folders are not its entries")
-    if parent[0] or not np.array_equal(parent[1:], np.repeat(np.arange(len(flags)), counts)):
+    if parent[0] or not np.array_equal(parent[1:], np.repeat(folder.astype(np.uint32), counts)):
         _corrupt("an entry and its folder contradict each other")
-    if (parent[1:] >= np.arange(1, len(parent))).any():
+    if (folder >= starts)[counts > 0].any():
         _corrupt("a folder inside itself")
-    plain = folder & (
-        (columns.size | columns.stored | columns.checksum | (flags & MANY_EXTENTS)) != 0
-    )
-    codec = (flags >> CODEC_SHIFT & 1) != 0
-    implicit = (flags & IMPLICIT) != 0
-    wrong = (flags != IMPLICIT_FOLDER) | (columns.mtime_ns != 0) | (counts == 0)
-    wrong[0] = flags[0] != IMPLICIT_FOLDER or columns.mtime_ns[0] != 0  # the root may be empty
-    if plain.any() or (folder & codec).any() or (implicit & wrong).any():
+    marks = columns.size[folder] | columns.stored[folder] | columns.checksum[folder]
+    marks |= flags[folder] & np.uint32(MANY_EXTENTS | 1 << CODEC_SHIFT)
+    implicit = np.flatnonzero(flags & np.uint32(IMPLICIT))
+    wrong = (flags[implicit] != IMPLICIT_FOLDER) | (columns.mtime_ns[implicit] != 0)
+    wrong |= (columns.offset[implicit] == 0) & (implicit > 0)  # the root may be empty
+    if marks.any() or wrong.any():
         _corrupt("a folder with the marks of a file")
-    if longest_path_bytes(parent, columns.name_start, ends) > PATH_BYTES_MAX:
+
+    def child_end(entry: int) -> int:
+        return int(ends[np.searchsorted(folder, entry, "right") - 1])
+
+    if longest_path_bytes(parent, columns.name_start, child_end) > PATH_BYTES_MAX:
         _corrupt("a path is too long")
 
 
@@ -522,59 +536,103 @@ def _check_shadowed(columns: Columns) -> None:
         _corrupt("a shadowed entry with unknown flags")
 
 
+class _Data(NamedTuple):
+    """Where the contents of some entries lie: items of the columns of these names."""
+
+    flags: U4
+    size: U8
+    chunk: U4
+    offset: U4
+    stored: U4
+    checksum: U8
+
+    def only(self, which: Mask) -> "_Data":
+        """Some of these entries."""
+        flags, size, chunk, offset, stored, checksum = self
+        places = chunk[which], offset[which], stored[which], checksum[which]
+        return _Data(flags[which], size[which], *places)
+
+
+def _data_of(columns: Columns) -> Iterator[_Data]:
+    """The data of all visible entries, then of shadowed ones, in batches."""
+    for batch in _batches(len(columns.flags)):
+        yield _Data(*(getattr(columns, name)[batch] for name in _Data._fields))
+    yield _Data(*(columns.shadowed[name] for name in _Data._fields))
+
+
 def _check_data(columns: Columns) -> None:
     """Check the places of files and the targets of links, visible and shadowed."""
     object_bytes, extents = columns.chunk_bytes, columns.extents
-    c = len(object_bytes)
-    flags, size, chunk, offset, stored, checksum = (
-        np.concatenate([getattr(columns, name), columns.shadowed[name]])
-        for name in ("flags", "size", "chunk", "offset", "stored", "checksum")
-    )
-    kind, many = kinds(flags), (flags & MANY_EXTENTS) != 0
-    one, link = (kind == Kind.FILE) & ~many, kind == Kind.LINK
-    if (size >= _SIZE_LIMIT).any():
-        _corrupt("a file of 8 EiB or more")
     if ((object_bytes < PREAMBLE_BYTES) | (object_bytes > OBJECT_BYTES_MAX)).any():
         _corrupt("a chunk of an impossible length")
-    if (chunk[one] >= c).any() or (many & (kind != Kind.FILE)).any():
-        _corrupt("a file in a chunk that is not in its table")
-    if impossible_bodies(
-        codecs(flags[one]), stored[one], size[one], offset[one], object_bytes[chunk[one]]
-    ).any():
-        _corrupt("a file at a place that its chunk cannot hold")
-    if (flags[kind == Kind.LINK] & ~np.uint32(MODE_MASK | 3 << KIND_SHIFT)).any() or (
-        (flags & IMPLICIT)[kind != Kind.FOLDER].any()
-    ):
-        _corrupt("an entry with the marks of another kind")
-    target_bytes = np.diff(columns.target_start)
+    used = np.zeros(len(object_bytes))  # bytes of files of one extent, by chunk
+    links, of_many = 0, list[_Data]()
+    for data in _data_of(columns):
+        kind, many = kinds(data.flags), (data.flags & MANY_EXTENTS) != 0
+        if (data.size >= _SIZE_LIMIT).any():
+            _corrupt("a file of 8 EiB or more")
+        if (many & (kind != Kind.FILE)).any() or (data.flags & IMPLICIT)[kind != Kind.FOLDER].any():
+            _corrupt("an entry with the marks of another kind")
+        one = data.only((kind == Kind.FILE) & ~many)
+        _check_places(one, object_bytes)
+        used += np.bincount(one.chunk, one.stored, len(used))
+        links += _check_links(data.only(kind == Kind.LINK), links, columns)
+        of_many.append(data.only(many))
     if (
-        not np.array_equal(chunk[link], np.arange(len(target_bytes)))
-        or not np.array_equal(size[link], target_bytes)
-        or columns.target_start[0]
+        links != len(columns.target_start) - 1
         or int(columns.target_start[-1]) != len(columns.targets)
-        or (offset | stored)[link].any()
-        or (target_bytes == 0).any()
         or (columns.targets == 0).any()
     ):
         _corrupt("links and their targets contradict each other")
-    counts = offset[many].astype(np.int64)
-    ends = np.cumsum(counts)
-    if (
-        (counts < 2).any()
-        or (ends[-1] if len(ends) else 0) != len(extents)
-        or (ends - counts != chunk[many]).any()
-        or (stored | checksum)[many].any()
-        or (flags[many] >> CODEC_SHIFT & 1).any()
-    ):
-        _corrupt("files and their extents contradict each other")
-    check_extents(extents, ends, counts, size[many], object_bytes)
-    parts = np.bincount(extents["chunk"], extents["stored"], c)
-    if (parts + np.bincount(chunk[one], stored[one], c) > object_bytes - PREAMBLE_BYTES).any():
+    _check_files_of_many(_Data(*map(np.concatenate, zip(*of_many, strict=True))), columns)
+    used += np.bincount(extents["chunk"], extents["stored"], len(used))
+    if (used > object_bytes - PREAMBLE_BYTES).any():
         _corrupt("a chunk with more bytes of files than it has")
-    number = columns.chunk_id.view(">u8").reshape(c, 2).astype(np.uint64)
+    number = columns.chunk_id.view(">u8").reshape(len(used), 2).astype(np.uint64)
     high, low = number[:, 0], number[:, 1]
     if ((high[1:] < high[:-1]) | ((high[1:] == high[:-1]) & (low[1:] <= low[:-1]))).any():
         _corrupt("its chunks are not sorted")
+
+
+def _check_places(one: _Data, object_bytes: U8) -> None:
+    """Check files of one extent against the lengths of the chunks."""
+    if (one.chunk >= len(object_bytes)).any():
+        _corrupt("a file in a chunk that is not in its table")
+    places = (codecs(one.flags), one.stored, one.size, one.offset)
+    if impossible_bodies(*places, object_bytes[one.chunk]).any():
+        _corrupt("a file at a place that its chunk cannot hold")
+
+
+def _check_links(link: _Data, before: int, columns: Columns) -> int:
+    """Check the links that follow `before` others against their targets. Returns their number."""
+    bounds = columns.target_start[before : before + len(link.size) + 1]
+    target_bytes = np.diff(bounds)  # unsigned: a descent is a huge length
+    if (
+        not np.array_equal(link.size, target_bytes)
+        or not np.array_equal(link.chunk, np.arange(before, before + len(link.chunk)))
+        or int(bounds[-1]) > len(columns.targets)
+        or (not before and bounds[0])
+        or (target_bytes == 0).any()
+        or (link.offset | link.stored).any()
+        or (link.flags & ~np.uint32(MODE_MASK | 3 << KIND_SHIFT)).any()
+    ):
+        _corrupt("links and their targets contradict each other")
+    return len(link.size)
+
+
+def _check_files_of_many(many: _Data, columns: Columns) -> None:
+    """Check files of several extents against these."""
+    counts = many.offset.astype(np.int64)
+    ends = np.cumsum(counts)
+    if (
+        (counts < 2).any()
+        or (ends[-1] if len(ends) else 0) != len(columns.extents)
+        or (ends - counts != many.chunk).any()
+        or (many.stored | many.checksum).any()
+        or codecs(many.flags).any()
+    ):
+        _corrupt("files and their extents contradict each other")
+    check_extents(columns.extents, ends, counts, many.size, columns.chunk_bytes)
 
 
 def check_extents(extents: Records, ends: I8, counts: I8, sizes: U8, object_bytes: U8) -> None:
