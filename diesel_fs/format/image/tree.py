@@ -1,58 +1,45 @@
-"""Builds and opens images: a snapshot's tree as an EROFS file system, which the kernel mounts.
+"""The tree of an image: the bytes of an EROFS file system, without contents.
 
-EROFS is a read-only file system of the Linux kernel. An image holds an inode for each entry of a
-snapshot, and the listings of its folders, so the kernel answers look-ups, attributes and listings
-by itself. Contents are not in the image. They lie on another device of the file system, the
-**content file**, at addresses that this module gives, in blocks of 4 KiB.
+EROFS is a read-only file system of the Linux kernel. The tree has an inode for each entry of a
+snapshot and the listings of its folders. Files' inodes name blocks of the content file
+(`addresses.py`), which is mapped behind the tree's own blocks; the blocks of the root folder lie
+between, on a device of their own, so that a mount can hide `.diesel` there.
 
-Images of one dataset that are built one after another form a **chain**: a content that two of them
-hold has one address in both, and no address is given to two contents. So pages that the kernel
-keeps of the content file stay right while a mount goes from one version to the next.
-
-FORMAT.md, section 8, has the bytes. Pure functions over columns; safe from any thread. They work in
-batches: beside the columns of the snapshot, which are mapped, they hold some 40 bytes an entry.
+FORMAT.md, section 8, says where everything lies. Pure; safe from any thread. All is done by
+columns, in batches.
 """
 
 import struct
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, NoReturn, TypeAlias
-from uuid import UUID
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from xxhash import xxh3_64, xxh3_64_intdigest, xxh3_128_digest
+from xxhash import xxh3_128_digest
 
-from ..errors import (
-    CorruptError,
-    ForeignError,
-    FormatError,
-    NewerVersionError,
-    NoSpaceError,
-    TruncatedError,
-    UsageError,
-)
-from .entries import MODE_MASK, Bytes, Kind
-from .snapshot import layout
-from .snapshot.reader import ROOT_INDEX, Snapshot, Span
+from ...errors import FormatError
+from ..entries import MODE_MASK, Bytes, Kind
+from ..snapshot import layout
+from ..snapshot.reader import ROOT_INDEX, Snapshot, Span
+from .addresses import BLOCK_BYTES, BLOCKS_MAX, Addresses, ImageTooLarge, Ints
 
-Ints: TypeAlias = npt.NDArray[np.int64]
-
-BLOCK_BYTES = 4096
 CONTROL_FOLDER = b".diesel"
 """The empty folder in the root folder on which a mount puts its control files."""
 
-# EROFS
-_BLOCKS_MAX = (1 << 32) - 1  # addresses of blocks have 32 bits, and the last of them means a hole
-_SUPERBLOCK_AT = 1024
-_MAGIC = 0xE0F5E1E2
+SUPERBLOCK_AT = 1024
+MAGIC = 0xE0F5E1E2
 _COMPAT_MTIME = 2
 _INCOMPAT_DEVICE_TABLE = 8
-_SUPERBLOCK = struct.Struct("<IIIBBHQQIIII16s16sIHHHBBIQ24x")
+# magic, checksum (unused), compatible features, bits of a block's length, extra slots, number of
+# the root; inodes, seconds and nanoseconds of building (unused), blocks; block of the inodes, of
+# attributes (unused); UUID, name, incompatible features, compression (unused), devices, place of
+# their table; the rest is unused
+_SUPERBLOCK = struct.Struct("<I4xIBBHQ8x4xII4x16s16sI2xHH38x")
 _DEVICE_SLOT_BYTES = 128
 _DEVICE_TABLE_AT = 9 * _DEVICE_SLOT_BYTES  # behind the superblock
-_DEVICE = struct.Struct("<64sII56x")
+_DEVICE = struct.Struct("<64sII56x")  # name, blocks, the address of the first
 _INODES_AT = 1  # a block
 _SLOT_BYTES = 32  # an inode's number says where it lies, in these units
 _SLOTS = BLOCK_BYTES // _SLOT_BYTES  # in a block
@@ -86,33 +73,8 @@ _MODES = np.array([0o100000, 0o120000, 0o040000], np.uint16)  # by Kind
 _LINK_MODE, _CONTROL_MODE = 0o120777, 0o040555
 _TARGET_BYTES_MAX = 4095  # PATH_MAX: the kernel would cut a longer target off
 
-_ALIGNED_BLOCKS = 16
-"""A file of several extents begins at a multiple of this, as its extents do."""
-
-# What follows the file system in an image
-_TRAILER_MAGIC = b"\x93DIESIM\n"
-_FORMAT_VERSION = 1
-_TRAILER_BYTES = 512
-_ALIGNMENT = 64
-_TRAILER = struct.Struct("<8sHHI16sQ16sQQQQQIIIIq")
-_SECTION = struct.Struct("<QQQ")
-_CHECKSUM = struct.Struct("<Q")
-_CHUNK_ID = np.dtype("S16")
-
 _BATCH_BLOCKS = 2048
 _BATCH = 1 << 18  # entries, or items of folders
-
-
-class ImageTooLarge(NoSpaceError):
-    """The dataset needs more addresses than an image has."""
-
-    retry = False
-
-    def __init__(self) -> None:
-        super().__init__(
-            "the dataset needs more than the 16 TiB of addresses that a tree in the kernel has",
-            advice="the mount answers look-ups itself instead (FUSE)",
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,94 +89,13 @@ class Shown:
     """From 0 on: the root folder belongs to this user, and only its owner may enter it."""
 
 
-class _Columns(NamedTuple):
-    """What an image says of the content file, of n entries, of which m have content, in k chunks.
-    The m are in the order of their addresses."""
-
-    first_block: layout.U4
-    """n; where the content of each entry begins; 0 for an entry without content."""
-    order: layout.U4
-    """m; the entries."""
-    start_block: layout.U4
-    """m; where they begin."""
-    chunk: layout.U4
-    """m; the chunk with the (first extent of the) content, a number in `chunk_id`."""
-    offset: layout.U4
-    """m; where the content begins in the chunk object, in bytes."""
-    size: layout.U8
-    """m; of the content, in bytes."""
-    chunk_id: npt.NDArray[np.bytes_]
-    """k; ascending."""
-
-
-_DTYPES = tuple(np.dtype(spec) for spec in ("<u4", "<u4", "<u4", "<u4", "<u4", "<u8", _CHUNK_ID))
-_PARTS = ("tree", "root", "hidden", *_Columns._fields)
-"""The sections of an image, in their order."""
-
-
-class Image:
-    """A finished image, in memory or mapped. Immutable; safe from any thread."""
-
-    def __init__(self, buffer: Bytes, *, verify: bool) -> None:
-        """Raises a leaf of FormatError. The trailer and the lengths are always checked; `verify`
-        also compares the checksums of all sections, at some 20 GB/s."""
-        view = memoryview(buffer).cast("B")
-        fields, sections = _parse_trailer(view)
-        if verify:
-            for name, (at, behind, checksum) in zip(_PARTS, sections, strict=True):
-                padding = view[behind : behind + -behind % _ALIGNMENT]
-                if xxh3_64_intdigest(view[at:behind]) != checksum or any(padding):
-                    _corrupt(f"its section {name} does not match its checksum", at)
-        self.buffer = view
-        self.identity = fields.identity
-        self.version = fields.version
-        self.chain = fields.chain
-        """Addresses can be compared between images of one chain only."""
-        self.sequence = fields.sequence
-        """The place of the image in its chain, from 1."""
-        self.end_block = fields.end_block
-        """How many blocks of the content file this chain has given up to this image."""
-        self.entry_count = fields.entries
-        self.shown = fields.shown
-        self.tree_bytes = sections[0][1]
-        """The length of the file system, which lies at the start of the image."""
-        self.columns = _columns_of(view, sections)
-        self.first_block = self.columns.first_block
-        self.order = self.columns.order
-        self.start_blocks = self.columns.start_block
-        self._root, self._hidden = (view[at:behind] for at, behind, _ in sections[1:3])
-        self._hidden_block = fields.hidden_block
-
-    def root_folder(self, *, hidden: bool) -> bytes:
-        """The content of the device with the root folder: its listing, with `.diesel` or, if
-        `hidden`, without it. Both have the same length."""
-        if not hidden:
-            return bytes(self._root)
-        at = self._hidden_block * BLOCK_BYTES
-        return b"".join((self._root[:at], self._hidden, self._root[at + BLOCK_BYTES :]))
-
-
-def build_image(snapshot: Snapshot, shown: Shown, earlier: Image | UUID) -> Iterator[Bytes]:
-    """The image of a snapshot, as pieces to be written one after the other.
-
-    `earlier` is the last image of the chain that this one continues (of the same dataset, any
-    version, any `Shown`), or the name of a new chain, which no other chain has ever had. A chain
-    must never continue in two ways from one image.
-
-    Raises ImageTooLarge, and FormatError for a snapshot that contradicts itself, or that no tree
-    can show.
-    """
-    _check(snapshot)
-    if isinstance(earlier, Image) and earlier.identity != snapshot.identity:
-        raise UsageError(f"the earlier image is of {earlier.identity}, not {snapshot.identity}")
-    contents = _place_contents(snapshot, earlier if isinstance(earlier, Image) else None)
-    tree = _Tree(snapshot, shown, contents)
-    return _pieces(tree, contents, earlier)
-
-
-def _check(snapshot: Snapshot) -> None:
+def check(snapshot: Snapshot) -> None:
     """Raise CorruptError for columns that contradict each other, and FormatError for what a tree in
-    the kernel cannot show."""
+    the kernel cannot show.
+
+    A private copy is checked here for the first time since it was written: the kernel trusts a
+    file system, so it must hold whoever wrote the snapshot.
+    """
     columns = snapshot.columns
     layout.check(snapshot.header, columns)
     is_link = layout.kinds(columns.flags) == Kind.LINK
@@ -230,103 +111,6 @@ def _beside_control(snapshot: Snapshot) -> tuple[range, int]:
     snapshot's lookup index may be wrong."""
     in_root = snapshot.children(ROOT_INDEX)
     return in_root, bisect_left(in_root, CONTROL_FOLDER, key=snapshot.name)
-
-
-# Where contents lie in the content file
-
-
-@dataclass(frozen=True, slots=True)
-class _Contents:
-    """The addresses of a snapshot's contents."""
-
-    columns: _Columns
-    end: int
-    """How many blocks the chain has given."""
-    used: int
-    """How many blocks of the content file the snapshot needs, from the first on."""
-
-
-def _place_contents(snapshot: Snapshot, earlier: Image | None) -> _Contents:
-    """Give an address to each content: the one that it has in `earlier`, or fresh blocks."""
-    columns = snapshot.columns
-    entry = np.flatnonzero((layout.kinds(columns.flags) == Kind.FILE) & (columns.size > 0))
-    chunk, offset = columns.chunk[entry], columns.offset[entry]
-    many = (columns.flags[entry] & np.uint32(layout.MANY_EXTENTS)) != 0
-    extents = columns.extents[chunk[many]]
-    chunk[many], offset[many] = extents["chunk"], extents["offset"]
-    place = chunk.astype(np.uint64) << np.uint64(32) | offset
-    by_place = np.argsort(place, kind="stable")
-    entry, place, many = entry[by_place], place[by_place], many[by_place]
-    size = columns.size[entry]
-    chunk_id = columns.chunk_id.view(_CHUNK_ID)
-    if earlier is None:
-        first, end = np.zeros(len(entry), np.int64), 1  # block 0 belongs to no content
-    else:
-        first, end = _kept_addresses(earlier, chunk_id, place, size), earlier.end_block
-    blocks = _blocks_of(size)
-    if int(blocks.max(initial=0)) > _BLOCKS_MAX:
-        raise ImageTooLarge
-    fresh = first == 0
-    for is_many, alignment in ((False, 1), (True, _ALIGNED_BLOCKS)):
-        end = -(-end // alignment) * alignment if (fresh & (many == is_many)).any() else end
-        some = np.flatnonzero(fresh & (many == is_many))
-        given = -(-blocks[some] // alignment) * alignment
-        ends = end + np.cumsum(given)
-        first[some] = ends - given
-        end = int(ends[-1]) if len(ends) else end
-    used = int((first + blocks).max(initial=1))
-    if used > _BLOCKS_MAX:
-        raise ImageTooLarge
-    first_block = np.zeros(len(snapshot), np.uint32)
-    first_block[entry] = first
-    by_address = np.argsort(first)
-    order, place = entry[by_address].astype(np.uint32), place[by_address]
-    return _Contents(
-        _Columns(
-            first_block=first_block,
-            order=order,
-            start_block=first_block[order],
-            chunk=(place >> np.uint64(32)).astype(np.uint32),
-            offset=place.astype(np.uint32),
-            size=columns.size[order],
-            chunk_id=chunk_id,
-        ),
-        end,
-        used,
-    )
-
-
-def _blocks_of(size: layout.U8) -> Ints:
-    """How many blocks contents of these sizes need."""
-    blocks = size >> np.uint64(12)
-    blocks += (size & np.uint64(BLOCK_BYTES - 1)) != 0
-    return blocks.astype(np.int64)
-
-
-def _kept_addresses(
-    earlier: Image, chunk_id: npt.NDArray[np.bytes_], place: layout.U8, size: layout.U8
-) -> Ints:
-    """The address that each content has in `earlier`; 0 for one that is not there. `place` ascends
-    and has (chunk number, offset in the chunk)."""
-    old = earlier.columns
-    number = np.searchsorted(chunk_id, old.chunk_id)
-    number[number == len(chunk_id)] = 0
-    exists = chunk_id[number] == old.chunk_id if len(chunk_id) else np.zeros(len(number), np.bool_)
-    among = np.flatnonzero(exists[old.chunk])
-    old_place = number[old.chunk[among]].astype(np.uint64) << np.uint64(32) | old.offset[among]
-    by_place = np.argsort(old_place, kind="stable")
-    old_place, among = old_place[by_place], among[by_place]
-    first = np.zeros(len(place), np.int64)
-    if not len(among):
-        return first
-    nth = np.arange(len(place)) - np.searchsorted(place, place)  # of the contents at one place
-    at = np.minimum(np.searchsorted(old_place, place) + nth, len(among) - 1)
-    same = (old_place[at] == place) & (old.size[among[at]] == size)
-    first[same] = old.start_block[among[at[same]]]
-    return first
-
-
-# The file system
 
 
 def _packed(
@@ -469,11 +253,14 @@ def _smaller_than_dots(columns: layout.Columns, folders: Ints) -> tuple[Ints, In
     return before_dot, before_dots
 
 
-class _Tree:
-    """The file system of an image: where its inodes and blocks lie, and what is in them."""
+class Tree:
+    """The file system of an image: where its inodes and blocks lie, and what is in them.
 
-    def __init__(self, snapshot: Snapshot, shown: Shown, contents: _Contents) -> None:
-        self.snapshot, self.shown, self.contents = snapshot, shown, contents
+    Raises ImageTooLarge.
+    """
+
+    def __init__(self, snapshot: Snapshot, shown: Shown, addresses: Addresses) -> None:
+        self.snapshot, self.shown, self.addresses = snapshot, shown, addresses
         control = len(snapshot)
         self._kind = np.append(layout.kinds(snapshot.columns.flags), Kind.FOLDER).astype(np.uint8)
         """By index of an entry; `.diesel` counts as the last one, here and in the others."""
@@ -483,10 +270,11 @@ class _Tree:
         self._run_first, self._run_bytes = _packed(
             items.costs, items.count, items.first, BLOCK_BYTES
         )
+        """A run is the items in one block of a folder, or, of its last block, perhaps behind the
+        folder's inode."""
         self._run_end = np.append(self._run_first[1:], items.count)
         self._run_folder = np.searchsorted(items.first, self._run_first, "right") - 1
-        """Runs are items in one block or, of a folder's last run, perhaps behind its inode. This
-        has the folder's position in `_folders`."""
+        """Of each run the position of its folder in `_folders`."""
         is_last = np.append(np.diff(self._run_folder) > 0, True)
         self.root_blocks = int(np.searchsorted(self._run_folder, 1))
         self._is_inline = is_last & (self._run_bytes <= _INLINE_BYTES_MAX)
@@ -532,7 +320,7 @@ class _Tree:
         self._long_links = np.flatnonzero(self._link_bytes > _INLINE_BYTES_MAX)
         self.blocks = at + len(self._block_runs) + len(self._long_links)
         self.content_at = self.blocks + self.root_blocks
-        if self.content_at + self.contents.used > _BLOCKS_MAX:
+        if self.content_at + self.addresses.used > BLOCKS_MAX:
             raise ImageTooLarge
         run_block = np.zeros(len(in_block), np.int64)
         run_block[self._block_runs] = at + np.arange(len(self._block_runs))
@@ -573,13 +361,12 @@ class _Tree:
         # File handles (NFS) name the file system by this, so it is another one for each version.
         uuid = xxh3_128_digest(snapshot.identity.bytes + snapshot.version.to_bytes(8, "little"))
         _SUPERBLOCK.pack_into(
-            *(head, _SUPERBLOCK_AT, _MAGIC, 0, _COMPAT_MTIME, BLOCK_BYTES.bit_length() - 1, 0),
-            *(_ROOT_NUMBER, len(snapshot) + 1, 0, 0, self.blocks, _INODES_AT, 0, uuid),
-            *(b"diesel-fs", _INCOMPAT_DEVICE_TABLE, 0, 2, _DEVICE_TABLE_AT // _DEVICE_SLOT_BYTES),
-            *(0, 0, 0, 0),
+            *(head, SUPERBLOCK_AT, MAGIC, _COMPAT_MTIME, BLOCK_BYTES.bit_length() - 1, 0),
+            *(_ROOT_NUMBER, len(snapshot) + 1, self.blocks, _INODES_AT, uuid, b"diesel-fs"),
+            *(_INCOMPAT_DEVICE_TABLE, 2, _DEVICE_TABLE_AT // _DEVICE_SLOT_BYTES),
         )
         devices = (
-            (b"content", self.contents.used, self.content_at),
+            (b"content", self.addresses.used, self.content_at),
             (b"root folder", self.root_blocks, self.blocks),
         )
         for number, device in enumerate(devices):
@@ -659,11 +446,11 @@ class _Tree:
 
     def _file_inodes(self) -> Iterator[Bytes]:
         """The blocks with the inodes of files."""
-        written, contents = 0, self.contents.columns
+        written = 0
         for first in range(0, len(self.snapshot), _BATCH):
             some = slice(first, min(first + _BATCH, len(self.snapshot)))
             files = first + np.flatnonzero(self._kind[some] == Kind.FILE)
-            block = contents.first_block[files].astype(np.int64)
+            block = self.addresses.first_block[files].astype(np.int64)
             block[block > 0] += self.content_at
             layouts = np.full(len(files), _PLAIN)
             size = self.snapshot.columns.size[files].astype(np.int64)
@@ -701,130 +488,3 @@ class _Tree:
         record_at = at[run] + _ITEM_BYTES * (np.arange(len(items)) - first[run])
         words[(record_at >> 2)[:, None] + np.arange(3)] = rows.view(np.uint32).reshape(-1, 3)
         self._items.copy_names(listed, at[run] + name_at, out)
-
-
-# The file
-
-
-class _Trailer(NamedTuple):
-    """The fields of the trailer."""
-
-    identity: UUID
-    version: int
-    chain: UUID
-    sequence: int
-    end_block: int
-    entries: int
-    contents: int
-    chunks: int
-    hidden_block: int
-    shown: Shown
-
-
-def _pieces(tree: _Tree, contents: _Contents, earlier: Image | UUID) -> Iterator[Bytes]:
-    """The bytes of an image."""
-    hidden_number, hidden = tree.hidden_block()
-    sections: list[Iterable[Bytes]] = [tree.pieces(), tree.root(), [hidden]]
-    sections += [[np.ascontiguousarray(column).view(np.uint8).data] for column in contents.columns]
-    at, table = 0, b""
-    for pieces in sections:
-        start, digest = at, xxh3_64()
-        for piece in pieces:
-            digest.update(piece)
-            at += len(piece)
-            yield piece
-        table += _SECTION.pack(start, at - start, digest.intdigest())
-        padding = bytes(-at % _ALIGNMENT)
-        at += len(padding)
-        yield padding
-    snapshot, shown, columns = tree.snapshot, tree.shown, contents.columns
-    chain, sequence = (
-        (earlier.chain, earlier.sequence + 1) if isinstance(earlier, Image) else (earlier, 1)
-    )
-    fixed = _TRAILER.pack(
-        *(_TRAILER_MAGIC, _FORMAT_VERSION, _TRAILER_BYTES, 0, snapshot.identity.bytes),
-        *(snapshot.version, chain.bytes, sequence, contents.end),
-        *(len(snapshot), len(columns.order), len(columns.chunk_id), hidden_number),
-        *(shown.uid, shown.gid, shown.umask, shown.private_to),
-    )
-    trailer = (fixed + table).ljust(_TRAILER_BYTES - _CHECKSUM.size, b"\0")
-    yield trailer + _CHECKSUM.pack(xxh3_64_intdigest(trailer))
-
-
-def _corrupt(what: str, offset: int = -1) -> NoReturn:
-    raise CorruptError(f"damaged image: {what}", offset=offset)
-
-
-def _parse_trailer(view: memoryview) -> tuple[_Trailer, list[tuple[int, int, int]]]:
-    """The trailer; and of each section its start, its end, and its checksum."""
-    magic_at = _SUPERBLOCK_AT
-    if len(view) < BLOCK_BYTES + _TRAILER_BYTES:
-        raise TruncatedError(f"truncated image: {len(view)} bytes", offset=len(view))
-    if view[magic_at : magic_at + 4] != _MAGIC.to_bytes(4, "little"):
-        raise ForeignError("not an image (another magic number)", offset=magic_at)
-    start = len(view) - _TRAILER_BYTES
-    trailer = view[start:]
-    magic, format_version, length, flags, *fields = _TRAILER.unpack_from(trailer)
-    if magic != _TRAILER_MAGIC:
-        raise TruncatedError("truncated image: it has no trailer", offset=start)
-    if format_version > _FORMAT_VERSION:
-        raise NewerVersionError(f"an image with format version {format_version}")
-    checksum_at = _TRAILER_BYTES - _CHECKSUM.size
-    if _CHECKSUM.unpack_from(trailer, checksum_at)[0] != xxh3_64_intdigest(trailer[:checksum_at]):
-        _corrupt("its trailer does not match its checksum", start)
-    if flags:
-        raise NewerVersionError(f"an image with feature flags {flags:#x}")
-    identity, version, chain, sequence, end, *counts, hidden, uid, gid, umask, private = fields
-    entries, contents, chunks = counts
-    found = _Trailer(
-        identity=UUID(bytes=identity),
-        version=version,
-        chain=UUID(bytes=chain),
-        sequence=sequence,
-        end_block=end,
-        entries=entries,
-        contents=contents,
-        chunks=chunks,
-        hidden_block=hidden,
-        shown=Shown(uid, gid, umask, private),
-    )
-    sections = [
-        _SECTION.unpack_from(trailer, _TRAILER.size + number * _SECTION.size)
-        for number in range(len(_PARTS))
-    ]
-    _check_sections(found, sections, start)
-    spare = trailer[_TRAILER.size + len(_PARTS) * _SECTION.size : checksum_at]
-    if (format_version, length) != (_FORMAT_VERSION, _TRAILER_BYTES) or any(spare):
-        _corrupt("its trailer contradicts itself", start)
-    return found, [(at, at + length, checksum) for at, length, checksum in sections]
-
-
-def _check_sections(found: _Trailer, sections: list[tuple[int, int, int]], trailer_at: int) -> None:
-    """Raise CorruptError unless sections follow one another up to the trailer, and have the lengths
-    that the trailer's counts demand."""
-    at = 0
-    for start, length, _ in sections:
-        if start != at:
-            _corrupt("a section is out of place", at)
-        at = -(-(start + length) // _ALIGNMENT) * _ALIGNMENT
-    (tree, root, hidden), rest = (length for _, length, _ in sections[:3]), sections[3:]
-    n, m, k = found.entries, found.contents, found.chunks
-    counts = (n, m, m, m, m, m, k)
-    wanted = [count * dtype.itemsize for count, dtype in zip(counts, _DTYPES, strict=True)]
-    if (
-        at != trailer_at
-        or [length for _, length, _ in rest] != wanted
-        or tree % BLOCK_BYTES
-        or root % BLOCK_BYTES
-        or hidden != BLOCK_BYTES
-        or not found.hidden_block * BLOCK_BYTES < root
-    ):
-        _corrupt("its sections do not have the lengths that its trailer says", trailer_at)
-
-
-def _columns_of(view: memoryview, sections: list[tuple[int, int, int]]) -> _Columns:
-    """The columns, as views of the image."""
-    arrays = []
-    for (at, end, _), dtype in zip(sections[3:], _DTYPES, strict=True):
-        arrays.append(np.ndarray(((end - at) // dtype.itemsize,), dtype, view, at))
-    return _Columns(*arrays)

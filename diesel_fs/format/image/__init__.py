@@ -1,0 +1,15 @@
+"""An image: a snapshot's tree as a file system that the Linux kernel mounts by itself (EROFS).
+
+With it the kernel answers look-ups, attributes and listings of a mount without a request to us. It
+holds no contents. These lie on another device of the file system, the **content file**, at
+addresses that the image gives. FORMAT.md, section 8, has the bytes.
+
+Read in this order: `addresses` (where contents lie in the content file), `tree` (the bytes of the
+file system), `file` (the file that holds both: `build_image` makes one, `Image` opens it).
+"""
+
+from .addresses import BLOCK_BYTES, ImageTooLarge
+from .file import Image, build_image
+from .tree import Shown
+
+__all__ = ["BLOCK_BYTES", "Image", "ImageTooLarge", "Shown", "build_image"]

@@ -1,0 +1,207 @@
+"""Gives each content of a snapshot its address in the content file.
+
+An **address** is a number of a block of 4 KiB. Images of one dataset that are built one after
+another form a **chain**: a content that two of them hold keeps its address, and no address is given
+to two contents. So pages that the kernel keeps of the content file stay right while a mount goes
+from one version to the next.
+
+A content is known by its **place**: its chunk, its offset there, and its size; of a file of several
+extents chunk and offset of the first. Pure functions; safe from any thread. They work on ranges of
+chunks, so that they need little memory beside their result.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from ...errors import NoSpaceError
+from ..entries import Kind
+from ..snapshot import layout
+from ..snapshot.reader import Snapshot
+
+Ints: TypeAlias = npt.NDArray[np.int64]
+
+BLOCK_BYTES = 4096
+BLOCKS_MAX = (1 << 32) - 1
+"""Addresses have 32 bits, and the last of them would mean a hole."""
+
+_ALIGNED_BLOCKS = 16
+"""A file of several extents begins at a multiple of this, as its extents do in it."""
+
+_BATCH = 1 << 20  # contents for which addresses are given at one time
+_NO_CHUNK = 0xFFFFFFFF  # of an entry without content, or a chunk that a snapshot lacks
+CHUNK_ID = np.dtype("S16")
+
+
+class ImageTooLarge(NoSpaceError):
+    """The dataset needs more addresses than an image has."""
+
+    retry = False
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the dataset needs more than the 16 TiB of addresses that a tree in the kernel has",
+            advice="the mount answers look-ups itself instead (FUSE)",
+        )
+
+
+class Columns(NamedTuple):
+    """What an image says of the content file, of n entries, of which m have content, in k chunks.
+    The m are in the order of their addresses."""
+
+    first_block: layout.U4
+    """n; where the content of each entry begins; 0 for an entry without content."""
+    order: layout.U4
+    """m; the entries."""
+    start_block: layout.U4
+    """m; where they begin."""
+    chunk: layout.U4
+    """m; the chunk of their place, a number in `chunk_id`."""
+    offset: layout.U4
+    """m; where they begin in the chunk object, in bytes."""
+    size: layout.U8
+    """m; in bytes."""
+    chunk_id: npt.NDArray[np.bytes_]
+    """k; ascending."""
+
+
+DTYPES = tuple(np.dtype(spec) for spec in ("<u4", "<u4", "<u4", "<u4", "<u4", "<u8", CHUNK_ID))
+"""The types of the fields of `Columns`, in their order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Addresses:
+    """Where the contents of a snapshot lie. The two columns are those of `Columns`."""
+
+    first_block: layout.U4
+    order: layout.U4
+    end: int
+    """How many blocks the chain has given."""
+    used: int
+    """How many blocks of the content file this snapshot needs, from the first on."""
+
+
+def give_addresses(snapshot: Snapshot, earlier: Columns | None, end: int = 1) -> Addresses:
+    """The addresses of a snapshot's contents: those that they have in the earlier image, or fresh
+    blocks.
+
+    `end` is the number of blocks that the chain has given; block 0 belongs to no content. Raises
+    ImageTooLarge.
+    """
+    columns = snapshot.columns
+    kept = None if earlier is None else _Kept(earlier, columns.chunk_id.view(CHUNK_ID))
+    first_block = np.zeros(len(snapshot), np.uint32)
+    used = 1
+    of_many = [np.zeros(0, np.int64)]  # contents of several extents come after all others
+    for entries in _by_place(columns):
+        blocks = _blocks_of(columns.size[entries])
+        first = np.zeros(len(entries), np.int64)
+        if kept is not None:
+            first = kept.addresses(*places_of(columns, entries), columns.size[entries])
+        many = (columns.flags[entries] & np.uint32(layout.MANY_EXTENTS)) != 0
+        of_many.append(entries[many & (first == 0)])
+        fresh = ~many & (first == 0)
+        ends = end + np.cumsum(blocks[fresh])
+        first[fresh] = ends - blocks[fresh]
+        end = int(ends[-1]) if len(ends) else end
+        used = max(used, _checked((first + blocks)[first > 0]))
+        first_block[entries] = first
+    entries = np.concatenate(of_many)
+    blocks = _blocks_of(columns.size[entries])
+    given = -(-blocks // _ALIGNED_BLOCKS) * _ALIGNED_BLOCKS
+    if len(entries):
+        end = -(-end // _ALIGNED_BLOCKS) * _ALIGNED_BLOCKS
+    first = end + np.cumsum(given) - given
+    used = max(used, _checked(first + blocks))
+    first_block[entries] = first
+    order = np.flatnonzero(first_block).astype(np.uint32)
+    order = order[np.argsort(first_block[order], kind="stable")]
+    return Addresses(first_block, order, end + int(given.sum()), used)
+
+
+def _checked(ends: Ints) -> int:
+    """The greatest of these ends of contents. Raises ImageTooLarge."""
+    end = int(ends.max(initial=0))
+    if end > BLOCKS_MAX:
+        raise ImageTooLarge
+    return end
+
+
+def _blocks_of(size: layout.U8) -> Ints:
+    """How many blocks contents of these sizes need. Raises ImageTooLarge: with fewer blocks each,
+    sums of them do not overflow."""
+    blocks = size >> np.uint64(12)
+    blocks += (size & np.uint64(BLOCK_BYTES - 1)) != 0
+    if int(blocks.max(initial=0)) > BLOCKS_MAX:
+        raise ImageTooLarge
+    return blocks.astype(np.int64)
+
+
+def places_of(columns: layout.Columns, entries: Ints | layout.U4) -> tuple[layout.U4, layout.U4]:
+    """The chunk and the offset of files' places."""
+    chunk, offset = columns.chunk[entries], columns.offset[entries]
+    many = np.flatnonzero(columns.flags[entries] & np.uint32(layout.MANY_EXTENTS))
+    first = columns.extents[chunk[many]]
+    chunk[many], offset[many] = first["chunk"], first["offset"]
+    return chunk, offset
+
+
+def _by_place(columns: layout.Columns) -> Iterator[Ints]:
+    """The entries that have content, in the order of their places, in batches of whole chunks."""
+    chunk, chunks = columns.chunk.copy(), len(columns.chunk_bytes)
+    chunk[(layout.kinds(columns.flags) != Kind.FILE) | (columns.size == 0)] = _NO_CHUNK
+    many = np.flatnonzero(columns.flags & np.uint32(layout.MANY_EXTENTS))
+    chunk[many] = columns.extents["chunk"][columns.chunk[many]]
+    counts = np.zeros(chunks, np.int64)
+    for start in range(0, len(chunk), _BATCH):
+        some = chunk[start : start + _BATCH]
+        counts += np.bincount(some[some != _NO_CHUNK], minlength=chunks)
+    batch = (np.cumsum(counts) - 1) // _BATCH
+    first = np.flatnonzero(np.diff(batch, prepend=-1))
+    for low, high in pairwise([*first.tolist(), chunks]):
+        entries = np.flatnonzero((chunk >= low) & (chunk < high))
+        place = _key(*places_of(columns, entries))
+        yield entries[np.argsort(place, kind="stable")]
+
+
+def _key(chunk: layout.U4, offset: layout.U4) -> layout.U8:
+    """Chunk and offset as one number, by which places are sorted."""
+    return chunk.astype(np.uint64) << np.uint64(32) | offset
+
+
+class _Kept:
+    """The addresses of an earlier image, by place."""
+
+    def __init__(self, earlier: Columns, chunk_id: npt.NDArray[np.bytes_]) -> None:
+        """`chunk_id` is the chunk table of the snapshot: from now on, its numbers name chunks."""
+        self._earlier = earlier
+        number = np.searchsorted(chunk_id, earlier.chunk_id).astype(np.uint32)
+        known = np.zeros(len(number), np.bool_)
+        inside = np.flatnonzero(number < len(chunk_id))
+        known[inside] = chunk_id[number[inside]] == earlier.chunk_id[inside]
+        number[~known] = _NO_CHUNK
+        self._chunk = number[earlier.chunk]
+
+    def addresses(self, chunk: layout.U4, offset: layout.U4, size: layout.U8) -> Ints:
+        """The addresses of contents, whose places ascend; 0 for one that the image lacks. Of
+        several contents with one place, the i-th has the address of the i-th."""
+        first = np.zeros(len(chunk), np.int64)
+        if not len(chunk):
+            return first
+        earlier = self._earlier
+        among = np.flatnonzero((self._chunk >= chunk[0]) & (self._chunk <= chunk[-1]))
+        place = _key(self._chunk[among], earlier.offset[among])
+        order = np.argsort(place, kind="stable")
+        place, among = place[order], among[order]
+        wanted = _key(chunk, offset)
+        at = np.searchsorted(place, wanted)
+        at += np.arange(len(wanted)) - np.searchsorted(wanted, wanted)
+        inside = np.flatnonzero(at < len(place))
+        at = at[inside]
+        same = (place[at] == wanted[inside]) & (earlier.size[among[at]] == size[inside])
+        first[inside[same]] = earlier.start_block[among[at[same]]]
+        return first
