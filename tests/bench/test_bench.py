@@ -226,8 +226,9 @@ def test_the_group_native_measures_every_row_of_a_session(
     loops = [name for name, unit in measured if "second epoch, open()" in name]
     assert len(loops) in (3, 6)
     if requests_an_open is not None:
-        asked = measured[f"{session} D4, second epoch", "requests"]
-        assert asked == requests_an_open * len(loops) * D4.scaled(100).files
+        files, asked = D4.scaled(100).files, measured[f"{session} D4, second epoch", "requests"]
+        more = asked - requests_an_open * len(loops) * files
+        assert 0 <= more < files / 4, "the kernel may have reclaimed some pages, but not many"
     assert not list((tmp_path / "work" / "work").glob("*"))
 
 
