@@ -92,7 +92,7 @@ class Workbench:
     def drop_page_cache(self, folder: Path) -> None:
         """Drop the contents of a folder's files from the page cache; their inodes stay."""
         os.sync()  # else dirty pages would stay
-        for path in _files(folder):
+        for path in filter(os.path.isfile, _files(folder)):  # a socket cannot be opened
             descriptor = os.open(path, os.O_RDONLY)
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(descriptor)
