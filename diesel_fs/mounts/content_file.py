@@ -5,35 +5,69 @@ has an address: a place in this virtual file. The kernel reads the content of a 
 a FUSE mount that only the kernel and the prefetch worker use. Between two files lie zeros up to the
 next block of 4 KiB.
 
-A mount that follows its dataset serves several versions at once. Images of one *chain* share a
-content file: in a chain an address has one content for ever, so each READ can be answered from
-whichever version has a file there. An image of another chain gets a content file of its own.
+A mount that follows its dataset serves several versions at once. Their images are of one *chain*,
+in which an address has one content for ever, so each READ can be answered from whichever version
+has a file there.
+
+The kernel reads ahead in this file, and so over the ends of files: one READ may ask for many of
+them. Where one of these fails, the READ fails, and the kernel asks for the pages one by one as they
+are needed. So the files beside it stay readable.
 
 Concurrency: one trio task at a time, as in `vfs.py`. Only `read` waits.
 """
 
+import errno
+import math
+import time
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
-from uuid import UUID
 
-import numpy as np
+import trio
 
 from ..format.entries import Bytes
 from ..format.image import BLOCK_BYTES, Image
-from .attributes import HIDDEN_ROOT
+from .attributes import FuseErrno
 from .vfs import Vfs
 
+CONTENT_NAME = "content"
 CONTENT_BYTES = 1 << 44
 """The size of the content file: all addresses that an image can have."""
+
+PATIENCE_S = 0.5
+"""So long does a READ of several files wait for all of them. Then it fails, since one that hangs
+must not delay readers of the others for longer."""
+
+RETRIES_APART_S = 1.0
+"""After an extent could not be read, READs of it fail at once as long as they follow one another
+this soon: the kernel sends two for each page that it wanted to read ahead, and the store would be
+asked each time."""
+
+RETRY_REFUSED_S = 3.0
+"""But for no longer than this, in case they are new attempts of readers."""
+
+_FAILED_MAX = 4096
+"""So many extents that could not be read are remembered; then all are forgotten."""
+
+_FILES_AT_ONCE = 16
+"""Files of one READ that are read at once."""
 
 _ZEROS = memoryview(bytes(1 << 20))
 
 
-def private_name(node: int) -> str:
-    """The name of a file in the root of the FUSE mount that no listing shows."""
-    return f"content-{HIDDEN_ROOT - node}"
+class _Failure:
+    """That an extent could not be read, and when a READ of it came last."""
+
+    def __init__(self) -> None:
+        self._end_s = time.monotonic() + RETRY_REFUSED_S
+        self._last_s = time.monotonic()
+
+    def refuses(self) -> bool:
+        """Whether the READ that has just come is one of the kernel's repetitions."""
+        now_s, before_s = time.monotonic(), self._last_s
+        self._last_s = now_s
+        return now_s - before_s < RETRIES_APART_S and now_s < self._end_s
 
 
 @dataclass(slots=True, eq=False)
@@ -43,25 +77,37 @@ class ContentVersion:
     vfs: Vfs
     starts: memoryview  # the first blocks of all contents, ascending
     order: memoryview  # the entries that have them
+    failed: dict[tuple[int, int], _Failure] = field(default_factory=dict)
+    """Extents that could not be read a moment ago, by entry and offset."""
 
-    def entry_at(self, offset: int) -> int:
-        """The entry whose content is at `offset`, or lies next before it; -1 for none."""
-        rank = bisect_right(self.starts, offset // BLOCK_BYTES) - 1
-        return int(self.order[rank]) if rank >= 0 else -1
+    def read_nowait(self, entry: int, offset: int, size: int) -> Bytes | None:
+        """As that of `vfs`. Raises FuseErrno alone."""
+        try:
+            return self.vfs.read_nowait(entry + 1, offset, size)
+        except BaseException as fault:
+            raise FuseErrno(self.vfs.errno_of(fault, "read", entry + 1)) from fault
 
-
-def added_ranges(before: Image, after: Image) -> list[tuple[int, int]]:
-    """The ranges, as offset and size, in which contents of `after` lie that `before` does not have.
-
-    Both images are of one chain. Before `after` was added to the content file, a READ of such a
-    range gave zeros.
-    """
-    is_new = ~np.isin(after.start_blocks, before.start_blocks)
-    edges = np.flatnonzero(np.diff(is_new, prepend=False, append=False))
-    firsts, lasts = edges[::2], edges[1::2] - 1
-    starts = after.start_blocks.astype(np.int64) * BLOCK_BYTES
-    ends = starts[lasts] + after.columns.size[lasts].astype(np.int64)
-    return list(zip(starts[firsts].tolist(), (ends - starts[firsts]).tolist(), strict=True))
+    async def read(self, entry: int, offset: int, size: int) -> list[Bytes]:
+        """The bytes, in pieces. Raises FuseErrno alone."""
+        found: list[Bytes] = []
+        for extent in self.vfs.snapshot.extents(entry):
+            start, end = max(extent.start, offset), min(extent.start + extent.size, offset + size)
+            if start >= end:
+                continue
+            key = entry, extent.start
+            failure = self.failed.get(key)
+            if failure is not None and failure.refuses():
+                raise FuseErrno(errno.EIO)
+            try:
+                found.append(await self.vfs.read(entry + 1, start, end - start))
+            except trio.Cancelled:
+                raise
+            except BaseException as fault:
+                if len(self.failed) >= _FAILED_MAX:
+                    self.failed.clear()
+                self.failed[key] = _Failure()
+                raise FuseErrno(self.vfs.errno_of(fault, "read", entry + 1)) from fault
+        return found
 
 
 class Piece(NamedTuple):
@@ -74,20 +120,13 @@ class Piece(NamedTuple):
 
 
 class ContentFile:
-    """A content file (see the module)."""
+    """The content file of one mount (see the module)."""
 
-    def __init__(self, chain: UUID) -> None:
-        self.chain = chain
+    def __init__(self) -> None:
         self._versions: list[ContentVersion] = []  # the newest first
-
-    @property
-    def is_used(self) -> bool:
-        """Whether it has any version."""
-        return bool(self._versions)
 
     def add(self, vfs: Vfs, image: Image) -> ContentVersion:
         """Adds a version, whose contents `vfs` reads. Its image has the chain of all others."""
-        assert image.chain == self.chain
         added = ContentVersion(vfs, image.start_blocks.data, image.order.data)
         self._versions.insert(0, added)
         return added
@@ -96,6 +135,16 @@ class ContentFile:
         """Removes a version of which no file is open any more."""
         self._versions.remove(version)
 
+    def first_entry(self, offset: int) -> int:
+        """The entry of the newest version whose content is at `offset`, or lies next before it; -1
+        for none.
+        """
+        if not self._versions:
+            return -1
+        newest = self._versions[0]
+        rank = bisect_right(newest.starts, offset // BLOCK_BYTES) - 1
+        return int(newest.order[rank]) if rank >= 0 else -1
+
     def read_nowait(self, offset: int, size: int) -> Sequence[Bytes] | None:
         """The bytes, in pieces, if all are in memory; else None. Raises FuseErrno."""
         found: list[Bytes] = []
@@ -103,23 +152,43 @@ class ContentFile:
             if version is None:
                 found += _zeros(length)
                 continue
-            part = version.vfs.read_nowait(entry + 1, start, length)
+            part = version.read_nowait(entry, start, length)
             if part is None:
                 return None
             found.append(part)
         return found
 
     async def read(self, offset: int, size: int) -> Sequence[Bytes]:
-        """The bytes, in pieces. Raises FuseErrno(EIO) where one file cannot be read: the kernel
-        then asks for each page alone, so that the files beside it stay readable.
+        """The bytes, in pieces. Raises FuseErrno(EIO) where one file cannot be read, or where one
+        of several does not come in time.
         """
-        found: list[Bytes] = []
-        for version, entry, start, length in self._pieces(offset, size):
-            if version is None:
-                found += _zeros(length)
-            else:
-                found.append(await version.vfs.read(entry + 1, start, length))
-        return found
+        pieces = self._pieces(offset, size)
+        found: list[Sequence[Bytes]] = [()] * len(pieces)
+        waiting = iter(range(len(pieces)))
+        failure: list[FuseErrno] = []
+
+        async def read_some() -> None:
+            for number in waiting:
+                version, entry, start, length = pieces[number]
+                if version is None:
+                    found[number] = tuple(_zeros(length))
+                    continue
+                try:
+                    found[number] = await version.read(entry, start, length)
+                except FuseErrno as error:
+                    failure.append(error)
+                    all_of_them.cancel()
+
+        files = sum(piece.version is not None for piece in pieces)
+        with trio.move_on_after(PATIENCE_S if files > 1 else math.inf) as all_of_them:
+            async with trio.open_nursery() as nursery:
+                for _ in range(min(len(pieces), _FILES_AT_ONCE)):
+                    nursery.start_soon(read_some)
+        if failure:
+            raise failure[0]
+        if all_of_them.cancelled_caught:
+            raise FuseErrno(errno.EIO)
+        return [part for parts in found for part in parts]
 
     def _pieces(self, offset: int, size: int) -> Sequence[Piece]:
         return list(_pieces(tuple(self._versions), offset, offset + size))

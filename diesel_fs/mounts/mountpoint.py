@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import BusyError, DeadlineError, DieselError, PermissionDenied, UsageError
-from ..names import parse_versioned_name
+from ..names import check_dataset_name
 from ..system import syscalls
 from ..system.daemons import minimal_environment
 from ..system.mountinfo import MountEntry, mounts, topmost_at
@@ -102,10 +102,11 @@ def dataset_mounts(entries: Iterable[MountEntry]) -> list[DatasetMount]:
 
 def _is_native_tree(entry: MountEntry) -> bool:
     """Other mounts of EROFS have a path as their source."""
-    if entry.kind != _EROFS:
+    name, at, version = entry.source.partition("@")
+    if entry.kind != _EROFS or (at and not version.isdecimal()):
         return False
     try:
-        parse_versioned_name(entry.source)
+        check_dataset_name(name)
     except UsageError:
         return False
     return True

@@ -17,7 +17,7 @@ from diesel_fs.mounts.mountpoint import mounted_at
 from tests.mounts.folder_dataset import RELEASE_SUFFIX
 from tests.unprivileged_user import USER
 
-TESTED_SESSIONS = ("kernel", "pyfuse3")
+TESTED_SESSIONS = ("native", "kernel", "pyfuse3")
 
 PROGRAM = (sys.executable, "-m", "tests.mounts.folder_daemon")
 

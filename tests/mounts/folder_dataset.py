@@ -4,6 +4,7 @@ The names of files say which fault their reads meet. The code under test knows n
 names.
 """
 
+import hashlib
 import os
 import stat
 import threading
@@ -21,7 +22,7 @@ from diesel_fs.format.entries import RECORD, ChunkId, ChunkInfo, Kind, Rows
 from diesel_fs.format.snapshot.build import build_snapshot
 from diesel_fs.format.snapshot.reader import Snapshot
 
-IDENTITY = UUID("0123456789abcdef0123456789abcdef")
+IDENTITY_PREFIX = "0123456789abcdef"
 CHUNK = ChunkId(bytes(range(16)))
 RELEASE_SUFFIX = ".go"
 """While the file `SOURCE.go` is missing beside the source, reads of files called `wait*` hang. The
@@ -89,8 +90,11 @@ def _merged(
         tails=tails,
     )
     chunks = [ChunkInfo(CHUNK, 1 << 32)]
+    # The node keeps images by identity and version, so two different trees need two identities.
+    what = repr((folders, places, names, records, tails)).encode()
+    identity = UUID(IDENTITY_PREFIX + hashlib.md5(what, usedforsecurity=False).hexdigest()[16:])
     parts = build_snapshot(
-        None, rows, chunks, identity=IDENTITY, dataset=dataset, version=version, digest=0
+        None, rows, chunks, identity=identity, dataset=dataset, version=version, digest=0
     )
     return b"".join(parts)
 

@@ -15,7 +15,7 @@ from diesel_fs.mounts import stats
 from diesel_fs.mounts.attributes import HIDDEN_ROOT
 from diesel_fs.mounts.vfs import STATS_MAX_AGE_S
 from tests.mounts.conftest import LiveMount
-from tests.mounts.folder_dataset import IDENTITY, snapshot_of
+from tests.mounts.folder_dataset import snapshot_of
 from tests.mounts.observed import fresh_stats
 
 pytestmark = pytest.mark.fuse
@@ -46,7 +46,7 @@ def test_the_statistics_name_dataset_session_and_reads(tree: LiveMount, session:
     fresh_stats(tree)
     values = stats(tree.at)
     assert (values["dataset"], values["version"], values["session"]) == ("folder", 7, session)
-    assert values["identity"] == str(IDENTITY)
+    assert values["identity"] == str(Snapshot(snapshot_of(tree.source)).identity)
     assert values["pid"] == tree.pid
     reads = values["reads"]
     assert isinstance(reads, dict)

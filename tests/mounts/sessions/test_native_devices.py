@@ -17,13 +17,14 @@ from diesel_fs.mounts import mount, stats, umount
 from diesel_fs.mounts.mountpoint import mounted_at
 from tests.loop_devices import files_of_loop_devices, only_user_of_loop_devices
 from tests.mounts.conftest import PROGRAM, mounting, request_for
+from tests.mounts.folder_dataset import IDENTITY_PREFIX
 from tests.mounts.other_kernels import KERNEL
 from tests.unprivileged_user import needs_root
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.fuse, needs_root]
 
-ROOT_FILE = "memfd:diesel-root (deleted)"
+LOOPS = ("content", "memfd:diesel-root (deleted)")
 
 
 @pytest.fixture(autouse=True)
@@ -53,8 +54,7 @@ def loops() -> list[str]:
     return [
         name
         for name in files_of_loop_devices()
-        # The image of this dataset has a name that begins so.
-        if name == ROOT_FILE or name.startswith(("content-", "0123456789abcdef"))
+        if name in LOOPS or name.startswith(IDENTITY_PREFIX)  # the image of this dataset
     ]
 
 
