@@ -13,6 +13,7 @@ from tests.format.snapshot.oracle import OwnEntry, ShownEntry, State, shown
 
 from .erofs import BLOCK, Erofs
 from .trees import (
+    CHAIN,
     NAMES,
     ContentFile,
     Seen,
@@ -119,6 +120,24 @@ def test_a_folder_of_100_000_entries_and_one_within_another() -> None:
 
 def test_a_root_folder_of_many_blocks() -> None:
     check(in_root([b".%d" % number for number in range(3000)] + [b"+%d" % n for n in range(3000)]))
+
+
+def test_an_image_does_not_depend_on_the_size_of_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real batches are so large that no test's dataset needs two."""
+    state = everything()
+    for number in range(3000):
+        state[b"spread/%d" % number] = file(20 + number % 37, 96 + number, 5000)
+        state[b"links/%d/%d" % (number % 5, number)] = link(b"t" * (number % 300 + 1))
+    snapshot = snapshot_of(state)
+    earlier = image_of(snapshot_of({**state, b"spread/7": file(19, 96, 5)}), ME)
+    wanted = [bytes(image_of(snapshot, ME, before).buffer) for before in (CHAIN, earlier)]
+    for items, blocks, contents in ((400, 1, 1), (401, 2, 7), (1023, 5, 100)):
+        monkeypatch.setattr("diesel_fs.format.image.tree._BATCH", items)
+        monkeypatch.setattr("diesel_fs.format.image.tree._BATCH_BLOCKS", blocks)
+        monkeypatch.setattr("diesel_fs.format.image.file._BATCH", contents)
+        monkeypatch.setattr("diesel_fs.format.image.addresses._BATCH", contents)
+        made = [bytes(image_of(snapshot, ME, before).buffer) for before in (CHAIN, earlier)]
+        assert made == wanted
 
 
 def test_a_file_of_5_GB() -> None:

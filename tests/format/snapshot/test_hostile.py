@@ -196,6 +196,20 @@ def test_E2_columns_that_contradict_each_other_are_refused(case: str) -> None:
         Snapshot(forged_from(forged))
 
 
+def test_E2_checks_do_not_depend_on_the_size_of_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real batches are so large that no test's dataset needs two."""
+    good = Snapshot(SMALL)
+    for items in (1, 2, 5):
+        monkeypatch.setattr(layout, "_BLOCK", items)
+        layout.check(good.header, good.columns)
+        for case, forge in FORGERIES.items():
+            try:
+                layout.check(good.header, forge(good.columns))
+            except CorruptError:
+                continue
+            raise AssertionError(f"accepted in batches of {items}: {case}")
+
+
 EXTREMES = (
     *(0, 1, 2, 95, 96, 97, 255, 1009, 65535, 65536, 10**6, 2**20, 2**22, 2**31, 2**32 - 1),
     *(2**32, 2**36, 2**40, 2**63 - 1, 2**63, 2**64 - 1),
