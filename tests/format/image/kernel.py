@@ -68,7 +68,8 @@ def mounted(image: Image, folder: Path, content: Path, *, hidden: bool) -> Itera
 
 @contextmanager
 def silence() -> Iterator[None]:
-    """Assert that the kernel logs nothing about EROFS but that it has mounted something."""
+    """Assert that the kernel logs nothing about EROFS but that it has mounted something. It does
+    not say which mount it speaks of, so such a test must run alone."""
     log = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         os.lseek(log, 0, os.SEEK_END)

@@ -6,6 +6,7 @@ import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 
 from diesel_fs.format.entries import Kind
@@ -27,7 +28,7 @@ from .trees import (
     snapshot_of,
 )
 
-pytestmark = needs_erofs
+pytestmark = [needs_erofs, pytest.mark.alone]  # else other tests' mounts disturb `silence`
 ME = Shown(uid=1000, gid=1001, umask=0o022)
 
 
