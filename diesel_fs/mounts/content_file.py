@@ -5,9 +5,9 @@ has an address: a place in this virtual file. The kernel reads the content of a 
 a FUSE mount that only the kernel and the prefetch worker use. Between two files lie zeros up to the
 next block of 4 KiB.
 
-A mount that follows its dataset serves several versions at once. Their images are of one *chain*,
-in which an address has one content for ever, so each READ can be answered from whichever version
-has a file there.
+A mount that follows its dataset serves several versions at once. Images of one *chain* share a
+content file: in a chain an address has one content for ever, so each READ can be answered from
+whichever version has a file there. An image of another chain gets a content file of its own.
 
 The kernel reads ahead in this file, and so over the ends of files: one READ may ask for many of
 them. Where one of these fails, the READ fails, and the kernel asks for the pages one by one as they
@@ -23,15 +23,16 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
+from uuid import UUID
 
+import numpy as np
 import trio
 
 from ..format.entries import Bytes
 from ..format.image import BLOCK_BYTES, Image
-from .attributes import FuseErrno
+from .attributes import HIDDEN_ROOT, FuseErrno
 from .vfs import Vfs
 
-CONTENT_NAME = "content"
 CONTENT_BYTES = 1 << 44
 """The size of the content file: all addresses that an image can have."""
 
@@ -54,6 +55,11 @@ _FILES_AT_ONCE = 16
 """Files of one READ that are read at once."""
 
 _ZEROS = memoryview(bytes(1 << 20))
+
+
+def private_name(node: int) -> str:
+    """The name of a file in the root of the FUSE mount that no listing shows."""
+    return f"content-{HIDDEN_ROOT - node}"
 
 
 class _Failure:
@@ -109,6 +115,25 @@ class ContentVersion:
                 raise FuseErrno(self.vfs.errno_of(fault, "read", entry + 1)) from fault
         return found
 
+    def entry_at(self, offset: int) -> int:
+        """The entry whose content is at `offset`, or lies next before it; -1 for none."""
+        rank = bisect_right(self.starts, offset // BLOCK_BYTES) - 1
+        return int(self.order[rank]) if rank >= 0 else -1
+
+
+def added_ranges(before: Image, after: Image) -> list[tuple[int, int]]:
+    """The ranges, as offset and size, in which contents of `after` lie that `before` does not have.
+
+    Both images are of one chain. Before `after` was added to the content file, a READ of such a
+    range gave zeros.
+    """
+    is_new = ~np.isin(after.start_blocks, before.start_blocks)
+    edges = np.flatnonzero(np.diff(is_new, prepend=False, append=False))
+    firsts, lasts = edges[::2], edges[1::2] - 1
+    starts = after.start_blocks.astype(np.int64) * BLOCK_BYTES
+    ends = starts[lasts] + after.columns.size[lasts].astype(np.int64)
+    return list(zip(starts[firsts].tolist(), (ends - starts[firsts]).tolist(), strict=True))
+
 
 class Piece(NamedTuple):
     """A part of a READ: bytes of one entry, or zeros."""
@@ -120,13 +145,20 @@ class Piece(NamedTuple):
 
 
 class ContentFile:
-    """The content file of one mount (see the module)."""
+    """A content file (see the module)."""
 
-    def __init__(self) -> None:
+    def __init__(self, chain: UUID) -> None:
+        self.chain = chain
         self._versions: list[ContentVersion] = []  # the newest first
+
+    @property
+    def is_used(self) -> bool:
+        """Whether it has any version."""
+        return bool(self._versions)
 
     def add(self, vfs: Vfs, image: Image) -> ContentVersion:
         """Adds a version, whose contents `vfs` reads. Its image has the chain of all others."""
+        assert image.chain == self.chain
         added = ContentVersion(vfs, image.start_blocks.data, image.order.data)
         self._versions.insert(0, added)
         return added
@@ -134,16 +166,6 @@ class ContentFile:
     def remove(self, version: ContentVersion) -> None:
         """Removes a version of which no file is open any more."""
         self._versions.remove(version)
-
-    def first_entry(self, offset: int) -> int:
-        """The entry of the newest version whose content is at `offset`, or lies next before it; -1
-        for none.
-        """
-        if not self._versions:
-            return -1
-        newest = self._versions[0]
-        rank = bisect_right(newest.starts, offset // BLOCK_BYTES) - 1
-        return int(newest.order[rank]) if rank >= 0 else -1
 
     def read_nowait(self, offset: int, size: int) -> Sequence[Bytes] | None:
         """The bytes, in pieces, if all are in memory; else None. Raises FuseErrno."""

@@ -260,6 +260,7 @@ def _unmount(found: DatasetMount, own: Sequence[int], lazy: bool) -> None:
                 if not found.is_native or now is None or now.device != found.device:
                     return
                 found = now  # while it switched to another tree, that one lay beneath
+                continue
         others = [pid for pid in pids if pid not in own]
         if others or not own or time.monotonic() > deadline_s:
             raise _busy(found.path, others)
@@ -280,7 +281,7 @@ def _force(found: DatasetMount, daemon: int | None, own: Sequence[int], patience
         with suppress(ProcessLookupError):
             os.kill(daemon, signal.SIGKILL)
     try:
-        if is_mounted(path, device):
+        while is_mounted(path, device):  # twice, where a switch to another tree was not finished
             unmount(path, lazy=True)
     except DieselError:
         if is_mounted(path, device):  # else its daemon has unmounted it meanwhile

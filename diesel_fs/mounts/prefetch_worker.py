@@ -247,18 +247,23 @@ class PrefetchWorker:
     def _switch(self, message: Message) -> None:
         """Switches to another version, in which all entries have other indices."""
         is_native = self._content is not None
-        file, node_map, *rest = files = self._server.take_descriptors(3 + is_native)
+        file, shared, node_map, *rest = files = self._server.take_descriptors(3 + 2 * is_native)
         old, old_planner, old_page_cache = self._snapshot, self._planner, self._page_cache
         before = self._nodes
         if before is None:
             before = np.arange(1, old.entry_count + 1, dtype=np.uint64)
         snapshot = map_snapshot(file)
         nodes, same_path, unchanged = read_node_map(node_map, snapshot.entry_count)
-        push_status, image = _map_rest(rest)
+        push_status, image = _map_rest([shared, *rest[:1]])
+        old_content = self._content
+        if old_content is not None:  # the new version may have another content file
+            self._content = ContentTarget.open(files.pop(), _int_field(message, "content_node"))
         for descriptor in files:  # all are mapped
             os.close(descriptor)
         self._server.watch_no_more(old_page_cache.events)
         old_page_cache.close()
+        if old_content is not None:
+            old_content.close()
         self._batches.close()
         self.switch_version(snapshot, nodes, push_status, image)
         self._source.keep_only(snapshot)

@@ -38,12 +38,16 @@ from .plans.control_socket import ControlSocket
 from .plans.list_plans import ListPlans
 from .prefetch.link import WorkerLink
 from .sessions.kernel import KernelSession
-from .sessions.native import CONTENT_NODE, ImageFile, NativeSession
+from .sessions.native import NativeSession, TreeVersion
 from .sessions.push_status import PushStatusMap, push_status_file
 from .sessions.session import Session, SessionUnsupported, mount_options
 from .source import MemorySplit, MountSource
 from .versions.following import FollowingVfs
+from .versions.fuse_switch import FuseSwitching
 from .versions.leases import VersionLeases
+from .versions.native_switch import NativeSwitching, tree_version
+from .versions.switching import Switching
+from .versions.versioned_vfs import VersionedVfs
 from .versions.watcher import VersionWatcher
 from .vfs import MountHooks, Vfs
 
@@ -165,6 +169,7 @@ class _Server:
         self._device = ""
         self._abort_file = -1
         self._started = trio.Event()
+        self._worker_begun = trio.Event()  # or there will be none
         os.set_blocking(supervisor_pipe, False)
         opened = source.open(request)
         if opened.warning:
@@ -200,6 +205,8 @@ class _Server:
     async def _mount_and_serve(self, signals: AsyncIterator[int]) -> None:
         with self._task_warnings_reported():
             self._session = self._mount()
+        if self._watcher is not None:
+            self._watcher.attach(self._make_switching())
         found = mounted_at(self._request.mountpoint)
         self._device = found.device if found else ""
         self._abort_file = syscalls.open_abort(self._device)
@@ -265,17 +272,34 @@ class _Server:
         )
         if name == NativeSession.name:
             NativeSession.check_usable()
-            if request.follow:
-                raise SessionUnsupported("it cannot follow a dataset")
-            private_to = -1 if request.allow_other else os.geteuid()
-            shown = Shown(*request.owner_ids, request.umask, private_to)
             try:
-                self._image = ImageFile(*open_image(snapshot, shown))
+                image, self._image_file = open_image(snapshot, self._shown)
             except (ImageTooLarge, FormatError) as error:
                 raise SessionUnsupported(str(error)) from error
-            return NativeSession(self._vfs, request.mountpoint, options, self._image)
+            vfs = self._vfs
+            if isinstance(vfs, VersionedVfs):
+                shown = tree_version(vfs, vfs.current, image, self._image_file)
+            else:
+                shown = TreeVersion(image, self._image_file, vfs)
+            return NativeSession(vfs, request.mountpoint, options, shown)
         session = KernelSession if name == KernelSession.name else _pyfuse3_session()
         return session(self._vfs, request.mountpoint, options)
+
+    @property
+    def _shown(self) -> Shown:
+        """What a native mount shows besides its snapshot."""
+        request = self._request
+        private_to = -1 if request.allow_other else os.geteuid()
+        return Shown(*request.owner_ids, request.umask, private_to)
+
+    def _make_switching(self) -> Switching:
+        """How the mount that was made follows its dataset."""
+        vfs, session, link = self._vfs, self._session, self._link
+        if isinstance(session, NativeSession):
+            assert isinstance(vfs, VersionedVfs)
+            return NativeSwitching(vfs, session, link, self._shown)
+        assert isinstance(vfs, FollowingVfs)
+        return FuseSwitching(vfs, session, link)
 
     def _make_vfs(self, session: str) -> Vfs:
         snapshot, request = self._snapshot, self._request
@@ -303,7 +327,8 @@ class _Server:
         self._watcher = VersionWatcher(
             request, self._source, self._link, self._leases, memory_bytes, self._on_switch
         )
-        following = FollowingVfs(
+        kind = VersionedVfs if session == NativeSession.name else FollowingVfs
+        return kind(
             snapshot,
             reader,
             owner,
@@ -311,8 +336,6 @@ class _Server:
             follow_stats=self._watcher.stats,
             read_deadline_s=deadline_s,
         )
-        self._watcher.attach_vfs(following)
-        return following
 
     def _control_path(self) -> bytes:
         return b"" if self._control is None else self._control.path
@@ -350,8 +373,8 @@ class _Server:
         )
         self._leased.set()
         if self._watcher is not None:
-            await self._started.wait()
-            await self._watcher.run(self._session)
+            await self._worker_begun.wait()
+            await self._watcher.run()
 
     def _control_socket(self) -> ControlSocket | None:
         """The socket that takes plans; None where it cannot be made, and the mount goes on."""
@@ -395,9 +418,14 @@ class _Server:
         os.write(self._supervisor_pipe, READY + b"\n")  # the supervisor reports it
         if not self._foreground:
             os.dup2(2, 1)  # closes the report, of which the starter waits for the end
-        if isinstance(self._session, KernelSession) and self._start_worker(self._session):
+        session = self._session
+        pushing = session if isinstance(session, KernelSession) else None
+        if pushing is not None and not self._start_worker(pushing):
+            pushing = None
+        self._worker_begun.set()
+        if pushing is not None:
             await self._link.run()
-            self._session.detach_worker()
+            pushing.detach_worker()
         else:
             self._link.close()
         self._session.set_open_callback(self._on_open)
@@ -421,11 +449,11 @@ class _Server:
                 stack.callback(os.close, shared := push_status_file(self._snapshot.entry_count))
                 descriptors = [device, snapshot, shared]
                 if isinstance(session, NativeSession):
-                    begin["content_node"] = CONTENT_NODE
-                    descriptors += [self._image.file, session.private_mount]
+                    begin["content_node"] = session.content_node
+                    descriptors += [self._image_file, session.private_mount]
                 self._link.start_worker(begin, descriptors)
                 if self._watcher is not None:
-                    self._watcher.attach_session(session, shared)
+                    self._watcher.attach_worker(shared)
                 else:
                     push_status = PushStatusMap(shared)
                     session.attach_worker(
@@ -499,7 +527,7 @@ class _Server:
 
     def _unmount(self, lazy: bool = False) -> None:
         """Unmounts this mount, but nothing that was mounted on top of it since."""
-        if is_mounted(self._request.mountpoint, self._device):
+        while is_mounted(self._request.mountpoint, self._device):  # twice during a switch of trees
             unmount(self._request.mountpoint, lazy=lazy)
 
     def _close(self) -> None:

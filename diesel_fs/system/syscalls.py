@@ -283,6 +283,12 @@ def attach_mount(mount: int, path: str, *, folder: int = _AT_FDCWD, beneath: boo
     _syscall(_SYS_MOVE_MOUNT, mount, b"", folder, os.fsencode(path), flags)
 
 
+def mount_id(file: int) -> int:
+    """The number that mountinfo has for the mount of an open file."""
+    lines = Path(f"/proc/self/fdinfo/{file}").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("mnt_id:"))
+
+
 def detach_quietly(mountpoint: str) -> None:
     """Unmount lazily (the mount disappears now, and ends when nothing uses it); errors are
     ignored."""

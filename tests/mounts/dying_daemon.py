@@ -1,6 +1,8 @@
-"""The program of a mount, one process of which is killed while the kernel is told of a new version.
+"""The program of a mount, one process of which is killed in the midst of a switch.
 
-The environment variable `DIES` names it: worker, server or supervisor.
+In a FUSE mount that is while the kernel is told of the new version. In a native mount the new tree
+lies beneath the old one then. The environment variable `DIES` names the process: worker, server or
+supervisor. Without it, none is killed. The kernel may be another one, too (`other_kernels.py`).
 """
 
 import logging
@@ -11,10 +13,13 @@ from pathlib import Path
 
 from diesel_fs.mounts.sessions.protocol import NOTIFY_INVALIDATE, OUT_HEADER
 from diesel_fs.mounts.supervisor import main
+from diesel_fs.system import syscalls
+from tests.mounts.other_kernels import KERNEL, meet
 
 DIES = "TEST_DIES"
 
 real_write = os.write
+real_attach_mount = syscalls.attach_mount
 
 
 def write(descriptor: int, content: bytes) -> int:
@@ -24,6 +29,16 @@ def write(descriptor: int, content: bytes) -> int:
     if is_first and (pid := process_to_kill()):
         os.kill(pid, signal.SIGKILL)
     return real_write(descriptor, content)
+
+
+def attach_mount(mount: int, path: str, *, folder: int = -100, beneath: bool = False) -> None:
+    """The system call; after the first one that puts a tree beneath another, it kills the process.
+
+    A process that kills itself ends here.
+    """
+    real_attach_mount(mount, path, folder=folder, beneath=beneath)
+    if beneath and (pid := process_to_kill()):
+        os.kill(pid, signal.SIGKILL)
 
 
 def process_to_kill() -> int:
@@ -43,7 +58,10 @@ def process_to_kill() -> int:
 
 
 if __name__ == "__main__":
-    setattr(os, "write", write)  # noqa: B010  # mypy forbids =
+    if DIES in os.environ:
+        setattr(os, "write", write)  # noqa: B010  # mypy forbids =
+        setattr(syscalls, "attach_mount", attach_mount)  # noqa: B010
+    meet(os.environ.get(KERNEL, ""))
     code = main(sys.argv[1:])
     logging.shutdown()
     os._exit(code)

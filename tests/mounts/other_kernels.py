@@ -18,7 +18,10 @@ from diesel_fs.system.loop_devices import open_loop_device
 KERNEL = "TEST_KERNEL"
 """The environment variable with the names of `_KINDS`, separated by spaces."""
 
+AT_FDCWD = -100
+
 new_mount, real_stat, real_ioctl = syscalls.new_mount, os.stat, fcntl.ioctl
+attach_mount, copy_mount = syscalls.attach_mount, syscalls.copy_mount
 
 
 def meet(names: str) -> None:
@@ -101,11 +104,44 @@ def _killed_when_mounted() -> None:
     setattr(syscalls, "new_mount", mount)  # noqa: B010
 
 
+def _no_mounts_beneath() -> None:
+    """No mount can be put beneath another (before Linux 6.5)."""
+
+    def attach(mount: int, path: str, *, folder: int = AT_FDCWD, beneath: bool = False) -> None:
+        if beneath:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        attach_mount(mount, path, folder=folder)
+
+    setattr(syscalls, "attach_mount", attach)  # noqa: B010
+
+
+def _detached_mounts_are_alone() -> None:
+    """A mount that is attached nowhere can be neither copied nor mounted in (before 6.15)."""
+    attached: set[int] = set()
+
+    def attach(mount: int, path: str, *, folder: int = AT_FDCWD, beneath: bool = False) -> None:
+        if folder not in {AT_FDCWD, *attached}:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        attach_mount(mount, path, folder=folder, beneath=beneath)
+        attached.add(mount)
+
+    def copy(mount: int) -> int:
+        if mount not in attached:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        attached.remove(mount)  # the caller detaches it again
+        return copy_mount(mount)
+
+    setattr(syscalls, "attach_mount", attach)  # noqa: B010
+    setattr(syscalls, "copy_mount", copy)  # noqa: B010
+
+
 _KINDS: dict[str, Callable[[], None]] = {
     "no-file-mounts": _no_file_mounts,
     "zeros": _zeros,
     "no-erofs": _no_erofs,
     "no-loop-devices": _no_loop_devices,
+    "no-mounts-beneath": _no_mounts_beneath,
+    "detached-mounts-are-alone": _detached_mounts_are_alone,
     "killed-after-1": _killed_after(1),
     "killed-after-2": _killed_after(2),
     "killed-after-3": _killed_after(3),

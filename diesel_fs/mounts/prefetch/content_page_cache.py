@@ -30,7 +30,7 @@ from ...format.image import BLOCK_BYTES, Image
 from ...format.snapshot.diff import OldIndices, SnapshotDiff
 from ...format.snapshot.reader import Snapshot
 from ...system import syscalls
-from ..content_file import CONTENT_NAME
+from ..content_file import private_name
 from ..sessions.protocol import NOTIFY_STORE, STORE
 from .advice_process import PART, Advise, Parts, whole_files
 from .page_cache import (
@@ -71,9 +71,13 @@ class ContentTarget:
         """Open it in the folder that the server of a native mount serves. Takes `folder`, a
         descriptor. Raises OSError."""
         try:
-            return cls(os.open(CONTENT_NAME, os.O_RDONLY | os.O_CLOEXEC, dir_fd=folder), node)
+            return cls(os.open(private_name(node), os.O_RDONLY | os.O_CLOEXEC, dir_fd=folder), node)
         finally:
             os.close(folder)
+
+    def close(self) -> None:
+        """Close it."""
+        os.close(self.descriptor)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

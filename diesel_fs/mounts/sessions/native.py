@@ -9,36 +9,49 @@ users see as `.diesel`; the content file is not listed there, and closed to all 
 The tree holds the content file open. When the kernel closes it (RELEASE), the tree has been
 unmounted and none of its files is open any more; after the last one the session ends.
 
+A mount that follows its dataset gets another tree in the place of the one before (`switch_tree`):
+the kernel puts it beneath that one, which is then detached. So all look-ups meet the new tree from
+one moment on. What was looked up before stays in the old tree, and needs it: open files, and
+working folders.
+
 Concurrency: as the kernel session. Mounting a tree opens the content file, so a thread does it
 while the session goes on answering.
 """
 
 import errno
+import itertools
 import logging
 import os
 import re
 import select
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
+import trio
+
+from ...errors import DieselError
 from ...format.image import Image
 from ...system import syscalls
+from ...system.mountinfo import mounts, topmost_at
 from ..attributes import FOREVER_S, HIDDEN_ROOT, ROOT, Attributes, FuseErrno
-from ..content_file import CONTENT_BYTES, CONTENT_NAME, ContentFile, ContentVersion
+from ..content_file import CONTENT_BYTES, ContentFile, ContentVersion, added_ranges, private_name
 from ..mountpoint import HIDDEN_FOLDER
 from ..vfs import Vfs
 from . import protocol
 from .kernel import FOREVER_WHOLE_S, Answer, Handler, KernelSession
 from .native_tree import Tree, mount_tree
 from .protocol import Op, ReadRequest, RequestHeader
-from .session import SessionUnsupported
+from .push_status import PushStatusMap
+from .session import SessionUnsupported, SwitchUnsupported
 
 log = logging.getLogger("diesel.mount")
 
-CONTENT_NODE = HIDDEN_ROOT - 1
-"""The nodes below it are those of images (`_mount_image`)."""
+PRIVATE_NODE = HIDDEN_ROOT - 1
+"""The node of the first content file. Those of later ones, and of images (`_mount_image`), are
+below it; none is given twice."""
 
 TREE_READ_AHEAD_KIB = 1024
 """How far the kernel reads ahead in a file of the tree."""
@@ -49,12 +62,33 @@ CONTENT_READ_AHEAD_KIB = 4096
 _T = TypeVar("_T")
 
 
-@dataclass(frozen=True, slots=True)
-class ImageFile:
-    """An image, and a descriptor of its file."""
+def _ignore() -> None: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TreeVersion:
+    """A version of the dataset, as a tree shows it."""
 
     image: Image
     file: int
+    """A descriptor of the image's file. It stays open until `on_end`."""
+    vfs: Vfs
+    """Reads its contents."""
+    on_end: Callable[[], None] = _ignore
+    """Is called when no file of the tree is open any more, or the tree could not be mounted."""
+
+
+@dataclass(slots=True, eq=False)
+class _Tree:
+    """A tree that is being mounted, is mounted, or was: a file of it is still open."""
+
+    version: TreeVersion
+    content_node: int
+    content: ContentVersion
+    image_node: int = 0  # of the image, where the session can serve it
+    mount_id: int = 0  # in mountinfo
+    is_being_mounted: bool = True
+    opens: int = 0  # how often it has the content file open
 
 
 class NativeSession(KernelSession):
@@ -62,16 +96,20 @@ class NativeSession(KernelSession):
 
     name: ClassVar[str] = "native"
 
-    def __init__(self, vfs: Vfs, mountpoint: str, options: Sequence[str], image: ImageFile) -> None:
-        """`vfs` reads the contents of the version that `image` shows."""
+    def __init__(
+        self, vfs: Vfs, mountpoint: str, options: Sequence[str], version: TreeVersion
+    ) -> None:
+        """`version` is what the tree shows first."""
         super().__init__(vfs, mountpoint, options)
         self._source = next(each[7:] for each in options if each.startswith("fsname="))
-        self._image = image
-        self._content = ContentFile()
-        self._trees: dict[int, ContentVersion] = {}  # mounted ones, by the handle of their open
+        self._private_nodes = itertools.count(PRIVATE_NODE, -1)
+        self._contents: dict[int, ContentFile] = {}  # by node
         self._served_images: dict[int, Image] = {}  # by node; see `_mount_image`
-        self._next_handle = 1
-        self._opening: Image | None = None  # of the tree that is being mounted
+        self._trees: list[_Tree] = []  # the oldest first
+        self._handles = itertools.count(1)  # of opens of content files
+        self._openers: dict[int, _Tree] = {}  # by handle
+        self._mounter = 0  # the thread that mounts the newest tree; its opens are those of the tree
+        self._current = self._missed = self._add_tree(version)  # `_missed`: whose READs are misses
         self.private_mount = -1
         """A descriptor of the FUSE mount at no path, in which the content file can be opened."""
         self.note = ""
@@ -83,6 +121,11 @@ class NativeSession(KernelSession):
         if not syscalls.may_administrate():
             raise SessionUnsupported("it needs root, in a container with CAP_SYS_ADMIN")
 
+    @property
+    def content_node(self) -> int:
+        """The node of the current tree's content file."""
+        return self._current.content_node
+
     def mount(self) -> None:
         """See `Session`."""
         try:
@@ -91,49 +134,140 @@ class NativeSession(KernelSession):
             raise SessionUnsupported(f"a FUSE mount cannot be made at no path: {error}") from error
         try:
             self._negotiate()
-            self._answer_during(lambda: self._mount_tree(self._mountpoint))
+            self._answer_during(lambda: self._mount_tree(self._current))
+            self._current.is_being_mounted = False
+            self._end_if_unused(self._current)
         except OSError as error:
             self.close()
-            raise SessionUnsupported(_reason_of(error)) from error
+            raise SessionUnsupported(reason_of(error)) from error
         except BaseException:
             self.close()
             raise
 
-    def _mount_tree(self, mountpoint: str) -> None:
-        """Mounts the tree with `.diesel` in it; it is attached when it is complete. For a thread of
-        its own. Raises OSError, SessionUnsupported.
+    async def switch_tree(self, version: TreeVersion) -> None:
+        """Shows another version from now on, in the place of the current one; all look-ups meet it
+        from one moment on.
+
+        Raises DieselError where something that others have mounted is in the way,
+        SwitchUnsupported where the kernel cannot do it, SessionUnsupported, and OSError. Nothing
+        has changed then.
+        """
+        tree = self._add_tree(version)
+        try:
+            await trio.to_thread.run_sync(self._replace_tree, tree, abandon_on_cancel=True)
+        except Exception:
+            tree.is_being_mounted = False
+            self._end_if_unused(tree)
+            raise
+        tree.is_being_mounted = False
+        self._current = tree
+        self._end_if_unused(tree)
+
+    def check_place(self) -> None:
+        """Raises DieselError where something that others have mounted is in the way of a switch, or
+        the tree is not at the mount point any more.
+        """
+        here, mount_id = self._mountpoint, self._current.mount_id
+        entries = list(mounts())
+        top = topmost_at(here, entries)
+        if top is None:
+            raise DieselError(f"the mount is not on {here} any more")
+        if top.mount_id != mount_id:
+            raise DieselError(f"another file system ({top.source}) is mounted on {here}")
+        for each in entries:
+            if each.parent_id == mount_id and each.path != f"{here}/{HIDDEN_FOLDER}":
+                raise DieselError(f"{each.source} is mounted inside, on {each.path}")
+
+    def _add_tree(self, version: TreeVersion) -> _Tree:
+        """Makes the contents of a version readable. Its tree is not mounted yet."""
+        chain = version.image.chain
+        node = next((node for node, each in self._contents.items() if each.chain == chain), 0)
+        if not node:
+            node = next(self._private_nodes)
+            self._contents[node] = ContentFile(chain)
+        content = self._contents[node].add(version.vfs, version.image)
+        added = _Tree(version, node, content)
+        if _can_serve_images():
+            added.image_node = next(self._private_nodes)
+            self._served_images[added.image_node] = version.image
+        self._trees.append(added)
+        return added
+
+    def _end_if_unused(self, tree: _Tree) -> None:
+        """Frees what a tree needed, once no file of it is open, or if it could not be mounted."""
+        if tree.opens or tree.is_being_mounted:
+            return
+        self._trees.remove(tree)
+        self._contents[tree.content_node].remove(tree.content)
+        if not self._contents[tree.content_node].is_used:
+            del self._contents[tree.content_node]
+        self._served_images.pop(tree.image_node, None)
+        tree.version.on_end()
+        if not self._trees and self.private_mount >= 0:
+            # The kernel ends the connection when nothing uses it any more.
+            threading.Thread(target=os.close, args=(self.private_mount,), daemon=True).start()
+            self.private_mount = -1
+
+    def _replace_tree(self, new: _Tree) -> None:
+        """Puts a tree in the place of the current one. For a thread. Raises as `switch_tree`."""
+        self.check_place()
+        self._drop_zeros(new)
+        self._mount_tree(new, beneath=True)
+        ours = self._current.mount_id, new.mount_id
+        top = topmost_at(self._mountpoint, mounts())
+        # Where somebody has just unmounted the old tree, the new one goes, too.
+        if top is not None and top.mount_id in ours:
+            syscalls.umount2(self._mountpoint, syscalls.MNT_DETACH)
+
+    def _drop_zeros(self, new: _Tree) -> None:
+        """Makes the kernel drop the pages that it has where contents lie from now on: it reads
+        ahead, also behind the contents that there were, and got zeros.
+
+        Waits for READs of these pages that were begun before. Raises OSError.
+        """
+        node = new.content_node
+        *before, _ = [each for each in (*self._trees,) if each.content_node == node]
+        if not before:
+            return
+        for offset, size in added_ranges(before[-1].version.image, new.version.image):
+            with suppress(FileNotFoundError):  # the kernel has nothing of the file
+                os.write(self._device, protocol.invalidate_pages(node, offset, size))
+
+    def _mount_tree(self, new: _Tree, *, beneath: bool = False) -> None:
+        """Mounts a tree with `.diesel` in it; it is attached when it is complete. For a thread,
+        which gets a working folder of its own. Raises OSError, SwitchUnsupported,
+        SessionUnsupported.
         """
         syscalls.own_working_folder()
         device = os.stat(f"/proc/self/fd/{self.private_mount}").st_dev
         syscalls.tune(f"{os.major(device)}:{os.minor(device)}", CONTENT_READ_AHEAD_KIB)
-        self._opening = self._image.image
+        self._mounter = threading.get_native_id()
         try:
-            tree = self._mount_image(self._image)
+            mounted = self._mount_image(new)
         finally:
-            self._opening = None
+            self._mounter = 0
+        self.note = mounted.note
         try:
-            self.note = tree.note
-            tree.set_read_ahead(TREE_READ_AHEAD_KIB)
-            self._attach(tree, mountpoint)
+            mounted.set_read_ahead(TREE_READ_AHEAD_KIB)
+            new.mount_id = syscalls.mount_id(mounted.mount)
+            self._attach(mounted, beneath)
         finally:
-            tree.close()
+            mounted.close()
 
-    def _mount_image(self, opened: ImageFile) -> Tree:
+    def _mount_image(self, tree: _Tree) -> Tree:
         """Mounts an image by its file. EROFS cannot use files of some file systems (tmpfs,
         overlayfs); then the kernel reads the image through the FUSE mount, too.
         """
         private = f"/proc/self/fd/{self.private_mount}"
-        files = [f"/proc/self/fd/{opened.file}"]
-        if _can_serve_images():
-            node = CONTENT_NODE - 1 - len(self._served_images)
-            self._served_images[node] = opened.image
-            files.append(f"{private}/image-{node}")
-        content = f"{private}/{CONTENT_NAME}"
-        return mount_tree(opened.image, files, self._source, content)
+        files = [f"/proc/self/fd/{tree.version.file}"]
+        if tree.image_node:
+            files.append(f"{private}/{private_name(tree.image_node)}")
+        content = f"{private}/{private_name(tree.content_node)}"
+        return mount_tree(tree.version.image, files, self._source, content)
 
-    def _attach(self, tree: Tree, mountpoint: str) -> None:
+    def _attach(self, tree: Tree, beneath: bool) -> None:
         """Puts `.diesel` into the tree, and the tree in its place."""
-        hidden = self._copy_private_mount(mountpoint)
+        hidden = self._copy_private_mount(is_attached=beneath)
         try:
             try:
                 syscalls.attach_mount(hidden, HIDDEN_FOLDER, folder=tree.mount)
@@ -141,18 +275,29 @@ class NativeSession(KernelSession):
                 if error.errno != errno.EINVAL:
                     raise
                 # Before Linux 6.15 nothing can be mounted in a tree that is attached nowhere.
-                syscalls.attach_mount(tree.mount, mountpoint)
+                self._attach_tree(tree, beneath)
                 syscalls.attach_mount(hidden, HIDDEN_FOLDER, folder=tree.mount)
                 tree.hide()
             else:
                 tree.hide()
-                syscalls.attach_mount(tree.mount, mountpoint)
+                self._attach_tree(tree, beneath)
         finally:
             os.close(hidden)
 
-    def _copy_private_mount(self, mountpoint: str) -> int:
+    def _attach_tree(self, tree: Tree, beneath: bool) -> None:
+        try:
+            syscalls.attach_mount(tree.mount, self._mountpoint, beneath=beneath)
+        except OSError as error:
+            if not beneath or error.errno not in (errno.EINVAL, errno.ENOSYS):
+                raise
+            raise SwitchUnsupported(
+                f"the kernel cannot put a mount beneath the one on {self._mountpoint}"
+                " (Linux 6.5 can, except on the root of all mounts)"
+            ) from error
+
+    def _copy_private_mount(self, *, is_attached: bool) -> int:
         """A second mount of the FUSE file system: the tree holds a file of the first one open,
-        which would keep the mount on `.diesel` busy.
+        which would keep the mount on `.diesel` busy. `is_attached`: there is one on `.diesel`.
         """
         try:
             return syscalls.copy_mount(self.private_mount)
@@ -160,11 +305,13 @@ class NativeSession(KernelSession):
             if error.errno != errno.EINVAL:
                 raise
         # Before Linux 6.15 only a mount that is attached can be copied.
-        syscalls.attach_mount(self.private_mount, mountpoint)
+        if is_attached:
+            return syscalls.clone_mount(f"{self._mountpoint}/{HIDDEN_FOLDER}")
+        syscalls.attach_mount(self.private_mount, self._mountpoint)
         try:
             return syscalls.copy_mount(self.private_mount)
         finally:
-            syscalls.umount2(mountpoint, syscalls.MNT_DETACH)
+            syscalls.umount2(self._mountpoint, syscalls.MNT_DETACH)
 
     def _answer_during(self, work: Callable[[], _T]) -> _T:
         """Runs `work` in a thread, and answers requests until it has ended: before `serve`."""
@@ -201,6 +348,16 @@ class NativeSession(KernelSession):
             os.close(self.private_mount)
             self.private_mount = -1
 
+    def attach_worker(
+        self,
+        on_miss: Callable[[int], None],
+        on_forget: Callable[[Sequence[int]], None],
+        push_status: PushStatusMap,
+    ) -> None:
+        """See `KernelSession`. The entries are those of the tree that is current now."""
+        super().attach_worker(on_miss, on_forget, push_status)
+        self._missed = self._current
+
     # requests ---------------------------------------------------------------------------------
 
     def _make_handlers(self) -> Mapping[int, tuple[str, Handler]]:
@@ -213,8 +370,8 @@ class NativeSession(KernelSession):
     def _lookup(self, request: RequestHeader, message: memoryview) -> Answer:
         if request.node == HIDDEN_ROOT:
             name = protocol.parse_name(message)
-            for node in (CONTENT_NODE, *self._served_images):
-                if name == self._name_of(node):
+            for node in (*self._contents, *self._served_images):
+                if name == private_name(node).encode():
                     return self._found(self._private_attributes(node))
         return super()._lookup(request, message)
 
@@ -227,10 +384,7 @@ class NativeSession(KernelSession):
         )
 
     def _is_private(self, node: int) -> bool:
-        return node == CONTENT_NODE or node in self._served_images
-
-    def _name_of(self, node: int) -> bytes:
-        return CONTENT_NAME.encode() if node == CONTENT_NODE else b"image-%d" % node
+        return node in self._contents or node in self._served_images
 
     def _private_attributes(self, node: int) -> Attributes:
         image = self._served_images.get(node)
@@ -241,20 +395,18 @@ class NativeSession(KernelSession):
         """Every open gets an answer: a refusal would be the last open that the kernel tells of."""
         if request.node < HIDDEN_ROOT and not self._is_private(request.node):
             raise FuseErrno(errno.ESTALE)
-        if request.node != CONTENT_NODE or self._opening is None:
+        if request.node not in self._contents or protocol.parse_thread(message) != self._mounter:
             return protocol.open_answer(0)
-        handle, self._next_handle = self._next_handle, self._next_handle + 1
-        self._trees[handle] = self._content.add(self._vfs, self._opening)
+        handle, tree = next(self._handles), self._trees[-1]
+        self._openers[handle] = tree
+        tree.opens += 1
         return protocol.open_answer(handle)
 
     def _release(self, request: RequestHeader, message: memoryview) -> Answer:
-        version = self._trees.pop(protocol.parse_release(message), None)
-        if version is not None:
-            self._content.remove(version)
-            if not self._trees and self._opening is None and self.private_mount >= 0:
-                # The kernel ends the connection when nothing uses it any more.
-                threading.Thread(target=os.close, args=(self.private_mount,), daemon=True).start()
-                self.private_mount = -1
+        tree = self._openers.pop(protocol.parse_release(message), None)
+        if tree is not None:
+            tree.opens -= 1
+            self._end_if_unused(tree)
         return b""
 
     def _read(self, read: ReadRequest) -> None:
@@ -264,24 +416,26 @@ class NativeSession(KernelSession):
         if image is not None:
             self._send(unique, (image.buffer[offset : offset + size],))
             return
-        if node != CONTENT_NODE:
+        content = self._contents.get(node)
+        if content is None:
             super()._read(read)
             return
         self._vfs.requests["read"] += 1
         try:
-            found = self._content.read_nowait(offset, size)
+            found = content.read_nowait(offset, size)
         except BaseException as fault:
             self._send(unique, (), self._vfs.errno_of(fault, "read", node))
             return
         if found is not None:
             self._send(unique, found)
         else:
-            self._later(unique, node, "read", self._content.read(offset, size))
-        if self._push_status is not None and self._push_status.takes_miss():
-            self._on_miss(self._content.first_entry(offset))
+            self._later(unique, node, "read", content.read(offset, size))
+        push_status, tree = self._push_status, self._missed
+        if push_status is not None and node == tree.content_node and push_status.takes_miss():
+            self._on_miss(tree.content.entry_at(offset))
 
 
-def _reason_of(error: OSError) -> str:
+def reason_of(error: OSError) -> str:
     """Why the kernel has not mounted the tree."""
     if error.errno == errno.ENODEV:
         return "this kernel has no EROFS (`modprobe erofs` loads it, if it is installed)"

@@ -130,6 +130,11 @@ def parse_header(message: memoryview) -> RequestHeader:
     return RequestHeader(op, unique, node)
 
 
+def parse_thread(message: memoryview) -> int:
+    """The ID of the thread whose system call made a request."""
+    return int(IN_HEADER.unpack_from(message)[6])
+
+
 class ReadRequest(NamedTuple):
     """The fields of a READ that are used."""
 
@@ -286,7 +291,12 @@ def invalidate_node(node: int) -> bytes:
 
     The names in a folder stay.
     """
-    return INVALIDATE.pack(INVALIDATE.size, NOTIFY_INVALIDATE, 0, node, 0, 0)
+    return invalidate_pages(node, 0, 0)
+
+
+def invalidate_pages(node: int, offset: int, size: int) -> bytes:
+    """A notification: the kernel drops pages of a node, from an offset on; size 0 means all."""
+    return INVALIDATE.pack(INVALIDATE.size, NOTIFY_INVALIDATE, 0, node, offset, size)
 
 
 def invalidate_name(folder: int, name: bytes) -> bytes:

@@ -55,6 +55,10 @@ class SessionUnsupported(Exception):
     """This session cannot run here; another one may."""
 
 
+class SwitchUnsupported(Exception):
+    """The mount cannot switch to another version, now or later."""
+
+
 class Session(Protocol):
     """One connection to the kernel. The same tests run over every implementation."""
 

@@ -1,28 +1,23 @@
-"""The file system of a mount that follows its dataset: several versions, one set of nodes.
-
-A mount with `--follow` switches to newer versions of its dataset while programs use it. Names then
-lead to the new version, the current one; a version before it is retired, and goes on serving the
-files that are open in it until the kernel knows none of its nodes any more.
+"""The file system of a FUSE mount that follows its dataset: several versions, one set of nodes.
 
 A node is FUSE's name for an inode number. Each version is a `Vfs` of its own, whose nodes are its
 entries' indices + 1; the mount's nodes are other numbers. They begin as the nodes of the first
 version. An entry that is unchanged in a later version keeps its node, and every other entry gets a
 number that no entry had before. So a node has one content for ever, and the kernel may keep it. For
-that this module counts how often the kernel has been given each node. It also finds where a listing
-goes on that was begun before a switch.
+that this module counts how often the kernel has been given each node: a retired version goes on
+until the kernel knows none of its nodes any more. It also finds where a listing goes on that was
+begun before a switch.
 
-`watcher.py` decides when to switch, `format/snapshot/diff.py` says what is unchanged, and
+`fuse_switch.py` makes the switch, `format/snapshot/diff.py` says what is unchanged, and
 `invalidation.py` tells the kernel.
 
 Concurrency: one trio task at a time, as in `vfs.py`. Only `prepare` is for a thread.
 """
 
 import errno
-import threading
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -34,7 +29,8 @@ from ...format.snapshot.diff import OldIndices, SnapshotDiff
 from ...format.snapshot.reader import Snapshot
 from ...settings import READ_DEADLINE_S
 from ..attributes import HIDDEN_NAME, HIDDEN_ROOT, ROOT, Attributes, FuseErrno, Owner
-from ..vfs import ChildColumns, EntryReader, MountHooks, Space, Vfs
+from ..vfs import ChildColumns, EntryReader, MountHooks, Vfs
+from .versioned_vfs import ReaderFactory, VersionedVfs, VersionVfs
 
 Nodes = npt.NDArray[np.uint64]
 
@@ -49,8 +45,6 @@ _DOTS = 2
 MOVES_KEPT = 16
 """For so many switches the mount remembers where the places of a folder went, at 4 bytes an entry.
 A listing begun before them goes on at its old place, and may leave entries out."""
-
-ReaderFactory = Callable[[], EntryReader]
 
 
 class NodeNumbers:
@@ -103,46 +97,22 @@ class NodeNumbers:
         self.lookup_total -= total
 
 
-class LazyReader:
-    """The reader of a retired version: it is opened at its first read, which seldom comes."""
-
-    def __init__(self, open_reader: ReaderFactory) -> None:
-        self._open = open_reader
-        self._reader: EntryReader | None = None
-        self._lock = threading.Lock()
-
-    def read(self, index: int, offset: int, size: int) -> memoryview:
-        """See `EntryReader`. Raises DieselError."""
-        with self._lock:
-            if self._reader is None:
-                self._reader = self._open()
-            reader = self._reader
-        return reader.read(index, offset, size)
-
-    def read_nowait(self, index: int, offset: int, size: int) -> memoryview | None:
-        """See `EntryReader`."""
-        reader = self._reader
-        return None if reader is None else reader.read_nowait(index, offset, size)
-
-    def stats(self) -> dict[str, int]:
-        """See `EntryReader`."""
-        reader = self._reader
-        return {} if reader is None else reader.stats()
-
-    def close(self) -> None:
-        """Closes the reader, if it was opened."""
-        if self._reader is not None:
-            self._reader.close()
-
-
-@dataclass(slots=True, eq=False)
-class _Version:
+class NumberedVersion(VersionVfs):
     """One version, and the nodes of its entries."""
 
-    vfs: Vfs
-    numbers: NodeNumbers
+    def __init__(
+        self, mount: Vfs, snapshot: Snapshot, reader: EntryReader, numbers: NodeNumbers
+    ) -> None:
+        super().__init__(mount, snapshot, reader)
+        self.numbers = numbers
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether the kernel knows a node of this version, or waits for one."""
+        return self.numbers.lookup_total > 0 or self.waiting > 0
 
     def node(self, index: int) -> int:
+        """The node of an entry."""
         return int(self.numbers.nodes[index])
 
 
@@ -159,10 +129,13 @@ class Prepared(NamedTuple):
     children now."""
 
 
-class FollowingVfs(Vfs):
+class FollowingVfs(VersionedVfs):
     """The file system of a mount whose version changes (see the module)."""
 
     first_counted_node = ROOT
+
+    current: NumberedVersion
+    _retired: Sequence[NumberedVersion]
 
     def __init__(
         self,
@@ -176,48 +149,37 @@ class FollowingVfs(Vfs):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(
-            snapshot, reader, owner, hooks, read_deadline_s=read_deadline_s, clock=clock
+            snapshot,
+            reader,
+            owner,
+            hooks,
+            follow_stats=follow_stats,
+            read_deadline_s=read_deadline_s,
+            clock=clock,
         )
-        nodes = np.arange(1, snapshot.entry_count + 1, dtype=np.uint64)
-        self._current = _Version(
-            self._version_vfs(snapshot, reader), NodeNumbers(nodes, as_indices=True)
-        )
-        self._retired: list[_Version] = []  # the newest first
         self._next_node = snapshot.entry_count + 1
-        self._follow_stats = follow_stats
-        self._since_s = time.time()
-        self._switches = 0
         # The last switch that changed a folder's listing, by the folder's node; none: no switch
         # did.
         self._changed_at_switch: dict[int, int] = {}
         self._stale_names: dict[int, set[bytes]] = {}  # see `take_stale_names`
         self._moves: dict[int, tuple[OldIndices, dict[int, tuple[int, int, int]]]] = {}  # by switch
 
-    def _version_vfs(self, snapshot: Snapshot, reader: EntryReader) -> Vfs:
-        """One version, with the counters and the thread limit of the whole mount."""
-        made = Vfs(
-            snapshot, reader, self.owner, read_deadline_s=self._deadline_s, clock=self._clock
-        )
-        made.reads, made.requests, made._threads = self.reads, self.requests, self._threads
-        return made
+    def _first_version(self, snapshot: Snapshot, reader: EntryReader) -> NumberedVersion:
+        nodes = np.arange(1, snapshot.entry_count + 1, dtype=np.uint64)
+        return NumberedVersion(self, snapshot, reader, NodeNumbers(nodes, as_indices=True))
 
     # switching to another version -----------------------------------------------------------------
 
     @property
-    def snapshots(self) -> list[Snapshot]:
-        """The snapshots of the current and all retired versions, the current one first."""
-        return [self.snapshot, *(each.vfs.snapshot for each in self._retired)]
-
-    @property
     def numbers(self) -> NodeNumbers:
         """The nodes of the current version."""
-        return self._current.numbers
+        return self.current.numbers
 
     def prepare(self, diff: SnapshotDiff, reader: EntryReader) -> Prepared:
         """What `switch_version` needs; `diff.old` is the current version. For a thread: it takes
         a second for a million entries. Raises DieselError where there are no numbers left.
         """
-        before, was = self._current.numbers.nodes, diff.unchanged
+        before, was = self.current.numbers.nodes, diff.unchanged
         is_new = was < 0
         nodes = before[np.where(is_new, 0, was)]
         count = int(np.count_nonzero(is_new))
@@ -232,47 +194,24 @@ class FollowingVfs(Vfs):
         first_before = diff.old.columns.chunk[was[changed]]
         children = zip(first_before.tolist(), first.tolist(), count_of.tolist(), strict=True)
         folders = dict(zip(nodes[changed].tolist(), children, strict=True))
-        return Prepared(diff, reader, self._current.numbers, NodeNumbers(nodes), after, folders)
+        return Prepared(diff, reader, self.current.numbers, NodeNumbers(nodes), after, folders)
 
     def switch_version(self, prepared: Prepared, reopen: ReaderFactory) -> EntryReader:
-        """Makes names lead to this version from now on, and retires the current one.
-
-        Reads of the retired version open a reader by `reopen`. Its present reader is returned:
-        close it after `drain_retired`.
-        """
-        diff, old = prepared.diff, self._current
+        """Makes names lead to this version from now on (see `begin_version`)."""
+        diff = prepared.diff
         assert diff.old is self.snapshot, "the switch was prepared from another version"
         unchanged = np.flatnonzero(diff.unchanged >= 0)
-        old.numbers.move(diff.unchanged[unchanged], prepared.numbers, unchanged)
-        old_reader, old.vfs._reader = old.vfs._reader, LazyReader(reopen)
-        self._retired.insert(0, old)
-        self._current = _Version(self._version_vfs(diff.new, prepared.reader), prepared.numbers)
+        self.numbers.move(diff.unchanged[unchanged], prepared.numbers, unchanged)
+        new = NumberedVersion(self, diff.new, prepared.reader, prepared.numbers)
         self._next_node = prepared.next_node
-        self.snapshot, self._reader = diff.new, prepared.reader
-        self._hidden.switch_version(diff.new)
-        self._switches += 1
-        self._since_s = time.time()
+        old_reader = self.begin_version(new, reopen)
         self._changed_at_switch.update(dict.fromkeys(prepared.folders, self._switches))
         self._moves[self._switches] = diff.same_path, prepared.folders
         self._moves.pop(self._switches - MOVES_KEPT, None)
-        self.drop_unused_versions()
         self._changed_at_switch = {
             node: at for node, at in self._changed_at_switch.items() if self._find(node)
         }
         return old_reader
-
-    async def drain_retired(self) -> None:
-        """Returns when no request waits for a retired version."""
-        for each in tuple(self._retired):
-            await each.vfs.drain()
-
-    def drop_unused_versions(self) -> None:
-        """Closes the retired versions of which the kernel knows no node any more."""
-        for each in tuple(self._retired):
-            if each.numbers.lookup_total <= 0 and not each.vfs.waiting:
-                self._retired.remove(each)
-                closing = threading.Thread(target=each.vfs.close, daemon=True)
-                closing.start()  # in a thread: it may wait for a read of a dead store
 
     def take_stale_names(self) -> dict[int, set[bytes]]:
         """The names that the kernel was given in folders of retired versions since the last call,
@@ -286,19 +225,19 @@ class FollowingVfs(Vfs):
 
     def entry_of(self, node: int) -> int:
         """The entry of the current version that has a node; -1 for none."""
-        return self._current.numbers.index(node)
+        return self.current.numbers.index(node)
 
-    def _find(self, node: int) -> tuple[_Version, int] | None:
+    def _find(self, node: int) -> tuple[NumberedVersion, int] | None:
         """The version that answers for a node, and its entry; None for a node that is unknown."""
-        index = self._current.numbers.index(node)
+        index = self.current.numbers.index(node)
         if index >= 0:
-            return self._current, index
+            return self.current, index
         for each in self._retired:
             if (index := each.numbers.index(node)) >= 0:
                 return each, index
         return None
 
-    def _locate(self, node: int) -> tuple[_Version, int]:
+    def _locate(self, node: int) -> tuple[NumberedVersion, int]:
         """The same. Raises FuseErrno(ESTALE) for a node that is unknown."""
         found = self._find(node)
         if found is None:
@@ -319,10 +258,10 @@ class FollowingVfs(Vfs):
         """See `Vfs`; names in a folder of a retired version become stale."""
         if count:
             version, index = self._locate(folder)
-            start = version.vfs.snapshot.children(index).start + place
+            start = version.snapshot.children(index).start + place
             version.numbers.count_lookups(start, start + count)
-            if version is not self._current:
-                names = version.vfs.snapshot.names(range(start, start + count))
+            if version is not self.current:
+                names = version.snapshot.names(range(start, start + count))
                 self._stale_names.setdefault(folder, set()).update(names)
 
     def forget(self, node: int, count: int) -> None:
@@ -335,7 +274,7 @@ class FollowingVfs(Vfs):
             return
         version, index = found
         version.numbers.forget(index, count)
-        if version is not self._current and version.numbers.lookup_total <= 0:
+        if version is not self.current and version.numbers.lookup_total <= 0:
             self.drop_unused_versions()
 
     def forget_all(self, forgets: Sequence[tuple[int, int]]) -> list[int]:
@@ -352,8 +291,8 @@ class FollowingVfs(Vfs):
         if folder == ROOT and name == HIDDEN_NAME:
             return self.attributes(HIDDEN_ROOT)
         version, index = self._locate(folder)
-        found = version.vfs.lookup(index + 1, name)
-        if version is not self._current:
+        found = version.lookup(index + 1, name)
+        if version is not self.current:
             self._stale_names.setdefault(folder, set()).add(name)
         return found._replace(node=version.node(found.node - 1)) if found.node else found
 
@@ -362,25 +301,21 @@ class FollowingVfs(Vfs):
         if node >= HIDDEN_ROOT:
             return super().attributes(node)
         version, index = self._locate(node)
-        return version.vfs.attributes(index + 1)._replace(node=node)
+        return version.attributes(index + 1)._replace(node=node)
 
     def link_target(self, node: int) -> bytes:
         """The target of a symbolic link, verbatim."""
         if node >= HIDDEN_ROOT:
             return super().link_target(node)
         version, index = self._locate(node)
-        return version.vfs.link_target(index + 1)
-
-    def space(self) -> Space:
-        """What statfs reports: the current version."""
-        return self._current.vfs.space()
+        return version.link_target(index + 1)
 
     def folder_parent(self, node: int) -> int:
         """The node that `..` leads to; the root's is the root."""
         if node >= HIDDEN_ROOT:
             return super().folder_parent(node)
         version, index = self._locate(node)
-        return version.node(version.vfs.folder_parent(index + 1) - 1)
+        return version.node(version.folder_parent(index + 1) - 1)
 
     def resume_listing(self, folder: int, offset: int) -> tuple[int, int]:
         """See `Vfs`; the listing may have begun in another version."""
@@ -408,7 +343,7 @@ class FollowingVfs(Vfs):
     def child_columns(self, folder: int, position: int, count: int) -> ChildColumns | None:
         """See `Vfs`."""
         version, index = self._locate(folder)
-        found = version.vfs.child_columns(index + 1, position, count)
+        found = version.child_columns(index + 1, position, count)
         if found is None:
             return None
         first = int(found.nodes[0]) - 1
@@ -421,7 +356,7 @@ class FollowingVfs(Vfs):
         if node >= HIDDEN_ROOT:
             return super().read_nowait(node, offset, size)
         version, index = self._locate(node)
-        return version.vfs.read_nowait(index + 1, offset, size)
+        return version.read_nowait(index + 1, offset, size)
 
     async def read(self, node: int, offset: int, size: int) -> Bytes:
         """See `Vfs`. A switch meanwhile changes nothing for a read that waits."""
@@ -429,28 +364,11 @@ class FollowingVfs(Vfs):
             return await super().read(node, offset, size)
         version, index = self._locate(node)
         with self._counted_wait():
-            return await version.vfs.read(index + 1, offset, size)
-
-    # statistics ---------------------------------------------------------------------------------
-
-    def stats(self) -> dict[str, object]:
-        """The content of `.diesel/stats`, with `follow`."""
-        follow = {
-            "since": round(self._since_s, 3),
-            "switches": self._switches,
-            "retired_versions": [each.vfs.snapshot.version for each in self._retired],
-            **self._follow_stats(),
-        }
-        return {**super().stats(), "follow": follow}
-
-    def close(self) -> None:
-        """Frees what all readers hold."""
-        for each in (self._current, *self._retired):
-            each.vfs.close()
+            return await version.read(index + 1, offset, size)
 
     def _describe_node(self, node: int) -> str:
         found = self._find(node)
         if found is None:
             return f"{self.snapshot.dataset}: node {node}"
         version, index = found
-        return version.vfs._describe_node(index + 1)
+        return version._describe_node(index + 1)

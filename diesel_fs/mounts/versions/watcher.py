@@ -2,16 +2,15 @@
 
 The watcher asks for the newest version every few seconds. A switch has these steps:
 
-1. A thread opens the new snapshot and compares it with the old one.
+1. A thread opens the new snapshot, compares it with the old one and prepares the switch.
 2. The prefetch worker accepts no plans from now on. If a plan is running, the switch is postponed.
-3. In one turn of the server's loop, names begin to lead to the new version; so do the lists of
-   `.diesel`, statistics and the control socket.
-4. The worker takes over what is in the page cache, and tells the kernel which names and folders to
-   look up again; without a worker, a thread here tells it. Until the kernel was told of a name, the
-   name leads to the old node (FUSE's word for an inode), which has the old bytes.
+3. Names begin to lead to the new version; so do the lists of `.diesel`, statistics and the control
+   socket.
+4. The worker takes over what is in the page cache.
 
-A failure before step 3 changes nothing: the mount stays at its version, the log says why, once, and
-the watcher tries again at its next check.
+How names begin to lead elsewhere differs between mounts (`switching.py`). A failure before that
+changes nothing: the mount stays at its version, the log says why, once, and the watcher tries again
+at its next check. Where the kernel cannot switch this mount, the watcher stops trying.
 
 Concurrency: trio, in the server process; one task.
 """
@@ -19,7 +18,7 @@ Concurrency: trio, in the server process; one task.
 import gc
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -27,20 +26,17 @@ import numpy as np
 import trio
 
 from ...errors import DieselError, ForeignError, MetadataError, NoSuchDataset
-from ...format.snapshot.diff import diff_snapshots
+from ...format.snapshot.diff import SnapshotDiff, diff_snapshots
 from ...format.snapshot.reader import Snapshot
-from ...net.messages import Message, Value
 from ...repository.private_copies import snapshot_descriptor
 from ..options import MountRequest
 from ..prefetch.link import WorkerLink
-from ..sessions.kernel import KernelSession
-from ..sessions.push_status import NodePushStatusMap, push_status_file
-from ..sessions.session import Session
-from ..source import MountSource, node_map_file
+from ..sessions.push_status import push_status_file
+from ..sessions.session import SwitchUnsupported
+from ..source import MountSource
 from ..vfs import EntryReader
-from .following import FollowingVfs, Prepared
-from .invalidation import invalidate_after_switch, invalidate_folders
 from .leases import VersionLeases
+from .switching import PreparedSwitch, Switching
 
 log = logging.getLogger("diesel.mount")
 
@@ -81,11 +77,12 @@ class VersionWatcher:
         self._on_switch = on_switch
         self._leases = leases
         self._thread = trio.CapacityLimiter(1)
-        self._session: Session
-        self._vfs: FollowingVfs
+        self._switching: Switching
         self._has_worker = False
         self._ending = False
+        self._can_switch = True
         self._last_error = ""
+        self._switch_failed = False  # the last one, by `_last_error`
         self._newest_version, self._newest_since_s = 0, 0.0
         self._running_plans: list[str] = []
         self._versions = 1  # how many versions the mount answered from at the last `_free_memory`
@@ -94,7 +91,7 @@ class VersionWatcher:
     def stats(self) -> Mapping[str, object]:
         """The watcher's part of `follow` in `.diesel/stats`."""
         return {
-            "told": self._vfs.snapshot.version
+            "told": self._snapshots[0].version
             if self._applied_version is None
             else self._applied_version,
             "newest": self._newest_version,
@@ -102,71 +99,75 @@ class VersionWatcher:
             "trouble": self._last_error,
         }
 
-    def attach_vfs(self, vfs: FollowingVfs) -> None:
-        """The file system to switch. Called before everything else."""
-        self._vfs = vfs
+    @property
+    def _snapshots(self) -> list[Snapshot]:
+        """Of the current version and the retired ones."""
+        return self._switching.vfs.snapshots
 
-    def attach_session(self, session: KernelSession, push_status: int) -> None:
-        """Connects a session with the worker, for the current version. `push_status` is a memory
-        file, in which the worker says which entries it is about to push.
-        """
-        index_of_node, report_miss = self._vfs.numbers.index, self._link.report_miss
+    def attach(self, switching: Switching) -> None:
+        """How the mount switches. Called before everything else."""
+        self._switching = switching
 
-        def on_miss(entry: int) -> None:
-            index = index_of_node(entry + 1)  # the session counts nodes from 0, FUSE from 1
-            if index >= 0:
-                report_miss(index)
-
-        session.attach_worker(
-            on_miss, self._link.report_forgotten, NodePushStatusMap(push_status, index_of_node)
-        )
+    def attach_worker(self, push_status: int) -> None:
+        """The worker has begun with the current version (see `Switching`)."""
+        self._switching.attach_worker(push_status)
         self._has_worker = True
 
     def stop(self) -> None:
         """The mount is being unmounted: nothing more is begun, or sent to the kernel."""
         self._ending = True
+        self._switching.stop()
 
-    async def run(self, session: Session) -> None:
+    async def run(self) -> None:
         """Watches until it is cancelled."""
-        self._session = session
         interval_s = self._request.follow_interval_s or POLL_INTERVAL_S
         while not self._ending:
             await trio.sleep(interval_s)
             try:
-                await self._invalidate_stale_names()
-                self._vfs.drop_unused_versions()
+                await self._switching.tidy()
+                self._switching.vfs.drop_unused_versions()
                 await self._free_memory()
-                await self._in_thread(lambda: self._leases.set_versions(self._vfs.snapshots))
-                await self._check_newest()
+                await self._in_thread(lambda: self._leases.set_versions(self._snapshots))
+                if self._can_switch:
+                    await self._check_newest()
+            except SwitchUnsupported as reason:
+                self._can_switch = False
+                self._log_once(f"cannot follow: {reason}")
             except DieselError as error:
-                self._log_once(error)
+                self._log_once(self._explanation(error))
             except Exception:  # a bug here must not end the mount
                 log.exception("following %s failed (a bug); trying again", self._request.dataset)
 
     async def _in_thread(self, work: Callable[[], _T]) -> _T:
         return await trio.to_thread.run_sync(work, abandon_on_cancel=True, limiter=self._thread)
 
-    def _log_once(self, error: DieselError) -> None:
-        """Logs an error, unless it was the last one, too."""
-        text = f"cannot follow: {error}"
+    def _explanation(self, error: DieselError) -> str:
         if isinstance(error, NoSuchDataset):
-            text = f"{self._request.dataset} has been deleted"
-        elif isinstance(error, ForeignError):
-            text = error.message
-        if text != self._last_error:
-            version = self._vfs.snapshot.version
-            log.warning("%s; the mount stays at version %d", text, version)
-        self._last_error = text
+            return f"{self._request.dataset} has been deleted"
+        return error.message if isinstance(error, ForeignError) else f"cannot follow: {error}"
+
+    def _log_once(self, trouble: str) -> None:
+        """Logs why the mount stays at its version, unless that was logged last, too."""
+        if trouble != self._last_error:
+            version = self._snapshots[0].version
+            log.warning("%s; the mount stays at version %d", trouble, version)
+        self._last_error = trouble
+
+    def _recover(self) -> None:
+        """There is no trouble any more."""
+        if self._last_error:
+            log.info("following %s again", self._request.dataset)
+        self._last_error = ""
+        self._switch_failed = False
 
     async def _check_newest(self) -> None:
         """Asks for the newest version, and switches to it when it may."""
-        current, now_s = self._vfs.snapshot, trio.current_time()
+        current, now_s = self._snapshots[0], trio.current_time()
         newest = await self._in_thread(lambda: self._source.newest(self._request, current.identity))
         if newest < current.version:
             raise MetadataError(f"the metadata store is behind, at version {newest}")
-        if self._last_error:
-            log.info("following %s again", current.dataset)
-            self._last_error = ""
+        if newest == current.version or not self._switch_failed:
+            self._recover()
         if newest == current.version:
             self._newest_version = newest
             return
@@ -175,7 +176,12 @@ class VersionWatcher:
         is_unchanged = newest == self._newest_version
         self._newest_version = newest
         if is_unchanged or now_s - self._newest_since_s >= SWITCH_DELAY_S_MAX:
-            await self._switch_if_idle()
+            try:
+                await self._switch_if_idle()
+            except DieselError:
+                self._switch_failed = True
+                raise
+            self._recover()
 
     async def _no_plan_runs(self, question: str) -> bool:
         """Asks the worker by one of two messages whether plans run; "hold plans" also makes it
@@ -205,14 +211,13 @@ class VersionWatcher:
             return
         try:
             if not await self._no_plan_runs("hold plans") or self._ending:
-                ready.versions.reader.close()
                 return
             before = await self._switch(ready)
         finally:
             self._link.send({"do": "let plans"})
             ready.close()
         with trio.move_on_after(self._request.read_deadline_s):
-            await self._vfs.drain_retired()
+            await self._switching.vfs.drain_retired()
         await self._in_thread(before.close)
         self._versions += 1  # with the new version; the retired one may be gone already
 
@@ -220,103 +225,75 @@ class VersionWatcher:
         """Frees the memory of versions that have ended. Their objects refer to each other in
         cycles, and a snapshot would stay mapped until Python collects those.
         """
-        versions = len(self._vfs.snapshots)
+        versions = len(self._snapshots)
         if versions < self._versions:
             await self._in_thread(gc.collect)
         self._versions = versions
 
-    def _prepare(self) -> "_PreparedSwitch | None":
+    def _prepare(self) -> "_ReadySwitch | None":
         """Step 1, in a thread; None where there is no newer version. Raises DieselError."""
-        old = self._vfs.snapshot
+        old = self._snapshots[0]
         new = self._source.open(self._request).snapshot
         if new.identity != old.identity:
             raise ForeignError(f"{new.dataset!r} is another dataset now ({new.identity})")
         if new.version <= old.version:
             return None
-        self._leases.set_versions([new, *self._vfs.snapshots])  # first: comparing takes seconds
+        self._leases.set_versions([new, *self._snapshots])  # first: comparing takes seconds
         has_worker = self._has_worker
         reader = self._source.reader(self._request, new, self._memory_bytes, pushes=has_worker)
-        prepared = self._vfs.prepare(diff_snapshots(old, new), reader)
-        ready = _PreparedSwitch(prepared)
+        try:
+            diff = diff_snapshots(old, new)
+            ready = _ReadySwitch(diff, self._switching.prepare(diff, reader))
+        except DieselError:
+            reader.close()
+            raise
         if has_worker and self._link.alive:
             try:
                 ready.files.append(snapshot_descriptor(new))
-                ready.files.append(node_map_file(prepared.diff, prepared.numbers.nodes))
                 ready.files.append(push_status_file(new.entry_count))
+                ready.files += ready.prepared.worker_files()
             except OSError as error:
                 ready.close()
                 raise DieselError(f"no memory for version {new.version}: {error}") from error
         return ready
 
-    async def _switch(self, ready: "_PreparedSwitch") -> EntryReader:
+    async def _switch(self, ready: "_ReadySwitch") -> EntryReader:
         """Steps 3 and 4. Returns the reader of the version before, to be closed."""
-        diff = ready.versions.diff
-        old, new = diff.old, diff.new
+        old, new = ready.diff.old, ready.diff.new
         self._applied_version = old.version
-        before = self._vfs.switch_version(
-            ready.versions,
-            lambda: self._source.reader(self._request, old, RETIRED_BYTES, pushes=True),
+        before = await ready.prepared.make(
+            lambda: self._source.reader(self._request, old, RETIRED_BYTES, pushes=True)
         )
         self._on_switch(new)
         await self._in_thread(lambda: self._source.switch_version(new))  # before the worker reads
-        answer: Message | None = None
-        if ready.files and isinstance(self._session, KernelSession) and self._link.alive:
-            self.attach_session(self._session, ready.files[-1])
-            answer = await self._link.send_switch({"do": "switch"}, ready.files)
+        answer = None
+        if ready.files and self._link.alive:
+            self._switching.attach_worker(ready.files[1])
+            message = {"do": "switch", **ready.prepared.message()}
+            answer = await self._link.send_switch(message, ready.files)
         if answer is None:
-            nodes = ready.versions.before.nodes, ready.versions.numbers.nodes
-            await self._invalidate_in_thread(
-                lambda device: invalidate_after_switch(device, diff, *nodes)
-            )
+            await ready.prepared.finish_without_worker()
         self._applied_version = new.version
-        changed = int(np.count_nonzero(diff.unchanged < 0))
         log.info(
             "the mount has switched from version %d to %d: %d entries are new or changed",
             old.version,
             new.version,
-            changed,
+            int(np.count_nonzero(ready.diff.unchanged < 0)),
         )
         return before
 
-    async def _invalidate_stale_names(self) -> None:
-        """Makes the kernel drop names in folders that only a retired version has, once no program
-        has them open."""
-        stale = self._vfs.take_stale_names()
-        if stale and self._has_worker and self._link.alive:
-            names: list[Value] = [[*each] for each in stale.values()]
-            self._link.send({"do": "names are old", "nodes": [*stale], "names": names})
-        elif stale:
-            await self._invalidate_in_thread(lambda device: invalidate_folders(device, stale))
-
-    async def _invalidate_in_thread(self, invalidate: Callable[[int], Iterator[None]]) -> None:
-        """Tells the kernel in a thread, where there is no worker."""
-        try:
-            device = self._session.clone()
-        except OSError as error:
-            log.error("the kernel cannot be told of the new version: %s", error)
-            return
-
-        def tell() -> None:
-            try:
-                for _ in invalidate(device):
-                    if self._ending:
-                        break
-            except OSError:
-                pass  # the mount has ended
-            finally:
-                os.close(device)
-
-        await self._in_thread(tell)
-
 
 @dataclass(slots=True)
-class _PreparedSwitch:
-    """A switch after step 1: its versions, and files for the worker (snapshot, nodes, push
-    status)."""
+class _ReadySwitch:
+    """A switch after step 1, and files for the worker (snapshot, push status, and what its way of
+    switching adds)."""
 
-    versions: Prepared
+    diff: SnapshotDiff
+    prepared: PreparedSwitch
     files: list[int] = field(default_factory=list)
 
     def close(self) -> None:
+        """Closes the files, and what a switch needs that was not made."""
         while self.files:
             os.close(self.files.pop())
+        self.prepared.close()

@@ -131,7 +131,8 @@ class ContentServer:
         fcntl.ioctl(self.device, _CLONE_DEVICE, struct.pack("I", served))
         os.close(served)
         os.close(counts)
-        self.content = ContentTarget.open(os.dup(self.mount), CONTENT_NODE)
+        content = os.open("content", os.O_RDONLY | os.O_CLOEXEC, dir_fd=self.mount)
+        self.content = ContentTarget(content, CONTENT_NODE)
 
     @property
     def reads(self) -> int:

@@ -24,7 +24,7 @@ from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.fuse, needs_root]
 
-LOOPS = ("content", "memfd:diesel-root (deleted)")
+ROOT_FILE = "memfd:diesel-root (deleted)"
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +54,8 @@ def loops() -> list[str]:
     return [
         name
         for name in files_of_loop_devices()
-        if name in LOOPS or name.startswith(IDENTITY_PREFIX)  # the image of this dataset
+        # The image of this dataset has a name that begins so.
+        if name == ROOT_FILE or name.startswith(("content-", IDENTITY_PREFIX))
     ]
 
 

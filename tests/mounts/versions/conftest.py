@@ -1,4 +1,4 @@
-"""A dataset that changes, over both sessions: not mounted yet, and with a mount that follows it."""
+"""A dataset that changes, over every session: not mounted yet, and with a mount that follows it."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,9 +9,9 @@ from tests.mounts.observed import mounted
 from tests.mounts.versions.followed_dataset import FollowedMount, begin
 
 
-@pytest.fixture(params=("kernel", "pyfuse3"), scope="session")
+@pytest.fixture(params=("native", "kernel", "pyfuse3"), scope="session")
 def session(request: pytest.FixtureRequest) -> str:
-    """Every session that can follow: the same tests run over each."""
+    """Every session: the same tests run over each."""
     return str(request.param)
 
 

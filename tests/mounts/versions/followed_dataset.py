@@ -34,6 +34,11 @@ class FollowedMount:
     log: Path
     request: MountRequest
 
+    @property
+    def is_native(self) -> bool:
+        """Whether each version is a file system of its own, with inode numbers of its own."""
+        return self.request.session == "native"
+
     def connected(self, *, create: bool = False) -> Dataset:
         """The dataset, opened as the user who mounts it."""
         user, key = self.request.user or None, self.request.key or None
@@ -58,6 +63,12 @@ class FollowedMount:
     def follow(self) -> dict[str, object]:
         found = self.stats()["follow"]
         assert isinstance(found, dict)
+        return found
+
+    def retired_versions(self) -> list[object]:
+        """The versions that the mount still answers from, but the current one."""
+        found = self.follow()["retired_versions"]
+        assert isinstance(found, list)
         return found
 
     def wait_for(self, version: int) -> None:

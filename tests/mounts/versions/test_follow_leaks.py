@@ -87,7 +87,7 @@ def processes_of(followed: FollowedMount, runtime: Path) -> dict[str, int]:
     assert isinstance(supervisor, int)
     assert isinstance(server, int)
     found = {"supervisor": supervisor, "server": server}
-    if followed.request.session == "kernel":
+    if followed.request.session != "pyfuse3":
         [found["worker"]] = [pid for pid in children_of(supervisor) if pid != server]
     if followed.request.task_options:
         found["master"] = master_of(runtime)

@@ -79,8 +79,9 @@ def check_following(prepared: FollowedMount) -> None:
     node = os.stat(at / "kept").st_ino
     held = os.open(at / "changed", os.O_RDONLY)
     prepared.change({"0new": b"0", "changed": noise(90)}, gone=("gone",))
-    assert os.stat(at / "kept").st_ino == node
-    tried(lambda number: check_pages_stay(prepared, number))
+    if not prepared.is_native:
+        assert os.stat(at / "kept").st_ino == node
+        tried(lambda number: check_pages_stay(prepared, number))
     assert os.pread(held, FILE_BYTES + 1, 0) == FILES["changed"]
     assert (at / "changed").read_bytes() == noise(90)
     assert (at / "0new").read_bytes() == b"0"
@@ -112,7 +113,7 @@ def test_a_mount_follows_through_a_server_that_is_killed_and_comes_back(
         assert (prepared.at / "kept").read_bytes() == noise(91)
         assert os.pread(held, FILE_BYTES + 1, 0) == FILES["d/gone"]
         os.close(held)
-        wait_until(lambda: prepared.follow()["retired_versions"] == [])
+        wait_until(lambda: prepared.retired_versions() == [])
         wait_until(lambda: len(leases(server)) == 1)
         if prepared.request.session == "kernel":
             assert prepared.stats()["residency"]
@@ -131,7 +132,7 @@ def test_a_purge_by_the_server_spares_the_versions_that_a_mount_serves(
             dataset.purge(grace_s=0)
         assert os.pread(held, FILE_BYTES + 1, 0) == FILES["changed"]
         os.close(held)
-        wait_until(lambda: prepared.follow()["retired_versions"] == [])
+        wait_until(lambda: prepared.retired_versions() == [])
         wait_until(lambda: len(leases(server)) == 1)
         with prepared.connected() as dataset:
             dataset.purge(grace_s=0)

@@ -1,0 +1,123 @@
+"""Switches a FUSE mount to another version: its names stay, and lead to other nodes.
+
+Names begin to lead to the new version in one turn of the server's loop. Then the prefetch worker
+takes over what is in the page cache, and tells the kernel which names and folders to look up again;
+without a worker, a thread here tells it. Until the kernel was told of a name, the name leads to the
+old node (FUSE's word for an inode), which has the old bytes.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+
+import trio
+
+from ...format.snapshot.diff import SnapshotDiff
+from ...net.messages import Message, Value
+from ..prefetch.link import WorkerLink
+from ..sessions.kernel import KernelSession
+from ..sessions.push_status import NodePushStatusMap
+from ..sessions.session import Session
+from ..source import node_map_file
+from ..vfs import EntryReader
+from .following import FollowingVfs, Prepared
+from .invalidation import invalidate_after_switch, invalidate_folders
+from .switching import PreparedSwitch
+from .versioned_vfs import ReaderFactory
+
+log = logging.getLogger("diesel.mount")
+
+
+class FuseSwitching:
+    """The switches of a FUSE mount (see the module, and `Switching`)."""
+
+    def __init__(self, vfs: FollowingVfs, session: Session, link: WorkerLink) -> None:
+        self.vfs = vfs
+        self._session = session
+        self._link = link
+        self._has_worker = False
+        self._ending = False
+
+    def prepare(self, diff: SnapshotDiff, reader: EntryReader) -> PreparedSwitch:
+        """See `Switching`."""
+        return _FuseSwitch(self, self.vfs.prepare(diff, reader))
+
+    def attach_worker(self, push_status: int) -> None:
+        """See `Switching`."""
+        assert isinstance(self._session, KernelSession)
+        index_of_node, report_miss = self.vfs.numbers.index, self._link.report_miss
+
+        def on_miss(entry: int) -> None:
+            index = index_of_node(entry + 1)  # the session counts nodes from 0, FUSE from 1
+            if index >= 0:
+                report_miss(index)
+
+        self._session.attach_worker(
+            on_miss, self._link.report_forgotten, NodePushStatusMap(push_status, index_of_node)
+        )
+        self._has_worker = True
+
+    async def tidy(self) -> None:
+        """Makes the kernel drop names in folders that only a retired version has, once no program
+        has them open."""
+        stale = self.vfs.take_stale_names()
+        if stale and self._has_worker and self._link.alive:
+            names: list[Value] = [[*each] for each in stale.values()]
+            self._link.send({"do": "names are old", "nodes": [*stale], "names": names})
+        elif stale:
+            await self.invalidate_in_thread(lambda device: invalidate_folders(device, stale))
+
+    def stop(self) -> None:
+        """See `Switching`."""
+        self._ending = True
+
+    async def invalidate_in_thread(self, invalidate: Callable[[int], Iterator[None]]) -> None:
+        """Tells the kernel in a thread, where there is no worker."""
+        try:
+            device = self._session.clone()
+        except OSError as error:
+            log.error("the kernel cannot be told of the new version: %s", error)
+            return
+
+        def tell() -> None:
+            try:
+                for _ in invalidate(device):
+                    if self._ending:
+                        break
+            except OSError:
+                pass  # the mount has ended
+            finally:
+                os.close(device)
+
+        await trio.to_thread.run_sync(tell, abandon_on_cancel=True)
+
+
+class _FuseSwitch:
+    """One switch (see `PreparedSwitch`)."""
+
+    def __init__(self, switching: FuseSwitching, prepared: Prepared) -> None:
+        self._switching = switching
+        self._prepared = prepared
+        self._is_made = False
+
+    def worker_files(self) -> list[int]:
+        return [node_map_file(self._prepared.diff, self._prepared.numbers.nodes)]
+
+    async def make(self, reopen: ReaderFactory) -> EntryReader:
+        self._is_made = True
+        return self._switching.vfs.switch_version(self._prepared, reopen)
+
+    def message(self) -> Message:
+        return {}
+
+    async def finish_without_worker(self) -> None:
+        prepared = self._prepared
+        await self._switching.invalidate_in_thread(
+            lambda device: invalidate_after_switch(
+                device, prepared.diff, prepared.before.nodes, prepared.numbers.nodes
+            )
+        )
+
+    def close(self) -> None:
+        if not self._is_made:
+            self._prepared.reader.close()

@@ -1,0 +1,116 @@
+"""Switches a native mount to another version: it gets another tree in the place of the first.
+
+All look-ups meet the new tree from one moment on. What was looked up before stays in the old tree,
+and the kernel says when nothing of that is open any more; then the old version ends. So the kernel
+need be told nothing else.
+"""
+
+import os
+
+import numpy as np
+import trio
+
+from ...errors import DieselError
+from ...format.image import Image, Shown
+from ...format.snapshot.diff import SnapshotDiff
+from ...net.messages import Message
+from ..images import open_image
+from ..prefetch.link import WorkerLink
+from ..sessions.native import NativeSession, TreeVersion, reason_of
+from ..sessions.push_status import PushStatusMap
+from ..sessions.session import SessionUnsupported
+from ..source import node_map_file
+from ..vfs import EntryReader
+from .switching import PreparedSwitch
+from .versioned_vfs import ReaderFactory, VersionedVfs, VersionVfs
+
+
+def tree_version(vfs: VersionedVfs, version: VersionVfs, image: Image, file: int) -> TreeVersion:
+    """What a session needs to show a version of `vfs`. The version ends with its tree."""
+
+    def end() -> None:
+        os.close(file)
+        version.end()
+        vfs.drop_unused_versions()
+
+    return TreeVersion(image, file, version, end)
+
+
+class NativeSwitching:
+    """The switches of a native mount (see the module, and `Switching`)."""
+
+    def __init__(
+        self, vfs: VersionedVfs, session: NativeSession, link: WorkerLink, shown: Shown
+    ) -> None:
+        self.vfs = vfs
+        self.session = session
+        self._link = link
+        self._shown = shown
+
+    def prepare(self, diff: SnapshotDiff, reader: EntryReader) -> PreparedSwitch:
+        """See `Switching`."""
+        self.session.check_place()
+        image, file = open_image(diff.new, self._shown)
+        new = VersionVfs(self.vfs, diff.new, reader)
+        return _NativeSwitch(self, diff, new, tree_version(self.vfs, new, image, file))
+
+    def attach_worker(self, push_status: int) -> None:
+        """See `Switching`."""
+        link = self._link
+        self.session.attach_worker(
+            link.report_miss, link.report_forgotten, PushStatusMap(push_status)
+        )
+
+    async def tidy(self) -> None:
+        """See `Switching`."""
+
+    def stop(self) -> None:
+        """See `Switching`."""
+
+
+class _NativeSwitch:
+    """One switch (see `PreparedSwitch`)."""
+
+    def __init__(
+        self, switching: NativeSwitching, diff: SnapshotDiff, new: VersionVfs, tree: TreeVersion
+    ) -> None:
+        self._switching = switching
+        self._diff = diff
+        self._new = new
+        self._tree = tree
+        self._is_begun = self._is_made = False
+
+    def worker_files(self) -> list[int]:
+        nodes = np.arange(1, self._diff.new.entry_count + 1, dtype=np.uint64)
+        files = [node_map_file(self._diff, nodes)]
+        try:
+            for each in (self._tree.file, self._switching.session.private_mount):
+                files.append(os.dup(each))
+        except OSError:
+            for each in files:
+                os.close(each)
+            raise
+        return files
+
+    async def make(self, reopen: ReaderFactory) -> EntryReader:
+        self._is_begun = True  # from now on the session calls `on_end`
+        try:
+            await self._switching.session.switch_tree(self._tree)
+        except OSError as error:
+            raise DieselError(reason_of(error)) from error
+        except SessionUnsupported as error:
+            raise DieselError(str(error)) from error
+        self._is_made = True
+        return self._switching.vfs.begin_version(self._new, reopen)
+
+    def message(self) -> Message:
+        return {"content_node": self._switching.session.content_node}
+
+    async def finish_without_worker(self) -> None:
+        await trio.lowlevel.checkpoint()
+
+    def close(self) -> None:
+        if not self._is_begun:
+            self._tree.on_end()
+        if not self._is_made:
+            self._new.close()

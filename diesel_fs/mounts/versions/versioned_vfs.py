@@ -1,0 +1,156 @@
+"""The file system of a mount that follows its dataset: the current version, and retired ones.
+
+A mount with `--follow` switches to newer versions of its dataset while programs use it. Names then
+lead to the new version, the current one. A version before it is retired: it goes on serving what
+is open in it, until the kernel needs nothing of it any more.
+
+`VersionedVfs` is all that a native mount needs: each version has a tree of its own in the kernel,
+which asks for contents by version. In a mount whose names are looked up here, all versions share
+one set of nodes (`following.py`).
+
+Concurrency: one trio task at a time, as in `vfs.py`.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from ...format.snapshot.reader import Snapshot
+from ...settings import READ_DEADLINE_S
+from ..attributes import Owner
+from ..vfs import EntryReader, MountHooks, Vfs
+
+ReaderFactory = Callable[[], EntryReader]
+
+
+class LazyReader:
+    """The reader of a retired version: it is opened at its first read, which seldom comes."""
+
+    def __init__(self, open_reader: ReaderFactory) -> None:
+        self._open = open_reader
+        self._reader: EntryReader | None = None
+        self._lock = threading.Lock()
+
+    def read(self, index: int, offset: int, size: int) -> memoryview:
+        """See `EntryReader`. Raises DieselError."""
+        with self._lock:
+            if self._reader is None:
+                self._reader = self._open()
+            reader = self._reader
+        return reader.read(index, offset, size)
+
+    def read_nowait(self, index: int, offset: int, size: int) -> memoryview | None:
+        """See `EntryReader`."""
+        reader = self._reader
+        return None if reader is None else reader.read_nowait(index, offset, size)
+
+    def stats(self) -> dict[str, int]:
+        """See `EntryReader`."""
+        reader = self._reader
+        return {} if reader is None else reader.stats()
+
+    def close(self) -> None:
+        """Closes the reader, if it was opened."""
+        if self._reader is not None:
+            self._reader.close()
+
+
+class VersionVfs(Vfs):
+    """One version alone, with the counters and the thread limit of the whole mount."""
+
+    def __init__(self, mount: Vfs, snapshot: Snapshot, reader: EntryReader) -> None:
+        super().__init__(
+            snapshot, reader, mount.owner, read_deadline_s=mount._deadline_s, clock=mount._clock
+        )
+        self.reads, self.requests, self._threads = mount.reads, mount.requests, mount._threads
+        self._is_needed = True
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether the kernel may still ask for something of this version."""
+        return self._is_needed or self.waiting > 0
+
+    def end(self) -> None:
+        """The kernel asks for nothing any more."""
+        self._is_needed = False
+
+    def retire(self, reopen: ReaderFactory) -> EntryReader:
+        """Reads open another reader from now on, by `reopen`. Returns the present one."""
+        reader, self._reader = self._reader, LazyReader(reopen)
+        return reader
+
+
+class VersionedVfs(Vfs):
+    """The file system of a mount whose version changes (see the module)."""
+
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        reader: EntryReader,
+        owner: Owner,
+        hooks: MountHooks = MountHooks(),  # noqa: B008  # it is frozen
+        *,
+        follow_stats: Callable[[], Mapping[str, object]] = dict,
+        read_deadline_s: float = READ_DEADLINE_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(
+            snapshot, reader, owner, hooks, read_deadline_s=read_deadline_s, clock=clock
+        )
+        self.current = self._first_version(snapshot, reader)
+        self._retired: Sequence[VersionVfs] = ()  # the newest first
+        self._follow_stats = follow_stats
+        self._since_s = time.time()
+        self._switches = 0
+
+    def _first_version(self, snapshot: Snapshot, reader: EntryReader) -> VersionVfs:
+        return VersionVfs(self, snapshot, reader)
+
+    @property
+    def snapshots(self) -> list[Snapshot]:
+        """The snapshots of the current and all retired versions, the current one first."""
+        return [self.snapshot, *(each.snapshot for each in self._retired)]
+
+    def begin_version(self, new: VersionVfs, reopen: ReaderFactory) -> EntryReader:
+        """Makes this the current version, and retires the one before.
+
+        Reads of the retired version open a reader by `reopen`. Its present reader is returned:
+        close it after `drain_retired`.
+        """
+        old_reader = self.current.retire(reopen)
+        self._retired = self.current, *self._retired
+        self.current = new
+        self.snapshot, self._reader = new.snapshot, new._reader
+        self._hidden.switch_version(new.snapshot)
+        self._switches += 1
+        self._since_s = time.time()
+        self.drop_unused_versions()
+        return old_reader
+
+    async def drain_retired(self) -> None:
+        """Returns when no request waits for a retired version."""
+        for each in self._retired:
+            await each.drain()
+
+    def drop_unused_versions(self) -> None:
+        """Closes the retired versions that the kernel does not need any more."""
+        unused = [each for each in self._retired if not each.is_needed]
+        self._retired = tuple(each for each in self._retired if each not in unused)
+        for each in unused:
+            closing = threading.Thread(target=each.close, daemon=True)
+            closing.start()  # in a thread: it may wait for a read of a dead store
+
+    def stats(self) -> dict[str, object]:
+        """The content of `.diesel/stats`, with `follow`."""
+        follow = {
+            "since": round(self._since_s, 3),
+            "switches": self._switches,
+            "retired_versions": [each.snapshot.version for each in self._retired],
+            **self._follow_stats(),
+        }
+        return {**super().stats(), "follow": follow}
+
+    def close(self) -> None:
+        """Frees what all readers hold."""
+        for each in (self.current, *self._retired):
+            each.close()

@@ -1,0 +1,244 @@
+"""Native mounts that follow: one moment for all names, trees in the way, kernels, namespaces."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from diesel_fs.mounts import umount
+from diesel_fs.system.mountinfo import mounts
+from tests.mounts.observed import mounted, noise
+from tests.mounts.other_kernels import KERNEL
+from tests.mounts.versions.followed_dataset import (
+    FILES,
+    POLL_INTERVAL_S,
+    FollowedMount,
+    begin,
+)
+from tests.unprivileged_user import needs_root
+from tests.waiting import wait_until
+
+pytestmark = [pytest.mark.fuse, pytest.mark.only_session("native"), needs_root]
+
+OTHER_KERNEL = (sys.executable, "-m", "tests.mounts.dying_daemon")
+
+FILES_EACH = 12
+
+READER = """if True:
+    import os, random, sys
+    from functools import partial
+    from pathlib import Path
+    at, files_each, seen, rounds = Path(sys.argv[1]), int(sys.argv[2]), 0, 0
+
+    def read(name, folder):
+        with open(name, "rb", opener=lambda name, flags: os.open(name, flags, dir_fd=folder)) as f:
+            return f.read()
+
+    while not os.path.exists(f"{at}-stop"):
+        folder = os.open(at, os.O_RDONLY | os.O_DIRECTORY)
+        number = int(read("number", folder))
+        assert number >= seen, (number, seen)  # names never lead back to an earlier version
+        seen = number
+        assert f"new{number}" in os.listdir(folder)
+        assert f"new{number + 1}" not in os.listdir(folder)
+        for index in random.sample(range(files_each), files_each // 2):
+            expected = random.Random(1000 * number + index).randbytes(3000 * index + 1)
+            assert read(f"f{index}", folder) == expected, (number, index)
+        os.close(folder)
+        assert int((at / "number").read_text()) >= number
+        rounds += 1
+    print(rounds)
+"""
+
+
+def mounts_below(path: Path) -> list[str]:
+    """The paths of all mounts at a path or below it, as this process sees them."""
+    return [each.path for each in mounts() if (each.path + "/").startswith(f"{path}/")]
+
+
+@contextmanager
+def bound(source: Path, at: Path, *options: str) -> Iterator[None]:
+    """A folder that is mounted at a second place meanwhile."""
+    subprocess.run(["mount", "--bind", *options, source, at], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", at], check=True)
+
+
+def put_number(followed: FollowedMount, number: int) -> int:
+    """Replaces all files, and adds one, by one commit. Returns the version."""
+    with followed.connected() as dataset:
+        for index in range(FILES_EACH):
+            dataset.put(noise(1000 * number + index, 3000 * index + 1), f"f{index}")
+        dataset.put(b"%d" % number, "number")
+        dataset.put(b"", f"new{number}")
+    with followed.connected() as dataset:
+        return dataset.version
+
+
+def test_readers_meet_one_whole_version_at_any_time(followed: FollowedMount) -> None:
+    """8 of them read all the time during 20 switches."""
+    followed.wait_for(put_number(followed, 0))
+    command = [sys.executable, "-c", READER, str(followed.at), str(FILES_EACH)]
+    readers = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(8)
+    ]
+    try:
+        for number in range(1, 21):
+            followed.wait_for(put_number(followed, number))
+    finally:
+        followed.at.with_name("mount-stop").touch()
+        told = [reader.communicate(timeout=60) for reader in readers]
+    assert [text[1] for text in told] == [""] * len(readers)
+    assert all(int(text[0]) > 20 for text in told)
+    wait_until(lambda: followed.retired_versions() == [])
+    assert len(mounts_below(followed.at)) == 2
+
+
+def test_a_working_folder_stays_in_the_old_version(followed: FollowedMount) -> None:
+    """So does what is opened from it; its path is known to nobody any more."""
+    program = """if True:
+        import os, sys
+        os.chdir(sys.argv[1])
+        print(flush=True)
+        input()
+        print(os.listdir("d"))
+        try:
+            print(os.getcwd())
+        except FileNotFoundError:
+            print("no path")
+        os.chdir(sys.argv[1])
+        print(os.getcwd(), os.listdir("d"))
+    """
+    command = [sys.executable, "-c", program, str(followed.at)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as inside:
+        assert inside.stdout is not None
+        inside.stdout.readline()
+        followed.change({"0new": b"0"}, gone=("d/gone",))
+        assert followed.retired_versions()
+        told, _ = inside.communicate("\n", timeout=20)
+    assert told.splitlines() == [
+        "['gone', 'kept']", "no path", f"{followed.at} ['kept']",
+    ]  # fmt: skip
+    wait_until(lambda: followed.retired_versions() == [])
+
+
+def test_a_mount_in_the_way_postpones_the_switch(followed: FollowedMount, tmp_path: Path) -> None:
+    """On the mount point, or inside; the log says so once."""
+    at, other = followed.at, tmp_path / "other"
+    other.mkdir()
+    for place, trouble in ((at, "another file system"), (at / "d", "is mounted inside")):
+        with bound(other, place):
+            version = followed.put({"0new": os.fsencode(place)})
+            wait_until(partial(followed.warnings, trouble))
+            time.sleep(10 * POLL_INTERVAL_S)
+            assert followed.warnings(trouble) == 1
+            assert os.listdir(place) == []
+        followed.wait_for(version)
+        assert (at / "0new").read_bytes() == os.fsencode(place)
+        assert followed.follow()["trouble"] == ""
+
+
+def test_a_bind_mount_keeps_its_version(followed: FollowedMount, tmp_path: Path) -> None:
+    """As does a mount namespace that gets no mounts of this one."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    with bound(followed.at, elsewhere, "--make-private"):
+        followed.change({"changed": noise(60)}, gone=("gone",))
+        followed.change({"changed": noise(61)})
+        for name in FILES:
+            assert (elsewhere / name).read_bytes() == FILES[name]
+        assert (followed.at / "changed").read_bytes() == noise(61)
+        wait_until(lambda: len(followed.retired_versions()) == 1)
+    wait_until(lambda: followed.retired_versions() == [])
+
+
+def test_another_mount_namespace_switches_along_where_mounts_propagate(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    with bound(shared, shared):
+        subprocess.run(["mount", "--make-shared", shared], check=True)
+        prepared = begin(shared, "native")
+        command = ["unshare", "--mount", "--propagation", "slave", "sleep", "infinity"]
+        with subprocess.Popen(command) as other:
+            there = Path(f"/proc/{other.pid}/root{prepared.at}")
+            try:
+                own = Path("/proc/self/ns/mnt").readlink()
+                wait_until(lambda: Path(f"/proc/{other.pid}/ns/mnt").readlink() != own)
+                with mounted(prepared.request):
+                    for number in range(2):
+                        prepared.change({"changed": noise(62 + number)})
+                        assert (there / "changed").read_bytes() == noise(62 + number)
+                        assert (there / ".diesel/snapshot").exists()
+                    assert prepared.retired_versions() == []
+                assert os.listdir(there) == []
+            finally:
+                other.kill()
+
+
+# other kernels, and other chains of images ---------------------------------------------------
+
+
+def test_a_kernel_that_puts_no_mount_beneath_another_keeps_its_version(
+    prepared: FollowedMount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log and the statistics say so once; everything else goes on."""
+    monkeypatch.setenv(KERNEL, "no-mounts-beneath")
+    with mounted(prepared.request, OTHER_KERNEL):
+        prepared.put({"0new": b"0"})
+        wait_until(lambda: prepared.warnings("cannot put a mount beneath"))
+        prepared.put({"1new": b"1"})
+        time.sleep(10 * POLL_INTERVAL_S)
+        assert prepared.warnings("cannot put a mount beneath") == 1
+        assert "cannot put a mount beneath" in str(prepared.follow()["trouble"])
+        assert not (prepared.at / "0new").exists()
+        for name in FILES:
+            assert (prepared.at / name).read_bytes() == FILES[name]
+        umount(prepared.at)
+
+
+def test_a_kernel_whose_detached_mounts_are_alone_switches_too(
+    prepared: FollowedMount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(KERNEL, "detached-mounts-are-alone")
+    with mounted(prepared.request, OTHER_KERNEL):
+        for number in range(3):
+            prepared.change({"0new": noise(number)})
+            assert (prepared.at / "0new").read_bytes() == noise(number)
+            assert ".diesel" not in os.listdir(prepared.at)
+        assert len(mounts_below(prepared.at)) == 2
+        umount(prepared.at)
+
+
+@pytest.mark.parametrize("kernel", ["", "no-file-mounts"])
+def test_a_version_whose_image_is_of_another_chain_has_a_content_file_of_its_own(
+    prepared: FollowedMount, monkeypatch: pytest.MonkeyPatch, kernel: str
+) -> None:
+    """Here no image can be kept, so each one begins a chain."""
+    cache = prepared.at.with_name("cache")
+    (cache / "diesel").mkdir(parents=True)
+    (cache / "diesel/images").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    monkeypatch.setenv(KERNEL, kernel)
+    with mounted(prepared.request, OTHER_KERNEL):
+        held = os.open(prepared.at / "gone", os.O_RDONLY)
+        prepared.change({}, gone=("gone",))
+        for number in range(4):
+            prepared.change({"changed": noise(number), f"new{number}": b"new"})
+            assert (prepared.at / "changed").read_bytes() == noise(number)
+            assert (prepared.at / "kept").read_bytes() == FILES["kept"]
+        os.posix_fadvise(held, 0, 0, os.POSIX_FADV_DONTNEED)
+        assert os.pread(held, len(FILES["gone"]) + 1, 0) == FILES["gone"]
+        os.close(held)
+        wait_until(lambda: prepared.retired_versions() == [])
+        assert prepared.warnings("is not kept") > 0
