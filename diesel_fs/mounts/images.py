@@ -43,7 +43,10 @@ from ..system.atomic_file import atomic_file, write_error
 log = logging.getLogger("diesel.mounts")
 
 IMAGES_KEPT = 2
-"""Images kept per dataset, node and user, beside those in use: the newest in their chain."""
+"""Images kept per dataset, node and user, beside those in use: those that were opened last."""
+
+UNUSED_S_MAX = 7 * 86_400
+"""After this time without use an image of another dataset, or of before a boot, is removed."""
 
 BUILD_DEADLINE_S = 120.0
 """How long to wait for another process that builds an image. 14 million entries take 20 s."""
@@ -110,6 +113,8 @@ def _open_kept(
             log.warning("the image %s is made again: %s", path, error.message)
         return None
     if (image.identity, image.version, image.shown) == (snapshot.identity, snapshot.version, shown):
+        with suppress(OSError):
+            os.utime(descriptor)  # says when it was used last
         return image, descriptor
     os.close(descriptor)
     if warn:
@@ -210,14 +215,18 @@ def _last_image(folder: Path, identity: UUID, chain: "_Chain") -> Image | None:
 
 
 def _prune(folder: Path, identity: UUID) -> None:
-    """Remove images that are neither among the newest of this boot nor in use."""
+    """Remove images that no process has open: of this dataset all but those that were used last,
+    and all that have not been used for long."""
     with suppress(OSError):
-        paths = [*folder.glob(f"{identity.hex}-*")]
-        ours = [path for path in paths if path.name.endswith(f".{boot_id()}")]
-        ours.sort(key=lambda path: path.stat().st_mtime_ns)
-        for path in {*paths} - {*ours[-IMAGES_KEPT:]}:
-            with suppress(OSError):
-                _remove_unused(path)
+        used_s = {path: path.stat().st_mtime for path in folder.iterdir() if path.name[0] != "."}
+        ours = [path for path in used_s if path.match(f"{identity.hex}-*.{boot_id()}")]
+        ours.sort(key=used_s.__getitem__)
+        too_old_s = time.time() - UNUSED_S_MAX
+        unused = [path for path, at_s in used_s.items() if at_s < too_old_s]
+        for path in {*ours[:-IMAGES_KEPT], *unused}:
+            if not path.match(f"*.{boot_id()}.chain"):
+                with suppress(OSError):
+                    _remove_unused(path)
 
 
 def _remove_unused(path: Path) -> None:

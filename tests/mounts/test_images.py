@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 from diesel_fs.errors import FormatError
 from diesel_fs.format.image import Image, ImageTooLarge, Shown
 from diesel_fs.format.snapshot.reader import Snapshot
-from diesel_fs.mounts.images import IMAGES_KEPT, open_image
+from diesel_fs.mounts.images import IMAGES_KEPT, UNUSED_S_MAX, open_image
 from diesel_fs.repository.private_copies import boot_id
 from tests.format.image.kernel import mounted_files, needs_erofs, silence
 from tests.format.image.trees import file, link, snapshot_of, snapshot_of_large_file
@@ -179,45 +180,65 @@ def test_what_cannot_be_shown_is_an_error(folder: Path) -> None:
 # What is kept
 
 
-def test_the_newest_images_are_kept_and_those_that_are_open(folder: Path) -> None:
+def versions_in(folder: Path) -> list[int]:
+    return [Image(path.read_bytes(), verify=True).version for path in kept(folder)]
+
+
+def test_the_images_used_last_are_kept_and_those_that_are_open(folder: Path) -> None:
     image, descriptor = open_image(snapshot_of(FIRST), ME)
     try:
         for version in range(2, 7):
             opened(snapshot_of(FIRST, version=version))
-        versions = [Image(path.read_bytes(), verify=True).version for path in kept(folder)]
-        assert versions == [1, *range(7 - IMAGES_KEPT, 7)]
+        assert versions_in(folder) == [1, *range(7 - IMAGES_KEPT, 7)]
     finally:
         os.close(descriptor)
     del image
     opened(snapshot_of(FIRST, version=7))
-    versions = [Image(path.read_bytes(), verify=True).version for path in kept(folder)]
-    assert versions == [*range(8 - IMAGES_KEPT, 8)]
+    assert versions_in(folder) == [*range(8 - IMAGES_KEPT, 8)]
+    opened(snapshot_of(FIRST, version=8 - IMAGES_KEPT))
+    opened(snapshot_of(FIRST, version=9))
+    assert set(versions_in(folder)) >= {8 - IMAGES_KEPT, 9}
 
 
-def test_images_of_another_boot_are_removed_unless_a_node_has_them_open(folder: Path) -> None:
-    """The folder may be shared by nodes."""
+def name_of_another(kind: str, ours: str, tag: str) -> str:
+    """The name of a file of another boot or dataset, made from that of one of ours."""
+    rest, boot = ours.split(".")
+    return {
+        "boot": f"{rest}.{tag}",
+        "dataset": f"{tag * 32}{rest[32:]}.{boot}",
+        "chain": f"{rest[:32]}.{tag}.chain",
+    }[kind]
+
+
+@pytest.mark.parametrize("kind", ["boot", "dataset", "chain"])
+def test_what_has_not_been_used_for_a_week_is_removed_unless_a_node_has_it_open(
+    folder: Path, kind: str
+) -> None:
+    """The folder may be shared by nodes, and holds what was left before a boot."""
     opened(snapshot_of(FIRST))
-    name = only(kept(folder)).name.removesuffix(boot_id())
-    used, unused = folder / f"{name}another-boot", folder / f"{name}boot-of-old"
-    for path in (used, unused):
+    name = only(kept(folder)).name
+    used, unused, recent = (folder / name_of_another(kind, name, tag) for tag in "012")
+    for path in (used, unused, recent):
         path.write_bytes(b"x")
+    for path in (used, unused):
+        os.utime(path, (0, time.time() - UNUSED_S_MAX - 60))
     with used.open("rb") as held:
         fcntl.flock(held, fcntl.LOCK_SH)
         opened(snapshot_of(FIRST, version=2))
-        assert used.exists()
-        assert not unused.exists()
+        assert (used.exists(), unused.exists(), recent.exists()) == (True, False, True)
 
 
 def test_an_image_of_before_a_boot_is_not_used(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = opened(snapshot_of(FIRST)).chain
+    boot = f".{boot_id()}"
     (tmp_path / "boot").write_text("another")
     monkeypatch.setattr("diesel_fs.repository.private_copies._BOOT_ID", tmp_path / "boot")
     boot_id.cache_clear()
     try:
         assert opened(snapshot_of(FIRST)).chain != first
-        assert only(kept(folder)).name.endswith(".another")
+        assert {path.suffix for path in kept(folder)} == {boot, ".another"}
     finally:
         boot_id.cache_clear()
 
