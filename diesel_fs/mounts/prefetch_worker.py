@@ -250,8 +250,6 @@ class PrefetchWorker:
         file, shared, node_map, *rest = files = self._server.take_descriptors(3 + 2 * is_native)
         old, old_planner, old_page_cache = self._snapshot, self._planner, self._page_cache
         before = self._nodes
-        if before is None:
-            before = np.arange(1, old.entry_count + 1, dtype=np.uint64)
         snapshot = map_snapshot(file)
         nodes, same_path, unchanged = read_node_map(node_map, snapshot.entry_count)
         push_status, image = _map_rest([shared, *rest[:1]])
@@ -269,7 +267,9 @@ class PrefetchWorker:
         self._source.keep_only(snapshot)
         diff = SnapshotDiff(old, snapshot, same_path, unchanged)
         self._planner.inherit(old_planner, self._page_cache.inherit(old_page_cache, diff))
-        if not is_native:
+        if nodes is not None:
+            if before is None:
+                before = np.arange(1, old.entry_count + 1, dtype=np.uint64)
             self._invalidations.append(invalidate_after_switch(self._device, diff, before, nodes))
         self._invalidations.append(self._finish_switch(message["id"]))
 

@@ -225,27 +225,30 @@ class MountSource:
         return store
 
 
-def node_map_file(diff: SnapshotDiff, nodes: npt.NDArray[np.uint64]) -> int:
+def node_map_file(diff: SnapshotDiff, nodes: npt.NDArray[np.uint64] | None) -> int:
     """A file in memory that tells the prefetch worker of a switch to another version.
 
-    It has three columns with a value for each entry of the new version: its inode number (FUSE's
-    node), and its indices in the old version by `diff.same_path` and `diff.unchanged`. Returns a
-    descriptor. Raises OSError.
+    It has columns with a value for each entry of the new version: its inode number (FUSE's node),
+    but not in a native mount, and its indices in the old version by `diff.same_path` and
+    `diff.unchanged`. Returns a descriptor. Raises OSError.
     """
     descriptor = os.memfd_create("diesel-nodes", os.MFD_CLOEXEC)
     with open(descriptor, "wb", closefd=False) as file:
-        for column in (nodes, diff.same_path, diff.unchanged):
-            file.write(column.data)
+        if nodes is not None:
+            file.write(nodes.data)
+        file.write(diff.same_path.data)
+        file.write(diff.unchanged.data)
     return descriptor
 
 
 def read_node_map(
     descriptor: int, entry_count: int
-) -> tuple[npt.NDArray[np.uint64], OldIndices, OldIndices]:
+) -> tuple[npt.NDArray[np.uint64] | None, OldIndices, OldIndices]:
     """The columns of a file by `node_map_file`, mapped into memory."""
     mapped = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
-    nodes = np.frombuffer(mapped, np.uint64, entry_count)
-    old = np.frombuffer(mapped, np.int32, 2 * entry_count, nodes.nbytes)
+    start = len(mapped) - 8 * entry_count
+    nodes = np.frombuffer(mapped, np.uint64, entry_count) if start else None
+    old = np.frombuffer(mapped, np.int32, 2 * entry_count, start)
     return nodes, old[:entry_count], old[entry_count:]
 
 

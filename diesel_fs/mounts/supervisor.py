@@ -57,6 +57,10 @@ entries."""
 CHECK_INTERVAL_S = 0.5
 """How often the supervisor checks the other processes."""
 
+STUCK_S = 0.45
+"""How long a killed process may take to end: it may wait for a READ under way. A little less than
+the time between two checks."""
+
 WORKER_RELEASE_S = 0.5
 """How long the worker may hold a mount that was unmounted; it needs a millisecond, unless it waits
 for the store."""
@@ -125,7 +129,7 @@ class _Supervisor:
         self._partial_line = b""  # of the server's pipe
         self._beat_s = self._checked_s = time.monotonic()  # of the last heartbeat, and check
         self._gone_s = math.inf  # when the mount was found to be unmounted
-        self._stuck_checks = 0  # checks in a row that found a killed process that cannot end
+        self._stuck_s = math.inf  # when a killed process was found that has not ended since
         self._is_ending = False
         self._aborted = False
         self._made_folders = request.made_folders
@@ -254,12 +258,12 @@ class _Supervisor:
         if self._worker and now_s - self._gone_s > WORKER_RELEASE_S:
             os.kill(self._worker, signal.SIGKILL)  # else it keeps the mount alive
         elif any(pid and _is_killed_but_waits(pid) for pid in (self._server, self._worker)):
-            self._stuck_checks += 1
-            if self._stuck_checks > 1:  # the first time it may wait for a READ under way
+            self._stuck_s = min(self._stuck_s, now_s)
+            if now_s - self._stuck_s >= STUCK_S:
                 log.critical("a process of the mount was killed and cannot end: ending the mount")
                 self._abort()
         else:
-            self._stuck_checks = 0
+            self._stuck_s = math.inf
 
     def _abort(self) -> None:
         self._aborted = True

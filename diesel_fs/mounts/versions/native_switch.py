@@ -7,7 +7,6 @@ need be told nothing else.
 
 import os
 
-import numpy as np
 import trio
 
 from ...errors import DieselError
@@ -81,8 +80,7 @@ class _NativeSwitch:
         self._is_begun = self._is_made = False
 
     def worker_files(self) -> list[int]:
-        nodes = np.arange(1, self._diff.new.entry_count + 1, dtype=np.uint64)
-        files = [node_map_file(self._diff, nodes)]
+        files = [node_map_file(self._diff, None)]
         try:
             for each in (self._tree.file, self._switching.session.private_mount):
                 files.append(os.dup(each))

@@ -9,12 +9,6 @@ from tests.mounts.observed import mounted
 from tests.mounts.versions.followed_dataset import FollowedMount, begin
 
 
-@pytest.fixture(params=("native", "kernel", "pyfuse3"), scope="session")
-def session(request: pytest.FixtureRequest) -> str:
-    """Every session: the same tests run over each."""
-    return str(request.param)
-
-
 @pytest.fixture
 def prepared(tmp_path: Path, session: str) -> FollowedMount:
     """A dataset, and the request for a mount that follows it."""

@@ -35,6 +35,9 @@ pytestmark = pytest.mark.fuse
 FUSE = ("kernel", "pyfuse3")
 """The sessions in which all versions are one file system."""
 
+PUSHING = ("native", "kernel")
+"""Those in which contents are pushed."""
+
 
 def node_of(file: int | Path) -> tuple[int, int]:
     """What identifies a file: the number of its file system, and its inode number."""
@@ -159,7 +162,7 @@ def entries_of(at: Path, names: list[str]) -> list[int]:
     return [snapshot.lookup(name.encode()) for name in names]
 
 
-@pytest.mark.only_session("kernel")
+@pytest.mark.only_session(*PUSHING)
 def test_a_miss_after_a_switch_makes_the_worker_push_the_right_chunk(
     followed: FollowedMount,
 ) -> None:
@@ -282,7 +285,7 @@ def test_a_dataset_that_is_empty_at_first_is_filled_and_emptied(
         assert 6 <= switches <= 12, "each file and each deletion is a version, which may be skipped"
 
 
-@pytest.mark.only_session("kernel")
+@pytest.mark.only_session(*PUSHING)
 def test_a_stopped_worker_delays_a_switch_and_nothing_else(
     followed: FollowedMount,
 ) -> None:
@@ -325,7 +328,7 @@ def test_names_in_the_hidden_folder_follow_and_open_files_of_it_do_not(
 # plans --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.only_session("kernel")
+@pytest.mark.only_session(*PUSHING)
 def test_a_running_plan_postpones_the_switch(followed: FollowedMount) -> None:
     """A plan of the old version is refused after the switch; the client learns the new version."""
     with Control.connect(followed.at) as control:
@@ -351,7 +354,7 @@ def test_a_running_plan_postpones_the_switch(followed: FollowedMount) -> None:
     assert (followed.at / "0new").read_bytes() == b"0"
 
 
-@pytest.mark.only_session("kernel")
+@pytest.mark.only_session(*PUSHING)
 def test_the_switch_comes_when_a_plan_was_read_to_its_end(followed: FollowedMount) -> None:
     with Control.connect(followed.at) as control:
         view = Snapshot((followed.at / ".diesel/snapshot").read_bytes())
@@ -364,7 +367,7 @@ def test_the_switch_comes_when_a_plan_was_read_to_its_end(followed: FollowedMoun
     followed.wait_for(version)
 
 
-@pytest.mark.only_session("kernel")
+@pytest.mark.only_session(*PUSHING)
 def test_a_list_that_was_read_postpones_nothing(followed: FollowedMount) -> None:
     assert len((followed.at / ".diesel/filelist").read_bytes().split()) == len(FILES)
     followed.change({"0new": b"0"})
