@@ -5,9 +5,9 @@ another form a **chain**: a content that two of them hold keeps its address, and
 to two contents. So pages that the kernel keeps of the content file stay right while a mount goes
 from one version to the next.
 
-A content is known by its **place**: its chunk, its offset there, and its size; of a file of several
-extents chunk and offset of the first. Pure functions; safe from any thread. They work on ranges of
-chunks, so that they need little memory beside their result.
+A content is known by its **origin**: its chunk, its offset there, and its size; of a file of
+several extents chunk and offset of the first. Pure functions; safe from any thread. They work on
+ranges of chunks, so that they need little memory beside their result.
 """
 
 from collections.abc import Iterator
@@ -60,7 +60,7 @@ class Columns(NamedTuple):
     start_block: layout.U4
     """m; where they begin."""
     chunk: layout.U4
-    """m; the chunk of their place, a number in `chunk_id`."""
+    """m; the chunk of their origin, a number in `chunk_id`."""
     offset: layout.U4
     """m; where they begin in the chunk object, in bytes."""
     size: layout.U8
@@ -96,12 +96,12 @@ def give_addresses(snapshot: Snapshot, earlier: Columns | None, end: int = 1) ->
     kept = None if earlier is None else _Kept(earlier, columns.chunk_id.view(CHUNK_ID))
     first_block = np.zeros(len(snapshot), np.uint32)
     used = 1
-    of_many = [np.zeros(0, np.int64)]  # contents of several extents come after all others
-    for entries in _by_place(columns):
+    of_many = [np.zeros(0, np.int64)]  # fresh contents of several extents, which come last
+    for entries in _by_origin(columns):
         blocks = _blocks_of(columns.size[entries])
         first = np.zeros(len(entries), np.int64)
         if kept is not None:
-            first = kept.addresses(*places_of(columns, entries), columns.size[entries])
+            first = kept.addresses(*origins_of(columns, entries), columns.size[entries])
         many = (columns.flags[entries] & np.uint32(layout.MANY_EXTENTS)) != 0
         of_many.append(entries[many & (first == 0)])
         fresh = ~many & (first == 0)
@@ -141,8 +141,8 @@ def _blocks_of(size: layout.U8) -> Ints:
     return blocks.astype(np.int64)
 
 
-def places_of(columns: layout.Columns, entries: Ints | layout.U4) -> tuple[layout.U4, layout.U4]:
-    """The chunk and the offset of files' places."""
+def origins_of(columns: layout.Columns, entries: Ints | layout.U4) -> tuple[layout.U4, layout.U4]:
+    """The chunk and the offset of files' origins."""
     chunk, offset = columns.chunk[entries], columns.offset[entries]
     many = np.flatnonzero(columns.flags[entries] & np.uint32(layout.MANY_EXTENTS))
     first = columns.extents[chunk[many]]
@@ -150,8 +150,8 @@ def places_of(columns: layout.Columns, entries: Ints | layout.U4) -> tuple[layou
     return chunk, offset
 
 
-def _by_place(columns: layout.Columns) -> Iterator[Ints]:
-    """The entries that have content, in the order of their places, in batches of whole chunks."""
+def _by_origin(columns: layout.Columns) -> Iterator[Ints]:
+    """The entries that have content, in the order of their origins, in batches of whole chunks."""
     chunk, chunks = columns.chunk.copy(), len(columns.chunk_bytes)
     chunk[(layout.kinds(columns.flags) != Kind.FILE) | (columns.size == 0)] = _NO_CHUNK
     many = np.flatnonzero(columns.flags & np.uint32(layout.MANY_EXTENTS))
@@ -164,17 +164,17 @@ def _by_place(columns: layout.Columns) -> Iterator[Ints]:
     first = np.flatnonzero(np.diff(batch, prepend=-1))
     for low, high in pairwise([*first.tolist(), chunks]):
         entries = np.flatnonzero((chunk >= low) & (chunk < high))
-        place = _key(*places_of(columns, entries))
-        yield entries[np.argsort(place, kind="stable")]
+        origin = _key(*origins_of(columns, entries))
+        yield entries[np.argsort(origin, kind="stable")]
 
 
 def _key(chunk: layout.U4, offset: layout.U4) -> layout.U8:
-    """Chunk and offset as one number, by which places are sorted."""
+    """Chunk and offset as one number, by which origins are sorted."""
     return chunk.astype(np.uint64) << np.uint64(32) | offset
 
 
 class _Kept:
-    """The addresses of an earlier image, by place."""
+    """The addresses of an earlier image, by origin."""
 
     def __init__(self, earlier: Columns, chunk_id: npt.NDArray[np.bytes_]) -> None:
         """`chunk_id` is the chunk table of the snapshot: from now on, its numbers name chunks."""
@@ -187,21 +187,21 @@ class _Kept:
         self._chunk = number[earlier.chunk]
 
     def addresses(self, chunk: layout.U4, offset: layout.U4, size: layout.U8) -> Ints:
-        """The addresses of contents, whose places ascend; 0 for one that the image lacks. Of
-        several contents with one place, the i-th has the address of the i-th."""
+        """The addresses of contents, whose origins ascend; 0 for one that the image lacks. Of
+        several contents with one origin, the i-th has the address of the i-th."""
         first = np.zeros(len(chunk), np.int64)
         if not len(chunk):
             return first
         earlier = self._earlier
         among = np.flatnonzero((self._chunk >= chunk[0]) & (self._chunk <= chunk[-1]))
-        place = _key(self._chunk[among], earlier.offset[among])
-        order = np.argsort(place, kind="stable")
-        place, among = place[order], among[order]
+        origin = _key(self._chunk[among], earlier.offset[among])
+        order = np.argsort(origin, kind="stable")
+        origin, among = origin[order], among[order]
         wanted = _key(chunk, offset)
-        at = np.searchsorted(place, wanted)
+        at = np.searchsorted(origin, wanted)
         at += np.arange(len(wanted)) - np.searchsorted(wanted, wanted)
-        inside = np.flatnonzero(at < len(place))
+        inside = np.flatnonzero(at < len(origin))
         at = at[inside]
-        same = (place[at] == wanted[inside]) & (earlier.size[among[at]] == size[inside])
+        same = (origin[at] == wanted[inside]) & (earlier.size[among[at]] == size[inside])
         first[inside[same]] = earlier.start_block[among[at[same]]]
         return first

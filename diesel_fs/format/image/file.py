@@ -17,7 +17,7 @@ from ...errors import CorruptError, ForeignError, NewerVersionError, TruncatedEr
 from ..entries import Bytes
 from ..snapshot.layout import U4, U8
 from ..snapshot.reader import Snapshot
-from .addresses import BLOCK_BYTES, DTYPES, Addresses, Columns, give_addresses, places_of
+from .addresses import BLOCK_BYTES, DTYPES, Addresses, Columns, give_addresses, origins_of
 from .tree import MAGIC, SUPERBLOCK_AT, Shown, Tree, check
 
 _TRAILER_MAGIC = b"\x93DIESIM\n"
@@ -52,7 +52,7 @@ class Image:
         self.chain = fields.chain
         """Addresses can be compared between images of one chain only."""
         self.sequence = fields.sequence
-        """The place of the image in its chain, from 1."""
+        """The number of the image in its chain, from 1."""
         self.end_block = fields.end_block
         """How many blocks of the content file this chain has given up to this image."""
         self.entry_count = fields.entries
@@ -142,8 +142,8 @@ def _column_pieces(snapshot: Snapshot, addresses: Addresses) -> Iterator[Iterabl
     yield [first_block.view(np.uint8).data]
     yield [order.view(np.uint8).data]
     yield _taken(order, lambda entries: first_block[entries])
-    yield _taken(order, lambda entries: places_of(columns, entries)[0])
-    yield _taken(order, lambda entries: places_of(columns, entries)[1])
+    yield _taken(order, lambda entries: origins_of(columns, entries)[0])
+    yield _taken(order, lambda entries: origins_of(columns, entries)[1])
     yield _taken(order, lambda entries: columns.size[entries])
     yield [columns.chunk_id.data]
 

@@ -20,7 +20,7 @@ from .trees import CHAIN, EXTENT_BYTES, file, image_of, snapshot_of
 
 BLOCK = 4096
 ME = Shown(uid=1, gid=2)
-Place = tuple[int, int, int]
+Origin = tuple[int, int, int]
 """Chunk, offset, size."""
 
 
@@ -28,9 +28,9 @@ Place = tuple[int, int, int]
 class Chain:
     """What has been given in a chain, by a plain model."""
 
-    owner: dict[int, Place] = field(default_factory=dict)
+    owner: dict[int, Origin] = field(default_factory=dict)
     """By block: the content that has ever had it."""
-    before: dict[Place, int] = field(default_factory=dict)
+    before: dict[Origin, int] = field(default_factory=dict)
     """Addresses in the image before."""
     image: Image | None = None
 
@@ -40,48 +40,48 @@ class Chain:
         snapshot = snapshot_of(state, version=number)
         image = image_of(snapshot, how, self.image or CHAIN)
         assert (image.chain, image.sequence) == (CHAIN, number)
-        now: dict[Place, int] = {}
+        now: dict[Origin, int] = {}
         for (path, entry), first in zip(
             shown(state).items(), image.first_block.tolist(), strict=True
         ):
             if not entry.parts:
                 assert first == 0, path
                 continue
-            place = entry.parts[0].chunk, entry.parts[0].offset, entry.size
+            origin = entry.parts[0].chunk, entry.parts[0].offset, entry.size
             assert first > 0
-            now[place] = first
+            now[origin] = first
             blocks = range(first, first + -(-entry.size // BLOCK))
-            if place in self.before:
-                assert first == self.before[place]
+            if origin in self.before:
+                assert first == self.before[origin]
             else:
                 assert not any(block in self.owner for block in blocks)
                 assert len(entry.parts) == 1 or first % 16 == 0
-            self.owner.update(dict.fromkeys(blocks, place))
-        assert all(self.owner[first] == place for place, first in now.items())
+            self.owner.update(dict.fromkeys(blocks, origin))
+        assert all(self.owner[first] == origin for origin, first in now.items())
         self.check_order(image, now)
         self.check_new_chunks(now)
         self.before, self.image = now, image
         return image
 
-    def check_order(self, image: Image, now: dict[Place, int]) -> None:
+    def check_order(self, image: Image, now: dict[Origin, int]) -> None:
         assert image.end_block > max(self.owner, default=0)
         assert image.end_block >= (self.image.end_block if self.image else 1)
         assert image.start_blocks.tolist() == sorted(now.values())
         assert image.first_block[image.order].tolist() == image.start_blocks.tolist()
 
-    def check_new_chunks(self, now: dict[Place, int]) -> None:
+    def check_new_chunks(self, now: dict[Origin, int]) -> None:
         """The files of one extent in a chunk that is new lie next to each other, as they do
         there."""
         old = {chunk for chunk, *_ in self.before}
-        of_chunk: defaultdict[int, list[Place]] = defaultdict(list)
-        for place in sorted(now):
-            if place[0] not in old and place[2] <= EXTENT_BYTES:
-                of_chunk[place[0]].append(place)
-        for places in of_chunk.values():
-            at = now[places[0]]
-            for place in places:
-                assert now[place] == at
-                at += -(-place[2] // BLOCK)
+        of_chunk: defaultdict[int, list[Origin]] = defaultdict(list)
+        for origin in sorted(now):
+            if origin[0] not in old and origin[2] <= EXTENT_BYTES:
+                of_chunk[origin[0]].append(origin)
+        for origins in of_chunk.values():
+            at = now[origins[0]]
+            for origin in origins:
+                assert now[origin] == at
+                at += -(-origin[2] // BLOCK)
 
 
 sizes = st.one_of(
@@ -138,7 +138,7 @@ def test_a_new_chunk_is_one_range_and_an_old_one_stays_where_it_is() -> None:
     assert [starts[b"0%d" % n] for n in range(10)] == list(range(21, 31))
 
 
-def test_two_contents_at_one_place_keep_their_addresses() -> None:
+def test_two_contents_of_one_origin_keep_their_addresses() -> None:
     """No put makes such chunks; a snapshot may hold them all the same."""
     twice = {b"a": file(3, 96, 5), b"b": file(3, 96, 5), b"c": file(3, 97, 5)}
     first = image_of(snapshot_of(twice), ME)

@@ -1,7 +1,7 @@
 """Datasets for tests of images, and what a mount of them must show.
 
-What a file holds follows from its place (chunk, offset) and its size: so a test can fill a content
-file, or answer reads of one, without a store.
+What a file holds follows from its chunk, its offset there and its size: so a test can fill a
+content file, or answer reads of one, without a store.
 """
 
 import random
@@ -74,7 +74,7 @@ def image_of(snapshot: Snapshot, how: Shown, earlier: Image | UUID = CHAIN) -> I
 
 
 def file(chunk: int, offset: int, size: int, mode: int = 0o644, mtime_ns: int = 1) -> OwnEntry:
-    """A file at a place, of one extent, or of several in one chunk, at most 4 MiB each."""
+    """A file at an offset of a chunk; of several extents in that chunk, if it has over 4 MiB."""
     parts: list[Part] = []
     for start in range(0, size, EXTENT_BYTES):
         length = min(EXTENT_BYTES, size - start)
@@ -143,24 +143,24 @@ def everything() -> dict[bytes, OwnEntry]:
     state: dict[bytes, OwnEntry] = {}
     offset = 96
 
-    def place(size: int, chunk: int = 5) -> OwnEntry:
+    def new(size: int, chunk: int = 5) -> OwnEntry:
         nonlocal offset
         offset += 7
         return file(chunk, offset, size, mode=offset & 0o777, mtime_ns=offset * 10**9 + offset)
 
     for size in (0, 1, 4095, 4096, 4097, 65535, 65536, 65537, EXTENT_BYTES, EXTENT_BYTES + 1):
-        state[b"sizes/%d" % size] = place(size)
+        state[b"sizes/%d" % size] = new(size)
     for name in NAMES:
-        state[b"dots/" + name] = place(3)
-        state[b"inner/%b/%b" % (name, name)] = place(4, chunk=9)
+        state[b"dots/" + name] = new(3)
+        state[b"inner/%b/%b" % (name, name)] = new(4, chunk=9)
         if name != b".diesel":
-            state[name] = place(5)
+            state[name] = new(5)
     for byte in {*range(1, 256)} - {ord("/"), ord(".")}:
-        state[b"bytes/" + bytes([byte])] = place(2)
+        state[b"bytes/" + bytes([byte])] = new(2)
     for length in range(200, 256):
-        state[b"long/" + b"n" * length] = place(length)
-    state[b"\xfe" * 255 + b"/" + b"\xff" * 255] = place(1)
-    state[b"/".join([b"deep"] * 300)] = place(6)
+        state[b"long/" + b"n" * length] = new(length)
+    state[b"\xfe" * 255 + b"/" + b"\xff" * 255] = new(1)
+    state[b"/".join([b"deep"] * 300)] = new(6)
     for length in (1, 31, 32, 33, 59, 60, 4031, 4032, 4033, 4094, 4095):
         state[b"links/%d" % length] = link(b"t" * length, mtime_ns=-length)
     state[b"links/up"] = link(b"../sizes/1")
@@ -174,8 +174,8 @@ def everything() -> dict[bytes, OwnEntry]:
     for count in (*range(218, 232), 500, 3000):  # listings that fill a block, or nearly
         for number in range(count):
             state[b"many/%d/%06d" % (count, number)] = OwnEntry(Kind.FILE)
-    state[b"c/x"] = place(8)
-    state[b"c/x/shadows"] = place(9)
+    state[b"c/x"] = new(8)
+    state[b"c/x/shadows"] = new(9)
     return state
 
 
