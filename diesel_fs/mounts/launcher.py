@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from ..errors import BusyError, DeadlineError, DieselError, PermissionDenied, UsageError
-from ..settings import state_folder
+from ..settings import runtime_folder, state_folder
 from ..system import daemons, syscalls
 from ..system.daemons import add_log_tail, log_file
 from ..system.mountinfo import MountEntry
@@ -35,8 +35,10 @@ from .mountpoint import (
     real_path,
     remove_created_folders,
     unmount,
+    unmount_dead,
 )
 from .options import MountRequest
+from .plans.socket_folder import remove_dead_sockets
 from .processes import (
     children_of,
     daemon_of,
@@ -95,6 +97,9 @@ def mount(request: MountRequest, *, program: Sequence[str] = DAEMON) -> None:
         if isinstance(error, DeadlineError) or not isinstance(error, Exception):
             with suppress(DieselError):  # nothing may be mounted
                 umount(request.mountpoint, force=True)
+        else:
+            with suppress(DieselError):  # the daemon may have been killed after it had mounted
+                unmount_dead(request.mountpoint)
         remove_created_folders(request.made_folders)
         raise
 
@@ -153,10 +158,17 @@ def umount(
     own = [] if daemon is None else [daemon, *children_of(daemon)]
     if force:
         _force(found, daemon, own, patience)
+        _remove_dead_sockets()
         return
     others = other_mounts_of(found)
-    has_users = lazy and set(holders_of(found)) - set(own)  # found only before detaching
+    if lazy:  # users are found only before detaching
+        has_users = bool(set(holders_of(found)) - set(own) or _earlier_versions_in_use(found))
+    else:
+        has_users = False
+        _wait_for_earlier_versions(found)
     _unmount(found, own, lazy)
+    if daemon is None:
+        _remove_dead_sockets()
     if daemon is None or has_users:
         return
     if not ends_within(daemon, patience.before_signal_s):
@@ -265,6 +277,35 @@ def _unmount(found: DatasetMount, own: Sequence[int], lazy: bool) -> None:
         if others or not own or time.monotonic() > deadline_s:
             raise _busy(found.path, others)
         time.sleep(0.01)
+        found = mounted_at(found.path) or found  # the mount on `.diesel` is another one now
+
+
+def _earlier_versions_in_use(found: DatasetMount) -> Sequence[int]:
+    """The versions that a native mount showed before and of which files are still open.
+
+    Each had a tree of its own, which is mounted nowhere any more, so that the processes which use
+    it cannot be found.
+    """
+    if not found.is_native or "@" in found.source:  # it does not follow its dataset
+        return ()
+    with suppress(DieselError):  # it is dead, or does not answer
+        match stats(found.path).get("follow"):
+            case {"retired_versions": list(versions)}:
+                return versions
+    return ()
+
+
+def _wait_for_earlier_versions(found: DatasetMount) -> None:
+    """Raises BusyError where files of earlier versions stay open. Counters may be a second old."""
+    deadline_s = time.monotonic() + OWN_PROCESSES_BUSY_S
+    while versions := _earlier_versions_in_use(found):
+        if time.monotonic() > deadline_s:
+            shown = ", ".join(map(str, versions))
+            raise BusyError(
+                f"{found.path} is held by processes with open files of earlier versions ({shown})",
+                advice="end them, or use --lazy",
+            )
+        time.sleep(0.1)
 
 
 def _force(found: DatasetMount, daemon: int | None, own: Sequence[int], patience: Patience) -> None:
@@ -278,8 +319,9 @@ def _force(found: DatasetMount, daemon: int | None, own: Sequence[int], patience
         if abort_file >= 0:
             os.close(abort_file)
     if daemon is not None and not ends_within(daemon, 1.0):
-        with suppress(ProcessLookupError):
-            os.kill(daemon, signal.SIGKILL)
+        for pid in (daemon, *children_of(daemon)):  # they may be stopped
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
     try:
         while is_mounted(path, device):  # twice, where a switch to another tree was not finished
             unmount(path, lazy=True)
@@ -287,6 +329,12 @@ def _force(found: DatasetMount, daemon: int | None, own: Sequence[int], patience
         if is_mounted(path, device):  # else its daemon has unmounted it meanwhile
             raise
     _wait(own, path, patience)
+
+
+def _remove_dead_sockets() -> None:
+    """Removes control sockets that killed daemons of this user have left behind."""
+    with suppress(OSError, DieselError):
+        remove_dead_sockets(runtime_folder())
 
 
 def _warn_still_mounted(left: Mapping[MountEntry, int], path: str, daemon: int) -> None:

@@ -180,14 +180,12 @@ def prepare_mountpoint(mountpoint: str, forbidden_folders: Sequence[Path] = ()) 
     when the mount has ended. The mount must neither hide the `forbidden_folders` (the store, the
     cache) nor lie in one. Raises UsageError, BusyError, PermissionDenied or DieselError.
     """
-    found = mounted_at(mountpoint)
-    if found is not None:
-        if is_alive(mountpoint):
-            raise BusyError(
-                f"{found.source} is mounted on {mountpoint}",
-                advice="unmount it, or mount on another folder",
-            )
-        unmount(mountpoint, lazy=True)
+    unmount_dead(mountpoint)
+    if found := mounted_at(mountpoint):
+        raise BusyError(
+            f"{found.source} is mounted on {mountpoint}",
+            advice="unmount it, or mount on another folder",
+        )
     for folder in forbidden_folders:
         inner, outer = Path(mountpoint), Path(os.path.realpath(folder))
         if inner.is_relative_to(outer) or outer.is_relative_to(inner):
@@ -204,6 +202,13 @@ def prepare_mountpoint(mountpoint: str, forbidden_folders: Sequence[Path] = ()) 
     if names:
         raise UsageError(f"{mountpoint} is not empty", advice="mount on an empty folder")
     return made
+
+
+def unmount_dead(mountpoint: str) -> None:
+    """Unmounts dead mounts of datasets at a path. Raises DieselError; DeadlineError where one does
+    not answer."""
+    while mounted_at(mountpoint) is not None and not is_alive(mountpoint):
+        unmount(mountpoint, lazy=True)
 
 
 def _create_folders(folder: str) -> Sequence[str]:
@@ -249,8 +254,6 @@ def unmount(mountpoint: str, *, lazy: bool = False) -> None:
     except OSError as error:
         if error.errno == errno.EBUSY:
             raise BusyError(f"{mountpoint} is in use") from None
-        if error.errno == errno.EINVAL and found and mounted_at(mountpoint) is None:
-            return  # somebody else has just unmounted it
         if error.errno != errno.EPERM:
             raise DieselError(f"cannot unmount {mountpoint}: {error.strerror}") from error
         if found is not None and found.is_native:
@@ -265,6 +268,9 @@ def _unmount_both(found: DatasetMount, hidden: MountEntry) -> None:
     back where the tree turns out to be in use. Readers of `.diesel` meet the time between, some 0.1
     ms.
     """
+    inside = {each.mount_id for each in mounts() if each.parent_id == found.tree.mount_id}
+    if inside - {hidden.mount_id}:  # a user has mounted something in it
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
     with ExitStack() as stack:
         stack.callback(os.close, tree := syscalls.clone_mount(found.path))
         # This keeps the name `.diesel` meanwhile: the tree does not list it, so it could not be
@@ -277,7 +283,8 @@ def _unmount_both(found: DatasetMount, hidden: MountEntry) -> None:
             syscalls.umount2(found.path)
         except BaseException:
             now = mounted_at(found.path)
-            if now is not None and now.tree == found.tree and now.hidden_mount is None:
+            is_same = now is not None and now.tree.mount_id == found.tree.mount_id
+            if now is not None and is_same and now.hidden_mount is None:
                 syscalls.attach_mount(fuse, hidden.path)
             raise
 
@@ -379,6 +386,8 @@ def _run_in_child(statement: str, path: str) -> tuple[int, bytes]:
     except subprocess.TimeoutExpired:
         child.kill()  # where it waits uninterruptibly, it ends when the mount does
         child.returncode = -9
+        assert child.stdout is not None
+        child.stdout.close()
         raise DeadlineError(
             f"the mount of {path} does not answer", advice="end it by `dlcmd umount --force`"
         ) from None

@@ -15,6 +15,7 @@ import pytest
 from diesel_fs.mounts import mount, umount
 from diesel_fs.mounts.mountpoint import mounted_at
 from diesel_fs.mounts.processes import children_of, daemon_of
+from diesel_fs.settings import runtime_folder
 from tests.mounts.conftest import PROGRAM, request_for
 
 pytestmark = pytest.mark.fuse
@@ -46,6 +47,11 @@ def resources_of(place: Path) -> Iterator[str]:
     for name in os.listdir("/dev/shm"):
         if "diesel" in name:
             yield f"shared memory {name}"
+    for loop in Path("/sys/block").glob("loop*/loop/backing_file"):
+        if str(place) in (file := loop.read_text()):
+            yield f"loop device {loop} of {file}"
+    for name in os.listdir(runtime_folder()):
+        yield f"in the runtime folder {name}"
 
 
 def test_many_rounds_leave_nothing_behind(source: Path, tmp_path: Path) -> None:

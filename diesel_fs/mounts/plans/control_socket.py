@@ -14,11 +14,9 @@ import logging
 import os
 import secrets
 import socket
-import stat
 import struct
-import time
-from collections.abc import Callable, Iterator
-from contextlib import AsyncExitStack, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
 import trio
@@ -34,6 +32,7 @@ from ...errors import (
 from ...net.messages import LENGTH, Message, error_message, frame, unpack
 from ..prefetch.link import WorkerLink
 from .control_wire import FRAME_BYTES_MAX, HELLO_BYTES_MAX, PROTOCOL
+from .socket_folder import open_private, remove_dead_sockets, short_path
 
 log = logging.getLogger("diesel.mount")
 
@@ -50,9 +49,6 @@ ANSWER_DEADLINE_S = 15.0
 LARGE_BYTES = 1 << 20
 """Larger frames are received one at a time over all connections, so that many of them do not fill
 the memory."""
-
-UNNAMED_SOCKET_S_MAX = 60.0
-"""A socket that still has its temporary name after this time was left by a killed daemon."""
 
 REQUESTS = frozenset(
     ("announce", "extend", "replace", "withdraw", "progress", "value", "resident", "stats")
@@ -105,12 +101,12 @@ class ControlSocket:
         """Make the socket, and remove those of killed daemons. Raises DieselError."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
-            with _open_private(self._folder) as folder:
-                _remove_dead_sockets(folder)
+            remove_dead_sockets(self._folder)
+            with open_private(self._folder) as folder:
                 # Another daemon would remove a socket of the final name that nobody listens on.
                 temporary = f".new-{self._name}"
-                listener.bind(_short_path(folder, temporary))
-                os.chmod(_short_path(folder, temporary), 0o600)
+                listener.bind(short_path(folder, temporary))
+                os.chmod(short_path(folder, temporary), 0o600)
                 listener.listen(CONNECTIONS_MAX)
                 os.rename(temporary, self._name, src_dir_fd=folder, dst_dir_fd=folder)
         except OSError as error:
@@ -125,7 +121,7 @@ class ControlSocket:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
-            with suppress(OSError), _open_private(self._folder) as folder:
+            with suppress(OSError), open_private(self._folder) as folder:
                 os.unlink(self._name, dir_fd=folder)
 
     async def run(self) -> None:
@@ -263,48 +259,3 @@ async def _fill(stream: trio.SocketStream, body: bytearray, length: int) -> None
         if not received:
             raise CorruptError("the connection ended within a frame")
         body += received
-
-
-@contextmanager
-def _open_private(folder: Path) -> Iterator[int]:
-    """A descriptor of a folder; raises OSError if it is not this user's alone."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        status = os.fstat(descriptor)
-        if status.st_uid != os.geteuid() or status.st_mode & 0o077:
-            raise PermissionError(1, "other users may enter it")
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-def _short_path(folder: int, name: str) -> str:
-    """A short path for a file in a folder: a socket's address has room for 107 bytes."""
-    return f"/proc/self/fd/{folder}/{name}"
-
-
-def _remove_dead_sockets(folder: int) -> None:
-    """Remove the sockets of daemons that were killed."""
-    for name in os.listdir(folder):
-        with suppress(OSError):
-            status = os.stat(name, dir_fd=folder, follow_symlinks=False)
-            if not stat.S_ISSOCK(status.st_mode):
-                continue
-            age_s = time.time() - status.st_ctime
-            if (name.startswith("control-") and not _listens(_short_path(folder, name))) or (
-                name.startswith(".new-") and age_s > UNNAMED_SOCKET_S_MAX
-            ):
-                os.unlink(name, dir_fd=folder)
-
-
-def _listens(path: str) -> bool:
-    """Whether a daemon may listen on a socket: whether it does not refuse a connection."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as probe:
-        probe.setblocking(False)
-        try:
-            probe.connect(path)
-        except ConnectionRefusedError:
-            return False
-        except OSError:
-            return True
-        return True

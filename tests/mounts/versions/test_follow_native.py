@@ -1,21 +1,20 @@
 """Native mounts that follow: one moment for all names, trees in the way, kernels, namespaces."""
 
 import os
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from diesel_fs.errors import BusyError
 from diesel_fs.mounts import umount
 from diesel_fs.mounts.processes import ends_within
 from diesel_fs.system.mountinfo import mounts
-from tests.mounts.dying_daemon import DIES, MOMENT, PAUSE_S
 from tests.mounts.observed import mounted, noise
 from tests.mounts.other_kernels import KERNEL
 from tests.mounts.versions.followed_dataset import (
@@ -106,6 +105,29 @@ def test_readers_meet_one_whole_version_at_any_time(followed: FollowedMount) -> 
     assert len(mounts_below(followed.at)) == 2
 
 
+@pytest.mark.parametrize("lazy", [False, True])
+def test_an_open_file_of_an_earlier_version_keeps_the_mount_busy(
+    followed: FollowedMount, lazy: bool
+) -> None:
+    """`umount` names the version and changes nothing; lazily, the file is served to its end."""
+    version = followed.stats()["version"]
+    pid = int(str(followed.stats()["pid"]))
+    with open(followed.at / "changed", "rb", buffering=0) as held:
+        followed.change({"changed": noise(90)})
+        if lazy:
+            umount(followed.at, lazy=True)
+            assert not ends_within(pid, 0.5)
+        else:
+            with pytest.raises(BusyError, match=rf"open files of earlier versions \({version}\)"):
+                umount(followed.at)
+            assert (followed.at / "changed").read_bytes() == noise(90)
+        assert held.read() == FILES["changed"]
+    if not lazy:
+        umount(followed.at)
+    assert ends_within(pid, PATIENCE_S)
+    assert not mounts_below(followed.at)
+
+
 def test_a_working_folder_stays_in_the_old_version(followed: FollowedMount) -> None:
     """So does what is opened from it; its path is known to nobody any more."""
     program = """if True:
@@ -187,44 +209,6 @@ def test_another_mount_namespace_switches_along_where_mounts_propagate(tmp_path:
                 assert os.listdir(there) == []
             finally:
                 other.kill()
-
-
-# the end of a mount during a switch ----------------------------------------------------------
-
-
-def umount_by_system(at: Path, pid: int) -> None:
-    """By umount(8), which takes one tree at a time, and may find it in use for a moment."""
-    command = ["umount", "--recursive", str(at)]
-    wait_until(lambda: subprocess.run(command, check=False).returncode == 0 or not mounts_below(at))
-
-
-UNMOUNTS: Mapping[str, Callable[[Path, int], object]] = {
-    "dlcmd": lambda at, pid: umount(at),
-    "dlcmd --lazy": lambda at, pid: umount(at, lazy=True),
-    "dlcmd --force": lambda at, pid: umount(at, force=True),
-    "umount": umount_by_system,
-    "signal": lambda at, pid: os.kill(pid, signal.SIGTERM),
-}
-
-
-@pytest.mark.parametrize("moment", ["made", "beneath", "detached"])
-@pytest.mark.parametrize("how", UNMOUNTS)
-def test_an_umount_during_a_switch_takes_all_away(
-    prepared: FollowedMount, moment: str, how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where a switch takes long, which it does not; and all processes end."""
-    monkeypatch.setenv(DIES, "nobody")
-    monkeypatch.setenv(MOMENT, moment)
-    with mounted(prepared.request, OTHER_KERNEL):
-        pid = prepared.stats()["pid"]
-        assert isinstance(pid, int)
-        prepared.put({"0new": b"0"})
-        wait_until(lambda: prepared.warnings("built the tree") == 2)
-        time.sleep(PAUSE_S / 3)
-        UNMOUNTS[how](prepared.at, pid)
-        wait_until(lambda: mounts_below(prepared.at) == [])
-        assert ends_within(pid, PATIENCE_S)
-        assert mounts_below(prepared.at) == []
 
 
 # other kernels, and other chains of images ---------------------------------------------------

@@ -1,0 +1,137 @@
+"""Native mounts whose processes are killed, stopped, or many: nothing stays behind."""
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from diesel_fs.errors import DeadlineError, DieselError
+from diesel_fs.mounts import mount, mountpoint, stats, umount
+from diesel_fs.mounts.mountpoint import is_alive, mounted_at
+from diesel_fs.mounts.processes import children_of, ends_within
+from tests.mounts.conftest import PROGRAM, mounting, request_for
+from tests.mounts.dying_at_start import DIES, DIES_AT, MOMENTS
+from tests.mounts.observed import is_gone
+from tests.mounts.test_repeated_mounts import resources_of
+from tests.unprivileged_user import needs_root
+from tests.waiting import PATIENCE_S, wait_until
+
+pytestmark = [pytest.mark.fuse, needs_root]
+
+DYING = (sys.executable, "-m", "tests.mounts.dying_at_start")
+
+VICTIMS = ("server", "supervisor", "worker", "supervisor,server", "server,supervisor,worker")
+
+SIDE_BY_SIDE = int(os.environ.get("DIESEL_MOUNTS", "10"))
+
+
+@pytest.fixture
+def nothing_left(tmp_path: Path) -> Iterator[None]:
+    """The test leaves no mount, process, loop device or connection behind."""
+    before = set(resources_of(tmp_path))
+    yield
+    wait_until(
+        lambda: not set(resources_of(tmp_path)) - before,
+        otherwise=lambda: f"left: {set(resources_of(tmp_path)) - before}",
+    )
+
+
+@pytest.mark.usefixtures("nothing_left")
+@pytest.mark.parametrize("victims", VICTIMS)
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_mount_whose_processes_are_killed_while_it_starts_leaves_nothing(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str, victims: str
+) -> None:
+    """`mount` fails, and there is nothing left to unmount; without a worker it goes on. Then the
+    same folder can be mounted on."""
+    monkeypatch.setenv(DIES_AT, moment)
+    monkeypatch.setenv(DIES, victims)
+    at = tmp_path / "made" / "mount"
+    request = request_for(source, at, "native")
+    if victims == "worker":
+        mount(request, program=DYING)
+        assert (at / "b").read_bytes() == b"beta"
+        umount(at)
+    else:
+        with pytest.raises(DieselError):
+            mount(request, program=DYING)
+    assert str(at) not in Path("/proc/self/mountinfo").read_text()
+    assert not at.parent.exists()
+    with mounting(source, tmp_path / "mount", "native") as mounted:
+        assert (mounted.at / "b").read_bytes() == b"beta"
+
+
+@pytest.mark.usefixtures("nothing_left")
+@pytest.mark.parametrize("victims", [*VICTIMS, "server,worker"])
+def test_one_umount_takes_away_a_mount_whose_processes_were_killed(
+    source: Path, tmp_path: Path, victims: str
+) -> None:
+    """Before that its tree looks alive, and `is_alive` and `stats` tell that it is not."""
+    at = tmp_path / "mount"
+    at.mkdir()
+    mount(request_for(source, at, "native"), program=PROGRAM)
+    found = stats(at)
+    supervisor, server = int(str(found["pid"])), int(str(found["server_pid"]))
+    [worker] = set(children_of(supervisor)) - {server}
+    pids = {"supervisor": supervisor, "server": server, "worker": worker}
+    for name in victims.split(","):
+        os.kill(pids[name], signal.SIGKILL)
+    if victims == "worker":
+        assert is_alive(str(at))
+    else:
+        wait_until(lambda: all(map(is_gone, pids.values())))
+        assert not is_alive(str(at))
+        with pytest.raises(DieselError, match="Transport endpoint is not connected"):
+            stats(at)
+        assert os.listdir(at) == ["a", "b"]
+        assert mounted_at(str(at)) is not None
+    umount(at)
+    assert str(at) not in Path("/proc/self/mountinfo").read_text()
+    assert all(map(is_gone, pids.values()))
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_mount_that_does_not_answer_is_named(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its server is stopped: `mount` and `stats` say so, and `umount --force` ends it."""
+    monkeypatch.setattr(mountpoint, "ANSWER_DEADLINE_S", 0.5)
+    with mounting(source, tmp_path / "mount", "native") as mounted:
+        server = int(str(stats(mounted.at)["server_pid"]))
+        os.kill(server, signal.SIGSTOP)
+        for call in (
+            lambda: mount(request_for(source, mounted.at, "native"), program=PROGRAM),
+            lambda: stats(mounted.at),
+        ):
+            with pytest.raises(DeadlineError, match="does not answer"):
+                call()
+        assert os.listdir(mounted.at) == ["a", "b"]
+        umount(mounted.at, force=True)
+        assert str(mounted.at) not in Path("/proc/self/mountinfo").read_text()
+        assert is_gone(server)
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_many_mounts_side_by_side(source: Path, tmp_path: Path) -> None:
+    """Each is its own: where some are killed the others go on, and each is unmounted alone."""
+    places = [tmp_path / f"mount{number}" for number in range(SIDE_BY_SIDE)]
+    pids = []
+    for at in places:
+        mount(request_for(source, at, "native"), program=PROGRAM)
+        pids.append(int(str(stats(at)["pid"])))
+    devices = {found.device for at in places if (found := mounted_at(str(at)))}
+    assert len(devices) == SIDE_BY_SIDE
+    for pid in pids[::3]:
+        os.kill(pid, signal.SIGKILL)
+    for number, at in enumerate(places):
+        if number % 3:
+            assert (at / "a").read_bytes() == b"alpha" * 1000
+            assert stats(at)["pid"] == pids[number]
+        else:
+            wait_until(lambda at=at: not is_alive(str(at)))  # type: ignore[misc]  # mypy cannot infer a lambda with defaults
+    for pid, at in zip(pids, places, strict=True):
+        umount(at)
+        assert ends_within(pid, PATIENCE_S)
