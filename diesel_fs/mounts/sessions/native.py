@@ -39,7 +39,7 @@ from ...system.mountinfo import mounts, topmost_at
 from ..attributes import FOREVER_S, HIDDEN_ROOT, ROOT, Attributes, FuseErrno
 from ..content_file import CONTENT_BYTES, ContentFile, ContentVersion, added_ranges, private_name
 from ..mountpoint import HIDDEN_FOLDER
-from ..vfs import Vfs
+from ..vfs import BLOCK_BYTES, Vfs
 from . import protocol
 from .kernel import FOREVER_WHOLE_S, Answer, Handler, KernelSession
 from .native_tree import Tree, mount_tree
@@ -58,6 +58,9 @@ TREE_READ_AHEAD_KIB = 1024
 
 CONTENT_READ_AHEAD_KIB = 4096
 """How far it then reads ahead in the content file: four READs at once."""
+
+_OF_ROOT = protocol.CommonAttributes(0, 0, BLOCK_BYTES)
+"""Content files and images belong to root, whoever owns the dataset's entries."""
 
 _T = TypeVar("_T")
 
@@ -372,7 +375,11 @@ class NativeSession(KernelSession):
             name = protocol.parse_name(message)
             for node in (*self._contents, *self._served_images):
                 if name == private_name(node).encode():
-                    return self._found(self._private_attributes(node))
+                    found = self._private_attributes(node)
+                    return protocol.entry_answer(
+                        found.node, found.mode, found.size, found.mtime_ns, FOREVER_WHOLE_S,
+                        FOREVER_WHOLE_S, _OF_ROOT,
+                    )  # fmt: skip
         return super()._lookup(request, message)
 
     def _getattr(self, request: RequestHeader, message: memoryview) -> Answer:
@@ -380,7 +387,7 @@ class NativeSession(KernelSession):
             return super()._getattr(request, message)
         found = self._private_attributes(request.node)
         return protocol.attributes_answer(
-            found.node, found.mode, found.size, found.mtime_ns, FOREVER_WHOLE_S, self._common
+            found.node, found.mode, found.size, found.mtime_ns, FOREVER_WHOLE_S, _OF_ROOT
         )
 
     def _is_private(self, node: int) -> bool:
