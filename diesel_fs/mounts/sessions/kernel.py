@@ -1,4 +1,4 @@
-"""The kernel session: it speaks the FUSE protocol on /dev/fuse itself, and is the default.
+"""The kernel session: it speaks the FUSE protocol on /dev/fuse itself.
 
 It refuses OPEN and OPENDIR once with ENOSYS. From then on the kernel opens files without a request
 and keeps their pages, and names that were looked up are valid for ever. So a file whose pages are
