@@ -16,7 +16,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 
 import trio
@@ -83,10 +83,7 @@ TASK_STATS_S = 1.0
 READY = b"ready"
 
 SESSIONS = (NativeSession.name, KernelSession.name, "pyfuse3")
-"""The best first."""
-
-AUTO_SESSIONS = (KernelSession.name, "pyfuse3")
-"""`--session auto` takes the first of these that works here."""
+"""The best first: `--session auto` takes the first of them that works here."""
 
 Report = Callable[[Mapping[str, object]], None]
 
@@ -168,6 +165,7 @@ class _Server:
         self._grace_s = grace_s
         self._device = ""
         self._abort_file = -1
+        self._session_notes: Sequence[str] = ()
         self._started = trio.Event()
         self._worker_begun = trio.Event()  # or there will be none
         os.set_blocking(supervisor_pipe, False)
@@ -245,21 +243,36 @@ class _Server:
             raise DieselError(
                 f"there is no session {wanted!r}", advice=f"known: auto, {', '.join(SESSIONS)}"
             )
-        names = list(AUTO_SESSIONS) if wanted == "auto" else [wanted]
         reasons: list[str] = []
-        for name in names:
-            self._vfs = self._make_vfs(name)
-            try:
-                session = self._make_session(name)
-                session.mount()
-            except SessionUnsupported as error:
-                reasons.append(f"the {name} session cannot be used: {error}")
-                if wanted == "auto":
-                    log.warning("%s", reasons[-1])
-                self._vfs.close()
-            else:
-                return session
-        raise DieselError("; ".join(reasons))
+        for name in SESSIONS if wanted == "auto" else [wanted]:
+            with ExitStack() as stack:
+                try:
+                    if name == NativeSession.name:
+                        NativeSession.check_usable()
+                    self._vfs = self._make_vfs(name)
+                    stack.callback(self._vfs.close)
+                    session = self._make_session(name)
+                    session.mount()
+                except SessionUnsupported as error:
+                    reasons.append(f"the {name} session cannot be used: {error}")
+                    if wanted == "auto":
+                        # Most users may not have the native session, and need not be told.
+                        level = logging.INFO if name == NativeSession.name else logging.WARNING
+                        log.log(level, "%s", reasons[-1])
+                    continue
+                stack.pop_all()
+            self._note_session(session, reasons)
+            return session
+        advice = "" if wanted == "auto" else "--session auto takes the best session that works here"
+        raise DieselError("; ".join(reasons), advice=advice)
+
+    def _note_session(self, session: Session, reasons: Sequence[str]) -> None:
+        """Keeps for the statistics why there is not a better session, if there is none."""
+        notes = [*reasons]
+        if isinstance(session, NativeSession) and session.note:
+            log.info("%s", session.note)
+            notes.append(session.note)
+        self._session_notes = notes
 
     def _make_session(self, name: str) -> Session:
         """Raises SessionUnsupported, DieselError."""
@@ -271,7 +284,6 @@ class _Server:
             follows=request.follow,
         )
         if name == NativeSession.name:
-            NativeSession.check_usable()
             try:
                 image, self._image_file = open_image(snapshot, self._shown)
             except (ImageTooLarge, FormatError) as error:
@@ -345,6 +357,8 @@ class _Server:
 
     def _extra_stats(self) -> dict[str, object]:
         extra: dict[str, object] = {}
+        if self._session_notes:
+            extra["session_notes"] = self._session_notes
         if warning := self._warnings.get(self._snapshot.version):
             extra["warning"] = warning
         if self._request.task_options:

@@ -79,6 +79,7 @@ def test_without_pyfuse3_only_its_session_is_missing(
 ) -> None:
     """As after `pip install diesel-fs` on a machine that cannot compile pyfuse3."""
     source = write(tmp_path / "src", {"a": b"1"})
+    source.chmod(0o700)  # as a native mount shows it, which has no `--allow-other`
     dlcmd("put", source, "pets")
     (tmp_path / "pyfuse3.py").write_text("raise ModuleNotFoundError('No module named pyfuse3')")
     monkeypatch.syspath_prepend(tmp_path)
@@ -129,6 +130,7 @@ def test_a_machine_that_forbids_mounting_is_exit_code_12(
 @pytest.mark.fuse
 def test_a_dataset_is_mounted_and_unmounted(dlcmd: Dlcmd, tmp_path: Path) -> None:
     source = write(tmp_path / "src", {"a": b"1", "sub/b": b"2"})
+    source.chmod(0o700)  # as a native mount shows it, which has no `--allow-other`
     dlcmd("put", source, "pets")
     folder = tmp_path / "mnt"
     folder.mkdir()
@@ -221,7 +223,7 @@ def test_a_missing_folder_is_made_and_removed_with_its_mount(dlcmd: Dlcmd, tmp_p
         process.terminate()
     assert not left()
     dlcmd("mount", "pets", folder)
-    plain = ["umount"] if os.geteuid() == 0 else ["fusermount3", "-u"]
+    plain = ["umount", "-R"] if os.geteuid() == 0 else ["fusermount3", "-u"]
     subprocess.run([*plain, folder], check=True)
     wait_until(lambda: not left())
     dlcmd("mount", "pets", folder)

@@ -50,6 +50,7 @@ class User:
         self.dlcmd, self.top, self._patch = dlcmd, top, patch
         self.source = odd_tree(top / "source")
         write(self.source, {"large": os.urandom(3 * CHUNK_BYTES), "d/e/f/g": b"deep"})
+        self.source.chmod(0o700)  # as a native mount shows it, which has no `--allow-other`
         self.cache = top / "cache"
         patch.setenv("XDG_CACHE_HOME", str(self.cache))
         dlcmd("put", "--chunk-size", str(CHUNK_BYTES), self.source, "pets")

@@ -121,8 +121,8 @@ class NativeSession(KernelSession):
     @staticmethod
     def check_usable() -> None:
         """Raises SessionUnsupported where this process or this kernel cannot have native mounts."""
-        if not syscalls.may_administrate():
-            raise SessionUnsupported("it needs root, in a container with CAP_SYS_ADMIN")
+        if os.geteuid() or not syscalls.may_administrate():
+            raise SessionUnsupported("it needs root with CAP_SYS_ADMIN")
 
     @property
     def content_node(self) -> int:

@@ -13,6 +13,7 @@ import pytest
 
 from diesel_fs.mounts.processes import children_of
 from diesel_fs.peers.options import TaskOptions
+from diesel_fs.system.mountinfo import mounts
 from diesel_fs.system.unix_sockets import connect_unix
 from tests.mounts.observed import mounted, noise
 from tests.mounts.versions.followed_dataset import FILES, FollowedMount, begin
@@ -125,4 +126,7 @@ def test_no_process_of_a_mount_grows_between_five_and_fifty_switches(
                 name: (before[name], now[name]) for name in now if now[name].has_grown(before[name])
             }
 
+        wait_until(lambda: followed.retired_versions() == [])
+        here = [each.path for each in mounts() if each.path.startswith(str(followed.at))]
+        assert len(here) == 1 + followed.is_native
         wait_until(lambda: not grown(), SETTLED_S, lambda: f"these have grown: {grown()}")

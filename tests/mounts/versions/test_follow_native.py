@@ -1,10 +1,11 @@
 """Native mounts that follow: one moment for all names, trees in the way, kernels, namespaces."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from diesel_fs.errors import BusyError
 from diesel_fs.mounts import umount
 from diesel_fs.mounts.processes import ends_within
 from diesel_fs.system.mountinfo import mounts
+from tests.mounts.dying_daemon import DIES, MOMENT, PAUSE_S
 from tests.mounts.observed import mounted, noise
 from tests.mounts.other_kernels import KERNEL
 from tests.mounts.versions.followed_dataset import (
@@ -209,6 +211,44 @@ def test_another_mount_namespace_switches_along_where_mounts_propagate(tmp_path:
                 assert os.listdir(there) == []
             finally:
                 other.kill()
+
+
+# the end of a mount during a switch ----------------------------------------------------------
+
+
+def umount_by_system(at: Path, pid: int) -> None:
+    """By umount(8), which takes one tree at a time, and may find it in use for a moment."""
+    command = ["umount", "--recursive", str(at)]
+    wait_until(lambda: subprocess.run(command, check=False).returncode == 0 or not mounts_below(at))
+
+
+UNMOUNTS: Mapping[str, Callable[[Path, int], object]] = {
+    "dlcmd": lambda at, pid: umount(at),
+    "dlcmd --lazy": lambda at, pid: umount(at, lazy=True),
+    "dlcmd --force": lambda at, pid: umount(at, force=True),
+    "umount": umount_by_system,
+    "signal": lambda at, pid: os.kill(pid, signal.SIGTERM),
+}
+
+
+@pytest.mark.parametrize("moment", ["made", "beneath", "detached"])
+@pytest.mark.parametrize("how", UNMOUNTS)
+def test_an_umount_during_a_switch_takes_all_away(
+    prepared: FollowedMount, moment: str, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a switch takes long, which it does not; and all processes end."""
+    monkeypatch.setenv(DIES, "nobody")
+    monkeypatch.setenv(MOMENT, moment)
+    with mounted(prepared.request, OTHER_KERNEL):
+        pid = prepared.stats()["pid"]
+        assert isinstance(pid, int)
+        prepared.put({"0new": b"0"})
+        wait_until(lambda: prepared.warnings("built the tree") == 2)
+        time.sleep(PAUSE_S / 3)
+        UNMOUNTS[how](prepared.at, pid)
+        wait_until(lambda: mounts_below(prepared.at) == [])
+        assert ends_within(pid, PATIENCE_S)
+        assert mounts_below(prepared.at) == []
 
 
 # other kernels, and other chains of images ---------------------------------------------------

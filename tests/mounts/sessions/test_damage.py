@@ -1,0 +1,282 @@
+"""Damaged entries, lost stores, killed readers: only reads of what is lost fail, and others are
+right.
+
+The datasets are real ones, whose chunks the tests damage on the disk.
+"""
+
+import errno
+import mmap
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from diesel_fs.client.dataset import connect
+from diesel_fs.mounts import MountRequest, stats
+from tests.mounts.conftest import mounting
+from tests.mounts.observed import mounted, noise, state_of, waiting_reads
+from tests.waiting import wait_until
+
+pytestmark = [pytest.mark.fuse, pytest.mark.only_session("native", "kernel")]
+
+FILES = 40
+SMALL_BYTES = (1, 4000, 4096, 9000, 30_000)
+LARGE_BYTES = 11_000_003
+DAMAGED = 17
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A dataset, its contents by name, and the folder of its store."""
+
+    contents: dict[str, bytes]
+    store: Path
+
+    def place(self, content: bytes) -> tuple[Path, int]:
+        """The chunk in which these bytes lie, and where."""
+        for path in self.store.glob("datasets/*/chunks/*/*"):
+            if (at := path.read_bytes().find(content)) >= 0:
+                return path, at
+        raise AssertionError("no chunk has these bytes")
+
+    @contextmanager
+    def damaged(self, content: bytes) -> Iterator[str]:
+        """Flips some bytes of this content in its chunk, whose name it gives; mends them again."""
+        path, at = self.place(content)
+        whole = path.read_bytes()
+        middle = at + len(content) // 2
+        flipped = bytes(255 - each for each in whole[middle : middle + 3])
+        replace(path, whole[:middle] + flipped + whole[middle + len(flipped) :])
+        try:
+            yield path.name
+        finally:
+            replace(path, whole)
+
+
+def replace(path: Path, content: bytes) -> None:
+    """Writes a chunk, which a reader may have mapped, in the place of the one that was there."""
+    new = path.with_name(path.name + ".new")
+    new.write_bytes(content)
+    new.rename(path)
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Stored:
+    """Small files in one chunk, and a large one in several."""
+    store = tmp_path_factory.mktemp("damage") / "store"
+    contents = {
+        f"{number:02}": noise(number, SMALL_BYTES[number % len(SMALL_BYTES)])
+        for number in range(FILES)
+    }
+    contents["large"] = noise(1000, LARGE_BYTES)
+    with connect("ds", store.as_uri(), create=True) as dataset:
+        for name, content in contents.items():
+            dataset.put(content, name)
+    return Stored(contents, store)
+
+
+@contextmanager
+def mounted_anew(stored: Stored, base: Path, session: str, *, pushes: bool) -> Iterator[Path]:
+    """A mount that has read nothing yet."""
+    (base / "mount").mkdir(exist_ok=True)
+    request = MountRequest(
+        stored.store.as_uri(),
+        "ds",
+        str(base / "mount"),
+        session=session,
+        log_file=str(base / "log"),
+        memory_bytes=0 if pushes else 1,
+    )
+    with mounted(request) as at:
+        yield at
+
+
+def read_or_errno(path: Path) -> bytes | int:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        return error.errno or -1
+
+
+def pread_or_errno(file: int, size: int, place: int) -> bytes | int:
+    try:
+        return os.pread(file, size, place)
+    except OSError as error:
+        return error.errno or -1
+
+
+def in_order(names: list[str]) -> list[str]:
+    return names
+
+
+def backwards(names: list[str]) -> list[str]:
+    return names[::-1]
+
+
+def at_random(names: list[str]) -> list[str]:
+    return random.Random(7).sample(names, len(names))
+
+
+@pytest.mark.parametrize("pushes", [True, False], ids=["pushes", "on demand"])
+@pytest.mark.parametrize("ordered", [in_order, backwards, at_random])
+def test_a_damaged_entry_is_EIO_and_its_neighbours_are_whole(
+    stored: Stored, session: str, tmp_path: Path, ordered: object, pushes: bool
+) -> None:
+    """Read one after the other, with read-ahead, or in any order; and all once more."""
+    assert callable(ordered)
+    name = f"{DAMAGED:02}"
+    expected = {**stored.contents, name: errno.EIO}
+    with (
+        stored.damaged(stored.contents[name]) as chunk,
+        mounted_anew(stored, tmp_path, session, pushes=pushes) as at,
+    ):
+        for _ in range(2):
+            for each in ordered(sorted(stored.contents)):
+                assert read_or_errno(at / each) == expected[each], each
+        lines = [line for line in (tmp_path / "log").read_text().splitlines() if name in line]
+        assert any(f"ds/{name} at 0 (chunk {chunk})" in line for line in lines), lines
+
+
+def test_a_damaged_entry_is_SIGBUS_in_a_map_and_its_neighbours_are_whole(
+    stored: Stored, session: str, tmp_path: Path
+) -> None:
+    name = f"{DAMAGED:02}"
+    program = (
+        "import mmap, sys\n"
+        "with open(sys.argv[1], 'rb') as file:\n"
+        "    mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)\n"
+        "    bytes(mapped)\n"
+    )
+    with (
+        stored.damaged(stored.contents[name]),
+        mounted_anew(stored, tmp_path, session, pushes=False) as at,
+    ):
+        command = [sys.executable, "-I", "-S", "-c", program, str(at / name)]
+        assert subprocess.run(command, check=False).returncode == -signal.SIGBUS
+        for each, content in stored.contents.items():
+            if each != name:
+                with (
+                    open(at / each, "rb") as file,
+                    mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped,
+                ):
+                    assert bytes(mapped) == content, each
+        assert read_or_errno(at / name) == errno.EIO
+
+
+def test_a_mended_store_makes_the_entry_readable_again(
+    stored: Stored, session: str, tmp_path: Path
+) -> None:
+    name = f"{DAMAGED:02}"
+    with mounted_anew(stored, tmp_path, session, pushes=False) as at:
+        with stored.damaged(stored.contents[name]):
+            assert read_or_errno(at / name) == errno.EIO
+        wait_until(lambda: read_or_errno(at / name) == stored.contents[name])
+
+
+def test_one_damaged_extent_leaves_the_others(stored: Stored, session: str, tmp_path: Path) -> None:
+    """Also right after the failure, and where a read crosses the boundary it gets all until it."""
+    content = stored.contents["large"]
+    middle = content[5_000_000:5_000_300]
+    with (
+        stored.damaged(middle),
+        mounted_anew(stored, tmp_path, session, pushes=False) as at,
+        open(at / "large", "rb", buffering=0) as file,
+    ):
+        assert read_or_errno(at / "large") == errno.EIO
+        readable = []
+        for place in range(0, LARGE_BYTES, 65_536):
+            found = pread_or_errno(file.fileno(), 65_536, place)
+            if found != errno.EIO:
+                assert found == content[place : place + 65_536]
+                readable.append(place)
+        assert len(readable) * 65_536 > LARGE_BYTES / 2
+        assert not any(abs(place - 5_000_000) < 65_536 for place in readable)
+        assert os.pread(file.fileno(), 10_000, readable[-1]) == content[readable[-1] :][:10_000]
+
+
+def test_a_damaged_entry_is_asked_for_once(stored: Stored, session: str, tmp_path: Path) -> None:
+    """The kernel repeats READs that failed, page by page; the store is not asked each time."""
+    name = "large"
+    with (
+        stored.damaged(stored.contents[name][:300]),
+        mounted_anew(stored, tmp_path, session, pushes=False) as at,
+    ):
+        assert read_or_errno(at / name) == errno.EIO
+        reads = stats(at)["reads"]
+        assert isinstance(reads, dict)
+        assert 1 <= reads["failed"] <= 4
+
+
+def test_files_that_were_read_stay_where_the_store_is_away(
+    stored: Stored, session: str, tmp_path: Path
+) -> None:
+    away = stored.store.with_name("away")
+    with mounted_anew(stored, tmp_path, session, pushes=False) as at:
+        assert (at / "00").read_bytes() == stored.contents["00"]
+        stored.store.rename(away)
+        try:
+            assert (at / "00").read_bytes() == stored.contents["00"]
+            with (
+                open(at / "large", "rb", buffering=0) as file,
+                pytest.raises(OSError, match="Input"),
+            ):
+                os.pread(file.fileno(), 4096, 9_000_000)
+        finally:
+            away.rename(stored.store)
+        wait_until(lambda: read_or_errno(at / "large") == stored.contents["large"])
+
+
+READ = "import sys; sys.stdout.buffer.write(open(sys.argv[1], 'rb').read())"
+MAP = (
+    "import mmap, sys; file = open(sys.argv[1], 'rb');"
+    " sys.stdout.buffer.write(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))"
+)
+
+
+def started_reader(command: list[str], path: Path) -> subprocess.Popen[bytes]:
+    """A reader that has the file open, and waits for its content."""
+    started = subprocess.Popen(command, stdout=subprocess.PIPE)
+    descriptors = Path(f"/proc/{started.pid}/fd")
+    wait_until(lambda: str(path) in [os.readlink(each) for each in descriptors.iterdir()])
+    wait_until(lambda: state_of(started.pid) in "DS")
+    return started
+
+
+def kill(reader: subprocess.Popen[bytes]) -> None:
+    reader.kill()
+    assert reader.communicate()[0] == b""
+    assert reader.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("program", [READ, MAP], ids=["read", "map"])
+@pytest.mark.parametrize("size", [3000, 300_000])
+def test_readers_killed_in_a_read_leave_no_zeros(
+    session: str, tmp_path: Path, program: str, size: int
+) -> None:
+    """Others that wait for the same pages, and later ones, get the right bytes."""
+    source = tmp_path / "source"
+    source.mkdir()
+    content = noise(3, size)
+    for name in ("wait", "wait neighbour"):
+        (source / name).write_bytes(content)
+    with mounting(source, tmp_path / "mount", session) as mount:
+        command = [sys.executable, "-I", "-S", "-c", program, str(mount.at / "wait")]
+        for _ in range(3):
+            killed = [started_reader(command, mount.at / "wait") for _ in range(3)]
+            wait_until(lambda: waiting_reads(mount.at))
+            for each in killed:
+                kill(each)
+        waiting = [started_reader(command, mount.at / "wait") for _ in range(2)]
+        victim = started_reader(command, mount.at / "wait")
+        kill(victim)
+        mount.release_reads()
+        assert [each.communicate()[0] for each in waiting] == [content] * 2
+        assert (mount.at / "wait").read_bytes() == content
+        assert (mount.at / "wait neighbour").read_bytes() == content

@@ -1,0 +1,192 @@
+"""The content file without a mount: every READ of it gives the contents at their addresses, or
+EIO."""
+
+import errno
+import os
+import random
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+import trio
+
+from diesel_fs.errors import ObjectStoreError
+from diesel_fs.format.image import BLOCK_BYTES, Image, Shown, build_image
+from diesel_fs.format.snapshot.reader import Snapshot
+from diesel_fs.mounts import content_file
+from diesel_fs.mounts.attributes import FuseErrno, Owner
+from diesel_fs.mounts.content_file import ContentFile
+from diesel_fs.mounts.vfs import Vfs
+from tests.mounts.folder_dataset import snapshot_of
+
+SIZES = (0, 1, 4095, 4096, 4097, 20_000, 3, 300_000, 70_000, 5)
+
+
+class Reader:
+    """An `EntryReader` over a folder, in which some files fail and some hang."""
+
+    def __init__(self, snapshot: Snapshot, source: Path) -> None:
+        self._snapshot = snapshot
+        self._source = source
+        self.asked: list[str] = []
+        self.failing: set[str] = set()
+        self.hanging: set[str] = set()
+        self.in_memory: set[str] = set()
+        self.go_on = threading.Event()
+
+    def _name(self, index: int) -> str:
+        return os.fsdecode(self._snapshot.path(index))
+
+    def read(self, index: int, offset: int, size: int) -> memoryview:
+        """Asks the "store"."""
+        name = self._name(index)
+        self.asked.append(name)
+        if name in self.hanging:
+            self.go_on.wait()
+        if name in self.failing:
+            raise ObjectStoreError("the store has it no more")
+        return memoryview((self._source / name).read_bytes())[offset : offset + size]
+
+    def read_nowait(self, index: int, offset: int, size: int) -> memoryview | None:
+        """Files that a test has put into memory."""
+        name = self._name(index)
+        if name not in self.in_memory:
+            return None
+        return memoryview((self._source / name).read_bytes())[offset : offset + size]
+
+    def stats(self) -> dict[str, int]:
+        return {}
+
+    def close(self) -> None:
+        self.go_on.set()
+
+
+class Content:
+    """A content file with one version, and what its bytes must be."""
+
+    def __init__(self, source: Path) -> None:
+        snapshot = Snapshot(snapshot_of(source))
+        pieces = build_image(snapshot, Shown(0, 0), uuid4())
+        self.image = Image(b"".join(pieces), verify=True)
+        self.reader = Reader(snapshot, source)
+        self.vfs = Vfs(snapshot, self.reader, Owner(0, 0), read_deadline_s=60.0)
+        self.file = ContentFile(self.image.chain)
+        self.version = self.file.add(self.vfs, self.image)
+        self.starts = {}
+        self.bytes = bytearray(self.image.end_block * BLOCK_BYTES)
+        for path in sorted(source.iterdir()):
+            block = int(self.image.first_block[snapshot.lookup(path.name.encode())])
+            if block:
+                self.starts[path.name] = start = block * BLOCK_BYTES
+                content = path.read_bytes()
+                self.bytes[start : start + len(content)] = content
+
+    def read(self, offset: int, size: int) -> bytes | int:
+        """A READ, or its errno."""
+
+        async def answer() -> bytes:
+            found = self.file.read_nowait(offset, size)
+            return b"".join(await self.file.read(offset, size) if found is None else found)
+
+        try:
+            return trio.run(answer)
+        except FuseErrno as error:
+            return error.errno
+
+    def span(self, first: str, last: str) -> tuple[int, int]:
+        """Offset and size of the READ of two files and all between them."""
+        start, end = self.starts[first], self.starts[last] + BLOCK_BYTES
+        return start, end - start
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """Files called by letters, of many sizes."""
+    folder = tmp_path / "source"
+    folder.mkdir()
+    for name, size in zip("abcdefghij", SIZES, strict=True):
+        (folder / name).write_bytes(random.Random(name).randbytes(size))
+    return folder
+
+
+@pytest.fixture
+def content(source: Path) -> Iterator[Content]:
+    made = Content(source)
+    yield made
+    made.vfs.close()
+
+
+def test_a_READ_of_any_range_gives_contents_and_zeros_between(content: Content) -> None:
+    """Whichever files are in memory; also where no file is any more."""
+    noise = random.Random(1)
+    blocks = len(content.bytes) // BLOCK_BYTES
+    for _ in range(100):
+        content.reader.in_memory = set(noise.sample("abcdefghij", noise.randrange(11)))
+        first = noise.randrange(blocks + 3) * BLOCK_BYTES
+        size = noise.choice([1, 1, 2, 5, 30, blocks]) * BLOCK_BYTES
+        expected = bytes(content.bytes[first : first + size]).ljust(size, b"\0")
+        assert content.read(first, size) == expected
+
+
+def test_one_file_that_fails_fails_the_READ_and_no_READ_of_others(content: Content) -> None:
+    content.reader.failing = {"c"}
+    assert content.read(*content.span("b", "d")) == errno.EIO
+    for name in "bd":
+        start = content.starts[name]
+        assert content.read(start, BLOCK_BYTES) == bytes(content.bytes[start : start + BLOCK_BYTES])
+    assert content.read(content.starts["c"], BLOCK_BYTES) == errno.EIO
+
+
+def test_a_file_that_failed_is_asked_for_once_while_READs_of_it_come(
+    content: Content, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel repeats them for each page. Later ones are new attempts."""
+    content.reader.failing = {"h"}
+    for block in range(20):
+        start = content.starts["h"] + block * BLOCK_BYTES
+        assert content.read(start, BLOCK_BYTES) == errno.EIO
+    assert content.reader.asked == ["h"]
+    content.reader.failing = set()
+    monkeypatch.setattr(content_file, "RETRIES_APART_S", 0.0)
+    assert isinstance(content.read(content.starts["h"], BLOCK_BYTES), bytes)
+    assert content.reader.asked == ["h", "h"]
+
+
+def test_readers_that_try_again_and_again_get_an_attempt(
+    content: Content, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(content_file, "RETRY_REFUSED_S", 0.0)
+    content.reader.failing = {"h"}
+    assert [content.read(content.starts["h"], BLOCK_BYTES) for _ in range(3)] == [errno.EIO] * 3
+    assert content.reader.asked == ["h"] * 3
+
+
+def test_a_file_that_hangs_delays_those_beside_it_for_a_moment_only(
+    content: Content, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A READ of several files fails then; one of that file alone waits."""
+    monkeypatch.setattr(content_file, "PATIENCE_S", 0.2)
+    content.reader.hanging = {"c"}
+    assert content.read(*content.span("b", "d")) == errno.EIO
+    start = content.starts["b"]
+    assert content.read(start, BLOCK_BYTES) == bytes(content.bytes[start : start + BLOCK_BYTES])
+    threading.Timer(0.6, content.reader.go_on.set).start()
+    start = content.starts["c"]
+    assert content.read(start, BLOCK_BYTES) == bytes(content.bytes[start : start + BLOCK_BYTES])
+
+
+def test_a_bug_in_reading_one_file_is_EIO_and_names_the_file(
+    content: Content, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(index: int, offset: int, size: int) -> memoryview:
+        raise KeyError("a bug")
+
+    for method in ("read", "read_nowait"):
+        with monkeypatch.context() as patch:
+            patch.setattr(content.reader, method, fail)
+            assert content.read(content.starts["e"], BLOCK_BYTES) == errno.EIO
+        assert "read of folder/e failed: KeyError" in caplog.text
+        caplog.clear()
+        content.version.failed.clear()
