@@ -82,6 +82,9 @@ TASK_STATS_S = 1.0
 
 READY = b"ready"
 
+CONNECTED = b"connected "
+"""Before the device of a connection that has no mount yet."""
+
 SESSIONS = (NativeSession.name, KernelSession.name, "pyfuse3")
 """The best first: `--session auto` takes the first of them that works here."""
 
@@ -101,7 +104,8 @@ def serve_mount(
     """Runs the server process, from opening the dataset to the mount's end. Returns the exit code.
 
     `report` reaches the program that started the mount. `supervisor_pipe` gets lines for the
-    supervisor: the mount's device, `READY`, and then an empty line every `BEAT_S`. `link` is the
+    supervisor: perhaps `CONNECTED` and a device; the mount's device; `READY`; and then an empty
+    line every `BEAT_S`. `link` is the
     socket to the prefetch worker. Reads under way at the end get `grace_s`.
     """
     try:
@@ -293,9 +297,16 @@ class _Server:
                 shown = tree_version(vfs, vfs.current, image, self._image_file)
             else:
                 shown = TreeVersion(image, self._image_file, vfs)
-            return NativeSession(vfs, request.mountpoint, options, shown)
+            return NativeSession(
+                vfs, request.mountpoint, options, shown, on_connection=self._report_connection
+            )
         session = KernelSession if name == KernelSession.name else _pyfuse3_session()
         return session(self._vfs, request.mountpoint, options)
+
+    def _report_connection(self, device: str) -> None:
+        """A native session uses its connection itself while it mounts. If the server is killed at
+        that, it can end only when the supervisor aborts the connection."""
+        os.write(self._supervisor_pipe, CONNECTED + device.encode() + b"\n")
 
     @property
     def _shown(self) -> Shown:

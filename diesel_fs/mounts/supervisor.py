@@ -40,7 +40,15 @@ from .mountpoint import MountPresence, end_connection, remove_created_folders
 from .options import MountRequest
 from .prefetch_worker import run_prefetch_worker
 from .processes import mark_as_daemon
-from .server import GRACE_S, ORPHANED_SIGNAL, READY, UNMOUNT_SIGNAL, Report, serve_mount
+from .server import (
+    CONNECTED,
+    GRACE_S,
+    ORPHANED_SIGNAL,
+    READY,
+    UNMOUNT_SIGNAL,
+    Report,
+    serve_mount,
+)
 from .source import MountSource
 
 log = logging.getLogger("diesel.mount")
@@ -196,7 +204,8 @@ class _Supervisor:
         os.kill(self._server, UNMOUNT_SIGNAL)
 
     def _read_heartbeats(self) -> bool:
-        """Reads the server's pipe: the mount's device, READY, then heartbeats. False at its end."""
+        """Reads the server's pipe: the mount's device (perhaps first as CONNECTED, before there is
+        a mount), READY, then heartbeats. False at its end."""
         with suppress(BlockingIOError):
             text = os.read(self._beats, 4096)
             if not text:
@@ -210,13 +219,21 @@ class _Supervisor:
                     if self._foreground:
                         daemons.notify_systemd()
                     self._end_report()
+                elif line.startswith(CONNECTED):
+                    self._set_device(line.removeprefix(CONNECTED).decode())
                 elif line:
-                    self._device = line.decode()
+                    self._set_device(line.decode())
                     self._presence = MountPresence(self._device)
                     self._mark_fd = mark_as_daemon(self._device)
-                    self._abort_file = syscalls.open_abort(self._device)
                     self._check_mount()
         return True
+
+    def _set_device(self, device: str) -> None:
+        """From now on the connection of this device is the one to be aborted."""
+        self._device = device
+        if self._abort_file >= 0:
+            os.close(self._abort_file)
+        self._abort_file = syscalls.open_abort(device)
 
     def _check_starter(self) -> None:
         """Ends a mount whose starter has gone before the mount was ready."""
@@ -250,7 +267,7 @@ class _Supervisor:
             self._beat_s += pause_s
         if not self._device or self._aborted:
             return
-        if now_s - self._beat_s > self._watchdog_s:
+        if self._presence is not None and now_s - self._beat_s > self._watchdog_s:
             log.critical("the server has not answered for %g s: ending the mount", self._watchdog_s)
             self._abort()
             os.kill(self._server, signal.SIGKILL)

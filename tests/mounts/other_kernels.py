@@ -12,6 +12,7 @@ import stat
 from collections.abc import Callable, Sequence
 
 from diesel_fs.mounts.sessions import native_tree
+from diesel_fs.mounts.sessions.native import NativeSession
 from diesel_fs.system import syscalls
 from diesel_fs.system.loop_devices import open_loop_device
 
@@ -135,6 +136,16 @@ def _detached_mounts_are_alone() -> None:
     setattr(syscalls, "copy_mount", copy)  # noqa: B010
 
 
+def _killed_at_open() -> None:
+    """The server is killed when it has taken the request to open the content file, for which one of
+    its own threads waits."""
+
+    def die(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    setattr(NativeSession, "_open", die)  # noqa: B010
+
+
 _KINDS: dict[str, Callable[[], None]] = {
     "no-file-mounts": _no_file_mounts,
     "zeros": _zeros,
@@ -146,4 +157,5 @@ _KINDS: dict[str, Callable[[], None]] = {
     "killed-after-2": _killed_after(2),
     "killed-after-3": _killed_after(3),
     "killed-when-mounted": _killed_when_mounted,
+    "killed-at-open": _killed_at_open,
 }

@@ -100,10 +100,18 @@ class NativeSession(KernelSession):
     name: ClassVar[str] = "native"
 
     def __init__(
-        self, vfs: Vfs, mountpoint: str, options: Sequence[str], version: TreeVersion
+        self,
+        vfs: Vfs,
+        mountpoint: str,
+        options: Sequence[str],
+        version: TreeVersion,
+        *,
+        on_connection: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`version` is what the tree shows first."""
+        """`version` is what the tree shows first. `mount` calls `on_connection` with the device of
+        the connection before it uses it."""
         super().__init__(vfs, mountpoint, options)
+        self._on_connection = on_connection
         self._source = next(each[7:] for each in options if each.startswith("fsname="))
         self._private_nodes = itertools.count(PRIVATE_NODE, -1)
         self._contents: dict[int, ContentFile] = {}  # by node
@@ -136,6 +144,7 @@ class NativeSession(KernelSession):
         except OSError as error:
             raise SessionUnsupported(f"a FUSE mount cannot be made at no path: {error}") from error
         try:
+            self._on_connection(syscalls.device_of(self.private_mount))
             self._negotiate()
             self._answer_during(lambda: self._mount_tree(self._current))
             self._current.is_being_mounted = False
@@ -242,8 +251,7 @@ class NativeSession(KernelSession):
         SessionUnsupported.
         """
         syscalls.own_working_folder()
-        device = os.stat(f"/proc/self/fd/{self.private_mount}").st_dev
-        syscalls.tune(f"{os.major(device)}:{os.minor(device)}", CONTENT_READ_AHEAD_KIB)
+        syscalls.tune(syscalls.device_of(self.private_mount), CONTENT_READ_AHEAD_KIB)
         self._mounter = threading.get_native_id()
         try:
             mounted = self._mount_image(new)

@@ -120,16 +120,25 @@ def test_a_kernel_that_cannot_have_native_mounts_is_told_of(
 
 
 @pytest.mark.parametrize(
-    "moment", ["killed-after-1", "killed-after-2", "killed-after-3", "killed-when-mounted"]
+    "kernel",
+    [
+        "no-file-mounts killed-after-1",
+        "no-file-mounts killed-after-2",
+        "no-file-mounts killed-after-3",
+        "no-file-mounts killed-at-open",
+        "no-file-mounts killed-when-mounted",
+        "killed-at-open",
+        "killed-when-mounted",
+    ],
 )
 def test_a_server_that_is_killed_while_it_mounts_leaves_nothing_behind(
-    moment: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kernel: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither loop devices nor mounts."""
-    monkeypatch.setenv(KERNEL, f"no-file-mounts {moment}")
+    """Neither loop devices nor mounts nor a process that waits for itself."""
+    monkeypatch.setenv(KERNEL, kernel)
     at = tmp_path / "mount"
     at.mkdir()
-    with pytest.raises(DieselError):
+    with pytest.raises(DieselError, match="ended by SIGKILL"):
         mount(request_for(source, at, "native"), program=PROGRAM)
     assert mounted_at(str(at)) is None
     wait_until(lambda: not loops())
