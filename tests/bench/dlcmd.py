@@ -12,9 +12,11 @@ from pathlib import Path
 
 from .control_group import ControlGroup
 from .mounts import Mount, is_mounted
+from .samples import say
 
 PROGRAM = Path(sys.executable).parent / "dlcmd"
 TREE = Path(__file__).resolve().parents[2]
+LOG_CHARS = 2000
 DEADLINE_S = 900.0  # commands take a minute at most; a hang must not use up the bench's hour
 
 
@@ -70,7 +72,8 @@ class Dlcmd:
     ) -> Iterator[Mount]:
         """Mount the dataset at a mount point, which is made, and unmount it at the end in any case.
 
-        With a `group`, all processes of the mount run in this control group.
+        With a `group`, all processes of the mount run in this control group. After a failure, the
+        ends of the mounts' logs are printed, since the folder with them is soon removed.
         """
         mountpoint.mkdir(exist_ok=True)
         prefix = () if group is None else group.prefix
@@ -79,6 +82,10 @@ class Dlcmd:
             self._run("mount", *options, dataset, str(mountpoint), prefix=prefix)
             ready_s = time.monotonic()
             yield Mount(mountpoint, ready_s - start_s, ready_s)
+        except Exception:
+            for log in Path(self.environment["XDG_STATE_HOME"]).rglob("*.log"):
+                say(f"{log.name} ends so:\n{log.read_text(errors='replace')[-LOG_CHARS:]}")
+            raise
         finally:
             if is_mounted(mountpoint):
                 try:
