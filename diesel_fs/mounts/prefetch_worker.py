@@ -222,7 +222,8 @@ class PrefetchWorker:
             missed = np.frombuffer(packed, "<i8")
             self._page_cache.note_reads()
             for entry in missed[:: 1 + len(missed) // MISSES_MAX].tolist():
-                self._planner.missed(entry, now_s)
+                if not self._planner.resident([entry])[0] or self._page_cache.is_lost(entry):
+                    self._planner.missed(entry, now_s)
             return
         if do == "forgotten" and isinstance(packed, bytes):
             self._planner.forgotten(np.frombuffer(packed, "<i8"))

@@ -57,14 +57,15 @@ class AdviceProcess:
         self._pieces = self._answers = -1  # pipes
         self.sent = 0
         """How many pieces were sent."""
-        self._done = 0  # of these: answered, or lost with a process that was killed
+        self.done = 0
+        """How many of these are known to be done, or were lost with a process that was killed."""
 
     def advise(self, advice: int, parts: Parts, on_progress: Callable[[], None]) -> None:
         """Have the kernel advised soon, in the order of these calls. Calls `on_progress` as answers
         come."""
         for start in range(0, len(parts), PIECE_PARTS):
             piece = parts[start : start + PIECE_PARTS]
-            while self.sent - self._done >= PIECES_MAX:
+            while self.sent - self.done >= PIECES_MAX:
                 self._take_answers()
                 on_progress()
             if not self.pid:
@@ -79,12 +80,12 @@ class AdviceProcess:
 
     def wait_for(self, count: int) -> None:
         """Wait until the kernel was advised of the first `count` pieces."""
-        while self._done < count:
+        while self.done < count:
             self._take_answers()
 
     def _take_answers(self) -> None:
         answered = len(os.read(self._answers, PIECES_MAX))
-        self._done += answered
+        self.done += answered
         if not answered:
             self._reap()
 
@@ -98,7 +99,7 @@ class AdviceProcess:
         _, status = os.waitpid(self.pid, 0)
         log.error("the process that drops contents has ended (status %d): starting another", status)
         self.pid = 0
-        self._done = self.sent
+        self.done = self.sent
 
     def close(self) -> None:
         """End the process."""

@@ -29,8 +29,8 @@ from ...cache.coalescing_reader import Batch
 from ...format.image import BLOCK_BYTES, Image
 from ...format.snapshot.diff import OldIndices, SnapshotDiff
 from ...format.snapshot.reader import Snapshot
-from ...system import syscalls
-from ..content_file import private_name
+from ...system.syscalls import cached_bytes
+from ..content_file import CONTENT_BYTES, private_name
 from ..sessions.protocol import NOTIFY_STORE, STORE
 from .advice_process import PART, Advise, Parts, whole_files
 from .page_cache import (
@@ -50,11 +50,24 @@ CONTENTS_MAX = 256
 """Contents of one write. With its padding each is two pieces, and a write has 1,024 at most; more
 make no write faster."""
 
-SWEEP_S = 0.1
-"""Time between two drops of what READs have brought, while nothing is pushed."""
+LOOK_S = 0.05
+"""Time between two looks at how much READs have brought."""
+
+GAPS_MAX = 4096
+"""Ranges between contents of the staging area that are looked through for these; a millisecond."""
+
+QUIET_S = 0.1
+"""When no READ has come for so long, all that READs have brought is dropped."""
+
+NEIGHBOURS = 3
+"""Of a file, in each direction; all of them must be resident, or the file counts as lost."""
 
 CONTENT = 0xFFFFFFFF
 """Stands for the content file where an entry is named."""
+
+_KNOWN, _WANTED, _WATCHED, _SETTLING = 1, 2, 4, 8
+"""What is noted of an entry: it was pushed at some time; it was pushed and not dropped since; it is
+watched; the process is settling a part of it."""
 
 _ZEROS = memoryview(bytes(BLOCK_BYTES))
 
@@ -110,16 +123,11 @@ class ContentPageCache(PageCache):
         self._staging_bytes = staging_bytes
         self._queue: deque[_Staged] = deque()  # the staging area, oldest first
         self._queued_bytes = 0
-        self._is_known = np.zeros(len(snapshot), np.bool_)  # pushed at least once
-        self._is_wanted = np.zeros(len(snapshot), np.bool_)  # pushed, and not dropped since
-        self._is_watched = np.zeros(len(snapshot), np.bool_)
+        self._state = np.zeros(len(snapshot), np.uint8)  # by entry: `_KNOWN` and so on
         self._watched_files: dict[int, int] = {}  # descriptors, by entry
-        # What is stored must not meet an earlier drop of the same pages, which is still to come. So
-        # these count the pieces of advice that are waited for: by entry, and for all entries.
-        self._settled_at = np.zeros(len(snapshot), np.int64)
-        self._swept_at = 0
-        self._reads_came = False  # since the last sweep
-        self._swept_s = 0.0
+        self._settling: deque[tuple[int, _Staged]] = deque()  # by the process's last piece for it
+        self._has_reads = False  # READs may have brought pages of the content file
+        self._read_s = self._looked_s = 0.0
 
     def _adviser(self, folders: FolderHandles) -> Advise:
         content = self._content.descriptor
@@ -138,7 +146,7 @@ class ContentPageCache(PageCache):
         not: each version is a file system of its own."""
         assert isinstance(old, ContentPageCache)
         kept = np.full(len(diff.new), -1, np.int32)
-        self._reads_came = True  # so that what is not taken over is dropped
+        self._has_reads = True  # so that what is not taken over is dropped
         if old._image.chain != self._image.chain:
             return kept
         entries = np.flatnonzero(diff.unchanged >= 0)
@@ -148,7 +156,7 @@ class ContentPageCache(PageCache):
         new_index[before[stays]] = entries[stays]
         staged_bytes = np.zeros(len(diff.new), np.int64)
         for staged in old._queue:
-            parts = staged.parts[old._is_wanted[staged.parts["entry"]]]
+            parts = staged.parts[old._state[staged.parts["entry"]] & _WANTED != 0]
             parts["entry"] = new_index[parts["entry"]]
             parts = parts[parts["entry"] != CONTENT]
             np.add.at(staged_bytes, parts["entry"], parts["size"].astype(np.int64))
@@ -177,7 +185,10 @@ class ContentPageCache(PageCache):
         staged = _staged(batch, sizes, begins[runs], ends[np.append(runs[1:], len(ends)) - 1])
         while self._queue and self._queued_bytes + staged.bytes > self._staging_bytes:
             self._settle_oldest()
-        self._process.wait_for(max(int(self._settled_at[batch.entries].max()), self._swept_at))
+        if (self._state[batch.entries] & _SETTLING).any():
+            # The drop that settles them must not come after this.
+            self._process.wait_for(self._process.sent)
+            self._forget_settled()
         cuts = np.union1d(runs, np.arange(0, len(sizes), CONTENTS_MAX))
         pieces: Sequence[memoryview] = batch.contents
         stride = 1
@@ -188,6 +199,7 @@ class ContentPageCache(PageCache):
             pieces, stride = padded, 2
         self._write(begins[cuts], ends[np.append(cuts[1:], len(ends)) - 1], cuts * stride, pieces)
         self._note_staged(staged)
+        self._sweep()
         return []
 
     def _write(
@@ -210,9 +222,9 @@ class ContentPageCache(PageCache):
 
     def _note_staged(self, staged: _Staged) -> None:
         entries = staged.parts["entry"]
-        self._is_wanted[entries] = True
-        self.known_entries += int(np.count_nonzero(~self._is_known[np.unique(entries)]))
-        self._is_known[entries] = True
+        is_new = self._state[entries] & _KNOWN == 0
+        self.known_entries += len(np.unique(entries[is_new]))
+        self._state[entries] |= _KNOWN | _WANTED
         self._queue.append(staged)
         self._queued_bytes += staged.bytes
 
@@ -221,44 +233,82 @@ class ContentPageCache(PageCache):
         still wanted, and then the pages of the content file are dropped."""
         staged = self._queue.popleft()
         self._queued_bytes -= staged.bytes
-        parts = staged.parts[self._is_wanted[staged.parts["entry"]]]
-        watched = self._is_watched[parts["entry"]]
+        parts = staged.parts[self._state[staged.parts["entry"]] & _WANTED != 0]
+        watched = self._state[parts["entry"]] & _WATCHED != 0
         for entry, start, size in parts[watched].tolist():  # an open would look like a reader's
             advise_in_steps(self._watched_files[entry], start, size, POSIX_FADV_WILLNEED)
         self._process.advise(POSIX_FADV_WILLNEED, parts[~watched], _no_progress)
         self._process.advise(POSIX_FADV_DONTNEED, staged.ranges, _no_progress)
-        self._settled_at[staged.parts["entry"]] = self._process.sent
+        self._settling.append((self._process.sent, staged))
+        self._forget_settled()
+
+    def _forget_settled(self) -> None:
+        """Take what is settled from the list of what is being settled."""
+        while self._settling and self._settling[0][0] <= self._process.done:
+            _, staged = self._settling.popleft()
+            self._state[staged.parts["entry"]] &= 0xFF ^ _SETTLING
+        for _, staged in self._settling:  # an entry may have parts in several of them
+            self._state[staged.parts["entry"]] |= _SETTLING
 
     def tidy(self) -> bool:
-        """Settles what is left in the staging area, the oldest first. Then drops what READs have
-        brought into the content file, since the files that were read have copies of it."""
+        """Settles what is left in the staging area, the oldest first."""
         if self._queue:
             self._settle_oldest()
             return True
-        now_s = time.monotonic()
-        if self._reads_came and now_s - self._swept_s >= SWEEP_S:
-            self._reads_came, self._swept_s = False, now_s
-            whole = np.zeros(1, PART)
-            whole["entry"] = CONTENT
-            self._process.advise(POSIX_FADV_DONTNEED, whole, _no_progress)
-            self._swept_at = self._process.sent
+        self._sweep()
         return False
 
+    def _sweep(self) -> None:
+        """Drop pages of the content file that READs have brought, as the files that were read have
+        copies of them: at once where there is no room for them in the staging area, else when no
+        more READs come (of those that came, the kernel has read ahead)."""
+        now_s = time.monotonic()
+        if not self._has_reads or now_s - self._looked_s < LOOK_S:
+            return
+        self._looked_s = now_s
+        is_quiet = now_s - self._read_s >= QUIET_S
+        content = self._content.descriptor
+        held = cached_bytes(content, 0, CONTENT_BYTES)
+        if not is_quiet and held - self._queued_bytes <= self._staging_bytes:
+            return
+        self._has_reads = not is_quiet
+        kept = [staged.ranges for _, staged in self._settling]
+        kept += [staged.ranges for staged in self._queue]
+        ranges = np.sort(np.concatenate(kept), order="start") if kept else np.empty(0, PART)
+        begins = np.concatenate([[0], ranges["start"] + ranges["size"]]).astype(np.int64)
+        ends = np.concatenate([ranges["start"], [CONTENT_BYTES]]).astype(np.int64)
+        gaps = np.flatnonzero(ends > begins)
+        if len(gaps) > GAPS_MAX:
+            gaps = gaps[np.argpartition((begins - ends)[gaps], GAPS_MAX)[:GAPS_MAX]]
+        for begin, end in zip(begins[gaps].tolist(), ends[gaps].tolist(), strict=True):
+            os.posix_fadvise(content, begin, end - begin, POSIX_FADV_DONTNEED)
+
     def note_reads(self) -> None:
-        """Note that READs have brought pages into the content file."""
-        self._reads_came = True
+        """READs have brought pages of the content file."""
+        self._has_reads, self._read_s = True, time.monotonic()
 
     def drop(self, entries: npt.NDArray[np.uint32], on_progress: Callable[[], None]) -> None:
         """The pages of files are dropped soon, those of the content file with the rest of their
         staging area."""
-        self._is_wanted[entries] = False
+        self._state[entries] &= 0xFF ^ _WANTED
         self._process.advise(POSIX_FADV_DONTNEED, whole_files(entries), on_progress)
+
+    def is_lost(self, entry: int) -> bool:
+        """By its neighbours: the kernel may have read ahead in the content file, beyond files that
+        were missed, or the READ may have filled its pages again already."""
+        blocks, order = self._image.start_blocks, self._image.order
+        at = int(np.searchsorted(blocks, self._image.first_block[entry]))
+        near = order[max(at - NEIGHBOURS, 0) : at + NEIGHBOURS + 1]
+        near = near[(self._state[near] & _WANTED != 0) & (near != entry)]
+        with suppress(OSError):
+            return not all(self.resident_bytes(each) for each in near.tolist())
+        return True
 
     def resident_bytes(self, entry: int) -> int:
         """Those of the file; where it has none, those of its range in the content file."""
         size = self._snapshot.stat(entry).size
         start = int(self._image.first_block[entry]) * BLOCK_BYTES
-        return self._resident_bytes_of_file(entry) or syscalls.cached_bytes(
+        return self._resident_bytes_of_file(entry) or cached_bytes(
             self._content.descriptor, start, size
         )
 
@@ -270,7 +320,7 @@ class ContentPageCache(PageCache):
             if entry not in self._watched_files:
                 with suppress(OSError):
                     self._watched_files[entry] = self._open(entry)
-                    self._is_watched[entry] = True
+                    self._state[entry] |= _WATCHED
         super().watch(entries)
 
     def unwatch(self, entries: Iterable[int]) -> None:
@@ -281,7 +331,7 @@ class ContentPageCache(PageCache):
             file = self._watched_files.pop(entry, -1)
             if file >= 0:
                 os.close(file)
-                self._is_watched[entry] = False
+                self._state[entry] &= 0xFF ^ _WATCHED
 
     def close(self) -> None:
         """Release the mount."""

@@ -201,6 +201,11 @@ class PageCache(ABC):
     def note_reads(self) -> None:  # noqa: B027  # not all need it
         """Note that READs of file contents have reached the server."""
 
+    def is_lost(self, entry: int) -> bool:
+        """Whether a READ of an entry that was pushed means that the kernel has freed its pages, and
+        probably those of its neighbours."""
+        return True
+
     def tidy(self) -> bool:
         """Do a piece of work that can wait until there is nothing else to do. Returns whether more
         is left."""

@@ -25,6 +25,7 @@ import os
 import re
 import select
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -61,6 +62,10 @@ CONTENT_READ_AHEAD_KIB = 4096
 
 _OF_ROOT = protocol.CommonAttributes(0, 0, BLOCK_BYTES)
 """Content files and images belong to root, whoever owns the dataset's entries."""
+
+READS_REMEMBERED = 64
+"""Of so many READs the ends are known, by which those are recognized that the kernel sends to read
+ahead."""
 
 _T = TypeVar("_T")
 
@@ -119,6 +124,7 @@ class NativeSession(KernelSession):
         self._trees: list[_Tree] = []  # the oldest first
         self._handles = itertools.count(1)  # of opens of content files
         self._openers: dict[int, _Tree] = {}  # by handle
+        self._read_ends: deque[int] = deque(maxlen=READS_REMEMBERED)  # of the last READs
         self._mounter = 0  # the thread that mounts the newest tree; its opens are those of the tree
         self._current = self._missed = self._add_tree(version)  # `_missed`: whose READs are misses
         self.private_mount = -1
@@ -446,8 +452,11 @@ class NativeSession(KernelSession):
         else:
             self._later(unique, node, "read", content.read(offset, size))
         push_status, tree = self._push_status, self._missed
-        if push_status is not None and node == tree.content_node and push_status.takes_miss():
-            self._on_miss(tree.content.entry_at(offset))
+        if push_status is not None and node == tree.content_node:
+            # What follows another READ was read ahead, which says nothing about readers.
+            if offset not in self._read_ends and push_status.takes_miss():
+                self._on_miss(tree.content.entry_at(offset))
+            self._read_ends.append(offset + size)
 
 
 def reason_of(error: OSError) -> str:

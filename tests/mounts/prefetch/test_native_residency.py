@@ -1,0 +1,259 @@
+"""What native mounts hold in memory, with little of it, with plans, and when their worker fails.
+
+Readers are C-like loops in processes of their own that check every byte. The oracle is cachestat(2)
+on the content file and on the files of the tree.
+"""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from diesel_fs.client.dataset import connect
+from diesel_fs.format.snapshot.reader import Snapshot
+from diesel_fs.mounts import MountRequest, umount
+from diesel_fs.mounts.content_file import CONTENT_BYTES, private_name
+from diesel_fs.mounts.mountpoint import mounted_at
+from diesel_fs.mounts.plans.control import Control, explicit
+from diesel_fs.mounts.processes import children_of
+from diesel_fs.mounts.sessions.native import PRIVATE_NODE
+from diesel_fs.system.syscalls import cached_bytes
+from tests.bench.control_group import ControlGroup, control_group
+
+pytestmark = [
+    pytest.mark.fuse,
+    pytest.mark.skipif(
+        os.geteuid() != 0 or "erofs" not in Path("/proc/filesystems").read_text(),
+        reason="only root mounts EROFS, where the kernel has it",
+    ),
+]
+
+FILE_BYTES = 50_000
+FILE_PAGES_BYTES = -(-FILE_BYTES // 4096) * 4096
+MIB = 1 << 20
+PROCESSES_BYTES = 72 * MIB  # of the mount and a reader
+
+MOUNT = """if True:
+    import sys
+    from diesel_fs.mounts import MountRequest, mount
+    mount(MountRequest.from_json(sys.argv[1].encode()))
+"""
+
+READ = f"""if True:
+    import os, random, sys
+    folder = sys.argv[1]
+    for number in map(int, sys.argv[2].split(",")):
+        file = os.open("%s/%d/%06d" % (folder, number % 7, number), os.O_RDONLY)
+        content = os.read(file, {FILE_BYTES} + 1)
+        os.close(file)
+        if content != random.Random(number).randbytes({FILE_BYTES}):
+            sys.exit("wrong bytes in %d" % number)
+"""
+
+
+def name_of(number: int) -> str:
+    return f"{number % 7}/{number:06}"
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A dataset of 160 MiB."""
+    made = (tmp_path_factory.mktemp("native") / "store").as_uri()
+    with connect("ds", made, create=True) as written:
+        for number in range(FILES):
+            written.put(random.Random(number).randbytes(FILE_BYTES), name_of(number))
+    for chunk in Path(made.removeprefix("file://")).rglob("*"):
+        if chunk.is_file():
+            chunk.read_bytes()  # into the page cache, at the expense of this process's group
+    return made
+
+
+FILES = 160 * MIB // FILE_PAGES_BYTES
+DATASET_BYTES = FILES * FILE_PAGES_BYTES
+
+
+class NativeMount:
+    """A mount of the dataset."""
+
+    def __init__(self, at: Path, prefix: list[str]) -> None:
+        self.at = at
+        self._prefix = prefix
+
+    def read(self, numbers: list[int]) -> None:
+        """Read these files in a process of the mount's group, and check them."""
+        command = [*self._prefix, sys.executable, "-S", "-c", READ, str(self.at)]
+        for start in range(0, len(numbers), 5_000):
+            listed = ",".join(map(str, numbers[start : start + 5_000]))
+            subprocess.run([*command, listed], check=True, timeout=60)
+
+    def stats(self) -> dict[str, dict[str, int]]:
+        """The statistics of now."""
+        time.sleep(1.05)
+        found: dict[str, dict[str, int]] = json.loads((self.at / ".diesel/stats").read_bytes())
+        return found
+
+    def reads(self) -> int:
+        """How many READs came so far."""
+        found = self.stats()["reads"]
+        return found["hits"] + found["misses"]
+
+    def content_bytes(self) -> int:
+        """How many bytes of the content file are in the page cache."""
+        file = os.open(self.at / ".diesel" / private_name(PRIVATE_NODE), os.O_RDONLY)
+        try:
+            return cached_bytes(file, 0, CONTENT_BYTES)
+        finally:
+            os.close(file)
+
+    def tree_bytes(self) -> int:
+        """How many bytes of the files that users see are in the page cache."""
+        return sum(self.cached_bytes(self.at / name_of(number)) for number in range(FILES))
+
+    def cached_bytes(self, path: Path) -> int:
+        """The same of one file."""
+        with path.open("rb", buffering=0) as file:
+            return cached_bytes(file.fileno(), 0, os.fstat(file.fileno()).st_size)
+
+    def worker(self) -> int:
+        """The number of the prefetch worker's process."""
+        stats = self.stats()
+        pids = {*children_of(int(str(stats["pid"])))} - {int(str(stats["server_pid"]))}
+        assert len(pids) == 1
+        return pids.pop()
+
+    def wait_until(self, holds: Callable[[], bool]) -> None:
+        deadline_s = time.monotonic() + 20
+        while not holds():
+            assert time.monotonic() < deadline_s
+            time.sleep(0.05)
+
+
+@contextmanager
+def mounting(
+    url: str, at: Path, group: ControlGroup | None = None, **options: object
+) -> Iterator[NativeMount]:
+    at.mkdir()
+    request = MountRequest(url, "ds", str(at), session="native", **options)  # type: ignore[arg-type]
+    prefix = [] if group is None else group.prefix
+    command = [*prefix, sys.executable, "-c", MOUNT, request.to_json().decode()]
+    subprocess.run(command, check=True, timeout=60)
+    try:
+        yield NativeMount(at, prefix)
+    finally:
+        if mounted_at(str(at)):
+            umount(at, force=True)
+
+
+@contextmanager
+def limited_group(limit_bytes: int) -> Iterator[ControlGroup]:
+    with control_group() as group:
+        if group is None:
+            pytest.skip("no control group of memory can be made here")
+        names = ("memory.limit_in_bytes", "memory.max")
+        file = next(group.folder / name for name in names if (group.folder / name).exists())
+        file.write_text(str(limit_bytes))
+        yield group
+
+
+def shuffled(seed: int) -> list[int]:
+    return random.Random(seed).sample(range(FILES), FILES)
+
+
+@pytest.mark.alone  # it needs its share of the processors: what is read must be dropped in time
+@pytest.mark.parametrize("policy", ["on-demand", "oneshot"])
+@pytest.mark.parametrize("memory_share", [0.0, 0.9])
+def test_an_epoch_over_two_thirds_of_the_memory_reads_nothing_twice(
+    tmp_path: Path, url: str, policy: str, memory_share: float
+) -> None:
+    """The mount and its reader are in one group, whose limit has room for its processes, too. When
+    the reader is through, each content is in memory once, and a second epoch makes hardly any
+    request."""
+    contents_bytes = DATASET_BYTES * 3 // 2
+    memory_bytes = int(contents_bytes * memory_share)
+    with (
+        limited_group(contents_bytes + PROCESSES_BYTES) as group,
+        mounting(url, tmp_path / "mount", group, policy=policy, memory_bytes=memory_bytes) as made,
+    ):
+        made.read(shuffled(1))
+        made.wait_until(lambda: made.content_bytes() + made.tree_bytes() <= 1.25 * DATASET_BYTES)
+        assert made.tree_bytes() > 0.9 * DATASET_BYTES
+        before = made.reads()
+        made.read(shuffled(2))
+        assert made.reads() - before < FILES // 10
+        store = made.stats()["residency"]["store"]
+        assert isinstance(store, dict)
+        assert store["fetched_bytes"] < 1.1 * DATASET_BYTES
+
+
+def test_a_dataset_larger_than_the_staging_area_becomes_resident_once(
+    tmp_path: Path, url: str
+) -> None:
+    """With `oneshot`; the staging area is an eighth of the memory for pages."""
+    memory_bytes = DATASET_BYTES * 3 // 2
+    at = tmp_path / "mount"
+    with mounting(url, at, policy="oneshot", memory_bytes=memory_bytes) as made:
+        made.wait_until(lambda: made.tree_bytes() > 0.99 * DATASET_BYTES)
+        made.wait_until(lambda: made.content_bytes() == 0)
+        before = made.reads()
+        made.read(shuffled(3))
+        assert made.reads() - before < FILES // 30  # the machine may take idle pages away
+
+
+def test_what_is_behind_the_window_of_a_plan_is_dropped_on_both_sides(tmp_path: Path) -> None:
+    """The memory of the mount is a tenth of the dataset. Files that a reader has passed are neither
+    in the tree nor in the content file; it finds nearly all files without a request."""
+    count, size, memory_bytes = 24_000, 4_096, 12 * MIB
+    url, at = (tmp_path / "store").as_uri(), tmp_path / "mount"
+    with connect("ds", url, create=True) as written:
+        content = random.Random(1).randbytes(size - 8)
+        for number in range(count):
+            written.put(number.to_bytes(8, "little") + content, f"{number % 7}/{number:06}")
+    with mounting(url, at, memory_bytes=memory_bytes) as made, Control.connect(at) as control:
+        snapshot = Snapshot((at / ".diesel/snapshot").read_bytes())
+        order = snapshot.files()
+        np.random.default_rng(1).shuffle(order)
+        paths = [at / os.fsdecode(path) for path in snapshot.paths(order)]
+        control.announce("reader", [explicit(epoch=0, entries=order)])
+        before, part = made.reads(), 500
+        for start in range(0, count, part):
+            deadline_s = time.monotonic() + 2
+            while (
+                time.monotonic() < deadline_s and not control.resident(order[start:][:part]).all()
+            ):
+                time.sleep(0.01)
+            for path in paths[start : start + part]:
+                assert path.read_bytes()[8:] == content
+            if start == 12_000:
+                passed = order[:9_000]
+                assert np.count_nonzero(control.resident(passed)) < 500
+                made.wait_until(lambda: made.content_bytes() < memory_bytes // 8)
+                assert sum(made.cached_bytes(path) for path in paths[:9_000]) < 500 * size
+        assert made.reads() - before < count // 20
+
+
+def test_readers_go_on_without_the_worker(tmp_path: Path, url: str) -> None:
+    """While it is stopped at any moment, and after it was killed. Every byte is right."""
+    rng = random.Random(1)
+    at = tmp_path / "mount"
+    with mounting(url, at, policy="oneshot", memory_bytes=DATASET_BYTES) as made:
+        worker = made.worker()
+        for _ in range(5):
+            os.kill(worker, signal.SIGSTOP)
+            made.read(rng.sample(range(FILES), 100))
+            os.kill(worker, signal.SIGCONT)
+            time.sleep(0.05)
+        for helper in children_of(worker):  # the process that advises the kernel
+            os.kill(helper, signal.SIGKILL)
+        made.read(rng.sample(range(FILES), 200))
+        os.kill(worker, signal.SIGKILL)
+        made.read(shuffled(4))
+    assert not mounted_at(str(at))
