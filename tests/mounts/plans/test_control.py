@@ -116,7 +116,7 @@ def test_a_mount_that_pushes_nothing_refuses_plans(at: Path) -> None:
         made.announce("s", [drawn(epoch=0, seed=1)])
 
 
-@pytest.mark.only_session("kernel")
+@pytest.mark.only_session("native", "kernel")
 def test_a_plan_makes_files_resident(at: Path, control: Control) -> None:
     files = view(at).files()
     order = files[::-1].copy()
@@ -161,7 +161,7 @@ def reads(at: Path) -> int:
     return int(found["hits"]) + int(found["misses"])
 
 
-@pytest.mark.only_session("kernel")
+@pytest.mark.only_session("native")
 def test_a_plan_for_another_version_is_refused(at: Path, control: Control) -> None:
     version = control.version
     with Control.connect(at, version=version - 1) as old:
@@ -177,7 +177,7 @@ def test_a_plan_for_another_version_is_refused(at: Path, control: Control) -> No
     assert "old" not in streams(control)
 
 
-@pytest.mark.only_session("kernel")
+@pytest.mark.only_session("native")
 def test_a_long_epoch_is_sent_in_parts(
     at: Path, control: Control, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,7 +195,7 @@ def test_a_long_epoch_is_sent_in_parts(
     control.withdraw("long")
 
 
-@pytest.mark.only_session("kernel")
+@pytest.mark.only_session("native")
 def test_Z9_a_forked_child_has_a_connection_of_its_own(at: Path, control: Control) -> None:
     """Parent and child may use it at the same time."""
     control.announce("both", [drawn(epoch=0, seed=1)])
@@ -331,7 +331,7 @@ REMOVES_ITS_PLACE = """if True:
 """
 
 
-@pytest.mark.only_session("kernel")
+@pytest.mark.only_session("native", "kernel")
 def test_the_worker_is_known_when_mount_returns(tmp_path: Path, session: str) -> None:
     """Statistics have the worker's process number at once, however long it takes to begin."""
     url, folder = (tmp_path / "store").as_uri(), tmp_path / "mount"

@@ -238,7 +238,7 @@ def test_filelist_shows_the_next_epoch_once_its_files_have_been_read(at: Path) -
 
 
 @pytest.mark.fuse
-@pytest.mark.only_session("kernel")
+@pytest.mark.only_session("native", "kernel")
 def test_a_lookup_of_the_list_waits_for_the_latest_opens(at: Path) -> None:
     """Also where the worker has not yet read their events."""
     pid = prefetch_worker_of(at)
@@ -309,7 +309,7 @@ def test_any_list_can_be_read_by_its_name(at: Path) -> None:
 
 
 @pytest.mark.fuse
-@pytest.mark.only_session("kernel")
+@pytest.mark.only_session("native", "kernel")
 def test_reading_a_list_pushes_its_files(at: Path) -> None:
     """Reading it makes its files resident ahead; looking at it does not. Each reading counts, also
     where the kernel had the list's pages.
@@ -383,7 +383,7 @@ def test_a_path_with_a_newline_needs_the_list_with_NUL(tree: LiveMount) -> None:
 
 
 @pytest.mark.fuse
-@pytest.mark.only_session("kernel")
+@pytest.mark.only_session("native", "kernel")
 def test_a_lookup_that_waits_delays_no_other_request(at: Path) -> None:
     """While the worker does not answer, look-ups of lists are late, and those of files are not."""
     (at / ".diesel/filelist").read_bytes()
