@@ -22,9 +22,10 @@ from ..errors import BusyError, DeadlineError, DieselError, PermissionDenied, Us
 from ..settings import runtime_folder, state_folder
 from ..system import daemons, syscalls
 from ..system.daemons import add_log_tail, log_file
-from ..system.mountinfo import MountEntry
+from ..system.mountinfo import MountEntry, mounts
 from .mountpoint import (
     DatasetMount,
+    dataset_mounts,
     end_connection,
     is_alive,
     is_mounted,
@@ -44,6 +45,7 @@ from .processes import (
     daemon_of,
     ends_within,
     holders_of,
+    holders_of_trees,
     openers_of,
     other_mounts_of,
     processor_ticks,
@@ -160,19 +162,21 @@ def umount(
         _force(found, daemon, own, patience)
         _remove_dead_sockets()
         return
-    others = other_mounts_of(found)
+    retired = _retired_trees(found)
+    others = other_mounts_of(found, retired)
     if lazy:  # users are found only before detaching
-        has_users = bool(set(holders_of(found)) - set(own) or _earlier_versions_in_use(found))
+        has_users = bool(set(holders_of(found)) - set(own) or retired)
     else:
         has_users = False
-        _wait_for_earlier_versions(found)
+        _check_retired_trees(found, own)
     _unmount(found, own, lazy)
     if daemon is None:
         _remove_dead_sockets()
     if daemon is None or has_users:
         return
     if not ends_within(daemon, patience.before_signal_s):
-        left = {each: pid for each, pid in other_mounts_of(found).items() if each in others}
+        now = other_mounts_of(found, retired)
+        left = {each: now[each] for each in now if each in others}
         if left:  # only those from before: the device number may belong to a new mount now
             _warn_still_mounted(left, found.path, daemon)
             return
@@ -280,31 +284,27 @@ def _unmount(found: DatasetMount, own: Sequence[int], lazy: bool) -> None:
         found = mounted_at(found.path) or found  # the mount on `.diesel` is another one now
 
 
-def _earlier_versions_in_use(found: DatasetMount) -> Sequence[int]:
-    """The versions that a native mount showed before and of which files are still open.
-
-    Each had a tree of its own, which is mounted nowhere any more, so that the processes which use
-    it cannot be found.
-    """
-    if not found.is_native or "@" in found.source:  # it does not follow its dataset
-        return ()
-    with suppress(DieselError):  # it is dead, or does not answer
-        match stats(found.path).get("follow"):
-            case {"retired_versions": list(versions)}:
-                return versions
-    return ()
+def _retired_trees(found: DatasetMount) -> dict[int, str]:
+    """The trees of earlier versions of which something is in use: the device of each, by the number
+    that its mount had. None where the daemon is dead, or does not answer."""
+    trees: dict[int, str] = {}
+    if found.is_native and "@" not in found.source:  # it follows its dataset
+        with suppress(DieselError):
+            match stats(found.path).get("follow"):
+                case {"retired_trees": list(some)}:
+                    trees = {int(each["mount"]): str(each["device"]) for each in some}
+    return trees
 
 
-def _wait_for_earlier_versions(found: DatasetMount) -> None:
-    """Raises BusyError where files of earlier versions stay open. Counters may be a second old."""
+def _check_retired_trees(found: DatasetMount, own: Sequence[int]) -> None:
+    """Raises BusyError where something of an earlier version stays in use; the daemon's figures may
+    be a second old. A tree that is mounted elsewhere does not count."""
     deadline_s = time.monotonic() + OWN_PROCESSES_BUSY_S
-    while versions := _earlier_versions_in_use(found):
+    while trees := _retired_trees(found):
+        if any(each.tree.device in trees.values() for each in dataset_mounts(mounts())):
+            return
         if time.monotonic() > deadline_s:
-            shown = ", ".join(map(str, versions))
-            raise BusyError(
-                f"{found.path} is held by processes with open files of earlier versions ({shown})",
-                advice="end them, or use --lazy",
-            )
+            raise _busy(found.path, [pid for pid in holders_of_trees(trees) if pid not in own])
         time.sleep(0.1)
 
 

@@ -254,7 +254,7 @@ def unmount(mountpoint: str, *, lazy: bool = False) -> None:
     except OSError as error:
         if error.errno == errno.EBUSY:
             raise BusyError(f"{mountpoint} is in use") from None
-        if error.errno == errno.EINVAL and found and mounted_at(mountpoint) is None:
+        if error.errno == errno.EINVAL and mounted_at(mountpoint) is None:
             return  # somebody else has just unmounted it
         if error.errno != errno.EPERM:
             raise DieselError(f"cannot unmount {mountpoint}: {error.strerror}") from error

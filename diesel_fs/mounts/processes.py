@@ -6,7 +6,7 @@ the processes of other users. Any thread.
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -49,26 +49,39 @@ def children_of(pid: int) -> list[int]:
     return found
 
 
-def other_mounts_of(mount: DatasetMount) -> dict[MountEntry, int]:
+def other_mounts_of(mount: DatasetMount, retired: Mapping[int, str]) -> dict[MountEntry, int]:
     """The other mounts that its daemon serves: at another path, or in another mount namespace, as a
     container has one. Each comes with a process that sees it. Only those are found that this user
-    may see.
+    may see. `retired` are the trees of earlier versions: the device of each, by its mount's number.
     """
     return {
         each.tree: pid
         for pid, entries in _tables_of(_processes())
         for each in dataset_mounts(entries)
         if each.tree.mount_id != mount.tree.mount_id
-        and (each.tree.device == mount.tree.device or each.device == mount.device != "")
+        and (
+            each.tree.device in (mount.tree.device, *retired.values())
+            or each.device == mount.device != ""
+        )
     }
 
 
 def holders_of(mount: DatasetMount) -> list[int]:
     """The processes with a file or folder of the mount open or mapped, or as working folder; also
     where it is mounted elsewhere."""
-    devices = _devices_of(mount)
+    return holders_of_trees(
+        {each.mount_id: each.device for each in (mount.tree, mount.fuse) if each}
+    )
+
+
+def holders_of_trees(trees: Mapping[int, str]) -> list[int]:
+    """The same for file systems of which no mount need be left: the device of each, by the number
+    that its mount has or had."""
+    if not trees:
+        return []
+    devices = set(trees.values())
     processes = _processes()
-    mount_ids = {
+    mount_ids = {*trees} | {
         each.mount_id
         for _, entries in _tables_of(processes)
         for each in entries
@@ -81,7 +94,7 @@ def holders_of(mount: DatasetMount) -> list[int]:
 def openers_of(mount: DatasetMount) -> list[int]:
     """The processes with a file or folder of the mount open, or as working folder, through this
     very mount and no other mount of the same file system."""
-    mount_ids = {each.mount_id for each in (mount.tree, mount.fuse) if each is not None}
+    mount_ids = {each.mount_id for each in (mount.tree, mount.fuse) if each}
     return [pid for pid in _processes() if _has_open(pid, mount_ids)]
 
 
@@ -111,10 +124,6 @@ def processor_ticks(pids: Sequence[int]) -> int:
 
 def _processes() -> list[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
-
-
-def _devices_of(mount: DatasetMount) -> set[str]:
-    return {each.device for each in (mount.tree, mount.fuse) if each is not None}
 
 
 def _tables_of(processes: Sequence[int]) -> Iterator[tuple[int, list[MountEntry]]]:

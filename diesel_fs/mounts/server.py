@@ -252,7 +252,8 @@ class _Server:
             with ExitStack() as stack:
                 try:
                     if name == NativeSession.name:
-                        NativeSession.check_usable()
+                        must_switch = self._request.follow and wanted == "auto"
+                        NativeSession.check_usable(must_switch=must_switch)
                     self._vfs = self._make_vfs(name)
                     stack.callback(self._vfs.close)
                     session = self._make_session(name)

@@ -294,6 +294,15 @@ def attach_mount(mount: int, path: str, *, folder: int = _AT_FDCWD, beneath: boo
     _syscall(_SYS_MOVE_MOUNT, mount, b"", folder, os.fsencode(path), flags)
 
 
+def can_mount_beneath() -> bool:
+    """Whether the kernel knows how to attach a mount beneath another one (Linux 6.5)."""
+    try:
+        attach_mount(-1, "/", beneath=True)
+    except OSError as error:
+        return error.errno == errno.EBADF  # EINVAL: it does not know the flag
+    return True
+
+
 def mount_id(file: int) -> int:
     """The number that mountinfo has for the mount of an open file."""
     lines = Path(f"/proc/self/fdinfo/{file}").read_text(encoding="ascii").splitlines()

@@ -95,6 +95,7 @@ class _Tree:
     content: ContentVersion
     image_node: int = 0  # of the image, where the session can serve it
     mount_id: int = 0  # in mountinfo
+    device: str = ""  # the number of its file system
     is_being_mounted: bool = True
     opens: int = 0  # how often it has the content file open
 
@@ -133,10 +134,14 @@ class NativeSession(KernelSession):
         """Why the tree is not mounted in the best way, if it is not."""
 
     @staticmethod
-    def check_usable() -> None:
-        """Raises SessionUnsupported where this process or this kernel cannot have native mounts."""
+    def check_usable(*, must_switch: bool = False) -> None:
+        """Raises SessionUnsupported where this process or this kernel cannot have native mounts, or
+        none that can switch to another version, if it must.
+        """
         if os.geteuid() or not syscalls.may_administrate():
             raise SessionUnsupported("it needs root with CAP_SYS_ADMIN")
+        if must_switch and not syscalls.can_mount_beneath():
+            raise SessionUnsupported("to follow a dataset it needs Linux 6.5")
 
     @property
     def content_node(self) -> int:
@@ -180,6 +185,15 @@ class NativeSession(KernelSession):
         tree.is_being_mounted = False
         self._current = tree
         self._end_if_unused(tree)
+
+    def retired_trees(self) -> dict[int, str]:
+        """The devices of the trees before the current one of which something is open, by the number
+        that the mount of each had."""
+        return {
+            each.mount_id: each.device
+            for each in self._trees
+            if each is not self._current and not each.is_being_mounted
+        }
 
     def check_place(self) -> None:
         """Raises DieselError where something that others have mounted is in the way of a switch, or
@@ -267,6 +281,8 @@ class NativeSession(KernelSession):
         try:
             mounted.set_read_ahead(TREE_READ_AHEAD_KIB)
             new.mount_id = syscalls.mount_id(mounted.mount)
+            number = os.fstat(mounted.mount).st_dev
+            new.device = f"{os.major(number)}:{os.minor(number)}"
             self._attach(mounted, beneath)
         finally:
             mounted.close()

@@ -8,7 +8,7 @@ old node (FUSE's word for an inode), which has the old bytes.
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import trio
 
@@ -66,6 +66,10 @@ class FuseSwitching:
             self._link.send({"do": "names are old", "nodes": [*stale], "names": names})
         elif stale:
             await self.invalidate_in_thread(lambda device: invalidate_folders(device, stale))
+
+    def stats(self) -> Mapping[str, object]:
+        """See `Switching`."""
+        return {}
 
     def stop(self) -> None:
         """See `Switching`."""

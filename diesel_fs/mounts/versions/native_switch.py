@@ -6,6 +6,7 @@ need be told nothing else.
 """
 
 import os
+from collections.abc import Mapping
 
 import trio
 
@@ -62,6 +63,12 @@ class NativeSwitching:
 
     async def tidy(self) -> None:
         """See `Switching`."""
+
+    def stats(self) -> Mapping[str, object]:
+        """The trees that are still in use: what processes have open in them keeps the mount
+        busy."""
+        trees = self.session.retired_trees()
+        return {"retired_trees": [{"mount": each, "device": trees[each]} for each in trees]}
 
     def stop(self) -> None:
         """See `Switching`."""

@@ -4,6 +4,7 @@ There are two ways. A FUSE mount keeps its names and changes what they lead to (
 native mount gets another tree (`native_switch.py`). `watcher.py` decides when.
 """
 
+from collections.abc import Mapping
 from typing import Protocol
 
 from ...format.snapshot.diff import SnapshotDiff
@@ -62,6 +63,10 @@ class Switching(Protocol):
 
     async def tidy(self) -> None:
         """Frees what is not needed any more; is called at each check."""
+        ...
+
+    def stats(self) -> Mapping[str, object]:
+        """More of `follow` in `.diesel/stats`."""
         ...
 
     def stop(self) -> None:

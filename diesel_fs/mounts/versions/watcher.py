@@ -97,6 +97,7 @@ class VersionWatcher:
             "newest": self._newest_version,
             "put_off_by": list(self._running_plans),
             "trouble": self._last_error,
+            **self._switching.stats(),
         }
 
     @property

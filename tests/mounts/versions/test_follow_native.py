@@ -15,6 +15,10 @@ import pytest
 from diesel_fs.errors import BusyError
 from diesel_fs.mounts import umount
 from diesel_fs.mounts.processes import ends_within
+from diesel_fs.mounts.sessions.native import NativeSession
+from diesel_fs.mounts.sessions.session import SessionUnsupported
+from diesel_fs.mounts.vfs import STATS_MAX_AGE_S
+from diesel_fs.system import syscalls
 from diesel_fs.system.mountinfo import mounts
 from tests.mounts.dying_daemon import DIES, MOMENT, PAUSE_S
 from tests.mounts.observed import mounted, noise
@@ -111,8 +115,7 @@ def test_readers_meet_one_whole_version_at_any_time(followed: FollowedMount) -> 
 def test_an_open_file_of_an_earlier_version_keeps_the_mount_busy(
     followed: FollowedMount, lazy: bool
 ) -> None:
-    """`umount` names the version and changes nothing; lazily, the file is served to its end."""
-    version = followed.stats()["version"]
+    """`umount` changes nothing; lazily, the file is served to its end."""
     pid = int(str(followed.stats()["pid"]))
     with open(followed.at / "changed", "rb", buffering=0) as held:
         followed.change({"changed": noise(90)})
@@ -120,7 +123,7 @@ def test_an_open_file_of_an_earlier_version_keeps_the_mount_busy(
             umount(followed.at, lazy=True)
             assert not ends_within(pid, 0.5)
         else:
-            with pytest.raises(BusyError, match=rf"open files of earlier versions \({version}\)"):
+            with pytest.raises(BusyError, match=f"processes {os.getpid()}"):
                 umount(followed.at)
             assert (followed.at / "changed").read_bytes() == noise(90)
         assert held.read() == FILES["changed"]
@@ -158,6 +161,45 @@ def test_a_working_folder_stays_in_the_old_version(followed: FollowedMount) -> N
         "['gone', 'kept']", "no path", f"{followed.at} ['kept']",
     ]  # fmt: skip
     wait_until(lambda: followed.retired_versions() == [])
+
+
+@pytest.mark.parametrize("what", ["file", "mapping", "working folder"])
+def test_what_is_open_in_an_old_version_keeps_the_mount_busy(
+    followed: FollowedMount, what: str
+) -> None:
+    """The process is named. Lazily, the mount goes at once, and the daemon with its last user."""
+    program = """if True:
+        import mmap, os, sys
+        at, what = sys.argv[1:]
+        if what == "working folder":
+            os.chdir(at)
+        else:
+            held = os.open(f"{at}/gone", os.O_RDONLY)
+        if what == "mapping":
+            mapped = mmap.mmap(held, 0, prot=mmap.PROT_READ)
+            os.close(held)
+        print(flush=True)
+        input()
+        sys.stdout.buffer.write(mapped[:] if what == "mapping" else
+            open("gone", "rb").read() if what == "working folder" else os.read(held, 1_000_000))
+    """
+    pid = followed.stats()["pid"]
+    assert isinstance(pid, int)
+    command = [sys.executable, "-c", program, str(followed.at), what]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as user:
+        assert user.stdout is not None
+        user.stdout.readline()
+        followed.change({"0new": b"0"}, gone=("gone",))
+        time.sleep(STATS_MAX_AGE_S)
+        with pytest.raises(BusyError, match=f"processes {user.pid}"):
+            umount(followed.at)
+        assert (followed.at / "kept").read_bytes() == FILES["kept"]
+        umount(followed.at, lazy=True)
+        assert mounts_below(followed.at) == []
+        assert not ends_within(pid, 2.5)
+        told, _ = user.communicate(b"\n", timeout=20)
+    assert told == FILES["gone"]
+    assert ends_within(pid, PATIENCE_S)
 
 
 def test_a_mount_in_the_way_postpones_the_switch(followed: FollowedMount, tmp_path: Path) -> None:
@@ -207,7 +249,7 @@ def test_another_mount_namespace_switches_along_where_mounts_propagate(tmp_path:
                         prepared.change({"changed": noise(62 + number)})
                         assert (there / "changed").read_bytes() == noise(62 + number)
                         assert (there / ".diesel/snapshot").exists()
-                    assert prepared.retired_versions() == []
+                    wait_until(lambda: prepared.retired_versions() == [])
                 assert os.listdir(there) == []
             finally:
                 other.kill()
@@ -283,6 +325,19 @@ def test_a_kernel_whose_detached_mounts_are_alone_switches_too(
             assert ".diesel" not in os.listdir(prepared.at)
         assert len(mounts_below(prepared.at)) == 2
         umount(prepared.at)
+
+
+def test_a_mount_that_is_to_follow_is_native_only_where_it_can_switch(
+    monkeypatch: pytest.MonkeyPatch, session: str
+) -> None:
+    """Where the user has not asked for a native one."""
+    assert session == "native"
+    release = tuple(int(part) for part in os.uname().release.split(".")[:2])
+    assert syscalls.can_mount_beneath() == (release >= (6, 5))
+    monkeypatch.setattr(syscalls, "can_mount_beneath", lambda: False)
+    NativeSession.check_usable()
+    with pytest.raises(SessionUnsupported, match="follow"):
+        NativeSession.check_usable(must_switch=True)
 
 
 @pytest.mark.parametrize("kernel", ["", "no-file-mounts"])
