@@ -27,15 +27,21 @@ def mark_as_daemon(device: str) -> int:
 
 
 def daemon_of(device: str) -> int | None:
-    """The supervisor of a mount; None where it has ended, or this user may not see it."""
+    """The supervisor of a mount; None where it has ended, or this user may not see it.
+
+    Of several marks the newest counts: a device number is given again as soon as its mount has
+    ended, and the supervisor of that one may need some time to end.
+    """
     mark = f"/memfd:{_MARK}{device} (deleted)"
+    found: dict[int, int] = {}  # the processes, by the time of their mark
     for pid in _processes():
         with suppress(OSError):
             for descriptor in os.listdir(f"/proc/{pid}/fd"):
+                path = f"/proc/{pid}/fd/{descriptor}"
                 with suppress(OSError):
-                    if os.readlink(f"/proc/{pid}/fd/{descriptor}") == mark:
-                        return pid
-    return None
+                    if os.readlink(path) == mark:
+                        found[os.stat(path).st_ctime_ns] = pid
+    return found[max(found)] if found else None
 
 
 def children_of(pid: int) -> list[int]:

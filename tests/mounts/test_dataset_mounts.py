@@ -1,6 +1,10 @@
-"""Which mounts show datasets, by the text of a mountinfo file."""
+"""Which mounts show datasets, by the text of a mountinfo file, and which processes serve them."""
+
+import subprocess
+import sys
 
 from diesel_fs.mounts.mountpoint import DatasetMount, dataset_mounts
+from diesel_fs.mounts.processes import daemon_of
 from diesel_fs.system.mountinfo import parse_mounts
 
 ROOT = "22 1 254:0 / / rw - ext4 /dev/vda rw"
@@ -55,3 +59,28 @@ def test_other_mounts_of_erofs_or_fuse_are_no_mounts_of_datasets() -> None:
     assert not found_in("50 22 0:42 / /mnt/a ro - fuse.sshfs pets@7 ro")
     inside = "52 50 0:43 / /mnt/a/folder ro - fuse.diesel cats@1 ro,user_id=0"
     assert set(found_in(TREE, HIDDEN, inside)) == {"/mnt/a", "/mnt/a/folder"}
+
+
+MARKED = """if True:
+    import sys
+    from diesel_fs.mounts.processes import mark_as_daemon
+    print(mark_as_daemon(sys.argv[1]), flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_the_daemon_of_a_mount_is_the_one_that_was_marked_last() -> None:
+    """A device number may be in use again before the daemon of its earlier mount has ended."""
+    device = "999999:7"  # no file system has such a number
+    daemons = []
+    for _ in range(5):
+        daemon = subprocess.Popen(
+            [sys.executable, "-c", MARKED, device], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        daemons.append(daemon)
+        assert daemon.stdout is not None
+        assert daemon.stdout.readline()
+        assert daemon_of(device) == daemon.pid
+    for daemon in daemons:
+        daemon.communicate(timeout=60)
+    assert daemon_of(device) is None

@@ -20,7 +20,7 @@ from tests.mounts.conftest import PROGRAM, request_for
 
 pytestmark = pytest.mark.fuse
 
-ROUNDS = int(os.environ.get("DIESEL_ROUNDS", "50"))
+ROUNDS = int(os.environ.get("DIESEL_ROUNDS", "100"))
 TIME_MAX_S = 40.0 if "DIESEL_ROUNDS" not in os.environ else 1e9
 ROUNDS_MIN = 20
 """At least so many rounds; on a slow machine the time ends the test before `ROUNDS`."""
@@ -54,11 +54,12 @@ def resources_of(place: Path) -> Iterator[str]:
         yield f"in the runtime folder {name}"
 
 
-def test_many_rounds_leave_nothing_behind(source: Path, tmp_path: Path) -> None:
-    """No descriptor, thread, mount, process, connection or shared memory."""
+@pytest.mark.only_session("native", "kernel")
+def test_many_rounds_leave_nothing_behind(source: Path, tmp_path: Path, session: str) -> None:
+    """No descriptor, thread, mount, process, connection, loop device, socket or shared memory."""
     at = tmp_path / "mount"
     at.mkdir()
-    request = request_for(source, at, "kernel", policy="oneshot")
+    request = request_for(source, at, session, policy="oneshot")
     before = set(resources_of(tmp_path))
     devices = set()
     started_s, rounds = time.monotonic(), 0
