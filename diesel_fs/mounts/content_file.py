@@ -45,8 +45,9 @@ RETRIES_APART_S = 1.0
 this soon: the kernel sends two for each page that it wanted to read ahead, and the store would be
 asked each time."""
 
-RETRY_REFUSED_S = 3.0
-"""But for no longer than this, in case they are new attempts of readers."""
+RETRIES_MAX = 1024
+"""But no more than these fail so, twice what the kernel sends for one call of a reader (which reads
+ahead 1 MiB): others are new attempts of readers."""
 
 _FAILED_MAX = 4096
 """So many extents that could not be read are remembered; then all are forgotten."""
@@ -66,14 +67,15 @@ class _Failure:
     """That an extent could not be read, and when a READ of it came last."""
 
     def __init__(self) -> None:
-        self._end_s = time.monotonic() + RETRY_REFUSED_S
+        self._left = RETRIES_MAX
         self._last_s = time.monotonic()
 
     def refuses(self) -> bool:
         """Whether the READ that has just come is one of the kernel's repetitions."""
         now_s, before_s = time.monotonic(), self._last_s
         self._last_s = now_s
-        return now_s - before_s < RETRIES_APART_S and now_s < self._end_s
+        self._left -= 1
+        return now_s - before_s < RETRIES_APART_S and self._left >= 0
 
 
 @dataclass(slots=True, eq=False)
@@ -85,6 +87,9 @@ class ContentVersion:
     order: memoryview  # the entries that have them
     failed: dict[tuple[int, int], _Failure] = field(default_factory=dict)
     """Extents that could not be read a moment ago, by entry and offset."""
+    waiting: dict[tuple[int, int], set[trio.CancelScope]] = field(default_factory=dict)
+    """READs of extents that wait. They fail together, or a reader would wait for one after the
+    other."""
 
     def read_nowait(self, entry: int, offset: int, size: int) -> Bytes | None:
         """As that of `vfs`. Raises FuseErrno alone."""
@@ -104,16 +109,31 @@ class ContentVersion:
             failure = self.failed.get(key)
             if failure is not None and failure.refuses():
                 raise FuseErrno(errno.EIO)
-            try:
-                found.append(await self.vfs.read(entry + 1, start, end - start))
-            except trio.Cancelled:
-                raise
-            except BaseException as fault:
-                if len(self.failed) >= _FAILED_MAX:
-                    self.failed.clear()
-                self.failed[key] = _Failure()
-                raise FuseErrno(self.vfs.errno_of(fault, "read", entry + 1)) from fault
+            others = self.waiting.setdefault(key, set())
+            with trio.CancelScope() as scope:
+                others.add(scope)
+                try:
+                    found.append(await self.vfs.read(entry + 1, start, end - start))
+                except trio.Cancelled:
+                    raise
+                except BaseException as fault:
+                    self._fail(key)
+                    raise FuseErrno(self.vfs.errno_of(fault, "read", entry + 1)) from fault
+                finally:
+                    others.discard(scope)
+                    if not others:
+                        self.waiting.pop(key, None)
+            if scope.cancelled_caught:
+                raise FuseErrno(errno.EIO)
         return found
+
+    def _fail(self, key: tuple[int, int]) -> None:
+        """Fails all READs of an extent that wait, and remembers that it could not be read."""
+        if len(self.failed) >= _FAILED_MAX:
+            self.failed.clear()
+        self.failed[key] = _Failure()
+        for each in self.waiting[key]:
+            each.cancel()
 
     def entry_at(self, offset: int) -> int:
         """The entry whose content is at `offset`, or lies next before it; -1 for none."""

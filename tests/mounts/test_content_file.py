@@ -20,6 +20,7 @@ from diesel_fs.mounts.attributes import FuseErrno, Owner
 from diesel_fs.mounts.content_file import ContentFile
 from diesel_fs.mounts.vfs import Vfs
 from tests.mounts.folder_dataset import snapshot_of
+from tests.waiting import soon
 
 SIZES = (0, 1, 4095, 4096, 4097, 20_000, 3, 300_000, 70_000, 5)
 
@@ -33,8 +34,9 @@ class Reader:
         self.asked: list[str] = []
         self.failing: set[str] = set()
         self.hanging: set[str] = set()
+        self.stuck: set[str] = set()  # from the second time on they hang until the end
         self.in_memory: set[str] = set()
-        self.go_on = threading.Event()
+        self.go_on, self.closed = threading.Event(), threading.Event()
 
     def _name(self, index: int) -> str:
         return os.fsdecode(self._snapshot.path(index))
@@ -43,7 +45,9 @@ class Reader:
         """Asks the "store"."""
         name = self._name(index)
         self.asked.append(name)
-        if name in self.hanging:
+        if name in self.stuck and self.asked.count(name) > 1:
+            self.closed.wait()
+        elif name in self.hanging:
             self.go_on.wait()
         if name in self.failing:
             raise ObjectStoreError("the store has it no more")
@@ -61,6 +65,7 @@ class Reader:
 
     def close(self) -> None:
         self.go_on.set()
+        self.closed.set()
 
 
 class Content:
@@ -157,7 +162,7 @@ def test_a_file_that_failed_is_asked_for_once_while_READs_of_it_come(
 def test_readers_that_try_again_and_again_get_an_attempt(
     content: Content, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(content_file, "RETRY_REFUSED_S", 0.0)
+    monkeypatch.setattr(content_file, "RETRIES_MAX", 0)
     content.reader.failing = {"h"}
     assert [content.read(content.starts["h"], BLOCK_BYTES) for _ in range(3)] == [errno.EIO] * 3
     assert content.reader.asked == ["h"] * 3
@@ -175,6 +180,28 @@ def test_a_file_that_hangs_delays_those_beside_it_for_a_moment_only(
     threading.Timer(0.6, content.reader.go_on.set).start()
     start = content.starts["c"]
     assert content.read(start, BLOCK_BYTES) == bytes(content.bytes[start : start + BLOCK_BYTES])
+
+
+def test_READs_of_a_file_that_wait_fail_together(content: Content) -> None:
+    """The second one would hang for longer than the first."""
+    content.reader.hanging = content.reader.failing = content.reader.stuck = {"h"}
+    found: list[int] = []
+
+    async def read(block: int) -> None:
+        try:
+            await content.file.read(content.starts["h"] + block * BLOCK_BYTES, BLOCK_BYTES)
+        except FuseErrno as error:
+            found.append(error.errno)
+
+    async def read_two() -> None:
+        async with trio.open_nursery() as nursery:
+            for number in range(2):
+                nursery.start_soon(read, number)
+                await soon(lambda number=number: len(content.reader.asked) > number)
+            content.reader.go_on.set()
+
+    trio.run(read_two)
+    assert found == [errno.EIO] * 2
 
 
 def test_a_bug_in_reading_one_file_is_EIO_and_names_the_file(
