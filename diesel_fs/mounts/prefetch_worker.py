@@ -36,7 +36,7 @@ from ..format.snapshot.diff import SnapshotDiff
 from ..format.snapshot.layout import MANY_EXTENTS, kinds
 from ..format.snapshot.reader import Snapshot
 from ..net.messages import Message, Value
-from ..orders.plan import NO_ENTRIES
+from ..orders.plan import NO_ENTRIES, Entries
 from ..peers.sealed_memory import raise_descriptor_limit
 from .mountpoint import MountPresence
 from .options import MountRequest
@@ -326,17 +326,18 @@ class PrefetchWorker:
 
     def _push(self, push: Push) -> None:
         self._batches.prefetch([push.entries, *self._planner.upcoming(UNITS_AHEAD)])
-        if self._content is None:  # the server of a native mount holds no READs
-            self._push_status.mark_soon(
-                np.concatenate([push.entries, *self._planner.planned(UNITS_SOON)])
-            )
+        soon = [push.entries, *self._planner.planned(UNITS_SOON)]
+        if self._content is not None:
+            # Files of many chunks, each pushed by a write of its own, come faster by READs.
+            soon = [NO_ENTRIES, *filter(self._is_of_one_chunk, soon)]
+        self._push_status.mark_soon(np.concatenate(soon))
         self._page_cache.watch(push.markers.tolist())
         part_count, stored, failed = 0, [], False
         absent: list[int] = []
         try:
             for batch in self._batches.batches(push.entries):
                 self._page_cache.prepare(batch)
-                pushed = batch if self._content is not None else self._without_held_reads(batch)
+                pushed = self._without_held_reads(batch)
                 absent += pushed.entries[self._page_cache.store(pushed)].tolist()
                 self._push_status.count_progress()
                 part_count += len(batch.entries)
@@ -352,6 +353,10 @@ class PrefetchWorker:
             done = np.setdiff1d(np.concatenate(stored), absent) if stored else NO_ENTRIES
         self._planner.pushed(push, done, absent, time.monotonic(), failed=failed)
         self._planner.set_known_entries(self._page_cache.known_entries)
+
+    def _is_of_one_chunk(self, entries: Entries) -> bool:
+        chunks = self._snapshot.columns.chunk[entries]
+        return len(chunks) > 0 and bool((chunks == chunks[0]).all())
 
     def _without_held_reads(self, batch: Batch) -> Batch:
         """The batch without files whose READs the server holds: those bring the pages, too."""

@@ -34,6 +34,7 @@ from typing import ClassVar, TypeVar
 import trio
 
 from ...errors import DieselError
+from ...format.entries import Bytes
 from ...format.image import Image
 from ...system import syscalls
 from ...system.mountinfo import mounts, topmost_at
@@ -458,6 +459,17 @@ class NativeSession(KernelSession):
             super()._read(read)
             return
         self._vfs.requests["read"] += 1
+        push_status, tree = self._push_status, self._missed
+        if push_status is not None and node == tree.content_node:
+            entry = tree.content.entry_at(offset)
+            # What follows another READ was read ahead, which says nothing about readers.
+            if offset not in self._read_ends and push_status.takes_miss():
+                self._on_miss(entry)
+            self._read_ends.append(offset + size)
+            if push_status.try_hold(entry):
+                held = self._content_held(push_status, entry, content, offset, size)
+                self._later(unique, node, "read", held)
+                return
         try:
             found = content.read_nowait(offset, size)
         except BaseException as fault:
@@ -467,12 +479,17 @@ class NativeSession(KernelSession):
             self._send(unique, found)
         else:
             self._later(unique, node, "read", content.read(offset, size))
-        push_status, tree = self._push_status, self._missed
-        if push_status is not None and node == tree.content_node:
-            # What follows another READ was read ahead, which says nothing about readers.
-            if offset not in self._read_ends and push_status.takes_miss():
-                self._on_miss(tree.content.entry_at(offset))
-            self._read_ends.append(offset + size)
+
+    async def _content_held(
+        self, push_status: PushStatusMap, entry: int, content: ContentFile, offset: int, size: int
+    ) -> Sequence[Bytes]:
+        """As `_read_held`, of the content file."""
+        self._vfs.reads["held"] += 1
+        try:
+            await push_status.hold(entry)
+            return await content.read(offset, size)
+        finally:
+            push_status.end_hold(entry)
 
 
 def reason_of(error: OSError) -> str:
