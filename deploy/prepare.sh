@@ -95,6 +95,7 @@ look_for() {
         need setpriv util-linux
         need ip iproute2
         need tc iproute2
+        need rsync rsync
         look_for_c
         wish linux.uml user-mode-linux
         wish systemd-analyze systemd

@@ -1,12 +1,17 @@
-"""Mounts: a dataset as a read-only folder, through FUSE. SEMANTICS.md says what each call does.
+"""Mounts: a dataset as a read-only folder. SEMANTICS.md says what each call does.
+
+In a *native* mount the kernel has the whole tree (EROFS, from an image that `images.py` keeps), and
+asks only for contents, in one virtual file (`content_file.py`). In a FUSE mount it also asks for
+names.
 
 A mount is three processes. The supervisor (`supervisor.py`) watches over the other two: the server
 (`server.py`), which answers the kernel, and the prefetch worker (`prefetch_worker.py`), which puts
 contents into the kernel's page cache before they are read.
 
-Read `vfs.py` first (the file system, without FUSE), then `sessions/` (FUSE), `server.py`,
-`prefetch/` (what to push when), `plans/` (what programs say they will read), `versions/` (mounts
-that follow their dataset), and `launcher.py` (mounting and unmounting).
+Read `vfs.py` first (the file system, without FUSE), then `sessions/` (how the kernel asks: native,
+kernel, pyfuse3), `server.py`, `prefetch/` (what to push when), `plans/` (what programs say they
+will read), `versions/` (mounts that follow their dataset), and `launcher.py` (mounting and
+unmounting).
 
 The folders form layers. Each imports only what stands before it in this line:
 attributes, dot_diesel, vfs, options, mountpoint, source < sessions < prefetch < plans < versions <

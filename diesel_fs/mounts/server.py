@@ -225,9 +225,13 @@ class _Server:
                     nursery.start_soon(self._control.run)
                 await self._session.serve(self._started.set)
                 nursery.cancel_scope.cancel()
-        finally:
+        except BaseException:
             with suppress(DieselError):
-                self._unmount(lazy=True)  # needed only where the session has failed
+                self._unmount(lazy=True)
+            raise
+        finally:
+            # A session that ends by itself is mounted nowhere any more; its folder and the number
+            # of its device may already belong to another mount.
             self._close()
 
     @contextmanager
