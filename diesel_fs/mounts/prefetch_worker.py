@@ -176,7 +176,7 @@ class PrefetchWorker:
             staging_bytes = budget_bytes // STAGING_DIVISOR
             budget_bytes -= staging_bytes
             self._page_cache = ContentPageCache(
-                at, snapshot, self._device, image, self._content, staging_bytes
+                at, snapshot, self._device, image, self._content, staging_bytes, budget_bytes
             )
         self._planner = planner_for(snapshot, budget_bytes, self._request.policy)
         self._plan_commands = PlanCommands(snapshot, self._planner)
@@ -205,6 +205,7 @@ class PrefetchWorker:
             self._plan_commands.predict_next_epochs(now_s)
             if self._mountinfo in self._server.ready and not presence.is_mounted():
                 return
+            self._page_cache.set_planned(is_planned=self._planner.has_streams)
             wait_s = self._invalidate_some() if self._invalidations else self._act(now_s)
             self._push_status.set_wants_all_misses(each_miss=self._planner.wants_misses)
             self._page_cache.release_folders()

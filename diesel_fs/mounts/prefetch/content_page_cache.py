@@ -43,8 +43,8 @@ from .page_cache import (
     some_contents,
 )
 
-STAGING_DIVISOR = 8
-"""The staging area is this part (an eighth) of the memory for pages; the planner has the rest."""
+STAGING_DIVISOR = 16
+"""The staging area is this part (a sixteenth) of the memory for pages; the planner has the rest."""
 
 CONTENTS_MAX = 256
 """Contents of one write. With its padding each is two pieces, and a write has 1,024 at most; more
@@ -99,7 +99,11 @@ class _Staged:
 
     parts: Parts
     ranges: Parts
-    bytes: int
+
+    @property
+    def pages(self) -> npt.NDArray[np.uint32]:
+        """How many pages each of the parts fills."""
+        return _pages_of(self.parts)
 
 
 class ContentPageCache(PageCache):
@@ -113,16 +117,20 @@ class ContentPageCache(PageCache):
         image: Image,
         content: ContentTarget,
         staging_bytes: int,
+        planned_bytes: int = 0,
     ) -> None:
         """`device` is a descriptor of the connection that serves the content file, used for
-        notifications only. `staging_bytes` is the size of the staging area."""
+        notifications only. `staging_bytes` is the size of the staging area, `planned_bytes` what it
+        may have while readers follow a plan."""
         super().__init__(mountpoint, snapshot, content.descriptor)
         self._device = device
         self._image = image
         self._content = content
-        self._staging_bytes = staging_bytes
+        self._staging_bytes = self._limit_bytes = staging_bytes
+        self._planned_bytes = max(staging_bytes, planned_bytes)
         self._queue: deque[_Staged] = deque()  # the staging area, oldest first
         self._queued_bytes = 0
+        self._staged_pages = np.zeros(len(snapshot), np.uint32)  # by entry: in the staging area
         self._state = np.zeros(len(snapshot), np.uint8)  # by entry: `_KNOWN` and so on
         self._watched_files: dict[int, int] = {}  # descriptors, by entry
         self._settling: deque[tuple[int, _Staged]] = deque()  # by the process's last piece for it
@@ -160,7 +168,7 @@ class ContentPageCache(PageCache):
             parts["entry"] = new_index[parts["entry"]]
             parts = parts[parts["entry"] != CONTENT]
             np.add.at(staged_bytes, parts["entry"], parts["size"].astype(np.int64))
-            self._note_staged(_Staged(parts, staged.ranges, staged.bytes))
+            self._note_staged(_Staged(parts, staged.ranges))
         size = self._snapshot.columns.size.astype(np.int64)
         whole = np.flatnonzero((size > 0) & (staged_bytes >= size))
         kept[whole] = diff.unchanged[whole]
@@ -183,7 +191,10 @@ class ContentPageCache(PageCache):
         ends = begins + sizes + paddings
         runs = np.flatnonzero(np.concatenate([[True], begins[1:] != ends[:-1]]))
         staged = _staged(batch, sizes, begins[runs], ends[np.append(runs[1:], len(ends)) - 1])
-        while self._queue and self._queued_bytes + staged.bytes > self._staging_bytes:
+        need_bytes = int(staged.pages.sum(dtype=np.int64)) * BLOCK_BYTES
+        while self._queue and not self._staged_pages[self._queue[0].parts["entry"]].any():
+            self._queue.popleft()  # its files have been dropped
+        while self._queue and self._queued_bytes + need_bytes > self._limit_bytes:
             self._settle_oldest()
         if (self._state[batch.entries] & _SETTLING).any():
             # The drop that settles them must not come after this.
@@ -226,14 +237,15 @@ class ContentPageCache(PageCache):
         self.known_entries += len(np.unique(entries[is_new]))
         self._state[entries] |= _KNOWN | _WANTED
         self._queue.append(staged)
-        self._queued_bytes += staged.bytes
+        np.add.at(self._staged_pages, entries, staged.pages)
+        self._queued_bytes += int(staged.pages.sum(dtype=np.int64)) * BLOCK_BYTES
 
     def _settle_oldest(self) -> None:
         """Have the oldest of the staging area settled soon: the kernel copies its files that are
         still wanted, and then the pages of the content file are dropped."""
         staged = self._queue.popleft()
-        self._queued_bytes -= staged.bytes
         parts = staged.parts[self._state[staged.parts["entry"]] & _WANTED != 0]
+        self._unstage(parts["entry"], _pages_of(parts))
         watched = self._state[parts["entry"]] & _WATCHED != 0
         for entry, start, size in parts[watched].tolist():  # an open would look like a reader's
             advise_in_steps(self._watched_files[entry], start, size, POSIX_FADV_WILLNEED)
@@ -249,6 +261,11 @@ class ContentPageCache(PageCache):
             self._state[staged.parts["entry"]] &= 0xFF ^ _SETTLING
         for _, staged in self._settling:  # an entry may have parts in several of them
             self._state[staged.parts["entry"]] |= _SETTLING
+
+    def set_planned(self, *, is_planned: bool) -> None:
+        """What a plan has pushed stays in the staging area until a reader has read it: it is
+        dropped soon after, and to settle it would cost as much as to read it."""
+        self._limit_bytes = self._planned_bytes if is_planned else self._staging_bytes
 
     def tidy(self) -> bool:
         """Settles what is left in the staging area, the oldest first."""
@@ -272,11 +289,14 @@ class ContentPageCache(PageCache):
         if not is_quiet and held - self._queued_bytes <= self._staging_bytes:
             return
         self._has_reads = not is_quiet
-        kept = [staged.ranges for _, staged in self._settling]
-        kept += [staged.ranges for staged in self._queue]
-        ranges = np.sort(np.concatenate(kept), order="start") if kept else np.empty(0, PART)
-        begins = np.concatenate([[0], ranges["start"] + ranges["size"]]).astype(np.int64)
-        ends = np.concatenate([ranges["start"], [CONTENT_BYTES]]).astype(np.int64)
+        kept = [self._ranges_of(np.flatnonzero(self._staged_pages).astype(np.uint32))]
+        kept += [staged.ranges for _, staged in self._settling]
+        starts = np.concatenate([ranges["start"] for ranges in kept]).astype(np.int64)
+        sizes = np.concatenate([ranges["size"] for ranges in kept]).astype(np.int64)
+        order = np.argsort(starts)
+        starts, behind = starts[order], (starts + sizes)[order]
+        begins = np.concatenate([[0], np.maximum.accumulate(behind)])
+        ends = np.concatenate([starts, [CONTENT_BYTES]])
         gaps = np.flatnonzero(ends > begins)
         if len(gaps) > GAPS_MAX:
             gaps = gaps[np.argpartition((begins - ends)[gaps], GAPS_MAX)[:GAPS_MAX]]
@@ -292,6 +312,37 @@ class ContentPageCache(PageCache):
         staging area."""
         self._state[entries] &= 0xFF ^ _WANTED
         self._process.advise(POSIX_FADV_DONTNEED, whole_files(entries), on_progress)
+        staged = entries[self._staged_pages[entries] > 0]
+        if len(staged):
+            ranges = self._ranges_of(staged)
+            self._process.advise(POSIX_FADV_DONTNEED, ranges, on_progress)
+            self._unstage(staged, self._staged_pages[staged])
+            self._settling.append((self._process.sent, _Staged(whole_files(staged), ranges)))
+            self._forget_settled()
+
+    def _unstage(self, entries: npt.NDArray[np.uint32], pages: npt.NDArray[np.uint32]) -> None:
+        """Note that so many pages of each entry are not in the staging area any more. An entry may
+        be named several times."""
+        some = np.unique(entries)
+        before = self._staged_pages[some].sum(dtype=np.int64)
+        np.subtract.at(self._staged_pages, entries, np.minimum(pages, self._staged_pages[entries]))
+        self._queued_bytes -= BLOCK_BYTES * int(
+            before - self._staged_pages[some].sum(dtype=np.int64)
+        )
+
+    def _ranges_of(self, entries: npt.NDArray[np.uint32]) -> Parts:
+        """The ranges of the content file that have these entries, as few as possible."""
+        if not len(entries):
+            return np.empty(0, PART)
+        entries = entries[np.argsort(self._image.first_block[entries])]
+        begins = self._image.first_block[entries].astype(np.int64) * BLOCK_BYTES
+        sizes = self._snapshot.columns.size[entries].astype(np.int64)
+        ends = begins + sizes + -sizes % BLOCK_BYTES
+        firsts = np.flatnonzero(np.concatenate([[True], begins[1:] != ends[:-1]]))
+        ranges = np.empty(len(firsts), PART)
+        ranges["entry"], ranges["start"] = CONTENT, begins[firsts]
+        ranges["size"] = ends[np.append(firsts[1:], len(ends)) - 1] - begins[firsts]
+        return ranges
 
     def is_lost(self, entry: int) -> bool:
         """By its neighbours: the kernel may have read ahead in the content file, beyond files that
@@ -350,7 +401,15 @@ def _staged(
     parts["entry"], parts["start"], parts["size"] = batch.entries, batch.starts, sizes
     ranges = np.empty(len(begins), PART)
     ranges["entry"], ranges["start"], ranges["size"] = CONTENT, begins, ends - begins
-    return _Staged(parts, ranges, int((ends - begins).sum()))
+    return _Staged(parts, ranges)
+
+
+def _pages_of(parts: Parts) -> npt.NDArray[np.uint32]:
+    """How many pages each of these parts fills."""
+    pages: npt.NDArray[np.uint32] = (
+        (parts["size"] + np.uint64(BLOCK_BYTES - 1)) // np.uint64(BLOCK_BYTES)
+    ).astype(np.uint32)
+    return pages
 
 
 def _no_progress() -> None:

@@ -206,6 +206,9 @@ class PageCache(ABC):
         probably those of its neighbours."""
         return True
 
+    def set_planned(self, *, is_planned: bool) -> None:  # noqa: B027  # FUSE has no staging area
+        """Say whether readers follow a plan."""
+
     def tidy(self) -> bool:
         """Do a piece of work that can wait until there is nothing else to do. Returns whether more
         is left."""

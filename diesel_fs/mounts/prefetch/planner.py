@@ -189,6 +189,11 @@ class PrefetchPlanner:
         return {name: tracker.stream for name, tracker in self._trackers.items()}
 
     @property
+    def has_streams(self) -> bool:
+        """Whether a plan is announced."""
+        return bool(self._trackers)
+
+    @property
     def wants_misses(self) -> bool:
         """Whether the worker should report every miss. Without a plan and without free room, a few
         misses are enough: they only show that the kernel has freed pages.

@@ -257,7 +257,7 @@ class KernelSession:
 
     def _read(self, read: ReadRequest) -> None:
         """Answers a READ at once from memory, else in a task, so that it delays no other."""
-        unique, node, offset, size = read
+        unique, node, offset, size, _ = read
         vfs, push_status = self._vfs, self._push_status
         vfs.requests["read"] += 1
         if push_status is not None and push_status.try_hold(node - 1):

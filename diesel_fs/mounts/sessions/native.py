@@ -25,7 +25,6 @@ import os
 import re
 import select
 import threading
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -58,15 +57,15 @@ below it; none is given twice."""
 TREE_READ_AHEAD_KIB = 1024
 """How far the kernel reads ahead in a file of the tree."""
 
-CONTENT_READ_AHEAD_KIB = 4096
-"""How far it then reads ahead in the content file: four READs at once."""
+CONTENT_READ_AHEAD_KIB = 1024
+"""How far it then reads ahead in the content file. Where neighbours have been pushed, the kernel
+reads ahead also for a reader in random order, so this is one READ, not several."""
 
 _OF_ROOT = protocol.CommonAttributes(0, 0, BLOCK_BYTES)
 """Content files and images belong to root, whoever owns the dataset's entries."""
 
-READS_REMEMBERED = 64
-"""Of so many READs the ends are known, by which those are recognized that the kernel sends to read
-ahead."""
+THREADS_MAX = 1024
+"""So many reading threads are remembered; then all are forgotten."""
 
 _T = TypeVar("_T")
 
@@ -126,7 +125,7 @@ class NativeSession(KernelSession):
         self._trees: list[_Tree] = []  # the oldest first
         self._handles = itertools.count(1)  # of opens of content files
         self._openers: dict[int, _Tree] = {}  # by handle
-        self._read_ends: deque[int] = deque(maxlen=READS_REMEMBERED)  # of the last READs
+        self._read_offsets: dict[int, int] = {}  # by thread: of its last READ; see `_is_ahead`
         self._mounter = 0  # the thread that mounts the newest tree; its opens are those of the tree
         self._current = self._missed = self._add_tree(version)  # `_missed`: whose READs are misses
         self.private_mount = -1
@@ -449,7 +448,7 @@ class NativeSession(KernelSession):
 
     def _read(self, read: ReadRequest) -> None:
         """Answers a READ of the content file at once from memory, else in a task."""
-        unique, node, offset, size = read
+        unique, node, offset, size, thread = read
         image = self._served_images.get(node)
         if image is not None:
             self._send(unique, (image.buffer[offset : offset + size],))
@@ -462,10 +461,8 @@ class NativeSession(KernelSession):
         push_status, tree = self._push_status, self._missed
         if push_status is not None and node == tree.content_node:
             entry = tree.content.entry_at(offset)
-            # What follows another READ was read ahead, which says nothing about readers.
-            if offset not in self._read_ends and push_status.takes_miss():
+            if not self._is_ahead(thread, offset) and push_status.takes_miss():
                 self._on_miss(entry)
-            self._read_ends.append(offset + size)
             if push_status.try_hold(entry):
                 held = self._content_held(push_status, entry, content, offset, size)
                 self._later(unique, node, "read", held)
@@ -479,6 +476,16 @@ class NativeSession(KernelSession):
             self._send(unique, found)
         else:
             self._later(unique, node, "read", content.read(offset, size))
+
+    def _is_ahead(self, thread: int, offset: int) -> bool:
+        """Whether a READ was probably read ahead, which says nothing about readers: it lies a
+        little further on than the last READ of the thread that was not."""
+        if 0 < offset - self._read_offsets.get(thread, offset) <= CONTENT_READ_AHEAD_KIB << 10:
+            return True
+        if len(self._read_offsets) >= THREADS_MAX:
+            self._read_offsets.clear()
+        self._read_offsets[thread] = offset
+        return False
 
     async def _content_held(
         self, push_status: PushStatusMap, entry: int, content: ContentFile, offset: int, size: int

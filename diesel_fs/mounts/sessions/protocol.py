@@ -78,7 +78,7 @@ OUT_HEADER = struct.Struct("<IiQ")  # length, error, unique
 _INIT_IN = struct.Struct("<IIII")  # major, minor, readahead, flags
 _INIT_OUT = struct.Struct("<IIIIHHIIHHI28x")
 _READ_IN = struct.Struct("<QQII16x")  # fh, offset, size, flags; lock owner, open flags
-_READ_REQUEST = struct.Struct("<IIQQ16x8xQI")  # header and body of a READ
+_READ_REQUEST = struct.Struct("<IIQQ8xI4x8xQI")  # header and body of a READ
 _READ_REQUEST_BYTES = IN_HEADER.size + _READ_IN.size
 _FORGET_IN = struct.Struct("<Q")
 _BATCH_FORGET_IN = struct.Struct("<II")
@@ -142,6 +142,7 @@ class ReadRequest(NamedTuple):
     node: int
     offset: int
     size: int
+    thread: int  # that reads
 
 
 def parse_if_read(message: memoryview) -> ReadRequest | None:
@@ -151,12 +152,12 @@ def parse_if_read(message: memoryview) -> ReadRequest | None:
     """
     if len(message) != _READ_REQUEST_BYTES:
         return None
-    length, op, unique, node, offset, size = _READ_REQUEST.unpack_from(message)
+    length, op, unique, node, thread, offset, size = _READ_REQUEST.unpack_from(message)
     if op != Op.READ:
         return None
     if length != _READ_REQUEST_BYTES:
         raise Malformed(f"a READ of {_READ_REQUEST_BYTES} bytes has length {length} in its header")
-    return ReadRequest(unique, node, offset, size)
+    return ReadRequest(unique, node, offset, size, thread)
 
 
 def _body(layout: struct.Struct, message: memoryview, request: str) -> tuple[int, ...]:
