@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -240,11 +240,19 @@ MAP = (
 )
 
 
+def open_files(pid: int) -> list[str]:
+    """The paths of the files that a process has open."""
+    found = []
+    for each in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile: the program still starts
+            found.append(os.readlink(each))
+    return found
+
+
 def started_reader(command: list[str], path: Path) -> subprocess.Popen[bytes]:
     """A reader that has the file open, and waits for its content."""
     started = subprocess.Popen(command, stdout=subprocess.PIPE)
-    descriptors = Path(f"/proc/{started.pid}/fd")
-    wait_until(lambda: str(path) in [os.readlink(each) for each in descriptors.iterdir()])
+    wait_until(lambda: str(path) in open_files(started.pid))
     wait_until(lambda: state_of(started.pid) in "DS")
     return started
 
