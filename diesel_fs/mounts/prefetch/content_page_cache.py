@@ -9,8 +9,10 @@ A page of the content file that EROFS reads for a file is copied into a page of 
 memory is held twice. So pages of the content file are only a staging area, a queue of what was
 pushed last. The oldest are *settled* as soon as there is no room for more, and the others when
 there is nothing else to do: the kernel is made to copy the files that it has not copied yet, and
-then the pages of the content file are dropped. Opening settled files is faster, too: their first
-reader finds the pages that it needs (290,000 files of 4 KiB a second instead of 100,000).
+then the pages of the content file are dropped. While readers follow a plan, only the idle worker
+settles: what it has pushed is read soon, and dropped behind the reader on both sides. Opening
+settled files is faster, too: their first reader finds the pages that it needs (290,000 files of
+4 KiB a second instead of 100,000).
 """
 
 import os
