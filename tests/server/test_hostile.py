@@ -379,13 +379,13 @@ def test_G2_a_request_that_finds_no_thread_is_told_to_come_again(
     with ThreadedServer(handlers) as server, logged_in(server) as client:
         slow = {"id": 1, "do": "blocking_sleep", "seconds": 1.5}
         client.sendall(wire.frame(slow, wire.REQUEST_LIMITS))  # type: ignore[arg-type]  # a plain dict is a message
-        client.sendall(wire.frame({**slow, "id": 2}, wire.REQUEST_LIMITS))  # type: ignore[dict-item]
+        client.sendall(wire.frame({**slow, "id": 2}, wire.REQUEST_LIMITS))  # type: ignore[dict-item]  # as above
         message, _ = answer(client)
         assert (message["id"], message["error"]) == (2, "BusyError")
         assert message["retry_after_s"] == limits.RETRY_AFTER_S
         assert answer(client)[0]["slept"]
         slow |= {"id": 3, "seconds": 0.0}
-        client.sendall(wire.frame(slow, wire.REQUEST_LIMITS))  # type: ignore[arg-type]
+        client.sendall(wire.frame(slow, wire.REQUEST_LIMITS))  # type: ignore[arg-type]  # as above
         assert "error" not in answer(client)[0]
 
 

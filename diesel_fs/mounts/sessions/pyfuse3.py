@@ -176,8 +176,7 @@ class _Operations(pyfuse3.Operations):
             raise
         except BaseException as fault:  # a real Cancelled comes again at the session's next wait
             raise self.fuse_error(fault, "read", node) from None
-        # pyfuse3 takes anything with a buffer and hands it to writev(2) as it is.
-        return found  # type: ignore[return-value]
+        return found  # type: ignore[return-value]  # writev(2) takes anything with a buffer
 
     @_answered("release")
     def release(self, node: int) -> None:

@@ -142,7 +142,7 @@ def mounting(
     url: str, at: Path, group: ControlGroup | None = None, **options: object
 ) -> Iterator[NativeMount]:
     at.mkdir()
-    request = MountRequest(url, "ds", str(at), session="native", **options)  # type: ignore[arg-type]
+    request = MountRequest(url, "ds", str(at), session="native", **options)  # type: ignore[arg-type]  # fields by name
     prefix = [] if group is None else group.prefix
     command = [*prefix, sys.executable, "-c", MOUNT, request.to_json().decode()]
     subprocess.run(command, check=True, timeout=60)
