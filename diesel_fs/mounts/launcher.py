@@ -318,10 +318,14 @@ def _force(found: DatasetMount, daemon: int | None, own: Sequence[int], patience
     finally:
         if abort_file >= 0:
             os.close(abort_file)
-    if daemon is not None and not ends_within(daemon, 1.0):
-        for pid in (daemon, *children_of(daemon)):  # they may be stopped
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+    if daemon is not None:
+        # They may be stopped. The daemon comes last, as it tidies up after its children.
+        for pids in (children_of(daemon), [daemon]):
+            if ends_within(daemon, 1.0):
+                break
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
     try:
         while is_mounted(path, device):  # twice, where a switch to another tree was not finished
             unmount(path, lazy=True)

@@ -32,7 +32,7 @@ from ..system import syscalls
 from .attributes import Owner
 from .dot_diesel import HiddenFile
 from .images import open_image
-from .mountpoint import is_mounted, mounted_at, unmount
+from .mountpoint import end_connection, is_mounted, mounted_at, unmount
 from .options import MountRequest
 from .plans.control_socket import ControlSocket
 from .plans.list_plans import ListPlans
@@ -225,13 +225,14 @@ class _Server:
                     nursery.start_soon(self._control.run)
                 await self._session.serve(self._started.set)
                 nursery.cancel_scope.cancel()
+            # A FUSE mount that ends by itself is mounted nowhere any more; its folder and the
+            # number of its device may already belong to another mount.
+            if isinstance(self._session, NativeSession) and self._session.has_trees:
+                self._unmount_now()
         except BaseException:
-            with suppress(DieselError):
-                self._unmount(lazy=True)
+            self._unmount_now()
             raise
         finally:
-            # A session that ends by itself is mounted nowhere any more; its folder and the number
-            # of its device may already belong to another mount.
             self._close()
 
     @contextmanager
@@ -559,6 +560,15 @@ class _Server:
         """Unmounts this mount, but nothing that was mounted on top of it since."""
         while is_mounted(self._request.mountpoint, self._device):  # twice during a switch of trees
             unmount(self._request.mountpoint, lazy=lazy)
+
+    def _unmount_now(self) -> None:
+        """Unmounts although nobody will answer any more. So the connection is ended first: to
+        unmount the tree of a native mount would wait for READs under way.
+        """
+        if isinstance(self._session, NativeSession):
+            end_connection(self._abort_file, self._request.mountpoint, self._device)
+        with suppress(DieselError):
+            self._unmount(lazy=True)
 
     def _close(self) -> None:
         self._session.close()

@@ -148,6 +148,11 @@ class NativeSession(KernelSession):
         """The node of the current tree's content file."""
         return self._current.content_node
 
+    @property
+    def has_trees(self) -> bool:
+        """Whether a tree is mounted, or a file of one is still open."""
+        return bool(self._trees)
+
     def mount(self) -> None:
         """See `Session`."""
         try:
