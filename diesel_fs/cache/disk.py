@@ -238,6 +238,31 @@ class DiskTier(CacheTier):
     # Reading
 
     def find(self, key: ChunkKey) -> CacheHandle | None:
+        held = self._open(key)
+        if held is None or (key not in self._checked_s and not self._is_sound(key, held)):
+            if held is not None:
+                held.close()
+            return None
+        self._touch(key, held)
+        return held
+
+    def load(self, key: ChunkKey, room: memoryview) -> bool:
+        """Reads a whole chunk into `room`, and checks it. False where it is not here, or cannot be
+        read; a damaged one is dropped."""
+        held = self._open(key)
+        if held is None:
+            return False
+        with held:
+            if held.bytes != len(room):
+                log.warning("a cached chunk has another size and was dropped: %s", key)
+                self.drop(key)
+            elif self._is_sound(key, held, room):
+                self._touch(key, held)
+                return True
+        return False
+
+    def _open(self, key: ChunkKey) -> "_File | None":
+        """The file of a chunk, which has not been checked."""
         if self._reads.is_open:
             return None
         try:
@@ -255,16 +280,15 @@ class DiskTier(CacheTier):
         held, is_chunk = _File(self, file, found.st_size), stat.S_ISREG(found.st_mode)
         if not is_chunk:
             self._clear(self._path(key))
-        if not is_chunk or (key not in self._checked_s and not self._is_sound(key, held)):
             held.close()
             return None
-        self._touch(key, file)
         return held
 
-    def _is_sound(self, key: ChunkKey, held: CacheHandle) -> bool:
-        """Read the chunk whole and check it. A damaged one is dropped."""
+    def _is_sound(self, key: ChunkKey, held: "_File", room: memoryview | None = None) -> bool:
+        """Read the chunk whole, into `room` where there is any, and check it. A damaged one is
+        dropped."""
         try:
-            content = np.empty(held.bytes, np.uint8).data
+            content = np.empty(held.bytes, np.uint8).data if room is None else room
             held.read_into(0, content)
             verify_chunk(key, content)
         except (FormatError, EOFError) as error:
@@ -278,12 +302,12 @@ class DiskTier(CacheTier):
         self._checked_s[key] = -_TOUCH_S
         return True
 
-    def _touch(self, key: ChunkKey, file: int) -> None:
+    def _touch(self, key: ChunkKey, held: "_File") -> None:
         now_s = self._clock()
         if now_s - self._checked_s.get(key, -_TOUCH_S) >= _TOUCH_S:
             self._checked_s[key] = now_s
             with contextlib.suppress(OSError):  # the file system has become read-only
-                os.utime(file)
+                os.utime(held.file)
         self.note_use(key.identity)
 
     def holds(self, key: ChunkKey) -> bool:
@@ -558,13 +582,13 @@ class DiskTier(CacheTier):
 class _File(CacheHandle):
     def __init__(self, tier: DiskTier, file: int, size: int) -> None:
         self.bytes = size
-        self._tier, self._file = tier, file
+        self._tier, self.file = tier, file
 
     def read_into(self, start: int, buffer: memoryview) -> None:
         done = 0
         try:
             while done < len(buffer):
-                got = os.preadv(self._file, [buffer[done:]], start + done)
+                got = os.preadv(self.file, [buffer[done:]], start + done)
                 if not got:
                     raise EOFError
                 done += got
@@ -574,9 +598,9 @@ class _File(CacheHandle):
         self._tier._reads.succeeded()
 
     def close(self) -> None:
-        if self._file >= 0:
-            os.close(self._file)
-        self._file = -1
+        if self.file >= 0:
+            os.close(self.file)
+        self.file = -1
 
 
 class _FileReservation(Reservation):

@@ -45,6 +45,8 @@ to 0.2 ms;
 handing the read to a thread costs 0.3 ms."""
 
 _PREFETCH_CHUNKS = 16  # loads that are begun ahead of a reader
+_READ_ON_BYTES = 16 << 20  # of a large file that is read sequentially, loaded ahead of its reader
+_LARGE_FILES_MAX = 1024  # so many large files are remembered; then all are forgotten
 _EMPTY = memoryview(b"")
 
 _Column = npt.NDArray[np.int64]
@@ -103,6 +105,7 @@ class EntryReader:
         self._last_miss = (-1, -1)  # chunk and end of the entry: shows sequential reads
         self._single: tuple[int, int, memoryview] = (-1, -1, _EMPTY)
         self._single_lock = threading.Lock()
+        self._next_extents: dict[int, int] = {}  # by file: where its reader is expected next
 
     def read(self, index: int, offset: int = 0, size: int | None = None) -> memoryview:
         """`size` bytes of the file `index` from `offset` on (None: to its end), fewer only at its
@@ -111,7 +114,6 @@ class EntryReader:
         Raises DieselError: CorruptError where the stored bytes are damaged, ObjectMissing for a
         lost chunk, ObjectStoreError where the store cannot be reached.
         """
-        extents = self.snapshot.extents(index)
         total = self.snapshot.stat(index).size
         end = total if size is None else min(offset + size, total)
         if offset >= end:
@@ -120,10 +122,9 @@ class EntryReader:
         if followed is not None and (visit := followed.visit_of(index)) >= 0:
             self._cache.advance(followed, visit, index)
         pieces = []
-        for extent in extents:
-            if extent.start < end and offset < extent.start + extent.size:
-                content = self._extent(index, extent)
-                pieces.append(content[max(offset - extent.start, 0) : end - extent.start])
+        for extent in self.snapshot.extents(index, offset, end):
+            content = self._extent(index, extent)
+            pieces.append(content[max(offset - extent.start, 0) : end - extent.start])
         if followed is not None and visit >= 0 and end == total:
             self._cache.mark_read(followed, visit, np.array([index]))
         return pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))
@@ -133,22 +134,17 @@ class EntryReader:
 
         A small entry whose chunk is in memory is checked in this call.
         """
-        extents = self.snapshot.extents(index)
-        if len(extents) == 1:
-            content = self._in_memory(extents[0])
-            if content is None and self._prefers_entries:
-                content = self._read_entry_now(extents[0])
-            return None if content is None else content[offset : offset + size]
-        end = min(offset + size, extents[-1].start + extents[-1].size) if extents else 0
-        for extent in extents:
-            if extent.start <= offset and end <= extent.start + extent.size:
-                content = self._in_memory(extent)
-                return (
-                    content
-                    if content is None
-                    else content[offset - extent.start : end - extent.start]
-                )
-        return _EMPTY if offset >= end else None
+        end = min(offset + size, self.snapshot.stat(index).size)
+        if offset >= end:
+            return _EMPTY
+        extents = self.snapshot.extents(index, offset, end)
+        if len(extents) != 1:
+            return None
+        [extent] = extents
+        content = self._in_memory(extent)
+        if content is None and self._prefers_entries and extent.size == self.snapshot.size(index):
+            content = self._read_entry_now(extent)
+        return None if content is None else content[offset - extent.start : end - extent.start]
 
     def read_many(self, indices: Sequence[int] | npt.NDArray[np.int64]) -> Iterator[memoryview]:
         """The whole contents of the files `indices`, in this order. Chunks are loaded ahead.
@@ -412,6 +408,7 @@ class EntryReader:
             return content
         self._counts["misses"] += 1
         if self._worth_whole(index, extent):
+            self._read_on(index, extent)
             chunk = self._cache.get(extent.chunk)
             if self._everything_fits:
                 self._read_ahead(extent.chunk)
@@ -430,6 +427,21 @@ class EntryReader:
         self._ahead_chunks = ahead = min(2 * self._ahead_chunks, _PREFETCH_CHUNKS, len(sizes))
         following = ((number + step) % len(sizes) for step in range(1, ahead + 1))
         self._cache.prefetch_what_fits({each: int(sizes[each]) for each in following})
+
+    def _read_on(self, index: int, extent: Extent) -> None:
+        """Of a file of several extents that is read from one to the next: load the chunks of those
+        that follow as well."""
+        end = extent.start + extent.size
+        expected = self._next_extents.pop(index, 0)
+        if end == self.snapshot.size(index) or self._cache.order is not None:
+            return
+        if len(self._next_extents) >= _LARGE_FILES_MAX:
+            self._next_extents.clear()
+        self._next_extents[index] = end
+        if extent.start == expected:
+            ahead_bytes = min(_READ_ON_BYTES, self._cache.budget_bytes // 4)
+            for following in self.snapshot.extents(index, end, end + ahead_bytes):
+                self._cache.prefetch(following.chunk)
 
     def _in_memory(self, extent: Extent) -> memoryview | None:
         """The content where it is in memory and costs little to check, else None."""

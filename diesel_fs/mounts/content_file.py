@@ -101,10 +101,8 @@ class ContentVersion:
     async def read(self, entry: int, offset: int, size: int) -> list[Bytes]:
         """The bytes, in pieces. Raises FuseErrno alone."""
         found: list[Bytes] = []
-        for extent in self.vfs.snapshot.extents(entry):
+        for extent in self.vfs.snapshot.extents(entry, offset, offset + size):
             start, end = max(extent.start, offset), min(extent.start + extent.size, offset + size)
-            if start >= end:
-                continue
             key = entry, extent.start
             failure = self.failed.get(key)
             if failure is not None and failure.refuses():

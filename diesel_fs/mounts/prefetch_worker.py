@@ -222,7 +222,11 @@ class PrefetchWorker:
         if do == "missed" and isinstance(packed, bytes):
             missed = np.frombuffer(packed, "<i8")
             self._page_cache.note_reads()
-            for entry in missed[:: 1 + len(missed) // MISSES_MAX].tolist():
+            missed = missed[:: 1 + len(missed) // MISSES_MAX]
+            if self._content is not None:
+                # Files of several chunks come faster by READs, which the kernel sends ahead.
+                missed = missed[self._snapshot.columns.flags[missed] & MANY_EXTENTS == 0]
+            for entry in missed.tolist():
                 if not self._planner.resident([entry])[0] or self._page_cache.is_lost(entry):
                     self._planner.missed(entry, now_s)
             return

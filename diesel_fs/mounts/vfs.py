@@ -418,9 +418,8 @@ class Vfs:
         return f"{self.snapshot.dataset}/{shown(self.snapshot.path(node - 1))}"
 
     def _chunk_at(self, index: int, offset: int) -> str:
-        for extent in self.snapshot.extents(index):
-            if extent.start <= offset < extent.start + extent.size:
-                return f"chunk {chunk_id_text(self.snapshot.chunk_ids[extent.chunk])}"
+        for extent in self.snapshot.extents(index, offset, offset + 1):
+            return f"chunk {chunk_id_text(self.snapshot.chunk_ids[extent.chunk])}"
         return "no chunk"
 
     def _index(self, node: int) -> int:

@@ -28,8 +28,8 @@ import trio
 
 from ..cache.disk import DiskTier
 from ..cache.policy import EvictionPolicy
-from ..cache.tiers import ChunkKey, verify_chunk
-from ..errors import FormatError, NoSpaceError
+from ..cache.tiers import ChunkKey
+from ..errors import NoSpaceError
 from ..format.entries import ChunkId
 from .sealed_memory import SealedMemory, WritableMemory
 
@@ -202,18 +202,9 @@ class WriteBackQueue:
                 draft = WritableMemory(size)
             except OSError as error:
                 return error, True
-            found = disk.find(key)
-            if found is not None:
-                with found:
-                    try:
-                        found.read_into(0, draft.room)
-                        sealed = draft.seal()
-                        verify_chunk(key, sealed.view)
-                        return sealed, True
-                    except (OSError, EOFError, MemoryError):
-                        pass
-                    except FormatError:
-                        disk.drop(key)
+            with contextlib.suppress(OSError):
+                if disk.load(key, draft.room):
+                    return draft.seal(), True
             draft.discard()
             return None, disk.holds(key)
 

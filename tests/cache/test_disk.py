@@ -281,9 +281,10 @@ def test_J1_a_twentieth_of_the_disk_stays_free(
 # What goes wrong
 
 
+@pytest.mark.parametrize("way", ["find", "load"])
 @pytest.mark.parametrize("damage", ["empty", "short", "long", "flipped", "zeros", "foreign"])
 def test_J6_damage_that_a_crash_left_is_not_served(
-    damage: str, place: Path, chunks: Chunks, caplog: pytest.LogCaptureFixture
+    damage: str, way: str, place: Path, chunks: Chunks, caplog: pytest.LogCaptureFixture
 ) -> None:
     key, other = list(chunks)[:2]
     put(tier_at(place), key, chunks[key])
@@ -301,11 +302,18 @@ def test_J6_damage_that_a_crash_left_is_not_served(
     }
     path.write_bytes(damaged[damage])
     later = tier_at(place)
-    assert content_of(later, key) is None
+    room = bytearray(len(content))
+    if way == "find":
+        assert content_of(later, key) is None
+    else:
+        assert not later.load(key, memoryview(room))
     assert not path.exists()
-    assert "damaged" in caplog.text
+    assert "was dropped" in caplog.text
+    assert not later.load(key, memoryview(room))
     put(later, key, chunks[key])
     assert content_of(later, key) == chunks[key]
+    assert later.load(key, memoryview(room))
+    assert room == chunks[key]
 
 
 def test_a_planted_link_is_not_followed(place: Path, chunks: Chunks, tmp_path: Path) -> None:

@@ -164,6 +164,39 @@ def test_misses_load_the_next_chunks_where_all_fit(
         asked.clear()
 
 
+def test_a_large_file_that_is_read_on_is_loaded_ahead(
+    store: Counting, view: Snapshot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a quarter of the memory, from its second extent on or from its begin; a reader in random
+    order loads nothing ahead."""
+    reader = EntryReader(view, store, 8 * CHUNK_BYTES_MIN)
+    asked: list[int] = []
+    monkeypatch.setattr(reader._cache, "prefetch", asked.append)
+    index = view.lookup(b"large")
+    extents = view.extents(index)
+    assert len(extents) > 5
+    chunks = [extent.chunk for extent in extents]
+    for number, ahead in ((0, [1, 2]), (1, [2, 3]), (4, []), (2, []), (3, [4, 5])):
+        reader.read(index, extents[number].start, 10)
+        assert asked == [chunks[each] for each in ahead]
+        asked.clear()
+
+
+def test_the_extents_of_a_part_of_a_file_are_those_with_bytes_in_it(view: Snapshot) -> None:
+    for name, content in FILES.items():
+        index = view.lookup(name.encode())
+        edges = {0, 1, len(content) - 1, len(content), len(content) + 9}
+        for each in view.extents(index):
+            edges |= {each.start - 1, each.start, each.start + 1}
+        for start in filter(lambda edge: edge >= 0, edges):
+            for end in (*(edge for edge in edges if edge > start), None):
+                assert view.extents(index, start, end) == tuple(
+                    each
+                    for each in view.extents(index)
+                    if each.start + each.size > start and (end is None or each.start < end)
+                )
+
+
 def corrupt(times: int) -> Callable[[str, memoryview], None]:
     """Flip bits in the second half of the first `times` reads."""
     left = [times]

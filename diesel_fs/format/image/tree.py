@@ -31,7 +31,7 @@ CONTROL_FOLDER = b".diesel"
 SUPERBLOCK_AT = 1024
 MAGIC = 0xE0F5E1E2
 _COMPAT_MTIME = 2
-_INCOMPAT_DEVICE_TABLE = 8
+_INCOMPAT_FEATURES = 4 | 8  # places of content behind inodes; devices
 # magic, checksum (unused), compatible features, bits of a block's length, extra slots, number of
 # the root; inodes, seconds and nanoseconds of building (unused), blocks; block of the inodes, of
 # attributes (unused); UUID, name, incompatible features, compression (unused), devices, place of
@@ -48,7 +48,15 @@ _INODE_SLOTS = _INODE_BYTES // _SLOT_BYTES
 _ROOT_NUMBER = 2  # not 0: programs take an entry with this number for a deleted one
 _INLINE_BYTES_MAX = BLOCK_BYTES - _INODE_BYTES
 _EXTENDED = 1  # the inode has 64 bytes
-_PLAIN, _INLINE = 0 << 1, 2 << 1  # where content lies: in blocks, or its end behind the inode
+# Where content lies: in blocks; its end behind the inode; in blocks of a device that is named
+# behind the inode.
+_PLAIN, _INLINE, _INDEXED = 0 << 1, 2 << 1, 4 << 1
+_LARGE_SLOTS = 3  # an inode, and behind it the place of the content
+_LARGE_IN_BLOCK = _SLOTS // _LARGE_SLOTS
+_PLACES_ARE_LONG, _PLACE_BITS_MAX = 0x20, 31
+_PLACE = np.dtype([("block_high", "<u2"), ("device", "<u2"), ("block", "<u4")])
+_PLACE_BYTES_MAX = BLOCK_BYTES << _PLACE_BITS_MAX  # of content
+_CONTENT_DEVICE = 1
 _INODE = np.dtype(
     [
         ("format", "<u2"),
@@ -289,7 +297,7 @@ class Tree:
 
     def _number_inodes(self, control: int, tails: Ints) -> None:
         """Give each inode its number. Folders and links come first, each with what lies behind it
-        in its block; then all files."""
+        in its block; then the files of at most one block; then all other files."""
         is_short = self._link_bytes <= _INLINE_BYTES_MAX
         behind = np.concatenate([tails, np.where(is_short, self._link_bytes, 0)])
         slots = _INODE_SLOTS - (-behind // _SLOT_BYTES)
@@ -302,18 +310,25 @@ class Tree:
         before = np.cumsum(slots) - slots
         number = np.repeat(np.arange(len(first)) * _SLOTS - before[first], in_block) + before
         number[0] = _ROOT_NUMBER
-        is_file = self._kind == Kind.FILE
         self._number = np.zeros(control + 1, np.uint32)
         self._number[self._folders] = number[: len(self._folders)]
         self._number[self._links] = number[len(self._folders) :]
-        files = int(np.count_nonzero(is_file))
-        self._number[is_file] = self._mixed_blocks * _SLOTS + _INODE_SLOTS * np.arange(files)
-        self._file_blocks = -(-files * _INODE_BYTES // BLOCK_BYTES)
+        is_file = self._kind[:control] == Kind.FILE
+        is_large = is_file & (self.snapshot.columns.size > BLOCK_BYTES)
+        is_small = is_file & ~is_large
+        small, large = int(np.count_nonzero(is_small)), int(np.count_nonzero(is_large))
+        at = self._mixed_blocks * _SLOTS
+        self._number[:control][is_small] = at + _INODE_SLOTS * np.arange(small)
+        self._small_blocks = -(-small * _INODE_BYTES // BLOCK_BYTES)
+        at += self._small_blocks * _SLOTS
+        block, place = np.divmod(np.arange(large), _LARGE_IN_BLOCK)
+        self._number[:control][is_large] = at + _SLOTS * block + _LARGE_SLOTS * place
+        self._large_blocks = -(-large // _LARGE_IN_BLOCK)
 
     def _place_blocks(self) -> None:
         """Give addresses to the blocks behind the inodes: those of folders, then those of links.
         The blocks of the root folder follow them, on another device; then the content file."""
-        at = _INODES_AT + self._mixed_blocks + self._file_blocks
+        at = _INODES_AT + self._mixed_blocks + self._small_blocks + self._large_blocks
         in_block = ~self._is_inline
         in_block[: self.root_blocks] = False
         self._block_runs = np.flatnonzero(in_block)
@@ -335,7 +350,8 @@ class Tree:
         """The bytes of the file system."""
         yield self._head()
         yield from self._mixed_inodes()
-        yield from self._file_inodes()
+        yield from self._small_inodes()
+        yield from self._large_inodes()
         yield from self._blocks_of_runs(self._block_runs)
         for entry in self._links[self._long_links].tolist():
             yield self.snapshot.link(entry).ljust(BLOCK_BYTES, b"\0")
@@ -363,7 +379,7 @@ class Tree:
         _SUPERBLOCK.pack_into(
             *(head, SUPERBLOCK_AT, MAGIC, _COMPAT_MTIME, BLOCK_BYTES.bit_length() - 1, 0),
             *(_ROOT_NUMBER, len(snapshot) + 1, self.blocks, _INODES_AT, uuid, b"diesel-fs"),
-            *(_INCOMPAT_DEVICE_TABLE, 2, _DEVICE_TABLE_AT // _DEVICE_SLOT_BYTES),
+            *(_INCOMPAT_FEATURES, 2, _DEVICE_TABLE_AT // _DEVICE_SLOT_BYTES),
         )
         devices = (
             (b"content", self.addresses.used, self.content_at),
@@ -444,20 +460,55 @@ class Tree:
         words = out.view(np.uint64)
         words[(at >> 3)[:, None] + np.arange(8)] = rows.view(np.uint64).reshape(-1, 8)
 
-    def _file_inodes(self) -> Iterator[Bytes]:
-        """The blocks with the inodes of files."""
-        written = 0
+    def _files(self, *, large: bool) -> Iterator[Ints]:
+        """The files of more than one block, or the others, in batches."""
         for first in range(0, len(self.snapshot), _BATCH):
             some = slice(first, min(first + _BATCH, len(self.snapshot)))
-            files = first + np.flatnonzero(self._kind[some] == Kind.FILE)
+            is_large = self.snapshot.columns.size[some] > BLOCK_BYTES
+            yield first + np.flatnonzero((self._kind[some] == Kind.FILE) & (is_large == large))
+
+    def _small_inodes(self) -> Iterator[Bytes]:
+        """The blocks with the inodes of files of at most one block."""
+        written = 0
+        for files in self._files(large=False):
             block = self.addresses.first_block[files].astype(np.int64)
             block[block > 0] += self.content_at
-            layouts = np.full(len(files), _PLAIN)
             size = self.snapshot.columns.size[files].astype(np.int64)
-            rows = self._inodes(files, layouts, size, block)
+            rows = self._inodes(files, np.full(len(files), _PLAIN), size, block)
             written += len(rows)
             yield rows.view(np.uint8).data
-        yield bytes(self._file_blocks * BLOCK_BYTES - written * _INODE_BYTES)
+        yield bytes(self._small_blocks * BLOCK_BYTES - written * _INODE_BYTES)
+
+    def _large_inodes(self) -> Iterator[Bytes]:
+        """The blocks with the inodes of all other files. Their contents are found by the number of
+        the device: the kernel then reads many blocks at once, where it would read each alone if it
+        had to find the device by the block.
+        """
+        before = np.zeros(0, np.int64)
+        for files in self._files(large=True):
+            files = np.concatenate([before, files])
+            whole = len(files) // _LARGE_IN_BLOCK * _LARGE_IN_BLOCK
+            yield self._large_blocks_of(files[:whole])
+            before = files[whole:]
+        yield self._large_blocks_of(before)
+
+    def _large_blocks_of(self, files: Ints) -> Bytes:
+        """The blocks of some of these inodes; the last one is filled with zeros."""
+        size = self.snapshot.columns.size[files].astype(np.int64)
+        kind = np.full(len(files), _PLACES_ARE_LONG | _PLACE_BITS_MAX)
+        inodes = self._inodes(files, np.full(len(files), _INDEXED), size, kind)
+        places = np.zeros((len(files), 2), _PLACE)
+        for number, used in enumerate((size > 0, size > _PLACE_BYTES_MAX)):
+            places["device"][used, number] = _CONTENT_DEVICE
+            places["block"][used, number] = self.addresses.first_block[files[used]]
+            places["block"][used, number] += number * (_PLACE_BYTES_MAX // BLOCK_BYTES)
+        blocks, width = -(-len(files) // _LARGE_IN_BLOCK), _LARGE_SLOTS * _SLOT_BYTES
+        slots = np.zeros((blocks * _LARGE_IN_BLOCK, width), np.uint8)
+        slots[: len(files), :_INODE_BYTES] = inodes.view(np.uint8).reshape(-1, _INODE_BYTES)
+        slots[: len(files), _INODE_BYTES:][:, : 2 * _PLACE.itemsize] = places.view(np.uint8)
+        out = np.zeros((blocks, BLOCK_BYTES), np.uint8)
+        out[:, : _LARGE_IN_BLOCK * width] = slots.reshape(blocks, _LARGE_IN_BLOCK * width)
+        return out.reshape(-1).data
 
     def _blocks_of_runs(self, runs: Ints) -> Iterator[Bytes]:
         """A block for each of these runs."""

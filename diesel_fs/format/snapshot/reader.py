@@ -250,10 +250,13 @@ class Snapshot:
         start, end = self._target_start[number], self._target_start[number + 1]
         return self.columns.targets[start:end].tobytes()
 
-    def extents(self, i: int) -> tuple[Extent, ...]:
-        """Where the content of a file lies, in order; empty for empty files and other kinds."""
+    def extents(self, i: int, start: int = 0, end: int | None = None) -> tuple[Extent, ...]:
+        """Where the content of a file lies, in order; empty for empty files and other kinds.
+
+        With `start` and `end` (None: the file's end), only the extents that have bytes between.
+        """
         size = self._size[i] if self._kind(i) == Kind.FILE else 0
-        if not size:
+        if start >= size:
             return ()
         flags, first = self._flags[i], self._chunk[i]
         if not flags & layout.MANY_EXTENTS:
@@ -261,6 +264,9 @@ class Snapshot:
             place = (first, self._offset[i], self._stored[i], codec, self._checksum[i], 0, size)
             return (Extent(*place),)
         rows = self.columns.extents[first : first + self._offset[i]]
+        if start or end is not None:
+            low, high = np.array([start + 1, size if end is None else end], rows["start"].dtype)
+            rows = rows[rows["start"].searchsorted(low) - 1 : rows["start"].searchsorted(high)]
         order = ("chunk", "offset", "stored", "codec", "checksum", "start", "size")
         return tuple(map(Extent, *(rows[name].tolist() for name in order)))
 

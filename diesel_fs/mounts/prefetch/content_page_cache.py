@@ -53,7 +53,10 @@ CONTENTS_MAX = 256
 make no write faster."""
 
 LOOK_S = 0.05
-"""Time between two looks at how much READs have brought."""
+"""Time between two looks at how much READs have brought. As the kernel walks over all pages at each
+look, they take a `1 / LOOK_DIVISOR` of the time at most."""
+
+LOOK_DIVISOR = 50
 
 GAPS_MAX = 4096
 """Ranges between contents of the staging area that are looked through for these; a millisecond."""
@@ -137,7 +140,7 @@ class ContentPageCache(PageCache):
         self._watched_files: dict[int, int] = {}  # descriptors, by entry
         self._settling: deque[tuple[int, _Staged]] = deque()  # by the process's last piece for it
         self._has_reads = False  # READs may have brought pages of the content file
-        self._read_s = self._looked_s = 0.0
+        self._read_s = self._look_s = 0.0  # of the last READ, and of the next look
 
     def _adviser(self, folders: FolderHandles) -> Advise:
         content = self._content.descriptor
@@ -282,12 +285,13 @@ class ContentPageCache(PageCache):
         copies of them: at once where there is no room for them in the staging area, else when no
         more READs come (of those that came, the kernel has read ahead)."""
         now_s = time.monotonic()
-        if not self._has_reads or now_s - self._looked_s < LOOK_S:
+        if not self._has_reads or now_s < self._look_s:
             return
-        self._looked_s = now_s
         is_quiet = now_s - self._read_s >= QUIET_S
         content = self._content.descriptor
         held = cached_bytes(content, 0, CONTENT_BYTES)
+        looked_s = time.monotonic()
+        self._look_s = looked_s + max(LOOK_S, LOOK_DIVISOR * (looked_s - now_s))
         if not is_quiet and held - self._queued_bytes <= self._staging_bytes:
             return
         self._has_reads = not is_quiet

@@ -32,6 +32,7 @@ def require(holds: bool, what: str) -> None:
 class Inode:
     number: int
     is_inline: bool
+    is_indexed: bool
     mode: int
     size: int
     block: int
@@ -61,11 +62,12 @@ class Erofs:
         self.features, _, devices, device_slot, folder_bits = rest
         require(magic == b"\xe2\xe1\xf5\xe0", "magic")
         require(1 << block_bits == BLOCK and slots == 0 and folder_bits == 0, "sizes of blocks")
-        require(self.features == 8 and b"\0" in self.name, "features")
+        require(self.features == 12 and b"\0" in self.name, "features")
         require(devices == len(others), "devices")
         require(self.blocks * BLOCK <= len(primary), "a short file")
         self.known: dict[tuple[int, int], list[Item]] = {}
         self.ranges: list[tuple[int, int, ReadAt]] = []  # first address, end, device
+        self.others = others
         for number, device in enumerate(others):
             at = (device_slot + number) * 128
             count, mapped = struct.unpack_from("<II", primary, at + 64)
@@ -89,16 +91,30 @@ class Erofs:
         fields = struct.unpack_from("<HHHHQIIIIqII16s", self.primary, at)
         form, attributes, mode, spare, size, block, own_number, uid, gid, *rest = fields
         seconds, nanoseconds, links, spare2 = rest
-        require(form in (1, 5) and not attributes, f"the form {form} of inode {number}")
+        require(form in (1, 5, 9) and not attributes, f"the form {form} of inode {number}")
         require(not spare and not any(spare2), "bytes that are not in use")
         require(nanoseconds < 10**9 and 0 <= size < 1 << 63, "a time or size")
         mtime_ns = seconds * 10**9 + nanoseconds
         require(own_number == number, "the number of an inode")
-        return Inode(number, form == 5, mode, size, block, uid, gid, mtime_ns, links)
+        return Inode(number, form == 5, form == 9, mode, size, block, uid, gid, mtime_ns, links)
+
+    def place(self, inode: Inode, page: int) -> tuple[int, int]:
+        """The device, counted from 1, and the block there of a page of an indexed inode."""
+        require(inode.block & ~0x1F == 0x20, "the form of an index")
+        bits = inode.block & 0x1F
+        number, rest = page >> bits, page & ((1 << bits) - 1)
+        at = self.meta_block * BLOCK + inode.number * 32 + 64 + 8 * number
+        require(at + 8 <= self.blocks * BLOCK, "an index behind the end")
+        high, device, low = struct.unpack_from("<HHI", self.primary, at)
+        require(not high and 1 <= device <= len(self.others), "a device")
+        return device, low + rest
 
     def addresses(self, inode: Inode) -> list[int]:
         """The addresses of the blocks of an inode, without what lies behind it."""
         count = -(-inode.size // BLOCK) - inode.is_inline
+        if inode.is_indexed:
+            places = [self.place(inode, page) for page in range(count)]
+            return [self.ranges[device - 1][0] + block for device, block in places]
         return list(range(inode.block, inode.block + count))
 
     def read_page(self, inode: Inode, page: int) -> bytes:
@@ -108,7 +124,16 @@ class Erofs:
             at = self.meta_block * BLOCK + inode.number * 32 + 64
             require(at % BLOCK + length <= BLOCK, "inline data in two blocks")
             return self.primary[at : at + length]
-        return self.read_block(inode.block + page)[:length]
+        return self.whole_page(inode, page)[:length]
+
+    def whole_page(self, inode: Inode, page: int) -> bytes:
+        """A page with what is in its block behind the end of the content."""
+        if not inode.is_indexed:
+            return self.read_block(inode.block + page)
+        device, block = self.place(inode, page)
+        content = self.others[device - 1](block * BLOCK, BLOCK)
+        require(len(content) == BLOCK, "a short device")
+        return content
 
     def read(self, inode: Inode) -> bytes:
         """The whole content of an inode."""

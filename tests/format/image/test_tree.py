@@ -66,7 +66,7 @@ def check_image(image: Image, entries: Mapping[bytes, ShownEntry], how: Shown) -
                 entry = entries[path]
                 for page in {0, 1, (inode.size - 1) // BLOCK}:
                     if page * BLOCK < inode.size:
-                        whole = tree.read_block(inode.block + page)
+                        whole = tree.whole_page(inode, page)
                         assert whole == page_of(entry, page), (path, page)
             size = -1 if is_folder else inode.size
             assert inode.links == 1

@@ -257,3 +257,20 @@ def test_readers_go_on_without_the_worker(tmp_path: Path, url: str) -> None:
         os.kill(worker, signal.SIGKILL)
         made.read(shuffled(4))
     assert not mounted_at(str(at))
+
+
+def test_a_file_of_several_chunks_is_not_pushed_because_it_was_missed(tmp_path: Path) -> None:
+    """READs bring it, which the kernel sends ahead of the reader; a push would bring it again."""
+    url = (tmp_path / "store").as_uri()
+    large = random.Random(1).randbytes(9 * MIB)
+    with connect("ds", url, create=True) as written:
+        written.put(large, "large")
+    with connect("ds", url) as written:  # in another chunk
+        for number in range(9):
+            written.put(b"small", f"small{number}")
+    with mounting(url, tmp_path / "mount") as made:
+        assert (made.at / "large").read_bytes() == large
+        assert (made.at / "small4").read_bytes() == b"small"
+        made.wait_until(lambda: made.stats()["residency"]["pushed_entries"] > 0)
+        assert made.stats()["residency"]["pushed_bytes"] < MIB
+        assert made.cached_bytes(made.at / "large") == len(large)
