@@ -26,6 +26,10 @@ from ...system import syscalls
 from ...system.loop_devices import open_loop_device
 from .session import SessionUnsupported
 
+_OPTIONS = (("ro", ""), ("noacl", ""), ("nouser_xattr", ""))
+"""No entry has extended attributes or access control lists. `ls -l` then asks for them once, and
+not for each entry."""
+
 _ATTRIBUTES = (
     syscalls.MOUNT_READ_ONLY | syscalls.MOUNT_NOSUID | syscalls.MOUNT_NODEV | syscalls.MOUNT_NOATIME
 )
@@ -177,5 +181,5 @@ def _mount(devices: Sequence[str], source: str, image: Image, root: int) -> Tree
         os.symlink(first, source, dir_fd=links)
         os.fchdir(links)
         stack.callback(os.chdir, "/")
-        options = (("source", source), ("device", content), ("device", root_folder), ("ro", ""))
+        options = (("source", source), ("device", content), ("device", root_folder), *_OPTIONS)
         return Tree(syscalls.new_mount("erofs", options, _ATTRIBUTES), image, os.dup(root))
