@@ -68,8 +68,7 @@ class AdviceProcess:
             while self.sent - self.done >= PIECES_MAX:
                 self._take_answers()
                 on_progress()
-            if not self.pid:
-                self._start()
+            self.start()
             head = bytes([advice]) + len(piece).to_bytes(4, "little")
             try:
                 os.write(self._pieces, head + piece.tobytes())
@@ -115,7 +114,11 @@ class AdviceProcess:
             time.sleep(0.002)
         self.pid = 0
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Start the process now, unless it runs: it keeps a copy of all memory of the worker that
+        the worker changes later, so the earlier the better."""
+        if self.pid:
+            return
         pieces, self._pieces = os.pipe2(os.O_CLOEXEC)
         self._answers, answers = os.pipe2(os.O_CLOEXEC)
         parent = os.getpid()

@@ -141,6 +141,7 @@ class ContentPageCache(PageCache):
         self._settling: deque[tuple[int, _Staged]] = deque()  # by the process's last piece for it
         self._has_reads = False  # READs may have brought pages of the content file
         self._read_s = self._look_s = 0.0  # of the last READ, and of the next look
+        self._process.start()  # all that is pushed is settled, or dropped
 
     def _adviser(self, folders: FolderHandles) -> Advise:
         content = self._content.descriptor

@@ -15,7 +15,6 @@ from ..dlcmd import Dlcmd
 from ..epochs import Order, files_per_s, prepared, random_order, read_epoch, whole_order
 from ..inputs import D4L, Shape
 from ..mounts import Mount
-from ..reader import read_files, write_list
 from ..report import Row, at_least, within
 from ..samples import OURS, Rounds, Side, alternate
 from ..workbench import Workbench
@@ -65,10 +64,11 @@ class _Setting:
         return (*self.session, "--policy", "oneshot")
 
     def walk(self) -> None:
-        """List the mount in this process, so that the kernel charges the entries to it and not to
-        the mount."""
-        nothing = write_list([], self.folder / "nothing")
-        read_files(self.bench.reader, nothing, walk=self.mountpoint)
+        """Look all entries up in this process, so that the kernel charges them to it and not to the
+        mount or its readers."""
+        for folder, _, files in os.walk(self.mountpoint):
+            for name in files:
+                os.stat(f"{folder}/{name}")
 
 
 @contextmanager
