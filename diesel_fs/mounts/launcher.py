@@ -303,8 +303,11 @@ def _check_retired_trees(found: DatasetMount, own: Sequence[int]) -> None:
     while trees := _retired_trees(found):
         if any(each.tree.device in trees.values() for each in dataset_mounts(mounts())):
             return
+        holders = holders_of_trees(trees)
+        if holders and not {*holders} - {*own}:  # what it held is being taken over
+            return
         if time.monotonic() > deadline_s:
-            raise _busy(found.path, [pid for pid in holders_of_trees(trees) if pid not in own])
+            raise _busy(found.path, [pid for pid in holders if pid not in own])
         time.sleep(0.1)
 
 

@@ -153,6 +153,8 @@ class PrefetchWorker:
         self._content = content
         self._failed = 0  # pushes
         self._invalidations: deque[Iterator[None]] = deque()  # to be sent to the kernel
+        self._retired: PageCache | None = None  # of the version before, while that is taken over
+        self._left_to_take: Iterator[None] = iter(())  # from it
         self._stats_changed = True  # since they were last sent
         self._stats_sent_s = 0.0
         self._mountinfo = os.open("/proc/self/mountinfo", os.O_RDONLY | os.O_CLOEXEC)
@@ -206,7 +208,12 @@ class PrefetchWorker:
             if self._mountinfo in self._server.ready and not presence.is_mounted():
                 return
             self._page_cache.set_planned(is_planned=self._planner.has_streams)
-            wait_s = self._invalidate_some() if self._invalidations else self._act(now_s)
+            if self._invalidations:
+                wait_s = self._invalidate_some()
+            elif self._retired is not None and not self._planner.has_streams:
+                wait_s = self._take_over_some()
+            else:
+                wait_s = self._act(now_s)
             self._push_status.set_wants_all_misses(each_miss=self._planner.wants_misses)
             self._page_cache.release_folders()
             self._send_stats(now_s)
@@ -214,6 +221,7 @@ class PrefetchWorker:
     def close(self) -> None:
         """Closes everything that keeps the mount busy."""
         self._page_cache.close()
+        self._end_take_over()
         os.close(self._mountinfo)
 
     def _handle_message(self, message: Message) -> None:
@@ -265,14 +273,21 @@ class PrefetchWorker:
         for descriptor in files:  # all are mapped
             os.close(descriptor)
         self._server.watch_no_more(old_page_cache.events)
-        old_page_cache.close()
+        old_page_cache.retire()
         if old_content is not None:
             old_content.close()
         self._batches.close()
         self.switch_version(snapshot, nodes, push_status, image)
         self._source.keep_only(snapshot)
         diff = SnapshotDiff(old, snapshot, same_path, unchanged)
-        self._planner.inherit(old_planner, self._page_cache.inherit(old_page_cache, diff))
+        was = self._page_cache.inherit(old_page_cache, diff)
+        self._planner.inherit(old_planner, was)
+        self._end_take_over()  # of the version before the last one
+        is_left = (diff.unchanged >= 0) & (was < 0)
+        is_left[is_left] = old_planner.resident_set.resident[diff.unchanged[is_left]]
+        self._retired = old_page_cache
+        left = np.flatnonzero(is_left)
+        self._left_to_take = self._take_over(old_page_cache, left, diff.unchanged)
         if nodes is not None:
             if before is None:
                 before = np.arange(1, old.entry_count + 1, dtype=np.uint64)
@@ -285,6 +300,37 @@ class PrefetchWorker:
         self._stats_changed = True
         gc.collect()  # the old version has reference cycles, and its snapshot would stay mapped
         yield
+
+    def _take_over(
+        self, old: PageCache, entries: npt.NDArray[np.int64], was: npt.NDArray[np.int32]
+    ) -> Iterator[None]:
+        """Pushes what is in the page cache of the version before, of these entries, whose indices
+        there are in `was`. So nothing is read from the store again."""
+        order = np.argsort(was[entries])
+        entries = entries[order]
+        before = was[entries].astype(np.uint32)
+        for batch in old.take_contents(before):
+            some = entries[np.searchsorted(before, batch.entries)]
+            if not self._planner.take_over(np.unique(some).astype(np.uint32), time.monotonic()):
+                return
+            self._page_cache.store(Batch(some, batch.starts, batch.contents))
+            self._planner.set_known_entries(self._page_cache.known_entries)
+            self._stats_changed = True
+            yield
+
+    def _take_over_some(self) -> float:
+        """Takes the next piece over. Returns how long to wait after it, in seconds."""
+        try:
+            next(self._left_to_take)
+        except StopIteration:
+            self._end_take_over()
+        return 0.0
+
+    def _end_take_over(self) -> None:
+        """Lets go of the version before."""
+        retired, self._retired, self._left_to_take = self._retired, None, iter(())
+        if retired is not None:
+            retired.close()
 
     def _invalidate_some(self) -> float:
         """Sends the next piece to the kernel. Returns how long to wait after it, in seconds."""

@@ -18,7 +18,7 @@ settled files is faster, too: their first reader finds the pages that it needs (
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from os import POSIX_FADV_DONTNEED, POSIX_FADV_WILLNEED
@@ -51,6 +51,9 @@ STAGING_DIVISOR = 16
 CONTENTS_MAX = 256
 """Contents of one write. With its padding each is two pieces, and a write has 1,024 at most; more
 make no write faster."""
+
+TAKEN_BYTES = 1 << 20
+"""So much is taken at once from the files of another version."""
 
 LOOK_S = 0.05
 """Time between two looks at how much READs have brought. As the kernel walks over all pages at each
@@ -157,7 +160,7 @@ class ContentPageCache(PageCache):
 
     def inherit(self, old: PageCache, diff: SnapshotDiff) -> OldIndices:
         """The staging area is taken over, as the content file stays the same. Settled files are
-        not: each version is a file system of its own."""
+        not: each version is a file system of its own (see `take_contents`)."""
         assert isinstance(old, ContentPageCache)
         kept = np.full(len(diff.new), -1, np.int32)
         self._has_reads = True  # so that what is not taken over is dropped
@@ -179,6 +182,36 @@ class ContentPageCache(PageCache):
         whole = np.flatnonzero((size > 0) & (staged_bytes >= size))
         kept[whole] = diff.unchanged[whole]
         return kept
+
+    def take_contents(self, entries: npt.NDArray[np.uint32]) -> Iterator[Batch]:
+        """Of files that are whole in the page cache, and not only in the staging area."""
+        taken: list[tuple[int, int, memoryview]] = []
+        taken_bytes = 0
+        for entry in entries.tolist():
+            for start, content in self._taken_from(entry):
+                taken.append((entry, start, memoryview(content)))
+                taken_bytes += len(content)
+                if taken_bytes >= TAKEN_BYTES or len(taken) >= CONTENTS_MAX:
+                    yield _batch_of(taken)
+                    taken, taken_bytes = [], 0
+        if taken:
+            yield _batch_of(taken)
+
+    def _taken_from(self, entry: int) -> Iterator[tuple[int, bytes]]:
+        """The parts of one file, and where each begins."""
+        size = self._snapshot.size(entry)
+        try:
+            file = self._open(entry)
+        except OSError:  # the mount is ending
+            return
+        try:
+            if cached_bytes(file, 0, size) < size:
+                return
+            for start in range(0, size, TAKEN_BYTES):
+                yield start, os.pread(file, TAKEN_BYTES, start)
+                os.posix_fadvise(file, start, TAKEN_BYTES, POSIX_FADV_DONTNEED)
+        finally:
+            os.close(file)
 
     def store(self, batch: Batch) -> list[int]:
         """Leaves out contents that are larger than their files: they would reach into others."""
@@ -391,10 +424,11 @@ class ContentPageCache(PageCache):
                 os.close(file)
                 self._state[entry] &= 0xFF ^ _WATCHED
 
-    def close(self) -> None:
-        """Release the mount."""
-        self.unwatch(tuple(self._watched_files))
-        super().close()
+    def retire(self) -> None:
+        """See `PageCache`."""
+        if self.events >= 0:
+            self.unwatch(tuple(self._watched_files))
+        super().retire()
 
 
 def _staged(
@@ -409,6 +443,12 @@ def _staged(
     ranges = np.empty(len(begins), PART)
     ranges["entry"], ranges["start"], ranges["size"] = CONTENT, begins, ends - begins
     return _Staged(parts, ranges)
+
+
+def _batch_of(taken: Sequence[tuple[int, int, memoryview]]) -> Batch:
+    """A batch of parts of files, each with its entry and its begin."""
+    entries, starts, contents = zip(*taken, strict=True)
+    return Batch(np.array(entries, np.int64), np.array(starts, np.int64), list(contents))
 
 
 def _pages_of(parts: Parts) -> npt.NDArray[np.uint32]:

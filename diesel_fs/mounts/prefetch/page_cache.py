@@ -15,7 +15,7 @@ import os
 import struct
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from itertools import repeat
 from operator import length_hint
@@ -176,11 +176,18 @@ class PageCache(ABC):
 
     @abstractmethod
     def inherit(self, old: "PageCache", diff: SnapshotDiff) -> OldIndices:
-        """Take over from the page cache of another version, which is closed already.
+        """Take over from the page cache of another version, which is retired already.
 
         Returns, for each entry, the index of the same content in the other version if pages of it
         are still in use; else -1.
         """
+
+    def take_contents(self, entries: npt.NDArray[np.uint32]) -> Iterator[Batch]:
+        """What the page cache has of these files, in batches, for the page cache of another
+        version. It is dropped here, as memory would be held twice. Of a large file a batch may have
+        a part."""
+        del entries
+        return iter(())  # `inherit` has taken everything over
 
     def prepare(self, batch: Batch) -> None:  # noqa: B027  # not all need it
         """Make the kernel ready to take these contents. Call it before `store`."""
@@ -265,11 +272,17 @@ class PageCache(ABC):
         """Call after each piece of work, so that open folders do not keep the mount busy."""
         self._folders.release()
 
+    def retire(self) -> None:
+        """Another version's page cache is used from now on; this one is only read and closed."""
+        self._process.close()
+        if self.events >= 0:
+            os.close(self.events)
+            self.events = -1
+
     def close(self) -> None:
         """Release the mount."""
-        self._process.close()
+        self.retire()
         self._folders.close()
-        os.close(self.events)
 
 
 class FusePageCache(PageCache):

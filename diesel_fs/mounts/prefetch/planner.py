@@ -206,6 +206,17 @@ class PrefetchPlanner:
         self.resident_set.inherit(old.resident_set, was)
         self._counters, self._start_s, self._now_s = old._counters, old._start_s, old._now_s
 
+    def take_over(self, entries: Entries, now_s: float) -> bool:
+        """Note that these entries are resident, which another version's planner knew. False where
+        there is no room for them, and they are not. None may be named twice."""
+        self._tick(now_s)
+        entries = self.resident_set.missing(entries)
+        if self._columns.bytes_of(entries) > self._room_bytes():
+            return False
+        self.resident_set.add(entries)
+        self.resident_set.pushed_s[entries] = now_s - self._start_s
+        return True
+
     def running(self, now_s: float) -> list[str]:
         """The names of streams that are probably being read."""
         return [name for name, tracker in self._trackers.items() if tracker.is_running(now_s)]

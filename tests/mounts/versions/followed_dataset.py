@@ -1,5 +1,6 @@
 """A dataset that changes, and a mount that follows it, for tests."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -64,6 +65,14 @@ class FollowedMount:
         found = self.stats()["follow"]
         assert isinstance(found, dict)
         return found
+
+    def residency(self) -> Counter[str]:
+        """The numbers in the worker's statistics, also those of what it read from the store."""
+        found = self.stats()["residency"]
+        assert isinstance(found, dict)
+        store = found.get("store", {})
+        assert isinstance(store, dict)
+        return Counter({k: v for k, v in {**found, **store}.items() if isinstance(v, int)})
 
     def retired_versions(self) -> list[object]:
         """The versions that the mount still answers from, but the current one."""

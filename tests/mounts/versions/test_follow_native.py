@@ -1,12 +1,14 @@
 """Native mounts that follow: one moment for all names, trees in the way, kernels, namespaces."""
 
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -28,6 +30,7 @@ from tests.mounts.versions.followed_dataset import (
     POLL_INTERVAL_S,
     FollowedMount,
     begin,
+    tried,
 )
 from tests.unprivileged_user import needs_root
 from tests.waiting import PATIENCE_S, wait_until
@@ -253,6 +256,36 @@ def test_another_mount_namespace_switches_along_where_mounts_propagate(tmp_path:
                 assert os.listdir(there) == []
             finally:
                 other.kill()
+
+
+def test_what_is_resident_survives_a_switch_without_the_store(
+    prepared: FollowedMount,
+) -> None:
+    """Small files, and one of several chunks. The first version then ends."""
+    contents = {f"many/{number:03}": noise(number) for number in range(200)}
+    contents["large"] = random.Random(3).randbytes(9 << 20)
+    with prepared.connected() as dataset:
+        for name, content in contents.items():
+            dataset.put(content, name)
+    request = replace(prepared.request, policy="oneshot")
+    with mounted(request):
+        wait_until(lambda: prepared.residency()["oneshot_done_chunks"] > 0)
+        done = prepared.residency()["oneshot_chunks"]
+        wait_until(lambda: prepared.residency()["oneshot_done_chunks"] == done)
+        before = prepared.residency()["fetched_bytes"]
+
+        def attempt(number: int) -> None:
+            expected = prepared.residency()["resident_entries"] + 2
+            for step in ("a", "b"):
+                prepared.change({f"0new{number}{step}": b"first of all"})
+            wait_until(lambda: prepared.residency()["resident_entries"] >= expected)
+            wait_until(lambda: prepared.retired_versions() == [])
+            with prepared.served_by_page_cache():
+                for name, content in contents.items():
+                    assert (prepared.at / name).read_bytes() == content
+
+        tried(attempt)
+        assert prepared.residency()["fetched_bytes"] - before < 1 << 20
 
 
 # the end of a mount during a switch ----------------------------------------------------------
