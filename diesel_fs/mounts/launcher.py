@@ -43,6 +43,7 @@ from .plans.socket_folder import remove_dead_sockets
 from .processes import (
     children_of,
     daemon_of,
+    descendants_of,
     ends_within,
     holders_of,
     holders_of_trees,
@@ -157,7 +158,7 @@ def umount(
     """
     found = our_mount(directory)
     daemon = daemon_of(found.device)
-    own = [] if daemon is None else [daemon, *children_of(daemon)]
+    own = [] if daemon is None else [daemon, *descendants_of(daemon)]
     if force:
         _force(found, daemon, own, patience)
         _remove_dead_sockets()

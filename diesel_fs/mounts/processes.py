@@ -55,6 +55,14 @@ def children_of(pid: int) -> list[int]:
     return found
 
 
+def descendants_of(pid: int) -> list[int]:
+    """The children of a process, their children, and so on."""
+    found = [pid]
+    for each in found:  # which grows meanwhile
+        found += children_of(each)
+    return found[1:]
+
+
 def other_mounts_of(mount: DatasetMount, retired: Mapping[int, str]) -> dict[MountEntry, int]:
     """The other mounts that its daemon serves: at another path, or in another mount namespace, as a
     container has one. Each comes with a process that sees it. Only those are found that this user
