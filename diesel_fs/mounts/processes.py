@@ -6,6 +6,7 @@ the processes of other users. Any thread.
 """
 
 import os
+import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -15,6 +16,8 @@ from ..system.mountinfo import MountEntry, mounts
 from .mountpoint import DatasetMount, dataset_mounts
 
 _MARK = "diesel-mount-"
+
+_KILLED_BIT = 1 << (signal.SIGKILL - 1)
 
 
 def mark_as_daemon(device: str) -> int:
@@ -61,6 +64,21 @@ def descendants_of(pid: int) -> list[int]:
     for each in found:  # which grows meanwhile
         found += children_of(each)
     return found[1:]
+
+
+def was_killed(thread: int) -> bool:
+    """Whether a thread has a signal that kills it, and will end as soon as it does not wait any
+    more. False for one that cannot be seen.
+    """
+    return _status_of(thread)[1]
+
+
+def is_killed_but_waits(pid: int) -> bool:
+    """Whether a process was killed but cannot end, because a thread waits uninterruptibly."""
+    with suppress(OSError):
+        threads = map(int, os.listdir(f"/proc/{pid}/task"))
+        return any(_status_of(thread) == ("D", True) for thread in threads)
+    return False
 
 
 def other_mounts_of(mount: DatasetMount, retired: Mapping[int, str]) -> dict[MountEntry, int]:
@@ -179,3 +197,15 @@ def _mount_id(fdinfo: str) -> int:
         if line.startswith(b"mnt_id:"):
             return int(line[7:])
     return -1
+
+
+def _status_of(thread: int) -> tuple[str, bool]:
+    """The state of a thread, as one letter, and whether a signal kills it; "" and False for one
+    that cannot be seen.
+    """
+    with suppress(OSError, ValueError, KeyError):
+        text = Path(f"/proc/{thread}/status").read_text(encoding="ascii", errors="replace")
+        status = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
+        pending = int(status["ShdPnd"], 16) | int(status["SigPnd"], 16)
+        return status["State"].strip()[:1], bool(pending & _KILLED_BIT)
+    return "", False

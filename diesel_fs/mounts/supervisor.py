@@ -28,7 +28,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 
 from ..errors import DieselError
 from ..net.messages import error_message
@@ -39,7 +38,7 @@ from .launcher import FOREGROUND
 from .mountpoint import MountPresence, end_connection, remove_created_folders
 from .options import MountRequest
 from .prefetch_worker import run_prefetch_worker
-from .processes import mark_as_daemon
+from .processes import is_killed_but_waits, mark_as_daemon
 from .server import (
     CONNECTED,
     GRACE_S,
@@ -72,8 +71,6 @@ the time between two checks."""
 WORKER_RELEASE_S = 0.5
 """How long the worker may hold a mount that was unmounted; it needs a millisecond, unless it waits
 for the store."""
-
-_KILLED_BIT = 1 << (signal.SIGKILL - 1)
 
 
 def main(
@@ -274,7 +271,7 @@ class _Supervisor:
             return
         if self._worker and now_s - self._gone_s > WORKER_RELEASE_S:
             os.kill(self._worker, signal.SIGKILL)  # else it keeps the mount alive
-        elif any(pid and _is_killed_but_waits(pid) for pid in (self._server, self._worker)):
+        elif any(pid and is_killed_but_waits(pid) for pid in (self._server, self._worker)):
             self._stuck_s = min(self._stuck_s, now_s)
             if now_s - self._stuck_s >= STUCK_S:
                 log.critical("a process of the mount was killed and cannot end: ending the mount")
@@ -342,22 +339,6 @@ def _forked(run: Callable[[], int], others: Sequence[int], orphaned: signal.Sign
     finally:
         logging.shutdown()
         os._exit(code)  # without waiting for threads that wait for a store
-
-
-def _is_killed_but_waits(pid: int) -> bool:
-    """Whether a process was killed but cannot end, because a thread waits uninterruptibly."""
-    with suppress(OSError):
-        return any(map(_waits_killed, Path(f"/proc/{pid}/task").iterdir()))
-    return False
-
-
-def _waits_killed(thread: Path) -> bool:
-    with suppress(OSError, ValueError, KeyError):
-        lines = (thread / "status").read_text(encoding="ascii", errors="replace").splitlines()
-        status = dict(line.split(":", 1) for line in lines if ":" in line)
-        pending = int(status["ShdPnd"], 16) | int(status["SigPnd"], 16)
-        return bool(pending & _KILLED_BIT) and status["State"].strip().startswith("D")
-    return False
 
 
 if __name__ == "__main__":

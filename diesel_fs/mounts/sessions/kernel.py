@@ -17,7 +17,7 @@ import logging
 import math
 import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import ClassVar, NoReturn
+from typing import ClassVar, NamedTuple, NoReturn
 
 import trio
 
@@ -25,6 +25,7 @@ from ...errors import DieselError
 from ...format.entries import NAME_BYTES_MAX, Bytes
 from ...system import syscalls
 from ..attributes import FOREVER_S, HIDDEN_ROOT, Attributes, FuseErrno
+from ..processes import was_killed
 from ..vfs import BLOCK_BYTES, Vfs
 from . import protocol
 from .protocol import Malformed, Op, ReadRequest, RequestHeader
@@ -35,6 +36,9 @@ from .session import RequestWait, SessionUnsupported
 log = logging.getLogger("diesel.mount")
 
 INIT_DEADLINE_S = 5.0
+
+KILLED_LOOK_S = 0.05
+"""How often a request whose thread got a signal looks whether the thread is killed."""
 
 FOREVER_WHOLE_S = int(FOREVER_S)
 
@@ -74,6 +78,13 @@ _OTHER = "other", _refuse(errno.ENOSYS)
 """The name and the handler of requests that the session does not know."""
 
 
+class _Waiting(NamedTuple):
+    """A request that waits: the thread that made it, and what ends it."""
+
+    thread: int
+    scope: trio.CancelScope
+
+
 class KernelSession:
     """The session over /dev/fuse (see the module)."""
 
@@ -90,8 +101,8 @@ class KernelSession:
         self._common = protocol.CommonAttributes(vfs.owner.uid, vfs.owner.gid, BLOCK_BYTES)
         self._readdir_replies = ReaddirReplies(vfs)
         self._nursery: trio.Nursery | None = None  # of `serve`
-        self._early: list[tuple[trio.CancelScope, int, int, str, Awaitable[Content]]] = []
-        self._waiting: dict[int, trio.CancelScope] = {}
+        self._early: list[tuple[_Waiting, int, int, str, Awaitable[Content]]] = []
+        self._waiting: dict[int, _Waiting] = {}  # by the request's number
         self._handlers = self._make_handlers()
         self._on_miss: Callable[[int], None] = _ignore
         self._on_forget: Callable[[Sequence[int]], None] = _ignore
@@ -261,7 +272,7 @@ class KernelSession:
         vfs, push_status = self._vfs, self._push_status
         vfs.requests["read"] += 1
         if push_status is not None and push_status.try_hold(node - 1):
-            self._later(unique, node, "read", self._read_held(push_status, node, offset, size))
+            self._later(read, "read", self._read_held(push_status, node, offset, size))
         else:
             try:
                 found = vfs.read_nowait(node, offset, size)
@@ -271,7 +282,7 @@ class KernelSession:
             if found is not None:
                 self._send(unique, (found,))
             else:
-                self._later(unique, node, "read", vfs.read(node, offset, size))
+                self._later(read, "read", vfs.read(node, offset, size))
         if push_status is not None and node < HIDDEN_ROOT and push_status.takes_miss():
             self._on_miss(node - 1)
 
@@ -286,19 +297,22 @@ class KernelSession:
         finally:
             push_status.end_hold(node - 1)
 
-    def _later(self, unique: int, node: int, request: str, content: Awaitable[Content]) -> None:
+    def _later(
+        self, request: RequestHeader | ReadRequest, name: str, content: Awaitable[Content]
+    ) -> None:
         """Starts the task that answers, at the latest when `serve` begins. INTERRUPT can end it
         from now on, also before it runs.
         """
-        scope = self._waiting[unique] = trio.CancelScope()
+        unique, node = request.unique, request.node
+        waiting = self._waiting[unique] = _Waiting(request.thread, trio.CancelScope())
         if self._nursery is None:
-            self._early.append((scope, unique, node, request, content))
+            self._early.append((waiting, unique, node, name, content))
         else:
-            self._nursery.start_soon(self._answer_later, scope, unique, node, request, content)
+            self._nursery.start_soon(self._answer_later, waiting, unique, node, name, content)
 
     async def _answer_later(
         self,
-        scope: trio.CancelScope,
+        waiting: _Waiting,
         unique: int,
         node: int,
         request: str,
@@ -307,11 +321,11 @@ class KernelSession:
         """Waits for the content of a reply; a cancelled request gets a reply, too."""
         answer: Sequence[Bytes] = ()
         number = 0
-        with scope:
+        with waiting.scope:
             try:
                 answer = _pieces(await content)
             except BaseException as fault:  # a real Cancelled comes again at the next wait
-                if scope.cancel_called:
+                if waiting.scope.cancel_called:
                     number = errno.EINTR
                 elif trio.current_effective_deadline() == -math.inf:
                     number = errno.EIO  # the mount is ending
@@ -321,18 +335,32 @@ class KernelSession:
         self._send(unique, answer, number)
 
     def _interrupt(self, request: RequestHeader, message: memoryview) -> Answer:
-        """Ends a request whose process was killed, with EINTR. INTERRUPT itself gets no reply."""
-        scope = self._waiting.get(protocol.parse_interrupt(message))
-        if scope is not None:
-            scope.cancel()
+        """Ends a request whose thread was killed, with EINTR. INTERRUPT itself gets no reply.
+
+        The kernel sends it after any signal, also one that the thread handles, or that stops it for
+        a while. Then the request goes on, since EINTR would fail the read of a sound file (with EIO
+        in a native mount). The kernel tells of the first signal alone, so a task looks whether the
+        thread is killed later.
+        """
+        unique = protocol.parse_interrupt(message)
+        if unique in self._waiting and self._nursery is not None:
+            self._nursery.start_soon(self._end_if_killed, unique)
         return None
+
+    async def _end_if_killed(self, unique: int) -> None:
+        """Ends a request when its thread is killed. Returns when the request was answered."""
+        while (waiting := self._waiting.get(unique)) is not None:
+            if was_killed(waiting.thread):
+                waiting.scope.cancel()
+                return
+            await trio.sleep(KILLED_LOOK_S)
 
     def _lookup(self, request: RequestHeader, message: memoryview) -> Answer:
         name = protocol.parse_name(message)
         if request.node < HIDDEN_ROOT:
             return self._found(self._vfs.lookup(request.node, name))
         reply = self._lookup_hidden(request.node, name)
-        self._later(request.unique, request.node, "lookup", reply)
+        self._later(request, "lookup", reply)
         return None
 
     async def _lookup_hidden(self, folder: int, name: bytes) -> bytes:
@@ -368,7 +396,7 @@ class KernelSession:
         if request.node < HIDDEN_ROOT:
             return self._readdir_replies.reply(request.node, offset, size)
         reply = self._list_hidden(request.node, offset, size)
-        self._later(request.unique, request.node, "readdirplus", reply)
+        self._later(request, "readdirplus", reply)
         return None
 
     async def _list_hidden(self, folder: int, offset: int, size: int) -> bytes:

@@ -437,7 +437,7 @@ class NativeSession(KernelSession):
         """Every open gets an answer: a refusal would be the last open that the kernel tells of."""
         if request.node < HIDDEN_ROOT and not self._is_private(request.node):
             raise FuseErrno(errno.ESTALE)
-        if request.node not in self._contents or protocol.parse_thread(message) != self._mounter:
+        if request.node not in self._contents or request.thread != self._mounter:
             return protocol.open_answer(0)
         handle, tree = next(self._handles), self._trees[-1]
         self._openers[handle] = tree
@@ -470,7 +470,7 @@ class NativeSession(KernelSession):
                 self._on_miss(entry)
             if push_status.try_hold(entry):
                 held = self._content_held(push_status, entry, content, offset, size)
-                self._later(unique, node, "read", held)
+                self._later(read, "read", held)
                 return
         try:
             found = content.read_nowait(offset, size)
@@ -480,7 +480,7 @@ class NativeSession(KernelSession):
         if found is not None:
             self._send(unique, found)
         else:
-            self._later(unique, node, "read", content.read(offset, size))
+            self._later(read, "read", content.read(offset, size))
 
     def _is_ahead(self, thread: int, offset: int) -> bool:
         """Whether a READ was probably read ahead, which says nothing about readers: it lies a

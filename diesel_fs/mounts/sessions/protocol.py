@@ -110,6 +110,7 @@ class RequestHeader(NamedTuple):
     op: int
     unique: int  # the number of the request, which its reply repeats
     node: int
+    thread: int  # whose system call made the request; 0 where we cannot see it
 
 
 class Offer(NamedTuple):
@@ -124,15 +125,10 @@ def parse_header(message: memoryview) -> RequestHeader:
     """The header of a message. Raises Malformed."""
     if len(message) < HEADER_BYTES:
         raise Malformed(f"{len(message)} bytes are too few for a request")
-    length, op, unique, node, *_ = IN_HEADER.unpack_from(message)
+    length, op, unique, node, _, _, thread, *_ = IN_HEADER.unpack_from(message)
     if length != len(message):
         raise Malformed(f"a request of {len(message)} bytes has length {length} in its header")
-    return RequestHeader(op, unique, node)
-
-
-def parse_thread(message: memoryview) -> int:
-    """The ID of the thread whose system call made a request."""
-    return int(IN_HEADER.unpack_from(message)[6])
+    return RequestHeader(op, unique, node, thread)
 
 
 class ReadRequest(NamedTuple):
@@ -142,7 +138,7 @@ class ReadRequest(NamedTuple):
     node: int
     offset: int
     size: int
-    thread: int  # that reads
+    thread: int  # that reads; 0 where we cannot see it
 
 
 def parse_if_read(message: memoryview) -> ReadRequest | None:

@@ -42,9 +42,9 @@ PARSERS: list[Callable[[memoryview], object]] = [
 ]
 
 
-def message(op: int, unique: int, node: int, body: bytes = b"") -> bytes:
+def message(op: int, unique: int, node: int, body: bytes = b"", thread: int = 0) -> bytes:
     """A request as the kernel would write it."""
-    return IN_HEADER.pack(IN_HEADER.size + len(body), op, unique, node, 0, 0, 0, 0, 0) + body
+    return IN_HEADER.pack(IN_HEADER.size + len(body), op, unique, node, 0, 0, thread, 0, 0) + body
 
 
 @settings(max_examples=1000, deadline=None)
@@ -54,7 +54,7 @@ def test_any_bytes_are_a_request_or_malformed(content: bytes) -> None:
         with suppress(Malformed):
             parse(memoryview(content))
     for op in (Op.FORGET, Op.BATCH_FORGET):
-        request = protocol.RequestHeader(op, 1, 1)
+        request = protocol.RequestHeader(op, 1, 1, 0)
         try:
             found = protocol.parse_forgets(request, memoryview(content))
         except Malformed:
@@ -192,23 +192,35 @@ def test_garbage_is_dropped(device: Device) -> None:
     device.run(talk)
 
 
-def test_an_interrupted_read_gets_one_reply(source: Path) -> None:
-    """With EINTR, at once; another reader of the same bytes goes on waiting."""
+def test_an_interrupted_read_ends_only_when_its_thread_is_killed(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then it gets EINTR, once and at once; also where a signal that it handles came before. Other
+    readers of the same bytes go on waiting, whatever signals come.
+    """
     (source / "wait").write_bytes(b"w" * 5000)
     device = Device(source)
+    killed = {101}
+    monkeypatch.setattr("diesel_fs.mounts.sessions.kernel.was_killed", killed.__contains__)
 
     async def talk() -> None:
         _, entry = await device.ask(Op.LOOKUP, 1, b"wait\0")
         node = protocol.ENTRY_OUT.unpack(entry)[0]
         body = struct.pack("<QQII16x", 0, 0, 4096, 0)
-        await device.send(message(Op.READ, 1001, node, body))
-        await device.send(message(Op.READ, 1002, node, body))
-        await device.send(message(Op.INTERRUPT, 1005, 0, struct.pack("<Q", 1001)))
-        await device.send(message(Op.INTERRUPT, 1007, 0, struct.pack("<Q", 77)))
+        for unique, thread in (1001, 101), (1003, 102), (1005, 103), (1007, 0):
+            await device.send(message(Op.READ, unique, node, body, thread))
+        for number, unique in enumerate((77, 1003, 1007, 1001)):
+            await device.send(
+                message(Op.INTERRUPT, 2001 + 2 * number, 0, struct.pack("<Q", unique))
+            )
         assert await device.reply() == (1001, errno.EINTR, b"")
         assert await device.is_alive()
-        source.with_name(source.name + RELEASE_SUFFIX).touch()  # the held read ends
-        assert await device.reply() == (1002, 0, b"w" * 4096)
+        killed.add(102)
+        assert await device.reply() == (1003, errno.EINTR, b"")
+        assert await device.is_alive()
+        source.with_name(source.name + RELEASE_SUFFIX).touch()  # the held reads end
+        replies = sorted([await device.reply(), await device.reply()])
+        assert replies == [(1005, 0, b"w" * 4096), (1007, 0, b"w" * 4096)]
 
     device.run(talk)
 

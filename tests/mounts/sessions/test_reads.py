@@ -2,6 +2,9 @@
 
 import errno
 import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -10,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.mounts.conftest import LiveMount, mounting
-from tests.mounts.observed import log_of
+from tests.mounts.observed import fresh_stats, log_of
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.fuse
@@ -126,3 +129,73 @@ def test_without_its_store_a_mount_gives_EIO_except_for_pages_that_were_read(
         (tmp_path / "elsewhere").rename(source)
         wait_until(lambda: errno_of(mounted.at / "b") == 0)
         assert (mounted.at / "b").read_bytes() == b"beta"
+
+
+SLOW_REPEATED = 2000
+SIGNALS = 20  # one may end a READ ahead, and another one the reader's own
+
+# Reads a file while signals come that it handles; prints the errno of the read, or "right".
+INTERRUPTED = """if True:
+    import ctypes, os, signal, sys
+    path, size = sys.argv[1], int(sys.argv[2])
+    for number in (signal.SIGUSR1, signal.SIGCHLD):
+        signal.signal(number, lambda *_: None)
+        signal.siginterrupt(number, False)
+    libc = ctypes.PyDLL(None, use_errno=True)
+    file = os.open(path, os.O_RDONLY)
+    print("opened", flush=True)
+    room, filled = ctypes.create_string_buffer(size), 0
+    while filled < size:  # os.read would try again after EINTR
+        count = libc.read(file, ctypes.byref(room, filled), size - filled)
+        if count <= 0:
+            print(ctypes.get_errno())
+            break
+        filled += count
+    else:
+        print("right" if room.raw == os.path.basename(path).encode() * REPEATED else "WRONG")
+""".replace("REPEATED", str(SLOW_REPEATED))
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGCHLD, signal.SIGSTOP])
+@pytest.mark.only_session("kernel", "native")
+def test_a_signal_that_kills_no_reader_fails_no_read(
+    tmp_path: Path, session: str, number: signal.Signals
+) -> None:
+    """The store is slow, and the signals come while the kernel waits for a READ of the reader's
+    own, in which it tells the mount of them. They may also stop the reader for a while.
+    """
+    source = tmp_path / "source"
+    source.mkdir()
+    # A READ ahead fails first: in a native mount that of several files, else the first of the file.
+    slow = "wait" if session == "native" else "retry"
+    for name, repeated in ("a", REPEATED), (slow, SLOW_REPEATED), ("z", REPEATED):
+        (source / name).write_bytes(name.encode() * repeated)
+    with mounting(source, tmp_path / "mount", session, memory_bytes=1) as mounted:
+        (mounted.at / "a").read_bytes()
+        arguments = [str(mounted.at / slow), str(len(slow) * SLOW_REPEATED)]
+        reader = subprocess.Popen(
+            [sys.executable, "-c", INTERRUPTED, *arguments], stdout=subprocess.PIPE, text=True
+        )
+        try:
+            assert reader.stdout is not None
+            assert reader.stdout.readline() == "opened\n"
+
+            def is_interrupted() -> bool:
+                reader.send_signal(number)
+                reader.send_signal(signal.SIGCONT)
+                requests = fresh_stats(mounted)["requests"]
+                assert isinstance(requests, dict)
+                return requests.get("interrupt", 0) > 0 or reader.poll() is not None
+
+            wait_until(is_interrupted)
+            for _ in range(SIGNALS):
+                reader.send_signal(number)
+                time.sleep(0.02)
+                reader.send_signal(signal.SIGCONT)
+                time.sleep(0.02)
+            assert reader.poll() is None, reader.stdout.read()
+            mounted.release_reads()
+            assert reader.communicate(timeout=20)[0] == "right\n"
+        finally:
+            reader.kill()
+            reader.communicate(timeout=20)
