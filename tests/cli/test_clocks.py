@@ -1,7 +1,9 @@
 """Tests of `dlcmd` and `diesel-server` on hosts whose clock is wrong (K2 and K4 in
 tests/FAULTS.md).
 
-libfaketime shows another time to one program; Redis and the file system have the right time.
+libfaketime shows another time to one program; Redis and the file system have the right time. It is
+loaded by `LD_PRELOAD`: the program `faketime`, when it is killed with a server, leaves a semaphore
+behind, and whichever `faketime` later has its process ID fails with exit code 1.
 """
 
 import os
@@ -48,12 +50,17 @@ def url(
     return url
 
 
+def clock(when: str) -> dict[str, str]:
+    """The environment of a program that believes it is `when`; with a sign, so much later or
+    earlier than now."""
+    return {"LD_PRELOAD": "/usr/$LIB/faketime/libfaketimeMT.so.1", "FAKETIME": when}
+
+
 def by_clock(when: str, *words: str | Path) -> "subprocess.CompletedProcess[str]":
-    """`dlcmd` on a host that believes it is `when`; with a sign, so much later or earlier than
-    now."""
+    """`dlcmd` on a host that believes it is `when`."""
     return subprocess.run(
-        ["faketime", "-f", when, sys.executable, "-m", "dlcmd", *map(str, words)],
-        check=False, capture_output=True, text=True, timeout=60,
+        [sys.executable, "-m", "dlcmd", *map(str, words)],
+        check=False, capture_output=True, text=True, timeout=60, env=os.environ | clock(when),
     )  # fmt: skip
 
 
@@ -89,7 +96,7 @@ def test_K2_put_and_rm_by_a_clock_that_is_ahead_are_refused(
     write(source, {"a": b"changed", "c": b"3"})
     for words in (("put", source, "pets"), ("put", source, "new"), ("rm", "pets/a")):
         result = by_clock(when, *words)
-        assert (result.returncode, result.stdout) == (13, "")
+        assert (result.returncode, result.stdout) == (13, ""), result.stderr
         assert "the clock of this host is" in result.stderr
         assert "ahead of the repository's" in result.stderr
         assert "Traceback" not in result.stderr
@@ -121,8 +128,7 @@ def test_K2_behind_a_server_only_its_clock_counts(
     monkeypatch.setenv("DIESEL_USER", who.user)
     monkeypatch.setenv("DIESEL_KEY", who.key_text)
     source = write(tmp_path / "source", {"a": b"1"})
-    wrong = ("faketime", "-f", "+600s", sys.executable, "-m", "diesel_server")
-    with Server(tmp_path / "wrong", "--store", url, program=wrong) as server:
+    with Server(tmp_path / "wrong", "--store", url, environment=clock("+600s")) as server:
         before = objects(dlcmd.store)
         result = dlcmd.program("put", source, "pets", "--url", server.url, code=13)
         assert "ahead of the repository's" in result.err
