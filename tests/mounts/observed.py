@@ -11,6 +11,7 @@ from pathlib import Path
 from diesel_fs.mounts import MountRequest, mount, stats, umount
 from diesel_fs.mounts.launcher import DAEMON, log_path
 from diesel_fs.mounts.mountpoint import mounted_at
+from diesel_fs.mounts.plans.control import Control
 from diesel_fs.mounts.vfs import STATS_MAX_AGE_S
 from tests.mounts.conftest import LiveMount, request_for
 
@@ -46,8 +47,15 @@ def mounted(request: MountRequest, program: Sequence[str] = DAEMON) -> Iterator[
             umount(request.mountpoint, force=True)
 
 
+def current_stats(at: Path) -> dict[str, object]:
+    """The statistics as they are now, by the control socket, for which the worker must answer."""
+    with Control.connect(at) as control:
+        return dict(control.stats())
+
+
 def fresh_stats(mounted: LiveMount) -> dict[str, object]:
-    """Statistics made after this call began. It waits, since polling them would count requests."""
+    """The content of `.diesel/stats`, made after this call began. It waits, since polling it would
+    count requests."""
     time.sleep(STATS_MAX_AGE_S + 0.02)
     values = json.loads((mounted.at / ".diesel" / "stats").read_bytes())
     assert isinstance(values, dict)

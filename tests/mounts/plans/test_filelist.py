@@ -7,6 +7,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from diesel_fs.orders.path_lists import ListName, PathLists
 from diesel_fs.orders.shuffle import SEED_MAX, WORLD_MAX, chunk_shuffle
 from tests.mounts.conftest import LiveMount
 from tests.mounts.folder_dataset import snapshot_of
+from tests.mounts.observed import current_stats
 from tests.orders.datasets import dataset, odd_dataset
 
 SEED, GROUP = 5, 2
@@ -183,10 +185,10 @@ def test_lists_keep_their_memory_limit(caplog: pytest.LogCaptureFixture) -> None
 # in a mount ---------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def at(tmp_path: Path, session: str) -> Iterator[Path]:
+@contextmanager
+def mounting_real(base: Path, session: str) -> Iterator[Path]:
     """A mount of a real dataset of several chunks, with its prefetch worker if it has one."""
-    folder, url = tmp_path / "mount", (tmp_path / "store").as_uri()
+    folder, url = base / "mount", (base / "store").as_uri()
     folder.mkdir()
     with connect("ds", url, create=True) as written:
         for number in range(FILES):
@@ -199,6 +201,20 @@ def at(tmp_path: Path, session: str) -> Iterator[Path]:
     finally:
         if mounted_at(str(folder)):
             umount(folder, force=True)
+
+
+@pytest.fixture
+def at(tmp_path: Path, session: str) -> Iterator[Path]:
+    """A mount for this test alone, which shows the list of epoch 0 first."""
+    with mounting_real(tmp_path, session) as mounted:
+        yield mounted
+
+
+@pytest.fixture(scope="module")
+def unfollowed(tmp_path_factory: pytest.TempPathFactory, session: str) -> Iterator[Path]:
+    """A mount whose files nobody opens, so it shows the list of epoch 0 to all tests."""
+    with mounting_real(tmp_path_factory.mktemp("unfollowed"), session) as mounted:
+        yield mounted
 
 
 def expected(at: Path, epoch: int, rank: int = 0, world: int = 1) -> bytes:
@@ -271,12 +287,17 @@ def prefetch_worker_of(at: Path) -> int:
 
 
 @pytest.mark.fuse
-def test_a_list_that_is_read_but_not_followed_stays(at: Path) -> None:
+def test_a_list_that_is_read_but_not_followed_stays(unfollowed: Path) -> None:
     for _ in range(3):
-        assert (at / ".diesel/filelist").read_bytes() == expected(at, 0)
-    with (at / ".diesel/filelist").open("rb") as one, (at / ".diesel/filelist").open("rb") as other:
+        assert (unfollowed / ".diesel/filelist").read_bytes() == expected(unfollowed, 0)
+    with (
+        (unfollowed / ".diesel/filelist").open("rb") as one,
+        (unfollowed / ".diesel/filelist").open("rb") as other,
+    ):
         assert one.read() == other.read()
-    assert (at / ".diesel/filelist0").read_bytes() == expected(at, 0).replace(b"\n", b"\0")
+    assert (unfollowed / ".diesel/filelist0").read_bytes() == expected(unfollowed, 0).replace(
+        b"\n", b"\0"
+    )
 
 
 @pytest.mark.fuse
@@ -289,20 +310,20 @@ def test_an_open_list_stays_while_the_next_epoch_begins(at: Path) -> None:
 
 
 @pytest.mark.fuse
-def test_cp_of_a_list_is_as_long_as_stat_said(at: Path, tmp_path: Path) -> None:
+def test_cp_of_a_list_is_as_long_as_stat_said(unfollowed: Path, tmp_path: Path) -> None:
     for name in ("filelist", "filelist0", "shuffle/seed=5,epoch=3,group=2,rank=1,world=4"):
-        size = (at / ".diesel" / name).stat().st_size
-        subprocess.run(["cp", at / ".diesel" / name, tmp_path / "copy"], check=True)
+        size = (unfollowed / ".diesel" / name).stat().st_size
+        subprocess.run(["cp", unfollowed / ".diesel" / name, tmp_path / "copy"], check=True)
         assert (tmp_path / "copy").stat().st_size == size
-    assert (tmp_path / "copy").read_bytes() == expected(at, 3, 1, 4)
+    assert (tmp_path / "copy").read_bytes() == expected(unfollowed, 3, 1, 4)
 
 
 @pytest.mark.fuse
-def test_any_list_can_be_read_by_its_name(at: Path) -> None:
+def test_any_list_can_be_read_by_its_name(unfollowed: Path) -> None:
     for folder, end in (("shuffle", b"\n"), ("shuffle0", b"\0")):
-        inside = at / ".diesel" / folder
+        inside = unfollowed / ".diesel" / folder
         name = "seed=5,epoch=2,group=2,rank=2,world=3"
-        assert (inside / name).read_bytes() == expected(at, 2, 2, 3).replace(b"\n", end)
+        assert (inside / name).read_bytes() == expected(unfollowed, 2, 2, 3).replace(b"\n", end)
         assert not (inside / "seed=5").exists()
         assert not (inside / "seed=5,epoch=2,epoch=2").exists()
         assert not (inside / "seed=5,epoch=2,rank=1").exists()
@@ -316,6 +337,7 @@ def test_reading_a_list_pushes_its_files(at: Path) -> None:
     """
     name = "seed=9,epoch=0,group=2"
     assert (at / ".diesel/shuffle" / name).stat().st_size
+    time.sleep(1.0)  # a push would have begun
     assert residency(at)["pushed_entries"] == 0
     text = (at / ".diesel/shuffle" / name).read_bytes()
     end_s = time.monotonic() + HOPE_S
@@ -344,26 +366,27 @@ def been_resident(at: Path) -> int:
 
 def residency(at: Path) -> dict[str, int]:
     """The statistics of the prefetch worker."""
-    time.sleep(1.05)  # statistics stand still for a second
-    state = stats(at)["residency"]
+    state = current_stats(at)["residency"]
     assert isinstance(state, dict)
     return {"pushed_entries": 0, "resident_entries": 0, "lost_entries": 0, **state}
 
 
 def reads(at: Path) -> int:
     """How many reads of files the server answered."""
-    time.sleep(1.05)
-    found = stats(at)["reads"]
+    found = current_stats(at)["reads"]
     assert isinstance(found, dict)
     return int(found["hits"]) + int(found["misses"])
 
 
 @pytest.mark.fuse
-def test_lists_from_python(at: Path) -> None:
-    for epoch, found in ((0, diesel_fs.filelist(at)), (7, diesel_fs.filelist(at, epoch=7))):
-        assert [os.fsencode(path) for path in found] == expected(at, epoch).splitlines()
+def test_lists_from_python(unfollowed: Path) -> None:
+    for epoch, found in (
+        (0, diesel_fs.filelist(unfollowed)),
+        (7, diesel_fs.filelist(unfollowed, epoch=7)),
+    ):
+        assert [os.fsencode(path) for path in found] == expected(unfollowed, epoch).splitlines()
     with pytest.raises(UsageError):
-        diesel_fs.filelist(at, epoch=-1)
+        diesel_fs.filelist(unfollowed, epoch=-1)
 
 
 @pytest.mark.fuse

@@ -25,7 +25,7 @@ from diesel_fs.mounts.sessions.protocol import Flag
 from tests.mounts.conftest import ODD_NAMES, TESTED_SESSIONS, LiveMount, mounting, request_for
 from tests.mounts.folder_daemon import LACKING
 from tests.mounts.folder_dataset import MANY, many_names
-from tests.mounts.observed import fresh_stats, waiting_reads
+from tests.mounts.observed import current_stats, waiting_reads
 from tests.mounts.sessions.test_folders import Folder
 from tests.waiting import wait_until
 
@@ -471,7 +471,7 @@ def test_sixteen_readers_have_sixteen_fetches_under_way(tmp_path: Path, session:
         for reader in readers:
             reader.join()
         assert not wrong
-        cache = fresh_stats(mounted)["cache"]
+        cache = current_stats(mounted.at)["cache"]
         assert isinstance(cache, dict)
         assert cache["at_once_max"] >= 16  # in a native mount some are read ahead, too
 

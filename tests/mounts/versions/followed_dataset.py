@@ -9,8 +9,7 @@ from pathlib import Path
 from diesel_fs.client.dataset import Dataset, connect
 from diesel_fs.credentials import Credentials
 from diesel_fs.mounts import MountRequest
-from diesel_fs.mounts.plans.control import Control
-from tests.mounts.observed import FILE_BYTES, noise
+from tests.mounts.observed import FILE_BYTES, current_stats, noise
 from tests.waiting import wait_until
 
 POLL_INTERVAL_S = 0.05
@@ -58,8 +57,7 @@ class FollowedMount:
 
     def stats(self) -> dict[str, object]:
         """The statistics, as they are now."""
-        with Control.connect(self.at) as control:
-            return dict(control.stats())
+        return current_stats(self.at)
 
     def follow(self) -> dict[str, object]:
         found = self.stats()["follow"]
