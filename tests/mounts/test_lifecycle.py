@@ -115,6 +115,7 @@ def test_a_mount_that_does_not_come_up_says_why(
     assert log_path(request).stat().st_mode & 0o777 == 0o600
 
 
+@pytest.mark.only_session("native")
 def test_S8_no_secret_in_arguments_environment_or_log(
     source: Path, tmp_path: Path, session: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,7 +145,13 @@ def test_the_end_of_a_mount_that_is_in_use_is_no_error_in_its_log(
     assert " ERROR " not in log.read_text()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGTERM,
+        pytest.param(signal.SIGINT, marks=pytest.mark.only_session("native")),
+    ],
+)
 def test_H4_a_signal_unmounts_and_ends(live_mount: LiveMount, number: signal.Signals) -> None:
     """The mount is gone when the daemon has ended."""
     os.kill(live_mount.pid, number)
@@ -152,6 +159,7 @@ def test_H4_a_signal_unmounts_and_ends(live_mount: LiveMount, number: signal.Sig
     assert mounted_at(str(live_mount.at)) is None
 
 
+@pytest.mark.only_session("kernel")
 def test_H4_SIGHUP_is_ignored_in_the_background(live_mount: LiveMount) -> None:
     os.kill(live_mount.pid, signal.SIGHUP)
     assert (live_mount.at / "b").read_bytes() == b"beta"
@@ -228,6 +236,7 @@ HOLDING = {
 }
 
 
+@pytest.mark.only_session("native", "kernel")
 @pytest.mark.parametrize("way", sorted(HOLDING))
 def test_umount_of_a_busy_mount_names_the_processes(live_mount: LiveMount, way: str) -> None:
     """The error is exit 11 with the process IDs, and the mount goes on serving."""
@@ -330,6 +339,7 @@ def test_umount_removes_a_dead_mount(live_mount: LiveMount) -> None:
     assert mounted_at(str(live_mount.at)) is None
 
 
+@pytest.mark.only_session("native")
 def test_two_mounts_of_one_dataset_are_independent(
     live_mount: LiveMount, tmp_path: Path, session: str
 ) -> None:
@@ -341,7 +351,14 @@ def test_two_mounts_of_one_dataset_are_independent(
     assert (live_mount.at / "b").read_bytes() == b"beta"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGTERM,
+        pytest.param(signal.SIGINT, marks=pytest.mark.only_session("native")),
+        pytest.param(signal.SIGHUP, marks=pytest.mark.only_session("kernel")),
+    ],
+)
 def test_H4_a_signal_ends_a_mount_in_the_foreground(
     source: Path, tmp_path: Path, session: str, number: signal.Signals
 ) -> None:

@@ -72,6 +72,7 @@ def test_H20_a_mount_point_may_have_any_name(
     assert mounted_at(str(tmp_path / name)) is None
 
 
+@pytest.mark.only_session("kernel")
 def test_H20_a_mount_point_may_be_a_relative_path_or_a_link(
     source: Path, tmp_path: Path, session: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -311,6 +312,7 @@ def test_allow_other_lets_others_in(source: Path, tmp_path: Path, session: str) 
         assert b"Permission denied" in private.stderr
 
 
+@pytest.mark.only_session("kernel")
 def test_the_log_is_in_the_users_state_folder_unless_another_is_named(
     source: Path, tmp_path: Path, session: str
 ) -> None:

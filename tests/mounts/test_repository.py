@@ -20,7 +20,7 @@ from diesel_fs.mounts.mountpoint import mounted_at
 from diesel_fs.mounts.processes import holders_of
 from diesel_fs.repository.leases import leased_versions
 from diesel_fs.repository.local import LocalRepository
-from tests.mounts.observed import FILE_BYTES, mounted, noise
+from tests.mounts.observed import FILE_BYTES, current_stats, mounted, noise
 
 pytestmark = pytest.mark.fuse
 
@@ -122,6 +122,7 @@ def test_H16_a_missing_chunk_gives_EIO(url: str, at: Path, session: str, tmp_pat
         assert "snapshot too old" in log.read_text()
 
 
+@pytest.mark.only_session("native")
 def test_a_mount_has_a_lease_on_its_version(
     url: str, at: Path, session: str, tmp_path: Path
 ) -> None:
@@ -216,7 +217,7 @@ def open_handles(at: Path) -> int:
     """OPENs without a RELEASE, which the kernel sends when the last descriptor is closed."""
     deadline_s = time.monotonic() + 10
     while True:
-        values = stats(at)
+        values = current_stats(at)
         requests = values["requests"]
         assert isinstance(requests, dict)
         if values["session"] != "pyfuse3":  # the kernel opens files of the dataset by itself
@@ -225,7 +226,7 @@ def open_handles(at: Path) -> int:
         handles = int(requests["open"]) - int(requests["release"])
         if not handles or time.monotonic() > deadline_s:
             return handles
-        time.sleep(1.1)  # the statistics do not change for a second
+        time.sleep(0.05)
 
 
 @pytest.fixture
@@ -242,6 +243,7 @@ def changed(request: MountRequest, **options: object) -> MountRequest:
     return replace(request, **options)  # type: ignore[arg-type]  # fields by name
 
 
+@pytest.mark.only_session("native")
 def test_E4_a_stale_snapshot_warns_the_user_who_mounts(
     saved: MountRequest, at: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -256,6 +258,7 @@ def test_E4_a_stale_snapshot_warns_the_user_who_mounts(
     assert caplog.records == []
 
 
+@pytest.mark.only_session("native")
 def test_E4_a_refused_snapshot_is_a_conflict_with_one_message(
     saved: MountRequest, at: Path
 ) -> None:

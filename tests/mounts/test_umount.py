@@ -25,7 +25,14 @@ CLI = Path(__file__).parents[2] / "cli"
 
 
 @needs_root
-@pytest.mark.parametrize("command", [["umount", "--force"], ["umount", "--lazy"], ["umount"]])
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(["umount", "--force"], marks=pytest.mark.only_session("kernel")),
+        pytest.param(["umount", "--lazy"], marks=pytest.mark.only_session("pyfuse3")),
+        pytest.param(["umount"], marks=pytest.mark.only_session("native")),
+    ],
+)
 def test_another_users_mount_is_refused_and_lives(
     source: Path, open_place: Path, session: str, command: list[str]
 ) -> None:
@@ -125,6 +132,7 @@ def test_force_ends_a_mount_for_all_namespaces(source: Path, tmp_path: Path, ses
         assert ends_within(mounted.pid, 0)
 
 
+@pytest.mark.only_session("native")
 def test_a_daemon_that_neither_ends_nor_does_anything_is_named(
     source: Path, tmp_path: Path, session: str
 ) -> None:

@@ -32,6 +32,7 @@ from diesel_fs.mounts.prefetch.link import WorkerLink
 from diesel_fs.mounts.processes import children_of
 from diesel_fs.net.messages import LENGTH
 from diesel_fs.settings import runtime_folder
+from tests.mounts.observed import current_stats
 
 pytestmark = pytest.mark.fuse
 
@@ -155,8 +156,7 @@ def streams(control: Control) -> dict[str, dict[str, object]]:
 
 def reads(at: Path) -> int:
     """How many reads of files the server answered."""
-    time.sleep(1.05)  # statistics are renewed once a second
-    found = stats(at)["reads"]
+    found = current_stats(at)["reads"]
     assert isinstance(found, dict)
     return int(found["hits"]) + int(found["misses"])
 
@@ -217,6 +217,7 @@ def test_Z9_a_forked_child_has_a_connection_of_its_own(at: Path, control: Contro
 # who may speak ------------------------------------------------------------------------------------
 
 
+@pytest.mark.only_session("native")
 def test_S6_the_socket_is_private(at: Path) -> None:
     """It lies in a folder that no other user can enter, and has a random name."""
     path = Path(os.readlink(at / ".diesel/control"))
@@ -241,6 +242,7 @@ AS_NOBODY = f"""if True:
 """
 
 
+@pytest.mark.only_session("native")
 @pytest.mark.alone  # it opens folders that are to be private
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
 def test_S6_another_user_gets_no_answer(at: Path) -> None:
@@ -262,6 +264,7 @@ def test_S6_another_user_gets_no_answer(at: Path) -> None:
     assert f"belongs to user {NOBODY}" in log_of(at)
 
 
+@pytest.mark.only_session("native")
 def test_the_socket_is_removed_with_the_mount_and_dead_ones_by_the_next(
     tmp_path: Path, session: str
 ) -> None:
@@ -284,6 +287,7 @@ def test_the_socket_is_removed_with_the_mount_and_dead_ones_by_the_next(
     assert (runtime_folder() / "another").exists()
 
 
+@pytest.mark.only_session("kernel")
 def test_a_mount_without_a_folder_for_the_socket_works_without_it(
     tmp_path: Path, session: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -376,6 +380,7 @@ def test_a_runtime_folder_that_is_a_link_is_refused(
         runtime_folder()
 
 
+@pytest.mark.only_session("kernel")
 def test_a_socket_with_a_long_path_can_be_used(
     tmp_path: Path, session: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -396,6 +401,7 @@ def test_a_socket_with_a_long_path_can_be_used(
 # bad clients --------------------------------------------------------------------------------------
 
 
+@pytest.mark.only_session("native")
 @pytest.mark.parametrize(
     "frames",
     [
@@ -417,12 +423,14 @@ def test_a_client_without_a_hello_is_disconnected(at: Path, frames: list[bytes])
         assert made.hello["dataset"] == "ds"
 
 
+@pytest.mark.only_session("native")
 def test_another_protocol_version_is_refused_with_ours(at: Path) -> None:
     answer = msgpack.unpackb(spoken(at, framed({"diesel_control": PROTOCOL + 1}))[LENGTH.size :])
     assert answer["error"] == "UsageError"
     assert f"version {PROTOCOL}" in answer["message"]
 
 
+@pytest.mark.only_session("native")
 @pytest.mark.parametrize(
     "garbage",
     [
@@ -444,6 +452,7 @@ def test_garbage_ends_only_its_own_connection(at: Path, garbage: bytes) -> None:
         assert other.stats()["dataset"] == "ds"
 
 
+@pytest.mark.only_session("native")
 @pytest.mark.parametrize("hello", [b"", HELLO])
 def test_a_frame_that_is_too_long_is_not_waited_for(at: Path, hello: bytes) -> None:
     with socket.socket(socket.AF_UNIX) as raw:
@@ -455,6 +464,7 @@ def test_a_frame_that_is_too_long_is_not_waited_for(at: Path, hello: bytes) -> N
         assert raw.recv(4096) == b""
 
 
+@pytest.mark.only_session("native")
 @pytest.mark.parametrize(
     "message",
     [
@@ -478,6 +488,7 @@ def test_internal_requests_are_refused_and_the_connection_stays(
     assert told["stats"]["dataset"] == "ds"
 
 
+@pytest.mark.only_session("native")
 def test_connections_keep_their_limit(at: Path) -> None:
     talking = [Control.connect(at) for _ in range(CONNECTIONS_MAX)]
     try:

@@ -376,6 +376,7 @@ def test_a_list_that_was_read_postpones_nothing(followed: FollowedMount) -> None
 # when the dataset cannot be followed --------------------------------------------------------------
 
 
+@pytest.mark.only_session("kernel")
 def test_H16_that_a_dataset_was_deleted_or_made_anew_is_logged_once(
     followed: FollowedMount,
 ) -> None:
@@ -394,6 +395,7 @@ def test_H16_that_a_dataset_was_deleted_or_made_anew_is_logged_once(
     assert sorted(os.listdir(at)) == sorted({name.split("/")[0] for name in FILES})
 
 
+@pytest.mark.only_session("native")
 def test_a_store_that_is_away_changes_nothing_and_is_logged_once(followed: FollowedMount) -> None:
     at, store = followed.at, Path(followed.url.removeprefix("file://"))
     assert (at / "kept").read_bytes() == FILES["kept"]

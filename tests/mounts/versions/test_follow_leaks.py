@@ -103,7 +103,13 @@ def switch(followed: FollowedMount, number: int) -> None:
         assert (followed.at / path).read_bytes() == content
 
 
-@pytest.mark.parametrize("task", ["", "training"], ids=["alone", "task"])
+@pytest.mark.parametrize(
+    "task",
+    [
+        pytest.param("", id="alone"),
+        pytest.param("training", id="task", marks=pytest.mark.only_session("native")),
+    ],
+)
 def test_no_process_of_a_mount_grows_between_five_and_fifty_switches(
     tmp_path: Path, runtime: Path, session: str, task: str
 ) -> None:

@@ -76,10 +76,18 @@ def reading(followed: FollowedMount) -> Iterator[None]:
                 reader.kill()
 
 
+NATIVE = pytest.mark.only_session("native")
+FUSE = pytest.mark.only_session("kernel", "pyfuse3")
+KERNEL = pytest.mark.only_session("kernel")  # pyfuse3 has no worker
+
+
 @pytest.mark.parametrize(("moment", "victim"), [
-    *((moment, victim) for moment in ("told", "beneath")
+    pytest.param("told", "worker", marks=KERNEL),
+    *(pytest.param("told", victim, marks=FUSE) for victim in ("server", "supervisor")),
+    *(pytest.param("beneath", victim, marks=NATIVE)
       for victim in ("worker", "server", "supervisor")),
-    ("made", "server"), ("detached", "server"), ("detached", "worker"),
+    pytest.param("made", "server", marks=NATIVE),
+    *(pytest.param("detached", victim, marks=NATIVE) for victim in ("server", "worker")),
 ])  # fmt: skip
 def test_no_process_hangs_when_one_of_the_mount_is_killed_during_a_switch(
     prepared: FollowedMount, moment: str, victim: str, monkeypatch: pytest.MonkeyPatch
@@ -88,10 +96,6 @@ def test_no_process_hangs_when_one_of_the_mount_is_killed_during_a_switch(
     or while there are two trees. Then one umount takes all away.
     """
     followed = prepared
-    if followed.is_native == (moment == "told"):
-        return  # another kind of switch
-    if (victim, followed.request.session) == ("worker", "pyfuse3"):
-        return  # it has none
     with connect("ds", followed.url) as dataset:
         for name, content in many_names(3000, "a").items():
             dataset.put(content, name)
