@@ -26,9 +26,9 @@ from ...system import syscalls
 from ...system.loop_devices import open_loop_device
 from .session import SessionUnsupported
 
-_OPTIONS = (("ro", ""), ("noacl", ""), ("nouser_xattr", ""))
-"""No entry has extended attributes or access control lists. `ls -l` then asks for them once, and
-not for each entry."""
+_OPTIONS = (("ro", ""), ("noacl", ""))
+"""No entry has access control lists, and where the file system says so, `ls -l` does not ask for
+those of each entry."""
 
 _ATTRIBUTES = (
     syscalls.MOUNT_READ_ONLY | syscalls.MOUNT_NOSUID | syscalls.MOUNT_NODEV | syscalls.MOUNT_NOATIME

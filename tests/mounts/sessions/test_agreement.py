@@ -278,6 +278,7 @@ OPENS = {f"open {name}": but_the_inode for name in FLAGS}
 IN_NATIVE: dict[str, Known] = {
     **OPENS,
     "stat": nothing,
+    "getxattr acl": nothing,
     "list": kinds_and_names,
     "open O_DIRECT": of_folders,
     "fsync": nothing,

@@ -108,6 +108,9 @@ def test_extended_attributes(fuse: LiveMount, native: LiveMount) -> None:
     """There are none; EROFS says so as ext4 does, and FUSE that they are not supported."""
     assert os.listxattr(native.at / "folder/000") == []
     assert errno_of(lambda: os.getxattr(native.at / "folder/000", "user.x")) == "ENODATA"
+    acl = "system.posix_acl_access"
+    assert errno_of(lambda: os.getxattr(native.at / "folder/000", acl)) == "ENOTSUP"
+    assert errno_of(lambda: os.getxattr(fuse.at / "folder/000", acl)) == "ENODATA"
     assert errno_of(lambda: os.listxattr(fuse.at / "folder/000")) == "ENOTSUP"
     assert errno_of(lambda: os.getxattr(fuse.at / "folder/000", "user.x")) == "ENOTSUP"
 
