@@ -9,6 +9,7 @@ that hangs. Where a mount must be asked, a child process does it, with a deadlin
 """
 
 import errno
+import logging
 import os
 import subprocess
 import sys
@@ -23,6 +24,8 @@ from ..system import syscalls
 from ..system.daemons import minimal_environment
 from ..system.mountinfo import MountEntry, mounts, topmost_at
 
+log = logging.getLogger("diesel.mount")
+
 SUBTYPE = "diesel"
 """FUSE mounts of datasets have the type `fuse.diesel`, by which they are recognised."""
 
@@ -32,6 +35,9 @@ _FUSE, _EROFS = f"fuse.{SUBTYPE}", "erofs"
 
 ANSWER_DEADLINE_S = 10.0
 """How long a mount may take to answer statfs, or to deliver its statistics."""
+
+ANSWER_NOTICE_S = 2.0
+"""After this time a warning says that the answer is waited for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +131,16 @@ def is_mounted(path: str, device: str) -> bool:
     """
     found = mounted_at(path)
     return found is not None and found.device in (device, "")
+
+
+def place_of(mount_id: int, device: str, mountpoint: str) -> str | None:
+    """Where a mount is now, of which the FUSE mount has this device number: at its mount point, or
+    where it was moved to (by `mount --move`). None where it is not the topmost mount there.
+    """
+    if is_mounted(mountpoint, device):  # during a switch this is another tree
+        return mountpoint
+    moved = (each.path for each in mounts() if each.mount_id == mount_id)
+    return next((path for path in moved if is_mounted(path, device)), None)
 
 
 class MountPresence:
@@ -384,7 +400,17 @@ def _run_in_child(statement: str, path: str) -> tuple[int, bytes]:
     command = [sys.executable, "-I", "-S", "-c", program, path]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, cwd="/", env=minimal_environment())
     try:
-        answer, _ = child.communicate(timeout=ANSWER_DEADLINE_S)
+        try:
+            answer, _ = child.communicate(timeout=min(ANSWER_NOTICE_S, ANSWER_DEADLINE_S))
+        except subprocess.TimeoutExpired:
+            left_s = max(0.0, ANSWER_DEADLINE_S - ANSWER_NOTICE_S)
+            if left_s:
+                log.warning(
+                    "the mount of %s has not answered yet: waiting for up to %.0f s more",
+                    path,
+                    left_s,
+                )
+            answer, _ = child.communicate(timeout=left_s)
     except subprocess.TimeoutExpired:
         child.kill()  # where it waits uninterruptibly, it ends when the mount does
         child.returncode = -9

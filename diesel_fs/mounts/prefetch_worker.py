@@ -43,7 +43,7 @@ from .options import MountRequest
 from .plans.commands import PlanCommands
 from .prefetch.content_page_cache import STAGING_DIVISOR, ContentPageCache, ContentTarget
 from .prefetch.decisions import Drop, FillPolicy, Idle, Push, Sample
-from .prefetch.link import LEAVING, ServerLink
+from .prefetch.link import ServerLink
 from .prefetch.page_cache import FusePageCache, PageCache, some_contents
 from .prefetch.planner import PrefetchPlanner
 from .sessions.protocol import invalidate_node
@@ -88,6 +88,8 @@ def run_prefetch_worker(request: MountRequest, source: MountSource, link: socket
             return 0  # a session without pushing
         device, *files = descriptors
         [begin, *early] = server.messages(BEGIN_DEADLINE_S)
+        if begin.get("do") == "end":  # a signal came before the mount was ready
+            return 0
         name = begin["device"]
         content = None
         if "content_node" in begin:  # a native mount
@@ -103,9 +105,12 @@ def run_prefetch_worker(request: MountRequest, source: MountSource, link: socket
             worker.run(str(name), early)
         finally:
             worker.close()
-        server.send(LEAVING)
     except EOFError:
         return 0
+    except OSError as error:
+        # The connection was ended, by `umount --force` for example. Who ends it says why.
+        if error.errno not in UNMOUNTED_ERRNOS:
+            raise
     return 0
 
 

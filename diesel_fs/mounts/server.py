@@ -32,7 +32,7 @@ from ..system import syscalls
 from .attributes import Owner
 from .dot_diesel import HiddenFile
 from .images import open_image
-from .mountpoint import end_connection, is_mounted, mounted_at, unmount
+from .mountpoint import end_connection, mounted_at, place_of, unmount
 from .options import MountRequest
 from .plans.control_socket import ControlSocket
 from .plans.list_plans import ListPlans
@@ -168,8 +168,10 @@ class _Server:
         self._foreground = foreground
         self._grace_s = grace_s
         self._device = ""
+        self._mount_id = 0  # where the mount does not switch to other trees
         self._abort_file = -1
         self._session_notes: Sequence[str] = ()
+        self._is_ready = False
         self._started = trio.Event()
         self._worker_begun = trio.Event()  # or there will be none
         os.set_blocking(supervisor_pipe, False)
@@ -211,6 +213,7 @@ class _Server:
             self._watcher.attach(self._make_switching())
         found = mounted_at(self._request.mountpoint)
         self._device = found.device if found else ""
+        self._mount_id = found.tree.mount_id if found else 0
         self._abort_file = syscalls.open_abort(self._device)
         os.write(self._supervisor_pipe, f"{self._device}\n".encode())
         try:
@@ -446,7 +449,9 @@ class _Server:
         )
         if isinstance(self._session, KernelSession):
             await self._link.receive_hello(WORKER_HELLO_DEADLINE_S)
-        os.write(self._supervisor_pipe, READY + b"\n")  # the supervisor reports it
+        self._is_ready = True
+        with suppress(BrokenPipeError):  # the supervisor was killed; a signal says so
+            os.write(self._supervisor_pipe, READY + b"\n")  # the supervisor reports it
         if not self._foreground:
             os.dup2(2, 1)  # closes the report, of which the starter waits for the end
         session = self._session
@@ -528,6 +533,9 @@ class _Server:
         log.critical("the supervisor was killed: ending the mount")
         if self._abort_file >= 0:
             os.write(self._abort_file, b"1")
+        if not self._is_ready:  # who started it may have looked already whether it is mounted
+            with suppress(DieselError):
+                self._unmount(lazy=True)
         os._exit(1)
 
     async def _unmount_and_end(self, scope: trio.CancelScope) -> None:
@@ -558,15 +566,22 @@ class _Server:
 
     def _unmount(self, lazy: bool = False) -> None:
         """Unmounts this mount, but nothing that was mounted on top of it since."""
-        while is_mounted(self._request.mountpoint, self._device):  # twice during a switch of trees
-            unmount(self._request.mountpoint, lazy=lazy)
+        while (place := self._place()) is not None:  # twice during a switch of trees
+            unmount(place, lazy=lazy)
+
+    def _place(self) -> str | None:
+        """Where the mount is now; None where it is unmounted, or lies below another mount."""
+        session = self._session
+        mount_id = session.mount_id if isinstance(session, NativeSession) else self._mount_id
+        return place_of(mount_id, self._device, self._request.mountpoint)
 
     def _unmount_now(self) -> None:
         """Unmounts although nobody will answer any more. So the connection is ended first: to
         unmount the tree of a native mount would wait for READs under way.
         """
         if isinstance(self._session, NativeSession):
-            end_connection(self._abort_file, self._request.mountpoint, self._device)
+            place = self._place() or self._request.mountpoint
+            end_connection(self._abort_file, place, self._device)
         with suppress(DieselError):
             self._unmount(lazy=True)
 

@@ -248,8 +248,11 @@ class _Supervisor:
     def _reap_worker(self) -> None:
         _, status = os.waitpid(self._worker, 0)
         self._worker = 0
+        self._check_mount()  # the news that it is unmounted may come after the worker's end
         if status and self._gone_s == math.inf:
-            log.error("the prefetch worker ended (%d): nothing is pushed any more", status)
+            code = os.waitstatus_to_exitcode(status)
+            why = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+            log.error("the prefetch worker ended (%s): nothing is pushed ahead any more", why)
 
     def _check_mount(self) -> None:
         if self._presence is not None and not self._presence.is_mounted():

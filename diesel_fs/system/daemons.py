@@ -42,6 +42,9 @@ END_DEADLINE_S = 5.0
 _UNEXPLAINED = (DieselError, DeadlineError)
 """Errors that do not say by themselves what went wrong."""
 
+_ENDING = (signal.SIGTERM, signal.SIGKILL)
+"""How a daemon is ended that has not come up: at first so that it can end what it has begun."""
+
 _SECRETS = ("DIESEL_KEY", "DIESEL_TASK_KEY")
 _NEEDED = ("PATH", "LD_LIBRARY_PATH")  # to find programs and libraries
 
@@ -103,8 +106,9 @@ def start(
     `request` is its request as JSON, `log` its log. Its warnings also go to `logger`, in this
     process. `daemon_name` names it in messages. It inherits the descriptors `pass_fds` under the
     same numbers. Raises the error that the daemon reports, DieselError if it ends without a report,
-    and DeadlineError if it is not ready in time; it is killed then. If this call is interrupted,
-    the daemon is told to end. After an error or an interruption the daemon has ended.
+    and DeadlineError if it is not ready in time. It is told to end then, and also if this call is
+    interrupted; it is killed if it does not. After an error or an interruption the daemon has
+    ended.
     """
     detach = [sys.executable, "-I", "-S", "-c", _DETACH]
     receiver, sender = os.pipe()
@@ -127,14 +131,9 @@ def start(
             with suppress(BrokenPipeError):
                 starter.communicate(request)
             return report_reader.wait_until_ready(logger, deadline_s)
-        except DeadlineError:
-            report_reader.wait_for_end(signal.SIGKILL)
-            raise
-        except Exception:
-            report_reader.wait_for_end()
-            raise
-        except BaseException:
-            report_reader.wait_for_end(signal.SIGTERM, signal.SIGKILL)
+        except BaseException as error:
+            ends_by_itself = isinstance(error, Exception) and not isinstance(error, DeadlineError)
+            report_reader.wait_for_end(*(() if ends_by_itself else _ENDING))
             raise
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from diesel_fs.errors import DeadlineError, DieselError
-from diesel_fs.mounts import mount, mountpoint, stats, umount
+from diesel_fs.mounts import launcher, mount, mountpoint, stats, umount
+from diesel_fs.mounts.launcher import log_path
 from diesel_fs.mounts.mountpoint import is_alive, mounted_at
 from diesel_fs.mounts.processes import children_of, ends_within
 from tests.mounts.conftest import PROGRAM, mounting, request_for
@@ -95,10 +96,15 @@ def test_one_umount_takes_away_a_mount_whose_processes_were_killed(
 
 @pytest.mark.usefixtures("nothing_left")
 def test_a_mount_that_does_not_answer_is_named(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Its server is stopped: `mount` and `stats` say so, and `umount --force` ends it."""
+    """Its server is stopped: `mount` and `stats` say so, also while they wait. `umount --force`
+    ends it."""
     monkeypatch.setattr(mountpoint, "ANSWER_DEADLINE_S", 0.5)
+    monkeypatch.setattr(mountpoint, "ANSWER_NOTICE_S", 0.1)
     with mounting(source, tmp_path / "mount", "native") as mounted:
         server = int(str(stats(mounted.at)["server_pid"]))
         os.kill(server, signal.SIGSTOP)
@@ -108,10 +114,32 @@ def test_a_mount_that_does_not_answer_is_named(
         ):
             with pytest.raises(DeadlineError, match="does not answer"):
                 call()
+            assert "has not answered yet" in caplog.text
+            caplog.clear()
         assert os.listdir(mounted.at) == ["a", "b"]
         umount(mounted.at, force=True)
         assert str(mounted.at) not in Path("/proc/self/mountinfo").read_text()
         assert is_gone(server)
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_mount_that_is_not_ready_in_time_leaves_nothing(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At whatever moment its time is over; and its log has no error."""
+    at = tmp_path / "mount"
+    for deadline_s in (0.01, 0.1, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.7):
+        monkeypatch.setattr(launcher, "START_DEADLINE_S", deadline_s)
+        request = request_for(source, at, "native")
+        try:
+            mount(request, program=PROGRAM)
+        except DeadlineError:
+            assert mounted_at(str(at)) is None
+            assert not at.exists()
+        else:
+            umount(at)
+        log = log_path(request)
+        assert not log.exists() or " ERROR " not in log.read_text()
 
 
 @pytest.mark.usefixtures("nothing_left")

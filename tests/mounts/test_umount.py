@@ -3,21 +3,29 @@
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgpack
 import pytest
 
 from diesel_fs.errors import DeadlineError
-from diesel_fs.mounts import launcher, umount
-from diesel_fs.mounts.mountpoint import mounted_at
-from diesel_fs.mounts.processes import ends_within
-from tests.mounts.conftest import mounting
+from diesel_fs.mounts import launcher, stats, umount
+from diesel_fs.mounts.launcher import log_path
+from diesel_fs.mounts.mountpoint import mounted_at, unmount
+from diesel_fs.mounts.prefetch_worker import run_prefetch_worker
+from diesel_fs.mounts.processes import children_of, ends_within
+from diesel_fs.mounts.source import MountSource
+from diesel_fs.system.mountinfo import mounts
+from tests.mounts.conftest import mounting, request_for
+from tests.mounts.folder_dataset import HANG
 from tests.unprivileged_user import USER, as_user, module_path, needs_root, user_python
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_S, wait_until
 
 pytestmark = pytest.mark.fuse
 
@@ -130,6 +138,84 @@ def test_force_ends_a_mount_for_all_namespaces(source: Path, tmp_path: Path, ses
         umount(mounted.at, force=True)
         assert mounted_at(str(mounted.at)) is None
         assert ends_within(mounted.pid, 0)
+
+
+@needs_root
+@pytest.mark.parametrize("way", ["umount", "force", "lazy", "signal"])
+def test_a_mount_that_was_moved_is_unmounted_where_it_is(
+    source: Path, tmp_path: Path, session: str, way: str
+) -> None:
+    """By `umount` with its new path, and by a signal for its daemon."""
+    with mounts_to_be_moved(tmp_path) as place, mounting(source, place / "old", session) as mounted:
+        at = place / "new"
+        at.mkdir()
+        subprocess.run(["mount", "--move", mounted.at, at], check=True)
+        assert mounted_at(str(mounted.at)) is None
+        assert stats(at)["pid"] == mounted.pid
+        assert (at / "b").read_bytes() == b"beta"
+        if way == "signal":
+            os.kill(mounted.pid, signal.SIGTERM)
+            assert ends_within(mounted.pid, PATIENCE_S)
+        else:
+            umount(at, force=way == "force", lazy=way == "lazy")
+            assert ends_within(mounted.pid, 0)
+        assert not [each for each in mounts() if each.path.startswith(f"{place}/")]
+
+
+@needs_root
+def test_a_signal_leaves_what_was_mounted_where_a_mount_was(
+    source: Path, tmp_path: Path, session: str
+) -> None:
+    """The mount was moved away, and another one is at its place now."""
+    with mounts_to_be_moved(tmp_path) as place, mounting(source, place / "old", session) as mounted:
+        (place / "new").mkdir()
+        subprocess.run(["mount", "--move", mounted.at, place / "new"], check=True)
+        with mounting(source, mounted.at, session) as second:
+            os.kill(mounted.pid, signal.SIGTERM)
+            assert ends_within(mounted.pid, PATIENCE_S)
+            assert mounted_at(str(place / "new")) is None
+            assert (second.at / "b").read_bytes() == b"beta"
+
+
+@contextmanager
+def mounts_to_be_moved(folder: Path) -> Iterator[Path]:
+    """A place from which mounts can be moved: a private mount, of tmpfs."""
+    place = folder / "private"
+    place.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "tmpfs", place], check=True)
+    try:
+        subprocess.run(["mount", "--make-private", place], check=True)
+        yield place
+    finally:
+        subprocess.run(["umount", "-R", "-l", place], check=True)
+
+
+@pytest.mark.only_session("native", "kernel")
+def test_a_worker_that_keeps_an_unmounted_mount_is_ended_and_that_is_no_error(
+    source: Path, tmp_path: Path, session: str
+) -> None:
+    """It waits for the store, while a process still reads the mount."""
+    (source / HANG).write_bytes(b"content")
+    with mounting(source, tmp_path / "mount", session) as mounted:
+        assert len(children_of(mounted.pid)) == 2
+        with open(mounted.at / "b", "rb") as file:
+            file.read()  # a miss, so the worker fetches the whole chunk
+            time.sleep(0.5)
+            unmount(str(mounted.at), lazy=True)
+            wait_until(lambda: len(children_of(mounted.pid)) == 1)  # the server is left
+        assert ends_within(mounted.pid, PATIENCE_S)
+        log = log_path(request_for(source, mounted.at)).read_text()
+        assert "is mounted on" in log
+        assert " ERROR " not in log
+
+
+def test_a_worker_may_be_told_to_end_before_it_has_begun(source: Path, tmp_path: Path) -> None:
+    """A signal may come before the mount is ready."""
+    server, worker = socket.socketpair()
+    with server, worker, open(os.devnull, "rb") as connection:
+        socket.send_fds(server, [b"+"], [connection.fileno()])
+        server.sendall(msgpack.packb({"do": "end"}) + msgpack.packb({"do": "begin"}))
+        assert run_prefetch_worker(request_for(source, tmp_path), MountSource(), worker) == 0
 
 
 @pytest.mark.only_session("native")

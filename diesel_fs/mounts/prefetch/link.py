@@ -42,10 +42,6 @@ DESCRIPTORS_MAX = 8
 """Descriptors that may come along with one message."""
 
 
-LEAVING: Message = {"do": "leave"}
-"""What the worker sends last, unless it fails."""
-
-
 class MessageDecoder:
     """Cuts the bytes of a stream into messages, as the bytes come."""
 
@@ -156,8 +152,8 @@ class WorkerLink:
                         if descriptors:
                             sent = await end.sendmsg([message], [_rights(descriptors)])
                         await stream.send_all(message[sent:])
-        except* (trio.BrokenResourceError, trio.ClosedResourceError):
-            pass
+        except* (trio.BrokenResourceError, trio.ClosedResourceError, OSError):
+            pass  # the worker has ended
         except* Exception as faults:  # the mount goes on without the worker
             log.exception("the prefetch worker sent an unexpected message", exc_info=faults)
         finally:
@@ -181,24 +177,17 @@ class WorkerLink:
             event.set()
 
     async def _receive(self, stream: trio.SocketStream, scope: trio.CancelScope) -> None:
-        if not await self._receive_until_leave(stream):
-            log.error("the prefetch worker has ended: nothing is pushed ahead of readers any more")
-        scope.cancel()
-
-    async def _receive_until_leave(self, stream: trio.SocketStream) -> bool:
-        """Whether the worker has said that it ends: it was told to, or the mount is gone."""
+        """Receive until the worker ends. The supervisor logs it where that is a failure."""
         decoder = MessageDecoder()
         while received := await stream.receive_some(1 << 16):
             for message in decoder.add(received):
                 number = message.pop("id", None)
-                if message == LEAVING:
-                    return True
                 if number is None:
                     self.worker_stats = message
                 elif isinstance(number, int) and number in self._answered:
                     self._answers[number] = message
                     self._answered[number].set()
-        return False
+        scope.cancel()
 
 
 class ServerLink:

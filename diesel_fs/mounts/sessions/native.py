@@ -149,6 +149,11 @@ class NativeSession(KernelSession):
         return self._current.content_node
 
     @property
+    def mount_id(self) -> int:
+        """The number of the current tree's mount, in mountinfo."""
+        return self._current.mount_id
+
+    @property
     def has_trees(self) -> bool:
         """Whether a tree is mounted, or a file of one is still open."""
         return bool(self._trees)
