@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
@@ -29,14 +30,21 @@ real_attach = syscalls.attach_mount
 attached: list[str] = []
 
 
+first_process = os.getpid()
+
+
 def kill() -> None:
-    """Kills the processes that `DIES` names, the one that runs this last."""
+    """Kills the processes that `DIES` names, the one that runs this last, in the server. Calls by
+    the supervisor, which also uses what is replaced, do nothing."""
     supervisor = os.getppid()
+    if supervisor != first_process:
+        return
     children = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
     worker = next(int(child) for child in children if int(child) != os.getpid())
     pids = {"supervisor": supervisor, "worker": worker, "server": os.getpid()}
     for name in sorted(os.environ[DIES].split(","), key=list(pids).index):
-        os.kill(pids[name], signal.SIGKILL)
+        with suppress(ProcessLookupError):  # the end of the supervisor has ended it
+            os.kill(pids[name], signal.SIGKILL)
 
 
 def then_killed(function: Callable[_P, _T]) -> Callable[_P, _T]:

@@ -31,6 +31,7 @@ PAUSE_S = 1.5
 real_write = os.write
 new_mount, attach_mount, umount2 = syscalls.new_mount, syscalls.attach_mount, syscalls.umount2
 
+first_process = os.getpid()  # the supervisor
 trees: list[int] = []
 
 
@@ -80,6 +81,8 @@ def process_to_kill() -> int:
     children.
     """
     supervisor = os.getppid()
+    if supervisor != first_process:
+        return 0
     children = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
     name = os.environ[DIES]
     if name == "supervisor":
