@@ -33,7 +33,7 @@ from xxhash import xxh3_64_hexdigest
 
 from ..errors import BusyError, DieselError, FormatError
 from ..format.entries import Bytes
-from ..format.image import Image, ImageTooLarge, Shown, build_image
+from ..format.image import FORMAT_VERSION, Image, ImageTooLarge, Shown, build_image
 from ..format.snapshot.layout import content_mark
 from ..format.snapshot.reader import Snapshot
 from ..repository.private_copies import boot_id
@@ -93,9 +93,13 @@ def open_image(
 
 
 def _name(snapshot: Snapshot, shown: Shown) -> str:
-    """The name of the file of an image. The mark of the snapshot is in it: a user may have a forged
-    snapshot that calls itself by the same version."""
-    what = xxh3_64_hexdigest(content_mark(snapshot.buffer) + repr(shown).encode())
+    """The name of the file of an image.
+
+    The mark of the snapshot is in it, since a user may have a forged snapshot that calls itself by
+    the same version; and the version of the format, so that images of earlier ones are made again.
+    """
+    parts = content_mark(snapshot.buffer), repr((FORMAT_VERSION, shown)).encode()
+    what = xxh3_64_hexdigest(b"".join(parts))
     return f"{snapshot.identity.hex}-{snapshot.version:016x}-{what}.{boot_id()}"
 
 
@@ -113,8 +117,9 @@ def _open_kept(
             log.warning("the image %s is made again: %s", path, error.message)
         return None
     if (image.identity, image.version, image.shown) == (snapshot.identity, snapshot.version, shown):
+        now_ns = time.time_ns()  # the kernel's own clock for this only ticks every 4 ms
         with suppress(OSError):
-            os.utime(descriptor)  # says when it was used last
+            os.utime(descriptor, ns=(now_ns, now_ns))  # says when it was used last
         return image, descriptor
     os.close(descriptor)
     if warn:
@@ -218,11 +223,13 @@ def _prune(folder: Path, identity: UUID) -> None:
     """Remove images that no process has open: of this dataset all but those that were used last,
     and all that have not been used for long."""
     with suppress(OSError):
-        used_s = {path: path.stat().st_mtime for path in folder.iterdir() if path.name[0] != "."}
-        ours = [path for path in used_s if path.match(f"{identity.hex}-*.{boot_id()}")]
-        ours.sort(key=used_s.__getitem__)
-        too_old_s = time.time() - UNUSED_S_MAX
-        unused = [path for path, at_s in used_s.items() if at_s < too_old_s]
+        used_ns = {
+            path: path.stat().st_mtime_ns for path in folder.iterdir() if path.name[0] != "."
+        }
+        ours = [path for path in used_ns if path.match(f"{identity.hex}-*.{boot_id()}")]
+        ours.sort(key=used_ns.__getitem__)
+        too_old_ns = time.time_ns() - UNUSED_S_MAX * 10**9
+        unused = [path for path, at_ns in used_ns.items() if at_ns < too_old_ns]
         for path in {*ours[:-IMAGES_KEPT], *unused}:
             if not path.match(f"*.{boot_id()}.chain"):
                 with suppress(OSError):

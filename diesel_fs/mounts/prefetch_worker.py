@@ -215,7 +215,9 @@ class PrefetchWorker:
             self._page_cache.set_planned(is_planned=self._planner.has_streams)
             if self._invalidations:
                 wait_s = self._invalidate_some()
-            elif self._retired is not None and not self._planner.has_streams:
+            elif self._retired is not None:
+                if self._planner.has_streams:
+                    self._act(now_s)  # readers of a plan do not wait
                 wait_s = self._take_over_some()
             else:
                 wait_s = self._act(now_s)
@@ -236,6 +238,8 @@ class PrefetchWorker:
             missed = np.frombuffer(packed, "<i8")
             self._page_cache.note_reads()
             missed = missed[:: 1 + len(missed) // MISSES_MAX]
+            # Those of the version before, if any, may still come.
+            missed = missed[(missed >= 0) & (missed < len(self._snapshot))]
             if self._content is not None:
                 # Files of several chunks come faster by READs, which the kernel sends ahead.
                 missed = missed[self._snapshot.columns.flags[missed] & MANY_EXTENTS == 0]

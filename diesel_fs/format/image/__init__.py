@@ -9,7 +9,7 @@ file system), `file` (the file that holds both: `build_image` makes one, `Image`
 """
 
 from .addresses import BLOCK_BYTES, ImageTooLarge
-from .file import Image, build_image
+from .file import FORMAT_VERSION, Image, build_image
 from .tree import Shown
 
-__all__ = ["BLOCK_BYTES", "Image", "ImageTooLarge", "Shown", "build_image"]
+__all__ = ["BLOCK_BYTES", "FORMAT_VERSION", "Image", "ImageTooLarge", "Shown", "build_image"]

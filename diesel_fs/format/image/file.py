@@ -21,7 +21,11 @@ from .addresses import BLOCK_BYTES, DTYPES, Addresses, Columns, give_addresses, 
 from .tree import MAGIC, SUPERBLOCK_AT, Shown, Tree, check
 
 _TRAILER_MAGIC = b"\x93DIESIM\n"
-_FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""Of images that are built. Those of version 1 can be read: only the inodes of large files differ,
+which the kernel alone reads."""
+
+_OLDEST_VERSION = 1
 _TRAILER_BYTES = 512
 _ALIGNMENT = 64
 _TRAILER = struct.Struct("<8sHHI16sQ16sQQQQQIIIIq")
@@ -127,7 +131,7 @@ def _pieces(tree: Tree, chain: UUID, sequence: int) -> Iterator[Bytes]:
         at += len(padding)
         yield padding
     fixed = _TRAILER.pack(
-        *(_TRAILER_MAGIC, _FORMAT_VERSION, _TRAILER_BYTES, 0, snapshot.identity.bytes),
+        *(_TRAILER_MAGIC, FORMAT_VERSION, _TRAILER_BYTES, 0, snapshot.identity.bytes),
         *(snapshot.version, chain.bytes, sequence, addresses.end),
         *(len(snapshot), len(addresses.order), snapshot.chunk_count, hidden_number),
         *(shown.uid, shown.gid, shown.umask, shown.private_to),
@@ -170,7 +174,7 @@ def _parse_trailer(view: memoryview) -> tuple[_Trailer, list[tuple[int, int, int
     magic, format_version, length, flags, *fields = _TRAILER.unpack_from(trailer)
     if magic != _TRAILER_MAGIC:
         raise TruncatedError("truncated image: it has no trailer", offset=start)
-    if format_version > _FORMAT_VERSION:
+    if format_version > FORMAT_VERSION:
         raise NewerVersionError(f"an image with format version {format_version}")
     checksum_at = _TRAILER_BYTES - _CHECKSUM.size
     if _CHECKSUM.unpack_from(trailer, checksum_at)[0] != xxh3_64_intdigest(trailer[:checksum_at]):
@@ -197,7 +201,7 @@ def _parse_trailer(view: memoryview) -> tuple[_Trailer, list[tuple[int, int, int
     ]
     _check_parts(found, parts, start)
     spare = trailer[_TRAILER.size + len(_PARTS) * _PART.size : checksum_at]
-    if (format_version, length) != (_FORMAT_VERSION, _TRAILER_BYTES) or any(spare):
+    if format_version < _OLDEST_VERSION or length != _TRAILER_BYTES or any(spare):
         _corrupt("its trailer contradicts itself", start)
     return found, [(at, at + length, checksum) for at, length, checksum in parts]
 

@@ -62,7 +62,7 @@ class Erofs:
         self.features, _, devices, device_slot, folder_bits = rest
         require(magic == b"\xe2\xe1\xf5\xe0", "magic")
         require(1 << block_bits == BLOCK and slots == 0 and folder_bits == 0, "sizes of blocks")
-        require(self.features == 12 and b"\0" in self.name, "features")
+        require(self.features in (8, 12) and b"\0" in self.name, "features")
         require(devices == len(others), "devices")
         require(self.blocks * BLOCK <= len(primary), "a short file")
         self.known: dict[tuple[int, int], list[Item]] = {}
@@ -91,7 +91,10 @@ class Erofs:
         fields = struct.unpack_from("<HHHHQIIIIqII16s", self.primary, at)
         form, attributes, mode, spare, size, block, own_number, uid, gid, *rest = fields
         seconds, nanoseconds, links, spare2 = rest
-        require(form in (1, 5, 9) and not attributes, f"the form {form} of inode {number}")
+        require(
+            form in (1, 5, *[9] * (self.features == 12)) and not attributes,
+            f"the form {form} of inode {number}",
+        )
         require(not spare and not any(spare2), "bytes that are not in use")
         require(nanoseconds < 10**9 and 0 <= size < 1 << 63, "a time or size")
         mtime_ns = seconds * 10**9 + nanoseconds

@@ -1,6 +1,8 @@
-"""The golden image of format version 1: every later version of the code must read it alike."""
+"""Golden images of all format versions: every later version of the code must read them alike."""
 
 from pathlib import Path
+
+import pytest
 
 from diesel_fs.format.image import Image, Shown, build_image
 from diesel_fs.format.snapshot.reader import Snapshot
@@ -9,13 +11,19 @@ from tests.format.snapshot.oracle import IDENTITY, SMALL, build, shown
 from .test_tree import check_image
 from .trees import CHAIN
 
-GOLDEN = Path(__file__).parent / "golden" / "version-1.image"
+VERSIONS = (1, 2)
 SHOWN = Shown(uid=1000, gid=1001, umask=0o022)
 
 
-def test_the_golden_image_still_reads_the_same() -> None:
+def golden(version: int) -> Path:
+    """The golden image of a version of the format."""
+    return Path(__file__).parent / "golden" / f"version-{version}.image"
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_golden_image_still_reads_the_same(version: int) -> None:
     """It was made from `build(None, SMALL, [3, 9], version=12)`."""
-    image = Image(GOLDEN.read_bytes(), verify=True)
+    image = Image(golden(version).read_bytes(), verify=True)
     assert (image.identity, image.version, image.shown) == (IDENTITY, 12, SHOWN)
     assert (image.chain, image.sequence, image.end_block) == (CHAIN, 1, 48)
     assert image.entry_count == len(shown(SMALL))
@@ -33,12 +41,13 @@ def test_the_golden_image_still_reads_the_same() -> None:
 def test_the_format_has_not_changed() -> None:
     """If this fails, the format has changed: raise its version, and add another golden file."""
     snapshot = Snapshot(build(None, SMALL, [3, 9], version=12))
-    assert b"".join(build_image(snapshot, SHOWN, CHAIN)) == GOLDEN.read_bytes()
+    assert b"".join(build_image(snapshot, SHOWN, CHAIN)) == golden(VERSIONS[-1]).read_bytes()
 
 
-def test_the_next_image_needs_nothing_but_the_golden_one() -> None:
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_next_image_needs_nothing_but_the_golden_one(version: int) -> None:
     snapshot = Snapshot(build(None, SMALL, [3, 9], version=13))
-    golden = Image(GOLDEN.read_bytes(), verify=True)
-    following = Image(b"".join(build_image(snapshot, SHOWN, golden)), verify=True)
+    earlier = Image(golden(version).read_bytes(), verify=True)
+    following = Image(b"".join(build_image(snapshot, SHOWN, earlier)), verify=True)
     assert (following.chain, following.sequence, following.end_block) == (CHAIN, 2, 48)
-    assert following.first_block.tolist() == golden.first_block.tolist()
+    assert following.first_block.tolist() == earlier.first_block.tolist()

@@ -83,7 +83,7 @@ def test_E1_truncated_at_any_length() -> None:
         (GOOD + bytes(64), TruncatedError),
         (GOOD + GOOD[-TRAILER_BYTES:], CorruptError),
         (GOOD[:1024] + GOOD[4096 : -TRAILER_BYTES - 1], ForeignError),
-        (seal(GOOD, 8, b"\2"), NewerVersionError),
+        (seal(GOOD, 8, b"\3"), NewerVersionError),
         (seal(GOOD, 8, b"\0"), CorruptError),
         (seal(GOOD, 10, b"\1"), CorruptError),
         (seal(GOOD, 12, b"\1"), NewerVersionError),
