@@ -37,6 +37,20 @@ class ControlGroup:
         """The greatest memory that was charged at any time."""
         return int(self.peak_file.read_text())
 
+    def add(self, pid: int) -> None:
+        """Move a process into the group. What it has already stays charged to its old one."""
+        (self.folder / "cgroup.procs").write_text(str(pid))
+
+    def kernel_bytes(self) -> int:
+        """The memory of the kernel that is charged now: its objects, and buffers of sockets."""
+        first = self.folder / "memory.kmem.usage_in_bytes"
+        if first.exists():  # version 1
+            buffers = self.folder / "memory.kmem.tcp.usage_in_bytes"
+            return int(first.read_text()) + int(buffers.read_text())
+        lines = (self.folder / "memory.stat").read_text(encoding="ascii").splitlines()
+        sums = {name: int(value) for name, value in map(str.split, lines)}
+        return sums["kernel"] + sums["sock"]
+
 
 @contextmanager
 def control_group() -> Iterator[ControlGroup | None]:

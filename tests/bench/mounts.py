@@ -104,7 +104,7 @@ class Mount:
 
     def processor_s(self, supervisor: int) -> float:
         """The processor time that all processes of the mount have taken since their starts."""
-        return sum(map(_processor_s, members(os.getsid(supervisor))))
+        return sum(map(processor_s, members(os.getsid(supervisor))))
 
     def stop_pushing(self) -> None:
         """Kill the process that loads the page cache, while it is idle; the mount then answers
@@ -134,8 +134,9 @@ class Mount:
         return (self.path / ".diesel" / "stats").read_bytes()
 
 
-def _processor_s(pid: int) -> float:
-    """The processor time of a process by its own clock: /proc counts in hundredths of seconds."""
+def processor_s(pid: int) -> float:
+    """The processor time of a process since its start, by its own clock: /proc counts in hundredths
+    of seconds."""
     clock = ctypes.c_int()
     if ctypes.CDLL(None).clock_getcpuclockid(pid, ctypes.byref(clock)):
         return 0.0  # it has ended

@@ -2,32 +2,64 @@
 matplotlib."""
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from .dlcmd import TREE
 from .peers import installed, output_of
+from .samples import PeerMissing, Rounds, Samples, say
+from .workbench import Workbench
 
 PROGRAM = Path(__file__).with_name("plot_program.py")
+TRIED = TREE / "build"
+"""The folder for plots of runs with one round or small inputs, and of those that lack a peer; the
+plots beside this module show medians of full runs."""
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
-    """One line of a plot: its name, and its value at each x."""
+class Plot:
+    """A plot of the sides of a benchmark over x values. Its axes are logarithmic, or with
+    `over_time` linear. `events` are x values that have a name."""
 
-    name: str
-    values: Sequence[float]
+    name: str  # of its file
+    title: str
+    x_name: str
+    y_name: str
+    places: Sequence[float]
+    over_time: bool = False
+    events: Sequence[tuple[float, str]] = ()
+
+    @property
+    def quantities(self) -> list[str]:
+        """The names of the figures that each side has measured, one for each x value."""
+        return [str(place) for place in self.places]
 
 
-def plot_lines(
-    file: Path, title: str, x_name: str, y_name: str, places: Sequence[int], lines: Sequence[Line]
-) -> None:
-    """Draw lines over the same x values into a PNG. Raises PeerMissing without matplotlib."""
+def plot_medians(bench: Workbench, plot: Plot, rounds: Rounds, shown: Mapping[str, str]) -> None:
+    """Draw the median of each figure, for the sides of `shown` that were measured, which are given
+    other names in the plot. Without matplotlib there is no plot, which is said."""
+    lines: list[dict[str, object]] = []
+    for side, name in shown.items():
+        measured = [rounds.of(side, quantity) for quantity in plot.quantities]
+        medians = [each.median for each in measured if isinstance(each, Samples)]
+        if len(medians) == len(measured):
+            lines.append({"name": name, "values": medians})
+    is_whole = bench.rounds > 1 and bench.divisor == 1 and len(lines) == len(shown)
+    file = (PROGRAM.parent if is_whole else TRIED) / f"{plot.name}.png"
+    file.parent.mkdir(exist_ok=True)
     drawn = {
-        "title": title,
-        "x": x_name,
-        "y": y_name,
-        "places": list(places),
-        "lines": [asdict(line) for line in lines],
+        "title": plot.title,
+        "x": plot.x_name,
+        "y": plot.y_name,
+        "places": list(plot.places),
+        "over_time": plot.over_time,
+        "events": list(plot.events),
+        "lines": lines,
     }
-    output_of([installed("python"), "-P", str(PROGRAM), str(file), json.dumps(drawn)])
+    try:
+        output_of([installed("python"), "-P", str(PROGRAM), str(file), json.dumps(drawn)])
+    except PeerMissing as error:
+        say(f"NOT PLOTTED: {error}")
+    else:
+        say(f"plotted as {file}")

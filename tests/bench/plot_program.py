@@ -13,17 +13,29 @@ WIDTH_INCHES, HEIGHT_INCHES, DOTS_PER_INCH = 8, 4.5, 110
 
 
 def main(file: str, text: str) -> None:
-    """Draw the plot; both axes are logarithmic."""
+    """Draw the plot. Both axes are logarithmic, or with `over_time` both are linear, and the lines
+    have no marks."""
     drawn = json.loads(text)
     figure = Figure(figsize=(WIDTH_INCHES, HEIGHT_INCHES), layout="constrained")
     axes = figure.add_subplot()
     for line in drawn["lines"]:
-        axes.plot(drawn["places"], line["values"], marker="o", label=line["name"])
+        marker = "" if drawn["over_time"] else "o"
+        axes.plot(drawn["places"], line["values"], marker=marker, label=line["name"])
     axes.set(title=drawn["title"], xlabel=drawn["x"], ylabel=drawn["y"])
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xticks(drawn["places"], [str(place) for place in drawn["places"]])
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    if drawn["over_time"]:
+        axes.set_ylim(bottom=0)
+    else:
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xticks(drawn["places"], [str(place) for place in drawn["places"]])
+    for place, what in drawn["events"]:
+        axes.axvline(place, color="black", linestyle=":")
+        above = axes.get_xaxis_transform()  # x in the data, y in parts of the height
+        axes.text(place, 0.98, what, transform=above, fontsize="small", rotation=90, va="top")
+    figures = FuncFormatter(lambda value, _: f"{value:,.0f}")
+    axes.yaxis.set_major_formatter(figures)
+    if axes.yaxis.get_minorticklabels():
+        axes.yaxis.set_minor_formatter(figures)
     axes.grid(visible=True, which="major", alpha=0.4)
     axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
     figure.savefig(file, dpi=DOTS_PER_INCH, metadata={"Software": None})

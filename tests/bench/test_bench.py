@@ -4,15 +4,19 @@ than no bench. Nothing is timed here."""
 import io
 import json
 import os
+import socket
 import subprocess
 import sys
 import tarfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypedDict
 
 import numpy as np
 import pytest
+
+from tests.server.program import until
 
 from . import memory, results
 from .cases import BENCHMARKS, chosen
@@ -23,7 +27,7 @@ from .inputs import D4, Shape, make, tar_stream
 from .loops import run_loop, waiting_loop
 from .loops_program import LOOPS
 from .mounts import is_mounted
-from .peers import kernel_images
+from .peers import data_plane, kernel_images
 from .peers.pythons import python
 from .reader import compile_reader, read_files, write_list
 from .report import Row, at_least, at_most, table, within
@@ -202,6 +206,29 @@ def test_the_kernel_shows_what_was_packed_into_an_image(tmp_path: Path, name: st
     assert not is_mounted(mountpoint)
 
 
+class JsonRow(TypedDict):
+    """A row as `--json` writes it; of its members those that are looked at here."""
+
+    name: str
+    unit: str
+    ours: float
+    against: str
+    other: float | None
+    not_measured: list[str]
+
+
+def rows_of(folder: Path, names: str, *options: str) -> list[JsonRow]:
+    """Run some benchmarks with tiny inputs, which must measure our side; the rows."""
+    file = folder / "rows.json"
+    words = ["--quick", "--divisor", "100", "--keep", str(folder / "work"), "--json", str(file)]
+    command = [sys.executable, "-m", "tests.bench", *words, *options, names]
+    subprocess.run(command, check=False, cwd=TREE)
+    rows: list[JsonRow] = json.loads(file.read_text())["rows"]
+    problems = [problem for row in rows for problem in row["not_measured"]]
+    assert [problem for problem in problems if ": ours: " in problem] == []
+    return rows
+
+
 @pytest.mark.parametrize(
     ("session", "names", "requests_an_open"),
     [
@@ -216,12 +243,7 @@ def test_the_group_native_measures_every_row_of_a_session(
     `open` opens, and the native session answers it in the kernel."""
     if session == "native" and os.geteuid():
         pytest.skip("only root can make native mounts")
-    file, options = tmp_path / "rows.json", ["--quick", "--divisor", "100", "--session", session]
-    command = [sys.executable, "-m", "tests.bench", *options, "--keep", str(tmp_path / "work")]
-    subprocess.run([*command, "--json", str(file), names], check=False, cwd=TREE)
-    rows = json.loads(file.read_text())["rows"]
-    problems = [problem for row in rows for problem in row["not_measured"]]
-    assert [problem for problem in problems if ": ours: " in problem] == []
+    rows = rows_of(tmp_path, names, "--session", session)
     measured = {(row["name"], row["unit"]): row["ours"] for row in rows}
     loops = [name for name, unit in measured if "second epoch, open()" in name]
     assert len(loops) in (3, 6)
@@ -230,6 +252,61 @@ def test_the_group_native_measures_every_row_of_a_session(
         more = asked - requests_an_open * len(loops) * files
         assert 0 <= more < files / 4, "the kernel may have reclaimed some pages, but not many"
     assert not list((tmp_path / "work" / "work").glob("*"))
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("tasks-reads", 8),
+        ("tasks-local", 2),
+        pytest.param("tasks-mount", 4, marks=pytest.mark.fuse),
+        pytest.param("tasks-large", 1, marks=pytest.mark.fuse),
+        pytest.param("tasks-clients", 15, marks=pytest.mark.fuse),
+        ("tasks-connections", 6),
+        ("tasks-deaths", 10),
+        ("tasks-egress", 3),
+        ("tasks-cold", 2),
+        ("tasks-recovery", 3),
+        ("tasks-policies", 3),
+        ("tasks-too-large", 1),
+    ],
+)
+def test_each_benchmark_of_tasks_measures_every_row(tmp_path: Path, name: str, count: int) -> None:
+    """With tiny inputs, and with the peers that are installed. Some have more rows where links can
+    be limited, or where clients connect to all masters."""
+    rows = rows_of(tmp_path, name)
+    assert len(rows) >= count
+    assert all(row["ours"] >= 0 for row in rows)
+    rates = [row for row in rows if row["unit"] in ("files/s", "MB/s")]
+    assert all(row["ours"] > 0 for row in rates if "after" not in row["name"])
+    lost = [row for row in rows if row["against"] and row["other"] is None]
+    assert all(row["not_measured"] for row in lost), "a peer is missing, and it is not said"
+
+
+def test_the_prototype_gives_right_files_and_its_client_finds_wrong_ones(tmp_path: Path) -> None:
+    folder, sums = make(SMALL, tmp_path), tmp_path / "sums"
+    paths = write_list((f"{folder}/{path}" for path in SMALL.paths()), tmp_path / "paths")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+    program = [sys.executable, "-P", str(data_plane.PROGRAM)]
+    words = {"seed": 0, "seconds": 0.01, "start_s": 0.0}
+    orders = [{"do": "steady_singles", **words}, {"do": "steady_batches", "size": 4, **words}]
+
+    def read(order: dict[str, object]) -> "subprocess.CompletedProcess[str]":
+        command = [*program, "read", address, str(sums), str(SMALL.file_bytes)]
+        text = json.dumps(order) + "\n"
+        return subprocess.run(command, input=text, check=False, capture_output=True, text=True)
+
+    with subprocess.Popen([*program, "serve", address, str(sums), str(paths), "0", "1"]) as server:
+        try:
+            until(lambda: not read(orders[0]).returncode, "the prototype")
+            for order in orders:
+                assert json.loads(read(order).stdout)["files/s"] > 0
+            sums.write_bytes(bytes(8 * SMALL.files))
+            for order in orders:
+                assert read(order).stderr == "wrong bytes\n"
+        finally:
+            server.kill()
 
 
 def test_a_session_that_this_version_lacks_is_said(tmp_path: Path) -> None:

@@ -5,24 +5,32 @@ from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 
-from ..dlcmd import TREE, Dlcmd
+from ..dlcmd import Dlcmd
 from ..epochs import Order, files_per_s, prepared, random_order, read_epoch
 from ..inputs import D4
 from ..peers import ratarmount, squashfuse, tar, tmpfs
-from ..plot import Line, plot_lines
+from ..plot import Plot, plot_medians
 from ..report import Row
-from ..samples import OURS, Rounds, Samples, Side, alternate, say
+from ..samples import OURS, Side, alternate
 from ..workbench import Workbench
 from .kernel import ONESHOT, OVER_PYFUSE3, PYFUSE3
 
 READERS = (1, 2, 4, 8, 16)
-OURS_SHOWN = "DIESEL-FS, kernel session"
 PEERS = (tmpfs.NAME, squashfuse.NAME, ratarmount.NAME, OVER_PYFUSE3)
-
-PLOT = Path(__file__).parents[1] / "readers.png"
-PLOT_TRIED = TREE / "build" / "readers.png"
-"""The plot of a run with one round or small inputs; the plot in the tree shows medians of full
-runs."""
+SHOWN = {
+    tmpfs.NAME: tmpfs.NAME,
+    OURS: "DIESEL-FS, kernel session",
+    OVER_PYFUSE3: OVER_PYFUSE3,
+    squashfuse.NAME: squashfuse.NAME,
+    ratarmount.NAME: ratarmount.NAME,
+}
+PLOT = Plot(
+    "readers",
+    "20,000 files of 4 KiB in random order, second and later epochs",
+    "readers at once",
+    "files read a second",
+    READERS,
+)
 
 
 def measure(bench: Workbench) -> list[Row]:
@@ -87,7 +95,7 @@ def measure(bench: Workbench) -> list[Row]:
             OVER_PYFUSE3: lambda: ours(PYFUSE3),
         }
         rounds = alternate(bench.rounds, sides)
-    _plot(bench, rounds)
+    plot_medians(bench, PLOT, rounds, SHOWN)
     return [
         Row(
             f"kernel {shape.name}, {readers} reader{'s' * (readers > 1)}",
@@ -99,18 +107,3 @@ def measure(bench: Workbench) -> list[Row]:
         for readers in READERS
         for peer in PEERS
     ]
-
-
-def _plot(bench: Workbench, rounds: Rounds) -> None:
-    lines: list[Line] = []
-    for side in (tmpfs.NAME, OURS, OVER_PYFUSE3, squashfuse.NAME, ratarmount.NAME):
-        measured = [rounds.of(side, str(readers)) for readers in READERS]
-        medians = [each.median for each in measured if isinstance(each, Samples)]
-        if len(medians) == len(READERS):
-            lines.append(Line(OURS_SHOWN if side == OURS else side, medians))
-    whole = bench.rounds > 1 and bench.divisor == 1 and len(lines) == len(PEERS) + 1
-    file = PLOT if whole else PLOT_TRIED
-    file.parent.mkdir(exist_ok=True)
-    title = "20,000 files of 4 KiB in random order, second and later epochs"
-    plot_lines(file, title, "readers at once", "files read a second", READERS, lines)
-    say(f"plotted as {file}")

@@ -4,6 +4,7 @@ A module raises PeerMissing if its peer cannot run here. The peers' Python packa
 an environment of their own, which `make bench` makes, since they need older libraries than ours.
 """
 
+import os
 import shutil
 import subprocess
 import sys
@@ -26,8 +27,8 @@ def installed(name: str) -> str:
 
 
 def system_program(name: str) -> str:
-    """The path of a program of the system."""
-    found = shutil.which(name)
+    """The path of a program of the system, which may be one for its administrator."""
+    found = shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
     if found is None:
         raise PeerMissing(f"there is no {name} here: deploy/prepare.sh bench installs it")
     return found

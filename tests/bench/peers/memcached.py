@@ -2,8 +2,6 @@
 
 The servers have the same memory as our masters, and use the same network and machine."""
 
-import json
-import shutil
 import subprocess
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -14,8 +12,9 @@ from typing import Self
 from tests.peers.nodes import NodeHost, Nodes, end
 from tests.server.program import until
 
+from ..client_process import ClientProcess
 from ..samples import PeerMissing
-from . import DEADLINE_S, installed
+from . import installed, output_of, system_program
 
 NAME = "memcached"
 PORT = 11211
@@ -26,11 +25,8 @@ class Cluster:
     """The servers, one on each node, which share `memory_bytes`."""
 
     def __init__(self, nodes: Nodes, memory_bytes: int) -> None:
-        found = shutil.which("memcached", path="/usr/local/bin:/usr/bin:/usr/sbin")
-        if found is None:
-            raise PeerMissing("memcached is not installed")
-        installed("python")
-        self._program = found
+        self._program = system_program("memcached")
+        output_of([installed("python"), "-P", "-c", "import pylibmc"])
         self._nodes = nodes
         self._megabytes = max(memory_bytes // len(nodes) >> 20, 64)
         self._servers: dict[int, subprocess.Popen[bytes]] = {}
@@ -51,6 +47,7 @@ class Cluster:
 
     @property
     def servers(self) -> str:
+        """The addresses of all servers, as clients are given them."""
         return ",".join(f"{node.address}:{PORT}" for node in self._nodes)
 
     def start(self, rank: int) -> None:
@@ -63,39 +60,22 @@ class Cluster:
         until(lambda: any(each.port == PORT for each in place.sockets(listening=True)), "memcached")
 
     def kill(self, rank: int) -> None:
+        """End the server of a node as a crash does."""
         end(self._servers[rank])
 
-    def run(self, place: NodeHost, order: Mapping[str, object]) -> dict[str, float]:
-        """Run a client on a node with one command, and return its answer
-        (`memcached_program.py`)."""
-        done = place.run(
-            *(installed("python"), "-P", _PROGRAM, self.servers),
-            said=json.dumps(order) + "\n", check=False, timeout_s=DEADLINE_S,
-        )  # fmt: skip
-        if done.returncode:
-            raise PeerMissing(f"its client ended with {done.returncode}: {done.stderr[-300:]}")
-        report: dict[str, float] = json.loads(done.stdout)
-        return report
+    def client(self, place: NodeHost, *options: str) -> ClientProcess:
+        """Start a client of all servers on a node (`memcached_program.py`), which ends with the
+        cluster."""
+        return self.client_of(place, self.servers, *options)
 
-    def start_client(
-        self, place: NodeHost, order: Mapping[str, object]
-    ) -> "subprocess.Popen[bytes]":
-        """Start a client on a node, for several at once; `answer` waits for its end."""
-        process = place.start(
-            *(installed("python"), "-P", _PROGRAM, self.servers), stdin=subprocess.PIPE
+    def client_of(self, place: NodeHost, servers: str, *options: str) -> ClientProcess:
+        """A client of these servers, which may be proxies."""
+        client = ClientProcess(
+            place, installed("python"), "-P", _PROGRAM, servers, *options, failure=PeerMissing
         )
-        self._stack.callback(end, process)
-        assert process.stdin is not None
-        process.stdin.write(json.dumps(order).encode() + b"\n")
-        process.stdin.close()
-        return process
+        self._stack.callback(client.close)
+        return client
 
-
-def answer(process: "subprocess.Popen[bytes]") -> dict[str, float]:
-    """The answer of a client that `start` has started."""
-    assert process.stdout is not None
-    line = process.stdout.read()
-    if process.wait(DEADLINE_S):
-        raise PeerMissing(f"its client ended with {process.returncode}")
-    report: dict[str, float] = json.loads(line)
-    return report
+    def run(self, place: NodeHost, order: Mapping[str, object]) -> dict[str, float]:
+        """Run a client on a node with one order, and return its answer."""
+        return self.client(place).run(**order)

@@ -1,0 +1,98 @@
+"""Programs that read on a node of a task, and are told what to read: ours, and those of the peers.
+
+Each reads orders as lines of JSON, and answers each with a line of JSON. They stay for a whole
+benchmark, so that no start of a program is in a figure.
+"""
+
+import json
+import subprocess
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tests.peers.nodes import NodeHost, end
+
+from .samples import say
+
+HEAD_START_S = 0.5
+"""What clients that begin together have to draw their files."""
+
+SECONDS = 2.0
+"""How long clients read for one sample."""
+
+RATE = "files/s"
+_ANSWER_S = 600.0  # to fill a memcached file by file, and to refill it, takes minutes
+_END_S = 20.0
+
+
+class ClientProcess:
+    """A program on a node that answers orders. Where it ends by itself, `failure` is raised."""
+
+    def __init__(
+        self, place: NodeHost, *words: str | Path, failure: type[Exception] = AssertionError
+    ) -> None:
+        self.place = place
+        self._failure = failure
+        self._log = (place.folder / f"client-{id(self)}.log").open("w+b")
+        self._process = place.start(*words, log=self._log, stdin=subprocess.PIPE)
+
+    def send_order(self, order: Mapping[str, object]) -> None:
+        """Send an order, whose answer `answer` waits for."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(order).encode() + b"\n")
+        self._process.stdin.flush()
+
+    def answer(self) -> dict[str, float]:
+        """The answer to the oldest order that has not been answered. A program that does not answer
+        is killed."""
+        assert self._process.stdout is not None
+        timer = threading.Timer(_ANSWER_S, self._process.kill)
+        timer.start()
+        try:
+            line = self._process.stdout.readline()
+        finally:
+            timer.cancel()
+        if not line:
+            self._log.seek(0)
+            raise self._failure(f"a reader ended: {self._log.read()[-2000:]!r}")
+        said: dict[str, float] = json.loads(line)
+        return said
+
+    def run(self, **order: object) -> dict[str, float]:
+        """Send an order and wait for its answer."""
+        self.send_order(order)
+        return self.answer()
+
+    def close(self) -> None:
+        """End the program as a training process ends."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            say("a reader does not end")
+        end(self._process)
+        self._log.close()
+
+
+def read_together(
+    clients: Sequence[ClientProcess], do: str, seconds: float, **order: object
+) -> list[dict[str, float]]:
+    """Let all clients read for some seconds, from the same moment on, each in an order of its own.
+
+    A client may answer how many files it `missed`, which must be none.
+    """
+    start_s = time.monotonic() + HEAD_START_S
+    for seed, client in enumerate(clients):
+        client.send_order({"do": do, "seed": seed, "seconds": seconds, "start_s": start_s, **order})
+    said = [client.answer() for client in clients]
+    assert not any(each.get("missed") for each in said), "files are missing from a cache"
+    return said
+
+
+def rate_together(
+    clients: Sequence[ClientProcess], do: str, seconds: float, **order: object
+) -> dict[str, float]:
+    """The files a second that all clients read together, as `read_together` lets them read."""
+    return {RATE: sum(each[RATE] for each in read_together(clients, do, seconds, **order))}

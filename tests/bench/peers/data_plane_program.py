@@ -1,0 +1,238 @@
+"""The prototype of a task's data plane: a server that is a bare `epoll` loop, and a client with a
+blocking socket to each server. It shows what plain Python can do, and is no product code.
+
+    python data_plane_program.py serve HOST:PORT SUMS PATHS RANK SERVERS
+    python data_plane_program.py read HOST:PORT,... SUMS,... SIZE
+
+A server has every file of the list PATHS (each path ends in NUL) whose number modulo SERVERS is
+RANK, in one memory; all files have the same size. It writes their sums (XXH3, 64 bits, little
+endian) to the file SUMS before it listens. The client, of files of SIZE bytes, reads orders as
+lines of JSON, and answers so. It begins at B of `time.monotonic()`, and reads for T seconds:
+
+    {"do": "steady_batches", "seed": S, "seconds": T, "start_s": B, "size": M}
+    {"do": "steady_singles", "seed": S, "seconds": T, "start_s": B}
+
+A request is a u32 count and as many records of u32 file and u32 size. The answer is the bytes in
+this order and nothing else, as the client knows all sizes. The client sends its requests to all
+servers before it reads any answer, and checks the sum of every file.
+"""
+
+import json
+import os
+import random
+import select
+import socket
+import struct
+import sys
+import time
+from collections.abc import Sequence
+from itertools import cycle
+
+import numpy as np
+import numpy.typing as npt
+from xxhash import xxh3_64_intdigest
+
+DRAWN, DRAWN_SINGLES = 1024, 1 << 17
+"""Batches, and single files, that are drawn before the time counts; they are read again and
+again."""
+
+BUFFER_BYTES = 1 << 20
+IOV_MAX = 1024  # slices in one sendmsg
+BACKLOG = 128
+_HEAD = struct.Struct("<I")
+_SINGLE = struct.Struct("<III")
+
+Sums = npt.NDArray[np.uint64]
+
+
+def serve(listener: socket.socket, memory: memoryview, size: int) -> None:
+    """Answer requests for ever. One that does not fit a segment, as no request here is, ends the
+    server."""
+    listener.setblocking(False)
+    epoll = select.epoll()
+    epoll.register(listener, select.EPOLLIN)
+    clients: dict[int, socket.socket] = {}
+    unsent: dict[int, list[memoryview]] = {}
+    buffer = bytearray(BUFFER_BYTES)
+    view = memoryview(buffer)
+    while True:
+        for number, event in epoll.poll():
+            if number == listener.fileno():
+                client = listener.accept()[0]
+                client.setblocking(False)
+                client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                clients[client.fileno()] = client
+                epoll.register(client, select.EPOLLIN)
+                continue
+            client = clients[number]
+            if event & select.EPOLLOUT:
+                parts = unsent.pop(number)
+            else:
+                length = client.recv_into(buffer)
+                if not length:
+                    epoll.unregister(number)
+                    clients.pop(number).close()
+                    continue
+                count = _HEAD.unpack_from(buffer)[0]
+                if length != 4 + 8 * count:
+                    raise SystemExit("a request came in pieces")
+                if count == 1:  # one small answer nearly always fits the socket's buffer
+                    at = _HEAD.unpack_from(buffer, 4)[0] * size
+                    if client.send(memory[at : at + size]) == size:
+                        continue
+                    raise SystemExit("an answer of one file was not sent in one piece")
+                files = np.frombuffer(view[4:length], "<u4")[::2].astype(np.int64)
+                parts = [memory[at : at + size] for at in (files * size).tolist()]
+            _send(client, parts, size)
+            if parts:
+                unsent[number] = parts
+            if parts or event & select.EPOLLOUT:
+                epoll.modify(number, select.EPOLLOUT if parts else select.EPOLLIN)
+
+
+def _send(client: socket.socket, parts: list[memoryview], size: int) -> None:
+    """Send as much as the socket takes; what remains is left in `parts`. Only the first one may be
+    shorter than `size`."""
+    while parts:
+        try:
+            sent = client.sendmsg(parts[:IOV_MAX])
+        except BlockingIOError:
+            return
+        first = len(parts[0])
+        if sent < first:
+            parts[0] = parts[0][sent:]
+            continue
+        whole, rest = divmod(sent - first, size)
+        del parts[: whole + 1]
+        if rest:
+            parts[0] = parts[0][rest:]
+
+
+class Client:
+    """Blocking connections to all servers, and the sums of their files, which have `size` bytes."""
+
+    def __init__(self, addresses: Sequence[str], sums: Sequence[Sums], size: int) -> None:
+        self._sums = sums
+        self._size = size
+        self._files = sum(map(len, sums))
+        self._sockets: list[socket.socket] = []
+        for address in addresses:
+            opened = socket.create_connection(_place(address))
+            opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._sockets.append(opened)
+
+    def steady_batches(
+        self, seed: int, seconds: float, size: int, start_s: float
+    ) -> dict[str, float]:
+        """Read batches of `size` random files."""
+        draw = np.random.default_rng(seed)
+        wanted = [draw.choice(self._files, size, replace=False) for _ in range(DRAWN)]
+        buffers = [memoryview(bytearray(self._size * size)) for _ in self._sockets]
+        self._read(wanted[0], buffers)
+        done, start_s = 0, _wait_until(start_s)
+        now_s, end_s = start_s, start_s + seconds
+        for files in cycle(wanted):
+            self._read(files, buffers)
+            done += size
+            now_s = time.monotonic()
+            if now_s >= end_s:
+                break
+        return {"files/s": done / (now_s - start_s)}
+
+    def _read(self, files: npt.NDArray[np.int64], buffers: Sequence[memoryview]) -> None:
+        sockets, size, servers = self._sockets, self._size, len(self._sockets)
+        asked = []
+        for server, peer in enumerate(sockets):
+            mine = files[files % servers == server] // servers
+            if len(mine):
+                records = np.empty((len(mine), 2), "<u4")
+                records[:, 0], records[:, 1] = mine, size
+                peer.sendall(_HEAD.pack(len(mine)) + records.tobytes())
+                asked.append((server, mine))
+        for server, mine in asked:
+            length, got, buffer = size * len(mine), 0, buffers[server]
+            while got < length:
+                count = sockets[server].recv_into(buffer[got:length])
+                if not count:
+                    raise SystemExit("a server has closed the connection")
+                got += count
+            for place, expected in enumerate(self._sums[server][mine].tolist()):
+                if xxh3_64_intdigest(buffer[place * size : (place + 1) * size]) != expected:
+                    raise SystemExit("wrong bytes")
+
+    def steady_singles(self, seed: int, seconds: float, start_s: float) -> dict[str, float]:
+        """Read random files one by one."""
+        wanted = random.Random(seed).choices(range(self._files), k=DRAWN_SINGLES)
+        sockets, size, servers = self._sockets, self._size, len(self._sockets)
+        known: list[list[int]] = [each.tolist() for each in self._sums]
+        buffer = memoryview(bytearray(size))
+        done, start_s = 0, _wait_until(start_s)
+        now_s, end_s = start_s, start_s + seconds
+        for file in cycle(wanted):
+            place, server = divmod(file, servers)
+            peer, got = sockets[server], 0
+            peer.sendall(_SINGLE.pack(1, place, size))
+            while got < size:
+                count = peer.recv_into(buffer[got:])
+                if not count:
+                    raise SystemExit("a server has closed the connection")
+                got += count
+            if xxh3_64_intdigest(buffer) != known[server][place]:
+                raise SystemExit("wrong bytes")
+            done += 1
+            now_s = time.monotonic()
+            if now_s >= end_s:
+                break
+        return {"files/s": done / (now_s - start_s)}
+
+
+def _wait_until(start_s: float) -> float:
+    """Wait until this moment of `time.monotonic()`; the moment when that was over."""
+    time.sleep(max(0.0, start_s - time.monotonic()))
+    return time.monotonic()
+
+
+def _place(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host, int(port)
+
+
+def load_and_serve(address: str, sums: str, paths: str, rank: str, servers: str) -> None:
+    """Read the server's files, write their sums, and serve."""
+    with open(paths, "rb") as opened:
+        mine = opened.read().split(b"\0")[:-1][int(rank) :: int(servers)]
+    memory, size = bytearray(), os.path.getsize(mine[0])
+    for path in mine:
+        with open(path, "rb") as file:
+            memory += file.read()
+    if len(memory) != size * len(mine):
+        raise SystemExit("the files have not all the same size")
+    view = memoryview(memory).toreadonly()
+    digests = [xxh3_64_intdigest(view[at : at + size]) for at in range(0, len(view), size)]
+    with open(sums, "wb") as file:
+        file.write(np.array(digests, "<u8").tobytes())
+    serve(socket.create_server(_place(address), backlog=BACKLOG), view, size)
+
+
+def obey(addresses: str, sums: str, size: str) -> None:
+    """Connect to all servers, and answer orders."""
+    columns = [np.fromfile(file, "<u8") for file in sums.split(",")]
+    client = Client(addresses.split(","), columns, int(size))
+    for line in sys.stdin:
+        order = json.loads(line)
+        run = (
+            client.steady_batches if order.pop("do") == "steady_batches" else client.steady_singles
+        )
+        print(json.dumps(run(**order)), flush=True)
+
+
+def main(do: str, *words: str) -> None:
+    """Run a server or a client."""
+    if do == "serve":
+        load_and_serve(*words)
+    else:
+        obey(*words)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

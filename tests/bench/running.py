@@ -1,0 +1,196 @@
+"""A task of some nodes for a benchmark: its dataset, a master on each node, and clients.
+
+Nodes are network namespaces of this machine (loopback addresses where there are none), so all of
+them share its processors with their readers; all sides do. The store is an S3 server of the bench's
+own in this process, whose every request takes `STORE_S`, which is quick for an object store; where
+nothing else is said, the data are in the caches before anything is timed.
+"""
+
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from tests.peers.nodes import NodeHost, Nodes
+from tests.peers.running import DATASET, RunningTask
+
+from .client_process import ClientProcess
+from .epochs import prepared
+from .inputs import Shape
+from .peers import memcached
+from .reader import write_list
+from .samples import PeerMissing, say
+from .workbench import Workbench
+
+NODES = 4
+BATCH = 128  # files in one request
+STORE_S = 0.005
+CLIENT_BYTES, CLIENT_PART = 8 << 20, 1 / 16
+"""Memory of each client, at most so much, and this part of the dataset: nearly nothing of it, so
+that the task's cache serves what it reads."""
+
+MASTER_PART = 1.5 / NODES  # the part of the dataset that fits the memory of a node
+CHUNK_BYTES, CHUNK_BYTES_MIN = 4 << 20, 64 << 10
+WARM_S = 120.0
+
+
+def connected(place: NodeHost, options: Mapping[str, object]) -> ClientProcess:
+    """Start a process that opens a dataset on a node (`probes/task.py`); its first answer tells
+    that it has."""
+    client = ClientProcess(place, sys.executable, "-m", "tests.bench.probes.task")
+    client.send_order(options)
+    return client
+
+
+class Running:
+    """A task of some nodes, and its clients."""
+
+    def __init__(
+        self,
+        stack: ExitStack,
+        bench: Workbench,
+        shape: Shape,
+        source: Path,
+        nodes: Nodes,
+        chunk_bytes: int,
+    ) -> None:
+        self.shape = shape
+        self.source = source
+        self.nodes = nodes
+        chunk_bytes = max(chunk_bytes // bench.divisor, CHUNK_BYTES_MIN)
+        self.task = stack.enter_context(
+            RunningTask(nodes, files=shape.files, source=source, chunk_bytes=chunk_bytes)
+        )
+        self.task.s3.delay_s = STORE_S
+        self.clients: list[ClientProcess] = []
+        self._serial = 0
+
+    def start(self, **options: object) -> None:
+        """Start a new task: a master on each node, and a client of it."""
+        self.stop()
+        self._serial += 1
+        self.task.name = f"bench{self._serial}"
+        part = max(MASTER_PART, 1.5 / len(self.nodes))
+        options = {"task_memory_bytes": int(part * self.task.stored_bytes), **options}
+        self.clients = self.join(range(len(self.nodes)), **options)
+        self.task.gathered()
+
+    def join(self, ranks: Sequence[int], **options: object) -> list[ClientProcess]:
+        """Start a client of the task on each of these nodes, with a master where there is none."""
+        clients = [connected(self.nodes[rank], {**self.member(rank), **options}) for rank in ranks]
+        for client in clients:
+            client.answer()
+        for client in clients:
+            client.run(do="batches", seed=0, count=1, size=1)  # afterwards it is connected
+        return clients
+
+    def member(self, rank: int) -> dict[str, object]:
+        """The arguments of `connect` that make a client of the task on a node."""
+        return {
+            "dataset": DATASET,
+            "task": self.task.name,
+            "rank": rank,
+            "world": len(self.nodes),
+            "listen": f"{self.nodes[rank].address}:0",
+            "memory_bytes": self.client_bytes,
+        }
+
+    @property
+    def client_bytes(self) -> int:
+        """The memory of a client."""
+        return min(CLIENT_BYTES, int(CLIENT_PART * self.task.stored_bytes))
+
+    def stop(self) -> None:
+        """End the task's clients; its masters are killed."""
+        for client in self.clients:
+            client.close()
+        self.clients = []
+        for rank in range(len(self.nodes)):
+            self.nodes[rank].kill()
+            runtime = Path(self.nodes[rank].environment["XDG_RUNTIME_DIR"])
+            for left in runtime.rglob("socket"):
+                left.unlink()
+
+    def all(self, **order: object) -> list[dict[str, float]]:
+        """Give an order to all clients at once."""
+        for client in self.clients:
+            client.send_order(order)
+        return [client.answer() for client in self.clients]
+
+    def warm_s(self) -> float:
+        """The seconds until every chunk is in the memory of its owner."""
+        start_s = time.perf_counter()
+        for part, client in enumerate(self.clients):
+            client.send_order({"do": "touch", "part": part, "of": len(self.clients)})
+        self.wait_whole(range(len(self.nodes)))
+        seconds = time.perf_counter() - start_s
+        for client in self.clients:
+            client.answer()
+        return seconds
+
+    def wait_whole(self, ranks: Sequence[int]) -> None:
+        """Wait until these masters have all chunks that they own, and together own all chunks."""
+        end_s = time.monotonic() + WARM_S
+        while not self.is_whole(ranks):
+            assert time.monotonic() < end_s, "the task does not get warm"
+            time.sleep(0.01)
+
+    def is_whole(self, ranks: Sequence[int]) -> bool:
+        """Whether these masters are all that there are, and have all chunks that they own."""
+        stats = [self.task.stats(rank) for rank in ranks]
+        held = [each["node_cache"] for each in stats]
+        if any(each["members"] != len(stats) for each in stats):
+            return False
+        return all(
+            isinstance(each, dict) and each["share_chunks"] == each["share_held_chunks"]
+            for each in held
+        )
+
+    def paths(self) -> str:
+        """The list of files that a client of memcached reads."""
+        file = self.nodes.folder / "paths"
+        return str(file if file.exists() else write_list(self.shape.paths(), file))
+
+    def put_files(self, paths: Sequence[str]) -> None:
+        """Put each of these files into the store as an object of its own."""
+        for path in paths:
+            self.task.s3.put(f"files/{path}", (self.source / path).read_bytes())
+
+    @property
+    def files_store(self) -> str:
+        """Where a client of memcached finds what `put_files` has put."""
+        return f"{self.task.s3.endpoint.removeprefix('http://')}/bucket/files"
+
+
+@contextmanager
+def running(
+    bench: Workbench, wanted: Shape, count: int = NODES, chunk_bytes: int = CHUNK_BYTES
+) -> Iterator[Running]:
+    """A dataset of a shape in a store, and nodes on which a task can be started."""
+    shape, source = prepared(bench, wanted)
+    with ExitStack() as stack:
+        folder = stack.enter_context(bench.scratch())
+        nodes = stack.enter_context(Nodes(folder / "nodes", count))
+        made = Running(stack, bench, shape, source, nodes, chunk_bytes)
+        stack.callback(made.stop)
+        yield made
+
+
+def filled(stack: ExitStack, task: Running, *, copies: int = 1) -> memcached.Cluster | None:
+    """A memcached on each node, which has all files, and room for as many copies of them; None if
+    memcached is not installed."""
+    try:
+        cluster = memcached.Cluster(task.nodes, 2 * copies * task.shape.bytes + (256 << 20))
+        stack.enter_context(cluster)
+        order = {"do": "fill", "source": str(task.source), "paths": task.paths()}
+        cluster.run(task.nodes[0], order)
+    except PeerMissing as error:
+        say(f"NOT MEASURED: {error}")
+        return None
+    return cluster
+
+
+def seconds_of(bench: Workbench, seconds: float) -> float:
+    """How long to read for a sample: less if the bench is only tried."""
+    return max(seconds / bench.divisor, 0.2)
