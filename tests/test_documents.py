@@ -273,7 +273,7 @@ def test_fields_that_a_request_may_leave_out_are_documented() -> None:
         ast.parse(path.read_bytes()) for path in (TREE / "server/diesel_server").glob("*.py")
     ]
     for name, parts in (
-        ("diesel_fs/peers/membership.py", {"parse_join", "_member"}),
+        ("diesel_fs/peers/membership.py", {"parse_join", "parse_member"}),
         ("diesel_fs/repository/interface.py", {"PurgeOptions"}),
     ):
         body = ast.parse(page(name)).body

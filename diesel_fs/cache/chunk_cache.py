@@ -29,8 +29,15 @@ FETCH_THREADS = 4
 """Loads at once per process: enough to hide a store's latency behind its bandwidth."""
 
 PINNED_COST_DIVISOR = 32
-"""A pinned chunk counts this part (a 32nd) of its bytes: its memory belongs to another process, but
-`LoadedChunk.checked` takes some 100 bytes of ours for each entry."""
+"""A pinned chunk counts this part (a 32nd) of its bytes: its memory belongs to another process, and
+only its page tables and what was decoded are ours."""
+
+
+class _EveryOffset(set[int]):
+    """The offsets of all entries."""
+
+    def __contains__(self, _: object) -> bool:
+        return True
 
 
 @dataclass(slots=True)
@@ -38,7 +45,7 @@ class LoadedChunk:
     """A chunk's bytes, the offsets of its checked entries, and decoded contents by offset.
 
     Readers get slices of `view`, which is read-only. `patch` replaces bytes that have failed their
-    check.
+    check. A pinned chunk was checked whole by the owner of its memory.
     """
 
     buffer: memoryview
@@ -51,11 +58,14 @@ class LoadedChunk:
 
     def __post_init__(self) -> None:
         self.view = self.buffer.toreadonly()
+        if self.is_pinned:
+            self.checked = _EveryOffset()
         self.charged = len(self.buffer) // (PINNED_COST_DIVISOR if self.is_pinned else 1)
 
     def patch(self, offset: int, stored: memoryview) -> None:
-        """Replace bytes that were damaged on their way here."""
-        self.buffer[offset : offset + len(stored)] = stored
+        """Replace bytes that were damaged on their way here; a pinned chunk stays as it is."""
+        if not self.is_pinned:
+            self.buffer[offset : offset + len(stored)] = stored
 
 
 class ChunkCache:

@@ -8,7 +8,8 @@ entries at a time, and may announce the lists that will come next. What it annou
 Stores differ in what a read costs, so there are three ways to read. From a fast store (a folder in
 the page cache) spans are read one after the other into one buffer. From a slow store several spans
 are read at once in threads, and announced units are read ahead. A store that takes many reads in
-one request (`batches_reads`: a server, the cache of a task) is asked for whole batches, also ahead.
+one request (`batches_reads`: a server, the cache of a task) is asked for whole batches, also ahead:
+where it has a `ChunkReader`, without threads, as requests to many nodes can be under way at once.
 `coalesce.py` decides which extents are merged to one span.
 
 Every byte is checked against the checksum of its entry; after a mismatch the entry is read once
@@ -33,7 +34,7 @@ from ..format.chunk import decode
 from ..format.entries import Kind
 from ..format.snapshot.layout import CODEC_SHIFT, MANY_EXTENTS, kinds
 from ..format.snapshot.reader import Extent, Snapshot
-from ..storage.objects.store import ObjectStore, batched_parts
+from ..storage.objects.store import ChunkReader, ObjectStore, batched_parts
 from .coalesce import ChunkSource, ReadLimits, merge_spans
 
 log = logging.getLogger("diesel.mount")
@@ -60,11 +61,35 @@ class Batch(NamedTuple):
     contents: Sequence[memoryview]
 
 
+_Contents: TypeAlias = dict[_Span, memoryview]
+
+
+class _Asked:
+    """Spans that a `ChunkReader` was asked for in one request; as a `Future` of their contents."""
+
+    def __init__(self, spans: Sequence[_Span], reader: ChunkReader) -> None:
+        self._spans = spans
+        parts = np.array(spans, np.uint32)
+        self.bytes = int(parts[:, 2].sum(dtype=np.int64))
+        self._reading = reader.begin(parts)
+        self._found: _Contents = {}
+
+    def result(self) -> _Contents:
+        """Wait for the contents. Raises what reading raises."""
+        if not self._found:
+            self._found = dict(zip(self._spans, self._reading.finish().in_order(), strict=True))
+        return self._found
+
+    def cancel(self) -> bool:
+        """False: it cannot be taken back."""
+        return False
+
+
 @dataclass(slots=True)
 class _InFlight:
     """Spans that are being read in one request, and how many of them are still wanted."""
 
-    contents: Future[dict[_Span, memoryview]]
+    contents: Future[_Contents] | _Asked
     wanted: int
 
 
@@ -80,6 +105,8 @@ class _ReadPlan(NamedTuple):
     cuts: list[int]
     """Where in `rows` the extents of each span begin, and at last the number of rows."""
     spans: list[_Span]
+    bytes: int
+    """Of all spans."""
 
     def rows_of(self, number: int) -> _Rows:
         """The extents of one span."""
@@ -113,6 +140,7 @@ class CoalescingReader:
             dict.fromkeys(("fetches", "fetched_bytes", "healed", "damaged", "lost"), 0)
         )
         self._source = ChunkSource(snapshot, objects, self._counts)
+        self._chunks = objects.chunk_reader(snapshot.identity, snapshot.version)
         self._read_s = 0.0  # how long a read takes: a moving average
         # One buffer is kept: new memory costs as much as reading into it.
         self._buffer = np.empty(self._limits.span_bytes, np.uint8).data
@@ -169,7 +197,7 @@ class CoalescingReader:
 
     def _announced(self, entries: _SomeEntries) -> _AnnouncedUnit:
         plan = self._plan(entries)
-        return _AnnouncedUnit(plan, sum(size for _, _, size in plan.spans))
+        return _AnnouncedUnit(plan, plan.bytes)
 
     @property
     def _is_slow(self) -> bool:
@@ -194,13 +222,19 @@ class CoalescingReader:
                 wanted[span] = None
                 self._in_flight_bytes += span[2]
             begun += 1
-        if self._threads is None and wanted:
-            self._threads = ThreadPoolExecutor(FETCH_THREADS, "fetch")
         for group in self._requests([*wanted]):
-            assert self._threads is not None
-            flight = _InFlight(self._threads.submit(self._fetch_all, group), len(group))
-            self._in_flight.update(dict.fromkeys(group, flight))
+            self._in_flight.update(dict.fromkeys(group, _InFlight(self._start(group), len(group))))
         return begun
+
+    def _start(self, spans: Sequence[_Span]) -> Future[_Contents] | _Asked:
+        """Begin to read the spans of one request."""
+        if self._chunks is not None:
+            asked = _Asked(spans, self._chunks)
+            self._count_fetch(asked.bytes)
+            return asked
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(FETCH_THREADS, "fetch")
+        return self._threads.submit(self._fetch_all, spans)
 
     def _requests(self, spans: Sequence[_Span]) -> Iterator[Sequence[_Span]]:
         """The spans in their order, as many together as one request to the store may have."""
@@ -287,7 +321,7 @@ class CoalescingReader:
         spans = zip(
             rows["chunk"][firsts].tolist(), starts[firsts].tolist(), sizes.tolist(), strict=True
         )
-        return _ReadPlan(rows, cuts, list(spans))
+        return _ReadPlan(rows, cuts, list(spans), int(sizes.sum()))
 
     def _read_spans(self, chunk: int, spans: Sequence[_Span]) -> Iterator[memoryview]:
         """The stored bytes of spans of one chunk; each may be used until the next is asked for."""
@@ -380,15 +414,23 @@ class CoalescingReader:
         kept = [content for content, is_good in zip(contents, good, strict=True) if is_good]
         return Batch(rows["entry"][good], rows["start"][good], kept)
 
-    def _fetch_all(self, spans: Sequence[_Span]) -> dict[_Span, memoryview]:
+    def _fetch_all(self, spans: Sequence[_Span]) -> _Contents:
         """The stored bytes of the spans of one request. Any thread."""
         if not self._objects.batches_reads:
             return {span: self._read(span) for span in spans}
+        if self._chunks is not None:
+            asked = _Asked(spans, self._chunks)
+            self._count_fetch(asked.bytes)
+            return asked.result()
         wanted = [(self._source.name(chunk), begin, size) for chunk, begin, size in spans]
         found = dict(zip(spans, self._objects.read_parts(wanted), strict=True))
-        self._counts["fetches"] += 1
-        self._counts["fetched_bytes"] += sum(size for _, _, size in spans)
+        self._count_fetch(sum(map(len, found.values())))
         return found
+
+    def _count_fetch(self, size: int) -> None:
+        """Count a request for so many bytes."""
+        self._counts["fetches"] += 1
+        self._counts["fetched_bytes"] += size
 
 
 def _cut(rows: _Rows, read: memoryview) -> list[memoryview]:

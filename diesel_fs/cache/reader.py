@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice, repeat
+from itertools import chain, islice, repeat
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -25,10 +25,10 @@ from xxhash import xxh3_64_intdigest
 
 from ..errors import CorruptError, DieselError, ForeignError, ObjectMissing, UsageError
 from ..format.chunk import PREAMBLE_BYTES, decode, parse_preamble
-from ..format.entries import Codec, Kind
+from ..format.entries import Bytes, Codec, Kind
 from ..format.snapshot import layout
-from ..format.snapshot.reader import Extent, Snapshot
-from ..storage.objects.store import ObjectStore, Part
+from ..format.snapshot.reader import Extent, PlainExtent, Snapshot
+from ..storage.objects.store import ObjectStore, Part, PartsInFlight
 from .chunk_cache import PINNED_COST_DIVISOR, ChunkCache, LoadedChunk
 from .coalesce import BATCH_BYTES_MAX, BATCH_PARTS_MAX, ChunkSource, new_buffer
 from .order_prefetch import WHOLE_CHUNK_FRACTION, OrderPrefetch
@@ -50,6 +50,11 @@ _LARGE_FILES_MAX = 1024  # so many large files are remembered; then all are forg
 _EMPTY = memoryview(b"")
 
 _Column = npt.NDArray[np.int64]
+
+_EXTENT_BITS, _PLAIN_FILE = np.uint32(layout.EXTENT_BITS), np.uint32(layout.PLAIN_FILE)
+_SINGLE_EXTENT_BITS = np.uint32(3 << layout.KIND_SHIFT | layout.MANY_EXTENTS)
+_SINGLE_EXTENT = np.uint32(Kind.FILE << layout.KIND_SHIFT)
+"""The flags of a file that is one extent, among these bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +85,15 @@ class _Batch(NamedTuple):
     parts: Iterator[memoryview]
 
 
+class _ColumnBatch(NamedTuple):
+    """Files that are read in one request: `reading` gives the stored bytes of those at `places`
+    (None: of all, which are plain files)."""
+
+    rows: _Column
+    places: _Column | None
+    reading: PartsInFlight | None
+
+
 class EntryReader:
     """Reads files of one snapshot from one object store, with at most `memory_bytes` of chunks."""
 
@@ -102,6 +116,13 @@ class EntryReader:
         self._ahead_chunks = 1
         self._counts: Counter[str] = Counter()
         self._source = ChunkSource(snapshot, objects, self._counts)
+        self._chunks = objects.chunk_reader(snapshot.identity, snapshot.version)
+        self._single_bytes_max = 0
+        """Files of fewer bytes may be read alone, without a look at the cache of chunks."""
+
+        if not self._everything_fits:
+            smallest = int(snapshot.chunk_sizes.min(initial=1 << 31))
+            self._single_bytes_max = smallest // WHOLE_CHUNK_FRACTION
         self._last_miss = (-1, -1)  # chunk and end of the entry: shows sequential reads
         self._single: tuple[int, int, memoryview] = (-1, -1, _EMPTY)
         self._single_lock = threading.Lock()
@@ -129,6 +150,24 @@ class EntryReader:
             self._cache.mark_read(followed, visit, np.array([index]))
         return pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))
 
+    def read_plain(self, index: int, plain: PlainExtent) -> Bytes:
+        """The whole content of a file that is one plain extent: as `read`, with little work for a
+        small file that a task has in memory."""
+        chunk, start, size, checksum = plain
+        chunks = self._chunks
+        if chunks is None or size >= self._single_bytes_max or self._last_miss == (chunk, start):
+            return self.read(index)
+        self._last_miss = chunk, start + size
+        try:
+            content, is_checked = chunks.read_part(chunk, start, size)
+        except DieselError:
+            return self.read(index)  # it raises the error for the file
+        self._counts["misses"] += 1
+        if is_checked or xxh3_64_intdigest(content) == checksum:
+            return content
+        extent = Extent(chunk, start, size, Codec.RAW, checksum, 0, size)
+        return self._check(index, extent, memoryview(content), None)
+
     def read_nowait(self, index: int, offset: int, size: int) -> memoryview | None:
         """As `read` where memory is all that it needs, else None. Never waits for the store.
 
@@ -152,6 +191,12 @@ class EntryReader:
         Raises what `read` raises; folders and links have empty contents.
         """
         wanted = np.asarray(indices, np.int64)
+        if self._chunks is not None and not self._everything_fits and self._cache.order is None:
+            return chain.from_iterable(self._column_contents(wanted))
+        return self._read_windows(wanted)
+
+    def _read_windows(self, wanted: _Column) -> Iterator[memoryview]:
+        """`read_many`, window by window."""
         start, entries = 0, WINDOW_ENTRIES
         while start < len(wanted):
             window = self._next_window(wanted[start : start + entries])
@@ -183,6 +228,7 @@ class EntryReader:
                 f" of {followed.two_groups_bytes_max:,}, for two groups",
             )
         if not self._everything_fits:
+            self._single_bytes_max = 0
             self._cache.set_order(followed)
 
     def stats(self) -> dict[str, int]:
@@ -309,6 +355,97 @@ class EntryReader:
         while following is not None:
             group, following = following, next(groups, None)
             yield from self._contents(group)
+
+    def _column_contents(self, wanted: _Column) -> Iterator[list[memoryview]]:
+        """The contents of files, many in one request to the store's chunk reader, with one request
+        ahead. No work is done for each file except its check."""
+        batches = self._column_batches(wanted)
+        following = next(batches, None)
+        while following is not None:
+            batch, following = following, next(batches, None)
+            yield self._checked_batch(batch)
+
+    def _column_batches(self, wanted: _Column) -> Iterator["_ColumnBatch"]:
+        """Files in batches of one request each, which is begun when the batch is returned."""
+        assert self._chunks is not None
+        columns = self.snapshot.columns
+        bytes_max = min(BATCH_BYTES_MAX, max(self._cache.budget_bytes // 4, 1))
+        start = 0
+        while start < len(wanted):
+            rows = wanted[start : start + BATCH_PARTS_MAX]
+            sizes = columns.stored.take(rows)
+            if int(sizes.sum(dtype=np.int64)) > bytes_max:
+                count = int(np.searchsorted(np.cumsum(sizes, dtype=np.int64), bytes_max, "right"))
+                rows, sizes = rows[: max(count, 1)], sizes[: max(count, 1)]
+            start += len(rows)
+            kinds = columns.flags.take(rows) & _EXTENT_BITS
+            places: _Column | None = None
+            at = rows
+            if (kinds != _PLAIN_FILE).any() or not sizes.all():
+                is_single = (kinds & _SINGLE_EXTENT_BITS == _SINGLE_EXTENT) & (sizes > 0)
+                places = np.flatnonzero(is_single)
+                at, sizes = rows[places], sizes[places]
+            parts = np.empty((len(at), 3), np.uint32)
+            parts[:, 0] = columns.chunk.take(at)
+            parts[:, 1] = columns.offset.take(at)
+            parts[:, 2] = sizes
+            yield _ColumnBatch(rows, places, self._chunks.begin(parts) if len(at) else None)
+
+    def _checked_batch(self, batch: "_ColumnBatch") -> list[memoryview]:
+        """The contents of the files of a batch."""
+        rows, places, reading = batch
+        if reading is None:  # no file with content, or only large ones
+            return list(map(self.read, rows.tolist()))
+        try:
+            read = reading.finish()
+        except DieselError:  # one cannot be read: `read` raises the error for it
+            return list(map(self.read, rows.tolist()))
+        contents, order, checked = read
+        at = rows if places is None else rows[places]
+        counts = self._counts
+        counts["misses"] += len(contents)
+        wrong: list[int] = []
+        if checked < len(contents):
+            some = slice(checked, None)
+            hashed = contents[some]
+            digests = list(map(xxh3_64_intdigest, hashed))
+            asked = at[some] if order is None else at.take(order[some])
+            expected: list[int] = self.snapshot.columns.checksum.take(asked).tolist()
+            counts["fetches"] += 1
+            counts["fetched_bytes"] += sum(map(len, hashed))
+            if digests != expected:
+                wrong = [
+                    number if order is None else int(order[number])
+                    for number, digest, right in zip(
+                        range(checked, len(contents)), digests, expected, strict=True
+                    )
+                    if digest != right
+                ]
+        stored = read.in_order()
+        if places is None and not wrong:
+            return stored
+        return self._mended_batch(rows, places, stored, wrong)
+
+    def _mended_batch(
+        self, rows: _Column, places: _Column | None, stored: list[memoryview], wrong: list[int]
+    ) -> list[memoryview]:
+        """The contents of the files `rows`, of which some are not plain or damaged: `stored` has
+        the stored bytes of those at `places` (None: all), damaged at the positions `wrong`."""
+        at = np.arange(len(rows)) if places is None else places
+        flags = self.snapshot.columns.flags[rows[at]]
+        is_packed = flags & layout.EXTENT_BITS != layout.PLAIN_FILE
+        to_decode = {*wrong, *np.flatnonzero(is_packed).tolist()}
+        found: dict[int, memoryview] = {}
+        for number, (place, content) in enumerate(zip(at.tolist(), stored, strict=True)):
+            found[place] = content
+            if number in to_decode:  # it is compressed, or damaged
+                index = int(rows[place])
+                [extent] = self.snapshot.extents(index)
+                found[place] = self._check(index, extent, content, None)
+        return [
+            found[place] if place in found else self.read(index)
+            for place, index in enumerate(rows.tolist())
+        ]
 
     def _groups_begun(self, rows: _Column) -> Iterator["_Batch"]:
         """Files in groups of one request each, which is begun when the group is returned."""
@@ -450,8 +587,10 @@ class EntryReader:
             number, offset, content = self._single
             return content if (number, offset) == (extent.chunk, extent.offset) else None
         raw = chunk.view[extent.offset : extent.offset + extent.stored]
-        if extent.offset in chunk.checked:
-            return raw if extent.codec == Codec.RAW else chunk.decoded.get(extent.offset)
+        if extent.codec == Codec.RAW and extent.offset in chunk.checked:
+            return raw
+        if (decoded := chunk.decoded.get(extent.offset)) is not None:
+            return decoded
         if extent.size > CHECKED_AT_ONCE_BYTES:
             return None
         try:
@@ -521,27 +660,27 @@ class EntryReader:
         chunk.checked.add(extent.offset)
 
     def _load_chunk(self, number: int) -> LoadedChunk:
-        """A whole chunk, pinned or read from the store; its entries have not been checked yet."""
+        """A whole chunk: pinned, and then checked; or read from the store, and not checked yet."""
         size = int(self.snapshot.chunk_sizes[number])
         on_revoke = partial(_revoke, weakref.ref(self._cache), number)
         pinned = self._objects.pin(self._source.name(number), on_revoke)
         if pinned is not None:
             self._counts["pinned_chunks"] += 1
-            view = pinned[:size]
-        else:
-            view = new_buffer(size)
-            try:
-                self._objects.read_into(self._source.name(number), 0, view)
-            except ObjectMissing as error:
-                raise self._source.lost_chunk_error(number, error) from error
-            self._counts["chunk_fetches"] += 1
-            self._counts["fetched_bytes"] += size
+            return LoadedChunk(pinned[:size], is_pinned=True)
+        view = new_buffer(size)
+        try:
+            self._objects.read_into(self._source.name(number), 0, view)
+        except ObjectMissing as error:
+            raise self._source.lost_chunk_error(number, error) from error
+        self._counts["chunk_fetches"] += 1
+        self._counts["fetched_bytes"] += size
         try:
             self._check_preamble(number, view)
         except ForeignError:  # another chunk, or damaged on its way: the store itself decides
             self._objects.read_uncached(self._source.name(number), 0, view[:PREAMBLE_BYTES])
             self._check_preamble(number, view)
-        return LoadedChunk(view, pinned is not None)
+        self._single_bytes_max = 0  # the next file may be in it
+        return LoadedChunk(view)
 
     def _check_preamble(self, number: int, chunk: memoryview) -> None:
         """Raises ForeignError for bytes that are another chunk, or no chunk."""

@@ -56,6 +56,8 @@ def index_of(view: Snapshot, key: EntryKey) -> int:
 
 def names_of(entries: EntryKeys) -> list[bytes] | Indices:
     """The encoded paths of entries, or their indices, as they were given. Raises UsageError."""
+    if isinstance(entries, np.ndarray) and entries.dtype == np.int64 and entries.ndim == 1:
+        return entries
     if isinstance(entries, _PATHS):
         raise UsageError(
             f"this call takes several paths or indices, not the one path {entries!r}",

@@ -117,9 +117,9 @@ def connect(
     share. This node is number `rank` of `world`; by default as SLURM or torchrun say, else the only
     one. `task_key` is the task's secret (or in DIESEL_TASK_KEY). `task_memory_bytes`, and
     `cache_dir` with `cache_bytes`, are the memory and disk of this node's part. `peers`, `listen`,
-    `advertise`, `policy`, `evict` and `peer_tls` are the options of `dlcmd mount`. None means the
-    default. The first process of a node that joins settles these options for its node; a later one
-    that asks for something else logs a warning.
+    `advertise`, `policy`, `evict`, `peer_tls` and `peers_through_master` are the options of
+    `dlcmd mount`. None means the default. The first process of a node that joins settles these
+    options for its node; a later one that asks for something else logs a warning.
 
     For a bucket (`url="s3://..."`) a helper process does the requests, so that this one may fork.
 
@@ -241,7 +241,14 @@ class Dataset:
 
     def get(self, path: EntryKey) -> bytes:
         """Return the content of a file (DL_get). Raises NoSuchPath, CorruptError."""
-        index = self._index(path)
+        view = self._view
+        if type(path) is int and 0 <= path < view.entry_count and not self._closed:
+            index = path
+        else:
+            index, view = self._index(path), self._view
+        plain = view.plain_extent(index)
+        if plain is not None:
+            return bytes(self._reader.read_plain(index, plain))
         if self._view.stat(index).kind != Kind.FILE:
             raise UsageError(f"{path!r} is not a file")
         return bytes(self._reader.read(index))

@@ -149,6 +149,12 @@ class PeerBreaker(CircuitBreaker):
         """A ticket for one request, or 0: read from elsewhere."""
         return 0 if now_s < self._quarantined_until_s else super().admit(now_s)
 
+    @property
+    def is_clean(self) -> bool:
+        """Whether nothing is held against the peer: then `admit` admits, and a success changes
+        nothing, so neither need be called."""
+        return not self._failures and self._open_until_s is None and self._quarantined_until_s < 0
+
     def record_damage(self, now_s: float) -> bool:
         """A part from the peer did not match its checksum. Returns whether the peer is in
         quarantine now: it is not asked for `QUARANTINE_S` after `DAMAGED_MAX` such parts."""

@@ -32,7 +32,7 @@ _USER_TIMEOUT_MS = 10_000  # a machine that acknowledges nothing for so long is 
 SocketOptions = Sequence[tuple[int, int, int]]
 """Level, option and value of each."""
 
-_OPTIONS: SocketOptions = (
+OPTIONS: SocketOptions = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30),
@@ -40,6 +40,7 @@ _OPTIONS: SocketOptions = (
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
     (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS),
 )
+"""Of a TCP connection to another machine."""
 
 
 class ConnectionClosed(Exception):
@@ -54,7 +55,7 @@ class Channel:
 
     _drained_at_once = BUFFERS_MAX  # unsent parts that `drain` gives to `send_some` in one turn
 
-    def __init__(self, connected: socket.socket, options: SocketOptions = _OPTIONS) -> None:
+    def __init__(self, connected: socket.socket, options: SocketOptions = OPTIONS) -> None:
         self._socket = connected
         self._file = connected.fileno()
         connected.setblocking(False)
@@ -152,6 +153,26 @@ class Channel:
             trio.lowlevel.notify_closing(self._file)
             self._socket.close()
 
+    # For a thread without trio, which uses `receive_now` and `send_some` besides
+
+    @property
+    def receive_some(self) -> Callable[[memoryview], int]:
+        """As `receive_now`; 0 where the other end has closed the connection. Raises OSError."""
+        return self._socket.recv_into
+
+    @property
+    def send_one(self) -> Callable[[Bytes], int]:
+        """As `send_some`, of one buffer."""
+        return self._socket.send
+
+    def fileno(self) -> int:
+        """The socket's descriptor; -1 once it is closed."""
+        return self._socket.fileno()
+
+    def close_socket(self) -> None:
+        """As `close`, where no task waits for the connection."""
+        self._socket.close()
+
     def send_some(self, parts: Sequence[Bytes]) -> int:
         """Send some of these bytes now; returns how many have left. Raises BlockingIOError where
         none can leave now, and OSError."""
@@ -177,7 +198,7 @@ class TlsChannel(Channel):
         context: ssl.SSLContext,
         *,
         accepted: bool,
-        options: SocketOptions = _OPTIONS,
+        options: SocketOptions = OPTIONS,
     ) -> None:
         """The caller must call `do_handshake` next. Raises ConnectionClosed."""
         connected.setblocking(False)
@@ -231,6 +252,14 @@ class TlsChannel(Channel):
     def send_now(self, parts: Sequence[Bytes], size: int) -> bool:
         """As `Channel.send_now`; small parts are joined to one TLS record."""
         return super().send_now(join_small(parts), size)
+
+    @property
+    def receive_some(self) -> Callable[[memoryview], int]:
+        return self.receive_now
+
+    @property
+    def send_one(self) -> Callable[[Bytes], int]:
+        return lambda content: self.send_some((content,))
 
     def send_some(self, parts: Sequence[Bytes]) -> int:
         sent = 0

@@ -1,13 +1,12 @@
-"""The accepting end of connections between the masters of a task: it lets other masters in and
-answers their requests (`PEERS.md`, section 3).
+"""The accepting end of connections over TCP, from other masters and from clients of other nodes: it
+lets them in, and answers the requests that the data plane cannot (`PEERS.md`, section 3).
 
-It limits connections, handshakes and requests in flight, and keeps the peers' turns fair. The bytes
-of answers come from an `AnswerSource`, which is the `Master` of this node.
+A connection is accepted and authenticated here, within limits; then it is handed to the data plane
+(`data_plane.py`), which answers from memory. A request that has to wait for a disk, a store or
+another node comes back and gets a task of its own, so answers leave in any order, each in one
+piece. The bytes come from an `AnswerSource`, which is the `Master` of this node.
 
-Concurrency: trio's. The task of a connection answers at once what is in memory. A request that has
-to wait for a disk or a store gets a task of its own, so answers leave in any order, each in one
-piece. An answer is sent from the memory where its parts lie: the source keeps that memory unchanged
-as long as a view of it exists.
+Concurrency: trio's, beside the thread of the data plane.
 """
 
 import errno
@@ -15,45 +14,32 @@ import logging
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import NamedTuple, NoReturn, Protocol
 
 import numpy as np
 import trio
 
-from ..errors import CorruptError, DieselError
-from ..format.entries import Bytes
-from ..net.channel import Channel, ConnectionClosed, FrameReader, TlsChannel
+from ..errors import DieselError
+from ..net.channel import Channel, ConnectionClosed, TlsChannel
 from ..urls import HostPort
 from . import wire
+from .chunk_table import ChunkTable
+from .data_plane import Connection, DataPlane
 from .handshake import HELLO_S, HandshakeRejected, LocalIdentity, accept_tls, authenticate
-from .wire import (
-    ALL_GIVEN,
-    FAILED,
-    GIVEN,
-    HEAD_BYTES,
-    LOAD,
-    PART_BYTES,
-    WORKING,
-    Parts,
-    RequestHead,
-)
+from .wire import FAILED, GIVEN, LOAD, NOT_MINE, READ, THROUGH, WORKING, Hello, Parts
 
 log = logging.getLogger("diesel.task")
 
-IDLE_S = 300.0
-"""A connection without requests for so long is closed."""
-
-PENDING_HANDSHAKES_MAX, PENDING_HANDSHAKES_PER_ADDRESS = 256, 16
+PENDING_HANDSHAKES_MAX, PENDING_HANDSHAKES_PER_ADDRESS = 512, 128
 """Connections whose handshake has not ended, in all and from one address. Beyond that the oldest is
 closed: a real master's handshake takes milliseconds."""
 
-CONNECTIONS_MAX = 4096
-"""Connections after their handshake: one for each rank."""
+CONNECTIONS_MAX = 16_384
+"""Connections after their handshake, of masters and of clients of all nodes; further ones are
+refused, and their clients ask through the master of their own node."""
 
-_BUFFER_BYTES = 8 << 10  # some hundred small requests; it grows for a larger one
-_TURN_REQUESTS, _TURN_BYTES = 32, 4 << 20  # of one connection, before other tasks run
 _LOG_LINES_MAX, _LOG_PERIOD_S = 20, 60.0  # so many lines about rejections in each period
-_IDLE_CHECK_S = 10.0
 _ACCEPT_PAUSE_S = 0.1  # after one of these errors; the next connection waits in the kernel
 _NO_RESOURCES = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
 _TOO_MANY = "too many connections"
@@ -62,14 +48,16 @@ _TOO_MANY = "too many connections"
 class AnswerSource(Protocol):
     """Where the bytes of answers come from."""
 
-    def answer_from_memory(self, parts: Parts) -> list[memoryview] | None:
-        """The bytes of all parts, in their order, where all are in memory; else None. Never waits.
-        `parts` is valid during the call only."""
+    @property
+    def table(self) -> ChunkTable:
+        """The chunks of the current version that are in memory."""
 
     async def answer(
-        self, rank: int, parts: Parts, *, load: bool
+        self, rank: int, parts: Parts, *, load: bool, through: bool
     ) -> tuple[bytes, list[memoryview]]:
-        """A status for each part, and the bytes of the parts with status `GIVEN`."""
+        """A status for each part, and the bytes of the parts with status `GIVEN`, which never
+        change. With `through`, other nodes are asked for their parts; `rank` is the node that
+        asks."""
 
 
 class _PendingHandshake(NamedTuple):
@@ -79,49 +67,8 @@ class _PendingHandshake(NamedTuple):
     scope: trio.CancelScope
 
 
-class _Connection:
-    """A connection from another master, after its handshake. Cancelling `scope` ends it."""
-
-    def __init__(
-        self, channel: Channel, rank: int, me: LocalIdentity, scope: trio.CancelScope
-    ) -> None:
-        self.channel = channel
-        self.rank = rank
-        self.me = me
-        self.scope = scope
-        self.served = 0  # requests so far
-        self.served_at_check = 0  # at the last check whether the connection is idle
-        self.idle_since_s = trio.current_time()
-        self.in_flight = 0  # requests that have a task of their own
-        self._in_flight_bytes = 0
-        self._released = trio.lowlevel.ParkingLot()
-
-    async def acquire(self, size: int) -> None:
-        """Wait until another request, whose answer has `size` bytes, may be in flight."""
-        while self.in_flight >= wire.REQUESTS_MAX or (
-            self.in_flight and self._in_flight_bytes + size > wire.IN_FLIGHT_BYTES_MAX
-        ):
-            await self._released.park()
-        self.in_flight += 1
-        self._in_flight_bytes += size
-
-    def release(self, size: int) -> None:
-        """A request that `acquire` let in has been answered."""
-        self.in_flight -= 1
-        self._in_flight_bytes -= size
-        self._released.unpark_all()
-
-    async def send(self, number: int, kind: int, statuses: bytes, views: Sequence[Bytes]) -> None:
-        """Send the answer to request `number`; returns when it has left. Raises
-        ConnectionClosed."""
-        size = sum(map(len, views))
-        head = wire.answer_head(number, kind, statuses, size)
-        if not self.channel.send_now([head, *views], len(head) + size):
-            await self.channel.drain()
-
-
 class Acceptor:
-    """All connections from other masters to this one."""
+    """All connections from other masters and from clients to this one."""
 
     def __init__(
         self,
@@ -141,36 +88,58 @@ class Acceptor:
         self._pending_max = pending_handshakes_max
         self._pending_per_address = pending_handshakes_per_address
         self._pending: dict[_PendingHandshake, None] = {}  # the oldest first
-        self._connections: dict[int, _Connection] = {}
         self._make_channel = make_channel or _make_channel
+        self._plane: DataPlane | None = None  # while `serve` runs
+        self._nursery: trio.Nursery | None = None
+        self._token: trio.lowlevel.TrioToken | None = None
         self._log_lines = 0  # about rejections, since the time below
         self._log_period_began_s = float("-inf")
-        self._counts = dict.fromkeys(
-            "accepted rejected requests parts bytes from_memory".split(), 0
-        )
+        self._counts = {"accepted": 0, "rejected": 0}
 
-    async def serve(self, listeners: Sequence[socket.socket]) -> None:
+    async def serve(
+        self,
+        listeners: Sequence[socket.socket],
+        task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+    ) -> None:
         """Accept and answer until cancelled. The caller closes the listeners."""
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._close_idle)
-            for each in listeners:
-                each.setblocking(False)
-                nursery.start_soon(self._accept, each, nursery)
+        self._token = trio.lowlevel.current_trio_token()
+        self._plane = plane = DataPlane(self._forward)
+        try:
+            async with trio.open_nursery() as nursery:
+                self._nursery = nursery
+                for each in listeners:
+                    each.setblocking(False)
+                    nursery.start_soon(self._accept, each, nursery)
+                task_status.started()
+                await trio.sleep_forever()
+        finally:
+            self._nursery = self._plane = None
+            plane.close()
+
+    def adopt_local(self, accepted: socket.socket) -> None:
+        """Serve READs of a client of this node on a socket, which belongs to the data plane from
+        now on. It is closed where the data plane does not run."""
+        if self._plane is None:
+            accepted.close()
+            return
+        channel = Channel(accepted, options=())
+        self._plane.adopt(
+            Connection(channel, self._source.table, self._me.rank, is_client=True, is_local=True)
+        )
 
     def set_identity(self, me: LocalIdentity) -> None:
         """This master has another version of the dataset, or another secret. All connections end;
-        their masters connect again."""
+        their masters and clients connect again."""
         self._me = me
-        for connection in list(self._connections.values()):
-            connection.scope.cancel()
+        if self._plane is not None:
+            self._plane.drop_all()
 
     def stats(self) -> dict[str, int]:
         """Counters, and what is open now."""
         return {
             **self._counts,
-            "connections": len(self._connections),
+            **(self._plane.stats() if self._plane is not None else {}),
             "pending_handshakes": len(self._pending),
-            "in_flight": sum(each.in_flight for each in self._connections.values()),
         }
 
     # Connections
@@ -186,23 +155,28 @@ class Acceptor:
                     await trio.sleep(_ACCEPT_PAUSE_S)
                 continue
             plain = socket.socket(fileno=accepted.detach())
-            nursery.start_soon(self._serve, plain, HostPort(str(peer[0]), int(peer[1])))
+            nursery.start_soon(self._let_in, plain, HostPort(str(peer[0]), int(peer[1])))
 
-    async def _serve(self, accepted: socket.socket, remote: HostPort) -> None:
-        """Serve one connection from its handshake to its end. An error on it affects no other
-        connection."""
+    async def _let_in(self, accepted: socket.socket, remote: HostPort) -> None:
+        """Authenticate one connection, and hand it to the data plane. An error on it affects no
+        other connection."""
         me = self._me
         channel = None
         try:
             channel = self._make_channel(accepted, me)
-            if len(self._connections) >= self._connections_max:
+            if self._plane is None or self._plane.open_connections >= self._connections_max:
                 reply = b"" if me.certificate is not None else wire.refusal(_TOO_MANY)
                 raise HandshakeRejected(_TOO_MANY, reply)
             with trio.CancelScope() as scope:
-                rank = await self._handshake(channel, me, remote.host, scope)
+                theirs = await self._handshake(channel, me, remote.host, scope)
                 if me is not self._me:
                     raise HandshakeRejected("this master has switched to another version")
-                await self._serve_requests(_Connection(channel, rank, me, scope), remote)
+                self._counts["accepted"] += 1
+                table, is_client = self._source.table, theirs.is_client
+                self._plane.adopt(
+                    Connection(channel, table, theirs.rank, is_client=is_client, is_local=False)
+                )
+                channel = None
         except HandshakeRejected as rejected:
             self._log_rejection(str(remote), rejected.why)
             if rejected.reply and channel is not None:
@@ -216,12 +190,11 @@ class Acceptor:
         finally:
             if channel is not None:
                 channel.close()
-            accepted.close()
 
     async def _handshake(
         self, channel: Channel, me: LocalIdentity, host: str, scope: trio.CancelScope
-    ) -> int:
-        """The rank of the connector, authenticated within `HELLO_S`. Raises HandshakeRejected."""
+    ) -> Hello:
+        """The hello of the connector, authenticated within `HELLO_S`. Raises HandshakeRejected."""
         pending = _PendingHandshake(host, scope)
         of_same_host = [each for each in self._pending if each.host == host]
         if len(of_same_host) >= self._pending_per_address:
@@ -255,105 +228,59 @@ class Acceptor:
         elif self._log_lines == _LOG_LINES_MAX + 1:
             log.warning("many more connections were refused; stats() counts them")
 
-    async def _close_idle(self) -> NoReturn:
-        while True:
-            await trio.sleep(_IDLE_CHECK_S)
-            now_s = trio.current_time()
-            for each in list(self._connections.values()):
-                if each.served != each.served_at_check or each.in_flight:
-                    each.served_at_check, each.idle_since_s = each.served, now_s
-                elif now_s - each.idle_since_s >= IDLE_S:
-                    each.scope.cancel()
+    # Requests for what is not in memory
 
-    # Requests
+    def _forward(
+        self, connection: Connection, number: int, flags: int, parts: Parts, size: int
+    ) -> None:
+        """See `Forward`. Called in the data plane's thread."""
+        assert self._token is not None
+        start = partial(self._start_answer, connection, number, flags, parts, size)
+        with suppress(trio.RunFinishedError):
+            self._token.run_sync_soon(start)
 
-    async def _serve_requests(self, connection: _Connection, remote: HostPort) -> None:
-        previous = self._connections.get(connection.rank)
-        if previous is not None:  # that master has connected again, and reads there no more
-            previous.scope.cancel()
-        self._connections[connection.rank] = connection
-        self._counts["accepted"] += 1
-        try:
-            async with trio.open_nursery() as nursery:
-                try:
-                    await self._answer(connection, nursery)
-                except ConnectionClosed as closed:
-                    log.debug("master %d at %s: %s", connection.rank, remote, closed)
-                except CorruptError as error:
-                    self._log_rejection(str(remote), f"master {connection.rank}: {error.message}")
-                nursery.cancel_scope.cancel()
-        finally:
-            if self._connections.get(connection.rank) is connection:
-                del self._connections[connection.rank]
+    def _start_answer(
+        self, connection: Connection, number: int, flags: int, parts: Parts, size: int
+    ) -> None:
+        if self._nursery is not None:
+            self._nursery.start_soon(self._answer, connection, number, flags, parts, size)
 
-    async def _answer(self, connection: _Connection, nursery: trio.Nursery) -> NoReturn:
-        """Answer requests, one after the other. Raises ConnectionClosed, CorruptError."""
-        channel, sizes, source = connection.channel, connection.me.sizes, self._source
-        reader = FrameReader(channel, _BUFFER_BYTES)
-        counts = self._counts
-        turn_requests = turn_bytes = 0
-        while True:
-            reader.begin_frame()
-            await reader.fill_buffer(HEAD_BYTES)
-            head = wire.parse_request(reader.buffer, reader.start)
-            await reader.fill_buffer(HEAD_BYTES + head.counted * PART_BYTES)
-            start = reader.start + HEAD_BYTES
-            reader.start = start + head.counted * PART_BYTES
-            connection.served += 1
-            size = 0
-            if head.kind == wire.READ:
-                parts, size = wire.parse_parts(reader.buffer, head.counted, sizes, start=start)
-                views = source.answer_from_memory(parts)
-                if views is None:
-                    parts = parts.copy()
-                    await connection.acquire(size)
-                    nursery.start_soon(self._answer_later, connection, head, parts, size)
-                else:
-                    counts["from_memory"] += 1
-                    answer = wire.answer_head(head.id, wire.READ, ALL_GIVEN[: head.counted], size)
-                    if not channel.send_now([answer, *views], len(answer) + size):
-                        await channel.drain()
-            else:
-                await connection.send(head.id, head.kind, b"", ())
-            counts["requests"] += 1
-            counts["parts"] += head.counted
-            counts["bytes"] += size
-            turn_requests += 1
-            turn_bytes += size
-            if turn_requests >= _TURN_REQUESTS or turn_bytes >= _TURN_BYTES:
-                turn_requests = turn_bytes = 0
-                await trio.lowlevel.checkpoint()
-
-    async def _answer_later(
-        self, connection: _Connection, head: RequestHead, parts: Parts, size: int
+    async def _answer(
+        self, connection: Connection, number: int, flags: int, parts: Parts, size: int
     ) -> None:
         """Answer a request whose parts are not all in memory."""
-        try:
-            load = bool(head.flags & LOAD)
-            if load:  # the store may be slower than the peer would wait for a master
-                await connection.send(head.id, WORKING, b"", ())
-            statuses, views = await self._find_answer(connection.rank, parts, load=load)
-            await connection.send(head.id, head.kind, statuses, views)
-        except ConnectionClosed:
-            connection.scope.cancel()
-        finally:
-            connection.release(size)
+        plane = self._plane
+        if plane is None or not connection.is_open:
+            return
+        load = bool(flags & LOAD)
+        if load:  # the store may be slower than the asker would wait for a master
+            working = wire.answer_head(number, WORKING, b"", 0)
+            plane.send(connection, [working], len(working))
+        through = bool(flags & THROUGH)
+        statuses, views = await self._find_answer(connection, parts, load=load, through=through)
+        given = sum(map(len, views))
+        head = wire.answer_head(number, READ, statuses, given)
+        plane.answer(connection, size, [head, *views], len(head) + given)
 
     async def _find_answer(
-        self, rank: int, parts: Parts, *, load: bool
+        self, connection: Connection, parts: Parts, *, load: bool, through: bool
     ) -> tuple[bytes, list[memoryview]]:
-        """The answer of the source; status `FAILED` for all parts where it has an error."""
-        try:
-            statuses, views = await self._source.answer(rank, parts, load=load)
-            given_sizes = parts[np.frombuffer(statuses, np.uint8) == GIVEN, 2]
-            assert given_sizes.tolist() == [len(view) for view in views]
-        except DieselError as error:
-            log.debug("cannot answer master %d: %s", rank, error)
-        except Exception:
-            log.exception("unexpected error in a request of master %d", rank)
-        else:
-            return statuses, views
-        return bytes([FAILED]) * len(parts), []
+        """The answer of the source; status `FAILED` for all parts where it has an error, and
+        `NOT_MINE` where the connection is of another version by now."""
+        refused = NOT_MINE
+        if connection.table is self._source.table:
+            refused, rank = FAILED, connection.rank
+            try:
+                statuses, views = await self._source.answer(rank, parts, load=load, through=through)
+                given_sizes = parts[np.frombuffer(statuses, np.uint8) == GIVEN, 2]
+                assert given_sizes.tolist() == [len(view) for view in views]
+            except DieselError as error:
+                log.debug("cannot answer node %d: %s", rank, error)
+            except Exception:
+                log.exception("unexpected error in a request of node %d", rank)
+            else:
+                return statuses, views
+        return bytes([refused]) * len(parts), []
 
 
 def _make_channel(accepted: socket.socket, me: LocalIdentity) -> Channel:

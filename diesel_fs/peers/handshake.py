@@ -1,14 +1,18 @@
-"""The handshake between two masters, at both ends: TLS, greeting, hello and proofs (`PEERS.md`,
-section 3).
+"""The handshake of a connection to a master, at both ends: TLS, greeting, hello and proofs
+(`PEERS.md`, section 3).
 
-`connect` is the connecting end, `accept_tls` and `authenticate` are the accepting end. Each end
-proves that it knows the task's secret, a key that all masters of the task have. A process without
-it learns only that its proof was wrong, and nothing but its hello is read before. The bytes are in
-`wire.py`; `peer.py` decides when to connect, `acceptor.py` limits how many may try.
+`connect` (for a master, in trio) and `connect_blocking` (for a reader, its client) are the
+connecting end, `accept_tls` and `authenticate` are the accepting end. Each end proves that it knows
+the task's secret, a key that all masters and clients of the task have. A process without it learns
+only that its proof was wrong, and nothing but its hello is read before. The bytes are in `wire.py`;
+`peer.py` and `owner_link.py` decide when to connect, `acceptor.py` limits how many may try.
 """
 
 import os
 import socket
+import ssl
+from collections.abc import Generator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from uuid import UUID
 
@@ -23,9 +27,9 @@ from ..errors import (
     UsageError,
 )
 from ..net import frames
-from ..net.channel import Channel, ConnectionClosed, TlsChannel
+from ..net.channel import OPTIONS, Channel, ConnectionClosed, TlsChannel
 from ..net.frames import GREETING_BYTES, NO_BINDING, NONCE_BYTES
-from ..net.messages import Message, error_message, parse_error
+from ..net.messages import error_message, parse_error
 from ..net.tls import Certificate, certificate_digest, client_context
 from . import wire
 from .membership import Member, TaskName, split_address
@@ -33,6 +37,8 @@ from .wire import Hello, Proofs, Sizes
 
 HELLO_S = 5.0
 """The time limit of the whole handshake, at both ends."""
+
+_SILENT, _CLOSED = "the other master does not answer", "the other master closed the connection"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,6 +61,28 @@ class LocalIdentity:
         """The identity of the dataset."""
         return self.task.identity
 
+    @property
+    def connector(self) -> "Connector":
+        """What this master shows when it connects."""
+        return Connector(
+            self.rank, self.instance, self.identity, self.version, self.task.digest, self.secret,
+            has_tls=self.certificate is not None, is_client=False,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Connector:
+    """What a process shows when it connects to a master."""
+
+    rank: int  # of its node
+    instance: bytes  # of the process
+    identity: UUID  # of the dataset
+    version: int
+    task: bytes  # SHA-256 of the task's name
+    secret: bytes = field(repr=False)
+    has_tls: bool  # all connections of the task use TLS
+    is_client: bool  # a reader, and no master
+
 
 class HandshakeRejected(Exception):
     """A connector is not let in. `why` is for the log; `reply` is sent to the connector, and may be
@@ -68,8 +96,11 @@ class HandshakeRejected(Exception):
 
 # the connector ------------------------------------------------------------------------------------
 
+_Proving = Generator[bytes | int, bytearray, None]
+"""A dialogue: it yields bytes to send, or how many to receive, which are then sent to it."""
 
-async def connect(me: LocalIdentity, member: Member) -> Channel:
+
+async def connect(me: Connector, member: Member) -> Channel:
     """Connect to a member; both ends have proved that they know the secret when this returns.
     Raises DieselError, whose text says what went wrong."""
     channel: Channel | None = None
@@ -81,9 +112,9 @@ async def connect(me: LocalIdentity, member: Member) -> Channel:
             is_ready = True
             return channel
     except trio.TooSlowError:
-        raise MetadataError("the other master does not answer") from None
+        raise MetadataError(_SILENT) from None
     except ConnectionClosed as error:
-        raise MetadataError(str(error) or "the other master closed the connection") from error
+        raise MetadataError(str(error) or _CLOSED) from error
     except OSError as error:
         raise MetadataError(_why(error)) from error
     finally:
@@ -91,47 +122,107 @@ async def connect(me: LocalIdentity, member: Member) -> Channel:
             channel.close()
 
 
-async def _open_channel(me: LocalIdentity, member: Member) -> Channel:
+def connect_blocking(me: Connector, member: Member) -> socket.socket:
+    """As `connect`, for a thread: the connected socket, which blocks. Takes at most `HELLO_S` for
+    each message, of which there are few."""
+    connected: socket.socket | None = None
+    is_ready = False
+    try:
+        connected = socket.create_connection(split_address(member.address), HELLO_S)
+        for level, option, value in OPTIONS:
+            connected.setsockopt(level, option, value)
+        certificate = b""
+        if me.has_tls or member.certificate:
+            connected = client_context().wrap_socket(connected)
+            certificate = connected.getpeercert(binary_form=True) or b""
+        dialogue = _prove_steps(me, member, certificate)
+        wanted = next(dialogue)
+        with suppress(StopIteration):
+            while True:
+                if isinstance(wanted, bytes):
+                    connected.sendall(wanted)
+                    wanted = next(dialogue)
+                else:
+                    wanted = dialogue.send(_receive_exactly(connected, wanted))
+        connected.settimeout(None)
+        is_ready = True
+        return connected
+    except TimeoutError:
+        raise MetadataError(_SILENT) from None
+    except ssl.SSLError as error:
+        raise MetadataError(f"the TLS handshake failed: {error.reason or error}") from error
+    except OSError as error:
+        raise MetadataError(_why(error)) from error
+    finally:
+        if connected is not None and not is_ready:
+            connected.close()
+
+
+def _receive_exactly(connected: socket.socket, size: int) -> bytearray:
+    content = bytearray(size)
+    left = memoryview(content)
+    while len(left):
+        count = connected.recv_into(left)
+        if not count:
+            raise MetadataError(_CLOSED)
+        left = left[count:]
+    return content
+
+
+async def _open_channel(me: Connector, member: Member) -> Channel:
     """A connection; with TLS where either end has a certificate."""
     stream = await trio.open_tcp_stream(*split_address(member.address))
     plain = socket.socket(fileno=stream.socket.detach())
-    if me.certificate is None and not member.certificate:
+    if not me.has_tls and not member.certificate:
         return Channel(plain)
     channel = TlsChannel(plain, client_context(), accepted=False)
     try:
         await channel.do_handshake()
-        if (
-            member.certificate
-            and certificate_digest(channel.peer_certificate) != member.certificate
-        ):
-            raise PermissionDenied("the other master's certificate is not the registered one")
     except BaseException:
         channel.close()
         raise
     return channel
 
 
-async def _prove(channel: Channel, me: LocalIdentity, member: Member) -> None:
+async def _prove(channel: Channel, me: Connector, member: Member) -> None:
     """The connector's part of greeting, hello and proofs."""
-    first = wire.greeting()
-    channel.send_now([first], len(first))
-    goes_on, version, length = wire.parse_welcome(await channel.receive_exactly(GREETING_BYTES))
-    tail = bytes(await channel.receive_exactly(length))
+    certificate = channel.peer_certificate if isinstance(channel, TlsChannel) else b""
+    dialogue = _prove_steps(me, member, certificate)
+    wanted = next(dialogue)
+    with suppress(StopIteration):
+        while True:
+            if isinstance(wanted, bytes):
+                channel.send_now([wanted], len(wanted))
+                wanted = next(dialogue)
+            else:
+                wanted = dialogue.send(await channel.receive_exactly(wanted))
+
+
+def _prove_steps(me: Connector, member: Member, certificate: bytes) -> _Proving:
+    """The dialogue of a connector; `certificate` is what the acceptor has shown (empty without
+    TLS). Raises DieselError."""
+    binding = certificate_digest(certificate) if certificate else NO_BINDING
+    if member.certificate and binding != member.certificate:
+        raise PermissionDenied("the other master's certificate is not the registered one")
+    yield wire.greeting()
+    goes_on, version, length = wire.parse_welcome((yield GREETING_BYTES))
+    tail = bytes((yield length))
     if not goes_on:
-        raise wire.refusal_error(version, tail)
-    binding = NO_BINDING
-    if isinstance(channel, TlsChannel):
-        binding = certificate_digest(channel.peer_certificate)
-    ours = Hello(
-        me.rank, me.instance, member.rank, me.identity, me.version, os.urandom(NONCE_BYTES)
-    )
-    proofs = Proofs(me.secret, tail, binding, me.task.digest, ours)
-    message = wire.hello_frame(ours, proofs.connector)
-    channel.send_now([message], len(message))
-    answer = await _message(channel)
-    error = parse_error(answer)
-    if error is not None:
+        error = wire.refusal_error(version, tail)
+        if me.is_client:  # it must tell this from a master that cannot be reached
+            raise PermissionDenied(error.message)
         raise error
+    ours = Hello(
+        me.rank, me.is_client, me.instance, member.rank, me.identity, me.version,
+        os.urandom(NONCE_BYTES),
+    )  # fmt: skip
+    proofs = Proofs(me.secret, tail, binding, me.task, ours)
+    yield wire.hello_frame(ours, proofs.connector)
+    lengths = frames.parse_lengths((yield frames.LENGTHS_BYTES), wire.HELLO_LIMITS)
+    answer = frames.parse_head((yield lengths.head), wire.HELLO_LIMITS)
+    rejection = parse_error(answer)
+    if rejection is not None:
+        raise rejection
     if not wire.proofs_equal(wire.parse_proof(answer), proofs.acceptor):
         raise PermissionDenied("the other master does not know the task's secret")
 
@@ -158,8 +249,8 @@ async def accept_tls(channel: Channel) -> None:
             raise HandshakeRejected(str(error)) from error
 
 
-async def authenticate(channel: Channel, me: LocalIdentity) -> int:
-    """The rank of the connected master, once it has proved that it knows the secret. Raises
+async def authenticate(channel: Channel, me: LocalIdentity) -> Hello:
+    """The hello of the connector, once it has proved that it knows the secret. Raises
     HandshakeRejected."""
     nonce = os.urandom(NONCE_BYTES)
     try:
@@ -183,7 +274,7 @@ async def authenticate(channel: Channel, me: LocalIdentity) -> int:
         raise _rejection(UsageError(f"rank {me.rank} is here, not {theirs.to}"))
     answer = wire.proof_frame(proofs.acceptor)
     channel.send_now([answer], len(answer))
-    return theirs.rank
+    return theirs
 
 
 async def _greet(channel: Channel, nonce: bytes) -> None:
@@ -205,7 +296,7 @@ def _rejection(error: DieselError, why: str = "") -> HandshakeRejected:
     return HandshakeRejected(f"{error.message}: {why}" if why else error.message, message)
 
 
-# frames of both -----------------------------------------------------------------------------------
+# frames -------------------------------------------------------------------------------------------
 
 
 async def _head(channel: Channel) -> bytearray:
@@ -213,7 +304,3 @@ async def _head(channel: Channel) -> bytearray:
         await channel.receive_exactly(frames.LENGTHS_BYTES), wire.HELLO_LIMITS
     )
     return await channel.receive_exactly(lengths.head)
-
-
-async def _message(channel: Channel) -> Message:
-    return frames.parse_head(await _head(channel), wire.HELLO_LIMITS)

@@ -1,11 +1,11 @@
-"""A reader's connections to its node's master (`PEERS.md`, section 4), and whether the master is
-asked at all.
+"""A reader's control connections to its node's master (`PEERS.md`, section 4), and whether the
+master is asked at all.
 
-The reader is the master's client. A `Connection` is one blocking socket with its window: memory
-that the client shares with the master for the bytes of its reads. A `MasterLink` keeps connections,
-limits the time of an answer, and has a circuit breaker (`../net/breaker.py`), which the first
-failure opens. A failure is never raised: the caller gets None and reads from the store. `client.py`
-decides what to ask for; `launch.py` starts masters.
+The reader is the master's client. A `Connection` is one blocking socket. A `MasterLink` keeps
+connections, limits the time of an answer, and has a circuit breaker (`../net/breaker.py`), which
+the first failure opens. A failure is never raised: the caller gets None and reads from the store.
+`client.py` decides what to ask for; `launch.py` starts masters. What is read goes over other
+connections (`owner_link.py`).
 
 Concurrency: many threads; each exchange (a request and its answer) uses a connection of its own. A
 forked child opens connections of its own. One connection stays open as long as the link: a master
@@ -13,27 +13,21 @@ without connections ends.
 """
 
 import logging
-import mmap
 import os
 import socket
 import struct
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable
-from fcntl import F_ADD_SEALS, F_SEAL_GROW, F_SEAL_SHRINK, fcntl
-from typing import NamedTuple
 from uuid import UUID
 
-import numpy as np
-import numpy.typing as npt
-
-from ..errors import DieselError
+from ..errors import DieselError, MetadataError
 from ..net.breaker import BreakerState, CircuitBreaker
 from ..system.unix_sockets import connect_unix, received_descriptors
 from . import wire
-from .mapped_chunks import MappedChunks, MemoryMap
+from .mapped_chunks import MappedChunks
+from .owner_table import OwnerTableView
 
 log = logging.getLogger("diesel.task")
 
@@ -48,13 +42,9 @@ fails."""
 IDLE_CONNECTIONS_MAX = 8
 """Connections that stay open between exchanges, for as many threads."""
 
-WINDOW_BYTES = 8 << 20
-"""The window of each connection; only pages that are used take memory. Larger requests would cost
-no less."""
-
 _BUFFER_BYTES = (
-    wire.HEAD_BYTES + wire.PARTS_MAX * 6 + 1024
-)  # an answer to READ, some revoked chunks
+    8 << 10
+)  # an answer to PIN, some revoked chunks; a longer one gets memory of its own
 _CONTROL_BYTES = socket.CMSG_SPACE(4)
 _TIMEVAL = struct.Struct("ll")
 
@@ -68,29 +58,26 @@ class RequestRejected(ExchangeFailed):
 
 
 class Connection:
-    """One connection to the master, and its window. For one thread at a time."""
+    """One connection to the master. For one thread at a time."""
 
     def __init__(self, path: str, identity: UUID, version: int, deadline_s: float) -> None:
         """Connects and says hello. Raises ExchangeFailed."""
         self.revoked: list[int] = []  # chunks that the last answer revokes
-        self.unread_parts = 0  # parts of a READ whose answer was not received
         self._buffer = bytearray(_BUFFER_BYTES)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        window = -1
+        table = -1
         try:
             limit = _TIMEVAL.pack(int(deadline_s), int(deadline_s % 1 * 1e6))
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
             connect_unix(self._socket, path)
-            flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-            window = os.memfd_create("diesel-window", flags)
-            os.ftruncate(window, WINDOW_BYTES)
-            fcntl(window, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW)
-            self.window = MemoryMap(window, WINDOW_BYTES, mmap.MAP_SHARED).view()
-            hello = wire.local_request(wire.LOCAL_HELLO, body=wire.local_hello(identity, version))
-            self.send(hello, descriptor=window)
-            body, _ = self.receive(wire.LOCAL_HELLO, 0)
-            self.rank, self.chunks = wire.parse_local_welcome(body)
+            hello = wire.local_hello(identity, version)
+            self.send(wire.local_request(wire.LOCAL_HELLO, body=hello))
+            body, table = self.receive(wire.LOCAL_HELLO, 0, expects_descriptor=True)
+            self.rank, chunks = wire.parse_local_welcome(body)
+            if table < 0:
+                raise ExchangeFailed("the master gave no table of owners")
+            self.owners = OwnerTableView(table, chunks)
         except (OSError, DieselError) as error:
             self.close()
             raise ExchangeFailed(str(error)) from error
@@ -98,8 +85,8 @@ class Connection:
             self.close()
             raise
         finally:
-            if window >= 0:
-                os.close(window)
+            if table >= 0:
+                os.close(table)
 
     def send(self, request: bytes, *, descriptor: int = -1) -> None:
         """Send a request, and a descriptor with it unless that is -1. Raises ExchangeFailed."""
@@ -174,28 +161,17 @@ class Connection:
         return got, descriptor
 
     def close(self) -> None:
-        """Close the socket. The window is unmapped with its last view. Repeatable."""
+        """Close the socket. Repeatable."""
         self._socket.close()
+
+    def detach(self) -> socket.socket:
+        """The socket, which is the caller's from now on."""
+        return socket.socket(fileno=self._socket.detach())
 
     @property
     def is_closed(self) -> bool:
         """Whether it is closed, for example by a forked child, which closes its copy."""
         return self._socket.fileno() < 0
-
-
-class ReadResult(NamedTuple):
-    """The answer to a READ: the window, and of each part its offset there and its source."""
-
-    window: memoryview
-    offsets: npt.NDArray[np.uint32]
-    sources: npt.NDArray[np.uint16]
-
-
-class PinResult(NamedTuple):
-    """The answer to a PIN; the caller closes the descriptor, unless it is -1."""
-
-    source: int
-    descriptor: int
 
 
 class MasterLink:
@@ -226,9 +202,12 @@ class MasterLink:
         self._deadline_s = deadline_s
         self._breaker = CircuitBreaker(1, pause_s, PAUSE_S_MAX)  # used under the lock
         self._last_warning = self._last_restart_error = ""
-        self._closed = False
+        self._closed = self._is_ending = False
         self._restart = restart
         self.rank = -1  # the master's; -1 before its first answer
+        self.owners: OwnerTableView | None = None
+        """Which node owns each chunk, by the last master that answered."""
+
         self.exchanged_s = 0.0  # when the last exchange ended, by time.monotonic()
         self.counts = {"requests": 0, "failures": 0, "skipped": 0}
         self._reset_after_fork()
@@ -239,8 +218,6 @@ class MasterLink:
         self._breaker.cancel(self._breaker.ticket)  # only a thread of the parent goes on connecting
         self._restarting = threading.Lock()
         self._idle: list[Connection] = []
-        # Connections whose answer was not received. The garbage collector adds to it: no lock.
-        self._abandoned: deque[Connection] = deque()
         self._open: weakref.WeakSet[Connection] = weakref.WeakSet()  # all, idle or in use
 
     def connect(self) -> bool:
@@ -258,38 +235,58 @@ class MasterLink:
         of this process."""
         return bool(self._open)
 
+    def stop_connecting(self) -> None:
+        """Make no further connection, and start no master; those that are open are used until
+        `close`."""
+        with self._lock:
+            self._is_ending = True
+
     def retry(self) -> None:
         """End a pause: ask the master again."""
         with self._lock:
             self._breaker.record_success()
         self._last_warning = ""
 
-    def read(self, parts: wire.Parts) -> "WindowLease | None":
-        """Read parts, which fit the window together. Use the result in a `with`: the window is the
-        caller's until its end. None where the master does not answer."""
-        begun = self.begin(parts)
-        return None if begun is None else begun.wait()
-
-    def begin(self, parts: wire.Parts) -> "PendingRead | None":
-        """Send the request of `read`; the answer is waited for later."""
-        connection = self._acquire()
-        if connection is None:
-            return None
-        ticket = self._breaker.ticket
-        body = parts.astype("<u4", copy=False).tobytes()
-        request = wire.local_request(wire.LOCAL_READ, len(parts), body)
-        if not self._send(connection, ticket, request):
-            return None
-        return PendingRead(self, connection, ticket, parts)
-
-    def pin(self, chunk: int, *, fetch: bool) -> PinResult | None:
-        """Pin a whole chunk; `fetch`: also where the master has to fetch it. None where the master
-        does not answer."""
+    def pin(self, chunk: int, *, fetch: bool) -> int | None:
+        """Pin a whole chunk; `fetch`: also where the master has to fetch it. A descriptor, which
+        the caller closes; None where the chunk is not in memory or the master does not answer."""
         answer = self._request(
             wire.LOCAL_PIN, 1, wire.chunks_body([chunk]), is_read=True,
             flags=wire.LOAD if fetch else 0, expects_descriptor=True,
         )  # fmt: skip
-        return None if answer is None else PinResult(wire.parse_source(answer[0]), answer[1])
+        return None if answer is None or answer[1] < 0 else answer[1]
+
+    def task_view(self) -> wire.TaskView | None:
+        """What is needed to ask the masters of other nodes; None where the master does not
+        answer."""
+        answer = self._request(wire.LOCAL_MEMBERS, 0, b"", is_read=True)
+        try:
+            return None if answer is None else wire.parse_members(answer[0])
+        except DieselError as error:
+            log.error("the task's master violates the protocol: %s", error)
+            return None
+
+    def open_data(self) -> socket.socket:
+        """A connection for READs to the master, which blocks. Raises MetadataError."""
+        ticket = self._admit() if self.connect() else 0
+        connection = self._open_connection(ticket) if ticket else None
+        if connection is None:
+            raise MetadataError("this node's master does not answer")
+        is_ready = False
+        try:
+            connection.send(wire.local_request(wire.LOCAL_DATA))
+            connection.receive(wire.LOCAL_DATA, 0)
+            is_ready = True
+        except ExchangeFailed as error:
+            self._note_failure(ticket, str(error))
+            raise MetadataError(str(error)) from error
+        finally:
+            with self._lock:
+                self._open.discard(connection)
+            if not is_ready:
+                connection.close()
+        self._note_answer()
+        return connection.detach()
 
     def notify(self, kind: int, count: int, body: bytes) -> bool:
         """Send a request whose answer has no content; returns whether the answer came."""
@@ -322,11 +319,11 @@ class MasterLink:
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
-        for connection in (*idle, *iter(self._pop_abandoned, None)):
+        for connection in idle:
             connection.close()
 
     def __del__(self) -> None:
-        for connection in (*getattr(self, "_idle", ()), *getattr(self, "_abandoned", ())):
+        for connection in getattr(self, "_idle", ()):
             connection.close()
 
     def _request(
@@ -404,13 +401,15 @@ class MasterLink:
             raise
         if connection.revoked:
             self._mapped.release(connection.revoked)
-        if self._breaker.state(0) is not BreakerState.CLOSED and kind in (
-            wire.LOCAL_READ,
-            wire.LOCAL_PIN,
-        ):
+        if kind in (wire.LOCAL_PIN, wire.LOCAL_MEMBERS):
+            self._note_answer()
+        return answer
+
+    def _note_answer(self) -> None:
+        """The master has answered a request that only a working one answers."""
+        if self._breaker.state(0) is not BreakerState.CLOSED:
             log.info("the task's master answers again")
             self.retry()
-        return answer
 
     def _acquire(self, *, is_read: bool = True) -> Connection | None:
         """A connection for the caller alone; None where the master is not to be asked now. During a
@@ -421,13 +420,19 @@ class MasterLink:
             is_paused = is_read and self._breaker.is_open(time.monotonic())
             if self._idle and not is_paused:
                 return self._idle.pop()
-        if not is_paused and (connection := self._reuse_abandoned()) is not None:
-            return connection
+        ticket = self._admit()
+        return self._open_connection(ticket) if ticket else None
+
+    def _admit(self) -> int:
+        """A ticket of the breaker for a new connection; 0: do not ask the master now."""
         with self._lock:
-            ticket = self._breaker.admit(time.monotonic())
-        if not ticket:
-            self.counts["skipped"] += 1
-            return None
+            is_over = self._closed or self._is_ending
+            ticket = 0 if is_over else self._breaker.admit(time.monotonic())
+        self.counts["skipped"] += not ticket
+        return ticket
+
+    def _open_connection(self, ticket: int) -> Connection | None:
+        """Connect; None where that failed."""
         try:
             connection = Connection(self._path, self._identity, self._version, self._deadline_s)
         except ExchangeFailed as error:
@@ -440,11 +445,20 @@ class MasterLink:
         finally:
             with self._lock:  # a connection alone does not close the breaker: an answer does
                 self._breaker.cancel(ticket)
-        self.rank = connection.rank
+        stale: list[Connection] = []
         with self._lock:
-            if not self._open:  # the first connection, or that of a new master
+            before = self.owners
+            if not self._open or before is None or before.inode != connection.owners.inode:
+                # The first connection, or that of a new master
+                stale, self._idle = self._idle, []
+                for each in stale:
+                    self._open.discard(each)
                 self._mapped.forget_all()
+                self.owners = connection.owners
             self._open.add(connection)
+        for each in stale:
+            each.close()
+        self.rank = connection.rank
         return connection
 
     def _run_restart(self) -> None:
@@ -472,44 +486,12 @@ class MasterLink:
             self._open.discard(connection)
         connection.close()
 
-    def _abandon(self, connection: Connection, count: int) -> None:
-        """The caller no longer waits for the answer about `count` parts. The connection is kept: a
-        master without connections ends."""
-        connection.unread_parts = count
-        if self._closed:
-            connection.close()
-        else:
-            self._abandoned.append(connection)
-
-    def _reuse_abandoned(self) -> Connection | None:
-        """A connection whose answer was not received, once that answer has come."""
-        connection = self._pop_abandoned()
-        if connection is None:
-            return None
-        ticket = self._breaker.ticket
-        try:
-            connection.receive(wire.LOCAL_READ, connection.unread_parts)
-        except RequestRejected:
-            pass
-        except ExchangeFailed as error:
-            self._discard(connection, ticket, str(error))
-            return None
-        return connection
-
-    def _pop_abandoned(self) -> Connection | None:
-        """An abandoned connection, which is the caller's then."""
-        try:
-            return self._abandoned.popleft()
-        except IndexError:
-            return None
-
     def _discard(self, connection: Connection, ticket: int, why: str) -> None:
         """Close a connection that failed, and all idle ones: they lead to the same master."""
         connection.close()
         with self._lock:
             self._open.discard(connection)
             idle, self._idle = self._idle, []
-            idle += iter(self._pop_abandoned, None)
             for each in idle:
                 self._open.discard(each)
         for each in idle:
@@ -525,55 +507,6 @@ class MasterLink:
         if why and why != self._last_warning:
             log.warning("the task's master cannot be asked (%s): reading from the store", why)
             self._last_warning = why
-
-
-class PendingRead:
-    """A READ whose answer has not been received; it may be dropped."""
-
-    def __init__(
-        self, link: MasterLink, connection: Connection, ticket: int, parts: wire.Parts
-    ) -> None:
-        self._link = link
-        self._connection: Connection | None = connection
-        self._ticket = ticket
-        self._parts = parts
-
-    def wait(self) -> "WindowLease | None":
-        """Receive the answer, once; None where the master does not answer."""
-        connection, self._connection = self._connection, None
-        assert connection is not None
-        if connection.is_closed:
-            return None
-        parts, ticket = self._parts, self._ticket
-        answer = self._link._answer(connection, ticket, wire.LOCAL_READ, len(parts))
-        if answer is None:
-            return None
-        try:
-            offsets, sources = wire.parse_read_answer(answer[0], parts[:, 2], WINDOW_BYTES)
-        except DieselError as error:
-            self._link._discard(connection, ticket, str(error))
-            return None
-        return WindowLease(self._link, connection, ReadResult(connection.window, offsets, sources))
-
-    def __del__(self) -> None:
-        connection: Connection | None = getattr(self, "_connection", None)
-        if connection is not None and not connection.is_closed:
-            self._link._abandon(connection, len(self._parts))
-
-
-class WindowLease:
-    """The answer to a READ, for as long as the window is the caller's."""
-
-    def __init__(self, link: MasterLink, connection: Connection, given: ReadResult) -> None:
-        self._link = link
-        self._connection = connection
-        self.given = given
-
-    def __enter__(self) -> ReadResult:
-        return self.given
-
-    def __exit__(self, *_: object) -> None:
-        self._link._release(self._connection)
 
 
 _LINKS: "weakref.WeakSet[MasterLink]" = weakref.WeakSet()

@@ -1,17 +1,16 @@
 """The master's end of the local protocol (`PEERS.md`, section 4): it serves its clients, the
 readers on its own node.
 
-It checks which processes may connect, maps their windows (memory that a client shares with the
-master for the bytes of its reads), unpins what a process has pinned when that process ends, and
-decides when an unused master ends. `wire.py` has the bytes of messages, `master.py` the answers. A
-client that breaks off at any point leaves nothing behind.
+It checks which processes may connect, gives them the table of owners, unpins what a process has
+pinned when that process ends, and decides when an unused master ends. Reads go over connections of
+their own, which are handed to the data plane. `wire.py` has the bytes of messages, `master.py` the
+answers. A client that breaks off at any point leaves nothing behind.
 
 All code runs in the master's trio loop. A connection carries one request at a time, and has one
 task.
 """
 
 import array
-import fcntl
 import json
 import logging
 import math
@@ -36,9 +35,12 @@ log = logging.getLogger("diesel.task")
 CONNECTIONS_MAX = 4096
 """Connections of all clients of a node: some hundred workers with a few threads each."""
 
-WINDOW_BYTES_MAX = 1 << 30
 BACKLOG = 1024
 ACCEPT_PAUSE_S = 0.1  # without free descriptors; the next client waits in the kernel
+
+SWITCH_S = 2.0
+"""For so long after a switch to another version, clients that still ask for the former one do not
+make the master end: its own have yet to connect for the new one."""
 
 _RECEIVE_BYTES = 64 << 10  # of one system call
 _ANY_CHUNK = 1 << 32  # unpinning a chunk that was never pinned does nothing
@@ -57,6 +59,7 @@ class LocalServer:
         self._readers = 0  # connections that read this master's version
         # A client came for another version while no client read this one
         self._other_version_wanted = False
+        self._switched_s = -math.inf  # when a client last switched to another version
         self._clients_changed = trio.Event()
 
     async def serve(self, listener: socket.socket) -> None:
@@ -106,7 +109,8 @@ class LocalServer:
         self._connections[pid] += 1
         client = _Client(self, self._master, accepted, pid)
         try:
-            await client.serve()
+            if await client.serve():
+                self._master.adopt_local(client.detach())
         except (CorruptError, UsageError) as error:
             log.warning("disconnected process %d: %s", pid, error.message)
         except OSError:  # the client has gone
@@ -126,9 +130,13 @@ class LocalServer:
         self._readers += 1
         self._clients_changed.set()
 
+    def switched(self) -> None:
+        """A client has switched to another version."""
+        self._switched_s = trio.current_time()
+
     def other_version_requested(self) -> None:
         """A client has connected that wants another version of the dataset."""
-        if not self._readers:
+        if not self._readers and trio.current_time() > self._switched_s + SWITCH_S:
             self._other_version_wanted = True
             self._clients_changed.set()
 
@@ -146,34 +154,44 @@ class _Client:
         self._received = bytearray()
         self._files: list[int] = []  # descriptors that came with the current request
         self._version = -1  # that the client reads; -1: before the hello
-        self._map: mmap.mmap | None = None
-        self._window = memoryview(b"")
 
     @property
     def is_accepted(self) -> bool:
         """Whether the client's hello was accepted."""
         return self._version >= 0
 
+    @property
+    def _is_current(self) -> bool:
+        """Whether the client reads the master's version."""
+        return self._version == self._master.snapshot.version
+
     def close(self) -> None:
         """Release everything that this connection holds."""
         self._drop_files()
-        self._window = memoryview(b"")
-        self._map = None  # unmapped when no task writes into it any more
         self._socket.close()
 
-    async def serve(self) -> None:
-        """Answer requests until the client closes. Raises CorruptError, UsageError, OSError."""
+    def detach(self) -> socket.socket:
+        """The socket, which is the caller's from now on."""
+        return socket.socket(fileno=self._socket.detach())
+
+    async def serve(self) -> bool:
+        """Answer requests until the client closes; True where the connection is for READs from now
+        on. Raises CorruptError, UsageError, OSError."""
         while True:
             for _ in range(_TURN_REQUESTS):
                 if not await self._receive(wire.HEAD_BYTES):
-                    return
+                    return False
                 head = wire.parse_local_request(self._received[: wire.HEAD_BYTES])
                 if not await self._receive(wire.HEAD_BYTES + head.body_bytes):
-                    return
+                    return False
                 body = bytes(self._received[wire.HEAD_BYTES : wire.HEAD_BYTES + head.body_bytes])
                 del self._received[: wire.HEAD_BYTES + head.body_bytes]
                 await self._answer(head, body)
                 self._drop_files()
+                if head.kind == wire.LOCAL_DATA and self._is_current:
+                    if self._received:
+                        raise CorruptError("the client does not wait for answers")
+                    return True
             await trio.lowlevel.checkpoint()
 
     async def _answer(self, head: wire.LocalRequestHead, body: bytes) -> None:
@@ -192,21 +210,20 @@ class _Client:
             revoked = self._master.cache.memory.revoked(self._pid)
             await self._send(wire.local_answer(head.kind, revoked=revoked))
             return
-        if self._version != self._master.snapshot.version:
+        if not self._is_current:
             await self._refuse(head.kind, "the task reads another version of the dataset")
             return
         sizes = self._master.snapshot.chunk_sizes
         answer, file = b"", None
-        if head.kind == wire.LOCAL_READ:
-            parts, total = wire.parse_parts(body, head.counted, sizes, bytes_max=len(self._window))
-            if total > len(self._window):
-                raise CorruptError("the parts of a READ do not fit the window")
-            answer = wire.read_answer_body(*await self._master.read(parts, self._window))
-        elif head.kind == wire.LOCAL_PIN:
+        if head.kind == wire.LOCAL_MEMBERS:
+            members = wire.members_body(self._master.task_view)
+            await self._send(wire.local_answer(head.kind, body=members))
+            return
+        if head.kind == wire.LOCAL_PIN:
             (chunk,) = wire.parse_chunks(body, len(sizes))
             load = bool(head.flags & wire.LOAD)
             file = await self._master.pin(self._pid, chunk, load=load)
-            answer = wire.source_body(wire.SOURCE_NONE if file is None else wire.SOURCE_HERE)
+            answer = wire.pinned_body(is_pinned=file is not None)
         elif head.kind == wire.LOCAL_DAMAGED:
             await self._master.report_damage(wire.parse_damaged(body, sizes))
         count = head.counted if answer else 0
@@ -214,7 +231,7 @@ class _Client:
         await self._send(wire.local_answer(head.kind, count, answer, revoked), file)
 
     async def _hello(self, body: bytes) -> None:
-        """Answer HELLO: map the client's window, or reject another dataset or version."""
+        """Answer HELLO: give the table of owners, or reject another dataset or version."""
         try:
             identity, version = wire.parse_local_hello(body)
         except UsageError as error:
@@ -229,13 +246,12 @@ class _Client:
             )
             self._server.other_version_requested()
             return
-        self._map = _map_window(self._files)
-        self._window = memoryview(self._map)
         if not self.is_accepted:
             self._server.reader_joined()
         self._version = version
         welcome = wire.local_welcome(self._master.rank, current.chunk_count)
-        await self._send(wire.local_answer(wire.LOCAL_HELLO, body=welcome))
+        table = self._master.owner_table.descriptor
+        await self._send(wire.local_answer(wire.LOCAL_HELLO, body=welcome), table)
 
     async def _switch_version(self, body: bytes) -> None:
         """Answer SWITCH_VERSION: check the snapshot, and switch the master to it where it is
@@ -254,6 +270,7 @@ class _Client:
         if version > current.version:
             await self._master.switch_version(snapshot)
         self._version = version
+        self._server.switched()
         await self._send(wire.local_answer(wire.LOCAL_SWITCH_VERSION))
 
     async def _refuse(self, kind: int, sentence: str) -> None:
@@ -297,22 +314,6 @@ class _Client:
         while self._files:
             with suppress(OSError):
                 os.close(self._files.pop())
-
-
-def _map_window(files: list[int]) -> mmap.mmap:
-    """Map the window that a client shares. Raises CorruptError where it could shrink: access to
-    pages that are gone would kill this process."""
-    if len(files) != 1:
-        raise CorruptError("HELLO without a window")
-    try:
-        if not fcntl.fcntl(files[0], fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-            raise CorruptError("the client's window is not sealed against shrinking")
-        size = os.fstat(files[0]).st_size
-        if not 0 < size <= WINDOW_BYTES_MAX:
-            raise CorruptError(f"a window of {size} bytes")
-        return mmap.mmap(files[0], size)
-    except (OSError, ValueError) as error:
-        raise CorruptError(f"the client's window cannot be mapped: {error}") from None
 
 
 class LocalSocket:

@@ -13,7 +13,7 @@ import os
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TypeAlias
 
@@ -49,20 +49,17 @@ class MemoryMap:
 
     __slots__ = ("__array_interface__", "__weakref__", "_address", "_bytes", "_ended")
 
-    def __init__(
-        self, descriptor: int, size: int, flags: int, ended: Callable[[], None] | None = None
-    ) -> None:
+    def __init__(self, descriptor: int, size: int, ended: Callable[[], None]) -> None:
         """`ended` is called in any thread when the memory is unmapped, so it must do next to
         nothing. Raises OSError."""
-        protection = mmap.PROT_READ | mmap.PROT_WRITE
-        address = _libc.mmap(None, size, protection, flags, descriptor, 0)
+        address = _libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_PRIVATE, descriptor, 0)
         if address == _MAP_FAILED:
             number = ctypes.get_errno()
             self._address = 0
             raise OSError(number, os.strerror(number))
         self._address, self._bytes, self._ended = address, size, ended
         self.__array_interface__ = {
-            "data": (address, False),
+            "data": (address, True),  # read-only
             "shape": (size,),
             "typestr": "|u1",
             "version": 3,
@@ -75,8 +72,7 @@ class MemoryMap:
     def __del__(self, unmap: Callable[[int, int], object] = _libc.munmap) -> None:
         if self._address:
             unmap(self._address, self._bytes)
-            if self._ended is not None:
-                self._ended()
+            self._ended()
 
 
 _Memory: TypeAlias = tuple[int, int]
@@ -88,8 +84,12 @@ class MappedChunks:
     """The chunks that one `TaskStore` has mapped."""
 
     def __init__(
-        self, *, bytes_max: int = MAPPED_BYTES_MAX, chunks_max: int = MAPPED_CHUNKS_MAX
+        self, chunks: int, *, bytes_max: int = MAPPED_BYTES_MAX, chunks_max: int = MAPPED_CHUNKS_MAX
     ) -> None:
+        """`chunks` is how many the version has."""
+        self.is_kept = np.zeros(chunks, np.bool_)
+        """Whether the table keeps each chunk. It may be out of date at once: see `find_many`."""
+
         self._bytes_max = bytes_max
         self._chunks_max = chunks_max
         self._views: dict[int, memoryview] = {}
@@ -126,13 +126,20 @@ class MappedChunks:
         return bool(self._unmapped)
 
     def find(self, chunk: int) -> memoryview | None:
-        """A chunk that is mapped; a write to the view would only change this process's copy. Never
-        waits."""
+        """A chunk that is mapped, read-only. Never waits."""
         view = self._views.get(chunk)
         if view is not None:
             self._clock += 1
             self._last_used[chunk] = self._clock
         return view
+
+    def find_many(self, chunks: Sequence[int]) -> list[memoryview | None]:
+        """As `find`, for many chunks at once; a chunk may be named repeatedly. None for a chunk
+        that the table does not keep any more."""
+        found = list(map(self._views.get, chunks))
+        self._clock += 1
+        self._last_used.update(dict.fromkeys(chunks, self._clock))
+        return found
 
     def keep(self, chunk: int, descriptor: int, size: int) -> memoryview:
         """Map a pinned chunk. The descriptor stays the caller's. Raises OSError."""
@@ -141,12 +148,13 @@ class MappedChunks:
             mapping = self._maps.get(memory)
             if mapping is None:
                 ended = partial(self._unmapped.append, memory)
-                mapping = MemoryMap(descriptor, size, mmap.MAP_PRIVATE, ended)
+                mapping = MemoryMap(descriptor, size, ended)
                 self._maps[memory] = mapping
                 self._map_counts[memory] += 1
             before = self._views.pop(chunk, None)
             self.kept_bytes += size - (0 if before is None else len(before))
             view = self._views[chunk] = mapping.view()
+            self.is_kept[chunk] = True
             self._clock += 1
             self._last_used[chunk] = self._clock
             excess = self._excess()
@@ -166,8 +174,9 @@ class MappedChunks:
         views = []
         with self._lock:
             for chunk in chunks:
-                view = self._views.pop(chunk, None)
-                if view is not None:
+                if chunk in self._views:
+                    self.is_kept[chunk] = False
+                    view = self._views.pop(chunk)
                     self.kept_bytes -= len(view)
                     views.append(view)
                 self._last_used.pop(chunk, None)

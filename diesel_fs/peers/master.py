@@ -1,10 +1,12 @@
-"""The master: the process on a node of a task that serves the node's readers and the masters of
-other nodes.
+"""The master: the process on a node of a task that keeps the node's chunks, and serves them to the
+readers of all nodes and to other masters.
 
-For each chunk it knows which node owns it, and reads from there; its `NodeCache` learns which
-chunks are this node's. It follows the task's members as they come and go. Bytes in memory and on
-disk are in `node_cache.py`, connections to other masters in `peer.py` and `acceptor.py`, this
-node's readers (its clients) in `local.py`, the registry of members in `registry.py`.
+This is its control plane. For each chunk it knows which node owns it, and tells that its clients
+(`owner_table.py`), which ask the owner themselves; its `NodeCache` learns which chunks are this
+node's. It follows the task's members as they come and go. Reads of chunks that are in memory never
+come here: the data plane answers them (`data_plane.py`). Bytes in memory and on disk are in
+`node_cache.py`, connections to and from other masters in `peer.py` and `acceptor.py`, this node's
+readers (its clients) in `local.py`, the registry of members in `registry.py`.
 
 What the master cannot give it reports at once, and the reader reads from the store: nothing that
 happens to members is an error of a reader. One thread (trio); calls that block run in threads.
@@ -27,13 +29,15 @@ from ..format.object_names import chunk_object
 from ..format.snapshot.reader import Snapshot
 from ..storage.objects.store import ObjectStore
 from .acceptor import Acceptor
+from .chunk_table import ChunkTable
 from .handshake import LocalIdentity
 from .membership import ANY_INSTANCE, TTL_S, Member, Membership
 from .node_cache import FETCHES, FILL_FETCHES, Fetch, NodeCache
+from .owner_table import OwnerTable
 from .ownership import Ownership
 from .peer import Peer
 from .registry import Registry
-from .wire import ABSENT, FAILED, GIVEN, NOT_MINE, SOURCE_HERE, SOURCE_NONE, DamagedPart, Parts
+from .wire import ABSENT, FAILED, GIVEN, NOT_MINE, DamagedPart, Parts, TaskView
 
 log = logging.getLogger("diesel.task")
 
@@ -53,14 +57,10 @@ _LIVE_LEVELS = 8  # `oneshot` fetches chunks by their live fraction, rounded up 
 _PREVIOUS_OWNERS_MAX = 8  # earlier assignments that are remembered: those owners may hold chunks
 
 Ranks = npt.NDArray[np.int64]
-Offsets = npt.NDArray[np.uint32]
-Sources = npt.NDArray[np.uint16]
-
-_OFFSET_0: Offsets = np.zeros(1, np.uint32)  # where a single part lies in the window
 
 _COUNTS = (
-    "other_version_members", "client_parts", "client_misses", "peer_hits", "not_owned",
-    "damage_reports", "chunks_from_peers", "chunks_from_store",
+    "other_version_members", "not_owned", "passed_on", "damage_reports", "chunks_from_peers",
+    "chunks_from_store",
 )  # fmt: skip
 
 
@@ -155,6 +155,8 @@ class Master:
         self._threads = trio.CapacityLimiter(FETCHES + FILL_FETCHES)
         self.cache = make_cache(self._fetch)  # the chunks that this node keeps
         self._owners = _ChunkOwners(snapshot)
+        self.owner_table = OwnerTable(snapshot.chunk_count)  # for this node's clients
+        self._view: TaskView | None = None  # what they last could learn
         self._peers: dict[int, _PeerEntry] = {}
         self._silent: set[int] = set()  # ranks from --peers that do not answer
         # Members from before an outage of the registry that have not renewed since, and how long
@@ -178,6 +180,17 @@ class Master:
         """The rank of each chunk's owner."""
         return self._owners.owner
 
+    @property
+    def task_view(self) -> TaskView:
+        """What this node's clients have to know to ask the owners of chunks."""
+        return TaskView(
+            rank=self.rank,
+            task=self._me.task.digest,
+            secret=self._me.secret,
+            has_tls=self._me.certificate is not None,
+            members=tuple(self._peers[rank].member for rank in sorted(self._peers)),
+        )
+
     # Members
 
     async def run(
@@ -193,7 +206,7 @@ class Master:
         async with trio.open_nursery() as self._nursery:
             await self._nursery.start(self.cache.run)
             await self._apply_membership(first)
-            self._nursery.start_soon(self._acceptor.serve, listeners)
+            await self._nursery.start(self._acceptor.serve, listeners)
             task_status.started()
             if self._oneshot:
                 self._nursery.start_soon(self._fill)
@@ -248,9 +261,17 @@ class Master:
                 self._nursery.start_soon(self._run_peer, self._peers[rank])
                 log.info("node %d is at %s", rank, member.address)
         self._silent &= self._peers.keys()
+        self._note_view()
         await self._update_owners()
         if len(self._peers) + 1 >= self._world:
             self._all_present.set()
+
+    def _note_view(self) -> None:
+        """Have clients ask again where what they know is not true any more."""
+        view = self.task_view
+        if view != self._view:
+            self._view = view
+            self.owner_table.bump_generation()
 
     def _still_counted(self, membership: Membership) -> dict[int, Member]:
         """Members that may still have to register again. All may have been forgotten while the
@@ -293,7 +314,10 @@ class Master:
         if not owners.ranks and others:  # other nodes hold what this one will own
             previous = await trio.to_thread.run_sync(owners.compute, others, world)
         owners.set_owners(ranks, owner, previous)
-        return owners is self._owners
+        if owners is not self._owners:
+            return False
+        self.owner_table.set_owners(owner)
+        return True
 
     async def _run_peer(self, entry: _PeerEntry) -> None:
         """Run the connection to one other master, until its entry is dropped."""
@@ -330,85 +354,24 @@ class Master:
         self._peers.clear()
         self._silent.clear()
         self._owners = owners
+        self.owner_table.close()
+        self.owner_table = OwnerTable(snapshot.chunk_count)
+        self.owner_table.set_owners(owners.owner)
+        self._view = None
         self._member = replace(self._member, version=snapshot.version)
         self._me = replace(self._me, version=snapshot.version, sizes=snapshot.chunk_sizes)
-        self._acceptor.set_identity(self._me)
         self.cache.switch_version(snapshot.chunk_ids, snapshot.chunk_sizes)
+        self._acceptor.set_identity(self._me)
         self.cache.set_owned(owners.live_owned(self.rank))
         await self._apply_membership(self._membership)
         self._renew_now.set()
 
     # What this node's readers call
 
-    async def read(self, parts: Parts, window: memoryview) -> tuple[Offsets, Sources]:
-        """Put parts of chunks into the window. Returns for each its offset there, and its source (a
-        rank, `SOURCE_HERE`, or `SOURCE_NONE`).
-
-        Parts must lie in their chunks and fit the window together.
-        """
-        if len(parts) == 1:
-            return _OFFSET_0, await self._read_one(parts, window)
-        owner = self._owners.owner[parts[:, 0]]
-        order = np.argsort(owner, kind="stable")
-        ends = np.cumsum(parts[order, 2], dtype=np.int64)
-        starts = ends - parts[order, 2]
-        offsets = np.empty(len(parts), np.uint32)
-        offsets[order] = starts
-        sources = np.full(len(parts), SOURCE_NONE, np.uint16)
-        cuts = (np.flatnonzero(np.diff(owner[order])) + 1).tolist()
-        groups = list(zip([0, *cuts], [*cuts, len(parts)], strict=True))
-
-        async def ask(first: int, end: int) -> None:
-            rows = order[first:end]
-            room = window[int(starts[first]) : int(ends[end - 1])]
-            rank = int(owner[rows[0]])
-            if rank == self.rank:
-                sources[rows[await self._read_here(parts[rows], room)]] = SOURCE_HERE
-            elif (entry := self._peers.get(rank)) is not None:
-                statuses = await entry.peer.read(parts[rows], room, load=True)
-                sources[rows[statuses == GIVEN]] = rank
-                self._counts["peer_hits"] += int(np.count_nonzero(statuses == GIVEN))
-
-        if len(groups) == 1:
-            await ask(*groups[0])
-        else:
-            async with trio.open_nursery() as nursery:
-                for group in groups:
-                    nursery.start_soon(ask, *group)
-        self._counts["client_parts"] += len(parts)
-        self._counts["client_misses"] += int(np.count_nonzero(sources == SOURCE_NONE))
-        return offsets, sources
-
-    async def _read_one(self, parts: Parts, window: memoryview) -> Sources:
-        """`read` of one part, without the work that only several parts need."""
-        rank, room = int(self._owners.owner[parts[0, 0]]), window[: int(parts[0, 2])]
-        source = SOURCE_NONE
-        if rank == self.rank:
-            source = SOURCE_HERE if (await self._read_here(parts, room))[0] else source
-        elif (entry := self._peers.get(rank)) is not None:
-            given = (await entry.peer.read(parts, room, load=True))[0] == GIVEN
-            source = rank if given else source
-            self._counts["peer_hits"] += int(given)
-        self._counts["client_parts"] += 1
-        self._counts["client_misses"] += source == SOURCE_NONE
-        return np.array([source], np.uint16)
-
-    async def _read_here(self, parts: Parts, room: memoryview) -> npt.NDArray[np.bool_]:
-        """Put parts of this node's chunks one behind the other into `room`. Returns which were
-        given."""
-        found: Iterable[memoryview | None] | None = self.cache.memory.find_parts(parts)
-        if found is None:
-            contents = await self._collect(parts, [True] * len(parts), load=True)
-            found = map(contents.get, range(len(parts)))
-        given = np.ones(len(parts), np.bool_)
-        at = 0
-        for row, (size, content) in enumerate(zip(parts[:, 2].tolist(), found, strict=True)):
-            if content is None:
-                given[row] = False
-            else:
-                room[at : at + size] = content
-            at += size
-        return given
+    def adopt_local(self, accepted: socket.socket) -> None:
+        """Serve READs of a client of this node on a socket, which is the data plane's from now
+        on."""
+        self._acceptor.adopt_local(accepted)
 
     async def pin(self, pinner: int, chunk: int, *, load: bool) -> int | None:
         """Pin a chunk for a client process; returns a descriptor of the whole chunk, or None where
@@ -426,28 +389,36 @@ class Master:
         """A client reports a part that does not match its checksum."""
         self._counts["damage_reports"] += 1
         what = f"{damaged.size} bytes at {damaged.start} of chunk {damaged.chunk}"
-        if damaged.source == SOURCE_HERE:
+        if damaged.rank == self.rank:
             log.error("a client received damaged data from this node: %s", what)
             await self.cache.recheck(damaged.chunk)
-        elif (entry := self._peers.get(damaged.source)) is not None:
+        elif (entry := self._peers.get(damaged.rank)) is not None:
             log.error("%s sent damaged data: %s", entry.peer, what)
             entry.peer.record_damage()
 
-    # What other masters request (`AnswerSource`)
+    # What is requested and not in memory (`AnswerSource`)
 
-    def answer_from_memory(self, parts: Parts) -> list[memoryview] | None:
+    @property
+    def table(self) -> ChunkTable:
         """See `AnswerSource`."""
-        return self.cache.memory.find_parts(parts)
+        return self.cache.memory.table
 
     async def answer(
-        self, rank: int, parts: Parts, *, load: bool
+        self, rank: int, parts: Parts, *, load: bool, through: bool
     ) -> tuple[bytes, list[memoryview]]:
         """See `AnswerSource`."""
-        if rank not in self._peers:  # a member that this master does not know yet
+        if rank != self.rank and rank not in self._peers:  # a node that this master does not know
             self._renew_now.set()
-        mine = (self._owners.owner[parts[:, 0]] == self.rank).tolist()
+        owner = self._owners.owner[parts[:, 0]]
+        mine = (owner == self.rank).tolist()
         failed: set[int] = set()
-        found = await self._collect(parts, mine, load=load, failed=failed)
+        found: dict[int, memoryview] = {}
+        async with trio.open_nursery() as nursery:
+            if through:
+                for other in sorted({*owner.tolist()} & self._peers.keys()):
+                    rows = np.flatnonzero(owner == other)
+                    nursery.start_soon(self._pass_on, self._peers[other], parts, rows, found)
+            found.update(await self._collect(parts, mine, load=load, failed=failed))
         statuses, contents = bytearray(), []
         for row, (chunk, is_mine) in enumerate(zip(parts[:, 0].tolist(), mine, strict=True)):
             if row in found:
@@ -459,6 +430,26 @@ class Master:
                 statuses.append(ABSENT if is_mine else NOT_MINE)
                 self._counts["not_owned"] += not is_mine
         return bytes(statuses), contents
+
+    async def _pass_on(
+        self,
+        entry: _PeerEntry,
+        parts: Parts,
+        rows: npt.NDArray[np.int64],
+        found: dict[int, memoryview],
+    ) -> None:
+        """Ask another node for these rows of `parts`, and add what it gives to `found`."""
+        wanted = parts[rows]
+        ends = np.cumsum(wanted[:, 2], dtype=np.int64)
+        room = np.empty(int(ends[-1]), np.uint8).data
+        statuses = await entry.peer.read(wanted, room, load=True)
+        starts = (ends - wanted[:, 2]).tolist()
+        for row, status, start, end in zip(
+            rows.tolist(), statuses.tolist(), starts, ends.tolist(), strict=True
+        ):
+            if status == GIVEN:
+                found.setdefault(row, room[start:end].toreadonly())
+        self._counts["passed_on"] += len(rows)
 
     # Getting chunks
 

@@ -24,7 +24,7 @@ TTL_S = 6.0
 """How long a registration lasts without being renewed: two renewals may be lost."""
 
 RANK_MAX = 0xFFFD
-"""Ranks travel in two bytes; the two numbers above are `SOURCE_HERE` and `SOURCE_NONE`."""
+"""The highest rank: ranks travel in two bytes."""
 
 MEMBERS_MAX = 4096
 """Masters of one task: each keeps connections to all others."""
@@ -275,7 +275,7 @@ def join_message(task: TaskName, member: Member, record: MemberRecord) -> Messag
     """A request to register, without `do` and the dataset."""
     return {
         "task": task.name,
-        **_member_message(member),
+        **member_message(member),
         "since": record.since,
         "state": record.state,
         "secret": record.secret,
@@ -286,7 +286,7 @@ def parse_join(fields: Fields) -> tuple[str, Member, MemberRecord]:
     """The name of the task, the master that registers, and what it remembers. Raises
     UsageError."""
     name = fields.text("task")
-    member = _member(fields)
+    member = parse_member(fields)
     since = fields.integer("since", 0, high=TIME_MAX)
     state = fields.integer("state", 0, high=TIME_MAX)
     secret = fields.octets("secret", 0, SECRET_BYTES)
@@ -295,19 +295,19 @@ def parse_join(fields: Fields) -> tuple[str, Member, MemberRecord]:
 
 def leave_message(task: TaskName, member: Member) -> Message:
     """A request to end a registration, without `do` and the dataset."""
-    return {"task": task.name, **_member_message(member)}
+    return {"task": task.name, **member_message(member)}
 
 
 def parse_leave(fields: Fields) -> tuple[str, Member]:
     """The name of the task, and the master that leaves it."""
-    return fields.text("task"), _member(fields)
+    return fields.text("task"), parse_member(fields)
 
 
 def join_reply_message(reply: JoinReply) -> Message:
     """The answer to a registration, as a message."""
     message: Message = {"since": reply.since, "state": reply.state, "secret": reply.secret}
     if reply.members is not None:
-        message["members"] = [_member_message(each) for each in reply.members]
+        message["members"] = [member_message(each) for each in reply.members]
     if reply.replaced_address:
         message["replaced"] = reply.replaced_address
     if reply.was_forgotten:
@@ -322,7 +322,7 @@ def parse_join_reply(message: Message) -> JoinReply:
     secret = fields.octets("secret", 0, SECRET_BYTES)
     members = None
     if "members" in fields:
-        members = tuple(map(_member, fields.maps("members", MEMBERS_MAX)))
+        members = tuple(map(parse_member, fields.maps("members", MEMBERS_MAX)))
     replaced = fields.text("replaced", "")
     if replaced:
         split_address(replaced)
@@ -331,7 +331,8 @@ def parse_join_reply(message: Message) -> JoinReply:
     )
 
 
-def _member_message(member: Member) -> Message:
+def member_message(member: Member) -> Message:
+    """A member as a message."""
     return {
         "rank": member.rank,
         "instance": member.instance,
@@ -342,7 +343,8 @@ def _member_message(member: Member) -> Message:
     }
 
 
-def _member(fields: Fields) -> Member:
+def parse_member(fields: Fields) -> Member:
+    """The member that a message holds. Raises UsageError."""
     return Member(
         fields.integer("rank"),
         fields.octets("instance", 0, INSTANCE_BYTES),

@@ -135,7 +135,7 @@ class NodeCache:
             queue_bytes=queue,
         )
         self.memory = NodeMemory(
-            self._sizes,
+            sizes,
             budget,
             policy,
             on_evict=self._write_back.enqueue,
@@ -229,7 +229,7 @@ class NodeCache:
         self._ids, self._sizes = list(ids), [int(size) for size in sizes]
         before = [old.get(key, -1) for key in zip(self._ids, self._sizes, strict=True)]
         after = {was: number for number, was in enumerate(before) if was >= 0}
-        self.memory.switch_version(self._sizes, before)
+        self.memory.switch_version(sizes, before)
         self._write_back.switch_version(self._ids, self._sizes, before)
         self._admission.switch_version(self._sizes, before)
         self._disk_admission.switch_version(self._sizes, before)

@@ -8,8 +8,8 @@ are asked to unpin it), and is dropped when they have; until then it takes its r
 reads. Bytes that are being sent when their chunk is dropped are not counted. Where the machine has
 no memory, descriptor or mapping left, the budget shrinks to what is here, for a while.
 
-`node_cache.py` decides which chunks come, `sealed_memory.py` has the memory itself. All calls come
-from one trio loop, and none waits.
+`node_cache.py` decides which chunks come, `sealed_memory.py` has the memory itself; the data plane
+reads from `table`. All calls come from one trio loop, and none waits.
 """
 
 import logging
@@ -22,7 +22,9 @@ import numpy.typing as npt
 import trio
 
 from ..cache.policy import EvictionPolicy
+from .chunk_table import ChunkTable
 from .sealed_memory import SealedMemory, sealed_memories_max
+from .wire import Sizes
 
 log = logging.getLogger("diesel.task")
 
@@ -116,7 +118,7 @@ class NodeMemory:
 
     def __init__(
         self,
-        sizes: Sequence[int],
+        sizes: Sizes,
         budget_bytes: int,
         policy: EvictionPolicy,
         *,
@@ -127,14 +129,14 @@ class NodeMemory:
         """`on_evict` receives a chunk of this node's share when it is replaced; `on_hits` the
         chunks that reads were served from and the bytes of these reads; `on_room` is called when
         there may be more room."""
-        self.views: dict[int, memoryview] = {}  # of the chunks that are here
+        self.table = ChunkTable(sizes)  # of this version; the data plane reads from it
         self.present: Mask = np.zeros(len(sizes), np.bool_)
         self.owned: Mask = np.zeros(len(sizes), np.bool_)
         self.counts: Counter[str] = Counter()
         self.budget_bytes_max = budget_bytes
         self._budget_bytes = budget_bytes
         self._chunks_max = sealed_memories_max()
-        self._sizes = sizes
+        self._sizes: list[int] = sizes.tolist()
         self._policy = policy
         self._on_evict = on_evict
         self._on_hits = on_hits
@@ -152,24 +154,17 @@ class NodeMemory:
 
     # Reading
 
+    @property
+    def views(self) -> dict[int, memoryview]:
+        """The chunks that are here."""
+        return self.table.views
+
     def find(self, chunk: int) -> memoryview | None:
         """A chunk, if it is here, counted as used. The view stays valid as long as it exists."""
         view = self.views.get(chunk)
         if view is not None:
             self.record_hits((chunk,), 0)
         return view
-
-    def find_parts(self, parts: npt.NDArray[np.uint32]) -> list[memoryview] | None:
-        """The bytes of parts (chunk, start, bytes) that lie in their chunks, where all chunks are
-        here; else None."""
-        views, found = self.views, []
-        for chunk, start, size in parts.tolist():
-            view = views.get(chunk)
-            if view is None:
-                return None
-            found.append(view[start : start + size])
-        self.record_hits(parts[:, 0].tolist(), int(parts[:, 2].sum()))
-        return found
 
     def record_hits(self, chunks: Sequence[int], size: int) -> None:
         """Reads of these chunks, of `size` bytes in all, were served from here."""
@@ -184,8 +179,11 @@ class NodeMemory:
         self._policy.record_access(chunk)
 
     def flush_hits(self) -> None:
-        """Tell the policy and `on_hits` of the collected hits. Called before the policy is told or
-        asked anything else."""
+        """Tell the policy and `on_hits` of the collected hits, those of the data plane among them.
+        Called before the policy is told or asked anything else."""
+        for chunks, size in self.table.take_reads():
+            self._hits += chunks
+            self._hit_bytes += size
         if self._hits:
             if not self._share_fits:
                 for chunk in self._hits:
@@ -314,6 +312,7 @@ class NodeMemory:
         chunks = int(np.count_nonzero(owned))
         # If the share fits, none of it is ever replaced, and no hits need to be recorded
         self._share_fits = share_bytes <= self.budget_bytes_max and chunks <= self._chunks_max
+        self.table.records_reads = not self._share_fits
 
     def _warn_of_limits(self) -> None:
         total_bytes = sum(self._sizes)
@@ -358,17 +357,19 @@ class NodeMemory:
 
     # The whole
 
-    def switch_version(self, sizes: Sequence[int], before: Sequence[int]) -> None:
+    def switch_version(self, sizes: Sizes, before: Sequence[int]) -> None:
         """The chunks of another version; `before` has the number that each had, or -1. Pins keep
-        the old numbers."""
+        the old numbers, and the data plane's connections of the old version the old table, until
+        they are closed."""
         self.flush_hits()
         after = {old: new for new, old in enumerate(before) if old >= 0}
         for chunk in [chunk for chunk in self._memories if chunk not in after]:
             self.drop(chunk)
         self._policy.renumber(after)
-        self._sizes = sizes
+        self._sizes = sizes.tolist()
         self._memories = {after[chunk]: memory for chunk, memory in self._memories.items()}
-        self.views = {chunk: memory.view for chunk, memory in self._memories.items()}
+        self.table = ChunkTable(sizes)
+        self.views.update({chunk: memory.view for chunk, memory in self._memories.items()})
         self.present = np.zeros(len(sizes), np.bool_)
         self.present[[*self._memories]] = True
         self.set_owned(np.array([was >= 0 and self.owned[was] for was in before], np.bool_))

@@ -52,6 +52,7 @@ class TaskKwargs(TypedDict, total=False):
     policy: FillPolicy | None
     evict: Eviction | None
     peer_tls: bool | None
+    peers_through_master: bool | None
 
 
 OptionKind = Literal["text", "count", "addresses", "folder", "size", "choice", "flag"]
@@ -146,6 +147,10 @@ class TaskOptions(DaemonRequest):
     peer_tls: bool = _option(
         False, "flag", None, "Encrypt what the nodes of the task send each other."
     )
+    peers_through_master: bool = _option(
+        False, "flag", None, "Have this node's master ask the other nodes, where its readers cannot"
+        " reach them themselves.",
+    )  # fmt: skip
 
     def __bool__(self) -> bool:
         """Whether these options name a task."""

@@ -158,7 +158,7 @@ class Peer:
     async def _attempt(self) -> Channel | None:
         """Try to connect once; None where that failed."""
         try:
-            channel = await connect(self._me, self.member)
+            channel = await connect(self._me.connector, self.member)
         except Exception as error:  # no failure of a peer may end this task or the master
             if not isinstance(error, DieselError):
                 log.exception("unexpected error with %s", self)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 MAPS_MAX_FILE = Path("/proc/sys/vm/max_map_count")
 
-RESERVED_DESCRIPTORS = RESERVED_MAPS = 4096
+RESERVED_DESCRIPTORS, RESERVED_MAPS = 24 << 10, 4 << 10
 """Descriptors and mappings that are left for connections, libraries and threads; at most half of
 the process's limit."""
 

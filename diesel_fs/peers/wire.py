@@ -1,19 +1,18 @@
-"""Every byte that the processes of a task exchange (`PEERS.md`, sections 3 and 4): between masters,
-and between a master and its clients.
+"""Every byte that the processes of a task exchange (`PEERS.md`, sections 3 and 4): requests for
+parts of chunks, which masters and readers send to masters, and what a reader asks of its own master
+besides.
 
 This module has the messages and every limit on them. Any bytes give a value or one error, and
-nothing is allocated for a length before that length is known to be allowed. `handshake.py`,
-`peer.py` and `acceptor.py` send the messages between masters, `link.py` and `local.py` those on one
-node. Pure.
+nothing is allocated for a length before that length is known to be allowed. Pure.
 
 Chunks are numbered as in the snapshot of the dataset's version. A *part* is a range of a chunk's
-bytes. A *source* is where the master got a part: a node's rank, or one of the numbers below.
+bytes.
 """
 
 import hmac
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 from uuid import UUID
 
@@ -25,29 +24,34 @@ from ..errors import CorruptError, UsageError
 from ..format.entries import Bytes
 from ..names import shown
 from ..net.frames import BINDING_BYTES, NONCE_BYTES, GreetingCodec, Limits, frame, parse_head
-from ..net.messages import Fields, Message
-from .membership import INSTANCE_BYTES, RANK_MAX
+from ..net.messages import Fields, Message, unpack
+from .membership import (
+    INSTANCE_BYTES,
+    MEMBERS_MAX,
+    RANK_MAX,
+    SECRET_BYTES,
+    Member,
+    member_message,
+    parse_member,
+)
 
 SENTENCE_BYTES_MAX = 512
 """The longest reason of a master that rejects a client's request."""
 
-SOURCE_HERE, SOURCE_NONE = 0xFFFE, 0xFFFF
-"""This node; no node (the reader reads the part from the store)."""
-
 PARTS_MAX, PARTS_BYTES_MAX = 4096, 32 << 20
-"""Parts of one request between masters, and their bytes; a single part may have any size."""
+"""Parts of one request, and their bytes; a single part may have any size."""
 
 REQUESTS_MAX, IN_FLIGHT_BYTES_MAX = 64, 64 << 20
-"""Requests on one connection between masters that are not answered yet, and the bytes of their
-answers."""
+"""Requests on one connection that are not answered yet, and the bytes of their answers."""
 
 HEAD_BYTES, PART_BYTES = 16, 12
 
 READ, PING, WORKING = 1, 3, 4
-"""Kinds of requests and answers between masters; 2 is free."""
+"""Kinds of requests and answers; 2 is free."""
 
-LOAD = 1
-"""Flag of a READ between masters, and of a PIN: fetch the chunk where it is not here."""
+LOAD, THROUGH = 1, 2
+"""Flags of a READ, the first also of a PIN: fetch the chunks that are not here; ask the owners of
+the chunks that this node does not own (only this node's clients may say so)."""
 
 GIVEN, ABSENT, NOT_MINE, BUSY, FAILED = range(5)
 """The status of each part in an answer."""
@@ -62,19 +66,28 @@ Parts = npt.NDArray[np.uint32]
 Sizes = npt.NDArray[np.uint64]
 """Bytes of each chunk of a version."""
 
+SINGLE = struct.Struct("<IBBHIIIII")
+"""A READ of one part, whole: ID, kind, flags, 0, 1, 0; chunk, start, bytes."""
+
+SINGLE_ANSWER = struct.Struct("<IBBHIIB")
+"""The answer to it without the payload: ID, kind, 0, 0, 1, payload bytes; status."""
+
 _HEAD = struct.Struct("<IBBHII")
-_PART = struct.Struct("<III")
+PART = struct.Struct("<III")
+"""The record of a part: chunk, start, bytes."""
+
+_VIEW_ITEMS_MAX = 64 + 16 * MEMBERS_MAX
 _LOOP_PARTS_MAX = 8  # up to so many parts are checked in a loop: calls of numpy would take longer
 
-VERSION = 1
-"""The version of the protocol between masters."""
+VERSION = 2
+"""The version of the protocol over TCP."""
 
-PROOF_BYTES = 32
+PROOF_BYTES = TASK_DIGEST_BYTES = 32
 
 HELLO_LIMITS = Limits(4 << 10, 64, 0)
 """All that is read from a connector that has not proved that it knows the secret."""
 
-_GREETINGS = GreetingCodec(b"\x93DIESPER", VERSION, "master", "master")
+_GREETINGS = GreetingCodec(b"\x93DIESPER", VERSION, "connector", "master")
 
 
 # greeting -----------------------------------------------------------------------------------------
@@ -97,10 +110,11 @@ def version_mismatch(version: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """What a connecting master says of itself, and which master it wants."""
+    """What a connector, a master or a client of one, says of itself, and which master it wants."""
 
-    rank: int
-    instance: bytes
+    rank: int  # of the connector's node
+    is_client: bool
+    instance: bytes  # of the connecting process
     to: int  # the rank of the wanted master
     identity: UUID  # of the dataset
     version: int
@@ -110,6 +124,7 @@ class Hello:
         """The message that travels. Proofs cover its bytes, so the order of its fields is fixed."""
         return {
             "rank": self.rank,
+            "client": self.is_client,
             "instance": self.instance,
             "to": self.to,
             "identity": self.identity.bytes,
@@ -138,7 +153,7 @@ class Proofs:
 
 
 def _proof(secret: bytes, end: bytes, covered: bytes) -> bytes:
-    return hmac.digest(secret, b"diesel-fs peer 1 " + end + b"\0" + covered, "sha256")
+    return hmac.digest(secret, b"diesel-fs peer 2 " + end + b"\0" + covered, "sha256")
 
 
 def proofs_equal(proof: bytes, other: bytes) -> bool:
@@ -156,6 +171,7 @@ def parse_hello(head: Bytes) -> tuple[Hello, bytes]:
     fields = Fields(parse_head(head, HELLO_LIMITS), "hello")
     hello = Hello(
         rank=fields.integer("rank", high=RANK_MAX),
+        is_client=fields.flag("client", default=False),
         instance=fields.octets("instance", INSTANCE_BYTES),
         to=fields.integer("to", high=RANK_MAX),
         identity=UUID(bytes=fields.octets("identity", 16)),
@@ -196,7 +212,7 @@ def parse_parts(
     if count <= _LOOP_PARTS_MAX:
         total, chunks = 0, len(sizes)
         for at in range(start, start + count * PART_BYTES, PART_BYTES):
-            chunk, begin, size = _PART.unpack_from(content, at)
+            chunk, begin, size = PART.unpack_from(content, at)
             if chunk >= chunks or begin + size > sizes.item(chunk):
                 raise CorruptError("a part lies outside its chunk")
             total += size
@@ -217,7 +233,7 @@ def parse_parts(
 
 
 class RequestHead(NamedTuple):
-    """The first 16 bytes of a request between masters; `counted` records follow."""
+    """The first 16 bytes of a request; `counted` records follow."""
 
     id: int
     kind: int
@@ -236,7 +252,7 @@ def request(number: int, kind: int, flags: int = 0, parts: Parts | None = None) 
 def parse_request(content: Bytes, start: int = 0) -> RequestHead:
     """The request that begins at `start`. Raises CorruptError."""
     number, kind, flags, zero, count, none = _HEAD.unpack_from(content, start)
-    if zero or none or flags & ~LOAD:
+    if zero or none or flags & ~(LOAD | THROUGH):
         raise CorruptError("these bytes are not a request")
     if kind == READ:
         if not 0 < count <= PARTS_MAX:
@@ -247,8 +263,7 @@ def parse_request(content: Bytes, start: int = 0) -> RequestHead:
 
 
 class AnswerHead(NamedTuple):
-    """The first 16 bytes of an answer between masters; `counted` statuses and the payload
-    follow."""
+    """The first 16 bytes of an answer; `counted` statuses and the payload follow."""
 
     id: int
     kind: int
@@ -287,51 +302,62 @@ def given_bytes(parts: Parts, statuses: npt.NDArray[np.uint8]) -> int:
     return int(parts[statuses == GIVEN, 2].sum(dtype=np.uint64))
 
 
+def check_statuses(answer: Bytes, parts: Parts, length: int) -> None:
+    """Check that the payload of an answer to READ, which has `length` bytes in all, fits its
+    statuses. Raises CorruptError."""
+    payload_bytes = length - HEAD_BYTES - len(parts)
+    statuses = np.frombuffer(answer, np.uint8, len(parts), HEAD_BYTES)
+    if given_bytes(parts, statuses) != payload_bytes:
+        raise CorruptError("an answer of another length")
+
+
 # the local protocol -------------------------------------------------------------------------------
 
-LOCAL_VERSION = 1
+LOCAL_VERSION = 2
 """The version of the protocol between a master and its clients."""
 
 (
-    LOCAL_HELLO, LOCAL_READ, LOCAL_PIN, LOCAL_UNPIN, LOCAL_DAMAGED, LOCAL_STATS,
-    LOCAL_SWITCH_VERSION,
-) = range(1, 8)  # fmt: skip
+    LOCAL_HELLO, LOCAL_MEMBERS, LOCAL_PIN, LOCAL_UNPIN, LOCAL_DAMAGED, LOCAL_STATS,
+    LOCAL_SWITCH_VERSION, LOCAL_DATA,
+) = range(1, 9)  # fmt: skip
 LOCAL_OK, LOCAL_REFUSED = range(2)
 """Statuses: done; the request is rejected, with a reason."""
 
 UNPINNED_MAX = 1 << 16
 """How many chunks a client unpins, or a master revokes, in one message."""
 
-STATS_BYTES_MAX = 4 << 20
-LOCAL_BODY_BYTES_MAX = max(PARTS_MAX * PART_BYTES, 4 * UNPINNED_MAX)
+DOCUMENT_BYTES_MAX = 4 << 20
+"""The longest answer to STATS or MEMBERS."""
+
+LOCAL_BODY_BYTES_MAX = 4 * UNPINNED_MAX
 """The longest body of a request: a master has to make room for it."""
 
 _LOCAL = struct.Struct("<BBHIII")
 _LOCAL_HELLO = struct.Struct("<HH16sQ")
 _LOCAL_WELCOME = struct.Struct("<II")
 _CHUNK = struct.Struct("<I")
-_SOURCE = struct.Struct("<H")
-_OFFSET = struct.Struct("<I")
+_PINNED = struct.Struct("<H")
 _DAMAGED = struct.Struct("<IIIH")
 _SWITCH_VERSION = struct.Struct("<Q")
 
 # Length of each body: fixed bytes, bytes for each counted item, and the least and most items.
 _REQUEST_BODY_SIZES = {
     LOCAL_HELLO: (_LOCAL_HELLO.size, 0, 0, 0),
-    LOCAL_READ: (0, PART_BYTES, 1, PARTS_MAX),
+    LOCAL_MEMBERS: (0, 0, 0, 0),
     LOCAL_PIN: (0, _CHUNK.size, 1, 1),
     LOCAL_UNPIN: (0, _CHUNK.size, 0, UNPINNED_MAX),
     LOCAL_DAMAGED: (0, _DAMAGED.size, 1, 1),
     LOCAL_STATS: (0, 0, 0, 0),
     LOCAL_SWITCH_VERSION: (_SWITCH_VERSION.size, 0, 0, 0),
+    LOCAL_DATA: (0, 0, 0, 0),
 }
 _ANSWER_BODY_SIZES = {
     LOCAL_HELLO: (_LOCAL_WELCOME.size, 0),
-    LOCAL_READ: (0, _OFFSET.size + _SOURCE.size),
-    LOCAL_PIN: (0, _SOURCE.size),
+    LOCAL_PIN: (0, _PINNED.size),
     LOCAL_UNPIN: (0, 0),
     LOCAL_DAMAGED: (0, 0),
     LOCAL_SWITCH_VERSION: (0, 0),
+    LOCAL_DATA: (0, 0),
 }
 
 
@@ -357,7 +383,7 @@ def parse_local_request(content: Bytes) -> LocalRequestHead:
     fixed, each, low, high = _REQUEST_BODY_SIZES.get(kind, (0, 0, 1, 0))
     if not low <= count <= high or body_bytes != fixed + each * count or status or zero:
         raise CorruptError("these bytes are not a request")
-    if flags & ~LOAD or (flags and kind not in (LOCAL_READ, LOCAL_PIN)):
+    if flags & ~LOAD or (flags and kind != LOCAL_PIN):
         raise CorruptError("these bytes are not a request")
     return LocalRequestHead(kind, flags, count, body_bytes)
 
@@ -402,8 +428,8 @@ def parse_local_answer(content: Bytes, kind: int, count: int) -> LocalAnswerHead
     own_bytes = body_bytes - _CHUNK.size * revoked
     if status != LOCAL_OK:
         fits = counted == 0 and 0 <= own_bytes <= SENTENCE_BYTES_MAX
-    elif kind == LOCAL_STATS:
-        fits = counted == 0 and 0 <= own_bytes <= STATS_BYTES_MAX
+    elif kind in (LOCAL_STATS, LOCAL_MEMBERS):
+        fits = counted == 0 and 0 <= own_bytes <= DOCUMENT_BYTES_MAX
     else:
         fixed, each = _ANSWER_BODY_SIZES[kind]
         fits = counted == (count if each else 0) and own_bytes == fixed + each * counted
@@ -460,33 +486,55 @@ def parse_local_welcome(body: Bytes) -> tuple[int, int]:
     return rank, chunks
 
 
-def source_body(source: int) -> bytes:
-    """The body of an answer to PIN: whether the chunk is pinned here."""
-    return _SOURCE.pack(source)
+@dataclass(frozen=True, slots=True)
+class TaskView:
+    """What a client has to know to ask the masters of other nodes: its own node's rank, the task
+    (SHA-256 of its name), the secret, whether all connections use TLS, and the other masters."""
+
+    rank: int
+    task: bytes
+    secret: bytes = field(repr=False)
+    has_tls: bool
+    members: tuple[Member, ...]
 
 
-def parse_source(body: Bytes) -> int:
-    """Where a pinned chunk is: `SOURCE_HERE`, or `SOURCE_NONE`. Raises CorruptError."""
-    _check_size(_SOURCE, body, "source")
-    return int(_SOURCE.unpack(body)[0])
+def members_body(view: TaskView) -> bytes:
+    """The body of an answer to MEMBERS."""
+    body: bytes = msgpack.packb(
+        {
+            "rank": view.rank,
+            "task": view.task,
+            "secret": view.secret,
+            "tls": view.has_tls,
+            "members": [member_message(each) for each in view.members],
+        }
+    )
+    return body
 
 
-def read_answer_body(offsets: npt.NDArray[np.uint32], sources: npt.NDArray[np.uint16]) -> bytes:
-    """The body of an answer to READ: the offset of each part in the window, and its source."""
-    return offsets.astype("<u4", copy=False).tobytes() + sources.astype("<u2", copy=False).tobytes()
+def parse_members(body: Bytes) -> TaskView:
+    """The view in an answer to MEMBERS. Raises CorruptError, UsageError."""
+    fields = Fields(unpack(body, _VIEW_ITEMS_MAX), "answer to members")
+    view = TaskView(
+        rank=fields.integer("rank", high=RANK_MAX),
+        task=fields.octets("task", TASK_DIGEST_BYTES),
+        secret=fields.octets("secret", SECRET_BYTES),
+        has_tls=fields.flag("tls", default=False),
+        members=tuple(map(parse_member, fields.maps("members", MEMBERS_MAX))),
+    )
+    fields.end()
+    return view
 
 
-def parse_read_answer(
-    body: Bytes, sizes: npt.NDArray[np.uint32], window_bytes: int
-) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint16]]:
-    """Offset and source of each part; `sizes` are those of the parts. Raises CorruptError for a
-    part outside the window."""
-    if len(body) != len(sizes) * (_OFFSET.size + _SOURCE.size):
-        raise CorruptError("an answer to READ of another length")
-    offsets = np.frombuffer(body, "<u4", len(sizes))
-    if (np.add(offsets, sizes, dtype=np.uint64) > window_bytes).any():
-        raise CorruptError("a part lies outside the window")
-    return offsets, np.frombuffer(body, "<u2", len(sizes), offsets.nbytes)
+def pinned_body(*, is_pinned: bool) -> bytes:
+    """The body of an answer to PIN: whether the chunk is pinned."""
+    return _PINNED.pack(is_pinned)
+
+
+def parse_pinned(body: Bytes) -> bool:
+    """Whether the chunk is pinned. Raises CorruptError."""
+    _check_size(_PINNED, body, "answer to pin")
+    return bool(_PINNED.unpack(body)[0])
 
 
 def chunks_body(chunks: Sequence[int]) -> bytes:
@@ -510,7 +558,7 @@ class DamagedPart(NamedTuple):
     chunk: int
     start: int
     size: int
-    source: int
+    rank: int  # of the node that gave it
 
 
 def damaged_body(damaged: DamagedPart) -> bytes:
@@ -519,7 +567,7 @@ def damaged_body(damaged: DamagedPart) -> bytes:
 
 
 def parse_damaged(body: Bytes, sizes: Sizes) -> DamagedPart:
-    """The part and its source. Raises CorruptError."""
+    """The part and the node that gave it. Raises CorruptError."""
     _check_size(_DAMAGED, body, "part")
     damaged = DamagedPart(*_DAMAGED.unpack(body))
     if damaged.chunk >= len(sizes) or damaged.start + damaged.size > sizes[damaged.chunk]:

@@ -25,6 +25,7 @@ from diesel_fs.net import frames as wire
 from diesel_fs.net.messages import frame as control_frame
 from diesel_fs.net.messages import parse_error, unpack
 from diesel_fs.peers import wire as peers_wire
+from diesel_fs.peers.membership import Member
 from diesel_fs.storage.accounts.account import (
     Account,
     Role,
@@ -165,23 +166,24 @@ def clients(content: bytes) -> bool:
     taken = [_taken(CorruptError, lambda: peers_wire.parse_local_request(head))]
 
     def parse_answer(kind: int) -> None:
-        told = peers_wire.parse_local_answer(head, kind, len(PARTS))
+        told = peers_wire.parse_local_answer(head, kind, 1)
         if told.body_bytes == len(body):
             peers_wire.split_revoked(told, body)
 
-    for kind in range(peers_wire.LOCAL_HELLO, peers_wire.LOCAL_SWITCH_VERSION + 1):
+    for kind in range(peers_wire.LOCAL_HELLO, peers_wire.LOCAL_DATA + 1):
         taken.append(_taken(CorruptError, partial(parse_answer, kind)))
     bodies: list[Callable[[bytes], object]] = [
         peers_wire.parse_local_hello,
         peers_wire.parse_local_welcome,
-        peers_wire.parse_source,
+        peers_wire.parse_pinned,
+        peers_wire.parse_members,
         peers_wire.parse_switch_version,
-        lambda body: peers_wire.parse_read_answer(body, PARTS[:, 2], 300),
         lambda body: peers_wire.parse_chunks(body, len(SIZES)),
         lambda body: peers_wire.parse_damaged(body, SIZES),
     ]
     for parse in bodies:
         _taken((CorruptError, UsageError), partial(parse, body))
+    taken.append(_taken((CorruptError, UsageError), lambda: peers_wire.parse_members(content)))
     peers_wire.parse_refusal(body)
     return any(taken)
 
@@ -216,8 +218,10 @@ def seeds() -> dict[str, list[bytes]]:
     """Valid inputs of each target, from which the fuzzer starts."""
     builder = ChunkBuilder(UUID(int=1), 1 << 20, "auto")
     builder.add_tombstone((b"a", b"b"))
-    said = peers_wire.Hello(1, bytes(16), 2, UUID(int=1), 3, bytes(32))
-    placed = peers_wire.read_answer_body(np.array([0, 100], np.uint32), np.array([1, 2], np.uint16))
+    said = peers_wire.Hello(1, True, bytes(16), 2, UUID(int=1), 3, bytes(32))
+    view = peers_wire.TaskView(
+        1, bytes(32), bytes(32), True, (Member(0, bytes(16), "node:1", 3, bytes(32)),)
+    )
     parts, _ = builder.seal(ChunkId(bytes(range(16))))
     return {
         "request": [_kernel_request(op, *_BODIES.get(op, (b"",))) for op in Op],
@@ -242,9 +246,13 @@ def seeds() -> dict[str, list[bytes]]:
             peers_wire.local_request(
                 peers_wire.LOCAL_HELLO, body=peers_wire.local_hello(UUID(int=1), 1)
             ),
-            peers_wire.local_request(peers_wire.LOCAL_READ, len(PARTS), PARTS.tobytes()),
-            peers_wire.local_answer(peers_wire.LOCAL_READ, len(PARTS), placed, [2]),
-            peers_wire.local_refusal(peers_wire.LOCAL_READ, "no"),
+            peers_wire.local_request(peers_wire.LOCAL_PIN, 1, peers_wire.chunks_body([1])),
+            peers_wire.local_answer(
+                peers_wire.LOCAL_PIN, 1, peers_wire.pinned_body(is_pinned=True), [2]
+            ),
+            peers_wire.local_answer(peers_wire.LOCAL_MEMBERS, 0, peers_wire.members_body(view)),
+            peers_wire.local_refusal(peers_wire.LOCAL_MEMBERS, "no"),
+            peers_wire.members_body(view),
         ],
         "accounts": [accounts_text({"a": Account("a", _POINT, True, {"d": Role.READ})}).encode()],
     }

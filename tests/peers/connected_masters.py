@@ -1,5 +1,6 @@
 """Masters that talk over real sockets, with made-up chunks and no dataset."""
 
+import functools
 import os
 import socket
 import ssl
@@ -17,6 +18,7 @@ from diesel_fs.net.frames import GREETING_BYTES, NO_BINDING, NONCE_BYTES, parse_
 from diesel_fs.net.tls import Certificate
 from diesel_fs.peers import wire
 from diesel_fs.peers.acceptor import Acceptor
+from diesel_fs.peers.chunk_table import ChunkTable
 from diesel_fs.peers.handshake import LocalIdentity
 from diesel_fs.peers.membership import Member, TaskName
 from diesel_fs.peers.peer import Peer
@@ -38,8 +40,9 @@ def run(main: Callable[[], Awaitable[None]], clock: MockClock | None = None) -> 
 
 
 def jumping() -> MockClock:
-    """A simulated clock that jumps when no task has run for a while; the sockets are real."""
-    return MockClock(autojump_threshold=0.02)
+    """A simulated clock that jumps when no task has run for a while; the sockets and the data
+    plane's thread are real, and need far less than this while."""
+    return MockClock(autojump_threshold=0.1)
 
 
 def me(rank: int, certificate: Certificate | None = None) -> LocalIdentity:
@@ -57,32 +60,56 @@ def parts(*records: tuple[int, int, int]) -> Parts:
     return np.array(records, "<u4").reshape(-1, 3)
 
 
+@functools.cache
+def whole(chunk: int) -> memoryview:
+    """All bytes of a chunk."""
+    return memoryview(content(chunk, 0, int(SIZES[chunk])))
+
+
 class FakeAnswers:
-    """The answers of an acceptor: at once where `hot`, else when `ready` returns; `absent` chunks
-    are never given."""
+    """The answers of an acceptor: from memory where `hot`, else when `ready` returns; `absent`
+    chunks are never given."""
 
     def __init__(self) -> None:
-        self.hot = True
-        self.absent: set[int] = set()
+        self.table = ChunkTable(SIZES)
         self.ready: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint
-        self.asked: list[tuple[int, int, bool]] = []
+        self.asked: list[tuple[int, int, bool, bool]] = []
         self.slow = self.slow_most = 0
-        self._chunks: dict[int, memoryview] = {}
+        self._hot = True
+        self._absent: set[int] = set()
+        self._fill_table()
 
-    def view(self, chunk: int, start: int, size: int) -> memoryview:
-        if chunk not in self._chunks:
-            self._chunks[chunk] = memoryview(content(chunk, 0, int(SIZES[chunk])))
-        return self._chunks[chunk][start : start + size]
+    @property
+    def hot(self) -> bool:
+        """Whether chunks are in memory."""
+        return self._hot
 
-    def answer_from_memory(self, parts: Parts) -> list[memoryview] | None:
-        if not self.hot or self.absent & set(parts[:, 0].tolist()):
-            return None
-        return [self.view(*part) for part in parts.tolist()]
+    @hot.setter
+    def hot(self, hot: bool) -> None:
+        self._hot = hot
+        self._fill_table()
+
+    @property
+    def absent(self) -> set[int]:
+        """The chunks that are never given; to be set, not changed."""
+        return self._absent
+
+    @absent.setter
+    def absent(self, absent: set[int]) -> None:
+        self._absent = absent
+        self._fill_table()
+
+    def _fill_table(self) -> None:
+        for chunk in range(len(SIZES)):
+            if self._hot and chunk not in self._absent:
+                self.table.views[chunk] = whole(chunk)
+            else:
+                self.table.views.pop(chunk, None)
 
     async def answer(
-        self, rank: int, parts: Parts, *, load: bool
+        self, rank: int, parts: Parts, *, load: bool, through: bool
     ) -> tuple[bytes, list[memoryview]]:
-        self.asked.append((rank, len(parts), load))
+        self.asked.append((rank, len(parts), load, through))
         self.slow += 1
         self.slow_most = max(self.slow, self.slow_most)
         try:
@@ -91,7 +118,11 @@ class FakeAnswers:
             self.slow -= 1
         given = [int(chunk) not in self.absent for chunk in parts[:, 0]]
         statuses = bytes(GIVEN if each else ABSENT for each in given)
-        views = [self.view(*p) for p, each in zip(parts.tolist(), given, strict=True) if each]
+        views = [
+            whole(chunk)[start : start + size]
+            for (chunk, start, size), each in zip(parts.tolist(), given, strict=True)
+            if each
+        ]
         return statuses, views
 
 
@@ -125,7 +156,7 @@ async def answering(
     acceptor = Acceptor(mine, fake_answers, make_channel=make_channel, **limits)
     with listening() as listener:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(acceptor.serve, [listener])
+            await nursery.start(acceptor.serve, [listener])
             try:
                 yield Node(acceptor, fake_answers, listener.getsockname()[1])
             finally:
@@ -209,12 +240,15 @@ class RawPeer:
         to: int = 1,
         secret: bytes = SECRET,
         binding: bytes = NO_BINDING,
+        is_client: bool = False,
     ) -> dict[str, object]:
         """As a connector. What is answered to the hello."""
         await self.send(wire.greeting())
         await self.exactly(GREETING_BYTES)
         nonce = await self.exactly(NONCE_BYTES)
-        said = Hello(mine.rank, mine.instance, to, mine.identity, mine.version, os.urandom(32))
+        said = Hello(
+            mine.rank, is_client, mine.instance, to, mine.identity, mine.version, os.urandom(32)
+        )
         proofs = Proofs(secret, nonce, binding, mine.task.digest, said)
         await self.send(wire.hello_frame(said, proofs.connector))
         return await self.frame()
@@ -245,10 +279,10 @@ async def open_raw(port: int, tls: ssl.SSLContext | None = None) -> RawPeer:
     return _OPEN[-1]
 
 
-async def authenticated_raw(port: int, rank: int = 0) -> RawPeer:
+async def authenticated_raw(port: int, rank: int = 0, *, is_client: bool = False) -> RawPeer:
     """A connection after its handshake."""
     raw_peer = await open_raw(port)
-    assert "proof" in await raw_peer.handshake(replace(me(0), rank=rank))
+    assert "proof" in await raw_peer.handshake(replace(me(0), rank=rank), is_client=is_client)
     return raw_peer
 
 

@@ -1,4 +1,4 @@
-"""A master that sends wrong bytes to other masters, as the environment says:
+"""A master that sends wrong bytes to other nodes, as the environment says:
 
     LIES=flipped|zeros|another python -m tests.peers.corrupting_master TASK
 
@@ -6,41 +6,60 @@ Everything else is the real master: its cache, its registration, and what its ow
 """
 
 import os
+import struct
 import sys
+from collections.abc import Sequence
 
+from diesel_fs.format.entries import Bytes
 from diesel_fs.peers.daemon import main
-from diesel_fs.peers.master import Master
-from diesel_fs.peers.wire import Parts
+from diesel_fs.peers.data_plane import Connection, DataPlane
 
-Held = list[memoryview]
-
-_answer_now, _answer = Master.answer_from_memory, Master.answer
+_HEAD = struct.Struct("<IBBHII")
+_send, _adopt = DataPlane._send, DataPlane._adopt
 
 
-def corrupted(contents: Held) -> Held:
+def corrupted(payload: bytes) -> bytes:
     """As many bytes as were asked for, but wrong ones."""
     match os.environ["LIES"]:
         case "flipped":
-            return [memoryview(bytes([each[0] ^ 1]) + bytes(each[1:])) for each in contents]
+            lie = bytearray(payload)
+            lie[::500] = bytes(each ^ 1 for each in lie[::500])  # in each file
+            return bytes(lie)
         case "zeros":
-            return [memoryview(bytes(len(each))) for each in contents]
-    whole = b"".join(contents)  # bytes of other files, or of this one at another place
-    ring = whole[len(whole) // 2 + 1 :] + whole
-    return [memoryview(ring[: len(each)].ljust(len(each), b"x")) for each in contents]
+            return bytes(len(payload))
+    middle = len(payload) // 2 + 1  # bytes of other files, or of this one at another place
+    return payload[middle:] + payload[:middle]
 
 
-def answer_from_memory(self: Master, parts: Parts) -> Held | None:
-    contents = _answer_now(self, parts)
-    return None if contents is None else corrupted(contents)
+def lie(answer: bytes) -> bytes:
+    """A whole answer with a wrong payload."""
+    _, _, _, _, count, _ = _HEAD.unpack_from(answer)
+    start = _HEAD.size + count
+    return answer[:start] + corrupted(answer[start:])
 
 
-async def answer(self: Master, rank: int, parts: Parts, *, load: bool) -> tuple[bytes, Held]:
-    statuses, contents = await _answer(self, rank, parts, load=load)
-    return statuses, corrupted(contents)
+def send(self: DataPlane, connection: Connection, parts: Sequence[Bytes], size: int) -> None:
+    if connection.is_local:
+        _send(self, connection, parts, size)
+        return
+    answer = lie(b"".join(parts))
+    assert len(answer) == size
+    _send(self, connection, [answer], size)
 
 
-Master.answer_from_memory = answer_from_memory  # type: ignore[method-assign]  # that is the lie
-Master.answer = answer  # type: ignore[method-assign]  # and here
+def adopt(self: DataPlane, connection: Connection) -> None:
+    """All answers to other nodes leave by `_send`."""
+    if not connection.is_local:
+        connection.send = _send_nothing
+    _adopt(self, connection)
+
+
+def _send_nothing(answer: Bytes) -> int:
+    raise BlockingIOError
+
+
+DataPlane._send = send  # type: ignore[method-assign]  # that is the lie
+DataPlane._adopt = adopt  # type: ignore[method-assign]  # and here
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -2,7 +2,7 @@
 it.
 
 It shares no code with the real master. `Behaviour` says what it does wrong. It records what clients
-send.
+send, reads over their data connections (`fake_owner.py`) included.
 """
 
 import array
@@ -15,30 +15,30 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from fcntl import F_ADD_SEALS, F_GET_SEALS, F_SEAL_GROW, F_SEAL_SHRINK, F_SEAL_WRITE, fcntl
+from fcntl import F_ADD_SEALS, F_SEAL_GROW, F_SEAL_SHRINK, F_SEAL_WRITE, fcntl
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import msgpack
+
+from .fake_owner import FakeOwner, OwnerBehaviour, answer_reads
+
 HEAD = struct.Struct("<BBHIII")
-HELLO, READ, PIN, UNPIN, DAMAGED, STATS, SWITCH_VERSION = range(1, 8)
-HERE, NONE = 0xFFFE, 0xFFFF
+HELLO, MEMBERS, PIN, UNPIN, DAMAGED, STATS, SWITCH_VERSION, DATA = range(1, 9)
+READ = 100  # a request on a data connection
+RANK = 3
+TASK, SECRET = bytes(range(32)), bytes(range(1, 33))
 
 
 @dataclass
-class Behaviour:
+class Behaviour(OwnerBehaviour):
     """What the fake master does; a test may change it at any time."""
 
-    source: int = HERE
     pins: bool = True
-    has: Callable[[int], bool] = lambda chunk: True
-    change: Callable[[int, int, bytearray], None] = lambda chunk, start, content: None
     change_pinned: Callable[[int, bytearray], None] = lambda chunk, content: None
     revoked: list[int] = field(default_factory=list)
-    refuses: str = ""
-    hangs: float = 0.0
-    raw: bytes = b""  # instead of any answer but a hello's
-    breaks_off: bool = False
+    raw: bytes = b""  # instead of any answer but a hello's, on control connections
     versions: set[int] = field(default_factory=set)  # none: any
 
 
@@ -51,8 +51,16 @@ class FakeMaster:
         self.behaviour = behaviour
         self.requests: list[tuple[int, bytes]] = []
         self.pinned: list[int] = []
+        self.flags: list[int] = []  # of the reads
         self.connections: list[socket.socket] = []
+        self.members: list[FakeOwner] = []
         self._lock = threading.Lock()
+        self._table = os.memfd_create("owners", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self._table, 16 + 4 * len(chunks))
+        fcntl(self._table, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW)
+        self._owners = mmap.mmap(self._table, 0)
+        self._generation = 0
+        self.set_owners(dict.fromkeys(chunks, RANK))
 
     def __enter__(self) -> Self:
         self._listener = socket.socket(socket.AF_UNIX)
@@ -68,12 +76,21 @@ class FakeMaster:
         trace: TracebackType | None,
     ) -> None:
         self.path.unlink()
+        os.close(self._table)
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         for each in self.connections:
             with suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
+
+    def set_owners(self, owners: Mapping[int, int], *members: FakeOwner) -> None:
+        """Set the owners of some chunks, and all other nodes."""
+        self.members = list(members)
+        for chunk, rank in owners.items():
+            struct.pack_into("<i", self._owners, 16 + 4 * chunk, rank)
+        self._generation += 1
+        struct.pack_into("<QII", self._owners, 0, self._generation, len(self.chunks), 0)
 
     def kinds(self) -> list[int]:
         """What was asked for, in order."""
@@ -93,14 +110,12 @@ class FakeMaster:
             threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
-        window: mmap.mmap | None = None
         with suppress(OSError, ConnectionError), connection:
             while True:
                 head, files = _received(connection, HEAD.size)
-                kind, flags, _, count, size, _ = HEAD.unpack(head)
+                kind, flags, _, _, size, _ = HEAD.unpack(head)
                 body, _ = _received(connection, size) if size else (b"", [])
-                with self._lock:
-                    self.requests.append((kind, body))
+                self._note(kind, body)
                 if self.behaviour.hangs:
                     time.sleep(self.behaviour.hangs)
                 if self.behaviour.refuses:
@@ -108,54 +123,53 @@ class FakeMaster:
                     continue
                 if kind == HELLO:
                     protocol, zero, _, version = struct.unpack("<HH16sQ", body)
-                    assert (protocol, zero) == (1, 0)
+                    assert (protocol, zero) == (2, 0)
                     if self.behaviour.versions and version not in self.behaviour.versions:
                         connection.sendall(_answer(kind, 0, b"another version", status=1))
                         continue
-                    assert fcntl(files[0], F_GET_SEALS) & F_SEAL_SHRINK
-                    window = mmap.mmap(files[0], 0)
-                    os.close(files[0])
-                    welcome = struct.pack("<II", 3, len(self.chunks))
-                    connection.sendall(_answer(kind, 0, welcome))
+                    welcome = _answer(kind, 0, struct.pack("<II", RANK, len(self.chunks)))
+                    socket.send_fds(connection, [welcome], [self._table])
                     continue
                 if self.behaviour.raw or self.behaviour.breaks_off:
                     connection.sendall(self.behaviour.raw)
                     return
-                assert window is not None
-                self._answer(connection, kind, flags, count, body, files, window)
+                self._answer(connection, kind, flags, body, files)
+                if kind == DATA:
+                    answer_reads(connection, self.chunks, self.behaviour, self._note_read)
+                    return
+
+    def _note(self, kind: int, body: bytes) -> None:
+        with self._lock:
+            self.requests.append((kind, body))
+
+    def _note_read(self, flags: int, records: bytes) -> None:
+        self.flags.append(flags)
+        self._note(READ, records)
 
     def _answer(
-        self,
-        connection: socket.socket,
-        kind: int,
-        flags: int,
-        count: int,
-        body: bytes,
-        files: list[int],
-        window: mmap.mmap,
+        self, connection: socket.socket, kind: int, flags: int, body: bytes, files: list[int]
     ) -> None:
         wanted = self.behaviour.revoked
-        if kind == READ:
-            offsets, sources, at = [], [], 0
-            for chunk, start, size in reversed(list(struct.iter_unpack("<III", body))):
-                content = bytearray(self.chunks[chunk][start : start + size])
-                self.behaviour.change(chunk, start, content)
-                window[at : at + size] = bytes(content)
-                offsets.append(at)
-                sources.append(self.behaviour.source if self.behaviour.has(chunk) else NONE)
-                at += size
-            found = struct.pack(f"<{count}I{count}H", *offsets[::-1], *sources[::-1])
-            connection.sendall(_answer(kind, count, found, wanted))
+        if kind == MEMBERS:
+            members = [
+                {
+                    "rank": each.rank, "instance": each.member.instance,
+                    "address": each.member.address, "holds": each.version, "certificate": b"",
+                }
+                for each in self.members
+            ]  # fmt: skip
+            view = {"rank": RANK, "task": TASK, "secret": SECRET, "tls": False, "members": members}
+            connection.sendall(_answer(kind, 0, msgpack.packb(view), wanted))
         elif kind == PIN:
             (chunk,) = struct.unpack("<I", body)
             if not self.behaviour.pins or not (self.behaviour.has(chunk) or flags & 1):
-                connection.sendall(_answer(kind, 1, struct.pack("<H", NONE), wanted))
+                connection.sendall(_answer(kind, 1, struct.pack("<H", 0), wanted))
                 return
             file = self._sealed(chunk)
             self.pinned.append(chunk)
             rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [file]))]
             try:
-                connection.sendmsg([_answer(kind, 1, struct.pack("<H", HERE), wanted)], rights)
+                connection.sendmsg([_answer(kind, 1, struct.pack("<H", 1), wanted)], rights)
             finally:
                 os.close(file)
         elif kind == STATS:

@@ -190,6 +190,12 @@ def total_bytes(source: ChunkSource) -> int:
     return total(source, *range(len(source.contents)))
 
 
+def read_in_plane(cache: NodeCache, *records: tuple[int, int, int]) -> list[memoryview] | None:
+    """What the data plane gives for a request for these parts (chunk, start, bytes)."""
+    packed = np.array(records, "<u4").tobytes()
+    return cache.memory.table.find(memoryview(packed))[0]
+
+
 def in_memory(cache: NodeCache) -> set[int]:
     return set(cache.memory.views)
 

@@ -76,7 +76,7 @@ def check(store: TaskStore, inner: Counting, view: Snapshot, seed: int) -> None:
 def test_parts_are_requested_before_the_first_one_is_consumed(
     store: TaskStore, master: FakeMaster, inner: Counting, view: Snapshot
 ) -> None:
-    master.behaviour.source = 5
+    master.behaviour.pins = False
     parts = some_parts(view, 1)
     found = store.read_parts(parts)
     end_s = time.monotonic() + 10
@@ -95,7 +95,7 @@ def test_the_next_group_of_parts_is_requested_ahead(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(store_module, "BATCH_PARTS_MAX", 5)
-    master.behaviour.source = 5
+    master.behaviour.pins = False
     files = view.files()
     stored = view.columns.stored[files]
     files = files[(stored > 0) & (stored * 20 < view.chunk_sizes[view.chunk_of(files)])]
@@ -118,7 +118,7 @@ def test_the_next_group_of_parts_is_requested_ahead(
 def test_abandoned_reads_keep_their_connections_and_mix_no_answers(
     store: TaskStore, master: FakeMaster, inner: Counting, view: Snapshot
 ) -> None:
-    master.behaviour.source = 5
+    master.behaviour.pins = False
     for seed in range(30):
         found = store.read_parts(some_parts(view, seed))
         if seed % 3:
@@ -151,7 +151,7 @@ def test_F2_a_master_that_hangs_in_an_abandoned_read(
 def test_a_forked_child_receives_no_answers_of_its_parent(
     store: TaskStore, master: FakeMaster, inner: Counting, view: Snapshot
 ) -> None:
-    master.behaviour.source = 5
+    master.behaviour.pins = False
     parts = some_parts(view, 1)
     right = [bytes(inner.inner.get(*part)) for part in parts]
     both, dropped = store.read_parts(parts), store.read_parts(parts)

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -27,7 +28,7 @@ from diesel_fs.peers.master import Master
 from diesel_fs.peers.membership import ANY_INSTANCE, Member, Membership, TaskName
 from diesel_fs.peers.node_cache import Fetch, NodeCache
 from diesel_fs.peers.registry import Registry
-from diesel_fs.peers.wire import ABSENT, SOURCE_HERE, SOURCE_NONE, DamagedPart
+from diesel_fs.peers.wire import ABSENT, GIVEN, DamagedPart
 from diesel_fs.storage.objects.store import ObjectStore, ReadWrapper
 
 from ..waiting import soon
@@ -37,6 +38,8 @@ from .node_caches import kept_numbers
 CHUNKS = 24
 SECRET = bytes(range(32))
 HOPE_S = 20.0
+SOURCE_HERE, SOURCE_NONE = -1, -2
+"""Where a part came from, if not from another node: from the node itself, or not at all."""
 
 
 class Reads(ReadWrapper):
@@ -169,17 +172,23 @@ class Task:
                 scope.cancel()
 
     async def check(self, node: Master, *, given: bool = True) -> Counter[int]:
-        """Read a part of each chunk, and compare; how many came from where."""
-        snapshot = node.snapshot
+        """Read a part of each chunk as a client that asks through its master, and compare; how many
+        came from where."""
+        snapshot, owner = node.snapshot, node.owner
         records = [(chunk, 100 + chunk, 20_000) for chunk in range(snapshot.chunk_count)]
-        window = memoryview(bytearray(20_000 * len(records)))
-        offsets, sources = await node.read(parts(*records), window)
-        for (chunk, start, size), at, source in zip(records, offsets, sources, strict=True):
-            if source != SOURCE_NONE:
-                assert window[at : at + size] == self.whole(snapshot, chunk)[start : start + size]
+        statuses, views = await node.answer(node.rank, parts(*records), load=True, through=True)
+        sources: Counter[int] = Counter()
+        left = iter(views)
+        for (chunk, start, size), status in zip(records, statuses, strict=True):
+            if status == GIVEN:
+                assert next(left) == self.whole(snapshot, chunk)[start : start + size]
+                rank = int(owner[chunk])  # which is asked, whatever this node still holds
+                sources[SOURCE_HERE if rank == node.rank else rank] += 1
+            else:
+                sources[SOURCE_NONE] += 1
         if given:
             assert SOURCE_NONE not in sources
-        return Counter(sources.tolist())
+        return sources
 
 
 @pytest.fixture
@@ -197,6 +206,11 @@ def run(main: Callable[[], Awaitable[None]]) -> None:
 
 def members(*nodes: Master) -> Callable[[], bool]:
     return lambda: all(node.stats()["members"] == len(nodes) for node in nodes)
+
+
+def peer_stats(node: Master, rank: int) -> dict[str, object]:
+    """What a master counts of its connection to another."""
+    return node._peers[rank].peer.stats()
 
 
 def test_the_store_is_read_once_however_many_nodes_read(task: Task) -> None:
@@ -233,6 +247,7 @@ def test_a_dead_nodes_share_moves_to_others_and_back(task: Task) -> None:
                 share = (await task.check(c))[SOURCE_HERE]
                 await task.check(a)
                 death.cancel()  # it is still registered
+                await soon(lambda: not peer_stats(a, 2)["connected"])
                 found = await task.check(a, given=False)
                 assert found[SOURCE_NONE] == share, "what the dead one had is left to the reader"
             del task.registry.members[2]
@@ -533,7 +548,7 @@ def test_F5_a_node_that_sends_damaged_parts_is_not_asked(task: Task) -> None:
             assert found[1] == 0
             assert found[SOURCE_NONE] > 0
             for chunk in range(CHUNKS):  # the chunks that are kept are undamaged
-                await a.report_damage(DamagedPart(chunk, 0, 10, SOURCE_HERE))
+                await a.report_damage(DamagedPart(chunk, 0, 10, a.rank))
             assert (await task.check(a, given=False))[SOURCE_HERE] == found[SOURCE_HERE]
 
     run(main)
@@ -578,11 +593,12 @@ def test_a_request_for_a_chunk_that_is_here_waits_for_no_other_node(task: Task) 
             theirs = [chunk for chunk in range(CHUNKS) if a.owner[chunk] == 1]
             task.reads.pause.clear()
             async with trio.open_nursery() as nursery:
-                window = memoryview(bytearray(20_000))
-                nursery.start_soon(b.read, parts((theirs[0], 0, 20_000)), window)
+                wanted = parts((theirs[0], 0, 20_000))
+                nursery.start_soon(partial(b.answer, 1, wanted, load=True, through=False))
                 await soon(lambda: task.reads.waiting)
                 with trio.fail_after(0.5):
-                    statuses, _ = await b.answer(0, parts((theirs[0], 0, 10)), load=False)
+                    wanted = parts((theirs[0], 0, 10))
+                    statuses, _ = await b.answer(0, wanted, load=False, through=False)
                 assert statuses == bytes([ABSENT])
                 task.reads.pause.set()
 

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
@@ -80,12 +81,13 @@ def test_the_store_is_read_once_however_many_nodes_there_are(
     assert task.egress_bytes() == 0
 
 
-def test_there_is_one_connection_from_each_node_to_each_other(task: RunningTask) -> None:
+def test_each_process_makes_one_connection_to_each_other_node_at_most(task: RunningTask) -> None:
     readers = joined(task, range(NODES))
     more = [task.reader(rank) for rank in range(NODES) for _ in range(2)]
     assert all_right(epochs([*readers, *(each.ready() for each in more)]))
-    made = [(origin, target) for origin, target, _ in task.nodes.connections()]
-    assert len(made) == len(set(made)) == NODES * (NODES - 1)
+    made = Counter((origin, target) for origin, target, _ in task.nodes.connections())
+    assert len(made) == NODES * (NODES - 1)
+    assert max(made.values()) <= 3 + 1  # readers of a node, and its master
 
 
 def test_F10_a_chunk_that_all_nodes_miss_at_once_is_read_once(task: RunningTask) -> None:
@@ -142,7 +144,9 @@ def test_F1_kill_9_of_a_master_costs_no_reader_a_byte(task: RunningTask) -> None
     assert task.masters(3) != killed
     task.gathered()
     until(lambda: reads_nothing(task, readers), "all being cached again", WAIT_MAX_S)
-    assert task.figure(0, "peers", "3", "parts") > 0
+    before = client_figures(readers[0], 3)
+    assert is_right(readers[0].epoch(10), FILES)
+    assert client_figures(readers[0], 3)[0] > before[0]
 
 
 def test_F1_a_dead_nodes_share_is_taken_over_until_it_is_back(
@@ -206,34 +210,37 @@ def test_F2_a_hanging_master_is_paused_and_later_asked_again(task: RunningTask) 
     hung = task.masters(3)
     kill(hung, signal.SIGSTOP)
     try:
-        until(
-            lambda: task.figure(0, "peers", "3", "timed_out") > 0, "somebody asking it", WAIT_MAX_S
-        )
         outcomes = [reader.outcome() for reader in readers]
-        late = [late_answers(task, rank, 3) for rank in range(3)]
+        late = [late_answers(reader) for reader in readers[:3]]
     finally:
         kill(hung, signal.SIGCONT)
     assert all_right(outcomes)
     # Who waited each time would have asked it in each of an epoch's batches.
-    assert max(late) < FILES / 16 / 4
+    assert 0 < max(late) < FILES / 16 / 4
     task.gathered()
     until(lambda: asked_again(task, readers), "node 3 being asked again", WAIT_MAX_S)
     task.forget()
     assert all_right(epochs(readers))
 
 
-def late_answers(task: RunningTask, rank: int, other: int) -> int:
-    """How many answers of another master were late; 0 where it is no member."""
-    peers = cast("dict[str, dict[str, int]]", task.stats(rank)["peers"])
-    return peers[str(other)]["timed_out"] if str(other) in peers else 0
+def late_answers(reader: Reader) -> int:
+    """How many answers came too late for a reader."""
+    return cast("dict[str, int]", reader.stats()["client"])["timed_out"]
 
 
 def asked_again(task: RunningTask, readers: list[Reader]) -> bool:
     """Whether node 0 gets from node 3 the chunks that node 3 owns."""
-    before = task.figure(0, "peers", "3", "parts"), task.figure(0, "client_misses")
+    before = client_figures(readers[0], 3)
     assert is_right(readers[0].epoch(5), FILES)
-    after = task.figure(0, "peers", "3", "parts"), task.figure(0, "client_misses")
+    after = client_figures(readers[0], 3)
     return after[0] > before[0] and after[1] == before[1]
+
+
+def client_figures(reader: Reader, rank: int) -> tuple[int, int]:
+    """The bytes that a reader got from a node's master, and the parts from the store."""
+    client = cast("dict[str, int]", reader.stats()["client"])
+    links = cast("dict[str, dict[str, dict[str, int]]]", reader.stats()["client"])["links"]
+    return links.get(str(rank), {}).get("bytes", 0), client["store_reads"]
 
 
 def test_a_node_that_is_cut_off_does_not_disturb_others(task: RunningTask) -> None:
@@ -266,18 +273,18 @@ def test_two_nodes_that_cannot_reach_each_other_read_on(task: RunningTask) -> No
         outcomes = epochs(readers, pace_s=0.05)
         assert all_right(outcomes)
         assert task.egress_bytes() > 0
-        until(lambda: state(task, 0, 3) in ("open", "half open"), "node 3 not being asked")
-        assert state(task, 1, 3) == "closed"
+        assert state(readers[0], 3) in ("open", "half open")
+        assert state(readers[1], 3) == "closed"
     finally:
         task.nodes[0].unblock(task.nodes[3])
         task.nodes[3].unblock(task.nodes[0])
     until(lambda: asked_again(task, readers), "node 3 being asked again", WAIT_MAX_S)
 
 
-def state(task: RunningTask, rank: int, other: int) -> str:
-    """The state of the circuit breaker that one master has for another."""
-    peers = cast("dict[str, dict[str, object]]", task.stats(rank)["peers"])
-    return str(peers[str(other)]["state"])
+def state(reader: Reader, rank: int) -> str:
+    """The state of the circuit breaker that a reader has for a node's master."""
+    links = cast("dict[str, dict[str, dict[str, str]]]", reader.stats()["client"])["links"]
+    return links[str(rank)]["state"]
 
 
 def test_F3_a_slow_link_costs_only_time_outs(task: RunningTask) -> None:
@@ -308,7 +315,7 @@ def test_F5_a_lying_peer_is_found_out_and_not_asked_any_more(task: RunningTask, 
     outcomes = epochs(readers)
     assert all_right(outcomes)
     assert sum(task.damaged(rank) for rank in range(3)) >= 3
-    until(lambda: "quarantined" in [state(task, rank, 3) for rank in range(3)], "quarantine")
+    assert "quarantined" in [state(reader, 3) for reader in readers]
     # What it gave whole to others, they have looked at, too.
     assert all_right(epochs(readers))
 
@@ -322,7 +329,8 @@ def test_F6_another_secret_and_another_task_are_refused(task: RunningTask, tmp_p
     assert all_right(epochs(readers))
     assert task.figure(0, "peers", "1", "parts") > 0
     assert task.figure(0, "peers", "2", "parts") == 0
-    assert state(task, 0, 2) in ("open", "half open")
+    peers_of_0 = cast("dict[str, dict[str, object]]", task.stats(0)["peers"])
+    assert peers_of_0["2"]["state"] in ("open", "half open")
 
 
 def test_F6_a_node_with_another_version_does_not_count(task: RunningTask) -> None:

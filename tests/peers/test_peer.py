@@ -9,6 +9,7 @@ import sys
 import time
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 import pytest
 import trio
@@ -74,7 +75,7 @@ def test_given_parts_lie_at_their_offsets(pattern: list[int]) -> None:
             assert statuses == [GIVEN if each else ABSENT for each in pattern]
             assert len(found) == sum(pattern)
             if 0 in pattern:
-                assert fake_answers.asked == [(0, len(pattern), True)]
+                assert fake_answers.asked == [(0, len(pattern), True, False)]
 
     run(main)
 
@@ -420,11 +421,18 @@ def test_F2_a_stopped_peer_is_paused_and_recovers(load: bool) -> None:
             process.kill()
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether all threads of a process have stopped."""
+    stats = (path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat"))
+    return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
+
+
 async def stopped_and_continued(port: int, pid: int, load: bool) -> None:
     async with asking(port) as peer:
         for _ in range(40):
             assert (await read(peer, SMALL, load=load))[0] == [GIVEN]
         os.kill(pid, signal.SIGSTOP)
+        await soon(partial(is_stopped, pid), 10)
         took = []
         for _ in range(60):
             before = time.perf_counter()

@@ -204,4 +204,4 @@ def test_keys_are_new_each_time_and_in_no_file(
     assert len({make_certificate().digest for _ in range(3)}) == 3
     assert list(tmp_path.rglob("*")) == []
     assert "context" not in repr(MINE)
-    assert Hello(0, bytes(16), 1, me(0).identity, 3, bytes(32)).rank == 0
+    assert Hello(0, False, bytes(16), 1, me(0).identity, 3, bytes(32)).rank == 0

@@ -3,27 +3,30 @@
 import random
 import struct
 from contextlib import suppress
+from dataclasses import replace
 from uuid import UUID
 
+import msgpack
 import numpy as np
 import pytest
 
 from diesel_fs.errors import CorruptError, DieselError, ForeignError, UsageError
 from diesel_fs.net.frames import frame
 from diesel_fs.peers import wire
+from diesel_fs.peers.membership import ANY_INSTANCE, Member
 from diesel_fs.peers.wire import Hello, Proofs
 
 SIZES = np.array([1000, 1 << 31, 0], np.uint64)
-MINE = Hello(2, b"i" * 16, 5, UUID(int=9), 77, b"n" * 32)
+MINE = Hello(2, True, b"i" * 16, 5, UUID(int=9), 77, b"n" * 32)
 PROOFS = (b"s" * 32, b"a" * 32, b"b" * 32, b"t" * 32, MINE)
 
 
 def test_greetings_round_trip() -> None:
-    assert wire.parse_greeting(wire.greeting()) == 1
-    assert wire.parse_welcome(wire.welcome(b"n" * 32)[:16]) == (True, 1, 32)
+    assert wire.parse_greeting(wire.greeting()) == 2
+    assert wire.parse_welcome(wire.welcome(b"n" * 32)[:16]) == (True, 2, 32)
     no = wire.refusal("too many connections")
-    assert wire.parse_welcome(no[:16]) == (False, 1, 20)
-    assert wire.refusal_error(1, no[16:]).message == "the master refused: too many connections"
+    assert wire.parse_welcome(no[:16]) == (False, 2, 20)
+    assert wire.refusal_error(2, no[16:]).message == "the master refused: too many connections"
 
 
 @pytest.mark.parametrize(
@@ -37,7 +40,7 @@ def test_F7_a_foreign_greeting_is_named(said: bytes, named: str) -> None:
             parse(said)
 
 
-@pytest.mark.parametrize("tail", [(2, 0, 32), (1, 0, 31), (1, 2, 0), (1, 1, 4097), (1, 1, 1 << 31)])
+@pytest.mark.parametrize("tail", [(1, 0, 32), (2, 0, 31), (2, 2, 0), (2, 1, 4097), (2, 1, 1 << 31)])
 def test_F6_F7_a_welcome_of_another_version_or_length_is_refused(tail: tuple[int, ...]) -> None:
     with pytest.raises(ForeignError):
         wire.parse_welcome(b"\x93DIESPER" + struct.pack("<HHI", *tail))
@@ -52,7 +55,8 @@ def test_a_hello_round_trips() -> None:
 @pytest.mark.parametrize(
     "change",
     [{"rank": -1}, {"rank": 0xFFFE}, {"rank": True}, {"instance": b"short"}, {"nonce": b""},
-     {"identity": b"x" * 15}, {"version": -1}, {"proof": b"p"}, {"proof": "p" * 32}, {"x": 1}],
+     {"identity": b"x" * 15}, {"version": -1}, {"proof": b"p"}, {"proof": "p" * 32}, {"x": 1},
+     {"client": 1}],
 )  # fmt: skip
 def test_S1_a_hello_with_bad_fields_is_refused(change: dict[str, int | bytes | str]) -> None:
     message = {**MINE.to_message(), "proof": b"p" * 32, **change}
@@ -66,7 +70,7 @@ def test_S2_S3_proofs_cover_every_value_of_the_handshake() -> None:
     known = Proofs(*PROOFS)
     assert not wire.proofs_equal(known.connector, known.acceptor)
     others = [(*PROOFS[:i], b"x" * 32, *PROOFS[i + 1 :]) for i in range(4)]
-    changes = ({"rank": 3}, {"to": 6}, {"version": 78}, {"nonce": b"m" * 32},
+    changes = ({"rank": 3}, {"is_client": False}, {"to": 6}, {"version": 78}, {"nonce": b"m" * 32},
                {"instance": b"j" * 16}, {"identity": UUID(int=8)})  # fmt: skip
     fields = {name: getattr(MINE, name) for name in MINE.__slots__}
     others += [(*PROOFS[:4], Hello(**{**fields, **change})) for change in changes]
@@ -89,9 +93,9 @@ def test_requests_round_trip() -> None:
 
 @pytest.mark.parametrize(
     "head",
-    [(1, 0, 0, 0, 1, 0), (1, 4, 0, 0, 0, 0), (1, 1, 2, 0, 1, 0), (1, 1, 0, 1, 1, 0),
+    [(1, 0, 0, 0, 1, 0), (1, 4, 0, 0, 0, 0), (1, 1, 4, 0, 1, 0), (1, 1, 0, 1, 1, 0),
      (1, 1, 0, 0, 1, 1), (1, 1, 0, 0, 0, 0), (1, 1, 0, 0, 4097, 0), (1, 1, 0, 0, 0xFFFFFFFF, 0),
-     (1, 2, 0, 0, 0, 0), (1, 3, 0, 0, 1, 0), (1, 3, 1, 0, 0, 0)],
+     (1, 2, 0, 0, 0, 0), (1, 3, 0, 0, 1, 0), (1, 3, 1, 0, 0, 0), (1, 3, 2, 0, 0, 0)],
 )  # fmt: skip
 def test_F7_a_bad_request_is_refused(head: tuple[int, ...]) -> None:
     with pytest.raises(CorruptError):
@@ -154,18 +158,51 @@ def test_local_requests_round_trip() -> None:
     said = wire.local_request(wire.LOCAL_UNPIN, 2, wire.chunks_body([1, 2]))
     assert wire.parse_local_request(said[:16]).counted == 2
     assert wire.parse_chunks(said[16:], 3) == [1, 2]
-    damaged = wire.DamagedPart(0, 1, 2, wire.SOURCE_HERE)
+    damaged = wire.DamagedPart(0, 1, 2, 9)
     assert wire.parse_damaged(wire.damaged_body(damaged), SIZES) == damaged
     assert wire.parse_switch_version(wire.switch_version_body(5)) == 5
     assert wire.parse_local_welcome(wire.local_welcome(4, 9)) == (4, 9)
 
 
+@pytest.mark.parametrize("is_pinned", [True, False])
+def test_pins_round_trip(is_pinned: bool) -> None:
+    said = wire.local_request(wire.LOCAL_PIN, 1, wire.chunks_body([7]), wire.LOAD)
+    assert wire.parse_local_request(said[:16]) == (wire.LOCAL_PIN, wire.LOAD, 1, 4)
+    assert wire.parse_chunks(said[16:], 8) == [7]
+    assert wire.parse_pinned(wire.pinned_body(is_pinned=is_pinned)) is is_pinned
+
+
+VIEW = wire.TaskView(
+    3, b"t" * 32, b"s" * 32, True,
+    (Member(0, b"a" * 16, "node0:700", 5, b"c" * 32), Member(9, ANY_INSTANCE, "[::1]:9", 5, b"")),
+)  # fmt: skip
+
+
+def test_members_round_trip() -> None:
+    assert wire.parse_members(wire.members_body(VIEW)) == VIEW
+    assert "s" * 8 not in repr(VIEW)
+    many = replace(VIEW, members=tuple(replace(VIEW.members[0], rank=i) for i in range(3000)))
+    assert wire.parse_members(wire.members_body(many)) == many
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"rank": -1}, {"rank": 0xFFFE}, {"task": b"t"}, {"secret": b"s" * 31}, {"tls": 1},
+     {"members": 3}, {"members": [{}]}, {"members": [b"x"]}, {"x": 1}],
+)  # fmt: skip
+def test_bad_members_are_refused(change: dict[str, object]) -> None:
+    message = msgpack.unpackb(wire.members_body(VIEW))
+    with pytest.raises((UsageError, CorruptError)):
+        wire.parse_members(msgpack.packb({**message, **change}))
+
+
 @pytest.mark.parametrize(
     "head",
-    [(0, 0, 0, 0, 0, 0), (8, 0, 0, 0, 0, 0), (1, 0, 0, 0, 27, 0), (2, 0, 0, 4097, 4097 * 12, 0),
-     (2, 0, 0, 1, 24, 0), (2, 0, 0, 0, 0, 0), (3, 0, 0, 2, 8, 0), (3, 2, 0, 1, 4, 0),
+    [(0, 0, 0, 0, 0, 0), (9, 0, 0, 0, 0, 0), (1, 0, 0, 0, 27, 0), (2, 0, 0, 1, 12, 0),
+     (2, 0, 0, 0, 1, 0), (3, 0, 0, 2, 8, 0), (3, 2, 0, 1, 4, 0), (3, 0, 0, 0, 0, 0),
      (4, 0, 0, 65537, 65537 * 4, 0), (4, 1, 0, 1, 4, 0), (5, 0, 0, 1, 13, 0), (6, 0, 0, 0, 1, 0),
-     (6, 0, 1, 0, 0, 0), (6, 0, 0, 0, 0, 1), (7, 0, 0, 0, 0xFFFFFFFF, 0)],
+     (6, 0, 1, 0, 0, 0), (6, 0, 0, 0, 0, 1), (7, 0, 0, 0, 0xFFFFFFFF, 0), (8, 0, 0, 1, 0, 0),
+     (8, 0, 0, 0, 4, 0)],
 )  # fmt: skip
 def test_bad_local_requests_are_refused(head: tuple[int, ...]) -> None:
     with pytest.raises(CorruptError):
@@ -174,37 +211,36 @@ def test_bad_local_requests_are_refused(head: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("wanted", [[], [3, 1, 4]])
 def test_local_answers_round_trip_with_revoked_chunks(wanted: list[int]) -> None:
-    sources = np.array([1, wire.SOURCE_HERE], np.uint16)
-    placed = wire.read_answer_body(np.array([0, 90], np.uint32), sources)
-    said = wire.local_answer(wire.LOCAL_READ, 2, placed, wanted)
-    head = wire.parse_local_answer(said[:16], wire.LOCAL_READ, 2)
+    said = wire.local_answer(wire.LOCAL_PIN, 1, wire.pinned_body(is_pinned=True), wanted)
+    head = wire.parse_local_answer(said[:16], wire.LOCAL_PIN, 1)
     body, back = wire.split_revoked(head, said[16:])
     assert (head.body_bytes, back) == (len(said) - 16, wanted)
-    sizes = np.array([90, 10], np.uint32)
-    offsets, found = wire.parse_read_answer(body, sizes, 100)
-    assert (offsets.tolist(), found.tolist()) == ([0, 90], sources.tolist())
-    with pytest.raises(CorruptError):
-        wire.parse_read_answer(body, sizes, 99)
-    said = wire.local_refusal(wire.LOCAL_READ, "no\x1b way", revoked=wanted)
-    head = wire.parse_local_answer(said[:16], wire.LOCAL_READ, 2)
+    assert wire.parse_pinned(bytes(body))
+    said = wire.local_answer(wire.LOCAL_MEMBERS, 0, wire.members_body(VIEW), wanted)
+    head = wire.parse_local_answer(said[:16], wire.LOCAL_MEMBERS, 0)
+    assert wire.parse_members(wire.split_revoked(head, said[16:])[0]) == VIEW
+    said = wire.local_refusal(wire.LOCAL_PIN, "no\x1b way", revoked=wanted)
+    head = wire.parse_local_answer(said[:16], wire.LOCAL_PIN, 1)
     assert head.status == wire.LOCAL_REFUSED
     assert wire.parse_refusal(wire.split_revoked(head, said[16:])[0]) == "no\\x1b way"
 
 
 @pytest.mark.parametrize(
-    "head",
-    [(2, 0, 0, 2, 13, 0), (2, 0, 0, 1, 6, 0), (3, 0, 0, 2, 12, 0), (2, 1, 0, 2, 12, 0),
-     (2, 0, 0, 2, 12, 1), (2, 0, 0, 2, 12, 65537), (2, 0, 1, 0, 513, 0), (2, 0, 1, 0, 0, 1),
-     (2, 0, 0, 2, 0xFFFFFFFF, 0)],
+    ("kind", "head"),
+    [(3, (3, 0, 0, 1, 3, 0)), (3, (3, 0, 0, 2, 2, 0)), (3, (4, 0, 0, 1, 2, 0)),
+     (3, (3, 1, 0, 1, 2, 0)), (3, (3, 0, 0, 1, 2, 1)), (3, (3, 0, 0, 1, 2, 65537)),
+     (3, (3, 0, 1, 0, 513, 0)), (3, (3, 0, 1, 0, 0, 1)), (3, (3, 0, 0, 1, 0xFFFFFFFF, 0)),
+     (2, (2, 0, 0, 1, 2, 0)), (2, (2, 0, 0, 0, (4 << 20) + 1, 0)), (8, (8, 0, 0, 0, 1, 0)),
+     (8, (8, 0, 0, 1, 0, 0))],
 )  # fmt: skip
-def test_bad_local_answers_are_refused(head: tuple[int, ...]) -> None:
+def test_bad_local_answers_are_refused(kind: int, head: tuple[int, ...]) -> None:
     with pytest.raises(CorruptError):
-        wire.parse_local_answer(struct.pack("<BBHIII", *head), wire.LOCAL_READ, 2)
+        wire.parse_local_answer(struct.pack("<BBHIII", *head), kind, 1)
 
 
 def test_a_client_of_another_version_is_told() -> None:
     with pytest.raises(UsageError, match="run the same"):
-        wire.parse_local_hello(struct.pack("<HH16sQ", 2, 0, bytes(16), 1))
+        wire.parse_local_hello(struct.pack("<HH16sQ", 1, 0, bytes(16), 1))
 
 
 def test_any_bytes_give_a_body_or_an_error() -> None:
@@ -214,11 +250,11 @@ def test_any_bytes_give_a_body_or_an_error() -> None:
         for parse in (
             wire.parse_local_hello,
             wire.parse_local_welcome,
-            wire.parse_source,
+            wire.parse_pinned,
+            wire.parse_members,
             wire.parse_switch_version,
             lambda body: wire.parse_chunks(body, 4),
             lambda body: wire.parse_damaged(body, SIZES),
-            lambda body: wire.parse_read_answer(body, np.array([1, 2], np.uint32), 8),
         ):
             with suppress(DieselError):
                 parse(body)

@@ -34,6 +34,7 @@ from .node_caches import (
     make_cache,
     misses_until_loaded,
     raw,
+    read_in_plane,
     run_and_close_cache,
     total,
 )
@@ -109,7 +110,7 @@ def test_chunks_that_are_read_often_come_to_memory_and_evicted_ones_are_on_the_d
     async def main() -> None:
         async with settled_cache(source, some(source, 3), tier_at(place), policy) as h:
             await all_read(h, source)
-            h.memory.find_parts(np.array([[1, 0, 4000], [2, 0, 4000]], np.uint32))
+            read_in_plane(h, (1, 0, 4000), (2, 0, 4000))
             for _ in range(8):
                 piece = await h.read(7, [(0, 4000)], load=True)
                 assert piece is not None

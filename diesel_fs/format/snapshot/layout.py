@@ -21,7 +21,7 @@ from xxhash import xxh3_64_intdigest
 from ...errors import CorruptError, ForeignError, FormatError, NewerVersionError, TruncatedError
 from ...names import DATASET_NAME
 from ..chunk import EXTENT_ALIGNMENT, OBJECT_BYTES_MAX, PREAMBLE_BYTES, impossible_bodies
-from ..entries import MODE_MASK, NAME_BYTES_MAX, PATH_BYTES_MAX, Kind
+from ..entries import MODE_MASK, NAME_BYTES_MAX, PATH_BYTES_MAX, Codec, Kind
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -48,6 +48,10 @@ IMPLICIT = 1 << 24
 MANY_EXTENTS = 1 << 25
 """A flag: the file has several extents; `chunk` is the index of the first in `extents`, `offset`
 their number."""
+
+EXTENT_BITS = 3 << KIND_SHIFT | 0xFF << CODEC_SHIFT | MANY_EXTENTS
+PLAIN_FILE = Kind.FILE << KIND_SHIFT | Codec.RAW << CODEC_SHIFT
+"""The flags of a file that is one uncompressed extent, among the bits `EXTENT_BITS`."""
 
 _KNOWN_BITS = MODE_MASK | 3 << KIND_SHIFT | 1 << CODEC_SHIFT | IMPLICIT | MANY_EXTENTS
 IMPLICIT_FOLDER = 0o755 | Kind.FOLDER << KIND_SHIFT | IMPLICIT

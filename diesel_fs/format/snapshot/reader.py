@@ -59,6 +59,11 @@ class Extent(NamedTuple):
     size: int  # of the content
 
 
+PlainExtent = tuple[int, int, int, int]
+"""Where a file lies that is one uncompressed extent: chunk, offset, bytes, checksum, as in
+`Extent`."""
+
+_EXTENT_BITS, _PLAIN_FILE = layout.EXTENT_BITS, layout.PLAIN_FILE
 _HASHED_BYTES = 1 << 20
 
 
@@ -269,6 +274,14 @@ class Snapshot:
             rows = rows[rows["start"].searchsorted(low) - 1 : rows["start"].searchsorted(high)]
         order = ("chunk", "offset", "stored", "codec", "checksum", "start", "size")
         return tuple(map(Extent, *(rows[name].tolist() for name in order)))
+
+    def plain_extent(self, i: int) -> PlainExtent | None:
+        """Where the content of a file lies that is one uncompressed extent and not empty; None for
+        any other entry."""
+        if not 0 <= i < self.entry_count or self._flags[i] & _EXTENT_BITS != _PLAIN_FILE:
+            return None
+        size = self._stored[i]
+        return (self._chunk[i], self._offset[i], size, self._checksum[i]) if size else None
 
     def hash(self, i: int) -> int:
         """The hash of an entry's path; of a folder, the seed for the hashes of names in it."""

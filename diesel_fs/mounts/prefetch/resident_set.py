@@ -28,6 +28,9 @@ need not be pushed."""
 PIECE_ENTRIES = 256
 """How many candidates for dropping are looked at together: about as many as one unit has."""
 
+_ONE = np.int32(1)
+"""One claim, of their column's type: without conversions `ufunc.at` is twenty times as fast."""
+
 
 class ResidentSet:
     """The resident entries (see the module).
@@ -108,14 +111,14 @@ class ResidentSet:
         """Add a claim for each time that an entry is named."""
         first_claimed = np.unique(entries[(self.claims[entries] == 0) & self.resident[entries]])
         self.unclaimed_bytes -= self.bytes_of(first_claimed)
-        np.add.at(self.claims, entries, 1)
+        np.add.at(self.claims, entries.astype(np.intp), _ONE)
 
     def unclaim(self, entries: Entries, *, passed: bool) -> None:
         """Remove a claim for each time that an entry is named. `passed`: those without another
         claim are dropped first, in this order (readers have passed them)."""
         if not len(entries):
             return
-        np.subtract.at(self.claims, entries, 1)
+        np.subtract.at(self.claims, entries.astype(np.intp), _ONE)
         free = entries[(self.claims[entries] == 0) & self.resident[entries]]
         self.unclaimed_bytes += self.bytes_of(np.unique(free))
         if not passed or not len(free):

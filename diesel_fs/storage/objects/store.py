@@ -16,7 +16,10 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from ...errors import CorruptError, ForeignError, NewerVersionError, TruncatedError, UsageError
 from ...format.entries import Bytes
@@ -139,6 +142,51 @@ def batched_parts(
         yield parts[begin:]
 
 
+ChunkParts = npt.NDArray[np.uint32]
+"""Parts of chunks, of the shape (n, 3): the chunk's number, where in it the part starts, bytes."""
+
+
+class ReadParts(NamedTuple):
+    """The contents of parts, in the order in which they were read."""
+
+    contents: list[memoryview]
+    order: npt.NDArray[np.intp] | None
+    """Of each content, the position of its part among those that were asked for; None: as they were
+    asked for."""
+
+    checked: int
+    """So many of the contents, from the first on, have been checked against a checksum."""
+
+    def in_order(self) -> list[memoryview]:
+        """The contents in the order in which their parts were asked for."""
+        if self.order is None:
+            return self.contents
+        places = np.empty(len(self.order), np.intp)
+        places[self.order] = np.arange(len(self.order))
+        return list(map(self.contents.__getitem__, places.tolist()))
+
+
+class PartsInFlight(Protocol):
+    """Parts of chunks that are being read."""
+
+    def finish(self) -> ReadParts:
+        """Wait, once. Raises as `ObjectStore.read_into`."""
+
+
+class ChunkReader(Protocol):
+    """Reads parts of the chunks of one version of a dataset by their numbers, many in one request.
+    Thread-safe."""
+
+    def begin(self, parts: ChunkParts) -> PartsInFlight:
+        """Begin to read parts. They lie in their chunks, and each has at least one byte."""
+
+    def read_part(self, chunk: int, start: int, size: int) -> tuple[Bytes, bool]:
+        """One part, and whether it has been checked. Raises as `ObjectStore.read_into`."""
+
+    def find(self, chunk: int) -> memoryview | None:
+        """A whole chunk, checked, in memory that this process has mapped. Never waits."""
+
+
 class ObjectStore(ABC):
     """Named, immutable byte strings. Only leases may change (`replace`).
 
@@ -221,6 +269,11 @@ class ObjectStore(ABC):
             self.read_into(name, start, room)
             yield room.toreadonly()
 
+    def chunk_reader(self, identity: uuid.UUID, version: int) -> ChunkReader | None:
+        """A reader of the chunks of this version of a dataset, where this store has a faster way
+        to them than by their objects' names."""
+        return None
+
     def read_uncached(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
         """Read again after a checksum mismatch, bypassing every cached copy. As `read_into`."""
         self.read_into(name, start, buffer)
@@ -240,9 +293,9 @@ class ObjectStore(ABC):
         """A whole object in memory that is shared with other processes; None if it is in no such
         memory.
 
-        The caller may write to the view, and then gets a private copy of the page. The store calls
-        `on_revoke`, in any thread, when the owner of the memory wants it back; the caller then
-        drops the view soon.
+        The memory cannot be written, and its owner has checked the object whole against its
+        checksums. The store calls `on_revoke`, in any thread, when the owner wants it back; the
+        caller then drops the view soon.
         """
         return None
 
@@ -331,6 +384,9 @@ class StoreWrapper(ObjectStore):
     def read_parts(self, parts: Sequence[Part]) -> Iterator[memoryview]:
         return self.inner.read_parts(parts)
 
+    def chunk_reader(self, identity: uuid.UUID, version: int) -> ChunkReader | None:
+        return self.inner.chunk_reader(identity, version)
+
     def read_uncached(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
         self.inner.read_uncached(name, start, buffer)
 
@@ -376,4 +432,5 @@ class ReadWrapper(StoreWrapper):
 
     read_ranges = ObjectStore.read_ranges
     read_parts = ObjectStore.read_parts
+    chunk_reader = ObjectStore.chunk_reader
     read_uncached = ObjectStore.read_uncached
