@@ -12,6 +12,7 @@ from diesel_fs.mounts import MountRequest
 from diesel_fs.mounts.source import MemorySplit, MountSource, OpenedSnapshot
 from diesel_fs.peers.client import MASTER_END_WAIT_S, TaskStore
 from diesel_fs.peers.options import TaskOptions
+from diesel_fs.storage.objects.store import ObjectStore
 from diesel_fs.system import available_memory as memory
 
 
@@ -56,9 +57,9 @@ def test_only_the_first_version_waits_for_a_master_that_ends(
     """Later the master serves this mount, and stays until it is told of the new version."""
     waits: list[float] = []
 
-    def joined(*_: object, wait_s: float) -> object:
+    def joined(inner: ObjectStore, *_: object, wait_s: float) -> ObjectStore:
         waits.append(wait_s)
-        return object()
+        return inner
 
     monkeypatch.setattr(TaskStore, "join", joined)
     request, source = replace(saved, task_options=TaskOptions(task="night")), MountSource()
