@@ -51,6 +51,7 @@ _SEND_TIMEOUT = _TIMEVAL.pack(1, 0)
 _SCRATCH_BYTES = 64 << 10  # longer answers have memory of their own
 _SINGLE_HEAD = wire.SINGLE_ANSWER.size
 _SAMPLED = 8  # of so many single reads, the time of one is noted
+_SEND_WAIT_S = 1.0  # for another thread; or, in a signal handler, for the thread itself
 _IDS = 1 << 32
 
 
@@ -155,7 +156,7 @@ class _TlsLock:
 
     def __init__(self, connected: ssl.SSLSocket) -> None:
         self._socket = connected
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may read while its thread has it
 
     def receive(self, room: memoryview) -> int:
         """As `recv_into` with a time limit of a tick: raises BlockingIOError, OSError."""
@@ -241,20 +242,23 @@ class OwnerLink:
         if connection.pending and not self._make_room(connection, parts):
             self._note_failure(ticket, "earlier requests are not answered")
             return None
+        if not self._sending.acquire(timeout=_SEND_WAIT_S):
+            return None
         try:
-            with self._sending:
-                self._last_number = number = (self._last_number + 1) % _IDS
-                if isinstance(parts, tuple):
-                    request = wire.SINGLE.pack(number, READ, self._flags, 0, 1, 0, *parts)
-                else:
-                    request = wire.request(number, READ, self._flags, parts)
-                pending = self._register(PendingRead(connection, number, parts, size, ticket))
-                connection.send(request)
+            self._last_number = number = (self._last_number + 1) % _IDS
+            if isinstance(parts, tuple):
+                request = wire.SINGLE.pack(number, READ, self._flags, 0, 1, 0, *parts)
+            else:
+                request = wire.request(number, READ, self._flags, parts)
+            pending = self._register(PendingRead(connection, number, parts, size, ticket))
+            connection.send(request)
         except OSError as error:
             self._lose(connection, str(error))
         except BaseException:  # a signal handler's: some of the request may have left
             self._lose(connection, "interrupted")
             raise
+        finally:
+            self._sending.release()
         self.counts["requests"] += 1
         return pending
 
