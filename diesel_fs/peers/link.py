@@ -254,7 +254,17 @@ class MasterLink:
             wire.LOCAL_PIN, 1, wire.chunks_body([chunk]), is_read=True,
             flags=wire.LOAD if fetch else 0, expects_descriptor=True,
         )  # fmt: skip
-        return None if answer is None or answer[1] < 0 else answer[1]
+        if answer is None:
+            return None
+        body, descriptor = answer
+        try:
+            if wire.parse_pinned(body):
+                return descriptor if descriptor >= 0 else None
+        except DieselError as error:
+            log.error("the task's master violates the protocol: %s", error)
+        if descriptor >= 0:
+            os.close(descriptor)
+        return None
 
     def task_view(self) -> wire.TaskView | None:
         """What is needed to ask the masters of other nodes; None where the master does not

@@ -59,10 +59,6 @@ class _ConnectionLost(Exception):
     """The connection has ended, or cannot be used any more."""
 
 
-class _Late(Exception):
-    """The answer did not come in time; the connection stays."""
-
-
 _SomeParts = Parts | tuple[int, int, int]
 
 

@@ -235,10 +235,6 @@ class TaskChunks:
         self._recent.append((chunk, start, size, self._master.rank))
         return content, False
 
-    def find(self, chunk: int) -> memoryview | None:
-        """See `ChunkReader`."""
-        return self._mapped.find(chunk)
-
     def pin(self, chunk: int, *, fetch: bool) -> memoryview | None:
         """Pin and map a chunk; None where the master does not have it. With `fetch`, the master may
         fetch it."""

@@ -199,14 +199,12 @@ def parse_proof(message: Message) -> bytes:
 # parts --------------------------------------------------------------------------------------------
 
 
-def parse_parts(
-    content: Bytes, count: int, sizes: Sizes, *, start: int = 0, bytes_max: int = PARTS_BYTES_MAX
-) -> tuple[Parts, int]:
+def parse_parts(content: Bytes, count: int, sizes: Sizes, *, start: int = 0) -> tuple[Parts, int]:
     """The records that begin at `start`, as a view of `content`, and the bytes that they ask for.
 
-    One part may have any size; several have at most `bytes_max` together. Raises CorruptError for a
-    part outside its chunk, and beyond the limit. `content` must have all records: `parse_request`
-    says where they end.
+    One part may have any size; several have at most `PARTS_BYTES_MAX` together. Raises CorruptError
+    for a part outside its chunk, and beyond the limit. `content` must have all records:
+    `parse_request` says where they end.
     """
     parts = np.frombuffer(content, "<u4", 3 * count, start).reshape(count, 3)
     if count <= _LOOP_PARTS_MAX:
@@ -224,8 +222,8 @@ def parse_parts(
         if (ends > sizes[chunk_of]).any():
             raise CorruptError("a part lies outside its chunk")
         total = int(size_of.sum(dtype=np.uint64))
-    if count > 1 and total > bytes_max:
-        raise CorruptError(f"{total} bytes at once (at most {bytes_max})")
+    if count > 1 and total > PARTS_BYTES_MAX:
+        raise CorruptError(f"{total} bytes at once (at most {PARTS_BYTES_MAX})")
     return parts, total
 
 

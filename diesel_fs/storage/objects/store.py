@@ -183,9 +183,6 @@ class ChunkReader(Protocol):
     def read_part(self, chunk: int, start: int, size: int) -> tuple[Bytes, bool]:
         """One part, and whether it has been checked. Raises as `ObjectStore.read_into`."""
 
-    def find(self, chunk: int) -> memoryview | None:
-        """A whole chunk, checked, in memory that this process has mapped. Never waits."""
-
 
 class ObjectStore(ABC):
     """Named, immutable byte strings. Only leases may change (`replace`).
