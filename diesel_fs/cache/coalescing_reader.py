@@ -77,7 +77,9 @@ class _Asked:
     def result(self) -> _Contents:
         """Wait for the contents. Raises what reading raises."""
         if not self._found:
-            self._found = dict(zip(self._spans, self._reading.finish().in_order(), strict=True))
+            for group in self._reading:
+                spans = map(self._spans.__getitem__, group.places)
+                self._found.update(zip(spans, group.contents, strict=True))
         return self._found
 
     def cancel(self) -> bool:

@@ -28,7 +28,7 @@ from ..format.chunk import PREAMBLE_BYTES, decode, parse_preamble
 from ..format.entries import Bytes, Codec, Kind
 from ..format.snapshot import layout
 from ..format.snapshot.reader import Extent, PlainExtent, Snapshot
-from ..storage.objects.store import ObjectStore, Part, PartsInFlight
+from ..storage.objects.store import ObjectStore, Part, ReadGroup
 from .chunk_cache import PINNED_COST_DIVISOR, ChunkCache, LoadedChunk
 from .coalesce import BATCH_BYTES_MAX, BATCH_PARTS_MAX, ChunkSource, new_buffer
 from .order_prefetch import WHOLE_CHUNK_FRACTION, OrderPrefetch
@@ -91,7 +91,7 @@ class _ColumnBatch(NamedTuple):
 
     rows: _Column
     places: _Column | None
-    reading: PartsInFlight | None
+    reading: Iterator[ReadGroup] | None
 
 
 class EntryReader:
@@ -381,7 +381,7 @@ class EntryReader:
             kinds = columns.flags.take(rows) & _EXTENT_BITS
             places: _Column | None = None
             at = rows
-            if (kinds != _PLAIN_FILE).any() or not sizes.all():
+            if np.count_nonzero(kinds != _PLAIN_FILE) or not sizes.all():
                 is_single = (kinds & _SINGLE_EXTENT_BITS == _SINGLE_EXTENT) & (sizes > 0)
                 places = np.flatnonzero(is_single)
                 at, sizes = rows[places], sizes[places]
@@ -396,32 +396,31 @@ class EntryReader:
         rows, places, reading = batch
         if reading is None:  # no file with content, or only large ones
             return list(map(self.read, rows.tolist()))
+        at = rows if places is None else rows[places]
+        expected: list[int] = self.snapshot.columns.checksum.take(at).tolist()
+        stored: list[memoryview] = [_EMPTY] * len(expected)
+        wrong: list[int] = []
+        fetched = 0
         try:
-            read = reading.finish()
+            for group in reading:  # each is checked while the next ones are on their way
+                contents = group.contents
+                if not group.is_checked:
+                    fetched += sum(map(len, contents))
+                    digests = list(map(xxh3_64_intdigest, contents))
+                    if digests != list(map(expected.__getitem__, group.places)):
+                        wrong += [
+                            place
+                            for place, digest in zip(group.places, digests, strict=True)
+                            if digest != expected[place]
+                        ]
+                for place, content in zip(group.places, contents, strict=True):
+                    stored[place] = content
         except DieselError:  # one cannot be read: `read` raises the error for it
             return list(map(self.read, rows.tolist()))
-        contents, order, checked = read
-        at = rows if places is None else rows[places]
         counts = self._counts
-        counts["misses"] += len(contents)
-        wrong: list[int] = []
-        if checked < len(contents):
-            some = slice(checked, None)
-            hashed = contents[some]
-            digests = list(map(xxh3_64_intdigest, hashed))
-            asked = at[some] if order is None else at.take(order[some])
-            expected: list[int] = self.snapshot.columns.checksum.take(asked).tolist()
-            counts["fetches"] += 1
-            counts["fetched_bytes"] += sum(map(len, hashed))
-            if digests != expected:
-                wrong = [
-                    number if order is None else int(order[number])
-                    for number, digest, right in zip(
-                        range(checked, len(contents)), digests, expected, strict=True
-                    )
-                    if digest != right
-                ]
-        stored = read.in_order()
+        counts["misses"] += len(stored)
+        counts["fetches"] += fetched > 0
+        counts["fetched_bytes"] += fetched
         if places is None and not wrong:
             return stored
         return self._mended_batch(rows, places, stored, wrong)

@@ -75,8 +75,9 @@ def names_of(entries: EntryKeys) -> list[bytes] | Indices:
 def indices_of(view: Snapshot, names: list[bytes] | Indices) -> Indices:
     """The indices of what `names_of` returned. Raises NoSuchPath, and UsageError for a bad path."""
     if isinstance(names, np.ndarray):
-        for outermost in (names.min(), names.max()) if len(names) else ():
-            _check_index(view, int(outermost))
+        if len(names) and int(names.view(np.uint64).max()) >= len(view):  # negative ones are large
+            for outermost in (names.min(), names.max()):
+                _check_index(view, int(outermost))
         return names
     indices = view.lookup_many(names)
     for missing in np.flatnonzero(indices < 0)[:1].tolist():

@@ -53,6 +53,10 @@ class CircuitBreaker:
         """The breaker opens after `failures_max` failures in a row. The first pause is `pause_s`;
         each further one is twice as long, up to `pause_max_s` (without it, all are `pause_s`).
         """
+        self.is_clean = True
+        """Whether nothing is held against the service: then `admit` admits, and a success changes
+        nothing, so neither need be called."""
+
         self._failures_max = failures_max
         self._first_pause_s = self._pause_s = pause_s
         self._pause_max_s = pause_s if pause_max_s is None else pause_max_s
@@ -88,6 +92,7 @@ class CircuitBreaker:
         if ticket is not None and ticket != self.ticket:
             return False
         self._failures = 0
+        self.is_clean = True
         if self._open_until_s is None:
             return False
         self._set_open_until(None)
@@ -100,6 +105,7 @@ class CircuitBreaker:
         if ticket is not None and ticket != self.ticket:
             return False
         self._failures += 1
+        self.is_clean = False
         if self._open_until_s is None and self._failures < self._failures_max:
             return False
         return self.open(now_s)
@@ -125,6 +131,7 @@ class CircuitBreaker:
         self._is_probing = False
         self._failures = 0
         self._open_until_s = open_until_s
+        self.is_clean = open_until_s is None
 
 
 class PeerBreaker(CircuitBreaker):
@@ -149,12 +156,6 @@ class PeerBreaker(CircuitBreaker):
         """A ticket for one request, or 0: read from elsewhere."""
         return 0 if now_s < self._quarantined_until_s else super().admit(now_s)
 
-    @property
-    def is_clean(self) -> bool:
-        """Whether nothing is held against the peer: then `admit` admits, and a success changes
-        nothing, so neither need be called."""
-        return not self._failures and self._open_until_s is None and self._quarantined_until_s < 0
-
     def record_damage(self, now_s: float) -> bool:
         """A part from the peer did not match its checksum. Returns whether the peer is in
         quarantine now: it is not asked for `QUARANTINE_S` after `DAMAGED_MAX` such parts."""
@@ -163,6 +164,7 @@ class PeerBreaker(CircuitBreaker):
             return False
         self._damaged = 0
         self._quarantined_until_s = now_s + QUARANTINE_S
+        self.is_clean = False
         return True
 
     def timeout_s(self, size: int) -> float:

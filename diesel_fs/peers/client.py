@@ -19,7 +19,6 @@ from typing import NamedTuple
 from uuid import UUID
 
 import numpy as np
-import numpy.typing as npt
 
 from ..format.object_names import chunk_object, chunk_of_object, identity_of_object
 from ..format.snapshot.reader import Snapshot
@@ -29,7 +28,7 @@ from ..storage.objects.store import (
     ChunkReader,
     ObjectStore,
     Part,
-    PartsInFlight,
+    ReadGroup,
     StoreWrapper,
     batched_parts,
     check_range,
@@ -286,26 +285,25 @@ class TaskStore(StoreWrapper):
         places = np.flatnonzero(fits)
         wanted = np.stack((chunk, start, size), 1)[places].astype(np.uint32)
         reading = self._chunks.begin(wanted)
-        return _Batch(parts, places, reading)
+        return _Batch(parts, places.tolist(), reading)
 
     def _finish(self, batch: "_Batch") -> Iterable[memoryview]:
         """The contents of all parts, in their order."""
-        found = batch.reading.finish().in_order()
         parts, places = batch.parts, batch.places
-        if len(places) == len(parts):
-            return found
-        contents = dict(zip(places.tolist(), found, strict=True))
-        others = [part for at, part in enumerate(parts) if at not in contents]
-        rest = self.inner.read_parts(others)
-        return [contents[at] if at in contents else next(rest) for at in range(len(parts))]
+        found: dict[int, memoryview] = {}
+        for group in batch.reading:
+            found.update(zip(map(places.__getitem__, group.places), group.contents, strict=True))
+        others = [part for at, part in enumerate(parts) if at not in found]
+        rest = self.inner.read_parts(others) if others else iter(())
+        return [found[at] if at in found else next(rest) for at in range(len(parts))]
 
 
 class _Batch(NamedTuple):
     """Parts that are read together; those at `places` are parts of chunks."""
 
     parts: Sequence[Part]
-    places: npt.NDArray[np.int64]
-    reading: PartsInFlight
+    places: Sequence[int]
+    reading: Iterator[ReadGroup]
 
 
 def _restart_master(request: TaskRequest, socket_path: Path, has_served: bool) -> bool:

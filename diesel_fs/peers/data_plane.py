@@ -18,11 +18,12 @@ import logging
 import os
 import select
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from select import EPOLLIN
+from time import monotonic
 
 from ..errors import CorruptError
 from ..format.entries import Bytes
@@ -30,7 +31,18 @@ from ..net.channel import GRACE_S, RATE_BYTES_PER_S, Channel, ConnectionClosed, 
 from ..system.vectored_io import byte_views, drop_written
 from . import wire
 from .chunk_table import ChunkTable
-from .wire import ALL_GIVEN, GIVEN, HEAD_BYTES, LOAD, PART_BYTES, PING, READ, THROUGH, Parts
+from .wire import (
+    ALL_GIVEN,
+    GIVEN,
+    HEAD_BYTES,
+    LOAD,
+    PART_BYTES,
+    PARTS_MAX,
+    PING,
+    READ,
+    THROUGH,
+    Parts,
+)
 
 log = logging.getLogger("diesel.task")
 
@@ -42,6 +54,9 @@ _BUFFER_BYTES = 64 << 10
 
 _TURN_REQUESTS = 64  # of one connection, before others have their turn
 _CHECK_S = 2.0  # between looks at slow and idle connections
+unpack_single, pack_single_answer = wire.SINGLE.unpack_from, wire.SINGLE_ANSWER.pack
+SINGLE_BYTES = wire.SINGLE.size
+_no_error_if_full = suppress(BlockingIOError)
 _COPIED_BYTES = 16 << 10  # smaller answers are copied behind their heads, which costs less
 
 
@@ -49,9 +64,9 @@ class Connection:
     """An authenticated connection to a master. Its fields belong to the data plane."""
 
     __slots__ = (
-        "begun_s", "channel", "file", "held", "in_flight", "in_flight_bytes", "is_client",
-        "is_local", "is_open", "moved", "rank", "receive", "send", "table", "unsent", "used_s",
-        "watched",
+        "begun_s", "buffers_internally", "channel", "file", "held", "in_flight", "in_flight_bytes",
+        "is_client", "is_local", "is_open", "moved", "rank", "receive", "send", "send_many",
+        "table", "unsent", "used_s", "watched",
     )  # fmt: skip
 
     def __init__(
@@ -64,12 +79,14 @@ class Connection:
         self.is_client = is_client
         self.is_local = is_local
         self.file = channel.fileno()
+        self.buffers_internally = channel.buffers_internally
         self.receive, self.send = channel.receive_some, channel.send_one
+        self.send_many = channel.send_some
         self.is_open = True
         self.watched = 0  # the events that epoll reports
         self.held = b""  # received, and not handled yet
         self.unsent: list[memoryview] = []
-        self.begun_s = self.used_s = time.monotonic()
+        self.begun_s = self.used_s = monotonic()
         self.moved = 0  # bytes that have left since `begun_s`
         self.in_flight = 0  # requests that the control plane answers
         self.in_flight_bytes = 0
@@ -96,17 +113,17 @@ class DataPlane:
         self._forward = forward
         self._epoll = select.epoll()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._epoll.register(self._wake, select.EPOLLIN)
+        self._epoll.register(self._wake, EPOLLIN)
         self._commands: deque[Callable[[], None]] = deque()
         self._connections: dict[int, Connection] = {}  # by descriptor
         self._masters: dict[int, Connection] = {}  # of each rank, the newest
         self._ready: deque[Connection] = deque()  # with requests that were left for the next turn
         self._buffer = memoryview(bytearray(_BUFFER_BYTES))
-        self._now_s = self._checked_s = time.monotonic()
+        self._now_s = self._checked_s = monotonic()
         self._is_closed = False
         self._ending = threading.Lock()  # for the change of `_is_closed`
-        self._counts = dict.fromkeys(("requests", "parts", "bytes", "from_memory"), 0)
-        self._singles = self._single_bytes = 0  # the same, of `_answer_single`
+        self._requests = self._parts = self._bytes = 0
+        self._forwarded = 0  # requests that the control plane answers, and PINGs
         self._thread = threading.Thread(target=self._run, name="diesel-data", daemon=True)
         self._thread.start()
 
@@ -139,12 +156,11 @@ class DataPlane:
     def stats(self) -> dict[str, int]:
         """Counters, and what is open now."""
         connections = list(self._connections.values())
-        counts, singles = self._counts, self._singles
         return {
-            "requests": counts["requests"] + singles,
-            "parts": counts["parts"] + singles,
-            "bytes": counts["bytes"] + self._single_bytes,
-            "from_memory": counts["from_memory"] + singles,
+            "requests": self._requests,
+            "parts": self._parts,
+            "bytes": self._bytes,
+            "from_memory": self._requests - self._forwarded,
             "connections": len(connections),
             "local_connections": sum(each.is_local for each in connections),
             "in_flight": sum(each.in_flight for each in connections),
@@ -168,28 +184,31 @@ class DataPlane:
     # The thread
 
     def _run(self) -> None:
+        poll, connections, commands, ready = (
+            self._epoll.poll, self._connections, self._commands, self._ready,
+        )  # fmt: skip
         while not self._is_closed:
-            for file, event in self._epoll.poll(0 if self._ready else _CHECK_S):
-                connection = self._connections.get(file)
+            for file, event in poll(0 if ready else _CHECK_S):
+                connection = connections.get(file)
                 if connection is not None:
                     try:
-                        if event != select.EPOLLIN or connection.held or connection.unsent:
-                            self._handle(connection, event)
-                        else:
+                        if event == EPOLLIN and not (connection.held or connection.unsent):
                             self._receive(connection)
+                        else:
+                            self._handle(connection, event)
                     except Exception as error:
                         self._end(connection, error)
                 elif file == self._wake:
                     os.eventfd_read(self._wake)
-            while self._commands:
+            while commands:
                 try:
-                    self._commands.popleft()()
+                    commands.popleft()()
                 except Exception:  # this thread serves all connections
                     log.exception("unexpected error in the data plane")
-            for _ in range(len(self._ready)):
-                connection = self._ready.popleft()
+            for _ in range(len(ready)):
+                connection = ready.popleft()
                 self._guard(connection, partial(self._go_on, connection))
-            self._now_s = now_s = time.monotonic()
+            self._now_s = now_s = monotonic()
             if now_s - self._checked_s >= _CHECK_S:
                 self._checked_s = now_s
                 self._close_slow(now_s)
@@ -262,7 +281,7 @@ class DataPlane:
 
     def _handle(self, connection: Connection, event: int) -> None:
         """What epoll has reported. Raises ConnectionClosed, OSError, CorruptError."""
-        if event == select.EPOLLIN and not connection.is_blocked:
+        if event == EPOLLIN and not connection.is_blocked:
             self._receive(connection)
         elif connection.unsent:
             if event & (select.EPOLLOUT | select.EPOLLERR):
@@ -292,16 +311,16 @@ class DataPlane:
     def _receive(self, connection: Connection) -> None:
         """Receive once (all that there is of a channel with a buffer of its own), and answer.
         Raises ConnectionClosed, OSError, CorruptError."""
-        buffer, channel = self._buffer, connection.channel
+        buffer, is_buffered = self._buffer, connection.buffers_internally
         while True:
             try:
                 count = connection.receive(buffer)
             except BlockingIOError:
                 return
-            if count == wire.SINGLE.size and not connection.held:
-                if not self._answer_single(connection):
+            if count >= SINGLE_BYTES and not (connection.held or connection.in_flight):
+                if not self._answer_at_once(connection, count):
                     self._serve(connection, buffer, count)
-                elif not channel.buffers_internally:
+                elif not is_buffered:
                     return
             elif not count:
                 raise ConnectionClosed("the other end closed the connection")
@@ -313,42 +332,52 @@ class DataPlane:
                     connection.used_s = begun_s
             else:
                 self._serve(connection, buffer, count)
-            if not channel.buffers_internally or connection.is_blocked or connection in self._ready:
+            if not is_buffered or connection.is_blocked or connection in self._ready:
                 return
 
-    def _answer_single(self, connection: Connection) -> bool:
-        """Answer the only request in the buffer where it is for one small part that is in memory,
-        as most requests are; whether it was. Raises OSError."""
-        number, kind, flags, zero, count, none, chunk, start, size = wire.SINGLE.unpack_from(
-            self._buffer
-        )
-        table = connection.table
-        view = table.views.get(chunk)
+    def _answer_at_once(self, connection: Connection, length: int) -> bool:
+        """Answer the only request in the buffer, of `length` bytes, where all that it asks for is
+        in memory, as it is with most requests; whether it was. Raises OSError.
+
+        This is what a master does all the time, so it has few operations.
+        """
+        buffer, table = self._buffer, connection.table
+        number, kind, flags, zero, count, none, chunk, start, size = unpack_single(buffer)
         if (
-            view is None
-            or count != 1
+            length != HEAD_BYTES + count * PART_BYTES
             or kind != READ
             or flags > LOAD
             or zero
             or none
-            or size > _COPIED_BYTES
-            or start + size > len(view)
-            or connection.in_flight
+            or count > PARTS_MAX
         ):
             return False
-        answer = wire.SINGLE_ANSWER.pack(number, READ, 0, 0, 1, size, GIVEN)
-        answer += view[start : start + size]
+        answer: list[Bytes]
+        if count == 1 and size <= _COPIED_BYTES:
+            view = table.views.get(chunk)
+            if view is None or start + size > len(view):
+                return False
+            content = pack_single_answer(number, READ, 0, 0, 1, size, GIVEN)
+            content += view[start : start + size]
+            answer, left = [content], len(content)
+            if table.records_reads:
+                table.record_read((chunk,), size)
+            with _no_error_if_full:
+                left -= connection.send(content)
+        else:
+            found, size = table.find(buffer[HEAD_BYTES:length])
+            if found is None:
+                return False
+            answer = [wire.answer_head(number, READ, ALL_GIVEN[:count], size), *found]
+            left = HEAD_BYTES + count + size
+            with _no_error_if_full:
+                left -= connection.send_many(answer)
         connection.used_s = self._now_s
-        self._singles += 1
-        self._single_bytes += size
-        if table.records_reads:
-            table.record_read((chunk,), size)
-        try:
-            sent = connection.send(answer)
-        except BlockingIOError:
-            sent = 0
-        if sent != len(answer):
-            self._send(connection, (answer[sent:],), len(answer) - sent)
+        self._requests += 1
+        self._parts += count
+        self._bytes += size
+        if left:
+            self._keep_unsent(connection, answer, left)
             self._watch(connection)
         return True
 
@@ -369,22 +398,23 @@ class DataPlane:
         if at < end:
             connection.held = bytes(content[at:end])
         is_usual = not (connection.unsent or connection.in_flight or connection.held)
-        if not is_usual or connection.watched != select.EPOLLIN:
+        if not is_usual or connection.watched != EPOLLIN:
             self._watch(connection)
 
     def _answer_any(self, connection: Connection, content: memoryview, at: int, end: int) -> int:
         """Answer or forward the request at `at`; returns its length, or 0 where not all of it is
         here. Raises OSError, CorruptError."""
-        table, counts = connection.table, self._counts
+        table = connection.table
         request = wire.parse_request(content, at)
         length = HEAD_BYTES + request.counted * PART_BYTES
         if end - at < length:
             return 0
         if request.flags & THROUGH and not connection.is_local:
             raise CorruptError("a request of another node that goes through this master")
-        counts["requests"] += 1
-        counts["parts"] += request.counted
+        self._requests += 1
+        self._parts += request.counted
         if request.kind == PING:
+            self._forwarded += 1
             head = wire.answer_head(request.id, PING, b"", 0)
             self._send(connection, (head,), len(head))
             return length
@@ -392,14 +422,14 @@ class DataPlane:
         found, size = table.find(content[begin : at + length])
         if found is None:
             parts, size = wire.parse_parts(content, request.counted, table.sizes, start=begin)
+            self._forwarded += 1
             connection.in_flight += 1
             connection.in_flight_bytes += size
             self._forward(connection, request.id, request.flags, parts.copy(), size)
         else:
-            counts["from_memory"] += 1
             head = wire.answer_head(request.id, READ, ALL_GIVEN[: request.counted], size)
             self._send(connection, (head, *found), len(head) + size)
-        counts["bytes"] += size
+        self._bytes += size
         return length
 
     def _send_if_open(self, connection: Connection, parts: Sequence[Bytes], size: int) -> None:
@@ -432,12 +462,16 @@ class DataPlane:
                 parts = join_small(parts)
             with suppress(BlockingIOError):
                 sent = channel.send_some(parts)
-            if sent == size:
-                return
-            connection.begun_s, connection.moved = time.monotonic(), 0
-        left = byte_views(parts)
-        drop_written(left, sent)
-        connection.unsent += left
+        if sent != size:
+            self._keep_unsent(connection, parts, size - sent)
+
+    def _keep_unsent(self, connection: Connection, parts: Sequence[Bytes], left: int) -> None:
+        """The last `left` bytes of these parts are sent when the socket takes them."""
+        views = byte_views(parts)
+        drop_written(views, sum(map(len, views)) - left)
+        if not connection.unsent:
+            connection.begun_s, connection.moved = monotonic(), 0
+        connection.unsent += views
 
     def _send_rest(self, connection: Connection) -> None:
         """Send what is unsent, as far as the socket takes it. Raises OSError."""
@@ -457,7 +491,7 @@ class DataPlane:
         if connection.unsent:
             wanted = select.EPOLLOUT
         else:
-            wanted = 0 if connection.is_blocked or connection in self._ready else select.EPOLLIN
+            wanted = 0 if connection.is_blocked or connection in self._ready else EPOLLIN
         if wanted != connection.watched:
             connection.watched = wanted
             self._epoll.modify(connection.file, wanted)

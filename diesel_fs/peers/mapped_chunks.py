@@ -13,11 +13,12 @@ import os
 import threading
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 MAPPED_BYTES_MAX = 8 << 30
 """Address space, not memory: the memory is the master's. The page tables of what is touched take a
@@ -25,6 +26,11 @@ MAPPED_BYTES_MAX = 8 << 30
 
 MAPPED_CHUNKS_MAX = 16_384
 """A process may have 65,530 mappings, and its libraries need some."""
+
+MAPPED, NOBODY = -2, -1
+"""In place of the rank of an owner."""
+
+Sources = npt.NDArray[np.int32]
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -87,13 +93,18 @@ class MappedChunks:
         self, chunks: int, *, bytes_max: int = MAPPED_BYTES_MAX, chunks_max: int = MAPPED_CHUNKS_MAX
     ) -> None:
         """`chunks` is how many the version has."""
-        self.is_kept = np.zeros(chunks, np.bool_)
-        """Whether the table keeps each chunk. It may be out of date at once: see `find_many`."""
+        self.sources: Sources = np.full(chunks, NOBODY, np.int32)
+        """Where a reader finds each chunk: `MAPPED` while the table keeps it, else the rank of its
+        owner. It may be out of date at once: see `find_many`."""
 
+        self.source_of = self.sources.data
+        """The same, for single look-ups."""
+
+        self._owners: Sources = self.sources.copy()
         self._bytes_max = bytes_max
         self._chunks_max = chunks_max
         self._views: dict[int, memoryview] = {}
-        self._last_used: dict[int, int] = {}
+        self._last_used = np.zeros(chunks, np.int64)
         self._on_revoke: dict[int, Callable[[], None]] = {}
         self._clock = 0
         self.kept_bytes = 0
@@ -125,6 +136,13 @@ class MappedChunks:
         """Whether there are chunks to unpin."""
         return bool(self._unmapped)
 
+    def set_owners(self, owners: Sources) -> None:
+        """Set the rank of each chunk's owner; `NOBODY`: none."""
+        with self._lock:
+            self._owners[:] = owners
+            self.sources[:] = owners
+            self.sources[list(self._views)] = MAPPED
+
     def find(self, chunk: int) -> memoryview | None:
         """A chunk that is mapped, read-only. Never waits."""
         view = self._views.get(chunk)
@@ -133,13 +151,12 @@ class MappedChunks:
             self._last_used[chunk] = self._clock
         return view
 
-    def find_many(self, chunks: Sequence[int]) -> list[memoryview | None]:
+    def find_many(self, chunks: npt.NDArray[np.uint32]) -> list[memoryview | None]:
         """As `find`, for many chunks at once; a chunk may be named repeatedly. None for a chunk
         that the table does not keep any more."""
-        found = list(map(self._views.get, chunks))
         self._clock += 1
-        self._last_used.update(dict.fromkeys(chunks, self._clock))
-        return found
+        self._last_used[chunks] = self._clock
+        return list(map(self._views.get, chunks.tolist()))
 
     def keep(self, chunk: int, descriptor: int, size: int) -> memoryview:
         """Map a pinned chunk. The descriptor stays the caller's. Raises OSError."""
@@ -154,7 +171,7 @@ class MappedChunks:
             before = self._views.pop(chunk, None)
             self.kept_bytes += size - (0 if before is None else len(before))
             view = self._views[chunk] = mapping.view()
-            self.is_kept[chunk] = True
+            self.sources[chunk] = MAPPED
             self._clock += 1
             self._last_used[chunk] = self._clock
             excess = self._excess()
@@ -175,11 +192,10 @@ class MappedChunks:
         with self._lock:
             for chunk in chunks:
                 if chunk in self._views:
-                    self.is_kept[chunk] = False
+                    self.sources[chunk] = self._owners[chunk]
                     view = self._views.pop(chunk)
                     self.kept_bytes -= len(view)
                     views.append(view)
-                self._last_used.pop(chunk, None)
                 if (callback := self._on_revoke.get(chunk)) is not None:
                     callbacks.append(callback)
         for callback in callbacks:
@@ -227,7 +243,7 @@ class MappedChunks:
             return []
         bytes_max, chunks_max = self._bytes_max * 7 // 8, self._chunks_max * 7 // 8
         kept_bytes, count, excess = self.kept_bytes, len(self._views), []
-        for chunk in sorted(self._views, key=lambda each: self._last_used.get(each, 0))[:-1]:
+        for chunk in sorted(self._views, key=self._last_used.__getitem__)[:-1]:
             if kept_bytes <= bytes_max and count <= chunks_max:
                 break
             kept_bytes -= len(self._views[chunk])

@@ -66,8 +66,8 @@ class PendingRead:
     """A READ whose answer has not been taken; it may be dropped."""
 
     __slots__ = (
-        "connection", "count", "is_done", "is_working", "number", "parts", "room", "size", "ticket",
-        "waiter",
+        "connection", "count", "is_done", "is_working", "number", "parts", "request_bytes", "room",
+        "size", "ticket", "waiter",
     )  # fmt: skip
 
     def __init__(
@@ -76,31 +76,19 @@ class PendingRead:
         self.connection = connection
         self.number = number
         self.parts = parts
-        self.count = 1 if isinstance(parts, tuple) else len(parts)
+        self.count = count = 1 if isinstance(parts, tuple) else len(parts)
+        self.request_bytes = HEAD_BYTES + count * PART_BYTES
         self.size = size
         self.ticket = ticket
         # For the whole answer: head, statuses, payload. Memory from numpy is not filled with zeros
-        self.room = np.empty(HEAD_BYTES + self.count + size, np.uint8).data
+        self.room = np.empty(HEAD_BYTES + count + size, np.uint8).data
         self.is_done = self.is_working = False
         self.waiter: threading.Lock | None = None  # held while its thread waits for the leader
 
-    @property
-    def request_bytes(self) -> int:
-        """The length of the request."""
-        return HEAD_BYTES + self.count * PART_BYTES
 
-
-class Answer:
-    """The answer to a READ."""
-
-    __slots__ = ("payload", "statuses")
-
-    def __init__(self, payload: memoryview, statuses: bytes) -> None:
-        self.payload = payload
-        """The bytes of the parts that were given, one behind the other."""
-
-        self.statuses = statuses
-        """The status of each part; empty where all were given."""
+Answer = tuple[memoryview, bytes]
+"""The bytes of the parts that were given, one behind the other; and the status of each part, empty
+where all were given."""
 
 
 class _Connection:
@@ -212,7 +200,7 @@ class OwnerLink:
         _LINKS.add(self)
 
     def _reset_after_fork(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may read while its thread has it
         self._sending = threading.Lock()  # taken before `_lock` where both are
         self._connection: _Connection | None = None
         self._attempt: threading.Event | None = None  # set when an attempt to connect has ended
@@ -305,7 +293,7 @@ class OwnerLink:
         if pending is None:
             return self._read_one_slowly((chunk, start, size))
         answer = self.finish(pending)
-        return None if answer is None or answer.statuses else answer.payload
+        return None if answer is None or answer[1] else answer[0]
 
     def _register(self, pending: PendingRead) -> PendingRead:
         """A request is about to be sent: its answer will be expected."""
@@ -319,7 +307,7 @@ class OwnerLink:
     def _read_one_slowly(self, part: tuple[int, int, int]) -> Bytes | None:
         pending = self.begin(part, part[2])
         answer = None if pending is None else self.finish(pending)
-        return None if answer is None or answer.statuses else answer.payload
+        return None if answer is None or answer[1] else answer[0]
 
     def _make_room(self, connection: _Connection, parts: _SomeParts) -> bool:
         """Wait until another request may be sent; False where earlier ones are not answered."""
@@ -337,7 +325,7 @@ class OwnerLink:
     def finish(self, pending: PendingRead) -> Answer | None:
         """Wait for the answer, within the time limit; None where there is none. A request whose
         connection was closed is sent once more, over another one."""
-        if pending.is_done or self._wait(pending):
+        if pending.is_done or self._receive_alone(pending) or self._wait(pending):
             return self._answer(pending)
         if not pending.connection.is_lost:
             return None
@@ -454,9 +442,53 @@ class OwnerLink:
         room, count = pending.room, pending.count
         payload = room[HEAD_BYTES + count :]
         if len(payload) == pending.size:
-            return Answer(payload.toreadonly(), b"")
+            return payload.toreadonly(), b""
         statuses = bytes(room[HEAD_BYTES : HEAD_BYTES + count])
-        return Answer(payload.toreadonly(), statuses)
+        return payload.toreadonly(), statuses
+
+    def _receive_alone(self, pending: PendingRead) -> bool:
+        """Receive the answer to the only request on a connection, where it is as most answers are:
+        it comes in time and gives all parts. Otherwise False, and `_wait` goes on from what has
+        come. Few operations, as with `read_one`."""
+        connection, room = pending.connection, pending.room
+        with self._lock:
+            if (
+                connection.has_leader
+                or len(connection.pending) != 1
+                or connection.room is not None
+                or connection.carried
+                or connection.is_lost
+            ):
+                return False
+            connection.has_leader = True
+        begun_s = time.monotonic()
+        connection.room, connection.got = room, 0
+        got, total, receive, is_usual = 0, len(room), connection.receive, False
+        try:
+            got = count = receive(room)
+            is_usual = got >= HEAD_BYTES and wire.gives_all(
+                room, pending.number, pending.count, pending.size
+            )
+            while is_usual and got < total and count:
+                count = receive(room[got:])
+                got += count
+        except OSError:
+            pass  # late or lost: `_wait` finds out
+        except BaseException:  # a signal handler's: bytes may have been lost
+            self._lose(connection, "interrupted")
+            raise
+        finally:
+            connection.got = got
+            with self._lock:
+                if is_usual and got == total and not connection.is_lost:
+                    connection.room = None
+                    self._settle(pending)
+                connection.has_leader = False
+                if connection.pending:
+                    self._end_lead(connection)
+        if pending.is_done:
+            self._note_success(pending, time.monotonic() - begun_s)
+        return pending.is_done
 
     def _wait(self, pending: PendingRead) -> bool:
         """Wait until a request is answered; False where it is late, or the connection is lost."""
@@ -523,15 +555,17 @@ class OwnerLink:
             self._lose(connection, "interrupted")
             raise
         finally:
-            waiting = None
             with self._lock:
-                connection.has_leader = False
-                if connection.pending:
-                    each = connection.pending.values()
-                    waiting = next((one for one in each if one.waiter is not None), None)
-            if waiting is not None:
-                _wake(waiting)
+                self._end_lead(connection)
         return True
+
+    def _end_lead(self, connection: _Connection) -> None:
+        """This thread is no longer the leader; one that waits takes over. Under the lock."""
+        connection.has_leader = False
+        for each in connection.pending.values():
+            if each.waiter is not None:
+                _wake(each)
+                return
 
     def _receive_until(self, connection: _Connection, pending: PendingRead, begun_s: float) -> bool:
         """Receive answers until that of `pending` is there; False where it is late. Raises OSError,
@@ -598,12 +632,18 @@ class OwnerLink:
             wire.check_statuses(room, np.array(answered.parts, np.uint32).reshape(-1, 3), total)
         answered.room = room[:total]
         with self._lock:
-            if connection.pending.pop(answered.number, None) is None:
+            if answered.number not in connection.pending:
                 raise _ConnectionLost("the connection was closed")
-            connection.unanswered_bytes -= answered.request_bytes
-            connection.payload_bytes -= answered.size
-        answered.is_done = True
+            self._settle(answered)
         _wake(answered)
+
+    def _settle(self, answered: PendingRead) -> None:
+        """A request is answered. Under the lock."""
+        connection = answered.connection
+        del connection.pending[answered.number]
+        connection.unanswered_bytes -= answered.request_bytes
+        connection.payload_bytes -= answered.size
+        answered.is_done = True
 
 
 def _move(connection: _Connection, room: memoryview, size: int) -> None:

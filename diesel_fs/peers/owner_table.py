@@ -40,11 +40,12 @@ class OwnerTable:
         self._owners[:] = -1
 
     def set_owners(self, owners: npt.NDArray[np.int64]) -> None:
-        """Set the owner of each chunk."""
+        """Set the owner of each chunk; clients take them over."""
         self._owners[:] = owners
+        self.bump_generation()
 
     def bump_generation(self) -> None:
-        """The members or the secret have changed: clients ask for them again."""
+        """Something has changed: clients ask for members and secret again, and read the owners."""
         self._generation += 1
 
     def close(self) -> None:
@@ -77,10 +78,8 @@ class OwnerTableView:
         """The generation, as its only item."""
 
         self.owners: Owners = np.frombuffer(mapped, "<i4", chunks, _HEAD.size)
-        self.owner_of = mapped[_HEAD.size :].cast("i")
-        """The same, for single look-ups."""
 
     @property
     def generation(self) -> int:
-        """It grows whenever the members or the secret change."""
+        """It grows after each change of owners, members or secret."""
         return self.generation_of[0]

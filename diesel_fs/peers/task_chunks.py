@@ -21,6 +21,8 @@ from bisect import bisect_left, bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import compress
+from operator import not_
 from typing import cast
 
 import numpy as np
@@ -30,13 +32,13 @@ from ..errors import DieselError
 from ..format.chunk import parse_preamble
 from ..format.entries import Bytes
 from ..format.snapshot.reader import Snapshot
-from ..storage.objects.store import ReadParts
+from ..storage.objects.store import ReadGroup
 from . import wire
 from .handshake import Connector, connect_blocking
 from .link import MasterLink
-from .mapped_chunks import MappedChunks
+from .mapped_chunks import MAPPED, NOBODY, MappedChunks
 from .membership import INSTANCE_BYTES, Member
-from .owner_link import Answer, OwnerLink, PendingRead
+from .owner_link import OwnerLink, PendingRead
 from .owner_table import OwnerTableView
 
 log = logging.getLogger("diesel.task")
@@ -85,8 +87,6 @@ _Remembered = tuple[wire.Parts, npt.NDArray[np.int32]] | tuple[int, int, int, in
 ReadStored = Callable[[Sequence[tuple[int, int, int]]], Iterator[memoryview]]
 """Reads parts (chunk, start, bytes) from the object store."""
 
-_MAPPED, _NOBODY = -2, -1  # in place of a rank: in a mapped chunk; no node has it
-
 
 class TaskChunks:
     """The chunks of one version, as one process of the task reads them (`ChunkReader`)."""
@@ -114,8 +114,8 @@ class TaskChunks:
         self._closed = threading.Event()
         self._read_cost_s = np.zeros(len(self._sizes), np.float32)  # of each chunk, since its pin
         self._recent: deque[_Remembered] = deque(maxlen=READS_REMEMBERED)
-        # By rank; those to this node's master by their flags, as negative numbers
-        self._links: dict[int, OwnerLink] = {}
+        self._links: dict[int, OwnerLink] = {}  # to other nodes, by rank
+        self._own_links: dict[int, OwnerLink] = {}  # to this node's master, by their flags
         self._members: dict[int, Member] = {}
         self._connector: Connector | None = None
         self._table: OwnerTableView | None = None  # to which the links belong,
@@ -135,60 +135,105 @@ class TaskChunks:
 
     # Reading
 
-    def begin(self, parts: wire.Parts) -> "TaskParts":
+    def begin(self, parts: wire.Parts) -> Iterator[ReadGroup]:
         """See `ChunkReader`. Several parts have at most `wire.PARTS_MAX` parts and
         `wire.PARTS_BYTES_MAX` bytes.
 
         The parts are sorted by where they come from, and from then on handled in groups: very
         little is done for each part.
         """
-        chunks = parts[:, 0]
-        is_mapped = self._mapped.is_kept.take(chunks)
-        if is_mapped.all():
-            held = self._mapped.find_many(chunks.tolist())
-            if not all(held):  # a chunk was given up at this moment
-                return self.begin(parts)
-            self.counts["mapped_reads"] += len(held)
-            return TaskParts(self, parts, None, _slices(held, parts))
-        table = self._current_table()
-        if table is None:
-            ranks: npt.NDArray[np.int32] = np.full(len(parts), _NOBODY, np.int32)
-        else:
-            ranks = table.owners.take(chunks)
-        ranks[is_mapped] = _MAPPED
-        order = ranks.argsort(kind="stable")
-        ranks, by_rank = ranks.take(order), parts.take(order, axis=0)
-        sorted_ranks: list[int] = ranks.tolist()
+        self._refresh()
+        sources = self._mapped.sources.take(parts[:, 0])
+        order = sources.argsort(kind="stable")
+        sources, sorted_parts = sources.take(order), parts.take(order, axis=0)
+        ranks: list[int] = sources.tolist()
         own = self._master.rank
-        first, last = bisect_left(sorted_ranks, own), bisect_right(sorted_ranks, own)
-        if first < last and self._pin_worthwhile(by_rank[first:last]):
+        first = bisect_left(ranks, own)
+        last = bisect_right(ranks, own, first)
+        if first < last and self._pin_worthwhile(sorted_parts[first:last]):
             return self.begin(parts)
-        mapped = bisect_right(sorted_ranks, _MAPPED)
-        held = self._mapped.find_many(by_rank[:mapped, 0].tolist())
-        if not all(held):
-            return self.begin(parts)
-        self.counts["mapped_reads"] += mapped
-        begun = TaskParts(self, by_rank, order, _slices(held, by_rank[:mapped]))
-        first = bisect_right(sorted_ranks, _NOBODY)
-        while first < len(sorted_ranks):
-            rank = sorted_ranks[first]
-            last = bisect_right(sorted_ranks, rank, first)
-            if begun.ask(self._link(rank), first, last) and rank == own:
-                self._add_cost(by_rank[first:last])
+        sizes: list[int] = sorted_parts[:, 2].tolist()
+        mapped = bisect_right(ranks, MAPPED)
+        first = bisect_right(ranks, NOBODY, mapped)
+        not_here = list(range(mapped, first))
+        asked = []
+        while first < len(ranks):  # whatever can wait is done after this loop: masters are idle
+            rank = ranks[first]
+            last = bisect_right(ranks, rank, first)
+            link, pending = self._link(rank), None
+            if link is not None:
+                pending = link.begin(sorted_parts[first:last], sum(sizes[first:last]))
+            if link is None or pending is None:
+                not_here += range(first, last)
+            else:
+                asked.append((link, pending, first, last))
             first = last
-        self._recent.append((by_rank, ranks))
-        return begun
+        return self._arriving(order, sorted_parts, sources, sizes, mapped, asked, not_here)
+
+    def _arriving(
+        self,
+        order: npt.NDArray[np.intp],
+        parts: wire.Parts,
+        sources: npt.NDArray[np.int32],
+        sizes: list[int],
+        mapped: int,
+        asked: list[tuple[OwnerLink, PendingRead, int, int]],
+        not_here: list[int],
+    ) -> Iterator[ReadGroup]:
+        """The contents of parts that are sorted by where they come from; the caller's position of
+        each is in `order`. The first ones are `mapped`; those that a node was `asked` for lie from
+        its first number to its last; those `not_here` come from the store."""
+        counts, own = self.counts, self._master.rank
+        places: list[int] = order.tolist()
+        if mapped:
+            chunks = parts[:mapped, 0]
+            views = self._mapped.find_many(chunks)
+            if not all(views):  # a chunk was given up at this moment
+                again = self.begin(parts[:mapped])
+                yield from (
+                    each._replace(places=[places[at] for at in each.places]) for each in again
+                )
+            else:
+                counts["mapped_reads"] += mapped
+                yield ReadGroup(places[:mapped], _slices(views, parts[:mapped]), True)
+        if mapped < len(places):
+            self._recent.append((parts, sources))
+        for link, pending, first, last in asked:
+            answer = link.finish(pending)
+            if answer is None:
+                not_here += range(first, last)
+                continue
+            payload, statuses = answer
+            group_places, group_sizes = places[first:last], sizes[first:last]
+            if statuses:
+                is_given = [status == wire.GIVEN for status in statuses]
+                not_here += compress(range(first, last), map(not_, is_given))
+                group_places = list(compress(group_places, is_given))
+                group_sizes = list(compress(group_sizes, is_given))
+            if link.rank == own:
+                counts["local_reads"] += len(group_places)
+                self._add_cost(parts[first:last])
+            else:
+                counts["peer_reads"] += len(group_places)
+            yield ReadGroup(group_places, _cut(payload, group_sizes), False)
+        if not_here:
+            counts["store_reads"] += len(not_here)
+            stored = self.read_stored([*map(tuple, parts[not_here].tolist())])
+            yield ReadGroup([places[each] for each in not_here], list(stored), False)
 
     def read_part(self, chunk: int, start: int, size: int) -> tuple[Bytes, bool]:
         """See `ChunkReader`. Few operations, as there are very many such reads: after each wait for
         a node they are several times slower than else."""
-        link, rank = None, _NOBODY
-        if not self._mapped.is_kept[chunk]:
-            table = self._table
-            if table is not None and table.generation_of[0] == self._generation:
-                rank = table.owner_of[chunk]
-                link = self._links.get(rank)
-        if link is None or link.is_refused or table is not self._master.owners:
+        rank = self._mapped.source_of[chunk]
+        link = self._links.get(rank)
+        table = self._table
+        if (
+            link is None
+            or link.is_refused
+            or table is None
+            or table is not self._master.owners
+            or table.generation_of[0] != self._generation
+        ):
             found = self.try_part(chunk, start, size)
             if found is not None:
                 return found
@@ -207,11 +252,11 @@ class TaskChunks:
         if view is not None:
             self.counts["mapped_reads"] += 1
             return view[start : start + size], True
-        table = self._current_table()
-        rank = _NOBODY if table is None else table.owner_of[chunk]
+        self._refresh()
+        rank = self._mapped.source_of[chunk]
         if rank == self._master.rank:
             return self._try_own(chunk, start, size)
-        link = None if rank == _NOBODY else self._link(rank)
+        link = None if rank < 0 else self._link(rank)
         content = None if link is None else link.read_one(chunk, start, size)
         if content is None:
             return None
@@ -287,7 +332,8 @@ class TaskChunks:
     def stats(self) -> dict[str, object]:
         """Where parts came from, and the connections to the nodes."""
         links = dict(self._links)
-        late = sum(each.counts["timed_out"] for each in links.values())
+        all_links = [*links.values(), *list(self._own_links.values())]
+        late = sum(each.counts["timed_out"] for each in all_links)
         return {
             **self.counts,
             "timed_out": self.counts["timed_out"] + late,
@@ -304,28 +350,25 @@ class TaskChunks:
         self._closed.set()
         with self._lock:
             self._is_closed = True
-            links, self._links = self._links, {}
-        for each in links.values():
+            links = [*self._links.values(), *self._own_links.values()]
+            self._links, self._own_links = {}, {}
+        for each in links:
             each.close()
         if not self._mapped.has_mapped:
             self._master.close()
 
     # The owners
 
-    def _current_table(self) -> OwnerTableView | None:
-        """Which node owns each chunk, after a look whether the members are as before; None where
-        the master has never answered."""
+    def _refresh(self) -> None:
+        """Learn the owners and members anew where they have changed. Links to members that are as
+        before stay."""
         table = self._master.owners
-        if table is not None and table is self._table and table.generation == self._generation:
-            return table
-        if table is None and self._master.connect():
+        if table is None:
+            if not self._master.connect():
+                return
             table = self._master.owners
-        if table is not None:
-            self._refresh(table)
-        return table
-
-    def _refresh(self, table: OwnerTableView) -> None:
-        """Learn the members anew. Links to members that are as before stay."""
+        if table is None or (table is self._table and table.generation_of[0] == self._generation):
+            return
         generation = table.generation
         view = self._master.task_view()
         if view is None:
@@ -340,10 +383,13 @@ class TaskChunks:
             )  # fmt: skip
             members = {each.rank: each for each in view.members}
             is_new_task, is_new_master = connector != self._connector, table is not self._table
-            for key in list(self._links):
-                is_other = is_new_task or members.get(key) != self._members.get(key)
-                if is_new_master if key < 0 else is_other:
-                    dropped.append(self._links.pop(key))
+            for rank in list(self._links):
+                if is_new_task or members.get(rank) != self._members.get(rank):
+                    dropped.append(self._links.pop(rank))
+            if is_new_master:
+                dropped += self._own_links.values()
+                self._own_links = {}
+            self._mapped.set_owners(table.owners)
             self._table, self._generation = table, generation
             self._connector, self._members = connector, members
         for each in dropped:
@@ -364,14 +410,13 @@ class TaskChunks:
 
     def _own_link(self, flags: int) -> OwnerLink:
         """The link to this node's master for requests with these flags."""
-        key = -flags
-        link = self._links.get(key)
+        link = self._own_links.get(flags)
         if link is None:
             with self._lock:
-                link = self._links.get(key)
+                link = self._own_links.get(flags)
                 if link is None:
                     link = OwnerLink(self._master.rank, self._master.open_data, flags=flags)
-                    self._links[key] = link
+                    self._own_links[flags] = link
         return link
 
     def _new_link(self, rank: int) -> OwnerLink | None:
@@ -423,81 +468,14 @@ class TaskChunks:
         ).start()  # fmt: skip
 
 
-class TaskParts:
-    """Parts that are being read (`PartsInFlight`)."""
-
-    __slots__ = ("_asked", "_contents", "_ends", "_given", "_order", "_owner", "_parts")
-
-    def __init__(
-        self,
-        owner: TaskChunks,
-        parts: wire.Parts,
-        order: npt.NDArray[np.intp] | None,
-        contents: list[memoryview],
-    ) -> None:
-        """`order` has the caller's position of each part (None: they are in their order);
-        `contents` are those of the first parts, which have been checked."""
-        self._owner = owner
-        self._parts = parts
-        self._order = order
-        self._given = len(contents)
-        self._contents: list[memoryview | None] = [*contents]
-        self._contents += [None] * (len(parts) - len(contents))
-        # Where each part would end if all lay one behind the other
-        self._ends: list[int] = [] if order is None else parts[:, 2].cumsum(dtype=np.int64).tolist()
-        self._asked: list[tuple[OwnerLink, PendingRead, int, int]] = []
-
-    def ask(self, link: OwnerLink | None, first: int, last: int) -> bool:
-        """Ask a node for these parts; whether it was asked."""
-        if link is None:
-            return False
-        ends = self._ends
-        size = ends[last - 1] - (ends[first - 1] if first else 0)
-        pending = link.begin(self._parts[first:last], size)
-        if pending is None:
-            return False
-        self._asked.append((link, pending, first, last))
-        return True
-
-    def finish(self) -> ReadParts:
-        """See `PartsInFlight`."""
-        contents, order = self._contents, self._order
-        if order is None:
-            return ReadParts(cast(list[memoryview], contents), None, self._given)
-        counts, given = self._owner.counts, self._given
-        own = self._owner.rank
-        for link, pending, first, last in self._asked:
-            answer = link.finish(pending)
-            if answer is not None:
-                count = self._place(answer, first, last)
-                counts["local_reads" if link.rank == own else "peer_reads"] += count
-                given += count
-        if given < len(contents):
-            absent = [place for place, content in enumerate(contents) if content is None]
-            counts["store_reads"] += len(absent)
-            wanted = map(tuple, self._parts[absent].tolist())
-            for place, content in zip(absent, self._owner.read_stored([*wanted]), strict=True):
-                contents[place] = content
-        return ReadParts(cast(list[memoryview], contents), order, self._given)
-
-    def _place(self, answer: Answer, first: int, last: int) -> int:
-        """Put the contents of an answer at their places; returns how many there are."""
-        payload, ends = answer.payload, self._ends
-        base = ends[first - 1] if first else 0
-        if not answer.statuses:
-            begin = 0
-            for place in range(first, last):
-                end = ends[place] - base
-                self._contents[place] = payload[begin:end]
-                begin = end
-            return last - first
-        begin = count = 0
-        for place, status in zip(range(first, last), answer.statuses, strict=True):
-            if status == wire.GIVEN:
-                end = begin + int(self._parts[place, 2])
-                self._contents[place] = payload[begin:end]
-                begin, count = end, count + 1
-        return count
+def _cut(payload: memoryview, sizes: Sequence[int]) -> list[memoryview]:
+    """Parts of these sizes that lie one behind the other."""
+    contents, begin = [], 0
+    for size in sizes:
+        end = begin + size
+        contents.append(payload[begin:end])
+        begin = end
+    return contents
 
 
 def _slices(views: "Sequence[memoryview | None]", parts: wire.Parts) -> list[memoryview]:

@@ -292,6 +292,11 @@ def check_answer(head: AnswerHead, kind: int, count: int, bytes_max: int) -> Non
         raise CorruptError("the answer does not fit the request")
 
 
+def gives_all(content: Bytes, number: int, count: int, payload_bytes: int) -> bool:
+    """Whether an answer begins here that gives all parts of this READ."""
+    return _HEAD.unpack_from(content) == (number, READ, 0, 0, count, payload_bytes)
+
+
 def given_bytes(parts: Parts, statuses: npt.NDArray[np.uint8]) -> int:
     """How many bytes of payload belong to these statuses. Raises CorruptError for an unknown
     status."""

@@ -17,7 +17,7 @@ from diesel_fs.format.object_names import chunk_object
 from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.net.breaker import FAILURES_MAX, TIMEOUT_MAX_S, BreakerState
 from diesel_fs.peers import client as client_module
-from diesel_fs.peers import task_chunks
+from diesel_fs.peers import task_chunks, wire
 from diesel_fs.peers.client import TaskStore
 from diesel_fs.peers.link import MasterLink
 from diesel_fs.peers.mapped_chunks import MappedChunks
@@ -441,7 +441,7 @@ def test_many_threads_wait_for_a_master_that_hangs_once(
         return sorted(took)
 
     assert read_times_s()[-1] < 2.5 * READ_S
-    link = store._chunks._links[-1]
+    link = store._chunks._own_link(wire.LOAD)
     until(lambda: link._breaker.state(time.monotonic()) is BreakerState.HALF_OPEN, "its pause")
     *others, longest_s = read_times_s()
     assert others[-1] < READ_S * 0.9

@@ -114,7 +114,7 @@ def read(link: OwnerLink, *records: Record) -> bytes | None:
     parts = np.array(records, "<u4")
     pending = link.begin(parts, size)
     answer = None if pending is None else link.finish(pending)
-    return None if answer is None or answer.statuses else bytes(answer.payload)
+    return None if answer is None or answer[1] else bytes(answer[0])
 
 
 def right(*records: Record) -> bytes:
@@ -210,8 +210,8 @@ def test_parts_that_are_not_given_have_a_status_and_no_bytes() -> None:
         assert pending is not None
         answer = link.finish(pending)
         assert answer is not None
-        assert answer.statuses == statuses
-        assert bytes(answer.payload) == right(records[0], records[2])
+        assert answer[1] == statuses
+        assert bytes(answer[0]) == right(records[0], records[2])
         assert link.read_one(1, 2, 3) is None
         assert link.counts["failed"] == 0
 
@@ -271,11 +271,11 @@ def test_answers_split_and_reordered_arbitrarily(
                 for part, status in zip(asked[request], statuses(request), strict=True)
                 if not status
             ]
-            assert bytes(answer.payload) == right(*given_parts)
+            assert bytes(answer[0]) == right(*given_parts)
             if len(given_parts) < len(asked[request]):
-                assert answer.statuses == statuses(request)
+                assert answer[1] == statuses(request)
             else:
-                assert not any(answer.statuses)
+                assert not any(answer[1])
         assert link.counts["failed"] == 0
 
 
@@ -481,7 +481,7 @@ def test_a_forked_child_uses_a_connection_of_its_own() -> None:
                 connections = link.counts["connections"]
                 answer = link.finish(pending)  # its own connection asks again
                 assert answer is not None
-                assert bytes(answer.payload) == content(*SOME[0])
+                assert bytes(answer[0]) == content(*SOME[0])
                 assert link.counts["connections"] == connections + 1
                 code = 0
             finally:
@@ -490,7 +490,7 @@ def test_a_forked_child_uses_a_connection_of_its_own() -> None:
         assert read(link, (7, 0, 9)) == content(7, 0, 9)
         answer = link.finish(pending)
         assert answer is not None
-        assert bytes(answer.payload) == content(*SOME[0])
+        assert bytes(answer[0]) == content(*SOME[0])
         assert link.counts["connections"] == 1
 
 

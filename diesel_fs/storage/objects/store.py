@@ -146,39 +146,28 @@ ChunkParts = npt.NDArray[np.uint32]
 """Parts of chunks, of the shape (n, 3): the chunk's number, where in it the part starts, bytes."""
 
 
-class ReadParts(NamedTuple):
-    """The contents of parts, in the order in which they were read."""
+class ReadGroup(NamedTuple):
+    """The contents of some parts that arrived together."""
 
-    contents: list[memoryview]
-    order: npt.NDArray[np.intp] | None
-    """Of each content, the position of its part among those that were asked for; None: as they were
-    asked for."""
+    places: Sequence[int]
+    """Of each content, the position of its part among those that were asked for."""
 
-    checked: int
-    """So many of the contents, from the first on, have been checked against a checksum."""
+    contents: Sequence[memoryview]
 
-    def in_order(self) -> list[memoryview]:
-        """The contents in the order in which their parts were asked for."""
-        if self.order is None:
-            return self.contents
-        places = np.empty(len(self.order), np.intp)
-        places[self.order] = np.arange(len(self.order))
-        return list(map(self.contents.__getitem__, places.tolist()))
-
-
-class PartsInFlight(Protocol):
-    """Parts of chunks that are being read."""
-
-    def finish(self) -> ReadParts:
-        """Wait, once. Raises as `ObjectStore.read_into`."""
+    is_checked: bool
+    """Whether the contents have been checked against a checksum."""
 
 
 class ChunkReader(Protocol):
     """Reads parts of the chunks of one version of a dataset by their numbers, many in one request.
     Thread-safe."""
 
-    def begin(self, parts: ChunkParts) -> PartsInFlight:
-        """Begin to read parts. They lie in their chunks, and each has at least one byte."""
+    def begin(self, parts: ChunkParts) -> Iterator[ReadGroup]:
+        """Read parts. They lie in their chunks, and each has at least one byte.
+
+        All that can be asked for at once has been asked for when this returns; the iterator gives
+        each part once, as it arrives, and may be dropped. It raises as `ObjectStore.read_into`.
+        """
 
     def read_part(self, chunk: int, start: int, size: int) -> tuple[Bytes, bool]:
         """One part, and whether it has been checked. Raises as `ObjectStore.read_into`."""
