@@ -183,16 +183,22 @@ class CoalescingReader:
             return
         before, self._units = self._units, {}
         ahead_bytes = 0
+        still_wanted: set[_Span] = set()  # by units that were not announced before
         for entries in units:
             if ahead_bytes > self._limits.ahead_bytes:
                 break
             key = entries.tobytes()
-            unit = before.pop(key, None) or self._units.get(key) or self._announced(entries)
+            unit = before.pop(key, None) or self._units.get(key)
+            if unit is None:
+                unit = self._announced(entries)
+                still_wanted.update(unit.plan.spans)
             ahead_bytes += unit.bytes
             self._units[key] = unit
         for unit in before.values():
+            # A unit that lost some entries since it was announced, as somebody read them, is
+            # another unit; what is in flight for the others stays.
             for span in unit.plan.spans:
-                flight = self._take(span)
+                flight = None if span in still_wanted else self._take(span)
                 if flight is not None and not flight.wanted:
                     flight.contents.cancel()
         self._begin_units([unit for unit in self._units.values() if not unit.is_begun])

@@ -306,6 +306,26 @@ def test_announced_units_share_requests_to_a_batching_store(
     assert not reader._in_flight
 
 
+def test_a_unit_that_lost_entries_since_it_was_announced_is_not_read_again(
+    store: Counting, view: Snapshot
+) -> None:
+    """Somebody else has read some of its files meanwhile, as it happens to nearly every unit where
+    the dataset is larger than the memory."""
+    batching = BatchingStore(store)
+    reader = CoalescingReader(view, batching, limits=ReadLimits(batched_gap_bytes=0))
+    apart = np.flatnonzero(view.columns.size < 2000)[20:220:2]  # each is a span by itself
+    now, later = apart[:50], apart[50:]
+    reader.prefetch([now, later])
+    assert len(contents(reader, now)) == len(now)
+    rest = np.delete(later, [3, 17])
+    reader.prefetch([rest])
+    assert len(contents(reader, rest)) == len(rest)
+    wait_for_flights(reader)
+    asked = [part for parts in batching.requests for part in parts]
+    assert len(asked) == len(set(asked)) == len(apart)
+    assert not reader._in_flight
+
+
 def test_a_unit_that_stays_announced_is_planned_once(
     store: Counting, view: Snapshot, monkeypatch: pytest.MonkeyPatch
 ) -> None:

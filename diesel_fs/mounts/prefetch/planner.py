@@ -401,7 +401,8 @@ class PrefetchPlanner:
         first. The worker fetches their contents ahead."""
         trackers = sorted(self._trackers.values(), key=self._ahead_s)
         planned = [unit for tracker in trackers for unit in tracker.units_ahead(count)]
-        return [*planned, *self._miss_fill.upcoming(count)][:count]
+        soonest = [*planned, *self._miss_fill.upcoming(count)][:count]
+        return [self.resident_set.missing(unit) for unit in soonest]
 
     def planned(self, count: int) -> list[Entries]:
         """The entries of the next `count` pushes of each stream, whose READs the server holds."""

@@ -203,6 +203,19 @@ def test_progress_that_a_reader_reports_overrides_opens_of_marker_files() -> Non
         machine.planner.progress("a", N + 1, machine.now_s)
 
 
+def test_what_is_resident_is_not_fetched_ahead() -> None:
+    planner = make_planner(N, 0.5)
+    planner.announce(stream("a", shuffled(1)), START_S)
+    decision = planner.next(START_S)
+    assert isinstance(decision, Push)
+    planner.pushed(decision, decision.entries, np.empty(0, np.uint32), START_S)
+    foreseen = planner.upcoming(4)
+    already = np.concatenate([unit[::3] for unit in foreseen])
+    assert planner.take_over(already, START_S)
+    left: set[int] = set(np.concatenate(planner.upcoming(4)).tolist())
+    assert left == set(np.concatenate(foreseen).tolist()) - set(already.tolist())
+
+
 def test_freed_pages_are_pushed_again() -> None:
     machine = follow([shuffled(1)], 0.2, 4, rate=2_000, pressure=0.02)
     unaided = follow([shuffled(1)], 0.2, 4, rate=2_000)
