@@ -10,6 +10,7 @@ calls of `send_now`; what does not leave at once is sent by the next task that w
 
 import socket
 import ssl
+import threading
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
@@ -17,12 +18,14 @@ import trio
 
 from ..format.entries import Bytes
 from ..system.vectored_io import BUFFERS_MAX, byte_views, drop_written
+from .tls import TLS_RECEIVED_BYTES, TlsEngine
 
 GRACE_S = 10.0
 RATE_BYTES_PER_S = 256 << 10
 """The slowest allowed rate of a frame after its first `GRACE_S` seconds."""
 
-_TLS_PIECE_BYTES = 256 << 10  # handed to OpenSSL in one call
+_TLS_PIECE_BYTES = 256 << 10  # encrypted before any of it is sent
+_of_thread = threading.local()
 _TLS_RECORD_BYTES = 16 << 10
 _DIRECT_BYTES = 4 << 10  # larger pieces are received without a copy
 _TURNS = 16  # calls in a row that returned bytes, then other tasks run
@@ -187,7 +190,7 @@ class Channel:
 
 
 class TlsChannel(Channel):
-    """A connection over TLS."""
+    """A connection over TLS. What it sends is encrypted into one buffer first."""
 
     buffers_internally = True
     _drained_at_once = 1
@@ -200,28 +203,26 @@ class TlsChannel(Channel):
         accepted: bool,
         options: SocketOptions = OPTIONS,
     ) -> None:
-        """The caller must call `do_handshake` next. Raises ConnectionClosed."""
-        connected.setblocking(False)
-        try:
-            self._tls = context.wrap_socket(
-                connected, server_side=accepted, do_handshake_on_connect=False
-            )
-        except (OSError, ValueError) as error:
-            connected.close()
-            raise ConnectionClosed(str(error)) from error
-        super().__init__(self._tls, options)
+        """The caller must call `do_handshake` next."""
+        super().__init__(connected, options)
+        self._engine = TlsEngine(context, accepted=accepted)
+        self._encrypted = memoryview(b"")  # and not sent yet
+        self._encrypted_from = 0  # so many bytes, which do not count as sent yet
 
     async def do_handshake(self) -> None:
         """Complete the TLS handshake. Raises ConnectionClosed."""
         try:
-            while True:
+            is_done = False
+            while not is_done:
                 try:
-                    self._tls.do_handshake()
-                    return
-                except ssl.SSLWantReadError:
+                    is_done = self._engine.do_handshake()
+                finally:  # after an error, the other end gets an alert
+                    self._encrypted = memoryview(self._engine.take_encrypted())
+                    await self._flush()
+                if not is_done:
                     await self.wait_readable()
-                except ssl.SSLWantWriteError:
-                    await self.wait_writable()
+                    with suppress(BlockingIOError):
+                        self._feed()
         except ssl.SSLError as error:
             raise ConnectionClosed(f"the TLS handshake failed: {error.reason or error}") from error
         except OSError as error:
@@ -229,25 +230,43 @@ class TlsChannel(Channel):
                 error.strerror or "the other end closed the connection"
             ) from error
 
+    async def _flush(self) -> None:
+        """Wait until what is encrypted has left. Raises ConnectionClosed, OSError."""
+        while True:
+            try:
+                self._send_encrypted()
+            except BlockingIOError:
+                await self.wait_writable()
+            else:
+                return
+
     @property
     def peer_certificate(self) -> bytes:
         """The other end's certificate as DER. Raises ConnectionClosed where it has none."""
-        found = self._tls.getpeercert(binary_form=True)
+        found = self._engine.peer_certificate
         if not found:
             raise ConnectionClosed("the other end has no certificate")
         return found
 
     def receive_now(self, room: memoryview) -> int:
         """Receive bytes that are here already. Raises BlockingIOError, ConnectionClosed."""
-        try:
-            count = self._tls.recv_into(room)
-        except (ssl.SSLWantReadError, ssl.SSLWantWriteError, BlockingIOError):
-            raise BlockingIOError from None  # the third one after `half_close`, which ends TLS
-        except OSError as error:
-            raise ConnectionClosed(str(error)) from error
-        if not count:
-            raise ConnectionClosed("the other end closed the connection")
-        return count
+        while True:
+            try:
+                count = self._engine.decrypt_into(room)
+                if count:
+                    return count
+                self._feed()
+            except BlockingIOError:
+                raise
+            except EOFError:
+                raise ConnectionClosed("the other end closed the connection") from None
+            except OSError as error:  # ssl.SSLError is one
+                raise ConnectionClosed(str(error)) from error
+
+    def _feed(self) -> None:
+        """Receive once, for the engine. Raises BlockingIOError, OSError."""
+        room = _received_room()
+        self._engine.feed(room[: self._socket.recv_into(room)])
 
     def send_now(self, parts: Sequence[Bytes], size: int) -> bool:
         """As `Channel.send_now`; small parts are joined to one TLS record."""
@@ -262,19 +281,47 @@ class TlsChannel(Channel):
         return lambda content: self.send_some((content,))
 
     def send_some(self, parts: Sequence[Bytes]) -> int:
-        sent = 0
+        """As `Channel.send_some`. After BlockingIOError, or where not all have left, the next call
+        must begin with the same bytes: some of them are encrypted already."""
+        sent = skipped = self._send_encrypted()
         for part in parts:
-            view = memoryview(part)
-            at = 0
-            while at < len(view):
-                try:
-                    at += self._tls.send(view[at : at + _TLS_PIECE_BYTES])
-                except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
-                    if not sent + at:
-                        raise BlockingIOError from None
-                    return sent + at
-            sent += at
+            view = memoryview(part)[skipped:]
+            skipped -= len(part) - len(view)
+            for at in range(0, len(view), _TLS_PIECE_BYTES):
+                piece = view[at : at + _TLS_PIECE_BYTES]
+                self._engine.encrypt(piece)
+                self._encrypted_from += len(piece)
+                if self._encrypted_from >= _TLS_PIECE_BYTES:
+                    self._encrypted = memoryview(self._engine.take_encrypted())
+                    try:
+                        sent += self._send_encrypted()
+                    except BlockingIOError:
+                        if not sent:
+                            raise
+                        return sent
+        self._encrypted = memoryview(self._engine.take_encrypted())
+        try:
+            return sent + self._send_encrypted()
+        except BlockingIOError:
+            if not sent:
+                raise
+            return sent
+
+    def _send_encrypted(self) -> int:
+        """Send what is encrypted; returns of how many bytes it is all. Raises BlockingIOError where
+        some of it is left, and OSError."""
+        while len(self._encrypted):
+            self._encrypted = self._encrypted[self._socket.send(self._encrypted) :]
+        sent, self._encrypted_from = self._encrypted_from, 0
         return sent
+
+
+def _received_room() -> memoryview:
+    """Memory to receive into, which is used again by the next call in the same thread."""
+    room: memoryview | None = getattr(_of_thread, "room", None)
+    if room is None:
+        room = _of_thread.room = memoryview(bytearray(TLS_RECEIVED_BYTES))
+    return room
 
 
 def join_small(parts: Sequence[Bytes]) -> list[Bytes]:

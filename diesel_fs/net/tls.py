@@ -1,4 +1,4 @@
-"""TLS: the contexts of servers, clients and masters, and certificates.
+"""TLS: the contexts of servers, clients and masters, certificates, and encryption without sockets.
 
 A server's certificate comes from files (`load_certificate`), and its clients check it against the
 authorities that they trust. A master of a task makes its own certificate when it starts, with a key
@@ -6,18 +6,28 @@ that is never written to a disk; its SHA-256 travels with the master's registrat
 (`peers/membership.py`). So no authority signs a master's certificate, and nobody checks the names
 and dates in it.
 
-Logins and handshakes sign the SHA-256 of the certificate (`WIRE.md`, section 3). Safe from any
-thread.
+Logins and handshakes sign the SHA-256 of the certificate (`WIRE.md`, section 3).
+
+Python's `SSLSocket` makes two system calls for each record of 16 KiB. A `TlsEngine` encrypts and
+decrypts in memory, so that many records are sent, or received, by one call: answers of a master's
+data plane are about 128 KiB. Functions are safe from any thread; an engine is not.
 """
 
 import datetime as dt
 import hashlib
 import os
+import socket
 import ssl
+import threading
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 from ..errors import ConfigError
+from ..format.entries import Bytes
+
+TLS_RECEIVED_BYTES = 256 << 10
+"""Bytes that one call receives, at most: the records of some answers."""
 
 _PEM_BYTES_MAX = 1 << 20
 _BEGIN, _END = b"-----BEGIN CERTIFICATE-----", b"-----END CERTIFICATE-----"
@@ -30,6 +40,113 @@ class Certificate:
 
     context: ssl.SSLContext = field(repr=False)
     digest: bytes
+
+
+class TlsEngine:
+    """One end of a TLS connection, without the connection: bytes in, bytes out."""
+
+    def __init__(self, context: ssl.SSLContext, *, accepted: bool) -> None:
+        self._received, self._to_send = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._object = context.wrap_bio(self._received, self._to_send, server_side=accepted)
+
+    def do_handshake(self) -> bool:
+        """Go on with the handshake; False where it needs more bytes. Raises ssl.SSLError; in any
+        case `take_encrypted` may have something to send."""
+        try:
+            self._object.do_handshake()
+        except ssl.SSLWantReadError:
+            return False
+        return True
+
+    def feed(self, content: Bytes) -> None:
+        """Bytes were received; none: the other end has closed the connection."""
+        if len(content):
+            self._received.write(content)
+        else:
+            self._received.write_eof()
+
+    def decrypt_into(self, room: memoryview) -> int:
+        """Fill `room` as far as what was received goes; returns how many bytes there were, 0 where
+        more must be received. Raises EOFError at the end, ssl.SSLError."""
+        got = 0
+        try:
+            while got < len(room):
+                got += cast(int, self._object.read(len(room) - got, room[got:]))
+        except ssl.SSLWantReadError:
+            pass
+        except (ssl.SSLZeroReturnError, ssl.SSLEOFError):
+            if not got:
+                raise EOFError from None
+        return got
+
+    def encrypt(self, content: Bytes) -> None:
+        """Encrypt bytes, which may be many. Raises ssl.SSLError."""
+        left = memoryview(content)
+        while len(left):
+            left = left[self._object.write(left) :]
+
+    def take_encrypted(self) -> bytes:
+        """What is to be sent by now."""
+        return self._to_send.read()
+
+    @property
+    def peer_certificate(self) -> bytes:
+        """The other end's certificate as DER; empty where it has none."""
+        return self._object.getpeercert(binary_form=True) or b""
+
+
+class TlsSocket:
+    """A connector's end of a TLS connection, over a socket that blocks.
+
+    One thread may receive while another one sends. A signal handler may do either while its thread
+    does."""
+
+    def __init__(self, plain: socket.socket, context: ssl.SSLContext) -> None:
+        """Makes the handshake. The socket stays the caller's. Raises ssl.SSLError, OSError."""
+        self.plain = plain
+        self._engine = engine = TlsEngine(context, accepted=False)
+        self._lock = threading.RLock()
+        self._room = memoryview(bytearray(TLS_RECEIVED_BYTES))
+        try:
+            while not engine.do_handshake():
+                plain.sendall(engine.take_encrypted())
+                engine.feed(plain.recv(TLS_RECEIVED_BYTES))
+        finally:
+            plain.sendall(engine.take_encrypted())
+
+    @property
+    def peer_certificate(self) -> bytes:
+        """The other end's certificate as DER; empty where it has none."""
+        return self._engine.peer_certificate
+
+    def recv_into(self, room: memoryview) -> int:
+        """As that of a socket."""
+        while True:
+            with self._lock:
+                try:
+                    count = self._engine.decrypt_into(room)
+                except EOFError:
+                    return 0
+            if count:
+                return count
+            count = self.plain.recv_into(self._room)
+            with self._lock:
+                self._engine.feed(self._room[:count])
+
+    def sendall(self, content: Bytes) -> None:
+        """As that of a socket; for one thread at a time."""
+        with self._lock:
+            self._engine.encrypt(content)
+            encrypted = self._engine.take_encrypted()
+        self.plain.sendall(encrypted)
+
+    def settimeout(self, seconds: float | None) -> None:
+        """As that of a socket."""
+        self.plain.settimeout(seconds)
+
+    def close(self) -> None:
+        """Close the socket. Repeatable."""
+        self.plain.close()
 
 
 def certificate_digest(certificate: bytes) -> bytes:

@@ -30,7 +30,7 @@ from ..net import frames
 from ..net.channel import OPTIONS, Channel, ConnectionClosed, TlsChannel
 from ..net.frames import GREETING_BYTES, NO_BINDING, NONCE_BYTES
 from ..net.messages import error_message, parse_error
-from ..net.tls import Certificate, certificate_digest, client_context
+from ..net.tls import Certificate, TlsSocket, certificate_digest, client_context
 from . import wire
 from .membership import Member, TaskName, split_address
 from .wire import Hello, Proofs, Sizes
@@ -122,19 +122,20 @@ async def connect(me: Connector, member: Member) -> Channel:
             channel.close()
 
 
-def connect_blocking(me: Connector, member: Member) -> socket.socket:
+def connect_blocking(me: Connector, member: Member) -> socket.socket | TlsSocket:
     """As `connect`, for a thread: the connected socket, which blocks. Takes at most `HELLO_S` for
     each message, of which there are few."""
-    connected: socket.socket | None = None
+    plain: socket.socket | None = None
     is_ready = False
     try:
-        connected = socket.create_connection(split_address(member.address), HELLO_S)
+        plain = socket.create_connection(split_address(member.address), HELLO_S)
         for level, option, value in OPTIONS:
-            connected.setsockopt(level, option, value)
+            plain.setsockopt(level, option, value)
+        connected: socket.socket | TlsSocket = plain
         certificate = b""
         if me.has_tls or member.certificate:
-            connected = client_context().wrap_socket(connected)
-            certificate = connected.getpeercert(binary_form=True) or b""
+            connected = TlsSocket(plain, client_context())
+            certificate = connected.peer_certificate
         dialogue = _prove_steps(me, member, certificate)
         wanted = next(dialogue)
         with suppress(StopIteration):
@@ -154,11 +155,11 @@ def connect_blocking(me: Connector, member: Member) -> socket.socket:
     except OSError as error:
         raise MetadataError(_why(error)) from error
     finally:
-        if connected is not None and not is_ready:
-            connected.close()
+        if plain is not None and not is_ready:
+            plain.close()
 
 
-def _receive_exactly(connected: socket.socket, size: int) -> bytearray:
+def _receive_exactly(connected: socket.socket | TlsSocket, size: int) -> bytearray:
     content = bytearray(size)
     left = memoryview(content)
     while len(left):

@@ -14,9 +14,7 @@ nearly always its own. A forked child opens connections of its own.
 
 import logging
 import os
-import select
 import socket
-import ssl
 import struct
 import threading
 import time
@@ -29,6 +27,7 @@ import numpy as np
 from ..errors import CorruptError, DieselError, MetadataError
 from ..format.entries import Bytes
 from ..net.breaker import PeerBreaker
+from ..net.tls import TlsSocket
 from . import wire
 from .wire import HEAD_BYTES, PART_BYTES, READ, Parts
 
@@ -97,8 +96,8 @@ class _Connection:
     `pending` and `has_leader` are used under the link's lock, the other fields by the leader.
     """
 
-    def __init__(self, connected: socket.socket) -> None:
-        self.socket = connected
+    def __init__(self, connected: socket.socket | TlsSocket) -> None:
+        self.socket = connected.plain if isinstance(connected, TlsSocket) else connected
         self.pending: dict[int, PendingRead] = {}  # the first sent first
         self.has_leader = self.is_lost = False
         self.unanswered_bytes = self.payload_bytes = 0  # of all in `pending`
@@ -107,15 +106,9 @@ class _Connection:
         self.carried = b""  # bytes behind it
         self.receive: Callable[[memoryview], int] = connected.recv_into
         self.send: Callable[[bytes], object] = connected.sendall
-        if isinstance(connected, ssl.SSLSocket):
-            connected.setblocking(False)
-            tls = _TlsLock(connected)
-            self.receive, self.send = tls.receive, tls.send
-        else:
-            connected.setsockopt(
-                socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(0, int(_TICK_S * 1e6))
-            )
-            connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SEND_TIMEOUT)
+        receive_limit = _TIMEVAL.pack(0, int(_TICK_S * 1e6))
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, receive_limit)
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SEND_TIMEOUT)
 
     def take_carried(self, room: memoryview) -> int:
         """Move bytes that were received behind another answer into `room`; returns how many."""
@@ -135,48 +128,13 @@ class _Connection:
         self.socket.close()
 
 
-class _TlsLock:
-    """Sends and receives on a TLS socket in turns: OpenSSL's connections are not thread-safe."""
-
-    def __init__(self, connected: ssl.SSLSocket) -> None:
-        self._socket = connected
-        self._lock = threading.RLock()  # a signal handler may read while its thread has it
-
-    def receive(self, room: memoryview) -> int:
-        """As `recv_into` with a time limit of a tick: raises BlockingIOError, OSError."""
-        with self._lock, suppress(ssl.SSLWantReadError, ssl.SSLWantWriteError):
-            return self._socket.recv_into(room)
-        if not self._poll(select.POLLIN, _TICK_S):
-            raise BlockingIOError
-        with self._lock:
-            try:
-                return self._socket.recv_into(room)
-            except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
-                raise BlockingIOError from None
-
-    def send(self, content: bytes) -> None:
-        """As `sendall`. Raises OSError."""
-        left = memoryview(content)
-        while left:
-            with self._lock, suppress(ssl.SSLWantReadError, ssl.SSLWantWriteError):
-                left = left[self._socket.send(left) :]
-                continue
-            if not self._poll(select.POLLOUT, 1.0):
-                raise TimeoutError
-
-    def _poll(self, event: int, limit_s: float) -> bool:
-        waiting = select.poll()
-        waiting.register(self._socket, event)
-        return bool(waiting.poll(limit_s * 1000))
-
-
 class OwnerLink:
     """One master, asked for parts of chunks of one version."""
 
     def __init__(
         self,
         rank: int,
-        connect: Callable[[], socket.socket],
+        connect: Callable[[], socket.socket | TlsSocket],
         *,
         flags: int = wire.LOAD,
         breaker: PeerBreaker | None = None,

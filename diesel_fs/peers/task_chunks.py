@@ -32,6 +32,7 @@ from ..errors import DieselError
 from ..format.chunk import parse_preamble
 from ..format.entries import Bytes
 from ..format.snapshot.reader import Snapshot
+from ..net.tls import TlsSocket
 from ..storage.objects.store import ReadGroup
 from . import wire
 from .handshake import Connector, connect_blocking
@@ -426,7 +427,7 @@ class TaskChunks:
                 return None
             if rank not in self._links:
 
-                def connect(member: Member = member) -> socket.socket:
+                def connect(member: Member = member) -> socket.socket | TlsSocket:
                     mine = replace(connector, instance=os.urandom(INSTANCE_BYTES))
                     return connect_blocking(mine, member)
 

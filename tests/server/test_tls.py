@@ -2,6 +2,7 @@
 
 import hashlib
 import re
+import select
 import socket
 import ssl
 import threading
@@ -170,20 +171,19 @@ class Interceptor:
             client.close()
             return
 
-        def pump(source: ssl.SSLSocket, target: ssl.SSLSocket) -> None:
-            with suppress(OSError, ValueError):
-                while some := source.recv(65536):
-                    target.sendall(some)
-            for each in (source, target):  # not closed: the other one may still wait in it
-                with suppress(OSError):
-                    socket.socket.shutdown(each, socket.SHUT_RDWR)
+        with suppress(OSError, ValueError), inner, outer:
+            self._relay({inner: outer, outer: inner})
 
-        back = threading.Thread(target=pump, args=(outer, inner), daemon=True)
-        back.start()
-        pump(inner, outer)
-        back.join()
-        inner.close()
-        outer.close()
+    def _relay(self, other: dict[ssl.SSLSocket, ssl.SSLSocket]) -> None:
+        """Pass on until one end closes; in one thread, as these sockets are not thread-safe."""
+        while True:
+            for source in select.select([*other], [], [], 10)[0]:
+                source.settimeout(0)
+                with suppress(ssl.SSLWantReadError):
+                    while some := source.recv(65536):
+                        other[source].settimeout(10)
+                        other[source].sendall(some)
+                    return
 
     def close(self) -> None:
         self._listening.shutdown(socket.SHUT_RDWR)
