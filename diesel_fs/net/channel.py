@@ -159,6 +159,11 @@ class Channel:
     # For a thread without trio, which uses `receive_now` and `send_some` besides
 
     @property
+    def has_received(self) -> bool:
+        """Whether received bytes wait in a buffer of the channel now."""
+        return False
+
+    @property
     def receive_some(self) -> Callable[[memoryview], int]:
         """As `receive_now`; 0 where the other end has closed the connection. Raises OSError."""
         return self._socket.recv_into
@@ -206,6 +211,7 @@ class TlsChannel(Channel):
         """The caller must call `do_handshake` next."""
         super().__init__(connected, options)
         self._engine = TlsEngine(context, accepted=accepted)
+        self._is_ended = False  # the other end has closed the connection
         self._encrypted = memoryview(b"")  # and not sent yet
         self._encrypted_from = 0  # so many bytes, which do not count as sent yet
 
@@ -252,9 +258,10 @@ class TlsChannel(Channel):
         """Receive bytes that are here already. Raises BlockingIOError, ConnectionClosed."""
         while True:
             try:
-                count = self._engine.decrypt_into(room)
-                if count:
-                    return count
+                if self._engine.has_received or self._is_ended:
+                    count = self._engine.decrypt_into(room)
+                    if count:
+                        return count
                 self._feed()
             except BlockingIOError:
                 raise
@@ -266,7 +273,9 @@ class TlsChannel(Channel):
     def _feed(self) -> None:
         """Receive once, for the engine. Raises BlockingIOError, OSError."""
         room = _received_room()
-        self._engine.feed(room[: self._socket.recv_into(room)])
+        count = self._socket.recv_into(room)
+        self._engine.feed(room[:count])
+        self._is_ended = not count
 
     def send_now(self, parts: Sequence[Bytes], size: int) -> bool:
         """As `Channel.send_now`; small parts are joined to one TLS record."""
@@ -277,8 +286,20 @@ class TlsChannel(Channel):
         return self.receive_now
 
     @property
+    def has_received(self) -> bool:
+        return self._engine.has_received
+
+    @property
     def send_one(self) -> Callable[[Bytes], int]:
-        return lambda content: self.send_some((content,))
+        return self._send_one
+
+    def _send_one(self, content: Bytes) -> int:
+        if len(self._encrypted):
+            return self.send_some((content,))
+        self._engine.encrypt(content)
+        encrypted = self._engine.take_encrypted()
+        self._encrypted, self._encrypted_from = memoryview(encrypted), len(content)
+        return self._send_encrypted()
 
     def send_some(self, parts: Sequence[Bytes]) -> int:
         """As `Channel.send_some`. After BlockingIOError, or where not all have left, the next call

@@ -65,6 +65,11 @@ class TlsEngine:
         else:
             self._received.write_eof()
 
+    @property
+    def has_received(self) -> bool:
+        """Whether there are bytes that were fed and are not decrypted yet."""
+        return bool(self._received.pending or self._object.pending())
+
     def decrypt_into(self, room: memoryview) -> int:
         """Fill `room` as far as what was received goes; returns how many bytes there were, 0 where
         more must be received. Raises EOFError at the end, ssl.SSLError."""
@@ -121,17 +126,20 @@ class TlsSocket:
 
     def recv_into(self, room: memoryview) -> int:
         """As that of a socket."""
+        engine = self._engine
         while True:
             with self._lock:
                 try:
-                    count = self._engine.decrypt_into(room)
+                    count = engine.decrypt_into(room) if engine.has_received else 0
                 except EOFError:
                     return 0
             if count:
                 return count
             count = self.plain.recv_into(self._room)
+            if not count:
+                return 0
             with self._lock:
-                self._engine.feed(self._room[:count])
+                engine.feed(self._room[:count])
 
     def sendall(self, content: Bytes) -> None:
         """As that of a socket; for one thread at a time."""

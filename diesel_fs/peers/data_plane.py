@@ -320,7 +320,7 @@ class DataPlane:
             if count >= SINGLE_BYTES and not (connection.held or connection.in_flight):
                 if not self._answer_at_once(connection, count):
                     self._serve(connection, buffer, count)
-                elif not is_buffered:
+                elif not (is_buffered and connection.channel.has_received):
                     return
             elif not count:
                 raise ConnectionClosed("the other end closed the connection")
@@ -332,7 +332,9 @@ class DataPlane:
                     connection.used_s = begun_s
             else:
                 self._serve(connection, buffer, count)
-            if not is_buffered or connection.is_blocked or connection in self._ready:
+            if not (is_buffered and connection.channel.has_received):
+                return
+            if connection.is_blocked or connection in self._ready:
                 return
 
     def _answer_at_once(self, connection: Connection, length: int) -> bool:

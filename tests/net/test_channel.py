@@ -1,12 +1,17 @@
 """Channels: fairness between tasks, and how slow the other end may be."""
 
+import random
 import socket
+import ssl
+import threading
 
 import pytest
 import trio
 from trio.testing import MockClock
 
-from diesel_fs.net.channel import Channel, ConnectionClosed, FrameReader
+from diesel_fs.net.channel import Channel, ConnectionClosed, FrameReader, TlsChannel
+from diesel_fs.net.tls import TlsSocket, client_context, make_certificate
+from diesel_fs.system.vectored_io import drop_written
 
 
 class Endless(Channel):
@@ -85,3 +90,77 @@ def test_unsent_parts_leave_later_in_their_order() -> None:
             assert channel.send_now([b"more"], 4)  # at once: nothing is left that it would follow
 
     trio.run(main)
+
+
+SIZES = [0, 1, 17, 4096, 16_384, 16_385, 100_000, 300_000, 1_000_001]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_a_slow_end_takes_over_TLS_comes_once_and_in_its_order(seed: int) -> None:
+    """Parts of any sizes, of which each call sends as much as leaves: some bytes are encrypted long
+    before they count as sent."""
+
+    async def main() -> None:
+        here, there = socket.socketpair()
+        for end in (here, there):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 20_000)
+        draw = random.Random(seed)
+        parts = [draw.randbytes(draw.choice(SIZES)) for _ in range(40)]
+        expected, got = b"".join(parts), bytearray()
+        said: list[bytes] = []
+
+        def read() -> None:
+            with there:
+                connected = TlsSocket(there, client_context())
+                room = memoryview(bytearray(200_000))
+                while len(got) < len(expected):
+                    count = connected.recv_into(room[: draw.choice([1, 50, 5000, len(room)])])
+                    assert count
+                    got.extend(room[:count])
+                connected.sendall(expected[:100_000])
+                said.append(expected[:100_000])
+
+        thread = threading.Thread(target=read)
+        thread.start()
+        with here:
+            channel = TlsChannel(here, make_certificate().context, accepted=True)
+            await channel.do_handshake()
+            left = [memoryview(part) for part in parts if part]
+            while left:
+                try:
+                    drop_written(left, channel.send_some(left[: draw.choice([1, 3, 1000])]))
+                except BlockingIOError:
+                    await channel.wait_writable()
+            answer = await channel.receive_exactly(100_000)
+            thread.join(20)
+            assert not channel.has_received
+            with pytest.raises(ConnectionClosed, match="closed"):
+                await channel.receive(memoryview(bytearray(10)))
+        assert got == expected
+        assert answer == said[0]
+
+    trio.run(main)
+
+
+def test_a_TLS_handshake_with_something_else_fails_and_says_why() -> None:
+    async def main() -> None:
+        here, there = socket.socketpair()
+        with here, there:
+            channel = TlsChannel(here, make_certificate().context, accepted=True)
+            there.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            with pytest.raises(ConnectionClosed, match="handshake failed"):
+                await channel.do_handshake()
+            there.shutdown(socket.SHUT_WR)
+            here, other = socket.socketpair()
+            with here, other:
+                other.close()
+                channel = TlsChannel(here, make_certificate().context, accepted=True)
+                with pytest.raises(ConnectionClosed):
+                    await channel.do_handshake()
+
+    trio.run(main)
+    here, there = socket.socketpair()
+    with here, there:
+        there.sendall(bytes(100))
+        with pytest.raises(ssl.SSLError):
+            TlsSocket(here, client_context())

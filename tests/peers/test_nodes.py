@@ -90,6 +90,24 @@ def test_each_process_makes_one_connection_to_each_other_node_at_most(task: Runn
     assert max(made.values()) <= 3 + 1  # readers of a node, and its master
 
 
+def test_where_readers_may_not_connect_to_other_nodes_their_master_asks_for_them(
+    task: RunningTask,
+) -> None:
+    """`--peers-through-master`, for processes and mounts: only masters make connections."""
+    task.world = 3
+    readers = [task.reader(rank, peers_through_master=True).ready() for rank in range(2)]
+    task.mount(2, "--peers-through-master")
+    readers.append(task.reader(2, peers_through_master=True).ready())
+    task.gathered([0, 1, 2])
+    assert all_right(epochs(readers))
+    task.forget()
+    assert all_right(epochs(readers))
+    assert task.egress_bytes() == 0, "the other nodes' shares came from their masters"
+    made = Counter((origin, target) for origin, target, _ in task.nodes.connections())
+    assert len(made) == 3 * 2
+    assert max(made.values()) == 1, "one connection from master to master, and no other"
+
+
 def test_F10_a_chunk_that_all_nodes_miss_at_once_is_read_once(task: RunningTask) -> None:
     task.part = 0
     readers = joined(task, range(NODES))
