@@ -21,6 +21,7 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 import numpy as np
 
@@ -105,6 +106,11 @@ class _Connection:
         self.got = 0  # bytes of it so far
         self.carried = b""  # bytes behind it
         self.receive: Callable[[memoryview], int] = connected.recv_into
+        self.receive_rest = self.receive
+        """As `receive`, where more bytes must come: returns when they have, or after a tick."""
+
+        if not isinstance(connected, TlsSocket):
+            self.receive_rest = partial(connected.recv_into, nbytes=0, flags=socket.MSG_WAITALL)
         self.send: Callable[[bytes], object] = connected.sendall
         receive_limit = _TIMEVAL.pack(0, int(_TICK_S * 1e6))
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, receive_limit)
@@ -276,21 +282,23 @@ class OwnerLink:
         ):
             with self._lock:
                 first = next(iter(connection.pending.values()), None)
-            if first is not None and not self._wait(first):
+            if first is not None and not self._wait(first, time.monotonic()):
                 return False
         return True
 
     def finish(self, pending: PendingRead) -> Answer | None:
         """Wait for the answer, within the time limit; None where there is none. A request whose
         connection was closed is sent once more, over another one."""
-        if pending.is_done or self._receive_alone(pending) or self._wait(pending):
+        begun_s = time.monotonic()
+        is_here = pending.is_done or self._receive_alone(pending, begun_s)
+        if is_here or self._wait(pending, begun_s):
             return self._answer(pending)
         if not pending.connection.is_lost:
             return None
         again = self.begin(pending.parts, pending.size)
         if again is None:
             return None
-        if again.is_done or self._wait(again):
+        if again.is_done or self._wait(again, time.monotonic()):
             return self._answer(again)
         if again.connection.is_lost:
             self._note_failure(again.ticket, "it closes the connection")
@@ -404,7 +412,7 @@ class OwnerLink:
         statuses = bytes(room[HEAD_BYTES : HEAD_BYTES + count])
         return payload.toreadonly(), statuses
 
-    def _receive_alone(self, pending: PendingRead) -> bool:
+    def _receive_alone(self, pending: PendingRead, begun_s: float) -> bool:
         """Receive the answer to the only request on a connection, where it is as most answers are:
         it comes in time and gives all parts. Otherwise False, and `_wait` goes on from what has
         come. Few operations, as with `read_one`."""
@@ -419,7 +427,6 @@ class OwnerLink:
             ):
                 return False
             connection.has_leader = True
-        begun_s = time.monotonic()
         connection.room, connection.got = room, 0
         got, total, receive, is_usual = 0, len(room), connection.receive, False
         try:
@@ -428,7 +435,9 @@ class OwnerLink:
                 room, pending.number, pending.count, pending.size
             )
             while is_usual and got < total and count:
-                count = receive(room[got:])
+                if self._is_late(connection, pending, begun_s):
+                    break  # it sends, but too slowly
+                count = connection.receive_rest(room[got:])
                 got += count
         except OSError:
             pass  # late or lost: `_wait` finds out
@@ -448,10 +457,10 @@ class OwnerLink:
             self._note_success(pending, time.monotonic() - begun_s)
         return pending.is_done
 
-    def _wait(self, pending: PendingRead) -> bool:
-        """Wait until a request is answered; False where it is late, or the connection is lost."""
+    def _wait(self, pending: PendingRead, begun_s: float) -> bool:
+        """Wait until a request is answered; False where it is late, or the connection is lost. The
+        wait began at `begun_s`."""
         connection = pending.connection
-        begun_s = time.monotonic()
         is_over = False
         while not pending.is_done and not connection.is_lost and not is_over:
             waiter = None
@@ -554,6 +563,8 @@ class OwnerLink:
                     raise _ConnectionLost("the master closed the connection")
                 got += count
                 connection.got = got
+                if got < total and self._is_late(connection, pending, begun_s):
+                    return False  # it sends, but too slowly
         return True
 
     def _next_room(self, connection: _Connection) -> tuple[memoryview, int]:

@@ -151,7 +151,7 @@ class TaskChunks:
         own = self._master.rank
         first = bisect_left(ranks, own)
         last = bisect_right(ranks, own, first)
-        if first < last and self._pin_worthwhile(sorted_parts[first:last]):
+        if own >= 0 and first < last and self._pin_worthwhile(sorted_parts[first:last]):
             return self.begin(parts)
         sizes: list[int] = sorted_parts[:, 2].tolist()
         mapped = bisect_right(ranks, MAPPED)

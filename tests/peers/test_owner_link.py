@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from diesel_fs.errors import DieselError, MetadataError, UsageError
 from diesel_fs.net.breaker import DAMAGED_MAX, FAILURES_MAX, TIMEOUT_MAX_S
-from diesel_fs.net.tls import client_context, make_certificate
+from diesel_fs.net.tls import TlsSocket, client_context, make_certificate
 from diesel_fs.peers import wire
 from diesel_fs.peers.owner_link import WORKING_S, OwnerLink
 
@@ -78,7 +78,7 @@ def answer_all(requests: Requests) -> None:
 
 @contextmanager
 def linked(
-    *scripts: Script, wrap: Callable[[socket.socket, socket.socket], tuple[socket.socket,
+    *scripts: Script, wrap: Callable[[socket.socket, socket.socket], tuple[TlsSocket,
     socket.socket]] | None = None,
 ) -> Iterator[OwnerLink]:  # fmt: skip
     """A link; the n-th connection is served by the n-th script, all others by the last one."""
@@ -89,10 +89,11 @@ def linked(
         with suppress(OSError), end:
             script(Requests(end))
 
-    def connect() -> socket.socket:
-        ours, theirs = socket.socketpair()
+    def connect() -> socket.socket | TlsSocket:
+        plain, theirs = socket.socketpair()
+        ours: socket.socket | TlsSocket = plain
         if wrap is not None:
-            ours, theirs = wrap(ours, theirs)
+            ours, theirs = wrap(plain, theirs)
         ends.append(theirs)
         script = left.pop(0) if len(left) > 1 else left[0]
         threading.Thread(target=serve, args=(theirs, script), daemon=True).start()
@@ -325,6 +326,25 @@ def test_late_answers_are_skipped_and_the_link_goes_on(one: bool) -> None:
         assert link.counts["connections"] == 1
 
 
+@pytest.mark.parametrize("one", [False, True])
+@pytest.mark.parametrize("begun", [0, 5, 40])
+def test_F3_an_answer_that_trickles_is_late(one: bool, begun: int) -> None:
+    """The time limit is one for the whole answer: each byte that comes does not make a new one."""
+
+    def script(requests: Requests) -> None:
+        answer = requests.next().answer()
+        requests.send(answer[:begun])
+        for at in range(begun, len(answer)):
+            time.sleep(0.02)
+            requests.send(answer[at : at + 1])
+
+    with linked(script) as link:
+        start_s = time.monotonic()
+        assert (link.read_one(4, 0, 5000) if one else read(link, (4, 0, 5000))) is None
+        assert time.monotonic() - start_s < 2 * TIMEOUT_MAX_S
+        assert link.counts["timed_out"] == 1
+
+
 def test_F2_a_master_that_hangs_is_not_asked_for_a_while() -> None:
     with linked(lambda requests: time.sleep(30)) as link:
         for _ in range(FAILURES_MAX):
@@ -547,7 +567,7 @@ def test_a_keyboard_interrupt_ends_the_connection_and_the_link_goes_on(one: bool
 def test_several_threads_share_a_connection_with_tls() -> None:
     certificate = make_certificate()
 
-    def wrap(ours: socket.socket, theirs: socket.socket) -> tuple[socket.socket, socket.socket]:
+    def wrap(ours: socket.socket, theirs: socket.socket) -> tuple[TlsSocket, socket.socket]:
         wrapped: list[ssl.SSLSocket] = []
 
         def accept() -> None:
@@ -555,7 +575,7 @@ def test_several_threads_share_a_connection_with_tls() -> None:
 
         thread = threading.Thread(target=accept)
         thread.start()
-        connected = client_context().wrap_socket(ours)
+        connected = TlsSocket(ours, client_context())
         thread.join()
         return connected, wrapped[0]
 
