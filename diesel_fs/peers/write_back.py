@@ -54,6 +54,7 @@ OTHER_WRITER_WAIT_S = 0.2
 just writing."""
 
 _THREADS = 8
+_READS_PER_THREAD = 8  # of one chunk each; the first read of a chunk reads and checks all of it
 
 Spans = Sequence[tuple[int, int]]
 """Ranges of one chunk: where each starts, and its bytes."""
@@ -65,6 +66,27 @@ Mask = npt.NDArray[np.bool_]
 def disk_cost(size: int) -> float:
     """Seconds for one read of `size` bytes."""
     return REQUEST_S + size / BYTES_PER_S
+
+
+class _DiskRead:
+    """Bytes of a chunk that somebody waits for."""
+
+    def __init__(self, key: ChunkKey, spans: Spans) -> None:
+        self._key, self._spans = key, spans
+        self.ended = trio.Event()
+        self.contents: list[memoryview] | None = None
+        self.is_there: bool | None = None  # whether the chunk is; None: nobody has looked
+
+    def read(self, disk: DiskTier) -> tuple[list[memoryview] | None, bool]:
+        """The contents, and whether the chunk is there. Called in a thread."""
+        found = disk.find(self._key)
+        if found is not None:
+            with found, contextlib.suppress(OSError, EOFError, MemoryError):
+                buffers = [np.empty(size, np.uint8).data for _, size in self._spans]
+                for (start, _), buffer in zip(self._spans, buffers, strict=True):
+                    found.read_into(start, buffer)
+                return [buffer.toreadonly() for buffer in buffers], True
+        return None, disk.holds(self._key)
 
 
 class WriteBackQueue:
@@ -101,6 +123,8 @@ class WriteBackQueue:
         self._next_scan_s = -math.inf
         self._work = trio.Event()
         self._threads = trio.CapacityLimiter(_THREADS)
+        self._nursery: trio.Nursery | None = None  # while `run` runs
+        self._wanted: list[_DiskRead] = []
         self._counts: Counter[str] = Counter()
 
     @property
@@ -170,27 +194,43 @@ class WriteBackQueue:
         self._work.set()
 
     async def read(self, chunk: int, spans: Spans) -> list[memoryview] | None:
-        """Bytes of a chunk, by start and size; None where it turns out not to be here."""
-        key = self._key(chunk)
-
-        def work(disk: DiskTier) -> tuple[list[memoryview] | None, bool]:
-            found = disk.find(key)
-            if found is not None:
-                with found, contextlib.suppress(OSError, EOFError, MemoryError):
-                    buffers = [np.empty(size, np.uint8).data for _, size in spans]
-                    for (start, _), buffer in zip(spans, buffers, strict=True):
-                        found.read_into(start, buffer)
-                    return [buffer.toreadonly() for buffer in buffers], True
-            return None, disk.holds(key)
-
-        answer = await self._in_thread(work, READ_TIMEOUT_S)
-        contents, is_there = answer or (None, True)
-        if contents is None:
-            self._failed(chunk, is_there=is_there)
+        """Bytes of a chunk, by start and size; None where it turns out not to be here. Reads that
+        begin together share threads, as to enter one costs more than to read a few files."""
+        wanted = _DiskRead(self._key(chunk), spans)
+        if self._nursery is None:
+            await self._read_all([wanted])
         else:
+            self._wanted.append(wanted)
+            if len(self._wanted) == 1:
+                self._nursery.start_soon(self._read_wanted, self._nursery)
+            await wanted.ended.wait()
+        if wanted.contents is not None:
             self._counts["disk_reads"] += 1
             self._counts["disk_bytes"] += sum(size for _, size in spans)
-        return contents
+        elif wanted.is_there is not None:
+            self._failed(chunk, is_there=wanted.is_there)
+        return wanted.contents
+
+    async def _read_wanted(self, nursery: trio.Nursery) -> None:
+        """Read what is wanted by now: this task runs after those that began together."""
+        wanted, self._wanted = self._wanted, []
+        for first in range(0, len(wanted), _READS_PER_THREAD):
+            some = wanted[first : first + _READS_PER_THREAD]
+            nursery.start_soon(self._read_all, some)
+
+    async def _read_all(self, wanted: "Sequence[_DiskRead]") -> None:
+        """Read these in one thread. Where this is cancelled, they end without a result."""
+
+        def work(disk: DiskTier) -> list[tuple[list[memoryview] | None, bool]]:
+            return [each.read(disk) for each in wanted]
+
+        try:
+            answers = await self._in_thread(work, READ_TIMEOUT_S)
+            for each, answer in zip(wanted, answers or [(None, True)] * len(wanted), strict=True):
+                each.contents, each.is_there = answer
+        finally:
+            for each in wanted:
+                each.ended.set()
 
     async def load(self, chunk: int) -> SealedMemory | None:
         """A whole chunk, checked, in memory; None where it turns out not to be here. Raises OSError
@@ -241,8 +281,18 @@ class WriteBackQueue:
         }
 
     async def run(self) -> None:
-        """Scan the folder, then write what is enqueued. Ends when cancelled."""
-        while self._disk is not None:
+        """Scan the folder, then write what is enqueued, and read. Ends when cancelled."""
+        if self._disk is None:
+            return
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            try:
+                await self._write_always()
+            finally:
+                self._nursery = None
+
+    async def _write_always(self) -> None:
+        while True:
             if trio.current_time() >= self._next_scan_s:
                 await self._scan(self._queue_bytes_max)
             if self._queue:

@@ -5,9 +5,10 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 from uuid import UUID
 
 import numpy as np
@@ -42,6 +43,8 @@ from .node_caches import memory_is_released as memory_is_released
 
 EVERY = pytest.mark.parametrize("policy", [*POLICIES])
 CHUNKS = 8
+Words = ParamSpec("Words")
+Result = TypeVar("Result")
 
 
 @pytest.fixture
@@ -474,3 +477,68 @@ def test_a_share_fills_a_disk_that_answers_late(place: Path, source: ChunkSource
             nursery.cancel_scope.cancel()
 
     trio.run(main)
+
+
+def test_reads_of_many_chunks_that_begin_together_share_threads(
+    place: Path, source: ChunkSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To enter a thread costs more than to read some files."""
+    entered = 0
+
+    def counting(call: Callable[Words, Awaitable[Result]]) -> Callable[Words, Awaitable[Result]]:
+        async def counted(*words: Words.args, **more: Words.kwargs) -> Result:
+            nonlocal entered
+            entered += 1
+            return await call(*words, **more)
+
+        return counted
+
+    async def main() -> None:
+        async with settled_cache(source, some(source, 1), tier_at(place)) as cache:
+            await all_read(cache, source)
+            wanted = sorted(set(range(CHUNKS)) - in_memory(cache))
+            assert len(wanted) > 4
+            got: dict[int, list[memoryview] | None] = {}
+
+            async def read(number: int) -> None:
+                got[number] = await cache.read(number, [(9, 50), (3, number + 1)], load=False)
+
+            monkeypatch.setattr(trio.to_thread, "run_sync", counting(trio.to_thread.run_sync))
+            async with trio.open_nursery() as nursery:
+                for number in wanted:
+                    nursery.start_soon(read, number)
+            assert entered <= -(-len(wanted) // 8)
+            for number, contents in got.items():
+                content = source.contents[number]
+                assert contents is not None
+                assert list(map(bytes, contents)) == [content[9:59], content[3 : number + 4]]
+
+    trio.run(main)
+
+
+def test_who_waits_for_the_disk_when_the_cache_ends_gets_nothing(
+    place: Path, source: ChunkSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on = threading.Event()
+    got: list[list[memoryview] | None] = []
+
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+            async with settled_cache(source, some(source, 1), tier_at(place)) as cache:
+                await all_read(cache, source)
+                [number, *_] = sorted(set(range(CHUNKS)) - in_memory(cache))
+
+                async def read() -> None:
+                    got.append(await cache.read(number, [(0, 10)], load=False))
+
+                monkeypatch.setattr(DiskTier, "find", lambda tier, key: goes_on.wait(20) and None)
+                for _ in range(3):
+                    nursery.start_soon(read)
+                await trio.sleep(0.05)
+                nursery.start_soon(read)  # it has only just begun
+                await trio.lowlevel.checkpoint()
+            assert not goes_on.is_set()
+        goes_on.set()
+
+    trio.run(main)
+    assert got == [None] * 4
