@@ -12,6 +12,7 @@ from diesel_fs.net.frames import NO_BINDING, frame
 from diesel_fs.peers import handshake, wire
 from diesel_fs.peers.wire import GIVEN, Hello, Proofs
 
+from ..waiting import soon
 from .connected_masters import (
     SECRET,
     Node,
@@ -242,8 +243,8 @@ def test_S12_connections_without_a_hello_are_limited_and_do_not_block_others(
 def test_S12_connections_are_limited() -> None:
     async def main() -> None:
         async with answering(connections_max=3) as node:
-            for rank in range(2, 5):
-                await authenticated_raw(node.port, rank)
+            held = [await authenticated_raw(node.port, rank) for rank in range(2, 5)]
+            await soon(lambda: node.acceptor.stats()["connections"] == len(held))
             raw_peer = await open_raw(node.port)
             await raw_peer.send(wire.greeting())
             goes_on, _, length = wire.parse_welcome(await raw_peer.exactly(16))
