@@ -364,20 +364,18 @@ class DataPlane:
             answer, left = [content], len(content)
             if table.records_reads:
                 table.record_read((chunk,), size)
-            with _no_error_if_full:
-                left -= connection.send(content)
         else:
             found, size = table.find(buffer[HEAD_BYTES:length])
             if found is None:
                 return False
             answer = [wire.answer_head(number, READ, ALL_GIVEN[:count], size), *found]
             left = HEAD_BYTES + count + size
-            with _no_error_if_full:
-                left -= connection.send_many(answer)
         connection.used_s = self._now_s
         self._requests += 1
         self._parts += count
         self._bytes += size
+        with _no_error_if_full:
+            left -= connection.send_many(answer) if len(answer) > 1 else connection.send(answer[0])
         if left:
             self._keep_unsent(connection, answer, left)
             self._watch(connection)
