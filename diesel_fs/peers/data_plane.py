@@ -422,14 +422,15 @@ class DataPlane:
         found, size = table.find(content[begin : at + length])
         if found is None:
             parts, size = wire.parse_parts(content, request.counted, table.sizes, start=begin)
+            self._bytes += size
             self._forwarded += 1
             connection.in_flight += 1
             connection.in_flight_bytes += size
             self._forward(connection, request.id, request.flags, parts.copy(), size)
         else:
+            self._bytes += size
             head = wire.answer_head(request.id, READ, ALL_GIVEN[: request.counted], size)
             self._send(connection, (head, *found), len(head) + size)
-        self._bytes += size
         return length
 
     def _send_if_open(self, connection: Connection, parts: Sequence[Bytes], size: int) -> None:
