@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
-from ..errors import CorruptError, ObjectMissing
+from ..errors import CorruptError, DieselError, ObjectMissing
 from ..format.chunk import decode
 from ..format.entries import Kind
 from ..format.snapshot.layout import CODEC_SHIFT, MANY_EXTENTS, kinds
@@ -73,13 +73,22 @@ class _Asked:
         self.bytes = int(parts[:, 2].sum(dtype=np.int64))
         self._reading = reader.begin(parts)
         self._found: _Contents = {}
+        self._is_read = False
+        self._error: DieselError | None = None
 
     def result(self) -> _Contents:
-        """Wait for the contents. Raises what reading raises."""
-        if not self._found:
-            for group in self._reading:
-                spans = map(self._spans.__getitem__, group.places)
-                self._found.update(zip(spans, group.contents, strict=True))
+        """Wait for the contents. Raises what reading raises, at each call: several units may share
+        this request."""
+        if not self._is_read:
+            self._is_read = True
+            try:
+                for group in self._reading:
+                    spans = map(self._spans.__getitem__, group.places)
+                    self._found.update(zip(spans, group.contents, strict=True))
+            except DieselError as error:
+                self._error = error
+        if self._error is not None:
+            raise self._error.with_traceback(None)
         return self._found
 
     def cancel(self) -> bool:
@@ -292,11 +301,10 @@ class CoalescingReader:
 
     def _taken_or_read(self, spans: Sequence[_Span]) -> list[memoryview]:
         """The stored bytes of these spans, some of which may be in flight."""
-        found: dict[_Span, memoryview] = {}
-        for span in spans:
-            flight = self._take(span)
-            if flight is not None:
-                found[span] = flight.contents.result()[span]
+        flights = [(span, self._take(span)) for span in spans]  # all, also where the first fails
+        found = {
+            span: flight.contents.result()[span] for span, flight in flights if flight is not None
+        }
         for request in self._requests([span for span in dict.fromkeys(spans) if span not in found]):
             found |= self._fetch_all(request)
         return [found[span] for span in spans]

@@ -12,6 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from diesel_fs.cache import reader as reader_module
+from diesel_fs.cache.coalesce import ReadLimits
+from diesel_fs.cache.coalescing_reader import CoalescingReader
 from diesel_fs.cache.reader import EntryReader
 from diesel_fs.errors import CorruptError, ObjectStoreError
 from diesel_fs.format.entries import Bytes, Kind
@@ -48,11 +50,13 @@ class Columns(ReadWrapper):
     def begin(self, parts: ChunkParts) -> Iterator[ReadGroup]:
         self.parts += parts[:, 0].tolist()
         order = self._draw.permutation(len(parts))
-        return self._arriving(parts, np.array_split(order, self._groups))
+        return self._arriving(parts, np.array_split(order, self._groups), fails=self.fails)
 
-    def _arriving(self, parts: ChunkParts, groups: list[Positions]) -> Iterator[ReadGroup]:
+    def _arriving(
+        self, parts: ChunkParts, groups: list[Positions], *, fails: bool
+    ) -> Iterator[ReadGroup]:
         for number, some in enumerate(groups):
-            if self.fails and number:
+            if fails and number:
                 raise ObjectStoreError("no store")
             contents = [self._part(*each) for each in parts[some].tolist()]
             yield ReadGroup(some.tolist(), contents, self.checks and number % 2 == 1)
@@ -151,3 +155,22 @@ def test_a_small_file_alone_is_one_part(store: Counting, view: Snapshot) -> None
     columns.damaged = {(plain[0], plain[1])}
     assert bytes(reader.read_plain(row, plain)) == FILES["n100"], "read again from the store"
     assert view.stat(row).kind == Kind.FILE
+
+
+def test_units_that_share_a_request_all_hear_that_the_store_failed(
+    store: Counting, view: Snapshot
+) -> None:
+    """Some of its parts have arrived before; and afterwards they are read again."""
+    columns = Columns(store, view)
+    reader = CoalescingReader(view, columns, limits=ReadLimits(batched_gap_bytes=0))
+    apart = np.array([view.lookup(f"n{number:03}".encode()) for number in range(20, 100, 2)])
+    units = apart[:20], apart[20:]
+    columns.fails = True
+    reader.prefetch(units)
+    columns.fails = False
+    for unit in units:
+        with pytest.raises(ObjectStoreError):
+            list(reader.batches(unit))
+    for unit in units:
+        [batch] = reader.batches(unit)
+        assert list(map(bytes, batch.contents)) == expected(view, batch.entries.tolist())
