@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
+import numpy as np
 import pytest
 
 from diesel_fs.format.object_names import chunk_object
@@ -75,6 +76,25 @@ def test_parts_of_all_sources_come_in_their_order(
     names = ("mapped_reads", "local_reads", "peer_reads", "store_reads")
     assert [told[name] for name in names] == [2, 2, 2, 2]
     assert inner.reads == 2
+
+
+def test_a_chunk_that_is_given_up_between_request_and_read_is_read_elsewhere(
+    store: TaskStore, master: FakeMaster, owner: FakeOwner, view: Snapshot,
+    chunks: dict[int, bytes],
+) -> None:  # fmt: skip
+    master.set_owners({0: RANK, 1: RANK, 2: OTHER}, owner)
+    for chunk in (0, 1):
+        name = chunk_object(view.identity, view.chunk_ids[chunk])
+        assert store.pin(name, lambda: None) is not None
+    reader = store.chunk_reader(view.identity, view.version)
+    assert reader is not None
+    arriving = reader.begin(np.array([(2, 500, 9), (0, 7, 8), (1, 1, 5), (0, 3, 4)], np.uint32))
+    store._mapped.release([0])
+    found = {}
+    for group in arriving:
+        found.update(zip(group.places, map(bytes, group.contents), strict=True))
+    right = (chunks[2][500:509], chunks[0][7:15], chunks[1][1:6], chunks[0][3:7])
+    assert found == dict(enumerate(right))
 
 
 def test_a_chunk_of_this_node_is_mapped_when_its_reads_have_cost_as_much(
