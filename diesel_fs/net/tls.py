@@ -104,7 +104,8 @@ class TlsSocket:
     """A connector's end of a TLS connection, over a socket that blocks.
 
     One thread may receive while another one sends. A signal handler may do either while its thread
-    does."""
+    does.
+    """
 
     def __init__(self, plain: socket.socket, context: ssl.SSLContext) -> None:
         """Makes the handshake. The socket stays the caller's. Raises ssl.SSLError, OSError."""
@@ -112,6 +113,7 @@ class TlsSocket:
         self._engine = engine = TlsEngine(context, accepted=False)
         self._lock = threading.RLock()
         self._room = memoryview(bytearray(TLS_RECEIVED_BYTES))
+        self._has_ended = False  # nothing more is received
         try:
             while not engine.do_handshake():
                 plain.sendall(engine.take_encrypted())
@@ -125,21 +127,27 @@ class TlsSocket:
         return self._engine.peer_certificate
 
     def recv_into(self, room: memoryview) -> int:
-        """As that of a socket."""
+        """As that of a socket. Raises ssl.SSLError for bytes that are not TLS, after which the
+        connection has ended."""
         engine = self._engine
-        while True:
+        while not self._has_ended:
             with self._lock:
                 try:
                     count = engine.decrypt_into(room) if engine.has_received else 0
                 except EOFError:
-                    return 0
+                    self._has_ended = True
+                    break
+                except ssl.SSLError:
+                    self._has_ended = True
+                    raise
             if count:
                 return count
             count = self.plain.recv_into(self._room)
             if not count:
-                return 0
+                break
             with self._lock:
                 engine.feed(self._room[:count])
+        return 0
 
     def sendall(self, content: Bytes) -> None:
         """As that of a socket; for one thread at a time."""

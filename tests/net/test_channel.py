@@ -164,3 +164,25 @@ def test_a_TLS_handshake_with_something_else_fails_and_says_why() -> None:
         there.sendall(bytes(100))
         with pytest.raises(ssl.SSLError):
             TlsSocket(here, client_context())
+
+
+def test_bytes_that_are_not_TLS_end_a_connection() -> None:
+    """What comes behind them is not read, and nobody waits for more."""
+    here, there = socket.socketpair()
+    context = make_certificate().context
+    with here, there:
+        ends: list[ssl.SSLSocket] = []
+        thread = threading.Thread(
+            target=lambda: ends.append(context.wrap_socket(there, server_side=True))
+        )
+        thread.start()
+        connected = TlsSocket(here, client_context())
+        thread.join(20)
+        with ends[0] as end:
+            end.sendall(b"good")
+            room = memoryview(bytearray(100))
+            assert connected.recv_into(room) == 4
+            socket.socket.sendall(end, bytes(50))
+            with pytest.raises(ssl.SSLError):
+                connected.recv_into(room)
+            assert connected.recv_into(room) == 0

@@ -90,7 +90,7 @@ def test_a_chunk_that_is_given_up_between_request_and_read_is_read_elsewhere(
     assert reader is not None
     arriving = reader.begin(np.array([(2, 500, 9), (0, 7, 8), (1, 1, 5), (0, 3, 4)], np.uint32))
     store._mapped.release([0])
-    found = {}
+    found: dict[int, bytes] = {}
     for group in arriving:
         found.update(zip(group.places, map(bytes, group.contents), strict=True))
     right = (chunks[2][500:509], chunks[0][7:15], chunks[1][1:6], chunks[0][3:7])
