@@ -41,6 +41,11 @@ class CacheHandle(AbstractContextManager["CacheHandle"], ABC):
     def read_into(self, start: int, buffer: memoryview) -> None:
         """Fill `buffer` from `start` on. Raises OSError; EOFError where the chunk is too short."""
 
+    def read_nowait(self, start: int, buffer: memoryview) -> bool:
+        """As `read_into`, but only where that does not have to wait; whether `buffer` is full
+        now. Never raises, also where the chunk is too short."""
+        return False
+
     def view(self, start: int, size: int) -> memoryview | None:
         """These bytes in the tier's own memory, where the tier is in memory; else None. The caller
         must not change them."""

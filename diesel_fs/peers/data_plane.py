@@ -1,10 +1,11 @@
-"""The data plane of a master: one thread that answers READs from memory, for masters and clients of
-other nodes over TCP and for clients of its own node over Unix sockets (`PEERS.md`, section 3).
+"""The data plane of a master: one thread that answers READs which need not wait, for masters and
+clients of other nodes over TCP and for clients of its own node over Unix sockets (`PEERS.md`,
+section 3).
 
 It knows authenticated connections and, of each version of the dataset, a table from chunks to
-memory (`chunk_table.py`). Everything else is the control plane's: trio's thread hands connections
-over after their handshake (`acceptor.py`, `local.py`), and answers the requests for chunks that are
-not in memory.
+memory and open files (`chunk_table.py`). Everything else is the control plane's: trio's thread
+hands connections over after their handshake (`acceptor.py`, `local.py`), and answers the other
+requests.
 
 The thread is a bare `epoll` loop. A turn of trio's loop costs more than such a request otherwise
 takes; here one request costs one `recv` and one `sendmsg`, straight from the memory where its parts
@@ -102,8 +103,8 @@ class Connection:
 
 
 Forward = Callable[[Connection, int, int, Parts, int], None]
-"""Called in the data plane's thread with a READ that cannot be answered from memory: connection,
-ID, flags, parts, and their bytes. `DataPlane.answer` answers it."""
+"""Called in the data plane's thread with a READ that cannot be answered at once: connection, ID,
+flags, parts, and their bytes. `DataPlane.answer` answers it."""
 
 
 class DataPlane:
@@ -160,7 +161,7 @@ class DataPlane:
             "requests": self._requests,
             "parts": self._parts,
             "bytes": self._bytes,
-            "from_memory": self._requests - self._forwarded,
+            "inline": self._requests - self._forwarded,
             "connections": len(connections),
             "local_connections": sum(each.is_local for each in connections),
             "in_flight": sum(each.in_flight for each in connections),

@@ -142,7 +142,7 @@ class NodeCache:
             on_hits=self._record_hits,
             on_room=self._notify_changed,
         )
-        self._write_back.switch_version(self._ids, self._sizes, [-1] * len(ids))
+        self._write_back.switch_version(self._ids, self._sizes, [-1] * len(ids), self.memory.table)
         self._in_flight: dict[int, _InFlight] = {}
         self._nursery: trio.Nursery | None = None
         self._fetchers = trio.CapacityLimiter(FETCHES)
@@ -230,7 +230,7 @@ class NodeCache:
         before = [old.get(key, -1) for key in zip(self._ids, self._sizes, strict=True)]
         after = {was: number for number, was in enumerate(before) if was >= 0}
         self.memory.switch_version(sizes, before)
-        self._write_back.switch_version(self._ids, self._sizes, before)
+        self._write_back.switch_version(self._ids, self._sizes, before, self.memory.table)
         self._admission.switch_version(self._sizes, before)
         self._disk_admission.switch_version(self._sizes, before)
         for flight in self._in_flight.values():
@@ -280,6 +280,7 @@ class NodeCache:
 
     def stats(self) -> dict[str, int]:
         """What is here, in bytes and chunks, and counters since the start."""
+        self._flush_file_reads()
         mine, held = self.memory.owned, self.memory.present | self._write_back.on_disk
         return {
             **{name: self._counts[name] for name in _COUNTS},
@@ -301,6 +302,7 @@ class NodeCache:
     ) -> list[memoryview] | None:
         """What a caller wants of a chunk that is not in memory: `spans` of it, or all."""
         key, size, is_new = self._key(chunk), self._sizes[chunk], True
+        self._flush_file_reads()
         self.memory.record_access(chunk)
         self._write_back.record_access(chunk)
         for _ in range(_TRIES):
@@ -487,6 +489,15 @@ class NodeCache:
         self._admission.record_hits(chunks, size)
         if self._has_disk:
             self._disk_admission.record_hits(chunks, size)
+
+    def _flush_file_reads(self) -> None:
+        """Tell the policies and admissions of what the data plane has read from files."""
+        for chunk, size in self.memory.table.take_file_reads():
+            self.memory.record_access(chunk)
+            self._write_back.record_read(chunk, size)
+            self._disk_admission.record_miss(chunk, size)
+            self._disk_admission.record_unserved(size)
+            self._admission.record_hits((chunk,), size)
 
     def _notify_changed(self) -> None:
         """Wake `prefetch_owned`: there may be more to fetch."""

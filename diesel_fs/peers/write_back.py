@@ -1,5 +1,8 @@
 """The chunks that a node keeps on its disk, because its memory has no room for them.
 
+A chunk that was just read is lent to the data plane (`chunk_table.py`), which reads further parts
+of it without the threads, as far as the kernel has them in its page cache.
+
 Chunks that are to be written wait in a queue of limited bytes, where readers find them meanwhile;
 when the queue is full, a chunk is not written. When the disk tier is full, chunks of other nodes
 are replaced first, then chunks that are in memory too, then those that the policy chooses. At the
@@ -28,9 +31,10 @@ import trio
 
 from ..cache.disk import DiskTier
 from ..cache.policy import EvictionPolicy
-from ..cache.tiers import ChunkKey
+from ..cache.tiers import CacheHandle, ChunkKey
 from ..errors import NoSpaceError
 from ..format.entries import ChunkId
+from .chunk_table import LOAN_S, ChunkTable
 from .sealed_memory import SealedMemory, WritableMemory
 
 log = logging.getLogger("diesel.task")
@@ -75,18 +79,20 @@ class _DiskRead:
         self._key, self._spans = key, spans
         self.ended = trio.Event()
         self.contents: list[memoryview] | None = None
+        self.file: CacheHandle | None = None  # of the chunk, still open where it could be read
         self.is_there: bool | None = None  # whether the chunk is; None: nobody has looked
 
-    def read(self, disk: DiskTier) -> tuple[list[memoryview] | None, bool]:
-        """The contents, and whether the chunk is there. Called in a thread."""
+    def read(self, disk: DiskTier) -> tuple[list[memoryview] | None, CacheHandle | None, bool]:
+        """The contents, the open file, and whether the chunk is there. Called in a thread."""
         found = disk.find(self._key)
         if found is not None:
-            with found, contextlib.suppress(OSError, EOFError, MemoryError):
+            with contextlib.suppress(OSError, EOFError, MemoryError):
                 buffers = [np.empty(size, np.uint8).data for _, size in self._spans]
                 for (start, _), buffer in zip(self._spans, buffers, strict=True):
                     found.read_into(start, buffer)
-                return [buffer.toreadonly() for buffer in buffers], True
-        return None, disk.holds(self._key)
+                return [buffer.toreadonly() for buffer in buffers], found, True
+            found.close()
+        return None, None, disk.holds(self._key)
 
 
 class WriteBackQueue:
@@ -114,6 +120,7 @@ class WriteBackQueue:
         self._queue_bytes_max = queue_bytes
         self._ids: Sequence[ChunkId] = ()
         self._sizes: Sequence[int] = ()
+        self._table = ChunkTable(np.zeros(0, np.uint64))
         self._on_disk: Mask = np.zeros(0, np.bool_)
         self._queue: OrderedDict[int, memoryview] = OrderedDict()
         self._queued_bytes = 0
@@ -177,11 +184,23 @@ class WriteBackQueue:
         if self._disk is not None:
             self._policy.record_access(chunk)
 
+    def record_read(self, chunk: int, size: int) -> None:
+        """The data plane has read so many bytes of a chunk that was lent to it."""
+        if self._on_disk[chunk]:
+            self._policy.record_access(chunk)
+        self._count_read(size)
+
     def switch_version(
-        self, ids: Sequence[ChunkId], sizes: Sequence[int], before: Sequence[int]
+        self,
+        ids: Sequence[ChunkId],
+        sizes: Sequence[int],
+        before: Sequence[int],
+        table: ChunkTable,
     ) -> None:
-        """Set the chunks of a version; `before` has the number that each had, or -1."""
-        self._ids, self._sizes = ids, sizes
+        """Set the chunks of a version; `before` has the number that each had, or -1. `table` is
+        what the data plane has of the version."""
+        self._table.take_back()
+        self._ids, self._sizes, self._table = ids, sizes, table
         after = {was: now for now, was in enumerate(before) if was >= 0}
         self._policy.renumber(after)
         self._on_disk = np.zeros(len(ids), np.bool_)
@@ -196,7 +215,7 @@ class WriteBackQueue:
     async def read(self, chunk: int, spans: Spans) -> list[memoryview] | None:
         """Bytes of a chunk, by start and size; None where it turns out not to be here. Reads that
         begin together share threads, as to enter one costs more than to read a few files."""
-        wanted = _DiskRead(self._key(chunk), spans)
+        wanted, table = _DiskRead(self._key(chunk), spans), self._table
         if self._nursery is None:
             await self._read_all([wanted])
         else:
@@ -205,8 +224,9 @@ class WriteBackQueue:
                 self._nursery.start_soon(self._read_wanted, self._nursery)
             await wanted.ended.wait()
         if wanted.contents is not None:
-            self._counts["disk_reads"] += 1
-            self._counts["disk_bytes"] += sum(size for _, size in spans)
+            self._count_read(sum(size for _, size in spans))
+            if wanted.file is not None and table is self._table and self._on_disk[chunk]:
+                table.lend(chunk, wanted.file)
         elif wanted.is_there is not None:
             self._failed(chunk, is_there=wanted.is_there)
         return wanted.contents
@@ -221,13 +241,16 @@ class WriteBackQueue:
     async def _read_all(self, wanted: "Sequence[_DiskRead]") -> None:
         """Read these in one thread. Where this is cancelled, they end without a result."""
 
-        def work(disk: DiskTier) -> list[tuple[list[memoryview] | None, bool]]:
+        def work(
+            disk: DiskTier,
+        ) -> list[tuple[list[memoryview] | None, CacheHandle | None, bool]]:
             return [each.read(disk) for each in wanted]
 
         try:
             answers = await self._in_thread(work, READ_TIMEOUT_S)
-            for each, answer in zip(wanted, answers or [(None, True)] * len(wanted), strict=True):
-                each.contents, each.is_there = answer
+            failed = [(None, None, True)] * len(wanted)
+            for each, answer in zip(wanted, answers or failed, strict=True):
+                each.contents, each.file, each.is_there = answer
         finally:
             for each in wanted:
                 each.ended.set()
@@ -260,6 +283,7 @@ class WriteBackQueue:
 
     async def recheck(self, chunk: int) -> None:
         """A reader got damaged bytes of a chunk: check it, and drop it where it is damaged."""
+        self._table.take_back(chunk)
         if self._on_disk[chunk]:
             key = self._key(chunk)
 
@@ -286,10 +310,16 @@ class WriteBackQueue:
             return
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
+            nursery.start_soon(self._take_back_always)
             try:
                 await self._write_always()
             finally:
                 self._nursery = None
+
+    async def _take_back_always(self) -> None:
+        while True:
+            await trio.sleep(LOAN_S)
+            self._table.take_back_old()
 
     async def _write_always(self) -> None:
         while True:
@@ -343,7 +373,8 @@ class WriteBackQueue:
             )  # fmt: skip
 
     def close(self) -> None:
-        """Drop the queue."""
+        """Drop the queue, and take back what is lent."""
+        self._table.take_back()
         self._queue.clear()
         self._queued_bytes = 0
 
@@ -422,6 +453,10 @@ class WriteBackQueue:
 
     # What is known about the disk
 
+    def _count_read(self, size: int) -> None:
+        self._counts["disk_reads"] += 1
+        self._counts["disk_bytes"] += size
+
     async def _scan(self, needed_bytes: int) -> None:
         """Make room, then find out which chunks are here."""
         self._next_scan_s = math.inf
@@ -450,6 +485,7 @@ class WriteBackQueue:
         self._policy.insert(chunk, self._sizes[chunk])
 
     def _record_evicted(self, chunk: int) -> None:
+        self._table.take_back(chunk)
         self._on_disk[chunk] = False
         self._policy.remove(chunk)
         self._counts["disk_evictions"] += 1

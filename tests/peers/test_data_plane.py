@@ -61,7 +61,7 @@ def test_parts_in_memory_come_in_their_order(
             assert found[:3] == (number, wire.READ, bytes(len(records)))
             assert found.payload == b"".join(content(*record) for record in records)
         stats = plane.data.stats()
-        assert stats["requests"] == stats["from_memory"] == 2
+        assert stats["requests"] == stats["inline"] == 2
         assert stats["parts"] == 2 * len(records)
         assert stats["bytes"] == 2 * sum(size for _, _, size in records)
 
@@ -204,7 +204,7 @@ def test_absent_chunks_are_left_to_the_control_plane_and_answered_in_any_order(k
         plane.answer(first, bytes([FAILED]), b"")
         assert answer(end) == (1, wire.READ, bytes([FAILED]), b"")
         assert plane.data.stats()["in_flight"] == 0
-        assert plane.data.stats()["from_memory"] == 1
+        assert plane.data.stats()["inline"] == 1
 
 
 @pytest.mark.parametrize(

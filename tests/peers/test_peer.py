@@ -55,7 +55,7 @@ def test_parts_in_memory_come_at_once() -> None:
             for records in ([SMALL], many, [nothing], [large], [larger], [nothing, SMALL, nothing]):
                 statuses, _ = await read(peer, *records)
                 assert statuses == [GIVEN] * len(records)
-            assert node.acceptor.stats()["from_memory"] == 6
+            assert node.acceptor.stats()["inline"] == 6
             assert peer.stats()["connections"] == 1
             assert await peer.ping()
 

@@ -6,7 +6,7 @@ import shutil
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 from uuid import UUID
@@ -21,7 +21,8 @@ from diesel_fs.cache.policy import POLICIES
 from diesel_fs.cache.tiers import ChunkKey, Reservation
 from diesel_fs.errors import NoSpaceError
 from diesel_fs.format.entries import ChunkId
-from diesel_fs.peers import write_back
+from diesel_fs.peers import chunk_table, write_back
+from diesel_fs.peers.chunk_table import LOAN_REQUESTS
 from diesel_fs.peers.node_cache import NodeCache
 
 from ..cache.disk_tier import file_of, files, tier_at
@@ -223,6 +224,135 @@ def test_another_version_finds_its_chunks_on_the_disk(place: Path, source: Chunk
             cache.set_owned(np.ones(4, np.bool_))
             assert kept_numbers(cache) == {1, 2, 3}
             assert await all_read(cache, source) == 4
+
+    trio.run(main)
+    assert set(source.fetches.values()) == {1}
+
+
+# Files that are lent to the data plane
+
+
+def plane_reads(cache: NodeCache, chunk: int, most: int = 1000) -> int:
+    """How many requests for a chunk the data plane answers until it does not any more."""
+    for number in range(most):
+        if read_in_plane(cache, (chunk, 5, 100)) is None:
+            return number
+    return most
+
+
+def open_files(place: Path) -> list[str]:
+    """The files of a cache's folder that this process has open, by their names."""
+    found = []
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):
+            path = Path(os.readlink(f"/proc/self/fd/{number}").removesuffix(" (deleted)"))
+            if path.is_relative_to(place) and len(path.name) == 32:
+                found.append(path.name)
+    return sorted(found)
+
+
+def test_the_data_plane_reads_files_that_are_lent_for_so_many_requests(
+    place: Path, source: ChunkSource
+) -> None:
+    async def main() -> None:
+        async with settled_cache(source, 0, tier_at(place)) as cache:
+            assert await all_read(cache, source) == CHUNKS
+            before = cache.stats()
+            assert plane_reads(cache, 0) == 0  # nobody has read it from the disk
+            await cache.read(0, [(0, 1)], load=False)
+            await cache.read(1, [(0, 1)], load=False)
+            size = len(source.contents[1])
+            got = read_in_plane(cache, (1, 7, 30), (0, 0, 2), (1, size - 1, 1), (1, 0, 0))
+            assert got is not None
+            wanted = [source.contents[1][7:37], source.contents[0][:2], source.contents[1][-1:]]
+            assert [*map(bytes, got)] == [*wanted, b""]
+            assert read_in_plane(cache, (1, size - 1, 2)) is None  # beyond its end
+            assert plane_reads(cache, 0) == LOAN_REQUESTS - 1
+            assert plane_reads(cache, 1) == LOAN_REQUESTS - 1
+            after = cache.stats()
+            reads = 2 + 4 + 2 * (LOAN_REQUESTS - 1)
+            assert after["disk_reads"] - before["disk_reads"] == reads
+            assert after["disk_bytes"] - before["disk_bytes"] == 35 + 200 * (LOAN_REQUESTS - 1)
+            await cache.read(0, [(0, 1)], load=False)
+            assert plane_reads(cache, 0) == LOAN_REQUESTS
+        assert open_files(place) == []
+
+    trio.run(main)
+
+
+def test_a_chunk_that_the_data_plane_often_reads_from_its_file_comes_to_memory(
+    place: Path, source: ChunkSource
+) -> None:
+    async def main() -> None:
+        async with settled_cache(source, some(source, 2), tier_at(place)) as cache:
+            await all_read(cache, source)
+            assert 7 not in in_memory(cache)
+            loans = 0
+            while 7 not in in_memory(cache):
+                await cache.read(7, [(0, 4000)], load=True)
+                loans += plane_reads(cache, 7) == LOAN_REQUESTS
+            assert 0 < loans < 4
+
+    trio.run(main)
+
+
+def test_files_of_chunks_that_leave_the_disk_are_taken_back(
+    place: Path, source: ChunkSource
+) -> None:
+    async def main() -> None:
+        tier = tier_at(place)
+        async with settled_cache(source, 0, tier) as cache:
+            await all_read(cache, source)
+            await all_read(cache, source)
+            assert len(open_files(place)) == CHUNKS
+            await cache.recheck(3)  # nothing is wrong with it
+            assert plane_reads(cache, 3) == 0
+            path = file_of(place, cache._key(4))
+            path.write_bytes(path.read_bytes()[:-40] + bytes(40))
+            assert plane_reads(cache, 4, 1) == 1  # nobody has noticed
+            await cache.recheck(4)
+            assert plane_reads(cache, 4) == 0
+            source.switch_version([8, 7, 6, 0])
+            cache.switch_version(source.ids, source.sizes)
+            assert open_files(place) == []
+            assert [plane_reads(cache, each) for each in range(4)] == [0] * 4
+
+    trio.run(main)
+
+
+def test_files_are_lent_for_a_time_and_the_oldest_of_too_many_is_taken_back(
+    place: Path, source: ChunkSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chunk_table, "LOANS_MAX", 3)
+    monkeypatch.setattr(chunk_table, "LOAN_S", 0.5)
+    monkeypatch.setattr(write_back, "LOAN_S", 0.05)
+
+    async def main() -> None:
+        async with settled_cache(source, 0, tier_at(place)) as cache:
+            await all_read(cache, source)
+            for chunk in (0, 1, 2, 0, 5):
+                await cache.read(chunk, [(0, 1)], load=False)
+            assert [plane_reads(cache, chunk, 1) for chunk in (0, 1, 2, 5)] == [1, 0, 1, 1]
+            assert len(open_files(place)) == 3
+            await soon(lambda: not open_files(place))
+            assert plane_reads(cache, 0) == 0
+
+    trio.run(main)
+
+
+def test_a_file_system_that_cannot_tell_what_is_in_memory_is_read_in_threads(
+    small: Path, source: ChunkSource
+) -> None:
+    async def main() -> None:
+        async with settled_cache(source, 0, tier_at(prepare_cache_folder(small))) as cache:
+            for _ in range(2):
+                assert raw(await cache.get(0, 1, load=True)) == source.contents[0]
+                await settled(cache)
+            assert cache.stats()["disk_reads"] == 1
+            assert plane_reads(cache, 0) == 0
+            got = await cache.read(0, [(1, 5)], load=False)
+            assert got is not None
+            assert got[0] == source.contents[0][1:6]
 
     trio.run(main)
     assert set(source.fetches.values()) == {1}
