@@ -1,4 +1,5 @@
-"""Reads many entries of a dataset in few requests, checked, in the order of their chunks.
+"""Reads many entries of a dataset in few requests, checked, in the order of their chunks or as they
+arrive.
 
 The prefetch worker of a mount uses this: it hands contents to the kernel and keeps none of them
 (`EntryReader` in `reader.py` keeps chunks in memory instead). The caller asks for one list of
@@ -12,8 +13,9 @@ one request (`batches_reads`: a server, the cache of a task) is asked for whole 
 where it has a `ChunkReader`, without threads, as requests to many nodes can be under way at once.
 `coalesce.py` decides which extents are merged to one span.
 
-Every byte is checked against the checksum of its entry; after a mismatch the entry is read once
-more, past all caches. One thread at a time uses a reader; it starts threads of its own.
+Every byte is checked against the checksum of its entry, unless the store has done so; after a
+mismatch the entry is read once more, past all caches. One thread at a time uses a reader; it starts
+threads of its own.
 """
 
 import logging
@@ -22,7 +24,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -64,32 +66,47 @@ class Batch(NamedTuple):
 _Contents: TypeAlias = dict[_Span, memoryview]
 
 
+class _Arrived(NamedTuple):
+    """Stored bytes that have arrived together."""
+
+    contents: _Contents
+    is_checked: bool
+    """Whether those of each extent have been checked against its checksum."""
+
+
 class _Asked:
-    """Spans that a `ChunkReader` was asked for in one request; as a `Future` of their contents."""
+    """Spans that a `ChunkReader` was asked for in one request; as a `Future` of their contents, but
+    in the thread that wants them."""
 
     def __init__(self, spans: Sequence[_Span], reader: ChunkReader) -> None:
         self._spans = spans
         parts = np.array(spans, np.uint32)
         self.bytes = int(parts[:, 2].sum(dtype=np.int64))
         self._reading = reader.begin(parts)
-        self._found: _Contents = {}
-        self._is_read = False
+        self._arrived: list[_Arrived] = []
         self._error: DieselError | None = None
 
-    def result(self) -> _Contents:
-        """Wait for the contents. Raises what reading raises, at each call: several units may share
-        this request."""
-        if not self._is_read:
-            self._is_read = True
+    def arriving(self) -> Iterator[_Arrived]:
+        """The contents, group by group; those that have arrived before come first. Raises what
+        reading raises, at each call: several units may share this request."""
+        yield from self._arrived
+        while self._error is None:
             try:
-                for group in self._reading:
-                    spans = map(self._spans.__getitem__, group.places)
-                    self._found.update(zip(spans, group.contents, strict=True))
+                group = next(self._reading)
+            except StopIteration:
+                return
             except DieselError as error:
                 self._error = error
-        if self._error is not None:
-            raise self._error.with_traceback(None)
-        return self._found
+                break
+            spans = map(self._spans.__getitem__, group.places)
+            contents = dict(zip(spans, group.contents, strict=True))
+            self._arrived.append(_Arrived(contents, group.is_checked))
+            yield self._arrived[-1]
+        raise self._error.with_traceback(None)
+
+    def result(self) -> _Contents:
+        """Wait for all of the contents. Raises what reading raises."""
+        return {span: each for some in self.arriving() for span, each in some.contents.items()}
 
     def cancel(self) -> bool:
         """False: it cannot be taken back."""
@@ -122,6 +139,16 @@ class _ReadPlan(NamedTuple):
     def rows_of(self, number: int) -> _Rows:
         """The extents of one span."""
         return self.rows[self.cuts[number] : self.cuts[number + 1]]
+
+    def rows_of_some(self, numbers: Sequence[int]) -> _Rows:
+        """The extents of these spans, in this order."""
+        if numbers[-1] - numbers[0] == len(numbers) - 1:  # they are ascending
+            return self.rows[self.cuts[numbers[0]] : self.cuts[numbers[-1] + 1]]
+        cuts, some = np.array(self.cuts), np.array(numbers)
+        counts = cuts[some + 1] - cuts[some]
+        before = np.cumsum(counts) - counts
+        rows: _Rows = self.rows[np.repeat(cuts[some] - before, counts) + np.arange(counts.sum())]
+        return rows
 
     def contents(self, number: int, read: memoryview) -> Sequence[memoryview]:
         """The stored bytes of each extent of a span, of which `read` is all."""
@@ -161,7 +188,8 @@ class CoalescingReader:
         self._threads: ThreadPoolExecutor | None = None
 
     def batches(self, entries: _SomeEntries) -> Iterator[Batch]:
-        """The contents of these files, sorted by chunk and place in it.
+        """The contents of these files; within a batch they are sorted by chunk and place in it.
+        Where a `ChunkReader` asks several nodes, a batch has what one of them has sent.
 
         Entries that are damaged or whose chunk is lost are logged, counted and left out. Raises
         ObjectStoreError where the store fails.
@@ -267,47 +295,61 @@ class CoalescingReader:
             self._begin(plan.spans)
         start = 0  # the number of the request's first span
         for spans in requests:
+            left: dict[_Span, list[int]] = {}  # the numbers of those that have not arrived
+            for number, span in enumerate(spans, start):
+                left.setdefault(span, []).append(number)
             try:
-                read = self._taken_or_read(spans)
-            except ObjectMissing:
-                yield from self._one_by_one(plan, range(start, start + len(spans)))
-                start += len(spans)
-                continue
-            first, size = 0, 0
-            for at, span in enumerate(spans):
-                size += span[2]
-                if size >= self._limits.span_bytes or at + 1 == len(spans):
-                    contents = [
-                        content
-                        for each in range(first, at + 1)
-                        for content in plan.contents(start + each, read[each])
-                    ]
-                    rows = plan.rows[plan.cuts[start + first] : plan.cuts[start + at + 1]]
-                    yield self._checked_contents(rows, contents)
-                    first, size = at + 1, 0
+                for some in self._arriving([*left]):
+                    here = (number for span in some.contents for number in left.pop(span, ()))
+                    yield from self._batches_of(plan, sorted(here), some)
+            except ObjectMissing:  # a span each
+                for number in sorted(chain.from_iterable(left.values())):
+                    try:
+                        yield self._checked(plan.rows_of(number), self._read(plan.spans[number]))
+                    except ObjectMissing as error:
+                        self._note_lost(error)
             start += len(spans)
 
-    def _one_by_one(self, plan: _ReadPlan, numbers: range) -> Iterator[Batch]:
-        """The batches of spans of which at least one belongs to a lost chunk: a span each."""
-        for number in numbers:
-            try:
-                yield self._checked(plan.rows_of(number), self._read(plan.spans[number]))
-            except ObjectMissing as error:
-                self._note_lost(error)
+    def _batches_of(
+        self, plan: _ReadPlan, numbers: Sequence[int], arrived: _Arrived
+    ) -> Iterator[Batch]:
+        """The batches of spans that have arrived, given by their numbers, ascending."""
+        found = arrived.contents
+        first, size = 0, 0
+        for at, number in enumerate(numbers):
+            size += plan.spans[number][2]
+            if size >= self._limits.span_bytes or at + 1 == len(numbers):
+                some = numbers[first : at + 1]
+                contents = [
+                    content
+                    for each in some
+                    for content in plan.contents(each, found[plan.spans[each]])
+                ]
+                rows = plan.rows_of_some(some)
+                yield self._checked_contents(rows, contents, is_checked=arrived.is_checked)
+                first, size = at + 1, 0
 
     def _note_lost(self, error: ObjectMissing) -> None:
         self._counts["lost"] += 1
         log.error("%s", error.message)
 
-    def _taken_or_read(self, spans: Sequence[_Span]) -> list[memoryview]:
-        """The stored bytes of these spans, some of which may be in flight."""
-        flights = [(span, self._take(span)) for span in spans]  # all, also where the first fails
-        found = {
-            span: flight.contents.result()[span] for span, flight in flights if flight is not None
-        }
-        for request in self._requests([span for span in dict.fromkeys(spans) if span not in found]):
-            found |= self._fetch_all(request)
-        return [found[span] for span in spans]
+    def _arriving(self, spans: Sequence[_Span]) -> Iterator[_Arrived]:
+        """The stored bytes of these spans as they arrive, perhaps with others. Some of them may be
+        in flight."""
+        flights = {span: self._take(span) for span in spans}  # all, also where the first fails
+        begun = {id(each.contents): each.contents for each in flights.values() if each is not None}
+        missing = [span for span, flight in flights.items() if flight is None]
+        requests = self._requests(missing)
+        if self._chunks is not None:
+            begun |= {id(asked): asked for asked in map(self._start, requests)}
+        for contents in begun.values():
+            if isinstance(contents, _Asked):
+                yield from contents.arriving()
+            else:
+                yield _Arrived(contents.result(), is_checked=False)
+        if self._chunks is None:
+            for each in requests:
+                yield _Arrived(self._fetch_all(each), is_checked=False)
 
     def _take(self, span: _Span) -> _InFlight | None:
         """The read that brings a span, where one is in flight; the span is no longer counted."""
@@ -408,10 +450,14 @@ class CoalescingReader:
         """The contents of the extents of one span, whose stored bytes were `read`."""
         return self._checked_contents(rows, _cut(rows, read))
 
-    def _checked_contents(self, rows: _Rows, contents: list[memoryview]) -> Batch:
+    def _checked_contents(
+        self, rows: _Rows, contents: list[memoryview], *, is_checked: bool = False
+    ) -> Batch:
         """The contents of these extents, out of their stored bytes."""
-        right = list(map(xxh3_64_intdigest, contents)) == rows["checksum"].tolist()
-        if right and not rows["codec"].any():
+        is_right = is_checked or (
+            list(map(xxh3_64_intdigest, contents)) == rows["checksum"].tolist()
+        )
+        if is_right and not rows["codec"].any():
             return Batch(rows["entry"], rows["start"], contents)
         good = np.ones(len(rows), np.bool_)
         for at in range(len(rows)):
@@ -434,10 +480,6 @@ class CoalescingReader:
         """The stored bytes of the spans of one request. Any thread."""
         if not self._objects.batches_reads:
             return {span: self._read(span) for span in spans}
-        if self._chunks is not None:
-            asked = _Asked(spans, self._chunks)
-            self._count_fetch(asked.bytes)
-            return asked.result()
         wanted = [(self._source.name(chunk), begin, size) for chunk, begin, size in spans]
         found = dict(zip(spans, self._objects.read_parts(wanted), strict=True))
         self._count_fetch(sum(map(len, found.values())))

@@ -11,11 +11,12 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from diesel_fs.cache import coalescing_reader as coalescing_module
 from diesel_fs.cache import reader as reader_module
 from diesel_fs.cache.coalesce import ReadLimits
 from diesel_fs.cache.coalescing_reader import CoalescingReader
 from diesel_fs.cache.reader import EntryReader
-from diesel_fs.errors import CorruptError, ObjectStoreError
+from diesel_fs.errors import CorruptError, ObjectMissing, ObjectStoreError
 from diesel_fs.format.entries import Bytes, Kind
 from diesel_fs.format.object_names import chunk_object
 from diesel_fs.format.snapshot.reader import Snapshot
@@ -41,6 +42,7 @@ class Columns(ReadWrapper):
         self.damaged: set[tuple[int, int]] = set()  # chunk and start
         self.checks = False  # whether every second group has been checked already
         self.fails = False
+        self.loses = False  # a chunk, at the third group
         self.parts: list[int] = []  # the chunks that were asked for
 
     def chunk_reader(self, identity: UUID, version: int) -> ChunkReader | None:
@@ -58,6 +60,8 @@ class Columns(ReadWrapper):
         for number, some in enumerate(groups):
             if fails and number:
                 raise ObjectStoreError("no store")
+            if self.loses and number == 2:
+                raise ObjectMissing("a chunk is lost")
             contents = [self._part(*each) for each in parts[some].tolist()]
             yield ReadGroup(some.tolist(), contents, self.checks and number % 2 == 1)
 
@@ -172,5 +176,93 @@ def test_units_that_share_a_request_all_hear_that_the_store_failed(
         with pytest.raises(ObjectStoreError):
             list(reader.batches(unit))
     for unit in units:
-        [batch] = reader.batches(unit)
+        assert sorted(pushed(reader, view, unit)) == unit.tolist()
+
+
+def pushed(reader: CoalescingReader, view: Snapshot, unit: Positions) -> list[int]:
+    """The files of a unit as they come, each with the right bytes."""
+    entries = []
+    for batch in reader.batches(unit):
+        entries += batch.entries.tolist()
         assert list(map(bytes, batch.contents)) == expected(view, batch.entries.tolist())
+    return entries
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    seed=st.integers(0, 1 << 30),
+    groups=st.integers(1, 40),
+    cuts=st.lists(st.integers(0, 60), max_size=4),
+    gap_bytes=st.sampled_from([0, 5000]),
+    batch_parts=st.sampled_from([3, 512]),
+    asks_ahead=st.booleans(),
+    checks=st.booleans(),
+)
+def test_a_unit_comes_once_from_whatever_groups_and_requests(
+    store: Counting,
+    view: Snapshot,
+    seed: int,
+    groups: int,
+    cuts: list[int],
+    gap_bytes: int,
+    batch_parts: int,
+    asks_ahead: bool,
+    checks: bool,
+) -> None:
+    """Units share requests; some are asked for before they are wanted, or lose files meanwhile."""
+    columns = Columns(store, view, seed, groups)
+    columns.checks = checks
+    limits = ReadLimits(batched_gap_bytes=gap_bytes, batch_parts=batch_parts, span_bytes=20_000)
+    reader = CoalescingReader(view, columns, limits=limits)
+    plain = np.array([row for row in view.files() if view.plain_extent(row) is not None])
+    order = np.random.default_rng(seed).permutation(plain)[:60]
+    units = [each for each in np.split(order, sorted(cuts)) if len(each)]
+    if asks_ahead:
+        reader.prefetch(units)
+        reader.prefetch([units[0][1:], *units[1:]])
+    for unit in units:
+        assert sorted(pushed(reader, view, unit)) == sorted(unit.tolist())
+
+
+def test_what_a_node_has_sent_is_given_before_the_next_one_sends(
+    store: Counting, view: Snapshot
+) -> None:
+    columns = Columns(store, view, groups=4)
+    columns.fails = True  # after the first group
+    reader = CoalescingReader(view, columns, limits=ReadLimits(batched_gap_bytes=0))
+    batches = reader.batches(np.array([view.lookup(f"n{n:03}".encode()) for n in range(0, 80, 2)]))
+    first = next(batches)
+    assert list(map(bytes, first.contents)) == expected(view, first.entries.tolist())
+    assert 0 < len(first.entries) < 40
+    with pytest.raises(ObjectStoreError):
+        next(batches)
+
+
+def test_B3_parts_that_came_before_a_lost_chunk_are_not_asked_for_again(
+    store: Counting, view: Snapshot
+) -> None:
+    columns = Columns(store, view, groups=4)
+    columns.loses = True
+    reader = CoalescingReader(view, columns, limits=ReadLimits(batched_gap_bytes=0))
+    unit = np.array([view.lookup(f"n{n:03}".encode()) for n in range(0, 80, 2)])
+    before = len(store.reads)
+    assert sorted(pushed(reader, view, unit)) == sorted(unit.tolist())
+    assert len(store.reads) - before == len(unit)
+
+
+def test_a_unit_whose_parts_are_checked_is_not_hashed_again(
+    store: Counting, view: Snapshot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed: list[int] = []
+
+    def counted(content: Bytes) -> int:
+        hashed.append(len(content))
+        return xxhash.xxh3_64_intdigest(content)
+
+    monkeypatch.setattr(coalescing_module, "xxh3_64_intdigest", counted)
+    columns = Columns(store, view, groups=4)
+    columns.checks = True
+    reader = CoalescingReader(view, columns, limits=ReadLimits(batched_gap_bytes=0))
+    unit = np.array([view.lookup(f"n{n:03}".encode()) for n in range(0, 80, 2)])
+    assert sorted(pushed(reader, view, unit)) == sorted(unit.tolist())
+    assert len(hashed) == len(unit) // 2
