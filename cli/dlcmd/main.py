@@ -10,6 +10,7 @@ SIGPIPE would; a put goes on.
 """
 
 import errno
+import itertools
 import os
 import select
 import signal
@@ -49,6 +50,7 @@ VERBS = {
     "mount": ("mounting", "Mount a dataset as a read-only folder."),
     "umount": ("mounting", "Unmount a dataset."),
     "stats": ("mounting", "Show the counters and the state of a mount."),
+    "run": ("running", "Run a training command whose reads the mounts know ahead."),
     "shuffle": ("shuffling", "Print the files in chunk-wise random order."),
     "user": ("accounts", "Add, remove, list, export or import the users of a server."),
     "grant": ("accounts", "Give a user a role on a dataset."),
@@ -151,7 +153,10 @@ def _raise_terminated(number: int, _: FrameType | None) -> NoReturn:
 
 def run(arguments: Sequence[str]) -> int:
     """Run `dlcmd` with these arguments in this process, and return its exit code."""
-    flags = Flags(json="--json" in arguments, verbose={"-v", "--verbose"} & {*arguments} != set())
+    own = {
+        *itertools.takewhile(lambda word: word != "--", arguments)
+    }  # not those of `run`'s command
+    flags = Flags(json="--json" in own, verbose={"-v", "--verbose"} & own != set())
     try:
         with program.make_context("dlcmd", list(arguments), obj=flags) as context:
             program.invoke(context)

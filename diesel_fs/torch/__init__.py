@@ -1,1 +1,6 @@
-"""For PyTorch: samplers that read chunk by chunk, and datasets without a mount. Empty so far."""
+"""For PyTorch: training scripts that announce what they will read, without a change to them.
+
+`hook/` is what `dlcmd run` puts into the processes of a training command; it needs nothing but
+Python's standard library. `planner/` is the launcher's side, which turns what they say into plans
+for the mounts. README.md says what users may expect. Samplers and datasets are to come.
+"""

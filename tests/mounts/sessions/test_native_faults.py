@@ -5,13 +5,14 @@ Files are *resident* when they lie in the kernel's page cache.
 """
 
 import json
+import mmap
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,7 @@ pytestmark = [pytest.mark.fuse, pytest.mark.alone]  # they listen to the kernel'
 FILES = 1500
 FILE_BYTES = 20_000
 RESIDENT = range(50)
+MAP_LOCKED = 0x2000
 CALL_S = 30.0  # no call may take longer; those that hang are killed
 
 # Calls each function on each path, and prints the errno, or "" where it succeeded.
@@ -71,6 +73,18 @@ def read_resident(mounted: LiveMount) -> None:
     """Reads the files that shall be resident, or checks that they can be read."""
     for number in RESIDENT:
         assert path_of(mounted, number).read_bytes() == content_of(number)
+
+
+@contextmanager
+def locked_in_memory(mounted: LiveMount) -> Iterator[None]:
+    """The kernel keeps the resident files meanwhile, which it may give up at any time otherwise."""
+    with ExitStack() as stack:
+        for number in RESIDENT:
+            with path_of(mounted, number).open("rb") as file:
+                flags = mmap.MAP_SHARED | MAP_LOCKED
+                content = mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ)
+                stack.enter_context(content)
+        yield
 
 
 def outcomes(*calls: tuple[str, Path]) -> list[str]:
@@ -121,12 +135,13 @@ def test_resident_files_stay_readable_when_processes_are_killed(
         arguments = json.dumps([("read", str(mounted.at / "wait"))])
         waiting = subprocess.Popen([*command, arguments], stdout=subprocess.PIPE, text=True)
         wait_until(lambda: waiting_reads(mounted.at) > 1)
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
-        assert waiting.communicate(timeout=CALL_S)[0].strip() != ""
-        for pid in (mounted.pid, server):
-            assert ends_within(pid, CALL_S)
-        read_resident(mounted)
+        with locked_in_memory(mounted):
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+            assert waiting.communicate(timeout=CALL_S)[0].strip() != ""
+            for pid in (mounted.pid, server):
+                assert ends_within(pid, CALL_S)
+            read_resident(mounted)
         assert len(os.listdir(mounted.at / "folder")) == FILES
         cold = [("read", path_of(mounted, number)) for number in range(FILES - 20, FILES)]
         assert "" not in outcomes(*cold)

@@ -1,0 +1,66 @@
+"""The connection of a training process to the launcher, which only listens.
+
+A message is two lengths (4 bytes for a JSON object, 8 for a payload behind it; little-endian), the
+object and the payload. A launcher that is gone is no error: the process goes on without it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+import sys
+import threading
+
+_LENGTHS = struct.Struct("<IQ")
+_SEND_S = 20.0  # a launcher that takes nothing for so long is given up
+
+
+class Link:
+    """Sends messages to the launcher. Any thread, and any process that was forked from this one."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = None
+        self._owner = 0  # the process that made the connection
+        self._is_lost = False
+        os.register_at_fork(after_in_child=self._after_fork)
+
+    def send(self, message: dict[str, object], payload: bytes | memoryview = b"") -> None:
+        """Send a message. Never raises: without a launcher it does nothing."""
+        if self._is_lost:
+            return
+        body = json.dumps(message).encode()
+        size = payload.nbytes if isinstance(payload, memoryview) else len(payload)
+        try:
+            with self._lock:
+                connected = self._connected()
+                connected.sendall(_LENGTHS.pack(len(body), size) + body)
+                if size:
+                    connected.sendall(payload)
+        except OSError:
+            self._is_lost = True
+
+    def note(self, text: str) -> None:
+        """Have the launcher tell the user something at the end. The same text is told once."""
+        self.send({"do": "note", "text": text})
+
+    def _connected(self) -> socket.socket:
+        if self._socket is None or self._owner != os.getpid():
+            made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            made.settimeout(_SEND_S)
+            made.connect(self._path)
+            self._socket, self._owner = made, os.getpid()
+            about = {
+                "do": "process", "pid": os.getpid(), "cwd": os.getcwd(),
+                "rank": os.environ.get("RANK", ""), "python": sys.version.split()[0],
+            }  # fmt: skip
+            body = json.dumps(about).encode()
+            made.sendall(_LENGTHS.pack(len(body), 0) + body)
+        return self._socket
+
+    def _after_fork(self) -> None:
+        self._lock = threading.Lock()
+        self._socket = None  # the parent's: closing it here does not end it there

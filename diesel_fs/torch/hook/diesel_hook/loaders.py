@@ -1,0 +1,283 @@
+"""Watches the `DataLoader`s of this process: what their samplers will give, and how far the loop
+is.
+
+When torch's `DataLoader` is imported, its `__iter__` is wrapped, and with the first epoch of a
+loader the `__iter__` of its sampler's class and the `__next__` of its iterator's class. All of
+these are public. The sampler is asked when torch asks it, so it draws at the same moments as
+without us.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+from .files import Datasets
+from .link import Link
+from .prediction import Order, predict
+
+_MODULE = "torch.utils.data.dataloader"
+_PROGRESS_S = 0.1  # between two messages about the position
+
+_expected = threading.local()  # `pair`: the sampler that torch is about to iterate, and its epoch
+_epochs: weakref.WeakKeyDictionary[object, Epoch] = weakref.WeakKeyDictionary()  # by iterator
+_wrapped: set[type] = set()
+
+
+class Watch:
+    """What is known of the loaders of this process."""
+
+    def __init__(self, link: Link, ahead: int) -> None:
+        self.link = link
+        self.ahead = ahead
+        self.datasets = Datasets(link)
+        self._loaders: weakref.WeakKeyDictionary[object, list[int]] = weakref.WeakKeyDictionary()
+        self._count = 0
+
+    def begin(self, loader: object) -> Epoch:
+        """The next epoch of a loader."""
+        sampler = loader.batch_sampler  # type: ignore[attr-defined]
+        if sampler is None:
+            sampler = loader.sampler  # type: ignore[attr-defined]
+        dataset, number = loader.dataset, None  # type: ignore[attr-defined]
+        inner = type(loader.sampler).__name__  # type: ignore[attr-defined]
+        if inner != "_InfiniteConstantSampler":  # that of datasets that choose for themselves
+            number = self.datasets.number_of(dataset)
+        if number is None:
+            self.link.note(f"the files of {type(dataset).__name__} are not known: no plan for it")
+        numbers = self._loaders.get(loader)
+        if numbers is None:
+            self._count += 1
+            numbers = self._loaders[loader] = [self._count, -1]
+        numbers[1] += 1
+        workers = int(loader.num_workers)  # type: ignore[attr-defined]
+        factor = getattr(loader, "prefetch_factor", None) or 2
+        stream = f"{os.getpid()}.{numbers[0]}"
+        return Epoch(self, sampler, number, stream, numbers[1], workers * int(factor))
+
+
+class Epoch:
+    """One iteration over a loader."""
+
+    def __init__(
+        self, watch: Watch, sampler: object, dataset: int | None, stream: str, number: int, lag: int
+    ) -> None:
+        """`lag` is how many batches the workers may have in hand."""
+        self.sampler = sampler
+        self._watch, self._link = watch, watch.link
+        self._dataset = dataset
+        self._names: dict[str, object] = {"stream": stream, "epoch": number}
+        self._lag = lag
+        self._order: Order | None = None  # what the sampler is expected to give
+        self._drawn = Order()
+        self._received = self._sent = 0  # batches
+        self._waited_s = self._computed_s = 0.0
+        self._left_s = 0.0  # when the loop got its last batch
+        self._told_s = time.monotonic()
+
+    def foresee(self) -> None:
+        """The sampler is about to be asked for the first time: announce what it will give."""
+        if self._dataset is None:
+            return
+        orders = predict(self.sampler, self._watch.ahead)
+        self._order = orders[0] if orders else None
+        for at, order in enumerate(orders):
+            named = {**self._names, "epoch": int(str(self._names["epoch"])) + at}
+            self._link.send(
+                {"do": "order", "dataset": self._dataset, "lag": self._lag, "ahead": at, **named},
+                memoryview(order.indices),
+            )
+        if not orders:
+            self._link.send(
+                {"do": "order", "dataset": self._dataset, "lag": self._lag, "ahead": 0,
+                 **self._names}
+            )  # fmt: skip
+
+    def drew(self, element: object) -> None:
+        """The sampler gave this: an index, or the indices of a batch."""
+        drawn, position = self._drawn, len(self._drawn.indices)
+        if self._dataset is None or not drawn.append(element):
+            return
+        new = drawn.indices[position:]
+        if self._order is not None:
+            if self._order.indices[position : position + len(new)] == new:
+                return
+            self._order = None
+            self._link.send({"do": "cut", "position": position, **self._names})
+        self._link.send({"do": "more", **self._names}, memoryview(new))
+
+    def received(self, before_s: float, after_s: float) -> None:
+        """The loop has got a batch, for which it asked at `before_s`."""
+        self._received += 1
+        self._waited_s += after_s - before_s
+        if self._left_s:
+            self._computed_s += before_s - self._left_s
+        self._left_s = after_s
+        if after_s - self._told_s >= _PROGRESS_S:
+            self.tell(after_s)
+
+    def tell(self, now_s: float, *, is_over: bool = False) -> None:
+        """Send how far the loop is."""
+        self._told_s = now_s
+        bounds = self._drawn.bounds or range(1, len(self._drawn.indices) + 1)
+        position = bounds[min(self._received, len(bounds)) - 1] if self._received and bounds else 0
+        self._link.send(
+            {
+                "do": "progress", **self._names, "position": position, "is_over": is_over,
+                "batches": self._received - self._sent, "waited_s": self._waited_s,
+                "computed_s": self._computed_s,
+            }
+        )  # fmt: skip
+        self._sent = self._received
+        self._waited_s = self._computed_s = 0.0
+
+
+class _WatchedSampler:
+    """Iterates a sampler for torch, and tells the epoch what it gives."""
+
+    def __init__(self, inner: Iterator[object], epoch: Epoch) -> None:
+        self._inner = inner
+        self._epoch: Epoch | None = epoch
+        self._has_begun = False
+
+    def __iter__(self) -> _WatchedSampler:
+        return self
+
+    def __next__(self) -> object:
+        if not self._has_begun:
+            self._has_begun = True
+            self._quietly(lambda epoch: epoch.foresee())
+        element = next(self._inner)
+        self._quietly(lambda epoch: epoch.drew(element))
+        return element
+
+    def _quietly(self, step: Callable[[Epoch], None]) -> None:
+        """Take a step of ours; if it fails, the epoch is not watched any more."""
+        if self._epoch is not None:
+            try:
+                step(self._epoch)
+            except Exception as error:
+                self._epoch._link.note(f"cannot follow a sampler: {error!r}")
+                self._epoch = None
+
+
+def watch(link: Link, ahead: int) -> None:
+    """Watch all loaders from now on."""
+    state = Watch(link, ahead)
+    module = sys.modules.get(_MODULE)
+    if module is not None:
+        _wrap_loader(module, state)
+    else:
+        sys.meta_path.insert(0, _Finder(state))
+
+
+class _Finder:
+    """Waits for the import of torch's module of loaders."""
+
+    def __init__(self, state: Watch) -> None:
+        self._state = state
+        self._is_searching = False
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name != _MODULE or self._is_searching:
+            return None
+        self._is_searching = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._is_searching = False
+        if spec is None or spec.loader is None:
+            return spec
+        run, state = spec.loader.exec_module, self._state
+
+        def run_and_wrap(module: ModuleType) -> None:
+            run(module)
+            sys.meta_path[:] = [each for each in sys.meta_path if each is not self]
+            _wrap_loader(module, state)
+
+        spec.loader.exec_module = run_and_wrap  # type: ignore[method-assign]
+        return spec
+
+
+def _wrap_loader(module: ModuleType, state: Watch) -> None:
+    loader_class = module.DataLoader
+    original = loader_class.__iter__
+
+    @functools.wraps(original)
+    def __iter__(self: object) -> object:
+        epoch = None
+        try:
+            epoch = state.begin(self)
+            _wrap_sampler(type(epoch.sampler), epoch)
+        except Exception as error:  # the loop goes on as it would without us
+            state.link.note(f"cannot follow a DataLoader: {error!r}")
+        _expected.pair = None if epoch is None else (epoch.sampler, epoch)
+        try:
+            iterator = original(self)
+        finally:
+            _expected.pair = None
+        if epoch is not None:
+            try:
+                _wrap_iterator(type(iterator))
+                _epochs[iterator] = epoch
+            except Exception as error:
+                state.link.note(f"cannot follow a DataLoader: {error!r}")
+        return iterator
+
+    loader_class.__iter__ = __iter__
+
+
+def _wrap_sampler(kind: type, epoch: Epoch) -> None:
+    """Have the iterators of a class of samplers tell the epoch that waits for them."""
+    if kind in _wrapped:
+        return
+    original = kind.__iter__  # type: ignore[attr-defined]
+
+    @functools.wraps(original)
+    def __iter__(self: object) -> object:
+        pair = getattr(_expected, "pair", None)
+        if pair is None or pair[0] is not self:
+            return original(self)
+        return _WatchedSampler(original(self), pair[1])  # torch may ask twice, and use the second
+
+    try:
+        kind.__iter__ = __iter__  # type: ignore[attr-defined]
+    except TypeError:  # a list, for example: it does not change, so it can be foreseen now
+        epoch.foresee()
+        return
+    _wrapped.add(kind)
+
+
+def _wrap_iterator(kind: type) -> None:
+    """Have the iterators of a class tell their epoch of each batch."""
+    owner = next(each for each in kind.__mro__ if "__next__" in vars(each))
+    if owner in _wrapped:
+        return
+    original = owner.__next__  # type: ignore[attr-defined]
+
+    @functools.wraps(original)
+    def __next__(self: object) -> object:
+        epoch = _epochs.get(self)
+        if epoch is None:
+            return original(self)
+        before_s = time.monotonic()
+        try:
+            batch = original(self)
+        except StopIteration:
+            epoch.tell(time.monotonic(), is_over=True)
+            raise
+        epoch.received(before_s, time.monotonic())
+        return batch
+
+    owner.__next__ = __next__  # type: ignore[attr-defined]
+    _wrapped.add(owner)

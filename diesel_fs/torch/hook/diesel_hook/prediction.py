@@ -1,0 +1,137 @@
+"""The order that a sampler is about to give, learned without a trace.
+
+The samplers of torch and accelerate are known: they draw from torch's global generator or from one
+of their own, and change nothing else. A twin of such a sampler, with copies of its generators, is
+iterated to its end; then torch's generator gets its state back. The sampler itself is then iterated
+as lazily as ever, and draws the same numbers. Of any other sampler nothing is said beforehand, as
+iterating it might change it.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+from array import array
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+
+_KNOWN = frozenset(
+    {
+        ("torch.utils.data.sampler", "SequentialSampler"),
+        ("torch.utils.data.sampler", "RandomSampler"),
+        ("torch.utils.data.sampler", "SubsetRandomSampler"),
+        ("torch.utils.data.sampler", "WeightedRandomSampler"),
+        ("torch.utils.data.sampler", "BatchSampler"),
+        ("torch.utils.data.distributed", "DistributedSampler"),
+        ("accelerate.data_loader", "SeedableRandomSampler"),
+        ("accelerate.data_loader", "BatchSamplerShard"),
+        ("accelerate.data_loader", "SkipBatchSampler"),
+        ("timm.data.distributed_sampler", "OrderedDistributedSampler"),
+        ("timm.data.distributed_sampler", "RepeatAugSampler"),
+    }
+)
+_RANDOM = frozenset(("RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler"))
+"""These draw from torch's global generator where they have none of their own."""
+
+_NESTED = ("sampler", "batch_sampler")
+ENTRIES_MAX = 50_000_000
+"""Of a longer order, which may be endless, only the beginning is predicted."""
+
+
+class Order:
+    """Indices in the order in which they will be drawn."""
+
+    def __init__(self) -> None:
+        self.indices = array("q")
+        self.bounds = array("q")
+        """Where each batch ends, if the sampler gives batches."""
+
+    def append(self, element: object) -> bool:
+        """Add what a sampler gave: an index, or the indices of a batch. False for anything else."""
+        try:
+            if isinstance(element, (list, tuple)):
+                self.indices.extend(element)
+                self.bounds.append(len(self.indices))
+            else:
+                self.indices.append(element)  # type: ignore[arg-type]
+        except TypeError:
+            return False
+        return True
+
+
+def predict(sampler: object, ahead: int) -> list[Order]:
+    """The order of this epoch and of at most `ahead` further ones, as far as they can be known.
+    Empty for a sampler that is not known."""
+    twin = _twin(sampler)
+    if twin is None:
+        return []
+    orders: list[Order] = []
+    with _states_kept():
+        while len(orders) <= ahead:
+            order = Order()
+            for element in islice(iter(twin), ENTRIES_MAX):
+                if not order.append(element):
+                    return orders
+            orders.append(order)
+            if not _can_go_on(twin):
+                break
+    return orders
+
+
+def _twin(sampler: object) -> Iterable[object] | None:
+    """A copy that can be iterated without a change to the sampler; None where that is not known."""
+    if isinstance(sampler, (list, tuple, range)):
+        return sampler
+    kind = type(sampler)
+    if (kind.__module__, kind.__qualname__) not in _KNOWN:
+        return None
+    twin = copy.copy(sampler)
+    fields = vars(twin)
+    for name, value in list(fields.items()):
+        if type(value).__name__ == "Generator" and hasattr(value, "get_state"):
+            fields[name] = _copied_generator(value)
+        elif name in _NESTED and value is not None:
+            fields[name] = _twin(value)
+            if fields[name] is None:
+                return None
+    return twin  # type: ignore[return-value]
+
+
+def _copied_generator(generator: object) -> object:
+    torch = sys.modules["torch"]
+    made = torch.Generator(device=generator.device)  # type: ignore[attr-defined]
+    made.set_state(generator.get_state())  # type: ignore[attr-defined]
+    return made
+
+
+def _can_go_on(twin: object) -> bool:
+    """Move a twin on to the next epoch; False where that one cannot be foreseen.
+
+    A sampler that counts epochs (`set_epoch`) is taken to get the next number; one with a generator
+    of its own goes on from its state. With torch's global generator, the next epoch depends on
+    whatever the program draws until then.
+    """
+    name = type(twin).__name__
+    if name in _RANDOM and getattr(twin, "generator", None) is None:
+        return False
+    if name in ("DistributedSampler", "RepeatAugSampler"):
+        twin.set_epoch(twin.epoch + 1)  # type: ignore[attr-defined]
+    nested = (getattr(twin, each, None) for each in _NESTED)
+    return all(_can_go_on(each) for each in nested if each is not None)
+
+
+@contextmanager
+def _states_kept() -> Iterator[None]:
+    """Give the global generators of this process the states back that they have now."""
+    torch, numpy = sys.modules["torch"], sys.modules.get("numpy")
+    states = torch.get_rng_state(), random.getstate()
+    of_numpy = None if numpy is None else numpy.random.get_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        if numpy is not None:
+            numpy.random.set_state(of_numpy)

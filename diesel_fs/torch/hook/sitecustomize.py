@@ -1,0 +1,24 @@
+"""Python imports this module when it starts, since `dlcmd run` has put its folder on PYTHONPATH."""
+
+import os
+import sys
+from importlib import import_module, machinery, util
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+
+
+def _run_the_hidden_one() -> None:
+    """Run the `sitecustomize` that Python would have found without this one."""
+    spec = machinery.PathFinder.find_spec("sitecustomize", sys.path)
+    if spec is not None and spec.loader is not None:
+        module = util.module_from_spec(spec)
+        sys.modules["sitecustomize"] = module
+        spec.loader.exec_module(module)
+
+
+try:
+    import_module("diesel_hook").install_from_environment()
+finally:
+    # The folder has done its work: nothing in it can hide a module of the user's.
+    sys.path[:] = [each for each in sys.path if os.path.abspath(each or ".") != _HERE]
+    _run_the_hidden_one()

@@ -1,0 +1,12 @@
+"""The launcher's side of `dlcmd run`: turns what training processes say into plans for mounts.
+
+`TrainingPlanner` listens on a socket for the hooks in the processes of a training command
+(`../hook/`). They say which files a dataset has, in which order a sampler will give them, and how
+far the loop is. `file_tables.py` finds the entries of these files in the snapshots of mounts, and
+`announcing.py` announces the orders to the mounts. All work that takes time is done here, beside
+the training processes.
+"""
+
+from .server import Summary, TrainingPlanner
+
+__all__ = ["Summary", "TrainingPlanner"]

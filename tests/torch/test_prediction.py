@@ -1,0 +1,117 @@
+"""The hook foresees what a sampler of torch will give, and leaves no trace."""
+
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import (
+    BatchSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+from torch.utils.data.distributed import DistributedSampler
+
+from diesel_fs.torch.hook.diesel_hook.prediction import predict
+
+KINDS = ("sequential", "random", "replacement", "subset", "weighted", "distributed")
+
+
+def sampler_of(kind: str, count: int, seed: int | None) -> Sampler[int]:
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    data = range(count)
+    match kind:
+        case "sequential":
+            return SequentialSampler(data)
+        case "random":
+            return RandomSampler(data, generator=generator)
+        case "replacement":
+            return RandomSampler(data, replacement=True, num_samples=70, generator=generator)
+        case "subset":
+            return SubsetRandomSampler(range(0, count, 2), generator=generator)
+        case "weighted":
+            return WeightedRandomSampler([1.0 + each for each in data], count, generator=generator)
+        case _:
+            return DistributedSampler(data, 3, 2, seed=seed or 0)
+
+
+def flat(sampler: object) -> list[int]:
+    """What a sampler gives, indices and not batches."""
+    found: list[int] = []
+    assert isinstance(sampler, Sampler)
+    for each in sampler:
+        found += each if isinstance(each, list) else [each]
+    return found
+
+
+@settings(deadline=None)
+@given(
+    kind=st.sampled_from(KINDS),
+    count=st.integers(1, 100),
+    seed=st.none() | st.integers(0, 1 << 30),
+    batch=st.none() | st.integers(1, 40),
+    drop_last=st.booleans(),
+    chance=st.integers(0, 1 << 30),
+)
+def test_the_order_and_all_generators_are_as_without(
+    kind: str, count: int, seed: int | None, batch: int | None, drop_last: bool, chance: int
+) -> None:
+    """`chance` seeds the global generators, from which a sampler without its own draws."""
+
+    def fresh() -> Sampler[int] | BatchSampler:
+        random.seed(chance)
+        np.random.seed(chance % (1 << 32))
+        torch.manual_seed(chance)
+        inner = sampler_of(kind, count, seed)
+        return inner if batch is None else BatchSampler(inner, batch, drop_last)
+
+    untouched = fresh()
+    expected = [flat(untouched), torch.rand(2).tolist(), random.random(), np.random.rand()]
+    sampler = fresh()
+    orders = predict(sampler, 2)
+    assert orders[0].indices.tolist() == expected[0]
+    assert [flat(sampler), torch.rand(2).tolist(), random.random(), np.random.rand()] == expected
+    if batch is not None and expected[0]:
+        assert orders[0].bounds[0] == min(batch, len(orders[0].indices))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", [None, 7])
+def test_further_epochs_are_foreseen_where_they_depend_on_nothing_else(
+    kind: str, seed: int | None
+) -> None:
+    sampler = sampler_of(kind, 50, seed)
+    orders = [each.indices.tolist() for each in predict(sampler, 2)]
+    if seed is None and kind not in ("sequential", "distributed"):
+        assert len(orders) == 1, "the global generator may be used in between"
+        return
+    given = []
+    for epoch in range(3):
+        if isinstance(sampler, DistributedSampler):
+            sampler.set_epoch(epoch)
+        given.append(flat(sampler))
+    assert orders == given
+
+
+def test_a_sampler_that_is_not_known_is_not_iterated() -> None:
+    class Own(Sampler[int]):  # type: ignore[misc]
+        def __iter__(self) -> Iterator[int]:
+            raise AssertionError("it was iterated")
+
+    assert predict(Own(), 1) == []
+    assert predict(BatchSampler(Own(), 3, drop_last=False), 1) == []
+
+    class Derived(SequentialSampler):  # type: ignore[misc]
+        pass
+
+    assert predict(Derived(range(3)), 1) == []
+
+
+def test_a_sampler_that_gives_no_indices_is_left_alone() -> None:
+    assert predict(["a", "b"], 1) == []

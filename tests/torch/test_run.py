@@ -1,0 +1,232 @@
+"""`dlcmd run`: a training command gives the same samples in the same order, and the mount knows it
+beforehand."""
+
+import ast
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import diesel_fs.torch.hook
+from diesel_fs.mounts import stats
+from tests.cli.conftest import Dlcmd, program_environment
+from tests.cli.conftest import dlcmd as dlcmd
+from tests.trees import write
+from tests.waiting import wait_until
+
+HOOK = Path(diesel_fs.torch.hook.__file__).parent
+TRAINING = Path(__file__).with_name("training.py")
+FILES = 200
+DEADLINE_S = 300
+
+
+@pytest.fixture
+def mounted(dlcmd: Dlcmd, tmp_path: Path) -> Iterator[Path]:
+    """A mount of a small dataset."""
+    files = {f"c{n % 5}/{n:04}": bytes([n % 251]) * (1 + 17 * n) for n in range(FILES)}
+    dlcmd("put", "--chunk-size", "64K", write(tmp_path / "src", files), "pets")
+    dlcmd("mount", "pets", tmp_path / "mnt")
+    yield tmp_path / "mnt"
+    dlcmd("umount", "--force", tmp_path / "mnt")
+
+
+def plain_environment() -> dict[str, str]:
+    """The environment of a training command: without the packages of this tree."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+
+def run(
+    *command: str | Path, flags: tuple[str, ...] = (), **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """`dlcmd run` as a program, to its end."""
+    words = [sys.executable, "-m", "dlcmd", *flags, "run", "--", *map(str, command)]
+    return subprocess.run(
+        words, env={**program_environment(), **environment}, text=True, capture_output=True,
+        timeout=DEADLINE_S, check=False,
+    )  # fmt: skip
+
+
+def python(text: str) -> tuple[str, str, str]:
+    return sys.executable, "-c", text
+
+
+@pytest.mark.fuse
+@pytest.mark.parametrize(("workers", "start"), [(0, "fork"), (2, "fork"), (2, "spawn")])
+def test_each_sampler_gives_what_it_gave_and_is_announced(
+    mounted: Path, workers: int, start: str
+) -> None:
+    command = [sys.executable, str(TRAINING), str(mounted), str(workers), start]
+    alone = subprocess.run(
+        command, env=plain_environment(), capture_output=True, text=True,
+        timeout=DEADLINE_S, check=True,
+    )  # fmt: skip
+    joined = run(*command)
+    assert joined.returncode == 0, joined.stderr
+    expected = json.loads(alone.stdout)
+    given = json.loads(joined.stdout)
+    assert given.keys() == expected.keys()
+    for name in expected:
+        assert given[name] == expected[name], name
+    epochs = 2 * len(expected)
+    assert f"announced {epochs} of {epochs} epochs" in joined.stderr
+    assert len(joined.stderr.splitlines()) == 2, "there is nothing to complain of"
+
+
+PLANNED = """
+import json, os, sys, time
+import torch
+class Files(torch.utils.data.Dataset):
+    def __init__(self):
+        self.paths = [os.path.join(a, c) for a, _, b in os.walk(sys.argv[1]) for c in b]
+    def __len__(self): return len(self.paths)
+    def __getitem__(self, index):
+        with open(self.paths[index], "rb") as file: return len(file.read())
+loader = torch.utils.data.DataLoader(Files(), batch_size=10, shuffle=True)
+seen = []
+for epoch in range(2):
+    for number, _ in enumerate(loader):
+        time.sleep(0.05)
+        if number == 10:
+            time.sleep(1.5)
+            with open(sys.argv[1] + "/.diesel/stats") as file:
+                seen.append(json.load(file)["residency"]["streams"])
+print(json.dumps(seen))
+"""
+
+
+@pytest.mark.fuse
+def test_the_mount_follows_the_reader_and_forgets_the_plan_at_the_end(mounted: Path) -> None:
+    joined = run(*python(PLANNED), mounted)
+    assert joined.returncode == 0, joined.stderr
+    for streams in json.loads(joined.stdout):
+        [stream] = streams
+        assert stream["name"].startswith("run:")
+        assert stream["length"] == FILES
+        assert 90 <= stream["position"] <= 130
+    assert "20 batches" not in joined.stderr
+    assert "40 batches: waited" in joined.stderr
+    wait_until(lambda: streams_of(mounted) == [])
+
+
+def streams_of(mounted: Path) -> object:
+    described = stats(mounted)["residency"]
+    assert isinstance(described, dict)
+    return described["streams"]
+
+
+PARTLY = """
+import sys, torch
+class Files(torch.utils.data.Dataset):
+    samples = [(sys.argv[1] + f"/c{n % 5}/{n:04}", 0) for n in range(50)] + [(__file__, 0)] * 50
+    def __len__(self): return len(self.samples)
+    def __getitem__(self, index): return index
+class Unknown(torch.utils.data.Dataset):
+    def __len__(self): return 10
+    def __getitem__(self, index): return index
+class Endless(torch.utils.data.IterableDataset):
+    def __iter__(self): return iter(range(3))
+for data in Files(), Unknown(), Endless(): list(torch.utils.data.DataLoader(data, batch_size=4))
+"""
+
+
+@pytest.mark.fuse
+def test_what_cannot_be_planned_is_said(mounted: Path, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(PARTLY)
+    joined = run(sys.executable, script, mounted)
+    assert joined.returncode == 0, joined.stderr
+    assert "announced 1 of 1 epochs, 50 files" in joined.stderr
+    assert "50 of 100 files of a dataset lie in no mount" in joined.stderr
+    assert "the files of Unknown are not known" in joined.stderr
+    assert "the files of Endless are not known" in joined.stderr
+
+
+def test_exit_codes_and_output_pass_through() -> None:
+    ended = run(*python("import sys; print('out'); sys.exit(7)"))
+    assert (ended.returncode, ended.stdout) == (7, "out\n")
+    assert run(*python("import os; os.kill(os.getpid(), 9)")).returncode == 128 + 9
+    missing = run("/no/such/program")
+    assert missing.returncode == 127
+    assert missing.stderr == (
+        "dlcmd run: cannot start '/no/such/program': No such file or directory\n"
+    )
+    assert run("/etc/passwd").returncode == 126
+    assert run(*python("pass"), flags=("-q",)).stderr == ""
+    assert run().returncode == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_signals_are_passed_on(number: signal.Signals) -> None:
+    program = (
+        "import signal, sys, time\n"
+        "for each in signal.SIGTERM, signal.SIGINT, signal.SIGUSR1:\n"
+        "    signal.signal(each, lambda number, _: sys.exit(number))\n"
+        "print('ready', flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-m", "dlcmd", "run", "--", *python(program)],
+        env=program_environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        process.send_signal(number)
+        assert process.wait(20) == number
+
+
+def test_a_python_that_ignores_the_environment_is_named() -> None:
+    for flag in ("-I", "-E", "-S"):
+        ended = run(sys.executable, flag, "-c", "print(1)")
+        assert (ended.returncode, ended.stdout) == (0, "1\n")
+        assert "no Python process of the command could be joined" in ended.stderr
+    assert "no DataLoader" in run(*python("print(1)")).stderr
+    assert "no Python process" in run("true").stderr
+
+
+def test_another_sitecustomize_runs_and_nothing_is_left_on_the_path(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import builtins; builtins.was_here = 5\n")
+    text = "import sys; print(was_here, [p for p in sys.path if 'hook' in p])"
+    ended = run(*python(text), PYTHONPATH=os.pathsep.join([str(tmp_path), *sys.path]))
+    assert ended.stdout == "5 []\n"
+
+
+def test_a_launcher_that_is_killed_does_not_end_the_command(tmp_path: Path) -> None:
+    """The command goes on without announcing anything."""
+    script, go = tmp_path / "script.py", tmp_path / "go"
+    script.write_text(
+        "import os, time, torch\n"
+        "print(os.getppid(), flush=True)\n"
+        f"while not os.path.exists({str(go)!r}): time.sleep(0.05)\n"
+        "print(len(list(torch.utils.data.DataLoader(range(40), shuffle=True))), flush=True)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-m", "dlcmd", "run", "--", sys.executable, str(script)],
+        env=program_environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        assert int(process.stdout.readline()) == process.pid
+        process.kill()
+        wait_until(lambda: process.poll() is not None)
+        go.touch()
+        assert process.stdout.readline() == b"40\n"
+
+
+def test_the_hook_needs_python_3_9_and_its_standard_library_only() -> None:
+    paths = sorted(HOOK.rglob("*.py"))
+    assert len(paths) > 5
+    for path in paths:
+        tree = ast.parse(path.read_text(), feature_version=(3, 9))
+        for node in ast.walk(tree):
+            assert not isinstance(node, ast.Match), path
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                names = [str(node.module)]
+            for name in names:
+                assert name.partition(".")[0] in sys.stdlib_module_names, (path, name)

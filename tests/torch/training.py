@@ -1,0 +1,121 @@
+"""A training script that knows nothing of DIESEL-FS: `training.py ROOT WORKERS START`.
+
+It iterates loaders with samplers of each kind, twice each, and prints as JSON which files they gave
+and the states of the random generators afterwards.
+"""
+
+import json
+import os
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    RandomSampler,
+    Sampler,
+    Subset,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+from torch.utils.data.distributed import DistributedSampler
+
+BATCH = 16
+
+
+class Folder(Dataset[tuple[str, int]]):  # type: ignore[misc]
+    """All files below a folder, as torchvision's `DatasetFolder` lists them."""
+
+    def __init__(self, root: str) -> None:
+        found = [os.path.join(folder, name) for folder, _, names in os.walk(root) for name in names]
+        self.samples = [(path, 0) for path in sorted(found)]
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> tuple[str, int]:
+        path, _ = self.samples[index]
+        with open(path, "rb") as file:
+            return os.path.basename(path), sum(file.read())
+
+
+class InPlace(Sampler[int]):  # type: ignore[misc]
+    """A sampler of the user's own, which changes when it is iterated."""
+
+    def __init__(self, count: int) -> None:
+        self.order = list(range(count))
+
+    def __iter__(self) -> Iterator[int]:
+        random.shuffle(self.order)
+        return iter(self.order)
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+
+def loaders(
+    files: Folder, workers: int, start: str | None
+) -> Iterator[tuple[str, DataLoader[object]]]:
+    """Loaders by name, each with a sampler of another kind."""
+    count = len(files)
+    own = torch.Generator().manual_seed(3)
+    parts = ConcatDataset([Subset(files, range(0, count, 3)), Subset(files, range(1, count, 3))])
+
+    def loader(
+        data: object = files, batch: int | None = BATCH, **named: object
+    ) -> DataLoader[object]:
+        context = start if workers else None
+        return DataLoader(
+            data, batch_size=batch, num_workers=workers, multiprocessing_context=context,
+            **named,
+        )  # fmt: skip
+
+    yield "sequential", loader()
+    yield "random", loader(shuffle=True)
+    yield "random, last dropped", loader(shuffle=True, drop_last=True)
+    yield "own generator", loader(shuffle=True, generator=own)
+    yield "shared generator", loader(sampler=RandomSampler(files, generator=own))
+    drawn = RandomSampler(files, replacement=True, num_samples=100, generator=own)
+    yield "replacement", loader(sampler=drawn)
+    yield "subset", loader(sampler=SubsetRandomSampler(range(0, count, 2)))
+    yield "weighted", loader(sampler=WeightedRandomSampler([1.0, 2.0] * (count // 2), count))
+    yield "distributed", loader(sampler=DistributedSampler(files, 3, 1, seed=4))
+    yield "parts", loader(parts, shuffle=True)
+    yield "in place", loader(sampler=InPlace(count))
+    batches = BatchSampler(RandomSampler(files), 7, drop_last=False)
+    yield "batches", loader(batch=1, batch_sampler=batches)
+    yield "no batches", loader(batch=None, sampler=RandomSampler(files))
+    yield "a list", loader(batch=None, sampler=[5, 3, 1])
+    if workers:
+        yield "persistent", loader(shuffle=True, persistent_workers=True)
+
+
+def states() -> Sequence[object]:
+    """What the generators give next."""
+    return [random.random(), np.random.rand(), torch.rand(2).tolist()]
+
+
+def main() -> None:
+    root, workers, start = sys.argv[1:]
+    seeds: list[Callable[[int], object]] = [random.seed, np.random.seed, torch.manual_seed]
+    for seed in seeds:
+        seed(5)
+    said: dict[str, object] = {}
+    for name, loader in loaders(Folder(root), int(workers), start):
+        given = []
+        for epoch in range(2):
+            if isinstance(loader.sampler, DistributedSampler):
+                loader.sampler.set_epoch(epoch)
+            given += [[names, torch.as_tensor(sums).tolist()] for names, sums in loader]
+            torch.rand(1)
+        said[name] = [given, states()]
+    print(json.dumps(said))
+
+
+if __name__ == "__main__":
+    main()
