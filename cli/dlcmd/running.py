@@ -12,7 +12,7 @@ import click
 
 import diesel_fs.torch.hook
 from diesel_fs.torch.hook.diesel_hook import VARIABLE
-from diesel_fs.torch.planner import Summary, TrainingPlanner
+from diesel_fs.torch.planner import TrainingPlanner
 
 from .options import global_flags, verb
 
@@ -24,7 +24,6 @@ _FORWARDED = (
     signal.SIGCONT, signal.SIGWINCH,
 )  # fmt: skip
 _FROM_KERNEL = 0x80  # `si_code`: the terminal has sent it to the command as well
-_NOTES_MAX = 5
 
 
 @verb("run")
@@ -54,39 +53,9 @@ def run(ahead: int, command: tuple[str, ...]) -> None:
             environment = _environment(os.environ, planner.environment(ahead=ahead))
             code = _run(command, environment, planner)
         if not global_flags().quiet and code not in (NOT_EXECUTABLE, NOT_FOUND):
-            for line in summary_lines(planner.summary):
+            for line in planner.summary.lines():
                 sys.stderr.write(f"dlcmd run: {line}\n")
     raise click.exceptions.Exit(code)
-
-
-def summary_lines(summary: Summary) -> Sequence[str]:
-    """What a user should know at the end."""
-    lines = []
-    if not summary.processes:
-        lines.append(
-            "no Python process of the command could be joined: it has none, or runs it with"
-            " -I, -E or -S, or without PYTHONPATH"
-        )
-    elif not summary.epochs:
-        lines.append("no DataLoader has read files in a known order: nothing was announced")
-    elif not summary.planned_epochs:
-        lines.append("no file that was read lies in a mount: nothing was announced")
-    else:
-        lines.append(
-            f"announced {summary.planned_epochs} of {summary.epochs} epochs,"
-            f" {summary.files:,} files"
-        )
-    total_s = summary.waited_s + summary.computed_s
-    if summary.batches and total_s:
-        lines.append(
-            f"{summary.batches:,} batches: waited {summary.waited_s:.1f} s for data"
-            f" ({summary.waited_s / total_s:.1%} of {total_s:.1f} s)"
-        )
-    shown = summary.notes.most_common(_NOTES_MAX)
-    lines += [text + (f" ({count} times)" if count > 1 else "") for text, count in shown]
-    if len(summary.notes) > len(shown):
-        lines.append(f"and {len(summary.notes) - len(shown)} more notes")
-    return lines
 
 
 def _environment(inherited: Mapping[str, str], settings: str) -> dict[str, str]:

@@ -7,12 +7,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import diesel_fs.torch.hook
+from diesel_fs.errors import UsageError
 from diesel_fs.mounts import stats
 from tests.cli.conftest import Dlcmd, program_environment
 from tests.cli.conftest import dlcmd as dlcmd
@@ -117,6 +119,106 @@ def streams_of(mounted: Path) -> object:
     described = stats(mounted)["residency"]
     assert isinstance(described, dict)
     return described["streams"]
+
+
+JOINED = """
+import sys
+import diesel_fs.torch
+diesel_fs.torch.join()
+diesel_fs.torch.join()
+exec(sys.argv[2])
+"""
+
+
+@pytest.mark.fuse
+def test_a_script_can_join_by_itself(mounted: Path) -> None:
+    ended = subprocess.run(
+        [*python(JOINED), mounted, PLANNED], env=program_environment(), text=True,
+        capture_output=True, timeout=DEADLINE_S, check=True,
+    )  # fmt: skip
+    assert [len(streams) for streams in json.loads(ended.stdout)] == [1, 1]
+    assert f"announced 2 of 2 epochs, {2 * FILES} files" in ended.stderr
+    wait_until(lambda: streams_of(mounted) == [])
+
+
+def test_joining_refuses_a_bad_number() -> None:
+    for ahead in (-1, 8):
+        with pytest.raises(UsageError, match="bad ahead"):
+            diesel_fs.torch.join(ahead=ahead)
+
+
+@pytest.mark.fuse
+def test_opening_files_in_a_tree_of_fuse_asks_for_no_terminal(
+    dlcmd: Dlcmd, tmp_path: Path, mounted: Path
+) -> None:
+    """`open` gives the same as without; bad arguments are the same errors."""
+    at = tmp_path / "fuse"
+    dlcmd("mount", "--session", "kernel", "pets", at)
+    try:
+        text = (
+            "import os, sys; from pathlib import Path\n"
+            "os.chdir(sys.argv[1])\n"
+            "paths = [f'c{n % 5}/{n:04}' for n in range(200)]\n"
+            "whole = [open(sys.argv[1] + '/' + p, 'rb').read() for p in paths]\n"
+            "assert whole == [open(p.encode(), mode='rb').read() for p in paths]\n"
+            "assert whole == [Path(p).read_bytes() for p in paths]\n"
+            "assert whole[66].decode() == open(paths[66], encoding='ascii').read() != ''\n"
+            "with open(os.open(paths[3], os.O_RDONLY), 'rb') as f: assert f.read() == whole[3]\n"
+            "for bad in (['c0/none'], ['c0/0000', 'w'], ['c0/0000', 'q'], [None], [1.5]):\n"
+            "    try: open(*bad)\n"
+            "    except Exception as error: print(type(error).__name__, error)\n"
+        )
+        joined = run(*python(text), at)
+        assert joined.returncode == 0, joined.stderr
+        time.sleep(1.5)  # statistics may be a second old
+        assert ioctls_of(at) < 20
+        alone = subprocess.run([*python(text), at], capture_output=True, text=True, check=True)
+        assert joined.stdout == alone.stdout
+        if sys.version_info < (3, 14):
+            wait_until(lambda: ioctls_of(at) >= 600)
+    finally:
+        dlcmd("umount", "--force", at)
+
+
+def ioctls_of(mounted: Path) -> int:
+    counted = stats(mounted)["requests"]
+    assert isinstance(counted, dict)
+    return int(counted.get("ioctl", 0))
+
+
+RANKS = """
+import os, sys, torch
+import torch.distributed as dist
+from torch.utils.data.distributed import DistributedSampler
+class Files(torch.utils.data.Dataset):
+    samples = [(sys.argv[1] + f"/c{n % 5}/{n:04}", 0) for n in range(200)]
+    def __len__(self): return len(self.samples)
+    def __getitem__(self, index):
+        with open(self.samples[index][0], "rb") as file: file.read()
+        return index
+dist.init_process_group("gloo")
+sampler = DistributedSampler(Files(), seed=3)
+loader = torch.utils.data.DataLoader(Files(), batch_size=10, sampler=sampler, num_workers=1)
+for epoch in range(2):
+    sampler.set_epoch(epoch)
+    mine = torch.cat(list(loader))
+    assert mine.tolist() == list(iter(sampler))
+    all_of_them = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(all_of_them, mine)
+    assert sorted(torch.cat(all_of_them).tolist()) == list(range(200))
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.fuse
+def test_the_ranks_of_torchrun_are_joined(mounted: Path, tmp_path: Path) -> None:
+    script = tmp_path / "ranks.py"
+    script.write_text(RANKS)
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    joined = run(sys.executable, *torchrun, script, mounted)
+    assert joined.returncode == 0, joined.stderr
+    assert f"announced 4 of 4 epochs, {2 * FILES} files" in joined.stderr
+    assert "40 batches" in joined.stderr
 
 
 PARTLY = """

@@ -6,8 +6,11 @@ import socket
 import struct
 import threading
 from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,6 +20,9 @@ from .file_tables import Entries, FileTable, MountedFiles, concatenated
 
 _LENGTHS = struct.Struct("<IQ")  # as in the hook's `link.py`
 _BODY_BYTES_MAX, _PAYLOAD_BYTES_MAX = 1 << 20, 1 << 30
+
+_NOTES_MAX = 5
+_END_S = 20.0  # for what is left to announce at the end; a mount may be slow
 
 Said = dict[str, object]
 
@@ -41,6 +47,41 @@ class Summary:
     notes: Counter[str] = field(default_factory=Counter)
     """What the user should know; how often it was said."""
 
+    def lines(self) -> Sequence[str]:
+        """What a user should know at the end."""
+        lines = []
+        if not self.processes:
+            lines.append(
+                "no Python process of the command could be joined: it has none, or runs it with"
+                " -I, -E or -S, or without PYTHONPATH"
+            )
+        elif not self.epochs:
+            lines.append("no DataLoader has read files in a known order: nothing was announced")
+        elif not self.planned_epochs:
+            lines.append("no file that was read lies in a mount: nothing was announced")
+        else:
+            lines.append(
+                f"announced {self.planned_epochs} of {self.epochs} epochs, {self.files:,} files"
+            )
+        total_s = self.waited_s + self.computed_s
+        if self.batches and total_s:
+            lines.append(
+                f"{self.batches:,} batches: waited {self.waited_s:.1f} s for data"
+                f" ({self.waited_s / total_s:.1%} of {total_s:.1f} s)"
+            )
+        shown = self.notes.most_common(_NOTES_MAX)
+        lines += [text + (f" ({count} times)" if count > 1 else "") for text, count in shown]
+        if len(self.notes) > len(shown):
+            lines.append(f"and {len(self.notes) - len(shown)} more notes")
+        return lines
+
+
+class _Served(NamedTuple):
+    """A process that has connected."""
+
+    thread: threading.Thread
+    connected: socket.socket
+
 
 class TrainingPlanner:
     """Announces what training processes will read, while it is open. A context manager."""
@@ -55,7 +96,7 @@ class TrainingPlanner:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(str(self.socket_path))
         self._listener.listen(64)
-        self._threads: list[threading.Thread] = []
+        self._served: list[_Served] = []
         self._accepting = threading.Thread(target=self._accept, name="accept", daemon=True)
 
     def start(self) -> None:
@@ -80,8 +121,11 @@ class TrainingPlanner:
         if self._accepting.ident is not None:
             self._accepting.join()
         self._listener.close()
-        for each in self._threads:  # each ends with its process
-            each.join(1.0)
+        for served in self._served:  # what has been sent is still received
+            with suppress(OSError):
+                served.connected.shutdown(socket.SHUT_RD)
+        for served in self._served:
+            served.thread.join(_END_S)
         self._controls.forget()
 
     def _accept(self) -> None:
@@ -91,7 +135,7 @@ class TrainingPlanner:
             except OSError:
                 return
             thread = threading.Thread(target=self._serve, args=[connected], daemon=True)
-            self._threads.append(thread)
+            self._served.append(_Served(thread, connected))
             thread.start()
 
     def _serve(self, connected: socket.socket) -> None:

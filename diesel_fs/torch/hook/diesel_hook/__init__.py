@@ -28,6 +28,11 @@ def install_from_environment() -> None:
             return
 
 
+def has_joined() -> bool:
+    """Whether this process announces what it will read."""
+    return bool(_links)
+
+
 def install(socket_path: str, ahead: int, fuse_trees: list[str]) -> None:
     """Have this process announce what it will read.
 

@@ -10,7 +10,6 @@ import json
 import os
 import socket
 import struct
-import sys
 import threading
 
 _LENGTHS = struct.Struct("<IQ")
@@ -53,11 +52,7 @@ class Link:
             made.settimeout(_SEND_S)
             made.connect(self._path)
             self._socket, self._owner = made, os.getpid()
-            about = {
-                "do": "process", "pid": os.getpid(), "cwd": os.getcwd(),
-                "rank": os.environ.get("RANK", ""), "python": sys.version.split()[0],
-            }  # fmt: skip
-            body = json.dumps(about).encode()
+            body = json.dumps({"do": "process", "cwd": os.getcwd()}).encode()
             made.sendall(_LENGTHS.pack(len(body), 0) + body)
         return self._socket
 

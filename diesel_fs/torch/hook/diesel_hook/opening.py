@@ -2,7 +2,7 @@
 
 `open(path, "rb")` asks whether the file is a terminal, unless it is told a size for its buffer. On
 a tree of FUSE this question goes to the mount, and costs more than all the rest of `open`. So
-`open` gets the size that it would choose itself; nothing else about the call changes.
+`open` gets the usual size; nothing else about the call changes.
 """
 
 from __future__ import annotations
