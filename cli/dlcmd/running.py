@@ -4,9 +4,7 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import click
 
@@ -48,13 +46,12 @@ def run(ahead: int, command: tuple[str, ...]) -> None:
       dlcmd run -- torchrun --nproc-per-node 4 train.py
       dlcmd run --ahead 0 -- ./train.sh
     """
-    with tempfile.TemporaryDirectory(prefix="diesel-run-") as folder:
-        with TrainingPlanner(Path(folder)) as planner:
-            environment = _environment(os.environ, planner.environment(ahead=ahead))
-            code = _run(command, environment, planner)
-        if not global_flags().quiet and code not in (NOT_EXECUTABLE, NOT_FOUND):
-            for line in planner.summary.lines():
-                sys.stderr.write(f"dlcmd run: {line}\n")
+    with TrainingPlanner() as planner:
+        environment = _environment(os.environ, planner.environment(ahead=ahead))
+        code = _run(command, environment, planner)
+    if not global_flags().quiet and code not in (NOT_EXECUTABLE, NOT_FOUND):
+        for line in planner.summary.lines():
+            sys.stderr.write(f"dlcmd run: {line}\n")
     raise click.exceptions.Exit(code)
 
 

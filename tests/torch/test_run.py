@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -260,6 +261,17 @@ def test_exit_codes_and_output_pass_through() -> None:
     assert run("/etc/passwd").returncode == 126
     assert run(*python("pass"), flags=("-q",)).stderr == ""
     assert run().returncode == 2
+
+
+def test_a_long_temporary_folder_and_what_is_left_in_one(tmp_path: Path) -> None:
+    """The path of a socket has 107 bytes at most."""
+    deep, flat = tmp_path / ("x" * 120), Path(tempfile.mkdtemp(prefix="flat"))
+    deep.mkdir()
+    for folder in (deep, flat):
+        ended = run(*python("import os; print(os.environ['DIESEL_JOIN'])"), TMPDIR=str(folder))
+        assert (json.loads(ended.stdout)["socket"].startswith(str(folder))) == (folder == flat)
+        assert os.listdir(folder) == []
+    flat.rmdir()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])

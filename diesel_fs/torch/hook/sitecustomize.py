@@ -2,6 +2,7 @@
 
 import os
 import sys
+from contextlib import suppress
 from importlib import import_module, machinery, util
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
@@ -16,9 +17,8 @@ def _run_the_hidden_one() -> None:
         spec.loader.exec_module(module)
 
 
-try:
+with suppress(Exception):  # as in a Python that is too old: it runs as it would without us
     import_module("diesel_hook").install_from_environment()
-finally:
-    # The folder has done its work: nothing in it can hide a module of the user's.
-    sys.path[:] = [each for each in sys.path if os.path.abspath(each or ".") != _HERE]
-    _run_the_hidden_one()
+# The folder has done its work: nothing in it can hide a module of the user's.
+sys.path[:] = [each for each in sys.path if os.path.abspath(each or ".") != _HERE]
+_run_the_hidden_one()

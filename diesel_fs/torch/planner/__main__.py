@@ -5,22 +5,19 @@ ends with the process that has started it, when its standard input ends.
 """
 
 import sys
-import tempfile
-from pathlib import Path
 
 from .server import TrainingPlanner
 
 
 def main() -> None:
     """Serve until the standard input ends; then say what could not be planned."""
-    with tempfile.TemporaryDirectory(prefix="diesel-join-") as folder:
-        with TrainingPlanner(Path(folder)) as planner:
-            planner.start()
-            sys.stdout.write(planner.environment(ahead=int(sys.argv[1])) + "\n")
-            sys.stdout.flush()
-            sys.stdin.read()
-        for line in planner.summary.lines():
-            sys.stderr.write(f"diesel_fs.torch: {line}\n")
+    with TrainingPlanner() as planner:
+        planner.start()
+        sys.stdout.write(planner.environment(ahead=int(sys.argv[1])) + "\n")
+        sys.stdout.flush()
+        sys.stdin.read()
+    for line in planner.summary.lines():
+        sys.stderr.write(f"diesel_fs.torch: {line}\n")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import json
 import os
 import socket
 import struct
+import tempfile
 import threading
 from collections import Counter
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ _LENGTHS = struct.Struct("<IQ")  # as in the hook's `link.py`
 _BODY_BYTES_MAX, _PAYLOAD_BYTES_MAX = 1 << 20, 1 << 30
 
 _NOTES_MAX = 5
+_TEMPORARY_CHARACTERS_MAX = 70  # the path of a socket has 107 bytes at most
 _END_S = 20.0  # for what is left to announce at the end; a mount may be slow
 
 Said = dict[str, object]
@@ -86,9 +88,12 @@ class _Served(NamedTuple):
 class TrainingPlanner:
     """Announces what training processes will read, while it is open. A context manager."""
 
-    def __init__(self, folder: Path) -> None:
-        """`folder` is private to this user; the socket is made in it."""
-        self.socket_path = folder / "join"
+    def __init__(self) -> None:
+        """The socket lies in a new folder that is private to this user. Raises OSError."""
+        is_long = len(tempfile.gettempdir()) > _TEMPORARY_CHARACTERS_MAX
+        place = "/tmp" if is_long else None  # noqa: S108 (the new folder in it is private)
+        self._folder = tempfile.TemporaryDirectory(prefix="diesel-run-", dir=place)
+        self.socket_path = Path(self._folder.name) / "join"
         self.summary = Summary()
         self._files = MountedFiles()
         self._controls = Controls()
@@ -127,6 +132,7 @@ class TrainingPlanner:
         for served in self._served:
             served.thread.join(_END_S)
         self._controls.forget()
+        self._folder.cleanup()
 
     def _accept(self) -> None:
         while True:
