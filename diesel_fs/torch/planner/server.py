@@ -2,6 +2,7 @@
 
 import json
 import os
+import queue
 import socket
 import struct
 import tempfile
@@ -145,7 +146,30 @@ class TrainingPlanner:
             thread.start()
 
     def _serve(self, connected: socket.socket) -> None:
+        """Receive what a process sends, and have another thread work on it: a process never waits
+        for a mount."""
+        received: queue.SimpleQueue[tuple[Said, bytes] | None] = queue.SimpleQueue()
+        working = threading.Thread(target=self._work, args=[received], daemon=True)
+        working.start()
+        try:
+            self._receive(connected, received)
+        finally:
+            received.put(None)
+            working.join()
+
+    def _work(self, received: "queue.SimpleQueue[tuple[Said, bytes] | None]") -> None:
         process = _Process(self._files, self._controls, self.summary)
+        while (message := received.get()) is not None:
+            with self._lock:
+                process.handle(*message)
+        with self._lock:
+            process.end()
+
+    def _receive(
+        self,
+        connected: socket.socket,
+        received: "queue.SimpleQueue[tuple[Said, bytes] | None]",
+    ) -> None:
         with connected, connected.makefile("rb") as stream:
             while head := stream.read(_LENGTHS.size):
                 if len(head) < _LENGTHS.size:
@@ -156,10 +180,7 @@ class TrainingPlanner:
                 body, payload = stream.read(body_bytes), stream.read(payload_bytes)
                 if len(body) < body_bytes or len(payload) < payload_bytes:
                     break
-                with self._lock:
-                    process.handle(json.loads(body), payload)
-        with self._lock:
-            process.end()
+                received.put((json.loads(body), payload))
 
 
 class _Process:
@@ -217,6 +238,9 @@ class _Process:
                 assert isinstance(of, list)
                 tables = [self._tables[_whole(each)] for each in of]
                 self._tables[_whole(said["dataset"])] = concatenated(tables)
+            case "forget":
+                self._tables.pop(_whole(said["dataset"]), None)
+                self._filled.pop(_whole(said["dataset"]), None)
             case "order":
                 self._order(said, _indices(payload))
             case "more":

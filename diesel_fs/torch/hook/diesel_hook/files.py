@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import weakref
+from array import array
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from itertools import islice
 
 from .link import Link
@@ -19,19 +22,29 @@ class Datasets:
 
     def __init__(self, link: Link) -> None:
         self._link = link
-        self._known: dict[int, tuple[object, int, int]] = {}  # by id: dataset, its size, its number
+        self._known: dict[int, tuple[weakref.ref[object], int, int]] = {}  # by id
+        """Of each dataset: a reference that does not keep it, its size, and its number."""
+
         self._count = 0
 
     def number_of(self, dataset: object) -> int | None:
         """The number by which the launcher knows a dataset; None where its files are not known."""
+        self._forget_gone()
         size = _size(dataset)
         known = self._known.get(id(dataset))
-        if known is not None and known[0] is dataset and known[1] == size:
+        if known is not None and known[0]() is dataset and known[1] == size:
             return known[2]
         number = self._told(dataset, size)
         if number is not None:
-            self._known[id(dataset)] = dataset, size, number
+            with suppress(TypeError):  # of a class without references: it is told each time
+                self._known[id(dataset)] = weakref.ref(dataset), size, number
         return number
+
+    def _forget_gone(self) -> None:
+        for key, (reference, _, number) in list(self._known.items()):
+            if reference() is None:
+                del self._known[key]
+                self._link.send({"do": "forget", "dataset": number})
 
     def _told(self, dataset: object, size: int) -> int | None:
         name = type(dataset).__name__
@@ -58,8 +71,6 @@ class Datasets:
         of = self.number_of(inner)
         if of is None:
             return None
-        from array import array  # noqa: PLC0415
-
         return self._next({"do": "subset", "of": of}, memoryview(array("q", map(int, indices))))
 
     def _files(self, paths: Iterable[str], size: int) -> int:

@@ -41,6 +41,8 @@ class Link:
                     connected.sendall(payload)
         except OSError:
             self._is_lost = True
+            if self._socket is not None:
+                self._socket.close()
 
     def note(self, text: str) -> None:
         """Have the launcher tell the user something at the end. The same text is told once."""
@@ -49,9 +51,9 @@ class Link:
     def _connected(self) -> socket.socket:
         if self._socket is None or self._owner != os.getpid():
             made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self._socket, self._owner = made, os.getpid()
             made.settimeout(_SEND_S)
             made.connect(self._path)
-            self._socket, self._owner = made, os.getpid()
             body = json.dumps({"do": "process", "cwd": os.getcwd()}).encode()
             made.sendall(_LENGTHS.pack(len(body), 0) + body)
         return self._socket

@@ -26,6 +26,7 @@ from .prediction import Order, predict
 
 _MODULE = "torch.utils.data.dataloader"
 _PROGRESS_S = 0.1  # between two messages about the position
+_MORE_S = 0.02  # between two messages about what a sampler has given that could not be foreseen
 
 _expected = threading.local()  # `pair`: the sampler that torch is about to iterate, and its epoch
 _epochs: weakref.WeakKeyDictionary[object, Epoch] = weakref.WeakKeyDictionary()  # by iterator
@@ -79,6 +80,8 @@ class Epoch:
         self._order: Order | None = None  # what the sampler is expected to give
         self._drawn = Order()
         self._received = self._sent = 0  # batches
+        self._drawn_sent = 0  # indices, where the order is not known
+        self._drawn_s = 0.0
         self._waited_s = self._computed_s = 0.0
         self._left_s = 0.0  # when the loop got its last batch
         self._told_s = time.monotonic()
@@ -106,13 +109,22 @@ class Epoch:
         drawn, position = self._drawn, len(self._drawn.indices)
         if self._dataset is None or not drawn.append(element):
             return
-        new = drawn.indices[position:]
         if self._order is not None:
+            new = drawn.indices[position:]
             if self._order.indices[position : position + len(new)] == new:
                 return
             self._order = None
+            self._drawn_sent = position
             self._link.send({"do": "cut", "position": position, **self._names})
-        self._link.send({"do": "more", **self._names}, memoryview(new))
+        if time.monotonic() - self._drawn_s >= _MORE_S:
+            self._send_drawn()
+
+    def _send_drawn(self) -> None:
+        """Send what the sampler has given, where that was not foreseen."""
+        if self._order is None and self._drawn_sent < len(self._drawn.indices):
+            new = self._drawn.indices[self._drawn_sent :]
+            self._drawn_sent, self._drawn_s = len(self._drawn.indices), time.monotonic()
+            self._link.send({"do": "more", **self._names}, memoryview(new))
 
     def received(self, before_s: float, after_s: float) -> None:
         """The loop has got a batch, for which it asked at `before_s`."""
@@ -123,10 +135,14 @@ class Epoch:
         self._left_s = after_s
         if after_s - self._told_s >= _PROGRESS_S:
             self.tell(after_s)
+        elif after_s - self._drawn_s >= _MORE_S and self._dataset is not None:
+            self._send_drawn()
 
     def tell(self, now_s: float, *, is_over: bool = False) -> None:
         """Send how far the loop is."""
         self._told_s = now_s
+        if self._dataset is not None:
+            self._send_drawn()
         bounds = self._drawn.bounds or range(1, len(self._drawn.indices) + 1)
         position = bounds[min(self._received, len(bounds)) - 1] if self._received and bounds else 0
         self._link.send(

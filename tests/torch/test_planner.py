@@ -1,0 +1,83 @@
+"""The launcher's side: what training processes say, whatever mounts do."""
+
+import threading
+from array import array
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diesel_fs.torch.hook.diesel_hook.link import Link
+from diesel_fs.torch.planner import TrainingPlanner, server
+from diesel_fs.torch.planner.file_tables import FileTable, concatenated
+from tests.waiting import wait_until
+
+HOPE_S = 30.0
+
+
+def test_a_process_never_waits_for_a_mount(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here the mount never answers; what was sent is handled later, in its order."""
+    goes_on, handled = threading.Event(), list[object]()
+
+    def handle(_: object, said: dict[str, object], payload: bytes) -> None:
+        goes_on.wait(HOPE_S)
+        handled.append((said.get("number"), len(payload)))
+
+    monkeypatch.setattr(server._Process, "handle", handle)
+    with TrainingPlanner() as planner:
+        planner.start()
+        link = Link(str(planner.socket_path))
+
+        def send() -> None:
+            for number in range(100):
+                link.send({"do": "more", "number": number}, memoryview(array("q", [1] * 10_000)))
+
+        sending = threading.Thread(target=send)
+        sending.start()
+        sending.join(HOPE_S / 2)
+        assert not sending.is_alive()
+        goes_on.set()
+    assert handled == [(None, 0), *((number, 80_000) for number in range(100))]
+
+
+def test_messages_without_meaning_are_noted() -> None:
+    with TrainingPlanner() as planner:
+        planner.start()
+        link = Link(str(planner.socket_path))
+        link.send({"do": "more", "stream": "none"})
+        link.send({"do": "paths", "dataset": 3}, b"/a")
+        link.send({"do": "subset", "dataset": 1, "of": "x"}, b"123")
+        link.send({"no": "verb"})
+        link.note("a word")
+        wait_until(lambda: planner.summary.notes["a word"])
+    assert sum("has no meaning" in note for note in planner.summary.notes) == 4
+    assert len(planner.summary.lines()) == 6
+
+
+def test_a_launcher_that_is_gone_is_no_error(tmp_path: Path) -> None:
+    link = Link(str(tmp_path / "none"))
+    for _ in range(3):
+        link.send({"do": "hello"})
+
+
+numbers = st.lists(st.integers(-1, 40), max_size=30)
+
+
+@given(st.dictionaries(st.sampled_from("ab"), numbers), st.lists(st.integers(-40, 40)))
+def test_subsets_and_concatenations_are_those_of_lists(
+    columns: dict[str, list[int]], indices: list[int]
+) -> None:
+    """As Python's own lists: negative indices count from the end, others are nobody's."""
+    size = max(map(len, columns.values()), default=5)
+    padded = {name: each + [-1] * (size - len(each)) for name, each in columns.items()}
+    table = FileTable(size, {name: np.array(each, np.int64) for name, each in padded.items()})
+    some = table.subset(np.array(indices, np.int64))
+    for name, column in padded.items():
+        expected = [column[each] if -size <= each < size else -1 for each in indices]
+        assert some.entries[name].tolist() == expected
+    both = concatenated([table, some, FileTable(3)])
+    assert both.size == size + len(indices) + 3
+    for name, column in padded.items():
+        assert both.entries[name].tolist() == column + some.entries[name].tolist() + [-1] * 3
