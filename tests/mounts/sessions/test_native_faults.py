@@ -111,7 +111,7 @@ def unpushed(
 def test_a_stopped_server_lets_resident_files_be_read(unpushed: tuple[LiveMount, int]) -> None:
     """And everything that the tree says. Others get an error when the watchdog has ended it."""
     mounted, server = unpushed
-    with silence():
+    with silence(), locked_in_memory(mounted):
         os.kill(server, signal.SIGSTOP)
         read_resident(mounted)
         assert len(os.listdir(mounted.at / "folder")) == FILES
