@@ -22,13 +22,13 @@ from ..cache.tiers import CacheHandle
 from .wire import PART, PARTS_BYTES_MAX, Sizes
 
 LOAN_REQUESTS = 16
-"""A chunk that is read as often is worth a look whether it should come to memory."""
+"""After so many requests the control plane decides whether the chunk should come to memory."""
 
 LOAN_S = 60.0
-"""As long the file of a chunk that was removed may take its room on the disk."""
+"""The file of a chunk that was removed takes room on the disk for at most so long."""
 
 LOANS_MAX = 256
-"""Descriptors for that; of more chunks the file that was lent first is taken back."""
+"""So many files are lent at once. For one more, the file that was lent first is taken back."""
 
 FROM_FILES_BYTES_MAX = 8 << 20
 """A request for more is not answered from files: it takes memory, and other connections wait."""

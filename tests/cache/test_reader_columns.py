@@ -2,6 +2,7 @@
 the parts arrive in, each file gets its own bytes, and only what is unchecked is checked."""
 
 from collections.abc import Iterator
+from types import ModuleType
 from uuid import UUID
 
 import numpy as np
@@ -95,16 +96,22 @@ def test_each_file_gets_its_bytes_from_whatever_group(
     assert columns.parts, "parts were asked for"
 
 
-def test_only_unchecked_groups_are_checked(
-    store: Counting, view: Snapshot, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def counted_hashes(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> list[int]:
+    """The sizes of what a module hashes from now on."""
     hashed: list[int] = []
 
-    def counted(content: memoryview) -> int:
+    def counted(content: Bytes) -> int:
         hashed.append(len(content))
         return xxhash.xxh3_64_intdigest(content)
 
-    monkeypatch.setattr(reader_module, "xxh3_64_intdigest", counted)
+    monkeypatch.setattr(module, "xxh3_64_intdigest", counted)
+    return hashed
+
+
+def test_only_unchecked_groups_are_checked(
+    store: Counting, view: Snapshot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed = counted_hashes(monkeypatch, reader_module)
     columns = Columns(store, view, groups=4)
     columns.checks = True
     rows = np.array([view.lookup(f"n{number:03}".encode()) for number in range(40)])
@@ -253,13 +260,7 @@ def test_B3_parts_that_came_before_a_lost_chunk_are_not_asked_for_again(
 def test_a_unit_whose_parts_are_checked_is_not_hashed_again(
     store: Counting, view: Snapshot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hashed: list[int] = []
-
-    def counted(content: Bytes) -> int:
-        hashed.append(len(content))
-        return xxhash.xxh3_64_intdigest(content)
-
-    monkeypatch.setattr(coalescing_module, "xxh3_64_intdigest", counted)
+    hashed = counted_hashes(monkeypatch, coalescing_module)
     columns = Columns(store, view, groups=4)
     columns.checks = True
     reader = CoalescingReader(view, columns, limits=ReadLimits(batched_gap_bytes=0))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from diesel_fs.torch.hook.diesel_hook.link import Link
 from diesel_fs.torch.planner import TrainingPlanner, server
-from diesel_fs.torch.planner.file_tables import FileTable, concatenated
+from diesel_fs.torch.planner.file_tables import FileTable, ShownVersion, concatenated
 from tests.waiting import wait_until
 
 HOPE_S = 30.0
@@ -72,12 +72,16 @@ def test_subsets_and_concatenations_are_those_of_lists(
     """As Python's own lists: negative indices count from the end, others are nobody's."""
     size = max(map(len, columns.values()), default=5)
     padded = {name: each + [-1] * (size - len(each)) for name, each in columns.items()}
-    table = FileTable(size, {name: np.array(each, np.int64) for name, each in padded.items()})
+    shown = {name: ShownVersion(name, "", 1) for name in padded}
+    table = FileTable(size, {shown[name]: np.array(each) for name, each in padded.items()})
     some = table.subset(np.array(indices, np.int64))
     for name, column in padded.items():
         expected = [column[each] if -size <= each < size else -1 for each in indices]
-        assert some.entries[name].tolist() == expected
+        assert some.entries[shown[name]].tolist() == expected
     both = concatenated([table, some, FileTable(3)])
     assert both.size == size + len(indices) + 3
     for name, column in padded.items():
-        assert both.entries[name].tolist() == column + some.entries[name].tolist() + [-1] * 3
+        assert (
+            both.entries[shown[name]].tolist()
+            == column + some.entries[shown[name]].tolist() + [-1] * 3
+        )

@@ -100,14 +100,14 @@ def test_further_epochs_are_foreseen_where_they_depend_on_nothing_else(
 
 
 def test_a_sampler_that_is_not_known_is_not_iterated() -> None:
-    class Own(Sampler[int]):  # type: ignore[misc]
+    class Own(Sampler[int]):  # type: ignore[misc] # mypy skips torch
         def __iter__(self) -> Iterator[int]:
             raise AssertionError("it was iterated")
 
     assert predict(Own(), 1) == []
     assert predict(BatchSampler(Own(), 3, drop_last=False), 1) == []
 
-    class Derived(SequentialSampler):  # type: ignore[misc]
+    class Derived(SequentialSampler):  # type: ignore[misc] # mypy skips torch
         pass
 
     assert predict(Derived(range(3)), 1) == []

@@ -187,6 +187,38 @@ def ioctls_of(mounted: Path) -> int:
     return int(counted.get("ioctl", 0))
 
 
+CHANGED = """
+import os, subprocess, sys, torch
+root, python, source = sys.argv[1:]
+class Files(torch.utils.data.Dataset):
+    samples = [(root + f"/c{n % 5}/{n:04}", 0) for n in range(200)]
+    def __len__(self): return len(self.samples)
+    def __getitem__(self, index):
+        with open(self.samples[index][0], "rb") as file: return len(file.read())
+def dlcmd(*words):
+    subprocess.run([python, "-m", "dlcmd", *words], check=True, stdout=subprocess.DEVNULL)
+loader = torch.utils.data.DataLoader(Files(), batch_size=50)
+for epoch in range(3):
+    print(torch.cat(list(loader)).sum().item(), flush=True)
+    if epoch == 0:
+        with open(source + "/a new one", "w") as file: file.write("it moves the indices")
+        dlcmd("umount", root)
+        dlcmd("put", source, "pets")
+        dlcmd("mount", "pets", root)
+"""
+
+
+@pytest.mark.fuse
+def test_a_plan_of_another_version_is_not_made(mounted: Path) -> None:
+    """Its indices are other files there. The script reads on, and is told at the end."""
+    script = (*python(CHANGED), mounted, sys.executable, mounted.parent / "src")
+    joined = run(*script, PYTHONPATH=program_environment()["PYTHONPATH"])
+    assert joined.returncode == 0, joined.stderr
+    assert len(set(joined.stdout.split())) == 1
+    assert f"announced 1 of 3 epochs, {FILES} files" in joined.stderr
+    assert "has changed to another version" in joined.stderr
+
+
 RANKS = """
 import os, sys, torch
 import torch.distributed as dist

@@ -29,7 +29,7 @@ from torch.utils.data.distributed import DistributedSampler
 BATCH = 16
 
 
-class Folder(Dataset[tuple[str, int]]):  # type: ignore[misc]
+class Folder(Dataset[tuple[str, int]]):  # type: ignore[misc] # mypy skips torch
     """All files below a folder, as torchvision's `DatasetFolder` lists them."""
 
     def __init__(self, root: str) -> None:
@@ -45,7 +45,7 @@ class Folder(Dataset[tuple[str, int]]):  # type: ignore[misc]
             return os.path.basename(path), sum(file.read())
 
 
-class InPlace(Sampler[int]):  # type: ignore[misc]
+class InPlace(Sampler[int]):  # type: ignore[misc] # mypy skips torch
     """A sampler of the user's own, which changes when it is iterated."""
 
     def __init__(self, count: int) -> None:

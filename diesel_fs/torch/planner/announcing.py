@@ -6,14 +6,15 @@ import numpy as np
 
 from ...errors import UsageError
 from ...mounts.plans.control import Control, explicit
-from .file_tables import Entries, FileTable
+from .file_tables import Entries, FileTable, ShownVersion
 
 
 class LoaderStreams:
     """The streams of one loader: one in each mount that has files of its dataset.
 
     Positions of the training process count all indices of its order; those of a stream count only
-    the files of its mount.
+    the files of its mount. Methods raise DieselError: ConflictError where a mount does not show the
+    version any more in which the files were found.
     """
 
     def __init__(self, name: str, controls: "Controls") -> None:
@@ -22,75 +23,66 @@ class LoaderStreams:
         self._table = FileTable(0)
         self._epoch = -1
         self._lag_entries = 0
-        self._orders: dict[str, list[Entries]] = {}  # by mount, of the current epoch
-        self._is_planned = False  # whether any of this epoch is announced
+        self._orders: dict[ShownVersion, Entries] = {}  # of the current epoch, as far as known
+        self._announced_to: set[ShownVersion] = set()  # where the current epoch is announced
+        self._is_planned = False
         self.announced = 0  # entries, of epochs that have begun
         self.planned_epochs = 0  # of which any entry was announced
 
     def begin(self, table: FileTable, epoch: int, lag_entries: int, indices: Entries) -> None:
-        """A new epoch begins, in this order (as far as it is known). Raises DieselError."""
+        """A new epoch begins, in this order (as far as it is known)."""
         self._table, self._epoch, self._lag_entries = table, epoch, lag_entries
-        self._orders = {}
-        self._is_planned = False
-        for mount, entries in _in_mounts(table, indices).items():
-            self._orders[mount] = [entries]
-            self._announce(mount)
+        self._orders, self._is_planned = {}, False
+        self._announced_to.clear()
+        self.more(indices)
 
     def foresee(self, table: FileTable, epoch: int, indices: Entries) -> None:
-        """A further epoch that will probably come in this order. Raises DieselError."""
-        for mount, entries in _in_mounts(table, indices).items():
+        """A further epoch that will probably come in this order."""
+        for shown, entries in table.subset(indices).entries.items():
             files = entries[entries >= 0]
-            if mount in self._orders and len(files):
+            if shown in self._announced_to and len(files):
                 order = explicit(epoch=epoch, entries=files, exact=False)
-                self._controls.of(mount).extend(self._name, [order])
+                self._controls.of(shown).extend(self._name, [order])
 
     def more(self, indices: Entries) -> None:
-        """The current epoch goes on with these. Raises DieselError."""
-        for mount, entries in _in_mounts(self._table, indices).items():
-            known = self._orders.setdefault(mount, [])
-            known.append(entries)
-            files = entries[entries >= 0]
-            if not len(files):
-                continue
-            if sum(len(each) for each in known) == len(entries):
-                self._announce(mount)
-            else:
-                order = explicit(epoch=self._epoch, entries=files)
-                self._controls.of(mount).extend(self._name, [order])
-                self._count(len(files))
+        """The current epoch goes on with these."""
+        for shown, entries in self._table.subset(indices).entries.items():
+            known = self._orders.get(shown)
+            self._orders[shown] = entries if known is None else np.concatenate((known, entries))
+            self._announce(shown, entries)
 
     def cut(self, position: int) -> None:
-        """From this position on the order was foretold wrong. Raises DieselError."""
-        for mount, known in self._orders.items():
-            self._orders[mount] = [np.concatenate(known)[:position]]
-            self._announce(mount)
+        """From this position on the order was foretold wrong."""
+        for shown, known in self._orders.items():
+            self._orders[shown] = known[:position]
+            self._announced_to.discard(shown)
+            self._announce(shown, known[:position])
 
     def progress(self, position: int) -> None:
-        """The loop has received so many indices of the current epoch. Raises DieselError."""
-        for mount, known in self._orders.items():
-            read = np.concatenate(known)[:position] if len(known) > 1 else known[0][:position]
-            control = self._controls.of(mount)
+        """The loop has received so many indices of the current epoch."""
+        for shown in self._announced_to:
+            files = int(np.count_nonzero(self._orders[shown][:position] >= 0))
             with suppress(UsageError):  # the mount has seen the end of the epoch already
-                control.progress(self._name, int(np.count_nonzero(read >= 0)), self._epoch)
+                self._controls.of(shown).progress(self._name, files, self._epoch)
 
     def withdraw(self) -> None:
-        """The process has ended. Raises DieselError."""
-        for mount in self._orders:
-            self._controls.of(mount).withdraw(self._name)
-        self._orders = {}
+        """The process has ended."""
+        for shown in self._announced_to:
+            self._controls.of(shown).withdraw(self._name)
+        self._announced_to.clear()
 
-    def _announce(self, mount: str) -> None:
-        entries = np.concatenate(self._orders[mount])
+    def _announce(self, shown: ShownVersion, entries: Entries) -> None:
+        """Announce these entries of the current epoch, or more of them."""
         files = entries[entries >= 0]
         if not len(files):
             return
-        order = explicit(epoch=self._epoch, entries=files)
-        control = self._controls.of(mount)
-        control.announce(self._name, [order], lag_entries=self._lag_entries)
-        self._count(len(files))
-
-    def _count(self, files: int) -> None:
-        self.announced += files
+        order, control = explicit(epoch=self._epoch, entries=files), self._controls.of(shown)
+        if shown in self._announced_to:
+            control.extend(self._name, [order])
+        else:
+            control.announce(self._name, [order], lag_entries=self._lag_entries)
+            self._announced_to.add(shown)
+        self.announced += len(files)
         self.planned_epochs += not self._is_planned
         self._is_planned = True
 
@@ -99,29 +91,26 @@ class Controls:
     """The connections to the mounts' control sockets."""
 
     def __init__(self) -> None:
-        self._controls: dict[str, Control] = {}
+        self._controls: dict[ShownVersion, Control] = {}
 
-    def of(self, mount: str) -> Control:
-        """The connection to a mount. Raises DieselError where it takes no plans."""
-        found = self._controls.get(mount)
+    def of(self, shown: ShownVersion) -> Control:
+        """The connection for plans of this version. Raises DieselError where the mount takes no
+        plans."""
+        found = self._controls.get(shown)
         if found is None:
-            found = Control.connect(mount)
+            mount, identity, version = shown
+            found = Control.connect(mount, identity=identity, version=version)
             if not found.accepts_plans:
                 found.close()
                 raise UsageError(
                     f"the mount on {mount} takes no plans",
                     advice="mount it with --session native or kernel",
                 )
-            self._controls[mount] = found
+            self._controls[shown] = found
         return found
 
-    def forget(self) -> None:
-        """Connect anew when a mount is needed again."""
+    def close(self) -> None:
+        """Close all connections."""
         for each in self._controls.values():
             each.close()
         self._controls.clear()
-
-
-def _in_mounts(table: FileTable, indices: Entries) -> dict[str, Entries]:
-    """For each mount, the entries of these indices in it (negative: none)."""
-    return table.subset(indices).entries

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,15 +18,24 @@ Entries = npt.NDArray[np.int64]
 ABSENT = -1
 
 
+class ShownVersion(NamedTuple):
+    """A version of a dataset that a mount shows: entries have a meaning in it alone."""
+
+    mount: str
+    """The path of the mount point."""
+    identity: str
+    version: int
+
+
 @dataclass(slots=True)
 class FileTable:
     """The files of a dataset of the training program, by its indices."""
 
     size: int
     """How many indices the dataset has."""
-    entries: dict[str, Entries] = field(default_factory=dict)
-    """For each mount that has any of the files, by its path: the entry of each index in the mount's
-    snapshot, `ABSENT` for files that are not there."""
+    entries: dict[ShownVersion, Entries] = field(default_factory=dict)
+    """For each mount that has any of the files: the entry of each index in the snapshot, `ABSENT`
+    for files that are not there."""
 
     @property
     def found(self) -> int:
@@ -39,8 +49,8 @@ class FileTable:
         return FileTable(
             len(indices),
             {
-                mount: np.where(is_inside, entries[at] if len(entries) else ABSENT, ABSENT)
-                for mount, entries in self.entries.items()
+                shown: np.where(is_inside, entries[at] if len(entries) else ABSENT, ABSENT)
+                for shown, entries in self.entries.items()
             },
         )
 
@@ -49,9 +59,9 @@ def concatenated(tables: Sequence[FileTable]) -> FileTable:
     """The table of a dataset that has these one behind the other."""
     size = sum(each.size for each in tables)
     found = FileTable(size)
-    for mount in {mount for table in tables for mount in table.entries}:
-        found.entries[mount] = np.concatenate(
-            [table.entries.get(mount, np.full(table.size, ABSENT)) for table in tables]
+    for shown in {shown for table in tables for shown in table.entries}:
+        found.entries[shown] = np.concatenate(
+            [table.entries.get(shown, np.full(table.size, ABSENT)) for table in tables]
         )
     return found
 
@@ -98,10 +108,12 @@ class MountedFiles:
                 inside.append(folder + path[cut:])
         for mount, (indices, inside) in by_mount.items():
             try:
-                found = self.snapshot(mount).lookup_many(inside)
+                snapshot = self.snapshot(mount)
             except (OSError, DieselError):  # the mount is gone: its files are nobody's
                 continue
-            column = table.entries.setdefault(mount, np.full(table.size, ABSENT))
+            found = snapshot.lookup_many(inside)
+            shown = ShownVersion(mount, str(snapshot.identity), snapshot.version)
+            column = table.entries.setdefault(shown, np.full(table.size, ABSENT))
             is_inside = np.array(indices) < table.size
             column[np.array(indices)[is_inside]] = found[is_inside]
 

@@ -132,7 +132,7 @@ class TrainingPlanner:
                 served.connected.shutdown(socket.SHUT_RD)
         for served in self._served:
             served.thread.join(_END_S)
-        self._controls.forget()
+        self._controls.close()
         self._folder.cleanup()
 
     def _accept(self) -> None:
@@ -198,9 +198,11 @@ class _Process:
         try:
             self._handle(said, payload)
         except ConflictError:  # the mount has moved on to another version
-            self._files.refresh()
-            self._controls.forget()
-            self._note("a mount has changed to another version while the command read from it")
+            self._files.refresh()  # for datasets that come; those that were told keep their version
+            self._note(
+                "a mount has changed to another version while the command read from it: what it"
+                " knew before is planned no more"
+            )
         except DieselError as error:
             self._note(f"{error.message}" + (f" ({error.advice})" if error.advice else ""))
         except (KeyError, TypeError, ValueError) as error:

@@ -88,7 +88,7 @@ class Datasets:
 
 def _size(dataset: object) -> int:
     try:
-        return len(dataset)  # type: ignore[arg-type]
+        return len(dataset)  # type: ignore[arg-type] # or it raises
     except TypeError:
         return -1
 
@@ -97,7 +97,7 @@ def _paths(rows: Sequence[object]) -> Iterable[str] | None:
     """The paths of the rows of a dataset; None where these are not paths."""
     first = rows[0]
     if isinstance(first, (str, os.PathLike)):
-        return map(os.fspath, rows)  # type: ignore[arg-type]
+        return map(os.fspath, rows)  # type: ignore[arg-type] # as the first one is
     if isinstance(first, (tuple, list)) and first and isinstance(first[0], (str, os.PathLike)):
-        return (os.fspath(row[0]) for row in rows)  # type: ignore[index]
+        return (os.fspath(row[0]) for row in rows)  # type: ignore[index] # as the first
     return None

@@ -19,6 +19,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Protocol
 
 from .files import Datasets
 from .link import Link
@@ -33,6 +34,16 @@ _epochs: weakref.WeakKeyDictionary[object, Epoch] = weakref.WeakKeyDictionary() 
 _wrapped: set[type] = set()
 
 
+class _Loader(Protocol):
+    """What is used of torch's `DataLoader`."""
+
+    dataset: object
+    sampler: object
+    batch_sampler: object
+    num_workers: int
+    prefetch_factor: int | None
+
+
 class Watch:
     """What is known of the loaders of this process."""
 
@@ -43,13 +54,10 @@ class Watch:
         self._loaders: weakref.WeakKeyDictionary[object, list[int]] = weakref.WeakKeyDictionary()
         self._count = 0
 
-    def begin(self, loader: object) -> Epoch:
+    def begin(self, loader: _Loader) -> Epoch:
         """The next epoch of a loader."""
-        sampler = loader.batch_sampler  # type: ignore[attr-defined]
-        if sampler is None:
-            sampler = loader.sampler  # type: ignore[attr-defined]
-        dataset, number = loader.dataset, None  # type: ignore[attr-defined]
-        inner = type(loader.sampler).__name__  # type: ignore[attr-defined]
+        sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+        dataset, number, inner = loader.dataset, None, type(loader.sampler).__name__
         if inner != "_InfiniteConstantSampler":  # that of datasets that choose for themselves
             number = self.datasets.number_of(dataset)
         if number is None:
@@ -59,10 +67,9 @@ class Watch:
             self._count += 1
             numbers = self._loaders[loader] = [self._count, -1]
         numbers[1] += 1
-        workers = int(loader.num_workers)  # type: ignore[attr-defined]
-        factor = getattr(loader, "prefetch_factor", None) or 2
         stream = f"{os.getpid()}.{numbers[0]}"
-        return Epoch(self, sampler, number, stream, numbers[1], workers * int(factor))
+        lag = loader.num_workers * (loader.prefetch_factor or 0)
+        return Epoch(self, sampler, number, stream, numbers[1], lag)
 
 
 class Epoch:
@@ -73,7 +80,7 @@ class Epoch:
     ) -> None:
         """`lag` is how many batches the workers may have in hand."""
         self.sampler = sampler
-        self._watch, self._link = watch, watch.link
+        self._watch, self.link = watch, watch.link
         self._dataset = dataset
         self._names: dict[str, object] = {"stream": stream, "epoch": number}
         self._lag = lag
@@ -94,12 +101,12 @@ class Epoch:
         self._order = orders[0] if orders else None
         for at, order in enumerate(orders):
             named = {**self._names, "epoch": int(str(self._names["epoch"])) + at}
-            self._link.send(
+            self.link.send(
                 {"do": "order", "dataset": self._dataset, "lag": self._lag, "ahead": at, **named},
                 memoryview(order.indices),
             )
         if not orders:
-            self._link.send(
+            self.link.send(
                 {"do": "order", "dataset": self._dataset, "lag": self._lag, "ahead": 0,
                  **self._names}
             )  # fmt: skip
@@ -115,7 +122,7 @@ class Epoch:
                 return
             self._order = None
             self._drawn_sent = position
-            self._link.send({"do": "cut", "position": position, **self._names})
+            self.link.send({"do": "cut", "position": position, **self._names})
         if time.monotonic() - self._drawn_s >= _MORE_S:
             self._send_drawn()
 
@@ -124,7 +131,7 @@ class Epoch:
         if self._order is None and self._drawn_sent < len(self._drawn.indices):
             new = self._drawn.indices[self._drawn_sent :]
             self._drawn_sent, self._drawn_s = len(self._drawn.indices), time.monotonic()
-            self._link.send({"do": "more", **self._names}, memoryview(new))
+            self.link.send({"do": "more", **self._names}, memoryview(new))
 
     def received(self, before_s: float, after_s: float) -> None:
         """The loop has got a batch, for which it asked at `before_s`."""
@@ -145,7 +152,7 @@ class Epoch:
             self._send_drawn()
         bounds = self._drawn.bounds or range(1, len(self._drawn.indices) + 1)
         position = bounds[min(self._received, len(bounds)) - 1] if self._received and bounds else 0
-        self._link.send(
+        self.link.send(
             {
                 "do": "progress", **self._names, "position": position, "is_over": is_over,
                 "batches": self._received - self._sent, "waited_s": self._waited_s,
@@ -181,7 +188,7 @@ class _WatchedSampler:
             try:
                 step(self._epoch)
             except Exception as error:
-                self._epoch._link.note(f"cannot follow a sampler: {error!r}")
+                self._epoch.link.note(f"cannot follow a sampler: {error!r}")
                 self._epoch = None
 
 
@@ -221,7 +228,7 @@ class _Finder:
             sys.meta_path[:] = [each for each in sys.meta_path if each is not self]
             _wrap_loader(module, state)
 
-        spec.loader.exec_module = run_and_wrap  # type: ignore[method-assign]
+        spec.loader.exec_module = run_and_wrap  # type: ignore[method-assign] # of this loader alone
         return spec
 
 
@@ -230,7 +237,7 @@ def _wrap_loader(module: ModuleType, state: Watch) -> None:
     original = loader_class.__iter__
 
     @functools.wraps(original)
-    def __iter__(self: object) -> object:
+    def __iter__(self: _Loader) -> object:
         epoch = None
         try:
             epoch = state.begin(self)
@@ -257,7 +264,7 @@ def _wrap_sampler(kind: type, epoch: Epoch) -> None:
     """Have the iterators of a class of samplers tell the epoch that waits for them."""
     if kind in _wrapped:
         return
-    original = kind.__iter__  # type: ignore[attr-defined]
+    original = kind.__iter__  # type: ignore[attr-defined] # every sampler has it
 
     @functools.wraps(original)
     def __iter__(self: object) -> object:
@@ -267,7 +274,7 @@ def _wrap_sampler(kind: type, epoch: Epoch) -> None:
         return _WatchedSampler(original(self), pair[1])  # torch may ask twice, and use the second
 
     try:
-        kind.__iter__ = __iter__  # type: ignore[attr-defined]
+        kind.__iter__ = __iter__  # type: ignore[attr-defined] # of whatever class it is
     except TypeError:  # a list, for example: it does not change, so it can be foreseen now
         epoch.foresee()
         return
@@ -279,7 +286,7 @@ def _wrap_iterator(kind: type) -> None:
     owner = next(each for each in kind.__mro__ if "__next__" in vars(each))
     if owner in _wrapped:
         return
-    original = owner.__next__  # type: ignore[attr-defined]
+    original = owner.__next__  # type: ignore[attr-defined] # see the line above
 
     @functools.wraps(original)
     def __next__(self: object) -> object:
@@ -295,5 +302,5 @@ def _wrap_iterator(kind: type) -> None:
         epoch.received(before_s, time.monotonic())
         return batch
 
-    owner.__next__ = __next__  # type: ignore[attr-defined]
+    owner.__next__ = __next__  # type: ignore[attr-defined] # as above
     _wrapped.add(owner)

@@ -25,7 +25,7 @@ def spare_terminal_checks(folders: list[str]) -> None:
     original = builtins.open
 
     @functools.wraps(original)
-    def opened(file, mode="r", buffering=-1, *rest, **named):  # type: ignore[no-untyped-def]
+    def opened(file, mode="r", buffering=-1, *rest, **named):  # type: ignore[no-untyped-def] # any
         if buffering == -1 and mode in _READS and _is_below(file, below):
             buffering = io.DEFAULT_BUFFER_SIZE
         return original(file, mode, buffering, *rest, **named)
@@ -37,7 +37,7 @@ def _is_below(file: object, folders: tuple[str, ...]) -> bool:
     if isinstance(file, int):
         return False
     try:
-        path = os.fspath(file)  # type: ignore[call-overload]
+        path = os.fspath(file)  # type: ignore[call-overload] # or it raises
     except TypeError:
         return False  # `open` raises the error for it
     text = os.fsdecode(path)

@@ -16,6 +16,7 @@ from array import array
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
+from typing import Protocol
 
 _KNOWN = frozenset(
     {
@@ -55,7 +56,7 @@ class Order:
                 self.indices.extend(element)
                 self.bounds.append(len(self.indices))
             else:
-                self.indices.append(element)  # type: ignore[arg-type]
+                self.indices.append(element)  # type: ignore[arg-type] # or it raises
         except TypeError:
             return False
         return True
@@ -96,13 +97,20 @@ def _twin(sampler: object) -> Iterable[object] | None:
             fields[name] = _twin(value)
             if fields[name] is None:
                 return None
-    return twin  # type: ignore[return-value]
+    return twin  # type: ignore[return-value] # a sampler
 
 
-def _copied_generator(generator: object) -> object:
-    torch = sys.modules["torch"]
-    made = torch.Generator(device=generator.device)  # type: ignore[attr-defined]
-    made.set_state(generator.get_state())  # type: ignore[attr-defined]
+class _Generator(Protocol):
+    """What is used of torch's `Generator`."""
+
+    device: object
+
+    def get_state(self) -> object: ...
+
+
+def _copied_generator(generator: _Generator) -> object:
+    made = sys.modules["torch"].Generator(device=generator.device)
+    made.set_state(generator.get_state())
     return made
 
 
@@ -117,7 +125,7 @@ def _can_go_on(twin: object) -> bool:
     if name in _RANDOM and getattr(twin, "generator", None) is None:
         return False
     if name in ("DistributedSampler", "RepeatAugSampler"):
-        twin.set_epoch(twin.epoch + 1)  # type: ignore[attr-defined]
+        twin.set_epoch(twin.epoch + 1)  # type: ignore[attr-defined] # by its name
     nested = (getattr(twin, each, None) for each in _NESTED)
     return all(_can_go_on(each) for each in nested if each is not None)
 
