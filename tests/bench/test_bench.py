@@ -250,7 +250,9 @@ def test_the_group_native_measures_every_row_of_a_session(
     if requests_an_open is not None:
         files, asked = D4.scaled(100).files, measured[f"{session} D4, second epoch", "requests"]
         more = asked - requests_an_open * len(loops) * files
-        assert 0 <= more < files / 4, "the kernel may have reclaimed some pages, but not many"
+        # The requests that reading the statistics makes are subtracted, which may differ by a few;
+        # and the kernel may have reclaimed some pages.
+        assert abs(more) < files / 4
     assert not list((tmp_path / "work" / "work").glob("*"))
 
 

@@ -1,11 +1,12 @@
 """What tests of mounts observe: statistics, processes, logs, requests; and how they wait."""
 
 import json
+import mmap
 import random
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from diesel_fs.mounts import MountRequest, mount, stats, umount
@@ -16,6 +17,7 @@ from diesel_fs.mounts.vfs import STATS_MAX_AGE_S
 from tests.mounts.conftest import LiveMount, request_for
 
 FILE_BYTES = 200_000
+_MAP_LOCKED = 0x2000
 
 FOREGROUND = """if True:
     import sys
@@ -34,6 +36,19 @@ def foreground_command(source: Path, at: Path, session: str) -> list[str]:
 def noise(seed: int, size: int = FILE_BYTES) -> bytes:
     """Bytes that differ for each seed and cannot be compressed."""
     return random.Random(seed).randbytes(size)
+
+
+@contextmanager
+def locked_in_memory(*paths: Path) -> Iterator[None]:
+    """Read files, and have the kernel keep them meanwhile, which it may reclaim at any time
+    otherwise."""
+    with ExitStack() as stack:
+        for path in paths:
+            with path.open("rb") as file:
+                flags = mmap.MAP_SHARED | _MAP_LOCKED
+                content = mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ)
+                stack.enter_context(content)
+        yield
 
 
 @contextmanager

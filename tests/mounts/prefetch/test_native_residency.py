@@ -28,6 +28,7 @@ from diesel_fs.mounts.processes import children_of
 from diesel_fs.mounts.sessions.native import PRIVATE_NODE
 from diesel_fs.system.syscalls import cached_bytes
 from tests.bench.control_group import ControlGroup, control_group
+from tests.mounts.observed import locked_in_memory
 
 pytestmark = [
     pytest.mark.fuse,
@@ -268,7 +269,10 @@ def test_a_file_of_several_chunks_is_not_pushed_because_it_was_missed(tmp_path: 
     with connect("ds", url) as written:  # in another chunk
         for number in range(9):
             written.put(b"small", f"small{number}")
-    with mounting(url, tmp_path / "mount") as made:
+    with (
+        mounting(url, tmp_path / "mount") as made,
+        locked_in_memory(made.at / "large"),
+    ):
         assert (made.at / "large").read_bytes() == large
         assert (made.at / "small4").read_bytes() == b"small"
         made.wait_until(lambda: made.stats()["residency"]["pushed_entries"] > 0)

@@ -5,14 +5,13 @@ Files are *resident* when they lie in the kernel's page cache.
 """
 
 import json
-import mmap
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -23,7 +22,7 @@ from diesel_fs.mounts.processes import ends_within
 from tests.format.image.kernel import silence
 from tests.mounts.conftest import PROGRAM, LiveMount, mounting, request_for
 from tests.mounts.folder_daemon import WATCHDOG
-from tests.mounts.observed import log_of, noise, waiting_reads
+from tests.mounts.observed import locked_in_memory, log_of, noise, waiting_reads
 from tests.mounts.prefetch.test_pressure import small_group
 from tests.waiting import wait_until
 
@@ -32,7 +31,6 @@ pytestmark = [pytest.mark.fuse, pytest.mark.alone]  # they listen to the kernel'
 FILES = 1500
 FILE_BYTES = 20_000
 RESIDENT = range(50)
-MAP_LOCKED = 0x2000
 CALL_S = 30.0  # no call may take longer; those that hang are killed
 
 # Calls each function on each path, and prints the errno, or "" where it succeeded.
@@ -75,16 +73,8 @@ def read_resident(mounted: LiveMount) -> None:
         assert path_of(mounted, number).read_bytes() == content_of(number)
 
 
-@contextmanager
-def locked_in_memory(mounted: LiveMount) -> Iterator[None]:
-    """The kernel keeps the resident files meanwhile, which it may give up at any time otherwise."""
-    with ExitStack() as stack:
-        for number in RESIDENT:
-            with path_of(mounted, number).open("rb") as file:
-                flags = mmap.MAP_SHARED | MAP_LOCKED
-                content = mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ)
-                stack.enter_context(content)
-        yield
+def resident_paths(mounted: LiveMount) -> list[Path]:
+    return [path_of(mounted, number) for number in RESIDENT]
 
 
 def outcomes(*calls: tuple[str, Path]) -> list[str]:
@@ -111,7 +101,7 @@ def unpushed(
 def test_a_stopped_server_lets_resident_files_be_read(unpushed: tuple[LiveMount, int]) -> None:
     """And everything that the tree says. Others get an error when the watchdog has ended it."""
     mounted, server = unpushed
-    with silence(), locked_in_memory(mounted):
+    with silence(), locked_in_memory(*resident_paths(mounted)):
         os.kill(server, signal.SIGSTOP)
         read_resident(mounted)
         assert len(os.listdir(mounted.at / "folder")) == FILES
@@ -135,7 +125,7 @@ def test_resident_files_stay_readable_when_processes_are_killed(
         arguments = json.dumps([("read", str(mounted.at / "wait"))])
         waiting = subprocess.Popen([*command, arguments], stdout=subprocess.PIPE, text=True)
         wait_until(lambda: waiting_reads(mounted.at) > 1)
-        with locked_in_memory(mounted):
+        with locked_in_memory(*resident_paths(mounted)):
             for pid in pids:
                 os.kill(pid, signal.SIGKILL)
             assert waiting.communicate(timeout=CALL_S)[0].strip() != ""
