@@ -2,6 +2,7 @@
 
 import threading
 from array import array
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,13 @@ from hypothesis import strategies as st
 
 from diesel_fs.torch.hook.diesel_hook.link import Link
 from diesel_fs.torch.planner import TrainingPlanner, server
-from diesel_fs.torch.planner.file_tables import FileTable, ShownVersion, concatenated
+from diesel_fs.torch.planner.file_tables import (
+    ConcatTable,
+    FileTable,
+    SampleTable,
+    ShownVersion,
+    SubsetTable,
+)
 from tests.waiting import wait_until
 
 HOPE_S = 30.0
@@ -62,26 +69,72 @@ def test_a_launcher_that_is_gone_is_no_error(tmp_path: Path) -> None:
         link.send({"do": "hello"})
 
 
-numbers = st.lists(st.integers(-1, 40), max_size=30)
+files_of_samples = st.lists(st.lists(st.integers(0, 999), max_size=3), max_size=20)
+"""For each sample of a dataset, the entries of its files in one mount."""
+
+A, B = ShownVersion("a", "", 1), ShownVersion("b", "", 1)
 
 
-@given(st.dictionaries(st.sampled_from("ab"), numbers), st.lists(st.integers(-40, 40)))
+def table_of(samples: list[list[int]], *others: tuple[ShownVersion, list[list[int]]]) -> FileTable:
+    """A table of samples that are told one by one, from the last to the first."""
+    table = FileTable(len(samples))
+    for shown, column in ((A, samples), *others):
+        for index in reversed(range(len(column))):
+            files = np.array(column[index], np.int64)
+            table.add(shown, np.full(len(files), index), files)
+    return table
+
+
+def taken(table: SampleTable, indices: list[int], shown: ShownVersion = A) -> list[list[int]]:
+    """The files of samples, as lists."""
+    found = table.take(np.array(indices, np.int64)).get(shown)
+    if found is None:
+        return [[] for _ in indices]
+    starts = [0, *found.ends.tolist()]
+    assert starts[-1] == len(found.entries)
+    return [found.entries[start:end].tolist() for start, end in pairwise(starts)]
+
+
+def expected(samples: list[list[int]], indices: list[int]) -> list[list[int]]:
+    size = len(samples)
+    return [samples[index] if -size <= index < size else [] for index in indices]
+
+
+@given(
+    files_of_samples, files_of_samples,
+    st.lists(st.integers(-25, 25), max_size=30), st.lists(st.integers(-60, 60)),
+)  # fmt: skip
 def test_subsets_and_concatenations_are_those_of_lists(
-    columns: dict[str, list[int]], indices: list[int]
+    first: list[list[int]], second: list[list[int]], of: list[int], indices: list[int]
 ) -> None:
     """As Python's own lists: negative indices count from the end, others are nobody's."""
-    size = max(map(len, columns.values()), default=5)
-    padded = {name: each + [-1] * (size - len(each)) for name, each in columns.items()}
-    shown = {name: ShownVersion(name, "", 1) for name in padded}
-    table = FileTable(size, {shown[name]: np.array(each) for name, each in padded.items()})
-    some = table.subset(np.array(indices, np.int64))
-    for name, column in padded.items():
-        expected = [column[each] if -size <= each < size else -1 for each in indices]
-        assert some.entries[shown[name]].tolist() == expected
-    both = concatenated([table, some, FileTable(3)])
-    assert both.size == size + len(indices) + 3
-    for name, column in padded.items():
-        assert (
-            both.entries[shown[name]].tolist()
-            == column + some.entries[shown[name]].tolist() + [-1] * 3
-        )
+    whole = table_of(first)
+    assert whole.files == sum(map(len, first))
+    assert whole.found == sum(map(bool, first))
+    assert taken(whole, indices) == expected(first, indices)
+    subset = SubsetTable(whole, np.array(of, np.int64))
+    inside = expected(first, of)
+    assert taken(subset, indices) == expected(inside, indices)
+    other = table_of([[] for _ in second], (B, second))
+    both = ConcatTable([subset, other, FileTable(3), whole])
+    assert both.size == len(of) + len(second) + 3 + len(first)
+    nothing: list[list[int]] = [[] for _ in range(3)]
+    in_a = [*inside, *([] for _ in second), *nothing, *first]
+    in_b = [*([] for _ in of), *second, *nothing, *([] for _ in first)]
+    assert taken(both, indices) == expected(in_a, indices)
+    assert taken(both, indices, B) == expected(in_b, indices)
+
+
+@given(files_of_samples, st.integers(0, 25), st.lists(st.integers(-25, 25), max_size=30))
+def test_the_first_samples_and_those_that_are_appended(
+    samples: list[list[int]], count: int, indices: list[int]
+) -> None:
+    files = table_of([*samples, [1]]).take(np.array(indices, np.int64))[A]
+    first = files.first(count)
+    assert first.entries.tolist() == [
+        entry for each in expected([*samples, [1]], indices[:count]) for entry in each
+    ]
+    rest = table_of([*samples, [1]]).take(np.array(indices[count:], np.int64))[A]
+    joined = first.then(rest)
+    assert joined.entries.tolist() == files.entries.tolist()
+    assert joined.ends.tolist() == files.ends.tolist()

@@ -2,8 +2,8 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -15,8 +15,6 @@ from ...system.mountinfo import mounts
 
 Entries = npt.NDArray[np.int64]
 
-ABSENT = -1
-
 
 class ShownVersion(NamedTuple):
     """A version of a dataset that a mount shows: entries have a meaning in it alone."""
@@ -27,43 +25,165 @@ class ShownVersion(NamedTuple):
     version: int
 
 
-@dataclass(slots=True)
-class FileTable:
-    """The files of a dataset of the training program, by its indices."""
+class SampleFiles(NamedTuple):
+    """The files that samples read, in the order of the samples; a sample may read any number."""
 
-    size: int
-    """How many indices the dataset has."""
-    entries: dict[ShownVersion, Entries] = field(default_factory=dict)
-    """For each mount that has any of the files: the entry of each index in the snapshot, `ABSENT`
-    for files that are not there."""
+    entries: Entries
+    ends: Entries
+    """For each sample: where its files end in `entries`."""
+
+    def first(self, count: int) -> "SampleFiles":
+        """The files of the first `count` samples."""
+        ends = self.ends[:count]
+        return SampleFiles(self.entries[: ends[-1] if len(ends) else 0], ends)
+
+    def then(self, more: "SampleFiles") -> "SampleFiles":
+        """These, and behind them others."""
+        return SampleFiles(
+            np.concatenate((self.entries, more.entries)),
+            np.concatenate((self.ends, more.ends + len(self.entries))),
+        )
+
+
+class SampleTable(Protocol):
+    """Which files a dataset of the training program reads for each of its indices."""
+
+    @property
+    def size(self) -> int:
+        """How many indices the dataset has."""
+        ...
+
+    def take(self, indices: Entries) -> dict[ShownVersion, SampleFiles]:
+        """The files of samples, for each mount that has any file of the dataset. As in Python,
+        negative indices count from the end; indices beyond the size have no files."""
+        ...
+
+
+class FileTable:
+    """The table of a dataset whose files are added as they become known."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._added: dict[ShownVersion, list[tuple[Entries, Entries]]] = {}
+        self._sorted: dict[ShownVersion, SampleFiles] = {}
+
+    def add(self, shown: ShownVersion, indices: Entries, entries: Entries) -> None:
+        """The samples at `indices` read these files of a mount; of indices that are equal, in this
+        order."""
+        is_inside = (indices >= 0) & (indices < self.size)
+        self._added.setdefault(shown, []).append((indices[is_inside], entries[is_inside]))
+        self._sorted.pop(shown, None)
 
     @property
     def found(self) -> int:
-        """How many of the indices are files of a mount."""
-        return sum(int(np.count_nonzero(each >= 0)) for each in self.entries.values())
+        """How many samples read any file of a mount."""
+        has_any = np.zeros(self.size, np.bool_)
+        for parts in self._added.values():
+            for indices, _ in parts:
+                has_any[indices] = True
+        return int(np.count_nonzero(has_any))
 
-    def subset(self, indices: Entries) -> "FileTable":
-        """The table of a dataset whose index i is the index `indices[i]` of this one."""
-        is_inside = (indices >= -self.size) & (indices < self.size)
-        at = np.where(is_inside, indices, 0)
-        return FileTable(
-            len(indices),
-            {
-                shown: np.where(is_inside, entries[at] if len(entries) else ABSENT, ABSENT)
-                for shown, entries in self.entries.items()
-            },
-        )
+    @property
+    def files(self) -> int:
+        """How many files of mounts all samples read together."""
+        return sum(len(indices) for parts in self._added.values() for indices, _ in parts)
+
+    def take(self, indices: Entries) -> dict[ShownVersion, SampleFiles]:
+        """See `SampleTable`."""
+        return {shown: _gathered(self._sort(shown), indices, self.size) for shown in self._added}
+
+    def _sort(self, shown: ShownVersion) -> SampleFiles:
+        """All files of a mount, in the order of their samples."""
+        found = self._sorted.get(shown)
+        if found is None:
+            parts = self._added[shown]
+            indices = np.concatenate([each for each, _ in parts])
+            entries = np.concatenate([each for _, each in parts])
+            self._added[shown] = [(indices, entries)]
+            order = np.argsort(indices, kind="stable")
+            ends = np.cumsum(np.bincount(indices, minlength=self.size))
+            found = self._sorted[shown] = SampleFiles(entries[order], ends)
+        return found
 
 
-def concatenated(tables: Sequence[FileTable]) -> FileTable:
-    """The table of a dataset that has these one behind the other."""
-    size = sum(each.size for each in tables)
-    found = FileTable(size)
-    for shown in {shown for table in tables for shown in table.entries}:
-        found.entries[shown] = np.concatenate(
-            [table.entries.get(shown, np.full(table.size, ABSENT)) for table in tables]
-        )
-    return found
+@dataclass(frozen=True, slots=True)
+class SubsetTable:
+    """The table of a dataset whose index i is the index `indices[i]` of another."""
+
+    of: SampleTable
+    indices: Entries
+
+    @property
+    def size(self) -> int:
+        """See `SampleTable`."""
+        return len(self.indices)
+
+    def take(self, indices: Entries) -> dict[ShownVersion, SampleFiles]:
+        """See `SampleTable`."""
+        at, is_inside = _resolved(indices, self.size)
+        inner = np.full(len(indices), self.of.size)  # beyond its end: no files
+        inner[is_inside] = self.indices[at[is_inside]]
+        return self.of.take(inner)
+
+
+@dataclass(frozen=True, slots=True)
+class ConcatTable:
+    """The table of a dataset that has others one behind the other."""
+
+    parts: Sequence[SampleTable]
+
+    @property
+    def size(self) -> int:
+        """See `SampleTable`."""
+        return sum(part.size for part in self.parts)
+
+    def take(self, indices: Entries) -> dict[ShownVersion, SampleFiles]:
+        """See `SampleTable`."""
+        at, is_inside = _resolved(indices, self.size)
+        taken: dict[ShownVersion, list[tuple[Entries, SampleFiles]]] = {}
+        start = 0
+        for part in self.parts:
+            [places] = np.nonzero(is_inside & (at >= start) & (at < start + part.size))
+            for shown, files in part.take(at[places] - start).items():
+                taken.setdefault(shown, []).append((places, files))
+            start += part.size
+        return {shown: _scattered(parts, len(indices)) for shown, parts in taken.items()}
+
+
+def _resolved(indices: Entries, size: int) -> tuple[Entries, npt.NDArray[np.bool_]]:
+    """Indices that count from the start, and which of them exist."""
+    at = np.where(indices < 0, indices + size, indices)
+    return at, (at >= 0) & (at < size)
+
+
+def _gathered(files: SampleFiles, indices: Entries, size: int) -> SampleFiles:
+    """The files of the samples at `indices`."""
+    at, is_inside = _resolved(indices, size)
+    at, starts = np.where(is_inside, at, 0), np.concatenate(([0], files.ends))
+    if not size:
+        return SampleFiles(files.entries[:0], np.zeros(len(indices), np.int64))
+    counts = np.where(is_inside, files.ends[at] - starts[at], 0)
+    ends = np.cumsum(counts)
+    return SampleFiles(files.entries[_ranges(starts[at], counts)], ends)
+
+
+def _scattered(parts: Sequence[tuple[Entries, SampleFiles]], size: int) -> SampleFiles:
+    """The files of `size` samples, given in parts with the places of their samples."""
+    counts = np.zeros(size, np.int64)
+    for places, files in parts:
+        counts[places] = np.diff(files.ends, prepend=0)
+    ends = np.cumsum(counts)
+    entries = np.empty(int(counts.sum()), np.int64)
+    for places, files in parts:
+        entries[_ranges(ends[places] - counts[places], counts[places])] = files.entries
+    return SampleFiles(entries, ends)
+
+
+def _ranges(starts: Entries, counts: Entries) -> Entries:
+    """The positions of ranges, one behind the other."""
+    ends = np.cumsum(counts)
+    ranges: Entries = np.arange(int(counts.sum())) + np.repeat(starts - (ends - counts), counts)
+    return ranges
 
 
 class MountedFiles:
@@ -94,28 +214,29 @@ class MountedFiles:
                 found = self._snapshots[mount] = Snapshot(file.read())
         return found
 
-    def find(self, table: FileTable, start: int, paths: Sequence[bytes], cwd: str) -> None:
-        """Fill in the entries of the indices from `start` on. Relative paths begin at `cwd`."""
+    def find(
+        self, table: FileTable, indices: Sequence[int], paths: Sequence[bytes], cwd: str
+    ) -> None:
+        """Add to a table which files samples read: `paths[i]` is one of the sample `indices[i]`.
+        Relative paths begin at `cwd`; files outside the mounts are left out."""
         by_mount: dict[str, tuple[list[int], list[bytes]]] = {}
-        for index, path in enumerate(paths, start):
+        for index, path in zip(indices, paths, strict=True):
             cut = path.rfind(b"/") + 1
             key = cwd, path[:cut]
             place = self._folders[key] if key in self._folders else self._place(key)
             if place is not None:
                 mount, folder = place
-                indices, inside = by_mount.setdefault(mount, ([], []))
-                indices.append(index)
+                samples, inside = by_mount.setdefault(mount, ([], []))
+                samples.append(index)
                 inside.append(folder + path[cut:])
-        for mount, (indices, inside) in by_mount.items():
+        for mount, (samples, inside) in by_mount.items():
             try:
                 snapshot = self.snapshot(mount)
             except (OSError, DieselError):  # the mount is gone: its files are nobody's
                 continue
-            found = snapshot.lookup_many(inside)
+            entries = snapshot.lookup_many(inside)
             shown = ShownVersion(mount, str(snapshot.identity), snapshot.version)
-            column = table.entries.setdefault(shown, np.full(table.size, ABSENT))
-            is_inside = np.array(indices) < table.size
-            column[np.array(indices)[is_inside]] = found[is_inside]
+            table.add(shown, np.array(samples)[entries >= 0], entries[entries >= 0])
 
     def _place(self, key: tuple[str, bytes]) -> tuple[str, bytes] | None:
         """The mount that a folder lies in, and its path inside with a slash; None: in no mount."""

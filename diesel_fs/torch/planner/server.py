@@ -18,7 +18,14 @@ import numpy as np
 
 from ...errors import ConflictError, DieselError
 from .announcing import Controls, LoaderStreams
-from .file_tables import Entries, FileTable, MountedFiles, concatenated
+from .file_tables import (
+    ConcatTable,
+    Entries,
+    FileTable,
+    MountedFiles,
+    SampleTable,
+    SubsetTable,
+)
 
 _LENGTHS = struct.Struct("<IQ")  # as in the hook's `link.py`
 _BODY_BYTES_MAX, _PAYLOAD_BYTES_MAX = 1 << 20, 1 << 30
@@ -28,6 +35,7 @@ _TEMPORARY_CHARACTERS_MAX = 70  # the path of a socket has 107 bytes at most
 _END_S = 20.0  # for what is left to announce at the end; a mount may be slow
 
 Said = dict[str, object]
+Paths = Sequence[bytes]
 
 
 @dataclass(slots=True)
@@ -98,6 +106,7 @@ class TrainingPlanner:
         self.summary = Summary()
         self._files = MountedFiles()
         self._controls = Controls()
+        self._learned: dict[str, _Learned] = {}
         self._lock = threading.Lock()  # for all of the above
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(str(self.socket_path))
@@ -132,6 +141,8 @@ class TrainingPlanner:
                 served.connected.shutdown(socket.SHUT_RD)
         for served in self._served:
             served.thread.join(_END_S)
+        for learned in self._learned.values():
+            self.summary.notes[learned.describe()] += 1
         self._controls.close()
         self._folder.cleanup()
 
@@ -158,7 +169,7 @@ class TrainingPlanner:
             working.join()
 
     def _work(self, received: "queue.SimpleQueue[tuple[Said, bytes] | None]") -> None:
-        process = _Process(self._files, self._controls, self.summary)
+        process = _Process(self._files, self._controls, self._learned, self.summary)
         while (message := received.get()) is not None:
             with self._lock:
                 process.handle(*message)
@@ -183,14 +194,55 @@ class TrainingPlanner:
                 received.put((json.loads(body), payload))
 
 
+class _Learned:
+    """The files of a dataset that does not say them, as far as they were seen."""
+
+    def __init__(self, name: str, size: int) -> None:
+        self.table = FileTable(size)
+        self._name = name
+        self._is_seen = np.zeros(size, np.bool_)
+
+    def add(
+        self, files: MountedFiles, samples: Entries, counts: Entries, paths: Paths, cwd: str
+    ) -> None:
+        """These samples opened so many files each. Raises ValueError for what has no meaning."""
+        if int(counts.sum()) != len(paths) or len(counts) != len(samples):
+            raise ValueError("the numbers of files and of paths differ")
+        if np.any((samples < 0) | (samples >= self.table.size)):
+            raise ValueError("a sample is beyond the end of its dataset")
+        is_new = np.repeat(~self._is_seen[samples], counts)
+        self._is_seen[samples] = True
+        new = np.flatnonzero(is_new).tolist()
+        of = np.repeat(samples, counts)[is_new].tolist()
+        files.find(self.table, of, [paths[each] for each in new], cwd)
+
+    def describe(self) -> str:
+        """What the user should know of it."""
+        found, size = self.table.found, self.table.size
+        if not found:
+            return f"{self._name} opened no file of a mount that could be seen: no plan for it"
+        each = self.table.files / found
+        return f"learned which files {self._name} reads: those of {found:,} of {size:,} samples" + (
+            f", {each:.3g} files each" if each > 1 else ""
+        )
+
+
 class _Process:
     """What one training process has said."""
 
-    def __init__(self, files: MountedFiles, controls: Controls, summary: Summary) -> None:
+    def __init__(
+        self,
+        files: MountedFiles,
+        controls: Controls,
+        learned: dict[str, _Learned],
+        summary: Summary,
+    ) -> None:
+        """`learned` has the tables of all processes, since workers learn for their parents."""
         self._files, self._controls, self._summary = files, controls, summary
-        self._cwd = "/"
-        self._tables: dict[int, FileTable] = {}
-        self._filled: Counter[int] = Counter()  # by table: how many of its paths have come
+        self._learned = learned
+        self._pid = 0
+        self._tables: dict[int, SampleTable] = {}
+        self._filling: dict[int, tuple[FileTable, int]] = {}  # and how many paths have come
         self._streams: dict[str, LoaderStreams] = {}
 
     def handle(self, said: Said, payload: bytes) -> None:
@@ -225,24 +277,32 @@ class _Process:
         match said["do"]:
             case "process":
                 self._summary.processes += 1
-                self._cwd = str(said["cwd"])
+                self._pid = _whole(said["pid"])
             case "note":
                 self._note(str(said["text"]))
             case "files":
-                self._tables[_whole(said["dataset"])] = FileTable(_whole(said["size"]))
+                table = FileTable(_whole(said["size"]))
+                self._tables[_whole(said["dataset"])] = table
+                self._filling[_whole(said["dataset"])] = table, 0
             case "paths":
-                self._paths(_whole(said["dataset"]), payload)
+                self._paths(_whole(said["dataset"]), payload, str(said["cwd"]))
+            case "learn":
+                learned = _Learned(str(said["name"]), _whole(said["size"]))
+                self._learned[f"{self._pid}.{_whole(said['dataset'])}"] = learned
+                self._tables[_whole(said["dataset"])] = learned.table
+            case "learned":
+                self._add_learned(said, payload)
             case "subset":
-                table = self._tables[_whole(said["of"])]
-                self._tables[_whole(said["dataset"])] = table.subset(_indices(payload))
+                of = self._tables[_whole(said["of"])]
+                self._tables[_whole(said["dataset"])] = SubsetTable(of, _indices(payload))
             case "concat":
-                of = said["of"]
-                assert isinstance(of, list)
-                tables = [self._tables[_whole(each)] for each in of]
-                self._tables[_whole(said["dataset"])] = concatenated(tables)
+                parts = said["of"]
+                assert isinstance(parts, list)
+                tables = [self._tables[_whole(each)] for each in parts]
+                self._tables[_whole(said["dataset"])] = ConcatTable(tables)
             case "forget":
                 self._tables.pop(_whole(said["dataset"]), None)
-                self._filled.pop(_whole(said["dataset"]), None)
+                self._filling.pop(_whole(said["dataset"]), None)
             case "order":
                 self._order(said, _indices(payload))
             case "more":
@@ -252,14 +312,22 @@ class _Process:
             case "progress":
                 self._progress(said)
 
-    def _paths(self, number: int, payload: bytes) -> None:
-        table, paths = self._tables[number], payload.split(b"\0")
-        self._files.find(table, self._filled[number], paths, self._cwd)
-        self._filled[number] += len(paths)
-        if self._filled[number] == table.size and table.found < table.size:
+    def _paths(self, number: int, payload: bytes, cwd: str) -> None:
+        (table, filled), paths = self._filling[number], payload.split(b"\0")
+        self._files.find(table, range(filled, filled + len(paths)), paths, cwd)
+        filled += len(paths)
+        self._filling[number] = table, filled
+        if filled == table.size and table.found < table.size:
             self._note(
                 f"{table.size - table.found:,} of {table.size:,} files of a dataset lie in no mount"
             )
+
+    def _add_learned(self, said: Said, payload: bytes) -> None:
+        numbers = np.frombuffer(payload, np.int64, 2 * _whole(said["samples"]))
+        rest = payload[numbers.nbytes :]
+        paths = rest.split(b"\0") if rest else []
+        learned = self._learned[str(said["table"])]
+        learned.add(self._files, numbers[::2], numbers[1::2], paths, str(said["cwd"]))
 
     def _order(self, said: Said, indices: Entries) -> None:
         name, epoch = str(said["stream"]), _whole(said["epoch"])

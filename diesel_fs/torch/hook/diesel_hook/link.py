@@ -20,7 +20,7 @@ class Link:
     """Sends messages to the launcher. Any thread, and any process that was forked from this one."""
 
     def __init__(self, path: str) -> None:
-        self._path = path
+        self.path = path
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
         self._owner = 0  # the process that made the connection
@@ -53,8 +53,8 @@ class Link:
             made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             self._socket, self._owner = made, os.getpid()
             made.settimeout(_SEND_S)
-            made.connect(self._path)
-            body = json.dumps({"do": "process", "cwd": os.getcwd()}).encode()
+            made.connect(self.path)
+            body = json.dumps({"do": "process", "pid": os.getpid()}).encode()
             made.sendall(_LENGTHS.pack(len(body), 0) + body)
         return self._socket
 

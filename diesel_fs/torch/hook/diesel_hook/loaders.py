@@ -21,7 +21,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Protocol
 
-from .files import Datasets
+from .files import Datasets, Told
+from .learning import Learner, LearningWorkers, inside
 from .link import Link
 from .prediction import Order, predict
 
@@ -40,8 +41,10 @@ class _Loader(Protocol):
     dataset: object
     sampler: object
     batch_sampler: object
+    batch_size: int | None
     num_workers: int
     prefetch_factor: int | None
+    worker_init_fn: Callable[[int], object] | None
 
 
 class Watch:
@@ -51,16 +54,17 @@ class Watch:
         self.link = link
         self.ahead = ahead
         self.datasets = Datasets(link)
+        self._learner = Learner(link)
         self._loaders: weakref.WeakKeyDictionary[object, list[int]] = weakref.WeakKeyDictionary()
         self._count = 0
 
     def begin(self, loader: _Loader) -> Epoch:
         """The next epoch of a loader."""
         sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-        dataset, number, inner = loader.dataset, None, type(loader.sampler).__name__
+        dataset, told, inner = loader.dataset, None, type(loader.sampler).__name__
         if inner != "_InfiniteConstantSampler":  # that of datasets that choose for themselves
-            number = self.datasets.number_of(dataset)
-        if number is None:
+            told = self.datasets.told(dataset)
+        if told is None:
             self.link.note(f"the files of {type(dataset).__name__} are not known: no plan for it")
         numbers = self._loaders.get(loader)
         if numbers is None:
@@ -68,20 +72,38 @@ class Watch:
             numbers = self._loaders[loader] = [self._count, -1]
         numbers[1] += 1
         stream = f"{os.getpid()}.{numbers[0]}"
-        lag = loader.num_workers * (loader.prefetch_factor or 0)
-        return Epoch(self, sampler, number, stream, numbers[1], lag)
+        batches = loader.num_workers * (loader.prefetch_factor or 0)
+        size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 1
+        return Epoch(self, sampler, told, stream, numbers[1], batches * size)
+
+    def learn(self, loader: _Loader, told: Told) -> LearningWorkers | None:
+        """An epoch begins: have what is not known of its dataset learned. Returns what the workers
+        of the loader have to run when they start, if it has any."""
+        goes_on = told.goes_on()
+        if loader.num_workers and goes_on:
+            return LearningWorkers(self.link.path, told.wanted, loader.worker_init_fn)
+        self._learner.stop()
+        if goes_on:
+            for steps, table in told.wanted:
+                self._learner.learn(inside(loader.dataset, steps), table)
+        return None
+
+    def end(self) -> None:
+        """An epoch has ended."""
+        self._learner.stop()
 
 
 class Epoch:
     """One iteration over a loader."""
 
     def __init__(
-        self, watch: Watch, sampler: object, dataset: int | None, stream: str, number: int, lag: int
+        self, watch: Watch, sampler: object, told: Told | None, stream: str, number: int, lag: int
     ) -> None:
-        """`lag` is how many batches the workers may have in hand."""
+        """`lag` is how many samples the workers may have in hand."""
         self.sampler = sampler
         self._watch, self.link = watch, watch.link
-        self._dataset = dataset
+        self.told = told
+        self._dataset = None if told is None else told.number
         self._names: dict[str, object] = {"stream": stream, "epoch": number}
         self._lag = lag
         self._order: Order | None = None  # what the sampler is expected to give
@@ -136,6 +158,8 @@ class Epoch:
     def received(self, before_s: float, after_s: float) -> None:
         """The loop has got a batch, for which it asked at `before_s`."""
         self._received += 1
+        if self.told is not None and self.told.wanted:
+            self.told.saw(self._drawn.indices[self._position(-1) : self._position()])
         self._waited_s += after_s - before_s
         if self._left_s:
             self._computed_s += before_s - self._left_s
@@ -150,17 +174,23 @@ class Epoch:
         self._told_s = now_s
         if self._dataset is not None:
             self._send_drawn()
-        bounds = self._drawn.bounds or range(1, len(self._drawn.indices) + 1)
-        position = bounds[min(self._received, len(bounds)) - 1] if self._received and bounds else 0
         self.link.send(
             {
-                "do": "progress", **self._names, "position": position, "is_over": is_over,
+                "do": "progress", **self._names, "position": self._position(), "is_over": is_over,
                 "batches": self._received - self._sent, "waited_s": self._waited_s,
                 "computed_s": self._computed_s,
             }
         )  # fmt: skip
         self._sent = self._received
         self._waited_s = self._computed_s = 0.0
+        if is_over:
+            self._watch.end()
+
+    def _position(self, more: int = 0) -> int:
+        """How many indices of the order were in the batches that the loop has received."""
+        bounds = self._drawn.bounds or range(1, len(self._drawn.indices) + 1)
+        count = min(self._received + more, len(bounds))
+        return bounds[count - 1] if count > 0 else 0
 
 
 class _WatchedSampler:
@@ -238,17 +268,23 @@ def _wrap_loader(module: ModuleType, state: Watch) -> None:
 
     @functools.wraps(original)
     def __iter__(self: _Loader) -> object:
-        epoch = None
+        epoch = workers = None
+        users = self.worker_init_fn
         try:
             epoch = state.begin(self)
             _wrap_sampler(type(epoch.sampler), epoch)
+            workers = None if epoch.told is None else state.learn(self, epoch.told)
         except Exception as error:  # the loop goes on as it would without us
             state.link.note(f"cannot follow a DataLoader: {error!r}")
         _expected.pair = None if epoch is None else (epoch.sampler, epoch)
+        if workers is not None:
+            self.worker_init_fn = workers
         try:
             iterator = original(self)
         finally:
             _expected.pair = None
+            if workers is not None:
+                self.worker_init_fn = users
         if epoch is not None:
             try:
                 _wrap_iterator(type(iterator))
