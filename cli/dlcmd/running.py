@@ -1,18 +1,25 @@
 """The verb `run`: runs a training command whose processes tell the mounts what they will read."""
 
+import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import click
 
 import diesel_fs.torch.hook
+from diesel_fs.errors import UsageError
+from diesel_fs.orders.shuffle import GROUP_SIZE_DEFAULT
 from diesel_fs.torch.hook.diesel_hook import VARIABLE
+from diesel_fs.torch.join import SHUFFLES
 from diesel_fs.torch.planner import TrainingPlanner
 
 from .options import global_flags, verb
+from .run_report import report_page
 
 NOT_EXECUTABLE, NOT_FOUND = 126, 127
 """The exit codes of a shell for a command that cannot be started."""
@@ -29,13 +36,38 @@ _FROM_KERNEL = 0x80  # `si_code`: the terminal has sent it to the command as wel
     "--ahead", type=click.IntRange(0, 7), metavar="EPOCHS", default=1, show_default=True,
     help="Announce so many further epochs, where they can be foreseen.",
 )  # fmt: skip
+@click.option(
+    "--shuffle", type=click.Choice(SHUFFLES), default="full", show_default=True,
+    help="With `chunk`, replace random orders by chunk-wise ones, which read each chunk once.",
+)  # fmt: skip
+@click.option(
+    "--group-size", type=click.IntRange(1), metavar="CHUNKS", default=GROUP_SIZE_DEFAULT,
+    show_default=True, help="Chunks in a group, for `--shuffle chunk`.",
+)  # fmt: skip
+@click.option(
+    "--own-seed", is_flag=True,
+    help="Give samplers that draw from PyTorch's global generator one of their own, so that their"
+    " further epochs can be foreseen. Their orders are others then.",
+)  # fmt: skip
+@click.option(
+    "--report", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.html",
+    help="Write a page that shows how long the loops waited for data, and when.",
+)  # fmt: skip
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, required=True, metavar="-- COMMAND")
-def run(ahead: int, command: tuple[str, ...]) -> None:
+def run(
+    ahead: int,
+    shuffle: str,
+    group_size: int,
+    own_seed: bool,
+    report: Path | None,
+    command: tuple[str, ...],
+) -> None:
     """Run a training command, and have the mounts load its files before it reads them.
 
-    The command is not changed: each DataLoader gives the same samples in the same order. What its
-    sampler will give is announced to the mount that has the files, when an epoch begins. Without
-    PyTorch, or without files in a mount, the command runs as it would alone.
+    The command is not changed: each DataLoader gives the same samples in the same order, unless
+    --shuffle or --own-seed say otherwise. What its sampler will give is announced to the mount that
+    has the files, when an epoch begins. Without PyTorch, or without files in a mount, the command
+    runs as it would alone.
 
     The exit code is the command's (128 + N where signal N ended it); 126 and 127 if it cannot be
     started. Signals are passed on to it.
@@ -44,15 +76,29 @@ def run(ahead: int, command: tuple[str, ...]) -> None:
     Examples:
       dlcmd run -- python train.py /mnt/pets/train
       dlcmd run -- torchrun --nproc-per-node 4 train.py
-      dlcmd run --ahead 0 -- ./train.sh
+      dlcmd run --shuffle chunk --report run.html -- ./train.sh
     """
+    if report is not None:
+        _check_writable(report)
     with TrainingPlanner() as planner:
-        environment = _environment(os.environ, planner.environment(ahead=ahead))
-        code = _run(command, environment, planner)
+        settings = planner.settings(
+            ahead=ahead, group_size=group_size if shuffle == "chunk" else 0, own_seed=own_seed
+        )
+        code = _run(command, _environment(os.environ, json.dumps(settings)), planner)
+    if report is not None:
+        report.write_text(report_page(shlex.join(command), code, planner.summary))
     if not global_flags().quiet and code not in (NOT_EXECUTABLE, NOT_FOUND):
         for line in planner.summary.lines():
             sys.stderr.write(f"dlcmd run: {line}\n")
     raise click.exceptions.Exit(code)
+
+
+def _check_writable(report: Path) -> None:
+    """Say before the command runs that its report could not be written. Raises UsageError."""
+    try:
+        report.open("a").close()
+    except OSError as error:
+        raise UsageError(f"cannot write the report {report}: {error.strerror}") from error
 
 
 def _environment(inherited: Mapping[str, str], settings: str) -> dict[str, str]:

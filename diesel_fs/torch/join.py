@@ -6,26 +6,41 @@ import subprocess
 import sys
 
 from ..errors import DieselError, UsageError
-from .hook.diesel_hook import has_joined, install
+from ..orders.shuffle import GROUP_SIZE_DEFAULT
+from .hook.diesel_hook import Settings, has_joined, install
 
 AHEAD_MAX = 7
+SHUFFLES = ("full", "chunk")
 _END_S = 10.0
 
 
-def join(*, ahead: int = 1) -> None:
+def join(
+    *,
+    ahead: int = 1,
+    shuffle: str = "full",
+    group_size: int = GROUP_SIZE_DEFAULT,
+    own_seed: bool = False,
+) -> None:
     """Have each `DataLoader` of this process announce to the mounts what it will read, from its
     next epoch on.
 
-    The samples and their order stay as they are. `ahead` is how many further epochs are announced
-    where they can be foreseen, 0 to 7. The work is done in a process of its own, which ends with
+    `ahead` is how many further epochs are announced where they can be foreseen, 0 to 7. With
+    `shuffle` "full" the samples and their order stay as they are; with "chunk" random orders are
+    replaced by chunk-wise ones, with `group_size` chunks in a group. `own_seed` gives each sampler
+    that draws from torch's global generator one of its own, so that its further epochs can be
+    foreseen; its order is another then. The work is done in a process of its own, which ends with
     this one. Under `dlcmd run`, and when it is called again, this does nothing. Raises UsageError
-    for a bad `ahead`, and DieselError where the process cannot be started.
+    for bad arguments, and DieselError where the process cannot be started.
     """
     if not 0 <= ahead <= AHEAD_MAX:
         raise UsageError(f"bad ahead {ahead}: from 0 to {AHEAD_MAX}")
+    if shuffle not in SHUFFLES:
+        raise UsageError(f"bad shuffle {shuffle!r}: it is one of {', '.join(SHUFFLES)}")
+    if group_size < 1:
+        raise UsageError(f"bad group size {group_size}: it is 1 or more")
     if has_joined():
         return
-    command = [sys.executable, "-m", "diesel_fs.torch.planner", str(ahead)]
+    command = [sys.executable, "-m", "diesel_fs.torch.planner"]
     try:
         planner = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
@@ -37,8 +52,10 @@ def join(*, ahead: int = 1) -> None:
     line = planner.stdout.readline()
     if not line:
         raise DieselError("the planner ended before it listened; its error is above")
-    settings = json.loads(line)
-    install(settings["socket"], settings["ahead"], settings["fuse_trees"])
+    settings: Settings = json.loads(line)
+    settings["ahead"], settings["own_seed"] = ahead, own_seed
+    settings["group_size"] = group_size if shuffle == "chunk" else 0
+    install(settings)
     atexit.register(_end, planner)
 
 

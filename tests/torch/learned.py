@@ -31,7 +31,7 @@ class Pairs(Dataset[tuple[int, int]]):  # type: ignore[misc] # mypy skips torch
         name = f"{self.root}/c{index % 5}/{index:04}"
         other = f"{self.root}/c{(index + 1) % 5}/{index + 1:04}"
         with open(name, "rb") as image, open(other) as label:
-            return len(image.read()), len(label.buffer.read())
+            return sum(map(len, image)), int(label.seekable())
 
 
 class Native(Pairs):

@@ -13,10 +13,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import diesel_fs.torch.hook
 from diesel_fs.errors import UsageError
+from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.mounts import stats
 from tests.cli.conftest import Dlcmd, program_environment
 from tests.cli.conftest import dlcmd as dlcmd
@@ -34,7 +36,9 @@ DEADLINE_S = 300
 def mounted(dlcmd: Dlcmd, tmp_path: Path) -> Iterator[Path]:
     """A mount of a small dataset."""
     files = {f"c{n % 5}/{n:04}": bytes([n % 251]) * (1 + 17 * n) for n in range(FILES)}
-    dlcmd("put", "--chunk-size", "64K", write(tmp_path / "src", files), "pets")
+    dlcmd(
+        "put", "--chunk-size", "64K", "--compress", "none", write(tmp_path / "src", files), "pets"
+    )
     dlcmd("mount", "pets", tmp_path / "mnt")
     yield tmp_path / "mnt"
     dlcmd("umount", "--force", tmp_path / "mnt")
@@ -46,10 +50,14 @@ def plain_environment() -> dict[str, str]:
 
 
 def run(
-    *command: str | Path, flags: tuple[str, ...] = (), **environment: str
+    *command: str | Path,
+    flags: tuple[str, ...] = (),
+    options: tuple[str | Path, ...] = (),
+    **environment: str,
 ) -> subprocess.CompletedProcess[str]:
     """`dlcmd run` as a program, to its end."""
-    words = [sys.executable, "-m", "dlcmd", *flags, "run", "--", *map(str, command)]
+    words = [sys.executable, "-m", "dlcmd", *flags, "run", *map(str, options), "--"]
+    words += map(str, command)
     return subprocess.run(
         words, env={**program_environment(), **environment}, text=True, capture_output=True,
         timeout=DEADLINE_S, check=False,
@@ -254,6 +262,78 @@ def test_the_ranks_of_torchrun_are_joined(mounted: Path, tmp_path: Path) -> None
     assert joined.returncode == 0, joined.stderr
     assert f"announced 4 of 4 epochs, {2 * FILES} files" in joined.stderr
     assert "40 batches" in joined.stderr
+
+
+ORDERS = """
+import os, sys, torch
+from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler
+from torch.utils.data.distributed import DistributedSampler
+class Files(torch.utils.data.Dataset):
+    def __init__(self):
+        self.paths = sorted(os.path.join(a, c) for a, _, b in os.walk(sys.argv[1]) for c in b)
+    def __len__(self): return len(self.paths)
+    def __getitem__(self, index):
+        with open(self.paths[index], "rb") as file: file.read()
+        return index
+torch.manual_seed(7)
+files = Files()
+def given(name, loader):
+    for epoch in range(2):
+        if hasattr(loader.sampler, "set_epoch"): loader.sampler.set_epoch(epoch)
+        print(name, epoch, *torch.cat(list(loader)).tolist())
+given("random", DataLoader(files, batch_size=16, shuffle=True, num_workers=1))
+given("some", DataLoader(files, batch_size=16, sampler=RandomSampler(files, num_samples=70)))
+given("subset", DataLoader(files, batch_size=16, sampler=SubsetRandomSampler(range(0, 200, 2))))
+for rank in range(3):
+    sampler = DistributedSampler(files, 3, rank, seed=2)
+    given(f"rank{rank}", DataLoader(files, batch_size=16, sampler=sampler))
+given("in order", DataLoader(files, batch_size=16))
+print("state", torch.rand(1).item())
+"""
+
+
+def orders_of(said: str) -> dict[str, list[int]]:
+    """What the loaders of `ORDERS` gave, by name and epoch."""
+    rows = [line.rsplit(" ", line.count(" ")) for line in said.splitlines()]
+    return {
+        f"{row[0]} {row[1]}": [int(each) for each in row[2:]] for row in rows if row[0] != "state"
+    }
+
+
+def chunk_changes(mounted: Path, order: list[int]) -> int:
+    """How often the chunk changes from one sample of `ORDERS` to the next."""
+    snapshot = Snapshot((mounted / ".diesel" / "snapshot").read_bytes())
+    paths = sorted(f"c{n % 5}/{n:04}".encode() for n in range(FILES))
+    chunks = snapshot.chunk_of(snapshot.lookup_many([paths[index] for index in order]))
+    assert snapshot.chunk_count in (6, 7)
+    return int(np.count_nonzero(np.diff(chunks)))
+
+
+@pytest.mark.fuse
+def test_chunk_wise_orders_are_of_the_same_length_and_seed(mounted: Path) -> None:
+    full = orders_of(run(*python(ORDERS), mounted).stdout)
+    options = ("--shuffle", "chunk", "--group-size", "1")
+    ended = run(*python(ORDERS), mounted, options=options)
+    assert ended.returncode == 0, ended.stderr
+    chunk = orders_of(ended.stdout)
+    assert chunk.keys() == full.keys()
+    for name, order in chunk.items():
+        assert len(order) == len(full[name])
+        if name.startswith("in order"):
+            assert order == full[name]
+        else:
+            assert order != full[name]
+            assert chunk_changes(mounted, order) < 8
+            assert chunk_changes(mounted, full[name]) > 30
+    for epoch in "01":
+        assert sorted(chunk[f"random {epoch}"]) == sorted(full[f"random {epoch}"])
+        assert sorted(chunk[f"subset {epoch}"]) == sorted(full[f"subset {epoch}"])
+        parts = [chunk[f"rank{rank} {epoch}"] for rank in range(3)]
+        assert sorted({*parts[0], *parts[1], *parts[2]}) == list(range(FILES))
+    assert chunk["random 0"] != chunk["random 1"]
+    assert "announced 14 of 14 epochs" in ended.stderr
+    again = run(*python(ORDERS), mounted, options=options)
+    assert again.stdout == ended.stdout, "the seeds are those of the script"
 
 
 LEARNED_FILES = {"pairs": 200, "native": 100, "batches": 200, "subset": 100, "parts": 60}

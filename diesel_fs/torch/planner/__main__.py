@@ -1,9 +1,10 @@
-"""The planner of a process that called `diesel_fs.torch.join`, as a program with an argument N.
+"""The planner of a process that called `diesel_fs.torch.join`, as a program.
 
-It prints the settings of the hook (N epochs are announced ahead) in one line when it listens, and
-ends with the process that has started it, when its standard input ends.
+It prints the settings of the hook in one line when it listens, and ends with the process that has
+started it, when its standard input ends.
 """
 
+import json
 import sys
 
 from .server import TrainingPlanner
@@ -13,7 +14,7 @@ def main() -> None:
     """Serve until the standard input ends; then say what could not be planned."""
     with TrainingPlanner() as planner:
         planner.start()
-        sys.stdout.write(planner.environment(ahead=int(sys.argv[1])) + "\n")
+        sys.stdout.write(json.dumps(planner.settings()) + "\n")
         sys.stdout.flush()
         sys.stdin.read()
     for line in planner.summary.lines():

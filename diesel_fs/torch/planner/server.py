@@ -7,16 +7,16 @@ import socket
 import struct
 import tempfile
 import threading
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
+from time import monotonic
 from typing import NamedTuple
 
 import numpy as np
 
 from ...errors import ConflictError, DieselError
+from ..hook.diesel_hook import Settings
 from .announcing import Controls, LoaderStreams
 from .file_tables import (
     ConcatTable,
@@ -26,65 +26,17 @@ from .file_tables import (
     SampleTable,
     SubsetTable,
 )
+from .summary import Interval, Summary
 
 _LENGTHS = struct.Struct("<IQ")  # as in the hook's `link.py`
+_LENGTH = struct.Struct("<Q")
 _BODY_BYTES_MAX, _PAYLOAD_BYTES_MAX = 1 << 20, 1 << 30
 
-_NOTES_MAX = 5
 _TEMPORARY_CHARACTERS_MAX = 70  # the path of a socket has 107 bytes at most
 _END_S = 20.0  # for what is left to announce at the end; a mount may be slow
 
 Said = dict[str, object]
 Paths = Sequence[bytes]
-
-
-@dataclass(slots=True)
-class Summary:
-    """What a training command has done, as far as its hooks said."""
-
-    processes: int = 0
-    """Python processes that loaded the hook."""
-    epochs: int = 0
-    """Epochs of loaders that began."""
-    planned_epochs: int = 0
-    """Those that were announced to a mount."""
-    files: int = 0
-    """Entries that were announced."""
-    batches: int = 0
-    waited_s: float = 0.0
-    """How long the loops waited for data."""
-    computed_s: float = 0.0
-    """How long they did something else between two batches."""
-    notes: Counter[str] = field(default_factory=Counter)
-    """What the user should know; how often it was said."""
-
-    def lines(self) -> Sequence[str]:
-        """What a user should know at the end."""
-        lines = []
-        if not self.processes:
-            lines.append(
-                "no Python process of the command could be joined: it has none, or runs it with"
-                " -I, -E or -S, or without PYTHONPATH"
-            )
-        elif not self.epochs:
-            lines.append("no DataLoader has read files in a known order: nothing was announced")
-        elif not self.planned_epochs:
-            lines.append("no file that was read lies in a mount: nothing was announced")
-        else:
-            lines.append(
-                f"announced {self.planned_epochs} of {self.epochs} epochs, {self.files:,} files"
-            )
-        total_s = self.waited_s + self.computed_s
-        if self.batches and total_s:
-            lines.append(
-                f"{self.batches:,} batches: waited {self.waited_s:.1f} s for data"
-                f" ({self.waited_s / total_s:.1%} of {total_s:.1f} s)"
-            )
-        shown = self.notes.most_common(_NOTES_MAX)
-        lines += [text + (f" ({count} times)" if count > 1 else "") for text, count in shown]
-        if len(self.notes) > len(shown):
-            lines.append(f"and {len(self.notes) - len(shown)} more notes")
-        return lines
 
 
 class _Served(NamedTuple):
@@ -104,6 +56,7 @@ class TrainingPlanner:
         self._folder = tempfile.TemporaryDirectory(prefix="diesel-run-", dir=place)
         self.socket_path = Path(self._folder.name) / "join"
         self.summary = Summary()
+        self._started_s = monotonic()
         self._files = MountedFiles()
         self._controls = Controls()
         self._learned: dict[str, _Learned] = {}
@@ -118,15 +71,15 @@ class TrainingPlanner:
         """Serve from now on, in threads. Processes that have connected before are served then."""
         self._accepting.start()
 
-    def environment(self, *, ahead: int) -> str:
-        """The value of the hook's variable in the environment of a training process."""
-        return json.dumps(
-            {
-                "socket": str(self.socket_path),
-                "ahead": ahead,
-                "fuse_trees": self._files.fuse_trees,
-            }
-        )
+    def settings(self, *, ahead: int = 1, group_size: int = 0, own_seed: bool = False) -> Settings:
+        """What the hook in a training process is told (see there)."""
+        return {
+            "socket": str(self.socket_path),
+            "ahead": ahead,
+            "fuse_trees": self._files.fuse_trees,
+            "group_size": group_size,
+            "own_seed": own_seed,
+        }
 
     def __enter__(self) -> "TrainingPlanner":
         return self
@@ -160,7 +113,7 @@ class TrainingPlanner:
         """Receive what a process sends, and have another thread work on it: a process never waits
         for a mount."""
         received: queue.SimpleQueue[tuple[Said, bytes] | None] = queue.SimpleQueue()
-        working = threading.Thread(target=self._work, args=[received], daemon=True)
+        working = threading.Thread(target=self._work, args=[connected, received], daemon=True)
         working.start()
         try:
             self._receive(connected, received)
@@ -168,11 +121,20 @@ class TrainingPlanner:
             received.put(None)
             working.join()
 
-    def _work(self, received: "queue.SimpleQueue[tuple[Said, bytes] | None]") -> None:
-        process = _Process(self._files, self._controls, self._learned, self.summary)
+    def _work(
+        self,
+        connected: socket.socket,
+        received: "queue.SimpleQueue[tuple[Said, bytes] | None]",
+    ) -> None:
+        process = _Process(
+            self._files, self._controls, self._learned, self.summary, self._started_s
+        )
         while (message := received.get()) is not None:
             with self._lock:
-                process.handle(*message)
+                answer = process.handle(*message)
+            if answer is not None:
+                with suppress(OSError):  # the process has gone
+                    connected.sendall(_LENGTH.pack(len(answer)) + answer)
         with self._lock:
             process.end()
 
@@ -236,18 +198,23 @@ class _Process:
         controls: Controls,
         learned: dict[str, _Learned],
         summary: Summary,
+        started_s: float,
     ) -> None:
         """`learned` has the tables of all processes, since workers learn for their parents."""
         self._files, self._controls, self._summary = files, controls, summary
         self._learned = learned
+        self._started_s = started_s
         self._pid = 0
         self._tables: dict[int, SampleTable] = {}
         self._filling: dict[int, tuple[FileTable, int]] = {}  # and how many paths have come
         self._streams: dict[str, LoaderStreams] = {}
 
-    def handle(self, said: Said, payload: bytes) -> None:
-        """A message. What cannot be done is noted for the user."""
+    def handle(self, said: Said, payload: bytes) -> bytes | None:
+        """A message; returns the answer to one that asks. What cannot be done is noted for the
+        user."""
         try:
+            if said["do"] == "chunks":
+                return self._chunks(_whole(said["dataset"]))
             self._handle(said, payload)
         except ConflictError:  # the mount has moved on to another version
             self._files.refresh()  # for datasets that come; those that were told keep their version
@@ -257,8 +224,11 @@ class _Process:
             )
         except DieselError as error:
             self._note(f"{error.message}" + (f" ({error.advice})" if error.advice else ""))
+        except OSError as error:  # of a mount's snapshot
+            self._note(f"a mount cannot be read: {error}")
         except (KeyError, TypeError, ValueError) as error:
             self._note(f"a training process sent what has no meaning: {error!r}")
+        return b"" if said.get("do") == "chunks" else None
 
     def end(self) -> None:
         """The process has ended."""
@@ -329,6 +299,21 @@ class _Process:
         learned = self._learned[str(said["table"])]
         learned.add(self._files, numbers[::2], numbers[1::2], paths, str(said["cwd"]))
 
+    def _chunks(self, number: int) -> bytes:
+        """For each sample of a dataset the number of its first file's chunk, or -1."""
+        table = self._tables[number]
+        chunks, base = np.full(table.size, -1), 0
+        for shown, files in table.take(np.arange(table.size)).items():
+            snapshot = self._files.snapshot(shown.mount)
+            if (str(snapshot.identity), snapshot.version) != shown[1:]:
+                continue  # the mount has moved on to another version
+            counts = np.diff(files.ends, prepend=0)
+            [samples] = np.nonzero((counts > 0) & (chunks < 0))
+            found = snapshot.chunk_of(files.entries[(files.ends - counts)[samples]])
+            chunks[samples] = np.where(found >= 0, base + found, -1)
+            base += snapshot.chunk_count
+        return chunks.astype("<i8").tobytes()
+
     def _order(self, said: Said, indices: Entries) -> None:
         name, epoch = str(said["stream"]), _whole(said["epoch"])
         table = self._tables[_whole(said["dataset"])]
@@ -343,10 +328,16 @@ class _Process:
         streams.begin(table, epoch, _whole(said["lag"]), indices)
 
     def _progress(self, said: Said) -> None:
-        summary = self._summary
-        summary.batches += _whole(said["batches"])
-        summary.waited_s += float(str(said["waited_s"]))
-        summary.computed_s += float(str(said["computed_s"]))
+        self._summary.add(
+            str(said["stream"]),
+            Interval(
+                _whole(said["epoch"]),
+                monotonic() - self._started_s,
+                _whole(said["batches"]),
+                float(str(said["waited_s"])),
+                float(str(said["computed_s"])),
+            ),
+        )
         streams = self._streams.get(str(said["stream"]))
         if streams is not None:
             streams.progress(_whole(said["position"]))

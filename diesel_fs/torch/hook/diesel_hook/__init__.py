@@ -3,16 +3,36 @@
 `install` has each `DataLoader` of the process announce the order of its sampler when an epoch
 begins (`loaders.py`). `prediction.py` learns the order without drawing from the user's generators,
 `files.py` learns which files a dataset reads, and `link.py` sends both to the launcher.
-`opening.py` spares a request for each `open()` on a mount of a user without root.
+`learning.py` finds out which files a dataset opens that does not say it, and `chunk_wise.py` has
+the orders of `--shuffle chunk`. `opening.py` spares a request for each `open()` on a mount of a
+user without root.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import sys
+from typing import TypedDict
 
 VARIABLE = "DIESEL_JOIN"
 """The variable of the environment with the launcher's settings, as JSON (`Settings`)."""
+
+
+class Settings(TypedDict):
+    """What the launcher wants of a training process."""
+
+    socket: str
+    """The path of the launcher's socket."""
+    ahead: int
+    """How many further epochs are announced, where they can be foreseen."""
+    fuse_trees: list[str]
+    """The mount points whose `open` is slow."""
+    group_size: int
+    """Random orders are replaced by chunk-wise ones with so many chunks in a group; 0: not."""
+    own_seed: bool
+    """Whether samplers that draw from the global generator get one of their own."""
+
 
 _links: list[object] = []  # one, once this process has joined
 
@@ -22,30 +42,26 @@ def install_from_environment() -> None:
     text = os.environ.get(VARIABLE)
     if text:
         try:
-            settings = json.loads(text)
-            install(settings["socket"], settings["ahead"], settings["fuse_trees"])
+            install(json.loads(text))
         except Exception:  # the user's program goes on as it would without us
             return
 
 
 def has_joined() -> bool:
     """Whether this process announces what it will read."""
-    return bool(_links)
+    by_launcher = sys.modules.get("diesel_hook")  # this module, where `sitecustomize` imported it
+    return bool(_links or getattr(by_launcher, "_links", ()))
 
 
-def install(socket_path: str, ahead: int, fuse_trees: list[str]) -> None:
-    """Have this process announce what it will read.
-
-    `socket_path` is the launcher's socket, `ahead` how many further epochs are announced, and
-    `fuse_trees` the mount points whose `open` is slow.
-    """
+def install(settings: Settings) -> None:
+    """Have this process announce what it will read."""
     if _links:
         return
     from . import link, loaders, opening  # noqa: PLC0415  (processes without settings need none)
 
-    launcher = link.Link(socket_path)
+    launcher = link.Link(settings["socket"])
     _links.append(launcher)
     launcher.send({"do": "hello"})
-    if fuse_trees:
-        opening.spare_terminal_checks(fuse_trees)
-    loaders.watch(launcher, ahead)
+    if settings["fuse_trees"]:
+        opening.spare_terminal_checks(settings["fuse_trees"])
+    loaders.watch(launcher, settings)

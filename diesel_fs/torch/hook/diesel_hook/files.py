@@ -27,6 +27,8 @@ class Told:
     def __init__(self, number: int, wanted: Sequence[tuple[Steps, str]], size: int) -> None:
         """`wanted` are the datasets in it whose files are to be learned, and their tables."""
         self.number = number
+        self.is_whole = not wanted
+        """Whether it said all of its files itself."""
         self.wanted = wanted
         self.size = size
         self._seen = bytearray(size if wanted else 0)

@@ -17,14 +17,19 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
+from . import chunk_wise
 from .files import Datasets, Told
 from .learning import Learner, LearningWorkers, inside
 from .link import Link
-from .prediction import Order, predict
+from .prediction import DRAWS, Order, predict
+
+if TYPE_CHECKING:
+    from . import Settings
 
 _MODULE = "torch.utils.data.dataloader"
 _PROGRESS_S = 0.1  # between two messages about the position
@@ -32,7 +37,9 @@ _MORE_S = 0.02  # between two messages about what a sampler has given that could
 
 _expected = threading.local()  # `pair`: the sampler that torch is about to iterate, and its epoch
 _epochs: weakref.WeakKeyDictionary[object, Epoch] = weakref.WeakKeyDictionary()  # by iterator
+_current: weakref.WeakKeyDictionary[object, Epoch] = weakref.WeakKeyDictionary()  # by sampler
 _wrapped: set[type] = set()
+_SEEDS = 1 << 63
 
 
 class _Loader(Protocol):
@@ -50,13 +57,16 @@ class _Loader(Protocol):
 class Watch:
     """What is known of the loaders of this process."""
 
-    def __init__(self, link: Link, ahead: int) -> None:
+    def __init__(self, link: Link, settings: Settings) -> None:
         self.link = link
-        self.ahead = ahead
+        self.ahead = settings["ahead"]
+        self.group_size = settings["group_size"]
+        self._has_own_seed = settings["own_seed"]
         self.datasets = Datasets(link)
         self._learner = Learner(link)
         self._loaders: weakref.WeakKeyDictionary[object, list[int]] = weakref.WeakKeyDictionary()
         self._count = 0
+        self._groupings: dict[int, chunk_wise.Grouping] = {}  # by number of the dataset
 
     def begin(self, loader: _Loader) -> Epoch:
         """The next epoch of a loader."""
@@ -74,7 +84,48 @@ class Watch:
         stream = f"{os.getpid()}.{numbers[0]}"
         batches = loader.num_workers * (loader.prefetch_factor or 0)
         size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 1
-        return Epoch(self, sampler, told, stream, numbers[1], batches * size)
+        epoch = Epoch(self, sampler, told, stream, numbers[1], batches * size)
+        for each in _nested(sampler):
+            with suppress(TypeError):  # of a class without references
+                _current[each] = epoch
+            if self._has_own_seed:
+                self._seed(each, numbers[0])
+            if self.group_size and told is not None:
+                self._make_chunk_wise(each, told)
+        return epoch
+
+    def _seed(self, sampler: object, number: int) -> None:
+        """Give a sampler that draws from torch's global generator one of its own."""
+        torch = sys.modules["torch"]
+        if type(sampler).__name__ in DRAWS and getattr(sampler, "generator", None) is None:
+            generator = torch.Generator()
+            generator.manual_seed((torch.initial_seed() + number) % _SEEDS)
+            sampler.generator = generator  # type: ignore[attr-defined] # see above
+
+    def _make_chunk_wise(self, sampler: object, told: Told) -> None:
+        """Replace the order of a sampler by a chunk-wise one, where it is a random one."""
+        if not told.is_whole and type(sampler).__name__ == "DistributedSampler":
+            # Each rank has learned other files, and they must agree on the order.
+            self.link.note(
+                "the order of a DistributedSampler stays as it is: its files are learned"
+            )
+            return
+        grouping = self._groupings.get(told.number)
+        if grouping is None:
+            content = self.link.ask({"do": "chunks", "dataset": told.number})
+            if content is None or len(content) != 8 * told.size:
+                self.link.note("a sampler keeps its order: the chunks of its files are not known")
+                return
+            torch = sys.modules["torch"]
+            chunks = torch.frombuffer(bytearray(content), dtype=torch.int64)
+            if not (chunks >= 0).any():
+                return  # no file is known to lie in a mount
+            grouping = chunk_wise.Grouping(chunks, self.group_size)
+            if not told.wanted:  # what is being learned will be known better
+                self._groupings[told.number] = grouping
+        note = chunk_wise.mark(sampler, grouping)
+        if note is not None:
+            self.link.note(note)
 
     def learn(self, loader: _Loader, told: Told) -> LearningWorkers | None:
         """An epoch begins: have what is not known of its dataset learned. Returns what the workers
@@ -159,7 +210,7 @@ class Epoch:
         """The loop has got a batch, for which it asked at `before_s`."""
         self._received += 1
         if self.told is not None and self.told.wanted:
-            self.told.saw(self._drawn.indices[self._position(-1) : self._position()])
+            self.told.saw(self._drawn.indices[self.position(-1) : self.position()])
         self._waited_s += after_s - before_s
         if self._left_s:
             self._computed_s += before_s - self._left_s
@@ -176,7 +227,7 @@ class Epoch:
             self._send_drawn()
         self.link.send(
             {
-                "do": "progress", **self._names, "position": self._position(), "is_over": is_over,
+                "do": "progress", **self._names, "position": self.position(), "is_over": is_over,
                 "batches": self._received - self._sent, "waited_s": self._waited_s,
                 "computed_s": self._computed_s,
             }
@@ -186,7 +237,7 @@ class Epoch:
         if is_over:
             self._watch.end()
 
-    def _position(self, more: int = 0) -> int:
+    def position(self, more: int = 0) -> int:
         """How many indices of the order were in the batches that the loop has received."""
         bounds = self._drawn.bounds or range(1, len(self._drawn.indices) + 1)
         count = min(self._received + more, len(bounds))
@@ -222,9 +273,28 @@ class _WatchedSampler:
                 self._epoch = None
 
 
-def watch(link: Link, ahead: int) -> None:
+def _nested(sampler: object) -> Iterator[object]:
+    """A sampler and those inside, from which it draws."""
+    seen: list[object] = []
+    while sampler is not None and not any(each is sampler for each in seen):
+        seen.append(sampler)
+        yield sampler
+        sampler = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
+
+
+def received(sampler: object) -> int | None:
+    """How many indices of a sampler were in the batches that the loop has received in the current
+    epoch. None for a sampler that no loop iterates by a `DataLoader`."""
+    try:
+        epoch = _current.get(sampler)
+    except TypeError:
+        return None
+    return None if epoch is None else epoch.position()
+
+
+def watch(link: Link, settings: Settings) -> None:
     """Watch all loaders from now on."""
-    state = Watch(link, ahead)
+    state = Watch(link, settings)
     module = sys.modules.get(_MODULE)
     if module is not None:
         _wrap_loader(module, state)
@@ -256,7 +326,10 @@ class _Finder:
         def run_and_wrap(module: ModuleType) -> None:
             run(module)
             sys.meta_path[:] = [each for each in sys.meta_path if each is not self]
-            _wrap_loader(module, state)
+            try:
+                _wrap_loader(module, state)
+            except Exception as error:  # the import goes on as it would without us
+                state.link.note(f"cannot follow this version of torch: {error!r}")
 
         spec.loader.exec_module = run_and_wrap  # type: ignore[method-assign] # of this loader alone
         return spec

@@ -33,7 +33,7 @@ _KNOWN = frozenset(
         ("timm.data.distributed_sampler", "RepeatAugSampler"),
     }
 )
-_RANDOM = frozenset(("RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler"))
+DRAWS = frozenset(("RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler"))
 """These draw from torch's global generator where they have none of their own."""
 
 _NESTED = ("sampler", "batch_sampler")
@@ -122,7 +122,7 @@ def _can_go_on(twin: object) -> bool:
     whatever the program draws until then.
     """
     name = type(twin).__name__
-    if name in _RANDOM and getattr(twin, "generator", None) is None:
+    if name in DRAWS and getattr(twin, "generator", None) is None:
         return False
     if name in ("DistributedSampler", "RepeatAugSampler"):
         twin.set_epoch(twin.epoch + 1)  # type: ignore[attr-defined] # by its name

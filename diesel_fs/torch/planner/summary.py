@@ -1,0 +1,138 @@
+"""What a training command has done, as far as the hooks in its processes said."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+_NOTES_MAX = 5
+_INTERVALS_MAX = 2000  # of one loop; of more, neighbours are put together
+
+
+@dataclass(slots=True)
+class Interval:
+    """A part of an epoch of a loop."""
+
+    epoch: int
+    end_s: float
+    """When it ended, in seconds since the command was started."""
+    batches: int
+    """How many batches the loop received."""
+    waited_s: float
+    """How long it waited for them."""
+    computed_s: float
+    """How long it did something else between them."""
+
+    @property
+    def total_s(self) -> float:
+        """How long it took."""
+        return self.waited_s + self.computed_s
+
+
+class LoopTimes:
+    """How long the loop over one `DataLoader` waited, and when."""
+
+    def __init__(self, name: str) -> None:
+        """`name` tells the user which loader it is."""
+        self.name = name
+        self.intervals: list[Interval] = []
+
+    def add(self, new: Interval) -> None:
+        """Add what came after all others."""
+        if new.batches or new.total_s:
+            self.intervals.append(new)
+        if len(self.intervals) > _INTERVALS_MAX:
+            self.intervals = _halved(self.intervals)
+
+    def epochs(self) -> list[Interval]:
+        """The times of each epoch."""
+        found: dict[int, Interval] = {}
+        for each in self.intervals:
+            known = found.get(each.epoch)
+            found[each.epoch] = each if known is None else _joined(known, each)
+        return list(found.values())
+
+
+def _joined(one: Interval, other: Interval) -> Interval:
+    return Interval(
+        one.epoch,
+        other.end_s,
+        one.batches + other.batches,
+        one.waited_s + other.waited_s,
+        one.computed_s + other.computed_s,
+    )
+
+
+def _halved(intervals: Sequence[Interval]) -> list[Interval]:
+    """Put neighbours of the same epoch together."""
+    halved: list[Interval] = []
+    is_pair = True
+    for each in intervals:
+        if not is_pair and halved[-1].epoch == each.epoch:
+            halved[-1] = _joined(halved[-1], each)
+            is_pair = True
+        else:
+            halved.append(each)
+            is_pair = False
+    return halved
+
+
+@dataclass(slots=True)
+class Summary:
+    """What a training command has done."""
+
+    processes: int = 0
+    """Python processes that loaded the hook."""
+    epochs: int = 0
+    """Epochs of loaders that began."""
+    planned_epochs: int = 0
+    """Those that were announced to a mount."""
+    files: int = 0
+    """Entries that were announced."""
+    loops: dict[str, LoopTimes] = field(default_factory=dict)
+    """The loops over loaders, by the names of their streams."""
+    notes: Counter[str] = field(default_factory=Counter)
+    """What the user should know; how often it was said."""
+
+    def add(self, stream: str, interval: Interval) -> None:
+        """A loop has told its times."""
+        loop = self.loops.get(stream)
+        if loop is None:
+            process, _, loader = stream.partition(".")
+            loop = self.loops[stream] = LoopTimes(f"process {process}, loader {loader}")
+        loop.add(interval)
+
+    def total(self) -> Interval:
+        """The times of all loops together."""
+        total = Interval(0, 0.0, 0, 0.0, 0.0)
+        for loop in self.loops.values():
+            for each in loop.intervals:
+                total = _joined(total, each)
+        return total
+
+    def lines(self) -> Sequence[str]:
+        """What a user should know at the end."""
+        lines = []
+        if not self.processes:
+            lines.append(
+                "no Python process of the command could be joined: it has none, or runs it with"
+                " -I, -E or -S, or without PYTHONPATH"
+            )
+        elif not self.epochs:
+            lines.append("no DataLoader has read files in a known order: nothing was announced")
+        elif not self.planned_epochs:
+            lines.append("no file that was read lies in a mount: nothing was announced")
+        else:
+            lines.append(
+                f"announced {self.planned_epochs} of {self.epochs} epochs, {self.files:,} files"
+            )
+        total = self.total()
+        if total.batches and total.total_s:
+            lines.append(
+                f"{total.batches:,} batches: waited {total.waited_s:.1f} s for data"
+                f" ({total.waited_s / total.total_s:.1%} of {total.total_s:.1f} s)"
+            )
+        shown = self.notes.most_common(_NOTES_MAX)
+        lines += [text + (f" ({count} times)" if count > 1 else "") for text, count in shown]
+        if len(self.notes) > len(shown):
+            lines.append(f"and {len(self.notes) - len(shown)} more notes")
+        return lines
