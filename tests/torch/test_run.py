@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from xml.etree import ElementTree as ET
 
 import numpy as np
 import pytest
@@ -334,6 +335,81 @@ def test_chunk_wise_orders_are_of_the_same_length_and_seed(mounted: Path) -> Non
     assert "announced 14 of 14 epochs" in ended.stderr
     again = run(*python(ORDERS), mounted, options=options)
     assert again.stdout == ended.stdout, "the seeds are those of the script"
+
+
+SEEDED = """
+import sys, torch
+class Files(torch.utils.data.Dataset):
+    paths = [sys.argv[1] + f"/c{n % 5}/{n:04}" for n in range(200)]
+    def __len__(self): return 200
+    def __getitem__(self, index):
+        with open(self.paths[index], "rb") as file: file.read()
+        return index
+torch.manual_seed(7)
+loader = torch.utils.data.DataLoader(Files(), batch_size=16, shuffle=True)
+before = torch.get_rng_state()
+print(*torch.cat(list(loader)).tolist())
+print(*torch.cat(list(loader)).tolist())
+loader.sampler.generator.get_state()
+"""
+
+
+@pytest.mark.fuse
+def test_a_sampler_gets_a_generator_of_its_own(mounted: Path) -> None:
+    """Its seed depends on the script's."""
+    ended = run(*python(SEEDED), mounted, options=("--own-seed",))
+    assert ended.returncode == 0, ended.stderr
+    first, second = ended.stdout.splitlines()
+    assert first != second
+    assert [sorted(map(int, line.split())) for line in (first, second)] == [[*range(200)]] * 2
+    assert run(*python(SEEDED), mounted, options=("--own-seed",)).stdout == ended.stdout
+    without = run(*python(SEEDED), mounted)
+    assert without.returncode == 1, "there is no generator"
+    assert without.stdout.splitlines()[0] != first
+
+
+@pytest.mark.fuse
+def test_a_report_shows_each_loop(mounted: Path, tmp_path: Path) -> None:
+    page = tmp_path / "run.html"
+    ended = run(*python(PLANNED), mounted, options=("--report", page))
+    assert ended.returncode == 0, ended.stderr
+    text = page.read_text()
+    ET.fromstring(re.sub("<meta[^>]*>|<br>", "", text.partition("\n")[2]))  # noqa: S314 (our own)
+    assert "announced 2 of 2 epochs" in text
+    rows = re.findall(r"<td>epoch (\d+)</td><td>(\d+)</td><td>([\d.]+)</td>", text)
+    assert [(number, batches) for number, batches, _ in rows] == [("1", "20"), ("2", "20")]
+    assert all(float(seconds) > 2 for *_, seconds in rows)
+    assert 'class="computed"' in text
+
+
+def test_a_report_that_cannot_be_written_is_said_before_the_command_runs(tmp_path: Path) -> None:
+    ended = run(*python("print(1)"), options=("--report", tmp_path / "none" / "run.html"))
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert "cannot write the report" in ended.stderr
+
+
+GONE = """
+import os, subprocess, sys, torch
+class Files(torch.utils.data.Dataset):
+    paths = [sys.argv[1] + f"/c{n % 5}/{n:04}" for n in range(200)]
+    def __len__(self): return 200
+    def __getitem__(self, index):
+        with open(self.paths[index], "rb") as file: file.read()
+        return index
+for number, _ in enumerate(torch.utils.data.DataLoader(Files(), batch_size=10)):
+    if number == 10:
+        subprocess.run([sys.executable, "-m", "dlcmd", "umount", "--lazy", sys.argv[1]], check=True)
+"""
+
+
+@pytest.mark.fuse
+def test_a_mount_that_goes_away_is_named(mounted: Path, dlcmd: Dlcmd) -> None:
+    path = program_environment()["PYTHONPATH"]
+    ended = run(*python(GONE), mounted, PYTHONPATH=path)
+    assert ended.returncode == 1
+    assert "FileNotFoundError" in ended.stderr
+    assert f"the mount on {mounted} has gone" in ended.stderr.splitlines()[-1]
+    dlcmd("mount", "pets", mounted)
 
 
 LEARNED_FILES = {"pairs": 200, "native": 100, "batches": 200, "subset": 100, "parts": 60}

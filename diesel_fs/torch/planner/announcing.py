@@ -106,6 +106,11 @@ class Controls:
             self._controls[shown] = found
         return found
 
+    @property
+    def mounts(self) -> set[str]:
+        """The mount points to which anything was announced."""
+        return {shown.mount for shown in self._controls}
+
     def close(self) -> None:
         """Close all connections."""
         for each in self._controls.values():

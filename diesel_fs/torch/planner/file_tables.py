@@ -202,6 +202,11 @@ class MountedFiles:
         self._folders.clear()
 
     @property
+    def mount_points(self) -> set[str]:
+        """Where datasets are mounted."""
+        return {each.path for each in self._mounts}
+
+    @property
     def fuse_trees(self) -> list[str]:
         """The mounts whose trees are FUSE's."""
         return [each.path for each in self._mounts if not each.is_native]

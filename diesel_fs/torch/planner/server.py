@@ -96,6 +96,9 @@ class TrainingPlanner:
             served.thread.join(_END_S)
         for learned in self._learned.values():
             self.summary.notes[learned.describe()] += 1
+        self._files.refresh()
+        for mount in sorted(self._controls.mounts - self._files.mount_points):
+            self.summary.notes[f"the mount on {mount} has gone: its files cannot be read"] += 1
         self._controls.close()
         self._folder.cleanup()
 
