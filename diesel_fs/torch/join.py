@@ -7,11 +7,13 @@ import sys
 
 from ..errors import DieselError, UsageError
 from ..orders.shuffle import GROUP_SIZE_DEFAULT
-from .hook.diesel_hook import Settings, has_joined, install
+from .hook.diesel_hook import has_joined, install
+from .hook.diesel_hook.link import Settings
 
 AHEAD_MAX = 7
 SHUFFLES = ("full", "chunk")
 _END_S = 10.0
+_HOOK_LOADERS = "diesel_fs.torch.hook.diesel_hook.loaders"
 
 
 def join(
@@ -57,6 +59,20 @@ def join(
     settings["group_size"] = group_size if shuffle == "chunk" else 0
     install(settings)
     atexit.register(_end, planner)
+
+
+def received(sampler: object) -> int | None:
+    """How many indices of a sampler were in the batches that a loop over a `DataLoader` has
+    received in the current epoch. With workers, the sampler has given more than that.
+
+    None where no loop has begun to iterate the sampler since this process joined.
+    """
+    for name in ("diesel_hook.loaders", _HOOK_LOADERS):  # of `dlcmd run`, and of `join`
+        loaders = sys.modules.get(name)
+        if loaders is not None:
+            position: int | None = loaders.received(sampler)
+            return position
+    return None
 
 
 def _end(planner: "subprocess.Popen[bytes]") -> None:

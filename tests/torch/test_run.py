@@ -153,10 +153,46 @@ def test_a_script_can_join_by_itself(mounted: Path) -> None:
     wait_until(lambda: streams_of(mounted) == [])
 
 
-def test_joining_refuses_a_bad_number() -> None:
+COUNTED = """
+import sys
+import torch
+import diesel_fs.torch
+from diesel_fs.torch.join import received
+diesel_fs.torch.join()
+workers = int(sys.argv[1])
+loader = torch.utils.data.DataLoader(range(100), batch_size=7, shuffle=True, num_workers=workers)
+assert received(loader.sampler) is None
+for number, batch in enumerate(loader, 1):
+    assert received(loader.sampler) == received(loader.batch_sampler) == min(7 * number, 100)
+    if number == 9: break
+first = iter(loader)
+assert received(loader.sampler) == 0
+next(first)
+assert received(loader.sampler) == 7
+"""
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_what_a_loop_has_received_is_counted(workers: str) -> None:
+    """With `join`, under `dlcmd run`, and with both: then `join` does nothing."""
+    alone = subprocess.run(
+        [*python(COUNTED), workers], env=program_environment(), text=True, capture_output=True,
+        timeout=DEADLINE_S, check=False,
+    )  # fmt: skip
+    assert alone.returncode == 0, alone.stderr
+    both = run(*python(COUNTED), workers, PYTHONPATH=program_environment()["PYTHONPATH"])
+    assert both.returncode == 0, both.stderr
+    assert "diesel_fs.torch:" not in both.stderr
+
+
+def test_joining_refuses_bad_arguments() -> None:
     for ahead in (-1, 8):
         with pytest.raises(UsageError, match="bad ahead"):
             diesel_fs.torch.join(ahead=ahead)
+    with pytest.raises(UsageError, match="bad shuffle 'some'"):
+        diesel_fs.torch.join(shuffle="some")
+    with pytest.raises(UsageError, match="bad group size 0"):
+        diesel_fs.torch.join(shuffle="chunk", group_size=0)
 
 
 @pytest.mark.fuse

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...errors import ConflictError, DieselError
-from ..hook.diesel_hook import Settings
+from ..hook.diesel_hook.link import Settings
 from .announcing import Controls, LoaderStreams
 from .file_tables import (
     ConcatTable,

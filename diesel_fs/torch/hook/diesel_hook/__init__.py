@@ -13,25 +13,13 @@ from __future__ import annotations
 import json
 import os
 import sys
-from typing import TypedDict
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .link import Settings
 
 VARIABLE = "DIESEL_JOIN"
-"""The variable of the environment with the launcher's settings, as JSON (`Settings`)."""
-
-
-class Settings(TypedDict):
-    """What the launcher wants of a training process."""
-
-    socket: str
-    """The path of the launcher's socket."""
-    ahead: int
-    """How many further epochs are announced, where they can be foreseen."""
-    fuse_trees: list[str]
-    """The mount points whose `open` is slow."""
-    group_size: int
-    """Random orders are replaced by chunk-wise ones with so many chunks in a group; 0: not."""
-    own_seed: bool
-    """Whether samplers that draw from the global generator get one of their own."""
+"""The variable of the environment with the launcher's settings, as JSON (`link.Settings`)."""
 
 
 _links: list[object] = []  # one, once this process has joined

@@ -12,10 +12,26 @@ import os
 import socket
 import struct
 import threading
+from typing import TypedDict
 
 _LENGTHS = struct.Struct("<IQ")
 _LENGTH = struct.Struct("<Q")
 _SEND_S = 20.0  # a launcher that takes nothing for so long is given up
+
+
+class Settings(TypedDict):
+    """What the launcher wants of a training process."""
+
+    socket: str
+    """The path of the launcher's socket."""
+    ahead: int
+    """How many further epochs are announced, where they can be foreseen."""
+    fuse_trees: list[str]
+    """The mount points whose `open` is slow."""
+    group_size: int
+    """Random orders are replaced by chunk-wise ones with so many chunks in a group; 0: not."""
+    own_seed: bool
+    """Whether samplers that draw from the global generator get one of their own."""
 
 
 class Link:

@@ -20,16 +20,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from . import chunk_wise
 from .files import Datasets, Told
 from .learning import Learner, LearningWorkers, inside
-from .link import Link
+from .link import Link, Settings
 from .prediction import DRAWS, Order, predict
-
-if TYPE_CHECKING:
-    from . import Settings
 
 _MODULE = "torch.utils.data.dataloader"
 _PROGRESS_S = 0.1  # between two messages about the position
