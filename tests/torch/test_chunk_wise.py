@@ -132,6 +132,8 @@ def test_what_is_not_random_or_weighted_keeps_its_order() -> None:
     assert said == "a WeightedRandomSampler keeps its order"
     said = mark(RandomSampler(range(10), replacement=True), grouping)
     assert said == "a RandomSampler with replacement keeps its order"
+    said = mark(DistributedSampler(range(10), 2, 0), grouping, is_whole=False)
+    assert said == "a DistributedSampler of files that are learned keeps its order"
     said = mark(RandomSampler(range(9)), grouping)
     assert said is not None
     assert "other indices" in said

@@ -127,6 +127,19 @@ def test_the_mount_follows_the_reader_and_forgets_the_plan_at_the_end(mounted: P
     wait_until(lambda: streams_of(mounted) == [])
 
 
+@pytest.mark.fuse
+@pytest.mark.parametrize(("ahead", "is_foreseen"), [("0", False), ("1", True)])
+def test_the_mount_prepares_the_next_epoch_where_it_can_be_foreseen(
+    mounted: Path, ahead: str, is_foreseen: bool
+) -> None:
+    script = PLANNED.replace("shuffle=True", "shuffle=True, generator=torch.Generator()")
+    joined = run(*python(script), mounted, options=("--ahead", ahead))
+    assert joined.returncode == 0, joined.stderr
+    [first], _ = json.loads(joined.stdout)
+    assert (first["frontier"] > FILES) == is_foreseen
+    assert first["length"] == FILES
+
+
 def streams_of(mounted: Path) -> object:
     described = stats(mounted)["residency"]
     assert isinstance(described, dict)

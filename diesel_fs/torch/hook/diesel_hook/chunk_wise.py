@@ -71,9 +71,12 @@ def _install() -> None:
     _replace(sys.modules["torch.utils.data.distributed"].DistributedSampler, _distributed)
 
 
-def mark(sampler: object, grouping: Grouping) -> str | None:
-    """Make a sampler of a dataset chunk-wise, if it is random. Returns what the user should know
-    where a random order stays as it is."""
+def mark(sampler: object, grouping: Grouping, *, is_whole: bool = True) -> str | None:
+    """Make a sampler of a dataset chunk-wise, if it is random.
+
+    `is_whole` is False where this process alone knows the chunks, so that its order may differ
+    from that of other ranks. Returns what the user should know where a random order stays as it is.
+    """
     dataset_size = len(grouping.chunks)
     data = sys.modules["torch.utils.data"]
     distributed = sys.modules["torch.utils.data.distributed"].DistributedSampler
@@ -85,6 +88,8 @@ def mark(sampler: object, grouping: Grouping) -> str | None:
     elif isinstance(sampler, distributed):
         if not sampler.shuffle:
             return None
+        if not is_whole:
+            return f"a {name} of files that are learned keeps its order"
         size = len(sampler.dataset)
     elif isinstance(sampler, data.SubsetRandomSampler):
         size = dataset_size

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 _PART = 1 << 16  # paths of one message
 
+_DEFINED_IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE; lists and ranges read no files
+
 _FOLDERS = ("samples", "imgs", "paths")
 """Attributes of datasets of files: a list of paths, or of tuples that begin with a path."""
 
@@ -102,7 +104,8 @@ class Datasets:
                     paths = _paths(found)
                     if paths is not None:
                         return self._files(paths, size)
-        if size > 0 and hasattr(type(dataset), "__getitem__"):
+        kind = type(dataset)
+        if size > 0 and hasattr(kind, "__getitem__") and kind.__flags__ & _DEFINED_IN_PYTHON:
             number = self._next({"do": "learn", "size": size, "name": name})
             return Told(number, [((), f"{os.getpid()}.{number}")], size)
         return None

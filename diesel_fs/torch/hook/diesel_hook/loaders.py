@@ -101,12 +101,6 @@ class Watch:
 
     def _make_chunk_wise(self, sampler: object, told: Told) -> None:
         """Replace the order of a sampler by a chunk-wise one, where it is a random one."""
-        if not told.is_whole and type(sampler).__name__ == "DistributedSampler":
-            # Each rank has learned other files, and they must agree on the order.
-            self.link.note(
-                "the order of a DistributedSampler stays as it is: its files are learned"
-            )
-            return
         grouping = self._groupings.get(told.number)
         if grouping is None:
             content = self.link.ask({"do": "chunks", "dataset": told.number})
@@ -120,7 +114,7 @@ class Watch:
             grouping = chunk_wise.Grouping(chunks, self.group_size)
             if not told.wanted:  # what is being learned will be known better
                 self._groupings[told.number] = grouping
-        note = chunk_wise.mark(sampler, grouping)
+        note = chunk_wise.mark(sampler, grouping, is_whole=told.is_whole)
         if note is not None:
             self.link.note(note)
 
