@@ -18,6 +18,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 
 import trio
 
@@ -37,6 +38,7 @@ from .options import MountRequest
 from .plans.control_socket import ControlSocket
 from .plans.list_plans import ListPlans
 from .prefetch.link import WorkerLink
+from .reader_groups import reader_group
 from .sessions.kernel import KernelSession
 from .sessions.native import NativeSession, TreeVersion
 from .sessions.push_status import PushStatusMap, push_status_file
@@ -352,6 +354,7 @@ class _Server:
             control_path=self._control_path,
             prefetch_stats=self._prefetch_stats,
             extra_stats=self._extra_stats,
+            reader_group=partial(reader_group, mount_pid=os.getppid()),
         )
         deadline_s = request.read_deadline_s
         if not request.follow:
