@@ -12,33 +12,38 @@ another thread while it goes on answering.
 """
 
 import logging
+import math
 import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
 
 import trio
 
 from ..errors import DieselError, FormatError
 from ..format.image import ImageTooLarge, Shown
 from ..format.snapshot.reader import Snapshot
+from ..net.endpoints import listen
 from ..net.messages import Message, error_message
+from ..net.metrics_endpoint import MetricsEndpoint
 from ..orders.shuffle import GROUP_SIZE_DEFAULT
 from ..repository.private_copies import snapshot_descriptor
 from ..settings import runtime_folder
 from ..system import syscalls
+from ..urls import HostPort
 from .attributes import Owner
 from .dot_diesel import HiddenFile
 from .images import open_image
+from .mount_metrics import metrics_text
 from .mountpoint import end_connection, mounted_at, place_of, unmount
 from .options import MountRequest
 from .plans.control_socket import ControlSocket
 from .plans.list_plans import ListPlans
 from .prefetch.link import WorkerLink
-from .reader_groups import reader_group
+from .reader_groups import ReaderProcesses
 from .sessions.kernel import KernelSession
 from .sessions.native import NativeSession, TreeVersion
 from .sessions.push_status import PushStatusMap, push_status_file
@@ -52,6 +57,7 @@ from .versions.switching import Switching
 from .versions.versioned_vfs import VersionedVfs
 from .versions.watcher import VersionWatcher
 from .vfs import MountHooks, Vfs
+from .waits import Waits
 
 log = logging.getLogger("diesel.mount")
 
@@ -81,6 +87,9 @@ since the worker may wait for a page lock. Before there is a mount this signal e
 
 TASK_STATS_S = 1.0
 """How old the statistics of the task in `.diesel/stats` may be."""
+
+METRICS_MAX_AGE_S = 1.0
+"""How old the metrics may be that Prometheus gets."""
 
 READY = b"ready"
 
@@ -177,6 +186,14 @@ class _Server:
         self._started = trio.Event()
         self._worker_begun = trio.Event()  # or there will be none
         os.set_blocking(supervisor_pipe, False)
+        self._metrics_sockets: Sequence[socket.socket] = ()
+        self._metrics_url = ""
+        self._metrics_text = ""
+        self._metrics_made_s = -math.inf
+        if (place := request.metrics_endpoint) is not None:
+            self._metrics_sockets = listen(place)  # first: a port in use is no mount
+            port = self._metrics_sockets[0].getsockname()[1]
+            self._metrics_url = f"http://{HostPort(place.host, port)}/metrics"
         opened = source.open(request)
         if opened.warning:
             log.warning("%s", opened.warning)
@@ -192,6 +209,9 @@ class _Server:
         self._leases = VersionLeases(request, source)
         self._leased = trio.Event()
         self._task_stats: dict[str, object] = {}
+        readers = ReaderProcesses(os.getppid())
+        self._waits = Waits(readers.group_of)
+        readers.on_found = self._waits.regroup
 
     def run(self) -> None:
         """Mounts, serves, and returns when the mount has ended. Raises DieselError."""
@@ -226,6 +246,9 @@ class _Server:
                 nursery.start_soon(self._lease_and_follow)
                 if self._request.task_options:
                     nursery.start_soon(self._poll_task_stats)
+                if self._metrics_sockets:
+                    endpoint = MetricsEndpoint(self._make_metrics_text, lambda: self._is_ready)
+                    nursery.start_soon(endpoint.serve, self._metrics_sockets)
                 if self._control is not None:
                     nursery.start_soon(self._control.run)
                 await self._session.serve(self._started.set)
@@ -354,7 +377,7 @@ class _Server:
             control_path=self._control_path,
             prefetch_stats=self._prefetch_stats,
             extra_stats=self._extra_stats,
-            reader_group=partial(reader_group, mount_pid=os.getppid()),
+            waits=self._waits,
         )
         deadline_s = request.read_deadline_s
         if not request.follow:
@@ -380,6 +403,8 @@ class _Server:
 
     def _extra_stats(self) -> dict[str, object]:
         extra: dict[str, object] = {}
+        if self._metrics_url:
+            extra["metrics"] = self._metrics_url
         if self._session_notes:
             extra["session_notes"] = self._session_notes
         if warning := self._warnings.get(self._snapshot.version):
@@ -395,6 +420,15 @@ class _Server:
                 self._source.task_stats, abandon_on_cancel=True
             )
             await trio.sleep(TASK_STATS_S)
+
+    def _make_metrics_text(self) -> str:
+        """The metrics, which may be `METRICS_MAX_AGE_S` old, so that nobody who asks often takes
+        the readers' time."""
+        now_s = time.monotonic()
+        if now_s >= self._metrics_made_s + METRICS_MAX_AGE_S:
+            self._metrics_text = metrics_text(self._vfs.stats())
+            self._metrics_made_s = now_s
+        return self._metrics_text
 
     def _on_switch(self, snapshot: Snapshot) -> None:
         """Switches lists and control socket when names have begun to lead to another version."""
@@ -450,6 +484,8 @@ class _Server:
             self._session.negotiated,
             self._device,
         )
+        if self._metrics_url:
+            log.info("metrics at %s", self._metrics_url)
         if isinstance(self._session, KernelSession):
             await self._link.receive_hello(WORKER_HELLO_DEADLINE_S)
         self._is_ready = True

@@ -48,7 +48,7 @@ from .attributes import (
     Owner,
 )
 from .dot_diesel import HiddenFile, HiddenFolder, ListObserver
-from .waits import UNSEEN, ReaderGroup, Waits
+from .waits import Waits
 
 log = logging.getLogger("diesel.mount")
 
@@ -129,8 +129,8 @@ class MountHooks:
     """Figures of the prefetch worker, for `.diesel/stats`."""
     extra_stats: Callable[[], Mapping[str, object]] = dict
     """More of `.diesel/stats`."""
-    reader_group: Callable[[int], ReaderGroup | None] = lambda _: UNSEEN
-    """Which reader a thread is; None for the mount's own processes."""
+    waits: Waits | None = None
+    """Counts what readers wait for; without it nothing is told of their processes."""
 
 
 class Vfs:
@@ -153,7 +153,7 @@ class Vfs:
         self.owner = owner
         self.requests: Counter[str] = Counter()
         self.reads: Counter[str] = Counter(hits=0, misses=0, held=0, failed=0, bytes=0)
-        self.waits = Waits(hooks.reader_group)  # sessions tell it of each request
+        self.waits = hooks.waits or Waits()  # sessions tell it of each request
         self.waiting = 0  # requests that wait for a thread
         self._lookups_waiting = 0  # those of them that are no reads
         self._reader = reader

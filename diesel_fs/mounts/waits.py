@@ -10,12 +10,14 @@ what a request adds to a cause is the virtual time that passed meanwhile. (It is
 processor sharing: Parekh and Gallager, "A generalized processor sharing approach to flow control",
 1993, section III.) So an event costs the same however many requests wait.
 
-Concurrency: the server's trio thread calls everything but `Wait.enter` and `Wait.leave`, which any
-thread may call. One lock guards the clocks while anything waits.
+Concurrency: the server's trio thread calls everything but `Wait.enter`, `Wait.leave` and
+`Waits.regroup`, which any thread may call. One lock guards the clocks while anything waits.
 """
 
+import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -119,6 +121,16 @@ class _Reader:
         self.clock = WaitClock()
         self.clocks = () if mount is None else (mount, self.clock)
 
+    def merge(self, other: "_Reader") -> None:
+        """Add what was counted of another one, for which nothing waits now."""
+        self.requests += other.requests
+        self.seen_s = max(self.seen_s, other.seen_s)
+        self.clock.waited_s += other.clock.waited_s
+        for cause in _CAUSES:
+            self.alone_s[cause] += other.alone_s[cause]
+            self.clock.causes_s[cause] += other.clock.causes_s[cause]
+            self.clock.requests_s[cause] += other.clock.requests_s[cause]
+
 
 class Wait:
     """A request that waits; as a `WaitObserver` it is told for what."""
@@ -209,6 +221,7 @@ class Waits:
         self._dropped_alone_s = [0.0] * len(_CAUSES)  # of readers that are forgotten
         self._by_thread: dict[int, _Reader] = {}
         self._forget_at_s = now() + THREADS_MAX_AGE_S
+        self._regrouped: deque[tuple[ReaderGroup, ReaderGroup]] = deque()
 
     def answered(self, thread: int, cause: WaitCause, begun_s: float) -> None:
         """Count a request of a thread (0: unknown) that was answered at once."""
@@ -261,6 +274,7 @@ class Waits:
 
     def figures(self) -> dict[str, object]:
         """`waits` of `.diesel/stats`: all that was counted up to now."""
+        self._merge_regrouped()
         with self.lock:
             now_s = self.now()
             for wait in self._waiting:
@@ -285,20 +299,42 @@ class Waits:
                 ],
             }
 
+    def regroup(self, before: ReaderGroup, group: ReaderGroup) -> None:
+        """Say that what was counted for one group belongs to another. Any thread."""
+        self._regrouped.append((before, group))
+        self._forget_at_s = -math.inf  # so that the next request looks at it
+
     def _find_reader(self, thread: int, now_s: float) -> _Reader:
         """The group of a thread, which is remembered from now on."""
         if now_s > self._forget_at_s or len(self._by_thread) >= THREADS_MAX:
             self._by_thread.clear()
             self._forget_at_s = now_s + THREADS_MAX_AGE_S
+            self._merge_regrouped()
         group = self._identify(thread) if thread else UNSEEN
-        reader = self._nobody if group is None else self._readers.get(group.key)
+        reader = self._by_thread[thread] = self._nobody if group is None else self._reader(group)
+        return reader
+
+    def _reader(self, group: ReaderGroup) -> _Reader:
+        reader = self._readers.get(group.key)
         if reader is None:
-            assert group is not None
             if len(self._readers) >= READERS_MAX:
                 self._make_room()
             reader = self._readers[group.key] = _Reader(group, self._clock)
-        self._by_thread[thread] = reader
         return reader
+
+    def _merge_regrouped(self) -> None:
+        """Add what was counted for groups that belong to others to those."""
+        for _ in range(len(self._regrouped)):
+            before, group = self._regrouped.popleft()
+            old = self._readers.get(before.key)
+            if old is None:
+                continue
+            if old.clock.waiting:  # it goes on counting
+                self._regrouped.append((before, group))
+                continue
+            del self._readers[before.key]
+            self._reader(group).merge(old)
+            self._by_thread.clear()
 
     def _make_room(self) -> None:
         """Forget the group that was seen longest ago, of those without a request that waits."""
