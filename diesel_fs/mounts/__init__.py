@@ -14,7 +14,7 @@ will read), `versions/` (mounts that follow their dataset), and `launcher.py` (m
 unmounting).
 
 The folders form layers. Each imports only what stands before it in this line:
-attributes, dot_diesel, vfs, options, mountpoint, source < sessions < prefetch < plans < versions <
+attributes, dot_diesel, waits, vfs, options, mountpoint, source < sessions < prefetch < plans < versions <
 prefetch_worker, server, supervisor, launcher.
 
 The names exported here are for programs. Importing them loads neither FUSE, trio nor numpy.

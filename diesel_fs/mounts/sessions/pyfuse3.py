@@ -402,9 +402,13 @@ class Pyfuse3Session:
     async def serve(self, started: Callable[[], None]) -> None:
         """See `Session`."""
         self._operations.started = started
+        vfs = self._operations.vfs
         before = signal.signal(signal.SIGALRM, lambda *_: None)
         try:
-            with installed(TrioStandIn(RequestWait(lambda: not self._operations.vfs.waiting))):
+            with (
+                observer_set(vfs.waits.inline),
+                installed(TrioStandIn(RequestWait(lambda: not vfs.waiting))),
+            ):
                 await pyfuse3.main(min_tasks=1, max_tasks=TASKS_MAX)
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
