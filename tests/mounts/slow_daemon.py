@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 from diesel_fs.cache import reader
 from diesel_fs.format.snapshot.reader import Snapshot
@@ -21,13 +21,14 @@ STORE, PEER, DECODE, LOOKUP = "TEST_STORE_S", "TEST_PEER_S", "TEST_DECODE_S", "T
 
 PROGRAM = (sys.executable, "-m", "tests.mounts.slow_daemon")
 
+_P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
-def slowed(call: Callable[..., _T], seconds: float) -> Callable[..., _T]:
+def slowed(call: Callable[_P, _T], seconds: float) -> Callable[_P, _T]:
     """The same function, which takes longer."""
 
-    def slow(*args: object, **named: object) -> _T:
+    def slow(*args: _P.args, **named: _P.kwargs) -> _T:
         time.sleep(seconds)
         return call(*args, **named)
 

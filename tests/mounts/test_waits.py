@@ -182,7 +182,8 @@ def test_what_was_counted_for_a_process_goes_to_its_rank_when_that_is_known() ->
     clock.now_s += 2
     waits.end(wait)
     figures = waits.figures()
-    [reader] = figures["readers"]  # type: ignore[misc]  # it is a list
+    assert isinstance(figures["readers"], list)
+    [reader] = figures["readers"]
     assert (reader["rank"], reader["pid"], reader["requests"]) == (3, 5, 3)
     assert reader["waited_s"] == figures["waited_s"] == 3.0
 
