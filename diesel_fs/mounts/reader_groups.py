@@ -71,10 +71,12 @@ class ReaderProcesses:
         if len(self._known) >= _KNOWN_MAX:
             self._known.clear()
         alone = self._known[process] = ReaderGroup(None, process.pid, process.command)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._find_always, name="readers", daemon=True)
-            self._thread.start()
         self._asked.put(process)
+        if self._thread is None:
+            thread = threading.Thread(target=self._find_always, name="readers", daemon=True)
+            with suppress(RuntimeError):  # no thread can be had now; the next process tries again
+                thread.start()
+                self._thread = thread
         return alone
 
     def _find_always(self) -> None:

@@ -14,6 +14,7 @@ Concurrency: the server's trio thread calls everything but `Wait.enter`, `Wait.l
 `Waits.regroup`, which any thread may call. One lock guards the clocks while anything waits.
 """
 
+import logging
 import math
 import threading
 import time
@@ -22,6 +23,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from ..cache.waiting import WaitCause
+
+log = logging.getLogger("diesel.mount")
 
 READERS_MAX = 64
 """So many groups of processes are kept; the one that was seen longest ago makes room, and ranks
@@ -220,7 +223,8 @@ class Waits:
         self._readers: dict[tuple[int | None, int], _Reader] = {}
         self._dropped_alone_s = [0.0] * len(_CAUSES)  # of readers that are forgotten
         self._by_thread: dict[int, _Reader] = {}
-        self._forget_at_s = now() + THREADS_MAX_AGE_S
+        self._started_s = now()
+        self._forget_at_s = self._started_s + THREADS_MAX_AGE_S
         self._regrouped: deque[tuple[ReaderGroup, ReaderGroup]] = deque()
 
     def answered(self, thread: int, cause: WaitCause, begun_s: float) -> None:
@@ -287,7 +291,7 @@ class Waits:
                 )
             ]
             return {
-                "clock_s": round(now_s, 6),
+                "clock_s": round(now_s - self._started_s, 6),
                 **self._clock.figures(all_alone_s),
                 "readers": [
                     {
@@ -310,7 +314,11 @@ class Waits:
             self._by_thread.clear()
             self._forget_at_s = now_s + THREADS_MAX_AGE_S
             self._merge_regrouped()
-        group = self._identify(thread) if thread else UNSEEN
+        group: ReaderGroup | None = UNSEEN
+        try:
+            group = self._identify(thread) if thread else UNSEEN
+        except Exception:  # a bug here must not end the mount
+            log.exception("cannot find out which process reads")
         reader = self._by_thread[thread] = self._nobody if group is None else self._reader(group)
         return reader
 
