@@ -73,10 +73,10 @@ class ReaderProcesses:
         alone = self._known[process] = ReaderGroup(None, process.pid, process.command)
         self._asked.put(process)
         if self._thread is None:
-            thread = threading.Thread(target=self._find_always, name="readers", daemon=True)
+            finder = threading.Thread(target=self._find_always, name="readers", daemon=True)
             with suppress(RuntimeError):  # no thread can be had now; the next process tries again
-                thread.start()
-                self._thread = thread
+                finder.start()
+                self._thread = finder
         return alone
 
     def _find_always(self) -> None:
