@@ -12,12 +12,10 @@ another thread while it goes on answering.
 """
 
 import logging
-import math
 import os
 import signal
 import socket
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 
@@ -26,17 +24,15 @@ import trio
 from ..errors import DieselError, FormatError
 from ..format.image import ImageTooLarge, Shown
 from ..format.snapshot.reader import Snapshot
-from ..net.endpoints import listen
 from ..net.messages import Message, error_message
-from ..net.metrics_endpoint import MetricsEndpoint
 from ..orders.shuffle import GROUP_SIZE_DEFAULT
 from ..repository.private_copies import snapshot_descriptor
 from ..settings import runtime_folder
 from ..system import syscalls
-from ..urls import HostPort
 from .attributes import Owner
 from .dot_diesel import HiddenFile
 from .images import open_image
+from .metrics_port import MetricsSource
 from .mount_metrics import metrics_text
 from .mountpoint import end_connection, mounted_at, place_of, unmount
 from .options import MountRequest
@@ -88,9 +84,6 @@ since the worker may wait for a page lock. Before there is a mount this signal e
 TASK_STATS_S = 1.0
 """How old the statistics of the task in `.diesel/stats` may be."""
 
-METRICS_MAX_AGE_S = 1.0
-"""How old the metrics may be that Prometheus gets."""
-
 READY = b"ready"
 
 CONNECTED = b"connected "
@@ -108,6 +101,7 @@ def serve_mount(
     report: Report,
     supervisor_pipe: int,
     link: socket.socket,
+    metrics: MetricsSource | None,
     *,
     foreground: bool,
     grace_s: float,
@@ -117,11 +111,12 @@ def serve_mount(
     `report` reaches the program that started the mount. `supervisor_pipe` gets lines for the
     supervisor: perhaps `CONNECTED` and a device; the mount's device; `READY`; and then an empty
     line every `BEAT_S`. `link` is the
-    socket to the prefetch worker. Reads under way at the end get `grace_s`.
+    socket to the prefetch worker. `metrics` asks for the metrics, with `--metrics`. Reads under way
+    at the end get `grace_s`.
     """
     try:
         server = _Server(
-            request, source, report, supervisor_pipe, WorkerLink(link), foreground, grace_s
+            request, source, report, supervisor_pipe, WorkerLink(link), metrics, foreground, grace_s
         )
         server.run()
     except DieselError as error:
@@ -168,6 +163,7 @@ class _Server:
         report: Report,
         supervisor_pipe: int,
         link: WorkerLink,
+        metrics: MetricsSource | None,
         foreground: bool,
         grace_s: float,
     ) -> None:
@@ -176,6 +172,7 @@ class _Server:
         self._report = report
         self._supervisor_pipe = supervisor_pipe
         self._link = link
+        self._metrics = metrics
         self._foreground = foreground
         self._grace_s = grace_s
         self._device = ""
@@ -186,14 +183,6 @@ class _Server:
         self._started = trio.Event()
         self._worker_begun = trio.Event()  # or there will be none
         os.set_blocking(supervisor_pipe, False)
-        self._metrics_sockets: Sequence[socket.socket] = ()
-        self._metrics_url = ""
-        self._metrics_text = ""
-        self._metrics_made_s = -math.inf
-        if (place := request.metrics_endpoint) is not None:
-            self._metrics_sockets = listen(place)  # first: a port in use is no mount
-            port = self._metrics_sockets[0].getsockname()[1]
-            self._metrics_url = f"http://{HostPort(place.host, port)}/metrics"
         opened = source.open(request)
         if opened.warning:
             log.warning("%s", opened.warning)
@@ -246,9 +235,8 @@ class _Server:
                 nursery.start_soon(self._lease_and_follow)
                 if self._request.task_options:
                     nursery.start_soon(self._poll_task_stats)
-                if self._metrics_sockets:
-                    endpoint = MetricsEndpoint(self._make_metrics_text, lambda: self._is_ready)
-                    nursery.start_soon(endpoint.serve, self._metrics_sockets)
+                if self._metrics is not None:
+                    nursery.start_soon(self._metrics.serve, lambda: metrics_text(self._vfs.stats()))
                 if self._control is not None:
                     nursery.start_soon(self._control.run)
                 await self._session.serve(self._started.set)
@@ -403,8 +391,8 @@ class _Server:
 
     def _extra_stats(self) -> dict[str, object]:
         extra: dict[str, object] = {}
-        if self._metrics_url:
-            extra["metrics"] = self._metrics_url
+        if self._metrics is not None:
+            extra["metrics"] = self._metrics.url
         if self._session_notes:
             extra["session_notes"] = self._session_notes
         if warning := self._warnings.get(self._snapshot.version):
@@ -420,15 +408,6 @@ class _Server:
                 self._source.task_stats, abandon_on_cancel=True
             )
             await trio.sleep(TASK_STATS_S)
-
-    def _make_metrics_text(self) -> str:
-        """The metrics, which may be `METRICS_MAX_AGE_S` old, so that nobody who asks often takes
-        the readers' time."""
-        now_s = time.monotonic()
-        if now_s >= self._metrics_made_s + METRICS_MAX_AGE_S:
-            self._metrics_text = metrics_text(self._vfs.stats())
-            self._metrics_made_s = now_s
-        return self._metrics_text
 
     def _on_switch(self, snapshot: Snapshot) -> None:
         """Switches lists and control socket when names have begun to lead to another version."""
@@ -484,8 +463,8 @@ class _Server:
             self._session.negotiated,
             self._device,
         )
-        if self._metrics_url:
-            log.info("metrics at %s", self._metrics_url)
+        if self._metrics is not None:
+            log.info("metrics at %s", self._metrics.url)
         if isinstance(self._session, KernelSession):
             await self._link.receive_hello(WORKER_HELLO_DEADLINE_S)
         self._is_ready = True

@@ -20,14 +20,15 @@ _HEAD_BYTES_MAX = 8 << 10
 _DEADLINE_S = 5.0
 _CONNECTIONS_MAX = 16
 _PAUSE_S = 0.1
+_OK, _UNAVAILABLE = "200 OK", "503 Service Unavailable"
 
 
 @dataclass(frozen=True, slots=True)
 class MetricsEndpoint:
-    """What the port shows: the metrics in Prometheus's text format, and whether the program can do
-    its work now (the answer of `/healthz`)."""
+    """What the port shows: the metrics in Prometheus's text format (None: not now), and whether the
+    program can do its work now (the answer of `/healthz`)."""
 
-    text: Callable[[], str]
+    text: Callable[[], str | None]
     is_healthy: Callable[[], bool]
 
     async def serve(self, sockets: Sequence[socket.socket]) -> None:
@@ -78,12 +79,12 @@ class MetricsEndpoint:
         if method not in (b"GET", b"HEAD"):
             status = "405 Method Not Allowed"
         elif path == b"/metrics":
-            status, kind = "200 OK", "text/plain; version=0.0.4; charset=utf-8"
-            body = self.text()
+            text = self.text()
+            status, body = (_UNAVAILABLE, "no\n") if text is None else (_OK, text)
+            if text is not None:
+                kind = "text/plain; version=0.0.4; charset=utf-8"
         elif path == b"/healthz":
-            status, body = (
-                ("200 OK", "ok\n") if self.is_healthy() else ("503 Service Unavailable", "no\n")
-            )
+            status, body = (_OK, "ok\n") if self.is_healthy() else (_UNAVAILABLE, "no\n")
         else:
             status = "404 Not Found"
         content = body.encode()

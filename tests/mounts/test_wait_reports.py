@@ -10,7 +10,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -265,6 +265,30 @@ def test_a_port_that_is_in_use_is_an_error_before_the_mount_is_made(
             mount(MountRequest(url, "ds", str(at), session=session, metrics=bad))
     with diesel_fs.mount("ds", at, url=url, metrics="0") as made:
         assert "diesel_mount_uptime_seconds" in get(made.metrics)
+
+
+@pytest.mark.only_session("kernel")
+def test_metrics_of_a_mount_that_does_not_answer_are_unavailable(
+    url: str, tmp_path: Path, session: str
+) -> None:
+    """Until it answers again."""
+    at = tmp_path / "mount"
+    at.mkdir()
+    with mounted(MountRequest(url, "ds", str(at), session=session, metrics="0")):
+        found = current_stats(at)
+        address, server = str(found["metrics"]), found["server_pid"]
+        assert isinstance(server, int)
+        os.kill(server, signal.SIGSTOP)
+        with pytest.raises(urllib.error.HTTPError, match="503"):
+            get(address)
+        os.kill(server, signal.SIGCONT)
+
+        def is_served() -> bool:
+            with suppress(urllib.error.HTTPError):
+                return "diesel_mount_info" in get(address)
+            return False
+
+        wait_until(is_served)
 
 
 def test_every_metric_is_documented() -> None:
