@@ -44,7 +44,11 @@ class MetricsSource:
         stream = trio.SocketStream(trio.socket.from_stdlib_socket(self._end))
         try:
             while await stream.receive_some(1):
-                content = text().encode()
+                content = b""
+                try:
+                    content = text().encode()
+                except Exception:  # the mount goes on
+                    log.exception("a bug in making the metrics")
                 await stream.send_all(_LENGTH.pack(len(content)) + content)
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             return
@@ -93,7 +97,7 @@ class MetricsPort:
         nothing else."""
         if time.monotonic() >= self._made_s + MAX_AGE_S:
             try:
-                self._text = self._ask()
+                self._text = self._ask() or None
             except OSError:  # it has ended, or is late
                 self._text = None
             self._made_s = time.monotonic()
