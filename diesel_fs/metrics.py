@@ -1,5 +1,6 @@
 """The metrics of a server: a fixed table of them, their counters in shared memory, and their text
-for Prometheus.
+for Prometheus. `metric_lines` writes the text of any metric; those of a mount are in
+`mounts/mount_metrics.py`.
 
 A metric has labels (such as the name of a request), and the values of each label are listed here.
 So the memory has a fixed size: no client can add a label value, and none names a user or a dataset.
@@ -15,7 +16,7 @@ Callable from any thread.
 import itertools
 import threading
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 CELL_BYTES = 8
@@ -202,6 +203,21 @@ def exposition(processes: Sequence[MetricCells]) -> str:
                 for values, value in sums.items()
             ]
     return "\n".join([*lines, ""])
+
+
+Sample = tuple[Mapping[str, str], float]
+"""The labels of a sample, and its value."""
+
+_ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
+
+
+def metric_lines(name: str, kind: str, help_text: str, samples: Iterable[Sample]) -> Iterator[str]:
+    """A metric in Prometheus's text format. The values of labels may be any text."""
+    yield f"# HELP {name} {help_text}"
+    yield f"# TYPE {name} {kind}"
+    for labels, value in samples:
+        pairs = ",".join(f'{label}="{text.translate(_ESCAPES)}"' for label, text in labels.items())
+        yield f"{name}{{{pairs}}} {_number(value)}" if pairs else f"{name} {_number(value)}"
 
 
 def _histogram(metric: Metric, sums: Mapping[tuple[str, ...], float]) -> Iterable[str]:

@@ -13,6 +13,9 @@ from .output import bytes_text
 _GROUPS = {
     "requests": "requests of the kernel",
     "reads": "reads that reached the mount",
+    "waits": "how long readers have waited",
+    "causes_s": "of it, in seconds, for",
+    "requests_s": "all requests added up, in seconds, for",
     "cache": "chunks in the mount's memory",
     "residency": "contents in the kernel's cache",
     "store": "read from the store to be pushed",
@@ -47,13 +50,18 @@ def _group(name: str, values: Mapping[str, object]) -> Iterator[str]:
     figures = {
         key: value
         for key, value in values.items()
-        if not isinstance(value, Mapping) and key != "streams"
+        if not isinstance(value, Mapping) and key not in ("streams", "readers")
     }
     yield from (f"  {line}" for line in _figures(figures))
     streams = values.get("streams")
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
             yield from _group(key, value)
+    readers = values.get("readers")
+    if isinstance(readers, list) and readers:
+        yield ""
+        yield "readers:"
+        yield from (f"  {_reader(each)}" for each in readers if isinstance(each, Mapping))
     if isinstance(streams, list) and streams:
         yield ""
         yield "plans:"
@@ -80,6 +88,16 @@ def _text(name: str, value: object) -> str:
     if name in ("version", "newest", "told", "pid", "server_pid", "seed"):
         return str(value)
     return f"{value:,}"
+
+
+def _reader(stats: Mapping[str, object]) -> str:
+    """The line of one reader: a rank, or a process with those that belong to it."""
+    named = "process" if stats.get("rank") is None else "rank"
+    number = stats.get("pid") if stats.get("rank") is None else stats.get("rank")
+    requests, waited_s = stats.get("requests", 0), stats.get("waited_s", 0.0)
+    return (
+        f"{named} {number} {stats.get('command')}: {requests:,} requests, waited {waited_s:.1f} s"
+    )
 
 
 def _streams(streams: list[object]) -> Iterator[str]:

@@ -127,6 +127,11 @@ def task_options(command: Callable[_P, None]) -> Callable[_P, None]:
     " --foreground stderr]",
 )  # fmt: skip
 @click.option(
+    "--metrics", metavar="[HOST:]PORT",
+    help="Address at which Prometheus gets the metrics of the mount; without HOST, only from this"
+    " machine. Port 0 is any free one; the mount says which.",
+)  # fmt: skip
+@click.option(
     "-f",
     "--foreground",
     is_flag=True,
@@ -149,6 +154,7 @@ def mount(
     umask: int,
     task_key_file: Path | None,
     log_file: Path | None,
+    metrics: str | None,
     foreground: bool,
     **task: Unpack[TaskKwargs],
 ) -> None:
@@ -198,11 +204,19 @@ def mount(
         umask=umask,
         log_file=os.path.abspath(log_file) if log_file else "",
         task_options=options,
+        metrics=metrics or "",
     ).with_credentials(settings.credentials)
     if foreground:
         mount_in_foreground(request)
     mount_in_background(request)
-    print_result({"dataset": name, "mountpoint": mountpoint}, f"{name} is mounted on {mountpoint}")
+    described, text = (
+        {"dataset": name, "mountpoint": mountpoint},
+        f"{name} is mounted on {mountpoint}",
+    )
+    if metrics:
+        described["metrics"] = str(stats_of(mountpoint)["metrics"])
+        text = f"{text}; metrics at {described['metrics']}"
+    print_result(described, text)
     if options.policy == "oneshot" and is_bar_shown():
         _show_loading(name, mountpoint)
 

@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .order_prefetch import OrderPrefetch
+from .waiting import WaitCause, waiting_for
 
 FETCH_THREADS = 4
 """Loads at once per process: enough to hide a store's latency behind its bandwidth."""
@@ -71,9 +72,17 @@ class LoadedChunk:
 class ChunkCache:
     """At most `budget_bytes` of chunks by number, and the loads in flight."""
 
-    def __init__(self, budget_bytes: int, load: Callable[[int], LoadedChunk]) -> None:
+    def __init__(
+        self,
+        budget_bytes: int,
+        load: Callable[[int], LoadedChunk],
+        *,
+        load_cause: WaitCause = WaitCause.STORE,
+    ) -> None:
+        """`load_cause` is what a load mostly waits for, and so do those who wait for it."""
         self.budget_bytes = budget_bytes
         self._load = load
+        self._load_cause = load_cause
         self._chunks: OrderedDict[int, LoadedChunk] = OrderedDict()
         self._held_bytes = 0
         self.evictions = 0
@@ -115,7 +124,10 @@ class ChunkCache:
             if flight is None:
                 flight = self._in_flight[number] = Future()
             mine = _claim(flight)
-        return self._run_load(number, flight) if mine else flight.result()
+        if mine:
+            return self._run_load(number, flight)
+        with waiting_for(self._load_cause):
+            return flight.result()
 
     def prefetch(self, number: int) -> None:
         """Begin to load a chunk in the background, unless it is here or in flight."""

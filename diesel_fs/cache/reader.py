@@ -32,6 +32,7 @@ from ..storage.objects.store import ObjectStore, Part, ReadGroup
 from .chunk_cache import PINNED_COST_DIVISOR, ChunkCache, LoadedChunk
 from .coalesce import BATCH_BYTES_MAX, BATCH_PARTS_MAX, ChunkSource, new_buffer
 from .order_prefetch import WHOLE_CHUNK_FRACTION, OrderPrefetch
+from .waiting import WaitCause, current_observer
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -110,7 +111,11 @@ class EntryReader:
         """
         self.snapshot = snapshot
         self._objects = objects
-        self._cache = ChunkCache(memory_bytes, self._load_chunk)
+        self._cache = ChunkCache(
+            memory_bytes,
+            self._load_chunk,
+            load_cause=WaitCause.PEER if objects.can_pin else WaitCause.STORE,
+        )
         self._everything_fits = int(snapshot.chunk_sizes.sum()) <= memory_bytes
         self._prefers_entries = prefer_entries and not self._everything_fits
         self._ahead_chunks = 1
@@ -593,7 +598,7 @@ class EntryReader:
         if extent.size > CHECKED_AT_ONCE_BYTES:
             return None
         try:
-            content = decode(raw, extent.codec, extent.size, extent.checksum)
+            content = _decoded(raw, extent)
         except CorruptError:
             return None  # it must be read again, which takes long
         self._keep(extent, content, chunk)
@@ -607,7 +612,7 @@ class EntryReader:
         if not self._objects.read_nowait(self._source.name(extent.chunk), extent.offset, room):
             return None
         try:
-            content = decode(room.toreadonly(), extent.codec, extent.size, extent.checksum)
+            content = _decoded(room.toreadonly(), extent)
         except CorruptError:
             return None  # it must be read again, which takes long
         self._counts["reads_on_the_spot"] += 1
@@ -640,7 +645,7 @@ class EntryReader:
     ) -> memoryview:
         """The decoded content; after a mismatch with its checksum it is read again once."""
         try:
-            content = decode(raw, extent.codec, extent.size, extent.checksum)
+            content = _decoded(raw, extent)
         except CorruptError:
             raw, content = self._source.repair(index, extent)
             if chunk is not None:
@@ -713,6 +718,19 @@ class EntryFile(io.RawIOBase):
         room[: len(content)] = content
         self._at += len(content)
         return len(content)
+
+
+def _decoded(stored: memoryview, extent: Extent) -> memoryview:
+    """The decoded content of an extent, checked; marked for an observer, if there is one. Raises
+    CorruptError."""
+    observer = current_observer()
+    if observer is None:
+        return decode(stored, extent.codec, extent.size, extent.checksum)
+    observer.enter(WaitCause.DECOMPRESSION)
+    try:
+        return decode(stored, extent.codec, extent.size, extent.checksum)
+    finally:
+        observer.leave(WaitCause.DECOMPRESSION)
 
 
 def _revoke(cache: "weakref.ref[ChunkCache]", number: int) -> None:

@@ -19,8 +19,10 @@ from .options import MountRequest
 class Mounted:
     """A mount that this process has made; leaving `with` unmounts it."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, metrics: str = "") -> None:
         self.path = path
+        self.metrics = metrics
+        """The address at which Prometheus gets the metrics; empty without."""
 
     def __enter__(self) -> Self:
         return self
@@ -44,6 +46,7 @@ def mount(
     url: str | None = None,
     memory_bytes: int | None = None,
     allow_other: bool = False,
+    metrics: str | None = None,
     **task: Unpack[TaskKwargs],
 ) -> Mounted:
     """Mounts a dataset (an open one, or one by name and `url`); reads work when it returns.
@@ -51,7 +54,9 @@ def mount(
     The folder must be empty or missing: a missing one is created, and removed when the mount ends.
 
     A name like `"pets@1790000000000000"` mounts that kept version; so does a dataset that was
-    opened at one. Files that an open dataset has not flushed are not shown. `task` are the options
+    opened at one. Files that an open dataset has not flushed are not shown. `metrics`, as
+    `"127.0.0.1:9401"`, is the address at which Prometheus gets the mount's metrics; port 0 is any
+    free one. `task` are the options
     of a task's shared cache, as of `connect`; without any, an open dataset's own are used. Raises
     DieselError with the reason.
     """
@@ -75,6 +80,7 @@ def mount(
         policy=task_options.policy,
         allow_other=allow_other,
         task_options=task_options,
+        metrics=metrics or "",
     )
     launcher.mount(request.with_credentials(credentials))
-    return Mounted(path)
+    return Mounted(path, str(launcher.stats(path)["metrics"]) if metrics else "")

@@ -11,11 +11,14 @@ from typing import ClassVar
 
 from ..credentials import Credentials, parse_key
 from ..errors import UsageError
+from ..net.endpoints import parse_endpoint
 from ..peers.options import NO_TASK, FillPolicy, TaskOptions
 from ..settings import READ_DEADLINE_S
 from ..system.available_memory import memory_limit_bytes
 from ..system.daemons import DaemonRequest
-from ..urls import parse_url
+from ..urls import HostPort, parse_url
+
+LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,7 @@ class MountRequest(DaemonRequest):
     gid: int = -1
     umask: int = 0
     log_file: str = ""
+    metrics: str = ""  # [HOST:]PORT for Prometheus
     read_deadline_s: float = READ_DEADLINE_S
     user: str = ""  # of a DIESEL-FS server
     key: str = field(default="", repr=False)
@@ -64,6 +68,8 @@ class MountRequest(DaemonRequest):
     def check(self) -> None:
         """Raises UsageError for options that exclude each other, and for too much memory."""
         self.task_options.check()
+        if self.metrics:
+            parse_endpoint(self.metrics, default_host=LOOPBACK)
         if self.memory_bytes > memory_limit_bytes():
             raise UsageError(
                 f"{self.memory_bytes:,} bytes of memory are more than the"
@@ -87,6 +93,12 @@ class MountRequest(DaemonRequest):
                 f"--follow and {option} exclude each other",
                 advice="leave out one: a mount that follows begins with the current version",
             )
+
+    @property
+    def metrics_endpoint(self) -> HostPort | None:
+        """Where Prometheus gets the metrics; of this machine alone where no host is named. None
+        without. Raises ConfigError."""
+        return parse_endpoint(self.metrics, default_host=LOOPBACK) if self.metrics else None
 
     @property
     def forbidden_folders(self) -> Sequence[Path]:

@@ -32,11 +32,14 @@ from ..system import syscalls
 from .attributes import Owner
 from .dot_diesel import HiddenFile
 from .images import open_image
+from .metrics_port import MetricsSource
+from .mount_metrics import metrics_text
 from .mountpoint import end_connection, mounted_at, place_of, unmount
 from .options import MountRequest
 from .plans.control_socket import ControlSocket
 from .plans.list_plans import ListPlans
 from .prefetch.link import WorkerLink
+from .reader_groups import ReaderProcesses
 from .sessions.kernel import KernelSession
 from .sessions.native import NativeSession, TreeVersion
 from .sessions.push_status import PushStatusMap, push_status_file
@@ -50,6 +53,7 @@ from .versions.switching import Switching
 from .versions.versioned_vfs import VersionedVfs
 from .versions.watcher import VersionWatcher
 from .vfs import MountHooks, Vfs
+from .waits import Waits
 
 log = logging.getLogger("diesel.mount")
 
@@ -97,6 +101,7 @@ def serve_mount(
     report: Report,
     supervisor_pipe: int,
     link: socket.socket,
+    metrics: MetricsSource | None,
     *,
     foreground: bool,
     grace_s: float,
@@ -106,11 +111,12 @@ def serve_mount(
     `report` reaches the program that started the mount. `supervisor_pipe` gets lines for the
     supervisor: perhaps `CONNECTED` and a device; the mount's device; `READY`; and then an empty
     line every `BEAT_S`. `link` is the
-    socket to the prefetch worker. Reads under way at the end get `grace_s`.
+    socket to the prefetch worker. `metrics` asks for the metrics, with `--metrics`. Reads under way
+    at the end get `grace_s`.
     """
     try:
         server = _Server(
-            request, source, report, supervisor_pipe, WorkerLink(link), foreground, grace_s
+            request, source, report, supervisor_pipe, WorkerLink(link), metrics, foreground, grace_s
         )
         server.run()
     except DieselError as error:
@@ -157,6 +163,7 @@ class _Server:
         report: Report,
         supervisor_pipe: int,
         link: WorkerLink,
+        metrics: MetricsSource | None,
         foreground: bool,
         grace_s: float,
     ) -> None:
@@ -165,6 +172,7 @@ class _Server:
         self._report = report
         self._supervisor_pipe = supervisor_pipe
         self._link = link
+        self._metrics = metrics
         self._foreground = foreground
         self._grace_s = grace_s
         self._device = ""
@@ -190,6 +198,9 @@ class _Server:
         self._leases = VersionLeases(request, source)
         self._leased = trio.Event()
         self._task_stats: dict[str, object] = {}
+        readers = ReaderProcesses(os.getppid())
+        self._waits = Waits(readers.group_of)
+        readers.on_found = self._waits.regroup
 
     def run(self) -> None:
         """Mounts, serves, and returns when the mount has ended. Raises DieselError."""
@@ -224,6 +235,8 @@ class _Server:
                 nursery.start_soon(self._lease_and_follow)
                 if self._request.task_options:
                     nursery.start_soon(self._poll_task_stats)
+                if self._metrics is not None:
+                    nursery.start_soon(self._metrics.serve, lambda: metrics_text(self._vfs.stats()))
                 if self._control is not None:
                     nursery.start_soon(self._control.run)
                 await self._session.serve(self._started.set)
@@ -352,6 +365,7 @@ class _Server:
             control_path=self._control_path,
             prefetch_stats=self._prefetch_stats,
             extra_stats=self._extra_stats,
+            waits=self._waits,
         )
         deadline_s = request.read_deadline_s
         if not request.follow:
@@ -377,6 +391,8 @@ class _Server:
 
     def _extra_stats(self) -> dict[str, object]:
         extra: dict[str, object] = {}
+        if self._metrics is not None:
+            extra["metrics"] = self._metrics.url
         if self._session_notes:
             extra["session_notes"] = self._session_notes
         if warning := self._warnings.get(self._snapshot.version):
@@ -447,6 +463,8 @@ class _Server:
             self._session.negotiated,
             self._device,
         )
+        if self._metrics is not None:
+            log.info("metrics at %s", self._metrics.url)
         if isinstance(self._session, KernelSession):
             await self._link.receive_hello(WORKER_HELLO_DEADLINE_S)
         self._is_ready = True

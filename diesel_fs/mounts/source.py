@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from ..cache.coalescing_reader import Batch, CoalescingReader
 from ..cache.reader import EntryReader as ChunkEntryReader
+from ..cache.waiting import MarkedStore, WaitCause
 from ..errors import ConflictError, DieselError, ForeignError, MetadataError, NoSuchDataset
 from ..format.snapshot.diff import OldIndices, SnapshotDiff
 from ..format.snapshot.reader import Snapshot
@@ -166,14 +167,17 @@ class MountSource:
         by whole chunks. Raises DieselError.
         """
         with _open_repository(request) as repository:
-            objects = self._objects(request, repository, snapshot)
+            store = MarkedStore(repository.objects, WaitCause.STORE)
+            objects = self._objects(request, repository, store, snapshot)
+            if objects is not store:
+                objects = MarkedStore(objects, WaitCause.PEER)
             return ChunkEntryReader(snapshot, objects, memory_bytes, prefer_entries=pushes)
 
     def batch_source(self, request: MountRequest, snapshot: Snapshot) -> BatchSource:
         """The contents for the prefetch worker. Raises DieselError."""
         with _open_repository(request) as repository:
             try:
-                objects = self._objects(request, repository, snapshot)
+                objects = self._objects(request, repository, repository.objects, snapshot)
             except DieselError as error:  # a mount works without the task's cache
                 log.warning("pushed contents come from the store, not from the task: %s", error)
                 objects = repository.objects
@@ -203,11 +207,16 @@ class MountSource:
         return {} if store is None else store.stats()
 
     def _objects(
-        self, request: MountRequest, repository: Repository, snapshot: Snapshot
+        self,
+        request: MountRequest,
+        repository: Repository,
+        objects: ObjectStore,
+        snapshot: Snapshot,
     ) -> ObjectStore:
-        """Where contents are read from: the task's cache if there is a task, else the store."""
+        """Where contents are read from: the task's cache if there is a task, else `objects`, the
+        repository's store."""
         if not request.task_options or snapshot.version < self._current_version:
-            return repository.objects
+            return objects
         store = self._stores.get(snapshot.version)
         if store is None:
             memory_bytes = MemorySplit.of(request).task_bytes
@@ -219,7 +228,7 @@ class MountSource:
             # The first join waits for a master of an earlier mount that is ending. Later ones find
             # the master that this mount uses, which stays and will be told of the new version.
             wait_s = 0.0 if self._stores else MASTER_END_WAIT_S
-            store = TaskStore.join(repository.objects, wanted, snapshot, wait_s=wait_s)
+            store = TaskStore.join(objects, wanted, snapshot, wait_s=wait_s)
             self._stores[snapshot.version] = store
             self._current_version = self._current_version or snapshot.version
         return store

@@ -14,7 +14,7 @@ SIGTERM and SIGINT are passed on to the server, which unmounts; a second one end
 are passed on as SIGUSR1, because a terminal, or a service manager, sends the first two to the
 children as well. SIGHUP does the same in the foreground, and is ignored in the background. When the
 supervisor is killed, the kernel kills the worker and signals the server, which then aborts the
-connection itself. One thread.
+connection itself. One thread; with `--metrics` another one serves the metrics (`metrics_port.py`).
 """
 
 import gc
@@ -35,6 +35,7 @@ from ..storage.objects.cloud.direct import open_buckets_directly
 from ..system import daemons, syscalls
 from ..system.log_limit import LogRateLimit
 from .launcher import FOREGROUND
+from .metrics_port import MetricsPort
 from .mountpoint import MountPresence, end_connection, remove_created_folders
 from .options import MountRequest
 from .prefetch_worker import run_prefetch_worker
@@ -103,9 +104,14 @@ def main(
         log.error("%s", error)
         report(error_message(error))
         return error.exit_code
-    supervisor = _Supervisor(
-        request, source or MountSource(), foreground, report, watchdog_s, grace_s
-    )
+    try:
+        supervisor = _Supervisor(
+            request, source or MountSource(), foreground, report, watchdog_s, grace_s
+        )
+    except DieselError as error:  # a port for the metrics that cannot be had
+        log.error("%s", error)
+        report(error_message(error))
+        return error.exit_code
     return supervisor.run()
 
 
@@ -139,6 +145,8 @@ class _Supervisor:
         self._aborted = False
         self._made_folders = request.made_folders
         self._starting = not foreground  # while a starter reads the report
+        place = request.metrics_endpoint
+        metrics = None if place is None else MetricsPort(place)
         self._signals, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)  # first, so that no signal is lost
         ending = [signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if foreground else [])]
@@ -149,19 +157,36 @@ class _Supervisor:
         self._beats, beat = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         server_end, worker_end = socket.socketpair()
         own = [self._signals, wake, self._beats]
+        if metrics is not None:
+            own += metrics.own_descriptors
+        metrics_source = None if metrics is None else metrics.source
         gc.freeze()  # the children then share the memory of these objects
         self._server = _forked(
             lambda: serve_mount(
-                request, source, report, beat, server_end, foreground=foreground, grace_s=grace_s
+                request,
+                source,
+                report,
+                beat,
+                server_end,
+                metrics_source,
+                foreground=foreground,
+                grace_s=grace_s,
             ),
             [*own, worker_end.fileno()],
             ORPHANED_SIGNAL,
         )
         self._worker = _forked(
             lambda: _run_worker(request, source, worker_end),
-            [*own, server_end.fileno(), beat],
+            [
+                *own,
+                server_end.fileno(),
+                beat,
+                *([] if metrics is None else [metrics.server_descriptor]),
+            ],
             signal.SIGKILL,
         )
+        if metrics is not None:
+            metrics.start()
         server_end.close()
         worker_end.close()
         os.close(beat)

@@ -48,6 +48,7 @@ from .attributes import (
     Owner,
 )
 from .dot_diesel import HiddenFile, HiddenFolder, ListObserver
+from .waits import Waits
 
 log = logging.getLogger("diesel.mount")
 
@@ -128,6 +129,8 @@ class MountHooks:
     """Figures of the prefetch worker, for `.diesel/stats`."""
     extra_stats: Callable[[], Mapping[str, object]] = dict
     """More of `.diesel/stats`."""
+    waits: Waits | None = None
+    """Counts what readers wait for; without it nothing is told of their processes."""
 
 
 class Vfs:
@@ -150,6 +153,7 @@ class Vfs:
         self.owner = owner
         self.requests: Counter[str] = Counter()
         self.reads: Counter[str] = Counter(hits=0, misses=0, held=0, failed=0, bytes=0)
+        self.waits = hooks.waits or Waits()  # sessions tell it of each request
         self.waiting = 0  # requests that wait for a thread
         self._lookups_waiting = 0  # those of them that are no reads
         self._reader = reader
@@ -383,6 +387,7 @@ class Vfs:
             "requests": dict(sorted(self.requests.items())),
             "reads": dict(self.reads),
             "waiting": self.waiting - self._lookups_waiting,
+            "waits": self.waits.figures(),
             "cache": self._reader.stats(),
             "lists": self._hidden.stats(),
             **({} if prefetch_stats is None else {"residency": prefetch_stats()}),

@@ -17,11 +17,10 @@ from typing import ParamSpec
 import click
 
 from diesel_fs.errors import ConfigError, DieselError
+from diesel_fs.net.endpoints import is_local, parse_endpoint
 from diesel_fs.settings import parse_size
 from diesel_fs.storage.metadata.redis.address import parse_redis_url
 from diesel_fs.urls import SERVER_SCHEMES, HostPort, RepositoryUrl, parse_url
-
-from .endpoints import is_local, parse_endpoint
 
 CONFIG_FILE = Path("/etc/diesel/server.toml")
 PREFIX = "DIESEL_SERVER"

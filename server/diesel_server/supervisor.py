@@ -2,8 +2,8 @@
 those that die, and ends them.
 
 A worker's *slot* is its number; the process in it may change. The workers count their metrics in
-memory that they share with the supervisor, which shows the sums (`metrics_endpoint.py`) and sees by
-a counter there that a worker still runs.
+memory that they share with the supervisor, which shows the sums and sees by a counter there that a
+worker still runs.
 
 SIGTERM and SIGINT let the workers finish the requests under way; a second signal ends the server at
 once. SIGHUP makes the workers load the certificate again.
@@ -24,13 +24,13 @@ from contextlib import suppress
 import trio
 
 from diesel_fs.errors import DeadlineError, DieselError, error_by_class_name
-from diesel_fs.metrics import PARENT_TABLE, MetricCells, cells_bytes, private_cells
+from diesel_fs.metrics import PARENT_TABLE, MetricCells, cells_bytes, exposition, private_cells
+from diesel_fs.net.endpoints import listen
+from diesel_fs.net.metrics_endpoint import MetricsEndpoint
 from diesel_fs.net.tls import load_certificate
 from diesel_fs.urls import HostPort
 
 from . import limits
-from .endpoints import listen
-from .metrics_endpoint import MetricsEndpoint
 from .options import Options
 from .worker_config import WorkerConfig, config_line, split_environment
 
@@ -97,7 +97,7 @@ class Supervisor:
                     else:
                         self._say_ready()
                         if self._metrics:
-                            shown = MetricsEndpoint(self._cells, self._own, self._is_healthy)
+                            shown = MetricsEndpoint(self._metrics_text, self._is_healthy)
                             nursery.start_soon(shown.serve, self._metrics)
                         await self._stopping.wait()
                         await self._end_workers()
@@ -262,6 +262,11 @@ class Supervisor:
                 nursery.cancel_scope.cancel()
             else:
                 self._stopping.set()
+
+    def _metrics_text(self) -> str:
+        """The metrics of the workers, added up, and this process's. They show numbers only: no
+        user, no dataset, no address."""
+        return exposition(self._cells) + exposition([self._own])
 
     def _is_healthy(self) -> bool:
         return bool(self._accepting) and not self._stopping.is_set()

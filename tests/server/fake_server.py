@@ -26,6 +26,7 @@ from diesel_fs.errors import PermissionDenied, error_by_class_name
 from diesel_fs.metrics import MetricCells
 from diesel_fs.net import keys
 from diesel_fs.net.client import ServerLink
+from diesel_fs.net.endpoints import listen
 from diesel_fs.net.frames import login_challenge
 from diesel_fs.net.messages import Fields
 from diesel_fs.net.tls import Certificate
@@ -34,7 +35,6 @@ from diesel_fs.urls import HostPort, parse_url
 from diesel_server import main as server_main
 from diesel_server import supervisor
 from diesel_server.connection import ConnectionContext
-from diesel_server.endpoints import listen
 from diesel_server.limits import ConnectionLimits, FairByteBudget
 from diesel_server.listener import Listener, most_connections
 from diesel_server.requests import Dispatcher, Handler, HandlerThreads, Reply, Request

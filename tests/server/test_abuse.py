@@ -17,17 +17,16 @@ from diesel_fs.errors import BusyError, CorruptError, DieselError, UsageError
 from diesel_fs.format.chunk import Header, damaged_places
 from diesel_fs.format.chunk_builder import ChunkBuilder
 from diesel_fs.format.object_names import lease_prefix
-from diesel_fs.metrics import private_cells
 from diesel_fs.net import frames as wire
 from diesel_fs.net.client_connection import PAYLOAD_BYTES_MAX
 from diesel_fs.net.messages import Message, parse_error
+from diesel_fs.net.metrics_endpoint import MetricsEndpoint
 from diesel_fs.remote.values import columns_message, parts_message
 from diesel_fs.repository.local import LocalRepository
 from diesel_fs.storage.accounts.account import Account, Role
 from diesel_server import limits, supervisor
 from diesel_server import queries as asking
 from diesel_server import updates as writing
-from diesel_server.metrics_endpoint import MetricsEndpoint
 from diesel_server.options import checked
 from diesel_server.request_table import takes_payload
 
@@ -401,7 +400,7 @@ def test_S12_any_bytes_sent_to_the_metrics_port_are_harmless(head: bytes) -> Non
         ours, theirs = trio.testing.memory_stream_pair()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(ours.send_all, head)
-            await MetricsEndpoint([], private_cells(), lambda: True).answer(theirs)
+            await MetricsEndpoint(str, lambda: True).answer(theirs)
             nursery.cancel_scope.cancel()
 
     trio.run(main)

@@ -34,6 +34,9 @@ from .control_wire import ENTRIES_PER_FRAME, FRAME_BYTES_MAX, PROTOCOL, pack_ent
 DEADLINE_S = 30.0
 """How long an answer may take. The mount gives its prefetch worker 15 s of this."""
 
+ANSWER_ITEMS_MAX = 1 << 14
+"""Items in an answer: statistics of 64 streams and 64 readers have some 5,000."""
+
 Epochs: TypeAlias = Sequence[Message]
 """Epochs as `explicit` and `drawn` make them."""
 
@@ -251,7 +254,7 @@ class Control:
                 raise DieselError(
                     f"the mount answers with {length} bytes (at most {FRAME_BYTES_MAX})"
                 )
-            return unpack(self._receive(length))
+            return unpack(self._receive(length), ANSWER_ITEMS_MAX)
         except BaseException as error:
             self.close()  # the next answer on it could be the one to this request
             if isinstance(error, TimeoutError):

@@ -16,17 +16,20 @@ import errno
 import logging
 import math
 import os
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import ClassVar, NamedTuple, NoReturn
 
 import trio
 
+from ...cache.waiting import WaitCause, observer_set, waiting_for
 from ...errors import DieselError
 from ...format.entries import NAME_BYTES_MAX, Bytes
 from ...system import syscalls
 from ..attributes import FOREVER_S, HIDDEN_ROOT, Attributes, FuseErrno
 from ..processes import was_killed
 from ..vfs import BLOCK_BYTES, Vfs
+from ..waits import Wait
 from . import protocol
 from .protocol import Malformed, Op, ReadRequest, RequestHeader
 from .push_status import PushStatusMap
@@ -79,10 +82,11 @@ _OTHER = "other", _refuse(errno.ENOSYS)
 
 
 class _Waiting(NamedTuple):
-    """A request that waits: the thread that made it, and what ends it."""
+    """A request that waits: the thread that made it, what ends it, and what it waits for."""
 
     thread: int
     scope: trio.CancelScope
+    wait: Wait
 
 
 class KernelSession:
@@ -95,6 +99,8 @@ class KernelSession:
     ) -> None:
         """`device` is a connection that is already open, for tests without `mount`."""
         self._vfs = vfs
+        self._waits = vfs.waits
+        self._begun_s = 0.0  # when the request that is being handled was read
         self._mountpoint = mountpoint
         self._options = options
         self._device = device
@@ -177,6 +183,10 @@ class KernelSession:
         started()
         buffer = memoryview(bytearray(protocol.REQUEST_BYTES))
         wait, device = RequestWait(lambda: not self._waiting), self._device
+        with observer_set(self._waits.inline):
+            await self._serve_all(wait, device, buffer)
+
+    async def _serve_all(self, wait: RequestWait, device: int, buffer: memoryview) -> None:
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             for each in self._early:
@@ -234,6 +244,7 @@ class KernelSession:
 
     def _answer(self, message: memoryview) -> None:
         """Answers one request, or starts the task that will answer it."""
+        self._begun_s = time.monotonic()
         try:
             read = protocol.parse_if_read(message)
             if read is not None:
@@ -251,9 +262,11 @@ class KernelSession:
             number = self._vfs.errno_of(fault, name, request.node)
             if request.op not in _NEVER_ANSWERED:
                 self._send(request.unique, (), number)
+                self._waits.answered(request.thread, WaitCause.METADATA, self._begun_s)
         else:
             if answer is not None:
                 self._send(request.unique, _pieces(answer))
+                self._waits.answered(request.thread, WaitCause.METADATA, self._begun_s)
 
     def _send(self, unique: int, pieces: Sequence[Bytes], number: int = 0) -> None:
         """Writes a reply. That the request was withdrawn meanwhile is no error."""
@@ -268,7 +281,7 @@ class KernelSession:
 
     def _read(self, read: ReadRequest) -> None:
         """Answers a READ at once from memory, else in a task, so that it delays no other."""
-        unique, node, offset, size, _ = read
+        unique, node, offset, size, thread = read
         vfs, push_status = self._vfs, self._push_status
         vfs.requests["read"] += 1
         if push_status is not None and push_status.try_hold(node - 1):
@@ -278,9 +291,11 @@ class KernelSession:
                 found = vfs.read_nowait(node, offset, size)
             except BaseException as fault:
                 self._send(unique, (), vfs.errno_of(fault, "read", node))
+                self._waits.answered(thread, WaitCause.MOUNT, self._begun_s)
                 return
             if found is not None:
                 self._send(unique, (found,))
+                self._waits.answered(thread, WaitCause.MOUNT, self._begun_s)
             else:
                 self._later(read, "read", vfs.read(node, offset, size))
         if push_status is not None and node < HIDDEN_ROOT and push_status.takes_miss():
@@ -292,7 +307,8 @@ class KernelSession:
         """A READ of a file that is pushed soon waits a moment: the worker gets ahead of it."""
         self._vfs.reads["held"] += 1
         try:
-            await push_status.hold(node - 1)
+            with waiting_for(WaitCause.PREFETCH):
+                await push_status.hold(node - 1)
             return await self._vfs.read(node, offset, size)
         finally:
             push_status.end_hold(node - 1)
@@ -304,7 +320,9 @@ class KernelSession:
         from now on, also before it runs.
         """
         unique, node = request.unique, request.node
-        waiting = self._waiting[unique] = _Waiting(request.thread, trio.CancelScope())
+        cause = WaitCause.MOUNT if name == "read" else WaitCause.METADATA
+        wait = self._waits.begin(request.thread, cause, self._begun_s)
+        waiting = self._waiting[unique] = _Waiting(request.thread, trio.CancelScope(), wait)
         if self._nursery is None:
             self._early.append((waiting, unique, node, name, content))
         else:
@@ -321,7 +339,7 @@ class KernelSession:
         """Waits for the content of a reply; a cancelled request gets a reply, too."""
         answer: Sequence[Bytes] = ()
         number = 0
-        with waiting.scope:
+        with observer_set(waiting.wait), waiting.scope:
             try:
                 answer = _pieces(await content)
             except BaseException as fault:  # a real Cancelled comes again at the next wait
@@ -333,6 +351,7 @@ class KernelSession:
                     number = self._vfs.errno_of(fault, request, node)
         self._waiting.pop(unique, None)
         self._send(unique, answer, number)
+        self._waits.end(waiting.wait)
 
     def _interrupt(self, request: RequestHeader, message: memoryview) -> Answer:
         """Ends a request whose thread was killed, with EINTR. INTERRUPT itself gets no reply.

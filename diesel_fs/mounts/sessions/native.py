@@ -32,6 +32,7 @@ from typing import ClassVar, TypeVar
 
 import trio
 
+from ...cache.waiting import WaitCause, waiting_for
 from ...errors import DieselError
 from ...format.entries import Bytes
 from ...format.image import Image
@@ -462,6 +463,7 @@ class NativeSession(KernelSession):
         image = self._served_images.get(node)
         if image is not None:
             self._send(unique, (image.buffer[offset : offset + size],))
+            self._waits.answered(thread, WaitCause.METADATA, self._begun_s)
             return
         content = self._contents.get(node)
         if content is None:
@@ -481,9 +483,11 @@ class NativeSession(KernelSession):
             found = content.read_nowait(offset, size)
         except BaseException as fault:
             self._send(unique, (), self._vfs.errno_of(fault, "read", node))
+            self._waits.answered(thread, WaitCause.MOUNT, self._begun_s)
             return
         if found is not None:
             self._send(unique, found)
+            self._waits.answered(thread, WaitCause.MOUNT, self._begun_s)
         else:
             self._later(read, "read", content.read(offset, size))
 
@@ -503,7 +507,8 @@ class NativeSession(KernelSession):
         """As `_read_held`, of the content file."""
         self._vfs.reads["held"] += 1
         try:
-            await push_status.hold(entry)
+            with waiting_for(WaitCause.PREFETCH):
+                await push_status.hold(entry)
             return await content.read(offset, size)
         finally:
             push_status.end_hold(entry)

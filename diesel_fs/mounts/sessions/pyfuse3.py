@@ -20,6 +20,7 @@ import errno
 import functools
 import os
 import signal
+import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -30,6 +31,7 @@ from typing import ClassVar, Concatenate, ParamSpec, TypeVar
 import pyfuse3
 import trio
 
+from ...cache.waiting import WaitCause, observer_set
 from ...errors import DieselError
 from ...format.entries import NAME_BYTES_MAX
 from ...system import syscalls
@@ -52,6 +54,9 @@ NUDGE_S = 0.25
 between the kernel's "readable" and read(2), which then blocks the loop until the next request
 comes; the signal ends it with EINTR, which pyfuse3 expects."""
 
+_UNSEEN = 0
+"""The thread of all requests, for the count of who waits: pyfuse3 does not say who reads."""
+
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _Handler = Callable[Concatenate["_Operations", int, _P], _T]
@@ -65,10 +70,13 @@ def _answered(request: str) -> Callable[[_Handler[_P, _T]], _Answer[_P, _T]]:
         @functools.wraps(handler)
         async def answer(self: "_Operations", node: int, /, *args: _P.args, **kw: _P.kwargs) -> _T:
             self.vfs.requests[request] += 1
+            begun_s = time.monotonic()
             try:
                 return handler(self, node, *args, **kw)
             except BaseException as fault:
                 raise self.fuse_error(fault, request, node) from None
+            finally:
+                self.vfs.waits.answered(_UNSEEN, WaitCause.METADATA, begun_s)
 
         return answer
 
@@ -137,7 +145,7 @@ class _Operations(pyfuse3.Operations):
         """The result of a handler that waits; its errors become errnos."""
         self.vfs.requests[request] += 1
         try:
-            with _nudged(self.vfs):
+            with _nudged(self.vfs), self._waiting(WaitCause.METADATA, time.monotonic()):
                 return await result
         except GeneratorExit:
             raise
@@ -167,16 +175,29 @@ class _Operations(pyfuse3.Operations):
     async def read(self, node: int, off: int, size: int) -> bytes:
         vfs = self.vfs
         vfs.requests["read"] += 1
+        begun_s = time.monotonic()
         try:
             found = vfs.read_nowait(node, off, size)
-            if found is None:
-                with _nudged(vfs):
+            if found is not None:
+                vfs.waits.answered(_UNSEEN, WaitCause.MOUNT, begun_s)
+            else:
+                with _nudged(vfs), self._waiting(WaitCause.MOUNT, begun_s):
                     found = await vfs.read(node, off, size)
         except GeneratorExit:
             raise
         except BaseException as fault:  # a real Cancelled comes again at the session's next wait
             raise self.fuse_error(fault, "read", node) from None
         return found  # type: ignore[return-value]  # writev(2) takes anything with a buffer
+
+    @contextmanager
+    def _waiting(self, cause: WaitCause, begun_s: float) -> Iterator[None]:
+        """Counts a request that waits meanwhile, and lets it be told for what."""
+        wait = self.vfs.waits.begin(_UNSEEN, cause, begun_s)
+        try:
+            with observer_set(wait):
+                yield
+        finally:
+            self.vfs.waits.end(wait)
 
     @_answered("release")
     def release(self, node: int) -> None:
@@ -381,9 +402,13 @@ class Pyfuse3Session:
     async def serve(self, started: Callable[[], None]) -> None:
         """See `Session`."""
         self._operations.started = started
+        vfs = self._operations.vfs
         before = signal.signal(signal.SIGALRM, lambda *_: None)
         try:
-            with installed(TrioStandIn(RequestWait(lambda: not self._operations.vfs.waiting))):
+            with (
+                observer_set(vfs.waits.inline),
+                installed(TrioStandIn(RequestWait(lambda: not vfs.waiting))),
+            ):
                 await pyfuse3.main(min_tasks=1, max_tasks=TASKS_MAX)
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)

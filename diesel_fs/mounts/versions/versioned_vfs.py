@@ -63,6 +63,7 @@ class VersionVfs(Vfs):
             snapshot, reader, mount.owner, read_deadline_s=mount._deadline_s, clock=mount._clock
         )
         self.reads, self.requests, self._threads = mount.reads, mount.requests, mount._threads
+        self.waits = mount.waits
         self._is_needed = True
 
     @property

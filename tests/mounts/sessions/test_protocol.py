@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import pytest
 import trio
 from hypothesis import given, settings
@@ -25,6 +26,7 @@ from diesel_fs.mounts.attributes import HIDDEN_ROOT, Owner
 from diesel_fs.mounts.sessions import protocol
 from diesel_fs.mounts.sessions.kernel import KernelSession
 from diesel_fs.mounts.sessions.protocol import IN_HEADER, OUT_HEADER, Malformed, Op
+from diesel_fs.mounts.sessions.push_status import HOLD_STEP_S, PushStatusMap, push_status_file
 from diesel_fs.mounts.sessions.session import mount_options
 from diesel_fs.mounts.vfs import Vfs
 from tests.mounts.folder_dataset import RELEASE_SUFFIX, FolderReader, snapshot_of
@@ -68,6 +70,7 @@ class Device:
     def __init__(self, source: Path) -> None:
         snapshot = Snapshot(snapshot_of(source))
         vfs = Vfs(snapshot, FolderReader(snapshot, source), Owner(0, 0), read_deadline_s=5.0)
+        self.vfs = vfs
         self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 22)
         theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 22)
@@ -178,6 +181,26 @@ def test_a_read_gives_what_was_asked_for_up_to_the_end(device: Device, source: P
         assert await device.is_alive()
 
     device.run(talk)
+
+
+def test_a_read_that_is_held_waits_for_the_prefetch_worker(device: Device) -> None:
+    """So the mount counts it; what comes after that is its own work."""
+    status = PushStatusMap(push_status_file(device.vfs.snapshot.entry_count))
+    device.session.attach_worker(lambda _: None, lambda _: None, status)
+
+    async def talk() -> None:
+        _, entry = await device.ask(Op.LOOKUP, 1, b"a\0")
+        file = protocol.ENTRY_OUT.unpack(entry)[0]
+        status.mark_soon(np.array([file - 1], np.uint32))
+        error, content = await device.ask(Op.READ, file, struct.pack("<QQII16x", 0, 0, 4096, 0))
+        assert (error, len(content)) == (0, 4096)
+
+    device.run(talk)
+    causes = device.vfs.waits.figures()["causes_s"]
+    assert isinstance(causes, dict)
+    assert causes["prefetch"] > HOLD_STEP_S
+    assert causes["metadata"] > 0
+    assert causes["store"] == 0.0
 
 
 def test_garbage_is_dropped(device: Device) -> None:

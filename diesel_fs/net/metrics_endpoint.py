@@ -1,7 +1,7 @@
 """The HTTP port of the metrics: `GET /metrics` for Prometheus, and `GET /healthz`.
 
 It speaks just as much HTTP as these two need. Unlike the servers of HTTP libraries, it limits the
-number of connections and the time of each. It shows numbers only: no user, no dataset, no address.
+number of connections and the time of each.
 
 Concurrency: each connection has a task of its own, and is answered once, within seconds.
 """
@@ -14,24 +14,21 @@ from typing import NoReturn
 
 import trio
 
-from diesel_fs import metrics
-from diesel_fs.metrics import MetricCells
-
-log = logging.getLogger("diesel.server")
+log = logging.getLogger("diesel.net")
 
 _HEAD_BYTES_MAX = 8 << 10
 _DEADLINE_S = 5.0
 _CONNECTIONS_MAX = 16
 _PAUSE_S = 0.1
+_OK, _UNAVAILABLE = "200 OK", "503 Service Unavailable"
 
 
 @dataclass(frozen=True, slots=True)
 class MetricsEndpoint:
-    """What the port shows: the metrics of the workers, which are added up, and those of their
-    parent; and whether the server can serve clients now (the answer of `/healthz`)."""
+    """What the port shows: the metrics in Prometheus's text format (None: not now), and whether the
+    program can do its work now (the answer of `/healthz`)."""
 
-    workers: Sequence[MetricCells]
-    parent: MetricCells
+    text: Callable[[], str | None]
     is_healthy: Callable[[], bool]
 
     async def serve(self, sockets: Sequence[socket.socket]) -> None:
@@ -82,12 +79,12 @@ class MetricsEndpoint:
         if method not in (b"GET", b"HEAD"):
             status = "405 Method Not Allowed"
         elif path == b"/metrics":
-            status, kind = "200 OK", "text/plain; version=0.0.4; charset=utf-8"
-            body = metrics.exposition(self.workers) + metrics.exposition([self.parent])
+            text = self.text()
+            status, body = (_UNAVAILABLE, "no\n") if text is None else (_OK, text)
+            if text is not None:
+                kind = "text/plain; version=0.0.4; charset=utf-8"
         elif path == b"/healthz":
-            status, body = (
-                ("200 OK", "ok\n") if self.is_healthy() else ("503 Service Unavailable", "no\n")
-            )
+            status, body = (_OK, "ok\n") if self.is_healthy() else (_UNAVAILABLE, "no\n")
         else:
             status = "404 Not Found"
         content = body.encode()

@@ -1,4 +1,4 @@
-"""The addresses at which the server listens: what HOST:PORT means, whether other machines can reach
+"""The addresses at which a program listens: what HOST:PORT means, whether other machines can reach
 it, and the listening sockets.
 """
 
@@ -7,8 +7,8 @@ import socket
 from contextlib import ExitStack
 from ipaddress import ip_address
 
-from diesel_fs.errors import ConfigError, ConflictError
-from diesel_fs.urls import HostPort
+from ..errors import ConfigError, ConflictError
+from ..urls import HostPort
 
 BACKLOG = 1024
 """Connections that wait to be accepted: all processes of a training task connect at once."""

@@ -1,0 +1,122 @@
+"""Marks what a read is waiting for, so that a mount can say where the time of its readers goes.
+
+A reader of contents calls stores, other nodes and the decompressor. Each of these is marked with a
+`WaitCause` while it runs. Who wants to know sets an observer for a piece of work
+(`observer_set`); the marks then call it, in whatever thread the work is done. The observer is a
+context variable: trio passes it on to tasks and threads. Without an observer a mark costs less
+than a microsecond, and the paths that read many files at once have none.
+
+`MarkedStore` marks all reads of an object store.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from enum import IntEnum
+from typing import Protocol, TypeVar
+
+from ..storage.objects.store import ObjectStore, Part, StoreWrapper
+
+_T = TypeVar("_T")
+
+
+class WaitCause(IntEnum):
+    """What a request waits for. Of several things at once, the greatest counts."""
+
+    MOUNT = 0  # the mount's own work
+    METADATA = 1
+    PREFETCH = 2  # the prefetch worker, which is about to push the file
+    DECOMPRESSION = 3
+    PEER = 4
+    STORE = 5
+
+
+class WaitObserver(Protocol):
+    """Is told what one piece of work waits for. Any thread may call, also several at once."""
+
+    def enter(self, cause: WaitCause) -> None:
+        """The work begins to wait for this."""
+        ...
+
+    def leave(self, cause: WaitCause) -> None:
+        """It waits for this no longer."""
+        ...
+
+
+_observer: ContextVar[WaitObserver | None] = ContextVar("diesel_wait_observer", default=None)
+
+current_observer = _observer.get
+"""The observer of the work that this thread or task does; None where nobody observes it."""
+
+
+@contextmanager
+def observer_set(observer: WaitObserver) -> Iterator[None]:
+    """Have the work inside the `with` observed, and the tasks and threads that it starts."""
+    token = _observer.set(observer)
+    try:
+        yield
+    finally:
+        with suppress(ValueError):  # a task that was given up ends in another context
+            _observer.reset(token)
+
+
+class waiting_for:  # it is used as a function
+    """Marks what stands in the `with`."""
+
+    __slots__ = ("_cause", "_observer")
+
+    def __init__(self, cause: WaitCause) -> None:
+        self._cause = cause
+        self._observer = current_observer()
+
+    def __enter__(self) -> None:
+        if self._observer is not None:
+            self._observer.enter(self._cause)
+
+    def __exit__(self, *_: object) -> None:
+        if self._observer is not None:
+            self._observer.leave(self._cause)
+
+
+class MarkedStore(StoreWrapper):
+    """An object store whose reads are marked with a cause. Reads that need no waiting are not."""
+
+    def __init__(self, inner: ObjectStore, cause: WaitCause) -> None:
+        super().__init__(inner)
+        self._cause = cause
+
+    def get(self, name: str, start: int = 0, length: int | None = None) -> bytearray:
+        with waiting_for(self._cause):
+            return self.inner.get(name, start, length)
+
+    def read_into(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
+        with waiting_for(self._cause):
+            self.inner.read_into(name, start, buffer)
+
+    def read_uncached(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
+        with waiting_for(self._cause):
+            self.inner.read_uncached(name, start, buffer)
+
+    def read_ranges(
+        self, name: str, ranges: Sequence[tuple[int, int]], room: memoryview
+    ) -> Iterator[memoryview]:
+        return self._marked(self.inner.read_ranges(name, ranges, room))
+
+    def read_parts(self, parts: Sequence[Part]) -> Iterator[memoryview]:
+        with waiting_for(self._cause):
+            return self._marked(self.inner.read_parts(parts))
+
+    def pin(self, name: str, on_revoke: Callable[[], None]) -> memoryview | None:
+        with waiting_for(self._cause):
+            return self.inner.pin(name, on_revoke)
+
+    def _marked(self, pieces: Iterator[_T]) -> Iterator[_T]:
+        """The same pieces; waiting for the next one is marked, what the caller does between is
+        not."""
+        while True:
+            with waiting_for(self._cause):
+                try:
+                    piece = next(pieces)
+                except StopIteration:
+                    return
+            yield piece

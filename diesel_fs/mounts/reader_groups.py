@@ -1,0 +1,158 @@
+"""Finds out which readers belong together: to which rank of a training a thread belongs, or else to
+which program with its workers.
+
+The kernel names the thread whose system call made a request. /proc says the rest: a rank is in the
+environment with which the process was started (a worker that was forked has its parent's), and the
+workers of a script run the same program as the script, in the same session. A process of another
+user, or in another PID namespace, may not be seen.
+
+Concurrency: the server's thread calls `group_of`, and answers the kernel itself. So that call reads
+only what the kernel gives without a lock of the process: the environment is read under the lock of
+its memory, which may be held by a thread that waits for a page of the mount. A thread of its own
+reads that, and tells who asked. `reader_group` may wait, and is for any thread.
+"""
+
+import os
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from queue import SimpleQueue
+from typing import NamedTuple
+
+from .waits import UNSEEN, ReaderGroup
+
+RANK_VARIABLES = (b"RANK", b"OMPI_COMM_WORLD_RANK", b"PMI_RANK", b"SLURM_PROCID")
+"""What launchers tell each rank in its environment; the first one that is there counts."""
+
+MOUNT_GENERATIONS = 3
+"""Below the supervisor of a mount are its server and its worker, and below that its helper."""
+
+_RANK_DIGITS_MAX = 7
+_ANCESTORS_MAX = 64
+_KNOWN_MAX = 4096  # processes that are remembered; then all are forgotten
+
+
+class _Process(NamedTuple):
+    pid: int
+    parent: int
+    session: int
+    started: int  # when, in clock ticks; tells it from another process that had its number
+    program: str  # the file that it runs; empty for a thread of the kernel
+    command: str
+
+
+class ReaderProcesses:
+    """The processes that read a mount (see the module)."""
+
+    def __init__(self, mount_pid: int) -> None:
+        """`mount_pid` is the mount's supervisor."""
+        self._mount_pid = mount_pid
+        self.on_found: Callable[[ReaderGroup, ReaderGroup], None] = lambda _, __: None
+        """Is called, in another thread, with a group that `group_of` has returned and the one that
+        it belongs to."""
+        self._known: dict[_Process, ReaderGroup] = {}
+        self._asked: SimpleQueue[_Process] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def group_of(self, thread: int) -> ReaderGroup | None:
+        """The group of the process that a thread belongs to, or that process alone as long as its
+        group is not known; UNSEEN for one that cannot be seen. None for a process of the mount
+        itself: they look up what they push, and nobody waits for that. Takes some 0.1 ms.
+        """
+        process = _process_of(thread)
+        if process is None or not process.program:
+            return UNSEEN
+        if _descends_from(process, self._mount_pid):
+            return None
+        known = self._known.get(process)
+        if known is not None:
+            return known
+        if len(self._known) >= _KNOWN_MAX:
+            self._known.clear()
+        alone = self._known[process] = ReaderGroup(None, process.pid, process.command)
+        self._asked.put(process)
+        if self._thread is None:
+            finder = threading.Thread(target=self._find_always, name="readers", daemon=True)
+            with suppress(RuntimeError):  # no thread can be had now; the next process tries again
+                finder.start()
+                self._thread = finder
+        return alone
+
+    def _find_always(self) -> None:
+        while True:
+            process = self._asked.get()
+            group = _group_of(process)
+            self._known[process] = group
+            alone = ReaderGroup(None, process.pid, process.command)
+            if group.key != alone.key:
+                self.on_found(alone, group)
+
+
+def reader_group(pid: int) -> ReaderGroup:
+    """The group of a process; UNSEEN for one that cannot be seen."""
+    process = _process_of(pid)
+    return UNSEEN if process is None else _group_of(process)
+
+
+def _group_of(process: _Process) -> ReaderGroup:
+    rank = _rank_of(process.pid)
+    for _ in range(_ANCESTORS_MAX):
+        parent = _process_of(process.parent) if process.parent > 1 else None
+        if (
+            parent is None
+            or (parent.program, parent.session) != (process.program, process.session)
+            or _rank_of(parent.pid) != rank  # as the launcher of the ranks
+        ):
+            break
+        process = parent
+    return ReaderGroup(rank, process.pid, process.command)
+
+
+def _descends_from(process: _Process, ancestor: int) -> bool:
+    """Whether a process is one of a mount, whose supervisor is `ancestor`."""
+    for _ in range(MOUNT_GENERATIONS):
+        if ancestor in (process.pid, process.parent):
+            return True
+        parent = _process_of(process.parent) if process.parent > 1 else None
+        if parent is None or parent.program != process.program:
+            return False
+        process = parent
+    return False
+
+
+def _process_of(thread: int) -> _Process | None:
+    """The process of a thread; None where it cannot be seen."""
+    with suppress(OSError, ValueError, IndexError):
+        pid = _process_number(thread)
+        before, _, after = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")
+        command = before.partition(b"(")[2].decode("utf-8", "replace")
+        fields = after.split()
+        program = ""
+        with suppress(OSError):  # a thread of the kernel has none, another user's is hidden
+            program = os.readlink(f"/proc/{pid}/exe")
+        return _Process(pid, int(fields[1]), int(fields[3]), int(fields[19]), program, command)
+    return None
+
+
+def _process_number(thread: int) -> int:
+    """The number of the process that has a thread. Raises OSError, ValueError."""
+    for line in Path(f"/proc/{thread}/status").read_bytes().splitlines():
+        if line.startswith(b"Tgid:"):
+            return int(line[5:])
+    raise ValueError(f"/proc/{thread}/status names no process")
+
+
+def _rank_of(pid: int) -> int | None:
+    """The rank that the environment of a process names; None where it names none. May wait."""
+    with suppress(OSError):
+        variables = dict(
+            each.split(b"=", 1)
+            for each in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            if b"=" in each
+        )
+        for name in RANK_VARIABLES:
+            text = variables.get(name, b"")
+            if text.isdigit() and len(text) <= _RANK_DIGITS_MAX:
+                return int(text)
+    return None

@@ -1,0 +1,141 @@
+"""What `dlcmd top` makes of two samples. `tests/mounts/test_wait_reports.py` runs it on mounts."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from diesel_fs.mounts.waits import CAUSE_NAMES
+from dlcmd.mount_stats import stats_lines
+from dlcmd.mount_top import interval, screen, short_line
+from tests.trees import write
+
+from .conftest import Dlcmd
+
+OWN = 77
+
+
+def figures(seconds: float, cause: str = "store", requests: int = 0) -> dict[str, object]:
+    causes = {name: seconds if name == cause else 0.0 for name in CAUSE_NAMES}
+    return {
+        "waited_s": seconds, "causes_s": causes, "requests_s": dict(causes), "waiting": 0,
+        "requests": requests,
+    }  # fmt: skip
+
+
+def sample(
+    clock_s: float, waited_s: float = 0.0, position: int = 0, **requests: int
+) -> dict[str, object]:
+    """Statistics of a mount with a rank, a process `cat`, and the one that takes the samples."""
+    readers: list[dict[str, object]] = [
+        {"rank": 0, "pid": 5, "command": "python"},
+        {"rank": None, "pid": 6, "command": "cat\x1b[31m"},
+        {"rank": None, "pid": OWN, "command": "dlcmd"},
+    ]
+    counts = [requests.get(name, 0) for name in ("rank", "cat", "own")]
+    return {
+        "dataset": "pets",
+        "version": 7,
+        "mountpoint": "/mnt",
+        "session": "native",
+        "uptime_s": clock_s,
+        "reads": {"bytes": 1000 * position, "hits": position, "misses": 1},
+        "cache": {"fetched_bytes": 0},
+        "residency": {
+            "resident_bytes": 10**6, "budget_bytes": 10**9, "pushed_bytes": 5,
+            "streams": [
+                {"name": "run:1", "epoch": 0, "position": position, "length": 100,
+                 "entries_per_s": 5.0}
+            ],
+        },
+        "waits": {
+            "clock_s": clock_s,
+            **figures(waited_s),
+            "readers": [
+                {**each, **figures(waited_s if count else 0.0, requests=count)}
+                for each, count in zip(readers, counts, strict=True)
+            ],
+        },
+    }  # fmt: skip
+
+
+def test_what_is_left_of_an_interval_belongs_to_readers_that_were_seen() -> None:
+    """By a request, or by the position of a plan; else nothing was seen. The samples themselves are
+    no sign of a reader."""
+    first = sample(100.0)
+    found = interval(first, sample(102.0, 0.5, rank=40), own_pid=OWN)
+    assert (found["interval_s"], found["waited_s"], found["waiting"]) == (2.0, 0.5, 0.25)
+    assert (found["reader_s"], found["idle_s"], found["requests_per_s"]) == (1.5, 0.0, 20.0)
+    found = interval(first, sample(102.0, position=10), own_pid=OWN)
+    assert (found["reader_s"], found["idle_s"], found["read_bytes_per_s"]) == (2.0, 0.0, 5000.0)
+    found = interval(first, sample(102.0, 0.5, own=3), own_pid=OWN)
+    assert (found["reader_s"], found["idle_s"], found["readers"]) == (0.0, 1.5, [])
+
+
+def test_counters_that_begin_again_show_nothing_negative() -> None:
+    before, after = sample(100.0, 9.0, position=50, rank=1000), sample(101.0, 0.0, rank=3)
+    found = interval(before, after, own_pid=OWN)
+    assert (found["waited_s"], found["read_bytes_per_s"], found["requests_per_s"]) == (0, 0, 0)
+    assert interval(before, {"waits": {"clock_s": 101.0}}, own_pid=OWN)["readers"] == []
+
+
+def test_the_view_shows_causes_readers_and_plans() -> None:
+    """Within the terminal's size, and with nothing that would change the terminal's state."""
+    found = interval(sample(100.0), sample(101.0, 0.25, position=10, rank=9, cat=2), own_pid=OWN)
+    text = "\n".join(screen(sample(101.0), found, 100, 40))
+    for line in (
+        "pets version 7 on /mnt (native session, up 101 s)",
+        "readers waited 25% of the time; 0.2 requests waited on average",
+        "object store        25%  ███████▌",
+        "readers at work     75%  ██████████████████████▌",
+        "page cache 1.0 MB of 1.0 GB",
+        "rank 0 (python)               25%           9  store 25%",
+        "run:1                           0          10         100         5",
+    ):
+        assert line in text, text
+    assert "\x1b" not in text
+    small = screen(sample(101.0), found, 20, 5)
+    assert len(small) == 5
+    assert max(map(len, small)) <= 20
+    assert short_line(found) == (
+        "waited 25% (object store 25%, readers at work 75%); 11 requests/s, 10.0 kB/s"
+    )
+
+
+def test_statistics_show_what_readers_waited_for() -> None:
+    shown = list(stats_lines(sample(100.0, 2.5, rank=1234)))
+    assert "how long readers have waited:" in shown
+    assert "  rank 0 python: 1,234 requests, waited 2.5 s" in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "is no mount of a dataset: nothing is mounted there"),
+        (["--interval", "0"], "0.1<=x<=3600"),
+        (["--interval", "nan"], "no time"),
+        (["--count", "0"], "x>=1"),
+    ],
+)
+def test_bad_uses_of_top_are_errors(
+    dlcmd: Dlcmd, tmp_path: Path, words: list[str], message: str
+) -> None:
+    assert message in dlcmd("top", *words, tmp_path, code=2).err
+
+
+@pytest.mark.fuse
+def test_mount_says_where_its_metrics_are(dlcmd: Dlcmd, tmp_path: Path) -> None:
+    """And a port that is in use is exit code 12, with nothing mounted."""
+    dlcmd("put", write(tmp_path / "src", {"a": b"1"}), "pets")
+    at, other = tmp_path / "mnt", tmp_path / "other"
+    said = dlcmd("mount", "--metrics", "0", "pets", at).out.decode()
+    try:
+        found = re.fullmatch(rf"pets is mounted on {at}; metrics at (http://(\S+)/metrics)\n", said)
+        assert found, said
+        assert dlcmd("--json", "stats", at).objects[0]["metrics"] == found[1]
+        failed = dlcmd("mount", "--metrics", found[2], "pets", other, code=12).err
+        assert f"cannot listen at {found[2]}" in failed
+        assert not other.exists()
+    finally:
+        dlcmd("umount", at)
+    assert "HOST:PORT" in dlcmd("mount", "--metrics", "here", "pets", other, code=2).err

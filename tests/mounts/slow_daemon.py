@@ -1,0 +1,50 @@
+"""The program of a mount, in which some things take longer: environment variables say how long.
+
+`STORE` is for each read of the object store, `PEER` for each answer of a node of the task, `DECODE`
+for each time that bytes are decompressed and checked, `LOOKUP` for each name; all in seconds.
+"""
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+from diesel_fs.cache import reader
+from diesel_fs.format.snapshot.reader import Snapshot
+from diesel_fs.mounts.supervisor import main
+from diesel_fs.peers.task_chunks import TaskChunks
+from diesel_fs.storage.objects.folder import FolderStore
+
+STORE, PEER, DECODE, LOOKUP = "TEST_STORE_S", "TEST_PEER_S", "TEST_DECODE_S", "TEST_LOOKUP_S"
+
+PROGRAM = (sys.executable, "-m", "tests.mounts.slow_daemon")
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def slowed(call: Callable[_P, _T], seconds: float) -> Callable[_P, _T]:
+    """The same function, which takes longer."""
+
+    def slow(*args: _P.args, **named: _P.kwargs) -> _T:
+        time.sleep(seconds)
+        return call(*args, **named)
+
+    return slow
+
+
+if __name__ == "__main__":
+    for variable, owner, name in (
+        (STORE, FolderStore, "read_into"),
+        (PEER, TaskChunks, "pin"),
+        (PEER, TaskChunks, "try_part"),
+        (DECODE, reader, "decode"),
+        (LOOKUP, Snapshot, "child"),
+    ):
+        if variable in os.environ:
+            setattr(owner, name, slowed(getattr(owner, name), float(os.environ[variable])))
+    code = main(sys.argv[1:])
+    logging.shutdown()
+    os._exit(code)
