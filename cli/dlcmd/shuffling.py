@@ -208,8 +208,8 @@ def _advice(report: QualityReport) -> str:
             f"{measured}: no group size mixes them nearly as full shuffle does. Use --full, or put"
             " the files in random order, from a tar"
         )
-    memory = bytes_text(report.by_group_size[size].memory_bytes)
+    quality = report.by_group_size[size]
     return (
-        f"{measured}: --group-size {size} ({memory} of memory) is enough as far as classes tell: a batch"
-        f" is worth {worth_percent(report.by_group_size[size]):.0f} % of its files"
+        f"{measured}: --group-size {size} ({bytes_text(quality.memory_bytes)} of memory) is enough"
+        f" as far as classes tell: a batch is worth {worth_percent(quality):.0f} % of its files"
     )

@@ -4,7 +4,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from xml.etree import ElementTree
+from xml.etree import ElementTree as ET
 
 import pytest
 
@@ -90,7 +90,7 @@ def test_a_plot_shows_each_group_size(dlcmd: Dlcmd, view: Snapshot, tmp_path: Pa
     arguments = ("shuffle", "pets/train", *NUMBERS, "--group-size", "2", "--quality")
     printed = dlcmd(*arguments, "--plot", str(plot))
     assert printed.out == dlcmd(*arguments).out
-    drawn = ElementTree.fromstring(plot.read_text())  # noqa: S314  # it is our own
+    drawn = ET.fromstring(plot.read_text())  # noqa: S314  # it is our own
     names = [each.text for each in drawn.iter("{http://www.w3.org/2000/svg}title")]
     sizes = list(compare_group_sizes(view, 7, 3, 2, below=view.lookup(b"train")).by_group_size)
     assert names[0] == "pets/train: how well chunk-wise orders mix"

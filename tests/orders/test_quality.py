@@ -15,6 +15,8 @@ from diesel_fs.format.entries import Kind
 from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.orders.quality import (
     BATCH_FILES,
+    OrderQuality,
+    QualityReport,
     class_of_files,
     compare_group_sizes,
     design_effect,
@@ -145,12 +147,27 @@ def test_larger_groups_mix_better_where_classes_lie_together() -> None:
     packed, full = report.packed.design_effect or 0, report.full.design_effect or 0
     assert packed > 100
     assert 0.5 < full < 1.5
-    enough = [size for size, each in report.by_group_size.items() if (each.design_effect or 0) <= 4]
-    assert report.recommended == enough[0] > 10
+    assert report.recommended is None
     mixed = compare_group_sizes(MIXED, 1, 2, 20)
     assert mixed.recommended == 1
     whole = compare_group_sizes(SORTED, 1, 2, 20)  # classes are `train` and `val`
     assert whole.classes == 2
+
+
+@pytest.mark.parametrize(
+    ("effects", "full", "recommended"),
+    [([30.0, 5.0, 3.9, 1.2], 1.0, 10), ([30.0, 9.0, 6.0, 5.0], 1.0, None),
+     ([30.0, 9.0, 6.0, 5.0], 5.5, 30), ([None] * 4, None, None)],
+)  # fmt: skip
+def test_the_smallest_group_that_mixes_well_is_recommended(
+    effects: list[float | None], full: float | None, recommended: int | None
+) -> None:
+    """Or one that mixes as well as full shuffle does, where that is worse by chance."""
+    sizes = zip((1, 3, 10, 30), effects, strict=True)
+    by_size = {size: OrderQuality(1, 1.0, effect) for size, effect in sizes}
+    ends = OrderQuality(1, 1.0, 50.0), OrderQuality(1, 1.0, full)
+    report = QualityReport(1000, 40, 8, 125, ends[0], by_size, ends[1])
+    assert report.recommended == recommended
 
 
 def test_the_parts_of_ranks_are_measured_alone() -> None:
