@@ -172,7 +172,7 @@ def bytes_text(count: float) -> str:
 
 def count_text(count: int, noun: str) -> str:
     """A number and a noun, in the plural where the number is not 1."""
-    many = noun[:-1] + "ies" if noun.endswith("y") else noun + "s"
+    many = noun[:-1] + "ies" if noun.endswith("y") else noun + ("es" if noun[-1] == "s" else "s")
     return f"{count:,} {noun if count == 1 else many}"
 
 

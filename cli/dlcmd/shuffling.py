@@ -3,26 +3,32 @@
 import json
 from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 
 import click
 
 from diesel_fs.errors import UsageError
 from diesel_fs.format.entries import Kind
 from diesel_fs.format.snapshot.reader import Indices, Snapshot
-from diesel_fs.orders.shuffle import (
-    BATCH_FILES,
-    GROUP_SIZE_DEFAULT,
-    OrderQuality,
-    chunk_shuffle,
-    full_shuffle,
-)
-from diesel_fs.orders.shuffle import measure_quality as quality_of
+from diesel_fs.orders.quality import OrderQuality, QualityReport, compare_group_sizes
+from diesel_fs.orders.shuffle import GROUP_SIZE_DEFAULT, chunk_shuffle, full_shuffle
+from diesel_fs.system.atomic_file import atomic_file, write_error
 
 from .addresses import Address, address, open_repository_from_flags
 from .options import global_flags, verb
-from .output import json_name, name_line, print_json, print_table, write_stdout
+from .output import (
+    bytes_text,
+    count_text,
+    json_name,
+    name_line,
+    print_json,
+    print_note,
+    print_table,
+    write_stdout,
+)
+from .quality_plot import quality_svg, worth_percent
 
-_COLUMNS = ("measure", "this order", "full shuffle")
+_COLUMNS = ("order", "memory", "chunks in a batch", "design effect", "effective batch")
 
 
 @verb("shuffle")
@@ -54,11 +60,15 @@ _COLUMNS = ("measure", "this order", "full shuffle")
 )  # fmt: skip
 @click.option("-0", "nul", is_flag=True, help="End paths with NUL instead of a newline.")
 @click.option(
-    "--quality", is_flag=True, help="Print how random the order is, instead of the order."
+    "--quality", is_flag=True,
+    help="Print how well orders of several group sizes mix classes, instead of an order.",
+)  # fmt: skip
+@click.option(
+    "--plot", metavar="FILE.svg", type=Path, help="With --quality: draw that into this file, too."
 )
 def shuffle(
     target: Address, seed: int, epoch: int, group_size: int, full: bool,
-    rank: int, world: int, drop_last: bool, nul: bool, quality: bool,
+    rank: int, world: int, drop_last: bool, nul: bool, quality: bool, plot: Path | None,
 ) -> None:  # fmt: skip
     """Print the files of a dataset or folder in chunk-wise random order, one path a line.
 
@@ -66,17 +76,37 @@ def shuffle(
     program that reads in this order needs memory for two groups of chunks only. The same options
     give the same order on every machine. All ranks get parts of equal length.
 
+    --quality helps to choose a group size: for several of them, for full shuffle and for none, it
+    prints the memory that is needed, from how many chunks the files of a batch come, the design
+    effect (how many times the class mix of batches varies as much as after full shuffle; 1 is
+    ideal), and how many fully shuffled files a batch is worth. Classes are the folders directly in
+    the dataset or folder that you name.
+
     \b
     Examples:
       dlcmd shuffle pets/train --seed 1 --epoch 0 | head
       dlcmd shuffle pets --seed 1 --epoch 7 --rank 3 --world 8 -0 | xargs -0 -n1 cat
-      dlcmd shuffle pets --seed 1 --epoch 0 --group-size 20 --quality
+      dlcmd shuffle pets/train --seed 1 --epoch 0 --quality --plot pets.svg
     """
+    if plot is not None:
+        if not quality:
+            raise UsageError("--plot draws what --quality measures", advice="give both")
+        if plot.suffix.lower() != ".svg":
+            raise UsageError(f"{plot} cannot be drawn: plots are SVG", advice="name it FILE.svg")
     with open_repository_from_flags() as repository:
         view = repository.view(target.dataset)
         top = view.index_of(target.path)
         if view.stat(top).kind != Kind.FOLDER:
             raise UsageError(f"{target} is not a folder")
+        if quality:
+            report = compare_group_sizes(
+                view, seed, epoch, group_size, rank=rank, world=world, drop_last=drop_last,
+                below=top,
+            )  # fmt: skip
+            if plot is not None:
+                _write(plot, quality_svg(report, f"{target}: how well chunk-wise orders mix"))
+            _print_quality(report)
+            return
         if full:
             order = full_shuffle(
                 view, seed, epoch, rank=rank, world=world, drop_last=drop_last, below=top
@@ -86,12 +116,9 @@ def shuffle(
                 view, seed, epoch, group_size=group_size, rank=rank, world=world,
                 drop_last=drop_last, below=top,
             )  # fmt: skip
-        if quality:
-            _print_quality(quality_of(view, order, below=top))
-        else:
-            if not (nul or global_flags().json):
-                _refuse_newlines(view, order)
-            write_stdout(_lines(view, order, nul=nul))
+        if not (nul or global_flags().json):
+            _refuse_newlines(view, order)
+        write_stdout(_lines(view, order, nul=nul))
 
 
 def _refuse_newlines(view: Snapshot, order: Indices) -> None:
@@ -114,27 +141,75 @@ def _lines(view: Snapshot, order: Indices, *, nul: bool) -> Iterator[bytes]:
     return map(name_line, view.iter_paths(order))
 
 
-def _print_quality(measured: OrderQuality) -> None:
-    """Print measures of an order beside those of a full shuffle: a table, or with --json an
-    object."""
+def _write(file: Path, text: str) -> None:
+    """Write a plot. Raises UsageError, DieselError where that fails."""
+    try:
+        with atomic_file(file, mode=0o666, sync=False) as opened:
+            opened.write(text.encode())
+    except OSError as error:
+        raise write_error(str(file), error) from error
+
+
+def _print_quality(report: QualityReport) -> None:
+    """Print the orders as a table and an advice on stderr, or with --json all as an object."""
     if global_flags().json:
-        print_json({"batch_files": BATCH_FILES, **asdict(measured)})
+        sizes = [
+            {"group_size": size, **_described(report, quality)}
+            for size, quality in report.by_group_size.items()
+        ]
+        print_json(
+            {
+                **asdict(report),
+                "packed": _described(report, report.packed),
+                "by_group_size": sizes,
+                "full": _described(report, report.full),
+                "recommended_group_size": report.recommended,
+            }
+        )
         return
-    rows: list[tuple[str, ...]] = [
-        ("files", f"{measured.files}", ""),
-        ("chunks", f"{measured.chunks}", ""),
-        ("folders", f"{measured.folders}", ""),
+    orders = {
+        "no shuffle": report.packed,
+        **{f"G = {size}": quality for size, quality in report.by_group_size.items()},
+        "full shuffle": report.full,
+    }
+    rows = [
         (
-            f"folders in a batch of {BATCH_FILES}",
-            f"{measured.folders_in_batch:.1f}",
-            f"{measured.folders_in_batch_expected:.1f}",
-        ),
-        (
-            f"chunks in a batch of {BATCH_FILES}",
-            f"{measured.chunks_in_batch:.1f}",
-            f"{measured.chunks_in_batch_expected:.1f}",
-        ),
-        ("rank correlation with the pack", f"{measured.rank_correlation:.4f}", "0.0000"),
-        ("chunks open at once", f"{measured.chunks_open_max}", f"{measured.chunks}"),
+            name,
+            bytes_text(quality.memory_bytes),
+            f"{quality.chunks_in_batch:.1f}",
+            "-" if quality.design_effect is None else f"{quality.design_effect:.2f}",
+            "-" if (worth := _worth(report, quality)) is None else f"{worth:.1f}",
+        )
+        for name, quality in orders.items()
     ]
     print_table(_COLUMNS, rows, _COLUMNS[1:])
+    print_note(_advice(report))
+
+
+def _worth(report: QualityReport, quality: OrderQuality) -> float | None:
+    """How many fully shuffled files a batch is worth."""
+    return report.batch_files / quality.design_effect if quality.design_effect else None
+
+
+def _described(report: QualityReport, quality: OrderQuality) -> dict[str, float | None]:
+    return {**asdict(quality), "effective_batch_files": _worth(report, quality)}
+
+
+def _advice(report: QualityReport) -> str:
+    measured = (
+        f"{count_text(report.files, 'file')} of {count_text(report.classes, 'class')} in"
+        f" {count_text(report.chunks, 'chunk')}, batches of {report.batch_files}"
+    )
+    if report.full.design_effect is None:
+        return f"{measured}: classes say nothing here; classes are the folders directly below"
+    size = report.recommended
+    if size is None:
+        return (
+            f"{measured}: no group size mixes them nearly as full shuffle does. Use --full, or put"
+            " the files in random order, from a tar"
+        )
+    quality = report.by_group_size[size]
+    return (
+        f"{measured}: --group-size {size} ({bytes_text(quality.memory_bytes)} of memory) is enough"
+        f" as far as classes tell: a batch is worth {worth_percent(quality):.0f} % of its files"
+    )

@@ -55,9 +55,6 @@ SEED_MAX = 2**63 - 1
 WORLD_MAX = 1 << 20
 """The limit of ranks for a mount: more than any job has, and products with it fit 64 bits."""
 
-BATCH_FILES = 256
-"""Files in a batch, for `measure_quality`."""
-
 _U8 = npt.NDArray[np.uint64]
 
 _GAMMA = 0x9E3779B97F4A7C15
@@ -212,89 +209,3 @@ def _ends(group: _U8) -> Indices:
     """The positions where runs of equal groups end."""
     changes = np.flatnonzero(group[1:] != group[:-1]) + 1
     return np.append(changes, len(group)) if len(group) else changes
-
-
-@dataclass(frozen=True, slots=True)
-class OrderQuality:
-    """How random an order is, as `measure_quality` finds. `..._expected` is the average of a full
-    shuffle."""
-
-    files: int
-    chunks: int
-    folders: int
-    folders_in_batch: float
-    folders_in_batch_expected: float
-    chunks_in_batch: float
-    chunks_in_batch_expected: float
-    rank_correlation: float
-    chunks_open_max: int
-
-
-def measure_quality(snapshot: Snapshot, order: Indices, *, below: int = ROOT_INDEX) -> OrderQuality:
-    """How random an order of files is, and what that costs in memory.
-
-    - folders (chunks) in batch: from how many folders (chunks) the files of a batch come, on
-      average over all batches of BATCH_FILES, without a shorter last one if there are others. In
-      training sets a folder is mostly a class. The expected number is exact for drawing without
-      replacement from all files below.
-    - rank correlation (Spearman's rho) between the place in the pack (chunk, offset) and the place
-      in the order: 1 for the order of the pack. A full shuffle of n files is within 2 / sqrt(n) of
-      0 in 19 of 20 cases; a chunk-wise one within 2 / sqrt(number of chunks), whatever n.
-    - chunks open: the most chunks of which a reader has read the first file and not the last.
-    """
-    files = _files(snapshot, below)
-    batch = min(BATCH_FILES, len(order))
-    columns = snapshot.columns
-    folders, chunks = columns.parent[order].astype(np.int64), snapshot.chunk_of(order)
-    all_folders = np.bincount(columns.parent[files], minlength=1)
-    all_chunks = np.bincount(snapshot.chunk_of(files), minlength=1)
-    packed = np.lexsort((columns.offset[order], chunks))
-    return OrderQuality(
-        files=len(order),
-        chunks=len(np.unique(chunks)),
-        folders=len(np.unique(folders)),
-        folders_in_batch=_different(folders, batch),
-        folders_in_batch_expected=_different_expected(all_folders, batch),
-        chunks_in_batch=_different(chunks, batch),
-        chunks_in_batch_expected=_different_expected(all_chunks, batch),
-        rank_correlation=_correlation(packed),
-        chunks_open_max=_open_max(chunks),
-    )
-
-
-def _different(values: Indices, batch: int) -> float:
-    """The mean number of different values in a batch of this size."""
-    if not batch:
-        return 0.0
-    whole = values[: len(values) // batch * batch].reshape(-1, batch)
-    ordered = np.sort(whole, axis=1)
-    return float(np.mean(1 + np.count_nonzero(np.diff(ordered, axis=1), axis=1)))
-
-
-def _different_expected(counts: Indices, batch: int) -> float:
-    """The expected number of different values in a batch drawn without replacement. `counts` says
-    how often each value occurs."""
-    total = int(counts.sum())
-    absent = np.ones(len(counts))  # how likely each value is to be absent from a batch
-    for drawn in range(min(batch, total)):
-        absent *= np.maximum(total - counts - drawn, 0) / (total - drawn)
-    return float(np.sum(1 - absent))
-
-
-def _correlation(permutation: Indices) -> float:
-    """Spearman's rho between a permutation and the ascending order."""
-    if len(permutation) < 2:
-        return 0.0
-    ascending = np.arange(len(permutation), dtype=np.float64)
-    return float(np.corrcoef(ascending, permutation.astype(np.float64))[0, 1])
-
-
-def _open_max(chunks: Indices) -> int:
-    """The most chunks of which the first file is read and the last is not."""
-    if not len(chunks):
-        return 0
-    _, first = np.unique(chunks, return_index=True)
-    _, last = np.unique(chunks[::-1], return_index=True)
-    steps = np.bincount(first, minlength=len(chunks) + 1)
-    steps -= np.bincount(len(chunks) - last, minlength=len(chunks) + 1)
-    return int(np.cumsum(steps).max())

@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 from types import FrameType
 
 from . import results
-from .cases import BENCHMARKS, Benchmark, chosen
+from .cases import BENCHMARKS, UNTIMED, Benchmark, chosen
 from .machine import described, is_busy, machine
 from .report import Json, Row, failed, table
 from .samples import say
@@ -77,21 +77,21 @@ def workbench(options: argparse.Namespace, rounds: int) -> Iterator[Workbench]:
             bench.close()
 
 
-def run_all(bench: Workbench, benchmarks: Mapping[str, Benchmark]) -> list[Row]:
-    """The rows of all benchmarks; one that fails does not stop the others."""
-    rows: list[Row] = []
+def run_all(bench: Workbench, benchmarks: Mapping[str, Benchmark]) -> dict[str, list[Row]]:
+    """The rows of each benchmark; one that fails does not stop the others."""
+    rows: dict[str, list[Row]] = {}
     end_s = time.monotonic() + DURATION_S_MAX
     for name, run in benchmarks.items():
         if time.monotonic() > end_s:
-            rows.append(failed(name, "the time limit of the bench was reached"))
+            rows[name] = [failed(name, "the time limit of the bench was reached")]
             continue
         print(f"{name}", file=sys.stderr, flush=True)
         start_s = time.monotonic()
         try:
-            rows += run(bench)
+            rows[name] = run(bench)
         except Exception as error:
             traceback.print_exc()
-            rows.append(failed(name, f"{type(error).__name__}: {error}"))
+            rows[name] = [failed(name, f"{type(error).__name__}: {error}")]
         say(f"{name} took {time.monotonic() - start_s:.0f} s")
     return rows
 
@@ -116,11 +116,12 @@ def main() -> int:
     try:
         with workbench(options, rounds) as bench:
             before = machine(bench.folder)
-            rows = run_all(bench, chosen(options.names))
+            by_name = run_all(bench, chosen(options.names))
             after = machine(bench.folder)
     except KeyboardInterrupt:
         print("bench: interrupted; cleaned up", file=sys.stderr)
         return 128 + signal.SIGINT
+    rows = [row for each in by_name.values() for row in each]
     document: dict[str, Json] = {
         "began": began.isoformat(timespec="seconds"),
         "seconds": round((datetime.now(UTC) - began).total_seconds()),
@@ -137,9 +138,15 @@ def main() -> int:
     if busy:
         print("The machine was busy at the start: these figures mean little.")
     print(f"As JSON, with every sample: {options.json}")
-    whole = options.divisor == 1 and rounds == ROUNDS and options.session == NATIVE
-    if whole and not busy:
-        results.update(results.PAGE, rows, f"{began:%Y-%m-%d}, {before['diesel_fs']}")
+    is_full_run = rounds == ROUNDS and options.session == NATIVE and not busy
+    lasting = [
+        row
+        for name, each in by_name.items()
+        if options.divisor == 1 and (is_full_run or name in UNTIMED)
+        for row in each
+    ]
+    if lasting:
+        results.update(results.PAGE, lasting, f"{began:%Y-%m-%d}, {before['diesel_fs']}")
         print(f"The table of results is up to date: {results.PAGE}")
     return 1 if any(row.problems for row in rows) else 0
 

@@ -3,7 +3,7 @@ matplotlib."""
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from .dlcmd import TREE
@@ -20,7 +20,8 @@ plots beside this module show medians of full runs."""
 @dataclass(frozen=True, slots=True)
 class Plot:
     """A plot of the sides of a benchmark over x values. Its axes are logarithmic, or with
-    `over_time` linear. `events` are x values that have a name."""
+    `over_time` linear. The y axis of `differences` goes through 0: linear up to 1, and logarithmic
+    beyond. `events` are x values that have a name."""
 
     name: str  # of its file
     title: str
@@ -28,6 +29,7 @@ class Plot:
     y_name: str
     places: Sequence[float]
     over_time: bool = False
+    differences: bool = False
     events: Sequence[tuple[float, str]] = ()
 
     @property
@@ -36,16 +38,31 @@ class Plot:
         return [str(place) for place in self.places]
 
 
+@dataclass(frozen=True, slots=True)
+class Line:
+    """What is drawn of one side: a value for each x value, and how far it may be off, if known."""
+
+    name: str
+    values: Sequence[float]
+    errors: Sequence[float] | None = None
+
+
 def plot_medians(bench: Workbench, plot: Plot, rounds: Rounds, shown: Mapping[str, str]) -> None:
     """Draw the median of each figure, for the sides of `shown` that were measured, which are given
-    other names in the plot. Without matplotlib there is no plot, which is said."""
-    lines: list[dict[str, object]] = []
+    other names in the plot."""
+    lines = []
     for side, name in shown.items():
         measured = [rounds.of(side, quantity) for quantity in plot.quantities]
         medians = [each.median for each in measured if isinstance(each, Samples)]
         if len(medians) == len(measured):
-            lines.append({"name": name, "values": medians})
+            lines.append(Line(name, medians))
     is_whole = bench.rounds > 1 and bench.divisor == 1 and len(lines) == len(shown)
+    draw(plot, lines, is_whole=is_whole)
+
+
+def draw(plot: Plot, lines: Sequence[Line], *, is_whole: bool) -> None:
+    """Draw lines, beside the bench if that `is_whole`. Without matplotlib there is no plot, which
+    is said."""
     file = (PROGRAM.parent if is_whole else TRIED) / f"{plot.name}.png"
     file.parent.mkdir(exist_ok=True)
     drawn = {
@@ -54,8 +71,9 @@ def plot_medians(bench: Workbench, plot: Plot, rounds: Rounds, shown: Mapping[st
         "y": plot.y_name,
         "places": list(plot.places),
         "over_time": plot.over_time,
+        "differences": plot.differences,
         "events": list(plot.events),
-        "lines": lines,
+        "lines": [asdict(line) for line in lines],
     }
     try:
         output_of([installed("python"), "-P", str(PROGRAM), str(file), json.dumps(drawn)])

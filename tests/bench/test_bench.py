@@ -18,8 +18,8 @@ import pytest
 
 from tests.server.program import until
 
-from . import memory, results
-from .cases import BENCHMARKS, chosen
+from . import memory, results, small_images
+from .cases import BENCHMARKS, accuracy, chosen
 from .control_group import control_group
 from .dlcmd import TREE
 from .epochs import random_order, whole_order
@@ -283,6 +283,40 @@ def test_each_benchmark_of_tasks_measures_every_row(tmp_path: Path, name: str, c
     assert all(row["ours"] > 0 for row in rates if "after" not in row["name"])
     lost = [row for row in rows if row["against"] and row["other"] is None]
     assert all(row["not_measured"] for row in lost), "a peer is missing, and it is not said"
+
+
+def test_the_study_of_accuracy_compares_every_order_with_full_shuffle(tmp_path: Path) -> None:
+    """With 200 images and 2 seeds: the figures mean nothing, but all are there."""
+    rows = rows_of(tmp_path, "accuracy")
+    shares = [row for row in rows if row["unit"] == accuracy.PERCENT]
+    assert len(shares) == len(accuracy.LAYOUTS) * len(accuracy.GROUP_SIZES)
+    assert all(0 <= row["ours"] <= 100 and row["against"] == accuracy.FULL for row in shares)
+    # 200 images are few chunks: any group of at least as many is a full shuffle.
+    largest = [row for row in shares if row["name"].endswith("G = 100")]
+    assert all(row["ours"] == row["other"] for row in largest)
+    assert len(rows) == len(shares) + 4
+
+
+def test_a_paired_difference_has_the_interval_of_students_t() -> None:
+    """Differences 1, 2, 3: mean 2, deviation 1; t(0.975, 2) = 4.303."""
+    difference = accuracy.Difference.of([11, 22, 33], [10, 20, 30])
+    assert (difference.mean, difference.deviation) == (2, 1)
+    assert difference.half_width == pytest.approx(4.303 / 3**0.5)
+    assert difference.farthest == difference.highest == pytest.approx(2 + 4.303 / 3**0.5)
+
+
+def test_images_are_the_same_each_time_and_survive_a_tar(tmp_path: Path) -> None:
+    pixels = small_images.made_images(20, 1)
+    assert (pixels == small_images.made_images(20, 1)).all()
+    assert (pixels != small_images.made_images(20, 2)).any()
+    with (tmp_path / "tar").open("wb") as file:
+        small_images.write_tar(file, pixels, np.arange(20)[::-1].copy())
+    with tarfile.open(tmp_path / "tar") as archive:
+        members = archive.getmembers()
+        contents = [archive.extractfile(member) for member in members]
+        read = [small_images.decoded(each.read()) for each in contents if each is not None]
+    assert members[0].name == small_images.path_of(19, 9)
+    assert (np.stack(read) == pixels[::-1]).all()
 
 
 def test_the_prototype_gives_right_files_and_its_client_finds_wrong_ones(tmp_path: Path) -> None:

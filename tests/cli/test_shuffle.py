@@ -4,11 +4,13 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from xml.etree import ElementTree as ET
 
 import pytest
 
 from diesel_fs.format.snapshot.reader import Snapshot
-from diesel_fs.orders.shuffle import chunk_shuffle, full_shuffle, measure_quality
+from diesel_fs.orders.quality import compare_group_sizes
+from diesel_fs.orders.shuffle import chunk_shuffle, full_shuffle
 from diesel_fs.repository.local import LocalRepository
 from tests.trees import write
 
@@ -54,18 +56,55 @@ def test_another_process_prints_the_same(dlcmd: Dlcmd, view: Snapshot) -> None:
     assert dlcmd.program(*arguments).out == dlcmd(*arguments).out
 
 
-def test_quality_prints_the_measures(dlcmd: Dlcmd, view: Snapshot) -> None:
-    arguments = ("shuffle", "pets", *NUMBERS, "--group-size", "2", "--quality")
-    measured = measure_quality(view, chunk_shuffle(view, 7, 3, group_size=2))
+def test_quality_compares_group_sizes(dlcmd: Dlcmd, view: Snapshot, tmp_path: Path) -> None:
+    arguments = ("shuffle", "pets/train", *NUMBERS, "--group-size", "2", "--quality")
+    top = view.lookup(b"train")
+    report = compare_group_sizes(view, 7, 3, 2, below=top)
     (told,) = dlcmd(*arguments, "--json").objects
-    assert told["chunks_open_max"] == measured.chunks_open_max == 2
-    assert told["rank_correlation"] == pytest.approx(measured.rank_correlation)
-    assert (told["files"], told["batch_files"]) == (320, 256)
-    lines = dlcmd(*arguments).out.decode().splitlines()
-    rows = {name: rest for name, *rest in (line.split("\t") for line in lines)}
-    assert rows["chunks open at once"] == ["2", str(view.chunk_count)]
-    assert rows["folders in a batch of 256"][0] == f"{measured.folders_in_batch:.1f}"
-    assert len(rows) == 7
+    assert (told["files"], told["classes"], told["batch_files"]) == (300, 5, 37)
+    sizes = [1, 2, 3] if report.chunks <= 10 else [1, 2, 3, 10]
+    assert [each["group_size"] for each in told["by_group_size"]] == sizes
+    two = report.by_group_size[2]
+    assert told["by_group_size"][1] == {
+        "group_size": 2,
+        "memory_bytes": two.memory_bytes,
+        "chunks_in_batch": two.chunks_in_batch,
+        "design_effect": two.design_effect,
+        "effective_batch_files": 37 / (two.design_effect or 1),
+    }
+    assert told["full"]["memory_bytes"] > told["packed"]["memory_bytes"]
+    printed = dlcmd(*arguments)
+    rows = [line.split("\t") for line in printed.out.decode().splitlines()]
+    assert [row[0] for row in rows] == ["no shuffle", *(f"G = {n}" for n in sizes), "full shuffle"]
+    assert rows[2][3] == f"{two.design_effect:.2f}"
+    assert told["recommended_group_size"] is None  # each chunk has one class or two
+    assert "no group size" in printed.err
+    dlcmd("put", write(tmp_path / "mixed", {f"c{n % 5}{n}/{n}": b"x" for n in range(30)}), "tiny")
+    advice = dlcmd("shuffle", "tiny", *NUMBERS, "--quality").err
+    assert "30 files of 30 classes in 1 chunk, batches of 3: --group-size 100 (" in advice
+    assert "classes say nothing" in dlcmd("shuffle", "pets/val", *NUMBERS, "--quality").err
+
+
+def test_a_plot_shows_each_group_size(dlcmd: Dlcmd, view: Snapshot, tmp_path: Path) -> None:
+    plot = tmp_path / "pets.svg"
+    arguments = ("shuffle", "pets/train", *NUMBERS, "--group-size", "2", "--quality")
+    printed = dlcmd(*arguments, "--plot", str(plot))
+    assert printed.out == dlcmd(*arguments).out
+    drawn = ET.fromstring(plot.read_text())  # noqa: S314  # it is our own
+    names = [each.text for each in drawn.iter("{http://www.w3.org/2000/svg}title")]
+    sizes = list(compare_group_sizes(view, 7, 3, 2, below=view.lookup(b"train")).by_group_size)
+    assert names[0] == "pets/train: how well chunk-wise orders mix"
+    assert [str(name).partition(":")[0] for name in names[1:]] == [f"G = {n}" for n in sizes]
+    shown = " ".join(drawn.itertext())
+    assert "full shuffle" in shown
+    assert "no shuffle" in shown
+    for words, problem in (
+        (("--plot", str(plot)), "--quality"),
+        (("--quality", "--plot", str(tmp_path / "pets.png")), "FILE.svg"),
+    ):
+        assert problem in dlcmd("shuffle", "pets", *NUMBERS, *words, code=2).err
+    there = tmp_path / "nowhere" / "pets.svg"
+    assert str(there) in dlcmd(*arguments, "--plot", str(there), code=12).err
 
 
 def test_N4_names_with_a_newline_need_nul(dlcmd: Dlcmd, tmp_path: Path) -> None:

@@ -5,13 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from diesel_fs.orders.shuffle import (
-    BATCH_FILES,
-    chunk_order,
-    chunk_shuffle,
-    full_shuffle,
-    measure_quality,
-)
+from diesel_fs.orders.shuffle import chunk_order, chunk_shuffle, full_shuffle
 
 from .datasets import dataset
 
@@ -82,47 +76,3 @@ def test_epochs_of_one_seed_and_seeds_of_one_epoch_are_unrelated() -> None:
     others = rho[np.triu_indices(len(orders), 1)]
     assert float(np.abs(others).max()) < 5 / math.sqrt(files)
     assert abs(float(others.std()) * math.sqrt(files) - 1) < 0.05
-
-
-def test_quality_agrees_with_a_slow_measurement() -> None:
-    """40 chunks of 100 files, in 8 folders, measured here in another, slow way."""
-    snapshot = dataset(40, 100, folders=8)
-    packed = snapshot.files()[np.lexsort((snapshot.columns.offset[snapshot.files()],
-                                          snapshot.chunk_of(snapshot.files())))]  # fmt: skip
-    for order in (
-        packed,
-        chunk_shuffle(snapshot, 1, 2, group_size=4),
-        full_shuffle(snapshot, 1, 2),
-    ):
-        measured = measure_quality(snapshot, order)
-        batches = [order[at : at + BATCH_FILES] for at in range(0, len(order), BATCH_FILES)]
-        batches = [batch.tolist() for batch in batches if len(batch) == BATCH_FILES]
-        chunks = snapshot.chunk_of(np.arange(len(snapshot)))
-        in_batch = [len({int(chunks[i]) for i in batch}) for batch in batches]
-        folders = [len({snapshot.parent(i) for i in batch}) for batch in batches]
-        assert measured.chunks_in_batch == pytest.approx(sum(in_batch) / len(in_batch))
-        assert measured.folders_in_batch == pytest.approx(sum(folders) / len(folders))
-        assert (measured.files, measured.chunks, measured.folders) == (4000, 40, 8)
-    packed_quality = measure_quality(snapshot, packed)
-    assert packed_quality.rank_correlation == pytest.approx(1)
-    assert packed_quality.chunks_open_max == 1
-    assert measure_quality(snapshot, packed[::-1]).rank_correlation == pytest.approx(-1)
-    by_four = measure_quality(snapshot, chunk_shuffle(snapshot, 1, 2, group_size=4))
-    assert by_four.chunks_open_max == 4
-    assert by_four.chunks_in_batch < 8
-    full = measure_quality(snapshot, full_shuffle(snapshot, 1, 2))
-    assert full.chunks_open_max == 40
-    assert abs(full.rank_correlation) < 3 / math.sqrt(4000)
-    assert full.chunks_in_batch == pytest.approx(full.chunks_in_batch_expected, rel=0.02)
-    # 1 - C(3900, 256) / C(4000, 256) for each chunk
-    absent = math.comb(3900, BATCH_FILES) / math.comb(4000, BATCH_FILES)
-    assert full.chunks_in_batch_expected == pytest.approx(40 * (1 - absent))
-
-
-def test_quality_of_a_few_files() -> None:
-    """With fewer files than a batch, the batch has all of them."""
-    few = dataset(3, 2)
-    measured = measure_quality(few, chunk_shuffle(few, 1, 2))
-    assert measured.chunks_in_batch == measured.chunks_in_batch_expected == 3
-    one = dataset(1, 1)
-    assert measure_quality(one, one.files()).chunks_open_max == 1

@@ -6,6 +6,7 @@ from ..inputs import D4L, D110
 from ..report import Row
 from ..workbench import Workbench
 from . import (
+    accuracy,
     kernel,
     listing,
     mount,
@@ -70,7 +71,12 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "tasks-recovery": tasks.recovery,
     "tasks-policies": tasks.policies,
     "tasks-too-large": tasks.too_large,
+    "accuracy": accuracy.measure,
 }
+
+UNTIMED = frozenset({"accuracy"})
+"""Benchmarks that measure no time, and have a number of repetitions of their own: their figures are
+the same on a busy machine, and with `--quick`."""
 
 
 def chosen(names: list[str]) -> dict[str, Benchmark]:

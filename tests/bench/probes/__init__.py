@@ -11,7 +11,13 @@ import sys
 from ..dlcmd import DEADLINE_S, Dlcmd
 
 
-def run(probe: str, dlcmd: Dlcmd, *arguments: str, fresh_cache: str = "") -> dict[str, float]:
+def run(
+    probe: str,
+    dlcmd: Dlcmd,
+    *arguments: str,
+    fresh_cache: str = "",
+    deadline_s: float = DEADLINE_S,
+) -> dict[str, float]:
     """What a probe says of itself, in a repository. `fresh_cache`: an empty folder for private
     copies, as a new user has it.
     """
@@ -23,7 +29,7 @@ def run(probe: str, dlcmd: Dlcmd, *arguments: str, fresh_cache: str = "") -> dic
         env=environment,
         check=True,
         stdout=subprocess.PIPE,
-        timeout=DEADLINE_S,
+        timeout=deadline_s,
     )
     report: dict[str, float] = json.loads(done.stdout)
     return report

@@ -1,0 +1,175 @@
+"""Benchmark of what a network learns from images in chunk-wise order, held against full shuffle: a
+table, and a plot beside the bench. It repeats figure 13 of the paper (DIESEL, section 6.5), which
+finds no loss, in small: with made images, many seeds and intervals.
+
+Nothing is timed, so a busy machine changes nothing but how long it takes.
+"""
+
+import json
+import math
+import os
+import statistics
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from .. import probes
+from ..dlcmd import Dlcmd
+from ..plot import Line, Plot, draw
+from ..report import Row, within
+from ..samples import Samples, say
+from ..small_images import labels_of, made_images, write_tar
+from ..workbench import Workbench
+
+IMAGES, TEST_IMAGES = 20_000, 20_000
+IMAGES_SEED, TEST_SEED, PACKING_SEED = 1, 2, 3
+CHUNK_SIZE, CHUNKS_MIN = "64K", 200
+EPOCHS, BATCH = 10, 64
+SEEDS = 6
+GROUP_SIZES = (1, 15, 30, 100)
+PROBE_S_MAX = 3600.0  # two to three minutes on a processor of its own; much more beside other work
+PROCESSOR_MINUTES_MAX = 60
+
+RANDOM, SORTED = "random", "sorted"
+LAYOUTS = {RANDOM: "packed in random order", SORTED: "packed by class"}
+FULL = "full shuffle"
+PERCENT, POINTS = "% right", "points"
+
+NEARLY_FULL = (15, 30)  # group sizes at which nothing may be lost
+POINTS_LOST_MAX = 1.0
+
+T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+"""Quantiles of Student's t for intervals of 95 %, by degrees of freedom, from 1 on."""
+
+PLOT = Plot(
+    "accuracy",
+    "accuracy after chunk-wise shuffle, less that after full shuffle (95 % intervals)",
+    "chunks in a group (of 240)",
+    "percentage points",
+    GROUP_SIZES,
+    differences=True,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Paired differences: their mean, standard deviation, and interval of 95 % for the mean."""
+
+    mean: float
+    deviation: float
+    half_width: float
+
+    @classmethod
+    def of(cls, ours: Sequence[float], others: Sequence[float]) -> "Difference":
+        """Ours less the others, pair by pair; two pairs at least."""
+        differences = [one - other for one, other in zip(ours, others, strict=True)]
+        deviation = statistics.stdev(differences)
+        half_width = T_975[len(differences) - 2] * deviation / math.sqrt(len(differences))
+        return cls(statistics.mean(differences), deviation, half_width)
+
+    @property
+    def farthest(self) -> float:
+        """How far from 0 the interval reaches."""
+        return abs(self.mean) + self.half_width
+
+    @property
+    def highest(self) -> float:
+        return self.mean + self.half_width
+
+    def __str__(self) -> str:
+        ends = f"{self.mean - self.half_width:+.2f} to {self.highest:+.2f}"
+        return f"mean {self.mean:+.2f}, deviation {self.deviation:.2f}, interval {ends}"
+
+
+def measure(bench: Workbench) -> list[Row]:
+    """Train a small network with each order and seed, and test it.
+
+    The images lie in a repository twice: packed into chunks in random order, and class after class.
+    Full shuffle does not depend on that. All networks of a seed begin with the same weights.
+    """
+    numbers = {
+        "epochs": max(EPOCHS // bench.divisor, 2),
+        "batch": BATCH,
+        "test_images": TEST_IMAGES // bench.divisor,
+        "test_seed": TEST_SEED,
+    }
+    orders = [(FULL, RANDOM, 0)]
+    orders += [(_name(layout, size), layout, size) for layout in LAYOUTS for size in GROUP_SIZES]
+    with bench.scratch() as folder:
+        dlcmd = _put(folder, IMAGES // bench.divisor)
+        words = (json.dumps(orders), json.dumps(numbers))
+
+        def run(seed: int) -> dict[str, float]:
+            return probes.run("accuracy", dlcmd, str(seed), *words, deadline_s=PROBE_S_MAX)
+
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            runs = list(pool.map(run, range(SEEDS if bench.divisor == 1 else 2)))
+    if bench.divisor == 1:
+        assert runs[0]["chunks"] >= CHUNKS_MIN, f"only {runs[0]['chunks']} chunks"
+    _plot(bench, runs)
+    return _rows(runs)
+
+
+def _put(folder: Path, images: int) -> Dlcmd:
+    """A repository with the images as two datasets, named as the layouts."""
+    pixels = made_images(images, IMAGES_SEED)
+    packed = {
+        RANDOM: np.random.default_rng(PACKING_SEED).permutation(images),
+        SORTED: np.argsort(labels_of(images), kind="stable"),
+    }
+    dlcmd = Dlcmd(folder)
+    for name, order in packed.items():
+        tar = folder / f"{name}.tar"
+        with tar.open("wb") as file:
+            write_tar(file, pixels, order)
+        options = ("--chunk-size", CHUNK_SIZE, "--compress", "none")
+        dlcmd.seconds("put", "--tar", str(tar), *options, name)
+    return dlcmd
+
+
+def _name(layout: str, group_size: int) -> str:
+    return f"{LAYOUTS[layout]}, G = {group_size}"
+
+
+def _of(runs: Sequence[Mapping[str, float]], what: str) -> tuple[float, ...]:
+    return tuple(run[what] for run in runs)
+
+
+def _rows(runs: Sequence[Mapping[str, float]]) -> list[Row]:
+    full = _of(runs, FULL)
+    rows = []
+    for layout in LAYOUTS:
+        for size in GROUP_SIZES:
+            order = _name(layout, size)
+            accuracy = _of(runs, order)
+            difference = Difference.of(accuracy, full)
+            effect = statistics.mean(_of(runs, f"{order}, design effect"))
+            note = f"{difference}; design effect {effect:.2f}"
+            say(f"{order}: {note}")
+            name = f"accuracy, {order}"
+            rows.append(Row(name, PERCENT, Samples(accuracy), FULL, Samples(full), note=note))
+            if layout == RANDOM and size in NEARLY_FULL:
+                what = f"{name}, less that of {FULL}: farther end of the 95 % interval"
+                reach = Samples((difference.farthest,))
+                rows.append(within(what, POINTS, reach, POINTS_LOST_MAX, most=True))
+            if layout == SORTED and size == 1:
+                what = f"{name}, less that of {FULL}: upper end of the 95 % interval"
+                rows.append(within(what, POINTS, Samples((difference.highest,)), 0, most=True))
+    minutes = Samples((sum(_of(runs, "processor_s")) / 60,))
+    name = f"accuracy, processor time of {len(runs)} seeds"
+    rows.append(within(name, "minutes", minutes, PROCESSOR_MINUTES_MAX, most=True))
+    return rows
+
+
+def _plot(bench: Workbench, runs: Sequence[Mapping[str, float]]) -> None:
+    lines = []
+    for layout, name in LAYOUTS.items():
+        found = [
+            Difference.of(_of(runs, _name(layout, size)), _of(runs, FULL)) for size in GROUP_SIZES
+        ]
+        means, halves = [each.mean for each in found], [each.half_width for each in found]
+        lines.append(Line(name, means, halves))
+    draw(PLOT, lines, is_whole=bench.divisor == 1)
