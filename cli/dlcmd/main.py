@@ -50,6 +50,7 @@ VERBS = {
     "mount": ("mounting", "Mount a dataset as a read-only folder."),
     "umount": ("mounting", "Unmount a dataset."),
     "stats": ("mounting", "Show the counters and the state of a mount."),
+    "warmup": ("warming", "Load what lies at a path of a mount before it is read."),
     "run": ("running", "Run a training command whose reads the mounts know ahead."),
     "shuffle": ("shuffling", "Print the files in chunk-wise random order."),
     "user": ("accounts", "Add, remove, list, export or import the users of a server."),

@@ -186,7 +186,7 @@ class PrefetchWorker:
                 at, snapshot, self._device, image, self._content, staging_bytes, budget_bytes
             )
         self._planner = planner_for(snapshot, budget_bytes, self._request.policy)
-        self._plan_commands = PlanCommands(snapshot, self._planner)
+        self._plan_commands = PlanCommands(snapshot, self._planner, self._are_resident)
         self._push_status = push_status
         self._nodes = nodes
         self._server.watch(self._page_cache.events)
@@ -378,6 +378,9 @@ class PrefetchWorker:
         self._stats_changed = True
         return 0.0
 
+    def _are_resident(self, entries: Sequence[int]) -> list[bool]:
+        return [*map(self._is_resident, entries)]
+
     def _is_resident(self, entry: int) -> bool:
         try:
             return self._page_cache.resident_bytes(int(entry)) > 0
@@ -425,7 +428,7 @@ class PrefetchWorker:
 
     def _stats(self) -> Message:
         plans = self._plan_commands.stats()
-        store: dict[str, Value] = dict(self._batches.stats())
+        store: dict[str, Value] = {**self._batches.stats(), **self._source.cache_reads()}
         return {"pid": os.getpid(), **plans, "failed_pushes": self._failed, "store": store}
 
     def _send_stats(self, now_s: float) -> None:

@@ -1,0 +1,478 @@
+"""Loads what lies at a path of a mount, so that its readers do not wait for the object store.
+
+Where to, depends on the mount:
+
+- It pushes contents into the kernel's page cache: the files are announced to it as a plan that
+  nobody reads (`plans/CONTROL.md`), and withdrawn when they are there. Only as many files are
+  announced as its memory has room for.
+- It also reads through a cache of chunks, which a task's nodes share or which lies on a disk
+  (`--cache-dir`): all files are announced, and the plan's reader is said to be half of the memory
+  behind. So every chunk passes through that cache, which keeps it as far as it has room.
+- It pushes nothing (the pyfuse3 session): the files are read.
+
+Files are taken in the order of their chunks, so that each chunk is fetched once. One thread calls;
+reading has threads of its own.
+"""
+
+import errno
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import ConflictError, DeadlineError, DieselError, ObjectStoreError
+from ..format.entries import Kind
+from ..format.snapshot.layout import kinds
+from ..format.snapshot.reader import Indices, Snapshot
+from ..system.available_memory import default_memory_bytes, memory_limit_bytes
+from . import launcher
+from .mountpoint import DatasetMount, is_alive, locate, mounted_at
+from .plans.control import Control, explicit
+from .prefetch.content_page_cache import STAGING_DIVISOR
+from .prefetch.planner import KNOWN_DIVISOR
+from .prefetch.units import KNOWN_ENTRY_BYTES, PAGE_BYTES
+from .source import MemorySplit
+
+Show = Callable[[int, int, int], None]
+"""Is told how many files of how many had their turn, and how many bytes those have."""
+
+POLL_S_MIN, POLL_S_MAX = 0.02, 0.25
+"""How often a mount is asked how far it is: often at first, since small folders are quick."""
+
+WINDOW_ENTRIES = 1 << 18
+"""The plan's reader is said to be at most so many files behind what is pushed. A mount pushes only
+twice as many ahead of a reader, since it watches one file in 256 of these."""
+
+NO_ROOM_S = 2.0
+"""A mount that has waited for room so long gets none: plans of other programs hold the rest."""
+
+FAILING_S = 30.0
+"""How long to wait while the mount cannot read its store and loads nothing: as long as a read."""
+
+WORKER_STATS_LAG_S, TASK_STATS_LAG_S = 0.6, 2.5
+"""How old figures in a mount's statistics may be: those of its prefetch worker, which sends them
+four times a second, and those of its task, which are fetched once a second."""
+
+SAMPLE_ENTRIES = 1024
+"""So many files are looked at to see whether the kernel has freed files that were pushed. If it has
+freed one in 200, that is seen with a probability of 99 %."""
+
+READERS = 8
+"""Files that are read at once where the mount pushes nothing."""
+
+READ_BYTES = 1 << 20
+
+ENDLESS_BYTES = 1 << 62
+
+VERSIONS_TRIED = 3
+"""A mount that follows its dataset may switch to another version just before the plan comes."""
+
+_DEAD = (errno.ENOTCONN, errno.ECONNABORTED, errno.ESTALE)
+
+
+@dataclass(frozen=True, slots=True)
+class Amount:
+    """Some files, and the bytes of their contents."""
+
+    files: int = 0
+    content_bytes: int = 0
+
+    def __sub__(self, other: "Amount") -> "Amount":
+        return Amount(self.files - other.files, self.content_bytes - other.content_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class WarmupReport:
+    """What was loaded."""
+
+    total: Amount
+    in_memory: Amount
+    """In the kernel's page cache."""
+    in_cache: Amount
+    """In the cache of chunks, and not in memory. Where that had no room for all, this is estimated
+    by the part of the reads that it served."""
+    failed: tuple[tuple[bytes, str], ...]
+    """Paths, and reasons."""
+    failed_amount: Amount
+
+    @property
+    def left(self) -> Amount:
+        """What had no room."""
+        return self.total - self.in_memory - self.in_cache - self.failed_amount
+
+
+class Warmup:
+    """The files at one path of a mount, which `run` loads. Made by `open`."""
+
+    def __init__(self, mount: DatasetMount, path: bytes, stats: Mapping[str, object]) -> None:
+        self.mountpoint = mount.path
+        self.path = path
+        """In the mount."""
+        self._mount = mount
+        self._stats = stats
+        self._read_snapshot()
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> "Warmup":
+        """The files at a path: a mount point, or a folder or file below one.
+
+        Raises UsageError where it lies in no mount, NotFoundError, PermissionDenied, DeadlineError
+        for a mount that hangs, and DieselError for a dead one.
+        """
+        mount, inside = locate(path)
+        if not is_alive(mount.path):
+            raise _ended(mount.path)
+        return cls(mount, inside, launcher.stats(mount.path))
+
+    def _read_snapshot(self) -> None:
+        """Read the version that the mount shows now."""
+        with (
+            _errors_of(self.mountpoint),
+            open(os.path.join(self._mount.hidden_folder, "snapshot"), "rb") as file,
+        ):
+            snapshot = self.snapshot = Snapshot(file.read())
+        below = snapshot.walk(snapshot.index_of(self.path))
+        files = below[kinds(snapshot.columns.flags[below]) == Kind.FILE]
+        self._files: Indices = files[np.argsort(snapshot.chunk_of(files), kind="stable")]
+        self._sizes = snapshot.columns.size[self._files].astype(np.int64)
+        self._costs = -(-self._sizes // PAGE_BYTES) * PAGE_BYTES
+
+    @property
+    def has_cache(self) -> bool:
+        """Whether the mount reads through a cache of chunks."""
+        return "task" in self._stats
+
+    @property
+    def total(self) -> Amount:
+        """What is to be loaded."""
+        return self._amount(np.ones(len(self._files), np.bool_))
+
+    @property
+    def room(self) -> Amount:
+        """What of it the page cache has room for, by the mount's options; of a mount that pushes
+        nothing, by what memory is free."""
+        return self._amount(self._fitting())
+
+    def memory_wanted_bytes(self) -> int:
+        """The `--memory` with which a mount without a cache of chunks would have room for all; 0
+        where this machine has less."""
+        names_bytes = len(self._files) * KNOWN_ENTRY_BYTES
+        contents_bytes = int(self._costs.sum())
+        wanted = contents_bytes + min(names_bytes, contents_bytes // (KNOWN_DIVISOR - 1))
+        if self._mount.is_native:
+            wanted = wanted * STAGING_DIVISOR // (STAGING_DIVISOR - 1)
+        wanted = MemorySplit.total_for(wanted)
+        return wanted if wanted <= memory_limit_bytes() else 0
+
+    def run(self, show: Show) -> WarmupReport:
+        """Load the files. An interrupted run withdraws its plan; what is loaded stays.
+
+        Raises ObjectStoreError where nothing can be loaded since the mount cannot read its store,
+        PermissionDenied for another user's mount, DieselError where the mount ends meanwhile.
+        """
+        if not len(self._files):
+            return WarmupReport(Amount(), Amount(), Amount(), (), Amount())
+        for tries_left in reversed(range(VERSIONS_TRIED)):
+            try:
+                with _errors_of(self.mountpoint), self._control() as control:
+                    return self._read(show) if control is None else self._push(control, show)
+            except ConflictError:  # the mount has just switched to another version
+                if not tries_left:
+                    raise
+                self._read_snapshot()
+        raise AssertionError
+
+    # a mount that pushes --------------------------------------------------------------------------
+
+    @contextmanager
+    def _control(self) -> Iterator[Control | None]:
+        """The mount's control socket; None where the mount takes no plans."""
+        if not os.path.lexists(os.path.join(self._mount.hidden_folder, "control")):
+            yield None
+            return
+        with Control.connect(self.mountpoint) as control:
+            yield control if control.accepts_plans else None
+
+    def _push(self, control: Control, show: Show) -> WarmupReport:
+        self._forget_freed(control)
+        served_before = _served_to_worker(control.stats())
+        name = f"warmup:{os.getpid()}"
+        order = self._files if self.has_cache else self._files[self._fitting()]
+        control.announce(name, [explicit(epoch=0, entries=order)])
+        try:
+            window_bytes = self._budget_bytes // 2 if self.has_cache else ENDLESS_BYTES
+            failed = _Pushing(control, name, order, self.snapshot, window_bytes, show).run()
+        finally:
+            with suppress(DieselError):  # the mount may have ended
+                control.withdraw(name)
+        self._forget_freed(control)
+        resident = control.resident(self._files)
+        has_failed = np.isin(self._files, failed) & ~resident
+        rest = ~resident & ~has_failed
+        cached = Amount()
+        if self.has_cache and rest.any():
+            time.sleep(WORKER_STATS_LAG_S)
+            served = _served_to_worker(control.stats())
+            cached = _part_of(self._amount(rest), served_before, served)
+        paths = self.snapshot.paths(self._files[has_failed])
+        reason = "damaged, or cannot be read (see the mount's log)"
+        return WarmupReport(
+            self.total,
+            self._amount(resident),
+            cached,
+            tuple((path, reason) for path in paths),
+            self._amount(has_failed),
+        )
+
+    @property
+    def _budget_bytes(self) -> int:
+        """The mount's memory for contents in the page cache."""
+        match self._stats.get("residency"):
+            case {"budget_bytes": int(budget)}:
+                return budget
+        return default_memory_bytes()
+
+    def _fitting(self) -> npt.NDArray[np.bool_]:
+        """Which files are loaded into the page cache, as far as is known beforehand: the first ones
+        that fit its budget, together with the kernel's memory for names."""
+        budget = self._budget_bytes
+        known = 0
+        match self._stats.get("residency"):
+            case {"known_bytes": int(known)}:
+                pass
+        names = np.arange(1, len(self._files) + 1) * KNOWN_ENTRY_BYTES
+        contents_budget = budget - np.minimum(np.maximum(names, known), budget // KNOWN_DIVISOR)
+        can_fit = self._costs <= contents_budget
+        fits: npt.NDArray[np.bool_] = np.cumsum(self._costs * can_fit) <= contents_budget
+        fits &= can_fit
+        return fits
+
+    def _forget_freed(self, control: Control) -> None:
+        """Have the mount ask the kernel for files that it may have freed, if it has freed any."""
+        known = self._files[control.resident(self._files)]
+        if not control.check(known[:: max(1, len(known) // SAMPLE_ENTRIES)]).all():
+            control.check(known)
+
+    def _amount(self, which: npt.NDArray[np.bool_]) -> Amount:
+        return Amount(int(np.count_nonzero(which)), int(self._sizes[which].sum()))
+
+    # a mount that does not push -------------------------------------------------------------------
+
+    def _read(self, show: Show) -> WarmupReport:
+        """Read the files, so that they come into the page cache, and into the cache of chunks."""
+        fitting = self._fitting()
+        chosen = np.flatnonzero(np.ones_like(fitting) if self.has_cache else fitting)
+        served_before = _served_to_server(self._stats)
+        failed: dict[int, str] = {}
+        done = done_bytes = 0
+        with ThreadPoolExecutor(READERS, "warmup") as readers:
+            try:
+                for start in range(0, len(chosen), SAMPLE_ENTRIES):
+                    some = chosen[start : start + SAMPLE_ENTRIES].tolist()
+                    for at, error in zip(some, readers.map(self._read_one, some), strict=True):
+                        done, done_bytes = done + 1, done_bytes + int(self._sizes[at])
+                        show(done, len(chosen), done_bytes)
+                        if error is not None:
+                            failed[at] = error
+                    if failed and not _is_there(self.mountpoint):
+                        raise _ended(self.mountpoint)
+            except BaseException:
+                readers.shutdown(wait=False, cancel_futures=True)
+                raise
+        has_failed = np.zeros_like(fitting)
+        has_failed[[*failed]] = True
+        in_memory, rest = fitting & ~has_failed, ~fitting & ~has_failed
+        cached = Amount()
+        if self.has_cache and rest.any():
+            time.sleep(TASK_STATS_LAG_S)
+            served = _served_to_server(launcher.stats(self.mountpoint))
+            cached = _part_of(self._amount(rest), served_before, served)
+        paths = self.snapshot.paths(self._files[[*failed]])
+        return WarmupReport(
+            self.total,
+            self._amount(in_memory),
+            cached,
+            tuple(zip(paths, failed.values(), strict=True)),
+            self._amount(has_failed),
+        )
+
+    def _read_one(self, at: int) -> str | None:
+        """Read a file to its end. Returns the reason if that fails. Raises OSError where the mount
+        has ended."""
+        inside = self.snapshot.path(int(self._files[at]))
+        try:
+            file = os.open(os.path.join(os.fsencode(self.mountpoint), inside), os.O_RDONLY)
+            try:
+                while os.read(file, READ_BYTES):
+                    pass
+            finally:
+                os.close(file)
+        except OSError as error:
+            if error.errno in _DEAD:
+                raise
+            return os.strerror(error.errno or errno.EIO)
+        return None
+
+
+class _Pushing:
+    """Watches how a mount pushes the files of a plan, and moves the plan's reader on."""
+
+    def __init__(
+        self,
+        control: Control,
+        name: str,
+        order: Indices,
+        snapshot: Snapshot,
+        window_bytes: int,
+        show: Show,
+    ) -> None:
+        self._control = control
+        self._name = name
+        self._order = order
+        sizes = snapshot.columns.size[order].astype(np.int64)
+        # By position: the bytes of all files before it, as content and in whole pages.
+        self._content_before = np.concatenate([[0], np.cumsum(sizes)])
+        pages = -(-sizes // PAGE_BYTES) * PAGE_BYTES
+        self._pages_before = np.concatenate([[0], np.cumsum(pages)])
+        self._window_bytes = window_bytes
+        self._show = show
+        self._position = 0  # of the reader, who has read all before it
+        self._failed: list[Indices] = []
+
+    def run(self) -> Indices:
+        """Wait until all is pushed, or has no room. Returns the files of which the push has failed.
+        Raises ObjectStoreError, DieselError."""
+        count, poll_s = len(self._order), POLL_S_MIN
+        state: tuple[object, ...] = ()
+        changed_s = time.monotonic()
+        failures = -1
+        while True:
+            try:
+                stats = _residency(self._control.stats())
+            except DeadlineError:  # the worker waits for the store, and not for ever
+                if time.monotonic() - changed_s > FAILING_S:
+                    raise
+                continue
+            pushed = self._frontier(stats)
+            now_s = time.monotonic()
+            if state != (state := (pushed, stats["pushed_entries"])):
+                changed_s, failures = now_s, -1
+            failed_pushes = stats.get("failed_pushes", 0)
+            assert isinstance(failed_pushes, int)
+            failures = failed_pushes if failures < 0 else failures
+            waits_for_room = stats["waits_for_room"] is True
+            still_s = now_s - changed_s
+            self._show(pushed, count, int(self._content_before[pushed]))
+            if pushed == count and self._all_there(pushed):
+                break
+            if failed_pushes > failures:
+                if still_s > FAILING_S:
+                    raise ObjectStoreError(
+                        "the mount cannot read its object store, and has loaded"
+                        f" {pushed:,} of {count:,} files",
+                        advice="its log says why; run this again when the store is back",
+                    )
+            elif (pushed == count and still_s > WORKER_STATS_LAG_S) or (
+                waits_for_room and still_s > NO_ROOM_S
+            ):
+                break
+            self._move_reader(pushed)
+            poll_s = POLL_S_MIN if waits_for_room else min(poll_s * 1.3, POLL_S_MAX)
+            time.sleep(poll_s)
+        self._pass(pushed)
+        return np.concatenate(self._failed)
+
+    def _frontier(self, stats: Mapping[str, object]) -> int:
+        """How many of the files had their turn."""
+        streams = stats["streams"]
+        assert isinstance(streams, list)
+        for each in streams:
+            if each["name"] == self._name:
+                return min(int(each["frontier"]), len(self._order))
+        raise DieselError("somebody else has withdrawn the plan of this command")
+
+    def _all_there(self, end: int) -> bool:
+        return bool(self._control.resident(self._order[self._position : end]).all())
+
+    def _move_reader(self, pushed: int) -> None:
+        """Say how far the reader is: as far behind what is pushed as the window allows. That is
+        also a sign that there still is one."""
+        behind = self._pages_before[pushed] - self._window_bytes
+        first = int(np.searchsorted(self._pages_before, behind))
+        position = min(max(self._position, first, pushed - WINDOW_ENTRIES), max(pushed - 1, 0))
+        self._pass(position)
+        self._control.progress(self._name, position)
+
+    def _pass(self, position: int) -> None:
+        """The reader goes on to a position: note what is not there of what it passes."""
+        passed = self._order[self._position : max(position, self._position)]
+        if len(passed):
+            self._failed.append(passed[~self._control.resident(passed)])
+        self._position = max(position, self._position)
+
+
+def _residency(stats: Mapping[str, object]) -> Mapping[str, object]:
+    found = stats.get("residency")
+    assert isinstance(found, dict)
+    return found
+
+
+_Served = tuple[int, int]
+"""How many reads a cache of chunks has served, and how many it has left to the store."""
+
+
+def _served_to_worker(stats: Mapping[str, object]) -> _Served:
+    """To the mount's prefetch worker."""
+    match _residency(stats).get("store"):
+        case {"cache_hits": int(hits), "cache_misses": int(misses)}:
+            return hits, misses
+    return 0, 0
+
+
+def _served_to_server(stats: Mapping[str, object]) -> _Served:
+    """To the mount's server."""
+    match stats.get("task"):
+        case {
+            "client": {
+                "mapped_reads": int(mapped), "local_reads": int(local),
+                "peer_reads": int(peers), "store_reads": int(misses),
+            }
+        }:  # fmt: skip
+            return mapped + local + peers, misses
+    return 0, 0
+
+
+def _part_of(amount: Amount, before: _Served, after: _Served) -> Amount:
+    """The part of these files that a cache holds, by the reads that it has served meanwhile."""
+    hits, misses = after[0] - before[0], after[1] - before[1]
+    if not misses:
+        return amount
+    part = hits / (hits + misses)
+    return Amount(int(amount.files * part), int(amount.content_bytes * part))
+
+
+def _ended(mountpoint: str) -> DieselError:
+    return DieselError(f"the mount on {mountpoint} has ended", advice="unmount it, and mount again")
+
+
+@contextmanager
+def _errors_of(mountpoint: str) -> Iterator[None]:
+    """Turn errors into that of a mount that has ended, if it has."""
+    try:
+        yield
+    except (OSError, DieselError) as error:
+        has_ended = isinstance(error, OSError) and error.errno in _DEAD
+        with suppress(DieselError):
+            has_ended = has_ended or not _is_there(mountpoint)
+        if has_ended:
+            raise _ended(mountpoint) from error
+        raise
+
+
+def _is_there(mountpoint: str) -> bool:
+    return mounted_at(mountpoint) is not None and is_alive(mountpoint)
