@@ -72,7 +72,7 @@ def _print_report(place: str, job: Warmup, report: WarmupReport) -> None:
         "failed": json_failed(report.failed),
     }
     text = f"{_amount(report.in_memory)} of {place} are in memory"
-    if job.has_cache:
+    if report.in_cache.files:
         text += f", {_amount(report.in_cache)} in the mount's cache"
     if not report.total.files:
         text = f"{place} has no files to load"

@@ -7,7 +7,8 @@ Where to, depends on the mount:
   announced as its memory has room for.
 - It also reads through a cache of chunks, which a task's nodes share or which lies on a disk
   (`--cache-dir`): all files are announced, and the plan's reader is said to be half of the memory
-  behind. So every chunk passes through that cache, which keeps it as far as it has room.
+  behind. So every chunk passes through that cache, which keeps it as far as it has room. A cache
+  on a disk keeps only what it can write in time, so this is repeated while it keeps more each time.
 - It pushes nothing (the pyfuse3 session): the files are read.
 
 Files are taken in the order of their chunks, so that each chunk is fetched once. One thread calls;
@@ -69,6 +70,9 @@ READ_BYTES = 1 << 20
 
 ENDLESS_BYTES = 1 << 62
 
+PASSES_MAX = 8
+"""How often files are pushed at most, where a cache on a disk has not kept all the last time."""
+
 VERSIONS_TRIED = 3
 """A mount that follows its dataset may switch to another version just before the plan comes."""
 
@@ -84,6 +88,10 @@ class Amount:
 
     def __sub__(self, other: "Amount") -> "Amount":
         return Amount(self.files - other.files, self.content_bytes - other.content_bytes)
+
+    def part(self, part: float) -> "Amount":
+        """A part of it, 0 to 1."""
+        return Amount(int(self.files * part), int(self.content_bytes * part))
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,34 +208,50 @@ class Warmup:
 
     def _push(self, control: Control, show: Show) -> WarmupReport:
         self._forget_freed(control)
-        served_before = _served_to_worker(control.stats())
-        name = f"warmup:{os.getpid()}"
-        order = self._files if self.has_cache else self._files[self._fitting()]
-        control.announce(name, [explicit(epoch=0, entries=order)])
-        try:
-            window_bytes = self._budget_bytes // 2 if self.has_cache else ENDLESS_BYTES
-            failed = _Pushing(control, name, order, self.snapshot, window_bytes, show).run()
-        finally:
-            with suppress(DieselError):  # the mount may have ended
-                control.withdraw(name)
+        if self.has_cache:
+            failed, served_part = self._push_through_cache(control, show)
+        else:
+            failed = self._push_once(control, self._files[self._fitting()], ENDLESS_BYTES, show)
+            served_part = 0.0
         self._forget_freed(control)
         resident = control.resident(self._files)
         has_failed = np.isin(self._files, failed) & ~resident
-        rest = ~resident & ~has_failed
-        cached = Amount()
-        if self.has_cache and rest.any():
-            time.sleep(WORKER_STATS_LAG_S)
-            served = _served_to_worker(control.stats())
-            cached = _part_of(self._amount(rest), served_before, served)
         paths = self.snapshot.paths(self._files[has_failed])
         reason = "damaged, or cannot be read (see the mount's log)"
         return WarmupReport(
             self.total,
             self._amount(resident),
-            cached,
+            self._amount(~resident & ~has_failed).part(served_part),
             tuple((path, reason) for path in paths),
             self._amount(has_failed),
         )
+
+    def _push_through_cache(self, control: Control, show: Show) -> tuple[Indices, float]:
+        """Have all files pushed, until the cache of chunks keeps no more of them. Returns those of
+        which the push has failed, and the part of the reads that the cache has served last."""
+        window_bytes = self._budget_bytes // 2
+        misses_before = 1 << 62
+        for _ in range(PASSES_MAX):
+            before = _served_to_worker(control.stats())
+            failed = self._push_once(control, self._files, window_bytes, show)
+            time.sleep(WORKER_STATS_LAG_S)
+            served = _served_to_worker(control.stats()) - before
+            if not served.misses or served.misses >= misses_before:
+                break
+            misses_before = served.misses
+        return failed, served.part
+
+    def _push_once(
+        self, control: Control, order: Indices, window_bytes: int, show: Show
+    ) -> Indices:
+        """Have the mount push files in this order. Returns those of which the push has failed."""
+        name = f"warmup:{os.getpid()}"
+        control.announce(name, [explicit(epoch=0, entries=order)])
+        try:
+            return _Pushing(control, name, order, self.snapshot, window_bytes, show).run()
+        finally:
+            with suppress(DieselError):  # the mount may have ended
+                control.withdraw(name)
 
     @property
     def _budget_bytes(self) -> int:
@@ -245,8 +269,10 @@ class Warmup:
         match self._stats.get("residency"):
             case {"known_bytes": int(known)}:
                 pass
-        names = np.arange(1, len(self._files) + 1) * KNOWN_ENTRY_BYTES
-        contents_budget = budget - np.minimum(np.maximum(names, known), budget // KNOWN_DIVISOR)
+        # FUSE gets to know the names of whole folders.
+        names = np.arange(1, len(self._files) + 1) if self._mount.is_native else len(self._files)
+        names_bytes = np.maximum(names * KNOWN_ENTRY_BYTES, known)
+        contents_budget = budget - np.minimum(names_bytes, budget // KNOWN_DIVISOR)
         can_fit = self._costs <= contents_budget
         fits: npt.NDArray[np.bool_] = np.cumsum(self._costs * can_fit) <= contents_budget
         fits &= can_fit
@@ -286,17 +312,15 @@ class Warmup:
                 raise
         has_failed = np.zeros_like(fitting)
         has_failed[[*failed]] = True
-        in_memory, rest = fitting & ~has_failed, ~fitting & ~has_failed
-        cached = Amount()
-        if self.has_cache and rest.any():
+        served_part = 0.0
+        if self.has_cache and not fitting.all():
             time.sleep(TASK_STATS_LAG_S)
-            served = _served_to_server(launcher.stats(self.mountpoint))
-            cached = _part_of(self._amount(rest), served_before, served)
+            served_part = (_served_to_server(launcher.stats(self.mountpoint)) - served_before).part
         paths = self.snapshot.paths(self._files[[*failed]])
         return WarmupReport(
             self.total,
-            self._amount(in_memory),
-            cached,
+            self._amount(fitting & ~has_failed),
+            self._amount(~fitting & ~has_failed).part(served_part),
             tuple(zip(paths, failed.values(), strict=True)),
             self._amount(has_failed),
         )
@@ -422,16 +446,28 @@ def _residency(stats: Mapping[str, object]) -> Mapping[str, object]:
     return found
 
 
-_Served = tuple[int, int]
-"""How many reads a cache of chunks has served, and how many it has left to the store."""
+@dataclass(frozen=True, slots=True)
+class _Served:
+    """How many reads a cache of chunks has served, and how many it has left to the store."""
+
+    hits: int = 0
+    misses: int = 0
+
+    def __sub__(self, other: "_Served") -> "_Served":
+        return _Served(self.hits - other.hits, self.misses - other.misses)
+
+    @property
+    def part(self) -> float:
+        """The part that it has served, 0 to 1; of none, all."""
+        return self.hits / (self.hits + self.misses) if self.misses else 1.0
 
 
 def _served_to_worker(stats: Mapping[str, object]) -> _Served:
     """To the mount's prefetch worker."""
     match _residency(stats).get("store"):
         case {"cache_hits": int(hits), "cache_misses": int(misses)}:
-            return hits, misses
-    return 0, 0
+            return _Served(hits, misses)
+    return _Served()
 
 
 def _served_to_server(stats: Mapping[str, object]) -> _Served:
@@ -443,17 +479,8 @@ def _served_to_server(stats: Mapping[str, object]) -> _Served:
                 "peer_reads": int(peers), "store_reads": int(misses),
             }
         }:  # fmt: skip
-            return mapped + local + peers, misses
-    return 0, 0
-
-
-def _part_of(amount: Amount, before: _Served, after: _Served) -> Amount:
-    """The part of these files that a cache holds, by the reads that it has served meanwhile."""
-    hits, misses = after[0] - before[0], after[1] - before[1]
-    if not misses:
-        return amount
-    part = hits / (hits + misses)
-    return Amount(int(amount.files * part), int(amount.content_bytes * part))
+            return _Served(mapped + local + peers, misses)
+    return _Served()
 
 
 def _ended(mountpoint: str) -> DieselError:
