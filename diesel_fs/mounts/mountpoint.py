@@ -204,10 +204,10 @@ def locate(path: str | os.PathLike[str]) -> tuple[DatasetMount, bytes]:
     named = os.fspath(path)
     number, found = _run_in_child(
         "sys.stdout.buffer.write(os.fsencode(os.path.realpath(sys.argv[1], strict=True)))",
-        os.path.join(os.getcwd(), named),
+        os.path.join(os.getcwd(), named) if named else "/no name",
     )
     if number in (errno.ENOENT, errno.ENOTDIR):
-        raise NotFoundError(f"there is no file or folder {named}")
+        raise NotFoundError(f"there is no file or folder {named or repr(named)}")
     if number in (errno.EACCES, errno.EPERM):
         raise PermissionDenied(
             f"cannot look at {named}: {os.strerror(number)}",

@@ -55,9 +55,10 @@ NO_ROOM_S = 2.0
 FAILING_S = 30.0
 """How long to wait while the mount cannot read its store and loads nothing: as long as a read."""
 
-WORKER_STATS_LAG_S, TASK_STATS_LAG_S = 0.6, 2.5
+WORKER_STATS_LAG_S, TASK_STATS_LAG_S, FILE_AGE_S = 0.6, 1.3, 1.2
 """How old figures in a mount's statistics may be: those of its prefetch worker, which sends them
-four times a second, and those of its task, which are fetched once a second."""
+four times a second; those of its task, which are fetched once a second; and the file with them,
+which is made once a second."""
 
 SAMPLE_ENTRIES = 1024
 """So many files are looked at to see whether the kernel has freed files that were pushed. If it has
@@ -209,42 +210,48 @@ class Warmup:
     def _push(self, control: Control, show: Show) -> WarmupReport:
         self._forget_freed(control)
         if self.has_cache:
-            failed, served_part = self._push_through_cache(control, show)
+            pushed, served_part = self._push_through_cache(control, show)
         else:
-            failed = self._push_once(control, self._files[self._fitting()], ENDLESS_BYTES, show)
+            pushed = self._push_once(control, self._files[self._fitting()], ENDLESS_BYTES, show)
             served_part = 0.0
         self._forget_freed(control)
         resident = control.resident(self._files)
-        has_failed = np.isin(self._files, failed) & ~resident
+        has_failed = np.isin(self._files, pushed.failed) & ~resident
+        had_turn = np.isin(self._files, pushed.reached)
         paths = self.snapshot.paths(self._files[has_failed])
         reason = "damaged, or cannot be read (see the mount's log)"
         return WarmupReport(
             self.total,
             self._amount(resident),
-            self._amount(~resident & ~has_failed).part(served_part),
+            self._amount(had_turn & ~resident & ~has_failed).part(served_part),
             tuple((path, reason) for path in paths),
             self._amount(has_failed),
         )
 
-    def _push_through_cache(self, control: Control, show: Show) -> tuple[Indices, float]:
-        """Have all files pushed, until the cache of chunks keeps no more of them. Returns those of
-        which the push has failed, and the part of the reads that the cache has served last."""
+    def _push_through_cache(self, control: Control, show: Show) -> tuple["_Pushed", float]:
+        """Have all files pushed, until the cache of chunks keeps no more of them. Returns the last
+        result, and the part of the reads that the cache has served then."""
         window_bytes = self._budget_bytes // 2
-        misses_before = 1 << 62
+        chunk_count = len(np.unique(self.snapshot.chunk_of(self._files)))
+        missing = 1.0
         for _ in range(PASSES_MAX):
-            before = _served_to_worker(control.stats())
-            failed = self._push_once(control, self._files, window_bytes, show)
-            time.sleep(WORKER_STATS_LAG_S)
-            served = _served_to_worker(control.stats()) - before
-            if not served.misses or served.misses >= misses_before:
+            before = control.stats()
+            pushed = self._push_once(control, self._files, window_bytes, show)
+            time.sleep(TASK_STATS_LAG_S)
+            after = control.stats()
+            missing_before = missing
+            # Some other node may fetch chunks, too: this one cannot know which of them.
+            missing = (_served_to_worker(after) - _served_to_worker(before)).missing
+            fetched, evicted = _changes(before, after)
+            missing += fetched / chunk_count if evicted or missing_before < 1 else 0
+            if not missing or missing >= missing_before or len(pushed.reached) < len(self._files):
                 break
-            misses_before = served.misses
-        return failed, served.part
+        return pushed, max(1 - missing, 0.0)
 
     def _push_once(
         self, control: Control, order: Indices, window_bytes: int, show: Show
-    ) -> Indices:
-        """Have the mount push files in this order. Returns those of which the push has failed."""
+    ) -> "_Pushed":
+        """Have the mount push files in this order."""
         name = f"warmup:{os.getpid()}"
         control.announce(name, [explicit(epoch=0, entries=order)])
         try:
@@ -276,6 +283,7 @@ class Warmup:
         can_fit = self._costs <= contents_budget
         fits: npt.NDArray[np.bool_] = np.cumsum(self._costs * can_fit) <= contents_budget
         fits &= can_fit
+        fits |= self._costs == 0
         return fits
 
     def _forget_freed(self, control: Control) -> None:
@@ -314,8 +322,9 @@ class Warmup:
         has_failed[[*failed]] = True
         served_part = 0.0
         if self.has_cache and not fitting.all():
-            time.sleep(TASK_STATS_LAG_S)
-            served_part = (_served_to_server(launcher.stats(self.mountpoint)) - served_before).part
+            time.sleep(TASK_STATS_LAG_S + FILE_AGE_S)
+            served = _served_to_server(launcher.stats(self.mountpoint)) - served_before
+            served_part = 1 - served.missing
         paths = self.snapshot.paths(self._files[[*failed]])
         return WarmupReport(
             self.total,
@@ -343,6 +352,16 @@ class Warmup:
         return None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Pushed:
+    """What became of a plan."""
+
+    reached: Indices
+    """The files that had their turn; the others had no room."""
+    failed: Indices
+    """Those of them that could not be pushed."""
+
+
 class _Pushing:
     """Watches how a mount pushes the files of a plan, and moves the plan's reader on."""
 
@@ -366,11 +385,10 @@ class _Pushing:
         self._window_bytes = window_bytes
         self._show = show
         self._position = 0  # of the reader, who has read all before it
-        self._failed: list[Indices] = []
+        self._failed: list[Indices] = [order[:0]]
 
-    def run(self) -> Indices:
-        """Wait until all is pushed, or has no room. Returns the files of which the push has failed.
-        Raises ObjectStoreError, DieselError."""
+    def run(self) -> _Pushed:
+        """Wait until all is pushed, or the rest has no room. Raises DieselError."""
         count, poll_s = len(self._order), POLL_S_MIN
         state: tuple[object, ...] = ()
         changed_s = time.monotonic()
@@ -405,11 +423,11 @@ class _Pushing:
                 waits_for_room and still_s > NO_ROOM_S
             ):
                 break
-            self._move_reader(pushed)
+            self._move_reader(pushed, needs_room=waits_for_room)
             poll_s = POLL_S_MIN if waits_for_room else min(poll_s * 1.3, POLL_S_MAX)
             time.sleep(poll_s)
         self._pass(pushed)
-        return np.concatenate(self._failed)
+        return _Pushed(self._order[:pushed], np.concatenate(self._failed))
 
     def _frontier(self, stats: Mapping[str, object]) -> int:
         """How many of the files had their turn."""
@@ -423,11 +441,14 @@ class _Pushing:
     def _all_there(self, end: int) -> bool:
         return bool(self._control.resident(self._order[self._position : end]).all())
 
-    def _move_reader(self, pushed: int) -> None:
-        """Say how far the reader is: as far behind what is pushed as the window allows. That is
-        also a sign that there still is one."""
-        behind = self._pages_before[pushed] - self._window_bytes
-        first = int(np.searchsorted(self._pages_before, behind))
+    def _move_reader(self, pushed: int, *, needs_room: bool) -> None:
+        """Say how far the reader is: as far behind what is pushed as the window allows, or where
+        the window moves and room is needed, close behind it. That is also a sign that there still
+        is one."""
+        moves = self._window_bytes < ENDLESS_BYTES
+        behind_bytes = 0 if moves and needs_room else self._window_bytes
+        before = self._pages_before[pushed] - behind_bytes
+        first = int(np.searchsorted(self._pages_before, before))
         position = min(max(self._position, first, pushed - WINDOW_ENTRIES), max(pushed - 1, 0))
         self._pass(position)
         self._control.progress(self._name, position)
@@ -457,9 +478,9 @@ class _Served:
         return _Served(self.hits - other.hits, self.misses - other.misses)
 
     @property
-    def part(self) -> float:
-        """The part that it has served, 0 to 1; of none, all."""
-        return self.hits / (self.hits + self.misses) if self.misses else 1.0
+    def missing(self) -> float:
+        """The part that it has left to the store, 0 to 1."""
+        return self.misses / (self.hits + self.misses) if self.misses else 0.0
 
 
 def _served_to_worker(stats: Mapping[str, object]) -> _Served:
@@ -481,6 +502,23 @@ def _served_to_server(stats: Mapping[str, object]) -> _Served:
         }:  # fmt: skip
             return _Served(mapped + local + peers, misses)
     return _Served()
+
+
+def _changes(before: Mapping[str, object], after: Mapping[str, object]) -> tuple[int, int]:
+    """How many chunks this node's master has fetched from the store between two statistics of a
+    mount, and how many it has evicted."""
+    counts = []
+    for stats in (before, after):
+        match stats.get("task"):
+            case {
+                "chunks_from_store": int(fetched),
+                "node_cache": {"evictions": int(from_memory), "disk_evictions": int(from_disk)},
+            }:
+                counts.append((fetched, from_memory + from_disk))
+            case _:
+                return 0, 0
+    (fetched, evicted), (fetched_now, evicted_now) = counts
+    return fetched_now - fetched, evicted_now - evicted
 
 
 def _ended(mountpoint: str) -> DieselError:
