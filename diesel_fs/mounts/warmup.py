@@ -71,7 +71,7 @@ READ_BYTES = 1 << 20
 
 ENDLESS_BYTES = 1 << 62
 
-PASSES_MAX = 8
+PASSES_MAX = 16
 """How often files are pushed at most, where a cache on a disk has not kept all the last time."""
 
 VERSIONS_TRIED = 3
@@ -233,18 +233,16 @@ class Warmup:
         result, and the part of the reads that the cache has served then."""
         window_bytes = self._budget_bytes // 2
         chunk_count = len(np.unique(self.snapshot.chunk_of(self._files)))
-        missing = 1.0
         for _ in range(PASSES_MAX):
             before = control.stats()
             pushed = self._push_once(control, self._files, window_bytes, show)
             time.sleep(TASK_STATS_LAG_S)
             after = control.stats()
-            missing_before = missing
-            # Some other node may fetch chunks, too: this one cannot know which of them.
+            fetched, gained = _changes(before, after)
+            # A chunk that was fetched and took the place of another one of these is no gain.
             missing = (_served_to_worker(after) - _served_to_worker(before)).missing
-            fetched, evicted = _changes(before, after)
-            missing += fetched / chunk_count if evicted or missing_before < 1 else 0
-            if not missing or missing >= missing_before or len(pushed.reached) < len(self._files):
+            missing += max(fetched - gained, 0) / chunk_count
+            if not missing or gained <= 0 or len(pushed.reached) < len(self._files):
                 break
         return pushed, max(1 - missing, 0.0)
 
@@ -506,19 +504,19 @@ def _served_to_server(stats: Mapping[str, object]) -> _Served:
 
 def _changes(before: Mapping[str, object], after: Mapping[str, object]) -> tuple[int, int]:
     """How many chunks this node's master has fetched from the store between two statistics of a
-    mount, and how many it has evicted."""
+    mount, and how many more it holds of those that are its own to hold."""
     counts = []
     for stats in (before, after):
         match stats.get("task"):
             case {
                 "chunks_from_store": int(fetched),
-                "node_cache": {"evictions": int(from_memory), "disk_evictions": int(from_disk)},
+                "node_cache": {"share_held_chunks": int(held)},
             }:
-                counts.append((fetched, from_memory + from_disk))
+                counts.append((fetched, held))
             case _:
                 return 0, 0
-    (fetched, evicted), (fetched_now, evicted_now) = counts
-    return fetched_now - fetched, evicted_now - evicted
+    (fetched, held), (fetched_now, held_now) = counts
+    return fetched_now - fetched, held_now - held
 
 
 def _ended(mountpoint: str) -> DieselError:
