@@ -4,9 +4,10 @@ import os
 import re
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 
@@ -25,6 +26,12 @@ pytestmark = pytest.mark.fuse
 FILES = {f"{folder}/{number}": os.urandom(9_000) for folder in "ab" for number in range(300)}
 
 
+class Mount(Protocol):
+    """Mounts `pets` with these options."""
+
+    def __call__(self, *options: str) -> Path: ...
+
+
 @pytest.fixture
 def pets(dlcmd: Dlcmd, tmp_path: Path) -> Path:
     """A folder that has been put as the dataset `pets`, with an empty file, links and folders."""
@@ -37,7 +44,7 @@ def pets(dlcmd: Dlcmd, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def mounted(dlcmd: Dlcmd, pets: Path, tmp_path: Path) -> Iterator[Callable[..., Path]]:
+def mounted(dlcmd: Dlcmd, pets: Path, tmp_path: Path) -> Iterator[Mount]:
     """Mounts `pets` with these options; unmounted at the end whatever happened to it."""
     at = tmp_path / "mnt"
 
@@ -87,7 +94,7 @@ def loaded(result: dict[str, object]) -> tuple[object, ...]:
 
 @pytest.mark.parametrize("session", ["native", "kernel", "pyfuse3"])
 def test_what_is_loaded_is_read_without_the_store(
-    dlcmd: Dlcmd, pets: Path, mounted: Callable[..., Path], session: str
+    dlcmd: Dlcmd, pets: Path, mounted: Mount, session: str
 ) -> None:
     at = mounted("--session", session, "--memory", "256M")
     (result,) = dlcmd("--json", "-q", "warmup", at / "a" / "1").objects
@@ -109,7 +116,7 @@ def test_what_is_loaded_is_read_without_the_store(
     assert facts(at / "a") == facts(pets / "a")
 
 
-def test_a_folder_alone_is_loaded(dlcmd: Dlcmd, mounted: Callable[..., Path]) -> None:
+def test_a_folder_alone_is_loaded(dlcmd: Dlcmd, mounted: Mount) -> None:
     at = mounted("--memory", "256M")
     dlcmd("warmup", at / "b")
     with Control.connect(at) as control:
@@ -120,7 +127,7 @@ def test_a_folder_alone_is_loaded(dlcmd: Dlcmd, mounted: Callable[..., Path]) ->
 
 
 def test_a_memory_that_is_too_small_is_filled_and_the_right_one_named(
-    dlcmd: Dlcmd, mounted: Callable[..., Path]
+    dlcmd: Dlcmd, mounted: Mount
 ) -> None:
     at = mounted("--memory", "4M")
     result = dlcmd("warmup", at, code=3)
@@ -144,7 +151,7 @@ def test_a_memory_that_is_too_small_is_filled_and_the_right_one_named(
 
 
 def test_a_cache_on_a_disk_gets_what_memory_has_no_room_for(
-    dlcmd: Dlcmd, mounted: Callable[..., Path], tmp_path: Path
+    dlcmd: Dlcmd, mounted: Mount, tmp_path: Path
 ) -> None:
     disk = tmp_path / "cache"
     at = mounted("--memory", "8M", "--cache-dir", str(disk), "--cache-size", "64M")
@@ -158,16 +165,14 @@ def test_a_cache_on_a_disk_gets_what_memory_has_no_room_for(
 
 
 def test_a_cache_that_is_too_small_is_said_to_be(
-    dlcmd: Dlcmd, mounted: Callable[..., Path], tmp_path: Path
+    dlcmd: Dlcmd, mounted: Mount, tmp_path: Path
 ) -> None:
     at = mounted("--memory", "3M", "--cache-dir", str(tmp_path / "cache"), "--cache-size", "1M")
     result = dlcmd("warmup", at, code=3)
     assert "mount with a larger --cache-size or --memory" in result.err
 
 
-def test_files_that_the_kernel_has_freed_are_loaded_again(
-    dlcmd: Dlcmd, mounted: Callable[..., Path]
-) -> None:
+def test_files_that_the_kernel_has_freed_are_loaded_again(dlcmd: Dlcmd, mounted: Mount) -> None:
     at = mounted("--session", "kernel", "--memory", "256M")
     dlcmd("warmup", at)
     for path in FILES:
@@ -180,9 +185,7 @@ def test_files_that_the_kernel_has_freed_are_loaded_again(
             assert (at / path).read_bytes() == FILES[path]
 
 
-def test_places_where_nothing_can_be_loaded(
-    dlcmd: Dlcmd, mounted: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_places_where_nothing_can_be_loaded(dlcmd: Dlcmd, mounted: Mount, tmp_path: Path) -> None:
     at = mounted("--memory", "256M")
     assert "is in no mount of a dataset" in dlcmd("warmup", tmp_path, code=2).err
     assert "no file or folder" in dlcmd("warmup", at / "no such", code=10).err
@@ -199,7 +202,7 @@ def test_places_where_nothing_can_be_loaded(
     dlcmd("warmup", code=2)
 
 
-def test_a_damaged_file_is_named(dlcmd: Dlcmd, mounted: Callable[..., Path]) -> None:
+def test_a_damaged_file_is_named(dlcmd: Dlcmd, mounted: Mount) -> None:
     for chunk in dlcmd.store.glob("datasets/*/chunks/*/*"):
         content = chunk.read_bytes()
         if (at_byte := content.find(FILES["a/77"])) >= 0:
@@ -212,9 +215,7 @@ def test_a_damaged_file_is_named(dlcmd: Dlcmd, mounted: Callable[..., Path]) -> 
     assert b"600 files" in result.out
 
 
-def test_other_plans_that_hold_the_memory_are_not_waited_for(
-    dlcmd: Dlcmd, mounted: Callable[..., Path]
-) -> None:
+def test_other_plans_that_hold_the_memory_are_not_waited_for(dlcmd: Dlcmd, mounted: Mount) -> None:
     at = mounted("--memory", "4M")
     with Control.connect(at) as control:
         snapshot = Snapshot((at / ".diesel/snapshot").read_bytes())
@@ -252,7 +253,7 @@ def _waiting_for_a_failing_store(dlcmd: Dlcmd, at: Path) -> Iterator["subprocess
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupted_warmup_withdraws_its_plan(
-    dlcmd: Dlcmd, mounted: Callable[..., Path], number: signal.Signals, code: int
+    dlcmd: Dlcmd, mounted: Mount, number: signal.Signals, code: int
 ) -> None:
     at = mounted("--memory", "256M")
     with _waiting_for_a_failing_store(dlcmd, at) as process:
@@ -264,9 +265,7 @@ def test_an_interrupted_warmup_withdraws_its_plan(
     dlcmd("warmup", at)
 
 
-def test_a_mount_that_ends_meanwhile_is_an_error(
-    dlcmd: Dlcmd, mounted: Callable[..., Path]
-) -> None:
+def test_a_mount_that_ends_meanwhile_is_an_error(dlcmd: Dlcmd, mounted: Mount) -> None:
     at = mounted("--memory", "256M")
     with _waiting_for_a_failing_store(dlcmd, at) as process:
         umount(at, force=True)
@@ -276,7 +275,7 @@ def test_a_mount_that_ends_meanwhile_is_an_error(
 
 
 @pytest.mark.parametrize("session", ["native", "kernel", "pyfuse3"])
-def test_a_dead_mount_is_an_error(dlcmd: Dlcmd, mounted: Callable[..., Path], session: str) -> None:
+def test_a_dead_mount_is_an_error(dlcmd: Dlcmd, mounted: Mount, session: str) -> None:
     at = mounted("--session", session, "--memory", "256M")
     (stats,) = dlcmd("--json", "stats", at).objects
     for name in ("pid", "server_pid"):
@@ -285,7 +284,7 @@ def test_a_dead_mount_is_an_error(dlcmd: Dlcmd, mounted: Callable[..., Path], se
 
 
 def test_a_store_that_fails_ends_the_wait(
-    dlcmd: Dlcmd, mounted: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    dlcmd: Dlcmd, mounted: Mount, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("diesel_fs.mounts.warmup.FAILING_S", 0.5)
     at = mounted("--memory", "256M")
@@ -294,7 +293,7 @@ def test_a_store_that_fails_ends_the_wait(
     dlcmd("warmup", at)
 
 
-def test_a_mount_whose_worker_has_ended_is_read(dlcmd: Dlcmd, mounted: Callable[..., Path]) -> None:
+def test_a_mount_whose_worker_has_ended_is_read(dlcmd: Dlcmd, mounted: Mount) -> None:
     at = mounted("--memory", "256M")
     (stats,) = dlcmd("--json", "stats", at).objects
     residency = stats["residency"]
