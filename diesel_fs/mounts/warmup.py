@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -209,22 +209,30 @@ class Warmup:
 
     def _push(self, control: Control, show: Show) -> WarmupReport:
         self._forget_freed(control)
+        unread: dict[int, str] = {}  # reasons, by entry
         if self.has_cache:
             pushed, served_part = self._push_through_cache(control, show)
+            large = np.flatnonzero(~self._pushable())
+            unread = self._read_files(large, lambda *_: None)
+            pushed = replace(pushed, reached=np.concatenate([pushed.reached, self._files[large]]))
         else:
             pushed = self._push_once(control, self._files[self._fitting()], ENDLESS_BYTES, show)
             served_part = 0.0
         self._forget_freed(control)
         resident = control.resident(self._files)
-        has_failed = np.isin(self._files, pushed.failed) & ~resident
+        reasons = dict.fromkeys(pushed.failed.tolist(), "damaged, or cannot be read (see its log)")
+        reasons |= unread
+        has_failed = np.isin(self._files, [*reasons]) & ~resident
         had_turn = np.isin(self._files, pushed.reached)
-        paths = self.snapshot.paths(self._files[has_failed])
-        reason = "damaged, or cannot be read (see the mount's log)"
+        failed = self._files[has_failed]
+        named = zip(
+            self.snapshot.paths(failed), map(reasons.__getitem__, failed.tolist()), strict=True
+        )
         return WarmupReport(
             self.total,
             self._amount(resident),
             self._amount(had_turn & ~resident & ~has_failed).part(served_part),
-            tuple((path, reason) for path in paths),
+            tuple(named),
             self._amount(has_failed),
         )
 
@@ -232,17 +240,18 @@ class Warmup:
         """Have all files pushed, until the cache of chunks keeps no more of them. Returns the last
         result, and the part of the reads that the cache has served then."""
         window_bytes = self._budget_bytes // 2
-        chunk_count = len(np.unique(self.snapshot.chunk_of(self._files)))
+        order = self._files[self._pushable()]
+        chunk_count = max(len(np.unique(self.snapshot.chunk_of(order))), 1)
         for _ in range(PASSES_MAX):
             before = control.stats()
-            pushed = self._push_once(control, self._files, window_bytes, show)
+            pushed = self._push_once(control, order, window_bytes, show)
             time.sleep(TASK_STATS_LAG_S)
             after = control.stats()
             fetched, gained = _changes(before, after)
             # A chunk that was fetched and took the place of another one of these is no gain.
             missing = (_served_to_worker(after) - _served_to_worker(before)).missing
             missing += max(fetched - gained, 0) / chunk_count
-            if not missing or gained <= 0 or len(pushed.reached) < len(self._files):
+            if not missing or gained <= 0 or len(pushed.reached) < len(order):
                 break
         return pushed, max(1 - missing, 0.0)
 
@@ -278,11 +287,18 @@ class Warmup:
         names = np.arange(1, len(self._files) + 1) if self._mount.is_native else len(self._files)
         names_bytes = np.maximum(names * KNOWN_ENTRY_BYTES, known)
         contents_budget = budget - np.minimum(names_bytes, budget // KNOWN_DIVISOR)
-        can_fit = self._costs <= contents_budget
+        can_fit = self._pushable()
         fits: npt.NDArray[np.bool_] = np.cumsum(self._costs * can_fit) <= contents_budget
         fits &= can_fit
         fits |= self._costs == 0
         return fits
+
+    def _pushable(self) -> npt.NDArray[np.bool_]:
+        """Which files are pushed: larger ones are left to READs."""
+        mask: npt.NDArray[np.bool_] = (
+            self._costs <= self._budget_bytes * (KNOWN_DIVISOR - 1) // KNOWN_DIVISOR
+        )
+        return mask
 
     def _forget_freed(self, control: Control) -> None:
         """Have the mount ask the kernel for files that it may have freed, if it has freed any."""
@@ -300,6 +316,24 @@ class Warmup:
         fitting = self._fitting()
         chosen = np.flatnonzero(np.ones_like(fitting) if self.has_cache else fitting)
         served_before = _served_to_server(self._stats)
+        reasons = self._read_files(chosen, show)
+        has_failed = np.isin(self._files, [*reasons])
+        served_part = 0.0
+        if self.has_cache and not fitting.all():
+            time.sleep(TASK_STATS_LAG_S + FILE_AGE_S)
+            served = _served_to_server(launcher.stats(self.mountpoint)) - served_before
+            served_part = 1 - served.missing
+        return WarmupReport(
+            self.total,
+            self._amount(fitting & ~has_failed),
+            self._amount(~fitting & ~has_failed).part(served_part),
+            tuple((self.snapshot.path(entry), reason) for entry, reason in reasons.items()),
+            self._amount(has_failed),
+        )
+
+    def _read_files(self, chosen: Indices, show: Show) -> dict[int, str]:
+        """Read these files, given by their places in the order. Returns the reasons why some cannot
+        be read, by entry. Raises DieselError where the mount has ended."""
         failed: dict[int, str] = {}
         done = done_bytes = 0
         with ThreadPoolExecutor(READERS, "warmup") as readers:
@@ -310,27 +344,13 @@ class Warmup:
                         done, done_bytes = done + 1, done_bytes + int(self._sizes[at])
                         show(done, len(chosen), done_bytes)
                         if error is not None:
-                            failed[at] = error
+                            failed[int(self._files[at])] = error
                     if failed and not _is_there(self.mountpoint):
                         raise _ended(self.mountpoint)
             except BaseException:
                 readers.shutdown(wait=False, cancel_futures=True)
                 raise
-        has_failed = np.zeros_like(fitting)
-        has_failed[[*failed]] = True
-        served_part = 0.0
-        if self.has_cache and not fitting.all():
-            time.sleep(TASK_STATS_LAG_S + FILE_AGE_S)
-            served = _served_to_server(launcher.stats(self.mountpoint)) - served_before
-            served_part = 1 - served.missing
-        paths = self.snapshot.paths(self._files[[*failed]])
-        return WarmupReport(
-            self.total,
-            self._amount(fitting & ~has_failed),
-            self._amount(~fitting & ~has_failed).part(served_part),
-            tuple(zip(paths, failed.values(), strict=True)),
-            self._amount(has_failed),
-        )
+        return failed
 
     def _read_one(self, at: int) -> str | None:
         """Read a file to its end. Returns the reason if that fails. Raises OSError where the mount

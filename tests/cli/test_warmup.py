@@ -164,6 +164,18 @@ def test_a_cache_on_a_disk_gets_what_memory_has_no_room_for(
             assert (at / path).read_bytes() == FILES[path]
 
 
+def test_a_file_larger_than_the_memory_for_pages_gets_into_the_cache(
+    dlcmd: Dlcmd, mounted: Mount, tmp_path: Path
+) -> None:
+    large = os.urandom(2_000_000)
+    dlcmd("put", "--chunk-size", "256K", write(tmp_path / "more", {"large": large}), "pets/more")
+    at = mounted("--memory", "8M", "--cache-dir", str(tmp_path / "cache"), "--cache-size", "64M")
+    (result,) = dlcmd("--json", "-q", "warmup", at / "more").objects
+    assert loaded(result) == (1, 0, 1, 0)
+    with without_contents(dlcmd.store):
+        assert (at / "more/large").read_bytes() == large
+
+
 def test_a_cache_that_is_too_small_is_said_to_be(
     dlcmd: Dlcmd, mounted: Mount, tmp_path: Path
 ) -> None:
