@@ -241,7 +241,9 @@ class Warmup:
         result, and the part of the reads that the cache has served then."""
         window_bytes = self._budget_bytes // 2
         order = self._files[self._pushable()]
-        chunk_count = max(len(np.unique(self.snapshot.chunk_of(order))), 1)
+        if not len(order):
+            return _Pushed(order, order), 1.0
+        chunk_count = len(np.unique(self.snapshot.chunk_of(order)))
         for _ in range(PASSES_MAX):
             before = control.stats()
             pushed = self._push_once(control, order, window_bytes, show)

@@ -88,16 +88,13 @@ def test_bad_numbers_are_errors(dlcmd: Dlcmd, state: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.fuse
-@pytest.mark.parametrize(
-    ("moment", "files"), [("files are made", 20_000), ("it is put", 3_000), ("it is mounted", 800)]
-)
+@pytest.mark.parametrize(("moment", "files"), [("it is put", 2_000), ("it is mounted", 500)])
 def test_an_interrupted_bench_leaves_nothing(
     dlcmd: Dlcmd, state: Path, moment: str, files: int
 ) -> None:
     """Two signals, of which the second one comes while it cleans up."""
     place = state / "TMPDIR"
     looks: dict[str, Callable[[], bool]] = {
-        "files are made": lambda: any(place.glob("*/files/00001")),
         "it is put": lambda: any(place.glob("*/store/datasets/*/chunks")),
         "it is mounted": lambda: any("diesel-bench-" in each.path for each in mounts()),
     }

@@ -4,7 +4,7 @@ import os
 import re
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
@@ -86,6 +86,29 @@ def with_failing_store(store: Path) -> Iterator[None]:
             Path(f"{each}.away").rename(each)
 
 
+ATTEMPTS = 5
+
+
+def assert_loads(dlcmd: Dlcmd, at: Path, place: Path, paths: Iterable[str]) -> None:
+    """After a warmup of `place` these files are read without the store.
+
+    The machine may take idle pages away meanwhile; not at each attempt.
+    """
+    failed: dict[int, list[str]] = {}
+    for attempt in range(ATTEMPTS):
+        dlcmd("warmup", place)
+        failed[attempt] = []
+        with without_contents(dlcmd.store):
+            for path in paths:
+                try:
+                    assert (at / path).read_bytes() == FILES[path]
+                except OSError:
+                    failed[attempt].append(path)
+        if not failed[attempt]:
+            return
+    raise AssertionError(failed)
+
+
 def loaded(result: dict[str, object]) -> tuple[object, ...]:
     """Of the files: how many there are, are in memory, are in a cache, and had no room."""
     names = ("files", "memory_files", "cache_files", "left_files")
@@ -101,18 +124,13 @@ def test_what_is_loaded_is_read_without_the_store(
     assert result["path"] == "a/1"
     assert loaded(result) == (1, 1, 0, 0)
     assert b"301 files (2.7 MB) of" in dlcmd("warmup", at / "a").out
-    with without_contents(dlcmd.store):
-        for path in FILES:
-            if path.startswith("a/"):
-                assert (at / path).read_bytes() == FILES[path]
+    assert_loads(dlcmd, at, at / "a", [path for path in FILES if path.startswith("a/")])
     assert dlcmd("warmup", "-q", f"{at}/").out == b""
     (result,) = dlcmd("--json", "-q", "warmup", at).objects
     assert loaded(result) == (601, 601, 0, 0)
     assert result["dataset"] == "pets"
     assert result["failed"] == []
-    with without_contents(dlcmd.store):
-        for path in FILES:
-            assert (at / path).read_bytes() == FILES[path]
+    assert_loads(dlcmd, at, at, FILES)
     assert facts(at / "a") == facts(pets / "a")
 
 
@@ -142,9 +160,7 @@ def test_a_memory_that_is_too_small_is_filled_and_the_right_one_named(
     assert 200 < in_memory < 400
     assert f"{left} files" in before
     for path in ("a/299", "b/299"):  # what was loaded before makes way
-        dlcmd("warmup", at / path)
-        with without_contents(dlcmd.store):
-            assert (at / path).read_bytes() == FILES[path]
+        assert_loads(dlcmd, at, at / path, [path])
     dlcmd("umount", at)
     mounted("--memory", match[1])
     dlcmd("warmup", at)
@@ -177,8 +193,9 @@ def test_a_file_larger_than_the_memory_for_pages_gets_into_the_cache(
 
 
 def test_a_cache_that_is_too_small_is_said_to_be(
-    dlcmd: Dlcmd, mounted: Mount, tmp_path: Path
+    dlcmd: Dlcmd, mounted: Mount, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("diesel_fs.mounts.warmup.PASSES_MAX", 2)
     at = mounted("--memory", "3M", "--cache-dir", str(tmp_path / "cache"), "--cache-size", "1M")
     result = dlcmd("warmup", at, code=3)
     assert "mount with a larger --cache-size or --memory" in result.err
@@ -191,10 +208,7 @@ def test_files_that_the_kernel_has_freed_are_loaded_again(dlcmd: Dlcmd, mounted:
         file = os.open(at / path, os.O_RDONLY)
         os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(file)
-    dlcmd("warmup", at)
-    with without_contents(dlcmd.store):
-        for path in FILES:
-            assert (at / path).read_bytes() == FILES[path]
+    assert_loads(dlcmd, at, at, FILES)
 
 
 def test_places_where_nothing_can_be_loaded(dlcmd: Dlcmd, mounted: Mount, tmp_path: Path) -> None:
@@ -263,15 +277,12 @@ def _waiting_for_a_failing_store(dlcmd: Dlcmd, at: Path) -> Iterator["subprocess
         yield process
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interrupted_warmup_withdraws_its_plan(
-    dlcmd: Dlcmd, mounted: Mount, number: signal.Signals, code: int
-) -> None:
+def test_an_interrupted_warmup_withdraws_its_plan(dlcmd: Dlcmd, mounted: Mount) -> None:
     at = mounted("--memory", "256M")
     with _waiting_for_a_failing_store(dlcmd, at) as process:
-        process.send_signal(number)
+        process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=60)
-    assert process.returncode == code, err
+    assert process.returncode == 130, err
     with Control.connect(at) as control:
         assert _streams(control) == []
     dlcmd("warmup", at)
@@ -313,10 +324,7 @@ def test_a_mount_whose_worker_has_ended_is_read(dlcmd: Dlcmd, mounted: Mount) ->
     os.kill(residency["pid"], signal.SIGKILL)
     with Control.connect(at) as control:
         wait_until(lambda: not _takes_plans(control))
-    dlcmd("warmup", at)
-    with without_contents(dlcmd.store):
-        for path in FILES:
-            assert (at / path).read_bytes() == FILES[path]
+    assert_loads(dlcmd, at, at, FILES)
 
 
 def _takes_plans(control: Control) -> bool:
