@@ -35,7 +35,7 @@ from . import launcher
 from .mountpoint import DatasetMount, is_alive, locate, mounted_at
 from .plans.control import Control, explicit
 from .prefetch.content_page_cache import STAGING_DIVISOR
-from .prefetch.planner import KNOWN_DIVISOR
+from .prefetch.planner import KNOWN_DIVISOR, PAUSE_S_MAX
 from .prefetch.units import KNOWN_ENTRY_BYTES, PAGE_BYTES
 from .source import MemorySplit
 
@@ -208,6 +208,7 @@ class Warmup:
             yield control if control.accepts_plans else None
 
     def _push(self, control: Control, show: Show) -> WarmupReport:
+        self._stats = control.stats()  # just after mounting, `.diesel/stats` may lack the budget
         self._forget_freed(control)
         unread: dict[int, str] = {}  # reasons, by entry
         if self.has_cache:
@@ -262,9 +263,10 @@ class Warmup:
     ) -> "_Pushed":
         """Have the mount push files in this order."""
         name = f"warmup:{os.getpid()}"
+        pushing = _Pushing(control, name, order, self.snapshot, window_bytes, show)
         control.announce(name, [explicit(epoch=0, entries=order)])
         try:
-            return _Pushing(control, name, order, self.snapshot, window_bytes, show).run()
+            return pushing.run()
         finally:
             with suppress(DieselError):  # the mount may have ended
                 control.withdraw(name)
@@ -406,6 +408,7 @@ class _Pushing:
         self._show = show
         self._position = 0  # of the reader, who has read all before it
         self._failed: list[Indices] = [order[:0]]
+        self._failures_before = _failed_pushes(_residency(control.stats()))
 
     def run(self) -> _Pushed:
         """Wait until all is pushed, or the rest has no room. Raises DieselError."""
@@ -424,9 +427,11 @@ class _Pushing:
             now_s = time.monotonic()
             if state != (state := (pushed, stats["pushed_entries"])):
                 changed_s, failures = now_s, -1
-            failed_pushes = stats.get("failed_pushes", 0)
-            assert isinstance(failed_pushes, int)
+            failed_pushes = _failed_pushes(stats)
             failures = failed_pushes if failures < 0 else failures
+            # A push that has failed is tried again after a pause.
+            has_failed = failed_pushes > self._failures_before
+            quiet_s = WORKER_STATS_LAG_S + (PAUSE_S_MAX if has_failed else 0)
             waits_for_room = stats["waits_for_room"] is True
             still_s = now_s - changed_s
             self._show(pushed, count, int(self._content_before[pushed]))
@@ -439,7 +444,7 @@ class _Pushing:
                         f" {pushed:,} of {count:,} files",
                         advice="its log says why; run this again when the store is back",
                     )
-            elif (pushed == count and still_s > WORKER_STATS_LAG_S) or (
+            elif (pushed == count and still_s > quiet_s) or (
                 waits_for_room and still_s > NO_ROOM_S
             ):
                 break
@@ -484,6 +489,12 @@ class _Pushing:
 def _residency(stats: Mapping[str, object]) -> Mapping[str, object]:
     found = stats.get("residency")
     assert isinstance(found, dict)
+    return found
+
+
+def _failed_pushes(residency: Mapping[str, object]) -> int:
+    found = residency.get("failed_pushes", 0)
+    assert isinstance(found, int)
     return found
 
 
