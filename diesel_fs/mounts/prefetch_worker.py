@@ -186,7 +186,7 @@ class PrefetchWorker:
                 at, snapshot, self._device, image, self._content, staging_bytes, budget_bytes
             )
         self._planner = planner_for(snapshot, budget_bytes, self._request.policy)
-        self._plan_commands = PlanCommands(snapshot, self._planner, self._are_resident)
+        self._plan_commands = PlanCommands(snapshot, self._planner, self._are_whole)
         self._push_status = push_status
         self._nodes = nodes
         self._server.watch(self._page_cache.events)
@@ -378,8 +378,14 @@ class PrefetchWorker:
         self._stats_changed = True
         return 0.0
 
-    def _are_resident(self, entries: Sequence[int]) -> list[bool]:
-        return [*map(self._is_resident, entries)]
+    def _are_whole(self, entries: Sequence[int]) -> list[bool]:
+        found = []
+        for entry in entries:
+            try:
+                found.append(self._page_cache.is_whole(entry))
+            except OSError:
+                found.append(False)
+        return found
 
     def _is_resident(self, entry: int) -> bool:
         try:

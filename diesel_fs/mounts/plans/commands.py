@@ -64,7 +64,7 @@ class PlanCommands:
         planner: PrefetchPlanner,
         ask_kernel: Callable[[Sequence[int]], Sequence[bool]] | None = None,
     ) -> None:
-        """`ask_kernel` says which of these entries have pages in the page cache; without it, all
+        """`ask_kernel` says which of these entries are whole in the page cache; without it, all
         that were pushed count."""
         self._snapshot = snapshot
         self._planner = planner
