@@ -72,8 +72,10 @@ class PartialError(DieselError):
 
     exit_code = 3
 
-    def __init__(self, message: str, failed: tuple[tuple[bytes, str], ...] = ()) -> None:
-        super().__init__(message)
+    def __init__(
+        self, message: str, failed: tuple[tuple[bytes, str], ...] = (), *, advice: str = ""
+    ) -> None:
+        super().__init__(message, advice=advice)
         self.failed = failed
 
 

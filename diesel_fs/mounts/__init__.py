@@ -10,12 +10,12 @@ contents into the kernel's page cache before they are read.
 
 Read `vfs.py` first (the file system, without FUSE), then `sessions/` (how the kernel asks: native,
 kernel, pyfuse3), `server.py`, `prefetch/` (what to push when), `plans/` (what programs say they
-will read), `versions/` (mounts that follow their dataset), `waits.py` (what readers wait for), and
-`launcher.py` (mounting and unmounting).
+will read), `versions/` (mounts that follow their dataset), `waits.py` (what readers wait for),
+`launcher.py` (mounting and unmounting), and `warmup.py` (loading what lies at a path).
 
 The folders form layers. Each imports only what stands before it in this line:
 attributes, dot_diesel, waits, vfs, options, mountpoint, source < sessions < prefetch < plans <
-versions < prefetch_worker, server, supervisor, launcher.
+versions < prefetch_worker, server, supervisor, launcher < warmup.
 
 The names exported here are for programs. Importing them loads neither FUSE, trio nor numpy.
 """

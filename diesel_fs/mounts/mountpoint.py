@@ -18,7 +18,14 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import BusyError, DeadlineError, DieselError, PermissionDenied, UsageError
+from ..errors import (
+    BusyError,
+    DeadlineError,
+    DieselError,
+    NotFoundError,
+    PermissionDenied,
+    UsageError,
+)
 from ..names import check_dataset_name
 from ..system import syscalls
 from ..system.daemons import minimal_environment
@@ -186,6 +193,44 @@ def our_mount(directory: str | os.PathLike[str]) -> DatasetMount:
     else:
         reason = f"that is a mount of {other.kind}"
     raise UsageError(f"{path} is no mount of a dataset: {reason}")
+
+
+def locate(path: str | os.PathLike[str]) -> tuple[DatasetMount, bytes]:
+    """The mount of a dataset that a file or folder lies in, and its path there. Follows links.
+
+    Raises UsageError where it lies in none, NotFoundError where nothing is there, PermissionDenied,
+    DeadlineError for a mount that hangs, and DieselError for a dead one.
+    """
+    named = os.fspath(path)
+    number, found = _run_in_child(
+        "sys.stdout.buffer.write(os.fsencode(os.path.realpath(sys.argv[1], strict=True)))",
+        os.path.join(os.getcwd(), named) if named else "/no name",
+    )
+    if number in (errno.ENOENT, errno.ENOTDIR):
+        raise NotFoundError(f"there is no file or folder {named or repr(named)}")
+    if number in (errno.EACCES, errno.EPERM):
+        raise PermissionDenied(
+            f"cannot look at {named}: {os.strerror(number)}",
+            advice="a mount of another user needs --allow-other",
+        )
+    if number in (errno.ENOTCONN, errno.ECONNABORTED):
+        raise DieselError(f"the mount of {named} is dead", advice="unmount it, and mount again")
+    if number:
+        raise DieselError(f"cannot look at {named}: {os.strerror(number)}")
+    real, entries = os.fsdecode(found), list(mounts())
+    above = [each.path for each in entries if real.startswith(each.path.rstrip("/") + "/")]
+    place = real if topmost_at(real, entries) else max(above, key=len)
+    holder = topmost_at(place, entries)
+    for each in dataset_mounts(entries):
+        if holder in (each.tree, each.hidden_mount):
+            inside = os.path.relpath(real, each.path)
+            if inside.partition("/")[0] == HIDDEN_FOLDER:
+                raise UsageError(f"{named} belongs to the mount on {each.path}, not to its dataset")
+            return each, b"" if inside == "." else os.fsencode(inside)
+    where = named if real == os.path.abspath(named) else f"{named} (which leads to {real})"
+    raise UsageError(
+        f"{where} is in no mount of a dataset", advice="`dlcmd mount DATASET DIR` makes one"
+    )
 
 
 def prepare_mountpoint(mountpoint: str, forbidden_folders: Sequence[Path] = ()) -> Sequence[str]:

@@ -186,7 +186,7 @@ class PrefetchWorker:
                 at, snapshot, self._device, image, self._content, staging_bytes, budget_bytes
             )
         self._planner = planner_for(snapshot, budget_bytes, self._request.policy)
-        self._plan_commands = PlanCommands(snapshot, self._planner)
+        self._plan_commands = PlanCommands(snapshot, self._planner, self._are_whole)
         self._push_status = push_status
         self._nodes = nodes
         self._server.watch(self._page_cache.events)
@@ -378,6 +378,15 @@ class PrefetchWorker:
         self._stats_changed = True
         return 0.0
 
+    def _are_whole(self, entries: Sequence[int]) -> list[bool]:
+        found = []
+        for entry in entries:
+            try:
+                found.append(self._page_cache.is_whole(entry))
+            except OSError:
+                found.append(False)
+        return found
+
     def _is_resident(self, entry: int) -> bool:
         try:
             return self._page_cache.resident_bytes(int(entry)) > 0
@@ -425,7 +434,7 @@ class PrefetchWorker:
 
     def _stats(self) -> Message:
         plans = self._plan_commands.stats()
-        store: dict[str, Value] = dict(self._batches.stats())
+        store: dict[str, Value] = {**self._batches.stats(), **self._source.cache_reads()}
         return {"pid": os.getpid(), **plans, "failed_pushes": self._failed, "store": store}
 
     def _send_stats(self, now_s: float) -> None:

@@ -92,6 +92,13 @@ class MemorySplit:
         """For the memory that the user has named; for a part of what is available, if none."""
         return cls(request.memory_bytes or default_memory_bytes(), bool(request.task_options))
 
+    @staticmethod
+    def total_for(push_bytes: int) -> int:
+        """The memory of a mount without a task of which `push_bytes` are for the page cache."""
+        return min(
+            -(-push_bytes * SERVER_DIVISOR // (SERVER_DIVISOR - 1)), push_bytes + SERVER_BYTES_MAX
+        )
+
     def server_bytes(self, *, pushes: bool) -> int:
         """For chunks in the server. In a mount that does not push, that is all but the master's."""
         if not pushes:
@@ -205,6 +212,15 @@ class MountSource:
         """The statistics of the task's cache; empty without a task. May block for a moment."""
         store = self._stores.get(self._current_version)
         return {} if store is None else store.stats()
+
+    def cache_reads(self) -> dict[str, int]:
+        """How many parts of chunks this process has read from the task's cache, and how many that
+        has left to the store. Empty without a task."""
+        store = self._stores.get(self._current_version)
+        if store is None:
+            return {}
+        hits, misses = store.read_counts
+        return {"cache_hits": hits, "cache_misses": misses}
 
     def _objects(
         self,

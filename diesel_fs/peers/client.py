@@ -250,6 +250,13 @@ class TaskStore(StoreWrapper):
             },
         }
 
+    @property
+    def read_counts(self) -> tuple[int, int]:
+        """How many parts this reader got from the task's cache, and how many from the store."""
+        counts = self._chunks.counts
+        hits = counts["mapped_reads"] + counts["local_reads"] + counts["peer_reads"]
+        return hits, counts["store_reads"]
+
     def retry(self) -> None:
         """Ask the master again at once: another reader has announced this version to it."""
         self._link.retry()

@@ -12,10 +12,11 @@ Used by one thread, that of the prefetch worker. Drawing an order of a million f
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from ...errors import ConflictError, DieselError, UsageError
 from ...format.snapshot.reader import Snapshot
@@ -24,7 +25,7 @@ from ...orders.path_lists import ListName
 from ...orders.plan import EPOCH_ENTRIES_MAX, Epoch, Stream
 from ..prefetch.decisions import StreamStats
 from ..prefetch.planner import PrefetchPlanner
-from .control_wire import parse_entries, parse_epoch, parse_epochs
+from .control_wire import CHECK_ENTRIES_MAX, parse_entries, parse_epoch, parse_epochs
 
 LIST_STREAMS_MAX = 16
 """Streams of lists. If there would be more, the one whose list was read longest ago is withdrawn;
@@ -57,9 +58,17 @@ class _ListStream:
 class PlanCommands:
     """The messages that make and change plans (see the module)."""
 
-    def __init__(self, snapshot: Snapshot, planner: PrefetchPlanner) -> None:
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        planner: PrefetchPlanner,
+        ask_kernel: Callable[[Sequence[int]], Sequence[bool]] | None = None,
+    ) -> None:
+        """`ask_kernel` says which of these entries are whole in the page cache; without it, all
+        that were pushed count."""
         self._snapshot = snapshot
         self._planner = planner
+        self._ask_kernel = ask_kernel
         self._is_frozen = False  # the mount is about to switch to another version
         self._lists: OrderedDict[str, _ListStream] = OrderedDict()
         self._checked_s = 0.0  # when `predict_next_epochs` last looked at the streams
@@ -71,6 +80,7 @@ class PlanCommands:
             "progress": self._progress,
             "value": self._value,
             "resident": self._resident,
+            "check": self._check,
             "stats": self._stats,
             "list read": self._list_read,
             "list looked up": self._list_looked_up,
@@ -166,8 +176,19 @@ class PlanCommands:
         self._check_version(fields)
         entries = parse_entries(fields)
         fields.end()
-        mask = self._planner.resident(entries)
-        return {"count": len(mask), "bitmap": np.packbits(mask, bitorder="little").tobytes()}
+        return _bitmap(self._planner.resident(entries))
+
+    def _check(self, fields: Fields, now_s: float) -> Message:
+        self._check_version(fields)
+        entries = parse_entries(fields)
+        fields.end()
+        if len(entries) > CHECK_ENTRIES_MAX:
+            raise UsageError(f"{len(entries)} entries to check (at most {CHECK_ENTRIES_MAX})")
+        doubtful = self._planner.unconfirmed(entries)
+        if self._ask_kernel is not None and len(doubtful):
+            is_there = np.array(self._ask_kernel(doubtful.tolist()), np.bool_)
+            self._planner.forgotten(doubtful[~is_there])
+        return _bitmap(self._planner.resident(entries))
 
     def _stats(self, fields: Fields, now_s: float) -> Message:
         fields.end()
@@ -285,6 +306,10 @@ class PlanCommands:
             oldest, _ = self._lists.popitem(last=False)
             if self._planner.stream_stats(oldest) is not None:
                 self._planner.withdraw(oldest)
+
+
+def _bitmap(mask: npt.NDArray[np.bool_]) -> Message:
+    return {"count": len(mask), "bitmap": np.packbits(mask, bitorder="little").tobytes()}
 
 
 def _list_name(fields: Fields) -> ListName:

@@ -29,7 +29,13 @@ from ...errors import DeadlineError, DieselError, PermissionDenied, UsageError
 from ...net.messages import LENGTH, Message, Value, frame, parse_error, unpack
 from ...orders.plan import EntryOrder
 from ...system.unix_sockets import connect_unix
-from .control_wire import ENTRIES_PER_FRAME, FRAME_BYTES_MAX, PROTOCOL, pack_entries
+from .control_wire import (
+    CHECK_ENTRIES_MAX,
+    ENTRIES_PER_FRAME,
+    FRAME_BYTES_MAX,
+    PROTOCOL,
+    pack_entries,
+)
 
 DEADLINE_S = 30.0
 """How long an answer may take. The mount gives its prefetch worker 15 s of this."""
@@ -175,7 +181,7 @@ class Control:
     def value(self, entries: EntryOrder, importance: float) -> None:
         """Set the value of entries: of those that no plan names, the page cache drops the least
         valuable first."""
-        for part in _parts(entries):
+        for part in _parts(entries, ENTRIES_PER_FRAME):
             self._ask(
                 {"do": "value", "importance": float(importance), **self._version_fields(),
                  **pack_entries(part)}
@@ -183,9 +189,17 @@ class Control:
 
     def resident(self, entries: EntryOrder) -> npt.NDArray[np.bool_]:
         """Which of these entries a read would find in the page cache, as far as the mount knows."""
+        return self._resident("resident", entries, ENTRIES_PER_FRAME)
+
+    def check(self, entries: EntryOrder) -> npt.NDArray[np.bool_]:
+        """As `resident`, after the mount has asked the kernel, which may have freed some of them.
+        The mount needs some 10 us for each."""
+        return self._resident("check", entries, CHECK_ENTRIES_MAX)
+
+    def _resident(self, do: str, entries: EntryOrder, entries_max: int) -> npt.NDArray[np.bool_]:
         found = []
-        for part in _parts(entries):
-            answer = self._ask({"do": "resident", **self._version_fields(), **pack_entries(part)})
+        for part in _parts(entries, entries_max):
+            answer = self._ask({"do": do, **self._version_fields(), **pack_entries(part)})
             bitmap = answer.get("bitmap")
             if not isinstance(bitmap, bytes) or len(bitmap) != -(-len(part) // 8):
                 raise DieselError("the mount's answer has no bitmap of these entries")
@@ -300,12 +314,9 @@ def _connect(mountpoint: str) -> socket.socket:
     return client
 
 
-def _parts(entries: EntryOrder) -> "list[npt.NDArray[np.int64]]":
+def _parts(entries: EntryOrder, entries_max: int) -> "list[npt.NDArray[np.int64]]":
     row = np.asarray(entries)
-    return [
-        row[start : start + ENTRIES_PER_FRAME]
-        for start in range(0, max(len(row), 1), ENTRIES_PER_FRAME)
-    ]
+    return [row[start : start + entries_max] for start in range(0, max(len(row), 1), entries_max)]
 
 
 def _split(epochs: Epochs) -> tuple[list[Value], list[list[Value]]]:

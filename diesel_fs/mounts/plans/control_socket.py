@@ -51,7 +51,7 @@ LARGE_BYTES = 1 << 20
 the memory."""
 
 REQUESTS = frozenset(
-    ("announce", "extend", "replace", "withdraw", "progress", "value", "resident", "stats")
+    ("announce", "extend", "replace", "withdraw", "progress", "value", "resident", "check", "stats")
 )
 
 _PEER = struct.Struct("3i")  # process, user, group

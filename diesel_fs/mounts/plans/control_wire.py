@@ -23,6 +23,10 @@ HELLO_BYTES_MAX = 4096
 """The limit of the first message, which shows that a client speaks this protocol."""
 
 ENTRIES_WIDTHS = (4, 8)  # bytes of an entry index
+CHECK_ENTRIES_MAX = 4096
+"""Entries of one `check`: the prefetch worker opens each, and pushes nothing meanwhile, for about
+50 ms."""
+
 ENTRIES_PER_FRAME = 1 << 20
 """Entries that a client puts into one frame: half of what fits."""
 

@@ -403,6 +403,15 @@ class ContentPageCache(PageCache):
             self._content.descriptor, start, size
         )
 
+    def is_whole(self, entry: int) -> bool:
+        """In the file, or in its range in the content file, as long as it is not settled."""
+        size = self._snapshot.stat(entry).size
+        start = int(self._image.first_block[entry]) * BLOCK_BYTES
+        return (
+            self._resident_bytes_of_file(entry) >= size
+            or cached_bytes(self._content.descriptor, start, size) >= size
+        )
+
     def watch(self, entries: Iterable[int]) -> None:
         """Also opens the files, before they are watched: they are settled by these descriptors, as
         an open would look like a reader's."""

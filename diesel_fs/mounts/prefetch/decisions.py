@@ -90,7 +90,8 @@ class PrefetchStats(PrefetchCounters):
 
     `known_bytes`: kernel memory for the names of files. `oneshot_chunks`: how many chunks the
     policy `oneshot` makes resident from the start; `oneshot_done_chunks`: how many it has.
-    `has_room`: whether a miss may lead to a push.
+    `has_room`: whether a miss may lead to a push. `waits_for_room`: whether a stream's next unit
+    does not fit beside what others have claimed, or what its own reader has not read yet.
     """
 
     resident_entries: int
@@ -98,6 +99,7 @@ class PrefetchStats(PrefetchCounters):
     known_bytes: int
     budget_bytes: int
     has_room: bool
+    waits_for_room: bool
     oneshot_chunks: int
     oneshot_done_chunks: int
     streams: list[StreamStats]

@@ -205,6 +205,10 @@ class PageCache(ABC):
     def resident_bytes(self, entry: int) -> int:
         """How many bytes of a file are in the page cache, in whole pages. Raises OSError."""
 
+    def is_whole(self, entry: int) -> bool:
+        """Whether all pages of a file are in the page cache. Raises OSError."""
+        return self.resident_bytes(entry) >= self._snapshot.stat(entry).size
+
     def note_reads(self) -> None:  # noqa: B027  # not all need it
         """Note that READs of file contents have reached the server."""
 

@@ -172,6 +172,7 @@ class PrefetchPlanner:
         self._start_s = math.nan  # times in `resident_set` count from here
         self._pause_s = 0.0  # the pause after the last push, if it failed
         self._paused_until_s = -math.inf
+        self._waits_for_room = False  # see `PrefetchStats`
         self._now_s = 0.0
         self._counters = PrefetchCounters(
             pushes=0,
@@ -392,6 +393,7 @@ class PrefetchPlanner:
         return decision or Idle(self._next_change(now_s))
 
     def _next_push(self, now_s: float) -> Push | Drop | None:
+        self._waits_for_room = False
         if now_s < self._paused_until_s:
             return None
         return self._push_freed() or self._push_planned(now_s) or self._push_unplanned()
@@ -415,6 +417,15 @@ class PrefetchPlanner:
         found: Mask = self.resident_set.resident[checked] | (self._columns.pages[checked] == 0)
         return found
 
+    def unconfirmed(self, entries: EntryOrder) -> Entries:
+        """Those of these entries that have been pushed, and that the worker may open to see whether
+        the kernel still has their pages: a watched one would look like opened by a reader. Raises
+        UsageError."""
+        checked = np.unique(self._checked(entries))
+        checked = checked[self.resident_set.resident[checked]]
+        is_free = [not self.watches.is_watched(entry) for entry in checked.tolist()]
+        return checked[is_free]
+
     def stats(self) -> PrefetchStats:
         """Counters, the state now, and where every stream is."""
         return PrefetchStats(
@@ -424,6 +435,7 @@ class PrefetchPlanner:
             known_bytes=self._known_entries * KNOWN_ENTRY_BYTES,
             budget_bytes=self._budget_bytes,
             has_room=self._miss_fill.has_room(self._room_bytes()),
+            waits_for_room=self._waits_for_room,
             oneshot_chunks=self._miss_fill.in_turn_count,
             oneshot_done_chunks=self._miss_fill.done_count,
             streams=[tracker.stats() for tracker in self._trackers.values()],
@@ -495,9 +507,11 @@ class PrefetchPlanner:
                     continue
                 if markers:
                     break
-                return self._make_room(
+                drop = self._make_room(
                     tracker, ahead_s, need_bytes - room_bytes, last_sign_s, now_s
                 )
+                self._waits_for_room = drop is None
+                return drop
             tracker.claim(unit)
             self.resident_set.claim(unit.entries)
             for position, entry in unit.markers:

@@ -1,6 +1,7 @@
 """`PlanCommands`: exact fields, one version alone, and the streams of lists."""
 
 import itertools
+from collections.abc import Sequence
 
 import msgpack
 import numpy as np
@@ -17,7 +18,7 @@ from diesel_fs.mounts.plans.commands import (
     PlanCommands,
 )
 from diesel_fs.mounts.plans.control import drawn, explicit
-from diesel_fs.mounts.plans.control_wire import pack_entries
+from diesel_fs.mounts.plans.control_wire import CHECK_ENTRIES_MAX, pack_entries
 from diesel_fs.mounts.prefetch.decisions import Drop, Idle, Push, Sample, StreamStats
 from diesel_fs.mounts.prefetch_worker import planner_for
 from diesel_fs.net.messages import DEPTH_MAX, ITEMS_MAX, Message, Value, parse_error, unpack
@@ -143,7 +144,7 @@ def test_a_plan_for_another_version_is_refused_and_both_are_named(bench: Bench) 
         own = OF_VERSION[next(iter(change))]
         assert str(wanted) in raised.value.message
         assert str(own) in raised.value.message
-    for do in ("extend", "replace", "value", "resident"):
+    for do in ("extend", "replace", "value", "resident", "check"):
         with pytest.raises(ConflictError):
             bench.ask(do=do, stream="s", **{**OF_VERSION, "version": SNAPSHOT.version + 1})
     assert bench.stream("s") is None
@@ -360,3 +361,37 @@ def test_lists_leave_streams_for_announced_plans(bench: Bench) -> None:
     names = {each["name"] for each in bench.residency.stats()["streams"]}
     last = itertools.islice(range(3 * LIST_STREAMS_MAX), 2 * LIST_STREAMS_MAX, None)
     assert names == {f"shuffle:{number}" for number in last}
+
+
+def test_check_asks_the_kernel_of_what_was_pushed_and_is_not_watched(bench: Bench) -> None:
+    """A watched file must not be opened: that would look like a reader's open."""
+    asked: list[int] = []
+
+    def ask_kernel(entries: Sequence[int]) -> list[bool]:
+        asked.extend(entries)
+        return [entry % 2 == 0 for entry in entries]
+
+    bench.messages = PlanCommands(bench.snapshot, bench.residency, ask_kernel)
+    files = bench.snapshot.files()
+    few = pack_entries(files[:60])
+    assert not any(bits_of(bench.ask(do="check", **OF_VERSION, **few)))
+    assert asked == []
+    bench.ask(do="announce", stream="s", **OF_VERSION, epochs=[{"epoch": 0, **pack_entries(files)}])
+    bench.settle()
+    watched = {int(files[0]), int(files[-1]), *files[::256].tolist()}
+    found = bits_of(bench.ask(do="check", **OF_VERSION, **few))
+    assert sorted(asked) == sorted({*files[:60].tolist()} - watched)
+    expected = [entry % 2 == 0 or entry in watched for entry in files[:60].tolist()]
+    assert found == expected
+    assert bits_of(bench.ask(do="resident", **OF_VERSION, **few)) == expected
+    many = pack_entries(np.zeros(CHECK_ENTRIES_MAX + 1, np.int64))
+    with pytest.raises(UsageError, match="4097 entries to check"):
+        bench.ask(do="check", **OF_VERSION, **many)
+
+
+def bits_of(answer: Message) -> list[bool]:
+    """The bits of an answer, as CONTROL.md describes them."""
+    bitmap, count = answer["bitmap"], answer["count"]
+    assert isinstance(bitmap, bytes)
+    assert isinstance(count, int)
+    return [bool(bitmap[at // 8] >> at % 8 & 1) for at in range(count)]

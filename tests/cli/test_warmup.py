@@ -1,0 +1,335 @@
+"""Tests of `dlcmd warmup`, on real mounts: what it has loaded is read without the store."""
+
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+
+from diesel_fs.errors import DieselError
+from diesel_fs.format.snapshot.reader import Snapshot
+from diesel_fs.mounts import umount
+from diesel_fs.mounts.mountpoint import mounted_at
+from diesel_fs.mounts.plans.control import Control, explicit
+from tests.trees import facts, write
+from tests.waiting import wait_until
+
+from .conftest import Dlcmd
+
+pytestmark = pytest.mark.fuse
+
+FILES = {f"{folder}/{number}": os.urandom(9_000) for folder in "ab" for number in range(300)}
+
+
+class Mount(Protocol):
+    """Mounts `pets` with these options."""
+
+    def __call__(self, *options: str) -> Path: ...
+
+
+@pytest.fixture
+def pets(dlcmd: Dlcmd, tmp_path: Path) -> Path:
+    """A folder that has been put as the dataset `pets`, with an empty file, links and folders."""
+    source = write(tmp_path / "src", {**FILES, "a/empty file": b""})
+    (source / "empty").mkdir()
+    (source / "link").symlink_to("b")
+    (source / "outside").symlink_to(tmp_path)
+    dlcmd("put", "--chunk-size", "256K", source, "pets")
+    return source
+
+
+@pytest.fixture
+def mounted(dlcmd: Dlcmd, pets: Path, tmp_path: Path) -> Iterator[Mount]:
+    """Mounts `pets` with these options; unmounted at the end whatever happened to it."""
+    at = tmp_path / "mnt"
+
+    def mount(*options: str) -> Path:
+        dlcmd("mount", *options, "pets", at)
+        return at
+
+    yield mount
+    while mounted_at(str(at)) is not None:
+        with suppress(DieselError):
+            umount(at, force=True)
+
+
+@contextmanager
+def without_contents(store: Path) -> Iterator[None]:
+    """Meanwhile the store has no chunks: reads that need them fail."""
+    chunks = [*store.glob("datasets/*/chunks")]
+    for each in chunks:
+        each.rename(each.with_name("away"))
+    try:
+        yield
+    finally:
+        for each in chunks:
+            each.with_name("away").rename(each)
+
+
+@contextmanager
+def with_failing_store(store: Path) -> Iterator[None]:
+    """Meanwhile the objects of all chunks are folders, so that reading them is an error."""
+    objects = [*store.glob("datasets/*/chunks/*/*")]
+    for each in objects:
+        each.rename(f"{each}.away")
+        each.mkdir()
+    try:
+        yield
+    finally:
+        for each in objects:
+            each.rmdir()
+            Path(f"{each}.away").rename(each)
+
+
+ATTEMPTS = 5
+
+
+def assert_loads(dlcmd: Dlcmd, at: Path, place: Path, paths: Iterable[str]) -> None:
+    """After a warmup of `place` these files are read without the store.
+
+    The machine may take idle pages away meanwhile; not at each attempt.
+    """
+    failed: dict[int, list[str]] = {}
+    for attempt in range(ATTEMPTS):
+        dlcmd("warmup", place)
+        failed[attempt] = []
+        with without_contents(dlcmd.store):
+            for path in paths:
+                try:
+                    assert (at / path).read_bytes() == FILES[path]
+                except OSError:
+                    failed[attempt].append(path)
+        if not failed[attempt]:
+            return
+    raise AssertionError(failed)
+
+
+def loaded(result: dict[str, object]) -> tuple[object, ...]:
+    """Of the files: how many there are, are in memory, are in a cache, and had no room."""
+    names = ("files", "memory_files", "cache_files", "left_files")
+    return tuple(result[name] for name in names)
+
+
+@pytest.mark.parametrize("session", ["native", "kernel", "pyfuse3"])
+def test_what_is_loaded_is_read_without_the_store(
+    dlcmd: Dlcmd, pets: Path, mounted: Mount, session: str
+) -> None:
+    at = mounted("--session", session, "--memory", "256M")
+    (result,) = dlcmd("--json", "-q", "warmup", at / "a" / "1").objects
+    assert result["path"] == "a/1"
+    assert loaded(result) == (1, 1, 0, 0)
+    assert b"301 files (2.7 MB) of" in dlcmd("warmup", at / "a").out
+    assert_loads(dlcmd, at, at / "a", [path for path in FILES if path.startswith("a/")])
+    assert dlcmd("warmup", "-q", f"{at}/").out == b""
+    (result,) = dlcmd("--json", "-q", "warmup", at).objects
+    assert loaded(result) == (601, 601, 0, 0)
+    assert result["dataset"] == "pets"
+    assert result["failed"] == []
+    assert_loads(dlcmd, at, at, FILES)
+    assert facts(at / "a") == facts(pets / "a")
+
+
+def test_a_folder_alone_is_loaded(dlcmd: Dlcmd, mounted: Mount) -> None:
+    at = mounted("--memory", "256M")
+    dlcmd("warmup", at / "b")
+    with Control.connect(at) as control:
+        stats = control.stats()["residency"]
+        assert isinstance(stats, dict)
+        assert stats["resident_entries"] == 300
+        assert stats["streams"] == []  # the plan is withdrawn
+
+
+def test_a_memory_that_is_too_small_is_filled_and_the_right_one_named(
+    dlcmd: Dlcmd, mounted: Mount
+) -> None:
+    at = mounted("--memory", "4M")
+    result = dlcmd("warmup", at, code=3)
+    before, after = result.err.splitlines()
+    assert "there is memory for" in before
+    match = re.search(r"mount with --memory (\d+M)", after)
+    assert match, after
+    assert f"the mount on {at} has no room for them" in after
+    (described,) = dlcmd("--json", "-q", "warmup", at, code=3).objects
+    total, in_memory, cached, left = map(int, map(str, loaded(described)))
+    assert (total, in_memory + left, cached) == (601, 601, 0)
+    assert 200 < in_memory < 400
+    assert f"{left} files" in before
+    for path in ("a/299", "b/299"):  # what was loaded before makes way
+        assert_loads(dlcmd, at, at / path, [path])
+    dlcmd("umount", at)
+    mounted("--memory", match[1])
+    dlcmd("warmup", at)
+
+
+def test_a_cache_on_a_disk_gets_what_memory_has_no_room_for(
+    dlcmd: Dlcmd, mounted: Mount, tmp_path: Path
+) -> None:
+    disk = tmp_path / "cache"
+    at = mounted("--memory", "8M", "--cache-dir", str(disk), "--cache-size", "64M")
+    (result,) = dlcmd("--json", "-q", "warmup", at).objects
+    _, in_memory, cached, left = map(int, map(str, loaded(result)))
+    assert (in_memory + cached, left) == (601, 0)
+    assert cached > 300
+    with without_contents(dlcmd.store):
+        for path in FILES:
+            assert (at / path).read_bytes() == FILES[path]
+
+
+def test_a_file_larger_than_the_memory_for_pages_gets_into_the_cache(
+    dlcmd: Dlcmd, mounted: Mount, tmp_path: Path
+) -> None:
+    large = os.urandom(2_000_000)
+    dlcmd("put", "--chunk-size", "256K", write(tmp_path / "more", {"large": large}), "pets/more")
+    at = mounted("--memory", "8M", "--cache-dir", str(tmp_path / "cache"), "--cache-size", "64M")
+    (result,) = dlcmd("--json", "-q", "warmup", at / "more").objects
+    assert loaded(result) == (1, 0, 1, 0)
+    with without_contents(dlcmd.store):
+        assert (at / "more/large").read_bytes() == large
+
+
+def test_a_cache_that_is_too_small_is_said_to_be(
+    dlcmd: Dlcmd, mounted: Mount, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("diesel_fs.mounts.warmup.PASSES_MAX", 2)
+    at = mounted("--memory", "3M", "--cache-dir", str(tmp_path / "cache"), "--cache-size", "1M")
+    result = dlcmd("warmup", at, code=3)
+    assert "mount with a larger --cache-size or --memory" in result.err
+
+
+def test_files_that_the_kernel_has_freed_are_loaded_again(dlcmd: Dlcmd, mounted: Mount) -> None:
+    at = mounted("--session", "kernel", "--memory", "256M")
+    dlcmd("warmup", at)
+    for path in FILES:
+        file = os.open(at / path, os.O_RDONLY)
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(file)
+    assert_loads(dlcmd, at, at, FILES)
+
+
+def test_places_where_nothing_can_be_loaded(dlcmd: Dlcmd, mounted: Mount, tmp_path: Path) -> None:
+    at = mounted("--memory", "256M")
+    assert "is in no mount of a dataset" in dlcmd("warmup", tmp_path, code=2).err
+    assert "no file or folder" in dlcmd("warmup", at / "no such", code=10).err
+    assert "no file or folder" in dlcmd("warmup", "", code=10).err
+    assert "belongs to the mount on" in dlcmd("warmup", at / ".diesel", code=2).err
+    assert "belongs to the mount on" in dlcmd("warmup", at / ".diesel/stats", code=2).err
+    assert f"leads to {tmp_path}" in dlcmd("warmup", at / "outside", code=2).err
+    assert b"has no files to load" in dlcmd("warmup", at / "empty").out
+    assert b"1 file (0 B)" in dlcmd("warmup", at / "a/empty file").out
+    (tmp_path / "from outside").symlink_to(at / "link")
+    for link in (at / "link", tmp_path / "from outside"):
+        (result,) = dlcmd("--json", "-q", "warmup", link).objects
+        assert (result["path"], result["files"]) == ("b", 300)
+    dlcmd("warmup", code=2)
+
+
+def test_a_damaged_file_is_named(dlcmd: Dlcmd, mounted: Mount) -> None:
+    for chunk in dlcmd.store.glob("datasets/*/chunks/*/*"):
+        content = chunk.read_bytes()
+        if (at_byte := content.find(FILES["a/77"])) >= 0:
+            chunk.chmod(0o600)
+            chunk.write_bytes(content[:at_byte] + b"damage" + content[at_byte + 6 :])
+    at = mounted("--memory", "256M")
+    result = dlcmd("warmup", at, code=3)
+    assert "a/77: damaged, or cannot be read" in result.err
+    assert "1 entry could not be loaded" in result.err
+    assert b"600 files" in result.out
+
+
+def test_other_plans_that_hold_the_memory_are_not_waited_for(dlcmd: Dlcmd, mounted: Mount) -> None:
+    at = mounted("--memory", "4M")
+    with Control.connect(at) as control:
+        snapshot = Snapshot((at / ".diesel/snapshot").read_bytes())
+        control.announce("training", [explicit(epoch=0, entries=snapshot.files())])
+        control.progress("training", 1)
+        wait_until(lambda: bool(_residency(control)["waits_for_room"]))
+        result = dlcmd("warmup", at / "b", code=3)
+        assert "has no room for them" in result.err
+        assert [each["name"] for each in _streams(control)] == ["training"]
+
+
+def _residency(control: Control) -> dict[str, object]:
+    found = control.stats()["residency"]
+    assert isinstance(found, dict)
+    return {**found}
+
+
+def _streams(control: Control) -> list[dict[str, object]]:
+    found = _residency(control)["streams"]
+    assert isinstance(found, list)
+    return found
+
+
+@contextmanager
+def _waiting_for_a_failing_store(dlcmd: Dlcmd, at: Path) -> Iterator["subprocess.Popen[bytes]"]:
+    """A warmup that waits, since the mount cannot read its store."""
+    with (
+        with_failing_store(dlcmd.store),
+        dlcmd.start("warmup", at) as process,
+        Control.connect(at) as control,
+    ):
+        wait_until(lambda: bool(_streams(control)) and _residency(control)["failed_pushes"] != 0)
+        yield process
+
+
+def test_an_interrupted_warmup_withdraws_its_plan(dlcmd: Dlcmd, mounted: Mount) -> None:
+    at = mounted("--memory", "256M")
+    with _waiting_for_a_failing_store(dlcmd, at) as process:
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    with Control.connect(at) as control:
+        assert _streams(control) == []
+    dlcmd("warmup", at)
+
+
+def test_a_mount_that_ends_meanwhile_is_an_error(dlcmd: Dlcmd, mounted: Mount) -> None:
+    at = mounted("--memory", "256M")
+    with _waiting_for_a_failing_store(dlcmd, at) as process:
+        umount(at, force=True)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 1, err
+    assert f"the mount on {at} has ended".encode() in err
+
+
+@pytest.mark.parametrize("session", ["native", "kernel", "pyfuse3"])
+def test_a_dead_mount_is_an_error(dlcmd: Dlcmd, mounted: Mount, session: str) -> None:
+    at = mounted("--session", session, "--memory", "256M")
+    (stats,) = dlcmd("--json", "stats", at).objects
+    for name in ("pid", "server_pid"):
+        os.kill(int(str(stats[name])), signal.SIGKILL)
+    wait_until(lambda: "ended" in dlcmd("warmup", at, code=1).err)
+
+
+def test_a_store_that_fails_ends_the_wait(
+    dlcmd: Dlcmd, mounted: Mount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("diesel_fs.mounts.warmup.FAILING_S", 0.5)
+    at = mounted("--memory", "256M")
+    with with_failing_store(dlcmd.store):
+        assert "cannot read its object store" in dlcmd("warmup", at, code=13).err
+    dlcmd("warmup", at)
+
+
+def test_a_mount_whose_worker_has_ended_is_read(dlcmd: Dlcmd, mounted: Mount) -> None:
+    at = mounted("--memory", "256M")
+    (stats,) = dlcmd("--json", "stats", at).objects
+    residency = stats["residency"]
+    assert isinstance(residency, dict)
+    os.kill(residency["pid"], signal.SIGKILL)
+    with Control.connect(at) as control:
+        wait_until(lambda: not _takes_plans(control))
+    assert_loads(dlcmd, at, at, FILES)
+
+
+def _takes_plans(control: Control) -> bool:
+    try:
+        control.resident([1])
+    except DieselError:
+        return False
+    return True
