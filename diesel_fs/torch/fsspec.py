@@ -103,14 +103,15 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
     def __init__(
         self,
         *,
-        url: str | None = None,
+        repository: str | None = None,
         user: str | None = None,
         key: str | None = None,
         memory_bytes: int | None = None,
         **options: object,
     ) -> None:
         """The arguments are those of `diesel_fs.connect`, with the options of a training task, and
-        those of any fsspec file system. Nothing is opened before the first use.
+        those of any fsspec file system. Nothing is opened before the first use. (`repository` is
+        `url` there, which is the name of an argument of fsspec's own `url_to_fs`.)
 
         Raises UsageError for an unknown option.
         """
@@ -118,24 +119,29 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
             raise UsageError("diesel:// cannot be opened on top of another file system")
         unknown = options.keys() - _OF_FSSPEC - TaskKwargs.__optional_keys__
         if unknown:
-            known = sorted({"url", "user", "key", "memory_bytes", *TaskKwargs.__optional_keys__})
+            known = sorted(
+                {"repository", "user", "key", "memory_bytes", *TaskKwargs.__optional_keys__}
+            )
             raise UsageError(
                 f"diesel:// has no option {min(unknown)!r}", advice=f"known: {', '.join(known)}"
             )
         super().__init__(**{name: options[name] for name in options.keys() & _OF_FSSPEC})
-        self._url, self._user, self._key, self._memory_bytes = url, user, key, memory_bytes
+        self._repository, self._user, self._key = repository, user, key
+        self._memory_bytes = memory_bytes
         self._task: TaskKwargs = {  # type: ignore[assignment]  # `connect` checks the values
             name: options[name] for name in sorted(options.keys() & TaskKwargs.__optional_keys__)
         }
-        self._token: str = tokenize(url, user, key, memory_bytes, self._task)
+        self._token: str = tokenize(repository, user, key, memory_bytes, self._task)
 
     def __reduce__(self) -> tuple[object, ...]:
         """For a pickle, which holds no secret. Raises UsageError where the other process would not
         find a secret in its environment, as far as ours shows."""
         options = dict(self.storage_options)
         secrets = dict(_SECRETS)
-        if "@" in (options.get("url") or ""):  # a wrong yes only means that DIESEL_URL must be set
-            secrets["url"] = "DIESEL_URL"
+        if "@" in (
+            options.get("repository") or ""
+        ):  # a wrong yes only means that DIESEL_URL must be set
+            secrets["repository"] = "DIESEL_URL"
         for name, variable in secrets.items():
             if (value := options.pop(name, None)) and value != os.environ.get(variable):
                 raise UsageError(
@@ -157,8 +163,8 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         return "/".join(filter(None, text.split("/"))) if "//" in text else text.strip("/")
 
     def _address(self, path: str) -> _Address:
-        """What a path names. Raises UsageError for a bad server or one that contradicts `url`, and
-        FileNotFoundError for a name that no dataset can have."""
+        """What a path names. Raises UsageError for a bad server, or one that contradicts the
+        options, and FileNotFoundError for a name that no dataset can have."""
         first, _, rest = path.partition("/")
         server = ""
         if ":" in first:
@@ -169,9 +175,9 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
                     f"bad server {first!r} in {self.protocol}://{path}",
                     advice=f"write {self.protocol}://HOST:PORT/DATASET/path",
                 ) from None
-            if self._url is not None and self._url.rstrip("/") != server:
+            if self._repository is not None and self._repository.rstrip("/") != server:
                 raise UsageError(
-                    f"{self.protocol}://{path} names another repository than the option `url`",
+                    f"{self.protocol}://{path} names another server than the option `repository`",
                     advice="leave out one of them",
                 )
             first, _, rest = rest.partition("/")
@@ -179,7 +185,7 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
             raise UsageError(
                 f"{self.protocol}://{path} names no server",
                 advice=f"write {self.protocol}://HOST:PORT/DATASET/path, or diesel://DATASET/path"
-                " with the server in the option `url` or in DIESEL_URL",
+                " with the server in the option `repository` or in DIESEL_URL",
             )
         if first:
             try:
@@ -197,7 +203,7 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
             if (found := _open.get(key)) is None:
                 try:
                     found = connect(
-                        address.dataset, address.server or self._url, self._user, self._key,
+                        address.dataset, address.server or self._repository, self._user, self._key,
                         memory_bytes=self._memory_bytes, **self._task,
                     )  # fmt: skip
                 except NotFoundError as error:
@@ -259,7 +265,7 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         path = self._text(path)
         address = self._address(path)
         if not address.dataset:
-            names = list_datasets(address.server or self._url, self._user, self._key)
+            names = list_datasets(address.server or self._repository, self._user, self._key)
             paths = [f"{path}/{name}" if path else name for name in names]
             return [_described(each, None, -1) for each in paths] if detail else paths
         _, view, folder = self._find(path)
