@@ -26,7 +26,7 @@ def test_libraries_read_by_fsspec(tmp_path: Path) -> None:
             *("-c", os.devnull, "-p", "no:cacheprovider", "--basetemp", tmp_path / "inner"),
             FOLDER / "fsspec_reads.py",
         ],
-        cwd=tmp_path, env={**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"},
+        cwd=tmp_path, env={**os.environ, "HF_HOME": str(tmp_path / "home")},
         text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=DEADLINE_S,
         check=False,
     )  # fmt: skip
