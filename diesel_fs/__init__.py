@@ -41,6 +41,7 @@ from .errors import UsageError as UsageError
 if TYPE_CHECKING:
     from .client.dataset import Dataset as Dataset
     from .client.dataset import connect as connect
+    from .client.dataset import list_datasets as list_datasets
     from .format.entries import Kind as Kind
     from .format.entries import Stat as Stat
     from .mounts import filelist as filelist
@@ -52,6 +53,7 @@ __version__ = "0.1.0"
 _MODULE_OF = {
     "Dataset": "client.dataset",
     "connect": "client.dataset",
+    "list_datasets": "client.dataset",
     "Kind": "format.entries",
     "Stat": "format.entries",
     "filelist": "mounts",

@@ -27,7 +27,7 @@ from typing import BinaryIO, NamedTuple, Self, Unpack
 import numpy as np
 import numpy.typing as npt
 
-from ..cache.reader import EntryReader
+from ..cache.reader import EntryFile, EntryReader
 from ..credentials import Credentials
 from ..errors import ConflictError, ForeignError, NoSuchPath, UsageError
 from ..format.chunk import CHUNK_BYTES_DEFAULT
@@ -41,11 +41,11 @@ from ..names import parse_versioned_name
 from ..orders.shuffle import GROUP_SIZE_DEFAULT, chunk_order
 from ..peers.client import TaskStore, master_request
 from ..peers.options import NO_TASK, TaskKwargs, TaskOptions, non_negative_int
-from ..remote.open import open_repository
+from ..remote.open import open_configured
 from ..repository.interface import PurgeOptions, PurgeReport, Repository
 from ..repository.private_copies import open_snapshot_file, save_snapshot
 from ..repository.writing import WriteSession
-from ..settings import load_settings
+from ..settings import Settings, load_settings
 from ..storage.objects.store import ObjectStore
 from ..system.atomic_file import close_folder
 from .addressing import (
@@ -134,12 +134,7 @@ def connect(
         )
     if compress not in COMPRESSIONS:
         raise UsageError(f"bad compression {compress!r}", advice=f"one of {COMPRESSIONS}")
-    settings = load_settings({"url": url, "user": user, "key": key})
-    credentials = settings.credentials
-    if key is not None and credentials is None:
-        raise UsageError(
-            "`key` is given without a user", advice="leave out `key`, or name a user of a server"
-        )
+    settings = _load(url, user, key)
     if memory_bytes is not None:
         memory_bytes = non_negative_int("memory_bytes", memory_bytes)
     task_memory_bytes = non_negative_int("task_memory_bytes", task_memory_bytes or 0)
@@ -149,7 +144,7 @@ def connect(
         task_only={"policy": task.get("policy"), "task_memory_bytes": task_memory_bytes},
     )
     options = _OpenOptions(memory_bytes, compress, task_options, task_memory_bytes)
-    repository = open_repository(settings.repository_url, credentials, create=create)
+    repository = open_configured(settings, create=create)
     try:
         if create:
             repository.begin(name)
@@ -159,6 +154,28 @@ def connect(
     except BaseException:
         repository.close()
         raise
+
+
+def list_datasets(
+    url: str | None = None, user: str | None = None, key: str | None = None
+) -> list[str]:
+    """Return the names of the datasets of a repository, sorted; on a server, of those that you may
+    read. The arguments are those of `connect`.
+
+    Raises ObjectStoreError, MetadataError, UsageError.
+    """
+    with open_configured(_load(url, user, key)) as repository:
+        return [info.name for info in repository.datasets()]
+
+
+def _load(url: str | None, user: str | None, key: str | None) -> Settings:
+    """The settings with these arguments of a call. Raises UsageError for a key without a server."""
+    settings = load_settings({"url": url, "user": user, "key": key})
+    if key is not None and settings.credentials is None:
+        raise UsageError(
+            "`key` is given without a user", advice="leave out `key`, or name a user of a server"
+        )
+    return settings
 
 
 class Dataset:
@@ -241,17 +258,28 @@ class Dataset:
 
     def get(self, path: EntryKey) -> bytes:
         """Return the content of a file (DL_get). Raises NoSuchPath, CorruptError."""
-        view = self._view
-        if type(path) is int and 0 <= path < view.entry_count and not self._closed:
+        reader = self._reader
+        if type(path) is int and 0 <= path < reader.snapshot.entry_count and not self._closed:
             index = path
         else:
-            index, view = self._index(path), self._view
-        plain = view.plain_extent(index)
+            index, reader = self._find(path)
+        plain = reader.snapshot.plain_extent(index)
         if plain is not None:
-            return bytes(self._reader.read_plain(index, plain))
-        if self._view.stat(index).kind != Kind.FILE:
+            return bytes(reader.read_plain(index, plain))
+        if reader.snapshot.stat(index).kind != Kind.FILE:
             raise UsageError(f"{path!r} is not a file")
-        return bytes(self._reader.read(index))
+        return bytes(reader.read(index))
+
+    def open(self, path: EntryKey) -> EntryFile:
+        """Return the content of a file as a binary stream that can seek, for large files and parts.
+
+        The stream stays with the version that is shown now. Raises NoSuchPath; while reading,
+        CorruptError and the errors of the store.
+        """
+        index, reader = self._find(path)
+        if reader.snapshot.stat(index).kind != Kind.FILE:
+            raise UsageError(f"{path!r} is not a file")
+        return EntryFile(reader, index)
 
     def read_many(self, paths: EntryKeys) -> Iterator[memoryview]:
         """Yield the contents of many files in this order; fetch chunks ahead in the background.
@@ -259,8 +287,8 @@ class Dataset:
         A content stays valid as long as its view is held. Raises NoSuchPath before anything is
         read; later as `get`.
         """
-        indices = self._indices(paths)  # may move on to a newer version, with another reader
-        return self._reader.read_many(indices)
+        indices, reader = self._find_many(paths)
+        return reader.read_many(indices)
 
     def shuffle(
         self,
@@ -296,23 +324,24 @@ class Dataset:
 
     def stat(self, path: EntryKey) -> Stat:
         """Return kind, mode, size and mtime of an entry (DL_stat). Raises NoSuchPath."""
-        index = self._index(path)  # may move on to a newer version, with another view
-        return self._view.stat(index)
+        index, reader = self._find(path)
+        return reader.snapshot.stat(index)
 
     def stat_many(self, paths: EntryKeys) -> Stats:
         """Return the `stat` of many entries, as columns. Raises NoSuchPath."""
-        indices = self._indices(paths)
-        return self._view.stat_many(indices)
+        indices, reader = self._find_many(paths)
+        return reader.snapshot.stat_many(indices)
 
     def ls(self, path: EntryKey = "") -> list[str]:
         """Return the names in a folder, sorted (DL_ls); for another entry, its own name.
 
         Raises NoSuchPath.
         """
-        index = self._index(path)
-        if self._view.stat(index).kind != Kind.FOLDER:
-            return [os.fsdecode(self._view.name(index))]
-        return [os.fsdecode(name) for name in self._view.names(self._view.children(index))]
+        index, reader = self._find(path)
+        view = reader.snapshot
+        if view.stat(index).kind != Kind.FOLDER:
+            return [os.fsdecode(view.name(index))]
+        return [os.fsdecode(name) for name in view.names(view.children(index))]
 
     def task_stats(self) -> dict[str, object]:
         """Return the state and counters of the task's cache, with what this object read from it.
@@ -607,28 +636,37 @@ class Dataset:
             self._new_folders.add(path)
 
     def _index(self, key: EntryKey) -> int:
-        """The index of an entry; moves on to a newer version for a missing path.
+        """The index of an entry. Raises as `_find`."""
+        return self._find(key)[0]
+
+    def _find(self, key: EntryKey) -> tuple[int, EntryReader]:
+        """The index of an entry, and the reader of the version that has it there; another thread
+        may move the dataset on meanwhile. Moves on to a newer version for a missing path.
 
         Raises NoSuchPath.
         """
         self._check_open()
+        reader = self._reader
         try:
-            return index_of(self._view, key)
+            return index_of(reader.snapshot, key), reader
         except NoSuchPath:
             if not (is_path(key) and self._catch_up()):
                 raise
-            return index_of(self._view, key)
+            reader = self._reader
+            return index_of(reader.snapshot, key), reader
 
-    def _indices(self, many: EntryKeys) -> npt.NDArray[np.int64]:
-        """As `_index`, of many entries."""
+    def _find_many(self, many: EntryKeys) -> tuple[npt.NDArray[np.int64], EntryReader]:
+        """As `_find`, of many entries."""
         self._check_open()
         names = names_of(many)
+        reader = self._reader
         try:
-            return indices_of(self._view, names)
+            return indices_of(reader.snapshot, names), reader
         except NoSuchPath:
             if not (isinstance(names, list) and self._catch_up()):
                 raise
-            return indices_of(self._view, names)
+            reader = self._reader
+            return indices_of(reader.snapshot, names), reader
 
     def _catch_up(self) -> bool:
         """Move on to a newer version, if there is one; return whether there was."""

@@ -2,7 +2,8 @@
 
 `hook/` is what `dlcmd run` puts into the processes of a training command; it needs nothing but
 Python's standard library. `planner/` is the launcher's side, which turns what they say into plans
-for the mounts. `join` does the same from inside a script. README.md says what users may expect.
+for the mounts. `join` does the same from inside a script. `fsspec.py` is the file system
+`diesel://`, by which pandas and others read datasets. README.md says what users may expect.
 Samplers and datasets are to come.
 """
 

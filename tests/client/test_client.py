@@ -4,8 +4,8 @@ import io
 import os
 import signal
 import traceback
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from pathlib import Path, PurePosixPath
 
 import numpy as np
 import pytest
@@ -478,3 +478,58 @@ def test_a_file_and_a_folder_that_two_writers_put_at_once_are_both_kept(
         assert two.get("p/in") == b"inside"
         two.delete("p/in")
         assert two.get("p") == b"a file"
+
+
+def test_a_stream_seeks_and_stays_at_its_version(url: str) -> None:
+    content = bytes(range(256)) * 40_000  # several extents
+    with connect("ds", url, create=True) as dataset:
+        dataset.put(content, "folder/large")
+        dataset.flush()
+        with dataset.open("folder/large") as file:
+            assert file.size == len(content)
+            assert file.read(3) == content[:3]
+            assert file.seek(-10, os.SEEK_END) == len(content) - 10
+            assert (file.read(), file.read(), file.tell()) == (content[-10:], b"", len(content))
+            assert file.seek(5_000_000) == 5_000_000
+            dataset.put(b"other", "folder/large")
+            dataset.put(b"", "a")  # all indices move
+            dataset.flush()
+            assert file.read(1000) == content[5_000_000:5_001_000]
+            assert file.read_at(7, 9) == content[7:16]
+            with pytest.raises(ValueError, match="seek"):
+                file.seek(-1)
+        assert dataset.open("folder/large").read() == b"other"
+        with pytest.raises(UsageError, match="not a file"):
+            dataset.open("folder")
+        with pytest.raises(NoSuchPath):
+            dataset.open("none")
+
+
+def test_a_read_is_of_one_version_where_another_thread_moves_on(url: str) -> None:
+    """The path object refreshes while it is looked up, as another thread might just then."""
+
+    class Refreshing(PurePosixPath):
+        def __fspath__(self) -> str:
+            dataset.refresh()
+            return str(self)
+
+    with connect("ds", url, create=True) as dataset:
+        dataset.put(b"mine", "m")
+        dataset.flush()
+        calls: list[Callable[[], object]] = [
+            lambda: dataset.get(Refreshing("m")),
+            lambda: dataset.stat(Refreshing("m")).size,
+            lambda: dataset.open(Refreshing("m")).read(),
+        ]
+        for number, (call, expected) in enumerate(zip(calls, (b"mine", 4, b"mine"), strict=True)):
+            with connect("ds", url) as writer:
+                writer.put(b"another file", f"a{number}")  # it gets the index of "m"
+            assert call() == expected
+
+
+def test_the_datasets_of_a_repository(url: str) -> None:
+    for name in ("two", "one"):
+        connect(name, url, create=True).close()
+    assert diesel_fs.list_datasets(url) == ["one", "two"]
+    with pytest.raises(UsageError, match="without a user"):
+        diesel_fs.list_datasets(url, key="x")

@@ -1,0 +1,592 @@
+"""The file system `diesel://` of fsspec, by which pandas, pyarrow, Hugging Face `datasets`, zarr
+and others read datasets without a mount. README.md says what URLs and options mean.
+
+A path of this file system is a URL without its protocol: `DATASET/path`, or
+`HOST:PORT/DATASET/path`. The server stays in the path, and is no option of the file system: many
+callers keep only the URLs of what they found, and open those with a file system of their own.
+
+fsspec makes an instance of a file system for each thread. So the datasets that are open belong to
+the process: instances with the same options share them, and so do forked children, since a dataset
+may be read by many threads and after a fork.
+
+fsspec ships no types; it is an optional dependency, and torch is not imported.
+"""
+
+import errno
+import os
+import stat
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from typing import NamedTuple, NoReturn
+
+from ..cache.reader import EntryFile
+from ..client.dataset import Dataset, connect, list_datasets
+from ..errors import DieselError, NotFoundError, UsageError
+from ..format.entries import Kind
+from ..format.snapshot.reader import Snapshot
+from ..names import parse_versioned_name
+from ..peers.options import TaskKwargs
+from ..urls import HostPort
+
+try:
+    from fsspec import AbstractFileSystem
+    from fsspec.spec import AbstractBufferedFile
+    from fsspec.utils import stringify_path, tokenize
+except ImportError as error:
+    raise ImportError(
+        "diesel:// needs fsspec, which is not installed; pip install 'diesel-fs[fsspec]'"
+    ) from error
+
+BLOCK_BYTES = 256 << 10
+"""How much of a file is read at once. fsspec's own default of 5 MiB would load and copy a second
+chunk for most reads; whole chunks stay in the dataset's memory anyway."""
+
+WHOLE_BYTES_MAX = 4 << 20
+"""A file up to the default size of a chunk is most often one extent, which is read whole even for a
+part of it, since its checksum is that of the whole."""
+
+_LINE_BYTES = 4096
+_LINKS_MAX = 40  # that Linux follows in one path
+_OF_FSSPEC = {
+    *("asynchronous", "loop", "batch_size", "use_listings_cache", "listings_expiry_time"),
+    *("max_paths", "skip_instance_cache", "default_block_size", "default_cache_type"),
+}
+"""Options that any file system of fsspec may be given. Those that could matter here have no
+effect: a listing comes from memory."""
+
+_SECRETS = {"key": "DIESEL_KEY", "task_key": "DIESEL_TASK_KEY"}
+
+_Key = tuple[str, str, str]  # the options as a token; the server, or ""; the dataset as in the path
+_open: dict[_Key, Dataset] = {}
+_opening = threading.Lock()
+
+
+def _renew_lock() -> None:
+    """In a forked child: no thread of it holds the lock."""
+    global _opening  # noqa: PLW0603  # a lock that another thread held cannot be released
+    _opening = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
+
+
+class _Address(NamedTuple):
+    """What a path names. The root of a repository has no dataset."""
+
+    server: str  # its URL; "" for the repository of the options
+    dataset: str  # NAME or NAME@VERSION
+    path: str
+
+
+class _Entry(NamedTuple):
+    """An entry that was found, with links followed, in the version that has it."""
+
+    dataset: Dataset
+    view: Snapshot
+    number: int  # its index
+
+    @property
+    def path(self) -> bytes:
+        """Its own path, behind all links. Unlike the index, it is valid in any version."""
+        return self.view.path(self.number)
+
+
+class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ships no types
+    """Datasets for reading, by `diesel://DATASET/path` (see the module)."""
+
+    protocol = "diesel"
+    root_marker = ""
+
+    def __init__(
+        self,
+        *,
+        repository: str | None = None,
+        user: str | None = None,
+        key: str | None = None,
+        memory_bytes: int | None = None,
+        **options: object,
+    ) -> None:
+        """The arguments are those of `diesel_fs.connect`, with the options of a training task, and
+        those of any fsspec file system. Nothing is opened before the first use. (`repository` is
+        `url` there, which is the name of an argument of fsspec's own `url_to_fs`.)
+
+        Raises UsageError for an unknown option.
+        """
+        if "fo" in options:
+            raise UsageError("diesel:// cannot be opened on top of another file system")
+        unknown = options.keys() - _OF_FSSPEC - TaskKwargs.__optional_keys__
+        if unknown:
+            known = sorted(
+                {"repository", "user", "key", "memory_bytes", *TaskKwargs.__optional_keys__}
+            )
+            raise UsageError(
+                f"diesel:// has no option {min(unknown)!r}", advice=f"known: {', '.join(known)}"
+            )
+        super().__init__(**{name: options[name] for name in options.keys() & _OF_FSSPEC})
+        self._repository, self._user, self._key = repository, user, key
+        self._memory_bytes = memory_bytes
+        self._task: TaskKwargs = {  # type: ignore[assignment]  # `connect` checks the values
+            name: options[name] for name in sorted(options.keys() & TaskKwargs.__optional_keys__)
+        }
+        self._token: str = tokenize(repository, user, key, memory_bytes, self._task)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """For a pickle, which holds no secret. Raises UsageError where the other process would not
+        find a secret in its environment, as far as ours shows."""
+        options = dict(self.storage_options)
+        secrets = dict(_SECRETS)
+        if "@" in (
+            options.get("repository") or ""
+        ):  # a wrong yes only means that DIESEL_URL must be set
+            secrets["repository"] = "DIESEL_URL"
+        for name, variable in secrets.items():
+            if (value := options.pop(name, None)) and value != os.environ.get(variable):
+                raise UsageError(
+                    f"this file system cannot be pickled: a pickle holds no secret, as {name!r} is",
+                    advice=f"set {variable} in all processes",
+                )
+        return _make, (type(self), options)
+
+    # Paths
+
+    @classmethod
+    def _strip_protocol(cls, path: object) -> object:
+        """The path that a URL names; slashes at its ends, and several in a row, do not count."""
+        if isinstance(path, list):
+            return [cls._strip_protocol(each) for each in path]
+        text = stringify_path(path)
+        for separator in ("://", "::"):
+            text = text.removeprefix(f"{cls.protocol}{separator}")
+        return "/".join(filter(None, text.split("/"))) if "//" in text else text.strip("/")
+
+    def _address(self, path: str) -> _Address:
+        """What a path names. Raises UsageError for a bad server, or one that contradicts the
+        options, and FileNotFoundError for a name that no dataset can have."""
+        first, _, rest = path.partition("/")
+        server = ""
+        if ":" in first:
+            try:
+                server = f"{self.protocol}://{HostPort.parse(first)}"
+            except ValueError:
+                raise UsageError(
+                    f"bad server {first!r} in {self.protocol}://{path}",
+                    advice=f"write {self.protocol}://HOST:PORT/DATASET/path",
+                ) from None
+            if self._repository is not None and self._repository.rstrip("/") != server:
+                raise UsageError(
+                    f"{self.protocol}://{path} names another server than the option `repository`",
+                    advice="leave out one of them",
+                )
+            first, _, rest = rest.partition("/")
+        elif self.protocol != DieselFileSystem.protocol:
+            raise UsageError(
+                f"{self.protocol}://{path} names no server",
+                advice=f"write {self.protocol}://HOST:PORT/DATASET/path, or diesel://DATASET/path"
+                " with the server in the option `repository` or in DIESEL_URL",
+            )
+        if first:
+            try:
+                parse_versioned_name(first)
+            except UsageError as error:
+                raise FileNotFoundError(errno.ENOENT, str(error), path) from error
+        return _Address(server, first, rest)
+
+    def _dataset(self, address: _Address) -> Dataset:
+        """The open dataset of an address. Raises FileNotFoundError, and as `connect`."""
+        key = (self._token, address.server, address.dataset)
+        if (found := _open.get(key)) is not None:
+            return found
+        with _opening:
+            if (found := _open.get(key)) is None:
+                try:
+                    found = connect(
+                        address.dataset, address.server or self._repository, self._user, self._key,
+                        memory_bytes=self._memory_bytes, **self._task,
+                    )  # fmt: skip
+                except NotFoundError as error:
+                    raise FileNotFoundError(errno.ENOENT, str(error), address.dataset) from error
+                _open[key] = found
+        return found
+
+    def _find(self, path: str) -> _Entry:
+        """The entry that a path in a dataset names, with links followed.
+
+        Raises FileNotFoundError; moves on to a newer version before it does.
+        """
+        address = self._address(path)
+        if not address.dataset:
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+        dataset = self._dataset(address)
+        try:
+            encoded = os.fsencode(address.path)
+        except UnicodeEncodeError:
+            raise _absent(path) from None
+        view = dataset.snapshot
+        index = _follow(view, encoded)
+        if index < 0:
+            with suppress(FileNotFoundError, UsageError):  # no such path, or none that can be
+                dataset.stat(encoded)
+            view = dataset.snapshot
+            index = _follow(view, encoded)
+        if index < 0:
+            raise _absent(path)
+        return _Entry(dataset, view, index)
+
+    def _find_file(self, path: str) -> _Entry:
+        """As `_find`. Raises IsADirectoryError for a folder."""
+        entry = self._find(path)
+        if entry.view.stat(entry.number).kind != Kind.FILE:
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+        return entry
+
+    # Metadata
+
+    def info(self, path: str, **kwargs: object) -> dict[str, object]:
+        """Name, size in bytes, type, mode and mtime of an entry. Raises FileNotFoundError."""
+        path = self._text(path)
+        address = self._address(path)
+        if not address.dataset:
+            return _described(path, None, -1)
+        entry = self._find(path)
+        found = _described(path, entry.view, entry.number)
+        index = -1
+        with suppress(UnicodeEncodeError):
+            index = entry.view.lookup(os.fsencode(address.path))
+        return _as_link(found, entry.view, index) if index != entry.number else found
+
+    def ls(
+        self, path: str, detail: bool = True, **kwargs: object
+    ) -> list[dict[str, object]] | list[str]:
+        """The entries of a folder, by name; of a repository, its datasets. Raises
+        FileNotFoundError."""
+        path = self._text(path)
+        address = self._address(path)
+        if not address.dataset:
+            names = list_datasets(address.server or self._repository, self._user, self._key)
+            paths = [f"{path}/{name}" if path else name for name in names]
+            return [_described(each, None, -1) for each in paths] if detail else paths
+        _, view, folder = self._find(path)
+        if view.stat(folder).kind != Kind.FOLDER:
+            return [self.info(path)] if detail else [path]
+        children = view.children(folder)
+        paths = [f"{path}/{os.fsdecode(name)}" for name in view.names(children)]
+        if not detail:
+            return paths
+        return [_listed(each, view, i) for each, i in zip(paths, children, strict=True)]
+
+    def exists(self, path: str, **kwargs: object) -> bool:
+        """Whether there is an entry. (Unlike fsspec's own, it does not take a failure for no.)"""
+        try:
+            self.info(path)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def isfile(self, path: str) -> bool:
+        """Whether there is a file. (Unlike fsspec's own, it does not take a failure for no.)"""
+        return self.exists(path) and self.info(path)["type"] == "file"
+
+    def du(
+        self,
+        path: str,
+        total: bool = True,
+        maxdepth: int | None = None,
+        withdirs: bool = False,
+        **kwargs: object,
+    ) -> int | dict[str, int]:
+        """The bytes of the files below a path, or by path with `total=False`."""
+        found = self.find(path, maxdepth=maxdepth, withdirs=withdirs, detail=True)
+        if [*found.values()] == [{}]:  # what fsspec returns for a file
+            found = {each: self.info(each) for each in found}
+        sizes = {each: info["size"] for each, info in found.items()}
+        return sum(sizes.values()) if total else sizes
+
+    def modified(self, path: str) -> datetime:
+        """When a file was last changed."""
+        _, view, index = self._find(self._text(path))
+        return datetime.fromtimestamp(view.stat(index).mtime_ns / 1e9, UTC)
+
+    def ukey(self, path: str) -> str:
+        """A token that changes with the content of a file, found without reading it."""
+        _, view, index = self._find(self._text(path))
+        status = view.stat(index)
+        checksums = [extent.checksum for extent in view.extents(index)]
+        token: str = tokenize(view.identity.hex, path, status.size, status.mtime_ns, checksums)
+        return token
+
+    def checksum(self, path: str) -> int:
+        """`ukey` as a number."""
+        return int(self.ukey(path), 16)
+
+    def invalidate_cache(self, path: str | None = None) -> None:
+        """Move on to the current version of the dataset of a path; without one, of all datasets
+        that are open with the options of this file system."""
+        super().invalidate_cache(path)
+        address = None if path is None else self._address(self._text(path))
+        for (token, server, name), dataset in [*_open.items()]:
+            is_meant = address is None or (server, name) == address[:2]
+            if token == self._token and is_meant and not dataset.is_kept:
+                dataset.refresh()
+
+    def close(self) -> None:
+        """Release the datasets that are open with the options of this file system, also by other
+        threads. The next use opens them again."""
+        for key in [key for key in _open if key[0] == self._token]:
+            if (dataset := _open.pop(key, None)) is not None:
+                dataset.close()
+
+    # Contents
+
+    def cat_file(
+        self, path: str, start: int | None = None, end: int | None = None, **kwargs: object
+    ) -> bytes:
+        """The content of a file, or a part of it, by indices as those of a slice."""
+        entry = self._find_file(self._text(path))
+        if start is None and end is None:
+            return entry.dataset.get(entry.path)
+        content = entry.dataset.open(entry.path)
+        first, stop, _ = slice(start, end).indices(content.size)
+        return bytes(content.read_at(first, max(stop - first, 0)))
+
+    def cat(
+        self,
+        path: str | list[str],
+        recursive: bool = False,
+        on_error: str = "raise",
+        **kwargs: object,
+    ) -> bytes | dict[str, bytes | Exception]:
+        """The content of one file; of many paths, or what a pattern matches, the contents by path.
+
+        Their chunks are loaded ahead. With `recursive`, of all files below folders. `on_error` is
+        "raise", "omit" or "return".
+        """
+        paths: list[str] = self.expand_path(path, recursive=recursive)
+        if not isinstance(path, list) and paths == [self._strip_protocol(path)] and not recursive:
+            return self.cat_file(paths[0], **kwargs)  # type: ignore[arg-type]  # start and end
+        if kwargs:  # a part of each
+            found: dict[str, bytes | Exception] = super().cat(
+                path, recursive=recursive, on_error=on_error, **kwargs
+            )
+            return found
+        wanted = [each for each in paths if not (recursive and self.isdir(each))]
+        contents: dict[str, bytes | Exception] = {}
+        for each, content in zip(wanted, self._contents(wanted), strict=True):
+            if not isinstance(content, Exception):
+                contents[each] = content
+            elif on_error == "raise":
+                raise content
+            elif on_error == "return":
+                contents[each] = content
+        return contents
+
+    def cat_ranges(
+        self,
+        paths: list[str],
+        starts: int | Sequence[int | None] | None,
+        ends: int | Sequence[int | None] | None,
+        max_gap: int | None = None,
+        on_error: str = "return",
+        **kwargs: object,
+    ) -> list[bytes | Exception]:
+        """Parts of files, in the order of `paths`, each from `starts` to `ends`, which are indices
+        as those of a slice. (`max_gap` has no effect: the reader merges what lies together.)"""
+        firsts = [*starts] if isinstance(starts, Sequence) else [starts] * len(paths)
+        stops = [*ends] if isinstance(ends, Sequence) else [ends] * len(paths)
+        if not len(firsts) == len(stops) == len(paths):
+            raise ValueError(f"{len(paths)} paths, {len(firsts)} starts and {len(stops)} ends")
+        names = [self._text(each) for each in paths]
+        small = [name for name in dict.fromkeys(names) if self._is_small(name)]
+        whole = dict(zip(small, self._contents(small), strict=True))
+        parts: list[bytes | Exception] = []
+        for name, first, stop in zip(names, firsts, stops, strict=True):
+            content = whole.get(name)
+            try:
+                if content is None:
+                    parts.append(self.cat_file(name, first, stop))
+                elif isinstance(content, Exception):
+                    raise content
+                else:
+                    parts.append(content[first:stop])
+            except Exception as error:
+                if on_error == "raise":
+                    raise
+                parts.append(error)
+        return parts
+
+    def _is_small(self, path: str) -> bool:
+        """Whether a file is read whole where a part of it is wanted."""
+        try:
+            _, view, index = self._find_file(path)
+        except OSError:
+            return False
+        return view.size(index) <= WHOLE_BYTES_MAX
+
+    def _contents(self, paths: Iterable[str]) -> Iterator[bytes | Exception]:
+        """The contents of files, or the errors of those that could not be read, in order."""
+        found: list[_Entry | Exception] = []
+        for path in paths:
+            try:
+                found.append(self._find_file(path))
+            except (OSError, DieselError) as error:
+                found.append(error)
+        entries = [each for each in found if isinstance(each, _Entry)]
+        readers = {id(each.dataset): each.dataset for each in entries}
+        streams = {
+            number: _read_many(dataset, [each.path for each in entries if each.dataset is dataset])
+            for number, dataset in readers.items()
+        }
+        for each in found:
+            yield each if isinstance(each, Exception) else next(streams[id(each.dataset)])
+
+    def _open(self, path: str, mode: str = "rb", *arguments: object, **kwargs: object) -> object:
+        if mode != "rb":
+            self._refuse()
+        return DieselFile(self, path, mode, *arguments, **kwargs)
+
+    def content(self, path: str) -> EntryFile:
+        """The content of a file, in the version that is shown now. Raises as `open`."""
+        entry = self._find_file(path)
+        return entry.dataset.open(entry.path)
+
+    def _text(self, path: str) -> str:
+        text: str = self._strip_protocol(path)  # type: ignore[assignment]  # it is no list
+        return text
+
+    # Writing
+
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        """Raises OSError (EROFS)."""
+        raise OSError(
+            errno.EROFS,
+            f"{self.protocol}:// is read-only; write with `dlcmd put` or `diesel_fs.Dataset.put`",
+        )
+
+    mkdir = makedirs = rmdir = touch = pipe_file = put_file = cp_file = rm_file = _rm = rm = _refuse
+    put = copy = mv = start_transaction = _refuse
+
+
+class DieselTlsFileSystem(DieselFileSystem):
+    """Datasets of a server with TLS, by `diesel+tls://HOST:PORT/DATASET/path`."""
+
+    protocol = "diesel+tls"
+
+
+class DieselFile(AbstractBufferedFile):  # type: ignore[misc]  # fsspec ships no types
+    """A file that is open for reading. It stays with the version in which it was opened."""
+
+    DEFAULT_BLOCK_SIZE = BLOCK_BYTES
+
+    def __init__(
+        self, fs: DieselFileSystem, path: str, *arguments: object, **kwargs: object
+    ) -> None:
+        """The arguments are those of `fsspec.spec.AbstractBufferedFile`. The `size` that a pickle
+        names does not count, as the file may have another one now."""
+        self._content = fs.content(path)
+        super().__init__(fs, path, *arguments, **{**kwargs, "size": self._content.size})
+
+    def _fetch_range(self, start: int, end: int) -> bytes:
+        return bytes(self._content.read_at(start, end - start))
+
+    def readline(self, size: int | None = -1, /) -> bytes:
+        """The next line, or its first `size` bytes. (fsspec's own copies a block for each line.)"""
+        start = self.tell()
+        line: bytes = self.readuntil(b"\n", blocks=_LINE_BYTES)
+        if size is not None and 0 <= size < len(line):
+            self.seek(start + size)
+            return line[:size]
+        return line
+
+
+def _make(kind: type[DieselFileSystem], options: dict[str, object]) -> DieselFileSystem:
+    """Make the file system that a pickle refers to."""
+    return kind(**options)  # type: ignore[arg-type]  # they were checked when it was made first
+
+
+def _absent(path: str) -> FileNotFoundError:
+    return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+
+
+def _follow(view: Snapshot, path: bytes) -> int:
+    """The index of the entry at a path, with links followed as the kernel follows them; -1 if there
+    is none. A link that leads out of the dataset leads nowhere."""
+    index = view.lookup(path)
+    if index >= 0 and view.stat(index).kind != Kind.LINK:
+        return index
+    at, links, names = 0, 0, deque(path.split(b"/"))
+    while names:
+        name = names.popleft()
+        if name == b"..":
+            if at == 0:
+                return -1
+            at = view.parent(at)
+        elif name not in (b"", b"."):
+            child = view.child(at, name)
+            if child < 0:
+                return -1
+            if view.stat(child).kind == Kind.LINK:
+                links += 1
+                target = view.link(child)
+                if links > _LINKS_MAX or target.startswith(b"/"):
+                    return -1
+                names.extendleft(reversed(target.split(b"/")))
+            else:
+                at = child
+    return at
+
+
+_TYPES = {Kind.FILE: ("file", stat.S_IFREG), Kind.FOLDER: ("directory", stat.S_IFDIR)}
+
+
+def _described(path: str, view: Snapshot | None, index: int) -> dict[str, object]:
+    """What `info` returns for an entry that is no link; without a view, for a dataset as a folder
+    or the folder of all."""
+    if view is None:
+        return {"name": path, "size": 0, "type": "directory", "islink": False}
+    status = view.stat(index)
+    kind, bits = _TYPES[status.kind]
+    return {
+        "name": path,
+        "size": status.size if status.kind == Kind.FILE else 0,
+        "type": kind,
+        "mode": bits | status.mode,
+        "mtime": status.mtime_ns / 1e9,
+        "islink": False,
+    }
+
+
+def _listed(path: str, view: Snapshot, index: int) -> dict[str, object]:
+    """What `ls` returns for an entry of a folder."""
+    if view.stat(index).kind != Kind.LINK:
+        return _described(path, view, index)
+    target = _follow(view, view.path(index))
+    if target >= 0 and view.stat(target).kind == Kind.FILE:
+        return _as_link(_described(path, view, target), view, index)
+    other = {
+        "name": path, "size": 0, "type": "other", "mode": stat.S_IFLNK | 0o777,
+        "mtime": view.stat(index).mtime_ns / 1e9,
+    }  # fmt: skip
+    return _as_link(other, view, index)
+
+
+def _as_link(info: dict[str, object], view: Snapshot, index: int) -> dict[str, object]:
+    """What describes a link to the entry that `info` describes, if `index` is a link."""
+    if index >= 0 and view.stat(index).kind == Kind.LINK:
+        info |= {"islink": True, "destination": os.fsdecode(view.link(index))}
+    return info
+
+
+def _read_many(dataset: Dataset, paths: list[bytes]) -> Iterator[bytes | Exception]:
+    """The contents of files, with chunks loaded ahead until a file fails."""
+    done = 0
+    with suppress(DieselError):
+        for view in dataset.read_many(paths):
+            yield bytes(view)
+            done += 1
+    for path in paths[done:]:
+        try:
+            yield dataset.get(path)
+        except DieselError as error:
+            yield error

@@ -1,0 +1,619 @@
+"""Tests of `diesel://`: fsspec's own suite, and what users see of versions, links and errors."""
+
+import errno
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+
+import fsspec
+import pytest
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.tests.abstract import AbstractFixtures, AbstractGetTests
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diesel_fs.client.dataset import Dataset, connect, list_datasets
+from diesel_fs.errors import CorruptError, ObjectStoreError, UsageError
+from diesel_fs.ingest import FolderSource, PutOptions, put
+from diesel_fs.repository.local import LocalRepository
+from diesel_fs.torch.fsspec import DieselFileSystem
+from tests.server.certificates import Authority
+from tests.server.program import Server, new_repository
+from tests.trees import write
+
+LARGE = bytes(range(256)) * 40_000  # 10 MB: several extents
+FILES = {
+    "train/cat/1.jpg": b"cat one",
+    "train/cat/2.jpg": b"cat two",
+    "train/dog/1.jpg": b"dog",
+    "empty": b"",
+    "large": LARGE,
+    "lines": b"one\ntwo\r\n\nlast",
+}
+
+
+def put_folder(url: str, source: Path, dataset: str = "pets") -> None:
+    """Pack a folder into a dataset of the repository at `url`, with chunks of 1 MiB."""
+    with LocalRepository.open(url, create=True) as repository:
+        put(repository, dataset, FolderSource(source), options=PutOptions(chunk_bytes=1 << 20))
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_open() -> Iterator[None]:
+    yield
+    for kind in ("diesel", "diesel+tls"):
+        found = fsspec.get_filesystem_class(kind)
+        for fs in [*found._cache.values()]:
+            fs.close()
+        found.clear_instance_cache()
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A folder with files, links of all kinds, and a name that is not UTF-8."""
+    folder = write(tmp_path / "src", FILES)
+    (folder / "to_file").symlink_to("train/cat/1.jpg")
+    (folder / "train/to_folder").symlink_to("../train/cat")
+    (folder / "train/circle").symlink_to("..")
+    (folder / "itself").symlink_to("itself")
+    (folder / "broken").symlink_to("nowhere")
+    (folder / "outside").symlink_to("/etc/hostname")
+    (folder / "above").symlink_to("../../etc")
+    Path(os.fsdecode(os.fsencode(folder) + b"/\xff\xfe.txt")).write_bytes(b"not UTF-8")
+    return folder
+
+
+@pytest.fixture
+def url(tmp_path: Path, source: Path) -> str:
+    found = (tmp_path / "store").as_uri()
+    put_folder(found, source)
+    return found
+
+
+@pytest.fixture
+def fs(url: str) -> DieselFileSystem:
+    return fsspec.filesystem("diesel", repository=url)  # type: ignore[no-any-return]  # untyped
+
+
+Join = Callable[[str, str], str]
+Scenario = Callable[[LocalFileSystem, Join, str], object]
+Packed = Callable[[Scenario], str]
+
+
+class Writable(DieselFileSystem):
+    """With the two calls by which one test of fsspec's suite makes a file of its own."""
+
+    def mkdir(self, path: str) -> None:  # type: ignore[override]  # ours refuses
+        pass
+
+    def touch(self, path: str) -> None:  # type: ignore[override]  # ours refuses
+        with connect("pets", self.storage_options["repository"], create=True) as dataset:
+            dataset.put(b"", path.removeprefix("pets/"))
+
+
+class TestOfFsspec(AbstractFixtures, AbstractGetTests):  # type: ignore[misc]  # it has no types
+    """fsspec's own suite for `get`. Its others (copy, put, open, pipe) write.
+
+    The scenarios are made as on a local disk, and then packed.
+    """
+
+    @pytest.fixture
+    def fs(self, tmp_path: Path) -> DieselFileSystem:
+        return Writable(repository=(tmp_path / "s").as_uri())
+
+    @pytest.fixture
+    def fs_path(self) -> str:
+        return "pets/folder"
+
+    @pytest.fixture
+    def packed(self, tmp_path: Path) -> Packed:
+        """Makes a scenario and packs it; the path of its folder in the dataset."""
+
+        def pack(scenario: Scenario) -> str:
+            folder = tmp_path / "scenario"
+            scenario(LocalFileSystem(auto_mkdir=True), os.path.join, str(folder / "folder"))
+            put_folder((tmp_path / "s").as_uri(), folder)
+            return "pets/folder/source"
+
+        return pack
+
+    @pytest.fixture
+    def fs_bulk_operations_scenario_0(self, packed: Packed) -> str:
+        return packed(self._bulk_operations_scenario_0)
+
+    @pytest.fixture
+    def fs_glob_edge_cases_files(self, packed: Packed) -> str:
+        return packed(self._glob_edge_cases_files)
+
+    @pytest.fixture
+    def fs_dir_and_file_with_same_name_prefix(self, packed: Packed) -> str:
+        return packed(self._dir_and_file_with_same_name_prefix)
+
+    @pytest.fixture
+    def fs_10_files_with_hashed_names(self, packed: Packed) -> str:
+        return packed(self._10_files_with_hashed_names)
+
+
+# What is there
+
+
+def test_files_are_found_and_read(fs: DieselFileSystem, url: str) -> None:
+    for path, content in FILES.items():
+        assert fs.cat_file(f"pets/{path}") == content
+        assert fs.info(f"diesel://pets/{path}")["size"] == len(content)
+        with fsspec.open(f"diesel://pets/{path}", repository=url) as file:
+            assert file.read() == content
+    assert fs.ls("pets/train/cat", detail=False) == ["pets/train/cat/1.jpg", "pets/train/cat/2.jpg"]
+    assert fs.ls("pets/train/cat") == [fs.info(f"pets/train/cat/{i}.jpg") for i in (1, 2)]
+    assert fs.ls("pets/empty", detail=False) == ["pets/empty"]
+    assert fs.glob("diesel://pets/train/*/1.jpg") == [
+        "pets/train/cat/1.jpg",
+        "pets/train/dog/1.jpg",
+    ]
+    assert fs.find("pets/train/cat") == ["pets/train/cat/1.jpg", "pets/train/cat/2.jpg"]
+    assert fs.du("pets/train/cat") == 14
+    assert fs.du("pets/train/cat/1.jpg", total=False) == {"pets/train/cat/1.jpg": 7}
+    assert fs.isdir("pets/train/")
+    assert fs.isdir("pets//train")
+    assert fs.isfile("/pets/large")
+    assert not fs.isfile("pets/train")
+    assert fs.read_text("pets/lines", newline="") == FILES["lines"].decode()
+
+
+def test_the_root_lists_the_datasets(fs: DieselFileSystem, url: str, source: Path) -> None:
+    put_folder(url, source / "train", "more")
+    assert fs.ls("", detail=False) == ["more", "pets"] == list_datasets(url)
+    root = {"size": 0, "type": "directory", "islink": False}
+    assert fs.ls("diesel://") == [{"name": name, **root} for name in ("more", "pets")]
+    assert fs.isdir("")
+    assert fs.isdir("more")
+    assert fs.glob("*/cat/2.jpg") == ["more/cat/2.jpg"]
+    with pytest.raises(IsADirectoryError):
+        fs.open("")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("pets/none", "pets/train/cat/1.jpg/below", "other/x", "other", "-bad/x", "pets@17/x"),
+        *("pets@x/y", "pets/../pets/large", "pets/\0", f"pets/{'n' * 300}", "pets/\ud800"),
+    ],
+)
+def test_what_is_not_there_is_not_found(fs: DieselFileSystem, path: str) -> None:
+    assert not fs.exists(path)
+    assert not fs.isfile(path)
+    assert not fs.isdir(path)
+    for read in (fs.info, fs.open, fs.cat_file, fs.ls, fs.ukey, fs.modified):
+        with pytest.raises(FileNotFoundError):
+            read(path)
+
+
+def test_a_folder_is_not_read(fs: DieselFileSystem) -> None:
+    for read in (fs.open, fs.cat_file, lambda path: fs.cat([path])):
+        with pytest.raises(IsADirectoryError):
+            read("pets/train")
+
+
+def test_times_and_tokens_follow_the_content(fs: DieselFileSystem, url: str, source: Path) -> None:
+    status = os.stat(source / "large")
+    assert fs.info("pets/large")["mtime"] == status.st_mtime_ns / 1e9
+    assert fs.info("pets/large")["mode"] == status.st_mode
+    assert fs.modified("pets/large").timestamp() == pytest.approx(status.st_mtime)
+    before, other = fs.ukey("pets/lines"), fs.checksum("pets/large")
+    with connect("pets", url) as dataset:  # the same size and time
+        mtime_ns = dataset.stat("lines").mtime_ns
+        dataset.put(FILES["lines"][::-1], "lines", mtime_ns=mtime_ns)
+    fs.invalidate_cache()
+    assert fs.ukey("pets/lines") != before
+    assert fs.checksum("pets/large") == other
+
+
+def test_links_are_followed_inside_the_dataset(fs: DieselFileSystem) -> None:
+    assert fs.cat_file("pets/to_file") == b"cat one"
+    assert fs.cat_file("pets/train/to_folder/2.jpg") == b"cat two"
+    assert fs.cat_file("pets/train/circle/train/circle/lines") == FILES["lines"]
+    info = fs.info("pets/to_file")
+    assert (info["type"], info["size"], info["islink"]) == ("file", 7, True)
+    assert info["destination"] == "train/cat/1.jpg"
+    assert fs.isdir("pets/train/to_folder")
+    assert fs.ls("pets/train/to_folder", detail=False)[0] == "pets/train/to_folder/1.jpg"
+    types = {each["name"]: each["type"] for each in [*fs.ls("pets"), *fs.ls("pets/train")]}
+    assert types["pets/to_file"] == "file"
+    others = {name for name, kind in types.items() if kind == "other"}
+    dead = {"pets/itself", "pets/broken", "pets/outside", "pets/above"}
+    assert others == dead | {"pets/train/to_folder", "pets/train/circle"}
+    assert "pets/train/circle" in fs.find("pets")  # ends, and does not run in circles
+    for path in dead:
+        assert not fs.exists(path)
+        with pytest.raises(FileNotFoundError):
+            fs.open(path)
+
+
+def test_names_that_are_not_utf8(fs: DieselFileSystem) -> None:
+    [path] = fs.glob("pets/*.txt")
+    assert path == "pets/\udcff\udcfe.txt"
+    assert fs.cat_file(path) == b"not UTF-8"
+    with fs.open(path) as file:
+        assert file.read() == b"not UTF-8"
+
+
+# Reading parts and many
+
+_SLICES = st.none() | st.integers(-len(LARGE) - 9, len(LARGE) + 9) | st.integers(-20, 20)
+
+
+@pytest.fixture(scope="module")
+def constant(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that no test changes, with a repository in `store` that has it packed."""
+    folder = write(tmp_path_factory.mktemp("constant") / "src", FILES)
+    put_folder((folder.parent / "store").as_uri(), folder)
+    return folder
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_parts_are_those_of_a_slice(constant: Path, data: st.DataObject) -> None:
+    fs = fsspec.filesystem("diesel", repository=(constant.parent / "store").as_uri())
+    names = data.draw(st.lists(st.sampled_from([*FILES]), max_size=4))
+    starts = [data.draw(_SLICES) for _ in names]
+    ends = [data.draw(_SLICES) for _ in names]
+    expected = [FILES[name][i:j] for name, i, j in zip(names, starts, ends, strict=True)]
+    paths = [f"pets/{name}" for name in names]
+    assert fs.cat_ranges(paths, starts, ends) == expected
+    for path, start, end, part in zip(paths, starts, ends, expected, strict=True):
+        assert fs.cat_file(path, start, end) == part
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_an_open_file_reads_as_any_other(constant: Path, data: st.DataObject) -> None:
+    """Model test: random seeks and reads, against Python's own files."""
+    fs = fsspec.filesystem("diesel", repository=(constant.parent / "store").as_uri())
+    name = data.draw(st.sampled_from(["large", "lines", "empty"]))
+    cache_type = data.draw(st.sampled_from(["readahead", "none", "bytes", "background", "all"]))
+    block_size = data.draw(st.sampled_from([None, 1000, 1 << 20]))
+    with (
+        fs.open(f"pets/{name}", cache_type=cache_type, block_size=block_size) as file,
+        (constant / name).open("rb") as model,
+    ):
+        for _ in range(data.draw(st.integers(1, 8))):
+            whence = data.draw(st.sampled_from([os.SEEK_SET, os.SEEK_END]))
+            size = file.size
+            offset = data.draw(st.integers(0, size)) - (size if whence == os.SEEK_END else 0)
+            assert file.seek(offset, whence) == model.seek(offset, whence)
+            count = data.draw(st.integers(-1, 3000) | st.just(2 << 20))
+            match data.draw(st.sampled_from(["read", "readinto", "readline"])):
+                case "read":
+                    assert file.read(count) == model.read(count)
+                case "readinto":
+                    room, other = bytearray(max(count, 0)), bytearray(max(count, 0))
+                    assert file.readinto(room) == model.readinto(other)
+                    assert room == other
+                case "readline":
+                    assert file.readline(count) == model.readline(count)
+            assert file.tell() == model.tell()
+
+
+def test_lines(fs: DieselFileSystem, source: Path) -> None:
+    with fs.open("pets/lines") as file:
+        assert [*file] == [b"one\n", b"two\r\n", b"\n", b"last"]
+    with fs.open("pets/lines", "rt") as file:
+        assert file.readlines() == ["one\n", "two\n", "\n", "last"]
+
+
+def test_many_files_at_once(fs: DieselFileSystem, url: str, source: Path) -> None:
+    put_folder(url, source / "train", "more")
+    paths = ["pets/large", "more/cat/1.jpg", "pets/lines", "pets/to_file", "more/dog/1.jpg"]
+    expected = {
+        "pets/large": LARGE,
+        "more/cat/1.jpg": b"cat one",
+        "pets/lines": FILES["lines"],
+        "pets/to_file": b"cat one",
+        "more/dog/1.jpg": b"dog",
+    }
+    assert fs.cat(paths) == expected
+    assert fs.cat("pets/lines") == FILES["lines"]
+    assert fs.cat(["pets/lines"]) == {"pets/lines": FILES["lines"]}
+    assert fs.cat("pets/train/*/1.jpg") == {
+        "pets/train/cat/1.jpg": b"cat one",
+        "pets/train/dog/1.jpg": b"dog",
+    }
+    assert fs.cat("more", recursive=True, on_error="omit") == {
+        f"more/{path[6:]}": content for path, content in FILES.items() if path.startswith("train/")
+    }
+    assert fs.cat(paths, start=1, end=3) == {each: expected[each][1:3] for each in paths}
+    with pytest.raises(FileNotFoundError):
+        fs.cat([*paths, "pets/none"])
+    assert fs.cat([*paths, "pets/none"], on_error="omit") == expected
+    found = fs.cat([*paths, "pets/none"], on_error="return")
+    assert isinstance(found, dict)
+    assert isinstance(found["pets/none"], FileNotFoundError)
+    [good, bad] = fs.cat_ranges(["pets/lines", "pets/none"], 0, 3)
+    assert good == b"one"
+    assert isinstance(bad, FileNotFoundError)
+    with pytest.raises(FileNotFoundError):
+        fs.cat_ranges(["pets/none"], 0, 3, on_error="raise")
+
+
+def test_each_chunk_is_loaded_once_for_many_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`cat` of all files, in an order that jumps between chunks, reads each chunk once."""
+    files = {f"{i:03}": os.urandom(30_000) for i in range(200)}
+    url = (tmp_path / "s").as_uri()
+    put_folder(url, write(tmp_path / "many", files))
+    fs = fsspec.filesystem("diesel", repository=url)
+    paths = [f"pets/{i * 77 % 200:03}" for i in range(200)]
+    reads = _count_reads(monkeypatch)
+    assert fs.cat(paths) == {f"pets/{name}": content for name, content in files.items()}
+    with connect("pets", url) as dataset:
+        assert 0 < len(reads) <= dataset.snapshot.chunk_count
+
+
+def _count_reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the chunks that are read from the folder from now on."""
+    from diesel_fs.storage.objects.folder import FolderStore  # noqa: PLC0415
+
+    whole, reads = FolderStore.read_into, []
+
+    def counted(store: FolderStore, name: str, *arguments: object, **kwargs: object) -> object:
+        reads.append(name)
+        return whole(store, name, *arguments, **kwargs)  # type: ignore[arg-type]  # as it came
+
+    monkeypatch.setattr(FolderStore, "read_into", counted)
+    return reads
+
+
+def test_a_damaged_file_fails_alone(fs: DieselFileSystem, url: str, tmp_path: Path) -> None:
+    for chunk in (tmp_path / "store").rglob("*"):
+        if chunk.is_file() and b"cat one" in (content := chunk.read_bytes()):
+            chunk.chmod(0o600)
+            chunk.write_bytes(content.replace(b"cat one", b"cat 0ne"))
+    paths = ["pets/lines", "pets/train/cat/1.jpg", "pets/train/cat/2.jpg"]
+    found = fs.cat(paths, on_error="return")
+    assert isinstance(found, dict)
+    assert isinstance(found[paths[1]], CorruptError)
+    assert (found[paths[0]], found[paths[2]]) == (FILES["lines"], b"cat two")
+    with pytest.raises(CorruptError):
+        fs.cat_file(paths[1])
+
+
+# Versions
+
+
+def test_versions(fs: DieselFileSystem, url: str) -> None:
+    with connect("pets", url) as dataset:
+        dataset.purge(keep=3)
+        first = dataset.version
+        with fs.open("pets/lines", cache_type="none") as file:
+            assert file.read(2) == b"on"
+            dataset.put(b"quite another text", "lines")
+            dataset.put(b"new", "aaa")  # all indices move
+            dataset.flush()
+            assert fs.cat_file("pets/lines") == FILES["lines"]
+            assert fs.cat_file("pets/aaa") == b"new"  # only the newer version has it
+            assert fs.cat_file("pets/lines") == b"quite another text"
+            assert file.read() == FILES["lines"][2:]
+        dataset.put(b"third", "lines")
+        dataset.flush()
+    assert fs.cat_file("pets/lines") == b"quite another text"
+    fs.invalidate_cache("pets/lines")
+    assert fs.cat_file("pets/lines") == b"third"
+    assert fs.cat_file(f"pets@{first}/lines") == FILES["lines"]
+    fs.invalidate_cache()
+    assert fs.cat_file(f"diesel://pets@{first}/lines") == FILES["lines"]
+    assert not fs.exists(f"pets@{first}/aaa")
+    assert fs.ls(f"pets@{first}/train/dog", detail=False) == [f"pets@{first}/train/dog/1.jpg"]
+
+
+# Writing
+
+WRITES: dict[str, Callable[[DieselFileSystem], object]] = {
+    "open": lambda fs: fs.open("pets/new", "wb"),
+    "open text": lambda fs: fs.open("pets/new", "w"),
+    "append": lambda fs: fs.open("pets/lines", "ab"),
+    "exclusive": lambda fs: fs.open("pets/new", "xb"),
+    "pipe": lambda fs: fs.pipe("pets/new", b"x"),
+    "write_text": lambda fs: fs.write_text("pets/new", "x"),
+    "write_bytes": lambda fs: fs.write_bytes("pets/new", b"x"),
+    "put": lambda fs: fs.put(__file__, "pets/new"),
+    "put_file": lambda fs: fs.put_file(__file__, "pets/new"),
+    "mkdir": lambda fs: fs.mkdir("pets/new"),
+    "makedirs": lambda fs: fs.makedirs("pets/new", exist_ok=True),
+    "mkdirs": lambda fs: fs.mkdirs("pets/new"),
+    "rmdir": lambda fs: fs.rmdir("pets/train"),
+    "touch": lambda fs: fs.touch("pets/new"),
+    "copy": lambda fs: fs.copy("pets/lines", "pets/new"),
+    "cp_file": lambda fs: fs.cp_file("pets/lines", "pets/new"),
+    "mv": lambda fs: fs.mv("pets/lines", "pets/new"),
+    "rename": lambda fs: fs.rename("pets/lines", "pets/new"),
+    "rm": lambda fs: fs.rm("pets/lines"),
+    "rm_file": lambda fs: fs.rm_file("pets/lines"),
+    "delete": lambda fs: fs.delete("pets/train", recursive=True),
+    "transaction": lambda fs: fs.start_transaction(),
+}
+
+
+@pytest.mark.parametrize("way", WRITES)
+def test_writing_is_refused(fs: DieselFileSystem, way: str) -> None:
+    before = fs.find("pets")
+    with pytest.raises(OSError, match="read-only; write with `dlcmd put`") as error:
+        WRITES[way](fs)
+    assert error.value.errno == errno.EROFS
+    fs.invalidate_cache()
+    assert fs.find("pets") == before
+
+
+# Which repository
+
+
+def test_the_repository_is_found_as_by_connect(
+    url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("DIESEL_URL", url)
+    with fsspec.open("diesel://pets/lines") as file:
+        assert file.read() == FILES["lines"]
+    other = fsspec.filesystem("diesel", repository=(tmp_path / "none").as_uri())
+    with pytest.raises(ObjectStoreError):
+        other.cat_file("pets/lines")
+    with pytest.raises(ObjectStoreError):  # and it is not taken for absence
+        other.exists("pets/lines")
+
+
+def test_servers_in_options_and_in_paths(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = (tmp_path / "served").as_uri()
+    account = new_repository(store)["root"]
+    put_folder(store, source)
+    options = {"user": account.user, "key": account.key_text}
+    with Server(tmp_path / "run", "--store", store) as server:
+        host_port = server.url.removeprefix("diesel://")
+        fs = fsspec.filesystem("diesel", repository=server.url, **options)
+        assert fs.cat_file("pets/lines") == FILES["lines"]
+        assert fs.cat_file(f"{server.url}/pets/lines") == FILES["lines"]
+
+        monkeypatch.setenv("DIESEL_URL", "file:///nowhere")
+        with fsspec.open(f"{server.url}/pets/train/dog/1.jpg", **options) as file:
+            assert file.read() == b"dog"
+            assert file.full_name == f"{server.url}/pets/train/dog/1.jpg"
+        fs = fsspec.filesystem("diesel", **options)
+        assert fs.ls(server.url, detail=False) == [f"{host_port}/pets"]
+        assert fs.find(f"{server.url}/pets/train/dog") == [f"{host_port}/pets/train/dog/1.jpg"]
+        [found] = fs.glob(f"{server.url}/pets/train/d*/*")
+        assert fs.cat_file(fs.unstrip_protocol(found)) == b"dog"
+        with pytest.raises(UsageError, match="another server"):
+            fsspec.filesystem("diesel", repository="diesel://h:1", **options).info(
+                f"{server.url}/pets"
+            )
+        fs.close()
+
+
+def test_a_server_with_tls(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = (tmp_path / "served").as_uri()
+    account = new_repository(store)["root"]
+    put_folder(store, source)
+    authority = Authority(tmp_path / "authority")
+    files = authority.issue()
+    monkeypatch.setenv("SSL_CERT_FILE", str(authority.path))
+    arguments = ("--tls-cert", files.certificate, "--tls-key", files.key)
+    with Server(tmp_path / "run", "--store", store, *arguments) as server:
+        options = {"user": account.user, "key": account.key_text}
+        address = f"diesel+tls://localhost:{server.port}"
+        with fsspec.open(f"{address}/pets/lines", **options) as file:
+            assert file.read() == FILES["lines"]
+            assert file.full_name == f"{address}/pets/lines"
+        fs = fsspec.filesystem("diesel", repository=address, **options)
+        assert fs.cat_file("pets/lines") == FILES["lines"]
+        fs.close()
+
+
+@pytest.mark.parametrize(
+    ("protocol", "path"),
+    [("diesel", "h:x/pets/a"), ("diesel", ":1/pets"), ("diesel+tls", "pets/a"), ("diesel+tls", "")],
+)
+def test_a_bad_server_is_refused(protocol: str, path: str) -> None:
+    with pytest.raises(UsageError, match="HOST:PORT/DATASET/path"):
+        fsspec.filesystem(protocol).info(path)
+
+
+def test_unknown_options_are_refused(url: str) -> None:
+    with pytest.raises(UsageError, match=r"no option 'url'; known: .*repository"):
+        fsspec.filesystem("diesel", url=url)
+    with pytest.raises(UsageError, match="task"):
+        fsspec.filesystem("diesel", repository=url, world=2).info("pets")
+    assert fsspec.filesystem("diesel", repository=url, use_listings_cache=False).exists("pets")
+
+
+# Processes and threads
+
+
+def test_threads_share_what_is_open(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = []
+
+    def counted(name: str, *arguments: str, memory_bytes: int | None) -> Dataset:
+        opened.append(name)
+        return connect(name, *arguments, memory_bytes=memory_bytes)
+
+    monkeypatch.setattr("diesel_fs.torch.fsspec.connect", counted)
+    failed = []
+
+    def read() -> None:
+        with fsspec.open("diesel://pets/lines", repository=url) as file:
+            if file.read() != FILES["lines"]:
+                failed.append(1)
+
+    threads = [threading.Thread(target=read) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    assert len(opened) == 1
+
+
+def _read_in_child(fs: DieselFileSystem, url: str) -> tuple[bytes, bytes]:
+    with fsspec.open("diesel://pets/train/dog/1.jpg", repository=url) as file:
+        return fs.cat_file("pets/lines"), file.read()
+
+
+@pytest.mark.parametrize("way", ["fork", "spawn"])
+def test_other_processes_read_too(fs: DieselFileSystem, url: str, way: str) -> None:
+    assert fs.exists("pets/lines")
+    with multiprocessing.get_context(way).Pool(2) as pool:
+        found = pool.starmap(_read_in_child, [(fs, url)] * 4)
+    assert found == [(FILES["lines"], b"dog")] * 4
+    assert fs.cat_file("pets/large") == LARGE
+
+
+def test_a_pickle_opens_the_same_and_holds_no_secret(
+    fs: DieselFileSystem, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    again = ForkingPickler.loads(ForkingPickler.dumps(fs))
+    assert again.cat_file("pets/lines") == FILES["lines"]
+    with fs.open("pets/lines") as file:
+        file.seek(4)
+        with ForkingPickler.loads(ForkingPickler.dumps(file)) as other:
+            assert other.read() == FILES["lines"][4:]
+
+    secret = fsspec.filesystem("diesel", repository="diesel://h:1", user="me", key="dk_secret")
+    with pytest.raises(UsageError, match="set DIESEL_KEY"):
+        ForkingPickler.dumps(secret)
+    monkeypatch.setenv("DIESEL_KEY", "dk_secret")
+    assert b"dk_secret" not in bytes(ForkingPickler.dumps(secret))
+    with_password = "file:///x?meta=redis://:password@h"  # noqa: S105  # of nobody
+    secret = fsspec.filesystem("diesel", repository=with_password)
+    with pytest.raises(UsageError, match="set DIESEL_URL"):
+        ForkingPickler.dumps(secret)
+    monkeypatch.setenv("DIESEL_URL", with_password)
+    assert b"password" not in bytes(ForkingPickler.dumps(secret))
+
+
+def test_a_closed_file_system_opens_again(fs: DieselFileSystem) -> None:
+    assert fs.cat_file("pets/lines") == FILES["lines"]
+    fs.close()
+    fs.close()
+    assert fs.cat_file("pets/lines") == FILES["lines"]
+
+
+def test_torch_is_not_imported_and_a_missing_fsspec_is_named(url: str) -> None:
+    code = """if True:
+        import sys, fsspec
+        with fsspec.open("diesel://pets/empty", repository=sys.argv[1]) as file:
+            assert file.read() == b""
+        assert "torch" not in sys.modules
+    """
+    subprocess.run([sys.executable, "-c", code, url], check=True)
+    code = """if True:
+        import sys
+        sys.modules["fsspec"] = None
+        import diesel_fs.torch.fsspec
+    """
+    command = [sys.executable, "-c", code]
+    failed = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert "pip install 'diesel-fs[fsspec]'" in failed.stderr
