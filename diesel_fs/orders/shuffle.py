@@ -87,7 +87,7 @@ class ChunkedFiles:
     @classmethod
     def of(cls, snapshot: Snapshot, entries: Indices) -> "ChunkedFiles":
         """The files with these indices. Raises CorruptError."""
-        chunks = snapshot.chunk_of(entries)
+        chunks = np.maximum(snapshot.chunk_of(entries), 0)  # of what is no file: the first
         if len(chunks) and int(chunks.max()) >= snapshot.chunk_count:
             raise CorruptError(
                 f"damaged snapshot of {snapshot.dataset}: a file in an unknown chunk"
@@ -185,9 +185,7 @@ def _files(snapshot: Snapshot, below: int) -> Indices:
     return files
 
 
-def _groups(
-    files: ChunkedFiles, seed: int, epoch: int, group_size: int
-) -> npt.NDArray[np.uint64]:
+def _groups(files: ChunkedFiles, seed: int, epoch: int, group_size: int) -> npt.NDArray[np.uint64]:
     """The group of each file, by its chunk."""
     all_words = files.chunk_ids.view(">u8").astype(np.uint64).reshape(-1, 2)
     used = np.flatnonzero(np.bincount(files.chunks, minlength=len(all_words)))
