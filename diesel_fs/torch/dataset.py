@@ -14,6 +14,7 @@ import numpy as np
 from torch.utils.data import Dataset as TorchDataset
 
 from ..client.dataset import connect
+from ..errors import NoSuchPath
 from ..format.snapshot.reader import Indices, Snapshot
 from ..peers.options import TaskKwargs
 from .folder import IMG_EXTENSIONS, LazyRows, find_samples
@@ -142,15 +143,14 @@ class DieselDataset(TorchDataset[tuple[object, object]]):  # type: ignore[misc] 
         """A sample and its target, transformed. Raises IndexError, and as `diesel_fs.Dataset.get`
         of the file."""
         at = range(len(self))[index]
-        self._follow(at)
+        self._about_to_read([at])
         return self._made(at, self._dataset.get(int(self._samples.entries[at])))
 
     def __getitems__(self, indices: list[int]) -> list[tuple[object, object]]:
         """As `__getitem__` of each, read at once. `DataLoader` calls this for a batch."""
         everything = range(len(self))
         wanted = [everything[index] for index in indices]
-        if wanted:
-            self._follow(wanted[0])
+        self._about_to_read(wanted)
         contents = self._dataset.read_many(self.entries(wanted))
         return [self._made(at, content) for at, content in zip(wanted, contents, strict=True)]
 
@@ -191,17 +191,20 @@ class DieselDataset(TorchDataset[tuple[object, object]]):  # type: ignore[misc] 
             target = self.target_transform(target)  # type: ignore[arg-type]  # likewise
         return sample, target
 
-    def _follow(self, first: int) -> None:
-        """Load chunks in the order that this process has announced, once it reads the first sample
-        of it. A worker reads only some of the samples of an order, so it follows none, and drops
-        the one that its parent followed."""
+    def _about_to_read(self, samples: list[int]) -> None:
+        """Check that they can be read, and load chunks in the order that this process has
+        announced, once it reads the first sample of it. A worker reads only some of the samples of
+        an order, so it follows none, and drops the one that its parent followed."""
+        for at in self._samples.broken.intersection(samples):
+            [(path, _)] = self._rows(range(at, at + 1))
+            raise NoSuchPath(f"{path!r} in {self._dataset.name!r} is a link to no file of it")
         process = os.getpid()
         if self._follower not in (0, process):
             nothing = np.empty(0, np.int64)
             self._dataset.follow(nothing, nothing)
             self._follower = 0
         announced = self._order
-        if announced is None or announced[0] != process or announced[1][0] != first:
+        if announced is None or announced[0] != process or announced[1][0] not in samples[:1]:
             return
         self._order, self._follower = None, process
         self._dataset.follow(self.entries(announced[1]), announced[2])

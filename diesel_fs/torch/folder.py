@@ -37,6 +37,8 @@ class FolderSamples:
     classes: list[str]
     entries: npt.NDArray[np.int32]
     """The entry of each sample in the snapshot: a file, or a link that leads nowhere."""
+    broken: frozenset[int]
+    """The samples that are links that lead nowhere."""
     class_ends: Indices
     """Where the samples of each class end."""
     linked: dict[int, str] = field(default_factory=dict)
@@ -126,7 +128,9 @@ def find_samples(
             message += f" Supported extensions are: {named}"
         raise NoSuchPath(message)
     entries = np.concatenate([*walk.parts, np.empty(0, np.int32)])
-    return FolderSamples([name for name, _ in classes], entries, np.array(ends), walk.linked)
+    broken = frozenset(np.flatnonzero(snapshot.chunk_of(entries) < 0).tolist())
+    names = [name for name, _ in classes]
+    return FolderSamples(names, entries, broken, np.array(ends), walk.linked)
 
 
 class _Walk:

@@ -17,6 +17,7 @@ torch's iterator; of these, only `_get_iterator` and `_reset` are used here, as 
 import os
 import statistics
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import suppress
@@ -135,7 +136,9 @@ class AutoDataLoader(DataLoader[_Batch], Generic[_Batch]):  # type: ignore[misc]
         return found
 
     def _get_iterator(self) -> "_AutoIterator[_Batch]":
-        return _AutoIterator(self)
+        made = _AutoIterator(self)
+        self._progress = made.progress
+        return made
 
 
 @dataclass(slots=True)
@@ -147,29 +150,38 @@ class _Progress:
 
 
 class _AutoIterator(Iterator[_Batch]):
-    """One iteration over an `AutoDataLoader`; with persistent workers, all of them."""
+    """One iteration over an `AutoDataLoader`; with persistent workers, all of them.
+
+    It does not keep the loader, which keeps it where workers persist. In a circle, both would be
+    freed by the garbage collector, which may run in a forked worker, and there end the workers.
+    """
 
     def __init__(self, loader: AutoDataLoader[_Batch]) -> None:
-        self._loader = loader
+        self._loader = weakref.ref(loader)
+        self._index_sampler: Iterable[object] = loader._index_sampler
+        self._controller = loader._controller
+        self._tune_every = loader._tune_every
+        self._setting = _Setting.of(loader)
+        self._workers: int = loader.num_workers
         self._made = 0  # segments
         # What follows has the order of the stock iterator, for samplers that draw when they are
         # asked for an iterator: it asks once before it draws the seed of its workers, and where it
         # has workers, once again.
-        unused = self._sampled()
+        unused = iter(self._index_sampler)
         generator = loader.generator
         state = torch.get_rng_state() if generator is None else generator.get_state()
         self._first_generator = torch.Generator()  # for the first segment, which draws as we do:
         self._first_generator.set_state(state)
         self._base_seed = int(torch.empty((), dtype=torch.int64).random_(generator=generator))
         self._segments: deque[_Segment] = deque()
-        self._start(self._sampled() if loader.num_workers else unused)
+        self._start(iter(self._index_sampler) if self._workers else unused)
         self._segments.append(self._segment())
 
     def __iter__(self) -> "_AutoIterator[_Batch]":
         return self
 
     def __len__(self) -> int:
-        return len(self._loader)
+        return len(cast("Sized", self._index_sampler))
 
     def __next__(self) -> _Batch:
         self._window.requested(time.monotonic())
@@ -187,49 +199,49 @@ class _AutoIterator(Iterator[_Batch]):
                 raise
             break
         samples, sample_bytes = self._pass_over(segment)
-        self._progress.received = self._passed
+        self.progress.received = self._passed
         self._window.add(segment.workers, samples, sample_bytes, _Report(*report))
-        if len(self._segments) == 1 and self._window.batches >= self._loader._tune_every:
+        if len(self._segments) == 1 and self._window.batches >= self._tune_every:
             self._tune()
         self._window.left(time.monotonic())
         return cast("_Batch", batch)
 
     def _reset(self, loader: AutoDataLoader[_Batch]) -> None:
         """Begin another epoch with the same workers. `DataLoader` calls it if they persist."""
-        self._start(self._sampled())
+        self._start(iter(self._index_sampler))
+        loader._progress = self.progress
         while len(self._segments) > 1:
             self._segments.popleft()
         self._segments[0].begin(self._source)
-
-    def _sampled(self) -> Iterator[object]:
-        loader = self._loader
-        return iter(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
 
     def _start(self, sampled: Iterator[object]) -> None:
         self._source = _Source(sampled)
         self._passed = 0  # samples of the batches that the loop got, or that failed
         self._window = _Window()
-        self._progress = self._loader._progress = _Progress()
+        self.progress = _Progress()
 
     def _segment(self) -> "_Segment":
         generator = self._first_generator
         if self._made:  # workers with the seeds of earlier ones would repeat their random numbers
             generator = torch.Generator().manual_seed((self._base_seed + self._made) % 2**63)
         self._made += 1
-        return _Segment(self._loader, self._source, generator)
+        return _Segment(self._setting, self._workers, self._source, generator)
 
     def _tune(self) -> None:
         """Change the number of workers if the controller says so."""
-        loader = self._loader
-        measured = self._window.measured(loader.prefetch_factor or 2)
+        measured = self._window.measured(self._setting.prefetch)
         self._window = _Window()
         if measured is None:
             return
-        wanted = loader._controller.decide(measured)
-        if wanted != loader.num_workers and not self._source.is_over:
-            self._segments[0].close()
+        wanted = self._controller.decide(measured)
+        if wanted == self._workers or self._source.is_over:
+            return
+        self._segments[0].close()
+        self._workers = wanted
+        loader = self._loader()
+        if loader is not None:
             loader.num_workers = wanted
-            self._segments.append(self._segment())
+        self._segments.append(self._segment())
 
     def _pass_over(self, segment: "_Segment") -> tuple[int, float]:
         """Go behind a batch of a segment; return how many samples it has, and their stored size."""
@@ -254,35 +266,53 @@ class _Source:
             raise
 
 
+@dataclass(frozen=True, slots=True)
+class _Setting:
+    """The arguments of the loader, for those of its segments."""
+
+    dataset: object
+    has_batches: bool
+    """Whether the sampler gives batches of indices, and not single ones."""
+    prefetch: int
+    always: dict[str, object]
+    with_workers: dict[str, object]
+
+    @classmethod
+    def of(cls, loader: AutoDataLoader[_Batch]) -> "_Setting":
+        always = {
+            "collate_fn": _TimedCollate(loader.collate_fn),
+            "pin_memory": loader.pin_memory,
+            "worker_init_fn": loader.worker_init_fn,
+        }
+        with_workers = {
+            "timeout": loader.timeout,
+            "multiprocessing_context": loader.multiprocessing_context,
+            "prefetch_factor": loader.prefetch_factor,
+            "persistent_workers": loader.persistent_workers,
+        }
+        prefetch = loader.prefetch_factor or 2
+        has_batches = loader.batch_sampler is not None
+        return cls(loader.dataset, has_batches, prefetch, always, with_workers)
+
+
 class _Segment:
     """Workers, and the batches that they prepare."""
 
     def __init__(
-        self, loader: AutoDataLoader[object], source: _Source, generator: torch.Generator
+        self, setting: _Setting, workers: int, source: _Source, generator: torch.Generator
     ) -> None:
-        self.workers = loader.num_workers
+        self.workers = workers
         self.sizes: deque[tuple[int, float]] = deque()
         """Of the batches in hand: how many samples, and their mean stored size."""
-        self._hand_over = _HandOver(source, self.sizes, loader.dataset, self.workers)
-        options: dict[str, object] = {
-            "num_workers": self.workers,
-            "collate_fn": _TimedCollate(loader.collate_fn),
-            "pin_memory": loader.pin_memory,
-            "worker_init_fn": loader.worker_init_fn,
-            "generator": generator,
-        }
-        if self.workers:
-            options |= {
-                "timeout": loader.timeout,
-                "multiprocessing_context": loader.multiprocessing_context,
-                "prefetch_factor": loader.prefetch_factor or 2,
-                "persistent_workers": loader.persistent_workers,
-            }
-        if loader.batch_sampler is None:
-            options |= {"batch_size": None, "sampler": self._hand_over}
-        else:
+        self._hand_over = _HandOver(source, self.sizes, setting.dataset, workers)
+        options = {**setting.always, "num_workers": workers, "generator": generator}
+        if workers:
+            options |= setting.with_workers
+        if setting.has_batches:
             options["batch_sampler"] = self._hand_over
-        self._inner: DataLoader[object] = DataLoader(loader.dataset, **options)
+        else:
+            options |= {"batch_size": None, "sampler": self._hand_over}
+        self._inner: DataLoader[object] = DataLoader(setting.dataset, **options)
         # Not `iter(...)`: what watches the loaders of this process sees the outer one alone.
         self.batches: Iterator[tuple[object, tuple[float, ...]]] = self._inner._get_iterator()
 

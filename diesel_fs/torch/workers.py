@@ -6,8 +6,8 @@ processor's cores and by memory. That rule takes the time to fetch a batch for i
 number of workers, which it is not: workers share cores and bandwidth. So the time comes from a
 model as in Lobster (ICPP 2022), section 4.1: for each size of samples, a piece-wise linear function
 of the number of workers gives the time for one sample; for a size without measurements, the model
-of the nearest size is used. Where no number of workers suffices, the smallest is taken that reaches
-the highest rate.
+of the nearest size is used. Where no number of workers suffices, the smallest is taken that
+nearly reaches the highest rate.
 
 What was measured at a number of workers moves the whole function of that size up or down, since
 what changes with time (a cache gets warm) changes at all numbers of workers. Pure: no clock and no
@@ -25,6 +25,9 @@ and a loader that is just fast enough waits at each slow batch."""
 SHRINK_HEADROOM = 0.25
 """A smaller number must have more room than a number that is kept, else the number would go up and
 down with the noise of the measurements."""
+
+NEARLY = 0.95
+"""The part of a rate that counts as the whole."""
 
 SMOOTHING = 0.5
 """The share of the newest measurement; the rest is what was known."""
@@ -71,15 +74,26 @@ class FetchModel:
     def learn(self, sample_bytes: float, workers: int, sample_s: float) -> None:
         """A measurement."""
         curve = self._curves.setdefault(_size_class(sample_bytes), {})
-        known = curve.get(workers)
-        if known is None:
-            curve[workers] = sample_s
-            return
-        learned = SMOOTHING * sample_s + (1 - SMOOTHING) * known
-        ratio = learned / known if known else 1.0
+        fewer = max((each for each in curve if each < workers), default=None)
+        more = min((each for each in curve if each > workers), default=None)
+        level = 1.0
+        if workers in curve:
+            known = curve[workers]
+            sample_s = SMOOTHING * sample_s + (1 - SMOOTHING) * known
+            level = sample_s / known if known else 1.0
+        # More workers never make a sample cheaper: what contradicts that has changed with time.
+        elif fewer is not None and sample_s < curve[fewer]:
+            level = sample_s / curve[fewer]
+        elif more is not None and sample_s > curve[more] > 0:
+            level = sample_s / curve[more]
         for each in curve:
-            curve[each] *= ratio
-        curve[workers] = learned
+            curve[each] *= level
+        curve[workers] = sample_s
+
+    def measured_below(self, sample_bytes: float, workers: int) -> int:
+        """The greatest number below this one that was measured for this size; 0 for none."""
+        curve = self._curves.get(_size_class(sample_bytes), {})
+        return max((each for each in curve if each < workers), default=0)
 
     def predict(self, sample_bytes: float, workers: int) -> float:
         """The time at a number of workers: interpolated; below the measured numbers constant, above
@@ -121,14 +135,27 @@ class WorkerController:
             headroom = SHRINK_HEADROOM if workers < current else HEADROOM
             if rates[workers] * measured.request_s * (1 - headroom) >= 1:
                 return workers
+        return self._fastest(measured, rates)
+
+    def _fastest(self, measured: Measured, rates: dict[int, float]) -> int:
+        """The smallest number that has nearly the highest rate, where none suffices.
+
+        Between two measured numbers the model is a line, which says little where the workers
+        disturb each other: there, a number in the middle is tried.
+        """
         best = max(rates.values())
-        return next(workers for workers, rate in rates.items() if rate >= best)
+        found = next(each for each, rate in rates.items() if rate >= NEARLY * best)
+        below = self.model.measured_below(measured.sample_bytes, found)
+        if found != measured.workers or below < 1 or found - below < 2:
+            return found
+        is_disturbed = rates[found] / rates[below] < NEARLY * found / below
+        return (found + below) // 2 if is_disturbed else found
 
     def _most(self, measured: Measured) -> int:
         """The greatest number within the limits (algorithm 2, lines 2 to 6)."""
         most = max(self.limits.workers_max, 1)
-        if measured.worker_bytes > 0:
-            most = min(most, int(self.limits.memory_bytes / measured.worker_bytes))
+        if most * measured.worker_bytes > self.limits.memory_bytes:
+            most = int(self.limits.memory_bytes / measured.worker_bytes)
         return max(most, 1)
 
 

@@ -1,4 +1,4 @@
-"""Makes a repository with one dataset of small chunks, for tests of what reads it without a mount."""
+"""Makes a repository with one dataset of small chunks, for tests that need no mount."""
 
 from pathlib import Path
 

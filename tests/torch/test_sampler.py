@@ -275,9 +275,7 @@ def test_a_state_of_other_samples_is_refused_with_both_named(
             ChunkShuffleSampler(ConcatDataset([newer, pets]))
 
 
-def test_rank_and_world_are_those_of_torch_distributed(
-    pets: DieselDataset, tmp_path: Path
-) -> None:
+def test_rank_and_world_are_those_of_torch_distributed(pets: DieselDataset, tmp_path: Path) -> None:
     assert (ChunkShuffleSampler(pets).rank, ChunkShuffleSampler(pets).world) == (0, 1)
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1
@@ -306,9 +304,7 @@ def test_a_dataset_on_a_mount_has_the_same_order(dlcmd: Dlcmd, tmp_path: Path) -
     dlcmd("mount", "pets", tmp_path / "mnt")
     try:
         paths = sorted(
-            os.path.join(top, name)
-            for top, _, names in os.walk(tmp_path / "mnt")
-            for name in names
+            os.path.join(top, name) for top, _, names in os.walk(tmp_path / "mnt") for name in names
         )
         mounted = OnDisk([(path, 0) for path in paths])
         url = dlcmd.store.as_uri()
