@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Generic, NamedTuple, Never, TypeVar, cast
 
 import numpy as np
 import torch
@@ -72,7 +72,7 @@ class AutoDataLoader(DataLoader[_Batch], Generic[_Batch]):  # type: ignore[misc]
         sampler: "Sampler[int] | Iterable[int] | None" = None,
         batch_sampler: "Sampler[list[int]] | Iterable[list[int]] | None" = None,
         num_workers: int = 1,
-        collate_fn: Callable[[list[object]], object] | None = None,
+        collate_fn: Callable[[Never], object] | None = None,
         *arguments: object,
         workers_max: int | None = None,
         memory_bytes: int | None = None,

@@ -136,9 +136,9 @@ def test_a_folder_of_the_dataset_and_other_files(folder: Path, url: str) -> None
     def chosen(path: str) -> bool:
         return path.endswith("1.png")
 
-    options = {"is_valid_file": chosen, "allow_empty": True}
-    with DieselDataset("pets/", url=url, **options) as dataset:
-        assert dataset.samples == relative(ImageFolder(folder, **options))
+    expected = ImageFolder(folder, is_valid_file=chosen, allow_empty=True)
+    with DieselDataset("pets/", is_valid_file=chosen, allow_empty=True, url=url) as dataset:
+        assert dataset.samples == relative(expected)
 
 
 ERRORS = {

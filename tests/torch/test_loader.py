@@ -85,6 +85,10 @@ def batches(loader: "DataLoader[object]", epochs: int = 2) -> tuple[list[Batches
     return given_, (random.random(), torch.rand(2).tolist())
 
 
+def auto(dataset: object, **named: object) -> AutoDataLoader[list[torch.Tensor]]:
+    return AutoDataLoader(dataset, **named)  # type: ignore[arg-type]  # all by their names
+
+
 def indices(given_: list[Batches]) -> list[list[list[int]]]:
     return [[index for index, _ in epoch] for epoch in given_]
 
@@ -121,9 +125,7 @@ def test_it_is_a_stock_loader_while_the_number_stays(kind: str, persistent: bool
         "multiprocessing_context": "fork",
     }
     expected = batches(DataLoader(Numbers(), **options(kind), **workers))
-    ours = AutoDataLoader(
-        Numbers(), **options(kind), **workers, controller=Script([]), tune_every=2
-    )
+    ours = auto(Numbers(), **options(kind), **workers, controller=Script([]), tune_every=2)
     assert batches(ours) == expected
     assert len(ours) == len(expected[0][0])
 
@@ -144,7 +146,7 @@ def test_the_sequence_is_that_of_a_stock_loader_for_any_schedule(
         named |= {"multiprocessing_context": "fork", "persistent_workers": persistent}
     expected, states = batches(DataLoader(Numbers(), **options(kind), **named))
     script = Script(schedule)
-    ours = AutoDataLoader(Numbers(), **options(kind), **named, controller=script, tune_every=every)
+    ours = auto(Numbers(), **options(kind), **named, controller=script, tune_every=every)
     found, our_states = batches(ours)
     assert indices(found)[0] == indices(expected)[0]
     if start and 0 not in schedule:  # else the dataset draws from this process's generators
@@ -156,7 +158,7 @@ def test_the_sequence_is_that_of_a_stock_loader_for_any_schedule(
 
 def test_spawned_workers_change_too() -> None:
     script = Script([1])
-    loader = AutoDataLoader(
+    loader = auto(
         TensorDataset(torch.arange(SAMPLES)), batch_size=10, num_workers=2, controller=script,
         multiprocessing_context="spawn", tune_every=3, persistent_workers=True,
     )  # fmt: skip
@@ -169,7 +171,7 @@ def test_spawned_workers_change_too() -> None:
 
 def test_the_processes_change_with_the_number() -> None:
     script = Script([3, 1])
-    loader = AutoDataLoader(
+    loader = auto(
         Numbers(), batch_size=4, num_workers=1, multiprocessing_context="fork", controller=script,
         tune_every=3,
     )  # fmt: skip
@@ -185,20 +187,21 @@ def test_the_processes_change_with_the_number() -> None:
 
 def test_a_failing_sample_is_raised_and_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAIL_AT_77", "1")
-    loader = AutoDataLoader(
+    loader = auto(
         Numbers(), batch_size=10, num_workers=1, multiprocessing_context="fork",
         controller=Script([2, 1]), tune_every=2,
     )  # fmt: skip
-    found, left = [], iter(loader)
+    found: list[list[int]] = []
+    left = iter(loader)
     while True:
         try:
             found.append(next(left)[0].tolist())
         except LookupError:
-            found.append(["failed"])
+            found.append([-1])
         except StopIteration:
             break
     whole = [list(range(at, min(at + 10, SAMPLES))) for at in range(0, SAMPLES, 10)]
-    assert found == [["failed"] if 77 in each else each for each in whole]
+    assert found == [[-1] if 77 in each else each for each in whole]
 
 
 class Slow:
@@ -215,7 +218,7 @@ class Slow:
 def test_a_loop_that_waits_gets_more_workers() -> None:
     """The whole path with our own controller: workers that wait for a store do not need a core
     each."""
-    loader = AutoDataLoader(
+    loader = auto(
         Slow(), batch_size=2, num_workers=1, multiprocessing_context="fork", tune_every=5,
         workers_max=4,
     )  # fmt: skip
@@ -230,13 +233,13 @@ class Stream(IterableDataset[int]):  # type: ignore[misc]  # mypy skips torch
 
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(UsageError, match="IterableDataset"):
-        AutoDataLoader(Stream())
+        auto(Stream())
     with pytest.raises(UsageError, match="order"):
-        AutoDataLoader(Numbers(), in_order=False)
+        auto(Numbers(), in_order=False)
     for name in ("workers_max", "tune_every", "memory_bytes"):
         with pytest.raises(UsageError, match=name):
-            AutoDataLoader(Numbers(), **{name: 0})
-    loader = AutoDataLoader(Numbers(), shuffle=True)
+            auto(Numbers(), **{name: 0})
+    loader = auto(Numbers(), shuffle=True)
     for call in (loader.state_dict, lambda: loader.load_state_dict({})):
         with pytest.raises(UsageError, match="ChunkShuffleSampler"):
             call()
@@ -259,10 +262,10 @@ def first_bytes(rows: list[tuple[bytes, int]]) -> list[int]:
 def test_it_counts_what_the_loop_has_received(pets: DieselDataset, workers: int) -> None:
     pets.loader = bytes
 
-    def loader() -> AutoDataLoader[list[int]]:
+    def loader() -> AutoDataLoader[list[torch.Tensor]]:
         context = {"multiprocessing_context": "fork"} if workers else {}
         sampler = ChunkShuffleSampler(pets, group_size=2)
-        return AutoDataLoader(
+        return auto(
             pets, batch_size=4, sampler=sampler, num_workers=workers, collate_fn=first_bytes,
             controller=Script([2, 1, 2, 1] if workers else []), tune_every=2, **context,
         )  # fmt: skip
@@ -271,7 +274,7 @@ def test_it_counts_what_the_loop_has_received(pets: DieselDataset, workers: int)
     assert sorted(each for batch in expected for each in batch) == list(range(50))
     for stop in (0, 1, 5, len(expected)):
         first = loader()
-        found = []
+        found: list[object] = []
         for batch in first if stop else ():
             found.append(batch)
             if len(found) == stop:
@@ -293,7 +296,7 @@ def test_a_loader_that_is_dropped_ends_its_workers_at_once() -> None:
     gc.disable()
     try:
         for persistent in (False, True):
-            loader = AutoDataLoader(
+            loader = auto(
                 Numbers(), batch_size=4, num_workers=1, multiprocessing_context="fork",
                 persistent_workers=persistent, controller=Script([2, 1]), tune_every=2,
             )  # fmt: skip

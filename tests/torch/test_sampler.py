@@ -237,7 +237,7 @@ def test_numbers_that_cannot_be_are_refused(pets: DieselDataset) -> None:
         sampler.state_dict(received=-1)
     for bad in ({"rank": 1}, {"world": 0}, {"seed": -1}, {"group_size": 0}):
         with pytest.raises(UsageError):
-            ChunkShuffleSampler(pets, **bad)
+            ChunkShuffleSampler(pets, **bad)  # type: ignore[arg-type]  # by name
     good = sampler.state_dict(received=2)
     for name, value in (
         ("position", 30), ("position", "2"), ("world", 0), ("deals", 3), ("deals", [[1]]),
