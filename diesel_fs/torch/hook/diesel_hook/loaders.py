@@ -26,6 +26,7 @@ from .link import Link
 from .prediction import Order, predict
 
 _MODULE = "torch.utils.data.dataloader"
+_NEEDS_NO_MOUNT = "diesel_fs.torch.dataset"  # what is defined there reads from no mount
 _PROGRESS_S = 0.1  # between two messages about the position
 _MORE_S = 0.02  # between two messages about what a sampler has given that could not be foreseen
 
@@ -60,7 +61,7 @@ class Watch:
         dataset, number, inner = loader.dataset, None, type(loader.sampler).__name__
         if inner != "_InfiniteConstantSampler":  # that of datasets that choose for themselves
             number = self.datasets.number_of(dataset)
-        if number is None:
+        if number is None and type(dataset).__module__ != _NEEDS_NO_MOUNT:
             self.link.note(f"the files of {type(dataset).__name__} are not known: no plan for it")
         numbers = self._loaders.get(loader)
         if numbers is None:
