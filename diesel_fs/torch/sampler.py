@@ -70,10 +70,8 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
         check_number("rank", rank, 0, world - 1)
         check_number("seed", seed)
         check_number("group size", group_size, 1)
-        self.rank = rank
-        self.world = world
-        self.seed = seed
-        self.group_size = group_size
+        self.rank, self.world = int(rank), int(world)  # a state holds Python's numbers, not numpy's
+        self.seed, self.group_size = int(seed), int(group_size)
         self.drop_last = drop_last
         self.epoch = 0
         self._files: SampleFiles = sample_files(dataset)
@@ -90,7 +88,7 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
             self._next = None
         if epoch != self.epoch:
             self._last = None
-        self.epoch = epoch
+        self.epoch = int(epoch)
 
     def __len__(self) -> int:
         """How many samples the next iteration gives; while one goes on, that one."""
@@ -134,7 +132,7 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
                 " this iteration",
                 advice="count what the loop has received since its iteration began",
             )
-        return self._state(last.start, min(received, last.length))
+        return self._state(last.start, min(int(received), last.length))
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Go on from a state: the next iteration gives the rest of its epoch.

@@ -4,6 +4,7 @@ import copy
 import io
 import os
 import random
+import subprocess
 import sys
 from collections.abc import Iterator
 from multiprocessing.reduction import ForkingPickler
@@ -18,9 +19,11 @@ from torch.utils.data import DataLoader
 
 import deploy.torchvision_operators  # noqa: F401  (torchvision may not import without it)
 import diesel_fs
+import diesel_fs.torch
 from diesel_fs.errors import NoSuchPath, NotFoundError, UsageError
 from diesel_fs.torch import ChunkShuffleSampler, DieselDataset
 from diesel_fs.torch.folder import resolved
+from tests.cli.conftest import program_environment
 from tests.trees import write
 
 from .stores import packed
@@ -282,3 +285,34 @@ def test_in_chunk_wise_order_each_chunk_is_read_once(tmp_path: Path) -> None:
         )  # fmt: skip
         assert sum(len(batch) for batch in loader) == 90
         assert dataset._dataset._reader.stats()["chunk_fetches"] == chunks
+
+
+IMPORTS = """
+import sys
+import diesel_fs.torch
+assert "torch" not in sys.modules and callable(diesel_fs.torch.join)
+assert {"DieselDataset", "join"} <= set(dir(diesel_fs.torch))
+sys.modules["torch"] = None  # as where it is not installed
+try:
+    from diesel_fs.torch import DieselDataset
+except ImportError as error:
+    print(error)
+"""
+
+
+def test_without_torch_the_package_can_be_imported() -> None:
+    said = subprocess.run(
+        [sys.executable, "-c", IMPORTS], env=program_environment(), text=True, check=True,
+        stdout=subprocess.PIPE,
+    ).stdout  # fmt: skip
+    assert said == "diesel_fs.torch.DieselDataset needs PyTorch: install torch\n"
+    with pytest.raises(AttributeError, match="no attribute"):
+        _ = diesel_fs.torch.Absent
+
+
+def test_without_pil_the_error_says_what_to_do(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "PIL.Image", None)
+    with pytest.raises(ImportError, match="loader=bytes"):
+        DieselDataset("pets", url=url)
+    with DieselDataset("pets", loader=bytes, url=url) as dataset:
+        assert isinstance(dataset[0][0], bytes)
