@@ -109,13 +109,8 @@ class DieselDataset(TorchDataset[tuple[object, object]]):  # type: ignore[misc] 
     @property
     def targets(self) -> Sequence[int]:
         """The class of each sample, as its index in `classes`."""
-        ends = self._samples.class_ends
-
-        def rows(wanted: range) -> list[int]:
-            found: list[int] = np.searchsorted(ends, np.array(wanted), side="right").tolist()
-            return found
-
-        return LazyRows(len(self), rows)
+        target = self._samples.target
+        return LazyRows(len(self), lambda wanted: list(map(target, wanted)))
 
     @property
     def snapshot(self) -> Snapshot:

@@ -10,6 +10,7 @@ snapshot when they are asked for.
 """
 
 import os
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar, overload
@@ -19,7 +20,7 @@ import numpy.typing as npt
 
 from ..errors import NoSuchPath, UsageError
 from ..format.entries import AnySlice, Kind
-from ..format.snapshot.reader import ROOT_INDEX, Indices, Snapshot
+from ..format.snapshot.reader import ROOT_INDEX, Snapshot
 
 IMG_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 """The names that torchvision takes for images, in any case."""
@@ -39,7 +40,7 @@ class FolderSamples:
     """The entry of each sample in the snapshot: a file, or a link that leads nowhere."""
     broken: frozenset[int]
     """The samples that are links that lead nowhere."""
-    class_ends: Indices
+    class_ends: list[int]
     """Where the samples of each class end."""
     linked: dict[int, str] = field(default_factory=dict)
     """The paths of the samples that were reached through links. The others have the path of their
@@ -47,7 +48,7 @@ class FolderSamples:
 
     def target(self, sample: int) -> int:
         """The class of a sample."""
-        return int(np.searchsorted(self.class_ends, sample, side="right"))
+        return bisect_right(self.class_ends, sample)
 
 
 class LazyRows(Sequence[_Row]):
@@ -114,7 +115,8 @@ def find_samples(
     classes = sorted(walk.folders(top))
     if not classes:
         raise NoSuchPath(f"Couldn't find any class folder in {place}.")
-    ends, empty = [], []
+    ends: list[int] = []
+    empty: list[str] = []
     for name, folder in classes:
         before = walk.count
         walk.add_class(os.path.join(os.fsdecode(root), name), folder)
@@ -130,7 +132,7 @@ def find_samples(
     entries = np.concatenate([*walk.parts, np.empty(0, np.int32)])
     broken = frozenset(np.flatnonzero(snapshot.chunk_of(entries) < 0).tolist())
     names = [name for name, _ in classes]
-    return FolderSamples(names, entries, broken, np.array(ends), walk.linked)
+    return FolderSamples(names, entries, broken, ends, walk.linked)
 
 
 class _Walk:
