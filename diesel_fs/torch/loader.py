@@ -20,12 +20,9 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Generic, NamedTuple, Never, TypeVar, cast
+from typing import TYPE_CHECKING, Generic, Never, TypeVar, cast
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -33,6 +30,7 @@ from ..errors import UsageError
 from ..system.available_memory import default_memory_bytes
 from .dataset import DieselDataset
 from .sampler import ChunkShuffleSampler
+from .timing import OnItsWay, Report, TimedCollate, arrived
 from .workers import Controller, Limits, Measured, WorkerController
 
 if TYPE_CHECKING:
@@ -45,11 +43,8 @@ _PAUSE_FACTOR = 10
 """A time between two requests that is this many times the median is no part of the loop: it is a
 validation or a checkpoint."""
 
-_MEMORY_EVERY = 25  # batches between two looks at a worker's memory: each takes about 1 ms
 
 _Batch = TypeVar("_Batch", covariant=True)
-
-_began_s = 0.0  # in a worker: when it took the indices of the batch that it prepares
 
 
 class AutoDataLoader(DataLoader[_Batch], Generic[_Batch]):  # type: ignore[misc]  # mypy skips torch
@@ -200,7 +195,7 @@ class _AutoIterator(Iterator[_Batch]):
             break
         samples, sample_bytes = self._pass_over(segment)
         self.progress.received = self._passed
-        self._window.add(segment.workers, samples, sample_bytes, _Report(*report))
+        self._window.add(segment.workers, samples, sample_bytes, Report(*report))
         if len(self._segments) == 1 and self._window.batches >= self._tune_every:
             self._tune()
         self._window.left(time.monotonic())
@@ -280,7 +275,7 @@ class _Setting:
     @classmethod
     def of(cls, loader: AutoDataLoader[_Batch]) -> "_Setting":
         always = {
-            "collate_fn": _TimedCollate(loader.collate_fn),
+            "collate_fn": TimedCollate(loader.collate_fn),
             "pin_memory": loader.pin_memory,
             "worker_init_fn": loader.worker_init_fn,
         }
@@ -355,75 +350,7 @@ class _HandOver:
             wanted = indices if isinstance(indices, Sized) else [indices]
             sample_bytes = self._dataset.mean_bytes(cast("list[int]", wanted))
         self._sizes.append((count, sample_bytes))
-        return _OnItsWay(indices) if self._has_workers else _arrived(indices)
-
-
-class _OnItsWay:
-    """The indices of a batch, for a worker. When the worker takes them, the time is noted there."""
-
-    def __init__(self, indices: object) -> None:
-        self._indices = indices
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return _arrived, (self._indices,)
-
-
-def _arrived(indices: object) -> object:
-    """The indices of a batch, which this process is about to prepare."""
-    global _began_s  # noqa: PLW0603  (one batch at a time in a worker; torch loads it by name)
-    _began_s = time.perf_counter()
-    return indices
-
-
-class _Report(NamedTuple):
-    """What the preparation of a batch took."""
-
-    fetch_s: float
-    batch_bytes: float
-    process_bytes: float
-    is_first: float
-    """1 for the first batch of a worker, which also loads modules and opens files."""
-
-
-class _TimedCollate:
-    """Collates a batch, and adds the report on its preparation."""
-
-    def __init__(self, inner: Callable[[object], object]) -> None:
-        self._inner = inner
-        self._batches = 0
-        self._process_bytes = 0.0
-
-    def __call__(self, data: object) -> tuple[object, tuple[float, ...]]:
-        batch = self._inner(data)
-        fetch_s = time.perf_counter() - _began_s
-        if self._batches % _MEMORY_EVERY == 1:
-            self._process_bytes = _own_bytes()
-        self._batches += 1
-        is_first = float(self._batches == 1)
-        return batch, (fetch_s, _held_bytes(batch), self._process_bytes, is_first)
-
-
-def _own_bytes() -> float:
-    """The memory that only this process has: without what it shares with its parent."""
-    total = 0
-    with suppress(OSError, ValueError, IndexError):
-        for line in Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines():
-            if line.startswith(("Private_Clean:", "Private_Dirty:")):
-                total += int(line.split()[1]) * 1024
-    return float(total)
-
-
-def _held_bytes(batch: object) -> float:
-    """The bytes of the tensors, arrays and contents in a batch."""
-    if isinstance(batch, torch.Tensor | np.ndarray):
-        return float(batch.nbytes)
-    if isinstance(batch, bytes | bytearray | memoryview):
-        return float(len(batch))
-    if isinstance(batch, Mapping):
-        return sum(map(_held_bytes, batch.values()))
-    if isinstance(batch, list | tuple):
-        return sum(map(_held_bytes, batch))
-    return 0.0
+        return OnItsWay(indices) if self._has_workers else arrived(indices)
 
 
 class _Window:
@@ -436,7 +363,7 @@ class _Window:
 
     def _clear(self) -> None:
         self.batches = 0
-        self._reports: list[_Report] = []
+        self._reports: list[Report] = []
         self._samples: list[int] = []
         self._sample_bytes: list[float] = []
         self._request_s: list[float] = []
@@ -450,7 +377,7 @@ class _Window:
         """The loop gets a batch."""
         self._left_s = now_s
 
-    def add(self, workers: int, samples: int, sample_bytes: float, report: _Report) -> None:
+    def add(self, workers: int, samples: int, sample_bytes: float, report: Report) -> None:
         """A batch of a segment with so many workers."""
         if workers != self._workers:  # of workers that are gone: it says nothing about these
             self._clear()
