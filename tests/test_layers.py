@@ -29,7 +29,7 @@ PURE = (
     *"peers.wire mounts.plans.control_wire".split(),
     *"mounts.sessions.protocol mounts.prefetch.planner mounts.prefetch.stream_tracker".split(),
     *"mounts.prefetch.resident_set mounts.prefetch.miss_fill mounts.prefetch.units".split(),
-    *"mounts.prefetch.decisions".split(),
+    *"mounts.prefetch.decisions torch.workers".split(),
 )
 PURE_IMPORTS = frozenset(
     "__future__ abc array base64 binascii bisect collections contextlib dataclasses enum errno"

@@ -317,10 +317,19 @@ class Dataset:
             self._view, seed, epoch, group_size=group_size, rank=rank, world=world,
             drop_last=drop_last, below=top,
         )  # fmt: skip
-        can_grow = self._options.memory_bytes is None
-        self._reader.prefetch_order(order.indices, order.ends, grow=can_grow)
+        self.follow(order.indices, order.ends)
         self._order = _Order(seed, epoch, group_size, rank, world, drop_last, below)
         return order.indices
+
+    def follow(self, order: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> None:
+        """Load chunks for `get` and `read_many` in this order of indices, as after `shuffle`.
+
+        Its groups end at the positions `ends`. Raises UsageError where the chunks of one group do
+        not fit `memory_bytes`.
+        """
+        self._check_open()
+        self._reader.prefetch_order(order, ends, grow=self._options.memory_bytes is None)
+        self._order = None
 
     def stat(self, path: EntryKey) -> Stat:
         """Return kind, mode, size and mtime of an entry (DL_stat). Raises NoSuchPath."""

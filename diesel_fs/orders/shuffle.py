@@ -13,12 +13,9 @@ of its first one, an empty file to the chunk that has its entry; so each file is
 group. Chunks without any of the wanted files do not count. **Full shuffle** is the same with one
 group of all chunks.
 
-**Parts**: `world` ranks get parts of equal length. Where the number of files is no multiple of
-that, the list is made longer by files from its start, or shorter at its end, exactly as torch's
-`DistributedSampler(drop_last=...)` does it. But that sampler gives a rank every `world`-th file;
-the parts here are contiguous. So a chunk is read by one rank, unless the cut goes through its
-group; where there are fewer groups than ranks, each rank gets a piece of one. Every file is equally
-likely in each part.
+**Parts** (`parts.py`): `world` ranks get contiguous parts of equal length. So a chunk is read by
+one rank, unless the cut goes through its group; where there are fewer groups than ranks, each rank
+gets a piece of one. Every file is equally likely in each part.
 
 **The generator** is SplitMix64 (Steele, Lea, Flood, OOPSLA 2014) used as a counter. All arithmetic
 is modulo 2^64:
@@ -44,6 +41,7 @@ import numpy.typing as npt
 from ..errors import CorruptError, UsageError
 from ..format.entries import Kind
 from ..format.snapshot.reader import ROOT_INDEX, Indices, Snapshot
+from .parts import part_length, part_positions
 
 GROUP_SIZE_DEFAULT = 100
 """Chunks in a group: 400 MiB of chunks of 4 MiB. The paper finds no gain in accuracy beyond
@@ -72,6 +70,40 @@ class GroupedOrder:
 
     indices: Indices
     ends: Indices
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkedFiles:
+    """Files, and their chunks: all that a chunk-wise order depends on. It can be pickled."""
+
+    entries: Indices
+    chunks: Indices
+    """The chunk of each file, as a number in `chunk_ids`."""
+    chunk_ids: npt.NDArray[np.uint8]
+
+    @classmethod
+    def of(cls, snapshot: Snapshot, entries: Indices) -> "ChunkedFiles":
+        """The files with these indices. Raises CorruptError."""
+        chunks = np.maximum(snapshot.chunk_of(entries), 0)  # of what is no file: the first
+        if len(chunks) and int(chunks.max()) >= snapshot.chunk_count:
+            raise CorruptError(
+                f"damaged snapshot of {snapshot.dataset}: a file in an unknown chunk"
+            )
+        return cls(entries, chunks, snapshot.columns.chunk_id)
+
+    def shuffled(self, seed: int, epoch: int, group_size: int) -> tuple[Indices, Indices]:
+        """All files in chunk-wise order, as positions in `entries`; and the group of each.
+
+        Raises UsageError for numbers out of range.
+        """
+        check_number("seed", seed)
+        check_number("epoch", epoch)
+        check_number("group size", group_size, 1)
+        if not len(self.entries):
+            return np.empty(0, np.int64), np.empty(0, np.int64)
+        group = _groups(self, seed, epoch, group_size)
+        sequence = np.argsort(_file_keys(self.entries, group, seed, epoch), kind="stable")
+        return sequence, group[sequence].astype(np.int64)
 
 
 class OrderSelection(TypedDict, total=False):
@@ -121,25 +153,18 @@ def chunk_order(
     `below` is the index of a folder: only files in and below it are wanted. Raises UsageError for
     numbers out of range.
     """
-    _check("seed", seed)
-    _check("epoch", epoch)
-    _check("group size", group_size, 1)
-    _check("world", world, 1)
-    _check("rank", rank, 0, world - 1)
-    files = _files(snapshot, below)
-    per_rank = len(files) // world if drop_last else -(-len(files) // world)
-    _check("position", position, 0, per_rank)
-    if not len(files):
-        return GroupedOrder(files, np.empty(0, np.int64))
-    group = _groups(snapshot, snapshot.chunk_of(files), seed, epoch, group_size)
-    sequence = np.argsort(_file_keys(files, group, seed, epoch), kind="stable")
-    # Torch appends the start of the list, as positions beyond its end.
-    part = np.arange(rank * per_rank + position, (rank + 1) * per_rank) % len(files)
-    chosen = sequence[part]
-    return GroupedOrder(files[chosen], _ends(group[chosen]))
+    check_number("world", world, 1)
+    check_number("rank", rank, 0, world - 1)
+    entries = _files(snapshot, below)
+    check_number("position", position, 0, part_length(len(entries), world, drop_last=drop_last))
+    files = ChunkedFiles.of(snapshot, entries)
+    sequence, group = files.shuffled(seed, epoch, group_size)
+    part = part_positions(len(entries), rank, world, drop_last=drop_last)[position:]
+    return GroupedOrder(entries[sequence[part]], group_ends(group[part]))
 
 
-def _check(what: str, value: int, lowest: int = 0, highest: int = SEED_MAX) -> None:
+def check_number(what: str, value: int, lowest: int = 0, highest: int = SEED_MAX) -> None:
+    """Raises UsageError for a number that is not whole, or out of range."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise UsageError(f"bad {what} {value!r}: it is a whole number")
     if not lowest <= value <= highest:
@@ -149,7 +174,7 @@ def _check(what: str, value: int, lowest: int = 0, highest: int = SEED_MAX) -> N
 
 def _files(snapshot: Snapshot, below: int) -> Indices:
     """The files in and below a folder, ascending."""
-    _check("folder", below, 0, len(snapshot) - 1)
+    check_number("folder", below, 0, len(snapshot) - 1)
     if below == ROOT_INDEX:
         return snapshot.files()
     entries = snapshot.walk(int(below))
@@ -157,21 +182,18 @@ def _files(snapshot: Snapshot, below: int) -> Indices:
     return files
 
 
-def _groups(
-    snapshot: Snapshot, chunks: Indices, seed: int, epoch: int, group_size: int
-) -> npt.NDArray[np.uint64]:
+def _groups(files: ChunkedFiles, seed: int, epoch: int, group_size: int) -> npt.NDArray[np.uint64]:
     """The group of each file, by its chunk."""
-    if int(chunks.max()) >= snapshot.chunk_count:
-        raise CorruptError(f"damaged snapshot of {snapshot.dataset}: a file in an unknown chunk")
-    used = np.flatnonzero(np.bincount(chunks, minlength=snapshot.chunk_count))
-    words = snapshot.columns.chunk_id.view(">u8").astype(np.uint64).reshape(-1, 2)[used]
+    all_words = files.chunk_ids.view(">u8").astype(np.uint64).reshape(-1, 2)
+    used = np.flatnonzero(np.bincount(files.chunks, minlength=len(all_words)))
+    words = all_words[used]
     first = _draw(_state(_CHUNKS, seed, epoch), words[:, 0])
     shuffled = used[np.argsort(_draw(first, words[:, 1]), kind="stable")]
-    group_of_chunk = np.zeros(snapshot.chunk_count, np.uint64)
+    group_of_chunk = np.zeros(len(all_words), np.uint64)
     group_of_chunk[shuffled] = np.arange(len(shuffled), dtype=np.uint64) // np.uint64(
         min(group_size, len(shuffled))
     )
-    return group_of_chunk[chunks]
+    return group_of_chunk[files.chunks]
 
 
 def _file_keys(files: Indices, group: _U8, seed: int, epoch: int) -> _U8:
@@ -205,7 +227,7 @@ def _draw(state: _U8, words: _U8) -> _U8:
     return z
 
 
-def _ends(group: _U8) -> Indices:
+def group_ends(group: Indices) -> Indices:
     """The positions where runs of equal groups end."""
     changes = np.flatnonzero(group[1:] != group[:-1]) + 1
     return np.append(changes, len(group)) if len(group) else changes

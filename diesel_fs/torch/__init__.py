@@ -1,12 +1,46 @@
-"""For PyTorch: training scripts that announce what they will read, without a change to them.
+"""For PyTorch: datasets, samplers and loaders, and training scripts that announce what they read.
 
-`hook/` is what `dlcmd run` puts into the processes of a training command; it needs nothing but
-Python's standard library. `planner/` is the launcher's side, which turns what they say into plans
-for the mounts. `join` does the same from inside a script. `fsspec.py` is the file system
-`diesel://`, by which pandas and others read datasets. README.md says what users may expect.
-Samplers and datasets are to come.
+`dataset.py`, `sampler.py` and `loader.py` are what scripts import; torch is imported only when one
+of these names is used. `hook/` is what `dlcmd run` puts into the processes of a training command;
+it needs nothing but Python's standard library. `planner/` is the launcher's side, which turns what
+they say into plans for the mounts. `join` does the same from inside a script. `fsspec.py` is the
+file system `diesel://`, by which pandas and others read datasets. README.md says what users may
+expect.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 from .join import join
 
-__all__ = ["join"]
+if TYPE_CHECKING:
+    from .dataset import DieselDataset as DieselDataset
+    from .loader import AutoDataLoader as AutoDataLoader
+    from .sampler import ChunkShuffleSampler as ChunkShuffleSampler
+
+_MODULE_OF = {
+    "AutoDataLoader": "loader",
+    "ChunkShuffleSampler": "sampler",
+    "DieselDataset": "dataset",
+}
+"""Where the names are that need torch. They are imported when they are first used."""
+
+__all__ = ["join", *_MODULE_OF]  # noqa: PLE0604  # all of it is text
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        import_module("torch")
+    except ImportError as error:
+        raise ImportError(
+            f"{__name__}.{name} needs PyTorch: install torch", name="torch"
+        ) from error
+    value: object = getattr(import_module(f".{_MODULE_OF[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

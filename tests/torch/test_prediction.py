@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +19,11 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
+from diesel_fs.torch import ChunkShuffleSampler, DieselDataset
 from diesel_fs.torch.hook.diesel_hook.prediction import predict
+from tests.trees import write
+
+from .stores import packed
 
 KINDS = ("sequential", "random", "replacement", "subset", "weighted", "distributed")
 
@@ -115,3 +120,25 @@ def test_a_sampler_that_is_not_known_is_not_iterated() -> None:
 
 def test_a_sampler_that_gives_no_indices_is_left_alone() -> None:
     assert predict(["a", "b"], 1) == []
+
+
+@pytest.mark.parametrize("batch", [None, 4])
+def test_a_chunk_wise_order_is_foreseen_and_so_is_the_rest_of_one(
+    batch: int | None, tmp_path: Path
+) -> None:
+    files = {f"c{n % 3}/{n:03}.bin": bytes([n]) * 9000 for n in range(30)}
+    url = packed(write(tmp_path / "src", files), tmp_path / "store")
+    with DieselDataset("pets", loader=len, extensions=".bin", url=url) as dataset:
+        sampler = ChunkShuffleSampler(dataset, rank=1, world=2, group_size=2)
+        outer = sampler if batch is None else BatchSampler(sampler, batch, drop_last=False)
+        assert flat(outer)[:8] == flat(outer)[:8]
+        state = sampler.state_dict(received=8)
+        for start in (0, 8):
+            if start:
+                sampler.load_state_dict(state)
+            orders = [each.indices.tolist() for each in predict(outer, 2)]
+            assert len(orders[0]) == 15 - start
+            for epoch, order in enumerate(orders):
+                sampler.set_epoch(epoch)
+                assert flat(outer) == order
+            sampler.set_epoch(0)

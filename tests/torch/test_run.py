@@ -608,3 +608,37 @@ def test_the_hook_needs_python_3_9_and_its_standard_library_only() -> None:
                 names = [str(node.module)]
             for name in names:
                 assert name.partition(".")[0] in sys.stdlib_module_names, (path, name)
+
+
+TUNED = """
+import os, sys
+from diesel_fs.torch import AutoDataLoader, ChunkShuffleSampler, DieselDataset
+class Script:
+    numbers = [2, 1, 2, 1]
+    def decide(self, measured): return self.numbers.pop(0) if self.numbers else measured.workers
+class Files:
+    def __init__(self):
+        self.paths = [os.path.join(a, c) for a, _, b in os.walk(sys.argv[1]) for c in b]
+    def __len__(self): return len(self.paths)
+    def __getitem__(self, index):
+        with open(self.paths[index], "rb") as file: return len(file.read())
+for data in Files(), DieselDataset("pets", loader=len, is_valid_file=bool, url=sys.argv[2]):
+    sampler = ChunkShuffleSampler(data, group_size=2)
+    loader = AutoDataLoader(
+        data, batch_size=10, sampler=sampler, num_workers=1, tune_every=3, controller=Script(),
+        multiprocessing_context="fork",
+    )
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        assert len(list(loader)) == 20
+"""
+
+
+@pytest.mark.fuse
+def test_a_loader_that_tunes_itself_is_one_stream(mounted: Path, dlcmd: Dlcmd) -> None:
+    """Its orders are announced whole, although its workers change. A dataset that reads from no
+    mount is none of the mounts' business."""
+    joined = run(*python(TUNED), mounted, dlcmd.store.as_uri())
+    assert joined.returncode == 0, joined.stderr
+    assert f"announced 2 of 2 epochs, {2 * FILES} files" in joined.stderr
+    assert len(joined.stderr.splitlines()) == 2, "there is nothing to complain of"

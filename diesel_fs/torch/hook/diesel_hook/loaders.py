@@ -23,7 +23,7 @@ from types import ModuleType
 from typing import Protocol
 
 from . import chunk_wise
-from .files import Datasets, Told
+from .files import NEEDS_NO_MOUNT, Datasets, Told
 from .learning import Learner, LearningWorkers, inside
 from .link import Link, Settings
 from .prediction import DRAWS, Order, predict
@@ -71,7 +71,7 @@ class Watch:
         dataset, told, inner = loader.dataset, None, type(loader.sampler).__name__
         if inner != "_InfiniteConstantSampler":  # that of datasets that choose for themselves
             told = self.datasets.told(dataset)
-        if told is None:
+        if told is None and type(dataset).__module__ != NEEDS_NO_MOUNT:
             self.link.note(f"the files of {type(dataset).__name__} are not known: no plan for it")
         numbers = self._loaders.get(loader)
         if numbers is None:

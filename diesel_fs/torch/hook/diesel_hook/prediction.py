@@ -1,10 +1,10 @@
 """The order that a sampler is about to give, learned without a trace.
 
-The samplers of torch and accelerate are known: they draw from torch's global generator or from one
-of their own, and change nothing else. A twin of such a sampler, with copies of its generators, is
-iterated to its end; then torch's generator gets its state back. The sampler itself is then iterated
-as lazily as ever, and draws the same numbers. Of any other sampler nothing is said beforehand, as
-iterating it might change it.
+The samplers of torch, accelerate, timm and diesel_fs are known: they draw from torch's global
+generator or from one of their own, and change nothing else. A twin of such a sampler, with copies
+of its generators, is iterated to its end; then torch's generator gets its state back. The sampler
+itself is then iterated as lazily as ever, and draws the same numbers. Of any other sampler nothing
+is said beforehand, as iterating it might change it.
 """
 
 from __future__ import annotations
@@ -31,11 +31,13 @@ _KNOWN = frozenset(
         ("accelerate.data_loader", "SkipBatchSampler"),
         ("timm.data.distributed_sampler", "OrderedDistributedSampler"),
         ("timm.data.distributed_sampler", "RepeatAugSampler"),
+        ("diesel_fs.torch.sampler", "ChunkShuffleSampler"),
     }
 )
 DRAWS = frozenset(("RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler"))
 """These draw from torch's global generator where they have none of their own."""
 
+_COUNT_EPOCHS = frozenset(("DistributedSampler", "RepeatAugSampler", "ChunkShuffleSampler"))
 _NESTED = ("sampler", "batch_sampler")
 ENTRIES_MAX = 50_000_000
 """Of a longer order, which may be endless, only the beginning is predicted."""
@@ -124,7 +126,7 @@ def _can_go_on(twin: object) -> bool:
     name = type(twin).__name__
     if name in DRAWS and getattr(twin, "generator", None) is None:
         return False
-    if name in ("DistributedSampler", "RepeatAugSampler"):
+    if name in _COUNT_EPOCHS:
         twin.set_epoch(twin.epoch + 1)  # type: ignore[attr-defined] # by its name
     nested = (getattr(twin, each, None) for each in _NESTED)
     return all(_can_go_on(each) for each in nested if each is not None)

@@ -1,0 +1,225 @@
+"""`DieselDataset`: torchvision's `ImageFolder` over a dataset, without a mount.
+
+It stays at the version at which it was opened. Several threads may read. A forked child may go on
+reading, and so may a process that loads a pickle of it, which opens the same version anew.
+"""
+
+import io
+import os
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Never, Self, Unpack
+
+import numpy as np
+from torch.utils.data import Dataset as TorchDataset
+
+from ..client.dataset import connect
+from ..errors import NoSuchPath
+from ..format.snapshot.reader import Indices, Snapshot
+from ..peers.options import TaskKwargs
+from .folder import IMG_EXTENSIONS, LazyRows, find_samples
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+Content = bytes | memoryview
+"""The content of a file. A memoryview comes where a batch is read at once."""
+
+
+class ConnectKwargs(TaskKwargs, total=False):
+    """How the dataset is opened: the keyword arguments of `diesel_fs.connect`."""
+
+    url: str | None
+    user: str | None
+    key: str | None
+    memory_bytes: int | None
+    task_memory_bytes: int | None
+
+
+def load_image(content: Content) -> "Image":
+    """Decode an image as torchvision does: by PIL, to RGB."""
+    from PIL import Image  # noqa: PLC0415  (optional)
+
+    with Image.open(io.BytesIO(content)) as image:
+        return image.convert("RGB")
+
+
+class DieselDataset(TorchDataset[tuple[object, object]]):  # type: ignore[misc]  # mypy skips torch
+    """The images below a folder of a dataset, in the classes that its folders name.
+
+    Samples, classes and their order are those of torchvision's `ImageFolder` on the same files. So
+    are the arguments, except that `loader` is called with the content of a file (`bytes` gives the
+    content itself) and not with its path; and that `extensions` chooses other files than images.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        transform: Callable[[Never], object] | None = None,
+        target_transform: Callable[[Never], object] | None = None,
+        loader: Callable[[Content], object] = load_image,
+        is_valid_file: Callable[[str], bool] | None = None,
+        allow_empty: bool = False,
+        *,
+        extensions: str | tuple[str, ...] | None = None,
+        **options: Unpack[ConnectKwargs],
+    ) -> None:
+        """Open `root`, which is `"DATASET"`, `"DATASET/FOLDER"` or `"DATASET@VERSION/FOLDER"`.
+
+        `is_valid_file` is called with the path of a file in the dataset. `extensions` are lower
+        case, and images' if None. `options` are those of `diesel_fs.connect`; with several workers,
+        `task=NAME` lets all processes of a node share one cache of chunks. Raises NoSuchPath (a
+        FileNotFoundError) where there are no classes, or classes without files unless
+        `allow_empty`; UsageError, and as `connect`.
+        """
+        name, _, folder = root.partition("/")
+        if extensions is None and is_valid_file is None:
+            extensions = IMG_EXTENSIONS
+        if loader is load_image:
+            _check_pil()
+        self.root = root
+        self.loader = loader
+        self.extensions = extensions
+        self.transform = transform
+        self.target_transform = target_transform
+        self._order: tuple[int, Indices, Indices] | None = None  # announced, and by which process
+        self._follower = 0  # the process that follows an order
+        self._dataset = connect(name, **options)
+        try:
+            self._samples = find_samples(
+                self.snapshot,
+                os.fsencode(folder.removesuffix("/")),
+                extensions=extensions,
+                is_valid_file=is_valid_file,
+                allow_empty=allow_empty,
+            )
+        except BaseException:
+            self._dataset.close()
+            raise
+        self.classes = self._samples.classes
+        self.class_to_idx = {each: at for at, each in enumerate(self.classes)}
+
+    @property
+    def samples(self) -> Sequence[tuple[str, int]]:
+        """The path of each sample in the dataset, and its target. Rows are made when asked for."""
+        return LazyRows(len(self), self._rows)
+
+    imgs = samples
+
+    @property
+    def targets(self) -> Sequence[int]:
+        """The class of each sample, as its index in `classes`."""
+        target = self._samples.target
+        return LazyRows(len(self), lambda wanted: list(map(target, wanted)))
+
+    @property
+    def snapshot(self) -> Snapshot:
+        """All metadata of the version that is read."""
+        return self._dataset.snapshot
+
+    @property
+    def version(self) -> int:
+        """The version that is read."""
+        return self._dataset.version
+
+    def entries(self, samples: Sequence[int] | Indices | None = None) -> Indices:
+        """The entries of samples in the snapshot; of all if None."""
+        own = self._samples.entries
+        return (own if samples is None else own[np.asarray(samples, np.int64)]).astype(np.int64)
+
+    def mean_bytes(self, samples: Sequence[int] | Indices) -> float:
+        """The mean size of the files of these samples, in bytes."""
+        return float(np.mean(self.snapshot.columns.size[self.entries(samples)]))
+
+    def __len__(self) -> int:
+        return len(self._samples.entries)
+
+    def __getitem__(self, index: int) -> tuple[object, object]:
+        """A sample and its target, transformed. Raises IndexError, and as `diesel_fs.Dataset.get`
+        of the file."""
+        at = range(len(self))[index]
+        self._about_to_read([at])
+        return self._made(at, self._dataset.get(int(self._samples.entries[at])))
+
+    def __getitems__(self, indices: list[int]) -> list[tuple[object, object]]:
+        """As `__getitem__` of each, read at once. `DataLoader` calls this for a batch."""
+        everything = range(len(self))
+        wanted = [everything[index] for index in indices]
+        self._about_to_read(wanted)
+        contents = self._dataset.read_many(self.entries(wanted))
+        return [self._made(at, content) for at, content in zip(wanted, contents, strict=True)]
+
+    def announce(self, order: Indices, ends: Indices) -> None:
+        """Say that this process will read these samples in this order, in groups that end at the
+        positions `ends`: then each chunk is loaded once for its group. `ChunkShuffleSampler` says
+        it."""
+        self._order = (os.getpid(), order, ends) if len(order) else None
+
+    def close(self) -> None:
+        """Release the dataset. Reading afterwards raises UsageError."""
+        self._dataset.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        place = f"{self._dataset.name}@{self.version}"
+        return f"<DieselDataset {self.root} ({place}), samples: {len(self)}>"
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**vars(self), "_order": None, "_follower": 0}
+
+    def _made(self, at: int, content: Content) -> tuple[object, object]:
+        sample = self.loader(content)
+        target: object = self._samples.target(at)
+        if self.transform is not None:
+            sample = self.transform(sample)  # type: ignore[arg-type]  # as its user says
+        if self.target_transform is not None:
+            target = self.target_transform(target)  # type: ignore[arg-type]  # likewise
+        return sample, target
+
+    def _about_to_read(self, samples: list[int]) -> None:
+        """Check that they can be read, and load chunks in the order that this process has
+        announced, once it reads the first sample of it. A worker reads only some of the samples of
+        an order, so it follows none, and drops the one that its parent followed."""
+        for at in self._samples.broken.intersection(samples):
+            [(path, _)] = self._rows(range(at, at + 1))
+            raise NoSuchPath(f"{path!r} in {self._dataset.name!r} is a link to no file of it")
+        process = os.getpid()
+        if self._follower not in (0, process):
+            nothing = np.empty(0, np.int64)
+            self._dataset.follow(nothing, nothing)
+            self._follower = 0
+        announced = self._order
+        if announced is None or announced[0] != process or announced[1][0] not in samples[:1]:
+            return
+        self._order, self._follower = None, process
+        self._dataset.follow(self.entries(announced[1]), announced[2])
+
+    def _rows(self, wanted: range) -> list[tuple[str, int]]:
+        found = self._samples
+        paths = self.snapshot.paths(found.entries[np.array(wanted, np.int64)].astype(np.int64))
+        linked = found.linked
+        return [
+            (linked[at] if at in linked else os.fsdecode(path), found.target(at))
+            for at, path in zip(wanted, paths, strict=True)
+        ]
+
+
+def _check_pil() -> None:
+    try:
+        import PIL.Image  # noqa: F401, PLC0415  (optional)
+    except ImportError as error:
+        raise ImportError(
+            "images are decoded by PIL, which is missing: install pillow, or give another `loader`"
+            " (`loader=bytes` gives the content of each file)",
+            name="PIL",
+        ) from error

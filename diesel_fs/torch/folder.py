@@ -1,0 +1,241 @@
+"""Finds the samples of an image folder in a snapshot, as torchvision's `ImageFolder` finds them.
+
+The folders in `root` are the classes, and each file below a class with a wanted name is a sample of
+it. Classes are sorted by name; the samples of a class by the path of their folder, then by name
+(all as text, so `a-b` stands between `a` and `a/c`). Links are followed inside the dataset, as they
+are on a disk; one that leads nowhere is a sample that cannot be read.
+
+A dataset of a million files is an array of numbers here. Paths and targets are made from the
+snapshot when they are asked for.
+"""
+
+import os
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import NoSuchPath, UsageError
+from ..format.entries import AnySlice, Kind
+from ..format.snapshot.reader import ROOT_INDEX, Snapshot
+
+IMG_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+"""The names that torchvision takes for images, in any case."""
+
+_LINKS_MAX = 40  # as Linux: a path through more links is a loop
+_BATCH = 4096  # rows that are made at a time while all are iterated over
+
+_Row = TypeVar("_Row")
+
+
+@dataclass(frozen=True, slots=True)
+class FolderSamples:
+    """The samples of a folder: see the module."""
+
+    classes: list[str]
+    entries: npt.NDArray[np.int32]
+    """The entry of each sample in the snapshot: a file, or a link that leads nowhere."""
+    broken: frozenset[int]
+    """The samples that are links that lead nowhere."""
+    class_ends: list[int]
+    """Where the samples of each class end."""
+    linked: dict[int, str] = field(default_factory=dict)
+    """The paths of the samples that were reached through links. The others have the path of their
+    entry."""
+
+    def target(self, sample: int) -> int:
+        """The class of a sample."""
+        return bisect_right(self.class_ends, sample)
+
+
+class LazyRows(Sequence[_Row]):
+    """A list whose rows are made when they are asked for; equal to a list of the same rows."""
+
+    def __init__(self, count: int, make: Callable[[range], list[_Row]]) -> None:
+        self._count = count
+        self._make = make
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> _Row: ...
+    @overload
+    def __getitem__(self, index: "AnySlice") -> list[_Row]: ...
+    def __getitem__(self, index: "int | AnySlice") -> _Row | list[_Row]:
+        wanted = range(self._count)[index]
+        if isinstance(wanted, range):
+            return self._make(wanted)
+        return self._make(range(wanted, wanted + 1))[0]
+
+    def __iter__(self) -> Iterator[_Row]:
+        for start in range(0, self._count, _BATCH):
+            yield from self._make(range(start, min(start + _BATCH, self._count)))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, LazyRows | list | tuple):
+            return NotImplemented
+        return len(self) == len(other) and all(map(_same, self, other))
+
+    __hash__ = None  # type: ignore[assignment]  # as of a list
+
+    def __repr__(self) -> str:
+        shown = ", ".join(map(repr, self[:3]))
+        return f"[{shown}, ...] ({self._count} rows)" if self._count > 3 else f"[{shown}]"
+
+
+def _same(left: object, right: object) -> bool:
+    return left == right
+
+
+def find_samples(
+    snapshot: Snapshot,
+    root: bytes,
+    *,
+    extensions: str | tuple[str, ...] | None,
+    is_valid_file: Callable[[str], bool] | None,
+    allow_empty: bool,
+) -> FolderSamples:
+    """The samples of the folder `root`.
+
+    Either `extensions` or `is_valid_file` chooses the files by their names, or by their paths in
+    the dataset. Raises NoSuchPath (a FileNotFoundError) where there is no class, or a class without
+    samples unless `allow_empty`; UsageError for both or none of the two, and for links in a circle.
+    """
+    if (extensions is None) == (is_valid_file is None):
+        raise UsageError("give either `extensions` or `is_valid_file`, not both and not neither")
+    walk = _Walk(snapshot, extensions, is_valid_file)
+    top = resolved(snapshot, snapshot.index_of(root))
+    place = f"{snapshot.dataset}/{os.fsdecode(root)}" if root else snapshot.dataset
+    if top < 0 or snapshot.stat(top).kind != Kind.FOLDER:
+        raise UsageError(f"{place} is not a folder")
+    classes = sorted(walk.folders(top))
+    if not classes:
+        raise NoSuchPath(f"Couldn't find any class folder in {place}.")
+    ends: list[int] = []
+    empty: list[str] = []
+    for name, folder in classes:
+        before = walk.count
+        walk.add_class(os.path.join(os.fsdecode(root), name), folder)
+        ends.append(walk.count)
+        if walk.count == before:
+            empty.append(name)
+    if empty and not allow_empty:
+        message = f"Found no valid file for the classes {', '.join(empty)}."
+        if extensions is not None:
+            named = extensions if isinstance(extensions, str) else ", ".join(extensions)
+            message += f" Supported extensions are: {named}"
+        raise NoSuchPath(message)
+    entries = np.concatenate([*walk.parts, np.empty(0, np.int32)])
+    broken = frozenset(np.flatnonzero(snapshot.chunk_of(entries) < 0).tolist())
+    names = [name for name, _ in classes]
+    return FolderSamples(names, entries, broken, ends, walk.linked)
+
+
+class _Walk:
+    """Collects the samples below one class after another."""
+
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        extensions: str | tuple[str, ...] | None,
+        is_valid_file: Callable[[str], bool] | None,
+    ) -> None:
+        self._snapshot = snapshot
+        self._extensions = extensions
+        self._is_valid_file = is_valid_file
+        self.count = 0
+        self.parts: list[npt.NDArray[np.int32]] = []
+        self.linked: dict[int, str] = {}
+
+    def folders(self, folder: int) -> list[tuple[str, int]]:
+        """The folders in a folder, and the links to folders: names and entries."""
+        snapshot, children = self._snapshot, self._snapshot.children(folder)
+        if not len(children):
+            return []
+        found = []
+        kinds = snapshot.stat_many(children).kind
+        for at in np.flatnonzero(kinds != Kind.FILE).tolist():
+            entry = resolved(snapshot, children[at])
+            if entry >= 0 and snapshot.stat(entry).kind == Kind.FOLDER:
+                found.append((os.fsdecode(snapshot.name(children[at])), entry))
+        return found
+
+    def add_class(self, path: str, folder: int) -> None:
+        """Add the samples below a folder that stands at this path."""
+        found: list[tuple[str, int]] = []
+        left: list[tuple[str, int, tuple[int, ...]]] = [(path, folder, (folder,))]
+        while left:
+            path, folder, above = left.pop()
+            found.append((path, folder))
+            for name, inner in self.folders(folder):
+                below = os.path.join(path, name)
+                if inner in above:
+                    raise UsageError(f"the link {below!r} leads to a folder that it lies in")
+                left.append((below, inner, (*above, inner)))
+        for path, folder in sorted(found):
+            self._add_files(path, folder)
+
+    def _add_files(self, path: str, folder: int) -> None:
+        """Add the samples that lie in this folder itself."""
+        snapshot, children = self._snapshot, self._snapshot.children(folder)
+        if not len(children):
+            return
+        kinds = snapshot.stat_many(children).kind
+        names = map(os.fsdecode, snapshot.names(children))
+        is_linked = os.fsencode(path) != snapshot.path(folder)
+        rows = []
+        for name, entry, kind in zip(names, children, kinds.tolist(), strict=True):
+            if kind == Kind.FOLDER or not self._is_wanted(path, name):
+                continue
+            row = entry
+            if kind == Kind.LINK:
+                followed = resolved(snapshot, entry)
+                if followed >= 0:
+                    if snapshot.stat(followed).kind == Kind.FOLDER:
+                        continue
+                    row = followed
+            rows.append((name, row, row != entry))
+        rows.sort()  # as text: names that are not UTF-8 stand elsewhere among their bytes
+        for at, (name, _, is_followed) in enumerate(rows):
+            if is_linked or is_followed:
+                self.linked[self.count + at] = os.path.join(path, name)
+        self.parts.append(np.array([entry for _, entry, _ in rows], np.int32))
+        self.count += len(rows)
+
+    def _is_wanted(self, path: str, name: str) -> bool:
+        if self._extensions is not None:
+            return name.lower().endswith(self._extensions)
+        assert self._is_valid_file is not None
+        return self._is_valid_file(os.path.join(path, name))
+
+
+def resolved(snapshot: Snapshot, entry: int) -> int:
+    """The entry to which a link leads, or the entry itself; -1 where the link leads nowhere, or out
+    of the dataset."""
+    left = _LINKS_MAX
+    while entry >= 0 and snapshot.stat(entry).kind == Kind.LINK:
+        target, folder = snapshot.link(entry), snapshot.parent(entry)
+        left -= 1
+        if left < 0 or target.startswith(b"/"):
+            return -1
+        entry = folder
+        *inner, last = target.rstrip(b"/").split(b"/")
+        for name in inner:
+            entry = resolved(snapshot, _step(snapshot, entry, name))
+            if entry < 0:
+                return -1
+        entry = _step(snapshot, entry, last)
+    return entry
+
+
+def _step(snapshot: Snapshot, folder: int, name: bytes) -> int:
+    """The entry that one component of a path names; -1 for none."""
+    if name in (b"", b"."):
+        return folder
+    if name == b"..":
+        return snapshot.parent(folder) if folder != ROOT_INDEX else -1
+    return snapshot.child(folder, name) if snapshot.stat(folder).kind == Kind.FOLDER else -1

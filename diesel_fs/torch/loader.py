@@ -1,0 +1,413 @@
+"""`AutoDataLoader`: a `DataLoader` whose number of workers follows what the loop needs.
+
+The batches are those of a stock `DataLoader`, in the same order, and the random generators of this
+process are drawn from as in one epoch of it. While the number of workers stays, so do the workers'
+random numbers. The epoch is a chain of **segments**: each is an iterator of a stock `DataLoader`
+with workers of its own, and all draw their batches from one iterator over the sampler. To change
+the number of workers, the loader closes the sampler for the old segment and starts the next one.
+The loop then gets what the old workers still have in hand, while the new ones already prepare what
+comes behind it. So nothing is lost, repeated or reordered, and the loop does not wait for the
+change. Until the old workers end, both use memory.
+
+DLCache (section III-E) adds single workers and pauses them. This would need the inner parts of
+torch's iterator; of these, only `_get_iterator` and `_reset` are used here, as torchdata does.
+`workers.py` has the decision. Not safe for concurrent use.
+"""
+
+import os
+import statistics
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, Never, TypeVar, cast
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from ..errors import UsageError
+from ..system.available_memory import default_memory_bytes
+from .dataset import DieselDataset
+from .sampler import ChunkShuffleSampler
+from .timing import OnItsWay, Report, TimedCollate, arrived
+from .workers import Controller, Limits, Measured, WorkerController
+
+if TYPE_CHECKING:
+    from torch.utils.data import Sampler
+
+TUNE_EVERY = 50
+"""Batches between two decisions: enough for averages, and a start of workers is rare among them."""
+
+_PAUSE_FACTOR = 10
+"""A time between two requests that is this many times the median is no part of the loop: it is a
+validation or a checkpoint."""
+
+
+_Batch = TypeVar("_Batch", covariant=True)
+
+
+class AutoDataLoader(DataLoader[_Batch], Generic[_Batch]):  # type: ignore[misc]  # mypy skips torch
+    """A `DataLoader` (same arguments) that tunes its number of workers every `tune_every` batches.
+
+    `num_workers` is the number to begin with, 1 if it is not given; as an attribute it is the
+    current number. The limits are `workers_max` (if None, the cores that this process may use,
+    divided by LOCAL_WORLD_SIZE) and `memory_bytes` for all workers together (if None, half of what
+    is available, divided likewise). `controller` decides instead of ours.
+
+    Refused: an `IterableDataset`, whose workers each have a part of it that depends on their
+    number; and `in_order=False`, as batches would have no order.
+    """
+
+    def __init__(
+        self,
+        dataset: object,
+        batch_size: int | None = 1,
+        shuffle: bool | None = None,
+        sampler: "Sampler[int] | Iterable[int] | None" = None,
+        batch_sampler: "Sampler[list[int]] | Iterable[list[int]] | None" = None,
+        num_workers: int = 1,
+        collate_fn: Callable[[Never], object] | None = None,
+        *arguments: object,
+        workers_max: int | None = None,
+        memory_bytes: int | None = None,
+        tune_every: int = TUNE_EVERY,
+        controller: Controller | None = None,
+        **named: object,
+    ) -> None:
+        """Raises UsageError for what is refused and for bad limits, and as `DataLoader`."""
+        if isinstance(dataset, IterableDataset):
+            raise UsageError(
+                "AutoDataLoader cannot read an IterableDataset: which samples its workers give"
+                " depends on their number",
+                advice="use a dataset with indices, or a DataLoader",
+            )
+        if not named.get("in_order", True):
+            raise UsageError(
+                "AutoDataLoader keeps the order of batches", advice="leave out in_order=False"
+            )
+        for name, value in (("workers_max", workers_max), ("tune_every", tune_every)):
+            if value is not None and value < 1:
+                raise UsageError(f"bad {name} {value}: it is at least 1")
+        if memory_bytes is not None and memory_bytes < 1:
+            raise UsageError(f"bad memory_bytes {memory_bytes}: it is at least 1")
+        super().__init__(
+            dataset, batch_size, shuffle, sampler, batch_sampler, num_workers, collate_fn,
+            *arguments, **named,
+        )  # fmt: skip
+        shares = _processes_on_this_node()
+        self._tune_every = tune_every
+        self._controller = controller or WorkerController(
+            Limits(
+                workers_max or max(len(os.sched_getaffinity(0)) // shares, 1),
+                memory_bytes or default_memory_bytes() // shares,
+            )
+        )
+        self._progress = _Progress()
+
+    def state_dict(self) -> dict[str, object]:
+        """The state of the `ChunkShuffleSampler` after the batches that the loop has received.
+
+        Raises UsageError where the loader has another sampler.
+        """
+        sampler = self._chunk_sampler()
+        return sampler.state_dict(self._progress.received if sampler.has_begun else None)
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Go on from a state: the next iteration gives the rest of its epoch. Raises as
+        `ChunkShuffleSampler.load_state_dict`, and UsageError as `state_dict`."""
+        self._chunk_sampler().load_state_dict(state)
+        self._progress = _Progress()
+
+    def _chunk_sampler(self) -> ChunkShuffleSampler:
+        found = self.sampler
+        if self.batch_sampler is not None:
+            found = getattr(self.batch_sampler, "sampler", found)
+        if not isinstance(found, ChunkShuffleSampler):
+            raise UsageError(
+                f"the sampler is a {type(found).__name__}, which has no state",
+                advice="give the loader a ChunkShuffleSampler",
+            )
+        return found
+
+    def _get_iterator(self) -> "_AutoIterator[_Batch]":
+        made = _AutoIterator(self)
+        self._progress = made.progress
+        return made
+
+
+@dataclass(slots=True)
+class _Progress:
+    """What the loop has received since its iteration began."""
+
+    received: int = 0
+    """Samples, up to the last batch that was received."""
+
+
+class _AutoIterator(Iterator[_Batch]):
+    """One iteration over an `AutoDataLoader`; with persistent workers, all of them.
+
+    It does not keep the loader, which keeps it where workers persist. In a circle, both would be
+    freed by the garbage collector, which may run in a forked worker, and there end the workers.
+    """
+
+    def __init__(self, loader: AutoDataLoader[_Batch]) -> None:
+        self._loader = weakref.ref(loader)
+        self._index_sampler: Iterable[object] = loader._index_sampler
+        self._controller = loader._controller
+        self._tune_every = loader._tune_every
+        self._setting = _Setting.of(loader)
+        self._workers: int = loader.num_workers
+        self._made = 0  # segments
+        # What follows has the order of the stock iterator, for samplers that draw when they are
+        # asked for an iterator: it asks once before it draws the seed of its workers, and where it
+        # has workers, once again.
+        unused = iter(self._index_sampler)
+        generator = loader.generator
+        state = torch.get_rng_state() if generator is None else generator.get_state()
+        self._first_generator = torch.Generator()  # for the first segment, which draws as we do:
+        self._first_generator.set_state(state)
+        self._base_seed = int(torch.empty((), dtype=torch.int64).random_(generator=generator))
+        self._segments: deque[_Segment] = deque()
+        self._start(iter(self._index_sampler) if self._workers else unused)
+        self._segments.append(self._segment())
+
+    def __iter__(self) -> "_AutoIterator[_Batch]":
+        return self
+
+    def __len__(self) -> int:
+        return len(cast("Sized", self._index_sampler))
+
+    def __next__(self) -> _Batch:
+        self._window.requested(time.monotonic())
+        while True:
+            segment = self._segments[0]
+            try:
+                batch, report = next(segment.batches)
+            except StopIteration:
+                if len(self._segments) == 1:
+                    raise
+                self._segments.popleft()
+                continue
+            except Exception:
+                self._pass_over(segment)  # the loop may go on behind a batch that failed
+                raise
+            break
+        samples, sample_bytes = self._pass_over(segment)
+        self.progress.received = self._passed
+        self._window.add(segment.workers, samples, sample_bytes, Report(*report))
+        if len(self._segments) == 1 and self._window.batches >= self._tune_every:
+            self._tune()
+        self._window.left(time.monotonic())
+        return cast("_Batch", batch)
+
+    def _reset(self, loader: AutoDataLoader[_Batch]) -> None:
+        """Begin another epoch with the same workers. `DataLoader` calls it if they persist."""
+        self._start(iter(self._index_sampler))
+        loader._progress = self.progress
+        while len(self._segments) > 1:
+            self._segments.popleft()
+        self._segments[0].begin(self._source)
+
+    def _start(self, sampled: Iterator[object]) -> None:
+        self._source = _Source(sampled)
+        self._passed = 0  # samples of the batches that the loop got, or that failed
+        self._window = _Window()
+        self.progress = _Progress()
+
+    def _segment(self) -> "_Segment":
+        generator = self._first_generator
+        if self._made:  # workers with the seeds of earlier ones would repeat their random numbers
+            generator = torch.Generator().manual_seed((self._base_seed + self._made) % 2**63)
+        self._made += 1
+        return _Segment(self._setting, self._workers, self._source, generator)
+
+    def _tune(self) -> None:
+        """Change the number of workers if the controller says so."""
+        measured = self._window.measured(self._setting.prefetch)
+        self._window = _Window()
+        if measured is None:
+            return
+        wanted = self._controller.decide(measured)
+        if wanted == self._workers or self._source.is_over:
+            return
+        self._segments[0].close()
+        self._workers = wanted
+        loader = self._loader()
+        if loader is not None:
+            loader.num_workers = wanted
+        self._segments.append(self._segment())
+
+    def _pass_over(self, segment: "_Segment") -> tuple[int, float]:
+        """Go behind a batch of a segment; return how many samples it has, and their stored size."""
+        samples, sample_bytes = segment.sizes.popleft() if segment.sizes else (0, 0.0)
+        self._passed += samples
+        return samples, sample_bytes
+
+
+class _Source:
+    """The batches of indices that a sampler gives in one epoch, and whether it has given all."""
+
+    def __init__(self, inner: Iterator[object]) -> None:
+        self._inner = inner
+        self.is_over = False
+
+    def draw(self) -> object:
+        """The next batch. Raises StopIteration."""
+        try:
+            return next(self._inner)
+        except StopIteration:
+            self.is_over = True
+            raise
+
+
+@dataclass(frozen=True, slots=True)
+class _Setting:
+    """The arguments of the loader, for those of its segments."""
+
+    dataset: object
+    has_batches: bool
+    """Whether the sampler gives batches of indices, and not single ones."""
+    prefetch: int
+    always: dict[str, object]
+    with_workers: dict[str, object]
+
+    @classmethod
+    def of(cls, loader: AutoDataLoader[_Batch]) -> "_Setting":
+        always = {
+            "collate_fn": TimedCollate(loader.collate_fn),
+            "pin_memory": loader.pin_memory,
+            "worker_init_fn": loader.worker_init_fn,
+        }
+        with_workers = {
+            "timeout": loader.timeout,
+            "multiprocessing_context": loader.multiprocessing_context,
+            "prefetch_factor": loader.prefetch_factor,
+            "persistent_workers": loader.persistent_workers,
+        }
+        prefetch = loader.prefetch_factor or 2
+        has_batches = loader.batch_sampler is not None
+        return cls(loader.dataset, has_batches, prefetch, always, with_workers)
+
+
+class _Segment:
+    """Workers, and the batches that they prepare."""
+
+    def __init__(
+        self, setting: _Setting, workers: int, source: _Source, generator: torch.Generator
+    ) -> None:
+        self.workers = workers
+        self.sizes: deque[tuple[int, float]] = deque()
+        """Of the batches in hand: how many samples, and their mean stored size."""
+        self._hand_over = _HandOver(source, self.sizes, setting.dataset, workers)
+        options = {**setting.always, "num_workers": workers, "generator": generator}
+        if workers:
+            options |= setting.with_workers
+        if setting.has_batches:
+            options["batch_sampler"] = self._hand_over
+        else:
+            options |= {"batch_size": None, "sampler": self._hand_over}
+        self._inner: DataLoader[object] = DataLoader(setting.dataset, **options)
+        # Not `iter(...)`: what watches the loaders of this process sees the outer one alone.
+        self.batches: Iterator[tuple[object, tuple[float, ...]]] = self._inner._get_iterator()
+
+    def begin(self, source: _Source) -> None:
+        """Another epoch, with the same workers."""
+        self.sizes.clear()
+        self._hand_over.source = source
+        if self.workers:
+            self.batches._reset(self._inner)  # type: ignore[attr-defined]  # torch's
+        else:
+            self.batches = self._inner._get_iterator()
+
+    def close(self) -> None:
+        """Give the workers no more batches."""
+        self._hand_over.source = None
+
+
+class _HandOver:
+    """What a segment takes for its sampler: gives the source's batches until it is closed."""
+
+    def __init__(
+        self, source: _Source, sizes: deque[tuple[int, float]], dataset: object, workers: int
+    ) -> None:
+        self.source: _Source | None = source
+        """None: closed."""
+        self._sizes = sizes
+        self._dataset = dataset if isinstance(dataset, DieselDataset) else None
+        self._has_workers = workers > 0
+
+    def __iter__(self) -> Iterator[object]:
+        return self
+
+    def __next__(self) -> object:
+        if self.source is None:
+            raise StopIteration
+        indices = self.source.draw()
+        count = len(indices) if isinstance(indices, Sized) else 1
+        sample_bytes = 0.0
+        if self._dataset is not None and count:
+            wanted = indices if isinstance(indices, Sized) else [indices]
+            sample_bytes = self._dataset.mean_bytes(cast("list[int]", wanted))
+        self._sizes.append((count, sample_bytes))
+        return OnItsWay(indices) if self._has_workers else arrived(indices)
+
+
+class _Window:
+    """Measurements of the batches since the last decision."""
+
+    def __init__(self) -> None:
+        self._left_s = 0.0  # when the loop got its last batch
+        self._workers = 0
+        self._clear()
+
+    def _clear(self) -> None:
+        self.batches = 0
+        self._reports: list[Report] = []
+        self._samples: list[int] = []
+        self._sample_bytes: list[float] = []
+        self._request_s: list[float] = []
+
+    def requested(self, now_s: float) -> None:
+        """The loop asks for a batch."""
+        if self._left_s:
+            self._request_s.append(now_s - self._left_s)
+
+    def left(self, now_s: float) -> None:
+        """The loop gets a batch."""
+        self._left_s = now_s
+
+    def add(self, workers: int, samples: int, sample_bytes: float, report: Report) -> None:
+        """A batch of a segment with so many workers."""
+        if workers != self._workers:  # of workers that are gone: it says nothing about these
+            self._clear()
+            self._workers = workers
+        self.batches += 1
+        self._samples.append(samples)
+        self._sample_bytes.append(sample_bytes)
+        self._reports.append(report)
+
+    def measured(self, prefetch: int) -> Measured | None:
+        """The averages; None where there is too little for them."""
+        usual = [each for each in self._reports if not each.is_first]
+        if not usual or not self._request_s:
+            return None
+        pause_s = _PAUSE_FACTOR * statistics.median(self._request_s)
+        worker_bytes = 0.0
+        if self._workers:
+            in_hand = prefetch * statistics.fmean(each.batch_bytes for each in usual)
+            worker_bytes = in_hand + max(each.process_bytes for each in usual)
+        return Measured(
+            workers=self._workers,
+            fetch_s=statistics.fmean(each.fetch_s for each in usual),
+            request_s=statistics.fmean(each for each in self._request_s if each <= pause_s),
+            batch_samples=statistics.fmean(self._samples),
+            sample_bytes=statistics.fmean(self._sample_bytes),
+            worker_bytes=worker_bytes,
+        )
+
+
+def _processes_on_this_node() -> int:
+    """How many training processes share this machine: torchrun says it."""
+    text = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    return int(text) if text.isdecimal() and int(text) else 1

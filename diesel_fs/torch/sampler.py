@@ -1,0 +1,312 @@
+"""`ChunkShuffleSampler`: a chunk-wise random order for a `DataLoader`, dealt to ranks, resumable.
+
+The order is that of DIESEL (ICPP 2020), section 4.3 (`orders/shuffle.py`), over the samples of a
+dataset. Ranks get parts as torch's `DistributedSampler` gives them, but contiguous
+(`orders/parts.py`).
+
+A state names the version of the dataset and how many samples each rank has received. Workers of a
+`DataLoader` are given batches ahead of the loop, so the sampler cannot count what the loop has
+received: the caller of `state_dict` says it, or torchdata's `StatefulDataLoader` does, which keeps
+the state of the iterator (`_Iteration`) for each batch. Not safe for concurrent use.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch.distributed
+from torch.utils.data import Sampler
+
+from ..errors import ConflictError, UsageError
+from ..format.snapshot.reader import Indices
+from ..orders.parts import Deal, part_length, part_positions, rest
+from ..orders.shuffle import GROUP_SIZE_DEFAULT, WORLD_MAX, check_number, group_ends
+from .dataset import DieselDataset
+from .sources import SampleFiles, sample_files
+
+_STATE_FORMAT = 1
+_BLOCK = 4096  # indices that become Python numbers at a time
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A place in an epoch: where an iteration starts."""
+
+    epoch: int
+    deals: tuple[Deal, ...] = ()
+    """How the epoch was dealt to other worlds before."""
+    position: int | None = 0
+    """In this rank's part; None: not known."""
+
+
+class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips torch
+    """Gives the samples of a dataset in chunk-wise random order: this rank's part of an epoch.
+
+    `dataset` is a `DieselDataset`, or one whose files lie on a mount, such as torchvision's
+    `ImageFolder`, or a `Subset` or `ConcatDataset` of these. `rank` and `world` are those of
+    torch.distributed where it is initialized, else 0 and 1. `group_size` is the number of chunks
+    whose samples are shuffled together. `drop_last` is that of `DistributedSampler`: where the
+    parts cannot be equally long, the order loses its end, or else repeats its start.
+    """
+
+    def __init__(
+        self,
+        dataset: object,
+        *,
+        rank: int | None = None,
+        world: int | None = None,
+        seed: int = 0,
+        group_size: int = GROUP_SIZE_DEFAULT,
+        drop_last: bool = False,
+    ) -> None:
+        """Raises UsageError for numbers out of range and for a dataset whose files are not known,
+        NoSuchPath for a file that its mount does not have."""
+        is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if world is None:
+            world = torch.distributed.get_world_size() if is_distributed else 1
+        if rank is None:
+            rank = torch.distributed.get_rank() if is_distributed else 0
+        check_number("world", world, 1, WORLD_MAX)
+        check_number("rank", rank, 0, world - 1)
+        check_number("seed", seed)
+        check_number("group size", group_size, 1)
+        self.rank, self.world = int(rank), int(world)  # a state holds Python's numbers, not numpy's
+        self.seed, self.group_size = int(seed), int(group_size)
+        self.drop_last = drop_last
+        self.epoch = 0
+        self._files: SampleFiles = sample_files(dataset)
+        self._digest = self._files.digest
+        self._reader = dataset if isinstance(dataset, DieselDataset) else None
+        self._next: _Place | None = None  # where the next iteration starts: else at the beginning
+        self._last: _Iteration | None = None  # the iteration that began last in this epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """The number of the epoch that is read next: each has an order of its own. The epoch of a
+        state that was loaded keeps its place. Raises UsageError."""
+        check_number("epoch", epoch)
+        if self._next is not None and self._next.epoch != epoch:
+            self._next = None
+        if epoch != self.epoch:
+            self._last = None
+        self.epoch = int(epoch)
+
+    def __len__(self) -> int:
+        """How many samples the next iteration gives; while one goes on, that one."""
+        if self._next is None and self._last is not None and not self._last.is_over:
+            return self._last.length
+        place = self._next or _Place(self.epoch)
+        return max(self._part_length(place.deals) - (place.position or 0), 0)
+
+    def __iter__(self) -> "Iterator[int]":
+        return _Iteration(self)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether samples of this epoch have been handed out since it was set or loaded."""
+        return self._last is not None and self._next is None
+
+    def state_dict(self, received: int | None = None) -> dict[str, object]:
+        """The state from which another run reads exactly the rest of the epoch.
+
+        `received` is how many samples the loop has received since its iteration began: batches
+        times the batch size, a shorter last batch counted as a full one. It is the same on all
+        ranks, and so is the state. Without the number, a state from the middle of an epoch can only
+        be used with torchdata's `StatefulDataLoader`, which keeps the number itself.
+        (`AutoDataLoader.state_dict` counts, too.) Raises UsageError for a number that is greater
+        than what was handed out.
+        """
+        last = self._last if self._next is None else None
+        if last is None:
+            if received:
+                raise UsageError(
+                    f"received is {received}, but no sample has been handed out in epoch"
+                    f" {self.epoch}"
+                )
+            return self._state(self._next or _Place(self.epoch))
+        if received is None:
+            return self._state(last.place if last.given else last.start)
+        check_number("received", received)
+        if received > last.given and not last.is_over:
+            raise UsageError(
+                f"received is {received}, but only {last.given} samples have been handed out in"
+                " this iteration",
+                advice="count what the loop has received since its iteration began",
+            )
+        return self._state(last.start, min(int(received), last.length))
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Go on from a state: the next iteration gives the rest of its epoch.
+
+        Seed, epoch and group size become those of the state. With another world or `drop_last`, the
+        samples that no rank has received are dealt anew. Raises ConflictError for a state of
+        another dataset, version or selection of samples, UsageError for what is no state.
+        """
+        place = self._load(state)
+        if place.position is not None:  # else torchdata loads an iterator's state next
+            self.epoch = place.epoch
+        self._next, self._last = place, None
+
+    def _load(self, state: Mapping[str, object]) -> _Place:
+        """The place that a state names, in parts of our world. Seed and group size become those of
+        the state."""
+        self._check_origin(state)
+        numbers = _Numbers(state)
+        seed, group_size = numbers.get("seed"), numbers.get("group_size", 1)
+        epoch = numbers.get("epoch")
+        deals = numbers.deals()
+        deal = Deal(numbers.get("world", 1, WORLD_MAX), bool(state.get("drop_last")), 0)
+        position = None if state.get("position", 0) is None else numbers.get("position")
+        left = len(self._files)
+        for each in (*deals, replace(deal, position=position or 0)):
+            if each.position > part_length(left, each.world, drop_last=each.drop_last):
+                raise UsageError(f"the state has a position {each.position} behind the epoch's end")
+            left = len(rest(np.arange(left), each))
+        self.seed, self.group_size = seed, group_size
+        if position is not None and (deal.world, deal.drop_last) != (self.world, self.drop_last):
+            if position:
+                deals = (*deals, replace(deal, position=position))
+            position = 0
+        return _Place(epoch, deals, position)
+
+    def _check_origin(self, state: Mapping[str, object]) -> None:
+        """Raises ConflictError for a state of other samples than ours."""
+        files = self._files
+        if state.get("format") != _STATE_FORMAT or "identity" not in state:
+            raise UsageError("this is not a state of ChunkShuffleSampler")
+        there = f"{state.get('dataset')}@{state.get('version')}"
+        if state["identity"] != files.identity:
+            text = f"the state is of {there}, and this sampler reads {files}, another dataset"
+            raise ConflictError(text, advice="load it with the dataset that it names")
+        if state.get("version") != files.version:
+            raise ConflictError(
+                f"the state is of {there}, and this sampler reads {files}, another version",
+                advice=f"open or mount {there}, or start the epoch anew",
+            )
+        if (state.get("samples"), state.get("digest")) != (len(files), self._digest):
+            raise ConflictError(
+                f"the state is of {state.get('samples')} samples of {there}, and this sampler reads"
+                f" another selection of {len(files)}",
+                advice="give the same folder, filter and subset",
+            )
+
+    def _state(self, place: _Place, received: int = 0) -> dict[str, object]:
+        files = self._files
+        position = None if place.position is None else place.position + received
+        return {
+            "format": _STATE_FORMAT,
+            "dataset": files.dataset,
+            "identity": files.identity,
+            "version": files.version,
+            "samples": len(files),
+            "digest": self._digest,
+            "seed": self.seed,
+            "epoch": place.epoch,
+            "group_size": self.group_size,
+            "deals": [[each.world, each.drop_last, each.position] for each in place.deals],
+            "world": self.world,
+            "drop_last": self.drop_last,
+            "position": position,
+        }
+
+    def _part_length(self, deals: tuple[Deal, ...]) -> int:
+        left = len(self._files)
+        for deal in deals:
+            left = len(rest(np.arange(left), deal))
+        return part_length(left, self.world, drop_last=self.drop_last)
+
+    def _begin(self, iteration: "_Iteration", own: _Place | None) -> tuple[_Place, Indices]:
+        """An iteration begins: where, and the samples that it gives."""
+        place = own or self._next or _Place(self.epoch)
+        if place.position is None:
+            raise UsageError(
+                "the state that was loaded does not say how many samples had been received",
+                advice="save it with state_dict(received=...); or, where you know the number, load"
+                ' {**state, "position": NUMBER}',
+            )
+        sequence, group = self._files.files.shuffled(self.seed, place.epoch, self.group_size)
+        order = np.arange(len(sequence))
+        for deal in place.deals:
+            order = rest(order, deal)
+        part = part_positions(len(order), self.rank, self.world, drop_last=self.drop_last)
+        chosen = order[part[place.position :]]
+        if self._reader is not None:
+            self._reader.announce(sequence[chosen], group_ends(group[chosen]))
+        self._next, self._last = None, iteration
+        return place, sequence[chosen]
+
+
+class _Iteration(Iterator[int]):
+    """One iteration over a sampler. It begins with its first sample: torch makes iterators that it
+    does not use. It has the state that torchdata's `StatefulDataLoader` keeps for each batch."""
+
+    def __init__(self, sampler: ChunkShuffleSampler) -> None:
+        self._sampler = sampler
+        self._own: _Place | None = None  # loaded into this iteration alone
+        self._left: Iterator[int] | None = None
+        self.start = _Place(0)
+        self.length = 0
+        self.given = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all has been handed out."""
+        return self._left is not None and self.given >= self.length
+
+    @property
+    def place(self) -> _Place:
+        """This epoch, at a place that is not known: only the iterator's own state has it."""
+        return replace(self.start, position=None)
+
+    def __next__(self) -> int:
+        if self._left is None:
+            self.start, samples = self._sampler._begin(self, self._own)
+            self.length = len(samples)
+            self._left = _numbers(samples)
+        sample = next(self._left)
+        self.given += 1
+        return sample
+
+    def state_dict(self) -> dict[str, object]:
+        """The state after what this iterator has given."""
+        if self._left is None:
+            return self._sampler.state_dict()
+        return self._sampler._state(self.start, self.given)
+
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Give the rest of the epoch of a state. Raises as the sampler's."""
+        self._own = self._sampler._load(state)
+        self._sampler._next = None
+
+
+def _numbers(samples: Indices) -> Iterator[int]:
+    for start in range(0, len(samples), _BLOCK):
+        yield from samples[start : start + _BLOCK].tolist()
+
+
+class _Numbers:
+    """Reads the numbers of a state. Raises UsageError for what is none."""
+
+    def __init__(self, state: Mapping[str, object]) -> None:
+        self._state = state
+
+    def get(self, name: str, lowest: int = 0, highest: int = 2**63 - 1) -> int:
+        return _number(name, self._state.get(name), lowest, highest)
+
+    def deals(self) -> tuple[Deal, ...]:
+        rows = self._state.get("deals")
+        if not isinstance(rows, list | tuple):
+            raise UsageError("this is not a state of ChunkShuffleSampler: it has no deals")
+        found = []
+        for row in rows:
+            if not isinstance(row, list | tuple) or len(row) != 3:
+                raise UsageError(f"bad deal {row!r} in a state of ChunkShuffleSampler")
+            world = _number("world", row[0], 1, WORLD_MAX)
+            found.append(Deal(world, bool(row[1]), _number("position", row[2])))
+        return tuple(found)
+
+
+def _number(name: str, value: object, lowest: int = 0, highest: int = 2**63 - 1) -> int:
+    if not isinstance(value, int):
+        raise UsageError(f"bad {name} {value!r} in a state of ChunkShuffleSampler")
+    check_number(name, value, lowest, highest)
+    return value

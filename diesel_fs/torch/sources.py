@@ -1,0 +1,119 @@
+"""Finds the files in a snapshot that the samples of a dataset are.
+
+A dataset is `DieselDataset`, or any with a list of paths on a mount (torchvision's `ImageFolder`),
+or a `Subset` or `ConcatDataset` of such.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+from torch.utils.data import ConcatDataset, Subset
+from xxhash import xxh3_64_hexdigest
+
+from ..errors import NoSuchPath, UsageError
+from ..format.snapshot.reader import Indices, Snapshot
+from ..orders.shuffle import ChunkedFiles
+from .dataset import DieselDataset
+from .folder import resolved
+from .planner.file_tables import ABSENT, FileTable, MountedFiles
+
+_LISTS = ("samples", "imgs", "paths")
+"""Attributes of datasets of files: a list of paths, or of rows that begin with a path."""
+
+_PART = 1 << 16  # paths that are looked up at a time
+
+
+@dataclass(frozen=True, slots=True)
+class SampleFiles:
+    """The files that samples are, by the index of the sample, in one version of a dataset."""
+
+    dataset: str
+    identity: str
+    version: int
+    files: ChunkedFiles
+
+    def __len__(self) -> int:
+        return len(self.files.entries)
+
+    @property
+    def digest(self) -> str:
+        """Tells other samples of the same version from these."""
+        return xxh3_64_hexdigest(self.files.entries.astype("<i8").tobytes())
+
+    def __str__(self) -> str:
+        return f"{self.dataset}@{self.version}"
+
+
+def sample_files(dataset: object) -> SampleFiles:
+    """The files of a dataset's samples.
+
+    Raises UsageError for a dataset whose files are not known, or lie in different datasets or in no
+    mount; NoSuchPath for a file that its mount does not have.
+    """
+    snapshot, entries = _found(dataset)
+    entries = np.array(entries, np.int64)
+    for at in np.flatnonzero(snapshot.chunk_of(entries) < 0).tolist():
+        followed = resolved(snapshot, int(entries[at]))
+        if followed >= 0:
+            entries[at] = followed
+    return SampleFiles(
+        snapshot.dataset,
+        str(snapshot.identity),
+        snapshot.version,
+        ChunkedFiles.of(snapshot, entries),
+    )
+
+
+def _found(dataset: object) -> tuple[Snapshot, Indices]:
+    """The snapshot that has the files of a dataset, and the entry of each sample."""
+    if isinstance(dataset, DieselDataset):
+        return dataset.snapshot, dataset.entries()
+    if isinstance(dataset, Subset):
+        snapshot, entries = _found(dataset.dataset)
+        return snapshot, entries[np.asarray(dataset.indices, np.int64)]
+    if isinstance(dataset, ConcatDataset):
+        parts = [_found(each) for each in dataset.datasets]
+        first = parts[0][0]
+        for other, _ in parts:
+            if (other.identity, other.version) != (first.identity, first.version):
+                raise UsageError(
+                    f"the samples are of {first.dataset}@{first.version} and of"
+                    f" {other.dataset}@{other.version}: a chunk-wise order is of one version"
+                )
+        return first, np.concatenate([entries for _, entries in parts])
+    return _on_a_mount(dataset)
+
+
+def _on_a_mount(dataset: object) -> tuple[Snapshot, Indices]:
+    rows = next((getattr(dataset, name) for name in _LISTS if hasattr(dataset, name)), None)
+    if not isinstance(rows, Sequence):
+        raise UsageError(
+            f"the files of {type(dataset).__name__} are not known",
+            advice="give a DieselDataset, or a dataset with a list `samples`, `imgs` or `paths` of"
+            " files on a mount, such as torchvision's ImageFolder",
+        )
+    mounted, table, cwd = MountedFiles(), FileTable(len(rows)), os.getcwd()
+    for start in range(0, len(rows), _PART):
+        paths = [os.fsencode(_path(row)) for row in islice(rows, start, start + _PART)]
+        mounted.find(table, start, paths, cwd)
+    if not table.entries:
+        name = "no files" if not len(rows) else _path(rows[0])
+        raise UsageError(
+            f"{name} is not on a mount of a dataset",
+            advice="mount the dataset with `dlcmd mount`, or use DieselDataset",
+        )
+    shown, entries = max(table.entries.items(), key=lambda each: int((each[1] >= 0).sum()))
+    for at in np.flatnonzero(entries == ABSENT)[:1].tolist():
+        raise NoSuchPath(f"{_path(rows[at])} is not a file of the mount at {shown.mount}")
+    return mounted.snapshot(shown.mount), entries
+
+
+def _path(row: object) -> str:
+    """The path in a row of a dataset's list. Raises UsageError."""
+    path = row[0] if isinstance(row, tuple | list) and row else row
+    if not isinstance(path, str | os.PathLike):
+        raise UsageError(f"{row!r} is not a path, nor a row that begins with one")
+    return os.fspath(path)

@@ -1,0 +1,86 @@
+"""Measures, in a worker of an `AutoDataLoader`, what the preparation of a batch takes.
+
+The time begins when the worker takes the indices of the batch (`OnItsWay`), and ends when the batch
+has been collated (`TimedCollate`). A spawned worker imports this module, so it imports little.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+_MEMORY_EVERY = 25  # batches between two looks at a worker's memory: each takes about 1 ms
+
+_began_s = 0.0  # when this process took the indices of the batch that it prepares
+
+
+class OnItsWay:
+    """The indices of a batch, for a worker. When the worker takes them, the time is noted there."""
+
+    def __init__(self, indices: object) -> None:
+        self._indices = indices
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return arrived, (self._indices,)
+
+
+def arrived(indices: object) -> object:
+    """The indices of a batch, which this process is about to prepare."""
+    global _began_s  # noqa: PLW0603  (one batch at a time in a worker; torch loads it by name)
+    _began_s = time.perf_counter()
+    return indices
+
+
+class Report(NamedTuple):
+    """What the preparation of a batch took."""
+
+    fetch_s: float
+    batch_bytes: float
+    process_bytes: float
+    is_first: float
+    """1 for the first batch of a worker, which also loads modules and opens files."""
+
+
+class TimedCollate:
+    """Collates a batch, and adds the report on its preparation."""
+
+    def __init__(self, inner: Callable[[object], object]) -> None:
+        self._inner = inner
+        self._batches = 0
+        self._process_bytes = 0.0
+
+    def __call__(self, data: object) -> tuple[object, tuple[float, ...]]:
+        batch = self._inner(data)
+        fetch_s = time.perf_counter() - _began_s
+        if self._batches % _MEMORY_EVERY == 1:
+            self._process_bytes = _own_bytes()
+        self._batches += 1
+        is_first = float(self._batches == 1)
+        return batch, (fetch_s, _held_bytes(batch), self._process_bytes, is_first)
+
+
+def _own_bytes() -> float:
+    """The memory that only this process has: without what it shares with its parent."""
+    total = 0
+    with suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines():
+            if line.startswith(("Private_Clean:", "Private_Dirty:")):
+                total += int(line.split()[1]) * 1024
+    return float(total)
+
+
+def _held_bytes(batch: object) -> float:
+    """The bytes of the tensors, arrays and contents in a batch."""
+    if isinstance(batch, torch.Tensor | np.ndarray):
+        return float(batch.nbytes)
+    if isinstance(batch, bytes | bytearray | memoryview):
+        return float(len(batch))
+    if isinstance(batch, Mapping):
+        return sum(map(_held_bytes, batch.values()))
+    if isinstance(batch, list | tuple):
+        return sum(map(_held_bytes, batch))
+    return 0.0

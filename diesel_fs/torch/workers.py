@@ -1,0 +1,168 @@
+"""Decides how many worker processes a data loader needs, from what was measured.
+
+`WorkerController` follows DLCache, section III-E (algorithm 2): so many workers that a batch is
+there when the loop asks for it (time to fetch a batch / time between two requests), limited by the
+processor's cores and by memory. That rule takes the time to fetch a batch for independent of the
+number of workers, which it is not: workers share cores and bandwidth. So the time comes from a
+model as in Lobster (ICPP 2022), section 4.1: for each size of samples, a piece-wise linear function
+of the number of workers gives the time for one sample; for a size without measurements, the model
+of the nearest size is used. Where no number of workers suffices, the smallest is taken that
+nearly reaches the highest rate.
+
+What was measured at a number of workers moves the whole function of that size up or down, since
+what changes with time (a cache gets warm) changes at all numbers of workers. Pure: no clock and no
+I/O.
+"""
+
+from bisect import bisect_left
+from dataclasses import dataclass, field
+from typing import Protocol
+
+HEADROOM = 0.1
+"""Workers are fast enough if they need this part less than the loop's time: fetching times vary,
+and a loader that is just fast enough waits at each slow batch."""
+
+SHRINK_HEADROOM = 0.25
+"""A smaller number must have more room than a number that is kept, else the number would go up and
+down with the noise of the measurements."""
+
+NEARLY = 0.95
+"""The part of a rate that counts as the whole."""
+
+SMOOTHING = 0.5
+"""The share of the newest measurement; the rest is what was known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Averages over some batches; times in seconds."""
+
+    workers: int
+    fetch_s: float
+    """A worker's time for a batch: reading, decoding, transforming and collating."""
+    request_s: float
+    """The loop's own time for a batch: from a batch that it got to its next request."""
+    batch_samples: float
+    sample_bytes: float = 0
+    """The mean size of the samples as they are stored; 0 where it is not known."""
+    worker_bytes: float = 0
+    """The memory of a worker, with the batches that it has prepared."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the workers may use. `workers_max` is the number of cores, unless the user says else."""
+
+    workers_max: int
+    memory_bytes: int
+
+
+class Controller(Protocol):
+    """Chooses the number of workers. `AutoDataLoader` takes any."""
+
+    def decide(self, measured: Measured) -> int:
+        """The number of workers from now on."""
+
+
+@dataclass(slots=True)
+class FetchModel:
+    """Seconds for a sample, by the size of samples and the number of workers (see the module)."""
+
+    _curves: dict[int, dict[int, float]] = field(default_factory=dict)
+    """By size class (a power of 2): what was measured at numbers of workers."""
+
+    def learn(self, sample_bytes: float, workers: int, sample_s: float) -> None:
+        """A measurement."""
+        curve = self._curves.setdefault(_size_class(sample_bytes), {})
+        fewer = max((each for each in curve if each < workers), default=None)
+        more = min((each for each in curve if each > workers), default=None)
+        level = 1.0
+        if workers in curve:
+            known = curve[workers]
+            sample_s = SMOOTHING * sample_s + (1 - SMOOTHING) * known
+            level = sample_s / known if known else 1.0
+        # More workers never make a sample cheaper: what contradicts that has changed with time.
+        elif fewer is not None and sample_s < curve[fewer]:
+            level = sample_s / curve[fewer]
+        elif more is not None and sample_s > curve[more] > 0:
+            level = sample_s / curve[more]
+        for each in curve:
+            curve[each] *= level
+        curve[workers] = sample_s
+
+    def measured_below(self, sample_bytes: float, workers: int) -> int:
+        """The greatest number below this one that was measured for this size; 0 for none."""
+        curve = self._curves.get(_size_class(sample_bytes), {})
+        return max((each for each in curve if each < workers), default=0)
+
+    def predict(self, sample_bytes: float, workers: int) -> float:
+        """The time at a number of workers: interpolated; below the measured numbers constant, above
+        them as steep as between the last two, but not falling. 0 where nothing was measured."""
+        if not self._curves:
+            return 0.0
+        wanted = _size_class(sample_bytes)
+        curve = self._curves[min(self._curves, key=lambda size: (abs(size - wanted), size))]
+        known = sorted(curve)
+        at = bisect_left(known, workers)
+        if at == 0:
+            return curve[known[0]]
+        if at < len(known):
+            return _on_line(curve, known[at - 1], known[at], workers)
+        last = curve[known[-1]]
+        if len(known) == 1:
+            return last
+        return max(_on_line(curve, known[-2], known[-1], workers), last)
+
+
+class WorkerController:
+    """The controller of `AutoDataLoader` (see the module)."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.model = FetchModel()
+
+    def decide(self, measured: Measured) -> int:
+        """The number of workers from now on: at least 1."""
+        samples = max(measured.batch_samples, 1.0)
+        self.model.learn(measured.sample_bytes, measured.workers, measured.fetch_s / samples)
+        current = max(measured.workers, 1)
+        rates: dict[int, float] = {}  # batches per second, by number of workers
+        for workers in range(1, self._most(measured) + 1):
+            batch_s = samples * self.model.predict(measured.sample_bytes, workers)
+            if batch_s <= 0:
+                return workers
+            rates[workers] = workers / batch_s
+            headroom = SHRINK_HEADROOM if workers < current else HEADROOM
+            if rates[workers] * measured.request_s * (1 - headroom) >= 1:
+                return workers
+        return self._fastest(measured, rates)
+
+    def _fastest(self, measured: Measured, rates: dict[int, float]) -> int:
+        """The smallest number that has nearly the highest rate, where none suffices.
+
+        Between two measured numbers the model is a line, which says little where the workers
+        disturb each other: there, a number in the middle is tried.
+        """
+        best = max(rates.values())
+        found = next(each for each, rate in rates.items() if rate >= NEARLY * best)
+        below = self.model.measured_below(measured.sample_bytes, found)
+        if found != measured.workers or below < 1 or found - below < 2:
+            return found
+        is_disturbed = rates[found] / rates[below] < NEARLY * found / below
+        return (found + below) // 2 if is_disturbed else found
+
+    def _most(self, measured: Measured) -> int:
+        """The greatest number within the limits (algorithm 2, lines 2 to 6)."""
+        most = max(self.limits.workers_max, 1)
+        if most * measured.worker_bytes > self.limits.memory_bytes:
+            most = int(self.limits.memory_bytes / measured.worker_bytes)
+        return max(most, 1)
+
+
+def _size_class(sample_bytes: float) -> int:
+    return int(sample_bytes).bit_length()
+
+
+def _on_line(curve: dict[int, float], left: int, right: int, at: int) -> float:
+    slope = (curve[right] - curve[left]) / (right - left)
+    return curve[left] + slope * (at - left)

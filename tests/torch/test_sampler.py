@@ -1,0 +1,329 @@
+"""`ChunkShuffleSampler`: the order is chunk-wise, ranks get what `DistributedSampler` would give,
+and a run that stops anywhere reads exactly the rest."""
+
+import copy
+import json
+import os
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch.distributed
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, Subset
+from torch.utils.data.distributed import DistributedSampler
+
+from diesel_fs import connect
+from diesel_fs.errors import ConflictError, NoSuchPath, UsageError
+from diesel_fs.torch import ChunkShuffleSampler, DieselDataset
+from tests.cli.conftest import Dlcmd
+from tests.cli.conftest import dlcmd as dlcmd
+from tests.trees import write
+
+from .stores import packed
+
+FILES = 29
+PREFETCH = 2
+
+
+def contents(count: int) -> dict[str, bytes]:
+    """Files of such sizes that a chunk has about five of them."""
+    chance = random.Random(1)
+    return {f"c{n % 3}/{n:03}.bin": chance.randbytes(12_000 + 17 * n) for n in range(count)}
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> str:
+    top = tmp_path_factory.mktemp("sampler")
+    return packed(write(top / "src", contents(FILES)), top / "store")
+
+
+@pytest.fixture(scope="module")
+def pets(url: str) -> Iterator[DieselDataset]:
+    with DieselDataset("pets", loader=len, extensions=".bin", url=url) as dataset:
+        yield dataset
+
+
+def test_the_order_is_that_of_the_dataset(pets: DieselDataset, url: str) -> None:
+    with connect("pets", url) as dataset:
+        for rank, world, drop_last in ((0, 1, False), (1, 3, False), (2, 3, True)):
+            expected = dataset.shuffle(
+                seed=4, epoch=2, group_size=2, rank=rank, world=world, drop_last=drop_last
+            )
+            sampler = ChunkShuffleSampler(
+                pets, rank=rank, world=world, seed=4, group_size=2, drop_last=drop_last
+            )
+            sampler.set_epoch(2)
+            given_ = list(sampler)
+            assert [pets.samples[at][0] for at in given_] == [
+                dataset.snapshot.path(at).decode() for at in expected.tolist()
+            ]
+            assert len(sampler) == len(given_)
+
+
+def test_epochs_differ_and_repeat(pets: DieselDataset) -> None:
+    sampler = ChunkShuffleSampler(pets)
+    first = list(sampler)
+    assert list(sampler) == first
+    sampler.set_epoch(1)
+    assert sorted(sampler) == sorted(first)
+    assert list(sampler) != first
+    assert list(ChunkShuffleSampler(pets, seed=1)) != first
+
+
+Phase = tuple[int, bool, int, int]
+"""World, drop_last, batches that the loop received, and workers."""
+
+PHASES = st.lists(
+    st.tuples(st.integers(1, 8), st.booleans(), st.integers(0, 9), st.integers(0, 4)),
+    min_size=1,
+    max_size=3,
+)
+
+
+def stopped(sampler: ChunkShuffleSampler, batch: int, batches: int, workers: int) -> Sequence[int]:
+    """What a loop received until it stopped; the workers have been given more."""
+    drawn = list(islice(BatchSampler(sampler, batch, False), batches + workers * PREFETCH))
+    return [each for part in drawn[:batches] for each in part]
+
+
+def ranks(data: object, world: int, drop_last: bool, state: object) -> list[ChunkShuffleSampler]:
+    """The samplers of all ranks, which go on from a state."""
+    made = [
+        ChunkShuffleSampler(data, rank=rank, world=world, group_size=2, drop_last=drop_last)
+        for rank in range(world)
+    ]
+    for each in made:
+        each.set_epoch(3)
+        if state is not None:
+            each.load_state_dict(json.loads(json.dumps(state)))
+            each.set_epoch(3)  # as loops do
+    return made
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    files=st.integers(0, FILES), batch=st.integers(1, 4), phases=PHASES, last=st.integers(1, 8),
+    drop_last=st.booleans(),
+)  # fmt: skip
+def test_whatever_stops_and_changes_the_rest_is_read(
+    pets: DieselDataset, files: int, batch: int, phases: list[Phase], last: int, drop_last: bool
+) -> None:
+    data = Subset(pets, range(files))
+    [alone] = ranks(data, 1, False, None)
+    order, received, state = list(alone), Counter[int](), None
+    for world, drops, batches, workers in phases:
+        samplers = ranks(data, world, drops, state)
+        states = []
+        for sampler in samplers:
+            whole = list(copy.copy(sampler))
+            assert len(sampler) == len(whole)
+            got = stopped(sampler, batch, batches, workers)
+            assert got == whole[: batches * batch]
+            received.update(got)
+            states.append(sampler.state_dict(received=batches * batch))
+        assert all(each == states[0] for each in states), "a state serves all ranks"
+        state = states[0]
+        for sampler, again in zip(samplers, ranks(data, world, drops, state), strict=True):
+            rest = list(again)  # with the same world each rank goes on in its own part
+            assert rest == list(_part(sampler))[batches * batch :]
+    left = [each for each in order if each not in received]
+    samplers = ranks(data, last, drop_last, state)
+    same = (phases[-1][0], phases[-1][1]) == (last, drop_last)
+    final = Counter(each for sampler in samplers for each in sampler)
+    if not same:
+        expected = Counter(
+            left[at]
+            for rank in range(last)
+            for at in DistributedSampler(left, last, rank, shuffle=False, drop_last=drop_last)
+        )
+        assert final == expected
+
+
+def _part(sampler: ChunkShuffleSampler) -> Iterator[int]:
+    """What the iteration of a sampler that began last gives in all."""
+    again = copy.copy(sampler)
+    again.load_state_dict(sampler.state_dict(received=0))
+    return iter(again)
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("world", range(1, 9))
+def test_each_sample_is_read_once_from_every_position(
+    pets: DieselDataset, world: int, drop_last: bool
+) -> None:
+    """With the same world the two runs give together what one would have given."""
+    for files in (11, FILES):
+        data = Subset(pets, range(files))
+        whole = [list(each) for each in ranks(data, world, drop_last, None)]
+        expected = Counter(
+            each
+            for rank in range(world)
+            for each in DistributedSampler(range(files), world, rank, False, drop_last=drop_last)
+        )
+        together = Counter(Counter(each for part in whole for each in part).values())
+        assert together == Counter(expected.values()), "as many are repeated or dropped"
+        for position in range(len(whole[0]) + 1):
+            samplers = ranks(data, world, drop_last, None)
+            first = [stopped(each, 1, position, 2) for each in samplers]
+            states = [each.state_dict(received=position) for each in samplers]
+            second = [list(each) for each in ranks(data, world, drop_last, states[-1])]
+            assert [[*a, *b] for a, b in zip(first, second, strict=True)] == whole
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stock_loader_resumes(pets: DieselDataset, workers: int) -> None:
+    def loader() -> tuple[ChunkShuffleSampler, DataLoader[object]]:
+        sampler = ChunkShuffleSampler(pets, group_size=2)
+        context = "fork" if workers else None
+        return sampler, DataLoader(
+            Indices(len(pets)), batch_size=4, sampler=sampler, num_workers=workers,
+            multiprocessing_context=context,
+        )  # fmt: skip
+
+    _, whole = loader()
+    expected = [batch.tolist() for batch in whole]
+    sampler, first = loader()
+    for count, batch in enumerate(first, 1):
+        assert batch.tolist() == expected[count - 1]
+        if count == 3:
+            break
+    state = sampler.state_dict(received=3 * 4)
+    sampler, second = loader()
+    sampler.load_state_dict(state)
+    assert len(second) == len(expected) - 3
+    assert [batch.tolist() for batch in second] == expected[3:]
+    assert [batch.tolist() for batch in second] == expected, "the next epoch is whole"
+
+
+class Indices:
+    """A dataset that gives its indices."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def test_a_state_without_the_number_is_refused_when_it_is_used(pets: DieselDataset) -> None:
+    sampler = ChunkShuffleSampler(pets)
+    assert sampler.state_dict()["position"] == 0
+    next(iter(sampler))
+    state = sampler.state_dict()
+    resumed = ChunkShuffleSampler(pets)
+    resumed.load_state_dict(state)
+    with pytest.raises(UsageError, match="how many samples had been received"):
+        next(iter(resumed))
+    resumed.load_state_dict({**state, "position": 1})
+    assert len(list(resumed)) == FILES - 1
+
+
+def test_numbers_that_cannot_be_are_refused(pets: DieselDataset) -> None:
+    sampler = ChunkShuffleSampler(pets)
+    with pytest.raises(UsageError, match="no sample has been handed out"):
+        sampler.state_dict(received=4)
+    list(islice(sampler, 3))
+    with pytest.raises(UsageError, match="only 3 samples"):
+        sampler.state_dict(received=4)
+    with pytest.raises(UsageError, match="received"):
+        sampler.state_dict(received=-1)
+    for bad in ({"rank": 1}, {"world": 0}, {"seed": -1}, {"group_size": 0}):
+        with pytest.raises(UsageError):
+            ChunkShuffleSampler(pets, **bad)  # type: ignore[arg-type]  # by name
+    good = sampler.state_dict(received=2)
+    for name, value in (
+        ("position", 30), ("position", "2"), ("world", 0), ("deals", 3), ("deals", [[1]]),
+        ("deals", [[1, False, 99]]), ("epoch", None), ("format", 9), ("group_size", 0),
+    ):  # fmt: skip
+        with pytest.raises(UsageError):
+            ChunkShuffleSampler(pets).load_state_dict({**good, name: value})
+    with pytest.raises(UsageError, match="not a state"):
+        ChunkShuffleSampler(pets).load_state_dict({})
+
+
+def test_a_state_of_other_samples_is_refused_with_both_named(
+    pets: DieselDataset, tmp_path: Path
+) -> None:
+    state = ChunkShuffleSampler(pets).state_dict()
+    source = write(tmp_path / "src", contents(FILES))
+    url = packed(source, tmp_path / "store")
+    other = f"pets@{pets.version}"
+    with DieselDataset("pets", loader=len, extensions=".bin", url=url) as another:
+        with pytest.raises(ConflictError, match="another dataset") as refused:
+            ChunkShuffleSampler(another).load_state_dict(state)
+        assert other in str(refused.value)
+        assert f"pets@{another.version}" in str(refused.value)
+        own = ChunkShuffleSampler(another).state_dict()
+        with pytest.raises(ConflictError, match="another selection"):
+            ChunkShuffleSampler(Subset(another, range(5))).load_state_dict(own)
+    write(source, {"c1/new.bin": b"new"})
+    packed(source, tmp_path / "store")
+    with DieselDataset("pets", loader=len, extensions=".bin", url=url) as newer:
+        with pytest.raises(ConflictError, match="another version") as refused:
+            ChunkShuffleSampler(newer).load_state_dict(own)
+        assert f"pets@{newer.version}" in str(refused.value)
+        assert f"pets@{own['version']}" in str(refused.value)
+        with pytest.raises(UsageError, match="of one version"):
+            ChunkShuffleSampler(ConcatDataset([newer, pets]))
+
+
+def test_rank_and_world_are_those_of_torch_distributed(pets: DieselDataset, tmp_path: Path) -> None:
+    assert (ChunkShuffleSampler(pets).rank, ChunkShuffleSampler(pets).world) == (0, 1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1
+    )
+    try:
+        assert ChunkShuffleSampler(pets).world == 1
+        assert ChunkShuffleSampler(pets, rank=2, world=5).rank == 2
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+class OnDisk:
+    """A dataset with a list of paths, as torchvision's."""
+
+    def __init__(self, samples: Sequence[object]) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+
+@pytest.mark.fuse
+def test_a_dataset_on_a_mount_has_the_same_order(dlcmd: Dlcmd, tmp_path: Path) -> None:
+    source = write(tmp_path / "src", contents(FILES))
+    dlcmd("put", "--chunk-size", "64K", source, "pets")
+    dlcmd("mount", "pets", tmp_path / "mnt")
+    try:
+        paths = sorted(
+            os.path.join(top, name) for top, _, names in os.walk(tmp_path / "mnt") for name in names
+        )
+        mounted = OnDisk([(path, 0) for path in paths])
+        url = dlcmd.store.as_uri()
+        with DieselDataset("pets", loader=len, extensions=".bin", url=url) as dataset:
+            expected = ChunkShuffleSampler(dataset, group_size=2)
+            found = ChunkShuffleSampler(mounted, group_size=2)
+            assert list(found) == list(expected)
+            assert found.state_dict(received=3) == expected.state_dict(received=3)
+            parts = ConcatDataset([Subset(mounted, range(9)), Subset(mounted, range(9, FILES))])
+            assert list(ChunkShuffleSampler(parts, group_size=2)) == list(expected)
+        with pytest.raises(NoSuchPath, match="absent"):
+            ChunkShuffleSampler(OnDisk([*paths, f"{tmp_path}/mnt/absent"]))
+        with pytest.raises(NoSuchPath, match="hostname"):
+            ChunkShuffleSampler(OnDisk([*paths, "/etc/hostname"]))
+    finally:
+        dlcmd("umount", tmp_path / "mnt")
+    with pytest.raises(UsageError, match="not on a mount"):
+        ChunkShuffleSampler(OnDisk(paths))
+    with pytest.raises(UsageError, match="not a path"):
+        ChunkShuffleSampler(OnDisk([3]))
+    with pytest.raises(UsageError, match="are not known"):
+        ChunkShuffleSampler(range(3))
