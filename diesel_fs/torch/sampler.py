@@ -22,6 +22,7 @@ from ..format.snapshot.reader import Indices
 from ..orders.parts import Deal, part_length, part_positions, rest
 from ..orders.shuffle import GROUP_SIZE_DEFAULT, WORLD_MAX, check_number, group_ends
 from .dataset import DieselDataset
+from .join import received as counted_by_hook
 from .sources import SampleFiles, sample_files
 
 _STATE_FORMAT = 1
@@ -110,10 +111,11 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
 
         `received` is how many samples the loop has received since its iteration began: batches
         times the batch size, a shorter last batch counted as a full one. It is the same on all
-        ranks, and so is the state. Without the number, a state from the middle of an epoch can only
-        be used with torchdata's `StatefulDataLoader`, which keeps the number itself.
-        (`AutoDataLoader.state_dict` counts, too.) Raises UsageError for a number that is greater
-        than what was handed out.
+        ranks, and so is the state. It need not be given after `diesel_fs.torch.join()` and under
+        `dlcmd run`, which count for torch's `DataLoader`, nor with `AutoDataLoader.state_dict`.
+        Else, without it, a state from the middle of an epoch can only be used with torchdata's
+        `StatefulDataLoader`, which keeps the number itself. Raises UsageError for a number that is
+        greater than what was handed out.
         """
         last = self._last if self._next is None else None
         if last is None:
@@ -124,7 +126,10 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
                 )
             return self._state(self._next or _Place(self.epoch))
         if received is None:
-            return self._state(last.place if last.given else last.start)
+            counted = counted_by_hook(self)
+            if counted is None or counted > last.given:  # or of a loader that is not read now
+                return self._state(last.place if last.given else last.start)
+            received = counted
         check_number("received", received)
         if received > last.given and not last.is_over:
             raise UsageError(

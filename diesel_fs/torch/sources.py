@@ -18,7 +18,7 @@ from ..format.snapshot.reader import Indices, Snapshot
 from ..orders.shuffle import ChunkedFiles
 from .dataset import DieselDataset
 from .folder import resolved
-from .planner.file_tables import ABSENT, FileTable, MountedFiles
+from .planner.file_tables import FileTable, MountedFiles
 
 _LISTS = ("samples", "imgs", "paths")
 """Attributes of datasets of files: a list of paths, or of rows that begin with a path."""
@@ -98,17 +98,18 @@ def _on_a_mount(dataset: object) -> tuple[Snapshot, Indices]:
     mounted, table, cwd = MountedFiles(), FileTable(len(rows)), os.getcwd()
     for start in range(0, len(rows), _PART):
         paths = [os.fsencode(_path(row)) for row in islice(rows, start, start + _PART)]
-        mounted.find(table, start, paths, cwd)
-    if not table.entries:
+        mounted.find(table, range(start, start + len(paths)), paths, cwd)
+    taken = table.take(np.arange(table.size))
+    if not taken:
         name = "no files" if not len(rows) else _path(rows[0])
         raise UsageError(
             f"{name} is not on a mount of a dataset",
             advice="mount the dataset with `dlcmd mount`, or use DieselDataset",
         )
-    shown, entries = max(table.entries.items(), key=lambda each: int((each[1] >= 0).sum()))
-    for at in np.flatnonzero(entries == ABSENT)[:1].tolist():
+    shown, files = max(taken.items(), key=lambda each: len(each[1].entries))
+    for at in np.flatnonzero(np.diff(files.ends, prepend=0) == 0)[:1].tolist():
         raise NoSuchPath(f"{_path(rows[at])} is not a file of the mount at {shown.mount}")
-    return mounted.snapshot(shown.mount), entries
+    return mounted.snapshot(shown.mount), files.entries
 
 
 def _path(row: object) -> str:
