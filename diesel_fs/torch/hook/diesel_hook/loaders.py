@@ -178,7 +178,7 @@ class Epoch:
     def drew(self, element: object) -> None:
         """The sampler gave this: an index, or the indices of a batch."""
         drawn, position = self._drawn, len(self._drawn.indices)
-        if self._dataset is None or not drawn.append(element):
+        if not drawn.append(element) or self._dataset is None:
             return
         if self._order is not None:
             new = drawn.indices[position:]
