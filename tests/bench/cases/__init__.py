@@ -22,6 +22,7 @@ from . import (
     task_mounts,
     task_reads,
     tasks,
+    training,
     window,
 )
 
@@ -70,6 +71,10 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "tasks-recovery": tasks.recovery,
     "tasks-policies": tasks.policies,
     "tasks-too-large": tasks.too_large,
+    "training-waits": training.waits,
+    "training-memory": training.little_memory,
+    "training-rates": training.rates,
+    "training-decoding": training.decoding,
 }
 
 
