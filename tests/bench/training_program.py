@@ -1,4 +1,4 @@
-"""A training script that knows nothing of DIESEL-FS: an ordinary dataset and PyTorch's `DataLoader`.
+"""A training script that knows nothing of DIESEL-FS: ordinary datasets, PyTorch's `DataLoader`.
 
     python training_program.py OPTIONS        (JSON: the fields of `Options`, and `source`)
 

@@ -23,6 +23,8 @@ from . import (
     task_reads,
     tasks,
     training,
+    training_api,
+    training_overhead,
     window,
 )
 
@@ -75,6 +77,8 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "training-memory": training.little_memory,
     "training-rates": training.rates,
     "training-decoding": training.decoding,
+    "training-api": training_api.measure,
+    "training-overhead": training_overhead.measure,
 }
 
 

@@ -79,7 +79,9 @@ def decoding(bench: Workbench) -> list[Row]:
     seconds = str(max(5.0 / bench.divisor, 0.2))
 
     def decode() -> dict[str, float]:
-        said: dict[str, float] = json.loads(_output([_python(), "-P", str(code), seconds]))
+        said: dict[str, float] = json.loads(
+            _output([python_of_training(), "-P", str(code), seconds])
+        )
         return said
 
     measured = alternate(min(bench.rounds, 3), {OURS: decode})
@@ -131,7 +133,7 @@ class _Setting:
     ) -> dict[str, float]:
         """Run the stock script with its files at a place."""
         options = json.dumps({**self.options, "source": source})
-        command = [*prefix, _python(), "-P", str(_PROGRAM), options]
+        command = [*prefix, python_of_training(), "-P", str(_PROGRAM), options]
         epochs: list[dict[str, float]] = json.loads(_output(command, environment))
         for epoch in epochs:
             got, expected = (epoch["files"], epoch["sum"]), (self.shape.files, self.content_sum)
@@ -292,7 +294,7 @@ def _name(setting: _Setting, what: str, part: str, plan: str) -> str:
     return f"{what} {setting.shape.name}, plan {SHUFFLES[plan]}, {epochs}"
 
 
-def _python() -> str:
+def python_of_training() -> str:
     """The Python of the training environment; ours where the peers are not installed."""
     try:
         return installed("python")
@@ -303,7 +305,6 @@ def _python() -> str:
 def _output(command: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
     """The last line that a program prints. Raises CalledProcessError."""
     done = subprocess.run(
-        command, env=environment, check=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        text=True, timeout=DEADLINE_S,
+        command, env=environment, check=True, capture_output=True, text=True, timeout=DEADLINE_S
     )  # fmt: skip
     return done.stdout.splitlines()[-1]

@@ -6,10 +6,10 @@
 
 It runs in the peers' environment, with this tree on the path. A sample is the content of a file.
 
-OPTIONS of `train` is JSON with the fields of `training_program.Options` and of `Place`. `read` reads
-all samples of shards on the local disk in one process, twice as the dataset is iterated with its
-own shuffling, and twice by random indices; it prints the seconds of each pass, the count of samples
-and the sum of their 64-bit words as JSON.
+OPTIONS of `train` is JSON: `options` has the fields of `training_program.Options`, and `place` those
+of `Place`. `read` reads all samples of shards on the local disk in one process, twice as the
+dataset is iterated with its own shuffling, and twice by random indices. It prints as JSON the
+seconds of each pass, the count of samples and bytes, and the sum of their 64-bit words.
 """
 
 import json
@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
 
 # isort: off
 import deploy.torchvision_operators  # noqa: F401 (the peers import torchvision, which may not import)
