@@ -6,8 +6,8 @@
 
 It runs in the peers' environment, with this tree on the path. A sample is the content of a file.
 
-OPTIONS of `train` is JSON: `options` has the fields of `training_program.Options`, and `place` those
-of `Place`. `read` reads all samples of shards on the local disk in one process, twice as the
+OPTIONS of `train` is JSON: `options` has the fields of `training_program.Options`, and `place` has
+those of `Place`. `read` reads all samples of shards on the local disk in one process, twice as the
 dataset is iterated with its own shuffling, and twice by random indices. It prints as JSON the
 seconds of each pass, the count of samples and bytes, and the sum of their 64-bit words.
 """
