@@ -32,7 +32,7 @@ TORCH := torch==2.13.0
 TORCHVISION := torchvision==0.28.0
 # The bench's peers want older numpy and xxhash than ours, so they get an environment of their own;
 # matplotlib, which plots, is there too.
-PEERS := mosaicml-streaming ratarmount matplotlib pylibmc
+PEERS := mosaicml-streaming webdataset litdata ratarmount matplotlib pylibmc
 
 .PHONY: help install demo test test-s3 lint bench fuzz clean system-install system-test system-s3 \
 	system-bench

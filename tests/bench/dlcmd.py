@@ -30,7 +30,13 @@ def compile_program() -> None:
 
 def help_of_mounting() -> str:
     """What `dlcmd mount --help` prints."""
-    command = [str(PROGRAM), "mount", "--help"]
+    return help_of("mount")
+
+
+@cache
+def help_of(verb: str) -> str:
+    """What `dlcmd VERB --help` prints."""
+    command = [str(PROGRAM), verb, "--help"]
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 

@@ -30,10 +30,16 @@ class ReadReport:
 
 def compile_reader(folder: Path) -> Path:
     """Compile the program into `folder`, unless it is there already."""
-    program = folder / "reader"
+    return compiled(SOURCE, folder)
+
+
+def compiled(source: Path, folder: Path, *options: str) -> Path:
+    """Compile a program of one C file into `folder`, unless it is there already."""
+    program = folder / source.stem
     if not program.exists():
         compiler = os.environ.get("CC", "cc")
-        subprocess.run([compiler, "-O2", "-o", str(program), str(SOURCE)], check=True)
+        command = [compiler, "-O2", *options, "-o", str(program), str(source)]
+        subprocess.run(command, check=True)
     return program
 
 

@@ -1,6 +1,7 @@
 """The bench's own arithmetic: a wrong ratio or a peer that goes missing silently would be worse
 than no bench. Nothing is timed here."""
 
+import http.client
 import io
 import json
 import os
@@ -10,6 +11,7 @@ import sys
 import tarfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TypedDict
 
@@ -20,6 +22,7 @@ from tests.server.program import until
 
 from . import memory, results, small_images
 from .cases import BENCHMARKS, accuracy, chosen
+from .cases.training import OBJECTS
 from .control_group import control_group
 from .dlcmd import TREE
 from .epochs import random_order, whole_order
@@ -32,6 +35,7 @@ from .peers.pythons import python
 from .reader import compile_reader, read_files, write_list
 from .report import Row, at_least, at_most, table, within
 from .samples import OURS, NotMeasured, PeerMissing, Rounds, Samples, alternate
+from .store import BUCKET, serving
 from .workbench import SessionMissing, Workbench
 
 SMALL = Shape("small", 6, 2, 4096)
@@ -317,6 +321,60 @@ def test_images_are_the_same_each_time_and_survive_a_tar(tmp_path: Path) -> None
         read = [small_images.decoded(each.read()) for each in contents if each is not None]
     assert members[0].name == small_images.path_of(19, 9)
     assert (np.stack(read) == pixels[::-1]).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        pytest.param("training-waits", 20, marks=pytest.mark.fuse),
+        ("training-decoding", 2),
+        ("training-api", 6),
+        pytest.param("training-overhead", 3, marks=pytest.mark.fuse),
+    ],
+)
+def test_each_benchmark_of_training_measures_every_row(
+    tmp_path: Path, name: str, count: int
+) -> None:
+    """With tiny inputs, and with the peers that are installed: what others read is checked."""
+    rows = rows_of(tmp_path, name)
+    assert len(rows) >= count
+    missing = [row for row in rows if row["against"] and row["other"] is None]
+    assert all(row["not_measured"] for row in missing), "a peer is missing, and it is not said"
+    assert not [row for row in rows if row["against"] == OBJECTS and row["other"] is None]
+    assert not list((tmp_path / "work" / "work").glob("*"))
+
+
+def test_the_store_answers_as_s3_does_later_and_at_its_rate(tmp_path: Path) -> None:
+    delay_s, size, rate = 0.05, 1 << 20, 16 << 20
+    with serving(tmp_path, delay_s=delay_s, bytes_per_s=rate) as store, ExitStack() as stack:
+        content = np.random.default_rng(0).bytes(size)
+        (store.bucket / "folder").mkdir()
+        (store.bucket / "folder" / "object").write_bytes(content)
+        connection = http.client.HTTPConnection(store.endpoint.removeprefix("http://"))
+        stack.callback(connection.close)
+
+        def ask(method: str, path: str, **headers: str) -> tuple[int, bytes]:
+            connection.request(method, f"/{BUCKET}/{path}", headers=headers)
+            answer = connection.getresponse()
+            assert answer.headers["Content-Length"] is not None
+            return answer.status, answer.read()
+
+        start_s = time.monotonic()
+        assert ask("GET", "folder/object") == (200, content)
+        assert time.monotonic() - start_s > delay_s + size / rate / 2
+        counted = store.counts()
+        assert (counted.requests, counted.bytes) == (1, size)
+        assert ask("GET", "folder/object", Range="bytes=5-9") == (206, content[5:10])
+        assert ask("GET", "folder/object", Range="bytes=-3") == (206, content[-3:])
+        assert ask("GET", "folder/object", Range=f"bytes={size}-")[0] == 416
+        assert ask("HEAD", "folder/object") == (200, b"")
+        assert ask("GET", "folder/nothing")[0] == 404
+        assert ask("GET", "folder/../../store")[0] == 400
+        status, listed = ask("GET", "?list-type=2&prefix=folder%2F")
+        assert status == 200
+        assert b"<Key>folder/object</Key>" in listed
+        assert ask("GET", "?list-type=2&prefix=other%2F")[1].count(b"<Key>") == 0
+        assert (store.counts() - counted).requests == 8
 
 
 def test_the_prototype_gives_right_files_and_its_client_finds_wrong_ones(tmp_path: Path) -> None:

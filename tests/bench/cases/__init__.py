@@ -23,6 +23,9 @@ from . import (
     task_mounts,
     task_reads,
     tasks,
+    training,
+    training_api,
+    training_overhead,
     window,
 )
 
@@ -72,6 +75,12 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "tasks-policies": tasks.policies,
     "tasks-too-large": tasks.too_large,
     "accuracy": accuracy.measure,
+    "training-waits": training.waits,
+    "training-memory": training.little_memory,
+    "training-rates": training.rates,
+    "training-decoding": training.decoding,
+    "training-api": training_api.measure,
+    "training-overhead": training_overhead.measure,
 }
 
 UNTIMED = frozenset({"accuracy"})

@@ -1,0 +1,66 @@
+"""The peers that stream training data from a store, in shards of their own formats.
+
+All of their code runs in `streaming_program.py`, in the peers' environment.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..dlcmd import TREE
+from ..store import BUCKET, Store
+from . import installed, output_of
+
+MDS, LIT, WDS = "mosaicml-streaming", "litdata", "webdataset"
+NAMES = (MDS, LIT, WDS)
+_PROGRAM = Path(__file__).with_name("streaming_program.py")
+
+
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """What a peer needed to read all samples from the local disk in one process: the seconds of
+    each pass, as it iterates in its own shuffled order, and by random indices."""
+
+    files: int
+    bytes: int
+    sum: int
+    iterated: list[float]
+    indexed: list[float]
+
+
+def pack(peer: str, source: Path, out: Path, shard_bytes: int) -> None:
+    """Pack the files below a folder into a new folder of shards."""
+    _run("pack", peer, str(source), str(out), str(shard_bytes))
+
+
+def train(
+    peer: str, options: Mapping[str, object], store: Store, cache: Path, cache_bytes: int
+) -> list[dict[str, float]]:
+    """Train from the shards in the folder of the peer's name in a store's bucket, with an empty
+    folder for copies (`cache_bytes` of 0: without a limit); what each epoch took."""
+    place = {
+        "endpoint": store.endpoint,
+        "bucket": BUCKET,
+        "folder": peer,
+        "shards": len(list((store.bucket / peer).glob("*.tar"))),
+        "cache": str(cache),
+        "cache_bytes": cache_bytes,
+    }
+    text = json.dumps({"options": dict(options), "place": place})
+    epochs: list[dict[str, float]] = json.loads(_run("train", peer, text, **store.environment))
+    return epochs
+
+
+def read(peer: str, folder: Path, seed: int) -> Passes:
+    """Read all samples of a folder of shards."""
+    return Passes(**json.loads(_run("read", peer, str(folder), str(seed))))
+
+
+def _run(do: str, peer: str, *words: str, **environment: str) -> str:
+    """The last line that the program prints; the peers print, too."""
+    command = [installed("python"), "-P", str(_PROGRAM), do, peer, *words]
+    printed = output_of(command, {**os.environ, "PYTHONPATH": str(TREE), **environment})
+    lines = printed.splitlines()
+    return lines[-1] if lines else ""

@@ -1,0 +1,74 @@
+"""An object store with a fixed delay for each request and a limited bandwidth (`store.c`)."""
+
+import json
+import subprocess
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.storage.objects.s3_server import credentials
+
+from .reader import compiled
+
+BUCKET = "bucket"
+_SOURCE = Path(__file__).with_suffix(".c")
+_ANSWER_S = 10.0
+_END_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class StoreCounts:
+    """What a store has answered since its start."""
+
+    requests: int
+    bytes: int
+
+    def __sub__(self, earlier: "StoreCounts") -> "StoreCounts":
+        return StoreCounts(self.requests - earlier.requests, self.bytes - earlier.bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """A running store: its endpoint, and the folder whose files are the objects of `BUCKET`."""
+
+    endpoint: str
+    bucket: Path
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The environment of a client of S3 that shall use this store. mosaicml-streaming has a
+        variable of its own."""
+        return {**credentials(self.endpoint), "S3_ENDPOINT_URL": self.endpoint}
+
+    def counts(self) -> StoreCounts:
+        """The counters of now."""
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(f"{self.endpoint}/counts", timeout=_ANSWER_S) as answer:
+            return StoreCounts(**json.load(answer))
+
+
+@contextmanager
+def serving(folder: Path, *, delay_s: float, bytes_per_s: float) -> Iterator[Store]:
+    """Serve what is, and what will be, in a new folder `BUCKET` of a folder.
+
+    Each request takes `delay_s` at least, and all connections share `bytes_per_s`. It ends with
+    this process, however that ends.
+    """
+    bucket = folder / BUCKET
+    bucket.mkdir()
+    program = compiled(_SOURCE, folder, "-pthread")
+    words = [str(program), str(folder), str(round(delay_s * 1e6)), str(round(bytes_per_s))]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            port = int(process.stdout.readline())
+            yield Store(f"http://127.0.0.1:{port}", bucket)
+        finally:
+            process.stdin.close()
+            try:
+                process.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
