@@ -14,6 +14,7 @@ _WIDTH, _HEIGHT = 760, 430
 _LEFT, _RIGHT, _TOP, _BOTTOM = 70, 150, 50, 90  # margins; names of the ends stand on the right
 _LINE, _END = "#2f7ed8", "#888888"
 _PERCENT_STEP = 20
+_TEXT_HEIGHT = 15
 
 
 def quality_svg(report: QualityReport, title: str) -> str:
@@ -36,11 +37,13 @@ def quality_svg(report: QualityReport, title: str) -> str:
     for percent in range(0, 101, _PERCENT_STEP):
         parts.append(_rule(y(percent), "0.25"))
         parts.append(_text(_LEFT - 8, y(percent) + 4, f"{percent} %", anchor="end"))
+    below = -float(_TEXT_HEIGHT)
     for name, end in (("full shuffle", report.full), ("no shuffle", report.packed)):
         at = y(worth_percent(end))
         parts.append(_rule(at, "1", stroke=_END, dash="6 4"))
+        below = max(at + 4, below + _TEXT_HEIGHT)  # names must not lie on each other
         label = f"{name}, {bytes_text(end.memory_bytes)}"
-        parts.append(_text(_WIDTH - _RIGHT + 8, at + 4, label))
+        parts.append(_text(_WIDTH - _RIGHT + 8, below, label))
     points = [(x(size), y(worth_percent(each))) for size, each in report.by_group_size.items()]
     path = " ".join(f"{across:.1f},{down:.1f}" for across, down in points)
     parts.append(f'<polyline points="{path}" fill="none" stroke="{_LINE}" stroke-width="2"/>')

@@ -28,6 +28,8 @@ from .output import (
 )
 from .quality_plot import quality_svg, worth_percent
 
+_MIX_FIRST = "classes lie together in the chunks: put the files in random order, from a tar"
+
 _COLUMNS = ("order", "memory", "chunks in a batch", "design effect", "effective batch")
 
 
@@ -204,12 +206,10 @@ def _advice(report: QualityReport) -> str:
         return f"{measured}: classes say nothing here; classes are the folders directly below"
     size = report.recommended
     if size is None:
-        return (
-            f"{measured}: no group size mixes them nearly as full shuffle does. Use --full, or put"
-            " the files in random order, from a tar"
-        )
+        return f"{measured}: no group size here mixes them well; {_MIX_FIRST}, or use --full"
     quality = report.by_group_size[size]
-    return (
-        f"{measured}: --group-size {size} ({bytes_text(quality.memory_bytes)} of memory) is enough"
-        f" as far as classes tell: a batch is worth {worth_percent(quality):.0f} % of its files"
+    advice = (
+        f"{measured}: with --group-size {size} ({bytes_text(quality.memory_bytes)} of memory) a"
+        f" batch is worth {worth_percent(quality):.0f} % of its files"
     )
+    return f"{advice}; {_MIX_FIRST} to need less" if size > min(report.by_group_size) else advice

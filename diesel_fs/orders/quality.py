@@ -17,8 +17,10 @@ So D is 1 for a full shuffle but for chance, and b where each batch is of one cl
 far below N). A batch is worth b / D fully shuffled files: Kish's effective sample size. The class
 stands for the file's gradient; with gradients instead, D of a batch that is one chunk is the factor
 h_D by which CorgiPile bounds the convergence of SGD in chunk-wise order (Xu et al., SIGMOD 2022,
-section 4). What the measure does not see: differences between files of one class, and which files
-come together again in the next epoch.
+section 4). What the measure does not see: differences between files of one class, which files come
+together again in the next epoch, and for how many batches in a row a class is too frequent. The
+last matters where classes lie together in the chunks: larger groups make the imbalance smaller, but
+it lasts longer (tests/bench/RESULTS.md has a study).
 
 The **class** of a file is the folder directly below the measured one in which it lies, as with
 torchvision's `ImageFolder`. Files directly in the measured folder are a class of their own.
@@ -45,7 +47,7 @@ GROUP_SIZES = tuple(factor * 10**power for power in range(7) for factor in (1, 3
 
 DESIGN_EFFECT_MAX = 4.0
 """Up to this design effect a group size is recommended: a batch is then worth a quarter of its
-files. The study of accuracy (tests/bench/RESULTS.md) finds no loss there."""
+files. A rule of thumb: steps so noisy are those of a batch of that size, which many models bear."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +115,7 @@ def compare_group_sizes(
     asked = ordered(group_size)
     entries = snapshot.files() if below == ROOT_INDEX else snapshot.walk(below)
     files = entries[snapshot.stat_many(entries).kind == Kind.FILE]
-    chunk = snapshot.chunk_of(files)
+    chunk, chunk_bytes = snapshot.chunk_of(files), snapshot.chunk_sizes.astype(np.int64)
     names, classes = np.unique(class_of_files(snapshot, files, below), return_inverse=True)
     chunks = len(np.unique(chunk))
     batch_files = max(min(BATCH_FILES, len(asked.indices) // BATCHES_MIN), 1)
@@ -124,7 +126,7 @@ def compare_group_sizes(
     def measured(order: GroupedOrder) -> OrderQuality:
         places = place_of[order.indices]
         return OrderQuality(
-            _two_groups_bytes_max(chunk[places], order.ends, snapshot.chunk_sizes),
+            _two_groups_bytes_max(chunk[places], order.ends, chunk_bytes),
             _different_mean(chunk[places], batch_files),
             design_effect(classes, places, batch_files),
         )

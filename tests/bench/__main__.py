@@ -96,6 +96,12 @@ def run_all(bench: Workbench, benchmarks: Mapping[str, Benchmark]) -> dict[str, 
     return rows
 
 
+def lasting_rows(by_name: Mapping[str, list[Row]], *, whole: bool) -> list[Row]:
+    """The rows that the page of results gets from a run with inputs of full size: all of a `whole`
+    one, else only those for which neither rounds nor a busy machine matter."""
+    return [row for name, rows in by_name.items() if whole or name in UNTIMED for row in rows]
+
+
 def write_json(file: Path, document: dict[str, Json]) -> None:
     """Write the rows and every sample."""
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -138,13 +144,8 @@ def main() -> int:
     if busy:
         print("The machine was busy at the start: these figures mean little.")
     print(f"As JSON, with every sample: {options.json}")
-    is_full_run = rounds == ROUNDS and options.session == NATIVE and not busy
-    lasting = [
-        row
-        for name, each in by_name.items()
-        if options.divisor == 1 and (is_full_run or name in UNTIMED)
-        for row in each
-    ]
+    whole = rounds == ROUNDS and options.session == NATIVE and not busy
+    lasting = lasting_rows(by_name, whole=whole) if options.divisor == 1 else []
     if lasting:
         results.update(results.PAGE, lasting, f"{began:%Y-%m-%d}, {before['diesel_fs']}")
         print(f"The table of results is up to date: {results.PAGE}")

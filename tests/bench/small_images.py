@@ -51,7 +51,8 @@ def made_images(count: int, seed: int) -> Pixels:
         for image in range(count):
             row, column = rows[image], columns[image]
             pixels[image, row : row + _PATTERN, column : column + _PATTERN] += added[image]
-    return np.clip(_GREY + _SCALE * pixels, 0, 255).astype(np.uint8)
+    made: Pixels = np.clip(_GREY + _SCALE * pixels, 0, 255).astype(np.uint8)
+    return made
 
 
 def _patterns() -> npt.NDArray[np.float32]:
@@ -63,7 +64,8 @@ def _patterns() -> npt.NDArray[np.float32]:
         rough = 0.25 * np.roll(rough, 1, axis) + 0.5 * rough + 0.25 * np.roll(rough, -1, axis)
     patterns = rough[:, 1:-1, 1:-1]
     patterns -= patterns.mean(axis=(1, 2, 3), keepdims=True)
-    return (patterns / patterns.std(axis=(1, 2, 3), keepdims=True)).astype(np.float32)
+    patterns /= patterns.std(axis=(1, 2, 3), keepdims=True)
+    return patterns.astype(np.float32)
 
 
 def path_of(number: int, label: int) -> str:

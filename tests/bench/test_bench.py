@@ -21,6 +21,7 @@ import pytest
 from tests.server.program import until
 
 from . import memory, results, small_images
+from .__main__ import lasting_rows
 from .cases import BENCHMARKS, accuracy, chosen
 from .cases.training import OBJECTS
 from .control_group import control_group
@@ -287,6 +288,12 @@ def test_each_benchmark_of_tasks_measures_every_row(tmp_path: Path, name: str, c
     assert all(row["ours"] > 0 for row in rates if "after" not in row["name"])
     lost = [row for row in rows if row["against"] and row["other"] is None]
     assert all(row["not_measured"] for row in lost), "a peer is missing, and it is not said"
+
+
+def test_a_busy_machine_keeps_only_what_is_timed_from_the_page_of_results() -> None:
+    rows = {name: [Row(name, "s", Samples((1.0,)))] for name in ("put-D4L", "accuracy")}
+    assert [row.name for row in lasting_rows(rows, whole=True)] == ["put-D4L", "accuracy"]
+    assert [row.name for row in lasting_rows(rows, whole=False)] == ["accuracy"]
 
 
 def test_the_study_of_accuracy_compares_every_order_with_full_shuffle(tmp_path: Path) -> None:
