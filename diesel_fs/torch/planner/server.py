@@ -256,10 +256,14 @@ class _Process:
         table, paths = self._tables[number], payload.split(b"\0")
         self._files.find(table, self._filled[number], paths, self._cwd)
         self._filled[number] += len(paths)
-        if self._filled[number] == table.size and table.found < table.size:
+        if self._filled[number] != table.size:
+            return
+        if table.found < table.size:
             self._note(
                 f"{table.size - table.found:,} of {table.size:,} files of a dataset lie in no mount"
             )
+        for shown in table.entries:  # connected before the first epoch begins
+            self._controls.of(shown)
 
     def _order(self, said: Said, indices: Entries) -> None:
         name, epoch = str(said["stream"]), _whole(said["epoch"])

@@ -1,7 +1,7 @@
 """The order that a sampler is about to give, learned without a trace.
 
-The samplers of torch and accelerate are known: they draw from torch's global generator or from one
-of their own, and change nothing else. A twin of such a sampler, with copies of its generators, is
+The samplers of torch, torchdata, timm, accelerate and lightning are known: they draw from torch's
+global generator or from one of their own, and change nothing else. A twin of such a sampler, with copies of its generators, is
 iterated to its end; then torch's generator gets its state back. The sampler itself is then iterated
 as lazily as ever, and draws the same numbers. Of any other sampler nothing is said beforehand, as
 iterating it might change it.
@@ -31,6 +31,9 @@ _KNOWN = frozenset(
         ("accelerate.data_loader", "SkipBatchSampler"),
         ("timm.data.distributed_sampler", "OrderedDistributedSampler"),
         ("timm.data.distributed_sampler", "RepeatAugSampler"),
+        ("torchdata.stateful_dataloader.sampler", "RandomSampler"),
+        ("torchdata.stateful_dataloader.sampler", "BatchSampler"),
+        ("torchdata.stateful_dataloader.sampler", "StatefulDistributedSampler"),
     }
 )
 _RANDOM = frozenset(("RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler"))
@@ -62,9 +65,15 @@ class Order:
         return True
 
 
-def predict(sampler: object, ahead: int) -> list[Order]:
+def predict(
+    sampler: object, ahead: int, iterator: Iterator[object] | None = None
+) -> list[Order]:
     """The order of this epoch and of at most `ahead` further ones, as far as they can be known.
-    Empty for a sampler that is not known."""
+    Empty for a sampler that is not known.
+
+    `iterator` is the sampler's for this epoch, which has not given anything yet. Where it has a
+    state (torchdata's), it may have drawn already, and may begin in the middle of the epoch.
+    """
     twin = _twin(sampler)
     if twin is None:
         return []
@@ -72,13 +81,24 @@ def predict(sampler: object, ahead: int) -> list[Order]:
     with _states_kept():
         while len(orders) <= ahead:
             order = Order()
-            for element in islice(iter(twin), ENTRIES_MAX):
+            begun = _begun(twin, None if orders else iterator)
+            for element in islice(begun, ENTRIES_MAX):
                 if not order.append(element):
                     return orders
             orders.append(order)
             if not _can_go_on(twin):
                 break
     return orders
+
+
+def _begun(twin: Iterable[object], like: Iterator[object] | None) -> Iterator[object]:
+    """An iterator of a twin that goes on as another one of its original will."""
+    begun = iter(twin)
+    if hasattr(like, "state_dict") and hasattr(begun, "load_state_dict"):
+        state = like.state_dict()
+        if "sampler_state" not in state:  # a sampler with a state: the twin has it already
+            begun.load_state_dict(state)
+    return begun
 
 
 def _twin(sampler: object) -> Iterable[object] | None:
@@ -124,7 +144,7 @@ def _can_go_on(twin: object) -> bool:
     name = type(twin).__name__
     if name in _RANDOM and getattr(twin, "generator", None) is None:
         return False
-    if name in ("DistributedSampler", "RepeatAugSampler"):
+    if name in ("DistributedSampler", "StatefulDistributedSampler", "RepeatAugSampler"):
         twin.set_epoch(twin.epoch + 1)  # type: ignore[attr-defined] # by its name
     nested = (getattr(twin, each, None) for each in _NESTED)
     return all(_can_go_on(each) for each in nested if each is not None)
