@@ -2,7 +2,8 @@
 
 `install` has each `DataLoader` of the process announce the order of its sampler when an epoch
 begins (`loaders.py`). `prediction.py` learns the order without drawing from the user's generators,
-`files.py` learns which files a dataset reads, and `link.py` sends both to the launcher.
+`files.py` learns which files a dataset reads (`arrow_tables.py` for Hugging Face's `datasets`), and
+`link.py` sends both to the launcher.
 `opening.py` spares a request for each `open()` on a mount of a user without root.
 """
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from itertools import islice
 
+from . import arrow_tables
 from .link import Link
 
 _PART = 1 << 16  # paths of one message
@@ -65,7 +66,8 @@ class Datasets:
                     paths = _paths(found)
                     if paths is not None:
                         return self._files(paths, size)
-        return None
+        in_table = arrow_tables.paths(dataset)
+        return None if in_table is None else self._files(in_table, size)
 
     def _subset(self, inner: object, indices: Sequence[int]) -> int | None:
         of = self.number_of(inner)
