@@ -1,5 +1,8 @@
 """The launcher's side: what training processes say, whatever mounts do."""
 
+import os
+import subprocess
+import sys
 import threading
 from array import array
 from pathlib import Path
@@ -9,11 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import diesel_fs.torch.hook
+from diesel_fs.torch.hook.diesel_hook import VARIABLE
 from diesel_fs.torch.hook.diesel_hook.link import Link
 from diesel_fs.torch.planner import TrainingPlanner, server
 from diesel_fs.torch.planner.file_tables import FileTable, ShownVersion, concatenated
 from tests.waiting import wait_until
 
+HOOK = Path(diesel_fs.torch.hook.__file__).parent
 HOPE_S = 30.0
 
 
@@ -85,3 +91,40 @@ def test_subsets_and_concatenations_are_those_of_lists(
             both.entries[shown[name]].tolist()
             == column + some.entries[shown[name]].tolist() + [-1] * 3
         )
+
+
+TOLD = """
+import torch
+class Files(torch.utils.data.Dataset):
+    samples = [(f"/none/{n}", 0) for n in range(100)]
+    def __len__(self): return len(self.samples)
+    def __getitem__(self, index): return index
+loader = torch.utils.data.DataLoader(Files(), batch_size=5, num_workers=2, prefetch_factor=3)
+print(len(list(loader)))
+"""
+
+
+def test_files_are_told_before_the_epoch_and_how_far_apart_workers_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two workers have three batches of five in hand: they read 30 positions apart at most."""
+    handled = list[dict[str, object]]()
+    monkeypatch.setattr(
+        server._Process, "handle", lambda _, said, payload: handled.append(dict(said))
+    )
+    with TrainingPlanner() as planner:
+        planner.start()
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(HOOK),
+            VARIABLE: planner.environment(ahead=0),
+        }
+        ended = subprocess.run(
+            [sys.executable, "-c", TOLD], env=environment, capture_output=True, text=True,
+            timeout=120, check=True,
+        )  # fmt: skip
+        assert ended.stdout == "20\n"
+    verbs = [said["do"] for said in handled]
+    assert verbs[:5] == ["process", "hello", "files", "paths", "order"]
+    [order] = [said for said in handled if said["do"] == "order"]
+    assert order["lag"] == 30

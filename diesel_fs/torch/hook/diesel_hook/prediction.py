@@ -1,10 +1,10 @@
 """The order that a sampler is about to give, learned without a trace.
 
-The samplers of torch, torchdata, timm, accelerate and lightning are known: they draw from torch's
-global generator or from one of their own, and change nothing else. A twin of such a sampler, with copies of its generators, is
-iterated to its end; then torch's generator gets its state back. The sampler itself is then iterated
-as lazily as ever, and draws the same numbers. Of any other sampler nothing is said beforehand, as
-iterating it might change it.
+The samplers of torch, torchdata, timm and accelerate are known: they draw from torch's global
+generator or from one of their own, and change nothing else. A twin of such a sampler, with copies
+of its generators, is iterated to its end; then torch's generator gets its state back. The sampler
+itself is then iterated as lazily as ever, and draws the same numbers. Of any other sampler nothing
+is said beforehand, as iterating it might change it.
 """
 
 from __future__ import annotations
@@ -65,9 +65,7 @@ class Order:
         return True
 
 
-def predict(
-    sampler: object, ahead: int, iterator: Iterator[object] | None = None
-) -> list[Order]:
+def predict(sampler: object, ahead: int, iterator: Iterator[object] | None = None) -> list[Order]:
     """The order of this epoch and of at most `ahead` further ones, as far as they can be known.
     Empty for a sampler that is not known.
 

@@ -3,10 +3,11 @@
 import argparse
 import os
 
-import timm
 import torch
 from timm.data import create_dataset, create_loader
 from timm.data.distributed_sampler import RepeatAugSampler
+from timm.optim import create_optimizer_v2
+from timm.utils import random_seed
 from torch import nn
 
 from .seen import Seen
@@ -26,7 +27,7 @@ def main() -> None:
     distributed = int(os.environ.get("WORLD_SIZE", "1")) > 1
     if distributed:
         torch.distributed.init_process_group("gloo")
-    timm.utils.random_seed(42, 0)
+    random_seed(42, 0)
     device = torch.device("cpu")
     named = {
         "input_size": (3, 64, 64), "batch_size": args.batch_size, "num_workers": args.workers,
@@ -40,7 +41,7 @@ def main() -> None:
     )  # fmt: skip
     val = create_loader(create_dataset("", root=args.data, split="val"), is_training=False, **named)
     model = nn.Sequential(nn.Conv2d(3, 4, 7, stride=4), nn.AdaptiveAvgPool2d(1), nn.Flatten())
-    optimizer = timm.optim.create_optimizer_v2(model, "sgd", lr=0.1)
+    optimizer = create_optimizer_v2(model, "sgd", lr=0.1)
     trained, validated = Seen("train"), Seen("val")
     for epoch in range(args.epochs):
         if distributed and hasattr(train.sampler, "set_epoch"):
