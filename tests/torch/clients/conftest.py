@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -105,7 +105,7 @@ class _Epochs:
         with Control.connect(str(self._mount)) as control:
             requests = control.stats()["requests"]
         assert isinstance(requests, dict)
-        return int(requests.get("read", 0))
+        return int(str(requests.get("read", 0)))
 
 
 @pytest.fixture(scope="session")
@@ -166,6 +166,6 @@ class Client:
 
 
 @pytest.fixture
-def client(dlcmd: Dlcmd, images: Path, tmp_path: Path) -> Iterator[Client]:
+def client(dlcmd: Dlcmd, images: Path, tmp_path: Path) -> Client:
     """Runs training scripts on a mount of the images."""
     return Client(dlcmd, images, tmp_path)

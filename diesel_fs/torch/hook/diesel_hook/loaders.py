@@ -124,7 +124,7 @@ class Epoch:
             )
 
     def _batch_size(self) -> int:
-        """How many indices a batch has: as the first one that is foreseen, or as the sampler says."""
+        """How many indices a batch has: as the first that is foreseen, or as the sampler says."""
         if self._order is not None:
             return self._order.bounds[0] if self._order.bounds else 1
         size = getattr(self.sampler, "batch_size", None)

@@ -93,7 +93,7 @@ def _begun(twin: Iterable[object], like: Iterator[object] | None) -> Iterator[ob
     """An iterator of a twin that goes on as another one of its original will."""
     begun = iter(twin)
     if hasattr(like, "state_dict") and hasattr(begun, "load_state_dict"):
-        state = like.state_dict()
+        state = like.state_dict()  # type: ignore[union-attr] # see the line above
         if "sampler_state" not in state:  # a sampler with a state: the twin has it already
             begun.load_state_dict(state)
     return begun

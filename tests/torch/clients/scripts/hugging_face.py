@@ -2,6 +2,7 @@
 
 import argparse
 
+import PIL.Image
 import torch
 from datasets import Image, load_dataset
 from torch import nn
@@ -30,7 +31,7 @@ def main() -> None:
         [transforms.RandomResizedCrop(64), transforms.RandomHorizontalFlip(), transforms.ToTensor()]
     )
 
-    def transformed(rows: dict[str, list[object]]) -> dict[str, list[object]]:
+    def transformed(rows: dict[str, list[PIL.Image.Image]]) -> dict[str, list[object]]:
         images = rows.pop("image")
         if args.not_decoded:
             images = [Image().decode_example(each) for each in images]

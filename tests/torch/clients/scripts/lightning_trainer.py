@@ -19,7 +19,7 @@ parser.add_argument("--devices", type=int, default=1)
 parser.add_argument("--weighted", action="store_true")
 
 
-class Model(lightning.LightningModule):
+class Model(lightning.LightningModule):  # type: ignore[misc] # mypy skips lightning
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Sequential(
