@@ -36,7 +36,7 @@ def main() -> None:
     }  # fmt: skip
     train = create_loader(
         create_dataset("", root=args.data, split="train", is_training=True),
-        is_training=True, re_prob=0.25, auto_augment="rand-m9-mstd0.5-inc1",
+        is_training=True, re_prob=0.25,
         num_aug_repeats=args.aug_repeats, **named,
     )  # fmt: skip
     val = create_loader(create_dataset("", root=args.data, split="val"), is_training=False, **named)
