@@ -94,9 +94,10 @@ class _Epochs:
 
     def _add(self, said: dict[str, object]) -> None:
         name, rank = str(said["epoch"]), int(str(said["rank"]))
-        if not self.found or self.found[-1].name != name:
+        known = {each.name: each for each in self.found}  # a rank may be behind the other
+        if name not in known:
             self.found.append(Epoch(name, {}, 0))
-        epoch, reads = self.found[-1], self._reads()
+        epoch, reads = known.get(name, self.found[-1]), self._reads()
         epoch.samples[rank] = said["samples"]
         epoch.reads += reads - self._before
         self._before = reads
