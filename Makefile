@@ -4,6 +4,7 @@
 #   make install   .venv, with dlcmd and diesel-server in .venv/bin
 #   make demo      packs a folder of images, mounts it, trains on it, cleans up
 #   make test      all tests         (make test ARGS="-k snapshot -x" for some, JOBS=0 for one by one)
+#   make test-clients   timm, datasets, lightning, accelerate, torchdata under dlcmd run
 #   make test-s3   the laws of object stores against a real one: OpenStack Swift, on loopback
 #   make lint      ruff and mypy
 #   make bench     measures us against peers, prints a table
@@ -21,6 +22,7 @@ MAKEFLAGS += --no-print-directory
 VENV := .venv
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --quiet
 PEERS_PIP := $(VENV)/peers/bin/python -m pip --disable-pip-version-check --quiet
+CLIENTS_PIP := $(VENV)/clients/bin/python -m pip --disable-pip-version-check --quiet
 MADE := $(VENV)/made
 ARGS ?=
 JOBS ?= 2
@@ -30,12 +32,14 @@ SECONDS ?= 60
 # would pull that torch in, hence --no-deps. deploy/torchvision_operators.py makes the pair import.
 TORCH := torch==2.13.0
 TORCHVISION := torchvision==0.28.0
+# What the scripts of tests/torch/clients train with. Theirs is an environment as users have it.
+CLIENTS := timm datasets lightning accelerate torchdata pandas pyarrow zarr fsspec pillow pytest
 # The bench's peers want older numpy and xxhash than ours, so they get an environment of their own;
 # matplotlib, which plots, is there too.
 PEERS := mosaicml-streaming webdataset litdata ratarmount matplotlib pylibmc
 
-.PHONY: help install demo test test-s3 lint bench fuzz clean system-install system-test system-s3 \
-	system-bench
+.PHONY: help install demo test test-clients test-s3 lint bench fuzz clean system-install \
+	system-test system-s3 system-bench
 
 help:
 	@sed -n '/^#   make/s/^# *//p' Makefile
@@ -48,6 +52,9 @@ demo: $(MADE)/demo
 test: $(MADE)/tools $(MADE)/demo | system-test
 	@$(VENV)/bin/python -m pytest --numprocesses $(JOBS) --dist worksteal $(ARGS)
 
+test-clients: $(MADE)/tools $(MADE)/clients | system-test
+	@$(VENV)/bin/python -m pytest tests/torch/clients $(ARGS)
+
 test-s3: $(MADE)/tools | system-s3
 	@$(VENV)/bin/python -m tests.storage.objects.swift_server $(VENV)/bin/python -m pytest -k cloud \
 		tests/storage/objects/test_objects_contract.py $(ARGS)
@@ -59,7 +66,7 @@ lint: $(MADE)/tools
 	$(VENV)/bin/mypy || failed=1
 	exit $$failed
 
-bench: $(MADE)/tools $(MADE)/peers | system-test system-bench
+bench: $(MADE)/tools $(MADE)/demo $(MADE)/peers | system-test system-bench
 	@$(VENV)/bin/python -m tests.bench $(ARGS)
 
 fuzz: $(MADE)/tools
@@ -110,6 +117,15 @@ $(MADE)/demo: $(MADE)/install
 		exit 1
 	}
 	$(PIP) install --no-deps '$(TORCHVISION)'
+	touch $@
+
+$(MADE)/clients: $(MADE)/install
+	$(OURS)
+	echo "installing what the clients' scripts train with: $(CLIENTS)"
+	[ -x $(VENV)/clients/bin/pip ] || $(VENV)/bin/python -m venv --clear $(VENV)/clients
+	$(CLIENTS_PIP) install '$(TORCH)'
+	$(CLIENTS_PIP) install --no-deps '$(TORCHVISION)'
+	$(CLIENTS_PIP) install $(CLIENTS) --editable .
 	touch $@
 
 $(MADE)/peers: $(MADE)/install

@@ -1,5 +1,9 @@
 """The launcher's side: what training processes say, whatever mounts do."""
 
+import json
+import os
+import subprocess
+import sys
 import threading
 from array import array
 from itertools import pairwise
@@ -10,6 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import diesel_fs.torch.hook
+from diesel_fs.torch.hook.diesel_hook import VARIABLE
 from diesel_fs.torch.hook.diesel_hook.link import Link
 from diesel_fs.torch.planner import TrainingPlanner, server
 from diesel_fs.torch.planner.file_tables import (
@@ -21,6 +27,7 @@ from diesel_fs.torch.planner.file_tables import (
 )
 from tests.waiting import wait_until
 
+HOOK = Path(diesel_fs.torch.hook.__file__).parent
 HOPE_S = 30.0
 
 
@@ -138,3 +145,40 @@ def test_the_first_samples_and_those_that_are_appended(
     joined = first.then(rest)
     assert joined.entries.tolist() == files.entries.tolist()
     assert joined.ends.tolist() == files.ends.tolist()
+
+
+TOLD = """
+import sys, torch
+class Files(torch.utils.data.Dataset):
+    samples = [(sys.executable, 0)] * 100
+    def __len__(self): return len(self.samples)
+    def __getitem__(self, index): return index
+loader = torch.utils.data.DataLoader(Files(), batch_size=5, num_workers=2, prefetch_factor=3)
+print(len(list(loader)))
+"""
+
+
+def test_files_are_told_before_the_epoch_and_how_far_apart_workers_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two workers have three batches of five in hand: they read 30 positions apart at most."""
+    handled = list[dict[str, object]]()
+    monkeypatch.setattr(
+        server._Process, "handle", lambda _, said, payload: handled.append(dict(said))
+    )
+    with TrainingPlanner() as planner:
+        planner.start()
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(HOOK),
+            VARIABLE: json.dumps(planner.settings(ahead=0)),
+        }
+        ended = subprocess.run(
+            [sys.executable, "-c", TOLD], env=environment, capture_output=True, text=True,
+            timeout=120, check=True,
+        )  # fmt: skip
+        assert ended.stdout == "20\n"
+    verbs = [said["do"] for said in handled]
+    assert verbs[:5] == ["process", "hello", "files", "paths", "order"]
+    [order] = [said for said in handled if said["do"] == "order"]
+    assert order["lag"] == 30

@@ -190,6 +190,7 @@ class StreamTracker:
         lag = self.stream.lag_entries or batch * BATCHES_IN_FLIGHT or LAG_ENTRIES
         self.lag = min(max(lag, 2 * MARKER_STRIDE), LAG_ENTRIES_MAX)
         self.lag_is_known = lag != LAG_ENTRIES
+        self.spread = self.stream.lag_entries  # signs show how much of it is true
         self._append(self.stream.epochs)
 
     def _append(self, epochs: tuple[Epoch, ...]) -> None:

@@ -75,6 +75,11 @@ class FileTable:
         self._sorted.pop(shown, None)
 
     @property
+    def mounts(self) -> Sequence[ShownVersion]:
+        """Those that have any of the files."""
+        return list(self._added)
+
+    @property
     def found(self) -> int:
         """How many samples read any file of a mount."""
         has_any = np.zeros(self.size, np.bool_)

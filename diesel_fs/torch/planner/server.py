@@ -290,10 +290,14 @@ class _Process:
         self._files.find(table, range(filled, filled + len(paths)), paths, cwd)
         filled += len(paths)
         self._filling[number] = table, filled
-        if filled == table.size and table.found < table.size:
+        if filled != table.size:
+            return
+        if table.found < table.size:
             self._note(
                 f"{table.size - table.found:,} of {table.size:,} files of a dataset lie in no mount"
             )
+        for shown in table.mounts:  # connected before the first epoch begins
+            self._controls.of(shown)
 
     def _add_learned(self, said: Said, payload: bytes) -> None:
         numbers = np.frombuffer(payload, np.int64, 2 * _whole(said["samples"]))

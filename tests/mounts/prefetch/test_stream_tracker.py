@@ -1,5 +1,7 @@
 """Where the planner believes a stream's reader to be, by signs that may be another program's."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from diesel_fs.mounts.prefetch.decisions import Push
@@ -40,6 +42,17 @@ def test_entries_that_slower_workers_want_are_pushed() -> None:
     planner.missed(10 * 64, 100.2)  # the worker that was first reads on
     high = 10 * 64 + 1
     assert high - 6 * 64 <= first_pushed(planner) <= high - 2 * 64
+
+
+def test_entries_that_other_workers_have_in_hand_at_the_start_are_pushed() -> None:
+    """The stream said how far apart they read. Before its first entry, one of the second batch was
+    read; without the word of the stream, the first batch would be taken as read."""
+    chunk = np.arange(COUNT) // 1_000
+    for lag, first in ((0, 65), (256, 0)):
+        planner = PrefetchPlanner(chunk, np.full(COUNT, SIZE), 20, budget_bytes=COUNT * SIZE // 5)
+        planner.announce(replace(stream("a", list(range(COUNT))), lag_entries=lag), 100.0)
+        planner.missed(64, 100.1)
+        assert first_pushed(planner) == first
 
 
 def test_the_spread_of_the_workers_shrinks_again() -> None:

@@ -2,10 +2,10 @@
 
 `install` has each `DataLoader` of the process announce the order of its sampler when an epoch
 begins (`loaders.py`). `prediction.py` learns the order without drawing from the user's generators,
-`files.py` learns which files a dataset reads, and `link.py` sends both to the launcher.
-`learning.py` finds out which files a dataset opens that does not say it, and `chunk_wise.py` has
-the orders of `--shuffle chunk`. `opening.py` spares a request for each `open()` on a mount of a
-user without root.
+`files.py` tells which files a dataset reads (`arrow_tables.py` for Hugging Face's `datasets`), and
+`link.py` sends both to the launcher. `learning.py` finds out which files a dataset opens that does
+not say it, and `chunk_wise.py` has the orders of `--shuffle chunk`. `opening.py` spares a request
+for each `open()` on a mount of a user without root.
 """
 
 from __future__ import annotations

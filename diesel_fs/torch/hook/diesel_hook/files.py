@@ -10,6 +10,7 @@ from contextlib import suppress
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from . import arrow_tables
 from .link import Link
 
 if TYPE_CHECKING:
@@ -107,6 +108,9 @@ class Datasets:
                     paths = _paths(found)
                     if paths is not None:
                         return self._files(paths, size)
+        in_table = arrow_tables.paths(dataset)
+        if in_table is not None:
+            return self._files(in_table, size)
         kind = type(dataset)
         if kind.__module__ == NEEDS_NO_MOUNT:
             return None

@@ -1,10 +1,11 @@
 """Watches the `DataLoader`s of this process: what their samplers will give, and how far the loop
 is.
 
-When torch's `DataLoader` is imported, its `__iter__` is wrapped, and with the first epoch of a
-loader the `__iter__` of its sampler's class and the `__next__` of its iterator's class. All of
-these are public. The sampler is asked when torch asks it, so it draws at the same moments as
-without us.
+When torch's `DataLoader` is imported, its `__init__` and `__iter__` are wrapped, and with the first
+epoch of a loader the `__iter__` of its sampler's class and the `__next__` of its iterator's class.
+All of these are public. The sampler is asked when torch asks it, so it draws at the same moments as
+without us. The files of a dataset are told when its loader is made, so that the launcher has found
+them when the first epoch begins.
 """
 
 from __future__ import annotations
@@ -28,7 +29,12 @@ from .learning import Learner, LearningWorkers, inside
 from .link import Link, Settings
 from .prediction import DRAWS, Order, predict
 
-_MODULE = "torch.utils.data.dataloader"
+_LOADERS = {
+    "torch.utils.data.dataloader": "DataLoader",
+    "torchdata.stateful_dataloader.stateful_dataloader": "StatefulDataLoader",
+}
+"""By module, the classes of loaders that have an `__init__` and an `__iter__` of their own."""
+
 _PROGRESS_S = 0.1  # between two messages about the position
 _MORE_S = 0.02  # between two messages about what a sampler has given that could not be foreseen
 
@@ -65,12 +71,16 @@ class Watch:
         self._count = 0
         self._groupings: dict[int, chunk_wise.Grouping] = {}  # by number of the dataset
 
+    def tell_files(self, loader: _Loader) -> Told | None:
+        """What the launcher knows of the loader's dataset; None where it has no files by index."""
+        if type(loader.sampler).__name__ == "_InfiniteConstantSampler":
+            return None  # that of datasets that choose for themselves
+        return self.datasets.told(loader.dataset)
+
     def begin(self, loader: _Loader) -> Epoch:
         """The next epoch of a loader."""
         sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-        dataset, told, inner = loader.dataset, None, type(loader.sampler).__name__
-        if inner != "_InfiniteConstantSampler":  # that of datasets that choose for themselves
-            told = self.datasets.told(dataset)
+        dataset, told = loader.dataset, self.tell_files(loader)
         if told is None and type(dataset).__module__ != NEEDS_NO_MOUNT:
             self.link.note(f"the files of {type(dataset).__name__} are not known: no plan for it")
         numbers = self._loaders.get(loader)
@@ -80,8 +90,7 @@ class Watch:
         numbers[1] += 1
         stream = f"{os.getpid()}.{numbers[0]}"
         batches = loader.num_workers * (loader.prefetch_factor or 0)
-        size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None) or 1
-        epoch = Epoch(self, sampler, told, stream, numbers[1], batches * size)
+        epoch = Epoch(self, sampler, told, stream, numbers[1], batches)
         for each in _nested(sampler):
             with suppress(TypeError):  # of a class without references
                 _current[each] = epoch
@@ -141,7 +150,7 @@ class Epoch:
     def __init__(
         self, watch: Watch, sampler: object, told: Told | None, stream: str, number: int, lag: int
     ) -> None:
-        """`lag` is how many samples the workers may have in hand."""
+        """`lag` is how many batches the workers may have in hand, and may read in any order."""
         self.sampler = sampler
         self._watch, self.link = watch, watch.link
         self.told = told
@@ -157,23 +166,31 @@ class Epoch:
         self._left_s = 0.0  # when the loop got its last batch
         self._told_s = time.monotonic()
 
-    def foresee(self) -> None:
-        """The sampler is about to be asked for the first time: announce what it will give."""
+    def foresee(self, iterator: Iterator[object] | None = None) -> None:
+        """The sampler's iterator is about to be asked for the first time: announce what it will
+        give."""
         if self._dataset is None:
             return
-        orders = predict(self.sampler, self._watch.ahead)
+        orders = predict(self.sampler, self._watch.ahead, iterator)
         self._order = orders[0] if orders else None
+        lag = self._lag * self._batch_size()
         for at, order in enumerate(orders):
             named = {**self._names, "epoch": int(str(self._names["epoch"])) + at}
             self.link.send(
-                {"do": "order", "dataset": self._dataset, "lag": self._lag, "ahead": at, **named},
+                {"do": "order", "dataset": self._dataset, "lag": lag, "ahead": at, **named},
                 memoryview(order.indices),
             )
         if not orders:
             self.link.send(
-                {"do": "order", "dataset": self._dataset, "lag": self._lag, "ahead": 0,
-                 **self._names}
-            )  # fmt: skip
+                {"do": "order", "dataset": self._dataset, "lag": lag, "ahead": 0, **self._names}
+            )
+
+    def _batch_size(self) -> int:
+        """How many indices a batch has: as the first that is foreseen, or as the sampler says."""
+        if self._order is not None:
+            return self._order.bounds[0] if self._order.bounds else 1
+        size = getattr(self.sampler, "batch_size", None)
+        return size if isinstance(size, int) else 1
 
     def drew(self, element: object) -> None:
         """The sampler gave this: an index, or the indices of a batch."""
@@ -249,7 +266,7 @@ class _WatchedSampler:
     def __next__(self) -> object:
         if not self._has_begun:
             self._has_begun = True
-            self._quietly(lambda epoch: epoch.foresee())
+            self._quietly(lambda epoch: epoch.foresee(self._inner))
         element = next(self._inner)
         self._quietly(lambda epoch: epoch.drew(element))
         return element
@@ -262,6 +279,24 @@ class _WatchedSampler:
             except Exception as error:
                 self._epoch.link.note(f"cannot follow a sampler: {error!r}")
                 self._epoch = None
+
+
+class _Stateful(Protocol):
+    """An iterator that can go on where another one was, as those of torchdata's samplers."""
+
+    def __next__(self) -> object: ...
+    def __iter__(self) -> Iterator[object]: ...
+    def state_dict(self) -> dict[str, object]: ...
+    def load_state_dict(self, state_dict: dict[str, object]) -> None: ...
+
+
+class _WatchedStateful(_WatchedSampler):
+    """The same for an iterator with a state, which torchdata's loader saves and restores."""
+
+    def __init__(self, inner: _Stateful, epoch: Epoch) -> None:
+        super().__init__(inner, epoch)
+        self.state_dict = inner.state_dict
+        self.load_state_dict = inner.load_state_dict
 
 
 def _nested(sampler: object) -> Iterator[object]:
@@ -286,24 +321,26 @@ def received(sampler: object) -> int | None:
 def watch(link: Link, settings: Settings) -> None:
     """Watch all loaders from now on."""
     state = Watch(link, settings)
-    module = sys.modules.get(_MODULE)
-    if module is not None:
-        _wrap_loader(module, state)
-    else:
-        sys.meta_path.insert(0, _Finder(state))
+    for name, loader in _LOADERS.items():
+        module = sys.modules.get(name)
+        if module is not None:
+            _wrap_loader(getattr(module, loader), state)
+        else:
+            sys.meta_path.insert(0, _Finder(name, state))
 
 
 class _Finder:
-    """Waits for the import of torch's module of loaders."""
+    """Waits for the import of a module of loaders."""
 
-    def __init__(self, state: Watch) -> None:
+    def __init__(self, name: str, state: Watch) -> None:
+        self._name = name
         self._state = state
         self._is_searching = False
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name != _MODULE or self._is_searching:
+        if name != self._name or self._is_searching:
             return None
         self._is_searching = True
         try:
@@ -318,7 +355,7 @@ class _Finder:
             run(module)
             sys.meta_path[:] = [each for each in sys.meta_path if each is not self]
             try:
-                _wrap_loader(module, state)
+                _wrap_loader(getattr(module, _LOADERS[name]), state)
             except Exception as error:  # the import goes on as it would without us
                 state.link.note(f"cannot follow this version of torch: {error!r}")
 
@@ -326,9 +363,16 @@ class _Finder:
         return spec
 
 
-def _wrap_loader(module: ModuleType, state: Watch) -> None:
-    loader_class = module.DataLoader
-    original = loader_class.__iter__
+def _wrap_loader(kind: type, state: Watch) -> None:
+    made, original = kind.__init__, kind.__iter__  # type: ignore[misc, attr-defined] # a loader's
+
+    @functools.wraps(made)
+    def __init__(self: _Loader, *arguments: object, **named: object) -> None:
+        made(self, *arguments, **named)
+        try:
+            state.tell_files(self)
+        except Exception as error:  # the program goes on as it would without us
+            state.link.note(f"cannot tell the files of a DataLoader: {error!r}")
 
     @functools.wraps(original)
     def __iter__(self: _Loader) -> object:
@@ -357,7 +401,8 @@ def _wrap_loader(module: ModuleType, state: Watch) -> None:
                 state.link.note(f"cannot follow a DataLoader: {error!r}")
         return iterator
 
-    loader_class.__iter__ = __iter__
+    kind.__init__ = __init__  # type: ignore[misc] # of this class alone
+    kind.__iter__ = __iter__  # type: ignore[attr-defined] # likewise
 
 
 def _wrap_sampler(kind: type, epoch: Epoch) -> None:
@@ -371,7 +416,9 @@ def _wrap_sampler(kind: type, epoch: Epoch) -> None:
         pair = getattr(_expected, "pair", None)
         if pair is None or pair[0] is not self:
             return original(self)
-        return _WatchedSampler(original(self), pair[1])  # torch may ask twice, and use the second
+        inner = original(self)  # torch may ask twice, and use the second
+        watched = _WatchedStateful if hasattr(inner, "load_state_dict") else _WatchedSampler
+        return watched(inner, pair[1])
 
     try:
         kind.__iter__ = __iter__  # type: ignore[attr-defined] # of whatever class it is
@@ -383,7 +430,8 @@ def _wrap_sampler(kind: type, epoch: Epoch) -> None:
 
 def _wrap_iterator(kind: type) -> None:
     """Have the iterators of a class tell their epoch of each batch."""
-    owner = next(each for each in kind.__mro__ if "__next__" in vars(each))
+    # The one that all others call: torch's own for the classes of torchdata.
+    owner = [each for each in kind.__mro__ if "__next__" in vars(each)][-1]
     if owner in _wrapped:
         return
     original = owner.__next__  # type: ignore[attr-defined] # see the line above

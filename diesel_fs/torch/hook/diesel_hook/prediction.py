@@ -1,10 +1,10 @@
 """The order that a sampler is about to give, learned without a trace.
 
-The samplers of torch, accelerate, timm and diesel_fs are known: they draw from torch's global
-generator or from one of their own, and change nothing else. A twin of such a sampler, with copies
-of its generators, is iterated to its end; then torch's generator gets its state back. The sampler
-itself is then iterated as lazily as ever, and draws the same numbers. Of any other sampler nothing
-is said beforehand, as iterating it might change it.
+The samplers of torch, torchdata, accelerate, timm and diesel_fs are known: they draw from torch's
+global generator or from one of their own, and change nothing else. A twin of such a sampler, with
+copies of its generators, is iterated to its end; then torch's generator gets its state back. The
+sampler itself is then iterated as lazily as ever, and draws the same numbers. Of any other sampler
+nothing is said beforehand, as iterating it might change it.
 """
 
 from __future__ import annotations
@@ -32,12 +32,17 @@ _KNOWN = frozenset(
         ("timm.data.distributed_sampler", "OrderedDistributedSampler"),
         ("timm.data.distributed_sampler", "RepeatAugSampler"),
         ("diesel_fs.torch.sampler", "ChunkShuffleSampler"),
+        ("torchdata.stateful_dataloader.sampler", "RandomSampler"),
+        ("torchdata.stateful_dataloader.sampler", "BatchSampler"),
+        ("torchdata.stateful_dataloader.sampler", "StatefulDistributedSampler"),
     }
 )
 DRAWS = frozenset(("RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler"))
 """These draw from torch's global generator where they have none of their own."""
 
-_COUNT_EPOCHS = frozenset(("DistributedSampler", "RepeatAugSampler", "ChunkShuffleSampler"))
+_COUNT_EPOCHS = frozenset(
+    ("DistributedSampler", "StatefulDistributedSampler", "RepeatAugSampler", "ChunkShuffleSampler")
+)
 _NESTED = ("sampler", "batch_sampler")
 ENTRIES_MAX = 50_000_000
 """Of a longer order, which may be endless, only the beginning is predicted."""
@@ -64,9 +69,13 @@ class Order:
         return True
 
 
-def predict(sampler: object, ahead: int) -> list[Order]:
+def predict(sampler: object, ahead: int, iterator: Iterator[object] | None = None) -> list[Order]:
     """The order of this epoch and of at most `ahead` further ones, as far as they can be known.
-    Empty for a sampler that is not known."""
+    Empty for a sampler that is not known.
+
+    `iterator` is the sampler's for this epoch, which has not given anything yet. Where it has a
+    state (torchdata's), it may have drawn already, and may begin in the middle of the epoch.
+    """
     twin = _twin(sampler)
     if twin is None:
         return []
@@ -74,13 +83,24 @@ def predict(sampler: object, ahead: int) -> list[Order]:
     with _states_kept():
         while len(orders) <= ahead:
             order = Order()
-            for element in islice(iter(twin), ENTRIES_MAX):
+            begun = _begun(twin, None if orders else iterator)
+            for element in islice(begun, ENTRIES_MAX):
                 if not order.append(element):
                     return orders
             orders.append(order)
             if not _can_go_on(twin):
                 break
     return orders
+
+
+def _begun(twin: Iterable[object], like: Iterator[object] | None) -> Iterator[object]:
+    """An iterator of a twin that goes on as another one of its original will."""
+    begun = iter(twin)
+    if hasattr(like, "state_dict") and hasattr(begun, "load_state_dict"):
+        state = like.state_dict()  # type: ignore[union-attr] # see the line above
+        if "sampler_state" not in state:  # a sampler with a state: the twin has it already
+            begun.load_state_dict(state)
+    return begun
 
 
 def _twin(sampler: object) -> Iterable[object] | None:

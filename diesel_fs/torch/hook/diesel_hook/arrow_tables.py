@@ -1,0 +1,68 @@
+"""Which files a dataset of Hugging Face's `datasets` reads: its Arrow table has their paths.
+
+`load_dataset("imagefolder")` and its like keep a path in the table for each file that lies on this
+machine, and open the file when the row is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Protocol
+
+_OF_FILES = frozenset(("Image", "Audio", "Video", "Pdf", "Nifti"))
+"""Features whose column has a path and, where the content is in the table, bytes."""
+
+
+class _Column(Protocol):
+    """What is used of an Arrow column of structs."""
+
+    chunks: list[_Column]
+    null_count: int
+
+    def field(self, name: str) -> _Column: ...
+    def to_pylist(self) -> list[str | None]: ...
+    def __len__(self) -> int: ...
+
+
+class _Rows(Protocol):
+    """What is used of an Arrow table."""
+
+    def column(self, name: str) -> _Column: ...
+
+
+class _Dataset(Protocol):
+    """What is used of a `datasets.Dataset`."""
+
+    features: Mapping[str, object]
+    format: Mapping[str, list[str]]
+
+    def select_columns(self, name: str) -> _Dataset: ...
+    def with_format(self, kind: str) -> _Dataset: ...
+    def __getitem__(self, rows: slice[None, int | None, None]) -> _Rows: ...
+
+
+def paths(dataset: object) -> Iterable[str] | None:
+    """The path of each row's file, "" for a row without one; None for any other dataset, and where
+    the table has the contents themselves. Of several columns with files, the first counts."""
+    if type(dataset).__module__ != "datasets.arrow_dataset":
+        return None
+    table: _Dataset = dataset  # type: ignore[assignment] # by its module
+    for name, feature in table.features.items():
+        if type(feature).__name__ in _OF_FILES and name in table.format["columns"]:
+            rows = table.select_columns(name).with_format("arrow")
+            if _has_files(rows[:1].column(name)):  # else `[:]` might bring all contents
+                return _paths(rows[:].column(name))
+    return None
+
+
+def _has_files(column: _Column) -> bool:
+    return any(
+        len(part) and part.field("bytes").null_count and not part.field("path").null_count
+        for part in column.chunks
+    )
+
+
+def _paths(column: _Column) -> Iterator[str]:
+    for part in column.chunks:
+        for path in part.field("path").to_pylist():
+            yield path or ""
