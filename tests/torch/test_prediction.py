@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import (
     BatchSampler,
+    DataLoader,
     RandomSampler,
     Sampler,
     SequentialSampler,
@@ -142,3 +143,19 @@ def test_a_chunk_wise_order_is_foreseen_and_so_is_the_rest_of_one(
                 sampler.set_epoch(epoch)
                 assert flat(outer) == order
             sampler.set_epoch(0)
+
+
+@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (1, False), (1, True)])
+def test_a_generator_that_the_loader_shares_is_foreseen(workers: int, persistent: bool) -> None:
+    """Torch draws the seed of its workers from it, too."""
+    generator = torch.Generator().manual_seed(5)
+    loader = DataLoader(
+        range(40), batch_size=7, shuffle=True, generator=generator, num_workers=workers,
+        persistent_workers=persistent, multiprocessing_context="fork" if workers else None,
+    )  # fmt: skip
+    torch.empty((), dtype=torch.int64).random_(generator=generator)  # as when an epoch begins
+    assert loader.batch_sampler is not None
+    foreseen = predict(loader.batch_sampler, 2, None, None if persistent else generator)
+    generator.manual_seed(5)
+    given = [torch.cat(list(loader)).tolist() for _ in range(3)]
+    assert [order.indices.tolist() for order in foreseen] == given

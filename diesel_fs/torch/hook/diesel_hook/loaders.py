@@ -55,6 +55,8 @@ class _Loader(Protocol):
     num_workers: int
     prefetch_factor: int | None
     worker_init_fn: Callable[[int], object] | None
+    generator: object
+    persistent_workers: bool
 
 
 class Watch:
@@ -91,6 +93,8 @@ class Watch:
         stream = f"{os.getpid()}.{numbers[0]}"
         batches = loader.num_workers * (loader.prefetch_factor or 0)
         epoch = Epoch(self, sampler, told, stream, numbers[1], batches)
+        if not loader.persistent_workers:  # else torch draws from it for the first epoch only
+            epoch.loaders_generator = loader.generator
         for each in _nested(sampler):
             with suppress(TypeError):  # of a class without references
                 _current[each] = epoch
@@ -152,6 +156,9 @@ class Epoch:
     ) -> None:
         """`lag` is how many batches the workers may have in hand, and may read in any order."""
         self.sampler = sampler
+        self.loaders_generator: object = None
+        """A generator from which the loader draws when an epoch begins."""
+
         self._watch, self.link = watch, watch.link
         self.told = told
         self._dataset = None if told is None else told.number
@@ -171,7 +178,7 @@ class Epoch:
         give."""
         if self._dataset is None:
             return
-        orders = predict(self.sampler, self._watch.ahead, iterator)
+        orders = predict(self.sampler, self._watch.ahead, iterator, self.loaders_generator)
         self._order = orders[0] if orders else None
         lag = self._lag * self._batch_size()
         for at, order in enumerate(orders):

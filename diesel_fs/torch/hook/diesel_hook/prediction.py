@@ -69,14 +69,22 @@ class Order:
         return True
 
 
-def predict(sampler: object, ahead: int, iterator: Iterator[object] | None = None) -> list[Order]:
+def predict(
+    sampler: object,
+    ahead: int,
+    iterator: Iterator[object] | None = None,
+    loaders_generator: object = None,
+) -> list[Order]:
     """The order of this epoch and of at most `ahead` further ones, as far as they can be known.
     Empty for a sampler that is not known.
 
     `iterator` is the sampler's for this epoch, which has not given anything yet. Where it has a
     state (torchdata's), it may have drawn already, and may begin in the middle of the epoch.
+    `loaders_generator` is one from which the loader draws a number whenever an epoch begins: torch
+    seeds its workers with it.
     """
-    twin = _twin(sampler)
+    copies: dict[int, object] = {}
+    twin = _twin(sampler, copies)
     if twin is None:
         return []
     orders: list[Order] = []
@@ -90,6 +98,10 @@ def predict(sampler: object, ahead: int, iterator: Iterator[object] | None = Non
             orders.append(order)
             if not _can_go_on(twin):
                 break
+            if id(loaders_generator) in copies:
+                torch = sys.modules["torch"]
+                generator = copies[id(loaders_generator)]
+                torch.empty((), dtype=torch.int64).random_(generator=generator)
     return orders
 
 
@@ -103,8 +115,9 @@ def _begun(twin: Iterable[object], like: Iterator[object] | None) -> Iterator[ob
     return begun
 
 
-def _twin(sampler: object) -> Iterable[object] | None:
-    """A copy that can be iterated without a change to the sampler; None where that is not known."""
+def _twin(sampler: object, copies: dict[int, object]) -> Iterable[object] | None:
+    """A copy that can be iterated without a change to the sampler; None where that is not known.
+    The copies of its generators are added to `copies`, by the ids of their originals."""
     if isinstance(sampler, (list, tuple, range)):
         return sampler
     kind = type(sampler)
@@ -114,9 +127,9 @@ def _twin(sampler: object) -> Iterable[object] | None:
     fields = vars(twin)
     for name, value in list(fields.items()):
         if type(value).__name__ == "Generator" and hasattr(value, "get_state"):
-            fields[name] = _copied_generator(value)
+            fields[name] = copies.setdefault(id(value), _copied_generator(value))
         elif name in _NESTED and value is not None:
-            fields[name] = _twin(value)
+            fields[name] = _twin(value, copies)
             if fields[name] is None:
                 return None
     return twin  # type: ignore[return-value] # a sampler
