@@ -382,6 +382,7 @@ def test_chunk_wise_orders_are_of_the_same_length_and_seed(mounted: Path) -> Non
         assert sorted({*parts[0], *parts[1], *parts[2]}) == list(range(FILES))
     assert chunk["random 0"] != chunk["random 1"]
     assert "announced 14 of 14 epochs" in ended.stderr
+    assert "keeps its order" not in ended.stderr
     again = run(*python(ORDERS), mounted, options=options)
     assert again.stdout == ended.stdout, "the seeds are those of the script"
 

@@ -81,6 +81,8 @@ def mark(sampler: object, grouping: Grouping, *, is_whole: bool = True) -> str |
     data = sys.modules["torch.utils.data"]
     distributed = sys.modules["torch.utils.data.distributed"].DistributedSampler
     name = type(sampler).__name__
+    if type(sampler).__module__.startswith("torchdata."):  # these draw by methods of their own
+        return f"a {name} of torchdata keeps its order"
     if isinstance(sampler, data.RandomSampler):
         if sampler.replacement:
             return f"a {name} with replacement keeps its order"
@@ -94,7 +96,8 @@ def mark(sampler: object, grouping: Grouping, *, is_whole: bool = True) -> str |
     elif isinstance(sampler, data.SubsetRandomSampler):
         size = dataset_size
     else:
-        return None if isinstance(sampler, data.SequentialSampler) else f"a {name} keeps its order"
+        is_meant = isinstance(sampler, data.SequentialSampler) or name == "ChunkShuffleSampler"
+        return None if is_meant else f"a {name} keeps its order"
     if size != dataset_size:
         return f"a {name} of other indices than those of its dataset keeps its order"
     _install()

@@ -100,8 +100,9 @@ class Watch:
                 _current[each] = epoch
             if self._has_own_seed:
                 self._seed(each, numbers[0])
-            if self.group_size and told is not None:
-                self._make_chunk_wise(each, told)
+        if self.group_size and told is not None:
+            *_, innermost = _nested(sampler)
+            self._make_chunk_wise(innermost, told)
         return epoch
 
     def _seed(self, sampler: object, number: int) -> None:
