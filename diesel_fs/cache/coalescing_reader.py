@@ -46,8 +46,9 @@ SLOW_READ_S = 0.003
 not: reading 4 MiB from the page cache takes 1 ms, and threads that take turns with ours more."""
 
 FETCH_THREADS = 16
-"""Reads of a slow store that are under way at once: with 5 ms a read, as many as 110 KiB each fill a
-line of 2.5 Gbit/s."""
+"""Reads of a slow store that are under way at once. With 5 ms each, reads of 110 KiB fill a line of
+2.5 Gbit/s."""
+
 _READS_AVERAGED = 8
 
 _Span: TypeAlias = tuple[int, int, int]
