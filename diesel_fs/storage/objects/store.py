@@ -336,7 +336,11 @@ class StoreWrapper(ObjectStore):
 
     def __init__(self, inner: ObjectStore) -> None:
         self.inner = inner
-        self.store_id = inner.store_id
+
+    @property
+    def store_id(self) -> uuid.UUID:  # type: ignore[override]  # a server is asked when it is needed
+        """The UUID of the other store."""
+        return self.inner.store_id
 
     @property
     def fork_safe(self) -> bool:

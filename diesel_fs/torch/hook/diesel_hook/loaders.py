@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import inspect
 import os
 import sys
 import threading
@@ -439,7 +440,9 @@ def _wrap_sampler(kind: type, epoch: Epoch) -> None:
 def _wrap_iterator(kind: type) -> None:
     """Have the iterators of a class tell their epoch of each batch."""
     # The one that all others call: torch's own for the classes of torchdata.
-    owner = [each for each in kind.__mro__ if "__next__" in vars(each)][-1]
+    owner = [
+        each for each in kind.__mro__ if "__next__" in vars(each) and not inspect.isabstract(each)
+    ][-1]
     if owner in _wrapped:
         return
     original = owner.__next__  # type: ignore[attr-defined] # see the line above
