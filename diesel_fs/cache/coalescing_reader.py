@@ -21,7 +21,7 @@ threads of its own.
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain, groupby
@@ -155,16 +155,28 @@ class _ReadPlan(NamedTuple):
 
     def contents(self, number: int, read: memoryview) -> Sequence[memoryview]:
         """The stored bytes of each extent of a span, of which `read` is all."""
-        one = self.cuts[number + 1] - self.cuts[number] == 1
-        return (read,) if one else _cut(self.rows_of(number), read)
+        rows = self.rows_of(number)
+        if len(rows) == 1 and rows["stored"][0] == len(read):
+            return (read,)
+        first = rows["offset"] - self.spans[number][1]
+        places = zip(first.tolist(), (first + rows["stored"]).tolist(), strict=True)
+        return [read[begin:end] for begin, end in places]
+
+    def narrowed(self, entries: _SomeEntries) -> "_ReadPlan":
+        """The same spans for some of the entries; without spans that have none of them."""
+        is_wanted = np.isin(self.rows["entry"], entries)
+        counts = np.add.reduceat(is_wanted.astype(np.int64), self.cuts[:-1])
+        spans = [span for span, count in zip(self.spans, counts.tolist(), strict=True) if count]
+        cuts = [0, *np.cumsum(counts[counts > 0]).tolist()]
+        return _ReadPlan(self.rows[is_wanted], cuts, spans, sum(size for *_, size in spans))
 
 
 @dataclass(slots=True)
 class _AnnouncedUnit:
     """Entries that `batches` will be asked for, and whether all their spans are being read."""
 
+    entries: frozenset[int]
     plan: _ReadPlan
-    bytes: int
     is_begun: bool = False
 
 
@@ -206,12 +218,12 @@ class CoalescingReader:
         for chunk, group in groupby(range(len(plan.spans)), lambda at: plan.spans[at][0]):
             numbers = list(group)
             spans = plan.spans[numbers[0] : numbers[-1] + 1]
-            if self._is_slow and not has_begun and len(plan.spans) > numbers[0] + 1:
+            if self.is_slow and not has_begun and len(plan.spans) > numbers[0] + 1:
                 has_begun = True  # perhaps only now: the first reads show that a store is slow
                 self._begin(plan.spans[numbers[0] :])
             try:
                 for number, read in zip(numbers, self._read_spans(chunk, spans), strict=True):
-                    yield self._checked(plan.rows_of(number), read)
+                    yield self._checked(plan, number, read)
             except ObjectMissing as error:
                 self._note_lost(error)
 
@@ -221,7 +233,7 @@ class CoalescingReader:
         Begins to read them where the store is slow or takes many reads in one request, as far as
         memory for that goes. Units of earlier calls that are not among these are given up.
         """
-        if not (self._is_slow or self._in_flight or self._objects.batches_reads):
+        if not (self.is_slow or self._in_flight or self._objects.batches_reads):
             return
         before, self._units = self._units, {}
         ahead_bytes = 0
@@ -232,25 +244,30 @@ class CoalescingReader:
             key = entries.tobytes()
             unit = before.pop(key, None) or self._units.get(key)
             if unit is None:
-                unit = self._announced(entries)
+                unit = self._announced(entries, before.values())
                 still_wanted.update(unit.plan.spans)
-            ahead_bytes += unit.bytes
+            ahead_bytes += unit.plan.bytes
             self._units[key] = unit
         for unit in before.values():
-            # A unit that lost some entries since it was announced, as somebody read them, is
-            # another unit; what is in flight for the others stays.
+            # What is in flight for a unit that has lost some entries since stays.
             for span in unit.plan.spans:
                 flight = None if span in still_wanted else self._take(span)
                 if flight is not None and not flight.wanted:
                     flight.contents.cancel()
         self._begin_units([unit for unit in self._units.values() if not unit.is_begun])
 
-    def _announced(self, entries: _SomeEntries) -> _AnnouncedUnit:
-        plan = self._plan(entries)
-        return _AnnouncedUnit(plan, plan.bytes)
+    def _announced(self, entries: _SomeEntries, before: Iterable[_AnnouncedUnit]) -> _AnnouncedUnit:
+        """A unit that is new. One that was announced before may have lost some entries, as somebody
+        has read them: what is in flight of it is used, though it brings too much."""
+        wanted = frozenset(entries.tolist())
+        for other in before:
+            if wanted <= other.entries and not self._in_flight.keys().isdisjoint(other.plan.spans):
+                return _AnnouncedUnit(wanted, other.plan.narrowed(entries))
+        return _AnnouncedUnit(wanted, self._plan(entries))
 
     @property
-    def _is_slow(self) -> bool:
+    def is_slow(self) -> bool:
+        """Whether reads of the store take long, as far as is known."""
         return self._read_s > SLOW_READ_S
 
     def _begin_units(self, units: Sequence[_AnnouncedUnit]) -> None:
@@ -310,7 +327,7 @@ class CoalescingReader:
             except ObjectMissing:  # a span each
                 for number in sorted(chain.from_iterable(left.values())):
                     try:
-                        yield self._checked(plan.rows_of(number), self._read(plan.spans[number]))
+                        yield self._checked(plan, number, self._read(plan.spans[number]))
                     except ObjectMissing as error:
                         self._note_lost(error)
             start += len(spans)
@@ -376,7 +393,7 @@ class CoalescingReader:
             ends,
             gap_bytes=limits.batched_gap_bytes if batches else limits.gap_bytes,
             span_bytes=limits.slow_span_bytes
-            if self._is_slow and not batches
+            if self.is_slow and not batches
             else limits.span_bytes,
         )
         firsts = np.array(cuts[:-1], np.int64)
@@ -452,9 +469,9 @@ class CoalescingReader:
             more[name] = [getattr(extent, name) for _, extent in parts]
         return np.concatenate((rows, more))
 
-    def _checked(self, rows: _Rows, read: memoryview) -> Batch:
+    def _checked(self, plan: _ReadPlan, number: int, read: memoryview) -> Batch:
         """The contents of the extents of one span, whose stored bytes were `read`."""
-        return self._checked_contents(rows, _cut(rows, read))
+        return self._checked_contents(plan.rows_of(number), [*plan.contents(number, read)])
 
     def _checked_contents(
         self, rows: _Rows, contents: list[memoryview], *, is_checked: bool = False
@@ -495,10 +512,3 @@ class CoalescingReader:
         """Count a request for so many bytes."""
         self._counts["fetches"] += 1
         self._counts["fetched_bytes"] += size
-
-
-def _cut(rows: _Rows, read: memoryview) -> list[memoryview]:
-    """The stored bytes of each of these extents, which lie together in `read`."""
-    first = rows["offset"] - rows["offset"][0]
-    places = zip(first.tolist(), (first + rows["stored"]).tolist(), strict=True)
-    return [read[begin:end] for begin, end in places]

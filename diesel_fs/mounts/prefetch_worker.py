@@ -396,8 +396,9 @@ class PrefetchWorker:
     def _push(self, push: Push) -> None:
         self._batches.prefetch([push.entries, *self._planner.upcoming(UNITS_AHEAD)])
         soon = [push.entries, *self._planner.planned(UNITS_SOON)]
-        if self._content is not None:
-            # Files of many chunks, each pushed by a write of its own, come faster by READs.
+        if self._content is not None and not self._batches.is_slow:
+            # Files of many chunks, each pushed by a write of its own, come faster by READs. From a
+            # slow store each would be read twice then, for the READ and for the push.
             soon = [NO_ENTRIES, *filter(self._is_of_one_chunk, soon)]
         self._push_status.mark_soon(np.concatenate(soon))
         self._page_cache.watch(push.markers.tolist())

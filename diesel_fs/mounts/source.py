@@ -63,6 +63,11 @@ class BatchSource(Protocol):
         """Reads ahead: these files will probably be asked for next, the soonest first."""
         ...
 
+    @property
+    def is_slow(self) -> bool:
+        """Whether reads of the store take long, as far as is known."""
+        ...
+
     def stats(self) -> dict[str, int]:
         """Figures of what was read."""
         ...

@@ -194,7 +194,7 @@ def test_a_slow_store_is_asked_for_several_spans_at_once(store: Counting, view: 
     reader = CoalescingReader(view, slow)
     files = view.files()
     few = files[files == view.lookup(b"small")]
-    while not reader._is_slow:
+    while not reader.is_slow:
         assert contents(reader, few) == {int(few[0]): FILES["small"]}
     before = slow.reads
     assert slow.most == 1
@@ -219,6 +219,23 @@ def test_announced_units_are_read_ahead_and_given_up_when_the_plan_changes(
     before = slow.reads
     for entry, name in ((text, "text"), (small, "small")):
         assert contents(reader, entry) == {int(entry[0]): FILES[name]}
+    assert slow.reads == before
+    assert not reader._in_flight
+
+
+def test_a_unit_that_loses_entries_is_not_read_again(store: Counting, view: Snapshot) -> None:
+    """Somebody has read some of its files meanwhile. What is in flight has the others."""
+    slow = Slow(store)
+    reader = CoalescingReader(view, slow)
+    reader._read_s = 1.0  # a slow store
+    whole = view.files()
+    reader.prefetch([whole])
+    wait_for_flights(reader)
+    before = slow.reads
+    for left in (whole[whole != whole[1]], whole[2:-1], whole[2:3]):
+        reader.prefetch([left])
+    found = contents(reader, whole[2:3])
+    assert found == {int(whole[2]): expected(view)[int(whole[2])]}
     assert slow.reads == before
     assert not reader._in_flight
 

@@ -118,6 +118,8 @@ def many() -> bytes:
 class FolderBatchSource:
     """The `BatchSource` of the worker: files of the source folder, whole."""
 
+    is_slow = False
+
     def __init__(self, snapshot: Snapshot, source: Path) -> None:
         self._snapshot = snapshot
         self._source = source
