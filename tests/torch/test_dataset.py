@@ -266,7 +266,6 @@ def test_workers_read_the_same(start: str, tmp_path: Path) -> None:
             multiprocessing_context=start,
         )  # fmt: skip
         assert [each[0] for batch in several for each in batch] == expected
-        assert "obstore" not in sys.modules
 
 
 def test_in_chunk_wise_order_each_chunk_is_read_once(tmp_path: Path) -> None:
