@@ -309,9 +309,9 @@ def test_a_dead_mount_is_an_error(dlcmd: Dlcmd, mounted: Mount, session: str) ->
 def test_a_store_that_fails_ends_the_wait(
     dlcmd: Dlcmd, mounted: Mount, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("diesel_fs.mounts.warmup.FAILING_S", 0.5)
     at = mounted("--memory", "256M")
-    with with_failing_store(dlcmd.store):
+    with with_failing_store(dlcmd.store), monkeypatch.context() as patch:
+        patch.setattr("diesel_fs.mounts.warmup.FAILING_S", 0.5)
         assert "cannot read its object store" in dlcmd("warmup", at, code=13).err
     dlcmd("warmup", at)
 
