@@ -394,7 +394,8 @@ class PrefetchWorker:
             return False
 
     def _push(self, push: Push) -> None:
-        self._batches.prefetch([push.entries, *self._planner.upcoming(UNITS_AHEAD)])
+        if not push.is_urgent:  # else what is under way goes on
+            self._batches.prefetch([push.entries, *self._planner.upcoming(UNITS_AHEAD)])
         soon = [push.entries, *self._planner.planned(UNITS_SOON)]
         if self._content is not None and not self._batches.is_slow:
             # Files of many chunks, each pushed by a write of its own, come faster by READs. From a
@@ -422,6 +423,7 @@ class PrefetchWorker:
         if absent or part_count != len(push.entries):  # or a file has several parts
             done = np.setdiff1d(np.concatenate(stored), absent) if stored else NO_ENTRIES
         self._planner.pushed(push, done, absent, time.monotonic(), failed=failed)
+        self._planner.set_store_is_slow(is_slow=self._batches.is_slow)
         self._planner.set_known_entries(self._page_cache.known_entries)
 
     def _is_of_one_chunk(self, entries: Entries) -> bool:

@@ -18,11 +18,13 @@ class Push:
     """Watch `markers`, then push the contents of `entries` into the page cache, in this order.
 
     Either may be empty. `chunk` is the chunk that has all entries, -1 where they are of several.
+    An urgent one is none of those that `PrefetchPlanner.upcoming` has foreseen.
     """
 
     chunk: int
     entries: Entries
     markers: Entries
+    is_urgent: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)

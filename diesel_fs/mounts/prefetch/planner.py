@@ -16,8 +16,10 @@ rest file by file; random misses never make the planner push and drop in turns.
 
 With plans, each *stream* (a reader with a known order) gets an equal share of the budget. Its order
 is cut into units (`units.py`), and the unit that a reader needs soonest over all streams is pushed
-first. A stream *claims* the entries of a unit from then until its reader has passed them
-(`stream_tracker.py`), and claimed entries are not dropped. Room is made in this order:
+first. Where the store is slow, that is an *urgent* unit as long as the reader comes to large files
+within a second that are not pushed yet. A stream *claims* the entries of a unit from then until its
+reader has passed them (`stream_tracker.py`), and claimed entries are not dropped. Room is made in
+this order:
 
 1. entries that readers have passed;
 2. other entries that no stream claims, first those of least value, then those read last;
@@ -52,7 +54,7 @@ from .decisions import (
 )
 from .miss_fill import ChunkEntries, MissFill
 from .resident_set import Mask, ResidentSet
-from .stream_tracker import MARKER_STRIDE, StreamTracker
+from .stream_tracker import MARKER_STRIDE, NextUnit, StreamTracker
 from .units import KNOWN_ENTRY_BYTES, PAGE_BYTES, Columns
 
 STILL_S = 60.0
@@ -71,6 +73,13 @@ KNOWN_DIVISOR = 8
 """The kernel must know a file's name before its content can be pushed. The kernel's memory for
 names counts for at most this part (an eighth) of the budget: names of small files take a quarter of
 what their contents take, whatever the budget is, and the kernel frees both alike."""
+
+URGENT_S = 1.0
+"""From a slow store, what a reader comes to within so many seconds is pushed first (`units.py`)."""
+URGENT_WEIGHT, URGENT_START_S = 2.0, 0.5
+"""Urgent pushes take at most so many times as long as others do together, and at first so long.
+So a store that gives single files far more slowly than chunks, as a disk that has to seek, still
+gives chunks for a third of the time."""
 
 PAUSE_S, PAUSE_S_MAX = 0.5, 8.0
 """After a failed push, the first and the longest pause before the next one."""
@@ -168,6 +177,10 @@ class PrefetchPlanner:
         self._finished: dict[str, None] = {}  # streams read to their end; an ordered set
         self.watches = Watches()
         self._share_bytes = 0  # of each stream; 0: to be computed
+        self._store_is_slow = False
+        self._decided_s = 0.0  # when the last decision was made
+        self._is_urgent = False  # the decision not yet reported
+        self._urgent_s = self._others_s = 0.0  # how long pushes took since no reader was behind
         self._outstanding: Push | Drop | Sample | None = None  # the decision not yet reported
         self._start_s = math.nan  # times in `resident_set` count from here
         self._pause_s = 0.0  # the pause after the last push, if it failed
@@ -268,9 +281,10 @@ class PrefetchPlanner:
         state = tracker.current_epoch() if epoch is None else tracker.epoch_numbered(epoch)
         if state is None or not 0 <= position <= len(state.epoch):
             raise UsageError(f"stream {name} has no position {position} there")
-        if tracker.has_gaps(state.base + position):
+        position += state.base
+        if not tracker.has_workers_ahead(position) and tracker.has_gaps(position):
             self._take_back(tracker, 0)  # something there was given up: claim all again
-        tracker.progress(state.base + position, now_s)
+        tracker.progress(position, now_s)
 
     def value(self, entries: "int | EntryOrder", importance: float) -> None:
         """Set the value of entries: unclaimed entries of less value are dropped first. Raises
@@ -291,6 +305,10 @@ class PrefetchPlanner:
         """Change the budget; where it is smaller, the next decisions drop."""
         self._budget_bytes = budget_bytes
         self._share_bytes = 0
+
+    def set_store_is_slow(self, *, is_slow: bool) -> None:
+        """Report whether reads of the store take long."""
+        self._store_is_slow = is_slow
 
     def opened(self, entry: int, now_s: float) -> None:
         """Report that a watched entry was opened."""
@@ -344,6 +362,10 @@ class PrefetchPlanner:
         self._tick(now_s)
         assert push is self._outstanding, "another decision is outstanding"
         self._outstanding = None
+        if self._is_urgent:
+            self._urgent_s += now_s - self._decided_s
+        else:
+            self._others_s += now_s - self._decided_s
         resident, unknown = self._checked(done), self._checked(absent)
         self.resident_set.pushed_s[resident] = now_s - self._start_s
         self.resident_set.add(resident if done is push.entries else np.unique(resident))
@@ -389,11 +411,11 @@ class PrefetchPlanner:
             or self._sample(now_s)
             or self._unwatch_many(1)
         )
-        self._outstanding = decision
+        self._outstanding, self._decided_s = decision, now_s
         return decision or Idle(self._next_change(now_s))
 
     def _next_push(self, now_s: float) -> Push | Drop | None:
-        self._waits_for_room = False
+        self._waits_for_room = self._is_urgent = False
         if now_s < self._paused_until_s:
             return None
         return self._push_freed() or self._push_planned(now_s) or self._push_unplanned()
@@ -489,7 +511,8 @@ class PrefetchPlanner:
             if soonest is None:
                 break
             tracker, ahead_s = soonest
-            unit = tracker.peek_unit()
+            unit = self._urgent_unit(tracker) or tracker.peek_unit()
+            self._is_urgent = unit.is_urgent
             entries = self.resident_set.missing(unit.entries)
             if not unit.once:
                 _, first = np.unique(entries, return_index=True)
@@ -522,6 +545,17 @@ class PrefetchPlanner:
         else:
             return self._push(NO_ENTRIES, markers)  # further units wait for the next decision
         return self._push(NO_ENTRIES, markers) if markers else None
+
+    def _urgent_unit(self, tracker: StreamTracker) -> NextUnit | None:
+        """What the reader of a stream needs very soon from a slow store."""
+        if not self._store_is_slow:
+            return None
+        unit = tracker.urgent_unit(URGENT_S)
+        if unit is None:
+            self._urgent_s = self._others_s = 0.0
+        elif self._urgent_s > URGENT_START_S + URGENT_WEIGHT * self._others_s:
+            return None
+        return unit
 
     def _soonest_stream(self, without_room: set[str]) -> tuple[StreamTracker, float] | None:
         """The stream whose reader needs its next unit soonest, and in how many seconds; None where
@@ -754,7 +788,7 @@ class PrefetchPlanner:
                 chunk = int(chunks[0])
             else:
                 entries = self._chunk_entries.fetch_order(entries)
-        return Push(chunk, entries, np.array(markers, np.uint32))
+        return Push(chunk, entries, np.array(markers, np.uint32), self._is_urgent)
 
     def _checked(self, entries: EntryOrder) -> Entries:
         """The entries as an array. Raises UsageError for numbers that are no entries."""

@@ -35,7 +35,7 @@ import numpy.typing as npt
 
 from ...orders.plan import NO_ENTRIES, Entries, Epoch, Stream
 from .decisions import StreamStats
-from .units import Columns, Positions, Units, cut
+from .units import MIXED_ENTRIES, URGENT_BYTES_MIN, Columns, Positions, Units, cut
 
 MARKER_STRIDE = 256
 """Positions between markers. One event in 256 opens slows no reader down (measured)."""
@@ -43,6 +43,9 @@ MARKER_STRIDE = 256
 LAG_ENTRIES = 4_096
 """How many positions apart a stream's workers are assumed to read, unless the stream says: 16
 workers with 4 batches of 64."""
+
+URGENT_DIVISOR = 4
+"""Urgent units take at most this part (a quarter) of a stream's memory ahead of the reader."""
 
 SLACK_DIVISOR = 3
 """Claimed entries before `low` take at most this part (a third) of a stream's memory."""
@@ -152,6 +155,7 @@ class NextUnit:
     entries: Entries  # at these positions
     once: bool  # no entry occurs twice
     markers: list[tuple[int, int]]  # position in the stream, entry
+    is_urgent: bool = False  # it is no unit of the epoch, and has parts of later ones
 
 
 @dataclass(slots=True)
@@ -274,15 +278,40 @@ class StreamTracker:
         state = self.epoch_states[self.frontier_index]
         assert state.units is not None
         positions = state.units.positions(state.next_unit)
-        if state.base + int(positions[0]) < self.read_up_to:
+        positions = positions[~state.claimed[positions]]  # others were urgent
+        if len(positions) and state.base + int(positions[0]) < self.read_up_to:
             late = positions < self.read_up_to - state.base  # read before it could be pushed
             self._mark_read(state, positions[late])
             positions = positions[~late]
+        return self._unit(state, positions, once=state.units.once)
+
+    def urgent_unit(self, ahead_s: float) -> NextUnit | None:
+        """Files that the reader comes to within so many seconds, by its rate, and that are not
+        claimed, in its order; None where there are none, or where they are small.
+
+        At most 256, of which the first two units' worth of files are urgent at any rate. Call it
+        after `frontier` has returned a position.
+        """
+        state = self.epoch_states[self.frontier_index]
+        start = max(self.read_up_to - state.base, 0)
+        ahead = max(int(self.rate * ahead_s), 2 * MIXED_ENTRIES)
+        end = max(self.high - state.base, 0) + min(ahead, self.capacity // URGENT_DIVISOR)
+        positions = np.flatnonzero(~state.claimed[start:end])[:MIXED_ENTRIES].astype(np.int32)
+        positions += start
+        entries = state.epoch.entries[positions]
+        if self.columns.bytes_of(entries) < max(URGENT_BYTES_MIN * len(entries), 1):
+            return None
+        return self._unit(state, positions, is_urgent=True)
+
+    @staticmethod
+    def _unit(
+        state: EpochState, positions: Positions, *, once: bool = False, is_urgent: bool = False
+    ) -> NextUnit:
         entries = state.epoch.entries[positions]
         at_markers = np.flatnonzero(state.is_marker(positions))
         in_stream = (positions[at_markers].astype(np.int64) + state.base).tolist()
         markers = list(zip(in_stream, entries[at_markers].tolist(), strict=True))
-        return NextUnit(state, positions, entries, state.units.once, markers)
+        return NextUnit(state, positions, entries, once, markers, is_urgent)
 
     def units_ahead(self, count: int) -> list[Entries]:
         """The entries of the next `count` units at the frontier, as far as they are cut."""
@@ -293,9 +322,9 @@ class StreamTracker:
         return [state.epoch.entries[state.units.positions(unit)] for unit in following]
 
     def claim(self, unit: NextUnit) -> None:
-        """Claim the unit at the frontier."""
+        """Claim an urgent unit, or the unit at the frontier."""
         unit.state.claimed[unit.positions] = True
-        unit.state.next_unit += 1
+        unit.state.next_unit += not unit.is_urgent
         for marker in unit.markers:
             heapq.heappush(self.watched, marker)
 
@@ -463,9 +492,16 @@ class StreamTracker:
         return NO_ENTRIES
 
     def progress(self, position: int, now_s: float) -> None:
-        """The reader has said that it reads this position next."""
+        """The reader has said that it reads this position next, while its workers may be ahead."""
         self.unconfirmed.clear()
         self.last_sign_s, self.tentative = now_s, False
+        if self.has_workers_ahead(position):
+            for state in self.epoch_states:
+                done = -(-(position - state.base) // MARKER_STRIDE)  # of its markers
+                state.opened[: max(done, 0)] = True
+            self._advance()
+            self.low = max(self.low, position)
+            return
         for state in self.epoch_states:
             before = position - state.base
             numbers = np.arange(len(state.opened)) * MARKER_STRIDE
@@ -487,6 +523,10 @@ class StreamTracker:
             if state.end > self.floor:
                 state.units = None
                 self.frontier_index = min(self.frontier_index, number)
+
+    def has_workers_ahead(self, position: int) -> bool:
+        """Whether a reader at a position may have workers that have read up to `high`."""
+        return max(self.floor, self.high - self.stream.lag_entries) <= position <= self.high
 
     def has_gaps(self, position: int) -> bool:
         """Whether some entry between a position and `high` is not claimed."""

@@ -3,6 +3,10 @@
 A unit is a whole chunk where the order has the chunk's entries near each other, as chunk-wise
 shuffles do; else a *mixed unit*, up to 256 entries of several chunks. `cut` applies that rule, for
 one epoch of one stream (`stream_tracker.py`). Pure values.
+
+In a full shuffle nearly every chunk has one of the first files, so by whole chunks nearly the whole
+dataset is read before the reader comes to its next batches. Where that takes long, the planner also
+makes *urgent* units: large files in the reader's order, out of chunks whose turn comes later.
 """
 
 from dataclasses import dataclass
@@ -22,6 +26,10 @@ KNOWN_ENTRY_BYTES = 1_150
 MIXED_ENTRIES = 256
 """Entries of a mixed unit: enough to spread the cost of a decision, and few enough that a reader
 does not wait long for them to be fetched."""
+
+URGENT_BYTES_MIN = 64 << 10
+"""Files of this size are worth a request each to a slow store: 16 at once, of 5 ms, bring 200
+MB/s."""
 
 UNIT_ENTRIES_MIN, UNIT_BYTES_MIN = 8, 1 << 18
 """A chunk of which an epoch reads less than both gets no unit of its own: that would cost as many
