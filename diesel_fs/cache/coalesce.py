@@ -20,14 +20,14 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import CorruptError, NoSpaceError, ObjectMissing
+from ..errors import CorruptError, ObjectMissing
 from ..format.chunk import decode
 from ..format.chunk_id import chunk_id_text
-from ..format.entries import ChunkId, ChunkRanges
+from ..format.entries import Bytes, ChunkId, ChunkRanges
 from ..format.object_names import chunk_object
 from ..format.snapshot.reader import Extent, Snapshot
 from ..names import shown
-from ..storage.objects.store import ObjectStore
+from ..storage.objects.store import ObjectStore, new_buffer
 
 BATCH_BYTES_MAX = 8 << 20
 BATCH_PARTS_MAX = 512
@@ -87,15 +87,18 @@ class ChunkSource:
 
         Raises ObjectMissing for a lost chunk, NoSpaceError, ObjectStoreError.
         """
-        buffer = new_buffer(size)
-        read = self._objects.read_uncached if fresh else self._objects.read_into
+        buffer: Bytes
         try:
-            read(self.name(chunk), offset, buffer)
+            if fresh:
+                buffer = new_buffer(size)
+                self._objects.read_uncached(self.name(chunk), offset, buffer)
+            else:
+                buffer = self._objects.read(self.name(chunk), offset, size)
         except ObjectMissing as error:
             raise self.lost_chunk_error(chunk, error) from error
         self._counts["fetches"] += 1
         self._counts["fetched_bytes"] += size
-        return buffer.toreadonly()
+        return memoryview(buffer).toreadonly()
 
     def repair(self, index: int, extent: Extent) -> tuple[memoryview, memoryview]:
         """Read an extent again whose bytes did not match their checksum: stored bytes and content.
@@ -126,15 +129,6 @@ class ChunkSource:
             f" {error.message}",
             advice=f"`dlcmd verify {dataset}` names the files in it; put them again to heal them",
         )
-
-
-def new_buffer(size: int) -> memoryview:
-    """Memory to read into. (A bytearray would be filled with zeros first, while all threads wait.)
-    Raises NoSpaceError."""
-    try:
-        return np.empty(size, np.uint8).data
-    except MemoryError:
-        raise NoSpaceError(f"there is no memory for {size:,} bytes of a chunk") from None
 
 
 # Merging, on columns ------------------------------------------------------------------------------

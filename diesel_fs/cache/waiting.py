@@ -15,6 +15,7 @@ from contextvars import ContextVar
 from enum import IntEnum
 from typing import Protocol, TypeVar
 
+from ..format.entries import Bytes
 from ..storage.objects.store import ObjectStore, Part, StoreWrapper
 
 _T = TypeVar("_T")
@@ -92,6 +93,10 @@ class MarkedStore(StoreWrapper):
     def read_into(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
         with waiting_for(self._cause):
             self.inner.read_into(name, start, buffer)
+
+    def read(self, name: str, start: int, size: int) -> Bytes:
+        with waiting_for(self._cause):
+            return self.inner.read(name, start, size)
 
     def read_uncached(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
         with waiting_for(self._cause):

@@ -31,7 +31,7 @@ from ..cache.reader import EntryFile, EntryReader
 from ..credentials import Credentials
 from ..errors import ConflictError, ForeignError, NoSuchPath, UsageError
 from ..format.chunk import CHUNK_BYTES_DEFAULT
-from ..format.entries import Kind, Stat, check_path, split
+from ..format.entries import Kind, Stat, check_path, split, whole_object
 from ..format.snapshot.reader import Snapshot, Stats
 from ..ingest.concurrent_writers import finish_put
 from ..ingest.options import COMPRESSIONS, PutReport
@@ -265,10 +265,10 @@ class Dataset:
             index, reader = self._find(path)
         plain = reader.snapshot.plain_extent(index)
         if plain is not None:
-            return bytes(reader.read_plain(index, plain))
+            return bytes(whole_object(memoryview(reader.read_plain(index, plain))))
         if reader.snapshot.stat(index).kind != Kind.FILE:
             raise UsageError(f"{path!r} is not a file")
-        return bytes(reader.read(index))
+        return bytes(whole_object(reader.read(index)))
 
     def open(self, path: EntryKey) -> EntryFile:
         """Return the content of a file as a binary stream that can seek, for large files and parts.

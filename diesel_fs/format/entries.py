@@ -20,6 +20,13 @@ from ..names import shown
 Bytes = bytes | bytearray | memoryview
 """Types of buffers that are written or sent."""
 
+
+def whole_object(content: memoryview) -> bytes | memoryview:
+    """The `bytes` that a view is the whole of, else the view: `bytes` of it then copies nothing."""
+    found = content.obj
+    return found if type(found) is bytes and len(found) == content.nbytes else content
+
+
 ChunkId = NewType("ChunkId", bytes)
 """16 bytes, ordered as bytes: seconds (4), machine (6), process (3), counter (3)."""
 

@@ -73,6 +73,8 @@ class TaskStore(StoreWrapper):
     batches_reads = True
     can_pin = True
 
+    read = ObjectStore.read  # by `read_into`
+
     def __init__(
         self,
         inner: ObjectStore,

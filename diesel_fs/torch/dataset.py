@@ -6,7 +6,7 @@ reading, and so may a process that loads a pickle of it, which opens the same ve
 
 import io
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Never, Self, Unpack
 
@@ -15,6 +15,7 @@ from torch.utils.data import Dataset as TorchDataset
 
 from ..client.dataset import connect
 from ..errors import NoSuchPath
+from ..format.entries import whole_object
 from ..format.snapshot.reader import Indices, Snapshot
 from ..peers.options import TaskKwargs
 from .folder import IMG_EXTENSIONS, LazyRows, find_samples
@@ -109,8 +110,7 @@ class DieselDataset(TorchDataset[tuple[object, object]]):  # type: ignore[misc] 
     @property
     def targets(self) -> Sequence[int]:
         """The class of each sample, as its index in `classes`."""
-        target = self._samples.target
-        return LazyRows(len(self), lambda wanted: list(map(target, wanted)))
+        return LazyRows(len(self), self._samples.targets)
 
     @property
     def snapshot(self) -> Snapshot:
@@ -146,8 +146,14 @@ class DieselDataset(TorchDataset[tuple[object, object]]):  # type: ignore[misc] 
         everything = range(len(self))
         wanted = [everything[index] for index in indices]
         self._about_to_read(wanted)
-        contents = self._dataset.read_many(self.entries(wanted))
-        return [self._made(at, content) for at, content in zip(wanted, contents, strict=True)]
+        read = self._dataset.read_many(self.entries(wanted))
+        samples = map(self.loader, map(whole_object, read))
+        targets: Iterable[object] = self._samples.targets(wanted)
+        if self.transform is not None:
+            samples = map(self.transform, samples)  # type: ignore[arg-type]  # as its user says
+        if self.target_transform is not None:
+            targets = map(self.target_transform, targets)  # type: ignore[arg-type]  # likewise
+        return list(zip(samples, targets, strict=True))
 
     def announce(self, order: Indices, ends: Indices) -> None:
         """Say that this process will read these samples in this order, in groups that end at the

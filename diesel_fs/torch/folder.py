@@ -50,6 +50,11 @@ class FolderSamples:
         """The class of a sample."""
         return bisect_right(self.class_ends, sample)
 
+    def targets(self, samples: Sequence[int]) -> list[int]:
+        """The class of each of these samples."""
+        found: list[int] = np.searchsorted(self.class_ends, samples, "right").tolist()
+        return found
+
 
 class LazyRows(Sequence[_Row]):
     """A list whose rows are made when they are asked for; equal to a list of the same rows."""

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -45,8 +46,12 @@ def test_read_many_in_random_order(store: Counting, view: Snapshot, budget: int)
     np.random.default_rng(7).shuffle(names)
     reader = EntryReader(view, store, budget)
     indices = view.lookup_many([name.encode() for name in names])
-    views = list(reader.read_many(indices))
-    assert [bytes(content) for content in views] == [FILES[name] for name in names]
+    for _ in range(2):  # then what memory has room for is there, and checked
+        views = list(reader.read_many(indices))
+        assert [bytes(content) for content in views] == [FILES[name] for name in names]
+    plain = [name for name in names if re.fullmatch(r"n\d+", name)]
+    indices = view.lookup_many([name.encode() for name in plain])
+    assert [bytes(each) for each in reader.read_many(indices)] == [FILES[name] for name in plain]
 
 
 def test_an_epoch_that_fits_reads_each_chunk_once(store: Counting, view: Snapshot) -> None:

@@ -21,7 +21,14 @@ from typing import NamedTuple, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from ...errors import CorruptError, ForeignError, NewerVersionError, TruncatedError, UsageError
+from ...errors import (
+    CorruptError,
+    ForeignError,
+    NewerVersionError,
+    NoSpaceError,
+    TruncatedError,
+    UsageError,
+)
 from ...format.entries import Bytes
 from ...format.object_names import (
     FOLDER_NAME,
@@ -98,6 +105,15 @@ def parse_marker(content: Bytes) -> uuid.UUID:
     if not isinstance(store, str) or not re.fullmatch(IDENTITY_TEXT, store):
         raise CorruptError(f"{STORE_MARKER}: no store UUID")
     return uuid.UUID(hex=store)
+
+
+def new_buffer(size: int) -> memoryview:
+    """Memory to read into. (A bytearray would be filled with zeros first, while all threads wait.)
+    Raises NoSpaceError."""
+    try:
+        return np.empty(size, np.uint8).data
+    except MemoryError:
+        raise NoSpaceError(f"there is no memory for {size:,} bytes of a chunk") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +250,12 @@ class ObjectStore(ABC):
         """Fill `buffer` from `start` on: `get` without a copy, into the caller's memory.
         After an error the buffer's content is undefined."""
 
+    def read(self, name: str, start: int, size: int) -> Bytes:
+        """As `read_into`, into memory of its own. Raises NoSpaceError where there is none."""
+        room = new_buffer(size)
+        self.read_into(name, start, room)
+        return room
+
     def read_ranges(
         self, name: str, ranges: Sequence[tuple[int, int]], room: memoryview
     ) -> Iterator[memoryview]:
@@ -366,6 +388,9 @@ class StoreWrapper(ObjectStore):
     def read_into(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
         self.inner.read_into(name, start, buffer)
 
+    def read(self, name: str, start: int, size: int) -> Bytes:
+        return self.inner.read(name, start, size)
+
     def read_ranges(
         self, name: str, ranges: Sequence[tuple[int, int]], room: memoryview
     ) -> Iterator[memoryview]:
@@ -415,11 +440,12 @@ class StoreWrapper(ObjectStore):
 
 
 class ReadWrapper(StoreWrapper):
-    """A wrapper that changes reads: those of ranges, of parts and past caches go, one by one,
-    through the subclass's own `read_into`."""
+    """A wrapper that changes reads: those into new memory, of ranges, of parts and past caches go,
+    one by one, through the subclass's own `read_into`."""
 
     batches_reads = False
 
+    read = ObjectStore.read
     read_ranges = ObjectStore.read_ranges
     read_parts = ObjectStore.read_parts
     chunk_reader = ObjectStore.chunk_reader

@@ -121,6 +121,9 @@ def test_a_missing_object_is_object_missing(store: ObjectStore) -> None:
             store.get(name)
         with pytest.raises(ObjectMissing):
             store.read_into(name, 0, bytearray(1))
+        for size in (0, 1):
+            with pytest.raises(ObjectMissing):
+                store.read(name, 0, size)
         with pytest.raises(ObjectMissing):
             store.stat(name)
 
@@ -169,6 +172,8 @@ def test_names_outside_the_grammar_are_refused(store: ObjectStore, name: str) ->
     with pytest.raises(UsageError):
         store.read_into(name, 0, bytearray(1))
     with pytest.raises(UsageError):
+        store.read(name, 0, 1)
+    with pytest.raises(UsageError):
         store.stat(name)
     with pytest.raises(UsageError):
         store.delete(name)
@@ -212,7 +217,10 @@ def test_a_range_is_exact_or_an_error(
     if start + len(buffer) > len(content):
         with pytest.raises(TruncatedError):
             store.read_into(chunk("r"), start, buffer)
+        with pytest.raises(TruncatedError):
+            store.read(chunk("r"), start, len(buffer))
     else:
+        assert store.read(chunk("r"), start, len(buffer)) == content[start : start + len(buffer)]
         store.read_into(chunk("r"), start, memoryview(buffer))
         assert buffer == content[start : start + len(buffer)]
 
@@ -406,6 +414,7 @@ def test_reads_of_a_read_wrapper_all_go_through_its_read_into() -> None:
         b"rrr",
     ]
     assert [bytes(each) for each in store.read_parts([("x", 0, 2), ("y", 1, 1)])] == [b"rr", b"r"]
+    assert store.read("x", 5, 3) == b"rrr"
     store.read_uncached("x", 0, buffer)
     assert buffer == b"rr"
     assert not store.batches_reads
