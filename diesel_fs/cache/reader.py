@@ -333,13 +333,13 @@ class EntryReader:
         `_check` only after a mismatch.
         """
         whole, columns, followed = window.whole, self.snapshot.columns, window.followed
+        joins = self._objects.batches_reads and followed is None and not self._everything_fits
         single = (
             index
             for index, number in zip(window.wanted.tolist(), window.chunks.tolist(), strict=True)
             if number not in whole
         )
-        joins = self._objects.batches_reads and followed is None and not self._everything_fits
-        singles = self._read_together(list(single)) if joins else map(self.read, single)
+        singles = self._read_together(list(single)) if joins else iter(())
         # A followed order loads ahead by itself, and pinned chunks need no load.
         ahead = (each for each in (whole if followed is None else ()) if not self._is_pinned(each))
         for number in islice(ahead, _PREFETCH_CHUNKS):
@@ -359,7 +359,14 @@ class EntryReader:
             chunk = held.get(number)
             if chunk is None:
                 if number not in whole:
-                    yield next(singles)
+                    if joins:
+                        yield next(singles)
+                    elif number < 0:
+                        yield self.read(index)
+                    else:
+                        size = end - offset
+                        extent = Extent(number, offset, size, Codec.RAW, checksum, 0, size)
+                        yield self._read_alone(index, extent)
                     continue
                 if followed is not None:
                     self._cache.advance(followed, whole[number], index)
@@ -379,6 +386,14 @@ class EntryReader:
                 self._cache.mark_read(followed, whole[number], closed)
                 del held[number]
             yield content
+
+    def _read_alone(self, index: int, extent: Extent) -> memoryview:
+        """The content of a plain file whose chunk is not worth reading whole."""
+        self._counts["misses"] += 1
+        content = self._source.read(extent.chunk, extent.offset, extent.stored)
+        if xxh3_64_intdigest(content) == extent.checksum:
+            return content
+        return self._check(index, extent, content, None)
 
     def _read_together(self, wanted: list[int]) -> Iterator[memoryview]:
         """The contents of files whose chunks are not worth reading whole, many in one request.
