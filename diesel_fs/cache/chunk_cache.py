@@ -110,6 +110,10 @@ class ChunkCache:
                     self._chunks.move_to_end(number)
         return chunk
 
+    def loaded(self, number: int) -> LoadedChunk | None:
+        """As `peek`, but this does not count as a use."""
+        return self._chunks.get(number)
+
     def get(self, number: int) -> LoadedChunk:
         """The chunk; this thread loads it unless another does. Raises what loading raises."""
         chunk = self.peek(number)

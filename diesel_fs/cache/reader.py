@@ -228,7 +228,7 @@ class EntryReader:
         ends = (offsets + stored).tolist()
         chunks: dict[int, LoadedChunk] = {}
         for number in set(numbers):
-            chunk = self._cache.peek(number)
+            chunk = self._cache.loaded(number)  # nothing is evicted where everything fits
             if chunk is None:
                 return None
             chunks[number] = chunk

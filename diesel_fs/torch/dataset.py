@@ -6,7 +6,8 @@ reading, and so may a process that loads a pickle of it, which opens the same ve
 
 import io
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from types import TracebackType
 from typing import TYPE_CHECKING, Never, Self, Unpack
 
@@ -147,7 +148,12 @@ class DieselDataset(TorchDataset[tuple[object, object]]):  # type: ignore[misc] 
         wanted = [everything[index] for index in indices]
         self._about_to_read(wanted)
         read = self._dataset.read_many(self.entries(wanted))
-        samples = map(self.loader, map(whole_object, read))
+        first = next(read, memoryview(b""))
+        views = chain((first,), read) if wanted else iter(())
+        contents: Iterator[Content] = views
+        if type(first.obj) is bytes:  # as are most where files are read one by one
+            contents = map(whole_object, views)
+        samples = map(self.loader, contents)
         targets: Iterable[object] = self._samples.targets(wanted)
         if self.transform is not None:
             samples = map(self.transform, samples)  # type: ignore[arg-type]  # as its user says

@@ -194,15 +194,17 @@ def read_all(peer: str, folder: str, seed: int) -> dict[str, object]:
         return found
 
     order = np.random.default_rng(seed).permutation(len(dataset)).tolist()
-    total = sum(int(content(data(sample)).view(np.uint64).sum()) for sample in dataset)
     passes: dict[str, list[float]] = {"iterated": [], "indexed": []}
     for _ in range(PASSES):
         for way in passes:
             start_s, read_bytes = time.perf_counter(), 0
-            samples = iter(dataset) if way == "iterated" else map(dataset.__getitem__, order)
+            # Not `iter(dataset)`: litdata's iterators begin anew where they are sliced.
+            everything = (each for each in dataset)
+            samples = everything if way == "iterated" else map(dataset.__getitem__, order)
             while batch := [*islice(samples, BATCH)]:  # held together, as a `DataLoader` does
                 read_bytes += sum(len(data(sample)) for sample in batch)
             passes[way].append(time.perf_counter() - start_s)
+    total = sum(int(content(data(sample)).view(np.uint64).sum()) for sample in dataset)
     return {"files": len(order), "bytes": read_bytes, "sum": total % (1 << 64), **passes}
 
 
