@@ -21,7 +21,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from diesel_fs.torch import ChunkShuffleSampler, DieselDataset
-from diesel_fs.torch.hook.diesel_hook.prediction import predict
+from diesel_fs.torch.hook.diesel_hook.prediction import BetweenEpochs, predict
 from tests.trees import write
 
 from .stores import packed
@@ -103,6 +103,31 @@ def test_further_epochs_are_foreseen_where_they_depend_on_nothing_else(
             sampler.set_epoch(epoch)
         given.append(flat(sampler))
     assert orders == given
+
+
+@pytest.mark.parametrize("kind", ["random", "replacement", "subset", "weighted"])
+@pytest.mark.parametrize("draws", [0, 1, 3])
+def test_the_global_generator_is_foreseen_once_a_program_drew_nothing_else_between_epochs(
+    kind: str, draws: int
+) -> None:
+    """Before its last epoch the program draws something else, and no more is foreseen then."""
+    torch.manual_seed(3)
+    sampler, between = BatchSampler(sampler_of(kind, 50, None), 8, drop_last=False), BetweenEpochs()
+    foreseen: list[int] = []
+    for epoch in range(5):
+        for _ in range(draws):  # as torch's loaders do
+            torch.empty((), dtype=torch.int64).random_()
+        state = torch.get_rng_state()
+        orders = [each.indices.tolist() for each in predict(sampler, 2, between=between)]
+        assert torch.equal(torch.get_rng_state(), state)
+        assert len(orders) == (1 if epoch in (0, 4) else 3)
+        given = flat(sampler)
+        assert given == orders[0]
+        if epoch in (2, 3):
+            assert given == foreseen
+        foreseen = orders[1] if len(orders) > 1 else []
+        if epoch == 3:
+            torch.rand(1)
 
 
 def test_a_sampler_that_is_not_known_is_not_iterated() -> None:

@@ -286,16 +286,16 @@ class StreamTracker:
         return self._unit(state, positions, once=state.units.once)
 
     def urgent_unit(self, ahead_s: float) -> NextUnit | None:
-        """Files that the reader comes to within so many seconds, by its rate, and that are not
-        claimed, in its order; None where there are none, or where they are small.
+        """The next files that are not claimed, at most 256, in the reader's order, where it comes
+        to them within so many seconds; None where there are none, or where they are small.
 
-        At most 256, of which the first two units' worth of files are urgent at any rate. Call it
-        after `frontier` has returned a position.
+        A reader without a measured rate, or with a low one, comes to 512 files in that time. Call
+        this after `frontier` has returned a position.
         """
         state = self.epoch_states[self.frontier_index]
-        start = max(self.read_up_to - state.base, 0)
         ahead = max(int(self.rate * ahead_s), 2 * MIXED_ENTRIES)
-        end = max(self.high - state.base, 0) + min(ahead, self.capacity // URGENT_DIVISOR)
+        start = max(self.read_up_to - state.base, 0)
+        end = max(self.high + min(ahead, self.capacity // URGENT_DIVISOR) - state.base, start)
         positions = np.flatnonzero(~state.claimed[start:end])[:MIXED_ENTRIES].astype(np.int32)
         positions += start
         entries = state.epoch.entries[positions]

@@ -113,6 +113,34 @@ def test_small_files_are_never_urgent() -> None:
         planner.pushed(push, push.entries, [], 0.0)
 
 
+def test_the_next_epoch_is_not_urgent_before_the_reader_comes_to_it() -> None:
+    """All of this epoch is pushed, and the reader has not begun."""
+    half = COUNT // 2
+    planner = PrefetchPlanner(
+        np.arange(COUNT) // CHUNK_ENTRIES,
+        np.full(COUNT, FILE_BYTES),
+        COUNT // CHUNK_ENTRIES,
+        budget_bytes=2 * COUNT * 1 << 17,
+    )
+    orders = [shuffled(1, half), [half + entry for entry in shuffled(2, half)]]
+    planner.announce(stream("a", *orders), 0.0)
+    planner.set_store_is_slow(is_slow=True)
+    pushed = 0
+    while pushed < half:
+        push = planner.next(0.0)
+        assert isinstance(push, Push)
+        planner.pushed(push, push.entries, [], 0.0)
+        pushed += len(push.entries)
+    push = planner.next(0.0)
+    assert isinstance(push, Push)
+    assert not push.is_urgent
+    planner.pushed(push, push.entries, [], 0.0)
+    planner.progress("a", half - 100, 0.0)
+    push = planner.next(0.0)
+    assert isinstance(push, Push)
+    assert push.is_urgent
+
+
 def test_what_is_ahead_stays_ahead_where_the_loop_is_behind_its_workers() -> None:
     """The workers have read some batches that the loop has not received."""
     order = some_chunk_wise(10)

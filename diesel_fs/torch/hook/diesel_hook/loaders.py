@@ -28,7 +28,7 @@ from . import chunk_wise
 from .files import NEEDS_NO_MOUNT, Datasets, Told
 from .learning import Learner, LearningWorkers, inside
 from .link import Link, Settings
-from .prediction import DRAWS, Order, predict
+from .prediction import DRAWS, BetweenEpochs, Order, predict
 
 _LOADERS = {
     "torch.utils.data.dataloader": "DataLoader",
@@ -71,6 +71,9 @@ class Watch:
         self.datasets = Datasets(link)
         self._learner = Learner(link)
         self._loaders: weakref.WeakKeyDictionary[object, list[int]] = weakref.WeakKeyDictionary()
+        self._between: weakref.WeakKeyDictionary[object, BetweenEpochs] = (
+            weakref.WeakKeyDictionary()
+        )
         self._count = 0
         self._groupings: dict[int, chunk_wise.Grouping] = {}  # by number of the dataset
 
@@ -94,6 +97,7 @@ class Watch:
         stream = f"{os.getpid()}.{numbers[0]}"
         batches = loader.num_workers * (loader.prefetch_factor or 0)
         epoch = Epoch(self, sampler, told, stream, numbers[1], batches)
+        epoch.between = self._between.setdefault(loader, BetweenEpochs())
         if not loader.persistent_workers:  # else torch draws from it for the first epoch only
             epoch.loaders_generator = loader.generator
         for each in _nested(sampler):
@@ -160,6 +164,7 @@ class Epoch:
         self.sampler = sampler
         self.loaders_generator: object = None
         """A generator from which the loader draws when an epoch begins."""
+        self.between: BetweenEpochs | None = None
 
         self._watch, self.link = watch, watch.link
         self.told = told
@@ -180,7 +185,9 @@ class Epoch:
         give."""
         if self._dataset is None:
             return
-        orders = predict(self.sampler, self._watch.ahead, iterator, self.loaders_generator)
+        orders = predict(
+            self.sampler, self._watch.ahead, iterator, self.loaders_generator, self.between
+        )
         self._order = orders[0] if orders else None
         lag = self._lag * self._batch_size()
         for at, order in enumerate(orders):

@@ -48,6 +48,49 @@ ENTRIES_MAX = 50_000_000
 """Of a longer order, which may be endless, only the beginning is predicted."""
 
 
+_DRAWS_MAX = 8  # torch's loaders draw a number when an epoch begins; a program has few of them
+
+
+class BetweenEpochs:
+    """What a program draws from torch's global generator between two epochs of a loader.
+
+    Most programs draw nothing but the numbers that torch's loaders draw themselves, to seed their
+    workers. Whether one does is seen when an epoch begins: by the generator's state now, and the
+    one behind what the sampler drew for the epoch before. If it did, it is taken to do so again.
+    """
+
+    def __init__(self) -> None:
+        self.draws = -1
+        """How many such numbers; -1: it is not known, or the program draws something else."""
+        self._behind: object = None  # the state after the sampler's draws of the last epoch
+
+    def begin(self) -> None:
+        """An epoch begins, and the sampler draws next."""
+        torch = sys.modules["torch"]
+        behind, self._behind, self.draws = self._behind, None, -1
+        if behind is None:
+            return
+        now = torch.get_rng_state()
+        with _states_kept():
+            torch.set_rng_state(behind)
+            for count in range(_DRAWS_MAX):
+                if torch.equal(torch.get_rng_state(), now):
+                    self.draws = count
+                    return
+                self.draw(1)
+
+    def end(self) -> None:
+        """The sampler's draws for this epoch have just been made."""
+        self._behind = sys.modules["torch"].get_rng_state()
+
+    @staticmethod
+    def draw(count: int) -> None:
+        """Draw so many numbers, as torch's loaders do."""
+        torch = sys.modules["torch"]
+        for _ in range(count):
+            torch.empty((), dtype=torch.int64).random_()
+
+
 class Order:
     """Indices in the order in which they will be drawn."""
 
@@ -74,6 +117,7 @@ def predict(
     ahead: int,
     iterator: Iterator[object] | None = None,
     loaders_generator: object = None,
+    between: BetweenEpochs | None = None,
 ) -> list[Order]:
     """The order of this epoch and of at most `ahead` further ones, as far as they can be known.
     Empty for a sampler that is not known.
@@ -81,13 +125,15 @@ def predict(
     `iterator` is the sampler's for this epoch, which has not given anything yet. Where it has a
     state (torchdata's), it may have drawn already, and may begin in the middle of the epoch.
     `loaders_generator` is one from which the loader draws a number whenever an epoch begins: torch
-    seeds its workers with it.
+    seeds its workers with it. `between` has seen the epochs of this loader before.
     """
     copies: dict[int, object] = {}
     twin = _twin(sampler, copies)
     if twin is None:
         return []
     orders: list[Order] = []
+    between = between or BetweenEpochs()
+    between.begin()
     with _states_kept():
         while len(orders) <= ahead:
             order = Order()
@@ -96,8 +142,11 @@ def predict(
                 if not order.append(element):
                     return orders
             orders.append(order)
-            if not _can_go_on(twin):
+            if len(orders) == 1:
+                between.end()
+            if not _can_go_on(twin, global_generator_too=between.draws >= 0):
                 break
+            between.draw(between.draws)
             if id(loaders_generator) in copies:
                 torch = sys.modules["torch"]
                 generator = copies[id(loaders_generator)]
@@ -149,20 +198,24 @@ def _copied_generator(generator: _Generator) -> object:
     return made
 
 
-def _can_go_on(twin: object) -> bool:
+def _can_go_on(twin: object, *, global_generator_too: bool) -> bool:
     """Move a twin on to the next epoch; False where that one cannot be foreseen.
 
     A sampler that counts epochs (`set_epoch`) is taken to get the next number; one with a generator
     of its own goes on from its state. With torch's global generator, the next epoch depends on
-    whatever the program draws until then.
+    whatever the program draws until then (`BetweenEpochs`).
     """
     name = type(twin).__name__
-    if name in DRAWS and getattr(twin, "generator", None) is None:
+    if name in DRAWS and getattr(twin, "generator", None) is None and not global_generator_too:
         return False
     if name in _COUNT_EPOCHS:
         twin.set_epoch(twin.epoch + 1)  # type: ignore[attr-defined] # by its name
     nested = (getattr(twin, each, None) for each in _NESTED)
-    return all(_can_go_on(each) for each in nested if each is not None)
+    return all(
+        _can_go_on(each, global_generator_too=global_generator_too)
+        for each in nested
+        if each is not None
+    )
 
 
 @contextmanager
