@@ -33,7 +33,8 @@ SECONDS ?= 60
 TORCH := torch==2.13.0
 TORCHVISION := torchvision==0.28.0
 # What the scripts of tests/torch/clients train with. Theirs is an environment as users have it.
-CLIENTS := timm datasets lightning accelerate torchdata pandas pyarrow zarr fsspec pillow pytest
+CLIENTS := timm datasets lightning accelerate torchdata pandas pyarrow zarr fsspec pillow pytest \
+	opencv-python-headless h5py
 # The bench's peers want older numpy and xxhash than ours, so they get an environment of their own;
 # matplotlib, which plots, is there too.
 PEERS := mosaicml-streaming webdataset litdata ratarmount matplotlib pylibmc

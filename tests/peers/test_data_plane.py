@@ -66,13 +66,21 @@ def test_parts_in_memory_come_in_their_order(
         assert stats["bytes"] == 2 * sum(size for _, _, size in records)
 
 
-def send_all(end: socket.socket, stream: bytes) -> threading.Thread | None:
-    """Send in a thread; with TLS, whose sockets are for one thread, at once: the kernel has room
-    for the answers."""
-    if isinstance(end, ssl.SSLSocket):
+def send_all(
+    end: socket.socket, stream: bytes, before: threading.Thread | None = None
+) -> threading.Thread | None:
+    """Send in a thread, behind what the thread `before` sends; with TLS, whose sockets are for one
+    thread, at once: the kernel has room for the answers."""
+
+    def send() -> None:
+        if before is not None:
+            before.join()
         end.sendall(stream)
+
+    if isinstance(end, ssl.SSLSocket):
+        send()
         return None
-    sender = threading.Thread(target=end.sendall, args=[stream])
+    sender = threading.Thread(target=send)
     sender.start()
     return sender
 
@@ -107,11 +115,8 @@ def test_S12_endless_requests_of_one_connection_do_not_delay_others(kind: str) -
     def ask() -> None:
         sender = send_all(end, stream)
         while not is_over.is_set():
-            following = send_all(end, stream)
+            sender = send_all(end, stream, before=sender)
             exactly(end, count * (wire.SINGLE_ANSWER.size + 4))
-            if sender is not None:
-                sender.join()
-            sender = following
         exactly(end, count * (wire.SINGLE_ANSWER.size + 4))
 
     with running_plane() as plane:

@@ -140,6 +140,20 @@ def test_the_mount_prepares_the_next_epoch_where_it_can_be_foreseen(
     assert first["length"] == FILES
 
 
+@pytest.mark.fuse
+@pytest.mark.parametrize(("draw", "is_foreseen"), [("", True), ("torch.rand(1)", False)])
+def test_the_mount_prepares_the_next_epoch_where_the_program_draws_nothing_in_between(
+    mounted: Path, draw: str, is_foreseen: bool
+) -> None:
+    """That is known from the second epoch on."""
+    script = PLANNED.replace("range(2):", f"range(2):\n    {draw}")
+    joined = run(*python(script), mounted)
+    assert joined.returncode == 0, joined.stderr
+    [first], [second] = json.loads(joined.stdout)
+    assert first["frontier"] <= FILES
+    assert (second["frontier"] > FILES) == is_foreseen
+
+
 def streams_of(mounted: Path) -> object:
     described = stats(mounted)["residency"]
     assert isinstance(described, dict)

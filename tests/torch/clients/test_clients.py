@@ -3,8 +3,12 @@ samples in the same order, and the mount has loaded the files before they are re
 
 import json
 import re
+import subprocess
+from pathlib import Path
 
 import pytest
+
+from tests.cli.conftest import Dlcmd
 
 from .conftest import FILES, PYTHON, Client, Training
 
@@ -53,6 +57,7 @@ LATER_CLIENTS = {
         "--loaders", json.dumps({"use_stateful_dataloader": True}),
     ),
     "torchdata, its state first": ("-m", "scripts.stateful", "--state-first"),
+    "cv2": ("-m", "scripts.native_readers", "--reader", "cv2"),
 }  # fmt: skip
 """Their first epoch is announced in part, or not at all."""
 
@@ -96,6 +101,26 @@ def test_the_same_samples_and_hardly_a_read_from_the_second_epoch(
 ) -> None:
     _, joined = trained(client, LATER_CLIENTS[name])
     assert reads_after_the_first_epoch(joined) <= READS_MAX
+
+
+def test_files_that_h5py_reads_are_learned(dlcmd: Dlcmd, tmp_path: Path) -> None:
+    folder = tmp_path / "tables"
+    subprocess.run([PYTHON, "-c", TABLES, folder], check=True)
+    client = Client(dlcmd, folder, tmp_path)
+    _, joined = trained(client, ("-m", "scripts.native_readers", "--reader", "h5py"))
+    assert reads_after_the_first_epoch(joined) <= READS_MAX
+    assert f"learned which files Named reads: those of {TABLE_FILES}" in joined.said
+
+
+TABLE_FILES = 500
+TABLES = f"""
+import os, sys
+import h5py, numpy
+os.makedirs(sys.argv[1] + "/train")
+for number in range({TABLE_FILES}):
+    with h5py.File(f"{{sys.argv[1]}}/train/{{number:03}}.h5", "w") as file:
+        file["data"] = numpy.random.default_rng(number).integers(0, 256, 6000, numpy.uint8)
+"""
 
 
 def test_a_sampler_that_lightning_wraps_gives_the_same_samples(client: Client) -> None:
