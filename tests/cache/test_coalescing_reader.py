@@ -223,14 +223,19 @@ def test_announced_units_are_read_ahead_and_given_up_when_the_plan_changes(
     assert not reader._in_flight
 
 
-def test_a_unit_that_loses_entries_is_not_read_again(store: Counting, view: Snapshot) -> None:
-    """Somebody has read some of its files meanwhile. What is in flight has the others."""
-    slow = Slow(store)
+def all_read_ahead(slow: Slow, view: Snapshot) -> CoalescingReader:
+    """A reader of a slow store that has read a unit of all files ahead."""
     reader = CoalescingReader(view, slow)
     reader._read_s = 1.0  # a slow store
-    whole = view.files()
-    reader.prefetch([whole])
+    reader.prefetch([view.files()])
     wait_for_flights(reader)
+    return reader
+
+
+def test_a_unit_that_loses_entries_is_not_read_again(store: Counting, view: Snapshot) -> None:
+    """Somebody has read some of its files meanwhile. What is in flight has the others."""
+    slow, whole = Slow(store), view.files()
+    reader = all_read_ahead(slow, view)
     before = slow.reads
     for left in (whole[whole != whole[1]], whole[2:-1], whole[2:3]):
         reader.prefetch([left])
@@ -244,12 +249,8 @@ def test_a_file_is_taken_out_of_a_larger_read_that_is_under_way(
     store: Counting, view: Snapshot
 ) -> None:
     """It is wanted before the unit that has it. The unit's own turn comes later."""
-    slow = Slow(store)
-    reader = CoalescingReader(view, slow)
-    reader._read_s = 1.0  # a slow store
-    whole = view.files()
-    reader.prefetch([whole])
-    wait_for_flights(reader)
+    slow, whole = Slow(store), view.files()
+    reader = all_read_ahead(slow, view)
     before = slow.reads
     some = np.array([view.lookup(name) for name in (b"n007", b"n011", b"small")])
     assert contents(reader, some) == {each: expected(view)[each] for each in some.tolist()}

@@ -38,6 +38,7 @@ def slowed(call: Callable[_P, _T], seconds: float) -> Callable[_P, _T]:
 if __name__ == "__main__":
     for variable, owner, name in (
         (STORE, FolderStore, "read_into"),
+        (STORE, FolderStore, "read"),
         (PEER, TaskChunks, "pin"),
         (PEER, TaskChunks, "try_part"),
         (DECODE, reader, "decode"),

@@ -21,6 +21,7 @@ from diesel_fs.client.dataset import Dataset, connect, list_datasets
 from diesel_fs.errors import CorruptError, ObjectStoreError, UsageError
 from diesel_fs.ingest import FolderSource, PutOptions, put
 from diesel_fs.repository.local import LocalRepository
+from diesel_fs.storage.objects.folder import FolderStore
 from diesel_fs.torch.fsspec import DieselFileSystem
 from tests.server.certificates import Authority
 from tests.server.program import Server, new_repository
@@ -357,16 +358,20 @@ def test_each_chunk_is_loaded_once_for_many_files(
 
 def _count_reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the chunks that are read from the folder from now on."""
-    from diesel_fs.storage.objects.folder import FolderStore  # noqa: PLC0415
-
-    whole, reads = FolderStore.read_into, []
-
-    def counted(store: FolderStore, name: str, *arguments: object, **kwargs: object) -> object:
-        reads.append(name)
-        return whole(store, name, *arguments, **kwargs)  # type: ignore[arg-type]  # as it came
-
-    monkeypatch.setattr(FolderStore, "read_into", counted)
+    reads: list[str] = []
+    for way in ("read", "read_into"):
+        monkeypatch.setattr(FolderStore, way, _counted(getattr(FolderStore, way), reads))
     return reads
+
+
+def _counted(
+    whole: Callable[[FolderStore, str, int, object], object], reads: list[str]
+) -> Callable[[FolderStore, str, int, object], object]:
+    def counted(store: FolderStore, name: str, start: int, sized: object) -> object:
+        reads.append(name)
+        return whole(store, name, start, sized)
+
+    return counted
 
 
 def test_a_damaged_file_fails_alone(fs: DieselFileSystem, url: str, tmp_path: Path) -> None:
