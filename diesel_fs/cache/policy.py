@@ -2,15 +2,27 @@
 
 A policy keeps the table of one cache: which *units* are in the cache, and their bytes. (A unit is
 what is kept or evicted as one, known by its number: here a chunk.) The cache tells the policy what
-comes, goes and is read, asks it, and has the contents itself. Policies are pure: the same calls
-give the same answers on every machine. One thread at a time.
+comes, goes and is read, asks it, and has the contents itself. It also tells the policy what will be
+read, where that is known (`orders/future.py`); only the policy `plan` uses it. Policies are pure:
+the same calls give the same answers on every machine. One thread at a time.
 
 A policy is a class and a line in `POLICIES`, whose names users give to `--evict`.
 """
 
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from heapq import heapify, heappop, heappush
+
+import numpy as np
+import numpy.typing as npt
+
+from ..orders.future import NEVER, FutureUses, Times, Units
+
+_Key = tuple[int, int, int]
+"""Of a unit: its next use (the time, negative), the number of its last read, the unit."""
+
+_OLD_KEYS_MIN = 1024  # a smaller heap is not made anew
 
 
 class EvictionPolicy(ABC):
@@ -45,6 +57,30 @@ class EvictionPolicy(ABC):
         """The units that may be evicted, the least valuable first. Changes nothing; the caller
         removes units only after it has stopped iterating."""
 
+    def replaces(self, unit: int, victims: Collection[int], uses_min: int = 1) -> bool | None:
+        """Whether a unit that is not in the cache should replace these, which `eviction_order` has
+        named first. None where the policy cannot tell: the caller decides (`admission.py`). To
+        fetch the unit costs as much as `uses_min` reads past the cache. Changes nothing."""
+        return None
+
+    def set_future(self, future: FutureUses | None, others: FutureUses | None = None) -> None:
+        """What this cache's readers will read: `future`, until another is set; None: not known any
+        more. `others`: what the readers of other nodes will read, where they have caches of their
+        own."""
+        return
+
+    def advance(self, rank: int, position: int) -> None:
+        """A rank of the future reads this position next."""
+        return
+
+    def advance_others(self, rank: int, position: int) -> None:
+        """The same for a rank of other nodes."""
+        return
+
+    def set_held_elsewhere(self, is_held: npt.NDArray[np.bool_]) -> None:
+        """Set which units other nodes have, by unit. Without this, they have none."""
+        return
+
     def renumber(self, after: Mapping[int, int]) -> None:
         """Give the units other numbers, since the dataset has another version: `after` has the new
         number of each old one; units without one leave. The order of eviction stays."""
@@ -69,6 +105,142 @@ class LeastRecentlyUsed(EvictionPolicy):
 
     def eviction_order(self) -> Iterator[int]:
         return iter(self.sizes)
+
+
+class FarthestNextUse(LeastRecentlyUsed):
+    """Evicts first what is not read any more, then what is read last (Lobster, ICPP 2022, section
+    4.4; Belady's MIN).
+
+    A unit that this cache's readers do not read any more counts as unneeded, unless no other node
+    has it and readers of other nodes need it: then their next use counts. Where no order is known,
+    and among unneeded units, the longest unread goes first.
+
+    All units are in a heap, the first victim at its top, by keys that are made anew when a unit is
+    read or its next use changes. An old key stays in the heap, and is passed over, until it comes
+    to the top or more than half of the keys are old.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._future: FutureUses | None = None
+        self._others: FutureUses | None = None
+        self._held_elsewhere: npt.NDArray[np.bool_] | None = None
+        self._reads = 0
+        self._keys: dict[int, _Key] = {}  # of each unit in the cache, where the future is known
+        self._heap: list[_Key] = []
+
+    def insert(self, unit: int, size: int) -> None:
+        super().insert(unit, size)
+        if self._future is not None:
+            self._reads += 1
+            self._push(unit, int(self._next_times(np.array([unit]))[0]), self._reads)
+
+    def remove(self, unit: int) -> None:
+        super().remove(unit)
+        if self._keys.pop(unit, None) is not None:
+            while self._heap and self._is_old(self._heap[0]):
+                heappop(self._heap)
+
+    def record_access(self, unit: int) -> None:
+        super().record_access(unit)
+        key = self._keys.get(unit)
+        if key is not None and key[0] == -NEVER:  # else the time of the read does not count
+            self._reads += 1
+            self._push(unit, NEVER, self._reads)
+
+    def eviction_order(self) -> Iterator[int]:
+        return super().eviction_order() if self._future is None else self._walk_heap()
+
+    def _walk_heap(self) -> Iterator[int]:
+        """The units by their keys. In a heap, the least key that was not reached yet is below one
+        that was."""
+        heap, seen = self._heap, set[int]()
+        reached = [(heap[0], 0)] if heap else []
+        while reached:
+            key, place = heappop(reached)
+            for below in (2 * place + 1, 2 * place + 2):
+                if below < len(heap):
+                    heappush(reached, (heap[below], below))
+            if not self._is_old(key) and key[2] not in seen:
+                seen.add(key[2])
+                yield key[2]
+
+    def replaces(self, unit: int, victims: Collection[int], uses_min: int = 1) -> bool | None:
+        if self._future is None:
+            return None
+        needed_again = min((-self._keys[victim][0] for victim in victims), default=NEVER)
+        next_use = int(self._next_times(np.array([unit]))[0])
+        if next_use == NEVER:
+            return None if needed_again == NEVER else False
+        if next_use >= needed_again:
+            return False
+        return uses_min <= 1 or self._future.uses_before(unit, needed_again) >= uses_min
+
+    def set_future(self, future: FutureUses | None, others: FutureUses | None = None) -> None:
+        self._future, self._others = future, others
+        self._keys.clear()
+        self._heap.clear()
+        if future is not None:
+            units = [*self.sizes]  # the longest unread first
+            times = self._next_times(np.array(units, np.int64)).tolist()
+            for unit, time in zip(units, times, strict=True):
+                self._reads += 1
+                self._keys[unit] = -time, self._reads, unit
+            self._heap = [*self._keys.values()]
+            heapify(self._heap)
+
+    def advance(self, rank: int, position: int) -> None:
+        if self._future is not None:
+            self._renew(self._future.seek(rank, position))
+
+    def advance_others(self, rank: int, position: int) -> None:
+        if self._others is not None:
+            self._renew(self._others.seek(rank, position))
+
+    def set_held_elsewhere(self, is_held: npt.NDArray[np.bool_]) -> None:
+        before = self._held_elsewhere
+        self._held_elsewhere = is_held
+        if before is None or len(before) != len(is_held):
+            before = np.zeros_like(is_held)
+        self._renew(np.flatnonzero(before != is_held))
+
+    def renumber(self, after: Mapping[int, int]) -> None:
+        """Orders are those of one version: the future is not known any more."""
+        super().renumber(after)
+        self._held_elsewhere = None
+        self.set_future(None)
+
+    def _next_times(self, units: Units) -> Times:
+        """When each of these units is needed next, by the rule of the class."""
+        assert self._future is not None
+        times = self._future.next_time(units)
+        if self._others is not None:
+            is_last = times == NEVER
+            if self._held_elsewhere is not None:
+                is_last &= ~self._held_elsewhere[units]
+            times[is_last] = self._others.next_time(units[is_last])
+        return times
+
+    def _renew(self, units: Units) -> None:
+        """The next use of these units may be another now."""
+        if self._future is None:
+            return
+        keys = self._keys
+        held = np.array([unit for unit in set(units.tolist()) if unit in keys], np.int64)
+        for unit, time in zip(held.tolist(), self._next_times(held).tolist(), strict=True):
+            before = keys[unit]
+            if before[0] != -time:
+                self._push(unit, time, before[1])
+
+    def _push(self, unit: int, time: int, read: int) -> None:
+        self._keys[unit] = key = -time, read, unit
+        heappush(self._heap, key)
+        if len(self._heap) > 2 * len(self._keys) + _OLD_KEYS_MIN:
+            self._heap = [*self._keys.values()]
+            heapify(self._heap)
+
+    def _is_old(self, key: _Key) -> bool:
+        return self._keys.get(key[2]) != key
 
 
 class LeastFrequentlyUsed(EvictionPolicy):
@@ -125,6 +297,7 @@ class NoEviction(EvictionPolicy):
 
 
 POLICIES: Mapping[str, Callable[[], EvictionPolicy]] = {
+    "plan": FarthestNextUse,
     "lru": LeastRecentlyUsed,
     "lfu": LeastFrequentlyUsed,
     "none": NoEviction,

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diesel_fs.cache.policy import POLICIES, EvictionPolicy
+from diesel_fs.orders.future import FutureUses, UnitOrder
 
 EVERY = pytest.mark.parametrize("name", [*POLICIES])
 
@@ -133,3 +134,156 @@ def test_hit_rates_in_random_order_match_the_theory() -> None:
     # Those behind it in the first epoch, and of those before it in the second the others
     distinct = (1 - first) + second * first
     assert hits("lru", 3, units, capacity) == pytest.approx(np.mean(distinct < 0.5), abs=0.03)
+
+
+# The policy `plan`: what is read again soonest stays
+
+
+def run(name: str, orders: list[list[int]], units: int, capacity: int) -> float:
+    """The part of all reads that find a unit kept since its last use. The ranks read in turns, and
+    the policy knows all orders."""
+    policy = POLICIES[name]()
+    policy.set_future(FutureUses([UnitOrder(np.array(order)) for order in orders], units))
+    found = total = 0
+    for position in range(max(map(len, orders))):
+        for rank, order in enumerate(orders):
+            if position >= len(order):
+                continue
+            unit = order[position]
+            total += 1
+            policy.advance(rank, position + 1)
+            if unit in policy.sizes:
+                found += 1
+                policy.record_access(unit)
+                continue
+            if policy.bytes == capacity:
+                victim = next(policy.eviction_order(), None)
+                if victim is None or policy.replaces(unit, [victim]) is False:
+                    continue
+                policy.remove(victim)
+            policy.insert(unit, 1)
+            policy.record_access(unit)
+    return found / total
+
+
+def min_hits(orders: list[list[int]], capacity: int) -> float:
+    """Belady's MIN, which may leave a unit out of the cache: the part of reads that hit."""
+    trace = [
+        order[position]
+        for position in range(max(map(len, orders)))
+        for order in orders
+        if position < len(order)
+    ]
+    following = [len(trace)] * len(trace)
+    last: dict[int, int] = {}
+    for at in reversed(range(len(trace))):
+        following[at] = last.get(trace[at], len(trace))
+        last[trace[at]] = at
+    cache: dict[int, int] = {}
+    found = 0
+    for at, unit in enumerate(trace):
+        found += unit in cache
+        cache[unit] = following[at]
+        if len(cache) > capacity:
+            del cache[max(cache, key=lambda each: cache[each])]
+    return found / len(trace)
+
+
+def epochs_of(rng: np.random.Generator, epochs: int, units: int, ranks: int) -> list[list[int]]:
+    orders: list[list[int]] = [[] for _ in range(ranks)]
+    for _ in range(epochs):
+        order = rng.permutation(units)
+        for rank in range(ranks):
+            orders[rank] += order[rank::ranks].tolist()
+    return orders
+
+
+@pytest.mark.parametrize("capacity", [30, 150, 290])
+def test_plan_keeps_what_min_keeps(capacity: int) -> None:
+    """In random epochs over four ranks, within one point of the optimum."""
+    orders = epochs_of(np.random.default_rng(1), 4, 300, 4)
+    best = min_hits(orders, capacity)
+    assert run("plan", orders, 300, capacity) >= best - 0.01
+    assert run("lru", orders, 300, capacity) < best - 0.02
+
+
+def test_plan_keeps_what_min_keeps_where_some_units_are_read_more_often() -> None:
+    """Two ranks read all units once each epoch; two read the last fifth of them five times. The
+    first comers are then not what should stay, and `none` loses."""
+    rng = np.random.default_rng(2)
+    orders = epochs_of(rng, 4, 300, 2)
+    orders += [np.concatenate([rng.permutation(np.arange(240, 300)) for _ in range(10)]).tolist()
+               for _ in range(2)]  # fmt: skip
+    best = min_hits(orders, 60)
+    assert run("plan", orders, 300, 60) >= best - 0.01
+    assert run("none", orders, 300, 60) < best - 0.1
+
+
+def plan_policy(orders: list[list[int]], held: Sequence[int]) -> EvictionPolicy:
+    policy = POLICIES["plan"]()
+    for unit in held:
+        policy.insert(unit, 1)
+    policy.set_future(FutureUses([UnitOrder(np.array(order)) for order in orders], 10))
+    return policy
+
+
+def test_plan_evicts_the_unneeded_first_then_the_farthest_next_use() -> None:
+    policy = plan_policy([[1, 2, 3], [3, 4, 1]], [1, 2, 3, 4, 5, 6])
+    assert [*policy.eviction_order()] == [5, 6, 2, 4, 1, 3]
+    policy.record_access(5)
+    assert [*policy.eviction_order()] == [6, 5, 2, 4, 1, 3]
+    policy.advance(0, 2)
+    policy.advance(1, 1)
+    assert [*policy.eviction_order()] == [2, 6, 5, 1, 3, 4]  # 2 was inserted before them
+    policy.set_future(None)
+    assert [*policy.eviction_order()] == [1, 2, 3, 4, 6, 5]
+
+
+def test_plan_keeps_the_last_copy_of_what_other_nodes_need() -> None:
+    """A unit that this node's readers need no more goes first, where another node has it, too."""
+    policy = plan_policy([[1, 2]], [1, 2, 3, 4])
+    future = FutureUses([UnitOrder(np.array([1, 2]))], 10)
+    policy.set_future(future, FutureUses([UnitOrder(np.array([4, 3]), 5)], 10))
+    assert [*policy.eviction_order()] == [3, 4, 2, 1]
+    policy.set_held_elsewhere(np.arange(10) == 4)
+    assert [*policy.eviction_order()] == [4, 3, 2, 1]
+    policy.advance_others(0, 2)
+    assert [*policy.eviction_order()][:2] == [3, 4]
+
+
+def test_plan_replaces_only_what_is_needed_later() -> None:
+    policy = plan_policy([[1, 2, 3, 1, 4, 1, 2]], [2, 4])
+    assert policy.replaces(1, [4]) is True
+    assert policy.replaces(3, [2]) is False  # 2 is read before 3
+    assert policy.replaces(5, [4]) is False  # 5 is never read
+    assert policy.replaces(1, [4], uses_min=2) is True  # it is read twice before 4
+    assert policy.replaces(1, [4], uses_min=3) is False
+    policy.advance(0, 7)
+    assert policy.replaces(5, [4]) is None  # nothing is known of either
+    assert POLICIES["lru"]().replaces(1, [2]) is None
+
+
+@given(calls=CALLS, orders=st.lists(st.lists(UNITS, max_size=8), max_size=3),
+       moves=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 8)), max_size=6))  # fmt: skip
+def test_the_order_of_plan_is_that_of_the_next_uses(
+    calls: list[Call], orders: list[list[int]], moves: list[tuple[int, int]]
+) -> None:
+    """Whatever came before: the unneeded first, then by falling next use."""
+    policy = policy_after("plan", calls)
+    policy.set_future(FutureUses([UnitOrder(np.array(each, np.int64)) for each in orders], 9))
+    for rank, position in moves:
+        if rank < len(orders):
+            policy.advance(rank, position)
+    for method, *arguments in calls[::2]:
+        getattr(policy, method)(*arguments)
+    at = dict.fromkeys(range(len(orders)), 0)
+    at |= {rank: min(position, len(orders[rank])) for rank, position in moves if rank in at}
+    next_use = {
+        unit: min(
+            (place for rank, order in enumerate(orders) for place, each in enumerate(order)
+             if each == unit and place >= at[rank]), default=1 << 40,
+        )
+        for unit in policy.sizes
+    }  # fmt: skip
+    evicted = [next_use[unit] for unit in policy.eviction_order()]
+    assert evicted == sorted(next_use.values(), reverse=True)

@@ -1,0 +1,190 @@
+"""What will be read: the announced reads of all readers as columns, and how far each reader is.
+
+A cache that knows its future keeps what is read again soonest (Belady's MIN; Lobster, ICPP 2022,
+section 4.4). It asks three questions of each *unit* that it could keep (an entry, or a whole
+chunk): when is the next use, how many uses are left, and how many of them come before a moment.
+
+A *use* is one read of a unit by one reader (a *rank* of a training job). Its *time* is a whole
+number: the position in the reader's order, since the ranks of a job advance together. Readers that
+do not, as those of a validation set, get a later `start`.
+
+The uses are one array of 64-bit numbers, sorted: unit, time and rank in upper, middle and lower
+bits. So the uses of a unit are neighbours, in the order of their times, and a use is found by
+binary search. That takes 8 bytes a use, and 13 more for each unit and use together: 0.5 GB and 1.5
+s for two epochs of 14 million entries. When a reader advances, only the uses that it passes are
+touched.
+
+Pure. Not safe for concurrent use.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import UsageError
+
+Units: TypeAlias = "npt.NDArray[np.int64] | npt.NDArray[np.int32] | npt.NDArray[np.uint32]"
+"""Numbers of units, each 0 or more."""
+
+Times = npt.NDArray[np.int64]
+
+NEVER = np.iinfo(np.int64).max
+"""The next use of a unit that no reader will read any more, as far as is known."""
+
+_WORD = 63  # bits of a use: numbers stay positive where numpy makes them signed
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class UnitOrder:
+    """The units that one rank will read, in this order, from the time `start` on."""
+
+    units: Units
+    start: int = 0
+
+
+class FutureUses:
+    """The uses to come of the units 0 to `unit_count - 1`, by several ranks (see the module)."""
+
+    def __init__(self, orders: Sequence[UnitOrder], unit_count: int) -> None:
+        """The uses of all ranks; `orders[r]` is what rank r reads. Nothing has been read yet.
+
+        Raises UsageError for a unit that is not one, and for numbers that need more than 63 bits
+        together (units, times, ranks).
+        """
+        self._starts = [order.start for order in orders]
+        self._lengths = [len(order.units) for order in orders]
+        self._orders: list[Units] = [order.units for order in orders]
+        self._position = [0] * len(orders)  # of each rank
+        self._end = max((order.start + len(order.units) for order in orders), default=0)
+        if any(start < 0 for start in self._starts):
+            raise UsageError("an order begins before the time 0")
+        self._rank_bits = max(len(orders) - 1, 0).bit_length()
+        self._low_bits = self._end.bit_length() + self._rank_bits
+        if unit_count.bit_length() + self._low_bits > _WORD:
+            raise UsageError(
+                f"{unit_count} units and times up to {self._end} of {len(orders)} ranks"
+                f" need more than {_WORD} bits"
+            )
+        self._uses = np.empty(sum(self._lengths), np.uint64)
+        left = np.zeros(unit_count, np.uint32)
+        filled = 0
+        for rank, units in enumerate(self._orders):
+            if not len(units):
+                continue
+            if int(units.min()) < 0 or int(units.max()) >= unit_count:
+                raise UsageError(f"the order of rank {rank} names a unit that is not one")
+            left += np.bincount(units, minlength=unit_count).astype(np.uint32)
+            self._uses[filled : filled + len(units)] = self._packed(rank, 0, len(units))
+            filled += len(units)
+        self._uses.sort()
+        self._left = left
+        self._is_left = np.ones(len(self._uses), np.bool_)
+        # Of each unit the first use that is left, or where its uses end; and where they begin
+        self._begin = np.zeros(unit_count + 1, np.int64 if filled >= 1 << 31 else np.int32)
+        np.cumsum(left, out=self._begin[1:])
+        self._next = self._begin[:-1].copy()
+
+    def __len__(self) -> int:
+        """The number of units."""
+        return len(self._left)
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks."""
+        return len(self._orders)
+
+    def position(self, rank: int) -> int:
+        """How many uses a rank has read."""
+        return self._position[rank]
+
+    @property
+    def now(self) -> int:
+        """The least time of a rank's next use; where all have read all, the end of time."""
+        times = [
+            self._starts[rank] + self._position[rank]
+            for rank in range(self.ranks)
+            if self._position[rank] < self._lengths[rank]
+        ]
+        return min(times, default=NEVER)
+
+    def seek(self, rank: int, position: int) -> Units:
+        """A rank reads the use at `position` of its order next; it may have gone back. Returns the
+        units that it has passed, or passed again, which may repeat. A position beyond the order
+        counts as its end. Takes time by the number of these units alone."""
+        before = self._position[rank]
+        position = min(max(position, 0), self._lengths[rank])
+        self._position[rank] = position
+        first, behind = sorted((before, position))
+        units = self._orders[rank][first:behind]
+        if not len(units):
+            return units
+        places = self._uses.searchsorted(self._packed(rank, first, behind))
+        if position > before:
+            self._is_left[places] = False
+            np.subtract.at(self._left, units, np.uint32(1))
+            self._skip_read(units)
+        else:
+            self._is_left[places] = True
+            np.add.at(self._left, units, np.uint32(1))
+            np.minimum.at(self._next, units, places.astype(self._next.dtype))
+        return units
+
+    def next_time(self, units: Units) -> Times:
+        """The time of each unit's next use, over all ranks; NEVER where none is left."""
+        found = np.full(len(units), NEVER, np.int64)
+        has_use = self._left[units] > 0
+        places = self._next[units[has_use]]
+        found[has_use] = self._times(self._uses[places])
+        return found
+
+    def uses_left(self, units: Units) -> npt.NDArray[np.uint32]:
+        """How many uses of each unit are left (Lobster's reuse count, over all ranks)."""
+        return self._left[units]
+
+    def uses_before(self, unit: int, time: int) -> int:
+        """How many uses of a unit are left before a time."""
+        low, high = int(self._next[unit]), int(self._begin[unit + 1])
+        if time < self._end:
+            bound = unit << self._low_bits | max(time, 0) << self._rank_bits
+            high = low + int(self._uses[low:high].searchsorted(np.uint64(bound)))
+        return int(np.count_nonzero(self._is_left[low:high]))
+
+    def uses(self, unit: int) -> list[tuple[int, int]]:
+        """The uses of a unit that are left, in the order of their times: rank and position."""
+        low, high = int(self._next[unit]), int(self._begin[unit + 1])
+        left = self._uses[low:high][self._is_left[low:high]].tolist()
+        mask = (1 << self._rank_bits) - 1
+        ranks = [use & mask for use in left]
+        times = self._times(np.array(left, np.uint64)).tolist()
+        return [(rank, time - self._starts[rank]) for rank, time in zip(ranks, times, strict=True)]
+
+    def _packed(self, rank: int, first: int, behind: int) -> npt.NDArray[np.uint64]:
+        """The uses of a rank at these positions of its order."""
+        packed = self._orders[rank][first:behind].astype(np.uint64)
+        packed <<= np.uint64(self._low_bits)
+        start = self._starts[rank]
+        times = np.arange(start + first, start + behind, dtype=np.uint64)
+        times <<= np.uint64(self._rank_bits)
+        packed |= times
+        packed |= np.uint64(rank)
+        return packed
+
+    def _times(self, uses: npt.NDArray[np.uint64]) -> Times:
+        low = uses & np.uint64((1 << self._low_bits) - 1)
+        times: Times = (low >> np.uint64(self._rank_bits)).astype(np.int64)
+        return times
+
+    def _skip_read(self, units: Units) -> None:
+        """Move the next use of these units behind those that were read."""
+        behind = units
+        while len(behind):
+            places = self._next[behind]
+            # The place at the end of a unit's uses may be another unit's, or none
+            is_read: npt.NDArray[np.bool_] = np.less(places, self._begin[behind + 1])
+            is_read[is_read] = ~self._is_left[places[is_read]]
+            behind = behind[is_read]
+            # Repeated units move by one place each time round
+            self._next[behind] = places[is_read] + 1
