@@ -5,9 +5,13 @@
     <folder>/<store UUID>/<identity>/<chunk ID>     a chunk; its mtime is its last use
     <folder>/<store UUID>/<identity>/.<chunk ID>    a chunk being written, locked by its writer
     <folder>/<store UUID>/<identity>/.used          its mtime is the dataset's last use
+    <folder>/<store UUID>/<identity>/.logs          locked (shared) while order logs are in use
+    <folder>/<store UUID>/<identity>/order-<name>   an order log, locked by the mount that uses it
 
 `<identity>` is the dataset's UUID in hexadecimal. `DiskTier` is the tier of a server and of the
-nodes of a task; all stores that use a folder share its limit of bytes.
+nodes of a task; all stores that use a folder share its limit of bytes. Order logs (`order_log.py`)
+are in the folder in place of a dataset's chunks: while one is in use, no chunks of that dataset are
+written, and those that are here are evicted for it.
 
 Crashes: nothing is synced. A chunk is checked whole before it is written and when a process first
 reads it, so damage that a crash leaves is noticed, and the chunk dropped. A process may die at any
@@ -75,10 +79,12 @@ _WRITE_BYTES_MAX = 64 << 20  # in one call: signals are handled between calls
 _MARKER = ".diesel-cache"
 _READING = ".reading"
 _USED = ".used"
+_LOGS = ".logs"
 _MAGIC = b"DIESEL-FS cache\n"
 _HEAD = struct.Struct("<16sQ")
 _STORE_NAME = re.compile(IDENTITY_TEXT)
 _CHUNK_NAME = re.compile(r"\.?[0-9a-f]{32}")
+_LOG_NAME = re.compile(r"order-[0-9a-f]{16}")
 # The second: a marker that another process is making.
 _FOREIGN_ALLOWED = re.compile(r"lost\+found|\.diesel-cache(-\d+-\d+)?")
 _FILE_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # O_NONBLOCK: a FIFO may have the name
@@ -146,14 +152,15 @@ def _check_ours(place: Path) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _ChunkFile:
-    """A file of a chunk, as `_scan` finds it. The times are of the last use, since 1970."""
+class _CachedFile:
+    """A chunk or an order log, as `_scan` finds it. The times are of the last use, since 1970."""
 
     path: str
     bytes: int
     used_s: float
     dataset_used_s: float
     is_temporary: bool
+    is_log: bool
 
 
 class _DiskBreaker:
@@ -396,7 +403,9 @@ class DiskTier(CacheTier):
         """`reserve`, with the lock: no other process makes or removes files meanwhile."""
         if self.holds(key):
             return None
-        folder = f"{self._store_folder}/{key.identity.hex}"
+        folder = self._folder(key.identity)
+        if not _is_dead(f"{folder}/{_LOGS}") and os.path.exists(f"{folder}/{_LOGS}"):
+            raise NoSpaceError(f"{folder} has order logs in place of chunks")
         temporary = f"{folder}/.{key.id.hex()}"
         if not all(map(self._clear, (f"{folder}/{_USED}", temporary, self._path(key)))):
             return None
@@ -437,12 +446,13 @@ class DiskTier(CacheTier):
         floor_bytes = int(FREE_FRACTION_MIN * disk.f_blocks * disk.f_frsize)
         return self.limit_bytes - _used_bytes(marker), disk.f_bavail * disk.f_frsize - floor_bytes
 
-    def _tidy(self, marker: int, size: int) -> None:
+    def _tidy(self, marker: int, size: int, *, idle_folder: str = "") -> None:
         """Count all files, remove those of dead writers, and evict idle chunks until `size` bytes
-        and some more fit. With `size` 0, evict until the limit holds, also chunks in use.
+        and some more fit. With `size` 0, evict until the limit holds, also chunks in use. What is
+        in `idle_folder` counts as idle.
         """
         now_s = time.time()
-        files: list[_ChunkFile] = []
+        files: list[_CachedFile] = []
         for each in self._scan():
             if each.is_temporary and _is_dead(each.path):
                 _unlink(each.path)
@@ -467,32 +477,38 @@ class DiskTier(CacheTier):
                 not size
                 or abs(now_s - each.dataset_used_s) > IDLE_S
                 or abs(now_s - each.used_s) > CHUNK_IDLE_S
+                or each.is_log
+                or (idle_folder and os.path.dirname(each.path) == idle_folder)
             )
-            if idle and not each.is_temporary:
+            if idle and not each.is_temporary and not (each.is_log and not _is_dead(each.path)):
                 _unlink(each.path)
                 used_bytes -= each.bytes
                 beyond_bytes -= each.bytes
                 self.evictions += 1
         _add_used(marker, used_bytes - _used_bytes(marker))
 
-    def _scan(self) -> Iterator[_ChunkFile]:
-        """All chunks of all stores, with those that are being written."""
+    def _scan(self) -> Iterator[_CachedFile]:
+        """All chunks of all stores, with those that are being written, and all order logs."""
         for store in _folders(self._root):
             for dataset in _folders(store):
                 dataset_used_s = 0.0
                 with contextlib.suppress(FileNotFoundError):
                     dataset_used_s = os.stat(f"{dataset}/{_USED}").st_mtime
                 with os.scandir(dataset) as entries:
-                    for entry in filter(_has_chunk_name, entries):
+                    for entry in entries:
+                        is_log = _LOG_NAME.fullmatch(entry.name) is not None
+                        if not is_log and not _has_chunk_name(entry):
+                            continue
                         with contextlib.suppress(FileNotFoundError):
                             found = entry.stat(follow_symlinks=False)
                             if stat.S_ISREG(found.st_mode):
-                                yield _ChunkFile(
+                                yield _CachedFile(
                                     entry.path,
-                                    found.st_size,
+                                    found.st_blocks * 512 if is_log else found.st_size,
                                     found.st_mtime,
                                     dataset_used_s,
                                     entry.name[0] == ".",
+                                    is_log,
                                 )
                             else:
                                 self._clear(entry.path)
@@ -542,6 +558,56 @@ class DiskTier(CacheTier):
         finally:
             os.close(marker)
 
+    # Order logs, whose files `order_log.py` reads and writes
+
+    def lock_logs(self, identity: UUID) -> int:
+        """Have order logs in place of a dataset's chunks, until the descriptor that this returns is
+        closed. Raises OSError, BusyError."""
+        folder = self._folder(identity)
+        with self._locked():  # so no other process tests the lock now
+            self._make_folder(folder)
+            file = os.open(f"{folder}/{_LOGS}", os.O_RDWR | os.O_CREAT | _FILE_FLAGS, 0o600)
+            _try_lock(file, fcntl.LOCK_SH)
+        return file
+
+    def open_log(self, identity: UUID, name: str) -> int:
+        """The file of an order log, made where it is not there, and locked until it is closed.
+        Raises BusyError where another process uses it; OSError."""
+        path = f"{self._folder(identity)}/{name}"
+        file = os.open(path, os.O_RDWR | os.O_CREAT | _FILE_FLAGS, 0o600)
+        if stat.S_ISREG(os.fstat(file).st_mode) and _try_lock(file, fcntl.LOCK_EX):
+            return file
+        os.close(file)
+        raise BusyError(f"another mount uses {path}")
+
+    def remove_log(self, identity: UUID, name: str, file: int) -> None:
+        """Remove an order log, of which the caller has the locked file, and close it."""
+        try:
+            size = os.fstat(file).st_blocks * 512
+            with contextlib.suppress(OSError):
+                os.unlink(f"{self._folder(identity)}/{name}")
+                self.give_room(size)
+        finally:
+            os.close(file)
+
+    def take_room(self, identity: UUID, size: int) -> bool:
+        """Reserve room for so many more bytes in order logs; chunks of the dataset are evicted for
+        it. False where there is none."""
+        if self._writes.is_open:
+            return False
+        with contextlib.suppress(OSError, BusyError), self._locked() as marker:
+            if not self._has_room(marker, size):
+                self._tidy(marker, size, idle_folder=self._folder(identity))
+            if self._has_room(marker, size):
+                _add_used(marker, size)
+                return True
+        return False
+
+    def give_room(self, size: int) -> None:
+        """So many bytes of order logs were released."""
+        with contextlib.suppress(OSError, BusyError), self._locked() as marker:
+            _add_used(marker, -size)
+
     # Readers that wait for the store
 
     def note_reading(self, *, begins: bool) -> None:
@@ -576,7 +642,10 @@ class DiskTier(CacheTier):
             self._reading = -1
 
     def _path(self, key: ChunkKey) -> str:
-        return f"{self._store_folder}/{key.identity.hex}/{key.id.hex()}"
+        return f"{self._folder(key.identity)}/{key.id.hex()}"
+
+    def _folder(self, identity: UUID) -> str:
+        return f"{self._store_folder}/{identity.hex}"
 
 
 class _File(CacheHandle):

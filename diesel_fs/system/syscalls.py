@@ -47,6 +47,8 @@ READ_AHEAD_KIB = 1024
 """The largest READ request (256 pages). With the default of 128 KiB, a large file takes eight times
 as many."""
 
+_FALLOC_KEEP_SIZE, _FALLOC_PUNCH_HOLE = 1, 2
+
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -61,6 +63,13 @@ def _checked(result: int, path: str | None = None) -> int:
     if result < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), path)
     return result
+
+
+def punch_hole(file: int, start: int, size: int) -> None:
+    """Free these bytes of a file on the disk; they read as zeros (fallocate(2)). Raises OSError:
+    EOPNOTSUPP where the file system cannot."""
+    offset, length = ctypes.c_int64(start), ctypes.c_int64(size)
+    _checked(_libc.fallocate64(file, _FALLOC_KEEP_SIZE | _FALLOC_PUNCH_HOLE, offset, length))
 
 
 def umount2(mountpoint: str, flags: int = 0) -> None:
