@@ -25,7 +25,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain, groupby
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -64,6 +64,31 @@ class Batch(NamedTuple):
     starts: npt.NDArray[np.int64]
     """Where in its file each extent begins, in bytes."""
     contents: Sequence[memoryview]
+
+
+class BatchSource(Protocol):
+    """Checked contents for the prefetch worker of a mount."""
+
+    def batches(self, entries: npt.NDArray[np.uint32], /) -> Iterator[Batch]:
+        """All parts of these files, without those that are damaged. Raises DieselError."""
+        ...
+
+    def prefetch(self, units: Sequence[npt.NDArray[np.uint32]], /) -> None:
+        """Reads ahead: these files will probably be asked for next, the soonest first."""
+        ...
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether reads of the store take long, as far as is known."""
+        ...
+
+    def stats(self) -> dict[str, int]:
+        """Figures of what was read."""
+        ...
+
+    def close(self) -> None:
+        """Stops reading ahead. May be called again."""
+        ...
 
 
 _Contents: TypeAlias = dict[_Span, memoryview]

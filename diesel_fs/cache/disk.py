@@ -570,6 +570,10 @@ class DiskTier(CacheTier):
             _try_lock(file, fcntl.LOCK_SH)
         return file
 
+    def log_folder(self, identity: UUID) -> str:
+        """The folder with the order logs of a dataset."""
+        return self._folder(identity)
+
     def open_log(self, identity: UUID, name: str) -> int:
         """The file of an order log, made where it is not there, and locked until it is closed.
         Raises BusyError where another process uses it; OSError."""

@@ -55,7 +55,12 @@ class LogIdentity:
     @property
     def file_name(self) -> str:
         """The name of the log's file."""
-        return f"order-{self.order:016x}"
+        return file_name(self.order)
+
+
+def file_name(order: int) -> str:
+    """The name of the file of a log, by the digest of its order."""
+    return f"order-{order:016x}"
 
 
 class LogCut:

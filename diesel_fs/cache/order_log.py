@@ -10,8 +10,8 @@ Every entry is checked when it is read, so a log can be wrong or lost at any tim
 give is read from the store. A failure of the disk is said once, and the logs pause.
 
 Concurrency: one thread calls. A thread of this module makes layouts, writes and releases, in the
-order in which that was begun; `add` waits where the disk is more than one write behind. Reads are
-in the caller's thread: `prefetch` has the kernel read ahead.
+order in which that was begun; `add` waits where the disk is more than one write behind. Segments
+are read ahead by further threads.
 """
 
 import contextlib
@@ -35,8 +35,9 @@ from ..format.snapshot.layout import MANY_EXTENTS, kinds
 from ..format.snapshot.reader import Snapshot
 from ..orders.plan import NO_ENTRIES, Entries
 from ..system.syscalls import punch_hole
-from .coalescing_reader import Batch, CoalescingReader
+from .coalescing_reader import Batch, BatchSource
 from .disk import DISK_PAUSE_S, DiskTier
+from .log_addresses import LogAddresses
 from .log_layout import (
     BLOCK_BYTES,
     SEGMENT_BYTES,
@@ -53,6 +54,9 @@ log = logging.getLogger("diesel.mount")
 
 STAGED_BYTES = 64 << 20
 """What is collected before it is written: with it, an entry's neighbours in the next log."""
+
+WORTHWHILE_FILE_BYTES = 256 << 10
+"""Files of fewer bytes on average profit from a log (`is_log_worthwhile`)."""
 
 SEGMENTS_HELD = 4
 """Segments that are in memory since some of their entries are yet to be asked for."""
@@ -116,9 +120,11 @@ class OrderLogs:
         *,
         staged_bytes: int = STAGED_BYTES,
         segment_bytes: int = SEGMENT_BYTES,
+        addresses: LogAddresses | None = None,
     ) -> None:
-        """`disk` is the cache folder; the caller has its own. Raises BusyError, OSError where the
-        folder cannot be written."""
+        """`disk` is the cache folder, for these logs alone; `addresses` tells another process where
+        entries lie. Raises BusyError, OSError where the folder cannot be written."""
+        self._addresses = addresses
         self._snapshot, self._disk = snapshot, disk
         self._staged_bytes, self._segment_bytes = staged_bytes, segment_bytes
         columns = snapshot.columns
@@ -135,15 +141,17 @@ class OrderLogs:
         self._orders: dict[int, Entries] = {}  # by digest
         self._digests: dict[int, tuple[Entries, int]] = {}  # by the array's id; it keeps the array
         self._plans: Sequence[LogPlan] = ()
-        self._segments: OrderedDict[tuple[int, int], memoryview] = OrderedDict()
+        self._segments: OrderedDict[tuple[int, int], Future[memoryview]] = OrderedDict()
         self._staged = _Staged()
         self._writing: Future[None] | None = None
+        self._changing: Future[None] | None = None
         self._paused_until_s = 0.0
         self._said: set[str] = set()
         self._can_punch = True
         self._counts = Counter(dict.fromkeys(_COUNTS, 0))
         self._lock_file = disk.lock_logs(snapshot.identity)
         self._thread = ThreadPoolExecutor(1, "order-log")
+        self._readers = ThreadPoolExecutor(SEGMENTS_HELD, "order-log-read")
 
     # The plan
 
@@ -173,6 +181,13 @@ class OrderLogs:
                 source = written if is_another and written is not None else before
                 is_there = current in self._logs or source is None
                 sources[each.name] = current if is_there or source is None else source
+                if is_another and written is not None and written != current:
+                    self._say(
+                        "another order",
+                        "%s reads another order than was announced: what the log of that one has is"
+                        " read file by file",
+                        each.name,
+                    )
             next_log = self._digest(each.following)
             if next_log is None and each.name in sources:
                 next_log = sources[each.name]
@@ -188,7 +203,9 @@ class OrderLogs:
         self._orders = {digest: orders[digest] for digest in wanted}
         gone = [self._logs.pop(digest) for digest in self._logs.keys() - wanted]
         arrivals = _interleaved([order for _, order in currents])
-        self._thread.submit(self._change_logs, gone, self._orders, self._next, arrivals)
+        self._changing = self._thread.submit(
+            self._change_logs, gone, self._orders, self._next, arrivals
+        )
 
     def _hash(self, order: Entries) -> int:
         return LogIdentity.of(self._snapshot.identity, self._snapshot.version, order).order
@@ -235,7 +252,7 @@ class OrderLogs:
         return batches, entries
 
     def prefetch(self, entries: Entries) -> None:
-        """These files will be asked for soon: have the kernel read them."""
+        """These files will be asked for soon: begin to read them. Call it once for each."""
         for each in self._readable():
             places = each.layout.find(entries)
             places = places[places >= 0]
@@ -244,15 +261,19 @@ class OrderLogs:
                 continue
             if each.identity.order in self._in_order:
                 for segment in np.unique(each.layout.segment_of(places)).tolist():
-                    if (each.identity.order, segment) not in self._segments:
-                        start = int(each.layout.start[segment])
-                        size = int(each.layout.end[segment]) - start
-                        os.posix_fadvise(each.file, start, size, POSIX_FADV_WILLNEED)
+                    if len(self._segments) < SEGMENTS_HELD:
+                        self._begin_segment(each, segment)
             else:
                 sizes = self._snapshot.columns.size[each.layout.entries[places]].tolist()
                 offsets = each.layout.offset(places).tolist()
-                for start, size in zip(offsets, sizes, strict=True):
-                    os.posix_fadvise(each.file, start, size, POSIX_FADV_WILLNEED)
+                with contextlib.suppress(OSError):
+                    for start, size in zip(offsets, sizes, strict=True):
+                        os.posix_fadvise(each.file, start, size, POSIX_FADV_WILLNEED)
+
+    def holds(self, order: Entries) -> bool:
+        """Whether most of an order can be read from its own log."""
+        found = self._logs.get(self._digests.get(id(order), (order, -1))[1])
+        return found is not None and 2 * np.count_nonzero(found.is_present) >= len(order)
 
     def missing(self, entries: Entries) -> Entries:
         """Those of these files that no log has."""
@@ -313,20 +334,22 @@ class OrderLogs:
 
     def _segment(self, found: _Log, segment: int) -> memoryview:
         """The bytes of a segment, which may end early. Raises OSError."""
-        key = found.identity.order, segment
-        content = self._segments.get(key)
-        if content is None:
-            start, end = int(found.layout.start[segment]), int(found.layout.end[segment])
-            content = np.empty(end - start, np.uint8).data
-            content = content[: _read_into(found.file, start, content)].toreadonly()
-            os.posix_fadvise(found.file, start, end - start, POSIX_FADV_DONTNEED)
-            self._counts["log_reads"] += 1
-            self._segments[key] = content
-            while len(self._segments) > SEGMENTS_HELD:
-                self._segments.popitem(last=False)
-        else:
-            self._segments.move_to_end(key)
+        content = self._begin_segment(found, segment).result()
+        self._segments.move_to_end((found.identity.order, segment))
+        while len(self._segments) > SEGMENTS_HELD:
+            self._segments.popitem(last=False)
         return content
+
+    def _begin_segment(self, found: _Log, segment: int) -> Future[memoryview]:
+        """Begin to read a segment, unless that is done."""
+        key = found.identity.order, segment
+        reading = self._segments.get(key)
+        if reading is None:
+            start, end = int(found.layout.start[segment]), int(found.layout.end[segment])
+            reading = self._readers.submit(_read_once, found.file, start, end - start)
+            self._segments[key] = reading
+            self._counts["log_reads"] += 1
+        return reading
 
     def _one_by_one(self, found: _Log, places: Places) -> list[memoryview]:
         """The contents at these ascending places; those that lie near each other are read
@@ -348,6 +371,8 @@ class OrderLogs:
     def _note_wrong(self, found: _Log, places: Places) -> None:
         """The contents at these places are not those of their entries."""
         found.is_present[places] = found.is_sure[places] = False
+        if self._addresses is not None:
+            self._addresses.remove(found.identity.order, found.layout.entries[places])
         self._counts["log_wrong"] += len(places)
         if not found.is_recovered:  # else they may never have been written
             self._say(
@@ -376,13 +401,8 @@ class OrderLogs:
     def add(self, batch: Batch, *, is_kept: bool = False) -> None:
         """These contents were read: those that the next logs have and lack are written there.
         `is_kept`: the contents stay valid; without it they are copied. Contents are whole files."""
-        wanted = np.zeros(len(batch.entries), np.bool_)
         entries = batch.entries.astype(np.uint32)
-        for each in [found for digest in self._next if (found := self._logs.get(digest))]:
-            places = each.layout.find(entries)
-            is_there = places >= 0
-            is_there[is_there] = ~each.is_sure[places[is_there]]
-            wanted |= is_there
+        wanted = self._lacking(entries)
         if not wanted.any() or time.monotonic() < self._paused_until_s:
             return
         some = np.flatnonzero(wanted).tolist()
@@ -399,6 +419,21 @@ class OrderLogs:
         if self._staged.bytes >= self._staged_bytes:
             self._flush_staged()
 
+    def lacking(self, entries: Entries) -> Entries:
+        """Those of these files that a next log should have, and lacks."""
+        return entries[self._lacking(entries)]
+
+    def _lacking(self, entries: Entries) -> Mask:
+        if self._changing is not None and not self._changing.done():
+            return self._is_logged[entries]  # logs are being made, and written to after that
+        wanted = np.zeros(len(entries), np.bool_)
+        for each in [found for digest in self._next if (found := self._logs.get(digest))]:
+            places = each.layout.find(entries)
+            is_there = places >= 0
+            is_there[is_there] = ~each.is_sure[places[is_there]]
+            wanted |= is_there
+        return wanted
+
     def _flush_staged(self) -> None:
         """Begin to write what is staged; waits where the write before is not done."""
         if self._writing is not None:
@@ -412,7 +447,10 @@ class OrderLogs:
         """Free the room of segments. Their entries are not here any more, from now on."""
         for segment in segments:
             found.is_released[segment] = True
-            found.is_present[found.layout.first[segment] : found.layout.first[segment + 1]] = False
+            some = slice(int(found.layout.first[segment]), int(found.layout.first[segment + 1]))
+            found.is_present[some] = False
+            if self._addresses is not None:
+                self._addresses.remove(found.identity.order, found.layout.entries[some])
             self._segments.pop((found.identity.order, segment), None)
             if found.has_header[segment] or found.is_recovered:
                 self._thread.submit(self._punch, found, segment)
@@ -431,6 +469,8 @@ class OrderLogs:
             # Those that were made meanwhile, by an earlier call
             late = [self._logs.pop(digest) for digest in self._logs.keys() - wanted.keys()]
             for each in [*gone, *late]:
+                if self._addresses is not None:
+                    self._addresses.remove_log(each.identity.order, each.layout.entries)
                 self._disk.remove_log(self._snapshot.identity, each.identity.file_name, each.file)
             total = sum(len(wanted[digest]) for digest in following)
             for digest in sorted(wanted, key=following.__contains__):  # current ones first
@@ -563,6 +603,8 @@ class OrderLogs:
             _write_all(found.file, b"".join(pieces), int(offsets[begin]))
         os.posix_fadvise(found.file, 0, 0, POSIX_FADV_DONTNEED)
         found.is_present[places] = found.is_sure[places] = True
+        if self._addresses is not None:
+            self._addresses.put(found.identity.order, layout.entries[places], offsets)
         self._counts["log_writes"] += len(cuts) - 1 + len(headers)
         self._counts["log_written_bytes"] += total
 
@@ -597,6 +639,7 @@ class OrderLogs:
         with contextlib.suppress(OSError):
             self.settle()
         self._thread.shutdown()
+        self._readers.shutdown(cancel_futures=True)
         for each in self._logs.values():
             if each.is_present.any():
                 os.close(each.file)
@@ -620,15 +663,25 @@ class OrderLogs:
             log.warning(message, *details)
 
 
+def is_log_worthwhile(snapshot: Snapshot, memory_bytes: int, *, is_next_known: bool) -> bool:
+    """The rule of `--cache-layout auto`: whether order logs are worth their writes to the disk
+    (`ORDER_LOG.md`)."""
+    sizes = snapshot.columns.size
+    total_bytes, files = int(sizes.sum(dtype=np.int64)), int(np.count_nonzero(sizes))
+    is_small = total_bytes < WORTHWHILE_FILE_BYTES * max(files, 1)
+    return bool(is_next_known and is_small and total_bytes > memory_bytes)
+
+
 class LoggedReader:
     """Contents of files out of order logs, and of another reader what these do not have."""
 
-    def __init__(self, reader: CoalescingReader, logs: OrderLogs) -> None:
+    def __init__(self, reader: BatchSource, logs: OrderLogs) -> None:
         """Both are this reader's from now on."""
         self._reader, self._logs = reader, logs
+        self._rests: dict[bytes, Entries] = {}  # of announced units: what no log has
 
     def batches(self, entries: Entries) -> Iterator[Batch]:
-        """As `CoalescingReader.batches`; those out of the logs come first."""
+        """As `BatchSource.batches`; those out of the logs come first."""
         batches, rest = self._logs.read(entries)
         for batch in batches:
             self._logs.add(batch, is_kept=True)
@@ -639,10 +692,16 @@ class LoggedReader:
                 yield batch
 
     def prefetch(self, units: Sequence[Entries]) -> None:
-        """As `CoalescingReader.prefetch`."""
+        """As `BatchSource.prefetch`."""
+        before, self._rests = self._rests, {}
         for entries in units:
-            self._logs.prefetch(entries)
-        self._reader.prefetch([self._logs.missing(entries) for entries in units])
+            key = entries.tobytes()
+            rest = before.get(key)
+            if rest is None:
+                self._logs.prefetch(entries)
+                rest = self._logs.missing(entries)
+            self._rests[key] = rest
+        self._reader.prefetch([*self._rests.values()])
 
     @property
     def is_slow(self) -> bool:
@@ -678,6 +737,15 @@ def _interleaved(orders: Sequence[Entries]) -> Entries:
         return orders[0] if orders else NO_ENTRIES
     moments = [np.linspace(0, 1, len(order), endpoint=False) for order in orders]
     return np.concatenate(orders)[np.argsort(np.concatenate(moments), kind="stable")]
+
+
+def _read_once(file: int, start: int, size: int) -> memoryview:
+    """This part of a file, which is not kept in the kernel's page cache; shorter at the file's end.
+    Raises OSError."""
+    content = np.empty(size, np.uint8).data
+    content = content[: _read_into(file, start, content)].toreadonly()
+    os.posix_fadvise(file, start, size, POSIX_FADV_DONTNEED)
+    return content
 
 
 def _read_into(file: int, start: int, buffer: memoryview) -> int:

@@ -101,6 +101,12 @@ class MountRequest(DaemonRequest):
         return parse_endpoint(self.metrics, default_host=LOOPBACK) if self.metrics else None
 
     @property
+    def log_folder(self) -> str:
+        """The folder for order logs; empty where the mount keeps none."""
+        options = self.task_options
+        return "" if options.cache_layout == "chunks" else options.cache_dir
+
+    @property
     def forbidden_folders(self) -> Sequence[Path]:
         """Folders in which the mount must not lie, and which it must not hide: store and cache."""
         store = [parse_url(self.url).path] if self.url.startswith("file:") else []

@@ -28,7 +28,8 @@ from contextlib import suppress
 import numpy as np
 import numpy.typing as npt
 
-from ..cache.coalescing_reader import Batch
+from ..cache.coalescing_reader import Batch, BatchSource
+from ..cache.order_log import LoggedReader, LogPlan, OrderLogs, is_log_worthwhile
 from ..errors import DieselError
 from ..format.entries import Kind
 from ..format.image import Image
@@ -48,7 +49,7 @@ from .prefetch.page_cache import FusePageCache, PageCache, some_contents
 from .prefetch.planner import PrefetchPlanner
 from .sessions.protocol import invalidate_node
 from .sessions.push_status import PushStatusMap
-from .source import BatchSource, MountSource, map_snapshot, read_node_map
+from .source import LOGS_DIVISOR, MountSource, map_snapshot, read_node_map
 from .versions.invalidation import (
     UNMOUNTED_ERRNOS,
     Nodes,
@@ -73,6 +74,12 @@ stream of the planner, and a flood of them must not delay planned pushes."""
 
 UNITS_SOON = 12
 """Of each stream, the next pushes for which the server holds READs."""
+
+LATE_MAX = 4096
+"""So many reports of READs are remembered until the worker has time for them."""
+
+LOGS_LOOK_S = 0.05
+"""How often the order logs are told what readers read."""
 
 BEGIN_DEADLINE_S = 10.0
 """How long to wait for the message that follows the descriptors at once."""
@@ -176,6 +183,11 @@ class PrefetchWorker:
         """
         self._snapshot = snapshot
         self._batches = self._source.batch_source(self._request, snapshot)
+        self._logs: OrderLogs | None = None
+        self._has_logs = bool(self._request.log_folder)  # or may have some later
+        self._logs_looked_s = 0.0
+        self._log_plans: dict[str, LogPlan] = {}  # by stream
+        self._late: deque[Entries] = deque(maxlen=LATE_MAX)  # brought by READs, for the logs
         at, budget_bytes = self._request.mountpoint, self._push_bytes
         if image is None or self._content is None:
             self._page_cache = FusePageCache(at, snapshot, self._device, nodes)
@@ -186,7 +198,9 @@ class PrefetchWorker:
                 at, snapshot, self._device, image, self._content, staging_bytes, budget_bytes
             )
         self._planner = planner_for(snapshot, budget_bytes, self._request.policy)
-        self._plan_commands = PlanCommands(snapshot, self._planner, self._are_whole)
+        self._plan_commands = PlanCommands(
+            snapshot, self._planner, self._are_whole, predicts_early=self._has_logs
+        )
         self._push_status = push_status
         self._nodes = nodes
         self._server.watch(self._page_cache.events)
@@ -213,6 +227,8 @@ class PrefetchWorker:
             if self._mountinfo in self._server.ready and not presence.is_mounted():
                 return
             self._page_cache.set_planned(is_planned=self._planner.has_streams)
+            if self._has_logs and self._planner.has_streams:
+                self._follow_plan(now_s)
             if self._invalidations:
                 wait_s = self._invalidate_some()
             elif self._retired is not None:
@@ -228,6 +244,7 @@ class PrefetchWorker:
     def close(self) -> None:
         """Closes everything that keeps the mount busy."""
         self._page_cache.close()
+        self._batches.close()
         self._end_take_over()
         os.close(self._mountinfo)
 
@@ -240,6 +257,8 @@ class PrefetchWorker:
             missed = missed[:: 1 + len(missed) // MISSES_MAX]
             # Those of the version before, if any, may still come.
             missed = missed[(missed >= 0) & (missed < len(self._snapshot))]
+            if self._logs is not None:
+                self._late.append(np.unique(missed).astype(np.uint32))
             if self._content is not None:
                 # Files of several chunks come faster by READs, which the kernel sends ahead.
                 missed = missed[self._snapshot.columns.flags[missed] & MANY_EXTENTS == 0]
@@ -369,7 +388,7 @@ class PrefetchWorker:
                 self._planner.sampled(entries, np.fromiter(map(self._is_resident, entries), bool))
             case Idle(until_s):
                 self._push_status.clear_soon()
-                if self._page_cache.tidy():
+                if self._page_cache.tidy() or self._read_late():
                     return 0.0
                 left_s = IDLE_S_MAX if until_s is None else until_s - time.monotonic()
                 return min(
@@ -377,6 +396,60 @@ class PrefetchWorker:
                 )
         self._stats_changed = True
         return 0.0
+
+    def _follow_plan(self, now_s: float) -> None:
+        """Tells the order logs what readers read; makes them where they pay."""
+        if now_s < self._logs_looked_s + LOGS_LOOK_S:
+            return
+        self._logs_looked_s = now_s
+        reading = self._planner.reading()
+        if self._logs is None:
+            is_wanted = self._request.task_options.cache_layout == "order" or is_log_worthwhile(
+                self._snapshot,
+                self._push_bytes,
+                is_next_known=any(each.following is not None for each in reading),
+            )
+            if not is_wanted:
+                return
+            self._logs = self._source.order_logs(
+                self._request, self._snapshot, self._push_bytes, self._push_status.log_addresses
+            )
+            self._has_logs = self._logs is not None
+            if self._logs is None:
+                return
+            self._batches = LoggedReader(self._batches, self._logs)
+            self._planner.set_budget(
+                self._planner.stats()["budget_bytes"] - self._push_bytes // LOGS_DIVISOR
+            )
+        plans = {
+            each.name: LogPlan(
+                each.name,
+                each.current.entries,
+                None if each.following is None else each.following.entries,
+            )
+            for each in reading
+            if each.current is not None
+        }
+        if plans:  # a stream of which all is pushed, until another epoch is announced, stays
+            streams = {each.name for each in reading}
+            kept = {name: plan for name, plan in self._log_plans.items() if name in streams}
+            self._log_plans = kept | plans
+            self._logs.set_plan([*self._log_plans.values()])
+        for each in reading:
+            self._logs.passed(each.name, each.read_up_to)
+
+    def _read_late(self) -> bool:
+        """Reads some files again that READs have brought, so that the order logs get them. Whether
+        there were any."""
+        if self._logs is None or not self._late:
+            return False
+        wanted = self._logs.lacking(self._late.popleft())
+        try:
+            for _ in self._batches.batches(wanted):
+                pass
+        except DieselError as error:
+            log.warning("the order log gets fewer files: %s", error)
+        return True
 
     def _are_whole(self, entries: Sequence[int]) -> list[bool]:
         found = []
@@ -397,7 +470,7 @@ class PrefetchWorker:
         if not push.is_urgent:  # else what is under way goes on
             self._batches.prefetch([push.entries, *self._planner.upcoming(UNITS_AHEAD)])
         soon = [push.entries, *self._planner.planned(UNITS_SOON)]
-        if self._content is not None and not self._batches.is_slow:
+        if self._content is not None and self._logs is None and not self._batches.is_slow:
             # Files of many chunks, each pushed by a write of its own, come faster by READs. From a
             # slow store each would be read twice then, for the READ and for the push.
             soon = [NO_ENTRIES, *filter(self._is_of_one_chunk, soon)]

@@ -42,7 +42,7 @@ from .prefetch.link import WorkerLink
 from .reader_groups import ReaderProcesses
 from .sessions.kernel import KernelSession
 from .sessions.native import NativeSession, TreeVersion
-from .sessions.push_status import PushStatusMap, push_status_file
+from .sessions.push_status import PushStatusMap, push_status_file, share_logs
 from .sessions.session import Session, SessionUnsupported, mount_options
 from .source import MemorySplit, MountSource
 from .versions.following import FollowingVfs
@@ -351,6 +351,7 @@ class _Server:
         pushes = session != "pyfuse3"
         memory_bytes = self._memory.server_bytes(pushes=pushes)
         reader = self._source.reader(request, snapshot, memory_bytes, pushes=pushes)
+        self._reader = reader
         owner = Owner(*request.owner_ids, request.umask)
         mount_info = {
             "session": session,
@@ -505,6 +506,7 @@ class _Server:
                 if isinstance(session, NativeSession):
                     begin["content_node"] = session.content_node
                     descriptors += [self._image_file, session.private_mount]
+                share_logs(self._reader, shared)
                 self._link.start_worker(begin, descriptors)
                 if self._watcher is not None:
                     self._watcher.attach_worker(shared)

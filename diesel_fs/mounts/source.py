@@ -13,16 +13,18 @@ cache before they are read, each have a `MountSource`.
 import logging
 import mmap
 import os
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 from uuid import UUID
 
 import numpy as np
 import numpy.typing as npt
 
-from ..cache.coalescing_reader import Batch, CoalescingReader
+from ..cache.coalescing_reader import BatchSource, CoalescingReader
+from ..cache.disk import DiskTier, prepare_cache_folder
+from ..cache.log_addresses import LogAddresses, LogEntryReader
+from ..cache.log_layout import SEGMENT_BYTES
+from ..cache.order_log import OrderLogs
 from ..cache.reader import EntryReader as ChunkEntryReader
 from ..cache.waiting import MarkedStore, WaitCause
 from ..errors import ConflictError, DieselError, ForeignError, MetadataError, NoSuchDataset
@@ -46,35 +48,16 @@ SERVER_BYTES_MAX = 256 << 20
 """In a mount that pushes, the server has an eighth of the memory for chunks, but no more than this.
 It needs little, since it reads only what has not been pushed."""
 
+LOGS_DIVISOR = 8
+LOG_BYTES = 4 << 20, 64 << 20
+"""Of a mount's memory for pages, order logs get this part (an eighth): half of it for what waits to
+be written, in two pieces, and half for segments that are being read; a piece has at least and at
+most so many bytes."""
+
 MASTER_SHARE = 3, 4
 """The part (numerator, denominator) of what the server leaves that the task's master on this
 machine gets. What it holds no machine fetches again, and what the kernel has dropped comes back
 from there; the kernel's part must hold what is read next."""
-
-
-class BatchSource(Protocol):
-    """Checked contents for the prefetch worker."""
-
-    def batches(self, entries: npt.NDArray[np.uint32], /) -> Iterator[Batch]:
-        """All parts of these files, without those that are damaged. Raises DieselError."""
-        ...
-
-    def prefetch(self, units: Sequence[npt.NDArray[np.uint32]], /) -> None:
-        """Reads ahead: these files will probably be asked for next, the soonest first."""
-        ...
-
-    @property
-    def is_slow(self) -> bool:
-        """Whether reads of the store take long, as far as is known."""
-        ...
-
-    def stats(self) -> dict[str, int]:
-        """Figures of what was read."""
-        ...
-
-    def close(self) -> None:
-        """Stops reading ahead. May be called again."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +166,41 @@ class MountSource:
             objects = self._objects(request, repository, store, snapshot)
             if objects is not store:
                 objects = MarkedStore(objects, WaitCause.PEER)
-            return ChunkEntryReader(snapshot, objects, memory_bytes, prefer_entries=pushes)
+            reader = ChunkEntryReader(snapshot, objects, memory_bytes, prefer_entries=pushes)
+            if not request.log_folder or not pushes:
+                return reader
+            folder = f"{request.log_folder}/{repository.objects.store_id.hex}"
+            return LogEntryReader(snapshot, reader, f"{folder}/{snapshot.identity.hex}")
+
+    def order_logs(
+        self,
+        request: MountRequest,
+        snapshot: Snapshot,
+        push_bytes: int,
+        addresses: LogAddresses,
+    ) -> OrderLogs | None:
+        """The order logs of a mount that has `push_bytes` for pages. None without a folder for
+        them, or where that cannot be used, which the log says. Raises DieselError."""
+        if not request.log_folder:
+            return None
+        least, most = LOG_BYTES
+        staged_bytes = min(max(push_bytes // LOGS_DIVISOR // 4, least), most)
+        try:
+            with _open_repository(request) as repository:
+                folder = prepare_cache_folder(Path(request.log_folder), repository.objects)
+                cache_bytes = request.task_options.cache_bytes or None
+                disk = DiskTier(folder, repository.objects.store_id, cache_bytes)
+                return OrderLogs(
+                    snapshot,
+                    disk,
+                    staged_bytes=staged_bytes,
+                    segment_bytes=min(staged_bytes, SEGMENT_BYTES),
+                    addresses=addresses,
+                )
+        except (DieselError, OSError) as error:
+            if request.task_options.cache_layout == "order":
+                log.warning("this mount keeps no order log in %s: %s", request.log_folder, error)
+            return None
 
     def batch_source(self, request: MountRequest, snapshot: Snapshot) -> BatchSource:
         """The contents for the prefetch worker. Raises DieselError."""

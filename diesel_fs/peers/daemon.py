@@ -128,8 +128,9 @@ class _Daemon:
         )
 
     def _open_disk(self) -> DiskTier | None:
-        """The disk tier in `--cache-dir`; None without it, or where the disk is full."""
-        if not self._request.cache_dir:
+        """The disk tier in `--cache-dir`; None without it, where the disk is full, or where the
+        folder is for order logs, which the mount itself keeps."""
+        if not self._request.cache_dir or self._request.cache_layout == "order":
             return None
         try:
             folder = prepare_cache_folder(Path(self._request.cache_dir), self._objects)

@@ -36,6 +36,9 @@ FillPolicy = Literal["on-demand", "oneshot"]
 
 Eviction = Literal["lru", "lfu", "none"]
 
+CacheLayout = Literal["auto", "chunks", "order"]
+"""What a mount keeps in its cache folder: chunks, or order logs (`cache/ORDER_LOG.md`)."""
+
 
 class TaskKwargs(TypedDict, total=False):
     """The keyword arguments of a Python call that are fields of `TaskOptions`. None: not given."""
@@ -49,6 +52,7 @@ class TaskKwargs(TypedDict, total=False):
     advertise: str | None
     cache_dir: str | os.PathLike[str] | None
     cache_bytes: SupportsIndex | None
+    cache_layout: CacheLayout | None
     policy: FillPolicy | None
     evict: Eviction | None
     peer_tls: bool | None
@@ -75,6 +79,7 @@ _Kind = TypeVar("_Kind")
 
 _POLICIES: tuple[FillPolicy, ...] = get_args(FillPolicy)
 _EVICTIONS: tuple[Eviction, ...] = get_args(Eviction)
+_LAYOUTS: tuple[CacheLayout, ...] = get_args(CacheLayout)
 _KNOWN_KWARGS = sorted(TaskKwargs.__optional_keys__)
 _CLI_NAMES = {"memory_bytes": "--memory", "cache_bytes": "--cache-size"}
 _MAKE_A_KEY = "make one: head -c 32 /dev/urandom | base64"
@@ -136,6 +141,13 @@ class TaskOptions(DaemonRequest):
         0, "size", None, "How large --cache-dir may get.  [default: half of the free space there"
         " and of what it already holds]",
     )  # fmt: skip
+    cache_layout: str = _option(
+        "auto", "choice", None, "What --cache-dir keeps. `chunks`: whole chunks of the dataset."
+        " `order`: files in the order in which the training job will read them, which a local disk"
+        " reads several times as fast where files are small; only a job that announces its orders"
+        " profits (`dlcmd run`). `auto`: chunks, until such a job reads small files of a dataset"
+        " that is larger than the memory.", choices=_LAYOUTS,
+    )  # fmt: skip
     policy: FillPolicy = _option(  # noqa: RUF009  # it makes a field
         "on-demand", "choice", None, "Load chunks into memory when they are first read, or all from"
         " the start.", choices=_POLICIES,
@@ -162,7 +174,8 @@ class TaskOptions(DaemonRequest):
         """These options; or, where they name a cache folder and no task, those of a task of one
         node, which all callers with the same `shared_name` on this machine share. Raises as
         `check`."""
-        if self.task or not self.cache_dir or self.rank is not None or self.world is not None:
+        is_alone = self.rank is None and self.world is None
+        if self.task or not self.cache_dir or not is_alone or self.cache_layout == "order":
             self.check(spelled)
             return self
         return replace(self, task=single_node_task(shared_name), rank=0, world=1)
@@ -175,6 +188,10 @@ class TaskOptions(DaemonRequest):
             raise UsageError(
                 "a size of a cache without its folder", advice=f"say {spelled('cache_dir')}"
             )
+        if self.cache_layout != "auto" and not self.cache_dir:
+            raise UsageError(
+                "a layout of a cache without its folder", advice=f"say {spelled('cache_dir')}"
+            )
         if self.peers and self.world is not None and len(self.peers) < self.world:
             raise UsageError(
                 f"{spelled('peers')} names {len(self.peers)} nodes, and {spelled('world')} says"
@@ -186,9 +203,12 @@ class TaskOptions(DaemonRequest):
                 raise ConfigError("the task's key is empty", advice=_MAKE_A_KEY)
             return
         default = TaskOptions()
+        # The key may come from the environment; a mount without a task has a policy, too
+        free = {"task_key", "policy"}
+        if self.cache_layout == "order":
+            free |= {"cache_dir", "cache_bytes", "cache_layout"}
         for each in fields(TaskOptions):
-            # The key may come from the environment; a mount without a task has a policy, too
-            is_free = each.name in ("task_key", "policy")
+            is_free = each.name in free
             if not is_free and getattr(self, each.name) != getattr(default, each.name):
                 raise _needs_task_error(each.name, spelled)
 

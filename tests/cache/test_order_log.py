@@ -79,7 +79,7 @@ class Job:
 
     def epoch(
         self, current: Entries, following: Entries | None, *, read: Entries | None = None,
-        unit: int = 100, part: float = 1.0,
+        unit: int = 20, part: float = 1.0,
     ) -> int:  # fmt: skip
         """Read an epoch (`part` of it, or other files); returns the bytes read from the store."""
         before = sum(size for _, _, size in self.store.reads)

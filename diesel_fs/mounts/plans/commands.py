@@ -63,9 +63,13 @@ class PlanCommands:
         snapshot: Snapshot,
         planner: PrefetchPlanner,
         ask_kernel: Callable[[Sequence[int]], Sequence[bool]] | None = None,
+        *,
+        predicts_early: bool = False,
     ) -> None:
         """`ask_kernel` says which of these entries are whole in the page cache; without it, all
-        that were pushed count."""
+        that were pushed count. `predicts_early`: the next epoch of a list is announced as soon as
+        its reader has read a file."""
+        self._predicts_early = predicts_early
         self._snapshot = snapshot
         self._planner = planner
         self._ask_kernel = ask_kernel
@@ -284,10 +288,13 @@ class PlanCommands:
                     self._planner.withdraw(stream)
             elif (
                 not known.is_predicted
-                and stats["length"] >= PREDICT_ENTRIES_MIN
+                and (stats["length"] >= PREDICT_ENTRIES_MIN or self._predicts_early)
                 and not stats["tentative"]
                 and stats["epoch"] == known.name.epoch
-                and PREDICT_FROM_DIVISOR * stats["position"] >= stats["length"]
+                and (
+                    PREDICT_FROM_DIVISOR * stats["position"] >= stats["length"]
+                    or self._predicts_early
+                )
             ):
                 following = replace(known.name, epoch=known.name.epoch + 1)
                 try:

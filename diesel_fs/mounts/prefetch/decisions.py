@@ -8,7 +8,7 @@ watches with inotify: when a reader opens it, the planner learns where the reade
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, TypedDict
 
-from ...orders.plan import Entries
+from ...orders.plan import Entries, Epoch
 
 FillPolicy: TypeAlias = Literal["on-demand", "oneshot"]
 
@@ -85,6 +85,17 @@ class StreamStats(TypedDict):
     frontier: int
     entries_per_s: float
     tentative: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StreamReading:
+    """What a stream is about to read, as far as it is announced: the epoch of the next push, the
+    epoch after it, and a position in the first before which all has been read."""
+
+    name: str
+    current: Epoch | None
+    following: Epoch | None
+    read_up_to: int
 
 
 class PrefetchStats(PrefetchCounters):

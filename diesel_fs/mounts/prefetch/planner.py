@@ -50,6 +50,7 @@ from .decisions import (
     PrefetchStats,
     Push,
     Sample,
+    StreamReading,
     StreamStats,
 )
 from .miss_fill import ChunkEntries, MissFill
@@ -230,6 +231,11 @@ class PrefetchPlanner:
         self.resident_set.add(entries)
         self.resident_set.pushed_s[entries] = now_s - self._start_s
         return True
+
+    def reading(self) -> list[StreamReading]:
+        """Of each stream: the epoch of its next push, the one after it, and how far the first has
+        been read."""
+        return [tracker.reading() for tracker in self._trackers.values()]
 
     def running(self, now_s: float) -> list[str]:
         """The names of streams that are probably being read."""

@@ -34,7 +34,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ...orders.plan import NO_ENTRIES, Entries, Epoch, Stream
-from .decisions import StreamStats
+from .decisions import StreamReading, StreamStats
 from .units import MIXED_ENTRIES, URGENT_BYTES_MIN, Columns, Positions, Units, cut
 
 MARKER_STRIDE = 256
@@ -599,6 +599,16 @@ class StreamTracker:
         silent_s_max = SILENT_S if self.high < self.end else LAST_READS_S
         is_silent = now_s - self.last_sign_s >= silent_s_max
         return not self.tentative and self.low < self.end and not is_silent
+
+    def reading(self) -> StreamReading:
+        """What the stream is about to read."""
+        first, second = (*self.epoch_states[self.frontier_index :][:2], None, None)[:2]
+        return StreamReading(
+            self.stream.name,
+            first.epoch if first else None,
+            second.epoch if second else None,
+            max(self.low - first.base, 0) if first else 0,
+        )
 
     def stats(self) -> StreamStats:
         """Where the reader is."""

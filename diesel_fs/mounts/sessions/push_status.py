@@ -13,12 +13,15 @@ change nothing. The worker then asks for few of them, which leaves the processor
 
 The memory has a count of the worker's progress, a byte that says whether it wants few misses, and
 two bytes for each entry (a file by its index in the snapshot): the worker writes the first, the
-server the second. A torn or late value costs a moment, nothing else.
+server the second. A torn or late value costs a moment, nothing else. Behind these come the
+addresses of entries in order logs (`cache/log_addresses.py`), which take memory only where there
+are logs.
 """
 
 import math
 import mmap
 import os
+import sys
 import time
 from collections.abc import Callable
 
@@ -26,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 import trio
 
+from ...cache.log_addresses import LogAddresses, LogEntryReader, address_bytes
 from ...orders.plan import NO_ENTRIES, Entries
 
 HOLD_STEP_S = 0.001
@@ -42,15 +46,22 @@ MISS_INTERVAL_S = 0.01
 
 _SOON, _NOW = 1, 2  # what the worker writes for an entry; 0: not pushed soon
 
-_COUNT_BYTES = 64  # 8 bytes of progress; at 8 a byte that is not 0 where few misses are wanted
-_FEW_AT = 8
+_COUNT_BYTES = 64
+"""8 bytes of progress; at 8 a byte that is not 0 where few misses are wanted; at 16 the number of
+entries, in 8 bytes."""
+_FEW_AT, _ENTRIES_AT = 8, 16
 
 
 def push_status_file(entry_count: int) -> int:
     """New shared memory for so many entries. Returns a descriptor. Raises OSError."""
     descriptor = os.memfd_create("diesel-push-status", os.MFD_CLOEXEC)
-    os.truncate(descriptor, _COUNT_BYTES + 2 * entry_count)
+    os.truncate(descriptor, _addresses_at(entry_count) + address_bytes(entry_count))
+    os.pwrite(descriptor, entry_count.to_bytes(8, sys.byteorder), _ENTRIES_AT)
     return descriptor
+
+
+def _addresses_at(entry_count: int) -> int:
+    return -(-(_COUNT_BYTES + 2 * entry_count) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 class PushStatusMap:
@@ -58,7 +69,8 @@ class PushStatusMap:
 
     def __init__(self, descriptor: int) -> None:
         shared = mmap.mmap(descriptor, 0)
-        entries = (len(shared) - _COUNT_BYTES) // 2
+        entries = int(np.frombuffer(shared, np.uint64, 1, _ENTRIES_AT)[0])
+        self.log_addresses = LogAddresses(memoryview(shared)[_addresses_at(entries) :])
         self._count = np.frombuffer(shared, np.uint64, 1)
         self._soon = np.frombuffer(shared, np.uint8, entries, _COUNT_BYTES)
         self._being_read = np.frombuffer(shared, np.uint8, entries, _COUNT_BYTES + entries)
@@ -135,6 +147,13 @@ class PushStatusMap:
             if still >= STILL_STEPS or not self.is_soon(entry):
                 return
             before = now
+
+
+def share_logs(reader: object, descriptor: int) -> None:
+    """Have the server's reader read from order logs whose addresses are in this memory, if it is
+    one that can."""
+    if isinstance(reader, LogEntryReader):
+        reader.share(PushStatusMap(descriptor).log_addresses)
 
 
 class NodePushStatusMap(PushStatusMap):

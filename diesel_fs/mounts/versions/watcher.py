@@ -31,7 +31,7 @@ from ...format.snapshot.reader import Snapshot
 from ...repository.private_copies import snapshot_descriptor
 from ..options import MountRequest
 from ..prefetch.link import WorkerLink
-from ..sessions.push_status import push_status_file
+from ..sessions.push_status import push_status_file, share_logs
 from ..sessions.session import SwitchUnsupported
 from ..source import MountSource
 from ..vfs import EntryReader
@@ -252,6 +252,7 @@ class VersionWatcher:
             try:
                 ready.files.append(snapshot_descriptor(new))
                 ready.files.append(push_status_file(new.entry_count))
+                share_logs(reader, ready.files[-1])
                 ready.files += ready.prepared.worker_files()
             except OSError as error:
                 ready.close()
