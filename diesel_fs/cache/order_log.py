@@ -58,8 +58,9 @@ STAGED_BYTES = 64 << 20
 WORTHWHILE_FILE_BYTES = 256 << 10
 """Files of fewer bytes on average profit from a log (`is_log_worthwhile`)."""
 
-SEGMENTS_HELD = 4
-"""Segments that are in memory since some of their entries are yet to be asked for."""
+SEGMENTS_HELD, SEGMENTS_AHEAD = 2, 2
+"""Segments that are in memory since some of their entries are yet to be asked for, and those that
+are read ahead."""
 
 _GAP_BYTES = 64 << 10  # reading so much for nothing costs less than one more read
 _NO_LIMIT = 1 << 62
@@ -68,11 +69,22 @@ _TAKES_NOTHING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LogPlan:
-    """What one stream reads: in this epoch and in the next one, each None where it is not known."""
+    """What one stream reads: in this epoch and in the next one, each None where it is not known.
+    Two are equal where they have the same arrays."""
 
     name: str
     current: Entries | None
     following: Entries | None
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, LogPlan)
+            and self.name == other.name
+            and self.current is other.current
+            and self.following is other.following
+        )
+
+    __hash__ = None  # type: ignore[assignment]  # it is compared only
 
 
 @dataclass(slots=True, eq=False)
@@ -86,7 +98,8 @@ class _Log:
     """Whether some of `is_present` is a guess: the entries were written by another process."""
 
     is_present: Mask = field(init=False)  # by place
-    is_sure: Mask = field(init=False)  # by place: this process has written it
+    is_sure: Mask = field(init=False)  # by place: this process has written it, or will soon
+    is_written: Mask = field(init=False)  # by place: this process has written it
     is_delivered: Mask = field(init=False)  # by place: was read since the log is the current one
     has_header: Mask = field(init=False)  # by segment
     is_released: Mask = field(init=False)  # by segment
@@ -96,9 +109,18 @@ class _Log:
         places, segments = len(self.layout.entries), self.layout.segments
         self.is_present = np.zeros(places, np.bool_)
         self.is_sure = np.zeros(places, np.bool_)
+        self.is_written = np.zeros(places, np.bool_)
         self.is_delivered = np.zeros(places, np.bool_)
         self.has_header = np.zeros(segments, np.bool_)
         self.is_released = np.zeros(segments, np.bool_)
+
+
+@dataclass(slots=True, eq=False)
+class _Segment:
+    """A segment in memory: its bytes, and which of its places have the right content."""
+
+    content: memoryview
+    is_right: Mask
 
 
 @dataclass(slots=True, eq=False)
@@ -140,9 +162,12 @@ class OrderLogs:
         self._next: frozenset[int] = frozenset()  # the logs that are being written
         self._orders: dict[int, Entries] = {}  # by digest
         self._digests: dict[int, tuple[Entries, int]] = {}  # by the array's id; it keeps the array
-        self._plans: Sequence[LogPlan] = ()
-        self._segments: OrderedDict[tuple[int, int], Future[memoryview]] = OrderedDict()
+        self._plans: list[LogPlan] = []
+        # Segments that are being read ahead, and the places of what they have
+        self._reading: dict[tuple[int, int], tuple[Future[memoryview], Places]] = {}
+        self._segments: OrderedDict[tuple[int, int], _Segment] = OrderedDict()
         self._staged = _Staged()
+        self._releasing: list[tuple[_Log, int]] = []  # when what is staged is written
         self._writing: Future[None] | None = None
         self._changing: Future[None] | None = None
         self._paused_until_s = 0.0
@@ -151,17 +176,19 @@ class OrderLogs:
         self._counts = Counter(dict.fromkeys(_COUNTS, 0))
         self._lock_file = disk.lock_logs(snapshot.identity)
         self._thread = ThreadPoolExecutor(1, "order-log")
-        self._readers = ThreadPoolExecutor(SEGMENTS_HELD, "order-log-read")
+        self._readers = ThreadPoolExecutor(SEGMENTS_AHEAD, "order-log-read")
 
     # The plan
 
     def set_plan(self, plans: Sequence[LogPlan]) -> None:
         """The streams read these orders now and next. Logs of other orders are removed; those that
         are new are made, or taken over as another process has left them, in the background."""
-        if _are_same(plans, self._plans):
+        if plans == self._plans:
             return
-        self._plans = plans
+        self._plans = [*plans]
         self._flush_staged()  # to the logs that were next until now
+        self._segments.clear()  # so that what is read again is written to the new ones
+        self._reading.clear()
         known, self._digests = self._digests, {}
         orders = dict(self._orders)  # by digest
         for each in plans:
@@ -223,13 +250,11 @@ class OrderLogs:
         the segments there."""
         digest = self._current.get(name)
         found = self._logs.get(-1 if digest is None else digest)
-        if found is None or found.identity.order in self._next:
-            return
-        behind = int(np.searchsorted(found.layout.position_behind, position, "right"))
-        if behind > found.passed:
-            segments = np.arange(found.passed, behind)
-            found.passed = behind
-            self._release(found, segments[~found.is_released[segments]].tolist())
+        if found is not None:
+            behind = int(np.searchsorted(found.layout.position_behind, position, "right"))
+            if behind > found.passed:
+                self._release_unless_next(found, range(found.passed, behind))
+                found.passed = behind
 
     # Reading
 
@@ -261,7 +286,7 @@ class OrderLogs:
                 continue
             if each.identity.order in self._in_order:
                 for segment in np.unique(each.layout.segment_of(places)).tolist():
-                    if len(self._segments) < SEGMENTS_HELD:
+                    if len(self._reading) < SEGMENTS_AHEAD:
                         self._begin_segment(each, segment)
             else:
                 sizes = self._snapshot.columns.size[each.layout.entries[places]].tolist()
@@ -273,7 +298,7 @@ class OrderLogs:
     def holds(self, order: Entries) -> bool:
         """Whether most of an order can be read from its own log."""
         found = self._logs.get(self._digests.get(id(order), (order, -1))[1])
-        return found is not None and 2 * np.count_nonzero(found.is_present) >= len(order)
+        return found is not None and bool(2 * np.count_nonzero(found.is_present) >= len(order))
 
     def missing(self, entries: Entries) -> Entries:
         """Those of these files that no log has."""
@@ -298,17 +323,16 @@ class OrderLogs:
         places, entries = places[order], entries[order]
         try:
             if found.identity.order in self._in_order:
-                contents = self._from_segments(found, places)
+                contents, is_right = self._from_segments(found, places)
             else:
                 contents = self._one_by_one(found, places)
+                is_right = self._check(found, places, contents)
+                lacking = np.flatnonzero(is_right & self._lacking(entries))
+                self._stage(entries[lacking], [contents[at] for at in lacking.tolist()])
         except OSError as error:
             self._pause("read", error)
             return [], np.zeros(len(entries), np.bool_)
-        checksums = self._snapshot.columns.checksum[entries]
-        found_sums = np.array(list(map(xxh3_64_intdigest, contents)), np.uint64)
-        is_right = found_sums == checksums
         if not is_right.all():
-            self._note_wrong(found, places[~is_right])
             contents = [contents[at] for at in np.flatnonzero(is_right).tolist()]
         self._counts["log_hits"] += len(contents)
         self._counts["log_hit_bytes"] += sum(map(len, contents))
@@ -318,38 +342,77 @@ class OrderLogs:
         right = entries[is_right].astype(np.int64)
         return [Batch(right, np.zeros(len(right), np.int64), contents)], is_read
 
-    def _from_segments(self, found: _Log, places: Places) -> list[memoryview]:
-        """The contents at these ascending places, out of their segments, each read whole."""
+    def _check(self, found: _Log, places: Places, contents: Sequence[memoryview]) -> Mask:
+        """Which of these contents are those of their entries."""
+        checksums = self._snapshot.columns.checksum[found.layout.entries[places]]
+        sums = np.fromiter(map(xxh3_64_intdigest, contents), np.uint64, len(contents))
+        is_right: Mask = sums == checksums
+        if not is_right.all():
+            self._note_wrong(found, places[~is_right])
+        return is_right
+
+    def _from_segments(self, found: _Log, places: Places) -> tuple[list[memoryview], Mask]:
+        """The contents at these ascending places, out of their segments, each read whole; and which
+        of them are right."""
         layout = found.layout
         segments = layout.segment_of(places)
-        begins = layout.offset(places) - layout.start[segments]
-        ends = begins + self._snapshot.columns.size[layout.entries[places]].astype(np.int64)
+        is_right = np.zeros(len(places), np.bool_)
         contents: list[memoryview] = []
         cuts = [0, *(np.flatnonzero(np.diff(segments)) + 1).tolist(), len(places)]
         for first, behind in pairwise(cuts):
-            whole = self._segment(found, int(segments[first]))
-            some = zip(begins[first:behind].tolist(), ends[first:behind].tolist(), strict=True)
-            contents += [whole[begin:end] for begin, end in some]
-        return contents
+            number, some = int(segments[first]), places[first:behind]
+            segment = self._segment(found, number)
+            is_right[first:behind] = segment.is_right[some - layout.first[number]]
+            contents += self._cut(found, number, segment.content, some)
+        return contents, is_right
 
-    def _segment(self, found: _Log, segment: int) -> memoryview:
-        """The bytes of a segment, which may end early. Raises OSError."""
-        content = self._begin_segment(found, segment).result()
-        self._segments.move_to_end((found.identity.order, segment))
+    def _cut(
+        self, found: _Log, number: int, content: memoryview, places: Places
+    ) -> list[memoryview]:
+        """The contents at these places out of the bytes of their segment."""
+        begins = found.layout.offset(places) - found.layout.start[number]
+        sizes = self._snapshot.columns.size[found.layout.entries[places]].astype(np.int64)
+        spans = zip(begins.tolist(), (begins + sizes).tolist(), strict=True)
+        return [content[begin:end] for begin, end in spans]
+
+    def _segment(self, found: _Log, number: int) -> _Segment:
+        """A segment, which may have been read ahead. When it has come, all that it has is written
+        to the next logs, also what the mount still has in memory. Raises OSError."""
+        key = found.identity.order, number
+        segment = self._segments.get(key)
+        if segment is not None:
+            self._segments.move_to_end(key)
+            return segment
+        self._begin_segment(found, number)
+        reading, places = self._reading.pop(key)
+        content = reading.result()
+        first, behind = int(found.layout.first[number]), int(found.layout.first[number + 1])
+        contents = self._cut(found, number, content, places)
+        is_right = self._check(found, places, contents)
+        segment = _Segment(content, np.zeros(behind - first, np.bool_))
+        segment.is_right[places[is_right] - first] = True
+        if found.identity.order not in self._next:
+            entries = found.layout.entries[places]
+            lacking = np.flatnonzero(is_right & self._lacking(entries))
+            self._stage(entries[lacking], [contents[at] for at in lacking.tolist()])
+        self._segments[key] = segment
         while len(self._segments) > SEGMENTS_HELD:
-            self._segments.popitem(last=False)
-        return content
+            (digest, other), _ = self._segments.popitem(last=False)
+            if (log_of_other := self._logs.get(digest)) is not None:
+                self._release_unless_next(log_of_other, [other])
+        return segment
 
-    def _begin_segment(self, found: _Log, segment: int) -> Future[memoryview]:
+    def _begin_segment(self, found: _Log, number: int) -> None:
         """Begin to read a segment, unless that is done."""
-        key = found.identity.order, segment
-        reading = self._segments.get(key)
-        if reading is None:
-            start, end = int(found.layout.start[segment]), int(found.layout.end[segment])
+        key = found.identity.order, number
+        if key not in self._segments and key not in self._reading:
+            start, end = int(found.layout.start[number]), int(found.layout.end[number])
+            first, behind = int(found.layout.first[number]), int(found.layout.first[number + 1])
+            # What is there before the read begins: more may come meanwhile
+            places = np.flatnonzero(found.is_present[first:behind]) + first
             reading = self._readers.submit(_read_once, found.file, start, end - start)
-            self._segments[key] = reading
+            self._reading[key] = reading, places
             self._counts["log_reads"] += 1
-        return reading
 
     def _one_by_one(self, found: _Log, places: Places) -> list[memoryview]:
         """The contents at these ascending places; those that lie near each other are read
@@ -370,7 +433,7 @@ class OrderLogs:
 
     def _note_wrong(self, found: _Log, places: Places) -> None:
         """The contents at these places are not those of their entries."""
-        found.is_present[places] = found.is_sure[places] = False
+        found.is_present[places] = found.is_sure[places] = found.is_written[places] = False
         if self._addresses is not None:
             self._addresses.remove(found.identity.order, found.layout.entries[places])
         self._counts["log_wrong"] += len(places)
@@ -382,42 +445,53 @@ class OrderLogs:
             )  # fmt: skip
 
     def _deliver(self, found: _Log, places: Places) -> None:
-        """Entries of a log were read: release the segments of which none is left, unless the next
-        epoch reads this log again."""
-        if found.identity.order in self._next:
+        """Entries of a log were read: release the segments of which none is left."""
+        if found.identity.order in self._next:  # the next epoch reads them again
             return
         found.is_delivered[places] = True
         first = found.layout.first
         done = []
         for segment in np.unique(found.layout.segment_of(places)).tolist():
             some = slice(int(first[segment]), int(first[segment + 1]))
-            left = found.is_present[some] & ~found.is_delivered[some]
-            if not left.any() and not found.is_released[segment]:
+            if not (found.is_present[some] & ~found.is_delivered[some]).any():
                 done.append(segment)
-        self._release(found, done)
+        self._release_unless_next(found, done)
+
+    def _release_unless_next(self, found: _Log, segments: Sequence[int]) -> None:
+        """Release segments, unless the next epoch reads this log again."""
+        if found.identity.order not in self._next:
+            self._release(found, [each for each in segments if not found.is_released[each]])
 
     # Writing
 
-    def add(self, batch: Batch, *, is_kept: bool = False) -> None:
-        """These contents were read: those that the next logs have and lack are written there.
-        `is_kept`: the contents stay valid; without it they are copied. Contents are whole files."""
+    def add(self, batch: Batch) -> None:
+        """These contents were read from elsewhere: those that the next logs have and lack are
+        copied, and written there. Contents are whole files."""
         entries = batch.entries.astype(np.uint32)
-        wanted = self._lacking(entries)
-        if not wanted.any() or time.monotonic() < self._paused_until_s:
-            return
-        some = np.flatnonzero(wanted).tolist()
-        contents = [batch.contents[at] for at in some]
-        size = sum(map(len, contents))
-        if not is_kept:
-            joined, contents, begin = memoryview(b"".join(contents)), [*contents], 0
+        some = np.flatnonzero(self._lacking(entries)).tolist()
+        if some:
+            contents = [batch.contents[at] for at in some]
+            joined, begin = memoryview(b"".join(contents)), 0
             for at, content in enumerate(contents):
                 contents[at] = joined[begin : begin + len(content)]
                 begin += len(content)
-        self._staged.entries.append(entries[wanted])
+            self._stage(entries[some], contents)
+
+    def _stage(self, entries: Entries, contents: Sequence[memoryview]) -> None:
+        """Have contents written to the next logs, which stay valid."""
+        if not len(entries) or time.monotonic() < self._paused_until_s:
+            return
+        for found in self._next_logs():
+            places = found.layout.find(entries)
+            found.is_sure[places[places >= 0]] = True
+        self._staged.entries.append(entries)
         self._staged.contents += contents
-        self._staged.bytes += size
+        self._staged.bytes += sum(map(len, contents))
         if self._staged.bytes >= self._staged_bytes:
             self._flush_staged()
+
+    def _next_logs(self) -> list[_Log]:
+        return [found for digest in self._next if (found := self._logs.get(digest))]
 
     def lacking(self, entries: Entries) -> Entries:
         """Those of these files that a next log should have, and lacks."""
@@ -427,12 +501,17 @@ class OrderLogs:
         if self._changing is not None and not self._changing.done():
             return self._is_logged[entries]  # logs are being made, and written to after that
         wanted = np.zeros(len(entries), np.bool_)
-        for each in [found for digest in self._next if (found := self._logs.get(digest))]:
+        for each in self._next_logs():
             places = each.layout.find(entries)
             is_there = places >= 0
             is_there[is_there] = ~each.is_sure[places[is_there]]
             wanted |= is_there
         return wanted
+
+    def flush(self) -> None:
+        """Begin to write what was added, though it is little. Does not wait."""
+        if self._staged.contents and (self._writing is None or self._writing.done()):
+            self._flush_staged()
 
     def _flush_staged(self) -> None:
         """Begin to write what is staged; waits where the write before is not done."""
@@ -442,18 +521,20 @@ class OrderLogs:
         staged, self._staged = self._staged, _Staged()
         if staged.contents:
             self._writing = self._thread.submit(self._write, staged, self._next)
+        self._punch_released()
 
     def _release(self, found: _Log, segments: Sequence[int]) -> None:
-        """Free the room of segments. Their entries are not here any more, from now on."""
+        """Free the room of segments, once what was read of them is written to the next logs."""
         for segment in segments:
             found.is_released[segment] = True
-            some = slice(int(found.layout.first[segment]), int(found.layout.first[segment + 1]))
-            found.is_present[some] = False
-            if self._addresses is not None:
-                self._addresses.remove(found.identity.order, found.layout.entries[some])
-            self._segments.pop((found.identity.order, segment), None)
-            if found.has_header[segment] or found.is_recovered:
-                self._thread.submit(self._punch, found, segment)
+            self._releasing.append((found, segment))
+        if not self._staged.contents:
+            self._punch_released()
+
+    def _punch_released(self) -> None:
+        releasing, self._releasing = self._releasing, []
+        for found, segment in releasing:
+            self._thread.submit(self._punch, found, segment)
 
     # In the thread of this module
 
@@ -570,7 +651,7 @@ class OrderLogs:
         layout = found.layout
         places = layout.find(entries)
         rows = np.flatnonzero(places >= 0)
-        rows = rows[~found.is_sure[places[rows]]]
+        rows = rows[~found.is_written[places[rows]]]
         _, first = np.unique(places[rows], return_index=True)
         rows = rows[first]  # by place, each once
         places = places[rows]
@@ -585,6 +666,7 @@ class OrderLogs:
         headers = {segment: layout.header(segment, found.identity) for segment in with_header}
         total = int((sizes + padding).sum()) + sum(map(len, headers.values()))
         if not self._disk.take_room(self._snapshot.identity, total):
+            found.is_sure[places] = False
             self._say("full", "the order log is full: what does not fit is read from the store")
             self._counts["log_refused"] += len(rows)
             return
@@ -602,14 +684,20 @@ class OrderLogs:
                     pieces.append(bytes(int(padding[at])))
             _write_all(found.file, b"".join(pieces), int(offsets[begin]))
         os.posix_fadvise(found.file, 0, 0, POSIX_FADV_DONTNEED)
-        found.is_present[places] = found.is_sure[places] = True
+        found.is_present[places] = found.is_sure[places] = found.is_written[places] = True
         if self._addresses is not None:
             self._addresses.put(found.identity.order, layout.entries[places], offsets)
         self._counts["log_writes"] += len(cuts) - 1 + len(headers)
         self._counts["log_written_bytes"] += total
 
     def _punch(self, found: _Log, segment: int) -> None:
-        if not self._can_punch or self._logs.get(found.identity.order) is not found:
+        if self._logs.get(found.identity.order) is not found:
+            return
+        some = slice(int(found.layout.first[segment]), int(found.layout.first[segment + 1]))
+        found.is_present[some] = False
+        if self._addresses is not None:
+            self._addresses.remove(found.identity.order, found.layout.entries[some])
+        if not self._can_punch or not (found.has_header[segment] or found.is_recovered):
             return
         start, end = int(found.layout.start[segment]), int(found.layout.end[segment])
         try:
@@ -631,6 +719,9 @@ class OrderLogs:
                 os.fstat(each.file).st_blocks * 512 for each in [*self._logs.values()]
             ),
             "log_staged_bytes": self._staged.bytes,
+            "log_next_entries": sum(
+                int(np.count_nonzero(found.is_written)) for found in self._next_logs()
+            ),
         }
 
     def close(self) -> None:
@@ -683,9 +774,7 @@ class LoggedReader:
     def batches(self, entries: Entries) -> Iterator[Batch]:
         """As `BatchSource.batches`; those out of the logs come first."""
         batches, rest = self._logs.read(entries)
-        for batch in batches:
-            self._logs.add(batch, is_kept=True)
-            yield batch
+        yield from batches
         if len(rest):
             for batch in self._reader.batches(rest):
                 self._logs.add(batch)
@@ -722,13 +811,6 @@ _COUNTS = (
     *("log_hits", "log_hit_bytes", "log_misses", "log_reads", "log_writes", "log_written_bytes"),
     *("log_released_bytes", "log_wrong", "log_refused", "log_recovered"),
 )
-
-
-def _are_same(plans: Sequence[LogPlan], others: Sequence[LogPlan]) -> bool:
-    return len(plans) == len(others) and all(
-        one.name == other.name and one.current is other.current and one.following is other.following
-        for one, other in zip(plans, others, strict=True)
-    )
 
 
 def _interleaved(orders: Sequence[Entries]) -> Entries:

@@ -75,8 +75,9 @@ stream of the planner, and a flood of them must not delay planned pushes."""
 UNITS_SOON = 12
 """Of each stream, the next pushes for which the server holds READs."""
 
-LATE_MAX = 4096
-"""So many reports of READs are remembered until the worker has time for them."""
+LATE_MAX, LATE_ENTRIES = 4096, 256
+"""So many lists of files are remembered that the order logs lack, until the worker has time for
+them; and the length of a list."""
 
 LOGS_LOOK_S = 0.05
 """How often the order logs are told what readers read."""
@@ -257,7 +258,7 @@ class PrefetchWorker:
             missed = missed[:: 1 + len(missed) // MISSES_MAX]
             # Those of the version before, if any, may still come.
             missed = missed[(missed >= 0) & (missed < len(self._snapshot))]
-            if self._logs is not None:
+            if self._has_logs:
                 self._late.append(np.unique(missed).astype(np.uint32))
             if self._content is not None:
                 # Files of several chunks come faster by READs, which the kernel sends ahead.
@@ -418,6 +419,7 @@ class PrefetchWorker:
             if self._logs is None:
                 return
             self._batches = LoggedReader(self._batches, self._logs)
+            self._planner.set_logged(self._logs.holds)
             self._planner.set_budget(
                 self._planner.stats()["budget_bytes"] - self._push_bytes // LOGS_DIVISOR
             )
@@ -433,15 +435,24 @@ class PrefetchWorker:
         if plans:  # a stream of which all is pushed, until another epoch is announced, stays
             streams = {each.name for each in reading}
             kept = {name: plan for name, plan in self._log_plans.items() if name in streams}
-            self._log_plans = kept | plans
+            before, self._log_plans = self._log_plans, kept | plans
             self._logs.set_plan([*self._log_plans.values()])
+            for name, plan in plans.items():
+                if before.get(name) != plan:  # what was pushed before belongs to the next log, too
+                    early = self._planner.pushed_early(name)
+                    self._late.extend(
+                        np.split(early, range(LATE_ENTRIES, len(early), LATE_ENTRIES))
+                    )
         for each in reading:
             self._logs.passed(each.name, each.read_up_to)
 
     def _read_late(self) -> bool:
         """Reads some files again that READs have brought, so that the order logs get them. Whether
         there were any."""
-        if self._logs is None or not self._late:
+        if self._logs is None:
+            return False
+        if not self._late:
+            self._logs.flush()
             return False
         wanted = self._logs.lacking(self._late.popleft())
         try:

@@ -24,7 +24,7 @@ from ..cache.coalescing_reader import BatchSource, CoalescingReader
 from ..cache.disk import DiskTier, prepare_cache_folder
 from ..cache.log_addresses import LogAddresses, LogEntryReader
 from ..cache.log_layout import SEGMENT_BYTES
-from ..cache.order_log import OrderLogs
+from ..cache.order_log import STAGED_BYTES, OrderLogs
 from ..cache.reader import EntryReader as ChunkEntryReader
 from ..cache.waiting import MarkedStore, WaitCause
 from ..errors import ConflictError, DieselError, ForeignError, MetadataError, NoSuchDataset
@@ -49,10 +49,10 @@ SERVER_BYTES_MAX = 256 << 20
 It needs little, since it reads only what has not been pushed."""
 
 LOGS_DIVISOR = 8
-LOG_BYTES = 4 << 20, 64 << 20
+STAGED_BYTES_MIN, SEGMENT_BYTES_MIN = 1 << 20, 4 << 20
 """Of a mount's memory for pages, order logs get this part (an eighth): half of it for what waits to
-be written, in two pieces, and half for segments that are being read; a piece has at least and at
-most so many bytes."""
+be written, in two pieces, and half for the segments that are being read. With little memory they
+take more: an SSD is slow in smaller pieces."""
 
 MASTER_SHARE = 3, 4
 """The part (numerator, denominator) of what the server leaves that the task's master on this
@@ -183,8 +183,7 @@ class MountSource:
         them, or where that cannot be used, which the log says. Raises DieselError."""
         if not request.log_folder:
             return None
-        least, most = LOG_BYTES
-        staged_bytes = min(max(push_bytes // LOGS_DIVISOR // 4, least), most)
+        piece_bytes = push_bytes // LOGS_DIVISOR // 4
         try:
             with _open_repository(request) as repository:
                 folder = prepare_cache_folder(Path(request.log_folder), repository.objects)
@@ -193,8 +192,8 @@ class MountSource:
                 return OrderLogs(
                     snapshot,
                     disk,
-                    staged_bytes=staged_bytes,
-                    segment_bytes=min(staged_bytes, SEGMENT_BYTES),
+                    staged_bytes=min(max(piece_bytes, STAGED_BYTES_MIN), STAGED_BYTES),
+                    segment_bytes=min(max(piece_bytes, SEGMENT_BYTES_MIN), SEGMENT_BYTES),
                     addresses=addresses,
                 )
         except (DieselError, OSError) as error:

@@ -33,7 +33,7 @@ Pure: no I/O, and the time is an argument (`now_s`). Used by one thread.
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -55,7 +55,7 @@ from .decisions import (
 )
 from .miss_fill import ChunkEntries, MissFill
 from .resident_set import Mask, ResidentSet
-from .stream_tracker import MARKER_STRIDE, NextUnit, StreamTracker
+from .stream_tracker import MARKER_STRIDE, NextUnit, StreamTracker, never_logged
 from .units import KNOWN_ENTRY_BYTES, PAGE_BYTES, Columns
 
 STILL_S = 60.0
@@ -179,6 +179,7 @@ class PrefetchPlanner:
         self.watches = Watches()
         self._share_bytes = 0  # of each stream; 0: to be computed
         self._store_is_slow = False
+        self._is_logged: Callable[[Entries], bool] = never_logged
         self._decided_s = 0.0  # when the last decision was made
         self._is_urgent = False  # the decision not yet reported
         self._urgent_s = self._others_s = 0.0  # how long pushes took since no reader was behind
@@ -237,6 +238,10 @@ class PrefetchPlanner:
         been read."""
         return [tracker.reading() for tracker in self._trackers.values()]
 
+    def pushed_early(self, name: str) -> Entries:
+        """The entries of the epoch of a stream's next push that were chosen for pushes before."""
+        return self._trackers[name].pushed_early()
+
     def running(self, now_s: float) -> list[str]:
         """The names of streams that are probably being read."""
         return [name for name, tracker in self._trackers.items() if tracker.is_running(now_s)]
@@ -256,7 +261,8 @@ class PrefetchPlanner:
             self.withdraw(next(iter(self._finished)))
         self._check_stream(stream, stream.epochs)
         self._remove_tracker(stream.name)
-        self._trackers[stream.name] = StreamTracker(self._columns, stream, now_s)
+        self._trackers[stream.name] = tracker = StreamTracker(self._columns, stream, now_s)
+        tracker.is_logged = self._is_logged
         self._share_bytes = 0
 
     def extend(self, name: str, epochs: Sequence[Epoch]) -> None:
@@ -311,6 +317,13 @@ class PrefetchPlanner:
         """Change the budget; where it is smaller, the next decisions drop."""
         self._budget_bytes = budget_bytes
         self._share_bytes = 0
+
+    def set_logged(self, is_logged: Callable[[Entries], bool]) -> None:
+        """Order logs are in use: `is_logged` says whether one has an order, which then is not cut
+        by chunks."""
+        self._is_logged = is_logged
+        for tracker in self._trackers.values():
+            tracker.is_logged = is_logged
 
     def set_store_is_slow(self, *, is_slow: bool) -> None:
         """Report whether reads of the store take long."""

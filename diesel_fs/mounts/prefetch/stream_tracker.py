@@ -28,6 +28,7 @@ sign far from the reader is believed only together with others.
 import heapq
 import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -158,6 +159,11 @@ class NextUnit:
     is_urgent: bool = False  # it is no unit of the epoch, and has parts of later ones
 
 
+def never_logged(_: Entries) -> bool:
+    """Whether an order log has an order, where there are no logs."""
+    return False
+
+
 @dataclass(slots=True)
 class StreamTracker:
     """The state of one stream (see the module). Positions are counted in the stream."""
@@ -185,6 +191,7 @@ class StreamTracker:
     retreated_to: int | None = None  # claims from here on ended since `take_unwatched`
     sampled_s: float = 0.0  # when the planner last chose entries of this stream for a sample
     moved_s: float = -math.inf  # when `high` last rose
+    is_logged: Callable[[Entries], bool] = never_logged
 
     def __post_init__(self) -> None:
         self.tentative = self.stream.tentative
@@ -241,7 +248,10 @@ class StreamTracker:
             if state.units is None:
                 start = max(self.floor - state.base, 0)
                 rest = (np.flatnonzero(~state.claimed[start:]) + start).astype(np.int32)
-                state.units = cut(state.epoch.entries, rest, self.columns, share_bytes)
+                is_logged = self.is_logged(state.epoch.entries)
+                state.units = cut(
+                    state.epoch.entries, rest, self.columns, share_bytes, by_chunk=not is_logged
+                )
                 state.share_bytes, state.next_unit = share_bytes, 0
             units = state.units
             while state.next_unit < len(units):
@@ -609,6 +619,11 @@ class StreamTracker:
             second.epoch if second else None,
             max(self.low - first.base, 0) if first else 0,
         )
+
+    def pushed_early(self) -> Entries:
+        """The claimed entries of the epoch at the frontier."""
+        state = self._frontier_epoch()
+        return NO_ENTRIES if state is None else state.epoch.entries[state.claimed]
 
     def stats(self) -> StreamStats:
         """Where the reader is."""

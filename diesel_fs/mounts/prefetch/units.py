@@ -78,7 +78,14 @@ class Units:
         return self.order[self.starts[unit] : self.starts[unit + 1]]
 
 
-def cut(entries: Entries, positions: Positions, columns: Columns, share_bytes: int) -> Units:
+def cut(
+    entries: Entries,
+    positions: Positions,
+    columns: Columns,
+    share_bytes: int,
+    *,
+    by_chunk: bool = True,
+) -> Units:
     """The units of these positions (ascending) of an epoch, for a stream with `share_bytes` of
     memory.
 
@@ -86,7 +93,7 @@ def cut(entries: Entries, positions: Positions, columns: Columns, share_bytes: i
     first to its last position are at most three quarters of the share. So in a chunk-wise order
     each chunk is fetched once, where two groups fit the share. All other positions go into mixed
     units of up to 256 entries; of large files fewer, so that a unit takes at most about an eighth
-    of the share.
+    of the share. Without `by_chunk` all units are mixed: for an epoch that an order log has.
     """
     count = len(positions)
     if not count:
@@ -111,6 +118,7 @@ def cut(entries: Entries, positions: Positions, columns: Columns, share_bytes: i
     is_unit = bytes_before[last + 1] - bytes_before[first] <= share_bytes * 3 // 4
     is_unit &= (chunk_entries >= UNIT_ENTRIES_MIN) | (chunk_bytes >= UNIT_BYTES_MIN)
     is_unit[-1] = False  # entries without a chunk
+    is_unit &= by_chunk
     unit_start = first[chunk]  # the first row of each row's unit
     mixed = np.flatnonzero(~is_unit[chunk])
     if len(mixed):

@@ -1,0 +1,129 @@
+"""Order logs of real mounts: what one epoch reads, the next one gets from the local disk."""
+
+import hashlib
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from diesel_fs.client.dataset import connect
+from diesel_fs.mounts import MountRequest
+from diesel_fs.mounts.plans.control import Control, explicit
+from diesel_fs.peers.options import TaskOptions
+from tests.cli.conftest import program_environment
+from tests.mounts.observed import current_stats, mounted, noise
+from tests.waiting import wait_until
+
+pytestmark = pytest.mark.fuse
+
+FILES, FILE_BYTES = 6_000, 9_000
+MEMORY = 16 << 20  # a third of the files
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("store") / "store"
+    with connect("ds", folder.as_uri(), create=True) as written:
+        for number in range(FILES):
+            written.put(noise(number, FILE_BYTES), f"{number % 9}/{number}")
+    return folder
+
+
+@pytest.fixture
+def own_store(store: Path, tmp_path: Path) -> Path:
+    """A copy, which the test may take away."""
+    return Path(shutil.copytree(store, tmp_path / "store", symlinks=True))
+
+
+class Training:
+    """Reads epochs of a mount in random orders that are announced before."""
+
+    def __init__(self, at: Path, store: Path) -> None:
+        self.at = at
+        with connect("ds", store.as_uri()) as ds:
+            names = [f"{number % 9}/{number}" for number in range(FILES)]
+            self.index = np.array([ds.snapshot.lookup(name.encode()) for name in names])
+        self.names = names
+        self.control = Control.connect(at)
+
+    def order(self, epoch: int) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
+        return np.random.default_rng(epoch).permutation(FILES)
+
+    def announce(self, *epochs: int) -> None:
+        self.control.announce(
+            "train", [explicit(epoch=each, entries=self.index[self.order(each)]) for each in epochs]
+        )
+
+    def extend(self, epoch: int) -> None:
+        order = self.index[self.order(epoch)]
+        self.control.extend("train", [explicit(epoch=epoch, entries=order)])
+
+    def read(self, epoch: int) -> None:
+        """Read an epoch in another process, and check every byte."""
+        program = (
+            "import json, sys, hashlib\n"
+            "for path in json.load(sys.stdin):\n"
+            "    with open(path, 'rb') as f: print(hashlib.sha1(f.read()).hexdigest())\n"
+        )
+        order = self.order(epoch).tolist()
+        paths = json.dumps([f"{self.at}/{self.names[each]}" for each in order])
+        done = subprocess.run(
+            ["python3", "-c", program], input=paths, capture_output=True, text=True, check=True,
+            env=program_environment(),
+        )  # fmt: skip
+        found = done.stdout.split()
+        assert len(found) == FILES
+        for each, digest in zip(order, found, strict=True):
+            assert digest == hashlib.sha1(noise(each, FILE_BYTES)).hexdigest()
+
+    def logs(self) -> Mapping[str, int]:
+        """The worker's figures."""
+        residency = current_stats(self.at)["residency"]
+        assert isinstance(residency, dict)
+        found = residency["store"]
+        assert isinstance(found, dict)
+        return found
+
+
+def request(store: Path, at: Path, cache: Path, session: str, **options: object) -> MountRequest:
+    given = {"cache_dir": str(cache), "cache_layout": "order", "cache_bytes": 100 << 20, **options}
+    task = TaskOptions(**given)  # type: ignore[arg-type]  # fields by name
+    at.mkdir(exist_ok=True)
+    return MountRequest(
+        store.as_uri(), "ds", str(at), session=session, memory_bytes=MEMORY, task_options=task
+    )
+
+
+@pytest.fixture
+def training(own_store: Path, tmp_path: Path, session: str) -> Iterator[tuple[Training, Path]]:
+    if session == "pyfuse3":
+        pytest.skip("this session takes no plans")
+    with mounted(request(own_store, tmp_path / "at", tmp_path / "cache", session)):
+        job = Training(tmp_path / "at", own_store)
+        yield job, own_store
+        job.control.close()
+
+
+def chunk_files(store: Path) -> list[Path]:
+    return [path for path in store.rglob("*") if path.is_file() and path.stat().st_size > 1 << 20]
+
+
+def test_later_epochs_need_no_store(training: tuple[Training, Path]) -> None:
+    """All chunks are gone after the first epoch, and two more epochs are read without them."""
+    job, store = training
+    job.announce(0, 1)
+    job.read(0)
+    wait_until(lambda: job.logs()["log_next_entries"] == FILES)
+    for path in chunk_files(store):
+        path.rename(path.with_name(path.name + ".gone"))
+    for epoch in (1, 2):
+        job.extend(epoch + 1)
+        job.read(epoch)
+        wait_until(lambda: job.logs()["log_next_entries"] == FILES)
+    figures = job.logs()
+    assert figures["log_wrong"] == figures["log_refused"] == 0
+    assert figures["log_bytes"] < 2 * FILES * FILE_BYTES
