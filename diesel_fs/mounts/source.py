@@ -27,7 +27,14 @@ from ..cache.log_layout import SEGMENT_BYTES
 from ..cache.order_log import STAGED_BYTES, OrderLogs
 from ..cache.reader import EntryReader as ChunkEntryReader
 from ..cache.waiting import MarkedStore, WaitCause
-from ..errors import ConflictError, DieselError, ForeignError, MetadataError, NoSuchDataset
+from ..errors import (
+    ConflictError,
+    DieselError,
+    ForeignError,
+    MetadataError,
+    NoSpaceError,
+    NoSuchDataset,
+)
 from ..format.snapshot.diff import OldIndices, SnapshotDiff
 from ..format.snapshot.reader import Snapshot
 from ..peers.client import MASTER_END_WAIT_S, TaskStore, master_request
@@ -169,6 +176,11 @@ class MountSource:
             reader = ChunkEntryReader(snapshot, objects, memory_bytes, prefer_entries=pushes)
             if not request.log_folder or not pushes:
                 return reader
+            if request.task_options.cache_layout == "order":
+                try:
+                    prepare_cache_folder(Path(request.log_folder), repository.objects)
+                except NoSpaceError as error:  # files are read from the store then
+                    log.warning("this mount keeps no order log: %s", error.message)
             folder = f"{request.log_folder}/{repository.objects.store_id.hex}"
             return LogEntryReader(snapshot, reader, f"{folder}/{snapshot.identity.hex}")
 

@@ -97,7 +97,7 @@ class Mount:
         end_s = time.monotonic() + LOADED_S
         while True:
             loaded = json.loads(self._stats())["residency"]
-            if 0 < loaded["oneshot_chunks"] == loaded["oneshot_done_chunks"]:
+            if 0 < loaded.get("oneshot_chunks", 0) == loaded["oneshot_done_chunks"]:
                 return
             assert time.monotonic() < end_s, f"not everything was pushed: {loaded}"
             time.sleep(LOADED_INTERVAL_S)
