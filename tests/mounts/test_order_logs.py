@@ -2,7 +2,9 @@
 
 import hashlib
 import json
+import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -11,11 +13,13 @@ import numpy as np
 import pytest
 
 from diesel_fs.client.dataset import connect
-from diesel_fs.mounts import MountRequest
+from diesel_fs.errors import ConflictError, UsageError
+from diesel_fs.mounts import MountRequest, mount
 from diesel_fs.mounts.plans.control import Control, explicit
 from diesel_fs.peers.options import TaskOptions
 from tests.cli.conftest import program_environment
 from tests.mounts.observed import current_stats, mounted, noise
+from tests.small_disks import small_disk
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.fuse
@@ -67,7 +71,7 @@ class Training:
         program = (
             "import json, sys, hashlib\n"
             "for path in json.load(sys.stdin):\n"
-            "    with open(path, 'rb') as f: print(hashlib.sha1(f.read()).hexdigest())\n"
+            "    with open(path, 'rb') as f: print(hashlib.blake2b(f.read()).hexdigest())\n"
         )
         order = self.order(epoch).tolist()
         paths = json.dumps([f"{self.at}/{self.names[each]}" for each in order])
@@ -78,7 +82,7 @@ class Training:
         found = done.stdout.split()
         assert len(found) == FILES
         for each, digest in zip(order, found, strict=True):
-            assert digest == hashlib.sha1(noise(each, FILE_BYTES)).hexdigest()
+            assert digest == hashlib.blake2b(noise(each, FILE_BYTES)).hexdigest()
 
     def logs(self) -> Mapping[str, int]:
         """The worker's figures."""
@@ -100,8 +104,6 @@ def request(store: Path, at: Path, cache: Path, session: str, **options: object)
 
 @pytest.fixture
 def training(own_store: Path, tmp_path: Path, session: str) -> Iterator[tuple[Training, Path]]:
-    if session == "pyfuse3":
-        pytest.skip("this session takes no plans")
     with mounted(request(own_store, tmp_path / "at", tmp_path / "cache", session)):
         job = Training(tmp_path / "at", own_store)
         yield job, own_store
@@ -112,6 +114,10 @@ def chunk_files(store: Path) -> list[Path]:
     return [path for path in store.rglob("*") if path.is_file() and path.stat().st_size > 1 << 20]
 
 
+WITH_PLANS = pytest.mark.only_session("native", "kernel")  # the third session takes none
+
+
+@WITH_PLANS
 def test_later_epochs_need_no_store(training: tuple[Training, Path]) -> None:
     """All chunks are gone after the first epoch, and two more epochs are read without them."""
     job, store = training
@@ -127,3 +133,85 @@ def test_later_epochs_need_no_store(training: tuple[Training, Path]) -> None:
     figures = job.logs()
     assert figures["log_wrong"] == figures["log_refused"] == 0
     assert figures["log_bytes"] < 2 * FILES * FILE_BYTES
+
+
+@WITH_PLANS
+def test_a_mount_after_a_kill_reads_what_the_log_has(
+    own_store: Path, tmp_path: Path, session: str
+) -> None:
+    """All processes of a mount are killed in the second epoch; the next mount begins it again."""
+    wanted = request(own_store, tmp_path / "at", tmp_path / "cache", session)
+    with mounted(wanted):
+        job = Training(tmp_path / "at", own_store)
+        job.announce(0, 1)
+        job.read(0)
+        wait_until(lambda: job.logs()["log_next_entries"] == FILES)
+        worker = current_stats(tmp_path / "at")["residency"]
+        assert isinstance(worker, dict)
+        os.kill(int(worker["pid"]), signal.SIGKILL)
+        job.control.close()
+    with mounted(wanted):
+        job = Training(tmp_path / "at", own_store)
+        job.announce(1, 2)
+        wait_until(lambda: job.logs().get("log_recovered") == 1)
+        job.read(1)
+        figures = job.logs()
+        assert figures["log_hits"] > 0.9 * FILES
+        assert figures["log_wrong"] == 0
+        job.control.close()
+
+
+@WITH_PLANS
+def test_two_mounts_of_one_order_share_a_folder(
+    own_store: Path, tmp_path: Path, session: str
+) -> None:
+    """The second one goes without a log; both read right."""
+    with (
+        mounted(request(own_store, tmp_path / "one", tmp_path / "cache", session)),
+        mounted(request(own_store, tmp_path / "two", tmp_path / "cache", session)),
+    ):
+        one, two = (Training(tmp_path / name, own_store) for name in ("one", "two"))
+        for job in (one, two):
+            job.announce(0, 1)
+            job.read(0)
+        assert one.logs()["log_next_entries"] == FILES
+        assert two.logs()["log_next_entries"] == 0
+        for job in (one, two):
+            job.control.close()
+
+
+@WITH_PLANS
+def test_a_folder_that_takes_no_log_costs_nothing_but_that(
+    own_store: Path, tmp_path: Path, session: str
+) -> None:
+    """A read-only disk, and one that is nearly full."""
+    for options in ("ro,size=64m", f"size={FILES * FILE_BYTES // 4}"):
+        name = options.partition(",")[0].replace("=", "-")
+        with (
+            small_disk(tmp_path / f"disk-{name}", options) as disk,
+            mounted(request(own_store, tmp_path / f"at-{name}", disk / "cache", session)),
+        ):
+            job = Training(tmp_path / f"at-{name}", own_store)
+            job.announce(0, 1)
+            job.read(0)
+            job.extend(2)
+            job.read(1)
+            job.control.close()
+
+
+@WITH_PLANS
+def test_a_folder_with_other_files_is_refused(
+    own_store: Path, tmp_path: Path, session: str
+) -> None:
+    (tmp_path / "cache").mkdir(mode=0o700)
+    (tmp_path / "cache" / "thesis.tex").write_text("all of it")
+    with pytest.raises(ConflictError, match="neither empty nor a cache"):
+        mount(request(own_store, tmp_path / "at", tmp_path / "cache", session))
+
+
+def test_a_layout_needs_a_folder() -> None:
+    for layout in ("order", "chunks"):
+        with pytest.raises(UsageError, match="a layout of a cache without its folder"):
+            TaskOptions.from_kwargs({"cache_layout": layout}, "x")
+    with pytest.raises(UsageError, match="bad cache_layout"):
+        TaskOptions.from_kwargs({"cache_layout": "rows", "cache_dir": "/c"}, "x")  # type: ignore[typeddict-item]

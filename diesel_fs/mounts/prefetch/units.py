@@ -27,6 +27,10 @@ MIXED_ENTRIES = 256
 """Entries of a mixed unit: enough to spread the cost of a decision, and few enough that a reader
 does not wait long for them to be fetched."""
 
+LOGGED_ENTRIES = 2_048
+"""The same where an order log has the epoch: it gives 8 MiB at once, which are so many files of
+4 KiB."""
+
 URGENT_BYTES_MIN = 64 << 10
 """Files of this size are worth a request each to a slow store: 16 at once, of 5 ms, bring 200
 MB/s."""
@@ -93,7 +97,8 @@ def cut(
     first to its last position are at most three quarters of the share. So in a chunk-wise order
     each chunk is fetched once, where two groups fit the share. All other positions go into mixed
     units of up to 256 entries; of large files fewer, so that a unit takes at most about an eighth
-    of the share. Without `by_chunk` all units are mixed: for an epoch that an order log has.
+    of the share. Without `by_chunk` all units are mixed, and larger: for an epoch that an order log
+    has.
     """
     count = len(positions)
     if not count:
@@ -122,7 +127,8 @@ def cut(
     unit_start = first[chunk]  # the first row of each row's unit
     mixed = np.flatnonzero(~is_unit[chunk])
     if len(mixed):
-        size = mixed_entries(int(bytes_before[-1]), count, share_bytes)
+        most = MIXED_ENTRIES if by_chunk else LOGGED_ENTRIES
+        size = mixed_entries(int(bytes_before[-1]), count, share_bytes, most)
         starts_of_mixed = mixed[::size].astype(np.int32)
         unit_start[mixed] = np.repeat(starts_of_mixed, size)[: len(mixed)]
     is_start = np.zeros(count, np.bool_)
@@ -139,8 +145,9 @@ def cut(
     return Units(positions[order], starts, positions[start_rows], once)
 
 
-def mixed_entries(total_bytes: int, count: int, share_bytes: int) -> int:
-    """How many entries a mixed unit has, where `count` of them take `total_bytes`."""
+def mixed_entries(total_bytes: int, count: int, share_bytes: int, most: int = MIXED_ENTRIES) -> int:
+    """How many entries a mixed unit has, at most `most`, where `count` of them take
+    `total_bytes`."""
     if not total_bytes:
-        return MIXED_ENTRIES
-    return max(1, min(MIXED_ENTRIES, share_bytes // 8 * count // total_bytes))
+        return most
+    return max(1, min(most, share_bytes // 8 * count // total_bytes))
