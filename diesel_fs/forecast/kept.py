@@ -86,13 +86,14 @@ def replay(
     epochs: Sequence[EpochReads],
     policy: str,
     layout: Layout,
+    following: EpochReads | None = None,
     progress: OnProgress = lambda _: None,
 ) -> list[EpochSources]:
-    """Where all reads of all epochs come from, with an empty cache before the first. Raises
-    UsageError."""
+    """Where all reads of all epochs come from, with an empty cache before the first. `following` is
+    the epoch after them, if there is one: the order log is written for it. Raises UsageError."""
     check_policy(policy)
     if layout == "log":
-        return _replay_log(job, files, epochs)
+        return _replay_log(job, files, epochs, following)
     if layout == "files":
         return _replay_files(job, files, epochs, policy, progress)
     return _replay_chunks(job, files, epochs, policy, progress)
@@ -121,8 +122,11 @@ class UnitCache:
         self._bytes_max = memory_bytes + disk_bytes
         self._free = [memory_bytes, disk_bytes]
         self._tier: dict[int, int] = {}
-        self._costs = costs
-        self._admission = costs and SkiRentalAdmission(sizes, costs.read_s, self._bytes_max)
+        self._read_s = None if costs is None else costs.read_s
+        self._price_s = [0.0 if costs is None else costs.read_s(size) for size in sizes]
+        self._admission: SkiRentalAdmission | None = None
+        if costs is not None:
+            self._admission = SkiRentalAdmission(sizes, costs.read_s, self._bytes_max)
         self._position = 0  # accesses that are known and have come, with those of this push
         self.written_bytes = 0
         """To the disk, so far."""
@@ -186,16 +190,15 @@ class UnitCache:
         victims: list[int] = []
         room = sum(self._free)
         for victim in self._policy.eviction_order():
-            if room >= size:
-                break
             victims.append(victim)
             room += self._sizes[victim]
+            if room >= size:
+                break
         if room < size or not victims:
             return None
         uses_min = 1
-        if self._costs is not None:
-            price_s = self._costs.read_s(size)
-            uses_min = int(-(-price_s // self._costs.read_s(wanted)))
+        if self._read_s is not None:
+            uses_min = int(-(-self._price_s[unit] // self._read_s(wanted)))
         is_better = self._policy.replaces(unit, victims, uses_min)
         if is_better is None and admission is not None:
             is_better = admission.has_credit(unit, wanted) and admission.is_worth_more(
@@ -259,17 +262,20 @@ def _replay_files(
     ]
 
 
-def _replay_log(job: Job, files: Files, epochs: Sequence[EpochReads]) -> list[EpochSources]:
+def _replay_log(
+    job: Job, files: Files, epochs: Sequence[EpochReads], following: EpochReads | None
+) -> list[EpochSources]:
     logged = np.zeros((job.nodes, len(files)), np.bool_)  # of the epoch that comes next
-    nodes = [each.rank[each.push[each.access]] // job.ranks for each in epochs]
     sources = []
-    for number, (each, node) in enumerate(zip(epochs, nodes, strict=True)):
+    for each, then in zip(epochs, [*epochs[1:], following], strict=True):
+        node = _node_of_rows(job, each)
         source = np.where(logged[node, each.file], DISK, STORE).astype(np.uint8)
         logged[:] = False
-        if number + 1 < len(epochs):
+        if then is not None:
             logged[node, each.file] = True
+            next_node = _node_of_rows(job, then)
             for at in range(job.nodes):
-                wanted = epochs[number + 1].file[nodes[number + 1] == at]
+                wanted = then.file[next_node == at]
                 fits = np.cumsum(files.stored[wanted]) <= job.node.disk_bytes
                 is_in = np.zeros(len(files), np.bool_)
                 is_in[wanted[fits]] = True
@@ -279,6 +285,11 @@ def _replay_log(job: Job, files: Files, epochs: Sequence[EpochReads]) -> list[Ep
         found = _Found(source, none, written)
         sources.append(_summed(files, each, source, none, none, found, "log"))
     return sources
+
+
+def _node_of_rows(job: Job, reads: EpochReads) -> npt.NDArray[np.int32]:
+    """The node that reads each row."""
+    return reads.rank[reads.push[reads.access]] // np.int32(job.ranks)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

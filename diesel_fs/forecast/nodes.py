@@ -26,8 +26,8 @@ class Store:
     """The object store, as one node sees it.
 
     A request takes `request_s` until its first byte comes, and then gets `connection_bytes_per_s`
-    at most. All requests of a node together get `bytes_per_s`. Prices are in any currency: for 1,000 requests, and for 1e9 bytes that leave the
-    store.
+    at most. All requests of a node together get `bytes_per_s`. Prices are in any currency: for
+    1,000 requests, and for 1e9 bytes that leave the store.
     """
 
     request_s: float = 0.02

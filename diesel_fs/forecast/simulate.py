@@ -27,8 +27,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from ..format.snapshot.reader import Indices
 from ..mounts.prefetch.units import PAGE_BYTES
-from ..orders.shuffle import Indices
 from .kept import ORDER_LOG, STORE, TIERS, EpochSources, Layout, OnProgress, replay
 from .nodes import AHEAD_BYTES, CONNECTIONS, Job
 from .reads import EpochReads, Files, Mask, Numbers, cut_epoch, epoch_order
@@ -64,6 +64,11 @@ class EpochForecast:
     def kept(self) -> float:
         """The part of all files that a cache held since an earlier use."""
         return 1 - self.files[STORE] / max(sum(self.files), 1)
+
+    @property
+    def stalled(self) -> float:
+        """The part of the epoch's time in which ranks waited for reads, their own or others'."""
+        return 1 - self.compute_s / self.seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +123,10 @@ def forecast(
     saves cutting the orders again; `layout` overrides `layout_of`. Raises UsageError."""
     reads = read_epochs(job, files, given) if reads is None else reads
     layout = layout or layout_of(policy)
-    sources = replay(job, files, reads, policy, layout, progress)
+    following = None  # what the last epoch writes a log for
+    if layout == "log":
+        following = cut_epoch(job, files, epoch_order(job, files, job.epochs, given))
+    sources = replay(job, files, reads, policy, layout, following, progress)
     return Forecast(policy, layout, job, timed(job, files, reads, sources))
 
 
@@ -200,6 +208,7 @@ class _Clock:
                 for each, found in zip(reads, sources, strict=True)
             ]
         )
+        self._latency = np.concatenate([_latency_s(job, each) for each in sources])
         self._end = np.full(len(self._service), np.inf)  # when each push has arrived
         self._resident = [
             _by_place(each, each.place[found.is_resident])
@@ -295,7 +304,7 @@ class _Clock:
         service = self._service[pushes]
         begin_s = lane.free_s
         if begin_s < now_s or not now_s:  # nothing was under way
-            begin_s = now_s + self._job.store.request_s * bool(service[0])
+            begin_s = now_s + float(self._latency[pushes[0]])
         ends = begin_s + np.cumsum(service)
         self._end[pushes] = ends
         lane.begun, lane.free_s = until, float(ends[-1])
@@ -315,7 +324,16 @@ def _service_s(job: Job, files: Files, reads: EpochReads, found: EpochSources) -
     written = found.written_bytes * push_bytes / max(push_bytes.sum(), 1)
     disk_s = found.disk_bytes / node.disk_read_bytes_per_s + written / node.disk_write_bytes_per_s
     peer_s = found.peer_bytes / node.network_bytes_per_s
-    return np.maximum.reduce([store_s, disk_s, peer_s, push_bytes / node.push_bytes_per_s])
+    slowest_s: Seconds = push_bytes / node.push_bytes_per_s
+    for seconds in (store_s, disk_s, peer_s):
+        np.maximum(slowest_s, seconds, out=slowest_s)
+    return slowest_s
+
+
+def _latency_s(job: Job, found: EpochSources) -> Seconds:
+    """How long the first byte of each push takes where nothing else is under way."""
+    network_s = np.where(found.peer_bytes > 0, job.node.network_request_s, 0.0)
+    return np.where(found.requests > 0, job.store.request_s, network_s)
 
 
 def _by_place(reads: EpochReads, places: npt.NDArray[np.int32]) -> Mask | None:
