@@ -259,11 +259,11 @@ class _Clock:
         """All iterations of one epoch; they are called in order."""
         job, reads = self._job, self._reads[number]
         push_of = reads.push_of
-        base, begin_s = int(self._base[number]), self._now_s
+        base = int(self._base[number])
         stall_s = np.zeros(job.world)
         length = push_of.shape[1]
         on_time = imbalanced = iterations = 0
-        compute_s = 0.0
+        compute_s = waited_s = 0.0
         resident = self._resident[number]
         for start in range(0, length, job.batch):
             behind = min(start + job.batch, length)
@@ -281,11 +281,12 @@ class _Clock:
             slowest, batch_s = float(waits.max()), (behind - start) / job.images_per_s
             imbalanced += slowest - float(waits.min()) > IMBALANCE * batch_s
             compute_s += batch_s
+            waited_s += slowest
             self._now_s += slowest + batch_s
             iterations += 1
             self._iteration += 1
         return _Passed(
-            self._now_s - begin_s,
+            compute_s + waited_s,
             compute_s,
             stall_s,
             on_time / (length * job.world),

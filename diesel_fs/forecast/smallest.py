@@ -29,7 +29,7 @@ def smallest_disk(job: Job, data_bytes: int, run: Callable[[Job], Forecast]) -> 
     """How many bytes of SSD each node needs, so that the job does not stall; None where the whole
     dataset on the SSDs is not enough, as something else is too slow.
 
-    `run` simulates a job. The answer is a multiple of a 32nd of a node's part of `data_bytes`, and
+    `run` simulates a job. The answer is a multiple of a 31st of a node's part of `data_bytes`, and
     0 where memory suffices.
     """
     part = -(-data_bytes // job.nodes)
@@ -41,7 +41,7 @@ def smallest_disk(job: Job, data_bytes: int, run: Callable[[Job], Forecast]) -> 
 
     if not is_enough(whole):
         return None
-    low, high = 0, 1 << (RUNS_MAX - 1)  # in parts of `whole`; `high` is enough
+    low, high = 0, (1 << (RUNS_MAX - 1)) - 1  # in parts of `whole`; `high` is enough
     steps = high
     while low < high:
         middle = (low + high) // 2
