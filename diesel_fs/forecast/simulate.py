@@ -6,8 +6,9 @@ a fixed order (`reads.py`, `kept.py`). Time is then simulated by iterations:
 - The ranks begin an iteration together, when the slowest has ended the one before (data parallel).
   Each then waits for its batch, and computes for `batch / images_per_s`.
 - A node loads its pushes one after the other, as soon as its window has room: a push needs the
-  memory of its files until these have been read. The workers of a DataLoader read up to two batches
-  each ahead of the model.
+  memory of its files until these have been read. Where a cache of files (`kept.py`) shares its
+  memory with the window, that also gets what holds nothing of use. The workers of a DataLoader read
+  up to two batches each ahead of the model.
 - A push takes as long as the slowest of what it uses: the store, other nodes, the SSD, and handing
   the contents to the kernel. Lobster (ICPP 2022, section 4.3, equation 1) adds these terms, since
   its threads read one file after the other; a mount reads them at once (`coalescing_reader.py`).
@@ -131,10 +132,16 @@ def forecast(
 
 
 def timed(
-    job: Job, files: Files, reads: Sequence[EpochReads], sources: Sequence[EpochSources]
+    job: Job,
+    files: Files,
+    reads: Sequence[EpochReads],
+    sources: Sequence[EpochSources],
+    *,
+    shares_memory: bool = True,
 ) -> tuple[EpochForecast, ...]:
-    """The epochs with their times, for reads whose sources are known."""
-    clock = _Clock(job, files, reads, sources)
+    """The epochs with their times, for reads whose sources are known. `shares_memory`: a cache of
+    files lends its window what it holds without using it again."""
+    clock = _Clock(job, files, reads, sources, shares_memory=shares_memory)
     done = []
     for number, (each, found) in enumerate(zip(reads, sources, strict=True)):
         passed = clock.pass_epoch(number)
@@ -172,31 +179,32 @@ class _Lane:
     """The pushes of one node: they are loaded one after the other."""
 
     def __init__(
-        self, pushes: Numbers, pages_bytes: Numbers, needed: Numbers, read: Numbers
+        self, pushes: Numbers, pages_bytes: Seconds, needed: Numbers, room: Seconds
     ) -> None:
         """`pushes` are their numbers among those of all nodes, in order; `pages_bytes` the memory
-        of each. By iteration over all epochs: how many pushes are `needed` by then, and the memory
-        the files that have been `read` when it begins."""
+        of each. By iteration over all epochs: how many pushes are `needed` by then, and how much
+        memory those may take together that have begun when it begins."""
         self.pushes = pushes
         self.needed = needed.tolist()
-        self._read = read.tolist()
-        self._pages = np.cumsum(pages_bytes)
+        self.with_room = np.cumsum(pages_bytes).searchsorted(room, side="right").tolist()
         self.begun = 0  # how many have begun
         self.free_s = 0.0  # when the last of them ends
-
-    def with_room(self, iteration: int, window_bytes: int) -> int:
-        """How many pushes may have begun when an iteration begins."""
-        room = window_bytes + self._read[iteration]
-        return int(self._pages.searchsorted(room, side="right"))
 
 
 class _Clock:
     """Time, from the start of the job on (see the module)."""
 
     def __init__(
-        self, job: Job, files: Files, reads: Sequence[EpochReads], sources: Sequence[EpochSources]
+        self,
+        job: Job,
+        files: Files,
+        reads: Sequence[EpochReads],
+        sources: Sequence[EpochSources],
+        *,
+        shares_memory: bool,
     ) -> None:
         self._job = job
+        self._shares_memory = shares_memory
         self._reads = reads
         self._now_s = 0.0
         self._iteration = 0
@@ -250,10 +258,33 @@ class _Clock:
                     np.concatenate(pushes),
                     np.concatenate([size[flags] for size, flags in zip(pages, mine, strict=True)]),
                     np.concatenate(needed),
-                    np.concatenate(read),
+                    np.concatenate(read) + self._window(files, node),
                 )
             )
         return lanes
+
+    def _window(self, files: Files, node: int) -> Seconds:
+        """The memory of a node's window, by iteration. A kept file is of use from one read to the
+        next that finds it."""
+        job, numbers, rows, hits, first = self._job, [], [], [], 0
+        for each, resident in zip(self._reads, self._resident, strict=True):
+            length = each.push_of.shape[1]
+            mine = each.rank[each.push[each.access]] // job.ranks == node
+            numbers.append(each.place[mine] % length // job.batch + first)
+            rows.append(each.file[mine])
+            flags = np.zeros(len(rows[-1]), np.bool_)
+            hits.append(flags if resident is None else resident.reshape(-1)[each.place[mine]])
+            first += -(-length // job.batch)
+        window = np.full(first, float(job.node.window_bytes))
+        if not self._shares_memory or not any(flags.any() for flags in hits):
+            return window
+        iteration, file, is_hit = (np.concatenate(each) for each in (numbers, rows, hits))
+        by_file = np.argsort(file, kind="stable")
+        used = np.flatnonzero(is_hit[by_file])  # each hit is behind the use before it
+        size = files.stored[file[by_file[used]]]
+        of_use = np.bincount(iteration[by_file[used - 1]], size, first)
+        of_use -= np.bincount(iteration[by_file[used]], size, first)
+        return window + job.node.memory_bytes - np.cumsum(of_use)
 
     def pass_epoch(self, number: int) -> _Passed:
         """All iterations of one epoch; they are called in order."""
@@ -295,10 +326,7 @@ class _Clock:
 
     def _load(self, lane: _Lane, now_s: float) -> None:
         """A node begins what it has room for when an iteration begins, and what is needed in it."""
-        until = max(
-            lane.with_room(self._iteration, self._job.node.window_bytes),
-            lane.needed[self._iteration],
-        )
+        until = max(lane.with_room[self._iteration], lane.needed[self._iteration])
         if until <= lane.begun:
             return
         pushes = lane.pushes[lane.begun : until]

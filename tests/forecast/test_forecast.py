@@ -112,9 +112,12 @@ def naive(setting: Setting, policy: str) -> list[tuple[int, float, int]]:
             ahead = min(start + 2 * setting.workers * setting.batch, length)
             read = sum(pages(load) for load in loads if load[:1] < (epoch,))
             read += sum(pages(load) for load in loads if load[0] == epoch and load[2] < ahead)
+            room = setting.window + read
+            if any(load[3] for load in loads):  # kept files that no read finds again lend memory
+                room += setting.memory - of_use(loads, parts, setting, epoch, start)
             while begun < len(loads):
                 epoch_of, _, place, is_kept = loads[begun]
-                has_room = sum(pages(load) for load in loads[: begun + 1]) <= setting.window + read
+                has_room = sum(pages(load) for load in loads[: begun + 1]) <= room
                 is_needed = epoch_of < epoch or (epoch_of == epoch and place < end)
                 if not has_room and not is_needed:
                     break
@@ -136,6 +139,28 @@ def naive(setting: Setting, policy: str) -> list[tuple[int, float, int]]:
         kept = sum(load[3] for load in loads if load[0] == epoch)
         results.append((kept, now - began, on_time))
     return results
+
+
+def of_use(
+    loads: list[tuple[int, int, int, bool]],
+    parts: list[list[int]],
+    setting: Setting,
+    epoch: int,
+    start: int,
+) -> int:
+    """The bytes that are kept in an iteration from a read before or in it to one behind it."""
+
+    def iteration(load: tuple[int, int, int, bool]) -> tuple[int, int]:
+        return load[0], load[2] // setting.batch
+
+    now, total = (epoch, start // setting.batch), 0
+    before: dict[int, tuple[int, int]] = {}
+    for load in loads:
+        file = parts[load[1]][load[2]]
+        if load[3] and before[file] <= now < iteration(load):
+            total += setting.sizes[file]
+        before[file] = iteration(load)
+    return total
 
 
 @settings(max_examples=150, deadline=None)
