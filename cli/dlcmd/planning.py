@@ -41,11 +41,14 @@ from .progress import ShowProgress, shown_progress
 PARALLEL_READS_MIN = 400_000
 """Comparisons of fewer reads are simulated in this process: others would take longer to start."""
 
+GIVEN = "given"
+"""The name of the order that `--order` gives, among the shuffles."""
+
 POLL_S = 0.2
 
 _COLUMNS = (
-    *("order", "policy", "memory", "SSD", "peers", "store", "read from store", "requests"),
-    *("written to SSDs", "first epoch", "later epochs", "stalled", "on time", "price"),
+    *("order", "policy", "memory", "SSD", "peers", "store", "egress", "requests", "written"),
+    *("first", "later", "stalled", "on time", "price"),
 )
 _STEPS = 1000  # of a simulation's progress
 
@@ -163,8 +166,9 @@ def plan(
 
     The epochs are simulated read by read, with the eviction policies that a mount uses, for each
     policy and order. The columns `memory` to `store` say where the files of a later epoch come
-    from, in percent; `stalled` is how much of its time the job waits in it. The last lines are the
-    commands for the best of them: the fastest, and among equally fast ones the cheapest.
+    from; then come the bytes and requests that it takes from the store, what it writes to the SSDs,
+    the times of the first and of later epochs, and how much of that is waiting. The last lines are
+    the commands for the best of them: the fastest, and among equally fast ones the cheapest.
 
     What you do not say is assumed, and named in a note. Nothing is read but the snapshot.
 
@@ -204,21 +208,20 @@ def plan(
         str(target), _size_text(memory or default_memory_bytes()), _size_text(cache_size),
         given is not None,
     )  # fmt: skip
-    told = commands(best, options)
-    assumed = _assumed()
+    told, assumed = commands(best, options), _assumed()
     if html is not None:
         _write(html, plan_page(str(target), found, best, told, assumed, sizes))
     if global_flags().json:
-        rows = [described(each) for each in found]
+        rows = [described(each) | ({"shuffle": GIVEN} if order else {}) for each in found]
         for row, least in zip(rows, sizes, strict=False):
             row["smallest_cache_bytes"] = least
+        taken = GIVEN if order else best.job.shuffle
         print_json(
             {
                 "event": "done", "dataset": str(target), "files": len(files), "bytes": files.bytes,
                 "chunks": len(files.chunk_bytes), "job": asdict(best.job), "assumed": assumed,
                 "forecasts": rows,
-                "recommended": {"policy": best.policy, "shuffle": best.job.shuffle,
-                                "commands": told},
+                "recommended": {"policy": best.policy, "shuffle": taken, "commands": told},
             }
         )  # fmt: skip
         return
@@ -384,16 +387,16 @@ def _print_rows(found: Sequence[Forecast], sizes: Sequence[int | None], *, is_gi
         total = max(sum(later.files), 1)
         price = each.job.store.price(later.store_requests, later.store_bytes)
         cells = [
-            "given" if is_given else each.job.shuffle,
+            GIVEN if is_given else each.job.shuffle,
             each.policy,
-            *(f"{100 * count / total:.1f} %" for count in later.files),
+            *(f"{100 * count / total:.1f}%" for count in later.files),
             bytes_text(later.store_bytes),
             f"{later.store_requests:,}",
             bytes_text(later.written_bytes),
             f"{first.seconds:,.1f} s",
             f"{later.seconds:,.1f} s",
-            f"{100 * later.stalled:.1f} %",
-            f"{100 * later.on_time:.1f} %",
+            f"{100 * later.stalled:.1f}%",
+            f"{100 * later.on_time:.1f}%",
             f"{price:,.4g}",
         ]
         if sizes:

@@ -265,22 +265,24 @@ def _replay_files(
 def _replay_log(
     job: Job, files: Files, epochs: Sequence[EpochReads], following: EpochReads | None
 ) -> list[EpochSources]:
-    logged = np.zeros((job.nodes, len(files)), np.bool_)  # of the epoch that comes next
+    logged_by = np.full(len(files), -1, np.int32)  # the node that has each file, for this epoch
     sources = []
     for each, then in zip(epochs, [*epochs[1:], following], strict=True):
         node = _node_of_rows(job, each)
-        source = np.where(logged[node, each.file], DISK, STORE).astype(np.uint8)
-        logged[:] = False
+        source = np.where(logged_by[each.file] == node, DISK, STORE).astype(np.uint8)
+        reader = np.full(len(files), -1, np.int32)
+        reader[each.file] = node
+        logged_by[:] = -1
         if then is not None:
-            logged[node, each.file] = True
             next_node = _node_of_rows(job, then)
-            for at in range(job.nodes):
-                wanted = then.file[next_node == at]
-                fits = np.cumsum(files.stored[wanted]) <= job.node.disk_bytes
-                is_in = np.zeros(len(files), np.bool_)
-                is_in[wanted[fits]] = True
-                logged[at] &= is_in
-        written = int(sum(files.stored[is_in].sum() for is_in in logged))
+            by_node = np.argsort(next_node, kind="stable")
+            size = files.stored[then.file[by_node]]
+            node_bytes = np.bincount(next_node, files.stored[then.file], job.nodes)
+            before = (np.cumsum(node_bytes) - node_bytes)[next_node[by_node]]
+            is_in = np.cumsum(size) - before <= job.node.disk_bytes
+            is_in &= reader[then.file[by_node]] == next_node[by_node]
+            logged_by[then.file[by_node[is_in]]] = next_node[by_node[is_in]]
+        written = int(files.stored[logged_by >= 0].sum())
         none = np.zeros(len(each.push), np.bool_)
         found = _Found(source, none, written)
         sources.append(_summed(files, each, source, none, none, found, "log"))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..errors import UsageError
-from ..orders.shuffle import GROUP_SIZE_DEFAULT, SEED_MAX, WORLD_MAX, check_number
+from ..orders.shuffle import GROUP_SIZE_DEFAULT, SEED_MAX, check_number
 
 Shuffle = Literal["full", "chunk"]
 
@@ -19,6 +19,8 @@ AHEAD_BYTES = 32 << 20
 """Bytes of these requests at once, at most: `ReadLimits.ahead_bytes` of `cache/coalesce.py`."""
 
 EPOCHS_MAX, BATCH_MAX, WORKERS_MAX = 1000, 1 << 20, 1 << 10
+RANKS_MAX = 1 << 12
+"""Of all nodes. The time of a simulation grows with nodes and ranks, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +86,9 @@ class Job:
     group_size: int = GROUP_SIZE_DEFAULT
 
     def __post_init__(self) -> None:
-        check_number("number of nodes", self.nodes, 1, WORLD_MAX)
-        check_number("number of ranks", self.ranks, 1, WORLD_MAX)
-        check_number("number of ranks of all nodes", self.world, 1, WORLD_MAX)
+        check_number("number of nodes", self.nodes, 1, RANKS_MAX)
+        check_number("number of ranks", self.ranks, 1, RANKS_MAX)
+        check_number("number of ranks of all nodes", self.world, 1, RANKS_MAX)
         check_number("batch", self.batch, 1, BATCH_MAX)
         check_number("number of workers", self.workers, 0, WORKERS_MAX)
         check_number("number of epochs", self.epochs, 1, EPOCHS_MAX)

@@ -230,7 +230,8 @@ def imbalance(bench: Workbench) -> list[Row]:
 
 
 def speed(bench: Workbench) -> list[Row]:
-    """Simulating ImageNet-1K: 8 ranks, 3 epochs, one policy and order."""
+    """Simulating ImageNet-1K: 8 ranks, 3 epochs, one policy and order. Processor time, which is what
+    it takes on an idle machine, as it has one thread."""
     files = made_files(FILES_1K // bench.divisor, BYTES_1K / bench.divisor)
     memory = files.bytes // 10
     node = Node(files.bytes // 50, memory, 2 * memory)
@@ -238,11 +239,11 @@ def speed(bench: Workbench) -> list[Row]:
     for shuffle in ("full", "chunk"):
         for policy in ("plan", "lru"):
             job = Job(node, ranks=RANKS, batch=BATCH, shuffle=shuffle)
-            begun_s = time.perf_counter()
+            begun_s = time.process_time()
             forecast(job, files, policy)
-            taken = Samples((time.perf_counter() - begun_s,))
+            taken = Samples((time.process_time() - begun_s,))
             name = f"plan of ImageNet-1K, 3 epochs, {policy}, {shuffle} order"
-            rows.append(within(name, "s", taken, SPEED_S_MAX, most=True))
+            rows.append(within(name, "s of a processor", taken, SPEED_S_MAX, most=True))
     return rows
 
 
