@@ -96,7 +96,7 @@ def _table(forecasts: Sequence[Forecast], smallest: Sequence[int | None]) -> str
         ]
         if smallest:
             least = smallest[at]
-            cells.append("none is enough" if least is None else bytes_text(least))
+            cells.append("none" if least is None else bytes_text(least))
         rows.append("".join(f"<td>{escape(cell)}</td>" for cell in cells))
     heads = "".join(f"<th>{name}</th>" for name in head)
     return f"<table><tr>{heads}</tr>{''.join(f'<tr>{row}</tr>' for row in rows)}</table>"

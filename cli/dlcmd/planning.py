@@ -229,6 +229,13 @@ def plan(
     for layout in dict.fromkeys(each.layout for each in found):
         with_layout = dict.fromkeys(each.policy for each in found if each.layout == layout)
         print_note(f"with {', '.join(with_layout)} the cache keeps {UNITS[layout]}")
+    batch_bytes = job.ranks * job.batch * files.bytes // len(files)
+    window_bytes = min(each.job.node.window_bytes for each in found)
+    if window_bytes < 2 * batch_bytes:
+        print_note(
+            f"the memory to load ahead is {bytes_text(window_bytes)}, and a batch of all ranks"
+            f" takes {bytes_text(batch_bytes)}: with more --memory they would wait less"
+        )
     if assumed:
         print_note(f"assumed, as you did not say: {', '.join(assumed)}")
     for line in told:
@@ -397,11 +404,11 @@ def _print_rows(found: Sequence[Forecast], sizes: Sequence[int | None], *, is_gi
             f"{later.seconds:,.1f} s",
             f"{100 * later.stalled:.1f}%",
             f"{100 * later.on_time:.1f}%",
-            f"{price:,.4g}",
+            f"{price:,.3g}",
         ]
         if sizes:
             least = sizes[at]
-            cells.append("none is enough" if least is None else bytes_text(least))
+            cells.append("none" if least is None else bytes_text(least))
         rows.append(cells)
     print_table(columns, rows, columns[2:])
 

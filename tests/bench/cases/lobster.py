@@ -230,8 +230,8 @@ def imbalance(bench: Workbench) -> list[Row]:
 
 
 def speed(bench: Workbench) -> list[Row]:
-    """Simulating ImageNet-1K: 8 ranks, 3 epochs, one policy and order. Processor time, which is what
-    it takes on an idle machine, as it has one thread."""
+    """Simulating ImageNet-1K: 8 ranks, 3 epochs, one policy and order. Processor time, which is
+    what it takes on an idle machine, as it has one thread."""
     files = made_files(FILES_1K // bench.divisor, BYTES_1K / bench.divisor)
     memory = files.bytes // 10
     node = Node(files.bytes // 50, memory, 2 * memory)
