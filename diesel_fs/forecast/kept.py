@@ -80,6 +80,15 @@ def check_policy(name: str) -> str:
     return name
 
 
+def looks_ahead(policy: str, layout: Layout) -> bool:
+    """Whether what is kept in an epoch depends on the next one. Raises UsageError."""
+    return layout == "log" or _knows_future(POLICIES[check_policy(policy)]())
+
+
+def _knows_future(policy: EvictionPolicy) -> bool:
+    return type(policy).set_future is not EvictionPolicy.set_future
+
+
 def replay(
     job: Job,
     files: Files,
@@ -90,21 +99,21 @@ def replay(
     progress: OnProgress = lambda _: None,
 ) -> list[EpochSources]:
     """Where all reads of all epochs come from, with an empty cache before the first. `following` is
-    the epoch after them, if there is one: the order log is written for it. Raises UsageError."""
-    check_policy(policy)
+    the epoch after them, if there is one: the order log is written for it, and a policy that knows
+    the future knows it. Raises UsageError."""
     if layout == "log":
         return _replay_log(job, files, epochs, following)
     if layout == "files":
-        return _replay_files(job, files, epochs, policy, progress)
-    return _replay_chunks(job, files, epochs, policy, progress)
+        return _replay_files(job, files, epochs, following, policy, progress)
+    return _replay_chunks(job, files, epochs, following, policy, progress)
 
 
 class UnitCache:
     """One cache of units (chunks or files): which are in it, and which replace which.
 
-    `memory_bytes` is filled before `disk_bytes`. With `admission`, units that replace others must
-    be worth it (`cache/admission.py`); without, whatever is read replaces others, unless the policy
-    says no.
+    `memory_bytes` is filled before `disk_bytes`. With `costs`, units that replace others must be
+    worth it by the policy or by ski rental (`cache/admission.py`); without, whatever is read
+    replaces others, unless the policy says no.
     """
 
     def __init__(
@@ -117,23 +126,28 @@ class UnitCache:
         costs: ReadCostModel | None = None,
     ) -> None:
         self._policy = policy
+        self._knows_future = _knows_future(policy)
         self._sizes = sizes
         self._held = policy.sizes
         self._bytes_max = memory_bytes + disk_bytes
         self._free = [memory_bytes, disk_bytes]
         self._tier: dict[int, int] = {}
-        self._read_s = None if costs is None else costs.read_s
-        self._price_s = [0.0 if costs is None else costs.read_s(size) for size in sizes]
+        # Of one read past the cache, and of fetching each unit
+        self._request_s = 0.0 if costs is None else costs.request_s
+        self._bytes_per_s = 1.0 if costs is None else costs.bytes_per_s
+        self._price_s = [costs.read_s(size) for size in sizes] if costs else []
+        # A policy that knows the future decides itself, so nothing is noted for ski rental then
         self._admission: SkiRentalAdmission | None = None
-        if costs is not None:
+        if costs is not None and not self._knows_future:
             self._admission = SkiRentalAdmission(sizes, costs.read_s, self._bytes_max)
+        self._replaces_always = costs is None
         self._position = 0  # accesses that are known and have come, with those of this push
         self.written_bytes = 0
         """To the disk, so far."""
 
     def set_future(self, units: npt.NDArray[np.int32], unit_count: int) -> None:
         """All accesses that will come, in their order; `unit_count` is the number of all units."""
-        if type(self._policy).set_future is not EvictionPolicy.set_future:
+        if self._knows_future:
             self._policy.set_future(FutureUses([UnitOrder(units)], unit_count))
 
     def advance(self, count: int) -> None:
@@ -184,12 +198,11 @@ class UnitCache:
 
     def _victims(self, unit: int, size: int, wanted: int) -> list[int] | None:
         """The units that this one replaces; None where it stays out."""
-        if size > self._bytes_max or not self._policy.admits(unit, size, sum(self._free)):
+        policy, room = self._policy, self._free[0] + self._free[1]
+        if size > self._bytes_max or not policy.admits(unit, size, room):
             return None
-        admission = self._admission
         victims: list[int] = []
-        room = sum(self._free)
-        for victim in self._policy.eviction_order():
+        for victim in policy.eviction_order():
             victims.append(victim)
             room += self._sizes[victim]
             if room >= size:
@@ -197,20 +210,27 @@ class UnitCache:
         if room < size or not victims:
             return None
         uses_min = 1
-        if self._read_s is not None:
-            uses_min = int(-(-self._price_s[unit] // self._read_s(wanted)))
-        is_better = self._policy.replaces(unit, victims, uses_min)
+        if self._price_s:
+            read_s = self._request_s + wanted / self._bytes_per_s
+            uses_min = int(-(-self._price_s[unit] // read_s))
+        is_better = policy.replaces(unit, victims, uses_min)
+        admission = self._admission
         if is_better is None and admission is not None:
             is_better = admission.has_credit(unit, wanted) and admission.is_worth_more(
                 unit, victims
             )
             if is_better:
                 admission.charge(unit, wanted)
-        return victims if is_better or is_better is None else None
+        return victims if is_better or (is_better is None and self._replaces_always) else None
 
 
 def _replay_chunks(
-    job: Job, files: Files, epochs: Sequence[EpochReads], policy: str, progress: OnProgress
+    job: Job,
+    files: Files,
+    epochs: Sequence[EpochReads],
+    following: EpochReads | None,
+    policy: str,
+    progress: OnProgress,
 ) -> list[EpochSources]:
     node, sizes = job.node, files.chunk_bytes
     owner = Ownership(files.chunk_ids, sizes, job.nodes).owners(np.ones(job.nodes, np.bool_))
@@ -222,10 +242,16 @@ def _replay_chunks(
         UnitCache(POLICIES[policy](), size_list, node.memory_bytes, node.disk_bytes, costs=costs)
         for _ in range(job.nodes)
     ]
-    accesses = [_Accesses(each.push, each.chunk, each.wanted, owner[each.chunk]) for each in epochs]
+    accesses = [
+        _Accesses(each.push, each.chunk, each.wanted, owner[each.chunk])
+        for each in (*epochs, *([following] if following else []))
+    ]
     sources = []
     for each, asked, found in zip(
-        epochs, accesses, _run(caches, accesses, len(sizes), progress), strict=True
+        epochs,
+        accesses[: len(epochs)],
+        _run(caches, accesses, len(epochs), len(sizes), progress),
+        strict=True,
     ):
         is_far = asked.cache != each.rank[each.push] // job.ranks
         source = np.where((found.source != STORE) & is_far, PEER, found.source).astype(np.uint8)
@@ -238,16 +264,21 @@ def _replay_chunks(
 
 
 def _replay_files(
-    job: Job, files: Files, epochs: Sequence[EpochReads], policy: str, progress: OnProgress
+    job: Job,
+    files: Files,
+    epochs: Sequence[EpochReads],
+    following: EpochReads | None,
+    policy: str,
+    progress: OnProgress,
 ) -> list[EpochSources]:
     sizes = files.stored.tolist()
     caches = [UnitCache(POLICIES[policy](), sizes, job.node.memory_bytes) for _ in range(job.nodes)]
     accesses = []
-    for each in epochs:
+    for each in (*epochs, *([following] if following else [])):
         push = each.push[each.access]
         node = (each.rank[push] // job.ranks).astype(np.int64)
         accesses.append(_Accesses(push, each.file, files.stored[each.file], node))
-    found = _run(caches, accesses, len(files), progress)
+    found = _run(caches, accesses, len(epochs), len(files), progress)
     return [
         _summed(
             files,
@@ -356,14 +387,16 @@ class _Accesses:
 
 def _run(
     caches: Sequence[UnitCache],
-    epochs: Sequence[_Accesses],
+    known: Sequence[_Accesses],
+    epoch_count: int,
     unit_count: int,
     progress: OnProgress,
 ) -> list[_Found]:
-    """All accesses, in their order."""
+    """All accesses of the first `epoch_count` epochs that are known, in their order."""
     for number, cache in enumerate(caches):
-        units = [each.unit[each.cache == number] for each in epochs]
+        units = [each.unit[each.cache == number] for each in known]
         cache.set_future(np.concatenate(units), unit_count)
+    epochs = known[:epoch_count]
     total = max(sum(len(each.unit) for each in epochs), 1)
     done, found = 0, []
     for each in epochs:

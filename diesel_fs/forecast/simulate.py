@@ -30,7 +30,7 @@ import numpy.typing as npt
 
 from ..format.snapshot.reader import Indices
 from ..mounts.prefetch.units import PAGE_BYTES
-from .kept import ORDER_LOG, STORE, TIERS, EpochSources, Layout, OnProgress, replay
+from .kept import ORDER_LOG, STORE, TIERS, EpochSources, Layout, OnProgress, looks_ahead, replay
 from .nodes import AHEAD_BYTES, CONNECTIONS, Job
 from .reads import EpochReads, Files, Mask, Numbers, cut_epoch, epoch_order
 
@@ -124,8 +124,8 @@ def forecast(
     saves cutting the orders again; `layout` overrides `layout_of`. Raises UsageError."""
     reads = read_epochs(job, files, given) if reads is None else reads
     layout = layout or layout_of(policy)
-    following = None  # what the last epoch writes a log for
-    if layout == "log":
+    following = None  # for those that look ahead: else the last epoch would not be like others
+    if looks_ahead(policy, layout):
         following = cut_epoch(job, files, epoch_order(job, files, job.epochs, given))
     sources = replay(job, files, reads, policy, layout, following, progress)
     return Forecast(policy, layout, job, timed(job, files, reads, sources))
