@@ -16,7 +16,7 @@ import pytest
 LAYERS = (
     *"errors names urls credentials settings metrics".split(),
     *"system format orders net storage cache repository remote peers ingest client".split(),
-    *"mounts torch diesel_fs diesel_server dlcmd".split(),
+    *"mounts forecast torch diesel_fs diesel_server dlcmd".split(),
 )
 """From the bottom up. `torch` is what training scripts import. The last three are
 `diesel_fs/__init__.py` (what users import) and the two programs."""
@@ -29,12 +29,12 @@ PURE = (
     *"peers.wire mounts.plans.control_wire".split(),
     *"mounts.sessions.protocol mounts.prefetch.planner mounts.prefetch.stream_tracker".split(),
     *"mounts.prefetch.resident_set mounts.prefetch.miss_fill mounts.prefetch.units".split(),
-    *"mounts.prefetch.decisions torch.workers".split(),
+    *"mounts.prefetch.decisions forecast torch.workers".split(),
 )
 PURE_IMPORTS = frozenset(
     "__future__ abc array base64 binascii bisect collections contextlib dataclasses enum errno"
-    " functools hashlib heapq hmac itertools json math operator re stat string struct sys threading"
-    " types typing _typeshed unicodedata uuid zlib lz4 msgpack numpy xxhash".split()
+    " functools hashlib heapq hmac itertools json math operator re shlex stat string struct sys"
+    " threading types typing _typeshed unicodedata uuid zlib lz4 msgpack numpy xxhash".split()
 )
 IMPURE_CALLS = frozenset(
     "open print input np.fromfile np.load np.memmap np.save uuid.uuid1 uuid.uuid4 uuid1"

@@ -54,6 +54,7 @@ VERBS = {
     "warmup": ("warming", "Load what lies at a path of a mount before it is read."),
     "run": ("running", "Run a training command whose reads the mounts know ahead."),
     "shuffle": ("shuffling", "Print the files in chunk-wise random order."),
+    "plan": ("planning", "Say beforehand what a training job will read, hit, cost and wait for."),
     "bench": ("benching", "Measure how fast this machine puts, lists and reads a dataset."),
     "user": ("accounts", "Add, remove, list, export or import the users of a server."),
     "grant": ("accounts", "Give a user a role on a dataset."),

@@ -134,11 +134,20 @@ class FutureUses:
 
     def next_time(self, units: Units) -> Times:
         """The time of each unit's next use, over all ranks; NEVER where none is left."""
+        if len(units) == 1:  # with numbers it takes a tenth of the time
+            return np.array([self._next_time_of(int(units[0]))], np.int64)
         found = np.full(len(units), NEVER, np.int64)
         has_use = self._left[units] > 0
         places = self._next[units[has_use]]
         found[has_use] = self._times(self._uses[places])
         return found
+
+    def _next_time_of(self, unit: int) -> int:
+        """The same of one unit."""
+        if not self._left[unit]:
+            return NEVER
+        use = int(self._uses[self._next[unit]])
+        return (use & ((1 << self._low_bits) - 1)) >> self._rank_bits
 
     def uses_left(self, units: Units) -> npt.NDArray[np.uint32]:
         """How many uses of each unit are left (Lobster's reuse count, over all ranks)."""

@@ -22,7 +22,7 @@ from tests.server.program import until
 
 from . import memory, results, small_images
 from .__main__ import lasting_rows
-from .cases import BENCHMARKS, accuracy, chosen
+from .cases import BENCHMARKS, accuracy, chosen, lobster
 from .cases.training import OBJECTS
 from .control_group import control_group
 from .dlcmd import TREE
@@ -472,3 +472,21 @@ def test_a_run_replaces_its_rows_in_the_page_of_results_and_leaves_the_others() 
     assert [line for line in second.splitlines() if line not in lines] == page.splitlines()
     with pytest.raises(ValueError, match="no place"):
         results.updated("# A page\n", [tar], "Monday")
+
+
+def test_the_tables_of_lobster_are_simulated(tmp_path: Path) -> None:
+    """In small: the model of NoPFS gets the paper's figure, and nothing keeps more than fits."""
+    bench = Workbench(tmp_path, 1, 50)
+    rows = {
+        (row.name.rpartition("GPUs, ")[2], row.against): row for row in lobster.hit_ratios(bench)
+    }
+    nopfs = rows["NoPFS, on time", lobster.THE_PAPER].ratio
+    assert nopfs is not None
+    assert abs(nopfs - 1) < 0.05
+    assert rows["plan, kept", "limit"].met
+    assert rows["plan, on time", "NoPFS here"].ratio is not None
+    imbalanced = lobster.imbalance(Workbench(tmp_path, 1, 100))
+    assert all(row.ratio is None or row.ratio > 0 for row in imbalanced)
+    assert [row.unit for row in lobster.speed(Workbench(tmp_path, 1, 2000))] == [
+        "s of a processor"
+    ] * 4

@@ -9,6 +9,7 @@ from . import (
     accuracy,
     kernel,
     listing,
+    lobster,
     mount,
     native,
     order_logs,
@@ -86,9 +87,12 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "training-decoding": training.decoding,
     "training-api": training_api.measure,
     "training-overhead": training_overhead.measure,
+    "plan-speed": lobster.speed,
+    "lobster-hits": lobster.hit_ratios,
+    "lobster-imbalance": lobster.imbalance,
 }
 
-UNTIMED = frozenset({"accuracy"})
+UNTIMED = frozenset({"accuracy", "lobster-hits", "lobster-imbalance"})
 """Benchmarks that measure no time, and have a number of repetitions of their own: their figures are
 the same on a busy machine, and with `--quick`."""
 

@@ -1,0 +1,419 @@
+"""Finds where each read of a job is served from: replays the accesses of all epochs through the
+caches of its nodes, with the eviction policies of `cache/policy.py` themselves.
+
+There are three layouts of a cache:
+
+- **chunks**: the cache of a task (`peers/node_cache.py`). Each chunk has an owner among the nodes
+  (`peers/ownership.py`), which keeps it in memory, or else on its SSD. A chunk that misses is
+  fetched whole while there is free room. In a full cache the policy decides whether it replaces
+  others; where the policy cannot tell, ski rental does (`cache/admission.py`). What is not fetched
+  is read past the cache, from the store.
+- **files**: single files in a node's memory. Whatever was read is offered to the policy.
+- **log**: the order log (LCache, section III-B). The SSD holds the first bytes of the order in
+  which the node will read in the next epoch, as far as it reads these files in this one. They are
+  read in sequence. A node logs only what it reads itself.
+
+What is simplified: memory and SSD of a node are one cache, whose chunks stay where they came; only
+owners keep chunks; all fetches succeed, and none takes so long that another read misses meanwhile.
+A policy that knows the future knows all accesses of all epochs, and a use is an access. Pure.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from ..cache.admission import SkiRentalAdmission
+from ..cache.policy import POLICIES, EvictionPolicy
+from ..cache.read_through import ReadCostModel
+from ..errors import UsageError
+from ..orders.future import FutureUses, UnitOrder
+from ..peers.ownership import Ownership
+from .nodes import Job
+from .reads import ALONE, IN_TASK, EpochReads, Files, Mask, Numbers
+
+Layout = Literal["chunks", "files", "log"]
+
+ORDER_LOG = "order"
+"""The name of the order log among the policies that are compared."""
+
+NAMES = (*POLICIES, ORDER_LOG)
+
+Sources = npt.NDArray[np.uint8]
+"""Where each read is served from: one of the next four."""
+
+MEMORY, DISK, PEER, STORE = range(4)
+TIERS = ("memory", "disk", "peer", "store")
+
+OnProgress = Callable[[float], None]
+"""Called with the part that is done, 0 to 1."""
+
+_PROGRESS_ACCESSES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EpochSources:
+    """Where the reads of one epoch came from.
+
+    `source` is by row. By push: `requests` to the store, and the bytes from the store, over the
+    network and from the node's own SSD. `written_bytes` went to the SSDs of all nodes.
+    `is_resident`, by row: the mount need not load the file, as it is in a cache of files.
+    """
+
+    source: Sources
+    is_resident: Mask
+    requests: Numbers
+    store_bytes: Numbers
+    peer_bytes: Numbers
+    disk_bytes: Numbers
+    written_bytes: int
+
+
+def check_policy(name: str) -> str:
+    """The name of a policy, or the order log's. Raises UsageError for another."""
+    if name not in NAMES:
+        raise UsageError(f"no policy is named {name!r}", advice=f"it is one of {', '.join(NAMES)}")
+    return name
+
+
+def looks_ahead(policy: str, layout: Layout) -> bool:
+    """Whether what is kept in an epoch depends on the next one. Raises UsageError."""
+    return layout == "log" or _knows_future(POLICIES[check_policy(policy)]())
+
+
+def _knows_future(policy: EvictionPolicy) -> bool:
+    return type(policy).set_future is not EvictionPolicy.set_future
+
+
+def replay(
+    job: Job,
+    files: Files,
+    epochs: Sequence[EpochReads],
+    policy: str,
+    layout: Layout,
+    following: EpochReads | None = None,
+    progress: OnProgress = lambda _: None,
+) -> list[EpochSources]:
+    """Where all reads of all epochs come from, with an empty cache before the first. `following` is
+    the epoch after them, if there is one: the order log is written for it, and a policy that knows
+    the future knows it. Raises UsageError."""
+    if layout == "log":
+        return _replay_log(job, files, epochs, following)
+    if layout == "files":
+        return _replay_files(job, files, epochs, following, policy, progress)
+    return _replay_chunks(job, files, epochs, following, policy, progress)
+
+
+class UnitCache:
+    """One cache of units (chunks or files): which are in it, and which replace which.
+
+    `memory_bytes` is filled before `disk_bytes`. With `costs`, units that replace others must be
+    worth it by the policy or by ski rental (`cache/admission.py`); without, whatever is read
+    replaces others, unless the policy says no.
+    """
+
+    def __init__(
+        self,
+        policy: EvictionPolicy,
+        sizes: Sequence[int],
+        memory_bytes: int,
+        disk_bytes: int = 0,
+        *,
+        costs: ReadCostModel | None = None,
+    ) -> None:
+        self._policy = policy
+        self._knows_future = _knows_future(policy)
+        self._sizes = sizes
+        self._held = policy.sizes
+        self._bytes_max = memory_bytes + disk_bytes
+        self._free = [memory_bytes, disk_bytes]
+        self._tier: dict[int, int] = {}
+        # Of one read past the cache, and of fetching each unit
+        self._request_s = 0.0 if costs is None else costs.request_s
+        self._bytes_per_s = 1.0 if costs is None else costs.bytes_per_s
+        self._price_s = [costs.read_s(size) for size in sizes] if costs else []
+        # A policy that knows the future decides itself, so nothing is noted for ski rental then
+        self._admission: SkiRentalAdmission | None = None
+        if costs is not None and not self._knows_future:
+            self._admission = SkiRentalAdmission(sizes, costs.read_s, self._bytes_max)
+        self._replaces_always = costs is None
+        self._position = 0  # accesses that are known and have come, with those of this push
+        self.written_bytes = 0
+        """To the disk, so far."""
+
+    def set_future(self, units: npt.NDArray[np.int32], unit_count: int) -> None:
+        """All accesses that will come, in their order; `unit_count` is the number of all units."""
+        if self._knows_future:
+            self._policy.set_future(FutureUses([UnitOrder(units)], unit_count))
+
+    def advance(self, count: int) -> None:
+        """The next `count` accesses come together, in one push."""
+        self._position += count
+        self._policy.advance(0, self._position)
+
+    def access(self, unit: int, wanted: int) -> tuple[int, bool]:
+        """A reader wants so many bytes of a unit. Where it is (MEMORY, DISK or STORE), and whether
+        it has been fetched whole for that."""
+        if unit in self._held:
+            self._policy.record_access(unit)
+            if self._admission is not None:
+                self._admission.record_hits((unit,), wanted)
+            return self._tier[unit], False
+        self._policy.record_access(unit)
+        if self._admission is not None:
+            self._admission.record_miss(unit, wanted)
+        size = self._sizes[unit]
+        for tier, free in enumerate(self._free):
+            if size <= free:
+                self._insert(unit, size, tier)
+                return STORE, True
+        victims = self._victims(unit, size, wanted)
+        if victims is None:
+            if self._admission is not None:
+                self._admission.record_unserved(wanted)
+            return STORE, False
+        tier = self._tier[victims[0]]
+        for victim in victims:
+            self._free[self._tier.pop(victim)] += self._sizes[victim]
+            self._policy.remove(victim)
+        if self._free[tier] < size:  # victims of both tiers make room together
+            other = 1 - tier
+            self._free[other] -= size - self._free[tier]
+            self._free[tier] = size
+        self._insert(unit, size, tier)
+        return STORE, True
+
+    def _insert(self, unit: int, size: int, tier: int) -> None:
+        self._free[tier] -= size
+        self._tier[unit] = tier
+        self._policy.insert(unit, size)
+        if tier == DISK:
+            self.written_bytes += size
+        if self._admission is not None:
+            self._admission.reset_misses(unit)
+
+    def _victims(self, unit: int, size: int, wanted: int) -> list[int] | None:
+        """The units that this one replaces; None where it stays out."""
+        policy, room = self._policy, self._free[0] + self._free[1]
+        if size > self._bytes_max or not policy.admits(unit, size, room):
+            return None
+        victims: list[int] = []
+        for victim in policy.eviction_order():
+            victims.append(victim)
+            room += self._sizes[victim]
+            if room >= size:
+                break
+        if room < size or not victims:
+            return None
+        uses_min = 1
+        if self._price_s:
+            read_s = self._request_s + wanted / self._bytes_per_s
+            uses_min = int(-(-self._price_s[unit] // read_s))
+        is_better = policy.replaces(unit, victims, uses_min)
+        admission = self._admission
+        if is_better is None and admission is not None:
+            is_better = admission.has_credit(unit, wanted) and admission.is_worth_more(
+                unit, victims
+            )
+            if is_better:
+                admission.charge(unit, wanted)
+        return victims if is_better or (is_better is None and self._replaces_always) else None
+
+
+def _replay_chunks(
+    job: Job,
+    files: Files,
+    epochs: Sequence[EpochReads],
+    following: EpochReads | None,
+    policy: str,
+    progress: OnProgress,
+) -> list[EpochSources]:
+    node, sizes = job.node, files.chunk_bytes
+    owner = Ownership(files.chunk_ids, sizes, job.nodes).owners(np.ones(job.nodes, np.bool_))
+    costs = ReadCostModel()
+    costs.request_s = job.store.request_s
+    costs.bytes_per_s = min(job.store.connection_bytes_per_s, job.store.bytes_per_s)
+    size_list = sizes.tolist()
+    caches = [
+        UnitCache(POLICIES[policy](), size_list, node.memory_bytes, node.disk_bytes, costs=costs)
+        for _ in range(job.nodes)
+    ]
+    accesses = [
+        _Accesses(each.push, each.chunk, each.wanted, owner[each.chunk])
+        for each in (*epochs, *([following] if following else []))
+    ]
+    sources = []
+    for each, asked, found in zip(
+        epochs,
+        accesses[: len(epochs)],
+        _run(caches, accesses, len(epochs), len(sizes), progress),
+        strict=True,
+    ):
+        is_far = asked.cache != each.rank[each.push] // job.ranks
+        source = np.where((found.source != STORE) & is_far, PEER, found.source).astype(np.uint8)
+        # What another node fetches for this one crosses the network, too
+        crosses = (source == PEER) | (found.is_fetched & is_far)
+        sources.append(
+            _summed(files, each, source[each.access], found.is_fetched, crosses, found, "chunks")
+        )
+    return sources
+
+
+def _replay_files(
+    job: Job,
+    files: Files,
+    epochs: Sequence[EpochReads],
+    following: EpochReads | None,
+    policy: str,
+    progress: OnProgress,
+) -> list[EpochSources]:
+    sizes = files.stored.tolist()
+    caches = [UnitCache(POLICIES[policy](), sizes, job.node.memory_bytes) for _ in range(job.nodes)]
+    accesses = []
+    for each in (*epochs, *([following] if following else [])):
+        push = each.push[each.access]
+        node = (each.rank[push] // job.ranks).astype(np.int64)
+        accesses.append(_Accesses(push, each.file, files.stored[each.file], node))
+    found = _run(caches, accesses, len(epochs), len(files), progress)
+    return [
+        _summed(
+            files,
+            each,
+            kept.source,
+            none := np.zeros(len(each.push), np.bool_),
+            none,
+            kept,
+            "files",
+        )
+        for each, kept in zip(epochs, found, strict=True)
+    ]
+
+
+def _replay_log(
+    job: Job, files: Files, epochs: Sequence[EpochReads], following: EpochReads | None
+) -> list[EpochSources]:
+    logged_by = np.full(len(files), -1, np.int32)  # the node that has each file, for this epoch
+    sources = []
+    for each, then in zip(epochs, [*epochs[1:], following], strict=True):
+        node = _node_of_rows(job, each)
+        source = np.where(logged_by[each.file] == node, DISK, STORE).astype(np.uint8)
+        reader = np.full(len(files), -1, np.int32)
+        reader[each.file] = node
+        logged_by[:] = -1
+        if then is not None:
+            next_node = _node_of_rows(job, then)
+            by_node = np.argsort(next_node, kind="stable")
+            size = files.stored[then.file[by_node]]
+            node_bytes = np.bincount(next_node, files.stored[then.file], job.nodes)
+            before = (np.cumsum(node_bytes) - node_bytes)[next_node[by_node]]
+            is_in = np.cumsum(size) - before <= job.node.disk_bytes
+            is_in &= reader[then.file[by_node]] == next_node[by_node]
+            logged_by[then.file[by_node[is_in]]] = next_node[by_node[is_in]]
+        written = int(files.stored[logged_by >= 0].sum())
+        none = np.zeros(len(each.push), np.bool_)
+        found = _Found(source, none, written)
+        sources.append(_summed(files, each, source, none, none, found, "log"))
+    return sources
+
+
+def _node_of_rows(job: Job, reads: EpochReads) -> npt.NDArray[np.int32]:
+    """The node that reads each row."""
+    return reads.rank[reads.push[reads.access]] // np.int32(job.ranks)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Found:
+    """Of one epoch, by access: where it was served from, and whether its unit was fetched for it.
+    And the bytes written to disks."""
+
+    source: Sources
+    is_fetched: Mask
+    written_bytes: int
+
+
+def _summed(
+    files: Files,
+    reads: EpochReads,
+    source: Sources,
+    is_fetched: Mask,
+    crosses: Mask,
+    found: _Found,
+    layout: Layout,
+) -> EpochSources:
+    """What an epoch's reads cost, by push. `source` is by row, `is_fetched` (whole chunks) and
+    `crosses` (the network) are by access."""
+    count = len(reads.rank)
+
+    def by_push(push: npt.NDArray[np.int32], size: Numbers) -> Numbers:
+        return np.bincount(push, size, count).astype(np.int64)
+
+    limits = IN_TASK if layout == "chunks" else ALONE
+    past = (source == STORE) & ~is_fetched[reads.access]
+    requests, store_bytes = reads.requests(files, past, limits)
+    fetched = reads.push[is_fetched]
+    whole_bytes = files.chunk_bytes[reads.chunk[is_fetched]].astype(np.int64)
+    on_disk = source == DISK
+    push = reads.push[reads.access]
+    return EpochSources(
+        source,
+        source == MEMORY if layout == "files" else np.zeros(len(source), np.bool_),
+        requests + np.bincount(fetched, minlength=count),
+        store_bytes + by_push(fetched, whole_bytes),
+        by_push(reads.push[crosses], reads.wanted[crosses]),
+        by_push(push[on_disk], files.stored[reads.file[on_disk]]),
+        found.written_bytes,
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Accesses:
+    """Those of one epoch, by access: the push, the unit, the bytes that are wanted, and the number
+    of the cache."""
+
+    push: npt.NDArray[np.int32]
+    unit: npt.NDArray[np.int32]
+    wanted: Numbers
+    cache: Numbers
+
+    def pushes(self) -> Numbers:
+        """Where the accesses of each push begin, and at last their number."""
+        starts = np.flatnonzero(np.diff(self.push, prepend=-1))
+        return np.append(starts, len(self.push))
+
+
+def _run(
+    caches: Sequence[UnitCache],
+    known: Sequence[_Accesses],
+    epoch_count: int,
+    unit_count: int,
+    progress: OnProgress,
+) -> list[_Found]:
+    """All accesses of the first `epoch_count` epochs that are known, in their order."""
+    for number, cache in enumerate(caches):
+        units = [each.unit[each.cache == number] for each in known]
+        cache.set_future(np.concatenate(units), unit_count)
+    epochs = known[:epoch_count]
+    total = max(sum(len(each.unit) for each in epochs), 1)
+    done, found = 0, []
+    for each in epochs:
+        written_before = sum(cache.written_bytes for cache in caches)
+        where, is_fetched = bytearray(len(each.unit)), bytearray(len(each.unit))
+        units, wanted, numbers = each.unit.tolist(), each.wanted.tolist(), each.cache.tolist()
+        for begin, end in pairwise(each.pushes().tolist()):
+            for number, count in Counter(numbers[begin:end]).items():
+                caches[number].advance(count)
+            for at in range(begin, end):
+                where[at], is_fetched[at] = caches[numbers[at]].access(units[at], wanted[at])
+            if begin // _PROGRESS_ACCESSES != end // _PROGRESS_ACCESSES:
+                progress((done + end) / total)
+        done += len(units)
+        written = sum(cache.written_bytes for cache in caches) - written_before
+        found.append(
+            _Found(np.frombuffer(where, np.uint8), np.frombuffer(is_fetched, np.bool_), written)
+        )
+    progress(1.0)
+    return found

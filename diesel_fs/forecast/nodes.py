@@ -1,0 +1,118 @@
+"""Describes a training job to the forecast: its nodes, the store, and how it reads.
+
+All rates are in bytes per second and times in seconds, of one node where nothing else is said.
+Values only; safe from any thread.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ..errors import UsageError
+from ..orders.shuffle import GROUP_SIZE_DEFAULT, SEED_MAX, check_number
+
+Shuffle = Literal["full", "chunk"]
+
+CONNECTIONS = 64
+"""Requests to the store at once: `FETCH_THREADS` of `cache/coalescing_reader.py`."""
+
+AHEAD_BYTES = 32 << 20
+"""Bytes of these requests at once, at most: `ReadLimits.ahead_bytes` of `cache/coalesce.py`."""
+
+EPOCHS_MAX, BATCH_MAX, WORKERS_MAX = 1000, 1 << 20, 1 << 10
+RANKS_MAX = 1 << 12
+"""Of all nodes. The time of a simulation grows with nodes and ranks, too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """The object store, as one node sees it.
+
+    A request takes `request_s` until its first byte comes, and then gets `connection_bytes_per_s`
+    at most. All requests of a node together get `bytes_per_s`. Prices are in any currency: for
+    1,000 requests, and for 1e9 bytes that leave the store.
+    """
+
+    request_s: float = 0.02
+    bytes_per_s: float = 1e9
+    connection_bytes_per_s: float = 1e8
+    price_per_1000: float = 0.0004
+    price_per_gb: float = 0.0
+
+    def price(self, requests: int, size: int) -> float:
+        """What so many requests cost that bring `size` bytes together."""
+        return requests / 1000 * self.price_per_1000 + size / 1e9 * self.price_per_gb
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One machine of the job; all are alike.
+
+    `window_bytes`: memory into which the mount loads files before they are read. `memory_bytes`:
+    memory of the cache beside that. `disk_bytes`: the SSD folder of the cache.
+    """
+
+    window_bytes: int
+    memory_bytes: int = 0
+    disk_bytes: int = 0
+    disk_read_bytes_per_s: float = 2e9
+    disk_write_bytes_per_s: float = 1e9
+    network_bytes_per_s: float = 1.25e9
+    network_request_s: float = 0.0002
+    push_bytes_per_s: float = 1e9
+    """How fast one process checks contents and hands them to the kernel: 963 MB/s were measured
+    with files of 110 KiB (tests/bench/RESULTS.md)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A data-parallel training job. Its constructor raises UsageError.
+
+    In each iteration, each of `nodes` x `ranks` processes reads `batch` files, and the slowest one
+    sets the pace. `images_per_s` is the rate of the model and of decoding on one rank, where no
+    read is waited for. `workers` are the processes of a rank's DataLoader, each of which has two
+    batches under way.
+    """
+
+    node: Node
+    store: Store = Store()
+    nodes: int = 1
+    ranks: int = 1
+    batch: int = 64
+    workers: int = 4
+    images_per_s: float = 1000.0
+    epochs: int = 3
+    seed: int = 0
+    shuffle: Shuffle = "full"
+    group_size: int = GROUP_SIZE_DEFAULT
+
+    def __post_init__(self) -> None:
+        check_number("number of nodes", self.nodes, 1, RANKS_MAX)
+        check_number("number of ranks", self.ranks, 1, RANKS_MAX)
+        check_number("number of ranks of all nodes", self.world, 1, RANKS_MAX)
+        check_number("batch", self.batch, 1, BATCH_MAX)
+        check_number("number of workers", self.workers, 0, WORKERS_MAX)
+        check_number("number of epochs", self.epochs, 1, EPOCHS_MAX)
+        check_number("seed", self.seed, 0, SEED_MAX - self.epochs)
+        check_number("group size", self.group_size, 1)
+        for what, value in (
+            ("the store's rate", self.store.bytes_per_s),
+            ("the rate of one connection to the store", self.store.connection_bytes_per_s),
+            ("the network's rate", self.node.network_bytes_per_s),
+            ("the rate of reading the disk", self.node.disk_read_bytes_per_s),
+            ("the rate of writing the disk", self.node.disk_write_bytes_per_s),
+            ("the rate of images", self.images_per_s),
+        ):
+            if not 0 < value < 1e15:
+                raise UsageError(f"{what} is {value:g}: it must be above 0")
+        for what, value in (
+            ("the store's latency", self.store.request_s),
+            ("the price of requests", self.store.price_per_1000),
+            ("the price of traffic", self.store.price_per_gb),
+        ):
+            if not 0 <= value < 1e6:
+                raise UsageError(f"{what} is {value:g}: it must be 0 or more")
+
+    @property
+    def world(self) -> int:
+        """The number of ranks of all nodes."""
+        return self.nodes * self.ranks

@@ -1,0 +1,229 @@
+"""Turns the orders of a job's epochs into what its mounts ask for, in the order of asking.
+
+A mount does not read file by file. It cuts each rank's order into *pushes* (the units of
+`mounts/prefetch/units.py`: a whole chunk where its files are near each other in the order, else up
+to 256 files of many chunks), and loads the push first that is needed first. All that a push wants
+of one chunk is one *access* to the cache. So in chunk-wise order a chunk is accessed once an epoch,
+and in full order nearly as often as it has files.
+
+A *row* is one file that one rank reads. The rows of an epoch are sorted by push, chunk and place in
+the chunk, as the mount reads them. Files without content have no rows.
+
+Works on columns, in about a second for each million files. Pure.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ..cache.coalesce import ReadLimits, merge_spans
+from ..errors import UsageError
+from ..format.snapshot.layout import MANY_EXTENTS
+from ..format.snapshot.reader import Indices, Snapshot
+from ..mounts.prefetch.units import PAGE_BYTES, Columns, cut
+from ..orders.parts import part_positions
+from ..orders.shuffle import ChunkedFiles
+from .nodes import Job
+
+Mask = npt.NDArray[np.bool_]
+Numbers = npt.NDArray[np.int64]
+Small = npt.NDArray[np.int32]
+Parts = npt.NDArray[np.float32]
+
+_LIMITS = ReadLimits()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Files:
+    """The files of a dataset, and the chunks that hold them. It can be pickled.
+
+    `chunk`, `offset`, `stored` and `pages` have a value for each file, in the order of `shuffled`:
+    its first chunk, where its bytes begin there, how many they are, and the pages that its content
+    takes in memory. A file of several extents counts as if all of it lay in its first chunk.
+    """
+
+    chunked: ChunkedFiles
+    offset: Numbers
+    stored: Numbers
+    pages: npt.NDArray[np.uint32]
+    chunk_bytes: npt.NDArray[np.uint64]
+
+    @classmethod
+    def of(cls, snapshot: Snapshot) -> "Files":
+        """All files of a snapshot. Raises UsageError where it has none, CorruptError."""
+        entries = snapshot.files()
+        if not len(entries):
+            raise UsageError(f"{snapshot.dataset} has no files, so there is nothing to plan")
+        columns = snapshot.columns
+        size = columns.size[entries].astype(np.int64)
+        many = (columns.flags[entries] & MANY_EXTENTS) != 0
+        return cls(
+            ChunkedFiles.of(snapshot, entries),
+            np.where(many, 0, columns.offset[entries]).astype(np.int64),
+            np.where(many, size, columns.stored[entries]).astype(np.int64),
+            (-(-size // PAGE_BYTES)).astype(np.uint32),
+            snapshot.chunk_sizes.astype(np.uint64),
+        )
+
+    def __len__(self) -> int:
+        return len(self.offset)
+
+    @property
+    def chunk(self) -> Indices:
+        """The chunk of each file."""
+        return self.chunked.chunks
+
+    @property
+    def chunk_ids(self) -> list[bytes]:
+        """The ID of each chunk."""
+        return [row.tobytes() for row in self.chunked.chunk_ids.reshape(-1, 16)]
+
+    @property
+    def bytes(self) -> int:
+        """Of all files, as they are stored."""
+        return int(self.stored.sum())
+
+
+def epoch_order(job: Job, files: Files, epoch: int, given: Indices | None = None) -> Indices:
+    """What each rank reads in an epoch: positions in `files`, by rank and place in its order.
+
+    `given` is the order of all ranks together, where the user has one; else it is drawn by the
+    job's seed (`orders/shuffle.py`). It is dealt to the ranks as `dlcmd shuffle` deals it.
+    """
+    sequence = given
+    if sequence is None:
+        chunks = max(len(files.chunk_bytes), 1)
+        group = job.group_size if job.shuffle == "chunk" else chunks
+        sequence, _ = files.chunked.shuffled(job.seed, epoch, group)
+    parts = [
+        sequence[part_positions(len(sequence), rank, job.world, drop_last=False)]
+        for rank in range(job.world)
+    ]
+    return np.stack(parts)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EpochReads:
+    """The pushes, accesses and rows of one epoch, all numbered in the order of asking.
+
+    By rank and place in its order: `push_of` is the push that brings the file, and `arrived_of`
+    the part of that push that has arrived when this file has. By push: `rank`, `first` (the place
+    in its rank's order at which it is needed). By access: `push`, `chunk`, `wanted` (its bytes). By
+    row: `file`, `access`, `place` (in `push_of` as one row).
+    """
+
+    push_of: Small
+    arrived_of: Parts
+    rank: Small
+    first: Small
+    push: Small
+    chunk: Small
+    wanted: Numbers
+    file: Small
+    access: Small
+    place: Small
+
+    def requests(self, files: Files, is_wanted: Mask, limits: "Limits") -> tuple[Numbers, Numbers]:
+        """How many requests bring the rows for which `is_wanted` holds, and their bytes: by push.
+
+        Neighbours in one chunk are read in one request, as `CoalescingReader` reads them.
+        """
+        count = len(self.rank)
+        rows = np.flatnonzero(is_wanted)
+        starts = files.offset[self.file[rows]]
+        ends = starts + files.stored[self.file[rows]]
+        access = self.access[rows].astype(np.int64)
+        cuts = merge_spans(
+            access, starts, ends, gap_bytes=limits.gap_bytes, span_bytes=limits.span_bytes
+        )
+        if not len(rows):
+            return np.zeros(count, np.int64), np.zeros(count, np.int64)
+        begin = np.array(cuts[:-1], np.int64)
+        sizes = np.maximum.reduceat(ends, begin) - starts[begin]
+        push = self.push[access[begin]]
+        total = np.bincount(push, sizes, count).astype(np.int64)
+        return np.bincount(push, minlength=count).astype(np.int64), total
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Which neighbours are read in one request: with at most `gap_bytes` between them, and at most
+    `span_bytes` in all."""
+
+    gap_bytes: int
+    span_bytes: int
+
+
+IN_TASK = Limits(_LIMITS.batched_gap_bytes, _LIMITS.span_bytes)
+"""Of what a reader of a task's cache reads past it."""
+
+ALONE = Limits(_LIMITS.gap_bytes, _LIMITS.slow_span_bytes)
+"""Of a mount without a cache, at a slow store."""
+
+
+def cut_epoch(job: Job, files: Files, order: Indices, *, push_files: int = 0) -> EpochReads:
+    """What the mounts ask for in an epoch. With `push_files`, each push has so many files in the
+    rank's order, as other systems read; else the mount's rule decides."""
+    world, length = order.shape
+    if push_files:
+        per_rank = -(-length // push_files)
+        blocks = np.arange(length, dtype=np.int32) // push_files
+        push_of = blocks[None, :] * world + np.arange(world, dtype=np.int32)[:, None]
+        rank = np.tile(np.arange(world, dtype=np.int32), per_rank)
+        first = np.repeat(np.arange(per_rank, dtype=np.int32) * push_files, world)
+    else:
+        push_of, rank, first = _mount_pushes(job, files, order)
+    flat_file, flat_push = order.reshape(-1), push_of.reshape(-1)
+    by_place = np.lexsort((files.offset[flat_file], files.chunk[flat_file], flat_push))
+    # The part of a push that has arrived with each of its files
+    so_far = np.cumsum(files.stored[flat_file[by_place]])
+    push_bytes = np.bincount(flat_push, files.stored[flat_file], len(rank))
+    before = np.cumsum(push_bytes) - push_bytes
+    sorted_push = flat_push[by_place]
+    arrived = (so_far - before[sorted_push]) / np.maximum(push_bytes[sorted_push], 1)
+    arrived_of = np.empty(len(flat_file), np.float32)
+    arrived_of[by_place] = arrived
+    rows = by_place[files.stored[flat_file[by_place]] > 0]
+    file, push = flat_file[rows], flat_push[rows]
+    chunk = files.chunk[file]
+    starts = np.ones(len(rows), np.bool_)
+    starts[1:] = (np.diff(push) != 0) | (np.diff(chunk) != 0)
+    begin = np.flatnonzero(starts)
+    wanted = np.add.reduceat(files.stored[file], begin) if len(begin) else np.zeros(0, np.int64)
+    return EpochReads(
+        push_of=push_of,
+        arrived_of=arrived_of.reshape(world, length),
+        rank=rank,
+        first=first,
+        push=push[begin].astype(np.int32),
+        chunk=chunk[begin].astype(np.int32),
+        wanted=wanted.astype(np.int64),
+        file=file.astype(np.int32),
+        access=(np.cumsum(starts) - 1).astype(np.int32),
+        place=rows.astype(np.int32),
+    )
+
+
+def _mount_pushes(job: Job, files: Files, order: Indices) -> tuple[Small, Small, Small]:
+    """The push of each rank and place, and of each push its rank and first place."""
+    world, length = order.shape
+    columns = Columns(files.chunk.astype(np.int32), files.pages, len(files.chunk_bytes))
+    share_bytes = max(job.node.window_bytes // job.ranks, 1)
+    places = np.arange(length, dtype=np.int32)
+    cuts = [
+        cut(order[rank].astype(np.uint32), places, columns, share_bytes) for rank in range(world)
+    ]
+    rank = np.repeat(np.arange(world, dtype=np.int32), [len(units) for units in cuts])
+    first = np.concatenate([units.first for units in cuts])
+    # The mount loads first what a reader comes to first. Ranks are in step.
+    sequence = np.lexsort((rank, first))
+    number = np.empty(len(first), np.int32)
+    number[sequence] = np.arange(len(first), dtype=np.int32)
+    push_of = np.empty((world, length), np.int32)
+    begin = 0
+    for each, units in enumerate(cuts):
+        numbers = number[begin : begin + len(units)]
+        push_of[each, units.order] = np.repeat(numbers, np.diff(units.starts))
+        begin += len(units)
+    return push_of, rank[sequence], first[sequence]

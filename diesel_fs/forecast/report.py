@@ -1,0 +1,87 @@
+"""Says what forecasts mean: which options to take, and all figures in a form for other programs.
+
+Pure: forecasts in, values and words out.
+"""
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from .kept import ORDER_LOG, TIERS
+from .simulate import EpochForecast, Forecast
+
+ALIKE = 0.02
+"""Times that differ by less than this part count as equal; then the price decides."""
+
+UNITS = {"chunks": "whole chunks", "files": "files", "log": "files, in the next order"}
+"""What a cache keeps, by its layout."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How the user would mount: sizes as they are written after the options."""
+
+    dataset: str
+    memory: str
+    cache_size: str
+    is_given_order: bool = False
+
+
+def recommended(forecasts: Sequence[Forecast]) -> Forecast:
+    """The forecast to follow: the shortest time of all epochs; among times that are alike the
+    lowest price, then the fewest bytes written to SSDs. One at least must be there."""
+    best_s = min(each.seconds for each in forecasts)
+    alike = [each for each in forecasts if each.seconds <= best_s * (1 + ALIKE)]
+    return min(
+        alike, key=lambda each: (each.price, sum(epoch.written_bytes for epoch in each.epochs))
+    )
+
+
+def commands(forecast: Forecast, options: Options) -> list[str]:
+    """The commands that a user pastes: the mount on each node, then the training."""
+    job = forecast.job
+    mount = ["dlcmd", "mount", options.dataset, f"/mnt/{options.dataset}"]
+    mount += ["--memory", options.memory]
+    if forecast.policy == ORDER_LOG:
+        mount += ["--cache-layout", "order"]
+    else:
+        mount += ["--evict", forecast.policy]
+    if job.node.disk_bytes:
+        mount += ["--cache-dir", "/var/cache/diesel", "--cache-size", options.cache_size]
+    text = shlex.join(mount)
+    if job.nodes > 1:
+        text += f' --task "$JOB" --rank "$NODE" --world {job.nodes}'
+    elif forecast.policy != ORDER_LOG and not job.node.disk_bytes:
+        text += ' --task "$JOB" --rank 0 --world 1'
+    train = ["dlcmd", "run", "--ahead", "1"]
+    if options.is_given_order:
+        train = ["dlcmd", "run"]
+    elif job.shuffle == "chunk":
+        train += ["--shuffle", "chunk", "--group-size", str(job.group_size)]
+    else:
+        train += ["--shuffle", "full"]
+    return [text, f"{shlex.join(train)} -- python train.py"]
+
+
+def described(forecast: Forecast) -> dict[str, object]:
+    """All figures of a forecast, for JSON."""
+    return {
+        "policy": forecast.policy,
+        "shuffle": forecast.job.shuffle,
+        "layout": forecast.layout,
+        "node": asdict(forecast.job.node),
+        "seconds": forecast.seconds,
+        "price": forecast.price,
+        "epochs": [_described_epoch(each, forecast) for each in forecast.epochs],
+    }
+
+
+def _described_epoch(epoch: EpochForecast, forecast: Forecast) -> dict[str, object]:
+    price = forecast.job.store.price(epoch.store_requests, epoch.store_bytes)
+    return {
+        **asdict(epoch),
+        "files": dict(zip(TIERS, epoch.files, strict=True)),
+        "bytes": dict(zip(TIERS, epoch.bytes, strict=True)),
+        "kept": epoch.kept,
+        "price": price,
+    }

@@ -1,0 +1,52 @@
+"""Finds the smallest cache with which a job does not stall, in at most six simulations.
+
+A cache whose policy has the inclusion property (what a smaller one holds, a larger one holds, too;
+Mattson et al., 1970) could be sized in one pass, by the distances between uses. The caches here do
+not have it: they fetch whole chunks, and ski rental or the count of uses decides what replaces
+what. So the size is bisected. More room is assumed to be no worse. Pure.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from .nodes import Job
+from .simulate import Forecast
+
+STALL_PART_MAX = 0.01
+"""A job counts as one without stalls where waiting makes its last epoch longer by at most this
+part."""
+
+RUNS_MAX = 6
+
+
+def stalls(forecast: Forecast) -> bool:
+    """Whether a job waits for reads, but in its first epoch."""
+    later = forecast.later
+    return later.seconds > later.compute_s * (1 + STALL_PART_MAX)
+
+
+def smallest_disk(job: Job, data_bytes: int, run: Callable[[Job], Forecast]) -> int | None:
+    """How many bytes of SSD each node needs, so that the job does not stall; None where the whole
+    dataset on the SSDs is not enough, as something else is too slow.
+
+    `run` simulates a job. The answer is a multiple of a 31st of a node's part of `data_bytes`, and
+    0 where memory suffices.
+    """
+    part = -(-data_bytes // job.nodes)
+    # Chunks are larger than their files, and shares of nodes differ by up to 8 %
+    whole = part + part // 8
+
+    def is_enough(size: int) -> bool:
+        return not stalls(run(replace(job, node=replace(job.node, disk_bytes=size))))
+
+    if not is_enough(whole):
+        return None
+    low, high = 0, (1 << (RUNS_MAX - 1)) - 1  # in parts of `whole`; `high` is enough
+    steps = high
+    while low < high:
+        middle = (low + high) // 2
+        if is_enough(whole * middle // steps):
+            high = middle
+        else:
+            low = middle + 1
+    return whole * high // steps

@@ -1,0 +1,237 @@
+"""Tests of `dlcmd plan`: it prints the library's forecasts, and refuses what makes no sense."""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypedDict
+from xml.etree import ElementTree as ET
+
+import numpy as np
+import pytest
+
+from diesel_fs.errors import DieselError
+from diesel_fs.forecast.kept import NAMES, OnProgress
+from diesel_fs.forecast.nodes import Job, Node
+from diesel_fs.forecast.reads import Files
+from diesel_fs.format.snapshot.reader import Indices, Snapshot
+from diesel_fs.repository.local import LocalRepository
+from dlcmd.planning import Comparison, compare
+from tests.trees import write
+
+from .conftest import Dlcmd
+
+SIZES = ("--memory", "2M", "--cache-size", "400K")
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+class Epoch(TypedDict):
+    files: dict[str, int]
+    bytes: dict[str, int]
+    store_bytes: int
+    store_requests: int
+    written_bytes: int
+    seconds: float
+    stall_s: list[float]
+    on_time: float
+
+
+class Row(TypedDict):
+    policy: str
+    shuffle: str
+    layout: str
+    seconds: float
+    price: float
+    smallest_cache_bytes: int | None
+    epochs: list[Epoch]
+
+
+class Told(TypedDict):
+    """What `--json` prints; of its members those that are looked at here."""
+
+    files: int
+    bytes: int
+    assumed: list[str]
+    forecasts: list[Row]
+    recommended: dict[str, str | list[str]]
+
+
+@pytest.fixture
+def view(dlcmd: Dlcmd, tmp_path: Path) -> Iterator[Snapshot]:
+    files = {f"c{n % 5}/{n:03}.jpg": os.urandom(3000) for n in range(300)}
+    dlcmd("put", write(tmp_path / "src", files), "pets", "--chunk-size", "64K")
+    with LocalRepository.open(dlcmd.store.as_uri()) as repository:
+        yield repository.view("pets")
+
+
+def test_plan_compares_all_policies_in_both_orders(dlcmd: Dlcmd, view: Snapshot) -> None:
+    told: Told = json.loads(dlcmd("plan", "pets", *SIZES, "--ranks", "2", "--json").out)
+    assert (told["files"], told["bytes"]) == (view.file_count, view.byte_count)
+    rows = told["forecasts"]
+    names = [(row["shuffle"], row["policy"]) for row in rows]
+    assert names == [(order, name) for order in ("full", "chunk") for name in NAMES]
+    assert {row["layout"] for row in rows if row["policy"] == "order"} == {"log"}
+    for row in rows:
+        assert len(row["epochs"]) == 3
+        for epoch in row["epochs"]:
+            assert sum(epoch["files"].values()) == 300
+            assert sum(epoch["bytes"].values()) == view.byte_count
+            assert len(epoch["stall_s"]) == 2
+    best = next(
+        row for row in rows
+        if row["policy"] == told["recommended"]["policy"]
+        and row["shuffle"] == told["recommended"]["shuffle"]
+    )  # fmt: skip
+    assert best["seconds"] <= 1.02 * min(row["seconds"] for row in rows)
+    assert "--batch 64" in told["assumed"]
+    assert not [each for each in told["assumed"] if each.startswith(("--ranks", "--memory"))]
+    printed = dlcmd("plan", "pets", *SIZES, "--ranks", "2")
+    lines = printed.out.decode().splitlines()
+    assert [tuple(line.split("\t")[:2]) for line in lines[:10]] == names
+    assert lines[10:] == told["recommended"]["commands"]
+    assert lines[10].startswith("dlcmd mount pets /mnt/pets --memory 2M ")
+    assert "--cache-size 400K" in lines[10]
+    assert "assumed, as you did not say: --nodes 1, --batch 64" in printed.err
+    assert "the cache keeps whole chunks" in printed.err
+    assert "the memory to load ahead is 401.4 kB" in printed.err
+    assert "load ahead" not in dlcmd("plan", "pets", "--memory", "20M").err
+
+
+def test_another_process_plans_the_same(dlcmd: Dlcmd, view: Snapshot) -> None:
+    assert view.file_count == 300
+    arguments = ("plan", "pets", *SIZES, "--evict", "plan", "--evict", "lfu", "--nodes", "3")
+    printed = dlcmd(*arguments)
+    assert dlcmd.program(*arguments).out == printed.out
+    assert len(printed.out.splitlines()) == 6
+    assert '--task "$JOB" --rank "$NODE" --world 3' in printed.out.decode()
+
+
+def test_without_a_disk_there_is_no_order_log(dlcmd: Dlcmd, view: Snapshot) -> None:
+    assert view.file_count == 300
+    told: Told = json.loads(dlcmd("plan", "pets", "--shuffle", "full", "--json").out)
+    assert [row["policy"] for row in told["forecasts"]] == [*NAMES[:-1]]
+    assert any("measured here" in each for each in told["assumed"])
+    refused = dlcmd("plan", "pets", "--evict", "order", code=2)
+    assert "--evict order needs an SSD" in refused.err
+
+
+def test_the_smallest_cache_is_one_with_which_nothing_waits(dlcmd: Dlcmd, view: Snapshot) -> None:
+    """The store alone is too slow for the model, and an SSD is not."""
+    assert view.file_count == 300
+    arguments = ("plan", "pets", "--memory", "2M", "--evict", "order", "--shuffle", "full",
+                 "--store-bandwidth", "200K", "--images-per-s", "100", "--batch", "4",
+                 "--json")  # fmt: skip
+    told: Told = json.loads(dlcmd(*arguments, "--cache-size", "1K", "--smallest").out)
+    least = told["forecasts"][0]["smallest_cache_bytes"]
+    assert least
+    again: Told = json.loads(dlcmd(*arguments, "--cache-size", str(least)).out)
+    waited = [max(row["epochs"][-1]["stall_s"]) for row in told["forecasts"] + again["forecasts"]]
+    assert waited[0] > 0.1 > waited[1]
+    printed = dlcmd(*arguments[:-1], "--cache-size", "1K", "--smallest").out.decode()
+    assert printed.splitlines()[0].split("\t")[-1] != "none"
+
+
+def test_a_page_has_a_plot_of_each_kind(dlcmd: Dlcmd, view: Snapshot, tmp_path: Path) -> None:
+    assert view.file_count == 300
+    page = tmp_path / "pets.html"
+    arguments = ("plan", "pets", *SIZES, "--evict", "lru", "--evict", "order", "--ranks", "3")
+    printed = dlcmd(*arguments, "--html", page)
+    text = page.read_text()
+    assert text.startswith("<!DOCTYPE html>")
+    assert text.count("<svg ") == 4
+    drawn = ET.fromstring(text.partition("\n")[2].replace('<meta charset="utf-8">', ""))  # noqa: S314
+    plots = [*drawn.iter(f"{SVG}svg")]
+    bars = [len([*plot.iter(f"{SVG}rect")]) for plot in plots]
+    assert bars == [4 * 2, 4 * 4, 4, 3]
+    for line in printed.out.decode().splitlines()[-2:]:
+        assert line in "".join(drawn.itertext())
+    there = tmp_path / "nowhere" / "pets.html"
+    assert str(there) in dlcmd(*arguments, "--html", there, code=12).err
+
+
+def test_an_order_can_be_given(dlcmd: Dlcmd, view: Snapshot, tmp_path: Path) -> None:
+    order = tmp_path / "order"
+    some = view.paths(view.files()[:100][::-1])
+    order.write_bytes(b"".join(path + b"\n" for path in some))
+    arguments = ("plan", "pets", *SIZES, "--evict", "lru", "--ranks", "1", "--order", order)
+    told: Told = json.loads(dlcmd(*arguments, "--json").out)
+    assert [sum(row["epochs"][0]["files"].values()) for row in told["forecasts"]] == [100]
+    printed = dlcmd(*arguments).out.decode().splitlines()
+    assert printed[0].startswith("given\tlru\t")
+    assert printed[-1] == "dlcmd run -- python train.py"
+    for content, code, problem in (
+        (b"", 2, "is empty"), (b"c0/000.jpg\nno such\n", 10, "line 2 of"), (b"c0\n", 2, "no file"),
+    ):  # fmt: skip
+        order.write_bytes(content)
+        assert problem in dlcmd(*arguments, code=code).err
+    assert "cannot read" in dlcmd(*arguments[:-1], tmp_path / "absent", code=2).err
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (("--nodes", "0"), "bad number of nodes 0"),
+        (("--ranks", "-1"), "bad number of ranks -1"),
+        (("--batch", "0"), "bad batch 0"),
+        (("--epochs", "0"), "bad number of epochs 0"),
+        (("--group-size", "0"), "bad group size 0"),
+        (("--seed", "-1"), "bad seed -1"),
+        (("--memory", "0"), "--memory 0 leaves no room"),
+        (("--memory", "much"), "bad size 'much'"),
+        (("--network", "0"), "the network's rate is 0"),
+        (("--store-bandwidth", "0"), "the store's rate is 0"),
+        (("--store-latency", "-1"), "the store's latency is -0.001"),
+        (("--store-latency", "nan"), "the store's latency is nan"),
+        (("--request-price", "-1"), "the price of requests is -1"),
+        (("--images-per-s", "0"), "the rate of images is 0"),
+        (("--evict", "fifo"), "'fifo' is not one of"),
+        (("--shuffle", "none"), "'none' is not one of"),
+    ],
+)
+def test_bad_options_are_refused(
+    dlcmd: Dlcmd, view: Snapshot, words: tuple[str, str], problem: str
+) -> None:
+    assert view.file_count == 300
+    assert problem in dlcmd("plan", "pets", *words, code=2).err
+
+
+def test_what_is_no_dataset_is_refused(dlcmd: Dlcmd, view: Snapshot, tmp_path: Path) -> None:
+    assert view.file_count == 300
+    dlcmd("plan", "dogs", code=10)
+    assert "names a folder" in dlcmd("plan", "pets/c0", code=2).err
+    (tmp_path / "empty").mkdir()
+    dlcmd("put", tmp_path / "empty", "nothing", "--allow-empty")
+    assert "has no files" in dlcmd("plan", "nothing", code=2).err
+
+
+def fail(_: Comparison, __: Files, ___: Indices | None, progress: OnProgress) -> int:
+    progress(0.5)
+    raise DieselError("it failed")
+
+
+def end(_: Comparison, __: Files, ___: Indices | None, progress: OnProgress) -> int:
+    progress(0.5)
+    os._exit(9)
+
+
+def test_comparisons_in_several_processes_are_those_of_one(view: Snapshot) -> None:
+    files = Files.of(view)
+    job = Job(Node(1 << 20, 1 << 18), ranks=2)
+    some = [Comparison(name, job) for name in ("lru", "none", "plan")]
+    shown: list[tuple[int, int]] = []
+
+    def show(done: int, total: int, content_bytes: int | None = None) -> None:
+        assert content_bytes is None
+        shown.append((done, total))
+
+    alone = compare(Comparison.run, some, files, None, show)
+    assert shown[-1] == (3000, 3000)
+    assert [done for done, _ in shown] == sorted(done for done, _ in shown)
+    order = np.arange(len(files))
+    assert compare(Comparison.run, some, files, None, show, processes=2) == alone
+    given = compare(Comparison.run, some, files, order, show, processes=2)
+    assert given == compare(Comparison.run, some, files, order, show)
+    with pytest.raises(DieselError, match="it failed"):
+        compare(fail, some, files, None, show, processes=2)
+    with pytest.raises(DieselError, match="has ended early"):
+        compare(end, some, files, None, show, processes=2)

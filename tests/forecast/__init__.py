@@ -1,0 +1,1 @@
+"""Tests of the forecast of a training job."""
