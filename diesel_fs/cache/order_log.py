@@ -117,9 +117,9 @@ class _Log:
 
 @dataclass(slots=True, eq=False)
 class _Segment:
-    """A segment in memory: its bytes, and which of its places have the right content."""
+    """A segment in memory: the content at each of its places, and which of them are right."""
 
-    content: memoryview
+    contents: list[memoryview]
     is_right: Mask
 
 
@@ -362,8 +362,9 @@ class OrderLogs:
         for first, behind in pairwise(cuts):
             number, some = int(segments[first]), places[first:behind]
             segment = self._segment(found, number)
-            is_right[first:behind] = segment.is_right[some - layout.first[number]]
-            contents += self._cut(found, number, segment.content, some)
+            some = some - layout.first[number]
+            is_right[first:behind] = segment.is_right[some]
+            contents += map(segment.contents.__getitem__, some.tolist())
         return contents, is_right
 
     def _cut(
@@ -387,14 +388,17 @@ class OrderLogs:
         reading, places = self._reading.pop(key)
         content = reading.result()
         first, behind = int(found.layout.first[number]), int(found.layout.first[number + 1])
-        contents = self._cut(found, number, content, places)
+        whole = self._cut(found, number, content, np.arange(first, behind))
+        contents = whole if len(places) == len(whole) else [whole[at - first] for at in places]
         is_right = self._check(found, places, contents)
-        segment = _Segment(content, np.zeros(behind - first, np.bool_))
+        segment = _Segment(whole, np.zeros(behind - first, np.bool_))
         segment.is_right[places[is_right] - first] = True
         if found.identity.order not in self._next:
             entries = found.layout.entries[places]
-            lacking = np.flatnonzero(is_right & self._lacking(entries))
-            self._stage(entries[lacking], [contents[at] for at in lacking.tolist()])
+            lacking = is_right & self._lacking(entries)
+            if not lacking.all():
+                contents = [contents[at] for at in np.flatnonzero(lacking).tolist()]
+            self._stage(entries[lacking], contents)
         self._segments[key] = segment
         while len(self._segments) > SEGMENTS_HELD:
             (digest, other), _ = self._segments.popitem(last=False)
@@ -660,8 +664,9 @@ class OrderLogs:
         rows, places, segments = rows[is_open], places[is_open], segments[is_open]
         if not len(rows):
             return
-        sizes = np.fromiter((len(contents[row]) for row in rows.tolist()), np.int64, len(rows))
+        sizes = self._snapshot.columns.size[layout.entries[places]].astype(np.int64)
         padding = -sizes % layout.unit
+        is_padded = bool(padding.any())
         with_header = np.unique(segments[~found.has_header[segments]]).tolist()
         headers = {segment: layout.header(segment, found.identity) for segment in with_header}
         total = int((sizes + padding).sum()) + sum(map(len, headers.values()))
@@ -677,11 +682,12 @@ class OrderLogs:
         cuts = [0, *(np.flatnonzero(runs) + 1).tolist(), len(places)]
         offsets = layout.offset(places)
         for begin, behind in pairwise(cuts):
-            pieces: list[memoryview | bytes] = []
-            for at in range(begin, behind):
-                pieces.append(contents[rows[at]])
-                if padding[at]:
-                    pieces.append(bytes(int(padding[at])))
+            pieces: list[memoryview | bytes] = [
+                contents[row] for row in rows[begin:behind].tolist()
+            ]
+            if is_padded:
+                zeros = map(bytes, padding[begin:behind].tolist())
+                pieces = [each for pair in zip(pieces, zeros, strict=True) for each in pair]
             _write_all(found.file, b"".join(pieces), int(offsets[begin]))
         os.posix_fadvise(found.file, 0, 0, POSIX_FADV_DONTNEED)
         found.is_present[places] = found.is_sure[places] = found.is_written[places] = True
