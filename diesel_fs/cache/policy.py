@@ -73,6 +73,11 @@ class EvictionPolicy(ABC):
         """A rank of the future reads this position next."""
         return
 
+    def note_passed(self, units: Units) -> None:
+        """As `advance`, where the caller has moved the rank (`FutureUses.seek`), which has passed
+        these units: so that several policies can share one future."""
+        return
+
     def advance_others(self, rank: int, position: int) -> None:
         """The same for a rank of other nodes."""
         return
@@ -192,6 +197,9 @@ class FarthestNextUse(LeastRecentlyUsed):
     def advance(self, rank: int, position: int) -> None:
         if self._future is not None:
             self._renew(self._future.seek(rank, position))
+
+    def note_passed(self, units: Units) -> None:
+        self._renew(units)
 
     def advance_others(self, rank: int, position: int) -> None:
         if self._others is not None:
