@@ -245,6 +245,16 @@ class NodeCache:
 
     # What will be read
 
+    @property
+    def uses_future(self) -> bool:
+        """Whether the policy decides by what will be read, where that is known."""
+        return self.memory.uses_future
+
+    @property
+    def uses_left(self) -> int:
+        """How many reads of chunks are known to come."""
+        return 0 if self._future is None else self._future.uses.left
+
     def set_future(self, future: ChunkFuture | None) -> None:
         """Set what all readers of the task will read, until another is set. None: it is not known
         any more."""
@@ -261,11 +271,12 @@ class NodeCache:
         bytes that are wrong."""
         if self._future is None:
             return
-        uses, passed, most = self._future.uses, [], 0
+        uses, most = self._future.uses, 0
+        passed: list[npt.NDArray[np.int64]] = []
         for reader, position in enumerate(positions):
             before = uses.position(reader)
             if position != before:
-                passed.append(uses.seek(reader, position))
+                passed.append(uses.seek(reader, position).astype(np.int64))
                 most = max(most, uses.position(reader) - before)
         if not passed:
             return

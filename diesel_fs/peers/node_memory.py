@@ -236,9 +236,7 @@ class NodeMemory:
             return None
         return victims
 
-    def find_planned_victims(
-        self, chunk: int, uses_min: UsesMin
-    ) -> tuple[bool | None, list[int]]:
+    def find_planned_victims(self, chunk: int, uses_min: UsesMin) -> tuple[bool | None, list[int]]:
         """Whether the policy has an absent chunk of this node replace others, by what will be read,
         and the others; None where it cannot tell. What is pinned is passed over, and revoked only
         where the chunk may replace it."""
@@ -266,6 +264,11 @@ class NodeMemory:
             for each in pinned:
                 self._pins.revoke(self._memories[each])
         return (replaces, victims) if has_room or replaces is None else (False, [])
+
+    @property
+    def uses_future(self) -> bool:
+        """Whether the policy decides by what will be read."""
+        return self._policy.uses_future
 
     def set_future(self, future: ChunkFuture | None) -> None:
         """Set what will be read, until another is set. None: it is not known any more."""

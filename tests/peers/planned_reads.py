@@ -20,7 +20,6 @@ import trio
 from diesel_fs.cache.read_through import ReadCostModel
 from diesel_fs.orders.future import FutureUses, UnitOrder
 from diesel_fs.peers.chunk_future import ChunkFuture
-from diesel_fs.peers.node_cache import NodeCache
 
 from .node_caches import ChunkSource, make_cache
 
@@ -239,5 +238,3 @@ class PlannedTask:
             belady=belady,
             bound=bound,
         )
-
-
