@@ -40,6 +40,7 @@ from ..cache.read_through import ReadCostModel
 from ..cache.tiers import ChunkKey, verify_chunk
 from ..errors import DieselError, FormatError
 from ..format.entries import ChunkId
+from ..orders.future import FutureUses
 from .chunk_future import ChunkFuture
 from .node_memory import NodeMemory
 from .sealed_memory import SealedMemory, WritableMemory
@@ -68,6 +69,10 @@ second old, and a fetch may take that long, too."""
 
 PREFETCH_DIVISOR = 8
 """What is fetched ahead and not read yet takes at most this part (an eighth) of the memory."""
+
+RATE_PERIOD_S = 2.0
+"""The rate of the readers is measured over at least this long, as each tells its position once a
+second."""
 
 _PREFETCH_CHUNKS_MAX = 32  # looked at after each exchange of positions: a decision takes 50 us
 _RATE_WEIGHT = 0.5  # of the newest measurement of the readers' rate
@@ -168,7 +173,8 @@ class NodeCache:
         self._changed = trio.Event()
         self._future: ChunkFuture | None = None
         self._future_changed = trio.Event()  # replaced when the future or a position changes
-        self._positions_s = 0.0  # when the readers' positions came last
+        self._measured_s = 0.0  # when the readers' rate was measured, and how many uses were left
+        self._measured_left = 0
         self._reads_per_s = 0.0  # of one reader, smoothed; 0 until measured
         self._ahead: dict[int, int] = {}  # chunks fetched ahead, and when each is read first
         self._version = 0
@@ -260,7 +266,7 @@ class NodeCache:
         any more."""
         self._future = future
         self._ahead.clear()
-        self._positions_s = trio.current_time()
+        self._measured_s, self._measured_left = trio.current_time(), self.uses_left
         self.memory.set_future(future)
         self._write_back.set_future(future)
         self._notify_future()
@@ -271,24 +277,27 @@ class NodeCache:
         bytes that are wrong."""
         if self._future is None:
             return
-        uses, most = self._future.uses, 0
+        uses = self._future.uses
         passed: list[npt.NDArray[np.int64]] = []
         for reader, position in enumerate(positions):
-            before = uses.position(reader)
-            if position != before:
+            if position != uses.position(reader):
                 passed.append(uses.seek(reader, position).astype(np.int64))
-                most = max(most, uses.position(reader) - before)
         if not passed:
             return
-        now_s = trio.current_time()
-        if now_s > self._positions_s:
-            rate = most / (now_s - self._positions_s)
-            self._reads_per_s += _RATE_WEIGHT * (rate - self._reads_per_s)
-        self._positions_s = now_s
+        self._measure_rate(uses)
         chunks = np.concatenate(passed)
         self.memory.note_passed(chunks)
         self._write_back.note_passed(chunks)
         self._notify_future()
+
+    def _measure_rate(self, uses: FutureUses) -> None:
+        """Measure how fast a reader advances, over a time in which all have told their positions
+        more than once."""
+        seconds = trio.current_time() - self._measured_s
+        if seconds >= RATE_PERIOD_S and uses.ranks:
+            rate = max(self._measured_left - uses.left, 0) / uses.ranks / seconds
+            self._reads_per_s += _RATE_WEIGHT * (rate - self._reads_per_s)
+            self._measured_s, self._measured_left = trio.current_time(), uses.left
 
     def set_held_elsewhere(self, is_held: npt.NDArray[np.bool_]) -> None:
         """Set which chunks other nodes have, as far as is known."""

@@ -142,10 +142,10 @@ class TaskOptions(DaemonRequest):
         " the start.", choices=_POLICIES,
     )  # fmt: skip
     evict: str = _option(
-        "plan", "choice", None, "Eviction policy of the task's cache when it is full: what is read"
-        " again last, where the mounts of the task know what will be read, else as lru (plan); what"
-        " was not read for the longest time (lru); what was read least often (lfu); nothing, so that"
-        " what came first stays (none).  [default: plan]", choices=_EVICTIONS,
+        "plan", "choice", None, "Eviction policy of the task's cache when it is full: plan evicts"
+        " what is read again last, where the task's mounts know what will be read, and else does as"
+        " lru, which evicts what was not read for the longest time; lfu evicts what was read least"
+        " often; none keeps what came first.  [default: plan]", choices=_EVICTIONS,
     )  # fmt: skip
     peer_tls: bool = _option(
         False, "flag", None, "Encrypt what the nodes of the task send each other."

@@ -131,7 +131,8 @@ class _Planned:
     key: Key
     epochs: tuple[PlannedEpoch, ...]
     start: int
-    ends: Positions64 | None
+    ends: Positions64 | None = None
+    at: int = 0  # how many uses its reader has passed, as the cache was last told
 
 
 class ChunksOfEntries:
@@ -403,7 +404,7 @@ class TaskPlan:
         """Make the future of these streams, and give it to the cache."""
         self._is_dirty = False
         snapshot = self._snapshot
-        parts = [_Planned(key, each.epochs, each.position, None) for key, each in moving.items()]
+        parts = [_Planned(key, each.epochs, each.position) for key, each in moving.items()]
         if not (parts and snapshot.chunk_count):
             self._planned = parts
             if self._has_future:
@@ -430,18 +431,18 @@ class TaskPlan:
         """Tell the cache where the readers are."""
         if not self._has_future:
             return
-        positions = []
         for each in self._planned:
             known = self._streams.get(each.key)
-            is_same = known is not None and known.epochs == each.epochs
-            at = known.position - each.start if known is not None and is_same else 0
+            if known is None or known.epochs != each.epochs:
+                continue  # it stays where it was until the next future
+            at = known.position - each.start
             if at < 0:  # it has gone back behind what the future has
                 self._is_dirty = True
                 self._wake.set()
             if at > 0 and each.ends is not None:
                 at = int(each.ends[min(at, len(each.ends)) - 1]) if len(each.ends) else 0
-            positions.append(max(at, 0))
-        self._cache.set_positions(positions)
+            each.at = max(at, 0)
+        self._cache.set_positions([each.at for each in self._planned])
 
     def stats(self) -> dict[str, int]:
         """What is known, and counters since the start."""
