@@ -348,19 +348,20 @@ class Master:
         held_told: npt.NDArray[np.bool_] | None = None
         retell_s = 0.0
         while True:
-            if self.plan.is_known or teller.has_told:
-                news = teller.news(self.plan.own_streams, self.plan.order_of)
-                with suppress(StopIteration):
-                    body = next(news)
-                    while True:
-                        body = news.send(await peer.tell_plan(body))
-                held = self.cache.held
-                is_told = held_told is not None and trio.current_time() < retell_s
-                if self.plan.is_known and not (is_told and (held == held_told).all()):
-                    bodies = [plan_body(each, entry_count) for each in held_pieces(held)]
-                    statuses = [await peer.tell_plan(each) for each in bodies]
-                    held_told = held if {*statuses} <= {TAKEN} else None
-                    retell_s = trio.current_time() + HELD_S
+            if not teller.has_told:
+                await self.plan.known.wait()
+            news = teller.news(self.plan.own_streams, self.plan.order_of)
+            with suppress(StopIteration):
+                body = next(news)
+                while True:
+                    body = news.send(await peer.tell_plan(body))
+            held = self.cache.held
+            is_told = held_told is not None and trio.current_time() < retell_s
+            if self.plan.known.is_set() and not (is_told and (held == held_told).all()):
+                bodies = [plan_body(each, entry_count) for each in held_pieces(held)]
+                statuses = [await peer.tell_plan(each) for each in bodies]
+                held_told = held if {*statuses} <= {TAKEN} else None
+                retell_s = trio.current_time() + HELD_S
             await trio.sleep(EXCHANGE_S)
 
     async def _probe(self, entry: _PeerEntry) -> None:

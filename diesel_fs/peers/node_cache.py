@@ -532,6 +532,8 @@ class NodeCache:
         """The chunks on the disk that are replaced before the policy is asked: those of other
         nodes, unless they are last copies that are needed, and those that are in memory, too."""
         first = ~self.memory.owned
+        if self._future is None:
+            return first | self.memory.present
         copies = np.flatnonzero(first & self._write_back.on_disk)
         first[copies[self.memory.are_last_copies(copies)]] = False
         return first | self.memory.present

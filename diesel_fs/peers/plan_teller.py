@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from ..orders.plan import Entries
 from .plan_wire import (
+    DAMAGED,
     NO_ROOM,
     REFUSED,
     TAKEN,
@@ -30,7 +31,7 @@ OrderOf = Callable[[PlannedEpoch], Entries | None]
 """The entries of an epoch whose order is not computed; None where they are not known any more."""
 
 _RETRY_NEWS = 60
-"""A stream that the receiver had no room for is told again after so many rounds of news."""
+"""A stream that the receiver rejected is told again after so many rounds of news."""
 
 
 class PlanTeller:
@@ -118,13 +119,13 @@ class PlanTeller:
         return status
 
     def _reject(self, stream: PlannedStream, status: int) -> None:
-        if status in (REFUSED, NO_ROOM):
+        if status in (REFUSED, NO_ROOM, DAMAGED):
             self._rejected[stream.key] = stream.epochs, self._rounds
         else:
             self._orders.clear()
 
     def _is_rejected(self, stream: PlannedStream) -> bool:
-        epochs, since = self._rejected.get(stream.key, ((), 0))
+        epochs, since = self._rejected.get(stream.key, (None, 0))
         return epochs == stream.epochs and self._rounds - since < _RETRY_NEWS
 
 

@@ -197,6 +197,9 @@ class TaskPlan:
         """The task has another version of the dataset: orders of the one before mean nothing."""
         self._snapshot = snapshot
         self._chunks: ChunksOfEntries | None = None  # made with the first future
+        self.known = trio.Event()
+        """Set while any stream is known: without one, masters tell each other nothing."""
+
         self._streams: dict[Key, _KnownStream] = {}
         self._orders: dict[bytes, _Order] = {}
         self._partial: dict[tuple[int, str], dict[bytes, _PartialOrder]] = {}
@@ -223,7 +226,8 @@ class TaskPlan:
             case PlannedStream():
                 return self._take_stream(rank, keyed(message, _key_of(client, message.key)))
             case StreamEnd(key):
-                self._is_dirty |= self._streams.pop((rank, _key_of(client, key)), None) is not None
+                ended = (rank, _key_of(client, key))
+                self._forget_streams([ended] if ended in self._streams else [])
             case Positions(by_key):
                 return self._take_positions(
                     {(rank, _key_of(client, key)): at for key, at in by_key.items()}
@@ -255,6 +259,8 @@ class TaskPlan:
         if keys:
             self._is_dirty = True
             self._wake.set()
+        if not self._streams and self.known.is_set():
+            self.known = trio.Event()
 
     def _take_piece(self, rank: int, client: str, piece: OrderPiece) -> int:
         if piece.digest in self._orders:
@@ -311,6 +317,7 @@ class TaskPlan:
         self._streams[key] = new
         self._is_dirty |= known is None or known.stream.epochs != stream.epochs
         self._drop_unused_orders()
+        self.known.set()
         self._wake.set()
         return TAKEN
 
@@ -355,11 +362,6 @@ class TaskPlan:
                 del self._orders[digest]
 
     # What this node tells others
-
-    @property
-    def is_known(self) -> bool:
-        """Whether any stream is known: without one, masters tell each other nothing."""
-        return bool(self._streams)
 
     @property
     def own_streams(self) -> dict[str, PlannedStream]:

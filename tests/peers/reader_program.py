@@ -6,8 +6,9 @@ another master program, and `lies` for it. The others are:
 
     {"do": "epoch", "files": N, "seed": S, "batch": B, "pace_s": P}    all files, in random order
     {"do": "planned", "epoch": E, "group": G, "rank": R, "world": W, "batch": B, "pace_s": P,
-     "announced": A}      this rank's files in chunk-wise order, announced to the master before: A is
-                          "computed", or "explicit" for the entries of this epoch and the next one
+     "announced": A}      the files of this rank in chunk-wise order, which it announces to the
+                          master before; A is "computed", or "explicit" for the entries of this
+                          epoch and the next one
     {"do": "stats"}                                                    the statistics of the task
 
 It ends when its stdin is closed.
