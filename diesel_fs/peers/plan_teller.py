@@ -34,6 +34,11 @@ _RETRY_NEWS = 60
 """A stream that the receiver rejected is told again after so many rounds of news."""
 
 
+_ALL_POSITIONS_NEWS = 30
+"""In one of so many rounds, positions that have not changed are told, too: the receiver may have
+forgotten their streams."""
+
+
 class PlanTeller:
     """What one receiver has been told."""
 
@@ -81,7 +86,10 @@ class PlanTeller:
             key: (stream.at_epoch, stream.position)
             for key, stream in streams.items()
             if key in self._streams
-            and self._positions.get(key) != (stream.at_epoch, stream.position)
+            and (
+                self._positions.get(key) != (stream.at_epoch, stream.position)
+                or self._rounds % _ALL_POSITIONS_NEWS == 0
+            )
         }
         for message in position_messages(changed):
             status = yield plan_body(message, self._entry_count)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from diesel_fs.errors import CorruptError, DieselError, UsageError
 from diesel_fs.orders.computed import ComputedOrder
+from diesel_fs.orders.plan import Entries
 from diesel_fs.peers.plan_wire import (
     HeldChunks,
     OrderPiece,
@@ -63,13 +64,13 @@ def test_an_order_in_pieces_is_the_order(
 ) -> None:
     draw = np.random.default_rng(chance.randrange(1 << 32))
     order = draw.integers(0, entry_count, length).astype(np.uint32)
-    found = []
+    found: list[Entries] = []
     for piece in order_pieces(order, order_digest(order), entry_count):
         body = plan_body(piece, entry_count)
         back = parse_plan(body, entry_count, CHUNKS)
         assert isinstance(back, OrderPiece)
         assert back == piece
-        assert back.first == sum(map(len, found))
+        assert back.first == sum(len(each) for each in found)
         found.append(back.entries)
     assert (np.concatenate(found) == order).all()
 
@@ -106,34 +107,35 @@ def test_many_positions_take_several_messages() -> None:
 PIECE = OrderPiece(DIGEST, 100, 20, np.arange(50, dtype=np.uint32))
 
 
+BAD: list[tuple[PlanMessage, list[dict[str, object]]]] = [
+    (PIECE, [
+        {"length": 60}, {"length": 0}, {"length": (1 << 26) + 1}, {"first": 100}, {"first": -1},
+        {"count": 0}, {"count": 51}, {"count": 1 << 40}, {"bits": 0}, {"bits": 33}, {"bits": 11},
+        {"packed": b""}, {"packed": bytes(10_000)}, {"packed": b"\xff" * 63}, {"order": b"x"},
+        {"order": "x" * 16}, {"x": 1}, {"do": "peace"}, {"do": 3},
+    ]),
+    (STREAM, [
+        {"stream": ""}, {"stream": "x" * 81}, {"stream": "\x1b"}, {"stream": "ä"},
+        {"identity": b"x"}, {"version": -1}, {"epochs": {}}, {"epochs": [3]},
+        {"epochs": [{}] * 9}, {"epochs": [{"epoch": 1, "length": 3}]},
+        {"epochs": [{"epoch": 1, "length": 3, "order": DIGEST}] * 2},
+        {"epochs": [{"epoch": 1, "length": 3, "order": DIGEST, "seed": 1}]},
+        {"epochs": [{"epoch": 1, "length": 1 << 27, "order": DIGEST}]},
+        {"position": -1}, {"epoch": 1 << 63}, {"packed": b""},
+    ]),
+    (MESSAGES[2], [
+        {"at": 3}, {"at": [{}]}, {"at": [{"stream": "x", "epoch": 1}]},
+        {"at": [{"stream": "x", "epoch": 1, "position": 1, "y": 1}]}, {"at": [{}] * 257},
+    ]),
+    (HeldChunks(3, np.ones(9, np.bool_)), [
+        {"first": 32}, {"count": 1 << 40}, {"count": 17}, {"packed": b"1"}, {"first": -1},
+    ]),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("message", "change"),
-    [
-        *((PIECE, change) for change in (
-            {"length": 60}, {"length": 0}, {"length": (1 << 26) + 1}, {"first": 100},
-            {"first": -1}, {"count": 0}, {"count": 51}, {"count": 1 << 40}, {"bits": 0},
-            {"bits": 33}, {"bits": 11}, {"packed": b""}, {"packed": bytes(10_000)},
-            {"order": b"x"}, {"order": "x" * 16}, {"x": 1}, {"do": "peace"}, {"do": 3},
-            {"packed": b"\xff" * 63},
-        )),
-        *((STREAM, change) for change in (
-            {"stream": ""}, {"stream": "x" * 81}, {"stream": "\x1b"}, {"stream": "ä"},
-            {"identity": b"x"}, {"version": -1}, {"epochs": {}}, {"epochs": [3]},
-            {"epochs": [{}] * 9}, {"epochs": [{"epoch": 1, "length": 3}]},
-            {"epochs": [{"epoch": 1, "length": 3, "order": DIGEST}] * 2},
-            {"epochs": [{"epoch": 1, "length": 3, "order": DIGEST, "seed": 1}]},
-            {"epochs": [{"epoch": 1, "length": 1 << 27, "order": DIGEST}]},
-            {"position": -1}, {"epoch": 1 << 63}, {"packed": b""},
-        )),
-        *((MESSAGES[2], change) for change in (
-            {"at": 3}, {"at": [{}]}, {"at": [{"stream": "x", "epoch": 1}]},
-            {"at": [{"stream": "x", "epoch": 1, "position": 1, "y": 1}]}, {"at": [{}] * 257},
-        )),
-        *((HeldChunks(3, np.ones(9, np.bool_)), change) for change in (
-            {"first": 32}, {"count": 1 << 40}, {"count": 17}, {"packed": b"1"}, {"first": -1},
-        )),
-    ],
-)  # fmt: skip
+    ("message", "change"), [(message, change) for message, changes in BAD for change in changes]
+)
 def test_bad_messages_are_refused(message: PlanMessage, change: dict[str, object]) -> None:
     said = msgpack.unpackb(plan_body(message, ENTRIES))
     with pytest.raises((UsageError, CorruptError)):
@@ -142,10 +144,11 @@ def test_bad_messages_are_refused(message: PlanMessage, change: dict[str, object
 
 def test_a_computed_order_out_of_range_is_refused() -> None:
     said = msgpack.unpackb(plan_body(STREAM, ENTRIES))
-    for change in (
+    changes: list[dict[str, object]] = [
         {"world": 0}, {"world": (1 << 20) + 1}, {"rank": 2}, {"group": 0}, {"seed": -1},
         {"below": 1 << 32}, {"drop_last": 1}, {"of": 1 << 63}, {"more": 1},
-    ):  # fmt: skip
+    ]  # fmt: skip
+    for change in changes:
         epochs = [said["epochs"][0], {**said["epochs"][1], **change}]
         with pytest.raises((UsageError, CorruptError)):
             parse_plan(msgpack.packb({**said, "epochs": epochs}), ENTRIES, CHUNKS)
