@@ -22,7 +22,7 @@ PROOFS = (b"s" * 32, b"a" * 32, b"b" * 32, b"t" * 32, MINE)
 
 
 def test_greetings_round_trip() -> None:
-    assert wire.parse_greeting(wire.greeting()) == 2
+    assert wire.parse_greeting(wire.greeting()) == wire.VERSION == 3
     assert wire.parse_welcome(wire.welcome(b"n" * 32)[:16]) == (True, 2, 32)
     no = wire.refusal("too many connections")
     assert wire.parse_welcome(no[:16]) == (False, 2, 20)
