@@ -80,7 +80,7 @@ class PlannedEgress:
     @property
     def least(self) -> list[float]:
         """The bytes that the store must give in each epoch."""
-        sizes = self.snapshot.chunk_sizes.astype(float)
+        sizes = self.snapshot.chunk_sizes.astype(np.float64)
         if self._group >= len(sizes):
             held = min(NODES * self._room_bytes, sizes.sum())
             return [sizes.sum(), *[sizes.sum() - held] * (len(self.got) - 1)]
@@ -97,4 +97,4 @@ class PlannedEgress:
     @property
     def ratios(self) -> list[float]:
         """What the store gave in each epoch, by what it must give."""
-        return [got / least for got, least in zip(self.got, self.least, strict=True)]
+        return [float(got / least) for got, least in zip(self.got, self.least, strict=True)]
