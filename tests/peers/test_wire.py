@@ -23,10 +23,10 @@ PROOFS = (b"s" * 32, b"a" * 32, b"b" * 32, b"t" * 32, MINE)
 
 def test_greetings_round_trip() -> None:
     assert wire.parse_greeting(wire.greeting()) == wire.VERSION == 3
-    assert wire.parse_welcome(wire.welcome(b"n" * 32)[:16]) == (True, 2, 32)
+    assert wire.parse_welcome(wire.welcome(b"n" * 32)[:16]) == (True, 3, 32)
     no = wire.refusal("too many connections")
-    assert wire.parse_welcome(no[:16]) == (False, 2, 20)
-    assert wire.refusal_error(2, no[16:]).message == "the master refused: too many connections"
+    assert wire.parse_welcome(no[:16]) == (False, 3, 20)
+    assert wire.refusal_error(3, no[16:]).message == "the master refused: too many connections"
 
 
 @pytest.mark.parametrize(

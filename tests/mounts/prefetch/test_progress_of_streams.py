@@ -1,5 +1,5 @@
-"""What the prefetch worker tells the task's master of the planner's streams: their epochs, and up to
-where they are claimed or read."""
+"""What the prefetch worker tells the task's master of the planner's streams: their epochs, and how
+far they are claimed or read."""
 
 import numpy as np
 
