@@ -26,7 +26,8 @@ LAYERS = (
 PURE = (
     *"format orders net.messages net.frames net.breaker cache.policy".split(),
     *"cache.admission storage.accounts.account peers.ownership peers.membership".split(),
-    *"peers.wire mounts.plans.control_wire".split(),
+    *"peers.wire peers.plan_wire peers.plan_teller peers.chunk_future".split(),
+    *"mounts.plans.control_wire".split(),
     *"mounts.sessions.protocol mounts.prefetch.planner mounts.prefetch.stream_tracker".split(),
     *"mounts.prefetch.resident_set mounts.prefetch.miss_fill mounts.prefetch.units".split(),
     *"mounts.prefetch.decisions forecast torch.workers".split(),

@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from heapq import heapify, heappop, heappush
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,9 @@ _OLD_KEYS_MIN = 1024  # a smaller heap is not made anew
 
 class EvictionPolicy(ABC):
     """The units of one cache, and the decision which of them stay."""
+
+    uses_future: ClassVar[bool] = False
+    """Whether the policy decides by what will be read, where it is told."""
 
     def __init__(self) -> None:
         self.sizes: OrderedDict[int, int] = OrderedDict()
@@ -71,6 +75,11 @@ class EvictionPolicy(ABC):
 
     def advance(self, rank: int, position: int) -> None:
         """A rank of the future reads this position next."""
+        return
+
+    def note_passed(self, units: Units) -> None:
+        """As `advance`, where the caller has moved the rank (`FutureUses.seek`), which has passed
+        these units: so that several policies can share one future."""
         return
 
     def advance_others(self, rank: int, position: int) -> None:
@@ -119,6 +128,8 @@ class FarthestNextUse(LeastRecentlyUsed):
     read or its next use changes. An old key stays in the heap, and is passed over, until it comes
     to the top or more than half of the keys are old.
     """
+
+    uses_future = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,6 +203,9 @@ class FarthestNextUse(LeastRecentlyUsed):
     def advance(self, rank: int, position: int) -> None:
         if self._future is not None:
             self._renew(self._future.seek(rank, position))
+
+    def note_passed(self, units: Units) -> None:
+        self._renew(units)
 
     def advance_others(self, rank: int, position: int) -> None:
         if self._others is not None:

@@ -38,6 +38,7 @@ from ..format.snapshot.layout import MANY_EXTENTS, kinds
 from ..format.snapshot.reader import Snapshot
 from ..net.messages import Message, Value
 from ..orders.plan import NO_ENTRIES, Entries
+from ..peers.plan_sender import PlanSender, StreamProgress
 from ..peers.sealed_memory import raise_descriptor_limit
 from .mountpoint import MountPresence
 from .options import MountRequest
@@ -170,6 +171,7 @@ class PrefetchWorker:
         self._left_to_take: Iterator[None] = iter(())  # from it
         self._stats_changed = True  # since they were last sent
         self._stats_sent_s = 0.0
+        self._plan_sender: PlanSender | None = None  # tells the task's master of plans
         self._mountinfo = os.open("/proc/self/mountinfo", os.O_RDONLY | os.O_CLOEXEC)
 
     def switch_version(
@@ -202,6 +204,9 @@ class PrefetchWorker:
         self._plan_commands = PlanCommands(
             snapshot, self._planner, self._are_whole, predicts_early=self._has_logs
         )
+        if self._plan_sender is not None:
+            self._plan_sender.close()
+        self._plan_sender = self._source.plan_sender(snapshot)
         self._push_status = push_status
         self._nodes = nodes
         self._server.watch(self._page_cache.events)
@@ -246,6 +251,8 @@ class PrefetchWorker:
         """Closes everything that keeps the mount busy."""
         self._page_cache.close()
         self._batches.close()
+        if self._plan_sender is not None:
+            self._plan_sender.close()
         self._end_take_over()
         os.close(self._mountinfo)
 
@@ -528,6 +535,13 @@ class PrefetchWorker:
         if self._stats_changed and now_s - self._stats_sent_s >= STATS_INTERVAL_S:
             self._stats_sent_s, self._stats_changed = now_s, False
             self._server.send(self._stats())
+            if self._plan_sender is not None:
+                self._plan_sender.set_streams(
+                    {
+                        name: StreamProgress(*progress)
+                        for name, progress in self._planner.progress_of_streams().items()
+                    }
+                )
 
 
 def _folders_of(message: Message) -> dict[int, list[bytes]]:

@@ -38,6 +38,7 @@ from ..errors import (
 from ..format.snapshot.diff import OldIndices, SnapshotDiff
 from ..format.snapshot.reader import Snapshot
 from ..peers.client import MASTER_END_WAIT_S, TaskStore, master_request
+from ..peers.plan_sender import PlanSender
 from ..remote.open import open_repository
 from ..repository.catalog import DatasetInfo
 from ..repository.interface import Repository
@@ -222,6 +223,12 @@ class MountSource:
                 log.warning("pushed contents come from the store, not from the task: %s", error)
                 objects = repository.objects
             return CoalescingReader(snapshot, objects)
+
+    def plan_sender(self, snapshot: Snapshot) -> PlanSender | None:
+        """What tells the task's cache of plans for a version; None without a task, and where the
+        cache of that version was not joined."""
+        store = self._stores.get(snapshot.version)
+        return None if store is None else PlanSender(snapshot, store.tell_plan)
 
     def switch_version(self, snapshot: Snapshot) -> None:
         """Tells the task's cache that the mount has switched to a version. Blocks for a moment."""

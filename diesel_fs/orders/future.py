@@ -96,6 +96,11 @@ class FutureUses:
         """The number of ranks."""
         return len(self._orders)
 
+    @property
+    def left(self) -> int:
+        """How many uses are left, of all units and ranks."""
+        return sum(self._lengths) - sum(self._position)
+
     def position(self, rank: int) -> int:
         """How many uses a rank has read."""
         return self._position[rank]

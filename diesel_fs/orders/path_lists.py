@@ -16,7 +16,8 @@ import numpy.typing as npt
 from ..errors import CorruptError, UsageError
 from ..format.snapshot.reader import ROOT_INDEX, Indices, Snapshot
 from ..names import shown
-from .shuffle import GROUP_SIZE_DEFAULT, SEED_MAX, WORLD_MAX, chunk_shuffle
+from .computed import ComputedOrder
+from .shuffle import GROUP_SIZE_DEFAULT, SEED_MAX, WORLD_MAX
 
 TAIL_FILES = 64
 """A list comes with the entries of so many of its last files. When these are opened, its reader is
@@ -53,12 +54,14 @@ class ListName:
         fits = max(name.seed, name.epoch, name.group) <= SEED_MAX and name.world <= WORLD_MAX
         return name if fits and name.group > 0 and name.rank < name.world else None
 
+    @property
+    def computed(self) -> ComputedOrder:
+        """The parameters of the list's order."""
+        return ComputedOrder(self.seed, self.epoch, self.group, self.rank, self.world)
+
     def order(self, snapshot: Snapshot) -> Indices:
         """The files that the list names, in the order of the list."""
-        return chunk_shuffle(
-            snapshot, self.seed, self.epoch, group_size=self.group, rank=self.rank,
-            world=self.world,
-        )  # fmt: skip
+        return self.computed.entries(snapshot)
 
     def __str__(self) -> str:
         return ",".join(f"{key}={getattr(self, key)}" for key in _KEYS)

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import UsageError
+from .computed import ComputedOrder
 
 Entries: TypeAlias = npt.NDArray[np.uint32]
 """Entry indices, 4 bytes each, as in a snapshot."""
@@ -56,13 +57,15 @@ class Epoch:
     """What one stream reads in one epoch. Its constructor raises UsageError.
 
     `entries` may leave files out and repeat them. `exact` is False for a prediction, which may be
-    replaced when the epoch begins. `bounds` is None where the batches are not known.
+    replaced when the epoch begins. `bounds` is None where the batches are not known. `computed`
+    has the parameters that give exactly these entries, where there are some.
     """
 
     number: int
     entries: Entries
     exact: bool = True
     bounds: Bounds | None = None
+    computed: ComputedOrder | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.number <= EPOCH_NUMBER_MAX:

@@ -27,7 +27,7 @@ from . import wire
 from .chunk_table import ChunkTable
 from .data_plane import Connection, DataPlane
 from .handshake import HELLO_S, HandshakeRejected, LocalIdentity, accept_tls, authenticate
-from .wire import FAILED, GIVEN, LOAD, NOT_MINE, READ, THROUGH, WORKING, Hello, Parts
+from .wire import FAILED, GIVEN, LOAD, NOT_MINE, PLAN, READ, THROUGH, WORKING, Hello, Parts
 
 log = logging.getLogger("diesel.task")
 
@@ -58,6 +58,9 @@ class AnswerSource(Protocol):
         """A status for each part, and the bytes of the parts with status `GIVEN`, which never
         change. With `through`, other nodes are asked for their parts; `rank` is the node that
         asks."""
+
+    def take_plan(self, rank: int, body: bytes) -> int:
+        """Take over a message about plans from the master of this rank; its status."""
 
 
 class _PendingHandshake(NamedTuple):
@@ -103,7 +106,7 @@ class Acceptor:
     ) -> None:
         """Accept and answer until cancelled. The caller closes the listeners."""
         self._token = trio.lowlevel.current_trio_token()
-        self._plane = plane = DataPlane(self._forward)
+        self._plane = plane = DataPlane(self._forward, self._forward_plan)
         try:
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
@@ -244,6 +247,27 @@ class Acceptor:
     ) -> None:
         if self._nursery is not None:
             self._nursery.start_soon(self._answer, connection, number, flags, parts, size)
+
+    def _forward_plan(self, connection: Connection, number: int, body: bytes) -> None:
+        """See `ForwardPlan`. Called in the data plane's thread."""
+        assert self._token is not None
+        with suppress(trio.RunFinishedError):
+            self._token.run_sync_soon(self._take_plan, connection, number, body)
+
+    def _take_plan(self, connection: Connection, number: int, body: bytes) -> None:
+        """Answer a message about plans: `NOT_MINE` where the connection is of another version."""
+        plane = self._plane
+        if plane is None or not connection.is_open:
+            return
+        status = NOT_MINE
+        if connection.table is self._source.table:
+            try:
+                status = self._source.take_plan(connection.rank, body)
+            except Exception:
+                status = FAILED
+                log.exception("unexpected error in a message of node %d", connection.rank)
+        answer = wire.answer_head(number, PLAN, bytes([status]), 0)
+        plane.answer(connection, len(body), [answer], len(answer))
 
     async def _answer(
         self, connection: Connection, number: int, flags: int, parts: Parts, size: int

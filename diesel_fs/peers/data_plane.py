@@ -40,6 +40,7 @@ from .wire import (
     PART_BYTES,
     PARTS_MAX,
     PING,
+    PLAN,
     READ,
     THROUGH,
     Parts,
@@ -107,11 +108,16 @@ Forward = Callable[[Connection, int, int, Parts, int], None]
 flags, parts, and their bytes. `DataPlane.answer` answers it."""
 
 
+ForwardPlan = Callable[[Connection, int, bytes], None]
+"""The same with a message about plans from another master: connection, ID, message."""
+
+
 class DataPlane:
     """The connections of one master, and the thread that serves them."""
 
-    def __init__(self, forward: Forward) -> None:
+    def __init__(self, forward: Forward, forward_plan: ForwardPlan) -> None:
         self._forward = forward
+        self._forward_plan = forward_plan
         self._epoll = select.epoll()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._wake, EPOLLIN)
@@ -407,7 +413,7 @@ class DataPlane:
         here. Raises OSError, CorruptError."""
         table = connection.table
         request = wire.parse_request(content, at)
-        length = HEAD_BYTES + request.counted * PART_BYTES
+        length = HEAD_BYTES + request.body_bytes
         if end - at < length:
             return 0
         if request.flags & THROUGH and not connection.is_local:
@@ -420,6 +426,14 @@ class DataPlane:
             self._send(connection, (head,), len(head))
             return length
         begin = at + HEAD_BYTES
+        if request.kind == PLAN:
+            if connection.is_client:
+                raise CorruptError("a message about plans that is not a master's")
+            self._forwarded += 1
+            connection.in_flight += 1
+            connection.in_flight_bytes += request.body_bytes
+            self._forward_plan(connection, request.id, bytes(content[begin : at + length]))
+            return length
         found, size = table.find(content[begin : at + length])
         if found is None:
             parts, size = wire.parse_parts(content, request.counted, table.sizes, start=begin)

@@ -298,6 +298,16 @@ class MasterLink:
         self._note_answer()
         return connection.detach()
 
+    def tell_plan(self, body: bytes) -> int | None:
+        """Send a message about plans (`plan_wire.py`). The status of the answer; None where the
+        master does not answer."""
+        answer = self._request(wire.LOCAL_PLAN, len(body), body)
+        try:
+            return None if answer is None else wire.parse_plan_status(answer[0])
+        except DieselError as error:
+            log.error("the task's master violates the protocol: %s", error)
+            return None
+
     def notify(self, kind: int, count: int, body: bytes) -> bool:
         """Send a request whose answer has no content; returns whether the answer came."""
         return self._request(kind, count, body) is not None

@@ -121,6 +121,7 @@ class LocalServer:
             if not self._connections[pid]:
                 del self._connections[pid]
                 self._master.cache.memory.unpin_all(pid)
+                self._master.plan.forget_client(pid)
             if client.is_accepted:
                 self._readers -= 1
                 self._clients_changed.set()
@@ -224,9 +225,12 @@ class _Client:
             load = bool(head.flags & wire.LOAD)
             file = await self._master.pin(self._pid, chunk, load=load)
             answer = wire.pinned_body(is_pinned=file is not None)
+        elif head.kind == wire.LOCAL_PLAN:
+            status = self._master.plan.take(self._master.rank, body, client=self._pid)
+            answer = wire.plan_status_body(status)
         elif head.kind == wire.LOCAL_DAMAGED:
             await self._master.report_damage(wire.parse_damaged(body, sizes))
-        count = head.counted if answer else 0
+        count = head.counted if head.kind == wire.LOCAL_PIN else 0
         revoked = self._master.cache.memory.revoked(self._pid)
         await self._send(wire.local_answer(head.kind, count, answer, revoked), file)
 

@@ -16,6 +16,7 @@ import logging
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -36,7 +37,10 @@ from .node_cache import FETCHES, FILL_FETCHES, Fetch, NodeCache
 from .owner_table import OwnerTable
 from .ownership import Ownership
 from .peer import Peer
+from .plan_teller import PlanTeller
+from .plan_wire import TAKEN, UNKNOWN, held_pieces, plan_body
 from .registry import Registry
+from .task_plan import EXCHANGE_S, TaskPlan
 from .wire import ABSENT, FAILED, GIVEN, NOT_MINE, DamagedPart, Parts, TaskView
 
 log = logging.getLogger("diesel.task")
@@ -52,6 +56,10 @@ network twice."""
 LOAD_S = 3.0
 """How long a caller waits for a chunk that is being fetched: a client gives up its master after 5
 s."""
+
+HELD_S = 30.0
+"""How often another master is told which chunks this node has although nothing has changed: it may
+have forgotten this node meanwhile."""
 
 _LIVE_LEVELS = 8  # `oneshot` fetches chunks by their live fraction, rounded up to an eighth
 _PREVIOUS_OWNERS_MAX = 8  # earlier assignments that are remembered: those owners may hold chunks
@@ -155,6 +163,7 @@ class Master:
         self._threads = trio.CapacityLimiter(FETCHES + FILL_FETCHES)
         self.cache = make_cache(self._fetch)  # the chunks that this node keeps
         self._owners = _ChunkOwners(snapshot)
+        self.plan = TaskPlan(snapshot, self.rank, self.cache)  # what all readers will read
         self.owner_table = OwnerTable(snapshot.chunk_count)  # for this node's clients
         self._view: TaskView | None = None  # what they last could learn
         self._peers: dict[int, _PeerEntry] = {}
@@ -205,6 +214,8 @@ class Master:
         masters connect to `listeners`."""
         async with trio.open_nursery() as self._nursery:
             await self._nursery.start(self.cache.run)
+            self._nursery.start_soon(self.plan.run)
+            self._nursery.start_soon(self.cache.prefetch_planned)
             await self._apply_membership(first)
             await self._nursery.start(self._acceptor.serve, listeners)
             task_status.started()
@@ -254,6 +265,7 @@ class Master:
         for rank, member in [(rank, entry.member) for rank, entry in self._peers.items()]:
             if others.get(rank) != member:
                 self._peers.pop(rank).scope.cancel()
+                self.plan.forget(rank)
                 log.info("node %d %s", rank, "was replaced" if rank in others else "has left")
         for rank, member in others.items():
             if rank not in self._peers:
@@ -324,8 +336,33 @@ class Master:
         with entry.scope:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(entry.peer.run)
+                nursery.start_soon(self._tell_plan, entry.peer)
                 if entry.member.instance == ANY_INSTANCE:
                     nursery.start_soon(self._probe, entry)
+
+    async def _tell_plan(self, peer: Peer) -> None:
+        """Where any stream is known, tell another master every `EXCHANGE_S` what this node's
+        readers will read, where they are, and which chunks this node has."""
+        entry_count = len(self.snapshot)
+        teller = PlanTeller(entry_count)
+        held_told: npt.NDArray[np.bool_] | None = None
+        retell_s = 0.0
+        while True:
+            if not teller.has_told:
+                await self.plan.known.wait()
+            news = teller.news(self.plan.own_streams, self.plan.order_of)
+            with suppress(StopIteration):
+                body = next(news)
+                while True:
+                    body = news.send(await peer.tell_plan(body))
+            held = self.cache.held
+            is_told = held_told is not None and trio.current_time() < retell_s
+            if self.plan.known.is_set() and not (is_told and (held == held_told).all()):
+                bodies = [plan_body(each, entry_count) for each in held_pieces(held)]
+                statuses = [await peer.tell_plan(each) for each in bodies]
+                held_told = held if {*statuses} <= {TAKEN} else None
+                retell_s = trio.current_time() + HELD_S
+            await trio.sleep(EXCHANGE_S)
 
     async def _probe(self, entry: _PeerEntry) -> None:
         """Ping a node from `--peers`, which does not register, to find out whether it is there."""
@@ -361,6 +398,7 @@ class Master:
         self._member = replace(self._member, version=snapshot.version)
         self._me = replace(self._me, version=snapshot.version, sizes=snapshot.chunk_sizes)
         self.cache.switch_version(snapshot.chunk_ids, snapshot.chunk_sizes)
+        self.plan.switch_version(snapshot)
         self._acceptor.set_identity(self._me)
         self.cache.set_owned(owners.live_owned(self.rank))
         await self._apply_membership(self._membership)
@@ -402,6 +440,13 @@ class Master:
     def table(self) -> ChunkTable:
         """See `AnswerSource`."""
         return self.cache.memory.table
+
+    def take_plan(self, rank: int, body: bytes) -> int:
+        """See `AnswerSource`."""
+        if rank == self.rank or rank not in self._peers:  # its streams would never end
+            self._renew_now.set()
+            return UNKNOWN
+        return self.plan.take(rank, body)
 
     async def answer(
         self, rank: int, parts: Parts, *, load: bool, through: bool
@@ -552,5 +597,6 @@ class Master:
             **self._counts,
             "acceptor": self._acceptor.stats(),
             "node_cache": self.cache.stats(),
+            "plan": self.plan.stats(),
             "peers": {str(rank): each.peer.stats() for rank, each in self._peers.items()},
         }

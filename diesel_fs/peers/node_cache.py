@@ -8,6 +8,11 @@ the disk in parts, or by the caller from the store. `prefetch_owned` fetches thi
 without misses. A chunk is kept only after it has been checked whole, in memory that is sealed by
 then. However many callers wait for a chunk, it is fetched once.
 
+Where it is known what will be read (`set_future`), the policy `plan` decides instead of admission:
+a chunk replaces others that are needed later, if enough of it is read before they are needed again
+(`chunk_future.py`). Then `prefetch_planned` also fetches what is read next, the nearest first, and
+replaces nothing that is needed earlier.
+
 `node_memory.py` and `write_back.py` choose the chunks that are replaced, `ownership.py` the owners
 of chunks, and the caller's `fetch` knows where a chunk is read from.
 
@@ -35,6 +40,8 @@ from ..cache.read_through import ReadCostModel
 from ..cache.tiers import ChunkKey, verify_chunk
 from ..errors import DieselError, FormatError
 from ..format.entries import ChunkId
+from ..orders.future import FutureUses
+from .chunk_future import ChunkFuture
 from .node_memory import NodeMemory
 from .sealed_memory import SealedMemory, WritableMemory
 from .write_back import Mask, Spans, WriteBackQueue, disk_cost
@@ -55,6 +62,20 @@ at least one chunk."""
 FILL_RETRY_S, FILL_RETRY_MAX_S = 1.0, 60.0
 """Seconds before a chunk that could not be fetched ahead is tried again; they double up to the
 maximum."""
+
+PREFETCH_S = 4.0
+"""How far ahead of the readers `prefetch_planned` fetches: what they know of each other is up to a
+second old, and a fetch may take that long, too."""
+
+PREFETCH_DIVISOR = 8
+"""What is fetched ahead and not read yet takes at most this part (an eighth) of the memory."""
+
+RATE_PERIOD_S = 2.0
+"""The rate of the readers is measured over at least this long, as each tells its position once a
+second."""
+
+_PREFETCH_CHUNKS_MAX = 32  # looked at after each exchange of positions: a decision takes 50 us
+_RATE_WEIGHT = 0.5  # of the newest measurement of the readers' rate
 
 _TRIES = 4  # of one call, where a chunk that it has found is evicted before it is read
 
@@ -130,7 +151,7 @@ class NodeCache:
             disk,
             identity,
             disk_policy or NoEviction(),
-            evict_first=lambda: ~self.memory.owned | self.memory.present,
+            evict_first=self._evict_first_on_disk,
             on_change=self._notify_changed,
             queue_bytes=queue,
         )
@@ -150,6 +171,12 @@ class NodeCache:
         self._awaited = 0
         self._no_awaited = trio.Event()  # set when `_awaited` comes to 0
         self._changed = trio.Event()
+        self._future: ChunkFuture | None = None
+        self._future_changed = trio.Event()  # replaced when the future or a position changes
+        self._measured_s = 0.0  # when the readers' rate was measured, and how many uses were left
+        self._measured_left = 0
+        self._reads_per_s = 0.0  # of one reader, smoothed; 0 until measured
+        self._ahead: dict[int, int] = {}  # chunks fetched ahead, and when each is read first
         self._version = 0
         self._counts: Counter[str] = Counter()
 
@@ -222,6 +249,66 @@ class NodeCache:
         self.memory.set_owned(owned.astype(np.bool_))
         self._notify_changed()
 
+    # What will be read
+
+    @property
+    def uses_future(self) -> bool:
+        """Whether the policy decides by what will be read, where that is known."""
+        return self.memory.uses_future
+
+    @property
+    def uses_left(self) -> int:
+        """How many reads of chunks are known to come."""
+        return 0 if self._future is None else self._future.uses.left
+
+    def set_future(self, future: ChunkFuture | None) -> None:
+        """Set what all readers of the task will read, until another is set. None: it is not known
+        any more."""
+        self._future = future
+        self._ahead.clear()
+        self._measured_s, self._measured_left = trio.current_time(), self.uses_left
+        self.memory.set_future(future)
+        self._write_back.set_future(future)
+        self._notify_future()
+
+    def set_positions(self, positions: Sequence[int]) -> None:
+        """Set where each reader of the future is, as a position in its order; it may have gone
+        back. Positions are up to a second old: decisions on them may cost time, and never
+        bytes that are wrong."""
+        if self._future is None:
+            return
+        uses = self._future.uses
+        passed: list[npt.NDArray[np.int64]] = []
+        for reader, position in enumerate(positions):
+            if position != uses.position(reader):
+                passed.append(uses.seek(reader, position).astype(np.int64))
+        if not passed:
+            return
+        self._measure_rate(uses)
+        chunks = np.concatenate(passed)
+        self.memory.note_passed(chunks)
+        self._write_back.note_passed(chunks)
+        self._notify_future()
+
+    def _measure_rate(self, uses: FutureUses) -> None:
+        """Measure how fast a reader advances, over a time in which all have told their positions
+        more than once."""
+        seconds = trio.current_time() - self._measured_s
+        if seconds >= RATE_PERIOD_S and uses.ranks:
+            rate = max(self._measured_left - uses.left, 0) / uses.ranks / seconds
+            self._reads_per_s += _RATE_WEIGHT * (rate - self._reads_per_s)
+            self._measured_s, self._measured_left = trio.current_time(), uses.left
+
+    def set_held_elsewhere(self, is_held: npt.NDArray[np.bool_]) -> None:
+        """Set which chunks other nodes have, as far as is known."""
+        self.memory.set_held_elsewhere(is_held)
+        self._write_back.set_held_elsewhere(is_held)
+
+    @property
+    def held(self) -> npt.NDArray[np.bool_]:
+        """A flag for each chunk: whether it is in memory or on the disk."""
+        return self.memory.present | self._write_back.on_disk
+
     def switch_version(self, ids: Sequence[ChunkId], sizes: npt.NDArray[np.uint64]) -> None:
         """Switch to another version of the dataset. Chunks in both versions stay, and stay this
         node's. Clients' pins keep the old numbers of their chunks."""
@@ -237,6 +324,9 @@ class NodeCache:
             flight.chunk = after.get(flight.chunk, -1)
         self._in_flight = {each.chunk: each for each in self._in_flight.values() if each.chunk >= 0}
         self._version += 1
+        self._future, self._reads_per_s = None, 0.0
+        self._ahead.clear()
+        self._notify_future()
         self._notify_changed()
 
     async def prefetch_owned(self, order: npt.NDArray[np.int64]) -> None:
@@ -257,6 +347,49 @@ class NodeCache:
                 with trio.move_on_after(retry_s):
                     await changed.wait()
                 retry_s = min(2 * retry_s, FILL_RETRY_MAX_S)
+
+    async def prefetch_planned(self) -> None:
+        """Where the future is known, fetch this node's chunks that are read within `PREFETCH_S`,
+        the nearest first, into free room or in place of what is needed later. Runs until
+        cancelled."""
+        while True:
+            changed = self._future_changed
+            if (future := self._future) is not None:
+                left = iter(self._soonest_absent(future))
+                async with trio.open_nursery() as nursery:
+                    for _ in range(FILL_FETCHES):
+                        nursery.start_soon(self._fill_from, left, self._version, future)
+            await changed.wait()
+
+    def _soonest_absent(self, future: ChunkFuture) -> list[int]:
+        """This node's chunks that are not here and are read soon, the soonest first, within the
+        limits of what is fetched ahead."""
+        now, uses = future.uses.now, future.uses
+        ahead = np.array([*self._ahead], np.int64)
+        times = dict(zip(ahead.tolist(), uses.next_time(ahead).tolist(), strict=True))
+        self._ahead = {
+            chunk: time
+            for chunk, time in self._ahead.items()
+            if time == times[chunk] and time > now and self.memory.present[chunk]
+        }
+        room_bytes = self.memory.budget_bytes_max // PREFETCH_DIVISOR
+        room_bytes -= sum(self._sizes[chunk] for chunk in self._ahead)
+        mine = np.flatnonzero(self.memory.owned & ~self.held)
+        before = now + int(PREFETCH_S * self._reads_per_s)
+        soonest = future.soonest(mine, before)[:_PREFETCH_CHUNKS_MAX]
+        some = []
+        for chunk, time in zip(soonest.tolist(), uses.next_time(soonest).tolist(), strict=True):
+            room_bytes -= self._sizes[chunk]
+            if room_bytes < 0:
+                break
+            some.append(chunk)
+            self._ahead[chunk] = time
+        return some
+
+    def _notify_future(self) -> None:
+        """Wake `prefetch_planned`."""
+        changed, self._future_changed = self._future_changed, trio.Event()
+        changed.set()
 
     async def flush_to_disk(self, share: Mask) -> None:
         """At the end, after `run`: write chunks from memory to the disk, as far as there is room:
@@ -281,7 +414,7 @@ class NodeCache:
     def stats(self) -> dict[str, int]:
         """What is here, in bytes and chunks, and counters since the start."""
         self._flush_file_reads()
-        mine, held = self.memory.owned, self.memory.present | self._write_back.on_disk
+        mine, held = self.memory.owned, self.held
         return {
             **{name: self._counts[name] for name in _COUNTS},
             **self.memory.stats(),
@@ -352,6 +485,11 @@ class NodeCache:
             return self._start(chunk, victims, from_disk=from_disk)
         if not from_disk and self._is_free_on_disk(chunk):
             return self._start(chunk, None)
+        decision = self._decide_by_plan(chunk, from_disk=from_disk)
+        if decision is not None:
+            replaces, victims = decision
+            self._counts["plan_replacements" if replaces else "plan_bypassed"] += is_new or replaces
+            return self._start(chunk, victims, from_disk=from_disk) if replaces else None
         if not admission.has_credit(chunk, wanted_bytes):
             return None
         victims = self.memory.find_victims(chunk, has_credit=True)
@@ -364,6 +502,41 @@ class NodeCache:
                 return None
         admission.charge(chunk, wanted_bytes)
         return self._start(chunk, victims, from_disk=from_disk)
+
+    def _decide_by_plan(
+        self, chunk: int, *, from_disk: bool, is_prefetch: bool = False
+    ) -> tuple[bool, list[int] | None] | None:
+        """Whether an absent chunk of this node replaces others, by what will be read; and which, or
+        None where it goes to the disk. None in all where the future or the policy does not tell:
+        then admission decides."""
+        future = self._future
+        if future is None or not self.memory.owned[chunk]:
+            return None
+        size = self._sizes[chunk]
+        cost = disk_cost if from_disk else self._costs.read_s
+
+        def uses_min(replaced: Sequence[int]) -> int:
+            sizes = [self._sizes[each] for each in replaced]
+            return future.uses_min(chunk, sizes, size, cost, is_stored=not from_disk)
+
+        replaces, victims = self.memory.find_planned_victims(chunk, uses_min)
+        if replaces is None:
+            return None
+        if replaces:
+            return True, victims
+        if from_disk or is_prefetch:
+            return False, None
+        return self._write_back.replaces(chunk, uses_min), None
+
+    def _evict_first_on_disk(self) -> Mask:
+        """The chunks on the disk that are replaced before the policy is asked: those of other
+        nodes, unless they are last copies that are needed, and those that are in memory, too."""
+        first = ~self.memory.owned
+        if self._future is None:
+            return first | self.memory.present
+        copies = np.flatnonzero(first & self._write_back.on_disk)
+        first[copies[self.memory.are_last_copies(copies)]] = False
+        return first | self.memory.present
 
     def _is_free_on_disk(self, chunk: int) -> bool:
         return bool(self.memory.owned[chunk]) and self._write_back.has_room(self._sizes[chunk])
@@ -464,19 +637,30 @@ class NodeCache:
         self._counts["fetches"] += 1
         self._counts["fetched_bytes"] += flight.size
 
-    async def _fill_from(self, left: Iterator[int], version: int) -> None:
-        """Fetch these chunks one after the other, until one does not fit."""
+    async def _fill_from(
+        self, left: Iterator[int], version: int, future: ChunkFuture | None = None
+    ) -> None:
+        """Fetch these chunks one after the other, until one does not fit. With `future`, each also
+        in place of what is needed later, as long as that is the future."""
         for chunk in left:
             while self._awaited:
                 self._no_awaited = trio.Event() if self._no_awaited.is_set() else self._no_awaited
                 await self._no_awaited.wait()
             if version != self._version or self._nursery is None:
                 return
+            if future is not None and future is not self._future:
+                return
             if not self.memory.owned[chunk] or self.holds(chunk) or chunk in self._in_flight:
                 continue
             victims = self.memory.find_victims(chunk, has_credit=False)
+            if future is not None and victims is not None and not future.is_worth_room(chunk):
+                continue
             if victims is None and not self._is_free_on_disk(chunk):
-                return
+                decision = self._decide_by_plan(chunk, from_disk=False, is_prefetch=True)
+                if future is None or decision is None or not decision[0]:
+                    return
+                victims = decision[1]
+                self._counts["plan_replacements"] += 1
             flight = self._start(chunk, victims, is_prefetch=True)
             await flight.done.wait()
             self._counts["fill_failures" if flight.view is None else "filled"] += 1
@@ -526,4 +710,4 @@ def _seal_checked(draft: WritableMemory, key: ChunkKey) -> SealedMemory:
 
 
 _COUNTS = ("waited", "misses", "fetches", "fetched_bytes", "fetch_failures", "filled",
-           "fill_failures")  # fmt: skip
+           "fill_failures", "plan_replacements", "plan_bypassed")  # fmt: skip

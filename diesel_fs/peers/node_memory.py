@@ -3,7 +3,8 @@ pinned by clients.
 
 The budget covers chunks that are here, that are being fetched, or that a client has pinned. A chunk
 of another node is kept only in room that this node's own share does not need, and is replaced
-first; then the eviction policy decides. A pinned chunk is not replaced: it is revoked (its clients
+first, unless no other node has it and some reader is known to need it; then the eviction policy
+decides. A pinned chunk is not replaced: it is revoked (its clients
 are asked to unpin it), and is dropped when they have; until then it takes its room and serves
 reads. Bytes that are being sent when their chunk is dropped are not counted. Where the machine has
 no memory, descriptor or mapping left, the budget shrinks to what is here, for a while.
@@ -22,6 +23,8 @@ import numpy.typing as npt
 import trio
 
 from ..cache.policy import EvictionPolicy
+from ..orders.future import Units
+from .chunk_future import ChunkFuture
 from .chunk_table import ChunkTable
 from .sealed_memory import SealedMemory, sealed_memories_max
 from .wire import Sizes
@@ -33,6 +36,12 @@ BUDGET_RETRY_S = 60.0
 
 PENDING_HITS_MAX = 1024
 """Hits that are collected before the policy hears of them, which then takes a millisecond."""
+
+PINNED_PASSED_MAX = 64
+"""How many pinned chunks a decision by plan passes over: it is made for each miss."""
+
+UsesMin = Callable[[Sequence[int]], int]
+"""How many reads of a chunk are worth its fetch, where it replaces these."""
 
 Mask = npt.NDArray[np.bool_]
 """A flag for each chunk of the version."""
@@ -145,6 +154,8 @@ class NodeMemory:
         self._pinned_evicted_bytes = 0  # chunks that were dropped and are still pinned
         self._reserved_bytes = self._reserved_count = 0  # chunks that are being fetched
         self._pins = PinTable()
+        self._future: ChunkFuture | None = None
+        self._held_elsewhere: Mask | None = None
         self._hits: list[int] = []
         self._hit_bytes = 0
         self._shrunk_until_s = math.inf
@@ -214,7 +225,7 @@ class NodeMemory:
         victims: list[int] = []
         room_bytes = free_bytes
         if (missing_bytes > 0 or excess > 0) and (is_mine or has_credit):
-            others = np.flatnonzero(self.present & ~self.owned).tolist()
+            others = self._unneeded_copies()
             missing_bytes, excess = self._choose_victims(victims, others, missing_bytes, excess)
             room_bytes = size - missing_bytes
         if (missing_bytes > 0 or excess > 0) and is_mine and has_credit:
@@ -224,6 +235,70 @@ class NodeMemory:
         if missing_bytes > 0 or excess > 0 or not self._policy.admits(chunk, size, room_bytes):
             return None
         return victims
+
+    def find_planned_victims(self, chunk: int, uses_min: UsesMin) -> tuple[bool | None, list[int]]:
+        """Whether the policy has an absent chunk of this node replace others, by what will be read,
+        and the others; None where it cannot tell. What is pinned is passed over, and revoked only
+        where the chunk may replace it."""
+        self.flush_hits()
+        missing_bytes = self._sizes[chunk] - (self._budget_bytes - self.used_bytes)
+        excess = len(self._memories) + self._reserved_count + 1 - self._chunks_max
+        if self._sizes[chunk] > self._budget_bytes:
+            return None, []
+        victims: list[int] = []
+        pinned: list[int] = []
+        for each in self._policy.eviction_order():
+            if (missing_bytes <= 0 and excess <= 0) or len(pinned) > PINNED_PASSED_MAX:
+                break
+            memory = self._memories[each]
+            if self._pins.is_pinned(memory):
+                pinned.append(each)
+            else:
+                victims.append(each)
+                missing_bytes -= memory.bytes
+                excess -= 1
+        has_room = missing_bytes <= 0 and excess <= 0
+        wanted = victims if has_room else [*victims, *pinned]
+        replaces = self._policy.replaces(chunk, wanted, uses_min(wanted))
+        if replaces:
+            for each in pinned:
+                self._pins.revoke(self._memories[each])
+        return (replaces, victims) if has_room or replaces is None else (False, [])
+
+    @property
+    def uses_future(self) -> bool:
+        """Whether the policy decides by what will be read."""
+        return self._policy.uses_future
+
+    def set_future(self, future: ChunkFuture | None) -> None:
+        """Set what will be read, until another is set. None: it is not known any more."""
+        self._future = future
+        self._policy.set_future(None if future is None else future.uses)
+
+    def note_passed(self, chunks: Units) -> None:
+        """Readers have passed uses of these chunks."""
+        self._policy.note_passed(chunks)
+
+    def set_held_elsewhere(self, is_held: Mask) -> None:
+        """Set which chunks other nodes have."""
+        self._held_elsewhere = is_held
+        self._policy.set_held_elsewhere(is_held)
+
+    def are_last_copies(self, chunks: npt.NDArray[np.int64]) -> Mask:
+        """Which of these chunks are needed by some reader and, as far as is known, on no other
+        node."""
+        if self._future is None:
+            return np.zeros(len(chunks), np.bool_)
+        needed = self._future.needed(chunks)
+        return needed if self._held_elsewhere is None else needed & ~self._held_elsewhere[chunks]
+
+    def _unneeded_copies(self) -> list[int]:
+        """The chunks of other nodes that are here and may be replaced before all others."""
+        copies = np.flatnonzero(self.present & ~self.owned)
+        if len(copies) and self._future is not None:
+            copies = copies[~self.are_last_copies(copies)]
+        found: list[int] = copies.tolist()
+        return found
 
     def reserve(self, chunk: int, victims: Iterable[int]) -> None:
         """Drop these chunks and reserve room for `chunk`."""
@@ -366,6 +441,7 @@ class NodeMemory:
         for chunk in [chunk for chunk in self._memories if chunk not in after]:
             self.drop(chunk)
         self._policy.renumber(after)
+        self._future = self._held_elsewhere = None
         self._sizes = sizes.tolist()
         self._memories = {after[chunk]: memory for chunk, memory in self._memories.items()}
         self.table = ChunkTable(sizes)

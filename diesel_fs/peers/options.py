@@ -34,7 +34,8 @@ IDLE_TIMEOUT_S = 10.0
 FillPolicy = Literal["on-demand", "oneshot"]
 """When a node's chunks are fetched: when they are first read, or all from the start."""
 
-Eviction = Literal["lru", "lfu", "none"]
+Eviction = Literal["plan", "lru", "lfu", "none"]
+"""What is evicted from a full cache of the task (`cache/policy.py`); the first is the default."""
 
 CacheLayout = Literal["auto", "chunks", "order"]
 """What a mount keeps in its cache folder: chunks, or order logs (`cache/ORDER_LOG.md`)."""
@@ -153,8 +154,10 @@ class TaskOptions(DaemonRequest):
         " the start.", choices=_POLICIES,
     )  # fmt: skip
     evict: str = _option(
-        "lru", "choice", None, "Eviction policy of the task's cache when it is full.",
-        choices=_EVICTIONS,
+        "plan", "choice", None, "Eviction policy of the task's cache when it is full: plan evicts"
+        " what is read again last, where the task's mounts know what will be read, and else does as"
+        " lru, which evicts what was not read for the longest time; lfu evicts what was read least"
+        " often; none keeps what came first.  [default: plan]", choices=_EVICTIONS,
     )  # fmt: skip
     peer_tls: bool = _option(
         False, "flag", None, "Encrypt what the nodes of the task send each other."

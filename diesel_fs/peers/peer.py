@@ -46,8 +46,8 @@ class _PendingRequest:
     """A request that waits for its answer, whose bytes go to `room`; it is late after `due_s`."""
 
     __slots__ = (
-        "count", "due_s", "is_late", "is_sent", "is_working", "kind", "parts", "room", "sent_s",
-        "size", "statuses", "waiter",
+        "body", "count", "due_s", "is_late", "is_sent", "is_working", "kind", "parts", "room",
+        "sent_s", "size", "statuses", "waiter",
     )  # fmt: skip
 
     def __init__(self, kind: int, parts: Parts | None, room: memoryview, size: int) -> None:
@@ -56,6 +56,7 @@ class _PendingRequest:
         self.count = 0 if parts is None else len(parts)
         self.room: memoryview | None = room  # None: the caller no longer wants the bytes
         self.size = size
+        self.body = b""  # of a message about plans
         self.is_sent = self.is_late = self.is_working = False
         self.sent_s = self.due_s = 0.0
         self.waiter: trio.lowlevel.Task | None = None
@@ -109,6 +110,15 @@ class Peer:
             if (answered >= BUSY).all():
                 break
         return statuses
+
+    async def tell_plan(self, body: bytes) -> int | None:
+        """Send a message about plans (`plan_wire.py`). The status of the answer; None where the
+        peer is not asked now or does not answer in time, which does not count as its failure: it
+        may have other work, and reads do not wait for this."""
+        pending = _PendingRequest(wire.PLAN, None, memoryview(b""), 0)
+        pending.body, pending.count, pending.is_working = body, 1, True
+        await self._ask_pending(pending, 0)
+        return None if pending.statuses is None else int(pending.statuses[0])
 
     async def ping(self) -> bool:
         """Whether the peer answers."""
@@ -235,12 +245,15 @@ class Peer:
     ) -> Statuses:
         """Send a request and wait; returns the status of each part. A request without parts has no
         status, or one that is not `GIVEN` where it failed."""
-        now_s = trio.current_time()
+        return await self._ask_pending(_PendingRequest(kind, parts, room[:size], size), flags)
+
+    async def _ask_pending(self, pending: _PendingRequest, flags: int) -> Statuses:
+        """As `_ask`."""
+        parts, now_s = pending.parts, trio.current_time()
         ticket = 0 if self._is_over else self._breaker.admit(now_s)
         if not ticket:
             self._counts["skipped"] += 1
             return _statuses(BUSY, parts)
-        pending = _PendingRequest(kind, parts, room[:size], size)
         pending.sent_s = now_s
         try:
             await self._send_and_wait(pending, flags, ticket)
@@ -269,6 +282,8 @@ class Peer:
         pending.due_s = pending.sent_s + self._breaker.timeout_s(
             pending.size + self._in_flight_bytes
         )
+        if pending.is_working:
+            pending.due_s += WORKING_S
         channel = self._channel
         if channel is None or not self._fits(pending.size):
             with trio.CancelScope(deadline=pending.due_s):
@@ -286,7 +301,10 @@ class Peer:
         self._in_flight_bytes += pending.size
         if pending.size > _BULK_BYTES:
             self._bulk_bytes += pending.size
-        request = wire.request(request_id, pending.kind, flags, pending.parts)
+        if pending.body:
+            request = wire.plan_request(request_id, pending.body)
+        else:
+            request = wire.request(request_id, pending.kind, flags, pending.parts)
         try:
             if not channel.send_now((request,), len(request)):
                 self._unsent.set()

@@ -46,7 +46,10 @@ REQUESTS_MAX, IN_FLIGHT_BYTES_MAX = 64, 64 << 20
 
 HEAD_BYTES, PART_BYTES = 16, 12
 
-READ, PING, WORKING = 1, 3, 4
+PLAN_BYTES_MAX = PARTS_MAX * PART_BYTES
+"""The longest message about plans (`plan_wire.py`): as long as the records of the longest READ."""
+
+READ, PING, WORKING, PLAN = 1, 3, 4, 5
 """Kinds of requests and answers; 2 is free."""
 
 LOAD, THROUGH = 1, 2
@@ -79,7 +82,7 @@ PART = struct.Struct("<III")
 _VIEW_ITEMS_MAX = 64 + 16 * MEMBERS_MAX
 _LOOP_PARTS_MAX = 8  # up to so many parts are checked in a loop: calls of numpy would take longer
 
-VERSION = 2
+VERSION = 3
 """The version of the protocol over TCP."""
 
 PROOF_BYTES = TASK_DIGEST_BYTES = 32
@@ -231,12 +234,13 @@ def parse_parts(content: Bytes, count: int, sizes: Sizes, *, start: int = 0) -> 
 
 
 class RequestHead(NamedTuple):
-    """The first 16 bytes of a request; `counted` records follow."""
+    """The first 16 bytes of a request; `counted` records follow, or a message about plans."""
 
     id: int
     kind: int
     flags: int
     counted: int
+    body_bytes: int
 
 
 def request(number: int, kind: int, flags: int = 0, parts: Parts | None = None) -> bytes:
@@ -247,17 +251,25 @@ def request(number: int, kind: int, flags: int = 0, parts: Parts | None = None) 
     return _HEAD.pack(number, kind, flags, 0, len(parts), 0) + parts.tobytes()
 
 
+def plan_request(number: int, body: Bytes) -> bytes:
+    """A whole request with a message about plans."""
+    assert 0 < len(body) <= PLAN_BYTES_MAX
+    return _HEAD.pack(number, PLAN, 0, 0, 0, len(body)) + body
+
+
 def parse_request(content: Bytes, start: int = 0) -> RequestHead:
     """The request that begins at `start`. Raises CorruptError."""
-    number, kind, flags, zero, count, none = _HEAD.unpack_from(content, start)
-    if zero or none or flags & ~(LOAD | THROUGH):
+    number, kind, flags, zero, count, body_bytes = _HEAD.unpack_from(content, start)
+    if kind == PLAN and not (zero or flags or count) and 0 < body_bytes <= PLAN_BYTES_MAX:
+        return RequestHead(number, kind, flags, 0, body_bytes)
+    if zero or body_bytes or flags & ~(LOAD | THROUGH):
         raise CorruptError("these bytes are not a request")
     if kind == READ:
         if not 0 < count <= PARTS_MAX:
             raise CorruptError(f"a request for {count} parts (at most {PARTS_MAX})")
     elif kind != PING or flags or count:
         raise CorruptError("these bytes are not a request")
-    return RequestHead(number, kind, flags, count)
+    return RequestHead(number, kind, flags, count, count * PART_BYTES)
 
 
 class AnswerHead(NamedTuple):
@@ -278,7 +290,7 @@ def parse_answer(content: Bytes, start: int = 0) -> AnswerHead:
     """The answer that begins at `start`. Raises CorruptError. Whether it fits the request is for
     `check_answer` and `given_bytes`."""
     number, kind, zero, none, count, payload_bytes = _HEAD.unpack_from(content, start)
-    if zero or none or kind not in (READ, PING, WORKING) or count > PARTS_MAX:
+    if zero or none or kind not in (READ, PING, WORKING, PLAN) or count > PARTS_MAX:
         raise CorruptError("these bytes are not an answer")
     return AnswerHead(number, kind, count, payload_bytes)
 
@@ -316,13 +328,13 @@ def check_statuses(answer: Bytes, parts: Parts, length: int) -> None:
 
 # the local protocol -------------------------------------------------------------------------------
 
-LOCAL_VERSION = 2
+LOCAL_VERSION = 3
 """The version of the protocol between a master and its clients."""
 
 (
     LOCAL_HELLO, LOCAL_MEMBERS, LOCAL_PIN, LOCAL_UNPIN, LOCAL_DAMAGED, LOCAL_STATS,
-    LOCAL_SWITCH_VERSION, LOCAL_DATA,
-) = range(1, 9)  # fmt: skip
+    LOCAL_SWITCH_VERSION, LOCAL_DATA, LOCAL_PLAN,
+) = range(1, 10)  # fmt: skip
 LOCAL_OK, LOCAL_REFUSED = range(2)
 """Statuses: done; the request is rejected, with a reason."""
 
@@ -340,6 +352,7 @@ _LOCAL_HELLO = struct.Struct("<HH16sQ")
 _LOCAL_WELCOME = struct.Struct("<II")
 _CHUNK = struct.Struct("<I")
 _PINNED = struct.Struct("<H")
+_PLAN_STATUS = struct.Struct("<H")
 _DAMAGED = struct.Struct("<IIIH")
 _SWITCH_VERSION = struct.Struct("<Q")
 
@@ -353,6 +366,7 @@ _REQUEST_BODY_SIZES = {
     LOCAL_STATS: (0, 0, 0, 0),
     LOCAL_SWITCH_VERSION: (_SWITCH_VERSION.size, 0, 0, 0),
     LOCAL_DATA: (0, 0, 0, 0),
+    LOCAL_PLAN: (0, 1, 1, PLAN_BYTES_MAX),
 }
 _ANSWER_BODY_SIZES = {
     LOCAL_HELLO: (_LOCAL_WELCOME.size, 0),
@@ -361,6 +375,7 @@ _ANSWER_BODY_SIZES = {
     LOCAL_DAMAGED: (0, 0),
     LOCAL_SWITCH_VERSION: (0, 0),
     LOCAL_DATA: (0, 0),
+    LOCAL_PLAN: (_PLAN_STATUS.size, 0),
 }
 
 
@@ -538,6 +553,20 @@ def parse_pinned(body: Bytes) -> bool:
     """Whether the chunk is pinned. Raises CorruptError."""
     _check_size(_PINNED, body, "answer to pin")
     return bool(_PINNED.unpack(body)[0])
+
+
+def plan_status_body(status: int) -> bytes:
+    """The body of an answer to PLAN."""
+    return _PLAN_STATUS.pack(status)
+
+
+def parse_plan_status(body: Bytes) -> int:
+    """The status in an answer to PLAN. Raises CorruptError."""
+    _check_size(_PLAN_STATUS, body, "answer to plan")
+    status: int = _PLAN_STATUS.unpack(body)[0]
+    if status > FAILED:
+        raise CorruptError("an unknown status")
+    return status
 
 
 def chunks_body(chunks: Sequence[int]) -> bytes:

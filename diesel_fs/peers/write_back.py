@@ -34,6 +34,8 @@ from ..cache.policy import EvictionPolicy
 from ..cache.tiers import CacheHandle, ChunkKey
 from ..errors import NoSpaceError
 from ..format.entries import ChunkId
+from ..orders.future import Units
+from .chunk_future import ChunkFuture
 from .chunk_table import LOAN_S, ChunkTable
 from .sealed_memory import SealedMemory, WritableMemory
 
@@ -160,6 +162,25 @@ class WriteBackQueue:
             return None
         victims, goes_first = self._victims(size), self._evict_first()
         return None if victims is None else [each for each in victims if not goes_first[each]]
+
+    def set_future(self, future: ChunkFuture | None) -> None:
+        """Set what will be read, until another is set. None: it is not known any more."""
+        self._policy.set_future(None if future is None else future.uses)
+
+    def note_passed(self, chunks: Units) -> None:
+        """Readers have passed uses of these chunks."""
+        self._policy.note_passed(chunks)
+
+    def set_held_elsewhere(self, is_held: Mask) -> None:
+        """Set which chunks other nodes have."""
+        self._policy.set_held_elsewhere(is_held)
+
+    def replaces(self, chunk: int, uses_min: Callable[[Sequence[int]], int]) -> bool:
+        """Whether the policy has a chunk replace others on the disk, by what will be read."""
+        victims = self.find_victims(chunk)
+        if not victims:
+            return victims is not None
+        return bool(self._policy.replaces(chunk, victims, uses_min(victims)))
 
     def reserve(self, size: int) -> None:
         """Reserve room in the queue for a chunk that is being fetched."""
@@ -393,6 +414,11 @@ class WriteBackQueue:
             self._counts["disk_refused"] += 1
             self._next_scan_s = min(self._next_scan_s, trio.current_time() + RESCAN_S)
             return
+        goes_first = self._evict_first()
+        replaced = [each for each in victims if not goes_first[each]]
+        if replaced and self._policy.replaces(chunk, replaced) is False:
+            self._counts["disk_plan_bypassed"] += 1  # what is there is needed sooner
+            return
         is_there, other_writes = await self._put(chunk, content, victims)
         if is_there:
             self._counts["disk_writes"] += 1
@@ -525,4 +551,4 @@ class WriteBackQueue:
 
 
 _COUNTS = ("disk_reads", "disk_bytes", "disk_loads", "disk_writes", "disk_evictions",
-           "disk_refused", "disk_failures", "disk_looks")  # fmt: skip
+           "disk_refused", "disk_plan_bypassed", "disk_failures", "disk_looks")  # fmt: skip

@@ -276,6 +276,7 @@ def test_the_group_native_measures_every_row_of_a_session(
         ("tasks-recovery", 3),
         ("tasks-policies", 3),
         ("tasks-too-large", 1),
+        ("task-plan", 4),
     ],
 )
 def test_each_benchmark_of_tasks_measures_every_row(tmp_path: Path, name: str, count: int) -> None:

@@ -74,6 +74,8 @@ class FakeAnswers:
         self.table = ChunkTable(SIZES)
         self.ready: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint
         self.asked: list[tuple[int, int, bool, bool]] = []
+        self.plans: list[tuple[int, bytes]] = []
+        self.plan_status = GIVEN
         self.slow = self.slow_most = 0
         self._hot = True
         self._absent: set[int] = set()
@@ -105,6 +107,10 @@ class FakeAnswers:
                 self.table.views[chunk] = whole(chunk)
             else:
                 self.table.views.pop(chunk, None)
+
+    def take_plan(self, rank: int, body: bytes) -> int:
+        self.plans.append((rank, body))
+        return self.plan_status
 
     async def answer(
         self, rank: int, parts: Parts, *, load: bool, through: bool

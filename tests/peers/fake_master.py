@@ -123,7 +123,7 @@ class FakeMaster:
                     continue
                 if kind == HELLO:
                     protocol, zero, _, version = struct.unpack("<HH16sQ", body)
-                    assert (protocol, zero) == (2, 0)
+                    assert (protocol, zero) == (3, 0)
                     if self.behaviour.versions and version not in self.behaviour.versions:
                         connection.sendall(_answer(kind, 0, b"another version", status=1))
                         continue

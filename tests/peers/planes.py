@@ -49,13 +49,17 @@ class Plane:
         self.table = ChunkTable(SIZES)
         self.table.views.update((chunk, whole(chunk)) for chunk in range(len(SIZES)))
         self.forwarded: queue.SimpleQueue[Forwarded] = queue.SimpleQueue()
-        self.data = DataPlane(self._forward)
+        self.data = DataPlane(self._forward, self._forward_plan)
+        self.plans: queue.SimpleQueue[tuple[Connection, int, bytes]] = queue.SimpleQueue()
         self._ends: list[socket.socket] = []
 
     def _forward(
         self, connection: Connection, number: int, flags: int, parts: Parts, size: int
     ) -> None:
         self.forwarded.put(Forwarded(connection, number, flags, parts, size))
+
+    def _forward_plan(self, connection: Connection, number: int, body: bytes) -> None:
+        self.plans.put((connection, number, body))
 
     def next_forwarded(self) -> Forwarded:
         return self.forwarded.get(timeout=HOPE_S)

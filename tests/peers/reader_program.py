@@ -5,6 +5,10 @@ read: `{"mount": DIR}`, or the arguments of `connect`, optionally with `master`,
 another master program, and `lies` for it. The others are:
 
     {"do": "epoch", "files": N, "seed": S, "batch": B, "pace_s": P}    all files, in random order
+    {"do": "planned", "epoch": E, "group": G, "rank": R, "world": W, "batch": B, "pace_s": P,
+     "announced": A}      the files of this rank in chunk-wise order, which it announces to the
+                          master before; A is "computed", or "explicit" for the entries of this
+                          epoch and the next one
     {"do": "stats"}                                                    the statistics of the task
 
 It ends when its stdin is closed.
@@ -18,8 +22,13 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import numpy as np
+
 import diesel_fs
+from diesel_fs.orders.computed import ComputedOrder
+from diesel_fs.orders.plan import Epoch
 from diesel_fs.peers import launch
+from diesel_fs.peers.plan_sender import PlanSender, StreamProgress
 from diesel_fs.storage.objects.cloud.direct import open_buckets_directly
 from tests.peers.contents import content, path
 
@@ -48,6 +57,49 @@ def epoch(read: Read, files: int, seed: int, batch: int, pace_s: float) -> dict[
     return {"right": right, "wrong": wrong, "errors": errors, "worst_s": worst_s, "s": seconds}
 
 
+class PlannedReader:
+    """Announces orders to the node's master, and reads in them."""
+
+    def __init__(self, dataset: diesel_fs.Dataset) -> None:
+        self._dataset = dataset
+        task = dataset._task
+        assert task is not None
+        self._sender = PlanSender(dataset.snapshot, task.tell_plan, send_s=0.1)
+
+    def epoch(
+        self, epoch: int, group: int, rank: int, world: int, batch: int, pace_s: float,
+        announced: str,
+    ) -> dict[str, object]:  # fmt: skip
+        """Read all files of the rank; as the other `epoch`."""
+        snapshot = self._dataset.snapshot
+        orders = [ComputedOrder(1, each, group, rank, world) for each in (epoch, epoch + 1)]
+        entries = [each.entries(snapshot).astype(np.uint32) for each in orders]
+        if announced == "computed":
+            epochs = [Epoch(epoch, entries[0], computed=orders[0])]
+        else:
+            epochs = [Epoch(epoch + at, each) for at, each in enumerate(entries)]
+        order = entries[0].tolist()
+        right, wrong, errors, worst_s, start_s = 0, 0, [], 0.0, time.monotonic()
+        for first in range(0, len(order), batch):
+            self._sender.set_streams({"train": StreamProgress(tuple(epochs), epoch, first)})
+            due_s = start_s + pace_s * (first / batch + 1)
+            some, began_s = order[first : first + batch], time.monotonic()
+            try:
+                got = [bytes(each) for each in self._dataset.read_many(some)]
+            except Exception as error:
+                errors.append(f"{type(error).__name__}: {error}")
+                got = []
+            worst_s = max(worst_s, time.monotonic() - began_s)
+            for entry, each in zip(some, got, strict=False):
+                number = int(snapshot.path(entry)[-5:])
+                right += each == content(number)
+                wrong += each != content(number)
+            time.sleep(max(due_s - time.monotonic(), 0))
+        self._sender.set_streams({"train": StreamProgress(tuple(epochs), epoch, len(order))})
+        seconds = time.monotonic() - start_s
+        return {"right": right, "wrong": wrong, "errors": errors, "worst_s": worst_s, "s": seconds}
+
+
 def main() -> None:
     """Follows orders."""
     open_buckets_directly()  # it never forks
@@ -69,12 +121,16 @@ def main() -> None:
         dataset = diesel_fs.connect(**opened)
         read = dataset.read_many  # type: ignore[assignment]  # views do as well
         stats = dataset.task_stats
+    planned: PlannedReader | None = None
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
         order = json.loads(line)
         match order.pop("do"):
             case "epoch":
                 answer: object = epoch(read, **order)
+            case "planned":
+                planned = planned or PlannedReader(dataset)
+                answer = planned.epoch(**order)
             case "stats":
                 answer = stats()
         print(json.dumps(answer), flush=True)

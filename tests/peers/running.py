@@ -85,6 +85,15 @@ class Reader:
         order = {"do": "epoch", "files": self._files, "seed": seed, "batch": batch}
         self._tell({**order, "pace_s": pace_s})
 
+    def begin_planned(
+        self, epoch: int, rank: int, world: int, *, group: int, batch: int, pace_s: float,
+        announced: str,
+    ) -> None:  # fmt: skip
+        """Start an epoch of the rank's files, announced to the master; `outcome` waits."""
+        numbers = {"epoch": epoch, "rank": rank, "group": group, "batch": batch}
+        more = {"world": world, "pace_s": pace_s, "announced": announced}
+        self._tell({"do": "planned", **numbers, **more})
+
     def outcome(self) -> Outcome:
         return Outcome(**self._answer())  # type: ignore[arg-type]  # as the program says it
 

@@ -244,7 +244,7 @@ def test_F6_another_version_of_the_wire_is_named() -> None:
             await raw_peer.send(wire.greeting()[:8] + b"\1\0" + bytes(6))
             goes_on, _, length = wire.parse_welcome(await raw_peer.exactly(16))
             assert not goes_on
-            assert b"version 2" in await raw_peer.exactly(length)
+            assert b"version 3" in await raw_peer.exactly(length)
 
     run(main)
 

@@ -133,7 +133,13 @@ class Task:
 
     @asynccontextmanager
     async def node(
-        self, rank: int, *, world: int = 3, oneshot: bool = False, registry: Registry | None = None
+        self,
+        rank: int,
+        *,
+        world: int = 3,
+        oneshot: bool = False,
+        registry: Registry | None = None,
+        policy: str = "lru",
     ) -> AsyncIterator[tuple[Master, trio.CancelScope]]:
         """A master while the `with` lasts, or until its scope is cancelled, which is its death."""
         registry = registry or self.registry
@@ -150,7 +156,7 @@ class Task:
             def make_cache(fetch: Fetch) -> NodeCache:
                 cache = RecordingCache(
                     self.snapshot.identity, self.snapshot.chunk_ids, sizes,
-                    memory_bytes=16 << 20, policy=POLICIES["lru"](), fetch=fetch,
+                    memory_bytes=16 << 20, policy=POLICIES[policy](), fetch=fetch,
                 )  # fmt: skip
                 cache.flushed = self.flushed
                 return cache

@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 
 from diesel_fs.cache.policy import POLICIES
 from diesel_fs.errors import DieselError
+from diesel_fs.orders.future import FutureUses, UnitOrder
+from diesel_fs.peers.chunk_future import ChunkFuture
 from diesel_fs.peers.node_cache import NodeCache
 
 from .node_caches import (
@@ -44,6 +46,9 @@ OPERATIONS = st.one_of(
     st.tuples(st.just("fails"), st.booleans()),
     st.tuples(st.just("damages"), st.booleans()),
     st.tuples(st.just("recheck"), CHUNKS),
+    st.tuples(st.just("plan"), st.lists(st.lists(CHUNKS, max_size=30), max_size=3)),
+    st.tuples(st.just("at"), st.lists(st.integers(0, 40), max_size=3)),
+    st.tuples(st.just("elsewhere"), st.lists(st.booleans(), min_size=8, max_size=8)),
 )
 
 
@@ -63,6 +68,7 @@ class Model:
         self.source, self.cache, self.budget = source, cache, budget
         self.pinned: dict[int, Pinned] = {}
         self.order: list[tuple[int, int, int]] = []  # pinner, number, inode
+        self.readers = 0  # of the plan
 
     def here(self) -> set[int]:
         return set(self.cache.memory.views)
@@ -105,6 +111,7 @@ class Model:
                 kept = {self.source.numbers[number] for number in self.here()}
                 was = dict(zip(self.source.numbers, self.mine, strict=True))
                 self.mine = [was.get(name, False) for name in names]
+                self.readers = 0
                 self.source.switch_version(names)
                 self.cache.switch_version(self.source.ids, self.source.sizes)
                 assert {names[number] for number in self.here()} == kept & set(names)
@@ -112,11 +119,29 @@ class Model:
                 self.source.fails = fails
             case "damages", bool(damages):
                 self.source.damages = damages
+            case "plan", list(orders):  # none: it is not known any more
+                self.plan(orders)
+            case "at", list(positions):  # of some readers, and back again
+                self.cache.set_positions(positions[: self.readers])
+            case "elsewhere", list(held):
+                count = len(self.source.contents)
+                self.cache.set_held_elsewhere(np.array(held[:count], np.bool_))
             case "recheck", int(number) if number < len(self.source.contents):
                 before_ = self.here()
                 await self.cache.recheck(number)
                 assert self.here() == before_
         self.check()
+
+    def plan(self, orders: list[list[int]]) -> None:
+        count = len(self.source.contents)
+        known = [[number for number in each if number < count] for each in orders]
+        self.readers = len(known)
+        if not known:
+            self.cache.set_future(None)
+            return
+        uses = FutureUses([UnitOrder(np.array(each, np.int64)) for each in known], count)
+        size = self.source.sizes.astype(np.float64)
+        self.cache.set_future(ChunkFuture(uses, size, size / 2))
 
     async def ask(self, number: int) -> None:
         try:

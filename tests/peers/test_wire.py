@@ -22,11 +22,11 @@ PROOFS = (b"s" * 32, b"a" * 32, b"b" * 32, b"t" * 32, MINE)
 
 
 def test_greetings_round_trip() -> None:
-    assert wire.parse_greeting(wire.greeting()) == 2
-    assert wire.parse_welcome(wire.welcome(b"n" * 32)[:16]) == (True, 2, 32)
+    assert wire.parse_greeting(wire.greeting()) == wire.VERSION == 3
+    assert wire.parse_welcome(wire.welcome(b"n" * 32)[:16]) == (True, 3, 32)
     no = wire.refusal("too many connections")
-    assert wire.parse_welcome(no[:16]) == (False, 2, 20)
-    assert wire.refusal_error(2, no[16:]).message == "the master refused: too many connections"
+    assert wire.parse_welcome(no[:16]) == (False, 3, 20)
+    assert wire.refusal_error(3, no[16:]).message == "the master refused: too many connections"
 
 
 @pytest.mark.parametrize(
@@ -84,18 +84,22 @@ def test_S2_S3_proofs_cover_every_value_of_the_handshake() -> None:
 def test_requests_round_trip() -> None:
     parts = np.array([(0, 1, 2), (1, 5, 6)], "<u4")
     said = wire.request(7, wire.READ, wire.LOAD, parts)
-    assert wire.parse_request(said) == (7, wire.READ, wire.LOAD, 2)
+    assert wire.parse_request(said) == (7, wire.READ, wire.LOAD, 2, 24)
     found, size = wire.parse_parts(said, 2, SIZES, start=wire.HEAD_BYTES)
     assert found.tolist() == parts.tolist()
     assert size == 8
-    assert wire.parse_request(wire.request(9, wire.PING)) == (9, wire.PING, 0, 0)
+    assert wire.parse_request(wire.request(9, wire.PING)) == (9, wire.PING, 0, 0, 0)
+    found_plan = wire.parse_request(wire.plan_request(3, b"said"))
+    assert found_plan == (3, wire.PLAN, 0, 0, 4)
 
 
 @pytest.mark.parametrize(
     "head",
     [(1, 0, 0, 0, 1, 0), (1, 4, 0, 0, 0, 0), (1, 1, 4, 0, 1, 0), (1, 1, 0, 1, 1, 0),
      (1, 1, 0, 0, 1, 1), (1, 1, 0, 0, 0, 0), (1, 1, 0, 0, 4097, 0), (1, 1, 0, 0, 0xFFFFFFFF, 0),
-     (1, 2, 0, 0, 0, 0), (1, 3, 0, 0, 1, 0), (1, 3, 1, 0, 0, 0), (1, 3, 2, 0, 0, 0)],
+     (1, 2, 0, 0, 0, 0), (1, 3, 0, 0, 1, 0), (1, 3, 1, 0, 0, 0), (1, 3, 2, 0, 0, 0),
+     (1, 5, 0, 0, 0, 0), (1, 5, 0, 0, 0, 49153), (1, 5, 1, 0, 0, 4), (1, 5, 0, 1, 0, 4),
+     (1, 5, 0, 0, 1, 4), (1, 5, 0, 0, 0, 0xFFFFFFFF)],
 )  # fmt: skip
 def test_F7_a_bad_request_is_refused(head: tuple[int, ...]) -> None:
     with pytest.raises(CorruptError):

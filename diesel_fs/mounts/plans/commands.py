@@ -304,7 +304,8 @@ class PlanCommands:
                     known.is_predicted = True
 
     def _epoch(self, name: ListName, *, exact: bool) -> Epoch:
-        return Epoch(name.epoch, name.order(self._snapshot), exact)  # type: ignore[arg-type]  # it converts
+        entries = name.order(self._snapshot)
+        return Epoch(name.epoch, entries, exact, computed=name.computed)  # type: ignore[arg-type]  # it converts
 
     def _make_room(self, stream: str) -> None:
         """Forget this stream, and withdraw others until one more list may have a stream."""

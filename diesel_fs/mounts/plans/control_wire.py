@@ -9,8 +9,9 @@ import numpy.typing as npt
 from ...errors import UsageError
 from ...format.snapshot.reader import ROOT_INDEX, Snapshot
 from ...net.messages import Fields, Message
+from ...orders.computed import ComputedOrder
 from ...orders.plan import EPOCHS_MAX, EntryOrder, Epoch
-from ...orders.shuffle import GROUP_SIZE_DEFAULT, WORLD_MAX, chunk_shuffle, full_shuffle
+from ...orders.shuffle import GROUP_SIZE_DEFAULT, WORLD_MAX
 
 PROTOCOL = 1
 """The version of the protocol, in the first message."""
@@ -74,18 +75,13 @@ def parse_epoch(fields: Fields, snapshot: Snapshot) -> Epoch:
     drop_last = fields.flag("drop_last", False)
     below = fields.integer("below", ROOT_INDEX, high=max(len(snapshot) - 1, 0))
     fields.end()
-    if kind == "chunk":
-        order = chunk_shuffle(
-            snapshot, seed, number, group_size=group_size, rank=rank, world=world,
-            drop_last=drop_last, below=below,
-        )  # fmt: skip
-    elif kind == "full":
-        order = full_shuffle(
-            snapshot, seed, number, rank=rank, world=world, drop_last=drop_last, below=below
-        )
-    else:
+    if kind not in ("chunk", "full"):
         raise UsageError(f"bad kind of order {kind[:64]!r}: it is chunk or full")
-    return Epoch(number, order, exact)  # type: ignore[arg-type]  # it converts
+    if kind == "full":
+        group_size = max(snapshot.chunk_count, 1)
+    computed = ComputedOrder(seed, number, group_size, rank, world, drop_last, below)
+    order = computed.entries(snapshot)
+    return Epoch(number, order, exact, computed=computed)  # type: ignore[arg-type]  # it converts
 
 
 def parse_epochs(fields: Fields, snapshot: Snapshot) -> list[Epoch]:

@@ -487,6 +487,16 @@ class PrefetchPlanner:
         tracker = self._trackers.get(name)
         return None if tracker is None else tracker.stats()
 
+    def progress_of_streams(self) -> dict[str, tuple[tuple[Epoch, ...], int, int]]:
+        """Of each stream that is being read: its epochs, without those that were read; and up to
+        where it is claimed or read, as the number of an epoch and a position in it. What is before
+        that need not be fetched for the stream any more."""
+        return {
+            name: (tracker.stream.epochs, *tracker.fetched_up_to())
+            for name, tracker in self._trackers.items()
+            if not tracker.tentative
+        }
+
     # The kinds of decisions; each returns None where it has nothing to do
 
     def _shrink(self) -> Drop | None:

@@ -278,6 +278,18 @@ class StreamTracker:
             return state.base + int(state.units.first[state.next_unit])
         return state.end
 
+    def fetched_up_to(self) -> tuple[int, int]:
+        """Up to where files have been claimed or read: the number of the epoch, and the position in
+        it. Urgent units beyond that do not count."""
+        position = max(self.high, self.claimed_end())
+        for state in self.epoch_states:
+            if position < state.end:
+                return state.epoch.number, max(position - state.base, 0)
+        if not self.epoch_states:
+            return 0, 0
+        last = self.epoch_states[-1].epoch
+        return last.number, len(last)
+
     def _mark_read(self, state: EpochState, positions: Positions) -> None:
         """Expect no opens of the markers at these positions: they get no watch that could tell."""
         for position in positions[state.is_marker(positions)].tolist():

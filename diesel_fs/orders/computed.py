@@ -1,0 +1,58 @@
+"""Orders that every process computes alike from a few numbers, so that the order itself need not
+travel.
+
+A `ComputedOrder` has the parameters of `chunk_shuffle` (`shuffle.py`), which also gives full
+shuffles: with one group of all chunks. Pure.
+"""
+
+from dataclasses import dataclass, replace
+
+from ..format.snapshot.reader import ROOT_INDEX, Indices, Snapshot
+from .parts import part_length, part_positions
+from .shuffle import SEED_MAX, chunk_shuffle
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedOrder:
+    """The parameters of one epoch of one rank; see `chunk_order` for their meaning."""
+
+    seed: int
+    epoch: int
+    group: int
+    """Chunks in a group; as many as the dataset has, or more: a full shuffle."""
+    rank: int = 0
+    world: int = 1
+    drop_last: bool = False
+    below: int = ROOT_INDEX
+
+    @property
+    def whole(self) -> "ComputedOrder":
+        """The order of which this is the part of a rank."""
+        return replace(self, rank=0, world=1, drop_last=False)
+
+    @property
+    def following(self) -> "ComputedOrder | None":
+        """The order of the next epoch; None where there is none."""
+        return replace(self, epoch=self.epoch + 1) if self.epoch < SEED_MAX else None
+
+    def entries(self, snapshot: Snapshot) -> Indices:
+        """The entries, in their order. Takes 0.3 s for a million files. Raises UsageError for
+        numbers out of range."""
+        return self.part_of(self.compute_whole(snapshot))
+
+    def compute_whole(self, snapshot: Snapshot) -> Indices:
+        """The entries of `whole`."""
+        return chunk_shuffle(
+            snapshot, self.seed, self.epoch, group_size=self.group, below=self.below
+        )
+
+    def part_of(self, whole: Indices) -> Indices:
+        """The entries, out of those of `whole`."""
+        if self.world == 1:
+            return whole
+        places = part_positions(len(whole), self.rank, self.world, drop_last=self.drop_last)
+        return whole[places]
+
+    def length_of(self, whole_length: int) -> int:
+        """How many entries there are, where `whole` has so many."""
+        return part_length(whole_length, self.world, drop_last=self.drop_last)

@@ -1,0 +1,315 @@
+"""Masters that tell each other what their nodes' readers will read, over real sockets; and a client
+that tells its master."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import trio
+
+from diesel_fs.orders.computed import ComputedOrder
+from diesel_fs.orders.plan import Epoch
+from diesel_fs.peers import master as module
+from diesel_fs.peers import task_plan, wire
+from diesel_fs.peers.master import Master
+from diesel_fs.peers.plan_sender import PlanSender, StreamProgress
+from diesel_fs.peers.plan_wire import TAKEN, UNKNOWN, Positions, plan_body
+
+from ..waiting import soon, wait_until
+from .connected_masters import FakeAnswers, answering, asking, authenticated_raw, pair
+from .connected_masters import run as run_connected
+from .planes import is_closed, running_plane
+from .test_data_plane import check_served
+from .test_master import Task, run
+
+
+@pytest.fixture
+def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Task:
+    monkeypatch.setattr(module, "EXCHANGE_S", 0.05)
+    monkeypatch.setattr(task_plan, "APPLY_S", 0.02)
+    return Task(tmp_path)
+
+
+def order_of(task: Task, seed: int) -> "np.ndarray[tuple[int], np.dtype[np.uint32]]":
+    files = task.snapshot.files()
+    return np.random.default_rng(seed).permutation(files).astype(np.uint32)
+
+
+class Reader:
+    """Tells a master of one stream, in this thread, as a client does in a thread of its own."""
+
+    def __init__(self, task: Task, master: Master, client: int) -> None:
+        self.sender = PlanSender(
+            task.snapshot, lambda body: master.plan.take(master.rank, body, client=client)
+        )
+
+    def tell(self, epoch: Epoch, position: int = 0) -> None:
+        progress = StreamProgress((epoch,), epoch.number, position)
+        assert self.sender._send({"train": progress})
+
+
+def plan(node: Master) -> dict[str, int]:
+    found = node.stats()["plan"]
+    assert isinstance(found, dict)
+    return found
+
+
+def knows(node: Master, streams: int) -> Callable[[], bool]:
+    return lambda: plan(node)["planned_streams"] == streams == plan(node)["streams"]
+
+
+def test_all_masters_know_all_streams_and_follow_their_positions(task: Task) -> None:
+    async def main() -> None:
+        async with (
+            task.node(0, policy="plan") as (first, _),
+            task.node(1, policy="plan") as (second, _),
+            task.node(2, policy="plan") as (third, _),
+        ):
+            nodes = (first, second, third)
+            orders = [order_of(task, rank) for rank in range(3)]
+            readers = [Reader(task, node, 5) for node in nodes]
+            readers[0].tell(Epoch(0, orders[0]))
+            readers[1].tell(Epoch(0, orders[1]))
+            computed = ComputedOrder(7, 0, 4)
+            entries = computed.entries(task.snapshot).astype(np.uint32)
+            readers[2].tell(Epoch(0, entries, computed=computed))
+            for node in nodes:
+                await soon(knows(node, 3))
+                assert plan(node)["nodes"] == 3
+            total = 4 * len(entries)  # of the computed one, an epoch more
+            assert {plan(node)["uses_left"] for node in nodes} == {total}
+            readers[0].tell(Epoch(0, orders[0]), 10)
+            for node in nodes:
+                await soon(partial(is_left, node, total - 10))
+            readers[0].tell(Epoch(0, orders[0]), 4)  # it has gone back
+            for node in nodes:
+                await soon(partial(is_left, node, total - 4))
+
+    run(main)
+
+
+def is_left(node: Master, uses: int) -> bool:
+    return plan(node)["uses_left"] == uses
+
+
+def test_the_streams_of_a_master_that_died_end_and_come_back_with_the_next(task: Task) -> None:
+    async def main() -> None:
+        async with task.node(0, policy="plan") as (first, _):
+            Reader(task, first, 5).tell(Epoch(0, order_of(task, 1)))
+            async with task.node(1, policy="plan") as (second, dies):
+                reader = Reader(task, second, 5)
+                reader.tell(Epoch(0, order_of(task, 2)))
+                await soon(knows(first, 2))
+                await soon(knows(second, 2))
+                dies.cancel()
+                task.registry.members.pop(1)
+                await soon(knows(first, 1))
+            async with task.node(1, policy="plan") as (again, _):
+                await soon(knows(again, 1))  # the others', although nobody has moved
+                # Its client goes on as if nothing had happened, and is told that it has
+                key = Positions({"train": (0, 3)})
+                body = plan_body(key, len(task.snapshot))
+                assert again.plan.take(1, body, client=5) == UNKNOWN
+                Reader(task, again, 5).tell(Epoch(0, order_of(task, 2)), 3)
+                await soon(knows(first, 2))
+
+    run(main)
+
+
+def test_a_client_that_ends_takes_its_streams_with_it(task: Task) -> None:
+    async def main() -> None:
+        async with (
+            task.node(0, policy="plan") as (first, _),
+            task.node(1, policy="plan") as (second, _),
+        ):
+            Reader(task, first, 5).tell(Epoch(0, order_of(task, 1)))
+            Reader(task, first, 6).tell(Epoch(0, order_of(task, 2)))
+            await soon(knows(second, 2))
+            first.plan.forget_client(5)
+            await soon(knows(second, 1))
+            first.plan.forget_client(6)
+            await soon(knows(second, 0))
+
+    run(main)
+
+
+def test_masters_know_which_chunks_the_others_have(task: Task) -> None:
+    async def main() -> None:
+        async with (
+            task.node(0, world=2, policy="plan") as (first, _),
+            task.node(1, world=2, policy="plan") as (second, _),
+        ):
+            await soon(lambda: len(first._peers) == len(second._peers) == 1)
+            Reader(task, first, 5).tell(Epoch(0, order_of(task, 1)))
+            await task.check(first)
+
+            def is_known() -> bool:
+                found = second.cache.memory._held_elsewhere
+                return found is not None and bool((found == first.cache.held).all())
+
+            assert first.cache.held.any()
+            await soon(is_known)
+
+    run(main)
+
+
+def test_with_another_policy_a_master_passes_plans_on_and_uses_none(task: Task) -> None:
+    async def main() -> None:
+        async with task.node(0) as (first, _), task.node(1, policy="plan") as (second, _):
+            Reader(task, first, 5).tell(Epoch(0, order_of(task, 1)))
+            await soon(knows(second, 1))
+            assert plan(first)["planned_streams"] == 0
+
+    run(main)
+
+
+def test_without_a_plan_masters_tell_each_other_nothing(task: Task) -> None:
+    async def main() -> None:
+        async with (
+            task.node(0, policy="plan") as (first, _),
+            task.node(1, policy="plan") as (second, _),
+        ):
+            await soon(lambda: len(first._peers) == len(second._peers) == 1)
+            await trio.sleep(0.5)
+            for node in (first, second):
+                assert all(not each.peer.stats()["connections"] for each in node._peers.values())
+
+    run(main)
+
+
+def test_a_master_of_another_version_is_told_nothing_and_tells_nothing(task: Task) -> None:
+    """Its readers' orders have the indices of another snapshot."""
+
+    async def main() -> None:
+        async with task.node(0, policy="plan") as (first, _):
+            task.put("more", 99)
+            task.snapshot = task.dataset.snapshot
+            async with task.node(1, policy="plan") as (second, _):
+                Reader(task, second, 5).tell(Epoch(0, order_of(task, 1)))
+                await soon(knows(second, 1))
+                await trio.sleep(0.3)
+                assert plan(first)["streams"] == 0
+                await first.switch_version(task.snapshot)
+                await soon(knows(first, 1))
+
+    run(main)
+
+
+# One connection
+
+
+async def tell_some(body: bytes, status: int) -> tuple[int | None, list[tuple[int, bytes]]]:
+    answers = FakeAnswers()
+    answers.plan_status = status
+    async with pair(answers) as (peer, _):
+        return await peer.tell_plan(body), answers.plans
+
+
+@pytest.mark.parametrize("status", range(5))
+@pytest.mark.parametrize("size", [1, 49_152])
+def test_a_message_about_plans_comes_whole_and_is_answered(status: int, size: int) -> None:
+    async def main() -> None:
+        body = bytes(size)
+        assert await tell_some(body, status) == (status, [(0, body)])
+
+    run_connected(main)
+
+
+def test_messages_about_plans_and_reads_share_a_connection() -> None:
+    async def main() -> None:
+        async with pair() as (peer, node):
+            async with trio.open_nursery() as nursery:
+                for number in range(100):
+                    nursery.start_soon(peer.tell_plan, bytes([number]) * 30_000)
+                for _ in range(20):
+                    assert await peer.ping()
+            assert len(node.answers.plans) == 100
+            assert peer.stats()["connections"] == 1
+
+    run_connected(main)
+
+
+def test_a_master_that_takes_long_over_a_plan_is_asked_for_chunks_all_the_same() -> None:
+    async def main() -> None:
+        async with answering() as node, asking(node.port) as peer:
+            assert await peer.ping()
+            node.acceptor._plane = None  # no answer
+            assert await peer.tell_plan(b"x") is None
+            assert peer.stats()["state"] == "closed"
+
+    run_connected(main)
+
+
+def test_a_client_of_another_node_may_not_speak_about_plans() -> None:
+    async def main() -> None:
+        async with answering() as node:
+            raw = await authenticated_raw(node.port, is_client=True)
+            await raw.send(wire.plan_request(1, b"said"))
+            assert await raw.receive_all() == b""
+            assert not node.answers.plans
+
+    run_connected(main)
+
+
+def test_nor_may_a_local_connection_for_reads() -> None:
+    with running_plane() as plane:
+        end = plane.connect(is_local=True)
+        end.sendall(wire.plan_request(1, b"said"))
+        wait_until(lambda: is_closed(end))
+        assert plane.plans.empty()
+        check_served(plane)
+
+
+# The client's thread
+
+
+class SlowMaster:
+    def __init__(self) -> None:
+        self.bodies: list[bytes] = []
+        self.status: int | None = TAKEN
+
+    def tell(self, body: bytes) -> int | None:
+        self.bodies.append(body)
+        return self.status
+
+
+def test_the_sender_sends_the_newest_state_and_tells_a_new_master_all_again(task: Task) -> None:
+    master = SlowMaster()
+    sender = PlanSender(task.snapshot, master.tell, send_s=0.01)
+    epoch = Epoch(0, order_of(task, 1))
+    sender.set_streams({})
+    assert sender._thread is None, "who has no plan gets no thread"
+    sender.set_streams({"train": StreamProgress((epoch,), 0, 0)})
+    wait_until(lambda: len(master.bodies) == 2)
+    master.status = None
+    sender.set_streams({"train": StreamProgress((epoch,), 0, 1)})
+    wait_until(lambda: len(master.bodies) == 3)
+    master.status = TAKEN
+    wait_until(lambda: len(master.bodies) >= 5)
+    assert master.bodies[3] == master.bodies[0], "the order"
+    for position in range(100):
+        sender.set_streams({"train": StreamProgress((epoch,), 0, position)})
+    sender.set_streams({"train": StreamProgress((), 0, 0)})  # it was read to its end
+    wait_until(lambda: plan_body(Positions({"train": (0, len(epoch))}), 1) in master.bodies)
+    sender.set_streams({})
+    wait_until(lambda: b"end" in master.bodies[-1])
+    sender.close()
+    count = len(master.bodies)
+    sender.set_streams({"train": StreamProgress((epoch,), 0, 1)})
+    assert sender._thread is not None
+    sender._thread.join(5)
+    assert len(master.bodies) == count
+
+
+def test_an_order_of_the_same_entries_is_known_by_its_digest(task: Task) -> None:
+    master = SlowMaster()
+    sender = PlanSender(task.snapshot, master.tell)
+    epoch = Epoch(0, order_of(task, 1))
+    assert sender._send({"train": StreamProgress((epoch,), 0, 0)})
+    count = len(master.bodies)
+    twin = StreamProgress((replace(epoch),), 0, 0)
+    assert sender._send({"train": twin, "other": twin})
+    assert len(master.bodies) == count + 1, "the other stream, without its order"

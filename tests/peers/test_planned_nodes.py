@@ -1,0 +1,99 @@
+"""Four real nodes whose memory holds half of a dataset, and readers that say what they will read:
+how much the store gives, and that a master that was killed learns the plan again."""
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import cast
+
+import pytest
+
+from ..server.program import until
+from .nodes import Nodes
+from .planned_nodes import FULL, PlannedEgress
+from .planned_reads import NODES
+from .running import WAIT_MAX_S, RunningTask
+
+FILES = 4_000
+PACE_S = 0.25
+"""An epoch takes 16 s, so that what masters know of each other is a tenth of it old."""
+
+
+@pytest.fixture(scope="module")
+def ground(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningTask]:
+    folder = tmp_path_factory.mktemp("planned")
+    with Nodes(folder, NODES) as nodes, RunningTask(nodes, files=FILES) as task:
+        yield task
+
+
+@pytest.fixture
+def task(ground: RunningTask) -> Iterator[RunningTask]:
+    yield ground
+    ground.end()
+
+
+def plan(task: RunningTask, rank: int) -> dict[str, int]:
+    return cast("dict[str, int]", task.stats(rank)["plan"])
+
+
+@pytest.mark.parametrize(
+    ("group", "announced"), [(4, "computed"), (4, "explicit"), (FULL, "computed")]
+)
+def test_the_store_gives_little_more_than_it_must(
+    task: RunningTask, group: int, announced: str
+) -> None:
+    """In so short epochs, with 33 chunks a node; the bench measures larger ones (`task-plan`)."""
+    egress = PlannedEgress(task, group=group, pace_s=PACE_S, announced=announced)
+    for epoch in range(2):
+        outcomes = egress.read(epoch)
+        assert not any(each.wrong or each.errors for each in outcomes)
+        assert sum(each.right for each in outcomes) == FILES
+    assert egress.got[1] < 0.6 * task.stored_bytes
+    assert max(egress.ratios) < 1.1, egress.ratios
+    for rank in range(NODES):
+        found = plan(task, rank)
+        assert (found["streams"], found["nodes"], found["refused"]) == (NODES, NODES, 0)
+
+
+def test_a_master_that_was_killed_learns_the_plan_again(task: RunningTask) -> None:
+    egress = PlannedEgress(task, group=10, pace_s=PACE_S, announced="explicit")
+    for rank, reader in enumerate(egress.readers):
+        reader.begin_planned(
+            0, rank, NODES, group=10, batch=16, pace_s=PACE_S, announced="explicit"
+        )
+
+    def knows_all(rank: int) -> bool:
+        return plan(task, rank)["planned_streams"] == NODES
+
+    for rank in range(NODES):
+        until(lambda rank=rank: knows_all(rank), f"the plan at node {rank}", WAIT_MAX_S)  # type: ignore[misc]  # mypy cannot infer a lambda with defaults
+    [killed] = task.masters(1)
+    os.kill(killed, signal.SIGKILL)
+    until(lambda: task.masters(1) not in ([], [killed]), "another master", WAIT_MAX_S)
+    until(lambda: knows_all(1), "its plan", WAIT_MAX_S)
+    until(lambda: knows_all(0), "that of the others", WAIT_MAX_S)
+    outcomes = [reader.outcome() for reader in egress.readers]
+    assert not any(each.wrong or each.errors for each in outcomes)
+    assert sum(each.right for each in outcomes) == FILES
+
+
+def test_mounts_tell_the_plans_of_their_readers(task: RunningTask) -> None:
+    """A program that reads the mount's list, and then the files in its order."""
+    task.world, task.part = 2, 0
+    folders = [task.mount(rank, "--memory", "64M") for rank in range(2)]
+    task.gathered([0, 1])
+    for rank, folder in enumerate(folders):
+        name = f"seed=3,epoch=0,group=10,rank={rank},world=2"
+        listed = (folder / ".diesel/shuffle" / name).read_text().splitlines()
+        assert len(listed) == FILES / 2
+        for each in listed[:600]:
+            (folder / each).read_bytes()
+    for rank in range(2):
+        until(lambda rank=rank: plan(task, rank)["planned_streams"] == 2, "both", WAIT_MAX_S)  # type: ignore[misc]  # mypy cannot infer a lambda with defaults
+        found = plan(task, rank)
+        assert (found["nodes"], found["refused"]) == (2, 0)
+        # What is pushed into the page cache need not be fetched again; the next epoch is foreseen
+        assert FILES < found["uses_left"] <= 2 * FILES - 2 * 600
+    task.umount(0)
+    until(lambda: plan(task, 1)["streams"] == 1, "the end of the stream", WAIT_MAX_S)
+    task.umount(1)
