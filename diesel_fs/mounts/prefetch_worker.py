@@ -42,7 +42,7 @@ from .mountpoint import MountPresence
 from .options import MountRequest
 from .plans.commands import PlanCommands
 from .prefetch.content_page_cache import STAGING_DIVISOR, ContentPageCache, ContentTarget
-from .prefetch.decisions import Drop, FillPolicy, Idle, Push, Sample
+from .prefetch.decisions import Drop, FillPolicy, Idle, Push, Sample, UnitCosts
 from .prefetch.link import ServerLink
 from .prefetch.page_cache import FusePageCache, PageCache, some_contents
 from .prefetch.planner import PrefetchPlanner
@@ -185,7 +185,9 @@ class PrefetchWorker:
             self._page_cache = ContentPageCache(
                 at, snapshot, self._device, image, self._content, staging_bytes, budget_bytes
             )
-        self._planner = planner_for(snapshot, budget_bytes, self._request.policy)
+        self._planner = planner_for(
+            snapshot, budget_bytes, self._request.policy, self._batches.read_costs
+        )
         self._plan_commands = PlanCommands(snapshot, self._planner, self._are_whole)
         self._push_status = push_status
         self._nodes = nodes
@@ -459,7 +461,9 @@ def _folders_of(message: Message) -> dict[int, list[bytes]]:
     return found
 
 
-def planner_for(snapshot: Snapshot, budget_bytes: int, policy: FillPolicy) -> PrefetchPlanner:
+def planner_for(
+    snapshot: Snapshot, budget_bytes: int, policy: FillPolicy, costs: UnitCosts | None = None
+) -> PrefetchPlanner:
     """The planner for a dataset; its entries are indices in the snapshot."""
     column = snapshot.columns
     offset = column.offset
@@ -475,4 +479,5 @@ def planner_for(snapshot: Snapshot, budget_bytes: int, policy: FillPolicy) -> Pr
         policy=policy,
         offset=offset,
         is_file=kinds(column.flags) == Kind.FILE,
+        costs=costs,
     )

@@ -63,6 +63,14 @@ class BatchSource(Protocol):
         """Reads ahead: these files will probably be asked for next, the soonest first."""
         ...
 
+    def read_costs(
+        self, units: Sequence[npt.NDArray[np.uint32]], /
+    ) -> Sequence[tuple[float, float]]:
+        """What it costs to read each of these lists of files: the latency and the transfer, in
+        seconds (`prefetch/decisions.py`). Returns at once, and does not look at what is being read
+        ahead."""
+        ...
+
     @property
     def is_slow(self) -> bool:
         """Whether reads of the store take long, as far as is known."""
