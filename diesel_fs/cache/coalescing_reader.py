@@ -331,7 +331,9 @@ class CoalescingReader:
         return [self._read_cost(unit) for unit in units]
 
     def _read_cost(self, entries: _SomeEntries) -> tuple[float, float]:
-        sizes = self._snapshot.columns.stored[entries]
+        columns = self._snapshot.columns
+        has_many = (columns.flags[entries] & MANY_EXTENTS) != 0
+        sizes = np.where(has_many, columns.size[entries], columns.stored[entries])
         limits, batches = self._limits, self._objects.batches_reads
         span_bytes = limits.batch_bytes if batches else limits.slow_span_bytes
         if self._chunks is None:

@@ -1,5 +1,5 @@
-"""Ranks of one node that wait for each other: the prefetcher serves them by their slack, so that one
-whose files are slow to come delays the others as little as possible (Lobster, section 4.2)."""
+"""Ranks of one node that wait for each other: the prefetcher serves them by their slack, so that
+one whose files are slow to come delays the others little (Lobster, section 4.2)."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from diesel_fs.mounts.prefetch.planner import PrefetchPlanner
 from diesel_fs.orders.plan import Entries
 
 from .lockstep import RANKS, UNITS_AHEAD, Job, Place, memory, store
-from .simulated_kernel import N, make_planner, shuffled, stream
+from .simulated_kernel import N, shuffled, stream
 
 
 class ByTurns(PrefetchPlanner):
@@ -68,9 +68,6 @@ def test_costs_that_are_wrong_are_corrected_by_what_pushes_take(bytes_per_s: flo
 def test_costs_that_are_too_high_harm_nobody() -> None:
     """All ranks read from memory, and one is predicted to take a second for each unit."""
 
-    def wrong(job: Job) -> "type[Job]":
-        raise NotImplementedError
-
     def costs(units: Sequence[Entries]) -> list[tuple[float, float]]:
         return [(0.5, 0.5) if len(unit) and int(unit[0]) < 1_920 else (0.0, 0.0) for unit in units]
 
@@ -108,7 +105,6 @@ def test_no_stream_is_starved_by_costs(costs_s: float) -> None:
     def costs(units: Sequence[Entries]) -> list[tuple[float, float]]:
         return [(costs_s * (int(unit[0]) % 3), costs_s) if len(unit) else (0, 0) for unit in units]
 
-    planner = make_planner(N, 1.2)
     planner = PrefetchPlanner(
         np.arange(N) // 64, np.full(N, 4_096), N // 64, budget_bytes=N * 4_096 // 4, costs=costs
     )
