@@ -12,6 +12,7 @@ from . import (
     mount,
     native,
     put,
+    rank_balance,
     read,
     readers,
     server,
@@ -81,6 +82,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "training-decoding": training.decoding,
     "training-api": training_api.measure,
     "training-overhead": training_overhead.measure,
+    "rank-balance": rank_balance.measure,
 }
 
 UNTIMED = frozenset({"accuracy"})
