@@ -21,10 +21,10 @@ threads of its own.
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import chain, groupby
+from itertools import chain, count, groupby
 from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -36,7 +36,13 @@ from ..format.chunk import decode
 from ..format.entries import Kind
 from ..format.snapshot.layout import CODEC_SHIFT, MANY_EXTENTS, kinds
 from ..format.snapshot.reader import Extent, Snapshot
-from ..storage.objects.store import ChunkReader, ObjectStore, batched_parts
+from ..storage.objects.store import (
+    IN_MEMORY,
+    IN_STORE,
+    ChunkReader,
+    ObjectStore,
+    batched_parts,
+)
 from .coalesce import ChunkSource, ReadLimits, merge_spans
 
 log = logging.getLogger("diesel.mount")
@@ -50,6 +56,10 @@ FETCH_THREADS = 64
 MB/s."""
 
 _READS_AVERAGED = 8
+
+ARRIVED_S_MIN = 0.0002
+"""Contents that were asked for ahead and come in less than this have been here for an unknown time;
+their read is not measured."""
 
 _Span: TypeAlias = tuple[int, int, int]
 """A range of a chunk that is read in one piece: the chunk's number, where it starts, its bytes."""
@@ -77,6 +87,14 @@ class BatchSource(Protocol):
         """Reads ahead: these files will probably be asked for next, the soonest first."""
         ...
 
+    def read_costs(
+        self, units: Sequence[npt.NDArray[np.uint32]], /
+    ) -> Sequence[tuple[float, float]]:
+        """What it costs to read each of these lists of files: the latency and the transfer, in
+        seconds (`prefetch/decisions.py`). Returns at once, and does not look at what is being read
+        ahead."""
+        ...
+
     @property
     def is_slow(self) -> bool:
         """Whether reads of the store take long, as far as is known."""
@@ -102,13 +120,63 @@ class _Arrived(NamedTuple):
     """Whether those of each extent have been checked against its checksum."""
 
 
+class ReadRates:
+    """What reads from one place take: a latency, and a time for each byte.
+
+    This is the model of Lobster (section 4.3, equation 1), with the throughput of one read times
+    the number of reads that are under way at once. Both times are fitted to the last reads by least
+    squares. Several threads may call `observe`; they may lose a sample.
+    """
+
+    _WEIGHT_MIN, _DECAY, _SPREAD_MIN = 3.5, 1 - 1 / 32, 0.01
+
+    def __init__(self) -> None:
+        self.latency_s, self.s_per_byte, self._at_once = 0.005, 1e-8, 1.0  # a usual object store
+        # Sums over the reads, old ones with less weight; sizes in megabytes: of bytes the squares
+        # would lose digits
+        self._weight = self._sizes = self._times = self._squares = self._products = 0.0
+
+    def observe(self, size: int, seconds: float, at_once: int = 1) -> None:
+        """A read of `size` bytes took so long, while `at_once` reads were under way with it."""
+        megabytes, keep = size / 1e6, self._DECAY
+        self._weight = weight = keep * self._weight + 1
+        self._sizes = sizes = keep * self._sizes + megabytes
+        self._times = times = keep * self._times + seconds
+        self._squares = squares = keep * self._squares + megabytes * megabytes
+        self._products = products = keep * self._products + megabytes * seconds
+        self._at_once += (at_once - self._at_once) / _READS_AVERAGED
+        if weight < self._WEIGHT_MIN:
+            return
+        spread = weight * squares - sizes * sizes
+        slope = times / sizes  # where all reads are alike, the latency is unknown
+        if spread > self._SPREAD_MIN * weight * squares:
+            slope = min(max((weight * products - sizes * times) / spread, 0.0), slope)
+        self.latency_s, self.s_per_byte = max((times - slope * sizes) / weight, 0.0), slope / 1e6
+
+    def cost(self, size: int, span_bytes: int) -> tuple[float, float]:
+        """The latency and the transfer of so many bytes that are read at once in spans of at most
+        `span_bytes`, in seconds."""
+        if not size:
+            return 0.0, 0.0
+        alone_s = self.latency_s + self.s_per_byte * min(size, span_bytes)
+        transfer_s = self.s_per_byte * size / self._at_once
+        return max(alone_s - transfer_s, 0.0), transfer_s
+
+
 class _Asked:
     """Spans that a `ChunkReader` was asked for in one request; as a `Future` of their contents, but
     in the thread that wants them."""
 
-    def __init__(self, spans: Sequence[_Span], reader: ChunkReader) -> None:
+    def __init__(
+        self, spans: Sequence[_Span], reader: ChunkReader, note: Callable[[int, int, float], None]
+    ) -> None:
+        """`note` is told of contents that were waited for: from which place, how many bytes, and
+        when they were asked for."""
         self._spans = spans
+        self._note = note
+        self._asked_s = time.monotonic()
         parts = np.array(spans, np.uint32)
+        self._places = reader.places(parts[:, 0].astype(np.int64))
         self.bytes = int(parts[:, 2].sum(dtype=np.int64))
         self._reading = reader.begin(parts)
         self._arrived: list[_Arrived] = []
@@ -119,6 +187,7 @@ class _Asked:
         reading raises, at each call: several units may share this request."""
         yield from self._arrived
         while self._error is None:
+            wait_from_s = time.monotonic()
             try:
                 group = next(self._reading)
             except StopIteration:
@@ -126,6 +195,9 @@ class _Asked:
             except DieselError as error:
                 self._error = error
                 break
+            if time.monotonic() - wait_from_s >= ARRIVED_S_MIN and group.places:
+                place = int(self._places[group.places[0]])
+                self._note(place, sum(map(len, group.contents)), self._asked_s)
             spans = map(self._spans.__getitem__, group.places)
             contents = dict(zip(spans, group.contents, strict=True))
             self._arrived.append(_Arrived(contents, group.is_checked))
@@ -220,6 +292,10 @@ class CoalescingReader:
         self._source = ChunkSource(snapshot, objects, self._counts)
         self._chunks = objects.chunk_reader(snapshot.identity, snapshot.version)
         self._read_s = 0.0  # how long a read takes: a moving average
+        self._rates: dict[int, ReadRates] = {}  # by place
+        self._begun, self._ends = count(), count()  # of reads; `next` is atomic
+        self._ended = 0  # reads
+        self._arrived_s = 0.0  # when contents that were waited for arrived last
         # One buffer is kept: new memory costs as much as reading into it.
         self._buffer = np.empty(self._limits.span_bytes, np.uint8).data
         self._in_flight: dict[_Span, _InFlight] = {}
@@ -281,6 +357,40 @@ class CoalescingReader:
                     flight.contents.cancel()
         self._begin_units([unit for unit in self._units.values() if not unit.is_begun])
 
+    def read_costs(self, units: Sequence[_SomeEntries]) -> list[tuple[float, float]]:
+        """What it costs to read each of these lists of files, by where their chunks are: the
+        latency and the transfer, in seconds. A chunk whose place is unknown counts as in the
+        store."""
+        return [self._read_cost(unit) for unit in units]
+
+    def _read_cost(self, entries: _SomeEntries) -> tuple[float, float]:
+        columns = self._snapshot.columns
+        has_many = (columns.flags[entries] & MANY_EXTENTS) != 0
+        sizes = np.where(has_many, columns.size[entries], columns.stored[entries])
+        limits, batches = self._limits, self._objects.batches_reads
+        span_bytes = limits.batch_bytes if batches else limits.slow_span_bytes
+        if self._chunks is None:
+            return self._rates_of(IN_STORE).cost(int(sizes.sum(dtype=np.int64)), span_bytes)
+        chunks = self._snapshot.chunk_of(np.asarray(entries, np.int64))
+        places = np.where(chunks < 0, IN_MEMORY, self._chunks.places(np.maximum(chunks, 0)))
+        latency_s = transfer_s = 0.0
+        for place in np.unique(places).tolist():
+            if place != IN_MEMORY:
+                size = int(sizes[places == place].sum(dtype=np.int64))
+                latency, transfer = self._rates_of(place).cost(size, span_bytes)
+                latency_s, transfer_s = max(latency_s, latency), transfer_s + transfer
+        return latency_s, transfer_s
+
+    def _rates_of(self, place: int) -> ReadRates:
+        return self._rates.setdefault(place, ReadRates())
+
+    def _note_asked(self, place: int, size: int, asked_s: float) -> None:
+        """Contents that were asked for at a time have just arrived from a node. Those of several
+        requests come one after the other."""
+        now_s = time.monotonic()
+        self._rates_of(place).observe(size, now_s - max(asked_s, self._arrived_s))
+        self._arrived_s = now_s
+
     def _announced(self, entries: _SomeEntries, before: Iterable[_AnnouncedUnit]) -> _AnnouncedUnit:
         """A unit that is new. One that was announced before may have lost some entries, as somebody
         has read them: what is in flight of it is used, though it brings too much."""
@@ -323,7 +433,7 @@ class CoalescingReader:
     def _start(self, spans: Sequence[_Span]) -> Future[_Contents] | _Asked:
         """Begin to read the spans of one request."""
         if self._chunks is not None:
-            asked = _Asked(spans, self._chunks)
+            asked = _Asked(spans, self._chunks, self._note_asked)
             self._count_fetch(asked.bytes)
             return asked
         if self._threads is None:
@@ -495,7 +605,7 @@ class CoalescingReader:
                     read = next(found)
                 except ObjectMissing as error:
                     raise self._source.lost_chunk_error(chunk, error) from error
-                self._note_time(start_s)
+                self._note_time(start_s, size)
                 self._counts["fetches"] += 1
                 self._counts["fetched_bytes"] += size
                 yield read
@@ -505,12 +615,16 @@ class CoalescingReader:
     def _read(self, span: _Span) -> memoryview:
         """The stored bytes of a span, in memory of their own. Any thread."""
         start_s = time.monotonic()
-        read = self._source.read(*span)
-        self._note_time(start_s)
-        return read
+        at_once = next(self._begun) - self._ended + 1
+        try:
+            return self._source.read(*span)
+        finally:
+            self._ended = next(self._ends) + 1
+            self._note_time(start_s, span[2], at_once)
 
-    def _note_time(self, start_s: float) -> None:
+    def _note_time(self, start_s: float, size: int, at_once: int = 1) -> None:
         read_s = time.monotonic() - start_s
+        self._rates_of(IN_STORE).observe(size, read_s, at_once)
         self._read_s += (read_s - self._read_s) / (_READS_AVERAGED if self._read_s else 1)
 
     def close(self) -> None:
@@ -577,8 +691,11 @@ class CoalescingReader:
         if not self._objects.batches_reads:
             return {span: self._read(span) for span in spans}
         wanted = [(self._source.name(chunk), begin, size) for chunk, begin, size in spans]
+        start_s = time.monotonic()
         found = dict(zip(spans, self._objects.read_parts(wanted), strict=True))
-        self._count_fetch(sum(map(len, found.values())))
+        size = sum(map(len, found.values()))
+        self._rates_of(IN_STORE).observe(size, time.monotonic() - start_s)
+        self._count_fetch(size)
         return found
 
     def _count_fetch(self, size: int) -> None:

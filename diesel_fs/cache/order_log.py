@@ -171,6 +171,7 @@ class OrderLogs:
         self._writing: Future[None] | None = None
         self._changing: Future[None] | None = None
         self._paused_until_s = 0.0
+        self._read_s = 0.0  # that all reads have taken together
         self._said: set[str] = set()
         self._can_punch = True
         self._counts = Counter(dict.fromkeys(_COUNTS, 0))
@@ -261,6 +262,7 @@ class OrderLogs:
     def read(self, entries: Entries) -> tuple[list[Batch], Entries]:
         """What the logs have of these files, checked; and the files that they do not have. The
         contents stay valid as long as they are used."""
+        start_s = time.monotonic()
         batches: list[Batch] = []
         for each in self._readable():
             if not len(entries):
@@ -274,6 +276,7 @@ class OrderLogs:
                 batches += batch
                 entries = entries[~is_here]
         self._counts["log_misses"] += len(entries)
+        self._read_s += time.monotonic() - start_s
         return batches, entries
 
     def prefetch(self, entries: Entries) -> None:
@@ -294,6 +297,11 @@ class OrderLogs:
                 with contextlib.suppress(OSError):
                     for start, size in zip(offsets, sizes, strict=True):
                         os.posix_fadvise(each.file, start, size, POSIX_FADV_WILLNEED)
+
+    def read_cost_s(self, count: int) -> float:
+        """About how long it takes to get so many files out of the logs."""
+        hits = self._counts["log_hits"]
+        return self._read_s / hits * count if hits else 0.0
 
     def holds(self, order: Entries) -> bool:
         """Whether most of an order can be read from its own log."""
@@ -797,6 +805,18 @@ class LoggedReader:
                 rest = self._logs.missing(entries)
             self._rests[key] = rest
         self._reader.prefetch([*self._rests.values()])
+
+    def read_costs(self, units: Sequence[Entries]) -> Sequence[tuple[float, float]]:
+        """As `BatchSource.read_costs`; for what the logs have by what reads of them have taken."""
+        rests = [self._logs.missing(unit) for unit in units]
+        costs = self._reader.read_costs(rests)
+        logged = [
+            self._logs.read_cost_s(len(u) - len(r)) for u, r in zip(units, rests, strict=True)
+        ]
+        return [
+            (latency_s, transfer_s + log_s)
+            for (latency_s, transfer_s), log_s in zip(costs, logged, strict=True)
+        ]
 
     @property
     def is_slow(self) -> bool:

@@ -44,7 +44,7 @@ from .mountpoint import MountPresence
 from .options import MountRequest
 from .plans.commands import PlanCommands
 from .prefetch.content_page_cache import STAGING_DIVISOR, ContentPageCache, ContentTarget
-from .prefetch.decisions import Drop, FillPolicy, Idle, Push, Sample
+from .prefetch.decisions import Drop, FillPolicy, Idle, Push, Sample, UnitCosts
 from .prefetch.link import ServerLink
 from .prefetch.page_cache import FusePageCache, PageCache, some_contents
 from .prefetch.planner import PrefetchPlanner
@@ -200,7 +200,7 @@ class PrefetchWorker:
             self._page_cache = ContentPageCache(
                 at, snapshot, self._device, image, self._content, staging_bytes, budget_bytes
             )
-        self._planner = planner_for(snapshot, budget_bytes, self._request.policy)
+        self._planner = planner_for(snapshot, budget_bytes, self._request.policy, self._read_costs)
         self._plan_commands = PlanCommands(
             snapshot, self._planner, self._are_whole, predicts_early=self._has_logs
         )
@@ -469,6 +469,9 @@ class PrefetchWorker:
             log.warning("the order log gets fewer files: %s", error)
         return True
 
+    def _read_costs(self, units: Sequence[Entries]) -> Sequence[tuple[float, float]]:
+        return self._batches.read_costs(units)
+
     def _are_whole(self, entries: Sequence[int]) -> list[bool]:
         found = []
         for entry in entries:
@@ -557,7 +560,9 @@ def _folders_of(message: Message) -> dict[int, list[bytes]]:
     return found
 
 
-def planner_for(snapshot: Snapshot, budget_bytes: int, policy: FillPolicy) -> PrefetchPlanner:
+def planner_for(
+    snapshot: Snapshot, budget_bytes: int, policy: FillPolicy, costs: UnitCosts | None = None
+) -> PrefetchPlanner:
     """The planner for a dataset; its entries are indices in the snapshot."""
     column = snapshot.columns
     offset = column.offset
@@ -573,4 +578,5 @@ def planner_for(snapshot: Snapshot, budget_bytes: int, policy: FillPolicy) -> Pr
         policy=policy,
         offset=offset,
         is_file=kinds(column.flags) == Kind.FILE,
+        costs=costs,
     )

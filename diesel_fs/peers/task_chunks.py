@@ -222,6 +222,10 @@ class TaskChunks:
             stored = self.read_stored([*map(tuple, parts[not_here].tolist())])
             yield ReadGroup([places[each] for each in not_here], list(stored), False)
 
+    def places(self, chunks: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+        """See `ChunkReader`; the numbers of `mapped_chunks.py` mean the same."""
+        return self._mapped.sources.take(chunks)
+
     def read_part(self, chunk: int, start: int, size: int) -> tuple[Bytes, bool]:
         """See `ChunkReader`. Few operations, as there are very many such reads: after each wait for
         a node they are several times slower than else."""

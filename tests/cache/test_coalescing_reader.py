@@ -6,18 +6,25 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
+from uuid import UUID
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
 from diesel_fs.cache.coalesce import ReadLimits
-from diesel_fs.cache.coalescing_reader import FETCH_THREADS, CoalescingReader
+from diesel_fs.cache.coalescing_reader import FETCH_THREADS, CoalescingReader, ReadRates
 from diesel_fs.errors import ObjectMissing, ObjectStoreError
 from diesel_fs.format.chunk import CHUNK_BYTES_MIN
 from diesel_fs.format.object_names import chunk_object
 from diesel_fs.format.snapshot.reader import Snapshot
-from diesel_fs.storage.objects.store import ObjectStore, ReadWrapper
+from diesel_fs.storage.objects.store import (
+    IN_MEMORY,
+    ChunkParts,
+    ObjectStore,
+    ReadGroup,
+    ReadWrapper,
+)
 from tests.storage.objects.faulty_store import Fault, FaultyStore
 
 from .conftest import FILES, Counting
@@ -456,3 +463,76 @@ def test_damage_in_a_request_is_read_again_past_caches(store: Counting, view: Sn
     reader = CoalescingReader(view, Damaging(store))
     assert contents(reader, view.files()) == expected(view)
     assert reader.stats()["healed"] == len(again) > 3
+
+
+def test_costs_of_a_place_are_fitted_to_its_reads() -> None:
+    """Latency 20 ms and 50 MB/s for each of four reads that are under way at once."""
+    rates = ReadRates()
+    for size in (100_000, 4_000_000, 800_000, 2_000_000) * 16:
+        rates.observe(size, 0.02 + size / 50e6, 4)
+    latency_s, transfer_s = rates.cost(8_000_000, 4_000_000)
+    assert transfer_s == pytest.approx(8_000_000 / 200e6, rel=0.01)
+    assert latency_s + transfer_s == pytest.approx(0.02 + 4_000_000 / 50e6, rel=0.01)
+    assert rates.cost(0, 4_000_000) == (0.0, 0.0)
+
+
+def test_reads_that_are_all_alike_cost_what_they_took() -> None:
+    rates = ReadRates()
+    for _ in range(50):
+        rates.observe(100_000, 0.03)
+    assert sum(rates.cost(100_000, 1 << 20)) == pytest.approx(0.03)
+
+
+def test_costs_follow_a_store_that_becomes_slow(store: Counting, view: Snapshot) -> None:
+    slow = Slow(store)
+    reader = CoalescingReader(view, slow, limits=ReadLimits(slow_span_bytes=20_000))
+    contents(reader, view.files())
+    assert reader.is_slow
+    latency_s, transfer_s = reader.read_costs([view.files()])[0]
+    assert latency_s + transfer_s > 0.003
+    assert reader.read_costs([view.files()[:0]]) == [(0.0, 0.0)]
+
+
+class Placed(BatchingStore):
+    """A store whose chunks are read by number, the even ones out of this process's memory, and the
+    others from a node, which is slow."""
+
+    def __init__(self, inner: ObjectStore, view: Snapshot) -> None:
+        super().__init__(inner)
+        self._view = view
+
+    def chunk_reader(self, identity: UUID, version: int) -> "Placed":
+        return self
+
+    def places(self, chunks: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+        return np.where(chunks % 2 == 0, IN_MEMORY, 7).astype(np.int32)
+
+    def begin(self, parts: ChunkParts) -> Iterator[ReadGroup]:
+        for memory in (1, 0):
+            places = np.flatnonzero(parts[:, 0] % 2 != memory).tolist()
+            if places:
+                time.sleep(0.0 if memory else 0.03)
+                yield ReadGroup(places, [self._part(*parts[at].tolist()) for at in places], False)
+
+    def read_part(self, chunk: int, start: int, size: int) -> tuple[memoryview, bool]:
+        return self._part(chunk, start, size), False
+
+    def _part(self, chunk: int, start: int, size: int) -> memoryview:
+        room = bytearray(size)
+        name = chunk_object(self._view.identity, self._view.chunk_ids[chunk])
+        self.inner.read_into(name, start, room)
+        return memoryview(room).toreadonly()
+
+
+def test_costs_are_predicted_by_where_chunks_are(store: Counting, view: Snapshot) -> None:
+    reader = CoalescingReader(view, Placed(store, view))
+    files = view.files()
+    files = files[view.columns.size[files] > 0]
+    is_here = view.chunk_of(files) % 2 == 0
+    assert is_here.any()
+    assert not is_here.all()
+    for _ in range(6):
+        assert contents(reader, files) == expected(view)
+    here, elsewhere = reader.read_costs([files[is_here], files[~is_here]])
+    assert here == (0.0, 0.0)
+    assert sum(elsewhere) == pytest.approx(0.03, rel=0.4)

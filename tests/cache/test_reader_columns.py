@@ -66,6 +66,9 @@ class Columns(ReadWrapper):
             contents = [self._part(*each) for each in parts[some].tolist()]
             yield ReadGroup(some.tolist(), contents, self.checks and number % 2 == 1)
 
+    def places(self, chunks: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+        return np.zeros(len(chunks), np.int32)
+
     def read_part(self, chunk: int, start: int, size: int) -> tuple[Bytes, bool]:
         return self._part(chunk, start, size), False
 

@@ -146,6 +146,10 @@ class FolderBatchSource:
     def prefetch(self, units: Sequence[npt.NDArray[np.uint32]]) -> None:
         """Does nothing: a folder is fast."""
 
+    def read_costs(self, units: Sequence[npt.NDArray[np.uint32]]) -> Sequence[tuple[float, float]]:
+        """Nothing: a folder is fast."""
+        return [(0.0, 0.0)] * len(units)
+
     def stats(self) -> dict[str, int]:
         """How many files it gave."""
         return {"pieces": self._given}

@@ -5,12 +5,19 @@ file, by its index in the snapshot. A *marker* is a file of an order, one in 256
 watches with inotify: when a reader opens it, the planner learns where the reader is.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, TypedDict
 
 from ...orders.plan import Entries, Epoch
 
 FillPolicy: TypeAlias = Literal["on-demand", "oneshot"]
+
+UnitCosts: TypeAlias = Callable[[Sequence[Entries]], Sequence[tuple[float, float]]]
+"""Predicts what it costs to read each of these lists of entries, by where their contents lie: the
+latency (until the first bytes arrive) and the transfer (for how long the read keeps the bandwidth
+that all reads share), both in seconds. Latencies of reads that are under way at once overlap, and
+transfers add up."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -16,10 +16,10 @@ rest file by file; random misses never make the planner push and drop in turns.
 
 With plans, each *stream* (a reader with a known order) gets an equal share of the budget. Its order
 is cut into units (`units.py`), and the unit that a reader needs soonest over all streams is pushed
-first. Where the store is slow, that is an *urgent* unit as long as the reader comes to large files
-within a second that are not pushed yet. A stream *claims* the entries of a unit from then until its
-reader has passed them (`stream_tracker.py`), and claimed entries are not dropped. Room is made in
-this order:
+first, unless its contents have not arrived yet ("Balance" below). Where the store is slow, that is
+an *urgent* unit as long as the reader comes to large files within a second that are not pushed yet.
+A stream *claims* the entries of a unit from then until its reader has passed them
+(`stream_tracker.py`), and claimed entries are not dropped. Room is made in this order:
 
 1. entries that readers have passed;
 2. other entries that no stream claims, first those of least value, then those read last;
@@ -28,6 +28,26 @@ this order:
 
 Files that were only read, and not pushed, do not count: the kernel frees their pages first.
 
+**Balance.** The ranks of a training job wait for each other in each iteration, so the slowest one
+sets the pace. After Lobster (sections 4.2 and 4.3), the cost of a unit is predicted by where its
+contents lie (`UnitCosts`, and what the stream's last pushes took beyond that), and used twice:
+
+- `upcoming` names the units to be read ahead, those with the least *slack* first: the time until
+  the reader needs a unit, less the latency of its read, less the transfers of its stream's units up
+  to it (or the slack of a later unit of the stream, where that is less). So a stream whose contents
+  are slow to come has more reads under way than the others. Lobster gives each GPU a number of
+  threads, which it finds by a binary search (algorithm 1, whose line 18 is inverted in print); here
+  the reads under way follow from the order. Of jobs with deadlines that one resource serves (here
+  the bandwidth), the order of the deadlines makes the largest lateness least (Jackson's rule), and
+  a time that a job takes after its service, as the latency, is taken off its deadline.
+- Pushes are made one after the other, and one whose contents have not arrived holds all others up.
+  So the next push is that of the stream for which the later of two times is the earliest: when its
+  reader needs the unit, and when the contents arrive. A stream whose contents are late lets others
+  go first only until they are as far ahead as it still has to wait, and only within their shares of
+  the memory.
+
+With one stream there is nothing to balance, and no cost is asked for.
+
 Pure: no I/O, and the time is an argument (`now_s`). Used by one thread.
 """
 
@@ -35,6 +55,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -52,6 +73,7 @@ from .decisions import (
     Sample,
     StreamReading,
     StreamStats,
+    UnitCosts,
 )
 from .miss_fill import ChunkEntries, MissFill
 from .resident_set import Mask, ResidentSet
@@ -82,6 +104,16 @@ URGENT_WEIGHT, URGENT_START_S = 2.0, 0.5
 So a store that gives single files far more slowly than chunks, as a disk that has to seek, still
 gives chunks for a third of the time."""
 
+READ_AHEAD_S = 5.0
+"""A unit that the worker was told to read ahead stays among those for so long, else until it is
+pushed: where rates and costs change a little, reads that are under way would be given up."""
+RATE_GUESSED = 1_000.0
+"""How many files a second readers are assumed to read before any of them has given signs: this is
+compared with the costs of units."""
+WAITED_S_MIN = 0.005
+"""A push that takes longer has probably waited for its contents: 4 MiB that are there take half of
+it."""
+
 PAUSE_S, PAUSE_S_MAX = 0.5, 8.0
 """After a failed push, the first and the longest pause before the next one."""
 
@@ -101,6 +133,24 @@ PAGES_MAX = (1 << 32) - 1
 
 UNITS_SKIPPED_MAX = 64
 """How many units with nothing to push one decision skips, so that it takes a few milliseconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadAhead:
+    """When the worker was told to read a unit ahead, and when the contents are expected."""
+
+    begun_s: float
+    due_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedPush:
+    """Of the decision that is not yet reported: its stream, and what it was predicted to cost."""
+
+    tracker: StreamTracker
+    read_s: float  # latency and transfer, as the source has predicted them
+    bytes: int
+    begun_s: float  # when its contents were first asked for
 
 
 @dataclass(slots=True)
@@ -155,10 +205,12 @@ class PrefetchPlanner:
         policy: FillPolicy = "on-demand",
         offset: npt.NDArray[np.uint32] | None = None,
         is_file: Mask | None = None,
+        costs: UnitCosts | None = None,
     ) -> None:
         """`chunk`, `size`, `offset` and `is_file` have a value for each entry: its (first) chunk or
         -1, its size in bytes, its offset in the chunk (if not given, entries lie in it by index),
-        and whether it is a file (if not given: whether it has a chunk).
+        and whether it is a file (if not given: whether it has a chunk). Without `costs`, all units
+        count as equally near.
         """
         pages = np.minimum(-(-size // PAGE_BYTES), PAGES_MAX).astype(np.uint32)
         pages[chunk < 0] = 0
@@ -184,6 +236,10 @@ class PrefetchPlanner:
         self._is_urgent = False  # the decision not yet reported
         self._urgent_s = self._others_s = 0.0  # how long pushes took since no reader was behind
         self._outstanding: Push | Drop | Sample | None = None  # the decision not yet reported
+        self._costs = costs
+        # By stream and first position, of the units that `upcoming` named last
+        self._read_ahead: dict[tuple[str, int], ReadAhead] = {}
+        self._planned_push: PlannedPush | None = None
         self._start_s = math.nan  # times in `resident_set` count from here
         self._pause_s = 0.0  # the pause after the last push, if it failed
         self._paused_until_s = -math.inf
@@ -385,6 +441,15 @@ class PrefetchPlanner:
             self._urgent_s += now_s - self._decided_s
         else:
             self._others_s += now_s - self._decided_s
+        planned, self._planned_push = self._planned_push, None
+        if planned is not None and not failed:
+            waited_s, since_s = now_s - self._decided_s, now_s - planned.begun_s
+            planned.tracker.note_read_s(
+                planned.read_s,
+                waited_s if waited_s >= WAITED_S_MIN else 0.0,
+                since_s,
+                planned.bytes,
+            )
         resident, unknown = self._checked(done), self._checked(absent)
         self.resident_set.pushed_s[resident] = now_s - self._start_s
         self.resident_set.add(resident if done is push.entries else np.unique(resident))
@@ -435,17 +500,96 @@ class PrefetchPlanner:
 
     def _next_push(self, now_s: float) -> Push | Drop | None:
         self._waits_for_room = self._is_urgent = False
+        self._planned_push = None
         if now_s < self._paused_until_s:
             return None
         return self._push_freed() or self._push_planned(now_s) or self._push_unplanned()
 
     def upcoming(self, count: int) -> list[Entries]:
-        """The entries of the next `count` pushes, as far as they can be foreseen, the soonest
-        first. The worker fetches their contents ahead."""
-        trackers = sorted(self._trackers.values(), key=self._ahead_s)
-        planned = [unit for tracker in trackers for unit in tracker.units_ahead(count)]
+        """The entries of the next `count` pushes, as far as they can be foreseen, in the order in
+        which the worker shall fetch their contents ahead. Each stream has its next unit among them,
+        where there are at most half as many streams."""
+        trackers = list(self._trackers.values())
+        if len(trackers) == 1:
+            planned = trackers[0].units_ahead(count)
+        else:
+            planned = self._upcoming_of(trackers, count)
         soonest = [*planned, *self._miss_fill.upcoming(count)][:count]
         return [self.resident_set.missing(unit) for unit in soonest]
+
+    def _upcoming_of(self, trackers: Sequence[StreamTracker], count: int) -> list[Entries]:
+        """The next units of these streams, those with the least slack first (see the module)."""
+        names: list[tuple[str, int]] = []  # of all units: the stream, and the first position
+        units: list[Entries] = []
+        slacks, cost_s = [np.empty(0)], [np.empty(0)]
+        is_next: list[bool] = []
+        is_begun: list[bool] = []
+        for tracker in trackers:
+            starts = tracker.starts_ahead(count)
+            need_s = (starts - tracker.high) / (self._rate(tracker) or RATE_GUESSED)
+            cost = np.zeros(len(starts))
+            if self._costs is not None:
+                costs = tracker.costs_ahead(count, self._predict, self._now_s)
+                cost = costs[:, 0] + np.cumsum(costs[:, 1])
+            keys = [(tracker.stream.name, start) for start in starts.tolist()]
+            # A unit is as urgent as any behind it, for which it must make way.
+            slacks.append(np.minimum.accumulate((need_s - cost)[::-1])[::-1])
+            cost_s.append(cost)
+            names += keys
+            units += tracker.units_ahead(count)
+            is_next += [at == 0 for at in range(len(starts))]
+            is_begun += map(self._is_read_ahead, keys)
+        order = np.argsort(np.concatenate(slacks), kind="stable")
+        certain = np.array(is_next, np.bool_)[order]
+        certain &= np.cumsum(certain) <= count // 2
+        certain |= np.array(is_begun, np.bool_)[order]
+        others_max = count - int(np.count_nonzero(certain))
+        chosen = order[certain | (np.cumsum(~certain) <= others_max)].tolist()
+        due_s = (self._now_s + np.concatenate(cost_s)).tolist()
+        before = self._read_ahead
+        self._read_ahead = {
+            names[at]: before.get(names[at]) or ReadAhead(self._now_s, due_s[at]) for at in chosen
+        }
+        return [units[at] for at in chosen]
+
+    def _is_read_ahead(self, name: tuple[str, int]) -> bool:
+        """Whether the worker was told lately to read a unit ahead."""
+        ahead = self._read_ahead.get(name)
+        return ahead is not None and self._now_s - ahead.begun_s < READ_AHEAD_S
+
+    def _predict(self, units: Sequence[Entries]) -> npt.NDArray[np.float64]:
+        """A row for each unit, with what it costs to read what is not resident of it."""
+        assert self._costs is not None
+        missing = [self.resident_set.missing(unit) for unit in units]
+        rows = np.zeros((len(units), 3))
+        rows[:, :2] = self._costs(missing)
+        rows[:, 2] = [self._columns.bytes_of(unit) for unit in missing]
+        return rows
+
+    def _wait_s(self, tracker: StreamTracker, frontier: int) -> float:
+        """In how many seconds the contents of the unit at a stream's frontier will be here."""
+        ahead = self._read_ahead.get((tracker.stream.name, frontier))
+        if ahead is not None:
+            return max(ahead.due_s - self._now_s, 0.0)
+        cost = tracker.costs_ahead(1, self._predict, self._now_s)[0]
+        return float(cost[0] + cost[1])
+
+    def _push_s(self, tracker: StreamTracker, frontier: int) -> float:
+        """In how many seconds the unit at a stream's frontier should be pushed: when its reader
+        needs it or its contents are here, whatever is later."""
+        need_s = (frontier - tracker.high) / (self._rate(tracker) or RATE_GUESSED)
+        return max(need_s, self._wait_s(tracker, frontier))
+
+    def _note_planned(self, tracker: StreamTracker, frontier: int) -> None:
+        """The unit at this frontier is about to be pushed."""
+        latency_s, transfer_s, size = tracker.costs_ahead(1, self._predict, self._now_s)[0].tolist()
+        ahead = self._read_ahead.get((tracker.stream.name, frontier))
+        if size:
+            late_s = tracker.late_s_per_byte * size
+            begun_s = self._now_s if ahead is None else ahead.begun_s
+            self._planned_push = PlannedPush(
+                tracker, latency_s + transfer_s - late_s, int(size), begun_s
+            )
 
     def planned(self, count: int) -> list[Entries]:
         """The entries of the next `count` pushes of each stream, whose READs the server holds."""
@@ -535,8 +679,9 @@ class PrefetchPlanner:
         without_room: set[str] = set()  # streams that get nothing in this decision
         markers: list[int] = []  # of units with nothing to push
         last_sign_s = max(each.last_sign_s for each in self._trackers.values())
+        may_wait = self._is_balanced  # streams whose contents have not arrived let others go first
         for _ in range(UNITS_SKIPPED_MAX):
-            soonest = self._soonest_stream(without_room)
+            soonest = self._soonest_stream(without_room, may_wait=may_wait)
             if soonest is None:
                 break
             tracker, ahead_s = soonest
@@ -559,11 +704,16 @@ class PrefetchPlanner:
                     continue
                 if markers:
                     break
+                if may_wait:  # room is made only for who needs it soonest
+                    may_wait = False
+                    continue
                 drop = self._make_room(
                     tracker, ahead_s, need_bytes - room_bytes, last_sign_s, now_s
                 )
                 self._waits_for_room = drop is None
                 return drop
+            if self._is_balanced and len(entries) and not unit.is_urgent:
+                self._note_planned(tracker, tracker.claimed_end())
             tracker.claim(unit)
             self.resident_set.claim(unit.entries)
             for position, entry in unit.markers:
@@ -586,22 +736,29 @@ class PrefetchPlanner:
             return None
         return unit
 
-    def _soonest_stream(self, without_room: set[str]) -> tuple[StreamTracker, float] | None:
+    def _soonest_stream(
+        self, without_room: set[str], *, may_wait: bool
+    ) -> tuple[StreamTracker, float] | None:
         """The stream whose reader needs its next unit soonest, and in how many seconds; None where
-        each is claimed to its end, or as far as watches allow."""
+        each is claimed to its end, or as far as watches allow. `may_wait`: streams whose contents
+        have not arrived let others go first."""
         share_bytes = self._compute_share()
         ahead_max = max(MARKERS_MAX // max(self._active_count(), 1), 16) * MARKER_STRIDE
-        soonest: tuple[StreamTracker, float] | None = None
+        found: list[tuple[float, StreamTracker, int]] = []
         for name, tracker in self._trackers.items():
             if name in without_room:
                 continue
             frontier = tracker.frontier(share_bytes)
-            if frontier is None or frontier - tracker.low >= ahead_max:
-                continue
-            ahead_s = self._ahead_s(tracker, frontier)
-            if soonest is None or ahead_s < soonest[1]:
-                soonest = tracker, ahead_s
-        return soonest
+            if frontier is not None and frontier - tracker.low < ahead_max:
+                found.append((self._ahead_s(tracker, frontier), tracker, frontier))
+        if not found:
+            return None
+        ahead_s, soonest, frontier = min(found, key=itemgetter(0))
+        if may_wait and len(found) > 1 and self._wait_s(soonest, frontier):
+            # Who has a share of the memory gets no more while others wait for theirs.
+            found = [each for each in found if each[1] is soonest or each[1].has_share_left()]
+            ahead_s, soonest, _ = min(found, key=lambda each: self._push_s(each[1], each[2]))
+        return soonest, ahead_s
 
     def _push_unplanned(self) -> Push | None:
         """A chunk that was missed, or the next of `oneshot`; only into free room."""
@@ -649,14 +806,22 @@ class PrefetchPlanner:
         return now_s - tracker.last_sign_s >= STILL_S and last_sign_s > tracker.last_sign_s
 
     def _ahead_s(self, tracker: StreamTracker, frontier: int | None = None) -> float:
-        """In how many seconds the reader will reach the frontier, by its rate; a stream without a
-        measured rate is assumed to be as fast as the others."""
+        """In how many seconds the reader will reach the frontier, by its rate."""
         distance = (self._frontier(tracker) if frontier is None else frontier) - tracker.high
-        rate = tracker.rate
-        if not rate:
-            rates = [each.rate for each in self._trackers.values() if each.rate]
-            rate = sum(rates) / len(rates) if rates else 1.0
-        return distance / rate
+        return distance / (self._rate(tracker) or 1.0)
+
+    def _rate(self, tracker: StreamTracker) -> float:
+        """How many files a second the reader of a stream reads; where that is not measured yet, the
+        mean of the other streams, and 0 where none is measured."""
+        if tracker.rate:
+            return tracker.rate
+        rates = [each.rate for each in self._trackers.values() if each.rate]
+        return sum(rates) / len(rates) if rates else 0.0
+
+    @property
+    def _is_balanced(self) -> bool:
+        """Whether there are several streams whose costs are known."""
+        return self._costs is not None and len(self._trackers) > 1
 
     def _active_count(self) -> int:
         """How many streams have epochs left to read."""

@@ -28,7 +28,7 @@ sign far from the reader is believed only together with others.
 import heapq
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -83,6 +83,17 @@ SILENT_S = 600.0
 LAST_READS_S = 10.0
 """The same for a reader that has opened its last file; files around that one may follow."""
 
+COSTS_FRESH_S = 0.25
+"""A predicted cost of a unit is asked for again after so long: measured rates have changed, and
+contents lie elsewhere."""
+
+LATE_WEIGHT = 0.3
+"""How much a push that took longer than predicted counts in the stream's lateness: three such
+pushes make most of it."""
+LATE_DECAY = 0.95
+"""A push whose contents were there in time lessens the lateness by this factor: nobody knows how
+early they were."""
+
 RATE_PERIOD_S = 0.1
 """The rate is measured over at least this long, since events come in bursts."""
 
@@ -101,6 +112,8 @@ class EpochState:
     units: Units | None = None  # of the positions not claimed when it was made; None: to be made
     share_bytes: int = 0  # the memory that the units were cut for
     next_unit: int = 0  # the first unit that is not claimed
+    costs: npt.NDArray[np.float64] | None = None  # of each unit, see `costs_ahead`; NaN: unknown
+    costs_s: float = -math.inf  # when the first of `costs` was predicted
     index: tuple[Entries, npt.NDArray[np.int64]] | None = None  # made by `sorted`
     total_bytes: int = -1  # of all files; -1 until computed
 
@@ -192,6 +205,7 @@ class StreamTracker:
     sampled_s: float = 0.0  # when the planner last chose entries of this stream for a sample
     moved_s: float = -math.inf  # when `high` last rose
     is_logged: Callable[[Entries], bool] = never_logged
+    late_s_per_byte: float = 0.0  # how much longer than predicted its pushes take
 
     def __post_init__(self) -> None:
         self.tentative = self.stream.tentative
@@ -252,7 +266,7 @@ class StreamTracker:
                 state.units = cut(
                     state.epoch.entries, rest, self.columns, share_bytes, by_chunk=not is_logged
                 )
-                state.share_bytes, state.next_unit = share_bytes, 0
+                state.share_bytes, state.next_unit, state.costs = share_bytes, 0, None
             units = state.units
             while state.next_unit < len(units):
                 first = state.base + int(units.first[state.next_unit])
@@ -342,6 +356,60 @@ class StreamTracker:
             return []
         following = range(state.next_unit, min(state.next_unit + count, len(state.units)))
         return [state.epoch.entries[state.units.positions(unit)] for unit in following]
+
+    def has_share_left(self) -> bool:
+        """Whether the unit at the frontier fits this stream's share of the memory. Call this after
+        `frontier` has returned a position."""
+        state = self.epoch_states[self.frontier_index]
+        assert state.units is not None
+        start, end = state.units.starts[state.next_unit : state.next_unit + 2].tolist()
+        return bool(self.claimed_end() - self.floor + end - start <= self.capacity)
+
+    def starts_ahead(self, count: int) -> npt.NDArray[np.int64]:
+        """The first positions of the units that `units_ahead` gives. They tell the units of a
+        stream apart as long as its order does not change."""
+        state = self._frontier_epoch()
+        if state is None or state.units is None:
+            return np.empty(0, np.int64)
+        first = state.units.first[state.next_unit : state.next_unit + count]
+        return first.astype(np.int64) + state.base
+
+    def costs_ahead(
+        self,
+        count: int,
+        predict: Callable[[Sequence[Entries]], npt.NDArray[np.float64]],
+        now_s: float,
+    ) -> npt.NDArray[np.float64]:
+        """What the units that `units_ahead` gives cost: an array with a row for each, of latency,
+        transfer (both in seconds, see `UnitCosts`) and bytes to read.
+
+        `predict` gives such rows. It is asked once for each unit, and again after `COSTS_FRESH_S`.
+        What this stream's last pushes took beyond that is added.
+        """
+        state = self._frontier_epoch()
+        if state is None or state.units is None:
+            return np.empty((0, 3))
+        if state.costs is None or now_s - state.costs_s >= COSTS_FRESH_S:
+            state.costs, state.costs_s = np.full((len(state.units), 3), np.nan), now_s
+        costs = state.costs[state.next_unit : state.next_unit + count]
+        if len(unknown := np.flatnonzero(np.isnan(costs[:, 0]))):
+            units = self.units_ahead(count)
+            costs[unknown] = predict([units[at] for at in unknown.tolist()])
+        if self.late_s_per_byte:
+            costs = costs.copy()
+            costs[:, 1] = np.maximum(costs[:, 1] + self.late_s_per_byte * costs[:, 2], 0.0)
+        return costs
+
+    def note_read_s(self, predicted_s: float, least_s: float, most_s: float, size: int) -> None:
+        """A unit was pushed. Its `size` bytes were predicted to take `predicted_s`; they have taken
+        between `least_s` and `most_s`, counted from when they were asked for."""
+        believed_s = predicted_s + self.late_s_per_byte * size
+        taken_s = min(max(believed_s, least_s), most_s)
+        if taken_s == believed_s:
+            self.late_s_per_byte *= LATE_DECAY
+        else:
+            late_s_per_byte = (taken_s - predicted_s) / size
+            self.late_s_per_byte += LATE_WEIGHT * (late_s_per_byte - self.late_s_per_byte)
 
     def claim(self, unit: NextUnit) -> None:
         """Claim an urgent unit, or the unit at the frontier."""

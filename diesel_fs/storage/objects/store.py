@@ -174,6 +174,10 @@ class ReadGroup(NamedTuple):
     """Whether the contents have been checked against a checksum."""
 
 
+IN_MEMORY, IN_STORE = -2, -1
+"""Places of chunks (`ChunkReader.places`) that are no node."""
+
+
 class ChunkReader(Protocol):
     """Reads parts of the chunks of one version of a dataset by their numbers, many in one request.
     Thread-safe."""
@@ -184,6 +188,11 @@ class ChunkReader(Protocol):
         All that can be asked for at once has been asked for when this returns; the iterator gives
         each part once, as it arrives, and may be dropped. It raises as `ObjectStore.read_into`.
         """
+
+    def places(self, chunks: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+        """From where each of these chunks would be read now, as far as is known: `IN_MEMORY` where
+        that is this process's memory, `IN_STORE` for the object store, else the number of a
+        node."""
 
     def read_part(self, chunk: int, start: int, size: int) -> tuple[Bytes, bool]:
         """One part, and whether it has been checked. Raises as `ObjectStore.read_into`."""

@@ -14,6 +14,7 @@ from . import (
     native,
     order_logs,
     put,
+    rank_balance,
     read,
     readers,
     server,
@@ -92,6 +93,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "plan-speed": lobster.speed,
     "lobster-hits": lobster.hit_ratios,
     "lobster-imbalance": lobster.imbalance,
+    "rank-balance": rank_balance.measure,
 }
 
 UNTIMED = frozenset({"accuracy", "lobster-hits", "lobster-imbalance"})

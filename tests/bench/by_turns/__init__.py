@@ -1,0 +1,2 @@
+"""The folder that a side of the benchmark `rank-balance` has in its PYTHONPATH; Python imports its
+`sitecustomize.py` at the start of each program there."""

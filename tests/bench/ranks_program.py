@@ -1,0 +1,73 @@
+"""Ranks of a training job that read batches in lockstep, each a process.
+
+    python ranks_program.py OPTIONS        (JSON: the fields of `Options`)
+
+Each rank reads the files of its list, in the order of the list. In each iteration all ranks begin
+to read a batch at the same time; then they wait for each other, and for `compute_s` in the place of
+the model. How long each rank read in each iteration is printed as JSON: a list for each iteration.
+"""
+
+import json
+import multiprocessing
+import os
+import sys
+import time
+from dataclasses import dataclass
+from multiprocessing.synchronize import Barrier
+
+START_S = 60.0
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to read; `lists` has a file with NUL-terminated paths for each rank."""
+
+    lists: list[str]
+    batch: int
+    compute_s: float
+
+
+def read(
+    rank: int, options: Options, barrier: Barrier, results: "multiprocessing.Queue[object]"
+) -> None:
+    """Read the files of a rank."""
+    with open(options.lists[rank], "rb") as file:
+        paths = [os.fsdecode(path) for path in file.read().split(b"\0")[:-1]]
+    took: list[float] = []
+    size = 0
+    for start in range(0, len(paths), options.batch):
+        barrier.wait(START_S)
+        begun_s = time.monotonic()
+        for path in paths[start : start + options.batch]:
+            with open(path, "rb", buffering=0) as file:
+                size += len(file.read())
+        took.append(time.monotonic() - begun_s)
+        barrier.wait(START_S)
+        time.sleep(options.compute_s)
+    results.put((rank, size, took))
+
+
+def main(text: str) -> None:
+    """Read, and print what each rank took."""
+    options = Options(**json.loads(text))
+    ranks = range(len(options.lists))
+    context = multiprocessing.get_context("fork")
+    barrier, results = context.Barrier(len(ranks)), context.Queue()
+    processes = [
+        context.Process(target=read, args=(rank, options, barrier, results), daemon=True)
+        for rank in ranks
+    ]
+    for process in processes:
+        process.start()
+    by_rank = sorted(results.get(timeout=600.0) for _ in ranks)
+    for process in processes:
+        process.join()
+    said = {
+        "bytes": sum(size for _, size, _ in by_rank),
+        "iterations": [list(each) for each in zip(*(took for *_, took in by_rank), strict=True)],
+    }
+    print(json.dumps(said))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
