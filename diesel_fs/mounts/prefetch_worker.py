@@ -40,6 +40,7 @@ from ..net.messages import Message, Value
 from ..orders.plan import NO_ENTRIES, Entries
 from ..peers.plan_sender import PlanSender, StreamProgress
 from ..peers.sealed_memory import raise_descriptor_limit
+from ..system.syscalls import keep_large_allocations
 from .mountpoint import MountPresence
 from .options import MountRequest
 from .plans.commands import PlanCommands
@@ -272,7 +273,7 @@ class PrefetchWorker:
                 missed = missed[self._snapshot.columns.flags[missed] & MANY_EXTENTS == 0]
             for entry in missed.tolist():
                 if not self._planner.resident([entry])[0] or self._page_cache.is_lost(entry):
-                    self._planner.missed(entry, now_s)
+                    self._planner.missed(entry, now_s, is_sure=self._content is None)
             return
         if do == "forgotten" and isinstance(packed, bytes):
             self._planner.forgotten(np.frombuffer(packed, "<i8"))
@@ -425,6 +426,7 @@ class PrefetchWorker:
             self._has_logs = self._logs is not None
             if self._logs is None:
                 return
+            keep_large_allocations(self._push_bytes // LOGS_DIVISOR)
             self._batches = LoggedReader(self._batches, self._logs)
             self._planner.set_logged(self._logs.holds)
             self._planner.set_budget(

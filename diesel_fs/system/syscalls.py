@@ -349,7 +349,7 @@ _IN_CLOEXEC, _IN_NONBLOCK = 0o2000000, 0o4000
 _SYS_CACHESTAT = 451  # Linux 6.5; the same on every architecture
 _PR_SET_PDEATHSIG = 1
 _CLONE_FS = 0x200
-_M_MMAP_THRESHOLD = -3
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _MMAP_THRESHOLD_MAX = -1, -3, 32 << 20
 _CAP_SYS_ADMIN = 21
 _FS_IOC_GETFSSYSFSPATH, _SYSFS_PATH_BYTES = 0x80811501, 129
 
@@ -412,6 +412,15 @@ def map_large_allocations(least_bytes: int) -> None:
     only what is written to, and goes back when it is freed. Does nothing without glibc."""
     with suppress(AttributeError):
         _libc.mallopt(_M_MMAP_THRESHOLD, least_bytes)
+
+
+def keep_large_allocations(most_bytes: int) -> None:
+    """Undo `map_large_allocations`: the allocator gives memory that was freed again, up to 32 MiB
+    in one piece, and keeps so much of it. Getting 8 MiB from the kernel costs as much as reading
+    them from an SSD. Does nothing without glibc."""
+    with suppress(AttributeError):
+        _libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_MAX)
+        _libc.mallopt(_M_TRIM_THRESHOLD, most_bytes)
 
 
 def own_working_folder() -> None:

@@ -400,12 +400,13 @@ class PrefetchPlanner:
             if abs(nearest - high) <= least + MARKER_STRIDE:
                 tracker.note_open(nearest, now_s)
 
-    def missed(self, entry: int, now_s: float) -> None:
-        """Report a miss: a READ of an entry's content reached the server."""
+    def missed(self, entry: int, now_s: float, *, is_sure: bool = True) -> None:
+        """Report a miss: a READ of an entry's content reached the server; surely since a reader
+        wanted it, or perhaps since the kernel reads ahead of another file."""
         self._tick(now_s)
         if not 0 <= entry < self._entry_count or not self._columns.pages[entry]:
             return
-        tracker, position = self._stream_of_read(entry, now_s)
+        tracker, position = self._stream_of_read(entry, now_s, is_sure=is_sure)
         if self.resident_set.resident[entry]:
             if now_s - self._start_s - float(self.resident_set.pushed_s[entry]) >= LATE_READ_S:
                 self._note_freed(entry, tracker, position)
@@ -939,7 +940,9 @@ class PrefetchPlanner:
                 nearest, least = (tracker, position), distance
         return nearest
 
-    def _stream_of_read(self, entry: int, now_s: float) -> tuple[StreamTracker | None, int]:
+    def _stream_of_read(
+        self, entry: int, now_s: float, *, is_sure: bool
+    ) -> tuple[StreamTracker | None, int]:
         """The stream that a READ probably belongs to, which learns where its reader is; None
         without one."""
         tracker, position = self._nearest_stream(entry)
@@ -949,7 +952,7 @@ class PrefetchPlanner:
             self._release(tracker, tracker.note_late_read(position, now_s), behind=True)
         if position < tracker.low and tracker.is_far(position):
             return None, -1
-        if not tracker.note_read(position, now_s):
+        if not tracker.note_read(position, now_s, is_sure=is_sure):
             return None, -1
         return tracker, position
 

@@ -63,6 +63,10 @@ program's open of the file. Three mean that the reader is there (it resumed, or 
 if they are also most of the signs that were not believed so far: many workers leave stray signs all
 over an epoch."""
 
+CHANCE_MAX = 0.001
+"""Signs that may be of files that the kernel reads ahead of others, by their places in chunks, make
+a jump believable only where they would be so near each other by chance this rarely."""
+
 SPREADS = 4
 """A marker this many times `spread` behind `high` is no longer waited for: it was read before its
 watch was made, or it is never read. Waiting would keep claims."""
@@ -198,7 +202,8 @@ class StreamTracker:
     capacity: int = 0  # how many entries the stream's share of the budget holds
     rate: float = 0.0  # positions per second; 0 until measured
     rate_at: tuple[float, int] = (0.0, 0)  # when the rate was measured last, and `high` then
-    unconfirmed: dict[int, None] = field(default_factory=dict)  # signs not believed yet, in order
+    unconfirmed: dict[int, bool] = field(default_factory=dict)
+    """Signs that are not believed yet, in order, and whether each is surely a reader's."""
     late_reads: deque[int] = field(default_factory=lambda: deque(maxlen=UNCONFIRMED_MAX))
     watched: list[tuple[int, int]] = field(default_factory=list)  # heap of markers: position, entry
     retreated_to: int | None = None  # claims from here on ended since `take_unwatched`
@@ -466,12 +471,13 @@ class StreamTracker:
         if marker is None or not marker[0].opened[marker[1]]:
             self.note_read(position, now_s)
 
-    def note_read(self, position: int, now_s: float) -> bool:
-        """A READ came for a position. Returns whether the reader is believed to be there.
+    def note_read(self, position: int, now_s: float, *, is_sure: bool = True) -> bool:
+        """A READ came for a position, surely by a reader of the file, or perhaps by the kernel that
+        reads ahead. Returns whether the stream's reader is believed to be there.
 
         A marker there then counts as opened: its watch was not made yet, or its event is late.
         """
-        if not self.note_sign(position, now_s):
+        if not self.note_sign(position, now_s, is_sure=is_sure):
             return False
         if (marker := self._marker_at(position)) is not None:
             marker[0].opened[marker[1]] = True
@@ -485,7 +491,7 @@ class StreamTracker:
                 return state, state.marker_number(position - state.base)
         return None
 
-    def note_sign(self, position: int, now_s: float) -> bool:
+    def note_sign(self, position: int, now_s: float, *, is_sure: bool = True) -> bool:
         """The reader may have been at a position. Returns whether that is believed.
 
         A sign near the reader, or in what is claimed, is believed at once: a reader that is served
@@ -496,11 +502,13 @@ class StreamTracker:
         if self.tentative or position + 1 - self.high > near:
             if len(self.unconfirmed) >= UNCONFIRMED_MAX:
                 del self.unconfirmed[next(iter(self.unconfirmed))]
-            self.unconfirmed[position] = None
+            self.unconfirmed[position] = is_sure
             nearby = [other for other in self.unconfirmed if abs(other - position) <= reach]
             epoch = self.current_epoch()  # a short one may have fewer markers than SIGNS_MIN
             needed = min(SIGNS_MIN, len(epoch.opened)) if epoch else SIGNS_MIN
             if len(nearby) < needed or 2 * len(nearby) < len(self.unconfirmed):
+                return False
+            if not any(map(self.unconfirmed.__getitem__, nearby)) and self._may_be_chance(nearby):
                 return False
             position = max(nearby)
             self.unconfirmed.clear()
@@ -515,6 +523,13 @@ class StreamTracker:
                     state.opened[:] = True
         self._advance()
         return True
+
+    def _may_be_chance(self, nearby: Sequence[int]) -> bool:
+        """Whether these signs may be near each other since all of them are anywhere."""
+        epoch = self.current_epoch()
+        chance = min(2 * self.reach() / len(epoch.epoch), 1.0) if epoch else 1.0
+        part = len(nearby) / len(self.unconfirmed)
+        return part < (1 + chance) / 2 or chance ** len(nearby) > CHANCE_MAX
 
     @property
     def read_up_to(self) -> int:
