@@ -55,7 +55,7 @@ log = logging.getLogger("diesel.mount")
 STAGED_BYTES = 64 << 20
 """What is collected before it is written: with it, an entry's neighbours in the next log."""
 
-WORTHWHILE_FILE_BYTES = 256 << 10
+WORTHWHILE_FILE_BYTES = 32 << 10
 """Files of fewer bytes on average profit from a log (`is_log_worthwhile`)."""
 
 SEGMENTS_HELD, SEGMENTS_AHEAD = 2, 2

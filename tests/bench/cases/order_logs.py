@@ -47,7 +47,7 @@ from .kernel import RATE
 
 FILES, CHUNKS = "files one by one", "parts of chunk files"
 THREADS = 8  # for files and parts of chunks
-UNIT = 256
+UNIT = 2048  # files of one push, as in a mount
 FILES_RATIO, CHUNKS_RATIO = 5, 1.3  # for 4 KiB
 DISK_BYTES_PER_S, DISK_REQUESTS_PER_S, REQUEST_BYTES = 100e6, 2_000, 1 << 20
 STORE_S, STORE_BYTES_PER_S = 0.005, 200e6
