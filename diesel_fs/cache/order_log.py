@@ -59,8 +59,8 @@ WORTHWHILE_FILE_BYTES = 32 << 10
 """Files of fewer bytes on average profit from a log (`is_log_worthwhile`)."""
 
 SEGMENTS_HELD, SEGMENTS_AHEAD = 2, 2
-"""Segments that are in memory since some of their entries are yet to be asked for, and those that
-are read ahead."""
+"""Of each stream: segments that are in memory since some of their entries are yet to be asked for,
+and those that are read ahead."""
 
 _GAP_BYTES = 64 << 10  # reading so much for nothing costs less than one more read
 _NO_LIMIT = 1 << 62
@@ -158,13 +158,15 @@ class OrderLogs:
         self._current: dict[str, int] = {}
         self._sources: dict[str, int] = {}
         self._following: dict[str, int] = {}
+        self._announced: dict[str, int | None] = {}  # the order of the next epoch
         self._in_order: frozenset[int] = frozenset()  # the orders that are being read
         self._next: frozenset[int] = frozenset()  # the logs that are being written
         self._orders: dict[int, Entries] = {}  # by digest
         self._digests: dict[int, tuple[Entries, int]] = {}  # by the array's id; it keeps the array
         self._plans: list[LogPlan] = []
         # Segments that are being read ahead, and the places of what they have
-        self._reading: dict[tuple[int, int], tuple[Future[memoryview], Places]] = {}
+        self._reading: OrderedDict[tuple[int, int], tuple[Future[memoryview], Places]]
+        self._reading = OrderedDict()
         self._segments: OrderedDict[tuple[int, int], _Segment] = OrderedDict()
         self._staged = _Staged()
         self._releasing: list[tuple[_Log, int]] = []  # when what is staged is written
@@ -202,14 +204,14 @@ class OrderLogs:
         for each in plans:
             # What the reader wants lies in the log of its order; or, where that was not foreseen,
             # in the one that was written while it read the epoch before
-            written = self._following.get(each.name)
+            written, announced = self._following.get(each.name), self._announced.get(each.name)
             before = self._sources.get(each.name, written)
             if (current := self._digest(each.current)) is not None:
                 is_another = self._current.get(each.name) != current
                 source = written if is_another and written is not None else before
                 is_there = current in self._logs or source is None
                 sources[each.name] = current if is_there or source is None else source
-                if is_another and written is not None and written != current:
+                if is_another and announced is not None and announced != current:
                     self._say(
                         "another order",
                         "%s reads another order than was announced: what the log of that one has is"
@@ -225,6 +227,7 @@ class OrderLogs:
         read = {each.name: self._digest(each.current) for each in plans}
         self._current = {name: digest for name, digest in read.items() if digest is not None}
         self._sources, self._following = sources, following
+        self._announced = {each.name: self._digest(each.following) for each in plans}
         self._in_order = frozenset(self._current.values())
         self._next = frozenset(following.values())
         wanted = {*sources.values(), *self._next, *self._in_order}
@@ -289,8 +292,16 @@ class OrderLogs:
                 continue
             if each.identity.order in self._in_order:
                 for segment in np.unique(each.layout.segment_of(places)).tolist():
-                    if len(self._reading) < SEGMENTS_AHEAD:
-                        self._begin_segment(each, segment)
+                    # Some may have been read ahead for nothing, as the mount had their files
+                    while len(self._reading) >= SEGMENTS_AHEAD * len(self._in_order):
+                        oldest = next(iter(self._reading))
+                        if (
+                            oldest[0] != each.identity.order
+                            or oldest[1] >= segment - SEGMENTS_AHEAD
+                        ):
+                            return
+                        del self._reading[oldest]
+                    self._begin_segment(each, segment)
             else:
                 sizes = self._snapshot.columns.size[each.layout.entries[places]].tolist()
                 offsets = each.layout.offset(places).tolist()
@@ -408,7 +419,7 @@ class OrderLogs:
                 contents = [contents[at] for at in np.flatnonzero(lacking).tolist()]
             self._stage(entries[lacking], contents)
         self._segments[key] = segment
-        while len(self._segments) > SEGMENTS_HELD:
+        while len(self._segments) > SEGMENTS_HELD * max(len(self._in_order), 1):
             (digest, other), _ = self._segments.popitem(last=False)
             if (log_of_other := self._logs.get(digest)) is not None:
                 self._release_unless_next(log_of_other, [other])

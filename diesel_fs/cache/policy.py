@@ -16,7 +16,6 @@ from heapq import heapify, heappop, heappush
 from typing import ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
 from ..orders.future import NEVER, FutureUses, Times, Units
 
@@ -67,27 +66,13 @@ class EvictionPolicy(ABC):
         fetch the unit costs as much as `uses_min` reads past the cache. Changes nothing."""
         return None
 
-    def set_future(self, future: FutureUses | None, others: FutureUses | None = None) -> None:
-        """What this cache's readers will read: `future`, until another is set; None: not known any
-        more. `others`: what the readers of other nodes will read, where they have caches of their
-        own."""
-        return
-
-    def advance(self, rank: int, position: int) -> None:
-        """A rank of the future reads this position next."""
+    def set_future(self, future: FutureUses | None) -> None:
+        """What this cache's readers will read, until another is set; None: not known any more. The
+        caller moves the readers (`FutureUses.seek`), as several policies may share a future."""
         return
 
     def note_passed(self, units: Units) -> None:
-        """As `advance`, where the caller has moved the rank (`FutureUses.seek`), which has passed
-        these units: so that several policies can share one future."""
-        return
-
-    def advance_others(self, rank: int, position: int) -> None:
-        """The same for a rank of other nodes."""
-        return
-
-    def set_held_elsewhere(self, is_held: npt.NDArray[np.bool_]) -> None:
-        """Set which units other nodes have, by unit. Without this, they have none."""
+        """A reader of the future has passed these units, or has gone back behind them."""
         return
 
     def renumber(self, after: Mapping[int, int]) -> None:
@@ -120,9 +105,9 @@ class FarthestNextUse(LeastRecentlyUsed):
     """Evicts first what is not read any more, then what is read last (Lobster, ICPP 2022, section
     4.4; Belady's MIN).
 
-    A unit that this cache's readers do not read any more counts as unneeded, unless no other node
-    has it and readers of other nodes need it: then their next use counts. Where no order is known,
-    and among unneeded units, the longest unread goes first.
+    Where no order is known, and among what is not read any more, the longest unread goes first.
+    (Whether a unit is the last copy among several nodes is the caller's matter: it then does not
+    offer it for eviction first.)
 
     All units are in a heap, the first victim at its top, by keys that are made anew when a unit is
     read or its next use changes. An old key stays in the heap, and is passed over, until it comes
@@ -134,8 +119,6 @@ class FarthestNextUse(LeastRecentlyUsed):
     def __init__(self) -> None:
         super().__init__()
         self._future: FutureUses | None = None
-        self._others: FutureUses | None = None
-        self._held_elsewhere: npt.NDArray[np.bool_] | None = None
         self._reads = 0
         self._keys: dict[int, _Key] = {}  # of each unit in the cache, where the future is known
         self._heap: list[_Key] = []
@@ -187,8 +170,8 @@ class FarthestNextUse(LeastRecentlyUsed):
             return False
         return uses_min <= 1 or self._future.uses_before(unit, needed_again) >= uses_min
 
-    def set_future(self, future: FutureUses | None, others: FutureUses | None = None) -> None:
-        self._future, self._others = future, others
+    def set_future(self, future: FutureUses | None) -> None:
+        self._future = future
         self._keys.clear()
         self._heap.clear()
         if future is not None:
@@ -200,43 +183,7 @@ class FarthestNextUse(LeastRecentlyUsed):
             self._heap = [*self._keys.values()]
             heapify(self._heap)
 
-    def advance(self, rank: int, position: int) -> None:
-        if self._future is not None:
-            self._renew(self._future.seek(rank, position))
-
     def note_passed(self, units: Units) -> None:
-        self._renew(units)
-
-    def advance_others(self, rank: int, position: int) -> None:
-        if self._others is not None:
-            self._renew(self._others.seek(rank, position))
-
-    def set_held_elsewhere(self, is_held: npt.NDArray[np.bool_]) -> None:
-        before = self._held_elsewhere
-        self._held_elsewhere = is_held
-        if before is None or len(before) != len(is_held):
-            before = np.zeros_like(is_held)
-        self._renew(np.flatnonzero(before != is_held))
-
-    def renumber(self, after: Mapping[int, int]) -> None:
-        """Orders are those of one version: the future is not known any more."""
-        super().renumber(after)
-        self._held_elsewhere = None
-        self.set_future(None)
-
-    def _next_times(self, units: Units) -> Times:
-        """When each of these units is needed next, by the rule of the class."""
-        assert self._future is not None
-        times = self._future.next_time(units)
-        if self._others is not None:
-            is_last = times == NEVER
-            if self._held_elsewhere is not None:
-                is_last &= ~self._held_elsewhere[units]
-            times[is_last] = self._others.next_time(units[is_last])
-        return times
-
-    def _renew(self, units: Units) -> None:
-        """The next use of these units may be another now."""
         if self._future is None:
             return
         keys = self._keys
@@ -245,6 +192,15 @@ class FarthestNextUse(LeastRecentlyUsed):
             before = keys[unit]
             if before[0] != -time:
                 self._push(unit, time, before[1])
+
+    def renumber(self, after: Mapping[int, int]) -> None:
+        """Orders are those of one version: the future is not known any more."""
+        super().renumber(after)
+        self.set_future(None)
+
+    def _next_times(self, units: Units) -> Times:
+        assert self._future is not None
+        return self._future.next_time(units)
 
     def _push(self, unit: int, time: int, read: int) -> None:
         self._keys[unit] = key = -time, read, unit

@@ -142,18 +142,21 @@ class UnitCache:
             self._admission = SkiRentalAdmission(sizes, costs.read_s, self._bytes_max)
         self._replaces_always = costs is None
         self._position = 0  # accesses that are known and have come, with those of this push
+        self._future: FutureUses | None = None
         self.written_bytes = 0
         """To the disk, so far."""
 
     def set_future(self, units: npt.NDArray[np.int32], unit_count: int) -> None:
         """All accesses that will come, in their order; `unit_count` is the number of all units."""
         if self._knows_future:
-            self._policy.set_future(FutureUses([UnitOrder(units)], unit_count))
+            self._future = FutureUses([UnitOrder(units)], unit_count)
+            self._policy.set_future(self._future)
 
     def advance(self, count: int) -> None:
         """The next `count` accesses come together, in one push."""
         self._position += count
-        self._policy.advance(0, self._position)
+        if self._future is not None:
+            self._policy.note_passed(self._future.seek(0, self._position))
 
     def access(self, unit: int, wanted: int) -> tuple[int, bool]:
         """A reader wants so many bytes of a unit. Where it is (MEMORY, DISK or STORE), and whether

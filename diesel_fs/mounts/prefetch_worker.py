@@ -51,7 +51,7 @@ from .prefetch.page_cache import FusePageCache, PageCache, some_contents
 from .prefetch.planner import PrefetchPlanner
 from .sessions.protocol import invalidate_node
 from .sessions.push_status import PushStatusMap
-from .source import LOGS_DIVISOR, MountSource, map_snapshot, read_node_map
+from .source import LOGS_DIVISOR, MemorySplit, MountSource, map_snapshot, read_node_map
 from .versions.invalidation import (
     UNMOUNTED_ERRNOS,
     Nodes,
@@ -415,7 +415,7 @@ class PrefetchWorker:
         if self._logs is None:
             is_wanted = self._request.task_options.cache_layout == "order" or is_log_worthwhile(
                 self._snapshot,
-                self._push_bytes,
+                MemorySplit.of(self._request).total_bytes,
                 is_next_known=any(each.following is not None for each in reading),
             )
             if not is_wanted:

@@ -302,7 +302,6 @@ class NodeCache:
     def set_held_elsewhere(self, is_held: npt.NDArray[np.bool_]) -> None:
         """Set which chunks other nodes have, as far as is known."""
         self.memory.set_held_elsewhere(is_held)
-        self._write_back.set_held_elsewhere(is_held)
 
     @property
     def held(self) -> npt.NDArray[np.bool_]:

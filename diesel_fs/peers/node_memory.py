@@ -282,7 +282,6 @@ class NodeMemory:
     def set_held_elsewhere(self, is_held: Mask) -> None:
         """Set which chunks other nodes have."""
         self._held_elsewhere = is_held
-        self._policy.set_held_elsewhere(is_held)
 
     def are_last_copies(self, chunks: npt.NDArray[np.int64]) -> Mask:
         """Which of these chunks are needed by some reader and, as far as is known, on no other

@@ -171,10 +171,6 @@ class WriteBackQueue:
         """Readers have passed uses of these chunks."""
         self._policy.note_passed(chunks)
 
-    def set_held_elsewhere(self, is_held: Mask) -> None:
-        """Set which chunks other nodes have."""
-        self._policy.set_held_elsewhere(is_held)
-
     def replaces(self, chunk: int, uses_min: Callable[[Sequence[int]], int]) -> bool:
         """Whether the policy has a chunk replace others on the disk, by what will be read."""
         victims = self.find_victims(chunk)

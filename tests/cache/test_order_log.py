@@ -166,15 +166,17 @@ def test_a_log_that_holds_half_spares_half_of_the_reads(
 
 
 def test_an_unknown_next_order_is_read_entry_by_entry(
-    view: Snapshot, store: Counting, tmp_path: Path
+    view: Snapshot, store: Counting, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with job(view, store, tmp_path / "c") as each:
+    """Which is nothing to warn of."""
+    with job(view, store, tmp_path / "c") as each, caplog.at_level(logging.WARNING):
         orders = [each.order(seed) for seed in range(4)]
         each.epoch(orders[0], None)
         for number in (1, 2, 3):
             assert each.epoch(orders[number], None) <= LARGE * 1.1
         assert each.epoch(each.order(9), each.order(10)) <= LARGE * 1.1
         assert each.epoch(each.order(10), None) <= LARGE * 1.1
+    assert not caplog.records
 
 
 def test_the_same_order_each_epoch_is_written_once(
@@ -200,7 +202,8 @@ def test_a_reader_that_leaves_its_order_gets_the_right_bytes(
 
 
 def test_two_streams_share_the_disk(view: Snapshot, store: Counting, tmp_path: Path) -> None:
-    """Two ranks: what one reads is written for the epoch of the other."""
+    """Two ranks: what one reads is written for the epoch of the other. Each segment is read once,
+    though the ranks read in turns."""
     with job(view, store, tmp_path / "c") as each:
         orders = [each.order(seed) for seed in range(3)]
         each.logs.set_plan([LogPlan(f"{rank}", orders[0][rank::2], orders[1][rank::2])
@@ -212,9 +215,14 @@ def test_two_streams_share_the_disk(view: Snapshot, store: Counting, tmp_path: P
         each.logs.set_plan([LogPlan(f"{rank}", orders[1][rank::2], orders[2][rank::2])
                             for rank in range(2)])  # fmt: skip
         each.logs.settle()
-        for begin in range(0, len(orders[1]), 100):
-            list(each.reader.batches(orders[1][begin : begin + 100]))
+        before = each.logs.stats()["log_reads"]
+        for begin in range(0, len(orders[1]), 20):
+            unit = orders[1][begin : begin + 20]
+            each.reader.prefetch([unit[::2], unit[1::2]])
+            list(each.reader.batches(unit[::2]))
+            list(each.reader.batches(unit[1::2]))
         assert sum(size for _, _, size in store.reads) <= LARGE * 1.1
+        assert each.logs.stats()["log_reads"] - before <= TOTAL // SEGMENT + 6
 
 
 @pytest.mark.parametrize("part", [0.0, 0.3, 0.98, 1.0])

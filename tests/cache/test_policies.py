@@ -1,6 +1,6 @@
 """Laws that every eviction policy obeys, and the rule of each."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -143,7 +143,8 @@ def run(name: str, orders: list[list[int]], units: int, capacity: int) -> float:
     """The part of all reads that find a unit kept since its last use. The ranks read in turns, and
     the policy knows all orders."""
     policy = POLICIES[name]()
-    policy.set_future(FutureUses([UnitOrder(np.array(order)) for order in orders], units))
+    future = FutureUses([UnitOrder(np.array(order)) for order in orders], units)
+    policy.set_future(future)
     found = total = 0
     for position in range(max(map(len, orders))):
         for rank, order in enumerate(orders):
@@ -151,7 +152,7 @@ def run(name: str, orders: list[list[int]], units: int, capacity: int) -> float:
                 continue
             unit = order[position]
             total += 1
-            policy.advance(rank, position + 1)
+            policy.note_passed(future.seek(rank, position + 1))
             if unit in policy.sizes:
                 found += 1
                 policy.record_access(unit)
@@ -219,46 +220,37 @@ def test_plan_keeps_what_min_keeps_where_some_units_are_read_more_often() -> Non
     assert run("none", orders, 300, 60) < best - 0.1
 
 
-def plan_policy(orders: list[list[int]], held: Sequence[int]) -> EvictionPolicy:
-    policy = POLICIES["plan"]()
+def plan_policy(
+    orders: list[list[int]], held: Sequence[int]
+) -> tuple[EvictionPolicy, Callable[[int, int], None]]:
+    """A policy that knows these orders, and a function that has a rank be at a position."""
+    policy, future = POLICIES["plan"](), FutureUses([*map(UnitOrder, map(np.array, orders))], 10)
     for unit in held:
         policy.insert(unit, 1)
-    policy.set_future(FutureUses([UnitOrder(np.array(order)) for order in orders], 10))
-    return policy
+    policy.set_future(future)
+    return policy, lambda rank, position: policy.note_passed(future.seek(rank, position))
 
 
 def test_plan_evicts_the_unneeded_first_then_the_farthest_next_use() -> None:
-    policy = plan_policy([[1, 2, 3], [3, 4, 1]], [1, 2, 3, 4, 5, 6])
+    policy, advance = plan_policy([[1, 2, 3], [3, 4, 1]], [1, 2, 3, 4, 5, 6])
     assert [*policy.eviction_order()] == [5, 6, 2, 4, 1, 3]
     policy.record_access(5)
     assert [*policy.eviction_order()] == [6, 5, 2, 4, 1, 3]
-    policy.advance(0, 2)
-    policy.advance(1, 1)
+    advance(0, 2)
+    advance(1, 1)
     assert [*policy.eviction_order()] == [2, 6, 5, 1, 3, 4]  # 2 was inserted before them
     policy.set_future(None)
     assert [*policy.eviction_order()] == [1, 2, 3, 4, 6, 5]
 
 
-def test_plan_keeps_the_last_copy_of_what_other_nodes_need() -> None:
-    """A unit that this node's readers need no more goes first, where another node has it, too."""
-    policy = plan_policy([[1, 2]], [1, 2, 3, 4])
-    future = FutureUses([UnitOrder(np.array([1, 2]))], 10)
-    policy.set_future(future, FutureUses([UnitOrder(np.array([4, 3]), 5)], 10))
-    assert [*policy.eviction_order()] == [3, 4, 2, 1]
-    policy.set_held_elsewhere(np.arange(10) == 4)
-    assert [*policy.eviction_order()] == [4, 3, 2, 1]
-    policy.advance_others(0, 2)
-    assert [*policy.eviction_order()][:2] == [3, 4]
-
-
 def test_plan_replaces_only_what_is_needed_later() -> None:
-    policy = plan_policy([[1, 2, 3, 1, 4, 1, 2]], [2, 4])
+    policy, advance = plan_policy([[1, 2, 3, 1, 4, 1, 2]], [2, 4])
     assert policy.replaces(1, [4]) is True
     assert policy.replaces(3, [2]) is False  # 2 is read before 3
     assert policy.replaces(5, [4]) is False  # 5 is never read
     assert policy.replaces(1, [4], uses_min=2) is True  # it is read twice before 4
     assert policy.replaces(1, [4], uses_min=3) is False
-    policy.advance(0, 7)
+    advance(0, 7)
     assert policy.replaces(5, [4]) is None  # nothing is known of either
     assert POLICIES["lru"]().replaces(1, [2]) is None
 
@@ -270,10 +262,11 @@ def test_the_order_of_plan_is_that_of_the_next_uses(
 ) -> None:
     """Whatever came before: the unneeded first, then by falling next use."""
     policy = policy_after("plan", calls)
-    policy.set_future(FutureUses([UnitOrder(np.array(each, np.int64)) for each in orders], 9))
+    future = FutureUses([UnitOrder(np.array(each, np.int64)) for each in orders], 9)
+    policy.set_future(future)
     for rank, position in moves:
         if rank < len(orders):
-            policy.advance(rank, position)
+            policy.note_passed(future.seek(rank, position))
     for method, *arguments in calls[::2]:
         getattr(policy, method)(*arguments)
     at = dict.fromkeys(range(len(orders)), 0)

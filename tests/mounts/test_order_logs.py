@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from diesel_fs.client.dataset import connect
 from diesel_fs.errors import ConflictError, UsageError
 from diesel_fs.mounts import MountRequest, mount
 from diesel_fs.mounts.plans.control import Control, explicit
-from diesel_fs.peers.options import TaskOptions
+from diesel_fs.peers.options import TaskKwargs, TaskOptions
 from tests.cli.conftest import program_environment
 from tests.mounts.observed import current_stats, mounted, noise
 from tests.small_disks import small_disk
@@ -133,6 +134,30 @@ def test_later_epochs_need_no_store(training: tuple[Training, Path]) -> None:
     figures = job.logs()
     assert figures["log_wrong"] == figures["log_refused"] == 0
     assert figures["log_bytes"] < 2 * FILES * FILE_BYTES
+
+
+@WITH_PLANS
+def test_auto_goes_over_to_logs_where_they_pay(
+    own_store: Path, tmp_path: Path, session: str
+) -> None:
+    """Small files, more than fit the memory, and the next order is known: not before. The chunks
+    that the cache has by then make room."""
+    given: TaskKwargs = {"cache_dir": str(tmp_path / "cache"), "cache_bytes": 100 << 20}
+    options = TaskOptions.from_kwargs(given, str(tmp_path / "at"))
+    (tmp_path / "at").mkdir()
+    wanted = replace(request(own_store, tmp_path / "at", tmp_path / "cache", session),
+                     task_options=options)  # fmt: skip
+    with mounted(wanted):
+        job = Training(tmp_path / "at", own_store)
+        job.announce(0)
+        job.read(0)
+        assert "log_hits" not in job.logs()
+        job.extend(1)
+        job.extend(2)
+        job.read(1)
+        job.read(2)
+        assert job.logs()["log_hits"] > FILES / 2
+        job.control.close()
 
 
 @WITH_PLANS
