@@ -273,8 +273,8 @@ def _figure5_rows(shape: Shape, rounds: Rounds, part: float, disk: LimitedDisk |
         Row(name, RATE, rounds.ours(RATE), CHUNKS, rounds.of(CHUNKS, RATE),
             at_least(CHUNKS_RATIO) if is_small else None),
         within(name, FETCHED, rounds.ours(FETCHED), 1 - part + 0.05, most=True,
-               note="bytes from the store; the optimum by files, and a twentieth; where the store is"
-               " slow to answer, requests are merged, and bring what lies between"),
+               note="bytes from the store; the optimum by files, and a twentieth; where the store"
+               " is slow to answer, requests are merged, and bring what lies between"),
         within(name, REQUESTS, rounds.ours(REQUESTS), 1 - part, most=True,
                note="the optimum by files, each alone"),
         Row(name, WRITTEN, rounds.ours(WRITTEN)),
