@@ -263,11 +263,11 @@ class PrefetchWorker:
         if do == "missed" and isinstance(packed, bytes):
             missed = np.frombuffer(packed, "<i8")
             self._page_cache.note_reads()
-            missed = missed[:: 1 + len(missed) // MISSES_MAX]
             # Those of the version before, if any, may still come.
             missed = missed[(missed >= 0) & (missed < len(self._snapshot))]
             if self._has_logs:
                 self._late.append(np.unique(missed).astype(np.uint32))
+            missed = missed[:: 1 + len(missed) // MISSES_MAX]
             if self._content is not None:
                 # Files of several chunks come faster by READs, which the kernel sends ahead.
                 missed = missed[self._snapshot.columns.flags[missed] & MANY_EXTENTS == 0]
