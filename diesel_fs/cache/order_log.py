@@ -292,16 +292,8 @@ class OrderLogs:
                 continue
             if each.identity.order in self._in_order:
                 for segment in np.unique(each.layout.segment_of(places)).tolist():
-                    # Some may have been read ahead for nothing, as the mount had their files
-                    while len(self._reading) >= SEGMENTS_AHEAD * len(self._in_order):
-                        oldest = next(iter(self._reading))
-                        if (
-                            oldest[0] != each.identity.order
-                            or oldest[1] >= segment - SEGMENTS_AHEAD
-                        ):
-                            return
-                        del self._reading[oldest]
-                    self._begin_segment(each, segment)
+                    if len(self._reading) < SEGMENTS_AHEAD * len(self._in_order):
+                        self._begin_segment(each, segment)
             else:
                 sizes = self._snapshot.columns.size[each.layout.entries[places]].tolist()
                 offsets = each.layout.offset(places).tolist()
