@@ -292,8 +292,13 @@ class OrderLogs:
                 continue
             if each.identity.order in self._in_order:
                 for segment in np.unique(each.layout.segment_of(places)).tolist():
-                    if len(self._reading) < SEGMENTS_AHEAD * len(self._in_order):
-                        self._begin_segment(each, segment)
+                    if len(self._reading) >= SEGMENTS_AHEAD * len(self._in_order):
+                        # One may have been read ahead for nothing, as the mount had all its files
+                        digest, oldest = next(iter(self._reading))
+                        if digest != each.identity.order or oldest >= segment - SEGMENTS_AHEAD:
+                            return
+                        del self._reading[digest, oldest]
+                    self._begin_segment(each, segment)
             else:
                 sizes = self._snapshot.columns.size[each.layout.entries[places]].tolist()
                 offsets = each.layout.offset(places).tolist()

@@ -452,6 +452,7 @@ class PrefetchWorker:
                     self._late.extend(
                         np.split(early, range(LATE_ENTRIES, len(early), LATE_ENTRIES))
                     )
+        self._late.extend(self._planner.take_skipped())
         for each in reading:
             self._logs.passed(each.name, each.read_up_to)
 

@@ -225,6 +225,26 @@ def test_two_streams_share_the_disk(view: Snapshot, store: Counting, tmp_path: P
         assert each.logs.stats()["log_reads"] - before <= TOTAL // SEGMENT + 6
 
 
+def test_segments_that_are_not_asked_for_do_not_end_reading_ahead(
+    view: Snapshot, store: Counting, tmp_path: Path
+) -> None:
+    """The mount may have all files of a segment that it has announced. The later ones are read
+    ahead all the same: they are in memory when they are asked for."""
+    with job(view, store, tmp_path / "c") as each:
+        orders = [each.order(seed) for seed in range(3)]
+        each.epoch(orders[0], orders[1])
+        each.logs.set_plan([LogPlan("train", orders[1], orders[2])])
+        each.logs.settle()
+        entries = orders[1][
+            np.isin(orders[1], view.files()[view.columns.size[view.files()] < 9000])
+        ]
+        for begin in range(0, 600, 20):  # announced, and never read
+            each.reader.prefetch([entries[begin : begin + 20]])
+        before = each.logs.stats()["log_reads"]
+        each.reader.prefetch([entries[1000:1020]])
+        assert each.logs.stats()["log_reads"] > before
+
+
 @pytest.mark.parametrize("part", [0.0, 0.3, 0.98, 1.0])
 @pytest.mark.parametrize("how", ["kill", "close"])
 def test_a_log_is_used_again_by_the_next_process(

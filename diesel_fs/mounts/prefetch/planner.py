@@ -232,6 +232,7 @@ class PrefetchPlanner:
         self._share_bytes = 0  # of each stream; 0: to be computed
         self._store_is_slow = False
         self._is_logged: Callable[[Entries], bool] = never_logged
+        self._keeps_skipped = False
         self._decided_s = 0.0  # when the last decision was made
         self._is_urgent = False  # the decision not yet reported
         self._urgent_s = self._others_s = 0.0  # how long pushes took since no reader was behind
@@ -319,6 +320,7 @@ class PrefetchPlanner:
         self._remove_tracker(stream.name)
         self._trackers[stream.name] = tracker = StreamTracker(self._columns, stream, now_s)
         tracker.is_logged = self._is_logged
+        tracker.skipped = [] if self._keeps_skipped else None
         self._share_bytes = 0
 
     def extend(self, name: str, epochs: Sequence[Epoch]) -> None:
@@ -377,9 +379,20 @@ class PrefetchPlanner:
     def set_logged(self, is_logged: Callable[[Entries], bool]) -> None:
         """Order logs are in use: `is_logged` says whether one has an order, which then is not cut
         by chunks."""
-        self._is_logged = is_logged
+        self._is_logged, self._keeps_skipped = is_logged, True
         for tracker in self._trackers.values():
-            tracker.is_logged = is_logged
+            tracker.is_logged, tracker.skipped = is_logged, []
+
+    def take_skipped(self) -> list[Entries]:
+        """The entries that readers have passed before their pushes, since the last call, some of
+        them twice: so READs have brought them, perhaps those of other files. Only after
+        `set_logged`."""
+        skipped: list[Entries] = []
+        for tracker in self._trackers.values():
+            if tracker.skipped:
+                skipped += tracker.skipped
+                tracker.skipped = []
+        return skipped
 
     def set_store_is_slow(self, *, is_slow: bool) -> None:
         """Report whether reads of the store take long."""

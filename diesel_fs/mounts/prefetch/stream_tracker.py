@@ -210,6 +210,9 @@ class StreamTracker:
     sampled_s: float = 0.0  # when the planner last chose entries of this stream for a sample
     moved_s: float = -math.inf  # when `high` last rose
     is_logged: Callable[[Entries], bool] = never_logged
+    skipped: list[Entries] | None = None
+    """Entries that the reader has passed before they were chosen for a push, since they were last
+    taken; some may be named twice. None: nobody takes them."""
     late_s_per_byte: float = 0.0  # how much longer than predicted its pushes take
 
     def __post_init__(self) -> None:
@@ -311,6 +314,8 @@ class StreamTracker:
 
     def _mark_read(self, state: EpochState, positions: Positions) -> None:
         """Expect no opens of the markers at these positions: they get no watch that could tell."""
+        if self.skipped is not None:
+            self.skipped.append(state.epoch.entries[positions])
         for position in positions[state.is_marker(positions)].tolist():
             state.opened[state.marker_number(position)] = True
 
@@ -656,6 +661,8 @@ class StreamTracker:
             start, end = self.floor - state.base, min(target, state.end) - state.base
             entries = state.epoch.entries[start:end]
             released.append(entries[state.claimed[start:end]])
+            if self.skipped is not None:
+                self.skipped.append(entries[~state.claimed[start:end]])
             state.claimed[start:end] = False
             self.floor = state.base + end
             if self.floor < state.end:

@@ -33,6 +33,39 @@ def test_entries_that_the_reader_has_passed_are_not_pushed() -> None:
     assert first_pushed(planner) == 600
 
 
+def test_what_the_reader_has_passed_before_its_push_is_told() -> None:
+    """Order logs want it: READs have brought it, some of which named other files."""
+    planner = followed()
+    planner.set_logged(lambda _: False)
+    for entry in range(1_400):
+        planner.missed(entry, 100.1)
+    first = first_pushed(planner)
+    told = np.concatenate(planner.take_skipped())
+    assert np.unique(told).tolist() == [*range(first)]
+    assert first >= 1_000
+    assert planner.take_skipped() == []
+
+
+def test_signs_that_may_be_of_files_read_ahead_need_to_be_nearer_than_chance() -> None:
+    """READs of files anywhere in the order, as the kernel sends them ahead of others: with three
+    near each other by chance, the reader has not jumped. With all of them near each other, it
+    has."""
+    rng = np.random.default_rng(4)
+    planner = followed()
+    for entry in range(300):
+        planner.missed(entry, 100.1, is_sure=False)
+    for entry in rng.permutation(np.arange(2_000, COUNT))[:200].tolist():
+        planner.missed(entry, 100.2, is_sure=False)
+    assert planner.stats()["streams"][0]["high"] == 300
+    for entry in range(15_000, 15_080):
+        planner.missed(entry, 100.3, is_sure=False)
+    assert 15_080 <= planner.stats()["streams"][0]["high"] < 16_000
+    surely = followed()
+    for entry in rng.permutation(np.arange(2_000, COUNT))[:200].tolist():
+        surely.missed(entry, 100.2)
+    assert surely.stats()["streams"][0]["high"] > 0, "a reader's own READs are believed sooner"
+
+
 def test_entries_that_slower_workers_want_are_pushed() -> None:
     """Four workers read batches of 64 files; one is ahead of the others by up to three batches."""
     planner = followed()
