@@ -15,7 +15,9 @@ There are three layouts of a cache:
 
 What is simplified: memory and SSD of a node are one cache, whose chunks stay where they came; only
 owners keep chunks; all fetches succeed, and none takes so long that another read misses meanwhile.
-A policy that knows the future knows all accesses of all epochs, and a use is an access. Pure.
+A policy that knows the future knows all reads of all epochs. A chunk is decided on by the reads of
+its files, as in a node's cache, where those of a push are still to come (`peers/chunk_future.py`);
+a single file when it has been read. Pure.
 """
 
 from collections import Counter
@@ -32,6 +34,7 @@ from ..cache.policy import POLICIES, EvictionPolicy
 from ..cache.read_through import ReadCostModel
 from ..errors import UsageError
 from ..orders.future import FutureUses, UnitOrder
+from ..peers.chunk_future import ChunkFuture
 from ..peers.ownership import Ownership
 from .nodes import Job
 from .reads import ALONE, IN_TASK, EpochReads, Files, Mask, Numbers
@@ -42,6 +45,8 @@ ORDER_LOG = "order"
 """The name of the order log among the policies that are compared."""
 
 NAMES = (*POLICIES, ORDER_LOG)
+
+Sizes = npt.NDArray[np.float64]
 
 Sources = npt.NDArray[np.uint8]
 """Where each read is served from: one of the next four."""
@@ -113,7 +118,8 @@ class UnitCache:
 
     `memory_bytes` is filled before `disk_bytes`. With `costs`, units that replace others must be
     worth it by the policy or by ski rental (`cache/admission.py`); without, whatever is read
-    replaces others, unless the policy says no.
+    replaces others, unless the policy says no. Where the future is known, `costs` go with `chunks`:
+    the live bytes of each, and those of one read of it.
     """
 
     def __init__(
@@ -124,36 +130,43 @@ class UnitCache:
         disk_bytes: int = 0,
         *,
         costs: ReadCostModel | None = None,
+        chunks: tuple[Sizes, Sizes] | None = None,
     ) -> None:
         self._policy = policy
+        self._costs, self._chunks = costs, chunks
         self._knows_future = _knows_future(policy)
         self._sizes = sizes
         self._held = policy.sizes
         self._bytes_max = memory_bytes + disk_bytes
         self._free = [memory_bytes, disk_bytes]
         self._tier: dict[int, int] = {}
-        # Of one read past the cache, and of fetching each unit
-        self._request_s = 0.0 if costs is None else costs.request_s
-        self._bytes_per_s = 1.0 if costs is None else costs.bytes_per_s
-        self._price_s = [costs.read_s(size) for size in sizes] if costs else []
         # A policy that knows the future decides itself, so nothing is noted for ski rental then
         self._admission: SkiRentalAdmission | None = None
         if costs is not None and not self._knows_future:
             self._admission = SkiRentalAdmission(sizes, costs.read_s, self._bytes_max)
         self._replaces_always = costs is None
-        self._position = 0  # accesses that are known and have come, with those of this push
+        self._position = 0  # reads that are known and have come
         self._future: FutureUses | None = None
+        self._chunk_future: ChunkFuture | None = None
         self.written_bytes = 0
         """To the disk, so far."""
 
     def set_future(self, units: npt.NDArray[np.int32], unit_count: int) -> None:
-        """All accesses that will come, in their order; `unit_count` is the number of all units."""
+        """The units of all reads that will come, in their order; `unit_count` is the number of all
+        units."""
         if self._knows_future:
             self._future = FutureUses([UnitOrder(units)], unit_count)
             self._policy.set_future(self._future)
+            if self._chunks is not None:
+                self._chunk_future = ChunkFuture(self._future, *self._chunks)
+
+    @property
+    def decides_before_reads(self) -> bool:
+        """Whether `advance` is called after the accesses of a push, not before them."""
+        return self._chunk_future is not None
 
     def advance(self, count: int) -> None:
-        """The next `count` accesses come together, in one push."""
+        """The next `count` reads come together, in one push."""
         self._position += count
         if self._future is not None:
             self._policy.note_passed(self._future.seek(0, self._position))
@@ -213,9 +226,11 @@ class UnitCache:
         if room < size or not victims:
             return None
         uses_min = 1
-        if self._price_s:
-            read_s = self._request_s + wanted / self._bytes_per_s
-            uses_min = int(-(-self._price_s[unit] // read_s))
+        if self._chunk_future is not None and self._costs is not None:
+            replaced = [self._sizes[each] for each in victims]
+            uses_min = self._chunk_future.uses_min(
+                unit, replaced, size, self._costs.read_s, is_stored=True
+            )
         is_better = policy.replaces(unit, victims, uses_min)
         admission = self._admission
         if is_better is None and admission is not None:
@@ -241,14 +256,22 @@ def _replay_chunks(
     costs.request_s = job.store.request_s
     costs.bytes_per_s = min(job.store.connection_bytes_per_s, job.store.bytes_per_s)
     size_list = sizes.tolist()
+    live = np.bincount(files.chunk, files.stored, len(sizes)).astype(np.float64)
+    each_read = live / np.maximum(np.bincount(files.chunk, minlength=len(sizes)), 1)
     caches = [
-        UnitCache(POLICIES[policy](), size_list, node.memory_bytes, node.disk_bytes, costs=costs)
+        UnitCache(
+            POLICIES[policy](), size_list, node.memory_bytes, node.disk_bytes, costs=costs,
+            chunks=(live, each_read),
+        )
         for _ in range(job.nodes)
-    ]
+    ]  # fmt: skip
     accesses = [
-        _Accesses(each.push, each.chunk, each.wanted, owner[each.chunk])
+        _Accesses(
+            each.push, each.chunk, each.wanted, owner[each.chunk],
+            np.bincount(each.access, minlength=len(each.chunk)),
+        )
         for each in (*epochs, *([following] if following else []))
-    ]
+    ]  # fmt: skip
     sources = []
     for each, asked, found in zip(
         epochs,
@@ -280,7 +303,8 @@ def _replay_files(
     for each in (*epochs, *([following] if following else [])):
         push = each.push[each.access]
         node = (each.rank[push] // job.ranks).astype(np.int64)
-        accesses.append(_Accesses(push, each.file, files.stored[each.file], node))
+        once = np.ones(len(push), np.int64)
+        accesses.append(_Accesses(push, each.file, files.stored[each.file], node, once))
     found = _run(caches, accesses, len(epochs), len(files), progress)
     return [
         _summed(
@@ -374,13 +398,14 @@ def _summed(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Accesses:
-    """Those of one epoch, by access: the push, the unit, the bytes that are wanted, and the number
-    of the cache."""
+    """Those of one epoch, by access: the push, the unit, the bytes that are wanted, the number of
+    the cache, and how many files are read."""
 
     push: npt.NDArray[np.int32]
     unit: npt.NDArray[np.int32]
     wanted: Numbers
     cache: Numbers
+    reads: Numbers
 
     def pushes(self) -> Numbers:
         """Where the accesses of each push begin, and at last their number."""
@@ -397,7 +422,11 @@ def _run(
 ) -> list[_Found]:
     """All accesses of the first `epoch_count` epochs that are known, in their order."""
     for number, cache in enumerate(caches):
-        units = [each.unit[each.cache == number] for each in known]
+        mine = [each.cache == number for each in known]
+        units = [
+            np.repeat(each.unit[flags], each.reads[flags])
+            for each, flags in zip(known, mine, strict=True)
+        ]
         cache.set_future(np.concatenate(units), unit_count)
     epochs = known[:epoch_count]
     total = max(sum(len(each.unit) for each in epochs), 1)
@@ -406,11 +435,18 @@ def _run(
         written_before = sum(cache.written_bytes for cache in caches)
         where, is_fetched = bytearray(len(each.unit)), bytearray(len(each.unit))
         units, wanted, numbers = each.unit.tolist(), each.wanted.tolist(), each.cache.tolist()
+        reads = each.reads.tolist()
         for begin, end in pairwise(each.pushes().tolist()):
-            for number, count in Counter(numbers[begin:end]).items():
-                caches[number].advance(count)
+            counts: Counter[int] = Counter()
+            for at in range(begin, end):
+                counts[numbers[at]] += reads[at]
+            late = {number for number in counts if caches[number].decides_before_reads}
+            for number in counts.keys() - late:
+                caches[number].advance(counts[number])
             for at in range(begin, end):
                 where[at], is_fetched[at] = caches[numbers[at]].access(units[at], wanted[at])
+            for number in late:
+                caches[number].advance(counts[number])
             if begin // _PROGRESS_ACCESSES != end // _PROGRESS_ACCESSES:
                 progress((done + end) / total)
         done += len(units)

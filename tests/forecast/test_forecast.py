@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from diesel_fs.errors import UsageError
 from diesel_fs.forecast.kept import DISK, MEMORY, NAMES, PEER, STORE
-from diesel_fs.forecast.nodes import Job, Node, Store
+from diesel_fs.forecast.nodes import Job, Node, Shuffle, Store
 from diesel_fs.forecast.reads import Files, cut_epoch, epoch_order
 from diesel_fs.forecast.report import Options, commands, described, recommended
 from diesel_fs.forecast.simulate import Forecast, forecast
@@ -283,6 +283,21 @@ def test_kept_files_in_random_order_match_the_theory() -> None:
         distinct = (1 - x[0]) + x[1] * x[0]
         lru = np.mean(distinct < part)
         assert kept_in_random_order("lru", part) == pytest.approx(lru, abs=0.03)
+
+
+@pytest.mark.parametrize("shuffle", ["full", "chunk"])
+@pytest.mark.parametrize("nodes", [1, 4])
+def test_plan_reads_what_the_cache_cannot_keep(shuffle: Shuffle, nodes: int) -> None:
+    """As the caches of real nodes do (`tests/peers/test_planned_nodes.py`): with memory for half of
+    the dataset, about half of it comes from the store in each epoch, in both orders."""
+    files = made_files([100_000] * 8_000, 20)
+    total = 8_000 * 100_000
+    node = Node(total // 16, total // 2 // nodes)
+    job = Job(node, Store(0.005, 1e8), nodes=nodes, ranks=2, epochs=3, shuffle=shuffle,
+              group_size=10, batch=16)  # fmt: skip
+    found = forecast(job, files, "plan")
+    for epoch in found.epochs[1:]:
+        assert epoch.store_bytes / total == pytest.approx(0.5, abs=0.04)
 
 
 def test_an_order_log_holds_the_first_bytes_of_the_next_order() -> None:
