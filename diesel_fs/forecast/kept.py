@@ -148,6 +148,8 @@ class UnitCache:
         self._position = 0  # reads that are known and have come
         self._future: FutureUses | None = None
         self._chunk_future: ChunkFuture | None = None
+        # By chunk: when enough of it will have been read to fetch it, or a time before that
+        self._enough_at: dict[int, int] = {}
         self.written_bytes = 0
         """To the disk, so far."""
 
@@ -203,6 +205,17 @@ class UnitCache:
         self._insert(unit, size, tier)
         return STORE, True
 
+    def _is_read_too_seldom(self, unit: int, victim: int) -> bool:
+        """Whether it is known from before that not enough of a chunk will be read until the first
+        victim is needed again. It spares most walks over the victims in a full shuffle."""
+        if self._future is None or self._chunk_future is None:
+            return False
+        enough_at = self._enough_at.get(unit)
+        if enough_at is None or enough_at < self._future.now:
+            number = self._chunk_future.whole_uses(unit)
+            enough_at = self._enough_at[unit] = self._future.time_of_use(unit, number)
+        return enough_at >= int(self._future.next_time(np.array([victim]))[0])
+
     def _insert(self, unit: int, size: int, tier: int) -> None:
         self._free[tier] -= size
         self._tier[unit] = tier
@@ -219,6 +232,8 @@ class UnitCache:
             return None
         victims: list[int] = []
         for victim in policy.eviction_order():
+            if not victims and self._is_read_too_seldom(unit, victim):
+                return None
             victims.append(victim)
             room += self._sizes[victim]
             if room >= size:

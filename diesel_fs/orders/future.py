@@ -166,6 +166,15 @@ class FutureUses:
             high = low + int(self._uses[low:high].searchsorted(np.uint64(bound)))
         return int(np.count_nonzero(self._is_left[low:high]))
 
+    def time_of_use(self, unit: int, number: int) -> int:
+        """When a unit will have been used so many times (1: its next use); NEVER where fewer uses
+        are left. It never falls as readers advance."""
+        low, high = int(self._next[unit]), int(self._begin[unit + 1])
+        places = np.flatnonzero(self._is_left[low:high])
+        if len(places) < number:
+            return NEVER
+        return int(self._times(self._uses[low + places[number - 1 : number]])[0])
+
     def uses(self, unit: int) -> list[tuple[int, int]]:
         """The uses of a unit that are left, in the order of their times: rank and position."""
         low, high = int(self._next[unit]), int(self._begin[unit + 1])

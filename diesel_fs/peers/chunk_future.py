@@ -47,11 +47,11 @@ class ChunkFuture:
         each_s = cost(int(self.read_bytes[chunk]))
         fetch_s = cost(size) + sum(map(cost, replaced_bytes))
         enough = ceil(fetch_s / each_s) if each_s > 0 else 1
-        return max(enough, self._whole_uses(chunk) if is_stored else 1)
+        return max(enough, self.whole_uses(chunk) if is_stored else 1)
 
     def is_worth_room(self, chunk: int) -> bool:
         """Whether most of a chunk will be read: it may be fetched ahead where room is free."""
-        return int(self.uses.uses_left(np.array([chunk]))[0]) >= self._whole_uses(chunk)
+        return int(self.uses.uses_left(np.array([chunk]))[0]) >= self.whole_uses(chunk)
 
     def needed(self, chunks: Units) -> npt.NDArray[np.bool_]:
         """Which of these chunks some reader will read."""
@@ -64,7 +64,7 @@ class ChunkFuture:
         places = np.flatnonzero(times < min(before, NEVER))
         return np.asarray(chunks, np.int64)[places[np.argsort(times[places], kind="stable")]]
 
-    def _whole_uses(self, chunk: int) -> int:
+    def whole_uses(self, chunk: int) -> int:
         """How many reads take `READ_FRACTION_MIN` of a chunk's live bytes."""
         each = float(self.read_bytes[chunk])
         return max(ceil(READ_FRACTION_MIN * float(self.live_bytes[chunk]) / each), 1) if each else 1

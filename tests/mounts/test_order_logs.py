@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 import pytest
@@ -55,6 +56,12 @@ class Training:
         self.names = names
         self.control = Control.connect(at)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.control.close()
+
     def order(self, epoch: int) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
         return np.random.default_rng(epoch).permutation(FILES)
 
@@ -85,6 +92,12 @@ class Training:
         for each, digest in zip(order, found, strict=True):
             assert digest == hashlib.blake2b(noise(each, FILE_BYTES)).hexdigest()
 
+    def log_hits(self) -> int:
+        """How many files came from logs: pushed, or to READs of a reader that outruns pushes."""
+        reader = current_stats(self.at)["cache"]
+        assert isinstance(reader, dict)
+        return self.logs()["log_hits"] + int(reader["log_hits"])
+
     def logs(self) -> Mapping[str, int]:
         """The worker's figures."""
         residency = current_stats(self.at)["residency"]
@@ -105,10 +118,11 @@ def request(store: Path, at: Path, cache: Path, session: str, **options: object)
 
 @pytest.fixture
 def training(own_store: Path, tmp_path: Path, session: str) -> Iterator[tuple[Training, Path]]:
-    with mounted(request(own_store, tmp_path / "at", tmp_path / "cache", session)):
-        job = Training(tmp_path / "at", own_store)
+    with (
+        mounted(request(own_store, tmp_path / "at", tmp_path / "cache", session)),
+        Training(tmp_path / "at", own_store) as job,
+    ):
         yield job, own_store
-        job.control.close()
 
 
 def chunk_files(store: Path) -> list[Path]:
@@ -147,8 +161,7 @@ def test_auto_goes_over_to_logs_where_they_pay(
     (tmp_path / "at").mkdir()
     wanted = replace(request(own_store, tmp_path / "at", tmp_path / "cache", session),
                      task_options=options)  # fmt: skip
-    with mounted(wanted):
-        job = Training(tmp_path / "at", own_store)
+    with mounted(wanted), Training(tmp_path / "at", own_store) as job:
         job.announce(0)
         job.read(0)
         assert "log_hits" not in job.logs()
@@ -157,7 +170,6 @@ def test_auto_goes_over_to_logs_where_they_pay(
         job.read(1)
         job.read(2)
         assert job.logs()["log_hits"] > FILES / 2
-        job.control.close()
 
 
 @WITH_PLANS
@@ -166,24 +178,19 @@ def test_a_mount_after_a_kill_reads_what_the_log_has(
 ) -> None:
     """All processes of a mount are killed in the second epoch; the next mount begins it again."""
     wanted = request(own_store, tmp_path / "at", tmp_path / "cache", session)
-    with mounted(wanted):
-        job = Training(tmp_path / "at", own_store)
+    with mounted(wanted), Training(tmp_path / "at", own_store) as job:
         job.announce(0, 1)
         job.read(0)
         wait_until(lambda: job.logs()["log_next_entries"] == FILES)
         worker = current_stats(tmp_path / "at")["residency"]
         assert isinstance(worker, dict)
         os.kill(int(worker["pid"]), signal.SIGKILL)
-        job.control.close()
-    with mounted(wanted):
-        job = Training(tmp_path / "at", own_store)
+    with mounted(wanted), Training(tmp_path / "at", own_store) as job:
         job.announce(1, 2)
         wait_until(lambda: job.logs().get("log_recovered") == 1)
         job.read(1)
-        figures = job.logs()
-        assert figures["log_hits"] > 0.9 * FILES
-        assert figures["log_wrong"] == 0
-        job.control.close()
+        assert job.log_hits() > 0.9 * FILES
+        assert job.logs()["log_wrong"] == 0
 
 
 @WITH_PLANS
@@ -194,15 +201,14 @@ def test_two_mounts_of_one_order_share_a_folder(
     with (
         mounted(request(own_store, tmp_path / "one", tmp_path / "cache", session)),
         mounted(request(own_store, tmp_path / "two", tmp_path / "cache", session)),
+        Training(tmp_path / "one", own_store) as one,
+        Training(tmp_path / "two", own_store) as two,
     ):
-        one, two = (Training(tmp_path / name, own_store) for name in ("one", "two"))
         for job in (one, two):
             job.announce(0, 1)
             job.read(0)
         assert one.logs()["log_next_entries"] == FILES
         assert two.logs()["log_next_entries"] == 0
-        for job in (one, two):
-            job.control.close()
 
 
 @WITH_PLANS
@@ -215,13 +221,12 @@ def test_a_folder_that_takes_no_log_costs_nothing_but_that(
         with (
             small_disk(tmp_path / f"disk-{name}", options) as disk,
             mounted(request(own_store, tmp_path / f"at-{name}", disk / "cache", session)),
+            Training(tmp_path / f"at-{name}", own_store) as job,
         ):
-            job = Training(tmp_path / f"at-{name}", own_store)
             job.announce(0, 1)
             job.read(0)
             job.extend(2)
             job.read(1)
-            job.control.close()
 
 
 @WITH_PLANS

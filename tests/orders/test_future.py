@@ -47,6 +47,10 @@ def check(uses: FutureUses, listed: ListedUses) -> None:
     assert uses.uses_left(everything).tolist() == [*map(len, left)]
     for unit in range(UNITS):
         assert uses.uses(unit) == [(rank, position) for _, rank, position in left[unit]]
+        for number in (1, 2, 5):
+            times = [at for at, _, _ in left[unit]]
+            expected = times[number - 1] if len(times) >= number else NEVER
+            assert uses.time_of_use(unit, number) == expected
         for time in (-1, 0, 3, 8, 30, NEVER):
             expected = sum(at < time for at, _, _ in left[unit])
             assert uses.uses_before(unit, time) == expected
