@@ -55,7 +55,7 @@ FETCH_THREADS = 64
 """Reads of a slow store that are under way at once. With 30 ms each, reads of 110 KiB bring 230
 MB/s."""
 
-_READS_AVERAGED = 8
+READS_AVERAGED = 8
 
 ARRIVED_S_MIN = 0.0002
 """Contents that were asked for ahead and come in less than this have been here for an unknown time;
@@ -144,7 +144,7 @@ class ReadRates:
         self._times = times = keep * self._times + seconds
         self._squares = squares = keep * self._squares + megabytes * megabytes
         self._products = products = keep * self._products + megabytes * seconds
-        self._at_once += (at_once - self._at_once) / _READS_AVERAGED
+        self._at_once += (at_once - self._at_once) / READS_AVERAGED
         if weight < self._WEIGHT_MIN:
             return
         spread = weight * squares - sizes * sizes
@@ -625,7 +625,7 @@ class CoalescingReader:
     def _note_time(self, start_s: float, size: int, at_once: int = 1) -> None:
         read_s = time.monotonic() - start_s
         self._rates_of(IN_STORE).observe(size, read_s, at_once)
-        self._read_s += (read_s - self._read_s) / (_READS_AVERAGED if self._read_s else 1)
+        self._read_s += (read_s - self._read_s) / (READS_AVERAGED if self._read_s else 1)
 
     def close(self) -> None:
         """Stop reading ahead. Repeatable."""

@@ -65,7 +65,9 @@ class EpochSources:
     """Where the reads of one epoch came from.
 
     `source` is by row. By push: `requests` to the store, and the bytes from the store, over the
-    network and from the node's own SSD. `written_bytes` went to the SSDs of all nodes.
+    network and from the node's own SSD. A chunk is fetched whole by the node that owns it, and
+    counts there, at the push that this node loads at that time. `written_bytes` went to the SSDs of
+    all nodes.
     `is_resident`, by row: the mount need not load the file, as it is in a cache of files.
     """
 
@@ -298,10 +300,30 @@ def _replay_chunks(
         source = np.where((found.source != STORE) & is_far, PEER, found.source).astype(np.uint8)
         # What another node fetches for this one crosses the network, too
         crosses = (source == PEER) | (found.is_fetched & is_far)
+        fetched = np.flatnonzero(found.is_fetched)
+        fetched_at = _pushes_of_nodes(job, each, each.push[fetched], asked.cache[fetched])
         sources.append(
-            _summed(files, each, source[each.access], found.is_fetched, crosses, found, "chunks")
-        )
+            _summed(
+                files, each, source[each.access], found.is_fetched, fetched_at, crosses, found,
+                "chunks",
+            )
+        )  # fmt: skip
     return sources
+
+
+def _pushes_of_nodes(
+    job: Job, reads: EpochReads, push: npt.NDArray[np.int32], node: Numbers
+) -> npt.NDArray[np.int32]:
+    """The push that each of these nodes loads while another one loads `push`: its last before that
+    one, or its first."""
+    found = push.copy()
+    for each in range(job.nodes):
+        mine = np.flatnonzero(reads.rank // job.ranks == each).astype(np.int32)
+        asked = np.flatnonzero(node == each)
+        if len(mine):
+            at = np.maximum(mine.searchsorted(push[asked], side="right") - 1, 0)
+            found[asked] = mine[at]
+    return found
 
 
 def _replay_files(
@@ -327,6 +349,7 @@ def _replay_files(
             each,
             kept.source,
             none := np.zeros(len(each.push), np.bool_),
+            each.push[none],
             none,
             kept,
             "files",
@@ -358,7 +381,7 @@ def _replay_log(
         written = int(files.stored[logged_by >= 0].sum())
         none = np.zeros(len(each.push), np.bool_)
         found = _Found(source, none, written)
-        sources.append(_summed(files, each, source, none, none, found, "log"))
+        sources.append(_summed(files, each, source, none, each.push[none], none, found, "log"))
     return sources
 
 
@@ -382,12 +405,13 @@ def _summed(
     reads: EpochReads,
     source: Sources,
     is_fetched: Mask,
+    fetched_at: npt.NDArray[np.int32],
     crosses: Mask,
     found: _Found,
     layout: Layout,
 ) -> EpochSources:
     """What an epoch's reads cost, by push. `source` is by row, `is_fetched` (whole chunks) and
-    `crosses` (the network) are by access."""
+    `crosses` (the network) are by access; `fetched_at` has the push at which each fetch counts."""
     count = len(reads.rank)
 
     def by_push(push: npt.NDArray[np.int32], size: Numbers) -> Numbers:
@@ -396,15 +420,14 @@ def _summed(
     limits = IN_TASK if layout == "chunks" else ALONE
     past = (source == STORE) & ~is_fetched[reads.access]
     requests, store_bytes = reads.requests(files, past, limits)
-    fetched = reads.push[is_fetched]
     whole_bytes = files.chunk_bytes[reads.chunk[is_fetched]].astype(np.int64)
     on_disk = source == DISK
     push = reads.push[reads.access]
     return EpochSources(
         source,
         source == MEMORY if layout == "files" else np.zeros(len(source), np.bool_),
-        requests + np.bincount(fetched, minlength=count),
-        store_bytes + by_push(fetched, whole_bytes),
+        requests + np.bincount(fetched_at, minlength=count),
+        store_bytes + by_push(fetched_at, whole_bytes),
         by_push(reads.push[crosses], reads.wanted[crosses]),
         by_push(push[on_disk], files.stored[reads.file[on_disk]]),
         found.written_bytes,

@@ -11,7 +11,8 @@ It is a process of its own because its work can wait for the server, for the sto
 lock that a READ under way holds. Where it is killed or fails, the mount goes on without pushing.
 When the mount switches to another version of its dataset, the worker tells the kernel
 (`versions/invalidation.py`), piece by piece before all other work; unchanged files stay resident.
-One thread; others read the store ahead.
+One thread; others read the store ahead. Where contents are slow to come, one of those waits for
+them, and this one answers requests meanwhile.
 """
 
 import gc
@@ -23,6 +24,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 
 import numpy as np
@@ -83,6 +85,17 @@ them; and the length of a list."""
 
 LOGS_LOOK_S = 0.05
 """How often the order logs are told what readers read."""
+
+ANSWER_S = 0.2
+"""While a push waits for its contents, requests are answered so often."""
+
+ANSWERED_MEANWHILE = frozenset(
+    ("announce", "extend", "replace", "withdraw", "progress", "value", "resident", "check", "stats")
+)
+"""The requests that need not wait for the end of a push."""
+
+REPORTS = frozenset(("missed", "forgotten"))
+"""Messages that requests may overtake."""
 
 BEGIN_DEADLINE_S = 10.0
 """How long to wait for the message that follows the descriptors at once."""
@@ -174,6 +187,10 @@ class PrefetchWorker:
         self._stats_sent_s = 0.0
         self._plan_sender: PlanSender | None = None  # tells the task's master of plans
         self._mountinfo = os.open("/proc/self/mountinfo", os.O_RDONLY | os.O_CLOEXEC)
+        self._mounts_changed = False
+        self._waiting = ThreadPoolExecutor(1, "contents")
+        self._later: list[Message] = []  # came during a push, and wait for its end
+        self._has_pushed = False  # so it is known whether the store is slow
 
     def switch_version(
         self,
@@ -221,7 +238,9 @@ class PrefetchWorker:
         presence.is_mounted()  # so that it knows the tree of a native mount
         wait_s = 0.0
         while True:
-            messages = [*early, *self._server.messages(wait_s)]
+            messages = [*early, *self._later]
+            self._later.clear()
+            messages += self._server.messages(0.0 if messages else wait_s)
             early = ()
             self._read_opens(time.monotonic())  # before misses, which came after them
             for message in messages:
@@ -231,8 +250,10 @@ class PrefetchWorker:
                 self._stats_changed = True
             now_s = time.monotonic()
             self._plan_commands.predict_next_epochs(now_s)
-            if self._mountinfo in self._server.ready and not presence.is_mounted():
+            self._mounts_changed |= self._mountinfo in self._server.ready
+            if self._mounts_changed and not presence.is_mounted():
                 return
+            self._mounts_changed = False
             self._page_cache.set_planned(is_planned=self._planner.has_streams)
             if self._has_logs and self._planner.has_streams:
                 self._follow_plan(now_s)
@@ -250,6 +271,7 @@ class PrefetchWorker:
 
     def close(self) -> None:
         """Closes everything that keeps the mount busy."""
+        self._waiting.shutdown(wait=False, cancel_futures=True)
         self._page_cache.close()
         self._batches.close()
         if self._plan_sender is not None:
@@ -503,7 +525,7 @@ class PrefetchWorker:
         part_count, stored, failed = 0, [], False
         absent: list[int] = []
         try:
-            for batch in self._batches.batches(push.entries):
+            for batch in self._contents(push.entries):
                 self._page_cache.prepare(batch)
                 pushed = self._without_held_reads(batch)
                 absent += pushed.entries[self._page_cache.store(pushed)].tolist()
@@ -516,12 +538,38 @@ class PrefetchWorker:
             failed = True
             self._failed += 1
             log.error("cannot push %d files of chunk %d: %s", len(push.entries), push.chunk, error)
+        self._has_pushed = True
         done: npt.NDArray[np.int64] | npt.NDArray[np.uint32] = push.entries
         if absent or part_count != len(push.entries):  # or a file has several parts
             done = np.setdiff1d(np.concatenate(stored), absent) if stored else NO_ENTRIES
         self._planner.pushed(push, done, absent, time.monotonic(), failed=failed)
         self._planner.set_store_is_slow(is_slow=self._batches.is_slow)
         self._planner.set_known_entries(self._page_cache.known_entries)
+
+    def _contents(self, entries: Entries) -> Iterator[Batch]:
+        """The contents of files. Raises DieselError."""
+        batches = self._batches.batches(entries)
+        if self._has_pushed and not (self._batches.is_slow or self._request.task_options):
+            yield from batches
+            return
+        while True:
+            coming = self._waiting.submit(next, batches, None)
+            while not wait((coming,), ANSWER_S).done:
+                self._answer_requests()
+            batch = coming.result()
+            if batch is None:
+                return
+            yield batch
+
+    def _answer_requests(self) -> None:
+        """Answers requests that have come during a push; all else is for its end."""
+        for message in self._server.messages(0.0):
+            is_next = all(each.get("do") in REPORTS for each in self._later)
+            if is_next and message.get("do") in ANSWERED_MEANWHILE:
+                self._handle_message(message)
+            else:
+                self._later.append(message)
+        self._mounts_changed |= self._mountinfo in self._server.ready
 
     def _is_of_one_chunk(self, entries: Entries) -> bool:
         chunks = self._snapshot.columns.chunk[entries]

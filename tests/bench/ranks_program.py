@@ -5,6 +5,8 @@
 Each rank reads the files of its list, in the order of the list. In each iteration all ranks begin
 to read a batch at the same time; then they wait for each other, and for `compute_s` in the place of
 the model. How long each rank read in each iteration is printed as JSON: a list for each iteration.
+With `mounts`, each rank announces its stream `train` to its mount when it begins, and says how far
+it is, as `dlcmd run` does.
 """
 
 import json
@@ -12,19 +14,49 @@ import multiprocessing
 import os
 import sys
 import time
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from multiprocessing.synchronize import Barrier
+from typing import TypedDict
+
+from diesel_fs.mounts.plans.control import Control, drawn
 
 START_S = 60.0
 
 
+class OrderOptions(TypedDict, total=False):
+    """See `control.drawn`."""
+
+    seed: int
+    kind: str
+    group_size: int
+    world: int
+
+
 @dataclass(frozen=True)
 class Options:
-    """How to read; `lists` has a file with NUL-terminated paths for each rank."""
+    """How to read; `lists` has a file with NUL-terminated paths for each rank, `mounts` its mount
+    point. `order` has the arguments of `control.drawn` for what is announced, `epoch` and the
+    next one."""
 
     lists: list[str]
     batch: int
     compute_s: float
+    mounts: tuple[str, ...] = ()
+    epoch: int = 0
+    order: OrderOptions = field(default_factory=OrderOptions)
+
+
+def _announce(link: Control, rank: int, options: Options) -> None:
+    """Announce this epoch, unless that has been done in the one before, and the next one."""
+    epochs = [
+        drawn(epoch=epoch, rank=rank, **options.order)
+        for epoch in range(options.epoch + bool(options.epoch), options.epoch + 2)
+    ]
+    if options.epoch:
+        link.extend("train", epochs)
+    else:
+        link.announce("train", epochs, lag_entries=options.batch)
 
 
 def read(
@@ -35,15 +67,24 @@ def read(
         paths = [os.fsdecode(path) for path in file.read().split(b"\0")[:-1]]
     took: list[float] = []
     size = 0
-    for start in range(0, len(paths), options.batch):
-        barrier.wait(START_S)
-        begun_s = time.monotonic()
-        for path in paths[start : start + options.batch]:
-            with open(path, "rb", buffering=0) as file:
-                size += len(file.read())
-        took.append(time.monotonic() - begun_s)
-        barrier.wait(START_S)
-        time.sleep(options.compute_s)
+    with ExitStack() as stack:
+        link = None
+        if options.mounts:
+            link = stack.enter_context(Control.connect(options.mounts[rank]))
+        for start in range(0, len(paths), options.batch):
+            barrier.wait(START_S)
+            begun_s = time.monotonic()
+            if link is not None and not start:
+                _announce(link, rank, options)
+            for path in paths[start : start + options.batch]:
+                with open(path, "rb", buffering=0) as file:
+                    size += len(file.read())
+            took.append(time.monotonic() - begun_s)
+            barrier.wait(START_S)
+            computed_s = time.monotonic() + options.compute_s
+            if link is not None:
+                link.progress("train", min(start + options.batch, len(paths)), options.epoch)
+            time.sleep(max(computed_s - time.monotonic(), 0))
     results.put((rank, size, took))
 
 

@@ -1,7 +1,8 @@
 """The program of a mount, in which some things take longer: environment variables say how long.
 
-`STORE` is for each read of the object store, `PEER` for each answer of a node of the task, `DECODE`
-for each time that bytes are decompressed and checked, `LOOKUP` for each name; all in seconds.
+`STORE` is for each read of the object store, `RANGES` for each that the prefetch worker makes,
+`PEER` for each answer of a node of the task, `DECODE` for each time that bytes are decompressed and
+checked, `LOOKUP` for each name; all in seconds.
 """
 
 import logging
@@ -17,7 +18,8 @@ from diesel_fs.mounts.supervisor import main
 from diesel_fs.peers.task_chunks import TaskChunks
 from diesel_fs.storage.objects.folder import FolderStore
 
-STORE, PEER, DECODE, LOOKUP = "TEST_STORE_S", "TEST_PEER_S", "TEST_DECODE_S", "TEST_LOOKUP_S"
+STORE, RANGES, PEER = "TEST_STORE_S", "TEST_RANGES_S", "TEST_PEER_S"
+DECODE, LOOKUP = "TEST_DECODE_S", "TEST_LOOKUP_S"
 
 PROGRAM = (sys.executable, "-m", "tests.mounts.slow_daemon")
 
@@ -39,6 +41,7 @@ if __name__ == "__main__":
     for variable, owner, name in (
         (STORE, FolderStore, "read_into"),
         (STORE, FolderStore, "read"),
+        (RANGES, FolderStore, "read_ranges"),
         (PEER, TaskChunks, "pin"),
         (PEER, TaskChunks, "try_part"),
         (DECODE, reader, "decode"),

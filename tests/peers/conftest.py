@@ -1,6 +1,8 @@
 """A dataset, a fake master, and a `TaskStore` between them, for tests of `TaskStore`."""
 
 import os
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,11 +38,21 @@ class Counting(ReadWrapper):
         super().__init__(inner)
         self.reads = 0
         self.fails = False
+        self.delay_s = 0.0
+        self.most = 0  # reads at once
+        self._under_way = 0
+        self._lock = threading.Lock()
 
     def read_into(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
         self.reads += 1
         if self.fails:
             raise ObjectStoreError("the store fails")
+        with self._lock:
+            self._under_way += 1
+            self.most = max(self.most, self._under_way)
+        time.sleep(self.delay_s)
+        with self._lock:
+            self._under_way -= 1
         self.inner.read_into(name, start, buffer)
 
 

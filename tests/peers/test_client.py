@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from diesel_fs.cache.coalescing_reader import CoalescingReader
+from diesel_fs.cache.coalescing_reader import FETCH_THREADS, CoalescingReader
 from diesel_fs.cache.reader import EntryReader
 from diesel_fs.errors import MetadataError, ObjectMissing, ObjectStoreError
 from diesel_fs.format.object_names import chunk_object
@@ -173,6 +173,39 @@ def test_errors_of_the_store_are_raised(store: TaskStore, inner: Counting, view:
         store.read_into(name_of(view, 0), 0, bytearray(10))
     with pytest.raises(ObjectMissing):
         store.inner.inner.read_into(name_of(view, 0)[:-1] + "z", 0, bytearray(1))  # type: ignore[attr-defined]  # wrapped
+
+
+@pytest.mark.parametrize("in_child", [False, True])
+def test_what_no_node_has_is_read_at_once_from_a_slow_store(
+    store: TaskStore, inner: Counting, view: Snapshot, chunks: dict[int, bytes], in_child: bool
+) -> None:
+    """Also by a forked child, which has none of its parent's threads."""
+    inner.delay_s = 0.02
+    check_parts(store, view, chunks, 1)
+    assert 8 < inner.most <= FETCH_THREADS
+    inner.fails = True
+    with pytest.raises(ObjectStoreError, match="the store fails"):
+        check_parts(store, view, chunks, 2)
+    inner.fails = False
+    if in_child:
+        child = os.fork()
+        if not child:
+            code = 1
+            try:
+                check_parts(store, view, chunks, 3)
+                store.close()
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    check_parts(store, view, chunks, 4)
+
+
+def test_what_no_node_has_is_read_one_by_one_from_a_fast_store(
+    store: TaskStore, inner: Counting, view: Snapshot, chunks: dict[int, bytes]
+) -> None:
+    check_parts(store, view, chunks, 1)
+    assert inner.most == 1
 
 
 # Where bytes come from ----------------------------------------------------------------------------

@@ -5,6 +5,7 @@ It shares no code with the planner: it keeps a plain set of what is really resid
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -118,6 +119,7 @@ class Machine:
     resident_bytes_max: int = 0
     unknown: set[int] = field(default_factory=set)  # entries that the kernel refuses to take
     failing: bool = False  # the store fails after half of each push
+    meanwhile: Callable[[], None] | None = None  # happens once, while a push waits for its contents
 
     def run_decision(self) -> bool:
         """Carry out one decision. Returns whether there was one."""
@@ -131,6 +133,9 @@ class Machine:
                 assert len(set(entries)) == len(entries)
                 assert not self.planner.resident(decision.entries).any()
                 self.watched.update(decision.markers.tolist())
+                happens, self.meanwhile = self.meanwhile, None
+                if happens is not None:
+                    happens()
                 seen = entries[: len(entries) // 2] if self.failing else entries
                 done = [entry for entry in seen if entry not in self.unknown]
                 absent = [entry for entry in seen if entry in self.unknown]

@@ -454,6 +454,18 @@ class AnyReports(RuleBasedStateMachine):
         for _ in range(steps):
             self.machine.run_decision()
 
+    @rule(name=names, order=orders, position=st.integers(0, 1_024))
+    def announce_during_a_push(self, name: str, order: list[int], position: int) -> None:
+        """The worker answers requests while it waits for contents."""
+
+        def happens() -> None:
+            self.progress(name, position)
+            self.replace(name, order, position % 10)
+            self.withdraw(name)
+            self.announce(name, order, [], tentative=False)
+
+        self.machine.meanwhile = happens
+
     @rule(steps=st.integers(1, 8))
     def work_with_a_store_that_fails(self, steps: int) -> None:
         self.machine.failing = True

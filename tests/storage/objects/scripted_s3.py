@@ -116,8 +116,10 @@ class ScriptedS3(FaultScript[Rule]):
         self.asked: list[RecordedRequest] = []
         self.busiest = 0  # the most requests that waited for an answer at once
         self.delay_s = 0.0
+        self.bytes_per_s = 0.0  # of all bodies to one address together; 0: no limit
         self.stopped = threading.Event()
         self._busy = 0
+        self._sent_s: dict[str, float] = {}  # by address: when all so far is sent, at that rate
         self._lock = threading.Lock()
         self._server = _Listener(address, _Handler)
         self._server.owner = self
@@ -159,6 +161,14 @@ class ScriptedS3(FaultScript[Rule]):
     def leave(self) -> None:
         with self._lock:
             self._busy -= 1
+
+    def wait_to_send(self, size: int, address: str) -> None:
+        """Wait until the rate allows that a body of this size has been sent there."""
+        if self.bytes_per_s:
+            with self._lock:
+                begin_s = max(self._sent_s.get(address, 0.0), time.monotonic())
+                self._sent_s[address] = end_s = begin_s + size / self.bytes_per_s
+            self.stopped.wait(max(end_s - time.monotonic(), 0))
 
     def answer(self, asked: RecordedRequest) -> Answer:
         """The answer that S3 gives."""
@@ -367,6 +377,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send(self, owner: ScriptedS3, answer: Answer, rule: Rule) -> None:
         body = answer.body
+        owner.wait_to_send(len(body), self.client_address[0])
         if rule.edit is not None:
             body = rule.edit(body.decode()).encode()
         if rule.flip is not None:

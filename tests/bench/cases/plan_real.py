@@ -1,0 +1,256 @@
+"""Benchmark of the forecast against what then happens: four nodes in network namespaces mount a
+dataset as a task and train on it, with memory for all of it, half, or a tenth.
+
+The forecast is what `dlcmd plan` prints. It gets the rates of this run: the store's latency and
+bandwidth, as a node measures them, and the pace of the readers. Each row is by how much that
+differs from what happened, in parts of what was said: requests to the store and their bytes, as the
+store counts them; hits, the part of what the mounts asked the task's cache for that took no request
+to the store; and the time of the epoch. Two epochs are read, the first one with empty caches; a
+third one is announced.
+
+A node reads ahead as far as the window of its memory goes, which is a 30th of an epoch where a
+tenth of the dataset fits. With few files that is little time; so the readers are slow.
+"""
+
+import itertools
+import json
+import statistics
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Literal, cast
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from diesel_fs.forecast.nodes import Job, Node
+from diesel_fs.forecast.reads import IN_TASK, Files, cut_epoch, epoch_order
+from diesel_fs.format.snapshot.reader import Snapshot
+from diesel_fs.mounts.source import MASTER_SHARE, SERVER_DIVISOR
+from diesel_fs.orders.computed import ComputedOrder
+from diesel_fs.repository.private_copies import open_snapshot_file
+from tests.mounts.observed import current_stats
+from tests.peers.nodes import Nodes
+from tests.peers.running import DATASET, RunningTask
+from tests.storage.objects.scripted_s3 import BUCKET
+
+from ..dlcmd import DEADLINE_S
+from ..inputs import Shape
+from ..reader import write_list
+from ..report import Row, within
+from ..samples import Samples, say
+from ..workbench import Workbench
+
+NODES = 4
+SHAPE = Shape("D4F", 40_000, 20, 4_000)
+CHUNK_BYTES = 128 << 10
+BATCH = 32
+STORE_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """An order, the seconds that the model takes for a batch, and the store's bandwidth. In the
+    chunk-wise order, which takes few requests, the store is slower than the readers."""
+
+    shuffle: Literal["chunk", "full"]
+    group: int
+    compute_s: float
+    store_bytes_per_s: float
+
+
+SEED = 3
+ORDERS = (Order("chunk", 4, 0.16, 6e6), Order("full", 1 << 20, 0.32, 6e6))
+EPOCHS = 2
+FITS = {"all": 1.25, "half": 0.5, "a tenth": 0.1}
+"""Memory of all masters together, by the bytes of the dataset. Shares of nodes differ somewhat."""
+COUNTS_MAX, SECONDS_MAX = 0.02, 0.15
+SAMPLES, PARALLEL = 8, 4
+_PROGRAM = Path(__file__).parent.parent / "ranks_program.py"
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Of one epoch. `hits` is a part of what the mounts asked for."""
+
+    hits: float
+    requests: int
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """The store's, as a node measures them."""
+
+    request_s: float
+    bytes_per_s: float
+
+    @classmethod
+    def measure(cls, task: RunningTask) -> "Rates":
+        """Time small parts of chunks, and whole chunks, several at once."""
+        keys = [key for key in task.s3.objects if "/chunks/" in key]
+        place = urlsplit(task.s3.endpoint)
+
+        def get(key: str, part: str) -> tuple[float, int]:
+            with task.nodes[0].entered():
+                link = HTTPConnection(place.hostname or "", place.port)
+                link.connect()
+            link.request("GET", f"/{BUCKET}/{key}", headers={"Range": f"bytes={part}"})
+            begun_s = time.monotonic()
+            size = len(link.getresponse().read())
+            link.close()
+            return time.monotonic() - begun_s, size
+
+        small_s = statistics.median(get(key, "0-4095")[0] for key in keys[:SAMPLES])
+        with ThreadPoolExecutor(PARALLEL) as pool:
+            begun_s = time.monotonic()
+            sizes = [size for _, size in pool.map(lambda key: get(key, "0-"), keys[:64])]
+            seconds = time.monotonic() - begun_s
+        return cls(small_s, sum(sizes) / max(seconds, 0.05))
+
+
+@dataclass(frozen=True, slots=True)
+class _Ground:
+    """The task's dataset in its store, and what a forecast and a mount get alike."""
+
+    task: RunningTask
+    folder: Path
+
+    def memory_bytes(self, fit: float) -> int:
+        """`mount --memory` of a node, so that the memory for chunks of all nodes together is this
+        part of the dataset."""
+        chunks_bytes = int(fit * self.task.stored_bytes / NODES)
+        left = chunks_bytes * MASTER_SHARE[1] // MASTER_SHARE[0]
+        return left * SERVER_DIVISOR // (SERVER_DIVISOR - 1)
+
+    def foretold(self, order: Order, memory_bytes: int, rates: Rates) -> list[Figures]:
+        """What `dlcmd plan` says of each epoch."""
+        options = {
+            "nodes": NODES, "ranks": 1, "batch": BATCH, "workers": 0, "memory": memory_bytes,
+            "store-latency": rates.request_s * 1e3, "store-bandwidth": int(rates.bytes_per_s),
+            "images-per-s": BATCH / order.compute_s, "epochs": EPOCHS, "seed": SEED,
+            "shuffle": order.shuffle, "group-size": min(order.group, 1000), "evict": "plan",
+        }  # fmt: skip
+        words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+        printed = self.task.nodes.shared.dlcmd("--json", "plan", *words, DATASET)
+        [said] = json.loads(printed.stdout.splitlines()[-1])["forecasts"]
+        file = self.folder / "snapshot"
+        self.task.nodes.shared.dlcmd("save-meta", DATASET, file)
+        files = Files.of(open_snapshot_file(file))
+        job = Job(
+            Node(**said["node"]), nodes=NODES, batch=BATCH, workers=0, seed=SEED,
+            shuffle=order.shuffle, group_size=min(order.group, 1000),
+        )  # fmt: skip
+        found = []
+        for number, each in enumerate(said["epochs"]):
+            reads = cut_epoch(job, files, epoch_order(job, files, number))
+            parts, _ = reads.requests(files, np.ones(len(reads.file), np.bool_), IN_TASK)
+            requests = each["store_requests"]
+            found.append(
+                Figures(
+                    1 - requests / int(parts.sum()), requests, each["store_bytes"], each["seconds"]
+                )
+            )
+        return found
+
+
+class _Training:
+    """One training job on real mounts: its epochs, as they went."""
+
+    def __init__(self, ground: _Ground, order: Order, memory_bytes: int) -> None:
+        task, folder = ground.task, ground.folder
+        task.options = {"memory": str(memory_bytes)}
+        self._task, self._folder, self._order = task, folder, order
+        self._mounts = [task.mount(rank) for rank in range(NODES)]
+        task.gathered()
+        self._snapshot = Snapshot((self._mounts[0] / ".diesel" / "snapshot").read_bytes())
+
+    def close(self) -> None:
+        """End it, as a crash does."""
+        self._task.end()
+
+    def read(self, epoch: int) -> Figures:
+        """Read an epoch, whose next one is announced."""
+        lists = []
+        for rank, mount in enumerate(self._mounts):
+            order = ComputedOrder(SEED, epoch, self._order.group, rank, NODES).entries(
+                self._snapshot
+            )
+            paths = (f"{mount}/{self._snapshot.path(each).decode()}" for each in order.tolist())
+            lists.append(str(write_list(paths, self._folder / f"list{rank}")))
+        announced: dict[str, object] = {"seed": SEED, "kind": self._order.shuffle, "world": NODES}
+        if self._order.shuffle == "chunk":
+            announced["group_size"] = self._order.group
+        options = {
+            "lists": lists, "batch": BATCH, "compute_s": self._order.compute_s, "epoch": epoch,
+            "mounts": [*map(str, self._mounts)], "order": announced,
+        }  # fmt: skip
+        before = self._parts()
+        done = subprocess.run(
+            [sys.executable, "-P", str(_PROGRAM), json.dumps(options)],
+            check=True, stdout=subprocess.PIPE, timeout=DEADLINE_S,
+        )  # fmt: skip
+        requests, size = sum(self._task.gets().values()), self._task.egress_bytes()
+        parts = self._parts() - before
+        self._task.forget()
+        said = json.loads(done.stdout)
+        assert said["bytes"] == SHAPE.bytes, "not all bytes were read"
+        seconds = sum(max(took) + self._order.compute_s for took in said["iterations"])
+        return Figures(1 - requests / parts, requests, size, seconds)
+
+    def _parts(self) -> int:
+        """The parts of chunks that all mounts have asked for."""
+        total = 0
+        for mount in self._mounts:
+            worker = cast("dict[str, dict[str, int]]", current_stats(mount)["residency"])
+            counts = worker.get("store", {})  # nothing before its first push
+            total += counts.get("cache_hits", 0) + counts.get("cache_misses", 0)
+        return total
+
+
+def measure(bench: Workbench) -> list[Row]:
+    """All settings and orders."""
+    rows = []
+    with (
+        bench.scratch() as folder,
+        Nodes(folder / "nodes", NODES) as nodes,
+        RunningTask(
+            nodes, files=SHAPE.files, source=bench.input(SHAPE), chunk_bytes=CHUNK_BYTES
+        ) as task,
+    ):
+        ground = _Ground(task, folder)
+        for order, (what, fit) in itertools.product(ORDERS, FITS.items()):
+            task.s3.delay_s, task.s3.bytes_per_s = STORE_S, order.store_bytes_per_s
+            memory_bytes = ground.memory_bytes(fit)
+            foretold = ground.foretold(order, memory_bytes, Rates.measure(task))
+            task.forget()
+            training = _Training(ground, order, memory_bytes)
+            try:
+                happened = [training.read(epoch) for epoch in range(EPOCHS)]
+            finally:
+                training.close()
+            for number, (said, was) in enumerate(zip(foretold, happened, strict=True)):
+                epoch = "later epochs" if number else "first epoch"
+                name = f"task of {NODES} nodes, {what} fits, {order.shuffle}, {epoch}"
+                rows += _rows(name, said, was)
+    return rows
+
+
+def _rows(name: str, said: Figures, was: Figures) -> list[Row]:
+    """By how much each figure of an epoch differs from what was said."""
+    rows = []
+    for what in fields(Figures):
+        expected, found = getattr(said, what.name), getattr(was, what.name)
+        off = abs(found - expected) / (expected or 1)
+        limit = SECONDS_MAX if what.name == "seconds" else COUNTS_MAX
+        note = f"said {expected:,.6g}, was {found:,.6g}"
+        say(f"{name}, {what.name}: {note}")
+        rows.append(
+            within(f"{name}, {what.name}", "off by", Samples((off,)), limit, most=True, note=note)
+        )
+    return rows
