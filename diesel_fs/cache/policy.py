@@ -127,7 +127,7 @@ class FarthestNextUse(LeastRecentlyUsed):
         super().insert(unit, size)
         if self._future is not None:
             self._reads += 1
-            self._push(unit, int(self._next_times(np.array([unit]))[0]), self._reads)
+            self._push(unit, self._future.next_time_of(unit), self._reads)
 
     def remove(self, unit: int) -> None:
         super().remove(unit)
@@ -163,7 +163,7 @@ class FarthestNextUse(LeastRecentlyUsed):
         if self._future is None:
             return None
         needed_again = min((-self._keys[victim][0] for victim in victims), default=NEVER)
-        next_use = int(self._next_times(np.array([unit]))[0])
+        next_use = self._future.next_time_of(unit)
         if next_use == NEVER:
             return None if needed_again == NEVER else False
         if next_use >= needed_again:

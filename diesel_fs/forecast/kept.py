@@ -213,10 +213,10 @@ class UnitCache:
         if self._future is None or self._chunk_future is None:
             return False
         enough_at = self._enough_at.get(unit)
-        if enough_at is None or enough_at < self._future.now:
+        if enough_at is None or enough_at < self._position:  # one order: its position is the time
             number = self._chunk_future.whole_uses(unit)
             enough_at = self._enough_at[unit] = self._future.time_of_use(unit, number)
-        return enough_at >= int(self._future.next_time(np.array([victim]))[0])
+        return enough_at >= self._future.next_time_of(victim)
 
     def _insert(self, unit: int, size: int, tier: int) -> None:
         self._free[tier] -= size

@@ -264,6 +264,18 @@ def test_a_task_whose_caches_hold_all_reads_each_chunk_once() -> None:
         assert epoch.files[PEER] == pytest.approx(450, abs=60)  # three of four owners are others
 
 
+def test_owners_fetch_at_the_same_time() -> None:
+    """In a full shuffle the first pushes of the first rank want nearly all chunks; each node
+    fetches its own, over its own link."""
+    files = made_files([100_000] * 8_000, 20)
+    node = Node(1 << 30, 1 << 30, push_bytes_per_s=1e12, network_bytes_per_s=1e12)
+    store = Store(0.0, 1e8, connection_bytes_per_s=1e12)
+    for nodes in (1, 4):
+        job = Job(node, store, nodes=nodes, images_per_s=1e9, epochs=1)
+        [epoch] = forecast(job, files, "plan").epochs
+        assert epoch.seconds == pytest.approx(8.0 / nodes, rel=0.25)
+
+
 # Known theory -------------------------------------------------------------------------------------
 
 

@@ -46,6 +46,7 @@ def check(uses: FutureUses, listed: ListedUses) -> None:
     assert uses.next_time(everything).tolist() == [each[0][0] if each else NEVER for each in left]
     assert uses.uses_left(everything).tolist() == [*map(len, left)]
     for unit in range(UNITS):
+        assert uses.next_time_of(unit) == (left[unit][0][0] if left[unit] else NEVER)
         assert uses.uses(unit) == [(rank, position) for _, rank, position in left[unit]]
         for number in (1, 2, 5):
             times = [at for at, _, _ in left[unit]]
