@@ -16,6 +16,7 @@ of a chunk that is read in one piece.
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +38,10 @@ arrives within a few milliseconds."""
 
 MERGED_BYTES_MAX = 32 << 20
 """`merge_ranges` merges up to this. A larger part is read alone, into the memory of the answer."""
+
+AHEAD_DIVISOR, AHEAD_BYTES_MIN, AHEAD_BYTES_MAX = 4, 256 << 10, 32 << 20
+"""Of the memory into which contents are pushed, this part (a quarter) is read ahead of the pushes,
+within these limits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +65,15 @@ class ReadLimits:
     batch_bytes: int = BATCH_BYTES_MAX
     batch_parts: int = BATCH_PARTS_MAX
 
-    ahead_bytes: int = 32 << 20
+    ahead_bytes: int = AHEAD_BYTES_MAX
     """Memory of spans that were asked for ahead and have not been taken yet."""
+
+    @classmethod
+    def within(cls, pushed_bytes: int) -> Self:
+        """The limits where the contents are pushed into so much memory. What is read ahead of a
+        task stays in the task's cache until it is pushed, and takes room there as well."""
+        ahead_bytes = max(pushed_bytes // AHEAD_DIVISOR, AHEAD_BYTES_MIN)
+        return cls(ahead_bytes=min(ahead_bytes, AHEAD_BYTES_MAX))
 
 
 class ChunkSource:

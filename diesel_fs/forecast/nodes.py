@@ -15,9 +15,6 @@ Shuffle = Literal["full", "chunk"]
 CONNECTIONS = 64
 """Requests to the store at once: `FETCH_THREADS` of `cache/coalescing_reader.py`."""
 
-AHEAD_BYTES = 32 << 20
-"""Bytes of these requests at once, at most: `ReadLimits.ahead_bytes` of `cache/coalesce.py`."""
-
 EPOCHS_MAX, BATCH_MAX, WORKERS_MAX = 1000, 1 << 20, 1 << 10
 RANKS_MAX = 1 << 12
 """Of all nodes. The time of a simulation grows with nodes and ranks, too."""

@@ -28,10 +28,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from ..cache.coalesce import ReadLimits
 from ..format.snapshot.reader import Indices
 from ..mounts.prefetch.units import PAGE_BYTES
 from .kept import ORDER_LOG, STORE, TIERS, EpochSources, Layout, OnProgress, looks_ahead, replay
-from .nodes import AHEAD_BYTES, CONNECTIONS, Job
+from .nodes import CONNECTIONS, Job
 from .reads import EpochReads, Files, Mask, Numbers, cut_epoch, epoch_order
 
 IMBALANCE = 0.1
@@ -343,7 +344,8 @@ def _service_s(job: Job, files: Files, reads: EpochReads, found: EpochSources) -
     """How long a node takes for each push, beside the latency of the first request."""
     node, store = job.node, job.store
     mean_bytes = found.store_bytes / np.maximum(found.requests, 1)
-    at_once = np.clip(AHEAD_BYTES / np.maximum(mean_bytes, 1), 1, CONNECTIONS)
+    ahead_bytes = ReadLimits.within(node.window_bytes).ahead_bytes
+    at_once = np.clip(ahead_bytes / np.maximum(mean_bytes, 1), 1, CONNECTIONS)
     asking_s = found.requests * store.request_s + found.store_bytes / store.connection_bytes_per_s
     store_s = np.maximum(found.store_bytes / store.bytes_per_s, asking_s / at_once)
     loaded = ~found.is_resident

@@ -20,6 +20,7 @@ from uuid import UUID
 import numpy as np
 import numpy.typing as npt
 
+from ..cache.coalesce import ReadLimits
 from ..cache.coalescing_reader import BatchSource, CoalescingReader
 from ..cache.disk import DiskTier, prepare_cache_folder
 from ..cache.log_addresses import LogAddresses, LogEntryReader
@@ -222,7 +223,8 @@ class MountSource:
             except DieselError as error:  # a mount works without the task's cache
                 log.warning("pushed contents come from the store, not from the task: %s", error)
                 objects = repository.objects
-            return CoalescingReader(snapshot, objects)
+            limits = ReadLimits.within(MemorySplit.of(request).push_bytes)
+            return CoalescingReader(snapshot, objects, limits=limits)
 
     def plan_sender(self, snapshot: Snapshot) -> PlanSender | None:
         """What tells the task's cache of plans for a version; None without a task, and where the

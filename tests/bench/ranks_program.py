@@ -5,8 +5,8 @@
 Each rank reads the files of its list, in the order of the list. In each iteration all ranks begin
 to read a batch at the same time; then they wait for each other, and for `compute_s` in the place of
 the model. How long each rank read in each iteration is printed as JSON: a list for each iteration.
-With `mounts`, each rank announces its stream `train` to its mount when it begins, and says how far
-it is, as `dlcmd run` does.
+With `mounts`, each rank announces its stream `train` to its mount in the first epoch, and says how
+far it is, as `dlcmd run` does.
 """
 
 import json
@@ -36,27 +36,16 @@ class OrderOptions(TypedDict, total=False):
 @dataclass(frozen=True)
 class Options:
     """How to read; `lists` has a file with NUL-terminated paths for each rank, `mounts` its mount
-    point. `order` has the arguments of `control.drawn` for what is announced, `epoch` and the
-    next one."""
+    point. `order` has the arguments of `control.drawn` for its `epochs`, of which `epoch` is
+    read."""
 
     lists: list[str]
     batch: int
     compute_s: float
     mounts: tuple[str, ...] = ()
     epoch: int = 0
+    epochs: int = 1
     order: OrderOptions = field(default_factory=OrderOptions)
-
-
-def _announce(link: Control, rank: int, options: Options) -> None:
-    """Announce this epoch, unless that has been done in the one before, and the next one."""
-    epochs = [
-        drawn(epoch=epoch, rank=rank, **options.order)
-        for epoch in range(options.epoch + bool(options.epoch), options.epoch + 2)
-    ]
-    if options.epoch:
-        link.extend("train", epochs)
-    else:
-        link.announce("train", epochs, lag_entries=options.batch)
 
 
 def read(
@@ -74,8 +63,13 @@ def read(
         for start in range(0, len(paths), options.batch):
             barrier.wait(START_S)
             begun_s = time.monotonic()
-            if link is not None and not start:
-                _announce(link, rank, options)
+            if link is not None and not start and not options.epoch:
+                epochs = range(options.epochs)
+                link.announce(
+                    "train",
+                    [drawn(epoch=epoch, rank=rank, **options.order) for epoch in epochs],
+                    lag_entries=options.batch,
+                )
             for path in paths[start : start + options.batch]:
                 with open(path, "rb", buffering=0) as file:
                     size += len(file.read())

@@ -3,10 +3,10 @@ dataset as a task and train on it, with memory for all of it, half, or a tenth.
 
 The forecast is what `dlcmd plan` prints. It gets the rates of this run: the store's latency and
 bandwidth, as a node measures them, and the pace of the readers. Each row is by how much that
-differs from what happened, in parts of what was said: requests to the store and their bytes, as the
-store counts them; hits, the part of the bytes that readers read which the store did not give (in
-points); and the time of the epoch. Two epochs are read, the first one with empty caches; a third
-one is announced.
+differs from what happened, in parts of what was said: requests to the store and their bytes,
+as the store counts them, and hits, the part of the bytes that readers read which the store did not
+give (in points); all of two epochs, as a mount loads files of the second one before the first is
+over. The times are those of each epoch. The first one begins with empty caches.
 
 A node reads ahead as far as the window of its memory goes, which is a 30th of an epoch where a
 tenth of the dataset fits. With few files that is little time; so the readers are slow.
@@ -73,11 +73,6 @@ class Figures:
     requests: int
     bytes: int
     seconds: float
-
-    @property
-    def hits(self) -> float:
-        """The part of what was read that the store did not give."""
-        return max(1 - self.bytes / SHAPE.bytes, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +153,7 @@ class _Training:
         self._task.end()
 
     def read(self, epoch: int) -> Figures:
-        """Read an epoch, whose next one is announced."""
+        """Read an epoch. All are announced with the first."""
         lists = []
         for rank, mount in enumerate(self._mounts):
             order = ComputedOrder(SEED, epoch, self._order.group, rank, NODES).entries(
@@ -170,7 +165,7 @@ class _Training:
         if self._order.shuffle == "chunk":
             announced["group_size"] = self._order.group
         options = {
-            "lists": lists, "batch": BATCH, "compute_s": self._order.compute_s, "epoch": epoch,
+            "lists": lists, "batch": BATCH, "compute_s": self._order.compute_s, "epoch": epoch, "epochs": EPOCHS,
             "mounts": [*map(str, self._mounts)], "order": announced,
         }  # fmt: skip
         done = subprocess.run(
@@ -206,22 +201,29 @@ def measure(bench: Workbench) -> list[Row]:
                 happened = [training.read(epoch) for epoch in range(EPOCHS)]
             finally:
                 training.close()
-            for number, (said, was) in enumerate(zip(foretold, happened, strict=True)):
-                epoch = "later epochs" if number else "first epoch"
-                name = f"task of {NODES} nodes, {what} fits, {order.shuffle}, {epoch}"
-                rows += _rows(name, said, was)
+            name = f"task of {NODES} nodes, {what} fits, {order.shuffle}"
+            rows += _rows(name, foretold, happened)
     return rows
 
 
-def _rows(name: str, said: Figures, was: Figures) -> list[Row]:
-    """By how much each figure of an epoch differs from what was said."""
+def _rows(name: str, foretold: list[Figures], happened: list[Figures]) -> list[Row]:
+    """By how much what happened differs from what was said."""
+    requests, sizes, hits = [], [], []
+    for side in (foretold, happened):
+        requests.append(sum(each.requests for each in side))
+        sizes.append(sum(each.bytes for each in side))
+        hits.append(100 * (1 - sizes[-1] / (EPOCHS * SHAPE.bytes)))
+    compared = [
+        ("hits", "points", *hits, 100 * COUNTS_MAX),
+        ("requests", "parts", *requests, COUNTS_MAX),
+        ("bytes", "parts", *sizes, COUNTS_MAX),
+    ]
+    for number, (said, was) in enumerate(zip(foretold, happened, strict=True), 1):
+        compared.append(
+            (f"seconds of epoch {number}", "parts", said.seconds, was.seconds, SECONDS_MAX)
+        )
     rows = []
-    for what, unit, expected, found, limit in (
-        ("hits", "points", 100 * said.hits, 100 * was.hits, 100 * COUNTS_MAX),
-        ("requests", "parts", said.requests, was.requests, COUNTS_MAX),
-        ("bytes", "parts", said.bytes, was.bytes, COUNTS_MAX),
-        ("seconds", "parts", said.seconds, was.seconds, SECONDS_MAX),
-    ):
+    for what, unit, expected, found, limit in compared:
         off = abs(found - expected) / (1 if unit == "points" else expected or 1)
         note = f"said {expected:,.6g}, was {found:,.6g}"
         say(f"{name}, {what}: {note}")
