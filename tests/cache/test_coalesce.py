@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from diesel_fs.cache.coalesce import (
     MERGED_BYTES_MAX,
     MergedRange,
+    ReadLimits,
     by_chunk,
     merge_ranges,
     merge_spans,
@@ -39,6 +40,12 @@ def test_merged_ranges_have_each_part_once_and_no_wide_gap(
         assert {run.start, run.end - 1} <= asked
     for one, next_one in pairwise(runs):
         assert next_one.start > one.end + gap, "they belong together"
+
+
+def test_little_memory_is_read_ahead_less() -> None:
+    """A quarter of it, but enough for some files, and no more than 32 MiB."""
+    found = [ReadLimits.within(size).ahead_bytes for size in (0, 1 << 20, 40 << 20, 1 << 40)]
+    assert found == [256 << 10, 256 << 10, 10 << 20, 32 << 20]
 
 
 def test_merged_ranges_keep_their_limit() -> None:

@@ -165,8 +165,8 @@ class _Training:
         if self._order.shuffle == "chunk":
             announced["group_size"] = self._order.group
         options = {
-            "lists": lists, "batch": BATCH, "compute_s": self._order.compute_s, "epoch": epoch, "epochs": EPOCHS,
-            "mounts": [*map(str, self._mounts)], "order": announced,
+            "lists": lists, "batch": BATCH, "compute_s": self._order.compute_s, "epoch": epoch,
+            "epochs": EPOCHS, "mounts": [*map(str, self._mounts)], "order": announced,
         }  # fmt: skip
         done = subprocess.run(
             [sys.executable, "-P", str(_PROGRAM), json.dumps(options)],
@@ -213,10 +213,10 @@ def _rows(name: str, foretold: list[Figures], happened: list[Figures]) -> list[R
         requests.append(sum(each.requests for each in side))
         sizes.append(sum(each.bytes for each in side))
         hits.append(100 * (1 - sizes[-1] / (EPOCHS * SHAPE.bytes)))
-    compared = [
-        ("hits", "points", *hits, 100 * COUNTS_MAX),
-        ("requests", "parts", *requests, COUNTS_MAX),
-        ("bytes", "parts", *sizes, COUNTS_MAX),
+    compared: list[tuple[str, str, float, float, float]] = [
+        ("hits", "points", hits[0], hits[1], 100 * COUNTS_MAX),
+        ("requests", "parts", requests[0], requests[1], COUNTS_MAX),
+        ("bytes", "parts", sizes[0], sizes[1], COUNTS_MAX),
     ]
     for number, (said, was) in enumerate(zip(foretold, happened, strict=True), 1):
         compared.append(
