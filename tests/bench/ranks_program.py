@@ -76,8 +76,9 @@ def read(
             took.append(time.monotonic() - begun_s)
             barrier.wait(START_S)
             computed_s = time.monotonic() + options.compute_s
-            if link is not None:
-                link.progress("train", min(start + options.batch, len(paths)), options.epoch)
+            position = start + options.batch
+            if link is not None and position < len(paths):  # the mount itself sees an epoch's end
+                link.progress("train", position, options.epoch)
             time.sleep(max(computed_s - time.monotonic(), 0))
     results.put((rank, size, took))
 
