@@ -296,6 +296,21 @@ def test_a_working_master_is_waited_for() -> None:
         assert link.counts["timed_out"] == 0
 
 
+def test_a_working_master_is_waited_for_longer_where_many_parts_are_wanted() -> None:
+    parts = [(1, 100 * number, 50) for number in range(40)]
+
+    def script(requests: Requests) -> None:
+        request = requests.next()
+        requests.send(request.working())
+        time.sleep(TIMEOUT_MAX_S + WORKING_S + 1)
+        requests.send(request.answer())
+        received(requests.socket, 1)
+
+    with linked(script) as link:
+        assert read(link, *parts) == right(*parts)
+        assert link.counts["timed_out"] == 0
+
+
 def test_an_answer_that_is_late_after_working_is_no_failure() -> None:
     def script(requests: Requests) -> None:
         while True:
