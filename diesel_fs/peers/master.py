@@ -41,7 +41,17 @@ from .plan_teller import PlanTeller
 from .plan_wire import TAKEN, UNKNOWN, held_pieces, plan_body
 from .registry import Registry
 from .task_plan import EXCHANGE_S, TaskPlan
-from .wire import ABSENT, FAILED, GIVEN, NOT_MINE, DamagedPart, Parts, TaskView
+from .wire import (
+    ABSENT,
+    FAILED,
+    GIVEN,
+    NOT_MINE,
+    WORKING_S,
+    DamagedPart,
+    Parts,
+    TaskView,
+    working_s,
+)
 
 log = logging.getLogger("diesel.task")
 
@@ -55,7 +65,7 @@ network twice."""
 
 LOAD_S = 3.0
 """How long a caller waits for a chunk that is being fetched: a client gives up its master after 5
-s."""
+s. For several parts it is longer by as much as the asker waits longer (`wire.working_s`)."""
 
 HELD_S = 30.0
 """How often another master is told which chunks this node has although nothing has changed: it may
@@ -502,8 +512,8 @@ class Master:
         self, parts: Parts, mine: Sequence[bool], *, load: bool, failed: set[int] | None = None
     ) -> dict[int, memoryview]:
         """Contents of parts, by their row in `parts`: those whose chunk is here, and with `load`
-        those in `mine` (a flag for each row) whose chunk can be loaded within `LOAD_S`. Chunks that
-        could not be fetched are added to `failed`."""
+        those in `mine` (a flag for each row) whose chunk can be loaded in time (`LOAD_S`). Chunks
+        that could not be fetched are added to `failed`."""
         rows: dict[int, list[int]] = {}
         spans: dict[int, list[tuple[int, int]]] = {}
         for row, (chunk, start, size) in enumerate(parts.tolist()):
@@ -524,7 +534,7 @@ class Master:
             else:
                 found.update(zip(rows[chunk], contents or (), strict=False))
 
-        with trio.move_on_after(LOAD_S):
+        with trio.move_on_after(LOAD_S + working_s(len(parts)) - WORKING_S):
             if len(spans) == 1:
                 await get(next(iter(spans)))
             else:

@@ -34,15 +34,6 @@ from .wire import HEAD_BYTES, PART_BYTES, READ, Parts
 
 log = logging.getLogger("diesel.task")
 
-WORKING_S = 2.5
-"""How much longer a reader waits for a master that has answered WORKING: it fetches from a slow
-store, and the reads of that chunk on all nodes wait for this one fetch."""
-
-WORKING_PART_S, WORKING_S_MAX = 0.1, 10.0
-"""So much longer for each further part, up to the latter in all: each may be of another chunk, and
-what the reader read itself, the store would have to give twice. Nobody waits for so many parts as
-for a single file."""
-
 CONNECT_WAIT_S = 2.5
 """How long a reader waits for a connection that is being made; making it goes on."""
 
@@ -507,7 +498,7 @@ class OwnerLink:
         """Whether a request has been waited for too long, by now."""
         limit_s = self._breaker.timeout_s(connection.payload_bytes)
         if pending.is_working:
-            limit_s += min(WORKING_S + WORKING_PART_S * (pending.count - 1), WORKING_S_MAX)
+            limit_s += wire.working_s(pending.count)
         return time.monotonic() - begun_s > limit_s
 
     def _lead(self, connection: _Connection, pending: PendingRead, begun_s: float) -> bool:

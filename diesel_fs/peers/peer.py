@@ -29,10 +29,6 @@ log = logging.getLogger("diesel.task")
 
 Statuses = npt.NDArray[np.uint8]
 
-WORKING_S = 2.5
-"""How much longer a caller waits for a peer that has answered WORKING: the peer fetches from a slow
-store, and the reads of that chunk on all nodes wait for this one fetch."""
-
 _BUFFER_BYTES = 16 << 10  # small answers take one system call; of large ones so much is copied
 
 _BULK_BYTES, _BULK_IN_FLIGHT_BYTES = 1 << 20, 8 << 20
@@ -283,7 +279,7 @@ class Peer:
             pending.size + self._in_flight_bytes
         )
         if pending.is_working:
-            pending.due_s += WORKING_S
+            pending.due_s += wire.working_s(pending.count)
         channel = self._channel
         if channel is None or not self._fits(pending.size):
             with trio.CancelScope(deadline=pending.due_s):
@@ -365,7 +361,7 @@ class Peer:
                 reader.start += HEAD_BYTES
                 if not pending.is_working:
                     pending.is_working = True
-                    pending.due_s += WORKING_S
+                    pending.due_s += wire.working_s(pending.count)
                 continue
             await reader.fill_buffer(HEAD_BYTES + head.counted)
             start = reader.start + HEAD_BYTES

@@ -52,6 +52,9 @@ PLAN_BYTES_MAX = PARTS_MAX * PART_BYTES
 READ, PING, WORKING, PLAN = 1, 3, 4, 5
 """Kinds of requests and answers; 2 is free."""
 
+WORKING_S, WORKING_PART_S, WORKING_S_MAX = 2.5, 0.1, 10.0
+"""See `working_s`."""
+
 LOAD, THROUGH = 1, 2
 """Flags of a READ, the first also of a PIN: fetch the chunks that are not here; ask the owners of
 the chunks that this node does not own (only this node's clients may say so)."""
@@ -98,6 +101,14 @@ _GREETINGS = GreetingCodec(b"\x93DIESPER", VERSION, "connector", "master")
 greeting, parse_greeting = _GREETINGS.greeting, _GREETINGS.parse_greeting
 welcome, parse_welcome = _GREETINGS.welcome, _GREETINGS.parse_welcome
 refusal, refusal_error = _GREETINGS.refusal, _GREETINGS.refusal_error
+
+
+def working_s(count: int) -> float:
+    """How much longer the answer to a READ of so many parts is waited for after `WORKING`: the
+    master fetches from a slow store, and the reads of a chunk on all nodes wait for one fetch. Each
+    part may be of another chunk, so many take longer; and nobody waits for many parts as for a
+    single file. What the asker reads itself, the store has to give twice."""
+    return min(WORKING_S + WORKING_PART_S * (count - 1), WORKING_S_MAX)
 
 
 def version_mismatch(version: int) -> str:

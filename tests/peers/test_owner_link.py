@@ -20,7 +20,8 @@ from diesel_fs.errors import DieselError, MetadataError, UsageError
 from diesel_fs.net.breaker import DAMAGED_MAX, FAILURES_MAX, TIMEOUT_MAX_S
 from diesel_fs.net.tls import TlsSocket, client_context, make_certificate
 from diesel_fs.peers import wire
-from diesel_fs.peers.owner_link import WORKING_S, OwnerLink
+from diesel_fs.peers.owner_link import OwnerLink
+from diesel_fs.peers.wire import WORKING_S
 
 from ..server.program import until
 from .fake_owner import HEAD, READ, RECORD, WORKING, received
