@@ -24,7 +24,7 @@ from diesel_fs.format.object_names import chunk_object
 from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.peers import master as module
 from diesel_fs.peers.handshake import LocalIdentity
-from diesel_fs.peers.master import Master
+from diesel_fs.peers.master import LOAD_S, Master
 from diesel_fs.peers.membership import ANY_INSTANCE, Member, Membership, TaskName
 from diesel_fs.peers.node_cache import Fetch, NodeCache
 from diesel_fs.peers.registry import Registry
@@ -607,5 +607,31 @@ def test_a_request_for_a_chunk_that_is_here_waits_for_no_other_node(task: Task) 
                     statuses, _ = await b.answer(0, wanted, load=False, through=False)
                 assert statuses == bytes([ABSENT])
                 task.reads.pause.set()
+
+    run(main)
+
+
+@pytest.mark.parametrize(("count", "status"), [(1, ABSENT), (CHUNKS, GIVEN)])
+def test_many_chunks_of_a_slow_store_are_waited_for_longer_than_one(
+    task: Task, count: int, status: int
+) -> None:
+    """The asker would read all of them from the store itself, which has begun to give them."""
+
+    async def main() -> None:
+        async with task.node(0, world=1) as (node, _):
+            await soon(members(node))
+            task.reads.pause.clear()
+            wanted = parts(*((chunk, 0, 20_000) for chunk in range(count)))
+            answers: list[bytes] = []
+
+            async def ask() -> None:
+                statuses, _ = await node.answer(0, wanted, load=True, through=False)
+                answers.append(statuses)
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(ask)
+                await trio.sleep(LOAD_S + 0.5)
+                task.reads.pause.set()
+            assert answers == [bytes([status]) * count]
 
     run(main)
