@@ -47,7 +47,7 @@ from .coalesce import ChunkSource, ReadLimits, merge_spans
 
 log = logging.getLogger("diesel.mount")
 
-SLOW_READ_S = 0.003
+_SLOW_READ_S = 0.003
 """A store whose reads take longer than this is asked for several spans at once. A faster one is
 not: reading 4 MiB from the page cache takes 1 ms, and threads that take turns with ours more."""
 
@@ -55,7 +55,7 @@ FETCH_THREADS = 64
 """Reads of a slow store that are under way at once. With 30 ms each, reads of 110 KiB bring 230
 MB/s."""
 
-READS_AVERAGED = 8
+_READS_AVERAGED = 8
 
 ARRIVED_S_MIN = 0.0002
 """Contents that were asked for ahead and come in less than this have been here for an unknown time;
@@ -120,6 +120,24 @@ class _Arrived(NamedTuple):
     """Whether those of each extent have been checked against its checksum."""
 
 
+class ReadSpeed:
+    """Whether reads of a store take long, by the mean of the last ones. Several threads may call;
+    they may lose a read."""
+
+    def __init__(self) -> None:
+        self._mean_s = 0.0
+
+    def note(self, read_s: float) -> None:
+        """A read took so long."""
+        self._mean_s += (read_s - self._mean_s) / (_READS_AVERAGED if self._mean_s else 1)
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether several reads at once are faster than one after the other. False before the first
+        one."""
+        return self._mean_s > _SLOW_READ_S
+
+
 class ReadRates:
     """What reads from one place take: a latency, and a time for each byte.
 
@@ -144,7 +162,7 @@ class ReadRates:
         self._times = times = keep * self._times + seconds
         self._squares = squares = keep * self._squares + megabytes * megabytes
         self._products = products = keep * self._products + megabytes * seconds
-        self._at_once += (at_once - self._at_once) / READS_AVERAGED
+        self._at_once += (at_once - self._at_once) / _READS_AVERAGED
         if weight < self._WEIGHT_MIN:
             return
         spread = weight * squares - sizes * sizes
@@ -291,7 +309,7 @@ class CoalescingReader:
         )
         self._source = ChunkSource(snapshot, objects, self._counts)
         self._chunks = objects.chunk_reader(snapshot.identity, snapshot.version)
-        self._read_s = 0.0  # how long a read takes: a moving average
+        self._speed = ReadSpeed()
         self._rates: dict[int, ReadRates] = {}  # by place
         self._begun, self._ends = count(), count()  # of reads; `next` is atomic
         self._ended = 0  # reads
@@ -403,7 +421,7 @@ class CoalescingReader:
     @property
     def is_slow(self) -> bool:
         """Whether reads of the store take long, as far as is known."""
-        return self._read_s > SLOW_READ_S
+        return self._speed.is_slow
 
     def _begin_units(self, units: Sequence[_AnnouncedUnit]) -> None:
         """Begin to read these units, the first before the others, as far as there is room."""
@@ -625,7 +643,7 @@ class CoalescingReader:
     def _note_time(self, start_s: float, size: int, at_once: int = 1) -> None:
         read_s = time.monotonic() - start_s
         self._rates_of(IN_STORE).observe(size, read_s, at_once)
-        self._read_s += (read_s - self._read_s) / (READS_AVERAGED if self._read_s else 1)
+        self._speed.note(read_s)
 
     def close(self) -> None:
         """Stop reading ahead. Repeatable."""

@@ -65,9 +65,8 @@ class EpochSources:
     """Where the reads of one epoch came from.
 
     `source` is by row. By push: `requests` to the store, and the bytes from the store, over the
-    network and from the node's own SSD. A chunk is fetched whole by the node that owns it, and
-    counts there, at the push that this node loads at that time. `written_bytes` went to the SSDs of
-    all nodes.
+    network and from the node's own SSD. The node that owns a chunk fetches it, so a fetch counts
+    at the push that this node loads at that time. `written_bytes` went to the SSDs of all nodes.
     `is_resident`, by row: the mount need not load the file, as it is in a cache of files.
     """
 

@@ -46,6 +46,7 @@ from ..system.syscalls import keep_large_allocations
 from .mountpoint import MountPresence
 from .options import MountRequest
 from .plans.commands import PlanCommands
+from .plans.control_wire import REQUESTS
 from .prefetch.content_page_cache import STAGING_DIVISOR, ContentPageCache, ContentTarget
 from .prefetch.decisions import Drop, FillPolicy, Idle, Push, Sample, UnitCosts
 from .prefetch.link import ServerLink
@@ -89,13 +90,8 @@ LOGS_LOOK_S = 0.05
 ANSWER_S = 0.2
 """While a push waits for its contents, requests are answered so often."""
 
-ANSWERED_MEANWHILE = frozenset(
-    ("announce", "extend", "replace", "withdraw", "progress", "value", "resident", "check", "stats")
-)
-"""The requests that need not wait for the end of a push."""
-
 REPORTS = frozenset(("missed", "forgotten"))
-"""Messages that requests may overtake."""
+"""Messages of the server that requests of the control socket may overtake."""
 
 BEGIN_DEADLINE_S = 10.0
 """How long to wait for the message that follows the descriptors at once."""
@@ -562,10 +558,10 @@ class PrefetchWorker:
             yield batch
 
     def _answer_requests(self) -> None:
-        """Answers requests that have come during a push; all else is for its end."""
+        """Answers requests of the control socket during a push; all else waits for its end."""
         for message in self._server.messages(0.0):
             is_next = all(each.get("do") in REPORTS for each in self._later)
-            if is_next and message.get("do") in ANSWERED_MEANWHILE:
+            if is_next and message.get("do") in REQUESTS:
                 self._handle_message(message)
             else:
                 self._later.append(message)

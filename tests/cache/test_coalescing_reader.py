@@ -215,7 +215,7 @@ def test_announced_units_are_read_ahead_and_given_up_when_the_plan_changes(
 ) -> None:
     slow = Slow(store)
     reader = CoalescingReader(view, slow)
-    reader._read_s = 1.0  # a slow store
+    reader._speed.note(1.0)  # a slow store
     large, text, small = (np.array([view.lookup(name)]) for name in (b"large", b"text", b"small"))
     reader.prefetch([large, text])
     reader.prefetch([text, small])  # the plan has changed
@@ -233,7 +233,7 @@ def test_announced_units_are_read_ahead_and_given_up_when_the_plan_changes(
 def all_read_ahead(slow: Slow, view: Snapshot) -> CoalescingReader:
     """A reader of a slow store that has read a unit of all files ahead."""
     reader = CoalescingReader(view, slow)
-    reader._read_s = 1.0  # a slow store
+    reader._speed.note(1.0)  # a slow store
     reader.prefetch([view.files()])
     wait_for_flights(reader)
     return reader
@@ -273,7 +273,7 @@ def test_what_is_asked_for_is_read_at_once_though_other_units_fill_the_memory(
 ) -> None:
     slow = Slow(store)
     reader = CoalescingReader(view, slow, limits=ReadLimits(gap_bytes=0, ahead_bytes=30_000))
-    reader._read_s = 1.0  # a slow store
+    reader._speed.note(1.0)  # a slow store
     files = view.files()
     sizes = view.columns.size[files]
     some, ahead = files[(sizes > 0) & (sizes < 2000)][::8], files[sizes >= 2000]

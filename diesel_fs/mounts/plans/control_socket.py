@@ -31,7 +31,7 @@ from ...errors import (
 )
 from ...net.messages import LENGTH, Message, error_message, frame, unpack
 from ..prefetch.link import WorkerLink
-from .control_wire import FRAME_BYTES_MAX, HELLO_BYTES_MAX, PROTOCOL
+from .control_wire import FRAME_BYTES_MAX, HELLO_BYTES_MAX, PROTOCOL, REQUESTS
 from .socket_folder import open_private, remove_dead_sockets, short_path
 
 log = logging.getLogger("diesel.mount")
@@ -44,15 +44,11 @@ FRAME_DEADLINE_S = 10.0
 answer."""
 
 ANSWER_DEADLINE_S = 15.0
-"""How long the prefetch worker may take to answer; it may be fetching a chunk."""
+"""How long the prefetch worker may take to answer; it may be busy with what has come."""
 
 LARGE_BYTES = 1 << 20
 """Larger frames are received one at a time over all connections, so that many of them do not fill
 the memory."""
-
-REQUESTS = frozenset(
-    ("announce", "extend", "replace", "withdraw", "progress", "value", "resident", "check", "stats")
-)
 
 _PEER = struct.Struct("3i")  # process, user, group
 

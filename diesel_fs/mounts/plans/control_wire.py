@@ -16,6 +16,11 @@ from ...orders.shuffle import GROUP_SIZE_DEFAULT, WORLD_MAX
 PROTOCOL = 1
 """The version of the protocol, in the first message."""
 
+REQUESTS = frozenset(
+    ("announce", "extend", "replace", "withdraw", "progress", "value", "resident", "check", "stats")
+)
+"""What a client may ask for, after its hello."""
+
 FRAME_BYTES_MAX = 8 << 20
 """2 million entries; longer epochs are sent in parts (`extend`). The mount's server, which receives
 it, cannot answer the kernel meanwhile: for 10 ms; it would be 400 ms for a frame of 32 MiB."""

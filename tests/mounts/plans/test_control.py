@@ -166,7 +166,8 @@ def reads(at: Path) -> int:
 def test_requests_are_answered_while_a_push_waits_for_the_store(
     tmp_path: Path, session: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each read of the store takes 4 s, so the push of 8 chunks lasts longer than an answer may."""
+    """Each read of the store takes 8 s, so the push of 8 chunks lasts longer than an answer may:
+    where requests wait for its end, the first one fails."""
     url, folder = (tmp_path / "store").as_uri(), tmp_path / "mount"
     folder.mkdir()
     with connect("ds", url, create=True) as written:
@@ -174,20 +175,18 @@ def test_requests_are_answered_while_a_push_waits_for_the_store(
             written.put(b"%d" % number * 9_000, f"{number}")
             if number % 4 == 3:
                 written.flush()
-    monkeypatch.setenv(slow_daemon.RANGES, "4")
+    monkeypatch.setenv(slow_daemon.RANGES, "8")
     request = MountRequest(url, "ds", str(folder), session=session)
     with mounted(request, slow_daemon.PROGRAM), Control.connect(folder) as control:
         order = drawn(epoch=0, seed=1, kind="full")
         control.announce("train", [order])
         time.sleep(0.5)  # the push has begun
-        began_s = time.monotonic()
         control.extend("train", [drawn(epoch=1, seed=1, kind="full")])
         control.progress("train", 3)
         assert not control.resident(range(1, 33)).any()
         control.withdraw("train")
         with pytest.raises(UsageError, match="no stream"):
             control.progress("train", 4)
-        assert time.monotonic() - began_s < 3.5
 
 
 @pytest.mark.only_session("native")

@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from diesel_fs.mounts.plans.commands import PlanCommands
-from diesel_fs.mounts.plans.control_socket import REQUESTS, ControlSocket
-from diesel_fs.mounts.plans.control_wire import FRAME_BYTES_MAX, PROTOCOL
+from diesel_fs.mounts.plans.control_socket import ControlSocket
+from diesel_fs.mounts.plans.control_wire import FRAME_BYTES_MAX, PROTOCOL, REQUESTS
 from diesel_fs.mounts.prefetch.link import MessageDecoder, WorkerLink
 from diesel_fs.mounts.prefetch_worker import planner_for
 from diesel_fs.net.messages import LENGTH, Message, frame, unpack
