@@ -456,8 +456,10 @@ class OrderLogs:
         found.is_present[places] = found.is_sure[places] = found.is_written[places] = False
         if self._addresses is not None:
             self._addresses.remove(found.identity.order, found.layout.entries[places])
+        # A segment may be released while it is read: what is missing then is not damaged
+        places = places[~found.is_released[found.layout.segment_of(places)]]
         self._counts["log_wrong"] += len(places)
-        if not found.is_recovered:  # else they may never have been written
+        if len(places) and not found.is_recovered:  # else they may never have been written
             self._say(
                 f"damage {found.identity.order}",
                 "%d files in the order log %s are damaged: they are read from the store",

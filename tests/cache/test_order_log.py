@@ -4,6 +4,7 @@ import errno
 import logging
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +26,7 @@ from diesel_fs.orders.plan import Entries
 from diesel_fs.repository.local import LocalRepository
 from diesel_fs.system.syscalls import punch_hole
 
+from ..server.program import until
 from ..small_disks import remount, small_disk
 from ..trees import write
 from .conftest import Counting
@@ -285,6 +287,37 @@ def test_what_a_crash_has_left_is_never_believed(
             other.epoch(other.order(1), other.order(2))  # it checks each byte
             assert other.logs.stats()["log_wrong"] > 0
             assert other.epoch(other.order(2), other.order(3)) <= LARGE * 1.1
+
+
+def test_what_is_released_while_it_is_read_is_not_called_damaged(
+    view: Snapshot, store: Counting, tmp_path: Path, caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """The reader of an order has passed a segment that is wanted again, and its room is given back
+    between the look into the index and the read."""
+    hold, read_once = threading.Event(), order_log._read_once
+
+    with job(view, store, tmp_path / "c") as each, caplog.at_level(logging.WARNING):
+        orders = [each.order(seed) for seed in range(3)]
+        each.epoch(orders[0], orders[1])
+        each.logs.set_plan([LogPlan("train", orders[1], orders[2])])
+        each.logs.settle()
+
+        def late(file: int, start: int, size: int) -> memoryview:
+            hold.set()
+            until(lambda: each.logs.stats()["log_released_bytes"], "the room")
+            return read_once(file, start, size)
+
+        monkeypatch.setattr(order_log, "_read_once", late)
+        each.logs._thread.submit(hold.wait)  # what releases segments is busy
+        each.logs.passed("train", len(orders[1]))
+        for batch in each.reader.batches(orders[1][:20]):
+            for entry, start, content in zip(*batch, strict=True):
+                whole = each.content[int(entry)]
+                assert content == whole[int(start) : int(start) + len(content)]
+        assert hold.is_set()
+        assert each.logs.stats()["log_wrong"] == 0
+    assert "damaged" not in caplog.text
 
 
 def test_damage_of_a_living_log_is_said_once_and_read_from_the_store(
