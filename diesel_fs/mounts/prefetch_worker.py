@@ -214,7 +214,10 @@ class PrefetchWorker:
             self._page_cache = ContentPageCache(
                 at, snapshot, self._device, image, self._content, staging_bytes, budget_bytes
             )
-        self._planner = planner_for(snapshot, budget_bytes, self._request.policy, self._read_costs)
+        self._planner = planner_for(
+            snapshot, budget_bytes, self._request.policy, self._read_costs,
+            keeps_important=self._request.task_options.evict == "importance",
+        )  # fmt: skip
         self._plan_commands = PlanCommands(
             snapshot, self._planner, self._are_whole, predicts_early=self._has_logs
         )
@@ -608,7 +611,12 @@ def _folders_of(message: Message) -> dict[int, list[bytes]]:
 
 
 def planner_for(
-    snapshot: Snapshot, budget_bytes: int, policy: FillPolicy, costs: UnitCosts | None = None
+    snapshot: Snapshot,
+    budget_bytes: int,
+    policy: FillPolicy,
+    costs: UnitCosts | None = None,
+    *,
+    keeps_important: bool = False,
 ) -> PrefetchPlanner:
     """The planner for a dataset; its entries are indices in the snapshot."""
     column = snapshot.columns
@@ -626,4 +634,5 @@ def planner_for(
         offset=offset,
         is_file=kinds(column.flags) == Kind.FILE,
         costs=costs,
+        keeps_important=keeps_important,
     )

@@ -91,6 +91,10 @@ class ChunkedFiles:
             )
         return cls(entries, chunks, snapshot.columns.chunk_id)
 
+    def subset(self, places: Indices) -> "ChunkedFiles":
+        """Some of the files, by their places in `entries`."""
+        return ChunkedFiles(self.entries[places], self.chunks[places], self.chunk_ids)
+
     def shuffled(self, seed: int, epoch: int, group_size: int) -> tuple[Indices, Indices]:
         """All files in chunk-wise order, as positions in `entries`; and the group of each.
 
@@ -203,6 +207,15 @@ def _file_keys(files: Indices, group: _U8, seed: int, epoch: int) -> _U8:
     if not group_bits:
         return drawn
     return group << np.uint64(_WORD - group_bits) | drawn >> np.uint64(group_bits)
+
+
+def random_keys(domain: int, count: int, seed: int, epoch: int) -> npt.NDArray[np.uint64]:
+    """So many numbers of 64 random bits, for a purpose that has a `domain` of its own (1 and 2 are
+    this module's, 11 to 15 those of `importance.py`). Raises UsageError for a seed or epoch out of
+    range."""
+    check_number("seed", seed)
+    check_number("epoch", epoch)
+    return _draw(_state(domain, seed, epoch), np.arange(count, dtype=np.uint64))
 
 
 def _state(domain: int, seed: int, epoch: int) -> _U8:

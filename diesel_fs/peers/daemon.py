@@ -43,7 +43,7 @@ from .launch import ALIVE_MARK_S, has_successor, mark_alive, mark_ended, remove_
 from .master import Master
 from .membership import INSTANCE_BYTES, Member, Membership, resolve_node, split_address
 from .node_cache import Fetch, NodeCache, chunk_budget_bytes
-from .options import TaskRequest
+from .options import TaskRequest, chunk_policy
 from .registry import open_registry
 from .sealed_memory import raise_descriptor_limit
 
@@ -94,7 +94,7 @@ class _Daemon:
         self._request = request
         self._task = request.name
         self._rank, self._world = resolve_node(os.environ, request.rank, request.world)
-        if request.evict not in POLICIES:
+        if chunk_policy(request.evict) not in POLICIES:
             raise UsageError(f"bad --evict {request.evict!r}: one of {', '.join(POLICIES)}")
         repository = open_repository(request.url, request.credentials)
         stack.callback(repository.close)
@@ -270,7 +270,7 @@ class _Daemon:
                 nursery.start_soon(_cancel_after, scope, master.flush_to_disk)
 
     def _make_cache(self, fetch: Fetch) -> NodeCache:
-        policy = POLICIES[self._request.evict]
+        policy = POLICIES[chunk_policy(self._request.evict)]
         return NodeCache(
             self._snapshot.identity,
             self._snapshot.chunk_ids,

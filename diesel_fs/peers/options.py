@@ -34,8 +34,15 @@ IDLE_TIMEOUT_S = 10.0
 FillPolicy = Literal["on-demand", "oneshot"]
 """When a node's chunks are fetched: when they are first read, or all from the start."""
 
-Eviction = Literal["plan", "lru", "lfu", "none"]
+Eviction = Literal["plan", "importance", "lru", "lfu", "none"]
 """What is evicted from a full cache of the task (`cache/policy.py`); the first is the default."""
+
+
+def chunk_policy(evict: str) -> str:
+    """The policy that caches of chunks have: files of one chunk differ in importance, so caches of
+    files alone decide by that."""
+    return "plan" if evict == "importance" else evict
+
 
 CacheLayout = Literal["auto", "chunks", "order"]
 """What a mount keeps in its cache folder: chunks, or order logs (`cache/ORDER_LOG.md`)."""
@@ -157,7 +164,9 @@ class TaskOptions(DaemonRequest):
         "plan", "choice", None, "Eviction policy of the task's cache when it is full: plan evicts"
         " what is read again last, where the task's mounts know what will be read, and else does as"
         " lru, which evicts what was not read for the longest time; lfu evicts what was read least"
-        " often; none keeps what came first.  [default: plan]", choices=_EVICTIONS,
+        " often; none keeps what came first. importance is plan, and a mount also keeps the files"
+        " that training says are the most important (ImportanceSampler); it needs no task."
+        "  [default: plan]", choices=_EVICTIONS,
     )  # fmt: skip
     peer_tls: bool = _option(
         False, "flag", None, "Encrypt what the nodes of the task send each other."
@@ -210,6 +219,8 @@ class TaskOptions(DaemonRequest):
         free = {"task_key", "policy"}
         if self.cache_layout == "order":
             free |= {"cache_dir", "cache_bytes", "cache_layout"}
+        if self.evict == "importance":  # of the mount's own memory
+            free.add("evict")
         for each in fields(TaskOptions):
             is_free = each.name in free
             if not is_free and getattr(self, each.name) != getattr(default, each.name):

@@ -15,6 +15,10 @@ from .join import join
 
 if TYPE_CHECKING:
     from .dataset import DieselDataset as DieselDataset
+    from .importance import GradientNorm as GradientNorm
+    from .importance import Importance as Importance
+    from .importance import ImportanceSampler as ImportanceSampler
+    from .importance import Loss as Loss
     from .loader import AutoDataLoader as AutoDataLoader
     from .sampler import ChunkShuffleSampler as ChunkShuffleSampler
 
@@ -22,6 +26,10 @@ _MODULE_OF = {
     "AutoDataLoader": "loader",
     "ChunkShuffleSampler": "sampler",
     "DieselDataset": "dataset",
+    "GradientNorm": "importance",
+    "Importance": "importance",
+    "ImportanceSampler": "importance",
+    "Loss": "importance",
 }
 """Where the names are that need torch. They are imported when they are first used."""
 

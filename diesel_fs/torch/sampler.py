@@ -30,7 +30,7 @@ _BLOCK = 4096  # indices that become Python numbers at a time
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class Place:
     """A place in an epoch: where an iteration starts."""
 
     epoch: int
@@ -78,7 +78,7 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
         self._files: SampleFiles = sample_files(dataset)
         self._digest = self._files.digest
         self._reader = dataset if isinstance(dataset, DieselDataset) else None
-        self._next: _Place | None = None  # where the next iteration starts: else at the beginning
+        self._next: Place | None = None  # where the next iteration starts: else at the beginning
         self._last: _Iteration | None = None  # the iteration that began last in this epoch
 
     def set_epoch(self, epoch: int) -> None:
@@ -95,8 +95,8 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
         """How many samples the next iteration gives; while one goes on, that one."""
         if self._next is None and self._last is not None and not self._last.is_over:
             return self._last.length
-        place = self._next or _Place(self.epoch)
-        return max(self._part_length(place.deals) - (place.position or 0), 0)
+        place = self._next or Place(self.epoch)
+        return max(self._part_length(place) - (place.position or 0), 0)
 
     def __iter__(self) -> "Iterator[int]":
         return _Iteration(self)
@@ -124,7 +124,7 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
                     f"received is {received}, but no sample has been handed out in epoch"
                     f" {self.epoch}"
                 )
-            return self._state(self._next or _Place(self.epoch))
+            return self._state(self._next or Place(self.epoch))
         if received is None:
             counted = counted_by_hook(self)
             if counted is None or counted > last.given:  # or of a loader that is not read now
@@ -151,7 +151,7 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
             self.epoch = place.epoch
         self._next, self._last = place, None
 
-    def _load(self, state: Mapping[str, object]) -> _Place:
+    def _load(self, state: Mapping[str, object]) -> Place:
         """The place that a state names, in parts of our world. Seed and group size become those of
         the state."""
         self._check_origin(state)
@@ -161,7 +161,7 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
         deals = numbers.deals()
         deal = Deal(numbers.get("world", 1, WORLD_MAX), bool(state.get("drop_last")), 0)
         position = None if state.get("position", 0) is None else numbers.get("position")
-        left = len(self._files)
+        left = self._count(epoch)
         for each in (*deals, replace(deal, position=position or 0)):
             if each.position > part_length(left, each.world, drop_last=each.drop_last):
                 raise UsageError(f"the state has a position {each.position} behind the epoch's end")
@@ -171,13 +171,13 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
             if position:
                 deals = (*deals, replace(deal, position=position))
             position = 0
-        return _Place(epoch, deals, position)
+        return Place(epoch, deals, position)
 
     def _check_origin(self, state: Mapping[str, object]) -> None:
         """Raises ConflictError for a state of other samples than ours."""
         files = self._files
         if state.get("format") != _STATE_FORMAT or "identity" not in state:
-            raise UsageError("this is not a state of ChunkShuffleSampler")
+            raise UsageError(f"this is not a state of {type(self).__name__}")
         there = f"{state.get('dataset')}@{state.get('version')}"
         if state["identity"] != files.identity:
             text = f"the state is of {there}, and this sampler reads {files}, another dataset"
@@ -194,7 +194,7 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
                 advice="give the same folder, filter and subset",
             )
 
-    def _state(self, place: _Place, received: int = 0) -> dict[str, object]:
+    def _state(self, place: Place, received: int = 0) -> dict[str, object]:
         files = self._files
         position = None if place.position is None else place.position + received
         return {
@@ -213,31 +213,44 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
             "position": position,
         }
 
-    def _part_length(self, deals: tuple[Deal, ...]) -> int:
-        left = len(self._files)
-        for deal in deals:
+    def _count(self, epoch: int) -> int:
+        """How many samples an epoch has, of all ranks together."""
+        return len(self._files)
+
+    def _shuffled(self, epoch: int) -> tuple[Indices, Indices]:
+        """The samples of an epoch in the order of reading, and the group of each."""
+        return self._files.files.shuffled(self.seed, epoch, self.group_size)
+
+    def _part_length(self, place: Place) -> int:
+        left = self._count(place.epoch)
+        for deal in place.deals:
             left = len(rest(np.arange(left), deal))
         return part_length(left, self.world, drop_last=self.drop_last)
 
-    def _begin(self, iteration: "_Iteration", own: _Place | None) -> tuple[_Place, Indices]:
+    def _begin(self, iteration: "_Iteration", own: Place | None) -> tuple[Place, Indices]:
         """An iteration begins: where, and the samples that it gives."""
-        place = own or self._next or _Place(self.epoch)
+        place = own or self._next or Place(self.epoch)
         if place.position is None:
             raise UsageError(
                 "the state that was loaded does not say how many samples had been received",
                 advice="save it with state_dict(received=...); or, where you know the number, load"
                 ' {**state, "position": NUMBER}',
             )
-        sequence, group = self._files.files.shuffled(self.seed, place.epoch, self.group_size)
+        samples, ends = self._part(place)
+        if self._reader is not None:
+            self._reader.announce(samples, ends)
+        self._next, self._last = None, iteration
+        return place, samples
+
+    def _part(self, place: Place) -> tuple[Indices, Indices]:
+        """This rank's samples from a place on, and the positions where their groups end."""
+        sequence, group = self._shuffled(place.epoch)
         order = np.arange(len(sequence))
         for deal in place.deals:
             order = rest(order, deal)
         part = part_positions(len(order), self.rank, self.world, drop_last=self.drop_last)
         chosen = order[part[place.position :]]
-        if self._reader is not None:
-            self._reader.announce(sequence[chosen], group_ends(group[chosen]))
-        self._next, self._last = None, iteration
-        return place, sequence[chosen]
+        return sequence[chosen], group_ends(group[chosen])
 
 
 class _Iteration(Iterator[int]):
@@ -246,11 +259,17 @@ class _Iteration(Iterator[int]):
 
     def __init__(self, sampler: ChunkShuffleSampler) -> None:
         self._sampler = sampler
-        self._own: _Place | None = None  # loaded into this iteration alone
+        self._own: Place | None = None  # loaded into this iteration alone
         self._left: Iterator[int] | None = None
-        self.start = _Place(0)
-        self.length = 0
+        self.start = Place(0)
+        self.samples: Indices = np.empty(0, np.int64)
+        """What the iteration gives, from its beginning on."""
         self.given = 0
+
+    @property
+    def length(self) -> int:
+        """How many samples the iteration gives."""
+        return len(self.samples)
 
     @property
     def is_over(self) -> bool:
@@ -258,15 +277,14 @@ class _Iteration(Iterator[int]):
         return self._left is not None and self.given >= self.length
 
     @property
-    def place(self) -> _Place:
+    def place(self) -> Place:
         """This epoch, at a place that is not known: only the iterator's own state has it."""
         return replace(self.start, position=None)
 
     def __next__(self) -> int:
         if self._left is None:
-            self.start, samples = self._sampler._begin(self, self._own)
-            self.length = len(samples)
-            self._left = _numbers(samples)
+            self.start, self.samples = self._sampler._begin(self, self._own)
+            self._left = _numbers(self.samples)
         sample = next(self._left)
         self.given += 1
         return sample

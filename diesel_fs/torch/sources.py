@@ -34,6 +34,8 @@ class SampleFiles:
     identity: str
     version: int
     files: ChunkedFiles
+    mount: str | None
+    """The mount that has the files, where the dataset reads them from one."""
 
     def __len__(self) -> int:
         return len(self.files.entries)
@@ -53,7 +55,7 @@ def sample_files(dataset: object) -> SampleFiles:
     Raises UsageError for a dataset whose files are not known, or lie in different datasets or in no
     mount; NoSuchPath for a file that its mount does not have.
     """
-    snapshot, entries = _found(dataset)
+    snapshot, entries, mount = _found(dataset)
     entries = np.array(entries, np.int64)
     for at in np.flatnonzero(snapshot.chunk_of(entries) < 0).tolist():
         followed = resolved(snapshot, int(entries[at]))
@@ -64,30 +66,31 @@ def sample_files(dataset: object) -> SampleFiles:
         str(snapshot.identity),
         snapshot.version,
         ChunkedFiles.of(snapshot, entries),
+        mount,
     )
 
 
-def _found(dataset: object) -> tuple[Snapshot, Indices]:
-    """The snapshot that has the files of a dataset, and the entry of each sample."""
+def _found(dataset: object) -> tuple[Snapshot, Indices, str | None]:
+    """The snapshot that has the files of a dataset, the entry of each sample, and the mount."""
     if isinstance(dataset, DieselDataset):
-        return dataset.snapshot, dataset.entries()
+        return dataset.snapshot, dataset.entries(), None
     if isinstance(dataset, Subset):
-        snapshot, entries = _found(dataset.dataset)
-        return snapshot, entries[np.asarray(dataset.indices, np.int64)]
+        snapshot, entries, mount = _found(dataset.dataset)
+        return snapshot, entries[np.asarray(dataset.indices, np.int64)], mount
     if isinstance(dataset, ConcatDataset):
         parts = [_found(each) for each in dataset.datasets]
-        first = parts[0][0]
-        for other, _ in parts:
+        first, _, mount = parts[0]
+        for other, _, _ in parts:
             if (other.identity, other.version) != (first.identity, first.version):
                 raise UsageError(
                     f"the samples are of {first.dataset}@{first.version} and of"
                     f" {other.dataset}@{other.version}: a chunk-wise order is of one version"
                 )
-        return first, np.concatenate([entries for _, entries in parts])
+        return first, np.concatenate([entries for _, entries, _ in parts]), mount
     return _on_a_mount(dataset)
 
 
-def _on_a_mount(dataset: object) -> tuple[Snapshot, Indices]:
+def _on_a_mount(dataset: object) -> tuple[Snapshot, Indices, str]:
     rows = next((getattr(dataset, name) for name in _LISTS if hasattr(dataset, name)), None)
     if not isinstance(rows, Sequence):
         raise UsageError(
@@ -109,7 +112,7 @@ def _on_a_mount(dataset: object) -> tuple[Snapshot, Indices]:
     shown, files = max(taken.items(), key=lambda each: len(each[1].entries))
     for at in np.flatnonzero(np.diff(files.ends, prepend=0) == 0)[:1].tolist():
         raise NoSuchPath(f"{_path(rows[at])} is not a file of the mount at {shown.mount}")
-    return mounted.snapshot(shown.mount), files.entries
+    return mounted.snapshot(shown.mount), files.entries, shown.mount
 
 
 def _path(row: object) -> str:

@@ -14,7 +14,14 @@ from diesel_fs.cache.policy import POLICIES
 from diesel_fs.errors import ConfigError, UsageError
 from diesel_fs.mounts import launcher
 from diesel_fs.mounts.options import MountRequest
-from diesel_fs.peers.options import NO_TASK, Eviction, TaskKwargs, TaskOptions, option_specs
+from diesel_fs.peers.options import (
+    NO_TASK,
+    Eviction,
+    TaskKwargs,
+    TaskOptions,
+    chunk_policy,
+    option_specs,
+)
 
 SECRET = "canary-71aa-and-long-enough"  # noqa: S105  # of these tests alone
 
@@ -48,7 +55,7 @@ UNKNOWN = [
 ]
 BAD = [
     ({"policy": "bogus"}, "bad policy 'bogus'; one of on-demand, oneshot"),
-    ({"evict": "fifo"}, "bad evict 'fifo'; one of plan, lru, lfu, none"),
+    ({"evict": "fifo"}, "bad evict 'fifo'; one of plan, importance, lru, lfu, none"),
     ({"policy": ["oneshot"]}, "bad policy"),
     ({"rank": "0x1", "world": "4"}, "rank is a number, not '0x1'"),
     ({"world": ""}, "world is a number"),
@@ -157,7 +164,7 @@ def test_a_blank_key_in_the_environment_is_an_error_of_a_task_only(
 
 
 def test_the_eviction_choices_are_the_policies() -> None:
-    assert {*get_args(Eviction)} == {*POLICIES}
+    assert {*map(chunk_policy, get_args(Eviction))} == {*POLICIES}
 
 
 def test_the_keyword_arguments_are_the_fields_of_the_options() -> None:

@@ -25,7 +25,13 @@ from ...orders.path_lists import ListName
 from ...orders.plan import EPOCH_ENTRIES_MAX, Epoch, Stream
 from ..prefetch.decisions import StreamStats
 from ..prefetch.planner import PrefetchPlanner
-from .control_wire import CHECK_ENTRIES_MAX, parse_entries, parse_epoch, parse_epochs
+from .control_wire import (
+    CHECK_ENTRIES_MAX,
+    parse_entries,
+    parse_epoch,
+    parse_epochs,
+    parse_importances,
+)
 
 LIST_STREAMS_MAX = 16
 """Streams of lists. If there would be more, the one whose list was read longest ago is withdrawn;
@@ -171,9 +177,10 @@ class PlanCommands:
     def _value(self, fields: Fields, now_s: float) -> Message:
         self._check_version(fields)
         entries = parse_entries(fields)
-        importance = fields.number("importance")
+        importances = parse_importances(fields, len(entries))
+        more = fields.flag("more", False)
         fields.end()
-        self._planner.value(entries, importance)
+        self._planner.set_importances(entries, importances, more=more)
         return {}
 
     def _resident(self, fields: Fields, now_s: float) -> Message:

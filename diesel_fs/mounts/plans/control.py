@@ -34,6 +34,7 @@ from .control_wire import (
     ENTRIES_PER_FRAME,
     FRAME_BYTES_MAX,
     PROTOCOL,
+    VALUES_PER_FRAME,
     pack_entries,
 )
 
@@ -179,12 +180,26 @@ class Control:
         self._ask({"do": "progress", "stream": stream, "position": position, **named})
 
     def value(self, entries: EntryOrder, importance: float) -> None:
-        """Set the value of entries: of those that no plan names, the page cache drops the least
-        valuable first."""
+        """Set the same value for entries: of those that no plan names, the page cache drops the
+        least valuable first. A finite number that is not negative."""
         for part in _parts(entries, ENTRIES_PER_FRAME):
             self._ask(
                 {"do": "value", "importance": float(importance), **self._version_fields(),
                  **pack_entries(part)}
+            )  # fmt: skip
+
+    def values(self, entries: EntryOrder, importances: "npt.ArrayLike") -> None:
+        """Set the values of entries, one for each: finite numbers that are not negative. Of many
+        entries, the mount decides by them once it has all."""
+        row = np.asarray(importances, "<f4")
+        if row.shape != np.shape(entries):
+            raise UsageError(f"{row.size} values for {len(np.asarray(entries))} entries")
+        parts = _parts(entries, VALUES_PER_FRAME)
+        for at, part in enumerate(parts):
+            start = at * VALUES_PER_FRAME
+            self._ask(
+                {"do": "value", "importances": row[start : start + len(part)].tobytes(),
+                 "more": at + 1 < len(parts), **self._version_fields(), **pack_entries(part)}
             )  # fmt: skip
 
     def resident(self, entries: EntryOrder) -> npt.NDArray[np.bool_]:

@@ -6,6 +6,7 @@ CONTROL.md describes the messages. `net/messages.py` frames and decodes them. Pu
 import numpy as np
 import numpy.typing as npt
 
+from ...cache.importance import check_importances
 from ...errors import UsageError
 from ...format.snapshot.reader import ROOT_INDEX, Snapshot
 from ...net.messages import Fields, Message
@@ -36,6 +37,9 @@ CHECK_ENTRIES_MAX = 4096
 ENTRIES_PER_FRAME = 1 << 20
 """Entries that a client puts into one frame: half of what fits."""
 
+VALUES_PER_FRAME = ENTRIES_PER_FRAME // 2
+"""The same where each entry has a value of 4 bytes."""
+
 
 def parse_entries(fields: Fields) -> npt.NDArray[np.int64] | npt.NDArray[np.uint32]:
     """The entry indices in the fields `entries` and `width`. Raises UsageError."""
@@ -47,6 +51,20 @@ def parse_entries(fields: Fields) -> npt.NDArray[np.int64] | npt.NDArray[np.uint
     if len(entries) and int(entries.min()) < 0:
         fields.bad("entries", "none is below 0")
     return entries.astype(np.uint32) if width == 4 else entries
+
+
+def parse_importances(fields: Fields, count: int) -> npt.NDArray[np.float32]:
+    """The importance of so many entries: one number for all in the field `importance`, or one for
+    each in `importances`. Raises UsageError for NaN, infinite and negative numbers."""
+    if "importances" not in fields:
+        found = np.full(count, fields.number("importance"), np.float64).astype(np.float32)
+    else:
+        given = fields.octets("importances")
+        if len(given) != 4 * count:
+            fields.bad("importances", f"it has 4 bytes for each of {count} entries")
+        found = np.frombuffer(given, "<f4").astype(np.float32)
+    check_importances(found)
+    return found
 
 
 def pack_entries(entries: EntryOrder) -> Message:

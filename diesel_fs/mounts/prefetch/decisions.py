@@ -64,7 +64,8 @@ class PrefetchCounters(TypedDict):
     """What was done since the start of the mount, over all versions of the dataset.
 
     `absent_entries`: pushes that the kernel refused, since it did not know the files.
-    `lost_entries`: files whose pages the kernel has freed.
+    `lost_entries`: files whose pages the kernel has freed. `kept_entries`: files of orders that
+    were resident already when their turn came.
     """
 
     pushes: int
@@ -74,6 +75,7 @@ class PrefetchCounters(TypedDict):
     drops: int
     dropped_entries: int
     lost_entries: int
+    kept_entries: int
 
 
 class StreamStats(TypedDict):

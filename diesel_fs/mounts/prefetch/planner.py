@@ -22,7 +22,7 @@ A stream *claims* the entries of a unit from then until its reader has passed th
 (`stream_tracker.py`), and claimed entries are not dropped. Room is made in this order:
 
 1. entries that readers have passed;
-2. other entries that no stream claims, first those of least value, then those read last;
+2. other entries that no stream claims, first those of least importance, then those read last;
 3. the farthest claims of a stream whose reader has stood still while others went on, or that is
    more than twice as far ahead of its reader as the stream that needs room.
 
@@ -47,6 +47,14 @@ contents lie (`UnitCosts`, and what the stream's last pushes took beyond that), 
   the memory.
 
 With one stream there is nothing to balance, and no cost is asked for.
+
+**Importance** (iCache, HPCA 2023, section III). Programs may say how important entries are, as
+likely as they are read again in the next epoch. Of unclaimed entries the least important is dropped
+first, by an `ImportanceHeap`. With `keeps_important` (`--evict importance`) streams do not claim
+the whole memory ahead of their readers, which would push the important entries of the next epoch
+out: they share the part of it that readers' accesses to entries of low importance have among all
+accesses (section III-A's sizes of H-cache and L-cache; high is above the mean). The rest is for
+entries that were read.
 
 Pure: no I/O, and the time is an argument (`now_s`). Used by one thread.
 """
@@ -103,6 +111,13 @@ URGENT_WEIGHT, URGENT_START_S = 2.0, 0.5
 """Urgent pushes take at most so many times as long as others do together, and at first so long.
 So a store that gives single files far more slowly than chunks, as a disk that has to seek, still
 gives chunks for a third of the time."""
+
+HIGH_FIRST, ACCESSES_MIN, ACCESSES_MAX = 9.0, 1 << 10, 1 << 17
+"""Before accesses are counted, nine in ten are taken for those of important entries, as iCache does
+(section V-A), which counts as so many thousand. The older half of so many accesses is forgotten."""
+AHEAD_PART_MIN, AHEAD_PART_STEP = 1 / 16, 1 / 64
+"""Streams share at least this part of the memory. It changes by no less than a step, as units are
+cut anew then."""
 
 READ_AHEAD_S = 5.0
 """A unit that the worker was told to read ahead stays among those for so long, else until it is
@@ -206,11 +221,12 @@ class PrefetchPlanner:
         offset: npt.NDArray[np.uint32] | None = None,
         is_file: Mask | None = None,
         costs: UnitCosts | None = None,
+        keeps_important: bool = False,
     ) -> None:
         """`chunk`, `size`, `offset` and `is_file` have a value for each entry: its (first) chunk or
         -1, its size in bytes, its offset in the chunk (if not given, entries lie in it by index),
         and whether it is a file (if not given: whether it has a chunk). Without `costs`, all units
-        count as equally near.
+        count as equally near. `keeps_important`: see "Importance" in the module.
         """
         pages = np.minimum(-(-size // PAGE_BYTES), PAGES_MAX).astype(np.uint32)
         pages[chunk < 0] = 0
@@ -230,6 +246,9 @@ class PrefetchPlanner:
         self._finished: dict[str, None] = {}  # streams read to their end; an ordered set
         self.watches = Watches()
         self._share_bytes = 0  # of each stream; 0: to be computed
+        self._keeps_important = keeps_important
+        self._high_passed, self._low_passed = HIGH_FIRST * ACCESSES_MIN, float(ACCESSES_MIN)
+        self._ahead_part = 1.0  # of the memory that streams share
         self._store_is_slow = False
         self._is_logged: Callable[[Entries], bool] = never_logged
         self._keeps_skipped = False
@@ -254,6 +273,7 @@ class PrefetchPlanner:
             drops=0,
             dropped_entries=0,
             lost_entries=0,
+            kept_entries=0,
         )
 
     @property
@@ -356,13 +376,13 @@ class PrefetchPlanner:
             self._take_back(tracker, 0)  # something there was given up: claim all again
         tracker.progress(position, now_s)
 
-    def value(self, entries: "int | EntryOrder", importance: float) -> None:
-        """Set the value of entries: unclaimed entries of less value are dropped first. Raises
-        UsageError."""
-        if not math.isfinite(importance):
-            raise UsageError(f"bad importance {importance}")
-        checked = self._checked([entries] if isinstance(entries, int) else entries)
-        self.resident_set.set_value(checked, importance)
+    def set_importances(
+        self, entries: EntryOrder, values: npt.NDArray[np.float32], *, more: bool = False
+    ) -> None:
+        """Set the importance of entries, one number for each: unclaimed entries of less importance
+        are dropped first. `more`: others follow. Raises UsageError for entries that there are not,
+        and for NaN, infinite and negative numbers."""
+        self.resident_set.set_importances(self._checked(entries), values, more=more)
 
     # What has happened: opens, READs, pages and memory
 
@@ -501,6 +521,8 @@ class PrefetchPlanner:
         call."""
         assert self._outstanding is None, "the last decision has not been reported"
         self._tick(now_s)
+        heap = self.resident_set.heap
+        is_building = heap is not None and heap.build_some()
         self._release_passed(now_s)
         decision = (
             self._shrink()
@@ -510,7 +532,7 @@ class PrefetchPlanner:
             or self._unwatch_many(1)
         )
         self._outstanding, self._decided_s = decision, now_s
-        return decision or Idle(self._next_change(now_s))
+        return decision or Idle(now_s if is_building else self._next_change(now_s))
 
     def _next_push(self, now_s: float) -> Push | Drop | None:
         self._waits_for_room = self._is_urgent = False
@@ -729,6 +751,8 @@ class PrefetchPlanner:
             if self._is_balanced and len(entries) and not unit.is_urgent:
                 self._note_planned(tracker, tracker.claimed_end())
             tracker.claim(unit)
+            kept = self.resident_set.resident[unit.entries]
+            self._counters["kept_entries"] += int(np.count_nonzero(kept))
             self.resident_set.claim(unit.entries)
             for position, entry in unit.markers:
                 if self.watches.add(entry, tracker.stream.name, position):
@@ -844,7 +868,8 @@ class PrefetchPlanner:
     def _compute_share(self) -> int:
         """Each stream's share of the budget in bytes."""
         if not self._share_bytes:
-            self._share_bytes = max(self._contents_bytes() // max(self._active_count(), 1), 1)
+            shared_bytes = int(self._contents_bytes() * self._ahead_part)
+            self._share_bytes = max(shared_bytes // max(self._active_count(), 1), 1)
             for tracker in self._trackers.values():
                 tracker.give_share(self._share_bytes)
         return self._share_bytes
@@ -917,11 +942,28 @@ class PrefetchPlanner:
                 self.withdraw(name)
                 continue
             epochs_before = tracker.stream.epochs
-            self._release(tracker, tracker.pass_floor(), behind=True)
+            passed = tracker.pass_floor()
+            self._note_accesses(passed)
+            self._release(tracker, passed, behind=True)
             if tracker.stream.epochs != epochs_before:
                 self._share_bytes = 0
                 if not tracker.stream.epochs:
                     self._finished[name] = None
+
+    def _note_accesses(self, passed: Entries) -> None:
+        """Readers have read these entries: divide the memory anew (see "Importance" above)."""
+        heap = self.resident_set.heap
+        if not self._keeps_important or heap is None or not len(passed):
+            return
+        high = int(np.count_nonzero(heap.is_high(passed)))
+        self._high_passed += high
+        self._low_passed += len(passed) - high
+        if self._high_passed + self._low_passed > ACCESSES_MAX:
+            self._high_passed /= 2
+            self._low_passed /= 2
+        part = max(self._low_passed / (self._high_passed + self._low_passed), AHEAD_PART_MIN)
+        if abs(part - self._ahead_part) > AHEAD_PART_STEP:
+            self._ahead_part, self._share_bytes = part, 0
 
     def _tracker(self, name: str) -> StreamTracker:
         if name not in self._trackers:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
+from ...cache.importance import ImportanceHeap, check_importances
 from ...orders.plan import NO_ENTRIES, Entries
 from .units import PAGE_BYTES, Columns
 
@@ -50,7 +51,8 @@ class ResidentSet:
         # When a READ last brought each, and `LATELY_S` on top: 0 is long ago.
         self._read_s = np.zeros(count, np.float32)
         self._leaving: Mask = np.zeros(count, np.bool_)  # by `victims`, not dropped yet
-        self._value: npt.NDArray[np.float32] | None = None  # set by programs; None: all 0
+        # Of unclaimed resident entries that are not leaving; None: nothing is known of importance.
+        self.heap: ImportanceHeap | None = None
         self._passed: deque[Entries] = deque()  # by readers, and unclaimed then; oldest first
         self._passed_count = 0  # of entries in it
         self._ranked = NO_ENTRIES  # the next victims, when there are none in `_passed`
@@ -66,9 +68,10 @@ class ResidentSet:
         )
         self.pushed_s[entries] = old.pushed_s[before]
         self._read_s[entries] = old._read_s[before]
-        if old._value is not None:
-            self._value = np.zeros(self._count, np.float32)
-            self._value[entries] = old._value[before]
+        if old.heap is not None:
+            self.set_importances(
+                entries.astype(np.uint32), old.heap.importance(before.astype(np.uint32))
+            )
 
     def bytes_of(self, entries: Entries) -> int:
         """The bytes that these entries take. None may be named twice."""
@@ -83,7 +86,7 @@ class ResidentSet:
         new = self.missing(entries)
         self.resident[new] = True
         self.bytes += self.bytes_of(new)
-        self.unclaimed_bytes += self.bytes_of(new[self.claims[new] == 0])
+        self._free(new[self.claims[new] == 0])
 
     def note_read(self, entry: int, at_s: float) -> None:
         """Note that a READ has brought an entry's content into the page cache."""
@@ -105,12 +108,12 @@ class ResidentSet:
         removed = entries[self.resident[entries]]
         self.resident[removed] = False
         self.bytes -= self.bytes_of(removed)
-        self.unclaimed_bytes -= self.bytes_of(removed[self.claims[removed] == 0])
+        self._take(removed[self.claims[removed] == 0])
 
     def claim(self, entries: Entries) -> None:
         """Add a claim for each time that an entry is named."""
         first_claimed = np.unique(entries[(self.claims[entries] == 0) & self.resident[entries]])
-        self.unclaimed_bytes -= self.bytes_of(first_claimed)
+        self._take(first_claimed)
         np.add.at(self.claims, entries.astype(np.intp), _ONE)
 
     def unclaim(self, entries: Entries, *, passed: bool) -> None:
@@ -120,7 +123,7 @@ class ResidentSet:
             return
         np.subtract.at(self.claims, entries.astype(np.intp), _ONE)
         free = entries[(self.claims[entries] == 0) & self.resident[entries]]
-        self.unclaimed_bytes += self.bytes_of(np.unique(free))
+        self._free(np.unique(free))
         if not passed or not len(free):
             return
         if self._passed_count > 2 * self._count:
@@ -131,19 +134,36 @@ class ResidentSet:
             self._passed.append(free[start : start + PIECE_ENTRIES])
         self._passed_count += len(free)
 
-    def set_value(self, entries: Entries, importance: float) -> None:
-        """Set the value of entries, by which unclaimed ones are kept longer; 0 if never set."""
-        if self._value is None:
-            self._value = np.zeros(self._count, np.float32)
-        self._value[entries] = importance
-        self._ranked = NO_ENTRIES
+    def set_importances(
+        self, entries: Entries, values: npt.NDArray[np.float32], *, more: bool = False
+    ) -> None:
+        """Set the importance of entries, by which unclaimed ones are kept longer; 0 if never set.
+        `more`: others follow. Raises UsageError for NaN, infinite and negative numbers."""
+        check_importances(values)
+        if self.heap is None:
+            self.heap = ImportanceHeap(self._count)
+            free = self.resident & (self.claims == 0) & ~self._leaving
+            self.heap.insert(np.flatnonzero(free).astype(np.uint32))
+        self.heap.set_importances(entries, values, more=more)
+
+    def _free(self, entries: Entries) -> None:
+        """These resident entries have no claims (any more)."""
+        self.unclaimed_bytes += self.bytes_of(entries)
+        if self.heap is not None:
+            self.heap.insert(entries[~self._leaving[entries]])
+
+    def _take(self, entries: Entries) -> None:
+        """These entries without claims get some, or are not resident any more."""
+        self.unclaimed_bytes -= self.bytes_of(entries)
+        if self.heap is not None:
+            self.heap.remove(entries)
 
     def victims(self, need_bytes: int, next_use: NextUse) -> Entries:
         """Unclaimed entries to drop, of at least `need_bytes` if there are as many. The caller then
         reports `victims_dropped`.
 
-        Entries without a value that readers have passed come first, oldest first; then the least
-        valuable, and of equal value those that will be read last.
+        Entries of the importance 0 come first: those that readers have passed, oldest first, then
+        those that will be read last. Then come the least important.
         """
         victims = [NO_ENTRIES]
         while need_bytes > 0 and self.unclaimed_bytes > 0:
@@ -151,6 +171,8 @@ class ResidentSet:
             if piece is None:
                 break
             self._leaving[piece] = True
+            if self.heap is not None:
+                self.heap.remove(piece)
             victims.append(piece)
             need_bytes -= self.bytes_of(piece)
         return np.concatenate(victims)
@@ -165,26 +187,31 @@ class ResidentSet:
             piece = self._passed.popleft()
             self._passed_count -= len(piece)
             piece = piece[self._evictable(piece)]
-            if self._value is not None:
-                piece = piece[self._value[piece] <= 0]
+            if self.heap is not None:
+                piece = piece[self.heap.importance(piece) == 0]
             if len(piece):
                 return np.unique(piece)
-        for _ in range(2):
+        heap = self.heap
+        for _ in range(2 if heap is None or heap.zero_count else 0):
             while len(self._ranked):
                 piece, self._ranked = np.split(self._ranked, [PIECE_ENTRIES])
                 piece = piece[self._evictable(piece)]
+                if heap is not None:
+                    piece = piece[heap.importance(piece) == 0]
                 if len(piece):
                     return piece
             self._ranked = self._rank(next_use)
-        return None
+        least = NO_ENTRIES if heap is None else heap.least(PIECE_ENTRIES)
+        return least if len(least) else None
 
     def _evictable(self, entries: Entries) -> Mask:
         free: Mask = self.resident[entries] & (self.claims[entries] == 0) & ~self._leaving[entries]
         return free
 
     def _rank(self, next_use: NextUse) -> Entries:
-        """All entries that may be dropped, the first to be dropped first."""
+        """All entries of the importance 0 that may be dropped, the first to be dropped first."""
         evictable = np.flatnonzero(self.resident & (self.claims == 0) & ~self._leaving)
         entries = evictable.astype(np.uint32)
-        value = np.zeros(len(entries)) if self._value is None else self._value[entries]
-        return entries[np.lexsort((-next_use(entries), value))]
+        if self.heap is not None:
+            entries = entries[self.heap.importance(entries) == 0]
+        return entries[np.argsort(-next_use(entries), kind="stable")]

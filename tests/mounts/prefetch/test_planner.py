@@ -288,7 +288,7 @@ def test_the_least_valuable_are_dropped_first() -> None:
     machine.run_until_idle()
     precious = np.arange(512, 1_536)
     assert machine.planner.resident(precious).all()
-    machine.planner.value(precious, 2.0)
+    machine.planner.set_importances(precious, np.full(len(precious), 2, np.float32))
     machine.planner.announce(stream("a", list(range(N - 1_024, N))), machine.now_s)
     machine.run_until_idle()
     assert machine.planner.resident(precious).all()
@@ -363,7 +363,9 @@ def test_a_change_of_the_plan_that_is_refused_changes_nothing() -> None:
         lambda: planner.replace("a", Epoch(3, np.array([1]))),
         lambda: planner.replace("a", Epoch(0, np.array([N]))),
         lambda: planner.withdraw("b"),
-        lambda: planner.value(1, float("nan")),
+        lambda: planner.set_importances([1], np.array([np.nan], np.float32)),
+        lambda: planner.set_importances([1], np.array([-1], np.float32)),
+        lambda: planner.set_importances([N], np.array([1], np.float32)),
         lambda: planner.forgotten([-1]),
     ]
     for wrong in wrongs:

@@ -32,6 +32,7 @@ _KNOWN = frozenset(
         ("timm.data.distributed_sampler", "OrderedDistributedSampler"),
         ("timm.data.distributed_sampler", "RepeatAugSampler"),
         ("diesel_fs.torch.sampler", "ChunkShuffleSampler"),
+        ("diesel_fs.torch.importance", "ImportanceSampler"),
         ("torchdata.stateful_dataloader.sampler", "RandomSampler"),
         ("torchdata.stateful_dataloader.sampler", "BatchSampler"),
         ("torchdata.stateful_dataloader.sampler", "StatefulDistributedSampler"),
@@ -206,6 +207,8 @@ def _can_go_on(twin: object, *, global_generator_too: bool) -> bool:
     whatever the program draws until then (`BetweenEpochs`).
     """
     name = type(twin).__name__
+    if name == "ImportanceSampler":  # it draws by what this epoch will measure
+        return False
     if name in DRAWS and getattr(twin, "generator", None) is None and not global_generator_too:
         return False
     if name in _COUNT_EPOCHS:

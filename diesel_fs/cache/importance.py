@@ -1,0 +1,166 @@
+"""`ImportanceHeap`: which entries of a full cache go first, by the importance that training gives
+them (iCache, HPCA 2023, section III-B).
+
+iCache keeps a min-heap of the cached samples, and when importance has changed it fills a second one
+in the shadow while the first one serves. Here a heap is columns instead of objects. An entry's
+**level** is the upper half of its importance as a float of 4 bytes, whose bits are in the order of
+the numbers: importances that differ by more than a 128th have different levels. All entries are
+sorted by level once (a radix sort, in blocks of a million), and a count of cached entries for each
+level says where the least important ones are. So an insertion is a count, and nothing moves.
+
+New importances are a second table of levels, the **shadow**. It is sorted block by block
+(`build_some`), while the first table serves, and then takes its place. A cache of n entries takes 7
+bytes for each, 13 while there are two tables.
+
+Pure. Used by one thread.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import UsageError
+
+Entries = npt.NDArray[np.uint32]
+Mask = npt.NDArray[np.bool_]
+_Levels = npt.NDArray[np.uint16]
+
+LEVELS = 1 << 15
+"""How many levels there are: numbers that are not negative have 15 bits in their upper half."""
+
+BLOCK_ENTRIES = 1 << 20
+"""Entries that are sorted at once: some 10 ms."""
+
+_ONE = np.int64(1)  # of the counts' type: else `ufunc.at` is twenty times as slow
+
+
+@dataclass(slots=True)
+class _Table:
+    """Levels, and the entries of each level, in blocks as far as they are sorted."""
+
+    levels: _Levels
+    orders: list[Entries] = field(default_factory=list)
+    starts: list[npt.NDArray[np.int32]] = field(default_factory=list)
+
+    @property
+    def is_sorted(self) -> bool:
+        return len(self.orders) * BLOCK_ENTRIES >= len(self.levels)
+
+    def sort_block(self) -> None:
+        """Sort the next block."""
+        first = len(self.orders) * BLOCK_ENTRIES
+        levels = self.levels[first : first + BLOCK_ENTRIES]
+        order = np.argsort(levels, kind="stable").astype(np.uint32)
+        ends = np.cumsum(np.bincount(levels, minlength=LEVELS))
+        self.orders.append(order + np.uint32(first))
+        self.starts.append(np.concatenate(([0], ends)).astype(np.int32))
+
+    def entries_of(self, levels: npt.NDArray[np.int64]) -> Entries:
+        """All entries of these levels, the lowest first in each block."""
+        found = []
+        for order, starts in zip(self.orders, self.starts, strict=True):
+            counts = starts[levels + 1] - starts[levels]
+            ends = np.cumsum(counts)
+            shift = np.repeat(starts[levels] - (ends - counts), counts)
+            found.append(order[np.arange(len(shift)) + shift])
+        return np.concatenate(found)
+
+
+def check_importances(values: npt.NDArray[np.float32]) -> None:
+    """Raises UsageError for importances that are NaN, infinite or negative."""
+    bad = np.flatnonzero(~np.isfinite(values) | (values < 0))
+    if len(bad):
+        raise UsageError(
+            f"bad importance {values[bad[0]]}: it is a finite number, and not negative"
+        )
+
+
+class ImportanceHeap:
+    """The entries of a cache that may be given up, by importance (see the module)."""
+
+    def __init__(self, count: int) -> None:
+        """For entries 0 to `count` - 1. At first all have the importance 0, and none is in."""
+        self._in: Mask = np.zeros(count, np.bool_)
+        self._table = _Table(np.zeros(count, np.uint16))
+        while not self._table.is_sorted:
+            self._table.sort_block()
+        self._shadow: _Table | None = None
+        self._is_told = True  # the shadow has all that it will be told
+        self._counts = np.zeros(LEVELS, np.int64)  # of entries that are in, by level
+        self._high_level = 0  # entries above it are of high importance
+
+    def set_importances(
+        self, entries: Entries, values: npt.NDArray[np.float32], *, more: bool = False
+    ) -> None:
+        """Set the importance of entries; the others keep theirs. It counts once `build_some` has
+        returned False. `more`: other entries follow, and nothing is built before. Raises UsageError
+        for NaN, infinite and negative numbers, and then nothing has changed."""
+        check_importances(values)
+        levels = (self._shadow or self._table).levels
+        if self._shadow is None or self._shadow.orders:
+            self._shadow = _Table(levels.copy())
+        self._shadow.levels[entries] = (values + np.float32(0)).view(np.uint32) >> 16  # no -0
+        self._is_told = not more
+
+    def build_some(self) -> bool:
+        """Do a part of the work that new importances make, some 10 ms. False where none is left."""
+        shadow = self._shadow
+        if shadow is None or not self._is_told:
+            return False
+        if not shadow.is_sorted:
+            shadow.sort_block()
+            return True
+        self._table, self._shadow = shadow, None
+        self._counts = np.bincount(shadow.levels[self._in], minlength=LEVELS)
+        self._high_level = self._mean_level()
+        return False
+
+    def importance(self, entries: Entries) -> npt.NDArray[np.float32]:
+        """The importance of entries, a 128th less at most."""
+        return (self._table.levels[entries].astype(np.uint32) << 16).view(np.float32)
+
+    def is_high(self, entries: Entries) -> Mask:
+        """Which entries are of more importance than the mean of all that are above 0."""
+        found: Mask = self._table.levels[entries] > self._high_level
+        return found
+
+    def insert(self, entries: Entries) -> None:
+        """These entries may be given up from now on. Those that are in already are ignored, and
+        none may be named twice."""
+        new = entries[~self._in[entries]]
+        self._in[new] = True
+        np.add.at(self._counts, self._table.levels[new], _ONE)
+
+    def remove(self, entries: Entries) -> None:
+        """These entries may not be given up any more. Those that are not in are ignored, and none
+        may be named twice."""
+        old = entries[self._in[entries]]
+        self._in[old] = False
+        np.subtract.at(self._counts, self._table.levels[old], _ONE)
+
+    @property
+    def zero_count(self) -> int:
+        """How many entries of the importance 0 are in."""
+        return int(self._counts[0])
+
+    def least(self, count: int) -> Entries:
+        """At most `count` of the entries that are in, the least important first; among those of a
+        level, the lowest number first. They stay in."""
+        levels = np.flatnonzero(self._counts)
+        enough = int(np.searchsorted(np.cumsum(self._counts[levels]), count)) + 1
+        entries = self._table.entries_of(levels[:enough])
+        entries = entries[self._in[entries]]
+        order = np.argsort(self._table.levels[entries], kind="stable")
+        return entries[order[:count]]
+
+    def _mean_level(self) -> int:
+        """The level of the mean importance of all entries above 0."""
+        counts = np.bincount(self._table.levels, minlength=LEVELS)
+        counts[0] = 0
+        if not counts.any():
+            return 0
+        middles = (np.arange(LEVELS, dtype=np.uint32) << 16 | 0x8000).view(np.float32)
+        is_number = np.isfinite(middles)
+        mean = np.average(middles[is_number].astype(np.float64), weights=counts[is_number])
+        return int(np.float32(mean).view(np.uint32) >> 16)

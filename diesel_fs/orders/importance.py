@@ -1,0 +1,177 @@
+"""Draws which samples an epoch trains on, by their importance, and corrects for the draw.
+
+**I/O-oriented importance sampling** (iCache, HPCA 2023, section III-A): the samples of an epoch are
+drawn before it begins, from values that earlier epochs have left, so what is not drawn is not read
+either. The rule is that of Selective-Backprop (Jiang et al., "Accelerating Deep Learning by
+Focusing on the Biggest Losers", arXiv 1910.00762, section 3), which iCache names as its source. A
+sample whose value is greater than that of a share c of all samples is drawn with this probability:
+
+    p = floor + (1 - floor) * c ** beta
+
+The source compares a loss with the last 1,024 losses; here the whole table is at hand. It also
+takes the greater of floor and c ** beta, of which this is a smooth form. The mean of c ** beta is
+1 / (1 + beta), so beta follows from the share of the samples that an epoch is to have. That does
+not depend on the values: an epoch's length is known before its draw.
+
+**The draw** takes each sample at most once, with exactly its probability, and always equally many
+samples (systematic sampling; Madow, Annals of Mathematical Statistics 20, 1949): the samples are
+laid out in random order, each with the length p, and every mark at u, u + 1, u + 2, ... takes the
+sample that it falls on.
+
+**Weights.** A mean over the drawn samples prefers those of high value. Multiplied by `share / p`,
+each sample's term counts in the mean, over many draws, as often as in an epoch of all samples.
+
+**Substitution** (iCache, section III-C): a drawn sample of low importance that is not in a cache
+may be replaced by one that is, and that the epoch has not drawn.
+
+All numbers are drawn by the generator of `shuffle.py`, so the same table gives the same draw on
+every machine and with every version of numpy. Pure; safe from any thread.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import UsageError
+from ..format.snapshot.reader import Indices
+from .shuffle import random_keys
+
+Values = npt.NDArray[np.float32]
+"""The importance of n samples; NaN: not known yet. Others are finite and not negative."""
+
+Mask = npt.NDArray[np.bool_]
+
+SHARE_DEFAULT = 0.5
+"""That of Selective-Backprop's rule with the exponent 1. (The authors' scripts have the exponent 3,
+a quarter of the samples, and train for more epochs.)"""
+
+_CHANCE_STEPS = 1 << 20
+"""Probabilities are multiples of this part: processors raise to a power with other last digits."""
+_MARK = 1 << 32  # a length of 1 in whole numbers: sums of them are exact
+_TIES, _PLACES, _MARKS, _REPLACED, _REPLACING = range(11, 16)  # domains of the generator
+
+
+@dataclass(frozen=True, slots=True)
+class DrawRule:
+    """How likely samples are drawn (see the module).
+
+    `share`: of the samples that an epoch has, above 0 and at most 1. `floor`: the least probability
+    of a sample, from 0 to `share`. Raises UsageError for others.
+    """
+
+    share: float = SHARE_DEFAULT
+    floor: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share <= 1:
+            raise UsageError(f"bad share {self.share}: it is above 0 and at most 1")
+        if not 0 <= self.floor <= self.share:
+            raise UsageError(
+                f"bad floor {self.floor}: it is at least 0 and at most the share {self.share:g}"
+            )
+
+    def length(self, samples: int) -> int:
+        """How many of so many samples an epoch has: at least one, where there is any."""
+        return min(max(round(self.share * samples), 1), samples)
+
+    def probabilities(self, values: Values, seed: int, epoch: int) -> npt.NDArray[np.float32]:
+        """The probability of each sample, as numbers whose sum is `length` but for rounding.
+
+        Samples without a value count as the most important. Equal values are put into a random
+        order, which depends on seed and epoch. Raises UsageError for these out of range.
+        """
+        count = len(values)
+        if not count:
+            return np.empty(0, np.float32)
+        length = self.length(count)
+        share = length / count  # of few samples it is not quite `self.share`
+        if share == 1 or share <= self.floor or self.floor == self.share:
+            return np.full(count, share, np.float32)
+        order = _by_value(values, seed, epoch)
+        beta = (1 - self.floor) / (share - self.floor) - 1
+        curve = ((np.arange(count) + 0.5) / count) ** beta
+        # The sum of a curve over so many points is not quite its integral.
+        curve *= (length - self.floor * count) / float(curve.sum())
+        found = np.empty(count, np.float32)
+        steps = np.rint((self.floor + curve) * _CHANCE_STEPS)
+        found[order] = np.clip(steps, 1, _CHANCE_STEPS) / _CHANCE_STEPS
+        return found
+
+    def draw(self, probabilities: npt.NDArray[np.float32], seed: int, epoch: int) -> Indices:
+        """The samples that are drawn, ascending: `length` of them, each at most once. Raises
+        UsageError for a seed or epoch out of range."""
+        count = len(probabilities)
+        length = self.length(count)
+        if length == count:
+            return np.arange(count)
+        places = _permutation(_PLACES, count, seed, epoch)
+        lengths = np.rint(probabilities[places].astype(np.float64) * _MARK).astype(np.int64)
+        ends = _stretched(np.cumsum(lengths), length * _MARK)
+        first = int(random_keys(_MARKS, 1, seed, epoch)[0] >> np.uint64(32))
+        marks = first + np.arange(length) * _MARK
+        # A sample of the length 1 may end where the next mark stands: then it has one all the same.
+        taken = np.searchsorted(ends, marks, side="right")
+        return np.sort(places[np.minimum(_distinct(taken), count - 1)])
+
+
+def weights(probabilities: npt.NDArray[np.float32], share: float) -> npt.NDArray[np.float32]:
+    """What the terms of drawn samples are multiplied by, for an unbiased mean (see the module)."""
+    return (share / np.maximum(probabilities, np.finfo(np.float32).tiny)).astype(np.float32)
+
+
+def substituted(
+    drawn: Indices, is_low: Mask, is_cached: Mask, may_replace: Mask, seed: int, epoch: int
+) -> tuple[Indices, Indices]:
+    """Which of the drawn samples are replaced, as places in `drawn`, and by which samples.
+
+    The masks have a value for each of the n samples: those of low importance, those in the cache,
+    and those that may replace others, if they are in the cache and not drawn. As many are replaced
+    as there are others for; which ones, and by which, is random.
+    """
+    missed = np.flatnonzero(is_low[drawn] & ~is_cached[drawn])
+    is_free = may_replace & is_cached
+    is_free[drawn] = False
+    free = np.flatnonzero(is_free)
+    count = min(len(missed), len(free))
+    places = missed[_permutation(_REPLACED, len(missed), seed, epoch)[:count]]
+    return places, free[_permutation(_REPLACING, len(free), seed, epoch)[:count]]
+
+
+def is_low(probabilities: npt.NDArray[np.float32]) -> Mask:
+    """Which samples are of low importance: those drawn less often than the mean of all."""
+    low: Mask = probabilities < probabilities.mean(dtype=np.float64)
+    return low
+
+
+def _by_value(values: Values, seed: int, epoch: int) -> Indices:
+    """The samples by rising values; those without a value last, and equal ones at random."""
+    mixed = _permutation(_TIES, len(values), seed, epoch)
+    # The bits of numbers that are not negative are in the order of the numbers.
+    bits = np.where(np.isnan(values), np.float32(np.inf), values)[mixed].view(np.uint32)
+    keys = bits.astype(np.uint64) << np.uint64(32) | np.arange(len(mixed), dtype=np.uint64)
+    keys.sort()
+    return mixed[(keys & np.uint64(0xFFFFFFFF)).astype(np.int64)]
+
+
+def _permutation(domain: int, count: int, seed: int, epoch: int) -> Indices:
+    """The numbers below `count` in random order. (Keys that are all different have one order,
+    whatever the sorting does; and to sort them takes a tenth of an argsort.)"""
+    bits = np.uint64(max(count - 1, 1).bit_length())
+    keys = random_keys(domain, count, seed, epoch) >> bits << bits
+    keys |= np.arange(count, dtype=np.uint64)
+    keys.sort()
+    return (keys & ((np.uint64(1) << bits) - np.uint64(1))).astype(np.int64)
+
+
+def _stretched(ends: Indices, total: int) -> Indices:
+    """Ends of lengths whose sum shall be `total`, but is a little off by rounding."""
+    off = total - int(ends[-1])
+    count = len(ends)
+    return ends + (np.arange(1, count + 1) * off) // count
+
+
+def _distinct(taken: Indices) -> Indices:
+    """Rising places, each at least one greater than that before it."""
+    steps = np.arange(len(taken))
+    return np.maximum.accumulate(taken - steps) + steps

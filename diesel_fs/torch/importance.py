@@ -1,0 +1,535 @@
+"""`ImportanceSampler`: trains on what matters more often, and on the rest less often.
+
+It is the I/O-oriented importance sampling of iCache (HPCA 2023, section III-A), on the rule of
+Selective-Backprop; `orders/importance.py` has both, and the draw. Which samples an epoch reads is
+drawn when it begins, from what the training loop has reported with `update` in earlier epochs. The
+draw is announced to the mount as any other order, and the importance of all samples is told to it,
+so that it keeps the important ones in memory (`--evict importance`).
+
+**One table for all ranks.** What a rank reports during an epoch stays with it until the next epoch
+begins; then the ranks exchange it (`torch.distributed`), so all of them draw from the same table,
+and an epoch can be drawn again in its middle. Not safe for concurrent use.
+"""
+
+import logging
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed
+from torch.nn.functional import one_hot
+from torch.utils.data import DataLoader
+
+from ..errors import ConflictError, DieselError, UsageError
+from ..format.snapshot.reader import Indices
+from ..mounts.plans.control import Control, explicit
+from ..orders.importance import (
+    SHARE_DEFAULT,
+    DrawRule,
+    Values,
+    is_low,
+    substituted,
+    weights,
+)
+from ..orders.shuffle import GROUP_SIZE_DEFAULT, check_number
+from .hook.diesel_hook import has_joined
+from .sampler import ChunkShuffleSampler, Place
+
+log = logging.getLogger("diesel.torch")
+
+WARM_UP_DEFAULT = 1
+"""Epochs of all samples before the first draw, as in the scripts of Selective-Backprop."""
+
+_PENDING_MAX = 1 << 16
+"""Values that wait on their device until they are copied at once: a copy waits for the device."""
+
+_Batch = TypeVar("_Batch", covariant=True)
+Numbers: TypeAlias = "torch.Tensor | npt.NDArray[np.int64] | Sequence[int]"
+"""Indices of samples."""
+
+
+class Importance(ABC):
+    """What a training step says about how much each sample of its batch matters.
+
+    An instance is given to `ImportanceSampler`. Write your own by one method.
+    """
+
+    @abstractmethod
+    def measure(
+        self,
+        losses: torch.Tensor,
+        outputs: torch.Tensor | None,
+        targets: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """One number for each sample, on any device: the greater, the more it matters.
+
+        `losses` has the shape (batch,); `outputs` and `targets` are what the caller of `update`
+        gave, batch first. Only the order of the numbers counts. Those that are negative, infinite
+        or NaN are ignored: such a sample keeps the value that it had. Called without gradients.
+        Raises UsageError where something is missing.
+        """
+
+
+class Loss(Importance):
+    """The loss of a sample: what iCache and Selective-Backprop use."""
+
+    def measure(
+        self,
+        losses: torch.Tensor,
+        outputs: torch.Tensor | None,
+        targets: torch.Tensor | None,
+    ) -> torch.Tensor:
+        return losses
+
+
+class GradientNorm(Importance):
+    """The norm of the gradient of a sample's cross entropy with respect to the network's outputs.
+
+    It bounds the gradient of all weights but for a factor that all samples share (Katharopoulos and
+    Fleuret, "Not All Samples Are Created Equal", ICML 2018, section 3.2). `outputs` has the shape
+    (batch, classes), before the softmax; `targets` has classes, of the shape (batch,), or their
+    probabilities, of the shape of `outputs`.
+    """
+
+    def measure(
+        self,
+        losses: torch.Tensor,
+        outputs: torch.Tensor | None,
+        targets: torch.Tensor | None,
+    ) -> torch.Tensor:
+        if outputs is None or targets is None or outputs.ndim != 2:
+            raise UsageError(
+                "the gradient norm needs outputs of the shape (batch, classes), and targets",
+                advice="call update(indices, losses, outputs, targets)",
+            )
+        if targets.ndim == 1:
+            targets = one_hot(targets, outputs.shape[1])
+        return torch.linalg.vector_norm(outputs.float().softmax(1) - targets.float(), dim=1)
+
+
+class _Table:
+    """The importance of n samples, as the ranks have agreed on it, and what this rank has reported
+    since."""
+
+    def __init__(self, samples: int, importance: Importance) -> None:
+        self.agreed: Values = np.full(samples, np.nan, np.float32)
+        self.agreed_for = -1
+        """The epoch that is drawn by `agreed`."""
+        self.reported: Values = np.full(samples, np.nan, np.float32)
+        self.ignored = 0
+        """How many reports were no finite numbers, or negative."""
+        self._importance = importance
+        self._indices: list[Numbers] = []
+        self._values: list[torch.Tensor] = []
+        self._pending = 0
+
+    def report(
+        self,
+        indices: Numbers,
+        losses: torch.Tensor,
+        outputs: torch.Tensor | None,
+        targets: torch.Tensor | None,
+    ) -> None:
+        """Take note of a batch. Waits for no device but once in 65,536 samples. Raises
+        UsageError."""
+        if losses.ndim != 1 or len(losses) != len(indices):
+            raise UsageError(
+                f"losses have the shape {tuple(losses.shape)}, for {len(indices)} samples",
+                advice='give one loss for each sample: the criterion takes reduction="none"',
+            )
+        with torch.no_grad():
+            values = self._importance.measure(losses, outputs, targets).detach()
+            if values.shape != losses.shape:
+                raise UsageError(
+                    f"{type(self._importance).__name__} gives the shape {tuple(values.shape)}"
+                    f" for {len(indices)} samples"
+                )
+            if self._values and self._values[0].device != values.device:
+                self.settle_pending()
+            # A copy: the loop may go on to change the losses where they lie.
+            self._values.append(values.to(torch.float32, copy=True))
+        self._indices.append(indices)
+        self._pending += len(indices)
+        if self._pending >= _PENDING_MAX:
+            self.settle_pending()
+
+    def forget_pending(self) -> None:
+        """Forget what waits: a state was loaded."""
+        self._indices, self._values, self._pending = [], [], 0
+
+    def settle_pending(self) -> None:
+        """Copy what waits on its device. Raises UsageError for samples that there are not."""
+        if not self._pending:
+            return
+        given, values = self._indices, torch.cat(self._values).cpu().numpy()
+        self.forget_pending()
+        indices = np.concatenate([_as_row(each) for each in given])
+        samples = len(self.agreed)
+        if not 0 <= int(indices.min()) <= int(indices.max()) < samples:
+            wrong = indices[(indices < 0) | (indices >= samples)][0]
+            raise UsageError(f"update was called for a sample {wrong}; there are {samples}")
+        is_good = np.isfinite(values) & (values >= 0)
+        self.ignored += int(len(values) - np.count_nonzero(is_good))
+        self.reported[indices[is_good]] = values[is_good]
+
+    def agree(self, epoch: int, world: int) -> None:
+        """All ranks take over what each has reported, and forget it. Called by all at once."""
+        self.settle_pending()
+        self.agreed_for = epoch
+        indices = np.flatnonzero(~np.isnan(self.reported))
+        values = self.reported[indices]
+        if world > 1:
+            indices, values = _gathered(indices, values, world)
+        # New arrays, since states hold the old ones. Of equal indices the last counts everywhere.
+        self.agreed = self.agreed.copy()
+        self.agreed[indices] = values
+        self.reported = np.full(len(self.agreed), np.nan, np.float32)
+
+
+@dataclass(slots=True)
+class _Draw:
+    """What was drawn for an epoch."""
+
+    epoch: int
+    probabilities: npt.NDArray[np.float32]
+    samples: Indices
+    replaced: tuple[Indices, Indices] | None = None
+    """Samples of this rank that are substituted, and by which; None: not yet decided."""
+
+
+class ImportanceSampler(ChunkShuffleSampler):
+    """Gives a share of a dataset's samples in each epoch, the important ones more often.
+
+        sampler = ImportanceSampler(data)
+        loader = DataLoader(data, batch_size=256, sampler=sampler)
+        for epoch in range(90):
+            sampler.set_epoch(epoch)
+            for indices, (images, targets) in sampler.enumerate(loader):
+                losses = cross_entropy(model(images), targets, reduction="none")
+                sampler.update(indices, losses)
+                losses.mean().backward()
+
+    `dataset`, `rank`, `world`, `seed`, `group_size` and `drop_last` are those of
+    `ChunkShuffleSampler`: an epoch's samples come in chunk-wise random order, each at most once.
+
+    `share` is the part of the samples that an epoch has, `floor` the least probability of a sample;
+    `orders/importance.py` has the rule. The defaults, half of the samples and no floor, are those
+    of Selective-Backprop's rule with the exponent 1 (Jiang et al. 2019), since iCache gives none.
+    The first `warm_up` epochs have all samples. `importance` says what is measured (`Loss()` unless
+    given).
+
+    `substitute` lets a drawn sample of low importance that is not in the mount's memory be replaced
+    by another one of low importance that is, and that the epoch has not drawn (iCache, section
+    III-C). It changes what is trained on, and only helps on a mount. `substituted` counts them.
+
+    `set_epoch` must be called: an epoch has one draw. Where torch.distributed has as many ranks as
+    `world`, all of them must begin each epoch, since they exchange what they have measured then.
+    """
+
+    def __init__(
+        self,
+        dataset: object,
+        *,
+        share: float = SHARE_DEFAULT,
+        floor: float = 0.0,
+        warm_up: int = WARM_UP_DEFAULT,
+        importance: Importance | None = None,
+        substitute: bool = False,
+        rank: int | None = None,
+        world: int | None = None,
+        seed: int = 0,
+        group_size: int = GROUP_SIZE_DEFAULT,
+        drop_last: bool = False,
+    ) -> None:
+        """Raises as `ChunkShuffleSampler`, and UsageError for a bad share, floor or warm-up."""
+        super().__init__(
+            dataset, rank=rank, world=world, seed=seed, group_size=group_size, drop_last=drop_last
+        )
+        check_number("warm_up", warm_up)
+        self.rule = DrawRule(share, floor)
+        self.warm_up = int(warm_up)
+        self.substitute = substitute
+        self._table = _Table(len(self._files), importance or Loss())
+        # One list for all copies: the hook of `dlcmd run` draws with a copy before we do.
+        self._draws: list[_Draw] = []
+        self._said: list[str] = []
+
+    @property
+    def importance(self) -> Values:
+        """The importance of each sample, as all ranks knew it when the epoch began; NaN: not known.
+        A copy."""
+        return self._table.agreed.copy()
+
+    @property
+    def ignored(self) -> int:
+        """How many reports were ignored, since they were no finite numbers or negative."""
+        return self._table.ignored
+
+    @property
+    def substituted(self) -> int:
+        """How many samples of this rank were replaced by others in the epoch that began last."""
+        replaced = self._draws[0].replaced if self._draws else None
+        return 0 if replaced is None else len(replaced[0])
+
+    def update(
+        self,
+        indices: Numbers,
+        losses: torch.Tensor,
+        outputs: torch.Tensor | None = None,
+        targets: torch.Tensor | None = None,
+    ) -> None:
+        """Report a batch: the indices of its samples in the dataset, and their losses, of the shape
+        (batch,), on any device. Later draws use it.
+
+        `outputs` and `targets` are needed by some kinds of importance. Raises UsageError where
+        shapes do not fit; an index that does not exist may also be found later.
+        """
+        self._table.report(indices, losses, outputs, targets)
+
+    def weights(self, indices: Numbers, device: torch.device | str = "cpu") -> torch.Tensor:
+        """What to multiply the losses of these samples by, so that their mean is, over many draws,
+        that of all samples. One number for each; all are 1 in warm-up epochs.
+
+        Rare samples get great weights: with a floor of f none is above share / f. Raises UsageError
+        before the epoch has begun.
+        """
+        if not self._draws or self._draws[0].epoch != self.epoch:
+            raise UsageError(f"epoch {self.epoch} has not begun: nothing is drawn for it")
+        drawn = self._draws[0]
+        share = len(drawn.samples) / len(self._files)
+        found = torch.from_numpy(weights(drawn.probabilities[_as_row(indices)], share))
+        return found.to(device, non_blocking=True)
+
+    def enumerate(
+        self, loader: "DataLoader[_Batch]"
+    ) -> Iterator[tuple[npt.NDArray[np.int64], _Batch]]:
+        """The batches of a loader over this sampler, each with the indices of its samples.
+
+        Raises UsageError for a loader of another sampler or without a batch size. Instead, a
+        dataset may give each sample's index itself.
+        """
+        if getattr(loader, "sampler", None) is not self or not loader.batch_size:
+            raise UsageError(
+                "enumerate takes a DataLoader over this sampler that has a batch size",
+                advice="or have the dataset give each sample's index, and call update with it",
+            )
+        batch_size, at = int(loader.batch_size), 0
+        for batch in loader:
+            assert self._last is not None
+            indices = self._last.samples[at : at + batch_size]
+            at += batch_size
+            yield indices, batch
+
+    def state_dict(self, received: int | None = None) -> dict[str, object]:
+        """As `ChunkShuffleSampler.state_dict`, with the importance of the samples.
+
+        It has what this rank has reported since the epoch began. Where every rank loads its own
+        state nothing is lost; where all load that of one, the others' reports of this epoch are.
+        """
+        self._table.settle_pending()
+        state = super().state_dict(received)
+        return {
+            name: value.clone() if isinstance(value, torch.Tensor) else value
+            for name, value in state.items()
+        }
+
+    # What `ChunkShuffleSampler` asks for
+
+    def _count(self, epoch: int) -> int:
+        count = len(self._files)
+        return count if epoch < self.warm_up else self.rule.length(count)
+
+    def _shuffled(self, epoch: int) -> tuple[Indices, Indices]:
+        samples = self._draw(epoch).samples
+        files = self._files.files.subset(samples)
+        sequence, group = files.shuffled(self.seed, epoch, self.group_size)
+        return samples[sequence], group
+
+    def _part(self, place: Place) -> tuple[Indices, Indices]:
+        samples, ends = super()._part(place)
+        if self.substitute:
+            samples = self._substitute(samples, place)
+        if self._files.mount is not None and not has_joined():
+            stream = f"importance:{os.getpid()}:{self.rank}"
+            order = explicit(epoch=place.epoch, entries=self._files.files.entries[samples])
+            self._tell(lambda control: control.announce(stream, [order]))
+        return samples, ends
+
+    def _state(self, place: Place, received: int = 0) -> dict[str, object]:
+        # Torchdata asks for it with each batch, so nothing is copied here.
+        drawn = self._draws[0] if self._draws else None
+        replaced = drawn.replaced if drawn is not None and drawn.epoch == place.epoch else None
+        return {
+            **super()._state(place, received),
+            "share": self.rule.share,
+            "floor": self.rule.floor,
+            "warm_up": self.warm_up,
+            "agreed": torch.from_numpy(self._table.agreed),
+            "agreed_for": self._table.agreed_for,
+            "reported": torch.from_numpy(self._table.reported),
+            "replaced": None if replaced is None else [each.tolist() for each in replaced],
+        }
+
+    def _load(self, state: Mapping[str, object]) -> Place:
+        before = self.rule, self.warm_up
+        count = len(self._files)
+        try:
+            self._check_origin(state)
+            loaded = _LoadedImportance(state, count)
+            self.rule, self.warm_up = loaded.rule, loaded.warm_up
+            place = super()._load(state)
+        except (UsageError, ConflictError):
+            self.rule, self.warm_up = before
+            raise
+        table = self._table
+        table.forget_pending()
+        table.agreed, table.reported = loaded.agreed, loaded.reported
+        table.agreed_for = loaded.agreed_for
+        self._draws.clear()
+        if place.epoch == table.agreed_for:
+            self._draw(place.epoch).replaced = loaded.replaced
+        return place
+
+    # Draws
+
+    def _draw(self, epoch: int) -> _Draw:
+        """What is drawn for an epoch; the ranks agree on the importance before."""
+        if self._draws and self._draws[0].epoch == epoch:
+            return self._draws[0]
+        table, count = self._table, len(self._files)
+        if table.agreed_for != epoch:
+            table.agree(epoch, self.world if _has_ranks(self.world) else 1)
+        if epoch < self.warm_up:
+            drawn = _Draw(epoch, np.ones(count, np.float32), np.arange(count))
+        else:
+            found = self.rule.probabilities(table.agreed, self.seed, epoch)
+            drawn = _Draw(epoch, found, self.rule.draw(found, self.seed, epoch))
+            self._tell_importance(found)
+        self._draws[:] = [drawn]
+        return drawn
+
+    def _substitute(self, samples: Indices, place: Place) -> Indices:
+        """This rank's samples with others in place of some that the mount has not in memory. It is
+        decided once in an epoch."""
+        drawn = self._draw(place.epoch)
+        if drawn.replaced is None:
+            drawn.replaced = np.empty(0, np.int64), np.empty(0, np.int64)
+            if not place.position and not place.deals and place.epoch >= self.warm_up:
+                drawn.replaced = self._substitutes(samples, drawn)
+        old, new = drawn.replaced
+        becomes = np.arange(len(self._files))
+        becomes[old] = new
+        return becomes[samples]
+
+    def _substitutes(self, samples: Indices, drawn: _Draw) -> tuple[Indices, Indices]:
+        """Which samples of this rank are replaced, and by which."""
+        count = len(self._files)
+        is_cached = np.ones(count, np.bool_)  # where nothing is known, nothing is replaced
+
+        def ask(control: Control) -> None:
+            is_cached[:] = control.resident(self._files.files.entries)
+
+        self._tell(ask)
+        may_replace = np.arange(count) % self.world == self.rank  # no sample twice on two ranks
+        may_replace[drawn.samples] = False
+        low = is_low(drawn.probabilities)
+        places, others = substituted(
+            samples, low, is_cached, may_replace & low, self.seed, drawn.epoch
+        )
+        return samples[places], others
+
+    def _tell_importance(self, probabilities: npt.NDArray[np.float32]) -> None:
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # one process of a node is enough
+            entries = self._files.files.entries
+            self._tell(lambda control: control.values(entries, probabilities))
+
+    def _tell(self, what: Callable[[Control], None]) -> None:
+        """Tell the mount something, where the samples lie on one. Training goes on without it."""
+        files, mount = self._files, self._files.mount
+        if mount is None:
+            return
+        try:
+            with Control.connect(mount, identity=files.identity, version=files.version) as control:
+                what(control)
+        except DieselError as error:
+            if str(error) not in self._said:
+                self._said.append(str(error))
+                log.warning("the mount on %s does not know what is important: %s", mount, error)
+
+
+class _LoadedImportance:
+    """What a state has beyond that of a `ChunkShuffleSampler`. Raises UsageError for others."""
+
+    def __init__(self, state: Mapping[str, object], count: int) -> None:
+        share, floor = state.get("share"), state.get("floor")
+        warm_up, agreed_for = state.get("warm_up"), state.get("agreed_for")
+        if not isinstance(share, float | int) or not isinstance(floor, float | int):
+            raise UsageError("this is not a state of ImportanceSampler: it has no share and floor")
+        if not isinstance(warm_up, int) or not isinstance(agreed_for, int):
+            raise UsageError("this is not a state of ImportanceSampler: it has no warm-up")
+        check_number("warm_up", warm_up)
+        self.rule, self.warm_up, self.agreed_for = DrawRule(share, floor), warm_up, agreed_for
+        self.agreed = _loaded_values(state.get("agreed"), count)
+        self.reported = _loaded_values(state.get("reported"), count)
+        self.replaced = _loaded_pairs(state.get("replaced"), count)
+
+
+def _loaded_values(row: object, count: int) -> Values:
+    if not isinstance(row, torch.Tensor) or row.shape != (count,):
+        raise UsageError(f"this is not a state of ImportanceSampler for {count} samples")
+    values: Values = row.detach().cpu().to(torch.float32).numpy().copy()
+    if (np.isinf(values) | (values < 0)).any():
+        raise UsageError("a state of ImportanceSampler has a bad importance")
+    return values
+
+
+def _loaded_pairs(rows: object, count: int) -> tuple[Indices, Indices] | None:
+    if rows is None:
+        return None
+    try:
+        old, new = np.asarray(rows, np.int64).reshape(2, -1)
+    except (TypeError, ValueError):
+        raise UsageError("a state of ImportanceSampler has bad substitutes") from None
+    for each in (old, new):
+        if len(each) and not 0 <= int(each.min()) <= int(each.max()) < count:
+            raise UsageError("a state of ImportanceSampler has bad substitutes")
+    return old, new
+
+
+def _as_row(indices: Numbers) -> npt.NDArray[np.int64]:
+    if isinstance(indices, torch.Tensor):
+        indices = indices.detach().cpu().numpy()
+    return np.asarray(indices, np.int64).reshape(-1)
+
+
+def _has_ranks(world: int) -> bool:
+    """Whether torch.distributed has these ranks."""
+    distributed = torch.distributed
+    if not distributed.is_available() or not distributed.is_initialized():
+        return False
+    return bool(distributed.get_world_size() == world)
+
+
+def _gathered(indices: Indices, values: Values, world: int) -> tuple[Indices, Values]:
+    """The reports of all ranks, those of rank 0 first."""
+    device = "cpu"
+    if torch.distributed.get_backend() == "nccl":
+        device = f"cuda:{torch.cuda.current_device()}"
+    own = torch.tensor([len(indices)], device=device)
+    counts = [torch.zeros_like(own) for _ in range(world)]
+    torch.distributed.all_gather(counts, own)
+    lengths = [int(each) for each in counts]
+    # Both in one row of 8 bytes each, as long as the longest: one exchange.
+    row = torch.zeros((2, max(lengths)), dtype=torch.float64, device=device)
+    row[0, : len(indices)] = torch.from_numpy(indices.astype(np.float64))
+    row[1, : len(values)] = torch.from_numpy(values.astype(np.float64))
+    rows = [torch.zeros_like(row) for _ in range(world)]
+    torch.distributed.all_gather(rows, row)
+    found = [each[:, :length].cpu().numpy() for each, length in zip(rows, lengths, strict=True)]
+    everything = np.concatenate(found, axis=1)
+    return everything[0].astype(np.int64), everything[1].astype(np.float32)

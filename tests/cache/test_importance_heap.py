@@ -1,0 +1,143 @@
+"""`ImportanceHeap` against a sorted list: what goes first, while importances change and a new table
+is built in the shadow."""
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from diesel_fs.cache import importance
+from diesel_fs.cache.importance import ImportanceHeap
+from diesel_fs.errors import UsageError
+
+COUNT = 40
+ENTRIES = st.lists(st.integers(0, COUNT - 1), unique=True, max_size=COUNT)
+NUMBERS = st.sampled_from([0.0, 1e-30, 0.25, 0.5, 0.52, 1.0, 3e38]) | st.floats(0, 2, width=32)
+
+
+def row(entries: list[int]) -> importance.Entries:
+    return np.array(entries, np.uint32)
+
+
+def near(one: float, other: float) -> bool:
+    """Whether two importances are so near each other that they may have one level."""
+    return abs(one - other) <= max(one, other) / 128 + 1e-38
+
+
+class Heap(RuleBasedStateMachine):
+    """The model has the importance that counts, the one that is coming, and what is in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heap = ImportanceHeap(COUNT)
+        self.counts = [0.0] * COUNT
+        self.coming: list[float] | None = None
+        self.is_told = True
+        self.members: set[int] = set()
+
+    @rule(entries=ENTRIES)
+    def insert(self, entries: list[int]) -> None:
+        self.heap.insert(row(entries))
+        self.members.update(entries)
+
+    @rule(entries=ENTRIES)
+    def remove(self, entries: list[int]) -> None:
+        self.heap.remove(row(entries))
+        self.members.difference_update(entries)
+
+    @rule(entries=ENTRIES, data=st.data(), more=st.booleans())
+    def tell(self, entries: list[int], data: st.DataObject, more: bool) -> None:
+        values = data.draw(st.lists(NUMBERS, min_size=len(entries), max_size=len(entries)))
+        self.heap.set_importances(row(entries), np.array(values, np.float32), more=more)
+        coming = self.coming or [*self.counts]
+        for entry, value in zip(entries, values, strict=True):
+            coming[entry] = value
+        self.coming, self.is_told = coming, not more
+
+    @rule()
+    def build_one(self) -> None:
+        if not self.heap.build_some() and self.is_told and self.coming is not None:
+            self.counts, self.coming = self.coming, None
+
+    @rule()
+    def build_all(self) -> None:
+        while self.heap.build_some():
+            pass
+        self.build_one()
+
+    @rule(count=st.integers(1, COUNT))
+    def least(self, count: int) -> None:
+        found = self.heap.least(count).tolist()
+        assert len(found) == len({*found}) == min(count, len(self.members))
+        assert {*found} <= self.members
+        # Those that stay are not less important than those that go.
+        by_value = sorted(self.counts[entry] for entry in self.members)
+        for entry, value in zip(found, by_value, strict=False):
+            assert near(self.counts[entry], value)
+
+    @invariant()
+    def figures_agree(self) -> None:
+        assert self.heap.zero_count <= len(self.members)
+        told = self.heap.importance(row([*range(COUNT)])).tolist()
+        assert all(near(one, other) for one, other in zip(told, self.counts, strict=True))
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importance, "BLOCK_ENTRIES", 16)
+
+
+def test_against_a_sorted_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importance, "BLOCK_ENTRIES", 16)
+    Heap.TestCase.settings = settings(max_examples=150, stateful_step_count=30)
+    Heap.TestCase().runTest()
+
+
+def test_the_first_table_serves_until_the_second_is_built() -> None:
+    heap = ImportanceHeap(COUNT)
+    everything = row([*range(COUNT)])
+    heap.insert(everything)
+    heap.set_importances(everything, np.arange(COUNT, dtype=np.float32))
+    steps = 0
+    while heap.build_some():
+        assert heap.least(1).tolist() == [0]
+        steps += 1
+    assert steps == 3  # blocks of 16 among 40
+    heap.set_importances(everything, np.arange(COUNT, dtype=np.float32)[::-1].copy())
+    assert heap.least(2).tolist() == [0, 1]
+    assert heap.build_some()
+    heap.remove(row([0]))
+    heap.insert(row([0]))
+    assert heap.least(2).tolist() == [0, 1]
+    while heap.build_some():
+        pass
+    assert heap.least(2).tolist() == [COUNT - 1, COUNT - 2]
+
+
+def test_high_importance_is_above_the_mean() -> None:
+    heap = ImportanceHeap(4)
+    heap.set_importances(row([0, 1, 2]), np.array([0.1, 0.4, 1.0], np.float32))
+    while heap.build_some():
+        pass
+    assert heap.is_high(row([0, 1, 2, 3])).tolist() == [False, False, True, False]
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, -1e-9])
+def test_bad_importances_are_refused_whole(bad: float) -> None:
+    heap = ImportanceHeap(COUNT)
+    heap.insert(row([1, 2]))
+    with pytest.raises(UsageError, match="bad importance"):
+        heap.set_importances(row([1, 2]), np.array([5, bad], np.float32))
+    while heap.build_some():
+        pass
+    assert heap.zero_count == 2
+
+
+def test_a_negative_zero_is_a_zero() -> None:
+    heap = ImportanceHeap(COUNT)
+    heap.insert(row([1]))
+    heap.set_importances(row([1]), np.array([-0.0], np.float32))
+    while heap.build_some():
+        pass
+    assert heap.zero_count == 1

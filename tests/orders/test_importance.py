@@ -1,0 +1,149 @@
+"""Importance sampling: how likely each sample is drawn, that it is drawn so often, and that weights
+correct for it."""
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diesel_fs.errors import UsageError
+from diesel_fs.orders.importance import DrawRule, is_low, substituted, weights
+
+Floats = npt.NDArray[np.float32]
+SHARES = st.floats(0.01, 1.0)
+TABLES = st.lists(
+    st.sampled_from([np.nan, 0.0, 0.5, 1.0, 1.0, 7.25, 3e38]) | st.floats(0, 100, width=32),
+    min_size=1,
+    max_size=300,
+)
+
+
+def table(rows: list[float]) -> Floats:
+    return np.array(rows, np.float32)
+
+
+@given(TABLES, SHARES, st.floats(0, 1), st.integers(0, 2**63 - 1), st.integers(0, 1000))
+def test_a_draw_has_its_length_and_no_sample_twice(
+    rows: list[float], share: float, floor_part: float, seed: int, epoch: int
+) -> None:
+    rule, values = DrawRule(share, share * floor_part), table(rows)
+    chances = rule.probabilities(values, seed, epoch)
+    drawn = rule.draw(chances, seed, epoch)
+    assert len(drawn) == len({*drawn.tolist()}) == rule.length(len(rows)) >= 1
+    assert drawn.tolist() == sorted(drawn.tolist())
+    assert 0 <= drawn[0] <= drawn[-1] < len(rows)
+    assert abs(chances.sum(dtype=np.float64) - len(drawn)) < 0.01
+    assert chances.max() <= 1
+    known = np.flatnonzero(~np.isnan(values))
+    by_value = known[np.argsort(values[known], kind="stable")]
+    steps = np.diff(values[by_value]) > 0  # a greater value has no lower chance
+    assert (np.diff(chances[by_value])[steps] >= 0).all()
+    assert rule.draw(chances, seed, epoch).tolist() == drawn.tolist()
+
+
+def test_chances_follow_the_rule_of_the_source() -> None:
+    """The share c of samples below, to the power of beta; beta 1 takes half, beta 3 a quarter."""
+    values = np.random.default_rng(1).permutation(10_000).astype(np.float32)
+    for beta in (1, 3, 0.25):
+        chances = DrawRule(1 / (1 + beta)).probabilities(values, 0, 0)
+        assert np.allclose(chances, ((values + 0.5) / 10_000) ** beta, atol=0.01)
+    chances = DrawRule(0.5, 0.2).probabilities(values, 0, 0)
+    assert chances.min() >= 0.2 - 1e-6
+    assert chances.mean() == pytest.approx(0.5, abs=1e-4)
+    assert (DrawRule(0.3, 0.3).probabilities(values, 0, 0) == np.float32(0.3)).all()
+
+
+def test_what_is_not_known_counts_as_the_most_important() -> None:
+    values = table([*range(90), *[np.nan] * 10])
+    chances = DrawRule(0.5).probabilities(values, 3, 4)
+    assert chances[90:].min() > chances[:90].max()
+
+
+def test_equal_values_have_equal_chances() -> None:
+    values = table([1.0] * 50 + [2.0] * 50)
+    chances = np.mean([DrawRule(0.5).probabilities(values, 1, epoch) for epoch in range(2000)], 0)
+    assert np.abs(chances[:50] - 0.25).max() < 0.02
+    assert np.abs(chances[50:] - 0.75).max() < 0.02
+
+
+@pytest.mark.parametrize("rule", [DrawRule(0.5), DrawRule(0.3, 0.1), DrawRule(0.9), DrawRule(0.1)])
+def test_samples_are_drawn_as_often_as_their_chances_say(rule: DrawRule) -> None:
+    count, draws = 200, 4000
+    chances = rule.probabilities(np.arange(count, dtype=np.float32), 0, 0)
+    found = np.zeros(count)
+    pairs = np.zeros(count - 1)
+    for epoch in range(draws):
+        is_drawn = np.zeros(count)
+        is_drawn[rule.draw(chances, 7, epoch)] = 1
+        found += is_drawn
+        pairs += is_drawn[1:] * is_drawn[:-1]
+    deviation = np.sqrt(draws * chances * (1 - chances) + 1)
+    assert (np.abs(found - draws * chances) / deviation).max() < 4.5
+    # Neighbours in the dataset are drawn nearly independently of each other.
+    together = chances[1:] * chances[:-1]
+    assert np.abs(pairs / draws - together).max() < 0.05
+
+
+def test_weights_make_the_mean_unbiased() -> None:
+    chance = np.random.default_rng(2)
+    values = chance.exponential(1, 1000).astype(np.float32)
+    terms = values + chance.normal(0, 0.1, 1000)  # what is drawn more often is greater
+    rule = DrawRule(0.4, 0.05)
+    chances = rule.probabilities(values, 0, 0)
+    corrected, plain = [], []
+    for epoch in range(500):
+        drawn = rule.draw(chances, 3, epoch)
+        corrected.append((weights(chances[drawn], 0.4) * terms[drawn]).mean())
+        plain.append(terms[drawn].mean())
+    error = np.std(corrected) / np.sqrt(500)
+    assert abs(np.mean(corrected) - terms.mean()) < 4.5 * error
+    assert np.mean(plain) > terms.mean() + 0.2
+
+
+@given(st.integers(1, 200), st.integers(0, 2**32), st.data())
+def test_substitutes_are_cached_and_were_not_drawn(
+    count: int, seed: int, data: st.DataObject
+) -> None:
+    masks = [
+        np.array(data.draw(st.lists(st.booleans(), min_size=count, max_size=count)), np.bool_)
+        for _ in range(4)
+    ]
+    low, cached, may, is_drawn = masks
+    drawn = np.flatnonzero(is_drawn)
+    places, others = substituted(drawn, low, cached, may, seed, 1)
+    assert len(places) == len({*places.tolist()}) == len(others) == len({*others.tolist()})
+    assert all(low[at] and not cached[at] for at in drawn[places].tolist())
+    assert all(cached[at] and may[at] and not is_drawn[at] for at in others.tolist())
+    missed = np.count_nonzero(low & ~cached & is_drawn)
+    free = np.count_nonzero(cached & may & ~is_drawn)
+    assert len(places) == min(missed, free)
+
+
+def test_low_importance_is_below_the_mean() -> None:
+    assert is_low(table([0.1, 0.5, 0.9])).tolist() == [True, False, False]
+    assert not is_low(table([0.5, 0.5])).any()
+
+
+def test_draws_are_the_same_on_every_machine() -> None:
+    rule = DrawRule(0.3)
+    values = (np.arange(40) * 7 % 11).astype(np.float32)
+    drawn = rule.draw(rule.probabilities(values, 5, 6), 5, 6)
+    assert drawn.tolist() == GOLDEN
+
+
+GOLDEN = [3, 4, 6, 9, 14, 20, 25, 26, 28, 31, 36, 39]
+
+
+@pytest.mark.parametrize(
+    ("share", "floor"),
+    [(0.0, 0.0), (1.1, 0.0), (-1, 0), (0.5, 0.6), (0.5, -0.1), (float("nan"), 0)],
+)
+def test_a_bad_share_or_floor_is_refused(share: float, floor: float) -> None:
+    with pytest.raises(UsageError, match=r"bad (share|floor)"):
+        DrawRule(share, floor)
+
+
+def test_a_bad_seed_is_refused() -> None:
+    with pytest.raises(UsageError, match="seed"):
+        DrawRule().probabilities(table([1, 2]), -1, 0)

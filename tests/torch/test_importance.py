@@ -1,0 +1,297 @@
+"""`ImportanceSampler`: what it draws, what it learns, ranks that agree, and resume in mid-epoch."""
+
+import copy
+import io
+import logging
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from diesel_fs.errors import ConflictError, UsageError
+from diesel_fs.torch import (
+    ChunkShuffleSampler,
+    DieselDataset,
+    GradientNorm,
+    Importance,
+    ImportanceSampler,
+)
+from tests.trees import write
+
+from .stores import packed
+
+FILES = 60
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> str:
+    top = tmp_path_factory.mktemp("importance")
+    chance = random.Random(1)
+    files = {f"c{n % 3}/{n:03}.bin": chance.randbytes(4_000 + n) for n in range(FILES)}
+    return packed(write(top / "src", files), top / "store")
+
+
+@pytest.fixture(scope="module")
+def pets(url: str) -> Iterator[DieselDataset]:
+    with DieselDataset("pets", loader=len, extensions=".bin", url=url) as dataset:
+        yield dataset
+
+
+def losses_of(indices: "list[int] | np.ndarray[tuple[int], np.dtype[np.int64]]") -> torch.Tensor:
+    return torch.tensor([float(index) for index in indices])
+
+
+def train(sampler: ImportanceSampler, epoch: int) -> list[int]:
+    """One epoch in which the loss of a sample is its index."""
+    sampler.set_epoch(epoch)
+    given = list(sampler)
+    sampler.update(given, losses_of(given))
+    return given
+
+
+def test_warm_up_epochs_have_all_samples_and_later_ones_a_share(pets: DieselDataset) -> None:
+    sampler = ImportanceSampler(pets, share=0.4, warm_up=2)
+    lengths = []
+    for epoch in range(5):
+        sampler.set_epoch(epoch)
+        said = len(sampler)
+        given = train(sampler, epoch)
+        assert len(given) == said == len({*given})
+        lengths.append(said)
+    assert lengths == [60, 60, 24, 24, 24]
+
+
+def test_what_had_a_high_loss_comes_more_often(pets: DieselDataset) -> None:
+    sampler = ImportanceSampler(pets, share=0.5)
+    train(sampler, 0)
+    counts = np.zeros(FILES)
+    for epoch in range(1, 60):
+        counts[train(sampler, epoch)] += 1
+    assert counts[45:].mean() > 4 * counts[:15].mean()
+    assert counts[55:].min() > 45
+
+
+def test_the_order_is_chunk_wise_over_what_is_drawn(pets: DieselDataset) -> None:
+    sampler, plain = ImportanceSampler(pets, group_size=1), ChunkShuffleSampler(pets, group_size=1)
+    assert list(sampler) == list(plain)  # the warm-up
+    train(sampler, 0)
+    sampler.set_epoch(1)
+    chunks = pets.snapshot.chunk_of(pets.entries())[list(sampler)]
+    assert np.count_nonzero(np.diff(chunks)) + 1 == len({*chunks.tolist()})
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_come_with_the_indices_of_their_samples(pets: DieselDataset, workers: int) -> None:
+    sampler = ImportanceSampler(pets, seed=3)
+    loader: DataLoader[list[torch.Tensor]] = DataLoader(
+        pets, batch_size=7, sampler=sampler, num_workers=workers
+    )
+    batch: list[torch.Tensor]
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        seen = 0
+        for indices, batch in sampler.enumerate(loader):
+            assert [4_000 + int(pets.samples[at][0][-7:-4]) for at in indices] == batch[0].tolist()
+            sampler.update(indices, torch.rand(len(indices)))
+            seen += len(indices)
+        assert seen == len(sampler)
+    with pytest.raises(UsageError, match="enumerate takes a DataLoader over this sampler"):
+        next(iter(sampler.enumerate(DataLoader(pets))))
+
+
+def test_weights_are_of_the_draw(pets: DieselDataset) -> None:
+    sampler = ImportanceSampler(pets, share=0.5, floor=0.25)
+    with pytest.raises(UsageError, match="epoch 0 has not begun"):
+        sampler.weights([0])
+    given = train(sampler, 0)
+    assert sampler.weights(given).tolist() == [1.0] * FILES
+    given = train(sampler, 1)
+    found = sampler.weights(torch.tensor(given))
+    assert found.shape == (30,)
+    assert found.dtype == torch.float32
+    assert 0.5 <= float(found.min()) < 0.6
+    assert float(found.max()) <= 0.5 / 0.25 + 1e-5
+    by_loss = found[torch.tensor(given).argsort()]
+    assert (by_loss.diff() <= 1e-6).all()
+
+
+def test_bad_reports_are_ignored_and_counted(pets: DieselDataset) -> None:
+    sampler = ImportanceSampler(pets)
+    train(sampler, 0)
+    sampler.update([1, 2, 3, 4], torch.tensor([torch.nan, torch.inf, -1.0, 9.0]))
+    train(sampler, 1)
+    known = sampler.importance
+    assert sampler.ignored == 3
+    assert known[[1, 2, 3, 4]].tolist() == [1, 2, 3, 9]
+
+
+def test_wrong_shapes_and_indices_are_refused(pets: DieselDataset) -> None:
+    sampler = ImportanceSampler(pets)
+    with pytest.raises(UsageError, match='reduction="none"'):
+        sampler.update([1, 2], torch.tensor(0.5))
+    with pytest.raises(UsageError, match="for 3 samples"):
+        sampler.update([1, 2, 3], torch.zeros(2))
+    for wrong in (FILES, -1):
+        sampler.update([wrong], torch.zeros(1))
+        with pytest.raises(UsageError, match=f"a sample {wrong}; there are 60"):
+            sampler.state_dict()
+    for name, value in {"share": 0, "floor": 0.9, "warm_up": -1}.items():
+        with pytest.raises(UsageError, match=f"bad {name}"):
+            ImportanceSampler(pets, **{name: value})  # type: ignore[arg-type]  # bad on purpose
+
+
+def test_losses_may_be_changed_after_the_report(pets: DieselDataset) -> None:
+    sampler = ImportanceSampler(pets)
+    losses = torch.full((FILES,), 2.0, requires_grad=True)
+    sampler.update(range(FILES), losses)
+    with torch.no_grad():
+        losses.zero_()
+    list(sampler)
+    assert sampler.importance.tolist() == [2.0] * FILES
+
+
+def test_other_measures_of_importance(pets: DieselDataset) -> None:
+    class Margin(Importance):
+        def measure(
+            self,
+            losses: torch.Tensor,
+            outputs: torch.Tensor | None,
+            targets: torch.Tensor | None,
+        ) -> torch.Tensor:
+            assert outputs is not None
+            return outputs.max(1).values
+
+    outputs = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
+    targets = torch.tensor([0, 1, 2, 3])
+    losses = torch.nn.functional.cross_entropy(outputs, targets, reduction="none")
+    [gradient] = torch.autograd.grad(losses.sum(), outputs, retain_graph=True)
+    for kind, expected in (
+        (GradientNorm(), gradient.norm(dim=1)),
+        (Margin(), outputs.detach().max(1).values.clamp(0)),
+    ):
+        sampler = ImportanceSampler(pets, importance=kind)
+        sampler.update([0, 1, 2, 3], losses, outputs, targets)
+        list(sampler)
+        found = torch.from_numpy(sampler.importance[:4]).nan_to_num(0)
+        assert torch.allclose(found, expected.float(), atol=1e-5)
+    sampler = ImportanceSampler(pets, importance=GradientNorm())
+    with pytest.raises(UsageError, match="the gradient norm needs outputs"):
+        sampler.update([0, 1, 2, 3], losses)
+    one_hot = torch.nn.functional.one_hot(targets, 5).double()
+    sampler.update([0, 1, 2, 3], losses, outputs, one_hot)
+
+
+def test_a_run_resumed_in_mid_epoch_reads_the_rest_and_draws_alike(pets: DieselDataset) -> None:
+    def fresh() -> ImportanceSampler:
+        return ImportanceSampler(pets, share=0.5, floor=0.1, seed=5)
+
+    whole = fresh()
+    for epoch in range(2):
+        train(whole, epoch)
+    whole.set_epoch(2)
+    iterator = iter(whole)
+    first = [next(iterator) for _ in range(11)]
+    whole.update(first, losses_of(first) + 100)
+    checkpoint = io.BytesIO()
+    torch.save(whole.state_dict(received=11), checkpoint)
+    checkpoint.seek(0)
+    state = torch.load(checkpoint, weights_only=True)
+    left = list(iterator)
+    whole.update(left, losses_of(left) + 100)
+
+    other = ImportanceSampler(pets)
+    other.update([1], torch.ones(1))  # forgotten
+    other.load_state_dict(state)
+    assert len(other) == len(left)
+    other.set_epoch(2)
+    assert list(other) == left
+    assert torch.equal(other.weights(left), whole.weights(left))
+    other.update(left, losses_of(left) + 100)
+    assert train(other, 3) == train(whole, 3)
+    assert np.array_equal(other.importance, whole.importance)
+
+
+def test_a_state_between_epochs(pets: DieselDataset) -> None:
+    sampler, other = ImportanceSampler(pets, seed=1), ImportanceSampler(pets)
+    train(sampler, 0)
+    sampler.set_epoch(1)
+    other.load_state_dict(copy.deepcopy(sampler.state_dict()))
+    other.set_epoch(1)
+    assert list(other) == list(sampler)
+
+
+def test_the_rest_is_dealt_to_another_world(pets: DieselDataset) -> None:
+    ranks = [ImportanceSampler(pets, rank=rank, world=2, seed=2) for rank in range(2)]
+    for rank in ranks:
+        rank.update(range(FILES), losses_of([*range(FILES)]))
+        rank.set_epoch(1)
+    given = [list(rank) for rank in ranks]
+    assert len({*given[0], *given[1]}) == 30
+    iterator = iter(ranks[0])
+    [next(iterator) for _ in range(5)]
+    state = ranks[0].state_dict(received=5)
+    alone = ImportanceSampler(pets, world=1, rank=0)
+    alone.load_state_dict(state)
+    assert sorted(alone) == sorted([*given[0][5:], *given[1][5:]])
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"share": None}, "no share"),
+        ({"share": 7.0}, "bad share"),
+        ({"warm_up": "1"}, "no warm-up"),
+        ({"agreed": torch.zeros(3)}, "for 60 samples"),
+        ({"reported": None}, "for 60 samples"),
+        ({"agreed": torch.full((FILES,), -1.0)}, "bad importance"),
+        ({"replaced": [[1], [FILES]]}, "bad substitutes"),
+        ({"replaced": "x"}, "bad substitutes"),
+    ],
+)
+def test_a_bad_state_changes_nothing(
+    pets: DieselDataset, change: dict[str, object], match: str
+) -> None:
+    sampler = ImportanceSampler(pets, share=0.25)
+    train(sampler, 0)
+    sampler.set_epoch(1)
+    before = list(sampler)
+    with pytest.raises(UsageError, match=match):
+        sampler.load_state_dict({**sampler.state_dict(), **change})
+    with pytest.raises(ConflictError, match="another dataset"):
+        sampler.load_state_dict({**sampler.state_dict(), "identity": "x"})
+    assert list(sampler) == before
+
+
+def test_ranks_agree_on_what_each_has_measured(url: str, tmp_path: Path) -> None:
+    program = Path(__file__).with_name("importance_ranks.py")
+    command = [sys.executable, str(program), url, str(tmp_path / "meeting"), "3"]
+    ranks = [
+        subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True)
+        for rank in range(3)
+    ]
+    said = [rank.communicate(timeout=120)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0, 0]
+    tables = {line.split("|")[0] for line in said}
+    assert len(tables) == 1  # all have the same importance
+    epochs = [line.strip().split("|")[1:] for line in said]
+    for parts in zip(*epochs, strict=True):
+        samples = [int(each) for part in parts for each in part.split(",")]
+        assert len(samples) == 30
+        assert len({*samples}) == 30  # each sample on one rank
+
+
+def test_without_a_mount_nothing_is_said(
+    pets: DieselDataset, caplog: pytest.LogCaptureFixture
+) -> None:
+    sampler = ImportanceSampler(pets, substitute=True)
+    with caplog.at_level(logging.WARNING):
+        train(sampler, 0)
+        train(sampler, 1)
+    assert sampler.substituted == 0
+    assert not caplog.records

@@ -1,0 +1,149 @@
+"""`ImportanceSampler` on real mounts: draws are plans, and the mount keeps what is important."""
+
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from diesel_fs.client.dataset import connect
+from diesel_fs.mounts import MountRequest, mount, umount
+from diesel_fs.mounts.mountpoint import mounted_at
+from diesel_fs.mounts.plans.control import Control
+from diesel_fs.peers.options import TaskOptions
+from diesel_fs.torch import ImportanceSampler
+
+pytestmark = pytest.mark.fuse
+
+FILES, SIZE = 3000, 8192
+PART = 4  # the memory holds about a third of the files
+
+
+class Files(Dataset[int]):  # type: ignore[misc]  # mypy skips torch
+    """All files of a mount."""
+
+    def __init__(self, root: Path) -> None:
+        self.samples = [(str(path), 0) for path in sorted(root.glob("*/*"))]
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> int:
+        with open(self.samples[index][0], "rb") as file:
+            return int(file.read()[:6])
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> str:
+    found = (tmp_path_factory.mktemp("importance") / "store").as_uri()
+    with connect("ds", found, create=True) as written:
+        for number in range(FILES):
+            written.put(b"%06d" % number + bytes(SIZE - 6), f"{number % 7}/{number:06}")
+    return found
+
+
+@pytest.fixture(params=["native", "kernel"])
+def at(request: pytest.FixtureRequest, url: str, tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "mount"
+    folder.mkdir()
+    made = MountRequest(
+        url, "ds", str(folder), session=request.param, log_file=str(tmp_path / "log"),
+        memory_bytes=FILES * SIZE * 3 // 5, task_options=TaskOptions(evict="importance"),
+    )  # fmt: skip
+    mount(made)
+    try:
+        yield folder
+    finally:
+        if mounted_at(str(folder)):
+            umount(folder, force=True)
+
+
+def residency(control: Control) -> Mapping[str, object]:
+    found = control.stats()["residency"]
+    assert isinstance(found, dict)
+    return found
+
+
+def counted(control: Control, name: str) -> int:
+    value = residency(control)[name]
+    assert isinstance(value, int)
+    return value
+
+
+def read_epoch(data: Files, sampler: ImportanceSampler, epoch: int, control: Control) -> list[int]:
+    """Read an epoch as a training loop that the mount can follow."""
+    sampler.set_epoch(epoch)
+    given = list(sampler)
+    name = f"importance:{os.getpid()}:0"
+    for at in range(0, len(given), 100):
+        some = given[at : at + 100]
+        assert [data[index] for index in some] == [
+            int(data.samples[index][0][-6:]) for index in some
+        ]
+        if at + len(some) < len(given):
+            control.progress(name, at + len(some), epoch)
+        time.sleep(0.01)
+    return given
+
+
+def test_the_mount_keeps_what_is_important(at: Path) -> None:
+    data = Files(at)
+    sampler = ImportanceSampler(data, share=0.5, seed=1)
+    chance = np.random.default_rng(0)
+    losses = chance.permutation(FILES).astype(np.float32)  # hard and easy lie side by side
+    kept, lengths = [], []
+    with Control.connect(at) as control:
+        for epoch in range(5):
+            before = counted(control, "kept_entries")
+            given = read_epoch(data, sampler, epoch, control)
+            kept.append(counted(control, "kept_entries") - before)
+            lengths.append(len(given))
+            sampler.update(given, torch.from_numpy(losses[given]))
+        entries = sampler._files.files.entries
+        is_kept = control.resident(entries)
+    hits = np.array(kept[2:]) / np.array(lengths[2:])
+    capacity = 0.45  # of the files; a full order would find so many of its own at most
+    assert hits.mean() > capacity
+    ranks = losses.argsort().argsort() / FILES
+    assert ranks[is_kept].mean() > ranks[~is_kept].mean() + 0.3
+
+
+def test_a_mount_that_is_gone_does_not_stop_the_training(
+    at: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = Files(at)
+    sampler = ImportanceSampler(data)
+    umount(at)
+    with caplog.at_level(logging.WARNING):
+        for epoch in range(3):
+            sampler.set_epoch(epoch)
+            given = list(sampler)
+            sampler.update(given, torch.rand(len(given)))
+    said = [record.message for record in caplog.records]
+    assert len(said) == 1
+    assert f"the mount on {at} does not know what is important" in said[0]
+
+
+def test_substitutes_come_from_the_memory_of_the_mount(at: Path) -> None:
+    data = Files(at)
+    sampler = ImportanceSampler(data, share=0.5, substitute=True)
+    with Control.connect(at) as control:
+        given = read_epoch(data, sampler, 0, control)
+        sampler.update(given, torch.rand(len(given)))
+        assert sampler.substituted == 0
+        given = read_epoch(data, sampler, 1, control)
+    plain = ImportanceSampler(data, share=0.5)
+    plain.load_state_dict({**sampler.state_dict(len(given)), "position": 0, "replaced": None})
+    plain.set_epoch(1)
+    drawn = list(plain)
+    assert len(given) == len({*given}) == len(drawn)
+    assert 0 < sampler.substituted == len({*given} - {*drawn})
+    resumed = ImportanceSampler(data, share=0.5, substitute=True)
+    resumed.load_state_dict({**sampler.state_dict(len(given)), "position": 7})
+    resumed.set_epoch(1)
+    assert list(resumed) == given[7:]
