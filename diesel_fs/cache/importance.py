@@ -12,6 +12,12 @@ New importances are a second table of levels, the **shadow**. It is sorted block
 (`build_some`), while the first table serves, and then takes its place. A cache of n entries takes 7
 bytes for each, 13 while there are two tables.
 
+**Several jobs** that train on one dataset give the same sample different importances, and those of
+a job that is further on are lower. So they are merged by percentile (section III-D): a sample's
+merged importance is the sum, over all jobs, of the job's benefit times the share of all samples
+that are less important to it. A job's *benefit* is how many times as fast its batches come with the
+cache; jobs below `BENEFIT_MIN` do not count. A list of a job takes 2 bytes for each entry.
+
 Pure. Used by one thread.
 """
 
@@ -31,6 +37,12 @@ LEVELS = 1 << 15
 
 BLOCK_ENTRIES = 1 << 20
 """Entries that are sorted at once: some 10 ms."""
+
+BENEFIT_MIN = 1.5
+"""A job whose batches gain less from the cache has no say in what it keeps, as in iCache."""
+JOBS_MAX, SILENT_TELLS = 8, 16
+"""How many jobs have lists. Of more, the one that has been silent longest loses its own; so does
+one that has been silent while others have told theirs so often: it has ended."""
 
 _ONE = np.int64(1)  # of the counts' type: else `ufunc.at` is twenty times as slow
 
@@ -100,7 +112,7 @@ class ImportanceHeap:
         levels = (self._shadow or self._table).levels
         if self._shadow is None or self._shadow.orders:
             self._shadow = _Table(levels.copy())
-        self._shadow.levels[entries] = (values + np.float32(0)).view(np.uint32) >> 16  # no -0
+        self._shadow.levels[entries] = _levels_of(values)
         self._is_told = not more
 
     def build_some(self) -> bool:
@@ -115,6 +127,13 @@ class ImportanceHeap:
         self._counts = np.bincount(shadow.levels[self._in], minlength=LEVELS)
         self._high_level = self._mean_level()
         return False
+
+    @property
+    def bytes_max(self) -> int:
+        """The memory of the columns while the shadow is built and before it takes over."""
+        count = len(self._in)
+        one = count * (np.dtype(np.uint16).itemsize + np.dtype(np.uint32).itemsize)
+        return self._in.nbytes + 2 * one
 
     def importance(self, entries: Entries) -> npt.NDArray[np.float32]:
         """The importance of entries, a 128th less at most."""
@@ -164,3 +183,70 @@ class ImportanceHeap:
         is_number = np.isfinite(middles)
         mean = np.average(middles[is_number].astype(np.float64), weights=counts[is_number])
         return int(np.float32(mean).view(np.uint32) >> 16)
+
+
+@dataclass(slots=True)
+class _JobList:
+    """What one job has told: a level for each entry, and its benefit."""
+
+    levels: _Levels
+    benefit: float
+    told: int  # when it was told last, in lists of all jobs
+
+    def percentiles(self) -> npt.NDArray[np.float32]:
+        """Of each entry: the share of entries that are less important; of equal ones, half."""
+        counts = np.bincount(self.levels, minlength=LEVELS)
+        below = np.cumsum(counts) - counts / 2
+        shares: npt.NDArray[np.float32] = (below / len(self.levels)).astype(np.float32)
+        return shares[self.levels]
+
+
+class JobImportances:
+    """The importances that several jobs tell, and what they are together (see the module)."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._jobs: dict[str, _JobList] = {}  # the one that told last is last
+        self._tells = 0  # whole lists, of all jobs
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def tell(
+        self,
+        job: str,
+        entries: Entries,
+        values: npt.NDArray[np.float32],
+        benefit: float,
+        *,
+        more: bool = False,
+    ) -> None:
+        """A job tells the importance of entries; the others keep theirs for it. `more`: its list
+        goes on. Raises UsageError for NaN, infinite and negative numbers, and then nothing has
+        changed."""
+        check_importances(values)
+        self._tells += not more
+        found = self._jobs.pop(job, None)
+        if found is None:
+            found = _JobList(np.zeros(self._count, np.uint16), benefit, self._tells)
+        found.levels[entries] = _levels_of(values)
+        found.benefit, found.told = benefit, self._tells
+        self._jobs[job] = found
+        for name, each in tuple(self._jobs.items()):
+            if len(self._jobs) > JOBS_MAX or self._tells - each.told > SILENT_TELLS:
+                del self._jobs[name]
+
+    def merged(self) -> npt.NDArray[np.float32]:
+        """The importance of all entries to all jobs together. Where none has the benefit, all count
+        alike."""
+        jobs = [each for each in self._jobs.values() if each.benefit >= BENEFIT_MIN]
+        weights = [each.benefit for each in jobs] or [1.0] * len(self._jobs)
+        found = np.zeros(self._count, np.float32)
+        for each, weight in zip(jobs or self._jobs.values(), weights, strict=True):
+            found += np.float32(weight) * each.percentiles()
+        return found
+
+
+def _levels_of(values: npt.NDArray[np.float32]) -> _Levels:
+    """The level of each importance; -0 is 0."""
+    return ((values + np.float32(0)).view(np.uint32) >> 16).astype(np.uint16)

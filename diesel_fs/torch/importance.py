@@ -13,9 +13,10 @@ and an epoch can be drawn again in its middle. Not safe for concurrent use.
 
 import logging
 import os
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias, TypeVar
 
 import numpy as np
@@ -44,6 +45,12 @@ log = logging.getLogger("diesel.torch")
 
 WARM_UP_DEFAULT = 1
 """Epochs of all samples before the first draw, as in the scripts of Selective-Backprop."""
+
+BENEFIT_BATCHES = 20
+"""Batches that are timed without the mount's memory, and as many with it (iCache, III-D)."""
+
+_JOB_NAMES = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")  # environment variables
+_JOB_NAME_MAX, _BENEFIT_MAX = 64, 1e3  # what a mount accepts
 
 _PENDING_MAX = 1 << 16
 """Values that wait on their device until they are copied at once: a copy waits for the device."""
@@ -200,6 +207,28 @@ class _Draw:
     samples: Indices
     replaced: tuple[Indices, Indices] | None = None
     """Samples of this rank that are substituted, and by which; None: not yet decided."""
+    timed: Indices | None = None
+    """The samples of the batches that are timed, which come first; None: not yet decided."""
+
+
+@dataclass(slots=True)
+class _Sharing:
+    """What a job knows of the mount's memory, which it may share with other jobs."""
+
+    jobs: int = 0
+    batch_size: int = 0
+    benefit: float = 1.0
+
+    def note(self, times: Sequence[float], timed: Indices | None, batch_size: int) -> None:
+        """Take note of when the first batches came, after the moment of asking for them."""
+        count = len(times) - 1
+        if timed is None or len(timed) < 2 * BENEFIT_BATCHES * batch_size:
+            return
+        if count == 2 * BENEFIT_BATCHES:
+            # The first batch waits for the workers' start.
+            without_s = (times[BENEFIT_BATCHES] - times[1]) / (BENEFIT_BATCHES - 1)
+            with_s = (times[-1] - times[BENEFIT_BATCHES]) / BENEFIT_BATCHES
+            self.benefit = min(max(without_s / max(with_s, 1e-6), 0.0), _BENEFIT_MAX)
 
 
 class ImportanceSampler(ChunkShuffleSampler):
@@ -226,6 +255,12 @@ class ImportanceSampler(ChunkShuffleSampler):
     `substitute` lets a drawn sample of low importance that is not in the mount's memory be replaced
     by another one of low importance that is, and that the epoch has not drawn (iCache, section
     III-C). It changes what is trained on, and only helps on a mount. `substituted` counts them.
+
+    Where several jobs use one mount, each is told apart by the ID that torchrun or SLURM gives it,
+    or by its process. Then `enumerate` measures by how many times its batches come faster with the
+    mount's memory (`benefit`): each epoch begins with 20 batches of samples that are not there, if
+    there are as many, and 20 of samples that are; the mount merges what the jobs find important.
+    (A run that goes on in the middle of such an epoch in another world may repeat or miss some.)
 
     `set_epoch` must be called: an epoch has one draw. Where torch.distributed has as many ranks as
     `world`, all of them must begin each epoch, since they exchange what they have measured then.
@@ -257,6 +292,7 @@ class ImportanceSampler(ChunkShuffleSampler):
         self._table = _Table(len(self._files), importance or Loss())
         # One list for all copies: the hook of `dlcmd run` draws with a copy before we do.
         self._draws: list[_Draw] = []
+        self._sharing = _Sharing()
         self._said: list[str] = []
 
     @property
@@ -269,6 +305,12 @@ class ImportanceSampler(ChunkShuffleSampler):
     def ignored(self) -> int:
         """How many reports were ignored, since they were no finite numbers or negative."""
         return self._table.ignored
+
+    @property
+    def benefit(self) -> float:
+        """By how many times batches come faster with the mount's memory than without; 1 until it
+        has been measured, which only several jobs of one mount do."""
+        return self._sharing.benefit
 
     @property
     def substituted(self) -> int:
@@ -318,12 +360,14 @@ class ImportanceSampler(ChunkShuffleSampler):
                 "enumerate takes a DataLoader over this sampler that has a batch size",
                 advice="or have the dataset give each sample's index, and call update with it",
             )
-        batch_size, at = int(loader.batch_size), 0
-        for batch in loader:
+        batch_size = self._sharing.batch_size = int(loader.batch_size)
+        times = [time.monotonic()]
+        for number, batch in enumerate(loader):
             assert self._last is not None
-            indices = self._last.samples[at : at + batch_size]
-            at += batch_size
-            yield indices, batch
+            if number < 2 * BENEFIT_BATCHES:
+                times.append(time.monotonic())
+                self._sharing.note(times, self._draws[0].timed, batch_size)
+            yield self._last.samples[number * batch_size : (number + 1) * batch_size], batch
 
     def state_dict(self, received: int | None = None) -> dict[str, object]:
         """As `ChunkShuffleSampler.state_dict`, with the importance of the samples.
@@ -351,9 +395,17 @@ class ImportanceSampler(ChunkShuffleSampler):
         return samples[sequence], group
 
     def _part(self, place: Place) -> tuple[Indices, Indices]:
-        samples, ends = super()._part(place)
+        position = place.position or 0
+        samples, ends = super()._part(replace(place, position=0))
         if self.substitute:
             samples = self._substitute(samples, place)
+        timed = self._timed(samples, place)
+        if len(timed):
+            is_timed = np.zeros(len(self._files), np.bool_)
+            is_timed[timed] = True
+            samples = np.concatenate((timed, samples[~is_timed[samples]]))
+            ends = np.array([len(samples)])
+        samples, ends = samples[position:], ends[ends > position] - position
         if self._files.mount is not None and not has_joined():
             stream = f"importance:{os.getpid()}:{self.rank}"
             order = explicit(epoch=place.epoch, entries=self._files.files.entries[samples])
@@ -362,8 +414,8 @@ class ImportanceSampler(ChunkShuffleSampler):
 
     def _state(self, place: Place, received: int = 0) -> dict[str, object]:
         # Torchdata asks for it with each batch, so nothing is copied here.
-        drawn = self._draws[0] if self._draws else None
-        replaced = drawn.replaced if drawn is not None and drawn.epoch == place.epoch else None
+        drawn = [each for each in self._draws if each.epoch == place.epoch]
+        replaced, timed = (drawn[0].replaced, drawn[0].timed) if drawn else (None, None)
         return {
             **super()._state(place, received),
             "share": self.rule.share,
@@ -373,6 +425,7 @@ class ImportanceSampler(ChunkShuffleSampler):
             "agreed_for": self._table.agreed_for,
             "reported": torch.from_numpy(self._table.reported),
             "replaced": None if replaced is None else [each.tolist() for each in replaced],
+            "timed": None if timed is None else timed.tolist(),
         }
 
     def _load(self, state: Mapping[str, object]) -> Place:
@@ -392,7 +445,8 @@ class ImportanceSampler(ChunkShuffleSampler):
         table.agreed_for = loaded.agreed_for
         self._draws.clear()
         if place.epoch == table.agreed_for:
-            self._draw(place.epoch).replaced = loaded.replaced
+            drawn = self._draw(place.epoch)
+            drawn.replaced, drawn.timed = loaded.replaced, loaded.timed
         return place
 
     # Draws
@@ -443,10 +497,39 @@ class ImportanceSampler(ChunkShuffleSampler):
         )
         return samples[places], others
 
+    def _timed(self, samples: Indices, place: Place) -> Indices:
+        """The samples of this rank that come first, so that their batches can be timed. It is
+        decided once in an epoch."""
+        drawn = self._draw(place.epoch)
+        if drawn.timed is None:
+            drawn.timed = np.empty(0, np.int64)
+            size = self._sharing.batch_size * BENEFIT_BATCHES
+            if self._sharing.jobs > 1 and size and not place.position and not place.deals:
+                is_cached = np.zeros(len(self._files), np.bool_)
+
+                def ask(control: Control) -> None:
+                    is_cached[:] = control.resident(self._files.files.entries)
+
+                self._tell(ask)
+                there = samples[is_cached[samples]][:size]
+                missing = samples[~is_cached[samples]][:size]
+                if len(there) == len(missing) == size:
+                    drawn.timed = np.concatenate((missing, there))
+        mine = np.isin(drawn.timed, samples)  # a state of another rank may have been loaded
+        return drawn.timed[mine]
+
     def _tell_importance(self, probabilities: npt.NDArray[np.float32]) -> None:
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # one process of a node is enough
-            entries = self._files.files.entries
-            self._tell(lambda control: control.values(entries, probabilities))
+        if os.environ.get("LOCAL_RANK", "0") != "0":  # one process of a node is enough
+            return
+        names = [os.environ[name] for name in _JOB_NAMES if os.environ.get(name)]
+        job, entries = (names or [str(os.getpid())])[0][:_JOB_NAME_MAX], self._files.files.entries
+
+        def tell(control: Control) -> None:
+            self._sharing.jobs = control.values(
+                entries, probabilities, job=job, benefit=self._sharing.benefit
+            )
+
+        self._tell(tell)
 
     def _tell(self, what: Callable[[Control], None]) -> None:
         """Tell the mount something, where the samples lie on one. Training goes on without it."""
@@ -476,7 +559,10 @@ class _LoadedImportance:
         self.rule, self.warm_up, self.agreed_for = DrawRule(share, floor), warm_up, agreed_for
         self.agreed = _loaded_values(state.get("agreed"), count)
         self.reported = _loaded_values(state.get("reported"), count)
-        self.replaced = _loaded_pairs(state.get("replaced"), count)
+        replaced = state.get("replaced")
+        self.replaced = None if replaced is None else _loaded_pairs(replaced, count)
+        timed = state.get("timed")
+        self.timed = None if timed is None else _loaded_pairs([timed, timed], count)[0]
 
 
 def _loaded_values(row: object, count: int) -> Values:
@@ -488,9 +574,7 @@ def _loaded_values(row: object, count: int) -> Values:
     return values
 
 
-def _loaded_pairs(rows: object, count: int) -> tuple[Indices, Indices] | None:
-    if rows is None:
-        return None
+def _loaded_pairs(rows: object, count: int) -> tuple[Indices, Indices]:
     try:
         old, new = np.asarray(rows, np.int64).reshape(2, -1)
     except (TypeError, ValueError):

@@ -26,6 +26,7 @@ _HEADER = b"P6\n%d %d\n255\n" % (SIDE, SIDE)  # of a PPM; the pixels follow, row
 _PATTERN = 7  # the side of a pattern
 _NOISE = 1.6  # standard deviation of the noise, in those of a pattern: full shuffle ends near 92 %
 _CONTRAST, _CONTRAST_OTHER = (0.7, 1.3), (0.0, 0.6)
+_KINDS, _KINDS_NOISE = 20, 0.6  # patterns of a class, and the noise, of images with a long tail
 _GREY, _SCALE = 128, 28  # from noise and patterns to pixels
 
 
@@ -40,11 +41,34 @@ def made_images(count: int, seed: int) -> Pixels:
     draw = np.random.default_rng(seed)
     labels = labels_of(count)
     pixels = draw.standard_normal((count, SIDE, SIDE, CHANNELS), np.float32) * np.float32(_NOISE)
-    patterns = _patterns()
-    for shown, contrasts in (
-        (labels, _CONTRAST),
-        (draw.integers(0, CLASSES, count), _CONTRAST_OTHER),
-    ):
+    patterns = _patterns(CLASSES)
+    return _shown(draw, pixels, patterns, labels, draw.integers(0, CLASSES, count))
+
+
+def made_long_tail(count: int, seed: int) -> Pixels:
+    """As `made_images`, with less noise, and classes of 20 patterns each, of which the nth is as
+    frequent as 1/n: photographs, too, show a few kinds of a class often, and many rarely (Feldman,
+    "Does Learning Require Memorization?", STOC 2020, section 1)."""
+    draw = np.random.default_rng(seed)
+    frequency = 1 / np.arange(1, _KINDS + 1)
+    kinds = draw.choice(_KINDS, count, p=frequency / frequency.sum())
+    noise = np.float32(_KINDS_NOISE)
+    pixels = draw.standard_normal((count, SIDE, SIDE, CHANNELS), np.float32) * noise
+    shown = labels_of(count) * _KINDS + kinds
+    others = draw.integers(0, CLASSES * _KINDS, count)
+    return _shown(draw, pixels, _patterns(CLASSES * _KINDS), shown, others)
+
+
+def _shown(
+    draw: np.random.Generator,
+    pixels: npt.NDArray[np.float32],
+    patterns: npt.NDArray[np.float32],
+    own: Labels,
+    others: Labels,
+) -> Pixels:
+    """Images of noise with a pattern of their own and a fainter one, each at a random place."""
+    count = len(pixels)
+    for shown, contrasts in ((own, _CONTRAST), (others, _CONTRAST_OTHER)):
         contrast = draw.uniform(*contrasts, count).astype(np.float32)
         rows, columns = draw.integers(0, SIDE - _PATTERN + 1, (2, count))
         added = patterns[shown] * contrast[:, None, None, None]
@@ -55,11 +79,9 @@ def made_images(count: int, seed: int) -> Pixels:
     return made
 
 
-def _patterns() -> npt.NDArray[np.float32]:
-    """A smooth random pattern for each class, with mean 0 and deviation 1."""
-    rough = np.random.default_rng(0).standard_normal(
-        (CLASSES, _PATTERN + 2, _PATTERN + 2, CHANNELS)
-    )
+def _patterns(count: int) -> npt.NDArray[np.float32]:
+    """So many smooth random patterns, with mean 0 and deviation 1."""
+    rough = np.random.default_rng(0).standard_normal((count, _PATTERN + 2, _PATTERN + 2, CHANNELS))
     for axis in (1, 2):
         rough = 0.25 * np.roll(rough, 1, axis) + 0.5 * rough + 0.25 * np.roll(rough, -1, axis)
     patterns = rough[:, 1:-1, 1:-1]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from diesel_fs.cache import importance
-from diesel_fs.cache.importance import ImportanceHeap
+from diesel_fs.cache.importance import JOBS_MAX, SILENT_TELLS, ImportanceHeap, JobImportances
 from diesel_fs.errors import UsageError
 
 COUNT = 40
@@ -141,3 +141,62 @@ def test_a_negative_zero_is_a_zero() -> None:
     while heap.build_some():
         pass
     assert heap.zero_count == 1
+
+
+def told(*jobs: tuple[str, list[float], float]) -> list[float]:
+    """What jobs with these lists and benefits find important together."""
+    lists = JobImportances(len(jobs[0][1]))
+    for name, values, benefit in jobs:
+        lists.tell(name, row([*range(len(values))]), np.array(values, np.float32), benefit)
+    found: list[float] = lists.merged().tolist()
+    return found
+
+
+def test_jobs_are_merged_by_percentile_and_weighted_by_benefit() -> None:
+    # iCache, section III-D: the sum of benefit times percentile. The second job is further on.
+    found = told(("a", [4, 3, 2, 1], 2.0), ("b", [0.01, 0.02, 0.04, 0.03], 3.0))
+    percentile = (0.125, 0.375, 0.625, 0.875)
+    expected = [
+        2 * percentile[3] + 3 * percentile[0],
+        2 * percentile[2] + 3 * percentile[1],
+        2 * percentile[1] + 3 * percentile[3],
+        2 * percentile[0] + 3 * percentile[2],
+    ]
+    assert found == pytest.approx(expected)
+
+
+def test_equal_importances_have_one_percentile() -> None:
+    assert told(("a", [1, 1, 1, 5], 2.0)) == pytest.approx([0.75, 0.75, 0.75, 1.75])
+
+
+def test_a_job_that_gains_little_has_no_say_beside_others() -> None:
+    alone = told(("a", [4, 3, 2, 1], 2.0))
+    assert told(("a", [4, 3, 2, 1], 2.0), ("b", [1, 2, 3, 4], 1.4)) == alone
+    both = told(("a", [4, 3, 2, 1], 1.0), ("b", [1, 2, 3, 4], 1.4))
+    assert both == pytest.approx([1.0] * 4)  # none gains: all count alike
+
+
+def test_jobs_that_have_ended_are_forgotten() -> None:
+    lists = JobImportances(2)
+    everything, values = row([0, 1]), np.array([1, 2], np.float32)
+    lists.tell("ended", everything, values, 9.0)
+    for _ in range(SILENT_TELLS):
+        lists.tell("goes on", everything, values[::-1].copy(), 2.0)
+    assert len(lists) == 2
+    lists.tell("goes on", everything, values[::-1].copy(), 2.0, more=True)  # a part counts for none
+    assert len(lists) == 2
+    lists.tell("goes on", everything, values[::-1].copy(), 2.0)
+    assert len(lists) == 1
+    assert lists.merged().tolist() == pytest.approx([1.5, 0.5])
+    for number in range(2 * JOBS_MAX):
+        lists.tell(str(number), everything, values, 2.0)
+    assert len(lists) == JOBS_MAX
+
+
+def test_a_bad_list_of_a_job_changes_nothing() -> None:
+    lists = JobImportances(2)
+    lists.tell("a", row([0, 1]), np.array([1, 2], np.float32), 2.0)
+    before = lists.merged().tolist()
+    with pytest.raises(UsageError, match="bad importance"):
+        lists.tell("a", row([0, 1]), np.array([9, np.nan], np.float32), 5.0)
+    assert lists.merged().tolist() == before

@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from diesel_fs.client.dataset import connect
+from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.mounts import MountRequest, mount, umount
 from diesel_fs.mounts.mountpoint import mounted_at
 from diesel_fs.mounts.plans.control import Control
@@ -111,6 +112,35 @@ def test_the_mount_keeps_what_is_important(at: Path) -> None:
     assert hits.mean() > capacity
     ranks = losses.argsort().argsort() / FILES
     assert ranks[is_kept].mean() > ranks[~is_kept].mean() + 0.3
+
+
+def test_two_jobs_measure_what_they_gain(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With another job on the mount, an epoch begins with the batches that are timed, and has the
+    same samples as without."""
+    data = Files(at)
+    entries = Snapshot((at / ".diesel/snapshot").read_bytes()).files()
+    monkeypatch.setenv("SLURM_JOB_ID", "ours")
+    sampler = ImportanceSampler(data, share=0.8, seed=2)
+    loader: DataLoader[torch.Tensor] = DataLoader(data, batch_size=8, sampler=sampler)
+    with Control.connect(at) as control:
+        assert control.values(entries, np.ones(len(entries)), job="other", benefit=3) == 1
+        for epoch in range(3):
+            sampler.set_epoch(epoch)
+            given: list[int] = []
+            for indices, _ in sampler.enumerate(loader):
+                if len(given) == 48:
+                    state = sampler.state_dict(48)
+                given += indices.tolist()
+                sampler.update(indices, torch.rand(len(indices)))
+            assert len(given) == len({*given}) == len(sampler)
+            if epoch < 1:
+                assert sampler.benefit == 1.0
+        assert control.values(entries, np.ones(len(entries)), job="other", benefit=3) == 2
+    assert sampler.benefit != 1.0
+    resumed = ImportanceSampler(data)
+    resumed.load_state_dict(state)
+    resumed.set_epoch(2)
+    assert list(resumed) == given[48:]
 
 
 def test_a_mount_that_is_gone_does_not_stop_the_training(

@@ -37,6 +37,9 @@ LIST_STREAMS_MAX = 16
 """Streams of lists. If there would be more, the one whose list was read longest ago is withdrawn;
 so most of the 64 streams are left for those that are announced over the socket."""
 
+JOB_NAME_MAX, BENEFIT_MAX = 64, 1e3
+"""The limits of what a job says of itself."""
+
 FINISHED_S = 60.0
 """A stream whose files have all been read is withdrawn, and gives up its memory, unless its next
 epoch begins in this time."""
@@ -179,9 +182,18 @@ class PlanCommands:
         entries = parse_entries(fields)
         importances = parse_importances(fields, len(entries))
         more = fields.flag("more", False)
+        job = fields.text("job") if "job" in fields else ""
+        benefit = fields.number("benefit") if "benefit" in fields else 1.0
         fields.end()
-        self._planner.set_importances(entries, importances, more=more)
-        return {}
+        if len(job) > JOB_NAME_MAX or not 0 <= benefit <= BENEFIT_MAX:
+            raise UsageError(
+                f"bad job {job[:64]!r} or benefit {benefit}: a name has at most {JOB_NAME_MAX}"
+                f" characters, and a benefit is 0 to {BENEFIT_MAX:g}"
+            )
+        jobs = self._planner.set_importances(
+            entries, importances, more=more, job=job, benefit=benefit
+        )
+        return {"jobs": jobs}
 
     def _resident(self, fields: Fields, now_s: float) -> Message:
         self._check_version(fields)

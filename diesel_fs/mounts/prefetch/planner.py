@@ -377,12 +377,27 @@ class PrefetchPlanner:
         tracker.progress(position, now_s)
 
     def set_importances(
-        self, entries: EntryOrder, values: npt.NDArray[np.float32], *, more: bool = False
-    ) -> None:
+        self,
+        entries: EntryOrder,
+        values: npt.NDArray[np.float32],
+        *,
+        more: bool = False,
+        job: str = "",
+        benefit: float = 1.0,
+    ) -> int:
         """Set the importance of entries, one number for each: unclaimed entries of less importance
-        are dropped first. `more`: others follow. Raises UsageError for entries that there are not,
-        and for NaN, infinite and negative numbers."""
-        self.resident_set.set_importances(self._checked(entries), values, more=more)
+        are dropped first. Returns how many jobs have set any.
+
+        `more`: others follow. Several jobs are told apart by `job`, and merged by their `benefit`
+        (`cache/importance.py`). Raises UsageError for entries that there are not, and for NaN,
+        infinite and negative numbers.
+        """
+        jobs = self.resident_set.set_importances(
+            self._checked(entries), values, more=more, job=job, benefit=benefit
+        )
+        if self._keeps_important and self._ahead_part == 1:
+            self._divide_memory()
+        return jobs
 
     # What has happened: opens, READs, pages and memory
 
@@ -735,7 +750,9 @@ class PrefetchPlanner:
                 entries, need_bytes = NO_ENTRIES, 0  # the unit will never fit
             still = self._is_still(tracker, last_sign_s, now_s)
             if need_bytes > room_bytes - still * self._budget_bytes // STILL_DIVISOR:
-                if tracker.tentative or still:
+                has_enough = self._ahead_part < 1 and not unit.is_urgent
+                has_enough = has_enough and not tracker.has_share_left()
+                if tracker.tentative or still or has_enough:
                     without_room.add(tracker.stream.name)
                     continue
                 if markers:
@@ -961,6 +978,10 @@ class PrefetchPlanner:
         if self._high_passed + self._low_passed > ACCESSES_MAX:
             self._high_passed /= 2
             self._low_passed /= 2
+        self._divide_memory()
+
+    def _divide_memory(self) -> None:
+        """Give streams the part that accesses to entries of low importance have."""
         part = max(self._low_passed / (self._high_passed + self._low_passed), AHEAD_PART_MIN)
         if abs(part - self._ahead_part) > AHEAD_PART_STEP:
             self._ahead_part, self._share_bytes = part, 0

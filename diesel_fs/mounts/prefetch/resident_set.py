@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from ...cache.importance import ImportanceHeap, check_importances
+from ...cache.importance import ImportanceHeap, JobImportances, check_importances
 from ...orders.plan import NO_ENTRIES, Entries
 from .units import PAGE_BYTES, Columns
 
@@ -28,6 +28,9 @@ need not be pushed."""
 
 PIECE_ENTRIES = 256
 """How many candidates for dropping are looked at together: about as many as one unit has."""
+
+LEAST_LOOKED_AT = 4
+"""Of so many pieces of the least important entries, those that a reader comes to go last."""
 
 _ONE = np.int32(1)
 """One claim, of their column's type: without conversions `ufunc.at` is twenty times as fast."""
@@ -53,6 +56,7 @@ class ResidentSet:
         self._leaving: Mask = np.zeros(count, np.bool_)  # by `victims`, not dropped yet
         # Of unclaimed resident entries that are not leaving; None: nothing is known of importance.
         self.heap: ImportanceHeap | None = None
+        self._jobs = JobImportances(self._count)
         self._passed: deque[Entries] = deque()  # by readers, and unclaimed then; oldest first
         self._passed_count = 0  # of entries in it
         self._ranked = NO_ENTRIES  # the next victims, when there are none in `_passed`
@@ -135,16 +139,33 @@ class ResidentSet:
         self._passed_count += len(free)
 
     def set_importances(
-        self, entries: Entries, values: npt.NDArray[np.float32], *, more: bool = False
-    ) -> None:
+        self,
+        entries: Entries,
+        values: npt.NDArray[np.float32],
+        *,
+        more: bool = False,
+        job: str = "",
+        benefit: float = 1.0,
+    ) -> int:
         """Set the importance of entries, by which unclaimed ones are kept longer; 0 if never set.
-        `more`: others follow. Raises UsageError for NaN, infinite and negative numbers."""
+        Returns how many jobs have set any.
+
+        `more`: others follow. `benefit`: how many times as fast the job's batches come with the
+        cache. Raises UsageError for NaN, infinite and negative numbers.
+        """
         check_importances(values)
         if self.heap is None:
             self.heap = ImportanceHeap(self._count)
             free = self.resident & (self.claims == 0) & ~self._leaving
             self.heap.insert(np.flatnonzero(free).astype(np.uint32))
-        self.heap.set_importances(entries, values, more=more)
+        jobs = len(self._jobs)
+        self._jobs.tell(job, entries, values, benefit, more=more)
+        if max(jobs, len(self._jobs)) == 1:
+            self.heap.set_importances(entries, values, more=more)
+        elif not more:
+            everything = np.arange(self._count, dtype=np.uint32)
+            self.heap.set_importances(everything, self._jobs.merged())
+        return len(self._jobs)
 
     def _free(self, entries: Entries) -> None:
         """These resident entries have no claims (any more)."""
@@ -201,8 +222,12 @@ class ResidentSet:
                 if len(piece):
                     return piece
             self._ranked = self._rank(next_use)
-        least = NO_ENTRIES if heap is None else heap.least(PIECE_ENTRIES)
-        return least if len(least) else None
+        if heap is None:
+            return None
+        least = heap.least(LEAST_LOOKED_AT * PIECE_ENTRIES)
+        unread = least[np.isinf(next_use(least))]  # what this epoch still reads is surely read
+        piece = (unread if len(unread) else least)[:PIECE_ENTRIES]
+        return piece if len(piece) else None
 
     def _evictable(self, entries: Entries) -> Mask:
         free: Mask = self.resident[entries] & (self.claims[entries] == 0) & ~self._leaving[entries]

@@ -7,6 +7,7 @@ from ..report import Row
 from ..workbench import Workbench
 from . import (
     accuracy,
+    importance,
     kernel,
     listing,
     lobster,
@@ -85,6 +86,10 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "order-index": order_logs.index,
     "task-plan": task_plan.measure,
     "accuracy": accuracy.measure,
+    "importance-accuracy": importance.accuracy,
+    "importance-hits": importance.hits,
+    "importance-epochs": importance.epochs,
+    "importance-overhead": importance.overhead,
     "training-waits": training.waits,
     "training-memory": training.little_memory,
     "training-rates": training.rates,
@@ -98,7 +103,9 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "rank-balance": rank_balance.measure,
 }
 
-UNTIMED = frozenset({"accuracy", "lobster-hits", "lobster-imbalance"})
+UNTIMED = frozenset(
+    {"accuracy", "importance-accuracy", "importance-hits", "lobster-hits", "lobster-imbalance"}
+)
 """Benchmarks that measure no time, and have a number of repetitions of their own: their figures are
 the same on a busy machine, and with `--quick`."""
 

@@ -33,20 +33,21 @@ Images = tuple[torch.Tensor, torch.Tensor]
 """The pixels as floats, channel before row, and the labels."""
 
 
-def network(seed: int) -> nn.Module:
-    """A network with the weights of a seed: two convolutions and one linear layer."""
+def network(seed: int, width: int = WIDTH) -> nn.Module:
+    """A network with the weights of a seed: two convolutions, the first with `width` channels, and
+    one linear layer."""
     torch.manual_seed(seed)
     layers = nn.Sequential(
-        nn.Conv2d(CHANNELS, WIDTH, 5, padding=2),
+        nn.Conv2d(CHANNELS, width, 5, padding=2),
         nn.MaxPool2d(2),
-        nn.BatchNorm2d(WIDTH),
+        nn.BatchNorm2d(width),
         nn.ReLU(),
-        nn.Conv2d(WIDTH, 2 * WIDTH, 3, padding=1),
+        nn.Conv2d(width, 2 * width, 3, padding=1),
         nn.MaxPool2d(2),
-        nn.BatchNorm2d(2 * WIDTH),
+        nn.BatchNorm2d(2 * width),
         nn.ReLU(),
         nn.Flatten(),
-        nn.Linear(2 * WIDTH * (SIDE // 4) ** 2, CLASSES),
+        nn.Linear(2 * width * (SIDE // 4) ** 2, CLASSES),
     )
     network: nn.Module = layers.to(memory_format=torch.channels_last)
     return network

@@ -69,6 +69,10 @@ class Bench:
         return next((each for each in found if each["name"] == name), None)
 
 
+def floats(*values: float) -> bytes:
+    return np.array(values, "<f4").tobytes()
+
+
 @pytest.fixture
 def bench() -> Bench:
     return Bench()
@@ -195,10 +199,41 @@ def test_N3_bad_messages_are_refused_and_change_nothing(bench: Bench, changed: M
     assert bench.settle() == []
 
 
-@pytest.mark.parametrize("importance", [float("nan"), float("inf"), "1", None, True])
+@pytest.mark.parametrize("importance", [float("nan"), float("inf"), -1.0, "1", None, True])
 def test_N3_an_importance_is_a_finite_number(bench: Bench, importance: Value) -> None:
     with pytest.raises(UsageError):
         bench.ask(do="value", **OF_VERSION, **ENTRIES, importance=importance)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"importances": floats(1, float("nan"))}, "bad importance nan"),
+        ({"importances": floats(1, float("inf"))}, "bad importance inf"),
+        ({"importances": floats(-0.5, 1)}, "bad importance -0.5"),
+        ({"importances": floats(1)}, "4 bytes for each of 2 entries"),
+        ({"importances": floats(1, 2) + b"x"}, "4 bytes for each of 2 entries"),
+        ({"entries": b"\xff\xff\x00\x00" * 2}, "no entry"),
+        ({"job": "j" * 65}, "bad job"),
+        ({"benefit": -1.0}, "benefit -1"),
+        ({"benefit": float("nan")}, "finite"),
+        ({"version": 10**6}, "version"),
+    ],
+)
+def test_N3_a_hostile_list_of_importances_changes_nothing(
+    bench: Bench, change: Message, match: str
+) -> None:
+    files = SNAPSHOT.files()[:2]
+    good: Message = {
+        "do": "value", **OF_VERSION, **pack_entries(files), "importances": floats(1, 2),
+    }  # fmt: skip
+    assert bench.ask(**{**good, "job": "a", "benefit": 2.0}) == {"jobs": 1}
+    before = bench.residency.stats()
+    kind = ConflictError if "version" in change else UsageError
+    with pytest.raises(kind, match=match):
+        bench.ask(**{**good, **change})
+    assert bench.residency.stats() == before
+    assert bench.ask(**{**good, "job": "b"}) == {"jobs": 2}
 
 
 # bytes --------------------------------------------------------------------------------------------

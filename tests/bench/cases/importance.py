@@ -1,0 +1,391 @@
+"""Benchmarks of importance sampling, beside the tables of iCache (HPCA 2023).
+
+- `accuracy`: what a network learns from half of the samples in each epoch, chosen by importance, at
+  random, and with substitutes (tables I and III).
+- `hits`: how many of the samples that an epoch reads are in memory already (figures 11 and 16), by
+  the prefetch planner of a mount itself, at the numbers of samples of CIFAR-10 and ImageNet. The
+  losses are those that a network has left in each epoch of `accuracy`'s images, drawn again with
+  replacement; time is not simulated.
+- `epochs`: a training loop on a real mount of a store with 5 ms and 200 MB/s, without a model.
+- `overhead`: what the sampler and the mount need for 1.28 million samples.
+
+The paper's samples lie one by one on a file system; ours lie in chunks.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from diesel_fs.cache.importance import ImportanceHeap
+from diesel_fs.mounts.prefetch.decisions import Drop, Push, Sample
+from diesel_fs.mounts.prefetch.planner import PrefetchPlanner
+from diesel_fs.orders.importance import DrawRule, is_low, substituted
+from diesel_fs.orders.plan import Epoch, Stream
+from tests.storage.metadata.redis_servers import RedisServer
+
+from .. import probes
+from ..dlcmd import DEADLINE_S, Dlcmd
+from ..epochs import prepared
+from ..inputs import D110, Indices
+from ..plot import Line, Plot, draw
+from ..report import Row, at_least, within
+from ..samples import OURS, Samples, say
+from ..small_images import made_long_tail, write_tar
+from ..store import BUCKET, serving
+from ..workbench import Workbench
+from .accuracy import PERCENT, POINTS, POINTS_LOST_MAX, Difference
+from .training import STORE_BYTES_PER_S, STORE_S, python_of_training
+
+IMAGES, TEST_IMAGES, IMAGES_SEED, TEST_SEED, PACKING_SEED = 20_000, 20_000, 1, 2, 3
+EPOCHS, BATCH, WIDTH = 16, 64, 32
+SEEDS = 5
+SHARE = 0.5
+PROBE_S_MAX = 3600.0
+FULL, UNIFORM, BY_IMPORTANCE = "full order", "uniform subsampling", "importance"
+
+CACHES = (0.2, 0.4, 0.6, 0.8)
+"""What a cache holds of the dataset, as in figure 16."""
+PAPER_OURS, PAPER_LRU = (0.37, 0.55, 0.69, 0.83), (0.02, 0.09, 0.23, 0.48)
+PAPER_PARTS = {"LRU": 0.02, "importance sampling, LRU": None, "kept by importance": 0.25,
+               "with substitutes": 0.37}  # fmt: skip
+"""Figure 11, for ShuffleNet. The paper gives no figure for the second."""
+HITS_MIN, SUBSTITUTED_HITS_MIN, FASTER_MIN = 0.25, 0.37, 1.7
+SIZES = {"CIFAR-10": 50_000, "ImageNet": 1_281_167}
+SAMPLE_BYTES = 4096
+CHUNK_SAMPLES = 1024
+READ_AT_ONCE = 256
+
+OVERHEAD_SAMPLES = SIZES["ImageNet"]
+UPDATE_S_MAX, DRAW_S_MAX = 0.05, 1.0
+SAMPLER_BYTES_MAX, LIST_BYTES_MAX = 40, 20
+
+_EPOCHS_PROGRAM = Path(__file__).parent.parent / "importance_program.py"
+
+PLOT = Plot(
+    "importance",
+    "samples found in memory, beside iCache's figure 16",
+    "cache, as a part of the dataset",
+    "part of an epoch's samples",
+    CACHES,
+    differences=True,
+)
+
+
+def accuracy(bench: Workbench) -> list[Row]:
+    """Train a small network in each way and with each seed, and test it."""
+    with bench.scratch() as folder:
+        dlcmd = _packed(folder, IMAGES // bench.divisor)
+        numbers = json.dumps(_numbers(bench))
+
+        def run(seed: int) -> dict[str, float]:
+            return probes.run("importance", dlcmd, str(seed), numbers, deadline_s=PROBE_S_MAX)
+
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            runs = list(pool.map(run, range(SEEDS if bench.divisor == 1 else 2)))
+    ways = [name for name in runs[0] if f"{name}, samples" in runs[0]]
+    full = _of(runs, FULL)
+    rows = []
+    for way in ways:
+        if way == FULL:
+            continue
+        lost, gained = (Difference.of(_of(runs, way), each) for each in (full, _of(runs, UNIFORM)))
+        note = f"less {FULL}: {lost}; less {UNIFORM}: {gained}"
+        say(f"{way}: {note}")
+        name = f"accuracy with {SHARE:.0%} of the samples, {way}"
+        rows.append(Row(name, PERCENT, Samples(_of(runs, way)), FULL, Samples(full), note=note))
+        if way == BY_IMPORTANCE:
+            worst = Samples((lost.half_width - lost.mean,))
+            what = f"{name}: lost against {FULL}, farther end of the 95 % interval"
+            rows.append(within(what, POINTS, worst, POINTS_LOST_MAX, most=True))
+            least = Samples((gained.mean - gained.half_width,))
+            what = f"{name}: gained over {UNIFORM}, lower end of the 95 % interval"
+            rows.append(within(what, POINTS, least, 0, most=False))
+    return rows
+
+
+def hits(bench: Workbench) -> list[Row]:
+    """Simulate epochs with recorded losses, at several sizes of caches and datasets."""
+    with bench.scratch() as folder:
+        dlcmd = _packed(folder, IMAGES // bench.divisor)
+        file = folder / "losses"
+        probes.run(
+            "importance", dlcmd, "0", json.dumps(_numbers(bench)), str(file),
+            deadline_s=PROBE_S_MAX,
+        )  # fmt: skip
+        images = IMAGES // bench.divisor
+        recorded = np.frombuffer(file.read_bytes(), np.float32).reshape(-1, images)
+    rows = []
+    for what, count in SIZES.items():
+        losses = _losses_of(recorded, count // bench.divisor)
+        found = [_Epochs(losses, cache) for cache in CACHES]
+        for cache, each, paper, paper_lru in zip(CACHES, found, PAPER_OURS, PAPER_LRU, strict=True):
+            name = f"samples of {what} in memory, cache for {cache:.0%}"
+            is_judged = cache == CACHES[0]
+            for part, value in each.by_part.items():
+                note = f"iCache: {PAPER_PARTS[part]}" if is_judged and PAPER_PARTS[part] else ""
+                if part == "with substitutes":
+                    note = f"iCache: {paper}"
+                if part == "LRU":
+                    note = f"iCache: {paper_lru}"
+                limit = {"kept by importance": HITS_MIN, "with substitutes": SUBSTITUTED_HITS_MIN}
+                full_name, measured = f"{name}, {part}", Samples((value,))
+                if is_judged and part in limit:
+                    rows.append(
+                        within(full_name, "of 1", measured, limit[part], most=False, note=note)
+                    )
+                else:
+                    rows.append(Row(full_name, "of 1", measured, note=note))
+            faster = Samples((each.reads_of_lru / each.reads,))
+            what_less = f"{name}: reads from the store, LRU's over ours"
+            rows.append(within(what_less, "times", faster, FASTER_MIN, most=False))
+        if what == "CIFAR-10":
+            _plot(bench, found)
+    return rows
+
+
+def epochs(bench: Workbench) -> list[Row]:
+    """Train on a mount: the full order without a plan and with one, and by importance."""
+    shape, source = prepared(bench, D110)
+    sides: dict[str, list[str]] = {
+        "full order, no plan": ["full", "--evict", "plan"],
+        "full order, plan": ["announced", "--evict", "plan"],
+        OURS: ["importance", "--evict", "importance"],
+        "ours, substitutes": ["substitute", "--evict", "importance"],
+    }
+    took: dict[str, float] = {}
+    notes: dict[str, str] = {}
+    with ExitStack() as stack:
+        folder = stack.enter_context(bench.scratch())
+        served = folder / "store"
+        served.mkdir()
+        store = stack.enter_context(serving(served, delay_s=STORE_S, bytes_per_s=STORE_BYTES_PER_S))
+        redis = stack.enter_context(RedisServer(folder / "redis")).url
+        put = Dlcmd(folder / "put", store=store.bucket)
+        put.environment["DIESEL_URL"] = f"{put.url}?meta={redis}"
+        put.seconds("put", str(source), "images")
+        for side, (way, *options) in sides.items():
+            bench.warm_page_cache(store.bucket / "datasets")
+            dlcmd = Dlcmd(stack.enter_context(bench.scratch()))
+            dlcmd.environment |= store.environment
+            dlcmd.environment["DIESEL_URL"] = f"s3://{BUCKET}?meta={redis}"
+            at = folder / f"mount-{len(took)}"
+            memory = ("--memory", str(int(CACHES[0] * shape.bytes)))
+            before = store.counts()
+            with dlcmd.mounted("images", at, *memory, *options):
+                words = [str(at), way, str(SHARE)]
+                done = subprocess.run(
+                    [python_of_training(), "-P", str(_EPOCHS_PROGRAM), *words],
+                    env=dlcmd.environment, check=True, stdout=subprocess.PIPE, text=True,
+                    timeout=DEADLINE_S,
+                )  # fmt: skip
+            said = json.loads(done.stdout.splitlines()[-1])
+            read = store.counts() - before
+            took[side] = statistics.mean(said["seconds"][2:])
+            notes[side] = (
+                f"{read.bytes / shape.bytes:.2f} times the dataset, {read.requests:,} requests in"
+                f" {len(said['seconds'])} epochs; kept {said['kept']:.3f} of the last epochs'"
+                f" samples, {said['substituted']} substituted"
+            )
+            say(f"{side}: {took[side]:.2f} s an epoch; {notes[side]}")
+    ours = Samples((took[OURS],)).map(lambda s: 1 / s)
+    return [
+        Row(
+            f"epochs of {shape.name}, cache for {CACHES[0]:.0%}, by importance", "epochs/s", ours,
+            side, Samples((1 / took[side],)), None if side.startswith("ours") else at_least(1.7),
+            notes[OURS] + f"; {side}: {notes[side]}",
+        )
+        for side in took
+        if side != OURS
+    ]  # fmt: skip
+
+
+def overhead(bench: Workbench) -> list[Row]:
+    """The sampler's and the mount's time and memory for 1.28 million samples."""
+    count = OVERHEAD_SAMPLES // bench.divisor
+    done = subprocess.run(
+        [sys.executable, "-P", str(_EPOCHS_PROGRAM), "overhead", str(count)],
+        check=True, stdout=subprocess.PIPE, text=True, timeout=DEADLINE_S,
+    )  # fmt: skip
+    said: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    heap = ImportanceHeap(count)
+    everything = np.arange(count, dtype=np.uint32)
+    values = np.random.default_rng(1).random(count, np.float32)
+    heap.insert(everything[::5])
+    heap.set_importances(everything, values)
+    steps = []
+    more = True
+    while more:
+        begun_s = time.perf_counter()
+        more = heap.build_some()
+        steps.append(time.perf_counter() - begun_s)
+    name = f"importance of {count:,} samples"
+    return [
+        within(f"{name}, update", "s", Samples((said["update_s"],)), UPDATE_S_MAX, most=True),
+        within(f"{name}, draw and order", "s", Samples((said["draw_s"],)), DRAW_S_MAX, most=True),
+        within(
+            f"{name}, sampler", "bytes a sample", Samples((said["bytes"] / count,)),
+            SAMPLER_BYTES_MAX, most=True,
+        ),
+        within(
+            f"{name}, mount while it sorts", "bytes an entry",
+            Samples((heap.bytes_max / count,)), LIST_BYTES_MAX, most=True,
+        ),
+        Row(f"{name}, longest step of the mount", "ms", Samples((max(steps) * 1e3,))),
+    ]  # fmt: skip
+
+
+def _packed(folder: Path, images: int) -> Dlcmd:
+    """A repository with images that have a long tail, packed in random order."""
+    order = np.random.default_rng(PACKING_SEED).permutation(images)
+    tar = folder / "images.tar"
+    with tar.open("wb") as file:
+        write_tar(file, made_long_tail(images, IMAGES_SEED), order)
+    dlcmd = Dlcmd(folder)
+    dlcmd.seconds("put", "--tar", str(tar), "--chunk-size", "64K", "--compress", "none", "images")
+    return dlcmd
+
+
+def _numbers(bench: Workbench) -> dict[str, float]:
+    return {
+        "epochs": max(EPOCHS // bench.divisor, 3),
+        "batch": BATCH,
+        "width": WIDTH if bench.divisor == 1 else 8,
+        "test_images": TEST_IMAGES // bench.divisor,
+        "test_seed": TEST_SEED,
+        "share": SHARE,
+    }
+
+
+def _of(runs: Sequence[Mapping[str, float]], what: str) -> tuple[float, ...]:
+    return tuple(run[what] for run in runs)
+
+
+def _losses_of(recorded: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.float32]:
+    """The losses of so many samples in each epoch: those of recorded ones, with replacement."""
+    rng = np.random.default_rng(1)
+    chosen = rng.integers(0, recorded.shape[1], count)
+    return recorded[:, chosen] * rng.lognormal(0, 0.02, count).astype(np.float32)
+
+
+class _Epochs:
+    """The same training with each way of caching: what the last epochs find in memory."""
+
+    COUNTED = 4  # the last epochs
+
+    def __init__(self, losses: npt.NDArray[np.float32], cache: float) -> None:
+        self._losses, self._cache = losses, cache
+        self._count = losses.shape[1]
+        lru, _ = self._lru(None)
+        sampled, _ = self._lru(DrawRule(SHARE))
+        kept, kept_reads = self._planned(substitutes=False)
+        with_substitutes, self.reads = self._planned(substitutes=True)
+        self.by_part = {
+            "LRU": lru,
+            "importance sampling, LRU": sampled,
+            "kept by importance": kept,
+            "with substitutes": with_substitutes,
+        }
+        self.reads_of_lru = (1 - lru) * self._count
+        self.reads = kept_reads  # what changes no sample is compared
+        say(f"cache for {cache:.0%} of {self._count:,}: {self.by_part}")
+
+    def _draws(self, rule: DrawRule | None) -> "Sequence[tuple[Indices, npt.NDArray[np.float32]]]":
+        """The samples of each epoch in order, and how likely each sample was drawn."""
+        known = np.full(self._count, np.nan, np.float32)
+        found = []
+        for epoch, losses in enumerate(self._losses):
+            chances = np.ones(self._count, np.float32)
+            drawn = np.arange(self._count)
+            if rule is not None and epoch:
+                chances = rule.probabilities(known, 1, epoch)
+                drawn = rule.draw(chances, 1, epoch)
+            known[drawn] = losses[drawn]
+            found.append((np.random.default_rng(epoch).permutation(drawn), chances))
+        return found
+
+    def _lru(self, rule: DrawRule | None) -> tuple[float, int]:
+        """Hits of a cache that evicts what was not read for the longest time, and its reads."""
+        room = int(self._cache * self._count)
+        cached: OrderedDict[int, None] = OrderedDict()
+        hits, reads = 0, 0
+        draws = self._draws(rule)
+        for epoch, (drawn, _) in enumerate(draws):
+            is_counted = epoch >= len(draws) - self.COUNTED
+            for sample in drawn.tolist():
+                if sample in cached:
+                    cached.move_to_end(sample)
+                    hits += is_counted
+                else:
+                    cached[sample] = None
+                    if len(cached) > room:
+                        cached.popitem(last=False)
+                reads += is_counted
+        return hits / reads, reads // self.COUNTED
+
+    def _planned(self, *, substitutes: bool) -> tuple[float, int]:
+        """Hits of the planner of a mount, and what an epoch reads from the store."""
+        planner = PrefetchPlanner(
+            np.arange(self._count) // CHUNK_SAMPLES,
+            np.full(self._count, SAMPLE_BYTES),
+            -(-self._count // CHUNK_SAMPLES),
+            budget_bytes=int(self._cache * self._count) * SAMPLE_BYTES,
+            keeps_important=True,
+        )
+        draws = self._draws(DrawRule(SHARE))
+        everything = np.arange(self._count, dtype=np.uint32)
+        hits = total = 0
+        now_s = 0.0
+        for epoch, (drawn, chances) in enumerate(draws):
+            order = drawn.copy()
+            if epoch:
+                planner.set_importances(everything, chances)
+            if epoch and substitutes:
+                low, cached = is_low(chances), planner.resident(everything)
+                places, others = substituted(order, low, cached, low.copy(), 1, epoch)
+                order[places] = others
+            before = planner.stats()["kept_entries"]
+            planner.announce(Stream("train", (Epoch(epoch, order.astype(np.uint32)),)), now_s)
+            now_s = _read(planner, epoch, len(order), now_s)
+            if epoch >= len(draws) - self.COUNTED:
+                hits += planner.stats()["kept_entries"] - before
+                total += len(order)
+        return hits / total, (total - hits) // self.COUNTED
+
+
+def _read(planner: PrefetchPlanner, epoch: int, length: int, now_s: float) -> float:
+    """Read an epoch as a reader that never overtakes the mount. Returns the time at its end."""
+    position = 0
+    while True:
+        now_s += 1e-4
+        match planner.next(now_s):
+            case Push() as push:
+                planner.pushed(push, push.entries, [], now_s)
+            case Drop() as dropped:
+                planner.dropped(dropped)
+            case Sample() as sample:
+                planner.sampled(sample.entries, np.ones(len(sample.entries), np.bool_))
+            case _:
+                if position == length:
+                    planner.withdraw("train")
+                    return now_s
+                position = min(position + READ_AT_ONCE, length)
+                planner.progress("train", position, now_s, epoch)
+
+
+def _plot(bench: Workbench, found: Sequence[_Epochs]) -> None:
+    lines = [
+        Line(f"ours, {part}", [each.by_part[part] for each in found]) for part in found[0].by_part
+    ]
+    lines += [Line("iCache", PAPER_OURS), Line("iCache's LRU", PAPER_LRU)]
+    draw(PLOT, lines, is_whole=bench.divisor == 1)

@@ -1,0 +1,133 @@
+"""A training script without a model, for `cases/importance.py`: reads all files of a mount in six
+epochs, as fast as its loader gives them.
+
+    python importance_program.py MOUNT WAY SHARE     WAY: full, announced, importance, substitute
+    python importance_program.py overhead SAMPLES
+
+Losses are drawn once by a seed, and change a little from epoch to epoch, as those of a network do.
+The second form prints what the sampler needs for so many samples, which lie nowhere.
+"""
+
+import json
+import os
+import sys
+import time
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, RandomSampler
+
+import diesel_fs.torch
+from diesel_fs.mounts.plans.control import Control
+from diesel_fs.orders.shuffle import ChunkedFiles
+from diesel_fs.torch import ImportanceSampler
+from diesel_fs.torch import sampler as module
+from diesel_fs.torch.sources import SampleFiles
+
+EPOCHS, BATCH, WORKERS = 6, 64, 2
+COUNTED = 3  # the last epochs
+CHANGE = 0.2
+
+
+class Files(Dataset[int]):  # type: ignore[misc]  # mypy skips torch
+    """All files of a mount; a sample is the length of its content."""
+
+    def __init__(self, root: str) -> None:
+        found = [os.path.join(top, name) for top, _, names in os.walk(root) for name in names]
+        self.samples = [(path, 0) for path in sorted(found)]
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> int:
+        with open(self.samples[index][0], "rb") as file:
+            return len(file.read())
+
+
+def kept_entries(mount: str) -> int:
+    """What the mount has kept for readers, so far."""
+    with Control.connect(mount) as control:
+        residency = control.stats()["residency"]
+    assert isinstance(residency, dict)
+    kept = residency["kept_entries"]
+    assert isinstance(kept, int)
+    return kept
+
+
+def train(mount: str, way: str, share: float) -> None:
+    data = Files(mount)
+    count = len(data)
+    rng = np.random.default_rng(1)
+    losses = rng.exponential(1, count).astype(np.float32)
+    sampler: ImportanceSampler | None = None
+    if way in ("importance", "substitute"):
+        sampler = ImportanceSampler(data, share=share, substitute=way == "substitute", seed=1)
+    if way != "full":
+        diesel_fs.torch.join(ahead=0)
+    generator = torch.Generator().manual_seed(1)
+    loader = DataLoader(
+        data, batch_size=BATCH, num_workers=WORKERS, generator=generator,
+        sampler=sampler if sampler is not None else RandomSampler(data, generator=generator),
+    )  # fmt: skip
+    seconds: list[float] = []
+    read = kept = replaced = 0
+    sizes: torch.Tensor
+    for epoch in range(EPOCHS):
+        before = kept_entries(mount)
+        begun_s = time.monotonic()
+        if sampler is not None:
+            sampler.set_epoch(epoch)
+            got = 0
+            for indices, sizes in sampler.enumerate(loader):
+                sampler.update(indices, torch.from_numpy(losses[indices]))
+                got += len(sizes)
+            replaced += sampler.substituted
+        else:
+            got = sum(len(sizes) for sizes in loader)
+        seconds.append(time.monotonic() - begun_s)
+        if epoch >= EPOCHS - COUNTED:
+            read += got
+            kept += kept_entries(mount) - before
+        losses *= rng.lognormal(-0.05, CHANGE, count).astype(np.float32)
+    print(json.dumps({"seconds": seconds, "kept": kept / read, "substituted": replaced}))
+
+
+def overhead(count: int) -> None:
+    """Time and memory of the sampler for samples that lie nowhere."""
+    entries = np.arange(count)
+    files = ChunkedFiles(entries, entries // 1000, np.zeros((count // 1000 + 1, 16), np.uint8))
+    module.sample_files = lambda _: SampleFiles("x", "x", 1, files, None)  # type: ignore[attr-defined]
+    sampler = ImportanceSampler(None)
+    rng = np.random.default_rng(1)
+    batches = np.array_split(rng.permutation(count), max(count // 256, 1))
+    losses = [
+        torch.from_numpy(rng.exponential(1, len(each)).astype(np.float32)) for each in batches
+    ]
+    begun_s = time.perf_counter()
+    for indices, some in zip(batches, losses, strict=True):
+        sampler.update(indices, some)
+    update_s = time.perf_counter() - begun_s
+    sampler.set_epoch(1)
+    begun_s = time.perf_counter()
+    iterator = iter(sampler)
+    next(iterator)
+    draw_s = time.perf_counter() - begun_s
+    assert sampler._last is not None
+    held = 0
+    for each in (
+        files.entries, files.chunks, sampler._table.agreed, sampler._table.reported,
+        sampler._draws[0].probabilities, sampler._draws[0].samples, sampler._last.samples,
+    ):  # fmt: skip
+        held += each.nbytes
+    print(json.dumps({"update_s": update_s, "draw_s": draw_s, "bytes": held}))
+
+
+def main(*words: str) -> None:
+    if words[0] == "overhead":
+        overhead(int(words[1]))
+    else:
+        train(words[0], words[1], float(words[2]))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
