@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import UsageError
+from ..orders.importance import HIGH_DIVISOR
 
 Entries = npt.NDArray[np.uint32]
 Mask = npt.NDArray[np.bool_]
@@ -91,8 +92,10 @@ def check_importances(values: npt.NDArray[np.float32]) -> None:
 class ImportanceHeap:
     """The entries of a cache that may be given up, by importance (see the module)."""
 
-    def __init__(self, count: int) -> None:
-        """For entries 0 to `count` - 1. At first all have the importance 0, and none is in."""
+    def __init__(self, count: int, sizes: npt.NDArray[np.uint32] | None = None) -> None:
+        """For entries 0 to `count` - 1, and what each takes in the cache (1 unless given). At first
+        all have the importance 0, and none is in."""
+        self._sizes = sizes
         self._in: Mask = np.zeros(count, np.bool_)
         self._table = _Table(np.zeros(count, np.uint16))
         while not self._table.is_sorted:
@@ -100,6 +103,7 @@ class ImportanceHeap:
         self._shadow: _Table | None = None
         self._is_told = True  # the shadow has all that it will be told
         self._counts = np.zeros(LEVELS, np.int64)  # of entries that are in, by level
+        self._sums = np.zeros(LEVELS, np.int64)  # of their sizes
         self._high_level = 0  # entries above it are of high importance
 
     def set_importances(
@@ -124,8 +128,11 @@ class ImportanceHeap:
             shadow.sort_block()
             return True
         self._table, self._shadow = shadow, None
-        self._counts = np.bincount(shadow.levels[self._in], minlength=LEVELS)
-        self._high_level = self._mean_level()
+        members = np.flatnonzero(self._in).astype(np.uint32)
+        levels = shadow.levels[members]
+        self._counts = np.bincount(levels, minlength=LEVELS)
+        self._sums = np.bincount(levels, self._size(members), LEVELS).astype(np.int64)
+        self._high_level = self._limit_of_low()
         return False
 
     @property
@@ -140,7 +147,7 @@ class ImportanceHeap:
         return (self._table.levels[entries].astype(np.uint32) << 16).view(np.float32)
 
     def is_high(self, entries: Entries) -> Mask:
-        """Which entries are of more importance than the mean of all that are above 0."""
+        """Which entries are among the most important third of all."""
         found: Mask = self._table.levels[entries] > self._high_level
         return found
 
@@ -149,40 +156,51 @@ class ImportanceHeap:
         none may be named twice."""
         new = entries[~self._in[entries]]
         self._in[new] = True
-        np.add.at(self._counts, self._table.levels[new], _ONE)
+        levels = self._table.levels[new]
+        np.add.at(self._counts, levels, _ONE)
+        np.add.at(self._sums, levels, self._size(new))
 
     def remove(self, entries: Entries) -> None:
         """These entries may not be given up any more. Those that are not in are ignored, and none
         may be named twice."""
         old = entries[self._in[entries]]
         self._in[old] = False
-        np.subtract.at(self._counts, self._table.levels[old], _ONE)
+        levels = self._table.levels[old]
+        np.subtract.at(self._counts, levels, _ONE)
+        np.subtract.at(self._sums, levels, self._size(old))
 
     @property
     def zero_count(self) -> int:
         """How many entries of the importance 0 are in."""
         return int(self._counts[0])
 
-    def least(self, count: int) -> Entries:
+    @property
+    def low_size(self) -> int:
+        """What the entries that are in and not of high importance take together."""
+        return int(self._sums[: self._high_level + 1].sum())
+
+    def least(self, count: int, *, high: bool = False) -> Entries:
         """At most `count` of the entries that are in, the least important first; among those of a
-        level, the lowest number first. They stay in."""
+        level, the lowest number first. They stay in. `high`: only of high importance."""
         levels = np.flatnonzero(self._counts)
+        if high:
+            levels = levels[levels > self._high_level]
         enough = int(np.searchsorted(np.cumsum(self._counts[levels]), count)) + 1
         entries = self._table.entries_of(levels[:enough])
         entries = entries[self._in[entries]]
         order = np.argsort(self._table.levels[entries], kind="stable")
         return entries[order[:count]]
 
-    def _mean_level(self) -> int:
-        """The level of the mean importance of all entries above 0."""
+    def _size(self, entries: Entries) -> npt.NDArray[np.int64]:
+        if self._sizes is None:
+            return np.ones(len(entries), np.int64)
+        return self._sizes[entries].astype(np.int64)
+
+    def _limit_of_low(self) -> int:
+        """The level above which is at most the most important third of the entries."""
         counts = np.bincount(self._table.levels, minlength=LEVELS)
-        counts[0] = 0
-        if not counts.any():
-            return 0
-        middles = (np.arange(LEVELS, dtype=np.uint32) << 16 | 0x8000).view(np.float32)
-        is_number = np.isfinite(middles)
-        mean = np.average(middles[is_number].astype(np.float64), weights=counts[is_number])
-        return int(np.float32(mean).view(np.uint32) >> 16)
+        above = counts[::-1].cumsum()
+        return LEVELS - 1 - int(np.searchsorted(above, len(self._in) // HIGH_DIVISOR, "right"))
 
 
 @dataclass(slots=True)

@@ -526,7 +526,11 @@ class ImportanceSampler(ChunkShuffleSampler):
 
         def tell(control: Control) -> None:
             self._sharing.jobs = control.values(
-                entries, probabilities, job=job, benefit=self._sharing.benefit
+                entries,
+                probabilities,
+                job=job,
+                benefit=self._sharing.benefit,
+                substitutes=self.substitute,
             )
 
         self._tell(tell)

@@ -96,7 +96,7 @@ def overhead(count: int) -> None:
     """Time and memory of the sampler for samples that lie nowhere."""
     entries = np.arange(count)
     files = ChunkedFiles(entries, entries // 1000, np.zeros((count // 1000 + 1, 16), np.uint8))
-    module.sample_files = lambda _: SampleFiles("x", "x", 1, files, None)  # type: ignore[attr-defined]
+    module.sample_files = lambda _: SampleFiles("x", "x", 1, files, None)  # type: ignore[attr-defined,assignment]  # patched
     sampler = ImportanceSampler(None)
     rng = np.random.default_rng(1)
     batches = np.array_split(rng.permutation(count), max(count // 256, 1))

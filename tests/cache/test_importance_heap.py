@@ -115,12 +115,19 @@ def test_the_first_table_serves_until_the_second_is_built() -> None:
     assert heap.least(2).tolist() == [COUNT - 1, COUNT - 2]
 
 
-def test_high_importance_is_above_the_mean() -> None:
-    heap = ImportanceHeap(4)
-    heap.set_importances(row([0, 1, 2]), np.array([0.1, 0.4, 1.0], np.float32))
+def test_a_third_is_of_high_importance() -> None:
+    heap = ImportanceHeap(6, np.array([1, 2, 4, 8, 16, 32], np.uint32))
+    everything = row([*range(6)])
+    heap.insert(everything)
+    heap.set_importances(everything, np.array([0.1, 0.4, 1.0, 0.2, 0.9, 0.3], np.float32))
     while heap.build_some():
         pass
-    assert heap.is_high(row([0, 1, 2, 3])).tolist() == [False, False, True, False]
+    assert heap.is_high(everything).tolist() == [False, False, True, False, True, False]
+    assert heap.low_size == 1 + 2 + 8 + 32
+    assert heap.least(1, high=True).tolist() == [4]
+    heap.remove(row([4, 5]))
+    assert heap.low_size == 1 + 2 + 8
+    assert heap.least(9, high=True).tolist() == [2]
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, -1e-9])

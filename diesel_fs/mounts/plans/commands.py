@@ -184,6 +184,7 @@ class PlanCommands:
         more = fields.flag("more", False)
         job = fields.text("job") if "job" in fields else ""
         benefit = fields.number("benefit") if "benefit" in fields else 1.0
+        substitutes = fields.flag("substitutes", False)
         fields.end()
         if len(job) > JOB_NAME_MAX or not 0 <= benefit <= BENEFIT_MAX:
             raise UsageError(
@@ -191,7 +192,7 @@ class PlanCommands:
                 f" characters, and a benefit is 0 to {BENEFIT_MAX:g}"
             )
         jobs = self._planner.set_importances(
-            entries, importances, more=more, job=job, benefit=benefit
+            entries, importances, more=more, job=job, benefit=benefit, substitutes=substitutes
         )
         return {"jobs": jobs}
 

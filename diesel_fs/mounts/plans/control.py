@@ -195,12 +195,14 @@ class Control:
         *,
         job: str = "",
         benefit: float = 1.0,
+        substitutes: bool = False,
     ) -> int:
         """Set the values of entries, one for each: finite numbers that are not negative. Returns
         how many jobs have set any.
 
         Several jobs that use the mount give their names, and by how many times their batches come
-        faster with its cache (`benefit`): their values are merged.
+        faster with its cache (`benefit`): their values are merged. `substitutes`: the job takes
+        entries of low importance that are resident for others.
         """
         row = np.asarray(importances, "<f4")
         if row.shape != np.shape(entries):
@@ -211,7 +213,7 @@ class Control:
             answer = self._ask(
                 {"do": "value", "importances": row[start : start + len(part)].tobytes(),
                  "more": at + 1 < len(parts), "job": job, "benefit": float(benefit),
-                 **self._version_fields(), **pack_entries(part)}
+                 "substitutes": substitutes, **self._version_fields(), **pack_entries(part)}
             )  # fmt: skip
             found = answer.get("jobs")
             jobs = found if isinstance(found, int) else 0

@@ -52,9 +52,12 @@ With one stream there is nothing to balance, and no cost is asked for.
 likely as they are read again in the next epoch. Of unclaimed entries the least important is dropped
 first, by an `ImportanceHeap`. With `keeps_important` (`--evict importance`) streams do not claim
 the whole memory ahead of their readers, which would push the important entries of the next epoch
-out: they share the part of it that readers' accesses to entries of low importance have among all
-accesses (section III-A's sizes of H-cache and L-cache; high is above the mean). The rest is for
-entries that were read.
+out. The memory has two parts, as large as readers' accesses to entries of high and of low
+importance are frequent (section III-A's sizes of H-cache and L-cache). The first keeps the most
+important entries that were read. A sixteenth of the second is what streams share ahead of their
+readers; the rest keeps the entries of low importance that were read last, as long as a sampler
+takes such entries for others that would have to be loaded, and else belongs to the first part.
+iCache packs entries of low importance into packages and loads those; here they come with chunks.
 
 Pure: no I/O, and the time is an argument (`now_s`). Used by one thread.
 """
@@ -116,8 +119,11 @@ HIGH_FIRST, ACCESSES_MIN, ACCESSES_MAX = 9.0, 1 << 10, 1 << 17
 """Before accesses are counted, nine in ten are taken for those of important entries, as iCache does
 (section V-A), which counts as so many thousand. The older half of so many accesses is forgotten."""
 AHEAD_PART_MIN, AHEAD_PART_STEP = 1 / 16, 1 / 64
-"""Streams share at least this part of the memory. It changes by no less than a step, as units are
-cut anew then."""
+"""The least part of the memory that is not for entries of high importance. It changes by no less
+than a step, as units are cut anew then."""
+AHEAD_DIVISOR, AHEAD_BYTES_MIN = 16, 32 << 20
+"""One in so many bytes of that part is for what streams claim ahead of their readers; of a small
+part so much, but no more than half."""
 
 READ_AHEAD_S = 5.0
 """A unit that the worker was told to read ahead stays among those for so long, else until it is
@@ -249,6 +255,7 @@ class PrefetchPlanner:
         self._keeps_important = keeps_important
         self._high_passed, self._low_passed = HIGH_FIRST * ACCESSES_MIN, float(ACCESSES_MIN)
         self._ahead_part = 1.0  # of the memory that streams share
+        self._has_substitutes = False  # see `set_importances`
         self._store_is_slow = False
         self._is_logged: Callable[[Entries], bool] = never_logged
         self._keeps_skipped = False
@@ -384,17 +391,20 @@ class PrefetchPlanner:
         more: bool = False,
         job: str = "",
         benefit: float = 1.0,
+        substitutes: bool = False,
     ) -> int:
         """Set the importance of entries, one number for each: unclaimed entries of less importance
         are dropped first. Returns how many jobs have set any.
 
         `more`: others follow. Several jobs are told apart by `job`, and merged by their `benefit`
-        (`cache/importance.py`). Raises UsageError for entries that there are not, and for NaN,
+        (`cache/importance.py`). `substitutes`: the job takes entries of low importance that are
+        resident for others. Raises UsageError for entries that there are not, and for NaN,
         infinite and negative numbers.
         """
         jobs = self.resident_set.set_importances(
             self._checked(entries), values, more=more, job=job, benefit=benefit
         )
+        self._has_substitutes, self._share_bytes = substitutes, 0
         if self._keeps_important and self._ahead_part == 1:
             self._divide_memory()
         return jobs
@@ -886,6 +896,13 @@ class PrefetchPlanner:
         """Each stream's share of the budget in bytes."""
         if not self._share_bytes:
             shared_bytes = int(self._contents_bytes() * self._ahead_part)
+            if self._ahead_part < 1:
+                ahead_bytes = max(
+                    shared_bytes // AHEAD_DIVISOR, min(shared_bytes // 2, AHEAD_BYTES_MIN)
+                )
+                low_bytes = shared_bytes - ahead_bytes
+                self.resident_set.low_bytes_max = low_bytes if self._has_substitutes else 0
+                shared_bytes = ahead_bytes
             self._share_bytes = max(shared_bytes // max(self._active_count(), 1), 1)
             for tracker in self._trackers.values():
                 tracker.give_share(self._share_bytes)

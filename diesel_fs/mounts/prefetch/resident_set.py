@@ -59,6 +59,9 @@ class ResidentSet:
         self._jobs = JobImportances(self._count)
         self._passed: deque[Entries] = deque()  # by readers, and unclaimed then; oldest first
         self._passed_count = 0  # of entries in it
+        self.low_bytes_max = 0
+        """For entries of low importance, before those of high importance must make room."""
+        self._low_passed: deque[Entries] = deque()  # of low importance; the first that were passed
         self._ranked = NO_ENTRIES  # the next victims, when there are none in `_passed`
 
     def inherit(self, old: "ResidentSet", was: npt.NDArray[np.int32]) -> None:
@@ -155,7 +158,7 @@ class ResidentSet:
         """
         check_importances(values)
         if self.heap is None:
-            self.heap = ImportanceHeap(self._count)
+            self.heap = ImportanceHeap(self._count, self._columns.pages)
             free = self.resident & (self.claims == 0) & ~self._leaving
             self.heap.insert(np.flatnonzero(free).astype(np.uint32))
         jobs = len(self._jobs)
@@ -184,7 +187,8 @@ class ResidentSet:
         reports `victims_dropped`.
 
         Entries of the importance 0 come first: those that readers have passed, oldest first, then
-        those that will be read last. Then come the least important.
+        those that will be read last. Then come those of low importance as long as they take more
+        than `low_bytes_max`, and the least of high importance.
         """
         victims = [NO_ENTRIES]
         while need_bytes > 0 and self.unclaimed_bytes > 0:
@@ -204,15 +208,17 @@ class ResidentSet:
         self.remove(victims)
 
     def _next_victims(self, next_use: NextUse) -> Entries | None:
+        heap = self.heap
         while self._passed:
             piece = self._passed.popleft()
             self._passed_count -= len(piece)
             piece = piece[self._evictable(piece)]
-            if self.heap is not None:
-                piece = piece[self.heap.importance(piece) == 0]
+            if heap is not None:
+                is_zero = heap.importance(piece) == 0
+                self._low_passed.append(piece[~is_zero])
+                piece = piece[is_zero]
             if len(piece):
                 return np.unique(piece)
-        heap = self.heap
         for _ in range(2 if heap is None or heap.zero_count else 0):
             while len(self._ranked):
                 piece, self._ranked = np.split(self._ranked, [PIECE_ENTRIES])
@@ -222,10 +228,25 @@ class ResidentSet:
                 if len(piece):
                     return piece
             self._ranked = self._rank(next_use)
-        if heap is None:
-            return None
-        least = heap.least(LEAST_LOOKED_AT * PIECE_ENTRIES)
-        unread = least[np.isinf(next_use(least))]  # what this epoch still reads is surely read
+        return None if heap is None else self._least_important(heap, next_use)
+
+    def _least_important(self, heap: ImportanceHeap, next_use: NextUse) -> Entries | None:
+        """Of the entries of low importance those that were passed first, as long as there are too
+        many; then the least of high importance. What this epoch still reads goes last: it is surely
+        read."""
+        if heap.low_size * PAGE_BYTES > self.low_bytes_max:
+            while self._low_passed:
+                piece = np.unique(self._low_passed.popleft())
+                piece = piece[self._evictable(piece) & ~heap.is_high(piece)]
+                piece = piece[np.isinf(next_use(piece))]
+                if len(piece):
+                    return piece
+            least = heap.least(LEAST_LOOKED_AT * PIECE_ENTRIES)
+        else:
+            least = heap.least(LEAST_LOOKED_AT * PIECE_ENTRIES, high=True)
+        if not len(least):
+            least = heap.least(PIECE_ENTRIES)
+        unread = least[np.isinf(next_use(least))]
         piece = (unread if len(unread) else least)[:PIECE_ENTRIES]
         return piece if len(piece) else None
 

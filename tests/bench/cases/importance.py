@@ -62,8 +62,8 @@ PAPER_PARTS = {"LRU": 0.02, "importance sampling, LRU": None, "kept by importanc
 """Figure 11, for ShuffleNet. The paper gives no figure for the second."""
 HITS_MIN, SUBSTITUTED_HITS_MIN, FASTER_MIN = 0.25, 0.37, 1.7
 SIZES = {"CIFAR-10": 50_000, "ImageNet": 1_281_167}
-SAMPLE_BYTES = 4096
-CHUNK_SAMPLES = 1024
+SAMPLE_BYTES = 110 << 10
+CHUNK_SAMPLES = 36
 READ_AT_ONCE = 256
 
 OVERHEAD_SAMPLES = SIZES["ImageNet"]
@@ -349,7 +349,7 @@ class _Epochs:
         for epoch, (drawn, chances) in enumerate(draws):
             order = drawn.copy()
             if epoch:
-                planner.set_importances(everything, chances)
+                planner.set_importances(everything, chances, substitutes=substitutes)
             if epoch and substitutes:
                 low, cached = is_low(chances), planner.resident(everything)
                 places, others = substituted(order, low, cached, low.copy(), 1, epoch)
