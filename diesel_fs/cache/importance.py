@@ -147,7 +147,7 @@ class ImportanceHeap:
         return (self._table.levels[entries].astype(np.uint32) << 16).view(np.float32)
 
     def is_high(self, entries: Entries) -> Mask:
-        """Which entries are among the most important third of all."""
+        """Which entries are among the most important fifth of all."""
         found: Mask = self._table.levels[entries] > self._high_level
         return found
 
@@ -197,7 +197,7 @@ class ImportanceHeap:
         return self._sizes[entries].astype(np.int64)
 
     def _limit_of_low(self) -> int:
-        """The level above which is at most the most important third of the entries."""
+        """The level above which is at most the most important fifth of the entries."""
         counts = np.bincount(self._table.levels, minlength=LEVELS)
         above = counts[::-1].cumsum()
         return LEVELS - 1 - int(np.searchsorted(above, len(self._in) // HIGH_DIVISOR, "right"))

@@ -29,7 +29,7 @@ need not be pushed."""
 PIECE_ENTRIES = 256
 """How many candidates for dropping are looked at together: about as many as one unit has."""
 
-LEAST_LOOKED_AT = 4
+LEAST_LOOKED_AT = 8
 """Of so many pieces of the least important entries, those that a reader comes to go last."""
 
 _ONE = np.int32(1)
@@ -231,24 +231,29 @@ class ResidentSet:
         return None if heap is None else self._least_important(heap, next_use)
 
     def _least_important(self, heap: ImportanceHeap, next_use: NextUse) -> Entries | None:
-        """Of the entries of low importance those that were passed first, as long as there are too
-        many; then the least of high importance. What this epoch still reads goes last: it is surely
-        read."""
-        if heap.low_size * PAGE_BYTES > self.low_bytes_max:
-            while self._low_passed:
-                piece = np.unique(self._low_passed.popleft())
-                piece = piece[self._evictable(piece) & ~heap.is_high(piece)]
-                piece = piece[np.isinf(next_use(piece))]
-                if len(piece):
-                    return piece
-            least = heap.least(LEAST_LOOKED_AT * PIECE_ENTRIES)
+        """The least important entries; where some of low importance are to be kept
+        (`low_bytes_max`) and there are more, those of them that were passed first. What this epoch
+        still reads goes last: it is surely read."""
+        kinds = [False] if not self.low_bytes_max else [False, True]
+        if self.low_bytes_max:
+            if heap.low_size * PAGE_BYTES <= self.low_bytes_max:
+                kinds.reverse()
+            else:
+                while self._low_passed:
+                    piece = np.unique(self._low_passed.popleft())
+                    piece = piece[self._evictable(piece) & ~heap.is_high(piece)]
+                    piece = piece[np.isinf(next_use(piece))]
+                    if len(piece):
+                        return piece
         else:
-            least = heap.least(LEAST_LOOKED_AT * PIECE_ENTRIES, high=True)
-        if not len(least):
-            least = heap.least(PIECE_ENTRIES)
-        unread = least[np.isinf(next_use(least))]
-        piece = (unread if len(unread) else least)[:PIECE_ENTRIES]
-        return piece if len(piece) else None
+            self._low_passed.clear()
+        for high in kinds:
+            least = heap.least(LEAST_LOOKED_AT * PIECE_ENTRIES, high=high)
+            unread = least[np.isinf(next_use(least))][:PIECE_ENTRIES]
+            if len(unread):
+                return unread
+        least = heap.least(PIECE_ENTRIES)
+        return least if len(least) else None
 
     def _evictable(self, entries: Entries) -> Mask:
         free: Mask = self.resident[entries] & (self.claims[entries] == 0) & ~self._leaving[entries]
