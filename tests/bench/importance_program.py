@@ -1,7 +1,7 @@
 """A training script without a model, for `cases/importance.py`: reads all files of a mount in six
 epochs, as fast as its loader gives them.
 
-    python importance_program.py MOUNT WAY SHARE     WAY: full, announced, importance, substitute
+    python importance_program.py MOUNT WAY SHARE     WAY: announced, importance, substitute
     python importance_program.py overhead SAMPLES
 
 Losses are drawn once by a seed, and change a little from epoch to epoch, as those of a network do.
@@ -62,8 +62,7 @@ def train(mount: str, way: str, share: float) -> None:
     sampler: ImportanceSampler | None = None
     if way in ("importance", "substitute"):
         sampler = ImportanceSampler(data, share=share, substitute=way == "substitute", seed=1)
-    if way != "full":
-        diesel_fs.torch.join(ahead=0)
+    diesel_fs.torch.join(ahead=0)
     generator = torch.Generator().manual_seed(1)
     loader = DataLoader(
         data, batch_size=BATCH, num_workers=WORKERS, generator=generator,
