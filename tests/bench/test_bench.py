@@ -309,6 +309,28 @@ def test_the_study_of_accuracy_compares_every_order_with_full_shuffle(tmp_path: 
     assert len(rows) == len(shares) + 4
 
 
+def test_the_benchmarks_of_importance_measure_every_row(tmp_path: Path) -> None:
+    """With tiny inputs: the figures mean nothing, but all are there."""
+    rows = rows_of(tmp_path, "importance")
+    names = [row["name"] for row in rows]
+    assert sum(name.startswith("accuracy with 50%") for name in names) == 8
+    for what, caches in {"CIFAR-10": 4, "ImageNet": 1}.items():
+        some = [row for row in rows if row["name"].startswith(f"samples of {what} in memory")]
+        assert len(some) == 5 * caches
+        assert all(0 <= row["ours"] <= 1 for row in some if row["unit"] == "of 1")
+    assert sum(name.startswith("epochs of") for name in names) == 2
+    assert sum(name.startswith("importance of") for name in names) == 5
+    assert sum(name.startswith("two jobs") for name in names) == 2
+    assert len(rows) == 8 + 20 + 5 + 2 + 2 + 5
+
+
+def test_images_with_a_long_tail_are_the_same_each_time() -> None:
+    pixels = small_images.made_long_tail(20, 1)
+    assert pixels.shape == small_images.made_images(20, 1).shape
+    assert (pixels == small_images.made_long_tail(20, 1)).all()
+    assert (pixels != small_images.made_long_tail(20, 2)).any()
+
+
 def test_a_paired_difference_has_the_interval_of_students_t() -> None:
     """Differences 1, 2, 3: mean 2, deviation 1; t(0.975, 2) = 4.303."""
     difference = accuracy.Difference.of([11, 22, 33], [10, 20, 30])

@@ -75,10 +75,11 @@ class ResidentSet:
         )
         self.pushed_s[entries] = old.pushed_s[before]
         self._read_s[entries] = old._read_s[before]
-        if old.heap is not None:
-            self.set_importances(
-                entries.astype(np.uint32), old.heap.importance(before.astype(np.uint32))
-            )
+        if old.heap is not None:  # until jobs tell what matters in this version
+            known = old.heap.importance(before.astype(np.uint32))
+            heap = self._make_heap()
+            heap.set_importances(entries.astype(np.uint32), known)
+            heap.build_first()
 
     def bytes_of(self, entries: Entries) -> int:
         """The bytes that these entries take. None may be named twice."""
@@ -157,18 +158,23 @@ class ResidentSet:
         cache. Raises UsageError for NaN, infinite and negative numbers.
         """
         check_importances(values)
+        heap, jobs = self._make_heap(), len(self._jobs)
+        self._jobs.tell(job, entries, values, benefit, more=more)
+        if max(jobs, len(self._jobs)) == 1:
+            heap.set_importances(entries, values, more=more)
+            heap.build_first()
+        elif not more:
+            everything = np.arange(self._count, dtype=np.uint32)
+            heap.set_importances(everything, self._jobs.merged())
+        return len(self._jobs)
+
+    def _make_heap(self) -> ImportanceHeap:
+        """The heap, which is made when something is known of importance."""
         if self.heap is None:
             self.heap = ImportanceHeap(self._count, self._columns.pages)
             free = self.resident & (self.claims == 0) & ~self._leaving
             self.heap.insert(np.flatnonzero(free).astype(np.uint32))
-        jobs = len(self._jobs)
-        self._jobs.tell(job, entries, values, benefit, more=more)
-        if max(jobs, len(self._jobs)) == 1:
-            self.heap.set_importances(entries, values, more=more)
-        elif not more:
-            everything = np.arange(self._count, dtype=np.uint32)
-            self.heap.set_importances(everything, self._jobs.merged())
-        return len(self._jobs)
+        return self.heap
 
     def _free(self, entries: Entries) -> None:
         """These resident entries have no claims (any more)."""

@@ -88,6 +88,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "accuracy": accuracy.measure,
     "importance-accuracy": importance.accuracy,
     "importance-hits": importance.hits,
+    "importance-jobs": importance.jobs,
     "importance-epochs": importance.epochs,
     "importance-overhead": importance.overhead,
     "training-waits": training.waits,
@@ -104,7 +105,8 @@ BENCHMARKS: Mapping[str, Benchmark] = {
 }
 
 UNTIMED = frozenset(
-    {"accuracy", "importance-accuracy", "importance-hits", "lobster-hits", "lobster-imbalance"}
+    "accuracy importance-accuracy importance-hits importance-jobs lobster-hits"
+    " lobster-imbalance".split()
 )
 """Benchmarks that measure no time, and have a number of repetitions of their own: their figures are
 the same on a busy machine, and with `--quick`."""

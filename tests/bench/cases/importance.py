@@ -6,6 +6,9 @@
   the prefetch planner of a mount itself, at the numbers of samples of CIFAR-10 and ImageNet. The
   losses are those that a network has left in each epoch of `accuracy`'s images, drawn again with
   replacement; time is not simulated.
+- `jobs`: two networks train on one dataset and share a cache for 20 % (figure 14), simulated as in
+  `hits`: what both read from the store where the cache keeps what matters to one of them, or to
+  both by percentile and benefit.
 - `epochs`: a training loop on a real mount of a store with 5 ms and 200 MB/s, without a model.
 - `overhead`: what the sampler and the mount need for 1.28 million samples.
 
@@ -39,7 +42,7 @@ from ..dlcmd import DEADLINE_S, Dlcmd
 from ..epochs import prepared
 from ..inputs import D110, Indices
 from ..plot import Line, Plot, draw
-from ..report import Row, at_least, within
+from ..report import Row, at_least, at_most, within
 from ..samples import OURS, Samples, say
 from ..small_images import made_long_tail, write_tar
 from ..store import BUCKET, serving
@@ -62,9 +65,15 @@ PAPER_PARTS = {"LRU": 0.02, "importance sampling, LRU": None, "kept by importanc
 """Figure 11, for ShuffleNet. The paper gives no figure for the second."""
 HITS_MIN, SUBSTITUTED_HITS_MIN, FASTER_MIN = 0.25, 0.37, 1.7
 SIZES = {"CIFAR-10": 50_000, "ImageNet": 1_281_167}
+LARGE, LARGE_EPOCHS = 1_000_000, 8
+"""Of so many samples only the smallest cache and the first epochs: that takes minutes."""
 SAMPLE_BYTES = 110 << 10
 CHUNK_SAMPLES = 36
 READ_AT_ONCE = 256
+
+COUNTED = 4
+"""The last epochs, whose hits are counted."""
+JOB_WIDTHS, JOB_BENEFITS = (32, 8), (3.0, 2.0)
 
 OVERHEAD_SAMPLES = SIZES["ImageNet"]
 UPDATE_S_MAX, DRAW_S_MAX = 0.05, 1.0
@@ -152,6 +161,65 @@ def hits(bench: Workbench) -> list[Row]:
         if what == "CIFAR-10":
             _plot(bench, found)
     return rows
+
+
+def jobs(bench: Workbench) -> list[Row]:
+    """Simulate two jobs that share a cache, with the losses of two networks."""
+    count = SIZES["CIFAR-10"] // bench.divisor
+    with bench.scratch() as folder:
+        dlcmd = _packed(folder, IMAGES // bench.divisor)
+        losses = []
+        for seed, width in enumerate(JOB_WIDTHS):
+            file = folder / f"losses{seed}"
+            numbers = json.dumps({**_numbers(bench), "width": width})
+            probes.run(
+                "importance", dlcmd, str(seed), numbers, str(file), deadline_s=PROBE_S_MAX
+            )  # fmt: skip
+            recorded = np.frombuffer(file.read_bytes(), np.float32)
+            losses.append(_losses_of(recorded.reshape(-1, IMAGES // bench.divisor), count))
+    told = {"of the first job": (0,), "of the second job": (1,), OURS: (0, 1)}
+    found = {name: _shared(losses, which) for name, which in told.items()}
+    for name, hit in found.items():
+        say(f"values {name}: {hit[0]:.3f} and {hit[1]:.3f} of the samples are in memory")
+    missed = {name: 2 - sum(hit) for name, hit in found.items()}
+    return [
+        Row(
+            "two jobs on one mount, cache for 20%, missed samples of both, values of both merged",
+            "of 2", Samples((missed[OURS],)), f"values {name}", Samples((missed[name],)),
+            at_most(1), f"in memory: {found[OURS]} of both jobs; {found[name]}",
+        )
+        for name in told
+        if name != OURS
+    ]  # fmt: skip
+
+
+def _shared(losses: Sequence[npt.NDArray[np.float32]], told: Sequence[int]) -> tuple[float, ...]:
+    """Which part of its samples each job finds in memory, where these jobs tell what is important
+    to them."""
+    count = losses[0].shape[1]
+    planner = PrefetchPlanner(
+        np.arange(count) // CHUNK_SAMPLES, np.full(count, SAMPLE_BYTES),
+        -(-count // CHUNK_SAMPLES), budget_bytes=int(CACHES[0] * count) * SAMPLE_BYTES,
+        keeps_important=True,
+    )  # fmt: skip
+    draws = [_draws(each, DrawRule(SHARE), seed) for seed, each in enumerate(losses)]
+    everything = np.arange(count, dtype=np.uint32)
+    hits, now_s = [0, 0], 0.0
+    epochs = len(draws[0])
+    for epoch in range(epochs):
+        for job in told if epoch else ():
+            planner.set_importances(
+                everything, draws[job][epoch][1], job=str(job), benefit=JOB_BENEFITS[job]
+            )
+        orders = [of_job[epoch][0] for of_job in draws]
+        if epoch >= epochs - COUNTED:
+            for job, order in enumerate(orders):
+                hits[job] += int(np.count_nonzero(planner.resident(order)))
+        for job, order in enumerate(orders):
+            stream = Stream(str(job), (Epoch(epoch, order.astype(np.uint32)),))
+            planner.announce(stream, now_s)
+        now_s = _read(planner, epoch, [len(order) for order in orders], now_s)
+    return tuple(hit / COUNTED / len(orders[0]) for hit in hits)
 
 
 def epochs(bench: Workbench) -> list[Row]:
@@ -278,10 +346,26 @@ def _losses_of(recorded: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.
     return recorded[:, chosen] * rng.lognormal(0, 0.02, count).astype(np.float32)
 
 
+def _draws(
+    recorded: npt.NDArray[np.float32], rule: DrawRule | None, seed: int = 1
+) -> Sequence[tuple[Indices, npt.NDArray[np.float32]]]:
+    """The samples of each epoch in order, and how likely each sample was drawn."""
+    count = recorded.shape[1]
+    known = np.full(count, np.nan, np.float32)
+    found = []
+    for epoch, losses in enumerate(recorded):
+        chances = np.ones(count, np.float32)
+        drawn = np.arange(count)
+        if rule is not None and epoch:
+            chances = rule.probabilities(known, seed, epoch)
+            drawn = rule.draw(chances, seed, epoch)
+        known[drawn] = losses[drawn]
+        found.append((np.random.default_rng((seed, epoch)).permutation(drawn), chances))
+    return found
+
+
 class _Epochs:
     """The same training with each way of caching: what the last epochs find in memory."""
-
-    COUNTED = 4  # the last epochs
 
     def __init__(self, losses: npt.NDArray[np.float32], cache: float) -> None:
         self._losses, self._cache = losses, cache
@@ -300,28 +384,14 @@ class _Epochs:
         self.reads = kept_reads  # what changes no sample is compared
         say(f"cache for {cache:.0%} of {self._count:,}: {self.by_part}")
 
-    def _draws(self, rule: DrawRule | None) -> "Sequence[tuple[Indices, npt.NDArray[np.float32]]]":
-        """The samples of each epoch in order, and how likely each sample was drawn."""
-        known = np.full(self._count, np.nan, np.float32)
-        found = []
-        for epoch, losses in enumerate(self._losses):
-            chances = np.ones(self._count, np.float32)
-            drawn = np.arange(self._count)
-            if rule is not None and epoch:
-                chances = rule.probabilities(known, 1, epoch)
-                drawn = rule.draw(chances, 1, epoch)
-            known[drawn] = losses[drawn]
-            found.append((np.random.default_rng(epoch).permutation(drawn), chances))
-        return found
-
     def _lru(self, rule: DrawRule | None) -> tuple[float, int]:
         """Hits of a cache that evicts what was not read for the longest time, and its reads."""
         room = int(self._cache * self._count)
         cached: OrderedDict[int, None] = OrderedDict()
         hits, reads = 0, 0
-        draws = self._draws(rule)
+        draws = _draws(self._losses, rule)
         for epoch, (drawn, _) in enumerate(draws):
-            is_counted = epoch >= len(draws) - self.COUNTED
+            is_counted = epoch >= len(draws) - COUNTED
             for sample in drawn.tolist():
                 if sample in cached:
                     cached.move_to_end(sample)
@@ -331,7 +401,7 @@ class _Epochs:
                     if len(cached) > room:
                         cached.popitem(last=False)
                 reads += is_counted
-        return hits / reads, reads // self.COUNTED
+        return hits / reads, reads // COUNTED
 
     def _planned(self, *, substitutes: bool) -> tuple[float, int]:
         """Hits of the planner of a mount, and what an epoch reads from the store."""
@@ -342,7 +412,7 @@ class _Epochs:
             budget_bytes=int(self._cache * self._count) * SAMPLE_BYTES,
             keeps_important=True,
         )
-        draws = self._draws(DrawRule(SHARE))
+        draws = _draws(self._losses, DrawRule(SHARE))
         everything = np.arange(self._count, dtype=np.uint32)
         hits = total = 0
         now_s = 0.0
@@ -355,16 +425,17 @@ class _Epochs:
                 places, others = substituted(order, low, cached, low.copy(), 1, epoch)
                 order[places] = others
             before = planner.stats()["kept_entries"]
-            planner.announce(Stream("train", (Epoch(epoch, order.astype(np.uint32)),)), now_s)
-            now_s = _read(planner, epoch, len(order), now_s)
-            if epoch >= len(draws) - self.COUNTED:
+            planner.announce(Stream("0", (Epoch(epoch, order.astype(np.uint32)),)), now_s)
+            now_s = _read(planner, epoch, [len(order)], now_s)
+            if epoch >= len(draws) - COUNTED:
                 hits += planner.stats()["kept_entries"] - before
                 total += len(order)
-        return hits / total, (total - hits) // self.COUNTED
+        return hits / total, (total - hits) // COUNTED
 
 
-def _read(planner: PrefetchPlanner, epoch: int, length: int, now_s: float) -> float:
-    """Read an epoch as a reader that never overtakes the mount. Returns the time at its end."""
+def _read(planner: PrefetchPlanner, epoch: int, lengths: Sequence[int], now_s: float) -> float:
+    """Read an epoch of each stream ("0", "1"), side by side, as readers that never overtake the
+    mount. Returns the time at its end."""
     position = 0
     while True:
         now_s += 1e-4
@@ -376,11 +447,13 @@ def _read(planner: PrefetchPlanner, epoch: int, length: int, now_s: float) -> fl
             case Sample() as sample:
                 planner.sampled(sample.entries, np.ones(len(sample.entries), np.bool_))
             case _:
-                if position == length:
-                    planner.withdraw("train")
+                if position >= max(lengths):
+                    for stream in range(len(lengths)):
+                        planner.withdraw(str(stream))
                     return now_s
-                position = min(position + READ_AT_ONCE, length)
-                planner.progress("train", position, now_s, epoch)
+                position += READ_AT_ONCE
+                for stream, length in enumerate(lengths):
+                    planner.progress(str(stream), min(position, length), now_s, epoch)
 
 
 def _plot(bench: Workbench, found: Sequence[_Epochs]) -> None:

@@ -36,7 +36,12 @@ def columns(entries: int, chunk_entries: int = CHUNK_ENTRIES) -> tuple[npt.NDArr
 
 
 def make_planner(
-    entries: int, budget: float, policy: str = "on-demand", chunk_entries: int = CHUNK_ENTRIES
+    entries: int,
+    budget: float,
+    policy: str = "on-demand",
+    chunk_entries: int = CHUNK_ENTRIES,
+    *,
+    keeps_important: bool = False,
 ) -> PrefetchPlanner:
     """A planner for a dataset of equal files; `budget` is a part of the dataset's bytes."""
     chunk, size = columns(entries, chunk_entries)
@@ -46,6 +51,7 @@ def make_planner(
         int(chunk[-1]) + 1,
         budget_bytes=int(budget * entries * ENTRY_BYTES),
         policy="oneshot" if policy == "oneshot" else "on-demand",
+        keeps_important=keeps_important,
     )
 
 

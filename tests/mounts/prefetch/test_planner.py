@@ -295,6 +295,41 @@ def test_the_least_valuable_are_dropped_first() -> None:
     assert machine.planner.resident(np.arange(N - 1_024, N)).all()
 
 
+def test_importances_are_taken_over_by_another_version() -> None:
+    machine = Machine(make_planner(N, 0.1), N)
+    for chunk in range(32):
+        machine.planner.missed(chunk * CHUNK_ENTRIES, machine.now_s)
+    machine.run_until_idle()
+    precious, ones = np.arange(512, 1_536), np.ones(1_024, np.float32)
+    assert machine.planner.set_importances(precious, ones) == 1
+    machine.run_until_idle()
+    later = make_planner(N, 0.1)
+    later.inherit(machine.planner, np.arange(N, dtype=np.int32))
+    machine = Machine(later, N)
+    later.announce(stream("a", list(range(N - 1_024, N))), machine.now_s)
+    machine.run_until_idle()
+    assert later.resident(precious).all()
+    assert later.set_importances(precious, ones, job="a") == 1
+
+
+def test_a_stream_leaves_the_important_entries_in_memory() -> None:
+    """With `keeps_important`, a full random order claims only a part of the memory."""
+    planner = make_planner(N, 0.1, keeps_important=True)
+    machine = Machine(planner, N)
+    for chunk in range(32):
+        planner.missed(chunk * CHUNK_ENTRIES, machine.now_s)
+    machine.run_until_idle()
+    everything = np.arange(N)
+    importance = np.where(everything < 2_048, 0.9, 0.1).astype(np.float32)
+    planner.set_importances(everything, importance)
+    before = np.count_nonzero(planner.resident(everything[:2_048]))
+    order = [each for each in shuffled(1) if each >= 2_048]
+    planner.announce(stream("a", order), machine.now_s)
+    machine.run_until_idle()
+    assert np.count_nonzero(planner.resident(everything[:2_048])) > 0.8 * before
+    assert planner.resident(order[:32]).all()
+
+
 def test_one_read_far_ahead_does_not_move_the_reader() -> None:
     order = shuffled(1)
     machine = pushed_ahead(0.1, stream("a", order))

@@ -96,7 +96,8 @@ def mark(sampler: object, grouping: Grouping, *, is_whole: bool = True) -> str |
     elif isinstance(sampler, data.SubsetRandomSampler):
         size = dataset_size
     else:
-        is_meant = isinstance(sampler, data.SequentialSampler) or name == "ChunkShuffleSampler"
+        is_meant = isinstance(sampler, data.SequentialSampler)
+        is_meant = is_meant or name in ("ChunkShuffleSampler", "ImportanceSampler")
         return None if is_meant else f"a {name} keeps its order"
     if size != dataset_size:
         return f"a {name} of other indices than those of its dataset keeps its order"
