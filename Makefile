@@ -5,6 +5,7 @@
 #   make demo      packs a folder of images, mounts it, trains on it, cleans up
 #   make test      all tests         (make test ARGS="-k snapshot -x" for some, JOBS=0 for one by one)
 #   make test-clients   timm, datasets, lightning, accelerate, torchdata under dlcmd run
+#   make test-bench   the benchmarks themselves, with tiny inputs: that they measure every row
 #   make test-s3   the laws of object stores against a real one: OpenStack Swift, on loopback
 #   make lint      ruff and mypy
 #   make bench     measures us against peers, prints a table
@@ -39,7 +40,7 @@ CLIENTS := timm datasets lightning accelerate torchdata pandas pyarrow zarr fssp
 # matplotlib, which plots, is there too.
 PEERS := mosaicml-streaming webdataset litdata ratarmount matplotlib pylibmc
 
-.PHONY: help install demo test test-clients test-s3 lint bench fuzz clean system-install \
+.PHONY: help install demo test test-clients test-bench test-s3 lint bench fuzz clean system-install \
 	system-test system-s3 system-bench
 
 help:
@@ -55,6 +56,9 @@ test: $(MADE)/tools $(MADE)/demo | system-test
 
 test-clients: $(MADE)/tools $(MADE)/clients | system-test
 	@$(VENV)/bin/python -m pytest tests/torch/clients $(ARGS)
+
+test-bench: $(MADE)/tools $(MADE)/demo | system-test system-bench
+	@$(VENV)/bin/python -m pytest tests/bench -m bench $(ARGS)
 
 test-s3: $(MADE)/tools | system-s3
 	@$(VENV)/bin/python -m tests.storage.objects.swift_server $(VENV)/bin/python -m pytest -k cloud \

@@ -77,8 +77,8 @@ class Importance(ABC):
 
         `losses` has the shape (batch,); `outputs` and `targets` are what the caller of `update`
         gave, batch first. Only the order of the numbers counts. Those that are negative, infinite
-        or NaN are ignored: such a sample keeps the value that it had. Called without gradients.
-        Raises UsageError where something is missing.
+        or NaN are ignored: such a sample keeps the value that it had. The tensors have no
+        gradients. Raises UsageError where something is missing.
         """
 
 
@@ -149,17 +149,16 @@ class _Table:
                 f"losses have the shape {tuple(losses.shape)}, for {len(indices)} samples",
                 advice='give one loss for each sample: the criterion takes reduction="none"',
             )
-        with torch.no_grad():
-            values = self._importance.measure(losses, outputs, targets).detach()
-            if values.shape != losses.shape:
-                raise UsageError(
-                    f"{type(self._importance).__name__} gives the shape {tuple(values.shape)}"
-                    f" for {len(indices)} samples"
-                )
-            if self._values and self._values[0].device != values.device:
-                self.settle_pending()
-            # A copy: the loop may go on to change the losses where they lie.
-            self._values.append(values.to(torch.float32, copy=True))
+        values = self._importance.measure(losses.detach(), _detached(outputs), _detached(targets))
+        if values.shape != losses.shape:
+            raise UsageError(
+                f"{type(self._importance).__name__} gives the shape {tuple(values.shape)}"
+                f" for {len(indices)} samples"
+            )
+        if self._values and self._values[0].device != values.device:
+            self.settle_pending()
+        # A copy: the loop may go on to change the losses where they lie.
+        self._values.append(values.to(torch.float32, copy=True))
         self._indices.append(indices)
         self._pending += len(indices)
         if self._pending >= _PENDING_MAX:
@@ -587,6 +586,10 @@ def _loaded_pairs(rows: object, count: int) -> tuple[Indices, Indices]:
         if len(each) and not 0 <= int(each.min()) <= int(each.max()) < count:
             raise UsageError("a state of ImportanceSampler has bad substitutes")
     return old, new
+
+
+def _detached(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.detach()
 
 
 def _as_row(indices: Numbers) -> npt.NDArray[np.int64]:

@@ -234,6 +234,7 @@ def rows_of(folder: Path, names: str, *options: str) -> list[JsonRow]:
     return rows
 
 
+@pytest.mark.bench
 @pytest.mark.parametrize(
     ("session", "names", "requests_an_open"),
     [
@@ -261,6 +262,7 @@ def test_the_group_native_measures_every_row_of_a_session(
     assert not list((tmp_path / "work" / "work").glob("*"))
 
 
+@pytest.mark.bench
 @pytest.mark.parametrize(
     ("name", "count"),
     [
@@ -297,6 +299,7 @@ def test_a_busy_machine_keeps_only_what_is_timed_from_the_page_of_results() -> N
     assert [row.name for row in lasting_rows(rows, whole=False)] == ["accuracy"]
 
 
+@pytest.mark.bench
 def test_the_study_of_accuracy_compares_every_order_with_full_shuffle(tmp_path: Path) -> None:
     """With 200 images and 2 seeds: the figures mean nothing, but all are there."""
     rows = rows_of(tmp_path, "accuracy")
@@ -309,6 +312,8 @@ def test_the_study_of_accuracy_compares_every_order_with_full_shuffle(tmp_path: 
     assert len(rows) == len(shares) + 4
 
 
+@pytest.mark.bench
+@pytest.mark.fuse
 def test_the_benchmarks_of_importance_measure_every_row(tmp_path: Path) -> None:
     """With tiny inputs: the figures mean nothing, but all are there."""
     rows = rows_of(tmp_path, "importance")
@@ -353,6 +358,7 @@ def test_images_are_the_same_each_time_and_survive_a_tar(tmp_path: Path) -> None
     assert (np.stack(read) == pixels[::-1]).all()
 
 
+@pytest.mark.bench
 @pytest.mark.parametrize(
     ("name", "count"),
     [

@@ -21,7 +21,7 @@ from tests.mounts.conftest import PROGRAM, request_for
 pytestmark = pytest.mark.fuse
 
 ROUNDS = int(os.environ.get("DIESEL_ROUNDS", "100"))
-TIME_MAX_S = 40.0 if "DIESEL_ROUNDS" not in os.environ else 1e9
+TIME_MAX_S = 20.0 if "DIESEL_ROUNDS" not in os.environ else 1e9
 ROUNDS_MIN = 20
 """At least so many rounds; on a slow machine the time ends the test before `ROUNDS`."""
 

@@ -12,16 +12,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 
 from diesel_fs.errors import ConflictError, UsageError
 from diesel_fs.torch import (
+    AutoDataLoader,
     ChunkShuffleSampler,
     DieselDataset,
     GradientNorm,
     Importance,
     ImportanceSampler,
 )
+from diesel_fs.torch.hook.diesel_hook.prediction import predict
 from tests.trees import write
 
 from .stores import packed
@@ -284,6 +286,39 @@ def test_ranks_agree_on_what_each_has_measured(url: str, tmp_path: Path) -> None
         samples = [int(each) for part in parts for each in part.split(",")]
         assert len(samples) == 30
         assert len({*samples}) == 30  # each sample on one rank
+
+
+def test_the_hook_foresees_an_epoch_without_a_trace(pets: DieselDataset) -> None:
+    """Only this epoch: the next one depends on what it will measure."""
+    sampler = ImportanceSampler(pets, seed=4)
+    train(sampler, 0)
+    sampler.set_epoch(1)
+    [order] = predict(BatchSampler(sampler, 8, drop_last=False), ahead=2)
+    assert order.indices.tolist() == list(sampler)
+    sampler.update(order.indices.tolist(), losses_of(order.indices.tolist()))
+    sampler.set_epoch(2)
+    [order] = predict(sampler, ahead=2)
+    assert order.indices.tolist() == list(sampler)
+
+
+def test_an_auto_data_loader_resumes_it(pets: DieselDataset) -> None:
+    def loader_of() -> "AutoDataLoader[list[torch.Tensor]]":
+        return AutoDataLoader(pets, batch_size=6, sampler=ImportanceSampler(pets, seed=8))
+
+    loader = loader_of()
+    sampler = loader.sampler
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        batches = []
+        for number, (sizes, _) in enumerate(loader):
+            batches.append(sizes.tolist())
+            if (epoch, number) == (1, 1):
+                state = loader.state_dict()
+        sampler.update(range(FILES), torch.arange(FILES))
+    resumed = loader_of()
+    resumed.load_state_dict(state)
+    resumed.sampler.set_epoch(1)
+    assert [sizes.tolist() for sizes, _ in resumed] == batches[2:]
 
 
 def test_without_a_mount_nothing_is_said(

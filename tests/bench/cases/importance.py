@@ -85,9 +85,9 @@ PLOT = Plot(
     "importance",
     "samples found in memory, beside iCache's figure 16",
     "cache, as a part of the dataset",
-    "part of an epoch's samples",
+    "% of an epoch's samples",
     CACHES,
-    differences=True,
+    over_time=True,
 )
 
 
@@ -458,7 +458,9 @@ def _read(planner: PrefetchPlanner, epoch: int, lengths: Sequence[int], now_s: f
 
 def _plot(bench: Workbench, found: Sequence[_Epochs]) -> None:
     lines = [
-        Line(f"ours, {part}", [each.by_part[part] for each in found]) for part in found[0].by_part
+        Line(f"ours, {part}", [100 * each.by_part[part] for each in found])
+        for part in found[0].by_part
     ]
-    lines += [Line("iCache", PAPER_OURS), Line("iCache's LRU", PAPER_LRU)]
+    papers = {"iCache": PAPER_OURS, "iCache's LRU": PAPER_LRU}
+    lines += [Line(name, [100 * value for value in values]) for name, values in papers.items()]
     draw(PLOT, lines, is_whole=bench.divisor == 1)
