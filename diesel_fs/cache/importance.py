@@ -158,6 +158,10 @@ class ImportanceHeap:
         found: Mask = self._table.levels[entries] > self._high_level
         return found
 
+    def __len__(self) -> int:
+        """How many entries are in."""
+        return int(self._counts.sum())
+
     def insert(self, entries: Entries) -> None:
         """These entries may be given up from now on. Those that are in already are ignored, and
         none may be named twice."""

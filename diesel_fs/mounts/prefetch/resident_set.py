@@ -32,6 +32,10 @@ PIECE_ENTRIES = 256
 LEAST_LOOKED_AT = 8
 """Of so many pieces of the least important entries, those that a reader comes to go last."""
 
+LEAST_KEPT_FROM = 200_000
+"""Of so many entries, those that were looked at go one piece after the other: to find them takes a
+millisecond."""
+
 _ONE = np.int32(1)
 """One claim, of their column's type: without conversions `ufunc.at` is twenty times as fast."""
 
@@ -62,6 +66,8 @@ class ResidentSet:
         self.low_bytes_max = 0
         """For entries of low importance, before those of high importance must make room."""
         self._low_passed: deque[Entries] = deque()  # of low importance; the first that were passed
+        # The next victims of any importance, and of high importance, as far as they are known.
+        self._least = {False: NO_ENTRIES, True: NO_ENTRIES}
         self._ranked = NO_ENTRIES  # the next victims, when there are none in `_passed`
 
     def inherit(self, old: "ResidentSet", was: npt.NDArray[np.int32]) -> None:
@@ -159,6 +165,7 @@ class ResidentSet:
         """
         check_importances(values)
         heap, jobs = self._make_heap(), len(self._jobs)
+        self._least = {False: NO_ENTRIES, True: NO_ENTRIES}
         self._jobs.tell(job, entries, values, benefit, more=more)
         if max(jobs, len(self._jobs)) == 1:
             heap.set_importances(entries, values, more=more)
@@ -254,10 +261,16 @@ class ResidentSet:
         else:
             self._low_passed.clear()
         for high in kinds:
-            least = heap.least(LEAST_LOOKED_AT * PIECE_ENTRIES, high=high)
-            unread = least[np.isinf(next_use(least))][:PIECE_ENTRIES]
-            if len(unread):
-                return unread
+            least = self._least[high]
+            least = least[self._evictable(least)]
+            if not len(least):
+                least = heap.least(LEAST_LOOKED_AT * PIECE_ENTRIES, high=high)
+                least = least[np.isinf(next_use(least))]
+            piece, left = np.split(least, [PIECE_ENTRIES])
+            # Of a small cache, what comes meanwhile may be much less important.
+            self._least[high] = left if len(heap) > LEAST_KEPT_FROM else NO_ENTRIES
+            if len(piece):
+                return piece
         least = heap.least(PIECE_ENTRIES)
         return least if len(least) else None
 
