@@ -260,19 +260,24 @@ class ResidentSet:
                         return piece
         else:
             self._low_passed.clear()
+        needed = NO_ENTRIES
         for high in kinds:
-            least = self._least[high]
-            least = least[self._evictable(least)]
-            if not len(least):
+            found = self._least[high]
+            found = found[self._evictable(found)]
+            if not len(found):
                 least = heap.least(LEAST_LOOKED_AT * PIECE_ENTRIES, high=high)
-                least = least[np.isinf(next_use(least))]
-            piece, left = np.split(least, [PIECE_ENTRIES])
-            # Of a small cache, what comes meanwhile may be much less important.
-            self._least[high] = left if len(heap) > LEAST_KEPT_FROM else NO_ENTRIES
-            if len(piece):
-                return piece
-        least = heap.least(PIECE_ENTRIES)
-        return least if len(least) else None
+                found = least[np.isinf(next_use(least))]
+                needed = needed if len(needed) else least
+            if len(found):
+                return self._first_piece(heap, found, high=high)
+        return self._first_piece(heap, needed, high=kinds[0]) if len(needed) else None
+
+    def _first_piece(self, heap: ImportanceHeap, entries: Entries, *, high: bool) -> Entries:
+        """The first of these entries; the next calls get the others, but for a small cache: what
+        comes there meanwhile may be much less important."""
+        piece, left = np.split(entries, [PIECE_ENTRIES])
+        self._least[high] = left if len(heap) > LEAST_KEPT_FROM else NO_ENTRIES
+        return piece
 
     def _evictable(self, entries: Entries) -> Mask:
         free: Mask = self.resident[entries] & (self.claims[entries] == 0) & ~self._leaving[entries]
