@@ -65,7 +65,8 @@ class ResidentSet:
         self._passed_count = 0  # of entries in it
         self.low_bytes_max = 0
         """For entries of low importance, before those of high importance must make room."""
-        self._low_passed: deque[Entries] = deque()  # of low importance; the first that were passed
+        # Of low importance, the first that were passed. Those that fall out are found by the heap.
+        self._low_passed: deque[Entries] = deque(maxlen=2 * count // PIECE_ENTRIES + 2)
         # The next victims of any importance, and of high importance, as far as they are known.
         self._least = {False: NO_ENTRIES, True: NO_ENTRIES}
         self._ranked = NO_ENTRIES  # the next victims, when there are none in `_passed`
@@ -228,7 +229,8 @@ class ResidentSet:
             piece = piece[self._evictable(piece)]
             if heap is not None:
                 is_zero = heap.importance(piece) == 0
-                self._low_passed.append(piece[~is_zero])
+                if not is_zero.all():
+                    self._low_passed.append(piece[~is_zero])
                 piece = piece[is_zero]
             if len(piece):
                 return np.unique(piece)

@@ -40,13 +40,14 @@ CACHE = 0.2
 class Chooser:
     """Which samples an epoch has, one way of choosing them."""
 
-    def __init__(self, way: str, data: DieselDataset, seed: int, share: float) -> None:
-        self.way, self.seed, self.share = way, seed, share
+    def __init__(self, way: str, data: DieselDataset, seed: int, numbers: dict[str, float]) -> None:
+        self.way, self.seed, share = way, seed, numbers["share"]
         measured = GradientNorm() if way == GRADIENT else None
         self.sampler = ImportanceSampler(
             data,
             share=1.0 if way == FULL else share,
             floor=WEIGHTED_FLOOR if way == WEIGHTED else 0.0,
+            warm_up=int(numbers["warm_up"]),
             seed=seed,
             importance=measured,
         )
@@ -153,7 +154,7 @@ def main(url: str, seed: str, numbers: str, losses_file: str = "") -> None:
     with DieselDataset("images", loader=decoded, extensions=".ppm", url=url) as data:
         images = to_device(loaded(data))
         for way in (FULL,) if losses_file else WAYS:
-            chooser = Chooser(way, data, int(seed), counts["share"])
+            chooser = Chooser(way, data, int(seed), counts)
             model, count, left = trained(chooser, images, int(seed), counts, device)
             report[way] = percent_right(model, test)
             report[f"{way}, samples"] = count
