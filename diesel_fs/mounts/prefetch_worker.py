@@ -287,7 +287,7 @@ class PrefetchWorker:
             # Those of the version before, if any, may still come.
             missed = missed[(missed >= 0) & (missed < len(self._snapshot))]
             if self._has_logs:
-                self._late.append(np.unique(missed).astype(np.uint32))
+                self._note_late(np.unique(missed).astype(np.uint32))
             missed = missed[:: 1 + len(missed) // MISSES_MAX]
             if self._content is not None:
                 # Files of several chunks come faster by READs, which the kernel sends ahead.
@@ -469,13 +469,18 @@ class PrefetchWorker:
             self._logs.set_plan([*self._log_plans.values()])
             for name, plan in plans.items():
                 if before.get(name) != plan:  # what was pushed before belongs to the next log, too
-                    early = self._planner.pushed_early(name)
-                    self._late.extend(
-                        np.split(early, range(LATE_ENTRIES, len(early), LATE_ENTRIES))
-                    )
-        self._late.extend(self._planner.take_skipped())
+                    self._note_late(self._planner.pushed_early(name))
+        for skipped in self._planner.take_skipped():
+            self._note_late(skipped)
         for each in reading:
             self._logs.passed(each.name, each.read_up_to)
+
+    def _note_late(self, entries: Entries) -> None:
+        """Remember files that the order logs lack, in lists of up to `LATE_ENTRIES`: a reader that
+        outruns the pushes is noted file by file."""
+        if self._late and len(self._late[-1]) + len(entries) <= LATE_ENTRIES:
+            entries = np.concatenate((self._late.pop(), entries))
+        self._late.extend(np.split(entries, range(LATE_ENTRIES, len(entries), LATE_ENTRIES)))
 
     def _read_late(self) -> bool:
         """Reads some files again that READs have brought, so that the order logs get them. Whether
@@ -485,7 +490,7 @@ class PrefetchWorker:
         if not self._late:
             self._logs.flush()
             return False
-        wanted = self._logs.lacking(self._late.popleft())
+        wanted = self._logs.lacking(np.unique(self._late.popleft()))
         try:
             for _ in self._batches.batches(wanted):
                 pass
