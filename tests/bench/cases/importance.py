@@ -333,7 +333,7 @@ def _packed(folder: Path, images: int) -> Dlcmd:
 def _numbers(bench: Workbench) -> dict[str, float]:
     return {
         "epochs": max(EPOCHS // bench.divisor, 3),
-        "batch": BATCH,
+        "batch": BATCH if bench.divisor == 1 else 16,
         "width": WIDTH if bench.divisor == 1 else 8,
         "test_images": TEST_IMAGES // bench.divisor,
         "test_seed": TEST_SEED,
