@@ -62,6 +62,10 @@ SEGMENTS_HELD, SEGMENTS_AHEAD = 2, 2
 """Of each stream: segments that are in memory since some of their entries are yet to be asked for,
 and those that are read ahead."""
 
+SAVED_AT_ONCE, LAST_SEGMENTS = 2, 8
+"""At most so many segments that a reader has passed are read at once for the next logs, so that
+pushes go on; and so many of an order that it has read to its end, some 32 MiB."""
+
 _GAP_BYTES = 64 << 10  # reading so much for nothing costs less than one more read
 _NO_LIMIT = 1 << 62
 _TAKES_NOTHING = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
@@ -188,6 +192,7 @@ class OrderLogs:
         are new are made, or taken over as another process has left them, in the background."""
         if plans == self._plans:
             return
+        self._save_last(plans)
         self._plans = [*plans]
         self._flush_staged()  # to the logs that were next until now
         self._segments.clear()  # so that what is read again is written to the new ones
@@ -251,14 +256,49 @@ class OrderLogs:
 
     def passed(self, name: str, position: int) -> None:
         """The reader of a stream has read all before this position of its current order: release
-        the segments there."""
+        the segments there, some at a time where they have to be read for the next logs first."""
         digest = self._current.get(name)
         found = self._logs.get(-1 if digest is None else digest)
         if found is not None:
             behind = int(np.searchsorted(found.layout.position_behind, position, "right"))
-            if behind > found.passed:
-                self._release_unless_next(found, range(found.passed, behind))
-                found.passed = behind
+            segments = range(found.passed, behind)
+            saved = self._save(found, segments, SAVED_AT_ONCE)
+            self._release_unless_next(found, segments[:saved])
+            found.passed += saved
+
+    def _save_last(self, plans: Sequence[LogPlan]) -> None:
+        """Where a reader goes on to its next epoch: save what is left of the log of the last one.
+        Of an order that was given up in its middle, too much is left."""
+        stays = {id(order) for each in plans for order in (each.current, each.following)}
+        for each in self._plans:
+            found = self._logs.get(self._digests.get(id(each.current), (None, -1))[1])
+            if found is not None and id(each.current) not in stays:
+                left = np.flatnonzero(~found.is_released).tolist()
+                if len(left) <= LAST_SEGMENTS:
+                    self._save(found, left, LAST_SEGMENTS)
+
+    def _save(self, found: _Log, segments: Sequence[int], most: int) -> int:
+        """Have what the next logs lack of these segments written there, before they are released: a
+        reader that outruns the mount passes segments that the mount has not read. At most so many
+        are read. Returns how many of the segments, from the first on, may be released."""
+        is_paused = time.monotonic() < self._paused_until_s
+        if is_paused or found.identity.order in self._next:  # those are not released
+            return len(segments)
+        first = found.layout.first
+        for at, segment in enumerate(segments):
+            some = slice(int(first[segment]), int(first[segment + 1]))
+            entries = found.layout.entries[some][found.is_present[some]]
+            if found.is_released[segment] or not self._lacking(entries).any():
+                continue
+            if not most:
+                return at
+            most -= 1
+            try:
+                self._segment(found, segment)
+            except OSError as error:
+                self._pause("read", error)
+                break
+        return len(segments)
 
     # Reading
 

@@ -67,10 +67,13 @@ def store(repository: LocalRepository) -> Counting:
 class Job:
     """A reader of epochs through order logs, which checks every byte."""
 
-    def __init__(self, view: Snapshot, store: Counting, place: Path, limit: int = 4 * TOTAL):
+    def __init__(
+        self, view: Snapshot, store: Counting, place: Path, limit: int = 4 * TOTAL,
+        staged: int = STAGED,
+    ) -> None:  # fmt: skip
         self.view, self.store = view, store
         self.disk = DiskTier(prepare_cache_folder(place), STORE, limit)
-        self.logs = OrderLogs(view, self.disk, staged_bytes=STAGED, segment_bytes=SEGMENT)
+        self.logs = OrderLogs(view, self.disk, staged_bytes=staged, segment_bytes=SEGMENT)
         self.reader = LoggedReader(CoalescingReader(view, store), self.logs)
         self.content = {view.lookup(name.encode()): content for name, content in FILES.items()}
 
@@ -121,8 +124,10 @@ class Job:
 
 
 @contextmanager
-def job(view: Snapshot, store: Counting, place: Path, limit: int = 4 * TOTAL) -> Iterator[Job]:
-    made = Job(view, store, place, limit)
+def job(
+    view: Snapshot, store: Counting, place: Path, limit: int = 4 * TOTAL, staged: int = STAGED
+) -> Iterator[Job]:
+    made = Job(view, store, place, limit, staged)
     try:
         yield made
     finally:
@@ -297,7 +302,8 @@ def test_what_is_released_while_it_is_read_is_not_called_damaged(
     between the look into the index and the read."""
     hold, read_once = threading.Event(), order_log._read_once
 
-    with job(view, store, tmp_path / "c") as each, caplog.at_level(logging.WARNING):
+    made = job(view, store, tmp_path / "c", 8 * TOTAL, staged=2 * TOTAL)
+    with made as each, caplog.at_level(logging.WARNING):
         orders = [each.order(seed) for seed in range(3)]
         each.epoch(orders[0], orders[1])
         each.logs.set_plan([LogPlan("train", orders[1], orders[2])])
@@ -308,9 +314,11 @@ def test_what_is_released_while_it_is_read_is_not_called_damaged(
             until(lambda: each.logs.stats()["log_released_bytes"], "the room")
             return read_once(file, start, size)
 
-        monkeypatch.setattr(order_log, "_read_once", late)
         each.logs._thread.submit(hold.wait)  # what releases segments is busy
-        each.logs.passed("train", len(orders[1]))
+        for _ in range(TOTAL // SEGMENT + 3):
+            each.logs.passed("train", len(orders[1]))
+        each.logs.flush()
+        monkeypatch.setattr(order_log, "_read_once", late)
         for batch in each.reader.batches(orders[1][:20]):
             for entry, start, content in zip(*batch, strict=True):
                 whole = each.content[int(entry)]
@@ -318,6 +326,37 @@ def test_what_is_released_while_it_is_read_is_not_called_damaged(
         assert hold.is_set()
         assert each.logs.stats()["log_wrong"] == 0
     assert "damaged" not in caplog.text
+
+
+@pytest.mark.parametrize("left_segments", [0, 5])
+def test_what_only_the_reader_has_read_comes_to_the_next_log(
+    view: Snapshot, store: Counting, tmp_path: Path, left_segments: int
+) -> None:
+    """A reader that outruns the mount passes segments that the mount has not read; the last ones
+    are still there when it goes on to the next epoch."""
+    with job(view, store, tmp_path / "c") as each:
+        orders = [each.order(seed) for seed in range(4)]
+        each.epoch(orders[0], orders[1])
+        each.logs.set_plan([LogPlan("train", orders[1], orders[2])])
+        each.logs.settle()
+        end = len(orders[1]) * (60 - left_segments) // 60 if left_segments else len(orders[1])
+        for _ in range(TOTAL // SEGMENT + 3):
+            each.logs.passed("train", end)
+        assert each.epoch(orders[2], orders[3]) <= LARGE * 1.1
+
+
+def test_an_order_that_is_given_up_is_not_read_to_its_end(
+    view: Snapshot, store: Counting, tmp_path: Path
+) -> None:
+    with job(view, store, tmp_path / "c") as each:
+        orders = [each.order(seed) for seed in range(4)]
+        each.epoch(orders[0], orders[1])
+        each.logs.set_plan([LogPlan("train", orders[1], orders[2])])
+        each.logs.settle()
+        before = each.logs.stats()["log_reads"]
+        each.logs.set_plan([LogPlan("train", orders[2], orders[3])])
+        assert each.logs.stats()["log_reads"] == before
+        each.logs.settle()
 
 
 def test_damage_of_a_living_log_is_said_once_and_read_from_the_store(
