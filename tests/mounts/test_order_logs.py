@@ -171,7 +171,8 @@ def test_auto_goes_over_to_logs_where_they_pay(
         # A reader that outruns the mount leaves the log for later.
         wait_until(lambda: job.logs()["log_next_entries"] > 0.9 * FILES)
         job.read(2)
-        assert job.log_hits() > FILES / 2
+        # Some are still in memory; a reader that is ahead gets others from the chunks
+        assert job.log_hits() > FILES / 10, job.logs()
 
 
 @WITH_PLANS
