@@ -22,7 +22,13 @@ sample that it falls on.
 each sample's term counts in the mean, over many draws, as often as in an epoch of all samples.
 
 **Substitution** (iCache, section III-C): a drawn sample of low importance that is not in a cache
-may be replaced by one that is, and that the epoch has not drawn.
+may be replaced by one that is, and that the epoch has not drawn. Where the cache has no more of
+them, whole *packages* are read: iCache packs such samples into packages of at least 1 MiB, repacks
+them as importance changes, what was missed first, and takes samples of the packages that it has
+loaded for others. Chunks are such packages already. So some chunks are chosen, those of which most
+was drawn first; the samples of low importance that were drawn in other chunks are replaced by what
+is left of these. A chunk of mostly important samples is no package: it is read for those, and the
+others come with it, so nothing has to be repacked.
 
 All numbers are drawn by the generator of `shuffle.py`, so the same table gives the same draw on
 every machine and with every version of numpy. Pure; safe from any thread.
@@ -52,7 +58,8 @@ line. With a third, 1 % less of the samples were in memory where samples are sub
 _CHANCE_STEPS = 1 << 20
 """Probabilities are multiples of this part: processors raise to a power with other last digits."""
 _MARK = 1 << 32  # a length of 1 in whole numbers: sums of them are exact
-_TIES, _PLACES, _MARKS, _REPLACED, _REPLACING = range(11, 16)  # domains of the generator
+# Domains of the generator
+_TIES, _PLACES, _MARKS, _REPLACED, _REPLACING, _PACKAGES = range(11, 17)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,21 +131,50 @@ def weights(probabilities: npt.NDArray[np.float32], share: float) -> npt.NDArray
 
 
 def substituted(
-    drawn: Indices, is_low: Mask, is_cached: Mask, may_replace: Mask, seed: int, epoch: int
+    drawn: Indices,
+    is_low: Mask,
+    is_cached: Mask,
+    may_replace: Mask,
+    chunks: Indices,
+    seed: int,
+    epoch: int,
 ) -> tuple[Indices, Indices]:
-    """Which of the drawn samples are replaced, as places in `drawn`, and by which samples.
+    """Which of the drawn samples are replaced, as places in `drawn`, and by which samples (see the
+    module).
 
-    The masks have a value for each of the n samples: those of low importance, those in the cache,
-    and those that may replace others, if they are in the cache and not drawn. As many are replaced
-    as there are others for; which ones, and by which, is random.
+    The masks and `chunks` have a value for each of the n samples: those of low importance, those in
+    the cache, those that may replace others if they are not drawn, and the chunk of each. Samples
+    in the cache come first; which are replaced by which is random.
     """
     missed = np.flatnonzero(is_low[drawn] & ~is_cached[drawn])
-    is_free = may_replace & is_cached
+    missed = missed[_permutation(_REPLACED, len(missed), seed, epoch)]
+    is_free = may_replace.copy()
     is_free[drawn] = False
-    free = np.flatnonzero(is_free)
-    count = min(len(missed), len(free))
-    places = missed[_permutation(_REPLACED, len(missed), seed, epoch)[:count]]
-    return places, free[_permutation(_REPLACING, len(free), seed, epoch)[:count]]
+    cached = np.flatnonzero(is_free & is_cached)
+    cached = cached[_permutation(_REPLACING, len(cached), seed, epoch)[: len(missed)]]
+    by_cache, left = np.split(missed, [len(cached)])
+    is_free &= is_low & ~is_cached
+
+    count = int(chunks.max(initial=-1)) + 1
+    is_package = 2 * np.bincount(chunks[is_low], minlength=count) >= np.bincount(chunks)
+    left = left[is_package[chunks[drawn[left]]]]
+    # Packages, those of which most was drawn first; as many as it takes until what they have for
+    # others is enough for what the rest of the packages would have given.
+    packages = np.flatnonzero(is_package & (np.bincount(chunks[may_replace], minlength=count) > 0))
+    packages = packages[_permutation(_PACKAGES, len(packages), seed, epoch)]
+    own = np.bincount(chunks[drawn[left]], minlength=count)
+    packages = packages[np.argsort(-own[packages], kind="stable")]
+    gives = np.cumsum((np.bincount(chunks[is_free], minlength=count) + own)[packages])
+    packages = packages[: int(np.searchsorted(gives, len(left))) + 1]
+    place = np.full(count, len(packages))
+    place[packages] = np.arange(len(packages))
+    outside = left[place[chunks[drawn[left]]] == len(packages)]
+    others = np.flatnonzero(is_free & (place[chunks] < len(packages)))
+    others = others[np.argsort(place[chunks[others]], kind="stable")][: len(outside)]
+    return (
+        np.concatenate((by_cache, outside[: len(others)])),
+        np.concatenate((cached, others)),
+    )
 
 
 def is_low(probabilities: npt.NDArray[np.float32]) -> Mask:

@@ -37,7 +37,7 @@ from ..orders.importance import (
     substituted,
     weights,
 )
-from ..orders.shuffle import GROUP_SIZE_DEFAULT, check_number
+from ..orders.shuffle import GROUP_SIZE_DEFAULT, check_number, group_ends
 from .hook.diesel_hook import has_joined
 from .sampler import ChunkShuffleSampler, Place
 
@@ -204,8 +204,9 @@ class _Draw:
     epoch: int
     probabilities: npt.NDArray[np.float32]
     samples: Indices
-    replaced: tuple[Indices, Indices] | None = None
-    """Samples of this rank that are substituted, and by which; None: not yet decided."""
+    replaced: Indices | None = None
+    """Of the shape (2, k): samples of this rank that are substituted, and by which; None: not yet
+    decided."""
     timed: Indices | None = None
     """The samples of the batches that are timed, which come first; None: not yet decided."""
 
@@ -252,14 +253,17 @@ class ImportanceSampler(ChunkShuffleSampler):
     given).
 
     `substitute` lets a drawn sample of low importance that is not in the mount's memory be replaced
-    by another one of low importance that is, and that the epoch has not drawn (iCache, section
-    III-C). It changes what is trained on, and only helps on a mount. `substituted` counts them.
+    by another one of low importance that the epoch has not drawn, and that is there or in a chunk
+    that is read whole (iCache, section III-C). It changes what is trained on, and only helps on a
+    mount. `substituted` counts them.
 
     Where several jobs use one mount, each is told apart by the ID that torchrun or SLURM gives it,
     or by its process. Then `enumerate` measures by how many times its batches come faster with the
     mount's memory (`benefit`): each epoch begins with 20 batches of samples that are not there, if
     there are as many, and 20 of samples that are; the mount merges what the jobs find important.
-    (A run that goes on in the middle of such an epoch in another world may repeat or miss some.)
+
+    A run that goes on in another world, in the middle of an epoch with substitutes or timed
+    batches, may repeat or miss some samples of it.
 
     `set_epoch` must be called: an epoch has one draw. Where torch.distributed has as many ranks as
     `world`, all of them must begin each epoch, since they exchange what they have measured then.
@@ -315,7 +319,7 @@ class ImportanceSampler(ChunkShuffleSampler):
     def substituted(self) -> int:
         """How many samples of this rank were replaced by others in the epoch that began last."""
         replaced = self._draws[0].replaced if self._draws else None
-        return 0 if replaced is None else len(replaced[0])
+        return 0 if replaced is None else replaced.shape[1]
 
     def update(
         self,
@@ -397,7 +401,7 @@ class ImportanceSampler(ChunkShuffleSampler):
         position = place.position or 0
         samples, ends = super()._part(replace(place, position=0))
         if self.substitute:
-            samples = self._substitute(samples, place)
+            samples, ends = self._substitute(samples, ends, place)
         timed = self._timed(samples, place)
         if len(timed):
             is_timed = np.zeros(len(self._files), np.bool_)
@@ -423,8 +427,8 @@ class ImportanceSampler(ChunkShuffleSampler):
             "agreed": torch.from_numpy(self._table.agreed),
             "agreed_for": self._table.agreed_for,
             "reported": torch.from_numpy(self._table.reported),
-            "replaced": None if replaced is None else [each.tolist() for each in replaced],
-            "timed": None if timed is None else timed.tolist(),
+            "replaced": None if replaced is None else torch.from_numpy(replaced),
+            "timed": None if timed is None else torch.from_numpy(timed),
         }
 
     def _load(self, state: Mapping[str, object]) -> Place:
@@ -466,35 +470,38 @@ class ImportanceSampler(ChunkShuffleSampler):
         self._draws[:] = [drawn]
         return drawn
 
-    def _substitute(self, samples: Indices, place: Place) -> Indices:
-        """This rank's samples with others in place of some that the mount has not in memory. It is
-        decided once in an epoch."""
+    def _substitute(self, samples: Indices, ends: Indices, place: Place) -> tuple[Indices, Indices]:
+        """This rank's part with others in place of some samples that the mount has not in memory,
+        in chunk-wise order again. It is decided once in an epoch."""
         drawn = self._draw(place.epoch)
         if drawn.replaced is None:
-            drawn.replaced = np.empty(0, np.int64), np.empty(0, np.int64)
+            drawn.replaced = np.empty((2, 0), np.int64)
             if not place.position and not place.deals and place.epoch >= self.warm_up:
                 drawn.replaced = self._substitutes(samples, drawn)
-        old, new = drawn.replaced
+        if place.deals or not drawn.replaced.size:
+            return samples, ends
         becomes = np.arange(len(self._files))
-        becomes[old] = new
-        return becomes[samples]
+        becomes[drawn.replaced[0]] = drawn.replaced[1]
+        samples = becomes[samples]
+        files = self._files.files.subset(samples)
+        sequence, group = files.shuffled(self.seed, place.epoch, self.group_size)
+        return samples[sequence], group_ends(group)
 
-    def _substitutes(self, samples: Indices, drawn: _Draw) -> tuple[Indices, Indices]:
+    def _substitutes(self, samples: Indices, drawn: _Draw) -> Indices:
         """Which samples of this rank are replaced, and by which."""
-        count = len(self._files)
-        is_cached = np.ones(count, np.bool_)  # where nothing is known, nothing is replaced
+        is_cached = np.ones(len(self._files), np.bool_)  # where nothing is known: nothing replaced
 
         def ask(control: Control) -> None:
             is_cached[:] = control.resident(self._files.files.entries)
 
         self._tell(ask)
-        may_replace = np.arange(count) % self.world == self.rank  # no sample twice on two ranks
+        chunks, low = self._files.files.chunks, is_low(drawn.probabilities)
+        may_replace = low & (chunks % self.world == self.rank)  # no sample twice on two ranks
         may_replace[drawn.samples] = False
-        low = is_low(drawn.probabilities)
         places, others = substituted(
-            samples, low, is_cached, may_replace & low, self.seed, drawn.epoch
+            samples, low, is_cached, may_replace, chunks, self.seed, drawn.epoch
         )
-        return samples[places], others
+        return np.stack((samples[places], others))
 
     def _timed(self, samples: Indices, place: Place) -> Indices:
         """The samples of this rank that come first, so that their batches can be timed. It is
@@ -563,9 +570,9 @@ class _LoadedImportance:
         self.agreed = _loaded_values(state.get("agreed"), count)
         self.reported = _loaded_values(state.get("reported"), count)
         replaced = state.get("replaced")
-        self.replaced = None if replaced is None else _loaded_pairs(replaced, count)
+        self.replaced = None if replaced is None else _loaded_samples(replaced, (2, -1), count)
         timed = state.get("timed")
-        self.timed = None if timed is None else _loaded_pairs([timed, timed], count)[0]
+        self.timed = None if timed is None else _loaded_samples(timed, (-1,), count)
 
 
 def _loaded_values(row: object, count: int) -> Values:
@@ -577,15 +584,14 @@ def _loaded_values(row: object, count: int) -> Values:
     return values
 
 
-def _loaded_pairs(rows: object, count: int) -> tuple[Indices, Indices]:
+def _loaded_samples(rows: object, shape: tuple[int, ...], count: int) -> Indices:
     try:
-        old, new = np.asarray(rows, np.int64).reshape(2, -1)
+        found = _as_row(rows).reshape(shape).copy()
     except (TypeError, ValueError):
         raise UsageError("a state of ImportanceSampler has bad substitutes") from None
-    for each in (old, new):
-        if len(each) and not 0 <= int(each.min()) <= int(each.max()) < count:
-            raise UsageError("a state of ImportanceSampler has bad substitutes")
-    return old, new
+    if found.size and not 0 <= int(found.min()) <= int(found.max()) < count:
+        raise UsageError("a state of ImportanceSampler has bad substitutes")
+    return found
 
 
 def _detached(tensor: torch.Tensor | None) -> torch.Tensor | None:

@@ -102,7 +102,7 @@ def test_weights_make_the_mean_unbiased() -> None:
 
 
 @given(st.integers(1, 200), st.integers(0, 2**32), st.data())
-def test_substitutes_are_cached_and_were_not_drawn(
+def test_substitutes_are_cached_or_come_in_packages(
     count: int, seed: int, data: st.DataObject
 ) -> None:
     masks = [
@@ -110,14 +110,54 @@ def test_substitutes_are_cached_and_were_not_drawn(
         for _ in range(4)
     ]
     low, cached, may, is_drawn = masks
+    may &= low
+    chunks = np.array(data.draw(st.lists(st.integers(0, 9), min_size=count, max_size=count)))
     drawn = np.flatnonzero(is_drawn)
-    places, others = substituted(drawn, low, cached, may, seed, 1)
+    places, others = substituted(drawn, low, cached, may, chunks, seed, 1)
     assert len(places) == len({*places.tolist()}) == len(others) == len({*others.tolist()})
     assert all(low[at] and not cached[at] for at in drawn[places].tolist())
-    assert all(cached[at] and may[at] and not is_drawn[at] for at in others.tolist())
+    assert all(may[at] and not is_drawn[at] for at in others.tolist())
     missed = np.count_nonzero(low & ~cached & is_drawn)
     free = np.count_nonzero(cached & may & ~is_drawn)
-    assert len(places) == min(missed, free)
+    assert np.count_nonzero(cached[others]) == min(missed, free)
+
+    def share_of_low(chunk: int) -> float:
+        return float(low[chunks == chunk].mean())
+
+    read = chunks[others[~cached[others]]].tolist()
+    assert all(share_of_low(chunk) >= 0.5 for chunk in read)
+    given_up = places[np.count_nonzero(cached[others]) :]
+    assert all(share_of_low(chunk) >= 0.5 for chunk in chunks[drawn[given_up]].tolist())
+    assert not {*read} & {*chunks[drawn[given_up]].tolist()}  # packages are read whole
+    assert all(may[chunks == chunk].any() for chunk in read)
+
+
+def test_missed_samples_of_low_importance_are_read_in_few_chunks() -> None:
+    """100 chunks of 40 samples, of which a fifth are important and in memory; a draw of a third of
+    the others would read all chunks."""
+    count, rng = 4000, np.random.default_rng(1)
+    low = np.arange(count) % 5 != 0
+    drawn = np.flatnonzero(~low | (rng.random(count) < 1 / 3))
+    chunks = np.arange(count) // 40
+    places, others = substituted(drawn, low, ~low, low, chunks, 1, 2)
+    read = drawn.copy()
+    read[places] = others
+    assert len(read) == len({*read.tolist()})
+    found = np.unique(chunks[read[low[read]]])
+    missed = np.count_nonzero(low[drawn])
+    assert len(found) == -(-missed // 32)  # each of them is read whole
+    # What was drawn most often stays
+    own = np.bincount(chunks[drawn[low[drawn]]], minlength=100)
+    others_own = np.delete(own, found)
+    assert own[found].min() >= others_own.max()
+
+
+def test_chunks_of_important_samples_are_no_packages() -> None:
+    low = np.array([True, False, False, False] * 5)
+    drawn = np.arange(0, 20, 2)
+    chunks = np.arange(20) // 4
+    places, others = substituted(drawn, low, np.zeros(20, np.bool_), low, chunks, 1, 2)
+    assert len(places) == len(others) == 0
 
 
 def test_all_but_a_fifth_are_of_low_importance() -> None:

@@ -377,6 +377,7 @@ class _Epochs:
     def __init__(self, losses: npt.NDArray[np.float32], cache: float) -> None:
         self._losses, self._cache = losses, cache
         self._count = losses.shape[1]
+        self._chunks = np.arange(self._count) // CHUNK_SAMPLES
         lru, _ = self._lru(None)
         sampled, _ = self._lru(DrawRule(SHARE))
         kept, kept_reads = self._planned(substitutes=False)
@@ -413,7 +414,7 @@ class _Epochs:
     def _planned(self, *, substitutes: bool) -> tuple[float, int]:
         """Hits of the planner of a mount, and what an epoch reads from the store."""
         planner = PrefetchPlanner(
-            np.arange(self._count) // CHUNK_SAMPLES,
+            self._chunks,
             np.full(self._count, SAMPLE_BYTES),
             -(-self._count // CHUNK_SAMPLES),
             budget_bytes=int(self._cache * self._count) * SAMPLE_BYTES,
@@ -429,7 +430,7 @@ class _Epochs:
                 planner.set_importances(everything, chances, substitutes=substitutes)
             if epoch and substitutes:
                 low, cached = is_low(chances), planner.resident(everything)
-                places, others = substituted(order, low, cached, low.copy(), 1, epoch)
+                places, others = substituted(order, low, cached, low, self._chunks, 1, epoch)
                 order[places] = others
             before = planner.stats()["kept_entries"]
             planner.announce(Stream("0", (Epoch(epoch, order.astype(np.uint32)),)), now_s)

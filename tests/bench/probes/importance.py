@@ -77,8 +77,9 @@ class Chooser:
         missed = low & ~is_cached
         in_packages = np.ones(count, np.bool_)
         in_packages[given] = False  # others than those drawn
+        one_chunk = np.zeros(count, np.int64)
         places, others = substituted(
-            given, low, ~missed | in_packages, low & in_packages, self.seed, number
+            given, low, ~missed | in_packages, low & in_packages, one_chunk, self.seed, number
         )
         given[places] = others
         return given
