@@ -30,6 +30,11 @@ was drawn first; the samples of low importance that were drawn in other chunks a
 is left of these. A chunk of mostly important samples is no package: it is read for those, and the
 others come with it, so nothing has to be repacked.
 
+**Homes** (iCache, section III-E: no sample is held by two nodes). iCache looks up which node has a
+sample, and reads it from there. Here each sample has a home node, and those of high importance,
+which are kept in memory, are dealt to the ranks there; so they are read where they are kept. Those
+of low importance fill the parts up, which stay equally long.
+
 All numbers are drawn by the generator of `shuffle.py`, so the same table gives the same draw on
 every machine and with every version of numpy. Pure; safe from any thread.
 """
@@ -59,7 +64,7 @@ _CHANCE_STEPS = 1 << 20
 """Probabilities are multiples of this part: processors raise to a power with other last digits."""
 _MARK = 1 << 32  # a length of 1 in whole numbers: sums of them are exact
 # Domains of the generator
-_TIES, _PLACES, _MARKS, _REPLACED, _REPLACING, _PACKAGES = range(11, 17)
+_TIES, _PLACES, _MARKS, _REPLACED, _REPLACING, _PACKAGES, _HOMES = range(11, 18)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +180,41 @@ def substituted(
         np.concatenate((by_cache, outside[: len(others)])),
         np.concatenate((cached, others)),
     )
+
+
+def home_nodes(count: int, nodes: int, seed: int) -> Indices:
+    """The home of each of so many samples: a node, the same in all epochs."""
+    return (random_keys(_HOMES, count, seed, 0) % np.uint64(nodes)).astype(np.int64)
+
+
+def at_home(samples: Indices, is_high: Mask, home: Indices, per_node: int, nodes: int) -> Indices:
+    """Drawn samples, of which each node has the next `per_node` (the last one what is left), in
+    another order: those of high importance are with their home node, as far as it has room for
+    them. The others stay where they are, unless they make room.
+
+    `is_high` and `home` have a value for each of the n samples.
+    """
+    wrong = np.flatnonzero(is_high[samples])
+    wrong = wrong[home[samples[wrong]] != np.minimum(wrong // per_node, nodes - 1)]
+    arriving = samples[wrong[np.argsort(home[samples[wrong]], kind="stable")]]
+    first_arriving = np.searchsorted(home[arriving], np.arange(nodes + 1))
+    found = samples.copy()
+    room, displaced = [], []
+    for node in range(nodes):
+        begin, end = node * per_node, (node + 1) * per_node if node < nodes - 1 else len(samples)
+        places = wrong[np.searchsorted(wrong, begin) : np.searchsorted(wrong, end)]
+        new = arriving[first_arriving[node] : first_arriving[node + 1]]
+        if len(new) > len(places):
+            low = np.flatnonzero(~is_high[samples[begin:end]]) + begin
+            low = low[: len(new) - len(places)]
+            displaced.append(samples[low])
+            places = np.concatenate((places, low))
+        count = min(len(places), len(new))
+        found[places[:count]] = new[:count]
+        room.append(places[count:])
+        displaced.append(new[count:])
+    found[np.concatenate(room)] = np.concatenate(displaced)
+    return found
 
 
 def is_low(probabilities: npt.NDArray[np.float32]) -> Mask:

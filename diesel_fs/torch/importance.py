@@ -33,11 +33,14 @@ from ..orders.importance import (
     SHARE_DEFAULT,
     DrawRule,
     Values,
+    at_home,
+    home_nodes,
     is_low,
     substituted,
     weights,
 )
-from ..orders.shuffle import GROUP_SIZE_DEFAULT, check_number, group_ends
+from ..orders.parts import Deal, part_length
+from ..orders.shuffle import GROUP_SIZE_DEFAULT, WORLD_MAX, check_number, group_ends
 from .hook.diesel_hook import has_joined
 from .sampler import ChunkShuffleSampler, Place
 
@@ -49,7 +52,8 @@ WARM_UP_DEFAULT = 1
 BENEFIT_BATCHES = 20
 """Batches that are timed without the mount's memory, and as many with it (iCache, III-D)."""
 
-_JOB_NAMES = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")  # environment variables
+_LOCAL_WORLDS = ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE")  # environment variables
+_JOB_NAMES = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
 _JOB_NAME_MAX, _BENEFIT_MAX = 64, 1e3  # what a mount accepts
 
 _PENDING_MAX = 1 << 16
@@ -127,6 +131,8 @@ class _Table:
         self.agreed: Values = np.full(samples, np.nan, np.float32)
         self.agreed_for = -1
         """The epoch that is drawn by `agreed`."""
+        self.nodes = 1
+        """On how many nodes equally many ranks are; 1: not known."""
         self.reported: Values = np.full(samples, np.nan, np.float32)
         self.ignored = 0
         """How many reports were no finite numbers, or negative."""
@@ -183,14 +189,17 @@ class _Table:
         self.ignored += int(len(values) - np.count_nonzero(is_good))
         self.reported[indices[is_good]] = values[is_good]
 
-    def agree(self, epoch: int, world: int) -> None:
-        """All ranks take over what each has reported, and forget it. Called by all at once."""
+    def agree(self, epoch: int, world: int, *, has_ranks: bool) -> None:
+        """All ranks take over what each has reported, and forget it. Called by all at once; without
+        `has_ranks` they know nothing of each other."""
         self.settle_pending()
         self.agreed_for = epoch
         indices = np.flatnonzero(~np.isnan(self.reported))
-        values = self.reported[indices]
-        if world > 1:
-            indices, values = _gathered(indices, values, world)
+        values, local_worlds = self.reported[indices], [_local_world(world)]
+        if has_ranks and world > 1:
+            indices, values, local_worlds = _gathered(indices, values, world)
+        local_world = local_worlds[0] if len({*local_worlds}) == 1 else world
+        self.nodes = world // local_world if world % local_world == 0 else 1
         # New arrays, since states hold the old ones. Of equal indices the last counts everywhere.
         self.agreed = self.agreed.copy()
         self.agreed[indices] = values
@@ -264,6 +273,9 @@ class ImportanceSampler(ChunkShuffleSampler):
 
     A run that goes on in another world, in the middle of an epoch with substitutes or timed
     batches, may repeat or miss some samples of it.
+
+    Where ranks are on several nodes (LOCAL_WORLD_SIZE, or SLURM's variable), a sample of high
+    importance goes to a rank of the same node in each epoch, so that one node's memory keeps it.
 
     `set_epoch` must be called: an epoch has one draw. Where torch.distributed has as many ranks as
     `world`, all of them must begin each epoch, since they exchange what they have measured then.
@@ -391,8 +403,22 @@ class ImportanceSampler(ChunkShuffleSampler):
         count = len(self._files)
         return count if epoch < self.warm_up else self.rule.length(count)
 
-    def _shuffled(self, epoch: int) -> tuple[Indices, Indices]:
-        samples = self._draw(epoch).samples
+    def _shuffled(self, place: Place) -> tuple[Indices, Indices]:
+        drawn, nodes = self._draw(place.epoch), self._table.nodes
+        sequence, group = self._chunk_wise(drawn.samples, place.epoch)
+        first = place.deals[0] if place.deals else Deal(self.world, self.drop_last, 0)
+        length = part_length(len(sequence), first.world, drop_last=first.drop_last)
+        if nodes == 1 or first.world % nodes or place.epoch < self.warm_up or not length:
+            return sequence, group
+        homes = home_nodes(len(self._files), nodes, self.seed)
+        per_node = length * (first.world // nodes)
+        sequence = at_home(sequence, ~is_low(drawn.probabilities), homes, per_node, nodes)
+        starts = range(length, len(sequence), length)
+        parts = [self._chunk_wise(each, place.epoch) for each in np.split(sequence, starts)]
+        return np.concatenate([each for each, _ in parts]), np.concatenate([to for _, to in parts])
+
+    def _chunk_wise(self, samples: Indices, epoch: int) -> tuple[Indices, Indices]:
+        """Samples in chunk-wise order, and the group of each."""
         files = self._files.files.subset(samples)
         sequence, group = files.shuffled(self.seed, epoch, self.group_size)
         return samples[sequence], group
@@ -426,6 +452,7 @@ class ImportanceSampler(ChunkShuffleSampler):
             "warm_up": self.warm_up,
             "agreed": torch.from_numpy(self._table.agreed),
             "agreed_for": self._table.agreed_for,
+            "nodes": self._table.nodes,
             "reported": torch.from_numpy(self._table.reported),
             "replaced": None if replaced is None else torch.from_numpy(replaced),
             "timed": None if timed is None else torch.from_numpy(timed),
@@ -445,7 +472,7 @@ class ImportanceSampler(ChunkShuffleSampler):
         table = self._table
         table.forget_pending()
         table.agreed, table.reported = loaded.agreed, loaded.reported
-        table.agreed_for = loaded.agreed_for
+        table.agreed_for, table.nodes = loaded.agreed_for, loaded.nodes
         self._draws.clear()
         if place.epoch == table.agreed_for:
             drawn = self._draw(place.epoch)
@@ -460,7 +487,7 @@ class ImportanceSampler(ChunkShuffleSampler):
             return self._draws[0]
         table, count = self._table, len(self._files)
         if table.agreed_for != epoch:
-            table.agree(epoch, self.world if _has_ranks(self.world) else 1)
+            table.agree(epoch, self.world, has_ranks=_has_ranks(self.world))
         if epoch < self.warm_up:
             drawn = _Draw(epoch, np.ones(count, np.float32), np.arange(count))
         else:
@@ -482,10 +509,8 @@ class ImportanceSampler(ChunkShuffleSampler):
             return samples, ends
         becomes = np.arange(len(self._files))
         becomes[drawn.replaced[0]] = drawn.replaced[1]
-        samples = becomes[samples]
-        files = self._files.files.subset(samples)
-        sequence, group = files.shuffled(self.seed, place.epoch, self.group_size)
-        return samples[sequence], group_ends(group)
+        samples, group = self._chunk_wise(becomes[samples], place.epoch)
+        return samples, group_ends(group)
 
     def _substitutes(self, samples: Indices, drawn: _Draw) -> Indices:
         """Which samples of this rank are replaced, and by which."""
@@ -529,6 +554,12 @@ class ImportanceSampler(ChunkShuffleSampler):
             return
         names = [os.environ[name] for name in _JOB_NAMES if os.environ.get(name)]
         job, entries = (names or [str(os.getpid())])[0][:_JOB_NAME_MAX], self._files.files.entries
+        nodes = self._table.nodes
+        if nodes > 1 and self.world % nodes == 0:  # this one does not read those of other nodes
+            homes = home_nodes(len(entries), nodes, self.seed)
+            is_elsewhere = homes != self.rank // (self.world // nodes)
+            is_elsewhere &= ~is_low(probabilities)
+            probabilities = np.where(is_elsewhere, np.float32(0), probabilities)
 
         def tell(control: Control) -> None:
             self._sharing.jobs = control.values(
@@ -567,6 +598,10 @@ class _LoadedImportance:
             raise UsageError("this is not a state of ImportanceSampler: it has no warm-up")
         check_number("warm_up", warm_up)
         self.rule, self.warm_up, self.agreed_for = DrawRule(share, floor), warm_up, agreed_for
+        nodes = state.get("nodes", 1)
+        if not isinstance(nodes, int) or not 1 <= nodes <= WORLD_MAX:
+            raise UsageError(f"bad nodes {nodes!r} in a state of ImportanceSampler")
+        self.nodes = nodes
         self.agreed = _loaded_values(state.get("agreed"), count)
         self.reported = _loaded_values(state.get("reported"), count)
         replaced = state.get("replaced")
@@ -612,15 +647,22 @@ def _has_ranks(world: int) -> bool:
     return bool(distributed.get_world_size() == world)
 
 
-def _gathered(indices: Indices, values: Values, world: int) -> tuple[Indices, Values]:
-    """The reports of all ranks, those of rank 0 first."""
+def _local_world(world: int) -> int:
+    """How many ranks are on this node, where torchrun or SLURM says it; else all of them."""
+    said = [os.environ.get(name, "") for name in _LOCAL_WORLDS]
+    return next((int(each) for each in said if each.isdecimal() and int(each)), world)
+
+
+def _gathered(indices: Indices, values: Values, world: int) -> tuple[Indices, Values, list[int]]:
+    """The reports of all ranks, those of rank 0 first; and how many ranks are on each one's
+    node."""
     device = "cpu"
     if torch.distributed.get_backend() == "nccl":
         device = f"cuda:{torch.cuda.current_device()}"
-    own = torch.tensor([len(indices)], device=device)
+    own = torch.tensor([len(indices), _local_world(world)], device=device)
     counts = [torch.zeros_like(own) for _ in range(world)]
     torch.distributed.all_gather(counts, own)
-    lengths = [int(each) for each in counts]
+    lengths, local_worlds = zip(*(each.tolist() for each in counts), strict=True)
     # Both in one row of 8 bytes each, as long as the longest: one exchange.
     row = torch.zeros((2, max(lengths)), dtype=torch.float64, device=device)
     row[0, : len(indices)] = torch.from_numpy(indices.astype(np.float64))
@@ -629,4 +671,4 @@ def _gathered(indices: Indices, values: Values, world: int) -> tuple[Indices, Va
     torch.distributed.all_gather(rows, row)
     found = [each[:, :length].cpu().numpy() for each, length in zip(rows, lengths, strict=True)]
     everything = np.concatenate(found, axis=1)
-    return everything[0].astype(np.int64), everything[1].astype(np.float32)
+    return everything[0].astype(np.int64), everything[1].astype(np.float32), [*local_worlds]

@@ -217,9 +217,10 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
         """How many samples an epoch has, of all ranks together."""
         return len(self._files)
 
-    def _shuffled(self, epoch: int) -> tuple[Indices, Indices]:
-        """The samples of an epoch in the order of reading, and the group of each."""
-        return self._files.files.shuffled(self.seed, epoch, self.group_size)
+    def _shuffled(self, place: Place) -> tuple[Indices, Indices]:
+        """The samples of an epoch in the order of reading, rank after rank, and the group of
+        each."""
+        return self._files.files.shuffled(self.seed, place.epoch, self.group_size)
 
     def _part_length(self, place: Place) -> int:
         left = self._count(place.epoch)
@@ -244,7 +245,7 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
 
     def _part(self, place: Place) -> tuple[Indices, Indices]:
         """This rank's samples from a place on, and the positions where their groups end."""
-        sequence, group = self._shuffled(place.epoch)
+        sequence, group = self._shuffled(place)
         order = np.arange(len(sequence))
         for deal in place.deals:
             order = rest(order, deal)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diesel_fs.errors import UsageError
-from diesel_fs.orders.importance import DrawRule, is_low, substituted, weights
+from diesel_fs.orders.importance import DrawRule, at_home, home_nodes, is_low, substituted, weights
 
 Floats = npt.NDArray[np.float32]
 SHARES = st.floats(0.01, 1.0)
@@ -158,6 +158,37 @@ def test_chunks_of_important_samples_are_no_packages() -> None:
     chunks = np.arange(20) // 4
     places, others = substituted(drawn, low, np.zeros(20, np.bool_), low, chunks, 1, 2)
     assert len(places) == len(others) == 0
+
+
+@given(st.integers(1, 5), st.integers(1, 40), st.integers(-3, 3), st.data())
+def test_important_samples_are_dealt_to_their_homes(
+    nodes: int, per_node: int, more: int, data: st.DataObject
+) -> None:
+    drawn_count = max(nodes * per_node + max(more, -per_node + 1), 1)
+    count = 2 * drawn_count
+    drawn = np.random.default_rng(data.draw(st.integers(0, 99))).permutation(count)[:drawn_count]
+    share = data.draw(st.sampled_from([0, 0.2, 0.6, 1]))
+    is_high = np.random.default_rng(1).random(count) < share
+    homes = home_nodes(count, nodes, 7)
+    found = at_home(drawn, is_high, homes, per_node, nodes)
+    assert sorted(found.tolist()) == sorted(drawn.tolist())
+    node = np.minimum(np.arange(drawn_count) // per_node, nodes - 1)
+    for each in range(nodes):
+        mine = found[node == each]
+        wanted = [sample for sample in drawn.tolist() if is_high[sample] and homes[sample] == each]
+        here = [sample for sample in mine.tolist() if is_high[sample] and homes[sample] == each]
+        assert len(here) == min(len(wanted), len(mine))
+        if len(wanted) <= len(mine):
+            assert sorted(here) == sorted(wanted)
+    if not is_high.any():
+        assert found.tolist() == drawn.tolist()
+
+
+def test_nodes_are_home_to_equally_many_samples_in_all_epochs() -> None:
+    homes = home_nodes(30_000, 3, 5)
+    assert np.bincount(homes).min() > 9_700
+    assert homes.tolist() == home_nodes(30_000, 3, 5).tolist()
+    assert homes.tolist() != home_nodes(30_000, 3, 6).tolist()
 
 
 def test_all_but_a_fifth_are_of_low_importance() -> None:

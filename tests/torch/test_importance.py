@@ -3,6 +3,7 @@
 import copy
 import io
 import logging
+import os
 import random
 import subprocess
 import sys
@@ -254,6 +255,7 @@ def test_the_rest_is_dealt_to_another_world(pets: DieselDataset) -> None:
         ({"agreed": torch.full((FILES,), -1.0)}, "bad importance"),
         ({"replaced": [[1], [FILES]]}, "bad substitutes"),
         ({"replaced": "x"}, "bad substitutes"),
+        ({"nodes": 0}, "bad nodes"),
     ],
 )
 def test_a_bad_state_changes_nothing(
@@ -270,13 +272,18 @@ def test_a_bad_state_changes_nothing(
     assert list(sampler) == before
 
 
-def test_ranks_agree_on_what_each_has_measured(url: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("local_worlds", ["", "111", "122"])
+def test_ranks_agree_on_what_each_has_measured(url: str, tmp_path: Path, local_worlds: str) -> None:
+    """Also on several nodes, of which some may have more ranks than others."""
     program = Path(__file__).with_name("importance_ranks.py")
     command = [sys.executable, str(program), url, str(tmp_path / "meeting"), "3"]
     ranks = [
-        subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [*command, str(rank)], stdout=subprocess.PIPE, text=True,
+            env=os.environ | {"LOCAL_WORLD_SIZE": local_worlds[rank : rank + 1]},
+        )
         for rank in range(3)
-    ]
+    ]  # fmt: skip
     said = [rank.communicate(timeout=120)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0, 0]
     tables = {line.split("|")[0] for line in said}
@@ -286,6 +293,57 @@ def test_ranks_agree_on_what_each_has_measured(url: str, tmp_path: Path) -> None
         samples = [int(each) for part in parts for each in part.split(",")]
         assert len(samples) == 30
         assert len({*samples}) == 30  # each sample on one rank
+
+
+def rank_of(pets: DieselDataset, rank: int, world: int) -> ImportanceSampler:
+    return ImportanceSampler(pets, share=0.4, seed=4, rank=rank, world=world)
+
+
+@pytest.mark.parametrize("variable", ["LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE"])
+def test_an_important_sample_stays_on_its_node(
+    pets: DieselDataset, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    """Four ranks on two nodes."""
+    monkeypatch.setenv(variable, "2")
+    ranks = [rank_of(pets, rank, 4) for rank in range(4)]
+    losses = torch.arange(FILES).float()
+    nodes: dict[int, set[int]] = {}
+    for epoch in range(6):
+        parts = []
+        for sampler in ranks:
+            sampler.set_epoch(epoch)
+            parts.append(list(sampler))
+            sampler.update(range(FILES), losses)  # as if the ranks exchanged them
+        given = [sample for part in parts for sample in part]
+        assert len({*map(len, parts)}) == 1
+        if epoch:
+            assert len({*given}) == FILES * 2 // 5
+            for rank, part in enumerate(parts):
+                for sample in part:
+                    nodes.setdefault(sample, set()).add(rank // 2)
+    high = range(FILES - FILES // 5, FILES)
+    assert all(len(nodes[sample]) == 1 for sample in high)
+    assert {min(nodes[sample]) for sample in high} == {0, 1}
+    assert any(len(found) == 2 for found in nodes.values())  # the others go anywhere
+
+
+def test_the_rest_of_an_epoch_of_several_nodes_is_dealt_to_another_world(
+    pets: DieselDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    states, given = [], list[int]()
+    for rank in range(3):
+        sampler = rank_of(pets, rank, 3)
+        sampler.update(range(FILES), torch.arange(FILES).float())
+        sampler.set_epoch(1)
+        given += [sample for sample, _ in zip(sampler, range(4), strict=False)]
+        states.append(sampler.state_dict(4))
+    for rank in range(2):
+        resumed = rank_of(pets, rank, 2)
+        resumed.load_state_dict(states[rank])
+        resumed.set_epoch(1)
+        given += list(resumed)
+    assert len(given) == len({*given}) == FILES * 2 // 5
 
 
 def test_the_hook_foresees_an_epoch_without_a_trace(pets: DieselDataset) -> None:

@@ -4,6 +4,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -48,12 +49,11 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> str:
     return found
 
 
-@pytest.fixture(params=["native", "kernel"])
-def at(request: pytest.FixtureRequest, url: str, tmp_path: Path) -> Iterator[Path]:
-    folder = tmp_path / "mount"
+@contextmanager
+def mounted(url: str, folder: Path, session: str) -> Iterator[Path]:
     folder.mkdir()
     made = MountRequest(
-        url, "ds", str(folder), session=request.param, log_file=str(tmp_path / "log"),
+        url, "ds", str(folder), session=session, log_file=f"{folder}.log",
         memory_bytes=FILES * SIZE * 3 // 5, task_options=TaskOptions(evict="importance"),
     )  # fmt: skip
     mount(made)
@@ -62,6 +62,12 @@ def at(request: pytest.FixtureRequest, url: str, tmp_path: Path) -> Iterator[Pat
     finally:
         if mounted_at(str(folder)):
             umount(folder, force=True)
+
+
+@pytest.fixture(params=["native", "kernel"])
+def at(request: pytest.FixtureRequest, url: str, tmp_path: Path) -> Iterator[Path]:
+    with mounted(url, tmp_path / "mount", request.param) as folder:
+        yield folder
 
 
 def residency(control: Control) -> Mapping[str, object]:
@@ -80,7 +86,7 @@ def read_epoch(data: Files, sampler: ImportanceSampler, epoch: int, control: Con
     """Read an epoch as a training loop that the mount can follow."""
     sampler.set_epoch(epoch)
     given = list(sampler)
-    name = f"importance:{os.getpid()}:0"
+    name = f"importance:{os.getpid()}:{sampler.rank}"
     for at in range(0, len(given), 100):
         some = given[at : at + 100]
         assert [data[index] for index in some] == [
@@ -112,6 +118,30 @@ def test_the_mount_keeps_what_is_important(at: Path) -> None:
     assert hits.mean() > capacity
     ranks = losses.argsort().argsort() / FILES
     assert ranks[is_kept].mean() > ranks[~is_kept].mean() + 0.3
+
+
+def test_two_nodes_keep_no_important_file_twice(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two mounts stand for two nodes, with a rank each."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    losses = torch.from_numpy(np.random.default_rng(0).permutation(FILES).astype(np.float32))
+    with ExitStack() as stack:
+        folders = [tmp_path / "one", tmp_path / "two"]
+        jobs = []
+        for rank, folder in enumerate(folders):
+            data = Files(stack.enter_context(mounted(url, folder, "native")))
+            sampler = ImportanceSampler(data, share=0.5, seed=1, rank=rank, world=2)
+            jobs.append((data, sampler, stack.enter_context(Control.connect(folder))))
+        for epoch in range(5):
+            for data, sampler, control in jobs:
+                read_epoch(data, sampler, epoch, control)
+                sampler.update(range(FILES), losses)  # as if the ranks exchanged theirs
+        kept = [control.resident(sampler._files.files.entries) for _, sampler, control in jobs]
+    is_high = losses.numpy() >= FILES * 4 // 5
+    high = [np.count_nonzero(each & is_high) for each in kept]
+    assert min(high) > 0.3 * np.count_nonzero(is_high)
+    assert np.count_nonzero(kept[0] & kept[1] & is_high) < 0.02 * sum(high)
 
 
 def test_two_jobs_measure_what_they_gain(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
