@@ -101,7 +101,8 @@ class ImportanceHeap:
         while not self._table.is_sorted:
             self._table.sort_block()
         self._shadow: _Table | None = None
-        self._is_first = True  # the table has no importances yet
+        self.changes = 0
+        """How often new importances have come to count."""
         self._is_told = True  # the shadow has all that it will be told
         self._counts = np.zeros(LEVELS, np.int64)  # of entries that are in, by level
         self._sums = np.zeros(LEVELS, np.int64)  # of their sizes
@@ -128,7 +129,8 @@ class ImportanceHeap:
         if not shadow.is_sorted:
             shadow.sort_block()
             return True
-        self._table, self._shadow, self._is_first = shadow, None, False
+        self._table, self._shadow = shadow, None
+        self.changes += 1
         members = np.flatnonzero(self._in).astype(np.uint32)
         levels = shadow.levels[members]
         self._counts = np.bincount(levels, minlength=LEVELS)
@@ -139,7 +141,7 @@ class ImportanceHeap:
     def build_first(self) -> None:
         """Do all of the work at once where no importances have counted so far: to decide without
         any would be worse than to wait."""
-        while self._is_first and self.build_some():
+        while not self.changes and self.build_some():
             pass
 
     @property

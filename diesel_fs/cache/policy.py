@@ -16,11 +16,16 @@ from heapq import heapify, heappop, heappush
 from typing import ClassVar
 
 import numpy as np
+import numpy.typing as npt
 
 from ..orders.future import NEVER, FutureUses, Times, Units
 
-_Key = tuple[int, int, int]
-"""Of a unit: its next use (the time, negative), the number of its last read, the unit."""
+UnitValues = npt.NDArray[np.float32]
+"""Of each unit: how many of its parts will be read in an epoch, as far as that can be estimated."""
+
+_Key = tuple[int, float, int, int]
+"""Of a unit: its next use (the time, negative), its value, the number of its last read, the
+unit."""
 
 _OLD_KEYS_MIN = 1024  # a smaller heap is not made anew
 
@@ -75,6 +80,11 @@ class EvictionPolicy(ABC):
         """A reader of the future has passed these units, or has gone back behind them."""
         return
 
+    def set_values(self, values: UnitValues | None) -> None:
+        """What units are worth beyond what is known of the future, until other values are set;
+        None: all alike."""
+        return
+
     def renumber(self, after: Mapping[int, int]) -> None:
         """Give the units other numbers, since the dataset has another version: `after` has the new
         number of each old one; units without one leave. The order of eviction stays."""
@@ -105,7 +115,8 @@ class FarthestNextUse(LeastRecentlyUsed):
     """Evicts first what is not read any more, then what is read last (Lobster, ICPP 2022, section
     4.4; Belady's MIN).
 
-    Where no order is known, and among what is not read any more, the longest unread goes first.
+    Where no order is known, the longest unread goes first; of equal next uses, and among what is
+    not read any more, that of the least value, and of the same value the longest unread.
     (Whether a unit is the last copy among several nodes is the caller's matter: it then does not
     offer it for eviction first.)
 
@@ -119,6 +130,7 @@ class FarthestNextUse(LeastRecentlyUsed):
     def __init__(self) -> None:
         super().__init__()
         self._future: FutureUses | None = None
+        self._values: UnitValues | None = None
         self._reads = 0
         self._keys: dict[int, _Key] = {}  # of each unit in the cache, where the future is known
         self._heap: list[_Key] = []
@@ -155,9 +167,9 @@ class FarthestNextUse(LeastRecentlyUsed):
             for below in (2 * place + 1, 2 * place + 2):
                 if below < len(heap):
                     heappush(reached, (heap[below], below))
-            if not self._is_old(key) and key[2] not in seen:
-                seen.add(key[2])
-                yield key[2]
+            if not self._is_old(key) and key[-1] not in seen:
+                seen.add(key[-1])
+                yield key[-1]
 
     def replaces(self, unit: int, victims: Collection[int], uses_min: int = 1) -> bool | None:
         if self._future is None:
@@ -170,6 +182,10 @@ class FarthestNextUse(LeastRecentlyUsed):
             return False
         return uses_min <= 1 or self._future.uses_before(unit, needed_again) >= uses_min
 
+    def set_values(self, values: UnitValues | None) -> None:
+        self._values = values
+        self.set_future(self._future)
+
     def set_future(self, future: FutureUses | None) -> None:
         self._future = future
         self._keys.clear()
@@ -179,7 +195,7 @@ class FarthestNextUse(LeastRecentlyUsed):
             times = self._next_times(np.array(units, np.int64)).tolist()
             for unit, time in zip(units, times, strict=True):
                 self._reads += 1
-                self._keys[unit] = -time, self._reads, unit
+                self._keys[unit] = -time, self._value_of(unit), self._reads, unit
             self._heap = [*self._keys.values()]
             heapify(self._heap)
 
@@ -191,26 +207,32 @@ class FarthestNextUse(LeastRecentlyUsed):
         for unit, time in zip(held.tolist(), self._next_times(held).tolist(), strict=True):
             before = keys[unit]
             if before[0] != -time:
-                self._push(unit, time, before[1])
+                self._push(unit, time, before[2])
 
     def renumber(self, after: Mapping[int, int]) -> None:
-        """Orders are those of one version: the future is not known any more."""
-        super().renumber(after)
+        """Orders are those of one version: the future is not known any more, nor are values."""
+        for unit in [*self.eviction_order()]:
+            self.sizes.move_to_end(unit)
+        self._values = None
         self.set_future(None)
+        super().renumber(after)
 
     def _next_times(self, units: Units) -> Times:
         assert self._future is not None
         return self._future.next_time(units)
 
+    def _value_of(self, unit: int) -> float:
+        return 0.0 if self._values is None else float(self._values[unit])
+
     def _push(self, unit: int, time: int, read: int) -> None:
-        self._keys[unit] = key = -time, read, unit
+        self._keys[unit] = key = -time, self._value_of(unit), read, unit
         heappush(self._heap, key)
         if len(self._heap) > 2 * len(self._keys) + _OLD_KEYS_MIN:
             self._heap = [*self._keys.values()]
             heapify(self._heap)
 
     def _is_old(self, key: _Key) -> bool:
-        return self._keys.get(key[2]) != key
+        return self._keys.get(key[-1]) != key
 
 
 class LeastFrequentlyUsed(EvictionPolicy):

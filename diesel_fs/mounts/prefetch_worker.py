@@ -598,7 +598,8 @@ class PrefetchWorker:
                     {
                         name: StreamProgress(*progress)
                         for name, progress in self._planner.progress_of_streams().items()
-                    }
+                    },
+                    self._planner.take_chunk_values(),
                 )
 
 

@@ -38,7 +38,7 @@ from .owner_table import OwnerTable
 from .ownership import Ownership
 from .peer import Peer
 from .plan_teller import PlanTeller
-from .plan_wire import TAKEN, UNKNOWN, held_pieces, plan_body
+from .plan_wire import TAKEN, UNKNOWN, PlanMessage, held_pieces, plan_body, value_pieces
 from .registry import Registry
 from .task_plan import EXCHANGE_S, TaskPlan
 from .wire import (
@@ -352,11 +352,17 @@ class Master:
 
     async def _tell_plan(self, peer: Peer) -> None:
         """Where any stream is known, tell another master every `EXCHANGE_S` what this node's
-        readers will read, where they are, and which chunks this node has."""
+        readers will read, where they are, which chunks this node has, and what chunks are worth."""
         entry_count = len(self.snapshot)
         teller = PlanTeller(entry_count)
         held_told: npt.NDArray[np.bool_] | None = None
+        values_told: npt.NDArray[np.float32] | None = None
         retell_s = 0.0
+
+        async def is_taken(messages: Iterable[PlanMessage]) -> bool:
+            bodies = [plan_body(each, entry_count) for each in messages]
+            return {await peer.tell_plan(each) for each in bodies} <= {TAKEN}
+
         while True:
             if not teller.has_told:
                 await self.plan.known.wait()
@@ -365,13 +371,17 @@ class Master:
                 body = next(news)
                 while True:
                     body = news.send(await peer.tell_plan(body))
-            held = self.cache.held
+            held, values = self.cache.held, self.plan.own_values
             is_told = held_told is not None and trio.current_time() < retell_s
             if self.plan.known.is_set() and not (is_told and (held == held_told).all()):
-                bodies = [plan_body(each, entry_count) for each in held_pieces(held)]
-                statuses = [await peer.tell_plan(each) for each in bodies]
-                held_told = held if {*statuses} <= {TAKEN} else None
+                held_told = held if await is_taken(held_pieces(held)) else None
                 retell_s = trio.current_time() + HELD_S
+                values_told = None  # the other master may have been started anew
+            if values is not None:
+                is_told = values_told is not None and np.array_equal(values, values_told)
+                if not is_told and not await is_taken(value_pieces(values)):
+                    values = None
+            values_told = values
             await trio.sleep(EXCHANGE_S)
 
     async def _probe(self, entry: _PeerEntry) -> None:

@@ -35,7 +35,7 @@ import trio
 
 from ..cache.admission import SkiRentalAdmission
 from ..cache.disk import DiskTier
-from ..cache.policy import EvictionPolicy, NoEviction
+from ..cache.policy import EvictionPolicy, NoEviction, UnitValues
 from ..cache.read_through import ReadCostModel
 from ..cache.tiers import ChunkKey, verify_chunk
 from ..errors import DieselError, FormatError
@@ -270,6 +270,11 @@ class NodeCache:
         self.memory.set_future(future)
         self._write_back.set_future(future)
         self._notify_future()
+
+    def set_values(self, values: UnitValues | None) -> None:
+        """Set what chunks are worth that nobody is known to read, until other values are set."""
+        self.memory.set_values(values)
+        self._write_back.set_values(values)
 
     def set_positions(self, positions: Sequence[int]) -> None:
         """Set where each reader of the future is, as a position in its order; it may have gone

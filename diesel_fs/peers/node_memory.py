@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import trio
 
-from ..cache.policy import EvictionPolicy
+from ..cache.policy import EvictionPolicy, UnitValues
 from ..orders.future import Units
 from .chunk_future import ChunkFuture
 from .chunk_table import ChunkTable
@@ -274,6 +274,10 @@ class NodeMemory:
         """Set what will be read, until another is set. None: it is not known any more."""
         self._future = future
         self._policy.set_future(None if future is None else future.uses)
+
+    def set_values(self, values: UnitValues | None) -> None:
+        """As `EvictionPolicy.set_values`."""
+        self._policy.set_values(values)
 
     def note_passed(self, chunks: Units) -> None:
         """Readers have passed uses of these chunks."""

@@ -1,4 +1,5 @@
-"""Tells a node's master which files a process's readers will read, and where they are.
+"""Tells a node's master which files a process's readers will read, where they are, and what chunks
+are worth to them.
 
 A `PlanSender` has a thread of its own, so that the caller never waits: for a master that does not
 answer, or while an order of millions of files is sent. The thread sends the newest state, at most
@@ -16,7 +17,16 @@ from typing import NamedTuple
 from ..format.snapshot.reader import Snapshot
 from ..orders.plan import Entries, Epoch
 from .plan_teller import PlanTeller
-from .plan_wire import UNKNOWN, PlannedEpoch, PlannedStream, order_digest
+from .plan_wire import (
+    TAKEN,
+    UNKNOWN,
+    PlannedEpoch,
+    PlannedStream,
+    Values,
+    order_digest,
+    plan_body,
+    value_pieces,
+)
 
 SEND_S = 0.5
 """How often positions are sent at most: masters tell each other every second."""
@@ -44,18 +54,25 @@ class PlanSender:
         self._identity, self._version = snapshot.identity, snapshot.version
         self._tell = tell
         self._send_s = send_s
+        self._entry_count = len(snapshot)
         self._teller = PlanTeller(len(snapshot))
         self._changed = threading.Condition()
         self._wanted: Mapping[str, StreamProgress] = {}
+        self._values: Values | None = None
+        self._values_told: Values | None = None
         self._is_new = self._is_closed = False
         self._digests: dict[int, tuple[Epoch, bytes]] = {}  # by the identity of the epoch
         self._orders: dict[bytes, Entries] = {}
         self._last: dict[str, tuple[PlannedEpoch, ...]] = {}
         self._thread: threading.Thread | None = None
 
-    def set_streams(self, streams: Mapping[str, StreamProgress]) -> None:
-        """Set all streams of this process, by name. Returns at once."""
+    def set_streams(
+        self, streams: Mapping[str, StreamProgress], values: Values | None = None
+    ) -> None:
+        """Set all streams of this process, by name, and what chunks are worth; None: as before.
+        Returns at once."""
         with self._changed:
+            self._values = self._values if values is None else values
             if self._is_closed or (not streams and not self._wanted):
                 return
             self._wanted, self._is_new = dict(streams), True
@@ -105,6 +122,14 @@ class PlanSender:
                 body = news.send(status)
         except StopIteration:
             pass
+        values = self._values
+        if status is None or status == UNKNOWN:
+            self._values_told = None
+        elif values is not None and values is not self._values_told and not self._is_closed:
+            bodies = (plan_body(each, self._entry_count) for each in value_pieces(values))
+            statuses = {self._tell(each) for each in bodies}
+            status = None if None in statuses else status
+            self._values_told = values if statuses <= {TAKEN} else None
         if status is None:
             self._teller.forget()
         return status not in (None, UNKNOWN)

@@ -4,7 +4,7 @@
 A *stream* is one reader with the epochs that it will read. An order that can be computed travels as
 its parameters; any other travels once, in *pieces* of entry indices with as many bits each as the
 dataset needs, and is known by a digest of all of it. Then come positions, every second, and which
-chunks a node has.
+chunks a node has. Where training has told what is important to it, chunks have values.
 
 Any bytes give a message or one error, and nothing is allocated for a length before that length is
 known to be allowed. Pure.
@@ -42,10 +42,12 @@ KNOWN_STREAMS_MAX = 4 * STREAMS_MAX
 
 _PIECE_BYTES_MAX = PLAN_BYTES_MAX - 256  # the packed entries of a piece; the rest is its head
 _HELD_CHUNKS_MAX = 8 * _PIECE_BYTES_MAX
+_VALUES_MAX = _PIECE_BYTES_MAX // 4
 _POSITIONS_MAX = 256  # streams of one message
 _ITEMS_MAX = 8 + 8 * _POSITIONS_MAX
 
 Mask = npt.NDArray[np.bool_]
+Values = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +107,18 @@ class HeldChunks:
     held: Mask = field(compare=False)
 
 
-PlanMessage: TypeAlias = OrderPiece | PlannedStream | StreamEnd | Positions | HeldChunks
+@dataclass(frozen=True, slots=True)
+class ChunkValues:
+    """How many entries of each chunk an epoch is likely to read, from the chunk `first` on: not
+    negative, and at most the entries of the dataset."""
+
+    first: int
+    values: Values = field(compare=False)
+
+
+PlanMessage: TypeAlias = (
+    OrderPiece | PlannedStream | StreamEnd | Positions | HeldChunks | ChunkValues
+)
 
 
 def order_digest(entries: Entries) -> bytes:
@@ -124,6 +137,12 @@ def held_pieces(held: Mask) -> Iterator[HeldChunks]:
     """A flag for each chunk in as few messages as there may be."""
     for first in range(0, len(held), _HELD_CHUNKS_MAX):
         yield HeldChunks(first, held[first : first + _HELD_CHUNKS_MAX])
+
+
+def value_pieces(values: Values) -> Iterator[ChunkValues]:
+    """A value for each chunk in as few messages as there may be."""
+    for first in range(0, len(values), _VALUES_MAX):
+        yield ChunkValues(first, values[first : first + _VALUES_MAX])
 
 
 def position_messages(by_key: Mapping[str, tuple[int, int]]) -> Iterator[Positions]:
@@ -162,6 +181,9 @@ def plan_body(message: PlanMessage, entry_count: int) -> bytes:
         case HeldChunks(first, held):
             packed = np.packbits(held, bitorder="little").tobytes()
             said = {"do": "held", "first": first, "count": len(held), "packed": packed}
+        case ChunkValues(first, values):
+            packed = values.astype("<f4").tobytes()
+            said = {"do": "values", "first": first, "count": len(values), "packed": packed}
     body: bytes = msgpack.packb(said)
     assert len(body) <= PLAN_BYTES_MAX
     return body
@@ -200,6 +222,15 @@ def parse_plan(body: Bytes, entry_count: int, chunk_count: int) -> PlanMessage:
             fields.bad("count", f"there are {chunk_count} chunks")
         bits = np.unpackbits(np.frombuffer(packed, np.uint8), count=count, bitorder="little")
         message = HeldChunks(first, bits.astype(np.bool_))
+    elif do == "values":
+        first, count = fields.integer("first"), fields.integer("count", high=_VALUES_MAX)
+        packed = fields.octets("packed", 4 * count)
+        if first + count > chunk_count:
+            fields.bad("count", f"there are {chunk_count} chunks")
+        values = np.frombuffer(packed, "<f4").astype(np.float32)
+        if not ((values >= 0) & (values <= entry_count)).all():  # a NaN is neither
+            fields.bad("packed", f"a value is at most {entry_count}, and not negative")
+        message = ChunkValues(first, values)
     else:
         raise UsageError(f"a message about plans: no request {do[:64]!r}")
     fields.end()

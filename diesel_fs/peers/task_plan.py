@@ -17,7 +17,7 @@ be wrong; it can cost time, but no reader gets a byte from here.
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -40,6 +40,7 @@ from .plan_wire import (
     REFUSED,
     TAKEN,
     UNKNOWN,
+    ChunkValues,
     HeldChunks,
     OrderPiece,
     PlannedEpoch,
@@ -70,7 +71,11 @@ WHOLE_ORDERS_MIN = 8
 UNUSED_ORDER_S = 60.0
 """How long a whole order waits for a stream that uses it."""
 
+VALUED_MAX = 256
+"""Clients of all nodes whose values count; further ones are refused."""
+
 Units = npt.NDArray[np.uint32]
+Values = npt.NDArray[np.float32]
 Positions64 = npt.NDArray[np.int64]
 Key = tuple[int, str]
 """The rank of a node, and the key of one of its streams."""
@@ -205,6 +210,8 @@ class TaskPlan:
         self._partial: dict[tuple[int, str], dict[bytes, _PartialOrder]] = {}
         self._computed: dict[ComputedOrder, Entries] = {}  # whole ones
         self._held: dict[int, npt.NDArray[np.bool_]] = {}
+        self._values: dict[tuple[int, int], Values] = {}  # by the rank of a node, and its client
+        self._values_changed = False
         self._planned: list[_Planned] = []
         self._is_dirty = self._held_changed = False
         self._has_future = False
@@ -236,6 +243,13 @@ class TaskPlan:
                 mine = self._held.setdefault(rank, np.zeros(self._snapshot.chunk_count, np.bool_))
                 mine[first : first + len(held)] = held
                 self._held_changed = True
+            case ChunkValues(first, values):
+                if (rank, client) not in self._values and len(self._values) >= VALUED_MAX:
+                    return self._refuse(rank, NO_ROOM, "one more table of values")
+                count = self._snapshot.chunk_count
+                told = self._values.setdefault((rank, client), np.zeros(count, np.float32))
+                told[first : first + len(values)] = values
+                self._values_changed = True
         self._wake.set()
         return TAKEN
 
@@ -244,6 +258,7 @@ class TaskPlan:
         self._forget_streams([key for key in self._streams if key[0] == rank])
         self._partial = {key: each for key, each in self._partial.items() if key[0] != rank}
         self._held_changed |= self._held.pop(rank, None) is not None
+        self._forget_values([key for key in self._values if key[0] == rank])
         self._wake.set()
 
     def forget_client(self, client: int) -> None:
@@ -252,6 +267,13 @@ class TaskPlan:
         mine = [key for key in self._streams if key[0] == self._rank and key[1].startswith(prefix)]
         self._forget_streams(mine)
         self._partial.pop((self._rank, str(client)), None)
+        self._forget_values([key for key in self._values if key == (self._rank, client)])
+        self._wake.set()
+
+    def _forget_values(self, keys: Sequence[tuple[int, int]]) -> None:
+        for key in keys:
+            del self._values[key]
+        self._values_changed |= bool(keys)
 
     def _forget_streams(self, keys: Sequence[Key]) -> None:
         for key in keys:
@@ -369,6 +391,17 @@ class TaskPlan:
         return {key: each.stream for (rank, key), each in self._streams.items()
                 if rank == self._rank}  # fmt: skip
 
+    @property
+    def own_values(self) -> Values | None:
+        """What this node's clients find chunks worth; None where none has said it."""
+        return self._sum_of_values([key for key in self._values if key[0] == self._rank])
+
+    def _sum_of_values(self, keys: Collection[tuple[int, int]]) -> Values | None:
+        if not keys:
+            return None
+        total: Values = np.sum([self._values[key] for key in keys], axis=0, dtype=np.float32)
+        return total
+
     def order_of(self, epoch: PlannedEpoch) -> Entries | None:
         """The entries of an epoch that is not computed; None where they are not known any more."""
         order = self._orders.get(epoch.digest)
@@ -390,6 +423,9 @@ class TaskPlan:
                 self._cache.set_held_elsewhere(held)
             if not self._cache.uses_future:
                 continue
+            if self._values_changed:
+                self._values_changed = False
+                self._cache.set_values(self._sum_of_values(self._values.keys()))
             moving = self._moving()
             if self._is_dirty or [*moving] != [each.key for each in self._planned]:
                 await self._build(moving)
@@ -455,6 +491,7 @@ class TaskPlan:
             "uses_left": self._cache.uses_left,
             "futures": self._counts["futures"],
             "refused": self._counts["refused"],
+            "valued_by": len(self._values),
         }
 
 

@@ -30,7 +30,7 @@ import numpy.typing as npt
 import trio
 
 from ..cache.disk import DiskTier
-from ..cache.policy import EvictionPolicy
+from ..cache.policy import EvictionPolicy, UnitValues
 from ..cache.tiers import CacheHandle, ChunkKey
 from ..errors import NoSpaceError
 from ..format.entries import ChunkId
@@ -166,6 +166,10 @@ class WriteBackQueue:
     def set_future(self, future: ChunkFuture | None) -> None:
         """Set what will be read, until another is set. None: it is not known any more."""
         self._policy.set_future(None if future is None else future.uses)
+
+    def set_values(self, values: UnitValues | None) -> None:
+        """As `EvictionPolicy.set_values`."""
+        self._policy.set_values(values)
 
     def note_passed(self, chunks: Units) -> None:
         """Readers have passed uses of these chunks."""

@@ -243,6 +243,23 @@ def test_plan_evicts_the_unneeded_first_then_the_farthest_next_use() -> None:
     assert [*policy.eviction_order()] == [1, 2, 3, 4, 6, 5]
 
 
+def test_plan_evicts_the_least_valuable_of_what_is_not_needed_first() -> None:
+    policy, advance = plan_policy([[1, 2, 3], [3, 4, 1]], [1, 2, 3, 4, 5, 6, 7])
+    values = np.zeros(10, np.float32)
+    values[[1, 5, 6]] = 9, 2, 1
+    policy.set_values(values)
+    assert [*policy.eviction_order()] == [7, 6, 5, 2, 4, 3, 1]
+    policy.record_access(6)
+    assert [*policy.eviction_order()] == [7, 6, 5, 2, 4, 3, 1]
+    policy.remove(7)
+    policy.insert(8, 1)
+    advance(0, 3)
+    advance(1, 2)
+    assert [*policy.eviction_order()] == [2, 3, 4, 8, 6, 5, 1]  # 1 is read once more
+    policy.renumber({unit: 20 + unit for unit in policy.sizes})  # another version has other values
+    assert len([*policy.eviction_order()]) == 7
+
+
 def test_plan_replaces_only_what_is_needed_later() -> None:
     policy, advance = plan_policy([[1, 2, 3, 1, 4, 1, 2]], [2, 4])
     assert policy.replaces(1, [4]) is True

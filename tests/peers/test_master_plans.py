@@ -46,8 +46,12 @@ class Reader:
             task.snapshot, lambda body: master.plan.take(master.rank, body, client=client)
         )
 
-    def tell(self, epoch: Epoch, position: int = 0) -> None:
+    def tell(
+        self, epoch: Epoch, position: int = 0,
+        values: "np.ndarray[tuple[int], np.dtype[np.float32]] | None" = None,
+    ) -> None:  # fmt: skip
         progress = StreamProgress((epoch,), epoch.number, position)
+        self.sender._values = values
         assert self.sender._send({"train": progress})
 
 
@@ -152,6 +156,34 @@ def test_masters_know_which_chunks_the_others_have(task: Task) -> None:
 
             assert first.cache.held.any()
             await soon(is_known)
+
+    run(main)
+
+
+def test_all_masters_know_what_chunks_are_worth(task: Task) -> None:
+    """Also one that was started anew."""
+
+    async def main() -> None:
+        values = np.arange(task.snapshot.chunk_count, dtype=np.float32)
+
+        def is_known(node: Master, times: int) -> bool:
+            found = node.cache.memory._policy._values  # type: ignore[attr-defined]  # of `plan`
+            return found is not None and bool((found == times * values).all())
+
+        async with task.node(0, policy="plan") as (first, _):
+            readers = [Reader(task, first, 5)]
+            readers[0].tell(Epoch(0, order_of(task, 1)), values=values)
+            async with task.node(1, policy="plan") as (second, dies):
+                await soon(partial(is_known, second, 1))
+                readers.append(Reader(task, second, 5))
+                readers[1].tell(Epoch(0, order_of(task, 2)), values=values)
+                for node in (first, second):
+                    await soon(partial(is_known, node, 2))
+                dies.cancel()
+                task.registry.members.pop(1)
+                await soon(partial(is_known, first, 1))
+            async with task.node(1, policy="plan") as (again, _):
+                await soon(partial(is_known, again, 1))
 
     run(main)
 

@@ -15,6 +15,7 @@ from diesel_fs.errors import CorruptError, DieselError, UsageError
 from diesel_fs.orders.computed import ComputedOrder
 from diesel_fs.orders.plan import Entries
 from diesel_fs.peers.plan_wire import (
+    ChunkValues,
     HeldChunks,
     OrderPiece,
     PlanMessage,
@@ -28,6 +29,7 @@ from diesel_fs.peers.plan_wire import (
     parse_plan,
     plan_body,
     position_messages,
+    value_pieces,
 )
 from diesel_fs.peers.wire import PLAN_BYTES_MAX
 
@@ -94,6 +96,16 @@ def test_held_chunks_round_trip_in_pieces() -> None:
     assert (np.concatenate(found) == held).all()
 
 
+def test_chunk_values_round_trip_in_pieces() -> None:
+    values = np.random.default_rng(1).random(1_000_000, np.float32)
+    found = []
+    for piece in value_pieces(values):
+        back = parse_plan(plan_body(piece, ENTRIES), ENTRIES, len(values))
+        assert isinstance(back, ChunkValues)
+        found.append(back.values)
+    assert (np.concatenate(found) == values).all()
+
+
 def test_many_positions_take_several_messages() -> None:
     at = {f"{i}/{'x' * 64}": (1 << 62, 1 << 26) for i in range(700)}
     found: dict[str, tuple[int, int]] = {}
@@ -107,6 +119,9 @@ def test_many_positions_take_several_messages() -> None:
 PIECE = OrderPiece(DIGEST, 100, 20, np.arange(50, dtype=np.uint32))
 
 
+WRONG_VALUES: list[dict[str, object]] = [
+    {"packed": np.full(9, bad, "<f4").tobytes()} for bad in (np.nan, np.inf, -1, ENTRIES + 1)
+]
 BAD: list[tuple[PlanMessage, list[dict[str, object]]]] = [
     (PIECE, [
         {"length": 60}, {"length": 0}, {"length": (1 << 26) + 1}, {"first": 100}, {"first": -1},
@@ -126,6 +141,10 @@ BAD: list[tuple[PlanMessage, list[dict[str, object]]]] = [
     (MESSAGES[2], [
         {"at": 3}, {"at": [{}]}, {"at": [{"stream": "x", "epoch": 1}]},
         {"at": [{"stream": "x", "epoch": 1, "position": 1, "y": 1}]}, {"at": [{}] * 257},
+    ]),
+    (ChunkValues(3, np.ones(9, np.float32)), [
+        {"first": 32}, {"count": 1 << 40}, {"count": 8}, {"packed": b"1"}, {"first": -1},
+        *WRONG_VALUES,
     ]),
     (HeldChunks(3, np.ones(9, np.bool_)), [
         {"first": 32}, {"count": 1 << 40}, {"count": 17}, {"packed": b"1"}, {"first": -1},

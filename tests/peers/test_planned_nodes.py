@@ -6,7 +6,11 @@ import signal
 from collections.abc import Iterator
 from typing import cast
 
+import numpy as np
 import pytest
+
+from diesel_fs.format.snapshot.reader import Snapshot
+from diesel_fs.mounts.plans.control import Control, explicit
 
 from ..server.program import until
 from .nodes import Nodes
@@ -75,6 +79,23 @@ def test_a_master_that_was_killed_learns_the_plan_again(task: RunningTask) -> No
     outcomes = [reader.outcome() for reader in egress.readers]
     assert not any(each.wrong or each.errors for each in outcomes)
     assert sum(each.right for each in outcomes) == FILES
+
+
+def test_what_is_important_reaches_all_masters(task: RunningTask) -> None:
+    """A program tells one mount, and reads there."""
+    task.world, task.part = 2, 0
+    folders = [task.mount(rank, "--memory", "64M", "--evict", "importance") for rank in range(2)]
+    task.gathered([0, 1])
+    snapshot = Snapshot((folders[0] / ".diesel/snapshot").read_bytes())
+    files = snapshot.files().astype(np.uint32)
+    with Control.connect(folders[0]) as control:
+        control.announce("train", [explicit(epoch=0, entries=files)])
+        control.values(files, np.linspace(0, 1, len(files), dtype=np.float32))
+        for rank in range(2):
+            until(lambda rank=rank: plan(task, rank)["valued_by"] == 1, "values", WAIT_MAX_S)  # type: ignore[misc]  # mypy cannot infer a lambda with defaults
+    task.umount(0)
+    until(lambda: plan(task, 1)["valued_by"] == 0, "the end of the job", WAIT_MAX_S)
+    task.umount(1)
 
 
 def test_mounts_tell_the_plans_of_their_readers(task: RunningTask) -> None:

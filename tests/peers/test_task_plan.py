@@ -27,6 +27,7 @@ from diesel_fs.peers.plan_wire import (
     REFUSED,
     TAKEN,
     UNKNOWN,
+    ChunkValues,
     HeldChunks,
     OrderPiece,
     PlanMessage,
@@ -49,6 +50,7 @@ class FakeCache:
         self.future: ChunkFuture | None = None
         self.futures = 0
         self.held: npt.NDArray[np.bool_] | None = None
+        self.values: npt.NDArray[np.float32] | None = None
 
     @property
     def uses_left(self) -> int:
@@ -66,6 +68,9 @@ class FakeCache:
 
     def set_held_elsewhere(self, held: npt.NDArray[np.bool_]) -> None:
         self.held = held
+
+    def set_values(self, values: npt.NDArray[np.float32] | None) -> None:
+        self.values = values
 
     def next_chunks(self) -> set[int]:
         """The chunks that some reader reads next."""
@@ -322,6 +327,42 @@ def test_what_other_nodes_have_is_put_together(view: Snapshot) -> None:
         assert np.flatnonzero(here.cache.held).tolist() == [1]
 
     here.run(work)
+
+
+def test_values_of_all_nodes_are_added_up(view: Snapshot) -> None:
+    here = Receiver(view)
+    count = view.chunk_count
+
+    def told(values: "Sequence[float]", rank: int, client: int = 0, first: int = 0) -> int:
+        return here.take(ChunkValues(first, np.array(values, np.float32)), rank, client)
+
+    async def work() -> None:
+        assert told([1] * count, 1) == TAKEN
+        assert told([0.5] * count, 0, client=7) == TAKEN
+        assert told([3], 0, client=7, first=count - 1) == TAKEN
+        await trio.sleep(1)
+        assert here.cache.values is not None
+        assert here.cache.values.tolist() == [1.5] * (count - 1) + [4]
+        own = here.plan.own_values
+        assert own is not None
+        assert own.tolist() == [0.5] * (count - 1) + [3]
+        here.plan.forget(1)
+        await trio.sleep(1)
+        assert here.cache.values.tolist() == own.tolist()
+        here.plan.forget_client(7)
+        await trio.sleep(1)
+        assert here.cache.values is None
+        assert here.plan.own_values is None
+
+    here.run(work)
+
+
+def test_so_many_clients_have_values(view: Snapshot) -> None:
+    here = Receiver(view)
+    answers = [
+        here.take(ChunkValues(0, np.ones(1, np.float32)), 1, client) for client in range(300)
+    ]
+    assert answers == [TAKEN] * 256 + [NO_ROOM] * 44
 
 
 def test_another_version_forgets_all(view: Snapshot) -> None:

@@ -57,7 +57,7 @@ importance are frequent (section III-A's sizes of H-cache and L-cache). The firs
 important entries that were read. A sixteenth of the second is what streams share ahead of their
 readers; the rest keeps the entries of low importance that were read last, as long as a sampler
 takes such entries for others that would have to be loaded, and else belongs to the first part.
-iCache packs entries of low importance into packages and loads those; here they come with chunks.
+The packages of iCache, of entries of low importance, are chunks here (`orders/importance.py`).
 
 Pure: no I/O, and the time is an argument (`now_s`). Used by one thread.
 """
@@ -256,6 +256,7 @@ class PrefetchPlanner:
         self._high_passed, self._low_passed = HIGH_FIRST * ACCESSES_MIN, float(ACCESSES_MIN)
         self._ahead_part = 1.0  # of the memory that streams share
         self._has_substitutes = False  # see `set_importances`
+        self._valued = 0  # changes of importance that chunks have values for
         self._store_is_slow = False
         self._is_logged: Callable[[Entries], bool] = never_logged
         self._keeps_skipped = False
@@ -408,6 +409,21 @@ class PrefetchPlanner:
         if self._keeps_important and self._ahead_part == 1:
             self._divide_memory()
         return jobs
+
+    def take_chunk_values(self) -> npt.NDArray[np.float32] | None:
+        """What new importances say of each chunk: how many of its entries an epoch is likely to
+        read, without those that this mount keeps. None where nothing is new."""
+        heap = self.resident_set.heap
+        if heap is None or heap.changes == self._valued:
+            return None
+        self._valued = heap.changes
+        everything = np.arange(self._entry_count, dtype=np.uint32)
+        values = heap.importance(everything)
+        if self._keeps_important:
+            values[heap.is_high(everything)] = 0
+        is_here = self._chunk >= 0
+        count = self._columns.chunk_count
+        return np.bincount(self._chunk[is_here], values[is_here], count).astype(np.float32)
 
     # What has happened: opens, READs, pages and memory
 

@@ -312,6 +312,29 @@ def test_importances_are_taken_over_by_another_version() -> None:
     assert later.set_importances(precious, ones, job="a") == 1
 
 
+def test_chunks_are_worth_what_this_mount_does_not_keep() -> None:
+    """Whether entries are important, and how many of them a chunk has."""
+    chunk = np.repeat([0, 1, 2], 10)
+    importance = np.where(np.arange(30) < 6, 1.0, 0.25).astype(np.float32)  # a fifth of all
+    for keeps, of_first in ((True, 1.0), (False, 7.0)):
+        planner = PrefetchPlanner(
+            chunk, np.full(30, 4096), 3, budget_bytes=1 << 20, keeps_important=keeps
+        )
+        assert planner.take_chunk_values() is None
+        planner.set_importances(np.arange(30, dtype=np.uint32), importance)
+        values = planner.take_chunk_values()
+        assert values is not None
+        assert values.tolist() == pytest.approx([of_first, 2.5, 2.5])
+        assert planner.take_chunk_values() is None  # nothing is new
+        planner.set_importances(np.arange(30, dtype=np.uint32), importance * np.float32(0.5))
+        assert planner.take_chunk_values() is None  # not sorted yet
+        for _ in range(3):
+            assert isinstance(planner.next(0.0), Idle)
+        values = planner.take_chunk_values()
+        assert values is not None
+        assert values.tolist() == pytest.approx([of_first / 2, 1.25, 1.25])
+
+
 def test_a_stream_leaves_the_important_entries_in_memory() -> None:
     """With `keeps_important`, a full random order claims only a part of the memory."""
     planner = make_planner(N, 0.1, keeps_important=True)
