@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed
+from torch import Tensor
 from torch.nn.functional import one_hot
 from torch.utils.data import DataLoader
 
@@ -60,7 +61,7 @@ _PENDING_MAX = 1 << 16
 """Values that wait on their device until they are copied at once: a copy waits for the device."""
 
 _Batch = TypeVar("_Batch", covariant=True)
-Numbers: TypeAlias = "torch.Tensor | npt.NDArray[np.int64] | Sequence[int]"
+Numbers: TypeAlias = "Tensor | npt.NDArray[np.int64] | Sequence[int]"
 """Indices of samples."""
 
 
@@ -71,12 +72,7 @@ class Importance(ABC):
     """
 
     @abstractmethod
-    def measure(
-        self,
-        losses: torch.Tensor,
-        outputs: torch.Tensor | None,
-        targets: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def measure(self, losses: Tensor, outputs: Tensor | None, targets: Tensor | None) -> Tensor:
         """One number for each sample, on any device: the greater, the more it matters.
 
         `losses` has the shape (batch,); `outputs` and `targets` are what the caller of `update`
@@ -89,12 +85,7 @@ class Importance(ABC):
 class Loss(Importance):
     """The loss of a sample: what iCache and Selective-Backprop use."""
 
-    def measure(
-        self,
-        losses: torch.Tensor,
-        outputs: torch.Tensor | None,
-        targets: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def measure(self, losses: Tensor, outputs: Tensor | None, targets: Tensor | None) -> Tensor:
         return losses
 
 
@@ -107,12 +98,7 @@ class GradientNorm(Importance):
     probabilities, of the shape of `outputs`.
     """
 
-    def measure(
-        self,
-        losses: torch.Tensor,
-        outputs: torch.Tensor | None,
-        targets: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def measure(self, losses: Tensor, outputs: Tensor | None, targets: Tensor | None) -> Tensor:
         if outputs is None or targets is None or outputs.ndim != 2:
             raise UsageError(
                 "the gradient norm needs outputs of the shape (batch, classes), and targets",
@@ -138,15 +124,15 @@ class _Table:
         """How many reports were no finite numbers, or negative."""
         self._importance = importance
         self._indices: list[Numbers] = []
-        self._values: list[torch.Tensor] = []
+        self._values: list[Tensor] = []
         self._pending = 0
 
     def report(
         self,
         indices: Numbers,
-        losses: torch.Tensor,
-        outputs: torch.Tensor | None,
-        targets: torch.Tensor | None,
+        losses: Tensor,
+        outputs: Tensor | None,
+        targets: Tensor | None,
     ) -> None:
         """Take note of a batch. Waits for no device but once in 65,536 samples. Raises
         UsageError."""
@@ -336,9 +322,9 @@ class ImportanceSampler(ChunkShuffleSampler):
     def update(
         self,
         indices: Numbers,
-        losses: torch.Tensor,
-        outputs: torch.Tensor | None = None,
-        targets: torch.Tensor | None = None,
+        losses: Tensor,
+        outputs: Tensor | None = None,
+        targets: Tensor | None = None,
     ) -> None:
         """Report a batch: the indices of its samples in the dataset, and their losses, of the shape
         (batch,), on any device. Later draws use it.
@@ -348,7 +334,7 @@ class ImportanceSampler(ChunkShuffleSampler):
         """
         self._table.report(indices, losses, outputs, targets)
 
-    def weights(self, indices: Numbers, device: torch.device | str = "cpu") -> torch.Tensor:
+    def weights(self, indices: Numbers, device: torch.device | str = "cpu") -> Tensor:
         """What to multiply the losses of these samples by, so that their mean is, over many draws,
         that of all samples. One number for each; all are 1 in warm-up epochs.
 
@@ -393,7 +379,7 @@ class ImportanceSampler(ChunkShuffleSampler):
         self._table.settle_pending()
         state = super().state_dict(received)
         return {
-            name: value.clone() if isinstance(value, torch.Tensor) else value
+            name: value.clone() if isinstance(value, Tensor) else value
             for name, value in state.items()
         }
 
@@ -611,7 +597,7 @@ class _LoadedImportance:
 
 
 def _loaded_values(row: object, count: int) -> Values:
-    if not isinstance(row, torch.Tensor) or row.shape != (count,):
+    if not isinstance(row, Tensor) or row.shape != (count,):
         raise UsageError(f"this is not a state of ImportanceSampler for {count} samples")
     values: Values = row.detach().cpu().to(torch.float32).numpy().copy()
     if (np.isinf(values) | (values < 0)).any():
@@ -629,12 +615,12 @@ def _loaded_samples(rows: object, shape: tuple[int, ...], count: int) -> Indices
     return found
 
 
-def _detached(tensor: torch.Tensor | None) -> torch.Tensor | None:
+def _detached(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.detach()
 
 
 def _as_row(indices: Numbers) -> npt.NDArray[np.int64]:
-    if isinstance(indices, torch.Tensor):
+    if isinstance(indices, Tensor):
         indices = indices.detach().cpu().numpy()
     return np.asarray(indices, np.int64).reshape(-1)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader
 
 from diesel_fs.errors import ConflictError, UsageError
@@ -161,12 +162,7 @@ def test_losses_may_be_changed_after_the_report(pets: DieselDataset) -> None:
 
 def test_other_measures_of_importance(pets: DieselDataset) -> None:
     class Margin(Importance):
-        def measure(
-            self,
-            losses: torch.Tensor,
-            outputs: torch.Tensor | None,
-            targets: torch.Tensor | None,
-        ) -> torch.Tensor:
+        def measure(self, losses: Tensor, outputs: Tensor | None, targets: Tensor | None) -> Tensor:
             assert outputs is not None
             return outputs.max(1).values
 

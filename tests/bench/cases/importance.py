@@ -35,7 +35,6 @@ from diesel_fs.mounts.prefetch.decisions import Drop, Push, Sample
 from diesel_fs.mounts.prefetch.planner import PrefetchPlanner
 from diesel_fs.orders.importance import DrawRule, is_low, substituted
 from diesel_fs.orders.plan import Epoch, Stream
-from tests.storage.metadata.redis_servers import RedisServer
 
 from .. import probes
 from ..dlcmd import DEADLINE_S, Dlcmd
@@ -45,10 +44,10 @@ from ..plot import Line, Plot, draw
 from ..report import Row, at_least, at_most, within
 from ..samples import OURS, Samples, say
 from ..small_images import made_long_tail, write_tar
-from ..store import BUCKET, serving
+from ..store import BUCKET
 from ..workbench import Workbench
 from .accuracy import PERCENT, POINTS, POINTS_LOST_MAX, Difference
-from .training import STORE_BYTES_PER_S, STORE_S, python_of_training
+from .training import python_of_training, slow_store
 
 IMAGES, TEST_IMAGES, IMAGES_SEED, TEST_SEED, PACKING_SEED = 20_000, 20_000, 1, 2, 3
 EPOCHS, BATCH, WIDTH = 16, 64, 32
@@ -241,13 +240,7 @@ def epochs(bench: Workbench) -> list[Row]:
     notes: dict[str, str] = {}
     with ExitStack() as stack:
         folder = stack.enter_context(bench.scratch())
-        served = folder / "store"
-        served.mkdir()
-        store = stack.enter_context(serving(served, delay_s=STORE_S, bytes_per_s=STORE_BYTES_PER_S))
-        redis = stack.enter_context(RedisServer(folder / "redis")).url
-        put = Dlcmd(folder / "put", store=store.bucket)
-        put.environment["DIESEL_URL"] = f"{put.url}?meta={redis}"
-        put.seconds("put", str(source), "images")
+        store, redis = stack.enter_context(slow_store(folder, source, "images"))
         for side, (way, *options) in sides.items():
             bench.warm_page_cache(store.bucket / "datasets")
             dlcmd = Dlcmd(stack.enter_context(bench.scratch()))

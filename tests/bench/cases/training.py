@@ -185,22 +185,34 @@ class _Setting:
 
 
 @contextmanager
+def slow_store(
+    folder: Path, source: Path, dataset: str, *options: str
+) -> Iterator[tuple[Store, str]]:
+    """A store with 5 ms and 200 MB/s that has a dataset, and the URL of its Redis."""
+    served = folder / "store"
+    served.mkdir()
+    with (
+        serving(served, delay_s=STORE_S, bytes_per_s=STORE_BYTES_PER_S) as store,
+        RedisServer(folder / "redis") as redis,
+    ):
+        dlcmd = Dlcmd(folder / "put", store=store.bucket)
+        dlcmd.environment["DIESEL_URL"] = f"{dlcmd.url}?meta={redis.url}"
+        dlcmd.seconds("put", *options, str(source), dataset)
+        yield store, redis.url
+
+
+@contextmanager
 def _setting(
     bench: Workbench, wanted: Shape, memory_part: int = 0, *, has_model: bool = True
 ) -> Iterator[_Setting]:
     shape, source = prepared(bench, wanted)
     with ExitStack() as stack:
         folder = stack.enter_context(bench.scratch())
-        served = folder / "store"
-        served.mkdir()
-        store = stack.enter_context(serving(served, delay_s=STORE_S, bytes_per_s=STORE_BYTES_PER_S))
-        redis = stack.enter_context(RedisServer(folder / "redis")).url
         write_list(shape.paths(), folder / "list")
         say(f"packing {shape.name} for all sides")
-        dlcmd = Dlcmd(folder / "put", store=store.bucket)
-        dlcmd.environment["DIESEL_URL"] = f"{dlcmd.url}?meta={redis}"
         chunk = max(CHUNK_BYTES // bench.divisor, CHUNK_BYTES_MIN)
-        dlcmd.seconds("put", "--chunk-size", str(chunk), str(source), _DATASET)
+        options = ("--chunk-size", str(chunk))
+        store, redis = stack.enter_context(slow_store(folder, source, _DATASET, *options))
         (store.bucket / _STORED).symlink_to(source)
         packing: dict[str, str] = {}
         for peer in streams.NAMES:

@@ -22,7 +22,16 @@ from diesel_fs.torch import DieselDataset, GradientNorm, ImportanceSampler
 
 from ..inputs import Indices
 from ..small_images import decoded, labels_of, made_long_tail
-from .accuracy import MOMENTUM, RATE, WARM_UP, WEIGHT_DECAY, Images, network, tensors
+from .accuracy import (
+    MOMENTUM,
+    RATE,
+    WARM_UP,
+    WEIGHT_DECAY,
+    Images,
+    network,
+    percent_right,
+    tensors,
+)
 
 FULL, UNIFORM, IMPORTANCE = "full order", "uniform subsampling", "importance"
 WEIGHTED, GRADIENT = "importance, weighted", "importance, gradient norm"
@@ -32,7 +41,6 @@ WEIGHTED_FLOOR = (
 FROM_LOW, FROM_HIGH = "importance, substitutes of low", "importance, substitutes of high"
 WAYS = (FULL, UNIFORM, IMPORTANCE, WEIGHTED, GRADIENT, FROM_LOW, FROM_HIGH)
 
-TESTED = 2000  # images at once
 CACHE = 0.2
 """The share of the samples that a cache keeps, of which a tenth is for those of low importance."""
 
@@ -123,16 +131,6 @@ def trained(
             count += len(some)
         left.append(chooser.sampler.importance)
     return model, count, left
-
-
-def percent_right(model: nn.Module, images: Images) -> float:
-    """How many of the images a network knows."""
-    model.eval()
-    right = 0
-    with torch.no_grad():
-        for pixels, labels in zip(images[0].split(TESTED), images[1].split(TESTED), strict=True):
-            right += int((model(pixels).argmax(dim=1) == labels).sum())
-    return 100 * right / len(images[1])
 
 
 def loaded(data: DieselDataset) -> Images:
