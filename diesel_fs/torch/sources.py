@@ -98,15 +98,18 @@ def _on_a_mount(dataset: object) -> tuple[Snapshot, Indices, str]:
             advice="give a DieselDataset, or a dataset with a list `samples`, `imgs` or `paths` of"
             " files on a mount, such as torchvision's ImageFolder",
         )
+    if not rows:
+        raise UsageError(
+            f"the {type(dataset).__name__} has no files", advice="is its folder the right one?"
+        )
     mounted, table, cwd = MountedFiles(), FileTable(len(rows)), os.getcwd()
     for start in range(0, len(rows), _PART):
         paths = [os.fsencode(_path(row)) for row in islice(rows, start, start + _PART)]
         mounted.find(table, range(start, start + len(paths)), paths, cwd)
     taken = table.take(np.arange(table.size))
     if not taken:
-        name = "no files" if not len(rows) else _path(rows[0])
         raise UsageError(
-            f"{name} is not on a mount of a dataset",
+            f"{_path(rows[0])} is not on a mount of a dataset",
             advice="mount the dataset with `dlcmd mount`, or use DieselDataset",
         )
     shown, files = max(taken.items(), key=lambda each: len(each[1].entries))
