@@ -163,8 +163,8 @@ def substituted(
     count = int(chunks.max(initial=-1)) + 1
     is_package = 2 * np.bincount(chunks[is_low], minlength=count) >= np.bincount(chunks)
     left = left[is_package[chunks[drawn[left]]]]
-    # Packages, those of which most was drawn first; as many as it takes until what they have for
-    # others is enough for what the rest of the packages would have given.
+    # The packages of which most was drawn; as many as it takes until the samples that they have,
+    # drawn or free, are as many as were missed.
     packages = np.flatnonzero(is_package & (np.bincount(chunks[may_replace], minlength=count) > 0))
     packages = packages[_permutation(_PACKAGES, len(packages), seed, epoch)]
     own = np.bincount(chunks[drawn[left]], minlength=count)

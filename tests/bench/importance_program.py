@@ -1,10 +1,12 @@
 """A training script without a model, for `cases/importance.py`: reads all files of a mount in six
 epochs, as fast as its loader gives them.
 
-    python importance_program.py MOUNT WAY SHARE     WAY: announced, importance, substitute
+    python importance_program.py MOUNT WAY SHARE [JOB]   WAY: announced, importance, substitute
     python importance_program.py overhead SAMPLES
 
 Losses are drawn once by a seed, and change a little from epoch to epoch, as those of a network do.
+A JOB is a number: the losses of each are another multiple of the same ones, as those of different
+networks are.
 The second form prints what the sampler needs for so many samples, which lie nowhere.
 """
 
@@ -27,6 +29,7 @@ from diesel_fs.torch.sources import SampleFiles
 EPOCHS, BATCH, WORKERS = 6, 64, 2
 COUNTED = 3  # the last epochs
 CHANGE = 0.2
+JOBS_DIFFER = 0.7
 
 
 class Files(Dataset[int]):  # type: ignore[misc]  # mypy skips torch
@@ -54,14 +57,17 @@ def kept_entries(mount: str) -> int:
     return kept
 
 
-def train(mount: str, way: str, share: float) -> None:
+def train(mount: str, way: str, share: float, job: int = 0) -> None:
     data = Files(mount)
     count = len(data)
     rng = np.random.default_rng(1)
     losses = rng.exponential(1, count).astype(np.float32)
+    if job:
+        rng = np.random.default_rng((1, job))
+        losses *= rng.lognormal(0, JOBS_DIFFER, count).astype(np.float32)
     sampler: ImportanceSampler | None = None
     if way in ("importance", "substitute"):
-        sampler = ImportanceSampler(data, share=share, substitute=way == "substitute", seed=1)
+        sampler = ImportanceSampler(data, share=share, substitute=way == "substitute", seed=1 + job)
     diesel_fs.torch.join(ahead=0)
     generator = torch.Generator().manual_seed(1)
     loader = DataLoader(
@@ -88,7 +94,8 @@ def train(mount: str, way: str, share: float) -> None:
             read += got
             kept += kept_entries(mount) - before
         losses *= rng.lognormal(-0.05, CHANGE, count).astype(np.float32)
-    print(json.dumps({"seconds": seconds, "kept": kept / read, "substituted": replaced}))
+    said = {"seconds": seconds, "kept": kept / read, "substituted": replaced}
+    print(json.dumps({**said, "benefit": 1.0 if sampler is None else sampler.benefit}))
 
 
 def overhead(count: int) -> None:
@@ -125,7 +132,7 @@ def main(*words: str) -> None:
     if words[0] == "overhead":
         overhead(int(words[1]))
     else:
-        train(words[0], words[1], float(words[2]))
+        train(words[0], words[1], float(words[2]), *map(int, words[3:]))
 
 
 if __name__ == "__main__":

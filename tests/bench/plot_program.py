@@ -14,17 +14,20 @@ WIDTH_INCHES, HEIGHT_INCHES, DOTS_PER_INCH = 8, 4.5, 110
 
 def main(file: str, text: str) -> None:
     """Draw the plot. Both axes are logarithmic, or with `over_time` both are linear, and the lines
-    have no marks. `differences` may be negative."""
+    have no marks. `differences` may be negative, and have marks."""
     drawn = json.loads(text)
     figure = Figure(figsize=(WIDTH_INCHES, HEIGHT_INCHES), layout="constrained")
     axes = figure.add_subplot()
     for line in drawn["lines"]:
-        marker = "" if drawn["over_time"] else "o"
+        marker = "" if drawn["over_time"] and not drawn["differences"] else "o"
         places, values, errors = drawn["places"], line["values"], line["errors"]
         axes.errorbar(places, values, errors, marker=marker, label=line["name"], capsize=4)
     axes.set(title=drawn["title"], xlabel=drawn["x"], ylabel=drawn["y"])
     if drawn["over_time"]:
-        axes.set_ylim(bottom=0)
+        if not drawn["differences"]:
+            axes.set_ylim(bottom=0)
+        elif drawn["events"]:
+            axes.set_xticks([])  # the events say what is there
     else:
         axes.set_xscale("log", base=2)
         axes.set_yscale("symlog" if drawn["differences"] else "log")  # symlog: linear up to 1
@@ -35,7 +38,8 @@ def main(file: str, text: str) -> None:
         axes.text(place, 0.98, what, transform=above, fontsize="small", rotation=90, va="top")
     if drawn["differences"]:
         axes.axhline(0, color="black", linewidth=1)
-        axes.set_yticks([-30, -10, -3, -1, -0.5, 0, 0.5, 1])
+        if not drawn["over_time"]:
+            axes.set_yticks([-30, -10, -3, -1, -0.5, 0, 0.5, 1])
     digits = "+.3g" if drawn["differences"] else ",.0f"
     figures = FuncFormatter(lambda value, _: format(value, digits))
     axes.yaxis.set_major_formatter(figures)

@@ -29,8 +29,10 @@ need not be pushed."""
 PIECE_ENTRIES = 256
 """How many candidates for dropping are looked at together: about as many as one unit has."""
 
-LEAST_LOOKED_AT = 8
-"""Of so many pieces of the least important entries, those that a reader comes to go last."""
+LEAST_LOOKED_AT, LEAST_LOOKED_AT_MAX = 8, 512
+"""Of so many pieces of the least important entries, those that a reader comes to go last. When an
+epoch has gone on for a while, it comes to all of these; then four times as many are looked at, up
+to a limit that takes some 30 ms."""
 
 LEAST_KEPT_FROM = 200_000
 """Of so many entries, those that were looked at go one piece after the other: to find them takes a
@@ -266,19 +268,26 @@ class ResidentSet:
         for high in kinds:
             found = self._least[high]
             found = found[self._evictable(found)]
-            if not len(found):
-                least = heap.least(LEAST_LOOKED_AT * PIECE_ENTRIES, high=high)
+            pieces = LEAST_LOOKED_AT
+            while not len(found):
+                least = heap.least(pieces * PIECE_ENTRIES, high=high)
                 found = least[np.isinf(next_use(least))]
                 needed = needed if len(needed) else least
+                if len(least) < pieces * PIECE_ENTRIES or pieces >= LEAST_LOOKED_AT_MAX:
+                    break
+                pieces *= 4
             if len(found):
-                return self._first_piece(heap, found, high=high)
-        return self._first_piece(heap, needed, high=kinds[0]) if len(needed) else None
+                is_costly = pieces > LEAST_LOOKED_AT or len(heap) > LEAST_KEPT_FROM
+                return self._first_piece(found, high=high, keeps_rest=is_costly)
+        if not len(needed):
+            return None
+        return self._first_piece(needed, high=kinds[0], keeps_rest=len(heap) > LEAST_KEPT_FROM)
 
-    def _first_piece(self, heap: ImportanceHeap, entries: Entries, *, high: bool) -> Entries:
-        """The first of these entries; the next calls get the others, but for a small cache: what
-        comes there meanwhile may be much less important."""
+    def _first_piece(self, entries: Entries, *, high: bool, keeps_rest: bool) -> Entries:
+        """The first of these entries. With `keeps_rest` the next calls get the others; what comes
+        meanwhile may be much less important, so a small cache is looked at anew."""
         piece, left = np.split(entries, [PIECE_ENTRIES])
-        self._least[high] = left if len(heap) > LEAST_KEPT_FROM else NO_ENTRIES
+        self._least[high] = left if keeps_rest else NO_ENTRIES
         return piece
 
     def _evictable(self, entries: Entries) -> Mask:

@@ -6,9 +6,9 @@
   the prefetch planner of a mount itself, at the numbers of samples of CIFAR-10 and ImageNet. The
   losses are those that a network has left in each epoch of `accuracy`'s images, drawn again with
   replacement; time is not simulated.
-- `jobs`: two networks train on one dataset and share a cache for 20 % (figure 14), simulated as in
-  `hits`: what both read from the store where the cache keeps what matters to one of them, or to
-  both by percentile and benefit.
+- `jobs`: two jobs train on one dataset and share a cache for 20 % (figure 14), which keeps what
+  matters to one of them, or to both by percentile and benefit: on a real mount as `epochs`, and
+  with the losses of two networks simulated as in `hits`.
 - `epochs`: a training loop on a real mount of a store with 5 ms and 200 MB/s, without a model.
 - `overhead`: what the sampler and the mount need for 1.28 million samples.
 
@@ -22,10 +22,12 @@ import subprocess
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Protocol, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -39,12 +41,12 @@ from diesel_fs.orders.plan import Epoch, Stream
 from .. import probes
 from ..dlcmd import DEADLINE_S, Dlcmd
 from ..epochs import prepared
-from ..inputs import D110, Indices
+from ..inputs import D110, Indices, Shape
 from ..plot import Line, Plot, draw
 from ..report import Row, at_least, at_most, within
 from ..samples import OURS, Samples, say
 from ..small_images import made_long_tail, write_tar
-from ..store import BUCKET
+from ..store import BUCKET, Store
 from ..workbench import Workbench
 from .accuracy import PERCENT, POINTS, POINTS_LOST_MAX, Difference
 from .training import python_of_training, slow_store
@@ -75,7 +77,7 @@ READ_AT_ONCE = 256
 
 COUNTED = 4
 """The last epochs, whose hits are counted."""
-JOB_WIDTHS, JOB_BENEFITS = (32, 8), (3.0, 2.0)
+JOB_WIDTHS, JOB_BENEFITS, JOB_ROUNDS = (32, 8), (3.0, 2.0), 3
 
 OVERHEAD_SAMPLES = SIZES["ImageNet"]
 UPDATE_S_MAX, DRAW_S_MAX = 0.05, 1.0
@@ -93,6 +95,17 @@ PLOT = Plot(
 )
 
 
+ACCURACY_PLOT = Plot(
+    "importance-accuracy",
+    "accuracy with half of the samples in each epoch (95 % intervals)",
+    "how they are chosen",
+    "percentage points",
+    (),
+    over_time=True,
+    differences=True,
+)
+
+
 def accuracy(bench: Workbench) -> list[Row]:
     """Train a small network in each way and with each seed, and test it."""
     with bench.scratch() as folder:
@@ -107,10 +120,12 @@ def accuracy(bench: Workbench) -> list[Row]:
     ways = [name for name in runs[0] if f"{name}, samples" in runs[0]]
     full = _of(runs, FULL)
     rows = []
+    ways.remove(FULL)
+    lines: dict[str, list[Difference]] = {FULL: [], UNIFORM: []}
     for way in ways:
-        if way == FULL:
-            continue
         lost, gained = (Difference.of(_of(runs, way), each) for each in (full, _of(runs, UNIFORM)))
+        lines[FULL].append(lost)
+        lines[UNIFORM].append(gained)
         note = f"less {FULL}: {lost}; less {UNIFORM}: {gained}"
         say(f"{way}: {note}")
         name = f"accuracy with {SHARE:.0%} of the samples, {way}"
@@ -122,6 +137,15 @@ def accuracy(bench: Workbench) -> list[Row]:
             least = Samples((gained.mean - gained.half_width,))
             what = f"{name}: gained over {UNIFORM}, lower end of the 95 % interval"
             rows.append(within(what, POINTS, least, 0, most=False))
+    places = [float(place) for place in range(len(ways))]
+    plot = replace(ACCURACY_PLOT, places=places, events=[*zip(places, ways, strict=True)])
+    drawn = [
+        Line(
+            f"less {name}", [each.mean for each in found], [each.half_width for each in found]
+        )
+        for name, found in lines.items()
+    ]  # fmt: skip
+    draw(plot, drawn, is_whole=bench.divisor == 1)
     return rows
 
 
@@ -187,7 +211,7 @@ def jobs(bench: Workbench) -> list[Row]:
     for name, hit in found.items():
         say(f"values {name}: {hit[0]:.3f} and {hit[1]:.3f} of the samples are in memory")
     missed = {name: 2 - sum(hit) for name, hit in found.items()}
-    return [
+    return _timed_jobs(bench) + [
         Row(
             "two jobs on one mount, cache for 20%, missed samples of both, values of both merged",
             "of 2", Samples((missed[OURS],)), f"values {name}", Samples((missed[name],)),
@@ -227,10 +251,111 @@ def _shared(losses: Sequence[npt.NDArray[np.float32]], told: Sequence[int]) -> t
     return tuple(hit / COUNTED / len(orders[0]) for hit in hits)
 
 
+def _timed_jobs(bench: Workbench) -> list[Row]:
+    """Two jobs train on one mount, side by side, and one of them or both tell what is important."""
+    told = {"of the first job": (0,), "of the second job": (1,), OURS: (0, 1)}
+    rounds: dict[str, list[list[float]]] = {name: [] for name in told}
+    notes: dict[str, str] = {}
+    with _training_mounts(bench) as mounts:
+        for _ in range(JOB_ROUNDS):
+            for name, tells in told.items():
+                with mounts.mounted("--evict", "importance") as start:
+                    # A process that is not the first on its node tells nothing.
+                    jobs = [
+                        start(
+                            "importance", str(SHARE), str(1 + job),
+                            SLURM_JOB_ID=str(1 + job), LOCAL_RANK=str(int(job not in tells)),
+                        )
+                        for job in range(2)
+                    ]  # fmt: skip
+                    said = [_said(job) for job in jobs]
+                rounds[name].append([statistics.mean(each["seconds"][2:]) for each in said])
+                benefits = " and ".join(f"{each['benefit']:.2f}" for each in said)
+                notes[name] = f"benefits {benefits}"
+                say(f"values {name}: {rounds[name][-1]} s an epoch; {notes[name]}")
+    both = {name: Samples(tuple(map(sum, each))) for name, each in rounds.items()}
+    means = {
+        name: " and ".join(f"{statistics.median(job):.2f}" for job in zip(*each, strict=True))
+        for name, each in rounds.items()
+    }
+    return [
+        Row(
+            "two jobs on one mount, cache for 20%, an epoch of each, values of both merged", "s",
+            both[OURS], f"values {name}", both[name], at_most(1),
+            f"{means[OURS]} s, {notes[OURS]}; {means[name]} s, {notes[name]}",
+        )
+        for name in told
+        if name != OURS
+    ]  # fmt: skip
+
+
+class _Trained(TypedDict):
+    """What a training says at its end."""
+
+    seconds: list[float]  # of each epoch
+    kept: float
+    substituted: int
+    benefit: float
+
+
+class _Start(Protocol):
+    """Starts a training with these words and environment variables."""
+
+    def __call__(self, *words: str, **variables: str) -> "subprocess.Popen[str]": ...
+
+
+class _Mounts:
+    """Mounts of one dataset on a slow store, each with an empty cache for a fifth of it."""
+
+    def __init__(self, bench: Workbench, shape: Shape, folder: Path, store: Store, redis: str):
+        self.shape, self.store = shape, store
+        self._bench, self._folder, self._redis = bench, folder, redis
+        self._count = 0
+
+    @contextmanager
+    def mounted(self, *options: str) -> Iterator[_Start]:
+        """Mount it; what is yielded starts trainings there."""
+        self._bench.warm_page_cache(self.store.bucket / "datasets")
+        memory = ("--memory", str(int(CACHES[0] * self.shape.bytes)))
+        self._count += 1
+        at = self._folder / f"mount-{self._count}"
+        with self._bench.scratch() as scratch:
+            dlcmd = Dlcmd(scratch)
+            dlcmd.environment |= self.store.environment
+            dlcmd.environment["DIESEL_URL"] = f"s3://{BUCKET}?meta={self._redis}"
+
+            def start(*words: str, **variables: str) -> "subprocess.Popen[str]":
+                return subprocess.Popen(
+                    [python_of_training(), "-P", str(_EPOCHS_PROGRAM), str(at), *words],
+                    env=dlcmd.environment | variables, stdout=subprocess.PIPE, text=True,
+                )  # fmt: skip
+
+            with dlcmd.mounted("images", at, *memory, *options):
+                yield start
+
+
+@contextmanager
+def _training_mounts(bench: Workbench) -> Iterator[_Mounts]:
+    shape, source = prepared(bench, D110)
+    with bench.scratch() as folder, slow_store(folder, source, "images") as (store, redis):
+        yield _Mounts(bench, shape, folder, store, redis)
+
+
+def _said(training: "subprocess.Popen[str]") -> _Trained:
+    """What a training has printed at its end. Raises CalledProcessError."""
+    try:
+        output, _ = training.communicate(timeout=DEADLINE_S)
+    finally:
+        training.kill()
+    if training.returncode:
+        raise subprocess.CalledProcessError(training.returncode, training.args)
+    found: _Trained = json.loads(output.splitlines()[-1])
+    return found
+
+
 def epochs(bench: Workbench) -> list[Row]:
     """Train on a mount: in full order and by importance. In full order, the mount reads ahead of
     the loop, so it takes no longer than with a cache that evicts what was not read for longest."""
-    shape, source = prepared(bench, D110)
     sides: dict[str, list[str]] = {
         FULL: ["announced", "--evict", "plan"],
         OURS: ["importance", "--evict", "importance"],
@@ -238,25 +363,12 @@ def epochs(bench: Workbench) -> list[Row]:
     }
     took: dict[str, float] = {}
     notes: dict[str, str] = {}
-    with ExitStack() as stack:
-        folder = stack.enter_context(bench.scratch())
-        store, redis = stack.enter_context(slow_store(folder, source, "images"))
+    with _training_mounts(bench) as mounts:
+        shape, store = mounts.shape, mounts.store
         for side, (way, *options) in sides.items():
-            bench.warm_page_cache(store.bucket / "datasets")
-            dlcmd = Dlcmd(stack.enter_context(bench.scratch()))
-            dlcmd.environment |= store.environment
-            dlcmd.environment["DIESEL_URL"] = f"s3://{BUCKET}?meta={redis}"
-            at = folder / f"mount-{len(took)}"
-            memory = ("--memory", str(int(CACHES[0] * shape.bytes)))
             before = store.counts()
-            with dlcmd.mounted("images", at, *memory, *options):
-                words = [str(at), way, str(SHARE)]
-                done = subprocess.run(
-                    [python_of_training(), "-P", str(_EPOCHS_PROGRAM), *words],
-                    env=dlcmd.environment, check=True, stdout=subprocess.PIPE, text=True,
-                    timeout=DEADLINE_S,
-                )  # fmt: skip
-            said = json.loads(done.stdout.splitlines()[-1])
+            with mounts.mounted(*options) as start:
+                said = _said(start(way, str(SHARE)))
             read = store.counts() - before
             took[side] = statistics.mean(said["seconds"][2:])
             notes[side] = (

@@ -8,6 +8,7 @@ budget holds.
 from collections.abc import Callable
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -16,7 +17,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from diesel_fs.errors import UsageError
 from diesel_fs.mounts.prefetch.decisions import Idle, Push
 from diesel_fs.mounts.prefetch.planner import PAUSE_S_MAX, TENTATIVE_S, PrefetchPlanner
-from diesel_fs.orders.plan import Epoch
+from diesel_fs.mounts.prefetch.resident_set import ResidentSet
+from diesel_fs.mounts.prefetch.units import PAGE_BYTES, Columns
+from diesel_fs.orders.plan import Entries, Epoch
 
 from .simulated_kernel import (
     CHUNK_ENTRIES,
@@ -310,6 +313,27 @@ def test_importances_are_taken_over_by_another_version() -> None:
     machine.run_until_idle()
     assert later.resident(precious).all()
     assert later.set_importances(precious, ones, job="a") == 1
+
+
+def test_important_entries_that_are_still_read_outlive_more_important_ones() -> None:
+    """However many of the least important ones a reader still comes to."""
+    count = 20_000
+    everything = np.arange(count, dtype=np.uint32)
+    columns = Columns(np.zeros(count, np.int32), np.ones(count, np.uint32), 1)
+    entries = ResidentSet(columns)
+    entries.set_importances(everything, 1 + everything.astype(np.float32))
+    entries.add(everything)
+    needed = count * 3 // 4
+
+    def next_use(some: Entries) -> npt.NDArray[np.float64]:
+        return np.where(some < needed, 1.0, np.inf)
+
+    victims = entries.victims(1000 * PAGE_BYTES, next_use)
+    assert len(victims) >= 1000
+    assert victims.min() >= needed
+    entries.victims_dropped(victims)
+    rest = entries.victims(count * PAGE_BYTES, next_use)
+    assert len(rest) == count - len(victims)  # all go where all have to
 
 
 def test_chunks_are_worth_what_this_mount_does_not_keep() -> None:
