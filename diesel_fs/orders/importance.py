@@ -28,7 +28,7 @@ them as importance changes, what was missed first, and takes samples of the pack
 loaded for others. Chunks are such packages already. So some chunks are chosen, those of which most
 was drawn first; the samples of low importance that were drawn in other chunks are replaced by what
 is left of these. A chunk of mostly important samples is no package: it is read for those, and the
-others come with it, so nothing has to be repacked.
+others come with it, so nothing is packed anew.
 
 **Homes** (iCache, section III-E: no sample is held by two nodes). iCache looks up which node has a
 sample, and reads it from there. Here each sample has a home node, and those of high importance,

@@ -485,8 +485,8 @@ class _Epochs:
         self._chunks = np.arange(self._count) // CHUNK_SAMPLES
         lru, _ = self._lru(None)
         sampled, _ = self._lru(DrawRule(SHARE))
-        kept, kept_reads = self._planned(substitutes=False)
-        with_substitutes, self.reads = self._planned(substitutes=True)
+        kept, self.reads = self._planned(substitutes=False)  # what changes no sample is compared
+        with_substitutes, _ = self._planned(substitutes=True)
         self.by_part = {
             "LRU": lru,
             "importance sampling, LRU": sampled,
@@ -494,7 +494,6 @@ class _Epochs:
             "with substitutes": with_substitutes,
         }
         self.reads_of_lru = (1 - lru) * self._count
-        self.reads = kept_reads  # what changes no sample is compared
         say(f"cache for {cache:.0%} of {self._count:,}: {self.by_part}")
 
     def _lru(self, rule: DrawRule | None) -> tuple[float, int]:
