@@ -1,14 +1,24 @@
-"""A bucket as the source of a put: lists and reads its objects, with retries.
+"""A bucket as the source of a put: lists and reads its objects and archives, with retries.
 
 Imported only when a bucket is put, since it imports the library that speaks to buckets.
 """
 
+import fnmatch
+import re
 import time
 from collections.abc import Iterator
-from functools import cached_property
+from functools import cached_property, partial
 
-from diesel_fs.errors import ConflictError, NotFoundError, ObjectMissing, ObjectStoreError
-from diesel_fs.ingest import BucketObject
+from diesel_fs.errors import (
+    ConflictError,
+    NotFoundError,
+    ObjectMissing,
+    ObjectStoreError,
+    UsageError,
+)
+from diesel_fs.ingest import ArchiveState, BucketObject
+from diesel_fs.ingest.sources.archive_file import ArchiveFile, FetchedArchiveFile
+from diesel_fs.ingest.sources.archive_places import split_sha256
 from diesel_fs.storage.objects.cloud.location import parse_bucket_url
 from diesel_fs.storage.objects.cloud.requests import (
     ChangedObject,
@@ -18,9 +28,11 @@ from diesel_fs.storage.objects.cloud.requests import (
     UnlistableKey,
 )
 from diesel_fs.storage.objects.retry import RetryClock, RetryLoop, RetryPolicy
-from diesel_fs.urls import RepositoryUrl
+from diesel_fs.urls import RepositoryUrl, parse_url
 
 _POLICY = RetryPolicy()
+_AHEAD = 8  # pieces of one archive that are fetched at once
+_WILDCARD = re.compile(r"[*?[]")
 
 
 class CloudBucket:
@@ -120,3 +132,51 @@ class CloudBucket:
             deadline_s=_POLICY.deadline_for(size),
             attempt_s=self._requests.limits.attempt_s(size, put=False),
         )
+
+
+class BucketArchive:
+    """An archive that is an object of a bucket."""
+
+    is_local = False
+
+    def __init__(self, bucket: CloudBucket, found: BucketObject, name: str, sha256: bytes) -> None:
+        self.name = self.address = name
+        self.sha256 = sha256
+        self._bucket = bucket
+        self._found = found
+
+    def look(self) -> ArchiveState:
+        """Its state, as the listing had it."""
+        return ArchiveState(self._found.tag, self._found.size, self._found.modified_ns)
+
+    def open(self, state: ArchiveState) -> ArchiveFile:
+        """Its bytes. Reading raises OSError."""
+        return FetchedArchiveFile(state.size, partial(self._bucket.read, self._found), _AHEAD)
+
+
+def bucket_archives(address: str) -> list[BucketArchive]:
+    """The archives that an address like s3://bucket/shards/*.tar stands for: the object of that
+    name, all that a glob matches (wildcards match no slash), or all below a prefix.
+
+    Sends requests. Raises NotFoundError, ConfigError, ObjectStoreError.
+    """
+    plain, sha256 = split_sha256(address)
+    wildcard = _WILDCARD.search(plain)
+    folder = plain[: plain.rindex("/", 0, wildcard.start())] if wildcard else plain.rstrip("/")
+    pattern = plain[len(folder) + 1 :] if wildcard else None
+    bucket, found = CloudBucket(parse_url(folder)), []
+    for each in bucket.objects():
+        key = each.key.decode()
+        if not key.endswith("/") and (pattern is None or _matches(key, pattern)):
+            found.append(BucketArchive(bucket, each, f"{folder}/{key}".rstrip("/"), sha256))
+    if not found:
+        raise NotFoundError(f"no object matches {plain}")
+    if sha256 and len(found) > 1:
+        raise UsageError(f"{plain}: one SHA-256 cannot be that of {len(found)} archives")
+    return found
+
+
+def _matches(key: str, pattern: str) -> bool:
+    """Whether a glob matches a key. Its wildcards match no slash."""
+    names, globs = key.split("/"), pattern.split("/")
+    return len(names) == len(globs) and all(map(fnmatch.fnmatchcase, names, globs))

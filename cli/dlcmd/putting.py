@@ -1,40 +1,29 @@
-"""The verb `put`: packs a folder, a file, a tar or the objects of a bucket into a dataset."""
+"""The verb `put`: packs a folder, a file, archives or the objects of a bucket into a dataset."""
 
 import json
-import os
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import BinaryIO
 
 import click
 
 from diesel_fs import ingest
 from diesel_fs.errors import (
     NoSuchDataset,
-    NotFoundError,
     ObjectMissing,
-    PermissionDenied,
     UsageError,
 )
 from diesel_fs.format.chunk import CHUNK_BYTES_DEFAULT
-from diesel_fs.format.entries import Kind, check_path, join
+from diesel_fs.format.entries import Kind, join
 from diesel_fs.ingest import (
-    BucketSource,
-    FileSource,
-    FolderSource,
     PutOptions,
     PutReport,
-    Source,
-    TarSource,
 )
 from diesel_fs.ingest.options import COMPRESSIONS, JOBS_MAX, PutProgress
 from diesel_fs.repository.interface import Repository
 from diesel_fs.repository.local import LocalRepository
-from diesel_fs.urls import CLOUD_SCHEMES, parse_url
+from diesel_fs.urls import parse_url
 
 from .addresses import Address, address, open_repository_from_flags
 from .options import global_flags, size, verb
@@ -49,25 +38,21 @@ from .output import (
     raise_if_partial,
     write_stdout,
 )
-from .packing import PROGRAM
 from .progress import shown_progress
+from .put_sources import SourceArgument, archives_source, named_source
 
 _DELETIONS_SHOWN = 10
 """Number of paths to be deleted that a dry run names without -v."""
 
 
-@dataclass(frozen=True, slots=True)
-class SourceArgument:
-    """The source that the user names."""
-
-    name: str
-    source: Source
-    file_name: bytes = b""  # of a single file or object: its name, without folders or prefix
-
-
 @verb("put")
-@click.argument("arguments", nargs=-1, metavar="[SRC] DATASET[/path]")
+@click.argument("arguments", nargs=-1, metavar="[SRC...] DATASET[/path]")
 @click.option("--tar", metavar="FILE|-", help="Put the entries of this tar, in place of SRC.")
+@click.option(
+    "--unpack", is_flag=True,
+    help="Put what is in the archives SRC, of which there may be several: paths, globs, s3:// and"
+    " https:// addresses of tar, zip, gzip, bzip2, xz and Zstandard files.",
+)  # fmt: skip
 @click.option(
     "--delete", is_flag=True, help="Delete entries of the dataset that SRC does not have."
 )
@@ -109,6 +94,7 @@ class SourceArgument:
 def put(
     arguments: tuple[str, ...],
     tar: str | None,
+    unpack: bool,
     delete: bool,
     dry_run: bool,
     allow_empty: bool,
@@ -121,13 +107,18 @@ def put(
     files_from: str,
     nul: bool,
 ) -> None:
-    """Pack the contents of a folder, a file, a tar or the objects in a bucket into a dataset.
+    """Pack the contents of a folder, a file, archives or the objects in a bucket into a dataset.
 
     A dataset that does not exist is made. Entries that are there unchanged are skipped, so run the
     same command again to finish an interrupted put. A single file gets the path in the address; if
     that is a folder or ends in a slash, the file goes into it under its own name. A glob with a
     slash is matched against the path below SRC, one without against the name; a glob that ends in a
     slash matches folders only.
+
+    With --unpack each archive is fetched once, and none lies on a disk of this machine meanwhile.
+    An archive is skipped if it was put before and has not changed, and if the dataset still has all
+    that it brought. After an address, #sha256= and 64 hex digits say which content it must have. Of
+    files with one path, that in the last archive counts.
 
     \b
     Examples:
@@ -137,8 +128,14 @@ def put(
       dlcmd put --exclude '*.tmp' --chunk-size 16M ~/images pets
       tar cz images | dlcmd put --tar - pets
       dlcmd put s3://bucket/images pets
+      dlcmd put --unpack 's3://bucket/shards/*.tar.gz' https://host/extra.zip pets
     """
-    name, target = _parse_arguments(arguments, tar, files_from, nul)
+    if unpack:
+        names, target = _parse_unpack(arguments, tar, files_from, nul)
+        opened = archives_source(names)
+    else:
+        name, target = _parse_arguments(arguments, tar, files_from, nul)
+        opened = named_source(name, tar is not None, files_from, nul)
     options = PutOptions(
         chunk_bytes=CHUNK_BYTES_DEFAULT if chunk_size is None else chunk_size,
         compress=compress,
@@ -151,7 +148,7 @@ def put(
         exclude=exclude,
     )
     with (
-        _source(name, tar is not None, files_from, nul) as source,
+        opened as source,
         _repository(dry_run=dry_run) as repository,
         shown_progress(f"put {target}") as show,
     ):
@@ -189,36 +186,15 @@ def _parse_arguments(
     return name, address(arguments[-1])
 
 
-@contextmanager
-def _source(name: str, is_tar: bool, files_from: str, nul: bool) -> Iterator[SourceArgument]:
-    """Open the source, before anything is made of the dataset. Raises NotFoundError, UsageError."""
-    if is_tar:
-        with _opened_file(name) as stream:
-            yield SourceArgument(name, TarSource(stream))
-        return
-    if name.partition("://")[0] in CLOUD_SCHEMES and "://" in name:
-        if files_from:
-            raise UsageError("--files-from needs a folder as SRC, not a bucket")
-        from .buckets import CloudBucket  # noqa: PLC0415  # it takes 0.1 s to import
-
-        url = parse_url(name)
-        bucket = CloudBucket(url)
-        is_object = bucket.single_object is not None
-        file_name = os.fsencode(url.prefix.rpartition("/")[2]) if is_object else b""
-        yield SourceArgument(name, BucketSource(bucket), file_name)
-        return
-    path = Path(name)
-    if not path.exists():
-        raise NotFoundError(f"there is no file or folder {name}")
-    if not (path.is_dir() or path.is_file()):
-        raise UsageError(f"{name} is neither a file nor a folder, so it cannot be put")
-    if files_from and not path.is_dir():
-        raise UsageError(f"--files-from needs a folder as SRC, and {name} is a file")
-    if path.is_file():
-        yield SourceArgument(name, FileSource(path), os.fsencode(path.name))
-        return
-    paths = _read_paths(files_from, nul) if files_from else None
-    yield SourceArgument(name, FolderSource(path, paths, PROGRAM))
+def _parse_unpack(
+    arguments: tuple[str, ...], tar: str | None, files_from: str, nul: bool
+) -> tuple[Sequence[str], Address]:
+    """The names of the archives, and the address to put them at. Raises UsageError."""
+    if len(arguments) < 2:
+        raise UsageError("put --unpack takes SRC... and DATASET[/path]", advice="see --help")
+    if tar is not None or files_from or nul:
+        raise UsageError("--unpack cannot be used with --tar, --files-from or -0")
+    return arguments[:-1], address(arguments[-1])
 
 
 @contextmanager
@@ -267,41 +243,6 @@ def _is_folder(repository: Repository, target: Address) -> bool:
     return index >= 0 and view.stat(index).kind == Kind.FOLDER
 
 
-@contextmanager
-def _opened_file(name: str) -> Iterator[BinaryIO]:
-    """A file that the user names, open for reading; standard input for `-`.
-
-    Raises NotFoundError, PermissionDenied.
-    """
-    if name == "-":
-        yield sys.stdin.buffer
-        return
-    try:
-        file = open(name, "rb")  # noqa: SIM115 (only its opening is guarded here)
-    except FileNotFoundError as error:
-        raise NotFoundError(f"there is no file {name}") from error
-    except OSError as error:
-        raise PermissionDenied(f"cannot read {name}: {error.strerror}") from error
-    try:
-        yield file
-    finally:
-        with suppress(OSError):  # closing a file that was only read loses nothing
-            file.close()
-
-
-def _read_paths(files_from: str, nul: bool) -> list[bytes]:
-    """The paths that --files-from lists, each once; `.` is SRC itself. Raises UsageError."""
-    with _opened_file(files_from) as file:
-        lines = file.read().split(b"\0" if nul else b"\n")
-    paths: dict[bytes, None] = {}
-    for line in filter(None, lines):
-        path = line if line.startswith(b"/") else line.rstrip(b"/")
-        while path.startswith(b"./"):  # as `find .` writes them
-            path = path[2:]
-        paths[b"" if path == b"." else check_path(path)] = None
-    return list(paths)
-
-
 def _print_report(
     report: PutReport, source: SourceArgument, target: Address, *, dry_run: bool
 ) -> None:
@@ -327,6 +268,8 @@ def _print_result(report: PutReport, target: Address, *, dry_run: bool) -> None:
                 "chunks": report.chunks,
                 "entries": report.entries_found if dry_run else report.entries,
                 "unchanged": report.unchanged,
+                "archives": report.archives,
+                "archives_skipped": report.archives_skipped,
                 "deleted": report.deleted,
                 "stripped": report.stripped,
                 "hard_links": report.hard_links,
@@ -334,7 +277,13 @@ def _print_result(report: PutReport, target: Address, *, dry_run: bool) -> None:
                 "failed": json_failed(report.failed),
             }
         )
-    elif dry_run:
+        return
+    if report.archives_skipped:
+        print_line(
+            f"skipped {report.archives_skipped:,} of {count_text(report.archives, 'archive')}:"
+            " put before, and not changed since"
+        )
+    if dry_run:
         print_line(
             f"would put {count_text(report.entries_found, 'entry')} and delete {report.deleted:,};"
             f" {report.unchanged:,} unchanged"

@@ -25,15 +25,17 @@ _OBJECTS = {
     "chunk": rf"{_DATASET}/chunks/(?P<prefix>{_ID_CHARACTER}{{{_PREFIX_CHARS}}})"
     rf"/(?P=prefix){_ID_CHARACTER}{{{TEXT_CHARS - _PREFIX_CHARS}}}",
     "snapshot": rf"{_DATASET}/snapshots/[0-9a-f]{{16}}",
+    "archive": rf"{_DATASET}/archives/[0-9a-f]{{32}}",
     "lease": rf"{_DATASET}/leases/[0-9A-Za-z_-]{{1,64}}",
     "deleted": rf"deleted/{IDENTITY_TEXT}",
 }
 OBJECT_NAME = re.compile("|".join(_OBJECTS.values()))
 FOLDER_NAME = re.compile(
-    rf"datasets(/{IDENTITY_TEXT}(/(chunks(/{_ID_CHARACTER}{{{_PREFIX_CHARS}}})?|snapshots|leases))?)?"
+    rf"datasets(/{IDENTITY_TEXT}(/(chunks(/{_ID_CHARACTER}{{{_PREFIX_CHARS}}})?|snapshots|archives|leases))?)?"
     r"|deleted"
 )
-MUTABLE_NAME = re.compile(_OBJECTS["lease"])
+LEASE_NAME = re.compile(_OBJECTS["lease"])
+MUTABLE_NAME = re.compile(f"{_OBJECTS['lease']}|{_OBJECTS['archive']}")
 """The only objects whose bytes may change."""
 
 
@@ -90,6 +92,16 @@ def version_of_object(name: str) -> int | None:
         return int(text, 16) if len(text) == 16 else None
     except ValueError:
         return None
+
+
+def archive_prefix(identity: UUID) -> str:
+    """The prefix of the names of a dataset's records of archives."""
+    return f"{dataset_prefix(identity)}archives/"
+
+
+def archive_object(identity: UUID, name: str) -> str:
+    """The name of the object that records an archive."""
+    return f"{archive_prefix(identity)}{name}"
 
 
 def lease_prefix(identity: UUID) -> str:

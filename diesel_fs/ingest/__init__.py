@@ -1,25 +1,32 @@
 """Putting files into a dataset: `put(repository, dataset, source)`.
 
-A source is a folder, one file, a tar or a bucket. A put skips what the dataset has already, so it
-can be repeated; nothing is acknowledged before it is durable. Read `put.py` first (the steps of
-every put, and what a `Source` is), then `compare.py` (what is new, what stands in the way),
-`sources/`, and `packer.py` (entries become chunks). `worker.py` has the processes that pack a
+A source is a folder, one file, a tar, a bucket or some archives. A put skips what the dataset has
+already, so it can be repeated; nothing is acknowledged before it is durable. Read `put.py` first
+(the steps of every put, and what a `Source` is), then `compare.py` (what is new, what stands in the
+way), `sources/`, and `packer.py` (entries become chunks). `worker.py` has the processes that pack a
 folder, `concurrent_writers.py` mends what two writers do to each other.
 """
 
 from .options import PutOptions, PutReport
 from .put import Source, put
+from .sources.archive_places import HttpArchive, LocalArchive
+from .sources.archives import Archive, ArchivesSource, ArchiveState
 from .sources.bucket import Bucket, BucketObject, BucketSource
 from .sources.file import FileSource
 from .sources.folder import FolderSource
 from .sources.tar import TarSource
 
 __all__ = [
+    "Archive",
+    "ArchiveState",
+    "ArchivesSource",
     "Bucket",
     "BucketObject",
     "BucketSource",
     "FileSource",
     "FolderSource",
+    "HttpArchive",
+    "LocalArchive",
     "PutOptions",
     "PutReport",
     "Source",

@@ -46,19 +46,20 @@ class ReadabilityCheck:
             if not options.dry_run:
                 raise
             paths = ()  # a dry run needs no metadata store, and no right to write
-        self._lost = frozenset(view.lookup(path) for path in paths) - {-1}
+        self.lost = frozenset(view.lookup(path) for path in paths) - {-1}
+        """The indices of entries whose chunk is not in the store in its full length."""
         self._view = view
         self._reader: EntryReader | None = None
         if options.checksum:
             self._reader = EntryReader(view, repository.objects, _MEMORY_BYTES)
-        if self._lost:
+        if self.lost:
             log.warning(
                 "the store lacks chunks of %d entries of %s; what is put again is stored again",
-                *(len(self._lost), dataset),
+                *(len(self.lost), dataset),
             )
 
     def __call__(self, index: int) -> bool:
-        if index in self._lost:
+        if index in self.lost:
             return False
         if self._reader is None or self._view.stat(index).kind != Kind.FILE:
             return True

@@ -59,7 +59,8 @@ class PutReport:
     counts what has to be put, as far as the source has been read, and `walked` says that all of it
     has been. `to_delete` has what a dry run would delete, deepest first. `stripped` counts entries
     whose set-user-ID, set-group-ID or sticky bits were left out, `hard_links` files that are stored
-    once for each of their names.
+    once for each of their names. `archives_skipped` of the `archives` were put before, and were not
+    read again; their entries count as unchanged.
     """
 
     files: int = 0
@@ -74,6 +75,8 @@ class PutReport:
     entries_found: int = 0
     walked: bool = False
     version: int = 0
+    archives: int = 0
+    archives_skipped: int = 0
     failed: list[tuple[bytes, str]] = field(default_factory=list)
 
     def add_chunk(self, chunk: ValidatedChunk, entries: int) -> None:

@@ -2,7 +2,7 @@
 
 `put` is the same for every source: it opens the source, compares it with the dataset, has what is
 new packed and committed, deletes what the source has not (with `--delete`), and publishes. What
-differs between sources is a `Source`, of which `sources/` has four. One thread; a source may start
+differs between sources is a `Source`, of which `sources/` has five. One thread; a source may start
 others.
 """
 
@@ -37,7 +37,7 @@ class PutWork:
 
 class Source(ABC):
     """Entries to put. Its methods are called in this order, for one put: `open`, `start`, then
-    `count` or `pack`, and `close` in any case."""
+    `count`, or `pack` and `published`; and `close` in any case."""
 
     shadowed_reason = ""
     """Why a file is left out that is a folder of the source, too; empty for a source that cannot
@@ -67,6 +67,9 @@ class Source(ABC):
     def pack(self, session: WriteSession) -> bool:
         """Pack and commit what is new. Returns whether the source was read to its end: else what
         it seems to lack must not be deleted. Raises DieselError; what was committed stays."""
+
+    def published(self, session: WriteSession) -> None:  # noqa: B027  # most have nothing to add
+        """The put is durable, and the snapshot of its version is published."""
 
     def close(self) -> None:  # noqa: B027  # a source that opens nothing has nothing to close
         """Close what `open` and later calls have opened."""
@@ -107,6 +110,7 @@ def put(
         finish_put(repository, session, report, target)
         if source.shadowed_reason:
             _delete_shadowed_files(repository, session, view, report, source.shadowed_reason)
+        source.published(session)
         progress(report)
         return report
     finally:

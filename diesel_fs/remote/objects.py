@@ -19,7 +19,7 @@ from ..errors import CorruptError, UsageError
 from ..format.chunk import PREAMBLE_BYTES, parse_preamble
 from ..format.chunk_id import id_seconds
 from ..format.entries import Bytes, ChunkId
-from ..format.object_names import MUTABLE_NAME, chunk_of_object, identity_of_object
+from ..format.object_names import LEASE_NAME, chunk_of_object, identity_of_object
 from ..net.client import RpcClient
 from ..net.messages import Message
 from ..settings import READ_DEADLINE_S
@@ -29,7 +29,6 @@ from ..storage.objects.store import (
     ObjectStore,
     Part,
     batched_parts,
-    check_mutable,
     check_range,
 )
 from .values import PARTS_MAX, parts_message
@@ -64,7 +63,7 @@ class RemoteObjects(ObjectStore):
         self._link.call(message, parts, deadline_s=_PUT_S + total / _SLOWEST_BYTES_PER_S)
 
     def replace(self, name: str, parts: Sequence[Bytes]) -> None:
-        check_mutable(name)
+        _check_lease(name)
         content = b"".join(parts)
         try:
             lease = json.loads(content)
@@ -74,8 +73,7 @@ class RemoteObjects(ObjectStore):
         self._lease(name, version, max(until - time.time(), 1.0))
 
     def delete(self, name: str) -> None:
-        if not MUTABLE_NAME.fullmatch(name):
-            raise _not_for_clients("deletes no objects")
+        _check_lease(name)
         self._lease(name, 0, 0)
 
     def _lease(self, name: str, version: int, seconds: float) -> None:
@@ -175,6 +173,11 @@ class RemoteObjects(ObjectStore):
 
     def foreign(self, prefix: str = "") -> Iterator[str]:
         raise _not_for_clients("lists no objects")
+
+
+def _check_lease(name: str) -> None:
+    if not LEASE_NAME.fullmatch(name):
+        raise _not_for_clients("replaces and deletes no objects but leases")
 
 
 def _parse_name(name: str) -> tuple[UUID, ChunkId]:

@@ -50,6 +50,7 @@ from ..repository.interface import (
     staleness_text,
 )
 from ..repository.private_copies import newest_private_copy, open_private_copy, write_private_copy
+from ..repository.provenance import ArchiveRecord
 from ..repository.retention import Deletion
 from ..repository.validation import ValidatedChunk, as_validated
 from ..repository.versions import KeptVersion, PublishedVersions
@@ -58,7 +59,14 @@ from ..storage.metadata.store import DatasetHead
 from ..urls import RepositoryUrl
 from .objects import RemoteObjects
 from .snapshot_transfer import SnapshotAssembler
-from .values import PATHS_MAX, parse_columns, parse_info, parse_list, paths_message
+from .values import (
+    PATHS_MAX,
+    parse_columns,
+    parse_info,
+    parse_list,
+    parse_records,
+    paths_message,
+)
 
 _JOB_ANSWER_S = 60.0  # a server reports the progress of a job every few seconds
 _FINISH_S = 600.0  # making the snapshot of a large dataset takes long
@@ -205,6 +213,13 @@ class RemoteRepository(Repository):
     def unreadable_paths(self, name: str) -> Sequence[bytes]:
         message: Message = {"dataset": check_dataset_name(name), "unreadable": True}
         return bytes(self._ask("begin", message).payload).split(b"\0")[:-1]
+
+    def archive_records(self, identity: UUID) -> Sequence[ArchiveRecord]:
+        answer = self._ask("archives", {"identity": identity.bytes})
+        return parse_records(answer.payload)
+
+    def record_archive(self, identity: UUID, record: ArchiveRecord) -> None:
+        self._ask("record_archive", {"identity": identity.bytes, "record": record.pack()})
 
     def finish(self, identity: UUID, chunks: Sequence[ChunkId] = ()) -> int:
         """Make all commits durable, and commit these chunks again if they are missing. Returns the

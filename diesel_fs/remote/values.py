@@ -15,8 +15,9 @@ from ..format.entries import CHUNK_RANGE, ChunkId, ChunkRanges, Kind
 from ..format.snapshot.reader import Stats
 from ..names import check_dataset_name
 from ..net.frames import READ_BYTES_MAX
-from ..net.messages import Fields, Message, Value
+from ..net.messages import LENGTH, Fields, Message, Value
 from ..repository.catalog import DatasetInfo
+from ..repository.provenance import ArchiveRecord
 from ..storage.metadata.store import DatasetHead
 
 PARTS_MAX = 65_536  # parts of chunks in one request
@@ -68,6 +69,27 @@ def parse_info(value: Value) -> DatasetInfo:
             ChunkId(newest),
         )  # fmt: skip
     return DatasetInfo(name, identity, created_ns, head)
+
+
+def records_payload(records: Sequence[ArchiveRecord]) -> list[bytes]:
+    """Records of archives, each behind its length."""
+    packed = [record.pack() for record in records]
+    return [piece for each in packed for piece in (LENGTH.pack(len(each)), each)]
+
+
+def parse_records(payload: bytes | bytearray | memoryview) -> list[ArchiveRecord]:
+    """The records in a payload. Raises CorruptError, UsageError."""
+    records, at, data = [], 0, memoryview(payload)
+    while at < len(data):
+        if len(data) - at < LENGTH.size:
+            raise UsageError("records of archives are cut off")
+        (size,) = LENGTH.unpack_from(data, at)
+        at += LENGTH.size
+        if size > len(data) - at:
+            raise UsageError("records of archives are cut off")
+        records.append(ArchiveRecord.unpack(data[at : at + size]))
+        at += size
+    return records
 
 
 def parse_identity(fields: Fields) -> UUID:

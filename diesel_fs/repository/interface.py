@@ -27,6 +27,7 @@ from ..net.messages import Fields, Message
 from ..storage.objects.store import ObjectStore
 from ..urls import RepositoryUrl
 from .catalog import DatasetInfo
+from .provenance import ArchiveRecord
 from .retention import GRACE_S_MAX, KEEP_MAX, Deletion
 from .versions import KeptVersion, PublishedVersions
 from .writing import WriteSession
@@ -278,6 +279,16 @@ class Repository(ABC):
         without reading chunks. Putting these files again heals the dataset. Raises NoSuchDataset,
         MetadataError.
         """
+
+    @abstractmethod
+    def archive_records(self, identity: UUID) -> Sequence[ArchiveRecord]:
+        """The archives that a dataset was made from, as far as that is known. Raises
+        ObjectStoreError; NoSuchDataset from a server."""
+
+    @abstractmethod
+    def record_archive(self, identity: UUID, record: ArchiveRecord) -> None:
+        """Remember that an archive was put, in place of an older record of the same source and
+        target. Durable on return. Raises ObjectStoreError; NoSuchDataset from a server."""
 
     @abstractmethod
     def publish(self, name: str, *, full: bool = False) -> int:

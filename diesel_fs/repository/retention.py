@@ -178,7 +178,7 @@ class Usage(NamedTuple):
     stored_bytes: int
 
 
-def _extent_counts(view: Snapshot) -> npt.NDArray[np.int64]:
+def extent_counts(view: Snapshot) -> npt.NDArray[np.int64]:
     """By number of a chunk: how many extents of files of a version, shadowed files too, are in
     it."""
     columns, shadowed = view.columns, view.columns.shadowed
@@ -191,13 +191,13 @@ def _extent_counts(view: Snapshot) -> npt.NDArray[np.int64]:
 
 def used_chunks(view: Snapshot) -> frozenset[ChunkId]:
     """The chunks that hold files of a version."""
-    return frozenset(view.chunk_ids[i] for i in np.flatnonzero(_extent_counts(view)).tolist())
+    return frozenset(view.chunk_ids[i] for i in np.flatnonzero(extent_counts(view)).tolist())
 
 
 def chunk_usage(view: Snapshot) -> dict[ChunkId, Usage]:
     """How much of each chunk in a version's table its files use."""
     stored_bytes = map(int, view.used_bytes().tolist())  # exact up to 2^53
-    rows = map(Usage, _extent_counts(view).tolist(), stored_bytes)
+    rows = map(Usage, extent_counts(view).tolist(), stored_bytes)
     return dict(zip(view.chunk_ids, rows, strict=True))
 
 

@@ -55,6 +55,7 @@ from .expected_chunks import (
     unreadable_paths,
 )
 from .interface import Repository, staleness_text
+from .provenance import ArchiveRecord, read_records, write_record
 from .retention import Deletion, remove_dataset, remove_expired_versions
 from .validation import StoreClock, ValidatedChunk, batch_of, validate_chunk
 from .versions import VersionStore, empty_snapshot
@@ -374,6 +375,12 @@ class StoredRepository(Repository):
         while len(digests) > _DIGESTS_MAX:
             digests.pop(next(iter(digests)), None)
         return version
+
+    def archive_records(self, identity: UUID) -> Sequence[ArchiveRecord]:
+        return read_records(self.objects, identity)
+
+    def record_archive(self, identity: UUID, record: ArchiveRecord) -> None:
+        write_record(self.objects, identity, record)
 
     def publish(self, name: str, *, full: bool = False) -> int:
         """As `Repository.publish`. What the metadata store says of the chunks that this process has

@@ -44,6 +44,7 @@ from diesel_fs.remote.values import (
     parse_parts,
     parse_paths,
     paths_message,
+    records_payload,
 )
 from diesel_fs.repository.catalog import DatasetInfo
 from diesel_fs.repository.local import LocalRepository
@@ -181,6 +182,13 @@ class QueryHandlers:
         if found.is_being_deleted and not include_deleted:
             raise no_such_dataset(str(identity))
         return found
+
+    async def archives(self, request: Request, known: DatasetRef) -> Reply:
+        """The archives that a dataset was made from."""
+        records = await trio.to_thread.run_sync(
+            self._repository.archive_records, known.identity, limiter=self._query_threads
+        )
+        return Reply({}, records_payload(records))
 
     def _catalogued(self, name: str) -> DatasetInfo:
         found, damaged = self._repository.catalogue.all({})

@@ -72,6 +72,8 @@ class RequestTable:
             "begin": self._begin,
             "put": self._by_identity(Role.WRITE, updates.put),
             "finish": self._by_identity(Role.WRITE, updates.finish),
+            "archives": self._by_identity(Role.READ, queries.archives),
+            "record_archive": self._by_identity(Role.WRITE, updates.record_archive),
             "snapshot": self._snapshot,
             "kept": self._by_identity(Role.READ, queries.kept),
             "read": self._by_identity(Role.READ, queries.read, include_deleted=True),

@@ -43,6 +43,7 @@ from diesel_fs.net.singleflight import GroupCommit, ThreadSingleFlight
 from diesel_fs.remote.values import info_message
 from diesel_fs.repository.leases import LEASE_S, write_lease_for
 from diesel_fs.repository.local import LocalRepository
+from diesel_fs.repository.provenance import ArchiveRecord
 from diesel_fs.repository.retention import Deletion
 from diesel_fs.repository.stored import LocalWriteSession
 from diesel_fs.repository.validation import (
@@ -233,6 +234,13 @@ class UpdateHandlers:
         self._count_lease(request.account.name, known.identity, token, seconds)
         objects = self._repository.objects
         write = partial(write_lease_for, objects, known.identity, token, version, seconds)
+        await trio.to_thread.run_sync(write, limiter=self._store_threads)
+        return Reply()
+
+    async def record_archive(self, request: Request, known: DatasetRef) -> Reply:
+        """A writer has put an archive whole."""
+        record = ArchiveRecord.unpack(Fields(request.message, "record_archive").octets("record"))
+        write = partial(self._repository.record_archive, known.identity, record)
         await trio.to_thread.run_sync(write, limiter=self._store_threads)
         return Reply()
 

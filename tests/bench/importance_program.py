@@ -27,6 +27,7 @@ from diesel_fs.torch import sampler as module
 from diesel_fs.torch.sources import SampleFiles
 
 EPOCHS, BATCH, WORKERS = 6, 64, 2
+BATCH_OF_JOBS = 32  # 20 such batches of samples in memory are timed, and no more may be there
 COUNTED = 3  # the last epochs
 CHANGE = 0.2
 JOBS_DIFFER = 0.7
@@ -71,7 +72,7 @@ def train(mount: str, way: str, share: float, job: int = 0) -> None:
     diesel_fs.torch.join(ahead=0)
     generator = torch.Generator().manual_seed(1)
     loader = DataLoader(
-        data, batch_size=BATCH, num_workers=WORKERS, generator=generator,
+        data, batch_size=BATCH_OF_JOBS if job else BATCH, num_workers=WORKERS, generator=generator,
         sampler=sampler if sampler is not None else RandomSampler(data, generator=generator),
     )  # fmt: skip
     seconds: list[float] = []

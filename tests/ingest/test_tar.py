@@ -20,7 +20,7 @@ from diesel_fs.errors import UsageError
 from diesel_fs.format.entries import Kind
 from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.ingest import FolderSource, PutOptions, PutReport, TarSource
-from diesel_fs.ingest.sources.tar import hard_link_origins
+from diesel_fs.ingest.sources.members import hard_link_origins
 from diesel_fs.repository.local import LocalRepository
 from tests.trees import odd_tree
 

@@ -1,64 +1,39 @@
 """A tar as the source of a put: read once from a stream, and packed in this process as it comes.
 
 Headers of plain files are read by `tar_headers.py`, all others by Python's `tarfile`, within limits
-on what headers may claim. Files, links and folders are put with their mode and mtime; sparse files
-become dense. Of several entries with one name the last counts. Devices, pipes, unknown kinds,
-absolute names and names with `..` are left out, and the report names them. A hard link becomes a
-file with the bytes that its target has at the end: they are copied from the dataset, since the
-stream cannot be read again. One thread, and the packer's own.
+on what headers may claim. Sparse files become dense. `members.py` says what becomes of each entry.
+One thread, the packer's own, and one that decompresses.
 """
 
-import bz2
-import gzip
-import io
-import lzma
 import re
-import shutil
 import tarfile
-import tempfile
-import zlib
-from collections.abc import Callable
+from collections.abc import Iterator
 from decimal import ROUND_FLOOR, Decimal
 from functools import partial
 from typing import IO, BinaryIO, Self, cast
 
-from ...cache.reader import EntryFile, EntryReader
 from ...errors import UsageError
-from ...format.entries import MODE_MASK, NAME_BYTES_MAX, Kind, Names, Stat, join, path_fault, split
-from ...format.snapshot.reader import Snapshot, same_content
 from ...names import shown
 from ...repository.interface import Repository
 from ...repository.writing import WriteSession
 from ..options import PutOptions
 from ..packer import FileSkipped, Packer, start_packer
-from ..paths import RESERVED_NAME, is_reserved, refusal_reason, source_path, target_path
 from ..put import Source
-from .tar_headers import IGNORED_PAX_KEYS, PlainFiles, plain_files
-
-FILE_BYTES_MAX = 16 << 40
-"""What ext4 can hold. A sparse file can claim more in one line, and would take years to read."""
+from .compression import BROKEN_STREAM, BufferedStream, Decompressor, decompressed
+from .members import FolderFiles, MemberTaker, OpenContent, encoded, member_path
+from .tar_headers import BLOCK_BYTES, IGNORED_PAX_KEYS, PlainFiles, plain_files
 
 _READ_BYTES = 1 << 20  # of a stream at once
 _WINDOW_BYTES = 4 << 20  # of the tar in memory, where plain files are looked for
 _REFILL_BYTES = 1 << 20  # with less of it left, more is read
-_UNPACKED_BYTES = 16 << 10  # read at once of a compressed tar: an error loses what came with it
 _TAIL_BYTES_MAX = 64 << 20  # read behind the end: padding, and the checksum of a compressed tar
-_SPOOL_BYTES = 64 << 20  # with --checksum, longer contents are spooled to disk
-_LINK_MEMORY_BYTES = 256 << 20  # of chunks, while hard links are copied
 _PROGRESS_ENTRIES = 256  # from one report of progress to the next
 _HEADER_BYTES_MAX = 1 << 20  # of one entry, with all that stands before it; paths are 256 KiB
 _HEADERS_IN_A_ROW_MAX = 16  # tarfile recurses for each
 _DIGITS_MAX = 1 << 10  # of one number: tarfile's time grows with the square of their count
 _SECOND_NS = 1_000_000_000
 _TIME_NS_END = 1 << 63  # times are signed 64-bit numbers
-_BROKEN = (tarfile.TarError, OSError, EOFError, zlib.error, lzma.LZMAError, FileSkipped)
-_Content = Callable[[], BinaryIO]
-"""Opens the content of an entry."""
-_OPENERS: dict[bytes, Callable[[IO[bytes]], object]] = {
-    b"\x1f\x8b": gzip.open,
-    b"BZh": bz2.open,
-    b"\xfd7zXZ\0": lzma.open,
-}
+_BROKEN: tuple[type[Exception], ...] = (tarfile.TarError, FileSkipped, *BROKEN_STREAM)
 
 
 class _Tar(tarfile.TarFile):
@@ -157,49 +132,16 @@ def _check_records(body: bytes) -> None:
         raise HeaderError("a number in an extended header is too long")
 
 
-def _open(stream: BinaryIO) -> _Tar:
-    """The tar in a stream. Raises UsageError where it does not begin like one."""
-    buffered = _NonClosingReader(stream)
-    magic = buffered.peek(6)[:6]
-    opener = next((_OPENERS[each] for each in _OPENERS if magic.startswith(each)), None)
-    try:
-        # Not by tarfile's own openers: they check no checksum, and stop at a second gzip member
-        plain = cast("IO[bytes]", opener(buffered) if opener else buffered)
-        window = _Window(plain, _UNPACKED_BYTES if opener else _READ_BYTES)
-        tar = _Tar(
-            fileobj=cast("IO[bytes]", window),
-            tarinfo=_Member,
-            encoding="utf-8",
-            errors="surrogateescape",
-        )
-    except _BROKEN as error:
-        raise UsageError(
-            f"the input is no tar: {error}", advice="plain, gzip, bzip2 and xz are known"
-        ) from error
-    tar.window = window
-    return tar
-
-
-class _NonClosingReader(io.BufferedReader):
-    """Buffers the caller's stream, and does not close it."""
-
-    def __init__(self, stream: BinaryIO) -> None:
-        super().__init__(cast("io.RawIOBase", stream), _READ_BYTES)
-
-    def close(self) -> None: ...
-
-
 class _Window:
     """The stream of a tar, with the next part in memory (`data[at:end]`). `tarfile` reads it as a
     file."""
 
-    def __init__(self, stream: IO[bytes], read_bytes: int) -> None:
+    def __init__(self, stream: BufferedStream | Decompressor) -> None:
         self.data = bytearray(_WINDOW_BYTES)
         self.at = 0
         self.end = 0
         self._start = 0  # of the data, in the stream
         self._stream = stream
-        self._read_bytes = read_bytes
         self._error: Exception | None = None  # raised once the data before it are read
 
     def tell(self) -> int:
@@ -246,10 +188,9 @@ class _Window:
         room = memoryview(self.data)
         room[:left] = room[self.at : self.end]
         self._start, self.at, self.end = self.tell(), 0, left
-        stream = cast("io.BufferedIOBase", self._stream)
         try:
             while self._error is None and self.end < len(room):
-                count = stream.readinto(room[self.end : self.end + self._read_bytes])
+                count = self._stream.readinto(room[self.end : self.end + _READ_BYTES])
                 if not count:
                     break
                 self.end += count
@@ -258,8 +199,84 @@ class _Window:
         return self.end > left
 
 
+def is_tar(start: bytes) -> bool:
+    """Whether a stream that begins with these bytes (BLOCK_BYTES, if it has so many) is a tar."""
+    if len(start) < BLOCK_BYTES:
+        return False
+    try:
+        tarfile.TarInfo.frombuf(start[:BLOCK_BYTES], "utf-8", "surrogateescape")
+    except HeaderError as error:
+        return type(error).__name__ == "EOFHeaderError"  # zeros: a tar without entries
+    return True
+
+
+class TarEntries:
+    """The entries of a tar in a decompressed stream, to be taken once, in their order. Raises
+    UsageError for a stream that is no tar."""
+
+    def __init__(self, plain: BufferedStream | Decompressor) -> None:
+        try:
+            window = _Window(plain)
+            self._tar = _Tar(
+                fileobj=cast("IO[bytes]", window),
+                tarinfo=_Member,
+                encoding="utf-8",
+                errors="surrogateescape",
+            )
+        except _BROKEN as error:
+            raise UsageError(
+                f"the input is no tar: {error}",
+                advice="plain, gzip, bzip2, xz and Zstandard are known",
+            ) from error
+        self._tar.window = window
+
+    def take_all(self, taker: MemberTaker) -> str:
+        """Take all entries; returns why the tar broke off, or the empty string. Raises
+        DieselError."""
+        tar, work = self._tar, taker.work
+        name, entries = b"", 0
+        try:
+            while (member := tar.next()) is not None:
+                tar.members.clear()  # else tarfile keeps a kilobyte for each
+                name = member_path(encoded(member.name))
+                content = partial(tar.extractfile, member)
+                taker.take(name, member, _mtime_ns(member), cast("OpenContent", content))
+                name = self._take_plain(taker) or name
+                entries += 1
+                if entries % _PROGRESS_ENTRIES == 0:
+                    work.progress(work.report)
+            if type(tar.end_error).__name__ != "EOFHeaderError":
+                raise tarfile.ReadError(f"no header where one should be ({tar.end_error})")
+            name = b""
+            for _ in range(_TAIL_BYTES_MAX // _READ_BYTES):
+                if not tar.window.read(_READ_BYTES):
+                    break
+        except _BROKEN as error:
+            last = f", after {shown(name)}" if name else ""
+            return f"the tar is damaged or cut off{last}: {error}"
+        return ""
+
+    def _take_plain(self, taker: MemberTaker) -> bytes:
+        """Take the plain files that come next; returns the name of the last, if any. Raises what
+        the stream raises."""
+        tar, last = self._tar, b""
+        while tar.is_at_header:
+            window = tar.window
+            files = plain_files(window.data, window.at, window.end)
+            window.at = files.end
+            tar.offset = window.tell()
+            if files.names:
+                for each in _by_folder(files, memoryview(window.data)):
+                    taker.take_files(each)
+                taker.work.progress(taker.work.report)
+                last = member_path(files.names[-1])
+            if not window.fill():
+                break
+        return last
+
+
 class TarSource(Source):
-    """The entries of a tar (plain, gzip, bzip2 or xz) in a stream.
+    """The entries of a tar in a stream.
 
     Where the tar breaks off, what was read is put, the report has the reason with an empty path,
     and nothing is deleted. Raises UsageError for a stream that is no tar.
@@ -269,280 +286,70 @@ class TarSource(Source):
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
+        self._content: BufferedStream | Decompressor | None = None
+        self._tar: TarEntries | None = None
         self._packer: Packer | None = None
-        self._hard_links: dict[bytes, tuple[bytes, int, int]] = {}  # target, mode, mtime_ns
 
     def open(self, repository: Repository, target: bytes, options: PutOptions) -> None:
-        self._tar = _open(self._stream)
+        self._content = decompressed(self._stream)
+        self._tar = TarEntries(self._content)
 
     def close(self) -> None:
         """Give up what has not been stored."""
         if self._packer is not None:
             self._packer.close()
+        if self._content is not None:
+            self._content.close()
 
     def count(self) -> bool:
-        return self._read(self._tar)
+        return self._take(MemberTaker(self._work, self._comparer, None))
 
     def pack(self, session: WriteSession) -> bool:
         options, report = self._work.options, self._work.report
         packer = self._packer = start_packer(
             session, options.chunk_bytes, options.compress, report.add_chunk
         )
-        is_complete = self._read(self._tar)
+        taker = MemberTaker(self._work, self._comparer, packer)
+        is_complete = self._take(taker)
         packer.finish()
         report.stripped = packer.stripped
-        if self._hard_links:
+        if taker.has_hard_links:
             session.finish()
-            repository = self._work.repository
-            view = repository.view(session.name)
-            self._copy_hard_links(packer, EntryReader(view, repository.objects, _LINK_MEMORY_BYTES))
+            taker.copy_hard_links(self._work.repository.view(session.name))
         return is_complete
 
-    def _read(self, tar: _Tar) -> bool:
-        """Take all entries; return whether the tar was complete. Raises DieselError."""
-        name, entries = b"", 0
+    def _take(self, taker: MemberTaker) -> bool:
+        """Take all entries; returns whether the tar was complete."""
+        assert self._tar is not None
         try:
-            while (member := tar.next()) is not None:
-                tar.members.clear()  # else tarfile keeps a kilobyte for each
-                name = _name(_encoded(member.name))
-                content = partial(tar.extractfile, member)
-                self._take(name, member, _mtime_ns(member), cast("_Content", content))
-                name = self._take_plain(tar) or name
-                entries += 1
-                if entries % _PROGRESS_ENTRIES == 0:
-                    self._work.progress(self._work.report)
-            if type(tar.end_error).__name__ != "EOFHeaderError":
-                raise tarfile.ReadError(f"no header where one should be ({tar.end_error})")
-            name = b""
-            for _ in range(_TAIL_BYTES_MAX // _READ_BYTES):
-                if not tar.window.read(_READ_BYTES):
-                    break
-        except _BROKEN as error:
-            last = f", after {shown(name)}" if name else ""
-            self._work.report.fail(b"", f"the tar is damaged or cut off{last}: {error}")
-            return False
+            reason = self._tar.take_all(taker)
         finally:
             self._work.report.walked = True
-        return True
+        if reason:
+            self._work.report.fail(b"", reason)
+        return not reason
 
-    def _copy_hard_links(self, packer: Packer, reader: EntryReader) -> None:
-        """Put the hard links as files, with the bytes that their targets have in a snapshot."""
-        failed = {path for path, _ in self._work.report.failed}
-        view = reader.snapshot
-        origins = hard_link_origins(
-            {path: origin for path, (origin, _, _) in self._hard_links.items()}
+
+def _by_folder(files: PlainFiles, data: memoryview) -> Iterator[FolderFiles]:
+    """The files, those of one folder that follow each other together."""
+    names, start = files.names, 0
+    while start < len(names):
+        prefix_bytes = names[start].rfind(b"/") + 1
+        prefix, end = names[start][:prefix_bytes], start + 1
+        while end < len(names) and (
+            names[end].startswith(prefix) and names[end].rfind(b"/") + 1 == prefix_bytes
+        ):
+            end += 1
+        run = slice(start, end)
+        places = zip(files.starts[run], files.sizes[run], strict=True)
+        yield FolderFiles(
+            prefix,
+            [name[prefix_bytes:] for name in names[run]],
+            files.modes[run],
+            files.mtimes_ns[run],
+            [data[at : at + size] for at, size in places],
         )
-        for path, (_, mode, mtime_ns) in self._hard_links.items():
-            origin = origins[path]
-            source, index = view.lookup(origin), view.lookup(path)
-            below = source_path(self._work.target, origin)
-            if source < 0 or view.stat(source).kind != Kind.FILE or below in failed:
-                self._work.report.fail(
-                    source_path(self._work.target, path),
-                    f"a hard link to {shown(below)}, which is not there",
-                )
-                continue
-            size = view.stat(source).size
-            if (
-                index >= 0
-                and view.stat(index) == Stat(Kind.FILE, mode, size, mtime_ns)
-                and _checksums(view, index) == _checksums(view, source)
-            ):
-                self._work.report.entries_found -= 1
-                self._work.report.unchanged += 1
-                continue
-            content = io.BufferedReader(EntryFile(reader, source), _READ_BYTES)
-            packer.add_stream(content, size, split(path), mode, mtime_ns)
-            self._work.report.hard_links += 1
-        packer.finish()
-
-    # One entry
-
-    def _take_plain(self, tar: _Tar) -> bytes:
-        """Take the plain files that come next; returns the name of the last, if any. Raises what
-        the stream raises."""
-        last = b""
-        while tar.is_at_header:
-            window = tar.window
-            files = plain_files(window.data, window.at, window.end)
-            window.at = files.end
-            tar.offset = window.tell()
-            if files.names:
-                self._take_files(files, memoryview(window.data))
-                self._work.progress(self._work.report)
-                last = _name(files.names[-1])
-            if not window.fill():
-                break
-        return last
-
-    def _take_files(self, files: PlainFiles, data: memoryview) -> None:
-        """Take plain files: those of one folder at once where it is empty in the dataset, else one
-        by one."""
-        names, start = files.names, 0
-        takes_all = self._work.path_filter.includes_all and not self._hard_links
-        extent_bytes = self._packer.extent_bytes if self._packer else FILE_BYTES_MAX
-        while start < len(names):
-            prefix_bytes = names[start].rfind(b"/") + 1
-            prefix, end = names[start][:prefix_bytes], start + 1
-            while end < len(names) and (
-                names[end].startswith(prefix) and names[end].rfind(b"/") + 1 == prefix_bytes
-            ):
-                end += 1
-            run = slice(start, end)  # files of one folder
-            contents = [
-                data[at : at + size]
-                for at, size in zip(files.starts[run], files.sizes[run], strict=True)
-            ]
-            base_names = [name[prefix_bytes:] for name in names[run]]
-            folder = self._empty_target_folder(prefix, base_names) if takes_all else None
-            if folder is not None and max(files.sizes[run]) <= extent_bytes:
-                self._work.report.entries_found += end - start
-                if self._packer is not None:
-                    self._packer.add_contents(
-                        folder, base_names, files.modes[run], files.mtimes_ns[run], contents
-                    )
-            else:
-                for i, content in zip(range(start, end), contents, strict=True):
-                    member = tarfile.TarInfo()
-                    member.mode, member.size = files.modes[i], files.sizes[i]
-                    content_of = partial(io.BytesIO, content)
-                    self._take(_name(names[i]), member, files.mtimes_ns[i], content_of)
-            start = end
-
-    def _empty_target_folder(self, prefix: bytes, names: list[bytes]) -> bytes | None:
-        """The folder of the dataset that files go to (`prefix` is its name in the tar, with the
-        slash); None where it is not empty, or where a name of the files is not allowed."""
-        while prefix.startswith(b"./"):
-            prefix = prefix[2:]
-        folder = target_path(self._work.target, prefix[:-1])
-        if prefix.startswith(b"/") or not Names.of(names).are_allowed():
-            return None
-        if path_fault(join(folder, b"n" * NAME_BYTES_MAX)):
-            return None
-        if is_reserved(folder) or (not folder and RESERVED_NAME in names):
-            return None
-        return folder if self._comparer.accepts_any_file(folder) else None
-
-    def _take(
-        self, path: bytes, member: tarfile.TarInfo, mtime_ns: int | None, content_of: "_Content"
-    ) -> None:
-        """Take one entry: put it, or name it in the report. `path` is below the source; an
-        `mtime_ns` of None is one that cannot be stored."""
-        target = target_path(self._work.target, path)
-        if reason := _refusal(member, path, target):
-            self._work.report.fail(path, reason)
-            return
-        if mtime_ns is None:
-            self._work.report.fail(path, "refused: its mtime cannot be stored")
-            return
-        if self._work.path_filter.excludes(path, is_folder=member.isdir()):
-            return
-        index = self._comparer.find(target)
-        if self._hard_links:
-            self._hard_links.pop(target, None)
-        if member.isreg():
-            entry = Stat(Kind.FILE, member.mode & MODE_MASK, member.size, mtime_ns)
-        elif member.isdir():
-            entry = Stat(Kind.FOLDER, member.mode & MODE_MASK, 0, mtime_ns)
-        elif member.issym():
-            size = len(_encoded(member.linkname))
-            entry = Stat(Kind.LINK, MODE_MASK, size, mtime_ns)
-        elif member.islnk():
-            entry = Stat(Kind.FILE, member.mode & MODE_MASK, 0, mtime_ns)
-        else:
-            self._work.report.fail(path, "skipped: a pipe, device or unknown kind")
-            return
-        if reason := self._comparer.conflict_reason(target, index, entry.kind):
-            self._work.report.fail(path, reason)
-        elif member.islnk():
-            self._take_hard_link(member, path, target, entry)
-        else:
-            self._put(member, target, index, entry, content_of)
-
-    def _put(
-        self,
-        member: tarfile.TarInfo,
-        target: bytes,
-        index: int,
-        entry: Stat,
-        content_of: "_Content",
-    ) -> None:
-        """Put an entry unless the one at `index` is the same. `entry` has the bits of the mode that
-        a dataset keeps."""
-        link = _encoded(member.linkname) if entry.kind == Kind.LINK else b""
-        content: BinaryIO = io.BytesIO()
-        if entry.size and entry.kind == Kind.FILE:
-            content = content_of()
-        to_pack = entry._replace(mode=member.mode)  # the packer counts the bits that are not kept
-        same = self._comparer.unchanged(index, entry, link)
-        if same and self._work.options.checksum and entry.kind == Kind.FILE:
-            with tempfile.SpooledTemporaryFile(_SPOOL_BYTES) as spool:
-                shutil.copyfileobj(content, spool, _READ_BYTES)
-                spool.seek(0)
-                extents = self._comparer.view.extents(index)
-                same = same_content(extents, partial(_read_at, cast("BinaryIO", spool)))
-                spool.seek(0)
-                if not same:
-                    self._pack(target, index, to_pack, cast("BinaryIO", spool), link)
-                    return
-        if same:
-            self._work.report.unchanged += 1
-        else:
-            self._pack(target, index, to_pack, content, link)
-
-    def _pack(self, target: bytes, index: int, entry: Stat, content: BinaryIO, link: bytes) -> None:
-        """Pack an entry; in a dry run, count it."""
-        self._work.report.entries_found += 1
-        self._comparer.mark_replaced(index)
-        if self._packer is None:
-            return
-        match entry.kind:
-            case Kind.FOLDER:
-                self._packer.add_folder(split(target), entry.mode, entry.mtime_ns)
-            case Kind.LINK:
-                self._packer.add_known_link(split(target), entry.mtime_ns, link)
-            case _:
-                self._packer.add_stream(
-                    content, entry.size, split(target), entry.mode, entry.mtime_ns
-                )
-
-    def _take_hard_link(
-        self, member: tarfile.TarInfo, path: bytes, target: bytes, entry: Stat
-    ) -> None:
-        """Note a hard link; its content is copied when the tar has been read."""
-        origin = _name(_encoded(member.linkname))
-        if not origin or path_fault(origin):
-            self._work.report.fail(path, f"refused: a hard link to {shown(origin)}")
-            return
-        self._work.report.entries_found += 1
-        self._hard_links[target] = join(self._work.target, origin), entry.mode, entry.mtime_ns
-
-
-def _refusal(member: tarfile.TarInfo, path: bytes, target: bytes) -> str:
-    """Why an entry like this cannot be put, or the empty string."""
-    if path.startswith(b"/"):
-        return "refused: an absolute name"
-    if reason := refusal_reason(target):
-        return reason
-    if not target and not member.isdir():
-        return "refused: a dataset's root is a folder"
-    if member.size > FILE_BYTES_MAX:
-        return f"refused: a file of {member.size} bytes"
-    if member.issym() and (not member.linkname or "\0" in member.linkname):
-        return "refused: a link to nothing"
-    return ""
-
-
-def _encoded(text: str) -> bytes:
-    """The bytes of a name or link target that tarfile has decoded."""
-    return text.encode("utf-8", "surrogateescape")
-
-
-def _name(name: bytes) -> bytes:
-    """The path that a name in a tar stands for: without leading `./`; empty for the root."""
-    while name.startswith(b"./"):
-        name = name[2:]
-    return b"" if name == b"." else name.rstrip(b"/") if len(name) > 1 else name
+        start = end
 
 
 def _mtime_ns(member: tarfile.TarInfo) -> int | None:
@@ -558,25 +365,3 @@ def _mtime_ns(member: tarfile.TarInfo) -> int | None:
         return int(exact.to_integral_value(ROUND_FLOOR))
     except ArithmeticError:
         return None
-
-
-def _read_at(content: BinaryIO, size: int, start: int) -> bytes:
-    content.seek(start)
-    return content.read(size)
-
-
-def hard_link_origins(links: dict[bytes, bytes]) -> dict[bytes, bytes]:
-    """By the path of each hard link, the file at the end of its chain of links; for links in a
-    ring, any of its members. `links` has the target of each."""
-    origins: dict[bytes, bytes] = {}
-    for path in links:
-        chain: dict[bytes, None] = {}
-        while path in links and path not in origins and path not in chain:
-            chain[path] = None
-            path = links[path]
-        origins |= dict.fromkeys(chain, origins.get(path, path))
-    return origins
-
-
-def _checksums(view: Snapshot, index: int) -> list[tuple[int, int]]:
-    return [(extent.size, extent.checksum) for extent in view.extents(index)]

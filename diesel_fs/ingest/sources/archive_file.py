@@ -1,0 +1,181 @@
+"""The bytes of an archive where it lies: read in order or anywhere, fetched ahead, and hashed.
+
+A local file is read as it is. What lies elsewhere is fetched in pieces, several at once, ahead of a
+reader that goes forward; so an archive is fetched once, and never lies on a disk of this machine.
+The SHA-256 is made as the bytes pass, and what a reader has left out is read at the end.
+"""
+
+import hashlib
+import io
+import os
+import sys
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from ...errors import DieselError
+
+PIECE_BYTES = 8 << 20
+_PIECES_KEPT = 2  # behind the reader: a zip's reader steps back a little
+_HASH_BYTES = 1 << 20
+_STREAM_BYTES = 64 << 10  # a reader that looks at the beginning sees so many
+
+ReadAt = Callable[[int, int], bytes]
+"""Gives `size` bytes from `start` on (start, size). May be called from several threads."""
+
+
+class ArchiveFile(io.RawIOBase, ABC):
+    """An open archive. One thread at a time."""
+
+    def __init__(self, size: int | None) -> None:
+        """`size` in bytes; None where it is not known before the end."""
+        self.size = sys.maxsize if size is None else size
+        self._is_size_known = size is not None
+        self._at = 0
+        self._hashed = 0  # up to here
+        self._hash = hashlib.sha256()
+
+    @abstractmethod
+    def read_at(self, start: int, room: memoryview) -> int:
+        """Read into `room` from `start` on; returns how many bytes, 0 only at the end. Raises
+        OSError."""
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.size}[whence]
+        if start + offset < 0:
+            raise OSError("a position before the beginning")
+        self._at = start + offset
+        return self._at
+
+    def readinto(self, buffer: "bytearray | memoryview") -> int:  # type: ignore[override]
+        room = memoryview(buffer)[: max(self.size - self._at, 0)]
+        count = self.read_at(self._at, room) if room else 0
+        if room and not count:
+            if self._is_size_known:
+                raise OSError(f"it ends after {self._at} of {self.size} bytes")
+            self.size = self._at
+        if self._at == self._hashed:
+            self._hash.update(room[:count])
+            self._hashed += count
+        self._at += count
+        return count
+
+    def sha256(self) -> bytes:
+        """The SHA-256 of the whole archive: what was not read in order is read now."""
+        self.seek(self._hashed)
+        room = bytearray(_HASH_BYTES)
+        while self._hashed < self.size:
+            self.readinto(room)
+        return self._hash.digest()
+
+
+class LocalArchiveFile(ArchiveFile):
+    """A file of this machine, as it was when it was opened: reading fails once it has changed."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._before = os.fstat(self._file)
+        os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        super().__init__(self._before.st_size)
+
+    def read_at(self, start: int, room: memoryview) -> int:
+        count = os.preadv(self._file, [room], start)
+        if start + count == self.size and not self._is_unchanged():
+            raise OSError("it changed while it was being read")
+        return count
+
+    def _is_unchanged(self) -> bool:
+        now, before = os.fstat(self._file), self._before
+        return (now.st_size, now.st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+
+    def close(self) -> None:
+        if not self.closed:
+            os.close(self._file)
+        super().close()
+
+
+class FetchedArchiveFile(ArchiveFile):
+    """An archive elsewhere, of which ranges can be asked for; `ahead` pieces are fetched at
+    once."""
+
+    def __init__(self, size: int, read: ReadAt, ahead: int) -> None:
+        super().__init__(size)
+        self._read = read
+        self._ahead = ahead
+        self._threads = ThreadPoolExecutor(ahead, "fetch")
+        self._pieces: OrderedDict[int, Future[bytes]] = OrderedDict()
+        self._count = -(-size // PIECE_BYTES)
+        self._last = 0
+
+    def read_at(self, start: int, room: memoryview) -> int:
+        number, offset = divmod(start, PIECE_BYTES)
+        if number in (0, self._last, self._last + 1):  # it goes forward
+            for each in range(number, min(number + self._ahead, self._count)):
+                self._fetch(each)
+        try:
+            piece = self._fetch(number).result()
+        except DieselError as error:
+            raise OSError(error.message) from error
+        self._last = number
+        for each in list(self._pieces):
+            # The last piece stays: a zip has its table of contents there
+            if each < number - _PIECES_KEPT and each != self._count - 1:
+                del self._pieces[each]
+        part = memoryview(piece)[offset : offset + len(room)]
+        room[: len(part)] = part
+        return len(part)
+
+    def _fetch(self, number: int) -> "Future[bytes]":
+        if number not in self._pieces:
+            start = number * PIECE_BYTES
+            size = min(PIECE_BYTES, self.size - start)
+            self._pieces[number] = self._threads.submit(self._read, start, size)
+        return self._pieces[number]
+
+    def close(self) -> None:
+        """Stop fetching."""
+        self._threads.shutdown(wait=True, cancel_futures=True)
+        self._pieces.clear()
+        super().close()
+
+
+class StreamedArchiveFile(ArchiveFile):
+    """An archive elsewhere that can only be read from its beginning to its end."""
+
+    def __init__(
+        self, size: int | None, read: Callable[[int], bytes], close: Callable[[], None]
+    ) -> None:
+        """`read` gives at most so many of the next bytes, none at the end."""
+        super().__init__(size)
+        self._read = read
+        self._close = close
+
+    def seekable(self) -> bool:
+        return False
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        if whence != os.SEEK_SET or offset != self._at:
+            raise io.UnsupportedOperation("the server sends no parts of it, only the whole")
+        return self._at
+
+    def read_at(self, start: int, room: memoryview) -> int:
+        filled, wanted = 0, min(len(room), _STREAM_BYTES)
+        while filled < wanted and (data := self._read(wanted - filled)):
+            room[filled : filled + len(data)] = data
+            filled += len(data)
+        return filled
+
+    def close(self) -> None:
+        if not self.closed:
+            self._close()
+        super().close()

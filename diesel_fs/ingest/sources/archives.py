@@ -1,0 +1,656 @@
+"""Archives as the source of a put: each is fetched once, decompressed, and its members are packed.
+
+    put --unpack s3://bucket/shards/*.tar.gz https://host/extra.zip pets
+
+Threads take the archives in their order; each fetches, decompresses and packs one at a time, so
+archives are worked on side by side, and nothing lies on a disk meanwhile. (Decompressing, hashing
+and copying let other threads run.) What an archive is, its first bytes say: a tar or a zip, or one
+compressed file, which becomes a file without the suffix.
+
+**What is put once.** When an archive has been put whole, it is recorded (`ArchiveRecord`): a later
+put skips it, if the place where it lies calls its bytes the same (address, tag and size) or its
+SHA-256 is the same, and the dataset still has all that it brought. So a put that was killed goes on
+at the archive. With `--checksum` or `--delete` no archive is skipped. Where another dataset that
+the caller may read has an archive of the same SHA-256, its entries are copied from there.
+
+**Order.** Of members with one path, the one in the archive that is named last counts, whichever is
+packed first: where several archives had a file at one path, the last of them is read again for
+these. Archives that were skipped count as earlier ones.
+"""
+
+import contextlib
+import io
+import logging
+import tarfile
+import threading
+import time
+from array import array
+from collections.abc import Callable, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import BinaryIO, NamedTuple, Protocol, cast
+
+import numpy as np
+from xxhash import xxh3_64_intdigest
+
+from ...cache.reader import EntryFile, EntryReader
+from ...errors import DieselError, NotFoundError, UsageError
+from ...format.entries import ChunkId, Kind
+from ...format.snapshot.reader import Indices, Snapshot
+from ...repository.interface import Repository
+from ...repository.provenance import OTHERS_BYTES_MAX, ArchiveRecord, LiveFiles, source_id
+from ...repository.validation import ValidatedChunk
+from ...repository.writing import WriteSession
+from ..compare import Comparer
+from ..options import Filter, PutOptions, PutReport
+from ..packer import FileSkipped, Packer
+from ..paths import source_path, target_path
+from ..put import PutWork, Source
+from .archive_file import ArchiveFile
+from .compression import BROKEN_STREAM, BufferedStream, Decompressor, decompressed
+from .members import READ_BYTES, MemberLog, MemberTaker
+from .tar import TarEntries, is_tar
+from .tar_headers import BLOCK_BYTES
+from .zip import ZIP_MAGICS, ZipEntries
+
+log = logging.getLogger("diesel.ingest")
+
+_BROKEN: tuple[type[Exception], ...] = (FileSkipped, *BROKEN_STREAM)
+_LOOKS = 16  # archives whose tags and sizes are asked for at once
+_COUNTED_BYTES = 64 << 20  # of one compressed file in memory; a longer one is decompressed twice
+_COPY_MEMORY_BYTES = 256 << 20
+_SUFFIXES = (b".gz", b".bz2", b".xz", b".zst", b".zstd")
+
+
+class ArchiveState(NamedTuple):
+    """An archive as it is where it lies."""
+
+    tag: str
+    """What its place calls just these bytes; empty where it does not say."""
+    size: int
+    modified_ns: int
+
+
+class Archive(Protocol):
+    """An archive, where it lies. Used by one thread at a time."""
+
+    @property
+    def name(self) -> str:
+        """Its address, as it is shown: without a query."""
+        ...
+
+    @property
+    def address(self) -> str:
+        """Its whole address."""
+        ...
+
+    @property
+    def sha256(self) -> bytes:
+        """What its SHA-256 must be; empty where that is not said."""
+        ...
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it costs little to read it twice."""
+        ...
+
+    def look(self) -> ArchiveState:
+        """Its state. Raises NotFoundError, PermissionDenied, ObjectStoreError."""
+        ...
+
+    def open(self, state: ArchiveState) -> ArchiveFile:
+        """Its bytes as they were in this state. Raises as `look`; reading raises OSError."""
+        ...
+
+
+class _Log(MemberLog):
+    """What one archive has in it."""
+
+    def __init__(self, target: bytes) -> None:
+        self._target = target
+        self.paths = array("Q")  # hashes of the paths of its files
+        self.others: list[bytes] = []
+        self.unchanged: list[int] = []
+        self.entries = 0
+
+    def add_files(self, prefix: bytes, names: Sequence[bytes]) -> None:
+        self.paths.extend(xxh3_64_intdigest(prefix + name) for name in names)
+        self.entries += len(names)
+
+    def add_other(self, path: bytes) -> None:
+        self.others.append(target_path(self._target, path))
+        self.entries += 1
+
+    def add_unchanged(self, index: int) -> None:
+        self.unchanged.append(index)
+
+
+class _OnlyThese(Filter):
+    """Of what another filter takes, the paths with these hashes."""
+
+    def __init__(self, taken: Filter, hashes: Set[int]) -> None:
+        self._taken = taken
+        self._hashes = hashes
+        self.includes_all = False
+
+    def excludes(self, path: bytes, *, is_folder: bool) -> bool:
+        return xxh3_64_intdigest(path) not in self._hashes or self._taken.excludes(
+            path, is_folder=is_folder
+        )
+
+
+class _Original(NamedTuple):
+    """Where another dataset has the entries of an archive."""
+
+    view: Snapshot
+    record: ArchiveRecord
+
+
+@dataclass(slots=True)
+class _Job:
+    """One archive of a put."""
+
+    number: int
+    archive: Archive
+    state: ArchiveState
+    log: _Log
+    record: ArchiveRecord | None = None
+    is_skipped: bool = False
+    original: _Original | None = None
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Archives that are packed into common chunks: one, or several that are smaller than a
+    chunk."""
+
+    jobs: list[_Job] = field(default_factory=list)
+    bytes: int = 0
+    chunks: dict[ChunkId, int] = field(default_factory=dict)
+    """The chunks that were committed, and how many files (extents) each holds."""
+
+
+class ArchivesSource(Source):
+    """The members of several archives. One that cannot be read is named in the report, and the
+    others go on."""
+
+    shadowed_reason = "it is a folder of an archive, too"
+
+    def __init__(self, archives: Sequence[Archive]) -> None:
+        self._archives = archives
+        self._jobs: list[_Job] = []
+        self._missing: list[tuple[Archive, DieselError]] = []
+        self._lock = threading.Lock()
+        self._reports: list[PutReport] = []
+        self._error: BaseException | None = None
+
+    def open(self, repository: Repository, target: bytes, options: PutOptions) -> None:
+        """Ask for the state of each archive. Raises the first error where none can be had."""
+
+        def look(archive: Archive) -> ArchiveState | DieselError:
+            try:
+                return archive.look()
+            except DieselError as error:
+                return error
+
+        with ThreadPoolExecutor(_LOOKS, "look") as threads:
+            states = list(threads.map(look, self._archives))
+        for number, (archive, state) in enumerate(zip(self._archives, states, strict=True)):
+            if isinstance(state, DieselError):
+                self._missing.append((archive, state))
+            else:
+                self._jobs.append(_Job(number, archive, state, _Log(target)))
+        if not self._jobs:
+            if self._missing:
+                raise self._missing[0][1]
+            raise NotFoundError("there is no archive to put")
+
+    def start(self, work: PutWork) -> Comparer:
+        comparer = super().start(work)
+        work.report.archives = len(self._archives)
+        for archive, error in self._missing:
+            work.report.fail(archive.name.encode(), error.message)
+        return comparer
+
+    def count(self) -> bool:
+        for job in self._jobs:
+            self._take_one(job, self._work, None)
+        self._work.report.walked = True
+        return not self._missing
+
+    def pack(self, session: WriteSession) -> bool:
+        self._session = session
+        self._skip_recorded()
+        todo = [job for job in self._jobs if not job.is_skipped]
+        batches = _batches(todo, self._work.options.chunk_bytes)
+        if batches:
+            self._run(batches)
+        self._settle_order(todo)
+        self._work.report.walked = True
+        return not self._work.report.failed
+
+    def published(self, session: WriteSession) -> None:
+        """Write the records anew whose counts this put has changed."""
+        recorded = [job for job in self._jobs if job.record is not None]
+        if not recorded:
+            return
+        live = LiveFiles(self._work.repository.view(session.name))
+        for job in recorded:
+            assert job.record is not None
+            files = tuple(live.counts(job.record.chunks))
+            if files != job.record.files:
+                self._work.repository.record_archive(
+                    session.identity, replace(job.record, files=files, is_alone=False)
+                )
+
+    # Which archives need not be read
+
+    def _skip_recorded(self) -> None:
+        """Skip the archives that the dataset was made from, as far as it still has all of them.
+        Find others in other datasets."""
+        options, repository = self._work.options, self._work.repository
+        if options.checksum or options.delete:
+            return
+        records = repository.archive_records(self._session.identity)
+        mine = [record for record in records if record.target == self._work.target]
+        by_source = {record.source_id: record for record in mine}
+        live = LiveFiles(self._work.view, self._work.readable.lost) if mine else None
+        for job in self._jobs:
+            record = by_source.get(self._source_id(job))
+            if record is None or not _is_unchanged(job, record):
+                record = self._of_same_content(job, mine)
+            if record is not None and live is not None and live.has_all(record):
+                job.record, job.is_skipped = record, True
+                self._work.report.unchanged += record.entries
+                self._work.report.archives_skipped += 1
+        self._find_originals([job for job in self._jobs if not job.is_skipped])
+
+    def _source_id(self, job: _Job) -> bytes:
+        """What identifies an archive, and what is put of it."""
+        options = self._work.options
+        filters = "".join(f"\n+{each}" for each in options.include)
+        filters += "".join(f"\n-{each}" for each in options.exclude)
+        return source_id(job.archive.address + filters)
+
+    def _of_same_content(self, job: _Job, records: Sequence[ArchiveRecord]) -> ArchiveRecord | None:
+        """The record among these of an archive with the same SHA-256, as far as that is known."""
+        if not self._work.path_filter.includes_all:
+            return None
+        same_size = [each for each in records if each.size == job.state.size and each.sha256]
+        if not same_size:
+            return None
+        sha256 = job.archive.sha256
+        if not sha256 and job.archive.is_local:
+            try:
+                with contextlib.closing(job.archive.open(job.state)) as file:
+                    sha256 = file.sha256()
+            except (NotFoundError, OSError):
+                return None  # reading it will say why
+        return next((each for each in same_size if each.sha256 == sha256), None)
+
+    def _find_originals(self, jobs: Sequence[_Job]) -> None:
+        """Find archives of the same SHA-256 in other datasets, which the caller may read. One that
+        cannot be looked at is left out."""
+        wanted = [job for job in jobs if job.archive.sha256 or job.archive.is_local]
+        repository = self._work.repository
+        for info in repository.datasets() if wanted else ():
+            if info.identity == self._session.identity:
+                continue
+            try:
+                records = [
+                    each for each in repository.archive_records(info.identity) if each.is_alone
+                ]
+                found = [(job, self._of_same_content(job, records)) for job in wanted]
+                if not any(record for _, record in found):
+                    continue
+                view = repository.view_of(info)
+            except DieselError as error:
+                log.info("dataset %s is not looked at for archives: %s", info.name, error.message)
+                continue
+            live = LiveFiles(view)
+            for job, record in found:
+                if record is not None and live.has_all(record):
+                    job.original = _Original(view, record)
+
+    # Reading, packing
+
+    def _run(self, batches: Sequence[_Batch]) -> None:
+        """Put batches, several side by side. Raises DieselError."""
+        waiting = iter(batches)
+        count = min(self._work.options.processes, len(batches))
+        ended = threading.Semaphore(0)
+
+        def run() -> None:
+            try:
+                while self._error is None:
+                    with self._lock:
+                        batch = next(waiting, None)
+                    if batch is None:
+                        return
+                    self._put(batch, count)
+            except BaseException as error:
+                self._error = self._error or error
+            finally:
+                ended.release()
+
+        threads = [threading.Thread(target=run, name="unpack") for _ in range(count)]
+        for thread in threads:
+            thread.start()
+        try:
+            left = count
+            while left:
+                left -= ended.acquire(timeout=0.2)
+                self._report_progress()
+        except BaseException as error:  # Ctrl-C
+            self._error = self._error or error
+            raise
+        finally:
+            for thread in threads:
+                thread.join()
+            self._report_progress()
+        if self._error is not None:
+            raise self._error
+
+    def _report_progress(self) -> None:
+        with self._lock:
+            self._work.progress(self._work.report)
+
+    def _put(self, batch: _Batch, side_by_side: int) -> None:
+        """Put the archives of a batch, and record them."""
+        work = self._work
+        report = PutReport()
+
+        def committed(chunk: ValidatedChunk, entries: int) -> None:
+            kinds = chunk.batch.rows.records["kind"]
+            batch.chunks[chunk.batch.chunk.id] = int(np.count_nonzero(kinds == Kind.FILE))
+            work.report.add_chunk(chunk, entries)
+
+        packer = self._packer(committed)
+        own = replace(work, report=report, progress=lambda _: self._check_running())
+        whole: list[tuple[_Job, float, bytes]] = []
+        try:
+            for job in batch.jobs:
+                begun_s = time.monotonic()
+                found, sha256 = self._take_one(job, own, packer)
+                if found:
+                    whole.append((job, time.monotonic() - begun_s, sha256))
+            begun_s = time.monotonic()
+            packer.finish()
+            stored_s = (time.monotonic() - begun_s) / max(len(whole), 1)
+        finally:
+            packer.close()
+            with self._lock:
+                work.report.entries_found += report.entries_found
+                work.report.unchanged += report.unchanged
+                work.report.hard_links += report.hard_links
+                work.report.stripped += packer.stripped
+                work.report.failed += report.failed
+        for job, seconds, sha256 in whole:
+            self._record(batch, job, seconds + stored_s, sha256)
+
+    def _packer(self, committed: Callable[[ValidatedChunk, int], None]) -> Packer:
+        """A packer of one thread; the session, which all share, is used by one at a time.
+        `committed` is called meanwhile."""
+        session, options = self._session, self._work.options
+
+        def new_id(writer_of: ChunkId | None) -> ChunkId:
+            with self._lock:
+                return session.new_id(writer_of)
+
+        def commit(preamble: bytes, header: bytes, entries: int) -> None:
+            with self._lock:
+                committed(session.commit(preamble, header), entries)
+
+        return Packer(
+            session.identity, options.chunk_bytes, options.compress, session.objects, new_id, commit
+        )
+
+    def _check_running(self) -> None:
+        """Raise what ended another thread."""
+        if self._error is not None:
+            raise self._error
+
+    def _take_one(self, job: _Job, work: PutWork, packer: Packer | None) -> tuple[bool, bytes]:
+        """Take the members of one archive; returns whether it was whole, and its SHA-256. What is
+        wrong with it is named in the report. Raises DieselError where the put cannot go on."""
+        name = job.archive.name
+        failed = len(work.report.failed)
+        taker = MemberTaker(work, self._comparer, packer, job.log)
+        try:
+            if job.original is not None:
+                reason, sha256 = _copy(job.original, taker), job.original.record.sha256
+            else:
+                with contextlib.closing(_opened(job)) as file:
+                    reason = self._take_members(job, file, taker)
+                    sha256 = file.sha256() if not reason else b""
+        except (UsageError, OSError) as error:
+            reason, sha256 = getattr(error, "message", "") or str(error), b""
+        if not reason and job.archive.sha256 not in (b"", sha256):
+            reason = f"its SHA-256 is {sha256.hex()}, not {job.archive.sha256.hex()}"
+        if taker.has_hard_links and packer is not None:
+            packer.finish()
+            with self._lock:
+                self._session.finish()
+            taker.copy_hard_links(work.repository.view(self._session.name))
+        if reason:
+            work.report.fail(name.encode(), reason)
+        else:
+            self._name_failures(work, failed, name)
+        return not reason and len(work.report.failed) == failed, sha256
+
+    def _name_failures(self, work: PutWork, start: int, name: str) -> None:
+        """Say of each member that was left out in which archive it is."""
+        if len(self._archives) > 1:
+            for at in range(start, len(work.report.failed)):
+                path, reason = work.report.failed[at]
+                work.report.failed[at] = path, f"{reason} (in {name})"
+
+    def _take_members(self, job: _Job, file: ArchiveFile, taker: MemberTaker) -> str:
+        """Take the members, of whatever kind the archive is; returns why that broke off."""
+        buffered = io.BufferedReader(file, READ_BYTES)
+        try:
+            if buffered.peek(4)[:4] in ZIP_MAGICS:
+                if not file.seekable():
+                    return "the server sends no parts of it, which a zip needs: download it"
+                with contextlib.closing(ZipEntries(cast("BinaryIO", buffered))) as entries:
+                    return entries.take_all(taker)
+            with contextlib.closing(decompressed(cast("BinaryIO", buffered))) as content:
+                if is_tar(content.peek(BLOCK_BYTES)[:BLOCK_BYTES]):
+                    return TarEntries(content).take_all(taker)
+                if isinstance(content, BufferedStream):
+                    return "it is no archive: tar, zip, gzip, bzip2, xz and Zstandard are known"
+                return self._take_single(job, content, taker)
+        except BROKEN_STREAM as error:
+            return f"it is damaged or cut off: {error}"
+        finally:
+            buffered.detach()  # else it would close the file
+
+    def _take_single(self, job: _Job, content: Decompressor, taker: MemberTaker) -> str:
+        """Take one compressed file. Its size must be known before it is packed, so one that is
+        longer than `_COUNTED_BYTES` is decompressed twice."""
+        member = tarfile.TarInfo()
+        member.mode = 0o644
+        start = content.read(_COUNTED_BYTES)
+        member.size = len(start)
+        if len(start) == _COUNTED_BYTES:
+            while part := content.read(READ_BYTES):
+                member.size += len(part)
+        path = job.archive.name.rstrip("/").rpartition("/")[2].encode("utf-8", "surrogateescape")
+        suffix = next((each for each in _SUFFIXES if path.lower().endswith(each)), b"")
+        path = path[: len(path) - len(suffix)]
+        if member.size <= len(start):
+            taker.take(path, member, job.state.modified_ns, partial(io.BytesIO, start))
+            return ""
+        with contextlib.closing(_opened(job)) as again:
+            same = decompressed(cast("BinaryIO", again))
+            try:
+                taker.take(path, member, job.state.modified_ns, lambda: cast("BinaryIO", same))
+            except _BROKEN as error:
+                return f"it is damaged or has changed: {error}"
+            finally:
+                same.close()
+        return ""
+
+    def _record(self, batch: _Batch, job: _Job, seconds: float, sha256: bytes) -> None:
+        """Record an archive that was put whole."""
+        if sum(map(len, job.log.others)) > OTHERS_BYTES_MAX:
+            return
+        view, chunks = self._work.view, dict(batch.chunks)
+        files = [index for index in job.log.unchanged if view.stat(index).kind == Kind.FILE]
+        if files:
+            numbers = sorted({*view.chunk_of(files).tolist()})
+            before = [view.chunk_ids[number] for number in numbers]
+            chunks.update(zip(before, LiveFiles(view).counts(before), strict=True))
+        job.record = ArchiveRecord(
+            source=job.archive.name,
+            source_id=self._source_id(job),
+            target=self._work.target,
+            tag=job.state.tag,
+            size=job.state.size,
+            sha256=sha256,
+            seconds=seconds,
+            entries=job.log.entries,
+            is_alone=len(batch.jobs) == 1 and not files,
+            chunks=tuple(sorted(chunks)),
+            files=tuple(chunks[chunk] for chunk in sorted(chunks)),
+            others=tuple(job.log.others),
+        )
+        self._work.repository.record_archive(self._session.identity, job.record)
+
+    # Members with one path in several archives
+
+    def _settle_order(self, jobs: Sequence[_Job]) -> None:
+        """Where archives of this put had files at one path, make that of the last one count: read
+        it again for these, and compare contents. Raises DieselError."""
+        again = _contested(jobs)
+        if not again:
+            return
+        self._session.finish()
+        view = self._work.repository.view(self._session.name)
+        for job, hashes in again:
+            comparer = Comparer(
+                view, self._work.target, self._work.options,
+                _OnlyThese(self._work.path_filter, hashes), lambda _: True,
+            )  # fmt: skip
+            chunks: dict[ChunkId, int] = {}
+
+            def committed(
+                chunk: ValidatedChunk, entries: int, chunks: dict[ChunkId, int] = chunks
+            ) -> None:
+                chunks[chunk.batch.chunk.id] = chunk.files
+                self._work.report.add_chunk(chunk, entries)
+
+            packer = self._packer(committed)
+            work = replace(
+                self._work, path_filter=comparer.path_filter, report=PutReport(),
+                options=replace(self._work.options, checksum=True),
+                progress=lambda _: self._check_running(),
+            )  # fmt: skip
+            taker = MemberTaker(work, comparer, packer)
+            try:
+                with contextlib.closing(_opened(job)) as file:
+                    reason = self._take_members(job, file, taker)
+                packer.finish()
+            except OSError as error:
+                reason = str(error)
+            finally:
+                packer.close()
+            if reason:
+                self._work.report.fail(job.archive.name.encode(), reason)
+            elif job.record is not None and chunks:
+                both = dict(zip(job.record.chunks, job.record.files, strict=True)) | chunks
+                ordered = tuple(sorted(both))
+                counts = tuple(both[chunk] for chunk in ordered)
+                job.record = replace(job.record, chunks=ordered, files=counts, is_alone=False)
+
+
+def _opened(job: _Job) -> ArchiveFile:
+    """Open an archive. Raises OSError with the reason."""
+    try:
+        return job.archive.open(job.state)
+    except DieselError as error:
+        raise OSError(error.message) from error
+
+
+def _is_unchanged(job: _Job, record: ArchiveRecord) -> bool:
+    """Whether the place where an archive lies calls its bytes the same as when it was recorded."""
+    if not job.state.tag or (job.state.tag, job.state.size) != (record.tag, record.size):
+        return False
+    return job.archive.sha256 in (b"", record.sha256)
+
+
+def _batches(jobs: Sequence[_Job], chunk_bytes: int) -> list[_Batch]:
+    """The archives in their order, small ones together, as many as make a chunk."""
+    batches: list[_Batch] = []
+    for job in jobs:
+        if not batches or batches[-1].bytes + job.state.size > chunk_bytes:
+            batches.append(_Batch())
+        batches[-1].jobs.append(job)
+        batches[-1].bytes += job.state.size
+    return batches
+
+
+def _contested(jobs: Sequence[_Job]) -> list[tuple[_Job, Set[int]]]:
+    """The archives that are the last of several with a file at one path, in their order, with the
+    hashes of these paths."""
+    if len(jobs) < 2:
+        return []
+    paths = np.concatenate([np.frombuffer(job.log.paths, np.uint64) for job in jobs])
+    owner = np.repeat(np.arange(len(jobs)), [len(job.log.paths) for job in jobs])
+    order = np.lexsort((owner, paths))
+    paths, owner = paths[order], owner[order]
+    is_contested = (paths[1:] == paths[:-1]) & (owner[1:] != owner[:-1])
+    contested = np.isin(paths, paths[1:][is_contested])
+    # Owners ascend: the last one of a path stays
+    last = dict(zip(paths[contested].tolist(), owner[contested].tolist(), strict=True))
+    again: dict[int, set[int]] = {}
+    for path, number in last.items():
+        again.setdefault(number, set()).add(path)
+    return [(jobs[number], again[number]) for number in sorted(again)]
+
+
+def _copy(original: _Original, taker: MemberTaker) -> str:
+    """Take the members of an archive from another dataset; returns why that broke off."""
+    view, record = original
+    reader = EntryReader(view, taker.work.repository.objects, _COPY_MEMORY_BYTES)
+    try:
+        for path in record.others:
+            _copy_other(view, view.index_of(path), source_path(record.target, path), taker)
+        files, ends = _files_of(view, record)
+        reader.prefetch_order(files, ends, grow=True)
+        for index in files.tolist():
+            found = view.stat(index)
+            member = tarfile.TarInfo()
+            member.mode, member.size = found.mode, found.size
+            content = partial(io.BufferedReader, EntryFile(reader, index), READ_BYTES)
+            path = source_path(record.target, view.path(index))
+            taker.take(path, member, found.mtime_ns, cast("Callable[[], BinaryIO]", content))
+    except (DieselError, FileSkipped) as error:
+        return f"its copy in dataset {view.dataset} cannot be read: {error}"
+    finally:
+        reader.close()
+    return ""
+
+
+def _copy_other(view: Snapshot, index: int, path: bytes, taker: MemberTaker) -> None:
+    found = view.stat(index)
+    member = tarfile.TarInfo()
+    member.type, member.mode = tarfile.DIRTYPE, found.mode
+    if found.kind == Kind.LINK:
+        member.type = tarfile.SYMTYPE
+        member.linkname = view.link(index).decode("utf-8", "surrogateescape")
+    taker.take(path, member, found.mtime_ns, io.BytesIO)
+
+
+def _files_of(view: Snapshot, record: ArchiveRecord) -> tuple[Indices, Indices]:
+    """The files in the chunks of a record, chunk by chunk, and where each chunk's end."""
+    files = view.files()
+    chunks = view.chunk_of(files)
+    ids = set(record.chunks)
+    numbers = [number for number, chunk in enumerate(view.chunk_ids) if chunk in ids]
+    is_wanted = np.isin(chunks, numbers)
+    files, chunks = files[is_wanted], chunks[is_wanted]
+    order = np.argsort(chunks, kind="stable")
+    ends = np.flatnonzero(np.diff(chunks[order])) + 1
+    return files[order], np.append(ends, len(files)) if len(files) else ends

@@ -1,0 +1,186 @@
+"""Which archives the entries of a dataset came from: one record for each archive and target folder.
+
+A record lets a put skip an archive that it has put before (DLCache, section III-C.1). It is derived
+and may be lost: then the archive is fetched once more, and its members are compared one by one. So
+a record proves nothing by itself: `LiveFiles.has_all` says whether a version of the dataset still
+has what the record names. FORMAT.md, section 2, has the object's name.
+"""
+
+import hashlib
+import logging
+from collections.abc import Collection, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Self
+from uuid import UUID
+
+import msgpack
+import numpy as np
+
+from ..errors import CorruptError, FormatError, ObjectMissing, UsageError
+from ..format.entries import ChunkId, Kind
+from ..format.object_names import archive_object, archive_prefix
+from ..format.snapshot.reader import Snapshot
+from ..net.messages import Fields, unpack
+from ..storage.objects.store import ObjectStore
+from .retention import extent_counts
+
+log = logging.getLogger("diesel.provenance")
+
+RECORD_BYTES_MAX = 4 << 20
+OTHERS_BYTES_MAX = 1 << 20
+"""Of the paths of links and folders. An archive with more has no record."""
+
+_ID_BYTES = 16
+_READS = 16  # of records at once
+
+
+@dataclass(frozen=True, slots=True)
+class ArchiveRecord:
+    """An archive that was put whole."""
+
+    source: str
+    """Its address, without a query: that may hold a secret."""
+    source_id: bytes
+    """The first 16 bytes of the SHA-256 of the whole address."""
+    target: bytes
+    """The folder of the dataset that it was put to."""
+    tag: str
+    """What the place where it lies calls just these bytes (an ETag). Says no more than 'unchanged
+    at this address'."""
+    size: int
+    """Of the archive, in bytes."""
+    sha256: bytes
+    """Of the whole archive; empty where it is not known."""
+    seconds: float
+    """How long it took to fetch, decompress and pack it: the cost of bringing it back."""
+    entries: int
+    is_alone: bool
+    """Whether the files in its chunks are just those of the archive."""
+    chunks: tuple[ChunkId, ...]
+    files: tuple[int, ...]
+    """How many live files (extents, of files with several) each of the chunks had."""
+    others: tuple[bytes, ...]
+    """The paths of its links and folders in the dataset."""
+
+    @property
+    def name(self) -> str:
+        """The name of its object is made of this: target and source."""
+        return hashlib.sha256(self.source_id + self.target).hexdigest()[:32]
+
+    def pack(self) -> bytes:
+        """The record as bytes."""
+        packed: bytes = msgpack.packb(
+            {
+                "source": self.source,
+                "source_id": self.source_id,
+                "target": self.target,
+                "tag": self.tag,
+                "size": self.size,
+                "sha256": self.sha256,
+                "seconds": self.seconds,
+                "entries": self.entries,
+                "alone": self.is_alone,
+                "chunks": b"".join(self.chunks),
+                "files": np.array(self.files, "<u4").tobytes(),
+                "others": b"\0".join(self.others),
+            }
+        )
+        return packed
+
+    @classmethod
+    def unpack(cls, packed: bytes | bytearray | memoryview) -> Self:
+        """The record in some bytes. Raises CorruptError, UsageError for any others."""
+        if len(packed) > RECORD_BYTES_MAX:
+            raise UsageError(f"a record of an archive has at most {RECORD_BYTES_MAX} bytes")
+        sent = Fields(unpack(packed), "a record of an archive")
+        ids, files = sent.octets("chunks"), sent.octets("files")
+        if len(ids) % _ID_BYTES or len(ids) // _ID_BYTES * 4 != len(files):
+            sent.bad("chunks", "it is an ID of 16 bytes and a count of 4 for each")
+        others = sent.octets("others")
+        record = cls(
+            sent.text("source"),
+            sent.octets("source_id", 16),
+            sent.octets("target"),
+            sent.text("tag"),
+            sent.integer("size"),
+            sent.octets("sha256", 0, 32),
+            sent.number("seconds"),
+            sent.integer("entries"),
+            sent.flag("alone", default=False),
+            tuple(ChunkId(ids[at : at + _ID_BYTES]) for at in range(0, len(ids), _ID_BYTES)),
+            tuple(np.frombuffer(files, "<u4").tolist()),
+            tuple(others.split(b"\0")) if others else (),
+        )
+        sent.end()
+        return record
+
+
+def source_id(address: str) -> bytes:
+    """What identifies a source: made of its whole address, which it does not give away."""
+    return hashlib.sha256(address.encode("utf-8", "surrogateescape")).digest()[:16]
+
+
+class LiveFiles:
+    """How many files of a version each of its chunks has. `unreadable` are indices of files whose
+    chunk is lost."""
+
+    def __init__(self, view: Snapshot, unreadable: Collection[int] = ()) -> None:
+        self._view = view
+        self._counts = extent_counts(view)
+        if unreadable:
+            lost = [index for index in unreadable if view.stat(index).kind == Kind.FILE]
+            np.subtract.at(self._counts, view.chunk_of(lost), 1)
+
+    def counts(self, chunks: Iterable[ChunkId]) -> list[int]:
+        """Of each of these chunks; 0 for one that the version has not."""
+        ids = self._view.chunk_ids
+        found = []
+        for chunk in chunks:
+            number = _find(ids, chunk)
+            found.append(0 if number < 0 else int(self._counts[number]))
+        return found
+
+    def has_all(self, record: ArchiveRecord) -> bool:
+        """Whether the version has everything that an archive brought."""
+        if self.counts(record.chunks) != list(record.files):
+            return False
+        for index in self._view.lookup_many(record.others).tolist() if record.others else ():
+            if index < 0 or self._view.stat(index).kind == Kind.FILE:
+                return False
+        return True
+
+
+def _find(ids: Sequence[ChunkId], chunk: ChunkId) -> int:
+    """The number of a chunk in a table in ascending order, or -1."""
+    low, high = 0, len(ids)
+    while low < high:
+        middle = (low + high) // 2
+        if ids[middle] < chunk:
+            low = middle + 1
+        else:
+            high = middle
+    return low if low < len(ids) and ids[low] == chunk else -1
+
+
+def write_record(objects: ObjectStore, identity: UUID, record: ArchiveRecord) -> None:
+    """Write a record, in place of an older one of the same source and target. Durable on return."""
+    objects.replace(archive_object(identity, record.name), [record.pack()])
+
+
+def read_records(objects: ObjectStore, identity: UUID) -> list[ArchiveRecord]:
+    """All records of a dataset. A damaged one is left out, and named in the log. Raises
+    ObjectStoreError."""
+
+    def read(name: str) -> ArchiveRecord | None:
+        try:
+            return ArchiveRecord.unpack(bytes(objects.get(name)))
+        except ObjectMissing:  # deleted since
+            return None
+        except (FormatError, CorruptError, UsageError) as error:
+            log.warning("%s is left out: %s", name, error.message)
+            return None
+
+    names = list(objects.names(archive_prefix(identity)))
+    with ThreadPoolExecutor(_READS, "records") as threads:
+        return [record for record in threads.map(read, names) if record is not None]

@@ -1,0 +1,107 @@
+"""An HTTP server of the tests for archives: with parts or without, and with faults on demand."""
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+
+@dataclass
+class ArchiveServer:
+    """Serves `files` by path. The rest says how, and what was asked for."""
+
+    files: dict[str, bytes] = field(default_factory=dict)
+    etags: dict[str, str] = field(default_factory=dict)
+    """Instead of one made of the content; empty for none."""
+    modified: str = "Fri, 13 Feb 2009 23:31:30 GMT"
+    sends_parts: bool = True
+    says_length: bool = True
+    redirects: dict[str, str] = field(default_factory=dict)
+    failures: list[int] = field(default_factory=list)
+    """The next answers: each an error status, or -1 for a body that breaks off in the middle."""
+    served: Counter[str] = field(default_factory=Counter)
+    """Bytes of bodies sent, by path."""
+    requests: Counter[str] = field(default_factory=Counter)
+    port: int = 0
+
+    def url(self, path: str) -> str:
+        return f"http://127.0.0.1:{self.port}{path}"
+
+
+@contextmanager
+def archive_server(**options: object) -> Iterator[ArchiveServer]:
+    """A server on loopback, in threads of this process."""
+    state = ArchiveServer(**options)  # type: ignore[arg-type]  # what came is passed on
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *_: object) -> None: ...
+
+        def do_GET(self) -> None:
+            path = self.path.partition("?")[0]
+            state.requests[path] += 1
+            if path in state.redirects:
+                return self._empty(302, Location=state.redirects[path])
+            failure = state.failures.pop(0) if state.failures else 0
+            if failure > 0:
+                return self._empty(failure, **{"Retry-After": "0"})
+            if path not in state.files:
+                return self._empty(404)
+            content = state.files[path]
+            etag = state.etags.get(path, f'"{hash(content):x}"')
+            if self.headers.get("If-Match", etag) != etag:
+                return self._empty(412)
+            asked = self.headers.get("Range")
+            start, end = 0, len(content)
+            if asked and state.sends_parts:
+                first, _, last = asked.removeprefix("bytes=").partition("-")
+                start, end = int(first), min(int(last) + 1, end)
+                if start >= end:
+                    return self._empty(416, **{"Content-Range": f"bytes */{len(content)}"})
+                self.send_response(206)
+                self.send_header("Content-Range", f"bytes {start}-{end - 1}/{len(content)}")
+            else:
+                self.send_response(200)
+            if etag:
+                self.send_header("ETag", etag)
+            if state.modified:
+                self.send_header("Last-Modified", state.modified)
+            if state.says_length:
+                self.send_header("Content-Length", str(end - start))
+            else:
+                self.send_header("Connection", "close")
+            self.end_headers()
+            body = content[start:end]
+            if failure < 0:
+                self.wfile.write(body[: len(body) // 2])
+                self.close_connection = True
+                return None
+            try:
+                self.wfile.write(body)
+            except ConnectionError:  # the client wanted to see the headers
+                return None
+            state.served[path] += len(body)
+            self.close_connection |= not state.says_length
+            return None
+
+        def _empty(self, status: int, **headers: str) -> None:
+            self.send_response(status)
+            for name, value in headers.items():
+                self.send_header(name, value)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    state.port = server.server_address[1]
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+    thread.start()
+    try:
+        yield state
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
