@@ -113,6 +113,7 @@ look_for() {
         need mksquashfs squashfs-tools
         need mkfs.erofs erofs-utils
         need memcached memcached
+        need pigz pigz
         need nutcracker nutcracker
         need iperf3 iperf3
         look_for_memcached_client

@@ -66,11 +66,12 @@ def _archive_paths(name: str) -> list[str]:
     """The files that a path or a glob names; of a folder, all in it. Raises NotFoundError."""
     if os.path.isdir(name):
         return sorted(str(path) for path in Path(name).rglob("*") if path.is_file())
-    if os.path.lexists(name) or not glob.has_magic(name):
+    if os.path.lexists(name):
         return [name]
     found = sorted(glob.glob(name, recursive=True))
     if not found:
-        raise NotFoundError(f"no file matches {name}")
+        is_glob = glob.has_magic(name)
+        raise NotFoundError(f"no file matches {name}" if is_glob else f"there is no file {name}")
     return found
 
 

@@ -354,6 +354,41 @@ def test_a_tar_is_put_from_a_file_or_a_pipe(dlcmd: Dlcmd, tmp_path: Path) -> Non
     dlcmd.program("put", "--tar", "-", "pets", code=2)
 
 
+def test_archives_are_put_by_path_glob_and_folder(dlcmd: Dlcmd, tmp_path: Path) -> None:
+    folder = tmp_path / "archives"
+    folder.mkdir()
+    for name in ("a", "b", "c"):
+        (folder / f"{name}.tar").write_bytes(tar_of({name: name.encode()}))
+    dlcmd("put", "--unpack", folder / "a.tar", f"{folder}/[b]*", "pets/deep")
+    assert dlcmd("ls", "pets/deep").out == b"a\nb\n"
+    assert b"skipped 2 of 3 archives" in dlcmd("put", "--unpack", folder, "pets/deep").out
+    assert dlcmd("cat", "pets/deep/c").out == b"c"
+    assert dlcmd("put", "-n", "--unpack", folder, "other").out.startswith(b"would put 3 entries")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["pets"], 2, "takes SRC... and DATASET"),
+        (["--tar", "-", "a.tar", "pets"], 2, "cannot be used with --tar"),
+        (["--files-from", "-", "a.tar", "pets"], 2, "cannot be used with --tar"),
+        (["nothing.tar", "pets"], 10, "no file nothing.tar"),
+        (["nothing*.tar", "pets"], 10, "no file matches nothing*.tar"),
+        (["ftp://host/a.tar", "pets"], 2, "no archive can lie at ftp://"),
+        (["http://h/a.tar", "http://h/a.tar", "pets"], 2, "is named twice"),
+        (["https://me:secret@host/a.tar", "pets"], 2, "holds no password"),
+        (["http://127.0.0.1:1/a.tar#sha256=1", "pets"], 2, "64 hex digits"),
+    ],
+)
+def test_bad_names_of_archives_are_told(
+    dlcmd: Dlcmd, arguments: list[str], code: int, said: str
+) -> None:
+    result = dlcmd("put", "--unpack", *arguments, code=code)
+    assert said in result.err
+    assert "secret" not in result.err
+    assert not dlcmd.store.exists()
+
+
 def test_the_store_itself_is_refused_as_a_source(dlcmd: Dlcmd, tmp_path: Path) -> None:
     dlcmd("put", write(tmp_path / "src", {"a": b""}), "pets")
     assert "lie in each other" in dlcmd("put", dlcmd.store, "pets", code=2).err

@@ -13,6 +13,7 @@ from pathlib import Path
 import boto3
 import pytest
 
+from tests.ingest.test_tar import tar_of
 from tests.storage.conftest import s3 as s3
 from tests.storage.metadata.redis_servers import RedisServer
 from tests.storage.objects.s3_server import Server, credentials
@@ -275,6 +276,27 @@ def test_a_mount_reads_from_the_bucket(
         shutil.copytree(at, tmp_path / "copy")
     finally:
         shared.program("umount", at)
+
+
+def test_archives_in_a_bucket_are_put_once(shared: Dlcmd, s3: Server) -> None:
+    """A glob matches no slash; a prefix stands for all below it."""
+    place = s3.place()
+    prefix = place.removeprefix(f"s3://{s3.bucket}/")
+    client = boto3.client("s3", endpoint_url=s3.environ["AWS_ENDPOINT_URL"])
+    for key in ("a.tar", "b.tar", "deep/c.tar", "d.txt"):
+        body = (
+            tar_of((f"{key[:-4]}/file", key.encode() * 9_000)) if key.endswith("tar") else b"text"
+        )
+        client.put_object(Bucket=s3.bucket, Key=f"{prefix}/{key}", Body=body)
+    shared("put", "--unpack", f"{place}/*.tar", "pets")
+    assert shared("ls", "-R", "pets").out == b"a\nb\na/file\nb/file\n"
+    found = shared("--json", "put", "--unpack", f"{place}/*.tar", "pets").objects[-1]
+    assert (found["archives"], found["archives_skipped"], found["files"]) == (2, 2, 0)
+    result = shared("put", "--unpack", place, "all", code=3)
+    assert "d.txt: it is no archive" in result.err
+    assert shared("cat", "all/deep/c/file").out == b"deep/c.tar" * 9_000
+    shared("put", "--unpack", f"{place}/e*.tar", "pets", code=10)
+    shared("put", "--unpack", f"{place}/a.tar#sha256={'0' * 64}", "pets", code=3)
 
 
 def test_the_objects_of_a_bucket_are_put(shared: Dlcmd, s3: Server, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from diesel_fs.client.extract import get
 from diesel_fs.errors import (
     CorruptError,
     DieselError,
+    NoSuchDataset,
     NotFoundError,
     PermissionDenied,
     UsageError,
@@ -31,10 +32,12 @@ from diesel_fs.errors import (
 from diesel_fs.ingest import ArchivesSource, HttpArchive, LocalArchive, PutOptions, PutReport
 from diesel_fs.ingest.sources import archive_file
 from diesel_fs.ingest.sources import archives as module
-from diesel_fs.repository.interface import PurgeOptions
+from diesel_fs.repository.interface import PurgeOptions, Repository
 from diesel_fs.repository.local import LocalRepository
 from diesel_fs.repository.provenance import ArchiveRecord
+from diesel_fs.storage.accounts.account import Role
 
+from ..server.in_process_server import in_process_server
 from ..trees import facts, odd_tree
 from .archive_server import ArchiveServer, archive_server
 from .test_tar import contents, reasons, tar_of
@@ -67,7 +70,7 @@ def local(path: Path, data: bytes) -> LocalArchive:
 
 
 def put(
-    repository: LocalRepository, *archives: module.Archive, name: str = "pets", target: bytes = b"",
+    repository: Repository, *archives: module.Archive, name: str = "pets", target: bytes = b"",
     **options: object,
 ) -> PutReport:  # fmt: skip
     wanted = PutOptions(**{"chunk_bytes": CHUNK_BYTES, **options})  # type: ignore[arg-type]  # what came is passed on
@@ -536,6 +539,44 @@ def test_S8_a_secret_in_an_address_is_shown_and_kept_nowhere(
     ]
     with pytest.raises(UsageError, match="no password"):
         HttpArchive("https://me:canary@host/x.tar")
+
+
+# Through a server
+
+
+def test_an_archive_is_put_once_through_a_server(tmp_path: Path, server: ArchiveServer) -> None:
+    data = tar_of(("a", random_bytes(1, 200_000)), ("d/b", b"2"))
+    server.files["/x.tar"] = data
+    address = server.url("/x.tar#sha256=") + hashlib.sha256(data).hexdigest()
+    with in_process_server(tmp_path / "store") as behind:
+        admin = behind.admin
+        assert put(admin, HttpArchive(address), name="one").archives == 1
+        assert put(admin, HttpArchive(address), name="one").archives_skipped == 1
+        served = server.served["/x.tar"]
+        assert not put(admin, HttpArchive(address), name="two").failed
+        assert server.served["/x.tar"] == served + 1  # the entries were copied
+        assert set(contents(behind.store, "two")) == {b"a", b"d", b"d/b"}
+
+
+def test_S10_nothing_is_copied_from_a_dataset_that_the_user_may_not_read(
+    tmp_path: Path, server: ArchiveServer
+) -> None:
+    data = tar_of(("a", random_bytes(1, 200_000)))
+    server.files["/x.tar"] = data
+    address = server.url("/x.tar#sha256=") + hashlib.sha256(data).hexdigest()
+    with in_process_server(tmp_path / "store") as behind:
+        put(behind.admin, HttpArchive(address), name="secret")
+        identity = behind.store.dataset("secret").identity
+        user = behind.with_role(Role.ADMIN, "mine")
+        served = server.served["/x.tar"]
+        put(user, HttpArchive(address), name="mine")
+        assert server.served["/x.tar"] == served + len(data) + 1
+        with pytest.raises(NoSuchDataset):
+            user.archive_records(identity)
+        reader = behind.with_role(Role.READ, "secret")
+        (record,) = reader.archive_records(identity)
+        with pytest.raises(PermissionDenied):
+            reader.record_archive(identity, record)
 
 
 # Records

@@ -52,9 +52,9 @@ def put(
     return ingest.put(repository, "pets", TarSource(io.BytesIO(data)), prefix, wanted)
 
 
-def contents(repository: LocalRepository) -> dict[bytes, bytes | str]:
-    """What the dataset holds: of a file its bytes, of a link its target, of a folder its mode."""
-    view = repository.view("pets")
+def contents(repository: LocalRepository, name: str = "pets") -> dict[bytes, bytes | str]:
+    """What a dataset holds: of a file its bytes, of a link its target, of a folder its mode."""
+    view = repository.view(name)
     reader = EntryReader(view, repository.objects, 1 << 20)
     found = {view.path(i): _content(view, reader, i) for i in range(1, len(view))}
     reader.close()

@@ -41,6 +41,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "put-D4L": put.rate_of(D4L),
     "put-D110": put.rate_of(D110),
     "put-tar": put.from_tar,
+    "put-unpack": put.unpack,
     "put-memory": put.peak_memory,
     "put-memory-many": put.peak_memory_of_many,
     "snapshot": snapshot.measure,

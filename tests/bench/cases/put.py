@@ -16,6 +16,9 @@ TAR_RATIO_LARGE = 0.8  # of files of 110 KiB
 LARGE_FILE_BYTES = 64 << 10
 MDS_RATIO = 2.5
 FOLDER_RATIO = 1.0
+UNPACK_AND_PUT_RATIO = 2.0
+PIGZ_RATIO = 0.8
+UNPACK_AGAIN_S = 2.0
 PEAK_MB = 500
 MANY_PUT_PEAK_MB = 850
 MANY_VERIFY_PEAK_MB = 1300
@@ -23,6 +26,7 @@ MANY_VERIFY_PEAK_MB = 1300
 WARM = "whole commands and a final sync; the sources are in the page cache"
 MDS = "the same; MDSWriter without its start-up, which favours it"
 FROM_TAR = "whole commands; the peer is the put of the folder that the tar was made of"
+UNPACKED = "whole commands and a final sync; the archive is in the page cache"
 COLD = "the same; the sources' contents are not in the page cache"
 
 Prepare = Callable[[Path], None]
@@ -100,6 +104,51 @@ def from_tar(bench: Workbench) -> list[Row]:
         rounds = alternate(bench.rounds, {OURS: side(put_tar), folder_name: side(put_folder)})
     name = f"put --tar {shape.name}"
     return [_row(name, rounds, folder_name, at_least(FOLDER_RATIO), FROM_TAR)]
+
+
+def unpack(bench: Workbench) -> list[Row]:
+    """Putting a compressed tar of small files, and again, against unpacking it to the disk."""
+    shape = bench.shape(D4L)
+    source = bench.input(shape)
+    again: list[float] = []
+    with bench.scratch() as made:
+        tar.pack_seconds(source, made / "d4l.tar")
+        archive = tar.compress(made / "d4l.tar")
+        (made / "d4l.tar").unlink()
+
+        def side(seconds: Callable[[Path], float]) -> Side:
+            def run() -> dict[str, float]:
+                bench.warm_page_cache(archive)
+                with bench.scratch() as folder:
+                    return {"files/s": shape.files / seconds(folder)}
+
+            return run
+
+        def put_archive(folder: Path) -> float:
+            dlcmd = Dlcmd(folder)
+            seconds = dlcmd.seconds("put", "--unpack", str(archive), shape.name)
+            assert dlcmd.stored_bytes() >= shape.bytes
+            again.append(dlcmd.seconds("put", "--unpack", str(archive), shape.name))
+            return seconds
+
+        def unpack_and_put(folder: Path) -> float:
+            seconds = tar.unpack_seconds(archive, folder / "files", tar.TAR_GZIP)
+            return seconds + _put_seconds(folder / "files", shape, folder)
+
+        def pigz(folder: Path) -> float:
+            return tar.unpack_seconds(archive, folder / "files", tar.PIGZ)
+
+        both = f"{tar.TAR_GZIP}, then put"
+        rounds = alternate(
+            bench.rounds,
+            {OURS: side(put_archive), both: side(unpack_and_put), tar.PIGZ: side(pigz)},
+        )
+    name = f"put --unpack {shape.name}.tar.gz"
+    return [
+        _row(name, rounds, both, at_least(UNPACK_AND_PUT_RATIO), UNPACKED),
+        _row(name, rounds, tar.PIGZ, at_least(PIGZ_RATIO), UNPACKED),
+        within(f"{name} again", "s", Samples(tuple(again)), UNPACK_AGAIN_S, most=True),
+    ]
 
 
 def peak_memory_of_many(bench: Workbench) -> list[Row]:
