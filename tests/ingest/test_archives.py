@@ -252,6 +252,7 @@ def test_the_sha256_that_the_address_says_is_checked(
     right = hashlib.sha256(data).hexdigest()
     report = put(repository, HttpArchive(server.url("/x.tar#sha256=") + "0" * 64))
     assert f"its SHA-256 is {right}" in report.failed[0][1]
+    assert contents(repository) == {}
     assert not repository.archive_records(repository.dataset("pets").identity)
     assert not put(repository, HttpArchive(server.url("/x.tar#sha256=") + right)).failed
     with pytest.raises(UsageError, match="fragment"):
@@ -317,6 +318,34 @@ def test_an_archive_survives_a_purge(repository: LocalRepository, tmp_path: Path
     ]
     assert contents(repository) == expected
     assert reports[1].archives_skipped == 2
+
+
+def test_names_that_are_no_text_are_archives_too(
+    repository: LocalRepository, tmp_path: Path
+) -> None:
+    path = os.fsdecode(os.fsencode(tmp_path) + b"/\xff.tar")
+    Path(path).write_bytes(tar_of(("a", b"1")))
+    assert not put(repository, LocalArchive(path)).failed
+    assert put(repository, LocalArchive(path)).archives_skipped == 1
+    Path(path).write_bytes(b"no archive")
+    (failed,) = put(repository, LocalArchive(path)).failed
+    assert failed[0].endswith(b"\xff.tar")
+
+
+def test_hard_links_come_again_where_they_were_deleted(
+    repository: LocalRepository, tmp_path: Path
+) -> None:
+    link = tarfile.TarInfo()
+    link.type, link.linkname, link.mode = tarfile.LNKTYPE, "a", 0o644
+    archive = local(tmp_path / "a.tar", tar_of(("a", b"1"), ("b", link)))
+    for _ in "12":
+        put(repository, archive)
+        assert contents(repository) == {b"a": b"1", b"b": b"1"}
+        session = repository.begin("pets")
+        session.delete([b"b"])
+        session.finish()
+    put(repository, archive)
+    assert contents(repository) == {b"a": b"1", b"b": b"1"}
 
 
 def test_a_put_that_was_killed_goes_on_at_the_archive(

@@ -18,6 +18,7 @@ from ...errors import DieselError
 
 PIECE_BYTES = 8 << 20
 _PIECES_KEPT = 2  # behind the reader: a zip's reader steps back a little
+_WHOLE_BYTES_MAX = 64 << 20  # a fetched archive of so many bytes stays in memory, to be read again
 _HASH_BYTES = 1 << 20
 _STREAM_BYTES = 64 << 10  # a reader that looks at the beginning sees so many
 
@@ -69,6 +70,12 @@ class ArchiveFile(io.RawIOBase, ABC):
             self._hashed += count
         self._at += count
         return count
+
+    def rewind(self) -> None:
+        """Go back to the beginning, and hash anew."""
+        self.seek(0)
+        self._hashed = 0
+        self._hash = hashlib.sha256()
 
     def sha256(self) -> bytes:
         """The SHA-256 of the whole archive: what was not read in order is read now."""
@@ -127,7 +134,7 @@ class FetchedArchiveFile(ArchiveFile):
         except DieselError as error:
             raise OSError(error.message) from error
         self._last = number
-        for each in list(self._pieces):
+        for each in list(self._pieces) if self.size > _WHOLE_BYTES_MAX else ():
             # The last piece stays: a zip has its table of contents there
             if each < number - _PIECES_KEPT and each != self._count - 1:
                 del self._pieces[each]

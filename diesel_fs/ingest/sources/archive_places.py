@@ -36,6 +36,7 @@ from .archives import ArchiveState
 _SHA256 = re.compile("sha256=([0-9a-fA-F]{64})")
 _REDIRECTS_MAX = 5
 _CONNECT_S, _READ_S = 10.0, 30.0  # a server that sends nothing for so long is asked again
+_TAG_MAX = 1024  # of characters
 _AHEAD = 8  # pieces of one archive that are fetched at once
 _BUSY = (408, 425, 429, 500, 502, 503, 504)
 _POLICY = RetryPolicy()
@@ -143,7 +144,7 @@ class HttpArchive:
             size = "0"  # not known
         modified = email.utils.parsedate_tz(changed) if changed else None
         modified_ns = email.utils.mktime_tz(modified) * _SECOND_NS if modified else 0
-        tag = self._etag or (f"modified {changed}" if changed else "")
+        tag = (self._etag or (f"modified {changed}" if changed else ""))[:_TAG_MAX]
         return ArchiveState(tag if int(size) else "", int(size), modified_ns)
 
     def _read(self, start: int, size: int) -> bytes:

@@ -21,6 +21,7 @@ these. Archives that were skipped count as earlier ones.
 import contextlib
 import io
 import logging
+import os
 import tarfile
 import threading
 import time
@@ -57,6 +58,7 @@ from .zip import ZIP_MAGICS, ZipEntries
 log = logging.getLogger("diesel.ingest")
 
 _BROKEN: tuple[type[Exception], ...] = (FileSkipped, *BROKEN_STREAM)
+_SIDE_BY_SIDE_MAX = 8  # archives: for each, some 100 MiB are in memory
 _LOOKS = 16  # archives whose tags and sizes are asked for at once
 _COUNTED_BYTES = 64 << 20  # of one compressed file in memory; a longer one is decompressed twice
 _COPY_MEMORY_BYTES = 256 << 20
@@ -151,7 +153,6 @@ class _Original(NamedTuple):
 class _Job:
     """One archive of a put."""
 
-    number: int
     archive: Archive
     state: ArchiveState
     log: _Log
@@ -182,7 +183,6 @@ class ArchivesSource(Source):
         self._jobs: list[_Job] = []
         self._missing: list[tuple[Archive, DieselError]] = []
         self._lock = threading.Lock()
-        self._reports: list[PutReport] = []
         self._error: BaseException | None = None
 
     def open(self, repository: Repository, target: bytes, options: PutOptions) -> None:
@@ -196,11 +196,11 @@ class ArchivesSource(Source):
 
         with ThreadPoolExecutor(_LOOKS, "look") as threads:
             states = list(threads.map(look, self._archives))
-        for number, (archive, state) in enumerate(zip(self._archives, states, strict=True)):
+        for archive, state in zip(self._archives, states, strict=True):
             if isinstance(state, DieselError):
                 self._missing.append((archive, state))
             else:
-                self._jobs.append(_Job(number, archive, state, _Log(target)))
+                self._jobs.append(_Job(archive, state, _Log(target)))
         if not self._jobs:
             if self._missing:
                 raise self._missing[0][1]
@@ -210,7 +210,7 @@ class ArchivesSource(Source):
         comparer = super().start(work)
         work.report.archives = len(self._archives)
         for archive, error in self._missing:
-            work.report.fail(archive.name.encode(), error.message)
+            work.report.fail(os.fsencode(archive.name), error.message)
         return comparer
 
     def count(self) -> bool:
@@ -318,7 +318,7 @@ class ArchivesSource(Source):
     def _run(self, batches: Sequence[_Batch]) -> None:
         """Put batches, several side by side. Raises DieselError."""
         waiting = iter(batches)
-        count = min(self._work.options.processes, len(batches))
+        count = min(self._work.options.processes, len(batches), _SIDE_BY_SIDE_MAX)
         ended = threading.Semaphore(0)
 
         def run() -> None:
@@ -328,13 +328,13 @@ class ArchivesSource(Source):
                         batch = next(waiting, None)
                     if batch is None:
                         return
-                    self._put(batch, count)
+                    self._put(batch)
             except BaseException as error:
                 self._error = self._error or error
             finally:
                 ended.release()
 
-        threads = [threading.Thread(target=run, name="unpack") for _ in range(count)]
+        threads = [threading.Thread(target=run, name="unpack", daemon=True) for _ in range(count)]
         for thread in threads:
             thread.start()
         try:
@@ -356,7 +356,7 @@ class ArchivesSource(Source):
         with self._lock:
             self._work.progress(self._work.report)
 
-    def _put(self, batch: _Batch, side_by_side: int) -> None:
+    def _put(self, batch: _Batch) -> None:
         """Put the archives of a batch, and record them."""
         work = self._work
         report = PutReport()
@@ -421,23 +421,44 @@ class ArchivesSource(Source):
             if job.original is not None:
                 reason, sha256 = _copy(job.original, taker), job.original.record.sha256
             else:
-                with contextlib.closing(_opened(job)) as file:
-                    reason = self._take_members(job, file, taker)
-                    sha256 = file.sha256() if not reason else b""
+                reason, sha256 = self._fetch_members(job, taker)
         except (UsageError, OSError) as error:
             reason, sha256 = getattr(error, "message", "") or str(error), b""
-        if not reason and job.archive.sha256 not in (b"", sha256):
-            reason = f"its SHA-256 is {sha256.hex()}, not {job.archive.sha256.hex()}"
-        if taker.has_hard_links and packer is not None:
-            packer.finish()
-            with self._lock:
-                self._session.finish()
-            taker.copy_hard_links(work.repository.view(self._session.name))
+        self._copy_hard_links(taker, packer)
         if reason:
-            work.report.fail(name.encode(), reason)
+            work.report.fail(os.fsencode(name), reason)
         else:
             self._name_failures(work, failed, name)
         return not reason and len(work.report.failed) == failed, sha256
+
+    def _fetch_members(self, job: _Job, taker: MemberTaker) -> tuple[str, bytes]:
+        """Read an archive and take its members; returns why that broke off, and its SHA-256. Where
+        that must be a certain one, no member is taken before it has been seen to be. Raises
+        UsageError, OSError."""
+        expected = job.archive.sha256
+        if expected:
+            with contextlib.closing(_opened(job)) as file:
+                reason = _difference(expected, file.sha256())
+                if reason:
+                    return reason, b""
+                if file.seekable():
+                    file.rewind()
+                    return self._take_hashed(job, file, taker)
+        with contextlib.closing(_opened(job)) as file:
+            return self._take_hashed(job, file, taker)
+
+    def _take_hashed(self, job: _Job, file: ArchiveFile, taker: MemberTaker) -> tuple[str, bytes]:
+        reason = self._take_members(job, file, taker)
+        sha256 = file.sha256() if not reason else b""
+        return reason or _difference(job.archive.sha256, sha256), sha256
+
+    def _copy_hard_links(self, taker: MemberTaker, packer: Packer | None) -> None:
+        if packer is None or not taker.has_hard_links:
+            return
+        packer.finish()
+        with self._lock:
+            self._session.finish()
+        taker.copy_hard_links(self._work.repository.view(self._session.name))
 
     def _name_failures(self, work: PutWork, start: int, name: str) -> None:
         """Say of each member that was left out in which archive it is."""
@@ -503,7 +524,7 @@ class ArchivesSource(Source):
             before = [view.chunk_ids[number] for number in numbers]
             chunks.update(zip(before, LiveFiles(view).counts(before), strict=True))
         job.record = ArchiveRecord(
-            source=job.archive.name,
+            source=os.fsencode(job.archive.name).decode("utf-8", "backslashreplace"),
             source_id=self._source_id(job),
             target=self._work.target,
             tag=job.state.tag,
@@ -551,13 +572,14 @@ class ArchivesSource(Source):
             try:
                 with contextlib.closing(_opened(job)) as file:
                     reason = self._take_members(job, file, taker)
+                self._copy_hard_links(taker, packer)
                 packer.finish()
             except OSError as error:
                 reason = str(error)
             finally:
                 packer.close()
             if reason:
-                self._work.report.fail(job.archive.name.encode(), reason)
+                self._work.report.fail(os.fsencode(job.archive.name), reason)
             elif job.record is not None and chunks:
                 both = dict(zip(job.record.chunks, job.record.files, strict=True)) | chunks
                 ordered = tuple(sorted(both))
@@ -571,6 +593,13 @@ def _opened(job: _Job) -> ArchiveFile:
         return job.archive.open(job.state)
     except DieselError as error:
         raise OSError(error.message) from error
+
+
+def _difference(expected: bytes, sha256: bytes) -> str:
+    """Why an archive of this SHA-256 is not the expected one, or the empty string."""
+    if expected in (b"", sha256):
+        return ""
+    return f"its SHA-256 is {sha256.hex()}, not {expected.hex()}"
 
 
 def _is_unchanged(job: _Job, record: ArchiveRecord) -> bool:

@@ -171,6 +171,9 @@ class MemberTaker:
             ):
                 report.entries_found -= 1
                 report.unchanged += 1
+                before = self._comparer.view.lookup(path)
+                if before >= 0:
+                    self._log.add_unchanged(before)
                 continue
             content = io.BufferedReader(EntryFile(reader, source), READ_BYTES)
             self._packer.add_stream(content, size, split(path), mode, mtime_ns)
