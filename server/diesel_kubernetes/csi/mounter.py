@@ -41,6 +41,10 @@ class Mounter(Protocol):
         """End a mount, dead or alive, or do nothing where there is none. What it has needed is gone
         then, but for its folder. Raises BusyError where a process uses it, and DieselError."""
 
+    def tidy(self) -> None:
+        """When the plugin starts: remove what a killed one has left outside the state folder.
+        Raises DieselError."""
+
 
 class ProcessMounter:
     """Mounts that are processes of the node, beside the plugin."""
@@ -68,6 +72,9 @@ class ProcessMounter:
                 environment = {"HOME": str(folder), "XDG_RUNTIME_DIR": str(folder / "run")}
                 run_dlcmd(["umount", "--", root], environment, deadline_s=END_DEADLINE_S)
         detach_dead(root)
+
+    def tidy(self) -> None:
+        """See `Mounter`. Processes leave nothing outside."""
 
 
 def mount_arguments(volume: Volume) -> list[str]:

@@ -2,9 +2,9 @@
 
 `NodeVolumes` has the logic of `VOLUMES.md`, without gRPC. Rules of concurrency: any thread may call
 it. Starts run in a pool of few threads; callers of one key wait for one start. A thread of its own
-(the reaper) ends mounts that nobody uses. A mount is started, joined and ended under the lock of its
-key, and is not ended while a call for its key is under way (`_claims`). A target is changed under a
-lock of its own.
+(the reaper) ends mounts that nobody uses. A mount is started, joined and ended under the lock of
+its key, and is not ended while a call for its key is under way (`_claims`). A target is changed
+under a lock of its own.
 """
 
 import logging
@@ -72,7 +72,7 @@ class NodeVolumes:
         self._lock = threading.Lock()  # of the fields below
         self._claims: Counter[str] = Counter()  # calls under way, by key
         self._starting: dict[str, Future[str]] = {}  # by key
-        self._checked_s: dict[str, float] = {}  # when a mount's version was last known to be current
+        self._checked_s: dict[str, float] = {}  # when it was last known to be current
         self._target_locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
         self._starters = ThreadPoolExecutor(starts_max, "diesel-csi-start")
         self._idle_since_s: dict[str, float] = {}  # only of the reaper

@@ -12,12 +12,27 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from diesel_fs.errors import DeadlineError, DieselError, error_by_class_name
+from diesel_fs.errors import (
+    BusyError,
+    DeadlineError,
+    DieselError,
+    FormatError,
+    MetadataError,
+    NoSpaceError,
+    NotFoundError,
+    ObjectStoreError,
+    PermissionDenied,
+    UsageError,
+    error_by_class_name,
+)
 from diesel_fs.system.daemons import minimal_environment
 
 from .volumes import Volume
 
 DLCMD = (sys.executable, "-m", "dlcmd")
+
+SHOWN_LINES, SHOWN_CHARS = 5, 1500
+"""How much of a log an error repeats where the program has not reported one."""
 
 KILLED_OUTPUT_S = 5.0
 """How long the output of a program that was killed is waited for."""
@@ -64,7 +79,9 @@ def run_dlcmd(
         except subprocess.TimeoutExpired:
             process.kill()
             process.communicate(timeout=KILLED_OUTPUT_S)
-            raise DeadlineError(f"`dlcmd {arguments[0]}` took longer than {deadline_s:g} s") from None
+            raise DeadlineError(
+                f"`dlcmd {arguments[0]}` took longer than {deadline_s:g} s"
+            ) from None
     if process.returncode:
         raise _reported(err.decode(errors="replace"), arguments[0], process.returncode)
     for line in out.splitlines():
@@ -86,4 +103,15 @@ def _reported(text: str, verb: str, code: int) -> DieselError:
                 return error
     except ValueError:
         pass
-    return DieselError(f"`dlcmd {verb}` ended with exit code {code}: {text.strip()[-2000:]}")
+    return error_of_exit(verb, code, text)
+
+
+def error_of_exit(verb: str, code: int, text: str) -> DieselError:
+    """The error for an exit code of `dlcmd`, and the last lines of its log or of stderr."""
+    kinds = (
+        UsageError, NotFoundError, BusyError, PermissionDenied, ObjectStoreError, MetadataError,
+        FormatError, NoSpaceError,
+    )  # fmt: skip
+    kind = next((each for each in kinds if each.exit_code == code), DieselError)
+    last = "; ".join(text.strip().splitlines()[-SHOWN_LINES:])[-SHOWN_CHARS:]
+    return kind(f"`dlcmd {verb}` ended with exit code {code}: {last or 'it said nothing'}")

@@ -1,7 +1,7 @@
 """The gRPC services Identity and Node of CSI, over the logic of `node.py`.
 
-A pool of threads serves the calls. Publishing may wait for a mount, so only `PUBLISHES_MAX` calls of
-it are let in at once; the pool has more threads than that, and Probe always finds one.
+A pool of threads serves the calls. Publishing may wait for a mount, so only `PUBLISHES_MAX` calls
+of it are let in at once; the pool has more threads than that, and Probe always finds one.
 """
 
 import logging
@@ -246,7 +246,9 @@ class Server:
         listened at."""
         scheme, _, path = endpoint.partition("://")
         if scheme != "unix" or not path.startswith("/"):
-            raise UsageError(f"bad endpoint {endpoint!r}", advice="write it as unix:///csi/csi.sock")
+            raise UsageError(
+                f"bad endpoint {endpoint!r}", advice="write it as unix:///csi/csi.sock"
+            )
         _remove_dead_socket(path)
         self._server = grpc.server(
             ThreadPoolExecutor(PUBLISHES_MAX + OTHER_CALLS_MAX, "diesel-csi"),
@@ -290,9 +292,7 @@ def _check_id(volume_id: str) -> None:
 def _check_capability(capability: csi.VolumeCapability) -> None:
     """Raises UsageError for a volume that is no folder. Every access mode is fine: VOLUMES.md."""
     if capability.WhichOneof("access_type") != "mount":
-        raise UsageError(
-            "a volume of this driver is a folder", advice="use volumeMode: Filesystem"
-        )
+        raise UsageError("a volume of this driver is a folder", advice="use volumeMode: Filesystem")
 
 
 def _text(text: str) -> str:

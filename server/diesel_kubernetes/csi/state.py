@@ -100,8 +100,8 @@ class StateFolder:
 
     @contextmanager
     def key_lock(self, key: str, *, wait: bool = True) -> Iterator[int]:
-        """Hold the lock of a mount key; the descriptor may be inherited by a program that then holds
-        it, too. Raises BlockingIOError where another process has it, unless this call waits."""
+        """Hold the lock of a mount key. A program that inherits the descriptor holds it, too.
+        Raises BlockingIOError where somebody else has it, unless this call waits."""
         path = self._locks / key
         while True:
             descriptor = _open_lock(path)

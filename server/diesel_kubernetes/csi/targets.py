@@ -23,6 +23,8 @@ from .state import StateFolder
 
 TARGET_MODE = 0o750
 
+_NOT_COUNTED = 1 << 62
+
 
 class Place(Enum):
     """What is mounted at a target."""
@@ -51,7 +53,7 @@ class MountTable:
         roots: dict[str, DatasetMount] = {}
         for name in state.names():
             top = topmost_at(state.root(name), entries)
-            roots.update({name: each for each in found if each.tree is top})
+            roots.update((name, each) for each in found if each.tree is top)
         devices = {each.tree.device: name for name, each in roots.items()}
         binds: dict[str, list[str]] = {name: [] for name in roots}
         for each in found:
@@ -146,4 +148,5 @@ class Usage:
 def usage_of(target: str) -> Usage:
     """The size of a living mount. Raises OSError."""
     found = os.statvfs(Path(target))
-    return Usage(found.f_blocks * found.f_frsize, found.f_files)
+    is_counted = found.f_files < _NOT_COUNTED  # EROFS does not say
+    return Usage(found.f_blocks * found.f_frsize, found.f_files if is_counted else 0)
