@@ -1,11 +1,12 @@
 """Runs the node plugin as a program, and calls it over its socket as kubelet does."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -13,9 +14,11 @@ from typing import TypeVar
 import grpc
 from google.protobuf.message import Message
 
+from diesel_fs.system.mountinfo import mounts
 from diesel_kubernetes.csi import csi_pb2 as csi
 from diesel_kubernetes.names import POD_NAME, POD_NAMESPACE
 from tests.cli.conftest import program_environment
+from tests.waiting import wait_until
 
 DEADLINE_S = 60.0
 
@@ -127,6 +130,36 @@ class Plugin:
         assert self.process.stdout is not None
         self.process.stdout.close()
         return code
+
+    @property
+    def roots(self) -> list[str]:
+        """Where the plugin's own mounts are, but for `.diesel` in them."""
+        place = f"{self.state}/mounts/"
+        return [each.path for each in mounts() if re.fullmatch(f"{place}[^/]+/root", each.path)]
+
+    def processes(self) -> dict[int, str]:
+        """All processes whose arguments name the state folder, but the plugin: those of mounts."""
+        found = {}
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            with suppress(OSError):
+                line = path.read_bytes().decode(errors="replace")
+                if str(self.state) in line and int(path.parent.name) != self.process.pid:
+                    found[int(path.parent.name)] = line
+        return found
+
+    def descriptors(self) -> list[str]:
+        """What the plugin has open."""
+        found = []
+        for path in Path(f"/proc/{self.process.pid}/fd").iterdir():
+            with suppress(OSError):
+                found.append(os.readlink(path))
+        return found
+
+    def wait_until_clean(self) -> None:
+        """Wait until no mount, no process of one and no folder of one is left."""
+        wait_until(lambda: not self.roots, otherwise=lambda: f"still mounted: {self.roots}")
+        wait_until(lambda: not os.listdir(self.state / "mounts"))
+        wait_until(lambda: not self.processes(), otherwise=lambda: f"run: {self.processes()}")
 
     def restart(self, number: signal.Signals = signal.SIGKILL) -> None:
         """End the process, and start it again on the same state folder."""
