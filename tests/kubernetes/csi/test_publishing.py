@@ -11,7 +11,6 @@ import grpc
 import pytest
 
 from diesel_kubernetes.csi import csi_pb2 as csi
-
 from tests.waiting import wait_until
 
 from .conftest import FILES, put_files
@@ -117,7 +116,6 @@ def test_a_volume_shows_the_version_that_it_names(plugin: Plugin, tmp_path: Path
 def test_a_volume_follows_its_dataset(plugin: Plugin, tmp_path: Path) -> None:
     """A bind shows the switch: such mounts have the kernel session."""
 
-
     url = (tmp_path / "store").as_uri()
     put_files(url, {"a": b"first"})
     target = tmp_path / "mount"
@@ -153,9 +151,7 @@ def test_an_error_has_its_code_and_leaves_nothing(
     plugin.wait_until_clean()
 
 
-def test_a_request_that_is_no_volume_is_refused(
-    plugin: Plugin, store: str, tmp_path: Path
-) -> None:
+def test_a_request_that_is_no_volume_is_refused(plugin: Plugin, store: str, tmp_path: Path) -> None:
     attributes = {"dataset": "pets", "url": store}
     for refused, wanted in (
         ({"volume": ""}, "names no volume"),
