@@ -35,9 +35,9 @@ def traces_of(secret: str, plugin: Plugin) -> list[str]:
     """Where a secret can be found: the plugin's folder, and the arguments of all processes."""
     found = []
     for path in plugin.folder.rglob("*"):
-        if path.is_file() and "/root/" not in str(path):
-            if secret.encode() in path.read_bytes():
-                found.append(str(path))
+        is_own = path.is_file() and "/root/" not in str(path)
+        if is_own and secret.encode() in path.read_bytes():
+            found.append(str(path))
     for line in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             if secret.encode() in line.read_bytes():
