@@ -153,15 +153,14 @@ def test_an_error_has_its_code_and_leaves_nothing(
 
 def test_a_request_that_is_no_volume_is_refused(plugin: Plugin, store: str, tmp_path: Path) -> None:
     attributes = {"dataset": "pets", "url": store}
-    for refused, wanted in (
-        ({"volume": ""}, "names no volume"),
-        ({"flags": ("ro", "exec")}, "exec"),
-        ({"target": Path("relative")}, "target path"),
+    for target, volume, flag, wanted in (
+        (tmp_path / "mount", "", "ro", "names no volume"),
+        (tmp_path / "mount", "v", "exec", "'exec'"),
+        (Path("relative"), "v", "ro", "target path"),
+        (tmp_path / "../mount", "v", "ro", "target path"),
     ):
         with pytest.raises(grpc.RpcError, match=wanted) as error:
-            plugin.kubelet.publish(  # type: ignore[misc]  # each value is right for its name
-                **{"target": tmp_path / "mount", "attributes": attributes, **refused}  # type: ignore[arg-type]
-            )
+            plugin.kubelet.publish(target, attributes, volume=volume, flags=(flag,))
         assert failed(error)[0] is Code.INVALID_ARGUMENT
     block = csi.NodePublishVolumeRequest(
         volume_id="v",
