@@ -32,7 +32,7 @@ from .targets import (
     remove_target,
     usage_of,
 )
-from .volumes import Limits, Volume, check_mount_flags, parse_volume
+from .volumes import Limits, Volume, check_mount_flags, name_the_same, parse_volume
 
 log = logging.getLogger("diesel.csi")
 
@@ -177,8 +177,8 @@ class NodeVolumes:
                 return False
             case Place.OURS if not lives(self._state.root(name)):
                 log.warning("the mount behind %s has ended: it is replaced", target)
-            case Place.OURS if key_of(name) == key:
-                return True
+            case Place.OURS if name_the_same(key_of(name), key):
+                return True  # its secret may have been renewed meanwhile
             case Place.OURS:
                 raise ConflictError(
                     f"another volume is published at {target}",
