@@ -97,7 +97,7 @@ def many(bench: Workbench) -> list[Row]:
                 for place in places:
                     _read_first_byte(place)
                 list(pool.map(plugin.kubelet.unpublish, places))
-            wait_until(lambda: not plugin.roots and not plugin.processes())
+            wait_until(lambda: not plugin.roots and not plugin.processes(), 600.0)
             left = len(plugin.roots) + len(plugin.processes()) + len(list(targets.iterdir()))
             return {"seconds": published_s, "left": left + len(plugin.descriptors()) - before}
 
