@@ -55,7 +55,7 @@ UNKNOWN = [
 ]
 BAD = [
     ({"policy": "bogus"}, "bad policy 'bogus'; one of on-demand, oneshot"),
-    ({"evict": "fifo"}, "bad evict 'fifo'; one of plan, importance, lru, lfu, none"),
+    ({"evict": "fifo"}, "bad evict 'fifo'; one of plan, importance, lrfu, lru, lfu, none"),
     ({"policy": ["oneshot"]}, "bad policy"),
     ({"rank": "0x1", "world": "4"}, "rank is a number, not '0x1'"),
     ({"world": ""}, "world is a number"),
