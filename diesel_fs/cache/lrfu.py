@@ -3,7 +3,7 @@
 The source is DLCache, section III-C.2. A *reference* is the start of a job that reads a dataset:
 training reads all of a dataset, so one reference counts for each of its blocks. The *CRF* of a
 block (combined recency and frequency) at the time t is the sum of F(t - t_i) over its references at
-the times t_i, where
+the times t_i, with:
 
     F(x) = (1 / p) ** (step * x)
 

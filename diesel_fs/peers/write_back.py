@@ -480,7 +480,7 @@ class WriteBackQueue:
         is_there, other_writes, self._room_bytes = answer or (False, False, 0)
         now_s = trio.current_time()
         wanted_bytes = min(self._queue_bytes_max, self._total_bytes - self._policy.bytes)
-        if 2 * self._room_bytes < wanted_bytes and now_s >= self._asks_room_from_s:
+        if self._room_bytes < wanted_bytes and now_s >= self._asks_room_from_s:
             self._next_scan_s = now_s  # it makes room
         return is_there, other_writes
 
