@@ -11,6 +11,7 @@ from . import (
     kernel,
     listing,
     lobster,
+    lrfu,
     mount,
     native,
     order_logs,
@@ -101,12 +102,13 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "plan-real": plan_real.measure,
     "lobster-hits": lobster.hit_ratios,
     "lobster-imbalance": lobster.imbalance,
+    "lrfu": lrfu.simulate,
     "rank-balance": rank_balance.measure,
 }
 
 UNTIMED = frozenset(
     "accuracy importance-accuracy importance-hits importance-jobs lobster-hits"
-    " lobster-imbalance".split()
+    " lobster-imbalance lrfu".split()
 )
 """Benchmarks that measure no time, and have a number of repetitions of their own: their figures are
 the same on a busy machine, and with `--quick`."""
