@@ -166,9 +166,9 @@ class TaskOptions(DaemonRequest):
         " lru, which evicts what was not read for the longest time; lfu evicts what was read least"
         " often; none keeps what came first. importance is plan, and a mount also keeps the files"
         " that training says are the most important (ImportanceSampler); it needs no task. lrfu is"
-        " plan, too; when --cache-dir is full, it evicts the datasets that the fewest and oldest"
-        " jobs have used, and of equal ones those that are the cheapest to fetch again. Datasets"
-        " that a job uses stay."
+        " plan, and where other jobs fill the same --cache-dir, it first evicts the datasets that"
+        " the fewest and oldest jobs have used, of equal ones what is cheapest to fetch again; what"
+        " a running job uses stays, with each policy."
         "  [default: plan]", choices=_EVICTIONS,
     )  # fmt: skip
     peer_tls: bool = _option(

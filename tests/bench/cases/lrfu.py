@@ -26,7 +26,8 @@ The paper leaves open what stands below as constants, and three things that matt
   once, so that they count as often and read the dataset once.
 - What the datasets cost beside each other: the private one's cost is not published. In the main run
   all cost the same for each byte, but blocks differ. Two further runs make one dataset three times
-  as dear.
+  as dear. In another, blocks do not differ either: in a cache folder, all chunks of a dataset count
+  as equally dear.
 - p and step. Ours are the defaults of the product; `grid_table` shows others.
 """
 
@@ -99,7 +100,7 @@ class Blocks:
     of_dataset: Sequence[Numbers]
 
     @classmethod
-    def drawn(cls, dearer: Mapping[str, float]) -> "Blocks":
+    def drawn(cls, dearer: Mapping[str, float], cost_sigma: float = COST_SIGMA) -> "Blocks":
         """By a seed; `dearer` has how many times as much the blocks of some datasets cost."""
         rng = np.random.default_rng(SEED)
         sizes, costs, numbers, count = [], [], list[Numbers](), 0
@@ -109,7 +110,7 @@ class Blocks:
             size *= total / size.sum()
             byte_s = 1 / DOWNLOAD_BYTES_PER_S + 1 / EXTRACT_BYTES_PER_S
             byte_s *= dearer.get(NAMES[dataset], 1.0)
-            vary = rng.lognormal(0.0, COST_SIGMA, blocks)
+            vary = rng.lognormal(0.0, cost_sigma, blocks)
             vary *= size.sum() / (vary * size).sum()  # so that datasets cost what they should
             sizes.append(size)
             costs.append(size * byte_s * vary)
@@ -266,6 +267,9 @@ def simulate(bench: Workbench) -> list[Row]:
     few = max(FURTHER_ORDERS // bench.divisor, 1)
     at_once = workloads(blocks, few, _levels(bench), at_once=True)
     say(_deciles_table("jobs that share a dataset start at once", _hours(blocks, at_once)))
+    alike = Blocks.drawn({}, cost_sigma=0.0)
+    found = _hours(alike, workloads(alike, few, _levels(bench)))
+    say(_deciles_table("all blocks cost the same for each byte", found))
     for name in ("ImageNet", "traffic"):
         dearer = Blocks.drawn({name: DEAR})
         found = _hours(dearer, workloads(dearer, few, _levels(bench)))
