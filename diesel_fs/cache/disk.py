@@ -84,8 +84,9 @@ IDLE_S = 600.0
 job that ended is often started again, and evaluates or restarts within minutes."""
 
 CHUNK_IDLE_S = 24 * 3600.0
-"""A chunk that nobody has read for so long may be evicted although its dataset is read: an epoch is
-shorter, and chunks that a purge has replaced are never read again."""
+"""A chunk that nobody has read for so long may be evicted although its dataset is read, unless it is
+pinned: an epoch is shorter, and chunks that a purge has replaced are never read again. A pinned
+dataset gives such chunks up for its own new ones."""
 
 EVICT_FRACTION = 0.05
 """Evict this part of the limit more than is needed: each eviction has to look at every file."""
@@ -418,19 +419,15 @@ class DiskTier(CacheTier):
             folder = self._folder(identity)
             self._clear(f"{folder}/{_USED}")
             self._make_folder(folder)
-            file = os.open(f"{folder}/{_USED}", os.O_RDWR | _FILE_FLAGS)
-            try:
-                is_first = not os.fstat(file).st_size
-                found = _References(crf=0.0) if is_first else _read_references(file)
-                _write_references(file, self._add_reference(found, now_s))
-                _try_lock(file, fcntl.LOCK_SH)
-            except BaseException:
-                os.close(file)
-                raise
-            before = self._pins.pop(identity, -1)
-            self._pins[identity] = file
-            if before >= 0:
-                os.close(before)
+            # Opened for reading, as `.reading`, and locked first: a full disk may take no record
+            pin = os.open(f"{folder}/{_USED}", os.O_RDONLY | _FILE_FLAGS)
+            if identity in self._pins:
+                os.close(self._pins[identity])
+            self._pins[identity] = pin
+            _try_lock(pin, fcntl.LOCK_SH)
+            is_first = not os.fstat(pin).st_size
+            before = _References(crf=0.0) if is_first else _read_references(pin)
+            _write_references(f"{folder}/{_USED}", self._add_reference(before, now_s))
 
     def note_cost(self, identity: UUID, byte_cost_s: float) -> None:
         """What bringing back a byte of a dataset costs, in seconds: as measured, or as expected.
@@ -441,12 +438,13 @@ class DiskTier(CacheTier):
         ):
             return
         with contextlib.suppress(OSError, BusyError), self._locked():
-            file = os.open(f"{self._folder(identity)}/{_USED}", os.O_RDWR | _FILE_FLAGS)
+            path = f"{self._folder(identity)}/{_USED}"
+            file = os.open(path, os.O_RDONLY | _FILE_FLAGS)
             try:
-                found = _read_references(file)
-                _write_references(file, replace(found, byte_cost_s=byte_cost_s))
+                before = _read_references(file)
             finally:
                 os.close(file)
+            _write_references(path, replace(before, byte_cost_s=byte_cost_s))
             self._byte_costs_s[identity] = byte_cost_s
 
     def _add_reference(self, before: _References, now_s: float) -> _References:
@@ -904,9 +902,13 @@ def _read_references(file: int) -> _References:
     return _References(hour=hour_of(os.fstat(file).st_mtime)) if found is None else found
 
 
-def _write_references(file: int, references: _References) -> None:
-    os.pwrite(file, references.packed(), 0)
-    os.ftruncate(file, _RECORD.size)  # what was there may have been longer
+def _write_references(path: str, references: _References) -> None:
+    file = os.open(path, os.O_WRONLY | _FILE_FLAGS)
+    try:
+        os.pwrite(file, references.packed(), 0)
+        os.ftruncate(file, _RECORD.size)  # what was there may have been longer
+    finally:
+        os.close(file)
 
 
 def _used_bytes(marker: int) -> int:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from decimal import Decimal
 from pathlib import Path
@@ -16,12 +17,13 @@ from uuid import UUID
 
 import pytest
 
-from diesel_fs.cache.disk import IDLE_S, DiskTier
+from diesel_fs.cache.disk import IDLE_S, DiskTier, prepare_cache_folder
 from diesel_fs.cache.lrfu import HOUR_S
 from diesel_fs.cache.tiers import ChunkKey
 from diesel_fs.errors import NoSpaceError
 from diesel_fs.format.entries import ChunkId
 
+from ..small_disks import small_disk
 from .disk_tier import STORE, counted, file_of, files, put
 
 CHUNK_BYTES = 1000
@@ -306,3 +308,21 @@ def test_jobs_in_a_folder_that_cannot_be_written_are_no_error(place: Path) -> No
     tier.register_job(DATASETS[0], time.time())
     tier.note_cost(DATASETS[0], 1e-9)
     tier.close()
+
+
+def test_a_full_disk_takes_a_pin_all_the_same(tmp_path: Path) -> None:
+    used, newcomer = DATASETS[:2]
+    with small_disk(tmp_path / "disk", "size=256k,mode=700") as point:
+        place = prepare_cache_folder(point)
+        tier = DiskTier(place, STORE, 4 * CHUNK_BYTES)
+        for chunk in range(4):
+            put(tier, key_of(used, chunk), bytes(CHUNK_BYTES))
+        cool(place, used)
+        with suppress(OSError), (point / "lost+found").open("wb", 0) as file:
+            file.write(bytes(1 << 20))
+        tier.register_job(used, time.time())
+        assert used_file(place, used).stat().st_size == 0, "there was no room for the reference"
+        (point / "lost+found").unlink()
+        cool(place, used)
+        with pytest.raises(NoSpaceError):
+            DiskTier(place, STORE, 4 * CHUNK_BYTES).reserve(key_of(newcomer, 0), CHUNK_BYTES)
