@@ -84,8 +84,8 @@ IDLE_S = 600.0
 job that ended is often started again, and evaluates or restarts within minutes."""
 
 CHUNK_IDLE_S = 24 * 3600.0
-"""A chunk that nobody has read for so long may be evicted although its dataset is read, unless it is
-pinned: an epoch is shorter, and chunks that a purge has replaced are never read again. A pinned
+"""A chunk that nobody has read for so long may be evicted although its dataset is read, unless that
+is pinned: an epoch is shorter, and chunks that a purge has replaced are never read again. A pinned
 dataset gives such chunks up for its own new ones."""
 
 EVICT_FRACTION = 0.05
