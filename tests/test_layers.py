@@ -29,7 +29,7 @@ PROGRAMS = frozenset({"diesel_server", "dlcmd", "diesel_kubernetes"})
 # elsewhere, or its value is handed in by the caller.
 PURE = (
     *"format orders net.messages net.frames net.breaker cache.policy".split(),
-    *"cache.admission cache.importance storage.accounts.account".split(),
+    *"cache.admission cache.importance cache.lrfu storage.accounts.account".split(),
     *"peers.ownership peers.membership".split(),
     *"peers.wire peers.plan_wire peers.plan_teller peers.chunk_future".split(),
     *"mounts.plans.control_wire".split(),

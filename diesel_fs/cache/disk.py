@@ -4,7 +4,8 @@
     <folder>/.reading                               locked (shared) while a reader waits for a store
     <folder>/<store UUID>/<identity>/<chunk ID>     a chunk; its mtime is its last use
     <folder>/<store UUID>/<identity>/.<chunk ID>    a chunk being written, locked by its writer
-    <folder>/<store UUID>/<identity>/.used          its mtime is the dataset's last use
+    <folder>/<store UUID>/<identity>/.used          its mtime is the dataset's last use; has the
+                                                    dataset's references; locked (shared) by jobs
     <folder>/<store UUID>/<identity>/.logs          locked (shared) while order logs are in use
     <folder>/<store UUID>/<identity>/order-<name>   an order log, locked by the mount that uses it
 
@@ -12,6 +13,20 @@
 nodes of a task; all stores that use a folder share its limit of bytes. Order logs (`order_log.py`)
 are in the folder in place of a dataset's chunks: while one is in use, no chunks of that dataset are
 written, and those that are here are evicted for it.
+
+Eviction: a process that needs room evicts for all datasets. Two things keep a chunk from being
+evicted for another dataset. A job that uses the chunk's dataset *pins* it: a mount or a node of a
+task holds a shared lock on `.used` for as long as it lives, so a kill ends the pin, too. Otherwise
+the dataset must *cool down*: it must not have been used for `IDLE_S` (DLCache, section III-C.2).
+Where nothing may be evicted, a new chunk is not admitted. The order among the others is that of
+the process that needs the room: what was not read for the longest time, or with `by_references`
+cost-aware LRFU (`lrfu.py`).
+
+`.used` has 36 bytes, or none before the first job: `DIESLRF1`, three little-endian doubles and the
+CRC-32 of all this. The doubles are the dataset's CRF at its last reference, the hour of that since
+1970, and the seconds that a fetched byte costs (0: unknown). Other content counts as one reference
+at the mtime. The file is written in place; versions of the program that do not know the content
+keep it.
 
 Crashes: nothing is synced. A chunk is checked whole before it is written and when a process first
 reads it, so damage that a crash leaves is noticed, and the chunk dropped. A process may die at any
@@ -28,14 +43,17 @@ import contextlib
 import errno
 import fcntl
 import logging
+import math
 import os
 import re
 import stat
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from uuid import UUID
 
@@ -48,6 +66,7 @@ from ..net.breaker import CircuitBreaker
 from ..settings import private_folder
 from ..storage.objects.folder import FolderStore
 from ..storage.objects.store import ObjectStore, StoreWrapper
+from .lrfu import Attenuation, eviction_order, hour_of
 from .tiers import CacheHandle, CacheTier, ChunkKey, Reservation, verify_chunk
 
 log = logging.getLogger("diesel.cache")
@@ -61,15 +80,18 @@ FREE_FRACTION_MIN = 0.05
 """This part of the file system stays free for other programs (and nearly full disks are slow)."""
 
 IDLE_S = 600.0
-"""Chunks of a dataset that nobody has read for so long may be evicted for others."""
+"""The cool-down: chunks of a dataset that nobody has used for so long may be evicted for others. A
+job that ended is often started again, and evaluates or restarts within minutes."""
 
 CHUNK_IDLE_S = 24 * 3600.0
-"""A chunk that nobody has read for so long may be evicted although its dataset is read: an epoch is
-shorter, and chunks that a purge has replaced are never read again."""
+"""A chunk that nobody has read for so long may be evicted although its dataset is read, unless that
+is pinned: an epoch is shorter, and chunks that a purge has replaced are never read again. A pinned
+dataset gives such chunks up for its own new ones."""
 
 EVICT_FRACTION = 0.05
 """Evict this part of the limit more than is needed: each eviction has to look at every file."""
 
+_COST_CHANGE = 1.25  # a cost that differs by less than this factor is not written again
 _TOUCH_S = 60.0  # how exact the times of last use are; exact ones cost a system call a read
 _LOCK_S = 5.0  # how long to wait for the lock
 _LOCK_POLL_S = 0.01
@@ -82,6 +104,9 @@ _USED = ".used"
 _LOGS = ".logs"
 _MAGIC = b"DIESEL-FS cache\n"
 _HEAD = struct.Struct("<16sQ")
+_RECORD_MAGIC = b"DIESLRF1"
+_RECORD = struct.Struct("<8sdddI")
+_HOUR_MAX = 1e9  # a greater one is damage
 _STORE_NAME = re.compile(IDENTITY_TEXT)
 _CHUNK_NAME = re.compile(r"\.?[0-9a-f]{32}")
 _LOG_NAME = re.compile(r"order-[0-9a-f]{16}")
@@ -152,13 +177,49 @@ def _check_ours(place: Path) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class _References:
+    """What `.used` has of a dataset: its CRF at its last reference, the hour of that, and what a
+    fetched byte costs in seconds."""
+
+    crf: float = 1.0
+    hour: float = 0.0
+    byte_cost_s: float = 0.0
+
+    @classmethod
+    def parse(cls, content: bytes) -> "_References | None":
+        """The content of a file; None for other content."""
+        if len(content) != _RECORD.size:
+            return None
+        magic, crf, hour, byte_cost_s, checksum = _RECORD.unpack(content)
+        is_sound = magic == _RECORD_MAGIC and checksum == zlib.crc32(content[:-4])
+        if is_sound and 1 <= crf < math.inf and abs(hour) < _HOUR_MAX and byte_cost_s >= 0:
+            return cls(crf, hour, byte_cost_s)
+        return None
+
+    def packed(self) -> bytes:
+        """The content of the file."""
+        content = _RECORD.pack(_RECORD_MAGIC, self.crf, self.hour, self.byte_cost_s, 0)[:-4]
+        return content + zlib.crc32(content).to_bytes(4, "little")
+
+
+@dataclass(frozen=True, slots=True)
+class _CachedDataset:
+    """The folder of a dataset, as `_scan` finds it."""
+
+    folder: str
+    used_s: float  # its last use, since 1970
+    is_pinned: bool
+    references: _References
+
+
+@dataclass(frozen=True, slots=True)
 class _CachedFile:
-    """A chunk or an order log, as `_scan` finds it. The times are of the last use, since 1970."""
+    """A chunk or an order log, as `_scan` finds it. The time is of the last use, since 1970."""
 
     path: str
     bytes: int
     used_s: float
-    dataset_used_s: float
+    dataset: _CachedDataset
     is_temporary: bool
     is_log: bool
 
@@ -206,10 +267,13 @@ class DiskTier(CacheTier):
         store: UUID,
         limit_bytes: int | None,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        by_references: bool = False,
     ) -> None:
         """`place` is the folder that `prepare_cache_folder` returned. Without a limit, the cache
         may have half of the bytes that are free there or that it has already. `clock` gives the
-        time by which a failed disk is tried again and chunks are marked as used.
+        time by which a failed disk is tried again and chunks are marked as used. `by_references`:
+        evict by cost-aware LRFU (see the module).
 
         Raises PermissionDenied, BusyError.
         """
@@ -224,6 +288,9 @@ class DiskTier(CacheTier):
         # The chunks that this process has checked, and when it last set their times of last use
         self._checked_s: dict[ChunkKey, float] = {}
         self._dataset_touched_s: dict[UUID, float] = {}
+        self._attenuation, self._by_references = Attenuation(), by_references
+        self._pins: dict[UUID, int] = {}  # descriptors that are locked
+        self._byte_costs_s: dict[UUID, float] = {}  # as this process has written them
         self._reads = _DiskBreaker(self._root, "read from", clock)
         self._writes = _DiskBreaker(self._root, "write to", clock)
         self._reading_lock = threading.Lock()
@@ -232,9 +299,11 @@ class DiskTier(CacheTier):
         self._not_removable: set[str] = set()
         self._reading = -1
         self.evictions = 0
+        self.room_evictions = self.room_evicted_bytes = 0
+        """Of these, what was evicted to make room, of whatever dataset."""
         try:
             with self._locked() as marker:
-                self._tidy(marker, 0)
+                self._tidy(marker, 0, "")
             self._reading = self._open_reading()
         except OSError as error:
             if error.errno not in _TAKES_NOTHING:
@@ -340,6 +409,49 @@ class DiskTier(CacheTier):
         if (held := self.find(key)) is not None:
             held.close()
 
+    # Jobs and their datasets
+
+    def register_job(self, identity: UUID, now_s: float) -> None:
+        """A job that reads a dataset has begun now (seconds since 1970): a reference of the
+        dataset, and a pin until `close` or the end of the process. Where the folder cannot be
+        written, nothing is noted."""
+        with contextlib.suppress(OSError, BusyError), self._locked():
+            folder = self._folder(identity)
+            self._clear(f"{folder}/{_USED}")
+            self._make_folder(folder)
+            # Opened for reading, as `.reading`, and locked first: a full disk may take no record
+            pin = os.open(f"{folder}/{_USED}", os.O_RDONLY | _FILE_FLAGS)
+            if identity in self._pins:
+                os.close(self._pins[identity])
+            self._pins[identity] = pin
+            _try_lock(pin, fcntl.LOCK_SH)
+            is_first = not os.fstat(pin).st_size
+            before = _References(crf=0.0) if is_first else _read_references(pin)
+            _write_references(f"{folder}/{_USED}", self._add_reference(before, now_s))
+
+    def note_cost(self, identity: UUID, byte_cost_s: float) -> None:
+        """What bringing back a byte of a dataset costs, in seconds: as measured, or as expected.
+        Of equally worthy datasets, cheap ones are evicted first."""
+        known = self._byte_costs_s.get(identity, 0.0)
+        if known / _COST_CHANGE < byte_cost_s < known * _COST_CHANGE or not (
+            0 < byte_cost_s < math.inf
+        ):
+            return
+        with contextlib.suppress(OSError, BusyError), self._locked():
+            path = f"{self._folder(identity)}/{_USED}"
+            file = os.open(path, os.O_RDONLY | _FILE_FLAGS)
+            try:
+                before = _read_references(file)
+            finally:
+                os.close(file)
+            _write_references(path, replace(before, byte_cost_s=byte_cost_s))
+            self._byte_costs_s[identity] = byte_cost_s
+
+    def _add_reference(self, before: _References, now_s: float) -> _References:
+        crf, hour = np.array([before.crf]), np.array([before.hour])
+        (after,) = self._attenuation.add_reference(crf, hour, hour_of(now_s)).tolist()
+        return replace(before, crf=after, hour=hour_of(now_s))
+
     # For a node of a task, which decides itself which chunks are here
 
     def list_chunks(self, identity: UUID) -> list[ChunkId]:
@@ -366,11 +478,12 @@ class DiskTier(CacheTier):
         finally:
             os.close(marker)
 
-    def make_room(self, size: int) -> int:
-        """Evict idle chunks until `size` bytes are free, if possible; returns `free_bytes` then."""
+    def make_room(self, identity: UUID, size: int) -> int:
+        """Evict idle chunks until `size` bytes are free for a dataset, if possible; returns
+        `free_bytes` then."""
         with contextlib.suppress(OSError, BusyError), self._locked() as marker:
             if not self._has_room(marker, size):
-                self._tidy(marker, size)
+                self._tidy(marker, size, self._folder(identity))
         return self.free_bytes()
 
     def evict(self, keys: Iterable[ChunkKey]) -> None:
@@ -419,7 +532,7 @@ class DiskTier(CacheTier):
             os.ftruncate(file, 0)
             _add_used(marker, -counted)
             if not self._has_room(marker, size):
-                self._tidy(marker, size)
+                self._tidy(marker, size, folder)
                 if not self._has_room(marker, size):
                     raise NoSpaceError(f"every chunk in {self._root} is in use")
             os.ftruncate(file, size)
@@ -446,10 +559,10 @@ class DiskTier(CacheTier):
         floor_bytes = int(FREE_FRACTION_MIN * disk.f_blocks * disk.f_frsize)
         return self.limit_bytes - _used_bytes(marker), disk.f_bavail * disk.f_frsize - floor_bytes
 
-    def _tidy(self, marker: int, size: int, *, idle_folder: str = "") -> None:
+    def _tidy(self, marker: int, size: int, folder: str, *, takes_chunks: bool = False) -> None:
         """Count all files, remove those of dead writers, and evict idle chunks until `size` bytes
-        and some more fit. With `size` 0, evict until the limit holds, also chunks in use. What is
-        in `idle_folder` counts as idle.
+        and some more fit in a dataset's folder. Without a folder, evict until the limit holds, also
+        chunks in use. `takes_chunks`: the chunks in the folder itself count as idle.
         """
         now_s = time.time()
         files: list[_CachedFile] = []
@@ -468,32 +581,51 @@ class DiskTier(CacheTier):
             used_bytes + size - self.limit_bytes,
             floor_bytes + size - disk.f_bavail * disk.f_frsize,
         )
-        if beyond_bytes > 0 and size:
-            beyond_bytes += EVICT_FRACTION * self.limit_bytes
-        for each in sorted(files, key=lambda file: file.used_s):
-            if beyond_bytes <= 0:
-                break
-            idle = (
-                not size
-                or abs(now_s - each.dataset_used_s) > IDLE_S
-                or abs(now_s - each.used_s) > CHUNK_IDLE_S
-                or each.is_log
-                or (idle_folder and os.path.dirname(each.path) == idle_folder)
-            )
-            if idle and not each.is_temporary and not (each.is_log and not _is_dead(each.path)):
+        if beyond_bytes > 0:
+            beyond_bytes += EVICT_FRACTION * self.limit_bytes if folder else 0
+            may_go = [
+                each for each in files if _may_evict(each, folder, now_s, takes_chunks=takes_chunks)
+            ]
+            evicted: Counter[str] = Counter()
+            for each in self._in_eviction_order(may_go, now_s, pinned_last=not folder):
+                if beyond_bytes <= 0:
+                    break
                 _unlink(each.path)
                 used_bytes -= each.bytes
                 beyond_bytes -= each.bytes
+                evicted[each.dataset.folder] += each.bytes
                 self.evictions += 1
+                self.room_evictions += 1
+                self.room_evicted_bytes += each.bytes
+            for other, total in evicted.items():
+                log.info("evicted %d bytes of %s for %s", total, other, folder or "the limit")
         _add_used(marker, used_bytes - _used_bytes(marker))
+
+    def _in_eviction_order(
+        self, files: Sequence[_CachedFile], now_s: float, *, pinned_last: bool
+    ) -> list[_CachedFile]:
+        """Files, the first to be evicted first."""
+        if not self._by_references:
+            found = sorted(files, key=lambda each: each.used_s)
+        else:
+            known = [each.dataset.references for each in files]
+            order = eviction_order(
+                self._attenuation.log_crf(
+                    np.array([each.crf for each in known], np.float64),
+                    np.array([each.hour for each in known], np.float64),
+                    hour_of(now_s),
+                ),
+                np.array([each.byte_cost_s for each in known], np.float64),
+                np.array([each.used_s for each in files], np.float64),
+            )
+            found = [files[number] for number in order.tolist()]
+        return sorted(found, key=lambda each: each.dataset.is_pinned) if pinned_last else found
 
     def _scan(self) -> Iterator[_CachedFile]:
         """All chunks of all stores, with those that are being written, and all order logs."""
         for store in _folders(self._root):
             for dataset in _folders(store):
-                dataset_used_s = 0.0
-                with contextlib.suppress(FileNotFoundError):
-                    dataset_used_s = os.stat(f"{dataset}/{_USED}").st_mtime
+                found_dataset = _find_dataset(dataset)
                 with os.scandir(dataset) as entries:
                     for entry in entries:
                         is_log = _LOG_NAME.fullmatch(entry.name) is not None
@@ -506,7 +638,7 @@ class DiskTier(CacheTier):
                                     entry.path,
                                     found.st_blocks * 512 if is_log else found.st_size,
                                     found.st_mtime,
-                                    dataset_used_s,
+                                    found_dataset,
                                     entry.name[0] == ".",
                                     is_log,
                                 )
@@ -601,7 +733,7 @@ class DiskTier(CacheTier):
             return False
         with contextlib.suppress(OSError, BusyError), self._locked() as marker:
             if not self._has_room(marker, size):
-                self._tidy(marker, size, idle_folder=self._folder(identity))
+                self._tidy(marker, size, self._folder(identity), takes_chunks=True)
             if self._has_room(marker, size):
                 _add_used(marker, size)
                 return True
@@ -644,6 +776,8 @@ class DiskTier(CacheTier):
             if self._reading >= 0:
                 os.close(self._reading)
             self._reading = -1
+            while self._pins:
+                os.close(self._pins.popitem()[1])
 
     def _path(self, key: ChunkKey) -> str:
         return f"{self._folder(key.identity)}/{key.id.hex()}"
@@ -726,6 +860,55 @@ def _folders(path: str) -> list[str]:
             if _STORE_NAME.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
         ]
     return []
+
+
+def _may_evict(each: _CachedFile, folder: str, now_s: float, *, takes_chunks: bool) -> bool:
+    """Whether a file may be evicted for the dataset in `folder`; see `DiskTier._tidy`."""
+    if each.is_temporary or (each.is_log and not _is_dead(each.path)):
+        return False
+    is_own = each.dataset.folder == folder
+    if each.dataset.is_pinned and folder and not is_own:
+        return False
+    return (
+        not folder
+        or each.is_log
+        or (is_own and takes_chunks)
+        or abs(now_s - each.dataset.used_s) > IDLE_S
+        or abs(now_s - each.used_s) > CHUNK_IDLE_S
+    )
+
+
+def _find_dataset(folder: str) -> _CachedDataset:
+    """What is known of the dataset in a folder. With the lock of the marker, so that no process
+    takes a lock on `.used` now."""
+    try:
+        file = os.open(f"{folder}/{_USED}", os.O_RDONLY | _FILE_FLAGS)
+    except OSError:
+        return _CachedDataset(folder, 0.0, is_pinned=False, references=_References())
+    try:
+        found = os.fstat(file)
+        if not stat.S_ISREG(found.st_mode):
+            return _CachedDataset(folder, 0.0, is_pinned=False, references=_References())
+        is_pinned = not _try_lock(file, fcntl.LOCK_EX)
+        return _CachedDataset(folder, found.st_mtime, is_pinned, _read_references(file))
+    finally:
+        os.close(file)
+
+
+def _read_references(file: int) -> _References:
+    """The references in a file `.used`. Without any, as before the first job of a version that
+    writes them, the last use counts as one."""
+    found = _References.parse(os.pread(file, _RECORD.size + 1, 0))
+    return _References(hour=hour_of(os.fstat(file).st_mtime)) if found is None else found
+
+
+def _write_references(path: str, references: _References) -> None:
+    file = os.open(path, os.O_WRONLY | _FILE_FLAGS)
+    try:
+        os.pwrite(file, references.packed(), 0)
+        os.ftruncate(file, _RECORD.size)  # what was there may have been longer
+    finally:
+        os.close(file)
 
 
 def _used_bytes(marker: int) -> int:

@@ -13,6 +13,7 @@ cache before they are read, each have a `MountSource`.
 import logging
 import mmap
 import os
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from uuid import UUID
@@ -124,6 +125,7 @@ class MountSource:
     def __init__(self) -> None:
         self._stores: dict[int, TaskStore] = {}  # by version
         self._current_version = 0  # 0 before the task's cache is joined
+        self._is_registered = False  # as a job in a cache folder
 
     def open(self, request: MountRequest) -> OpenedSnapshot:
         """The snapshot that the request names. Raises DieselError."""
@@ -202,7 +204,15 @@ class MountSource:
             with _open_repository(request) as repository:
                 folder = prepare_cache_folder(Path(request.log_folder), repository.objects)
                 cache_bytes = request.task_options.cache_bytes or None
-                disk = DiskTier(folder, repository.objects.store_id, cache_bytes)
+                by_references = request.task_options.evict == "lrfu"
+                disk = DiskTier(
+                    folder, repository.objects.store_id, cache_bytes, by_references=by_references
+                )
+                if not request.task_options and not self._is_registered:
+                    # With a task, its master registers the job. The pin is held until this process
+                    # ends, also when the mount switches to another version.
+                    disk.register_job(snapshot.identity, time.time())
+                    self._is_registered = True
                 return OrderLogs(
                     snapshot,
                     disk,

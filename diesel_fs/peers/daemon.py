@@ -19,6 +19,7 @@ import secrets
 import signal
 import socket
 import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -126,6 +127,8 @@ class _Daemon:
             certificate=self._certificate.digest if self._certificate else b"",
             has_key_file=key is not None,
         )
+        if self._disk is not None:
+            self._disk.register_job(self._snapshot.identity, time.time())
 
     def _open_disk(self) -> DiskTier | None:
         """The disk tier in `--cache-dir`; None without it, where the disk is full, or where the
@@ -137,7 +140,12 @@ class _Daemon:
         except NoSpaceError as error:  # a full disk only makes the cache smaller
             self._warn(f"{error.message}: this node keeps nothing on a disk")
             return None
-        disk = DiskTier(folder, self._objects.store_id, self._request.cache_bytes or None)
+        disk = DiskTier(
+            folder,
+            self._objects.store_id,
+            self._request.cache_bytes or None,
+            by_references=self._request.evict == "lrfu",
+        )
         if disk.read_only_reason:
             daemons.report({"warning": disk.read_only_reason})  # the tier has logged it
         else:

@@ -154,6 +154,7 @@ class NodeCache:
             evict_first=self._evict_first_on_disk,
             on_change=self._notify_changed,
             queue_bytes=queue,
+            fetch_cost=self._costs.read_s,
         )
         self.memory = NodeMemory(
             sizes,

@@ -34,14 +34,14 @@ IDLE_TIMEOUT_S = 10.0
 FillPolicy = Literal["on-demand", "oneshot"]
 """When a node's chunks are fetched: when they are first read, or all from the start."""
 
-Eviction = Literal["plan", "importance", "lru", "lfu", "none"]
+Eviction = Literal["plan", "importance", "lrfu", "lru", "lfu", "none"]
 """What is evicted from a full cache of the task (`cache/policy.py`); the first is the default."""
 
 
 def chunk_policy(evict: str) -> str:
-    """The policy that caches of chunks have: files of one chunk differ in importance, so caches of
-    files alone decide by that."""
-    return "plan" if evict == "importance" else evict
+    """The policy that one dataset's caches of chunks have. Files of one chunk differ in importance,
+    so caches of files alone decide by that; `lrfu` decides between datasets (`cache/lrfu.py`)."""
+    return "plan" if evict in ("importance", "lrfu") else evict
 
 
 CacheLayout = Literal["auto", "chunks", "order"]
@@ -165,7 +165,10 @@ class TaskOptions(DaemonRequest):
         " what is read again last, where the task's mounts know what will be read, and else does as"
         " lru, which evicts what was not read for the longest time; lfu evicts what was read least"
         " often; none keeps what came first. importance is plan, and a mount also keeps the files"
-        " that training says are the most important (ImportanceSampler); it needs no task."
+        " that training says are the most important (ImportanceSampler); it needs no task. lrfu is"
+        " plan, and where other jobs fill the same --cache-dir, it first evicts the datasets that"
+        " the fewest and oldest jobs have used, of equal ones what is cheapest to fetch again; what"
+        " a running job uses stays, with each policy."
         "  [default: plan]", choices=_EVICTIONS,
     )  # fmt: skip
     peer_tls: bool = _option(
@@ -204,6 +207,11 @@ class TaskOptions(DaemonRequest):
             raise UsageError(
                 "a layout of a cache without its folder", advice=f"say {spelled('cache_dir')}"
             )
+        if self.evict == "lrfu" and not self.cache_dir:
+            raise UsageError(
+                f"{spelled('evict')} lrfu chooses what stays in a cache folder, and none is named",
+                advice=f"say {spelled('cache_dir')}",
+            )
         if self.peers and self.world is not None and len(self.peers) < self.world:
             raise UsageError(
                 f"{spelled('peers')} names {len(self.peers)} nodes, and {spelled('world')} says"
@@ -219,7 +227,8 @@ class TaskOptions(DaemonRequest):
         free = {"task_key", "policy"}
         if self.cache_layout == "order":
             free |= {"cache_dir", "cache_bytes", "cache_layout"}
-        if self.evict == "importance":  # of the mount's own memory
+        # importance is about the mount's own memory, lrfu about the cache folder
+        if self.evict in ("importance", "lrfu"):
             free.add("evict")
         for each in fields(TaskOptions):
             is_free = each.name in free

@@ -5,10 +5,11 @@ of it without the threads, as far as the kernel has them in its page cache.
 
 Chunks that are to be written wait in a queue of limited bytes, where readers find them meanwhile;
 when the queue is full, a chunk is not written. When the disk tier is full, chunks of other nodes
-are replaced first, then chunks that are in memory too, then those that the policy chooses. At the
-end of a node, `flush` writes what it has in memory. Other tasks of the user may use the same folder
-and dataset, so chunks may come and go without this process: it scans the folder again when it
-notices.
+are replaced first, then chunks that are in memory too, then those that the policy chooses. Before
+that, the tier is asked for the room of datasets that no job uses (`DiskTier.make_room`), as long as
+chunks of this one are not here. At the end of a node, `flush` writes what it has in memory. Other
+tasks of the user may use the same folder and dataset, so chunks may come and go without this
+process: it scans the folder again when it notices.
 
 Everything runs in one trio loop. Disk accesses run in threads. A read from a disk that hangs is
 given up after `READ_TIMEOUT_S` and its thread is abandoned; then the disk is left alone for a
@@ -49,7 +50,11 @@ DISK_PAUSE_S = 30.0
 
 RESCAN_S = 60.0
 """How soon the folder is scanned after a chunk was not where it had been: others may be gone, or
-back."""
+back. Also how soon the tier is asked for room again after it had too little."""
+
+NOTE_USE_S = 60.0
+"""How often a dataset is marked as used while its job lives, also where memory serves all reads:
+its chunks cool down from the job's end on (`cache/disk.py`)."""
 
 REQUEST_S, BYTES_PER_S = 0.0002, 1e9
 """Rough cost of a read from any SSD. It is only used to compare reads of parts with reads of whole
@@ -110,18 +115,22 @@ class WriteBackQueue:
         evict_first: Callable[[], Mask],
         on_change: Callable[[], None],
         queue_bytes: int,
+        fetch_cost: Callable[[int], float] | None = None,
     ) -> None:
         """`evict_first` gives the chunks that are replaced before the policy is asked;
-        `on_change` is called when there may be more room. `switch_version` then sets the chunks
-        of the version."""
+        `on_change` is called when there may be more room; `fetch_cost` are the seconds to fetch so
+        many bytes again, once they are known. `switch_version` then sets the chunks of the
+        version."""
         self._disk = disk
         self._identity = identity
         self._policy = policy
         self._evict_first = evict_first
         self._on_change = on_change
+        self._fetch_cost = fetch_cost
         self._queue_bytes_max = queue_bytes
         self._ids: Sequence[ChunkId] = ()
         self._sizes: Sequence[int] = ()
+        self._total_bytes = 0  # of the version's chunks
         self._table = ChunkTable(np.zeros(0, np.uint64))
         self._on_disk: Mask = np.zeros(0, np.bool_)
         self._queue: OrderedDict[int, memoryview] = OrderedDict()
@@ -129,7 +138,7 @@ class WriteBackQueue:
         self._reserved_bytes = 0
         self._room_bytes = 0
         self._paused_until_s = self._writes_paused_until_s = -math.inf
-        self._next_scan_s = -math.inf
+        self._next_scan_s = self._asks_room_from_s = -math.inf
         self._work = trio.Event()
         self._threads = trio.CapacityLimiter(_THREADS)
         self._nursery: trio.Nursery | None = None  # while `run` runs
@@ -222,6 +231,7 @@ class WriteBackQueue:
         what the data plane has of the version."""
         self._table.take_back()
         self._ids, self._sizes, self._table = ids, sizes, table
+        self._total_bytes = sum(sizes)
         after = {was: now for now, was in enumerate(before) if was >= 0}
         self._policy.renumber(after)
         self._on_disk = np.zeros(len(ids), np.bool_)
@@ -319,6 +329,8 @@ class WriteBackQueue:
         """What is here, as far as is known, and counters since the start."""
         return {
             **{name: self._counts[name] for name in _COUNTS},
+            "disk_room_evictions": 0 if self._disk is None else self._disk.room_evictions,
+            "disk_room_evicted_bytes": 0 if self._disk is None else self._disk.room_evicted_bytes,
             "disk_used_bytes": self._policy.bytes,
             "disk_chunks": len(self._policy.sizes),
             "disk_queued_bytes": self._queued_bytes,
@@ -332,6 +344,7 @@ class WriteBackQueue:
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             nursery.start_soon(self._take_back_always)
+            nursery.start_soon(self._note_use_always)
             try:
                 await self._write_always()
             finally:
@@ -342,10 +355,20 @@ class WriteBackQueue:
             await trio.sleep(LOAN_S)
             self._table.take_back_old()
 
+    async def _note_use_always(self) -> None:
+        identity = self._identity
+
+        def work(disk: DiskTier) -> None:
+            disk.note_use(identity)
+
+        while True:
+            await trio.sleep(NOTE_USE_S)
+            await self._in_thread(work, math.inf)  # nobody waits; and never two of them hang
+
     async def _write_always(self) -> None:
         while True:
             if trio.current_time() >= self._next_scan_s:
-                await self._scan(self._queue_bytes_max)
+                await self._scan(makes_room=True)
             if self._queue:
                 chunk, content = next(iter(self._queue.items()))
                 await self._write(chunk, content)
@@ -368,7 +391,7 @@ class WriteBackQueue:
         busy: list[tuple[int, memoryview]] = []  # chunks that another writer was at
         outcome = "there was no more time"
         try:
-            await self._scan(0)
+            await self._scan(makes_room=False)
             for chunk, content in itertools.chain(list(self._queue.items()), contents):
                 if self._on_disk[chunk] or evictable[chunk]:
                     continue
@@ -435,6 +458,8 @@ class WriteBackQueue:
         """Write a chunk that replaces `victims`. Returns whether it is on the disk now, and whether
         it is not because another writer is at it."""
         key, victim_keys = self._key(chunk), [self._key(each) for each in victims]
+        size, mean_bytes = len(content), max(self._total_bytes // max(len(self._ids), 1), 1)
+        cost_s = 0.0 if self._fetch_cost is None else self._fetch_cost(mean_bytes)
         for each in victims:
             self._record_evicted(each)
 
@@ -443,14 +468,20 @@ class WriteBackQueue:
                 disk.evict(victim_keys)
             other_writes = False
             with contextlib.suppress(NoSpaceError):
-                reservation = disk.reserve(key, len(content))
+                reservation = disk.reserve(key, size)
                 other_writes = reservation is None
                 if reservation is not None:
                     reservation.commit(content)
+            if cost_s:
+                disk.note_cost(key.identity, cost_s / mean_bytes)
             return disk.holds(key), other_writes, disk.free_bytes()
 
         answer = await self._in_thread(work, math.inf)
         is_there, other_writes, self._room_bytes = answer or (False, False, 0)
+        now_s = trio.current_time()
+        wanted_bytes = min(self._queue_bytes_max, self._total_bytes - self._policy.bytes)
+        if self._room_bytes < wanted_bytes and now_s >= self._asks_room_from_s:
+            self._next_scan_s = now_s  # it makes room
         return is_there, other_writes
 
     def _choose_victims(self, size: int, evictable: Mask) -> list[int]:
@@ -483,22 +514,30 @@ class WriteBackQueue:
         self._counts["disk_reads"] += 1
         self._counts["disk_bytes"] += size
 
-    async def _scan(self, needed_bytes: int) -> None:
-        """Make room, then find out which chunks are here."""
+    async def _scan(self, *, makes_room: bool) -> None:
+        """Make room for the queue, as far as chunks are not here, then find out which are."""
         self._next_scan_s = math.inf
-        identity = self._identity
+        identity, ids, sizes = self._identity, self._ids, self._sizes
+        queue_bytes = self._queue_bytes_max if makes_room else 0
 
-        def work(disk: DiskTier) -> tuple[list[ChunkId], int]:
+        def work(disk: DiskTier) -> tuple[list[ChunkId], int, int]:
             disk.note_use(identity)  # also where all reads came from memory
-            room_bytes = disk.make_room(needed_bytes)
-            return disk.list_chunks(identity), room_bytes
+            here = {*disk.list_chunks(identity)}
+            absent_bytes = sum(
+                size for name, size in zip(ids, sizes, strict=True) if name not in here
+            )
+            wanted_bytes = min(queue_bytes, absent_bytes)
+            room_bytes = disk.make_room(identity, wanted_bytes)
+            return disk.list_chunks(identity), room_bytes, wanted_bytes
 
         answer = await self._in_thread(work, math.inf)
         if answer is None:
             self._next_scan_s = trio.current_time() + RESCAN_S
             return
-        self._counts["disk_looks"] += 1
         found, self._room_bytes = set(answer[0]), answer[1]
+        if self._room_bytes < answer[2]:
+            self._asks_room_from_s = trio.current_time() + RESCAN_S
+        self._counts["disk_looks"] += 1
         for chunk, name in enumerate(self._ids):
             if name in found and not self._on_disk[chunk]:
                 self._record_inserted(chunk)

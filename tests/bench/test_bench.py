@@ -22,7 +22,7 @@ from tests.server.program import until
 
 from . import memory, results, small_images
 from .__main__ import lasting_rows
-from .cases import BENCHMARKS, accuracy, chosen, lobster
+from .cases import BENCHMARKS, accuracy, chosen, lobster, lrfu
 from .cases.training import OBJECTS
 from .control_group import control_group
 from .dlcmd import TREE
@@ -519,3 +519,45 @@ def test_the_tables_of_lobster_are_simulated(tmp_path: Path) -> None:
     assert [row.unit for row in lobster.speed(Workbench(tmp_path, 1, 2000))] == [
         "s of a processor"
     ] * 4
+
+
+def plainly_prepared_s(workload: lrfu.Workload, blocks: lrfu.Blocks, policy: str) -> float:
+    """What `Workload.prepared_s` says, block by block, with the literal sum of DLCache."""
+    here, total_s = set[int](), 0.0
+    references: dict[int, list[float]] = {}
+    for number, start in enumerate(workload.starts):
+        now, wanted = number * lrfu.GAP_HOURS, start.blocks.tolist()
+        total_s += sum(float(blocks.cost_s[each]) for each in wanted if each not in here)
+        here.update(wanted)
+
+        def key(each: int, now: float = now) -> tuple[float, ...]:
+            byte_cost_s = float(blocks.cost_s[each] / blocks.bytes[each])
+            if policy == "LRU":
+                return (references[each][-1],)
+            crf = sum(0.5 ** ((now - at) / 24) for at in references[each])
+            return round(crf, 9), byte_cost_s, references[each][-1]
+
+        for victim in sorted(here - {*wanted}, key=lambda each: (*key(each), each)):
+            if sum(float(blocks.bytes[each]) for each in here) <= workload.storage_bytes:
+                break
+            here.remove(victim)
+        for each in wanted:
+            references.setdefault(each, []).extend([now] * start.jobs)
+    return total_s
+
+
+@pytest.mark.parametrize("policy", [lrfu.OURS, "LRU"])
+def test_the_simulated_storage_of_lrfu_is_as_told_block_by_block(policy: str) -> None:
+    rng = np.random.default_rng(7)
+    sizes = rng.integers(1, 9, 12).astype(np.float64)
+    blocks = lrfu.Blocks(sizes, rng.random(12), np.split(np.arange(12), 4))
+    found = []
+    for seed in range(40):
+        starts = [
+            lrfu.Start(blocks.of_dataset[each], int(rng.integers(1, 4)))
+            for each in rng.integers(0, 4, 10)
+        ]
+        workload = lrfu.Workload(starts, float(rng.integers(24, 40)), [seed])
+        found.append(workload.prepared_s(blocks, lrfu.POLICIES[policy]))
+        assert found[-1] == pytest.approx(plainly_prepared_s(workload, blocks, policy))
+    assert len({round(each, 6) for each in found}) > 20

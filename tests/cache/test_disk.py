@@ -85,11 +85,11 @@ def test_a_node_lists_evicts_and_makes_room_itself(place: Path, chunks: Chunks) 
     assert on_its_way is not None
     assert sorted(tier.list_chunks(one.identity)) == sorted({key.id for key in [*chunks][2:]})
     on_its_way.cancel()
-    assert tier.make_room(freed_bytes + 1) == freed_bytes, "all of it is in use"
+    assert tier.make_room(one.identity, freed_bytes + 1) == freed_bytes, "all of it is in use"
     idle(place)
-    assert tier.make_room(freed_bytes + 1) > freed_bytes
+    assert tier.make_room(one.identity, freed_bytes + 1) > freed_bytes
     shutil.rmtree(place)
-    assert tier.free_bytes() == tier.make_room(1) == 0
+    assert tier.free_bytes() == tier.make_room(one.identity, 1) == 0
     tier.evict([third])
 
 
@@ -258,7 +258,7 @@ def test_the_default_limit_is_half_of_what_the_cache_could_have(
         assert tier_at(place, None).limit_bytes < 0.8 * limit_bytes, (
             "a part is left to other programs"
         )
-        tier.make_room(1 << 40)
+        tier.make_room(uuid4(), 1 << 40)
         assert tier.limit_bytes == limit_bytes, "the limit does not change later"
     assert tier_at(prepare_cache_folder(tmp_path / "none"), 0).limit_bytes == 0
 

@@ -1,5 +1,6 @@
 """Order logs of real mounts: what one epoch reads, the next one gets from the local disk."""
 
+import fcntl
 import hashlib
 import json
 import os
@@ -134,11 +135,16 @@ WITH_PLANS = pytest.mark.only_session("native", "kernel")  # the third session t
 
 @WITH_PLANS
 def test_later_epochs_need_no_store(training: tuple[Training, Path]) -> None:
-    """All chunks are gone after the first epoch, and two more epochs are read without them."""
+    """All chunks are gone after the first epoch, and two more epochs are read without them. The
+    mount has registered in the folder as a job, and pins its dataset."""
     job, store = training
     job.announce(0, 1)
     job.read(0)
     wait_until(lambda: job.logs()["log_next_entries"] == FILES)
+    [used] = store.with_name("cache").glob("*/*/.used")
+    assert used.stat().st_size == 36
+    with used.open("rb") as file, pytest.raises(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     for path in chunk_files(store):
         path.rename(path.with_name(path.name + ".gone"))
     for epoch in (1, 2):

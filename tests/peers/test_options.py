@@ -55,7 +55,7 @@ UNKNOWN = [
 ]
 BAD = [
     ({"policy": "bogus"}, "bad policy 'bogus'; one of on-demand, oneshot"),
-    ({"evict": "fifo"}, "bad evict 'fifo'; one of plan, importance, lru, lfu, none"),
+    ({"evict": "fifo"}, "bad evict 'fifo'; one of plan, importance, lrfu, lru, lfu, none"),
     ({"policy": ["oneshot"]}, "bad policy"),
     ({"rank": "0x1", "world": "4"}, "rank is a number, not '0x1'"),
     ({"world": ""}, "world is a number"),
@@ -73,6 +73,7 @@ BAD = [
     ({"cache_dir": "/ssd", "cache_bytes": -1}, "cache_bytes is a number from 0 on, not -1"),
     ({"cache_dir": b"/ssd"}, "cache_dir is a path"),
     ({"cache_bytes": 5}, "say cache_dir"),
+    ({"evict": "lrfu"}, "evict lrfu chooses what stays in a cache folder, and none is named"),
     ({"task_key": SECRET.encode()}, "task_key is text, not of type bytes"),
     ({"task_key": "  \n"}, "key is empty"),
     ({"task": 5}, "task is text, not of type int"),
@@ -116,6 +117,14 @@ def test_without_a_task_memory_share_and_policy_are_refused(
         with pytest.raises(UsageError, match=f"{word} is about a task"):
             calls["connect"](**{word: value})
     assert of(policy="oneshot").policy == "oneshot"  # of a mount
+
+
+def test_lrfu_needs_a_cache_folder_and_no_task() -> None:
+    for words in ({}, {"cache_layout": "order"}):
+        found = of(evict="lrfu", cache_dir="/ssd", **words)
+        assert (found.evict, chunk_policy(found.evict)) == ("lrfu", "plan")
+        with pytest.raises(UsageError, match="say cache_dir"):
+            of(evict="lrfu")
 
 
 def test_None_means_not_given(calls: dict[str, Call]) -> None:

@@ -1,6 +1,7 @@
 """The chunks on a node's disk: more than its memory has room for, and never a reader's error."""
 
 import errno
+import itertools
 import os
 import shutil
 import threading
@@ -25,7 +26,7 @@ from diesel_fs.peers import chunk_table, write_back
 from diesel_fs.peers.chunk_table import LOAN_REQUESTS
 from diesel_fs.peers.node_cache import NodeCache
 
-from ..cache.disk_tier import file_of, files, tier_at
+from ..cache.disk_tier import file_of, files, idle, put, tier_at
 from ..small_disks import remount, small_disk
 from ..waiting import soon
 from .node_caches import (
@@ -672,3 +673,98 @@ def test_who_waits_for_the_disk_when_the_cache_ends_gets_nothing(
 
     trio.run(main)
     assert got == [None] * 4
+
+
+# Datasets of others in the same folder
+
+OTHER = UUID(int=99)
+
+
+def fill_for_others(place: Path, limit_bytes: int, size: int) -> DiskTier:
+    """A tier that is full of chunks of another dataset."""
+    tier = tier_at(place, limit_bytes)
+    for number in range(limit_bytes // size):
+        put(tier, ChunkKey(OTHER, ChunkId(bytes([number] * 16))), bytes(size))
+    return tier
+
+
+async def read_until_all_are_here(cache: NodeCache, source: ChunkSource) -> None:
+    """Reads go past the cache while room is being made for it."""
+    came = 0
+    with trio.fail_after(20):
+        while came < CHUNKS:
+            came = await all_read(cache, source)
+    assert cache.stats()["disk_chunks"] == CHUNKS
+
+
+def test_a_node_takes_the_room_of_what_no_job_uses_and_then_no_more(
+    place: Path, source: ChunkSource
+) -> None:
+    """It does so bit by bit, and evicts none of its own chunks meanwhile."""
+    limit_bytes = 2 * total(source, *range(CHUNKS))
+    tier = fill_for_others(place, limit_bytes, len(source.contents[-1]) // 4)
+    idle(place)
+    others = [len(files(place))]
+
+    async def main() -> None:
+        async with settled_cache(source, 0, tier) as cache:
+            await read_until_all_are_here(cache, source)
+            told = cache.stats()
+            assert (told["disk_chunks"], told["disk_refused"]) == (CHUNKS, 0)
+            assert told["disk_evictions"] == 0
+            others.append(len(files(place)) - CHUNKS)
+            assert told["disk_room_evictions"] == others[0] - others[1] > 0
+            freed = told["disk_room_evicted_bytes"]
+            assert 0.9 * total(source, *range(CHUNKS)) < freed < 0.8 * limit_bytes
+
+        idle(place)
+        async with settled_cache(source, 0, tier) as cache:  # all chunks are here
+            assert await all_read(cache, source) == CHUNKS
+            assert len(files(place)) == others[1] + CHUNKS
+
+    trio.run(main)
+    assert set(source.fetches.values()) == {1}
+
+
+def test_where_jobs_use_all_of_the_folder_a_newcomer_reads_past_it(
+    place: Path, source: ChunkSource
+) -> None:
+    limit_bytes = total(source, *range(CHUNKS))
+    tier = fill_for_others(place, limit_bytes, len(source.contents[-1]) // 4)
+    job = tier_at(place, limit_bytes)
+    job.register_job(OTHER, time.time())
+    idle(place)
+    before = files(place)
+
+    async def main() -> None:
+        async with settled_cache(source, 0, tier) as cache:
+            assert await all_read(cache, source) <= CHUNKS
+            assert files(place) == before
+            assert cache.stats()["disk_failures"] == 0
+        job.close()
+        async with settled_cache(source, 0, tier) as cache:
+            await read_until_all_are_here(cache, source)
+
+    trio.run(main)
+
+
+def used_s(place: Path) -> float:
+    """When the only dataset of a folder was last used."""
+    [used] = place.glob("*/*/.used")
+    return used.stat().st_mtime
+
+
+def test_a_dataset_cools_down_from_the_end_of_its_job(
+    place: Path, source: ChunkSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where memory serves all reads: the job says each minute that it lives."""
+    monkeypatch.setattr(write_back, "NOTE_USE_S", 0.01)
+    tier = tier_at(place, clock=itertools.count(0, 1000).__next__)
+
+    async def main() -> None:
+        async with settled_cache(source, 0, tier) as cache:
+            await all_read(cache, source)
+            idle(place)
+            await soon(lambda: used_s(place) > time.time() - 600)
+
+    trio.run(main)

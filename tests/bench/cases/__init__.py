@@ -12,6 +12,7 @@ from . import (
     kernel,
     listing,
     lobster,
+    lrfu,
     mount,
     native,
     order_logs,
@@ -103,6 +104,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "plan-real": plan_real.measure,
     "lobster-hits": lobster.hit_ratios,
     "lobster-imbalance": lobster.imbalance,
+    "lrfu": lrfu.simulate,
     "rank-balance": rank_balance.measure,
     "csi-publish": csi.publish,
     "csi-many": csi.many,
@@ -110,7 +112,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
 
 UNTIMED = frozenset(
     "accuracy importance-accuracy importance-hits importance-jobs lobster-hits"
-    " lobster-imbalance".split()
+    " lobster-imbalance lrfu".split()
 )
 """Benchmarks that measure no time, and have a number of repetitions of their own: their figures are
 the same on a busy machine, and with `--quick`."""

@@ -1,0 +1,355 @@
+"""The third experiment of DLCache (sections III-C.2 and IV): how long jobs wait for their datasets
+where a node's storage holds only a part of them, by eviction policy. It is a simulation, as the
+paper's is.
+
+Four datasets are used as the paper says: a dataset of traffic (TrafficInrix, 96 GB) once; ImageNet
+(136 GB) again and again; intrusion detection (CSE-CIC-IDS2018, 6.89 GB) by two jobs, of which the
+second takes some old files and some new ones; LibriSpeech (105 GB) by several jobs. 3 x 4 x 4
+numbers of uses and 10 sizes of the storage give 480 settings, and 50 random orders of the jobs of
+each 24,000 workloads. A job first prepares the blocks that are not there (download and extraction),
+and the total time of that is compared. A block is evicted whole; those of the job that starts are
+pinned; all others have cooled down.
+
+The policies:
+
+- **Ours** decides with `diesel_fs.cache.lrfu`, as a cache folder does: the same functions, the same
+  p and step. LRFU is the same without costs.
+- **LRU**, **LFU** (all references count, also those before a block was evicted; of equal ones the
+  longest unused goes first) and **random** are as their names say. **Greedy** evicts the block that
+  costs least; **greedy for bytes**, which the paper does not have, what costs least for each byte,
+  which is the cost that ours has.
+
+The paper leaves open what stands below as constants, and three things that matter more:
+
+- Whether the jobs that share LibriSpeech are jobs of the sequence, which is drawn at random, or
+  start together. In the main run they are jobs of the sequence; a further run has them start at
+  once, so that they count as often and read the dataset once.
+- What the datasets cost beside each other: the private one's cost is not published. In the main run
+  all cost the same for each byte, but blocks differ. Two further runs make one dataset three times
+  as dear. In another, blocks do not differ either: in a cache folder, all chunks of a dataset count
+  as equally dear.
+- p and step. Ours are the defaults of the product; `grid_table` shows others.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+
+import numpy as np
+import numpy.typing as npt
+
+from diesel_fs.cache.lrfu import Attenuation, Values, eviction_order
+
+from ..plot import Line, Plot, draw
+from ..report import Row, at_most
+from ..samples import Samples, say
+from ..workbench import Workbench
+
+TRAFFIC, IMAGENET, INTRUSIONS, SPEECH = range(4)
+NAMES = ("traffic", "ImageNet", "intrusions", "speech")
+DATASET_BYTES = (96e9, 136e9, 6.89e9, 105e9)
+REUSES, OLD_FILES, SHARERS = (1, 3, 5), (1, 3, 5, 7), (1, 3, 5, 7)
+STORAGE_BYTES = np.linspace(160e9, 260e9, 10)
+ORDERS = 50
+
+BLOCK_BYTES = 1e9
+"""The mean size of a block. A block is a file of the bucket, and archives are cut to some size; the
+paper gives none. With 136 blocks, a dataset can be evicted in parts."""
+BLOCK_SIGMA = 0.5
+"""Of the logarithms of sizes: one block in six has 1.6 times the median or more."""
+OLD, NEW = 7, 3
+"""CSE-CIC-IDS2018 has a file for each of ten days. At most 7 old files are used again, so the first
+job uses 7, and the second has 3 new ones beside them."""
+DOWNLOAD_BYTES_PER_S = 100e6
+"""What a link of 1 Gbit/s (section IV-A) gives a bucket's client."""
+EXTRACT_BYTES_PER_S = 200e6
+"""What `pigz` and the file system give on 8 processors: decompression has one thread."""
+COST_SIGMA = 0.5
+"""Of the logarithms of costs for a byte: downloads of one host differ by that much over a day, and
+files differ in compression."""
+DEFAULT = Attenuation()
+GAP_HOURS = 6.0
+"""Between the starts of two jobs: training on these datasets takes hours."""
+DEAR = 3.0
+"""How many times as much a dataset costs in the further runs."""
+
+PS, STEPS = (1.5, 2.0, 4.0, 16.0), (0.0, 1 / 96, 1 / 24, 1 / 6, 1.0)
+GRID_ORDERS = FURTHER_ORDERS = 5
+SEED = 1
+OURS = "cost-aware LRFU"
+DECILES = range(10, 100, 10)
+
+Numbers = npt.NDArray[np.intp]
+
+PLOT = Plot(
+    "lrfu",
+    "waiting for datasets, by eviction policy (beside figure 7 of DLCache)",
+    "total time of preparation, hours",
+    "% of the workloads that took at most so long",
+    (),
+    over_time=True,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """All blocks of the four datasets: their bytes, and the seconds to prepare them."""
+
+    bytes: Values
+    cost_s: Values
+    of_dataset: Sequence[Numbers]
+
+    @classmethod
+    def drawn(cls, dearer: Mapping[str, float], cost_sigma: float = COST_SIGMA) -> "Blocks":
+        """By a seed; `dearer` has how many times as much the blocks of some datasets cost."""
+        rng = np.random.default_rng(SEED)
+        sizes, costs, numbers, count = [], [], list[Numbers](), 0
+        for dataset, total in enumerate(DATASET_BYTES):
+            blocks = OLD + NEW if dataset == INTRUSIONS else round(total / BLOCK_BYTES)
+            size = rng.lognormal(0.0, BLOCK_SIGMA, blocks)
+            size *= total / size.sum()
+            byte_s = 1 / DOWNLOAD_BYTES_PER_S + 1 / EXTRACT_BYTES_PER_S
+            byte_s *= dearer.get(NAMES[dataset], 1.0)
+            vary = rng.lognormal(0.0, cost_sigma, blocks)
+            vary *= size.sum() / (vary * size).sum()  # so that datasets cost what they should
+            sizes.append(size)
+            costs.append(size * byte_s * vary)
+            numbers.append(np.arange(count, count + blocks))
+            count += blocks
+        return cls(np.concatenate(sizes), np.concatenate(costs), numbers)
+
+
+@dataclass(slots=True)
+class Storage:
+    """What a policy knows: of each block its references and its last use, in hours."""
+
+    blocks: Blocks
+    attenuation: Attenuation
+    random: np.random.Generator
+    crf: Values = field(init=False)
+    count: Values = field(init=False)
+    used: Values = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.crf, self.count, self.used = (np.zeros(len(self.blocks.bytes)) for _ in range(3))
+
+    def reference(self, blocks: Numbers, times: int, now: float) -> None:
+        """So many jobs that use these blocks start now."""
+        for _ in range(times):
+            self.crf[blocks] = self.attenuation.add_reference(
+                self.crf[blocks], self.used[blocks], now
+            )
+            self.used[blocks] = now
+        self.count[blocks] += times
+
+    def log_crf(self, blocks: Numbers, now: float) -> Values:
+        """What the references of these blocks count now."""
+        return self.attenuation.log_crf(self.crf[blocks], self.used[blocks], now)
+
+
+Order = Callable[[Storage, Numbers, float], Numbers]
+"""Of these blocks, at this hour, which goes first: places in the array."""
+
+
+def _ours(storage: Storage, blocks: Numbers, now: float) -> Numbers:
+    byte_cost_s = storage.blocks.cost_s[blocks] / storage.blocks.bytes[blocks]
+    return eviction_order(storage.log_crf(blocks, now), byte_cost_s, storage.used[blocks])
+
+
+def _lrfu(storage: Storage, blocks: Numbers, now: float) -> Numbers:
+    no_cost = np.zeros(len(blocks))
+    return eviction_order(storage.log_crf(blocks, now), no_cost, storage.used[blocks])
+
+
+def _lru(storage: Storage, blocks: Numbers, _now: float) -> Numbers:
+    return np.argsort(storage.used[blocks], kind="stable")
+
+
+def _lfu(storage: Storage, blocks: Numbers, _now: float) -> Numbers:
+    return np.lexsort((storage.used[blocks], storage.count[blocks]))
+
+
+def _random(storage: Storage, blocks: Numbers, _now: float) -> Numbers:
+    return storage.random.permutation(len(blocks))
+
+
+def _greedy(storage: Storage, blocks: Numbers, _now: float) -> Numbers:
+    return np.argsort(storage.blocks.cost_s[blocks], kind="stable")
+
+
+def _greedy_for_bytes(storage: Storage, blocks: Numbers, _now: float) -> Numbers:
+    return np.argsort(storage.blocks.cost_s[blocks] / storage.blocks.bytes[blocks], kind="stable")
+
+
+POLICIES: Mapping[str, Order] = {
+    OURS: _ours,
+    "LRU": _lru,
+    "LFU": _lfu,
+    "LRFU": _lrfu,
+    "random": _random,
+    "greedy": _greedy,
+    "greedy for bytes": _greedy_for_bytes,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Jobs that start at once: the blocks that they use, and how many they are."""
+
+    blocks: Numbers
+    jobs: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Starts in their order, and the storage that they share."""
+
+    starts: Sequence[Start]
+    storage_bytes: float
+    seed: Sequence[int]
+
+    def prepared_s(self, blocks: Blocks, order: Order, attenuation: Attenuation = DEFAULT) -> float:
+        """Seconds in which all jobs together prepare their blocks."""
+        storage = Storage(blocks, attenuation, np.random.default_rng(self.seed))
+        is_here = np.zeros(len(blocks.bytes), np.bool_)
+        held_bytes = total_s = 0.0
+        for number, start in enumerate(self.starts):
+            now = number * GAP_HOURS
+            absent = start.blocks[~is_here[start.blocks]]
+            total_s += float(blocks.cost_s[absent].sum())
+            held_bytes += float(blocks.bytes[absent].sum())
+            is_here[start.blocks] = False  # pinned
+            if held_bytes > self.storage_bytes:
+                others = np.flatnonzero(is_here)
+                others = others[order(storage, others, now)]
+                freed = np.cumsum(blocks.bytes[others])
+                count = int(np.searchsorted(freed, held_bytes - self.storage_bytes)) + 1
+                is_here[others[:count]] = False
+                held_bytes -= float(freed[count - 1])
+            is_here[start.blocks] = True
+            storage.reference(start.blocks, start.jobs, now)
+        return total_s
+
+
+def workloads(
+    blocks: Blocks, orders: int, levels: Sequence[float], *, at_once: bool = False
+) -> list[Workload]:
+    """All settings, with so many orders of each. `at_once`: the jobs that share a dataset start
+    together."""
+    found = []
+    old, new = np.split(blocks.of_dataset[INTRUSIONS], [OLD])
+    for reuses, old_files, sharers in product(REUSES, OLD_FILES, SHARERS):
+        speech = blocks.of_dataset[SPEECH]
+        starts = [
+            Start(blocks.of_dataset[TRAFFIC]),
+            *[Start(blocks.of_dataset[IMAGENET])] * (1 + reuses),
+            *([Start(speech, sharers)] if at_once else [Start(speech)] * sharers),
+            Start(old),
+            Start(np.concatenate([old[-old_files:], new])),
+        ]
+        for (level, storage_bytes), number in product(enumerate(levels), range(orders)):
+            seed = SEED, reuses, old_files, sharers, level, number
+            drawn = np.random.default_rng(seed).permutation(len(starts)).tolist()
+            # Old files are old when the second job comes
+            first, second = sorted(drawn.index(len(starts) - each) for each in (1, 2))
+            drawn[first], drawn[second] = len(starts) - 2, len(starts) - 1
+            found.append(Workload([starts[each] for each in drawn], storage_bytes, seed))
+    return found
+
+
+def simulate(bench: Workbench) -> list[Row]:
+    """All workloads with all policies: our total time against each of the others."""
+    blocks = Blocks.drawn({})
+    jobs = workloads(blocks, max(ORDERS // bench.divisor, 1), _levels(bench))
+    hours = _hours(blocks, jobs)
+    _plot(bench, blocks, hours)
+    say(_deciles_table("the main run", hours))
+    few = max(FURTHER_ORDERS // bench.divisor, 1)
+    at_once = workloads(blocks, few, _levels(bench), at_once=True)
+    say(_deciles_table("jobs that share a dataset start at once", _hours(blocks, at_once)))
+    alike = Blocks.drawn({}, cost_sigma=0.0)
+    found = _hours(alike, workloads(alike, few, _levels(bench)))
+    say(_deciles_table("all blocks cost the same for each byte", found))
+    for name in ("ImageNet", "traffic"):
+        dearer = Blocks.drawn({name: DEAR})
+        found = _hours(dearer, workloads(dearer, few, _levels(bench)))
+        say(_deciles_table(f"{name} costs {DEAR:.0f} times as much", found))
+    say(grid_table(bench))
+    return _compared(f"lrfu, {len(jobs):,} workloads", hours)
+
+
+def _levels(bench: Workbench) -> list[float]:
+    found: list[float] = STORAGE_BYTES[:: min(bench.divisor, len(STORAGE_BYTES))].tolist()
+    return found
+
+
+def _hours(blocks: Blocks, jobs: Sequence[Workload]) -> dict[str, Values]:
+    """The total hours of each workload, by policy."""
+    # Rounded, as sums of the same costs in another order differ in their last digits
+    return {
+        name: np.round([each.prepared_s(blocks, order) / 3600 for each in jobs], 9)
+        for name, order in POLICIES.items()
+    }
+
+
+def _deciles_table(what: str, hours: Mapping[str, Values]) -> str:
+    lines = [f"| hours at the percentile | {' | '.join(map(str, DECILES))} | mean |"]
+    lines.append("| --- " * (2 + len(DECILES)) + "|")
+    for name, each in hours.items():
+        figures = [*np.percentile(each, DECILES), np.mean(each)]
+        lines.append(f"| {name} | {' | '.join(f'{figure:.3f}' for figure in figures)} |")
+    return f"{what}:\n" + "\n".join(lines)
+
+
+def _compared(name: str, hours: Mapping[str, Values]) -> list[Row]:
+    """Our median and deciles against those of the others."""
+    ours, rows = hours[OURS], []
+    deciles = np.percentile(ours, DECILES)
+    for other, theirs in hours.items():
+        if other == OURS:
+            continue
+        median, other_median = (Samples((float(np.median(each)),)) for each in (ours, theirs))
+        ratios = deciles / np.percentile(theirs, DECILES)
+        behind = [str(each) for each, ratio in zip(DECILES, ratios, strict=True) if ratio > 1]
+        where = (
+            f"behind at the percentiles {', '.join(behind)}" if behind else "at no decile behind"
+        )
+        less, more = (100 * float(np.mean(each)) for each in (ours < theirs, ours > theirs))
+        note = f"{where}; ours takes less in {less:.0f} % of the workloads, more in {more:.0f} %"
+        rows.append(Row(f"{name}, median", "h", median, other, other_median, at_most(1), note))
+        worst = int(np.argmax(ratios))
+        rows.append(
+            Row(f"{name}, worst decile", "h", Samples((float(deciles[worst]),)), other,
+                Samples((float(np.percentile(theirs, DECILES[worst])),)), at_most(1))
+        )  # fmt: skip
+    return rows
+
+
+def grid_table(bench: Workbench) -> str:
+    """The median hours of ours for values of p and step."""
+    blocks = Blocks.drawn({})
+    jobs = workloads(blocks, max(GRID_ORDERS // bench.divisor, 1), _levels(bench))
+    lines = [f"| p \\ step | {' | '.join(f'{step:.3g}' for step in STEPS)} |"]
+    lines.append("| --- " * (1 + len(STEPS)) + "|")
+    for p in PS:
+        cells = []
+        for step in STEPS:
+            rule = Attenuation(p, step)
+            hours = [each.prepared_s(blocks, _ours, rule) / 3600 for each in jobs]
+            cells.append(f"{np.median(hours):.3f} ({np.mean(hours):.3f})")
+        lines.append(f"| {p:g} | {' | '.join(cells)} |")
+    return "median (mean) hours of ours by p and step:\n" + "\n".join(lines)
+
+
+def _plot(bench: Workbench, blocks: Blocks, hours: Mapping[str, Values]) -> None:
+    """The distributions, and what each workload takes at least."""
+    least = float(blocks.cost_s.sum()) / 3600
+    highest = max(float(np.percentile(each, 99)) for each in hours.values())
+    places = np.linspace(0.95 * least, highest, 150)
+    lines = []
+    for name, each in hours.items():
+        shares = 100 * np.searchsorted(np.sort(each), places, "right") / len(each)
+        lines.append(Line(name, [round(float(share), 2) for share in shares]))
+    shown = [round(each, 4) for each in places.tolist()]
+    plot = replace(PLOT, places=shown, events=[(least, "each block once")])
+    draw(plot, lines, is_whole=bench.divisor == 1)

@@ -1,0 +1,328 @@
+"""`DiskTier` where jobs of several datasets share a folder: what pins, cool-downs and references
+(cost-aware LRFU) leave of each dataset."""
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from decimal import Decimal
+from pathlib import Path
+from uuid import UUID
+
+import pytest
+
+from diesel_fs.cache.disk import IDLE_S, DiskTier, prepare_cache_folder
+from diesel_fs.cache.lrfu import HOUR_S
+from diesel_fs.cache.tiers import ChunkKey
+from diesel_fs.errors import NoSpaceError
+from diesel_fs.format.entries import ChunkId
+
+from ..small_disks import small_disk
+from .disk_tier import STORE, counted, file_of, files, put
+
+CHUNK_BYTES = 1000
+DATASETS = [UUID(int=number) for number in range(1, 5)]
+
+
+def key_of(dataset: UUID, chunk: int) -> ChunkKey:
+    return ChunkKey(dataset, ChunkId(bytes([chunk] * 16)))
+
+
+def used_file(place: Path, dataset: UUID) -> Path:
+    return place / STORE.hex / dataset.hex / ".used"
+
+
+def cool(place: Path, dataset: UUID) -> None:
+    """As if the dataset had not been used for longer than the cool-down."""
+    long_ago = time.time() - 2 * IDLE_S
+    os.utime(used_file(place, dataset), (long_ago, long_ago))
+
+
+def chunks_of(place: Path, dataset: UUID) -> set[int]:
+    """The chunks of a dataset that are in the folder."""
+    return {int(path.name[:2], 16) for path in files(place) if path.parent.name == dataset.hex}
+
+
+@dataclass(slots=True)
+class Known:
+    """What the model knows of a dataset."""
+
+    chunks: dict[int, int] = field(default_factory=dict)  # the turn of the last use of each
+    hours: list[int] = field(default_factory=list)  # of references
+    jobs: list[DiskTier] = field(default_factory=list)
+    is_cool: bool = False
+    cost: float = 0.0
+
+    def worth(self) -> Decimal:
+        """The literal sum of the paper at the hour 24, with a half-life of a day. Hours are below
+        24, so two sums are equal only where all references are."""
+        return sum(
+            (Decimal("0.5") ** (Decimal(24 - hour) / 24) for hour in sorted(self.hours)), Decimal(0)
+        )
+
+
+class SharedFolder:
+    """Jobs come and go, and chunks come. A job is a tier of its own, as in a process of its own:
+    locks belong to open files. Time is counted in hours of references and in turns of uses."""
+
+    def __init__(self, place: Path, limit_chunks: int) -> None:
+        self.place = place
+        self.known = {dataset: Known() for dataset in DATASETS}
+        self.limit_chunks = limit_chunks
+        self.hour = self.turn = self.refused = 0
+        now_s = time.time()
+        self.first_hour_s = (now_s // HOUR_S - 100) * HOUR_S
+        self.first_turn_s = now_s - 10_000
+        self.tier = self.new_tier()
+
+    def new_tier(self) -> DiskTier:
+        limit_bytes = self.limit_chunks * CHUNK_BYTES
+        return DiskTier(self.place, STORE, limit_bytes, by_references=True)
+
+    def pass_time(self) -> None:
+        self.hour = min(self.hour + 1, 23)
+
+    def begin_job(self, dataset: UUID) -> None:
+        known, job = self.known[dataset], self.new_tier()
+        job.register_job(dataset, self.first_hour_s + self.hour * HOUR_S + 1)
+        known.jobs.append(job)
+        known.hours.append(self.hour)
+        known.is_cool = False
+
+    def end_job(self, dataset: UUID) -> None:
+        if self.known[dataset].jobs:
+            self.known[dataset].jobs.pop().close()
+
+    def cool_down(self, dataset: UUID) -> None:
+        if used_file(self.place, dataset).exists():
+            cool(self.place, dataset)
+            self.known[dataset].is_cool = True
+
+    def measure(self, dataset: UUID, cost: float) -> None:
+        known = self.known[dataset]
+        if known.jobs:
+            tier = self.new_tier()
+            tier.note_cost(dataset, cost)
+            tier.close()
+            known.cost, known.is_cool = cost, False
+
+    def put_chunk(self, dataset: UUID, chunk: int) -> None:
+        known, key = self.known[dataset], key_of(dataset, chunk)
+        if chunk in known.chunks:
+            assert self.tier.reserve(key, CHUNK_BYTES) is None
+            return
+        if not known.hours:  # see `test_a_dataset_without_references_counts_one`
+            return
+        if not self.expect_room(dataset):
+            self.refused += 1
+            with pytest.raises(NoSpaceError):
+                self.tier.reserve(key, CHUNK_BYTES)
+            return
+        put(self.tier, key, bytes(CHUNK_BYTES))
+        self.turn += 1
+        known.chunks[chunk] = self.turn
+        used_s = self.first_turn_s + self.turn
+        os.utime(file_of(self.place, key), (used_s, used_s))
+
+    def expect_room(self, dataset: UUID) -> bool:
+        """Evict in the model what must go for a chunk of a dataset; whether that is enough."""
+        held = sum(len(each.chunks) for each in self.known.values())
+        beyond = held + 1 - self.limit_chunks
+        if beyond <= 0:
+            return True
+        eligible = [
+            (known.worth(), known.cost, turn, name, chunk)
+            for name, known in self.known.items()
+            for chunk, turn in known.chunks.items()
+            if known.is_cool and (name == dataset or not known.jobs)
+        ]
+        # A twentieth of the limit more than is needed is evicted: one more chunk
+        for *_, name, chunk in sorted(eligible)[: beyond + 1]:
+            del self.known[name].chunks[chunk]
+        return len(eligible) >= beyond
+
+    def check(self) -> None:
+        for dataset, known in self.known.items():
+            assert chunks_of(self.place, dataset) == {*known.chunks}
+        total = sum(len(known.chunks) for known in self.known.values())
+        assert counted(self.tier) == total * CHUNK_BYTES <= self.limit_chunks * CHUNK_BYTES
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_jobs_that_come_and_go_leave_in_the_folder(place: Path, seed: int) -> None:
+    """Beside a plain model. A dataset has 6 chunks, so it may be larger than the folder."""
+    draw = random.Random(seed)
+    shared = SharedFolder(place, draw.randint(3, 10))
+    for dataset in DATASETS:
+        shared.begin_job(dataset)
+    for _ in range(250):
+        dataset = draw.choice(DATASETS)
+        match draw.choices(range(6), [12, 1, 2, 4, 2, 1])[0]:
+            case 0:
+                shared.put_chunk(dataset, draw.randrange(6))
+            case 1:
+                shared.begin_job(dataset)
+            case 2:
+                shared.end_job(dataset)
+            case 3:
+                shared.cool_down(dataset)
+            case 4:
+                shared.measure(dataset, draw.choice([1e-9, 1e-8, 1e-7]))
+            case _:
+                shared.pass_time()
+        shared.check()
+    assert shared.tier.room_evictions > 10, "else this test shows nothing"
+    assert shared.refused > 10
+
+
+JOB = """if True:
+    import sys, time
+    from pathlib import Path
+    from uuid import UUID
+    from diesel_fs.cache.disk import DiskTier, prepare_cache_folder
+    place, store, dataset = sys.argv[1:]
+    tier = DiskTier(prepare_cache_folder(Path(place)), UUID(hex=store), None)
+    tier.register_job(UUID(hex=dataset), time.time())
+    print("ready", flush=True)
+    sys.stdin.read()
+"""
+
+
+def start_job(place: Path, dataset: UUID) -> "subprocess.Popen[str]":
+    """A process that uses a dataset until it is killed."""
+    command = ["setpriv", "--pdeathsig", "KILL", sys.executable, "-c", textwrap.dedent(JOB)]
+    process = subprocess.Popen(
+        [*command, str(place), STORE.hex, dataset.hex],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def end_job(process: "subprocess.Popen[str]") -> None:
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=20)
+
+
+def test_a_dataset_is_pinned_until_its_last_process_is_killed(place: Path) -> None:
+    """Whatever the rule of the process that needs room, and though the dataset seems unused."""
+    used, newcomer = DATASETS[:2]
+    tier = DiskTier(place, STORE, 4 * CHUNK_BYTES)
+    other = DiskTier(place, STORE, 4 * CHUNK_BYTES, by_references=True)
+    for chunk in range(4):
+        put(tier, key_of(used, chunk), bytes(CHUNK_BYTES))
+    for job in [start_job(place, used) for _ in range(2)]:
+        cool(place, used)
+        for path in files(place):
+            os.utime(path, (1.0, 1.0))  # longer than `CHUNK_IDLE_S` ago, too
+        for each in (tier, other):
+            with pytest.raises(NoSpaceError):
+                each.reserve(key_of(newcomer, 0), CHUNK_BYTES)
+            assert each.make_room(newcomer, CHUNK_BYTES) == 0
+        assert chunks_of(place, used) == {0, 1, 2, 3}
+        end_job(job)
+    put(tier, key_of(newcomer, 0), bytes(CHUNK_BYTES))
+    assert len(chunks_of(place, used)) == 2
+    assert (tier.room_evictions, tier.room_evicted_bytes) == (2, 2 * CHUNK_BYTES)
+
+
+def test_a_killed_job_s_dataset_cools_down(place: Path) -> None:
+    used, newcomer = DATASETS[:2]
+    tier = DiskTier(place, STORE, 4 * CHUNK_BYTES, by_references=True)
+    for chunk in range(4):
+        put(tier, key_of(used, chunk), bytes(CHUNK_BYTES))
+    cool(place, used)
+    end_job(start_job(place, used))
+    with pytest.raises(NoSpaceError):
+        tier.reserve(key_of(newcomer, 0), CHUNK_BYTES)
+    cool(place, used)
+    put(tier, key_of(newcomer, 0), bytes(CHUNK_BYTES))
+
+
+def test_a_job_s_own_idle_chunks_go_for_its_own(place: Path) -> None:
+    """A dataset that does not fit is bounded as before there were pins."""
+    (used,) = DATASETS[:1]
+    tier = DiskTier(place, STORE, 3 * CHUNK_BYTES, by_references=True)
+    tier.register_job(used, time.time())
+    for chunk in range(3):
+        put(tier, key_of(used, chunk), bytes(CHUNK_BYTES))
+    with pytest.raises(NoSpaceError):
+        tier.reserve(key_of(used, 3), CHUNK_BYTES)
+    os.utime(file_of(place, key_of(used, 1)), (1.0, 1.0))  # replaced by a purge, say
+    put(tier, key_of(used, 3), bytes(CHUNK_BYTES))
+    assert chunks_of(place, used) == {0, 2, 3}
+
+
+def test_a_lower_limit_takes_pinned_chunks_last(place: Path) -> None:
+    used, idle = DATASETS[:2]
+    tier = DiskTier(place, STORE, 6 * CHUNK_BYTES, by_references=True)
+    for chunk in range(3):
+        put(tier, key_of(used, chunk), bytes(CHUNK_BYTES))
+        put(tier, key_of(idle, chunk), bytes(CHUNK_BYTES))
+    for _ in range(3):
+        tier.register_job(idle, time.time())
+    tier.close()
+    tier.register_job(used, time.time() - 1000 * HOUR_S)
+    DiskTier(place, STORE, 4 * CHUNK_BYTES, by_references=True).close()
+    assert (chunks_of(place, used), len(chunks_of(place, idle))) == ({0, 1, 2}, 1)
+    DiskTier(place, STORE, 1 * CHUNK_BYTES, by_references=True).close()
+    assert (len(chunks_of(place, used)), chunks_of(place, idle)) == (1, set())
+
+
+@pytest.mark.parametrize("content", [b"", b"DIESLRF1", os.urandom(36), bytes(36), bytes(5000)])
+def test_a_dataset_without_references_counts_one(place: Path, content: bytes) -> None:
+    """An older version, or a crash, leaves none: the last use counts then, and damage is no
+    error."""
+    plain, twice, once, newcomer = DATASETS
+    tier = DiskTier(place, STORE, 3 * CHUNK_BYTES, by_references=True)
+    now_s = time.time()
+    for dataset, references in ((plain, 0), (twice, 2), (once, 1)):
+        put(tier, key_of(dataset, 0), bytes(CHUNK_BYTES))
+        for _ in range(references):
+            tier.register_job(dataset, now_s - 48 * HOUR_S)
+    tier.close()
+    used_file(place, plain).write_bytes(content)
+    for dataset in (plain, twice, once):
+        cool(place, dataset)
+    order = []
+    for turn in range(2):  # a twentieth more than is needed is evicted: two at once
+        tier.make_room(newcomer, (1 + 2 * turn) * CHUNK_BYTES // 2)
+        order.append({each for each in (plain, twice, once) if not chunks_of(place, each)})
+    assert order == [{once}, {once, twice}]
+    tier.register_job(plain, now_s)
+    assert len(used_file(place, plain).read_bytes()) == 36
+
+
+def test_jobs_in_a_folder_that_cannot_be_written_are_no_error(place: Path) -> None:
+    tier = DiskTier(place, STORE, 3 * CHUNK_BYTES)
+    shutil.rmtree(place)
+    tier.register_job(DATASETS[0], time.time())
+    tier.note_cost(DATASETS[0], 1e-9)
+    tier.close()
+
+
+def test_a_full_disk_takes_a_pin_all_the_same(tmp_path: Path) -> None:
+    used, newcomer = DATASETS[:2]
+    with small_disk(tmp_path / "disk", "size=256k,mode=700") as point:
+        place = prepare_cache_folder(point)
+        tier = DiskTier(place, STORE, 4 * CHUNK_BYTES)
+        for chunk in range(4):
+            put(tier, key_of(used, chunk), bytes(CHUNK_BYTES))
+        cool(place, used)
+        with suppress(OSError), (point / "lost+found").open("wb", 0) as file:
+            file.write(bytes(1 << 20))
+        tier.register_job(used, time.time())
+        assert used_file(place, used).stat().st_size == 0, "there was no room for the reference"
+        (point / "lost+found").unlink()
+        cool(place, used)
+        with pytest.raises(NoSpaceError):
+            DiskTier(place, STORE, 4 * CHUNK_BYTES).reserve(key_of(newcomer, 0), CHUNK_BYTES)
