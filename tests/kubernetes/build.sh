@@ -47,7 +47,7 @@ copy_sources() {
 
 # An unprivileged apt may use these folders, too. As root it would fetch as the user _apt, who may not
 # write to $work.
-apt() {
+private_apt() {
     apt-get -qq -o Dir::Etc::sourcelist=/dev/null -o Dir::Etc::sourceparts="$work/apt/sources" \
         -o Dir::State::lists="$work/apt/lists" -o Dir::Cache="$work/apt" \
         -o APT::Sandbox::User="$(id -un)" -o Acquire::Languages=none "$@" >>"$log" 2>&1
@@ -56,12 +56,12 @@ apt() {
 say "fetching the sources of Kubernetes"
 mkdir -p "$work/apt/sources" "$work/apt/lists/partial" "$work/apt/archives/partial"
 copy_sources
-apt update
+private_apt update
 mkdir "$work/packages"
 cd "$work/packages"
-apt download etcd-server
-dpkg-deb --fsys-tarfile etcd-server_*.deb | tar -x ./usr/bin/etcd
-apt source kubernetes
+private_apt download etcd-server golang-github-modern-go-reflect2-dev
+for package in *.deb; do dpkg-deb -x "$package" .; done
+private_apt source kubernetes
 unpacked=(kubernetes-*/)
 if [[ ! ${unpacked[0]} =~ really1\.20\.|kubernetes-1\.20\. ]]; then
     say "this script builds Kubernetes 1.20, as Debian 12 has it; these sources are ${unpacked[0]%/}"
@@ -75,6 +75,12 @@ tree="$GOPATH/src/k8s.io/kubernetes"
 mkdir -p "$GOPATH/src/k8s.io"
 mv "${unpacked[0]}" "$tree"
 cd "$tree"
+
+# The release's own copy of this library corrupts memory when Go is 1.18 or later: the API server
+# crashes at the first custom resource. Debian packages the release in which that was mended.
+reflect=github.com/modern-go/reflect2
+rm -r "vendor/$reflect"
+cp -r "$work/packages/usr/share/gocode/src/$reflect" "vendor/$reflect"
 
 # The one generated file that the archive lacks, by the rule of build/root/Makefile.generated_files:
 # the OpenAPI definitions of all built-in kinds, which server-side apply needs.

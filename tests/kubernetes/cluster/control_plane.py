@@ -2,11 +2,11 @@
 
 It is etcd, kube-apiserver, kube-controller-manager and kube-scheduler, as `make test-kubernetes`
 built them, with certificates of an authority of its own, RBAC, and the admission that a cluster
-has. There are no machines: `nodes.py` stands in for kubelets. To use it by hand,
+has. There are no machines: `nodes.py` stands in for kubelets. To run one by hand:
 
     python -m tests.kubernetes.cluster.control_plane
 
-runs one until it is interrupted, and prints where its kubeconfig lies.
+It prints where its kubeconfig lies, and runs until it is interrupted.
 """
 
 import contextlib
@@ -147,7 +147,7 @@ class ControlPlane:
             "enable-admission-plugins": "NodeRestriction",  # besides those that are on by default
             "allow-privileged": "true",
             "service-account-issuer": "https://kubernetes.default.svc",
-            "service-account-key-file": self._serving.key,
+            "service-account-key-file": self._serving.certificate,
             "service-account-signing-key-file": self._serving.key,
         }
         return Program(self._folder, API_SERVER, options)
