@@ -61,7 +61,7 @@ from lightkube.resources.rbac_authorization_v1 import (
 from lightkube.types import PatchType
 
 from tests.cli.conftest import program_environment
-from tests.kubernetes.cluster.conftest import IMAGE
+from tests.kubernetes.cluster.conftest import IMAGE, processes_with
 from tests.kubernetes.cluster.containers import Image
 from tests.kubernetes.cluster.control_plane import API_SERVER, ControlPlane
 from tests.kubernetes.cluster.nodes import Node
@@ -97,7 +97,13 @@ def widgets(client: Client) -> type[GenericNamespacedResource]:
     )
     name = f"widgets.{GROUP}"
     client.create(CustomResourceDefinition(metadata=ObjectMeta(name=name), spec=spec))
-    client.wait(CustomResourceDefinition, name, for_conditions=["Established"])
+
+    def is_served() -> bool:
+        status = client.get(CustomResourceDefinition, name).status
+        conditions = (status.conditions if status else None) or []
+        return any(each.type == "Established" and each.status == "True" for each in conditions)
+
+    wait_until(is_served)
     return Widget
 
 
@@ -165,6 +171,13 @@ def phase_of(client: Client, name: str, namespace: str) -> str:
     return (status.phase if status else None) or ""
 
 
+def is_complete(client: Client, name: str, namespace: str) -> bool:
+    """Whether a Job has ended well."""
+    status = client.get(Job, name, namespace=namespace).status
+    conditions = (status.conditions if status else None) or []
+    return any(each.type == "Complete" and each.status == "True" for each in conditions)
+
+
 def exists(client: Client, kind: type[Pod] | type[ConfigMap], name: str, namespace: str) -> bool:
     """Whether an object is there."""
     found = client.list(kind, namespace=namespace, fields={"metadata.name": name})
@@ -188,7 +201,7 @@ def test_a_job_runs_for_real_on_the_node_that_its_affinity_names(
     container = Container(
         name="prepare",
         image=IMAGE,
-        command=["sh", "-c", script.replace("dlcmd", f"{sys.executable} -m dlcmd")],
+        command=["sh", "-c", script],
         env=[
             EnvVar(name="KEY", valueFrom=EnvVarSource(secretKeyRef=secret)),
             EnvVar(
@@ -223,10 +236,10 @@ def test_a_job_runs_for_real_on_the_node_that_its_affinity_names(
         Node(
             control_plane, "far-1", tmp_path / "far",
             images=images, capacity=gpu, labels={"zone": "far"},
-        ),
+        ) as far,
     ):  # fmt: skip
         client.create(job)
-        client.wait(Job, "prepare", for_conditions=["Complete"], namespace=namespace)
+        wait_until(lambda: is_complete(client, "prepare", namespace), otherwise=far.describe)
         (pod_made,) = client.list(Pod, namespace=namespace)
         assert pod_made.spec is not None
         assert pod_made.spec.nodeName == "far-1"
@@ -310,8 +323,7 @@ def test_a_container_that_fails_is_started_again_and_a_deleted_pod_gets_a_sigter
         wait_until(lambda: not exists(client, Pod, "server", namespace))
         assert told.read_text() == "started\nstarted\nended\n"
         wait_until(lambda: node.pods() == [])
-    running = subprocess.run(["pgrep", "-f", str(told)], check=False, capture_output=True)
-    assert running.stdout == b""
+    assert processes_with(str(told)) == []
 
 
 class FolderDriver:
