@@ -7,12 +7,12 @@
 # unpacked from its package and not installed, since the package would start a service.
 #
 # README.md beside this file says what a build needs. What has been built is not built again until
-# this file changes.
+# a command in this file changes.
 set -euo pipefail
 
 here="$(cd "$(dirname "$0")" && pwd)"
 out="$here/../../build/kubernetes"
-stamp="$(sha256sum <"$here/build.sh")"
+stamp="$(grep -v '^ *#' "$here/build.sh" | sha256sum)"
 programs=(kube-apiserver kube-controller-manager kube-scheduler)
 say() { printf '%s\n' "$*" >&2; }
 
@@ -77,7 +77,7 @@ mv "${unpacked[0]}" "$tree"
 cd "$tree"
 
 # The release's own copy of this library corrupts memory when Go is 1.18 or later: the API server
-# crashes at the first custom resource. Debian packages the release in which that was mended.
+# crashes at the first custom resource. Debian packages the release in which that is fixed.
 reflect=github.com/modern-go/reflect2
 rm -r "vendor/$reflect"
 cp -r "$work/packages/usr/share/gocode/src/$reflect" "vendor/$reflect"

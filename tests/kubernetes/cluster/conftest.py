@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from lightkube import Client
+from lightkube.resources.core_v1 import Namespace, Pod
 
 from tests.cli.conftest import program_environment
 from tests.kubernetes.cluster import control_plane as planes
@@ -51,9 +52,12 @@ def client(control_plane: ControlPlane) -> Iterator[Client]:
 
 
 @pytest.fixture
-def namespace(client: Client) -> str:
-    """A namespace of the test's own. It goes with the control plane."""
-    return planes.make_namespace(client)
+def namespace(client: Client) -> Iterator[str]:
+    """A namespace of the test's own. Its pods go with the test, so that no other test runs them."""
+    name = planes.make_namespace(client)
+    yield name
+    client.delete(Namespace, name)  # from now on no controller can make a pod in it
+    client.deletecollection(Pod, namespace=name, grace_period=0)
 
 
 @pytest.fixture(scope="session")

@@ -236,7 +236,7 @@ class Node:
                     self._runs[uid].end(pod.metadata.deletionGracePeriodSeconds or 0)
             elif leaving:
                 self.confirm_deletion(pod)
-            elif self.images is not None:
+            elif self.images is not None and not _has_ended(pod):
                 self._runs[uid] = _PodRun(self, pod)
         for uid in self._runs.keys() - present.keys():
             self._runs[uid].end(0)  # it may have been deleted by force
@@ -498,6 +498,10 @@ class _PodRun:
 def _spec(pod: Pod) -> PodSpec:
     assert pod.spec is not None
     return pod.spec
+
+
+def _has_ended(pod: Pod) -> bool:
+    return pod.status is not None and pod.status.phase in ("Succeeded", "Failed")
 
 
 def _identity(pod: Pod) -> tuple[str, str, str]:
