@@ -18,7 +18,8 @@ Eviction: a process that needs room evicts for all datasets. Two things keep a c
 evicted for another dataset. A job that uses the chunk's dataset *pins* it: a mount or a node of a
 task holds a shared lock on `.used` for as long as it lives, so a kill ends the pin, too. Otherwise
 the dataset must *cool down*: it must not have been used for `IDLE_S` (DLCache, section III-C.2).
-Where nothing may be evicted, a new chunk is not admitted. The order among the others is that of
+Where nothing may be evicted, a new chunk is not admitted. That holds also where a process starts
+with a lower limit than that of the jobs that fill the folder. The order among the others is that of
 the process that needs the room: what was not read for the longest time, or with `by_references`
 cost-aware LRFU (`lrfu.py`).
 
@@ -192,7 +193,12 @@ class _References:
             return None
         magic, crf, hour, byte_cost_s, checksum = _RECORD.unpack(content)
         is_sound = magic == _RECORD_MAGIC and checksum == zlib.crc32(content[:-4])
-        if is_sound and 1 <= crf < math.inf and abs(hour) < _HOUR_MAX and byte_cost_s >= 0:
+        if (
+            is_sound
+            and 1 <= crf < math.inf
+            and abs(hour) < _HOUR_MAX
+            and 0 <= byte_cost_s < math.inf
+        ):
             return cls(crf, hour, byte_cost_s)
         return None
 
@@ -562,7 +568,8 @@ class DiskTier(CacheTier):
     def _tidy(self, marker: int, size: int, folder: str, *, takes_chunks: bool = False) -> None:
         """Count all files, remove those of dead writers, and evict idle chunks until `size` bytes
         and some more fit in a dataset's folder. Without a folder, evict until the limit holds, also
-        chunks in use. `takes_chunks`: the chunks in the folder itself count as idle.
+        chunks in use that no job pins. `takes_chunks`: the chunks in the folder itself count as
+        idle.
         """
         now_s = time.time()
         files: list[_CachedFile] = []
@@ -587,7 +594,7 @@ class DiskTier(CacheTier):
                 each for each in files if _may_evict(each, folder, now_s, takes_chunks=takes_chunks)
             ]
             evicted: Counter[str] = Counter()
-            for each in self._in_eviction_order(may_go, now_s, pinned_last=not folder):
+            for each in self._in_eviction_order(may_go, now_s):
                 if beyond_bytes <= 0:
                     break
                 _unlink(each.path)
@@ -601,25 +608,21 @@ class DiskTier(CacheTier):
                 log.info("evicted %d bytes of %s for %s", total, other, folder or "the limit")
         _add_used(marker, used_bytes - _used_bytes(marker))
 
-    def _in_eviction_order(
-        self, files: Sequence[_CachedFile], now_s: float, *, pinned_last: bool
-    ) -> list[_CachedFile]:
+    def _in_eviction_order(self, files: Sequence[_CachedFile], now_s: float) -> list[_CachedFile]:
         """Files, the first to be evicted first."""
         if not self._by_references:
-            found = sorted(files, key=lambda each: each.used_s)
-        else:
-            known = [each.dataset.references for each in files]
-            order = eviction_order(
-                self._attenuation.log_crf(
-                    np.array([each.crf for each in known], np.float64),
-                    np.array([each.hour for each in known], np.float64),
-                    hour_of(now_s),
-                ),
-                np.array([each.byte_cost_s for each in known], np.float64),
-                np.array([each.used_s for each in files], np.float64),
-            )
-            found = [files[number] for number in order.tolist()]
-        return sorted(found, key=lambda each: each.dataset.is_pinned) if pinned_last else found
+            return sorted(files, key=lambda each: each.used_s)
+        known = [each.dataset.references for each in files]
+        order = eviction_order(
+            self._attenuation.log_crf(
+                np.array([each.crf for each in known], np.float64),
+                np.array([each.hour for each in known], np.float64),
+                hour_of(now_s),
+            ),
+            np.array([each.byte_cost_s for each in known], np.float64),
+            np.array([each.used_s for each in files], np.float64),
+        )
+        return [files[number] for number in order.tolist()]
 
     def _scan(self) -> Iterator[_CachedFile]:
         """All chunks of all stores, with those that are being written, and all order logs."""
@@ -867,7 +870,7 @@ def _may_evict(each: _CachedFile, folder: str, now_s: float, *, takes_chunks: bo
     if each.is_temporary or (each.is_log and not _is_dead(each.path)):
         return False
     is_own = each.dataset.folder == folder
-    if each.dataset.is_pinned and folder and not is_own:
+    if each.dataset.is_pinned and not is_own:
         return False
     return (
         not folder

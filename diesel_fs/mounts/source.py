@@ -208,9 +208,9 @@ class MountSource:
                 disk = DiskTier(
                     folder, repository.objects.store_id, cache_bytes, by_references=by_references
                 )
-                if not request.task_options and not self._is_registered:
-                    # With a task, its master registers the job. The pin is held until this process
-                    # ends, also when the mount switches to another version.
+                if request.task_options.cache_layout == "order" and not self._is_registered:
+                    # Else the task's master does. The pin is held until this process ends, also
+                    # when the mount switches to another version.
                     disk.register_job(snapshot.identity, time.time())
                     self._is_registered = True
                 return OrderLogs(

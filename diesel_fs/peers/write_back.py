@@ -118,9 +118,8 @@ class WriteBackQueue:
         fetch_cost: Callable[[int], float] | None = None,
     ) -> None:
         """`evict_first` gives the chunks that are replaced before the policy is asked;
-        `on_change` is called when there may be more room; `fetch_cost` are the seconds to fetch so
-        many bytes again, once they are known. `switch_version` then sets the chunks of the
-        version."""
+        `on_change` is called when there may be more room; `fetch_cost` gives the seconds to fetch
+        so many bytes again. `switch_version` then sets the chunks of the version."""
         self._disk = disk
         self._identity = identity
         self._policy = policy

@@ -262,7 +262,7 @@ def test_a_job_s_own_idle_chunks_go_for_its_own(place: Path) -> None:
     assert chunks_of(place, used) == {0, 2, 3}
 
 
-def test_a_lower_limit_takes_pinned_chunks_last(place: Path) -> None:
+def test_a_lower_limit_leaves_what_jobs_use(place: Path) -> None:
     used, idle = DATASETS[:2]
     tier = DiskTier(place, STORE, 6 * CHUNK_BYTES, by_references=True)
     for chunk in range(3):
@@ -272,10 +272,16 @@ def test_a_lower_limit_takes_pinned_chunks_last(place: Path) -> None:
         tier.register_job(idle, time.time())
     tier.close()
     tier.register_job(used, time.time() - 1000 * HOUR_S)
-    DiskTier(place, STORE, 4 * CHUNK_BYTES, by_references=True).close()
+    DiskTier(place, STORE, 4 * CHUNK_BYTES).close()
     assert (chunks_of(place, used), len(chunks_of(place, idle))) == ({0, 1, 2}, 1)
-    DiskTier(place, STORE, 1 * CHUNK_BYTES, by_references=True).close()
-    assert (len(chunks_of(place, used)), chunks_of(place, idle)) == (1, set())
+    lower = DiskTier(place, STORE, 1 * CHUNK_BYTES)
+    assert (chunks_of(place, used), chunks_of(place, idle)) == ({0, 1, 2}, set())
+    with pytest.raises(NoSpaceError):
+        lower.reserve(key_of(idle, 0), CHUNK_BYTES)
+    assert lower.free_bytes() == 0
+    tier.close()
+    DiskTier(place, STORE, 1 * CHUNK_BYTES).close()
+    assert len(chunks_of(place, used)) == 1
 
 
 @pytest.mark.parametrize("content", [b"", b"DIESLRF1", os.urandom(36), bytes(36), bytes(5000)])
