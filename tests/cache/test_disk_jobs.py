@@ -284,7 +284,9 @@ def test_a_lower_limit_leaves_what_jobs_use(place: Path) -> None:
     assert len(chunks_of(place, used)) == 1
 
 
-@pytest.mark.parametrize("content", [b"", b"DIESLRF1", bytes(range(100, 136)), bytes(36), bytes(5000)])
+@pytest.mark.parametrize(
+    "content", [b"", b"DIESLRF1", bytes(range(100, 136)), bytes(36), bytes(5000)]
+)
 def test_a_dataset_without_references_counts_one(place: Path, content: bytes) -> None:
     """An older version, or a crash, leaves none: the last use counts then, and damage is no
     error."""
