@@ -31,6 +31,7 @@ _UMOUNT_NOFOLLOW = 8
 _SYS_OPEN_TREE, _SYS_MOVE_MOUNT = 428, 429
 _SYS_FSOPEN, _SYS_FSCONFIG, _SYS_FSMOUNT = 430, 431, 432
 _AT_FDCWD, _AT_EMPTY_PATH, _OPEN_TREE_CLONE_CLOEXEC = -100, 0x1000, 1 | os.O_CLOEXEC
+_AT_RECURSIVE = 0x8000
 _AT_STATX_DONT_SYNC, _STATX_DEVICE_AT = 0x4000, 34  # in units of 4 bytes
 _FSOPEN_CLOEXEC, _FSMOUNT_CLOEXEC = 1, 1
 _FSCONFIG_SET_FLAG, _FSCONFIG_SET_STRING, _FSCONFIG_CMD_CREATE = 0, 1, 6
@@ -251,12 +252,13 @@ def _mount_as_user(mountpoint: str, options: Sequence[str]) -> int:
     return descriptors[0]
 
 
-def clone_mount(mountpoint: str) -> int:
+def clone_mount(mountpoint: str, *, recursive: bool = False) -> int:
     """A descriptor of a second mount of the same file system, at no path (open_tree(2), Linux 5.2,
-    root only). Files that are opened through it do not make the first mount busy. The file system
-    lives until the descriptor is closed. Raises OSError.
+    root only); `recursive`: with the mounts inside it. Files that are opened through it do not make
+    the first mount busy. The file system lives until the descriptor is closed. Raises OSError.
     """
-    return _syscall(_SYS_OPEN_TREE, _AT_FDCWD, os.fsencode(mountpoint), _OPEN_TREE_CLONE_CLOEXEC)
+    flags = _OPEN_TREE_CLONE_CLOEXEC | (_AT_RECURSIVE if recursive else 0)
+    return _syscall(_SYS_OPEN_TREE, _AT_FDCWD, os.fsencode(mountpoint), flags)
 
 
 def copy_mount(mount: int) -> int:

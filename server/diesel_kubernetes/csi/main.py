@@ -1,0 +1,206 @@
+"""The command `diesel-csi`: it reads the options, and serves until SIGTERM."""
+
+import logging
+import signal
+import socket
+import sys
+import threading
+from pathlib import Path
+
+import click
+
+import diesel_fs
+from diesel_fs.errors import DieselError, UsageError
+from diesel_fs.settings import parse_size
+
+from .mounter import Mounter, ProcessMounter
+from .node import NodeVolumes
+from .service import Server, Services
+from .state import StateFolder
+from .volumes import Limits
+
+PREFIX = "DIESEL_CSI"
+"""What the names of options begin with in the environment."""
+
+
+def size(text: str) -> int:
+    """A number of bytes: 4096, 64K, 4M, 1G."""
+    return parse_size(text)
+
+
+@click.command(
+    context_settings={"auto_envvar_prefix": PREFIX, "help_option_names": ["-h", "--help"]}
+)
+@click.version_option(diesel_fs.__version__, prog_name="diesel-csi")
+@click.option(
+    "--endpoint",
+    metavar="URL",
+    default="unix:///csi/csi.sock",
+    show_default=True,
+    help="Socket at which kubelet and the sidecars call.",
+)
+@click.option(
+    "--node",
+    metavar="NAME",
+    default=socket.gethostname,
+    show_default="the host's name",
+    help="Name of the node, as the cluster knows it.",
+)
+@click.option(
+    "--state",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    default=Path("/var/lib/diesel-csi"),
+    show_default=True,
+    help="Folder of this node for mounts, their sockets and snapshots. In a container it"
+    " has the same path as on the node.",
+)
+@click.option(
+    "--url",
+    metavar="URL",
+    default="",
+    help="The repository of volumes that name none: diesel+tls://host:9300, ...",
+)
+@click.option(
+    "--idle",
+    type=click.FloatRange(0),
+    metavar="SECONDS",
+    default=60.0,
+    show_default=True,
+    help="How long a mount that no pod uses is kept for the next one.",
+)
+@click.option(
+    "--starts",
+    type=click.IntRange(1, 64),
+    metavar="N",
+    default=4,
+    show_default=True,
+    help="How many mounts may start at once; others wait.",
+)
+@click.option(
+    "--memory-max",
+    type=size,
+    metavar="SIZE",
+    default="4G",
+    show_default=True,
+    help="Memory for contents of a volume: the most it may ask for, and what it gets if"
+    " it asks for none.",
+)
+@click.option(
+    "--file-root",
+    multiple=True,
+    metavar="DIR",
+    help="Folder of the node below which volumes may name a repository by file://; may be"
+    " given several times.  [default: volumes may not]",
+)
+@click.option(
+    "--cache-root",
+    metavar="DIR",
+    default="",
+    help="Folder on a fast local disk below which volumes may keep chunks (cacheDir)."
+    "  [default: volumes may not]",
+)
+@click.option(
+    "--cache-size-max",
+    type=size,
+    metavar="SIZE",
+    default="0",
+    help="How large the cache of one volume may get.  [default: half of what is free]",
+)
+@click.option(
+    "--mounter",
+    type=click.Choice(["process", "pod"]),
+    default="process",
+    show_default=True,
+    help="What a mount is: a process beside this one (where this program is a service of"
+    " the system), or a pod (where it runs in a pod itself).",
+)
+@click.option(
+    "--namespace",
+    metavar="NAME",
+    default="diesel-system",
+    show_default=True,
+    help="Namespace of mount pods.",
+)
+@click.option(
+    "--image",
+    metavar="NAME",
+    default="",
+    help="Image of mount pods, which has dlcmd; needed with --mounter pod.",
+)
+@click.option(
+    "--pod-cpu",
+    metavar="QUANTITY",
+    default="100m",
+    show_default=True,
+    help="Processors that a mount pod requests.",
+)
+@click.option(
+    "--pod-memory",
+    metavar="QUANTITY",
+    default="256Mi",
+    show_default=True,
+    help="Memory that a mount pod requests. Its limit is that for contents, and 512Mi.",
+)
+def program(
+    endpoint: str, node: str, state: Path, url: str, idle: float, starts: int, memory_max: int,
+    file_root: tuple[str, ...], cache_root: str, cache_size_max: int, mounter: str, namespace: str,
+    image: str, pod_cpu: str, pod_memory: str,
+) -> None:  # fmt: skip
+    """Mount datasets as volumes of pods: the node plugin of the CSI driver csi.diesel-fs.dev.
+
+    One runs on each node, as root. Every option may also stand in the environment (--memory-max as
+    DIESEL_CSI_MEMORY_MAX). Mounts have processes of their own, and outlive this one.
+
+    \b
+    Example, without a cluster:
+      diesel-csi --endpoint unix:///run/csi.sock --state /var/lib/diesel-csi --file-root /data
+    """
+    logging.basicConfig(
+        level=logging.INFO,
+        stream=sys.stderr,
+        format="%(asctime)s diesel-csi %(levelname)s %(message)s",
+    )
+    limits = Limits(
+        url=url,
+        file_roots=tuple(file_root),
+        cache_root=cache_root.rstrip("/"),
+        memory_bytes_max=memory_max,
+        cache_bytes_max=cache_size_max,
+    )
+    ending = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: ending.set())
+    folder = StateFolder(state)
+    chosen: Mounter = ProcessMounter(folder)
+    if mounter == "pod":
+        if not image:
+            raise UsageError("--mounter pod needs --image", advice="name an image that has dlcmd")
+        from lightkube import Client  # noqa: PLC0415  # takes long to import
+
+        from .pods import PodMounter, PodOptions  # noqa: PLC0415
+
+        options = PodOptions(node, namespace, image, pod_cpu, pod_memory)
+        chosen = PodMounter(folder, Client(namespace=namespace), options)
+    chosen.tidy()
+    volumes = NodeVolumes(folder, chosen, limits, idle_s=idle, starts_max=starts)
+    server = Server(Services(volumes, folder, node), endpoint)
+    click.echo(f"diesel-csi listens at {endpoint}")
+    ending.wait()
+    server.stop()
+    volumes.close()
+    folder.close()
+
+
+def main() -> None:
+    """Run the command, and end the process with its exit code."""
+    try:
+        program.main(standalone_mode=False)
+    except click.exceptions.Exit as ended:
+        sys.exit(ended.exit_code)
+    except click.ClickException as error:
+        click.echo(f"diesel-csi: {error.format_message()}", err=True)
+        sys.exit(UsageError.exit_code)
+    except DieselError as error:
+        click.echo(f"diesel-csi: {error}", err=True)
+        sys.exit(error.exit_code)

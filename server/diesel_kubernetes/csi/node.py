@@ -1,0 +1,316 @@
+"""The volumes of one node: what is mounted for them, when it is shared, and when it ends.
+
+`NodeVolumes` has the logic of `VOLUMES.md`, without gRPC. Rules of concurrency: any thread may call
+it. Starts run in a pool of few threads; callers of one key wait for one start. A thread of its own
+(the reaper) ends mounts that nobody uses. A mount is started, joined and ended under the lock of
+its key, and is not ended while a call for its key is under way (`_claims`). A target is changed
+under a lock of its own.
+"""
+
+import logging
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as WaitedTooLong
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from diesel_fs.errors import ConflictError, DeadlineError, DieselError, NotFoundError
+
+from .mounter import Mounter, current_version
+from .state import StateFolder, key_of
+from .targets import (
+    MountTable,
+    Place,
+    Usage,
+    bind,
+    checked_target,
+    detach,
+    lives,
+    remove_target,
+    usage_of,
+)
+from .volumes import Limits, Volume, check_mount_flags, parse_volume
+
+log = logging.getLogger("diesel.csi")
+
+CHECK_INTERVAL_S = 30.0
+"""How often the reaper looks for mounts that have died or could not be ended."""
+
+VERSION_KNOWN_S = 10.0
+"""For how long a mount's version counts as current without asking: the pods of a Job come within
+moments of each other."""
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """How a published volume is."""
+
+    trouble: str
+    """Empty: it can be read."""
+    usage: Usage | None
+
+
+class NodeVolumes:
+    """The volumes that one plugin publishes on its node."""
+
+    def __init__(
+        self,
+        state: StateFolder,
+        mounter: Mounter,
+        limits: Limits,
+        *,
+        idle_s: float,
+        starts_max: int,
+    ) -> None:
+        self._state = state
+        self._mounter = mounter
+        self._limits = limits
+        self._idle_s = idle_s
+        self._lock = threading.Lock()  # of the fields below
+        self._claims: Counter[str] = Counter()  # calls under way, by key
+        self._starting: dict[str, Future[str]] = {}  # by key
+        self._checked_s: dict[str, float] = {}  # when it was last known to be current
+        self._target_locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
+        self._starters = ThreadPoolExecutor(starts_max, "diesel-csi-start")
+        self._idle_since_s: dict[str, float] = {}  # only of the reaper
+        self._wake = threading.Event()
+        self._closing = False
+        self._reaper = threading.Thread(target=self._reap, name="diesel-csi-reaper", daemon=True)
+        self._reaper.start()
+
+    def close(self) -> None:
+        """End the threads, once the starts under way have ended. Mounts go on."""
+        self._closing = True
+        self._wake.set()
+        self._reaper.join()
+        self._starters.shutdown(cancel_futures=True)
+
+    def publish(
+        self,
+        target: str,
+        attributes: Mapping[str, str],
+        secrets: Mapping[str, str],
+        mount_flags: list[str],
+        *,
+        timeout_s: float,
+        is_wanted: Callable[[], bool],
+    ) -> Volume:
+        """Show a volume at a target. Returns the volume when it can be read there.
+
+        `is_wanted` says whether the caller still waits; nothing is bound if not. Raises UsageError,
+        ConflictError where something else is at the target, DeadlineError, and the errors of
+        `dlcmd mount`; no message has a secret.
+        """
+        check_mount_flags(mount_flags)
+        volume = parse_volume(attributes, secrets, self._limits)
+        target = checked_target(target)
+        key = volume.key(self._state.node_key)
+        until_s = time.monotonic() + timeout_s
+        try:
+            with self._claimed(key):
+                if not self._is_published(target, key):
+                    name = self._joined(volume, key, until_s)
+                    with self._target_lock(target):
+                        if not is_wanted():
+                            raise DeadlineError("the caller has not waited for the volume")
+                        if not self._is_published(target, key):
+                            bind(self._state.root(name), target)
+        except DieselError as error:
+            raise _without_secrets(error, volume) from None
+        return volume
+
+    def unpublish(self, target: str) -> None:
+        """Take a volume away from a target; nothing there is fine. Raises DieselError."""
+        target = checked_target(target)
+        with self._target_lock(target):
+            detach(target)
+            remove_target(target)
+        self._wake.set()
+
+    def condition(self, target: str) -> Condition:
+        """How the volume at a target is. Raises NotFoundError where there is none."""
+        target = checked_target(target)
+        place, name = MountTable.read(self._state).at(target)
+        if place in (Place.FREE, Place.FOREIGN):
+            raise NotFoundError(f"no volume of this driver is published at {target}")
+        if place is Place.STALE or not lives(self._state.root(name)):
+            trouble = "the mount has ended: reads fail until kubelet publishes the volume again"
+            return Condition(f"{trouble}, and then until the container restarts", None)
+        try:
+            return Condition("", usage_of(target))
+        except OSError as error:
+            return Condition(f"the mount does not answer: {error.strerror}", None)
+
+    @contextmanager
+    def _claimed(self, key: str) -> Iterator[None]:
+        """Keep mounts of a key from being ended."""
+        with self._lock:
+            self._claims[key] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._claims[key] -= 1
+                if not self._claims[key]:
+                    del self._claims[key]
+            self._wake.set()
+
+    @contextmanager
+    def _target_lock(self, target: str) -> Iterator[None]:
+        with self._lock:
+            lock = self._target_locks[target]
+        with lock:
+            yield
+        with self._lock:
+            if not lock.locked():
+                self._target_locks.pop(target, None)
+
+    def _is_published(self, target: str, key: str) -> bool:
+        """Whether this volume is at the target, and can be read. A dead bind is taken away. Raises
+        ConflictError where something else is there."""
+        place, name = MountTable.read(self._state).at(target)
+        match place:
+            case Place.FREE:
+                return False
+            case Place.OURS if not lives(self._state.root(name)):
+                log.warning("the mount behind %s has ended: it is replaced", target)
+            case Place.OURS if key_of(name) == key:
+                return True
+            case Place.OURS:
+                raise ConflictError(
+                    f"another volume is published at {target}",
+                    advice="unpublish it first; a volume has the same attributes each time",
+                )
+            case Place.FOREIGN:
+                raise ConflictError(f"another file system is mounted at {target}")
+        detach(target)
+        return False
+
+    def _joined(self, volume: Volume, key: str, until_s: float) -> str:
+        """The name of a mount that shows the volume, which is started if there is none."""
+        with self._lock:
+            start = self._starting.get(key)
+            if start is None:
+                start = self._starters.submit(self._start, volume, key)
+                self._starting[key] = start
+                start.add_done_callback(lambda _: self._forget_start(key))
+        try:
+            return start.result(max(0.0, until_s - time.monotonic()))
+        except WaitedTooLong:
+            raise DeadlineError(
+                f"the mount of {volume.named} has not started yet", advice="it goes on; ask again"
+            ) from None
+
+    def _forget_start(self, key: str) -> None:
+        with self._lock:
+            self._starting.pop(key, None)
+
+    def _start(self, volume: Volume, key: str) -> str:
+        """In a thread of the pool: find a mount that shows the volume, or start one."""
+        with self._state.key_lock(key) as lock:
+            living = [
+                name
+                for name in MountTable.read(self._state).roots
+                if key_of(name) == key and lives(self._state.root(name))
+            ]
+            found = self._current(volume, living)
+            if found:
+                return found
+            name = self._state.new_name(key)
+            self._state.make_folder(name)
+            try:
+                self._mounter.start(volume, name, lock)
+            except BaseException:
+                self._end(name)
+                raise
+            self._checked_s[name] = time.monotonic()
+            return name
+
+    def _current(self, volume: Volume, living: list[str]) -> str:
+        """The living mount of the volume's key that shows its current version; empty: none."""
+        if not living:
+            return ""
+        newest = living[-1]
+        age_s = time.monotonic() - self._checked_s.get(newest, float("-inf"))
+        if not volume.may_go_stale or age_s < VERSION_KNOWN_S:
+            return newest
+        try:
+            source = f"{volume.dataset}@{current_version(volume, self._state)}"
+        except NotFoundError:
+            raise
+        except DieselError as error:
+            text = volume.without_secrets(str(error))
+            log.warning("%s is shared: cannot ask which version is current: %s", newest, text)
+            return newest
+        roots = MountTable.read(self._state).roots
+        found = [name for name in living if name in roots and roots[name].source == source]
+        if not found:
+            return ""
+        self._checked_s[found[-1]] = time.monotonic()
+        return found[-1]
+
+    def _end(self, name: str) -> None:
+        """End a mount and remove its folder. The lock of its key is held."""
+        try:
+            self._mounter.end(name)
+            self._state.remove_folder(name)
+        except (DieselError, OSError) as error:
+            log.warning("cannot end the mount %s yet: %s", name, error)
+        else:
+            self._checked_s.pop(name, None)
+
+    def _reap(self) -> None:
+        """The reaper: it ends mounts that no target shows, and removes the folders of dead ones."""
+        wait_s = 0.0
+        while True:
+            self._wake.wait(wait_s)
+            self._wake.clear()
+            if self._closing:
+                return
+            wait_s = CHECK_INTERVAL_S
+            try:
+                wait_s = self._end_idle()
+            except Exception:
+                log.exception("cannot look for idle mounts (a bug)")
+
+    def _end_idle(self) -> float:
+        """End what has been idle for long enough. Returns after how many seconds to look again."""
+        now_s = time.monotonic()
+        table = MountTable.read(self._state)
+        idle = {name for name in self._state.names() if not table.binds.get(name)}
+        self._idle_since_s = {name: self._idle_since_s.get(name, now_s) for name in idle}
+        wait_s = CHECK_INTERVAL_S
+        for name, since_s in self._idle_since_s.items():
+            is_mounted = name in table.roots
+            left_s = since_s + self._idle_s - now_s if is_mounted else 0.0
+            if left_s > 0:
+                wait_s = min(wait_s, left_s)
+            elif self._closing or self._ended(name):
+                continue
+        return wait_s
+
+    def _ended(self, name: str) -> bool:
+        """End a mount, unless somebody needs it after all."""
+        key = key_of(name)
+        try:
+            with self._state.key_lock(key, wait=False):
+                with self._lock:
+                    is_claimed = key in self._claims
+                if is_claimed or MountTable.read(self._state).binds.get(name):
+                    return False
+                self._end(name)
+                log.info("ended mount=%s", name)
+        except BlockingIOError:  # it is being started
+            return False
+        return True
+
+
+def _without_secrets(error: DieselError, volume: Volume) -> DieselError:
+    """The same error, without any secret in its texts."""
+    error.message = volume.without_secrets(error.message)
+    error.advice = volume.without_secrets(error.advice)
+    error.details = volume.without_secrets(error.details)
+    return error

@@ -1,0 +1,296 @@
+"""Mounts that are pods: on each node of a cluster, a mount has a pod of its own (a *mount pod*).
+
+So a mount outlives the plugin's pod, has limits of its own, and its log is that of a pod. The mount
+pod mounts below the state folder, from where the mount propagates to the node and to the plugin.
+Secrets reach it by a Secret that the plugin makes for it, and deletes as soon as the mount works;
+the pod owns it, so that the cluster deletes it with the pod where the plugin cannot. Any thread.
+"""
+
+import hashlib
+import logging
+import os
+import select
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import cast
+
+import httpx2
+from lightkube import ApiError, Client
+from lightkube.core.client import LabelSelector
+from lightkube.resources.core_v1 import Pod, Secret
+from lightkube.types import PatchType
+
+from diesel_fs.errors import (
+    BusyError,
+    DeadlineError,
+    DieselError,
+    MetadataError,
+    NotFoundError,
+    PermissionDenied,
+)
+from diesel_fs.system.mountinfo import mounts, topmost_at
+
+from ..names import LABEL_MOUNT, LABEL_NODE
+from .mounter import START_DEADLINE_S, detach_dead, mount_arguments
+from .program import error_of_exit, mount_environment
+from .state import StateFolder
+from .targets import lives
+from .volumes import Volume
+
+log = logging.getLogger("diesel.csi")
+
+POD_CHECK_S = 1.0
+"""How often the cluster is asked about a mount pod that starts. The mount itself is an event."""
+
+END_DEADLINE_S = 60.0
+"""How long the end of a mount pod is waited for: it has 30 s after SIGTERM."""
+
+END_CHECK_S = 0.25
+
+OVERHEAD_BYTES = 512 << 20
+"""What a mount pod may have beside the memory for contents: its three processes, and tables of
+large datasets."""
+
+_LABEL_CHARS_MAX = 63
+
+
+@dataclass(frozen=True, slots=True)
+class PodOptions:
+    """How mount pods are made."""
+
+    node: str
+    namespace: str
+    image: str
+    cpu: str = "100m"
+    memory: str = "256Mi"
+    """What each requests, in the notation of Kubernetes."""
+    priority_class: str = "system-node-critical"
+
+
+def label_value(node: str) -> str:
+    """The name of a node as the value of a label, which is shorter than names may be."""
+    if len(node) <= _LABEL_CHARS_MAX:
+        return node
+    return hashlib.sha256(node.encode()).hexdigest()[:_LABEL_CHARS_MAX]
+
+
+def pod_name(name: str) -> str:
+    """The name of the mount pod, and of its Secret, for a mount."""
+    return f"diesel-mount-{name}"
+
+
+def pod_manifest(
+    volume: Volume, name: str, state: StateFolder, options: PodOptions
+) -> dict[str, object]:
+    """The mount pod of a volume. It has no secret in it."""
+    folder = state.folder(name)
+    environment = mount_environment(volume, folder, state.cache)
+    # From the mount's own folder the mount propagates to the node; other mounts it does not see
+    places = [
+        (str(folder), "Bidirectional", False, "Directory"),
+        (str(state.cache), "None", False, "Directory"),
+    ]
+    if volume.cache_dir:
+        places.append((volume.cache_dir, "None", False, "DirectoryOrCreate"))
+    if volume.file_folder:
+        places.append((volume.file_folder, "HostToContainer", True, "Directory"))
+    command = ["dlcmd", "mount", "--foreground", *mount_arguments(volume), "--"]
+    container = {
+        "name": "mount",
+        "image": options.image,
+        "command": [*command, volume.named, state.root(name)],
+        "env": [{"name": key, "value": value} for key, value in environment.items()],
+        # The mount propagates out of the container only if it is privileged
+        "securityContext": {"privileged": True, "runAsUser": 0},
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "resources": {
+            "requests": {"cpu": options.cpu, "memory": options.memory},
+            "limits": {"memory": str(volume.memory_bytes + OVERHEAD_BYTES)},
+        },
+        "volumeMounts": [
+            {
+                "name": f"place-{number}",
+                "mountPath": path,
+                "mountPropagation": propagation,
+                "readOnly": read_only,
+            }
+            for number, (path, propagation, read_only, _) in enumerate(places)
+        ],
+    }
+    if volume.secrets:
+        container["envFrom"] = [{"secretRef": {"name": pod_name(name)}}]
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": _metadata(name, options),
+        "spec": {
+            "nodeName": options.node,
+            "restartPolicy": "Never",  # a new mount has a new pod, and is bound again
+            "terminationGracePeriodSeconds": 30,
+            "automountServiceAccountToken": False,
+            "enableServiceLinks": False,
+            "priorityClassName": options.priority_class,
+            "tolerations": [{"operator": "Exists"}],
+            "containers": [container],
+            "volumes": [
+                {"name": f"place-{number}", "hostPath": {"path": path, "type": kind}}
+                for number, (path, _, _, kind) in enumerate(places)
+            ],
+        },
+    }
+
+
+def _metadata(name: str, options: PodOptions) -> dict[str, object]:
+    return {
+        "name": pod_name(name),
+        "namespace": options.namespace,
+        "labels": {
+            "app.kubernetes.io/name": "diesel-mount",
+            LABEL_MOUNT: name,
+            LABEL_NODE: label_value(options.node),
+        },
+    }
+
+
+class PodMounter:
+    """Mounts that are pods of the plugin's node, in the plugin's namespace."""
+
+    def __init__(self, state: StateFolder, client: Client, options: PodOptions) -> None:
+        self._state = state
+        self._client = client
+        self._options = options
+
+    def start(self, volume: Volume, name: str, lock: int) -> None:
+        """See `Mounter`. No program inherits the lock: the next plugin deletes what did not come
+        up."""
+        named = pod_name(name)
+        with _errors():
+            if volume.secrets:
+                metadata = _metadata(name, self._options)
+                secret = {"metadata": metadata, "stringData": {**volume.secrets}}
+                self._client.create(cast("Secret", Secret.from_dict(secret)))
+            try:
+                manifest = pod_manifest(volume, name, self._state, self._options)
+                made = self._client.create(cast("Pod", Pod.from_dict(manifest)))
+                if volume.secrets:
+                    self._give_secret_to(named, made)
+                self._wait_until_mounted(volume, name)
+            finally:
+                if volume.secrets:
+                    self._delete_secret(named)
+
+    def end(self, name: str) -> None:
+        """See `Mounter`. The pod unmounts when it is told to end."""
+        named, until_s = pod_name(name), time.monotonic() + END_DEADLINE_S
+        with _errors():
+            with suppress(NotFoundError), _errors():
+                self._client.delete(Pod, named)
+            self._delete_secret(named)
+            while self._pod(named) is not None:
+                if time.monotonic() > until_s:
+                    raise DeadlineError(f"the mount pod {named} has not ended")
+                threading.Event().wait(END_CHECK_S)
+        detach_dead(self._state.root(name))
+
+    def tidy(self) -> None:
+        """See `Mounter`. Deletes pods of mounts without a folder, and Secrets that a killed plugin
+        has left."""
+        names = {pod_name(name) for name in self._state.names()}
+        labels: LabelSelector = {LABEL_NODE: label_value(self._options.node)}
+        with _errors():
+            for pod in self._client.list(Pod, labels=labels):
+                if pod.metadata and pod.metadata.name not in names:
+                    with suppress(NotFoundError), _errors():
+                        self._client.delete(Pod, str(pod.metadata.name))
+            for secret in self._client.list(Secret, labels=labels):
+                if secret.metadata:
+                    self._delete_secret(str(secret.metadata.name))
+
+    def _give_secret_to(self, named: str, pod: Pod) -> None:
+        """Make the pod the owner of its Secret."""
+        uid = pod.metadata.uid if pod.metadata else None
+        owner = {"apiVersion": "v1", "kind": "Pod", "name": named, "uid": uid}
+        patch = {"metadata": {"ownerReferences": [owner]}}
+        self._client.patch(Secret, named, patch, patch_type=PatchType.MERGE)
+
+    def _delete_secret(self, named: str) -> None:
+        try:
+            with _errors():
+                self._client.delete(Secret, named)
+        except NotFoundError:
+            pass
+        except DieselError as error:
+            log.warning("cannot delete the Secret %s, which its pod owns: %s", named, error)
+
+    def _pod(self, named: str) -> Pod | None:
+        try:
+            with _errors():
+                return self._client.get(Pod, named)
+        except NotFoundError:
+            return None
+
+    def _wait_until_mounted(self, volume: Volume, name: str) -> None:
+        """Wait until the mount works, here too. Raises the error with which its pod ends."""
+        root, named = self._state.root(name), pod_name(name)
+        until_s, why = time.monotonic() + START_DEADLINE_S, "it has not been started"
+        changes = os.open("/proc/self/mountinfo", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            watched = select.poll()
+            watched.register(changes, select.POLLPRI)
+            while time.monotonic() < until_s:
+                # The tree of a native mount is there a moment before it can be asked
+                if topmost_at(root, mounts()) is not None and lives(root):
+                    return
+                why = _progress(self._pod(named), named)
+                watched.poll(POD_CHECK_S * 1000)
+        finally:
+            os.close(changes)
+        raise DeadlineError(
+            f"the mount pod {named} for {volume.named} does not work after {START_DEADLINE_S:g} s:"
+            f" {why}",
+            advice=f"kubectl -n {self._options.namespace} describe pod {named}",
+        )
+
+
+def _progress(pod: Pod | None, named: str) -> str:
+    """Why a mount pod does not work yet. Raises its error, if it has ended."""
+    if pod is None:
+        raise DieselError(f"the mount pod {named} was deleted")
+    status = pod.status
+    for container in (status.containerStatuses or []) if status else []:
+        state = container.state
+        if state and state.terminated:
+            raise error_of_exit("mount", state.terminated.exitCode, state.terminated.message or "")
+        if state and state.waiting:
+            return f"{state.waiting.reason} {state.waiting.message or ''}".strip()
+    if status and status.phase in ("Failed", "Succeeded"):
+        raise DieselError(
+            f"the mount pod {named} was not started: {status.reason} {status.message or ''}"
+        )
+    return f"it is {status.phase}" if status and status.phase else "it has not been started"
+
+
+@contextmanager
+def _errors() -> Iterator[None]:
+    """Turn the errors of the client into those of DIESEL-FS. None repeats what was sent."""
+    try:
+        yield
+    except ApiError as error:
+        status = error.status
+        text = f"the Kubernetes API says: {status.message or status.reason or status.code}"
+        match status.code:
+            case HTTPStatus.NOT_FOUND:
+                raise NotFoundError(text) from None
+            case HTTPStatus.CONFLICT:
+                raise BusyError(text) from None
+            case HTTPStatus.FORBIDDEN | HTTPStatus.UNAUTHORIZED:
+                raise PermissionDenied(text) from None
+        raise MetadataError(text) from None
+    except httpx2.HTTPError as error:
+        raise MetadataError(
+            f"the Kubernetes API cannot be reached: {type(error).__name__}"
+        ) from None

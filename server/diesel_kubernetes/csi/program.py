@@ -1,0 +1,117 @@
+"""Runs `dlcmd`, and turns how it ends into a value or an error.
+
+A mount's secrets go into the environment of the program, which only root may read, and never into
+its arguments. The program gets no other variable of the plugin than those that find programs and
+modules. Any thread.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from diesel_fs.errors import (
+    BusyError,
+    DeadlineError,
+    DieselError,
+    FormatError,
+    MetadataError,
+    NoSpaceError,
+    NotFoundError,
+    ObjectStoreError,
+    PermissionDenied,
+    UsageError,
+    error_by_class_name,
+)
+from diesel_fs.system.daemons import minimal_environment
+
+from .volumes import Volume
+
+DLCMD = (sys.executable, "-m", "dlcmd")
+
+SHOWN_LINES, SHOWN_CHARS = 5, 1500
+"""How much of a log an error repeats where the program has not reported one."""
+
+KILLED_OUTPUT_S = 5.0
+"""How long the output of a program that was killed is waited for."""
+
+
+def mount_environment(volume: Volume, folder: Path, cache: Path) -> dict[str, str]:
+    """The environment of a mount but for the secrets: the repository, and where its files lie."""
+    return {
+        "HOME": str(folder),
+        "XDG_CACHE_HOME": str(cache),
+        "XDG_RUNTIME_DIR": str(folder / "run"),
+        **volume.environment,
+    }
+
+
+def run_dlcmd(
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    deadline_s: float,
+    pass_fds: Sequence[int] = (),
+) -> dict[str, object]:
+    """Run `dlcmd --json` to its end, and return the object that it prints ({}: none).
+
+    It inherits the descriptors `pass_fds`, and goes on if this process is killed. Raises the error
+    that it reports, DieselError for an end without a report, and DeadlineError after killing it.
+    """
+    with subprocess.Popen(
+        [*DLCMD, "--json", *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd="/",
+        env={
+            **minimal_environment(),
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            **environment,
+        },
+        pass_fds=pass_fds,
+        start_new_session=True,
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=deadline_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate(timeout=KILLED_OUTPUT_S)
+            raise DeadlineError(
+                f"`dlcmd {arguments[0]}` took longer than {deadline_s:g} s"
+            ) from None
+    if process.returncode:
+        raise _reported(err.decode(errors="replace"), arguments[0], process.returncode)
+    for line in out.splitlines():
+        found = json.loads(line)
+        assert isinstance(found, dict)
+        return found
+    return {}
+
+
+def _reported(text: str, verb: str, code: int) -> DieselError:
+    """The error in the last line of what `dlcmd --json` wrote to stderr."""
+    *before, last = text.strip().splitlines() or [""]
+    try:
+        match json.loads(last):
+            case {"error": str(name), "message": str(message), "advice": str(advice)}:
+                error = error_by_class_name(name, message, advice)
+                shown = f"dlcmd: {error}"  # the first line; the log of the mount may follow it
+                error.details = "\n".join(line for line in before if not shown.startswith(line))
+                return error
+    except ValueError:
+        pass
+    return error_of_exit(verb, code, text)
+
+
+def error_of_exit(verb: str, code: int, text: str) -> DieselError:
+    """The error for an exit code of `dlcmd`, and the last lines of its log or of stderr."""
+    kinds = (
+        UsageError, NotFoundError, BusyError, PermissionDenied, ObjectStoreError, MetadataError,
+        FormatError, NoSpaceError,
+    )  # fmt: skip
+    kind = next((each for each in kinds if each.exit_code == code), DieselError)
+    last = "; ".join(text.strip().splitlines()[-SHOWN_LINES:])[-SHOWN_CHARS:]
+    return kind(f"`dlcmd {verb}` ended with exit code {code}: {last or 'it said nothing'}")

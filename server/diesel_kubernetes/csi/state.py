@@ -1,0 +1,137 @@
+"""The plugin's folder on the node (`--state`): where mounts lie, the node's key, and locks.
+
+`VOLUMES.md` lists its files. Locks are flock(2): the kernel frees them when the last process that
+holds one has ended, whatever killed it. Any thread.
+"""
+
+import fcntl
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from diesel_fs.errors import BusyError, PermissionDenied
+from diesel_fs.settings import private_folder
+from diesel_fs.system.atomic_file import atomic_file
+
+from .volumes import KEY_CHARS
+
+NODE_KEY_BYTES = 32
+
+_NAME = re.compile(rf"([0-9a-f]{{{KEY_CHARS}}})-([1-9]\d{{0,8}})", re.ASCII)
+
+
+def key_of(name: str) -> str:
+    """The mount key in a mount's name."""
+    return name.partition("-")[0]
+
+
+class StateFolder:
+    """The state folder of one plugin, which it holds as long as the object lives."""
+
+    def __init__(self, path: Path) -> None:
+        """Makes what is missing. Raises BusyError where another plugin runs on this folder, and
+        PermissionDenied."""
+        self.path = private_folder(path.absolute())
+        self.mounts = private_folder(self.path / "mounts")
+        self._locks = private_folder(self.path / "locks")
+        self.cache = private_folder(self.path / "cache")
+        self._lock = _open_lock(self.path / "plugin.lock")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._lock)
+            raise BusyError(
+                f"another diesel-csi runs with the state folder {self.path}",
+                advice="end it, or name another folder by --state",
+            ) from None
+        self.node_key = self._load_node_key()
+
+    def close(self) -> None:
+        """Let another plugin have the folder."""
+        os.close(self._lock)
+
+    def check(self) -> None:
+        """Raises PermissionDenied where nothing can be written into the folder."""
+        probe = self.path / ".probe"
+        try:
+            with atomic_file(probe, sync=False) as file:
+                file.write(b"x")
+            probe.unlink()
+        except OSError as error:
+            raise PermissionDenied(f"cannot write to {self.path}: {error.strerror}") from error
+
+    def folder(self, name: str) -> Path:
+        """The folder of a mount."""
+        return self.mounts / name
+
+    def root(self, name: str) -> str:
+        """Where a mount is mounted."""
+        return str(self.mounts / name / "root")
+
+    def names(self, key: str = "") -> list[str]:
+        """The names of all mounts that have a folder (of one key), in the order of their
+        numbers."""
+        found = [name for name in os.listdir(self.mounts) if _NAME.fullmatch(name)]
+        wanted = [name for name in found if not key or key_of(name) == key]
+        return sorted(wanted, key=lambda name: (key_of(name), int(name.partition("-")[2])))
+
+    def new_name(self, key: str) -> str:
+        """A name that no mount has."""
+        last = self.names(key)[-1:]
+        return f"{key}-{int(last[0].partition('-')[2]) + 1 if last else 1}"
+
+    def make_folder(self, name: str) -> None:
+        """Make the folder of a mount and those in it. Raises PermissionDenied."""
+        folder = self.folder(name)
+        for each in (folder, folder / "root", folder / "run"):
+            private_folder(each)
+
+    def remove_folder(self, name: str) -> None:
+        """Remove the folder of a mount that has ended. The mount point goes first, and not with
+        what it may show. Raises OSError where something is still mounted there."""
+        folder = self.folder(name)
+        with suppress(FileNotFoundError):
+            os.rmdir(folder / "root")
+        shutil.rmtree(folder, ignore_errors=True)
+
+    @contextmanager
+    def key_lock(self, key: str, *, wait: bool = True) -> Iterator[int]:
+        """Hold the lock of a mount key. A program that inherits the descriptor holds it, too.
+        Raises BlockingIOError where somebody else has it, unless this call waits."""
+        path = self._locks / key
+        while True:
+            descriptor = _open_lock(path)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+                with suppress(FileNotFoundError):
+                    if path.stat().st_ino == os.fstat(descriptor).st_ino:
+                        break
+            except BaseException:
+                os.close(descriptor)
+                raise
+            os.close(descriptor)  # somebody has removed the file meanwhile
+        try:
+            yield descriptor
+        finally:
+            if not self.names(key):
+                path.unlink(missing_ok=True)
+            os.close(descriptor)
+
+    def _load_node_key(self) -> bytes:
+        path = self.path / "node.key"
+        with suppress(FileNotFoundError):
+            found = path.read_bytes()
+            if len(found) == NODE_KEY_BYTES:
+                return found
+        made = secrets.token_bytes(NODE_KEY_BYTES)
+        with atomic_file(path) as file:
+            file.write(made)
+        return made
+
+
+def _open_lock(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)

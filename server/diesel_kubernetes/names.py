@@ -1,0 +1,43 @@
+"""Names that the CSI driver and the operator share, and that manifests of users hold: they never
+change."""
+
+DRIVER = "csi.diesel-fs.dev"
+"""The name of the CSI driver, and the prefix of its labels."""
+
+GROUP = "diesel-fs.dev"
+"""The API group of the operator's resources."""
+
+POD_NAME = "csi.storage.k8s.io/pod.name"
+POD_NAMESPACE = "csi.storage.k8s.io/pod.namespace"
+POD_INFO = "csi.storage.k8s.io/"
+"""Attributes with this prefix come from kubelet (`podInfoOnMount`), and not from the volume."""
+
+ATTRIBUTES = (
+    *"dataset version url user region endpoint follow session memory policy evict seed".split(),
+    *"groupSize uid gid umask cacheDir cacheSize cacheLayout task rank world peerTls".split(),
+    "peersThroughMaster",
+)
+"""What a volume may name (`csi/VOLUMES.md`)."""
+
+SECRETS = {
+    "user": "DIESEL_USER",
+    "key": "DIESEL_KEY",
+    "taskKey": "DIESEL_TASK_KEY",
+    "redisUser": "DIESEL_REDIS_USER",
+    "redisPassword": "DIESEL_REDIS_PASSWORD",
+    "redisSentinelPassword": "DIESEL_REDIS_SENTINEL_PASSWORD",
+    "AWS_ACCESS_KEY_ID": "AWS_ACCESS_KEY_ID",
+    "AWS_SECRET_ACCESS_KEY": "AWS_SECRET_ACCESS_KEY",
+    "AWS_SESSION_TOKEN": "AWS_SESSION_TOKEN",
+    "GOOGLE_SERVICE_ACCOUNT_KEY": "GOOGLE_SERVICE_ACCOUNT_KEY",
+    "AZURE_STORAGE_ACCOUNT_NAME": "AZURE_STORAGE_ACCOUNT_NAME",
+    "AZURE_STORAGE_ACCOUNT_KEY": "AZURE_STORAGE_ACCOUNT_KEY",
+    "AZURE_STORAGE_SAS_TOKEN": "AZURE_STORAGE_SAS_TOKEN",
+}
+"""The keys of a volume's Secret, and the environment variables by which a mount gets them."""
+
+LABEL_NODE = f"{DRIVER}/node"
+"""On mount pods and their Secrets: the node, as `label_value` writes it."""
+
+LABEL_MOUNT = f"{DRIVER}/mount"
+"""On mount pods and their Secrets: the mount's name, `KEY-N`."""

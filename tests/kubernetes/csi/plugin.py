@@ -1,0 +1,180 @@
+"""Runs the node plugin as a program, and calls it over its socket as kubelet does."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import grpc
+from google.protobuf.message import Message
+
+from diesel_fs.system.mountinfo import mounts
+from diesel_kubernetes.csi import csi_pb2 as csi
+from diesel_kubernetes.names import POD_NAME, POD_NAMESPACE
+from tests.cli.conftest import program_environment
+from tests.waiting import wait_until
+
+DEADLINE_S = 60.0
+
+_Response = TypeVar("_Response", bound=Message)
+
+
+@dataclass(slots=True)
+class Kubelet:
+    """The calls of kubelet to one plugin. Errors are `grpc.RpcError`."""
+
+    channel: grpc.Channel
+    deadline_s: float = DEADLINE_S
+
+    def call(self, method: str, request: Message, answer: type[_Response]) -> _Response:
+        """Call a method by its full name, such as `Identity/Probe`."""
+        ask = self.channel.unary_unary(
+            f"/csi.v1.{method}",
+            request_serializer=type(request).SerializeToString,
+            response_deserializer=answer.FromString,
+        )
+        found: _Response = ask(request, timeout=self.deadline_s, wait_for_ready=True)
+        return found
+
+    def publish(
+        self,
+        target: Path,
+        attributes: Mapping[str, str],
+        *,
+        secrets: Mapping[str, str] | None = None,
+        namespace: str = "team",
+        pod: str = "pod",
+        flags: tuple[str, ...] = (),
+        mode: int = csi.VolumeCapability.AccessMode.Mode.SINGLE_NODE_WRITER,
+        volume: str = "volume",
+    ) -> None:
+        """Publish a volume of a pod."""
+        capability = csi.VolumeCapability(
+            mount=csi.VolumeCapability.MountVolume(mount_flags=flags),
+            access_mode=csi.VolumeCapability.AccessMode(mode=mode),  # type: ignore[arg-type]
+        )
+        request = csi.NodePublishVolumeRequest(
+            volume_id=volume,
+            target_path=str(target),
+            volume_capability=capability,
+            secrets=secrets,
+            volume_context={**attributes, POD_NAMESPACE: namespace, POD_NAME: pod},
+        )
+        self.call("Node/NodePublishVolume", request, csi.NodePublishVolumeResponse)
+
+    def unpublish(self, target: Path, volume: str = "volume") -> None:
+        """Unpublish a volume."""
+        request = csi.NodeUnpublishVolumeRequest(volume_id=volume, target_path=str(target))
+        self.call("Node/NodeUnpublishVolume", request, csi.NodeUnpublishVolumeResponse)
+
+    def stats(self, target: Path) -> csi.NodeGetVolumeStatsResponse:
+        """The statistics and condition of a volume."""
+        request = csi.NodeGetVolumeStatsRequest(volume_id="volume", volume_path=str(target))
+        return self.call("Node/NodeGetVolumeStats", request, csi.NodeGetVolumeStatsResponse)
+
+    def probe(self) -> bool:
+        """Whether the plugin is ready."""
+        found = self.call("Identity/Probe", csi.ProbeRequest(), csi.ProbeResponse)
+        return found.ready.value
+
+
+@dataclass(slots=True)
+class Plugin:
+    """A plugin that runs as a process, with a state folder that outlives it."""
+
+    folder: Path
+    options: tuple[str, ...] = ()
+    process: "subprocess.Popen[bytes]" = field(init=False)
+    kubelet: Kubelet = field(init=False)
+
+    @property
+    def state(self) -> Path:
+        """The state folder."""
+        return self.folder / "state"
+
+    @property
+    def log(self) -> Path:
+        """What the plugin has written to stderr."""
+        return self.folder / "plugin.log"
+
+    def start(self) -> None:
+        """Start the process, in a process group of its own, and wait until it listens."""
+        socket = self.folder / "csi.sock"
+        command = [sys.executable, "-m", "diesel_kubernetes.csi", f"--endpoint=unix://{socket}"]
+        command += [f"--state={self.state}", "--node=node-1", *self.options]
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=program_environment(),
+                process_group=0,
+            )
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line.startswith(b"diesel-csi listens"), self.log.read_text()
+        self.kubelet = Kubelet(grpc.insecure_channel(f"unix:{socket}"))
+
+    def end(self, number: signal.Signals = signal.SIGTERM) -> int:
+        """End the process group by a signal; returns its exit code."""
+        self.kubelet.channel.close()
+        os.killpg(self.process.pid, number)
+        code = self.process.wait(DEADLINE_S)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        return code
+
+    @property
+    def roots(self) -> list[str]:
+        """Where the plugin's own mounts are, but for `.diesel` in them."""
+        place = f"{self.state}/mounts/"
+        return [each.path for each in mounts() if re.fullmatch(f"{place}[^/]+/root", each.path)]
+
+    def processes(self) -> dict[int, str]:
+        """All processes whose arguments name the state folder, but the plugin: those of mounts."""
+        found = {}
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            with suppress(OSError):
+                line = path.read_bytes().decode(errors="replace")
+                if str(self.state) in line and int(path.parent.name) != self.process.pid:
+                    found[int(path.parent.name)] = line
+        return found
+
+    def descriptors(self) -> list[str]:
+        """What the plugin has open."""
+        found = []
+        for path in Path(f"/proc/{self.process.pid}/fd").iterdir():
+            with suppress(OSError):
+                found.append(os.readlink(path))
+        return found
+
+    def wait_until_clean(self) -> None:
+        """Wait until no mount, no process of one and no folder of one is left."""
+        wait_until(lambda: not self.roots, otherwise=lambda: f"still mounted: {self.roots}")
+        wait_until(lambda: not os.listdir(self.state / "mounts"))
+        wait_until(lambda: not self.processes(), otherwise=lambda: f"run: {self.processes()}")
+
+    def restart(self, number: signal.Signals = signal.SIGKILL) -> None:
+        """End the process, and start it again on the same state folder."""
+        self.end(number)
+        self.start()
+
+
+@contextmanager
+def running_plugin(folder: Path, *options: str) -> Iterator[Plugin]:
+    """A plugin, which is ended whatever happened to it."""
+    folder.mkdir(exist_ok=True)
+    plugin = Plugin(folder, options)
+    plugin.start()
+    try:
+        yield plugin
+    finally:
+        if plugin.process.poll() is None:
+            plugin.end()

@@ -1,0 +1,205 @@
+"""What a volume may name, and the arguments that `dlcmd mount` gets for it. Nothing is mounted."""
+
+from dataclasses import replace
+
+import click
+import pytest
+
+from diesel_fs.errors import UsageError
+from diesel_kubernetes.csi.volumes import Limits, Volume, check_mount_flags, parse_volume
+from diesel_kubernetes.names import ATTRIBUTES, POD_NAME, POD_NAMESPACE, SECRETS
+from dlcmd.mounting import mount
+
+LIMITS = Limits(
+    url="diesel://default:9300",
+    file_roots=("/data",),
+    cache_root="/fast",
+    memory_bytes_max=1 << 30,
+    cache_bytes_max=10 << 30,
+)
+NODE_KEY = b"k" * 32
+
+
+def parsed(
+    attributes: dict[str, str], secrets: dict[str, str] | None = None, limits: Limits = LIMITS
+) -> Volume:
+    """The volume with some attributes, and a dataset if they name none."""
+    return parse_volume({"dataset": "pets", **attributes}, secrets or {}, limits)
+
+
+ALL = {
+    "version": "1790000000000000",
+    "url": "s3://bucket/prefix?meta=rediss://redis:6379/0",
+    "user": "trainer",
+    "region": "eu-west-1",
+    "endpoint": "https://store.example:9000",
+    "session": "kernel",
+    "memory": "512M",
+    "policy": "oneshot",
+    "evict": "lru",
+    "seed": "7",
+    "groupSize": "50",
+    "uid": "1000",
+    "gid": "100",
+    "umask": "027",
+    "cacheDir": "pets",
+    "cacheSize": "1G",
+    "cacheLayout": "order",
+    "task": "night-run",
+    "rank": "pod+1",
+    "world": "8",
+    "peerTls": "true",
+    "peersThroughMaster": "true",
+    POD_NAMESPACE: "team",
+    POD_NAME: "train-worker-3",
+}
+
+
+def test_every_attribute_becomes_an_option_that_dlcmd_knows() -> None:
+    """All that there are, in one volume; `follow` excludes `version`."""
+    assert {*ALL, "dataset", "follow"} - {POD_NAMESPACE, POD_NAME} == set(ATTRIBUTES)
+    volume = parsed(ALL)
+    assert volume.named == "pets@1790000000000000"
+    assert volume.environment == {
+        "DIESEL_URL": "s3://bucket/prefix?meta=rediss://redis:6379/0",
+        "DIESEL_USER": "trainer",
+        "AWS_REGION": "eu-west-1",
+        "AWS_ENDPOINT_URL": "https://store.example:9000",
+    }
+    assert set(volume.options) == {
+        "--session=kernel", "--memory=536870912", "--policy=oneshot", "--evict=lru", "--seed=7",
+        "--group-size=50", "--uid=1000", "--gid=100", "--umask=027", "--cache-dir=/fast/team/pets",
+        "--cache-size=1073741824", "--cache-layout=order", "--task=night-run", "--rank=4",
+        "--world=8", "--peer-tls", "--peers-through-master",
+    }  # fmt: skip
+    followed = parsed({"follow": "true"})
+    assert {"--follow", "--session=kernel"} < set(followed.options)
+    known = {name for each in mount.params if isinstance(each, click.Option) for name in each.opts}
+    for option in (*volume.options, *followed.options):
+        assert option.partition("=")[0] in known
+
+
+def test_defaults() -> None:
+    volume = parsed({})
+    assert volume.options == ("--session=auto", "--memory=1073741824")
+    assert volume.environment == {"DIESEL_URL": LIMITS.url}
+    assert volume.may_go_stale
+    assert "--cache-size=10737418240" in parsed({"cacheDir": "c"}).options
+
+
+@pytest.mark.parametrize(
+    ("attributes", "said"),
+    [
+        ({"dataset": ""}, "dataset name"),
+        ({"dataset": "-f"}, "dataset name"),
+        ({"dataset": "a/../b"}, "dataset name"),
+        ({"dataset": "pets@1"}, "dataset name"),
+        ({"version": "latest"}, "version"),
+        ({"version": "1", "follow": "true"}, "exclude"),
+        ({"follow": "yes"}, "follow"),
+        ({"follow": "true", "session": "native"}, "exclude"),
+        ({"session": "--force"}, "session"),
+        ({"policy": "all"}, "policy"),
+        ({"seed": "1 --log-file=/etc/passwd"}, "seed"),
+        ({"seed": "-1"}, "seed"),
+        ({"seed": "\u0661"}, "seed"),
+        ({"umask": "99"}, "umask"),
+        ({"uid": "root"}, "uid"),
+        ({"memory": "2G"}, "memory"),
+        ({"memory": "0"}, "memory"),
+        ({"memory": "much"}, "memory"),
+        ({"cacheDir": "../other"}, "cacheDir"),
+        ({"cacheDir": "/etc"}, "cacheDir"),
+        ({"cacheSize": "1G"}, "needs cacheDir"),
+        ({"cacheDir": "c", "cacheSize": "11G"}, "cacheSize"),
+        ({"rank": "1"}, "needs task"),
+        ({"task": "t", "rank": "pod"}, "number in the pod's name"),
+        ({"task": "t", "rank": "first"}, "rank"),
+        ({"task": "../t"}, "task"),
+        ({"url": "file:///etc"}, "/etc"),
+        ({"url": "file:///data/../etc"}, "may not name"),
+        ({"url": "file:///data/%2e%2e/etc"}, "may not name"),
+        ({"url": "diesel://user:word@host:1"}, "password"),
+        ({"url": "s3://bucket?meta=redis://:word@host"}, "password"),
+        ({"url": "s3://bucket?meta=unix:///run/redis.sock"}, "node"),
+        ({"url": "s3://bucket?meta=rediss://host:1?ca=/etc/shadow"}, "node"),
+        ({"url": "ftp://host"}, "scheme"),
+        ({"endpoint": "http://user:word@host"}, "endpoint"),
+        ({"endpoint": "file:///etc"}, "endpoint"),
+        ({"user": "a b"}, "user"),
+        ({"snapshot": "/etc/passwd"}, "unknown volume attribute 'snapshot'"),
+        ({"allowOther": "true"}, "unknown volume attribute 'allowOther'"),
+        ({"csi.storage.k8s": "x"}, "unknown volume attribute"),
+    ],
+)
+def test_what_is_refused_is_named(attributes: dict[str, str], said: str) -> None:
+    with pytest.raises(UsageError, match=said) as error:
+        parsed(attributes)
+    assert "word" not in str(error.value).replace("password", "")
+
+
+def test_without_roots_no_folder_of_the_node_is_reached() -> None:
+    bare = Limits(url="file:///admins/own")
+    assert parsed({}, limits=bare).file_folder == "/admins/own"
+    with pytest.raises(UsageError, match="--file-root"):
+        parsed({"url": "file:///data"}, limits=bare)
+    with pytest.raises(UsageError, match="--cache-root"):
+        parsed({"cacheDir": "c"}, limits=bare)
+    with pytest.raises(UsageError, match="no repository"):
+        parsed({}, limits=replace(bare, url=""))
+
+
+@pytest.mark.parametrize(
+    ("pod", "rank", "number"),
+    [
+        ("train-worker-3", "pod", "3"),
+        ("train-worker-3", "pod+1", "4"),
+        ("train-11", "pod", "11"),
+        ("train-11-x7k2p", "pod", "11"),
+        ("train-0", "pod", "0"),
+        ("anything", "5", "5"),
+    ],
+)
+def test_a_rank_comes_from_the_pods_name(pod: str, rank: str, number: str) -> None:
+    volume = parsed({"task": "t", "rank": rank, POD_NAME: pod})
+    assert f"--rank={number}" in volume.options
+
+
+def test_equal_volumes_have_one_key_and_others_do_not() -> None:
+    """Each thing that differs makes another key; the pod's name alone does not."""
+    here = {POD_NAMESPACE: "team"}
+    first = parsed({**here, POD_NAME: "a"}, {"user": "u", "key": "k"})
+    assert parsed({**here, POD_NAME: "b"}, {"key": "k", "user": "u"}).key(NODE_KEY) == (
+        key := first.key(NODE_KEY)
+    )
+    others = [
+        parsed({**here}),
+        parsed({**here}, {"user": "u", "key": "other"}),
+        parsed({**here, "seed": "1"}, {"user": "u", "key": "k"}),
+        parsed({**here, "url": "diesel://other:1"}, {"user": "u", "key": "k"}),
+        parsed({**here, "dataset": "other"}, {"user": "u", "key": "k"}),
+        parsed({**here, "version": "1"}, {"user": "u", "key": "k"}),
+        parsed({POD_NAMESPACE: "others"}, {"user": "u", "key": "k"}),
+    ]
+    keys = {each.key(NODE_KEY) for each in others}
+    assert len(keys) == len(others)
+    assert key not in keys
+    assert first.key(b"another node") != key
+
+
+def test_secrets_are_variables_and_in_no_text() -> None:
+    secrets = {name: f"secret-{name}" for name in SECRETS}
+    volume = parsed({}, {**secrets, "user": "ann", "key": " padded \n"})
+    assert volume.secrets["DIESEL_KEY"] == "padded"
+    assert volume.secrets["AWS_ACCESS_KEY_ID"] == "secret-AWS_ACCESS_KEY_ID"
+    assert "secret-" not in repr(volume)
+    assert volume.without_secrets("a secret-taskKey b") == "a *** b"
+    with pytest.raises(UsageError, match="'password'") as error:
+        parsed({}, {"password": "canary"})
+    assert "canary" not in str(error.value)
+
+
+def test_mount_options() -> None:
+    check_mount_flags(["ro", "noatime"])
+    with pytest.raises(UsageError, match="'exec'"):
+        check_mount_flags(["ro", "exec"])
