@@ -7,6 +7,7 @@
 #   make test-clients   timm, datasets, lightning, accelerate, torchdata under dlcmd run
 #   make test-bench   the benchmarks themselves, with tiny inputs: that they measure every row
 #   make test-s3   the laws of object stores against a real one: OpenStack Swift, on loopback
+#   make test-kubernetes   a real Kubernetes API server: built once, for many minutes
 #   make lint      ruff and mypy
 #   make bench     measures us against peers, prints a table
 #   make fuzz      fuzzes what tests/fuzz/targets.py lists, each for a minute (SECONDS=600 for ten)
@@ -40,8 +41,8 @@ CLIENTS := timm datasets lightning accelerate torchdata pandas pyarrow zarr fssp
 # matplotlib, which plots, is there too.
 PEERS := mosaicml-streaming webdataset litdata ratarmount matplotlib pylibmc
 
-.PHONY: help install demo test test-clients test-bench test-s3 lint bench fuzz clean system-install \
-	system-test system-s3 system-bench
+.PHONY: help install demo test test-clients test-bench test-s3 test-kubernetes lint bench fuzz clean \
+	system-install system-test system-s3 system-kubernetes system-bench
 
 help:
 	@sed -n '/^#   make/s/^# *//p' Makefile
@@ -63,6 +64,10 @@ test-bench: $(MADE)/tools $(MADE)/demo | system-test system-bench
 test-s3: $(MADE)/tools | system-s3
 	@$(VENV)/bin/python -m tests.storage.objects.swift_server $(VENV)/bin/python -m pytest -k cloud \
 		tests/storage/objects/test_objects_contract.py $(ARGS)
+
+test-kubernetes: $(MADE)/tools | system-test system-kubernetes
+	@tests/kubernetes/build.sh
+	$(VENV)/bin/python -m pytest tests/kubernetes/cluster $(ARGS)
 
 lint: $(MADE)/tools
 	@failed=0
@@ -92,6 +97,9 @@ system-test:
 
 system-s3:
 	@PYTHON="$(PYTHON)" deploy/prepare.sh install s3
+
+system-kubernetes:
+	@PYTHON="$(PYTHON)" deploy/prepare.sh install kubernetes
 
 system-bench:
 	@PYTHON="$(PYTHON)" deploy/prepare.sh install bench

@@ -2,7 +2,7 @@
 # Installs the system packages that are missing, and makes .venv. It uses apt-get, as root or through
 # sudo; where that is not possible, it prints what to install.
 #
-#   deploy/prepare.sh install|test|s3|bench...      (PYTHON=... chooses the interpreter)
+#   deploy/prepare.sh install|test|s3|kubernetes|bench...   (PYTHON=... chooses the interpreter)
 set -eu
 cd "$(dirname "$0")/.."
 
@@ -107,6 +107,12 @@ look_for() {
         need swift-container-server swift-container
         need swift-object-server swift-object
         need swift-proxy-server swift-proxy
+        ;;
+    kubernetes) # tests/kubernetes/build.sh takes etcd's program by itself: its package starts a service
+        need go golang-go
+        need dpkg-source dpkg-dev
+        need kubectl kubernetes-client
+        need setpriv util-linux
         ;;
     bench)
         need squashfuse_ll squashfuse

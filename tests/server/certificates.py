@@ -11,6 +11,18 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 DAY = dt.timedelta(days=1)
+SIGNS_CERTIFICATES = x509.KeyUsage(
+    digital_signature=False,
+    content_commitment=False,
+    key_encipherment=False,
+    data_encipherment=False,
+    key_agreement=False,
+    key_cert_sign=True,
+    crl_sign=True,
+    encipher_only=False,
+    decipher_only=False,
+)
+"""What an authority's key is for. Python 3.13's clients refuse one that does not say so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +43,13 @@ class Authority:
         self._name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         self._made = 0
         self.path = folder / "authority.pem"
+        own = x509.SubjectKeyIdentifier.from_public_key(self._key.public_key())
+        self._identifier = x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(own)
         certificate = (
             self._builder(self._name, self._key.public_key(), -DAY, 30 * DAY)
             .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+            .add_extension(SIGNS_CERTIFICATES, critical=True)
+            .add_extension(own, critical=False)
             .sign(self._key, hashes.SHA256())
         )
         self.path.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
@@ -63,10 +79,18 @@ class Authority:
         start: dt.timedelta = -DAY,
         end: dt.timedelta = 30 * DAY,
         self_signed: bool = False,
+        name: str = "server",
+        group: str | None = None,
     ) -> Pair:
-        """A server's certificate for hosts (loopback without any)."""
+        """A certificate for hosts (loopback without any).
+
+        Its subject is `name`, of the organization `group`: to Kubernetes, a user and a group.
+        """
         key = ec.generate_private_key(ec.SECP256R1())
-        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "server")])
+        parts = [x509.NameAttribute(NameOID.COMMON_NAME, name)]
+        if group is not None:
+            parts.append(x509.NameAttribute(NameOID.ORGANIZATION_NAME, group))
+        subject = x509.Name(parts)
         names: list[x509.GeneralName] = []
         for host in hosts or ("localhost", "127.0.0.1"):
             if host[0].isdigit():
@@ -74,11 +98,11 @@ class Authority:
             else:
                 names.append(x509.DNSName(host))
         issuer = subject if self_signed else None
-        certificate = (
-            self._builder(subject, key.public_key(), start, end, issuer)
-            .add_extension(x509.SubjectAlternativeName(names), critical=False)
-            .sign(key if self_signed else self._key, hashes.SHA256())
-        )
+        builder = self._builder(subject, key.public_key(), start, end, issuer)
+        builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
+        if not self_signed:
+            builder = builder.add_extension(self._identifier, critical=False)
+        certificate = builder.sign(key if self_signed else self._key, hashes.SHA256())
         self._made += 1
         pair = Pair(self._folder / f"{self._made}.pem", self._folder / f"{self._made}.key")
         pair.certificate.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))

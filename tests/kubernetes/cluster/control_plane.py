@@ -1,0 +1,296 @@
+"""Runs a real control plane of Kubernetes on loopback, for tests.
+
+It is etcd, kube-apiserver, kube-controller-manager and kube-scheduler, as `make test-kubernetes`
+built them, with certificates of an authority of its own, RBAC, and the admission that a cluster
+has. There are no machines: `nodes.py` stands in for kubelets. To run one by hand:
+
+    python -m tests.kubernetes.cluster.control_plane
+
+It prints where its kubeconfig lies, and runs until it is interrupted.
+"""
+
+import contextlib
+import json
+import signal
+import ssl
+import subprocess
+import tempfile
+import time
+import urllib.request
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from lightkube import ApiError, Client, KubeConfig
+from lightkube.models.authentication_v1 import TokenRequestSpec
+from lightkube.models.meta_v1 import ObjectMeta
+from lightkube.resources.core_v1 import Namespace, ServiceAccount, ServiceAccountToken
+
+from tests.server.certificates import Authority, Pair
+from tests.storage.objects.swift_server import free_ports
+
+PROGRAMS = Path(__file__).resolve().parents[3] / "build" / "kubernetes"
+"""Where `tests/kubernetes/build.sh` puts the programs."""
+
+ETCD, API_SERVER = "etcd", "kube-apiserver"
+CONTROLLERS, SCHEDULER = "kube-controller-manager", "kube-scheduler"
+START_S = 120.0
+"""A start takes some seconds; on a busy machine, more."""
+
+ADMINISTRATORS = "system:masters"
+"""The group to which RBAC allows everything."""
+
+
+class Program:
+    """One program of the control plane. It can be killed, and started again with the same state.
+
+    Used by one thread, which lives as long as the program: the kernel kills the program with it.
+    """
+
+    def __init__(self, folder: Path, name: str, options: Mapping[str, object]) -> None:
+        self.name = name
+        self.log = folder / f"{name}.log"
+        words = [f"--{option}={value}" for option, value in options.items()]
+        self._command = ["setpriv", "--pdeathsig", "KILL", str(PROGRAMS / name), *words]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start it. Its log goes on where it was."""
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
+
+    def kill(self) -> None:
+        """End it as a crash does (kill -9). It may have ended already."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def is_running(self) -> bool:
+        """Whether it was started and has not ended."""
+        return self._process is not None and self._process.poll() is None
+
+    def last_lines(self) -> str:
+        """The end of its log."""
+        return self.log.read_text(encoding="utf-8", errors="replace")[-3000:]
+
+
+class ControlPlane:
+    """A running control plane. `kubeconfig` is that of an administrator."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._authority = Authority(folder / "certificates", "kubernetes")
+        self._serving = self._authority.issue("127.0.0.1", "kubernetes.default.svc")
+        clients, peers, *ports = free_ports(5)
+        self._urls = dict(
+            zip(
+                (API_SERVER, CONTROLLERS, SCHEDULER),
+                (f"https://127.0.0.1:{port}" for port in ports),
+                strict=True,
+            )
+        )
+        administrator = self._authority.issue(name="administrator", group=ADMINISTRATORS)
+        self._context = ssl.create_default_context(cafile=str(self._authority.path))
+        self._context.load_cert_chain(administrator.certificate, administrator.key)
+        self.kubeconfig = self._kubeconfig_of_certificate("administrator", administrator)
+        self._programs = {
+            ETCD: self._etcd(clients, peers),
+            API_SERVER: self._api_server(ports[0], f"http://127.0.0.1:{clients}"),
+            CONTROLLERS: self._controllers(ports[1]),
+            SCHEDULER: self._scheduler(ports[2]),
+        }
+
+    @property
+    def url(self) -> str:
+        """The API server's."""
+        return self._urls[API_SERVER]
+
+    @property
+    def certificate_authority(self) -> Path:
+        """The certificate that a client of the API server has to trust."""
+        return self._authority.path
+
+    def _etcd(self, clients: int, peers: int) -> Program:
+        options = {
+            "data-dir": self._folder / "etcd",
+            "listen-client-urls": f"http://127.0.0.1:{clients}",
+            "advertise-client-urls": f"http://127.0.0.1:{clients}",
+            "listen-peer-urls": f"http://127.0.0.1:{peers}",
+            "initial-advertise-peer-urls": f"http://127.0.0.1:{peers}",
+            "initial-cluster": f"default=http://127.0.0.1:{peers}",
+            "logger": "zap",
+            "log-level": "warn",
+        }
+        return Program(self._folder, ETCD, options)
+
+    def _served_at(self, port: int) -> dict[str, object]:
+        """The options by which each of Kubernetes' own programs serves on loopback alone."""
+        return {
+            "bind-address": "127.0.0.1",
+            "secure-port": port,
+            "tls-cert-file": self._serving.certificate,
+            "tls-private-key-file": self._serving.key,
+        }
+
+    def _api_server(self, port: int, etcd: str) -> Program:
+        options = {
+            **self._served_at(port),
+            "etcd-servers": etcd,
+            "advertise-address": "127.0.0.1",
+            "endpoint-reconciler-type": "none",  # it would refuse an address on loopback
+            "service-cluster-ip-range": "10.96.0.0/16",
+            "client-ca-file": self._authority.path,
+            "authorization-mode": "Node,RBAC",
+            "enable-admission-plugins": "NodeRestriction",  # besides those that are on by default
+            "allow-privileged": "true",
+            "service-account-issuer": "https://kubernetes.default.svc",
+            "service-account-key-file": self._serving.certificate,
+            "service-account-signing-key-file": self._serving.key,
+        }
+        return Program(self._folder, API_SERVER, options)
+
+    def _of_controllers(self, name: str, port: int) -> dict[str, object]:
+        user = f"system:{name}"
+        kubeconfig = self._kubeconfig_of_certificate(name, self._authority.issue(name=user))
+        return {
+            **self._served_at(port),
+            "port": 0,
+            "kubeconfig": kubeconfig,
+            "authentication-kubeconfig": kubeconfig,
+            "authorization-kubeconfig": kubeconfig,
+            "leader-elect": "false",
+        }
+
+    def _controllers(self, port: int) -> Program:
+        options = {
+            **self._of_controllers(CONTROLLERS, port),
+            "use-service-account-credentials": "true",
+            "service-account-private-key-file": self._serving.key,
+            "root-ca-file": self._authority.path,
+        }
+        return Program(self._folder, CONTROLLERS, options)
+
+    def _scheduler(self, port: int) -> Program:
+        return Program(self._folder, SCHEDULER, self._of_controllers(SCHEDULER, port))
+
+    def start(self, *names: str) -> None:
+        """Start programs (all of them without a name), and return when they are ready.
+
+        What is ready answers; that the caches of the controllers are filled takes a little longer.
+        """
+        for name in names or (ETCD, API_SERVER):
+            self._programs[name].start()
+            self._wait_until_ready(name)
+        if not names:
+            for name in (CONTROLLERS, SCHEDULER):  # side by side
+                self._programs[name].start()
+            self._wait_until_ready(CONTROLLERS)
+            self._wait_until_ready(SCHEDULER)
+
+    def kill(self, *names: str) -> None:
+        """End programs as a crash does; all of them without a name."""
+        for name in names or (SCHEDULER, CONTROLLERS, API_SERVER, ETCD):
+            self._programs[name].kill()
+
+    def log(self, name: str) -> Path:
+        """Where a program writes its log."""
+        return self._programs[name].log
+
+    def _wait_until_ready(self, name: str) -> None:
+        if name == ETCD:
+            return  # the API server waits for it
+        program = self._programs[name]
+        page = f"{self._urls[name]}/{'readyz' if name == API_SERVER else 'healthz'}"
+        opener = urllib.request.build_opener(
+            urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=self._context)
+        )
+        until = time.monotonic() + START_S
+        while program.is_running() and time.monotonic() < until:
+            with contextlib.suppress(OSError), opener.open(page, timeout=5):
+                return
+            time.sleep(0.05)
+        state = "does not answer" if program.is_running() else "has ended"
+        raise AssertionError(f"{name} {state}:\n{program.last_lines()}")
+
+    def client(self, kubeconfig: Path | None = None) -> Client:
+        """A client with the rights of a kubeconfig: without one, an administrator's."""
+        return Client(KubeConfig.from_file(kubeconfig or self.kubeconfig), trust_env=False)
+
+    def kubeconfig_of(self, namespace: str, account: str) -> Path:
+        """A new kubeconfig with a token of a ServiceAccount, which exists."""
+        request = ServiceAccountToken(spec=TokenRequestSpec())
+        with self.client() as client:
+            answer = client.create(request, account, namespace=namespace)
+        assert answer.status is not None
+        token = answer.status.token or ""
+        return self._write_kubeconfig(f"{namespace}.{account}", {"token": token}, namespace)
+
+    def _kubeconfig_of_certificate(self, name: str, pair: Pair) -> Path:
+        user = {"client-certificate": str(pair.certificate), "client-key": str(pair.key)}
+        return self._write_kubeconfig(name, user, "default")
+
+    def _write_kubeconfig(self, name: str, user: Mapping[str, str], namespace: str) -> Path:
+        cluster = {"server": self.url, "certificate-authority": str(self.certificate_authority)}
+        context = {"cluster": "tests", "user": name, "namespace": namespace}
+        config = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "clusters": [{"name": "tests", "cluster": cluster}],
+            "users": [{"name": name, "user": user}],
+            "contexts": [{"name": "tests", "context": context}],
+            "current-context": "tests",
+        }
+        path = self._folder / f"{name}.{uuid.uuid4().hex[:8]}.kubeconfig"
+        path.touch(mode=0o600)
+        path.write_text(json.dumps(config), encoding="utf-8")  # which YAML includes
+        return path
+
+
+@contextlib.contextmanager
+def control_plane() -> Iterator[ControlPlane]:
+    """A control plane during the `with`, ready for pods. It leaves no process and no file."""
+    with tempfile.TemporaryDirectory(prefix="kubernetes-") as folder:
+        running = ControlPlane(Path(folder))
+        try:
+            running.start()
+            with running.client() as client:
+                wait_for_service_account(client, "default")
+            yield running
+        finally:
+            running.kill()
+
+
+def make_namespace(client: Client) -> str:
+    """Make a namespace, in which pods can be made when this returns; its name."""
+    name = f"test-{uuid.uuid4().hex[:8]}"
+    client.create(Namespace(metadata=ObjectMeta(name=name)))
+    wait_for_service_account(client, name)
+    return name
+
+
+def wait_for_service_account(client: Client, namespace: str, name: str = "default") -> None:
+    """Wait until controllers have made a ServiceAccount of a namespace, and a token of it.
+
+    Admission refuses pods of a ServiceAccount without a token.
+    """
+    until = time.monotonic() + START_S
+    while time.monotonic() < until:
+        with contextlib.suppress(ApiError):
+            if client.get(ServiceAccount, name, namespace=namespace).secrets:
+                return
+        time.sleep(0.02)
+    raise AssertionError(f"no controller made a token of {namespace}/{name}")
+
+
+def main() -> None:
+    with control_plane() as running:
+        print(f"KUBECONFIG={running.kubeconfig}", flush=True)
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.pause()
+
+
+if __name__ == "__main__":
+    main()
