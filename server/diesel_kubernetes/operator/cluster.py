@@ -154,9 +154,9 @@ class Cluster:
     ) -> None:
         """Delete an object, if it is there, and what it owns."""
         try:
-            await self._client.delete(
-                kind, name, namespace=namespace, cascade=CascadeType.FOREGROUND
-            )
+            # A Job is gone when its pods are: then another one may begin
+            cascade = CascadeType.FOREGROUND if kind is Jobs else CascadeType.BACKGROUND
+            await self._client.delete(kind, name, namespace=namespace, cascade=cascade)
         except ApiError as error:
             if error.status.code != HTTPStatus.NOT_FOUND:
                 raise

@@ -62,6 +62,8 @@ _REASONS: tuple[tuple[type[DieselError], str], ...] = (
     (ObjectStoreError, "StoreUnreachable"), (MetadataError, "MetadataUnreachable"),
     (FormatError, "Corrupt"), (NoSpaceError, "NoSpace"),
 )  # fmt: skip
+_SAID_CHARS_MAX = 300
+
 _LASTING = frozenset({"Denied"})
 """Reasons that last, though the class of the error says that it may be tried again."""
 
@@ -134,7 +136,7 @@ def parse_report(message: str) -> Json:
     try:
         found = json.loads(message)
     except ValueError:
-        return {}
+        return {"said": message[-_SAID_CHARS_MAX:]} if message else {}
     return fields(found)
 
 
@@ -164,7 +166,8 @@ def outcome_of(job: JobView) -> Outcome:
         return Outcome("DeadlineExceeded", f"the Job {job.name} took too long", False, {})
     if at(job.report, "done") is True:
         return Outcome("Done", "", False, {})
-    message = f"the pod of the Job {job.name} ended without a report"
+    said = text(job.report, "said").strip()
+    message = f"the pod of the Job {job.name} ended without a report{said and f': {said}'}"
     return Outcome("Interrupted", message, True, {})
 
 

@@ -73,8 +73,8 @@ def program(
 ) -> None:  # fmt: skip
     """Make Datasets and run TrainingJobs: the operator of DIESEL-FS for Kubernetes.
 
-    A Dataset says what a dataset is made from: a bucket, archives, or one that is there. A Job makes
-    it, and its status says when it is ready. A TrainingJob is a Pod template and the Datasets
+    A Dataset says what a dataset is made from: a bucket, archives, or one that is there. A Job
+    makes it, and its status says when it is ready. A TrainingJob is a Pod template and the Datasets
     that it reads; its pods start when these are ready, on the nodes that suit them best. Every
     option may also stand in the environment (--image as DIESEL_OPERATOR_IMAGE).
 

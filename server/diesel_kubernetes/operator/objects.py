@@ -31,6 +31,7 @@ PREPARE, RECLAIM = "prepare", "reclaim"
 
 PROGRESS_PORT = 9310
 MASTER_PORT = 29500
+SCRATCH = "/scratch"
 RESULT_FILE = "/dev/termination-log"
 PROGRAM = ("python", "-m", "diesel_kubernetes.operator.prepare")
 
@@ -101,12 +102,12 @@ def _job(
         "args": [f"--result={RESULT_FILE}", f"--listen=$(POD_IP):{PROGRESS_PORT}", *words],
         "env": [address, *_variables(spec.repository)],
         "terminationMessagePath": RESULT_FILE,
-        "terminationMessagePolicy": "File",
+        "terminationMessagePolicy": "FallbackToLogsOnError",
         "securityContext": {
             "allowPrivilegeEscalation": False,
             "capabilities": {"drop": ["ALL"]},
         },
-        "volumeMounts": [{"name": "scratch", "mountPath": "/tmp"}],  # noqa: S108
+        "volumeMounts": [{"name": "scratch", "mountPath": SCRATCH}],
     }
     if spec.resources:
         container["resources"] = spec.resources
@@ -148,7 +149,7 @@ def _variables(repository: Repository) -> list[Json]:
         {"name": name, "value": value.replace("$", "$$")}
         for name, value in repository.variables.items()
     ]
-    found.append({"name": "HOME", "value": "/tmp"})  # noqa: S108
+    found += [{"name": name, "value": SCRATCH} for name in ("HOME", "TMPDIR")]
     if repository.secret:
         for key, variable in SECRETS.items():
             if variable not in repository.variables:
@@ -265,8 +266,8 @@ def training_pod(
     rank: int,
     attempt: int,
 ) -> Json:
-    """The pod of a rank. `order` are hostnames, the best first. Raises UsageError where the template
-    contradicts what the datasets need."""
+    """The pod of a rank. `order` are hostnames, the best first. Raises UsageError where the
+    template contradicts what the datasets need."""
     template = deepcopy(spec.template)
     labels = {
         **texts(template, "metadata", "labels"),

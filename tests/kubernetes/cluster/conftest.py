@@ -4,7 +4,11 @@
 says what the control plane is, and what stands in for nodes.
 """
 
+import os
+import sys
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 from lightkube import Client
@@ -17,13 +21,26 @@ from tests.kubernetes.cluster.control_plane import PROGRAMS, ControlPlane
 IMAGE = "diesel-fs"
 
 
+def processes_with(argument: str) -> list[int]:
+    """The processes in whose arguments some text stands."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            if argument.encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+    return found
+
+
 @pytest.fixture(scope="session")
 def control_plane() -> Iterator[ControlPlane]:
     """A control plane for all tests of a session."""
     if not (PROGRAMS / "stamp").exists():
         pytest.fail(f"{PROGRAMS} has no control plane: run `make test-kubernetes`")
     with planes.control_plane() as running:
+        folder = running.kubeconfig.parent
         yield running
+    assert not folder.exists()
+    assert processes_with(str(folder)) == []
 
 
 @pytest.fixture(scope="session")
@@ -42,4 +59,5 @@ def namespace(client: Client) -> str:
 @pytest.fixture(scope="session")
 def images() -> dict[str, Image]:
     """An image in which a shell and this tree's programs are found."""
-    return {IMAGE: Image(program_environment())}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return {IMAGE: Image({**program_environment(), "PATH": path})}

@@ -56,6 +56,8 @@ NODE_GRACE_S = 10.0
 """How long processes have after a SIGTERM when their node ends."""
 LOOK_AT_PROCESSES_S = 0.02
 REMOVE_TRIES = 30
+MESSAGE_BYTES_MAX = 2048
+"""How much of its log kubelet quotes as a container's last message."""
 
 Starter = Callable[[Container], "subprocess.Popen[bytes]"]
 
@@ -169,6 +171,11 @@ class Node:
         path = self.folder / _identity(pod)[2] / f"{container}.log"
         return path.read_text(encoding="utf-8", errors="replace")
 
+    def describe(self) -> str:
+        """The states of its pods and what their containers wrote, for messages."""
+        lines = [f"{path}: {path.read_text()[-500:]}" for path in self.folder.glob("*/*.log")]
+        return "\n".join([f"{_identity(pod)}: {pod.status}" for pod in self.pods()] + lines)
+
     def _register(self) -> None:
         resources = dict(self._capacity)
         status = NodeStatus(
@@ -253,8 +260,9 @@ class Node:
 class _Container:
     """One container of a pod that runs: its process, and what is reported about it."""
 
-    def __init__(self, container: Container) -> None:
+    def __init__(self, container: Container, log: Path) -> None:
         self.container = container
+        self._log = log
         self.process: subprocess.Popen[bytes] | None = None
         self.exit_code: int | None = None
         """Of a container that has ended and is not started again."""
@@ -281,7 +289,7 @@ class _Container:
         self.kill()  # what it left running ends with it
         self.process = None
         code = 128 - code if code < 0 else code
-        ended: dict[str, object] = {"terminated": _terminated(code)}
+        ended: dict[str, object] = {"terminated": _terminated(code, self._message(code))}
         if policy == "Never" or (policy == "OnFailure" and code == 0):
             self.exit_code = code
             self._state = ended
@@ -291,6 +299,14 @@ class _Container:
             self._due_s = time.monotonic() + self._pause_s
             self._pause_s = min(2 * self._pause_s, self._pause_max_s)
         return True
+
+    def _message(self, code: int) -> str:
+        """What the pod's status quotes of a container: its termination message, or its log."""
+        if found := containers.termination_message(self.container, self._log.parent):
+            return found
+        if code == 0 or self.container.terminationMessagePolicy != "FallbackToLogsOnError":
+            return ""
+        return self._log.read_bytes()[-MESSAGE_BYTES_MAX:].decode(errors="replace")
 
     def _start(self, starts: Starter) -> bool:
         try:
@@ -322,8 +338,8 @@ class _PodRun:
         spec = _spec(pod)
         self._folder = node.folder / uid
         self._volumes = PodVolumes(node.client, pod, self._folder / "volumes", node.drivers)
-        self._inits = [_Container(each) for each in spec.initContainers or ()]
-        self._containers = [_Container(each) for each in spec.containers]
+        self._inits = [self._container(each) for each in spec.initContainers or ()]
+        self._containers = [self._container(each) for each in spec.containers]
         self._policy = spec.restartPolicy or "Always"
         self._address = "127.0.0.1" if spec.hostNetwork else next(_addresses)
         self._environment: dict[str, str] | None = None
@@ -333,6 +349,9 @@ class _PodRun:
         self._lost = False  # with its machine
         self._thread = threading.Thread(target=self._run, name=f"pod {namespace}/{name}")
         self._thread.start()
+
+    def _container(self, container: Container) -> _Container:
+        return _Container(container, self._folder / f"{container.name}.log")
 
     def end(self, grace_s: float) -> None:
         """The pod was deleted. Its processes have so many seconds after a SIGTERM."""
@@ -499,6 +518,6 @@ def _status(container: Container, state: Mapping[str, object]) -> dict[str, obje
     }
 
 
-def _terminated(exit_code: int) -> dict[str, object]:
+def _terminated(exit_code: int, message: str = "") -> dict[str, object]:
     reason = "Error" if exit_code else "Completed"
-    return {"exitCode": exit_code, "reason": reason, "finishedAt": _now()}
+    return {"exitCode": exit_code, "reason": reason, "finishedAt": _now(), "message": message}
