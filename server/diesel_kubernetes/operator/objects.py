@@ -99,7 +99,12 @@ def _job(
         "name": purpose,
         "image": defaults.image,
         "command": list(PROGRAM),
-        "args": [f"--result={RESULT_FILE}", f"--listen=$(POD_IP):{PROGRESS_PORT}", *words],
+        "args": [
+            f"--result={RESULT_FILE}",
+            f"--listen=$(POD_IP):{PROGRESS_PORT}",
+            # Else `$(DIESEL_KEY)` in a glob would be the key
+            *(each.replace("$", "$$") for each in words),
+        ],
         "env": [address, *_variables(spec.repository)],
         "terminationMessagePath": RESULT_FILE,
         "terminationMessagePolicy": "FallbackToLogsOnError",

@@ -233,7 +233,10 @@ def _repository(spec: Json, defaults: Defaults) -> Repository:
         raise UsageError("spec.url: no repository is named, and the operator has no default")
     if "@" in url:
         raise UsageError("spec.url: put users and passwords into the Secret")
-    parsed = parse_url(url)
+    try:
+        parsed = parse_url(url)
+    except UsageError as error:
+        raise UsageError(f"spec.url: {error.message}", advice=error.advice) from error
     folder = ""
     if url != defaults.url:
         scheme, _, rest = (parsed.meta or "").partition("://")
