@@ -67,11 +67,12 @@ class Controller:
         self._clock = clock
         self.wake = wake
         """Called with objects that should be looked at after a change of another one."""
-        self._http = httpx2.AsyncClient(trust_env=False, timeout=PROGRESS_S)
+        self._http: httpx2.AsyncClient | None = None  # it takes 0.1 s to make
 
     async def close(self) -> None:
         """Close connections."""
-        await self._http.aclose()
+        if self._http is not None:
+            await self._http.aclose()
 
     async def handle(self, key: Key) -> float | None:
         """Do the next step for an object; after how many seconds to look again."""
@@ -136,6 +137,8 @@ class Controller:
         running = next((each for each in jobs if each.runs and each.address), None)
         if running is None:
             return {}
+        if self._http is None:
+            self._http = httpx2.AsyncClient(trust_env=False, timeout=PROGRESS_S)
         host = f"[{running.address}]" if ":" in running.address else running.address
         with suppress(httpx2.HTTPError, httpx2.InvalidURL, ValueError):
             url = f"http://{host}:{PROGRESS_PORT}/progress"

@@ -3,34 +3,44 @@
 import functools
 import http.server
 import json
+import shutil
 import subprocess
 import sys
 import tarfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from lightkube import Client
+import yaml
+from lightkube import ApiError, Client
+from lightkube.models.meta_v1 import ObjectMeta
 from lightkube.resources.batch_v1 import Job
-from lightkube.resources.core_v1 import Event, Pod
+from lightkube.resources.core_v1 import Event, Pod, PodStatus, Secret
+from lightkube.types import PatchType
 
-from diesel_kubernetes.operator.fields import Json, fields, text
+from diesel_kubernetes.names import DRIVER
+from diesel_kubernetes.operator.fields import Json, at, fields, items, text, whole
 from diesel_kubernetes.operator.resources import condition_of
 from tests.cli.conftest import program_environment
 from tests.kubernetes.cluster.containers import Image
 from tests.kubernetes.cluster.control_plane import ControlPlane
 from tests.kubernetes.cluster.nodes import Node
 from tests.kubernetes.cluster.operators import (
+    MANIFESTS,
     DatasetResource,
     Operator,
     Resources,
     TrainingJobResource,
     install,
+    now_s,
     python_environment,
 )
+from tests.kubernetes.cluster.volumes import CsiVolume, VolumeError
 from tests.waiting import wait_until
 
+EXAMPLES = MANIFESTS.parents[1] / "examples"
 FILES = {f"images/{number}.jpg": b"%d" % number * 1000 for number in range(20)}
 
 
@@ -169,3 +179,328 @@ def test_a_dataset_becomes_ready(
     assert {each.reason for each in events} == {"Running", "Prepared"}
     kept = dlcmd(store, "ls", "pets@").stdout
     assert str(status["version"]) in kept
+
+
+@pytest.fixture
+def bucket_that_refuses() -> Iterator[str]:
+    """An S3 service that knows no key."""
+
+    class Refusing(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            content = b"<Error><Code>InvalidAccessKeyId</Code><Message>unknown</Message></Error>"
+            self.send_response(403)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        do_HEAD = do_POST = do_PUT = do_GET
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join()
+
+
+def test_failures_have_their_reasons(
+    client: Client,
+    resources: Resources,
+    operator: Operator,
+    node: Node,
+    store: Path,
+    archive: str,
+    bucket_that_refuses: str,
+) -> None:
+    """A wrong key, an archive that is not there, a dataset that is not there, a bad spec."""
+    metadata = ObjectMeta(name="wrong", namespace=resources.namespace)
+    keys = {"AWS_ACCESS_KEY_ID": "nobody", "AWS_SECRET_ACCESS_KEY": "not-the-key"}
+    client.create(Secret(metadata=metadata, stringData=keys))
+    resources.make_dataset(
+        "denied",
+        dataset_spec(
+            store,
+            archive,
+            source={"bucket": {"url": "s3://bucket/pets"}},
+            secretName="wrong",
+            endpoint=bucket_that_refuses,
+            region="us-east-1",
+        ),
+    )
+    resources.make_dataset("missing", dataset_spec(store, archive.replace("images", "others")))
+    resources.make_dataset("absent", dataset_spec(store, archive, source={"existing": {}}))
+    resources.make_dataset("elsewhere", {**dataset_spec(store, archive), "url": "file:///etc"})
+    wanted = {
+        "denied": "Denied",
+        "missing": "NotFound",
+        "absent": "NotFound",
+        "elsewhere": "InvalidSpec",
+    }
+    for name, reason in wanted.items():
+        status = in_phase(resources, operator, name, "Failed")
+        assert reason_of(status) == reason, status
+        assert "not-the-key" not in json.dumps(resources.dataset(name))
+    assert len(job_names(client, resources.namespace)) == 3  # none was tried again
+
+
+def test_an_existing_dataset_is_pinned_and_a_changed_one_prepared_again(
+    client: Client, resources: Resources, operator: Operator, node: Node, store: Path, archive: str
+) -> None:
+    resources.make_dataset("pets", dataset_spec(store, archive))
+    first = in_phase(resources, operator, "pets", "Ready")
+    existing: Json = {"existing": {"version": first["version"]}}
+    resources.make_dataset("same", dataset_spec(store, archive, source=existing, dataset="pets"))
+    status = in_phase(resources, operator, "same", "Ready")
+    assert [status[name] for name in ("version", "files")] == [first["version"], first["files"]]
+    resources.change_dataset("pets", {"refresh": "1"})
+    wait_until(
+        lambda: (
+            whole(resources.dataset("pets"), "status", "observedGeneration") == 2
+            and text(resources.dataset("pets"), "status", "phase") == "Ready"
+        ),
+        otherwise=lambda: explained(resources, operator),
+    )
+    # Nothing has changed in the archive, so the version is the same, and the old Job is gone
+    assert at(resources.dataset("pets"), "status", "version") == first["version"]
+    wait_until(lambda: len(job_names(client, resources.namespace)) == 2)
+
+
+def test_an_operator_that_is_killed_at_each_step_gets_to_the_same_end(
+    client: Client,
+    control_plane: ControlPlane,
+    resources: Resources,
+    node: Node,
+    store: Path,
+    archive: str,
+    tmp_path: Path,
+) -> None:
+    """kill -9 as soon as anything that is seen of the Dataset has changed, until it is gone."""
+    namespace = resources.namespace
+    options = (f"--namespace={namespace}", f"--file-root={store}")
+    kills = 0
+
+    def seen() -> tuple[object, ...]:
+        raw = resources.dataset("pets")
+        status = fields(raw, "status")
+        finalizers = tuple(map(str, items(raw, "metadata", "finalizers")))
+        jobs = tuple(sorted(job_names(client, namespace)))
+        return text(status, "phase"), reason_of(status), bool(finalizers), jobs
+
+    def run_to(goal: Callable[[], bool]) -> None:
+        nonlocal kills
+        while not goal():
+            with Operator(control_plane, tmp_path, *options) as operator:
+                before = seen()
+                wait_until(
+                    lambda: seen() != before or goal(),
+                    otherwise=lambda: explained(resources, operator),
+                )
+                operator.kill()
+                kills += 1
+
+    resources.make_dataset("pets", dataset_spec(store, archive, reclaimPolicy="Delete"))
+    run_to(lambda: text(resources.dataset("pets"), "status", "phase") == "Ready")
+    made = job_names(client, namespace)
+    assert len(made) == 1
+    assert whole(resources.dataset("pets"), "status", "files") == len(FILES)
+    assert dlcmd(store, "stat", "pets").returncode == 0
+    resources.delete_dataset("pets")
+    run_to(lambda: not resources.dataset("pets"))
+    assert kills >= 5
+    print(f"killed {kills} times")
+    assert dlcmd(store, "stat", "pets").returncode == 10
+    wait_until(lambda: not job_names(client, namespace))
+    wait_until(lambda: not list(client.list(Pod, namespace=namespace)))
+    fields_wanted = {"involvedObject.name": "pets"}
+    events = [each.reason for each in client.list(Event, namespace=namespace, fields=fields_wanted)]
+    assert sorted(map(str, events)) == sorted(set(map(str, events)))
+
+
+def test_a_dataset_that_is_deleted_in_the_middle_leaves_nothing(
+    client: Client, resources: Resources, operator: Operator, node: Node, store: Path, archive: str
+) -> None:
+    resources.make_dataset("pets", dataset_spec(store, archive, reclaimPolicy="Delete"))
+    resources.make_dataset("kept", dataset_spec(store, archive))
+    for name in ("pets", "kept"):
+        in_phase(resources, operator, name, "Preparing")
+        resources.delete_dataset(name)
+    for name in ("pets", "kept"):
+        wait_until(
+            lambda name=name: not resources.dataset(name),
+            otherwise=lambda: explained(resources, operator),
+        )
+    namespace = resources.namespace
+    wait_until(lambda: not job_names(client, namespace))
+    wait_until(lambda: not list(client.list(Pod, namespace=namespace)))
+    assert dlcmd(store, "stat", "pets").returncode == 10
+
+
+class CopyingDriver:
+    """A CSI driver whose volumes are copies of the dataset, made by `dlcmd get`."""
+
+    def __init__(self) -> None:
+        self.volumes: list[CsiVolume] = []
+
+    def publish(self, volume: CsiVolume) -> None:
+        given = volume.attributes
+        named = f"{given['dataset']}@{given['version']}"
+        done = subprocess.run(
+            [sys.executable, "-m", "dlcmd", f"--url={given['url']}", "get", named, volume.target],
+            env=program_environment(),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            raise VolumeError(done.stderr)
+        self.volumes.append(volume)
+
+    def unpublish(self, volume_id: str, target: Path) -> None:
+        shutil.rmtree(target, ignore_errors=True)
+
+
+def test_a_training_job_waits_for_its_dataset_and_runs_on_the_best_node(
+    client: Client,
+    control_plane: ControlPlane,
+    resources: Resources,
+    operator: Operator,
+    store: Path,
+    archive: str,
+    tmp_path: Path,
+) -> None:
+    """The larger disk has the higher score. The pods read the version that was pinned."""
+    results = tmp_path / "results"
+    results.mkdir()
+    driver = CopyingDriver()
+    images = {"diesel-fs": Image(python_environment())}
+    namespace = resources.namespace
+    script = f'echo "$WORLD_SIZE $(ls /data/images | wc -l)" > {results}/$RANK'
+    container: Json = {"name": "train", "image": "diesel-fs", "command": ["sh", "-c", script]}
+    spec: Json = {
+        "replicas": 1,
+        "datasets": [{"name": "pets", "mountPath": "/data"}],
+        "template": {"spec": {"containers": [container]}},
+    }
+    with ExitStack() as stack:
+        for name, disk in (("small", "1Gi"), ("large", "1Ti")):
+            made = Node(
+                control_plane,
+                f"{name}-{namespace}",
+                tmp_path / name,
+                images=images,
+                drivers={DRIVER: driver},
+                capacity={"ephemeral-storage": disk},
+            )
+            stack.enter_context(made)
+        resources.make_job("train", spec)
+        wait_until(lambda: text(resources.job("train"), "status", "phase") == "Pending")
+        resources.make_dataset("pets", dataset_spec(store, archive))
+        in_phase(resources, operator, "pets", "Ready")
+        wait_until(
+            lambda: text(resources.job("train"), "status", "phase") == "Succeeded",
+            otherwise=lambda: explained(resources, operator),
+        )
+        assert (results / "0").read_text().split() == ["1", str(len(FILES))]
+        status = fields(resources.job("train"), "status")
+        order = [text(each, "name").split("-")[0] for each in items(status, "nodes")]
+        assert order == ["large", "small"]
+        (pod,) = client.list(
+            Pod, namespace=namespace, labels={"operator.diesel-fs.dev/training-job": "train"}
+        )
+        assert pod.spec is not None
+        assert pod.spec.nodeName == f"large-{namespace}"
+        assert {each.attributes["dataset"] for each in driver.volumes} == {"pets"}
+
+        # Four ranks of two nodes' worth: one a node, so two of them wait, and then one fails all
+        failing: Json = {**container, "command": ["sh", "-c", "exit 3"]}
+        template: Json = {"spec": {"containers": [failing]}}
+        resources.make_job("fails", {**spec, "replicas": 2, "template": template})
+        wait_until(
+            lambda: text(resources.job("fails"), "status", "phase") == "Failed",
+            otherwise=lambda: explained(resources, operator),
+        )
+        message = json.dumps(at(resources.job("fails"), "status", "conditions"))
+        assert "exit code 3" in message
+
+        big: Json = {"status": {**fields(resources.dataset("pets"), "status"), "bytes": 2**50}}
+        client.patch(
+            DatasetResource.Status, "pets", big, namespace=namespace, patch_type=PatchType.MERGE
+        )
+        resources.make_job("too-big", spec)
+        wait_until(
+            lambda: text(resources.job("too-big"), "status", "phase") == "Rejected",
+            otherwise=lambda: explained(resources, operator),
+        )
+
+
+def test_the_api_server_takes_the_examples_and_refuses_what_the_schema_does(
+    client: Client, namespace: str
+) -> None:
+    for name, kind in (("dataset", DatasetResource), ("trainingjob", TrainingJobResource)):
+        (example,) = yaml.safe_load_all((EXAMPLES / f"{name}.yaml").read_text())
+        made = client.create(kind.from_dict(example), namespace=namespace)
+        assert made["spec"]
+        assert dict(made["spec"]).items() >= dict(example["spec"]).items()  # nothing is pruned
+    for spec in (
+        {},
+        {"source": {}},
+        {"source": {"existing": {}, "bucket": {"url": "s3://b"}}},
+        {"source": {"bucket": {"url": "/etc"}}},
+        {"source": {"existing": {}}, "url": "s3://user:password@bucket"},
+        {"source": {"existing": {}}, "reclaimPolicy": "Sometimes"},
+    ):
+        made = DatasetResource(metadata=ObjectMeta(name="bad"), spec=spec)
+        with pytest.raises(ApiError) as caught:
+            client.create(made, namespace=namespace)
+        assert caught.value.status.code == 422
+
+
+COUNT = 1000
+
+
+def test_a_thousand_datasets(
+    client: Client, control_plane: ControlPlane, resources: Resources, tmp_path: Path
+) -> None:
+    """All Datasets get their Job; then, as Jobs are said to have ended, all become ready.
+
+    The Jobs are suspended from running by there being no node; a thread says that they have ended.
+    """
+    namespace = resources.namespace
+    spec: Json = {"url": "s3://bucket/x", "source": {"bucket": {"url": "s3://bucket/y"}}}
+    for number in range(COUNT):
+        resources.make_dataset(f"d{number}", spec)
+    start_s = now_s()
+
+    def count(phase: str) -> int:
+        found = client.list(DatasetResource, namespace=namespace)
+        return sum(text(dict(each), "status", "phase") == phase for each in found)
+
+    options = (f"--namespace={namespace}",)
+    with Operator(control_plane, tmp_path, *options, interval_s=60) as operator:
+        wait_until(lambda: count("Preparing") == COUNT, within_s=240, otherwise=operator.last_lines)
+        observed_s, observed_bytes = now_s() - start_s, operator.memory_bytes()
+        message = json.dumps({"dataset": {"entries": 1, "files": 1, "bytes": 1, "version": 5}})
+        state = {"name": "prepare", "image": "x", "imageID": "", "ready": False, "restartCount": 0,
+                 "state": {"terminated": {"exitCode": 0, "message": message}}}  # fmt: skip
+        ended: Json = {"status": {"phase": "Succeeded", "containerStatuses": [state]}}
+        done = set[str]()
+        start_s = now_s()
+
+        def end_pods() -> bool:
+            for pod in client.list(Pod, namespace=namespace):
+                name = str(pod.metadata.name) if pod.metadata else ""
+                if name not in done:
+                    client.patch(PodStatus, name, ended, namespace=namespace)
+                    done.add(name)
+            return len(done) == COUNT and count("Ready") == COUNT
+
+        wait_until(end_pods, within_s=400, otherwise=operator.last_lines)
+        ready_s, ready_bytes = now_s() - start_s, operator.memory_bytes()
+    print(
+        f"{COUNT} Datasets: all have a Job after {observed_s:.1f} s ({observed_bytes >> 20} MiB);"
+        f" all are ready {ready_s:.1f} s later ({ready_bytes >> 20} MiB)"
+    )
+    assert max(observed_bytes, ready_bytes) < 300 << 20
