@@ -295,8 +295,8 @@ def test_an_operator_that_is_killed_at_each_step_gets_to_the_same_end(
             with Operator(control_plane, tmp_path, *options) as operator:
                 before = seen()
                 wait_until(
-                    lambda: seen() != before or goal(),
-                    otherwise=lambda: explained(resources, operator),
+                    lambda before=before: seen() != before or goal(),
+                    otherwise=lambda operator=operator: explained(resources, operator),
                 )
                 operator.kill()
                 kills += 1
