@@ -100,6 +100,7 @@ look_for() {
         wish linux.uml user-mode-linux
         wish systemd-analyze systemd
         wish docker-compose docker-compose
+        wish kubectl kubernetes-client
         ;;
     s3)
         need swift-ring-builder swift

@@ -18,6 +18,8 @@ import pytest
 import diesel_fs
 from diesel_fs import errors
 from diesel_fs.peers.options import TaskKwargs
+from diesel_kubernetes import names as kubernetes_names
+from diesel_kubernetes.csi import main as csi
 from diesel_server import main as server
 from diesel_server import options as server_options
 from dlcmd import main
@@ -147,15 +149,37 @@ def test_the_options_of_the_server_are_documented() -> None:
     assert documented_options(" ".join(cells)) == known
 
 
+def test_the_options_of_the_csi_driver_are_documented() -> None:
+    cells = [row[0] for row in rows(page("server/diesel_kubernetes/README.md"), "Options")]
+    known = options_of(csi.program)
+    for name in ("--version", "-h", "--help"):
+        del known[name]
+    assert documented_options(" ".join(cells)) == known
+
+
+def test_what_a_volume_may_name_is_documented() -> None:
+    """Exactly the attributes and the keys of Secrets that the driver takes."""
+    text = page("server/diesel_kubernetes/csi/VOLUMES.md")
+    tables = text.partition("## What a volume names")[2].partition("\n## ")[0].split("\n\n")
+    attributes, secrets = (
+        [name for line in table.splitlines()[2:] for name in CODE.findall(line.split(" | ")[0])]
+        for table in tables
+        if table.startswith("| ")
+    )
+    assert sorted(attributes) == sorted(kubernetes_names.ATTRIBUTES)
+    assert sorted(secrets) == sorted(kubernetes_names.SECRETS)
+
+
 def test_every_variable_of_the_environment_is_documented() -> None:
     """And none that nothing reads."""
     named = re.compile(r"\b(?:DIESEL|XDG)(?:_[A-Z]+)+\b(?!_)")
     sources = [path for path in SOURCES if path in PRODUCT]
     read = {name for path in sources for name in named.findall(path.read_text(encoding="utf-8"))}
-    read -= {server_options.PREFIX}
+    read -= {server_options.PREFIX, csi.PREFIX}
     of_options = {
-        f"{server_options.PREFIX}{name[1:].replace('-', '_').upper()}"
-        for name in options_of(server.program)
+        f"{prefix}{name[1:].replace('-', '_').upper()}"
+        for prefix, command in ((server_options.PREFIX, server.program), (csi.PREFIX, csi.program))
+        for name in options_of(command)
     }
     written = {name for path in PAGES for name in named.findall(path.read_text(encoding="utf-8"))}
     assert len(read) > 8

@@ -45,7 +45,8 @@ def project_files() -> list[Path]:
 
 
 FILES = project_files()
-SOURCES = [path for path in FILES if path.suffix == ".py"]
+SOURCES = [path for path in FILES if path.suffix == ".py" and not path.name.endswith("_pb2.py")]
+"""All modules, but for generated ones."""
 
 
 def foreign(content: bytes) -> list[bytes]:

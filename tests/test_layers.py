@@ -17,9 +17,13 @@ LAYERS = (
     *"errors names urls credentials settings metrics".split(),
     *"system format orders net storage cache repository remote peers ingest client".split(),
     *"mounts forecast torch diesel_fs diesel_server dlcmd".split(),
+    "diesel_kubernetes",
 )
-"""From the bottom up. `torch` is what training scripts import. The last three are
-`diesel_fs/__init__.py` (what users import) and the two programs."""
+"""From the bottom up. `torch` is what training scripts import. The last four are
+`diesel_fs/__init__.py` (what users import), the two programs, and the programs for Kubernetes."""
+
+PROGRAMS = frozenset({"diesel_server", "dlcmd", "diesel_kubernetes"})
+"""What does not import one another. A program may run another one."""
 
 # What may only compute. What reads a clock, a file, a socket, the environment or chance lies
 # elsewhere, or its value is handed in by the caller.
@@ -32,6 +36,7 @@ PURE = (
     *"mounts.sessions.protocol mounts.prefetch.planner mounts.prefetch.stream_tracker".split(),
     *"mounts.prefetch.resident_set mounts.prefetch.miss_fill mounts.prefetch.units".split(),
     *"mounts.prefetch.decisions forecast torch.workers".split(),
+    "diesel_kubernetes.names",
 )
 PURE_IMPORTS = frozenset(
     "__future__ abc array base64 binascii bisect collections contextlib dataclasses enum errno"
@@ -53,11 +58,16 @@ OBSTORE = (
 )
 
 TREE = Path(__file__).resolve().parents[1]
-SOURCES = {"diesel_fs": TREE, "diesel_server": TREE / "server", "dlcmd": TREE / "cli"}
+SOURCES = {
+    "diesel_fs": TREE,
+    "diesel_server": TREE / "server",
+    "dlcmd": TREE / "cli",
+    "diesel_kubernetes": TREE / "server",
+}
 
 
 def modules() -> dict[str, Path]:
-    """All modules of the three packages, by dotted name."""
+    """All modules of the four packages, by dotted name."""
     found = {}
     for package, root in SOURCES.items():
         for path in sorted((root / package).rglob("*.py")):
@@ -120,7 +130,7 @@ def breaches(
                 found.append(f"{where}, whose package is not in LAYERS")
             elif LAYERS.index(layer(target)) > LAYERS.index(layer(module)):
                 found.append(f"{where}, which stands above it")
-            elif (layer(module), layer(target)) == ("dlcmd", "diesel_server"):
+            elif {layer(module), layer(target)} <= PROGRAMS and layer(module) != layer(target):
                 found.append(f"{where}, another program")
             elif within(target, OBSTORE_MODULES) and not within(module, OBSTORE):
                 found.append(f"{where}, which brings obstore, and only programs may")
@@ -203,7 +213,7 @@ MADE_UP = frozenset(
     "diesel_fs diesel_fs.errors diesel_fs.format diesel_fs.format.entries diesel_fs.format.chunk"
     " diesel_fs.client diesel_fs.client.dataset diesel_fs.cache diesel_fs.cache.policy"
     " diesel_fs.cache.store diesel_fs.storage.objects.folder diesel_fs.storage.objects.cloud.store"
-    " diesel_fs.stray diesel_fs.ingest dlcmd dlcmd.main diesel_server".split()
+    " diesel_fs.stray diesel_fs.ingest dlcmd dlcmd.main diesel_server diesel_kubernetes.csi".split()
 )
 
 
@@ -230,6 +240,8 @@ MADE_UP = frozenset(
         ("diesel_fs.client.dataset", "from ..storage.objects.cloud.store import x", "obstore"),
         ("diesel_fs.client.dataset", "from dlcmd.main import main", "above"),
         ("dlcmd.main", "import diesel_server", "another program"),
+        ("diesel_kubernetes.csi", "from dlcmd.main import main", "another program"),
+        ("diesel_kubernetes.csi", "import obstore", "obstore"),
         ("diesel_fs.client.dataset", "from ..stray import x", "not in LAYERS"),
         ("diesel_fs.stray", "", "not in LAYERS"),
     ],

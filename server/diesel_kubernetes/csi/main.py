@@ -15,7 +15,14 @@ from diesel_fs.settings import parse_size
 
 from .mounter import Mounter, ProcessMounter
 from .node import NodeVolumes
-from .service import Server, Services
+
+try:
+    from .service import Server, Services
+except ModuleNotFoundError as error:
+    raise SystemExit(
+        f"diesel-csi: the Python package {error.name} is missing; run"
+        " `pip install 'diesel-fs[kubernetes]'`"
+    ) from None
 from .state import StateFolder
 from .volumes import Limits
 

@@ -4,7 +4,6 @@
 which the plugin runs as a service of the system. `pods.py` has the one for clusters.
 """
 
-import os
 from contextlib import suppress
 from typing import Protocol
 
@@ -93,7 +92,7 @@ def detach_dead(root: str) -> None:
 
 def current_version(volume: Volume, state: StateFolder) -> int:
     """The version of the volume's dataset that is current now. Raises DieselError."""
-    environment = {**volume.environment, **volume.secrets, "HOME": os.devnull}
+    environment = {**volume.environment, **volume.secrets, "HOME": str(state.path)}
     environment["XDG_CACHE_HOME"] = str(state.cache)
     found = run_dlcmd(["stat", "--", volume.dataset], environment, deadline_s=QUERY_DEADLINE_S)
     version = found.get("version")

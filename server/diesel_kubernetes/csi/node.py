@@ -32,7 +32,7 @@ from .targets import (
     remove_target,
     usage_of,
 )
-from .volumes import Limits, Volume, check_mount_flags, parse_volume
+from .volumes import Limits, Volume, check_mount_flags, name_the_same, parse_volume
 
 log = logging.getLogger("diesel.csi")
 
@@ -75,6 +75,7 @@ class NodeVolumes:
         self._checked_s: dict[str, float] = {}  # when it was last known to be current
         self._target_locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
         self._starters = ThreadPoolExecutor(starts_max, "diesel-csi-start")
+        self._enders = ThreadPoolExecutor(starts_max, "diesel-csi-end")
         self._idle_since_s: dict[str, float] = {}  # only of the reaper
         self._wake = threading.Event()
         self._closing = False
@@ -87,6 +88,7 @@ class NodeVolumes:
         self._wake.set()
         self._reaper.join()
         self._starters.shutdown(cancel_futures=True)
+        self._enders.shutdown()
 
     def publish(
         self,
@@ -177,8 +179,8 @@ class NodeVolumes:
                 return False
             case Place.OURS if not lives(self._state.root(name)):
                 log.warning("the mount behind %s has ended: it is replaced", target)
-            case Place.OURS if key_of(name) == key:
-                return True
+            case Place.OURS if name_the_same(key_of(name), key):
+                return True  # its secret may have been renewed meanwhile
             case Place.OURS:
                 raise ConflictError(
                     f"another volume is published at {target}",
@@ -261,6 +263,7 @@ class NodeVolumes:
             log.warning("cannot end the mount %s yet: %s", name, error)
         else:
             self._checked_s.pop(name, None)
+            log.info("ended mount=%s", name)
 
     def _reap(self) -> None:
         """The reaper: it ends mounts that no target shows, and removes the folders of dead ones."""
@@ -282,30 +285,29 @@ class NodeVolumes:
         table = MountTable.read(self._state)
         idle = {name for name in self._state.names() if not table.binds.get(name)}
         self._idle_since_s = {name: self._idle_since_s.get(name, now_s) for name in idle}
-        wait_s = CHECK_INTERVAL_S
+        wait_s, due = CHECK_INTERVAL_S, []
         for name, since_s in self._idle_since_s.items():
-            is_mounted = name in table.roots
-            left_s = since_s + self._idle_s - now_s if is_mounted else 0.0
+            left_s = since_s + self._idle_s - now_s if name in table.roots else 0.0
             if left_s > 0:
                 wait_s = min(wait_s, left_s)
-            elif self._closing or self._ended(name):
-                continue
+            else:
+                due.append(name)
+        list(self._enders.map(self._end_unneeded, due))
         return wait_s
 
-    def _ended(self, name: str) -> bool:
-        """End a mount, unless somebody needs it after all."""
+    def _end_unneeded(self, name: str) -> None:
+        """End a mount, unless somebody needs it after all, or the plugin ends."""
         key = key_of(name)
+        if self._closing:
+            return
         try:
             with self._state.key_lock(key, wait=False):
                 with self._lock:
                     is_claimed = key in self._claims
-                if is_claimed or MountTable.read(self._state).binds.get(name):
-                    return False
-                self._end(name)
-                log.info("ended mount=%s", name)
-        except BlockingIOError:  # it is being started
-            return False
-        return True
+                if not is_claimed and not MountTable.read(self._state).binds.get(name):
+                    self._end(name)
+        except BlockingIOError:
+            pass  # it is being started
 
 
 def _without_secrets(error: DieselError, volume: Volume) -> DieselError:

@@ -35,7 +35,8 @@ class StateFolder:
     def __init__(self, path: Path) -> None:
         """Makes what is missing. Raises BusyError where another plugin runs on this folder, and
         PermissionDenied."""
-        self.path = private_folder(path.absolute())
+        # The kernel lists mounts by their real paths
+        self.path = private_folder(Path(os.path.realpath(path)))
         self.mounts = private_folder(self.path / "mounts")
         self._locks = private_folder(self.path / "locks")
         self.cache = private_folder(self.path / "cache")

@@ -24,7 +24,9 @@ from ..names import ATTRIBUTES, POD_INFO, POD_NAME, POD_NAMESPACE, SECRETS
 MOUNT_FLAGS = frozenset({"ro", "noatime", "nosuid", "nodev"})
 """Mount options that hold for every volume anyway."""
 
-KEY_CHARS = 20
+PART_CHARS = 16
+KEY_CHARS = 2 * PART_CHARS
+"""A key has two parts: of what the volume names, and of its secrets."""
 SECRET_BYTES_MAX = 16 << 10
 SHOWN_SECRET_CHARS = 6
 """Shorter secrets are not looked for in messages: a user called `pets` would hide the dataset."""
@@ -101,12 +103,13 @@ class Volume:
     def key(self, node_key: bytes) -> str:
         """The mount key: equal volumes have the same, and nobody without `node_key` can compute
         it."""
-        parts = [
+        named = [
             self.namespace, self.named, self.follow, self.options,
-            sorted(self.environment.items()), sorted(self.secrets.items()),
+            sorted(self.environment.items()),
         ]  # fmt: skip
-        digest = hmac.new(node_key, json.dumps(parts).encode(), hashlib.sha256)
-        return digest.hexdigest()[:KEY_CHARS]
+        parts = ["named", named], ["secrets", sorted(self.secrets.items())]
+        digests = (hmac.new(node_key, json.dumps(each).encode(), hashlib.sha256) for each in parts)
+        return "".join(each.hexdigest()[:PART_CHARS] for each in digests)
 
     def without_secrets(self, text: str) -> str:
         """A text in which each of the secrets is replaced: whatever an error says, none is told."""
@@ -115,6 +118,11 @@ class Volume:
                 if len(each) >= SHOWN_SECRET_CHARS:
                     text = text.replace(each, "***")
         return text
+
+
+def name_the_same(key: str, other: str) -> bool:
+    """Whether the volumes of two keys name the same, whatever their secrets."""
+    return key[:PART_CHARS] == other[:PART_CHARS]
 
 
 def parse_volume(

@@ -7,6 +7,7 @@ from ..report import Row
 from ..workbench import Workbench
 from . import (
     accuracy,
+    csi,
     importance,
     kernel,
     listing,
@@ -103,6 +104,8 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "lobster-hits": lobster.hit_ratios,
     "lobster-imbalance": lobster.imbalance,
     "rank-balance": rank_balance.measure,
+    "csi-publish": csi.publish,
+    "csi-many": csi.many,
 }
 
 UNTIMED = frozenset(

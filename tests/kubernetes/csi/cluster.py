@@ -1,9 +1,10 @@
 """Stand-ins for a cluster: an API server that keeps pods and Secrets, and a kubelet that runs the
 commands of pods as processes of this machine.
 
-The API server answers only the calls that the plugin makes (create, get, list by label, merge-patch,
-delete), by the rules of Kubernetes' API. The kubelet has no containers: a pod's command runs with the
-pod's environment, so its mounts are real.
+The API server answers only the calls that the plugin makes (create, get, list by label,
+merge-patch, delete), by the rules of Kubernetes' API. The kubelet has no containers: a pod's
+command runs with the pod's environment in a mount namespace of its own, so its mounts are real, and
+reach the node only by propagation.
 """
 
 import json
@@ -21,6 +22,9 @@ from urllib.parse import parse_qs, urlsplit
 from tests.cli.conftest import program_environment
 
 Json = dict[str, object]
+NAMESPACE = ("unshare", "--mount", "--propagation", "unchanged")
+"""A container's mounts are its own, but for those below a shared mount (`Bidirectional`)."""
+
 KINDS = {"pods": "Pod", "secrets": "Secret"}
 
 
@@ -58,7 +62,7 @@ class Cluster:
                 self.end_headers()
                 self.wfile.write(text)
 
-            do_GET = do_POST = do_PATCH = do_DELETE = handle_any  # noqa: N815  # as http.server
+            do_GET = do_POST = do_PATCH = do_DELETE = handle_any  # as http.server
 
             def log_message(self, *_: object) -> None: ...
 
@@ -90,14 +94,13 @@ class Cluster:
                     return self._create(plural, body)
                 case "GET" if not name:
                     query = parse_qs(parts.query)
-                    labels = dict(
-                        each.split("=") for each in query["labelSelector"][0].split(",")
-                    )
+                    labels = dict(each.split("=") for each in query["labelSelector"][0].split(","))
                     found = [
                         each
                         for (kind, _), each in self.objects.items()
                         if kind == plural
-                        and labels.items() <= cast("Json", inner(each, "metadata", "labels")).items()
+                        and labels.items()
+                        <= cast("Json", inner(each, "metadata", "labels")).items()
                     ]
                     return 200, {"kind": "List", "apiVersion": "v1", "items": found, "metadata": {}}
                 case _ if (plural, name) not in self.objects:
@@ -149,7 +152,7 @@ class Cluster:
         program, *arguments = cast("list[str]", container["command"])
         assert program == "dlcmd"
         self._processes[name] = subprocess.Popen(
-            [sys.executable, "-m", "dlcmd", *arguments],
+            [*NAMESPACE, sys.executable, "-m", "dlcmd", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,

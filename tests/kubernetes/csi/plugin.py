@@ -157,7 +157,7 @@ class Plugin:
 
     def wait_until_clean(self) -> None:
         """Wait until no mount, no process of one and no folder of one is left."""
-        wait_until(lambda: not self.roots, otherwise=lambda: f"still mounted: {self.roots}")
+        wait_until(lambda: not self.roots, 300.0, otherwise=lambda: f"still mounted: {self.roots}")
         wait_until(lambda: not os.listdir(self.state / "mounts"))
         wait_until(lambda: not self.processes(), otherwise=lambda: f"run: {self.processes()}")
 

@@ -66,7 +66,7 @@ def test_what_nobody_shows_any_more_is_ended_by_the_next_plugin(
     own_plugin.kubelet.publish(target, {"dataset": "pets", "url": store})
     own_plugin.end(signal.SIGKILL)
     os.system(f"umount -l {target}")  # noqa: S605  # as a kubelet that cleans up by itself
-    (own_plugin.state / "mounts" / ("0" * 20 + "-1") / "root").mkdir(parents=True)
+    (own_plugin.state / "mounts" / ("0" * 32 + "-1") / "root").mkdir(parents=True)
     own_plugin.start()
     own_plugin.wait_until_clean()
 
