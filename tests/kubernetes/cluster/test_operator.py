@@ -40,7 +40,7 @@ from tests.kubernetes.cluster.operators import (
 from tests.kubernetes.cluster.volumes import CsiVolume, VolumeError
 from tests.waiting import wait_until
 
-EXAMPLES = MANIFESTS.parents[1] / "examples"
+EXAMPLES = MANIFESTS.parents[1] / "examples/operator"
 FILES = {f"images/{number}.jpg": b"%d" % number * 1000 for number in range(20)}
 
 
