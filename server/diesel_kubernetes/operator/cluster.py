@@ -138,11 +138,9 @@ class Cluster:
 
     async def create(self, made: Json) -> bool:
         """Make an object; whether there was none of this name."""
-        kind = _KINDS[text(made, "kind")]
+        one: GenericNamespacedResource = _KINDS[text(made, "kind")].from_dict(made)
         try:
-            await self._client.create(
-                kind.from_dict(made), namespace=text(made, "metadata", "namespace")
-            )
+            await self._client.create(one)  # its metadata have the namespace
         except ApiError as error:
             if error.status.code == HTTPStatus.CONFLICT:
                 return False

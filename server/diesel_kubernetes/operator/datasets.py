@@ -16,6 +16,7 @@ from diesel_fs.errors import (
     MetadataError,
     NoSpaceError,
     NotFoundError,
+    ObjectMissing,
     ObjectStoreError,
     ObjectStoreRefused,
     PartialError,
@@ -58,7 +59,8 @@ NODES_MAX = 200
 
 _REASONS: tuple[tuple[type[DieselError], str], ...] = (
     (ObjectStoreRefused, "Denied"), (PermissionDenied, "Denied"), (UsageError, "InvalidUsage"),
-    (PartialError, "Partial"), (NotFoundError, "NotFound"), (BusyError, "Busy"),
+    (ObjectMissing, "StoreMissing"), (PartialError, "Partial"), (NotFoundError, "NotFound"),
+    (BusyError, "Busy"),
     (ObjectStoreError, "StoreUnreachable"), (MetadataError, "MetadataUnreachable"),
     (FormatError, "Corrupt"), (NoSpaceError, "NoSpace"),
 )  # fmt: skip
@@ -86,6 +88,8 @@ class JobView:
     """What the pod said at its end; empty: nothing."""
     address: str
     """Of the running pod; empty: it does not run."""
+    waits: str = ""
+    """Why its pod does not run yet, if that is known."""
 
     @property
     def runs(self) -> bool:
@@ -104,8 +108,9 @@ def view_of_job(job: Json, pods: Sequence[Json]) -> JobView:
     own = [each for each in pods if texts(each, "metadata", "labels").get("job-name")
            == text(job, "metadata", "name")]  # fmt: skip
     report: Json = {}
-    address = ""
+    address = waits = ""
     for pod in own:
+        waits = _waiting(pod) or waits
         state = fields(pod, "status", "containerStatuses", 0, "state")
         report = parse_report(text(state, "terminated", "message")) or report
         if "running" in state:
@@ -124,7 +129,19 @@ def view_of_job(job: Json, pods: Sequence[Json]) -> JobView:
         finished_s=seconds_of(time),
         report=report,
         address=address,
+        waits=waits,
     )
+
+
+def _waiting(pod: Json) -> str:
+    """Why a pod does not run: it cannot be scheduled, or an image or a Secret is missing."""
+    for each in items(pod, "status", "conditions"):
+        if at(each, "type") == "PodScheduled" and at(each, "status") == "False":
+            return text(each, "message")
+    waiting = fields(pod, "status", "containerStatuses", 0, "state", "waiting")
+    if text(waiting, "message"):
+        return f"{text(waiting, 'reason')}: {text(waiting, 'message')}"
+    return ""
 
 
 def _number(label: str) -> int:
@@ -247,7 +264,7 @@ def _preparing(situation: Situation, spec: DatasetSpec, defaults: Defaults) -> D
         made = _in_phase(situation, DatasetPhase.PREPARING, "Interrupted", "the Job was deleted")
         return Decision(made, delete_jobs=delete, again_s=LOOK_S)
     if latest.runs:
-        message = f"the Job {latest.name} runs"
+        message = f"the Job {latest.name} {f'waits: {latest.waits}' if latest.waits else 'runs'}"
         made = _in_phase(situation, DatasetPhase.PREPARING, "Running", message)
         made |= {"attempt": latest.attempt}
         if situation.progress:
@@ -325,7 +342,10 @@ def _deleting(situation: Situation, defaults: Defaults) -> Decision:
         create = (reclaim_job(seen, spec, attempt, defaults),)
     elif not latest.runs:
         ended = outcome_of(latest)
-        if latest.succeeded or ended.reason == "NotFound":
+        # Where no preparation has ended well, there may not even be a repository
+        never_ready = not whole(seen.status, "version")
+        is_nothing = ended.reason == "NotFound" or (never_ready and ended.reason == "StoreMissing")
+        if latest.succeeded or is_nothing:
             return Decision(seen.status, delete_jobs=names, remove_finalizer=True)
         message, attempt = f"{ended.reason}: {ended.message}", latest.attempt + 1
         again_s = latest.finished_s + backoff_s(latest.attempt) - situation.now_s
@@ -416,10 +436,11 @@ def _attributes(pod: Json, dataset: str) -> dict[str, str]:
     return {}
 
 
-def holding_of(status: Mapping[str, object]) -> Holding:
-    """The dataset of a status, and the shares of nodes."""
+def holding_of(status: Mapping[str, object], *, on_disk: bool = False) -> Holding:
+    """The dataset of a status, and the shares of nodes; of those on disks, or all."""
     shares = {
         text(each, "name"): Fraction(whole(each, "share"), 100)
         for each in items(dict(status), "nodes")
+        if not on_disk or at(each, "keeps") is True
     }
     return Holding(whole(dict(status), "bytes"), shares)

@@ -125,7 +125,8 @@ def _job(
         "volumes": volumes,
     }
     if folder := spec.repository.file_folder:
-        volumes.append({"name": "repository", "hostPath": {"path": folder}})
+        # `Directory`: a folder that is not mounted must not be made on the node's own disk
+        volumes.append({"name": "repository", "hostPath": {"path": folder, "type": "Directory"}})
         mounts = container["volumeMounts"]
         assert isinstance(mounts, list)
         mounts.append({"name": "repository", "mountPath": folder})
@@ -178,13 +179,16 @@ class PlannedVolume:
 
     def to_json(self) -> Json:
         """As it stands in the status."""
-        return {
+        made: Json = {
             "name": self.name,
             "mountPath": self.mount_path,
             "attributes": dict(self.attributes),
-            "secretName": self.secret,
-            "keyFrom": self.key_from,
         }
+        if self.secret:
+            made["secretName"] = self.secret
+        if self.key_from:
+            made["keyFrom"] = self.key_from
+        return made
 
 
 def planned_volumes(status: Json) -> list[PlannedVolume]:
@@ -279,7 +283,7 @@ def training_pod(
         LABEL_TRAINING: seen.name,
         LABEL_RANK: str(rank),
         LABEL_ATTEMPT: str(attempt),
-        **{f"{USES}{each.name}": "" for each in volumes},
+        **{f"{USES}{each.name}": "true" for each in volumes},
     }
     metadata = _owned(seen, pod_name(seen, rank), labels)
     if annotations := texts(template, "metadata", "annotations"):

@@ -330,7 +330,7 @@ def with_condition(
         "type": kind,
         "status": value,
         "reason": reason,
-        "message": message[:1024],
+        "message": message[:1024] or reason,
         "lastTransitionTime": since or time_of(now_s),
         "observedGeneration": seen.generation,
     }

@@ -143,7 +143,8 @@ def _admitted(
     )
     nodes = [each for each in situation.nodes or () if each.matches(selector)]
     holdings = [holding_of(dataset.status) for dataset, _ in chosen]
-    sums = admission(nodes, holdings)
+    kept = [holding_of(dataset.status, on_disk=True) for dataset, _ in chosen]
+    sums = admission(nodes, kept)
     message = (
         f"the datasets need {sums.needed_bytes} bytes; {len(nodes)} nodes have"
         f" {sums.free_bytes} free and {sums.preemptible_bytes} preemptible"

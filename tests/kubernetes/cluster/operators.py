@@ -50,7 +50,8 @@ def install(client: Client) -> None:
     for each in manifests():
         kind = _KINDS.get(str(each["kind"]))
         if kind is not None:
-            client.apply(kind.from_dict(each), field_manager="tests", force=True)
+            made = cast("CustomResourceDefinition", kind.from_dict(each))  # or another of them
+            client.apply(made, field_manager="tests", force=True)
     for plural in ("datasets", "trainingjobs"):
         client.wait(CustomResourceDefinition, f"{plural}.{GROUP}", for_conditions=["Established"])
     wait_for_service_account(client, SYSTEM, ACCOUNT)

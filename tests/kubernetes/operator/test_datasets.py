@@ -1,8 +1,9 @@
 """Each transition of a Dataset, each failure, as decisions about what the cluster has."""
 
+from dataclasses import replace
+
 import pytest
 
-from diesel_kubernetes.operator import datasets
 from diesel_kubernetes.operator.datasets import backoff_s, decide, view_of_job
 from diesel_kubernetes.operator.fields import Json, at, fields, items, text
 from diesel_kubernetes.operator.resources import RECLAIM_FINALIZER, Object, condition_of
@@ -90,6 +91,7 @@ def test_a_job_that_succeeded_makes_the_dataset_ready_once() -> None:
         ("NoSuchPath", "NotFound"),
         ("PermissionDenied", "Denied"),
         ("ObjectStoreRefused", "Denied"),
+        ("ObjectMissing", "StoreMissing"),
         ("PartialError", "Partial"),
         ("CorruptError", "Corrupt"),
     ],
@@ -136,7 +138,7 @@ def test_an_error_that_may_go_away_is_tried_again_with_pauses(error: str, reason
 def test_a_deadline_is_no_reason_to_try_again() -> None:
     seen, job = started({"preparation": {"deadlineSeconds": 60}})
     assert at(job, "spec", "activeDeadlineSeconds") == 60
-    late = datasets.replace(ended(job, {}, failed=True), reason="DeadlineExceeded")
+    late = replace(ended(job, {}, failed=True), reason="DeadlineExceeded")
     decision = decide(situation(seen, [late]), DEFAULTS)
     assert (decision.status["phase"], reason_of(decision.status)) == ("Failed", "DeadlineExceeded")
 
@@ -145,7 +147,7 @@ def test_a_job_that_was_deleted_is_made_again() -> None:
     seen, job = started()
     decision = decide(situation(seen), DEFAULTS)
     assert decision.create == (job,)
-    leaving = datasets.replace(view_of_job(job, ()), is_leaving=True)
+    leaving = replace(view_of_job(job, ()), is_leaving=True)
     assert not decide(situation(seen, [leaving]), DEFAULTS).create
 
 
@@ -243,10 +245,11 @@ def test_deletion_waits_for_readers_and_preparations_then_deletes_the_data() -> 
     decision = decide(situation(gone, [failed], now_s=NOW_S + 999), DEFAULTS)
     (second,) = decision.create
 
-    for report, is_failed in (
+    ends: list[tuple[Json, bool]] = [
         ({"done": True}, False),
         ({"error": "NoSuchDataset", "message": ""}, True),
-    ):
+    ]
+    for report, is_failed in ends:
         decision = decide(situation(gone, [ended(second, report, failed=is_failed)]), DEFAULTS)
         assert decision.remove_finalizer
         assert decision.delete_jobs == (text(second, "metadata", "name"),)
@@ -290,3 +293,29 @@ def test_a_pod_may_report_anything(message: str) -> None:
     assert view.finished_s == NOW_S
     decision = decide(situation(seen, [view]), DEFAULTS)
     assert reason_of(decision.status) == "Interrupted"
+
+
+@pytest.mark.parametrize(("version", "is_done"), [(0, True), (7, False)])
+def test_a_store_that_is_not_there_holds_a_dataset_only_if_it_was_there_before(
+    version: int, is_done: bool
+) -> None:
+    gone = dataset(DELETE, {"version": version}, finalizers=[RECLAIM_FINALIZER], deleted=True)
+    (reclaim,) = decide(situation(gone), DEFAULTS).create
+    report: Json = {"error": "ObjectMissing", "message": "no store"}
+    decision = decide(situation(gone, [ended(reclaim, report, failed=True)]), DEFAULTS)
+    assert decision.remove_finalizer == is_done
+
+
+def test_a_pod_that_cannot_start_says_why() -> None:
+    seen, job = started()
+    pod: Json = {
+        "metadata": {"labels": {"job-name": at(job, "metadata", "name")}},
+        "status": {
+            "conditions": [
+                {"type": "PodScheduled", "status": "False", "message": "0/3 nodes are available"}
+            ]
+        },
+    }
+    decision = decide(situation(seen, [view_of_job(job, [pod])]), DEFAULTS)
+    assert reason_of(decision.status) == "Running"
+    assert "0/3 nodes" in text(condition_of(decision.status, "Ready"), "message")

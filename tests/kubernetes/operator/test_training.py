@@ -103,6 +103,17 @@ def test_a_job_whose_datasets_cannot_fit_is_refused() -> None:
     assert reason_of(always.status, "Admitted") == "NotChecked"
 
 
+def test_blocks_in_memory_count_for_the_score_and_not_for_the_storage() -> None:
+    held = {"name": "a", "state": "Active", "share": 100, "keeps": False}
+    big = dataset(status={**READY, "bytes": 2 * 10**9, "nodes": [held]})
+    decision = decide(situation(training_job({"admission": "Always"}), [big]), DEFAULTS)
+    assert [text(each, "name") for each in items(decision.status, "nodes")] == ["a", "b"]
+    refused = decide(situation(training_job(), [big]), DEFAULTS)
+    assert refused.status["phase"] == "Rejected"
+    on_disk = dataset(status={**READY, "bytes": 2 * 10**9, "nodes": [{**held, "keeps": True}]})
+    assert decide(situation(training_job(), [on_disk]), DEFAULTS).status["phase"] == "Starting"
+
+
 def test_what_is_decided_is_in_the_status_before_a_pod_is_made() -> None:
     decision = decide(situation(training_job()), DEFAULTS)
     assert not decision.create
