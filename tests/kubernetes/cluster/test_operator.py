@@ -105,7 +105,7 @@ def node(control_plane: ControlPlane, tmp_path: Path) -> Iterator[Node]:
 def operator(
     control_plane: ControlPlane, namespace: str, store: Path, tmp_path: Path
 ) -> Iterator[Operator]:
-    made = Operator(control_plane, tmp_path, f"--namespace={namespace}", f"--file-root={store}")
+    made = Operator(control_plane, tmp_path, f"--namespace={namespace}", f"--file-root={tmp_path}")
     with made:
         yield made
 
@@ -236,8 +236,9 @@ def test_failures_have_their_reasons(
         ),
     )
     resources.make_dataset("missing", dataset_spec(store, archive.replace("images", "others")))
-    (store / "none").mkdir()
-    nowhere = {**dataset_spec(store, archive), "url": f"file://{store}/none"}
+    none = store.parent / "none"
+    none.mkdir()
+    nowhere = {**dataset_spec(store, archive), "url": f"file://{none}"}
     resources.make_dataset("nowhere", {**nowhere, "source": {"existing": {}}})
     resources.make_dataset("elsewhere", {**dataset_spec(store, archive), "url": "file:///etc"})
     wanted = {
