@@ -41,7 +41,8 @@ PURE = (
 PURE_IMPORTS = frozenset(
     "__future__ abc array base64 binascii bisect collections contextlib dataclasses enum errno"
     " fractions functools hashlib heapq hmac itertools json math operator re shlex stat string"
-    " struct sys threading types typing _typeshed unicodedata uuid zlib lz4 msgpack numpy xxhash".split()
+    " struct sys threading types typing _typeshed unicodedata uuid zlib lz4 msgpack numpy"
+    " xxhash".split()
 )
 IMPURE_CALLS = frozenset(
     "open print input np.fromfile np.load np.memmap np.save uuid.uuid1 uuid.uuid4 uuid1"

@@ -18,16 +18,18 @@ from lightkube import ApiError
 
 from . import datasets, training
 from .cluster import Cluster, Datasets, Jobs, Pods, Secrets, Services, TrainingJobs
-from .fields import Json, at, fields, items, text, texts, whole
+from .fields import Json, at, fields, items, seconds_of, text, texts, whole
 from .objects import (
     LABEL_DATASET,
     LABEL_PURPOSE,
     LABEL_TRAINING,
+    PREPARE,
     PROGRESS_PORT,
     RECLAIM,
     USES,
     PlannedVolume,
     is_ours,
+    job_name,
     key_secret,
 )
 from .placement import NodeState
@@ -43,6 +45,9 @@ PROGRESS_S = 2.0
 PROGRESS_BYTES_MAX = 4096
 
 CONFLICT_S = 0.1
+
+YOUNG_S = 5.0
+"""A Job younger than this is not asked how far it is."""
 
 
 class NameTaken(Exception):
@@ -117,11 +122,19 @@ class Controller:
         return decision.again_s
 
     async def _situation(self, seen: Object) -> datasets.Situation:
-        labels = {LABEL_DATASET: seen.name}
-        found = await self._cluster.find(Jobs, seen.namespace, labels)
-        own = [each for each in found if is_ours(each, seen) or _is_reclaim(each)]
-        pods = await self._cluster.find(Pods, seen.namespace, labels) if own else []
-        readers = await self._cluster.find(Pods, seen.namespace, {f"{USES}{seen.name}": None})
+        """What the cluster has of a Dataset.
+
+        The API server looks through all objects of a namespace for each list, so there is none
+        where names tell enough: else the time for many Datasets would grow with their square.
+        """
+        own = await self._jobs(seen)
+        pods: list[Json] = []
+        if any(self._may_tell(each) for each in own):
+            pods = await self._cluster.find(Pods, seen.namespace, {LABEL_DATASET: seen.name})
+        readers: list[Json] = []
+        if seen.is_deleted or whole(seen.status, "version"):
+            uses = {f"{USES}{seen.name}": None}
+            readers = await self._cluster.find(Pods, seen.namespace, uses)
         jobs = tuple(datasets.view_of_job(each, pods) for each in own)
         return datasets.Situation(
             seen=seen,
@@ -131,6 +144,27 @@ class Controller:
             now_s=self._clock(),
             interval_s=self._interval_s,
         )
+
+    async def _jobs(self, seen: Object) -> list[Json]:
+        """The Jobs of a Dataset that matter for its next step."""
+        observed = whole(seen.status, "observedGeneration")
+        if seen.is_deleted or observed not in (0, seen.generation):
+            found = await self._cluster.find(Jobs, seen.namespace, {LABEL_DATASET: seen.name})
+            return [each for each in found if is_ours(each, seen) or _is_reclaim(each)]
+        if observed and text(seen.status, "phase") in datasets.SETTLED:
+            return []
+        # The last attempt, and the one that an operator may have made before it was killed
+        attempt = max(1, whole(seen.status, "attempt"))
+        names = [job_name(seen, PREPARE, each) for each in (attempt, attempt + 1)]
+        made = [await self._cluster.get(Jobs, seen.namespace, name) for name in names]
+        return [each for each in made if each is not None and is_ours(each, seen)]
+
+    def _may_tell(self, job: Json) -> bool:
+        """Whether the pods of a Job have something to say: it has ended, or runs for a while."""
+        if items(job, "status", "conditions"):
+            return True
+        since_s = seconds_of(text(job, "status", "startTime"))
+        return bool(since_s) and self._clock() - since_s >= min(self._interval_s, YOUNG_S)
 
     async def _progress(self, jobs: tuple[datasets.JobView, ...]) -> Json:
         """How far the running preparation is, by its own account; {} where it does not answer."""

@@ -54,6 +54,9 @@ BACKOFF_S, BACKOFF_MAX_S = 10.0, 300.0
 LOOK_S = 1.0
 """How soon something is looked at again that is about to end, beside the event of its end."""
 
+SETTLED = (DatasetPhase.READY, DatasetPhase.FAILED)
+"""Phases in which nothing is left to do until the spec changes."""
+
 NODES_MAX = 200
 """How many nodes a status names at most."""
 
@@ -249,12 +252,14 @@ def _preparing(situation: Situation, spec: DatasetSpec, defaults: Defaults) -> D
     delete = tuple(each.name for each in old if not each.is_leaving)
     is_observed = whole(status, "observedGeneration") == seen.generation
     phase = text(status, "phase")
-    if is_observed and phase in (DatasetPhase.READY, DatasetPhase.FAILED):
+    if is_observed and phase in SETTLED:
         return Decision(status, delete_jobs=delete)
-    if any(each.runs or each.is_leaving for each in old):
+    if old:  # all of them must be gone: two would put at once
         message = "the preparation of the former specification is ended"
         made = _in_phase(situation, DatasetPhase.PREPARING, "Replacing", message)
-        return Decision({**made, "attempt": 0}, delete_jobs=delete, again_s=LOOK_S)
+        # The new generation counts as observed when no old Job is left to be looked for
+        made |= {"attempt": 0, "observedGeneration": whole(status, "observedGeneration")}
+        return Decision(made, delete_jobs=delete, again_s=LOOK_S)
     current = [each for each in preparations if each.generation == seen.generation]
     if not current:
         attempt = max(1, whole(status, "attempt")) if is_observed else 1
