@@ -54,6 +54,46 @@ class NameTaken(Exception):
     """An object that is somebody else's has a name that the operator needs."""
 
 
+class KnownPods:
+    """Names of pods, as the watch has shown them. It may be behind, and empty at first: it only
+    says what is worth reading."""
+
+    def __init__(self) -> None:
+        self._by_job: dict[tuple[str, str], set[str]] = {}
+        self._by_dataset: dict[tuple[str, str], set[str]] = {}
+
+    def note(self, raw: Json, *, is_gone: bool) -> None:
+        """A pod was seen, or seen to be gone."""
+        namespace, name = text(raw, "metadata", "namespace"), text(raw, "metadata", "name")
+        labels = texts(raw, "metadata", "labels")
+        if job := labels.get("job-name"):
+            _keep(self._by_job, (namespace, job), name, is_gone=is_gone)
+        for label in labels:
+            if label.startswith(USES):
+                key = namespace, label.removeprefix(USES)
+                _keep(self._by_dataset, key, name, is_gone=is_gone)
+
+    def pods(self, namespace: str, job: str) -> set[str]:
+        """The pods of a Job."""
+        return self._by_job.get((namespace, job), set())
+
+    def readers(self, namespace: str, dataset: str) -> set[str]:
+        """The pods that read a Dataset."""
+        return self._by_dataset.get((namespace, dataset), set())
+
+
+def _keep(
+    index: dict[tuple[str, str], set[str]], key: tuple[str, str], name: str, *, is_gone: bool
+) -> None:
+    names = index.setdefault(key, set())
+    if is_gone:
+        names.discard(name)
+    else:
+        names.add(name)
+    if not names:
+        del index[key]
+
+
 class Controller:
     """Handles keys, in any number of tasks at once, but each key in one."""
 
@@ -72,7 +112,12 @@ class Controller:
         self._clock = clock
         self.wake = wake
         """Called with objects that should be looked at after a change of another one."""
+        self._known = KnownPods()
         self._http: httpx2.AsyncClient | None = None  # it takes 0.1 s to make
+
+    def note_pod(self, raw: Json, *, is_gone: bool) -> None:
+        """A pod was seen: its name is kept, so that it can be read without a list."""
+        self._known.note(raw, is_gone=is_gone)
 
     async def close(self) -> None:
         """Close connections."""
@@ -129,10 +174,11 @@ class Controller:
         """
         own = await self._jobs(seen)
         pods: list[Json] = []
-        if any(self._may_tell(each) for each in own):
-            pods = await self._cluster.find(Pods, seen.namespace, {LABEL_DATASET: seen.name})
+        for job in filter(self._may_tell, own):
+            pods += await self._pods_of(seen.namespace, text(job, "metadata", "name"))
         readers: list[Json] = []
-        if seen.is_deleted or whole(seen.status, "version"):
+        is_read = self._known.readers(seen.namespace, seen.name) or items(seen.status, "nodes")
+        if seen.is_deleted or is_read:
             uses = {f"{USES}{seen.name}": None}
             readers = await self._cluster.find(Pods, seen.namespace, uses)
         jobs = tuple(datasets.view_of_job(each, pods) for each in own)
@@ -144,6 +190,13 @@ class Controller:
             now_s=self._clock(),
             interval_s=self._interval_s,
         )
+
+    async def _pods_of(self, namespace: str, job: str) -> list[Json]:
+        names = self._known.pods(namespace, job)
+        if not names:
+            return await self._cluster.find(Pods, namespace, {"job-name": job})
+        found = [await self._cluster.get(Pods, namespace, name) for name in sorted(names)]
+        return [each for each in found if each is not None]
 
     async def _jobs(self, seen: Object) -> list[Json]:
         """The Jobs of a Dataset that matter for its next step."""

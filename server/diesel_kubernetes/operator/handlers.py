@@ -15,7 +15,7 @@ import kopf
 from ..names import GROUP
 from .cluster import opened_cluster
 from .controller import DATASETS, TRAINING_JOBS, Controller, keys_of
-from .fields import Json, text
+from .fields import Json
 from .objects import LABEL_MANAGED, MANAGED
 from .queue import WorkQueue
 from .resources import VERSION, Defaults
@@ -43,14 +43,17 @@ def _settings() -> kopf.OperatorSettings:
     return made
 
 
-def _registry(queue: WorkQueue) -> kopf.OperatorRegistry:
+def _registry(queue: WorkQueue, controller: Controller) -> kopf.OperatorRegistry:
     registry = kopf.OperatorRegistry()
 
     def watch(group: str, version: str, plural: str) -> None:
         async def seen(*, event: Mapping[str, object], **_: object) -> None:
             raw = cast("Json", event["object"])
+            is_gone = event["type"] == "DELETED"
+            if plural == "pods":
+                controller.note_pod(raw, is_gone=is_gone)
             for key in keys_of(raw, plural):
-                if event["type"] == "DELETED" and key.name == text(raw, "metadata", "name"):
+                if is_gone and key.plural == plural:
                     queue.forget(key)
                 else:
                     queue.add(key)
@@ -91,7 +94,7 @@ async def serve(
         working = asyncio.create_task(queue.run(), name="the queue of the operator")
         watching = asyncio.create_task(
             kopf.operator(
-                registry=_registry(queue),
+                registry=_registry(queue, controller),
                 settings=_settings(),
                 standalone=True,
                 clusterwide=not namespaces,
