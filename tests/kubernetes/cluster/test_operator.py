@@ -1,5 +1,6 @@
 """The operator, with the rights of its manifests, on a real control plane: real Jobs, real pods."""
 
+import faulthandler
 import http.server
 import json
 import shutil
@@ -484,6 +485,8 @@ def test_a_thousand_datasets(
 
     No pod runs, since there is no node: the test says that they have ended.
     """
+    # A busy machine takes some minutes, so what ends a test that hangs may come later here
+    faulthandler.dump_traceback_later(900, exit=True)
     namespace = resources.namespace
     spec: Json = {"url": "s3://bucket/x", "source": {"bucket": {"url": "s3://bucket/y"}}}
     for number in range(COUNT):
