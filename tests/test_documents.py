@@ -20,6 +20,7 @@ from diesel_fs import errors
 from diesel_fs.peers.options import TaskKwargs
 from diesel_kubernetes import names as kubernetes_names
 from diesel_kubernetes.csi import main as csi
+from diesel_kubernetes.operator import main as operator
 from diesel_server import main as server
 from diesel_server import options as server_options
 from dlcmd import main
@@ -157,6 +158,16 @@ def test_the_options_of_the_csi_driver_are_documented() -> None:
     assert documented_options(" ".join(cells)) == known
 
 
+def test_the_options_of_the_operator_are_documented() -> None:
+    cells = [
+        row[0] for row in rows(page("server/diesel_kubernetes/operator/OPERATOR.md"), "Options")
+    ]
+    known = options_of(operator.program)
+    for name in ("--version", "-h", "--help"):
+        del known[name]
+    assert documented_options(" ".join(cells)) == known
+
+
 def test_what_a_volume_may_name_is_documented() -> None:
     """Exactly the attributes and the keys of Secrets that the driver takes."""
     text = page("server/diesel_kubernetes/csi/VOLUMES.md")
@@ -170,15 +181,22 @@ def test_what_a_volume_may_name_is_documented() -> None:
     assert sorted(secrets) == sorted(kubernetes_names.SECRETS)
 
 
+PROGRAMS_WITH_PREFIXES = (
+    (server_options.PREFIX, server.program),
+    (csi.PREFIX, csi.program),
+    (operator.PREFIX, operator.program),
+)
+
+
 def test_every_variable_of_the_environment_is_documented() -> None:
     """And none that nothing reads."""
     named = re.compile(r"\b(?:DIESEL|XDG)(?:_[A-Z]+)+\b(?!_)")
     sources = [path for path in SOURCES if path in PRODUCT]
     read = {name for path in sources for name in named.findall(path.read_text(encoding="utf-8"))}
-    read -= {server_options.PREFIX, csi.PREFIX}
+    read -= {server_options.PREFIX, csi.PREFIX, operator.PREFIX}
     of_options = {
         f"{prefix}{name[1:].replace('-', '_').upper()}"
-        for prefix, command in ((server_options.PREFIX, server.program), (csi.PREFIX, csi.program))
+        for prefix, command in PROGRAMS_WITH_PREFIXES
         for name in options_of(command)
     }
     written = {name for path in PAGES for name in named.findall(path.read_text(encoding="utf-8"))}

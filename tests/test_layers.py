@@ -36,12 +36,13 @@ PURE = (
     *"mounts.sessions.protocol mounts.prefetch.planner mounts.prefetch.stream_tracker".split(),
     *"mounts.prefetch.resident_set mounts.prefetch.miss_fill mounts.prefetch.units".split(),
     *"mounts.prefetch.decisions forecast torch.workers".split(),
-    "diesel_kubernetes.names",
+    *"diesel_kubernetes.names diesel_kubernetes.operator.placement".split(),
 )
 PURE_IMPORTS = frozenset(
     "__future__ abc array base64 binascii bisect collections contextlib dataclasses enum errno"
-    " functools hashlib heapq hmac itertools json math operator re shlex stat string struct sys"
-    " threading types typing _typeshed unicodedata uuid zlib lz4 msgpack numpy xxhash".split()
+    " fractions functools hashlib heapq hmac itertools json math operator re shlex stat string"
+    " struct sys threading types typing _typeshed unicodedata uuid zlib lz4 msgpack numpy"
+    " xxhash".split()
 )
 IMPURE_CALLS = frozenset(
     "open print input np.fromfile np.load np.memmap np.save uuid.uuid1 uuid.uuid4 uuid1"

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightkube import Client
+from lightkube import ApiError, Client
 from lightkube.models.core_v1 import Container, EnvVarSource
 from lightkube.resources.core_v1 import ConfigMap, Pod, Secret
 
@@ -85,7 +85,11 @@ class PodFields:
                 found |= {prefix + key: text for key, text in config.items()}
         for variable in container.env or ():
             if variable.valueFrom is not None:
-                found[variable.name] = self._value(variable.valueFrom)
+                try:
+                    found[variable.name] = self._value(variable.valueFrom)
+                except (ContainerError, ApiError):
+                    if not _is_optional(variable.valueFrom):
+                        raise
             else:
                 found[variable.name] = expand(variable.value or "", found)
         return found
@@ -131,6 +135,11 @@ class PodFields:
         return self.pod.metadata.namespace
 
 
+def _is_optional(source: EnvVarSource) -> bool:
+    reference = source.secretKeyRef or source.configMapKeyRef
+    return reference is not None and bool(reference.optional)
+
+
 def _item(data: Mapping[str, str], key: str) -> str:
     if key not in data:
         raise ContainerError(f"there is no key {key}")
@@ -149,6 +158,8 @@ def start(
     It leads a session of its own, and ends with the thread that called this.
     """
     paths = mount_paths(container, volumes)
+    if container.terminationMessagePath:
+        paths[container.terminationMessagePath] = _message_file(container, folder)
     own = {name: translate(text, paths) for name, text in environment.items()}
     words = [*(container.command or image.entry_point), *(container.args or ())]
     if not words:
@@ -168,3 +179,16 @@ def start(
             )
     except OSError as error:
         raise ContainerError(f"{command[0]} cannot be started: {error}") from error
+
+
+def _message_file(container: Container, folder: Path) -> Path:
+    return folder / f"{container.name}.message"
+
+
+def termination_message(container: Container, folder: Path) -> str:
+    """What a container that has ended has written to its `terminationMessagePath`."""
+    try:
+        content = _message_file(container, folder).read_bytes()
+    except OSError:
+        return ""
+    return content[:4096].decode(errors="replace")

@@ -308,7 +308,9 @@ class _Container:
         return True
 
     def _message(self, code: int) -> str:
-        """What the pod's status quotes of a container that has failed."""
+        """What the pod's status quotes of a container: its termination message, or its log."""
+        if found := containers.termination_message(self.container, self._log.parent):
+            return found
         if code == 0 or self.container.terminationMessagePolicy != "FallbackToLogsOnError":
             return ""
         return self._log.read_bytes()[-MESSAGE_BYTES_MAX:].decode(errors="replace")

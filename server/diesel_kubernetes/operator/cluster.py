@@ -1,0 +1,197 @@
+"""Reads and writes objects of the API, as plain dictionaries.
+
+Plain ones, since a pod template may have fields that no library knows yet. The only module of the
+operator that speaks to the API server, but for the watches of kopf. Errors are those of lightkube
+(`ApiError`, which has the status) and of httpx2.
+"""
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from http import HTTPStatus
+
+from lightkube import ApiError, AsyncClient
+from lightkube.core.client import LabelSelector
+from lightkube.generic_resource import (
+    GenericGlobalResource,
+    GenericNamespacedResource,
+    create_api_info,
+)
+from lightkube.types import CascadeType, PatchType
+
+from ..names import GROUP
+from .fields import Json, fields, text
+from .resources import VERSION
+
+CHUNK = 500
+"""How many objects of a list are asked for at once."""
+
+
+class Pods(GenericNamespacedResource):
+    """Pods."""
+
+    _api_info = create_api_info("", "v1", "Pod", "pods")
+
+
+class Secrets(GenericNamespacedResource):
+    """Secrets."""
+
+    _api_info = create_api_info("", "v1", "Secret", "secrets")
+
+
+class Services(GenericNamespacedResource):
+    """Services."""
+
+    _api_info = create_api_info("", "v1", "Service", "services")
+
+
+class Events(GenericNamespacedResource):
+    """Events."""
+
+    _api_info = create_api_info("", "v1", "Event", "events")
+
+
+class Jobs(GenericNamespacedResource):
+    """Jobs."""
+
+    _api_info = create_api_info("batch", "v1", "Job", "jobs")
+
+
+class Datasets(GenericNamespacedResource):
+    """Datasets."""
+
+    _api_info = create_api_info(GROUP, VERSION, "Dataset", "datasets")
+
+
+class TrainingJobs(GenericNamespacedResource):
+    """TrainingJobs."""
+
+    _api_info = create_api_info(GROUP, VERSION, "TrainingJob", "trainingjobs")
+
+
+class Nodes(GenericGlobalResource):
+    """Nodes."""
+
+    _api_info = create_api_info("", "v1", "Node", "nodes")
+
+
+def _status_of(kind: type[GenericNamespacedResource]) -> type[GenericNamespacedResource]:
+    """The subresource by which the status of a kind is written."""
+    info = kind._api_info
+    return type(
+        f"{kind.__name__}Status",
+        (GenericNamespacedResource,),
+        {
+            "_api_info": type(info)(
+                resource=info.resource,
+                parent=info.resource,
+                plural=info.plural,
+                verbs=["get", "patch", "put"],
+                action="status",
+            )
+        },
+    )
+
+
+_STATUS = {kind: _status_of(kind) for kind in (Datasets, TrainingJobs)}
+_KINDS: dict[str, type[GenericNamespacedResource]] = {
+    "Pod": Pods, "Secret": Secrets, "Service": Services, "Event": Events, "Job": Jobs,
+}  # fmt: skip
+Owner = type[Datasets] | type[TrainingJobs]
+
+
+class Cluster:
+    """The API server. Any number of tasks may use it at once."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        self._client = client
+
+    async def get(
+        self, kind: type[GenericNamespacedResource], namespace: str, name: str
+    ) -> Json | None:
+        """An object; None where there is none."""
+        try:
+            return dict(await self._client.get(kind, name, namespace=namespace))
+        except ApiError as error:
+            if error.status.code == HTTPStatus.NOT_FOUND:
+                return None
+            raise
+
+    async def find(
+        self,
+        kind: type[GenericNamespacedResource],
+        namespace: str,
+        labels: Mapping[str, str | None] | None = None,
+    ) -> list[Json]:
+        """The objects of a namespace (`*`: of all) with these labels (None: with any value)."""
+        selector: LabelSelector | None = {**labels} if labels else None
+        found = self._client.list(
+            kind,
+            namespace=namespace,
+            chunk_size=CHUNK,
+            labels=selector,
+        )
+        return [dict(each) async for each in found]
+
+    async def nodes(self) -> list[Json]:
+        """All nodes."""
+        return [dict(each) async for each in self._client.list(Nodes, chunk_size=CHUNK)]
+
+    async def create(self, made: Json) -> bool:
+        """Make an object; whether there was none of this name."""
+        one: GenericNamespacedResource = _KINDS[text(made, "kind")].from_dict(made)
+        try:
+            await self._client.create(one)  # its metadata have the namespace
+        except ApiError as error:
+            if error.status.code == HTTPStatus.CONFLICT:
+                return False
+            raise
+        return True
+
+    async def delete(
+        self, kind: type[GenericNamespacedResource], namespace: str, name: str
+    ) -> None:
+        """Delete an object, if it is there, and what it owns."""
+        try:
+            # A Job is gone when its pods are: then another one may begin
+            cascade = CascadeType.FOREGROUND if kind is Jobs else CascadeType.BACKGROUND
+            await self._client.delete(kind, name, namespace=namespace, cascade=cascade)
+        except ApiError as error:
+            if error.status.code != HTTPStatus.NOT_FOUND:
+                raise
+
+    async def write_status(self, kind: Owner, seen: Json, status: Json) -> None:
+        """Replace the status of an object, unless somebody has changed it: ApiError with 409."""
+        made = _STATUS[kind].from_dict({**seen, "status": status})
+        namespace, name = text(seen, "metadata", "namespace"), text(seen, "metadata", "name")
+        await self._client.replace(made, name, namespace=namespace)
+
+    async def set_finalizers(self, kind: Owner, seen: Json, finalizers: list[str]) -> Json | None:
+        """Replace the finalizers of an object, unless somebody has changed it; the object as it is
+        then, None where it is gone."""
+        metadata = fields(seen, "metadata")
+        patch: Json = {
+            "metadata": {
+                "finalizers": finalizers,
+                "resourceVersion": metadata["resourceVersion"],
+            }
+        }
+        try:
+            changed = await self._client.patch(
+                kind,
+                text(metadata, "name"),
+                patch,
+                namespace=text(metadata, "namespace"),
+                patch_type=PatchType.MERGE,
+            )
+        except ApiError as error:
+            if error.status.code == HTTPStatus.NOT_FOUND:
+                return None
+            raise
+        return dict(changed)
+
+
+@asynccontextmanager
+async def opened_cluster() -> AsyncIterator[Cluster]:
+    """The cluster in whose pod the program runs, or that of `KUBECONFIG`."""
+    async with AsyncClient(field_manager="diesel-operator") as client:
+        yield Cluster(client)

@@ -1,0 +1,116 @@
+"""Connects the controller with the watches of kopf, and runs both.
+
+kopf watches, lists again after a lost connection, and answers the liveness probe. Its handlers of
+events only put keys into the queue; nothing of kopf is kept in objects (no annotation, no
+finalizer of its own), so the state is in the cluster alone.
+"""
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+import kopf
+
+from ..names import GROUP
+from .cluster import opened_cluster
+from .controller import DATASETS, TRAINING_JOBS, Controller, keys_of
+from .fields import Json
+from .objects import LABEL_MANAGED, MANAGED
+from .queue import WorkQueue
+from .resources import VERSION, Defaults
+
+log = logging.getLogger("diesel.operator")
+
+KOPF_WORKERS_MAX = 50
+"""How many objects' events kopf passes on at once."""
+
+KOPF_IDLE_S = 1.0
+LIST_CHUNK = 500
+
+
+def _settings() -> kopf.OperatorSettings:
+    made = kopf.OperatorSettings()
+    made.posting.enabled = False  # the controller makes events of its own
+    made.scanning.disabled = True  # so it needs no right to list namespaces and definitions
+    made.queueing.worker_limit = KOPF_WORKERS_MAX
+    made.queueing.idle_timeout = KOPF_IDLE_S
+    made.watching.chunk_size = LIST_CHUNK
+    made.watching.connect_timeout = 10.0
+    made.networking.request_timeout = 30.0
+    for plural in ("jobs", "pods"):  # others are not even sent to us
+        made.watching.label_selectors[plural] = f"{LABEL_MANAGED}={MANAGED}"
+    return made
+
+
+def _registry(queue: WorkQueue, controller: Controller) -> kopf.OperatorRegistry:
+    registry = kopf.OperatorRegistry()
+
+    def watch(group: str, version: str, plural: str) -> None:
+        async def seen(*, event: Mapping[str, object], **_: object) -> None:
+            raw = cast("Json", event["object"])
+            is_gone = event["type"] == "DELETED"
+            if plural == "pods":
+                controller.note_pod(raw, is_gone=is_gone)
+            for key in keys_of(raw, plural):
+                if is_gone and key.plural == plural:
+                    queue.forget(key)
+                else:
+                    queue.add(key)
+
+        kopf.on.event(group, version, plural, id=f"see-{plural}", registry=registry)(seen)
+
+    watch(GROUP, VERSION, DATASETS)
+    watch(GROUP, VERSION, TRAINING_JOBS)
+    watch("batch", "v1", "jobs")
+    watch("", "v1", "pods")
+
+    @kopf.on.login(registry=registry)
+    async def log_in(*, settings: kopf.OperatorSettings, **_: object) -> kopf.ConnectionInfo | None:
+        return kopf.login_with_service_account(settings=settings) or kopf.login_with_kubeconfig(
+            settings=settings
+        )
+
+    @kopf.on.probe(id="handled", registry=registry)
+    async def handled(**_: object) -> int:
+        return queue.handled
+
+    return registry
+
+
+async def serve(
+    defaults: Defaults,
+    namespaces: Sequence[str],
+    *,
+    interval_s: float,
+    workers: int,
+    liveness: str,
+) -> None:
+    """Serve namespaces (all of them without a name) until a signal ends kopf."""
+    async with opened_cluster() as cluster:
+        controller = Controller(cluster, defaults, interval_s=interval_s)
+        queue = WorkQueue(controller.handle, workers)
+        controller.wake = queue.add
+        working = asyncio.create_task(queue.run(), name="the queue of the operator")
+        watching = asyncio.create_task(
+            kopf.operator(
+                registry=_registry(queue, controller),
+                settings=_settings(),
+                standalone=True,
+                clusterwide=not namespaces,
+                namespaces=list(namespaces),
+                liveness_endpoint=liveness or None,
+            ),
+            name="the watches of the operator",
+        )
+        try:
+            # Neither ends alone: an operator that does not see or does not act is no operator
+            await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (working, watching):
+                task.cancel()
+            ended = await asyncio.gather(working, watching, return_exceptions=True)
+            await controller.close()
+        for each in ended:
+            if isinstance(each, Exception):
+                raise each

@@ -1,0 +1,115 @@
+"""The command `diesel-operator`: it reads the options, and serves until SIGTERM."""
+
+import asyncio
+import logging
+import sys
+
+import click
+
+import diesel_fs
+from diesel_fs.errors import DieselError, UsageError
+
+from .resources import Defaults
+
+PREFIX = "DIESEL_OPERATOR"
+"""What the names of options begin with in the environment."""
+
+
+@click.command(
+    context_settings={"auto_envvar_prefix": PREFIX, "help_option_names": ["-h", "--help"]}
+)
+@click.version_option(diesel_fs.__version__, prog_name="diesel-operator")
+@click.option(
+    "--namespace",
+    multiple=True,
+    metavar="NAME",
+    help="Serve this namespace; may be given several times.  [default: all]",
+)
+@click.option(
+    "--image",
+    metavar="NAME",
+    default="diesel-fs",
+    show_default=True,
+    help="Image of the pods that prepare datasets. It has dlcmd and this package.",
+)
+@click.option(
+    "--url",
+    metavar="URL",
+    default="",
+    help="The repository of Datasets that name none: diesel+tls://host:9300, ...",
+)
+@click.option(
+    "--file-root",
+    multiple=True,
+    metavar="DIR",
+    help="Folder that all nodes have, as a mount of NFS, below which Datasets may name a"
+    " repository by file://.  [default: Datasets may not]",
+)
+@click.option(
+    "--interval",
+    type=click.FloatRange(0.1),
+    metavar="SECONDS",
+    default=10.0,
+    show_default=True,
+    help="How often the progress of a preparation is asked for.",
+)
+@click.option(
+    "--workers",
+    type=click.IntRange(1, 64),
+    metavar="N",
+    default=8,
+    show_default=True,
+    help="How many objects are handled at once.",
+)
+@click.option(
+    "--liveness",
+    metavar="URL",
+    default="",
+    help="Where this program says that it lives, as http://0.0.0.0:8080/healthz.",
+)
+def program(
+    namespace: tuple[str, ...], image: str, url: str, file_root: tuple[str, ...], interval: float,
+    workers: int, liveness: str,
+) -> None:  # fmt: skip
+    """Make Datasets and run TrainingJobs: the operator of DIESEL-FS for Kubernetes.
+
+    A Dataset says what a dataset is made from: a bucket, archives, or one that is there. A Job
+    makes it, and its status says when it is ready. A TrainingJob is a Pod template and the Datasets
+    that it reads; its pods start when these are ready, on the nodes that suit them best. Every
+    option may also stand in the environment (--image as DIESEL_OPERATOR_IMAGE).
+
+    The cluster is the one in which this program runs, or that of KUBECONFIG. All state is in the
+    cluster: the program may be killed at any time.
+
+    \b
+    Examples:
+      diesel-operator --image registry.example/diesel-fs --liveness http://0.0.0.0:8080/healthz
+      KUBECONFIG=~/.kube/config diesel-operator --namespace training
+    """
+    logging.basicConfig(
+        level=logging.INFO,
+        stream=sys.stderr,
+        format="%(asctime)s diesel-operator %(levelname)s %(message)s",
+    )
+    for noisy in ("httpx2", "httpx", "kopf.objects"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    # kopf takes 0.5 s to import, which --help need not wait for
+    from .handlers import serve  # noqa: PLC0415
+
+    defaults = Defaults(image=image, url=url, file_roots=tuple(file_root))
+    click.echo(f"diesel-operator serves {', '.join(namespace) or 'all namespaces'}")
+    asyncio.run(serve(defaults, namespace, interval_s=interval, workers=workers, liveness=liveness))
+
+
+def main() -> None:
+    """Run the command, and end the process with its exit code."""
+    try:
+        program.main(standalone_mode=False)
+    except click.exceptions.Exit as ended:
+        sys.exit(ended.exit_code)
+    except click.ClickException as error:
+        click.echo(f"diesel-operator: {error.format_message()}", err=True)
+        sys.exit(UsageError.exit_code)
+    except DieselError as error:
+        click.echo(f"diesel-operator: {error}", err=True)
+        sys.exit(error.exit_code)

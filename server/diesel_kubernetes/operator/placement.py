@@ -1,0 +1,138 @@
+"""On which nodes a training job should run, and whether its datasets fit. Pure.
+
+The score of nodes is that of DLCache (section III-B), admission its algorithm 1. Exact fractions
+are used, so equal nodes have equal scores. `OPERATOR.md` says what counts as free storage, and
+where the numbers of blocks come from.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+BLOCK_BYTES = 4 << 20
+"""What is counted as one block: a chunk of the default size."""
+
+Amounts = Mapping[str, Fraction]
+"""Resources by name, as `cpu` and `nvidia.com/gpu`, in their units."""
+
+STORAGE = "ephemeral-storage"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeState:
+    """A node on which pods can be scheduled."""
+
+    name: str
+    hostname: str
+    """The value of its label `kubernetes.io/hostname`."""
+    labels: Mapping[str, str]
+    allocatable: Amounts
+    requested: Amounts = field(default_factory=dict)
+    """What its pods request."""
+    cached_bytes: int = 0
+    """What datasets keep on its disk."""
+    preemptible_bytes: int = 0
+    """What of it belongs to datasets that no pod reads."""
+
+    @property
+    def free_bytes(self) -> int:
+        """Storage that nothing uses or has asked for."""
+        left = self.allocatable.get(STORAGE, Fraction()) - self.requested.get(STORAGE, Fraction())
+        return max(0, int(left) - self.cached_bytes)
+
+    def has_room(self, requests: Amounts) -> bool:
+        """The paper's I(i, j): whether it has the resources that a pod requests."""
+        return all(
+            amount <= self.allocatable.get(name, Fraction()) - self.requested.get(name, Fraction())
+            for name, amount in requests.items()
+            if amount
+        )
+
+    def matches(self, selector: Mapping[str, str]) -> bool:
+        """Whether it has all labels of a selector."""
+        return all(self.labels.get(name) == value for name, value in selector.items())
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """A dataset, and which part of it is on which node."""
+
+    content_bytes: int
+    shares: Mapping[str, Fraction] = field(default_factory=dict)
+    """By the node's name, 0 to 1."""
+
+    @property
+    def blocks(self) -> int:
+        """D of the paper."""
+        return max(1, -(-self.content_bytes // BLOCK_BYTES))
+
+    @property
+    def cached_share(self) -> Fraction:
+        """K/D of the paper."""
+        return min(Fraction(1), sum(self.shares.values(), Fraction()))
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A node, and its score."""
+
+    node: NodeState
+    score: Fraction
+
+
+def score(*, has_room: bool, k: Fraction, cached: Fraction, d: int, alpha: Fraction) -> Fraction:
+    """score(i, j) = I(i, j) + (k + alpha * (D - K)) / D, of DLCache, section III-B.
+
+    `k` of the `d` blocks lie on node i, `cached` (K) anywhere; `alpha` is the node's part of all
+    free storage.
+    """
+    return has_room + (k + alpha * (d - cached)) / d
+
+
+def in_order(
+    nodes: Sequence[NodeState], holdings: Sequence[Holding], requests: Amounts
+) -> list[Scored]:
+    """The nodes by decreasing score, those with equal scores by name.
+
+    The blocks of several datasets are counted together.
+    """
+    free_bytes = sum(each.free_bytes for each in nodes)
+    d = sum(each.blocks for each in holdings) or 1
+    cached = sum((each.cached_share * each.blocks for each in holdings), Fraction())
+    scored = []
+    for node in nodes:
+        held = (each.shares.get(node.name, Fraction()) * each.blocks for each in holdings)
+        k = min(sum(held, Fraction()), Fraction(d))
+        alpha = Fraction(node.free_bytes, free_bytes) if free_bytes else Fraction()
+        room = node.has_room(requests)
+        scored.append(Scored(node, score(has_room=room, k=k, cached=cached, d=d, alpha=alpha)))
+    return sorted(scored, key=lambda each: (-each.score, each.node.name))
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """Whether the datasets of a job fit, and the sums from which that follows."""
+
+    needed_bytes: int
+    free_bytes: int
+    preemptible_bytes: int
+
+    @property
+    def fits(self) -> bool:
+        """The condition of DLCache's algorithm 1, line 3."""
+        return self.needed_bytes <= self.free_bytes + self.preemptible_bytes
+
+
+def admission(nodes: Sequence[NodeState], holdings: Sequence[Holding]) -> Admission:
+    """What a job's datasets need, beside what nodes have of them, and what there is.
+
+    Their own blocks do not count as preemptible: they are to stay.
+    """
+    needed = sum(
+        int(each.content_bytes * (1 - each.cached_share)) for each in holdings if each.content_bytes
+    )
+    return Admission(
+        needed_bytes=needed,
+        free_bytes=sum(each.free_bytes for each in nodes),
+        preemptible_bytes=sum(each.preemptible_bytes for each in nodes),
+    )

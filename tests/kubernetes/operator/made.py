@@ -1,0 +1,100 @@
+"""Makes objects as the API would give them, for tests of the decisions."""
+
+from collections.abc import Sequence
+
+from diesel_kubernetes.operator.datasets import JobView, Situation, view_of_job
+from diesel_kubernetes.operator.fields import Json
+from diesel_kubernetes.operator.resources import Defaults, Object, parse_object
+
+NOW_S = 1_800_000_000.0
+DEFAULTS = Defaults(file_roots=("/data",))
+URL = "diesel+tls://diesel.example:9300"
+GOOD: Json = {"dataset": {"entries": 3, "files": 2, "bytes": 5, "version": 7}}
+
+
+def dataset(
+    spec: Json | None = None,
+    status: Json | None = None,
+    *,
+    generation: int = 1,
+    finalizers: Sequence[str] = (),
+    deleted: bool = False,
+    name: str = "pets",
+) -> Object:
+    """A Dataset, made from a bucket unless its spec says something else."""
+    given: Json = {"url": URL, "source": {"bucket": {"url": "s3://bucket/pets"}}, **(spec or {})}
+    metadata: Json = {
+        "name": name,
+        "namespace": "default",
+        "uid": f"uid-of-{name}",
+        "generation": generation,
+        "finalizers": list(finalizers),
+        "resourceVersion": "1",
+    }
+    if deleted:
+        metadata["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+    return parse_object(
+        {"kind": "Dataset", "metadata": metadata, "spec": given, "status": status or {}}
+    )
+
+
+def training_job(spec: Json | None = None, status: Json | None = None) -> Object:
+    """A TrainingJob of two pods that read `pets`."""
+    container: Json = {"name": "train", "image": "image", "command": ["train"]}
+    given: Json = {
+        "replicas": 2,
+        "datasets": [{"name": "pets", "mountPath": "/data"}],
+        "template": {"spec": {"containers": [container]}},
+        **(spec or {}),
+    }
+    metadata: Json = {"name": "train", "namespace": "default", "uid": "0123456789", "generation": 1}
+    return parse_object(
+        {"kind": "TrainingJob", "metadata": metadata, "spec": given, "status": status or {}}
+    )
+
+
+def ended(job: Json, report: Json, *, failed: bool = False, at_s: float = NOW_S) -> JobView:
+    """A Job that the operator has made, as it is seen after its end."""
+    found = view_of_job(job, ())
+    return JobView(
+        name=found.name,
+        purpose=found.purpose,
+        generation=found.generation,
+        attempt=found.attempt,
+        is_leaving=False,
+        succeeded=not failed,
+        failed=failed,
+        reason="BackoffLimitExceeded" if failed else "",
+        finished_s=at_s,
+        report=report,
+        address="",
+    )
+
+
+def situation(
+    seen: Object,
+    jobs: Sequence[JobView] = (),
+    pods: Sequence[Json] = (),
+    *,
+    progress: Json | None = None,
+    now_s: float = NOW_S,
+) -> Situation:
+    """What the cluster has of a Dataset."""
+    return Situation(seen, tuple(jobs), tuple(pods), progress or {}, now_s, 10.0)
+
+
+def reader_pod(node: str, *, phase: str = "Running", job: str = "train", **attributes: str) -> Json:
+    """A pod of a TrainingJob that reads `pets`."""
+    from diesel_kubernetes.operator.objects import volume_name  # noqa: PLC0415
+
+    return {
+        "metadata": {
+            "name": f"{job}-on-{node}",
+            "labels": {"operator.diesel-fs.dev/training-job": job},
+        },
+        "spec": {
+            "nodeName": node,
+            "volumes": [{"name": volume_name("pets"), "csi": {"volumeAttributes": attributes}}],
+        },
+        "status": {"phase": phase},
+    }

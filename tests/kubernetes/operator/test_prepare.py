@@ -1,0 +1,87 @@
+"""The program in the pod of a preparation: its report, its exit code, its progress."""
+
+import json
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from diesel_kubernetes.operator.datasets import parse_report
+from diesel_kubernetes.operator.fields import Json, fields
+from diesel_kubernetes.operator.prepare import error_report, progress_of
+from tests.cli.conftest import program_environment
+from tests.storage.objects.swift_server import free_ports
+from tests.waiting import wait_until
+
+
+def start(folder: Path, *arguments: str) -> "subprocess.Popen[str]":
+    """The program, with a repository in a folder."""
+    program = [sys.executable, "-m", "diesel_kubernetes.operator.prepare"]
+    return subprocess.Popen(
+        [*program, f"--result={folder / 'result'}", *arguments],
+        env={**program_environment(), "DIESEL_URL": f"file://{folder}/store"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def report(folder: Path) -> Json:
+    return parse_report((folder / "result").read_text())
+
+
+def test_a_put_is_described_and_old_versions_are_kept(tmp_path: Path) -> None:
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "a.jpg").write_bytes(b"content")
+    process = start(
+        tmp_path, "--describe=pets", "--keep=1", "--", "put", str(tmp_path / "files"), "pets"
+    )
+    _, errors = process.communicate()
+    assert process.returncode == 0, errors
+    described = fields(report(tmp_path), "dataset")
+    assert [described[name] for name in ("dataset", "files", "bytes")] == ["pets", 1, 7]
+    assert described["version"]
+
+
+def test_an_error_is_reported_with_its_class_and_exit_code(tmp_path: Path) -> None:
+    process = start(tmp_path, "--describe=pets", "--", "put", str(tmp_path / "none"), "pets")
+    _, errors = process.communicate()
+    assert process.returncode == 10
+    assert report(tmp_path)["error"] == "NotFoundError"
+    assert "there is no file or folder" in errors  # the pod's log says it, too
+
+
+def test_progress_is_told_and_sigterm_ends_it_without_a_report(tmp_path: Path) -> None:
+    """A pipe that nobody writes to keeps `put --tar` waiting."""
+    (port,) = free_ports(1)
+    fifo = tmp_path / "input.tar"
+    subprocess.run(["mkfifo", fifo], check=True)
+    process = start(tmp_path, f"--listen=127.0.0.1:{port}", "--", "put", "--tar", str(fifo), "pets")
+
+    def told() -> object:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/progress", timeout=5) as answer:
+                return json.load(answer) == {}
+        except OSError:
+            return False
+
+    wait_until(told)
+    wait_until(lambda: Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text())
+    process.send_signal(signal.SIGTERM)
+    process.communicate()
+    assert process.returncode == 143
+    assert not (tmp_path / "result").exists()
+
+
+def test_progress_has_percents_only_if_the_total_is_known() -> None:
+    found: Json = {"event": "progress", "entries": 5, "entries_total": None, "bytes": 9}
+    assert progress_of(found) == {"entries": 5, "bytes": 9}
+    assert progress_of({**found, "entries_total": 10})["percent"] == 50
+    assert progress_of({**found, "entries_total": 4})["percent"] == 100
+
+
+@pytest.mark.parametrize(("code", "is_told"), [(1, True), (-9, False), (143, False)])
+def test_an_end_without_an_error_is_told_unless_it_was_a_signal(code: int, is_told: bool) -> None:
+    assert bool(error_report(["Traceback\n"], code)) == is_told
