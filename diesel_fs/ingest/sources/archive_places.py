@@ -19,7 +19,7 @@ from ...errors import (
     ConfigError,
     ConflictError,
     NotFoundError,
-    ObjectStoreError,
+    ObjectStoreRefused,
     PermissionDenied,
     UsageError,
 )
@@ -140,7 +140,7 @@ class HttpArchive:
             answer.close()
         if not size.isdigit():
             if self._sends_parts:
-                raise ObjectStoreError(f"{self.name}: the server does not say how long it is")
+                raise ObjectStoreRefused(f"{self.name}: the server does not say how long it is")
             size = "0"  # not known
         modified = email.utils.parsedate_tz(changed) if changed else None
         modified_ns = email.utils.mktime_tz(modified) * _SECOND_NS if modified else 0
@@ -183,10 +183,10 @@ class HttpArchive:
             target = urljoin(address, answer.headers.get("Location", ""))
             answer.close()
             if urlsplit(target).scheme != "https" and urlsplit(address).scheme == "https":
-                raise ObjectStoreError(f"{self.name}: the server redirects from https to http")
+                raise ObjectStoreRefused(f"{self.name}: the server redirects from https to http")
             address = target
         else:
-            raise ObjectStoreError(f"{self.name}: more than {_REDIRECTS_MAX} redirections")
+            raise ObjectStoreRefused(f"{self.name}: more than {_REDIRECTS_MAX} redirections")
         self._place = address
         if answer.status in (200, 206, 416):
             return answer
@@ -203,7 +203,7 @@ class HttpArchive:
             case status if status in _BUSY:
                 pause = answer.headers.get("Retry-After", "0")
                 raise AttemptFailed(said, pause_s_min=float(pause) if pause.isdigit() else 0.0)
-        raise ObjectStoreError(said)
+        raise ObjectStoreRefused(said)
 
     def _retrying(self, size: int) -> RetryLoop:
         return RetryLoop(
