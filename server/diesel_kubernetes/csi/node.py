@@ -195,10 +195,11 @@ class NodeVolumes:
         """The name of a mount that shows the volume, which is started if there is none."""
         with self._lock:
             start = self._starting.get(key)
+            is_new = start is None
             if start is None:
-                start = self._starters.submit(self._start, volume, key)
-                self._starting[key] = start
-                start.add_done_callback(lambda _: self._forget_start(key))
+                start = self._starting[key] = self._starters.submit(self._start, volume, key)
+        if is_new:  # not with the lock held: where it has ended, the callback is called here
+            start.add_done_callback(lambda _: self._forget_start(key))
         try:
             return start.result(max(0.0, until_s - time.monotonic()))
         except WaitedTooLong:
