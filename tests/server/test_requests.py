@@ -32,6 +32,7 @@ from diesel_fs.ingest import FileSource, put
 from diesel_fs.net.messages import Message
 from diesel_fs.repository.leases import ReadLease, leased_versions
 from diesel_fs.repository.local import LocalRepository
+from diesel_fs.repository.provenance import ArchiveRecord
 from diesel_fs.repository.validation import CLOCK_ALLOWANCE_S, PUT_WINDOW_S, batch_of
 from diesel_fs.storage.accounts.account import Account, Role
 from diesel_server.directory import Directory
@@ -57,12 +58,17 @@ NEEDED: dict[str, Role] = {
     "reclaimable": Role.READ,
     "verify": Role.READ,
     "recover": Role.ADMIN,
+    "archives": Role.READ,
+    "record_archive": Role.WRITE,
     "purge": Role.ADMIN,
     "delete_dataset": Role.ADMIN,
     "lease": Role.READ,
     "join": Role.READ,
     "leave": Role.READ,
 }
+
+
+RECORD = ArchiveRecord("a", bytes(16), b"", "t", 1, b"", 0.5, 0, False, (), (), ())
 
 
 def request(do: str, name: str, identity: UUID) -> Message:
@@ -85,6 +91,7 @@ def request(do: str, name: str, identity: UUID) -> Message:
         "since": 0,
         "state": 0,
         "secret": b"",
+        "record": RECORD.pack(),
     }
     return {"do": do, "dataset": name, "identity": identity.bytes, **fields}
 
