@@ -45,7 +45,7 @@ _ORDINAL = re.compile(r".*-(\d{1,6})(?:-[a-z0-9]{5})?", re.ASCII)
 _CHOICES = {
     "session": ("auto", "native", "kernel", "pyfuse3"),
     "policy": ("on-demand", "oneshot"),
-    "evict": ("plan", "importance", "lru", "lfu", "none"),
+    "evict": ("plan", "importance", "lrfu", "lru", "lfu", "none"),
     "cacheLayout": ("auto", "chunks", "order"),
 }
 _FLAGS = ("follow", "peerTls", "peersThroughMaster")
@@ -271,6 +271,11 @@ def _rank(text: str, pod: str) -> str:
 
 def _cache_dir(given: Mapping[str, str], namespace: str, limits: Limits) -> str:
     if "cacheDir" not in given:
+        if given.get("evict") == "lrfu":
+            raise UsageError(
+                "volume attribute evict: lrfu decides between the datasets of a folder for caches",
+                advice="give cacheDir, too",
+            )
         return ""
     if not limits.cache_root:
         raise UsageError(

@@ -203,3 +203,8 @@ def test_mount_options() -> None:
     check_mount_flags(["ro", "noatime"])
     with pytest.raises(UsageError, match="'exec'"):
         check_mount_flags(["ro", "exec"])
+
+
+def test_lrfu_needs_a_folder_for_caches() -> None:
+    with pytest.raises(UsageError, match="evict: lrfu"):
+        parse_volume({"dataset": "pets", "url": "diesel://h:1", "evict": "lrfu"}, {}, Limits())
