@@ -27,7 +27,8 @@ OTHER = "other"
 REQUESTS = (
     *("datasets", "dataset", "begin", "put", "finish", "snapshot", "kept", "read", "stat", "list"),
     *("reclaimable", "verify", "recover", "purge", "delete_dataset", "lease", "join", "leave"),
-    *("users", "set_user", "remove_user", "import_users", "grant", OTHER),
+    *("users", "set_user", "remove_user", "import_users", "grant"),
+    *("archives", "record_archive", OTHER),
 )
 """The requests of a client (`net/WIRE.md`), by the text in their field `do`."""
 

@@ -47,9 +47,12 @@ class Runner:
     def __init__(self) -> None:
         self.progress: Json = {}
         self._process: subprocess.Popen[str] | None = None
+        self._is_ended = False
 
     def run(self, arguments: Sequence[str]) -> Json:
         """Run `dlcmd --json`; the last object that it prints. Raises Failed."""
+        if self._is_ended:
+            raise Failed(128 + signal.SIGTERM, {})
         with subprocess.Popen(
             [sys.executable, "-m", "dlcmd", "--json", *arguments],
             stdin=subprocess.DEVNULL,
@@ -59,6 +62,8 @@ class Runner:
             errors="replace",
         ) as process:
             self._process = process
+            if self._is_ended:  # by a signal that came while the process was being started
+                process.terminate()
             assert process.stdout is not None
             assert process.stderr is not None
             errors: list[str] = []
@@ -78,7 +83,8 @@ class Runner:
         return last
 
     def end(self) -> None:
-        """Have the run end early, as SIGTERM does."""
+        """Have the run end early, as SIGTERM does, and begin no other."""
+        self._is_ended = True
         if self._process is not None:
             with suppress(ProcessLookupError):
                 self._process.terminate()
