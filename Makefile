@@ -8,6 +8,7 @@
 #   make test-bench   the benchmarks themselves, with tiny inputs: that they measure every row
 #   make test-s3   the laws of object stores against a real one: OpenStack Swift, on loopback
 #   make test-kubernetes   a real Kubernetes API server: built once, for many minutes
+#   make docs      the documentation as a site that can be searched, in build/docs/site
 #   make lint      ruff and mypy
 #   make bench     measures us against peers, prints a table
 #   make fuzz      fuzzes what tests/fuzz/targets.py lists, each for a minute (SECONDS=600 for ten)
@@ -25,6 +26,7 @@ VENV := .venv
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --quiet
 PEERS_PIP := $(VENV)/peers/bin/python -m pip --disable-pip-version-check --quiet
 CLIENTS_PIP := $(VENV)/clients/bin/python -m pip --disable-pip-version-check --quiet
+DOCS_PIP := $(VENV)/docs/bin/python -m pip --disable-pip-version-check --quiet
 MADE := $(VENV)/made
 ARGS ?=
 JOBS ?= 2
@@ -37,11 +39,13 @@ TORCHVISION := torchvision==0.28.0
 # What the scripts of tests/torch/clients train with. Theirs is an environment as users have it.
 CLIENTS := timm datasets lightning accelerate torchdata pandas pyarrow zarr fsspec pillow pytest \
 	opencv-python-headless h5py
+# What builds the documentation site, in an environment of its own.
+DOCS := mkdocs mkdocs-material mkdocstrings[python] ruff
 # The bench's peers want older numpy and xxhash than ours, so they get an environment of their own;
 # matplotlib, which plots, is there too.
 PEERS := mosaicml-streaming webdataset litdata ratarmount matplotlib pylibmc
 
-.PHONY: help install demo test test-clients test-bench test-s3 test-kubernetes lint bench fuzz clean \
+.PHONY: help install demo test test-clients test-bench test-s3 test-kubernetes docs lint bench fuzz clean \
 	system-install system-test system-s3 system-kubernetes system-bench
 
 help:
@@ -68,6 +72,10 @@ test-s3: $(MADE)/tools | system-s3
 test-kubernetes: $(MADE)/tools | system-test system-kubernetes
 	@tests/kubernetes/build.sh
 	$(VENV)/bin/python -m pytest tests/kubernetes/cluster $(ARGS)
+
+docs: $(MADE)/install $(MADE)/docs
+	@$(VENV)/bin/python -m deploy.docs.site $(VENV)/docs/bin/mkdocs
+	echo "build/docs/site: .venv/bin/python -m http.server --directory build/docs/site"
 
 lint: $(MADE)/tools
 	@failed=0
@@ -130,6 +138,13 @@ $(MADE)/demo: $(MADE)/install
 		exit 1
 	}
 	$(PIP) install --no-deps '$(TORCHVISION)'
+	touch $@
+
+$(MADE)/docs: $(MADE)/install
+	$(OURS)
+	echo "installing what builds the site: $(DOCS)"
+	[ -x $(VENV)/docs/bin/pip ] || $(VENV)/bin/python -m venv --clear $(VENV)/docs
+	$(DOCS_PIP) install $(DOCS)
 	touch $@
 
 $(MADE)/clients: $(MADE)/install
