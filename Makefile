@@ -2,7 +2,7 @@
 # outside .venv except system packages that are missing (deploy/prepare.sh says which, and why).
 #
 #   make install   .venv, with dlcmd and diesel-server in .venv/bin
-#   make demo      packs a folder of images, mounts it, trains on it, cleans up
+#   make demo      packs a folder of images, mounts it, trains on it; leaves build/demo/report.html
 #   make test      all tests         (make test ARGS="-k snapshot -x" for some, JOBS=0 for one by one)
 #   make test-clients   timm, datasets, lightning, accelerate, torchdata under dlcmd run
 #   make test-bench   the benchmarks themselves, with tiny inputs: that they measure every row
