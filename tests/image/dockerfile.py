@@ -1,10 +1,10 @@
 """Runs the steps of a Dockerfile without a container engine, as root.
 
 `FROM` names an image that has to be pulled. In its place stands a root that debootstrap makes once,
-with Debian's Python in `/usr/local`, where the images of Python have theirs. Each stage is an overlay
-over that root; each of its commands runs in a mount namespace of its own, so no mount is left. The
-network is the machine's, and pip is configured as on the machine. Instructions that this module
-does not know are errors.
+with Debian's Python in `/usr/local`, where the images of Python have theirs. Each stage is an
+overlay over that root; each of its commands runs in a mount namespace of its own, so no mount is
+left. The network is the machine's, and pip is configured as on the machine. Instructions that this
+module does not know are errors.
 """
 
 import json
