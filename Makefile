@@ -8,6 +8,7 @@
 #   make test-bench   the benchmarks themselves, with tiny inputs: that they measure every row
 #   make test-s3   the laws of object stores against a real one: OpenStack Swift, on loopback
 #   make test-kubernetes   a real Kubernetes API server: built once, for many minutes
+#   make test-image   the steps of the Dockerfile in a root of Debian's, as root: no engine is needed
 #   make lint      ruff and mypy
 #   make bench     measures us against peers, prints a table
 #   make fuzz      fuzzes what tests/fuzz/targets.py lists, each for a minute (SECONDS=600 for ten)
@@ -41,8 +42,8 @@ CLIENTS := timm datasets lightning accelerate torchdata pandas pyarrow zarr fssp
 # matplotlib, which plots, is there too.
 PEERS := mosaicml-streaming webdataset litdata ratarmount matplotlib pylibmc
 
-.PHONY: help install demo test test-clients test-bench test-s3 test-kubernetes lint bench fuzz clean \
-	system-install system-test system-s3 system-kubernetes system-bench
+.PHONY: help install demo test test-clients test-bench test-s3 test-kubernetes test-image lint bench \
+	fuzz clean system-install system-test system-s3 system-kubernetes system-image system-bench
 
 help:
 	@sed -n '/^#   make/s/^# *//p' Makefile
@@ -68,6 +69,9 @@ test-s3: $(MADE)/tools | system-s3
 test-kubernetes: $(MADE)/tools | system-test system-kubernetes
 	@tests/kubernetes/build.sh
 	$(VENV)/bin/python -m pytest tests/kubernetes/cluster $(ARGS)
+
+test-image: $(MADE)/tools | system-test system-image
+	@$(VENV)/bin/python -m pytest tests/image $(ARGS)
 
 lint: $(MADE)/tools
 	@failed=0
@@ -100,6 +104,9 @@ system-s3:
 
 system-kubernetes:
 	@PYTHON="$(PYTHON)" deploy/prepare.sh install kubernetes
+
+system-image:
+	@PYTHON="$(PYTHON)" deploy/prepare.sh install image
 
 system-bench:
 	@PYTHON="$(PYTHON)" deploy/prepare.sh install bench

@@ -44,6 +44,8 @@ for file in $FILES; do
         mount --bind "$(readlink -f "$file")" "$MERGED$file"
     fi
 done
+for pair in $BINDS; do mkdir -p "$MERGED${pair#*=}" 2>/dev/null || touch "$MERGED${pair#*=}"; done
+for place in $WRITABLE; do mkdir -p "$MERGED$place"; done
 if [ -n "$READ_ONLY" ]; then
     mount -o remount,ro,bind "$MERGED" 2>/dev/null || mount -o remount,ro "$MERGED"
     for place in $WRITABLE; do mount -t tmpfs -o mode=1777 none "$MERGED$place"; done
@@ -134,8 +136,8 @@ class Stage:
     ) -> list[str]:
         """The command by which a command runs in this image, as its user or another one.
 
-        `binds`: what of the machine is seen at which path that exists. `writable`: the root is
-        read-only but for these folders, which are empty.
+        `binds`: what of the machine is seen at which path. `writable`: the root is read-only but
+        for these folders, which are empty.
         """
         own = {"PATH": PATH, **(environment or {})}
         variables = [f"{name}={value}" for name, value in own.items()]
