@@ -44,7 +44,9 @@ for file in $FILES; do
         mount --bind "$(readlink -f "$file")" "$MERGED$file"
     fi
 done
-for pair in $BINDS; do mkdir -p "$MERGED${pair#*=}" 2>/dev/null || touch "$MERGED${pair#*=}"; done
+for pair in $BINDS; do
+    if [ -d "${pair%%=*}" ]; then mkdir -p "$MERGED${pair#*=}"; else touch "$MERGED${pair#*=}"; fi
+done
 for place in $WRITABLE; do mkdir -p "$MERGED$place"; done
 if [ -n "$READ_ONLY" ]; then
     mount -o remount,ro,bind "$MERGED" 2>/dev/null || mount -o remount,ro "$MERGED"
@@ -53,7 +55,9 @@ fi
 for pair in $BINDS; do mount --bind "${pair%%=*}" "$MERGED${pair#*=}"; done
 exec "$@"
 """
-_FILES = ("/etc/resolv.conf", "/etc/hosts", "/etc/pip.conf", "/etc/ssl/certs/ca-certificates.crt")
+_FILES = ("/etc/resolv.conf", "/etc/hosts", "/etc/pip.conf")
+_AUTHORITIES = Path("/etc/ssl/certs/ca-certificates.crt")
+_AUTHORITIES_INSIDE = "/dev/authorities-of-the-machine"  # where no step of an image writes
 
 
 class ImageError(Exception):
@@ -182,7 +186,10 @@ class Stage:
             case "RUN":
                 pip = {name: text for name, text in os.environ.items() if name.startswith("PIP_")}
                 environment = {**pip, "DEBIAN_FRONTEND": "noninteractive", "HOME": "/root"}
-                _check(*self.command("sh", "-c", step.text, environment=environment))
+                binds = {}
+                if _AUTHORITIES.exists():
+                    binds[_AUTHORITIES] = environment["PIP_CERT"] = _AUTHORITIES_INSIDE
+                _check(*self.command("sh", "-c", step.text, environment=environment, binds=binds))
             case _:  # EXPOSE, STOPSIGNAL: for an engine
                 pass
 

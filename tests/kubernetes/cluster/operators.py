@@ -22,7 +22,7 @@ from diesel_kubernetes.operator.fields import Json
 from tests.cli.conftest import program_environment
 from tests.kubernetes.cluster.control_plane import ControlPlane, wait_for_service_account
 
-MANIFESTS = Path(__file__).resolve().parents[3] / "deploy/kubernetes/base"
+MANIFESTS = Path(__file__).resolve().parents[3] / "deploy/kubernetes/base/operator"
 SYSTEM, ACCOUNT = "diesel-system", "diesel-operator"
 
 DatasetResource = create_namespaced_resource(GROUP, "v1alpha1", "Dataset", "datasets")
@@ -36,7 +36,7 @@ _KINDS = {
 
 def manifests() -> list[Json]:
     """The objects of the operator's manifests."""
-    folders = [MANIFESTS / name for name in ("definitions", "operator", "operator-secrets")]
+    folders = [MANIFESTS.parent / name for name in ("definitions", "operator", "operator-secrets")]
     files = [path for folder in folders for path in sorted(folder.glob("*.yaml"))]
     files = [path for path in files if path.stem != "kustomization"]
     return [cast("Json", each) for path in files for each in yaml.safe_load_all(path.read_text())]
