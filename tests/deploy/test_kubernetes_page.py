@@ -149,7 +149,11 @@ def test_the_manifests_are_taken_by_the_operator_and_the_driver() -> None:
     assert text(data, "spec", "secretName") == "diesel-account"
     assert "diesel+tls://" in " ".join(map(str, spec.put)) or text(data, "spec", "url") == URL
     attributes = {"dataset": name, "url": URL, **texts(job, "spec", "datasets", 0, "options")}
-    assert parse_volume(attributes, {}, Limits()).named.startswith(name)
+    (account,) = [words for words in kubectl() if "diesel-account" in words]
+    keys = [re.split("[= ]", word)[1] for word in account if word.startswith("--from-literal=")]
+    assert keys[:2] == ["user", "key"]
+    secret = dict.fromkeys(keys, "x") | {"key": f"diesel-key-1:{'A' * 43}="}
+    assert parse_volume(attributes, secret, Limits()).named.startswith(name)
     pod: Json = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}}
     pod["spec"] = fields(job, "spec", "template", "spec")
     kubernetes_validate.validate(pod, "1.27", strict=True)
