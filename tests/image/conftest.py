@@ -86,7 +86,7 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
     """The network of the tests."""
     made = Network(
         tmp_path_factory.mktemp("network"),
-        "diesel-redis.diesel.svc", "diesel-server.diesel.svc", "objects.example",
+        "diesel-redis.diesel.svc", "diesel-server.diesel.svc", "objects",
     )  # fmt: skip
     yield made
     made.close()
