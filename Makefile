@@ -8,6 +8,7 @@
 #   make test-bench   the benchmarks themselves, with tiny inputs: that they measure every row
 #   make test-s3   the laws of object stores against a real one: OpenStack Swift, on loopback
 #   make test-kubernetes   a real Kubernetes API server: built once, for many minutes
+#   make test-image   the steps of the Dockerfile in a root of Debian's, as root: no engine is needed
 #   make docs      the documentation as a site that can be searched, in build/docs/site
 #   make lint      ruff and mypy
 #   make bench     measures us against peers, prints a table
@@ -45,8 +46,8 @@ DOCS := mkdocs mkdocs-material mkdocstrings[python] ruff
 # matplotlib, which plots, is there too.
 PEERS := mosaicml-streaming webdataset litdata ratarmount matplotlib pylibmc
 
-.PHONY: help install demo test test-clients test-bench test-s3 test-kubernetes docs lint bench fuzz clean \
-	system-install system-test system-s3 system-kubernetes system-bench
+.PHONY: help install demo test test-clients test-bench test-s3 test-kubernetes test-image docs lint \
+	bench fuzz clean system-install system-test system-s3 system-kubernetes system-image system-bench
 
 help:
 	@sed -n '/^#   make/s/^# *//p' Makefile
@@ -72,6 +73,9 @@ test-s3: $(MADE)/tools | system-s3
 test-kubernetes: $(MADE)/tools | system-test system-kubernetes
 	@tests/kubernetes/build.sh
 	$(VENV)/bin/python -m pytest tests/kubernetes/cluster $(ARGS)
+
+test-image: $(MADE)/tools | system-test system-image
+	@$(VENV)/bin/python -m pytest tests/image $(ARGS)
 
 docs: $(MADE)/install $(MADE)/docs
 	@$(VENV)/bin/python -m deploy.docs.site $(VENV)/docs/bin/mkdocs
@@ -108,6 +112,9 @@ system-s3:
 
 system-kubernetes:
 	@PYTHON="$(PYTHON)" deploy/prepare.sh install kubernetes
+
+system-image:
+	@PYTHON="$(PYTHON)" deploy/prepare.sh install image
 
 system-bench:
 	@PYTHON="$(PYTHON)" deploy/prepare.sh install bench
