@@ -15,8 +15,8 @@ import re
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
-from typing import NamedTuple
+from itertools import chain, islice
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +40,7 @@ _BATCH = 1 << 16  # rows that are Python objects at once
 _TAB = "\t"
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
+_BAD_TEXT = re.compile("[\0\udc80-\udcff]")  # NUL, or a byte that is not UTF-8
 _WHOLE_NUMBER = re.compile(r"-?[0-9]{1,18}")
 _ADVICE = "a manifest is a table with commas or tabs, and its first line is `path,target`"
 
@@ -93,34 +94,31 @@ def parse_manifest(content: bytes, name: str) -> Manifest:
     nothing. Paths are bytes, as in a dataset; targets are UTF-8. Raises UsageError, which names the
     line, for anything else.
     """
-    rows = _rows(content, name)
-    _, header = next(rows, (1, list[str]()))
+    table = _Table(content, name)
+    header = table.header
     path_at, target_at, names_files = _columns(header, name)
-    paths: list[bytes] = []
-    lines, targets = array("I"), array("i")
+    joined: list[bytes] = []
+    lines, numbers = list[npt.NDArray[np.uint32]](), array("i")
     known: dict[str, int] = {}
-    while batch := list(islice(rows, _BATCH)):
-        for line, row in batch:
-            if len(row) != len(header):
-                raise _error(name, line, f"it has {len(row)} fields, and the header {len(header)}")
-            path, target = row[path_at], row[target_at]
-            if not path or not target:
-                missing = "no target" if path else "no path"
-                raise _error(name, line, f"{shown(_bytes(path))} has {missing}".lstrip())
-            if "\0" in path or "\0" in target:
-                raise _error(name, line, "it has a NUL")
-            targets.append(known.setdefault(target, len(known)))
-            lines.append(line)
-        paths.append("\0".join([row[path_at] for _, row in batch]).encode(*_TEXT))
+    for rows, starts in table.batches():
+        paths, targets = table.column(rows, path_at), table.column(rows, target_at)
+        text = "\0".join(paths)
+        is_whole = set(map(len, rows)) == {len(header)} and "" not in paths and "" not in targets
+        if not is_whole or text.count("\0") != len(paths) - 1:
+            _raise_fault(table, rows, starts, path_at, target_at)
+        for target in dict.fromkeys(targets):
+            known.setdefault(target, len(known))
+        numbers.extend(map(known.__getitem__, targets))
+        lines.append(starts)
+        joined.append(text.encode(*_TEXT))
+        _check_paths(table, joined[-1], starts)
     if not lines:
         raise UsageError(f"the manifest {name} names no sample", advice=_ADVICE)
     classes, order = _sorted_classes(known)
-    numbers = np.frombuffer(targets, np.int32)
-    line_numbers = np.frombuffer(lines, np.uint32)
-    if not names_files:
-        _check_text(classes, order[numbers], line_numbers, name)
-    joined = Names(b"\0".join(paths), len(lines))
-    return Manifest(name, joined, line_numbers, classes, order[numbers], names_files)
+    targets_by_line, line_numbers = order[np.frombuffer(numbers, np.int32)], np.concatenate(lines)
+    _check_targets(table, classes, targets_by_line, line_numbers, are_paths=names_files)
+    all_paths = Names(b"\0".join(joined), len(line_numbers))
+    return Manifest(name, all_paths, line_numbers, classes, targets_by_line, names_files)
 
 
 def as_csv(content: bytes, name: str) -> bytes:
@@ -128,11 +126,10 @@ def as_csv(content: bytes, name: str) -> bytes:
     another stays as it is, to the byte. Raises as `parse_manifest`."""
     if _separator(_first_line(content)) != _TAB:
         return content
-    pieces: list[bytes] = []
-    rows = _rows(content, name)
-    while batch := [row for _, row in islice(rows, _BATCH)]:
+    table, pieces = _Table(content, name), list[bytes]()
+    for rows in chain([[table.header]], (rows for rows, _ in table.batches())):
         written = _Text()
-        csv.writer(written, lineterminator="\n").writerows(batch)
+        csv.writer(written, lineterminator="\n").writerows(rows)
         pieces.append("".join(written.parts).encode(*_TEXT))
     return b"".join(pieces)
 
@@ -155,10 +152,10 @@ def find_samples(manifest: Manifest, snapshot: Snapshot, folder: bytes) -> Found
     faults = []
     for at in np.flatnonzero(is_bad)[:FAULTS_NAMED].tolist():
         path = manifest.paths[at]
-        reason = _missing_reason(path, int(kinds[at]))
+        reason = _missing_reason(int(kinds[at]))
         if not reason and target_entries is not None:
             target = _bytes(manifest.classes[manifest.targets[at]])
-            why = _missing_reason(target, int(target_kinds[manifest.targets[at]]))
+            why = _missing_reason(int(target_kinds[manifest.targets[at]]))
             reason = why and f"its target {shown(target)}: {why}"
         if not reason:
             first = int(manifest.lines[np.flatnonzero(entries == entries[at])[0]])
@@ -186,10 +183,6 @@ def _bytes(text: str) -> bytes:
     return text.encode(*_TEXT)
 
 
-def _error(name: str, line: int, reason: str) -> UsageError:
-    return UsageError(f"{name}, line {line}: {reason}", advice=_ADVICE)
-
-
 def _first_line(content: bytes) -> str:
     end = content.find(b"\n", 0, _LINE_BYTES_MAX)
     return content[: _LINE_BYTES_MAX if end < 0 else end].decode(*_TEXT)
@@ -199,38 +192,100 @@ def _separator(header: str) -> str:
     return _TAB if _TAB in header else ","
 
 
-def _rows(content: bytes, name: str) -> Iterator[tuple[int, list[str]]]:
-    """The rows that are not empty, each with the number of its first line. Raises UsageError."""
-    if content.startswith(_UTF_16):
-        raise UsageError(f"the manifest {name} is UTF-16", advice="save it as UTF-8")
-    separator = _separator(_first_line(content))
-    reader = csv.reader(
-        _lines(content, name),
-        delimiter=separator,
-        quoting=csv.QUOTE_NONE if separator == _TAB else csv.QUOTE_MINIMAL,
-        strict=True,
-    )
-    line = 1
-    try:
-        for row in reader:
-            if row:
-                yield line, row
-            line = reader.line_num + 1
-    except csv.Error as error:
-        reason = f"{error}; is a quote open, or not doubled?"
-        raise _error(name, line, reason) from error
+class _Table:
+    """Reads a table from its bytes, once."""
+
+    def __init__(self, content: bytes, name: str) -> None:
+        """Read the header. Raises UsageError."""
+        if content.startswith(_UTF_16):
+            raise UsageError(f"the manifest {name} is UTF-16", advice="save it as UTF-8")
+        separator = _separator(_first_line(content))
+        self._name = name
+        self._reader = csv.reader(
+            chain.from_iterable(self._blocks(content)),
+            delimiter=separator,
+            quoting=csv.QUOTE_NONE if separator == _TAB else csv.QUOTE_MINIMAL,
+            strict=True,
+        )
+        first = self._next(1)
+        self.header: list[str] = first[0] if first else []
+
+    def batches(self) -> Iterator[tuple[list[list[str]], npt.NDArray[np.uint32]]]:
+        """The rows that are not empty, some at a time, and the number of each one's first line.
+        Raises UsageError."""
+        while True:
+            line = self._reader.line_num + 1
+            rows = self._next(_BATCH)
+            if not rows:
+                return
+            starts = np.arange(line, line + len(rows), dtype=np.uint32)
+            if self._reader.line_num != line + len(rows) - 1:  # a field has several lines
+                more = [sum(field.count("\n") for field in row) for row in rows]
+                starts[1:] += np.cumsum(more[:-1], dtype=np.uint32)
+            if not all(rows):
+                starts = starts[[bool(row) for row in rows]]
+                rows = [*filter(None, rows)]
+            if rows:
+                yield rows, starts
+
+    def column(self, rows: Sequence[Sequence[str]], at: int) -> list[str]:
+        """The fields of a column; empty for a row that is too short."""
+        try:
+            return [row[at] for row in rows]
+        except IndexError:
+            return [row[at] if at < len(row) else "" for row in rows]
+
+    def error(self, line: int, reason: str) -> UsageError:
+        """What is wrong with a line."""
+        return UsageError(f"{self._name}, line {line}: {reason}", advice=_ADVICE)
+
+    def bad_path(self, line: int, path: bytes) -> UsageError:
+        """What is wrong with a path."""
+        return self.error(line, f"bad path {shown(path)}: it has {path_fault(path)}")
+
+    def _next(self, count: int) -> list[list[str]]:
+        try:
+            return list(islice(self._reader, count))
+        except csv.Error as error:
+            reason = f"{error}; is a quote open, or not doubled?"
+            raise self.error(self._reader.line_num, reason) from error
+
+    def _blocks(self, content: bytes) -> Iterator[list[str]]:
+        """The lines, each with its end."""
+        at = len(_BYTE_ORDER_MARK) if content.startswith(_BYTE_ORDER_MARK) else 0
+        while at < len(content):
+            end = min(at + _LINE_BYTES_MAX, len(content))
+            if end < len(content):
+                end = content.rfind(b"\n", at, end) + 1
+            if not end:
+                line = content.count(b"\n", 0, at) + 1
+                raise self.error(line, f"it has more than {_LINE_BYTES_MAX:,} bytes")
+            lines = content[at:end].decode(*_TEXT).split("\n")
+            if not lines[-1]:
+                lines.pop()
+            yield [f"{line}\n" for line in lines]
+            at = end
 
 
-def _lines(content: bytes, name: str) -> Iterator[str]:
-    at, number = len(_BYTE_ORDER_MARK) if content.startswith(_BYTE_ORDER_MARK) else 0, 1
-    while at < len(content):
-        end = content.find(b"\n", at, at + _LINE_BYTES_MAX) + 1
-        if not end:
-            if len(content) - at > _LINE_BYTES_MAX:
-                raise _error(name, number, f"it has more than {_LINE_BYTES_MAX:,} bytes")
-            end = len(content)
-        yield content[at:end].decode(*_TEXT)
-        at, number = end, number + 1
+def _raise_fault(
+    table: _Table,
+    rows: Sequence[Sequence[str]],
+    lines: npt.NDArray[np.uint32],
+    path_at: int,
+    target_at: int,
+) -> NoReturn:
+    """Raise UsageError for the first of these rows that is no sample."""
+    for row, line in zip(rows, lines.tolist(), strict=True):
+        if len(row) != len(table.header):
+            expected = len(table.header)
+            raise table.error(line, f"it has {len(row)} fields, and the header {expected}")
+        path = row[path_at]
+        if not path or not row[target_at]:
+            missing = f"{shown(_bytes(path))} has no target" if path else "it has no path"
+            raise table.error(line, missing)
+        if "\0" in path:
+            raise table.bad_path(line, _bytes(path))
+    raise AssertionError("one of the rows is at fault")
 
 
 def _columns(header: Sequence[str], name: str) -> tuple[int, int, bool]:
@@ -257,16 +312,39 @@ def _sorted_classes(known: dict[str, int]) -> tuple[list[str], npt.NDArray[np.in
     return classes, order
 
 
-def _check_text(
+def _check_paths(table: _Table, joined: bytes, lines: npt.NDArray[np.uint32]) -> None:
+    """Raise UsageError for the first of these paths (with NULs between them) that no dataset can
+    have."""
+    components = joined.replace(b"/", b"\0")
+    if Names(components, components.count(b"\0") + 1).are_allowed():
+        return
+    for path, line in zip(joined.split(b"\0"), lines.tolist(), strict=True):
+        if path_fault(path):
+            raise table.bad_path(line, path)
+
+
+def _check_targets(
+    table: _Table,
     classes: Sequence[str],
     targets: npt.NDArray[np.int32],
     lines: npt.NDArray[np.uint32],
-    name: str,
+    *,
+    are_paths: bool,
 ) -> None:
+    """Raise UsageError for a target that is not UTF-8 or has a NUL; of paths, for one that no
+    dataset can have."""
     for number, each in enumerate(classes):
-        if not each.isascii() and any("\udc80" <= c <= "\udcff" for c in each):
-            line = int(lines[np.flatnonzero(targets == number)[0]])
-            raise _error(name, line, f"its target {shown(_bytes(each))} is not UTF-8")
+        if are_paths:
+            is_good = not path_fault(_bytes(each))
+        else:
+            is_good = each.isprintable() or not _BAD_TEXT.search(each)
+        if is_good:
+            continue
+        line, target = int(lines[np.argmax(targets == number)]), _bytes(each)
+        if are_paths:
+            raise table.bad_path(line, target)
+        wrong = "has a NUL" if "\0" in each else "is not UTF-8"
+        raise table.error(line, f"its target {shown(target)} {wrong}")
 
 
 # Looking up
@@ -287,11 +365,10 @@ def _kinds(snapshot: Snapshot, entries: npt.NDArray[np.int32]) -> npt.NDArray[np
     return np.where(entries < 0, np.uint8(Kind.TOMBSTONE), kinds)
 
 
-def _missing_reason(path: bytes, kind: int) -> str:
+def _missing_reason(kind: int) -> str:
     """Why an entry of this kind is no sample; empty if it is a file."""
     if kind == Kind.FILE:
         return ""
     if kind == Kind.TOMBSTONE:
-        fault = path_fault(path)
-        return f"its path has {fault}" if fault else "the dataset has no such file"
+        return "the dataset has no such file"
     return "it is a link, not a file" if kind == Kind.LINK else "it is a folder, not a file"

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .importance import ImportanceSampler as ImportanceSampler
     from .importance import Loss as Loss
     from .loader import AutoDataLoader as AutoDataLoader
+    from .manifest_folder import ManifestFolder as ManifestFolder
     from .sampler import ChunkShuffleSampler as ChunkShuffleSampler
 
 _MODULE_OF = {
@@ -30,6 +31,7 @@ _MODULE_OF = {
     "Importance": "importance",
     "ImportanceSampler": "importance",
     "Loss": "importance",
+    "ManifestFolder": "manifest_folder",
 }
 """Where the names are that need torch. They are imported when they are first used."""
 
