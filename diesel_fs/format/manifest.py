@@ -36,7 +36,7 @@ FAULTS_NAMED = 10
 """Number of faults of which line, path and reason are told; the others are counted."""
 
 _LINE_BYTES_MAX = 1 << 20
-_BATCH = 1 << 16  # rows that are Python objects at once
+_BATCH = 1 << 14  # rows that are Python objects at once
 _TAB = "\t"
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
