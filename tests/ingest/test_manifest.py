@@ -172,7 +172,7 @@ def test_a_manifest_that_is_lost_is_put_again(repository: LocalRepository, tmp_p
     chunk = view.chunk_ids[int(view.chunk_of([view.lookup(b".manifest.csv")])[0])]
     [lost] = [
         path for path in repository.url.path.rglob("*")
-        if path.is_file() and chunk in path.read_bytes()[:64]
+        if path.is_file() and bytes(chunk) in path.read_bytes()[:64]
     ]  # fmt: skip
     lost.unlink()
     assert put_folder(repository, tmp_path).files == 1

@@ -3,6 +3,7 @@
 import csv
 import io
 import os
+import sys
 from collections.abc import Iterator
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -114,7 +115,7 @@ def test_targets_may_be_files(tmp_path: Path) -> None:
     folder = ManifestFolder(tmp_path / "out", loader=os.path.basename, manifest="table.csv")
     assert folder[7] == ("7", files["words/2"])
     folder.target_loader = os.path.basename
-    assert folder[7] == ("7", "2")
+    assert folder[8] == ("8", "3")
 
 
 def test_another_manifest_may_be_named(tmp_path: Path) -> None:
@@ -179,6 +180,16 @@ def test_what_a_table_says_is_what_is_read(
     assert [folder[at] for at in range(len(folder))] == expected
 
 
+SCRIPT = """
+import sys
+from torch.utils.data import DataLoader
+from diesel_fs.torch import ManifestFolder
+data = ManifestFolder(sys.argv[1], len)
+data.loader = lambda path: open(path, "rb").read()
+assert sum(len(batch) for batch in DataLoader(data, 9, shuffle=True, collate_fn=list)) == 90
+"""
+
+
 @pytest.mark.fuse
 def test_a_mount_has_the_samples_and_their_pictures(dlcmd: Dlcmd, tmp_path: Path) -> None:
     file = io.BytesIO()
@@ -203,5 +214,7 @@ def test_a_mount_has_the_samples_and_their_pictures(dlcmd: Dlcmd, tmp_path: Path
         )
         assert plain[8] == (file.getvalue(), 2)
         assert "90" in repr(plain)
+        said = dlcmd.program("run", "--", sys.executable, "-c", SCRIPT, at / "train").err
+        assert "announced 1 of 1 epochs" in said
     finally:
         dlcmd("umount", "--force", at)
