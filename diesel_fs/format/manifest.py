@@ -15,7 +15,7 @@ import re
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain
 from typing import NamedTuple, NoReturn
 
 import numpy as np
@@ -97,27 +97,27 @@ def parse_manifest(content: bytes, name: str) -> Manifest:
     table = _Table(content, name)
     header = table.header
     path_at, target_at, names_files = _columns(header, name)
-    joined: list[bytes] = []
-    lines, numbers = list[npt.NDArray[np.uint32]](), array("i")
+    width, joined = len(header), list[bytes]()
+    lines, numbers = array("I"), array("i")
     known: dict[str, int] = {}
-    for rows, starts in table.batches():
-        paths, targets = table.column(rows, path_at), table.column(rows, target_at)
+    for fields, starts in table.batches():
+        paths, targets = fields[path_at::width], fields[target_at::width]
         text = "\0".join(paths)
-        is_whole = set(map(len, rows)) == {len(header)} and "" not in paths and "" not in targets
-        if not is_whole or text.count("\0") != len(paths) - 1:
-            _raise_fault(table, rows, starts, path_at, target_at)
+        if "" in paths or "" in targets or text.count("\0") != len(paths) - 1:
+            _raise_fault(table, paths, targets, starts)
         for target in dict.fromkeys(targets):
             known.setdefault(target, len(known))
         numbers.extend(map(known.__getitem__, targets))
-        lines.append(starts)
+        lines.extend(starts)
         joined.append(text.encode(*_TEXT))
         _check_paths(table, joined[-1], starts)
     if not lines:
         raise UsageError(f"the manifest {name} names no sample", advice=_ADVICE)
     classes, order = _sorted_classes(known)
-    targets_by_line, line_numbers = order[np.frombuffer(numbers, np.int32)], np.concatenate(lines)
+    targets_by_line = order[np.frombuffer(numbers, np.int32)]
+    line_numbers = np.frombuffer(lines, np.uint32)
     _check_targets(table, classes, targets_by_line, line_numbers, are_paths=names_files)
-    all_paths = Names(b"\0".join(joined), len(line_numbers))
+    all_paths = Names(b"\0".join(joined), len(lines))
     return Manifest(name, all_paths, line_numbers, classes, targets_by_line, names_files)
 
 
@@ -127,8 +127,9 @@ def as_csv(content: bytes, name: str) -> bytes:
     if _separator(_first_line(content)) != _TAB:
         return content
     table, pieces = _Table(content, name), list[bytes]()
-    for rows in chain([[table.header]], (rows for rows, _ in table.batches())):
-        written = _Text()
+    for fields in chain([table.header], (fields for fields, _ in table.batches())):
+        written, each = _Text(), iter(fields)
+        rows = zip(*[each] * len(table.header), strict=True)
         csv.writer(written, lineterminator="\n").writerows(rows)
         pieces.append("".join(written.parts).encode(*_TEXT))
     return b"".join(pieces)
@@ -207,33 +208,42 @@ class _Table:
             quoting=csv.QUOTE_NONE if separator == _TAB else csv.QUOTE_MINIMAL,
             strict=True,
         )
-        first = self._next(1)
-        self.header: list[str] = first[0] if first else []
+        self._line = 1
+        self.header: list[str] = next(self._rows(1), [])
 
-    def batches(self) -> Iterator[tuple[list[list[str]], npt.NDArray[np.uint32]]]:
-        """The rows that are not empty, some at a time, and the number of each one's first line.
-        Raises UsageError."""
+    def batches(self) -> Iterator[tuple[list[str], "array[int]"]]:
+        """The fields of some rows at a time, row after row, and the number of each row's first
+        line; empty rows are left out. Raises UsageError."""
+        width = len(self.header)
         while True:
-            line = self._reader.line_num + 1
-            rows = self._next(_BATCH)
-            if not rows:
+            # No list of rows: a million small lists would keep the garbage collector busy
+            fields, lines = list[str](), array("I")
+            for row in self._rows(_BATCH):
+                if len(row) != width:
+                    reason = f"it has {len(row)} fields, and the header {width}"
+                    raise self.error(self._line, reason)
+                fields += row
+                lines.append(self._line)
+            if not fields:
                 return
-            starts = np.arange(line, line + len(rows), dtype=np.uint32)
-            if self._reader.line_num != line + len(rows) - 1:  # a field has several lines
-                more = [sum(field.count("\n") for field in row) for row in rows]
-                starts[1:] += np.cumsum(more[:-1], dtype=np.uint32)
-            if not all(rows):
-                starts = starts[[bool(row) for row in rows]]
-                rows = [*filter(None, rows)]
-            if rows:
-                yield rows, starts
+            yield fields, lines
 
-    def column(self, rows: Sequence[Sequence[str]], at: int) -> list[str]:
-        """The fields of a column; empty for a row that is too short."""
+    def _rows(self, count: int) -> Iterator[list[str]]:
+        """At most so many of the next rows that are not empty; `_line` is the first line of each
+        one."""
+        after = self._reader.line_num
         try:
-            return [row[at] for row in rows]
-        except IndexError:
-            return [row[at] if at < len(row) else "" for row in rows]
+            for row in self._reader:
+                if row:
+                    self._line = after + 1
+                    yield row
+                    count -= 1
+                after = self._reader.line_num
+                if not count:
+                    return
+        except csv.Error as error:
+            reason = f"{error}; is a quote open, or not doubled?"
+            raise self.error(self._reader.line_num, reason) from error
 
     def error(self, line: int, reason: str) -> UsageError:
         """What is wrong with a line."""
@@ -242,13 +252,6 @@ class _Table:
     def bad_path(self, line: int, path: bytes) -> UsageError:
         """What is wrong with a path."""
         return self.error(line, f"bad path {shown(path)}: it has {path_fault(path)}")
-
-    def _next(self, count: int) -> list[list[str]]:
-        try:
-            return list(islice(self._reader, count))
-        except csv.Error as error:
-            reason = f"{error}; is a quote open, or not doubled?"
-            raise self.error(self._reader.line_num, reason) from error
 
     def _blocks(self, content: bytes) -> Iterator[list[str]]:
         """The lines, each with its end."""
@@ -268,24 +271,16 @@ class _Table:
 
 
 def _raise_fault(
-    table: _Table,
-    rows: Sequence[Sequence[str]],
-    lines: npt.NDArray[np.uint32],
-    path_at: int,
-    target_at: int,
+    table: _Table, paths: Sequence[str], targets: Sequence[str], lines: Sequence[int]
 ) -> NoReturn:
-    """Raise UsageError for the first of these rows that is no sample."""
-    for row, line in zip(rows, lines.tolist(), strict=True):
-        if len(row) != len(table.header):
-            expected = len(table.header)
-            raise table.error(line, f"it has {len(row)} fields, and the header {expected}")
-        path = row[path_at]
-        if not path or not row[target_at]:
+    """Raise UsageError for the first of these samples without path or target, or with a NUL."""
+    for path, target, line in zip(paths, targets, lines, strict=True):
+        if not path or not target:
             missing = f"{shown(_bytes(path))} has no target" if path else "it has no path"
             raise table.error(line, missing)
         if "\0" in path:
             raise table.bad_path(line, _bytes(path))
-    raise AssertionError("one of the rows is at fault")
+    raise AssertionError("one of the samples is at fault")
 
 
 def _columns(header: Sequence[str], name: str) -> tuple[int, int, bool]:
@@ -312,13 +307,13 @@ def _sorted_classes(known: dict[str, int]) -> tuple[list[str], npt.NDArray[np.in
     return classes, order
 
 
-def _check_paths(table: _Table, joined: bytes, lines: npt.NDArray[np.uint32]) -> None:
+def _check_paths(table: _Table, joined: bytes, lines: Sequence[int]) -> None:
     """Raise UsageError for the first of these paths (with NULs between them) that no dataset can
     have."""
     components = joined.replace(b"/", b"\0")
     if Names(components, components.count(b"\0") + 1).are_allowed():
         return
-    for path, line in zip(joined.split(b"\0"), lines.tolist(), strict=True):
+    for path, line in zip(joined.split(b"\0"), lines, strict=True):
         if path_fault(path):
             raise table.bad_path(line, path)
 
