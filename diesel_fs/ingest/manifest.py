@@ -55,7 +55,7 @@ def put_manifest(
     path = fetched.path(target)
     if found.fault_count:
         lines = f"{found.fault_count:,} of {len(fetched.manifest):,} lines"
-        report.fail(MANIFEST_NAME, f"the manifest is not stored: {lines} name no sample")
+        report.fail(MANIFEST_NAME, f"the manifest is not stored: {lines} are at fault")
         return
     index = view.lookup(path)
     if index >= 0 and view.stat(index).kind == Kind.FOLDER:

@@ -98,7 +98,7 @@ class DieselDataset(TorchDataset[tuple[object, object]]):  # type: ignore[misc] 
             raise UsageError("target_loader needs a manifest")
         if manifest and (extensions is not None or is_valid_file is not None):
             raise UsageError("a manifest names the files, so nothing else can choose them")
-        if extensions is None and is_valid_file is None:
+        if extensions is None and is_valid_file is None and not manifest:
             extensions = IMG_EXTENSIONS
         if loader is load_image:
             _check_pil()

@@ -137,7 +137,7 @@ def test_lines_that_name_no_sample_are_told_and_the_manifest_that_is_there_stays
     assert told[b"cats"] == f"{name}, line 4: it is a folder, not a file"
     assert told[b"link"] == f"{name}, line 5: it is a link, not a file"
     assert told[b"cats/1"] == f"{name}, line 6: line 2 names it, too"
-    assert told[b".manifest.csv"] == ("the manifest is not stored: 24 of 25 lines name no sample")
+    assert told[b".manifest.csv"] == ("the manifest is not stored: 24 of 25 lines are at fault")
     assert contents(repository)[b".manifest.csv"] == MANIFEST
     assert contents(repository)[b"link"] == "cats/1"
 
