@@ -43,7 +43,7 @@ class SourceArgument:
 @contextmanager
 def archives_source(names: Sequence[str]) -> Iterator[SourceArgument]:
     """The archives that the user names. Raises NotFoundError, UsageError, ObjectStoreError."""
-    archives = [archive for name in names for archive in _archives(name)]
+    archives = [archive for name in names for archive in _archives(name, "archive")]
     twice = [each for each, count in Counter(a.address for a in archives).items() if count > 1]
     if twice:
         raise UsageError(f"{twice[0]} is named twice")
@@ -54,14 +54,14 @@ def archives_source(names: Sequence[str]) -> Iterator[SourceArgument]:
 def manifest_file(name: str) -> FetchedManifest:
     """The manifest that the user names, which may lie where archives may. Raises UsageError,
     NotFoundError, PermissionDenied, ObjectStoreError, CorruptError."""
-    files = _archives(name)
+    files = _archives(name, "manifest")
     if len(files) != 1:
         raise UsageError(f"--manifest takes one file, and {name} names {len(files)}")
     return fetch_manifest(files[0])
 
 
-def _archives(name: str) -> Sequence[Archive]:
-    """The files that a path, a glob or an address names. Raises NotFoundError, UsageError,
+def _archives(name: str, noun: str) -> Sequence[Archive]:
+    """The files that a path, a glob or an address names; `noun` says what they are. Raises NotFoundError, UsageError,
     ObjectStoreError."""
     scheme = name.partition("://")[0] if "://" in name else ""
     if scheme in CLOUD_SCHEMES:
@@ -72,7 +72,7 @@ def _archives(name: str) -> Sequence[Archive]:
         return [HttpArchive(name)]
     if scheme:
         known = ", ".join([*CLOUD_SCHEMES, "http", "https"])
-        raise UsageError(f"nothing can be put from {scheme}://", advice=f"known are {known}")
+        raise UsageError(f"no {noun} can lie at {scheme}://", advice=f"known are {known}")
     return [LocalArchive(path) for path in _archive_paths(name)]
 
 
