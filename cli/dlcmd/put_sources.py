@@ -61,8 +61,8 @@ def manifest_file(name: str) -> FetchedManifest:
 
 
 def _archives(name: str, noun: str) -> Sequence[Archive]:
-    """The files that a path, a glob or an address names; `noun` says what they are. Raises NotFoundError, UsageError,
-    ObjectStoreError."""
+    """The files that a path, a glob or an address names; `noun` says what they are. Raises
+    NotFoundError, UsageError, ObjectStoreError."""
     scheme = name.partition("://")[0] if "://" in name else ""
     if scheme in CLOUD_SCHEMES:
         from .buckets import bucket_archives  # noqa: PLC0415  # it takes 0.1 s to import
