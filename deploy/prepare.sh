@@ -96,6 +96,7 @@ look_for() {
         need ip iproute2
         need tc iproute2
         need rsync rsync
+        need promtool prometheus
         look_for_c
         wish linux.uml user-mode-linux
         wish systemd-analyze systemd
