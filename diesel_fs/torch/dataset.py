@@ -182,10 +182,12 @@ class DieselDataset(TorchDataset[tuple[object, object]]):  # type: ignore[misc] 
         contents: Iterator[Content] = views
         if type(first.obj) is bytes:  # as are most where files are read one by one
             contents = map(whole_object, views)
-        samples = map(self.loader, contents)
         targets: Iterable[object] = self._samples.targets(wanted)
         if isinstance(self._samples, ManifestSamples):
+            if self._samples.target_entries is not None:
+                contents = iter([*contents])  # before those of the targets are read
             targets = self._targets(self._samples, wanted)
+        samples = map(self.loader, contents)
         if self.transform is not None:
             samples = map(self.transform, samples)  # type: ignore[arg-type]  # as its user says
         if self.target_transform is not None:

@@ -105,6 +105,7 @@ def test_targets_may_be_files(tmp_path: Path) -> None:
         assert data[7] == (files["sound/7"], files["words/2"])
         sampler = ChunkShuffleSampler(data, group_size=1)
         loader = DataLoader(data, batch_size=3, sampler=sampler, collate_fn=list)
+        assert data.__getitems__([]) == []
         given = sorted(row for batch in loader for row in batch)
         assert given == sorted((files[path], files[target]) for path, target in rows)
         assert data.classes == sorted({target for _, target in rows})
