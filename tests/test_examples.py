@@ -96,7 +96,7 @@ BEFORE = {
             redis""",
     },
 }
-"""The worlds, their blocks in order, and what stands before each: functions of `WORLD`, and more."""
+"""The worlds, their blocks in order, and what stands before each: functions of `WORLD` and more."""
 
 PYTHON_BEFORE = {
     "diesel_fs/client/README.md python 2": "import diesel_fs\nds = diesel_fs.connect('pets')\n",
@@ -127,7 +127,7 @@ INSTEAD = {
     "redis://localhost &": "redis://localhost",  # the function below waits for it, too
 }
 
-WORLD = """
+WORLD = r"""
 set -eu
 ip link set lo up
 ip link add eth0 type veth peer name eth1
@@ -141,7 +141,8 @@ flat() { cp -r "$1/train/cat" "$1"; dlcmd put "$1" "$1"; }
 put() { python put.py "$1"; dlcmd put "$1" "$1"; }
 redis() {
     redis-cli shutdown nosave 2>/dev/null || true
-    redis-server --port 6379 --bind 127.0.0.1 192.0.2.1 --protected-mode no --save "" --daemonize yes >redis.log
+    redis-server --port 6379 --bind 127.0.0.1 192.0.2.1 --protected-mode no --save "" \
+        --daemonize yes >redis.log
     until redis-cli ping >/dev/null 2>&1; do sleep 0.1; done
 }
 srun() { SLURM_PROCID=0 SLURM_NTASKS=1 "$@"; }
