@@ -59,7 +59,7 @@ VERBS = {
     "doctor": ("diagnosing", "Check what a job needs here, and say what to do."),
     "support": (
         "supporting",
-        "Pack versions, settings and logs into one archive, without secrets.",
+        "Pack versions, settings and logs, without secrets, for help.",
     ),
     "user": ("accounts", "Add, remove, list, export or import the users of a server."),
     "grant": ("accounts", "Give a user a role on a dataset."),

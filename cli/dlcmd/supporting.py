@@ -31,9 +31,9 @@ ENDINGS = (".tar.gz", ".tgz")
 def support(file: Path, yes: bool, dry_run: bool, logs: tuple[Path, ...]) -> None:
     """Pack versions, settings, statistics and logs into one archive for whoever helps you.
 
-    What it contains is listed first. It is written when you say so, on a terminal or by --yes; only
-    you may read it, and a file that is there is never replaced. It holds no keys and passwords: known
-    ones, and what looks like one, are replaced by `***`. Names of datasets, folders and hosts stay.
+    What it contains is listed first. It is written when you say so, on a terminal or by --yes. Only
+    you may read it, and a file that exists is never replaced. Keys and passwords, and what looks
+    like one, are replaced by `***`. Names of datasets, folders and hosts stay.
 
     \b
     Examples:

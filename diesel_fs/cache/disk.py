@@ -215,7 +215,6 @@ def _check_ours(place: Path) -> None:
         if is_file and (place / _MARKER).read_bytes()[:16] == _MAGIC:
             return
         raise ConflictError(f"{place / _MARKER} is not the marker of a cache")
-    others = [name for name in sorted(os.listdir(place)) if not _FOREIGN_ALLOWED.fullmatch(name)]
     if foreign := foreign_in(place):
         raise ConflictError(
             f"{place} is neither empty nor a cache: it holds {foreign!r}",

@@ -12,7 +12,7 @@ import platform
 import re
 import tarfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
@@ -75,26 +75,38 @@ def members(
     redactor: Redactor,
 ) -> list[Member]:
     """The files of the archive. `logs` are packed besides those in the user's state folder."""
-    count = counts(findings)
+    values: dict[str, object] = {
+        "versions.json": _versions(),
+        "settings.json": _settings(settings),
+        "doctor.json": {
+            "counts": dict(counts(findings)),
+            "findings": [each.described() for each in findings],
+        },
+    }
+    for number, facts in enumerate(mounts):
+        values[f"mounts/{number}.json"] = {
+            "path": facts.path, "source": facts.source, "state": facts.state, "stats": facts.stats,
+        }  # fmt: skip
     texts = {
-        "versions.json": _json(_versions()),
-        "settings.json": _json(_settings(settings)),
-        "doctor.json": _json({**count, "findings": [each.described() for each in findings]}),
+        name: json.dumps(redactor.value(value), indent=2, default=str) + "\n"
+        for name, value in values.items()
+    }
+    texts |= {
         "machine/limits.txt": _file_text(Path("/proc/self/limits")),
         "machine/cgroup.txt": "\n".join(_cgroup_lines()) + "\n",
         "machine/memory.txt": _file_text(Path("/proc/meminfo")),
         "machine/mounts.txt": "".join(_our_mount_lines()),
     }
-    for number, facts in enumerate(mounts):
-        described = {"path": facts.path, "source": facts.source, "state": facts.state}
-        texts[f"mounts/{number}.json"] = _json({**described, "stats": facts.stats})
     found = [(f"logs/{path.name}", path) for path in _state_logs()]
     found += [(f"logs/named-{number}-{path.name}", path) for number, path in enumerate(logs)]
     for name, path in found:
         with suppress(OSError):
             texts[name] = _tail(path)
     return [
-        Member(redactor.text(name), redactor.text(text).encode("utf-8", "replace"))
+        Member(
+            redactor.text(name),
+            (text if name in values else redactor.text(text)).encode("utf-8", "replace"),
+        )
         for name, text in texts.items()
     ]
 
@@ -108,10 +120,6 @@ def packed(files: Sequence[Member]) -> bytes:
             info.size, info.mtime, info.mode = len(member.content), now_s, 0o600
             archive.addfile(info, io.BytesIO(member.content))
     return buffer.getvalue()
-
-
-def _json(value: Mapping[str, object]) -> str:
-    return json.dumps(value, indent=2, default=str) + "\n"
 
 
 def _versions() -> dict[str, object]:

@@ -127,11 +127,11 @@ def place_facts(path: Path) -> PlaceFacts:
     except OSError as error:
         return PlaceFacts(text, path.exists(), error=f"it cannot be used: {error.strerror}")
     is_cache = is_cache_folder(path)
-    error = ""
+    problem = ""
     if above != path and (reason := write_error(above)):
-        error = f"it does not exist, and cannot be made in {above}: {reason}"
+        problem = f"it does not exist, and cannot be made in {above}: {reason}"
     elif above == path and os.geteuid() and (reason := write_error(path)):
-        error = f"nothing can be mounted on it or written to it: {reason}"
+        problem = f"nothing can be mounted on it or written to it: {reason}"
     other = topmost_at(os.path.realpath(path), mounts())
     return PlaceFacts(
         text,
@@ -140,7 +140,7 @@ def place_facts(path: Path) -> PlaceFacts:
         is_store=(path / STORE_MARKER).is_file(),
         other_mount=other.kind if other else "",
         content=content,
-        error=error,
+        error=problem,
         owner_error=ownership_error(path) if path.exists() else "",
         free_bytes=free.f_bavail * free.f_frsize,
         total_bytes=free.f_blocks * free.f_frsize,

@@ -1,8 +1,8 @@
 """Runs what asks a store, a mount or a disk, side by side and each with a time limit.
 
-A store, a disk or a mount may never answer, so each probe runs in a thread of its own, which is left
-behind when its time is over: it is a daemon thread, and ends with the program. What it has found by
-then counts.
+A store, a disk or a mount may never answer, so each probe runs in a thread of its own, which is
+left behind when its time is over: it is a daemon thread, and ends with the program. What it has
+found by then counts.
 """
 
 import logging
@@ -19,8 +19,8 @@ Emit = Callable[[Finding], None]
 """Takes a finding as soon as it is found."""
 
 LIMIT_S = 10.0
-"""How long a probe may take. An object store may need some seconds for its first answers, and nobody
-waits for a doctor for a minute."""
+"""How long a probe may take. An object store may need some seconds for its first answers, and
+nobody waits for a doctor for a minute."""
 
 
 @dataclass(frozen=True, slots=True)

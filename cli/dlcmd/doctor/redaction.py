@@ -25,16 +25,14 @@ _PATH_NAME = re.compile(r"_(FILE|DIR|PATH|SOCK|URI|URL|MODULE)$", re.IGNORECASE)
 """Variables that are called after a secret and hold the path or address of one."""
 
 _LOOKS_SECRET = (
-    re.compile(re.escape(KEY_PREFIX) + r"\S*"),
+    re.compile(re.escape(KEY_PREFIX) + r"[A-Za-z0-9+/=]*"),
     re.compile(r"\b(?:AKIA|ASIA)[0-9A-Z]{12,}\b"),
-    re.compile(
-        r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.S
-    ),
+    re.compile(r"-----BEGIN ([A-Z ]*)PRIVATE KEY-----.*?(?:-----END \1PRIVATE KEY-----|\Z)", re.S),
 )
 _NAMED_SECRET = re.compile(
     r"(?i)((?:passw(?:or)?d|secret|token|authorization|signature|credential|access[_-]?key"
-    r"|api[_-]?key|\bsig)[a-z_-]{0,24}[\"']?\s*[=:]\s*)(?:(?:bearer|basic)\s+)?"
-    r"(?:\"(?:[^\"\\]|\\.)*\"|'[^']*'|[^\s\"',;&}\]]+)"
+    r"|api[_-]?key|\bsig)[a-z_-]{0,24}\\?[\"']?\s*[=:]\s*)(?:(?:bearer|basic)\s+)?"
+    r"(\\?\".*?\"|'[^']*'|[^\s\"',;&}\]]+)"
 )
 """A value behind a name such as `password=` or `"token":`."""
 
@@ -55,7 +53,23 @@ class Redactor:
         text = shown_url(text)
         for pattern in _LOOKS_SECRET:
             text = pattern.sub(HIDDEN, text)
-        return _NAMED_SECRET.sub(rf'\1"{HIDDEN}"', text)
+        return _NAMED_SECRET.sub(rf"\1{HIDDEN}", text)
+
+    def value(self, value: object) -> object:
+        """A value of JSON, in which all texts are without secrets; what has a secret's name is
+        left out whole, if it is a text."""
+        if isinstance(value, str):
+            return self.text(value)
+        if isinstance(value, Mapping):
+            return {
+                self.text(str(name)): HIDDEN
+                if isinstance(each, str) and each and _NAMED_SECRET.match(f"{name}=x")
+                else self.value(each)
+                for name, each in value.items()
+            }
+        if isinstance(value, list | tuple):
+            return [self.value(each) for each in value]
+        return value
 
 
 def known_secrets(
@@ -95,5 +109,4 @@ def _forms(value: str) -> Iterator[str]:
 
 def _of_url(text: str) -> Iterator[str]:
     """The passwords in a URL."""
-    for found in re.findall(r"://[^/?#@\s]*:([^/?#@\s]+)@", text):
-        yield found
+    yield from re.findall(r"://[^/?#@\s]*:([^/?#@\s]+)@", text)

@@ -1,4 +1,4 @@
-"""Facts about a repository: whether it answers, how fast, by which clock, and what this user may do.
+"""Facts about a repository: whether it answers, how fast, by which clock, and what the user may do.
 
 Only with `writes` is anything written: an object or file that is removed at once, and that a purge
 or the store itself would remove if this process died. It never has the name of something that is
@@ -60,7 +60,8 @@ HTTP_S = 4.0
 """How long the endpoint of a bucket may take to answer at all."""
 
 READ_BYTES, PART_BYTES, READ_THREADS, READ_S = 16 << 20, 1 << 20, 4, 2.0
-"""How much of one chunk is read for the bandwidth, in parts, so many at once, for at most so long."""
+"""How much of one chunk is read for the bandwidth, in parts, so many at once, for how long at
+most."""
 
 DATASETS_ASKED = 20
 """Of how many datasets a server is asked whether this user may write them."""
@@ -117,12 +118,10 @@ def _can_be_reached(url: RepositoryUrl, emit: Emit) -> bool:
         return True
     access = resolve_access(parse_bucket_url(url.objects_url), os.environ)
     endpoint = f"{'http' if access.plain_http else 'https'}://{access.host}/"
+    request = urllib.request.Request(endpoint, method="HEAD")  # noqa: S310  # http or https
     asked_s = time.time()
     try:
-        with urllib.request.urlopen(  # noqa: S310  # http or https, as `access` says
-            urllib.request.Request(endpoint, method="HEAD"),
-            timeout=HTTP_S,  # noqa: S310
-        ) as answer:
+        with urllib.request.urlopen(request, timeout=HTTP_S) as answer:  # noqa: S310
             date = answer.headers.get("Date")
     except urllib.error.HTTPError as error:  # a refusal has a date, too
         date = error.headers.get("Date")
@@ -237,8 +236,8 @@ def _write_finding(
 def _try_to_write(repository: StoredRepository, datasets: list[DatasetInfo]) -> None:
     """Write something and remove it. Raises DieselError, OSError.
 
-    In a folder, it is an empty temporary file of a put, as a killed put leaves them. In a bucket, it
-    is a lease on no version, of a dataset that is there if there is one.
+    In a folder, it is an empty temporary file of a put, as a killed put leaves them. In a bucket,
+    it is a lease on no version, of a dataset that is there if there is one.
     """
     if repository.url.scheme == "file":
         path = repository.url.path.resolve() / object_temporary_name()
@@ -321,8 +320,8 @@ def _median_seconds(request: Callable[[], object]) -> float:
 
 
 def _measure_bandwidth(repository: Repository, datasets: list[DatasetInfo], emit: Emit) -> None:
-    """Read parts of a chunk, several at once, as a mount does. A dataset without a chunk that can be
-    found without a listing is left out."""
+    """Read parts of a chunk, several at once, as a mount does. A dataset is left out if none of its
+    chunks can be found without a listing."""
     for info in datasets:
         with suppress(ObjectMissing, UsageError):
             name = _some_chunk(repository, info)

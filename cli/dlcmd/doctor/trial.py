@@ -1,9 +1,9 @@
 """The program that tries a mount: `python -m dlcmd.doctor.trial FOLDER`.
 
-It makes a dataset of one file in FOLDER, mounts it there, reads the file and unmounts. It prints the
-session, why there is no better one, and the time from the mount to the file, as JSON; or the error.
-It is a program of its own, since its folders (`XDG_...`) lie in FOLDER, too. Whoever starts it
-removes FOLDER, and unmounts what may be left.
+It makes a dataset of one file in FOLDER, mounts it there, reads the file and unmounts. As JSON, it
+prints the session, why there is no better one, and the time that mounting and reading took; or the
+error. It is a program of its own, since its folders (`XDG_...`) lie in FOLDER, too. The program
+that starts it removes FOLDER, and unmounts what may be left.
 """
 
 import json
