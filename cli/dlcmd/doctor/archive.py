@@ -79,7 +79,7 @@ def members(
         "versions.json": _versions(),
         "settings.json": _settings(settings),
         "doctor.json": {
-            "counts": dict(counts(findings)),
+            "counts": counts(findings),
             "findings": [each.described() for each in findings],
         },
     }
