@@ -15,10 +15,11 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 
@@ -37,13 +38,15 @@ from tests.server.fake_server import ThreadedServer
 from tests.server.program import Server, new_repository
 from tests.small_disks import small_disk
 from tests.storage.metadata.redis_servers import RedisServer, free_port
-from tests.storage.objects.scripted_s3 import BUCKET, Rule, ScriptedS3, Stored
 from tests.storage.objects.s3_server import credentials, without_proxies
+from tests.storage.objects.scripted_s3 import BUCKET, Rule, ScriptedS3, Stored
 from tests.trees import facts, write
 from tests.unprivileged_user import as_user, module_path, needs_root, user_python
 
-from .conftest import Dlcmd
+from .conftest import Dlcmd, program_environment
 from .test_clocks import clock
+
+OUR_PATH = os.pathsep.join(filter(None, sys.path))
 
 FORGET_OTHERS = """
 grep -E ' - (fuse[.]diesel|erofs) ' /proc/self/mountinfo | cut -d' ' -f5 | sort -r |
@@ -77,6 +80,7 @@ class Said:
 
 def parsed(code: int, out: bytes, err: str) -> Said:
     """What the doctor has said with --json."""
+    assert out, err
     answer = json.loads(out)
     assert (code == 0) == answer["runs_well"] == (answer["faults"] == 0), answer
     assert code in (0, 3), err
@@ -100,7 +104,7 @@ def examined(
         ["unshare", "--mount", "--propagation", "private", "sh", "-c", script],
         check=False, capture_output=True, timeout=60,
         env={
-            **without_proxies(), "KEEP": str(keep), "PYTHONPATH": os.pathsep.join(sys.path),
+            **without_proxies(), "KEEP": str(keep), "PYTHONPATH": OUR_PATH,
             **(environment or {}),
         },
     )  # fmt: skip
@@ -115,7 +119,10 @@ def pets(dlcmd: Dlcmd, tmp_path: Path) -> Dlcmd:
     return dlcmd
 
 
-Ask = Callable[..., Said]
+class Ask(Protocol):
+    """Asks the doctor."""
+
+    def __call__(self, *words: str | Path) -> Said: ...
 
 
 @pytest.fixture
@@ -139,21 +146,21 @@ def doctor(capfdbinary: pytest.CaptureFixture[bytes]) -> Ask:
 @pytest.mark.fuse
 def test_a_machine_without_faults_gets_0_and_nothing_stays(pets: Dlcmd, tmp_path: Path) -> None:
     (tmp_path / "tmp").mkdir()
-    before = facts(pets.store)
+    before = facts(pets.store, times=False)
     said = examined(environment={"TMPDIR": str(tmp_path / "tmp")})
     assert said.code == 0, said
     assert said.faults == []
     session = said.one("session", "ok", "a mount works, with the session")
-    assert session["figures"]["session"] in ("native", "kernel")  # type: ignore[index]  # of JSON
+    assert "session native" in str(session) or "session kernel" in str(session)
     for check in ("fuse.device", "fuse.rights", "memory", "files", "store", "store.latency",
                   "store.bandwidth", "store.rights", "metadata", "clock", "folder.state",
                   "folder.cache", "folder.tmp"):  # fmt: skip
         if check != "fuse.rights":
             said.one(check, "ok")
     assert os.listdir(tmp_path / "tmp") == []
-    assert facts(pets.store) == before
+    assert facts(pets.store, times=False) == before
     assert examined("--write", "--quick").one("store.rights", "ok", "tried")
-    assert facts(pets.store) == before
+    assert facts(pets.store, times=False) == before
 
 
 @needs_root
@@ -437,7 +444,7 @@ def test_a_read_only_store(pets: Dlcmd) -> None:
 def test_a_clock_that_is_off(when: str, pets: Dlcmd) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "dlcmd", "doctor", "--json", "--quick"],
-        check=False, capture_output=True, timeout=60, env={**os.environ, **clock(when)},
+        check=False, capture_output=True, timeout=60, env={**program_environment(), **clock(when)},
     )  # fmt: skip
     said = parsed(done.returncode, done.stdout, done.stderr.decode())
     direction = "600.0 s ahead of" if when[0] == "+" else "600.0 s behind"
@@ -457,7 +464,9 @@ def test_faults_of_redis(
         said.one("clock", "ok", "Redis at 127.0.0.1")
         with redis.client() as client:
             used = int(client.info("memory")["used_memory"])
-            client.config_set("maxmemory", used + used // 50)
+            client.config_set("maxmemory", used // 2)
+            doctor(url).one("metadata", "fault", "accepts no more data", cure="maxmemory")
+            client.config_set("maxmemory", used + used // 12)
             doctor(url).one("metadata", "fault", "it will refuse writes", cure="maxmemory")
             client.config_set("maxmemory-policy", "allkeys-lru")
             said = doctor(url)
@@ -465,7 +474,7 @@ def test_faults_of_redis(
             client.config_set("maxmemory-policy", "noeviction")
             client.config_set("requirepass", "canary-of-redis")
             said = doctor(url)
-            said.one("metadata", "fault", "needs a password", cure="DIESEL_REDIS_PASSWORD")
+            said.one("metadata", "fault", "does not accept", cure="DIESEL_REDIS_PASSWORD")
             monkeypatch.setenv("DIESEL_REDIS_PASSWORD", "canary-that-is-wrong")
             said = doctor(url)
             said.one("metadata", "fault", "does not accept", cure="DIESEL_REDIS_PASSWORD")
@@ -484,7 +493,7 @@ def marker() -> Stored:
 
 def of_bucket(s3: ScriptedS3, *words: str, bucket: str = BUCKET) -> Said:
     """What the program says about a bucket."""
-    environment = {**without_proxies(), **credentials(s3.endpoint)}
+    environment = {**without_proxies(), **credentials(s3.endpoint), "PYTHONPATH": OUR_PATH}
     done = subprocess.run(
         [sys.executable, "-m", "dlcmd", "doctor", "--json", *words, f"s3://{bucket}/pre"],
         check=False, capture_output=True, timeout=60, env=environment,
@@ -505,7 +514,7 @@ def test_a_bucket_that_is_slow_and_has_no_metadata_store() -> None:
 
 
 BUCKET_FAULTS = {
-    "no bucket": (404, "NoSuchBucket", "", "check the address"),
+    "no bucket": (404, "NoSuchBucket", "no such bucket", "check its name"),
     "wrong key": (403, "InvalidAccessKeyId", "", ""),
     "wrong clock": (403, "RequestTimeTooSkewed", "clock", ""),
 }
@@ -549,7 +558,10 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dict[s
     reader = Account("ann", b"\0" * 32, grants={"pets": Role.READ})
     users = new_repository(url, "root", reader)
     source = write(folder / "src", {"a": os.urandom(3 << 20)})
-    subprocess.run([sys.executable, "-m", "dlcmd", "--url", url, "put", source, "pets"], check=True)
+    subprocess.run(
+        [sys.executable, "-m", "dlcmd", "--url", url, "put", source, "pets"],
+        check=True, env=program_environment(),
+    )  # fmt: skip
     with Server(folder / "server", "--store", url) as server:
         yield server.url, users
 
@@ -565,8 +577,9 @@ def test_the_roles_of_a_user_of_a_server(
     url, users = site
     log_in(users["ann"], monkeypatch)
     done = subprocess.run(
-        [sys.executable, "-m", "dlcmd", "doctor", "--json", url], check=False, capture_output=True
-    )
+        [sys.executable, "-m", "dlcmd", "doctor", "--json", url],
+        check=False, capture_output=True, env=program_environment(),
+    )  # fmt: skip
     said = parsed(done.returncode, done.stdout, done.stderr.decode())
     said.one("store", "ok", "accepts the user 'ann', who may read 1 dataset")
     said.one("store.bandwidth", "ok", "3.1 MB of a chunk came at")

@@ -5,10 +5,10 @@ Every threshold stands here, with its reason.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from diesel_fs.names import shown
 from diesel_fs.repository.validation import CLOCK_ALLOWANCE_S
-from diesel_fs.storage.metadata.redis.link import ServerFacts
 
 from ..output import bytes_text, count_text
 from .findings import Figure, Finding, State
@@ -54,6 +54,9 @@ BANDWIDTH_SLOW = 20_000_000
 
 REDIS_FULL = 0.9
 """A Redis that uses this part of its `maxmemory` soon refuses writes."""
+
+if TYPE_CHECKING:  # to import it takes 0.2 s, and most repositories need no Redis
+    from diesel_fs.storage.metadata.redis.link import ServerFacts
 
 _IN_A_CONTAINER = "start a container with --device /dev/fuse --cap-add SYS_ADMIN"
 
@@ -300,7 +303,7 @@ def bandwidth_finding(read_bytes: int, seconds: float) -> Finding:
     return Finding("store.bandwidth", "ok", found, figures=figures)
 
 
-def redis_finding(facts: ServerFacts, where: str) -> Finding:
+def redis_finding(facts: "ServerFacts", where: str) -> Finding:
     """How a Redis that can be used is set up."""
     figures: dict[str, Figure] = {
         "version": facts.version, "policy": facts.policy, "used_bytes": facts.used_bytes,

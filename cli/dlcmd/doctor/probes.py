@@ -79,6 +79,7 @@ def failed(check: str, error: DieselError, cure: str = "") -> Finding:
 _CURE_BY_CODE = {
     12: "give this user the right, or run the job as a user who has it",
     13: "check the address, the network and the credentials of the object store",
+    16: "free some space there, or raise its limit (of a Redis: maxmemory)",
     14: "check that the metadata store or server runs, and that its address is right",
 }
 """What to do about errors that do not say it themselves, by their exit code."""

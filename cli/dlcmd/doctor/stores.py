@@ -34,7 +34,6 @@ from diesel_fs.repository.leases import NO_VERSION, Lease
 from diesel_fs.repository.stored import StoredRepository
 from diesel_fs.settings import Settings
 from diesel_fs.storage.metadata.redis.address import parse_redis_url
-from diesel_fs.storage.metadata.redis.store import RedisMetadata
 from diesel_fs.storage.objects.cloud.direct import open_buckets_directly
 from diesel_fs.storage.objects.cloud.location import parse_bucket_url, resolve_access
 from diesel_fs.storage.objects.folder import object_temporary_name
@@ -192,7 +191,12 @@ def _ask_metadata(repository: StoredRepository, emit: Emit) -> None:
             emit(failed("metadata", problem, cure))
         return
     meta = repository.meta
-    if isinstance(meta, RedisMetadata):
+    if repository.url.meta:
+        from diesel_fs.storage.metadata.redis.store import (  # noqa: PLC0415  # it takes 0.2 s
+            RedisMetadata,
+        )
+
+        assert isinstance(meta, RedisMetadata)
         where = f"Redis at {parse_redis_url(repository.url.meta)}"
         for facts in meta.server_facts():
             emit(redis_finding(facts, where))
