@@ -516,7 +516,7 @@ def test_a_bucket_that_is_slow_and_has_no_metadata_store() -> None:
 BUCKET_FAULTS = {
     "no bucket": (404, "NoSuchBucket", "no such bucket", "check its name"),
     "wrong key": (403, "InvalidAccessKeyId", "", ""),
-    "wrong clock": (403, "RequestTimeTooSkewed", "clock", ""),
+    "wrong clock": (403, "RequestTimeTooSkewed", "", "clock is wrong by minutes"),
 }
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from diesel_fs.credentials import KEY_PREFIX
 from diesel_fs.errors import DieselError
-from diesel_fs.settings import KEY_FILE_BYTES_MAX, Settings
+from diesel_fs.settings import Settings, config_file
 from diesel_fs.storage.metadata.redis.address import parse_redis_url
 from diesel_fs.urls import parse_url, shown_url
 
@@ -20,7 +20,14 @@ HIDDEN = "***"
 SECRET_BYTES_MIN = 4
 """A shorter secret is no secret, and to replace it everywhere would spoil the text."""
 
-_SECRET_NAME = re.compile(r"KEY|SECRET|TOKEN|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
+SECRETS_BYTES_MAX = 64 << 10
+"""How much of a file with secrets is read."""
+
+_SECRET_NAME = re.compile(
+    r"(?:KEYS?|SECRETS?|TOKENS?|PASS|PASSPHRASE|CREDENTIALS?|AUTH|SIGNATURE)(?:_|$)|PASSW",
+    re.IGNORECASE,
+)
+"""Of variables and settings. (`TOKENIZERS_PARALLELISM` and `GIT_AUTHOR_NAME` are none.)"""
 _PATH_NAME = re.compile(r"_(FILE|DIR|PATH|SOCK|URI|URL|MODULE)$", re.IGNORECASE)
 """Variables that are called after a secret and hold the path or address of one."""
 
@@ -84,6 +91,8 @@ def known_secrets(
         yield from _of_url(value)
     files = [env.get("DIESEL_REDIS_PASSWORD_FILE", "")]
     files.append(env.get("AWS_SHARED_CREDENTIALS_FILE") or os.path.expanduser("~/.aws/credentials"))
+    with suppress(DieselError):  # another setting may win over it
+        files.append(str(config_file()))
     if settings is not None:
         files.append(settings.key_file)
         yield from _of_url(settings.url)
@@ -93,10 +102,10 @@ def known_secrets(
                 yield from (address.password, address.sentinel_password)
     for path in filter(None, files):
         with suppress(OSError):
-            for line in Path(path).read_bytes()[:KEY_FILE_BYTES_MAX].decode("latin-1").splitlines():
-                yield from _forms(line)
+            for line in Path(path).read_bytes()[:SECRETS_BYTES_MAX].decode("latin-1").splitlines():
+                yield from (*_forms(line), *_of_url(line))
                 name, equals, value = line.partition("=")  # of an ini file
-                if equals and _SECRET_NAME.search(name):
+                if equals and _SECRET_NAME.search(name.strip()):
                     yield from _forms(value)
 
 
