@@ -11,6 +11,7 @@ import click
 
 from diesel_fs.errors import DieselError, NoSpaceError, PartialError
 from diesel_fs.mounts.mountpoint import DatasetMount
+from diesel_fs.names import shown
 from diesel_fs.repository.interface import Repository
 from diesel_fs.settings import Settings
 
@@ -20,6 +21,7 @@ from .doctor.machine import folder_probes, fuse_facts, machine_findings
 from .doctor.places import Trial, all_mounts, mount_probes, place_probe
 from .doctor.probes import Probe, failed, run_probes
 from .doctor.stores import StoreQuestion, open_for_reading, store_probe
+from .doctor.trial import LIMIT_S as TRIAL_LIMIT_S
 from .options import global_flags, verb
 from .output import print_json, print_line, write_stdout
 
@@ -66,7 +68,7 @@ def doctor(target: str | None, quick: bool, writes: bool) -> None:
         )
     elif not global_flags().quiet:
         for line in finding_lines(findings):
-            write_stdout([_coloured(line).encode("utf-8", "surrogateescape") + b"\n"])
+            write_stdout([_coloured(shown(os.fsencode(line))).encode() + b"\n"])
     if counts(findings)["fault"]:
         raise PartialError(summary(findings))
     print_line(summary(findings))
@@ -115,7 +117,8 @@ def diagnose(target: str | None, *, quick: bool = False, writes: bool = False) -
                 findings.append(failed("session", no_room, "name another folder in TMPDIR"))
             else:
                 cure = "see `dmesg`; `dlcmd mount -f DATASET DIR` shows how far it comes"
-                probes.append(Probe("session", "a mount that was tried", trial.work, cure))
+                what = "a mount that was tried"
+                probes.append(Probe("session", what, trial.work, cure, TRIAL_LIMIT_S))
         return findings + run_probes(probes)
 
 

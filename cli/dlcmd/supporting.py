@@ -3,6 +3,7 @@
 import os
 import stat
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import click
@@ -16,6 +17,9 @@ from .doctor.places import all_mounts, mount_facts
 from .doctor.redaction import Redactor, known_secrets
 from .options import global_flags, verb
 from .output import bytes_text, print_json, print_line, print_note
+
+MOUNTS_ASKED = 16
+"""How many mounts are asked at once: each by a child process."""
 
 ENDINGS = (".tar.gz", ".tgz")
 
@@ -48,7 +52,8 @@ def support(file: Path, yes: bool, dry_run: bool, logs: tuple[Path, ...]) -> Non
     except DieselError:  # the findings say why
         settings = None
     findings = diagnose(None)
-    mounts = [mount_facts(each) for each in all_mounts()]
+    with ThreadPoolExecutor(MOUNTS_ASKED) as threads:  # those that hang are waited for at once
+        mounts = list(threads.map(mount_facts, all_mounts()))
     files = members(settings, findings, mounts, logs, Redactor(known_secrets(settings)))
     for member in files:
         print_line(f"{bytes_text(len(member.content)):>9}  {member.name}")

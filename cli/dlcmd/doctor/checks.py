@@ -5,6 +5,7 @@ Every threshold stands here, with its reason.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from shlex import quote
 from typing import TYPE_CHECKING
 
 from diesel_fs.names import shown
@@ -108,7 +109,7 @@ def fuse_findings(facts: FuseFacts) -> Iterator[Finding]:
         yield Finding("fuse.rights", "fault", found, "`apt-get install fuse3`")
     elif not facts.helper_has_rights:
         found = f"{facts.helper} is not setuid root, so it may not mount"
-        yield Finding("fuse.rights", "fault", found, f"`chmod u+s {facts.helper}` as root")
+        yield Finding("fuse.rights", "fault", found, f"`chmod u+s {quote(facts.helper)}` as root")
 
 
 def session_finding(session: str, notes: Sequence[str], seconds: float) -> Finding:
@@ -216,7 +217,7 @@ def folder_finding(facts: FolderFacts) -> Finding:
     )
     if facts.owner_error:
         found = f"{where}: {facts.owner_error}"
-        cure = f"`chmod 700 {facts.path}` as its owner, or {other}"
+        cure = f"`chmod 700 {quote(facts.path)}` as its owner, or {other}"
         return Finding(check, "fault", found, cure, figures)
     if facts.write_error:
         found = f"nothing can be written to {where}: {facts.write_error}"
@@ -253,7 +254,7 @@ def old_copies_finding(facts: OldCopies) -> Finding | None:
         f"{count_text(facts.files, 'file')} of earlier boots, {bytes_text(facts.bytes)}, lie in"
         f" {facts.folder}; nothing uses them any more"
     )
-    cure = f"`find {facts.folder} -type f ! -name '*.{facts.boot}*' -delete`"
+    cure = f"`find {quote(facts.folder)} -type f ! -name '*.{facts.boot}*' -delete`"
     figures: dict[str, Figure] = {"bytes": facts.bytes, "files": facts.files}
     return Finding("cache.old", "warning", found, cure, figures)
 
@@ -342,12 +343,12 @@ def mount_findings(facts: MountFacts) -> Iterator[Finding]:
     figures: dict[str, Figure] = {"path": facts.path, "state": facts.state}
     if facts.state == "dead":
         found = f"the mount of {where} is dead: nothing serves it, and what reads there fails"
-        cure = f"`dlcmd umount {facts.path}`, then mount again"
+        cure = f"`dlcmd umount {quote(facts.path)}`, then mount again"
         yield Finding("mount", "fault", found, cure, figures)
         return
     if facts.state == "hung":
         found = f"the mount of {where} does not answer, and what reads there hangs"
-        cure = f"`dlcmd umount --force {facts.path}`, then mount again; its log may say why"
+        cure = f"`dlcmd umount --force {quote(facts.path)}`, then mount again; see its log"
         yield Finding("mount", "fault", found, cure, figures)
         return
     if facts.stats is None:
@@ -396,7 +397,8 @@ def behind_finding(facts: MountFacts, current: CurrentVersion | None) -> Finding
     """Whether a mount shows an old version. `current` is None where there is no such dataset."""
     stats = facts.stats or {}
     name, version = _text(stats, "dataset"), _number(stats, "version")
-    again = f"`dlcmd umount {facts.path}` and `dlcmd mount {name} {facts.path}`"
+    at = quote(facts.path)
+    again = f"`dlcmd umount {at}` and `dlcmd mount {name} {at}`"
     if current is None:
         found = f"{facts.path}: the repository has no dataset {name!r} (any more)"
         cure = "name the repository of the mount by --url; a deleted dataset must be put again"
@@ -453,8 +455,6 @@ class PlaceFacts:
     is_folder: bool = True
     is_cache: bool = False
     is_store: bool = False
-    other_mount: str = ""
-    """The kind of another file system that is mounted at exactly this path."""
     content: str = ""
     """The name of something in it."""
     error: str = ""
@@ -474,7 +474,9 @@ def place_findings(facts: PlaceFacts) -> Iterator[Finding]:
         yield Finding("place", "fault", f"{path} is no folder", "name a folder")
     elif facts.is_store:
         found = f"{path} is the store of a repository, and no place for mounts or caches"
-        yield Finding("place", "fault", found, f"`dlcmd doctor file://{path}` checks the store")
+        yield Finding(
+            "place", "fault", found, f"`dlcmd doctor {quote(f'file://{path}')}` checks the store"
+        )
     elif facts.error:
         cure = "name a folder of your own, or let root give you this one (`chown`)"
         yield Finding("place", "fault", f"{path}: {facts.error}", cure)
@@ -502,7 +504,9 @@ def _usable_place_findings(facts: PlaceFacts) -> Iterator[Finding]:
     if facts.owner_error:
         found = f"no cache can be kept in {path}: {facts.owner_error}"
         state: State = "fault" if facts.is_cache else "warning"
-        yield Finding("place.cache", state, found, f"`chmod 700 {path}` as its owner", figures)
+        yield Finding(
+            "place.cache", state, found, f"`chmod 700 {quote(path)}` as its owner", figures
+        )
     elif facts.free_bytes < CACHE_FREE_FRACTION * facts.total_bytes:
         found = (
             f"the disk of {path} is full ({free} free): a cache leaves"
@@ -525,6 +529,6 @@ def _usable_place_findings(facts: PlaceFacts) -> Iterator[Finding]:
                 f" {bytes_text(each.bytes)}"
             )
             yield Finding(
-                "cache.old", "warning", found, f"`rm -r {each.folder}` while no job runs",
+                "cache.old", "warning", found, f"`rm -r {quote(each.folder)}` while no job runs",
                 {"bytes": each.bytes, "unused_s": round(each.unused_s)},
             )  # fmt: skip

@@ -24,11 +24,10 @@ from diesel_fs.mounts.mountpoint import (
     dataset_mounts,
     is_alive,
     mounted_at,
-    real_path,
 )
 from diesel_fs.repository.interface import Repository
 from diesel_fs.system.daemons import minimal_environment
-from diesel_fs.system.mountinfo import file_system_of, mounts, topmost_at
+from diesel_fs.system.mountinfo import file_system_of, mounts
 
 from .checks import (
     CachedUse,
@@ -59,11 +58,6 @@ def all_mounts() -> list[DatasetMount]:
     return dataset_mounts(mounts())[:MOUNTS_MAX]
 
 
-def mount_at(path: Path) -> DatasetMount | None:
-    """The mount of a dataset at a path, or None. Does not touch it."""
-    return mounted_at(real_path(path))
-
-
 def mount_facts(found: DatasetMount) -> MountFacts:
     """Whether a mount is alive, and its statistics. Takes at most twice `ANSWER_S`."""
     try:
@@ -89,15 +83,18 @@ def mount_probe(found: DatasetMount, open_repository: Callable[[], Repository] |
             emit(finding)
         if facts.stats is None or open_repository is None:
             return
-        with open_repository() as repository:
+        with (
+            suppress(DieselError),
+            open_repository() as repository,
+        ):  # else the store's check says it
             try:
                 info = repository.dataset(str(facts.stats["dataset"]))
             except NoSuchDataset:
                 current = None
             else:
                 current = CurrentVersion(str(info.identity), repository.newest_known(info))
-        if finding_or_none := behind_finding(facts, current):
-            emit(finding_or_none)
+            if behind := behind_finding(facts, current):
+                emit(behind)
 
     return Probe("mount", f"the mount on {found.path}", work, _CURE_OF_MOUNT)
 
@@ -132,13 +129,11 @@ def place_facts(path: Path) -> PlaceFacts:
         problem = f"it does not exist, and cannot be made in {above}: {reason}"
     elif above == path and os.geteuid() and (reason := write_error(path)):
         problem = f"nothing can be mounted on it or written to it: {reason}"
-    other = topmost_at(os.path.realpath(path), mounts())
     return PlaceFacts(
         text,
         path.exists(),
         is_cache=is_cache,
         is_store=(path / STORE_MARKER).is_file(),
-        other_mount=other.kind if other else "",
         content=content,
         error=problem,
         owner_error=ownership_error(path) if path.exists() else "",

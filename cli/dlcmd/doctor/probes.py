@@ -34,27 +34,29 @@ class Probe:
     work: Callable[[Emit], None]
     late_cure: str
     """What to do where it does not answer."""
+    limit_s: float = LIMIT_S
+    """How long it may take."""
 
 
-def run_probes(probes: Sequence[Probe], limit_s: float = LIMIT_S) -> list[Finding]:
+def run_probes(probes: Sequence[Probe]) -> list[Finding]:
     """What all probes find, in their order. Warnings that the library logs meanwhile are findings,
-    too. Takes at most about `limit_s`."""
+    too. Takes about as long as the longest limit at most."""
     found: list[list[Finding]] = [[] for _ in probes]
     threads = [
         threading.Thread(target=_run, args=(probe, each.append), daemon=True)
         for probe, each in zip(probes, found, strict=True)
     ]
-    end_s = time.monotonic() + limit_s
+    begun_s = time.monotonic()
     with _Warnings() as warnings:
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join(max(0.0, end_s - time.monotonic()))
+        for probe, thread in zip(probes, threads, strict=True):
+            thread.join(max(0.0, begun_s + probe.limit_s - time.monotonic()))
     findings: list[Finding] = []
     for probe, thread, each in zip(probes, threads, found, strict=True):
         findings += list(each)
         if thread.is_alive():
-            text = f"{probe.what} has not answered within {limit_s:.0f} s"
+            text = f"{probe.what} has not answered within {probe.limit_s:.0f} s"
             findings.append(Finding(probe.check, "fault", text, probe.late_cure))
     return findings + [Finding("log", "warning", text) for text in warnings.texts]
 

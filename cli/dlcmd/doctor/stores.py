@@ -120,9 +120,9 @@ def _can_be_reached(url: RepositoryUrl, emit: Emit) -> bool:
     request = urllib.request.Request(endpoint, method="HEAD")  # noqa: S310  # http or https
     asked_s = time.time()
     try:
-        with urllib.request.urlopen(request, timeout=HTTP_S) as answer:  # noqa: S310
+        with urllib.request.build_opener(_NoRedirect).open(request, timeout=HTTP_S) as answer:
             date = answer.headers.get("Date")
-    except urllib.error.HTTPError as error:  # a refusal has a date, too
+    except urllib.error.HTTPError as error:  # a refusal or a redirect has a date, too
         date = error.headers.get("Date")
         error.close()
     except (OSError, ValueError) as error:
@@ -138,6 +138,13 @@ def _can_be_reached(url: RepositoryUrl, emit: Emit) -> bool:
         error_s = 1.0 + (time.time() - asked_s) / 2  # the header has whole seconds
         emit(clock_finding(ours_s - theirs_s - 0.5, f"the object store at {access.host}", error_s))
     return True
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Follows no redirect: it would lead to the pages of the vendor."""
+
+    def redirect_request(self, *_: object) -> None:
+        """None: the answer is an HTTPError."""
 
 
 def _ask(question: StoreQuestion, url: RepositoryUrl, emit: Emit) -> None:
