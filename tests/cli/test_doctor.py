@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,11 +26,14 @@ import pytest
 
 from diesel_fs.cache.disk import prepare_cache_folder
 from diesel_fs.credentials import Credentials
+from diesel_fs.errors import ObjectStoreError
 from diesel_fs.mounts import launcher, stats
 from diesel_fs.mounts.processes import children_of
 from diesel_fs.net.tls import load_certificate
 from diesel_fs.storage.accounts.account import Account, Role
 from diesel_fs.storage.objects.store import encode_marker
+from dlcmd.doctor.findings import Finding
+from dlcmd.doctor.probes import Emit, Probe, run_probes
 from dlcmd.main import run
 from tests.bench.control_group import control_group
 from tests.mounts.conftest import open_place as open_place
@@ -182,6 +186,28 @@ def test_a_new_user_is_told_how_to_begin(
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     doctor().one("store", "warning", "there is no repository yet", cure="dlcmd put")
     assert not (tmp_path / "data").exists()
+
+
+def test_what_never_answers_is_left_behind_and_what_it_said_before_counts() -> None:
+    never = threading.Event()
+    begun = Finding("store", "ok", "it can be read")
+
+    def hang(emit: Emit) -> None:
+        emit(begun)
+        never.wait()
+
+    def fail(_: Emit) -> None:
+        raise ObjectStoreError("it is gone", advice="bring it back")
+
+    found = run_probes(
+        [Probe("store", "the store", hang, "look at it", 0.05), Probe("meta", "it", fail, "none")]
+    )
+    never.set()
+    assert found == [
+        begun,
+        Finding("store", "fault", "the store has not answered within 0 s", "look at it"),
+        Finding("meta", "fault", "it is gone", "bring it back"),
+    ]
 
 
 # This machine

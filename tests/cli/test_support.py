@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from diesel_fs.settings import user_folders
+from dlcmd.doctor.redaction import Redactor, known_secrets
 
 from .conftest import Dlcmd, program_environment
 
@@ -28,6 +29,34 @@ def contents(archive: Path) -> dict[str, bytes]:
             assert (member.uid, member.uname, member.mode) == (0, "", 0o600)
             found[member.name.removeprefix("diesel-support/")] = file.read()
     return found
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("password=abc, x", "password=***, x"),
+        ('{"token": "a b", "n": 1}', '{"token": ***, "n": 1}'),
+        ("Authorization: Bearer abc.def", "Authorization: ***"),
+        ("to redis://me:pass@host/0", "to redis://***@host/0"),
+        ("key diesel-key-1:QUJD== next", "key *** next"),
+        ("GET /?X-Amz-Signature=ab12&x=1", "GET /?X-Amz-Signature=***&x=1"),
+        ("it said hunter22!", "it said ***!"),
+        ("others may read the key in /a", "others may read the key in /a"),
+        ("it needs a password; set DIESEL_REDIS_PASSWORD", None),
+    ],
+)
+def test_secrets_are_taken_out_of_texts(text: str, left: str | None) -> None:
+    redactor = Redactor(iter(["hunter22", "us"]))
+    assert redactor.text(text) == (text if left is None else left)
+
+
+def test_secrets_are_taken_out_of_values_and_numbers_stay() -> None:
+    environment = {"MY_TOKEN": "t0k3n-of-mine", "TOKENIZERS_PARALLELISM": "false", "A_KEY": "us"}
+    redactor = Redactor(known_secrets(None, environment))
+    value = {"password": "x", "ok": [True, 1.5, "false us", "a t0k3n-of-mine"], "key_file": "/k"}
+    assert redactor.value(value) == {
+        "password": "***", "ok": [True, 1.5, "false us", "a ***"], "key_file": "/k"
+    }  # fmt: skip
 
 
 @pytest.fixture

@@ -83,10 +83,8 @@ def mount_probe(found: DatasetMount, open_repository: Callable[[], Repository] |
             emit(finding)
         if facts.stats is None or open_repository is None:
             return
-        with (
-            suppress(DieselError),
-            open_repository() as repository,
-        ):  # else the store's check says it
+        # What is wrong with the repository, its own check says.
+        with suppress(DieselError), open_repository() as repository:
             try:
                 info = repository.dataset(str(facts.stats["dataset"]))
             except NoSuchDataset:
