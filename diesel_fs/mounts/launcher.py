@@ -89,9 +89,10 @@ def mount(
     request: MountRequest,
     *,
     program: Sequence[str] = DAEMON,
-    deadline_s: float = START_DEADLINE_S,
+    deadline_s: float | None = None,
 ) -> None:
-    """Mounts in the background and returns when reads work, which must be within `deadline_s`.
+    """Mounts in the background and returns when reads work, which must be within `deadline_s`
+    (None: `START_DEADLINE_S`).
 
     A missing folder is created, and removed when the mount ends. Raises DieselError with the
     reason, and with the end of the daemon's log if it has any. A call that fails or is interrupted
@@ -100,7 +101,7 @@ def mount(
     """
     request = _checked(request)
     try:
-        _start(request, program, deadline_s)
+        _start(request, program, START_DEADLINE_S if deadline_s is None else deadline_s)
     except BaseException as error:
         if isinstance(error, DeadlineError) or not isinstance(error, Exception):
             with suppress(DieselError):  # nothing may be mounted
