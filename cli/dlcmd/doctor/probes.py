@@ -18,7 +18,7 @@ from .findings import Finding
 Emit = Callable[[Finding], None]
 """Takes a finding as soon as it is found."""
 
-LIMIT_S = 10.0
+LIMIT_S = 12.0
 """How long a probe may take. An object store may need some seconds for its first answers, and
 nobody waits for a doctor for a minute."""
 
