@@ -175,6 +175,17 @@ def data_folder() -> Path:
     return _home("XDG_DATA_HOME", ".local/share") / "diesel"
 
 
+def user_folders() -> dict[str, Path]:
+    """The folders of this user's files, by what lies in them: `config`, `data`, `state`, `cache`.
+    They need not exist. Raises ConfigError where there is no home folder."""
+    return {
+        "config": config_file().parent,
+        "data": data_folder(),
+        "state": _home("XDG_STATE_HOME", ".local/state") / "diesel",
+        "cache": _home("XDG_CACHE_HOME", ".cache") / "diesel",
+    }
+
+
 def state_folder() -> Path:
     """The folder of the logs of background programs; it is made if it is missing."""
     return private_folder(_home("XDG_STATE_HOME", ".local/state") / "diesel")

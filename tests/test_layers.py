@@ -37,6 +37,7 @@ PURE = (
     *"mounts.prefetch.resident_set mounts.prefetch.miss_fill mounts.prefetch.units".split(),
     *"mounts.prefetch.decisions forecast torch.workers".split(),
     *"diesel_kubernetes.names diesel_kubernetes.operator.placement".split(),
+    *"dlcmd.doctor.checks dlcmd.doctor.findings".split(),
 )
 PURE_IMPORTS = frozenset(
     "__future__ abc array base64 binascii bisect collections contextlib csv dataclasses enum errno"

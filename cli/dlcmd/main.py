@@ -56,6 +56,11 @@ VERBS = {
     "shuffle": ("shuffling", "Print the files in chunk-wise random order."),
     "plan": ("planning", "Say beforehand what a training job will read, hit, cost and wait for."),
     "bench": ("benching", "Measure how fast this machine puts, lists and reads a dataset."),
+    "doctor": ("diagnosing", "Check what a job needs here, and say what to do."),
+    "support": (
+        "supporting",
+        "Pack versions, settings and logs, without secrets, for help.",
+    ),
     "user": ("accounts", "Add, remove, list, export or import the users of a server."),
     "grant": ("accounts", "Give a user a role on a dataset."),
     "completion": ("completing", "Print the code with which a shell completes dlcmd."),
@@ -66,6 +71,7 @@ SYNONYMS = {
     "add": "put", "copy": "put", "cp": "put", "upload": "put", "download": "get", "list": "ls",
     "info": "stat", "delete": "rm", "remove": "rm", "del": "rm", "unmount": "umount",
     "check": "verify", "fsck": "verify", "repair": "recover", "gc": "purge", "status": "stats",
+    "diagnose": "doctor", "debug": "support",
 }  # fmt: skip
 """Words of other programs, and the verb of ours that does the same."""
 

@@ -141,6 +141,62 @@ def prepare_cache_folder(path: Path, objects: ObjectStore | None = None) -> Path
     return place
 
 
+@dataclass(frozen=True, slots=True)
+class CachedDatasetUse:
+    """What a dataset takes in a cache's folder, and when it was last used (seconds since 1970)."""
+
+    folder: str
+    bytes: int
+    used_s: float
+    is_pinned: bool
+
+
+def is_cache_folder(path: Path) -> bool:
+    """Whether a folder has the marker of a cache."""
+    with contextlib.suppress(OSError):
+        is_file = stat.S_ISREG((path / _MARKER).stat().st_mode)  # reading a FIFO might never end
+        return is_file and (path / _MARKER).read_bytes()[: len(_MAGIC)] == _MAGIC
+    return False
+
+
+def foreign_in(path: Path) -> str:
+    """The name of something in a folder because of which no cache is made in it; empty where there
+    is nothing, and for a folder that is a cache. Raises OSError."""
+    others = [name for name in sorted(os.listdir(path)) if not _FOREIGN_ALLOWED.fullmatch(name)]
+    return "" if is_cache_folder(path) or not others else others[0]
+
+
+def cached_datasets(path: Path) -> list[CachedDatasetUse]:
+    """What each dataset takes in a cache's folder, which is not changed. Raises OSError, BusyError
+    where other processes keep it locked."""
+    marker = os.open(path / _MARKER, os.O_RDONLY | _FILE_FLAGS)
+    try:
+        _lock_marker(marker, path / _MARKER)
+        datasets = [
+            _find_dataset(each) for store in _folders(f"{path}") for each in _folders(store)
+        ]
+    finally:
+        os.close(marker)
+    found = []
+    for dataset in datasets:
+        used = 0
+        with os.scandir(dataset.folder) as entries:
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):
+                    used += entry.stat(follow_symlinks=False).st_blocks * 512
+        found.append(CachedDatasetUse(dataset.folder, used, dataset.used_s, dataset.is_pinned))
+    return found
+
+
+def _lock_marker(marker: int, path: Path | str) -> None:
+    """Lock the descriptor of a marker. Raises BusyError."""
+    until = time.monotonic() + _LOCK_S
+    while not _try_lock(marker, fcntl.LOCK_EX):
+        if time.monotonic() > until:
+            raise BusyError(f"{path} is locked")
+        time.sleep(_LOCK_POLL_S)
+
+
 def _check_apart(place: Path, store: Path) -> None:
     for inner, outer in ((place, store), (store, place)):
         for above in (inner, *inner.parents):
@@ -159,10 +215,9 @@ def _check_ours(place: Path) -> None:
         if is_file and (place / _MARKER).read_bytes()[:16] == _MAGIC:
             return
         raise ConflictError(f"{place / _MARKER} is not the marker of a cache")
-    others = [name for name in sorted(os.listdir(place)) if not _FOREIGN_ALLOWED.fullmatch(name)]
-    if others:
+    if foreign := foreign_in(place):
         raise ConflictError(
-            f"{place} is neither empty nor a cache: it holds {others[0]!r}",
+            f"{place} is neither empty nor a cache: it holds {foreign!r}",
             advice="name an empty folder",
         )
     with contextlib.suppress(FileExistsError):
@@ -682,11 +737,7 @@ class DiskTier(CacheTier):
                 raise OSError(errno.ESTALE, error.message) from error
             marker = os.open(path, os.O_RDWR | _FILE_FLAGS)
         try:
-            until = time.monotonic() + _LOCK_S
-            while not _try_lock(marker, fcntl.LOCK_EX):
-                if time.monotonic() > until:
-                    raise BusyError(f"{path} is locked")
-                time.sleep(_LOCK_POLL_S)
+            _lock_marker(marker, path)
             if os.pread(marker, 16, 0) != _MAGIC:
                 raise OSError(errno.ESTALE, "not a cache any more")
             yield marker

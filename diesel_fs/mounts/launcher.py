@@ -85,8 +85,14 @@ FOREGROUND = "--foreground"
 _PIDS_SHOWN = 20
 
 
-def mount(request: MountRequest, *, program: Sequence[str] = DAEMON) -> None:
-    """Mounts in the background and returns when reads work.
+def mount(
+    request: MountRequest,
+    *,
+    program: Sequence[str] = DAEMON,
+    deadline_s: float | None = None,
+) -> None:
+    """Mounts in the background and returns when reads work, which must be within `deadline_s`
+    (None: `START_DEADLINE_S`).
 
     A missing folder is created, and removed when the mount ends. Raises DieselError with the
     reason, and with the end of the daemon's log if it has any. A call that fails or is interrupted
@@ -95,7 +101,7 @@ def mount(request: MountRequest, *, program: Sequence[str] = DAEMON) -> None:
     """
     request = _checked(request)
     try:
-        _start(request, program)
+        _start(request, program, START_DEADLINE_S if deadline_s is None else deadline_s)
     except BaseException as error:
         if isinstance(error, DeadlineError) or not isinstance(error, Exception):
             with suppress(DieselError):  # nothing may be mounted
@@ -107,13 +113,13 @@ def mount(request: MountRequest, *, program: Sequence[str] = DAEMON) -> None:
         raise
 
 
-def _start(request: MountRequest, program: Sequence[str]) -> None:
+def _start(request: MountRequest, program: Sequence[str], deadline_s: float) -> None:
     with log_file(log_path(request)) as log:
         start = log.tell()
         try:
             daemons.start(
                 [*program, request.mountpoint], request.to_json(), log, logger,
-                daemon_name=f"the mount on {request.mountpoint}", deadline_s=START_DEADLINE_S,
+                daemon_name=f"the mount on {request.mountpoint}", deadline_s=deadline_s,
             )  # fmt: skip
             if not is_alive(request.mountpoint):
                 raise DieselError(f"the mount on {request.mountpoint} ended at once")
@@ -187,11 +193,15 @@ def umount(
     _wait(own, found.path, patience)
 
 
-def stats(directory: str | os.PathLike[str]) -> dict[str, object]:
-    """The statistics of a mount (`.diesel/stats`). Raises DieselError."""
+def stats(
+    directory: str | os.PathLike[str], *, deadline_s: float | None = None
+) -> dict[str, object]:
+    """The statistics of a mount (`.diesel/stats`), which has as long to answer as in `is_alive`.
+    Raises DieselError."""
     found = our_mount(directory)
     try:
-        values = json.loads(read_through(f"{found.hidden_folder}/stats"))
+        text = read_through(f"{found.hidden_folder}/stats", deadline_s=deadline_s)
+        values = json.loads(text)
     except ValueError as error:
         raise DieselError(f"the statistics of {found.path} are not JSON: {error}") from error
     if not isinstance(values, dict):

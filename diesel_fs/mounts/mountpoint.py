@@ -407,8 +407,9 @@ def _owner(found: DatasetMount) -> int | None:
     return int(ids[0]) if ids and ids[0].isdigit() else None
 
 
-def is_alive(mountpoint: str) -> bool:
-    """Whether a daemon serves the mount. Raises DeadlineError where it does not answer in time.
+def is_alive(mountpoint: str, *, deadline_s: float | None = None) -> bool:
+    """Whether a daemon serves the mount. Raises DeadlineError where it does not answer in time
+    (None: in `ANSWER_DEADLINE_S`).
 
     Another user's mount answers EACCES, which counts as alive. The tree of a native mount would
     answer for ever, so its `.diesel` is asked; a tree without one is dead.
@@ -418,17 +419,19 @@ def is_alive(mountpoint: str) -> bool:
         if found.fuse is None:
             return False
         mountpoint = found.fuse.path
-    number, _ = _run_in_child("os.statvfs(sys.argv[1])", mountpoint)
+    number, _ = _run_in_child("os.statvfs(sys.argv[1])", mountpoint, deadline_s)
     return number not in (errno.ENOTCONN, errno.ECONNABORTED)
 
 
-def read_through(path: str) -> bytes:
-    """The content of a small file in a mount.
+def read_through(path: str, *, deadline_s: float | None = None) -> bytes:
+    """The content of a small file in a mount, which has as long to answer as in `is_alive`.
 
     Raises PermissionDenied for another user's mount, DeadlineError where the mount hangs, and
     DieselError for other errors.
     """
-    number, content = _run_in_child("sys.stdout.buffer.write(open(sys.argv[1], 'rb').read())", path)
+    number, content = _run_in_child(
+        "sys.stdout.buffer.write(open(sys.argv[1], 'rb').read())", path, deadline_s
+    )
     if number in (errno.EACCES, errno.EPERM):
         raise PermissionDenied(
             f"cannot read {path}: another user has mounted it, and allows no others",
@@ -439,16 +442,17 @@ def read_through(path: str) -> bytes:
     return content
 
 
-def _run_in_child(statement: str, path: str) -> tuple[int, bytes]:
+def _run_in_child(statement: str, path: str, deadline_s: float | None = None) -> tuple[int, bytes]:
     """The errno and output of one line of Python in a child, which alone hangs with a mount."""
     program = f"import os, sys\ntry: {statement}\nexcept OSError as error: sys.exit(error.errno)"
     command = [sys.executable, "-I", "-S", "-c", program, path]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, cwd="/", env=minimal_environment())
+    limit_s = ANSWER_DEADLINE_S if deadline_s is None else deadline_s
     try:
         try:
-            answer, _ = child.communicate(timeout=min(ANSWER_NOTICE_S, ANSWER_DEADLINE_S))
+            answer, _ = child.communicate(timeout=min(ANSWER_NOTICE_S, limit_s))
         except subprocess.TimeoutExpired:
-            left_s = max(0.0, ANSWER_DEADLINE_S - ANSWER_NOTICE_S)
+            left_s = max(0.0, limit_s - ANSWER_NOTICE_S)
             if left_s:
                 log.warning(
                     "the mount of %s has not answered yet: waiting for up to %.0f s more",

@@ -106,6 +106,12 @@ class RemoteRepository(Repository):
     def meta_problem(self) -> DieselError | None:
         return None
 
+    @property
+    def clock_offset_s(self) -> float:
+        """By how many seconds the server's clock was ahead of this host's when a dataset was asked
+        for last; 0 before."""
+        return self._clock_offset_s
+
     def _now_s(self) -> float:
         """The time by the server's clock: chunk IDs are made from it, and the server refuses those
         that are too old."""

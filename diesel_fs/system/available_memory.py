@@ -21,8 +21,13 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 def default_memory_bytes() -> int:
     """Bytes of memory that a program may take by default."""
-    available = min(_free_bytes(), _own_cgroup_limit_bytes())
-    return max(available // MEMORY_DIVISOR, MEMORY_BYTES_MIN)
+    return max(available_memory_bytes() // MEMORY_DIVISOR, MEMORY_BYTES_MIN)
+
+
+def available_memory_bytes() -> int:
+    """Bytes of memory that are free on the machine, or the control group's limit if that is
+    less."""
+    return min(_free_bytes(), _own_cgroup_limit_bytes())
 
 
 def memory_limit_bytes() -> int:

@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tarfile
 import threading
 import time
 import urllib.request
@@ -390,3 +391,85 @@ def test_S8_S17_no_secret_leaves_by_a_mount(day: Deployment, tmp_path: Path) -> 
     for path in private.rglob("*"):
         if path.is_file():
             assert not path.stat().st_mode & 0o077, path
+
+
+class Canaries(dict[str, str]):
+    """Secrets that stand nowhere but where a test has put them, by where that is."""
+
+    def __missing__(self, where: str) -> str:
+        self[where] = f"canary-{secrets.token_hex(16)}"
+        return self[where]
+
+
+@pytest.mark.fuse
+def test_S8_no_secret_leaves_by_what_is_sent_to_helpers(day: Deployment, tmp_path: Path) -> None:
+    """By `dlcmd doctor` and the archive of `dlcmd support`: whatever the environment, the
+    configuration file, URLs, logs and command lines hold."""
+    canaries, folder, archive = Canaries(), tmp_path / "mnt", tmp_path / "help.tar.gz"
+    key = f"{KEY_PREFIX}{b64encode(day.seed).decode()}"
+    root = day.user(day.server.url)
+    root("put", write(tmp_path / "src", {"a": b"1"}), "pets", environment=day.home)
+    home = Path(day.home["HOME"])
+    stored = f"file:///x?meta=redis://:{canaries['config.toml']}@127.0.0.1:1"
+    write(home / "config" / "diesel", {"config.toml": f'url = "{stored}"\n'.encode()})
+    password_file = tmp_path / "redis.password"
+    password_file.touch(mode=0o600)
+    password_file.write_text(canaries["password file"])
+    environment = {
+        **day.home,
+        "DIESEL_KEY": key,
+        "DIESEL_TASK_KEY": canaries["DIESEL_TASK_KEY"],
+        "DIESEL_REDIS_PASSWORD": day.redis_password,
+        "DIESEL_REDIS_PASSWORD_FILE": str(password_file),
+        "DIESEL_REDIS_SENTINEL_PASSWORD": canaries["sentinel"],
+        "AWS_ACCESS_KEY_ID": canaries["AWS_ACCESS_KEY_ID"],
+        "AWS_SECRET_ACCESS_KEY": day.s3_secret,
+        "AWS_SESSION_TOKEN": canaries["AWS_SESSION_TOKEN"],
+        "AWS_ENDPOINT_URL": f"http://me:{canaries['endpoint']}@127.0.0.1:1",
+        "https_proxy": f"http://me:{canaries['proxy']}@127.0.0.1:1",
+        "MY_OWN_TOKEN": canaries["a variable of another program"],
+    }
+    user = User(day.server.url, "root")
+    user("mount", "pets", folder, environment={**day.home, "DIESEL_KEY": key})
+    try:
+        log = [
+            *(f"known: {value}" for value in [*environment.values(), *canaries.values()]),
+            f"connects to redis://:{canaries['a URL in a log']}@host:1/0",
+            f"password={canaries['a password in a log']}, token: {canaries['a token in a log']}",
+            f'{{"secret": "{canaries["JSON in a log"]}"}}',
+            f"Authorization: Bearer {canaries['a header in a log']}",
+            f"GET /?X-Amz-Signature={canaries['a signature in a log']}&x=1",
+            f"{KEY_PREFIX}{b64encode(canaries['the key of another user'].encode()).decode()}",
+        ]
+        write(home / "state" / "diesel", {"old.log": "\n".join(log).encode() + b"\n"})
+        search = Search(key=day.seed, **{name: text.encode() for name, text in canaries.items()})
+        search.needles |= day.search.needles
+        direct = f"{day.store}?meta=redis://:{canaries['a URL']}@127.0.0.1:1"
+        with subprocess.Popen(
+            [sys.executable, "-c", "import time; time.sleep(60)", canaries["a command line"],
+             "diesel_fs.mounts.supervisor"]
+        ) as other:  # fmt: skip
+            for name in ("a URL", "a command line"):
+                search.needles |= forms(name, canaries[name].encode())
+            for words in (
+                ["-v", "doctor", "--json", "--quick", "--write"],
+                ["doctor", "--quick", folder],
+                ["doctor", "--quick", direct], ["support", "--yes", archive],
+            ):  # fmt: skip
+                said = user.run(*words, environment=environment)
+                assert said.code in (0, 3), said
+                search.look_at_said(said)
+            other.kill()
+        with tarfile.open(archive) as packed:
+            names = packed.getnames()
+            for name in names:
+                file = packed.extractfile(name)
+                assert file is not None
+                search.look(name, name.encode() + file.read())
+    finally:
+        user("umount", folder, environment={**day.home, "DIESEL_KEY": key})
+    assert {"diesel-support/logs/old.log", "diesel-support/doctor.json"} <= set(names)
+    assert any(name.startswith("diesel-support/mounts/") for name in names)
+    assert archive.stat().st_mode & 0o777 == 0o600
+    assert len(search.needles) > 80
+    assert not search.found

@@ -15,6 +15,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice, product
 from typing import NamedTuple, Protocol, Self, TypeVar
 
@@ -90,6 +91,17 @@ class ScriptCommand(NamedTuple):
         """The command that runs the script."""
         words = ("EVALSHA", self.script.sha, len(self.keys), *self.keys, *self.arguments)
         return Command(self.keys[0], words)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFacts:
+    """How one Redis server is set up, for people who look for a fault."""
+
+    version: str
+    policy: str  # which keys it evicts when its memory is full
+    used_bytes: int
+    limit_bytes: int  # 0: none
+    keeps_log: bool  # (appendonly) without it, a crash loses what was written last
 
 
 class Nodes(Protocol):
@@ -241,6 +253,13 @@ class RedisLink:
                     if time.monotonic() > end_s:
                         raise DeadlineError(f"{self.address} has not written its log in time")
 
+    def server_facts(self) -> list[ServerFacts]:
+        """How each master is set up. Raises as `run` does."""
+        try:
+            return [_facts_in(master.info()) for master in self.nodes.masters()]
+        except CLIENT_ERRORS as error:
+            raise translate_error(error, self.address) from safe_cause(error, self.address)
+
     def check_policy(self) -> None:
         """Raises MetadataError where Redis may evict keys: a missing key would prove nothing."""
         for master in self.nodes.masters():
@@ -273,8 +292,22 @@ def _version(info: dict[str, object]) -> tuple[int, ...]:
     return tuple(int(part) for part in str(info["redis_version"]).split(".")[:2])
 
 
+def _facts_in(info: dict[str, object]) -> ServerFacts:
+    return ServerFacts(
+        str(info["redis_version"]),
+        _policy(info),
+        int(str(info.get("used_memory", 0))),
+        int(str(info.get("maxmemory", 0))),
+        bool(info.get("aof_enabled")),
+    )
+
+
+def _policy(info: dict[str, object]) -> str:
+    return str(info.get("maxmemory_policy", "noeviction"))
+
+
 def _check_policy(info: dict[str, object], where: RedisAddress) -> None:
-    policy = str(info.get("maxmemory_policy", "noeviction"))
+    policy = _policy(info)
     if policy.startswith("allkeys"):  # even without a maxmemory, which may be set later
         raise MetadataError(
             f"{where} evicts keys when its memory is full (maxmemory-policy {policy})",

@@ -66,7 +66,15 @@ from .keys import (
     piece_names,
     unpack_chunk,
 )
-from .link import DEADLINE_S, METADATA_READ_S, Command, RedisLink, command, in_portions
+from .link import (
+    DEADLINE_S,
+    METADATA_READ_S,
+    Command,
+    RedisLink,
+    ServerFacts,
+    command,
+    in_portions,
+)
 from .pieces import ChunkPieces, Tombstones, cut_removal
 from .replies import listed, octets, packed_dict
 from .rows import (
@@ -141,6 +149,10 @@ class RedisMetadata(RebuildingStore):
 
     def close(self) -> None:
         self._link.close()
+
+    def server_facts(self) -> list[ServerFacts]:
+        """How each server is set up. Raises MetadataError."""
+        return self._with_read_deadline(self._link.server_facts)
 
     def now_s(self) -> float:
         (reply,) = self._with_read_deadline(lambda: self._link.run([Command(NAMES_KEY, ["TIME"])]))

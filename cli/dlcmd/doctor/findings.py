@@ -1,0 +1,68 @@
+"""What a check has found, in what order it is shown, and whether a job would run well. Pure."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+State = Literal["fault", "warning", "ok"]
+"""fault: a job fails, or runs badly. warning: a job runs, and something should be known."""
+
+STATES: Sequence[State] = ("fault", "warning", "ok")
+"""The worst first."""
+
+Figure = str | int | float | bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What one check has found."""
+
+    check: str
+    """Which check: a name that programs may rely on, such as `fuse.device`."""
+    state: State
+    found: str
+    cure: str = ""
+    """What to do, with the command where there is one. A fault always has one."""
+    figures: Mapping[str, Figure] = field(default_factory=dict)
+    """What was measured, for programs."""
+
+    def described(self) -> dict[str, object]:
+        """The finding in JSON."""
+        return {
+            "check": self.check,
+            "state": self.state,
+            "found": self.found,
+            "cure": self.cure,
+            "figures": dict(self.figures),
+        }
+
+
+def in_order(findings: Sequence[Finding]) -> list[Finding]:
+    """The worst first; among equals, as they were found."""
+    return sorted(findings, key=lambda each: STATES.index(each.state))
+
+
+def counts(findings: Sequence[Finding]) -> dict[str, int]:
+    """How many findings there are of each state."""
+    return {state: sum(each.state == state for each in findings) for state in STATES}
+
+
+def finding_lines(findings: Sequence[Finding]) -> Iterator[str]:
+    """The lines to print: one for each finding, and one for its cure."""
+    width = max((len(each.check) for each in findings), default=0)
+    for each in in_order(findings):
+        yield f"{each.state:<7}  {each.check:<{width}}  {each.found}"
+        if each.cure:
+            yield f"{'':<7}  {'':<{width}}  do: {each.cure}"
+
+
+def summary(findings: Sequence[Finding]) -> str:
+    """Whether a job would run well here, in one sentence."""
+    count = counts(findings)
+    parts = [
+        f"{count[state]} {state}{'' if count[state] == 1 else 's'}"
+        for state in STATES[:2]
+        if count[state]
+    ]
+    found = f" ({' and '.join(parts)})" if parts else ""
+    return f"a job would {'not ' if count['fault'] else ''}run well here{found}"

@@ -1,0 +1,108 @@
+"""Runs what asks a store, a mount or a disk, side by side and each with a time limit.
+
+A store, a disk or a mount may never answer, so each probe runs in a thread of its own, which is
+left behind when its time is over: it is a daemon thread, and ends with the program. What it has
+found by then counts.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from diesel_fs.errors import DieselError
+
+from .findings import Finding
+
+Emit = Callable[[Finding], None]
+"""Takes a finding as soon as it is found."""
+
+LIMIT_S = 12.0
+"""How long a probe may take. An object store may need some seconds for its first answers, and
+nobody waits for a doctor for a minute."""
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Something to find out that may take long."""
+
+    check: str
+    """The check to which an error, or a lack of an answer, belongs."""
+    what: str
+    """What is asked, for a message: `the store at s3://...`."""
+    work: Callable[[Emit], None]
+    late_cure: str
+    """What to do where it does not answer."""
+    limit_s: float = LIMIT_S
+    """How long it may take."""
+
+
+def run_probes(probes: Sequence[Probe]) -> list[Finding]:
+    """What all probes find, in their order. Warnings that the library logs meanwhile are findings,
+    too. Takes about as long as the longest limit at most."""
+    found: list[list[Finding]] = [[] for _ in probes]
+    threads = [
+        threading.Thread(target=_run, args=(probe, each.append), daemon=True)
+        for probe, each in zip(probes, found, strict=True)
+    ]
+    begun_s = time.monotonic()
+    with _Warnings() as warnings:
+        for thread in threads:
+            thread.start()
+        for probe, thread in zip(probes, threads, strict=True):
+            thread.join(max(0.0, begun_s + probe.limit_s - time.monotonic()))
+    findings: list[Finding] = []
+    for probe, thread, each in zip(probes, threads, found, strict=True):
+        findings += list(each)
+        if thread.is_alive():
+            text = f"{probe.what} has not answered within {probe.limit_s:.0f} s"
+            findings.append(Finding(probe.check, "fault", text, probe.late_cure))
+    return findings + [Finding("log", "warning", text) for text in warnings.texts]
+
+
+def _run(probe: Probe, emit: Emit) -> None:
+    try:
+        probe.work(emit)
+    except DieselError as error:
+        emit(failed(probe.check, error))
+    except Exception as error:
+        text = f"unexpected {type(error).__name__}: {error}"
+        emit(Finding(probe.check, "fault", text, "this is a bug: report it"))
+
+
+def failed(check: str, error: DieselError, cure: str = "") -> Finding:
+    """A fault from an error, whose advice is the cure if it has one."""
+    return Finding(check, "fault", error.message, error.advice or cure or _CURE_BY_CODE.get(
+        error.exit_code, "`dlcmd support` packs what helps others to find the cause"
+    ))  # fmt: skip
+
+
+_CURE_BY_CODE = {
+    12: "give this user the right, or run the job as a user who has it",
+    13: "check the address, the network and the credentials of the object store",
+    16: "free some space there, or raise its limit (of a Redis: maxmemory)",
+    14: "check that the metadata store or server runs, and that its address is right",
+}
+"""What to do about errors that do not say it themselves, by their exit code."""
+
+
+class _Warnings(logging.Handler):
+    """Keeps the warnings of the library, each text once, instead of printing them."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+        self._logger = logging.getLogger("diesel")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if text not in self.texts:
+            self.texts.append(text)
+
+    def __enter__(self) -> "_Warnings":
+        self._logger.addHandler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._logger.removeHandler(self)

@@ -1,0 +1,121 @@
+"""Takes secrets out of texts that leave this machine: by their values, and by how they look.
+
+Pure, except `known_secrets`, which reads this process's environment and the user's own files.
+"""
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from diesel_fs.credentials import KEY_PREFIX
+from diesel_fs.errors import DieselError
+from diesel_fs.settings import Settings, config_file
+from diesel_fs.storage.metadata.redis.address import parse_redis_url
+from diesel_fs.urls import parse_url, shown_url
+
+HIDDEN = "***"
+
+SECRET_BYTES_MIN = 4
+"""A shorter secret is no secret, and to replace it everywhere would spoil the text."""
+
+SECRETS_BYTES_MAX = 64 << 10
+"""How much of a file with secrets is read."""
+
+_SECRET_NAME = re.compile(
+    r"(?:KEYS?|SECRETS?|TOKENS?|PASS|PASSPHRASE|CREDENTIALS?|AUTH|SIGNATURE)(?:_|$)|PASSW",
+    re.IGNORECASE,
+)
+"""Of variables and settings. (`TOKENIZERS_PARALLELISM` and `GIT_AUTHOR_NAME` are none.)"""
+_PATH_NAME = re.compile(r"_(FILE|DIR|PATH|SOCK|URI|URL|MODULE)$", re.IGNORECASE)
+"""Variables that are called after a secret and hold the path or address of one."""
+
+_LOOKS_SECRET = (
+    re.compile(re.escape(KEY_PREFIX) + r"[A-Za-z0-9+/=]*"),
+    re.compile(r"\b(?:AKIA|ASIA)[0-9A-Z]{12,}\b"),
+    re.compile(r"-----BEGIN ([A-Z ]*)PRIVATE KEY-----.*?(?:-----END \1PRIVATE KEY-----|\Z)", re.S),
+)
+_NAMED_SECRET = re.compile(
+    r"(?i)((?:passw(?:or)?d|secret|token|authorization|signature|credential|access[_-]?key"
+    r"|api[_-]?key|\bsig)[a-z_-]{0,24}\\?[\"']?\s*[=:]\s*)(?:(?:bearer|basic)\s+)?"
+    r"(\\?\".*?\"|'[^']*'|[^\s\"',;&}\]]+)"
+)
+"""A value behind a name such as `password=` or `"token":`."""
+
+
+class Redactor:
+    """Replaces secrets by `***`."""
+
+    def __init__(self, secrets: Iterator[str]) -> None:
+        """`secrets` are texts that must not be shown, wherever they stand."""
+        known = {each for each in secrets if len(each) >= SECRET_BYTES_MIN}
+        ordered = sorted(known, key=len, reverse=True)  # one may be a part of another
+        self._known = re.compile("|".join(map(re.escape, ordered))) if ordered else None
+
+    def text(self, text: str) -> str:
+        """The text without secrets: known ones, those in URLs, and what looks like one."""
+        if self._known is not None:
+            text = self._known.sub(HIDDEN, text)
+        text = shown_url(text)
+        for pattern in _LOOKS_SECRET:
+            text = pattern.sub(HIDDEN, text)
+        return _NAMED_SECRET.sub(rf"\1{HIDDEN}", text)
+
+    def value(self, value: object) -> object:
+        """A value of JSON, in which all texts are without secrets; what has a secret's name is
+        left out whole, if it is a text."""
+        if isinstance(value, str):
+            return self.text(value)
+        if isinstance(value, Mapping):
+            return {
+                self.text(str(name)): HIDDEN
+                if isinstance(each, str) and each and _NAMED_SECRET.match(f"{name}=x")
+                else self.value(each)
+                for name, each in value.items()
+            }
+        if isinstance(value, list | tuple):
+            return [self.value(each) for each in value]
+        return value
+
+
+def known_secrets(
+    settings: Settings | None, environment: Mapping[str, str] | None = None
+) -> Iterator[str]:
+    """The secrets that this process can know: of the environment, of the files that it names, of
+    the settings and of their URL."""
+    env = os.environ if environment is None else environment
+    for name, value in env.items():
+        if _SECRET_NAME.search(name) and not _PATH_NAME.search(name):
+            yield from _forms(value)
+        yield from _of_url(value)
+    files = [env.get("DIESEL_REDIS_PASSWORD_FILE", "")]
+    files.append(env.get("AWS_SHARED_CREDENTIALS_FILE") or os.path.expanduser("~/.aws/credentials"))
+    with suppress(DieselError):  # another setting may win over it
+        files.append(str(config_file()))
+    if settings is not None:
+        files.append(settings.key_file)
+        yield from _of_url(settings.url)
+        with suppress(DieselError):
+            if meta := parse_url(settings.url).meta:
+                address = parse_redis_url(meta, env)
+                yield from (address.password, address.sentinel_password)
+    for path in filter(None, files):
+        with suppress(OSError):
+            for line in Path(path).read_bytes()[:SECRETS_BYTES_MAX].decode("latin-1").splitlines():
+                yield from (*_forms(line), *_of_url(line))
+                name, equals, value = line.partition("=")  # of an ini file
+                if equals and _SECRET_NAME.search(name.strip()):
+                    yield from _forms(value)
+
+
+def _forms(value: str) -> Iterator[str]:
+    """A secret as it may stand in a text: as it is, and a key without its prefix."""
+    value = value.strip()
+    yield value
+    yield value.removeprefix(KEY_PREFIX)
+
+
+def _of_url(text: str) -> Iterator[str]:
+    """The passwords in a URL."""
+    yield from re.findall(r"://[^/?#@\s]*:([^/?#@\s]+)@", text)

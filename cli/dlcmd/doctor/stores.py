@@ -1,0 +1,379 @@
+"""Facts about a repository: whether it answers, how fast, by which clock, and what the user may do.
+
+Only with `writes` is anything written: an object or file that is removed at once, and that a purge
+or the store itself would remove if this process died. It never has the name of something that is
+there, and it lies where DIESEL-FS alone writes.
+"""
+
+import os
+import secrets
+import statistics
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from uuid import uuid4
+
+from diesel_fs.errors import (
+    DieselError,
+    MetadataBehind,
+    ObjectMissing,
+    PermissionDenied,
+    UsageError,
+)
+from diesel_fs.format.object_names import STORE_MARKER, chunk_object, lease_object
+from diesel_fs.remote.open import open_configured
+from diesel_fs.remote.repository import RemoteRepository
+from diesel_fs.repository.catalog import DatasetInfo
+from diesel_fs.repository.interface import Repository
+from diesel_fs.repository.leases import NO_VERSION, Lease
+from diesel_fs.repository.stored import StoredRepository
+from diesel_fs.settings import Settings
+from diesel_fs.storage.metadata.redis.address import parse_redis_url
+from diesel_fs.storage.objects.cloud.direct import open_buckets_directly
+from diesel_fs.storage.objects.cloud.location import parse_bucket_url, resolve_access
+from diesel_fs.storage.objects.folder import object_temporary_name
+from diesel_fs.urls import CLOUD_SCHEMES, SERVER_SCHEMES, RepositoryUrl, parse_url
+
+from ..output import count_text
+from .checks import (
+    LATENCY_SLOW_S,
+    METADATA_SLOW_S,
+    bandwidth_finding,
+    clock_finding,
+    latency_finding,
+    redis_finding,
+)
+from .findings import Finding
+from .machine import write_error
+from .probes import Emit, Probe, failed
+
+REQUESTS = 5
+"""How many small requests the median of a latency is of."""
+
+HTTP_S = 4.0
+"""How long the endpoint of a bucket may take to answer at all."""
+
+READ_BYTES, PART_BYTES, READ_THREADS, READ_S = 16 << 20, 1 << 20, 4, 2.0
+"""How much of one chunk is read for the bandwidth, in parts, so many at once, for how long at
+most."""
+
+DATASETS_ASKED = 20
+"""Of how many datasets a server is asked whether this user may write them."""
+
+_SLOW_STORE = "run in the region of the store, or mount with --cache-dir or --task"
+_SLOW_REDIS = "run Redis near the jobs, on a machine that is not busy (`redis-cli --latency`)"
+
+
+@dataclass(frozen=True, slots=True)
+class StoreQuestion:
+    """What is asked about a repository."""
+
+    settings: Settings
+    is_named: bool
+    """Whether the user has named it. One by default need not exist yet."""
+    measures: bool = True
+    """Whether the bandwidth is measured."""
+    writes: bool = False
+    """Whether it is tried to write."""
+
+    @property
+    def shown(self) -> str:
+        """The address without a password."""
+        return str(parse_url(self.settings.repository_url))
+
+
+def store_probe(question: StoreQuestion) -> Probe:
+    """What can be found out about the repository. Raises ConfigError for a bad address."""
+    url = parse_url(question.settings.repository_url)
+    if url.scheme in SERVER_SCHEMES:
+        cure = "check that the server runs, and that its address and the network are right"
+    elif url.scheme in CLOUD_SCHEMES:
+        cure = "check the network, AWS_ENDPOINT_URL and the proxies (`https_proxy`)"
+    else:
+        cure = "check the disk or file server on which it lies (`dmesg`, `findmnt`)"
+
+    def work(emit: Emit) -> None:
+        if _can_be_reached(url, emit):
+            _ask(question, url, emit)
+
+    return Probe("store", f"the repository {question.shown}", work, cure)
+
+
+def open_for_reading(settings: Settings) -> Repository:
+    """The repository that the settings name. Raises DieselError."""
+    open_buckets_directly()
+    return open_configured(settings)
+
+
+def _can_be_reached(url: RepositoryUrl, emit: Emit) -> bool:
+    """Whether the endpoint of a bucket answers at all; its Date header tells its clock. True for
+    any other repository: opening that says it soon enough."""
+    if url.scheme not in CLOUD_SCHEMES:
+        return True
+    access = resolve_access(parse_bucket_url(url.objects_url), os.environ)
+    endpoint = f"{'http' if access.plain_http else 'https'}://{access.host}/"
+    request = urllib.request.Request(endpoint, method="HEAD")  # noqa: S310  # http or https
+    asked_s = time.time()
+    try:
+        with urllib.request.build_opener(_NoRedirect).open(request, timeout=HTTP_S) as answer:
+            date = answer.headers.get("Date")
+    except urllib.error.HTTPError as error:  # a refusal or a redirect has a date, too
+        date = error.headers.get("Date")
+        error.close()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        emit(Finding(
+            "store", "fault", f"the object store at {access.host} cannot be reached: {reason}",
+            "check the network, AWS_ENDPOINT_URL, AWS_REGION and the proxies (`https_proxy`)",
+        ))  # fmt: skip
+        return False
+    with suppress(TypeError, ValueError):  # no date, or none that can be read
+        theirs_s = parsedate_to_datetime(date).timestamp()
+        ours_s = (asked_s + time.time()) / 2
+        error_s = 1.0 + (time.time() - asked_s) / 2  # the header has whole seconds
+        emit(clock_finding(ours_s - theirs_s - 0.5, f"the object store at {access.host}", error_s))
+    return True
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Follows no redirect: it would lead to the pages of the vendor."""
+
+    def redirect_request(self, *_: object) -> None:
+        """None: the answer is an HTTPError."""
+
+
+def _ask(question: StoreQuestion, url: RepositoryUrl, emit: Emit) -> None:
+    """Open the repository, and ask it everything. Raises DieselError."""
+    try:
+        repository = open_for_reading(question.settings)
+    except ObjectMissing as error:
+        if url.scheme == "file" and not question.is_named:
+            found = f"there is no repository yet at {url}, and no other is named"
+            cure = "`dlcmd put FOLDER DATASET` makes it; --url or DIESEL_URL names another one"
+            emit(Finding("store", "warning", found, cure))
+        else:
+            emit(failed("store", error, "check the address; `dlcmd put` makes a repository"))
+        return
+    with repository:
+        if isinstance(repository, StoredRepository):
+            _ask_stores(question, repository, emit)
+        else:
+            _ask_server(question, repository, emit)
+
+
+# Stores that this process opens itself
+
+
+def _ask_stores(question: StoreQuestion, repository: StoredRepository, emit: Emit) -> None:
+    url, objects = repository.url, repository.objects
+    datasets = repository.datasets()
+    has = count_text(len(datasets), "dataset")
+    emit(
+        Finding("store", "ok", f"{url} can be read; it has {has}", "", {"datasets": len(datasets)})
+    )
+    seconds = _median_seconds(lambda: objects.get(STORE_MARKER))
+    emit(latency_finding("store.latency", "the store", seconds, LATENCY_SLOW_S, _SLOW_STORE))
+    _ask_metadata(repository, emit)
+    _emit_no_dataset(datasets, emit)
+    if question.measures:
+        _measure_bandwidth(repository, datasets, emit)
+    emit(_write_finding(question, repository, datasets))
+
+
+def _ask_metadata(repository: StoredRepository, emit: Emit) -> None:
+    """The metadata store: whether it can be used, its clock, and how a Redis is set up."""
+    where = "the metadata store"
+    if problem := repository.meta_problem:
+        is_default = repository.url.scheme != "file" and not repository.url.meta
+        if is_default or isinstance(problem, PermissionDenied):
+            found = f"{problem.message}: jobs can read, by the last snapshot"
+            emit(Finding("metadata", "warning", found, problem.advice or "add ?meta=redis://host"))
+        else:
+            cure = "`dlcmd recover DATASET`" if isinstance(problem, MetadataBehind) else ""
+            emit(failed("metadata", problem, cure))
+        return
+    meta = repository.meta
+    if repository.url.meta:
+        from diesel_fs.storage.metadata.redis.store import (  # noqa: PLC0415  # it takes 0.2 s
+            RedisMetadata,
+        )
+
+        assert isinstance(meta, RedisMetadata)
+        where = f"Redis at {parse_redis_url(repository.url.meta)}"
+        for facts in meta.server_facts():
+            emit(redis_finding(facts, where))
+        seconds = _median_seconds(meta.now_s)
+        emit(latency_finding("metadata.latency", where, seconds, METADATA_SLOW_S, _SLOW_REDIS))
+    else:
+        emit(Finding("metadata", "ok", "SQLite beside the chunks can be used"))
+    asked_s = time.time()
+    with suppress(DieselError):  # a folder that takes no file tells no time
+        theirs_s = meta.now_s()
+        now_s = time.time()
+        emit(clock_finding((asked_s + now_s) / 2 - theirs_s, where, (now_s - asked_s) / 2))
+
+
+def _write_finding(
+    question: StoreQuestion, repository: StoredRepository, datasets: list[DatasetInfo]
+) -> Finding:
+    """Whether this user may write to the store: by the rights of its folder, or by trying it."""
+    url, check = repository.url, "store.rights"
+    try:
+        if question.writes:
+            _try_to_write(repository, datasets)
+            return Finding(check, "ok", f"this user may read {url} and write to it (tried)")
+    except (DieselError, OSError) as error:
+        reason = error.message if isinstance(error, DieselError) else error.strerror
+        found = f"this user may read {url}, and not write to it: {reason}"
+        return Finding(check, "fault", found, "give this user the right to write there")
+    if url.scheme != "file":
+        found = f"this user may read {url}; whether it may write was not tried"
+        return Finding(check, "ok", found, "--write tries it")
+    if reason := write_error(url.path.resolve()):
+        found = (
+            f"this user may read {url}, and not write to it ({reason}): jobs run, and their mounts"
+            " cannot ask a purge to spare what they read"
+        )
+        cure = "to put, purge or protect long jobs, give this user the right to write there"
+        return Finding(check, "warning", found, cure)
+    return Finding(check, "ok", f"this user may read {url} and, by its mode, write to it")
+
+
+def _try_to_write(repository: StoredRepository, datasets: list[DatasetInfo]) -> None:
+    """Write something and remove it. Raises DieselError, OSError.
+
+    In a folder, it is an empty temporary file of a put, as a killed put leaves them. In a bucket,
+    it is a lease on no version, of a dataset that is there if there is one.
+    """
+    if repository.url.scheme == "file":
+        path = repository.url.path.resolve() / object_temporary_name()
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        os.unlink(path)
+        return
+    token = secrets.token_hex(16)
+    name = lease_object(datasets[0].identity if datasets else uuid4(), token)
+    try:
+        repository.objects.replace(name, [Lease.own(token, NO_VERSION, 1.0).to_json()])
+    finally:
+        with suppress(PermissionDenied):
+            repository.objects.delete(name)
+
+
+# Servers
+
+
+def _ask_server(question: StoreQuestion, repository: Repository, emit: Emit) -> None:
+    url = repository.url
+    user = repository.credentials.user if repository.credentials else "?"
+    datasets = repository.datasets()  # connects, and logs in
+    may_read = count_text(len(datasets), "dataset")
+    found = f"{url} accepts the user {user!r}, who may read {may_read}"
+    emit(Finding("store", "ok", found, "", {"datasets": len(datasets)}))
+    seconds = _median_seconds(repository.datasets)
+    emit(latency_finding("store.latency", "the server", seconds, LATENCY_SLOW_S, _SLOW_STORE))
+    _emit_no_dataset(datasets, emit)
+    if isinstance(repository, RemoteRepository) and datasets:
+        asked_s = time.time()
+        repository.dataset(datasets[0].name)
+        error_s = time.time() - asked_s
+        emit(clock_finding(-repository.clock_offset_s, f"the server at {url.host}", error_s))
+        if repository.metadata_error:
+            found = f"the server cannot use its metadata store: {repository.metadata_error}"
+            emit(Finding("metadata", "fault", found, "start its Redis, and see the server's log"))
+    if question.measures:
+        _measure_bandwidth(repository, datasets, emit)
+    if question.writes:
+        emit(_roles_finding(repository, datasets, user))
+    else:
+        found = f"{user!r} may read {may_read}; whether the user may write was not tried"
+        emit(Finding("store.rights", "ok", found, "--write tries it"))
+
+
+def _roles_finding(repository: Repository, datasets: list[DatasetInfo], user: str) -> Finding:
+    """Which datasets a user of a server may write: the server is asked to begin a put, of which
+    nothing comes."""
+    refused = []
+    for info in datasets[:DATASETS_ASKED]:
+        try:
+            repository.begin(info.name, create=False)
+        except PermissionDenied:
+            refused.append(info.name)
+    if refused:
+        found = f"{user!r} may read, and not write, {', '.join(refused)}"
+        cure = f"an administrator can run `dlcmd grant {refused[0]} {user} write`"
+        return Finding("store.rights", "fault", found, cure)
+    many = count_text(min(len(datasets), DATASETS_ASKED), "dataset")
+    return Finding("store.rights", "ok", f"{user!r} may read and write {many} (tried)")
+
+
+# What both have
+
+
+def _emit_no_dataset(datasets: list[DatasetInfo], emit: Emit) -> None:
+    if not datasets:
+        cure = "`dlcmd put FOLDER DATASET` makes one; on a server, a role on one is needed"
+        emit(Finding("store.datasets", "warning", "there is no dataset to read", cure))
+
+
+def _median_seconds(request: Callable[[], object]) -> float:
+    """How long a request takes that has been made before."""
+    taken = []
+    for _ in range(REQUESTS):
+        begun_s = time.perf_counter()
+        request()
+        taken.append(time.perf_counter() - begun_s)
+    return statistics.median(taken)
+
+
+def _measure_bandwidth(repository: Repository, datasets: list[DatasetInfo], emit: Emit) -> None:
+    """Read parts of a chunk, several at once, as a mount does. A dataset is left out if none of its
+    chunks can be found without a listing."""
+    for info in datasets:
+        with suppress(ObjectMissing, UsageError):
+            name = _some_chunk(repository, info)
+            if name:
+                size = repository.objects.stat(name).bytes
+                emit(_read_chunk(repository, name, min(size, READ_BYTES)))
+                return
+
+
+def _some_chunk(repository: Repository, info: DatasetInfo) -> str:
+    """The name of one chunk of a dataset; empty where it has none."""
+    if info.head is not None and info.head.chunks:
+        return chunk_object(info.identity, info.head.newest)
+    first = next(repository.chunk_ids(info.identity), None)
+    return "" if first is None else chunk_object(info.identity, first)
+
+
+def _read_chunk(repository: Repository, name: str, size: int) -> Finding:
+    """Read the first bytes of an object. The threads are daemons: a read that never ends must not
+    keep the program. Raises DieselError."""
+    begun_s = time.perf_counter()
+    parts = [(start, min(PART_BYTES, size - start)) for start in range(0, size, PART_BYTES)]
+    done: list[int] = []
+    errors: list[DieselError] = []
+
+    def read() -> None:
+        with suppress(IndexError):
+            while time.perf_counter() - begun_s < READ_S and not errors:
+                start, length = parts.pop()
+                try:
+                    repository.objects.read(name, start, length)
+                except DieselError as error:
+                    errors.append(error)
+                else:
+                    done.append(length)
+
+    threads = [threading.Thread(target=read, daemon=True) for _ in range(READ_THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return bandwidth_finding(sum(done), time.perf_counter() - begun_s)

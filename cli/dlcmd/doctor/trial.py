@@ -1,0 +1,65 @@
+"""The program that tries a mount: `python -m dlcmd.doctor.trial FOLDER`.
+
+It makes a dataset of one file in FOLDER, mounts it there, reads the file and unmounts. As JSON, it
+prints the session, why there is no better one, and the time that mounting and reading took; or the
+error. It is a program of its own, since its folders (`XDG_...`) lie in FOLDER, too. The program
+that starts it removes FOLDER, and unmounts what may be left.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import diesel_fs
+from diesel_fs.errors import DieselError
+from diesel_fs.mounts import MountRequest, mount, stats, umount
+from diesel_fs.repository.local import LocalRepository
+
+MOUNTPOINT = "mnt"
+"""The name of the mount point in FOLDER."""
+
+START_S = 15.0
+"""How long the mount may take to become ready; it takes half a second on an idle machine."""
+
+LIMIT_S = 20.0
+"""How long the whole program may take, on a machine that is busy."""
+
+_DATASET, _FILE, _CONTENT = "trial", "file", b"read by dlcmd doctor\n"
+
+
+def try_mount(folder: Path) -> dict[str, object]:
+    """Mount a dataset of one file, read it, unmount. Raises DieselError, OSError."""
+    url, at = (folder / "store").as_uri(), folder / MOUNTPOINT
+    LocalRepository.open(url, create=True).close()
+    with diesel_fs.connect(_DATASET, url, create=True) as dataset:
+        dataset.put(_CONTENT, _FILE)
+    begun_s = time.monotonic()
+    request = MountRequest(
+        url, _DATASET, str(at), memory_bytes=64 << 20, log_file=str(folder / "log")
+    )
+    mount(request, deadline_s=START_S)
+    content = (at / _FILE).read_bytes()
+    seconds = time.monotonic() - begun_s
+    found = stats(at)
+    umount(at)
+    if content != _CONTENT:
+        raise DieselError("the mount showed other bytes than were put into it")
+    notes = found.get("session_notes", [])
+    return {"session": found["session"], "notes": notes, "seconds": seconds}
+
+
+def main() -> None:
+    """Run the program."""
+    try:
+        answer = try_mount(Path(sys.argv[1]))
+    except DieselError as error:
+        text = "; ".join([error.message, *error.details.splitlines()[-1:]])
+        answer = {"error": text, "advice": error.advice}
+    except OSError as error:
+        answer = {"error": f"{error.filename or ''}: {error.strerror}".lstrip(": "), "advice": ""}
+    print(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    main()

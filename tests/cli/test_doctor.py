@@ -1,0 +1,661 @@
+"""`dlcmd doctor` names planted faults and their cures, and leaves nothing behind.
+
+The faults are real: devices are hidden in a mount namespace, disks are full, daemons are killed or
+stopped, servers refuse. Where a fault needs a namespace, or a process of its own, the program runs
+in one; there it does not see the mounts of other tests, which may be dying.
+"""
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+
+from diesel_fs.cache.disk import prepare_cache_folder
+from diesel_fs.credentials import Credentials
+from diesel_fs.errors import ObjectStoreError
+from diesel_fs.mounts import launcher, stats
+from diesel_fs.mounts.processes import children_of
+from diesel_fs.net.tls import load_certificate
+from diesel_fs.storage.accounts.account import Account, Role
+from diesel_fs.storage.objects.store import encode_marker
+from dlcmd.doctor.findings import Finding
+from dlcmd.doctor.probes import Emit, Probe, run_probes
+from dlcmd.main import run
+from tests.bench.control_group import control_group
+from tests.mounts.conftest import open_place as open_place
+from tests.server.certificates import DAY, Authority
+from tests.server.fake_server import ThreadedServer
+from tests.server.program import Server, new_repository
+from tests.small_disks import small_disk
+from tests.storage.metadata.redis_servers import RedisServer, free_port
+from tests.storage.objects.s3_server import credentials, without_proxies
+from tests.storage.objects.scripted_s3 import BUCKET, Rule, ScriptedS3, Stored
+from tests.trees import facts, write
+from tests.unprivileged_user import as_user, module_path, needs_root, user_python
+
+from .conftest import Dlcmd, program_environment
+from .test_clocks import clock
+
+OUR_PATH = os.pathsep.join(filter(None, sys.path))
+
+FORGET_OTHERS = """
+import ctypes, os, re
+kept = os.fsencode(os.environ["KEEP"]) + b"/"
+for line in reversed(open("/proc/self/mountinfo", "rb").read().splitlines()):
+    if b" - fuse.diesel " in line or b" - erofs " in line:
+        at = re.sub(rb"\\\\([0-7]{3})", lambda each: bytes([int(each[1], 8)]), line.split(b" ")[4])
+        if not at.startswith(kept):
+            ctypes.CDLL(None).umount2(at, 2)
+"""
+"""Takes the mounts of datasets out of this namespace (by MNT_DETACH), except those in the folder
+$KEEP."""
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What the doctor has said: its exit code, its findings, and its output."""
+
+    code: int
+    findings: Sequence[Mapping[str, object]]
+    err: str
+
+    def one(self, check: str, state: str, *texts: str, cure: str = "") -> Mapping[str, object]:
+        """The finding of this check and state that has all these texts, and the cure."""
+        same = [each for each in self.findings if (each["check"], each["state"]) == (check, state)]
+        found = [each for each in same if all(text in str(each["found"]) for text in texts)]
+        assert found, (check, state, texts, self)
+        assert cure in str(found[0]["cure"]), found[0]
+        assert found[0]["cure"] or state != "fault"
+        return found[0]
+
+    @property
+    def faults(self) -> list[str]:
+        """The checks that have found a fault."""
+        return [str(each["check"]) for each in self.findings if each["state"] == "fault"]
+
+
+def parsed(code: int, out: bytes, err: str) -> Said:
+    """What the doctor has said with --json."""
+    assert out, err
+    answer = json.loads(out)
+    assert (code == 0) == answer["runs_well"] == (answer["faults"] == 0), answer
+    assert code in (0, 3), err
+    assert "Traceback" not in err
+    return Said(code, answer["findings"], err)
+
+
+def examined(
+    *words: str | Path,
+    keep: Path = Path("/nowhere"),
+    before: str = "",
+    prefix: Sequence[str] = (),
+    python: str = sys.executable,
+    environment: Mapping[str, str] | None = None,
+) -> Said:
+    """What the program says in a mount namespace of its own, after the commands `before`; `prefix`
+    stands before the program."""
+    command = [*prefix, python, "-m", "dlcmd", "doctor", "--json", *map(str, words)]
+    forget = shlex.join([sys.executable, "-I", "-c", FORGET_OTHERS])
+    script = f"set -e; {forget}\n{before}\nexec {shlex.join(command)}"
+    done = subprocess.run(
+        ["unshare", "--mount", "--propagation", "private", "sh", "-c", script],
+        check=False, capture_output=True, timeout=60,
+        env={
+            **without_proxies(), "KEEP": str(keep), "PYTHONPATH": OUR_PATH,
+            **(environment or {}),
+        },
+    )  # fmt: skip
+    assert done.stdout, done.stderr.decode()
+    return parsed(done.returncode, done.stdout, done.stderr.decode())
+
+
+@pytest.fixture
+def pets(dlcmd: Dlcmd, tmp_path: Path) -> Dlcmd:
+    """A repository with a dataset."""
+    dlcmd("put", write(tmp_path / "src", {"a": b"1", "b": b"2" * 5000}), "pets")
+    return dlcmd
+
+
+class Ask(Protocol):
+    """Asks the doctor."""
+
+    def __call__(self, *words: str | Path) -> Said: ...
+
+
+@pytest.fixture
+def doctor(capfdbinary: pytest.CaptureFixture[bytes]) -> Ask:
+    """Asks the doctor in this process, without a mount that is tried. The mounts of other tests may
+    add to what it says."""
+
+    def ask(*words: str | Path) -> Said:
+        capfdbinary.readouterr()
+        code = run(["doctor", "--json", "--quick", *map(str, words)])
+        captured = capfdbinary.readouterr()
+        return parsed(code, captured.out, captured.err.decode())
+
+    return ask
+
+
+# A machine without faults
+
+
+@needs_root
+@pytest.mark.fuse
+def test_a_machine_without_faults_gets_0_and_nothing_stays(pets: Dlcmd, tmp_path: Path) -> None:
+    (tmp_path / "tmp").mkdir()
+    before = facts(pets.store, times=False)
+    said = examined(environment={"TMPDIR": str(tmp_path / "tmp")})
+    assert said.code == 0, said
+    assert said.faults == []
+    session = said.one("session", "ok", "a mount works, with the session")
+    assert "session native" in str(session) or "session kernel" in str(session)
+    for check in ("fuse.device", "fuse.rights", "memory", "files", "store", "store.latency",
+                  "store.bandwidth", "store.rights", "metadata", "clock", "folder.state",
+                  "folder.cache", "folder.tmp"):  # fmt: skip
+        if check != "fuse.rights":
+            said.one(check, "ok")
+    assert os.listdir(tmp_path / "tmp") == []
+    assert facts(pets.store, times=False) == before
+    assert examined("--write", "--quick").one("store.rights", "ok", "tried")
+    assert facts(pets.store, times=False) == before
+
+
+@needs_root
+@pytest.mark.fuse
+def test_the_worst_comes_first_and_the_cure_stands_below(pets: Dlcmd, tmp_path: Path) -> None:
+    other = tmp_path / "full"
+    write(other, {"in the way": b""})
+    lines = pets("doctor", "--quick", other, code=3).out.decode().splitlines()
+    states = [line.split()[0] for line in lines if not line.startswith(" ")]
+    assert states == sorted(states, key=["fault", "warning", "ok"].index)
+    at = next(i for i, line in enumerate(lines) if "neither empty nor a cache" in line)
+    assert lines[at + 1].strip() == "do: name an empty folder, or one that does not exist"
+    assert "a job would not run well here" in pets("doctor", "--quick", other, "-q", code=3).err
+
+
+def test_a_new_user_is_told_how_to_begin(
+    doctor: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    doctor().one("store", "warning", "there is no repository yet", cure="dlcmd put")
+    assert not (tmp_path / "data").exists()
+
+
+def test_what_never_answers_is_left_behind_and_what_it_said_before_counts() -> None:
+    never = threading.Event()
+    begun = Finding("store", "ok", "it can be read")
+
+    def hang(emit: Emit) -> None:
+        emit(begun)
+        never.wait()
+
+    def fail(_: Emit) -> None:
+        raise ObjectStoreError("it is gone", advice="bring it back")
+
+    found = run_probes(
+        [Probe("store", "the store", hang, "look at it", 0.05), Probe("meta", "it", fail, "none")]
+    )
+    never.set()
+    assert found == [
+        begun,
+        Finding("store", "fault", "the store has not answered within 0 s", "look at it"),
+        Finding("meta", "fault", "it is gone", "bring it back"),
+    ]
+
+
+# This machine
+
+
+DEVICES = """
+mkdir "$DEV"; mount -t tmpfs dev "$DEV"
+cp -a /dev/null /dev/zero /dev/urandom /dev/fd /dev/stdin /dev/stdout /dev/stderr "$DEV"
+"""
+DEVICE_FAULTS = {
+    "no device": ('mount --move "$DEV" /dev', "there is no /dev/fuse", "modprobe fuse"),
+    "no driver": (
+        'mknod -m 666 "$DEV/f" c 240 77; mount --bind "$DEV/f" /dev/fuse',
+        "/dev/fuse has no driver", "modprobe fuse",
+    ),
+    "no permission": (
+        'mknod -m 600 "$DEV/f" c 10 229; mount --bind "$DEV/f" /dev/fuse',
+        "this user may not open /dev/fuse", "chmod 666 /dev/fuse",
+    ),
+}  # fmt: skip
+
+
+@needs_root
+@pytest.mark.fuse
+@pytest.mark.parametrize("fault", DEVICE_FAULTS)
+def test_a_fault_of_the_fuse_device(fault: str, open_home: Mapping[str, str]) -> None:
+    script, found, cure = DEVICE_FAULTS[fault]
+    is_user = fault == "no permission"
+    said = examined(
+        before=DEVICES + script,
+        prefix=as_user() if is_user else (),
+        python=user_python() if is_user else sys.executable,
+        environment={**open_home, "DEV": f"{open_home['HOME']}/dev"},
+    )
+    said.one("fuse.device", "fault", found, "nothing can be mounted", cure=cure)
+    assert "session" not in {each["check"] for each in said.findings}
+
+
+@pytest.fixture
+def open_home(open_place: Path) -> dict[str, str]:
+    """The environment of a user without rights, with a home of the user's own."""
+    folders = {f"XDG_{kind}_HOME": f"{open_place}/{kind}" for kind in ("STATE", "CACHE", "CONFIG")}
+    return {
+        **folders, "HOME": str(open_place), "DIESEL_URL": "file:///nowhere",
+        "PYTHONPATH": module_path_with_cli(),
+    }  # fmt: skip
+
+
+def module_path_with_cli() -> str:
+    """The modules that another interpreter finds, with those of the program."""
+    return os.pathsep.join([module_path(), str(Path(__file__).parents[2] / "cli")])
+
+
+@needs_root
+@pytest.mark.fuse
+@pytest.mark.usefixtures("device_for_all")
+@pytest.mark.parametrize(
+    ("mode", "found", "cure"),
+    [("644", "there is no fusermount3", "install fuse3"), ("755", "is not setuid", "chmod u+s")],
+    ids=["missing", "no rights"],
+)
+def test_a_user_whose_fusermount3_does_not_work(
+    mode: str, found: str, cure: str, open_home: Mapping[str, str]
+) -> None:
+    program, copy = shutil.which("fusermount3"), f"{open_home['HOME']}/copy"
+    said = examined(
+        before=f"cp {program} {copy}; chmod {mode} {copy}; mount --bind {copy} {program}",
+        prefix=as_user(), python=user_python(), environment=open_home,
+    )  # fmt: skip
+    said.one("fuse.rights", "fault", found, cure=cure)
+
+
+@needs_root
+def test_too_small_a_memory_limit() -> None:
+    with control_group() as group:
+        if group is None:
+            pytest.skip("no control group can be made here")
+        for name in ("memory.limit_in_bytes", "memory.max"):
+            if (group.folder / name).exists():
+                (group.folder / name).write_text(str(200 << 20))
+        said = examined("--quick", prefix=group.prefix)
+    said.one("memory", "fault", "209.7 MB", "a mount needs 268.4 MB", cure="raise the memory limit")
+
+
+@needs_root
+def test_too_few_open_files() -> None:
+    prefix = ["prlimit", "--nofile=200:4000", "--"]
+    said = examined("--quick", prefix=prefix)
+    said.one("files", "fault", "may open 200 files", cure="`ulimit -n 4000`")
+
+
+@needs_root
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [("size=1m", "the disk is full"), ("size=200m,nr_inodes=20", "takes only")],
+    ids=["bytes", "files"],
+)
+def test_a_full_disk(
+    options: str, found: str, doctor: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with small_disk(tmp_path / "disk", options) as disk:
+        monkeypatch.setenv("XDG_STATE_HOME", str(disk))
+        said = doctor()
+    said.one("folder.state", "fault", found, cure="name another folder in XDG_STATE_HOME")
+
+
+@needs_root
+def test_a_read_only_disk(doctor: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with small_disk(tmp_path / "disk", "ro") as disk:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(disk))
+        said = doctor()
+    said.one("folder.cache", "fault", "Read-only", cure="name another folder in XDG_CACHE_HOME")
+
+
+def test_a_folder_into_which_others_may_write(
+    doctor: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    folder = tmp_path / "state" / "diesel"
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    doctor().one("folder.state", "fault", "others can write", cure=f"`chmod 700 {folder}`")
+
+
+def test_copies_that_earlier_boots_have_left(
+    doctor: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = tmp_path / "cache" / "diesel" / "snapshots"
+    old = f"{'0' * 32}-{'0' * 16}.00000000-0000-0000-0000-000000000000"
+    write(folder, {old: os.urandom(9 << 20)})
+    said = doctor()
+    cure = str(said.one("cache.old", "warning", "1 file of earlier boots")["cure"])
+    subprocess.run(shlex.split(cure.strip("`")), check=True)
+    assert os.listdir(folder) == []
+
+
+def test_a_malformed_configuration_file(
+    doctor: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    write(tmp_path / "diesel", {"config.toml": b"colour = 'red'\n"})
+    doctor().one("settings", "fault", "unknown key 'colour'", cure="known:")
+
+
+# Mounts
+
+
+@contextmanager
+def mounted(pets: Dlcmd, at: Path) -> Iterator[list[int]]:
+    """A mount of the dataset, with the processes that serve it."""
+    pets("mount", "pets", at)
+    try:
+        pid = stats(at)["pid"]
+        assert isinstance(pid, int)
+        yield [pid, *children_of(pid)]
+    finally:
+        launcher.umount(at, force=True)
+
+
+@needs_root
+@pytest.mark.fuse
+@pytest.mark.parametrize(
+    ("number", "found", "cure"),
+    [
+        (signal.SIGKILL, "is dead: nothing serves it", "`dlcmd umount {}`"),
+        (signal.SIGSTOP, "does not answer", "`dlcmd umount --force {}`"),
+    ],
+    ids=["dead", "hung"],
+)
+def test_a_mount_that_serves_nobody(
+    number: int, found: str, cure: str, pets: Dlcmd, doctor: Ask, tmp_path: Path
+) -> None:
+    at = tmp_path / "mnt"
+    with mounted(pets, at) as pids:
+        for each in (signal.SIGSTOP, number):  # so that none of them acts on the death of another
+            for pid in pids:
+                os.kill(pid, each)
+        said = doctor(at / "deeper")
+        said.one("mount", "fault", f"on {at}", found, cure=cure.format(at))
+        if number == signal.SIGKILL:  # not only where it is named
+            doctor().one("mount", "fault", f"on {at}", found)
+
+
+@needs_root
+@pytest.mark.fuse
+def test_a_mount_behind_the_current_version(pets: Dlcmd, doctor: Ask, tmp_path: Path) -> None:
+    at = tmp_path / "mnt"
+    with mounted(pets, at):
+        before = doctor(at)
+        before.one("mount", "ok", f"on {at} is alive, with the session")
+        assert "mount.stale" not in {each["check"] for each in before.findings}
+        pets("put", write(tmp_path / "more", {"c": b"3"}), "pets")
+        said = doctor(at)
+        said.one("mount.stale", "warning", "is current", cure=f"`dlcmd umount {at}`")
+        pets("delete-dataset", "pets", "--yes")
+        doctor(at).one("mount.stale", "warning", "has no dataset 'pets'", cure="--url")
+
+
+# Folders
+
+
+def test_folders_that_are_no_place_for_a_mount_or_cache(
+    pets: Dlcmd, doctor: Ask, tmp_path: Path
+) -> None:
+    file = write(tmp_path / "full", {"file": b""}) / "file"
+    doctor(file).one("place", "fault", "is no folder", cure="name a folder")
+    doctor(file.parent).one("place", "fault", "it holds 'file'", cure="name an empty folder")
+    doctor(pets.store).one("place", "fault", "is the store", cure="dlcmd doctor file://")
+
+
+@needs_root
+def test_a_folder_of_somebody_else(open_home: Mapping[str, str], tmp_path: Path) -> None:
+    at = Path(open_home["HOME"]) / "roots"
+    at.mkdir()
+    said = examined(
+        "--quick", at / "mnt", prefix=as_user(), python=user_python(), environment=open_home
+    )
+    said.one("place", "fault", "cannot be made", cure="a folder of your own")
+
+
+@needs_root
+def test_a_cache_whose_disk_is_full_and_one_that_nobody_uses(doctor: Ask, tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "size=10m") as disk:
+        cache = prepare_cache_folder(disk / "cache")
+        dataset = cache / ("1" * 32) / ("2" * 32)
+        write(dataset, {".used": b"", "3" * 32: os.urandom((10 << 20) - (400 << 10))})
+        long_ago_s = time.time() - 40 * 86_400
+        os.utime(dataset / ".used", (long_ago_s, long_ago_s))
+        said = doctor(cache)
+        said.one("place", "ok", "is a cache with")
+        said.one("place.cache", "fault", "is full", cure="free some space")
+        said.one("cache.old", "warning", "for 40 days", cure=f"`rm -r {dataset}`")
+        cache.chmod(0o777)
+        doctor(cache).one("place.cache", "fault", "others can write", cure="chmod 700")
+
+
+# Repositories that this process opens itself
+
+
+def test_no_repository_is_at_the_address(dlcmd: Dlcmd, doctor: Ask) -> None:
+    said = doctor(dlcmd.store.as_uri())
+    said.one("store", "fault", "no DIESEL-FS store is here", cure="check the path")
+    doctor("file://host/x").one("settings", "fault", "bad repository URL")
+
+
+@needs_root
+def test_a_read_only_store(pets: Dlcmd) -> None:
+    """Jobs can read it; so it is a fault only where it is tried to write."""
+    store = shlex.quote(str(pets.store))
+    before = f"mount --bind {store} {store}; mount -o remount,bind,ro {store}"
+    said = examined("--quick", before=before)
+    assert said.code == 0
+    said.one("store.rights", "warning", "not write to it (Read-only", cure="the right to write")
+    said = examined("--write", "--quick", before=before)
+    said.one("store.rights", "fault", "Read-only", cure="the right to write")
+
+
+@pytest.mark.parametrize("when", ["+600s", "-600s"])
+def test_a_clock_that_is_off(when: str, pets: Dlcmd) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "dlcmd", "doctor", "--json", "--quick"],
+        check=False, capture_output=True, timeout=60, env={**program_environment(), **clock(when)},
+    )  # fmt: skip
+    said = parsed(done.returncode, done.stdout, done.stderr.decode())
+    direction = "600.0 s ahead of" if when[0] == "+" else "600.0 s behind"
+    said.one("clock", "fault", direction, cure="set the clock right")
+
+
+def test_faults_of_redis(
+    pets: Dlcmd, doctor: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It keeps no log, is full, evicts, needs a password, gets a wrong one, and has gone."""
+    with RedisServer(tmp_path / "redis", port=free_port()) as redis:
+        url = f"{pets.store.as_uri()}?meta={redis.tcp_url}"
+        pets("--url", url, "recover", "pets")
+        said = doctor(url)
+        said.one("metadata", "warning", "keeps no log", cure="appendonly yes")
+        said.one("metadata.latency", "ok", "answers in")
+        said.one("clock", "ok", "Redis at 127.0.0.1")
+        with redis.client() as client:
+            used = int(client.info("memory")["used_memory"])
+            client.config_set("maxmemory", used // 2)
+            doctor(url).one("metadata", "fault", "accepts no more data", cure="maxmemory")
+            client.config_set("maxmemory", used + used // 12)
+            doctor(url).one("metadata", "fault", "it will refuse writes", cure="maxmemory")
+            client.config_set("maxmemory-policy", "allkeys-lru")
+            said = doctor(url)
+            said.one("metadata", "fault", "allkeys-lru", cure="maxmemory-policy to noeviction")
+            client.config_set("maxmemory-policy", "noeviction")
+            client.config_set("requirepass", "canary-of-redis")
+            said = doctor(url)
+            said.one("metadata", "fault", "does not accept", cure="DIESEL_REDIS_PASSWORD")
+            monkeypatch.setenv("DIESEL_REDIS_PASSWORD", "canary-that-is-wrong")
+            said = doctor(url)
+            said.one("metadata", "fault", "does not accept", cure="DIESEL_REDIS_PASSWORD")
+            assert "canary" not in str(said)
+        redis.kill()
+        doctor(url).one("metadata", "fault", "cannot reach", cure="check that the metadata")
+
+
+# Buckets
+
+
+def marker() -> Stored:
+    """The object that makes a prefix of a bucket a store."""
+    return Stored(encode_marker(uuid.uuid4()), time.time())
+
+
+def of_bucket(s3: ScriptedS3, *words: str, bucket: str = BUCKET) -> Said:
+    """What the program says about a bucket."""
+    environment = {**without_proxies(), **credentials(s3.endpoint), "PYTHONPATH": OUR_PATH}
+    done = subprocess.run(
+        [sys.executable, "-m", "dlcmd", "doctor", "--json", *words, f"s3://{bucket}/pre"],
+        check=False, capture_output=True, timeout=60, env=environment,
+    )  # fmt: skip
+    return parsed(done.returncode, done.stdout, done.stderr.decode())
+
+
+def test_a_bucket_that_is_slow_and_has_no_metadata_store() -> None:
+    with ScriptedS3() as s3:
+        s3.objects["pre/DIESEL-STORE"] = marker()
+        s3.delay_s = 0.25
+        said = of_bucket(s3, "--quick")
+    said.one("store.latency", "warning", "ms is slow", cure="--cache-dir or --task")
+    said.one("metadata", "warning", "names no metadata store", cure="add ?meta=redis://")
+    said.one("store.datasets", "warning", "no dataset", cure="dlcmd put")
+    said.one("store.rights", "ok", "not tried", cure="--write")
+    said.one("clock", "ok", "the object store at 127.0.0.1")
+
+
+BUCKET_FAULTS = {
+    "no bucket": (404, "NoSuchBucket", "no such bucket", "check its name"),
+    "wrong key": (403, "InvalidAccessKeyId", "", ""),
+    "wrong clock": (403, "RequestTimeTooSkewed", "", "clock is wrong by minutes"),
+}
+
+
+@pytest.mark.parametrize("fault", BUCKET_FAULTS)
+def test_a_bucket_that_refuses(fault: str) -> None:
+    status, code, found, cure = BUCKET_FAULTS[fault]
+    with ScriptedS3(Rule("GET", "DIESEL-STORE", status=status, code=code)) as s3:
+        of_bucket(s3, "--quick").one("store", "fault", found, cure=cure)
+
+
+def test_a_bucket_that_takes_no_writes() -> None:
+    with ScriptedS3(Rule("PUT", "/leases/", status=403, code="AccessDenied")) as s3:
+        s3.objects["pre/DIESEL-STORE"] = marker()
+        said = of_bucket(s3, "--write", "--quick")
+        said.one("store.rights", "fault", "not write to it", cure="the right to write")
+        of_bucket(s3, "--write", "--quick").one("store.rights", "ok", "(tried)")
+        assert set(s3.objects) == {"pre/DIESEL-STORE"}
+
+
+def test_an_endpoint_at_which_nothing_listens_and_one_that_is_silent() -> None:
+    with ScriptedS3() as s3:
+        s3.stop()
+        said = of_bucket(s3, "--quick")
+        said.one("store", "fault", "cannot be reached", cure="AWS_ENDPOINT_URL")
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            s3.endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+            said = of_bucket(s3, "--quick")
+    said.one("store", "fault", "cannot be reached", "timed out", cure="check the network")
+
+
+# Servers
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dict[str, Credentials]]]:
+    """A server with a dataset, an administrator, and a user who may read."""
+    folder = tmp_path_factory.mktemp("site")
+    url = (folder / "store").as_uri()
+    reader = Account("ann", b"\0" * 32, grants={"pets": Role.READ})
+    users = new_repository(url, "root", reader)
+    source = write(folder / "src", {"a": os.urandom(3 << 20)})
+    subprocess.run(
+        [sys.executable, "-m", "dlcmd", "--url", url, "put", source, "pets"],
+        check=True, env=program_environment(),
+    )  # fmt: skip
+    with Server(folder / "server", "--store", url) as server:
+        yield server.url, users
+
+
+def log_in(user: Credentials, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DIESEL_USER", user.user)
+    monkeypatch.setenv("DIESEL_KEY", user.key_text)
+
+
+def test_the_roles_of_a_user_of_a_server(
+    site: tuple[str, dict[str, Credentials]], doctor: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, users = site
+    log_in(users["ann"], monkeypatch)
+    done = subprocess.run(
+        [sys.executable, "-m", "dlcmd", "doctor", "--json", url],
+        check=False, capture_output=True, env=program_environment(),
+    )  # fmt: skip
+    said = parsed(done.returncode, done.stdout, done.stderr.decode())
+    said.one("store", "ok", "accepts the user 'ann', who may read 1 dataset")
+    said.one("store.bandwidth", "ok", "3.1 MB of a chunk came at")
+    said.one("clock", "ok", "the server at 127.0.0.1")
+    said = doctor("--write", url)
+    said.one("store.rights", "fault", "not write, pets", cure="`dlcmd grant pets ann write`")
+    log_in(users["root"], monkeypatch)
+    doctor("--write", url).one("store.rights", "ok", "read and write 1 dataset (tried)")
+
+
+def test_a_login_that_fails(
+    site: tuple[str, dict[str, Credentials]],
+    doctor: Ask,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No user, a key file that others may read, another's key."""
+    url, users = site
+    doctor(url).one("store", "fault", "no user is named", cure="--user and --key-file")
+    key = tmp_path / "key"
+    key.write_text(users["ann"].key_text)
+    key.chmod(0o644)
+    said = doctor("--user", "ann", "--key-file", key, url)
+    said.one("store", "fault", "others may read the key", cure=f"chmod 600 {key}")
+    assert users["ann"].key_text not in str(said)
+    log_in(Credentials("root", users["ann"].seed), monkeypatch)
+    doctor(url).one("store", "fault", cure="key")
+
+
+@pytest.mark.parametrize("case", ["not trusted", "expired"])
+def test_a_certificate_that_clients_refuse(
+    case: str, doctor: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    authority = Authority(tmp_path / "authority")
+    pair = authority.issue() if case != "expired" else authority.issue(start=-3 * DAY, end=-DAY)
+    if case == "expired":
+        monkeypatch.setenv("SSL_CERT_FILE", str(authority.path))
+    log_in(Credentials("ann", bytes(32)), monkeypatch)
+    with ThreadedServer(certificate=load_certificate(pair.certificate, pair.key)) as server:
+        doctor(server.url).one("store", "fault", "certificate")
+
+
+def test_a_server_that_is_not_there(doctor: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    log_in(Credentials("ann", bytes(32)), monkeypatch)
+    said = doctor(f"diesel://127.0.0.1:{free_port()}")
+    said.one("store", "fault", "127.0.0.1", cure="check that")

@@ -1,0 +1,133 @@
+"""`dlcmd support` lists what it packs, asks, and packs it for its user's eyes alone.
+
+`tests/server/test_secrets.py` looks for secrets in the archive.
+"""
+
+import json
+import os
+import pty
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from diesel_fs.settings import user_folders
+from dlcmd.doctor.redaction import Redactor, known_secrets
+
+from .conftest import Dlcmd, program_environment
+
+
+def contents(archive: Path) -> dict[str, bytes]:
+    """The members of an archive, by their names."""
+    found = {}
+    with tarfile.open(archive) as packed:
+        for member in packed:
+            file = packed.extractfile(member)
+            assert file is not None
+            assert (member.uid, member.uname, member.mode) == (0, "", 0o600)
+            found[member.name.removeprefix("diesel-support/")] = file.read()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("password=abc, x", "password=***, x"),
+        ('{"token": "a b", "n": 1}', '{"token": ***, "n": 1}'),
+        ("Authorization: Bearer abc.def", "Authorization: ***"),
+        ("to redis://me:pass@host/0", "to redis://***@host/0"),
+        ("key diesel-key-1:QUJD== next", "key *** next"),
+        ("GET /?X-Amz-Signature=ab12&x=1", "GET /?X-Amz-Signature=***&x=1"),
+        ("it said hunter22!", "it said ***!"),
+        ("others may read the key in /a", "others may read the key in /a"),
+        ("it needs a password; set DIESEL_REDIS_PASSWORD", None),
+    ],
+)
+def test_secrets_are_taken_out_of_texts(text: str, left: str | None) -> None:
+    redactor = Redactor(iter(["hunter22", "us"]))
+    assert redactor.text(text) == (text if left is None else left)
+
+
+def test_secrets_are_taken_out_of_values_and_numbers_stay() -> None:
+    environment = {"MY_TOKEN": "t0k3n-of-mine", "TOKENIZERS_PARALLELISM": "false", "A_KEY": "us"}
+    redactor = Redactor(known_secrets(None, environment))
+    value = {"password": "x", "ok": [True, 1.5, "false us", "a t0k3n-of-mine"], "key_file": "/k"}
+    assert redactor.value(value) == {
+        "password": "***", "ok": [True, 1.5, "false us", "a ***"], "key_file": "/k"
+    }  # fmt: skip
+
+
+@pytest.fixture
+def log(dlcmd: Dlcmd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A long log in the user's state folder."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    path = user_folders()["state"] / "mount-pets-mnt.log"
+    path.parent.mkdir(parents=True)
+    path.write_text("".join(f"line {number}\n" for number in range(100_000)))
+    return path
+
+
+def test_the_content_is_listed_and_then_packed(dlcmd: Dlcmd, log: Path, tmp_path: Path) -> None:
+    archive, server_log = tmp_path / "help.tar.gz", tmp_path / "server.log"
+    server_log.write_text("of the server\n")
+    dlcmd("support", "-n", archive)
+    result = dlcmd("support", archive, code=2)
+    assert "this would write" in result.err
+    assert "--yes" in result.err
+    assert not archive.exists()
+    result = dlcmd("support", "--yes", "--log", server_log, archive)
+    assert archive.stat().st_mode & 0o777 == 0o600
+    members = contents(archive)
+    listed = [line.split()[-1] for line in result.out.decode().splitlines()[:-1]]
+    assert listed == list(members)
+    versions = json.loads(members["versions.json"])
+    assert versions["packages"]["numpy"]
+    assert versions["python"] == sys.version.split()[0]
+    settings = json.loads(members["settings.json"])
+    assert settings["repository"] == dlcmd.store.as_uri()
+    found = json.loads(members["doctor.json"])["findings"]
+    assert "memory" in {each["check"] for each in found}
+    assert b"Max open files" in members["machine/limits.txt"]
+    tail = members[f"logs/{log.name}"]
+    assert 200 << 10 < len(tail) <= 256 << 10
+    assert tail.startswith(b"line ")
+    assert tail.endswith(b"line 99999\n")
+    assert members["logs/named-0-server.log"] == b"of the server\n"
+
+
+def test_a_file_that_exists_is_not_replaced(dlcmd: Dlcmd, tmp_path: Path) -> None:
+    archive = tmp_path / "help.tgz"
+    archive.write_bytes(b"of somebody")
+    assert "exists already" in dlcmd("support", "--yes", archive, code=12).err
+    assert archive.read_bytes() == b"of somebody"
+    archive.unlink()
+    archive.symlink_to(tmp_path / "elsewhere")
+    assert "exists already" in dlcmd("support", "--yes", archive, code=12).err
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_bad_names_are_refused_before_anything_is_looked_at(dlcmd: Dlcmd, tmp_path: Path) -> None:
+    assert "does not end in .tar.gz" in dlcmd("support", tmp_path / "help.zip", code=2).err
+    for name, code in (("nothing", 10), (".", 2)):
+        result = dlcmd("support", "-n", "--log", tmp_path / name, tmp_path / "a.tgz", code=code)
+        assert str(tmp_path) in result.err
+    missing = tmp_path / "missing" / "help.tar.gz"
+    assert str(missing) in dlcmd("support", "--yes", missing, code=12).err
+
+
+@pytest.mark.parametrize("answer", ["y", "n"])
+def test_on_a_terminal_it_asks(answer: str, dlcmd: Dlcmd, tmp_path: Path) -> None:
+    archive = tmp_path / "help.tar.gz"
+    ours, theirs = pty.openpty()
+    os.write(ours, f"{answer}\n".encode())
+    done = subprocess.run(
+        [sys.executable, "-m", "dlcmd", "support", str(archive)],
+        stdin=theirs, capture_output=True, timeout=60, check=True, env=program_environment(),
+    )  # fmt: skip
+    os.close(ours)
+    os.close(theirs)
+    assert f"write {archive}?" in done.stderr.decode()
+    assert archive.exists() == (answer == "y")
+    assert ("nothing has been written" in done.stderr.decode()) == (answer == "n")
