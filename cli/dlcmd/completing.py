@@ -79,7 +79,7 @@ _dlcmd_completion() {
     (( $#words_part )) && compadd -V parts -S '' -a words_part && found=0
     return found
 }
-if [[ $zsh_eval_context[-1] == loadautofunc ]]; then
+if [[ $funcstack[1] == _dlcmd ]]; then
     _dlcmd_completion "$@"
 else
     compdef _dlcmd_completion dlcmd

@@ -100,7 +100,6 @@ def test_a_shell_completes_verbs_datasets_versions_and_paths(
     (tmp_path / "local file").touch()
     expected = {
         "dlcmd mou": ["dlcmd", "mount"],
-
         "dlcmd mount --policy=ones": ["dlcmd", "mount", "--policy=oneshot"],
         "dlcmd mount pe": ["dlcmd", "mount", "pets"],
         "dlcmd ls pe": ["dlcmd", "ls", "pets/"],
