@@ -8,6 +8,9 @@
 #   make test-bench   the benchmarks themselves, with tiny inputs: that they measure every row
 #   make test-s3   the laws of object stores against a real one: OpenStack Swift, on loopback
 #   make test-kubernetes   a real Kubernetes API server: built once, for many minutes
+#   make dist      the wheel and the sdist, into dist/
+#   make deb       the Debian package, into dist/
+#   make test-packages   installs these three in clean systems, and mounts a dataset in each: minutes
 #   make lint      ruff and mypy
 #   make bench     measures us against peers, prints a table
 #   make fuzz      fuzzes what tests/fuzz/targets.py lists, each for a minute (SECONDS=600 for ten)
@@ -41,8 +44,9 @@ CLIENTS := timm datasets lightning accelerate torchdata pandas pyarrow zarr fssp
 # matplotlib, which plots, is there too.
 PEERS := mosaicml-streaming webdataset litdata ratarmount matplotlib pylibmc
 
-.PHONY: help install demo test test-clients test-bench test-s3 test-kubernetes lint bench fuzz clean \
-	system-install system-test system-s3 system-kubernetes system-bench
+.PHONY: help install demo test test-clients test-bench test-s3 test-kubernetes dist deb \
+	test-packages lint bench fuzz clean system-install system-test system-s3 system-kubernetes \
+	system-packages system-bench
 
 help:
 	@sed -n '/^#   make/s/^# *//p' Makefile
@@ -69,6 +73,15 @@ test-kubernetes: $(MADE)/tools | system-test system-kubernetes
 	@tests/kubernetes/build.sh
 	$(VENV)/bin/python -m pytest tests/kubernetes/cluster $(ARGS)
 
+dist: $(MADE)/tools
+	@$(VENV)/bin/python -m deploy.packages.dist
+
+deb: $(MADE)/tools | system-packages
+	@$(VENV)/bin/python -m deploy.packages.debian
+
+test-packages: $(MADE)/tools | system-test system-packages
+	@$(VENV)/bin/python -m pytest tests/deploy/clean_root $(ARGS)
+
 lint: $(MADE)/tools
 	@failed=0
 	$(VENV)/bin/ruff check || failed=1
@@ -86,7 +99,7 @@ fuzz: $(MADE)/tools
 	done
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist share *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # System packages are looked for each time (it takes milliseconds), and installed where missing.
 system-install:
@@ -100,6 +113,9 @@ system-s3:
 
 system-kubernetes:
 	@PYTHON="$(PYTHON)" deploy/prepare.sh install kubernetes
+
+system-packages:
+	@PYTHON="$(PYTHON)" deploy/prepare.sh install packages
 
 system-bench:
 	@PYTHON="$(PYTHON)" deploy/prepare.sh install bench
