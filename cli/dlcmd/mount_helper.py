@@ -130,7 +130,7 @@ class _OptionsHelp(click.Command):
 @click.option("-s", "sloppy", is_flag=True, help="Ignore unknown mount options.")
 @click.option("-f", "fake", is_flag=True, help="Check the options, and mount nothing.")
 @click.option("-v", "verbose", is_flag=True, help="Print the causes of errors, too.")
-@click.option("-n", "no_utab", is_flag=True, help="Write nothing to libmount's file utab.")
+@click.option("-n", "no_mtab", is_flag=True, hidden=True, expose_value=False)
 @click.option("-N", "namespace", metavar="FILE", hidden=True)
 @click.option("-t", "kind", metavar="TYPE", hidden=True, expose_value=False)
 def mount_program(
@@ -140,7 +140,6 @@ def mount_program(
     sloppy: bool,
     fake: bool,
     verbose: bool,
-    no_utab: bool,
     namespace: str | None,
 ) -> None:
     """Mount a dataset. mount(8) starts this program for the type `diesel`, also from fstab.
@@ -192,8 +191,7 @@ def mount_program(
     if not os.geteuid():
         if is_noexec:
             _forbid_programs(mountpoint)
-        if not no_utab:
-            _note_helper(mountpoint)
+        _note_helper(mountpoint)
 
 
 @click.command("umount.diesel", context_settings=HELP_NAMES)
@@ -201,7 +199,7 @@ def mount_program(
 @click.option("-l", "lazy", is_flag=True, help="Detach the mount now; open files stay readable.")
 @click.option("-f", "force", is_flag=True, help="End the mount now; reads under way fail.")
 @click.option("-v", "verbose", is_flag=True, help="Print the causes of errors, too.")
-@click.option("-n", "no_utab", is_flag=True, help="Write nothing to libmount's file utab.")
+@click.option("-n", "no_mtab", is_flag=True, hidden=True, expose_value=False)
 @click.option("-r", "read_only", is_flag=True, hidden=True, expose_value=False)
 @click.option("-N", "namespace", metavar="FILE", hidden=True)
 @click.option("-t", "kind", metavar="TYPE", hidden=True, expose_value=False)
@@ -210,7 +208,6 @@ def umount_program(
     lazy: bool,
     force: bool,
     verbose: bool,
-    no_utab: bool,
     namespace: str | None,
 ) -> None:
     """Unmount a dataset. umount(8) starts this program for what `mount -t diesel` has mounted.
@@ -230,7 +227,7 @@ def umount_program(
     code = run([*flags, "umount", *ways, "--", mountpoint])
     if code:
         raise click.exceptions.Exit(_EXIT_CODES.get(code, FAILED))
-    if not (os.geteuid() or no_utab):
+    if not os.geteuid():
         _update_utab(None, mountpoint)
 
 

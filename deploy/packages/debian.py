@@ -96,7 +96,7 @@ def build_deb() -> Path:
     architecture = _output("dpkg", "--print-architecture")
     _add_control(stage, architecture)
     package = DIST / f"diesel-fs_{diesel_fs.__version__}_{architecture}.deb"
-    command = ["dpkg-deb", "--root-owner-group", "-Zxz", "--build", str(stage), str(package)]
+    command = ["dpkg-deb", "--root-owner-group", "-Zzstd", "--build", str(stage), str(package)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return package
 
