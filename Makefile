@@ -80,7 +80,7 @@ deb: $(MADE)/tools | system-packages
 	@$(VENV)/bin/python -m deploy.packages.debian
 
 test-packages: $(MADE)/tools | system-test system-packages
-	@$(VENV)/bin/python -m pytest tests/deploy/clean_root $(ARGS)
+	@$(VENV)/bin/python -m pytest tests/deploy/clean_root -o faulthandler_timeout=3600 $(ARGS)
 
 lint: $(MADE)/tools
 	@failed=0

@@ -100,7 +100,6 @@ look_for() {
         need fish fish
         need mandoc mandoc
         look_for_c
-        wish automount autofs
         wish linux.uml user-mode-linux
         wish systemd-analyze systemd
         wish docker-compose docker-compose

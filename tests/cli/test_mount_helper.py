@@ -5,7 +5,6 @@ They run in namespaces of their own, where `/usr/sbin` has the programs and `/va
 
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -179,22 +178,6 @@ class TestMount:
         machine("umount", at)
         file.write_text("DIESEL_URL\n", encoding="utf-8")
         assert "not NAME=value" in machine(*words, code=1)
-
-    @pytest.mark.skipif(
-        shutil.which("automount", path="/usr/sbin:/usr/bin") is None, reason="no autofs here"
-    )
-    def test_autofs_mounts_what_is_looked_at_and_unmounts_it_again(self, machine: Machine) -> None:
-        """autofs lets nobody but its own process group at a mount that it has ordered."""
-        at, folder = machine.folder / "auto", machine.folder
-        (folder / "auto.master").write_text(f"{at} {folder}/auto.pets --timeout=1\n")
-        (folder / "auto.pets").write_text(f"pets -fstype=diesel,{machine.url},memory=64M :pets\n")
-        machine("setsid", "automount", "-p", folder / "pid", folder / "auto.master")
-        assert machine("cat", at / "pets/train/1.txt") == "one"
-        wait_until(lambda: "supervisor" not in machine("ps", "-eo", "args"))
-        assert machine("cat", at / "pets/train/1.txt") == "one"
-        wait_until(lambda: "supervisor" not in machine("ps", "-eo", "args"))
-        machine("kill", (folder / "pid").read_text().strip())
-        wait_until(lambda: "automount" not in machine("ps", "-eo", "comm"))
 
     @pytest.mark.parametrize(
         ("device", "options", "code", "message"),
