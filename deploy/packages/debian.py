@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import diesel_fs
+from dlcmd.mount_helper import CACHE_FOLDER, STATE_FOLDER
 
 from .dist import DIST, TREE, build, main, set_time
 
@@ -83,7 +84,12 @@ if [ "$1" = remove ] && [ -d /run/systemd/system ]; then
 fi
 """
 
-SCRIPTS = {"postinst": RELOAD, "prerm": PRERM, "postrm": RELOAD}
+POSTRM = f"""\
+{RELOAD}
+[ "$1" != purge ] || rm -rf {STATE_FOLDER} {CACHE_FOLDER}
+"""
+
+SCRIPTS = {"postinst": RELOAD, "prerm": PRERM, "postrm": POSTRM}
 
 
 def build_deb() -> Path:
@@ -124,8 +130,10 @@ def _make_environment(stage: Path, wheel: Path) -> None:
             path.write_bytes(path.read_bytes().replace(os.fsencode(home), os.fsencode(HOME)))
     for path in home.rglob("direct_url.json"):  # it names a file of this machine
         path.unlink()
-    # Compiled here, since no user may write there; `unchecked`, since nothing changes there
-    compiling = ["-m", "compileall", "-q", "--invalidation-mode", "unchecked-hash"]
+    # Compiled here, since no user may write there, but for other packages' tests; `unchecked`, since
+    # nothing changes there
+    compiling = ["-m", "compileall", "-q", "-x", "/tests/"]
+    compiling += ["--invalidation-mode", "unchecked-hash"]
     subprocess.run(
         [PYTHON, *compiling, "-s", stage, "-p", "/", home / "lib"], check=True, env=clean
     )

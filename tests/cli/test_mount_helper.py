@@ -37,6 +37,32 @@ touch $1/ready
 exec sleep infinity
 """
 
+AUTOMOUNT = r"""
+import fcntl, os, struct, subprocess, sys
+
+at, options = sys.argv[1:]
+requests, end = os.pipe()
+autofs = f"fd={end},pgrp={os.getpgrp()},minproto=5,maxproto=5,indirect"
+mount = ["mount", "-i", "-t", "autofs", "-o", autofs, "test", at]
+subprocess.run(mount, check=True, pass_fds=[end])
+os.close(end)
+root = os.open(at, os.O_RDONLY)
+command = ["cat", f"{at}/pets/train/1.txt"]  # of another process group, which autofs stops
+reader = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
+packet = os.read(requests, 1024)
+_, kind, token = struct.unpack_from("=iiI", packet)
+*_, length = struct.unpack_from("=IQIIIII", packet, 12)
+name = packet[44 : 44 + length].decode()
+os.mkdir(f"{at}/{name}")
+subprocess.run(["mount", "-t", "diesel", name, f"{at}/{name}", "-o", options], check=True)
+fcntl.ioctl(root, 0x9360, token)  # AUTOFS_IOC_READY
+print("read:", reader.communicate()[0].decode())
+subprocess.run(["umount", f"{at}/{name}"], check=True)
+os.close(root)
+subprocess.run(["umount", at], check=True)
+"""
+"""A small automounter: it mounts the first name that a process looks up."""
+
 
 class Machine:
     """Runs commands as at boot: as root, with next to nothing in the environment."""
@@ -178,6 +204,12 @@ class TestMount:
         machine("umount", at)
         file.write_text("DIESEL_URL\n", encoding="utf-8")
         assert "not NAME=value" in machine(*words, code=1)
+
+    def test_a_mount_that_autofs_has_ordered(self, machine: Machine) -> None:
+        """autofs lets only the automounter's process group at it, so the daemon is in that one."""
+        command = ["setsid", "--wait", sys.executable, "-c", AUTOMOUNT]
+        output = machine(*command, machine.made("autofs"), f"{machine.url},memory=64M")
+        assert output == "read: one\n"
 
     @pytest.mark.parametrize(
         ("device", "options", "code", "message"),
