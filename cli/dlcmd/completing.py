@@ -32,7 +32,7 @@ COMPLETE = "_DLCMD_COMPLETE"
 """The environment variable by which a shell asks `dlcmd` for completions; its value is the shell.
 The line stands in `_DLCMD_LINE`, and in bash the part of it that is replaced in `_DLCMD_TEXT`."""
 
-ANSWER_DEADLINE_S = 1.0
+ANSWER_DEADLINE_S = 2.0
 """How long a TAB may wait for a repository. Most answer in milliseconds: only the newest version is
 asked for, if this user has its snapshot already."""
 
@@ -114,7 +114,7 @@ def completion(shell: str) -> None:
     """Print the code with which a shell completes verbs, options, datasets, versions and paths.
 
     The Debian package installs it. Paths in a dataset come from its newest snapshot. If the
-    repository does not answer within a second, nothing is completed.
+    repository does not answer within two seconds, nothing is completed.
 
     \b
     Examples:

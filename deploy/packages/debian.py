@@ -130,8 +130,8 @@ def _make_environment(stage: Path, wheel: Path) -> None:
             path.write_bytes(path.read_bytes().replace(os.fsencode(home), os.fsencode(HOME)))
     for path in home.rglob("direct_url.json"):  # it names a file of this machine
         path.unlink()
-    # Compiled here, since no user may write there, but for other packages' tests; `unchecked`, since
-    # nothing changes there
+    # Compiled here, since no user may write there (but for the tests of other packages);
+    # `unchecked`, since nothing changes there
     compiling = ["-m", "compileall", "-q", "-x", "/tests/"]
     compiling += ["--invalidation-mode", "unchecked-hash"]
     subprocess.run(

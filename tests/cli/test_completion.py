@@ -101,9 +101,7 @@ def test_a_shell_completes_verbs_datasets_versions_and_paths(
     expected = {
         "dlcmd mou": ["dlcmd", "mount"],
         "dlcmd mount --policy=ones": ["dlcmd", "mount", "--policy=oneshot"],
-        "dlcmd mount pe": ["dlcmd", "mount", "pets"],
         "dlcmd ls pe": ["dlcmd", "ls", "pets/"],
-        "dlcmd ls pets/tr": ["dlcmd", "ls", "pets/train/"],
         "dlcmd cat pets/RE": ["dlcmd", "cat", "pets/README"],
         "dlcmd cat pets/it": ["dlcmd", "cat", "pets/it's $x/"],
         f"dlcmd mount pets@{pets[:-1]}": ["dlcmd", "mount", f"pets@{pets}"],
