@@ -2,12 +2,14 @@
 # outside .venv except system packages that are missing (deploy/prepare.sh says which, and why).
 #
 #   make install   .venv, with dlcmd and diesel-server in .venv/bin
-#   make demo      packs a folder of images, mounts it, trains on it, cleans up
+#   make demo      packs a folder of images, mounts it, trains on it; leaves build/demo/report.html
 #   make test      all tests         (make test ARGS="-k snapshot -x" for some, JOBS=0 for one by one)
 #   make test-clients   timm, datasets, lightning, accelerate, torchdata under dlcmd run
 #   make test-bench   the benchmarks themselves, with tiny inputs: that they measure every row
 #   make test-s3   the laws of object stores against a real one: OpenStack Swift, on loopback
 #   make test-kubernetes   a real Kubernetes API server: built once, for many minutes
+#   make test-image   the steps of the Dockerfile in a root of Debian's, as root: no engine is needed
+#   make docs      the documentation as a site that can be searched, in build/docs/site
 #   make dist      the wheel and the sdist, into dist/
 #   make deb       the Debian package, into dist/
 #   make test-packages   installs these three in clean systems, and mounts a dataset in each: minutes
@@ -28,6 +30,7 @@ VENV := .venv
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --quiet
 PEERS_PIP := $(VENV)/peers/bin/python -m pip --disable-pip-version-check --quiet
 CLIENTS_PIP := $(VENV)/clients/bin/python -m pip --disable-pip-version-check --quiet
+DOCS_PIP := $(VENV)/docs/bin/python -m pip --disable-pip-version-check --quiet
 MADE := $(VENV)/made
 ARGS ?=
 JOBS ?= 2
@@ -40,13 +43,15 @@ TORCHVISION := torchvision==0.28.0
 # What the scripts of tests/torch/clients train with. Theirs is an environment as users have it.
 CLIENTS := timm datasets lightning accelerate torchdata pandas pyarrow zarr fsspec pillow pytest \
 	opencv-python-headless h5py
+# What builds the documentation site, in an environment of its own.
+DOCS := mkdocs mkdocs-material mkdocstrings[python] ruff
 # The bench's peers want older numpy and xxhash than ours, so they get an environment of their own;
 # matplotlib, which plots, is there too.
 PEERS := mosaicml-streaming webdataset litdata ratarmount matplotlib pylibmc
 
-.PHONY: help install demo test test-clients test-bench test-s3 test-kubernetes dist deb \
-	test-packages lint bench fuzz clean system-install system-test system-s3 system-kubernetes \
-	system-packages system-bench
+.PHONY: help install demo test test-clients test-bench test-s3 test-kubernetes test-image docs \
+	dist deb test-packages lint bench fuzz clean system-install system-test system-s3 \
+	system-kubernetes system-image system-packages system-bench
 
 help:
 	@sed -n '/^#   make/s/^# *//p' Makefile
@@ -72,6 +77,13 @@ test-s3: $(MADE)/tools | system-s3
 test-kubernetes: $(MADE)/tools | system-test system-kubernetes
 	@tests/kubernetes/build.sh
 	$(VENV)/bin/python -m pytest tests/kubernetes/cluster $(ARGS)
+
+test-image: $(MADE)/tools | system-test system-image
+	@$(VENV)/bin/python -m pytest tests/image $(ARGS)
+
+docs: $(MADE)/install $(MADE)/docs
+	@$(VENV)/bin/python -m deploy.docs.site $(VENV)/docs/bin/mkdocs
+	echo "build/docs/site: .venv/bin/python -m http.server --directory build/docs/site"
 
 dist: $(MADE)/tools
 	@$(VENV)/bin/python -m deploy.packages.dist
@@ -114,6 +126,9 @@ system-s3:
 system-kubernetes:
 	@PYTHON="$(PYTHON)" deploy/prepare.sh install kubernetes
 
+system-image:
+	@PYTHON="$(PYTHON)" deploy/prepare.sh install image
+
 system-packages:
 	@PYTHON="$(PYTHON)" deploy/prepare.sh install packages
 
@@ -146,6 +161,13 @@ $(MADE)/demo: $(MADE)/install
 		exit 1
 	}
 	$(PIP) install --no-deps '$(TORCHVISION)'
+	touch $@
+
+$(MADE)/docs: $(MADE)/install
+	$(OURS)
+	echo "installing what builds the site: $(DOCS)"
+	[ -x $(VENV)/docs/bin/pip ] || $(VENV)/bin/python -m venv --clear $(VENV)/docs
+	$(DOCS_PIP) install $(DOCS)
 	touch $@
 
 $(MADE)/clients: $(MADE)/install

@@ -2,11 +2,13 @@
 
 The training (`demo_training.py`) uses torchvision's own `ImageFolder` and torch's own `DataLoader`,
 and does not know that it reads from DIESEL-FS; it runs under `dlcmd run`. The demo fails if the
-held-out accuracy stays under 0.8. However it ends, it leaves no mount, no process and no file
-behind.
+held-out accuracy stays under 0.8. It leaves one page with what it did (`REPORT`). However it ends,
+it leaves no mount, no process and no other file behind.
 """
 
+import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -18,11 +20,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
 
+from deploy.demo_report import Demo, Epoch, demo_page
 from deploy.images import SHAPES, write_images
 
 DLCMD = Path(sys.executable).parent / "dlcmd"
 DATASET = "shapes"
 ROOT = Path(__file__).resolve().parents[1]
+REPORT = ROOT / "build/demo/report.html"
 
 
 class DlcmdFailed(Exception):
@@ -40,10 +44,12 @@ class Dlcmd:
         for kind in ("CACHE", "CONFIG", "DATA", "STATE"):
             self.environment[f"XDG_{kind}_HOME"] = str(folder / kind.lower())
         self.environment["DIESEL_URL"] = f"file://{folder}/store"
+        self.typed: list[str] = []
 
     def __call__(self, *arguments: str) -> None:
         command = list(arguments)
-        print("$ dlcmd", *command, flush=True)
+        self.typed.append(shlex.join(["dlcmd", *command]))
+        print(f"$ {self.typed[-1]}", flush=True)
         with subprocess.Popen([DLCMD, *command], env=self.environment, cwd=ROOT) as process:
             try:
                 exit_code = process.wait()
@@ -74,11 +80,12 @@ def mounted(dlcmd: Dlcmd, folder: Path) -> Iterator[Path]:
                 dlcmd("umount", "--lazy", str(folder))
 
 
-def demonstrate(folder: Path) -> None:
+def demonstrate(folder: Path) -> Demo:
     """Run the demo inside a temporary folder. Raises DlcmdFailed, also where training fails."""
     dlcmd = Dlcmd(folder)
     images = folder / "images"
     file_count = write_images(images)
+    size_bytes = sum(each.stat().st_size for each in images.rglob("*") if each.is_file())
     print(f"{file_count:,} PNG and JPEG files of {len(SHAPES)} classes in {images}", flush=True)
 
     start_s = time.perf_counter()
@@ -88,7 +95,18 @@ def demonstrate(folder: Path) -> None:
     shutil.rmtree(images)  # from here on the files are in the repository only
 
     with mounted(dlcmd, folder / "mount") as mount:
-        dlcmd("run", "--", sys.executable, "-m", "deploy.demo_training", str(mount))
+        waiting, figures = folder / "waiting.html", folder / "figures.json"
+        training = [sys.executable, "-m", "deploy.demo_training", str(mount), str(figures)]
+        dlcmd("run", "--report", str(waiting), "--", *training)
+    return Demo(
+        commands=dlcmd.typed,
+        files=file_count,
+        size_bytes=size_bytes,
+        put_files_per_s=rate,
+        epochs=[Epoch(**each) for each in json.loads(figures.read_text(encoding="utf-8"))],
+        waiting_page=waiting.read_text(encoding="utf-8"),
+        screenshot=b"",
+    )
 
 
 def _terminate(number: int, _frame: FrameType | None) -> None:
@@ -101,14 +119,16 @@ def main() -> int:
         signal.signal(number, _terminate)
     try:
         with TemporaryDirectory(prefix="diesel-demo-") as folder:
-            demonstrate(Path(folder))
+            page = demo_page(demonstrate(Path(folder)))
+        REPORT.parent.mkdir(parents=True, exist_ok=True)
+        REPORT.write_text(page, encoding="utf-8")
     except DlcmdFailed as error:
         print(f"demo: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("demo: interrupted; cleaned up", file=sys.stderr)
         return 128 + signal.SIGINT
-    print("demo: unmounted and cleaned up")
+    print(f"demo: unmounted and cleaned up; what it did is in {REPORT}")
     return 0
 
 

@@ -1,9 +1,11 @@
 """The training of `make demo`: a small CNN on the images of a folder, as in any training script.
 
-`python -m deploy.demo_training FOLDER` trains on FOLDER/train, and ends with 1 if the accuracy on
-FOLDER/val stays under 0.8. It knows nothing of DIESEL-FS.
+`python -m deploy.demo_training FOLDER [FIGURES]` trains on FOLDER/train, and ends with 1 if the
+accuracy on FOLDER/val stays under 0.8. It writes the figures of each epoch to a file, as a list of
+JSON. It knows nothing of DIESEL-FS.
 """
 
+import json
 import sys
 import time
 from pathlib import Path
@@ -71,8 +73,9 @@ def held_out_accuracy(model: nn.Module, batches: DataLoader[tuple[torch.Tensor, 
     return right / total
 
 
-def train(folder: Path) -> float:
-    """Trains on `folder/train`, prints each epoch, returns the last accuracy on `folder/val`."""
+def train(folder: Path) -> list[dict[str, float]]:
+    """Trains on `folder/train`, prints each epoch, returns its figures; the accuracy is that on
+    `folder/val`."""
     torch.manual_seed(1)
     torch.set_num_threads(TORCH_THREADS)
     batches, held_out = (
@@ -82,7 +85,7 @@ def train(folder: Path) -> float:
     file_count = len(batches.dataset) + len(held_out.dataset)
     model = network()
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    accuracy = 0.0
+    epochs = []
     for epoch in range(1, EPOCHS_MAX + 1):
         start_s = time.perf_counter()
         loss = train_epoch(model, optimizer, batches)
@@ -93,16 +96,20 @@ def train(folder: Path) -> float:
             f"loss {loss:.3f}, held-out accuracy {accuracy:.3f}",
             flush=True,
         )
+        epochs.append({"files_per_s": rate, "loss": loss, "accuracy": accuracy})
         if epoch >= EPOCHS_MIN and accuracy >= ACCURACY_ENOUGH:
             break
-    return accuracy
+    return epochs
 
 
 def main() -> int:
     """Train, print the accuracy, and return the exit code."""
     folder = Path(sys.argv[1])
     print(f"training a small CNN with ImageFolder({str(folder / 'train')!r})", flush=True)
-    accuracy = train(folder)
+    epochs = train(folder)
+    for place in sys.argv[2:]:
+        Path(place).write_text(json.dumps(epochs), encoding="utf-8")
+    accuracy = epochs[-1]["accuracy"]
     if accuracy < ACCURACY_MIN:
         print(f"held-out accuracy {accuracy:.3f} is under {ACCURACY_MIN}", file=sys.stderr)
         return 1

@@ -2,7 +2,7 @@
 # Installs the system packages that are missing, and makes .venv. It uses apt-get, as root or through
 # sudo; where that is not possible, it prints what to install.
 #
-#   deploy/prepare.sh install|test|s3|kubernetes|packages|bench...   (PYTHON=... chooses the interpreter)
+#   deploy/prepare.sh install|test|s3|kubernetes|image|packages|bench... (PYTHON=... chooses one)
 set -eu
 cd "$(dirname "$0")/.."
 
@@ -96,6 +96,7 @@ look_for() {
         need ip iproute2
         need tc iproute2
         need rsync rsync
+        need promtool prometheus
         need zsh zsh
         need fish fish
         need mandoc mandoc
@@ -117,6 +118,11 @@ look_for() {
         need dpkg-source dpkg-dev
         need kubectl kubernetes-client
         need setpriv util-linux
+        ;;
+    image) # tests/image/dockerfile.py runs the steps of the Dockerfile in such a root
+        need debootstrap debootstrap
+        need unshare util-linux
+        need curl curl
         ;;
     packages) # the Debian package is made for the system's Python, and compiles pyfuse3 for it
         need dpkg-deb dpkg

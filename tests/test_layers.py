@@ -39,7 +39,7 @@ PURE = (
     *"diesel_kubernetes.names diesel_kubernetes.operator.placement".split(),
 )
 PURE_IMPORTS = frozenset(
-    "__future__ abc array base64 binascii bisect collections contextlib dataclasses enum errno"
+    "__future__ abc array base64 binascii bisect collections contextlib csv dataclasses enum errno"
     " fractions functools hashlib heapq hmac itertools json math operator re shlex stat string"
     " struct sys threading types typing _typeshed unicodedata uuid zlib lz4 msgpack numpy"
     " xxhash".split()

@@ -16,12 +16,14 @@ from diesel_fs.ingest import (
     Archive,
     ArchivesSource,
     BucketSource,
+    FetchedManifest,
     FileSource,
     FolderSource,
     HttpArchive,
     LocalArchive,
     Source,
     TarSource,
+    fetch_manifest,
 )
 from diesel_fs.urls import CLOUD_SCHEMES, parse_url
 
@@ -41,25 +43,37 @@ class SourceArgument:
 @contextmanager
 def archives_source(names: Sequence[str]) -> Iterator[SourceArgument]:
     """The archives that the user names. Raises NotFoundError, UsageError, ObjectStoreError."""
-    archives: list[Archive] = []
-    for name in names:
-        scheme = name.partition("://")[0] if "://" in name else ""
-        if scheme in CLOUD_SCHEMES:
-            from .buckets import bucket_archives  # noqa: PLC0415  # it takes 0.1 s to import
-
-            archives += bucket_archives(name)
-        elif scheme in ("http", "https"):
-            archives.append(HttpArchive(name))
-        elif scheme:
-            known = ", ".join([*CLOUD_SCHEMES, "http", "https"])
-            raise UsageError(f"no archive can lie at {scheme}://", advice=f"known are {known}")
-        else:
-            archives += map(LocalArchive, _archive_paths(name))
+    archives = [archive for name in names for archive in _archives(name, "archive")]
     twice = [each for each, count in Counter(a.address for a in archives).items() if count > 1]
     if twice:
         raise UsageError(f"{twice[0]} is named twice")
     shown_name = names[0] if len(names) == 1 else count_text(len(archives), "archive")
     yield SourceArgument(shown_name, ArchivesSource(archives))
+
+
+def manifest_file(name: str) -> FetchedManifest:
+    """The manifest that the user names, which may lie where archives may. Raises UsageError,
+    NotFoundError, PermissionDenied, ObjectStoreError, CorruptError."""
+    files = _archives(name, "manifest")
+    if len(files) != 1:
+        raise UsageError(f"--manifest takes one file, and {name} names {len(files)}")
+    return fetch_manifest(files[0])
+
+
+def _archives(name: str, noun: str) -> Sequence[Archive]:
+    """The files that a path, a glob or an address names; `noun` says what they are. Raises
+    NotFoundError, UsageError, ObjectStoreError."""
+    scheme = name.partition("://")[0] if "://" in name else ""
+    if scheme in CLOUD_SCHEMES:
+        from .buckets import bucket_archives  # noqa: PLC0415  # it takes 0.1 s to import
+
+        return bucket_archives(name)
+    if scheme in ("http", "https"):
+        return [HttpArchive(name)]
+    if scheme:
+        known = ", ".join([*CLOUD_SCHEMES, "http", "https"])
+        raise UsageError(f"no {noun} can lie at {scheme}://", advice=f"known are {known}")
+    return [LocalArchive(path) for path in _archive_paths(name)]
 
 
 def _archive_paths(name: str) -> list[str]:

@@ -17,6 +17,7 @@ from diesel_fs.errors import (
 from diesel_fs.format.chunk import CHUNK_BYTES_DEFAULT
 from diesel_fs.format.entries import Kind, join
 from diesel_fs.ingest import (
+    FetchedManifest,
     PutOptions,
     PutReport,
 )
@@ -39,7 +40,7 @@ from .output import (
     write_stdout,
 )
 from .progress import shown_progress
-from .put_sources import SourceArgument, archives_source, named_source
+from .put_sources import SourceArgument, archives_source, manifest_file, named_source
 
 _DELETIONS_SHOWN = 10
 """Number of paths to be deleted that a dry run names without -v."""
@@ -52,6 +53,11 @@ _DELETIONS_SHOWN = 10
     "--unpack", is_flag=True,
     help="Put what is in the archives SRC, of which there may be several: paths, globs, s3:// and"
     " https:// addresses of tar, zip, gzip, bzip2, xz and Zstandard files.",
+)  # fmt: skip
+@click.option(
+    "--manifest", default="", metavar="FILE",
+    help="Table of samples and their targets, to be stored as .manifest.csv: CSV or TSV with the"
+    " columns path and target. FILE may be an s3:// or https:// address.",
 )  # fmt: skip
 @click.option(
     "--delete", is_flag=True, help="Delete entries of the dataset that SRC does not have."
@@ -95,6 +101,7 @@ def put(
     arguments: tuple[str, ...],
     tar: str | None,
     unpack: bool,
+    manifest: str,
     delete: bool,
     dry_run: bool,
     allow_empty: bool,
@@ -120,6 +127,12 @@ def put(
     that it brought. After an address, #sha256= and 64 hex digits say which content it must have. Of
     files with one path, that in the last archive counts.
 
+    The --manifest says which file is which sample, and what its target is. Its first line is
+    `path,target`; each further line names a file, relative to DATASET/path, and a class, a number
+    or a text. (With `path,target_path` the target is a file, too.) If the dataset lacks a file that
+    the manifest names, the files are put, the manifest is not, and the exit code is 3. Training
+    scripts read it by DieselDataset(..., manifest=True).
+
     \b
     Examples:
       dlcmd put ~/images pets
@@ -129,6 +142,7 @@ def put(
       tar cz images | dlcmd put --tar - pets
       dlcmd put s3://bucket/images pets
       dlcmd put --unpack 's3://bucket/shards/*.tar.gz' https://host/extra.zip pets
+      dlcmd put --unpack cats.zip dogs.zip --manifest labels.csv pets
     """
     if unpack:
         names, target = _parse_unpack(arguments, tar, files_from, nul)
@@ -147,6 +161,7 @@ def put(
         include=include,
         exclude=exclude,
     )
+    fetched = manifest_file(manifest) if manifest else None
     with (
         opened as source,
         _repository(dry_run=dry_run) as repository,
@@ -161,7 +176,7 @@ def put(
             show(report.entries, total, report.content_bytes)
 
         try:
-            report = _put(repository, source, target, options, progress)
+            report = _put(repository, source, target, options, progress, fetched)
         except BaseException as error:  # Ctrl-C too: the message says how much is committed
             if not dry_run and (so_far.files or not isinstance(error, Exception)):
                 moved = bytes_text(so_far.content_bytes)
@@ -224,11 +239,14 @@ def _put(
     target: Address,
     options: PutOptions,
     progress: PutProgress,
+    manifest: FetchedManifest | None,
 ) -> PutReport:
+    if manifest is not None and source.file_name:
+        raise UsageError(f"--manifest needs more than one file as SRC, and {source.name} is one")
     name, path = target.dataset, target.path
     if source.file_name and (target.must_be_folder or _is_folder(repository, target)):
         path = join(path, source.file_name)
-    return ingest.put(repository, name, source.source, path, options, progress)
+    return ingest.put(repository, name, source.source, path, options, progress, manifest=manifest)
 
 
 def _is_folder(repository: Repository, target: Address) -> bool:
@@ -270,6 +288,7 @@ def _print_result(report: PutReport, target: Address, *, dry_run: bool) -> None:
                 "unchanged": report.unchanged,
                 "archives": report.archives,
                 "archives_skipped": report.archives_skipped,
+                "samples": report.samples,
                 "deleted": report.deleted,
                 "stripped": report.stripped,
                 "hard_links": report.hard_links,
@@ -296,6 +315,8 @@ def _print_result(report: PutReport, target: Address, *, dry_run: bool) -> None:
             f" {count_text(report.chunks, 'chunk')}; {report.unchanged:,} unchanged,"
             f" {report.deleted:,} deleted; version {report.version}"
         )
+        if report.samples:
+            print_line(f"the manifest names {count_text(report.samples, 'sample')}")
         if lost := _lost_attributes(report):
             print_line(f"note: {lost}")
 

@@ -6,6 +6,6 @@ more memory than the format allows for what it was given.
 
 Then read `entries` (what a file, link or folder of a dataset is), `chunk_id` (IDs and stamps),
 `chunk` and `chunk_builder` (many entries packed into one object), `object_names` (where objects
-lie), `snapshot/` (all metadata of a dataset at one version, in one file), and `image/` (the tree of
-a snapshot as a file system that the kernel mounts).
+lie), `snapshot/` (all metadata of a dataset at one version, in one file), `image/` (the tree of a
+snapshot as a file system that the kernel mounts), and `manifest` (which file is which sample).
 """

@@ -4,9 +4,11 @@ A source is a folder, one file, a tar, a bucket or some archives. A put skips wh
 already, so it can be repeated; nothing is acknowledged before it is durable. Read `put.py` first
 (the steps of every put, and what a `Source` is), then `compare.py` (what is new, what stands in the
 way), `sources/`, and `packer.py` (entries become chunks). `worker.py` has the processes that pack a
-folder, `concurrent_writers.py` mends what two writers do to each other.
+folder, `concurrent_writers.py` mends what two writers do to each other, and
+`manifest.py` stores a manifest beside what was put.
 """
 
+from .manifest import FetchedManifest
 from .options import PutOptions, PutReport
 from .put import Source, put
 from .sources.archive_places import HttpArchive, LocalArchive
@@ -14,6 +16,7 @@ from .sources.archives import Archive, ArchivesSource, ArchiveState
 from .sources.bucket import Bucket, BucketObject, BucketSource
 from .sources.file import FileSource
 from .sources.folder import FolderSource
+from .sources.manifest_file import fetch_manifest
 from .sources.tar import TarSource
 
 __all__ = [
@@ -23,6 +26,7 @@ __all__ = [
     "Bucket",
     "BucketObject",
     "BucketSource",
+    "FetchedManifest",
     "FileSource",
     "FolderSource",
     "HttpArchive",
@@ -31,5 +35,6 @@ __all__ = [
     "PutReport",
     "Source",
     "TarSource",
+    "fetch_manifest",
     "put",
 ]

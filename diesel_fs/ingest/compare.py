@@ -96,6 +96,10 @@ class Comparer:
         self._mark(index)
         return index
 
+    def keep(self, path: bytes) -> None:
+        """Never list what stands at this path of the dataset among the removed paths."""
+        self._mark(self.view.lookup(path))
+
     def accepts_any_file(self, folder: bytes) -> bool:
         """Whether a folder of the dataset is empty, so that any file can be put there. The source
         has something in it."""

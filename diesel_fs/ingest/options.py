@@ -60,7 +60,8 @@ class PutReport:
     has been. `to_delete` has what a dry run would delete, deepest first. `stripped` counts entries
     whose set-user-ID, set-group-ID or sticky bits were left out, `hard_links` files that are stored
     once for each of their names. `archives_skipped` of the `archives` were put before, and were not
-    read again; their entries count as unchanged.
+    read again; their entries count as unchanged. `samples` counts those of the manifest, once the
+    dataset has it.
     """
 
     files: int = 0
@@ -77,6 +78,7 @@ class PutReport:
     version: int = 0
     archives: int = 0
     archives_skipped: int = 0
+    samples: int = 0
     failed: list[tuple[bytes, str]] = field(default_factory=list)
 
     def add_chunk(self, chunk: ValidatedChunk, entries: int) -> None:

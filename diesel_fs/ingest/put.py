@@ -1,7 +1,8 @@
 """A put: the entries of a source go into a dataset, as far as they are not there already.
 
 `put` is the same for every source: it opens the source, compares it with the dataset, has what is
-new packed and committed, deletes what the source has not (with `--delete`), and publishes. What
+new packed and committed, deletes what the source has not (with `--delete`), and publishes; a
+manifest comes last (`manifest.py`). What
 differs between sources is a `Source`, of which `sources/` has five. One thread; a source may start
 others.
 """
@@ -17,6 +18,7 @@ from ..repository.versions import empty_snapshot
 from ..repository.writing import WriteSession
 from .compare import Comparer, ReadabilityCheck
 from .concurrent_writers import finish_put
+from .manifest import FetchedManifest, put_manifest
 from .options import Filter, PutOptions, PutProgress, PutReport, no_progress
 from .paths import check_not_reserved
 
@@ -82,13 +84,16 @@ def put(
     target: bytes = b"",
     options: PutOptions | None = None,
     progress: PutProgress = no_progress,
+    *,
+    manifest: FetchedManifest | None = None,
 ) -> PutReport:
     """Put the entries of a source below the path `target` of a dataset, which is made if missing.
 
     What is there already unchanged is skipped, so a put can be repeated, and one that was
     interrupted goes on. When this returns, all of it is durable, and the snapshot of the new
-    version lies in the repository. The report names what could not be put. Raises DieselError; what
-    was committed by then stays.
+    version lies in the repository. The report names what could not be put. A manifest is stored as
+    a file of the dataset, in a version of its own behind that of the files it names. Raises
+    DieselError; what was committed by then stays.
     """
     options = options or PutOptions()
     check_not_reserved(target)
@@ -100,6 +105,8 @@ def put(
         comparer = source.start(
             PutWork(repository, target, options, path_filter, view, readable, report, progress)
         )
+        if manifest is not None:
+            comparer.keep(manifest.path(target))
         if session is None:
             if source.count():
                 report.to_delete = comparer.removed_paths()
@@ -111,6 +118,12 @@ def put(
         if source.shadowed_reason:
             _delete_shadowed_files(repository, session, view, report, source.shadowed_reason)
         source.published(session)
+        if manifest is not None:
+            before = view.lookup(manifest.path(target))
+            put_manifest(
+                session, manifest, target, options, repository.view(session.name), report,
+                is_readable=before < 0 or readable(before),
+            )  # fmt: skip
         progress(report)
         return report
     finally:

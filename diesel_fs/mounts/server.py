@@ -430,7 +430,13 @@ class _Server:
     def _control_socket(self) -> ControlSocket | None:
         """The socket that takes plans; None where it cannot be made, and the mount goes on."""
         try:
-            made = ControlSocket(runtime_folder(), self._hello(), self._stats, self._link)
+            made = ControlSocket(
+                runtime_folder(),
+                self._hello(),
+                self._stats,
+                self._link,
+                any_user=self._request.allow_other,
+            )
             made.listen()
         except DieselError as error:
             log.warning("the mount takes no plans: %s", error)

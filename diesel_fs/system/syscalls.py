@@ -35,7 +35,7 @@ _AT_RECURSIVE = 0x8000
 _AT_STATX_DONT_SYNC, _STATX_DEVICE_AT = 0x4000, 34  # in units of 4 bytes
 _FSOPEN_CLOEXEC, _FSMOUNT_CLOEXEC = 1, 1
 _FSCONFIG_SET_FLAG, _FSCONFIG_SET_STRING, _FSCONFIG_CMD_CREATE = 0, 1, 6
-_MOVE_MOUNT_FROM_ITSELF, _MOVE_MOUNT_BENEATH = 4, 0x200
+_MOVE_MOUNT_FROM_ITSELF, _MOVE_MOUNT_TO_ITSELF, _MOVE_MOUNT_BENEATH = 4, 0x40, 0x200
 MOUNT_READ_ONLY, MOUNT_NOSUID, MOUNT_NODEV, MOUNT_NOEXEC, MOUNT_NOATIME = 1, 2, 4, 8, 0x10
 """Attributes of a mount (mount_setattr(2))."""
 
@@ -297,11 +297,12 @@ def _mount_log(context: int) -> str:
 
 def attach_mount(mount: int, path: str, *, folder: int = _AT_FDCWD, beneath: bool = False) -> None:
     """Attach a detached mount at a path (move_mount(2), Linux 5.2), which is relative to `folder`
-    unless it is absolute.
+    unless it is absolute. An empty path stands for what `folder` itself is a descriptor of.
 
     `beneath`: below the topmost mount there, which hides it (Linux 6.5). Raises OSError.
     """
     flags = _MOVE_MOUNT_FROM_ITSELF | (_MOVE_MOUNT_BENEATH if beneath else 0)
+    flags |= 0 if path else _MOVE_MOUNT_TO_ITSELF
     _syscall(_SYS_MOVE_MOUNT, mount, b"", folder, os.fsencode(path), flags)
 
 

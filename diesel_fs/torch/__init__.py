@@ -1,11 +1,11 @@
 """For PyTorch: datasets, samplers and loaders, and training scripts that announce what they read.
 
-`dataset.py`, `sampler.py` and `loader.py` are what scripts import; torch is imported only when one
-of these names is used. `hook/` is what `dlcmd run` puts into the processes of a training command;
-it needs nothing but Python's standard library. `planner/` is the launcher's side, which turns what
-they say into plans for the mounts. `join` does the same from inside a script. `fsspec.py` is the
-file system `diesel://`, by which pandas and others read datasets. README.md says what users may
-expect.
+`dataset.py`, `manifest_folder.py`, `sampler.py` and `loader.py` are what scripts import; torch is
+imported only when one of these names is used. `hook/` is what `dlcmd run` puts into the processes
+of a training command; it needs nothing but Python's standard library. `planner/` is the launcher's
+side, which turns what they say into plans for the mounts. `join` does the same from inside a
+script. `fsspec.py` is the file system `diesel://`, by which pandas and others read datasets.
+README.md says what users may expect.
 """
 
 from importlib import import_module
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .importance import ImportanceSampler as ImportanceSampler
     from .importance import Loss as Loss
     from .loader import AutoDataLoader as AutoDataLoader
+    from .manifest_folder import ManifestFolder as ManifestFolder
     from .sampler import ChunkShuffleSampler as ChunkShuffleSampler
 
 _MODULE_OF = {
@@ -30,6 +31,7 @@ _MODULE_OF = {
     "Importance": "importance",
     "ImportanceSampler": "importance",
     "Loss": "importance",
+    "ManifestFolder": "manifest_folder",
 }
 """Where the names are that need torch. They are imported when they are first used."""
 

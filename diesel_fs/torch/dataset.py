@@ -1,4 +1,4 @@
-"""`DieselDataset`: torchvision's `ImageFolder` over a dataset, without a mount.
+"""`DieselDataset`: torchvision's `ImageFolder` over a dataset, without a mount; or its manifest.
 
 It stays at the version at which it was opened. Several threads may read. A forked child may go on
 reading, and so may a process that loads a pickle of it, which opens the same version anew.
@@ -15,11 +15,19 @@ import numpy as np
 from torch.utils.data import Dataset as TorchDataset
 
 from ..client.dataset import connect
-from ..errors import NoSuchPath
-from ..format.entries import whole_object
+from ..errors import NoSuchPath, UsageError
+from ..format.entries import join, split, whole_object
+from ..format.manifest import MANIFEST_NAME, parse_manifest
 from ..format.snapshot.reader import Indices, Snapshot
 from ..peers.options import TaskKwargs
-from .folder import IMG_EXTENSIONS, LazyRows, find_samples
+from .folder import (
+    IMG_EXTENSIONS,
+    FolderSamples,
+    LazyRows,
+    ManifestSamples,
+    find_samples,
+    named_samples,
+)
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -47,7 +55,8 @@ def load_image(content: Content) -> "Image":
 
 
 class DieselDataset(TorchDataset[tuple[object, object]]):  # type: ignore[misc]  # mypy skips torch
-    """The images below a folder of a dataset, in the classes that its folders name.
+    """The images below a folder of a dataset, in the classes that its folders name; or the files
+    and targets that a manifest names.
 
     Samples, classes and their order are those of torchvision's `ImageFolder` on the same files. So
     are the arguments, except that `loader` is called with the content of a file (`bytes` gives the
@@ -64,18 +73,32 @@ class DieselDataset(TorchDataset[tuple[object, object]]):  # type: ignore[misc] 
         allow_empty: bool = False,
         *,
         extensions: str | tuple[str, ...] | None = None,
+        manifest: bool | str = False,
+        target_loader: Callable[[Never], object] | None = None,
         **options: Unpack[ConnectKwargs],
     ) -> None:
         """Open `root`, which is `"DATASET"`, `"DATASET/FOLDER"` or `"DATASET@VERSION/FOLDER"`.
 
         `is_valid_file` is called with the path of a file in the dataset. `extensions` are lower
         case, and images' if None. `options` are those of `diesel_fs.connect`; with several workers,
-        `task=NAME` lets all processes of a node share one cache of chunks. Raises NoSuchPath (a
-        FileNotFoundError) where there are no classes, or classes without files unless
-        `allow_empty`; UsageError, and as `connect`.
+        `task=NAME` lets all processes of a node share one cache of chunks.
+
+        With `manifest=True` the samples are those of the manifest that `dlcmd put --manifest` has
+        stored in `root`, in its order; a text names another manifest, by its path below `root`.
+        `classes` are its different targets, and a sample's target is an index there;
+        `target_loader` makes another one of its text (`int`, `float`, `str`). Where the targets are
+        files, it makes one of their content, which is given as bytes if it is None.
+
+        Raises NoSuchPath (a FileNotFoundError) where there are no classes, or classes without files
+        unless `allow_empty`, or where a file of the manifest is missing; UsageError, and as
+        `connect`.
         """
         name, _, folder = root.partition("/")
-        if extensions is None and is_valid_file is None:
+        if target_loader is not None and not manifest:
+            raise UsageError("target_loader needs a manifest")
+        if manifest and (extensions is not None or is_valid_file is not None):
+            raise UsageError("a manifest names the files, so nothing else can choose them")
+        if extensions is None and is_valid_file is None and not manifest:
             extensions = IMG_EXTENSIONS
         if loader is load_image:
             _check_pil()
@@ -84,17 +107,23 @@ class DieselDataset(TorchDataset[tuple[object, object]]):  # type: ignore[misc] 
         self.extensions = extensions
         self.transform = transform
         self.target_transform = target_transform
+        self.target_loader = target_loader
         self._order: tuple[int, Indices, Indices] | None = None  # announced, and by which process
         self._follower = 0  # the process that follows an order
         self._dataset = connect(name, **options)
         try:
-            self._samples = find_samples(
-                self.snapshot,
-                os.fsencode(folder.removesuffix("/")),
-                extensions=extensions,
-                is_valid_file=is_valid_file,
-                allow_empty=allow_empty,
-            )
+            top = os.fsencode(folder.removesuffix("/"))
+            self._samples: FolderSamples | ManifestSamples
+            if manifest:
+                self._samples = self._read_manifest(top, manifest)
+            else:
+                self._samples = find_samples(
+                    self.snapshot,
+                    top,
+                    extensions=extensions,
+                    is_valid_file=is_valid_file,
+                    allow_empty=allow_empty,
+                )
         except BaseException:
             self._dataset.close()
             raise
@@ -153,8 +182,12 @@ class DieselDataset(TorchDataset[tuple[object, object]]):  # type: ignore[misc] 
         contents: Iterator[Content] = views
         if type(first.obj) is bytes:  # as are most where files are read one by one
             contents = map(whole_object, views)
-        samples = map(self.loader, contents)
         targets: Iterable[object] = self._samples.targets(wanted)
+        if isinstance(self._samples, ManifestSamples):
+            if self._samples.target_entries is not None:
+                contents = iter([*contents])  # before those of the targets are read
+            targets = self._targets(self._samples, wanted)
+        samples = map(self.loader, contents)
         if self.transform is not None:
             samples = map(self.transform, samples)  # type: ignore[arg-type]  # as its user says
         if self.target_transform is not None:
@@ -189,9 +222,37 @@ class DieselDataset(TorchDataset[tuple[object, object]]):  # type: ignore[misc] 
     def __getstate__(self) -> dict[str, object]:
         return {**vars(self), "_order": None, "_follower": 0}
 
+    def _read_manifest(self, folder: bytes, name: bool | str) -> ManifestSamples:
+        path = join(folder, MANIFEST_NAME if name is True else os.fsencode(str(name)))
+        place = f"{self._dataset.name}/{os.fsdecode(path)}"
+        try:
+            content = self._dataset.get(os.fsdecode(path))
+        except NoSuchPath as error:
+            if name is not True:
+                raise
+            raise NoSuchPath(
+                f"there is no manifest {place}", advice="store one by dlcmd put --manifest"
+            ) from error
+        return named_samples(self.snapshot, split(path)[0], parse_manifest(content, place))
+
+    def _targets(self, found: ManifestSamples, samples: Sequence[int]) -> Iterator[object]:
+        """The targets of samples, as the manifest gives them."""
+        numbers = found.targets(samples)
+        if found.target_entries is not None:
+            entries = found.target_entries[numbers].astype(np.int64)
+            contents = map(whole_object, self._dataset.read_many(entries))
+            loader = bytes if self.target_loader is None else self.target_loader
+            return map(loader, list(contents))  # type: ignore[arg-type]  # as its user says
+        if self.target_loader is None:
+            return iter(numbers)
+        texts = [found.classes[number] for number in numbers]
+        return map(self.target_loader, texts)  # type: ignore[arg-type]  # likewise
+
     def _made(self, at: int, content: Content) -> tuple[object, object]:
         sample = self.loader(content)
         target: object = self._samples.target(at)
+        if isinstance(self._samples, ManifestSamples):
+            [target] = self._targets(self._samples, [at])
         if self.transform is not None:
             sample = self.transform(sample)  # type: ignore[arg-type]  # as its user says
         if self.target_transform is not None:

@@ -1,9 +1,9 @@
-"""Finds the samples of an image folder in a snapshot, as torchvision's `ImageFolder` finds them.
+"""Finds the samples of a folder in a snapshot: as torchvision's `ImageFolder`, or by a manifest.
 
-The folders in `root` are the classes, and each file below a class with a wanted name is a sample of
-it. Classes are sorted by name; the samples of a class by the path of their folder, then by name
-(all as text, so `a-b` stands between `a` and `a/c`). Links are followed inside the dataset, as they
-are on a disk; one that leads nowhere is a sample that cannot be read.
+Without a manifest the folders in `root` are the classes, and each file below a class with a wanted
+name is a sample of it. Classes are sorted by name; the samples of a class by the path of their
+folder, then by name (all as text, so `a-b` stands between `a` and `a/c`). Links are followed inside
+the dataset, as they are on a disk; one that leads nowhere is a sample that cannot be read.
 
 A dataset of a million files is an array of numbers here. Paths and targets are made from the
 snapshot when they are asked for.
@@ -20,7 +20,10 @@ import numpy.typing as npt
 
 from ..errors import NoSuchPath, UsageError
 from ..format.entries import AnySlice, Kind
+from ..format.manifest import Manifest
+from ..format.manifest import find_samples as find_named
 from ..format.snapshot.reader import ROOT_INDEX, Snapshot
+from ..names import shown
 
 IMG_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 """The names that torchvision takes for images, in any case."""
@@ -53,6 +56,30 @@ class FolderSamples:
     def targets(self, samples: Sequence[int]) -> list[int]:
         """The class of each of these samples."""
         found: list[int] = np.searchsorted(self.class_ends, samples, "right").tolist()
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class ManifestSamples:
+    """The samples that a manifest names, in the order of its lines."""
+
+    classes: list[str]
+    entries: npt.NDArray[np.int32]
+    """The entry of each sample in the snapshot."""
+    numbers: npt.NDArray[np.int32]
+    """The class of each sample."""
+    target_entries: npt.NDArray[np.int32] | None
+    """Where the targets are files, the entry of each class."""
+    broken: frozenset[int] = frozenset()
+    linked: dict[int, str] = field(default_factory=dict)
+
+    def target(self, sample: int) -> int:
+        """The class of a sample."""
+        return int(self.numbers[sample])
+
+    def targets(self, samples: Sequence[int]) -> list[int]:
+        """The class of each of these samples."""
+        found: list[int] = self.numbers[np.asarray(samples, np.int64)].tolist()
         return found
 
 
@@ -138,6 +165,18 @@ def find_samples(
     broken = frozenset(np.flatnonzero(snapshot.chunk_of(entries) < 0).tolist())
     names = [name for name, _ in classes]
     return FolderSamples(names, entries, broken, ends, walk.linked)
+
+
+def named_samples(snapshot: Snapshot, folder: bytes, manifest: Manifest) -> ManifestSamples:
+    """The samples that a manifest names, which lies in `folder`. Raises NoSuchPath (a
+    FileNotFoundError), which names the first line whose file is not there."""
+    found = find_named(manifest, snapshot, folder)
+    for fault in found.faults:
+        more = f" ({found.fault_count:,} lines are so)" if found.fault_count > 1 else ""
+        raise NoSuchPath(
+            f"{manifest.name}, line {fault.line}: {shown(fault.path)}: {fault.reason}{more}"
+        )
+    return ManifestSamples(manifest.classes, found.entries, manifest.targets, found.target_entries)
 
 
 class _Walk:

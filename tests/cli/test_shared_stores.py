@@ -292,6 +292,14 @@ def test_archives_in_a_bucket_are_put_once(shared: Dlcmd, s3: Server) -> None:
     assert shared("ls", "-R", "pets").out == b"a\nb\na/file\nb/file\n"
     found = shared("--json", "put", "--unpack", f"{place}/*.tar", "pets").objects[-1]
     assert (found["archives"], found["archives_skipped"], found["files"]) == (2, 2, 0)
+    labels = b"path,target\nb/file,1\na/file,0\n"
+    client.put_object(Bucket=s3.bucket, Key=f"{prefix}/lists/labels.csv", Body=labels)
+    words = ["put", "--unpack", f"{place}/*.tar", "--manifest", f"{place}/lists/labels.csv", "pets"]
+    for files in (1, 0):
+        found = shared("--json", *words).objects[-1]
+        assert (found["samples"], found["archives_skipped"], found["files"]) == (2, 2, files)
+    assert shared("cat", "pets/.manifest.csv").out == labels
+    client.delete_object(Bucket=s3.bucket, Key=f"{prefix}/lists/labels.csv")
     result = shared("put", "--unpack", place, "all", code=3)
     assert "d.txt: it is no archive" in result.err
     assert shared("cat", "all/deep/c/file").out == b"deep/c.tar" * 9_000

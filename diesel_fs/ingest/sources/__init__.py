@@ -2,4 +2,5 @@
 
 `folder.py` walks a directory tree (with `walk.py`), `tar.py` reads an archive (its headers are
 parsed by `tar_headers.py`), `bucket.py` lists objects, and `file.py` takes a single file.
+`manifest_file.py` is none: it fetches the manifest of a put, from where archives lie.
 """

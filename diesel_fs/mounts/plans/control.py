@@ -18,6 +18,7 @@ request.
 
 import os
 import socket
+import stat
 import threading
 from collections.abc import Sequence
 from typing import Self, TypeAlias
@@ -328,9 +329,10 @@ class Control:
 
 
 def _connect(mountpoint: str) -> socket.socket:
-    link = os.path.join(mountpoint, ".diesel", "control")
+    path = os.path.join(mountpoint, ".diesel", "control")
     try:
-        path = os.readlink(link)
+        if not stat.S_ISSOCK(os.lstat(path).st_mode):  # in a container it lies in the link's place
+            path = os.readlink(path)
     except OSError as error:
         raise UsageError(f"{mountpoint} is no mount that takes plans: {error.strerror}") from error
     client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)

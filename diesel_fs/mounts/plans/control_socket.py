@@ -1,10 +1,10 @@
 """Serves the control socket of a mount, and limits who may use it, how long, and for how much.
 
 Over this socket, other programs announce which files they will read. It lies in a private folder of
-the user (CONTROL.md). Only the user that the mount's daemon runs as, and root, get answers. The
-server passes requests on to the prefetch worker, where `commands.py` carries them out. A client
-that breaks a limit or sends other bytes than frames is disconnected, with one line in the log;
-other clients do not notice.
+the user (CONTROL.md). Only the user that the mount's daemon runs as, and root, get answers; if the
+mount is for other users too, everybody does who reaches the socket. The server passes requests on
+to the prefetch worker, where `commands.py` carries them out. A client that breaks a limit or sends
+other bytes than frames is disconnected, with one line in the log; other clients do not notice.
 
 Concurrency: trio, in the server of the mount. Each connection has a task, which answers requests in
 their order. Everything has a deadline but the wait for a client's next request.
@@ -32,7 +32,7 @@ from ...errors import (
 from ...net.messages import LENGTH, Message, error_message, frame, unpack
 from ..prefetch.link import WorkerLink
 from .control_wire import FRAME_BYTES_MAX, HELLO_BYTES_MAX, PROTOCOL, REQUESTS
-from .socket_folder import open_private, remove_dead_sockets, short_path
+from .socket_folder import PREFIX, open_private, remove_dead_sockets, short_path
 
 log = logging.getLogger("diesel.mount")
 
@@ -63,20 +63,23 @@ class ControlSocket:
         stats: Callable[[], Message],
         link: WorkerLink,
         *,
+        any_user: bool = False,
         frame_deadline_s: float = FRAME_DEADLINE_S,
     ) -> None:
         """`hello`: what the mount says of itself in the answer to a client's first message.
-        `stats` returns the mount's statistics; `link` leads to the prefetch worker."""
+        `stats` returns the mount's statistics; `link` leads to the prefetch worker. `any_user`:
+        users need not be the daemon's, as in a container to which the socket is shown; the folder
+        keeps others out."""
         self._frame_deadline_s = frame_deadline_s
         self._folder = folder
         self._hello = hello
         self._stats = stats
         self._link = link
         self._socket: socket.socket | None = None
-        self._users = {0, os.geteuid()}
+        self._users = None if any_user else {0, os.geteuid()}
         self._connections = 0
         self._large_frames = trio.Lock()  # held while a large frame is received
-        self._name = f"control-{secrets.token_hex(8)}"
+        self._name = f"{PREFIX}{secrets.token_hex(8)}"
         self.has_worker = False
         """Whether the prefetch worker has begun; before that, nothing may be sent to it."""
 
@@ -102,7 +105,7 @@ class ControlSocket:
                 # Another daemon would remove a socket of the final name that nobody listens on.
                 temporary = f".new-{self._name}"
                 listener.bind(short_path(folder, temporary))
-                os.chmod(short_path(folder, temporary), 0o600)
+                os.chmod(short_path(folder, temporary), 0o600 if self._users else 0o666)
                 listener.listen(CONNECTIONS_MAX)
                 os.rename(temporary, self._name, src_dir_fd=folder, dst_dir_fd=folder)
         except OSError as error:
@@ -155,7 +158,7 @@ class ControlSocket:
     def _check_peer(self, accepted: trio.socket.SocketType) -> None:
         packed = accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
         process, user, _ = _PEER.unpack(packed)
-        if user not in self._users:
+        if self._users is not None and user not in self._users:
             raise PermissionDenied(f"process {process} belongs to user {user}")
         if self._connections > CONNECTIONS_MAX:
             raise BusyError(f"process {process}: too many connections (at most {CONNECTIONS_MAX})")

@@ -16,6 +16,10 @@ UNNAMED_SOCKET_S_MAX = 60.0
 """A socket that still has its temporary name after this time was left by a killed daemon."""
 
 
+PREFIX = "control-"
+"""How the name of a control socket begins."""
+
+
 @contextmanager
 def open_private(folder: Path) -> Iterator[int]:
     """A descriptor of a folder; raises OSError if it is not this user's alone."""
@@ -34,6 +38,11 @@ def short_path(folder: int, name: str) -> str:
     return f"/proc/self/fd/{folder}/{name}"
 
 
+def control_sockets(folder: Path) -> list[str]:
+    """The paths of the control sockets in a folder, those of killed daemons too. Raises OSError."""
+    return [str(folder / name) for name in sorted(os.listdir(folder)) if name.startswith(PREFIX)]
+
+
 def remove_dead_sockets(path: Path) -> None:
     """Remove the sockets of daemons that were killed. Raises OSError."""
     with open_private(path) as folder:
@@ -43,7 +52,7 @@ def remove_dead_sockets(path: Path) -> None:
                 if not stat.S_ISSOCK(status.st_mode):
                     continue
                 age_s = time.time() - status.st_ctime
-                if (name.startswith("control-") and not _listens(short_path(folder, name))) or (
+                if (name.startswith(PREFIX) and not _listens(short_path(folder, name))) or (
                     name.startswith(".new-") and age_s > UNNAMED_SOCKET_S_MAX
                 ):
                     os.unlink(name, dir_fd=folder)

@@ -29,6 +29,9 @@ from .volumes import Limits
 PREFIX = "DIESEL_CSI"
 """What the names of options begin with in the environment."""
 
+CONTAINER = "plugin"
+"""The name of this program's container, in the pod that `--pod` names."""
+
 
 def size(text: str) -> int:
     """A number of bytes: 4096, 64K, 4M, 1G."""
@@ -133,7 +136,14 @@ def size(text: str) -> int:
     "--image",
     metavar="NAME",
     default="",
-    help="Image of mount pods, which has dlcmd; needed with --mounter pod.",
+    help="Image of mount pods, which has dlcmd.  [default with --mounter pod: that of --pod]",
+)
+@click.option(
+    "--pod",
+    metavar="NAME",
+    default="",
+    help="The pod in which this program runs, in that namespace: mount pods get the image of its"
+    " container `plugin`.",
 )
 @click.option(
     "--pod-cpu",
@@ -152,7 +162,7 @@ def size(text: str) -> int:
 def program(
     endpoint: str, node: str, state: Path, url: str, idle: float, starts: int, memory_max: int,
     file_root: tuple[str, ...], cache_root: str, cache_size_max: int, mounter: str, namespace: str,
-    image: str, pod_cpu: str, pod_memory: str,
+    image: str, pod: str, pod_cpu: str, pod_memory: str,
 ) -> None:  # fmt: skip
     """Mount datasets as volumes of pods: the node plugin of the CSI driver csi.diesel-fs.dev.
 
@@ -181,14 +191,19 @@ def program(
     folder = StateFolder(state)
     chosen: Mounter = ProcessMounter(folder)
     if mounter == "pod":
-        if not image:
-            raise UsageError("--mounter pod needs --image", advice="name an image that has dlcmd")
+        if not image and not pod:
+            raise UsageError(
+                "--mounter pod needs --image or --pod", advice="name an image that has dlcmd"
+            )
         from lightkube import Client  # noqa: PLC0415  # takes long to import
 
+        from ..api import image_in_pod  # noqa: PLC0415
         from .pods import PodMounter, PodOptions  # noqa: PLC0415
 
+        client = Client(namespace=namespace)
+        image = image or image_in_pod(client, pod, CONTAINER)
         options = PodOptions(node, namespace, image, pod_cpu, pod_memory)
-        chosen = PodMounter(folder, Client(namespace=namespace), options)
+        chosen = PodMounter(folder, client, options)
     chosen.tidy()
     volumes = NodeVolumes(folder, chosen, limits, idle_s=idle, starts_max=starts)
     server = Server(Services(volumes, folder, node), endpoint)

@@ -30,6 +30,7 @@ from .targets import (
     detach,
     lives,
     remove_target,
+    show_control,
     usage_of,
 )
 from .volumes import Limits, Volume, check_mount_flags, name_the_same, parse_volume
@@ -120,6 +121,7 @@ class NodeVolumes:
                             raise DeadlineError("the caller has not waited for the volume")
                         if not self._is_published(target, key):
                             bind(self._state.root(name), target)
+                            show_control(self._state.run_folder(name), target)
         except DieselError as error:
             raise _without_secrets(error, volume) from None
         return volume

@@ -12,28 +12,19 @@ import os
 import select
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
-from http import HTTPStatus
 from typing import cast
 
-import httpx2
-from lightkube import ApiError, Client
+from lightkube import Client
 from lightkube.core.client import LabelSelector
 from lightkube.resources.core_v1 import Pod, Secret
 from lightkube.types import PatchType
 
-from diesel_fs.errors import (
-    BusyError,
-    DeadlineError,
-    DieselError,
-    MetadataError,
-    NotFoundError,
-    PermissionDenied,
-)
+from diesel_fs.errors import DeadlineError, DieselError, NotFoundError
 from diesel_fs.system.mountinfo import mounts, topmost_at
 
+from ..api import api_errors
 from ..names import LABEL_MOUNT, LABEL_NODE
 from .mounter import START_DEADLINE_S, detach_dead, mount_arguments
 from .program import error_of_exit, mount_environment
@@ -168,7 +159,7 @@ class PodMounter:
         """See `Mounter`. No program inherits the lock: the next plugin deletes what did not come
         up."""
         named = pod_name(name)
-        with _errors():
+        with api_errors():
             if volume.secrets:
                 metadata = _metadata(name, self._options)
                 secret = {"metadata": metadata, "stringData": {**volume.secrets}}
@@ -186,8 +177,8 @@ class PodMounter:
     def end(self, name: str) -> None:
         """See `Mounter`. The pod unmounts when it is told to end."""
         named, until_s = pod_name(name), time.monotonic() + END_DEADLINE_S
-        with _errors():
-            with suppress(NotFoundError), _errors():
+        with api_errors():
+            with suppress(NotFoundError), api_errors():
                 self._client.delete(Pod, named)
             self._delete_secret(named)
             while self._pod(named) is not None:
@@ -201,10 +192,10 @@ class PodMounter:
         has left."""
         names = {pod_name(name) for name in self._state.names()}
         labels: LabelSelector = {LABEL_NODE: label_value(self._options.node)}
-        with _errors():
+        with api_errors():
             for pod in self._client.list(Pod, labels=labels):
                 if pod.metadata and pod.metadata.name not in names:
-                    with suppress(NotFoundError), _errors():
+                    with suppress(NotFoundError), api_errors():
                         self._client.delete(Pod, str(pod.metadata.name))
             for secret in self._client.list(Secret, labels=labels):
                 if secret.metadata:
@@ -219,7 +210,7 @@ class PodMounter:
 
     def _delete_secret(self, named: str) -> None:
         try:
-            with _errors():
+            with api_errors():
                 self._client.delete(Secret, named)
         except NotFoundError:
             pass
@@ -228,7 +219,7 @@ class PodMounter:
 
     def _pod(self, named: str) -> Pod | None:
         try:
-            with _errors():
+            with api_errors():
                 return self._client.get(Pod, named)
         except NotFoundError:
             return None
@@ -272,25 +263,3 @@ def _progress(pod: Pod | None, named: str) -> str:
             f"the mount pod {named} was not started: {status.reason} {status.message or ''}"
         )
     return f"it is {status.phase}" if status and status.phase else "it has not been started"
-
-
-@contextmanager
-def _errors() -> Iterator[None]:
-    """Turn the errors of the client into those of DIESEL-FS. None repeats what was sent."""
-    try:
-        yield
-    except ApiError as error:
-        status = error.status
-        text = f"the Kubernetes API says: {status.message or status.reason or status.code}"
-        match status.code:
-            case HTTPStatus.NOT_FOUND:
-                raise NotFoundError(text) from None
-            case HTTPStatus.CONFLICT:
-                raise BusyError(text) from None
-            case HTTPStatus.FORBIDDEN | HTTPStatus.UNAUTHORIZED:
-                raise PermissionDenied(text) from None
-        raise MetadataError(text) from None
-    except httpx2.HTTPError as error:
-        raise MetadataError(
-            f"the Kubernetes API cannot be reached: {type(error).__name__}"
-        ) from None

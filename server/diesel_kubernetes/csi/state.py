@@ -73,6 +73,10 @@ class StateFolder:
         """Where a mount is mounted."""
         return str(self.mounts / name / "root")
 
+    def run_folder(self, name: str) -> Path:
+        """The folder of a mount's sockets."""
+        return self.mounts / name / "run"
+
     def names(self, key: str = "") -> list[str]:
         """The names of all mounts that have a folder (of one key), in the order of their
         numbers."""
@@ -88,7 +92,7 @@ class StateFolder:
     def make_folder(self, name: str) -> None:
         """Make the folder of a mount and those in it. Raises PermissionDenied."""
         folder = self.folder(name)
-        for each in (folder, folder / "root", folder / "run"):
+        for each in (folder, folder / "root", self.run_folder(name)):
             private_folder(each)
 
     def remove_folder(self, name: str) -> None:

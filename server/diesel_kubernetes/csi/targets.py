@@ -2,12 +2,15 @@
 
 `/proc/self/mountinfo` is the only record: a bind has the device number of the mount that it shows.
 Nothing here touches a file of a mount, which could wait for a daemon that hangs; where a mount is
-asked whether it lives, a child process does it (`mounts/mountpoint.py`). Any thread.
+asked whether it lives, a child process does it (`mounts/mountpoint.py`), and where a path in it is
+walked (`show_control`), a thread that may be left behind. Any thread.
 """
 
 import errno
+import logging
 import os
 import stat
+import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,13 +18,19 @@ from enum import Enum
 from pathlib import Path
 
 from diesel_fs.errors import BusyError, ConflictError, DieselError, UsageError
-from diesel_fs.mounts.mountpoint import DatasetMount, dataset_mounts, is_alive
+from diesel_fs.mounts.mountpoint import HIDDEN_FOLDER, DatasetMount, dataset_mounts, is_alive
+from diesel_fs.mounts.plans.socket_folder import control_sockets
 from diesel_fs.system import syscalls
 from diesel_fs.system.mountinfo import MountEntry, mounts, topmost_at
 
 from .state import StateFolder
 
+log = logging.getLogger("diesel.csi")
+
 TARGET_MODE = 0o750
+
+CONTROL_DEADLINE_S = 5.0
+"""How long a mount may take to answer where its control socket is to be shown."""
 
 _NOT_COUNTED = 1 << 62
 
@@ -105,6 +114,40 @@ def bind(root: str, target: str) -> None:
             os.close(tree)
     except OSError as error:
         raise DieselError(f"cannot mount at {target}: {error.strerror}") from error
+
+
+def show_control(run: Path, target: str) -> None:
+    """Show the control socket of a mount, which lies below its folder `run`, at a target.
+
+    The link `.diesel/control` leads to a path of the node, which a container does not have, so the
+    socket itself is bound over the link. Where that fails, programs in the pod announce no plans;
+    all else works, so it is only logged.
+    """
+    link = os.path.join(target, HIDDEN_FOLDER, "control")
+    given_up = threading.Event()
+
+    def bind_socket() -> None:
+        try:
+            [socket] = control_sockets(run / "diesel")
+            place = os.open(link, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)  # asks the mount
+            try:
+                if not given_up.is_set():
+                    tree = syscalls.clone_mount(socket)
+                    try:
+                        syscalls.attach_mount(tree, "", folder=place)
+                    finally:
+                        os.close(tree)
+            finally:
+                os.close(place)
+        except (OSError, ValueError) as error:
+            log.warning("no plans can be announced at %s: %s", target, error)
+
+    binding = threading.Thread(target=bind_socket, name="diesel-csi-control", daemon=True)
+    binding.start()
+    binding.join(CONTROL_DEADLINE_S)
+    if binding.is_alive():
+        given_up.set()
+        log.warning("no plans can be announced at %s: the mount does not answer", target)
 
 
 def detach(target: str) -> None:

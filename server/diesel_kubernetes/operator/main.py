@@ -14,6 +14,12 @@ from .resources import Defaults
 PREFIX = "DIESEL_OPERATOR"
 """What the names of options begin with in the environment."""
 
+IMAGE = "diesel-fs"
+"""The image that is built by the command in `deploy/Dockerfile`."""
+
+CONTAINER = "operator"
+"""The name of this program's container, in the pod that `--pod` names."""
+
 
 @click.command(
     context_settings={"auto_envvar_prefix": PREFIX, "help_option_names": ["-h", "--help"]}
@@ -28,9 +34,16 @@ PREFIX = "DIESEL_OPERATOR"
 @click.option(
     "--image",
     metavar="NAME",
-    default="diesel-fs",
-    show_default=True,
-    help="Image of the pods that prepare datasets. It has dlcmd and this package.",
+    default="",
+    help="Image of the pods that prepare datasets. It has dlcmd and this package.  [default: that"
+    f" of --pod, else {IMAGE}]",
+)
+@click.option(
+    "--pod",
+    metavar="NAME",
+    default="",
+    help="The pod in which this program runs: pods that prepare datasets get the image of its"
+    " container `operator`.",
 )
 @click.option(
     "--url",
@@ -68,8 +81,8 @@ PREFIX = "DIESEL_OPERATOR"
     help="Where this program says that it lives, as http://0.0.0.0:8080/healthz.",
 )
 def program(
-    namespace: tuple[str, ...], image: str, url: str, file_root: tuple[str, ...], interval: float,
-    workers: int, liveness: str,
+    namespace: tuple[str, ...], image: str, pod: str, url: str, file_root: tuple[str, ...],
+    interval: float, workers: int, liveness: str,
 ) -> None:  # fmt: skip
     """Make Datasets and run TrainingJobs: the operator of DIESEL-FS for Kubernetes.
 
@@ -96,6 +109,14 @@ def program(
     # kopf takes 0.5 s to import, which --help need not wait for
     from .handlers import serve  # noqa: PLC0415
 
+    if not image and pod:
+        from lightkube import Client  # noqa: PLC0415
+
+        from ..api import image_in_pod  # noqa: PLC0415
+
+        with Client() as client:
+            image = image_in_pod(client, pod, CONTAINER)
+    image = image or IMAGE
     defaults = Defaults(image=image, url=url, file_roots=tuple(file_root))
     click.echo(f"diesel-operator serves {', '.join(namespace) or 'all namespaces'}")
     asyncio.run(serve(defaults, namespace, interval_s=interval, workers=workers, liveness=liveness))

@@ -203,8 +203,10 @@ def _put_arguments(source: Json, jobs: int, name: str) -> tuple[str, ...]:
         if not urls:
             raise UsageError("spec.source.archives.urls: name at least one archive")
         for each in urls:
-            if not each.startswith((*_BUCKETS, "https://", "http://")) or "@" in _host(each):
-                raise UsageError(f"spec.source.archives.urls: bad address {_shown(each)}")
+            _check_address("urls", each)
+        if manifest := text(source, "archives", "manifest"):
+            _check_address("manifest", manifest)
+            words.append(f"--manifest={manifest}")
         return (*words, "--unpack", "--", *urls, name)
     bucket = fields(source, "bucket")
     url = text(bucket, "url")
@@ -215,6 +217,12 @@ def _put_arguments(source: Json, jobs: int, name: str) -> tuple[str, ...]:
     for option in ("include", "exclude"):
         words += [f"--{option}={each}" for each in items(bucket, option)]
     return (*words, "--", url, name)
+
+
+def _check_address(field: str, url: str) -> None:
+    """Raise UsageError where `dlcmd put --unpack` could not fetch, or must not."""
+    if not url.startswith((*_BUCKETS, "https://", "http://")) or "@" in _host(url):
+        raise UsageError(f"spec.source.archives.{field}: bad address {_shown(url)}")
 
 
 def _host(url: str) -> str:

@@ -36,7 +36,9 @@ _KINDS = {
 
 def manifests() -> list[Json]:
     """The objects of the operator's manifests."""
-    files = [path for path in sorted(MANIFESTS.glob("*.yaml")) if path.stem != "kustomization"]
+    folders = [MANIFESTS.parent / name for name in ("definitions", "operator", "operator-secrets")]
+    files = [path for folder in folders for path in sorted(folder.glob("*.yaml"))]
+    files = [path for path in files if path.stem != "kustomization"]
     return [cast("Json", each) for path in files for each in yaml.safe_load_all(path.read_text())]
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 import pytest
 import yaml
@@ -31,6 +32,7 @@ from tests.kubernetes.cluster.control_plane import ControlPlane
 from tests.kubernetes.cluster.nodes import Node
 from tests.kubernetes.cluster.operators import (
     MANIFESTS,
+    SYSTEM,
     DatasetResource,
     Operator,
     Resources,
@@ -526,3 +528,39 @@ def test_a_thousand_datasets(
         f" all are ready {ready_s:.1f} s later ({ready_bytes >> 20} MiB)"
     )
     assert max(observed_bytes, ready_bytes) < 300 << 20
+
+
+def test_preparations_have_the_image_of_the_operators_own_pod(
+    control_plane: ControlPlane,
+    client: Client,
+    resources: Resources,
+    store: Path,
+    archive: str,
+    tmp_path: Path,
+) -> None:
+    """The operator is told the name of its pod alone, and reads the pod with its own rights."""
+    pod: Json = {
+        "metadata": {"name": "operator-itself", "namespace": SYSTEM},
+        "spec": {
+            "nodeName": "no-node",  # so nothing runs it
+            "containers": [{"name": "operator", "image": "registry.example/diesel-fs:7"}],
+        },
+    }
+    client.create(cast("Pod", Pod.from_dict(pod)))
+    namespace = f"--namespace={resources.namespace}"
+    try:
+        with Operator(
+            control_plane, tmp_path, "--pod=operator-itself", namespace, f"--file-root={tmp_path}"
+        ) as operator:
+            resources.make_dataset("pets", dataset_spec(store, archive))
+            wait_until(
+                lambda: job_names(client, resources.namespace),
+                otherwise=lambda: explained(resources, operator),
+            )
+        (job,) = client.list(Job, namespace=resources.namespace)
+        images = [text(each, "image") for each in items(
+            job.to_dict(), "spec", "template", "spec", "containers"
+        )]  # fmt: skip
+        assert images == ["registry.example/diesel-fs:7"]
+    finally:
+        client.delete(Pod, "operator-itself", namespace=SYSTEM, grace_period=0)

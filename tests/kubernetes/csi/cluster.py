@@ -2,7 +2,8 @@
 commands of pods as processes of this machine.
 
 The API server answers only the calls that the plugin makes (create, get, list by label,
-merge-patch, delete), by the rules of Kubernetes' API. The kubelet has no containers: a pod's
+merge-patch, delete), by the rules of Kubernetes' API, and refuses what the Role in the manifests
+does not allow. The kubelet has no containers: a pod's
 command runs with the pod's environment in a mount namespace of its own, so its mounts are real, and
 reach the node only by propagation.
 """
@@ -16,8 +17,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import cast
 from urllib.parse import parse_qs, urlsplit
+
+import yaml
 
 from tests.cli.conftest import program_environment
 
@@ -26,6 +30,19 @@ NAMESPACE = ("unshare", "--mount", "--propagation", "unchanged")
 """A container's mounts are its own, but for those below a shared mount (`Bidirectional`)."""
 
 KINDS = {"pods": "Pod", "secrets": "Secret"}
+ACCESS = Path(__file__).resolve().parents[3] / "deploy/kubernetes/base/csi/access.yaml"
+VERBS = {"POST": "create", "PATCH": "patch", "DELETE": "delete"}
+
+
+def rights() -> set[tuple[str, str]]:
+    """What the plugin's Role allows: kinds of objects, and what may be done with them."""
+    (role,) = [each for each in yaml.safe_load_all(ACCESS.read_text()) if each["kind"] == "Role"]
+    return {
+        (resource, verb)
+        for rule in role["rules"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
 
 
 def inner(value: object, *path: str | int) -> object:
@@ -44,6 +61,9 @@ class Cluster:
     def __init__(self) -> None:
         self.objects: dict[tuple[str, str], Json] = {}  # by plural and name
         self.calls: list[str] = []
+        self.used: set[tuple[str, str]] = set()
+        """The rights that were used."""
+        self._rights = rights()
         self.made: list[Json] = []  # every object as it was created
         self.hold_pods = False  # a kubelet that starts nothing
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -88,6 +108,10 @@ class Cluster:
         assert namespace == "diesel-system"
         with self._lock:
             self.calls.append(f"{verb} {plural}")
+            right = plural, VERBS.get(verb, "get" if name else "list")
+            if right not in self._rights:
+                return _status(403, "Forbidden", f"the plugin may not {right[1]} {plural}")
+            self.used.add(right)
             match verb:
                 case "POST":
                     assert body is not None

@@ -9,12 +9,13 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import cast
 
 import pytest
 from lightkube import Client, KubeConfig
+from lightkube.resources.core_v1 import Secret
 
-from diesel_fs.errors import DieselError, NotFoundError
+from diesel_fs.errors import ConfigError, DieselError, NotFoundError, PermissionDenied
+from diesel_kubernetes.api import api_errors, image_in_pod
 from diesel_kubernetes.csi.node import NodeVolumes
 from diesel_kubernetes.csi.pods import PodMounter, PodOptions
 from diesel_kubernetes.csi.state import StateFolder
@@ -22,9 +23,9 @@ from diesel_kubernetes.csi.volumes import Limits
 from diesel_kubernetes.names import LABEL_NODE
 from tests.waiting import wait_until
 
-from .cluster import Cluster, Json, inner, running_cluster
+from .cluster import Cluster, Json, inner, rights, running_cluster
 from .conftest import FILES
-from .test_manifests import of_kind
+from .plugin import running_plugin
 from .test_publishing import shown
 
 pytestmark = [
@@ -52,19 +53,23 @@ def state(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", folder], check=True)  # fails where a mount is left in it
 
 
+def kubeconfig(cluster: Cluster) -> Json:
+    """A kubeconfig of the plugin."""
+    return {
+        "clusters": [{"name": "c", "cluster": {"server": cluster.url}}],
+        "users": [{"name": "u", "user": {"token": "t"}}],
+        "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u"}}],
+        "current-context": "x",
+    }
+
+
 @contextmanager
 def node_volumes(
     cluster: Cluster, folder: Path, store: str, idle_s: float = 0
 ) -> Iterator[NodeVolumes]:
     """The logic of a plugin whose mounts are pods, in this process."""
     state = StateFolder(folder)
-    config = {
-        "clusters": [{"name": "c", "cluster": {"server": cluster.url}}],
-        "users": [{"name": "u", "user": {"token": "t"}}],
-        "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u"}}],
-        "current-context": "x",
-    }
-    client = Client(KubeConfig.from_dict(config), namespace="diesel-system")
+    client = Client(KubeConfig.from_dict(kubeconfig(cluster)), namespace="diesel-system")
     mounter = PodMounter(state, client, OPTIONS)
     mounter.tidy()
     volumes = NodeVolumes(state, mounter, Limits(url=store), idle_s=idle_s, starts_max=2)
@@ -117,12 +122,7 @@ def test_a_mount_is_a_pod_of_the_node(
             volumes.unpublish(str(each))
         wait_until(lambda: not cluster.objects)
         wait_until(lambda: not os.listdir(state / "mounts"))
-    verbs = {"POST": {"create"}, "PATCH": {"patch"}, "DELETE": {"delete"}}
-    rules = cast("list[Json]", of_kind("Role")["rules"])
-    allowed = {inner(each, "resources", 0): inner(each, "verbs") for each in rules}
-    for call in cluster.calls:
-        verb, plural = call.split()
-        assert verbs.get(verb, {"get", "list"}) & {*cast("list[str]", allowed[plural])}, call
+    assert cluster.used == rights(), "a right that the Role has and the plugin does not need"
 
 
 def test_a_pod_that_fails_says_why_and_is_deleted(
@@ -187,3 +187,45 @@ def test_an_api_that_is_away_is_an_error(store: str, state: Path, tmp_path: Path
         cluster.close()
         with pytest.raises(DieselError, match="cannot be reached"):
             publish(volumes, tmp_path / "mount")
+
+
+def add_own_pod(cluster: Cluster) -> None:
+    """The plugin's own pod, `diesel-csi-x`, as the DaemonSet makes it."""
+    images = {"sidecar": "sidecar:1", "plugin": OPTIONS.image}
+    containers = [{"name": name, "image": image} for name, image in images.items()]
+    cluster.hold_pods = True
+    pods = "/api/v1/namespaces/diesel-system/pods"
+    metadata = {"name": "diesel-csi-x", "labels": {"app.kubernetes.io/name": "diesel-csi"}}
+    pod: Json = {"metadata": metadata, "spec": {"containers": containers}}
+    assert cluster.answer("POST", pods, pod)[0] == 201
+    cluster.hold_pods = False
+
+
+def test_a_mount_pod_has_the_image_of_the_plugins_own_pod(
+    cluster: Cluster, store: str, state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plugin is told its pod's name alone, as by the DaemonSet."""
+    add_own_pod(cluster)
+    (tmp_path / "config").write_text(json.dumps(kubeconfig(cluster)))
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
+    monkeypatch.setenv("DIESEL_CSI_POD", "diesel-csi-x")
+    target = tmp_path / "mount"
+    options = ("--mounter=pod", f"--url={store}", "--idle=0")
+    with running_plugin(state.parent, *options) as plugin:
+        plugin.kubelet.publish(target, {"dataset": "pets"})
+        assert shown(target) == FILES
+        assert inner(cluster.made[-1], "spec", "containers", 0, "image") == OPTIONS.image
+        plugin.kubelet.unpublish(target)
+        wait_until(lambda: len(cluster.objects) == 1)
+
+
+def test_an_image_that_cannot_be_found_out_is_an_error(cluster: Cluster) -> None:
+    add_own_pod(cluster)
+    config = KubeConfig.from_dict(kubeconfig(cluster))
+    with Client(config, namespace="diesel-system") as client:
+        with pytest.raises(ConfigError, match="has no container 'other'"):
+            image_in_pod(client, "diesel-csi-x", "other")
+        with pytest.raises(NotFoundError, match="diesel-csi-y"):
+            image_in_pod(client, "diesel-csi-y", "plugin")
+        with pytest.raises(PermissionDenied, match="may not get secrets"), api_errors():
+            client.get(Secret, "any")

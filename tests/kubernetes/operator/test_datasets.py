@@ -178,6 +178,10 @@ def test_a_change_of_the_spec_ends_the_old_job_before_it_makes_the_new_one() -> 
         ({"source": {"bucket": {"url": "/etc"}}}, "spec.source.bucket.url"),
         ({"source": {"archives": {"urls": ["--delete"]}}}, "spec.source.archives.urls"),
         ({"source": {"archives": {"urls": ["https://u:p@host/a"]}}}, "spec.source.archives.urls"),
+        (
+            {"source": {"archives": {"urls": ["s3://b/a.tar"], "manifest": "/etc/passwd"}}},
+            "spec.source.archives.manifest",
+        ),
         ({"source": {"existing": {}}, "reclaimPolicy": "Delete"}, "spec.reclaimPolicy"),
         ({"source": {"existing": {}}, "keep": 1}, "spec.keep"),
     ],
@@ -204,6 +208,15 @@ def test_what_users_name_is_one_argument() -> None:
     words = arguments(job)
     assert words[4:] == [
         "put", "--jobs=2", "--delete", "--include=--tar=x", "--", "s3://b/$$(x); rm", "pets"
+    ]  # fmt: skip
+
+
+def test_a_manifest_is_put_with_the_archives() -> None:
+    archives: Json = {"urls": ["s3://b/x.tar"], "manifest": "https://host/labels.csv?a=1"}
+    (job,) = decide(situation(dataset({"source": {"archives": archives}})), DEFAULTS).create
+    assert arguments(job)[4:] == [
+        "put", "--jobs=2", "--manifest=https://host/labels.csv?a=1", "--unpack", "--",
+        "s3://b/x.tar", "pets",
     ]  # fmt: skip
 
 

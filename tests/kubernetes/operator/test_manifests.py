@@ -30,6 +30,7 @@ from .made import DEFAULTS, NOW_S, dataset, situation, training_job
 from .test_training import NODES, READY
 
 BASE = Path(__file__).resolve().parents[3] / "deploy/kubernetes/base/operator"
+FOLDERS = (BASE.parent / "definitions", BASE, BASE.parent / "operator-secrets")
 EXAMPLES = BASE.parents[1] / "examples/operator"
 OLDEST = "1.27"
 VERSIONS = pytest.mark.parametrize("version", [OLDEST, kubernetes_validate.latest_version()])
@@ -42,7 +43,8 @@ def documents(path: Path) -> list[Json]:
 
 def manifests() -> list[Json]:
     """The objects of the operator's manifests."""
-    names = [path for path in sorted(BASE.glob("*.yaml")) if path.name != "kustomization.yaml"]
+    found = [path for folder in FOLDERS for path in sorted(folder.glob("*.yaml"))]
+    names = [path for path in found if path.name != "kustomization.yaml"]
     return [each for path in names for each in documents(path)]
 
 
@@ -111,9 +113,10 @@ def test_the_schemas_have_all_phases() -> None:
 
 
 def test_kustomize_has_all_files() -> None:
-    (listed,) = documents(BASE / "kustomization.yaml")
-    there = sorted(path.name for path in BASE.glob("*.yaml") if path.name != "kustomization.yaml")
-    assert sorted(map(str, items(listed, "resources"))) == there
+    for folder in FOLDERS:
+        (listed,) = documents(folder / "kustomization.yaml")
+        there = {path.name for path in folder.glob("*.yaml")} - {"kustomization.yaml"}
+        assert sorted(map(str, items(listed, "resources"))) == sorted(there)
 
 
 def test_the_deployment_starts_the_program() -> None:

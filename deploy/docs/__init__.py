@@ -1,0 +1,1 @@
+"""The documentation site: how it is built, and its settings."""

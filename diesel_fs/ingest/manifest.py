@@ -1,0 +1,88 @@
+"""The manifest of a put, which is checked and stored when the files that it names are in.
+
+Its form is checked before anything is put (`sources/manifest_file.py`). Whether the dataset has the
+files that it names can be said only afterwards; then it becomes a file of the dataset,
+`MANIFEST_NAME` in the folder to which the source went.
+"""
+
+import io
+from dataclasses import dataclass
+from functools import partial
+
+from ..format.entries import Kind, join, split
+from ..format.manifest import MANIFEST_NAME, Manifest, find_samples
+from ..format.snapshot.reader import Snapshot, same_content
+from ..repository.writing import WriteSession
+from .options import PutOptions, PutReport
+from .packer import start_packer
+
+_MODE = 0o644
+
+
+@dataclass(frozen=True, slots=True)
+class FetchedManifest:
+    """A manifest that is to be put."""
+
+    manifest: Manifest
+    content: bytes
+    """As the dataset is to have it."""
+    modified_ns: int
+
+    def path(self, target: bytes) -> bytes:
+        """Where it goes in the dataset, if the source goes to `target`."""
+        return join(target, MANIFEST_NAME)
+
+
+def put_manifest(
+    session: WriteSession,
+    fetched: FetchedManifest,
+    target: bytes,
+    options: PutOptions,
+    view: Snapshot,
+    report: PutReport,
+    *,
+    is_readable: bool,
+) -> None:
+    """Check a manifest against `view`, the dataset after the put, and put it where it is not there
+    already. `is_readable` says whether the one that is there can be read.
+
+    If it names what the dataset has not, it is not put: the report names the first such lines, and
+    the manifest that is there stays. Raises DieselError.
+    """
+    found = find_samples(fetched.manifest, view, target)
+    for fault in found.faults:
+        report.fail(fault.path, f"{fetched.manifest.name}, line {fault.line}: {fault.reason}")
+    path = fetched.path(target)
+    if found.fault_count:
+        lines = f"{found.fault_count:,} of {len(fetched.manifest):,} lines"
+        report.fail(MANIFEST_NAME, f"the manifest is not stored: {lines} are at fault")
+        return
+    index = view.lookup(path)
+    if index >= 0 and view.stat(index).kind == Kind.FOLDER:
+        report.fail(MANIFEST_NAME, "the manifest is not stored: a folder stands at its path")
+        return
+    report.samples = len(fetched.manifest)
+    if index >= 0 and is_readable and _is_same(view, index, fetched.content):
+        report.unchanged += 1
+        return
+    packer = start_packer(session, options.chunk_bytes, options.compress, report.add_chunk)
+    try:
+        size = len(fetched.content)
+        packer.add_stream(
+            io.BytesIO(fetched.content), size, split(path), _MODE, fetched.modified_ns
+        )
+        packer.finish()
+    finally:
+        packer.close()
+    report.version = session.finish()
+
+
+def _is_same(view: Snapshot, index: int, content: bytes) -> bool:
+    found = view.stat(index)
+    if (found.kind, found.size) != (Kind.FILE, len(content)):
+        return False
+    return same_content(view.extents(index), partial(_part, content))
+
+
+def _part(content: bytes, size: int, start: int) -> bytes:
+    return content[start : start + size]

@@ -1,0 +1,88 @@
+"""`ManifestFolder`: the samples that the manifest of a folder names, read by their paths.
+
+The folder is on a mount, or any other that has a manifest (such as one that `dlcmd get` has made).
+"""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Never
+
+from torch.utils.data import Dataset as TorchDataset
+
+from ..errors import NoSuchPath
+from ..format.manifest import MANIFEST_NAME, parse_manifest
+from .dataset import load_image
+
+
+def load_image_file(path: str) -> object:
+    """Decode the image at a path, as `load_image`."""
+    return load_image(Path(path).read_bytes())
+
+
+class ManifestFolder(TorchDataset[tuple[object, object]]):  # type: ignore[misc]  # mypy skips torch
+    """The samples and targets that a manifest names, in its order.
+
+    It has what torchvision's `ImageFolder` has: `samples` (also `imgs`), `targets`, `classes` and
+    `class_to_idx`; so a mount is told what will be read (`dlcmd run`, `ChunkShuffleSampler`).
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        transform: Callable[[Never], object] | None = None,
+        target_transform: Callable[[Never], object] | None = None,
+        loader: Callable[[str], object] = load_image_file,
+        *,
+        manifest: str = os.fsdecode(MANIFEST_NAME),
+        target_loader: Callable[[str], object] | None = None,
+    ) -> None:
+        """Read the manifest, whose path is below `root`.
+
+        `loader` is called with the path of a file, as torchvision's is. `target_loader` makes a
+        target of its text; where the targets are files, it is called with the path, and without it
+        the target is the content as bytes. That the files are there is seen when they are read.
+        Raises NoSuchPath (a FileNotFoundError) where there is no manifest, and UsageError.
+        """
+        place = os.path.join(root, manifest)
+        try:
+            content = Path(place).read_bytes()
+        except FileNotFoundError as error:
+            advice = "store one by dlcmd put --manifest"
+            raise NoSuchPath(f"there is no manifest {place}", advice=advice) from error
+        found = parse_manifest(content, place)
+        self.root = os.fspath(root)
+        self.transform = transform
+        self.target_transform = target_transform
+        self.loader = loader
+        self.target_loader = target_loader
+        self.classes = found.classes
+        self.class_to_idx = {each: at for at, each in enumerate(self.classes)}
+        self.targets: list[int] = found.targets.tolist()
+        self._folder = os.path.dirname(place)
+        self._names_files = found.names_files
+        paths = (os.path.join(self._folder, os.fsdecode(path)) for path in found.paths)
+        self.samples = list(zip(paths, self.targets, strict=True))
+        self.imgs = self.samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> tuple[object, object]:
+        """A sample and its target, transformed. Raises OSError."""
+        path, number = self.samples[index]
+        sample, target = self.loader(path), self._target(number)
+        if self.transform is not None:
+            sample = self.transform(sample)  # type: ignore[arg-type]  # as its user says
+        if self.target_transform is not None:
+            target = self.target_transform(target)  # type: ignore[arg-type]  # likewise
+        return sample, target
+
+    def _target(self, number: int) -> object:
+        if self._names_files:
+            path = os.path.join(self._folder, self.classes[number])
+            return self.target_loader(path) if self.target_loader else Path(path).read_bytes()
+        return self.target_loader(self.classes[number]) if self.target_loader else number
+
+    def __repr__(self) -> str:
+        return f"<ManifestFolder {self.root}, samples: {len(self)}>"

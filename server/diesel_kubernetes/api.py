@@ -1,0 +1,60 @@
+"""What the CSI plugin and the operator ask of the Kubernetes API alike: the errors of its client as
+those of DIESEL-FS, and the image of the pod in which a program runs.
+
+So an administrator names the image once, in the Deployment or DaemonSet, and the pods that a
+program makes have the same one. Both programs may read pods anyway. This module takes long to
+import, as lightkube does.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http import HTTPStatus
+
+import httpx2
+from lightkube import ApiError, Client
+from lightkube.resources.core_v1 import Pod
+
+from diesel_fs.errors import (
+    BusyError,
+    ConfigError,
+    MetadataError,
+    NotFoundError,
+    PermissionDenied,
+)
+
+
+@contextmanager
+def api_errors() -> Iterator[None]:
+    """Turn the errors of the client into those of DIESEL-FS. None repeats what was sent."""
+    try:
+        yield
+    except ApiError as error:
+        status = error.status
+        text = f"the Kubernetes API says: {status.message or status.reason or status.code}"
+        match status.code:
+            case HTTPStatus.NOT_FOUND:
+                raise NotFoundError(text) from None
+            case HTTPStatus.CONFLICT:
+                raise BusyError(text) from None
+            case HTTPStatus.FORBIDDEN | HTTPStatus.UNAUTHORIZED:
+                raise PermissionDenied(text) from None
+        raise MetadataError(text) from None
+    except httpx2.HTTPError as error:
+        raise MetadataError(
+            f"the Kubernetes API cannot be reached: {type(error).__name__}"
+        ) from None
+
+
+def image_in_pod(client: Client, pod: str, container: str) -> str:
+    """The image of a container of a pod in the client's namespace, as its manifest names it.
+
+    Raises ConfigError where the pod has no such container, and what `api_errors` raises.
+    """
+    with api_errors():
+        found = client.get(Pod, pod)
+    for each in found.spec.containers if found.spec else ():
+        if each.name == container and each.image:
+            return each.image
+    raise ConfigError(
+        f"the pod {pod} has no container {container!r}", advice="name the image by --image"
+    )

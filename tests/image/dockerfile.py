@@ -1,0 +1,247 @@
+"""Runs the steps of a Dockerfile without a container engine, as root.
+
+`FROM` names an image that has to be pulled. In its place stands a root that debootstrap makes once,
+with Debian's Python in `/usr/local`, where the images of Python have theirs. Each stage is an
+overlay over that root; each of its commands runs in a mount namespace of its own, so no mount is
+left. The network is the machine's, and pip is configured as on the machine. Instructions that this
+module does not know are errors.
+"""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+SUITE = "trixie"
+"""The release of Debian on which `python:3.13-slim` stands."""
+
+PACKAGES = "python3,python3-venv,ca-certificates"
+FROM_PYTHON = re.compile(r"python:3\.\d+-slim")
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+# What a container engine mounts, and the machine's own settings of the network and of pip
+_ENTER = r"""
+set -eu
+mount --make-rprivate /
+mkdir -p "$MERGED"
+mount -t overlay -o "lowerdir=$LOWER,upperdir=$UPPER,workdir=$WORK" none "$MERGED"
+mount -t proc proc "$MERGED/proc"
+mount -t tmpfs none "$MERGED/dev"
+for device in null zero full random urandom fuse; do
+    if [ -e "/dev/$device" ]; then
+        touch "$MERGED/dev/$device"
+        mount --bind "/dev/$device" "$MERGED/dev/$device"
+    fi
+done
+ln -s /proc/self/fd "$MERGED/dev/fd"
+for file in $FILES; do
+    if [ -f "$file" ] && [ -f "$MERGED$file" ]; then
+        mount --bind "$(readlink -f "$file")" "$MERGED$file"
+    fi
+done
+for pair in $BINDS; do
+    if [ -d "${pair%%=*}" ]; then mkdir -p "$MERGED${pair#*=}"; else touch "$MERGED${pair#*=}"; fi
+done
+for place in $WRITABLE; do mkdir -p "$MERGED$place"; done
+if [ -n "$READ_ONLY" ]; then
+    mount -o remount,ro,bind "$MERGED" 2>/dev/null || mount -o remount,ro "$MERGED"
+    for place in $WRITABLE; do mount -t tmpfs -o mode=1777 none "$MERGED$place"; done
+fi
+for pair in $BINDS; do mount --bind "${pair%%=*}" "$MERGED${pair#*=}"; done
+exec "$@"
+"""
+_FILES = ("/etc/resolv.conf", "/etc/hosts", "/etc/pip.conf")
+_AUTHORITIES = Path("/etc/ssl/certs/ca-certificates.crt")
+_AUTHORITIES_INSIDE = "/dev/authorities-of-the-machine"  # where no step of an image writes
+
+
+class ImageError(Exception):
+    """A step failed, or is not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One instruction of a Dockerfile: `RUN`, and the text behind it."""
+
+    name: str
+    text: str
+
+
+def parse(text: str) -> list[Instruction]:
+    """The instructions of a Dockerfile. Raises ImageError for one that this module cannot run."""
+    lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
+    joined = re.sub(r"\\\n", " ", "\n".join(lines))
+    found = []
+    for line in filter(str.strip, joined.splitlines()):
+        name, _, rest = line.strip().partition(" ")
+        if name not in Stage.KNOWN:
+            raise ImageError(f"unknown instruction {name}")
+        found.append(Instruction(name, rest.strip()))
+    return found
+
+
+def make_base(folder: Path) -> Path:
+    """The root that stands in for an image of Python; it is made once."""
+    root, made = folder / SUITE, folder / f"{SUITE}.made"
+    if made.exists():
+        return root
+    shutil.rmtree(root, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    targets = ["apt-get", "indextargets", "--format", "$(REPO_URI)", "Created-By: Packages"]
+    mirrors = subprocess.run(targets, check=True, capture_output=True, text=True).stdout.split()
+    options = ["--variant=minbase", f"--include={PACKAGES}"]
+    _check("debootstrap", *options, SUITE, str(root), mirrors[0])
+    _check("chroot", str(root), "/usr/bin/python3", "-m", "venv", "/usr/local")
+    _check("chroot", str(root), "apt-get", "clean")
+    (root / "etc/pip.conf").touch()
+    made.touch()
+    return root
+
+
+def _check(*command: str) -> None:
+    done = subprocess.run(
+        command, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        stdin=subprocess.DEVNULL, env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"},
+    )  # fmt: skip
+    if done.returncode != 0:
+        raise ImageError(f"{shlex.join(command)} failed:\n{done.stdout[-4000:]}")
+
+
+@dataclass(slots=True)
+class Stage:
+    """A stage of a build, and the image that it has become. For one thread."""
+
+    KNOWN = ("FROM", "WORKDIR", "COPY", "RUN", "USER", "EXPOSE", "STOPSIGNAL", "ENTRYPOINT")
+
+    folder: Path
+    lower: tuple[Path, ...]
+    """Below it, the uppermost first."""
+    user: str = "0:0"
+    workdir: str = "/"
+    entry_point: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+        for name in ("upper", "work", "merged"):
+            (self.folder / name).mkdir(parents=True)
+
+    def command(
+        self,
+        *words: str,
+        user: str | None = None,
+        environment: Mapping[str, str] | None = None,
+        binds: Mapping[Path, str] | None = None,
+        writable: Sequence[str] | None = None,
+    ) -> list[str]:
+        """The command by which a command runs in this image, as its user or another one.
+
+        `binds`: what of the machine is seen at which path. `writable`: the root is read-only but
+        for these folders, which are empty.
+        """
+        own = {"PATH": PATH, **(environment or {})}
+        variables = [f"{name}={value}" for name, value in own.items()]
+        inside = ["env", "-i", *variables, "sh", "-c", 'cd "$0" && exec "$@"', self.workdir]
+        merged = str(self.folder / "merged")
+        chroot = ["chroot", f"--userspec={user or self.user}", merged, *inside, *words]
+        return self._in_namespace(chroot, binds=binds, writable=writable)
+
+    def _in_namespace(
+        self,
+        words: Sequence[str],
+        *,
+        binds: Mapping[Path, str] | None = None,
+        writable: Sequence[str] | None = None,
+    ) -> list[str]:
+        """A command of the machine that sees the image's root in the folder `merged`."""
+        given = {
+            "MERGED": str(self.folder / "merged"),
+            "LOWER": ":".join(map(str, self.lower)),
+            "UPPER": str(self.folder / "upper"),
+            "WORK": str(self.folder / "work"),
+            "FILES": " ".join(_FILES),
+            "BINDS": " ".join(f"{path}={place}" for path, place in (binds or {}).items()),
+            "READ_ONLY": "" if writable is None else "1",
+            "WRITABLE": " ".join(writable or ()),
+        }
+        variables = [f"{name}={value}" for name, value in given.items()]
+        return ["unshare", "--mount", "env", *variables, "sh", "-c", _ENTER, "sh", *words]
+
+    def perform(self, step: Instruction, stages: Mapping[str, "Stage"], context: Path) -> None:
+        """Run an instruction other than FROM. Raises ImageError."""
+        match step.name:
+            case "WORKDIR":
+                self.workdir = step.text
+                _check(*self._in_namespace(["mkdir", "-p", self._inside(step.text)]))
+            case "USER":
+                self.user = step.text
+            case "ENTRYPOINT":
+                self.entry_point = json.loads(step.text)
+            case "COPY":
+                self._copy(shlex.split(step.text), stages, context)
+            case "RUN":
+                pip = {name: text for name, text in os.environ.items() if name.startswith("PIP_")}
+                environment = {**pip, "DEBIAN_FRONTEND": "noninteractive", "HOME": "/root"}
+                binds = {}
+                if _AUTHORITIES.exists():
+                    binds[_AUTHORITIES] = environment["PIP_CERT"] = _AUTHORITIES_INSIDE
+                _check(*self.command("sh", "-c", step.text, environment=environment, binds=binds))
+            case _:  # EXPOSE, STOPSIGNAL: for an engine
+                pass
+
+    def _inside(self, path: str) -> str:
+        return f"{self.folder / 'merged'}/{os.path.join(self.workdir, path).lstrip('/')}"
+
+    def _copy(self, words: list[str], stages: Mapping[str, "Stage"], context: Path) -> None:
+        origin = context
+        if words[0].startswith("--from="):
+            origin = stages[words.pop(0).removeprefix("--from=")].folder / "upper"
+        *sources, target = words
+        for source in sources:
+            path = origin / source.lstrip("/")
+            if not path.exists():
+                raise ImageError(f"COPY: there is no {source}")
+            place = self._inside(target)
+            if path.is_dir():  # its content, as Docker does
+                script = (
+                    'mkdir -p "$2" && tar -C "$1" --exclude=__pycache__ -c . | '
+                    'tar -C "$2" -x --no-same-owner'
+                )
+            else:
+                script = 'cp "$1" "$2"'
+            _check(*self._in_namespace(["sh", "-ec", script, "sh", str(path), place]))
+
+
+def build(
+    dockerfile: str, context: Path, folder: Path, images: Mapping[str, Stage] | None = None
+) -> Stage:
+    """Run all steps of a Dockerfile; the image is the last stage.
+
+    `images`: what is there already by the names that FROM may have. Raises ImageError.
+    """
+    stages: dict[str, Stage] = {}
+    current: Stage | None = None
+    for step in parse(dockerfile):
+        if step.name == "FROM":
+            image, *alias = step.text.split(" AS ")
+            name = alias[0] if alias else str(len(stages))
+            below = (images or {}).get(image)
+            if below is not None:
+                lower = (below.folder / "upper", *below.lower)
+                current = Stage(folder / name, lower, below.user, below.workdir, below.entry_point)
+            elif FROM_PYTHON.fullmatch(image):
+                current = Stage(folder / name, (make_base(folder.parent / "base"),))
+            else:
+                raise ImageError(f"no stand-in is known for the image {image}")
+            stages[name] = current
+        elif current is None:
+            raise ImageError(f"{step.name} stands before FROM")
+        else:
+            current.perform(step, stages, context)
+    if current is None:
+        raise ImageError("no FROM")
+    return current
