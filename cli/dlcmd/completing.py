@@ -13,7 +13,7 @@ TAB must not hang.
 import os
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import takewhile
@@ -133,16 +133,26 @@ def complete(program: click.Command, shell: str) -> NoReturn:
         answer = "".join(
             f"{each.type}\t{_as_typed(each.value, line, text) if shell == 'bash' else each.value}"
             f"\t{(each.help or '').partition(chr(10))[0]}\n"
-            for each in completions(program, line)
+            for each in completions(program, line, _limit_time)
         )
         write_stdout([answer.encode()])
     os._exit(0)
 
 
-def completions(program: click.Command, line: str) -> list[CompletionItem[str]]:
+def _limit_time() -> None:
+    """End this process when the time for an answer is over, also where a library waits."""
+    watch = threading.Timer(ANSWER_DEADLINE_S, os._exit, (0,))
+    watch.daemon = True
+    watch.start()
+
+
+def completions(
+    program: click.Command, line: str, opening: Callable[[], None] = lambda: None
+) -> list[CompletionItem[str]]:
     """The words that may stand at the end of a command line, instead of the one that stands there.
 
-    An item without a value (of the kinds `file` and `dir`) stands for the shell's own completion.
+    `opening` is called before a repository is opened. An item without a value (of the kinds `file`
+    and `dir`) stands for the shell's own completion.
     Raises DieselError where the repository cannot be read.
     """
     *words, last = split_arg_string(line + "x")  # so that a blank at the end begins a word
@@ -150,7 +160,7 @@ def completions(program: click.Command, line: str) -> list[CompletionItem[str]]:
     lead = last[: last.find("=") + 1] if last.startswith("-") else ""
     for parameter in _command(program, words[1:]).params:
         # click asks each parameter by this method, and lets a command line in only by decorators
-        parameter.shell_complete = partial(_values, parameter)  # type: ignore[method-assign]
+        parameter.shell_complete = partial(_values, parameter, opening)  # type: ignore[method-assign]
     items = ShellComplete(program, {"obj": Flags()}, "dlcmd", COMPLETE).get_completions(
         words[1:], last
     )
@@ -169,13 +179,16 @@ def _command(program: click.Command, words: Sequence[str]) -> click.Command:
 
 
 def _values(
-    parameter: click.Parameter, context: click.Context, incomplete: str
+    parameter: click.Parameter,
+    opening: Callable[[], None],
+    context: click.Context,
+    incomplete: str,
 ) -> list[CompletionItem[str]]:
     """The values of a parameter: what click finds by its type, or what its metavariable says."""
     metavar = parameter.metavar or ""
     found = click.Parameter.shell_complete(parameter, context, incomplete)
     if isinstance(parameter, click.Argument) and "DATASET" in metavar:
-        found += _addresses(context, metavar, incomplete)
+        found += _addresses(opening, context, metavar, incomplete)
     if metavar.startswith("DIR"):
         found = [CompletionItem("", "dir")]
     elif re.search("FILE|FOLDER|SRC", metavar) and "file" not in [each.type for each in found]:
@@ -184,7 +197,7 @@ def _values(
 
 
 def _addresses(
-    context: click.Context, metavar: str, incomplete: str
+    opening: Callable[[], None], context: click.Context, metavar: str, incomplete: str
 ) -> Iterator[CompletionItem[str]]:
     """The datasets, versions or entries whose addresses begin like this, as far as an argument with
     this metavariable can name them. Raises DieselError."""
@@ -196,9 +209,7 @@ def _addresses(
     from diesel_fs.remote.open import open_configured  # noqa: PLC0415
     from diesel_fs.storage.objects.cloud.direct import open_buckets_directly  # noqa: PLC0415
 
-    watch = threading.Timer(ANSWER_DEADLINE_S, os._exit, (0,))  # also where a library waits
-    watch.daemon = True
-    watch.start()
+    opening()
     open_buckets_directly()
     has_path = "/path" in metavar
     name, slash, path = incomplete.partition("/")

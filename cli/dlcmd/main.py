@@ -135,9 +135,9 @@ def program() -> None:
 
 def main() -> NoReturn:
     """Run `dlcmd` with the arguments of this process."""
+    prepare_process()
     if COMPLETE in os.environ:  # set by the code that `dlcmd completion` prints
         complete(program, os.environ[COMPLETE])
-    prepare_process()
     code = run(sys.argv[1:])
     if code == READER_GONE:  # else the interpreter reports at its end that it cannot flush stdout
         with suppress(OSError):
