@@ -318,7 +318,6 @@ def _run_program(program: click.Command) -> NoReturn:
     prepare_process()
     flags, code = Flags(), FAILED
     try:
-        # mount(8) writes options behind the two arguments; a folder may begin with a dash
         ended = program.main(prog_name=program.name, standalone_mode=False, obj=flags)
         code = ended if isinstance(ended, int) else 0
     except click.exceptions.Exit as exited:
