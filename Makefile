@@ -10,6 +10,9 @@
 #   make test-kubernetes   a real Kubernetes API server: built once, for many minutes
 #   make test-image   the steps of the Dockerfile in a root of Debian's, as root: no engine is needed
 #   make docs      the documentation as a site that can be searched, in build/docs/site
+#   make dist      the wheel and the sdist, into dist/
+#   make deb       the Debian package, into dist/
+#   make test-packages   installs these three in clean systems, and mounts a dataset in each: minutes
 #   make lint      ruff and mypy
 #   make bench     measures us against peers, prints a table
 #   make fuzz      fuzzes what tests/fuzz/targets.py lists, each for a minute (SECONDS=600 for ten)
@@ -46,8 +49,9 @@ DOCS := mkdocs mkdocs-material mkdocstrings[python] ruff
 # matplotlib, which plots, is there too.
 PEERS := mosaicml-streaming webdataset litdata ratarmount matplotlib pylibmc
 
-.PHONY: help install demo test test-clients test-bench test-s3 test-kubernetes test-image docs lint \
-	bench fuzz clean system-install system-test system-s3 system-kubernetes system-image system-bench
+.PHONY: help install demo test test-clients test-bench test-s3 test-kubernetes test-image docs \
+	dist deb test-packages lint bench fuzz clean system-install system-test system-s3 \
+	system-kubernetes system-image system-packages system-bench
 
 help:
 	@sed -n '/^#   make/s/^# *//p' Makefile
@@ -81,6 +85,15 @@ docs: $(MADE)/install $(MADE)/docs
 	@$(VENV)/bin/python -m deploy.docs.site $(VENV)/docs/bin/mkdocs
 	echo "build/docs/site: .venv/bin/python -m http.server --directory build/docs/site"
 
+dist: $(MADE)/tools
+	@$(VENV)/bin/python -m deploy.packages.dist
+
+deb: $(MADE)/tools | system-packages
+	@$(VENV)/bin/python -m deploy.packages.debian
+
+test-packages: $(MADE)/tools | system-test system-packages
+	@$(VENV)/bin/python -m pytest tests/deploy/clean_root -o faulthandler_timeout=3600 $(ARGS)
+
 lint: $(MADE)/tools
 	@failed=0
 	$(VENV)/bin/ruff check || failed=1
@@ -98,7 +111,7 @@ fuzz: $(MADE)/tools
 	done
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist share *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # System packages are looked for each time (it takes milliseconds), and installed where missing.
 system-install:
@@ -115,6 +128,9 @@ system-kubernetes:
 
 system-image:
 	@PYTHON="$(PYTHON)" deploy/prepare.sh install image
+
+system-packages:
+	@PYTHON="$(PYTHON)" deploy/prepare.sh install packages
 
 system-bench:
 	@PYTHON="$(PYTHON)" deploy/prepare.sh install bench

@@ -2,7 +2,7 @@
 # Installs the system packages that are missing, and makes .venv. It uses apt-get, as root or through
 # sudo; where that is not possible, it prints what to install.
 #
-#   deploy/prepare.sh install|test|s3|kubernetes|image|bench...   (PYTHON=... chooses the interpreter)
+#   deploy/prepare.sh install|test|s3|kubernetes|image|packages|bench... (PYTHON=... chooses one)
 set -eu
 cd "$(dirname "$0")/.."
 
@@ -97,6 +97,9 @@ look_for() {
         need tc iproute2
         need rsync rsync
         need promtool prometheus
+        need zsh zsh
+        need fish fish
+        need mandoc mandoc
         look_for_c
         wish linux.uml user-mode-linux
         wish systemd-analyze systemd
@@ -120,6 +123,16 @@ look_for() {
         need debootstrap debootstrap
         need unshare util-linux
         need curl curl
+        ;;
+    packages) # the Debian package is made for the system's Python, and compiles pyfuse3 for it
+        need dpkg-deb dpkg
+        need mmdebstrap mmdebstrap
+        need pkg-config pkg-config
+        [ -x /usr/bin/python3 ] || missing="$missing python3"
+        set -- /usr/include/python3*/Python.h
+        [ -e "$1" ] || missing="$missing python3-dev"
+        have pkg-config && pkg-config --exists fuse3 || missing="$missing libfuse3-dev"
+        look_for_c
         ;;
     bench)
         need squashfuse_ll squashfuse

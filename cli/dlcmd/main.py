@@ -24,10 +24,9 @@ from types import FrameType
 from typing import NoReturn
 
 import click
-from click.shell_completion import shell_complete
 
 from diesel_fs.errors import DieselError, NoSpaceError, NotFoundError, PermissionDenied, UsageError
-from dlcmd.completing import COMPLETE
+from dlcmd.completing import COMPLETE, complete
 from dlcmd.options import HELP_NAMES, Flags, global_options
 from dlcmd.output import print_error
 
@@ -142,19 +141,24 @@ def program() -> None:
 
 def main() -> NoReturn:
     """Run `dlcmd` with the arguments of this process."""
-    # `put` forks its packing processes, which is safe only without threads. OpenBLAS would start
-    # some when numpy is imported, and nothing here needs them.
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    prepare_process()
     if COMPLETE in os.environ:  # set by the code that `dlcmd completion` prints
-        sys.exit(shell_complete(program, {}, "dlcmd", COMPLETE, os.environ[COMPLETE]))
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is signal.SIG_DFL:  # `nohup` ignores SIGHUP: that stays so
-            signal.signal(number, _raise_terminated)
+        complete(program, os.environ[COMPLETE])
     code = run(sys.argv[1:])
     if code == READER_GONE:  # else the interpreter reports at its end that it cannot flush stdout
         with suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     sys.exit(code)
+
+
+def prepare_process() -> None:
+    """Prepare a process for `run`: its threads, and what signals do to it."""
+    # `put` forks its packing processes, which is safe only without threads. OpenBLAS would start
+    # some when numpy is imported, and nothing here needs them.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:  # `nohup` ignores SIGHUP: that stays so
+            signal.signal(number, _raise_terminated)
 
 
 def _raise_terminated(number: int, _: FrameType | None) -> NoReturn:

@@ -22,7 +22,7 @@ from ..errors import BusyError, DeadlineError, DieselError, PermissionDenied, Us
 from ..settings import runtime_folder, state_folder
 from ..system import daemons, syscalls
 from ..system.daemons import add_log_tail, log_file
-from ..system.mountinfo import MountEntry, mounts
+from ..system.mountinfo import MountEntry, file_system_of, mounts
 from .mountpoint import (
     DatasetMount,
     dataset_mounts,
@@ -114,12 +114,16 @@ def mount(
 
 
 def _start(request: MountRequest, program: Sequence[str], deadline_s: float) -> None:
+    # autofs makes every process wait for the mount that it has ordered, except those of the process
+    # group that mounts: the daemon, too, must be one of them.
+    by_autofs = file_system_of(Path(request.mountpoint)).kind == "autofs"
     with log_file(log_path(request)) as log:
         start = log.tell()
         try:
             daemons.start(
                 [*program, request.mountpoint], request.to_json(), log, logger,
                 daemon_name=f"the mount on {request.mountpoint}", deadline_s=deadline_s,
+                new_session=not by_autofs,
             )  # fmt: skip
             if not is_alive(request.mountpoint):
                 raise DieselError(f"the mount on {request.mountpoint} ended at once")

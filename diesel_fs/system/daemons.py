@@ -100,6 +100,7 @@ def start(
     daemon_name: str,
     deadline_s: float,
     pass_fds: Sequence[int] = (),
+    new_session: bool = True,
 ) -> Mapping[str, object]:
     """Start a daemon and return its report that it is ready.
 
@@ -123,7 +124,7 @@ def start(
                     stderr=log,
                     cwd="/",
                     env=environment(),
-                    start_new_session=True,
+                    start_new_session=new_session,
                     pass_fds=pass_fds,
                 )
             finally:

@@ -125,36 +125,6 @@ def test_a_path_in_the_place_of_a_dataset_is_an_error_that_shows_the_order(
     assert not dlcmd.store.exists()
 
 
-ASK = """
-eval "$(dlcmd completion bash)"
-for line in "dlcmd mo" "dlcmd mount --pol" "dlcmd mount --policy " "dlcmd user e" "dlcmd lo"; do
-    IFS=' ' read -ra COMP_WORDS <<<"$line"
-    [ "${line% }" = "$line" ] || COMP_WORDS+=("")
-    COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
-    COMPREPLY=()
-    _dlcmd_completion dlcmd
-    echo "$line: ${COMPREPLY[*]}"
-done
-"""
-
-
-def test_a_shell_completes_verbs_options_and_values(dlcmd: Dlcmd, tmp_path: Path) -> None:
-    """bash completes in this test; for other shells only the code is looked at."""
-    program = Path(sys.executable).with_name("dlcmd")
-    environment = {**os.environ, "PATH": f"{program.parent}:{os.environ['PATH']}"}
-    done = subprocess.run(
-        ["bash", "-c", ASK], env=environment, capture_output=True, text=True, check=True
-    )
-    assert done.stderr == ""
-    assert done.stdout.splitlines() == [
-        "dlcmd mo: mount", "dlcmd mount --pol: --policy",
-        "dlcmd mount --policy : on-demand oneshot", "dlcmd user e: export", "dlcmd lo: load-meta",
-    ]  # fmt: skip
-    assert b"compdef _dlcmd_completion dlcmd" in dlcmd("completion", "zsh").out
-    assert b"complete --no-files --command dlcmd" in dlcmd("completion", "fish").out
-    dlcmd("completion", "tcsh", code=2)
-
-
 @pytest.mark.parametrize(
     ("error", "code", "words"),
     [

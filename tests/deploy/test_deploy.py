@@ -5,7 +5,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tarfile
 import tomllib
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import yaml
 
 from diesel_fs.errors import ConfigError
 from diesel_server.main import program as server
-from tests.test_house import FILES, TREE
+from tests.test_house import TREE
 
 DEPLOY = TREE / "deploy"
 UNITS = sorted((DEPLOY / "systemd").iterdir())
@@ -109,28 +108,6 @@ def test_with_the_units_options_the_server_misses_only_the_store(tmp_path: Path)
     )
     assert done.returncode == ConfigError.exit_code
     assert "no store is given" in done.stderr
-
-
-def test_the_archive_of_the_sources_has_all_that_the_makefile_needs(tmp_path: Path) -> None:
-    """It has the licence, too, which its metadata name."""
-    for path in FILES:
-        copy = tmp_path / "tree" / path.relative_to(TREE)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(path, copy)
-    build = "from setuptools.build_meta import build_sdist; print(build_sdist('..'))"
-    done = subprocess.run(
-        [sys.executable, "-c", build],
-        cwd=tmp_path / "tree", check=True, capture_output=True, text=True,
-    )  # fmt: skip
-    name = done.stdout.split()[-1]
-    with tarfile.open(tmp_path / name) as archive:
-        held = {each.name.partition("/")[2] for each in archive if each.isfile()}
-        metadata = archive.extractfile(f"{name.removesuffix('.tar.gz')}/PKG-INFO")
-        assert metadata is not None
-        result = metadata.read().decode().splitlines()
-    assert {str(path.relative_to(TREE)) for path in FILES} - held == {".gitignore"}
-    assert "License-Expression: Apache-2.0" in result
-    assert "License-File: LICENSE" in result
 
 
 def test_the_image_has_all_packages_and_both_programs() -> None:

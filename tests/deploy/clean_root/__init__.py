@@ -1,0 +1,1 @@
+"""Installs the packages in clean systems of their own; only `make test-packages` runs these."""
