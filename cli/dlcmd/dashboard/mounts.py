@@ -32,10 +32,10 @@ READERS_SHOWN = 64
 COLUMNS = (
     *(f"{name}_s" for name in (*CAUSE_NAMES, "reader", "idle")),
     *("read", "fetched", "pushed", "requests", "files"),
-    *("memory", "missed", *TASK_TIERS),
+    *("memory", *TASK_TIERS),
 )
 """The history of a mount: seconds waited in a second by cause; bytes, requests and files of plans a
-second; reads a second by tier (`missed` are all that were not in the mount's memory)."""
+second; reads a second by tier."""
 
 _TOTALS = {
     "reads": "reads.hits",
@@ -62,13 +62,14 @@ class MountPlace(NamedTuple):
 
 
 def own_mounts() -> dict[MountPlace, DatasetMount]:
-    """The mounts of datasets that this user has made; root sees those of all users."""
+    """The mounts of datasets that this user has made; root sees those of all users. One that can
+    be seen at several places is at the first of them."""
     user = os.geteuid()
-    return {
-        MountPlace(each.path, each.device): each
-        for each in dataset_mounts(mounts())
-        if not user or each.owner in (None, user)
-    }
+    found: dict[str, DatasetMount] = {}
+    for each in dataset_mounts(mounts()):
+        if not user or each.owner in (None, user):
+            found.setdefault(each.device or each.path, each)
+    return {MountPlace(each.path, each.device): each for each in found.values()}
 
 
 class MountSource(Source):
@@ -146,6 +147,8 @@ class MountSource(Source):
         found = interval(before, after, own_pid=self._own_pid)
         passed_s = number_at(found, "interval_s")
         tiers = {tier: number_at(found, f"task_reads_per_s.{tier}") for tier in TASK_TIERS}
+        if "task_reads_per_s" not in found:
+            tiers["store"] = number_at(found, "reads_per_s.fetched")
         return {
             **{
                 f"{name}_s": number_at(found, f"causes_s.{name}") / passed_s for name in CAUSE_NAMES
@@ -158,7 +161,6 @@ class MountSource(Source):
             "requests": number_at(found, "requests_per_s"),
             "files": sum(number_at(each, "entries_per_s") for each in list_at(found, "plans")),
             "memory": number_at(found, "reads_per_s.memory"),
-            "missed": number_at(found, "reads_per_s.fetched"),
             **tiers,
         }
 
@@ -222,7 +224,9 @@ def _members(stats: Stats) -> dict[int, Described]:
         "is_here": True,
         "address": "",
         "state": "this node" if mapping_at(stats, "task").get("answers") else "does not answer",
-        "share_chunks": shares.get(str(rank), 0),
+        "share_chunks": shares.get(
+            str(rank), int(number_at(stats, "task.node_cache.share_chunks"))
+        ),
         "held_chunks": int(number_at(stats, "task.node_cache.share_held_chunks")),
         "memory_bytes": int(number_at(stats, "task.node_cache.memory_bytes")),
         "memory_budget_bytes": int(number_at(stats, "task.node_cache.memory_budget_bytes")),

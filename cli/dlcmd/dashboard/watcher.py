@@ -84,7 +84,7 @@ class Watcher:
                 chosen = [*self._mounts.values()]
             elif not chosen:
                 return None
-            return json.dumps(_sum([each.history.since(since_s) for each in chosen])).encode()
+            return json.dumps(add_up([each.history.since(since_s) for each in chosen])).encode()
 
     # The ticks
 
@@ -185,10 +185,9 @@ class Watcher:
             )
 
 
-def _sum(histories: list[dict[str, list[float]]]) -> dict[str, list[float]]:
-    """Histories added up, point by point. Points of one tick have nearly the same time."""
-    if len(histories) == 1:
-        return histories[0]
+def add_up(histories: list[dict[str, list[float]]]) -> dict[str, list[float]]:
+    """Histories added up, point by point; `count` says of how many each point is. Points of one tick
+    have nearly the same time."""
     summed: dict[int, dict[str, float]] = {}
     for history in histories:
         for at, time_s in enumerate(history["time"]):
