@@ -84,18 +84,18 @@ class Dashboard:
         return newest
 
 
-def items(state: Object, name: str) -> list[Object]:
+def items(state: Value, kind: str) -> list[Object]:
     """The objects in a list of the state."""
-    found = state[name]
+    found = at(state, kind)
     assert isinstance(found, list)
     return [each for each in found if isinstance(each, dict)]
 
 
-def item(state: Object, name: str, **values: Value) -> Object:
+def item(state: Object, kind: str, **values: Value) -> Object:
     """The first object of a list that has these values; an empty one where there is none."""
     fitting = (
         each
-        for each in items(state, name)
+        for each in items(state, kind)
         if all(each.get(key) == value for key, value in values.items())
     )
     return next(fitting, {})

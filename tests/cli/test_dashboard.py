@@ -6,8 +6,10 @@
 import json
 import os
 import re
+import shutil
 import signal
 import socket
+import subprocess
 import uuid
 from collections.abc import Iterator
 from contextlib import suppress
@@ -22,7 +24,6 @@ from diesel_fs.ingest import FolderSource, PutOptions, put
 from diesel_fs.metrics import exposition, private_cells
 from diesel_fs.mounts import MountRequest, mount, umount
 from diesel_fs.mounts import stats as stats_of
-from diesel_fs.mounts.plans.control import Control, explicit
 from diesel_fs.peers.options import TaskOptions
 from diesel_fs.remote.open import open_repository
 from diesel_fs.repository.local import LocalRepository
@@ -148,45 +149,49 @@ def test_a_task_shows_its_members_and_their_shares(place: Place, board: Dashboar
     for rank in range(2):
         options = TaskOptions.from_kwargs(
             {
-                "task": "night <b>", "rank": rank, "world": 2, "peers": peers,
-                "task_key": "k" * 32, "memory_bytes": 64 << 20, "policy": "oneshot",
+                "task": "nightly", "rank": rank, "world": 2, "peers": peers,
+                "task_key": "k" * 32, "policy": "oneshot",
             },
             str(rank),
         )  # fmt: skip
         place.mount(f"node{rank}", options)
 
+    with LocalRepository.open(place.url) as repository:
+        chunks = repository.view("pets").chunk_count
+
     def is_whole(state: Object) -> bool:
-        members = items(item(state, "tasks", name="night <b>") or {"members": []}, "members")
+        members = items(item(state, "tasks", name="nightly") or {"members": []}, "members")
         return (
             len(members) == 2
+            and sum(int(str(each["share_chunks"])) for each in members) == chunks
             and all(each.get("held_chunks") == each["share_chunks"] for each in members)
             and all(each["share_chunks"] for each in members)
         )
 
-    task = item(board.until(is_whole), "tasks", name="night <b>")
-    with LocalRepository.open(place.url) as repository:
-        chunks = repository.view("pets").chunk_count
-    shares = [int(str(each["share_chunks"])) for each in items(task, "members")]
-    assert sum(shares) == chunks
+    task = item(board.until(is_whole), "tasks", name="nightly")
     assert (task["world"], task["member_count"], task["dataset"]) == (2, 2, "pets")
     assert all(each["is_here"] for each in items(task, "members"))
     for rank in range(2):
         umount(place.folder / f"node{rank}")
-    board.until(lambda state: not state["tasks"])
+    board.until(lambda state: not item(state, "tasks", name="nightly"))
 
 
 @pytest.mark.fuse
 def test_hostile_names_are_text(place: Place, board: Dashboard) -> None:
-    """A folder and a plan whose names are HTML and control characters."""
-    mounted = place.mount(HOSTILE.replace("/", ""))
-    with Control.connect(mounted) as control:
-        control.announce(HOSTILE, [explicit(epoch=0, entries=[1, 2, 3])])
-        shown = '<img src=x onerror="alert(1)">\\n\\x1b[31m&amp;'
-        state = board.until(
-            lambda state: item(state, "mounts", path=f"{place.folder}/{shown}").get("plans")
-        )
-    found = item(state, "mounts", path=f"{place.folder}/{shown}")
-    assert at(found, "plans", 0, "name") == shown
+    """A folder and a reading program whose names are HTML and control characters."""
+    mounted = place.mount(HOSTILE)
+    shown = '<img src=x onerror="alert(1)">\\n\\x1b[31m&amp;'
+    path = f"{place.folder}/{shown}"
+    board.until(lambda state: item(state, "mounts", path=path).get("totals"))
+    program = place.folder / "<b>\x1b[7m"
+    shutil.copy("/bin/cat", program)
+    subprocess.run([program, mounted / min(FILES)], stdout=subprocess.DEVNULL, check=True)
+
+    def is_seen(state: Object) -> bool:
+        readers = items(at(item(state, "mounts", path=path), "figures"), "readers")
+        return any(each["command"] == "<b>\\x1b[7m" for each in readers)
+
+    board.until(is_seen)
     umount(mounted)
 
 
@@ -203,7 +208,7 @@ def test_a_mount_whose_process_is_killed_is_lost(place: Place, board: Dashboard)
     assert "totals" in item(lost, "mounts", path=str(mounted))
 
 
-def test_a_server_is_shown_and_its_death_too(tmp_path: Path, board: Dashboard) -> None:
+def test_a_server_is_shown_and_its_death_too(tmp_path: Path) -> None:
     """With what a put through it did; when it comes again at its port, it is live again."""
     store = (tmp_path / "store").as_uri()
     credentials = new_repository(store)["root"]
@@ -227,7 +232,7 @@ def test_a_server_is_shown_and_its_death_too(tmp_path: Path, board: Dashboard) -
                 )
             )
             found = item(state, "servers", place=own)
-            assert int(str(at(found, "totals", "received_bytes"))) > sum(map(len, FILES.values()))
+            assert float(str(at(found, "totals", "received_bytes"))) > sum(map(len, FILES.values()))
             assert at(found, "gauges", "workers") == 1
             server.kill()
             state = board.until(

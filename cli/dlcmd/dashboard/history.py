@@ -24,7 +24,7 @@ class History:
     def add(self, time_s: float, figures: Mapping[str, float]) -> None:
         """Add a point. A column that `figures` lacks gets 0."""
         at = self._count % POINTS
-        self._times[at] = time_s
+        self._times[at] = round(time_s, 1)
         for name, values in self._columns.items():
             values[at] = figures.get(name, 0.0)
         self._count += 1
@@ -35,7 +35,7 @@ class History:
         places = [
             at for at in (i % POINTS for i in range(first, self._count)) if self._times[at] > time_s
         ]
-        found = {"time": [round(self._times[at], 1) for at in places]}
+        found = {"time": [self._times[at] for at in places]}
         for name, values in self._columns.items():
             found[name] = [float(f"{values[at]:.4g}") for at in places]
         return found

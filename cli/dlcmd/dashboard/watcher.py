@@ -31,7 +31,7 @@ WATCHED_FOR_S = 10.0
 
 DATASETS_UNWATCHED_S = 300.0
 ANSWERS_S = 0.5
-GONE_KEPT_S = 3600.0
+GONE_KEPT_S = 600.0
 """How long a mount is shown after it was unmounted."""
 
 MOUNTS_MAX = 256
@@ -186,8 +186,8 @@ class Watcher:
 
 
 def add_up(histories: list[dict[str, list[float]]]) -> dict[str, list[float]]:
-    """Histories added up, point by point; `count` says of how many each point is. Points of one tick
-    have nearly the same time."""
+    """Histories added up, point by point; `count` says of how many each point is the sum. Points of
+    one tick have nearly the same time."""
     summed: dict[int, dict[str, float]] = {}
     for history in histories:
         for at, time_s in enumerate(history["time"]):
@@ -197,5 +197,5 @@ def add_up(histories: list[dict[str, list[float]]]) -> dict[str, list[float]]:
                     point[name] = point.get(name, 0.0) + values[at]
             point["count"] = point.get("count", 0.0) + 1
     points = [summed[at] for at in sorted(summed)]
-    names = {name for point in points for name in point}
+    names = {"time", *(name for point in points for name in point)}
     return {name: [float(f"{point.get(name, 0.0):.12g}") for point in points] for name in names}

@@ -7,9 +7,10 @@ const WIDTH = 600, HEIGHT = 150, LEFT = 46, BOTTOM = 18, TOP = 8;
 const GAP_S = 20; // without a point for so long, nothing was measured
 
 export class Chart {
-  // `series`: {name, label, value(columns, at)}; `scale(top)` gives a round upper end.
-  constructor(place, title, series, { stacked = false, text, top = 0, extra = [] }) {
-    Object.assign(this, { title, series, stacked, text, least: top, extra });
+  // `series`: {name (its colour), label, value(columns, at)}; `text` writes a value; `top` is the
+  // upper end of areas that add up to a whole.
+  constructor(place, title, series, { stacked = false, text, top = 0 }) {
+    Object.assign(this, { title, series, stacked, text, whole: top });
     this.readout = make("output");
     this.plot = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img" });
     this.legend = make("ul", { class: "legend" });
@@ -32,12 +33,12 @@ export class Chart {
     const first = times.findIndex((time) => time >= from);
     const places = first < 0 ? [] : Array.from({ length: times.length - first }, (_, at) => at + first);
     const values = this.series.map((each) => places.map((at) => Math.max(each.value(points, at) || 0, 0)));
-    let highest = this.least;
+    let highest = 0;
     places.forEach((_, i) => {
       const all = values.map((row) => row[i]);
       highest = Math.max(highest, this.stacked ? all.reduce((sum, each) => sum + each, 0) : Math.max(...all));
     });
-    const top = this.least && highest <= this.least * 1.001 ? this.least : roundUp(highest);
+    const top = this.whole || roundUp(highest);
     const x = (time) => LEFT + ((wide - LEFT) * (time - from)) / (to - from);
     const y = (value) => HEIGHT - BOTTOM - ((HEIGHT - BOTTOM - TOP) * value) / top;
     const parts = [];

@@ -21,6 +21,7 @@ const TASK_TIERS = ["mapped", "local", "peer", "store"];
 const STATE_TEXT = { new: "no answer yet", live: "live", late: "late", lost: "lost", gone: "unmounted" };
 const WAITS = 0.05; // a mount waits, where its readers wait for so much of the time
 const SHORTEST_S = 60; // what the charts show at least
+const FRESH_S = 20; // so old may the newest point of a chart be; it stands at its right end
 const SPARK_POINTS = 60, ROWS = 100, RETRY_MS = 1000, ANSWER_MS = 12000;
 
 let state = null, receivedMs = 0, tick = 0, chosen = null;
@@ -403,7 +404,8 @@ async function loadHistory() {
   const known = history.points;
   const from = newer.time.findIndex((time) => !known.time.length || time > known.time[known.time.length - 1] + 1);
   if (from >= 0) {
-    for (const [name, values] of Object.entries(newer)) known[name] = [...(known[name] ?? new Array(known.time.length).fill(0)), ...values.slice(from)];
+    const before = known.time.length;
+    for (const [name, values] of Object.entries(newer)) known[name] = [...(known[name] ?? new Array(before).fill(0)), ...values.slice(from)];
     const extra = known.time.length - 800;
     if (extra > 0) for (const name of Object.keys(known)) known[name] = known[name].slice(extra);
   }
@@ -414,7 +416,9 @@ function drawHistory() {
   const isServer = history.of?.startsWith("server");
   for (const each of mountCharts) each.plot.parentElement.hidden = isServer;
   for (const each of serverCharts) each.plot.parentElement.hidden = !isServer;
-  const to = state ? state.time : Date.now() / 1000;
+  const now = state ? state.time : Date.now() / 1000;
+  const last = history.points.time.at(-1) ?? 0;
+  const to = now - last < FRESH_S ? last : now;
   const first = history.points.time[0] ?? to;
   const from = Math.max(to - Number(byId("range").value), Math.min(first, to - SHORTEST_S));
   for (const each of isServer ? serverCharts : mountCharts) each.draw(history.points, from, to);
