@@ -2,7 +2,7 @@
 # Installs the system packages that are missing, and makes .venv. It uses apt-get, as root or through
 # sudo; where that is not possible, it prints what to install.
 #
-#   deploy/prepare.sh install|test|s3|kubernetes|bench...   (PYTHON=... chooses the interpreter)
+#   deploy/prepare.sh install|test|s3|kubernetes|browser|bench...   (PYTHON=... chooses the interpreter)
 set -eu
 cd "$(dirname "$0")/.."
 
@@ -114,6 +114,10 @@ look_for() {
         need dpkg-source dpkg-dev
         need kubectl kubernetes-client
         need setpriv util-linux
+        ;;
+    browser)
+        need chromium chromium
+        need npm npm
         ;;
     bench)
         need squashfuse_ll squashfuse

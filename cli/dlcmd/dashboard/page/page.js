@@ -22,7 +22,7 @@ const STATE_TEXT = { new: "no answer yet", live: "live", late: "late", lost: "lo
 const WAITS = 0.05; // a mount waits, where its readers wait for so much of the time
 const SHORTEST_S = 60; // what the charts show at least
 const FRESH_S = 20; // so old may the newest point of a chart be; it stands at its right end
-const SPARK_POINTS = 60, ROWS = 100, RETRY_MS = 1000, ANSWER_MS = 12000;
+const SPARK_POINTS = 60, ROWS = 25, RETRY_MS = 1000, ANSWER_MS = 12000;
 
 let state = null, receivedMs = 0, tick = 0, chosen = null;
 let datasets = { change: -1, datasets: [] };
