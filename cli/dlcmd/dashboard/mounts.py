@@ -9,7 +9,7 @@ from diesel_fs.mounts.mountpoint import DatasetMount, dataset_mounts, is_alive
 from diesel_fs.mounts.waits import CAUSE_NAMES
 from diesel_fs.names import shown
 from diesel_fs.peers.options import SINGLE_NODE_PREFIX
-from diesel_fs.system.mountinfo import mounts
+from diesel_fs.system.mountinfo import parse_mounts
 
 from ..mount_figures import (
     TASK_TIERS,
@@ -61,15 +61,26 @@ class MountPlace(NamedTuple):
     device: str
 
 
-def own_mounts() -> dict[MountPlace, DatasetMount]:
+class OwnMounts:
     """The mounts of datasets that this user has made; root sees those of all users. One that can
-    be seen at several places is at the first of them."""
-    user = os.geteuid()
-    found: dict[str, DatasetMount] = {}
-    for each in dataset_mounts(mounts()):
-        if not user or each.owner in (None, user):
-            found.setdefault(each.device or each.path, each)
-    return {MountPlace(each.path, each.device): each for each in found.values()}
+    be seen at several places is at the first of them. Not safe for concurrent use."""
+
+    def __init__(self) -> None:
+        self._table = b""
+        self._found: dict[MountPlace, DatasetMount] = {}
+
+    def find(self) -> dict[MountPlace, DatasetMount]:
+        """Those that there are now. Costs little where nothing was mounted or unmounted."""
+        table = Path("/proc/self/mountinfo").read_bytes()
+        if table != self._table:
+            user = os.geteuid()
+            found: dict[str, DatasetMount] = {}
+            for each in dataset_mounts(parse_mounts(table)):
+                if not user or each.owner in (None, user):
+                    found.setdefault(each.device or each.path, each)
+            self._found = {MountPlace(each.path, each.device): each for each in found.values()}
+            self._table = table
+        return self._found
 
 
 class MountSource(Source):

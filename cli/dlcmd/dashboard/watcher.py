@@ -19,7 +19,7 @@ from diesel_fs.mounts.reader_groups import reader_group
 
 from .datasets import DatasetsSource
 from .history import EVERY_S
-from .mounts import MountPlace, MountSource, own_mounts, tasks
+from .mounts import MountPlace, MountSource, OwnMounts, tasks
 from .servers import ServerSource
 from .source import Described, Source
 
@@ -43,6 +43,7 @@ class Watcher:
 
     def __init__(self, servers: list[ServerSource], datasets: DatasetsSource) -> None:
         self._mounts: dict[MountPlace, MountSource] = {}
+        self._own_mounts = OwnMounts()
         self._servers = servers
         self._datasets = datasets
         self._numbers = itertools.count(1)
@@ -161,7 +162,7 @@ class Watcher:
 
     def _find_mounts(self, now_s: float) -> None:
         """Notice mounts that have been made, and those that have gone."""
-        found = own_mounts()
+        found = self._own_mounts.find()
         for place, source in list(self._mounts.items()):
             if place in found:
                 continue
