@@ -13,13 +13,14 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Iterable, Mapping
 
 import diesel_fs
 from diesel_fs.mounts.reader_groups import reader_group
 
 from .datasets import DatasetsSource
-from .history import EVERY_S
-from .mounts import MountPlace, MountSource, OwnMounts, tasks
+from .history import EVERY_S, History
+from .mounts import COLUMNS, MountPlace, MountSource, OwnMounts, tasks
 from .servers import ServerSource
 from .source import Described, Source
 
@@ -44,6 +45,7 @@ class Watcher:
     def __init__(self, servers: list[ServerSource], datasets: DatasetsSource) -> None:
         self._mounts: dict[MountPlace, MountSource] = {}
         self._own_mounts = OwnMounts()
+        self._all = History(("count", *COLUMNS))  # of all mounts, added up
         self._servers = servers
         self._datasets = datasets
         self._numbers = itertools.count(1)
@@ -80,12 +82,9 @@ class Watcher:
         mounts together. None where there is no such source."""
         with self._change:
             sources: list[Source] = [*self._mounts.values(), *self._servers]
-            chosen = [each for each in sources if each.id == source_id]
-            if source_id == "all":
-                chosen = [*self._mounts.values()]
-            elif not chosen:
-                return None
-            return json.dumps(add_up([each.history.since(since_s) for each in chosen])).encode()
+            known = {"all": self._all, **{each.id: each.history for each in sources}}
+            found = known.get(source_id)
+            return None if found is None else json.dumps(found.since(since_s)).encode()
 
     # The ticks
 
@@ -138,12 +137,20 @@ class Watcher:
         with self._change:
             if now_s >= self._point_s + EVERY_S - 0.5:
                 self._point_s = now_s
-                for each in asked:
-                    if (point := each.point()) is not None:
-                        each.history.add(time.time(), point)
+                self._add_points(asked)
             self._tick += 1
             self._state = json.dumps(self._describe()).encode()
             self._change.notify_all()
+
+    def _add_points(self, sources: Iterable[Source]) -> None:
+        time_s, of_mounts = time.time(), []
+        for each in sources:
+            if (point := each.point()) is not None:
+                each.history.add(time_s, point)
+                if isinstance(each, MountSource):
+                    of_mounts.append(point)
+        if of_mounts:
+            self._all.add(time_s, add_up(of_mounts))
 
     def _describe(self) -> Described:
         mounts = list(self._mounts.values())
@@ -186,17 +193,11 @@ class Watcher:
             )
 
 
-def add_up(histories: list[dict[str, list[float]]]) -> dict[str, list[float]]:
-    """Histories added up, point by point; `count` says of how many each point is the sum. Points of
-    one tick have nearly the same time."""
-    summed: dict[int, dict[str, float]] = {}
-    for history in histories:
-        for at, time_s in enumerate(history["time"]):
-            point = summed.setdefault(round(time_s / EVERY_S), {"time": time_s})
-            for name, values in history.items():
-                if name != "time":
-                    point[name] = point.get(name, 0.0) + values[at]
-            point["count"] = point.get("count", 0.0) + 1
-    points = [summed[at] for at in sorted(summed)]
-    names = {"time", *(name for point in points for name in point)}
-    return {name: [float(f"{point.get(name, 0.0):.12g}") for point in points] for name in names}
+def add_up(points: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Figures of several sources added up; `count` says how many they are."""
+    summed = {"count": 0.0}
+    for point in points:
+        summed["count"] += 1
+        for name, value in point.items():
+            summed[name] = summed.get(name, 0.0) + value
+    return summed
