@@ -49,7 +49,9 @@ class Watcher:
         self._servers = servers
         self._datasets = datasets
         self._numbers = itertools.count(1)
-        self._own_pid = reader_group(os.getpid()).pid
+        group = reader_group(os.getpid())
+        # A program that has started this one, and reads itself, is a reader like any other
+        self._own_pid = group.pid if group.pid == os.getpid() else -1
         self._host = socket.gethostname()
         self._left_out = 0
         self._change = threading.Condition()
