@@ -6,6 +6,7 @@
 #   make test      all tests         (make test ARGS="-k snapshot -x" for some, JOBS=0 for one by one)
 #   make test-clients   timm, datasets, lightning, accelerate, torchdata under dlcmd run
 #   make test-bench   the benchmarks themselves, with tiny inputs: that they measure every row
+#   make test-browser   the page of dlcmd dashboard, in Debian's chromium; leaves pictures of it
 #   make test-s3   the laws of object stores against a real one: OpenStack Swift, on loopback
 #   make test-kubernetes   a real Kubernetes API server: built once, for many minutes
 #   make test-image   the steps of the Dockerfile in a root of Debian's, as root: no engine is needed
@@ -49,9 +50,13 @@ DOCS := mkdocs mkdocs-material mkdocstrings[python] ruff
 # matplotlib, which plots, is there too.
 PEERS := mosaicml-streaming webdataset litdata ratarmount matplotlib pylibmc
 
-.PHONY: help install demo test test-clients test-bench test-s3 test-kubernetes test-image docs \
-	dist deb test-packages lint bench fuzz clean system-install system-test system-s3 \
-	system-kubernetes system-image system-packages system-bench
+# What drives the browser and looks for faults of accessibility: beside .venv, found by PYTHONPATH.
+BROWSER := playwright
+AXE := axe-core@4
+
+.PHONY: help install demo test test-clients test-bench test-browser test-s3 test-kubernetes \
+	test-image test-packages docs dist deb lint bench fuzz clean system-install system-test \
+	system-s3 system-kubernetes system-image system-packages system-browser system-bench
 
 help:
 	@sed -n '/^#   make/s/^# *//p' Makefile
@@ -69,6 +74,9 @@ test-clients: $(MADE)/tools $(MADE)/clients | system-test
 
 test-bench: $(MADE)/tools $(MADE)/demo | system-test system-bench
 	@$(VENV)/bin/python -m pytest tests/bench -m bench $(ARGS)
+
+test-browser: $(MADE)/tools $(MADE)/browser | system-test
+	@PYTHONPATH=$(VENV)/browser $(VENV)/bin/python -m pytest tests/browser $(ARGS)
 
 test-s3: $(MADE)/tools | system-s3
 	@$(VENV)/bin/python -m tests.storage.objects.swift_server $(VENV)/bin/python -m pytest -k cloud \
@@ -132,6 +140,9 @@ system-image:
 system-packages:
 	@PYTHON="$(PYTHON)" deploy/prepare.sh install packages
 
+system-browser:
+	@PYTHON="$(PYTHON)" deploy/prepare.sh install browser
+
 system-bench:
 	@PYTHON="$(PYTHON)" deploy/prepare.sh install bench
 
@@ -177,6 +188,13 @@ $(MADE)/clients: $(MADE)/install
 	$(CLIENTS_PIP) install '$(TORCH)'
 	$(CLIENTS_PIP) install --no-deps '$(TORCHVISION)'
 	$(CLIENTS_PIP) install $(CLIENTS) --editable .
+	touch $@
+
+$(MADE)/browser: $(MADE)/install | system-browser
+	$(OURS)
+	echo "installing what drives the browser: $(BROWSER), $(AXE)"
+	$(PIP) install --upgrade --target $(VENV)/browser $(BROWSER)
+	npm install --prefix $(VENV)/browser --no-save --ignore-scripts --silent $(AXE)
 	touch $@
 
 $(MADE)/peers: $(MADE)/install

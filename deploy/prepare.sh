@@ -2,7 +2,8 @@
 # Installs the system packages that are missing, and makes .venv. It uses apt-get, as root or through
 # sudo; where that is not possible, it prints what to install.
 #
-#   deploy/prepare.sh install|test|s3|kubernetes|image|packages|bench... (PYTHON=... chooses one)
+#   deploy/prepare.sh install|test|s3|kubernetes|image|packages|browser|bench...
+#   (PYTHON=... chooses the interpreter)
 set -eu
 cd "$(dirname "$0")/.."
 
@@ -133,6 +134,10 @@ look_for() {
         [ -e "$1" ] || missing="$missing python3-dev"
         have pkg-config && pkg-config --exists fuse3 || missing="$missing libfuse3-dev"
         look_for_c
+        ;;
+    browser)
+        need chromium chromium
+        need npm npm
         ;;
     bench)
         need squashfuse_ll squashfuse

@@ -50,6 +50,7 @@ VERBS = {
     "umount": ("mounting", "Unmount a dataset."),
     "stats": ("mounting", "Show the counters and the state of a mount."),
     "top": ("watching", "Show live how long readers of a mount wait, and for what."),
+    "dashboard": ("dashboard.command", "Show mounts, tasks, servers and datasets as a live page."),
     "warmup": ("warming", "Load what lies at a path of a mount before it is read."),
     "run": ("running", "Run a training command whose reads the mounts know ahead."),
     "shuffle": ("shuffling", "Print the files in chunk-wise random order."),

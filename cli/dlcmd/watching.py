@@ -12,78 +12,19 @@ from pathlib import Path
 
 import click
 
-from diesel_fs.errors import DieselError, NotFoundError, UsageError
-from diesel_fs.mounts import stats as stats_of
-from diesel_fs.mounts.mountpoint import is_alive, mounted_at, our_mount
-from diesel_fs.mounts.plans.control import Control
+from diesel_fs.errors import UsageError
 from diesel_fs.mounts.reader_groups import reader_group
 
-from .mount_top import interval, screen, short_line
+from .mount_figures import MountSamples, Stats, interval
+from .mount_top import screen, short_line
 from .mounting import mount_folder
 from .options import global_flags, verb
 from .output import print_json, write_stdout
 
 INTERVAL_S = 0.1, 3600.0
-RETRY_S = 0.05
-GONE_WAIT_S = 2.0
-"""How long a mount that does not answer any more may take to be unmounted, or to die."""
 
 _HIDE_CURSOR, _SHOW_CURSOR = b"\x1b[?25l", b"\x1b[?25h"
 _HOME, _END_OF_LINE, _END_OF_SCREEN = b"\x1b[H", b"\x1b[K\r\n", b"\x1b[J"
-
-
-class _Samples:
-    """Samples of one mount's statistics: over its control socket, which costs the mount no request;
-    where that lets only its user in, from `.diesel/stats`, which may be a second old."""
-
-    def __init__(self, folder: Path) -> None:
-        """Raises UsageError where there is no mount."""
-        self._found = our_mount(folder)
-        self._control: Control | None = None
-        with suppress(DieselError):
-            self._control = Control.connect(self._found.path)
-
-    def take(self) -> Mapping[str, object]:
-        """A sample. Raises NotFoundError where the mount has ended, DieselError."""
-        try:
-            if self._control is not None:
-                try:
-                    return self._control.stats()
-                except DieselError:  # it has ended, or its prefetch worker is busy
-                    self._check_there()
-            return stats_of(self._found.path)
-        except DieselError:
-            self._check_there(GONE_WAIT_S)
-            raise
-
-    def take_after(self, before: Mapping[str, object]) -> Mapping[str, object]:
-        """A sample that is newer than another one."""
-        while True:
-            found = self.take()
-            if _clock_s(found) > _clock_s(before):
-                return found
-            time.sleep(RETRY_S)
-
-    def _check_there(self, wait_s: float = 0.0) -> None:
-        """Raises NotFoundError where the mount has ended, or ends within a time."""
-        path, until_s = self._found.path, time.monotonic() + wait_s
-        while True:
-            now = mounted_at(path)
-            if now is None or now.device != self._found.device or not is_alive(path):
-                raise NotFoundError(f"the mount on {path} has ended")
-            if time.monotonic() >= until_s:
-                return
-            time.sleep(RETRY_S)
-
-
-def _clock_s(stats: Mapping[str, object]) -> float:
-    waits = stats.get("waits")
-    if not isinstance(waits, Mapping):
-        raise DieselError(
-            "the mount does not say what its readers wait for",
-            advice="an older diesel-fs has made it: mount it again",
-        )
-    return float(waits["clock_s"])
 
 
 @verb("top")
@@ -114,7 +55,7 @@ def top(folder: Path, every_s: float, count: int | None) -> None:
     """
     if math.isnan(every_s):
         raise UsageError("--interval nan is no time", advice="write it in seconds: 0.5")
-    samples = _Samples(folder)
+    samples = MountSamples(folder)
     own_pid = reader_group(os.getpid()).pid
     is_live = not global_flags().json and sys.stdout is not None and sys.stdout.isatty()
     with suppress(KeyboardInterrupt), _terminal(is_live=is_live):
@@ -130,7 +71,7 @@ def top(folder: Path, every_s: float, count: int | None) -> None:
             updates += 1
 
 
-def _show(stats: Mapping[str, object], found: Mapping[str, object], *, is_live: bool) -> None:
+def _show(stats: Stats, found: Mapping[str, object], *, is_live: bool) -> None:
     if global_flags().json:
         print_json({"time": round(time.time(), 3), **found})
     elif is_live:

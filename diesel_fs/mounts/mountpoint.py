@@ -79,6 +79,13 @@ class DatasetMount:
         return self.tree.kind == _EROFS
 
     @property
+    def owner(self) -> int | None:
+        """The ID of the user who mounted it, if known."""
+        options = self.fuse.options if self.fuse else ()
+        ids = [each.removeprefix("user_id=") for each in options if each.startswith("user_id=")]
+        return int(ids[0]) if ids and ids[0].isdigit() else None
+
+    @property
     def hidden_mount(self) -> MountEntry | None:
         """The mount on `.diesel` in this very tree."""
         here = self.fuse is not None and self.fuse.parent_id == self.tree.mount_id
@@ -386,25 +393,18 @@ def _unmount_as_user(mountpoint: str, lazy: bool) -> None:
     reason = done.stderr.decode(errors="replace").strip()
     if done.returncode and "busy" in reason:
         raise BusyError(f"{mountpoint} is in use")
-    if done.returncode and found is not None and _owner(found) not in (None, os.getuid()):
+    if done.returncode and found is not None and found.owner not in (None, os.getuid()):
         raise _not_allowed(found)
     if done.returncode:
         raise PermissionDenied(f"cannot unmount {mountpoint}: {reason}")
 
 
 def _not_allowed(found: DatasetMount) -> PermissionDenied:
-    owner = 0 if found.is_native else _owner(found)  # only root has native mounts
+    owner = 0 if found.is_native else found.owner  # only root has native mounts
     return PermissionDenied(
         f"{found.path} was mounted by user {owner}",
         advice="only that user and root may unmount it",
     )
-
-
-def _owner(found: DatasetMount) -> int | None:
-    """The ID of the user who mounted it, if known."""
-    options = found.fuse.options if found.fuse else ()
-    ids = [each.removeprefix("user_id=") for each in options if each.startswith("user_id=")]
-    return int(ids[0]) if ids and ids[0].isdigit() else None
 
 
 def is_alive(mountpoint: str, *, deadline_s: float | None = None) -> bool:

@@ -399,7 +399,7 @@ class _Server:
         if warning := self._warnings.get(self._snapshot.version):
             extra["warning"] = warning
         if self._request.task_options:
-            extra["task"] = self._task_stats
+            extra["task"] = {"name": self._request.task_options.task, **self._task_stats}
         return extra
 
     async def _poll_task_stats(self) -> None:

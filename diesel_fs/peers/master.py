@@ -128,6 +128,11 @@ class _ChunkOwners:
         mine: npt.NDArray[np.bool_] = (self.owner if owner is None else owner) == rank
         return mine & (self.live_fraction > 0)
 
+    def shares(self) -> dict[str, int]:
+        """How many chunks each member owns, by its rank."""
+        counts = np.bincount(self.owner[self.owner >= 0], minlength=max(self.ranks, default=-1) + 1)
+        return {str(rank): int(counts[rank]) for rank in self.ranks}
+
     def set_owners(self, ranks: list[int], owner: Ranks, previous: Ranks | None = None) -> None:
         """Set the members and the owners. `previous` has the owners as they may have been before
         this node came."""
@@ -614,6 +619,7 @@ class Master:
             "world": self._world,
             "version": self.snapshot.version,
             "members": len(self._owners.ranks),
+            "shares": self._owners.shares(),
             **self._counts,
             "acceptor": self._acceptor.stats(),
             "node_cache": self.cache.stats(),

@@ -391,12 +391,16 @@ class TaskRequest(TaskOptions):
         return Credentials(self.user, parse_key(self.key)) if self.user else None
 
 
+SINGLE_NODE_PREFIX = "alone-"
+"""With this begins the name of a task that nobody has named: the cache folder of one node."""
+
+
 def single_node_task(shared_name: str) -> str:
     """The name of a task that is joined by all processes of this user on this machine that give the
     same `shared_name`, and by no others."""
     text = f"{socket.gethostname()}\0{os.geteuid()}\0{shared_name}"
     digest = hashlib.sha256(text.encode(errors="surrogateescape"))
-    return f"alone-{digest.hexdigest()[:24]}"
+    return f"{SINGLE_NODE_PREFIX}{digest.hexdigest()[:24]}"
 
 
 def read_key_file(path: Path) -> str:

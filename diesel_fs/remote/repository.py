@@ -267,7 +267,7 @@ class RemoteRepository(Repository):
         message = (options or PurgeOptions()).to_message()
         return PurgeReport.from_message(self._run_job("purge", name, message, progress))
 
-    def reclaimable_bytes(self, name: str, view: Snapshot) -> int:
+    def reclaimable_bytes(self, name: str, view: Snapshot | None = None) -> int:
         result = self._run_job("reclaimable", name, {}, no_progress)
         return Fields(result, "what is reclaimable").integer("bytes")
 

@@ -371,9 +371,9 @@ class Repository(ABC):
         """
 
     @abstractmethod
-    def reclaimable_bytes(self, name: str, view: Snapshot) -> int:
-        """About how many bytes of chunks no file of the current version (`view`) is in, beyond what
-        headers take. Raises NoSuchDataset, MetadataError.
+    def reclaimable_bytes(self, name: str, view: Snapshot | None = None) -> int:
+        """About how many bytes of chunks no file of the current version is in, beyond what headers
+        take. `view` is that version, for a caller who has it. Raises NoSuchDataset, MetadataError.
         """
 
 

@@ -13,5 +13,5 @@ class LocalRepository(StoredRepository):
     verify = verify.verify
     purge = purge.purge
 
-    def reclaimable_bytes(self, name: str, view: Snapshot) -> int:
-        return purge.reclaimable_bytes(self, view)
+    def reclaimable_bytes(self, name: str, view: Snapshot | None = None) -> int:
+        return purge.reclaimable_bytes(self, name, view)

@@ -121,13 +121,18 @@ def _check_all_listed(repository: StoredRepository, info: DatasetInfo) -> None:
         )
 
 
-def reclaimable_bytes(repository: StoredRepository, view: Snapshot) -> int:
-    """`Repository.reclaimable_bytes` over stores that this process has opened."""
-    used, reclaimable = chunk_usage(view), 0
-    for record in repository.meta.chunks(view.identity):
+def reclaimable_bytes(repository: StoredRepository, name: str, view: Snapshot | None) -> int:
+    """`Repository.reclaimable_bytes` over stores that this process has opened. A snapshot is loaded
+    only where a chunk has holes."""
+    identity = repository.dataset(name).identity if view is None else view.identity
+    records = [each for each in repository.meta.chunks(identity) if each.holes]
+    if not records:
+        return 0
+    used, reclaimable = chunk_usage(view or repository.view(name)), 0
+    for record in records:
         if record.holes == record.entries:
             reclaimable += record.object_bytes
-        elif record.holes:
+        else:
             header_bytes = (record.entries - record.holes) * _HEADER_ENTRY_BYTES
             needed_bytes = used.get(record.id, _UNUSED).stored_bytes + header_bytes
             reclaimable += max(record.object_bytes - needed_bytes, 0)

@@ -368,7 +368,7 @@ class QueryHandlers:
             return Reply({"result": {"bytes": await self._counting.run(name)}})
 
     def _reclaimable(self, name: str) -> int:
-        return self._repository.reclaimable_bytes(name, self._repository.view(name))
+        return self._repository.reclaimable_bytes(name)
 
     # Bytes
 

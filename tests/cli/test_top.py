@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from diesel_fs.mounts.waits import CAUSE_NAMES
+from dlcmd.mount_figures import interval
 from dlcmd.mount_stats import stats_lines
-from dlcmd.mount_top import interval, screen, short_line
+from dlcmd.mount_top import screen, short_line
 from tests.trees import write
 
 from .conftest import Dlcmd

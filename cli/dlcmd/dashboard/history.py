@@ -1,0 +1,41 @@
+"""The last hour of a source's figures, in memory of a fixed size.
+
+A history has named columns of numbers, with one point in `EVERY_S`. Not safe for concurrent use.
+"""
+
+from array import array
+from collections.abc import Mapping, Sequence
+
+EVERY_S = 5.0
+"""The time between two points."""
+
+POINTS = 720
+"""An hour."""
+
+
+class History:
+    """Points of some columns. When it is full, a new point replaces the oldest one."""
+
+    def __init__(self, columns: Sequence[str]) -> None:
+        self._columns = {name: array("f", bytes(4 * POINTS)) for name in columns}
+        self._times = array("d", bytes(8 * POINTS))
+        self._count = 0  # of points ever added
+
+    def add(self, time_s: float, figures: Mapping[str, float]) -> None:
+        """Add a point. A column that `figures` lacks gets 0."""
+        at = self._count % POINTS
+        self._times[at] = round(time_s, 1)
+        for name, values in self._columns.items():
+            values[at] = figures.get(name, 0.0)
+        self._count += 1
+
+    def since(self, time_s: float) -> dict[str, list[float]]:
+        """The points that are newer than a time, the oldest first: each column, and `time`."""
+        first = max(self._count - POINTS, 0)
+        places = [
+            at for at in (i % POINTS for i in range(first, self._count)) if self._times[at] > time_s
+        ]
+        found = {"time": [self._times[at] for at in places]}
+        for name, values in self._columns.items():
+            found[name] = [float(f"{values[at]:.4g}") for at in places]
+        return found

@@ -1,0 +1,1 @@
+"""The page of `dlcmd dashboard` in a real browser: `make test-browser`."""

@@ -1,0 +1,445 @@
+"""`dlcmd dashboard` over HTTP, beside real mounts, a task and a server.
+
+`tests/browser` looks at the page itself, in a browser.
+"""
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import uuid
+from collections.abc import Iterator
+from contextlib import suppress
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from diesel_fs.errors import ConfigError, DieselError
+from diesel_fs.ingest import FolderSource, PutOptions, put
+from diesel_fs.metrics import exposition, private_cells
+from diesel_fs.mounts import MountRequest, mount, umount
+from diesel_fs.mounts import stats as stats_of
+from diesel_fs.peers.options import TaskOptions
+from diesel_fs.remote.open import open_repository
+from diesel_fs.repository.local import LocalRepository
+from dlcmd.dashboard.history import EVERY_S, POINTS, History
+from dlcmd.dashboard.servers import parse_metrics, parse_metrics_place, total
+from dlcmd.dashboard.watcher import add_up
+from tests.server.program import Server, new_repository
+from tests.trees import write
+from tests.waiting import wait_until
+
+from .conftest import Dlcmd
+from .dashboards import Dashboard, Object, at, item, items
+
+FILES = {f"class/{number:03}.jpg": os.urandom(9_000) for number in range(120)}
+HOSTILE = '<img src=x onerror="alert(1)">\n\x1b[31m&amp;'
+CHUNK_BYTES = 64 << 10
+
+
+def free_port() -> int:
+    with socket.socket() as link:
+        link.bind(("127.0.0.1", 0))
+        port: int = link.getsockname()[1]
+        return port
+
+
+class Place:
+    """A repository with a dataset `pets`, and mounts of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.url = (folder / "store").as_uri()
+        self.mounted: list[Path] = []
+        source = write(folder / "source", FILES)
+        options = PutOptions(chunk_bytes=CHUNK_BYTES, compress="none", jobs=1)
+        with LocalRepository.open(self.url, create=True) as repository:
+            put(repository, "pets", FolderSource(source), options=options)
+            write(folder / "source", {"class/000.jpg": os.urandom(9_000)})
+            put(repository, "pets", FolderSource(source), options=options)
+
+    def mount(self, name: str, task: TaskOptions | None = None) -> Path:
+        at = self.folder / name
+        request = MountRequest(url=self.url, dataset="pets", mountpoint=str(at))
+        if task is not None:
+            request = MountRequest(
+                url=self.url, dataset="pets", mountpoint=str(at), task_options=task
+            )
+        mount(request)
+        self.mounted.append(at)
+        return at
+
+    def close(self) -> None:
+        for each in self.mounted:
+            with suppress(DieselError):
+                umount(each, lazy=True)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    made = Place(tmp_path_factory.mktemp("dashboard"))
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def board(place: Place) -> Iterator[Dashboard]:
+    with Dashboard("--url", place.url) as started:
+        yield started
+
+
+@pytest.mark.fuse
+def test_figures_of_a_mount_equal_those_of_stats(place: Place, board: Dashboard) -> None:
+    """Counters, and where the reader of a plan is; in the state that follows a read."""
+    mounted = place.mount("plain")
+    before = board.until(lambda state: item(state, "mounts", path=str(mounted)).get("totals"))
+    order = (mounted / ".diesel" / "filelist").read_text().splitlines()
+    for path in order[:50]:
+        (mounted / path).read_bytes()
+    wait_until(lambda: at(_stats(mounted), "residency", "resident_entries") == len(FILES))
+    tick = int(str(before["tick"]))
+
+    def is_equal(state: Object) -> bool:
+        known, stats = item(state, "mounts", path=str(mounted)), _stats(mounted)
+        plans, streams = known["plans"], at(stats, "residency", "streams")
+        assert isinstance(plans, list)
+        assert isinstance(streams, list)
+        return (
+            int(str(state["tick"])) > tick
+            and at(known, "totals", "reads") == at(stats, "reads", "hits")
+            and at(known, "totals", "fetched_reads") == at(stats, "reads", "misses")
+            and at(known, "totals", "read_bytes") == at(stats, "reads", "bytes") != 0
+            and at(known, "totals", "fetched_bytes") == at(stats, "cache", "fetched_bytes")
+            and at(known, "totals", "pushed_bytes") == at(stats, "residency", "pushed_bytes") != 0
+            and at(known, "totals", "resident_bytes") == at(stats, "residency", "resident_bytes")
+            and known["version"] == str(stats["version"])
+            and [at(each, "position") for each in plans]
+            == [at(each, "position") for each in streams]
+            and len(plans) == 1
+            and at(plans[0], "length") == len(FILES)
+        )
+
+    board.until(is_equal)
+    history = json.loads(board.get("/history?of=all").body)
+    wait_until(lambda: len(json.loads(board.get("/history?of=all").body)["time"]) > 1)
+    history = json.loads(board.get("/history?of=all&since=0").body)
+    assert {"store_s", "idle_s", "read", "memory", "peer", "time"} <= history.keys()
+    assert json.loads(board.get(f"/history?of=all&since={history['time'][-1]}").body)["time"] == []
+    umount(mounted)
+    gone = board.until(
+        lambda state: item(state, "mounts", path=str(mounted)).get("state") == "gone"
+    )
+    assert float(str(item(gone, "mounts", path=str(mounted))["age_s"])) < 60
+
+
+def _stats(mounted: Path) -> Object:
+    found: Object = json.loads(json.dumps(stats_of(mounted)))
+    return found
+
+
+@pytest.mark.fuse
+def test_a_task_shows_its_members_and_their_shares(place: Place, board: Dashboard) -> None:
+    """Two nodes on this machine: each tells what it holds, and both own all chunks."""
+    peers = [f"127.0.0.1:{free_port()}" for _ in range(2)]
+    for rank in range(2):
+        options = TaskOptions.from_kwargs(
+            {
+                "task": "nightly", "rank": rank, "world": 2, "peers": peers,
+                "task_key": "k" * 32, "policy": "oneshot",
+            },
+            str(rank),
+        )  # fmt: skip
+        place.mount(f"node{rank}", options)
+
+    with LocalRepository.open(place.url) as repository:
+        chunks = repository.view("pets").chunk_count
+
+    def is_whole(state: Object) -> bool:
+        members = items(item(state, "tasks", name="nightly") or {"members": []}, "members")
+        return (
+            len(members) == 2
+            and sum(int(str(each["share_chunks"])) for each in members) == chunks
+            and all(each.get("held_chunks") == each["share_chunks"] for each in members)
+            and all(each["share_chunks"] for each in members)
+        )
+
+    task = item(board.until(is_whole), "tasks", name="nightly")
+    assert (task["world"], task["member_count"], task["dataset"]) == (2, 2, "pets")
+    assert all(each["is_here"] for each in items(task, "members"))
+    for rank in range(2):
+        umount(place.folder / f"node{rank}")
+    board.until(lambda state: not item(state, "tasks", name="nightly"))
+
+
+@pytest.mark.fuse
+def test_hostile_names_are_text(place: Place, board: Dashboard) -> None:
+    """A folder and a reading program whose names are HTML and control characters."""
+    mounted = place.mount(HOSTILE)
+    shown = '<img src=x onerror="alert(1)">\\n\\x1b[31m&amp;'
+    path = f"{place.folder}/{shown}"
+    board.until(lambda state: item(state, "mounts", path=path).get("totals"))
+    program = place.folder / "<b>\x1b[7m"
+    shutil.copy("/bin/cat", program)
+    subprocess.run([program, mounted / min(FILES)], stdout=subprocess.DEVNULL, check=True)
+
+    def is_seen(state: Object) -> bool:
+        readers = items(at(item(state, "mounts", path=path), "figures"), "readers")
+        return any(each["command"] == "<b>\\x1b[7m" for each in readers)
+
+    board.until(is_seen)
+    umount(mounted)
+
+
+@pytest.mark.fuse
+def test_a_mount_whose_process_is_killed_is_lost(place: Place, board: Dashboard) -> None:
+    mounted = place.mount("killed")
+    board.until(lambda state: item(state, "mounts", path=str(mounted)).get("state") == "live")
+    stats = stats_of(mounted)
+    for name in ("pid", "server_pid"):
+        os.kill(int(str(stats[name])), signal.SIGKILL)
+    lost = board.until(
+        lambda state: item(state, "mounts", path=str(mounted)).get("state") in ("lost", "gone")
+    )
+    assert "totals" in item(lost, "mounts", path=str(mounted))
+
+
+def test_a_server_is_shown_and_its_death_too(tmp_path: Path) -> None:
+    """With what a put through it did; when it comes again at its port, it is live again."""
+    store = (tmp_path / "store").as_uri()
+    credentials = new_repository(store)["root"]
+    port = free_port()
+    options = ("--store", store, "--metrics", str(port))
+    server = Server(tmp_path / "server", *options)
+    unanswered = socket.create_server(("127.0.0.1", 0))
+    deaf = f"127.0.0.1:{unanswered.getsockname()[1]}"
+    own = f"127.0.0.1:{port}"
+    arguments = ("--server-metrics", str(port), "--server-metrics", deaf)
+    try:
+        server.metrics_port  # noqa: B018  # waits until it listens
+        with Dashboard("--url", store, *arguments) as board:
+            source = write(tmp_path / "source", FILES)
+            with open_repository(server.url, credentials) as repository:
+                put(repository, "pets", FolderSource(source), options=PutOptions(jobs=1))
+            state = board.until(
+                lambda state: (
+                    at(item(state, "servers", place=own), "state") == "live"
+                    and at(item(state, "servers", place=own), "totals", "chunks") != 0
+                )
+            )
+            found = item(state, "servers", place=own)
+            assert float(str(at(found, "totals", "received_bytes"))) > sum(map(len, FILES.values()))
+            assert at(found, "gauges", "workers") == 1
+            server.kill()
+            state = board.until(
+                lambda state: (
+                    at(item(state, "servers", place=own), "state") == "lost"
+                    and at(item(state, "servers", place=deaf), "state") == "lost"
+                )
+            )
+            assert at(item(state, "servers", place=own), "problem") == "Connection refused"
+            assert at(item(state, "servers", place=own), "totals", "chunks") != 0
+            assert at(item(state, "servers", place=deaf), "age_s") is None
+            server.close()
+            server = Server(tmp_path / "server", *options)
+            board.until(lambda state: at(item(state, "servers", place=own), "state") == "live")
+    finally:
+        server.close()
+        unanswered.close()
+
+
+def test_datasets_have_versions_sizes_and_holes(place: Place, board: Dashboard) -> None:
+    def rows(_: Object) -> list[Object]:
+        return items(json.loads(board.get("/datasets").body), "datasets")
+
+    board.until(lambda state: rows(state) and rows(state)[0]["holes_bytes"] is not None)
+    [pets] = rows({})
+    with LocalRepository.open(place.url) as repository:
+        head = repository.dataset("pets").head
+        assert head is not None
+        assert (pets["name"], pets["version"]) == ("pets", str(head.version))
+        assert (pets["files"], pets["bytes"]) == (head.files, head.bytes)
+        assert pets["holes_bytes"] == repository.reclaimable_bytes("pets") != 0
+        kept = repository.kept_versions("pets")
+    assert pets["kept"] == len(kept)
+    assert [at(each, "version") for each in items(pets, "versions")] == [
+        str(each.version) for each in reversed(kept)
+    ]
+
+
+def test_many_datasets_are_listed_and_a_repository_may_be_missing(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    with Dashboard("--url", store.as_uri()) as board:
+        state = board.until(lambda state: at(state["datasets"], "state") == "lost")
+        assert "no store" in str(at(state["datasets"], "problem")) or at(
+            state["datasets"], "problem"
+        )
+    with LocalRepository.open(store.as_uri(), create=True) as repository:
+        for number in range(100):
+            identity = uuid.uuid4()
+            repository.meta.create(f"set-{number:03}", identity)
+            repository.catalogue.add(f"set-{number:03}", identity, 1)
+    with Dashboard("--url", store.as_uri()) as board:
+        board.until(lambda state: at(state["datasets"], "count") == 100)
+        found = items(json.loads(board.get("/datasets").body), "datasets")
+        assert [each["name"] for each in found] == [f"set-{number:03}" for number in range(100)]
+
+
+def test_the_page_is_small_and_names_no_other_host(board: Dashboard) -> None:
+    """All of it comes from the program, with headers that forbid everything else."""
+    got = board.get("/")
+    policy = got.headers["content-security-policy"]
+    assert got.status == 200
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    assert got.headers["x-content-type-options"] == "nosniff"
+    assert "access-control-allow-origin" not in got.headers
+    names = [each.name for each in (files("dlcmd.dashboard") / "page").iterdir()]
+    pages = {name: board.get(f"/{name}") for name in names}
+    assert {each.status for each in pages.values()} == {200}
+    assert sum(len(each.body) for each in pages.values()) < 150_000
+    text = b"".join(each.body for each in pages.values()).decode()
+    assert {*re.findall(r"\w+://[^\s\"'`]*", text)} == {"http://www.w3.org/2000/svg"}
+    assert not re.search(r"innerHTML|insertAdjacentHTML|document\.write|eval\(|<script>", text)
+    linked = {*re.findall(r'(?:href|src)="([^#"]+)"', pages["index.html"].body.decode())}
+    assert linked <= pages.keys()
+
+
+def test_requests_that_have_no_answer_are_refused(board: Dashboard) -> None:
+    assert board.get("/", method="POST").status == 405
+    assert board.get("/../main.py").status == 404
+    assert board.get("/history?of=nobody").status == 404
+    assert board.get("/history?of=all&since=nan").status == 400
+    assert board.get("/state?after=-1").status == 400
+    assert board.get("/", X="x" * 9_000).status == 431
+    head = board.get("/", method="HEAD")
+    assert (head.status, head.body, int(head.headers["content-length"]) > 1000) == (200, b"", True)
+    for garbage in (b"\0\xff\r\n\r\n", b"GET http://x/ HTTP/1.1\r\n\r\n", b"GET / HTTP/2\r\n\r\n",
+                    b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n"):  # fmt: skip
+        with socket.create_connection(("127.0.0.1", board.port), timeout=30) as link:
+            link.sendall(garbage)
+            assert link.recv(100).startswith(b"HTTP/1.1 400 ")
+    assert board.get("/").status == 200
+
+
+def test_a_page_of_another_name_cannot_read_it(board: Dashboard) -> None:
+    """As after DNS rebinding: a name that leads to 127.0.0.1."""
+    for path in ("/", "/state", "/datasets"):
+        assert board.get(path, Host="evil.example:9320").status == 421
+        assert board.get(path, Host="").status == 421
+    for name in ("localhost", "localhost:1234", "127.0.0.1", "[::1]:80"):
+        assert board.get("/", Host=name).status == 200
+
+
+def test_with_a_token_nothing_is_shown_without_it(tmp_path: Path) -> None:
+    token = "a-token-of-many-characters"  # noqa: S105
+    file = tmp_path / "token"
+    file.touch(0o600)
+    file.write_text(f"{token}\n")
+    with Dashboard("--url", tmp_path.as_uri(), "--token-file", file) as board:
+        assert token not in board.first_line
+        for path in ("/", "/page.js", "/state", "/datasets", "/nothing", "/?token=wrong"):
+            got = board.get(path)
+            assert got.status == 401
+            assert token.encode() not in got.body
+        assert board.get("/", Authorization=f"Bearer {token}x").status == 401
+        assert board.get("/", Authorization=f"Bearer {token}", Host="any.example").status == 200
+        once = board.get(f"/?token={token}")
+        assert (once.status, once.headers["location"]) == (303, "/")
+        cookie = once.headers["set-cookie"]
+        assert "HttpOnly" in cookie
+        assert "SameSite=Strict" in cookie
+        assert token not in cookie
+        value = cookie.partition(";")[0]
+        assert board.get("/state", Cookie=f"other=1; {value}").status == 200
+        assert board.get("/state", Cookie=f"{value}0").status == 401
+        state = board.get("/state", Cookie=value).body
+        assert token.encode() not in state
+
+
+def test_other_machines_need_a_token(dlcmd: Dlcmd, tmp_path: Path) -> None:
+    failed = dlcmd("dashboard", "--listen", "0.0.0.0:0", code=2).err
+    assert "other machines can reach 0.0.0.0:0, and there is no token" in failed
+    file = tmp_path / "token"
+    file.write_text("a-token-of-many-characters")
+    file.chmod(0o644)
+    assert "chmod 600" in dlcmd("dashboard", "--token-file", file, code=12).err
+    file.chmod(0o600)
+    file.write_text("short")
+    assert "16 characters" in dlcmd("dashboard", "--token-file", file, code=2).err
+    assert "HOST:PORT" in dlcmd("dashboard", "--listen", "here", code=2).err
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert "another program listens there" in dlcmd("dashboard", "--listen", port, code=12).err
+
+
+def test_ctrl_c_ends_it(tmp_path: Path) -> None:
+    with Dashboard("--url", tmp_path.as_uri()) as board:
+        board.state()
+        board.process.send_signal(signal.SIGINT)
+        assert board.process.wait(20) == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("9400", "127.0.0.1:9400/metrics"),
+        ("gpu7:9400", "gpu7:9400/metrics"),
+        ("http://[::1]:1/m", "[::1]:1/m"),
+        ("https://gpu7:9400", ""),
+        ("http://user:secret@gpu7:9400", ""),
+        ("gpu7", ""),
+        ("gpu7:x", ""),
+    ],
+)
+def test_where_a_servers_metrics_are(text: str, place: str) -> None:
+    if place:
+        host, path = parse_metrics_place(text)
+        assert f"{host}{path}" == place
+    else:
+        with pytest.raises(ConfigError) as raised:
+            parse_metrics_place(text)
+        assert "secret" not in str(raised.value)
+
+
+def test_a_servers_metrics_are_understood() -> None:
+    """As Prometheus's own parser understands them."""
+    cells = private_cells()
+    cells.add("diesel_requests_total", "put", "ok", amount=7)
+    cells.add("diesel_requests_total", "stat", "refused", amount=2)
+    cells.add("diesel_tier_hits_total", "disk", amount=1.5e9)
+    cells.observe("diesel_request_seconds", "put", value=0.1)
+    text = exposition([cells])
+    expected = {
+        sample.name: 0.0
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if not sample.name.startswith("diesel_request_seconds")
+    }
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name in expected:
+                expected[sample.name] += sample.value
+    found = parse_metrics(text)
+    assert {name: total(found, name) for name in expected} == expected
+    assert found["diesel_tier_hits_total", "disk"] == 1.5e9
+    assert parse_metrics("<html>no metrics here</html>") == {}
+
+
+def test_a_history_keeps_an_hour() -> None:
+    history = History(("read", "store"))
+    for number in range(POINTS + 10):
+        history.add(EVERY_S * number, {"read": number})
+    kept = history.since(0.0)
+    assert (len(kept["time"]), kept["time"][0], kept["read"][-1]) == (POINTS, 50.0, POINTS + 9)
+    assert kept["store"] == [0.0] * POINTS
+    assert history.since(kept["time"][-3])["time"] == kept["time"][-2:]
+    assert add_up([{"read": 1.0, "store": 2.0}, {"read": 3.0}]) == {
+        "count": 2.0,
+        "read": 4.0,
+        "store": 2.0,
+    }
