@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
@@ -25,6 +25,7 @@ from deploy.images import SHAPES, write_images
 
 DLCMD = Path(sys.executable).parent / "dlcmd"
 DATASET = "shapes"
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 ROOT = Path(__file__).resolve().parents[1]
 REPORT = ROOT / "build/demo/report.html"
 
@@ -80,6 +81,44 @@ def mounted(dlcmd: Dlcmd, folder: Path) -> Iterator[Path]:
                 dlcmd("umount", "--lazy", str(folder))
 
 
+@contextmanager
+def dashboard(dlcmd: Dlcmd) -> Iterator[str]:
+    """Run the dashboard, which watches from its start on; gives the address of its page."""
+    command = [DLCMD, "dashboard", "--listen", "127.0.0.1:0"]
+    with subprocess.Popen(
+        command, env=dlcmd.environment, cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        try:
+            yield process.stdout.readline().split()[-1]
+        finally:
+            process.terminate()
+
+
+def screenshot(address: str, folder: Path) -> bytes:
+    """A PNG of a page, by a browser of this machine; empty where there is none, or it fails."""
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        return b""
+    place = folder / "page.png"
+    command = [
+        browser,
+        "--headless",
+        "--no-sandbox",
+        "--hide-scrollbars",
+        "--window-size=1200,1100",
+    ]
+    command += [f"--user-data-dir={folder / 'browser'}", "--timeout=5000"]
+    with suppress(subprocess.SubprocessError):
+        subprocess.run(
+            [*command, f"--screenshot={place}", address],
+            capture_output=True,
+            timeout=60,
+            check=True,
+        )
+    return place.read_bytes() if place.exists() else b""
+
+
 def demonstrate(folder: Path) -> Demo:
     """Run the demo inside a temporary folder. Raises DlcmdFailed, also where training fails."""
     dlcmd = Dlcmd(folder)
@@ -97,7 +136,9 @@ def demonstrate(folder: Path) -> Demo:
     with mounted(dlcmd, folder / "mount") as mount:
         waiting, figures = folder / "waiting.html", folder / "figures.json"
         training = [sys.executable, "-m", "deploy.demo_training", str(mount), str(figures)]
-        dlcmd("run", "--report", str(waiting), "--", *training)
+        with dashboard(dlcmd) as address:
+            dlcmd("run", "--report", str(waiting), "--", *training)
+            picture = screenshot(address, folder)
     return Demo(
         commands=dlcmd.typed,
         files=file_count,
@@ -105,7 +146,7 @@ def demonstrate(folder: Path) -> Demo:
         put_files_per_s=rate,
         epochs=[Epoch(**each) for each in json.loads(figures.read_text(encoding="utf-8"))],
         waiting_page=waiting.read_text(encoding="utf-8"),
-        screenshot=b"",
+        screenshot=picture,
     )
 
 
