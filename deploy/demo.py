@@ -84,7 +84,7 @@ def mounted(dlcmd: Dlcmd, folder: Path) -> Iterator[Path]:
 @contextmanager
 def dashboard(dlcmd: Dlcmd) -> Iterator[str]:
     """Run the dashboard, which watches from its start on; gives the address of its page."""
-    command = [DLCMD, "dashboard", "--listen", "127.0.0.1:0"]
+    command = [str(DLCMD), "dashboard", "--listen", "127.0.0.1:0"]
     with subprocess.Popen(
         command, env=dlcmd.environment, cwd=ROOT, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -92,7 +92,7 @@ def dashboard(dlcmd: Dlcmd) -> Iterator[str]:
         try:
             yield process.stdout.readline().split()[-1]
         finally:
-            process.terminate()
+            process.send_signal(signal.SIGINT)  # as ^C ends it
 
 
 def screenshot(address: str, folder: Path) -> bytes:
@@ -100,22 +100,11 @@ def screenshot(address: str, folder: Path) -> bytes:
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
         return b""
-    place = folder / "page.png"
-    command = [
-        browser,
-        "--headless",
-        "--no-sandbox",
-        "--hide-scrollbars",
-        "--window-size=1200,1100",
-    ]
-    command += [f"--user-data-dir={folder / 'browser'}", "--timeout=5000"]
+    command = [browser, "--headless", "--no-sandbox", "--hide-scrollbars", "--timeout=5000"]
+    command += [f"--user-data-dir={folder / 'browser'}", "--window-size=1200,1100"]
+    command += [f"--screenshot={place}", address]
     with suppress(subprocess.SubprocessError):
-        subprocess.run(
-            [*command, f"--screenshot={place}", address],
-            capture_output=True,
-            timeout=60,
-            check=True,
-        )
+        subprocess.run(command, capture_output=True, timeout=60, check=True)
     return place.read_bytes() if place.exists() else b""
 
 
