@@ -83,14 +83,15 @@ def mounted(dlcmd: Dlcmd, folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def dashboard(dlcmd: Dlcmd) -> Iterator[str]:
-    """Run the dashboard, which watches from its start on; gives the address of its page."""
+    """Run the dashboard, which watches from its start on; gives the address of its page, or an
+    empty text if it could not start, which is then on stderr."""
     command = [str(DLCMD), "dashboard", "--listen", "127.0.0.1:0"]
     with subprocess.Popen(
         command, env=dlcmd.environment, cwd=ROOT, stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
         try:
-            yield process.stdout.readline().split()[-1]
+            yield process.stdout.readline().strip().rpartition(" ")[2]
         finally:
             process.send_signal(signal.SIGINT)  # as ^C ends it
 
@@ -98,8 +99,9 @@ def dashboard(dlcmd: Dlcmd) -> Iterator[str]:
 def screenshot(address: str, folder: Path) -> bytes:
     """A PNG of a page, by a browser of this machine; empty where there is none, or it fails."""
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if browser is None:
+    if browser is None or not address:
         return b""
+    place = folder / "page.png"
     command = [browser, "--headless", "--no-sandbox", "--hide-scrollbars", "--timeout=5000"]
     command += [f"--user-data-dir={folder / 'browser'}", "--window-size=1200,1100"]
     command += [f"--screenshot={place}", address]
