@@ -71,7 +71,7 @@ def dashboard(place: str, servers: tuple[str, ...], token_file: Path | None) -> 
     The page shows all mounts that you have made on this machine, also later ones, the tasks that
     they are in, the datasets of the repository (--url), and the servers that you name. It says what
     readers wait for, where reads are answered from, how far each rank is in its plan, and how all
-    that went in the last hour. It changes nothing, and works without an internet.
+    that went in the last hour. It changes nothing, and works without the internet.
 
     Without a token the page can be reached from this machine only. From another one, use
     `ssh -L 9320:localhost:9320 HOST`; or give a token, of 16 characters at least, and open

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from diesel_fs.errors import NotFoundError
 from diesel_fs.mounts.mountpoint import DatasetMount, dataset_mounts, is_alive
 from diesel_fs.mounts.waits import CAUSE_NAMES
 from diesel_fs.names import shown
@@ -25,7 +26,7 @@ from .history import History
 from .source import Described, Source
 
 CHILD_EVERY_S = 5.0
-"""How often a mount is asked whose statistics cost the start of a process."""
+"""How often a mount is asked whose statistics cost the start of a process, or which fails."""
 
 READERS_SHOWN = 64
 
@@ -104,15 +105,10 @@ class MountSource(Source):
         return "gone" if self.gone_s is not None else super().state
 
     def refresh(self) -> None:
-        if self._samples is None:
-            # A child process tries first, because this one could not be ended while a mount hangs
-            is_alive(self._found.path)
-            self._samples = MountSamples(Path(self._found.path))
-            self.least_s = 0.0 if self._samples.is_cheap else CHILD_EVERY_S
         try:
-            sample = self._samples.take()
+            sample = self._take()
         except BaseException:
-            self._samples = None
+            self._samples, self.least_s = None, CHILD_EVERY_S
             raise
         with self.lock:
             if self._newest is not None and clock_s(sample) <= clock_s(self._newest):
@@ -120,6 +116,15 @@ class MountSource(Source):
             self._before, self._newest = self._newest, sample
             if self._before is not None:
                 self._figures = interval(self._before, sample, own_pid=self._own_pid)
+
+    def _take(self) -> Stats:
+        if self._samples is None:
+            # A child process tries first, because this one could not be ended while a mount hangs
+            if not is_alive(self._found.path):
+                raise NotFoundError("its process has ended: unmount it, and mount again")
+            self._samples = MountSamples(Path(self._found.path))
+            self.least_s = 0.0 if self._samples.is_cheap else CHILD_EVERY_S
+        return self._samples.take()
 
     def describe(self) -> Described:
         with self.lock:
