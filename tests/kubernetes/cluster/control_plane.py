@@ -21,6 +21,7 @@ import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from httpx2 import Timeout
 from lightkube import ApiError, Client, KubeConfig
 from lightkube.models.authentication_v1 import TokenRequestSpec
 from lightkube.models.meta_v1 import ObjectMeta
@@ -34,6 +35,9 @@ PROGRAMS = Path(__file__).resolve().parents[3] / "build" / "kubernetes"
 
 ETCD, API_SERVER = "etcd", "kube-apiserver"
 CONTROLLERS, SCHEDULER = "kube-controller-manager", "kube-scheduler"
+REQUEST_S = 120.0
+"""How long an answer may take: a request may delete a thousand pods."""
+
 START_S = 120.0
 """A start takes some seconds; on a busy machine, more."""
 
@@ -220,7 +224,8 @@ class ControlPlane:
 
     def client(self, kubeconfig: Path | None = None) -> Client:
         """A client with the rights of a kubeconfig: without one, an administrator's."""
-        return Client(KubeConfig.from_file(kubeconfig or self.kubeconfig), trust_env=False)
+        config = KubeConfig.from_file(kubeconfig or self.kubeconfig)
+        return Client(config, timeout=Timeout(REQUEST_S), trust_env=False)
 
     def kubeconfig_of(self, namespace: str, account: str) -> Path:
         """A new kubeconfig with a token of a ServiceAccount, which exists."""
