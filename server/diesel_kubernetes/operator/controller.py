@@ -8,8 +8,8 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from http import HTTPStatus
 
@@ -50,8 +50,13 @@ YOUNG_S = 5.0
 """A Job younger than this is not asked how far it is."""
 
 
-class NameTaken(Exception):
-    """An object that is somebody else's has a name that the operator needs."""
+class Hindered(Exception):
+    """Something that a TrainingJob needs cannot be made now; it is tried again."""
+
+    def __init__(self, reason: str, why: str) -> None:
+        """`reason` is that of the condition `ObjectsMade`."""
+        super().__init__(why)
+        self.reason = reason
 
 
 class KnownPods:
@@ -265,17 +270,14 @@ class Controller:
             decision = training.decide(situation, self._defaults)
         try:
             await self._make(seen, decision)
-        except NameTaken as error:
-            await self._say(raw, situation, "NameTaken", str(error))
-            raise
-        except ApiError as error:
-            if error.status.code == HTTPStatus.FORBIDDEN:
-                await self._say(raw, situation, "SecretDenied", str(error.status.message))
+        except Hindered as error:
+            await self._say(raw, situation, error.reason, str(error))
             raise
         for event in decision.events:
             await self._cluster.create(event)
-        if decision.status != seen.status:
-            await self._cluster.write_status(TrainingJobs, raw, decision.status)
+        status = training.unhindered(situation, decision.status)
+        if status != seen.status:
+            await self._cluster.write_status(TrainingJobs, raw, status)
         for name in decision.delete_pods:
             await self._cluster.delete(Pods, key.namespace, name)
         for name in decision.delete_secrets:
@@ -295,15 +297,19 @@ class Controller:
 
     async def _make(self, seen: Object, decision: training.Decision) -> None:
         for volume in decision.key_secrets:
-            await self._make_key(seen, volume)
+            with _forbidden("SecretDenied"):
+                await self._make_key(seen, volume)
         for made in decision.create:
-            if await self._cluster.create(made):
+            with _forbidden("Forbidden"):  # by a quota, or a policy of the cluster
+                is_made = await self._cluster.create(made)
+            if is_made:
                 continue
             kind = Pods if text(made, "kind") == "Pod" else Services
             name = text(made, "metadata", "name")
             there = await self._cluster.get(kind, seen.namespace, name)
             if there is not None and not is_ours(there, seen):
-                raise NameTaken(f"the {text(made, 'kind')} {name} is not of this TrainingJob")
+                kind_name = text(made, "kind")
+                raise Hindered("NameTaken", f"the {kind_name} {name} is not of this TrainingJob")
 
     async def _make_key(self, seen: Object, volume: PlannedVolume) -> None:
         """Make the Secret of a volume once. The key that is there is never replaced."""
@@ -312,9 +318,20 @@ class Controller:
         await self._cluster.create(key_secret(seen, volume.secret, data, secrets.token_hex(32)))
 
     async def _say(self, raw: Json, situation: training.Situation, reason: str, why: str) -> None:
-        status = training.denied(situation, reason, why)
+        status = training.hindered(situation, reason, why)
         if status != situation.seen.status:
             await self._cluster.write_status(TrainingJobs, raw, status)
+
+
+@contextmanager
+def _forbidden(reason: str) -> Iterator[None]:
+    """Raises Hindered where the cluster forbids what is done."""
+    try:
+        yield
+    except ApiError as error:
+        if error.status.code != HTTPStatus.FORBIDDEN:
+            raise
+        raise Hindered(reason, str(error.status.message)) from error
 
 
 def _is_reclaim(job: Json) -> bool:

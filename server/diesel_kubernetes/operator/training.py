@@ -51,6 +51,9 @@ RETRY_S = 30.0
 
 SHOWN_NODES_MAX = 50
 
+MADE = "ObjectsMade"
+"""The condition that says what cannot be made for a job; a job without trouble has none."""
+
 
 @dataclass(frozen=True, slots=True)
 class Decision:
@@ -343,9 +346,16 @@ def _told(situation: Situation, decision: Decision) -> Decision:
     return replace(decision, events=(*decision.events, made))
 
 
-def denied(situation: Situation, reason: str, message: str) -> Json:
+def hindered(situation: Situation, reason: str, message: str) -> Json:
     """The status of a job for which the operator could not make something. It tries again."""
-    return _with(situation, situation.seen.status, None, "Admitted", reason, message)
+    return _with(situation, situation.seen.status, None, MADE, reason, message)
+
+
+def unhindered(situation: Situation, status: Json) -> Json:
+    """A status, now that all that the job needs has been made."""
+    if text(condition_of(status, MADE), "status") != "False":
+        return status
+    return _with(situation, status, None, MADE, "AllMade", "all has been made", holds=True)
 
 
 def amounts(resources: object) -> dict[str, Fraction]:
