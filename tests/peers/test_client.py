@@ -416,9 +416,8 @@ def test_a_mapped_chunk_keeps_no_descriptor(
     before = set(opened())  # of other tests in this process
     for chunk in range(view.chunk_count):
         assert store.pin(name_of(view, chunk), lambda: None) is not None
-    until(
-        lambda: set(opened()) <= before, "all descriptors to be closed"
-    )  # the master is in this process
+    # The master is in this process, too
+    until(lambda: set(opened()) <= before, "all descriptors to be closed")
 
 
 # A master that is gone, or hangs ------------------------------------------------------------------
