@@ -160,7 +160,7 @@ def completions(
     lead = last[: last.find("=") + 1] if last.startswith("-") else ""
     for parameter in _command(program, words[1:]).params:
         # click asks each parameter by this method, and lets a command line in only by decorators
-        parameter.shell_complete = partial(_values, parameter, opening)  # type: ignore[method-assign]
+        parameter.shell_complete = partial(_values, parameter, opening)  # type: ignore[method-assign]  # click: by instance
     items = ShellComplete(program, {"obj": Flags()}, "dlcmd", COMPLETE).get_completions(
         words[1:], last
     )
