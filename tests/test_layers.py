@@ -37,6 +37,7 @@ PURE = (
     *"mounts.prefetch.resident_set mounts.prefetch.miss_fill mounts.prefetch.units".split(),
     *"mounts.prefetch.decisions forecast torch.workers".split(),
     *"diesel_kubernetes.names diesel_kubernetes.operator.placement".split(),
+    *"diesel_kubernetes.reports diesel_kubernetes.operator.holdings".split(),
     *"dlcmd.doctor.checks dlcmd.doctor.findings".split(),
 )
 PURE_IMPORTS = frozenset(

@@ -188,6 +188,40 @@ def cached_datasets(path: Path) -> list[CachedDatasetUse]:
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class CachedFiles:
+    """What the folder of a dataset in a cache holds, by the names of its files."""
+
+    chunks: tuple[ChunkId, ...]
+    """Chunks that seem to be here: none was checked."""
+    has_logs: bool
+    """Whether there are order logs, which have contents of the dataset, too."""
+
+
+def dataset_folders(path: Path) -> dict[str, UUID]:
+    """The folders of datasets in a cache's folder, and the datasets' identities. Nothing is locked
+    or changed. Raises OSError."""
+    if not is_cache_folder(path):
+        return {}
+    return {
+        each: UUID(hex=os.path.basename(each))
+        for store in _folders(f"{path}")
+        for each in _folders(store)
+    }
+
+
+def list_files(folder: str) -> CachedFiles:
+    """What is in the folder of a dataset. Nothing is locked or changed. Raises OSError."""
+    chunks, has_logs = [], False
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            has_logs = has_logs or _LOG_NAME.fullmatch(entry.name) is not None
+            is_chunk = _has_chunk_name(entry) and entry.name[0] != "."
+            if is_chunk and entry.is_file(follow_symlinks=False):
+                chunks.append(ChunkId(bytes.fromhex(entry.name)))
+    return CachedFiles(tuple(chunks), has_logs)
+
+
 def _lock_marker(marker: int, path: Path | str) -> None:
     """Lock the descriptor of a marker. Raises BusyError."""
     until = time.monotonic() + _LOCK_S
@@ -517,13 +551,8 @@ class DiskTier(CacheTier):
 
     def list_chunks(self, identity: UUID) -> list[ChunkId]:
         """The chunks of a dataset that seem to be here. Raises OSError."""
-        path = f"{self._store_folder}/{identity.hex}"
-        with contextlib.suppress(FileNotFoundError), os.scandir(path) as entries:
-            return [
-                ChunkId(bytes.fromhex(entry.name))
-                for entry in filter(_has_chunk_name, entries)
-                if entry.name[0] != "." and entry.is_file(follow_symlinks=False)
-            ]
+        with contextlib.suppress(FileNotFoundError):
+            return [*list_files(self._folder(identity)).chunks]
         return []
 
     def free_bytes(self) -> int:

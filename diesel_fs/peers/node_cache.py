@@ -142,6 +142,7 @@ class NodeCache:
         queue = write_back_bytes(memory_bytes, sizes) if disk is not None else 0
         self._identity, self._has_disk = identity, disk is not None
         self._ids, self._sizes = list(ids), [int(size) for size in sizes]
+        self._size_column = sizes.astype(np.int64)
         self._fetch = fetch
         self._costs = costs or ReadCostModel()
         self._measures = costs is None
@@ -319,6 +320,7 @@ class NodeCache:
         node's. Clients' pins keep the old numbers of their chunks."""
         old = {key: number for number, key in enumerate(zip(self._ids, self._sizes, strict=True))}
         self._ids, self._sizes = list(ids), [int(size) for size in sizes]
+        self._size_column = sizes.astype(np.int64)
         before = [old.get(key, -1) for key in zip(self._ids, self._sizes, strict=True)]
         after = {was: number for number, was in enumerate(before) if was >= 0}
         self.memory.switch_version(sizes, before)
@@ -417,7 +419,8 @@ class NodeCache:
                 self.memory.drop(chunk)
 
     def stats(self) -> dict[str, int]:
-        """What is here, in bytes and chunks, and counters since the start."""
+        """What is here, in bytes and chunks, and counters since the start. `held_bytes` is of all
+        chunks that are here, of whichever owner, and `dataset_bytes` of all that there are."""
         self._flush_file_reads()
         mine, held = self.memory.owned, self.held
         return {
@@ -426,6 +429,8 @@ class NodeCache:
             **self._write_back.stats(),
             "share_chunks": int(np.count_nonzero(mine)),
             "share_held_chunks": int(np.count_nonzero(mine & held)),
+            "held_bytes": int(self._size_column[held].sum()),
+            "dataset_bytes": int(self._size_column.sum()),
         }
 
     def close(self) -> None:

@@ -9,6 +9,7 @@ folder once per node, user and version. Thread-safe; files are replaced by renam
 import logging
 import mmap
 import os
+import re
 import stat
 from collections.abc import Sequence
 from contextlib import suppress
@@ -33,6 +34,7 @@ from ..system.atomic_file import atomic_file, write_error
 log = logging.getLogger("diesel.repository")
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_COPY_NAME = re.compile(r"([0-9a-f]{32})-([0-9a-f]{16})\..+")
 
 PRIVATE_KEPT = 2
 """Copies kept per dataset, node and user: the newest, and one for its readers."""
@@ -149,3 +151,24 @@ def write_private_copy(identity: UUID, version: int, parts: Sequence[Bytes]) -> 
         return _map_private(path)
     except (OSError, ValueError, PermissionDenied, ConfigError, FormatError):
         return None  # the folder cannot be used: the caller keeps the snapshot in memory
+
+
+def list_copies(cache: Path) -> dict[tuple[UUID, int], Path]:
+    """The private copies in a cache folder of this user that another process uses (`cache` is its
+    XDG_CACHE_HOME), by identity and version; those of former boots, too. Raises OSError."""
+    found = {}
+    with suppress(FileNotFoundError):
+        for path in (cache / "diesel" / "snapshots").iterdir():
+            if match := _COPY_NAME.fullmatch(path.name):
+                found[UUID(hex=match[1]), int(match[2], 16)] = path
+    return found
+
+
+def open_listed_copy(path: Path) -> Snapshot:
+    """A copy that `list_copies` has found. Its checksums are compared, so that one which a crash
+    has left damaged is not taken. Raises FormatError, OSError."""
+    try:
+        return _map_private(path)
+    except ValueError as error:
+        raise FormatError(f"{path} is empty") from error
+

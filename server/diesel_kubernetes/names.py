@@ -1,6 +1,8 @@
 """Names that the CSI driver and the operator share, and that manifests of users hold: they never
 change."""
 
+import hashlib
+
 DRIVER = "csi.diesel-fs.dev"
 """The name of the CSI driver, and the prefix of its labels."""
 
@@ -37,7 +39,16 @@ SECRETS = {
 """The keys of a volume's Secret, and the environment variables by which a mount gets them."""
 
 LABEL_NODE = f"{DRIVER}/node"
-"""On mount pods and their Secrets: the node, as `label_value` writes it."""
+"""On mount pods, their Secrets and reports of nodes: the node, as `label_value` writes it."""
 
 LABEL_MOUNT = f"{DRIVER}/mount"
 """On mount pods and their Secrets: the mount's name, `KEY-N`."""
+
+_LABEL_CHARS_MAX = 63
+
+
+def label_value(node: str) -> str:
+    """The name of a node as the value of a label, which is shorter than names may be."""
+    if len(node) <= _LABEL_CHARS_MAX:
+        return node
+    return hashlib.sha256(node.encode()).hexdigest()[:_LABEL_CHARS_MAX]

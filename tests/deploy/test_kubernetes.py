@@ -347,7 +347,7 @@ def rights(folder: str) -> set[tuple[str, str]]:
     return found
 
 
-KINDS = "Pods|Secrets|Services|Jobs|Datasets|TrainingJobs"
+KINDS = "Pods|ConfigMaps|Secrets|Services|Jobs|Datasets|TrainingJobs"
 
 
 def test_the_operator_has_exactly_the_rights_that_its_code_uses() -> None:
@@ -380,6 +380,20 @@ def test_the_operator_has_exactly_the_rights_that_its_code_uses() -> None:
     assert {resource for resource, _ in rights("operator-secrets")} == {"secrets"}
 
 
+def test_the_operator_reads_config_maps_of_the_drivers_namespace_alone() -> None:
+    (role,) = [
+        each
+        for path in (KUBERNETES / "base/operator").glob("*.yaml")
+        for each in read(path)
+        for rule in items(each, "rules")
+        if "configmaps" in items(rule, "resources")
+    ]
+    assert key(role) == ("Role", "diesel-system", "diesel-operator-reports")
+    assert len(items(role, "rules")) == 1
+    with operator.program.make_context("diesel-operator", []) as context:
+        assert context.params["driver_namespace"] == "diesel-system"
+
+
 def test_the_server_has_no_rights() -> None:
     assert rights("server") == rights("redis") == set()
 
@@ -387,8 +401,8 @@ def test_the_server_has_no_rights() -> None:
 def test_a_namespace_of_its_own_keeps_the_servers_secrets_from_the_nodes() -> None:
     """The CSI plugin, which runs on every node, may list Secrets of its namespace."""
     objects = render(KUBERNETES / "overlays/with-redis")
-    (role,) = [each for each in objects if each["kind"] == "Role"]
-    assert key(role)[1] == "diesel-system"
+    roles = [key(each) for each in objects if each["kind"] == "Role"]
+    assert {namespace for _, namespace, _ in roles} == {"diesel-system"}
     used = {namespace for namespace, each in pod_templates(objects)
             for kind, _ in references(each) if kind == "Secret"}  # fmt: skip
     assert used == {"diesel"}

@@ -366,6 +366,9 @@ def test_prefetch_owned_fetches_the_share_until_memory_is_full() -> None:
             assert in_memory(cache) == {9, 7, 6}
             assert cache.stats()["share_held_chunks"] == 3
             assert cache.stats()["share_chunks"] == 9
+            held_bytes = int(source.sizes[[9, 7, 6]].sum())
+            assert cache.stats()["held_bytes"] == held_bytes
+            assert cache.stats()["dataset_bytes"] == total_bytes(source)
             mine[7] = False
             cache.set_owned(mine)
             await trio.sleep(100)

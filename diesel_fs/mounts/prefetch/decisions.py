@@ -110,6 +110,7 @@ class StreamReading:
 class PrefetchStats(PrefetchCounters):
     """Counters since the start, and the state now.
 
+    `resident_bytes` of `dataset_bytes` are in the page cache, in whole pages, as far as is known.
     `known_bytes`: kernel memory for the names of files. `oneshot_chunks`: how many chunks the
     policy `oneshot` makes resident from the start; `oneshot_done_chunks`: how many it has.
     `has_room`: whether a miss may lead to a push. `waits_for_room`: whether a stream's next unit
@@ -118,6 +119,7 @@ class PrefetchStats(PrefetchCounters):
 
     resident_entries: int
     resident_bytes: int
+    dataset_bytes: int
     known_bytes: int
     budget_bytes: int
     has_room: bool

@@ -237,6 +237,7 @@ class PrefetchPlanner:
         pages = np.minimum(-(-size // PAGE_BYTES), PAGES_MAX).astype(np.uint32)
         pages[chunk < 0] = 0
         self._columns = Columns(chunk.astype(np.int32), pages, chunk_count)
+        self._dataset_bytes = int(pages.sum(dtype=np.int64)) * PAGE_BYTES
         self._chunk = self._columns.chunk
         self._entry_count = len(pages)
         self._is_file: Mask = chunk >= 0 if is_file is None else is_file
@@ -694,6 +695,7 @@ class PrefetchPlanner:
             **self._counters,
             resident_entries=int(np.count_nonzero(self.resident_set.resident)),
             resident_bytes=self.resident_set.bytes,
+            dataset_bytes=self._dataset_bytes,
             known_bytes=self._known_entries * KNOWN_ENTRY_BYTES,
             budget_bytes=self._budget_bytes,
             has_room=self._miss_fill.has_room(self._room_bytes()),

@@ -107,8 +107,8 @@ def size(text: str) -> int:
     "--cache-root",
     metavar="DIR",
     default="",
-    help="Folder on a fast local disk below which volumes may keep chunks (cacheDir)."
-    "  [default: volumes may not]",
+    help="Folder on a fast local disk below which volumes may keep chunks (cacheDir). In a"
+    " container it has the same path as on the node.  [default: volumes may not]",
 )
 @click.option(
     "--cache-size-max",
@@ -130,7 +130,7 @@ def size(text: str) -> int:
     metavar="NAME",
     default="diesel-system",
     show_default=True,
-    help="Namespace of mount pods.",
+    help="Namespace of mount pods, and of the ConfigMap that says what this node holds.",
 )
 @click.option(
     "--image",
@@ -190,6 +190,7 @@ def program(
         signal.signal(number, lambda *_: ending.set())
     folder = StateFolder(state)
     chosen: Mounter = ProcessMounter(folder)
+    reporter = None
     if mounter == "pod":
         if not image and not pod:
             raise UsageError(
@@ -198,17 +199,25 @@ def program(
         from lightkube import Client  # noqa: PLC0415  # takes long to import
 
         from ..api import image_in_pod  # noqa: PLC0415
+        from .holdings import NodeHoldings  # noqa: PLC0415
         from .pods import PodMounter, PodOptions  # noqa: PLC0415
+        from .reporter import NodeReporter  # noqa: PLC0415
 
         client = Client(namespace=namespace)
         image = image or image_in_pod(client, pod, CONTAINER)
         options = PodOptions(node, namespace, image, pod_cpu, pod_memory)
         chosen = PodMounter(folder, client, options)
+        holdings = NodeHoldings(folder, limits.cache_root)
+        reporter = NodeReporter(client, node, namespace, holdings.measure, pod=pod)
     chosen.tidy()
     volumes = NodeVolumes(folder, chosen, limits, idle_s=idle, starts_max=starts)
     server = Server(Services(volumes, folder, node), endpoint)
+    if reporter is not None:
+        reporter.start()
     click.echo(f"diesel-csi listens at {endpoint}")
     ending.wait()
+    if reporter is not None:
+        reporter.close()
     server.stop()
     volumes.close()
     folder.close()

@@ -225,7 +225,7 @@ class NodeVolumes:
             if found:
                 return found
             name = self._state.new_name(key)
-            self._state.make_folder(name)
+            self._state.make_folder(name, volume.namespace)
             try:
                 self._mounter.start(volume, name, lock)
             except BaseException:

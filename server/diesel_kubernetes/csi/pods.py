@@ -6,7 +6,6 @@ Secrets reach it by a Secret that the plugin makes for it, and deletes as soon a
 the pod owns it, so that the cluster deletes it with the pod where the plugin cannot. Any thread.
 """
 
-import hashlib
 import logging
 import os
 import select
@@ -25,7 +24,7 @@ from diesel_fs.errors import DeadlineError, DieselError, NotFoundError
 from diesel_fs.system.mountinfo import mounts, topmost_at
 
 from ..api import api_errors
-from ..names import LABEL_MOUNT, LABEL_NODE
+from ..names import LABEL_MOUNT, LABEL_NODE, label_value
 from .mounter import START_DEADLINE_S, detach_dead, mount_arguments
 from .program import error_of_exit, mount_environment
 from .state import StateFolder
@@ -46,8 +45,6 @@ OVERHEAD_BYTES = 512 << 20
 """What a mount pod may have beside the memory for contents: its three processes, and tables of
 large datasets."""
 
-_LABEL_CHARS_MAX = 63
-
 
 @dataclass(frozen=True, slots=True)
 class PodOptions:
@@ -60,13 +57,6 @@ class PodOptions:
     memory: str = "256Mi"
     """What each requests, in the notation of Kubernetes."""
     priority_class: str = "system-node-critical"
-
-
-def label_value(node: str) -> str:
-    """The name of a node as the value of a label, which is shorter than names may be."""
-    if len(node) <= _LABEL_CHARS_MAX:
-        return node
-    return hashlib.sha256(node.encode()).hexdigest()[:_LABEL_CHARS_MAX]
 
 
 def pod_name(name: str) -> str:

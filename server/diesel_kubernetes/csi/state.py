@@ -89,11 +89,21 @@ class StateFolder:
         last = self.names(key)[-1:]
         return f"{key}-{int(last[0].partition('-')[2]) + 1 if last else 1}"
 
-    def make_folder(self, name: str) -> None:
-        """Make the folder of a mount and those in it. Raises PermissionDenied."""
+    def make_folder(self, name: str, namespace: str) -> None:
+        """Make the folder of a mount for pods of a namespace, and those in it. Raises
+        PermissionDenied."""
         folder = self.folder(name)
         for each in (folder, folder / "root", self.run_folder(name)):
             private_folder(each)
+        with suppress(OSError):  # reports of the node then leave this mount out
+            (folder / "namespace").write_text(namespace)
+
+    def namespace(self, name: str) -> str | None:
+        """The namespace of the pods that a mount is for; empty where kubelet named none, None where
+        that is not known."""
+        with suppress(OSError, UnicodeDecodeError):
+            return (self.folder(name) / "namespace").read_text()
+        return None
 
     def remove_folder(self, name: str) -> None:
         """Remove the folder of a mount that has ended. The mount point goes first, and not with

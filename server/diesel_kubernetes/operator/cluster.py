@@ -32,6 +32,12 @@ class Pods(GenericNamespacedResource):
     _api_info = create_api_info("", "v1", "Pod", "pods")
 
 
+class ConfigMaps(GenericNamespacedResource):
+    """ConfigMaps."""
+
+    _api_info = create_api_info("", "v1", "ConfigMap", "configmaps")
+
+
 class Secrets(GenericNamespacedResource):
     """Secrets."""
 

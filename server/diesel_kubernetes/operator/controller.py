@@ -1,6 +1,7 @@
 """Looks at one object after the other, and does what `datasets.py` and `training.py` decide.
 
 It holds no state: all that it knows of an object it reads anew, and each write can be done twice.
+Only what nodes report is read apart from that, for all objects at once (`refresh_holdings`).
 """
 
 import asyncio
@@ -16,9 +17,14 @@ from http import HTTPStatus
 import httpx2
 from lightkube import ApiError
 
+from diesel_fs.errors import FormatError
+
+from ..names import LABEL_NODE
+from ..reports import Held, NodeReport, parse_config_map
 from . import datasets, training
-from .cluster import Cluster, Datasets, Jobs, Pods, Secrets, Services, TrainingJobs
+from .cluster import Cluster, ConfigMaps, Datasets, Jobs, Pods, Secrets, Services, TrainingJobs
 from .fields import Json, at, fields, items, seconds_of, text, texts, whole
+from .holdings import NodeHoldings, held_key
 from .objects import (
     LABEL_DATASET,
     LABEL_PURPOSE,
@@ -108,16 +114,24 @@ class Controller:
         defaults: Defaults,
         *,
         interval_s: float = 10.0,
+        driver_namespace: str = "",
         wake: Callable[[Key], None] = lambda _: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
+        """`driver_namespace` is where nodes report what they hold; empty: nobody does."""
         self._cluster = cluster
         self._defaults = defaults
         self._interval_s = interval_s
+        self._driver_namespace = driver_namespace
         self._clock = clock
         self.wake = wake
         """Called with objects that should be looked at after a change of another one."""
         self._known = KnownPods()
+        self._reports: list[NodeReport] = []
+        self._holdings = NodeHoldings()
+        self._known_datasets: dict[Key, tuple[Held, frozenset[str]]] = {}
+        self._wrong_reports: set[str] = set()
+        self._is_blind = False
         self._http: httpx2.AsyncClient | None = None  # it takes 0.1 s to make
 
     def note_pod(self, raw: Json, *, is_gone: bool) -> None:
@@ -139,10 +153,57 @@ class Controller:
                 return CONFLICT_S
             raise
 
+    # What nodes hold
+
+    async def refresh_holdings(self) -> None:
+        """Read what the plugins of all nodes report, and have the Datasets looked at that are
+        concerned. Where that cannot be read, the reports before are used until they are too
+        old."""
+        if not self._driver_namespace:
+            return
+        try:
+            found = await self._cluster.find(ConfigMaps, self._driver_namespace, {LABEL_NODE: None})
+        except (ApiError, httpx2.HTTPError) as error:
+            if not self._is_blind:  # it is said once
+                log.warning("shares of nodes are estimates: cannot read their reports: %s", error)
+            self._is_blind = True
+        else:
+            self._is_blind = False
+            self._reports = self._parsed(found)
+        before, self._holdings = self._holdings, NodeHoldings(self._reports, self._clock())
+        datasets_changed, nodes_changed = self._holdings.changed_since(before)
+        for key, (held, nodes) in list(self._known_datasets.items()):
+            if held in datasets_changed or not nodes_changed.isdisjoint(nodes):
+                self.wake(key)
+
+    def _parsed(self, found: list[Json]) -> list[NodeReport]:
+        """The reports in ConfigMaps. One that is none is left out, and said once."""
+        reports, wrong = [], set()
+        for raw in found:
+            try:
+                reports.append(parse_config_map(raw))
+            except FormatError as error:
+                wrong.add(text(raw, "metadata", "name"))
+                if text(raw, "metadata", "name") not in self._wrong_reports:
+                    log.warning("a report of a node is not used: %s", error.message)
+        self._wrong_reports = wrong
+        return reports
+
+    def _note_dataset(self, key: Key, raw: Json | None) -> None:
+        """Keep what makes a Dataset concerned by reports."""
+        status = fields(raw, "status")
+        held = held_key(key.namespace, status)
+        if held is None:
+            self._known_datasets.pop(key, None)
+        else:
+            nodes = frozenset(text(each, "name") for each in items(status, "nodes"))
+            self._known_datasets[key] = held, nodes
+
     # Datasets
 
     async def _dataset(self, key: Key) -> float | None:
         raw = await self._cluster.get(Datasets, key.namespace, key.name)
+        self._note_dataset(key, raw)
         if raw is None:
             return None
         seen = parse_object(raw)
@@ -194,6 +255,7 @@ class Controller:
             progress=await self._progress(jobs),
             now_s=self._clock(),
             interval_s=self._interval_s,
+            holdings=self._holdings,
         )
 
     async def _pods_of(self, namespace: str, job: str) -> list[Json]:

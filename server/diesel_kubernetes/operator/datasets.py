@@ -6,7 +6,7 @@ that read it; so it does not matter at which step an operator before was killed.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 from diesel_fs.errors import (
@@ -26,6 +26,7 @@ from diesel_fs.errors import (
 )
 
 from .fields import Json, at, fields, items, seconds_of, text, texts, whole
+from .holdings import NodeHoldings, held_key
 from .objects import (
     LABEL_ATTEMPT,
     LABEL_GENERATION,
@@ -223,6 +224,8 @@ class Situation:
     """What the running preparation told about itself; empty: nothing."""
     now_s: float
     interval_s: float
+    holdings: NodeHoldings = field(default_factory=NodeHoldings)
+    """What nodes report that they hold."""
 
 
 def decide(situation: Situation, defaults: Defaults) -> Decision:
@@ -282,6 +285,10 @@ def _preparing(situation: Situation, spec: DatasetSpec, defaults: Defaults) -> D
             name: whole(ended.described, name) for name in ("entries", "files", "bytes", "version")
         }
         made |= {**counts, "attempt": latest.attempt}
+        if key := held_key(seen.namespace, ended.described):
+            made["identity"] = str(key[1])
+        else:
+            made.pop("identity", None)
         made.pop("progress", None)
         return Decision(made, delete_jobs=delete)
     if not ended.may_pass or latest.attempt > spec.retries:
@@ -398,7 +405,31 @@ def _is_active(pod: Json) -> bool:
 
 
 def _with_nodes(status: Json, situation: Situation) -> Json:
-    """The status with the nodes that have blocks of the dataset (`OPERATOR.md`)."""
+    """The status with the nodes that have blocks of the dataset (`OPERATOR.md`): as they were
+    measured where that is so, else as the pods let expect."""
+    made = _expected_nodes(status, situation)
+    if key := held_key(situation.seen.namespace, status):
+        for name in made.keys() | situation.holdings.nodes(key):
+            held = situation.holdings.find(name, key, whole(status, "version"))
+            if held is None:
+                continue
+            expected = made.pop(name, {})
+            is_active = held.is_used or at(expected, "state") == "Active"
+            if is_active or held.share:
+                made[name] = {
+                    "name": name,
+                    "state": "Active" if is_active else "Cached",
+                    "share": held.share,
+                    "keeps": bool(held.disk) or (is_active and at(expected, "keeps") is True),
+                    "diskShare": held.disk,
+                    "measured": True,
+                }
+    nodes = [made[name] for name in sorted(made)]
+    return {**status, "nodes": nodes[:NODES_MAX]} if nodes or "nodes" in status else status
+
+
+def _expected_nodes(status: Json, situation: Situation) -> dict[str, Json]:
+    """The nodes that should have blocks, by name, judged by where pods run and have run."""
     groups: dict[str, set[str]] = {}
     shared: set[str] = set()
     kept: set[str] = set()
@@ -421,16 +452,17 @@ def _with_nodes(status: Json, situation: Situation) -> Json:
         share = 100 // len(nodes) if group in shared else 100
         for node in nodes:
             shares[node] = max(share, shares.get(node, 0))
-    made: list[Json] = [
-        {"name": node, "state": "Active", "share": shares[node], "keeps": node in kept}
-        for node in sorted(active)
-    ]
+    made: dict[str, Json] = {}
+    for node in active:
+        state: Json = {"name": node, "state": "Active", "share": shares[node]}
+        made[node] = {**state, "keeps": node in kept, "measured": False}
     for each in items(status, "nodes"):
         name = text(each, "name")
         if name not in active and (at(each, "keeps") is True or name in kept):
-            made.append({**fields(each), "state": "Cached"})
-    made.sort(key=lambda each: str(each["name"]))
-    return {**status, "nodes": made[:NODES_MAX]} if made or "nodes" in status else status
+            share = whole(each, "diskShare", default=whole(each, "share"))
+            state = {"name": name, "state": "Cached", "share": share}
+            made[name] = {**state, "keeps": True, "measured": False}
+    return made
 
 
 def _attributes(pod: Json, dataset: str) -> dict[str, str]:
@@ -444,8 +476,14 @@ def _attributes(pod: Json, dataset: str) -> dict[str, str]:
 def holding_of(status: Mapping[str, object], *, on_disk: bool = False) -> Holding:
     """The dataset of a status, and the shares of nodes; of those on disks, or all."""
     shares = {
-        text(each, "name"): Fraction(whole(each, "share"), 100)
+        text(each, "name"): Fraction(_share(each, on_disk=on_disk), 100)
         for each in items(dict(status), "nodes")
         if not on_disk or at(each, "keeps") is True
     }
     return Holding(whole(dict(status), "bytes"), shares)
+
+
+def _share(node: object, *, on_disk: bool) -> int:
+    """The share of a node of a status; that on its disk is told apart where it was measured."""
+    share = whole(node, "share")
+    return whole(node, "diskShare", default=share) if on_disk else share

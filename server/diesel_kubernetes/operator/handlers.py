@@ -28,6 +28,9 @@ KOPF_WORKERS_MAX = 50
 KOPF_IDLE_S = 1.0
 LIST_CHUNK = 500
 
+HOLDINGS_INTERVALS = 3
+"""The reports of nodes are read once in so many intervals: a node writes at most every 30 s."""
+
 
 def _settings() -> kopf.OperatorSettings:
     made = kopf.OperatorSettings()
@@ -78,6 +81,13 @@ def _registry(queue: WorkQueue, controller: Controller) -> kopf.OperatorRegistry
     return registry
 
 
+async def _refresh_always(controller: Controller, interval_s: float) -> None:
+    """Read what nodes report, until cancelled."""
+    while True:
+        await asyncio.sleep(HOLDINGS_INTERVALS * interval_s)
+        await controller.refresh_holdings()
+
+
 async def serve(
     defaults: Defaults,
     namespaces: Sequence[str],
@@ -85,13 +95,20 @@ async def serve(
     interval_s: float,
     workers: int,
     liveness: str,
+    driver_namespace: str,
 ) -> None:
     """Serve namespaces (all of them without a name) until a signal ends kopf."""
     async with opened_cluster() as cluster:
-        controller = Controller(cluster, defaults, interval_s=interval_s)
+        controller = Controller(
+            cluster, defaults, interval_s=interval_s, driver_namespace=driver_namespace
+        )
         queue = WorkQueue(controller.handle, workers)
+        await controller.refresh_holdings()  # else the first turns would take estimates
         controller.wake = queue.add
         working = asyncio.create_task(queue.run(), name="the queue of the operator")
+        refreshing = asyncio.create_task(
+            _refresh_always(controller, interval_s), name="the reports of nodes"
+        )
         watching = asyncio.create_task(
             kopf.operator(
                 registry=_registry(queue, controller),
@@ -103,13 +120,14 @@ async def serve(
             ),
             name="the watches of the operator",
         )
+        tasks = working, watching, refreshing
         try:
             # Neither ends alone: an operator that does not see or does not act is no operator
-            await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for task in (working, watching):
+            for task in tasks:
                 task.cancel()
-            ended = await asyncio.gather(working, watching, return_exceptions=True)
+            ended = await asyncio.gather(*tasks, return_exceptions=True)
             await controller.close()
         for each in ended:
             if isinstance(each, Exception):

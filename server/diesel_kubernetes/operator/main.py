@@ -64,7 +64,16 @@ CONTAINER = "operator"
     metavar="SECONDS",
     default=10.0,
     show_default=True,
-    help="How often the progress of a preparation is asked for.",
+    help="How often the progress of a preparation is asked for. Reports of nodes are read once in"
+    " three of these.",
+)
+@click.option(
+    "--driver-namespace",
+    metavar="NAME",
+    default="diesel-system",
+    show_default=True,
+    help="Namespace of the CSI driver, in which each node reports what it holds of datasets. Empty:"
+    " shares of nodes are estimates, by where pods run.",
 )
 @click.option(
     "--workers",
@@ -82,7 +91,7 @@ CONTAINER = "operator"
 )
 def program(
     namespace: tuple[str, ...], image: str, pod: str, url: str, file_root: tuple[str, ...],
-    interval: float, workers: int, liveness: str,
+    interval: float, driver_namespace: str, workers: int, liveness: str,
 ) -> None:  # fmt: skip
     """Make Datasets and run TrainingJobs: the operator of DIESEL-FS for Kubernetes.
 
@@ -119,7 +128,16 @@ def program(
     image = image or IMAGE
     defaults = Defaults(image=image, url=url, file_roots=tuple(file_root))
     click.echo(f"diesel-operator serves {', '.join(namespace) or 'all namespaces'}")
-    asyncio.run(serve(defaults, namespace, interval_s=interval, workers=workers, liveness=liveness))
+    asyncio.run(
+        serve(
+            defaults,
+            namespace,
+            interval_s=interval,
+            workers=workers,
+            liveness=liveness,
+            driver_namespace=driver_namespace,
+        )
+    )
 
 
 def main() -> None:

@@ -406,7 +406,7 @@ def survey(
     cached: dict[str, int] = {}
     preemptible: dict[str, int] = {}
     for dataset in datasets:
-        held = holding_of(fields(dataset, "status"))
+        held = holding_of(fields(dataset, "status"), on_disk=True)
         for each in items(dataset, "status", "nodes"):
             if at(each, "keeps") is not True:
                 continue  # in memory: that is no storage

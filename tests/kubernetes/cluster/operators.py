@@ -14,7 +14,12 @@ from lightkube.generic_resource import create_namespaced_resource
 from lightkube.models.meta_v1 import ObjectMeta
 from lightkube.resources.apiextensions_v1 import CustomResourceDefinition
 from lightkube.resources.core_v1 import Namespace, ServiceAccount
-from lightkube.resources.rbac_authorization_v1 import ClusterRole, ClusterRoleBinding
+from lightkube.resources.rbac_authorization_v1 import (
+    ClusterRole,
+    ClusterRoleBinding,
+    Role,
+    RoleBinding,
+)
 from lightkube.types import PatchType
 
 from diesel_kubernetes.names import GROUP
@@ -30,7 +35,14 @@ TrainingJobResource = create_namespaced_resource(GROUP, "v1alpha1", "TrainingJob
 
 _KINDS = {
     each.__name__: each
-    for each in (CustomResourceDefinition, ServiceAccount, ClusterRole, ClusterRoleBinding)
+    for each in (
+        CustomResourceDefinition,
+        ServiceAccount,
+        ClusterRole,
+        ClusterRoleBinding,
+        Role,
+        RoleBinding,
+    )
 }
 
 

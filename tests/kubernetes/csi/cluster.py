@@ -1,5 +1,5 @@
-"""Stand-ins for a cluster: an API server that keeps pods and Secrets, and a kubelet that runs the
-commands of pods as processes of this machine.
+"""Stand-ins for a cluster: an API server that keeps pods, Secrets and ConfigMaps, and a kubelet that
+runs the commands of pods as processes of this machine.
 
 The API server answers only the calls that the plugin makes (create, get, list by label,
 merge-patch, delete), by the rules of Kubernetes' API, and refuses what the Role in the manifests
@@ -29,7 +29,7 @@ Json = dict[str, object]
 NAMESPACE = ("unshare", "--mount", "--propagation", "unchanged")
 """A container's mounts are its own, but for those below a shared mount (`Bidirectional`)."""
 
-KINDS = {"pods": "Pod", "secrets": "Secret"}
+KINDS = {"pods": "Pod", "secrets": "Secret", "configmaps": "ConfigMap"}
 ACCESS = Path(__file__).resolve().parents[3] / "deploy/kubernetes/base/csi/access.yaml"
 VERBS = {"POST": "create", "PATCH": "patch", "DELETE": "delete"}
 
@@ -133,8 +133,10 @@ class Cluster:
                     self._refresh(plural, name)
                 case "PATCH":
                     assert body is not None
-                    metadata = cast("Json", self.objects[plural, name]["metadata"])
-                    metadata |= cast("Json", body["metadata"])
+                    for key in ("metadata", "data"):
+                        if key in body:
+                            part = cast("Json", self.objects[plural, name][key])
+                            part |= cast("Json", body[key])
                 case "DELETE":
                     if plural == "pods":
                         self._end_pod(name)

@@ -18,9 +18,11 @@ from diesel_fs.errors import ConfigError, DieselError, NotFoundError, Permission
 from diesel_kubernetes.api import api_errors, image_in_pod
 from diesel_kubernetes.csi.node import NodeVolumes
 from diesel_kubernetes.csi.pods import PodMounter, PodOptions
+from diesel_kubernetes.csi.reporter import NodeReporter
 from diesel_kubernetes.csi.state import StateFolder
 from diesel_kubernetes.csi.volumes import Limits
 from diesel_kubernetes.names import LABEL_NODE
+from diesel_kubernetes.reports import parse_config_map
 from tests.waiting import wait_until
 
 from .cluster import Cluster, Json, inner, rights, running_cluster
@@ -122,6 +124,9 @@ def test_a_mount_is_a_pod_of_the_node(
             volumes.unpublish(str(each))
         wait_until(lambda: not cluster.objects)
         wait_until(lambda: not os.listdir(state / "mounts"))
+    config = KubeConfig.from_dict(kubeconfig(cluster))
+    with Client(config, namespace="diesel-system") as client:
+        NodeReporter(client, "node-1", "diesel-system", lambda: ([], True)).report()
     assert cluster.used == rights(), "a right that the Role has and the plugin does not need"
 
 
@@ -204,7 +209,7 @@ def add_own_pod(cluster: Cluster) -> None:
 def test_a_mount_pod_has_the_image_of_the_plugins_own_pod(
     cluster: Cluster, store: str, state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The plugin is told its pod's name alone, as by the DaemonSet."""
+    """The plugin is told its pod's name alone, as by the DaemonSet. Its report belongs to that pod."""
     add_own_pod(cluster)
     (tmp_path / "config").write_text(json.dumps(kubeconfig(cluster)))
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
@@ -214,9 +219,14 @@ def test_a_mount_pod_has_the_image_of_the_plugins_own_pod(
     with running_plugin(state.parent, *options) as plugin:
         plugin.kubelet.publish(target, {"dataset": "pets"})
         assert shown(target) == FILES
-        assert inner(cluster.made[-1], "spec", "containers", 0, "image") == OPTIONS.image
+        (made,) = [each for each in cluster.made if inner(each, "spec", "nodeName")]
+        assert inner(made, "spec", "containers", 0, "image") == OPTIONS.image
         plugin.kubelet.unpublish(target)
-        wait_until(lambda: len(cluster.objects) == 1)
+        own = {("pods", "diesel-csi-x"), ("configmaps", "diesel-node-node-1")}
+        wait_until(lambda: cluster.objects.keys() == own)
+        report = cluster.objects["configmaps", "diesel-node-node-1"]
+        assert inner(report, "metadata", "ownerReferences", 0, "name") == "diesel-csi-x"
+        assert parse_config_map(report).is_complete
 
 
 def test_an_image_that_cannot_be_found_out_is_an_error(cluster: Cluster) -> None:

@@ -285,12 +285,14 @@ def test_nodes_have_a_share_of_a_task_and_cached_ones_stay() -> None:
     ]
     status = decide(situation(seen, pods=pods), DEFAULTS).status
     assert status["nodes"] == [
-        {"name": "a", "state": "Active", "share": 50, "keeps": True},
-        {"name": "b", "state": "Active", "share": 50, "keeps": False},
-        {"name": "c", "state": "Active", "share": 100, "keeps": False},
+        {"name": "a", "state": "Active", "share": 50, "keeps": True, "measured": False},
+        {"name": "b", "state": "Active", "share": 50, "keeps": False, "measured": False},
+        {"name": "c", "state": "Active", "share": 100, "keeps": False, "measured": False},
     ]
     status = decide(situation(after(seen, status)), DEFAULTS).status
-    assert status["nodes"] == [{"name": "a", "state": "Cached", "share": 50, "keeps": True}]
+    assert status["nodes"] == [
+        {"name": "a", "state": "Cached", "share": 50, "keeps": True, "measured": False}
+    ]
 
 
 @pytest.mark.parametrize("message", ["", "no json", "[1]", '{"dataset": 3}', '{"error": 5}'])

@@ -1,0 +1,216 @@
+"""Measures what this node holds of each dataset: in mounts that live, and in cache folders.
+
+`VOLUMES.md` ("What a node reports") says what each figure means. Two sources are asked. The mounts
+of the state folder tell of the task's chunks and of the page cache (`.diesel/stats`). Below
+`--cache-root` lie folders of chunks, also after all mounts have ended; which chunks a version has
+is read from the snapshots that the mounts have left in the state folder. Where figures of two
+places may count the same bytes twice, the larger one is taken, so that a share is a lower bound.
+
+For one thread. A mount that hangs is given up after `ANSWER_S`.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from uuid import UUID
+
+import numpy as np
+import numpy.typing as npt
+
+from diesel_fs.cache.disk import dataset_folders, list_files
+from diesel_fs.errors import DieselError, FormatError
+from diesel_fs.mounts.launcher import stats
+from diesel_fs.repository.private_copies import list_copies, open_listed_copy
+
+from ..reports import Held, HeldDataset, is_namespace
+from .state import StateFolder
+from .targets import MountTable
+
+log = logging.getLogger("diesel.csi")
+
+ANSWER_S = 2.0
+"""How long a mount may take to deliver its statistics."""
+
+UNNAMED = "-"
+"""The namespace of volumes for which kubelet has named none, as in paths of cache folders."""
+
+SETTLED_NS = 2_000_000_000
+"""A folder that has not changed for so long is listed again only when its time has changed."""
+
+_ID_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class _ChunkTable:
+    """The chunks of a version, and their stored bytes."""
+
+    ids: bytes
+    sizes: npt.NDArray[np.int64]
+
+    def percent_of(self, chunks: Iterable[bytes]) -> int:
+        """Which part of the version some chunks are."""
+        there = set(chunks)
+        ids = (self.ids[at : at + _ID_BYTES] for at in range(0, len(self.ids), _ID_BYTES))
+        is_there = np.fromiter((each in there for each in ids), np.bool_, len(self.sizes))
+        return _percent(int(self.sizes[is_there].sum()), int(self.sizes.sum()))
+
+
+@dataclass(frozen=True, slots=True)
+class _Folder:
+    """What was found in a dataset's folder when it was last listed."""
+
+    state: object
+    """As long as this is equal, nothing has changed."""
+    shares: Mapping[int, int]
+    """In percent, by version."""
+    is_unknown: bool
+    """Whether it holds something, and the shares do not tell how much."""
+
+
+class NodeHoldings:
+    """What one plugin's node holds."""
+
+    def __init__(self, state: StateFolder, cache_root: str) -> None:
+        self._state = state
+        self._cache_root = cache_root
+        self._tables: dict[tuple[UUID, int], _ChunkTable] = {}
+        self._folders: dict[str, _Folder] = {}
+        self._is_root_missing = False
+
+    def measure(self) -> tuple[list[HeldDataset], bool]:
+        """All datasets of which something is held, and whether these are all."""
+        found: dict[tuple[Held, int], HeldDataset] = {}
+        is_complete = True
+        for held in (*self._in_mounts(), *self._in_folders()):
+            if held is None:
+                is_complete = False
+            elif (key := (held.key, held.version)) in found:
+                found[key] = found[key].joined(held)
+            else:
+                found[key] = held
+        # A place of which nothing can be said may hold more than all others
+        unknown = {each.key for each in found.values() if not each.version}
+        told = [each for each in found.values() if each.key not in unknown or not each.version]
+        return told, is_complete
+
+    def _in_mounts(self) -> Iterator[HeldDataset | None]:
+        """What each mount holds; None for one that does not say."""
+        table = MountTable.read(self._state)
+        for name in table.roots:
+            namespace = self._state.namespace(name)
+            if namespace is None or not is_namespace(namespace or UNNAMED):
+                # A plugin of an earlier release has started it
+                yield None
+                continue
+            try:
+                figures = stats(self._state.root(name), deadline_s=ANSWER_S)
+            except DieselError:
+                yield None
+            else:
+                is_used = bool(table.binds.get(name))
+                yield held_by_mount(namespace or UNNAMED, figures, is_used=is_used)
+
+    def _in_folders(self) -> Iterator[HeldDataset | None]:
+        """What lies below the root of cache folders; None where that cannot be looked into."""
+        if not self._cache_root:
+            return
+        listed: dict[str, _Folder] = {}
+        try:
+            copies = list_copies(self._state.cache)
+            for namespace, folder, identity in self._dataset_folders():
+                own = {version: path for (each, version), path in copies.items() if each == identity}
+                with suppress(FileNotFoundError):  # it was removed meanwhile
+                    listed[folder] = found = self._look_into(folder, identity, own)
+                    if found.is_unknown:
+                        yield HeldDataset(namespace, identity, 0)
+                    for version, share in found.shares.items():
+                        yield HeldDataset(namespace, identity, version, share, share)
+            self._is_root_missing = False
+        except OSError as error:
+            if not self._is_root_missing:
+                log.warning("reports leave out what lies below --cache-root: %s", error)
+            self._is_root_missing = True
+            yield None
+        self._folders = listed
+        here = {os.path.basename(folder) for folder in listed}
+        self._tables = {key: each for key, each in self._tables.items() if key[0].hex in here}
+
+    def _dataset_folders(self) -> Iterator[tuple[str, str, UUID]]:
+        """Namespace, folder and identity of each dataset in the cache folders of this node."""
+        for namespace in _subfolders(self._cache_root):
+            if is_namespace(namespace):
+                place = os.path.join(self._cache_root, namespace)
+                for name in _subfolders(place):
+                    for folder, identity in dataset_folders(Path(place, name)).items():
+                        yield namespace, folder, identity
+
+    def _look_into(self, folder: str, identity: UUID, copies: Mapping[int, Path]) -> _Folder:
+        """What is in the folder of a dataset, of whose versions there are `copies`. Raises
+        OSError."""
+        changed_ns = os.stat(folder).st_mtime_ns
+        state = changed_ns, sorted(copies.items())
+        before = self._folders.get(folder)
+        if before is not None and before.state == state:
+            return before
+        files = list_files(folder)
+        tables = {version: self._table(identity, version, path) for version, path in copies.items()}
+        shares = {
+            version: table.percent_of(files.chunks)
+            for version, table in tables.items()
+            if table is not None
+        }
+        is_unknown = files.has_logs or bool(files.chunks and not shares)
+        # A change so soon after the last one may have left the same time
+        is_settled = time.time_ns() - changed_ns > SETTLED_NS
+        return _Folder(state if is_settled else None, shares, is_unknown)
+
+    def _table(self, identity: UUID, version: int, path: Path) -> _ChunkTable | None:
+        """The chunks of a version, from a copy of its snapshot; None where that is damaged."""
+        key = identity, version
+        if key not in self._tables:
+            try:
+                snapshot = open_listed_copy(path)
+            except (OSError, FormatError):
+                return None
+            if (snapshot.identity, snapshot.version) != key:
+                return None
+            ids, sizes = snapshot.columns.chunk_id.tobytes(), snapshot.chunk_sizes
+            self._tables[key] = _ChunkTable(ids, sizes.astype(np.int64))
+        return self._tables[key]
+
+
+def held_by_mount(
+    namespace: str, figures: Mapping[str, object], *, is_used: bool
+) -> HeldDataset | None:
+    """What a mount holds in the page cache, or its node in the task's cache, by the statistics of
+    the mount; None where these do not tell which dataset they are of."""
+    match figures:
+        case {"identity": str(identity), "version": int(version)}:
+            pass
+        case _:
+            return None
+    share = 0
+    match figures.get("residency"):
+        case {"resident_bytes": int(part), "dataset_bytes": int(whole)}:
+            share = _percent(part, whole)
+    match figures.get("task"):
+        case {
+            "version": int(of_version),
+            "node_cache": {"held_bytes": int(part), "dataset_bytes": int(whole)},
+        } if of_version == version:
+            share = max(share, _percent(part, whole))
+    return HeldDataset(namespace, UUID(identity), version, share, is_used=is_used)
+
+
+def _percent(part: int, whole: int) -> int:
+    return min(100 * part // whole, 100) if whole > 0 else 0
+
+
+def _subfolders(path: str) -> list[str]:
+    """The names of the folders in a folder. Raises OSError."""
+    with os.scandir(path) as entries:
+        return [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]

@@ -1,0 +1,124 @@
+"""Reports what this node holds of datasets to the cluster, from which the operator reads it.
+
+The report is a ConfigMap of the driver's namespace (`../reports.py`). It belongs to the plugin's
+pod, so the cluster deletes it when the node or the driver goes. A thread of its own measures, which
+may wait for mounts that hang, and writes only what differs noticeably from what was written last.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import cast
+
+from lightkube import Client
+from lightkube.resources.core_v1 import ConfigMap, Pod
+from lightkube.types import PatchType
+
+from diesel_fs.errors import DieselError, NotFoundError
+
+from ..api import api_errors
+from ..reports import (
+    REFRESH_S,
+    HeldDataset,
+    Json,
+    NodeReport,
+    config_map,
+    differs_noticeably,
+    make_report,
+)
+
+log = logging.getLogger("diesel.csi")
+
+INTERVAL_S = 30.0
+"""How often is measured."""
+
+CLOSE_S = 5.0
+
+Measure = Callable[[], tuple[list[HeldDataset], bool]]
+"""What the node holds, and whether that is all."""
+
+
+class NodeReporter:
+    """Reports of one node, from `start` to `close`."""
+
+    def __init__(
+        self,
+        client: Client,
+        node: str,
+        namespace: str,
+        measure: Measure,
+        *,
+        pod: str = "",
+        interval_s: float = INTERVAL_S,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`pod` is the plugin's own, if it is known."""
+        self._client = client
+        self._node = node
+        self._namespace = namespace
+        self._measure = measure
+        self._pod = pod
+        self._interval_s = interval_s
+        self._clock = clock
+        self._written: NodeReport | None = None
+        self._owner: Json | None = None
+        self._is_failing = False
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="diesel-csi-report", daemon=True)
+
+    def start(self) -> None:
+        """Report from now on."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread; one that waits for mounts that hang is left behind. What was written
+        stays."""
+        self._ending.set()
+        if self._thread.is_alive():
+            self._thread.join(CLOSE_S)
+
+    def report(self) -> bool:
+        """Measure, and write what is noticeably new; whether something was written. Raises
+        DieselError."""
+        datasets, is_complete = self._measure()
+        now_s = self._clock()
+        report = make_report(self._node, now_s, datasets, is_complete=is_complete)
+        before = self._written
+        if (
+            before is not None
+            and now_s - before.time_s < REFRESH_S
+            and not differs_noticeably(before, report)
+        ):
+            return False
+        self._write(report)
+        self._written = report
+        return True
+
+    def _write(self, report: NodeReport) -> None:
+        with api_errors():
+            if self._pod and self._owner is None:
+                pod = self._client.get(Pod, self._pod)
+                uid = pod.metadata.uid if pod.metadata else None
+                self._owner = {"apiVersion": "v1", "kind": "Pod", "name": self._pod, "uid": uid}
+            made = config_map(report, self._namespace, self._owner)
+            named = str(cast("Json", made["metadata"])["name"])
+            try:
+                with api_errors():
+                    self._client.patch(ConfigMap, named, made, patch_type=PatchType.MERGE)
+            except NotFoundError:
+                self._client.create(cast("ConfigMap", ConfigMap.from_dict(made)))
+
+    def _run(self) -> None:
+        while True:
+            try:
+                self.report()
+                self._is_failing = False
+            except DieselError as error:
+                if not self._is_failing:  # it is said once
+                    log.warning("cannot report what this node holds: %s", error)
+                self._is_failing = True
+            except Exception:
+                log.exception("cannot report what this node holds (a bug)")
+            if self._ending.wait(self._interval_s):
+                return

@@ -1,0 +1,53 @@
+"""What nodes hold of datasets, from the reports of their plugins. Pure.
+
+`../reports.py` parses the reports, `controller.py` reads them, and `datasets.py` puts what they say
+into the status.
+"""
+
+from collections.abc import Iterable, Mapping
+from uuid import UUID
+
+from ..reports import Held, HeldDataset, NodeReport
+
+
+class NodeHoldings:
+    """What all nodes hold that report, at one moment."""
+
+    def __init__(self, reports: Iterable[NodeReport] = (), now_s: float = 0.0) -> None:
+        """Reports that are too old at `now_s` are left out."""
+        fresh = {each.node: each for each in reports if each.is_fresh(now_s)}
+        self._complete = {node for node, each in fresh.items() if each.is_complete}
+        self._held: dict[Held, dict[str, list[HeldDataset]]] = {}
+        for node, report in fresh.items():
+            for each in report.datasets:
+                self._held.setdefault(each.key, {}).setdefault(node, []).append(each)
+
+    def nodes(self, key: Held) -> set[str]:
+        """The nodes that say that they hold something of a dataset."""
+        return set(self._held.get(key, ()))
+
+    def find(self, node: str, key: Held, version: int) -> HeldDataset | None:
+        """What a node holds of a version of a dataset, which may be nothing; None where that was
+        not measured."""
+        entries = self._held.get(key, {}).get(node, [])
+        if not entries and node in self._complete:
+            return HeldDataset(*key, version)
+        return next((each for each in entries if each.version == version), None)
+
+    def changed_since(self, before: "NodeHoldings") -> tuple[set[Held], set[str]]:
+        """The datasets of which a node has begun to say something else, and the nodes that have
+        begun or ceased to say what they do not hold."""
+        keys = self._held.keys() | before._held.keys()
+        datasets = {key for key in keys if self._held.get(key) != before._held.get(key)}
+        return datasets, self._complete ^ before._complete
+
+
+def held_key(namespace: str, status: Mapping[str, object]) -> Held | None:
+    """By which name reports know the dataset of a status; None where that has no identity."""
+    identity = status.get("identity")
+    if not isinstance(identity, str):
+        return None
+    try:
+        return namespace, UUID(identity)
+    except ValueError:
+        return None

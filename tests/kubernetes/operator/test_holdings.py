@@ -1,0 +1,373 @@
+"""What nodes report, and what becomes of it: parsing, merging with the estimate, placement."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from uuid import UUID
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from lightkube.generic_resource import GenericNamespacedResource
+
+from diesel_fs.errors import FormatError
+from diesel_kubernetes.operator import training
+from diesel_kubernetes.operator.cluster import ConfigMaps
+from diesel_kubernetes.operator.controller import DATASETS, Controller
+from diesel_kubernetes.operator.datasets import decide, holding_of
+from diesel_kubernetes.operator.fields import Json, at, fields, items, text
+from diesel_kubernetes.operator.holdings import NodeHoldings
+from diesel_kubernetes.operator.placement import STORAGE, NodeState
+from diesel_kubernetes.operator.queue import Key
+from diesel_kubernetes.reports import (
+    AGE_S_MAX,
+    DATASETS_MAX,
+    REPORT_CHARS_MAX,
+    HeldDataset,
+    NodeReport,
+    config_map,
+    differs_noticeably,
+    make_report,
+    parse_config_map,
+    report_name,
+)
+
+from .made import DEFAULTS, GOOD, NOW_S, dataset, ended, reader_pod, situation, training_job
+from .test_crashes import ManualClock, MemoryCluster
+from .test_hindrances import forbidden
+
+IDENTITY = UUID("01234567-89ab-cdef-0123-456789abcdef")
+OTHER = UUID(int=5)
+READY: Json = {
+    "phase": "Ready", "observedGeneration": 1, "bytes": 10**9, "version": 7,
+    "identity": str(IDENTITY),
+}  # fmt: skip
+
+held_datasets = st.builds(
+    lambda namespace, identity, version, disk, more, is_used: HeldDataset(
+        namespace, identity, version, min(100, disk + more), disk, is_used
+    ),
+    st.sampled_from(["-", "default", "team-2"]),
+    st.uuids(),
+    st.integers(0, 2**63 - 1),
+    st.integers(0, 100),
+    st.integers(0, 100),
+    st.booleans(),
+)
+
+
+def held(share: int, disk: int = 0, *, version: int = 7, used: bool = False) -> HeldDataset:
+    """What a node has of `pets`, for pods of its namespace."""
+    return HeldDataset("default", IDENTITY, version, share, disk, used)
+
+
+def report(
+    node: str, *datasets: HeldDataset, complete: bool = True, at_s: float = NOW_S
+) -> NodeReport:
+    """The report of a node."""
+    return make_report(node, at_s, datasets, is_complete=complete)
+
+
+def nodes_of(
+    *reports: NodeReport,
+    status: Json = READY,
+    pods: Sequence[Json] = (),
+    now_s: float = NOW_S,
+) -> list[object]:
+    """The nodes in the status of `pets` after these reports."""
+    seen = situation(dataset(status=status), pods=pods, now_s=now_s)
+    seen = replace(seen, holdings=NodeHoldings(reports, now_s))
+    return items(decide(seen, DEFAULTS).status, "nodes")
+
+
+def measured(name: str, state: str, share: int, disk: int, *, keeps: bool) -> Json:
+    """A node of a status that was measured."""
+    return {
+        "name": name, "state": state, "share": share, "keeps": keeps, "diskShare": disk,
+        "measured": True,
+    }  # fmt: skip
+
+
+# Reports
+
+
+@given(st.lists(held_datasets, max_size=5), st.booleans())
+def test_a_report_is_read_as_it_was_written(
+    datasets: list[HeldDataset], is_complete: bool
+) -> None:
+    made = make_report("node-1.example", NOW_S, datasets, is_complete=is_complete)
+    assert parse_config_map(config_map(made, "diesel-system", None)) == made
+
+
+def test_a_report_of_too_many_datasets_names_the_largest_and_is_incomplete() -> None:
+    many = [HeldDataset("a", UUID(int=n), 1, n % 101) for n in range(DATASETS_MAX + 100)]
+    made = parse_config_map(config_map(report("a", *many), "diesel-system", None))
+    assert len(made.datasets) == DATASETS_MAX
+    assert not made.is_complete
+    assert min(each.share for each in made.datasets) == 9
+    assert differs_noticeably(made, report("a", *many[:5]))
+
+
+def raw_report(**changes: object) -> Json:
+    """A ConfigMap with a report, of which some fields were changed; None: left out."""
+    entry = {"namespace": "default", "identity": str(IDENTITY), "version": 7, "share": 50,
+             "disk": 20, "used": False}  # fmt: skip
+    entry |= {name: value for name, value in changes.items() if name in entry}
+    content = {"node": "a", "time": int(NOW_S), "complete": True, "datasets": [entry]}
+    content |= {name: value for name, value in changes.items() if name in content}
+    content = {name: value for name, value in content.items() if value is not None}
+    data = changes.get("data", {"report": json.dumps(content)})
+    metadata = {
+        "name": changes.get("name", "diesel-node-a"),
+        "labels": {"csi.diesel-fs.dev/node": "a"},
+    }
+    return {"kind": "ConfigMap", "metadata": metadata, "data": data}
+
+
+MALFORMED: list[dict[str, object]] = [
+    {"data": None}, {"data": {}}, {"data": {"report": 5}}, {"data": {"report": ""}},
+    {"data": {"report": "[" * 100_000}}, {"data": {"report": " " * (REPORT_CHARS_MAX + 1)}},
+    {"data": {"report": '"\\ud800"'}}, {"data": {"report": "9" * 5000}},
+    {"name": "diesel-node-b"}, {"name": 5}, {"node": "b"}, {"node": "A/../b"}, {"node": "\ud800"},
+    {"time": 0}, {"time": -5}, {"time": True}, {"time": 1.5}, {"time": 1 << 60}, {"time": None},
+    {"complete": 1}, {"complete": None}, {"datasets": {}}, {"datasets": None}, {"datasets": [5]},
+    {"datasets": [{}] * (DATASETS_MAX + 1)},
+    {"namespace": "Other"}, {"namespace": "a/b"}, {"namespace": 5}, {"identity": "x"},
+    {"identity": 5}, {"version": -1}, {"version": 1 << 70}, {"version": "7"}, {"version": True},
+    {"share": 101}, {"share": -1}, {"share": 12.5}, {"share": True}, {"disk": 51}, {"disk": -1},
+    {"used": "yes"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", MALFORMED, ids=lambda each: json.dumps(each)[:40])
+def test_what_is_no_report_is_refused_whole(changes: dict[str, object]) -> None:
+    assert parse_config_map(raw_report()).datasets == (held(50, 20),)
+    with pytest.raises(FormatError):
+        parse_config_map(raw_report(**changes))
+
+
+# The status
+
+
+def test_a_node_has_the_share_that_it_reports() -> None:
+    """Two nodes of a task, of which one has loaded less than its half, and one does not report."""
+    pods = [reader_pod(name, task="t") for name in ("a", "b")]
+    found = nodes_of(report("a", held(20, used=True)), pods=pods)
+    assert found == [
+        measured("a", "Active", 20, 0, keeps=False),
+        {"name": "b", "state": "Active", "share": 50, "keeps": False, "measured": False},
+    ]
+    assert nodes_of(report("a"), report("b", held(0, used=True)), pods=pods) == [
+        measured("a", "Active", 0, 0, keeps=False), measured("b", "Active", 0, 0, keeps=False)
+    ]  # fmt: skip
+
+
+def test_what_stays_on_a_disk_is_measured_until_it_is_gone() -> None:
+    active = nodes_of(report("a", held(90, 30, used=True)), pods=[reader_pod("a", cacheDir="c")])
+    assert active == [measured("a", "Active", 90, 30, keeps=True)]
+    status = {**READY, "nodes": active}
+    cached = nodes_of(report("a", held(30, 30)), status=status)
+    assert cached == [measured("a", "Cached", 30, 30, keeps=True)]
+    assert nodes_of(report("a"), status=status) == []
+    memory = [measured("a", "Active", 90, 0, keeps=False)]
+    assert nodes_of(report("a", held(90)), status={**READY, "nodes": memory}) == [
+        measured("a", "Cached", 90, 0, keeps=False)  # the mount is kept for the next pod
+    ]
+
+
+def test_a_plugin_that_is_gone_leaves_the_last_share_on_the_disk() -> None:
+    status = {**READY, "nodes": [measured("a", "Active", 90, 30, keeps=True)]}
+    last = {"name": "a", "state": "Cached", "share": 30, "keeps": True, "measured": False}
+    assert nodes_of(status=status) == [last]
+    assert nodes_of(report("a", complete=False), status=status) == [last]
+    assert nodes_of(report("a", held(0, version=0)), status=status) == [last]
+    assert nodes_of(report("a", held(100, version=6)), status=status) == [last]
+    assert nodes_of(status={**READY, "nodes": [last]}) == [last]
+
+
+@pytest.mark.parametrize("age_s", [-AGE_S_MAX - 2, -AGE_S_MAX, 0.0, AGE_S_MAX, AGE_S_MAX + 2])
+def test_a_report_is_used_while_it_is_fresh(age_s: float) -> None:
+    found = nodes_of(report("a", held(40)), now_s=NOW_S + age_s)
+    assert bool(found) == (abs(age_s) <= AGE_S_MAX)
+
+
+def test_nodes_where_others_read_a_dataset_count() -> None:
+    found = nodes_of(report("a", held(40, 40, used=True)), report("b", held(10)))
+    assert found == [
+        measured("a", "Active", 40, 40, keeps=True), measured("b", "Cached", 10, 0, keeps=False)
+    ]  # fmt: skip
+
+
+def test_what_is_held_for_others_is_not_told() -> None:
+    """Pods of another namespace, another dataset, or a Dataset without an identity."""
+    strange = replace(held(80), namespace="others"), replace(held(80), identity=OTHER)
+    assert nodes_of(report("a", *strange)) == []
+    without = {name: value for name, value in READY.items() if name != "identity"}
+    assert nodes_of(report("a", held(80)), status=without) == []
+    assert nodes_of(report("a", held(80)), status={**READY, "identity": "no UUID"}) == []
+
+
+def test_the_identity_comes_from_the_preparation() -> None:
+    seen = dataset()
+    decision = decide(situation(seen), DEFAULTS)
+    (job,) = decision.create
+    seen = dataset(status=decision.status)
+    described = {**fields(GOOD, "dataset"), "identity": str(IDENTITY)}
+    done = decide(situation(seen, [ended(job, {"dataset": described})]), DEFAULTS)
+    assert done.status["identity"] == str(IDENTITY)
+    described["identity"] = "../no identity"  # whoever wrote the report of the pod
+    seen = dataset(status={**decision.status, "identity": str(OTHER)})
+    done = decide(situation(seen, [ended(job, {"dataset": described})]), DEFAULTS)
+    assert done.status["phase"] == "Ready"
+    assert "identity" not in done.status
+
+
+# What follows from shares
+
+
+def placed(*reports: NodeReport, space: int = 10**12) -> training.Decision:
+    """The decision on a job that reads `pets` after these reports, on two equal nodes."""
+    nodes = nodes_of(*reports)
+    seen = dataset(status={**READY, "nodes": nodes})
+    there = [
+        NodeState(name, f"host-{name}", {}, training.amounts({STORAGE: str(space), "cpu": "4"}))
+        for name in ("a", "b")
+    ]
+    made = training.Situation(training_job(), {"pets": seen.raw}, (), NOW_S, tuple(there))
+    return training.decide(made, DEFAULTS)
+
+
+def test_a_job_goes_where_more_was_measured() -> None:
+    for shares in ((10, 30), (30, 10)):
+        reports = [report(name, held(share)) for name, share in zip("ab", shares, strict=True)]
+        order = [text(each, "name") for each in items(placed(*reports).status, "nodes")]
+        assert order == (["b", "a"] if shares[1] > shares[0] else ["a", "b"])
+
+
+def test_a_job_is_admitted_by_what_was_measured_on_disks() -> None:
+    """10^9 bytes are needed; both nodes together have 8 * 10^8."""
+    on_disk = placed(report("a", held(100, 20)), space=4 * 10**8)
+    assert on_disk.status["phase"] == "Starting"
+    for reports in ([], [report("a", held(100, 19))]):
+        assert placed(*reports, space=4 * 10**8).status["phase"] == "Rejected"
+
+
+def test_a_survey_counts_what_was_measured_on_disks() -> None:
+    nodes = nodes_of(report("a", held(90, 30)))
+    node: Json = {
+        "metadata": {"name": "a"},
+        "status": {
+            "allocatable": {STORAGE: str(10**9)},
+            "conditions": [{"type": "Ready", "status": "True"}],
+        },
+    }
+    own = dataset(status={**READY, "nodes": nodes}).raw
+    (found,) = training.survey([node], [], [own], [])
+    assert (found.cached_bytes, found.preemptible_bytes) == (3 * 10**8, 3 * 10**8)
+    assert holding_of(fields(own, "status")).shares["a"] * 10 == 9
+
+
+# The controller
+
+
+class ReportingCluster(MemoryCluster):
+    """The API server, which may forbid to read reports."""
+
+    is_forbidden = False
+    lists = 0
+
+    async def find(
+        self, kind: type[GenericNamespacedResource], *args: object, **more: object
+    ) -> list[Json]:
+        if kind is ConfigMaps:
+            self.lists += 1
+            if self.is_forbidden:
+                raise forbidden("no list of ConfigMaps")
+        return await super().find(kind, *args, **more)  # type: ignore[arg-type]
+
+
+PETS = Key(DATASETS, "default", "pets")
+
+
+def test_reports_reach_the_datasets_that_they_concern(caplog: pytest.LogCaptureFixture) -> None:
+    cluster, clock, woken = ReportingCluster(), ManualClock(), list[Key]()
+    cluster.put(dataset(status=READY).raw)
+    cluster.put(dataset(status={**READY, "identity": str(OTHER)}, name="other").raw)
+    cluster.put(config_map(report("a", held(40)), "diesel-system", None))
+    cluster.put(raw_report(name=report_name("b"), node="b", share=1000))
+
+    async def run() -> None:
+        controller = Controller(
+            cluster, DEFAULTS, driver_namespace="diesel-system", wake=woken.append, clock=clock
+        )
+
+        async def shares() -> list[object]:
+            for key in (PETS, Key(DATASETS, "default", "other")):
+                await controller.handle(key)
+                await controller.handle(key)
+            status = at(cluster.objects["Dataset", "pets"], "status")
+            return [(at(each, "name"), at(each, "share")) for each in items(status, "nodes")]
+
+        assert await shares() == []
+        await controller.refresh_holdings()
+        assert woken == [PETS]
+        assert await shares() == [("a", 40)]
+        assert cluster.lists == 1, "reports are not read for each Dataset"
+        await controller.refresh_holdings()
+        assert woken == [PETS]
+        cluster.is_forbidden = True
+        await controller.refresh_holdings()
+        await controller.refresh_holdings()
+        assert await shares() == [("a", 40)]
+        clock.now_s += AGE_S_MAX + 1
+        await controller.refresh_holdings()
+        assert woken == [PETS, PETS]
+        assert await shares() == []
+        cluster.is_forbidden = False
+        new = report("a", held(70), at_s=clock.now_s)
+        cluster.put(config_map(new, "diesel-system", None))
+        await controller.refresh_holdings()
+        assert await shares() == [("a", 70)]
+        await controller.close()
+
+    asyncio.run(run())
+    said = [each.getMessage() for each in caplog.records]
+    assert len([each for each in said if "diesel-node-b" in each]) == 1
+    assert len([each for each in said if "no list of ConfigMaps" in each]) == 1
+
+
+def test_a_node_that_begins_to_report_corrects_the_estimate() -> None:
+    """It reports that it holds nothing, so only the Dataset that names the node is concerned."""
+    cluster, clock, woken = ReportingCluster(), ManualClock(), list[Key]()
+    guess = {"name": "a", "state": "Cached", "share": 50, "keeps": True, "measured": False}
+    cluster.put(dataset(status={**READY, "nodes": [guess]}).raw)
+    cluster.put(dataset(status=READY, name="other").raw)
+
+    async def run() -> None:
+        controller = Controller(
+            cluster, DEFAULTS, driver_namespace="diesel-system", wake=woken.append, clock=clock
+        )
+        for name in ("pets", "other"):
+            await controller.handle(Key(DATASETS, "default", name))
+        cluster.put(config_map(report("a"), "diesel-system", None))
+        await controller.refresh_holdings()
+        assert woken == [PETS]
+        await controller.handle(PETS)
+        await controller.close()
+
+    asyncio.run(run())
+    assert items(cluster.objects["Dataset", "pets"], "status", "nodes") == []
+
+
+def test_without_a_namespace_of_the_driver_nothing_is_read() -> None:
+    cluster = ReportingCluster()
+    cluster.is_forbidden = True
+
+    async def run() -> None:
+        controller = Controller(cluster, DEFAULTS)
+        await controller.refresh_holdings()
+        await controller.close()
+
+    asyncio.run(run())
+    assert cluster.lists == 0
