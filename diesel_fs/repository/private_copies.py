@@ -171,4 +171,3 @@ def open_listed_copy(path: Path) -> Snapshot:
         return _map_private(path)
     except ValueError as error:
         raise FormatError(f"{path} is empty") from error
-

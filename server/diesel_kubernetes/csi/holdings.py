@@ -122,7 +122,7 @@ class NodeHoldings:
         try:
             copies = list_copies(self._state.cache)
             for namespace, folder, identity in self._dataset_folders():
-                own = {version: path for (each, version), path in copies.items() if each == identity}
+                own = {key[1]: path for key, path in copies.items() if key[0] == identity}
                 with suppress(FileNotFoundError):  # it was removed meanwhile
                     listed[folder] = found = self._look_into(folder, identity, own)
                     if found.is_unknown:

@@ -52,9 +52,7 @@ def plugin(control_plane: ControlPlane) -> Iterator[Client]:
 def put_ready(client: Client, namespace: str, identity: UUID) -> None:
     """Make a Dataset that has been prepared."""
     spec = {"url": "diesel+tls://host:1", "source": {"existing": {}}}
-    client.create(
-        DatasetResource(metadata=ObjectMeta(name="pets"), spec=spec), namespace=namespace
-    )
+    client.create(DatasetResource(metadata=ObjectMeta(name="pets"), spec=spec), namespace=namespace)
     status: Json = {"phase": "Ready", "observedGeneration": 1, "bytes": 10**6, "version": 7,
                     "identity": str(identity)}  # fmt: skip
     client.patch(DatasetResource.Status, "pets", {"status": status}, namespace=namespace)

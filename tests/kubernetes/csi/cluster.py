@@ -1,5 +1,5 @@
-"""Stand-ins for a cluster: an API server that keeps pods, Secrets and ConfigMaps, and a kubelet that
-runs the commands of pods as processes of this machine.
+"""Stand-ins for a cluster: an API server that keeps pods, Secrets and ConfigMaps, and a kubelet
+that runs the commands of pods as processes of this machine.
 
 The API server answers only the calls that the plugin makes (create, get, list by label,
 merge-patch, delete), by the rules of Kubernetes' API, and refuses what the Role in the manifests
@@ -133,10 +133,9 @@ class Cluster:
                     self._refresh(plural, name)
                 case "PATCH":
                     assert body is not None
-                    for key in ("metadata", "data"):
-                        if key in body:
-                            part = cast("Json", self.objects[plural, name][key])
-                            part |= cast("Json", body[key])
+                    for field in body.keys() & {"metadata", "data"}:
+                        part = cast("Json", self.objects[plural, name][field])
+                        part |= cast("Json", body[field])
                 case "DELETE":
                     if plural == "pods":
                         self._end_pod(name)

@@ -209,7 +209,7 @@ def add_own_pod(cluster: Cluster) -> None:
 def test_a_mount_pod_has_the_image_of_the_plugins_own_pod(
     cluster: Cluster, store: str, state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The plugin is told its pod's name alone, as by the DaemonSet. Its report belongs to that pod."""
+    """The plugin is told its pod's name alone, as by the DaemonSet; its report belongs to it."""
     add_own_pod(cluster)
     (tmp_path / "config").write_text(json.dumps(kubeconfig(cluster)))
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))

@@ -9,6 +9,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from uuid import UUID, uuid4
 
@@ -21,7 +22,8 @@ from diesel_kubernetes.csi.mounter import ProcessMounter
 from diesel_kubernetes.csi.node import NodeVolumes
 from diesel_kubernetes.csi.reporter import NodeReporter
 from diesel_kubernetes.csi.state import StateFolder
-from diesel_kubernetes.csi.volumes import Limits
+from diesel_kubernetes.csi.targets import MountTable
+from diesel_kubernetes.csi.volumes import Limits, Volume
 from diesel_kubernetes.names import POD_NAMESPACE
 from diesel_kubernetes.reports import (
     REFRESH_S,
@@ -52,6 +54,15 @@ def put_chunks(url: str) -> tuple[UUID, int]:
         return dataset.snapshot.identity, dataset.version
 
 
+class LoopbackMounter(ProcessMounter):
+    """Nodes of a task that are on one machine must name the address at which they listen."""
+
+    def start(self, volume: Volume, name: str, lock: int) -> None:
+        """See `Mounter`."""
+        more = ("--listen=127.0.0.1:0",) if "--world=2" in volume.options else ()
+        super().start(replace(volume, options=(*volume.options, *more)), name, lock)
+
+
 class Node:
     """A node with a plugin's logic, whose mounts are processes."""
 
@@ -61,15 +72,19 @@ class Node:
         self.cache_root.mkdir(parents=True)
         self.state = StateFolder(folder / "state")
         limits = Limits(url=url, cache_root=str(self.cache_root))
-        mounter = ProcessMounter(self.state)
+        mounter = LoopbackMounter(self.state)
         self.volumes = NodeVolumes(self.state, mounter, limits, idle_s=0, starts_max=2)
         self.holdings = NodeHoldings(self.state, str(self.cache_root))
 
     def close(self) -> None:
         """End the node's threads, when its mounts have ended."""
-        wait_until(lambda: not self.state.names())
+        self.wait_until_unmounted()
         self.volumes.close()
         self.state.close()
+
+    def wait_until_unmounted(self) -> None:
+        """Wait until no mount is left. A task's master may outlive its mount, and its folder."""
+        wait_until(lambda: not MountTable.read(self.state).roots)
 
     def publish(self, name: str = "mount", *, namespace: str = "team", **attributes: str) -> Path:
         """Publish `pets` to a pod of a namespace. Returns where."""
@@ -129,13 +144,14 @@ def test_a_cache_folder_is_measured_in_use_afterwards_and_when_it_is_emptied(
         assert node.held() == []
         target = node.publish(cacheDir="pets")
         assert node.held() == [entry(0, 0, used=True)]
-        read(target, 2)
-        (part,) = node.wait_for(lambda found: found and found[0].share == 25)
+        read(target, 1)
+        (part,) = node.wait_for(lambda found: found and found[0].share)
+        assert part.disk == 0
         assert part.is_used
         read(target, CHUNKS)
         node.wait_for(lambda found: found and found[0].share == 100)
         node.volumes.unpublish(str(target))
-        wait_until(lambda: not node.state.names())
+        node.wait_until_unmounted()
         assert node.wait_for(lambda found: found == [entry(100, 100)])
 
         chunks = sorted(node.cache_root.glob(f"team/pets/*/{identity.hex}/{'[0-9a-f]' * 32}"))
@@ -163,9 +179,9 @@ def test_memory_counts_while_the_mount_lives_and_for_its_namespace_alone(tmp_pat
     url = (tmp_path / "store").as_uri()
     identity, version = put_chunks(url)
     with running_node(tmp_path / "node", url) as node:
-        one, other = node.publish("one"), node.publish("other", namespace="others")
-        read(one, 4)
-        found = node.wait_for(lambda found: max(each.share for each in found) >= 50)
+        one = node.publish("one", policy="oneshot")
+        other = node.publish("other", namespace="others")
+        found = node.wait_for(lambda found: max(each.share for each in found) == 100)
         assert {each.namespace: each.disk for each in found} == {"team": 0, "others": 0}
         (idle,) = [each for each in found if each.namespace == "others"]
         assert idle == HeldDataset("others", identity, version, 0, 0, is_used=True)
@@ -173,7 +189,7 @@ def test_memory_counts_while_the_mount_lives_and_for_its_namespace_alone(tmp_pat
         assert not node.holdings.measure()[1]
         for target in (one, other):
             node.volumes.unpublish(str(target))
-        wait_until(lambda: not node.state.names())
+        node.wait_until_unmounted()
         assert node.held() == []
 
 
@@ -193,7 +209,7 @@ def test_each_node_of_a_task_holds_its_half(tmp_path: Path) -> None:
             node.publish(task="night", rank=str(rank), world="2", policy="oneshot")
             for rank, node in enumerate(nodes)
         ]
-        shares = []
+        shares: list[int] = []
         for node, target in zip(nodes, targets, strict=True):
             stack.callback(node.volumes.unpublish, str(target))
             node.wait_for(lambda found: found and found[0].share)
@@ -300,9 +316,7 @@ def test_a_report_goes_with_the_plugins_pod_and_has_the_name_of_its_node(
     cluster.answer("POST", pods, {"metadata": {"name": "diesel-csi-x"}})
     long = "node-" + "x" * 200
     for node in ("node-1", long):
-        NodeReporter(
-            client, node, "diesel-system", Measured().measure, pod="diesel-csi-x"
-        ).report()
+        NodeReporter(client, node, "diesel-system", Measured().measure, pod="diesel-csi-x").report()
         assert report_in(cluster, node).node == node
     names = [name for kind, name in cluster.objects if kind == "configmaps"]
     assert names[0] == "diesel-node-node-1"

@@ -93,9 +93,7 @@ def measured(name: str, state: str, share: int, disk: int, *, keeps: bool) -> Js
 
 
 @given(st.lists(held_datasets, max_size=5), st.booleans())
-def test_a_report_is_read_as_it_was_written(
-    datasets: list[HeldDataset], is_complete: bool
-) -> None:
+def test_a_report_is_read_as_it_was_written(datasets: list[HeldDataset], is_complete: bool) -> None:
     made = make_report("node-1.example", NOW_S, datasets, is_complete=is_complete)
     assert parse_config_map(config_map(made, "diesel-system", None)) == made
 
