@@ -3,6 +3,7 @@ reaches the status of the Dataset, and goes with the plugin's pod."""
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 from uuid import UUID, uuid4
 
 import pytest
@@ -12,6 +13,7 @@ from lightkube.models.core_v1 import Container, PodSpec
 from lightkube.models.meta_v1 import ObjectMeta
 from lightkube.resources.core_v1 import ConfigMap, Pod, ServiceAccount
 from lightkube.resources.rbac_authorization_v1 import Role, RoleBinding
+from lightkube.types import PatchType
 
 from diesel_kubernetes.csi.reporter import NodeReporter
 from diesel_kubernetes.names import LABEL_NODE
@@ -37,7 +39,8 @@ def installed(client: Client) -> None:
     install(client)
     kinds = {each.__name__: each for each in (ServiceAccount, Role, RoleBinding)}
     for each in yaml.safe_load_all((MANIFESTS.parent / "csi/access.yaml").read_text()):
-        client.apply(kinds[each["kind"]].from_dict(each), field_manager="tests", force=True)
+        made = cast("Role", kinds[each["kind"]].from_dict(each))  # or another of them
+        client.apply(made, field_manager="tests", force=True)
     wait_for_service_account(client, SYSTEM, ACCOUNT)
 
 
@@ -55,7 +58,13 @@ def put_ready(client: Client, namespace: str, identity: UUID) -> None:
     client.create(DatasetResource(metadata=ObjectMeta(name="pets"), spec=spec), namespace=namespace)
     status: Json = {"phase": "Ready", "observedGeneration": 1, "bytes": 10**6, "version": 7,
                     "identity": str(identity)}  # fmt: skip
-    client.patch(DatasetResource.Status, "pets", {"status": status}, namespace=namespace)
+    client.patch(
+        DatasetResource.Status,
+        "pets",
+        {"status": status},
+        namespace=namespace,
+        patch_type=PatchType.MERGE,
+    )
 
 
 def test_a_report_reaches_the_status_and_goes_with_the_plugins_pod(
