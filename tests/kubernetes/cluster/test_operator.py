@@ -17,7 +17,6 @@ from typing import cast
 import pytest
 import yaml
 from lightkube import ApiError, Client
-from lightkube.generic_resource import Generic
 from lightkube.models.meta_v1 import ObjectMeta
 from lightkube.resources.batch_v1 import Job
 from lightkube.resources.core_v1 import Event, Pod, PodStatus, Secret
@@ -37,6 +36,7 @@ from tests.kubernetes.cluster.operators import (
     Operator,
     Resources,
     TrainingJobResource,
+    explained,
     install,
     now_s,
     python_environment,
@@ -128,16 +128,6 @@ def dataset_spec(store: Path, archive: str, **more: object) -> Json:
         "preparation": {"jobs": 1},
         **more,
     }
-
-
-def explained(resources: Resources, operator: Operator) -> str:
-    """What is in the namespace, for messages of failures."""
-    lines = [operator.last_lines()]
-    for kind in (DatasetResource, TrainingJobResource, Job, Pod, Event):
-        for each in resources.client.list(kind, namespace=resources.namespace):
-            shown = json.dumps(dict(each)) if isinstance(each, Generic) else str(each)
-            lines.append(f"{kind.__name__} {shown}")
-    return "\n".join(lines)
 
 
 def in_phase(resources: Resources, operator: Operator, name: str, phase: str) -> Json:
