@@ -29,7 +29,7 @@ from lightkube.resources.core_v1 import Pod, Secret, Service
 
 from diesel_kubernetes.csi import csi_pb2 as csi
 from diesel_kubernetes.names import DRIVER
-from diesel_kubernetes.operator.fields import Json, at, fields, text, whole
+from diesel_kubernetes.operator.fields import Json, fields, text, whole
 from diesel_kubernetes.operator.objects import LABEL_TRAINING
 from tests.kubernetes.cluster.conftest import IMAGE
 from tests.kubernetes.cluster.containers import Image
@@ -95,7 +95,7 @@ class PluginDriver:
             readonly=volume.read_only,
             volume_capability=csi.VolumeCapability(
                 mount=csi.VolumeCapability.MountVolume(mount_flags=volume.mount_flags),
-                access_mode=csi.VolumeCapability.AccessMode(mode=mode),  # type: ignore[arg-type]  # as in `plugin.py`
+                access_mode=csi.VolumeCapability.AccessMode(mode=mode),
             ),
             secrets=volume.secrets,
             volume_context=volume.attributes,
@@ -194,7 +194,7 @@ def node_with_driver(control_plane: ControlPlane, name: str, folder: Path) -> It
 
 def digests(place: str, files: Mapping[str, bytes]) -> dict[str, str]:
     """What a rank is to tell of a dataset."""
-    return {f"{place}:{name}": hashlib.sha256(content).hexdigest() for name, content in files.items()}
+    return {f"{place}:{path}": hashlib.sha256(data).hexdigest() for path, data in files.items()}
 
 
 def stats_of(place: str) -> Json:
@@ -231,7 +231,7 @@ def test_ranks_read_through_the_driver_and_share_their_cache(
 ) -> None:
     """Two ranks on two nodes, two datasets: one of an archive, one of a bucket.
 
-    The plugins are killed while the ranks read; their mounts go on.
+    The plugins are killed while the ranks run; the mounts go on.
     """
     resources = Resources(client, namespace)
     results, go = tmp_path / "results", tmp_path / "go"
@@ -242,9 +242,14 @@ def test_ranks_read_through_the_driver_and_share_their_cache(
         root = new_repository(f"{repository}?meta={redis.url}")["root"]
         server = stack.enter_context(
             Server(
-                tmp_path / "server", "--insecure", "--store", repository, "--meta", redis.url,
+                tmp_path / "server",
+                "--insecure",
+                "--store",
+                repository,
+                "--meta",
+                redis.url,
                 listen=f"{address}:0",
-            )  # fmt: skip
+            )
         )
         account = {"user": "root", "key": root.key_text}
         keys = {
@@ -289,7 +294,7 @@ def test_ranks_read_through_the_driver_and_share_their_cache(
                 },
             },
         )
-        wait_until(lambda: len(list(results.glob("[01]"))) == 2, 100.0, otherwise=told)
+        wait_until(lambda: len(list(results.glob("[01]"))) == 2, 180.0, otherwise=told)
         for name, files in (("pets", PETS), ("birds", BIRDS)):
             status = fields(resources.dataset(name), "status")
             assert status["files"] == len(files)
