@@ -1,13 +1,11 @@
 """The operator, with the rights of its manifests, on a real control plane: real Jobs, real pods."""
 
 import faulthandler
-import http.server
 import json
 import shutil
 import subprocess
 import sys
 import tarfile
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -26,6 +24,7 @@ from diesel_kubernetes.names import DRIVER
 from diesel_kubernetes.operator.fields import Json, at, fields, items, text, whole
 from diesel_kubernetes.operator.resources import condition_of
 from tests.cli.conftest import program_environment
+from tests.kubernetes.cluster import web
 from tests.kubernetes.cluster.containers import Image
 from tests.kubernetes.cluster.control_plane import ControlPlane
 from tests.kubernetes.cluster.nodes import Node
@@ -66,13 +65,6 @@ def store(tmp_path: Path) -> Path:
     return folder
 
 
-class QuietServer(http.server.ThreadingHTTPServer):
-    """A web server that does not print when a client goes away."""
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        pass
-
-
 @pytest.fixture
 def archive(tmp_path: Path) -> Iterator[str]:
     """The address of an archive with `FILES`, on a web server of the test."""
@@ -85,17 +77,8 @@ def archive(tmp_path: Path) -> Iterator[str]:
     with tarfile.open(served / "images.tar", "w") as tar:
         tar.add(tmp_path / "files" / "images", "images")
 
-    class Quiet(http.server.SimpleHTTPRequestHandler):
-        def log_message(self, *_: object) -> None:
-            pass
-
-    handler = partial(Quiet, directory=str(served))
-    with QuietServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_address[1]}/images.tar"
-        server.shutdown()
-        thread.join()
+    with web.served(served) as address:
+        yield f"{address}/images.tar"
 
 
 @pytest.fixture
@@ -190,7 +173,7 @@ def test_a_dataset_becomes_ready(
 def bucket_that_refuses() -> Iterator[str]:
     """An S3 service that knows no key."""
 
-    class Refusing(http.server.BaseHTTPRequestHandler):
+    class Refusing(web.QuietHandler):
         def do_GET(self) -> None:
             content = b"<Error><Code>InvalidAccessKeyId</Code><Message>unknown</Message></Error>"
             self.send_response(403)
@@ -200,15 +183,8 @@ def bucket_that_refuses() -> Iterator[str]:
 
         do_HEAD = do_POST = do_PUT = do_GET
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with QuietServer(("127.0.0.1", 0), Refusing) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-        server.shutdown()
-        thread.join()
+    with web.running(Refusing) as address:
+        yield address
 
 
 def test_failures_have_their_reasons(

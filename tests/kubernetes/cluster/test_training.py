@@ -6,14 +6,12 @@ place of kubelet and of the container engine, so both nodes are this machine.
 """
 
 import hashlib
-import http.server
 import json
 import os
 import random
 import signal
 import subprocess
 import tarfile
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -31,6 +29,7 @@ from diesel_kubernetes.csi import csi_pb2 as csi
 from diesel_kubernetes.names import DRIVER
 from diesel_kubernetes.operator.fields import Json, fields, text, whole
 from diesel_kubernetes.operator.objects import LABEL_TRAINING
+from tests.kubernetes.cluster import web
 from tests.kubernetes.cluster.conftest import IMAGE
 from tests.kubernetes.cluster.containers import Image
 from tests.kubernetes.cluster.control_plane import ControlPlane
@@ -147,13 +146,8 @@ def archive(tmp_path: Path) -> Iterator[str]:
     with tarfile.open(served / "pets.tar.gz", "w:gz", compresslevel=1) as tar:
         for folder in (tmp_path / "pets").iterdir():
             tar.add(folder, folder.name)
-    handler = partial(http.server.SimpleHTTPRequestHandler, directory=str(served))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_address[1]}/pets.tar.gz"
-        server.shutdown()
-        thread.join()
+    with web.served(served) as address:
+        yield f"{address}/pets.tar.gz"
 
 
 @pytest.fixture
