@@ -1,7 +1,7 @@
 """Web servers of a test, on loopback."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -27,9 +27,7 @@ class _QuietServer(ThreadingHTTPServer):
 
 
 @contextmanager
-def running(
-    handler: type[BaseHTTPRequestHandler] | partial[BaseHTTPRequestHandler],
-) -> Iterator[str]:
+def running(handler: Callable[..., BaseHTTPRequestHandler]) -> Iterator[str]:
     """A server whose requests a handler answers; its address."""
     with _QuietServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever)
