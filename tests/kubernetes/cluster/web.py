@@ -1,11 +1,12 @@
 """Web servers of a test, on loopback."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import cast
 
 
 class QuietHandler(BaseHTTPRequestHandler):
@@ -27,7 +28,7 @@ class _QuietServer(ThreadingHTTPServer):
 
 
 @contextmanager
-def running(handler: Callable[..., BaseHTTPRequestHandler]) -> Iterator[str]:
+def running(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
     """A server whose requests a handler answers; its address."""
     with _QuietServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever)
@@ -42,5 +43,6 @@ def running(handler: Callable[..., BaseHTTPRequestHandler]) -> Iterator[str]:
 @contextmanager
 def served(folder: Path) -> Iterator[str]:
     """A server that gives the files of a folder; its address."""
-    with running(partial(_FileHandler, directory=str(folder))) as address:
+    handler = partial(_FileHandler, directory=str(folder))
+    with running(cast("type[BaseHTTPRequestHandler]", handler)) as address:
         yield address
