@@ -4,13 +4,15 @@ rows."""
 import os
 import platform
 import subprocess
+import time
 from pathlib import Path
 
 import diesel_fs
 
 from .report import Json
 
-_LOAD_PER_CORE_MAX = 0.25  # above it, other programs would be measured, too
+_BUSY_PART_MAX = 0.125  # of the processors' time; above it, other programs would be measured, too
+_LOOK_S = 5.0
 
 _VM_SETTINGS = ("swappiness", "vfs_cache_pressure", "dirty_ratio", "dirty_background_ratio")
 """Settings of how long pages and names stay in memory, and when a writer waits for the disk."""
@@ -36,8 +38,18 @@ def machine(folder: Path) -> dict[str, Json]:
 
 
 def is_busy() -> bool:
-    """Whether other programs use this machine, so that figures mean little."""
-    return os.getloadavg()[0] > _LOAD_PER_CORE_MAX * len(os.sched_getaffinity(0))
+    """Whether other programs use this machine, so that figures mean little. Looks for 5 s: the load
+    average would still tell of what has ended minutes ago, such as the benchmark before."""
+    before = _processor_ticks()
+    time.sleep(_LOOK_S)
+    all_ticks, idle = (now - then for now, then in zip(_processor_ticks(), before, strict=True))
+    return all_ticks - idle > _BUSY_PART_MAX * all_ticks
+
+
+def _processor_ticks() -> tuple[int, int]:
+    """All time of the processors since the start, and that in which they had nothing to do."""
+    ticks = [int(word) for word in _text("/proc/stat").splitlines()[0].split()[1:9]]
+    return sum(ticks), ticks[3]  # a processor that waits for the disk is not idle
 
 
 def described(state: dict[str, Json]) -> str:

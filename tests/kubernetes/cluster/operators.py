@@ -1,5 +1,9 @@
-"""Runs the operator as a program with the rights of its manifests, for tests against a real API."""
+"""Runs the operator as a program with the rights of its manifests, for tests against a real API.
 
+The CSI driver's program gets the rights of its own manifests here, too.
+"""
+
+import json
 import os
 import subprocess
 import sys
@@ -10,10 +14,11 @@ from typing import Self, cast
 
 import yaml
 from lightkube import ApiError, Client
-from lightkube.generic_resource import create_namespaced_resource
+from lightkube.generic_resource import Generic, create_namespaced_resource
 from lightkube.models.meta_v1 import ObjectMeta
 from lightkube.resources.apiextensions_v1 import CustomResourceDefinition
-from lightkube.resources.core_v1 import Namespace, ServiceAccount
+from lightkube.resources.batch_v1 import Job
+from lightkube.resources.core_v1 import Event, Namespace, Pod, ServiceAccount
 from lightkube.resources.rbac_authorization_v1 import (
     ClusterRole,
     ClusterRoleBinding,
@@ -28,7 +33,8 @@ from tests.cli.conftest import program_environment
 from tests.kubernetes.cluster.control_plane import ControlPlane, wait_for_service_account
 
 MANIFESTS = Path(__file__).resolve().parents[3] / "deploy/kubernetes/base/operator"
-SYSTEM, ACCOUNT = "diesel-system", "diesel-operator"
+SYSTEM = "diesel-system"
+ACCOUNT, DRIVER_ACCOUNT = "diesel-operator", "diesel-csi"
 
 DatasetResource = create_namespaced_resource(GROUP, "v1alpha1", "Dataset", "datasets")
 TrainingJobResource = create_namespaced_resource(GROUP, "v1alpha1", "TrainingJob", "trainingjobs")
@@ -36,39 +42,36 @@ TrainingJobResource = create_namespaced_resource(GROUP, "v1alpha1", "TrainingJob
 _KINDS = {
     each.__name__: each
     for each in (
-        CustomResourceDefinition,
-        ServiceAccount,
-        ClusterRole,
-        ClusterRoleBinding,
-        Role,
-        RoleBinding,
+        CustomResourceDefinition, ServiceAccount, ClusterRole, ClusterRoleBinding, Role, RoleBinding
     )
-}
+}  # fmt: skip
 
 
-def manifests() -> list[Json]:
-    """The objects of the operator's manifests."""
-    folders = [MANIFESTS.parent / name for name in ("definitions", "operator", "operator-secrets")]
+def manifests(*names: str) -> list[Json]:
+    """The objects of some bases of the manifests."""
+    folders = [MANIFESTS.parent / name for name in names]
     files = [path for folder in folders for path in sorted(folder.glob("*.yaml"))]
     files = [path for path in files if path.stem != "kustomization"]
     return [cast("Json", each) for path in files for each in yaml.safe_load_all(path.read_text())]
 
 
 def install(client: Client) -> None:
-    """Make the definitions, the account and its rights; not the Deployment."""
+    """Make the definitions, the accounts of operator and driver and their rights; not what runs
+    them."""
     try:
         client.create(Namespace(metadata=ObjectMeta(name=SYSTEM)))
     except ApiError as error:
         if error.status.code != 409:
             raise
-    for each in manifests():
+    for each in manifests("definitions", "operator", "operator-secrets", "csi"):
         kind = _KINDS.get(str(each["kind"]))
         if kind is not None:
             made = cast("CustomResourceDefinition", kind.from_dict(each))  # or another of them
             client.apply(made, field_manager="tests", force=True)
     for plural in ("datasets", "trainingjobs"):
         client.wait(CustomResourceDefinition, f"{plural}.{GROUP}", for_conditions=["Established"])
-    wait_for_service_account(client, SYSTEM, ACCOUNT)
+    for account in (ACCOUNT, DRIVER_ACCOUNT):
+        wait_for_service_account(client, SYSTEM, account)
 
 
 class Operator:
@@ -127,6 +130,16 @@ class Operator:
     def last_lines(self) -> str:
         """The end of its log."""
         return self.log.read_text(errors="replace")[-4000:] if self.log.exists() else ""
+
+
+def explained(resources: "Resources", operator: Operator) -> str:
+    """What is in the namespace, for messages of failures."""
+    lines = [operator.last_lines()]
+    for kind in (DatasetResource, TrainingJobResource, Job, Pod, Event):
+        for each in resources.client.list(kind, namespace=resources.namespace):
+            shown = json.dumps(dict(each)) if isinstance(each, Generic) else str(each)
+            lines.append(f"{kind.__name__} {shown}")
+    return "\n".join(lines)
 
 
 def python_environment() -> dict[str, str]:

@@ -1,13 +1,11 @@
 """The operator, with the rights of its manifests, on a real control plane: real Jobs, real pods."""
 
 import faulthandler
-import http.server
 import json
 import shutil
 import subprocess
 import sys
 import tarfile
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -17,7 +15,6 @@ from typing import cast
 import pytest
 import yaml
 from lightkube import ApiError, Client
-from lightkube.generic_resource import Generic
 from lightkube.models.meta_v1 import ObjectMeta
 from lightkube.resources.batch_v1 import Job
 from lightkube.resources.core_v1 import Event, Pod, PodStatus, Secret
@@ -27,6 +24,7 @@ from diesel_kubernetes.names import DRIVER
 from diesel_kubernetes.operator.fields import Json, at, fields, items, text, whole
 from diesel_kubernetes.operator.resources import condition_of
 from tests.cli.conftest import program_environment
+from tests.kubernetes.cluster import web
 from tests.kubernetes.cluster.containers import Image
 from tests.kubernetes.cluster.control_plane import ControlPlane
 from tests.kubernetes.cluster.nodes import Node
@@ -37,6 +35,7 @@ from tests.kubernetes.cluster.operators import (
     Operator,
     Resources,
     TrainingJobResource,
+    explained,
     install,
     now_s,
     python_environment,
@@ -66,13 +65,6 @@ def store(tmp_path: Path) -> Path:
     return folder
 
 
-class QuietServer(http.server.ThreadingHTTPServer):
-    """A web server that does not print when a client goes away."""
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        pass
-
-
 @pytest.fixture
 def archive(tmp_path: Path) -> Iterator[str]:
     """The address of an archive with `FILES`, on a web server of the test."""
@@ -85,17 +77,8 @@ def archive(tmp_path: Path) -> Iterator[str]:
     with tarfile.open(served / "images.tar", "w") as tar:
         tar.add(tmp_path / "files" / "images", "images")
 
-    class Quiet(http.server.SimpleHTTPRequestHandler):
-        def log_message(self, *_: object) -> None:
-            pass
-
-    handler = partial(Quiet, directory=str(served))
-    with QuietServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_address[1]}/images.tar"
-        server.shutdown()
-        thread.join()
+    with web.served(served) as address:
+        yield f"{address}/images.tar"
 
 
 @pytest.fixture
@@ -128,16 +111,6 @@ def dataset_spec(store: Path, archive: str, **more: object) -> Json:
         "preparation": {"jobs": 1},
         **more,
     }
-
-
-def explained(resources: Resources, operator: Operator) -> str:
-    """What is in the namespace, for messages of failures."""
-    lines = [operator.last_lines()]
-    for kind in (DatasetResource, TrainingJobResource, Job, Pod, Event):
-        for each in resources.client.list(kind, namespace=resources.namespace):
-            shown = json.dumps(dict(each)) if isinstance(each, Generic) else str(each)
-            lines.append(f"{kind.__name__} {shown}")
-    return "\n".join(lines)
 
 
 def in_phase(resources: Resources, operator: Operator, name: str, phase: str) -> Json:
@@ -200,7 +173,7 @@ def test_a_dataset_becomes_ready(
 def bucket_that_refuses() -> Iterator[str]:
     """An S3 service that knows no key."""
 
-    class Refusing(http.server.BaseHTTPRequestHandler):
+    class Refusing(web.QuietHandler):
         def do_GET(self) -> None:
             content = b"<Error><Code>InvalidAccessKeyId</Code><Message>unknown</Message></Error>"
             self.send_response(403)
@@ -210,15 +183,8 @@ def bucket_that_refuses() -> Iterator[str]:
 
         do_HEAD = do_POST = do_PUT = do_GET
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with QuietServer(("127.0.0.1", 0), Refusing) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-        server.shutdown()
-        thread.join()
+    with web.running(Refusing) as address:
+        yield address
 
 
 def test_failures_have_their_reasons(

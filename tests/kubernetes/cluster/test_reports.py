@@ -3,25 +3,22 @@ reaches the status of the Dataset, and goes with the plugin's pod."""
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import cast
 from uuid import UUID, uuid4
 
 import pytest
-import yaml
 from lightkube import ApiError, Client, KubeConfig
 from lightkube.models.core_v1 import Container, PodSpec
 from lightkube.models.meta_v1 import ObjectMeta
-from lightkube.resources.core_v1 import ConfigMap, Pod, ServiceAccount
-from lightkube.resources.rbac_authorization_v1 import Role, RoleBinding
+from lightkube.resources.core_v1 import ConfigMap, Pod
 from lightkube.types import PatchType
 
 from diesel_kubernetes.csi.reporter import NodeReporter
 from diesel_kubernetes.names import LABEL_NODE
 from diesel_kubernetes.operator.fields import Json, fields, items
 from diesel_kubernetes.reports import HeldDataset
-from tests.kubernetes.cluster.control_plane import ControlPlane, wait_for_service_account
+from tests.kubernetes.cluster.control_plane import ControlPlane
 from tests.kubernetes.cluster.operators import (
-    MANIFESTS,
+    DRIVER_ACCOUNT,
     SYSTEM,
     DatasetResource,
     Operator,
@@ -30,24 +27,17 @@ from tests.kubernetes.cluster.operators import (
 )
 from tests.waiting import wait_until
 
-ACCOUNT = "diesel-csi"
-
 
 @pytest.fixture(scope="module", autouse=True)
 def installed(client: Client) -> None:
-    """The operator's objects, and the rights of the plugin."""
+    """The definitions, and the rights of the operator and the plugin."""
     install(client)
-    kinds = {each.__name__: each for each in (ServiceAccount, Role, RoleBinding)}
-    for each in yaml.safe_load_all((MANIFESTS.parent / "csi/access.yaml").read_text()):
-        made = cast("Role", kinds[each["kind"]].from_dict(each))  # or another of them
-        client.apply(made, field_manager="tests", force=True)
-    wait_for_service_account(client, SYSTEM, ACCOUNT)
 
 
 @pytest.fixture
 def plugin(control_plane: ControlPlane) -> Iterator[Client]:
     """A client with the rights of the plugin."""
-    config = KubeConfig.from_file(control_plane.kubeconfig_of(SYSTEM, ACCOUNT))
+    config = KubeConfig.from_file(control_plane.kubeconfig_of(SYSTEM, DRIVER_ACCOUNT))
     with Client(config, namespace=SYSTEM) as client:
         yield client
 

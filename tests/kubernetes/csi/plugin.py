@@ -90,6 +90,7 @@ class Plugin:
 
     folder: Path
     options: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
     process: "subprocess.Popen[bytes]" = field(init=False)
     kubelet: Kubelet = field(init=False)
 
@@ -114,7 +115,7 @@ class Plugin:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env=program_environment(),
+                env={**program_environment(), **self.environment},
                 process_group=0,
             )
         assert self.process.stdout is not None
@@ -168,10 +169,12 @@ class Plugin:
 
 
 @contextmanager
-def running_plugin(folder: Path, *options: str) -> Iterator[Plugin]:
+def running_plugin(
+    folder: Path, *options: str, environment: Mapping[str, str] | None = None
+) -> Iterator[Plugin]:
     """A plugin, which is ended whatever happened to it."""
     folder.mkdir(exist_ok=True)
-    plugin = Plugin(folder, options)
+    plugin = Plugin(folder, options, environment or {})
     plugin.start()
     try:
         yield plugin
