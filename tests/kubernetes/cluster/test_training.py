@@ -27,7 +27,7 @@ from lightkube.resources.core_v1 import Pod, Secret, Service
 
 from diesel_kubernetes.csi import csi_pb2 as csi
 from diesel_kubernetes.names import DRIVER
-from diesel_kubernetes.operator.fields import Json, fields, text, whole
+from diesel_kubernetes.operator.fields import Json, at, fields, items, text, whole
 from diesel_kubernetes.operator.objects import LABEL_TRAINING
 from tests.kubernetes.cluster import web
 from tests.kubernetes.cluster.conftest import IMAGE
@@ -214,6 +214,12 @@ def check_shared(places: list[str]) -> None:
     assert [whole(each, "chunks_from_store") for each in seen] == shares
 
 
+def measured_shares(resources: Resources, name: str) -> list[bool]:
+    """Of each node of a Dataset: whether its share was measured there, and is something."""
+    nodes = items(resources.dataset(name), "status", "nodes")
+    return [at(each, "measured") is True and whole(each, "share") > 0 for each in nodes]
+
+
 def test_ranks_read_through_the_driver_and_share_their_cache(
     client: Client,
     control_plane: ControlPlane,
@@ -306,6 +312,8 @@ def test_ranks_read_through_the_driver_and_share_their_cache(
             plugin.restart()
         for report in reports:
             assert (Path(report["places"][0]) / next(iter(PETS))).read_bytes()
+        # A plugin reports when it starts; the mounts that it finds are those of one before
+        wait_until(lambda: measured_shares(resources, "pets") == [True, True], otherwise=told)
         go.touch()
         wait_until(
             lambda: text(resources.job("train"), "status", "phase") == "Succeeded", otherwise=told
