@@ -32,7 +32,7 @@ from .targets import MountTable
 
 log = logging.getLogger("diesel.csi")
 
-ANSWER_S = 2.0
+ANSWER_S = 5.0
 """How long a mount may take to deliver its statistics."""
 
 UNNAMED = "-"

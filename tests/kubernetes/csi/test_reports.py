@@ -96,10 +96,15 @@ class Node:
         return target
 
     def held(self) -> list[HeldDataset]:
-        """What it holds, of which it must be sure that it is all."""
-        found, is_complete = self.holdings.measure()
-        assert is_complete
-        return found
+        """What it holds, as soon as it is sure that this is all."""
+        last: list[HeldDataset] = []
+
+        def is_complete() -> bool:
+            last[:], is_all = self.holdings.measure()
+            return is_all
+
+        wait_until(is_complete)
+        return last
 
     def wait_for(self, wanted: Callable[[list[HeldDataset]], object]) -> list[HeldDataset]:
         """What it holds as soon as a condition holds for it."""
