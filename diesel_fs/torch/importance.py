@@ -313,7 +313,13 @@ class ImportanceSampler(ChunkShuffleSampler):
         self.rule = DrawRule(float(share), float(floor))
         self.warm_up = int(warm_up)
         self.substitute = substitute
-        self._table = _Table(len(self._files), importance or Loss())
+        importance = Loss() if importance is None else importance
+        if isinstance(importance, type) or not hasattr(importance, "measure"):
+            raise UsageError(
+                f"bad importance {importance!r}: it has no method measure",
+                advice="give an instance, such as Loss() or GradientNorm()",
+            )
+        self._table = _Table(len(self._files), importance)
         # One list for all copies: the hook of `dlcmd run` draws with a copy before we do.
         self._draws: list[_Draw] = []
         self._sharing = _Sharing()
@@ -507,7 +513,8 @@ class ImportanceSampler(ChunkShuffleSampler):
         table, count = self._table, len(self._files)
         if table.agreed_for != epoch:
             table.agree(epoch, self.world, self._claims(epoch), has_ranks=_has_ranks(self.world))
-            if self.rank == 0 and epoch and epoch >= self.warm_up and np.isnan(table.agreed).all():
+            is_known = not np.isnan(table.agreed).all() or not count
+            if self.rank == 0 and epoch and epoch >= self.warm_up and not is_known:
                 self._say("no loss was reported, so samples are drawn at random: call update")
         if epoch < self.warm_up:
             drawn = _Draw(epoch, np.ones(count, np.float32), np.arange(count))
@@ -522,8 +529,8 @@ class ImportanceSampler(ChunkShuffleSampler):
         """What must be the same on all ranks, as numbers (`_DIFFERENCES`)."""
         files = self._files
         samples = f"{files} {files.identity} {self._digest}"
-        arguments = (self.seed, self.group_size, self.drop_last, self.rule, self.warm_up)
-        return epoch, xxh3_64_intdigest(samples) >> 1, xxh3_64_intdigest(repr(arguments)) >> 1
+        arguments = repr((self.seed, self.group_size, self.drop_last, self.rule, self.warm_up))
+        return epoch, *(xxh3_64_intdigest(text.encode()) >> 1 for text in (samples, arguments))
 
     def _substitute(self, samples: Indices, ends: Indices, place: Place) -> tuple[Indices, Indices]:
         """This rank's part with others in place of some samples that the mount has not in memory,
@@ -673,7 +680,10 @@ def _copied_row(indices: Numbers) -> "Tensor | npt.NDArray[np.int64]":
         if row.is_floating_point() or row.is_complex() or row.dtype == torch.bool:
             raise UsageError(f"indices of samples are whole numbers, not {row.dtype}")
         return row
-    numbers = np.array(indices).reshape(-1)
+    try:
+        numbers = np.array(indices).reshape(-1)
+    except ValueError as error:
+        raise UsageError(f"indices of samples are one row of whole numbers: {error}") from error
     if numbers.size and numbers.dtype.kind not in "iu":
         raise UsageError(f"indices of samples are whole numbers, not {numbers.dtype}")
     return numbers.astype(np.int64)

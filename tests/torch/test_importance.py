@@ -145,7 +145,8 @@ def test_wrong_shapes_and_indices_are_refused(pets: DieselDataset) -> None:
         sampler.update([wrong], torch.zeros(1))
         with pytest.raises(UsageError, match=f"a sample {wrong}; there are 60"):
             sampler.state_dict()
-    for name, value in {"share": 0, "floor": 0.9, "warm_up": -1}.items():
+    bad = {"share": 0, "floor": 0.9, "warm_up": -1, "importance": GradientNorm}
+    for name, value in bad.items():
         with pytest.raises(UsageError, match=f"bad {name}"):
             ImportanceSampler(pets, **{name: value})  # type: ignore[arg-type]  # bad on purpose
 
@@ -180,7 +181,9 @@ def test_losses_of_any_kind_are_taken(pets: DieselDataset, losses: torch.Tensor)
 
 
 @pytest.mark.parametrize(
-    "indices", [[0.5, 1], torch.zeros(2), torch.tensor([True, False]), ["a", "b"]], ids=str
+    "indices",
+    [[0.5, 1], torch.zeros(2), torch.tensor([True, False]), ["a", "b"], [[1], [2, 3]]],
+    ids=["fractions", "tensor", "mask", "text", "ragged"],
 )
 def test_indices_that_are_no_whole_numbers_are_refused(
     pets: DieselDataset, indices: list[int]
@@ -229,7 +232,7 @@ def test_batches_out_of_order_are_refused(pets: DieselDataset) -> None:
 
 
 def test_a_state_has_plain_numbers(pets: DieselDataset) -> None:
-    sampler = ImportanceSampler(pets, share=np.float64(0.25), floor=np.float32(0.125))
+    sampler = ImportanceSampler(pets, share=np.float64(0.25), floor=np.float64(0.125))
     train(sampler, 0)
     checkpoint = io.BytesIO()
     torch.save(sampler.state_dict(), checkpoint)
@@ -256,8 +259,6 @@ def test_a_loop_that_forgets_update_is_told_once(
     ("fault", "said"),
     [
         ("subset", "rank 1 reads another dataset, version or selection"),
-        ("seed", "rank 1 has other arguments"),
-        ("epoch", "rank 1 is in another epoch"),
         ("report", "rank 1 has reported samples that there are not"),
     ],
 )
