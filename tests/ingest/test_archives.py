@@ -160,6 +160,22 @@ def test_one_compressed_file_becomes_a_file(
     assert contents(repository) == {b"words.txt": small, b"LARGE": large}
 
 
+@pytest.mark.parametrize("zeros", [513, 1024, 32 << 10, 1 << 20])
+def test_a_compressed_file_that_begins_with_zeros_is_no_empty_tar(
+    repository: LocalRepository, tmp_path: Path, zeros: int
+) -> None:
+    """Images of disks begin so."""
+    image = bytes(zeros) + b"CD001"
+    report = put(
+        repository,
+        local(tmp_path / "image.iso.gz", gzip.compress(image)),
+        local(tmp_path / "zeros.gz", gzip.compress(bytes(1 << 20))),
+        local(tmp_path / "empty.tar.gz", gzip.compress(tar_of())),
+    )
+    assert not report.failed
+    assert contents(repository) == {b"image.iso": image, b"zeros": bytes(1 << 20)}
+
+
 def test_frames_of_zstandard_that_are_to_be_skipped_are(
     repository: LocalRepository, tmp_path: Path
 ) -> None:
@@ -920,9 +936,9 @@ def sparse_tar() -> bytes:
     return tar_of(("sparse", member))
 
 
-def zeros_zst() -> bytes:
+def repeated_zst() -> bytes:
     """A Zstandard file of 512 GiB: blocks of 128 KiB that repeat one byte."""
-    block = (2 | 1 << 20).to_bytes(3, "little") + b"\0"
+    block = (2 | 1 << 20).to_bytes(3, "little") + b"x"
     return b"\x28\xb5\x2f\xfd\x00\x38" + block * (4 << 20)
 
 
@@ -934,7 +950,7 @@ def has_open(pid: int, path: Path) -> bool:
     return False
 
 
-@pytest.mark.parametrize("make", [sparse_tar, zeros_zst])
+@pytest.mark.parametrize("make", [sparse_tar, repeated_zst])
 def test_ctrl_c_ends_a_put_of_a_bomb(
     dlcmd: Dlcmd, tmp_path: Path, make: Callable[[], bytes]
 ) -> None:

@@ -51,8 +51,7 @@ from ..put import PutWork, Source
 from .archive_file import ArchiveFile
 from .compression import BROKEN_STREAM, BufferedStream, Decompressor, decompressed
 from .members import READ_BYTES, MemberLog, MemberTaker
-from .tar import TarEntries, is_tar
-from .tar_headers import BLOCK_BYTES
+from .tar import START_BYTES, TarEntries, is_tar
 from .zip import ZIP_MAGICS, ZipEntries
 
 log = logging.getLogger("diesel.ingest")
@@ -483,7 +482,7 @@ class ArchivesSource(Source):
                 with contextlib.closing(ZipEntries(cast("BinaryIO", buffered))) as entries:
                     return entries.take_all(taker)
             with contextlib.closing(decompressed(cast("BinaryIO", buffered))) as content:
-                if is_tar(content.peek(BLOCK_BYTES)[:BLOCK_BYTES]):
+                if is_tar(content.peek(START_BYTES)[:START_BYTES]):
                     return TarEntries(content).take_all(taker)
                 if isinstance(content, BufferedStream):
                     return "it is no archive: tar, zip, gzip, bzip2, xz and Zstandard are known"
