@@ -44,10 +44,14 @@ class SourceArgument:
 def archives_source(names: Sequence[str]) -> Iterator[SourceArgument]:
     """The archives that the user names. Raises NotFoundError, UsageError, ObjectStoreError."""
     archives = [archive for name in names for archive in _archives(name, "archive")]
-    twice = [each for each, count in Counter(a.address for a in archives).items() if count > 1]
-    if twice:
-        raise UsageError(f"{twice[0]} is named twice")
-    shown_name = names[0] if len(names) == 1 else count_text(len(archives), "archive")
+    counts = Counter(archive.address for archive in archives)
+    for archive in archives:
+        if counts[archive.address] > 1:
+            raise UsageError(f"{archive.name} is named twice")
+    if len(archives) == 1:
+        shown_name = archives[0].name  # without a query, which may hold a secret
+    else:
+        shown_name = names[0] if len(names) == 1 else count_text(len(archives), "archive")
     yield SourceArgument(shown_name, ArchivesSource(archives))
 
 

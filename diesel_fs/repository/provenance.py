@@ -62,6 +62,9 @@ class ArchiveRecord:
     """How many live files (extents, of files with several) each of the chunks had."""
     others: tuple[bytes, ...]
     """The paths of its links and folders in the dataset."""
+    writer: str = ""
+    """The user who put it, as a server knows it; empty for an administrator, and where there is no
+    server. A record cannot be checked without the archive, so only these are believed by others."""
 
     @property
     def name(self) -> str:
@@ -84,6 +87,7 @@ class ArchiveRecord:
                 "chunks": b"".join(self.chunks),
                 "files": np.array(self.files, "<u4").tobytes(),
                 "others": b"\0".join(self.others),
+                "writer": self.writer,
             }
         )
         return packed
@@ -111,6 +115,7 @@ class ArchiveRecord:
             tuple(ChunkId(ids[at : at + _ID_BYTES]) for at in range(0, len(ids), _ID_BYTES)),
             tuple(np.frombuffer(files, "<u4").tolist()),
             tuple(others.split(b"\0")) if others else (),
+            sent.text("writer", ""),
         )
         sent.end()
         return record
@@ -141,14 +146,20 @@ class LiveFiles:
             found.append(0 if number < 0 else int(self._counts[number]))
         return found
 
+    def others(self, record: ArchiveRecord) -> tuple[bytes, ...]:
+        """Those of the links and folders of a record that the version has."""
+        found = self._view.lookup_many(record.others).tolist() if record.others else []
+        return tuple(
+            path
+            for path, index in zip(record.others, found, strict=True)
+            if index >= 0 and self._view.stat(index).kind != Kind.FILE
+        )
+
     def has_all(self, record: ArchiveRecord) -> bool:
         """Whether the version has everything that an archive brought."""
         if self.counts(record.chunks) != list(record.files):
             return False
-        for index in self._view.lookup_many(record.others).tolist() if record.others else ():
-            if index < 0 or self._view.stat(index).kind == Kind.FILE:
-                return False
-        return True
+        return self.others(record) == record.others
 
 
 def _find(ids: Sequence[ChunkId], chunk: ChunkId) -> int:

@@ -26,6 +26,7 @@ import torch.distributed
 from torch import Tensor
 from torch.nn.functional import one_hot
 from torch.utils.data import DataLoader
+from xxhash import xxh3_64_intdigest
 
 from ..errors import ConflictError, DieselError, UsageError
 from ..format.snapshot.reader import Indices
@@ -63,6 +64,16 @@ _PENDING_MAX = 1 << 16
 _Batch = TypeVar("_Batch", covariant=True)
 Numbers: TypeAlias = "Tensor | npt.NDArray[np.int64] | Sequence[int]"
 """Indices of samples."""
+
+Losses: TypeAlias = "Tensor | npt.NDArray[np.float32 | np.float64] | Sequence[float]"
+"""A number for each sample of a batch."""
+
+_DIFFERENCES = (
+    "is in another epoch than rank 0",
+    "reads another dataset, version or selection of files than rank 0",
+    "has other arguments than rank 0",
+)
+"""How ranks can differ that must not: one for each number that they claim."""
 
 
 class Importance(ABC):
@@ -123,36 +134,37 @@ class _Table:
         self.ignored = 0
         """How many reports were no finite numbers, or negative."""
         self._importance = importance
-        self._indices: list[Numbers] = []
+        self._indices: list[Tensor | npt.NDArray[np.int64]] = []
         self._values: list[Tensor] = []
         self._pending = 0
 
     def report(
         self,
         indices: Numbers,
-        losses: Tensor,
+        losses: Losses,
         outputs: Tensor | None,
         targets: Tensor | None,
     ) -> None:
         """Take note of a batch. Waits for no device but once in 65,536 samples. Raises
         UsageError."""
-        if losses.ndim != 1 or len(losses) != len(indices):
+        samples, losses = _copied_row(indices), torch.as_tensor(losses)
+        if losses.ndim != 1 or len(losses) != len(samples):
             raise UsageError(
-                f"losses have the shape {tuple(losses.shape)}, for {len(indices)} samples",
+                f"losses have the shape {tuple(losses.shape)}, for {len(samples)} samples",
                 advice='give one loss for each sample: the criterion takes reduction="none"',
             )
         values = self._importance.measure(losses.detach(), _detached(outputs), _detached(targets))
         if values.shape != losses.shape:
             raise UsageError(
                 f"{type(self._importance).__name__} gives the shape {tuple(values.shape)}"
-                f" for {len(indices)} samples"
+                f" for {len(samples)} samples"
             )
         if self._values and self._values[0].device != values.device:
             self.settle_pending()
         # A copy: the loop may go on to change the losses where they lie.
         self._values.append(values.to(torch.float32, copy=True))
-        self._indices.append(indices)
-        self._pending += len(indices)
+        self._indices.append(samples)
+        self._pending += len(samples)
         if self._pending >= _PENDING_MAX:
             self.settle_pending()
 
@@ -167,29 +179,40 @@ class _Table:
         given, values = self._indices, torch.cat(self._values).cpu().numpy()
         self.forget_pending()
         indices = np.concatenate([_as_row(each) for each in given])
-        samples = len(self.agreed)
-        if not 0 <= int(indices.min()) <= int(indices.max()) < samples:
-            wrong = indices[(indices < 0) | (indices >= samples)][0]
-            raise UsageError(f"update was called for a sample {wrong}; there are {samples}")
+        _check_samples("update", indices, len(self.agreed))
         is_good = np.isfinite(values) & (values >= 0)
         self.ignored += int(len(values) - np.count_nonzero(is_good))
         self.reported[indices[is_good]] = values[is_good]
 
-    def agree(self, epoch: int, world: int, *, has_ranks: bool) -> None:
+    def agree(self, epoch: int, world: int, claims: Sequence[int], *, has_ranks: bool) -> None:
         """All ranks take over what each has reported, and forget it. Called by all at once; without
-        `has_ranks` they know nothing of each other."""
-        self.settle_pending()
-        self.agreed_for = epoch
+        `has_ranks` they know nothing of each other.
+
+        `claims` are numbers that must be equal on all ranks (`_DIFFERENCES`). Raises UsageError for
+        reports of samples that there are not, and ConflictError on all other ranks; ConflictError
+        on all ranks where claims differ."""
+        fault: UsageError | None = None
+        try:
+            self.settle_pending()
+        except UsageError as error:
+            fault = error  # the other ranks wait for this one to say so
         indices = np.flatnonzero(~np.isnan(self.reported))
         values, local_worlds = self.reported[indices], [_local_world(world)]
         if has_ranks and world > 1:
-            indices, values, local_worlds = _gathered(indices, values, world)
+            said = _gathered_claims([*claims, fault is None, len(indices), local_worlds[0]], world)
+            if fault is None:
+                _check_claims([each[:-2] for each in said])
+                local_worlds = [each[-1] for each in said]
+                indices, values = _gathered(indices, values, [each[-2] for each in said])
+        if fault is not None:
+            raise fault
         local_world = local_worlds[0] if len({*local_worlds}) == 1 else world
         self.nodes = world // local_world if world % local_world == 0 else 1
         # New arrays, since states hold the old ones. Of equal indices the last counts everywhere.
         self.agreed = self.agreed.copy()
         self.agreed[indices] = values
         self.reported = np.full(len(self.agreed), np.nan, np.float32)
+        self.agreed_for = epoch
 
 
 @dataclass(slots=True)
@@ -287,10 +310,16 @@ class ImportanceSampler(ChunkShuffleSampler):
             dataset, rank=rank, world=world, seed=seed, group_size=group_size, drop_last=drop_last
         )
         check_number("warm_up", warm_up)
-        self.rule = DrawRule(share, floor)
+        self.rule = DrawRule(float(share), float(floor))
         self.warm_up = int(warm_up)
         self.substitute = substitute
-        self._table = _Table(len(self._files), importance or Loss())
+        importance = Loss() if importance is None else importance
+        if isinstance(importance, type) or not hasattr(importance, "measure"):
+            raise UsageError(
+                f"bad importance {importance!r}: it has no method measure",
+                advice="give an instance, such as Loss() or GradientNorm()",
+            )
+        self._table = _Table(len(self._files), importance)
         # One list for all copies: the hook of `dlcmd run` draws with a copy before we do.
         self._draws: list[_Draw] = []
         self._sharing = _Sharing()
@@ -322,12 +351,12 @@ class ImportanceSampler(ChunkShuffleSampler):
     def update(
         self,
         indices: Numbers,
-        losses: Tensor,
+        losses: Losses,
         outputs: Tensor | None = None,
         targets: Tensor | None = None,
     ) -> None:
         """Report a batch: the indices of its samples in the dataset, and their losses, of the shape
-        (batch,), on any device. Later draws use it.
+        (batch,), on any device, or in an array or list. Later draws use it.
 
         `outputs` and `targets` are needed by some kinds of importance. Raises UsageError where
         shapes do not fit; an index that does not exist may also be found later.
@@ -344,8 +373,10 @@ class ImportanceSampler(ChunkShuffleSampler):
         if not self._draws or self._draws[0].epoch != self.epoch:
             raise UsageError(f"epoch {self.epoch} has not begun: nothing is drawn for it")
         drawn = self._draws[0]
-        share = len(drawn.samples) / len(self._files)
-        found = torch.from_numpy(weights(drawn.probabilities[_as_row(indices)], share))
+        share = len(drawn.samples) / max(len(self._files), 1)
+        rows = _as_row(_copied_row(indices))
+        _check_samples("weights", rows, len(self._files))
+        found = torch.from_numpy(weights(drawn.probabilities[rows], share))
         return found.to(device, non_blocking=True)
 
     def enumerate(
@@ -361,14 +392,22 @@ class ImportanceSampler(ChunkShuffleSampler):
                 "enumerate takes a DataLoader over this sampler that has a batch size",
                 advice="or have the dataset give each sample's index, and call update with it",
             )
+        if not getattr(loader, "in_order", True):
+            raise UsageError(
+                "enumerate needs batches in the order of their samples",
+                advice="leave out in_order=False",
+            )
         batch_size = self._sharing.batch_size = int(loader.batch_size)
         times = [time.monotonic()]
+        samples = np.empty(0, np.int64)
         for number, batch in enumerate(loader):
-            assert self._last is not None
+            if not number:
+                assert self._last is not None
+                samples = self._last.samples
             if number < 2 * BENEFIT_BATCHES:
                 times.append(time.monotonic())
                 self._sharing.note(times, self._draws[0].timed, batch_size)
-            yield self._last.samples[number * batch_size : (number + 1) * batch_size], batch
+            yield samples[number * batch_size : (number + 1) * batch_size].copy(), batch
 
     def state_dict(self, received: int | None = None) -> dict[str, object]:
         """As `ChunkShuffleSampler.state_dict`, with the importance of the samples.
@@ -473,7 +512,10 @@ class ImportanceSampler(ChunkShuffleSampler):
             return self._draws[0]
         table, count = self._table, len(self._files)
         if table.agreed_for != epoch:
-            table.agree(epoch, self.world, has_ranks=_has_ranks(self.world))
+            table.agree(epoch, self.world, self._claims(epoch), has_ranks=_has_ranks(self.world))
+            is_known = not np.isnan(table.agreed).all() or not count
+            if self.rank == 0 and epoch and epoch >= self.warm_up and not is_known:
+                self._say("no loss was reported, so samples are drawn at random: call update")
         if epoch < self.warm_up:
             drawn = _Draw(epoch, np.ones(count, np.float32), np.arange(count))
         else:
@@ -482,6 +524,13 @@ class ImportanceSampler(ChunkShuffleSampler):
             self._tell_importance(found)
         self._draws[:] = [drawn]
         return drawn
+
+    def _claims(self, epoch: int) -> tuple[int, ...]:
+        """What must be the same on all ranks, as numbers (`_DIFFERENCES`)."""
+        files = self._files
+        samples = f"{files} {files.identity} {self._digest}"
+        arguments = repr((self.seed, self.group_size, self.drop_last, self.rule, self.warm_up))
+        return epoch, *(xxh3_64_intdigest(text.encode()) >> 1 for text in (samples, arguments))
 
     def _substitute(self, samples: Indices, ends: Indices, place: Place) -> tuple[Indices, Indices]:
         """This rank's part with others in place of some samples that the mount has not in memory,
@@ -567,9 +616,13 @@ class ImportanceSampler(ChunkShuffleSampler):
             with Control.connect(mount, identity=files.identity, version=files.version) as control:
                 what(control)
         except DieselError as error:
-            if str(error) not in self._said:
-                self._said.append(str(error))
-                log.warning("the mount on %s does not know what is important: %s", mount, error)
+            self._say(f"the mount on {mount} does not know what is important: {error}")
+
+    def _say(self, warning: str) -> None:
+        """Log a warning, once."""
+        if warning not in self._said:
+            self._said.append(warning)
+            log.warning("%s", warning)
 
 
 class _LoadedImportance:
@@ -619,6 +672,31 @@ def _detached(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.detach()
 
 
+def _copied_row(indices: Numbers) -> "Tensor | npt.NDArray[np.int64]":
+    """A copy of indices, on their device: the loop may go on to change them. Raises UsageError for
+    what are no whole numbers."""
+    if isinstance(indices, Tensor):
+        row = indices.detach().reshape(-1).clone()
+        if row.is_floating_point() or row.is_complex() or row.dtype == torch.bool:
+            raise UsageError(f"indices of samples are whole numbers, not {row.dtype}")
+        return row
+    try:
+        numbers = np.array(indices).reshape(-1)
+    except ValueError as error:
+        raise UsageError(f"indices of samples are one row of whole numbers: {error}") from error
+    if numbers.size and numbers.dtype.kind not in "iu":
+        raise UsageError(f"indices of samples are whole numbers, not {numbers.dtype}")
+    return numbers.astype(np.int64)
+
+
+def _check_samples(what: str, indices: Indices, samples: int) -> None:
+    """Raise UsageError where `what` was called for samples that there are not."""
+    is_wrong = (indices < 0) | (indices >= samples)
+    if is_wrong.any():
+        wrong = indices[is_wrong][0]
+        raise UsageError(f"{what} was called for a sample {wrong}; there are {samples}")
+
+
 def _as_row(indices: Numbers) -> npt.NDArray[np.int64]:
     if isinstance(indices, Tensor):
         indices = indices.detach().cpu().numpy()
@@ -639,22 +717,42 @@ def _local_world(world: int) -> int:
     return next((int(each) for each in said if each.isdecimal() and int(each)), world)
 
 
-def _gathered(indices: Indices, values: Values, world: int) -> tuple[Indices, Values, list[int]]:
-    """The reports of all ranks, those of rank 0 first; and how many ranks are on each one's
-    node."""
-    device = "cpu"
+def _device_of_ranks() -> str:
     if torch.distributed.get_backend() == "nccl":
-        device = f"cuda:{torch.cuda.current_device()}"
-    own = torch.tensor([len(indices), _local_world(world)], device=device)
-    counts = [torch.zeros_like(own) for _ in range(world)]
-    torch.distributed.all_gather(counts, own)
-    lengths, local_worlds = zip(*(each.tolist() for each in counts), strict=True)
-    # Both in one row of 8 bytes each, as long as the longest: one exchange.
+        return f"cuda:{torch.cuda.current_device()}"
+    return "cpu"
+
+
+def _gathered_claims(own: Sequence[int], world: int) -> list[list[int]]:
+    """The numbers that each rank claims."""
+    row = torch.tensor(own, device=_device_of_ranks())
+    rows = [torch.zeros_like(row) for _ in range(world)]
+    torch.distributed.all_gather(rows, row)
+    return [each.tolist() for each in rows]
+
+
+def _check_claims(said: Sequence[Sequence[int]]) -> None:
+    """Raise ConflictError where ranks differ (`_DIFFERENCES`), or the last number of one, whether
+    its reports are good, is 0."""
+    for rank, claims in enumerate(said):
+        for own, first, what in zip(claims, said[0], _DIFFERENCES, strict=False):
+            if own != first:
+                raise ConflictError(
+                    f"the ranks of an ImportanceSampler do not fit: rank {rank} {what}",
+                    advice="give all ranks the same dataset, arguments and epochs",
+                )
+        if not claims[-1]:
+            raise ConflictError(f"rank {rank} has reported samples that there are not")
+
+
+def _gathered(indices: Indices, values: Values, lengths: Sequence[int]) -> tuple[Indices, Values]:
+    """The reports of all ranks, those of rank 0 first. `lengths`: how many each has."""
+    device = _device_of_ranks()
     row = torch.zeros((2, max(lengths)), dtype=torch.float64, device=device)
     row[0, : len(indices)] = torch.from_numpy(indices.astype(np.float64))
     row[1, : len(values)] = torch.from_numpy(values.astype(np.float64))
-    rows = [torch.zeros_like(row) for _ in range(world)]
+    rows = [torch.zeros_like(row) for _ in lengths]
     torch.distributed.all_gather(rows, row)
     found = [each[:, :length].cpu().numpy() for each, length in zip(rows, lengths, strict=True)]
     everything = np.concatenate(found, axis=1)
-    return everything[0].astype(np.int64), everything[1].astype(np.float32), [*local_worlds]
+    return everything[0].astype(np.int64), everything[1].astype(np.float32)

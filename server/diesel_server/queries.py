@@ -184,11 +184,16 @@ class QueryHandlers:
         return found
 
     async def archives(self, request: Request, known: DatasetRef) -> Reply:
-        """The archives that a dataset was made from."""
+        """The archives that a dataset was made from. Of one that another user has put, who is no
+        administrator, the caller is told that nothing can be copied: it may be forged."""
         records = await trio.to_thread.run_sync(
             self._repository.archive_records, known.identity, limiter=self._query_threads
         )
-        return Reply({}, records_payload(records))
+        trusted = ("", request.account.name)
+        told = [
+            each if each.writer in trusted else replace(each, is_alone=False) for each in records
+        ]
+        return Reply({}, records_payload(told))
 
     def _catalogued(self, name: str) -> DatasetInfo:
         found, damaged = self._repository.catalogue.all({})

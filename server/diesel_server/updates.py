@@ -9,6 +9,7 @@ nothing. So a client that got no answer sends the chunk again, to another server
 `repository/validation.py` decides which chunks may be committed, `directory.py` who may write.
 """
 
+import dataclasses
 import logging
 import re
 import threading
@@ -240,6 +241,8 @@ class UpdateHandlers:
     async def record_archive(self, request: Request, known: DatasetRef) -> Reply:
         """A writer has put an archive whole."""
         record = ArchiveRecord.unpack(Fields(request.message, "record_archive").octets("record"))
+        account = request.account
+        record = dataclasses.replace(record, writer="" if account.admin else account.name)
         write = partial(self._repository.record_archive, known.identity, record)
         await trio.to_thread.run_sync(write, limiter=self._store_threads)
         return Reply()

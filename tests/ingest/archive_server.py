@@ -19,6 +19,10 @@ class ArchiveServer:
     sends_parts: bool = True
     says_length: bool = True
     redirects: dict[str, str] = field(default_factory=dict)
+    statuses: dict[str, int] = field(default_factory=dict)
+    """Paths that are always answered so."""
+    shift: int = 0
+    """So many bytes behind what was asked for are sent."""
     failures: list[int] = field(default_factory=list)
     """The next answers: each an error status, or -1 for a body that breaks off in the middle."""
     served: Counter[str] = field(default_factory=Counter)
@@ -48,6 +52,8 @@ def archive_server(**options: object) -> Iterator[ArchiveServer]:
             failure = state.failures.pop(0) if state.failures else 0
             if failure > 0:
                 return self._empty(failure, **{"Retry-After": "0"})
+            if path in state.statuses:
+                return self._empty(state.statuses[path])
             if path not in state.files:
                 return self._empty(404)
             content = state.files[path]
@@ -58,7 +64,7 @@ def archive_server(**options: object) -> Iterator[ArchiveServer]:
             start, end = 0, len(content)
             if asked and state.sends_parts:
                 first, _, last = asked.removeprefix("bytes=").partition("-")
-                start, end = int(first), min(int(last) + 1, end)
+                start, end = int(first) + state.shift, min(int(last) + 1 + state.shift, end)
                 if start >= end:
                     return self._empty(416, **{"Content-Range": f"bytes */{len(content)}"})
                 self.send_response(206)

@@ -6,12 +6,16 @@ import hashlib
 import io
 import lzma
 import os
+import signal
 import stat
 import subprocess
 import sys
 import tarfile
+import threading
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,19 +30,24 @@ from diesel_fs.errors import (
     DieselError,
     NoSuchDataset,
     NotFoundError,
+    ObjectStoreRefused,
     PermissionDenied,
     UsageError,
 )
 from diesel_fs.ingest import ArchivesSource, HttpArchive, LocalArchive, PutOptions, PutReport
-from diesel_fs.ingest.sources import archive_file
+from diesel_fs.ingest.sources import archive_file, archive_places
 from diesel_fs.ingest.sources import archives as module
 from diesel_fs.repository.interface import PurgeOptions, Repository
 from diesel_fs.repository.local import LocalRepository
 from diesel_fs.repository.provenance import ArchiveRecord
 from diesel_fs.storage.accounts.account import Role
+from diesel_fs.storage.objects.retry import RetryPolicy
 
+from ..cli.conftest import Dlcmd
+from ..cli.conftest import dlcmd as dlcmd
 from ..server.in_process_server import in_process_server
 from ..trees import facts, odd_tree
+from ..waiting import wait_until
 from .archive_server import ArchiveServer, archive_server
 from .test_tar import contents, reasons, tar_of
 
@@ -151,6 +160,32 @@ def test_one_compressed_file_becomes_a_file(
     assert contents(repository) == {b"words.txt": small, b"LARGE": large}
 
 
+@pytest.mark.parametrize("zeros", [513, 1024, 32 << 10, 1 << 20])
+def test_a_compressed_file_that_begins_with_zeros_is_no_empty_tar(
+    repository: LocalRepository, tmp_path: Path, zeros: int
+) -> None:
+    """Images of disks begin so."""
+    image = bytes(zeros) + b"CD001"
+    report = put(
+        repository,
+        local(tmp_path / "image.iso.gz", gzip.compress(image)),
+        local(tmp_path / "zeros.gz", gzip.compress(bytes(1 << 20))),
+        local(tmp_path / "empty.tar.gz", gzip.compress(tar_of())),
+    )
+    assert not report.failed
+    assert contents(repository) == {b"image.iso": image, b"zeros": bytes(1 << 20)}
+
+
+def test_frames_of_zstandard_that_are_to_be_skipped_are(
+    repository: LocalRepository, tmp_path: Path
+) -> None:
+    """pzstd begins with such a frame."""
+    skipped = b"\x5a\x2a\x4d\x18\x04\0\0\0skip"
+    data = skipped + zstd.compress(tar_of(("a", b"1"))) + skipped
+    assert not put(repository, local(tmp_path / "x", data)).failed
+    assert contents(repository) == {b"a": b"1"}
+
+
 def test_several_members_of_gzip_are_one_stream(
     repository: LocalRepository, tmp_path: Path
 ) -> None:
@@ -222,12 +257,18 @@ def test_M1_hostile_members_of_a_zip_are_refused(
         local(
             tmp_path / "a.zip",
             zip_of(
-                ("../up", b"1"), ("/abs", b"2"), ("a/../../b", b"3"), (pipe, b""), ("good", b"4")
+                ("../up", b"1"),
+                ("/abs", b"2"),
+                ("a/../../b", b"3"),
+                (pipe, b""),
+                (zipfile.ZipInfo(""), b"5"),
+                ("good", b"4"),
             ),
         ),
         local(tmp_path / "b.zip", bytes(locked)),
     )
-    assert set(reasons(report)) == {b"../up", b"/abs", b"a/../../b", b"pipe", b"locked"}
+    names = {b"../up", b"/abs", b"a/../../b", b"pipe", b"locked", b""}
+    assert set(reasons(report)) == names
     assert "encrypted" in reasons(report)[b"locked"]
     assert contents(repository) == {b"good": b"4"}
 
@@ -467,6 +508,140 @@ def test_of_files_with_one_path_that_in_the_last_archive_counts(
         assert files == expected
 
 
+# What is put once is put whole
+
+
+def test_what_a_filter_left_out_comes_with_the_next_put(
+    repository: LocalRepository, tmp_path: Path
+) -> None:
+    archive = local(tmp_path / "a.tar", tar_of(("a.jpg", b"1"), ("b.txt", b"2")))
+    put(repository, archive, include=("*.jpg",))
+    assert put(repository, archive).archives_skipped == 0
+    assert contents(repository) == {b"a.jpg": b"1", b"b.txt": b"2"}
+    put(repository, archive, name="other", exclude=("*.jpg",))
+    put(repository, local(tmp_path / "same.tar", tar_of(("a.jpg", b"1"), ("b.txt", b"2"))))
+    assert contents(repository) == {b"a.jpg": b"1", b"b.txt": b"2"}
+
+
+def test_a_compressed_file_gets_its_name_whatever_was_put_before(
+    repository: LocalRepository, tmp_path: Path
+) -> None:
+    data = gzip.compress(random_bytes(1, 100_000))
+    put(repository, local(tmp_path / "one.txt.gz", data), name="original")
+    put(repository, local(tmp_path / "one.txt.gz", data))
+    put(repository, local(tmp_path / "two.txt.gz", data))
+    assert set(contents(repository)) == {b"one.txt", b"two.txt"}
+
+
+@pytest.mark.parametrize("kinds", ["ll", "lf", "fl"])
+def test_of_links_too_that_in_the_last_archive_counts(
+    repository: LocalRepository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kinds: str
+) -> None:
+    """The first archive is packed when the second has been put, and the command is repeated."""
+    recorded = threading.Event()
+    record = repository.record_archive
+
+    def record_archive(*given: object) -> None:
+        record(*given)  # type: ignore[arg-type]  # what came is passed on
+        recorded.set()
+
+    class Late(LocalArchive):
+        def open(self, state: ingest.ArchiveState) -> archive_file.ArchiveFile:
+            assert recorded.wait(60)
+            return super().open(state)
+
+    def member(kind: str, text: str) -> bytes | tarfile.TarInfo:
+        link = tarfile.TarInfo()
+        link.type, link.linkname = tarfile.SYMTYPE, text
+        return link if kind == "l" else text.encode()
+
+    monkeypatch.setattr(repository, "record_archive", record_archive)
+    for number, kind in enumerate(kinds):
+        filler = (f"filler{number}", random_bytes(number, 80_000))
+        tar = tar_of(filler, ("x", member(kind, f"of {number}")))
+        (tmp_path / f"{number}.tar").write_bytes(tar)
+    archives = Late(str(tmp_path / "0.tar")), LocalArchive(str(tmp_path / "1.tar"))
+    for skipped in (0, 2):
+        report = put(repository, *archives, jobs=2)
+        assert not report.failed
+        assert report.archives_skipped == skipped
+        assert contents(repository)[b"x"] == ("of 1" if kinds[1] == "l" else b"of 1")
+
+
+def test_a_dry_run_deletes_nothing_where_an_archive_cannot_be_read(
+    repository: LocalRepository, tmp_path: Path
+) -> None:
+    put(repository, local(tmp_path / "a.tar", tar_of(("a", b"1"))))
+    report = put(repository, local(tmp_path / "b", b"no archive"), delete=True, dry_run=True)
+    assert report.failed
+    assert report.to_delete == ()
+
+
+# Odd zips
+
+
+def test_a_zip_without_dates_is_put(repository: LocalRepository, tmp_path: Path) -> None:
+    """Go's archive/zip writes a month 0 where its caller gives no time."""
+    infos = [zipfile.ZipInfo("zero", (1980, 0, 0, 0, 0, 0)), zipfile.ZipInfo("x")]
+    infos[1].date_time = (2020, 15, 31, 31, 63, 62)
+    assert not put(
+        repository, local(tmp_path / "a.zip", zip_of(*((i, b"1") for i in infos)))
+    ).failed
+    view = repository.view("pets")
+    times = [view.stat(view.lookup(name)).mtime_ns for name in (b"zero", b"x")]
+    assert times == [315_532_800 * 10**9] * 2
+
+
+def test_a_zip_with_a_member_of_unknown_compression_gives_the_others(
+    repository: LocalRepository, tmp_path: Path
+) -> None:
+    data = bytearray(zip_of(("a", b"1"), ("deflate64", b"2"), ("z", b"3")))
+    for magic, offset in ((b"PK\x03\x04", 8), (b"PK\x01\x02", 10)):
+        second = data.index(magic, data.index(magic) + 1)
+        data[second + offset] = 9
+    report = put(repository, local(tmp_path / "a.zip", bytes(data)))
+    assert list(reasons(report)) == [b"deflate64"]
+    assert "(method 9)" in reasons(report)[b"deflate64"]
+    assert contents(repository) == {b"a": b"1", b"z": b"3"}
+
+
+def test_a_zip_whose_names_are_not_what_it_says_is_named(
+    repository: LocalRepository, tmp_path: Path
+) -> None:
+    data = bytearray(zip_of(("caf\u00e9", b"1"), ("b", b"2"))).replace(
+        "\u00e9".encode(), b"\xe9\xe9"
+    )
+    report = put(
+        repository,
+        local(tmp_path / "bad.zip", bytes(data)),
+        local(tmp_path / "good.zip", zip_of(("c", b"3"))),
+    )
+    assert list(reasons(report)) == [os.fsencode(tmp_path / "bad.zip")]
+    assert contents(repository) == {b"c": b"3"}
+
+
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_any_bytes_are_an_archive_or_named(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """FAULTS.md, 8: every parser is total."""
+    tar = tar_of(("d/a", b"1" * 700), ("b" * 120, b"2"))
+    seeds = [zip_of(("a", b"1" * 99), ("caf\u00e9", b"2")), tar]
+    seeds += [compress(tar) for compress in COMPRESS.values()]
+    damaged = bytearray(data.draw(st.sampled_from(seeds)))
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(damaged) - 1))
+        damaged[at] = data.draw(st.sampled_from([0, 1, 0x7F, 0x80, 0xFF, damaged[at] ^ 8]))
+    damaged = damaged[: data.draw(st.sampled_from([len(damaged), len(damaged) * 3 // 4]))]
+    folder = tmp_path_factory.mktemp("archives")
+    with LocalRepository.open((folder / "store").as_uri(), create=True) as repository:
+        report = put(repository, local(folder / "x", bytes(damaged)), dry_run=True)
+        assert report.failed or report.entries_found
+
+
 # Over HTTP
 
 
@@ -553,6 +728,114 @@ def test_a_weak_tag_says_nothing_of_the_bytes(
     assert HttpArchive(server.url("/x.tar")).look().tag == ("" if tagged_by_time else etag)
 
 
+@pytest.mark.parametrize("change", ["modified", "length", "weak", "streamed"])
+def test_O9_nor_one_without_a_strong_tag(
+    server: ArchiveServer, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    monkeypatch.setattr(archive_file, "PIECE_BYTES", 4096)
+    server.sends_parts = change != "streamed"
+    server.files["/x.tar"] = random_bytes(0, 1 << 20)
+    server.etags["/x.tar"] = 'W/"1"' if change in ("weak", "streamed") else ""
+    archive = HttpArchive(server.url("/x.tar"))
+    state = archive.look()
+    file = archive.open(state) if change != "streamed" else None
+    if file is not None:
+        file.readinto(bytearray(100))
+    server.files["/x.tar"] = random_bytes(1, (1 << 20) + (change == "length"))
+    match change:
+        case "modified":
+            server.modified = "Fri, 13 Feb 2009 23:31:31 GMT"
+        case "weak" | "streamed":
+            server.etags["/x.tar"] = 'W/"2"'
+    with pytest.raises(OSError, match="changed while it was being read"):
+        (file or archive.open(state)).sha256()
+    if file is not None:
+        file.close()
+
+
+def test_O9_what_was_checked_is_what_is_put(
+    repository: LocalRepository, server: ArchiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that sends other bytes when an archive of a known SHA-256 is fetched again."""
+    monkeypatch.setattr(archive_file, "PIECE_BYTES", 4096)
+    monkeypatch.setattr(archive_file, "_WHOLE_BYTES_MAX", 4096)
+    files = [(f"f{i}", random_bytes(i, 50_000)) for i in range(4)]
+    data = tar_of(*files)
+    server.files["/x.tar"], server.etags["/x.tar"] = data, '"same"'
+    sha256 = archive_file.ArchiveFile.sha256
+
+    def checked(self: archive_file.ArchiveFile, *given: Callable[[], None]) -> bytes:
+        found = sha256(self, *given)
+        server.files["/x.tar"] = data.replace(files[3][1][:1000], bytes(1000))
+        return found
+
+    monkeypatch.setattr(archive_file.ArchiveFile, "sha256", checked)
+    address = server.url("/x.tar#sha256=") + hashlib.sha256(data).hexdigest()
+    report = put(repository, HttpArchive(address))
+    assert "changed while it was being read" in report.failed[0][1]
+    assert b"f3" not in contents(repository)
+
+
+def test_a_part_that_was_not_asked_for_is_not_taken(
+    server: ArchiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(archive_file, "PIECE_BYTES", 4096)
+    monkeypatch.setattr(archive_places, "_POLICY", RetryPolicy(deadline_s=10.5))
+    server.files["/x.tar"] = random_bytes(0, 1 << 16)
+    archive = HttpArchive(server.url("/x.tar"))
+    with archive.open(archive.look()) as file:
+        server.shift = 1
+        with pytest.raises(OSError, match="was not asked"):
+            file.readinto(bytearray(100))
+
+
+def test_where_a_redirection_has_expired_the_address_is_asked_again(
+    repository: LocalRepository, server: ArchiveServer
+) -> None:
+    data = tar_of(("a", random_bytes(1, 100_000)))
+    server.files |= {"/signed1": data, "/signed2": data}
+    server.etags |= {"/signed1": '"x"', "/signed2": '"x"'}
+    server.redirects["/x.tar"] = "/signed1"
+    archive = HttpArchive(server.url("/x.tar"))
+    with archive.open(archive.look()) as file:
+        server.redirects["/x.tar"] = "/signed2"
+        server.statuses["/signed1"] = 403
+        assert file.sha256() == hashlib.sha256(data).digest()
+    server.statuses["/signed2"] = 403
+    with pytest.raises(PermissionDenied):
+        HttpArchive(server.url("/x.tar")).look()
+
+
+@pytest.mark.parametrize("target", ["file:///etc/passwd", "http://[bad", "ftp://host/x"])
+def test_a_redirection_to_nowhere_is_refused(server: ArchiveServer, target: str) -> None:
+    server.redirects["/x.tar"] = target
+    with pytest.raises(ObjectStoreRefused, match="redirects"):
+        HttpArchive(server.url("/x.tar")).look()
+
+
+@pytest.mark.parametrize("address", ["http://[bad/x", "http://host:99999/x", "http:///x"])
+def test_an_address_that_is_none_is_refused(address: str) -> None:
+    with pytest.raises(UsageError, match="bad address") as caught:
+        HttpArchive(address + "?token=canary")
+    assert "canary" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("modified", "mtime_s"),
+    [("Fri, 13 Feb 2009 23:31:30 GMT", 1_234_567_890), ("Fri, 01 Jan 9999 00:00:00 GMT", 0),
+     ("yesterday", 0), ("Mon, 99 Jan 2020 99:00:00 GMT", 0)],
+)  # fmt: skip
+def test_a_server_may_say_any_time(
+    repository: LocalRepository, server: ArchiveServer, modified: str, mtime_s: int
+) -> None:
+    server.files["/x.gz"], server.modified = gzip.compress(b"1"), modified
+    assert not put(repository, HttpArchive(server.url("/x.gz"))).failed
+    view = repository.view("pets")
+    if mtime_s:
+        assert view.stat(view.lookup(b"x")).mtime_ns == mtime_s * 10**9
+    assert contents(repository) == {b"x": b"1"}
+
+
 def test_S8_a_secret_in_an_address_is_shown_and_kept_nowhere(
     repository: LocalRepository, server: ArchiveServer
 ) -> None:
@@ -606,6 +889,82 @@ def test_S10_nothing_is_copied_from_a_dataset_that_the_user_may_not_read(
         (record,) = reader.archive_records(identity)
         with pytest.raises(PermissionDenied):
             reader.record_archive(identity, record)
+
+
+def test_S13_a_forged_record_gives_nobody_other_bytes(
+    tmp_path: Path, server: ArchiveServer
+) -> None:
+    """A user puts a record of an archive that was never put, with files of their own."""
+    data, other = (tar_of(("a", random_bytes(seed, 200_000))) for seed in (1, 2))
+    server.files |= {"/x.tar": data, "/other.tar": other}
+    address = server.url("/x.tar#sha256=") + hashlib.sha256(data).hexdigest()
+    with in_process_server(tmp_path / "store") as behind:
+        forger = behind.with_role(Role.ADMIN, "forged")
+        put(forger, HttpArchive(server.url("/other.tar")), name="forged")
+        identity = behind.store.dataset("forged").identity
+        (record,) = forger.archive_records(identity)
+        forged = replace(record, size=len(data), sha256=hashlib.sha256(data).digest(), writer="")
+        forger.record_archive(identity, forged)
+        put(behind.admin, HttpArchive(address), name="admins")
+        assert contents(behind.store, "admins") == {b"a": random_bytes(1, 200_000)}
+
+
+# The command
+
+
+def test_S8_the_command_does_not_show_a_query(dlcmd: Dlcmd, server: ArchiveServer) -> None:
+    server.files["/x.tar"] = b"no archive"
+    address = server.url("/x.tar?token=canary")
+    for code, names in {
+        2: (address, address),
+        3: (address,),
+        10: (address.replace("x", "y"),),
+    }.items():
+        result = dlcmd("put", "--unpack", *names, "pets", code=code)
+        assert "canary" not in result.err + result.out.decode()
+    for bad in ("#sha1=0", "#sha256=0"):
+        assert "canary" not in dlcmd("put", "--unpack", address + bad, "pets", code=2).err
+
+
+def sparse_tar() -> bytes:
+    """A tar with a file of 8 TiB that has no bytes."""
+    member = tarfile.TarInfo("sparse")
+    member.pax_headers = {
+        "GNU.sparse.major": "0", "GNU.sparse.minor": "1", "GNU.sparse.map": f"{8 << 40},0",
+        "GNU.sparse.size": str(8 << 40), "GNU.sparse.numblocks": "1", "GNU.sparse.name": "sparse",
+    }  # fmt: skip
+    return tar_of(("sparse", member))
+
+
+def repeated_zst() -> bytes:
+    """A Zstandard file of 512 GiB: blocks of 128 KiB that repeat one byte."""
+    block = (2 | 1 << 20).to_bytes(3, "little") + b"x"
+    return b"\x28\xb5\x2f\xfd\x00\x38" + block * (4 << 20)
+
+
+def has_open(pid: int, path: Path) -> bool:
+    for each in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile
+            if each.readlink() == path:
+                return True
+    return False
+
+
+@pytest.mark.parametrize("make", [sparse_tar, repeated_zst])
+def test_ctrl_c_ends_a_put_of_a_bomb(
+    dlcmd: Dlcmd, tmp_path: Path, make: Callable[[], bytes]
+) -> None:
+    """Such a member would be packed, or its size counted, for an hour."""
+    (tmp_path / "bomb").write_bytes(make())
+    put = dlcmd.start("put", "--unpack", tmp_path / "bomb", "pets")
+    try:
+        wait_until(lambda: has_open(put.pid, tmp_path / "bomb"))
+        put.send_signal(signal.SIGINT)
+        _, err = put.communicate(timeout=60)
+    finally:
+        put.kill()
+    assert put.returncode == 130, err
+    assert b"Traceback" not in err
 
 
 # Records

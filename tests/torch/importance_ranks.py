@@ -1,25 +1,31 @@
-"""One rank of a training job: URL MEETING WORLD RANK. Each rank reports other losses; prints what
-it then knows, and the samples of two epochs."""
+"""One rank of a training job: URL MEETING WORLD RANK [FAULT]. Each rank reports other losses;
+prints what it then knows, and the samples of two epochs. With a fault, rank 1 does something else
+than rank 0."""
 
 import sys
 
 import torch
 import torch.distributed
+from torch.utils.data import Subset
 
 from diesel_fs.torch import DieselDataset, ImportanceSampler
 
 
-def main(url: str, meeting: str, world: str, rank: str) -> None:
+def main(url: str, meeting: str, world: str, rank: str, fault: str = "") -> None:
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{meeting}", world_size=int(world), rank=int(rank)
     )
+    fault = fault if rank == "1" else ""
     with DieselDataset("pets", loader=len, extensions=".bin", url=url) as pets:
-        sampler = ImportanceSampler(pets, share=0.5, seed=9)
+        data = Subset(pets, range(40)) if fault == "subset" else pets
+        sampler = ImportanceSampler(data, share=0.5, seed=9)
         epochs = []
         for epoch in range(3):
             sampler.set_epoch(epoch)
             given = list(sampler)
             sampler.update(given, torch.tensor([float(each) + int(rank) / 10 for each in given]))
+            if fault == "report":
+                sampler.update([len(pets)], torch.ones(1))
             epochs.append(",".join(map(str, given)))
         known = ",".join(f"{each:.2f}" for each in sampler.importance.tolist())
     print("|".join([known, *epochs[1:]]))

@@ -145,7 +145,8 @@ def test_wrong_shapes_and_indices_are_refused(pets: DieselDataset) -> None:
         sampler.update([wrong], torch.zeros(1))
         with pytest.raises(UsageError, match=f"a sample {wrong}; there are 60"):
             sampler.state_dict()
-    for name, value in {"share": 0, "floor": 0.9, "warm_up": -1}.items():
+    bad = {"share": 0, "floor": 0.9, "warm_up": -1, "importance": GradientNorm}
+    for name, value in bad.items():
         with pytest.raises(UsageError, match=f"bad {name}"):
             ImportanceSampler(pets, **{name: value})  # type: ignore[arg-type]  # bad on purpose
 
@@ -158,6 +159,122 @@ def test_losses_may_be_changed_after_the_report(pets: DieselDataset) -> None:
         losses.zero_()
     list(sampler)
     assert sampler.importance.tolist() == [2.0] * FILES
+
+
+@pytest.mark.parametrize(
+    "losses",
+    [
+        torch.tensor([3.0, 4.0, 5.0], dtype=torch.float16),
+        torch.tensor([3.0, 4.0, 5.0], dtype=torch.bfloat16, requires_grad=True),
+        torch.tensor([3, 4, 5]),
+        np.array([3.0, 4.0, 5.0]),
+        [3.0, 4.0, 5.0],
+    ],
+    ids=["half", "bfloat16", "whole", "array", "list"],
+)
+def test_losses_of_any_kind_are_taken(pets: DieselDataset, losses: torch.Tensor) -> None:
+    sampler = ImportanceSampler(pets)
+    for indices in ([7, 8, 9], np.array([7, 8, 9], np.uint8), torch.tensor([[7], [8], [9]])):
+        sampler.update(indices, losses)
+    list(sampler)
+    assert sampler.importance[7:10].tolist() == [3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    "indices",
+    [[0.5, 1], torch.zeros(2), torch.tensor([True, False]), ["a", "b"], [[1], [2, 3]]],
+    ids=["fractions", "tensor", "mask", "text", "ragged"],
+)
+def test_indices_that_are_no_whole_numbers_are_refused(
+    pets: DieselDataset, indices: list[int]
+) -> None:
+    sampler = ImportanceSampler(pets)
+    list(sampler)
+    with pytest.raises(UsageError, match="whole numbers"):
+        sampler.update(indices, torch.zeros(2))
+    with pytest.raises(UsageError, match="whole numbers"):
+        sampler.weights(indices)
+    with pytest.raises(UsageError, match="for 4 samples"):
+        sampler.update(torch.zeros(2, 2, dtype=torch.int64), torch.zeros(2))
+    for wrong in (-1, FILES):
+        with pytest.raises(UsageError, match=f"a sample {wrong}; there are 60"):
+            sampler.weights([wrong])
+
+
+def test_indices_may_be_changed_after_the_report(pets: DieselDataset) -> None:
+    sampler = ImportanceSampler(pets)
+    for indices in (row := [1, 2]), (array := np.array([3, 4])), (tensor := torch.tensor([5, 6])):
+        sampler.update(indices, torch.ones(2))
+    row.clear()
+    array[:], tensor[:] = FILES, FILES
+    list(sampler)
+    assert np.flatnonzero(~np.isnan(sampler.importance)).tolist() == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_loop_may_set_the_epoch_in_its_last_batch(pets: DieselDataset) -> None:
+    sampler = ImportanceSampler(pets)
+    loader: DataLoader[list[torch.Tensor]] = DataLoader(pets, batch_size=30, sampler=sampler)
+    seen = list[int]()
+    for indices, _ in sampler.enumerate(loader):
+        seen += indices.tolist()
+        sampler.set_epoch(1)
+    assert sorted(seen) == [*range(FILES)]
+
+
+def test_batches_out_of_order_are_refused(pets: DieselDataset) -> None:
+    """Their losses would be taken for those of other samples."""
+    sampler = ImportanceSampler(pets)
+    loader: DataLoader[list[torch.Tensor]] = DataLoader(
+        pets, batch_size=7, sampler=sampler, num_workers=2, in_order=False
+    )
+    with pytest.raises(UsageError, match="in the order of their samples"):
+        next(iter(sampler.enumerate(loader)))
+
+
+def test_a_state_has_plain_numbers(pets: DieselDataset) -> None:
+    sampler = ImportanceSampler(pets, share=np.float64(0.25), floor=np.float64(0.125))
+    train(sampler, 0)
+    checkpoint = io.BytesIO()
+    torch.save(sampler.state_dict(), checkpoint)
+    checkpoint.seek(0)
+    other = ImportanceSampler(pets)
+    other.load_state_dict(torch.load(checkpoint, weights_only=True))
+    assert train(other, 1) == train(sampler, 1)
+
+
+def test_a_loop_that_forgets_update_is_told_once(
+    pets: DieselDataset, caplog: pytest.LogCaptureFixture
+) -> None:
+    sampler = ImportanceSampler(pets)
+    with caplog.at_level(logging.WARNING):
+        for epoch in range(4):
+            sampler.set_epoch(epoch)
+            list(sampler)
+    assert [record.getMessage() for record in caplog.records] == [
+        "no loss was reported, so samples are drawn at random: call update"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("subset", "rank 1 reads another dataset, version or selection"),
+        ("report", "rank 1 has reported samples that there are not"),
+    ],
+)
+def test_ranks_that_do_not_fit_are_refused_on_all_of_them(
+    url: str, tmp_path: Path, fault: str, said: str
+) -> None:
+    program = Path(__file__).with_name("importance_ranks.py")
+    command = [sys.executable, str(program), url, str(tmp_path / "meeting"), "2"]
+    ranks = [
+        subprocess.Popen([*command, str(rank), fault], stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    errors = [rank.communicate(timeout=120)[1] for rank in ranks]
+    assert said in errors[0]
+    assert (said if fault != "report" else "a sample 60; there are 60") in errors[1]
+    assert [rank.returncode for rank in ranks] == [1, 1]
 
 
 def test_other_measures_of_importance(pets: DieselDataset) -> None:

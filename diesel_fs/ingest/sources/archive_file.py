@@ -77,11 +77,13 @@ class ArchiveFile(io.RawIOBase, ABC):
         self._hashed = 0
         self._hash = hashlib.sha256()
 
-    def sha256(self) -> bytes:
-        """The SHA-256 of the whole archive: what was not read in order is read now."""
+    def sha256(self, check_running: Callable[[], None] = lambda: None) -> bytes:
+        """The SHA-256 of the whole archive: what was not read in order is read now.
+        `check_running` is called now and then; what it raises ends this."""
         self.seek(self._hashed)
         room = bytearray(_HASH_BYTES)
         while self._hashed < self.size:
+            check_running()
             self.readinto(room)
         return self._hash.digest()
 
@@ -95,6 +97,11 @@ class LocalArchiveFile(ArchiveFile):
         os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_SEQUENTIAL)
         super().__init__(self._before.st_size)
 
+    @property
+    def state(self) -> tuple[int, int]:
+        """Its size and mtime when it was opened."""
+        return self._before.st_size, self._before.st_mtime_ns
+
     def read_at(self, start: int, room: memoryview) -> int:
         count = os.preadv(self._file, [room], start)
         if start + count == self.size and not self._is_unchanged():
@@ -102,8 +109,8 @@ class LocalArchiveFile(ArchiveFile):
         return count
 
     def _is_unchanged(self) -> bool:
-        now, before = os.fstat(self._file), self._before
-        return (now.st_size, now.st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+        now = os.fstat(self._file)
+        return (now.st_size, now.st_mtime_ns) == self.state
 
     def close(self) -> None:
         if not self.closed:
@@ -115,12 +122,16 @@ class FetchedArchiveFile(ArchiveFile):
     """An archive elsewhere, of which ranges can be asked for; `ahead` pieces are fetched at
     once."""
 
-    def __init__(self, size: int, read: ReadAt, ahead: int) -> None:
+    def __init__(self, size: int, read: ReadAt, ahead: int, *, is_pinned: bool = False) -> None:
+        """`is_pinned`: a piece that is fetched again must have the bytes that it had before. Else
+        a server could send other members than those whose SHA-256 was checked."""
         super().__init__(size)
         self._read = read
         self._ahead = ahead
         self._threads = ThreadPoolExecutor(ahead, "fetch")
         self._pieces: OrderedDict[int, Future[bytes]] = OrderedDict()
+        self._is_pinned = is_pinned
+        self._digests: dict[int, bytes] = {}  # of the pieces that were fetched
         self._count = -(-size // PIECE_BYTES)
         self._last = 0
 
@@ -144,10 +155,17 @@ class FetchedArchiveFile(ArchiveFile):
 
     def _fetch(self, number: int) -> "Future[bytes]":
         if number not in self._pieces:
-            start = number * PIECE_BYTES
-            size = min(PIECE_BYTES, self.size - start)
-            self._pieces[number] = self._threads.submit(self._read, start, size)
+            self._pieces[number] = self._threads.submit(self._read_piece, number)
         return self._pieces[number]
+
+    def _read_piece(self, number: int) -> bytes:
+        start = number * PIECE_BYTES
+        piece = self._read(start, min(PIECE_BYTES, self.size - start))
+        if self._is_pinned:
+            digest = hashlib.sha256(piece).digest()
+            if self._digests.setdefault(number, digest) != digest:
+                raise OSError("it changed while it was being read")
+        return piece
 
     def close(self) -> None:
         """Stop fetching."""

@@ -2,8 +2,10 @@
 
 An address may end in `#sha256=` and 64 hex digits, which the archive must have. What a server
 calls an archive's bytes is its ETag, unless that is a weak one, else the time of the last change.
-Redirections are followed, but never from https to http. A server that sends parts of a file is
-asked for several at once; another sends the whole, which then cannot be resumed.
+All answers must have the ETag, the time and the length of the first one: else the archive has
+changed, and nothing more of it is taken. Redirections are followed, but never from https to http.
+A server that sends parts of a file is asked for several at once; another sends the whole, which
+then cannot be resumed.
 """
 
 import email.utils
@@ -11,9 +13,11 @@ import os
 import re
 import urllib.request
 from functools import partial
+from typing import NamedTuple
 from urllib.parse import urljoin, urlsplit, urlunsplit
 
 import urllib3
+import urllib3.util
 
 from ...errors import (
     ConfigError,
@@ -34,6 +38,7 @@ from .archive_file import (
 from .archives import ArchiveState
 
 _SHA256 = re.compile("sha256=([0-9a-fA-F]{64})")
+_SIZE = re.compile("[0-9]{1,18}")  # more digits are no size
 _REDIRECTS_MAX = 5
 _CONNECT_S, _READ_S = 10.0, 30.0  # a server that sends nothing for so long is asked again
 _TAG_MAX = 1024  # of characters
@@ -41,6 +46,7 @@ _AHEAD = 8  # pieces of one archive that are fetched at once
 _BUSY = (408, 425, 429, 500, 502, 503, 504)
 _POLICY = RetryPolicy()
 _SECOND_NS = 1_000_000_000
+_TIME_S_END = (1 << 63) // _SECOND_NS
 
 
 def split_sha256(address: str) -> tuple[str, bytes]:
@@ -51,8 +57,9 @@ def split_sha256(address: str) -> tuple[str, bytes]:
         return address, b""
     said = _SHA256.fullmatch(fragment)
     if said is None:
+        shown_address = plain.partition("?")[0]  # a query may hold a secret
         raise UsageError(
-            f"bad fragment in {plain}#{fragment}", advice="it is #sha256= and 64 hex digits"
+            f"bad fragment in {shown_address}#...", advice="it is #sha256= and 64 hex digits"
         )
     return plain, bytes.fromhex(said[1])
 
@@ -85,7 +92,7 @@ class LocalArchive:
             file = LocalArchiveFile(self.name)
         except OSError as error:
             raise PermissionDenied(f"cannot read {self.name}: {error.strerror}") from error
-        if file.size != state.size:
+        if file.state != (state.size, state.modified_ns):
             file.close()
             raise OSError("it changed while it was being read")
         return file
@@ -99,9 +106,14 @@ class HttpArchive:
     def __init__(self, address: str) -> None:
         """Sends no request yet. Raises UsageError, ConfigError."""
         self.address, self.sha256 = split_sha256(address)
-        parts = urlsplit(self.address)
+        try:
+            parts = urlsplit(self.address)
+            host = urllib3.util.parse_url(self.address).host
+        except (ValueError, urllib3.exceptions.LocationParseError) as error:
+            scheme = self.address.partition(":")[0]  # the rest may hold a secret
+            raise UsageError(f"bad address {scheme}://...: it is no URL") from error
         self.name = urlunsplit(parts._replace(query="", fragment=""))
-        if "@" in parts.netloc or not parts.hostname:
+        if "@" in parts.netloc or not parts.hostname or not host:
             raise UsageError(
                 f"bad address {parts.scheme}://...: it needs a host, and holds no password",
                 advice="every user of this machine could read a password in a command",
@@ -109,7 +121,8 @@ class HttpArchive:
         self._pool = _pool(parts.scheme, parts.hostname)
         self._place = self.address  # where redirections led
         self._sends_parts = False
-        self._etag = ""
+        self._etag = ""  # only if it is a strong one
+        self._seen = _Seen()
 
     def look(self) -> ArchiveState:
         """Its state, by a request for its first byte. Raises NotFoundError, PermissionDenied,
@@ -119,8 +132,11 @@ class HttpArchive:
     def open(self, state: ArchiveState) -> ArchiveFile:
         """Its bytes. Raises as `look`; reading raises OSError."""
         if self._sends_parts:
-            return FetchedArchiveFile(state.size, self._read, _AHEAD)
+            return FetchedArchiveFile(state.size, self._read, _AHEAD, is_pinned=bool(self.sha256))
         answer = self._retrying(0).call(lambda: self._get(self.address, {}))
+        if not self._seen.allows(answer, answer.headers.get("Content-Length", "")):
+            answer.close()
+            raise OSError("it changed while it was being read")
         read = partial(_read_stream, answer)
         return StreamedArchiveFile(state.size or None, read, answer.close)
 
@@ -135,17 +151,16 @@ class HttpArchive:
                 size = headers.get("Content-Range", "").rpartition("/")[2]
             else:
                 size = headers.get("Content-Length", "")
+            self._seen = _Seen(etag, headers.get("Last-Modified", ""), size)
             changed = headers.get("Last-Modified", "")
         finally:
             answer.close()
-        if not size.isdigit():
+        if not _SIZE.fullmatch(size):
             if self._sends_parts:
                 raise ObjectStoreRefused(f"{self.name}: the server does not say how long it is")
             size = "0"  # not known
-        modified = email.utils.parsedate_tz(changed) if changed else None
-        modified_ns = email.utils.mktime_tz(modified) * _SECOND_NS if modified else 0
         tag = (self._etag or (f"modified {changed}" if changed else ""))[:_TAG_MAX]
-        return ArchiveState(tag if int(size) else "", int(size), modified_ns)
+        return ArchiveState(tag if int(size) else "", int(size), _time_ns(changed))
 
     def _read(self, start: int, size: int) -> bytes:
         return self._retrying(size).call(lambda: self._read_once(start, size))
@@ -156,8 +171,11 @@ class HttpArchive:
             headers["If-Match"] = self._etag
         answer = self._get(self._place, headers)
         try:
-            if answer.status != 206 or self._etag not in ("", answer.headers.get("ETag", "")):
+            said, _, total = answer.headers.get("Content-Range", "").rpartition("/")
+            if answer.status != 206 or not self._seen.allows(answer, total):
                 raise ConflictError(f"{self.name} changed while it was being read")
+            if said.partition(" ")[2] != f"{start}-{start + size - 1}":
+                raise AttemptFailed(f"{self.name}: the server sent {said!r}, which was not asked")
             data = answer.read(size)
         except (urllib3.exceptions.HTTPError, OSError) as error:
             raise AttemptFailed(f"{self.name}: {_reason(error)}") from error
@@ -170,6 +188,7 @@ class HttpArchive:
     def _get(self, address: str, headers: dict[str, str]) -> urllib3.BaseHTTPResponse:
         """The answer to a request, after redirections. Raises DieselError for an error of the
         server."""
+        is_remembered = address != self.address
         for _ in range(_REDIRECTS_MAX + 1):
             try:
                 answer = self._pool.request(
@@ -180,11 +199,8 @@ class HttpArchive:
                 raise AttemptFailed(f"{self.name}: {_reason(error)}") from error
             if answer.status not in (301, 302, 303, 307, 308):
                 break
-            target = urljoin(address, answer.headers.get("Location", ""))
             answer.close()
-            if urlsplit(target).scheme != "https" and urlsplit(address).scheme == "https":
-                raise ObjectStoreRefused(f"{self.name}: the server redirects from https to http")
-            address = target
+            address = self._target(address, answer.headers.get("Location", ""))
         else:
             raise ObjectStoreRefused(f"{self.name}: more than {_REDIRECTS_MAX} redirections")
         self._place = address
@@ -196,19 +212,57 @@ class HttpArchive:
             case 404 | 410:
                 raise NotFoundError(said)
             case 401 | 403:
-                self._place = self.address  # an address that a redirection gave may have expired
+                self._place = self.address
+                if is_remembered:  # an address that a redirection gave may have expired
+                    raise AttemptFailed(said)
                 raise PermissionDenied(said)
             case 412:
                 raise ConflictError(f"{self.name} changed while it was being read")
             case status if status in _BUSY:
                 pause = answer.headers.get("Retry-After", "0")
-                raise AttemptFailed(said, pause_s_min=float(pause) if pause.isdigit() else 0.0)
+                raise AttemptFailed(said, pause_s_min=float(pause) if pause.isdecimal() else 0.0)
         raise ObjectStoreRefused(said)
+
+    def _target(self, address: str, location: str) -> str:
+        """Where a redirection leads. Raises ObjectStoreRefused."""
+        try:
+            target = urljoin(address, location)
+            scheme = urllib3.util.parse_url(target).scheme
+        except (ValueError, urllib3.exceptions.LocationParseError) as error:
+            raise ObjectStoreRefused(f"{self.name}: the server redirects to no address") from error
+        if scheme not in ("http", "https"):
+            raise ObjectStoreRefused(f"{self.name}: the server redirects to no http address")
+        if scheme != "https" and urlsplit(address).scheme == "https":
+            raise ObjectStoreRefused(f"{self.name}: the server redirects from https to http")
+        return target
 
     def _retrying(self, size: int) -> RetryLoop:
         return RetryLoop(
             _POLICY, RetryClock(), deadline_s=_POLICY.deadline_for(size), attempt_s=_CONNECT_S
         )
+
+
+class _Seen(NamedTuple):
+    """What a server has said of an archive's bytes."""
+
+    etag: str = ""
+    modified: str = ""
+    size: str = ""
+
+    def allows(self, answer: urllib3.BaseHTTPResponse, size: str) -> bool:
+        """Whether another answer may have bytes of the same archive, of which it says this size."""
+        headers = answer.headers
+        return self == (headers.get("ETag", ""), headers.get("Last-Modified", ""), size)
+
+
+def _time_ns(text: str) -> int:
+    """The time that a header says; 0 where it says none that can be stored."""
+    parsed = email.utils.parsedate_tz(text)
+    try:
+        seconds = email.utils.mktime_tz(parsed) if parsed else 0
+    except (ValueError, OverflowError):
+        return 0
+    return seconds * _SECOND_NS if abs(seconds) < _TIME_S_END else 0
 
 
 def _pool(scheme: str, host: str) -> urllib3.PoolManager:

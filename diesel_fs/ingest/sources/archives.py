@@ -13,9 +13,9 @@ SHA-256 is the same, and the dataset still has all that it brought. So a put tha
 at the archive. With `--checksum` or `--delete` no archive is skipped. Where another dataset that
 the caller may read has an archive of the same SHA-256, its entries are copied from there.
 
-**Order.** Of members with one path, the one in the archive that is named last counts, whichever is
-packed first: where several archives had a file at one path, the last of them is read again for
-these. Archives that were skipped count as earlier ones.
+**Order.** Of files and links with one path, the one in the archive that is named last counts,
+whichever is packed first: where several archives had one, the last of them is read again for these.
+Archives that were skipped count as earlier ones.
 """
 
 import contextlib
@@ -51,8 +51,7 @@ from ..put import PutWork, Source
 from .archive_file import ArchiveFile
 from .compression import BROKEN_STREAM, BufferedStream, Decompressor, decompressed
 from .members import READ_BYTES, MemberLog, MemberTaker
-from .tar import TarEntries, is_tar
-from .tar_headers import BLOCK_BYTES
+from .tar import START_BYTES, TarEntries, is_tar
 from .zip import ZIP_MAGICS, ZipEntries
 
 log = logging.getLogger("diesel.ingest")
@@ -111,7 +110,7 @@ class _Log(MemberLog):
 
     def __init__(self, target: bytes) -> None:
         self._target = target
-        self.paths = array("Q")  # hashes of the paths of its files
+        self.paths = array("Q")  # hashes of the paths of its files and links
         self.others: list[bytes] = []
         self.unchanged: list[int] = []
         self.entries = 0
@@ -120,8 +119,10 @@ class _Log(MemberLog):
         self.paths.extend(xxh3_64_intdigest(prefix + name) for name in names)
         self.entries += len(names)
 
-    def add_other(self, path: bytes) -> None:
+    def add_other(self, path: bytes, *, is_link: bool) -> None:
         self.others.append(target_path(self._target, path))
+        if is_link:
+            self.paths.append(xxh3_64_intdigest(path))
         self.entries += 1
 
     def add_unchanged(self, index: int) -> None:
@@ -159,6 +160,8 @@ class _Job:
     record: ArchiveRecord | None = None
     is_skipped: bool = False
     original: _Original | None = None
+    is_single: bool = False
+    """Whether it is one compressed file, whose path is made of the archive's address."""
 
 
 @dataclass(slots=True)
@@ -217,7 +220,7 @@ class ArchivesSource(Source):
         for job in self._jobs:
             self._take_one(job, self._work, None)
         self._work.report.walked = True
-        return not self._missing
+        return not self._work.report.failed
 
     def pack(self, session: WriteSession) -> bool:
         self._session = session
@@ -231,17 +234,18 @@ class ArchivesSource(Source):
         return not self._work.report.failed
 
     def published(self, session: WriteSession) -> None:
-        """Write the records anew whose counts this put has changed."""
+        """Write the records anew of which this put has replaced something."""
         recorded = [job for job in self._jobs if job.record is not None]
         if not recorded:
             return
         live = LiveFiles(self._work.repository.view(session.name))
         for job in recorded:
             assert job.record is not None
-            files = tuple(live.counts(job.record.chunks))
-            if files != job.record.files:
+            files, others = tuple(live.counts(job.record.chunks)), live.others(job.record)
+            if (files, others) != (job.record.files, job.record.others):
                 self._work.repository.record_archive(
-                    session.identity, replace(job.record, files=files, is_alone=False)
+                    session.identity,
+                    replace(job.record, files=files, others=others, is_alone=False),
                 )
 
     # Which archives need not be read
@@ -395,6 +399,7 @@ class ArchivesSource(Source):
         session, options = self._session, self._work.options
 
         def new_id(writer_of: ChunkId | None) -> ChunkId:
+            self._check_running()  # else Ctrl-C would wait for the end of a large member
             with self._lock:
                 return session.new_id(writer_of)
 
@@ -438,7 +443,7 @@ class ArchivesSource(Source):
         expected = job.archive.sha256
         if expected:
             with contextlib.closing(_opened(job)) as file:
-                reason = _difference(expected, file.sha256())
+                reason = _difference(expected, file.sha256(self._check_running))
                 if reason:
                     return reason, b""
                 if file.seekable():
@@ -449,7 +454,7 @@ class ArchivesSource(Source):
 
     def _take_hashed(self, job: _Job, file: ArchiveFile, taker: MemberTaker) -> tuple[str, bytes]:
         reason = self._take_members(job, file, taker)
-        sha256 = file.sha256() if not reason else b""
+        sha256 = file.sha256(self._check_running) if not reason else b""
         return reason or _difference(job.archive.sha256, sha256), sha256
 
     def _copy_hard_links(self, taker: MemberTaker, packer: Packer | None) -> None:
@@ -477,7 +482,7 @@ class ArchivesSource(Source):
                 with contextlib.closing(ZipEntries(cast("BinaryIO", buffered))) as entries:
                     return entries.take_all(taker)
             with contextlib.closing(decompressed(cast("BinaryIO", buffered))) as content:
-                if is_tar(content.peek(BLOCK_BYTES)[:BLOCK_BYTES]):
+                if is_tar(content.peek(START_BYTES)[:START_BYTES]):
                     return TarEntries(content).take_all(taker)
                 if isinstance(content, BufferedStream):
                     return "it is no archive: tar, zip, gzip, bzip2, xz and Zstandard are known"
@@ -492,11 +497,13 @@ class ArchivesSource(Source):
         longer than `_COUNTED_BYTES` is decompressed twice."""
         member = tarfile.TarInfo()
         member.mode = 0o644
+        job.is_single = True
         start = content.read(_COUNTED_BYTES)
         member.size = len(start)
         if len(start) == _COUNTED_BYTES:
             while part := content.read(READ_BYTES):
                 member.size += len(part)
+                taker.work.progress(taker.work.report)
         path = job.archive.name.rstrip("/").rpartition("/")[2].encode("utf-8", "surrogateescape")
         suffix = next((each for each in _SUFFIXES if path.lower().endswith(each)), b"")
         path = path[: len(path) - len(suffix)]
@@ -523,13 +530,15 @@ class ArchivesSource(Source):
             numbers = sorted({*view.chunk_of(files).tolist()})
             before = [view.chunk_ids[number] for number in numbers]
             chunks.update(zip(before, LiveFiles(view).counts(before), strict=True))
+        # Another put of the same bytes may take more of them, or give them another name
+        is_like_others = self._work.path_filter.includes_all and not job.is_single
         job.record = ArchiveRecord(
             source=os.fsencode(job.archive.name).decode("utf-8", "backslashreplace"),
             source_id=self._source_id(job),
             target=self._work.target,
             tag=job.state.tag,
             size=job.state.size,
-            sha256=sha256,
+            sha256=sha256 if is_like_others else b"",
             seconds=seconds,
             entries=job.log.entries,
             is_alone=len(batch.jobs) == 1 and not files,
@@ -542,7 +551,7 @@ class ArchivesSource(Source):
     # Members with one path in several archives
 
     def _settle_order(self, jobs: Sequence[_Job]) -> None:
-        """Where archives of this put had files at one path, make that of the last one count: read
+        """Where archives of this put had members at one path, make that of the last one count: read
         it again for these, and compare contents. Raises DieselError."""
         again = _contested(jobs)
         if not again:

@@ -41,6 +41,7 @@ _OPENERS: dict[bytes, Callable[[IO[bytes]], object]] = {
     b"BZh": bz2.open,
     b"\xfd7zXZ\0": lzma.open,
     b"\x28\xb5\x2f\xfd": ZstdFile,
+    **{bytes([0x50 + n]) + b"\x2a\x4d\x18": ZstdFile for n in range(16)},  # a frame to be skipped
 }
 
 

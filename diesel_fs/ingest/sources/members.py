@@ -42,8 +42,8 @@ class MemberLog:
     def add_files(self, prefix: bytes, names: Sequence[bytes]) -> None:
         """Files, whose paths below the archive's root are `prefix` and a name each."""
 
-    def add_other(self, path: bytes) -> None:
-        """A link or a folder."""
+    def add_other(self, path: bytes, *, is_link: bool) -> None:
+        """A link or a folder, by its path below the archive's root."""
 
     def add_unchanged(self, index: int) -> None:
         """The member that was added last is in the dataset already, at this index of its view."""
@@ -137,7 +137,7 @@ class MemberTaker:
         if entry.kind == Kind.FILE:
             self._log.add_files(b"", [path])
         else:
-            self._log.add_other(path)
+            self._log.add_other(path, is_link=entry.kind == Kind.LINK)
         if member.islnk():
             self._take_hard_link(member, path, target, entry)
         else:

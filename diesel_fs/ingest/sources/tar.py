@@ -199,14 +199,20 @@ class _Window:
         return self.end > left
 
 
+START_BYTES = 512 << 10
+"""What `is_tar` looks at. A tar without entries is shorter."""
+
+
 def is_tar(start: bytes) -> bool:
-    """Whether a stream that begins with these bytes (BLOCK_BYTES, if it has so many) is a tar."""
+    """Whether a stream that begins with these bytes (START_BYTES, if it has so many) is a tar."""
     if len(start) < BLOCK_BYTES:
         return False
     try:
         tarfile.TarInfo.frombuf(start[:BLOCK_BYTES], "utf-8", "surrogateescape")
     except HeaderError as error:
-        return type(error).__name__ == "EOFHeaderError"  # zeros: a tar without entries
+        # Zeros alone are a tar without entries; images of disks begin with some
+        is_zero = type(error).__name__ == "EOFHeaderError"
+        return is_zero and len(start) < START_BYTES and not any(start)
     return True
 
 

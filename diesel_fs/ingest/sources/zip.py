@@ -3,7 +3,9 @@
 Names are taken as the bytes that the zip has, if it says that they are UTF-8 or they can be read
 so, else as code page 437. A mode is that of a zip made on Unix, else 0644 and 0755. An mtime is
 UTC where the zip has it in the extra field of Info-ZIP; the older field has a local time without
-its zone, and is taken as UTC. Encrypted members are left out, and the report names them.
+its zone, and is taken as UTC; one that is no date (some programs write zeros) counts as the first
+that the format has, 1980-01-01. Members that are encrypted, or compressed by a method that Python
+does not know, are left out, and the report names them.
 """
 
 import calendar
@@ -23,13 +25,14 @@ from .members import MemberTaker, member_path
 ZIP_MAGICS = (b"PK\x03\x04", b"PK\x05\x06")  # the second: of a zip without members
 _BROKEN: tuple[type[Exception], ...] = (
     zipfile.BadZipFile,
-    NotImplementedError,
+    *(NotImplementedError, ValueError, OverflowError, struct.error),  # of fields that are no such
     FileSkipped,
     *BROKEN_STREAM,
 )
 _LINK_BYTES_MAX = 4096
 _PROGRESS_ENTRIES = 256
 _SECOND_NS = 1_000_000_000
+_FIRST_TIME_NS = 315_532_800 * _SECOND_NS
 _EXTENDED_TIME = 0x5455
 _UTF8, _ENCRYPTED = 0x800, 0x1
 _UNIX = 3
@@ -58,9 +61,11 @@ class ZipEntries:
                 if info.flag_bits & _ENCRYPTED:
                     work.report.fail(path, "skipped: it is encrypted")
                     continue
-                member = self._member(info)
-                content = partial(self._zip.open, info)
-                taker.take(path, member, _mtime_ns(info), content)  # type: ignore[arg-type]  # a ZipExtFile reads bytes
+                try:
+                    member, content = self._member(info), partial(self._zip.open, info)
+                    taker.take(path, member, _mtime_ns(info), content)  # type: ignore[arg-type]  # a ZipExtFile reads bytes
+                except NotImplementedError as error:
+                    work.report.fail(path, f"skipped: {error} (method {info.compress_type})")
                 if number % _PROGRESS_ENTRIES == 0:
                     work.progress(work.report)
         except _BROKEN as error:
@@ -71,7 +76,7 @@ class ZipEntries:
         member = tarfile.TarInfo()
         mode = info.external_attr >> 16 if info.create_system == _UNIX else 0
         member.size = info.file_size
-        if info.is_dir():
+        if info.filename.endswith("/"):
             member.type, member.size = tarfile.DIRTYPE, 0
             member.mode = stat.S_IMODE(mode) if mode else 0o755
         elif stat.S_ISLNK(mode):
@@ -103,8 +108,8 @@ def _name(info: zipfile.ZipInfo) -> bytes:
     return raw
 
 
-def _mtime_ns(info: zipfile.ZipInfo) -> int | None:
-    """The mtime of an entry; None where it has no valid one."""
+def _mtime_ns(info: zipfile.ZipInfo) -> int:
+    """The mtime of an entry."""
     extra, at = info.extra, 0
     while at + 4 <= len(extra):
         kind, size = struct.unpack_from("<HH", extra, at)
@@ -114,4 +119,4 @@ def _mtime_ns(info: zipfile.ZipInfo) -> int | None:
     try:
         return calendar.timegm((*info.date_time, 0, 0, 0)) * _SECOND_NS
     except (ValueError, OverflowError):
-        return None
+        return _FIRST_TIME_NS
