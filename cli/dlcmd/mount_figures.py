@@ -27,6 +27,9 @@ RETRY_S = 0.05
 GONE_WAIT_S = 2.0
 """How long a mount that does not answer any more may take to be unmounted, or to die."""
 
+NUMBER_END = 1 << 63
+"""No figure of a mount is so large."""
+
 
 class MountSamples:
     """Samples of one mount's statistics: over its control socket, which costs the mount no request;
@@ -86,7 +89,7 @@ def clock_s(stats: Stats) -> float:
             "the mount does not say what its readers wait for",
             advice="an older diesel-fs has made it: mount it again",
         )
-    return float(waits["clock_s"])
+    return number_at(stats, "waits.clock_s")
 
 
 def interval(before: Stats, after: Stats, *, own_pid: int) -> dict[str, object]:
@@ -193,9 +196,11 @@ def at(stats: Stats, path: str) -> object:
 
 
 def number_at(stats: Stats, path: str) -> float:
-    """The number at a path of names, with dots between; 0 where there is none."""
+    """The number at a path of names, with dots between; 0 where there is none that makes sense."""
     found = at(stats, path)
-    return float(found) if isinstance(found, int | float) else 0.0
+    if isinstance(found, int | float) and abs(found) < NUMBER_END:
+        return float(found)
+    return 0.0
 
 
 def list_at(stats: Stats, path: str) -> list[Mapping[str, object]]:

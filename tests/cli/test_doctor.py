@@ -217,6 +217,30 @@ def test_what_never_answers_is_left_behind_and_what_it_said_before_counts() -> N
     ]
 
 
+def test_a_full_disk_under_a_probe_is_no_bug() -> None:
+    def fail(_: Emit) -> None:
+        Path("/dev/full").write_bytes(b"x")
+
+    (found,) = run_probes([Probe("session", "a mount", fail, "none")])
+    assert (found.state, found.found) == ("fault", "No space left on device")
+    assert found.cure.startswith("free some space there")
+
+
+@needs_root
+def test_no_temporary_file_can_be_written() -> None:
+    lock = "mount --bind $at $at; mount -o remount,bind,ro $at"
+    said = examined(before=f"for at in /var/tmp /tmp; do {lock}; done; cd /tmp")
+    said.one("folder.tmp", "fault", "Read-only file system", cure="name another folder in TMPDIR")
+    said.one("session", "fault", "no mount can be tried", cure="name another folder in TMPDIR")
+
+
+@needs_root
+def test_no_thread_can_be_started(open_home: Mapping[str, str]) -> None:
+    prefix = ["prlimit", "--nproc=1", "--", *as_user()]
+    said = examined("--quick", prefix=prefix, python=user_python(), environment=open_home)
+    said.one("folder.tmp", "fault", "there is no memory or no process left", cure="`ulimit -u`")
+
+
 # This machine
 
 

@@ -89,12 +89,20 @@ def folder_probes() -> list[Probe]:
     return [
         _folder_probe("state", "logs and sockets", folders["state"], is_private=True),
         _folder_probe("cache", "copies of snapshots", folders["cache"], is_private=True),
-        _folder_probe("tmp", "temporary files", Path(tempfile.gettempdir()), is_private=False),
+        _folder_probe("tmp", "temporary files", _temporary_folder(), is_private=False),
         Probe(
             "cache.old", f"the folder {folders['cache']}", _old_copies_work(folders["cache"]),
             "check the disk of that folder",
         ),
     ]  # fmt: skip
+
+
+def _temporary_folder() -> Path:
+    """Where temporary files lie; where they should, if nothing can be written there."""
+    try:
+        return Path(tempfile.gettempdir())
+    except OSError:
+        return Path(os.environ.get("TMPDIR") or "/tmp")  # noqa: S108  # nothing is written to it
 
 
 def _folder_probe(what: str, use: str, path: Path, *, is_private: bool) -> Probe:
