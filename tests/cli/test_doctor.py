@@ -431,6 +431,8 @@ def test_a_mount_behind_the_current_version(pets: Dlcmd, doctor: Ask, tmp_path: 
         before = doctor(at)
         before.one("mount", "ok", f"on {at} is alive, with the session")
         assert "mount.stale" not in {each["check"] for each in before.findings}
+        (tmp_path / "link").symlink_to("mnt")
+        assert "place" not in {each["check"] for each in doctor(tmp_path / "link").findings}
         pets("put", write(tmp_path / "more", {"c": b"3"}), "pets")
         said = doctor(at)
         said.one("mount.stale", "warning", "is current", cure=f"`dlcmd umount {at}`")

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from diesel_fs.errors import DieselError, NotFoundError
-from diesel_fs.mounts.mountpoint import DatasetMount, dataset_mounts, is_alive
+from diesel_fs.errors import DieselError
+from diesel_fs.mounts.mountpoint import DatasetMount, dataset_mounts
 from diesel_fs.mounts.waits import CAUSE_NAMES
 from diesel_fs.names import shown
 from diesel_fs.peers.options import SINGLE_NODE_PREFIX
@@ -119,9 +119,6 @@ class MountSource(Source):
 
     def _take(self) -> Stats:
         if self._samples is None:
-            # A child process tries first, because this one could not be ended while a mount hangs
-            if not is_alive(self._found.path):
-                raise NotFoundError("its process has ended: unmount it, and mount again")
             self._samples = MountSamples(Path(self._found.path))
             self.least_s = 0.0 if self._samples.is_cheap else CHILD_EVERY_S
         sample = self._samples.take()

@@ -54,11 +54,14 @@ def fuse_facts() -> FuseFacts:
     except SessionUnsupported as reason:
         native = str(reason)
     helper = shutil.which("fusermount3") or ""
+    may_administrate = True
+    with suppress(OSError):  # without /proc, a mount that is tried shows it
+        may_administrate = syscalls.may_administrate()
     return FuseFacts(
         error_name,
         error_text,
         is_root=os.geteuid() == 0,
-        may_administrate=syscalls.may_administrate(),
+        may_administrate=may_administrate,
         helper=helper,
         helper_has_rights=bool(helper) and _runs_as_root(helper),
         native_error=native,
