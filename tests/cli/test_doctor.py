@@ -421,6 +421,8 @@ def test_a_mount_that_serves_nobody(
         said.one("mount", "fault", f"on {at}", found, cure=cure.format(at))
         if number == signal.SIGKILL:  # not only where it is named
             doctor().one("mount", "fault", f"on {at}", found)
+        code, says = (10, "has ended") if number == signal.SIGKILL else (14, "does not answer")
+        assert says in pets.program("top", "--count", "1", at, code=code).err
 
 
 @needs_root
