@@ -36,9 +36,9 @@ class MountSamples:
     where that lets only its user in, from `.diesel/stats`, which may be a second old."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises UsageError where there is no mount, NotFoundError for a dead one, DeadlineError for
-        one that hangs. A child process asks that first: this one would hang with the mount, and
-        could not be ended."""
+        """Raises UsageError where there is no mount, NotFoundError for a dead one, DeadlineError
+        for one that hangs. A child process asks that first: this one would hang with the mount,
+        and could not be ended."""
         self._found = our_mount(folder)
         if not is_alive(self._found.path):
             raise NotFoundError(

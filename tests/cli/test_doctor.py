@@ -235,6 +235,14 @@ def test_no_temporary_file_can_be_written() -> None:
 
 
 @needs_root
+def test_a_missing_proc_is_named_and_nothing_else_is_blamed(tmp_path: Path) -> None:
+    home = {"HOME": str(tmp_path), "DIESEL_URL": "file:///nowhere"}
+    said = examined("--quick", before="umount -l /proc", environment=home)
+    said.one("cache.old", "fault", "/proc/sys/kernel/random/boot_id: No such file")
+    assert not [each for each in said.faults if each.startswith(("folder.", "fuse.", "memory"))]
+
+
+@needs_root
 def test_no_thread_can_be_started(open_home: Mapping[str, str]) -> None:
     prefix = ["prlimit", "--nproc=1", "--", *as_user()]
     said = examined("--quick", prefix=prefix, python=user_python(), environment=open_home)

@@ -53,6 +53,8 @@ def fuse_facts() -> FuseFacts:
         NativeSession.check_usable()
     except SessionUnsupported as reason:
         native = str(reason)
+    except OSError as error:  # no /proc
+        native = f"{error.filename}: {error.strerror}"
     helper = shutil.which("fusermount3") or ""
     may_administrate = True
     with suppress(OSError):  # without /proc, a mount that is tried shows it
@@ -125,9 +127,11 @@ def folder_facts(what: str, use: str, path: Path, *, is_private: bool) -> Folder
     owner_error = ownership_error(path) if exists and is_private else ""
     try:
         free = os.statvfs(place)
-        kind = file_system_of(place).kind
     except OSError as error:
         return FolderFacts(what, use, str(path), exists, write_error=error.strerror or str(error))
+    kind = ""
+    with suppress(OSError):  # no /proc
+        kind = file_system_of(place).kind
     return FolderFacts(
         what,
         use,
