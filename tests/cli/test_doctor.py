@@ -651,7 +651,8 @@ def test_the_roles_of_a_user_of_a_server(
     )  # fmt: skip
     said = parsed(done.returncode, done.stdout, done.stderr.decode())
     said.one("store", "ok", "accepts the user 'ann', who may read 1 dataset")
-    said.one("store.bandwidth", "ok", "3.1 MB of a chunk came at")
+    came = {str(each["found"])[:26] for each in said.findings if each["check"] == "store.bandwidth"}
+    assert came == {"3.1 MB of a chunk came at "}  # how fast it was depends on other programs
     said.one("clock", "ok", "the server at 127.0.0.1")
     said = doctor("--write", url)
     said.one("store.rights", "fault", "not write, pets", cure="`dlcmd grant pets ann write`")
