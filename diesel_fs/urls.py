@@ -10,6 +10,7 @@ processes of DIESEL-FS, contains it.
 """
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -20,13 +21,25 @@ from .errors import ConfigError
 CLOUD_SCHEMES = ("s3", "gs", "az")
 SERVER_SCHEMES = ("diesel", "diesel+tls")
 
-_SECRET = re.compile(r"(?<=://)([^/?#@]*:)?[^/?#@]*@")
-"""User and password: what stands between `://` and `@`."""
+_SECRET = re.compile(
+    r"(?<=://)(?:[^/?#@]*@(?:[^/?#@\s]*@)*"
+    r"|(?::|[^\[/?#@\s:][^/?#@\s]{0,128}:(?!\d{1,5}[/?#,]))[^\s@\"']{0,2048}@(?:[^/?#@\s\"']*@)*)"
+)
+"""User and password: what stands between `://` and `@`. A password may hold an `@`, which is
+allowed here; or, by mistake, a `/`, `?` or `#`, which should be escaped: then a port, which could
+stand behind the first colon instead, is told by its digits."""
 
 
 def shown_url(text: str) -> str:
     """A URL of any kind, with `***` for its user and password."""
     return _SECRET.sub("***@", text)
+
+
+def passwords_in(text: str) -> Iterator[str]:
+    """The passwords in the URLs of a text, as they stand there and as they are meant."""
+    for match in _SECRET.finditer(text):
+        password = match.group()[:-1].partition(":")[2]
+        yield from filter(None, dict.fromkeys((password, unquote(password))))
 
 
 class HostPort(NamedTuple):
@@ -91,6 +104,7 @@ def parse_url(text: str) -> RepositoryUrl:
     """Parse the URL of a repository. Raises ConfigError for any other form."""
     shown = repr(shown_url(text))
     if "://" not in text:
+        shown = repr(shown_url(f"://{text}")[3:])
         raise ConfigError(f"bad repository URL {shown}", advice="write it as file:///folder")
     if "#" in text:  # `urlsplit` would cut the path off there, and another folder would be opened
         raise ConfigError(f"bad repository URL {shown}", advice="write # as %23")
@@ -98,20 +112,22 @@ def parse_url(text: str) -> RepositoryUrl:
         parts = urlsplit(text)
         path = unquote(parts.path, errors="strict")  # SQLite opens only paths that are text
     except ValueError as error:
-        raise ConfigError(f"bad repository URL {shown}: {error}") from None
+        reason = "its host is malformed" if "@" in str(error) else error
+        raise ConfigError(f"bad repository URL {shown}: {reason}") from None
     if "\0" in path:
         raise ConfigError(f"bad repository URL {shown}: no path holds a NUL byte")
     with_plus = parts.query.replace("+", "%2B")  # `parse_qsl` reads the + in redis+cluster as space
     query = dict(parse_qsl(with_plus, keep_blank_values=True))
     if unknown := sorted(set(query) - {"meta"}):
+        name = "" if "@" in parts.query else f" {unknown[0]!r}"  # half of a password, perhaps
         raise ConfigError(
-            f"bad repository URL: unknown parameter {unknown[0]!r}",
+            f"bad repository URL: unknown parameter{name}",
             advice="in the URL behind ?meta= write & as %26",
         )
     meta = query.get("meta", "")
     if meta and "://" not in meta:
         raise ConfigError(
-            f"bad repository URL {shown}: ?meta= is no URL", advice="write ?meta=redis://host:6379"
+            "bad repository URL: ?meta= is no URL", advice="write ?meta=redis://host:6379"
         )
     if parts.scheme == "file":
         if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):

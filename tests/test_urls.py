@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from diesel_fs.errors import ConfigError
-from diesel_fs.urls import RepositoryUrl, parse_url, shown_url
+from diesel_fs.urls import RepositoryUrl, parse_url, passwords_in, shown_url
 
 
 @pytest.mark.parametrize(
@@ -43,6 +43,8 @@ def test_an_address_is_parsed(text: str, meant: RepositoryUrl) -> None:
         "s3://b/../c", "s3://b/a//b", "file:///a#b", "file:///a?x=1", "file:///a%00b",
         "file:///a?meta=redis", "http://h", "diesel://", "diesel://h/x", "diesel://u:p@h:1",
         "diesel://h?meta=redis://x", "file:///%ff",
+        "file:///a?meta=redis://:x#secret@h", "file:///a?meta=redis://:x&secret@h",
+        "redis://me:secret\u2100@h", "me:secret@h", "file:///a?meta=:secret@h",
     ],
 )  # fmt: skip
 def test_a_bad_address_is_refused_without_showing_its_password(text: str) -> None:
@@ -60,3 +62,26 @@ def test_no_password_is_shown() -> None:
     assert shown_url("redis://:hush@h") == "redis://***@h"
     assert shown_url("redis+sentinel://u:hush@a:1,b:2/m") == "redis+sentinel://***@a:1,b:2/m"
     assert shown_url("file:///a@b") == "file:///a@b"
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("redis://:p@hush@h:1/2", "redis://***@h:1/2"),
+        ("redis+sentinel://u:hu@sh@a:1,b:2/m", "redis+sentinel://***@a:1,b:2/m"),
+        ("to redis://:hu/sh@h:1/0, twice", "to redis://***@h:1/0, twice"),
+        ("redis://me:hu#s?h@h", "redis://***@h"),
+        ("redis://:12/hush@h", "redis://***@h"),
+        ("diesel://h:9300/pets@12", None),
+        ("diesel://[::1]:9300/pets@12", None),
+        ("redis+cluster://a:1,b:2/0 by me@here", None),
+        ("https://h/a:b@c", None),
+    ],
+)
+def test_no_password_is_shown_that_should_have_been_escaped(text: str, left: str | None) -> None:
+    assert shown_url(text) == (text if left is None else left)
+
+
+def test_passwords_are_found_as_they_are_written_and_as_they_are_meant() -> None:
+    text = "redis://:a@b%40c@h and https://me:pass@h, but file:///x@y and diesel://h:1"
+    assert [*passwords_in(text)] == ["a@b%40c", "a@b@c", "pass"]

@@ -1,8 +1,7 @@
 """The verb `doctor`: checks what a job needs here, and says what to do about what is missing."""
 
 import os
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -23,7 +22,7 @@ from .doctor.probes import Probe, failed, run_probes
 from .doctor.stores import StoreQuestion, open_for_reading, store_probe
 from .doctor.trial import LIMIT_S as TRIAL_LIMIT_S
 from .options import global_flags, verb
-from .output import print_json, print_line, write_stdout
+from .output import is_terminal, print_json, print_line, write_stdout
 
 _COLOURS = {"fault": "red", "warning": "yellow", "ok": "green"}
 
@@ -77,7 +76,7 @@ def doctor(target: str | None, quick: bool, writes: bool) -> None:
 def _coloured(line: str) -> str:
     """A line with its state in colour, on a terminal."""
     state = line.partition(" ")[0]
-    if not sys.stdout.isatty() or state not in _COLOURS:
+    if not is_terminal() or state not in _COLOURS:
         return line
     return click.style(state, fg=_COLOURS[state]) + line[len(state) :]
 
@@ -137,9 +136,17 @@ def _place_probes(
     if target is None:
         return mount_probes(found, None)
     path = os.path.abspath(target)
-    named = [each for each in found if f"{path}/".startswith(each.path.rstrip("/") + "/")]
+    named = _holding(path, found)
+    if not named and os.path.islink(path):
+        path = os.path.normpath(os.path.join(os.path.dirname(path), os.readlink(path)))
+        named = _holding(path, found)
     others = [each for each in found if each not in named]
     probes = mount_probes(others, None)
     if named:
         return mount_probes(named, open_repository) + probes
     return [place_probe(Path(path)), *probes]
+
+
+def _holding(path: str, found: Sequence[DatasetMount]) -> list[DatasetMount]:
+    """The mounts in which a path lies, by its text: no mount is asked, as one may hang."""
+    return [each for each in found if f"{path}/".startswith(each.path.rstrip("/") + "/")]

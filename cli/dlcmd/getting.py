@@ -11,7 +11,7 @@ import click
 
 from diesel_fs.client import extract
 from diesel_fs.client.extract import GetReport
-from diesel_fs.errors import ConflictError, UsageError
+from diesel_fs.errors import ConflictError, DieselError, UsageError
 from diesel_fs.format.entries import Kind
 from diesel_fs.repository.interface import Repository
 from diesel_fs.system.atomic_file import atomic_file, is_stdout, named_file, write_error
@@ -22,6 +22,7 @@ from .output import (
     STDOUT,
     bytes_text,
     count_text,
+    is_terminal,
     json_failed,
     print_result,
     raise_if_partial,
@@ -90,7 +91,9 @@ def _tar_file(name: str, *, force: bool) -> Iterator[BinaryIO]:
     Raises UsageError, ConflictError.
     """
     if name == "-":
-        if sys.stdout.isatty():
+        if sys.stdout is None:
+            raise DieselError("standard output is closed")
+        if is_terminal():
             raise UsageError(
                 "a tar cannot be written to a terminal", advice="pipe it, or name a file"
             )

@@ -246,11 +246,21 @@ def as_diesel_error(error: Exception) -> DieselError:
             return NoSpaceError(text)
         case errno.EACCES | errno.EPERM | errno.EROFS:
             return PermissionDenied(text)
+        case errno.ENOENT if not error.filename and _folder_is_gone():
+            return NotFoundError("the current folder has been removed", advice="go to another one")
         case errno.ENOENT | errno.ENOTDIR:
             return NotFoundError(text)
         case errno.EIO | errno.ESTALE | errno.EREMOTEIO | errno.ENXIO | errno.ENODEV:
             return PermissionDenied(text, advice="check whether the disk is failing (`dmesg`)")
     return DieselError(text)
+
+
+def _folder_is_gone() -> bool:
+    try:
+        os.getcwd()
+    except OSError:
+        return True
+    return False
 
 
 def _reader_gone() -> bool:

@@ -27,14 +27,23 @@ RETRY_S = 0.05
 GONE_WAIT_S = 2.0
 """How long a mount that does not answer any more may take to be unmounted, or to die."""
 
+NUMBER_END = 1 << 63
+"""No figure of a mount is so large."""
+
 
 class MountSamples:
     """Samples of one mount's statistics: over its control socket, which costs the mount no request;
     where that lets only its user in, from `.diesel/stats`, which may be a second old."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises UsageError where there is no mount."""
+        """Raises UsageError where there is no mount, NotFoundError for a dead one, DeadlineError
+        for one that hangs. A child process asks that first: this one would hang with the mount,
+        and could not be ended."""
         self._found = our_mount(folder)
+        if not is_alive(self._found.path):
+            raise NotFoundError(
+                f"the mount on {self._found.path} has ended", advice="unmount it, and mount again"
+            )
         self._control: Control | None = None
         with suppress(DieselError):
             self._control = Control.connect(self._found.path)
@@ -86,7 +95,7 @@ def clock_s(stats: Stats) -> float:
             "the mount does not say what its readers wait for",
             advice="an older diesel-fs has made it: mount it again",
         )
-    return float(waits["clock_s"])
+    return number_at(stats, "waits.clock_s")
 
 
 def interval(before: Stats, after: Stats, *, own_pid: int) -> dict[str, object]:
@@ -193,9 +202,11 @@ def at(stats: Stats, path: str) -> object:
 
 
 def number_at(stats: Stats, path: str) -> float:
-    """The number at a path of names, with dots between; 0 where there is none."""
+    """The number at a path of names, with dots between; 0 where there is none that makes sense."""
     found = at(stats, path)
-    return float(found) if isinstance(found, int | float) else 0.0
+    if isinstance(found, int | float) and abs(found) < NUMBER_END:
+        return float(found)
+    return 0.0
 
 
 def list_at(stats: Stats, path: str) -> list[Mapping[str, object]]:

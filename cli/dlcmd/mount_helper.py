@@ -176,6 +176,7 @@ def mount_program(
     if is_noexec and "--follow" in words and not os.geteuid():  # a later version is a mount anew
         raise UsageError("noexec and follow exclude each other", advice="leave out one of the two")
     if fake:
+        mount_verb.make_context("mount", [*words, "--", device, folder], obj=Flags())
         return
     if not os.geteuid():
         _use_system_folders()

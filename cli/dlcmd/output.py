@@ -62,12 +62,17 @@ def print_result(described: Mapping[str, object], text: str) -> None:
         print_line(text)
 
 
+def is_terminal() -> bool:
+    """Whether stdout is a terminal. (A closed one is none.)"""
+    return sys.stdout is not None and sys.stdout.isatty()
+
+
 def print_table(
     columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[str]
 ) -> None:
     """Print rows: on a terminal as a table, in which the columns `numbers` are aligned to the
     right; else one a line, separated by tabs and without the columns' names."""
-    if sys.stdout.isatty():
+    if is_terminal():
         import rich.box  # noqa: PLC0415  # rich takes 0.1 s to import
         from rich.console import Console  # noqa: PLC0415
         from rich.table import Table  # noqa: PLC0415
@@ -115,7 +120,7 @@ def _write(data: bytes | bytearray | memoryview) -> None:
 def name_line(name: bytes) -> bytes:
     """A name and a line end: the exact bytes for a pipe or file; on a terminal with control
     characters escaped."""
-    return (shown(name).encode() if sys.stdout.isatty() else name) + b"\n"
+    return (shown(name).encode() if is_terminal() else name) + b"\n"
 
 
 def json_name(name: bytes, key: str = "path") -> dict[str, Value]:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import click
@@ -86,10 +87,10 @@ def run(
         )
         code = _run(command, _environment(os.environ, json.dumps(settings)), planner)
     if report is not None:
-        report.write_text(report_page(shlex.join(command), code, planner.summary))
+        _write(report, report_page(shlex.join(command), code, planner.summary))
     if not global_flags().quiet and code not in (NOT_EXECUTABLE, NOT_FOUND):
         for line in planner.summary.lines():
-            sys.stderr.write(f"dlcmd run: {line}\n")
+            _say(line)
     raise click.exceptions.Exit(code)
 
 
@@ -99,6 +100,14 @@ def _check_writable(report: Path) -> None:
         report.open("a").close()
     except OSError as error:
         raise UsageError(f"cannot write the report {report}: {error.strerror}") from error
+
+
+def _write(report: Path, page: str) -> None:
+    """Write the report. The command has ended, so an error is told and does not change the code."""
+    try:
+        report.write_text(page, encoding="utf-8", errors="backslashreplace")
+    except OSError as error:
+        _say(f"cannot write the report {report}: {error.strerror}")
 
 
 def _environment(inherited: Mapping[str, str], settings: str) -> dict[str, str]:
@@ -139,5 +148,12 @@ def _set_mask(mask: "set[signal.Signals] | set[int]") -> None:
 
 
 def _not_started(name: str, error: OSError, code: int) -> int:
-    sys.stderr.write(f"dlcmd run: cannot start {name!r}: {error.strerror}\n")
+    _say(f"cannot start {name!r}: {error.strerror}")
     return code
+
+
+def _say(text: str) -> None:
+    """Print a line to stderr. A closed one does not change the exit code."""
+    with suppress(OSError, AttributeError, ValueError):
+        sys.stderr.write(f"dlcmd run: {text}\n")
+        sys.stderr.flush()

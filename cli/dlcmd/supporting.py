@@ -4,6 +4,7 @@ import os
 import stat
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import click
@@ -13,6 +14,7 @@ from diesel_fs.system.atomic_file import atomic_file, write_error
 
 from .diagnosing import diagnose
 from .doctor.archive import Member, members, packed
+from .doctor.checks import MountFacts
 from .doctor.places import all_mounts, mount_facts
 from .doctor.redaction import Redactor, known_secrets
 from .options import global_flags, verb
@@ -52,8 +54,11 @@ def support(file: Path, yes: bool, dry_run: bool, logs: tuple[Path, ...]) -> Non
     except DieselError:  # the findings say why
         settings = None
     findings = diagnose(None)
-    with ThreadPoolExecutor(MOUNTS_ASKED) as threads:  # those that hang are waited for at once
-        mounts = list(threads.map(mount_facts, all_mounts()))
+    mounts: list[MountFacts] = []
+    # Those that hang are waited for at once. An archive without mounts (no /proc, or no process can
+    # be started) is better than none.
+    with suppress(OSError, RuntimeError), ThreadPoolExecutor(MOUNTS_ASKED) as threads:
+        mounts += threads.map(mount_facts, all_mounts())
     files = members(settings, findings, mounts, logs, Redactor(known_secrets(settings)))
     for member in files:
         print_line(f"{bytes_text(len(member.content)):>9}  {member.name}")

@@ -3,7 +3,6 @@
 import math
 import os
 import shutil
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -19,7 +18,7 @@ from .mount_figures import MountSamples, Stats, interval
 from .mount_top import screen, short_line
 from .mounting import mount_folder
 from .options import global_flags, verb
-from .output import print_json, write_stdout
+from .output import is_terminal, print_json, write_stdout
 
 INTERVAL_S = 0.1, 3600.0
 
@@ -57,7 +56,7 @@ def top(folder: Path, every_s: float, count: int | None) -> None:
         raise UsageError("--interval nan is no time", advice="write it in seconds: 0.5")
     samples = MountSamples(folder)
     own_pid = reader_group(os.getpid()).pid
-    is_live = not global_flags().json and sys.stdout is not None and sys.stdout.isatty()
+    is_live = not global_flags().json and is_terminal()
     with suppress(KeyboardInterrupt), _terminal(is_live=is_live):
         before = samples.take()
         due_s = time.monotonic()

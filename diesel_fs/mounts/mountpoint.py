@@ -192,8 +192,12 @@ def our_mount(directory: str | os.PathLike[str]) -> DatasetMount:
     path = real_path(directory)
     if found := mounted_at(path):
         return found
-    other = topmost_at(path, mounts())
-    if other is None:
+    entries = list(mounts())
+    other = topmost_at(path, entries)
+    inside = [each.path for each in dataset_mounts(entries) if path.startswith(f"{each.path}/")]
+    if other is None and inside:
+        reason = f"it lies in the mount on {max(inside, key=len)}"
+    elif other is None:
         reason = "nothing is mounted there"
     elif other.kind == _FUSE:
         reason = f"it belongs to the mount on {os.path.dirname(path)}"
@@ -453,7 +457,7 @@ def _run_in_child(statement: str, path: str, deadline_s: float | None = None) ->
             answer, _ = child.communicate(timeout=min(ANSWER_NOTICE_S, limit_s))
         except subprocess.TimeoutExpired:
             left_s = max(0.0, limit_s - ANSWER_NOTICE_S)
-            if left_s:
+            if left_s and deadline_s is None:  # who names a deadline waits knowingly
                 log.warning(
                     "the mount of %s has not answered yet: waiting for up to %.0f s more",
                     path,

@@ -26,7 +26,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import ConflictError, DeadlineError, DieselError, ObjectStoreError
+from ..errors import (
+    ConflictError,
+    DeadlineError,
+    DieselError,
+    ObjectStoreError,
+    UsageError,
+)
 from ..format.entries import Kind
 from ..format.snapshot.layout import kinds
 from ..format.snapshot.reader import Indices, Snapshot
@@ -136,6 +142,12 @@ class Warmup:
         mount, inside = locate(path)
         if not is_alive(mount.path):
             raise _ended(mount.path)
+        if mount.is_native and mount.hidden_mount is None and mount.fuse is not None:
+            own = os.path.dirname(mount.hidden_folder)
+            raise UsageError(
+                f"{mount.path} is another view of the mount on {own}",
+                advice="name that one, and the folder in it",
+            )
         return cls(mount, inside, launcher.stats(mount.path))
 
     def _read_snapshot(self) -> None:

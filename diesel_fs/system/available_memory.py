@@ -43,7 +43,7 @@ def _own_cgroup_limit_bytes() -> int:
 
 
 def _free_bytes() -> int:
-    with open("/proc/meminfo", encoding="ascii") as lines:
+    with suppress(OSError), open("/proc/meminfo", encoding="ascii") as lines:
         for line in lines:
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024

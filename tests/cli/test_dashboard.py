@@ -12,7 +12,7 @@ import socket
 import subprocess
 import uuid
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from importlib.resources import files
 from pathlib import Path
 
@@ -30,6 +30,7 @@ from diesel_fs.repository.local import LocalRepository
 from dlcmd.dashboard.history import EVERY_S, POINTS, History
 from dlcmd.dashboard.servers import parse_metrics, parse_metrics_place, total
 from dlcmd.dashboard.watcher import add_up
+from dlcmd.dashboard.web import CONNECTIONS_MAX
 from tests.server.program import Server, new_repository
 from tests.trees import write
 from tests.waiting import wait_until
@@ -326,6 +327,18 @@ def test_requests_that_have_no_answer_are_refused(board: Dashboard) -> None:
     assert board.get("/").status == 200
 
 
+def test_connections_that_say_nothing_shut_nobody_out(board: Dashboard) -> None:
+    silent = []
+    with ExitStack() as stack:
+        for _ in range(2 * CONNECTIONS_MAX):
+            link = socket.create_connection(("127.0.0.1", board.port), timeout=30)
+            silent.append(stack.enter_context(link))
+            link.sendall(b"GET / HTTP/1.1\r\nHost: ")
+        for _ in range(5):
+            assert board.get("/").status == 200
+        assert silent[0].recv(100) == b"", "the oldest one has made way"
+
+
 def test_a_page_of_another_name_cannot_read_it(board: Dashboard) -> None:
     """As after DNS rebinding: a name that leads to 127.0.0.1."""
     for path in ("/", "/state", "/datasets"):
@@ -428,6 +441,8 @@ def test_a_servers_metrics_are_understood() -> None:
     assert {name: total(found, name) for name in expected} == expected
     assert found["diesel_tier_hits_total", "disk"] == 1.5e9
     assert parse_metrics("<html>no metrics here</html>") == {}
+    endless = parse_metrics("diesel_requests_total 1e999\ndiesel_requests_total 2\n")
+    assert total(endless, "diesel_requests_total") == 2
 
 
 def test_a_history_keeps_an_hour() -> None:
@@ -443,3 +458,15 @@ def test_a_history_keeps_an_hour() -> None:
         "read": 4.0,
         "store": 2.0,
     }
+
+
+def test_a_history_forgets_what_lies_in_the_future_when_the_clock_is_set_back() -> None:
+    history = History(("read",))
+    for number in range(POINTS + 10):
+        history.add(1000.0 + EVERY_S * number, {"read": number})
+    history.add(1000.0 + EVERY_S * POINTS, {"read": -1})
+    kept = history.since(0.0)
+    assert kept["read"] == [float(number) for number in range(10, POINTS)] + [-1.0]
+    assert kept["time"] == sorted(kept["time"])
+    history.add(7.0, {"read": -2})
+    assert history.since(0.0) == {"time": [7.0], "read": [-2.0]}

@@ -217,6 +217,38 @@ def test_what_never_answers_is_left_behind_and_what_it_said_before_counts() -> N
     ]
 
 
+def test_a_full_disk_under_a_probe_is_no_bug() -> None:
+    def fail(_: Emit) -> None:
+        Path("/dev/full").write_bytes(b"x")
+
+    (found,) = run_probes([Probe("session", "a mount", fail, "none")])
+    assert (found.state, found.found) == ("fault", "No space left on device")
+    assert found.cure.startswith("free some space there")
+
+
+@needs_root
+def test_no_temporary_file_can_be_written() -> None:
+    lock = "mount --bind $at $at; mount -o remount,bind,ro $at"
+    said = examined(before=f"for at in /var/tmp /tmp; do {lock}; done; cd /tmp")
+    said.one("folder.tmp", "fault", "Read-only file system", cure="name another folder in TMPDIR")
+    said.one("session", "fault", "no mount can be tried", cure="name another folder in TMPDIR")
+
+
+@needs_root
+def test_a_missing_proc_is_named_and_nothing_else_is_blamed(tmp_path: Path) -> None:
+    home = {"HOME": str(tmp_path), "DIESEL_URL": "file:///nowhere"}
+    said = examined("--quick", before="umount -l /proc", environment=home)
+    said.one("cache.old", "fault", "/proc/sys/kernel/random/boot_id: No such file")
+    assert not [each for each in said.faults if each.startswith(("folder.", "fuse.", "memory"))]
+
+
+@needs_root
+def test_no_thread_can_be_started(open_home: Mapping[str, str]) -> None:
+    prefix = ["prlimit", "--nproc=1", "--", *as_user()]
+    said = examined("--quick", prefix=prefix, python=user_python(), environment=open_home)
+    said.one("folder.tmp", "fault", "there is no memory or no process left", cure="`ulimit -u`")
+
+
 # This machine
 
 
@@ -397,6 +429,8 @@ def test_a_mount_that_serves_nobody(
         said.one("mount", "fault", f"on {at}", found, cure=cure.format(at))
         if number == signal.SIGKILL:  # not only where it is named
             doctor().one("mount", "fault", f"on {at}", found)
+        code, says = (10, "has ended") if number == signal.SIGKILL else (14, "does not answer")
+        assert says in pets.program("top", "--count", "1", at, code=code).err
 
 
 @needs_root
@@ -407,6 +441,8 @@ def test_a_mount_behind_the_current_version(pets: Dlcmd, doctor: Ask, tmp_path: 
         before = doctor(at)
         before.one("mount", "ok", f"on {at} is alive, with the session")
         assert "mount.stale" not in {each["check"] for each in before.findings}
+        (tmp_path / "link").symlink_to("mnt")
+        assert "place" not in {each["check"] for each in doctor(tmp_path / "link").findings}
         pets("put", write(tmp_path / "more", {"c": b"3"}), "pets")
         said = doctor(at)
         said.one("mount.stale", "warning", "is current", cure=f"`dlcmd umount {at}`")
@@ -615,7 +651,8 @@ def test_the_roles_of_a_user_of_a_server(
     )  # fmt: skip
     said = parsed(done.returncode, done.stdout, done.stderr.decode())
     said.one("store", "ok", "accepts the user 'ann', who may read 1 dataset")
-    said.one("store.bandwidth", "ok", "3.1 MB of a chunk came at")
+    came = {str(each["found"])[:26] for each in said.findings if each["check"] == "store.bandwidth"}
+    assert came == {"3.1 MB of a chunk came at "}  # how fast it was depends on other programs
     said.one("clock", "ok", "the server at 127.0.0.1")
     said = doctor("--write", url)
     said.one("store.rights", "fault", "not write, pets", cure="`dlcmd grant pets ann write`")

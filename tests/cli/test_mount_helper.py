@@ -251,6 +251,10 @@ class TestMount:
         machine(*words, code=1)
         machine(*words, "-s")
         machine("mountpoint", "-q", at, code=32)
+        bad = machine(
+            "mount", "-f", "-t", "diesel", "pets", at, "-o", "memory=much,umask=999", code=1
+        )
+        assert "bad size 'much'" in bad
 
 
 def test_every_option_of_dlcmd_mount_is_a_mount_option() -> None:

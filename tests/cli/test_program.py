@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from diesel_fs.errors import BusyError
 from dlcmd import main
 from tests.trees import write
 
-from .conftest import Dlcmd
+from .conftest import Dlcmd, program_environment
 
 
 def commands() -> dict[str, click.Command]:
@@ -223,6 +224,33 @@ def test_start_up_imports_little() -> None:
         sys.exit(str(found) if found else 0)
     """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["ls"], ["ls", "-l"], ["doctor", "--quick"], ["get", "pets", "--tar", "-"]],
+    ids=" ".join,
+)
+def test_a_closed_stdout_is_an_error_of_one_line(
+    dlcmd: Dlcmd, words: list[str], tmp_path: Path
+) -> None:
+    dlcmd("put", write(tmp_path / "src", {"a": b"1"}), "pets")
+    command = shlex.join([sys.executable, "-m", "dlcmd", *words])
+    done = subprocess.run(
+        ["sh", "-c", f"exec {command} >&-"], env=program_environment(), check=False,
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (1, "dlcmd: standard output is closed\n")
+
+
+def test_a_current_folder_that_has_been_removed_is_named(dlcmd: Dlcmd, tmp_path: Path) -> None:
+    command = shlex.join([sys.executable, "-m", "dlcmd", "stats", "x"])
+    done = subprocess.run(
+        ["sh", "-c", f"mkdir gone; cd gone; rmdir ../gone; exec {command}"], cwd=tmp_path,
+        env=program_environment(), check=False, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 10
+    assert "the current folder has been removed; go to another one" in done.stderr
 
 
 def test_put_runs_with_stdout_closed(dlcmd: Dlcmd, tmp_path: Path) -> None:

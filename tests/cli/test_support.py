@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from diesel_fs.settings import user_folders
+from diesel_fs.settings import Settings, user_folders
 from dlcmd.doctor.redaction import Redactor, known_secrets
 
 from .conftest import Dlcmd, program_environment
@@ -38,6 +38,8 @@ def contents(archive: Path) -> dict[str, bytes]:
         ('{"token": "a b", "n": 1}', '{"token": ***, "n": 1}'),
         ("Authorization: Bearer abc.def", "Authorization: ***"),
         ("to redis://me:pass@host/0", "to redis://***@host/0"),
+        ("to redis://:pa@ss@host/0", "to redis://***@host/0"),
+        ("AccountKey=ab12==;x", "AccountKey=***;x"),
         ("key diesel-key-1:QUJD== next", "key *** next"),
         ("GET /?X-Amz-Signature=ab12&x=1", "GET /?X-Amz-Signature=***&x=1"),
         ("it said hunter22!", "it said ***!"),
@@ -51,12 +53,31 @@ def test_secrets_are_taken_out_of_texts(text: str, left: str | None) -> None:
 
 
 def test_secrets_are_taken_out_of_values_and_numbers_stay() -> None:
-    environment = {"MY_TOKEN": "t0k3n-of-mine", "TOKENIZERS_PARALLELISM": "false", "A_KEY": "us"}
-    redactor = Redactor(known_secrets(None, environment))
-    value = {"password": "x", "ok": [True, 1.5, "false us", "a t0k3n-of-mine"], "key_file": "/k"}
-    assert redactor.value(value) == {
-        "password": "***", "ok": [True, 1.5, "false us", "a ***"], "key_file": "/k"
+    environment = {
+        "MY_TOKEN": "t0k3n-of-mine", "TOKENIZERS_PARALLELISM": "false", "A_KEY": "us",
+        "http_proxy": "me:pass-of-proxy@h:1",
     }  # fmt: skip
+    redactor = Redactor(known_secrets(None, environment))
+    value = {
+        "password": "x",
+        "ok": [True, 1.5, "false us", "a t0k3n-of-mine pass-of-proxy"],
+        "key_file": "/k",
+    }
+    assert redactor.value(value) == {
+        "password": "***", "ok": [True, 1.5, "false us", "a *** ***"], "key_file": "/k"
+    }  # fmt: skip
+
+
+def test_secrets_in_files_are_known_and_a_fifo_is_not_waited_for(tmp_path: Path) -> None:
+    password, fifo = tmp_path / "password", tmp_path / "fifo"
+    password.write_text("sécret-of-redis\n", encoding="utf-8")
+    os.mkfifo(fifo)
+    environment = {
+        "DIESEL_REDIS_PASSWORD_FILE": str(password),
+        "AWS_SHARED_CREDENTIALS_FILE": str(fifo),
+    }
+    redactor = Redactor(known_secrets(Settings(key_file="/dev/zero"), environment))
+    assert redactor.text("it was sécret-of-redis.") == "it was ***."
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from diesel_fs.mounts import umount
 from diesel_fs.mounts.mountpoint import mounted_at
 from diesel_fs.mounts.plans.control import Control, explicit
 from tests.trees import facts, write
+from tests.unprivileged_user import needs_root
 from tests.waiting import wait_until
 
 from .conftest import Dlcmd
@@ -226,6 +227,21 @@ def test_places_where_nothing_can_be_loaded(dlcmd: Dlcmd, mounted: Mount, tmp_pa
         (result,) = dlcmd("--json", "-q", "warmup", link).objects
         assert (result["path"], result["files"]) == ("b", 300)
     dlcmd("warmup", code=2)
+
+
+@needs_root
+def test_another_view_of_a_mount_and_a_folder_in_one_are_told(
+    dlcmd: Dlcmd, mounted: Mount, tmp_path: Path
+) -> None:
+    at, view = mounted("--session", "native", "--memory", "256M"), tmp_path / "view"
+    view.mkdir()
+    subprocess.run(["mount", "--bind", at, view], check=True)
+    try:
+        assert f"another view of the mount on {at};" in dlcmd("warmup", view, code=2).err
+    finally:
+        subprocess.run(["umount", view], check=True)
+    for verb in ("stats", "top"):
+        assert f"it lies in the mount on {at}\n" in dlcmd(verb, at / "a", code=2).err
 
 
 def test_a_damaged_file_is_named(dlcmd: Dlcmd, mounted: Mount) -> None:

@@ -5,6 +5,7 @@ import ast
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -450,6 +451,26 @@ def test_a_report_that_cannot_be_written_is_said_before_the_command_runs(tmp_pat
     ended = run(*python("print(1)"), options=("--report", tmp_path / "none" / "run.html"))
     assert (ended.returncode, ended.stdout) == (2, "")
     assert "cannot write the report" in ended.stderr
+
+
+def test_a_report_that_cannot_be_written_at_the_end_changes_no_exit_code() -> None:
+    ended = run(*python("exit(7)"), options=("--report", "/dev/full"))
+    assert ended.returncode == 7
+    assert "cannot write the report /dev/full: No space left on device" in ended.stderr
+
+
+def test_a_report_takes_arguments_that_are_no_text(tmp_path: Path) -> None:
+    page = tmp_path / "run.html"
+    assert run("true", os.fsdecode(b"\xff"), options=("--report", page)).returncode == 0
+    assert "true " in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("end", ["2>&-", "2>/dev/full"])
+def test_the_exit_code_is_the_commands_where_nothing_can_be_said(end: str) -> None:
+    words = [sys.executable, "-m", "dlcmd", "run", "--", *python("exit(7)")]
+    script = f"exec {shlex.join(words)} {end}"
+    ended = subprocess.run(["sh", "-c", script], env=program_environment(), check=False)
+    assert ended.returncode == 7
 
 
 GONE = """

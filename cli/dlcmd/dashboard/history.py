@@ -22,7 +22,10 @@ class History:
         self._count = 0  # of points ever added
 
     def add(self, time_s: float, figures: Mapping[str, float]) -> None:
-        """Add a point. A column that `figures` lacks gets 0."""
+        """Add a point. A column that `figures` lacks gets 0. Points that are newer are forgotten:
+        the clock has been set back."""
+        if self._count and time_s < self._times[(self._count - 1) % POINTS]:
+            self._keep([at for at in self._places() if self._times[at] < time_s])
         at = self._count % POINTS
         self._times[at] = round(time_s, 1)
         for name, values in self._columns.items():
@@ -31,11 +34,19 @@ class History:
 
     def since(self, time_s: float) -> dict[str, list[float]]:
         """The points that are newer than a time, the oldest first: each column, and `time`."""
-        first = max(self._count - POINTS, 0)
-        places = [
-            at for at in (i % POINTS for i in range(first, self._count)) if self._times[at] > time_s
-        ]
+        places = [at for at in self._places() if self._times[at] > time_s]
         found = {"time": [self._times[at] for at in places]}
         for name, values in self._columns.items():
             found[name] = [float(f"{values[at]:.4g}") for at in places]
         return found
+
+    def _places(self) -> list[int]:
+        """Where the points stand, the oldest first."""
+        return [at % POINTS for at in range(max(self._count - POINTS, 0), self._count)]
+
+    def _keep(self, places: Sequence[int]) -> None:
+        """Forget all points but these."""
+        for values in (self._times, *self._columns.values()):
+            for at, value in enumerate([values[place] for place in places]):
+                values[at] = value
+        self._count = len(places)

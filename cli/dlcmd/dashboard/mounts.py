@@ -1,12 +1,13 @@
 """Mounts as sources of the dashboard, and the tasks that they are in."""
 
+import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from diesel_fs.errors import NotFoundError
-from diesel_fs.mounts.mountpoint import DatasetMount, dataset_mounts, is_alive
+from diesel_fs.errors import DieselError
+from diesel_fs.mounts.mountpoint import DatasetMount, dataset_mounts
 from diesel_fs.mounts.waits import CAUSE_NAMES
 from diesel_fs.names import shown
 from diesel_fs.peers.options import SINGLE_NODE_PREFIX
@@ -92,7 +93,6 @@ class MountSource(Source):
         self._found = found
         self._own_pid = own_pid
         self._samples: MountSamples | None = None
-        self._before: Stats | None = None
         self._newest: Stats | None = None
         self._marked: Stats | None = None  # when the last point of the history was made
         self._figures: Described = {}
@@ -113,18 +113,20 @@ class MountSource(Source):
         with self.lock:
             if self._newest is not None and clock_s(sample) <= clock_s(self._newest):
                 return  # statistics in a file may be a second old
-            self._before, self._newest = self._newest, sample
-            if self._before is not None:
-                self._figures = interval(self._before, sample, own_pid=self._own_pid)
+            if self._newest is not None:
+                self._figures = interval(self._newest, sample, own_pid=self._own_pid)
+            self._newest = sample  # one of which no figures can be made is never shown
 
     def _take(self) -> Stats:
         if self._samples is None:
-            # A child process tries first, because this one could not be ended while a mount hangs
-            if not is_alive(self._found.path):
-                raise NotFoundError("its process has ended: unmount it, and mount again")
             self._samples = MountSamples(Path(self._found.path))
             self.least_s = 0.0 if self._samples.is_cheap else CHILD_EVERY_S
-        return self._samples.take()
+        sample = self._samples.take()
+        try:
+            json.dumps(sample, allow_nan=False)
+        except ValueError:  # the program of a mount of another user may tell anything
+            raise DieselError("its statistics make no sense") from None
+        return sample
 
     def describe(self) -> Described:
         with self.lock:

@@ -15,6 +15,9 @@ from .source import Described, Source
 
 ANSWER_S = 2.0
 ANSWER_BYTES_MAX = 4 << 20
+COUNT_END = 1 << 63
+"""No server has counted so far. Infinity is no JSON, and the page would show nothing at all."""
+
 TIERS = ("memory", "disk", "store")
 
 COLUMNS = ("requests", "received", "sent", "uploaded", *TIERS, "refused")
@@ -132,7 +135,8 @@ def parse_metrics(text: str) -> dict[tuple[str, str], float]:
             value = float(number)
         except ValueError:
             continue
-        found[name, label] = found.get((name, label), 0.0) + value
+        if abs(value) < COUNT_END:
+            found[name, label] = found.get((name, label), 0.0) + value
     return found
 
 

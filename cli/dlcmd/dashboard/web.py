@@ -63,6 +63,9 @@ class WebServer:
         self._answer = answer
         self._headers = headers
         self._free = threading.BoundedSemaphore(CONNECTIONS_MAX)
+        self._lock = threading.Lock()
+        self._silent: dict[socket.socket, None] = {}
+        """Connections whose request has not come yet, the oldest first. Guarded by `_lock`."""
 
     def serve(self) -> None:
         """Accept connections, without an end."""
@@ -84,12 +87,18 @@ class WebServer:
             log.error("cannot accept connections: %s", error.strerror)
             time.sleep(_PAUSE_S)
             return
-        if not self._free.acquire(blocking=False):
+        # Connections that say nothing do not shut others out
+        if not self._free.acquire(blocking=False) and not (
+            self._end_silent() and self._free.acquire(timeout=_PAUSE_S)
+        ):
             self._refuse(link)
             return
+        with self._lock:
+            self._silent[link] = None
         try:
             threading.Thread(target=self._serve_one, args=(link,), daemon=True).start()
         except RuntimeError:  # no thread can be had
+            self._has_spoken(link)
             self._free.release()
             self._refuse(link)
 
@@ -98,10 +107,28 @@ class WebServer:
             link.setblocking(False)
             link.send(self._encoded(_failure(HTTPStatus.SERVICE_UNAVAILABLE), is_head=False))
 
+    def _end_silent(self) -> bool:
+        """End the connection that has been silent for longest; False where there is none."""
+        with self._lock:
+            oldest = next(iter(self._silent), None)
+            if oldest is None:
+                return False
+            del self._silent[oldest]
+            with suppress(OSError):
+                oldest.shutdown(socket.SHUT_RDWR)
+        return True
+
+    def _has_spoken(self, link: socket.socket) -> None:
+        with self._lock:
+            self._silent.pop(link, None)
+
     def _serve_one(self, link: socket.socket) -> None:
         try:
             with link, suppress(OSError):
-                head = _receive_head(link)
+                try:
+                    head = _receive_head(link)
+                finally:
+                    self._has_spoken(link)
                 if head is None:
                     return
                 is_head = head.startswith(b"HEAD ")

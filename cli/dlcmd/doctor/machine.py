@@ -53,12 +53,17 @@ def fuse_facts() -> FuseFacts:
         NativeSession.check_usable()
     except SessionUnsupported as reason:
         native = str(reason)
+    except OSError as error:  # no /proc
+        native = f"{error.filename}: {error.strerror}"
     helper = shutil.which("fusermount3") or ""
+    may_administrate = True
+    with suppress(OSError):  # without /proc, a mount that is tried shows it
+        may_administrate = syscalls.may_administrate()
     return FuseFacts(
         error_name,
         error_text,
         is_root=os.geteuid() == 0,
-        may_administrate=syscalls.may_administrate(),
+        may_administrate=may_administrate,
         helper=helper,
         helper_has_rights=bool(helper) and _runs_as_root(helper),
         native_error=native,
@@ -89,12 +94,20 @@ def folder_probes() -> list[Probe]:
     return [
         _folder_probe("state", "logs and sockets", folders["state"], is_private=True),
         _folder_probe("cache", "copies of snapshots", folders["cache"], is_private=True),
-        _folder_probe("tmp", "temporary files", Path(tempfile.gettempdir()), is_private=False),
+        _folder_probe("tmp", "temporary files", _temporary_folder(), is_private=False),
         Probe(
             "cache.old", f"the folder {folders['cache']}", _old_copies_work(folders["cache"]),
             "check the disk of that folder",
         ),
     ]  # fmt: skip
+
+
+def _temporary_folder() -> Path:
+    """Where temporary files lie; where they should, if nothing can be written there."""
+    try:
+        return Path(tempfile.gettempdir())
+    except OSError:
+        return Path(os.environ.get("TMPDIR") or "/tmp")  # noqa: S108  # nothing is written to it
 
 
 def _folder_probe(what: str, use: str, path: Path, *, is_private: bool) -> Probe:
@@ -114,9 +127,11 @@ def folder_facts(what: str, use: str, path: Path, *, is_private: bool) -> Folder
     owner_error = ownership_error(path) if exists and is_private else ""
     try:
         free = os.statvfs(place)
-        kind = file_system_of(place).kind
     except OSError as error:
         return FolderFacts(what, use, str(path), exists, write_error=error.strerror or str(error))
+    kind = ""
+    with suppress(OSError):  # no /proc
+        kind = file_system_of(place).kind
     return FolderFacts(
         what,
         use,

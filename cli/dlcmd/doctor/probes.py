@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from diesel_fs.errors import DieselError
 
+from ..main import as_diesel_error
 from .findings import Finding
 
 Emit = Callable[[Finding], None]
@@ -48,10 +49,14 @@ def run_probes(probes: Sequence[Probe]) -> list[Finding]:
     ]
     begun_s = time.monotonic()
     with _Warnings() as warnings:
-        for thread in threads:
-            thread.start()
+        for probe, thread, each in zip(probes, threads, found, strict=True):
+            try:
+                thread.start()
+            except (RuntimeError, MemoryError):  # this user's processes, or memory, are at a limit
+                each.append(_not_asked(probe))
         for probe, thread in zip(probes, threads, strict=True):
-            thread.join(max(0.0, begun_s + probe.limit_s - time.monotonic()))
+            if thread.ident is not None:
+                thread.join(max(0.0, begun_s + probe.limit_s - time.monotonic()))
     findings: list[Finding] = []
     for probe, thread, each in zip(probes, threads, found, strict=True):
         findings += list(each)
@@ -66,9 +71,19 @@ def _run(probe: Probe, emit: Emit) -> None:
         probe.work(emit)
     except DieselError as error:
         emit(failed(probe.check, error))
+    except OSError as error:
+        emit(failed(probe.check, as_diesel_error(error)))
+    except MemoryError:
+        emit(_not_asked(probe))
     except Exception as error:
         text = f"unexpected {type(error).__name__}: {error}"
         emit(Finding(probe.check, "fault", text, "this is a bug: report it"))
+
+
+def _not_asked(probe: Probe) -> Finding:
+    text = f"{probe.what} cannot be asked: there is no memory or no process left"
+    cure = "raise the limits of memory and processes (`ulimit -v`, `ulimit -u`, pids.max)"
+    return Finding(probe.check, "fault", text, cure)
 
 
 def failed(check: str, error: DieselError, cure: str = "") -> Finding:

@@ -7,13 +7,12 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from pathlib import Path
 
 from diesel_fs.credentials import KEY_PREFIX
 from diesel_fs.errors import DieselError
 from diesel_fs.settings import Settings, config_file
 from diesel_fs.storage.metadata.redis.address import parse_redis_url
-from diesel_fs.urls import parse_url, shown_url
+from diesel_fs.urls import parse_url, passwords_in, shown_url
 
 HIDDEN = "***"
 
@@ -37,9 +36,9 @@ _LOOKS_SECRET = (
     re.compile(r"-----BEGIN ([A-Z ]*)PRIVATE KEY-----.*?(?:-----END \1PRIVATE KEY-----|\Z)", re.S),
 )
 _NAMED_SECRET = re.compile(
-    r"(?i)((?:passw(?:or)?d|secret|token|authorization|signature|credential|access[_-]?key"
-    r"|api[_-]?key|\bsig)[a-z_-]{0,24}\\?[\"']?\s*[=:]\s*)(?:(?:bearer|basic)\s+)?"
-    r"(\\?\".*?\"|'[^']*'|[^\s\"',;&}\]]+)"
+    r"(?i)((?:passw(?:or)?d|passphrase|secret|token|authorization|signature|credential"
+    r"|(?:access|api|account|private)[_-]?key|cookie|\bsig)[a-z_-]{0,24}\\?[\"']?\s*[=:]\s*)"
+    r"(?:(?:bearer|basic)\s+)?(\\?\".*?\"|'[^']*'|[^\s\"',;&}\]]+)"
 )
 """A value behind a name such as `password=` or `"token":`."""
 
@@ -88,22 +87,23 @@ def known_secrets(
     for name, value in env.items():
         if _SECRET_NAME.search(name) and not _PATH_NAME.search(name):
             yield from _forms(value)
-        yield from _of_url(value)
+        # A proxy may be named without a scheme
+        yield from passwords_in(value if "://" in value else f"://{value}")
     files = [env.get("DIESEL_REDIS_PASSWORD_FILE", "")]
     files.append(env.get("AWS_SHARED_CREDENTIALS_FILE") or os.path.expanduser("~/.aws/credentials"))
     with suppress(DieselError):  # another setting may win over it
         files.append(str(config_file()))
     if settings is not None:
         files.append(settings.key_file)
-        yield from _of_url(settings.url)
+        yield from passwords_in(settings.url)
         with suppress(DieselError):
             if meta := parse_url(settings.url).meta:
                 address = parse_redis_url(meta, env)
                 yield from (address.password, address.sentinel_password)
     for path in filter(None, files):
         with suppress(OSError):
-            for line in Path(path).read_bytes()[:SECRETS_BYTES_MAX].decode("latin-1").splitlines():
-                yield from (*_forms(line), *_of_url(line))
+            for line in _beginning(path).decode(errors="replace").splitlines():
+                yield from (*_forms(line), *passwords_in(line))
                 name, equals, value = line.partition("=")  # of an ini file
                 if equals and _SECRET_NAME.search(name.strip()):
                     yield from _forms(value)
@@ -116,6 +116,7 @@ def _forms(value: str) -> Iterator[str]:
     yield value.removeprefix(KEY_PREFIX)
 
 
-def _of_url(text: str) -> Iterator[str]:
-    """The passwords in a URL."""
-    yield from re.findall(r"://[^/?#@\s]*:([^/?#@\s]+)@", text)
+def _beginning(path: str) -> bytes:
+    """The first bytes of a file. A fifo is not waited for. Raises OSError."""
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        return file.read(SECRETS_BYTES_MAX) or b""

@@ -392,7 +392,8 @@ let history = { of: null, points: { time: [] } };
 
 async function loadHistory() {
   const of = byId("scope").value;
-  if (history.of !== of) history = { of, points: { time: [] } };
+  const isSetBack = state && state.time < (history.points.time.at(-1) ?? 0) - 1; // the machine's clock
+  if (history.of !== of || isSetBack) history = { of, points: { time: [] } };
   const times = history.points.time;
   const answer = await fetch(`history?of=${encodeURIComponent(of)}&since=${times.length ? times[times.length - 1] : 0}`);
   if (!answer.ok) {
