@@ -27,6 +27,9 @@ SHELL := /bin/sh
 .NOTPARALLEL:
 MAKEFLAGS += --no-print-directory
 
+# Programs start from compiled modules, as installed ones do.
+export PYTHONDONTWRITEBYTECODE :=
+
 VENV := .venv
 PIP := $(VENV)/bin/python -m pip --disable-pip-version-check --quiet
 PEERS_PIP := $(VENV)/peers/bin/python -m pip --disable-pip-version-check --quiet

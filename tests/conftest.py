@@ -8,11 +8,12 @@ A test that hangs dumps its stacks by pytest's `faulthandler_timeout` (see pypro
 """
 
 import fcntl
+import gc
 import os
 import stat
 import subprocess
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,8 @@ def own_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("HOME", str(home))
         for kind in ("CACHE", "CONFIG", "DATA", "STATE"):
             patch.setenv(f"XDG_{kind}_HOME", str(home / kind.lower()))
+        # Programs under test start from compiled modules, as installed ones do.
+        patch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
         # A program that a signal ends prints its stacks.
         patch.setenv("PYTHONFAULTHANDLER", "1")
         yield
@@ -79,7 +82,9 @@ def device_for_all() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `fuse`, with the reason, where /dev/fuse cannot be opened."""
+    """Begin with the tests marked `alone`, for which other processes wait. Skip those marked
+    `fuse`, with the reason, where /dev/fuse cannot be opened."""
+    items.sort(key=lambda item: not _is_alone(item))
     try:
         os.close(os.open("/dev/fuse", os.O_RDWR))
     except OSError as error:
@@ -89,11 +94,36 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(skip)
 
 
+def pytest_collection_finish() -> None:
+    """Leave what the collection has made, which lives as long as the process, out of all later
+    garbage collections: there are a million objects of it."""
+    gc.collect()
+    gc.freeze()
+
+
+_TURN = pytest.StashKey[ExitStack]()
+"""The turn of the test that ran last, where it was alone and the next one is, too."""
+
+
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+def pytest_runtest_protocol(
+    item: pytest.Item, nextitem: pytest.Item | None
+) -> Generator[None, object, object]:
     """Run tests marked `alone` while no other process of this checkout runs a test."""
-    with _turn(alone=item.get_closest_marker("alone") is not None):
-        return (yield)
+    stash, alone = item.config.stash, _is_alone(item)
+    with stash.get(_TURN, ExitStack()) as turn:
+        if _TURN in stash:
+            del stash[_TURN]
+        else:
+            turn.enter_context(_turn(alone=alone))
+        result = yield
+        if alone and nextitem is not None and _is_alone(nextitem):
+            stash[_TURN] = turn.pop_all()  # else it would wait for a test of another process
+        return result
+
+
+def _is_alone(item: pytest.Item) -> bool:
+    return item.get_closest_marker("alone") is not None
 
 
 @contextmanager

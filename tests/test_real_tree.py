@@ -4,6 +4,7 @@ Each is put, then read by `get` and by a mount, and compared with the original b
 """
 
 import os
+import shutil
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,8 +23,11 @@ from .trees import Facts, facts, odd_tree, write
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Facts]:
-    """Python's standard library on this machine: thousands of files of all sizes."""
-    source = Path(sysconfig.get_path("stdlib"))
+    """Python's standard library on this machine: thousands of files of all sizes. What is installed
+    beside it may be many times as much."""
+    source = tmp_path_factory.mktemp("library") / "source"
+    installed = shutil.ignore_patterns("site-packages", "dist-packages")
+    shutil.copytree(sysconfig.get_path("stdlib"), source, symlinks=True, ignore=installed)
     return source, facts(source)
 
 

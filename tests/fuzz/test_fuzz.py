@@ -1,11 +1,15 @@
 """Runs each target of the fuzzer for a few seconds. (`make fuzz` runs them for minutes.)"""
 
 import importlib.util
+import json
 import os
 import re
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 
@@ -13,34 +17,62 @@ from tests.fuzz.targets import TARGETS, seeds
 
 SECONDS = 3
 RUNS_MIN = 200
+DEADLINE_S = 120.0
 
 
 def test_seeds_are_accepted() -> None:
     """With bad seeds the fuzzer would first have to discover what a message is."""
-    assert seeds().keys() == TARGETS.keys()
+    found = seeds()
+    assert found.keys() == TARGETS.keys()
     for name, target in TARGETS.items():
-        for number, seed in enumerate(seeds()[name]):
+        for number, seed in enumerate(found[name]):
             assert target(seed), (name, number)
         assert not target(b"\xff" * 100), name
+
+
+class Fuzz(Protocol):
+    """Does a run of the fuzzer. Returns its exit code."""
+
+    def __call__(self, *arguments: str | Path) -> int: ...
+
+
+@pytest.fixture(scope="module")
+def fuzz() -> Iterator[Fuzz]:
+    """In a process that has instrumented the modules once."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.fuzz", "-"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONHASHSEED": "0"},
+    ) as process:
+        asked, answers = process.stdin, process.stdout
+        assert asked is not None
+        assert answers is not None
+
+        def run(*arguments: str | Path) -> int:
+            timer = threading.Timer(DEADLINE_S, process.kill)
+            timer.start()
+            try:
+                print(json.dumps([*map(str, arguments)]), file=asked, flush=True)
+                return int(answers.readline())
+            finally:
+                timer.cancel()
+
+        yield run
 
 
 @pytest.mark.skipif(
     importlib.util.find_spec("atheris") is None, reason="atheris has no wheel for this Python"
 )
 @pytest.mark.parametrize("name", TARGETS)
-def test_any_bytes_are_a_value_or_a_format_error(name: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.fuzz", name, str(tmp_path / "corpus")]
+def test_any_bytes_are_a_value_or_a_format_error(name: str, fuzz: Fuzz, tmp_path: Path) -> None:
+    log = tmp_path / "log"
     # The instrumented modules alone take 1 GiB
     options = [f"-max_total_time={SECONDS}", "-timeout=10", "-rss_limit_mb=2048", "-max_len=65536"]
-    done = subprocess.run(
-        [*command, *options, f"-artifact_prefix={tmp_path}/"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env={**os.environ, "PYTHONHASHSEED": "0"},
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found = re.search(r"Done (\d+) runs", done.stderr)
+    code = fuzz(log, name, tmp_path / "corpus", *options, f"-artifact_prefix={tmp_path}/")
+    said = log.read_text(errors="replace")
+    assert code == 0, said[-4000:]
+    found = re.search(r"Done (\d+) runs", said)
     assert found is not None
     assert int(found[1]) >= RUNS_MIN

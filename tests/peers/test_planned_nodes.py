@@ -40,9 +40,7 @@ def plan(task: RunningTask, rank: int) -> dict[str, int]:
     return cast("dict[str, int]", task.stats(rank)["plan"])
 
 
-@pytest.mark.parametrize(
-    ("group", "announced"), [(4, "computed"), (4, "explicit"), (FULL, "computed")]
-)
+@pytest.mark.parametrize(("group", "announced"), [(4, "explicit"), (FULL, "computed")])
 def test_the_store_gives_little_more_than_it_must(
     task: RunningTask, group: int, announced: str
 ) -> None:

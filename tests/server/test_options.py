@@ -2,12 +2,15 @@
 
 import os
 import socket
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from diesel_fs.errors import ObjectMissing, ObjectStoreError
+from diesel_fs.storage.objects.cloud import store as cloud
 from diesel_fs.storage.objects.cloud.direct import open_buckets_directly
+from diesel_fs.storage.objects.retry import RetryPolicy
 from diesel_fs.urls import parse_url
 from diesel_server.options import checked
 from diesel_server.wiring import _objects
@@ -39,6 +42,7 @@ def test_only_for_a_missing_store_the_advice_is_to_create_it(
     with pytest.raises(ObjectMissing) as missing:
         _objects(parse_url((tmp_path / "store").as_uri()))
     assert "user add" in missing.value.advice
+    monkeypatch.setattr(cloud, "RetryPolicy", partial(RetryPolicy, deadline_s=0.0))  # no retries
     open_buckets_directly()
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))

@@ -41,7 +41,7 @@ def test_a_store_that_fails_does_not_fill_the_log(tmp_path: Path) -> None:
     (source / "missing").write_bytes(b"x" * 100)
     # A native mount would not even try again so soon.
     with mounting(source, tmp_path / "mount", "kernel") as mounted:
-        for _ in range(300):
+        for _ in range(120):
             with pytest.raises(OSError, match=r".") as raised:
                 (mounted.at / "missing").read_bytes()
             assert raised.value.errno == errno.EIO

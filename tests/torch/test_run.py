@@ -70,26 +70,38 @@ def python(text: str) -> tuple[str, str, str]:
     return sys.executable, "-c", text
 
 
-@pytest.mark.fuse
-@pytest.mark.parametrize(("workers", "start"), [(0, "fork"), (2, "fork"), (2, "spawn")])
-def test_each_sampler_gives_what_it_gave_and_is_announced(
-    mounted: Path, workers: int, start: str
-) -> None:
-    command = [sys.executable, str(TRAINING), str(mounted), str(workers), start]
+def alone_and_joined(
+    script: Path, mounted: Path, workers: int, start: str, names: tuple[str, ...]
+) -> tuple[dict[str, object], dict[str, object], str]:
+    """What a script gives alone, what it gives under `dlcmd run`, and what that says. Alone its
+    workers are always forked, which gives the same: one that is spawned takes seconds to import
+    torch. `names` of loaders are given for the same reason."""
+    first = [sys.executable, str(script), str(mounted), str(workers)]
     alone = subprocess.run(
-        command, env=plain_environment(), capture_output=True, text=True,
+        [*first, "fork", *names], env=plain_environment(), capture_output=True, text=True,
         timeout=DEADLINE_S, check=True,
     )  # fmt: skip
-    joined = run(*command)
+    joined = run(*first, start, *names)
     assert joined.returncode == 0, joined.stderr
-    expected = json.loads(alone.stdout)
-    given = json.loads(joined.stdout)
+    return json.loads(alone.stdout), json.loads(joined.stdout), joined.stderr
+
+
+@pytest.mark.fuse
+@pytest.mark.parametrize(
+    ("workers", "start", "names"),
+    [(0, "fork", ()), (2, "fork", ()), (1, "spawn", ("own generator", "persistent"))],
+    ids=["0-fork", "2-fork", "1-spawn"],
+)
+def test_each_sampler_gives_what_it_gave_and_is_announced(
+    mounted: Path, workers: int, start: str, names: tuple[str, ...]
+) -> None:
+    expected, given, said = alone_and_joined(TRAINING, mounted, workers, start, names)
     assert given.keys() == expected.keys()
     for name in expected:
         assert given[name] == expected[name], name
     epochs = 2 * len(expected)
-    assert f"announced {epochs} of {epochs} epochs" in joined.stderr
-    assert len(joined.stderr.splitlines()) == 2, "there is nothing to complain of"
+    assert f"announced {epochs} of {epochs} epochs" in said
+    assert len(said.splitlines()) == 2, "there is nothing to complain of"
 
 
 PLANNED = """
@@ -114,9 +126,23 @@ print(json.dumps(seen))
 """
 
 
+def check_report(text: str) -> None:
+    """The page of `--report` for `PLANNED`."""
+    ET.fromstring(re.sub("<meta[^>]*>|<br>", "", text.partition("\n")[2]))  # noqa: S314 (our own)
+    assert "announced 2 of 2 epochs" in text
+    rows = re.findall(r"<td>epoch (\d+)</td><td>(\d+)</td><td>([\d.]+)</td>", text)
+    assert [(number, batches) for number, batches, _ in rows] == [("1", "20"), ("2", "20")]
+    assert all(float(seconds) > 2 for *_, seconds in rows)
+    assert 'class="computed"' in text
+
+
 @pytest.mark.fuse
-def test_the_mount_follows_the_reader_and_forgets_the_plan_at_the_end(mounted: Path) -> None:
-    joined = run(*python(PLANNED), mounted)
+def test_the_mount_follows_the_reader_and_forgets_the_plan_at_the_end(
+    mounted: Path, tmp_path: Path
+) -> None:
+    """And a report shows each loop."""
+    page = tmp_path / "run.html"
+    joined = run(*python(PLANNED), mounted, options=("--report", page))
     assert joined.returncode == 0, joined.stderr
     for streams in json.loads(joined.stdout):
         [stream] = streams
@@ -126,6 +152,7 @@ def test_the_mount_follows_the_reader_and_forgets_the_plan_at_the_end(mounted: P
     assert "20 batches" not in joined.stderr
     assert "40 batches: waited" in joined.stderr
     wait_until(lambda: streams_of(mounted) == [])
+    check_report(page.read_text())
 
 
 @pytest.mark.fuse
@@ -187,28 +214,29 @@ import torch
 import diesel_fs.torch
 from diesel_fs.torch.join import received
 diesel_fs.torch.join()
-workers = int(sys.argv[1])
-loader = torch.utils.data.DataLoader(range(100), batch_size=7, shuffle=True, num_workers=workers)
-assert received(loader.sampler) is None
-for number, batch in enumerate(loader, 1):
-    assert received(loader.sampler) == received(loader.batch_sampler) == min(7 * number, 100)
-    if number == 9: break
-first = iter(loader)
-assert received(loader.sampler) == 0
-next(first)
-assert received(loader.sampler) == 7
+for workers in 0, 2:
+    loader = torch.utils.data.DataLoader(
+        range(100), batch_size=7, shuffle=True, num_workers=workers
+    )
+    assert received(loader.sampler) is None
+    for number, batch in enumerate(loader, 1):
+        assert received(loader.sampler) == received(loader.batch_sampler) == min(7 * number, 100)
+        if number == 9: break
+    first = iter(loader)
+    assert received(loader.sampler) == 0
+    next(first)
+    assert received(loader.sampler) == 7
 """
 
 
-@pytest.mark.parametrize("workers", ["0", "2"])
-def test_what_a_loop_has_received_is_counted(workers: str) -> None:
+def test_what_a_loop_has_received_is_counted() -> None:
     """With `join`, under `dlcmd run`, and with both: then `join` does nothing."""
     alone = subprocess.run(
-        [*python(COUNTED), workers], env=program_environment(), text=True, capture_output=True,
+        python(COUNTED), env=program_environment(), text=True, capture_output=True,
         timeout=DEADLINE_S, check=False,
     )  # fmt: skip
     assert alone.returncode == 0, alone.stderr
-    both = run(*python(COUNTED), workers, PYTHONPATH=program_environment()["PYTHONPATH"])
+    both = run(*python(COUNTED), PYTHONPATH=program_environment()["PYTHONPATH"])
     assert both.returncode == 0, both.stderr
     assert "diesel_fs.torch:" not in both.stderr
 
@@ -433,20 +461,6 @@ def test_a_sampler_gets_a_generator_of_its_own(mounted: Path) -> None:
     assert without.stdout.splitlines()[0] != first
 
 
-@pytest.mark.fuse
-def test_a_report_shows_each_loop(mounted: Path, tmp_path: Path) -> None:
-    page = tmp_path / "run.html"
-    ended = run(*python(PLANNED), mounted, options=("--report", page))
-    assert ended.returncode == 0, ended.stderr
-    text = page.read_text()
-    ET.fromstring(re.sub("<meta[^>]*>|<br>", "", text.partition("\n")[2]))  # noqa: S314 (our own)
-    assert "announced 2 of 2 epochs" in text
-    rows = re.findall(r"<td>epoch (\d+)</td><td>(\d+)</td><td>([\d.]+)</td>", text)
-    assert [(number, batches) for number, batches, _ in rows] == [("1", "20"), ("2", "20")]
-    assert all(float(seconds) > 2 for *_, seconds in rows)
-    assert 'class="computed"' in text
-
-
 def test_a_report_that_cannot_be_written_is_said_before_the_command_runs(tmp_path: Path) -> None:
     ended = run(*python("print(1)"), options=("--report", tmp_path / "none" / "run.html"))
     assert (ended.returncode, ended.stdout) == (2, "")
@@ -502,24 +516,21 @@ LEARNED_FILES = {"pairs": 200, "native": 100, "batches": 200, "subset": 100, "pa
 
 
 @pytest.mark.fuse
-@pytest.mark.parametrize(("workers", "start"), [(0, "fork"), (2, "fork"), (2, "spawn")])
+@pytest.mark.parametrize(
+    ("workers", "start", "names"),
+    [(0, "fork", ()), (2, "fork", ()), (1, "spawn", ("pairs", "parts"))],
+    ids=["0-fork", "2-fork", "1-spawn"],
+)
 def test_which_files_a_dataset_opens_is_learned_in_its_first_epoch(
-    mounted: Path, workers: int, start: str
+    mounted: Path, workers: int, start: str, names: tuple[str, ...]
 ) -> None:
-    command = [sys.executable, str(LEARNED), str(mounted), str(workers), start]
-    alone = subprocess.run(
-        command, env=plain_environment(), capture_output=True, text=True,
-        timeout=DEADLINE_S, check=True,
-    )  # fmt: skip
-    joined = run(*command)
-    assert joined.returncode == 0, joined.stderr
-    given = json.loads(joined.stdout)
-    assert given == json.loads(alone.stdout)
-    [(epochs, files)] = re.findall(r"announced (\d+) of \d+ epochs, ([\d,]+) files", joined.stderr)
+    expected, given, said = alone_and_joined(LEARNED, mounted, workers, start, names)
+    assert given == expected
+    [(epochs, files)] = re.findall(r"announced (\d+) of \d+ epochs, ([\d,]+) files", said)
     # What workers learn at the end of the first epoch may come too late for the second.
     assert int(epochs) >= 3 * len(given.keys() & LEARNED_FILES)
     assert int(files.replace(",", "")) >= 2 * sum(LEARNED_FILES.get(name, 0) for name in given)
-    assert "reads: those of 100 of 100 samples, 2 files each" in joined.stderr
+    assert "reads: those of 100 of 100 samples, 2 files each" in said
 
 
 PARTLY = """

@@ -1,8 +1,8 @@
-"""A training script that knows nothing of DIESEL-FS: `training.py ROOT WORKERS START`.
+"""A training script that knows nothing of DIESEL-FS: `training.py ROOT WORKERS START [NAME...]`.
 
 It iterates loaders with samplers of each kind, twice each, and prints as JSON which files they gave
-and the states of the random generators afterwards. With START `spawn` there are only two loaders,
-as each worker takes seconds to start.
+and the states of the random generators afterwards. With NAMEs there are only the loaders of these
+names.
 """
 
 import json
@@ -102,13 +102,13 @@ def states() -> Sequence[object]:
 
 
 def main() -> None:
-    root, workers, start = sys.argv[1:]
+    root, workers, start, *names = sys.argv[1:]
     seeds: list[Callable[[int], object]] = [random.seed, np.random.seed, torch.manual_seed]
     for seed in seeds:
         seed(5)
     said: dict[str, object] = {}
     for name, loader in loaders(Folder(root), int(workers), start):
-        if start == "spawn" and name not in ("own generator", "persistent"):
+        if names and name not in names:
             continue
         given = []
         for epoch in range(2):

@@ -168,7 +168,7 @@ def test_a_later_image_of_a_chain_reads_from_the_same_content_file(tmp_path: Pat
                     compare(os.path.join(at, path), entry)
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(drawn_trees())
 def test_any_tree(tmp_path: Path, drawn: tuple[State, Shown]) -> None:
     check(*drawn, tmp_path)
