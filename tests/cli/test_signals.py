@@ -27,7 +27,6 @@ from .conftest import Dlcmd, children, is_running, program_environment
 
 DEADLINE_S = 30.0
 CHUNKS_SEEN = 20  # of 64 KiB, of some 70
-COUNTED_S = 0.02  # a commit is seen here a moment before the put counts it
 FILES = 453
 OPTIONS = ("--jobs", "2", "--chunk-size", "64K")
 
@@ -97,7 +96,6 @@ def stopped_put(
                 return _chunks(dlcmd) >= CHUNKS_SEEN and _has_committed(dlcmd)
 
             wait_until(has_committed_some)
-            time.sleep(COUNTED_S)
             process.send_signal(signal.SIGSTOP)
             packers = children(process.pid)
             assert len(packers) == 2, "A16: it has no packing processes any more: proves nothing"
