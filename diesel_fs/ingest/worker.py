@@ -27,13 +27,15 @@ import os
 import signal
 import subprocess
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess
+from socket import SHUT_WR, socket
 from typing import NoReturn
 from uuid import UUID
 
@@ -282,6 +284,11 @@ class WorkerHandle:
         )  # fmt: skip
         return process
 
+    def close_requests(self) -> None:
+        """Send nothing more, which ends the process. What it sends still arrives."""
+        with suppress(OSError), socket(fileno=os.dup(self.pipe.fileno())) as pipe:
+            pipe.shutdown(SHUT_WR)
+
     def end(self) -> None:
         """Wait for the process to end, which a closed pipe makes it do; kill it if it does not."""
         if isinstance(self._process, subprocess.Popen):
@@ -310,6 +317,21 @@ class WorkerHandle:
                 if kind == "error":
                     return error_by_class_name(*values)
         return DieselError("a packing process died", advice="put again to go on")
+
+
+def last_chunks(workers: Sequence[WorkerHandle]) -> Iterator[tuple[bytes, bytes, int]]:
+    """Tell the processes to end, and yield the values of each "stored" that was not received yet.
+    Each process finishes the chunk that it is storing."""
+    for worker in workers:
+        worker.close_requests()
+    end_s = time.monotonic() + _END_WAIT_S
+    for worker in workers:
+        with suppress(EOFError, OSError):
+            while worker.pipe.poll(max(0.0, end_s - time.monotonic())):
+                kind, *values = msgpack.unpackb(worker.pipe.recv_bytes())
+                if kind == "stored":
+                    preamble, header, entries = values
+                    yield preamble, header, entries
 
 
 def stop_workers(workers: list[WorkerHandle]) -> None:

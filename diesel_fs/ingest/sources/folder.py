@@ -28,7 +28,7 @@ from ..compare import FolderChanges, FolderComparer
 from ..options import PutOptions, PutProgress, PutReport
 from ..paths import source_path
 from ..put import PutWork, Source
-from ..worker import FolderEntry, FolderFiles, PackJob, WorkerHandle, stop_workers
+from ..worker import FolderEntry, FolderFiles, PackJob, WorkerHandle, last_chunks, stop_workers
 from .walk import walk, walk_paths
 
 _BATCH_ENTRIES = 256  # per message: sending takes some 100 us, packing 4 ms
@@ -166,6 +166,9 @@ class _FolderPut:
             self._run(workers, progress)
         except BaseException:  # Ctrl-C, too: commit what is durable, if that works
             with suppress(DieselError):
+                for chunk in last_chunks(workers):
+                    self._validate(*chunk)
+            with suppress(DieselError):
                 self._commit()
             raise
         finally:
@@ -248,12 +251,20 @@ class _FolderPut:
         return max(0.0, self._committed_s + self.commit_every_s - time.monotonic())
 
     def _commit(self) -> None:
-        """Commit all chunks that are durable, and count them."""
-        stored, self._stored, self._stored_entries = self._stored, [], 0
-        if not stored:
+        """Commit all chunks that are durable, and count them.
+
+        If this is interrupted, nobody knows whether they are committed, so they stay to be
+        committed again. What the metadata store refuses, it is not asked again.
+        """
+        if not self._stored:
             return
-        self.session.commit_all([chunk for chunk, _ in stored])
+        try:
+            self.session.commit_all([chunk for chunk, _ in self._stored])
+        except DieselError:
+            self._stored, self._stored_entries = [], 0
+            raise
         self._committed_s = time.monotonic()
+        stored, self._stored, self._stored_entries = self._stored, [], 0
         for chunk, entries in stored:
             self.report.add_chunk(chunk, entries)
 
