@@ -4,6 +4,7 @@ Imported only when a bucket is put, since it imports the library that speaks to 
 """
 
 import fnmatch
+import os
 import re
 import time
 from collections.abc import Iterator
@@ -141,6 +142,7 @@ class BucketArchive:
 
     def __init__(self, bucket: CloudBucket, found: BucketObject, name: str, sha256: bytes) -> None:
         self.name = self.address = name
+        self.file_name = os.path.basename(name)
         self.sha256 = sha256
         self._bucket = bucket
         self._found = found

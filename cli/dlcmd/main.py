@@ -16,7 +16,7 @@ import select
 import signal
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import suppress
 from difflib import get_close_matches
 from importlib import import_module
@@ -66,6 +66,9 @@ VERBS = {
     "completion": ("completing", "Print the code with which a shell completes dlcmd."),
 }
 """Of each verb: the module that has a function of its name, and its line in `dlcmd --help`."""
+
+ENDLESS = {"top", "dashboard"}
+"""The verbs that go on until they are ended, so that there is nothing to finish."""
 
 SYNONYMS = {
     "add": "put", "copy": "put", "cp": "put", "upload": "put", "download": "get", "list": "ls",
@@ -189,12 +192,12 @@ def run(arguments: Sequence[str]) -> int:
         print_error(DieselError(text, advice=f"see `{command} --help`"), flags, code=2)
         return 2
     except (KeyboardInterrupt, click.Abort) as interrupt:
-        text = f"interrupted{_notes(interrupt)}; run it again to finish"
+        text = f"interrupted{_notes(interrupt)}{_again(own)}"
         print_error(DieselError(text), flags, code=INTERRUPTED)
         return INTERRUPTED
     except TerminatedBySignal as ended:
         name = signal.Signals(ended.number).name
-        text = f"ended by {name}{_notes(ended)}; run it again to finish"
+        text = f"ended by {name}{_notes(ended)}{_again(own)}"
         print_error(DieselError(text), flags, code=128 + ended.number)
         return 128 + ended.number
     except Exception as error:
@@ -225,6 +228,11 @@ def causes(error: BaseException) -> Iterator[str]:
     if cause is not None:
         yield f"after {type(cause).__name__}: {cause}"
         yield from causes(cause)
+
+
+def _again(words: Set[str]) -> str:
+    """What to do after an interruption; `words` are those of the command."""
+    return "" if words & ENDLESS else "; run it again to finish"
 
 
 def _notes(error: BaseException) -> str:

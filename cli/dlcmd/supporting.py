@@ -37,9 +37,9 @@ ENDINGS = (".tar.gz", ".tgz")
 def support(file: Path, yes: bool, dry_run: bool, logs: tuple[Path, ...]) -> None:
     """Pack versions, settings, statistics and logs into one archive for whoever helps you.
 
-    What it contains is listed first. It is written when you say so, on a terminal or by --yes. Only
-    you may read it, and a file that exists is never replaced. Keys and passwords, and what looks
-    like one, are replaced by `***`. Names of datasets, folders and hosts stay.
+    What it contains is listed. It is written when you say so, on a terminal or by --yes. Only you
+    may read it, and a file that exists is never replaced. Keys and passwords, and what looks like
+    one, are replaced by `***`. Names of datasets, folders and hosts stay.
 
     \b
     Examples:
@@ -60,8 +60,8 @@ def support(file: Path, yes: bool, dry_run: bool, logs: tuple[Path, ...]) -> Non
     with suppress(OSError, RuntimeError), ThreadPoolExecutor(MOUNTS_ASKED) as threads:
         mounts += threads.map(mount_facts, all_mounts())
     files = members(settings, findings, mounts, logs, Redactor(known_secrets(settings)))
-    for member in files:
-        print_line(f"{bytes_text(len(member.content)):>9}  {member.name}")
+    if dry_run or not yes:
+        _print_list(files)
     if dry_run:
         _print_json(file, files, 0)
         return
@@ -74,8 +74,15 @@ def support(file: Path, yes: bool, dry_run: bool, logs: tuple[Path, ...]) -> Non
             handle.write(content)
     except OSError as error:
         raise write_error(file, error) from error
+    if yes:  # not before: whoever reads the list may end, and would end this with it
+        _print_list(files)
     print_line(f"wrote {file} ({bytes_text(len(content))}); look into it before you send it")
     _print_json(file, files, len(content))
+
+
+def _print_list(files: list[Member]) -> None:
+    for member in files:
+        print_line(f"{bytes_text(len(member.content)):>9}  {member.name}")
 
 
 def _print_json(file: Path, files: list[Member], size: int) -> None:

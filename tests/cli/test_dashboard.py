@@ -397,6 +397,18 @@ def test_ctrl_c_ends_it(tmp_path: Path) -> None:
         assert board.process.wait(20) == 0
 
 
+def test_sigterm_ends_it_and_nothing_is_left_to_finish(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with Dashboard("--url", tmp_path.as_uri()) as board:
+        board.state()
+        board.process.send_signal(signal.SIGTERM)
+        assert board.process.wait(20) == 143
+    said = capfd.readouterr().err
+    assert "ended by SIGTERM" in said
+    assert "again" not in said
+
+
 @pytest.mark.parametrize(
     ("text", "place"),
     [

@@ -118,6 +118,22 @@ def test_the_content_is_listed_and_then_packed(dlcmd: Dlcmd, log: Path, tmp_path
     assert members["logs/named-0-server.log"] == b"of the server\n"
 
 
+def test_a_reader_of_the_list_that_ends_does_not_end_the_archive(
+    dlcmd: Dlcmd, tmp_path: Path
+) -> None:
+    """As `dlcmd support --yes help.tgz | head -1`, whose reader may end at any time."""
+    archive = tmp_path / "help.tgz"
+    receiver, sender = os.pipe()
+    os.close(receiver)
+    done = subprocess.run(
+        [sys.executable, "-m", "dlcmd", "support", "--yes", str(archive)],
+        stdout=sender, timeout=60, check=False, env=program_environment(),
+    )  # fmt: skip
+    os.close(sender)
+    assert done.returncode == 141
+    assert "versions.json" in contents(archive)
+
+
 def test_a_file_that_exists_is_not_replaced(dlcmd: Dlcmd, tmp_path: Path) -> None:
     archive = tmp_path / "help.tgz"
     archive.write_bytes(b"of somebody")

@@ -160,6 +160,15 @@ def test_one_compressed_file_becomes_a_file(
     assert contents(repository) == {b"words.txt": small, b"LARGE": large}
 
 
+def test_one_compressed_file_behind_an_address_has_its_decoded_name(
+    repository: LocalRepository, server: ArchiveServer
+) -> None:
+    for name, path in (("my%20words.txt.gz", b"my words.txt"), ("a%2Fb%25.gz", b"b%")):
+        server.files[f"/{name}"] = gzip.compress(path)
+        assert not put(repository, HttpArchive(server.url(f"/{name}?version=2"))).failed
+        assert contents(repository)[path] == path
+
+
 @pytest.mark.parametrize("zeros", [513, 1024, 32 << 10, 1 << 20])
 def test_a_compressed_file_that_begins_with_zeros_is_no_empty_tar(
     repository: LocalRepository, tmp_path: Path, zeros: int

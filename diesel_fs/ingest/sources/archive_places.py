@@ -14,7 +14,7 @@ import re
 import urllib.request
 from functools import partial
 from typing import NamedTuple
-from urllib.parse import urljoin, urlsplit, urlunsplit
+from urllib.parse import unquote, urljoin, urlsplit, urlunsplit
 
 import urllib3
 import urllib3.util
@@ -73,6 +73,7 @@ class LocalArchive:
     def __init__(self, path: str) -> None:
         self.name = path
         self.address = os.path.abspath(path)
+        self.file_name = os.path.basename(path)
 
     def look(self) -> ArchiveState:
         """Its state. Raises NotFoundError, PermissionDenied."""
@@ -113,6 +114,7 @@ class HttpArchive:
             scheme = self.address.partition(":")[0]  # the rest may hold a secret
             raise UsageError(f"bad address {scheme}://...: it is no URL") from error
         self.name = urlunsplit(parts._replace(query="", fragment=""))
+        self.file_name = os.path.basename(unquote(parts.path, errors="surrogateescape").rstrip("/"))
         if "@" in parts.netloc or not parts.hostname or not host:
             raise UsageError(
                 f"bad address {parts.scheme}://...: it needs a host, and holds no password",

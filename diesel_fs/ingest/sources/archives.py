@@ -87,6 +87,11 @@ class Archive(Protocol):
         ...
 
     @property
+    def file_name(self) -> str:
+        """The name of the file that it is."""
+        ...
+
+    @property
     def sha256(self) -> bytes:
         """What its SHA-256 must be; empty where that is not said."""
         ...
@@ -504,7 +509,7 @@ class ArchivesSource(Source):
             while part := content.read(READ_BYTES):
                 member.size += len(part)
                 taker.work.progress(taker.work.report)
-        path = job.archive.name.rstrip("/").rpartition("/")[2].encode("utf-8", "surrogateescape")
+        path = os.fsencode(job.archive.file_name)
         suffix = next((each for each in _SUFFIXES if path.lower().endswith(each)), b"")
         path = path[: len(path) - len(suffix)]
         if member.size <= len(start):
