@@ -128,7 +128,7 @@ def test_umount_waits_while_the_kernel_forgets_a_million_files(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """That takes longer than an idle daemon may take to end; a warning says what is going on."""
-    patience = launcher.Patience(idle_s=0.3, log_interval_s=0.2, before_signal_s=0.05)
+    patience = launcher.Patience(idle_s=0.3, log_interval_s=0, before_signal_s=0.02)
     (tmp_path / "mount").mkdir()
     url, snapshot = saved
     at = str(tmp_path / "mount")
