@@ -319,6 +319,7 @@ def test_the_benchmarks_of_importance_measure_every_row(tmp_path: Path) -> None:
     rows = rows_of(tmp_path, "importance")
     names = [row["name"] for row in rows]
     assert sum(name.startswith("accuracy with 50%") for name in names) == 8
+    assert sum(name.startswith("accuracy with 30%") for name in names) == 4
     for what, caches in {"CIFAR-10": 4, "ImageNet": 1}.items():
         some = [row for row in rows if row["name"].startswith(f"samples of {what} in memory")]
         assert len(some) == 5 * caches
@@ -326,7 +327,7 @@ def test_the_benchmarks_of_importance_measure_every_row(tmp_path: Path) -> None:
     assert sum(name.startswith("epochs of") for name in names) == 2
     assert sum(name.startswith("importance of") for name in names) == 5
     assert sum(name.startswith("two jobs") for name in names) == 2 + 2
-    assert len(rows) == 8 + 20 + 5 + 2 + 2 + 2 + 5
+    assert len(rows) == 8 + 4 + 20 + 5 + 2 + 2 + 2 + 5
 
 
 def test_images_with_a_long_tail_are_the_same_each_time() -> None:

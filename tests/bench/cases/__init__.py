@@ -90,6 +90,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "task-plan": task_plan.measure,
     "accuracy": accuracy.measure,
     "importance-accuracy": importance.accuracy,
+    "importance-less": importance.accuracy_of_less,
     "importance-hits": importance.hits,
     "importance-jobs": importance.jobs,
     "importance-epochs": importance.epochs,
@@ -111,8 +112,8 @@ BENCHMARKS: Mapping[str, Benchmark] = {
 }
 
 UNTIMED = frozenset(
-    "accuracy importance-accuracy importance-hits importance-jobs lobster-hits"
-    " lobster-imbalance lrfu".split()
+    "accuracy importance-accuracy importance-less importance-hits lobster-hits lobster-imbalance"
+    " lrfu".split()
 )
 """Benchmarks that measure no time, and have a number of repetitions of their own: their figures are
 the same on a busy machine, and with `--quick`."""

@@ -2,6 +2,7 @@
 
 - `accuracy`: what a network learns from half of the samples in each epoch, chosen by importance, at
   random, and with substitutes (tables I and III).
+- `accuracy_of_less`: the same with 30 % of the samples, chosen by importance and at random.
 - `hits`: how many of the samples that an epoch reads are in memory already (figures 11 and 16), by
   the prefetch planner of a mount itself, at the numbers of samples of CIFAR-10 and ImageNet. The
   losses are those that a network has left in each epoch of `accuracy`'s images, drawn again with
@@ -55,6 +56,7 @@ IMAGES, TEST_IMAGES, IMAGES_SEED, TEST_SEED, PACKING_SEED = 20_000, 20_000, 1, 2
 EPOCHS, BATCH, WIDTH = 16, 64, 32
 SEEDS = 5
 SHARE = 0.5
+LESS, LESS_SEEDS = 0.3, 10
 WARM_UP_DIVISOR = 6
 """The first sixth of the epochs has all samples: with fewer, importance was worse than chance in
 trainings of 48 epochs."""
@@ -108,35 +110,9 @@ ACCURACY_PLOT = Plot(
 
 def accuracy(bench: Workbench) -> list[Row]:
     """Train a small network in each way and with each seed, and test it."""
-    with bench.scratch() as folder:
-        dlcmd = _packed(folder, IMAGES // bench.divisor)
-        numbers = json.dumps(_numbers(bench))
-
-        def run(seed: int) -> dict[str, float]:
-            return probes.run("importance", dlcmd, str(seed), numbers, deadline_s=PROBE_S_MAX)
-
-        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-            runs = list(pool.map(run, range(SEEDS if bench.divisor == 1 else 2)))
-    ways = [name for name in runs[0] if f"{name}, samples" in runs[0]]
-    full = _of(runs, FULL)
-    rows = []
-    ways.remove(FULL)
-    lines: dict[str, list[Difference]] = {FULL: [], UNIFORM: []}
-    for way in ways:
-        lost, gained = (Difference.of(_of(runs, way), each) for each in (full, _of(runs, UNIFORM)))
-        lines[FULL].append(lost)
-        lines[UNIFORM].append(gained)
-        note = f"less {FULL}: {lost}; less {UNIFORM}: {gained}"
-        say(f"{way}: {note}")
-        name = f"accuracy with {SHARE:.0%} of the samples, {way}"
-        rows.append(Row(name, PERCENT, Samples(_of(runs, way)), FULL, Samples(full), note=note))
-        if way == BY_IMPORTANCE:
-            worst = Samples((lost.half_width - lost.mean,))
-            what = f"{name}: lost against {FULL}, farther end of the 95 % interval"
-            rows.append(within(what, POINTS, worst, POINTS_LOST_MAX, most=True))
-            least = Samples((gained.mean - gained.half_width,))
-            what = f"{name}: gained over {UNIFORM}, lower end of the 95 % interval"
-            rows.append(within(what, POINTS, least, 0, most=False))
+    runs = _trainings(bench, SHARE, "", SEEDS)
+    rows, lines = _compared(runs, SHARE)
+    ways = [way for way in _ways(runs) if way != FULL]
     places = [float(place) for place in range(len(ways))]
     plot = replace(ACCURACY_PLOT, places=places, events=[*zip(places, ways, strict=True)])
     drawn = [
@@ -147,6 +123,61 @@ def accuracy(bench: Workbench) -> list[Row]:
     ]  # fmt: skip
     draw(plot, drawn, is_whole=bench.divisor == 1)
     return rows
+
+
+def accuracy_of_less(bench: Workbench) -> list[Row]:
+    """Train it with fewer samples."""
+    ways = "|".join((FULL, UNIFORM, BY_IMPORTANCE))
+    return _compared(_trainings(bench, LESS, ways, LESS_SEEDS), LESS)[0]
+
+
+def _trainings(
+    bench: Workbench, share: float, ways: str, seeds: int
+) -> Sequence[Mapping[str, float]]:
+    """What the probe says for each seed."""
+    with bench.scratch() as folder:
+        dlcmd = _packed(folder, IMAGES // bench.divisor)
+        numbers = json.dumps({**_numbers(bench), "share": share})
+
+        def run(seed: int) -> dict[str, float]:
+            return probes.run(
+                "importance", dlcmd, str(seed), numbers, "", ways, deadline_s=PROBE_S_MAX
+            )
+
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            return list(pool.map(run, range(seeds if bench.divisor == 1 else 2)))
+
+
+def _ways(runs: Sequence[Mapping[str, float]]) -> Sequence[str]:
+    return [name for name in runs[0] if f"{name}, samples" in runs[0]]
+
+
+def _compared(
+    runs: Sequence[Mapping[str, float]], share: float
+) -> tuple[list[Row], Mapping[str, Sequence[Difference]]]:
+    """Rows of each way but the full order, and by how much they differ from that and from samples
+    at random."""
+    full = _of(runs, FULL)
+    rows = []
+    lines: dict[str, list[Difference]] = {FULL: [], UNIFORM: []}
+    for way in _ways(runs):
+        if way == FULL:
+            continue
+        lost, gained = (Difference.of(_of(runs, way), each) for each in (full, _of(runs, UNIFORM)))
+        lines[FULL].append(lost)
+        lines[UNIFORM].append(gained)
+        note = f"less {FULL}: {lost}; less {UNIFORM}: {gained}"
+        say(f"{way}: {note}")
+        name = f"accuracy with {share:.0%} of the samples, {way}"
+        rows.append(Row(name, PERCENT, Samples(_of(runs, way)), FULL, Samples(full), note=note))
+        if way == BY_IMPORTANCE:
+            worst = Samples((lost.half_width - lost.mean,))
+            what = f"{name}: lost against {FULL}, farther end of the 95 % interval"
+            rows.append(within(what, POINTS, worst, POINTS_LOST_MAX, most=True))
+            least = Samples((gained.mean - gained.half_width,))
+            what = f"{name}: gained over {UNIFORM}, lower end of the 95 % interval"
+            rows.append(within(what, POINTS, least, 0, most=False))
+    return rows, lines
 
 
 def hits(bench: Workbench) -> list[Row]:

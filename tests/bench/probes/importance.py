@@ -1,10 +1,11 @@
-"""Trains a small network by importance and otherwise, and tests it: URL SEED JSON [FILE].
+"""Trains a small network by importance and otherwise, and tests it: URL SEED JSON [FILE [WAYS]].
 
 JSON is a mapping of numbers (`cases/importance.py`). Each way of choosing the samples of an epoch
 has the same weights to begin with. Prints, for each way, the percentage of right answers on other
-images, and with how many samples it was trained. With FILE only the full order is trained, and the
-losses that each epoch has left go there. On a processor it has one thread, so that torch gives the
-same result each time; where there is a GPU, that is used.
+images, and with how many samples it was trained. WAYS are their names, with | between; without,
+all of them. With FILE only the full order is trained, and the losses that each epoch has left go
+there. On a processor it has one thread, so that torch gives the same result each time; where there
+is a GPU, that is used.
 """
 
 import json
@@ -139,7 +140,7 @@ def loaded(data: DieselDataset) -> Images:
     return tensors(pixels, [target for _, target in data.samples])
 
 
-def main(url: str, seed: str, numbers: str, losses_file: str = "") -> None:
+def main(url: str, seed: str, numbers: str, losses_file: str = "", ways: str = "") -> None:
     """Print what each way has reached."""
     torch.set_num_threads(1)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -152,7 +153,8 @@ def main(url: str, seed: str, numbers: str, losses_file: str = "") -> None:
     report: dict[str, float] = {}
     with DieselDataset("images", loader=decoded, extensions=".ppm", url=url) as data:
         images = to_device(loaded(data))
-        for way in (FULL,) if losses_file else WAYS:
+        chosen = tuple(ways.split("|")) if ways else WAYS
+        for way in (FULL,) if losses_file else chosen:
             chooser = Chooser(way, data, int(seed), counts)
             model, count, left = trained(chooser, images, int(seed), counts, device)
             report[way] = percent_right(model, test)
