@@ -160,6 +160,20 @@ def test_one_compressed_file_becomes_a_file(
     assert contents(repository) == {b"words.txt": small, b"LARGE": large}
 
 
+@pytest.mark.parametrize("target", [b"", b"in/here"])
+def test_a_path_that_is_file_and_folder_is_left_out_each_time(
+    repository: LocalRepository, tmp_path: Path, target: bytes
+) -> None:
+    """It is not forgotten because the archive was put before."""
+    archive = local(tmp_path / "a.tar.gz", gzip.compress(tar_of(("p", b"1"), ("p/q", b"2"))))
+    for _ in range(3):
+        report = put(repository, archive, target=target)
+        assert len(report.failed) == 1
+        assert report.archives_skipped == 0
+    assert b"2" in contents(repository).values()
+    assert b"1" not in contents(repository).values()
+
+
 def test_one_compressed_file_behind_an_address_has_its_decoded_name(
     repository: LocalRepository, server: ArchiveServer
 ) -> None:

@@ -239,8 +239,17 @@ class ArchivesSource(Source):
         return not self._work.report.failed
 
     def published(self, session: WriteSession) -> None:
-        """Write the records anew of which this put has replaced something."""
-        recorded = [job for job in self._jobs if job.record is not None]
+        """Write the records anew of which this put has replaced something. An archive of which a
+        file was left out keeps a record that no longer holds, so a later put reads it again."""
+        target = self._work.target
+        left_out = {
+            xxh3_64_intdigest(source_path(target, path)) for path, _ in self._work.report.failed
+        }
+        recorded = [
+            job
+            for job in self._jobs
+            if job.record is not None and left_out.isdisjoint(job.log.paths)
+        ]
         if not recorded:
             return
         live = LiveFiles(self._work.repository.view(session.name))
