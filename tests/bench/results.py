@@ -16,7 +16,7 @@ _HEAD_LINES = 2
 def update(page: Path, rows: Sequence[Row], measured: str) -> None:
     """Write the rows into the page's table; `measured` says when, and at which commit.
 
-    A row replaces that of the same benchmark and peer. Rows of benchmarks that were not run stay,
+    A row replaces that of the same benchmark, unit and peer. Rows of benchmarks that were not run stay,
     and so do those whose new figure could not be measured. Raises ValueError for a page without
     the two comments between which the table stands.
     """
@@ -48,7 +48,7 @@ def _line(values: Sequence[str]) -> str:
     return f"| {' | '.join(value.replace('|', '/') for value in values)} |\n"
 
 
-def _key(line: str) -> tuple[str, str]:
-    """The benchmark, and the peer that it is held against."""
+def _key(line: str) -> tuple[str, str, str]:
+    """The benchmark, the unit, and the peer that it is held against."""
     values = [value.strip() for value in re.split(r"(?<!\\)\|", line)[1:-1]]
-    return values[0], values[4]
+    return values[0], values[2], values[4]

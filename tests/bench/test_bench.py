@@ -490,13 +490,15 @@ def test_benchmarks_are_chosen_by_how_their_names_begin() -> None:
 def test_a_run_replaces_its_rows_in_the_page_of_results_and_leaves_the_others() -> None:
     page = results.PAGE.read_text(encoding="utf-8")
     tar = within("put D4L", "files/s", Samples((3.0, 1.0, 2.0)), 1, most=False)
-    first = results.updated(page, [tar, Row("ls", "s", Samples((4.0,)))], "Monday")
+    memory = within("put D4L", "MB", Samples((3.0,)), 4, most=True)
+    first = results.updated(page, [tar, memory, Row("ls", "s", Samples((4.0,)))], "Monday")
     again = Row("ls", "s", Samples((8.0,)))
     broken = Row("put D4L", "files/s", NotMeasured("no tar"), "limit", Samples((1.0,)))
     second = results.updated(first, [again, broken], "Tuesday")
     lines = [line for line in second.splitlines() if line not in page.splitlines()]
     assert lines == [
         "| put D4L | 2 | files/s | 1 | limit | 2 | (1.00-3.00) | >= 1 | yes | Monday |",
+        "| put D4L | 3 | MB | 4 | limit | 0.75 |  | <= 4 | yes | Monday |",
         "| ls | 8 | s |  |  |  |  |  |  | Tuesday |",
     ]
     assert [line for line in second.splitlines() if line not in lines] == page.splitlines()
