@@ -44,7 +44,7 @@ from ..orders.importance import (
 from ..orders.parts import Deal, part_length
 from ..orders.shuffle import GROUP_SIZE_DEFAULT, WORLD_MAX, check_number, group_ends
 from .hook.diesel_hook import has_joined
-from .sampler import ChunkShuffleSampler, Place
+from .sampler import ChunkShuffleSampler, Place, _Iteration
 
 log = logging.getLogger("diesel.torch")
 
@@ -167,6 +167,11 @@ class _Table:
         self._pending += len(samples)
         if self._pending >= _PENDING_MAX:
             self.settle_pending()
+
+    @property
+    def has_reports(self) -> bool:
+        """Whether this rank has reported something since the ranks agreed."""
+        return self._pending > 0 or not np.isnan(self.reported).all()
 
     def forget_pending(self) -> None:
         """Forget what waits: a state was loaded."""
@@ -423,6 +428,16 @@ class ImportanceSampler(ChunkShuffleSampler):
         }
 
     # What `ChunkShuffleSampler` asks for
+
+    def _begin(self, iteration: "_Iteration", own: Place | None) -> tuple[Place, Indices]:
+        last = self._last
+        was_trained = last is not None and last.is_over and self._table.has_reports
+        if was_trained and own is None and self._next is None:
+            self._say(
+                f"epoch {self.epoch} begins once more, with the samples that it had: call set_epoch"
+                " before each epoch, else nothing new is drawn"
+            )
+        return super()._begin(iteration, own)
 
     def _count(self, epoch: int) -> int:
         count = len(self._files)

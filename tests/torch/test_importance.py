@@ -242,6 +242,24 @@ def test_a_state_has_plain_numbers(pets: DieselDataset) -> None:
     assert train(other, 1) == train(sampler, 1)
 
 
+def test_a_loop_that_forgets_set_epoch_is_told_once(
+    pets: DieselDataset, caplog: pytest.LogCaptureFixture
+) -> None:
+    sampler = ImportanceSampler(pets)
+    first = list(sampler)
+    assert list(sampler) == first  # a look is no training
+    assert not caplog.records
+    for _ in range(3):
+        sampler.update(first, losses_of(first))
+        assert list(sampler) == first
+    (told,) = (record.getMessage() for record in caplog.records)
+    assert "epoch 0 begins once more" in told
+    assert "call set_epoch" in told
+    sampler.set_epoch(1)
+    assert len(list(sampler)) < len(first)
+    assert len(caplog.records) == 1
+
+
 def test_a_loop_that_forgets_update_is_told_once(
     pets: DieselDataset, caplog: pytest.LogCaptureFixture
 ) -> None:
