@@ -78,7 +78,9 @@ class Row:
         if self.ratio is not None:
             return self.target.met_by(self.ratio)
         if isinstance(self.ours, Samples) and isinstance(self.other, Samples):
-            return self.ours.median <= 0 if self.target.at_most else None  # a limit of 0
+            if self.target.at_most:  # a limit of 0
+                return self.ours.median <= 0
+            return self.ours.median >= 0 if self.against == LIMIT else None
         return None
 
     @property

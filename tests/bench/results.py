@@ -16,9 +16,9 @@ _HEAD_LINES = 2
 def update(page: Path, rows: Sequence[Row], measured: str) -> None:
     """Write the rows into the page's table; `measured` says when, and at which commit.
 
-    A row replaces that of the same benchmark, unit and peer. Rows of benchmarks that were not run stay,
-    and so do those whose new figure could not be measured. Raises ValueError for a page without
-    the two comments between which the table stands.
+    A row replaces that of the same benchmark, unit and peer. Rows of benchmarks that were not run
+    stay, and so do those whose new figure could not be measured. Raises ValueError for a page
+    without the two comments between which the table stands.
     """
     text = page.read_text(encoding="utf-8")
     page.write_text(updated(text, rows, measured), encoding="utf-8")

@@ -89,6 +89,12 @@ def test_a_limit_of_nothing_at_all_is_met_or_not(asked: float, met: bool) -> Non
     assert "<= 0" in table([row])
 
 
+@pytest.mark.parametrize(("gained", "met"), [(0.2, True), (0, True), (-0.2, False)])
+def test_a_gain_may_be_held_against_nothing(gained: float, met: bool) -> None:
+    assert within("x", "points", Samples((gained,)), 0, most=False).met is met
+    assert Row("x", "s", Samples((gained,)), "p", Samples((0.0,)), at_least(1)).met is None
+
+
 def test_a_missing_peer_is_said_loudly_and_the_others_go_on() -> None:
     def missing() -> dict[str, float]:
         raise PeerMissing("not installed")
