@@ -268,6 +268,7 @@ class WorkerHandle:
         self.outstanding = 0
         self.finishing = False
         self.finished = False
+        self._end_s: float | None = None  # monotonic time by which it must have ended
 
     def _start_program(
         self, theirs: "Connection[bytes, bytes]", program: Sequence[str], job: PackJob, url: str
@@ -285,20 +286,28 @@ class WorkerHandle:
         return process
 
     def close_requests(self) -> None:
-        """Send nothing more, which ends the process. What it sends still arrives."""
+        """Send nothing more, which ends the process. What it sends still arrives. Repeatable."""
+        self._end_s = self._end_s or time.monotonic() + _END_WAIT_S
         with suppress(OSError), socket(fileno=os.dup(self.pipe.fileno())) as pipe:
             pipe.shutdown(SHUT_WR)
 
+    @property
+    def patience_s(self) -> float:
+        """How much longer the process, which was told to end, may take to do so."""
+        assert self._end_s is not None
+        return max(0.0, self._end_s - time.monotonic())
+
     def end(self) -> None:
-        """Wait for the process to end, which a closed pipe makes it do; kill it if it does not."""
+        """Wait for the process, which was told to end, and kill it if it does not."""
+        self.pipe.close()
         if isinstance(self._process, subprocess.Popen):
             try:
-                self._process.wait(_END_WAIT_S)
+                self._process.wait(self.patience_s)
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
             return
-        self._process.join(_END_WAIT_S)
+        self._process.join(self.patience_s)
         if self._process.is_alive():
             self._process.kill()
             self._process.join()
@@ -324,10 +333,9 @@ def last_chunks(workers: Sequence[WorkerHandle]) -> Iterator[tuple[bytes, bytes,
     Each process finishes the chunk that it is storing."""
     for worker in workers:
         worker.close_requests()
-    end_s = time.monotonic() + _END_WAIT_S
     for worker in workers:
         with suppress(EOFError, OSError):
-            while worker.pipe.poll(max(0.0, end_s - time.monotonic())):
+            while worker.pipe.poll(worker.patience_s):
                 kind, *values = msgpack.unpackb(worker.pipe.recv_bytes())
                 if kind == "stored":
                     preamble, header, entries = values
@@ -335,8 +343,8 @@ def last_chunks(workers: Sequence[WorkerHandle]) -> Iterator[tuple[bytes, bytes,
 
 
 def stop_workers(workers: list[WorkerHandle]) -> None:
-    """End the processes by closing their pipes."""
+    """End the processes."""
     for worker in workers:
-        worker.pipe.close()
+        worker.close_requests()
     for worker in workers:
         worker.end()
