@@ -50,7 +50,7 @@ from ..small_images import made_long_tail, write_tar
 from ..store import BUCKET, Store
 from ..workbench import Workbench
 from .accuracy import PERCENT, POINTS, POINTS_LOST_MAX, Difference
-from .training import python_of_training, slow_store
+from .training import slow_store
 
 IMAGES, TEST_IMAGES, IMAGES_SEED, TEST_SEED, PACKING_SEED = 20_000, 20_000, 1, 2, 3
 EPOCHS, BATCH, WIDTH = 16, 64, 32
@@ -357,7 +357,7 @@ class _Mounts:
 
             def start(*words: str, **variables: str) -> "subprocess.Popen[str]":
                 return subprocess.Popen(
-                    [python_of_training(), "-P", str(_EPOCHS_PROGRAM), str(at), *words],
+                    [sys.executable, "-P", str(_EPOCHS_PROGRAM), str(at), *words],
                     env=dlcmd.environment | variables, stdout=subprocess.PIPE, text=True,
                 )  # fmt: skip
 
