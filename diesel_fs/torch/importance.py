@@ -147,7 +147,8 @@ class _Table:
     ) -> None:
         """Take note of a batch. Waits for no device but once in 65,536 samples. Raises
         UsageError."""
-        samples, losses = _copied_row(indices), torch.as_tensor(losses)
+        samples = _copied_row(indices)
+        losses = losses if isinstance(losses, Tensor) else torch.as_tensor(losses)
         if losses.ndim != 1 or len(losses) != len(samples):
             raise UsageError(
                 f"losses have the shape {tuple(losses.shape)}, for {len(samples)} samples",
@@ -161,8 +162,9 @@ class _Table:
             )
         if self._values and self._values[0].device != values.device:
             self.settle_pending()
-        # A copy: the loop may go on to change the losses where they lie.
-        self._values.append(values.to(torch.float32, copy=True))
+        # A copy: the loop may go on to change the losses where they lie. (A conversion makes one.)
+        is_float = values.dtype == torch.float32
+        self._values.append(values.clone() if is_float else values.to(torch.float32))
         self._indices.append(samples)
         self._pending += len(samples)
         if self._pending >= _PENDING_MAX:
@@ -701,7 +703,7 @@ def _copied_row(indices: Numbers) -> "Tensor | npt.NDArray[np.int64]":
         raise UsageError(f"indices of samples are one row of whole numbers: {error}") from error
     if numbers.size and numbers.dtype.kind not in "iu":
         raise UsageError(f"indices of samples are whole numbers, not {numbers.dtype}")
-    return numbers.astype(np.int64)
+    return numbers.astype(np.int64, copy=False)
 
 
 def _check_samples(what: str, indices: Indices, samples: int) -> None:
