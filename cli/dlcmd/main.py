@@ -16,7 +16,7 @@ import select
 import signal
 import sys
 import traceback
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from importlib import import_module
@@ -174,6 +174,7 @@ def run(arguments: Sequence[str]) -> int:
     own = {
         *itertools.takewhile(lambda word: word != "--", arguments)
     }  # not those of `run`'s command
+    context: click.Context | None = None
     flags = Flags(json="--json" in own, verbose={"-v", "--verbose"} & own != set())
     try:
         with program.make_context("dlcmd", list(arguments), obj=flags) as context:
@@ -192,12 +193,12 @@ def run(arguments: Sequence[str]) -> int:
         print_error(DieselError(text, advice=f"see `{command} --help`"), flags, code=2)
         return 2
     except (KeyboardInterrupt, click.Abort) as interrupt:
-        text = f"interrupted{_notes(interrupt)}{_again(own)}"
+        text = f"interrupted{_notes(interrupt)}{_again(context)}"
         print_error(DieselError(text), flags, code=INTERRUPTED)
         return INTERRUPTED
     except TerminatedBySignal as ended:
         name = signal.Signals(ended.number).name
-        text = f"ended by {name}{_notes(ended)}{_again(own)}"
+        text = f"ended by {name}{_notes(ended)}{_again(context)}"
         print_error(DieselError(text), flags, code=128 + ended.number)
         return 128 + ended.number
     except Exception as error:
@@ -230,9 +231,10 @@ def causes(error: BaseException) -> Iterator[str]:
         yield from causes(cause)
 
 
-def _again(words: Set[str]) -> str:
-    """What to do after an interruption; `words` are those of the command."""
-    return "" if words & ENDLESS else "; run it again to finish"
+def _again(context: click.Context | None) -> str:
+    """What to do after an interruption; no context: it came before the verb was known."""
+    is_endless = context is not None and context.invoked_subcommand in ENDLESS
+    return "" if is_endless else "; run it again to finish"
 
 
 def _notes(error: BaseException) -> str:

@@ -58,7 +58,7 @@ class ArchiveFile(io.RawIOBase, ABC):
         self._at = start + offset
         return self._at
 
-    def readinto(self, buffer: "bytearray | memoryview") -> int:  # type: ignore[override]
+    def readinto(self, buffer: "bytearray | memoryview") -> int:  # type: ignore[override]  # writable only
         room = memoryview(buffer)[: max(self.size - self._at, 0)]
         count = self.read_at(self._at, room) if room else 0
         if room and not count:

@@ -91,7 +91,7 @@ class Decompressor(io.BufferedIOBase):
         be read."""
         return bytes(self._block[:size]) if self._block or self._next() else b""
 
-    def readinto(self, buffer: "bytearray | memoryview") -> int:  # type: ignore[override]
+    def readinto(self, buffer: "bytearray | memoryview") -> int:  # type: ignore[override]  # writable only
         """Read at least a byte, unless the content has ended. Raises what decompressing raises."""
         room = memoryview(buffer)
         if not self._block and not self._next():
