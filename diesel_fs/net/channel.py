@@ -160,7 +160,7 @@ class Channel:
 
     @property
     def has_received(self) -> bool:
-        """Whether received bytes wait in a buffer of the channel now."""
+        """Whether received bytes, or the end, wait in a buffer of the channel now."""
         return False
 
     @property
@@ -211,7 +211,6 @@ class TlsChannel(Channel):
         """The caller must call `do_handshake` next."""
         super().__init__(connected, options)
         self._engine = TlsEngine(context, accepted=accepted)
-        self._is_ended = False  # the other end has closed the connection
         self._encrypted = memoryview(b"")  # and not sent yet
         self._encrypted_from = 0  # so many bytes, which do not count as sent yet
 
@@ -258,7 +257,7 @@ class TlsChannel(Channel):
         """Receive bytes that are here already. Raises BlockingIOError, ConnectionClosed."""
         while True:
             try:
-                if self._engine.has_received or self._is_ended:
+                if self._engine.has_received:
                     count = self._engine.decrypt_into(room)
                     if count:
                         return count
@@ -275,7 +274,6 @@ class TlsChannel(Channel):
         room = _received_room()
         count = self._socket.recv_into(room)
         self._engine.feed(room[:count])
-        self._is_ended = not count
 
     def send_now(self, parts: Sequence[Bytes], size: int) -> bool:
         """As `Channel.send_now`; small parts are joined to one TLS record."""

@@ -241,7 +241,8 @@ class Connection:
                 ),
                 is_permanent=True,
             ) from error
-        except ssl.SSLEOFError as error:  # temporary: the server was just stopped, say
+        except (ssl.SSLEOFError, ssl.SSLZeroReturnError) as error:
+            # Temporary: the server was just stopped, for example
             raise ConnectionBroken(
                 MetadataError(
                     f"{self.address} closed the connection during the TLS handshake",

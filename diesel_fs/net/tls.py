@@ -48,6 +48,7 @@ class TlsEngine:
     def __init__(self, context: ssl.SSLContext, *, accepted: bool) -> None:
         self._received, self._to_send = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._object = context.wrap_bio(self._received, self._to_send, server_side=accepted)
+        self._is_ended = False  # the other end has closed the stream, and all is decrypted
 
     def do_handshake(self) -> bool:
         """Go on with the handshake; False where it needs more bytes. Raises ssl.SSLError; in any
@@ -67,21 +68,28 @@ class TlsEngine:
 
     @property
     def has_received(self) -> bool:
-        """Whether there are bytes that were fed and are not decrypted yet."""
-        return bool(self._received.pending or self._object.pending())
+        """Whether `decrypt_into` has something to report: bytes that it may decrypt, or the end."""
+        return bool(
+            self._received.pending or self._object.pending() or self._received.eof or self._is_ended
+        )
 
     def decrypt_into(self, room: memoryview) -> int:
-        """Fill `room` as far as what was received goes; returns how many bytes there were, 0 where
-        more must be received. Raises EOFError at the end, ssl.SSLError."""
+        """Decrypt into `room` as much as was received and fits; returns how many bytes, 0 where
+        more must be received first. Raises EOFError at the end of the stream, ssl.SSLError."""
         got = 0
         try:
-            while got < len(room):
-                got += cast(int, self._object.read(len(room) - got, room[got:]))
+            while got < len(room) and not self._is_ended:
+                count = cast(int, self._object.read(len(room) - got, room[got:]))
+                # OpenSSL reports a proper end of the stream as 0 bytes, for ever; with
+                # OP_IGNORE_UNEXPECTED_EOF, which some builds of Python set, any other end too
+                self._is_ended = not count
+                got += count
         except ssl.SSLWantReadError:
             pass
         except (ssl.SSLZeroReturnError, ssl.SSLEOFError):
-            if not got:
-                raise EOFError from None
+            self._is_ended = True
+        if self._is_ended and not got:
+            raise EOFError
         return got
 
     def encrypt(self, content: Bytes) -> None:
@@ -143,8 +151,6 @@ class TlsSocket:
             if count:
                 return count
             count = self.plain.recv_into(self._room)
-            if not count:
-                break
             with self._lock:
                 engine.feed(self._room[:count])
         return 0

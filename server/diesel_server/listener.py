@@ -10,6 +10,7 @@ import errno
 import logging
 import resource
 import socket
+import ssl
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -141,6 +142,8 @@ class Listener:
 def _why(error: BaseException) -> str:
     """Why a TLS handshake failed; empty where the client just went away."""
     cause = error.__cause__ or error
+    if isinstance(cause, ssl.SSLEOFError | ssl.SSLZeroReturnError):
+        return ""
     reason = getattr(cause, "reason", None)
     return f"no TLS: {reason}" if reason else ""
 
