@@ -3,7 +3,9 @@
 #
 #   make install   .venv, with dlcmd and diesel-server in .venv/bin
 #   make demo      packs a folder of images, mounts it, trains on it; leaves build/demo/report.html
-#   make test      all tests         (make test ARGS="-k snapshot -x" for some, JOBS=0 for one by one)
+#   make test      the fast tier: finds what a change breaks   (ARGS="-k snapshot -x" for some of it,
+#                  JOBS=0 for one by one, AFFECTED=1 for the deep tests of what you changed, too)
+#   make test-deep   the deep tier: every kernel session, nodes, kills at each step, long searches
 #   make test-clients   timm, datasets, lightning, accelerate, torchdata under dlcmd run
 #   make test-bench   the benchmarks themselves, with tiny inputs: that they measure every row
 #   make test-browser   the page of dlcmd dashboard, in Debian's chromium; leaves pictures of it
@@ -38,6 +40,10 @@ DOCS_PIP := $(VENV)/docs/bin/python -m pip --disable-pip-version-check --quiet
 MADE := $(VENV)/made
 ARGS ?=
 JOBS ?= 2
+PYTEST = $(VENV)/bin/python -m pytest --numprocesses $(JOBS) --dist worksteal
+AFFECTED ?=
+# AFFECTED=1: what was changed since the last commit that others have, or since HEAD
+SINCE ?= $(shell git rev-parse --verify --quiet '@{upstream}' || echo HEAD)
 SECONDS ?= 60
 
 # torchvision names one exact torch; its wheel is often built for CUDA where torch is not, and then
@@ -57,7 +63,7 @@ PEERS := mosaicml-streaming webdataset litdata ratarmount matplotlib pylibmc
 BROWSER := playwright
 AXE := axe-core@4
 
-.PHONY: help install demo test test-clients test-bench test-browser test-s3 test-kubernetes \
+.PHONY: help install demo test test-deep test-clients test-bench test-browser test-s3 test-kubernetes \
 	test-image test-packages docs dist deb lint bench fuzz clean system-install system-test \
 	system-s3 system-kubernetes system-image system-packages system-browser system-bench
 
@@ -70,7 +76,10 @@ demo: $(MADE)/demo
 	@$(VENV)/bin/python -m deploy.demo
 
 test: $(MADE)/tools $(MADE)/demo | system-test
-	@$(VENV)/bin/python -m pytest --numprocesses $(JOBS) --dist worksteal $(ARGS)
+	@$(PYTEST) $(if $(AFFECTED),--affected $(SINCE)) $(ARGS)
+
+test-deep: $(MADE)/tools $(MADE)/demo | system-test
+	@$(PYTEST) -m "not bench and (deep or hypothesis)" --hypothesis-profile deep $(ARGS)
 
 test-clients: $(MADE)/tools $(MADE)/clients | system-test
 	@$(VENV)/bin/python -m pytest tests/torch/clients $(ARGS)

@@ -1,8 +1,8 @@
 """Fixtures of every test: an empty home, no DIESEL_ variables, and no mount that is left behind.
 
-Hypothesis draws new examples at each `make test`, so that it keeps searching. Where the environment
-variable `CI` is set (`.ci/run` sets it), it derives the examples from each test's code instead: the
-verdict on a commit then does not depend on a seed.
+Tests are in two tiers. A test that is marked `deep` runs in `make test-deep` alone, and property
+tests run in both, with few examples and with many (`tests/examples.py`). Programs are started by a
+fork (`tests/zygote.py`), and what each test costs is counted (`tests/costs.py`).
 
 A test that hangs dumps its stacks by pytest's `faulthandler_timeout` (see pyproject.toml).
 """
@@ -13,20 +13,22 @@ import os
 import stat
 import subprocess
 from collections.abc import Generator, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
 
 from diesel_fs.repository.local import LocalRepository
+from tests import affected, costs, zygote
+from tests.examples import register_profiles
 
-# On a busy machine a single example may be slow; that is no failure.
-settings.register_profile(
-    "diesel", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
-)
-settings.register_profile("diesel-ci", settings.get_profile("diesel"), derandomize=True)
-settings.load_profile("diesel-ci" if os.environ.get("CI") else "diesel")
+register_profiles()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Count what tests cost, in the processes that run them."""
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+        config.pluginmanager.register(costs.Plugin())
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -43,7 +45,8 @@ def own_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
         # A program that a signal ends prints its stacks.
         patch.setenv("PYTHONFAULTHANDLER", "1")
-        yield
+        with zygote.installed():
+            yield
 
 
 def _mounts_below(folder: Path) -> list[str]:
@@ -81,9 +84,21 @@ def device_for_all() -> Iterator[None]:
     os.chmod("/dev/fuse", before)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option that chooses tests by what was changed."""
+    parser.addoption(
+        "--affected",
+        metavar="COMMIT",
+        help="of the tests marked deep, run those of packages that changes since COMMIT reach",
+    )
+
+
+@pytest.hookimpl(tryfirst=True)  # before marks deselect tests
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Begin with the tests marked `alone`, for which other processes wait. Skip those marked
     `fuse`, with the reason, where /dev/fuse cannot be opened."""
+    if commit := config.getoption("--affected"):
+        affected.mark(items, affected.folders(affected.changed_files(commit)))
     items.sort(key=lambda item: not _is_alone(item))
     try:
         os.close(os.open("/dev/fuse", os.O_RDWR))
@@ -111,7 +126,8 @@ def pytest_runtest_protocol(
 ) -> Generator[None, object, object]:
     """Run tests marked `alone` while no other process of this checkout runs a test."""
     stash, alone = item.config.stash, _is_alone(item)
-    with stash.get(_TURN, ExitStack()) as turn:
+    real_start = item.get_closest_marker("real_start") is not None
+    with zygote.by_exec() if real_start else nullcontext(), stash.get(_TURN, ExitStack()) as turn:
         if _TURN in stash:
             del stash[_TURN]
         else:

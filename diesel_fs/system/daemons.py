@@ -51,6 +51,8 @@ _NEEDED = ("PATH", "LD_LIBRARY_PATH")  # to find programs and libraries
 # The daemon must not be a child of its starter: it would become a zombie, or end with the starter's
 # terminal. So an interpreter between them forks; it has no threads whose locks could be copied.
 _DETACH = "import os, sys; os._exit(0) if os.fork() else os.execv(sys.argv[1], sys.argv[1:])"
+DETACH = ("-I", "-S", "-c", _DETACH)
+"""Arguments of the interpreter that starts the command behind them as a process without parent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,14 +113,13 @@ def start(
     interrupted; it is killed if it does not. After an error or an interruption the daemon has
     ended.
     """
-    detach = [sys.executable, "-I", "-S", "-c", _DETACH]
     receiver, sender = os.pipe()
     with open(receiver, "rb", buffering=0) as file:
         report_reader = _Report(file, daemon_name)
         try:
             try:
                 starter = subprocess.Popen(
-                    [*detach, *command],
+                    [sys.executable, *DETACH, *command],
                     stdin=subprocess.PIPE,
                     stdout=sender,
                     stderr=log,

@@ -3,13 +3,13 @@ is built in the shadow."""
 
 import numpy as np
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from diesel_fs.cache import importance
 from diesel_fs.cache.importance import JOBS_MAX, SILENT_TELLS, ImportanceHeap, JobImportances
 from diesel_fs.errors import UsageError
+from tests.examples import examples
 
 COUNT = 40
 ENTRIES = st.lists(st.integers(0, COUNT - 1), unique=True, max_size=COUNT)
@@ -90,7 +90,7 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_against_a_sorted_list(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importance, "BLOCK_ENTRIES", 16)
-    Heap.TestCase.settings = settings(max_examples=150, stateful_step_count=30)
+    Heap.TestCase.settings = examples(150, steps=30)
     Heap.TestCase().runTest()
 
 

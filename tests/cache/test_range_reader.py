@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from diesel_fs.cache.disk import DiskTier, prepare_cache_folder
@@ -20,6 +20,7 @@ from diesel_fs.format.entries import ChunkId
 from diesel_fs.format.object_names import chunk_object
 from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.repository.local import LocalRepository
+from tests.examples import examples
 
 from ..waiting import wait_until
 from .chunk_ranges import Part, records
@@ -71,7 +72,7 @@ def reads(
     cache.close()
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(60, suppress=(HealthCheck.function_scoped_fixture,))
 @given(data=st.data())
 def test_answers_are_the_bytes_that_were_asked_for(
     reads: RangeReader, view: Snapshot, contents: dict[bytes, bytes], data: st.DataObject

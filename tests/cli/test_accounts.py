@@ -235,6 +235,7 @@ def test_C1_a_redis_that_is_down_is_exit_code_14(dlcmd: Dlcmd, tmp_path: Path) -
     assert "cannot reach" in dlcmd("--url", url, "user", "ls", code=14).err
 
 
+@pytest.mark.real_start
 def test_start_up_does_not_import_cryptography() -> None:
     """Only verbs that make, sign or check a key need that library."""
     code = "import sys, diesel_fs.remote.open; sys.exit('cryptography' in sys.modules)"

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from diesel_fs.errors import UsageError
@@ -16,6 +16,7 @@ from diesel_fs.forecast.report import Options, commands, described, recommended
 from diesel_fs.forecast.simulate import Forecast, forecast
 from diesel_fs.forecast.smallest import RUNS_MAX, smallest_disk, stalls
 from diesel_fs.orders.shuffle import ChunkedFiles
+from tests.examples import examples
 from tests.orders.datasets import odd_dataset
 
 PAGE = 4096
@@ -163,7 +164,7 @@ def of_use(
     return total
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(setting=small_settings(), policy=st.sampled_from(["lru", "none"]))
 def test_it_does_what_a_naive_simulation_does(setting: Setting, policy: str) -> None:
     files = made_files(setting.sizes, len(setting.sizes))
@@ -185,7 +186,7 @@ def test_it_does_what_a_naive_simulation_does(setting: Setting, policy: str) -> 
         assert round(epoch.on_time * total) == on_time
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(
     sizes=st.lists(st.integers(0, 9000), min_size=1, max_size=40),
     per_chunk=st.integers(1, 6),
@@ -340,7 +341,7 @@ def test_no_ranks_wait_where_all_is_fast_and_all_do_where_the_store_is_slow() ->
 
 
 @given(needed=st.integers(0, 40_000), data=st.integers(1, 100_000), nodes=st.integers(1, 5))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_the_smallest_cache_is_found_in_few_runs(needed: int, data: int, nodes: int) -> None:
     files = made_files([1000], 1)
     job = Job(Node(1 << 20), nodes=nodes)

@@ -6,13 +6,14 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from diesel_fs.errors import UsageError
 from diesel_fs.format import manifest as module
 from diesel_fs.format.entries import path_fault
 from diesel_fs.format.manifest import as_csv, parse_manifest
+from tests.examples import examples
 
 NAMES = st.text(st.sampled_from("aB,\"\t \r\n'é\U0001f600\udc80.;"), min_size=1, max_size=5)
 PATHS = st.lists(NAMES, min_size=1, max_size=3).map("/".join)
@@ -32,7 +33,7 @@ def csv_of(rows: list[tuple[str, ...]], end: str) -> bytes:
     return encoded(out.getvalue())
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(
     rows=ROWS, end=st.sampled_from(["\n", "\r\n"]), mark=st.booleans(), blank=st.booleans(),
     batch=st.sampled_from([1, 2, 1 << 14]),
@@ -61,7 +62,7 @@ PLAIN = st.text(st.sampled_from("aB,\"' é\udc80.;"), min_size=1, max_size=5).fi
 TEXT = st.text(st.sampled_from("aB,\"' é;"), min_size=1, max_size=5)
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(rows=st.lists(st.tuples(PLAIN, TEXT), min_size=1, max_size=6))
 def test_a_table_with_tabs_means_the_same_as_its_csv(rows: list[tuple[str, str]]) -> None:
     content = b"path\ttarget\r\n" + b"".join(encoded(f"{a}\t{b}\r\n") for a, b in rows)
@@ -135,7 +136,7 @@ def test_M1_paths_that_lead_out_of_the_dataset_are_refused(case: str) -> None:
         parse_manifest(content, "labels.csv")
 
 
-@settings(deadline=None, max_examples=80)
+@examples(80)
 @given(st.binary(max_size=60) | st.binary(max_size=60).map(lambda tail: b"path,target\n" + tail))
 def test_any_bytes_are_a_manifest_or_one_error(content: bytes) -> None:
     try:

@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from diesel_fs import ingest
@@ -42,6 +42,7 @@ from diesel_fs.repository.local import LocalRepository
 from diesel_fs.repository.provenance import ArchiveRecord
 from diesel_fs.storage.accounts.account import Role
 from diesel_fs.storage.objects.retry import RetryPolicy
+from tests.examples import examples
 
 from ..cli.conftest import Dlcmd
 from ..cli.conftest import dlcmd as dlcmd
@@ -494,9 +495,7 @@ MADE = st.lists(
 )  # fmt: skip
 
 
-@settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@examples(25, suppress=(HealthCheck.function_scoped_fixture,))
 @given(made=MADE, jobs=st.sampled_from([1, 3]), again=st.booleans(), more=MADE)
 def test_of_files_with_one_path_that_in_the_last_archive_counts(
     tmp_path_factory: pytest.TempPathFactory,
@@ -643,9 +642,7 @@ def test_a_zip_whose_names_are_not_what_it_says_is_named(
     assert contents(repository) == {b"c": b"3"}
 
 
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@examples(60, suppress=(HealthCheck.function_scoped_fixture,))
 @given(data=st.data())
 def test_any_bytes_are_an_archive_or_named(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

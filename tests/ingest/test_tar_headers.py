@@ -7,10 +7,11 @@ from decimal import ROUND_FLOOR, Decimal
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from diesel_fs.ingest.sources.tar_headers import BLOCK_BYTES, plain_files
+from tests.examples import examples
 
 Read = tuple[bytes, int, int, int, int]
 """Name, mode, mtime_ns, where the content is and how long."""
@@ -126,7 +127,7 @@ def by_tarfile(data: bytes, count: int) -> tuple[list[Read], int]:
     return found, end
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(st.one_of(archives(), damaged(), st.binary(max_size=2000)))
 def test_what_is_read_as_columns_is_what_tarfile_reads(data: bytes) -> None:
     read, end = columns(data)

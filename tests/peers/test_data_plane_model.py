@@ -5,10 +5,11 @@ import random
 import struct
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from diesel_fs.peers.chunk_table import ChunkTable
+from tests.examples import examples
 
 from .planes import HOPE_S, Plane, exactly
 
@@ -25,7 +26,7 @@ def record(draw: st.DrawFn) -> tuple[int, int, int]:
     return chunk, start, draw(st.integers(0, len(CHUNKS[chunk]) - start))
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     st.lists(st.lists(record(), min_size=1, max_size=12), min_size=1, max_size=40),
     st.lists(st.integers(1, 300), min_size=1, max_size=20),

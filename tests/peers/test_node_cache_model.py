@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import trio
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from diesel_fs.cache.policy import POLICIES
@@ -19,6 +19,7 @@ from diesel_fs.errors import DieselError
 from diesel_fs.orders.future import FutureUses, UnitOrder
 from diesel_fs.peers.chunk_future import ChunkFuture
 from diesel_fs.peers.node_cache import NodeCache
+from tests.examples import examples
 
 from .node_caches import (
     ChunkSource,
@@ -236,7 +237,7 @@ class Model:
 
 
 @pytest.mark.parametrize("policy", [*POLICIES])
-@settings(max_examples=80)
+@examples(80)
 @given(
     operations=st.lists(OPERATIONS, min_size=5, max_size=60),
     room=st.integers(0, 6),

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from diesel_fs.errors import DieselError, MetadataError, UsageError
@@ -23,6 +23,7 @@ from diesel_fs.net.tls import TlsSocket, client_context, make_certificate
 from diesel_fs.peers import wire
 from diesel_fs.peers.owner_link import OwnerLink
 from diesel_fs.peers.wire import WORKING_S
+from tests.examples import examples
 
 from ..server.program import until
 from .fake_owner import HEAD, READ, RECORD, WORKING, received
@@ -216,7 +217,7 @@ def test_parts_that_are_not_given_have_a_status_and_no_bytes() -> None:
         assert link.counts["failed"] == 0
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     sizes=st.lists(st.lists(st.integers(1, 300), min_size=1, max_size=4), min_size=1, max_size=6),
     seed=st.integers(0, 1 << 32),

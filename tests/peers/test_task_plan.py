@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import trio
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from trio.testing import MockClock
 
@@ -40,6 +40,7 @@ from diesel_fs.peers.plan_wire import (
     plan_body,
 )
 from diesel_fs.peers.task_plan import STILL_S, ChunksOfEntries, TaskPlan
+from tests.examples import examples
 
 
 class FakeCache:
@@ -402,7 +403,7 @@ EVENTS = st.one_of(
 )
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(events=st.lists(EVENTS, max_size=12))
 def test_whatever_fails_the_receiver_knows_all_in_the_end(
     view: Snapshot, events: list[tuple[object, ...]]

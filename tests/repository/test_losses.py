@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -42,6 +42,7 @@ from diesel_fs.repository.expected_chunks import LostChunks
 from diesel_fs.repository.interface import PurgeOptions
 from diesel_fs.repository.local import LocalRepository
 from diesel_fs.repository.recover import recover
+from tests.examples import examples
 
 from ..datasets import content, dataset_state, file_contents, forget_private_copies
 from ..storage.metadata.redis_servers import emptied_server
@@ -563,10 +564,5 @@ class Absence(RuleBasedStateMachine):
                     assert found == content
 
 
-Absence.TestCase.settings = settings(
-    max_examples=25,
-    stateful_step_count=20,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-)
+Absence.TestCase.settings = examples(25, steps=20, suppress=(HealthCheck.filter_too_much,))
 TestAbsence = Absence.TestCase

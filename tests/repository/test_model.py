@@ -9,13 +9,13 @@ import tempfile
 from pathlib import Path
 from unittest import mock
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from diesel_fs.client.dataset import Dataset, connect
 from diesel_fs.errors import ConflictError, NoSuchPath
 from diesel_fs.repository.local import LocalRepository
+from tests.examples import examples
 
 PATHS = st.sampled_from(["a", "b", "d/a", "d/b", "d/e/c", "f\n/\udcff", "large"])
 CONTENTS = st.binary(max_size=40) | st.integers(1, 3).map(lambda n: bytes([n]) * (n << 16))
@@ -132,5 +132,5 @@ class DatasetModel(RuleBasedStateMachine):
             return None
 
 
-DatasetModel.TestCase.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)
+DatasetModel.TestCase.settings = examples(25, steps=20)
 TestDatasetModel = DatasetModel.TestCase

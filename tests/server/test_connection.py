@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import trio
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from trio.testing import MockClock, memory_stream_pair
 
@@ -29,6 +29,7 @@ from diesel_server.channel import Channel, ConnectionClosed
 from diesel_server.connection import Connection, ConnectionContext
 from diesel_server.limits import ConnectionLimits, FairByteBudget
 from diesel_server.requests import Dispatcher, Reply, Request
+from tests.examples import examples
 
 from .fake_server import HANDLERS, STORE
 
@@ -416,7 +417,7 @@ PIECES = st.lists(
 )
 
 
-@settings(max_examples=120)
+@examples(120)
 @given(
     st.sampled_from(["greets", "half", "garbage"]),
     st.sampled_from(["logs in", "another's", "skips", "half"]),

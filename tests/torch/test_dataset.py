@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 from torch.utils.data import DataLoader
@@ -24,6 +24,7 @@ from diesel_fs.errors import NoSuchPath, NotFoundError, UsageError
 from diesel_fs.torch import ChunkShuffleSampler, DieselDataset
 from diesel_fs.torch.folder import resolved
 from tests.cli.conftest import program_environment
+from tests.examples import examples
 from tests.trees import write
 
 from .stores import packed
@@ -201,7 +202,7 @@ TREES = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=8)
+@examples(8)
 @given(tree=TREES)
 def test_any_tree_has_the_samples_of_image_folder(
     tree: list[tuple[str, list[str], str]], tmp_path_factory: pytest.TempPathFactory

@@ -14,7 +14,7 @@ import fsspec
 import pytest
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.tests.abstract import AbstractFixtures, AbstractGetTests
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from diesel_fs.client.dataset import Dataset, connect, list_datasets
@@ -23,6 +23,7 @@ from diesel_fs.ingest import FolderSource, PutOptions, put
 from diesel_fs.repository.local import LocalRepository
 from diesel_fs.storage.objects.folder import FolderStore
 from diesel_fs.torch.fsspec import DieselFileSystem
+from tests.examples import examples
 from tests.server.certificates import Authority
 from tests.server.program import Server, new_repository
 from tests.trees import write
@@ -256,7 +257,7 @@ def constant(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.data())
 def test_parts_are_those_of_a_slice(constant: Path, data: st.DataObject) -> None:
     fs = fsspec.filesystem("diesel", repository=(constant.parent / "store").as_uri())
@@ -270,7 +271,7 @@ def test_parts_are_those_of_a_slice(constant: Path, data: st.DataObject) -> None
         assert fs.cat_file(path, start, end) == part
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(st.data())
 def test_an_open_file_reads_as_any_other(constant: Path, data: st.DataObject) -> None:
     """Model test: random seeks and reads, against Python's own files."""

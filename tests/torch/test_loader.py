@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import (
     DataLoader,
@@ -23,6 +23,7 @@ from diesel_fs.errors import UsageError
 from diesel_fs.torch import AutoDataLoader, ChunkShuffleSampler, DieselDataset
 from diesel_fs.torch.workers import Measured
 from tests.cli.conftest import is_running
+from tests.examples import examples
 from tests.trees import write
 
 from .stores import packed
@@ -130,7 +131,7 @@ def test_it_is_a_stock_loader_while_the_number_stays(kind: str, persistent: bool
     assert len(ours) == len(expected[0][0])
 
 
-@settings(deadline=None, max_examples=8)
+@examples(8)
 @given(
     kind=st.sampled_from(KINDS), schedule=st.lists(st.integers(0, 4), max_size=6),
     start=st.integers(0, 3), every=st.integers(1, 5), persistent=st.booleans(),

@@ -9,7 +9,7 @@ from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 from torch.utils.data import DataLoader
@@ -19,6 +19,7 @@ from diesel_fs.torch import ChunkShuffleSampler, DieselDataset, ManifestFolder
 from dlcmd.main import run
 from tests.cli.conftest import Dlcmd
 from tests.cli.conftest import dlcmd as dlcmd
+from tests.examples import examples
 from tests.trees import write
 
 TABLE = [(f"d{n % 7}/{n:03}.bin", f"{n % 3}") for n in range(90)]
@@ -152,7 +153,7 @@ NAMES = st.text(st.sampled_from('aB-, "\n\ré\U0001f600\udc80'), min_size=1, max
 TARGETS = st.text(st.sampled_from('ab,"\n 019é'), min_size=1, max_size=3)
 
 
-@settings(deadline=None, max_examples=10)
+@examples(10)
 @given(
     rows=st.dictionaries(
         st.tuples(st.sampled_from(["", "d/", "d/é/"]), NAMES).map("".join), TARGETS,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, Subset
 from torch.utils.data.distributed import DistributedSampler
@@ -24,6 +24,7 @@ from diesel_fs.errors import ConflictError, NoSuchPath, UsageError
 from diesel_fs.torch import ChunkShuffleSampler, DieselDataset
 from tests.cli.conftest import Dlcmd, program_environment
 from tests.cli.conftest import dlcmd as dlcmd
+from tests.examples import examples
 from tests.trees import write
 
 from .stores import packed
@@ -107,7 +108,7 @@ def ranks(data: object, world: int, drop_last: bool, state: object) -> list[Chun
     return made
 
 
-@settings(deadline=None, max_examples=150)
+@examples(150)
 @given(
     files=st.integers(0, FILES), batch=st.integers(1, 4), phases=PHASES, last=st.integers(1, 8),
     drop_last=st.booleans(),

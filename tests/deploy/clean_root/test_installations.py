@@ -54,7 +54,8 @@ diesel-server --store file:///tls/store --listen 127.0.0.1:0 --workers 2 \
 server=$!
 until grep -q 'accepts connections' server.out; do kill -0 $server; sleep 1; done
 port=$(sed 's/.*://' server.out)
-workers=$(cat /proc/$server/task/*/children)
+children() {{ cat /proc/$server/task/*/children | xargs -n1 | sort; }}
+workers=$(children)
 remote() {{
     SSL_CERT_FILE=/tls/cert.pem dlcmd \
         --url diesel+tls://localhost:$port --user me --key-file /tls/me.key "$@"
@@ -71,7 +72,7 @@ remote get -q pets /tls/got
 diff -r /source /tls/got
 sleep 18
 remote ls pets
-[ "$(cat /proc/$server/task/*/children)" = "$workers" ]
+[ "$(children)" = "$workers" ]
 if grep -E 'hangs|again|Traceback' server.log; then exit 1; fi
 kill $server
 wait $server

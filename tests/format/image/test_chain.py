@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from uuid import UUID
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from diesel_fs.errors import UsageError
 from diesel_fs.format.image import Image, Shown
+from tests.examples import examples
 from tests.format.snapshot.oracle import OwnEntry, shown
 
 from .trees import CHAIN, EXTENT_BYTES, file, image_of, snapshot_of
@@ -98,7 +99,7 @@ changes = st.one_of(
 )
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(st.lists(changes, max_size=8))
 def test_random_versions(steps: list[tuple[str, dict[bytes, int]]]) -> None:
     chain, state = Chain(), dict[bytes, OwnEntry]()

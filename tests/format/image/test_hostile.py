@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import xxhash
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from diesel_fs.errors import (
@@ -21,6 +21,7 @@ from diesel_fs.format.entries import Kind
 from diesel_fs.format.image import Image, ImageTooLarge, Shown
 from diesel_fs.format.snapshot.layout import Columns
 from diesel_fs.format.snapshot.reader import Snapshot
+from tests.examples import examples
 from tests.format.snapshot import test_hostile as snapshots
 from tests.format.snapshot.oracle import SMALL, OwnEntry, shown_by
 
@@ -95,7 +96,7 @@ def test_E1_other_bytes_have_the_right_error(data: bytes, error: type[FormatErro
         Image(data, verify=True)
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(st.integers(72, 360), st.binary(min_size=1, max_size=8))
 def test_E2_any_counts_and_parts_are_safe_to_read(at: int, new: bytes) -> None:
     """An image is accepted only if all its columns lie in it."""
@@ -160,7 +161,7 @@ def image_of_forged(data: st.DataObject) -> tuple[Snapshot, Image] | None:
         return None
 
 
-@settings(max_examples=1000)
+@examples(1000)
 @given(st.data())
 def test_E2_a_forged_snapshot_is_refused_or_shown_as_it_says(data: st.DataObject) -> None:
     made = image_of_forged(data)
@@ -175,7 +176,7 @@ def test_E2_a_forged_snapshot_is_refused_or_shown_as_it_says(data: st.DataObject
 def test_E2_the_kernel_takes_what_is_made_of_forged_snapshots(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    @settings(max_examples=100)
+    @examples(100)
     @given(st.data())
     def mount_it(data: st.DataObject) -> None:
         made = image_of_forged(data)

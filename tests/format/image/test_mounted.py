@@ -7,10 +7,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 
 from diesel_fs.format.entries import Kind
 from diesel_fs.format.image import Image, Shown
+from tests.examples import examples
 from tests.format.snapshot.oracle import OwnEntry, ShownEntry, State, shown
 
 from .erofs import BLOCK
@@ -168,7 +169,7 @@ def test_a_later_image_of_a_chain_reads_from_the_same_content_file(tmp_path: Pat
                     compare(os.path.join(at, path), entry)
 
 
-@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(10, suppress=(HealthCheck.function_scoped_fixture,))
 @given(drawn_trees())
 def test_any_tree(tmp_path: Path, drawn: tuple[State, Shown]) -> None:
     check(*drawn, tmp_path)

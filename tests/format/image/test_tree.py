@@ -3,12 +3,13 @@
 from collections.abc import Mapping
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from diesel_fs.errors import FormatError
 from diesel_fs.format.entries import Kind
 from diesel_fs.format.image import Image, ImageTooLarge, Shown
+from tests.examples import examples
 from tests.format.snapshot.oracle import OwnEntry, ShownEntry, State, shown
 
 from .erofs import BLOCK, Erofs
@@ -221,7 +222,7 @@ def drawn_trees(draw: st.DrawFn) -> tuple[State, Shown]:
     return state, draw(views)
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(drawn_trees())
 def test_any_tree(drawn: tuple[State, Shown]) -> None:
     check(*drawn)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import xxhash
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from diesel_fs.errors import (
@@ -24,6 +24,7 @@ from diesel_fs.format.entries import PATH_BYTES_MAX, Kind
 from diesel_fs.format.snapshot import layout as layout
 from diesel_fs.format.snapshot.layout import Columns
 from diesel_fs.format.snapshot.reader import Snapshot
+from tests.examples import examples
 
 from . import oracle
 from .oracle import OwnEntry, build, shown, shown_by
@@ -216,7 +217,7 @@ EXTREMES = (
 )
 
 
-@settings(max_examples=1000)
+@examples(1000)
 @given(st.data())
 def test_E2_an_accepted_snapshot_keeps_the_limits_of_the_format(data: st.DataObject) -> None:
     """With any value in any column, the snapshot is refused, or all its places fit into a chunk."""
@@ -295,7 +296,7 @@ def test_E2_a_path_that_is_too_long_is_refused() -> None:
         Snapshot(b"".join(layout.write(deep.header, columns)))
 
 
-@settings(max_examples=400)
+@examples(400)
 @given(st.data())
 def test_E2_any_sealed_bytes_can_be_read_in_full_or_are_refused(data: st.DataObject) -> None:
     """An attacker can compute checksums, so whatever is accepted must be safe to read."""

@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from diesel_fs.errors import NoSuchPath
 from diesel_fs.format.entries import Kind, Stat
 from diesel_fs.format.snapshot.reader import Snapshot
+from tests.examples import examples
 
 from . import oracle
 from .oracle import OwnEntry, Part, build, depth, shadowed, shown, shown_by
@@ -120,7 +121,7 @@ def check_family(snapshot: Snapshot, everything: list[bytes], i: int, path: byte
     assert snapshot.child(i, b"") == snapshot.child(i, b"nobody") == -1
 
 
-@settings(deadline=None, max_examples=150)
+@examples(150)
 @given(st.lists(st.tuples(batches, st.integers(0, 99)), min_size=1, max_size=5))
 def test_a_merge_equals_the_dict_and_has_the_bytes_of_a_full_build(
     steps: list[tuple[dict[bytes, OwnEntry | None], int]],

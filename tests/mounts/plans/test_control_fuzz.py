@@ -12,7 +12,7 @@ from pathlib import Path
 import msgpack
 import pytest
 import trio
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from diesel_fs.mounts.plans.commands import PlanCommands
@@ -21,6 +21,7 @@ from diesel_fs.mounts.plans.control_wire import FRAME_BYTES_MAX, PROTOCOL, REQUE
 from diesel_fs.mounts.prefetch.link import MessageDecoder, WorkerLink
 from diesel_fs.mounts.prefetch_worker import planner_for
 from diesel_fs.net.messages import LENGTH, Message, frame, unpack
+from tests.examples import examples
 from tests.mounts.plans.test_commands import NAMES, OF_VERSION, SNAPSHOT, VALUES, announce
 
 DEADLINE_S = 20.0
@@ -127,10 +128,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     assert os.listdir(tmp_path) == []
 
 
-@settings(
-    max_examples=150,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+@examples(150, suppress=(HealthCheck.function_scoped_fixture,))
 @given(frames=st.lists(FRAMES, max_size=6), greeted=st.booleans())
 def test_any_frames_are_answered_or_end_their_connection(
     folder: Path, frames: list[bytes], greeted: bool
@@ -149,10 +147,7 @@ def test_any_frames_are_answered_or_end_their_connection(
     Fuzzed(folder).talk(talk)
 
 
-@settings(
-    max_examples=100,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+@examples(100, suppress=(HealthCheck.function_scoped_fixture,))
 @given(message=MESSAGES)
 def test_any_message_has_one_answer(folder: Path, message: Message) -> None:
     async def talk(stream: trio.SocketStream) -> None:

@@ -10,7 +10,6 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -20,6 +19,7 @@ from diesel_fs.mounts.prefetch.planner import PAUSE_S_MAX, TENTATIVE_S, Prefetch
 from diesel_fs.mounts.prefetch.resident_set import ResidentSet
 from diesel_fs.mounts.prefetch.units import PAGE_BYTES, Columns
 from diesel_fs.orders.plan import Entries, Epoch
+from tests.examples import examples
 
 from .simulated_kernel import (
     CHUNK_ENTRIES,
@@ -581,7 +581,7 @@ class AnyReports(RuleBasedStateMachine):
 
 
 TestAnyReports = AnyReports.TestCase
-TestAnyReports.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestAnyReports.settings = examples(60, steps=40)
 
 
 def test_the_next_decision_needs_a_report_of_the_last() -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import trio
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from diesel_fs.format.snapshot.reader import Snapshot
@@ -29,6 +29,7 @@ from diesel_fs.mounts.sessions.protocol import IN_HEADER, OUT_HEADER, Malformed,
 from diesel_fs.mounts.sessions.push_status import HOLD_STEP_S, PushStatusMap, push_status_file
 from diesel_fs.mounts.sessions.session import mount_options
 from diesel_fs.mounts.vfs import Vfs
+from tests.examples import examples
 from tests.mounts.folder_dataset import RELEASE_SUFFIX, FolderReader, snapshot_of
 
 UNANSWERED = {Op.FORGET, Op.BATCH_FORGET, Op.INTERRUPT}
@@ -49,7 +50,7 @@ def message(op: int, unique: int, node: int, body: bytes = b"", thread: int = 0)
     return IN_HEADER.pack(IN_HEADER.size + len(body), op, unique, node, 0, 0, thread, 0, 0) + body
 
 
-@settings(max_examples=1000, deadline=None)
+@examples(1000)
 @given(st.binary(max_size=200))
 def test_any_bytes_are_a_request_or_malformed(content: bytes) -> None:
     for parse in PARSERS:

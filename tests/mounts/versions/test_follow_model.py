@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from diesel_fs.ingest import FolderSource, PutOptions, put
 from diesel_fs.mounts import MountRequest
 from diesel_fs.repository.local import LocalRepository
+from tests.examples import examples
 from tests.mounts.observed import mounted
 from tests.mounts.versions.followed_dataset import POLL_INTERVAL_S, FollowedMount
 from tests.trees import facts
@@ -102,9 +103,7 @@ class OpenFile:
         os.close(self.descriptor)
 
 
-@settings(
-    max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@examples(6, suppress=(HealthCheck.function_scoped_fixture,))
 @given(steps=st.lists(changes, min_size=3, max_size=6))
 def test_after_each_switch_the_mount_is_the_tree(
     session: str, tmp_path_factory: pytest.TempPathFactory, steps: list[dict[str, Entry | None]]

@@ -12,7 +12,6 @@ from itertools import groupby
 from pathlib import Path
 from unittest import mock
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -22,6 +21,7 @@ from diesel_fs.repository.interface import PurgeOptions
 from diesel_fs.repository.leases import ReadLease
 from diesel_fs.repository.local import LocalRepository
 from diesel_fs.repository.versions import KeptVersion
+from tests.examples import examples
 
 from ...datasets import file_contents
 from ...storage.metadata.redis_servers import emptied_server
@@ -187,9 +187,7 @@ class RedisPurgeModel(PurgeModel):
 
 
 assert DAY_S == 24 * HOUR_S
-for machine, examples in ((PurgeModel, 30), (RedisPurgeModel, 12)):
-    machine.TestCase.settings = settings(
-        max_examples=examples, stateful_step_count=18, deadline=None
-    )
+PurgeModel.TestCase.settings = examples(30, steps=18)
+RedisPurgeModel.TestCase.settings = examples(12, steps=18)
 TestPurgeModel = PurgeModel.TestCase
 TestRedisPurgeModel = RedisPurgeModel.TestCase

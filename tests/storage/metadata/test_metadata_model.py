@@ -6,11 +6,12 @@ from tempfile import TemporaryDirectory
 from unittest import mock
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from diesel_fs.format.entries import ChunkId, Kind
 from diesel_fs.storage.metadata.store import MetadataStore
+from tests.examples import examples
 from tests.storage.metadata.batches import (
     Chunk,
     Entry,
@@ -45,7 +46,7 @@ def histories(draw: st.DrawFn) -> list[Chunk]:
     return chunks
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(history=histories(), seed=st.integers(0, 2**32))
 @pytest.mark.parametrize(
     ("kind", "entries_min"),

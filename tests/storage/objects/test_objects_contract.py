@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 from unittest.mock import Mock
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from diesel_fs.errors import (
@@ -37,6 +37,7 @@ from diesel_fs.storage.objects.store import (
     batched_parts,
     parse_marker,
 )
+from tests.examples import examples
 from tests.storage.objects.faulty_store import Fault, FaultyStore
 from tests.storage.objects.s3_server import Server
 from tests.storage.objects.scripted_store import DATASET, LEASE, chunk
@@ -65,9 +66,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ObjectStor
     assert not [*made.leftovers()], "a method left a temporary behind"
 
 
-many_examples = settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+many_examples = examples(25, suppress=(HealthCheck.function_scoped_fixture,))
 object_names = st.from_regex(OBJECT_NAME, fullmatch=True).filter(lambda name: name != STORE_MARKER)
 
 
