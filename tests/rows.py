@@ -33,17 +33,17 @@ class RowsFailed(AssertionError):
 
 
 def each_row(
-    names: str | Sequence[str], rows: Iterable[object]
+    names: str | Sequence[str], rows: Iterable[object], ids: Sequence[str] = ()
 ) -> Callable[[Callable[P, None]], Callable[P, None]]:
     """Call the test for each row. The first failure is shown whole, of all others one line.
 
-    `names` and `rows` are those of `pytest.mark.parametrize`. A mapping has the rows by name. Each
+    The arguments are those of `pytest.mark.parametrize`; without `ids`, a row's values name it. Each
     row has a new `tmp_path`, and `monkeypatch`, `caplog` and `capsys` know of no other row. The
     rows share all other fixtures, so this is not for rows that need one as it was.
     """
     parts = [each.strip() for each in (names.split(",") if isinstance(names, str) else names)]
-    named = rows.items() if isinstance(rows, Mapping) else ((row, row) for row in rows)
-    table = [(name, _values(parts, row)) for name, row in named]
+    rows = list(rows)
+    table = [(name, _values(parts, row)) for name, row in zip(ids or rows, rows, strict=True)]
 
     def decorate(test: Callable[P, None]) -> Callable[P, None]:
         @functools.wraps(test)

@@ -38,15 +38,9 @@ def test_an_error_that_did_not_come_a_group_of_errors_and_a_skip_are_failures() 
         if errors:
             raise BaseExceptionGroup("of a nursery", errors) if errors[1:] else errors[0]
 
-    @each_row(
-        "errors",
-        {
-            "right": [ValueError("x")],
-            "none": [],
-            "two": [KeyError("x")] * 2,
-            "skip": [pytest.skip.Exception("x")],
-        },
-    )
+    cases = [[ValueError("x")], [], [KeyError("x")] * 2, [pytest.skip.Exception("x")]]
+
+    @each_row("errors", cases, ids=["right", "none", "two", "skip"])
     def table(errors: list[BaseException]) -> None:
         with pytest.raises(ValueError, match="x"):
             raise_all(errors)
