@@ -37,7 +37,7 @@ def each_row(
 ) -> Callable[[Callable[P, None]], Callable[P, None]]:
     """Call the test for each row. The first failure is shown whole, of all others one line.
 
-    The arguments are those of `pytest.mark.parametrize`; without `ids`, a row's values name it. Each
+    The arguments are those of `parametrize`; without `ids`, its values name a row. Each
     row has a new `tmp_path`, and `monkeypatch`, `caplog` and `capsys` know of no other row. The
     rows share all other fixtures, so this is not for rows that need one as it was.
     """
