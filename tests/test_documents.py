@@ -13,7 +13,6 @@ from itertools import takewhile
 from pathlib import Path
 
 import click
-import pytest
 
 import diesel_fs
 from diesel_fs import errors
@@ -26,6 +25,7 @@ from diesel_server import options as server_options
 from dlcmd import main
 from tests.cli.test_program import commands
 
+from .rows import each_row
 from .test_errors import all_kinds
 from .test_house import FILES, SOURCES
 from .test_layers import LAYERS, modules
@@ -235,7 +235,7 @@ def prose(text: str) -> str:
     return re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(TREE)))
+@each_row("path", PAGES)
 def test_links_lead_somewhere_and_files_that_are_named_exist(path: Path) -> None:
     text = prose(path.read_text(encoding="utf-8"))
     for target in re.findall(r"\]\(([^)#:]+)\)", text):

@@ -8,13 +8,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
 
-import pytest
-
 from diesel_fs import errors
 from diesel_fs.errors import DieselError
 from diesel_fs.net.messages import error_message
 from diesel_fs.storage.objects.cloud.requests import ExpiredCredentials, PermanentStoreError
 
+from .rows import each_row
 from .test_layers import modules
 
 EXIT_CODES = {1, 2, 3, 10, 11, 12, 13, 14, 15, 16}
@@ -69,7 +68,7 @@ def test_the_drawing_is_the_tree() -> None:
     assert len(drawing(str(errors.__doc__))) > 20
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("text", "other"),
     [
         ("PartialError                       3", "PartialError                       4"),
@@ -122,7 +121,7 @@ class _ErrorWithPaths(errors.BusyError):
         super().__init__(message)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("name", "kind"),
     [
         ("NoSpaceError", errors.NoSpaceError),

@@ -9,9 +9,9 @@ import tomllib
 from importlib.metadata import entry_points
 from pathlib import Path
 
-import pytest
-
 import diesel_fs
+
+from .rows import each_row
 
 TREE = Path(__file__).resolve().parents[1]
 NAMED = re.compile(r"`([\w/]+(?:\.py|/))`")
@@ -59,7 +59,7 @@ def test_no_file_names_this_machine_or_a_package_host() -> None:
     assert {name: names for name, names in found.items() if names} == {}
 
 
-@pytest.mark.parametrize(
+@each_row(
     "content",
     [b"cd /wo%srk/main" % b"", b"pip install --inde%sx-url x" % b"", b"https://py%spi.org/" % b""],
 )
@@ -81,7 +81,7 @@ def test_every_module_says_what_it_is() -> None:
 PACKAGES = [path for path in SOURCES if path.name == "__init__.py" and "tests" not in path.parts]
 
 
-@pytest.mark.parametrize("path", PACKAGES, ids=lambda path: str(path.parent.relative_to(TREE)))
+@each_row("path", PACKAGES)
 def test_every_package_has_a_page_for_newcomers(path: Path) -> None:
     """The docstring of a layer has some lines, and names modules at which to start reading."""
     page = ast.get_docstring(ast.parse(path.read_bytes())) or ""
@@ -114,7 +114,7 @@ def test_no_blank_line_cuts_a_sentence() -> None:
     assert {name: cut for name, cut in found.items() if cut} == {}
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("text", "cut"),
     [
         ("One,\n\nand two.", ["One,"]),

@@ -7,11 +7,12 @@ and under TYPE_CHECKING too. Two more rules: what is `PURE` computes and does no
 """
 
 import ast
+import functools
 from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-import pytest
+from .rows import each_row
 
 LAYERS = (
     *"errors names urls credentials settings metrics".split(),
@@ -79,8 +80,13 @@ def modules() -> dict[str, Path]:
     return found
 
 
-def imports(source: str, module: str, *, is_package: bool) -> Iterator[tuple[int, str]]:
+@functools.cache
+def imports(source: str, module: str, *, is_package: bool) -> tuple[tuple[int, str], ...]:
     """Line and dotted name of everything imported; `from x import y` gives `x.y`."""
+    return tuple(_imports(source, module, is_package=is_package))
+
+
+def _imports(source: str, module: str, *, is_package: bool) -> Iterator[tuple[int, str]]:
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Import(names=names):
@@ -161,7 +167,7 @@ def circle(graph: Mapping[str, set[str]]) -> list[str]:
 ALL = modules()
 
 
-@pytest.mark.parametrize("module", sorted(ALL))
+@each_row("module", sorted(ALL))
 def test_imports_point_downwards(module: str) -> None:
     path = ALL[module]
     found = breaches(
@@ -220,7 +226,7 @@ MADE_UP = frozenset(
 )
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("module", "source", "complaint"),
     [
         ("diesel_fs.format.chunk", "from ..client.dataset import connect", "above"),
@@ -255,7 +261,7 @@ def test_a_breach_is_found(module: str, source: str, complaint: str) -> None:
     assert complaint in found[0]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("module", "source"),
     [
         (

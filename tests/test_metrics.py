@@ -8,6 +8,8 @@ import pytest
 from diesel_fs import metrics
 from diesel_fs.metrics import MetricCells, cells_bytes, exposition, private_cells
 
+from .rows import each_row
+
 LINE = re.compile(
     r"# (HELP \S+ .+|TYPE \S+ (counter|gauge|histogram))"
     r'|[a-z_]+({[a-z_]+="[^"]*"(,[a-z_]+="[^"]*")*})?'
@@ -48,7 +50,7 @@ def test_a_total_is_the_sum_over_processes() -> None:
     assert value(said, 'diesel_refusals_total{reason="login"}') == 1
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("seconds", "buckets"),
     [(0.0, 9), (0.0005, 9), (0.0006, 8), (1.0, 4), (29.0, 2), (31.0, 1)],
 )

@@ -16,6 +16,7 @@ from diesel_fs.storage.metadata.redis.address import parse_redis_url
 
 from .cli.conftest import Dlcmd as Dlcmd
 from .cli.conftest import dlcmd as dlcmd
+from .rows import each_row
 from .small_disks import remount, small_disk
 from .unprivileged_user import needs_root
 
@@ -172,8 +173,8 @@ SECRET = key_text(bytes(range(32)))
 SECRET_FILES = {"key": _account_key, "task's key": read_key_file, "Redis password": _redis_password}
 
 
-@pytest.mark.parametrize("mode", [0o644, 0o640, 0o602])
-@pytest.mark.parametrize("kind", SECRET_FILES)
+@each_row("mode", [0o644, 0o640, 0o602])
+@each_row("kind", SECRET_FILES)
 def test_a_file_with_a_secret_that_others_may_read_is_refused(
     tmp_path: Path, kind: str, mode: int
 ) -> None:
@@ -190,7 +191,7 @@ def test_a_file_with_a_secret_that_others_may_read_is_refused(
 
 
 @needs_root
-@pytest.mark.parametrize("kind", SECRET_FILES)
+@each_row("kind", SECRET_FILES)
 def test_a_secret_that_a_container_engine_mounts_is_warned_of_once(
     tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -7,8 +7,10 @@ import pytest
 from diesel_fs.errors import ConfigError
 from diesel_fs.urls import RepositoryUrl, parse_url, passwords_in, shown_url
 
+from .rows import each_row
 
-@pytest.mark.parametrize(
+
+@each_row(
     ("text", "meant"),
     [
         ("file:///a/b", RepositoryUrl("file", path=Path("/a/b"))),
@@ -36,7 +38,7 @@ def test_an_address_is_parsed(text: str, meant: RepositoryUrl) -> None:
     assert parse_url(meant.full_url) == meant
 
 
-@pytest.mark.parametrize(
+@each_row(
     "text",
     [
         "", "/a/b", "file://host/a", "file:a", "s3://", "s3:///a", "s3://key:secret@bucket/a",
@@ -64,7 +66,7 @@ def test_no_password_is_shown() -> None:
     assert shown_url("file:///a@b") == "file:///a@b"
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("text", "left"),
     [
         ("redis://:p@hush@h:1/2", "redis://***@h:1/2"),

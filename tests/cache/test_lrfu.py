@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diesel_fs.cache.lrfu import HOUR_S, Attenuation, Values, eviction_order, hour_of
+from tests.rows import each_row
 
 PS = st.sampled_from([1.0001, 1.5, 2.0, 10.0, 1e300])
 STEPS = st.sampled_from([0.0, 1e-6, 1 / 24, 0.5, 1.0])
@@ -104,7 +105,7 @@ def test_a_clock_that_was_set_back_does_not_keep_a_block_for_ever() -> None:
     assert 1 <= rule.add_reference(row(3.0), row(500.0), 100)[0] <= 4
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("p", "step"), [(1.0, 0.5), (0.5, 0.5), (math.inf, 0.5), (math.nan, 0.5), (2, -0.1), (2, 1.1)]
 )
 def test_values_without_a_meaning_are_refused(p: float, step: float) -> None:

@@ -21,6 +21,7 @@ from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.ingest import FolderSource, PutOptions, put
 from diesel_fs.orders.shuffle import GroupedOrder, chunk_order
 from diesel_fs.repository.local import LocalRepository
+from tests.rows import each_row
 
 from ..trees import write
 from .conftest import Counting
@@ -300,7 +301,7 @@ def test_compressed_files_are_decoded_and_not_kept(repository: LocalRepository, 
     assert reader.stats()["evictions"] == 0
 
 
-@pytest.mark.parametrize("way", WAYS)
+@each_row("way", WAYS)
 def test_files_larger_than_a_chunk_are_read_about_once(
     repository: LocalRepository, way: Read
 ) -> None:

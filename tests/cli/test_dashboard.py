@@ -31,6 +31,7 @@ from dlcmd.dashboard.history import EVERY_S, POINTS, History
 from dlcmd.dashboard.servers import parse_metrics, parse_metrics_place, total
 from dlcmd.dashboard.watcher import add_up
 from dlcmd.dashboard.web import CONNECTIONS_MAX
+from tests.rows import each_row
 from tests.server.program import Server, new_repository
 from tests.trees import write
 from tests.waiting import wait_until
@@ -409,7 +410,7 @@ def test_sigterm_ends_it_and_nothing_is_left_to_finish(
     assert "again" not in said
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("text", "place"),
     [
         ("9400", "127.0.0.1:9400/metrics"),

@@ -15,6 +15,7 @@ import pytest
 
 from diesel_fs.settings import Settings, user_folders
 from dlcmd.doctor.redaction import Redactor, known_secrets
+from tests.rows import each_row
 
 from .conftest import Dlcmd, program_environment
 
@@ -31,7 +32,7 @@ def contents(archive: Path) -> dict[str, bytes]:
     return found
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("text", "left"),
     [
         ("password=abc, x", "password=***, x"),

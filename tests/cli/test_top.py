@@ -10,6 +10,7 @@ from diesel_fs.mounts.waits import CAUSE_NAMES
 from dlcmd.mount_figures import interval, number_at
 from dlcmd.mount_stats import stats_lines
 from dlcmd.mount_top import screen, short_line
+from tests.rows import each_row
 from tests.trees import write
 
 from .conftest import Dlcmd
@@ -143,7 +144,7 @@ def test_mount_says_where_its_metrics_are(dlcmd: Dlcmd, tmp_path: Path) -> None:
     assert "HOST:PORT" in dlcmd("mount", "--metrics", "here", "pets", other, code=2).err
 
 
-@pytest.mark.parametrize("number", ["1e999", "-Infinity", "NaN", "1" + 400 * "0", '"7"', "null"])
+@each_row("number", ["1e999", "-Infinity", "NaN", "1" + 400 * "0", '"7"', "null"])
 def test_a_number_that_makes_no_sense_is_none(number: str) -> None:
     """The program of another user's mount may write anything into its statistics."""
     assert number_at(json.loads(f'{{"waits": {{"clock_s": {number}}}}}'), "waits.clock_s") == 0.0

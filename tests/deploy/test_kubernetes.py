@@ -19,6 +19,7 @@ from diesel_kubernetes.operator import main as operator
 from diesel_kubernetes.operator.fields import Json, at, fields, items, text, texts
 from diesel_server.main import program as server
 from diesel_server.options import checked
+from tests.rows import each_row
 
 from .manifests import (
     BASES,
@@ -38,7 +39,7 @@ OLDEST = "1.27"
 OURS = {"server", "admin", "plugin", "operator"}
 """The containers that run the project's image."""
 
-EACH_OVERLAY = pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.name)
+EACH_OVERLAY = each_row("overlay", OVERLAYS)
 SECRETS = {
     "diesel-store": {"AWS_ACCESS_KEY_ID": "name", "AWS_SECRET_ACCESS_KEY": "key"},
     "diesel-redis": {"password": "pass"},
@@ -51,7 +52,7 @@ OLD_KUSTOMIZE = {
 """What both kustomize 2.0.3, which is part of kubectl 1.20, and the newest ones know."""
 
 
-@pytest.mark.parametrize("folder", [*BASES, *OVERLAYS], ids=lambda path: path.name)
+@each_row("folder", [*BASES, *OVERLAYS])
 def test_an_old_kubectl_knows_what_the_kustomizations_have(folder: Path) -> None:
     """Folders are `bases` and files are `resources`, and no schema has the word `containers` where
     images are named: old kustomize would take it for the containers of a pod."""

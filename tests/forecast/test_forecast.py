@@ -18,6 +18,7 @@ from diesel_fs.forecast.smallest import RUNS_MAX, smallest_disk, stalls
 from diesel_fs.orders.shuffle import ChunkedFiles
 from tests.examples import examples
 from tests.orders.datasets import odd_dataset
+from tests.rows import each_row
 
 PAGE = 4096
 
@@ -227,9 +228,9 @@ def test_chunks_that_come_first_are_fetched_whole_and_the_rest_is_read_past_the_
 # Sums ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("nodes", [1, 3])
-@pytest.mark.parametrize("shuffle", ["full", "chunk"])
-@pytest.mark.parametrize("policy", NAMES)
+@each_row("nodes", [1, 3])
+@each_row("shuffle", ["full", "chunk"])
+@each_row("policy", NAMES)
 def test_all_reads_come_from_somewhere(policy: str, shuffle: str, nodes: int) -> None:
     rng = np.random.default_rng(5)
     files = made_files(rng.integers(1, 50_000, 900).tolist(), 12)
@@ -298,8 +299,8 @@ def test_kept_files_in_random_order_match_the_theory() -> None:
         assert kept_in_random_order("lru", part) == pytest.approx(lru, abs=0.03)
 
 
-@pytest.mark.parametrize("shuffle", ["full", "chunk"])
-@pytest.mark.parametrize("nodes", [1, 4])
+@each_row("shuffle", ["full", "chunk"])
+@each_row("nodes", [1, 4])
 def test_plan_reads_what_the_cache_cannot_keep(shuffle: Shuffle, nodes: int) -> None:
     """As the caches of real nodes do (`tests/peers/test_planned_nodes.py`): with memory for half of
     the dataset, about half of it comes from the store in each epoch, in both orders."""
@@ -429,7 +430,7 @@ def test_odd_files_can_be_planned() -> None:
         assert sum(epoch.bytes) == files.bytes
 
 
-@pytest.mark.parametrize(
+@each_row(
     "bad",
     [
         {"nodes": 0}, {"ranks": -1}, {"nodes": 1 << 20, "ranks": 2}, {"batch": 0}, {"workers": -1},

@@ -32,6 +32,7 @@ from diesel_fs.format.chunk import (
 from diesel_fs.format.chunk_builder import ChunkBuilder
 from diesel_fs.format.chunk_id import stamp
 from diesel_fs.format.entries import ChunkId, Codec, Kind
+from tests.rows import each_row
 
 from .golden_chunk import EARLIER, GOLDEN, ID, IDENTITY, NOISE, TEXT, build
 
@@ -203,7 +204,7 @@ def void(_: object) -> None:
     """Change nothing."""
 
 
-@pytest.mark.parametrize("name", BAD_HEADERS)
+@each_row("name", BAD_HEADERS)
 def test_B5_header_that_contradicts_itself(name: str) -> None:
     with pytest.raises(CorruptError):
         read(resealed(build(), BAD_HEADERS[name]))
@@ -214,7 +215,7 @@ def test_resealed_chunk_is_otherwise_sound() -> None:
     read(resealed(build(), lambda columns: None))
 
 
-@pytest.mark.parametrize(
+@each_row(
     "raw",
     [
         b"\xdf\xff\xff\xff\xff",  # N1: a map of 2^32-1
@@ -253,7 +254,7 @@ def test_B12_body_whose_real_size_differs() -> None:
             decode(memoryview(packed), Codec.LZ4, size, sum_)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("folder", "name"),
     [(b"..", b"x"), (b"", b".."), (b"", b"."), (b"a//b", b"c"), (b"/abs", b"x"), (b"", b"a/b"),
      (b"", b"n" * 256), (b"a", b"")],

@@ -14,6 +14,7 @@ from diesel_fs.format import manifest as module
 from diesel_fs.format.entries import path_fault
 from diesel_fs.format.manifest import as_csv, parse_manifest
 from tests.examples import examples
+from tests.rows import each_row
 
 NAMES = st.text(st.sampled_from("aB,\"\t \r\n'é\U0001f600\udc80.;"), min_size=1, max_size=5)
 PATHS = st.lists(NAMES, min_size=1, max_size=3).map("/".join)
@@ -73,7 +74,7 @@ def test_a_table_with_tabs_means_the_same_as_its_csv(rows: list[tuple[str, str]]
     assert [*csv.reader(io.StringIO(text))] == [["path", "target"], *map(list, rows)]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("texts", "classes"),
     [
         (["10", "9", "-1", "9"], ["-1", "9", "10"]),
@@ -112,7 +113,7 @@ FAULTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", FAULTS)
+@each_row("case", FAULTS)
 def test_what_is_no_manifest_is_an_error_that_names_the_line(case: str) -> None:
     content, message = FAULTS[case]
     with pytest.raises(UsageError, match=message) as found:
@@ -129,7 +130,7 @@ OUTSIDE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", OUTSIDE)
+@each_row("case", OUTSIDE)
 def test_M1_paths_that_lead_out_of_the_dataset_are_refused(case: str) -> None:
     content, message = OUTSIDE[case]
     with pytest.raises(UsageError, match=message):

@@ -43,6 +43,7 @@ from diesel_fs.repository.provenance import ArchiveRecord
 from diesel_fs.storage.accounts.account import Role
 from diesel_fs.storage.objects.retry import RetryPolicy
 from tests.examples import examples
+from tests.rows import each_row
 
 from ..cli.conftest import Dlcmd
 from ..cli.conftest import dlcmd as dlcmd
@@ -833,7 +834,7 @@ def test_a_redirection_to_nowhere_is_refused(server: ArchiveServer, target: str)
         HttpArchive(server.url("/x.tar")).look()
 
 
-@pytest.mark.parametrize("address", ["http://[bad/x", "http://host:99999/x", "http:///x"])
+@each_row("address", ["http://[bad/x", "http://host:99999/x", "http:///x"])
 def test_an_address_that_is_none_is_refused(address: str) -> None:
     with pytest.raises(UsageError, match="bad address") as caught:
         HttpArchive(address + "?token=canary")

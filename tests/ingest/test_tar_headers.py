@@ -6,12 +6,12 @@ import tarfile
 from decimal import ROUND_FLOOR, Decimal
 from pathlib import Path
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from diesel_fs.ingest.sources.tar_headers import BLOCK_BYTES, plain_files
 from tests.examples import examples
+from tests.rows import each_row
 
 Read = tuple[bytes, int, int, int, int]
 """Name, mode, mtime_ns, where the content is and how long."""
@@ -138,7 +138,7 @@ def test_what_is_read_as_columns_is_what_tarfile_reads(data: bytes) -> None:
         assert end == 0
 
 
-@pytest.mark.parametrize("form", ["v7", "ustar", "gnu", "posix"])
+@each_row("form", ["v7", "ustar", "gnu", "posix"])
 def test_files_of_every_common_form_need_no_tarfile(form: str, tmp_path: Path) -> None:
     names = ["a", "b c", "ä"] + ([] if form == "v7" else ["d/" * 20 + "n" * 90, "n" * 99])
     if form in ("gnu", "posix"):

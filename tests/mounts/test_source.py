@@ -14,6 +14,7 @@ from diesel_fs.peers.client import MASTER_END_WAIT_S, TaskStore
 from diesel_fs.peers.options import TaskOptions
 from diesel_fs.storage.objects.store import ObjectStore
 from diesel_fs.system import available_memory as memory
+from tests.rows import each_row
 
 
 @pytest.fixture
@@ -167,7 +168,7 @@ def test_a_snapshot_is_never_mounted_under_another_name(
 V1 = "5:devices:/\n4:cpu,memory:/a/b\n0::/\n"
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("listed", "files", "limit"),
     [
         ("0::/a/b\n", {"memory.max": "7", "a/memory.max": "max", "a/b/memory.max": "5"}, 5),

@@ -1,8 +1,7 @@
 """Orders that every later version must give, so that runs begun with an older one can continue."""
 
-import pytest
-
 from diesel_fs.orders.shuffle import chunk_shuffle, full_shuffle
+from tests.rows import each_row
 
 from .datasets import dataset
 
@@ -41,9 +40,9 @@ def test_the_generator_is_splitmix64() -> None:
     assert [draw(1234567, word) for word in range(3)] == published
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2**63 - 1])
-@pytest.mark.parametrize("epoch", [0, 5, 2**63 - 1])
-@pytest.mark.parametrize("group_size", [1, 2, 4, 100])
+@each_row("seed", [0, 1, 2**63 - 1])
+@each_row("epoch", [0, 5, 2**63 - 1])
+@each_row("group_size", [1, 2, 4, 100])
 def test_orders_follow_the_description(seed: int, epoch: int, group_size: int) -> None:
     order = chunk_shuffle(SMALL, seed, epoch, group_size=group_size)
     assert order.tolist() == by_the_book(seed, epoch, group_size)
@@ -80,7 +79,7 @@ GOLDEN = {
 FULL = [18, 22, 20, 17, 11, 23, 25, 16, 19, 21, 8, 13, 12, 14, 10, 24, 9, 15]
 
 
-@pytest.mark.parametrize(("numbers", "expected"), GOLDEN.items())
+@each_row(("numbers", "expected"), GOLDEN.items())
 def test_golden_orders(numbers: tuple[int, int, int, int, int], expected: list[int]) -> None:
     seed, epoch, group_size, rank, world = numbers
     order = chunk_shuffle(SMALL, seed, epoch, group_size=group_size, rank=rank, world=world)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from diesel_fs.errors import UsageError
 from diesel_fs.orders.importance import DrawRule, at_home, home_nodes, is_low, substituted, weights
+from tests.rows import each_row
 
 Floats = npt.NDArray[np.float32]
 SHARES = st.floats(0.01, 1.0)
@@ -67,7 +68,7 @@ def test_equal_values_have_equal_chances() -> None:
     assert np.abs(chances[50:] - 0.75).max() < 0.02
 
 
-@pytest.mark.parametrize("rule", [DrawRule(0.5), DrawRule(0.3, 0.1), DrawRule(0.9), DrawRule(0.1)])
+@each_row("rule", [DrawRule(0.5), DrawRule(0.3, 0.1), DrawRule(0.9), DrawRule(0.1)])
 def test_samples_are_drawn_as_often_as_their_chances_say(rule: DrawRule) -> None:
     count, draws = 200, 4000
     chances = rule.probabilities(np.arange(count, dtype=np.float32), 0, 0)
@@ -209,7 +210,7 @@ def test_draws_are_the_same_on_every_machine() -> None:
 GOLDEN = [3, 4, 6, 9, 14, 20, 25, 26, 28, 31, 36, 39]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("share", "floor"),
     [(0.0, 0.0), (1.1, 0.0), (-1, 0), (0.5, 0.6), (0.5, -0.1), (float("nan"), 0)],
 )

@@ -6,6 +6,7 @@ import pytest
 from diesel_fs.errors import UsageError
 from diesel_fs.orders import plan as plans
 from diesel_fs.orders.plan import Epoch, Stream, check_plan
+from tests.rows import each_row
 
 FILES = np.array([False, True, True, True, False, True])
 
@@ -33,18 +34,18 @@ def test_an_epoch_is_its_own_copy() -> None:
         made.entries[0] = 5
 
 
-@pytest.mark.parametrize("name", ["", "x" * 65, "a/b", "a b", "ä", "a\n"])
+@each_row("name", ["", "x" * 65, "a/b", "a b", "ä", "a\n"])
 def test_bad_names_are_refused(name: str) -> None:
     with pytest.raises(UsageError, match="stream name"):
         Stream(name, ())
 
 
-@pytest.mark.parametrize("name", ["a", "rank:3.of_8-x", "x" * 64])
+@each_row("name", ["a", "rank:3.of_8-x", "x" * 64])
 def test_good_names_are_taken(name: str) -> None:
     assert Stream(name, ()).name == name
 
 
-@pytest.mark.parametrize("entries", [[6], [0], [1, 4], [-1], [1 << 32], [1.5], [[1]]], ids=str)
+@each_row("entries", [[6], [0], [1, 4], [-1], [1 << 32], [1.5], [[1]]])
 def test_entries_that_are_not_files_are_refused(entries: list[int]) -> None:
     with pytest.raises(UsageError):
         check_plan([], [epoch(0, 1), Epoch(1, np.array(entries))], FILES)
@@ -87,7 +88,7 @@ def test_bounds_follow_appended_and_replaced_entries() -> None:
     assert longer.bounds.tolist() == [2, 3, 6]
 
 
-@pytest.mark.parametrize("bounds", [[0], [2, 2], [3, 2], [4], [1, 2, 3, 4], [[1]], [0.5]])
+@each_row("bounds", [[0], [2, 2], [3, 2], [4], [1, 2, 3, 4], [[1]], [0.5]])
 def test_bad_bounds_are_refused(bounds: list[int]) -> None:
     with pytest.raises(UsageError, match="batch"):
         Epoch(0, np.array([1, 2, 3]), True, np.array(bounds))

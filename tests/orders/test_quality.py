@@ -23,6 +23,7 @@ from diesel_fs.orders.quality import (
 )
 from diesel_fs.orders.shuffle import chunk_order, full_shuffle
 from tests.format.snapshot.oracle import OwnEntry, build
+from tests.rows import each_row
 
 from .datasets import dataset, odd_dataset, stored_part
 
@@ -70,7 +71,7 @@ def test_the_design_effect_is_that_of_the_definition(data: st.DataObject) -> Non
     assert found == (expected if expected is None else pytest.approx(expected, abs=1e-9))
 
 
-@pytest.mark.parametrize("batch_files", [1, 2, 3])
+@each_row("batch_files", [1, 2, 3])
 def test_the_mean_over_all_orders_is_1(batch_files: int) -> None:
     classes = np.array([0, 0, 0, 1, 1, 2])
     effects = [
@@ -154,7 +155,7 @@ def test_larger_groups_mix_better_where_classes_lie_together() -> None:
     assert whole.classes == 2
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("effects", "full", "recommended"),
     [([30.0, 5.0, 3.9, 1.2], 1.0, 10), ([30.0, 9.0, 6.0, 5.0], 1.0, None),
      ([30.0, 9.0, 6.0, 5.0], 5.5, 30), ([None] * 4, None, None)],

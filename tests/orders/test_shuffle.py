@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from diesel_fs.errors import UsageError
 from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.orders.shuffle import chunk_order, chunk_shuffle, full_shuffle
+from tests.rows import each_row
 
 from .datasets import dataset, odd_dataset
 
@@ -186,7 +187,7 @@ def test_chunks_are_ordered_by_their_ids_alone() -> None:
     assert [name for name in more if int(name) < 20] == few
 
 
-@pytest.mark.parametrize(
+@each_row(
     "numbers",
     [
         {"seed": -1},

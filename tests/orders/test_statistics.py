@@ -3,9 +3,9 @@
 import math
 
 import numpy as np
-import pytest
 
 from diesel_fs.orders.shuffle import chunk_order, chunk_shuffle, full_shuffle
+from tests.rows import each_row
 
 from .datasets import dataset
 
@@ -21,8 +21,8 @@ def far_out(observed: "np.typing.NDArray[np.int64]", *, freedom: int) -> float:
     return (chi_square - freedom) / math.sqrt(2 * freedom)
 
 
-@pytest.mark.parametrize("group_size", [1, 3, 20])
-@pytest.mark.parametrize("by_seed", [True, False])
+@each_row("group_size", [1, 3, 20])
+@each_row("by_seed", [True, False])
 def test_each_file_is_as_likely_at_each_tenth_of_the_order(group_size: int, by_seed: bool) -> None:
     """In 2,000 orders, each file should be 200 times in each tenth."""
     files = SNAPSHOT.files()

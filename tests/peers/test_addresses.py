@@ -12,6 +12,7 @@ from diesel_fs.peers import addresses
 from diesel_fs.peers.addresses import advertised_address, listen_address
 from diesel_fs.peers.options import TaskRequest
 from diesel_fs.urls import HostPort, RepositoryUrl, parse_url
+from tests.rows import each_row
 
 FILE = parse_url("file:///data")
 
@@ -89,7 +90,7 @@ def test_F13_an_unknown_name_is_refused(caplog: pytest.LogCaptureFixture) -> Non
     assert "has no address" in caplog.text
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("listen", "advertise", "peers"),
     [
         ("127.0.0.1:5", "", ()),

@@ -15,6 +15,7 @@ import pytest
 from diesel_fs.net.tls import make_certificate
 from diesel_fs.peers import data_plane, wire
 from diesel_fs.peers.wire import ABSENT, FAILED, GIVEN, LOAD, THROUGH
+from tests.rows import each_row
 
 from ..waiting import wait_until
 from .connected_masters import SIZES, content, whole
@@ -41,8 +42,8 @@ def check_served(plane: Plane) -> None:
 # answers from memory
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
+@each_row("kind", KINDS)
+@each_row(
     "records",
     [[SMALL], [(0, 5, 0)], [(3, 1, 40_000_000)], [(2, i * 5000, 4096 + i) for i in range(128)],
      [(1, 0, 0), SMALL, (1, 299_999, 1)], [(1, i * 100, 1 + i % 90) for i in range(2500)],
@@ -85,7 +86,7 @@ def send_all(
     return sender
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each_row("kind", KINDS)
 def test_requests_beyond_a_turn_are_answered_in_their_order(kind: str) -> None:
     """They are sent at once, many in each buffer, some cut by its end."""
     with running_plane() as plane:
@@ -106,7 +107,7 @@ def test_requests_beyond_a_turn_are_answered_in_their_order(kind: str) -> None:
         assert plane.data.stats()["requests"] == 5 * len(wanted)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each_row("kind", KINDS)
 def test_S12_endless_requests_of_one_connection_do_not_delay_others(kind: str) -> None:
     """Of these no more is received than can be answered soon."""
     count = 3000
@@ -138,7 +139,7 @@ def test_S12_endless_requests_of_one_connection_do_not_delay_others(kind: str) -
         assert sorted(took)[45] < 0.3
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each_row("kind", KINDS)
 def test_a_request_may_come_in_pieces(kind: str) -> None:
     records = [SMALL, (1, 7, 9)]
     said = asked(1, *records) + wire.request(2, wire.PING)
@@ -187,7 +188,7 @@ def test_reads_are_recorded_for_the_eviction_policy() -> None:
 # requests for the control plane
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each_row("kind", KINDS)
 def test_absent_chunks_are_left_to_the_control_plane_and_answered_in_any_order(kind: str) -> None:
     with running_plane() as plane:
         end = connect(plane, kind)
@@ -212,12 +213,12 @@ def test_absent_chunks_are_left_to_the_control_plane_and_answered_in_any_order(k
         assert plane.data.stats()["inline"] == 1
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("count", "record", "in_flight"),
     [(200, SMALL, wire.REQUESTS_MAX), (6, (3, 0, 30 << 20), 3)],
     ids=["64 requests", "64 MiB"],
 )
-@pytest.mark.parametrize("kind", KINDS)
+@each_row("kind", KINDS)
 def test_a_connection_has_at_most_so_much_in_flight(
     kind: str, count: int, record: tuple[int, int, int], in_flight: int
 ) -> None:
@@ -317,7 +318,7 @@ def test_closing_ends_the_thread_and_closes_all_connections() -> None:
         plane.close()  # again
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each_row("kind", KINDS)
 def test_F7_a_reader_that_takes_no_answers_is_disconnected_and_its_memory_released(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -422,7 +423,7 @@ BAD_REQUESTS = {
 }
 
 
-@pytest.mark.parametrize("bad", BAD_REQUESTS)
+@each_row("bad", BAD_REQUESTS)
 def test_F7_a_bad_request_ends_its_connection_alone_with_one_line(
     bad: str, caplog: pytest.LogCaptureFixture
 ) -> None:

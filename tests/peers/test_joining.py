@@ -44,6 +44,7 @@ from diesel_fs.urls import parse_url
 from diesel_server.directory import DatasetRef
 from diesel_server.requests import Reply, Request
 from diesel_server.task_handlers import TaskHandlers
+from tests.rows import each_row
 from tests.server.certificates import Authority
 from tests.server.fake_server import ThreadedServer as StandIn
 from tests.server.server_with_redis import ServerWithRedis, server_with_redis
@@ -268,7 +269,7 @@ def test_registrations_that_redis_lost_come_back_with_the_same_secret(two: Serve
         registry.leave(master(rank))
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("url", "may"),
     [
         ("diesel+tls://far:1", True),
@@ -364,7 +365,7 @@ def test_a_connection_says_whether_it_is_secured(
 # What is wrong
 
 
-@pytest.mark.parametrize(
+@each_row(
     "wrong",
     [
         {"rank": -1},

@@ -38,6 +38,7 @@ from diesel_fs.peers.launch import (
 from diesel_fs.peers.local import LocalSocket
 from diesel_fs.peers.membership import TaskName
 from diesel_fs.peers.options import TaskOptions, TaskRequest, read_key_file
+from tests.rows import each_row
 
 from ..server.program import is_running, until
 
@@ -517,7 +518,7 @@ def test_a_single_node_needs_neither_redis_nor_peers(node: Node, request_: TaskR
     assert asked["peers"] == ["127.0.0.1:1"]
 
 
-@pytest.mark.parametrize("option", ["rank", "peers", "listen", "advertise", "evict", "peer_tls"])
+@each_row("option", ["rank", "peers", "listen", "advertise", "evict", "peer_tls"])
 def test_options_without_a_task_are_refused(option: str) -> None:
     value = {"rank": 1, "peers": ("a:1",), "peer_tls": True}.get(option, "x")
     with pytest.raises(UsageError, match=f"--{option.replace('_', '-')} is about a task"):

@@ -17,6 +17,7 @@ from diesel_fs.peers import task_plan, wire
 from diesel_fs.peers.master import Master
 from diesel_fs.peers.plan_sender import PlanSender, StreamProgress
 from diesel_fs.peers.plan_wire import TAKEN, UNKNOWN, Positions, plan_body
+from tests.rows import each_row
 
 from ..waiting import soon, wait_until
 from .connected_masters import FakeAnswers, answering, asking, authenticated_raw, pair
@@ -246,8 +247,8 @@ async def tell_some(body: bytes, status: int) -> tuple[int | None, list[tuple[in
         return await peer.tell_plan(body), answers.plans
 
 
-@pytest.mark.parametrize("status", range(5))
-@pytest.mark.parametrize("size", [1, 49_152])
+@each_row("status", range(5))
+@each_row("size", [1, 49_152])
 def test_a_message_about_plans_comes_whole_and_is_answered(status: int, size: int) -> None:
     async def main() -> None:
         body = bytes(size)

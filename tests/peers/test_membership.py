@@ -32,6 +32,7 @@ from diesel_fs.peers.membership import (
     split_address,
     unpack_member,
 )
+from tests.rows import each_row
 
 TASK = TaskName(UUID(int=7), "ann", "resnet")
 ME = Member(3, bytes(range(16)), "node3:9301", 12, bytes(32), has_key_file=False)
@@ -57,7 +58,7 @@ secrets = st.sampled_from([b"", bytes(range(32))])
 # Which node this is
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("environment", "rank", "world", "node"),
     [
         ({}, None, None, (0, 1)),
@@ -87,7 +88,7 @@ def test_which_node_this_is(
     assert resolve_node(environment, rank, world) == node
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("environment", "rank", "world"),
     [
         ({}, 1, None),  # of how many?
@@ -135,13 +136,13 @@ def test_any_environment_gives_a_node_or_an_error(
 # Names
 
 
-@pytest.mark.parametrize("name", ["", ".x", "-x", "a/b", "a b", "a" * 64, "a\n", "ä", "a\0"])
+@each_row("name", ["", ".x", "-x", "a/b", "a b", "a" * 64, "a\n", "ä", "a\0"])
 def test_bad_names_of_tasks(name: str) -> None:
     with pytest.raises(UsageError):
         TaskName(UUID(int=1), "ann", name)
 
 
-@pytest.mark.parametrize("user", ["", "a\0b", "a\n", "u" * 256])
+@each_row("user", ["", "a\0b", "a\n", "u" * 256])
 def test_bad_users_of_tasks(user: str) -> None:
     with pytest.raises(UsageError):
         TaskName(UUID(int=1), user, "t")
@@ -168,7 +169,7 @@ def test_the_digest_is_as_PEERS_md_says() -> None:
 # Addresses
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("address", "host", "port"),
     [
         ("node1:9301", "node1", 9301),
@@ -182,7 +183,7 @@ def test_addresses(address: str, host: str, port: int) -> None:
     assert split_address(address) == (host, port)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "address",
     [
         *("", "node", "node:", ":1", "node:0", "node:65536", "node:-1", "node:1\n", "no de:1"),
@@ -195,7 +196,7 @@ def test_bad_addresses(address: str) -> None:
         split_address(address)
 
 
-@pytest.mark.parametrize("address", ["0.0.0.0:80", "[::]:80", "0:80", "[0:0::0]:80"])
+@each_row("address", ["0.0.0.0:80", "[::]:80", "0:80", "[0:0::0]:80"])
 def test_F13_an_address_of_all_interfaces_is_refused(address: str) -> None:
     with pytest.raises(UsageError, match="reach") as error:
         split_address(address)
@@ -215,7 +216,7 @@ def test_any_text_gives_an_address_or_an_error(text: str) -> None:
 # Members and memberships
 
 
-@pytest.mark.parametrize(
+@each_row(
     "change",
     [
         {"rank": -1},

@@ -24,6 +24,7 @@ from diesel_fs.peers import wire
 from diesel_fs.peers.owner_link import OwnerLink
 from diesel_fs.peers.wire import WORKING_S
 from tests.examples import examples
+from tests.rows import each_row
 
 from ..server.program import until
 from .fake_owner import HEAD, READ, RECORD, WORKING, received
@@ -341,8 +342,8 @@ def test_late_answers_are_skipped_and_the_link_goes_on(one: bool) -> None:
         assert link.counts["connections"] == 1
 
 
-@pytest.mark.parametrize("one", [False, True])
-@pytest.mark.parametrize("begun", [0, 5, 40])
+@each_row("one", [False, True])
+@each_row("begun", [0, 5, 40])
 def test_F3_an_answer_that_trickles_is_late(one: bool, begun: int) -> None:
     """The time limit is one for the whole answer: each byte that comes does not make a new one."""
 
@@ -401,7 +402,7 @@ def test_a_master_that_closes_each_connection_fails() -> None:
         assert link.counts["skipped"] == 1
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("error", "is_refused"),
     [
         (UsageError("too many connections"), True),
@@ -452,7 +453,7 @@ def _of(request: Request, **changed: int) -> bytes:
     return HEAD.pack(*(fields | changed).values()) + bytes(49)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "corrupt",
     [
         {"id": 999},
@@ -467,7 +468,6 @@ def _of(request: Request, **changed: int) -> bytes:
         {"kind": WORKING},
         {"kind": 3},
     ],
-    ids=str,
 )
 def test_F7_a_corrupt_answer_ends_the_connection_and_opens_the_breaker(
     corrupt: dict[str, int], caplog: pytest.LogCaptureFixture

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diesel_fs.peers.ownership import CAPACITY, Ownership
+from tests.rows import each_row
 
 MIB = 1 << 20
 
@@ -32,7 +33,7 @@ def shares(owner: npt.NDArray[np.int64], sizes: npt.NDArray[np.uint64], world: i
 SHAPES = [(1, 10), (2, 40), (4, 400), (16, 1_600), (16, 16_000), (100, 20_000), (1_000, 100_000)]
 
 
-@pytest.mark.parametrize(("world", "count"), SHAPES)
+@each_row(("world", "count"), SHAPES)
 def test_shares_are_equal_within_a_tenth(world: int, count: int) -> None:
     ids, sizes = chunks(count)
     owner = Ownership(ids, sizes, world).owners(np.ones(world, np.bool_))
@@ -42,8 +43,8 @@ def test_shares_are_equal_within_a_tenth(world: int, count: int) -> None:
 
 
 # With few chunks a node, as in the last of the shapes, more move, or shares would differ by more.
-@pytest.mark.parametrize(("world", "count"), [*SHAPES[2:-1], (300, 100_000)])
-@pytest.mark.parametrize("lost", [0, -1])
+@each_row(("world", "count"), [*SHAPES[2:-1], (300, 100_000)])
+@each_row("lost", [0, -1])
 def test_about_one_in_n_moves_when_a_node_leaves(world: int, count: int, lost: int) -> None:
     ids, sizes = chunks(count)
     ownership = Ownership(ids, sizes, world)

@@ -18,6 +18,7 @@ from diesel_fs.peers import wire
 from diesel_fs.peers.acceptor import Acceptor
 from diesel_fs.peers.peer import Peer
 from diesel_fs.peers.wire import ABSENT, BUSY, FAILED, GIVEN
+from tests.rows import each_row
 
 from ..waiting import soon
 from .connected_masters import (
@@ -62,7 +63,7 @@ def test_parts_in_memory_come_at_once() -> None:
     run(main)
 
 
-@pytest.mark.parametrize("pattern", [[1], [0, 1], [1, 0], [1, 0, 0, 1, 1], [0] * 5, [1, 0] * 700])
+@each_row("pattern", [[1], [0, 1], [1, 0], [1, 0, 0, 1, 1], [0] * 5, [1, 0] * 700])
 def test_given_parts_lie_at_their_offsets(pattern: list[int]) -> None:
     """Absent parts leave gaps between them."""
 
@@ -289,7 +290,7 @@ LIES = {
 }
 
 
-@pytest.mark.parametrize("lie", LIES)
+@each_row("lie", LIES)
 def test_F5_F7_a_garbled_answer_ends_the_connection_and_pauses_the_peer(
     lie: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -11,6 +11,7 @@ import trio
 from diesel_fs.net.frames import NO_BINDING, frame
 from diesel_fs.peers import handshake, wire
 from diesel_fs.peers.wire import GIVEN, Hello, Proofs
+from tests.rows import each_row
 
 from ..waiting import soon
 from .connected_masters import (
@@ -38,7 +39,7 @@ async def check_served(node: Node) -> None:
         assert (await read(peer, SMALL))[0] == [GIVEN]
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("said", "named"),
     [
         (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", "HTTP"),
@@ -63,7 +64,7 @@ def test_F7_another_protocol_gets_no_answer_and_one_log_line(
     assert named in lines(caplog.messages)[0]
 
 
-@pytest.mark.parametrize(
+@each_row(
     "head", [struct.pack("<II", 4097, 0), struct.pack("<II", 10, 1), struct.pack("<II", 0, 0),
              struct.pack("<II", 1 << 31, 1 << 31), struct.pack("<II", 4, 0) + b"\xc1\xc1\xc1\xc1",
              frame({"proof": b"p" * 32}, wire.HELLO_LIMITS)]
@@ -156,7 +157,7 @@ def test_S1_an_acceptor_without_the_secret_gets_no_requests() -> None:
     run(main)
 
 
-@pytest.mark.parametrize("said", [b"", wire.greeting()[:7], wire.greeting() + b"\1"])
+@each_row("said", [b"", wire.greeting()[:7], wire.greeting() + b"\1"])
 def test_F7_a_connector_without_a_hello_has_five_seconds(
     said: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -203,7 +204,7 @@ BAD_REQUESTS = {
 }
 
 
-@pytest.mark.parametrize("bad", BAD_REQUESTS)
+@each_row("bad", BAD_REQUESTS)
 def test_F7_a_bad_request_ends_its_connection_with_one_line(
     bad: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -14,6 +14,7 @@ from diesel_fs.net.frames import NO_BINDING
 from diesel_fs.net.tls import client_context, make_certificate
 from diesel_fs.peers import wire
 from diesel_fs.peers.wire import GIVEN, Hello
+from tests.rows import each_row
 
 from .connected_masters import (
     FakeAnswers,
@@ -103,8 +104,8 @@ async def between(port: int, *, to_tls: bool) -> AsyncIterator[tuple[int, list[b
             nursery.cancel_scope.cancel()
 
 
-@pytest.mark.parametrize("known", [True, False])
-@pytest.mark.parametrize("to_tls", [True, False])
+@each_row("known", [True, False])
+@each_row("to_tls", [True, False])
 def test_S3_S4_another_certificate_is_refused(
     known: bool, to_tls: bool, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -32,6 +32,7 @@ from diesel_fs.peers.plan_wire import (
     value_pieces,
 )
 from diesel_fs.peers.wire import PLAN_BYTES_MAX
+from tests.rows import each_row
 
 ENTRIES, CHUNKS = 1000, 40
 DIGEST = bytes(range(16))
@@ -55,7 +56,7 @@ def parsed(message: PlanMessage) -> PlanMessage:
     return parse_plan(plan_body(message, ENTRIES), ENTRIES, CHUNKS)
 
 
-@pytest.mark.parametrize("message", MESSAGES)
+@each_row("message", MESSAGES)
 def test_messages_round_trip(message: PlanMessage) -> None:
     assert parsed(message) == message
 
@@ -77,7 +78,7 @@ def test_an_order_in_pieces_is_the_order(
     assert (np.concatenate(found) == order).all()
 
 
-@pytest.mark.parametrize("entry_count", [1_281_167, 14_197_122, 1 << 31])
+@each_row("entry_count", [1_281_167, 14_197_122, 1 << 31])
 def test_an_order_costs_at_most_four_bytes_an_entry(entry_count: int) -> None:
     order = np.random.default_rng(1).integers(0, entry_count, 300_000).astype(np.uint32)
     pieces = order_pieces(order, order_digest(order), entry_count)
@@ -152,7 +153,7 @@ BAD: list[tuple[PlanMessage, list[dict[str, object]]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("message", "change"), [(message, change) for message, changes in BAD for change in changes]
 )
 def test_bad_messages_are_refused(message: PlanMessage, change: dict[str, object]) -> None:

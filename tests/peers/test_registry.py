@@ -30,6 +30,7 @@ from diesel_fs.peers.redis_registry import RedisMemberStore
 from diesel_fs.peers.registry import RedisRegistry, Registry, StaticRegistry, open_registry
 from diesel_fs.repository.local import LocalRepository
 from diesel_fs.storage.metadata.redis.keys import task_keys
+from tests.rows import each_row
 from tests.storage.metadata.redis_servers import (
     RedisServer,
     execute,
@@ -467,7 +468,7 @@ def test_the_members_are_the_given_peers() -> None:
     registry.close()
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("peers", "secret"),
     [(["a:1"], None), (["a"], b"s"), (["a:1", "a:1"], b"s"), (["a:1"] * (MEMBERS_MAX + 1), b"s")],
 )

@@ -15,6 +15,7 @@ from diesel_fs.net.frames import frame
 from diesel_fs.peers import wire
 from diesel_fs.peers.membership import ANY_INSTANCE, Member
 from diesel_fs.peers.wire import Hello, Proofs
+from tests.rows import each_row
 
 SIZES = np.array([1000, 1 << 31, 0], np.uint64)
 MINE = Hello(2, True, b"i" * 16, 5, UUID(int=9), 77, b"n" * 32)
@@ -29,7 +30,7 @@ def test_greetings_round_trip() -> None:
     assert wire.refusal_error(3, no[16:]).message == "the master refused: too many connections"
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("said", "named"),
     [(b"GET / HTTP/1.1\r\n", "HTTP"), (bytes.fromhex("1603010200010001fc0303") + bytes(5), "TLS"),
      (bytes(16), "no greeting"), (b"", "no greeting"), (b"\x93DIESNET\1\0" + bytes(6), "no")],
@@ -40,7 +41,7 @@ def test_F7_a_foreign_greeting_is_named(said: bytes, named: str) -> None:
             parse(said)
 
 
-@pytest.mark.parametrize("tail", [(1, 0, 32), (2, 0, 31), (2, 2, 0), (2, 1, 4097), (2, 1, 1 << 31)])
+@each_row("tail", [(1, 0, 32), (2, 0, 31), (2, 2, 0), (2, 1, 4097), (2, 1, 1 << 31)])
 def test_F6_F7_a_welcome_of_another_version_or_length_is_refused(tail: tuple[int, ...]) -> None:
     with pytest.raises(ForeignError):
         wire.parse_welcome(b"\x93DIESPER" + struct.pack("<HHI", *tail))
@@ -52,7 +53,7 @@ def test_a_hello_round_trips() -> None:
     assert wire.parse_hello(framed[8:]) == (MINE, b"p" * 32)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "change",
     [{"rank": -1}, {"rank": 0xFFFE}, {"rank": True}, {"instance": b"short"}, {"nonce": b""},
      {"identity": b"x" * 15}, {"version": -1}, {"proof": b"p"}, {"proof": "p" * 32}, {"x": 1},
@@ -93,7 +94,7 @@ def test_requests_round_trip() -> None:
     assert found_plan == (3, wire.PLAN, 0, 0, 4)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "head",
     [(1, 0, 0, 0, 1, 0), (1, 4, 0, 0, 0, 0), (1, 1, 4, 0, 1, 0), (1, 1, 0, 1, 1, 0),
      (1, 1, 0, 0, 1, 1), (1, 1, 0, 0, 0, 0), (1, 1, 0, 0, 4097, 0), (1, 1, 0, 0, 0xFFFFFFFF, 0),
@@ -189,7 +190,7 @@ def test_members_round_trip() -> None:
     assert wire.parse_members(wire.members_body(many)) == many
 
 
-@pytest.mark.parametrize(
+@each_row(
     "change",
     [{"rank": -1}, {"rank": 0xFFFE}, {"task": b"t"}, {"secret": b"s" * 31}, {"tls": 1},
      {"members": 3}, {"members": [{}]}, {"members": [b"x"]}, {"x": 1}],
@@ -200,7 +201,7 @@ def test_bad_members_are_refused(change: dict[str, object]) -> None:
         wire.parse_members(msgpack.packb({**message, **change}))
 
 
-@pytest.mark.parametrize(
+@each_row(
     "head",
     [(0, 0, 0, 0, 0, 0), (9, 0, 0, 0, 0, 0), (1, 0, 0, 0, 27, 0), (2, 0, 0, 1, 12, 0),
      (2, 0, 0, 0, 1, 0), (3, 0, 0, 2, 8, 0), (3, 2, 0, 1, 4, 0), (3, 0, 0, 0, 0, 0),
@@ -229,7 +230,7 @@ def test_local_answers_round_trip_with_revoked_chunks(wanted: list[int]) -> None
     assert wire.parse_refusal(wire.split_revoked(head, said[16:])[0]) == "no\\x1b way"
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("kind", "head"),
     [(3, (3, 0, 0, 1, 3, 0)), (3, (3, 0, 0, 2, 2, 0)), (3, (4, 0, 0, 1, 2, 0)),
      (3, (3, 1, 0, 1, 2, 0)), (3, (3, 0, 0, 1, 2, 1)), (3, (3, 0, 0, 1, 2, 65537)),

@@ -29,6 +29,7 @@ from diesel_server import queries as asking
 from diesel_server import updates as writing
 from diesel_server.options import checked
 from diesel_server.request_table import takes_payload
+from tests.rows import each_row
 
 from ..net.test_client import Scripted
 from .fake_server import ThreadedServer
@@ -392,9 +393,7 @@ def test_J9_a_worker_that_cannot_be_started_does_not_end_the_others(
         each.close()
 
 
-@pytest.mark.parametrize(
-    "head", [b"\r\n\r\n", b"\n\n", b"x\r\n\r\n", b"GET\r\n\r\n", b"\xff" * 9000]
-)
+@each_row("head", [b"\r\n\r\n", b"\n\n", b"x\r\n\r\n", b"GET\r\n\r\n", b"\xff" * 9000])
 def test_S12_any_bytes_sent_to_the_metrics_port_are_harmless(head: bytes) -> None:
     async def main() -> None:
         ours, theirs = trio.testing.memory_stream_pair()

@@ -36,6 +36,7 @@ from diesel_fs.storage.accounts.account import (
 from diesel_server.account_handlers import account_handlers
 from diesel_server.authentication import TableAuthenticator
 from diesel_server.requests import Handler, Reply, Request
+from tests.rows import each_row
 
 from .account_tables import MemoryTable, account
 from .test_requests import NEEDED
@@ -183,8 +184,8 @@ REQUESTS: Mapping[str, tuple[Message, bytes]] = {
 }
 
 
-@pytest.mark.parametrize("do", REQUESTS)
-@pytest.mark.parametrize(
+@each_row("do", REQUESTS)
+@each_row(
     ("asker", "allowed"),
     [
         (ANN, set(REQUESTS)),

@@ -30,6 +30,7 @@ from diesel_server.connection import Connection, ConnectionContext
 from diesel_server.limits import ConnectionLimits, FairByteBudget
 from diesel_server.requests import Dispatcher, Reply, Request
 from tests.examples import examples
+from tests.rows import each_row
 
 from .fake_server import HANDLERS, STORE
 
@@ -201,7 +202,7 @@ def converse(
 # Deadlines
 
 
-@pytest.mark.parametrize("said", [b"", b"\x93DIES", wire.greeting()[:15]])
+@each_row("said", [b"", b"\x93DIES", wire.greeting()[:15]])
 def test_F7_a_connection_without_a_greeting_in_time_ends(said: bytes) -> None:
     async def main(client: Client) -> None:
         await client.send(said)
@@ -211,7 +212,7 @@ def test_F7_a_connection_without_a_greeting_in_time_ends(said: bytes) -> None:
     assert service.cells.get("diesel_refusals_total", "greeting") == 1
 
 
-@pytest.mark.parametrize("sent", [0, 4, 8, 20])
+@each_row("sent", [0, 4, 8, 20])
 def test_F7_a_connection_without_a_login_in_time_ends(sent: int) -> None:
     async def main(client: Client) -> None:
         await client.send(wire.greeting())
@@ -245,7 +246,7 @@ def test_an_idle_connection_ends_but_not_one_that_waits_for_an_answer() -> None:
     converse(main)
 
 
-@pytest.mark.parametrize("sent", [1, 7, 8, 9, 40])
+@each_row("sent", [1, 7, 8, 9, 40])
 def test_F7_half_a_request_is_waited_for_a_limited_time(sent: int) -> None:
     async def main(client: Client) -> None:
         await client.log_in()

@@ -24,6 +24,7 @@ from diesel_fs.urls import parse_url
 from diesel_server import limits
 from diesel_server.limits import ConnectionLimits, FairByteBudget
 from diesel_server.requests import HandlerThreads, Reply, Request
+from tests.rows import each_row
 
 from .fake_server import HANDLERS, ME, SEED, ThreadedServer, blocking_sleep
 from .program import resident_bytes, until
@@ -94,7 +95,7 @@ def assert_serving(server: ThreadedServer) -> None:
 TLS_HELLO = bytes.fromhex("16030102000100") + bytes(200)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("said", "named"),
     [
         (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", "HTTP"),
@@ -126,7 +127,7 @@ def test_a_probe_of_the_port_is_not_logged(
     assert not [line for line in caplog.messages if "refused" in line]
 
 
-@pytest.mark.parametrize(
+@each_row(
     "head", [struct.pack("<II", 4097, 0), struct.pack("<II", 10, 1), struct.pack("<II", 0, 0),
              struct.pack("<II", 1 << 31, 1 << 31)]
 )  # fmt: skip
@@ -151,7 +152,7 @@ def test_S1_nothing_but_a_login_is_answered(server: ThreadedServer) -> None:
         assert ended(client) == b""
 
 
-@pytest.mark.parametrize(
+@each_row(
     "frame",
     [
         struct.pack("<II", (8 << 20) + 1, 0),

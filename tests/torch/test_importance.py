@@ -26,6 +26,7 @@ from diesel_fs.torch import (
     ImportanceSampler,
 )
 from diesel_fs.torch.hook.diesel_hook.prediction import predict
+from tests.rows import each_row
 from tests.trees import write
 
 from .stores import packed
@@ -161,7 +162,7 @@ def test_losses_may_be_changed_after_the_report(pets: DieselDataset) -> None:
     assert sampler.importance.tolist() == [2.0] * FILES
 
 
-@pytest.mark.parametrize(
+@each_row(
     "losses",
     [
         torch.tensor([3.0, 4.0, 5.0], dtype=torch.float16),
@@ -180,7 +181,7 @@ def test_losses_of_any_kind_are_taken(pets: DieselDataset, losses: torch.Tensor)
     assert sampler.importance[7:10].tolist() == [3, 4, 5]
 
 
-@pytest.mark.parametrize(
+@each_row(
     "indices",
     [[0.5, 1], torch.zeros(2), torch.tensor([True, False]), ["a", "b"], [[1], [2, 3]]],
     ids=["fractions", "tensor", "mask", "text", "ragged"],
@@ -375,7 +376,7 @@ def test_the_rest_is_dealt_to_another_world(pets: DieselDataset) -> None:
     assert sorted(alone) == sorted([*given[0][5:], *given[1][5:]])
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("change", "match"),
     [
         ({"share": None}, "no share"),
@@ -403,7 +404,7 @@ def test_a_bad_state_changes_nothing(
     assert list(sampler) == before
 
 
-@pytest.mark.parametrize("local_worlds", ["", "111", "122"])
+@each_row("local_worlds", ["", "111", "122"])
 def test_ranks_agree_on_what_each_has_measured(url: str, tmp_path: Path, local_worlds: str) -> None:
     """Also on several nodes, of which some may have more ranks than others."""
     program = Path(__file__).with_name("importance_ranks.py")

@@ -22,6 +22,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from diesel_fs.torch import ChunkShuffleSampler, DieselDataset
 from diesel_fs.torch.hook.diesel_hook.prediction import BetweenEpochs, predict
+from tests.rows import each_row
 from tests.trees import write
 
 from .stores import packed
@@ -87,8 +88,8 @@ def test_the_order_and_all_generators_are_as_without(
         assert orders[0].bounds[0] == min(batch, len(orders[0].indices))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seed", [None, 7])
+@each_row("kind", KINDS)
+@each_row("seed", [None, 7])
 def test_further_epochs_are_foreseen_where_they_depend_on_nothing_else(
     kind: str, seed: int | None
 ) -> None:
@@ -105,8 +106,8 @@ def test_further_epochs_are_foreseen_where_they_depend_on_nothing_else(
     assert orders == given
 
 
-@pytest.mark.parametrize("kind", ["random", "replacement", "subset", "weighted"])
-@pytest.mark.parametrize("draws", [0, 1, 3])
+@each_row("kind", ["random", "replacement", "subset", "weighted"])
+@each_row("draws", [0, 1, 3])
 def test_the_global_generator_is_foreseen_once_a_program_drew_nothing_else_between_epochs(
     kind: str, draws: int
 ) -> None:
@@ -170,7 +171,7 @@ def test_a_chunk_wise_order_is_foreseen_and_so_is_the_rest_of_one(
             sampler.set_epoch(0)
 
 
-@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (1, False), (1, True)])
+@each_row(("workers", "persistent"), [(0, False), (1, False), (1, True)])
 def test_a_generator_that_the_loader_shares_is_foreseen(workers: int, persistent: bool) -> None:
     """Torch draws the seed of its workers from it, too."""
     generator = torch.Generator().manual_seed(5)

@@ -25,6 +25,7 @@ from diesel_fs.torch import ChunkShuffleSampler, DieselDataset
 from tests.cli.conftest import Dlcmd, program_environment
 from tests.cli.conftest import dlcmd as dlcmd
 from tests.examples import examples
+from tests.rows import each_row
 from tests.trees import write
 
 from .stores import packed
@@ -154,8 +155,8 @@ def _part(sampler: ChunkShuffleSampler) -> Iterator[int]:
     return iter(again)
 
 
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("world", range(1, 9))
+@each_row("drop_last", [False, True])
+@each_row("world", range(1, 9))
 def test_each_sample_is_read_once_from_every_position(
     pets: DieselDataset, world: int, drop_last: bool
 ) -> None:

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diesel_fs.torch.workers import FetchModel, Limits, Measured, WorkerController
+from tests.rows import each_row
 
 BIG = 1 << 40
 
@@ -33,7 +34,7 @@ def test_the_limits_are_kept(
         assert workers == 1 or workers * worker_bytes <= memory
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("fetch_s", "request_s", "expected"),
     [(0.8, 0.3, 3), (0.8, 0.1, 9), (0.8, 0.01, 16), (0.8, 9.0, 1), (0.8, 0.0, 16), (0.0, 0.0, 1)],
 )

@@ -24,6 +24,7 @@ from diesel_fs.format.snapshot.reader import Snapshot
 from tests.examples import examples
 from tests.format.snapshot import test_hostile as snapshots
 from tests.format.snapshot.oracle import SMALL, OwnEntry, shown_by
+from tests.rows import each_row
 
 from .kernel import needs_erofs
 from .test_mounted import check_mount
@@ -73,7 +74,7 @@ def test_E1_truncated_at_any_length() -> None:
             Image(GOOD[:length], verify=False)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("data", "error"),
     [
         (b"", TruncatedError),
@@ -113,7 +114,7 @@ def test_E2_any_counts_and_parts_are_safe_to_read(at: int, new: bytes) -> None:
 # Snapshots
 
 
-@pytest.mark.parametrize("case", snapshots.FORGERIES)
+@each_row("case", snapshots.FORGERIES)
 def test_E2_a_private_copy_with_columns_that_contradict_each_other(case: str) -> None:
     """Of a private copy only the checksums are compared when it is opened."""
     columns = snapshots.FORGERIES[case](Snapshot(snapshots.SMALL).columns)

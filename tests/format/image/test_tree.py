@@ -11,6 +11,7 @@ from diesel_fs.format.entries import Kind
 from diesel_fs.format.image import Image, ImageTooLarge, Shown
 from tests.examples import examples
 from tests.format.snapshot.oracle import OwnEntry, ShownEntry, State, shown
+from tests.rows import each_row
 
 from .erofs import BLOCK, Erofs
 from .trees import (
@@ -95,7 +96,7 @@ def test_a_private_tree_lets_only_its_owner_in() -> None:
     assert (root.mode, root.uid, root.gid) == (0o040700, 7, 6)
 
 
-@pytest.mark.parametrize("count", range(24))
+@each_row("count", range(24))
 def test_diesel_shares_its_block_with_another_name(count: int) -> None:
     """Names before `.diesel` fill the first block of the root folder but for 0 to 23 bytes."""
     filling = BLOCK - (12 + 1) - (12 + 2) - count
@@ -231,7 +232,7 @@ def test_any_tree(drawn: tuple[State, Shown]) -> None:
 # What cannot be shown
 
 
-@pytest.mark.parametrize("own", [file(3, 96, 1), OwnEntry(Kind.FOLDER), link(b"x")])
+@each_row("own", [file(3, 96, 1), OwnEntry(Kind.FOLDER), link(b"x")])
 def test_a_dataset_with_diesel_at_its_root_is_refused(own: OwnEntry) -> None:
     with pytest.raises(FormatError, match=r"\.diesel"):
         image_of(snapshot_of({b".diesel": own}), ME)

@@ -25,6 +25,7 @@ from diesel_fs.format.snapshot import layout as layout
 from diesel_fs.format.snapshot.layout import Columns
 from diesel_fs.format.snapshot.reader import Snapshot
 from tests.examples import examples
+from tests.rows import each_row
 
 from . import oracle
 from .oracle import OwnEntry, build, shown, shown_by
@@ -68,7 +69,7 @@ def test_E1_every_bit_flipped(verify: bool) -> None:
             data[at] ^= 1 << bit
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("data", "error"),
     [
         (b"", TruncatedError),
@@ -187,7 +188,7 @@ def forged_from(columns: Columns) -> bytes:
     return b"".join(layout.write(header, columns))
 
 
-@pytest.mark.parametrize("case", FORGERIES)
+@each_row("case", FORGERIES)
 def test_E2_columns_that_contradict_each_other_are_refused(case: str) -> None:
     good = Snapshot(SMALL)
     forged = FORGERIES[case](good.columns)
@@ -255,7 +256,7 @@ def test_E2_an_accepted_snapshot_keeps_the_limits_of_the_format(data: st.DataObj
     assert all(used[chunk] <= size for chunk, size in enumerate(snapshot.chunk_sizes.tolist()))
 
 
-@pytest.mark.parametrize("name", Columns._fields)
+@each_row("name", Columns._fields)
 def test_E2_a_section_of_a_wrong_length_is_refused(name: str) -> None:
     good = Snapshot(SMALL)
     column = good.columns._asdict()[name]
@@ -269,7 +270,7 @@ def test_E2_a_section_of_a_wrong_length_is_refused(name: str) -> None:
 _OWN_LENGTHS = ("names", "target_start", "targets", "extents", "shadowed")
 
 
-@pytest.mark.parametrize("count", ["entries", "files", "folders", "file_bytes", "chunks"])
+@each_row("count", ["entries", "files", "folders", "file_bytes", "chunks"])
 def test_E2_wrong_counts_are_refused(count: str) -> None:
     good = Snapshot(SMALL)
     header = replace(good.header, **{count: getattr(good.header, count) + 1})

@@ -13,6 +13,7 @@ from diesel_fs.format.entries import ChunkId, ChunkInfo, Kind, Rows
 from diesel_fs.format.snapshot.build import build_snapshot
 from diesel_fs.format.snapshot.entry_digest import EntryDigest, entry_digest
 from diesel_fs.format.snapshot.reader import Snapshot
+from tests.rows import each_row
 
 from .oracle import IDENTITY, SMALL, OwnEntry, Part, build, chunk_id, rows_of, tail_of
 
@@ -34,10 +35,10 @@ def merged(
     return Snapshot(b"".join(parts))
 
 
-@pytest.mark.parametrize(
+@each_row(
     "path", [b"/a/b", b"a//b", b"a/", b".", b"a/..", b"../a", b"a\0", b"d/" + b"n" * 256, b"./a/b"]
 )
-@pytest.mark.parametrize("previous", [None, Snapshot(build(None, SMALL, [3, 9]))])
+@each_row("previous", [None, Snapshot(build(None, SMALL, [3, 9]))])
 def test_impossible_paths_are_refused(path: bytes, previous: Snapshot | None) -> None:
     with pytest.raises(UsageError, match="cannot be a component"):
         merged(rows_of({b"good": FILE, path: FILE}), previous)
@@ -74,7 +75,7 @@ def record(field: str, value: int) -> Callable[[Rows], Rows]:
     return change
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("own", "change", "error"),
     [
         (FILE, record("kind", 4), UsageError),
@@ -112,10 +113,8 @@ def test_a_file_in_a_chunk_that_the_table_lacks_is_named(own: OwnEntry) -> None:
         merged(rows_of({}), hidden, chunks=(9,))
 
 
-@pytest.mark.parametrize("is_hidden", [False, True])
-@pytest.mark.parametrize(
-    ("field", "value"), [("mtime_ns", 8), ("checksum", 8), ("offset", 101), ("mode", 0o600)]
-)
+@each_row("is_hidden", [False, True])
+@each_row(("field", "value"), [("mtime_ns", 8), ("checksum", 8), ("offset", 101), ("mode", 0o600)])
 def test_a_file_that_contradicts_the_digest_of_its_chunk_is_refused(
     field: str, value: int, is_hidden: bool
 ) -> None:

@@ -9,6 +9,7 @@ from diesel_fs.errors import UsageError
 from diesel_kubernetes.csi.volumes import Limits, Volume, check_mount_flags, parse_volume
 from diesel_kubernetes.names import ATTRIBUTES, POD_NAME, POD_NAMESPACE, SECRETS
 from dlcmd.mounting import mount
+from tests.rows import each_row
 
 LIMITS = Limits(
     url="diesel://default:9300",
@@ -87,7 +88,7 @@ def test_defaults() -> None:
     assert "--cache-size=10737418240" in parsed({"cacheDir": "c"}).options
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("attributes", "said"),
     [
         ({"dataset": ""}, "dataset name"),
@@ -149,7 +150,7 @@ def test_without_roots_no_folder_of_the_node_is_reached() -> None:
         parsed({}, limits=replace(bare, url=""))
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("pod", "rank", "number"),
     [
         ("train-worker-3", "pod", "3"),

@@ -7,6 +7,7 @@ import pytest
 from diesel_kubernetes.operator.datasets import backoff_s, decide, view_of_job
 from diesel_kubernetes.operator.fields import Json, at, fields, items, text
 from diesel_kubernetes.operator.resources import RECLAIM_FINALIZER, Object, condition_of
+from tests.rows import each_row
 
 from .made import DEFAULTS, GOOD, NOW_S, dataset, ended, reader_pod, situation
 
@@ -84,7 +85,7 @@ def test_a_job_that_succeeded_makes_the_dataset_ready_once() -> None:
     assert not gone.create
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("error", "reason"),
     [
         ("UsageError", "InvalidUsage"),
@@ -106,7 +107,7 @@ def test_an_error_that_stays_fails_the_dataset_at_once(error: str, reason: str) 
     assert decision.events[0]["type"] == "Warning"
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("error", "reason"),
     [
         ("BusyError", "Busy"),
@@ -164,7 +165,7 @@ def test_a_change_of_the_spec_ends_the_old_job_before_it_makes_the_new_one() -> 
     assert decision.status["attempt"] == 1
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("spec", "field"),
     [
         ({"url": ""}, "spec.url"),
@@ -295,7 +296,7 @@ def test_nodes_have_a_share_of_a_task_and_cached_ones_stay() -> None:
     ]
 
 
-@pytest.mark.parametrize("message", ["", "no json", "[1]", '{"dataset": 3}', '{"error": 5}'])
+@each_row("message", ["", "no json", "[1]", '{"dataset": 3}', '{"error": 5}'])
 def test_a_pod_may_report_anything(message: str) -> None:
     seen, job = started()
     pod: Json = {

@@ -5,13 +5,13 @@ from contextlib import suppress
 from typing import cast
 
 import httpx2
-import pytest
 from lightkube import ApiError
 from lightkube.generic_resource import GenericNamespacedResource
 
 from diesel_kubernetes.operator.controller import Controller
 from diesel_kubernetes.operator.fields import Json, fields, text
 from diesel_kubernetes.operator.resources import condition_of
+from tests.rows import each_row
 
 from .made import DEFAULTS, dataset, training_job
 from .test_crashes import TRAIN, ManualClock, MemoryCluster, settle
@@ -86,7 +86,7 @@ def hinder(cluster: ForbiddingCluster, reason: str) -> None:
         cluster.objects.pop(("Pod", "train-0"), None)
 
 
-@pytest.mark.parametrize("reason", ["SecretDenied", "Forbidden", "NameTaken"])
+@each_row("reason", ["SecretDenied", "Forbidden", "NameTaken"])
 def test_a_job_says_what_hinders_it_and_starts_when_that_has_gone(reason: str) -> None:
     cluster = cluster_with_a_job("diesel://host:1")  # it needs a Secret of its own
     hinder(cluster, reason)

@@ -32,6 +32,7 @@ from diesel_kubernetes.reports import (
     parse_config_map,
     report_name,
 )
+from tests.rows import each_row
 
 from .made import DEFAULTS, GOOD, NOW_S, dataset, ended, reader_pod, situation, training_job
 from .test_crashes import ManualClock, MemoryCluster
@@ -138,7 +139,7 @@ MALFORMED: list[dict[str, object]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("changes", MALFORMED, ids=lambda each: json.dumps(each)[:40])
+@each_row("changes", MALFORMED)
 def test_what_is_no_report_is_refused_whole(changes: dict[str, object]) -> None:
     assert parse_config_map(raw_report()).datasets == (held(50, 20),)
     with pytest.raises(FormatError):
@@ -184,7 +185,7 @@ def test_a_plugin_that_is_gone_leaves_the_last_share_on_the_disk() -> None:
     assert nodes_of(status={**READY, "nodes": [last]}) == [last]
 
 
-@pytest.mark.parametrize("age_s", [-AGE_S_MAX - 2, -AGE_S_MAX, 0.0, AGE_S_MAX, AGE_S_MAX + 2])
+@each_row("age_s", [-AGE_S_MAX - 2, -AGE_S_MAX, 0.0, AGE_S_MAX, AGE_S_MAX + 2])
 def test_a_report_is_used_while_it_is_fresh(age_s: float) -> None:
     found = nodes_of(report("a", held(40)), now_s=NOW_S + age_s)
     assert bool(found) == (abs(age_s) <= AGE_S_MAX)

@@ -2,7 +2,6 @@
 
 from fractions import Fraction
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,6 +13,7 @@ from diesel_kubernetes.operator.placement import (
     admission,
     in_order,
 )
+from tests.rows import each_row
 
 NAMES = [f"node-{number}" for number in range(6)]
 
@@ -85,9 +85,7 @@ def test_a_node_with_blocks_comes_before_an_empty_one_and_both_before_a_full_one
     assert [each.node.name for each in found] == ["c-has-blocks", "b-empty", "a-full"]
 
 
-@pytest.mark.parametrize(
-    ("selector", "matches"), [({}, True), ({"a": "1"}, True), ({"a": "2"}, False)]
-)
+@each_row(("selector", "matches"), [({}, True), ({"a": "1"}, True), ({"a": "2"}, False)])
 def test_selectors(selector: dict[str, str], matches: bool) -> None:
     found = NodeState("n", "n", {"a": "1", "b": "2"}, {})
     assert found.matches(selector) == matches

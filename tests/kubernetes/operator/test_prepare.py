@@ -7,12 +7,11 @@ import sys
 import urllib.request
 from pathlib import Path
 
-import pytest
-
 from diesel_kubernetes.operator.datasets import parse_report
 from diesel_kubernetes.operator.fields import Json, fields
 from diesel_kubernetes.operator.prepare import error_report, progress_of
 from tests.cli.conftest import program_environment
+from tests.rows import each_row
 from tests.storage.objects.swift_server import free_ports
 from tests.waiting import wait_until
 
@@ -82,6 +81,6 @@ def test_progress_has_percents_only_if_the_total_is_known() -> None:
     assert progress_of({**found, "entries_total": 4})["percent"] == 100
 
 
-@pytest.mark.parametrize(("code", "is_told"), [(1, True), (-9, False), (143, False)])
+@each_row(("code", "is_told"), [(1, True), (-9, False), (143, False)])
 def test_an_end_without_an_error_is_told_unless_it_was_a_signal(code: int, is_told: bool) -> None:
     assert bool(error_report(["Traceback\n"], code)) == is_told

@@ -3,8 +3,6 @@
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
-import pytest
-
 from diesel_kubernetes.csi.volumes import Limits, parse_volume
 from diesel_kubernetes.names import POD_NAME, POD_NAMESPACE
 from diesel_kubernetes.operator.fields import Json, at, fields, items, text, texts
@@ -17,6 +15,7 @@ from diesel_kubernetes.operator.training import (
     pod_requests,
     survey,
 )
+from tests.rows import each_row
 
 from .made import DEFAULTS, NOW_S, dataset, training_job
 
@@ -68,7 +67,7 @@ def reason_of(status: Json, kind: str) -> str:
     return text(condition_of(status, kind), "reason")
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("found", "reason"),
     [
         ([], "DatasetMissing"),
@@ -184,7 +183,7 @@ def test_a_template_keeps_what_it_has() -> None:
     assert affinity["requiredDuringSchedulingIgnoredDuringExecution"] == {"x": 1}
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("url", "task", "secret"),
     [
         ("diesel+tls://host:1", True, "account"),
@@ -254,7 +253,7 @@ def test_a_pod_that_fails_restarts_all_then_fails_the_job() -> None:
     assert decision.delete_pods == ("train-0",)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("spec", "field"),
     [
         ({"replicas": 0}, "spec.replicas"),

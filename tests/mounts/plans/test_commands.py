@@ -24,6 +24,7 @@ from diesel_fs.mounts.prefetch_worker import planner_for
 from diesel_fs.net.messages import DEPTH_MAX, ITEMS_MAX, Message, Value, parse_error, unpack
 from diesel_fs.orders.shuffle import chunk_shuffle, full_shuffle
 from tests.orders.datasets import dataset
+from tests.rows import each_row
 
 SNAPSHOT = dataset(6, 50)
 OF_VERSION: Message = {"identity": str(SNAPSHOT.identity), "version": SNAPSHOT.version}
@@ -247,7 +248,7 @@ def nested(depth: int) -> Message:
     return found
 
 
-@pytest.mark.parametrize(
+@each_row(
     "body",
     [
         b"", b"\x01", b"\xc1", b"\xdf\xff\xff\xff\xff", b"\xdd\xff\xff\xff\xff", b"\x91\xc0",

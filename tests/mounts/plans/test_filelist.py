@@ -28,6 +28,7 @@ from tests.mounts.conftest import LiveMount
 from tests.mounts.folder_dataset import snapshot_of
 from tests.mounts.observed import current_stats
 from tests.orders.datasets import dataset, odd_dataset
+from tests.rows import each_row
 
 SEED, GROUP = 5, 2
 FILES = 1500
@@ -38,7 +39,7 @@ HOPE_S = 10.0
 # names and bytes, without a mount -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("text", "name"),
     [
         (b"seed=1,epoch=2", ListName(1, 2, 100, 0, 1)),
@@ -52,7 +53,7 @@ def test_names_of_lists_are_parsed(text: bytes, name: ListName) -> None:
     assert ListName.parse(str(name).encode()) == name
 
 
-@pytest.mark.parametrize(
+@each_row(
     "text",
     [
         b"", b"seed=1", b"epoch=1", b"seed=1,epoch=2,", b"seed=1,epoch=2,epoch=2",
@@ -67,10 +68,8 @@ def test_bad_names_of_lists_are_refused(text: bytes) -> None:
     assert ListName.parse(text) is None
 
 
-@pytest.mark.parametrize("snapshot", [dataset(5, 40), odd_dataset()])
-@pytest.mark.parametrize(
-    "name", [ListName(1, 2, 2), ListName(1, 3, 2, 1, 3), ListName(0, 0, 1, 6, 7)]
-)
+@each_row("snapshot", [dataset(5, 40), odd_dataset()])
+@each_row("name", [ListName(1, 2, 2), ListName(1, 3, 2, 1, 3), ListName(0, 0, 1, 6, 7)])
 def test_a_list_has_the_paths_of_its_order(snapshot: Snapshot, name: ListName) -> None:
     """And its size is the one that was computed before."""
     order = chunk_shuffle(

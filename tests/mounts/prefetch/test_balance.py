@@ -9,6 +9,7 @@ import pytest
 from diesel_fs.mounts.prefetch.decisions import Push
 from diesel_fs.mounts.prefetch.planner import PrefetchPlanner
 from diesel_fs.orders.plan import Entries
+from tests.rows import each_row
 
 from .lockstep import RANKS, UNITS_AHEAD, Job, Place, memory, store
 from .simulated_kernel import N, shuffled, stream
@@ -97,7 +98,7 @@ def test_a_stream_that_stands_still_does_not_block_others() -> None:
     assert job.now_s - 100.0 < 1.25 * least_s
 
 
-@pytest.mark.parametrize("costs_s", [0.0, 0.001, 0.1, 10.0])
+@each_row("costs_s", [0.0, 0.001, 0.1, 10.0])
 def test_no_stream_is_starved_by_costs(costs_s: float) -> None:
     """While no reader moves, each stream gets its next unit within its turn: before any other
     stream has more than its share of the memory. It is read ahead at once, too."""

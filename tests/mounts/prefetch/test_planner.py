@@ -20,6 +20,7 @@ from diesel_fs.mounts.prefetch.resident_set import ResidentSet
 from diesel_fs.mounts.prefetch.units import PAGE_BYTES, Columns
 from diesel_fs.orders.plan import Entries, Epoch
 from tests.examples import examples
+from tests.rows import each_row
 
 from .simulated_kernel import (
     CHUNK_ENTRIES,
@@ -56,7 +57,7 @@ def follow(
     return machine
 
 
-@pytest.mark.parametrize("workers", [1, 4, 16])
+@each_row("workers", [1, 4, 16])
 def test_a_chunk_wise_order_misses_little_and_fetches_each_chunk_once(workers: int) -> None:
     """With memory for 10 % of the dataset, at most 2 % are missed, and no chunk is pushed twice."""
     machine = follow([chunk_wise(CHUNKS, 10, 1)], 0.1, workers)

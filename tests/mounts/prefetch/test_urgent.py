@@ -11,6 +11,7 @@ import pytest
 
 from diesel_fs.mounts.prefetch.decisions import Drop, Idle, Push, Sample
 from diesel_fs.mounts.prefetch.planner import PrefetchPlanner
+from tests.rows import each_row
 
 from .simulated_kernel import chunk_wise, shuffled, stream
 
@@ -82,7 +83,7 @@ def test_a_chunk_wise_shuffle_does_not_wait_for_its_first_group(group: int) -> N
     assert read(some_chunk_wise(group)).waited_part < 0.1
 
 
-@pytest.mark.parametrize("group", [1, 60, COUNT])
+@each_row("group", [1, 60, COUNT])
 def test_each_file_is_pushed_once(group: int) -> None:
     assert (read(some_chunk_wise(group)).pushed == 1).all()
 

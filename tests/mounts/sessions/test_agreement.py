@@ -6,6 +6,7 @@ The device number may differ (st_dev, f_fsid), and what `PAIRS` names.
 import ctypes
 import errno
 import fcntl
+import functools
 import os
 import random
 import stat
@@ -27,6 +28,7 @@ from tests.mounts.folder_daemon import LACKING
 from tests.mounts.folder_dataset import MANY, many_names
 from tests.mounts.observed import current_stats, waiting_reads
 from tests.mounts.sessions.test_folders import Folder
+from tests.rows import each_row
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.fuse
@@ -114,6 +116,7 @@ def trees(
         yield Trees(source, {**at, "ext4": base / "ext4"})
 
 
+@functools.cache
 def paths_below(root: Path) -> list[bytes]:
     """All paths, relative, in one order."""
     top = os.fsencode(root)
@@ -315,7 +318,7 @@ def whole(outcome: object, is_folder: bool) -> object:
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=" and ".join)
-@pytest.mark.parametrize("name", sorted(CALLS))
+@each_row("name", sorted(CALLS))
 def test_a_call_gives_the_same_over_both(trees: Trees, name: str, pair: tuple[str, str]) -> None:
     """On each path of the tree: values, order, errno; but for the known differences."""
     noise = random.Random(name)
@@ -338,7 +341,7 @@ def test_a_call_gives_the_same_over_both(trees: Trees, name: str, pair: tuple[st
 
 
 @pytest.mark.parametrize("pair", [("kernel", "pyfuse3"), ("kernel", "native")], ids=" and ".join)
-@pytest.mark.parametrize("room_bytes", [300, 1024, 4096, 65_536])
+@each_row("room_bytes", [300, 1024, 4096, 65_536])
 def test_folders_are_listed_alike_with_any_room(
     trees: Trees, room_bytes: int, pair: tuple[str, str]
 ) -> None:

@@ -43,6 +43,7 @@ from diesel_fs.storage.accounts.account import (
     with_role,
     without_account,
 )
+from tests.rows import each_row
 
 PUBLIC = keys.public_key(bytes(32))
 OTHER = keys.public_key(bytes(31) + b"1")
@@ -55,7 +56,7 @@ HEAD = '{"diesel-accounts": 1}\n'
 # Roles
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("dataset", "role", "error"),
     [
         ("pets", Role.READ, None),
@@ -95,12 +96,12 @@ def test_under_a_ceiling_a_user_may_only_read() -> None:
 # Names and keys
 
 
-@pytest.mark.parametrize("name", ["a", "0", "ann.lee-2_x", "a" * 32])
+@each_row("name", ["a", "0", "ann.lee-2_x", "a" * 32])
 def test_valid_user_names(name: str) -> None:
     assert check_user_name(name) == name
 
 
-@pytest.mark.parametrize(
+@each_row(
     "name", ["", "Ann", "-a", ".a", "a" * 33, "a b", "a/b", "a\n", "ä", "=", "a\0", "*", "../x"]
 )
 def test_invalid_user_names_are_refused(name: str) -> None:
@@ -123,9 +124,7 @@ SMALL = [y.to_bytes(32, "little") for y in (0, 1, 2**255 - 20, 2**255 - 19, 2**2
 ]
 
 
-@pytest.mark.parametrize(
-    "public", [*SMALL, *(each[:31] + bytes([each[31] | 128]) for each in SMALL)]
-)
+@each_row("public", [*SMALL, *(each[:31] + bytes([each[31] | 128]) for each in SMALL)])
 def test_keys_that_anybody_can_sign_for_are_refused(public: bytes) -> None:
     with pytest.raises(UsageError):
         parse_public_key(PUBLIC_KEY_PREFIX + b64encode(public).decode())
@@ -136,7 +135,7 @@ def test_the_library_itself_accepts_these_keys() -> None:
     assert keys.verify(SMALL[1], SMALL[1] + bytes(32), b"whatever is asked for")
 
 
-@pytest.mark.parametrize(
+@each_row(
     "text",
     ["", "x", PUBLIC_KEY_PREFIX, public_key_text(PUBLIC)[:-2], public_key_text(bytes([2]) * 32)],
 )
@@ -220,7 +219,7 @@ def line(**changed: object) -> str:
     return HEAD + json.dumps({**described, **changed}) + "\n"
 
 
-@pytest.mark.parametrize(
+@each_row(
     "text",
     [
         "",

@@ -47,6 +47,7 @@ from diesel_fs.storage.metadata.redis.store import RedisMetadata
 from diesel_fs.storage.objects.folder import FolderStore
 from diesel_fs.storage.open_stores import open_accounts
 from diesel_fs.urls import parse_url
+from tests.rows import each_row
 from tests.storage.metadata.batches import files
 from tests.storage.metadata.redis_servers import (
     RedisServer,
@@ -232,7 +233,7 @@ def test_the_file_is_not_listed_as_an_object(tmp_path: Path) -> None:
     assert FolderStore.create(store.root).store_id == store.store_id
 
 
-@pytest.mark.parametrize("mode", [0o620, 0o602, 0o666])
+@each_row("mode", [0o620, 0o602, 0o666])
 def test_a_file_that_others_can_write_is_refused(tmp_path: Path, mode: int) -> None:
     table = AccountFile(tmp_path / "accounts")
     table.change(add(ANN))

@@ -20,6 +20,7 @@ from diesel_fs.storage.metadata.redis.pipelined_head import (
 )
 from diesel_fs.storage.metadata.redis.store import RedisMetadata
 from diesel_fs.storage.metadata.store import DatasetHead
+from tests.rows import each_row
 from tests.storage.metadata.batches import files
 from tests.storage.metadata.metadata_stores import IDENTITY, NAME
 from tests.storage.metadata.redis_servers import RedisServer, emptied_server, shared_server
@@ -186,7 +187,7 @@ def test_random_histories_prove_the_right_head_or_nothing(setup: ReadSetup) -> N
     assert proved > 50
 
 
-@pytest.mark.parametrize(
+@each_row(
     "said", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\x15\x03\x01", b"+OK\r\n+OK\r\n", b"*-5\r\n"]
 )
 def test_malformed_replies_raise(said: bytes) -> None:

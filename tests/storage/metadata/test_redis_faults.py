@@ -33,6 +33,7 @@ from diesel_fs.storage.metadata.redis.address import parse_redis_url
 from diesel_fs.storage.metadata.redis.errors import RetryLater, safe_cause, translate_error
 from diesel_fs.storage.metadata.redis.link import RedisLink
 from diesel_fs.storage.metadata.redis.store import RedisMetadata
+from tests.rows import each_row
 from tests.storage.metadata.batches import Chunk, check, commit_and_repair, files
 from tests.storage.metadata.metadata_stores import IDENTITY, NAME, filled
 from tests.storage.metadata.redis_proxy import RedisProxy
@@ -77,7 +78,7 @@ def test_C1_a_store_that_is_down_is_reported_soon() -> None:
     assert SECRET not in str(caught.value) + repr(caught.value)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "url",
     ["redis://{0}", "redis+sentinel://{0},{1},{2},{3},{4}/main", "redis+cluster://{0},{1},{2}"],
 )
@@ -129,8 +130,8 @@ def test_S8_no_password_is_repeated(tmp_path: Path) -> None:
         assert safe_cause(error, where) is None
 
 
-@pytest.mark.parametrize("address", ["redis://h", "redis+sentinel://h/main"])
-@pytest.mark.parametrize(
+@each_row("address", ["redis://h", "redis+sentinel://h/main"])
+@each_row(
     "text",
     [
         "Error running script (call to f_0a): @user_script:17: @user_script: 17: -{0} it says",

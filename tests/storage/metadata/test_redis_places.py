@@ -17,6 +17,7 @@ from diesel_fs.errors import ConfigError, MetadataBehind, MetadataError, UsageEr
 from diesel_fs.storage.metadata.redis.address import parse_redis_url
 from diesel_fs.storage.metadata.redis.keys import DatasetKeys, folder_id
 from diesel_fs.storage.metadata.redis.store import RedisMetadata
+from tests.rows import each_row
 from tests.storage.metadata.batches import Chunk, check, commit_and_repair, files
 from tests.storage.metadata.metadata_stores import IDENTITY, NAME
 from tests.storage.metadata.redis_servers import (
@@ -41,7 +42,7 @@ def chunk(number: int) -> Chunk:
 # Addresses
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("url", "kind", "text", "database", "tls"),
     [
         ("redis://h", "redis", "h:6379", 0, False),
@@ -62,7 +63,7 @@ def test_urls_are_parsed(url: str, kind: str, text: str, database: int, tls: boo
     )
 
 
-@pytest.mark.parametrize(
+@each_row(
     "url",
     [
         f"http://{SECRET}@h",

@@ -21,6 +21,7 @@ from diesel_fs.storage.metadata.sqlite.host_lease import (
 )
 from diesel_fs.storage.metadata.sqlite.store import SqliteMetadata
 from diesel_fs.system.mountinfo import file_system_of
+from tests.rows import each_row
 from tests.storage.metadata.batches import check, files
 from tests.storage.metadata.metadata_stores import IDENTITY, NAME, Clock
 
@@ -33,7 +34,7 @@ MOUNTS = rb"""22 1 254:0 / / rw,relatime - ext4 /dev/vda rw
 """
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("path", "kind", "is_network"),
     [
         ("/", "ext4", False),
