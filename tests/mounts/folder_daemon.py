@@ -1,9 +1,10 @@
 """The program of a mount, with a `folder_dataset` in the place of a repository.
 
-`request.url` names the source folder, `request.dataset` the dataset. Four environment variables
+`request.url` names the source folder, `request.dataset` the dataset. Five environment variables
 change the program: `WATCHDOG` is the time that the server may not answer, `GRACE` the time for
-reads at the end, `LACKING` has the bits of INIT that the kernel pretends to lack, and `KERNEL`
-names what else it pretends.
+reads at the end, `LACKING` has the bits of INIT that the kernel pretends to lack, `KERNEL` names
+what else it pretends, and `WORKS_UNTIL` a file: until it is there, the daemon does not end, and
+uses processor time, as while the kernel forgets millions of files.
 """
 
 import logging
@@ -29,6 +30,8 @@ from tests.mounts.folder_dataset import MANY, FolderBatchSource, FolderReader, m
 WATCHDOG = "TEST_WATCHDOG_S"
 GRACE = "TEST_GRACE_S"
 LACKING = "TEST_LACKING_FLAGS"
+WORKS_UNTIL = "TEST_WORKS_UNTIL"
+WORKS_S_MAX = 60.0
 
 
 class FaultySnapshot(Snapshot):
@@ -131,5 +134,8 @@ if __name__ == "__main__":
         watchdog_s=float(os.environ.get(WATCHDOG, WATCHDOG_S)),
         grace_s=float(os.environ.get(GRACE, GRACE_S)),
     )
+    while WORKS_UNTIL in os.environ and not os.path.exists(os.environ[WORKS_UNTIL]):
+        if time.process_time() > WORKS_S_MAX:  # the test was killed
+            break
     logging.shutdown()
     os._exit(code)

@@ -1,6 +1,7 @@
 """`umount` of other users' mounts, of mounts in several namespaces, of daemons that do not end."""
 
 import logging
+import math
 import os
 import signal
 import socket
@@ -8,7 +9,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgpack
@@ -19,10 +22,11 @@ from diesel_fs.mounts import launcher, stats, umount
 from diesel_fs.mounts.launcher import log_path
 from diesel_fs.mounts.mountpoint import mounted_at, unmount
 from diesel_fs.mounts.prefetch_worker import run_prefetch_worker
-from diesel_fs.mounts.processes import children_of, ends_within
+from diesel_fs.mounts.processes import children_of, ends_within, processor_ticks
 from diesel_fs.mounts.source import MountSource
 from diesel_fs.system.mountinfo import mounts
 from tests.mounts.conftest import mounting, request_for
+from tests.mounts.folder_daemon import WORKS_UNTIL
 from tests.mounts.folder_dataset import HANG
 from tests.unprivileged_user import USER, as_user, module_path, needs_root, user_python
 from tests.waiting import PATIENCE_S, wait_until
@@ -231,6 +235,49 @@ def test_a_daemon_that_neither_ends_nor_does_anything_is_named(
         finally:
             os.kill(mounted.pid, signal.SIGCONT)
         wait_until(lambda: ends_within(mounted.pid, 0))
+
+
+@dataclass(frozen=True, slots=True)
+class WorkClock:
+    """A clock that runs as long as a process works: a tenth of a second for each of its ticks."""
+
+    pid: int
+
+    def monotonic(self) -> float:
+        return 0.1 * processor_ticks([self.pid])
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+
+@pytest.mark.only_session("native")
+def test_a_daemon_that_works_is_waited_for(
+    source: Path,
+    tmp_path: Path,
+    session: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Longer than an idle one, which would be given up, as while the kernel forgets a million
+    files; a warning says what is going on. A daemon that a busy machine does not let run is not
+    idle here, since time stands still then."""
+    released = tmp_path / "released"
+    monkeypatch.setenv(WORKS_UNTIL, str(released))
+    patience = launcher.Patience(idle_s=0.5, total_s=math.inf, log_interval_s=2, before_signal_s=0)
+    with mounting(source, tmp_path / "mount", session) as mounted, ThreadPoolExecutor(1) as thread:
+        monkeypatch.setattr(launcher, "time", WorkClock(mounted.pid))
+        with caplog.at_level(logging.WARNING, "diesel.mount"):
+            ending = thread.submit(umount, mounted.at, patience=patience)
+            wait_until(
+                lambda: "forgetting the files that the kernel" in caplog.text or ending.done()
+            )
+        try:
+            assert not ending.done()
+            assert mounted_at(str(mounted.at)) is None
+        finally:
+            released.touch()
+        ending.result()
+        assert ends_within(mounted.pid, 0)
 
 
 FUSERMOUNT = """#!/bin/sh

@@ -18,15 +18,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diesel_fs.errors import DieselError, MetadataError, UsageError
-from diesel_fs.net.breaker import DAMAGED_MAX, FAILURES_MAX, TIMEOUT_MAX_S
+from diesel_fs.net.breaker import DAMAGED_MAX, FAILURES_MAX, TIMEOUT_MAX_S, PeerBreaker
 from diesel_fs.net.tls import TlsSocket, client_context, make_certificate
-from diesel_fs.peers import wire
+from diesel_fs.peers import owner_link, wire
 from diesel_fs.peers.owner_link import OwnerLink
 from diesel_fs.peers.wire import WORKING_S
 from tests.examples import examples
 from tests.rows import each_row
 
 from ..server.program import until
+from ..waiting import PATIENCE_S
 from .fake_owner import HEAD, READ, RECORD, WORKING, received
 
 Record = tuple[int, int, int]
@@ -80,10 +81,26 @@ def answer_all(requests: Requests) -> None:
         requests.send(requests.next().answer())
 
 
+class PatientBreaker(PeerBreaker):
+    """No answer is late, however long a busy machine lets no thread run. A link learns how fast
+    answers come, and waits 50 ms for one then."""
+
+    def timeout_s(self, size: int) -> float:
+        return PATIENCE_S
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> PeerBreaker:
+    """The breaker of a link none of whose waits ends before what it waits for comes."""
+    monkeypatch.setattr(owner_link, "CONNECT_WAIT_S", PATIENCE_S)
+    monkeypatch.setattr(owner_link, "_SEND_WAIT_S", PATIENCE_S)
+    return PatientBreaker()
+
+
 @contextmanager
 def linked(
     *scripts: Script, wrap: Callable[[socket.socket, socket.socket], tuple[TlsSocket,
-    socket.socket]] | None = None,
+    socket.socket]] | None = None, breaker: PeerBreaker | None = None,
 ) -> Iterator[OwnerLink]:  # fmt: skip
     """A link; the n-th connection is served by the n-th script, all others by the last one."""
     left = list(scripts)
@@ -103,7 +120,7 @@ def linked(
         threading.Thread(target=serve, args=(theirs, script), daemon=True).start()
         return ours
 
-    link = OwnerLink(5, connect)
+    link = OwnerLink(5, connect, breaker=breaker)
     try:
         yield link
     finally:
@@ -143,7 +160,7 @@ def in_threads(count: int, work: Callable[[int], None]) -> None:
     for each in threads:
         each.start()
     for each in threads:
-        each.join(30)
+        each.join(2 * PATIENCE_S)
         assert not each.is_alive()
     if errors:
         raise errors[0]
@@ -169,7 +186,7 @@ def test_parts_come_in_their_order_and_requests_ask_to_load() -> None:
         assert (link.stats()["requests"], link.counts["connections"]) == (3, 1)
 
 
-def test_many_threads_get_their_own_answers_in_any_order() -> None:
+def test_many_threads_get_their_own_answers_in_any_order(patient: PeerBreaker) -> None:
     def script(requests: Requests) -> None:
         """Collect requests for a moment, and answer them in another order."""
         draw = random.Random(1)
@@ -185,13 +202,13 @@ def test_many_threads_get_their_own_answers_in_any_order() -> None:
 
     def work(number: int) -> None:
         draw = random.Random(number)
-        for _ in range(60):
+        for _ in range(20):
             records = [(number, draw.randrange(99), draw.randrange(1, 3000)) for _ in range(3)]
             assert read(link, *records) == right(*records)
             one = (number, draw.randrange(99), draw.randrange(1, 3000))
             assert link.read_one(*one) == content(*one)
 
-    with linked(script) as link:
+    with linked(script, breaker=patient) as link:
         in_threads(8, work)
         assert link.counts["connections"] == 1
         assert link.counts["failed"] == 0
@@ -426,8 +443,8 @@ def test_a_link_that_cannot_connect(error: DieselError | OSError, is_refused: bo
     link.close()
 
 
-def test_many_threads_make_one_connection() -> None:
-    with linked(answer_all) as link:
+def test_many_threads_make_one_connection(patient: PeerBreaker) -> None:
+    with linked(answer_all, breaker=patient) as link:
         in_threads(8, lambda number: _check(link, number))
         assert link.counts["connections"] == 1
 
@@ -579,7 +596,7 @@ def test_a_keyboard_interrupt_ends_the_connection_and_the_link_goes_on(one: bool
         assert link.counts["connections"] == 2
 
 
-def test_several_threads_share_a_connection_with_tls() -> None:
+def test_several_threads_share_a_connection_with_tls(patient: PeerBreaker) -> None:
     certificate = make_certificate()
 
     def wrap(ours: socket.socket, theirs: socket.socket) -> tuple[TlsSocket, socket.socket]:
@@ -600,6 +617,6 @@ def test_several_threads_share_a_connection_with_tls() -> None:
             records = [(number, draw.randrange(99), draw.randrange(1, 40_000)) for _ in range(3)]
             assert read(link, *records) == right(*records)
 
-    with linked(answer_all, wrap=wrap) as link:
+    with linked(answer_all, wrap=wrap, breaker=patient) as link:
         in_threads(4, work)
         assert link.counts["connections"] == 1

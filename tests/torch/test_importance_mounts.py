@@ -2,7 +2,6 @@
 
 import logging
 import os
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -19,11 +18,14 @@ from diesel_fs.mounts.mountpoint import mounted_at
 from diesel_fs.mounts.plans.control import Control
 from diesel_fs.peers.options import TaskOptions
 from diesel_fs.torch import ImportanceSampler
+from tests.mounts.keeping_daemon import PROGRAM
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.fuse
 
 FILES, SIZE = 3000, 8192
-PART = 4  # the memory holds about a third of the files
+STEP = 30
+"""Files that are read without a look at the mount: fewer than it always pushes ahead."""
 
 
 class Files(Dataset[int]):  # type: ignore[misc]  # mypy skips torch
@@ -36,8 +38,11 @@ class Files(Dataset[int]):  # type: ignore[misc]  # mypy skips torch
         return len(self.samples)
 
     def __getitem__(self, index: int) -> int:
-        with open(self.samples[index][0], "rb") as file:
-            return int(file.read()[:6])
+        file = os.open(self.samples[index][0], os.O_RDONLY)  # `open` would ask the mount, too
+        try:
+            return int(os.read(file, SIZE)[:6])
+        finally:
+            os.close(file)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +61,7 @@ def mounted(url: str, folder: Path, session: str) -> Iterator[Path]:
         url, "ds", str(folder), session=session, log_file=f"{folder}.log",
         memory_bytes=FILES * SIZE * 3 // 5, task_options=TaskOptions(evict="importance"),
     )  # fmt: skip
-    mount(made)
+    mount(made, program=PROGRAM)
     try:
         yield folder
     finally:
@@ -83,19 +88,28 @@ def counted(control: Control, name: str) -> int:
 
 
 def read_epoch(data: Files, sampler: ImportanceSampler, epoch: int, control: Control) -> list[int]:
-    """Read an epoch as a training loop that the mount can follow."""
+    """Read an epoch as a training loop that the mount can follow: only what it has come to."""
     sampler.set_epoch(epoch)
     given = list(sampler)
     name = f"importance:{os.getpid()}:{sampler.rank}"
-    for at in range(0, len(given), 100):
-        some = given[at : at + 100]
+    for at in range(0, len(given), STEP):
+        some = given[at : at + STEP]
+        wait_until(lambda: frontier(control, name) >= at + len(some))  # noqa: B023  # called at once
         assert [data[index] for index in some] == [
             int(data.samples[index][0][-6:]) for index in some
         ]
         if at + len(some) < len(given):
             control.progress(name, at + len(some), epoch)
-        time.sleep(0.01)
     return given
+
+
+def frontier(control: Control, name: str) -> int:
+    """Up to which position of its epoch a stream has been pushed."""
+    streams = residency(control)["streams"]
+    assert isinstance(streams, list)
+    [found] = [each["frontier"] for each in streams if each["name"] == name]
+    assert isinstance(found, int)
+    return found
 
 
 def test_the_mount_keeps_what_is_important(at: Path) -> None:
@@ -105,7 +119,7 @@ def test_the_mount_keeps_what_is_important(at: Path) -> None:
     losses = chance.permutation(FILES).astype(np.float32)  # hard and easy lie side by side
     kept, lengths = [], []
     with Control.connect(at) as control:
-        for epoch in range(5):
+        for epoch in range(4):
             before = counted(control, "kept_entries")
             given = read_epoch(data, sampler, epoch, control)
             kept.append(counted(control, "kept_entries") - before)

@@ -1,6 +1,5 @@
 """H8 at full size: a folder of a million entries."""
 
-import logging
 import os
 import subprocess
 import time
@@ -12,9 +11,9 @@ import pytest
 
 from diesel_fs.format.entries import RECORD, ChunkInfo, Kind, Rows
 from diesel_fs.format.snapshot.build import build_snapshot
-from diesel_fs.mounts import MountRequest, launcher, stats
+from diesel_fs.mounts import MountRequest, stats
 from diesel_fs.mounts.plans.control import Control
-from diesel_fs.mounts.processes import children_of, ends_within
+from diesel_fs.mounts.processes import children_of
 from diesel_fs.repository.local import LocalRepository
 from tests.mounts.folder_dataset import CHUNK
 from tests.mounts.observed import mounted
@@ -118,28 +117,6 @@ def started_daemon(mount: Path) -> int:
             return pid
         time.sleep(0.2)
     raise AssertionError("the worker did not begin")
-
-
-@pytest.mark.only_session("kernel")
-def test_umount_waits_while_the_kernel_forgets_a_million_files(
-    saved: tuple[str, Path],
-    tmp_path: Path,
-    session: str,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """That takes longer than an idle daemon may take to end; a warning says what is going on."""
-    patience = launcher.Patience(idle_s=0.3, log_interval_s=0, before_signal_s=0.02)
-    (tmp_path / "mount").mkdir()
-    url, snapshot = saved
-    at = str(tmp_path / "mount")
-    request = MountRequest(url, "ds", at, session=session, snapshot_file=str(snapshot))
-    with mounted(request) as mount:
-        pid = started_daemon(mount)
-        subprocess.run(["find", at, "-size", "+0"], check=True)
-        with caplog.at_level(logging.WARNING, "diesel.mount"):
-            launcher.umount(mount, patience=patience)
-        assert ends_within(pid, 0)
-        assert "forgetting the files that the kernel knew" in caplog.text
 
 
 def test_H8_a_folder_of_a_million_entries_is_listed_in_order(

@@ -1,0 +1,32 @@
+"""The program of a mount on a machine that frees no pages by itself: what was pushed into the page
+cache stays there until the mount drops it.
+
+A real machine may free pages that nobody has read for some seconds (DAMON does), more of them
+where a busy machine makes readers slow. The mount notices by samples and READs, and then takes
+those beside them for freed, too. Here it never does, so what is resident follows from what it
+decides.
+"""
+
+import logging
+import os
+import sys
+
+from diesel_fs.mounts.prefetch.content_page_cache import ContentPageCache
+from diesel_fs.mounts.prefetch.page_cache import FusePageCache, PageCache
+from diesel_fs.mounts.supervisor import main
+
+PROGRAM = (sys.executable, "-m", "tests.mounts.keeping_daemon")
+
+
+def whole_bytes(cache: PageCache, entry: int) -> int:
+    """As many bytes of a file as it has."""
+    return cache._snapshot.stat(entry).size
+
+
+if __name__ == "__main__":
+    for each in (FusePageCache, ContentPageCache):
+        setattr(each, "resident_bytes", whole_bytes)  # noqa: B010  # mypy forbids =
+        setattr(each, "is_lost", lambda *_: False)  # noqa: B010
+    code = main(sys.argv[1:])
+    logging.shutdown()
+    os._exit(code)
