@@ -272,6 +272,32 @@ def defined(paths: Iterable[Path]) -> Iterator[tuple[Path, str]]:
                 yield path, node.name
 
 
+def fast_tests(path: Path) -> Iterator[str]:
+    """The tests of a module that are not marked `deep`; a mark on some of its parameters, or of a
+    fixture's, leaves the others fast."""
+    tree = ast.parse(path.read_bytes())
+    whole = [node.value for node in tree.body if isinstance(node, ast.Assign)]
+    if any(
+        "pytest.mark.deep" in ast.unparse(value) and "param" not in ast.unparse(value)
+        for value in whole
+    ):
+        return
+    for node in ast.walk(tree):
+        decorators = map(ast.unparse, getattr(node, "decorator_list", ()))
+        if isinstance(node, ast.FunctionDef) and "pytest.mark.deep" not in decorators:
+            yield node.name
+
+
+def codes_in(names: Iterable[str]) -> set[str]:
+    """The codes that tests' names begin with, those between the ends of a run included."""
+    return {
+        f"{first[0]}{number}"
+        for name in names
+        for first, last in spans_in(name)
+        for number in range(int(first[1:]), int(last[1:]) + 1)
+    }
+
+
 def spans_in(name: str) -> Iterator[tuple[str, str]]:
     """First and last of each run of codes that a test's name begins with: `A1_to_A4_C3` has two."""
     match = re.match(r"test_((?:[A-Z]\d+_(?:to_)?)+)", name)
@@ -286,18 +312,23 @@ def test_every_fault_that_a_test_names_is_described() -> None:
     assert len(described) == len(listed) > 150
     names = [name for path, name in defined(SOURCES) if path not in PRODUCT]
     assert [name for name in names if re.match(r"test_[a-z]\d+_", name)] == []
-    spans = [span for name in names for span in spans_in(name)]
-    assert {code for span in spans for code in span} <= described.keys()
-    carried = {
-        f"{first[0]}{number}"
-        for first, last in spans
-        for number in range(int(first[1:]), int(last[1:]) + 1)
-    }
+    assert {code for name in names for span in spans_in(name) for code in span} <= described.keys()
+    carried = codes_in(names)
     for code, text in described.items():
         assert text.endswith("."), code
         shown = re.findall(r"`(tests/[^`]*)`", text.partition("Shown by ")[2])
         assert (code in carried) + bool(shown) + ("Not shown by a test: " in text) == 1, code
         assert all(re.search(rf"\b{code}\b", page(name)) for name in shown), code
+
+
+def test_every_fault_has_a_test_in_the_fast_tier() -> None:
+    """Unless it is shown elsewhere, or `FAULTS.md` says why only the deep tier can show it."""
+    tests = [path for path in SOURCES if path not in PRODUCT and path.name.startswith("test_")]
+    deep = codes_in(name for _, name in defined(tests)) - codes_in(
+        name for path in tests for name in fast_tests(path)
+    )
+    texts = dict(re.findall(r"^\| ([A-Z]\d+) \| (.*) \|$", page("tests/FAULTS.md"), re.MULTILINE))
+    assert {code for code in deep if "Deep tier: " not in texts[code]} == set()
 
 
 def left_out(tree: ast.AST) -> Iterator[str]:

@@ -17,7 +17,7 @@ from .test_house import FILES, TREE
 from .trees import facts
 from .unprivileged_user import USER, as_user, module_path, needs_root, user_python
 
-pytestmark = pytest.mark.fuse
+pytestmark = [pytest.mark.deep, pytest.mark.fuse]
 
 
 def block(page: str, section: str, language: str) -> str:

@@ -9,6 +9,8 @@ import tomllib
 from importlib.metadata import entry_points
 from pathlib import Path
 
+import pytest
+
 import diesel_fs
 
 from .rows import each_row
@@ -142,6 +144,7 @@ def test_entry_points_lead_somewhere() -> None:
         assert callable(installed[name].load())
 
 
+@pytest.mark.real_start
 def test_a_users_process_gets_no_foreign_runtime() -> None:
     """Importing the library starts no thread and loads nothing that hangs in a forked child."""
     code = """if True:

@@ -20,6 +20,8 @@ from diesel_fs.repository.local import LocalRepository
 
 from .trees import Facts, facts, odd_tree, write
 
+pytestmark = pytest.mark.deep
+
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Facts]:

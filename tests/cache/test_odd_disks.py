@@ -16,6 +16,8 @@ from ..small_disks import remount
 from .disk_tier import Chunks, content_of, counted, file_of, put, tier_at
 from .test_disk import small as small
 
+pytestmark = pytest.mark.deep
+
 
 def plant(what: str, path: Path) -> None:
     """Put something that is not a regular file at a path."""

@@ -19,7 +19,7 @@ from tests.trees import write
 from .conftest import Dlcmd
 
 
-@pytest.fixture(params=["file", "redis"])
+@pytest.fixture(params=["file", pytest.param("redis", marks=pytest.mark.deep)])
 def place(request: pytest.FixtureRequest, dlcmd: Dlcmd, monkeypatch: pytest.MonkeyPatch) -> str:
     """The place of the accounts: a file of the repository, or Redis."""
     url = dlcmd.store.as_uri()

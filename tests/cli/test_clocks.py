@@ -33,7 +33,7 @@ YEAR_S = 365 * 86_400
 LAST_SECOND = 2**32 - 1
 
 
-@pytest.fixture(params=["sqlite", "redis"])
+@pytest.fixture(params=["sqlite", pytest.param("redis", marks=pytest.mark.deep)])
 def url(
     request: pytest.FixtureRequest,
     dlcmd: Dlcmd,

@@ -139,7 +139,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
 boots = [pytest.mark.fuse, needs_root]
 
 
-@pytest.fixture(params=["native", "kernel"])
+@pytest.fixture(params=["native", pytest.param("kernel", marks=pytest.mark.deep)])
 def session(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

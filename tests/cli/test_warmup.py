@@ -116,7 +116,7 @@ def loaded(result: dict[str, object]) -> tuple[object, ...]:
     return tuple(result[name] for name in names)
 
 
-@pytest.mark.parametrize("session", ["native", "kernel", "pyfuse3"])
+@pytest.mark.parametrize("session", ["native", pytest.param("kernel", marks=pytest.mark.deep)])
 def test_what_is_loaded_is_read_without_the_store(
     dlcmd: Dlcmd, pets: Path, mounted: Mount, session: str
 ) -> None:
@@ -313,7 +313,7 @@ def test_a_mount_that_ends_meanwhile_is_an_error(dlcmd: Dlcmd, mounted: Mount) -
     assert f"the mount on {at} has ended".encode() in err
 
 
-@pytest.mark.parametrize("session", ["native", "kernel", "pyfuse3"])
+@pytest.mark.parametrize("session", ["native", pytest.param("kernel", marks=pytest.mark.deep)])
 def test_a_dead_mount_is_an_error(dlcmd: Dlcmd, mounted: Mount, session: str) -> None:
     at = mounted("--session", session, "--memory", "256M")
     (stats,) = dlcmd("--json", "stats", at).objects

@@ -25,6 +25,8 @@ from tests.test_documents import options_of
 from tests.test_house import FILES, TREE
 from tests.test_layers import SOURCES, modules
 
+pytestmark = pytest.mark.deep
+
 PROJECT = tomllib.loads((TREE / "pyproject.toml").read_text(encoding="utf-8"))
 
 

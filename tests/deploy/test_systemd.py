@@ -20,7 +20,7 @@ from tests.waiting import wait_until
 
 from .test_deploy import DEPLOY
 
-pytestmark = [pytest.mark.fuse, needs_root]
+pytestmark = [pytest.mark.deep, pytest.mark.fuse, needs_root]
 
 SYSTEMD = Path("/usr/lib/systemd/systemd")
 

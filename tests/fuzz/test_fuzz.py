@@ -15,6 +15,8 @@ import pytest
 
 from tests.fuzz.targets import TARGETS, seeds
 
+pytestmark = pytest.mark.deep
+
 SECONDS = 3
 RUNS_MIN = 200
 DEADLINE_S = 120.0

@@ -85,7 +85,7 @@ def bucket_source(files: Files, mtime_ns: int) -> Source:
     return BucketSource(FakeBucket({name.encode(): files[name] for name in files}, mtime_ns))
 
 
-@pytest.fixture(params=["folder", "tar", "bucket"])
+@pytest.fixture(params=["folder", "tar", pytest.param("bucket", marks=pytest.mark.deep)])
 def many(request: pytest.FixtureRequest, folder_source: MakeSource) -> MakeSource:
     """Makes a source of many files."""
     return {"folder": folder_source, "tar": tar_source, "bucket": bucket_source}[request.param]
@@ -102,7 +102,12 @@ def put_many(repository: LocalRepository, many: MakeSource) -> PutMany:
     return put
 
 
-@pytest.fixture(params=["folder", "tar", "bucket", "file", "object"])
+@pytest.fixture(
+    params=[
+        *("folder", "tar", "file"),
+        *(pytest.param(kind, marks=pytest.mark.deep) for kind in ("bucket", "object")),
+    ]
+)
 def put_one(
     request: pytest.FixtureRequest,
     repository: LocalRepository,

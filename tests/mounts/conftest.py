@@ -18,6 +18,7 @@ from tests.mounts.folder_dataset import RELEASE_SUFFIX
 from tests.unprivileged_user import USER
 
 TESTED_SESSIONS = ("native", "kernel", "pyfuse3")
+ALL_SESSIONS = ("test_agreement.py", "test_semantics.py")
 
 PROGRAM = (sys.executable, "-m", "tests.mounts.folder_daemon")
 
@@ -35,14 +36,25 @@ def session(request: pytest.FixtureRequest) -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Runs tests marked `@pytest.mark.only_session(NAME)` over that session alone."""
+    """Choose the sessions of each test, and their tiers.
+
+    A test marked `@pytest.mark.only_session(NAME, ...)` runs over these alone. Any other runs over
+    the native session in the fast tier and over the kernel session in the deep one. pyfuse3 is the
+    reference: the tests of `ALL_SESSIONS` compare it with the others, and nothing else needs it.
+    """
     kept: list[pytest.Item] = []
     others: list[pytest.Item] = []
     for item in items:
         mark = item.get_closest_marker("only_session")
-        params = item.callspec.params if hasattr(item, "callspec") else {}
-        other = mark is not None and params.get("session") not in mark.args
-        (others if other else kept).append(item)
+        session = item.callspec.params.get("session") if hasattr(item, "callspec") else None
+        names = TESTED_SESSIONS if item.path.name in ALL_SESSIONS else TESTED_SESSIONS[:2]
+        names = names if mark is None else mark.args
+        if session is not None and session not in names:
+            others.append(item)
+            continue
+        kept.append(item)
+        if session is not None and session != names[0] and item.path.name != "test_semantics.py":
+            item.add_marker("deep")
     config.hook.pytest_deselected(items=others)
     items[:] = kept
 

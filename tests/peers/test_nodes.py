@@ -21,6 +21,8 @@ from ..server.program import is_running, until
 from .nodes import Nodes, needs_links
 from .running import DATASET, WAIT_MAX_S, Outcome, Reader, RunningTask, is_right
 
+pytestmark = pytest.mark.deep
+
 FILES = 1_200
 NODES = 4
 SETTLED_S = 12.0  # TTL, a renewal, and a busy machine

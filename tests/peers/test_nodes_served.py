@@ -15,6 +15,8 @@ from .contents import make
 from .nodes import Nodes, has_namespaces
 from .running import CHUNK_BYTES, DATASET, Reader, is_right, stats_at
 
+pytestmark = pytest.mark.deep
+
 FILES = 600
 PORTS = (9300, 9301)
 METRICS = (9310, 9311)

@@ -45,7 +45,7 @@ from .redis_places import STORE, TASK, RedisPlace, master, redis_place
 KEY = b"a key of some length"
 
 
-@pytest.fixture(params=["redis", "redis-cluster"])
+@pytest.fixture(params=["redis", pytest.param("redis-cluster", marks=pytest.mark.deep)])
 def place(request: pytest.FixtureRequest) -> Iterator[RedisPlace]:
     redis = shared_server() if request.param == "redis" else shared_cluster()
     with redis_place(redis) as found:

@@ -16,6 +16,8 @@ from diesel_fs.peers.ownership import Ownership
 from .simulated import Task
 from .test_ownership import chunks, shares
 
+pytestmark = pytest.mark.deep
+
 NODES = 1_000
 CHUNKS = 350_000  # 1.4 TB
 LINK_BYTES_S = 1.25e9

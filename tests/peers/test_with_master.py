@@ -472,7 +472,7 @@ def _place(listener: socket.socket) -> str:
 
 
 @pytest.mark.fuse
-@pytest.mark.parametrize("session", ["kernel", "pyfuse3"])
+@pytest.mark.parametrize("session", ["kernel", pytest.param("pyfuse3", marks=pytest.mark.deep)])
 def test_a_mount_reads_through_the_task(node: Node, session: str) -> None:
     folder = node.folder / "mount"
     folder.mkdir()

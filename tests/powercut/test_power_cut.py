@@ -33,6 +33,8 @@ from ..trees import Facts, facts, write
 from . import guest_driver
 from .machine import Machine, Tools, Unsuitable, after_reboot
 
+pytestmark = pytest.mark.deep
+
 TOP = Path(__file__).parents[2]
 ROUNDS = int(os.environ.get("POWERCUT_ROUNDS", "1"))
 PYTHON = shlex.quote(sys.executable)

@@ -54,7 +54,7 @@ ONE = PutOptions(jobs=1, chunk_bytes=CHUNK_BYTES_MIN, compress="none")
 NOW = PurgeOptions(grace_s=0)
 
 
-@pytest.fixture(params=["sqlite", "redis"])
+@pytest.fixture(params=["sqlite", pytest.param("redis", marks=pytest.mark.deep)])
 def repository(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[LocalRepository]:
     url = (tmp_path / "store").as_uri()
     if request.param == "redis":

@@ -83,7 +83,7 @@ class Handled:
         pass
 
 
-@pytest.fixture(params=["direct", "server"])
+@pytest.fixture(params=["direct", pytest.param("server", marks=pytest.mark.deep)])
 def administration(
     request: pytest.FixtureRequest, table: MemoryTable, login: TableAuthenticator
 ) -> Administration:

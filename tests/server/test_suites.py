@@ -96,6 +96,8 @@ from tests.repository.test_readers import (  # noqa: F401
 from ..trees import write
 from .server_with_redis import ServerWithRedis, as_user, server_with_redis
 
+pytestmark = pytest.mark.deep
+
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerWithRedis]:

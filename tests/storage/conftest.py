@@ -26,7 +26,14 @@ def clock() -> Clock:
     return Clock()
 
 
-@pytest.fixture(params=["sqlite-rows", *STORES])
+KINDS = [
+    *("sqlite-rows", "sqlite", "redis"),
+    *(pytest.param(kind, marks=pytest.mark.deep) for kind in ("redis-buckets", "redis-cluster")),
+]
+assert len(KINDS) == 1 + len(STORES)
+
+
+@pytest.fixture(params=KINDS)
 def open_meta(
     request: pytest.FixtureRequest,
     tmp_path: Path,

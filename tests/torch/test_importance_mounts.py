@@ -69,7 +69,7 @@ def mounted(url: str, folder: Path, session: str) -> Iterator[Path]:
             umount(folder, force=True)
 
 
-@pytest.fixture(params=["native", "kernel"])
+@pytest.fixture(params=["native", pytest.param("kernel", marks=pytest.mark.deep)])
 def at(request: pytest.FixtureRequest, url: str, tmp_path: Path) -> Iterator[Path]:
     with mounted(url, tmp_path / "mount", request.param) as folder:
         yield folder

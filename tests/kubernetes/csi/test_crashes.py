@@ -114,7 +114,7 @@ def test_a_late_mount_is_joined_by_the_next_call(
     own_plugin.start()
 
 
-@pytest.mark.parametrize("session", ["native", "kernel"])
+@pytest.mark.parametrize("session", ["native", pytest.param("kernel", marks=pytest.mark.deep)])
 def test_a_mount_that_died_is_reported_and_replaced(
     own_plugin: Plugin, store: str, tmp_path: Path, session: str
 ) -> None:

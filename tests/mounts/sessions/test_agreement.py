@@ -92,7 +92,10 @@ class Trees:
         return self.at[names[0]], self.at[names[1]]
 
 
-@pytest.fixture(scope="module", params=SEEDS)
+@pytest.fixture(
+    scope="module",
+    params=[SEEDS[0], *(pytest.param(seed, marks=pytest.mark.deep) for seed in SEEDS[1:])],
+)
 def trees(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Trees]:
@@ -414,7 +417,10 @@ def test_files_of_several_extents_are_alike_at_their_edges(tmp_path: Path) -> No
             umount(at, force=True)
 
 
-@pytest.fixture(scope="module", params=TESTED_SESSIONS)
+@pytest.fixture(
+    scope="module",
+    params=["native", *(pytest.param(s, marks=pytest.mark.deep) for s in ("kernel", "pyfuse3"))],
+)
 def many(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[LiveMount]:

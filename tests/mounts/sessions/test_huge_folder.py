@@ -18,7 +18,7 @@ from diesel_fs.repository.local import LocalRepository
 from tests.mounts.folder_dataset import CHUNK
 from tests.mounts.observed import mounted
 
-pytestmark = pytest.mark.fuse
+pytestmark = [pytest.mark.deep, pytest.mark.fuse]
 
 ENTRIES = 1_000_000
 FIRST_REQUESTS_MAX = 5

@@ -19,7 +19,7 @@ from tests.mounts.observed import mounted, noise
 from tests.mounts.versions.followed_dataset import FILES, FollowedMount, begin
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.fuse
+pytestmark = [pytest.mark.deep, pytest.mark.fuse]
 
 FIRST_SWITCHES, SWITCHES = 5, 50
 MEMORY_BYTES = 8 << 20

@@ -21,7 +21,7 @@ def clock() -> Iterator[MovedClock]:
         yield clock
 
 
-@pytest.fixture(params=["sqlite", "redis"])
+@pytest.fixture(params=["sqlite", pytest.param("redis", marks=pytest.mark.deep)])
 def repository(
     request: pytest.FixtureRequest, tmp_path: Path, clock: MovedClock
 ) -> Iterator[LocalRepository]:

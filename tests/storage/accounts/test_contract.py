@@ -64,7 +64,7 @@ BOB = Account("bob", PUBLIC, grants={"pets": Role.READ})
 Opener = Callable[[], AccountTable]
 
 
-@pytest.fixture(params=["file", "redis", "cluster"])
+@pytest.fixture(params=["file", "redis", pytest.param("cluster", marks=pytest.mark.deep)])
 def opener(request: pytest.FixtureRequest, tmp_path: Path) -> Opener:
     """Opens the same table each time it is called; the table is empty at first."""
     if request.param == "file":

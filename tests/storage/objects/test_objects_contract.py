@@ -45,7 +45,10 @@ from tests.storage.objects.scripted_store import DATASET, LEASE, chunk
 ALPHABET = "-0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ_abcdefghijklmnopqrstuvwxyz"
 
 
-@pytest.fixture(params=["folder", "wrapped", "cloud", "proxy"])
+DEEP = [pytest.param(kind, marks=pytest.mark.deep) for kind in ("wrapped", "proxy")]
+
+
+@pytest.fixture(params=["folder", "cloud", *DEEP])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ObjectStore]:
     """An empty store of each kind."""
     made: ObjectStore
