@@ -141,6 +141,7 @@ class _State:
         self.identity: list[object] = []
         self.variables: dict[str, str] = {}
         self.path: set[str] = set()
+        self.lock = threading.Lock()
 
 
 _state = _State()
@@ -291,23 +292,23 @@ def _umask() -> int:
 
 def _address(*, needs_torch: bool) -> str:
     """The socket of a zygote, which is started if it does not run."""
-    if needs_torch not in _state.sockets:
-        assert not _state.only_detached
-        path = f"{_state.folder}/{'torch' if needs_torch else 'plain'}"
-        listening = socket.socket(socket.AF_UNIX)
-        listening.bind(path)
-        listening.listen(64)
-        words = [_EXECUTABLE, "-m", __name__, str(listening.fileno()), path, str(int(needs_torch))]
-        with listening:
-            _zygotes.append(
-                _Plain(
-                    words,
-                    stdin=subprocess.PIPE, pass_fds=[listening.fileno()],
-                    env={**os.environ, "PYTHONPATH": os.pathsep.join(PATH)},
-                )
-            )  # fmt: skip
-        _state.sockets[needs_torch] = path
-    return _state.sockets[needs_torch]
+    with _state.lock:
+        if needs_torch not in _state.sockets:
+            _start_zygote(needs_torch)
+        return _state.sockets[needs_torch]
+
+
+def _start_zygote(needs_torch: bool) -> None:
+    path = f"{_state.folder}/{'torch' if needs_torch else 'plain'}"
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(path)
+    listening.listen(64)
+    words = [_EXECUTABLE, "-m", __name__, str(listening.fileno()), path, str(int(needs_torch))]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(PATH)}
+    with listening:
+        files = [listening.fileno()]
+        _zygotes.append(_Plain(words, stdin=subprocess.PIPE, pass_fds=files, env=environment))
+    _state.sockets[needs_torch] = path
 
 
 _zygotes: list["subprocess.Popen[bytes]"] = []
@@ -315,7 +316,11 @@ _zygotes: list["subprocess.Popen[bytes]"] = []
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """Fork programs that this process starts from now on."""
+    """Fork programs that this process starts from now on, if this kernel lets a process say what
+    `/proc` shows of it (CONFIG_CHECKPOINT_RESTORE)."""
+    if not _can_show():
+        yield
+        return
     _state.identity, _state.variables, _state.path = _identity(), dict(os.environ), {*sys.path}
     subprocess.Popen = Popen  # type: ignore[misc]
     with tempfile.TemporaryDirectory(prefix="diesel-zygote-") as _state.folder:
@@ -507,6 +512,18 @@ def _show(words: list[str], environment: Mapping[str, str]) -> None:
     if _prctl(_PR_SET_MM, _PR_SET_MM_MAP, new, len(new), 0):
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
+
+
+def _can_show() -> bool:
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            _show(["trial"], {})
+            code = int(Path("/proc/self/cmdline").read_bytes() != b"trial\0")
+        finally:
+            os._exit(code)
+    return os.waitpid(child, 0)[1] == 0
 
 
 _shown: list[ctypes.Array[ctypes.c_char]] = []  # the kernel reads it
