@@ -373,6 +373,7 @@ def test_where_all_disks_are_full_the_image_is_in_memory(
 
 
 @needs_erofs
+@pytest.mark.deep
 @pytest.mark.alone
 @pytest.mark.parametrize("where", ["folder", "file without a name"])
 def test_the_kernel_mounts_by_the_descriptor(

@@ -173,6 +173,7 @@ def test_E2_a_forged_snapshot_is_refused_or_shown_as_it_says(data: st.DataObject
 
 
 @needs_erofs
+@pytest.mark.deep
 @pytest.mark.alone
 def test_E2_the_kernel_takes_what_is_made_of_forged_snapshots(
     tmp_path_factory: pytest.TempPathFactory,

@@ -29,7 +29,11 @@ from .trees import (
     snapshot_of,
 )
 
-pytestmark = [needs_erofs, pytest.mark.alone]  # else other tests' mounts disturb `silence`
+pytestmark = [
+    pytest.mark.deep,
+    needs_erofs,
+    pytest.mark.alone,
+]  # else other tests' mounts disturb `silence`
 ME = Shown(uid=1000, gid=1001, umask=0o022)
 
 

@@ -169,6 +169,7 @@ def shuffled(seed: int) -> list[int]:
     return random.Random(seed).sample(range(FILES), FILES)
 
 
+@pytest.mark.deep
 @pytest.mark.alone  # it needs its share of the processors: what is read must be dropped in time
 @pytest.mark.parametrize(("policy", "memory_share"), [("on-demand", 0.0), ("oneshot", 0.9)])
 def test_an_epoch_over_two_thirds_of_the_memory_reads_nothing_twice(

@@ -18,7 +18,11 @@ import pytest
 from tests.mounts.conftest import LiveMount, mounting
 from tests.mounts.observed import fresh_stats
 
-pytestmark = [pytest.mark.fuse, pytest.mark.alone]  # it drops the machine's caches
+pytestmark = [
+    pytest.mark.deep,
+    pytest.mark.fuse,
+    pytest.mark.alone,
+]  # it drops the machine's caches
 
 FILES = 2000
 FILE_BYTES = 12_000

@@ -26,7 +26,8 @@ from tests.mounts.observed import locked_in_memory, log_of, noise, waiting_reads
 from tests.mounts.prefetch.test_pressure import small_group
 from tests.waiting import wait_until
 
-pytestmark = [pytest.mark.fuse, pytest.mark.alone]  # they listen to the kernel's log
+# They listen to the kernel's log
+pytestmark = [pytest.mark.deep, pytest.mark.fuse, pytest.mark.alone]
 
 FILES = 1500
 FILE_BYTES = 20_000
