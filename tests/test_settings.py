@@ -41,9 +41,7 @@ def test_flags_win_over_the_environment_and_that_over_the_file(config: Path) -> 
     assert load_settings(flags, environment) == Settings("file:///flag", "file", "/flag")
 
 
-@pytest.mark.parametrize(
-    "key", ["Url", "urls", "key", "repository-url", '""', '"url "', "__class__"]
-)
+@each_row("key", ["Url", "urls", "key", "repository-url", '""', '"url "', "__class__"])
 def test_N9_unknown_keys_are_errors(config: Path, key: str) -> None:
     """The error names the key and the known keys, but no value: it may be a misplaced secret."""
     config.write_text(f'url = "file:///x"\n{key} = "hush-hush"\n')
@@ -55,24 +53,22 @@ def test_N9_unknown_keys_are_errors(config: Path, key: str) -> None:
     assert "hush" not in str(refused.value)
 
 
-@pytest.mark.parametrize("table", ["[diesel]\nurl = 'x'", "[[url]]\na = 1", "url.a = 'x'"])
+@each_row("table", ["[diesel]\nurl = 'x'", "[[url]]\na = 1", "url.a = 'x'"])
 def test_N9_tables_are_errors(config: Path, table: str) -> None:
     config.write_text(f"{table}\n")
     with pytest.raises(ConfigError):
         load_settings({}, {})
 
 
-@pytest.mark.parametrize(
-    "value", ["1", "1.5", "true", "nan", "2026-01-01", "['file:///x']", "{ a = 'x' }", "[]"]
-)
-@pytest.mark.parametrize("key", ["url", "user", "key_file"])
+@each_row("value", ["1", "1.5", "true", "nan", "2026-01-01", "['file:///x']", "{ a = 'x' }", "[]"])
+@each_row("key", ["url", "user", "key_file"])
 def test_N9_wrong_types_are_errors(config: Path, key: str, value: str) -> None:
     config.write_text(f"{key} = {value}\n")
     with pytest.raises(ConfigError, match=f"{key} must be a string"):
         load_settings({}, {})
 
 
-@pytest.mark.parametrize(
+@each_row(
     "data",
     [
         b"url",
@@ -86,7 +82,6 @@ def test_N9_wrong_types_are_errors(config: Path, key: str, value: str) -> None:
         b"\xff\xfeu\0r\0l\0",
         b"url = " + b"[" * 100_000,
     ],
-    ids=lambda data: repr(data[:20]),
 )
 def test_N9_bytes_that_are_not_toml_are_an_error(config: Path, data: bytes) -> None:
     config.write_bytes(data)

@@ -21,6 +21,7 @@ from diesel_fs.cache.tiers import ChunkKey
 from diesel_fs.errors import ConflictError, NoSpaceError, PermissionDenied
 from diesel_fs.storage.objects.folder import FolderStore
 from diesel_fs.storage.objects.store import StoreWrapper
+from tests.rows import each_row
 
 from ..small_disks import remount, small_disk
 from .disk_tier import Chunks, content_of, counted, file_of, files, idle, put, tier_at
@@ -281,11 +282,12 @@ def test_J1_a_twentieth_of_the_disk_stays_free(
 # What goes wrong
 
 
-@pytest.mark.parametrize("way", ["find", "load"])
-@pytest.mark.parametrize("damage", ["empty", "short", "long", "flipped", "zeros", "foreign"])
+@each_row("way", ["find", "load"])
+@each_row("damage", ["empty", "short", "long", "flipped", "zeros", "foreign"])
 def test_J6_damage_that_a_crash_left_is_not_served(
-    damage: str, way: str, place: Path, chunks: Chunks, caplog: pytest.LogCaptureFixture
+    damage: str, way: str, tmp_path: Path, chunks: Chunks, caplog: pytest.LogCaptureFixture
 ) -> None:
+    place = prepare_cache_folder(tmp_path / "cache")
     key, other = list(chunks)[:2]
     put(tier_at(place), key, chunks[key])
     content = bytearray(chunks[key])

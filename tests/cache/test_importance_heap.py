@@ -10,6 +10,7 @@ from diesel_fs.cache import importance
 from diesel_fs.cache.importance import JOBS_MAX, SILENT_TELLS, ImportanceHeap, JobImportances
 from diesel_fs.errors import UsageError
 from tests.examples import examples
+from tests.rows import each_row
 
 COUNT = 40
 ENTRIES = st.lists(st.integers(0, COUNT - 1), unique=True, max_size=COUNT)
@@ -131,7 +132,7 @@ def test_a_fifth_is_of_high_importance() -> None:
     assert heap.least(9, high=True).tolist() == [2]
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, -1e-9])
+@each_row("bad", [np.nan, np.inf, -np.inf, -1e-9])
 def test_bad_importances_are_refused_whole(bad: float) -> None:
     heap = ImportanceHeap(COUNT)
     heap.insert(row([1, 2]))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.rows import each_row
 from tests.trees import write
 
 from .conftest import Dlcmd
@@ -257,7 +258,7 @@ def test_recover_names_chunks_that_it_cannot_read(dlcmd: Dlcmd, pets: Path) -> N
     assert "4 problems found" in result.err  # the chunk, and each of its files
 
 
-@pytest.mark.parametrize(
+@each_row(
     "name", ["../other", "a/b", "-rf", "", "a" * 300, "%2e%2e", ".", "a b", "pets\n", "\u0661"]
 )
 def test_M9_bad_names_are_refused_before_anything_is_made(

@@ -17,6 +17,7 @@ from diesel_fs.forecast.reads import Files
 from diesel_fs.format.snapshot.reader import Indices, Snapshot
 from diesel_fs.repository.local import LocalRepository
 from dlcmd.planning import Comparison, compare
+from tests.rows import each_row
 from tests.trees import write
 
 from .conftest import Dlcmd
@@ -167,7 +168,7 @@ def test_an_order_can_be_given(dlcmd: Dlcmd, view: Snapshot, tmp_path: Path) -> 
     assert "cannot read" in dlcmd(*arguments[:-1], tmp_path / "absent", code=2).err
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("words", "problem"),
     [
         (("--nodes", "0"), "bad number of nodes 0"),

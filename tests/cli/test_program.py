@@ -14,6 +14,7 @@ import pytest
 import diesel_fs
 from diesel_fs.errors import BusyError
 from dlcmd import main
+from tests.rows import each_row
 from tests.trees import write
 
 from .conftest import Dlcmd, program_environment
@@ -94,7 +95,7 @@ def test_without_a_verb_it_prints_its_help(dlcmd: Dlcmd) -> None:
         assert result.err.strip() == dlcmd(*words, "--help").out.decode().strip()
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("word", "meant"),
     [("list", "ls"), ("unmount", "umount"), ("mout", "mount"), ("remove", "rm")],
 )
@@ -126,7 +127,7 @@ def test_a_path_in_the_place_of_a_dataset_is_an_error_that_shows_the_order(
     assert not dlcmd.store.exists()
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("error", "code", "words"),
     [
         (KeyError("x"), 1, "unexpected KeyError: 'x'; this is a bug; -v shows where"),
@@ -187,7 +188,7 @@ def test_verbose_prints_a_traceback_only_for_a_bug(
     assert "unexpected KeyError" in dlcmd("ls", code=1).err
 
 
-@pytest.mark.parametrize("name", sorted({*main.VERBS, *commands()}))
+@each_row("name", sorted({*main.VERBS, *commands()}))
 def test_help_has_examples_and_the_global_options(dlcmd: Dlcmd, name: str) -> None:
     result = dlcmd(*name.split(), "--help").out.decode()
     assert f"dlcmd {name} " in result.partition("Example")[2]
@@ -263,9 +264,7 @@ def test_put_runs_with_stdout_closed(dlcmd: Dlcmd, tmp_path: Path) -> None:
     assert dlcmd("ls", "pets").out == b"a\n"
 
 
-@pytest.mark.parametrize(
-    "url", ["file:///data#2", "file:///data#", "file://[x", "file:///a%00b", "file:///%ff"]
-)
+@each_row("url", ["file:///data#2", "file:///data#", "file://[x", "file:///a%00b", "file:///%ff"])
 def test_a_bad_url_is_refused(dlcmd: Dlcmd, url: str) -> None:
     result = dlcmd("--url", url, "ls", code=2)
     assert "bad repository URL" in result.err

@@ -12,6 +12,7 @@ import pytest
 from diesel_fs.errors import NotFoundError, UsageError
 from diesel_fs.mounts.options import MountRequest
 from diesel_fs.mounts.source import MountSource
+from tests.rows import each_row
 
 from ..trees import facts, write
 from .conftest import Dlcmd
@@ -56,7 +57,7 @@ def test_kept_versions_are_listed_and_read(filled: Dlcmd, tmp_path: Path) -> Non
     assert "stale" in filled("load-meta", tmp_path / "old.snapshot").out.decode()
 
 
-@pytest.mark.parametrize(
+@each_row(
     "words",
     [
         ("put", "src", "pets@5"),
@@ -76,9 +77,9 @@ def test_kept_versions_are_listed_and_read(filled: Dlcmd, tmp_path: Path) -> Non
     ],
 )
 def test_verbs_that_write_refuse_a_version(
-    filled: Dlcmd, words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    filled: Dlcmd, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(filled.store.parent)
     filled(*words, code=2)
     assert filled("cat", "pets/c").out == b"newer"
 

@@ -16,6 +16,7 @@ import pytest
 
 from dlcmd.output import count_text
 from dlcmd.progress import progress_json
+from tests.rows import each_row
 from tests.trees import facts, odd_tree, write
 
 from ..waiting import wait_until
@@ -280,7 +281,7 @@ def test_entries_that_cannot_be_put_are_named_and_the_rest_is_put(
     assert dlcmd("ls", "pets").out == b"a\n"
 
 
-@pytest.mark.parametrize(
+@each_row(
     "arguments",
     [
         ["--chunk-size", "0"],
@@ -308,7 +309,7 @@ def test_I13_bad_values_of_options_are_usage_errors(
     dlcmd("put", "--chunk-size", "64k", "--jobs", "1", source, "pets")
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("words", "code", "complaint"),
     [
         ([], 2, "SRC and DATASET"),
@@ -366,7 +367,7 @@ def test_archives_are_put_by_path_glob_and_folder(dlcmd: Dlcmd, tmp_path: Path) 
     assert dlcmd("put", "-n", "--unpack", folder, "other").out.startswith(b"would put 3 entries")
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("arguments", "code", "said"),
     [
         (["pets"], 2, "takes SRC... and DATASET"),

@@ -111,7 +111,7 @@ def test_statistics_show_what_readers_waited_for() -> None:
     assert "  rank 0 python: 1,234 requests, waited 2.5 s" in shown
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("words", "message"),
     [
         ([], "is no mount of a dataset: nothing is mounted there"),

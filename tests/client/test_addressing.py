@@ -14,6 +14,7 @@ from diesel_fs.client.dataset import Dataset, connect
 from diesel_fs.errors import ConflictError, NoSuchPath, NotFoundError, UsageError
 from diesel_fs.format.entries import Kind
 from diesel_fs.urls import parse_url
+from tests.rows import each_row
 
 CONTENTS = {f"d{i % 3}/f{i:02}": b"content %d" % i * (i + 1) for i in range(30)}
 
@@ -72,7 +73,7 @@ def test_an_index_to_delete_is_of_the_version_that_was_shown(url: str) -> None:
         assert len(dataset) == len(CONTENTS)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "name",
     [
         *("list", "tuple", "iterator", "array of text", "array of bytes", "path objects"),
@@ -112,7 +113,7 @@ def test_no_entries_give_no_contents(url: str) -> None:
             assert len(dataset.stat_many(empty)) == 0
 
 
-@pytest.mark.parametrize("missing", ["nowhere", b"d1/x", 10**6, -1, 2**70, np.int64(34)])
+@each_row("missing", ["nowhere", b"d1/x", 10**6, -1, 2**70, np.int64(34)])
 def test_every_call_raises_the_same_error_for_a_missing_entry(url: str, missing: EntryKey) -> None:
     """The error is a FileNotFoundError, too, which programs expect of files."""
     with connect("ds", url) as dataset:
@@ -128,7 +129,7 @@ def test_every_call_raises_the_same_error_for_a_missing_entry(url: str, missing:
                 many([missing])  # type: ignore[arg-type]  # a path or an index
 
 
-@pytest.mark.parametrize("bad", ["/d1/f01", "d1//f01", "d1/", "./d1", "\ud8ff", 1.5, None, [1]])
+@each_row("bad", ["/d1/f01", "d1//f01", "d1/", "./d1", "\ud8ff", 1.5, None, [1]])
 def test_every_call_refuses_a_bad_path_or_index(url: str, bad: EntryKey) -> None:
     with connect("ds", url) as dataset:
         for call in (dataset.get, dataset.stat, dataset.ls, dataset.delete):
@@ -139,7 +140,7 @@ def test_every_call_refuses_a_bad_path_or_index(url: str, bad: EntryKey) -> None
                 many([bad])  # type: ignore[arg-type]  # it is bad
 
 
-@pytest.mark.parametrize(
+@each_row(
     "mixed", [["d1/f01", 3], [3, "d1/f01"], "d1/f01", b"d1/f01", np.zeros((2, 2), int), [True]]
 )
 def test_paths_and_indices_cannot_be_mixed(url: str, mixed: list[int]) -> None:
@@ -212,7 +213,7 @@ def test_a_kept_version_is_read_only(url: str, before: int) -> None:
         assert dataset.get("d0/f00") == b"changed"
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("text", "error"),
     [
         ("ds@", UsageError),

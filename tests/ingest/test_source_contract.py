@@ -30,6 +30,7 @@ from diesel_fs.ingest import (
     TarSource,
 )
 from diesel_fs.repository.local import LocalRepository
+from tests.rows import each_row
 
 from ..datasets import file_contents
 from ..trees import write
@@ -207,8 +208,8 @@ def test_nothing_is_put_into_the_mounts_own_folder(
     assert repository.datasets() == []
 
 
-@pytest.mark.parametrize("checksum", [False, True])
-@pytest.mark.parametrize("path", ["folder", "file/below", "file/far/below"])
+@each_row("checksum", [False, True])
+@each_row("path", ["folder", "file/below", "file/far/below"])
 def test_without_delete_files_and_folders_do_not_replace_each_other(
     repository: LocalRepository, put_one: PutOne, path: str, checksum: bool
 ) -> None:
@@ -366,8 +367,8 @@ def test_the_mounts_own_folder_is_left_out_of_a_source(
     assert put_many(source, b"in").failed == []
 
 
-@pytest.mark.parametrize("kind", ["folder", "file", "tar", "bucket"])
-@pytest.mark.parametrize("dry_run", [False, True])
+@each_row("kind", ["folder", "file", "tar", "bucket"])
+@each_row("dry_run", [False, True])
 def test_a_source_that_is_missing_leaves_no_dataset(
     repository: LocalRepository, tmp_path: Path, kind: str, dry_run: bool
 ) -> None:

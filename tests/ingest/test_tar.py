@@ -22,6 +22,7 @@ from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.ingest import FolderSource, PutOptions, PutReport, TarSource
 from diesel_fs.ingest.sources.members import hard_link_origins
 from diesel_fs.repository.local import LocalRepository
+from tests.rows import each_row
 from tests.trees import odd_tree
 
 Entry = tuple[str, bytes | tarfile.TarInfo]
@@ -205,7 +206,7 @@ def test_times_are_exact(repository: LocalRepository, text: str, mtime_ns: int) 
     assert view.stat(view.lookup(b"a")).mtime_ns == mtime_ns
 
 
-@pytest.mark.parametrize("text", ["nan", "inf", "1e999999999", "9" * 30, "-1e400"])
+@each_row("text", ["nan", "inf", "1e999999999", "9" * 30, "-1e400"])
 def test_times_that_are_none_are_refused(repository: LocalRepository, text: str) -> None:
     info = of_type(tarfile.DIRTYPE)
     info.pax_headers = {"mtime": text}
@@ -295,9 +296,7 @@ def test_damage_inside_is_not_the_end(repository: LocalRepository) -> None:
     assert b"x" in contents(repository)
 
 
-@pytest.mark.parametrize(
-    "data", [b"", b"x", b"no tar" * 1000, b"\x1f\x8b", gzip.compress(b"x" * 999, mtime=0)]
-)
+@each_row("data", [b"", b"x", b"no tar" * 1000, b"\x1f\x8b", gzip.compress(b"x" * 999, mtime=0)])
 def test_what_is_no_tar_is_refused(repository: LocalRepository, data: bytes) -> None:
     with pytest.raises(UsageError, match="the input is no tar"):
         put(repository, data)
@@ -336,7 +335,7 @@ LONG = {
 }
 
 
-@pytest.mark.parametrize("name", LONG)
+@each_row("name", LONG)
 def test_M10_a_header_is_not_read_into_memory_whole(repository: LocalRepository, name: str) -> None:
     kind, body, repeat = LONG[name]
     data = bomb(kind, body, repeat)

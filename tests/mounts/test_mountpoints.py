@@ -18,6 +18,7 @@ from diesel_fs.mounts.sessions.session import mount_options
 from diesel_fs.peers.options import TaskOptions
 from diesel_fs.settings import state_folder
 from tests.mounts.conftest import PROGRAM, mounting, request_for
+from tests.rows import each_row
 from tests.unprivileged_user import USER, as_user, module_path, needs_root, user_python
 
 pytestmark = pytest.mark.fuse
@@ -85,7 +86,7 @@ def test_H20_a_mount_point_may_be_a_relative_path_or_a_link(
     assert mounted_at(str(tmp_path / "real")) is None
 
 
-@pytest.mark.parametrize("dataset", ["a,allow_other", "a\\,b", "x y", "-o", "../x", ""])
+@each_row("dataset", ["a,allow_other", "a\\,b", "x y", "-o", "../x", ""])
 def test_H20_S16_a_dataset_name_becomes_no_option(dataset: str) -> None:
     with pytest.raises(UsageError):
         mount_options(dataset, 1)

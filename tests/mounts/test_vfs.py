@@ -22,6 +22,7 @@ from diesel_fs.mounts.attributes import (
 from diesel_fs.mounts.dot_diesel import HiddenFile
 from diesel_fs.mounts.vfs import MountHooks, Vfs
 from tests.mounts.folder_dataset import FolderReader, snapshot_of
+from tests.rows import each_row
 
 MANY = 1034
 
@@ -75,7 +76,7 @@ def test_a_node_is_the_index_and_one(vfs: Vfs) -> None:
     assert vfs.link_target(vfs.lookup(ROOT, b"link").node) == b"a"
 
 
-@pytest.mark.parametrize("node", [0, -1, 99_999, HIDDEN_ROOT - 1, HIDDEN_ROOT + 9, 1 << 63])
+@each_row("node", [0, -1, 99_999, HIDDEN_ROOT - 1, HIDDEN_ROOT + 9, 1 << 63])
 def test_an_unknown_node_is_stale(vfs: Vfs, node: int) -> None:
     for call in (vfs.attributes, lambda node: vfs.read_nowait(node, 0, 1)):
         with pytest.raises(FuseErrno) as raised:

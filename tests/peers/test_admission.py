@@ -12,6 +12,7 @@ from diesel_fs.cache.admission import OVERHEAD_FRACTION, SkiRentalAdmission
 from diesel_fs.cache.policy import POLICIES
 from diesel_fs.cache.read_through import ReadCostModel
 from diesel_fs.peers.node_cache import NodeCache
+from tests.rows import each_row
 
 from .node_caches import ChunkSource, make_cache, run_and_close_cache, run_inline
 
@@ -85,7 +86,7 @@ def weighted(weights: npt.NDArray[np.float64], reads: int) -> Order:
 
 
 @EVERY
-@pytest.mark.parametrize("fits", [0.25, 0.5, 0.8])
+@each_row("fits", [0.25, 0.5, 0.8])
 def test_uniform_reads_hit_as_much_as_fits(policy: str, fits: float) -> None:
     chunks = 200
     found = Simulated(policy, chunks, int(chunks * fits), 8)
@@ -119,8 +120,8 @@ def test_random_epochs_of_which_half_fits_cost_little_more_than_half(policy: str
 
 
 @EVERY
-@pytest.mark.parametrize("files", [1, 2, 3, 4, 8, 64])
-@pytest.mark.parametrize("order", [epochs, in_a_circle])
+@each_row("files", [1, 2, 3, 4, 8, 64])
+@each_row("order", [epochs, in_a_circle])
 def test_a_dataset_slightly_larger_than_the_cache_never_costs_more_than_no_cache(
     policy: str, files: int, order: Callable[[int, int], Order]
 ) -> None:

@@ -22,6 +22,7 @@ from diesel_fs.peers.options import (
     chunk_policy,
     option_specs,
 )
+from tests.rows import each_row
 
 SECRET = "canary-71aa-and-long-enough"  # noqa: S105  # of these tests alone
 
@@ -82,8 +83,8 @@ BAD = [
 WITHOUT_A_TASK = ["rank", "world", "peers", "listen", "advertise", "task_key", "peer_tls"]
 
 
-@pytest.mark.parametrize("call", ["connect", "mount"])
-@pytest.mark.parametrize(("words", "said"), UNKNOWN + BAD)
+@each_row("call", ["connect", "mount"])
+@each_row(("words", "said"), UNKNOWN + BAD)
 def test_unknown_and_bad_arguments_are_named(
     calls: dict[str, Call], call: str, words: dict[str, object], said: str
 ) -> None:
@@ -102,8 +103,8 @@ def test_memory_sizes_must_be_numbers(calls: dict[str, Call]) -> None:
         calls["mount"](memory_bytes="1G")
 
 
-@pytest.mark.parametrize("call", ["connect", "mount"])
-@pytest.mark.parametrize("word", WITHOUT_A_TASK)
+@each_row("call", ["connect", "mount"])
+@each_row("word", WITHOUT_A_TASK)
 def test_arguments_about_a_task_need_one(calls: dict[str, Call], call: str, word: str) -> None:
     numbers = {"rank": 0, "world": 2, "peers": "a:1", "peer_tls": True}
     with pytest.raises(UsageError, match=f"^{word} is about a task; say which, by task$"):

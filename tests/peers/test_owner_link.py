@@ -359,8 +359,8 @@ def test_late_answers_are_skipped_and_the_link_goes_on(one: bool) -> None:
         assert link.counts["connections"] == 1
 
 
-@each_row("one", [False, True])
-@each_row("begun", [0, 5, 40])
+@pytest.mark.parametrize("one", [False, True])
+@pytest.mark.parametrize("begun", [0, 5, 40])
 def test_F3_an_answer_that_trickles_is_late(one: bool, begun: int) -> None:
     """The time limit is one for the whole answer: each byte that comes does not make a new one."""
 

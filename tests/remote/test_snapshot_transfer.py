@@ -24,6 +24,7 @@ from diesel_fs.remote.snapshot_transfer import (
     SnapshotAssembler,
 )
 from diesel_fs.repository.local import LocalRepository
+from tests.rows import each_row
 
 from ..trees import write
 
@@ -110,8 +111,8 @@ def test_pieces_of_old_versions_are_removed(
     assert [int(name.split("-")[1][:16], 16) for name in names] == [9, 10]
 
 
-@pytest.mark.parametrize("at", [0, 5000, -1, -20, -60])
-@pytest.mark.parametrize("how", ["flip", "cut", "empty"])
+@each_row("at", [0, 5000, -1, -20, -60])
+@each_row("how", ["flip", "cut", "empty"])
 def test_J6_a_damaged_file_is_made_again(at: int, how: str, tmp_path: Path, view: Snapshot) -> None:
     pieces = CompressedSnapshots(tmp_path / "pieces")
     list(pieces.pieces(view))
@@ -167,7 +168,7 @@ def block(content: bytes) -> bytes:
     return packed
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("raw_bytes", "stored"),
     [
         (0, block(b"")),

@@ -138,7 +138,7 @@ def test_exports_are_imported(administration: Administration, table: MemoryTable
     assert table.accounts == before
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("text", "error"),
     [
         (b"", DieselError),
@@ -315,7 +315,7 @@ def test_two_administrators_cannot_remove_each_other(
 # What a client may send
 
 
-@pytest.mark.parametrize(
+@each_row(
     "message",
     [
         {"do": "set_user"},

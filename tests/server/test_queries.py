@@ -33,6 +33,7 @@ from diesel_fs.net.client_connection import Answer
 from diesel_fs.remote.repository import RemoteSnapshots
 from diesel_fs.repository.local import LocalRepository
 from diesel_server import queries as asking
+from tests.rows import each_row
 
 from .in_process_server import ChunkMaker, InProcessServer, link_of, read
 from .in_process_server import filled as filled
@@ -298,7 +299,7 @@ def fetched(link: LyingLink, identity: UUID) -> Snapshot:
     return RemoteSnapshots(cast(RpcClient, link)).current(identity)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "damaged",
     [
         lambda view: view[:-1],

@@ -37,6 +37,7 @@ from diesel_fs.repository.validation import CLOCK_ALLOWANCE_S, PUT_WINDOW_S, bat
 from diesel_fs.storage.accounts.account import Account, Role
 from diesel_server.directory import Directory
 from diesel_server.head_cache import HeadCache
+from tests.rows import each_row
 
 from ..repository.purge.purged import read_all
 from .in_process_server import KEY, ChunkMaker, InProcessServer, link_of, read
@@ -97,7 +98,7 @@ def request(do: str, name: str, identity: UUID) -> Message:
 
 
 @pytest.mark.parametrize("do", NEEDED)
-@pytest.mark.parametrize("role", list(Role))
+@each_row("role", list(Role))
 def test_S10_every_request_needs_its_role(filled: InProcessServer, do: str, role: Role) -> None:
     """Who may not read a dataset is told what he is told of one that is not there."""
     identity = filled.store.dataset("ds").identity
@@ -123,7 +124,7 @@ def test_S10_every_request_needs_its_role(filled: InProcessServer, do: str, role
     assert hidden.value.message == words
 
 
-@pytest.mark.parametrize("do", [do for do in NEEDED if do != "begin"])
+@each_row("do", [do for do in NEEDED if do != "begin"])
 def test_no_error_tells_where_the_store_is(server: InProcessServer, do: str) -> None:
     with pytest.raises(NoSuchDataset) as error:
         list(link_of(server.admin).stream(request(do, "no", uuid4())))
@@ -166,7 +167,7 @@ def test_S10_a_chunk_of_another_dataset_cannot_be_read(filled: InProcessServer) 
         read(reader, filled.store.dataset("ds").identity, chunk, 10)
 
 
-@pytest.mark.parametrize("token", ["purge", "policy", "../x", "0" * 31, "G" * 32, "0" * 64])
+@each_row("token", ["purge", "policy", "../x", "0" * 31, "G" * 32, "0" * 64])
 def test_S10_a_lease_has_a_token_of_32_hex_digits(filled: InProcessServer, token: str) -> None:
     identity = filled.store.dataset("ds").identity
     with pytest.raises(UsageError):

@@ -24,6 +24,7 @@ from diesel_fs.repository.local import LocalRepository
 from diesel_fs.storage.objects.folder import FolderStore
 from diesel_fs.torch.fsspec import DieselFileSystem
 from tests.examples import examples
+from tests.rows import each_row
 from tests.server.certificates import Authority
 from tests.server.program import Server, new_repository
 from tests.trees import write
@@ -179,7 +180,7 @@ def test_the_root_lists_the_datasets(fs: DieselFileSystem, url: str, source: Pat
         fs.open("")
 
 
-@pytest.mark.parametrize(
+@each_row(
     "path",
     [
         *("pets/none", "pets/train/cat/1.jpg/below", "other/x", "other", "-bad/x", "pets@17/x"),
@@ -445,7 +446,7 @@ WRITES: dict[str, Callable[[DieselFileSystem], object]] = {
 }
 
 
-@pytest.mark.parametrize("way", WRITES)
+@each_row("way", WRITES)
 def test_writing_is_refused(fs: DieselFileSystem, way: str) -> None:
     before = fs.find("pets")
     with pytest.raises(OSError, match="read-only; write with `dlcmd put`") as error:
@@ -519,7 +520,7 @@ def test_a_server_with_tls(tmp_path: Path, source: Path, monkeypatch: pytest.Mon
         fs.close()
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("protocol", "path"),
     [("diesel", "h:x/pets/a"), ("diesel", ":1/pets"), ("diesel+tls", "pets/a"), ("diesel+tls", "")],
 )

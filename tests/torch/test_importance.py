@@ -404,7 +404,7 @@ def test_a_bad_state_changes_nothing(
     assert list(sampler) == before
 
 
-@each_row("local_worlds", ["", "111", "122"])
+@pytest.mark.parametrize("local_worlds", ["", "111", "122"])
 def test_ranks_agree_on_what_each_has_measured(url: str, tmp_path: Path, local_worlds: str) -> None:
     """Also on several nodes, of which some may have more ranks than others."""
     program = Path(__file__).with_name("importance_ranks.py")

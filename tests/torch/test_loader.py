@@ -24,7 +24,6 @@ from diesel_fs.torch import AutoDataLoader, ChunkShuffleSampler, DieselDataset
 from diesel_fs.torch.workers import Measured
 from tests.cli.conftest import is_running
 from tests.examples import examples
-from tests.rows import each_row
 from tests.trees import write
 
 from .stores import packed
@@ -117,8 +116,8 @@ def options(kind: str) -> dict[str, object]:
 KINDS = ["random", "own generator", "weighted", "in place", "batches", "no batches"]
 
 
-@each_row("persistent", [False, True])
-@each_row("kind", KINDS)
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
 def test_it_is_a_stock_loader_while_the_number_stays(kind: str, persistent: bool) -> None:
     """To the random numbers of the workers."""
     workers = {
@@ -260,7 +259,7 @@ def first_bytes(rows: list[tuple[bytes, int]]) -> list[int]:
     return [content[0] for content, _ in rows]
 
 
-@each_row("workers", range(3))
+@pytest.mark.parametrize("workers", range(3))
 def test_it_counts_what_the_loop_has_received(pets: DieselDataset, workers: int) -> None:
     pets.loader = bytes
 

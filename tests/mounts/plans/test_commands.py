@@ -159,7 +159,7 @@ ENTRIES = pack_entries([1, 2])
 LONG: list[Value] = [drawn(epoch=each, seed=1) for each in range(9)]
 
 
-@pytest.mark.parametrize(
+@each_row(
     "changed",
     [
         {"do": 3}, {"do": "missed"}, {"do": "announce "}, {"stream": 1}, {"stream": ""},
@@ -200,13 +200,13 @@ def test_N3_bad_messages_are_refused_and_change_nothing(bench: Bench, changed: M
     assert bench.settle() == []
 
 
-@pytest.mark.parametrize("importance", [float("nan"), float("inf"), -1.0, "1", None, True])
+@each_row("importance", [float("nan"), float("inf"), -1.0, "1", None, True])
 def test_N3_an_importance_is_a_finite_number(bench: Bench, importance: Value) -> None:
     with pytest.raises(UsageError):
         bench.ask(do="value", **OF_VERSION, **ENTRIES, importance=importance)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("change", "match"),
     [
         ({"importances": floats(1, float("nan"))}, "bad importance nan"),
@@ -221,9 +221,8 @@ def test_N3_an_importance_is_a_finite_number(bench: Bench, importance: Value) ->
         ({"version": 10**6}, "version"),
     ],
 )
-def test_N3_a_hostile_list_of_importances_changes_nothing(
-    bench: Bench, change: Message, match: str
-) -> None:
+def test_N3_a_hostile_list_of_importances_changes_nothing(change: Message, match: str) -> None:
+    bench = Bench()
     files = SNAPSHOT.files()[:2]
     good: Message = {
         "do": "value", **OF_VERSION, **pack_entries(files), "importances": floats(1, 2),

@@ -34,6 +34,7 @@ from diesel_fs.net.messages import LENGTH
 from diesel_fs.settings import runtime_folder
 from tests.mounts import slow_daemon
 from tests.mounts.observed import current_stats, mounted
+from tests.rows import each_row
 
 pytestmark = pytest.mark.fuse
 
@@ -430,7 +431,7 @@ def test_a_socket_with_a_long_path_can_be_used(
 
 
 @pytest.mark.only_session("native")
-@pytest.mark.parametrize(
+@each_row(
     "frames",
     [
         [b"GET / HTTP/1.1\r\n\r\n"],
@@ -493,7 +494,7 @@ def test_a_frame_that_is_too_long_is_not_waited_for(at: Path, hello: bytes) -> N
 
 
 @pytest.mark.only_session("native")
-@pytest.mark.parametrize(
+@each_row(
     "message",
     [
         {"do": "end"}, {"do": "begin"}, {"do": "missed", "entries": b""}, {"do": 1}, {},

@@ -23,6 +23,7 @@ from diesel_fs.mounts.prefetch_worker import planner_for
 from diesel_fs.net.messages import LENGTH, Message, frame, unpack
 from tests.examples import examples
 from tests.mounts.plans.test_commands import NAMES, OF_VERSION, SNAPSHOT, VALUES, announce
+from tests.rows import each_row
 
 DEADLINE_S = 20.0
 
@@ -161,7 +162,7 @@ def test_any_message_has_one_answer(folder: Path, message: Message) -> None:
     Fuzzed(folder).talk(talk)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@each_row("seed", range(60))
 def test_changed_bytes_of_a_plan_are_answered_or_end_the_connection(
     folder: Path, seed: int
 ) -> None:

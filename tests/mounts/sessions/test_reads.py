@@ -14,6 +14,7 @@ import pytest
 
 from tests.mounts.conftest import LiveMount, mounting
 from tests.mounts.observed import fresh_stats, log_of
+from tests.rows import each_row
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.fuse
@@ -49,7 +50,7 @@ def errno_of(path: Path) -> int:
     return 0
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@each_row("fault", FAULTS)
 def test_H5_a_fault_in_a_read_is_EIO_and_a_log_line(faulty: LiveMount, fault: str) -> None:
     """The log names dataset, path and chunk."""
     assert errno_of(faulty.at / fault) == errno.EIO
@@ -61,7 +62,7 @@ def test_H5_a_fault_in_a_read_is_EIO_and_a_log_line(faulty: LiveMount, fault: st
         assert "chunk -" in lines[0]
 
 
-@pytest.mark.parametrize(
+@each_row(
     "fault",
     "KeyError OSError MemoryError RuntimeError Cancelled ExceptionGroup SystemExit".split(),
 )

@@ -16,6 +16,7 @@ import pytest
 
 from tests.mounts.conftest import ODD_NAMES, LiveMount, mounting
 from tests.mounts.observed import fresh_stats
+from tests.rows import each_row
 
 pytestmark = pytest.mark.fuse
 
@@ -63,7 +64,7 @@ def test_tar_reads_a_mount(tree: LiveMount, tmp_path: Path) -> None:
         assert len(tar.getmembers()) == len(list(everything_below(tree.source)))
 
 
-@pytest.mark.parametrize("name", ODD_NAMES, ids=lambda name: ascii(name)[:20])
+@each_row("name", ODD_NAMES)
 def test_H10_names_are_bytes(tree: LiveMount, name: bytes) -> None:
     """A name is a string of 1 to 255 bytes other than NUL and `/`; nothing folds or decodes it."""
     folder = os.path.join(os.fsencode(tree.at), b"odd")
@@ -136,7 +137,7 @@ def renameat2(old: Path, new: Path, flags: int) -> None:
         raise OSError(ctypes.get_errno(), "renameat2")
 
 
-@pytest.mark.parametrize("call", sorted(MODIFYING))
+@each_row("call", sorted(MODIFYING))
 def test_H7_every_change_is_refused(tree: LiveMount, call: str) -> None:
     """Every call that would change the tree fails with EROFS."""
     with pytest.raises(OSError, match=r".") as raised:

@@ -78,7 +78,7 @@ def test_C1_a_store_that_is_down_is_reported_soon() -> None:
     assert SECRET not in str(caught.value) + repr(caught.value)
 
 
-@each_row(
+@pytest.mark.parametrize(
     "url",
     ["redis://{0}", "redis+sentinel://{0},{1},{2},{3},{4}/main", "redis+cluster://{0},{1},{2}"],
 )

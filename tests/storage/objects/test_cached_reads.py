@@ -7,6 +7,7 @@ import pytest
 
 from diesel_fs.storage.objects import nowait_reads
 from diesel_fs.storage.objects.folder import FolderStore
+from tests.rows import each_row
 from tests.server.program import until
 
 CONTENT = os.urandom(300_000)
@@ -28,7 +29,7 @@ def read_nowait(store: FolderStore, name: str, start: int, size: int) -> bytes |
     return bytes(room) if store.read_nowait(name, start, room) else None
 
 
-@pytest.mark.parametrize("start", [0, 1, 4095, 4096, 200_000])
+@each_row("start", [0, 1, 4095, 4096, 200_000])
 def test_bytes_in_the_page_cache_are_read_at_once(store: FolderStore, start: int) -> None:
     assert read_nowait(store, NAME, start, 50_000) == CONTENT[start : start + 50_000]
 

@@ -10,11 +10,12 @@ from diesel_fs.storage.objects.cloud.location import (
     parse_bucket_url,
     resolve_access,
 )
+from tests.rows import each_row
 
 S3 = BucketLocation("s3", "bucket", "")
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("url", "place"),
     [
         ("s3://bucket", BucketLocation("s3", "bucket", "")),
@@ -30,7 +31,7 @@ def test_a_url_is_parsed_into_a_location(url: str, place: BucketLocation) -> Non
     assert parse_bucket_url(str(place)) == place
 
 
-@pytest.mark.parametrize(
+@each_row(
     "url",
     [
         "",
@@ -71,7 +72,7 @@ def test_keys_lie_below_the_prefix() -> None:
     assert BucketLocation("s3", "bucket", "a/b").key("DIESEL-STORE") == "a/b/DIESEL-STORE"
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("environ", "host", "plain_http"),
     [
         ({}, "s3.us-east-1.amazonaws.com", False),
@@ -92,7 +93,7 @@ def test_plain_http_is_used_only_for_an_http_endpoint(
     assert (access.host, access.plain_http) == (host, plain_http)
 
 
-@pytest.mark.parametrize(
+@each_row(
     "endpoint", ["minio:9000", "ftp://host", "https://", "https://me:hunter2@host", "http://h:x"]
 )
 def test_a_bad_endpoint_is_refused(endpoint: str) -> None:

@@ -14,6 +14,7 @@ from diesel_fs.errors import NoSpaceError
 from diesel_fs.format.entries import Bytes
 from diesel_fs.storage.objects.folder import FolderStore
 from diesel_fs.system.mountinfo import FileSystem, file_system_of
+from tests.rows import each_row
 
 NAME = "datasets/" + "ab" * 16 + "/chunks/aaaa/aaaa" + "0" * 18
 MIB = 1 << 20
@@ -113,11 +114,12 @@ def test_a_folder_linked_to_another_disk_follows_that_disks_file_system(
     assert writes.direct
 
 
-@pytest.mark.parametrize("code", [errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM])
-@pytest.mark.parametrize("size", SIZES)
+@each_row("code", [errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM])
+@each_row("size", SIZES)
 def test_a_file_system_without_direct_writes_works(
-    store: FolderStore, monkeypatch: pytest.MonkeyPatch, size: int, code: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, code: int
 ) -> None:
+    store = FolderStore.create(tmp_path / "store")
     pretend_file_system("xfs", monkeypatch)
     real = fcntl.fcntl
 

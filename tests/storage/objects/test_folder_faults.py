@@ -18,6 +18,7 @@ from diesel_fs.errors import (
 )
 from diesel_fs.format.entries import Bytes
 from diesel_fs.storage.objects.folder import FolderStore
+from tests.rows import each_row
 from tests.small_disks import remount, small_disk
 
 DATASET = "datasets/" + "ab" * 16
@@ -185,7 +186,7 @@ def test_a_file_system_that_cannot_sync_folders_works(store: FolderStore, syncs:
     assert store.get(NAME) == b"something"
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("code", "expected"),
     [
         (errno.EACCES, PermissionDenied),

@@ -27,6 +27,7 @@ from diesel_fs.errors import (
 from diesel_fs.format.object_names import STORE_MARKER
 from diesel_fs.storage.objects.folder import FolderStore
 from diesel_fs.storage.objects.store import Leftover
+from tests.rows import each_row
 
 DATASET = "datasets/" + "ab" * 16
 CHUNKS = f"{DATASET}/chunks"
@@ -87,7 +88,7 @@ def test_several_processes_that_create_one_store_get_the_same(tmp_path: Path) ->
         assert len({store.store_id for store in made}) == 1
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("marker", "expected"),
     [
         (b"", CorruptError),

@@ -38,6 +38,7 @@ from diesel_fs.storage.objects.store import (
     parse_marker,
 )
 from tests.examples import examples
+from tests.rows import each_row
 from tests.storage.objects.faulty_store import Fault, FaultyStore
 from tests.storage.objects.s3_server import Server
 from tests.storage.objects.scripted_store import DATASET, LEASE, chunk
@@ -150,7 +151,7 @@ def test_the_marker_is_an_object_that_stays(store: ObjectStore) -> None:
     assert parse_marker(store.get(STORE_MARKER)) == store.store_id
 
 
-@pytest.mark.parametrize(
+@each_row(
     "name",
     [
         "",
@@ -385,7 +386,7 @@ PUBLIC = [name for name in vars(ObjectStore) if not name.startswith("_")]
 """The methods and flags of every object store."""
 
 
-@pytest.mark.parametrize("name", PUBLIC)
+@each_row("name", PUBLIC)
 def test_a_wrapper_forwards_each_method_and_flag(name: str) -> None:
     """A method or flag that was added to `ObjectStore` and forgotten in `StoreWrapper` fails."""
     member, inner = vars(ObjectStore)[name], Mock()

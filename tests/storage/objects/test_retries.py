@@ -19,6 +19,7 @@ from diesel_fs.errors import (
 from diesel_fs.storage.objects.folder import FolderStore
 from diesel_fs.storage.objects.retry import AttemptFailed, RetryClock, RetryingStore, RetryPolicy
 from diesel_fs.storage.objects.store import ObjectInfo, ObjectStore, ReadWrapper
+from tests.rows import each_row
 from tests.storage.objects.faulty_store import Fault, FaultyStore
 from tests.storage.objects.scripted_store import CHUNKS, LEASE, chunk
 
@@ -106,7 +107,7 @@ def test_a_store_that_asks_for_a_pause_gets_it(time: Time, folder: FolderStore) 
     assert time.slept == [5, 5]
 
 
-@pytest.mark.parametrize(
+@each_row(
     "error",
     [
         PermissionDenied("no"),
