@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from .cli.conftest import program_environment
+from .own_mounts import own_mounts
 from .test_house import FILES, TREE
 
 ELSEWHERE = {
@@ -210,7 +211,7 @@ def test_the_blocks_of_a_world_run(world: str, tmp_path: Path) -> None:
     programs = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment |= {"HOME": str(tmp_path), "PATH": programs}
     done = subprocess.run(
-        ["unshare", "--mount", "--net", "--pid", "--fork", "--kill-child", "--mount-proc",
+        [*own_mounts("--net", "--pid", "--fork", "--kill-child", "--mount-proc"),
          "bash", "-c", script],
         env=environment, cwd=tmp_path, text=True, capture_output=True, timeout=280, check=False,
     )  # fmt: skip

@@ -37,6 +37,7 @@ from dlcmd.doctor.probes import Emit, Probe, run_probes
 from dlcmd.main import run
 from tests.bench.control_group import control_group
 from tests.mounts.conftest import open_place as open_place
+from tests.own_mounts import own_mounts
 from tests.server.certificates import DAY, Authority
 from tests.server.fake_server import ThreadedServer
 from tests.server.program import Server, new_repository
@@ -51,18 +52,6 @@ from .conftest import Dlcmd, program_environment
 from .test_clocks import clock
 
 OUR_PATH = os.pathsep.join(filter(None, sys.path))
-
-FORGET_OTHERS = """
-import ctypes, os, re
-kept = os.fsencode(os.environ["KEEP"]) + b"/"
-for line in reversed(open("/proc/self/mountinfo", "rb").read().splitlines()):
-    if b" - fuse.diesel " in line or b" - erofs " in line:
-        at = re.sub(rb"\\\\([0-7]{3})", lambda each: bytes([int(each[1], 8)]), line.split(b" ")[4])
-        if not at.startswith(kept):
-            ctypes.CDLL(None).umount2(at, 2)
-"""
-"""Takes the mounts of datasets out of this namespace (by MNT_DETACH), except those in the folder
-$KEEP."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,15 +98,11 @@ def examined(
     """What the program says in a mount namespace of its own, after the commands `before`; `prefix`
     stands before the program."""
     command = [*prefix, python, "-m", "dlcmd", "doctor", "--json", *map(str, words)]
-    forget = shlex.join([sys.executable, "-I", "-c", FORGET_OTHERS])
-    script = f"set -e; {forget}\n{before}\nexec {shlex.join(command)}"
+    script = f"set -e\n{before}\nexec {shlex.join(command)}"
     done = subprocess.run(
-        ["unshare", "--mount", "--propagation", "private", "sh", "-c", script],
+        [*own_mounts("--propagation", "private", keep=keep), "sh", "-c", script],
         check=False, capture_output=True, timeout=60,
-        env={
-            **without_proxies(), "KEEP": str(keep), "PYTHONPATH": OUR_PATH,
-            **(environment or {}),
-        },
+        env={**without_proxies(), "PYTHONPATH": OUR_PATH, **(environment or {})},
     )  # fmt: skip
     assert done.stdout, done.stderr.decode()
     return parsed(done.returncode, done.stdout, done.stderr.decode())

@@ -14,6 +14,7 @@ from diesel_fs.errors import DieselError
 from diesel_fs.mounts import umount
 from diesel_fs.mounts.mountpoint import mounted_at
 from dlcmd.mount_stats import stats_lines
+from tests.own_mounts import own_mounts
 from tests.trees import facts, write
 from tests.unprivileged_user import needs_root
 from tests.waiting import wait_until
@@ -116,7 +117,7 @@ def test_a_machine_that_forbids_mounting_is_exit_code_12(
     (tmp_path / "dev").mkdir()
     around = ["setpriv", "--bounding-set=-sys_admin", "--"]
     if way == "the device is denied":
-        around = ["unshare", "--mount", "sh", "-c", NODEV, "sh", str(tmp_path / "dev")]
+        around = [*own_mounts(), "sh", "-c", NODEV, "sh", str(tmp_path / "dev")]
     done = subprocess.run(
         [*around, sys.executable, "-m", "dlcmd", "mount", "pets", tmp_path / "mnt"],
         env=program_environment(),

@@ -15,6 +15,7 @@ from click.testing import CliRunner
 
 from diesel_fs.errors import UsageError
 from dlcmd.mount_helper import dlcmd_options, mount_options, mount_program, split_options
+from tests.own_mounts import own_mounts
 from tests.trees import write
 from tests.unprivileged_user import needs_root
 from tests.waiting import wait_until
@@ -113,13 +114,15 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
         [sys.executable, "-m", "dlcmd", "-q", "put", source, "pets"], check=True, timeout=100,
         env=program_environment() | {"DIESEL_URL": (folder / "store").as_uri()},
     )  # fmt: skip
-    namespaces = ["--mount", "--pid", "--fork", "--kill-child"]
     # A temporary folder may lie on an overlay, which cannot be the upper folder of another one
     own = Path("/dev/shm") / f"diesel-test-{os.getpid()}"
     start = 'mount -t tmpfs none "$1" && cp -r "$2"/programs "$1" && exec sh -c "$3" sh "$1"'
     own.mkdir()
     with subprocess.Popen(
-        ["unshare", *namespaces, "sh", "-c", start, "sh", own, folder, SETUP],
+        [
+            *own_mounts("--pid", "--fork", "--kill-child"),
+            *("sh", "-c", start, "sh", own, folder, SETUP),
+        ],
         stdin=subprocess.DEVNULL,
     ) as process:
         try:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from diesel_fs.system.mountinfo import mounts
+from tests.own_mounts import own_mounts
 from tests.unprivileged_user import needs_root
 from tests.waiting import wait_until
 
@@ -85,11 +86,11 @@ def machine() -> Iterator[Machine]:
         pytest.skip("no systemd, no control groups of version 2, or no nsenter here")
     group = groups[0] / f"diesel-test-{os.getpid()}"
     group.mkdir()
-    namespaces = ["--mount", "--pid", "--fork", "--cgroup", "--uts", "--ipc", "--kill-child"]
+    inside = own_mounts("--pid", "--fork", "--cgroup", "--uts", "--ipc", "--kill-child")
     dlcmd = Path(sys.executable).with_name("dlcmd")
-    start = f'echo $$ >{group}/cgroup.procs; exec unshare "$@"'
+    start = f'echo $$ >{group}/cgroup.procs; exec "$@"'
     with subprocess.Popen(
-        ["sh", "-c", start, "sh", *namespaces, "sh", "-c", MACHINE, "sh", DEPLOY, dlcmd, SYSTEMD],
+        ["sh", "-c", start, "sh", *inside, "sh", "-c", MACHINE, "sh", DEPLOY, dlcmd, SYSTEMD],
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     ) as process:  # fmt: skip
         try:

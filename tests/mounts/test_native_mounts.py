@@ -18,6 +18,7 @@ from diesel_fs.mounts.processes import children_of, ends_within
 from diesel_fs.system import syscalls
 from tests.mounts.conftest import PROGRAM, LiveMount, mounting, request_for
 from tests.mounts.observed import is_gone
+from tests.own_mounts import own_mounts
 from tests.unprivileged_user import needs_root
 from tests.waiting import PATIENCE_S, wait_until
 
@@ -319,7 +320,10 @@ class Other:
 
     def __init__(self, at: Path) -> None:
         self.process = subprocess.Popen(
-            ["unshare", "--mount", "--propagation=slave", sys.executable, "-c", IN_ANOTHER, at],
+            [
+                *own_mounts("--propagation=slave", keep=at.parent),
+                *(sys.executable, "-c", IN_ANOTHER, at),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

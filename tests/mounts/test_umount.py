@@ -28,6 +28,7 @@ from diesel_fs.system.mountinfo import mounts
 from tests.mounts.conftest import mounting, request_for
 from tests.mounts.folder_daemon import WORKS_UNTIL
 from tests.mounts.folder_dataset import HANG
+from tests.own_mounts import own_mounts
 from tests.unprivileged_user import USER, as_user, module_path, needs_root, user_python
 from tests.waiting import PATIENCE_S, wait_until
 
@@ -95,7 +96,10 @@ IN_ANOTHER = """if True:
 def another_namespace(at: Path) -> Iterator["subprocess.Popen[str]"]:
     """A process in a mount namespace of its own, as in a container, which has the mount, too."""
     with subprocess.Popen(
-        ["unshare", "--mount", "--propagation=private", sys.executable, "-c", IN_ANOTHER, at],
+        [
+            *own_mounts("--propagation=private", keep=at.parent),
+            *(sys.executable, "-c", IN_ANOTHER, at),
+        ],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

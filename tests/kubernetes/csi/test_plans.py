@@ -12,6 +12,7 @@ import pytest
 
 import dlcmd
 from tests.cli.conftest import program_environment
+from tests.own_mounts import own_mounts
 from tests.unprivileged_user import USER, as_user, module_path, user_python
 
 from .conftest import put_files
@@ -49,7 +50,15 @@ def in_container(plugin: Plugin, target: Path, home: Path, script: str) -> tuple
     paths = os.pathsep.join([module_path(), str(Path(dlcmd.__file__).parents[1])])
     home.mkdir()
     os.chown(home, USER, USER)
-    words = ["unshare", "--mount", "sh", "-ec", CONTAINER, "sh", str(plugin.state), str(target)]
+    words = [
+        *own_mounts(keep=target.parent),
+        "sh",
+        "-ec",
+        CONTAINER,
+        "sh",
+        str(plugin.state),
+        str(target),
+    ]
     words += [*as_user(), python, "-m", "dlcmd", "run", "--", python, "-c", script]
     environment = {**program_environment(), "HOME": str(home), "PYTHONPATH": paths}
     for name in [each for each in environment if each.startswith("XDG_")]:

@@ -32,6 +32,7 @@ from tests.mounts.versions.followed_dataset import (
     begin,
     tried,
 )
+from tests.own_mounts import own_mounts
 from tests.unprivileged_user import needs_root
 from tests.waiting import PATIENCE_S, wait_until
 
@@ -241,7 +242,7 @@ def test_another_mount_namespace_switches_along_where_mounts_propagate(tmp_path:
     with bound(shared, shared):
         subprocess.run(["mount", "--make-shared", shared], check=True)
         prepared = begin(shared, "native")
-        command = ["unshare", "--mount", "--propagation", "slave", "sleep", "infinity"]
+        command = [*own_mounts("--propagation", "slave", keep=tmp_path), "sleep", "infinity"]
         with subprocess.Popen(command) as other:
             there = Path(f"/proc/{other.pid}/root{prepared.at}")
             try:
