@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 from types import FrameType
 
 from . import results
-from .cases import BENCHMARKS, UNTIMED, Benchmark, chosen
+from .benchmarks import BENCHMARKS, UNTIMED, Benchmark, chosen
 from .machine import described, is_busy, machine
 from .report import Json, Row, failed, table
 from .samples import say

@@ -20,13 +20,14 @@ import pytest
 
 from tests.server.program import until
 
-from . import memory, results, small_images
+from . import memory, results
 from .__main__ import lasting_rows
-from .cases import BENCHMARKS, accuracy, chosen, lobster, lrfu
+from .benchmarks import BENCHMARKS, chosen
 from .cases.training import OBJECTS
 from .control_group import control_group
 from .dlcmd import TREE
 from .epochs import random_order, whole_order
+from .experiments import accuracy, lobster, lrfu, small_images
 from .inputs import D4, Shape, make, tar_stream
 from .loops import run_loop, waiting_loop
 from .loops_program import LOOPS

@@ -37,7 +37,7 @@ def _passes(bench: Workbench, dlcmd: Dlcmd, by: str) -> dict[str, Measured]:
 
     def read() -> dict[str, float]:
         bench.warm_page_cache(dlcmd.store)
-        report = probes.run("read", dlcmd, D4.name, str(next(seeds)), by)
+        report = probes.run("probes.read", dlcmd, D4.name, str(next(seeds)), by)
         got = report["files"], report["sum"], report["bytes"]
         assert got == (D4.files, expected, D4.bytes), f"wrong contents were read: {got}"
         return {key: D4.files / report[key] for key in ("first_s", "second_s")}

@@ -84,7 +84,7 @@ class Serving:
 
     def clients(self, *arguments: str | int) -> dict[str, float]:
         """The figures of some clients (`probes/clients.py`)."""
-        return probes.run("clients", self.dlcmd, D4.name, *map(str, arguments))
+        return probes.run("probes.clients", self.dlcmd, D4.name, *map(str, arguments))
 
 
 @contextmanager
@@ -219,7 +219,9 @@ def _small(bench: Workbench, serving: Serving, bucket: str, keys: int, tier: str
     def objects(clients: int, count: int) -> dict[str, float]:
         peer = Dlcmd(serving.folder)
         peer.environment, peer.url = serving.dlcmd.environment, f"{bucket}/objects"
-        return probes.run("clients", peer, "-", "objects", str(clients), str(count), str(keys))
+        return probes.run(
+            "probes.clients", peer, "-", "objects", str(clients), str(count), str(keys)
+        )
 
     def batch() -> dict[str, float]:
         return serving.clients("batches", 1, BATCHES, BATCH)

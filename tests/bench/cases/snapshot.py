@@ -22,7 +22,7 @@ def measure(bench: Workbench) -> list[Row]:
     """All benchmarks of this module, in the order of a dataset's life."""
     dlcmd, name = bench.n1m, N1M.name
     put = Samples((N1M.files / bench.n1m_put_seconds,))
-    export = repeat(bench.rounds, lambda: probes.run("metadata", dlcmd, name, "export"))
+    export = repeat(bench.rounds, lambda: probes.run("probes.metadata", dlcmd, name, "export"))
     rows = [
         Row(f"put {name} from a tar, once", "files/s", put),
         within(f"export of {name}", "s", export.ours("seconds"), EXPORT_S, most=True),
@@ -59,11 +59,13 @@ def _open(bench: Workbench, folder: Path) -> list[Row]:
     def adopt() -> dict[str, float]:
         cache = folder / f"cache{next(numbers)}"
         cache.mkdir(mode=0o700)
-        return probes.run("metadata", dlcmd, name, "open", fresh_cache=str(cache))
+        return probes.run("probes.metadata", dlcmd, name, "open", fresh_cache=str(cache))
 
     adopted = repeat(bench.rounds, adopt)
-    probes.run("metadata", dlcmd, name, "open")  # makes the copy, which the timed runs then map
-    opened = repeat(bench.rounds, lambda: probes.run("metadata", dlcmd, name, "open"))
+    probes.run(
+        "probes.metadata", dlcmd, name, "open"
+    )  # makes the copy, which the timed runs then map
+    opened = repeat(bench.rounds, lambda: probes.run("probes.metadata", dlcmd, name, "open"))
     milliseconds = opened.ours("seconds").map(lambda s: s * 1e3)
     per_entry = opened.ours("bytes_per_entry")
     return [
@@ -87,8 +89,8 @@ def _open(bench: Workbench, folder: Path) -> list[Row]:
 
 def _ask(bench: Workbench) -> list[Row]:
     dlcmd, name = bench.n1m, N1M.name
-    asked = repeat(bench.rounds, lambda: probes.run("metadata", dlcmd, name, "rates"))
-    scanned = repeat(1, lambda: probes.run("metadata", dlcmd, name, "scan"))
+    asked = repeat(bench.rounds, lambda: probes.run("probes.metadata", dlcmd, name, "rates"))
+    scanned = repeat(1, lambda: probes.run("probes.metadata", dlcmd, name, "scan"))
     stats = f"stat_many of {name}"
     return [
         within(

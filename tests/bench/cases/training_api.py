@@ -75,7 +75,7 @@ def _ours(bench: Workbench, shape: Shape, dlcmd: Dlcmd, by: str) -> Side:
     def read() -> dict[str, float]:
         bench.warm_page_cache(dlcmd.store)
         words = (shape.name, str(next(seeds)), by)
-        said: Mapping[str, object] = probes.run("training_api", dlcmd, *words)
+        said: Mapping[str, object] = probes.run("probes.training_api", dlcmd, *words)
         _check(shape, said["files"], said["bytes"], said["sum"])
         seconds = said["seconds"]
         assert isinstance(seconds, list)

@@ -25,7 +25,7 @@ def run(
     if fresh_cache:
         environment["XDG_CACHE_HOME"] = fresh_cache
     done = subprocess.run(
-        [sys.executable, "-m", f"{__name__}.{probe}", dlcmd.url, *arguments],
+        [sys.executable, "-m", f"tests.bench.{probe}", dlcmd.url, *arguments],
         env=environment,
         check=True,
         stdout=subprocess.PIPE,

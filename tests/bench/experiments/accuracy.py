@@ -21,8 +21,8 @@ from ..dlcmd import Dlcmd
 from ..plot import Line, Plot, draw
 from ..report import Row, within
 from ..samples import Samples, say
-from ..small_images import labels_of, made_images, write_tar
 from ..workbench import Workbench
+from .small_images import labels_of, made_images, write_tar
 
 IMAGES, TEST_IMAGES = 20_000, 20_000
 IMAGES_SEED, TEST_SEED, PACKING_SEED = 1, 2, 3
@@ -30,6 +30,7 @@ CHUNK_SIZE, CHUNKS_MIN = "64K", 200
 EPOCHS, BATCH = 10, 64
 SEEDS = 6
 GROUP_SIZES = (1, 15, 30, 100)
+PROBE = "experiments.accuracy_probe"
 PROBE_S_MAX = 3600.0  # two to three minutes on a processor of its own; much more beside other work
 PROCESSOR_MINUTES_MAX = 60
 
@@ -103,7 +104,7 @@ def measure(bench: Workbench) -> list[Row]:
         words = (json.dumps(orders), json.dumps(numbers))
 
         def run(seed: int) -> dict[str, float]:
-            return probes.run("accuracy", dlcmd, str(seed), *words, deadline_s=PROBE_S_MAX)
+            return probes.run(PROBE, dlcmd, str(seed), *words, deadline_s=PROBE_S_MAX)
 
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
             runs = list(pool.map(run, range(SEEDS if bench.divisor == 1 else 2)))

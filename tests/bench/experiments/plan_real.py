@@ -63,7 +63,7 @@ FITS = {"all": 1.25, "half": 0.5, "a tenth": 0.1}
 """Memory of all masters together, by the bytes of the dataset. Shares of nodes differ somewhat."""
 COUNTS_MAX, SECONDS_MAX = 0.02, 0.15
 SAMPLES, PARALLEL = 8, 4
-_PROGRAM = Path(__file__).parent.parent / "ranks_program.py"
+_PROGRAM = Path(__file__).parent / "ranks_program.py"
 
 
 @dataclass(frozen=True, slots=True)

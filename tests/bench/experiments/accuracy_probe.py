@@ -1,7 +1,7 @@
 """Trains a small network once for each order of a dataset, and tests it: URL SEED JSON.
 
 JSON is a list of [name, dataset, group size], with group size 0 for full shuffle, then a mapping of
-the other numbers (`cases/accuracy.py`). The orders are those of `Dataset.shuffle`; all images are
+the other numbers (`accuracy.py`). The orders are those of `Dataset.shuffle`; all images are
 read by `read_many` in the order of their entries, and kept in memory. All networks of a seed begin
 with the same weights, so that their results are pairs. One thread: torch then gives the same result
 each time.
@@ -22,7 +22,7 @@ from diesel_fs import Dataset, connect
 from diesel_fs.orders.quality import design_effect
 
 from ..inputs import Indices
-from ..small_images import CHANNELS, CLASSES, SIDE, Pixels, decoded, labels_of, made_images
+from .small_images import CHANNELS, CLASSES, SIDE, Pixels, decoded, labels_of, made_images
 
 RATE = 0.05  # the highest learning rate
 MOMENTUM, WEIGHT_DECAY, WARM_UP = 0.9, 5e-4, 0.2

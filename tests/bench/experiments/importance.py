@@ -40,17 +40,17 @@ from diesel_fs.orders.importance import DrawRule, is_low, substituted
 from diesel_fs.orders.plan import Epoch, Stream
 
 from .. import probes
+from ..cases.training import slow_store
 from ..dlcmd import DEADLINE_S, Dlcmd
 from ..epochs import prepared
 from ..inputs import D110, Indices, Shape
 from ..plot import Line, Plot, draw
 from ..report import Row, at_least, at_most, within
 from ..samples import OURS, Samples, say
-from ..small_images import made_long_tail, write_tar
 from ..store import BUCKET, Store
 from ..workbench import Workbench
 from .accuracy import PERCENT, POINTS, POINTS_LOST_MAX, Difference
-from .training import slow_store
+from .small_images import made_long_tail, write_tar
 
 IMAGES, TEST_IMAGES, IMAGES_SEED, TEST_SEED, PACKING_SEED = 20_000, 20_000, 1, 2, 3
 EPOCHS, BATCH, WIDTH = 16, 64, 32
@@ -60,6 +60,7 @@ LESS, LESS_SEEDS = 0.3, 10
 WARM_UP_DIVISOR = 6
 """The first sixth of the epochs has all samples: with fewer, importance was worse than chance in
 trainings of 48 epochs."""
+PROBE = "experiments.importance_probe"
 PROBE_S_MAX = 3600.0
 FULL, UNIFORM, BY_IMPORTANCE = "full order", "uniform subsampling", "importance"
 
@@ -85,7 +86,7 @@ OVERHEAD_SAMPLES = SIZES["ImageNet"]
 UPDATE_S_MAX, DRAW_S_MAX = 0.05, 1.0
 SAMPLER_BYTES_MAX, LIST_BYTES_MAX = 40, 20
 
-_EPOCHS_PROGRAM = Path(__file__).parent.parent / "importance_program.py"
+_EPOCHS_PROGRAM = Path(__file__).parent / "importance_program.py"
 
 PLOT = Plot(
     "importance",
@@ -141,7 +142,13 @@ def _trainings(
 
         def run(seed: int) -> dict[str, float]:
             return probes.run(
-                "importance", dlcmd, str(seed), numbers, "", ways, deadline_s=PROBE_S_MAX
+                "experiments.importance_probe",
+                dlcmd,
+                str(seed),
+                numbers,
+                "",
+                ways,
+                deadline_s=PROBE_S_MAX,
             )
 
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
@@ -186,7 +193,7 @@ def hits(bench: Workbench) -> list[Row]:
         dlcmd = _packed(folder, IMAGES // bench.divisor)
         file = folder / "losses"
         probes.run(
-            "importance", dlcmd, "0", json.dumps(_numbers(bench)), str(file),
+            PROBE, dlcmd, "0", json.dumps(_numbers(bench)), str(file),
             deadline_s=PROBE_S_MAX,
         )  # fmt: skip
         images = IMAGES // bench.divisor
@@ -233,7 +240,7 @@ def jobs(bench: Workbench) -> list[Row]:
             file = folder / f"losses{seed}"
             numbers = json.dumps({**_numbers(bench), "width": width})
             probes.run(
-                "importance", dlcmd, str(seed), numbers, str(file), deadline_s=PROBE_S_MAX
+                PROBE, dlcmd, str(seed), numbers, str(file), deadline_s=PROBE_S_MAX
             )  # fmt: skip
             recorded = np.frombuffer(file.read_bytes(), np.float32)
             losses.append(_losses_of(recorded.reshape(-1, IMAGES // bench.divisor), count))

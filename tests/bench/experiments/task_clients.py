@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
+from ..cases.task_mounts import announce, memory_of, mounted
 from ..client_process import RATE, SECONDS, ClientProcess, rate_together
 from ..epochs import random_order, read_epoch
 from ..inputs import D4L
@@ -15,7 +16,6 @@ from ..report import Row
 from ..running import BATCH, NODES, Running, filled, running, seconds_of
 from ..samples import OURS, PeerMissing, Side, alternate, say
 from ..workbench import Workbench
-from .task_mounts import announce, memory_of, mounted
 
 CLIENTS = (1, 2, 4, 8, 16)
 MOUNT = "our mount"

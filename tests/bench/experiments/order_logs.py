@@ -36,6 +36,7 @@ from diesel_fs.orders.plan import Entries
 from diesel_fs.repository.local import LocalRepository
 from diesel_fs.storage.objects.store import ObjectStore, ReadWrapper
 
+from ..cases.kernel import RATE
 from ..dlcmd import Dlcmd
 from ..epochs import files_per_s, prepared, random_order, read_epoch
 from ..inputs import D4L, D110, Shape
@@ -43,7 +44,6 @@ from ..mounts import Mount
 from ..report import Row, at_least, within
 from ..samples import OURS, Rounds, Samples, Side, alternate
 from ..workbench import Workbench
-from .kernel import RATE
 
 FILES, CHUNKS = "files one by one", "parts of chunk files"
 THREADS = 8  # for files and parts of chunks

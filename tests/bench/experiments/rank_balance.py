@@ -48,8 +48,8 @@ IMBALANCE_PART = 0.1
 BY_TURNS, NO_MISS = "by turns", "without a miss"
 MEDIAN, P95, PART, SECONDS = "median ms", "p95 ms", "part", "s"
 _DATASET = "ranks"
-_PROGRAM = Path(__file__).parent.parent / "ranks_program.py"
-_SITE = Path(__file__).parent.parent / "by_turns"
+_PROGRAM = Path(__file__).parent / "ranks_program.py"
+_SITE = Path(__file__).parent / "by_turns"
 
 
 @dataclass(frozen=True, slots=True)

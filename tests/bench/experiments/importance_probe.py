@@ -1,6 +1,6 @@
 """Trains a small network by importance and otherwise, and tests it: URL SEED JSON [FILE [WAYS]].
 
-JSON is a mapping of numbers (`cases/importance.py`). Each way of choosing the samples of an epoch
+JSON is a mapping of numbers (`importance.py`). Each way of choosing the samples of an epoch
 has the same weights to begin with. Prints, for each way, the percentage of right answers on other
 images, and with how many samples it was trained. WAYS are their names, with | between; without,
 all of them. With FILE only the full order is trained, and the losses that each epoch has left go
@@ -22,8 +22,7 @@ from diesel_fs.orders.importance import Values, is_low, substituted
 from diesel_fs.torch import DieselDataset, GradientNorm, ImportanceSampler
 
 from ..inputs import Indices
-from ..small_images import decoded, labels_of, made_long_tail
-from .accuracy import (
+from .accuracy_probe import (
     MOMENTUM,
     RATE,
     WARM_UP,
@@ -33,6 +32,7 @@ from .accuracy import (
     percent_right,
     tensors,
 )
+from .small_images import decoded, labels_of, made_long_tail
 
 FULL, UNIFORM, IMPORTANCE = "full order", "uniform subsampling", "importance"
 WEIGHTED, GRADIENT = "importance, weighted", "importance, gradient norm"
