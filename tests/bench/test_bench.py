@@ -26,16 +26,22 @@ from .benchmarks import BENCHMARKS, chosen
 from .cases.training import OBJECTS
 from .control_group import control_group
 from .dlcmd import TREE
-from .epochs import random_order, whole_order
 from .experiments import accuracy, lobster, lrfu, small_images
 from .inputs import D4, Shape, make, tar_stream
-from .loops import run_loop, waiting_loop
 from .loops_program import LOOPS
 from .mounts import is_mounted
-from .peers import data_plane, kernel_images
-from .peers.pythons import python
-from .reader import compile_reader, read_files, write_list
-from .report import Row, at_least, at_most, table, within
+from .peers import python, trees
+from .peers.clusters import PROTOTYPE_PROGRAM
+from .reading import (
+    compile_reader,
+    random_order,
+    read_files,
+    run_loop,
+    waiting_loop,
+    whole_order,
+    write_list,
+)  # fmt: skip
+from .report import Row, at_least, at_most, no_less_than, no_more_than, table
 from .samples import OURS, NotMeasured, PeerMissing, Rounds, Samples, alternate
 from .store import BUCKET, serving
 from .workbench import SessionMissing, Workbench
@@ -77,13 +83,14 @@ def test_a_ratio_is_that_of_the_medians_and_its_range_that_of_the_rounds() -> No
     ("ours", "most", "met"), [(9, True, True), (11, True, False), (9, False, False)]
 )
 def test_a_limit_is_met_or_not(ours: float, most: bool, met: bool) -> None:
-    assert within("x", "s", Samples((ours,)), 10, most=most).met is met
+    limited = no_more_than if most else no_less_than
+    assert limited("x", "s", Samples((ours,)), 10).met is met
     assert Row("x", "s", Samples((ours,)), "p", Samples((1.0,)), at_most(10)).met is (ours <= 10)
 
 
 @pytest.mark.parametrize(("asked", "met"), [(0, True), (1, False)])
 def test_a_limit_of_nothing_at_all_is_met_or_not(asked: float, met: bool) -> None:
-    row = within("x", "requests", Samples((asked,)), 0, most=True)
+    row = no_more_than("x", "requests", Samples((asked,)), 0)
     assert row.met is met
     assert row.ratio is None
     assert row.ratio_range is None
@@ -92,7 +99,7 @@ def test_a_limit_of_nothing_at_all_is_met_or_not(asked: float, met: bool) -> Non
 
 @pytest.mark.parametrize(("gained", "met"), [(0.2, True), (0, True), (-0.2, False)])
 def test_a_gain_may_be_held_against_nothing(gained: float, met: bool) -> None:
-    assert within("x", "points", Samples((gained,)), 0, most=False).met is met
+    assert no_less_than("x", "points", Samples((gained,)), 0).met is met
     assert Row("x", "s", Samples((gained,)), "p", Samples((0.0,)), at_least(1)).met is None
 
 
@@ -204,13 +211,13 @@ def test_another_python_is_found_where_pyenv_has_it(
         python("3.99")
 
 
-@pytest.mark.parametrize("name", [kernel_images.SQUASHFS, kernel_images.EROFS])
+@pytest.mark.parametrize("name", [trees.SQUASHFS, trees.EROFS])
 def test_the_kernel_shows_what_was_packed_into_an_image(tmp_path: Path, name: str) -> None:
     source, mountpoint = make(SMALL, tmp_path), tmp_path / "mount"
     order = whole_order(SMALL, mountpoint, SMALL.paths(), tmp_path / "list")
     try:
-        image = kernel_images.pack(name, source, tmp_path / "image")
-        with kernel_images.mounted(name, image, mountpoint):
+        image = trees.pack(name, source, tmp_path / "image")
+        with trees.mounted(name, image, mountpoint):
             report = read_files(compile_reader(tmp_path), order.list_file, walk=mountpoint)
     except PeerMissing as error:
         pytest.skip(str(error))
@@ -426,16 +433,20 @@ def test_the_prototype_gives_right_files_and_its_client_finds_wrong_ones(tmp_pat
     paths = write_list((f"{folder}/{path}" for path in SMALL.paths()), tmp_path / "paths")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-    program = [sys.executable, "-P", str(data_plane.PROGRAM)]
+    program = [sys.executable, "-P", str(PROTOTYPE_PROGRAM)]
+    environment = {**os.environ, "PYTHONPATH": str(TREE)}
     words = {"seed": 0, "seconds": 0.01, "start_s": 0.0}
     orders = [{"do": "steady_singles", **words}, {"do": "steady_batches", "size": 4, **words}]
 
     def read(order: dict[str, object]) -> "subprocess.CompletedProcess[str]":
         command = [*program, "read", address, str(sums), str(SMALL.file_bytes)]
         text = json.dumps(order) + "\n"
-        return subprocess.run(command, input=text, check=False, capture_output=True, text=True)
+        return subprocess.run(
+            command, input=text, check=False, capture_output=True, text=True, env=environment
+        )
 
-    with subprocess.Popen([*program, "serve", address, str(sums), str(paths), "0", "1"]) as server:
+    served = [*program, "serve", address, str(sums), str(paths), "0", "1"]
+    with subprocess.Popen(served, env=environment) as server:
         try:
             until(lambda: not read(orders[0]).returncode, "the prototype")
             for order in orders:
@@ -496,8 +507,8 @@ def test_benchmarks_are_chosen_by_how_their_names_begin() -> None:
 
 def test_a_run_replaces_its_rows_in_the_page_of_results_and_leaves_the_others() -> None:
     page = results.PAGE.read_text(encoding="utf-8")
-    tar = within("put D4L", "files/s", Samples((3.0, 1.0, 2.0)), 1, most=False)
-    memory = within("put D4L", "MB", Samples((3.0,)), 4, most=True)
+    tar = no_less_than("put D4L", "files/s", Samples((3.0, 1.0, 2.0)), 1)
+    memory = no_more_than("put D4L", "MB", Samples((3.0,)), 4)
     first = results.updated(page, [tar, memory, Row("ls", "s", Samples((4.0,)))], "Monday")
     again = Row("ls", "s", Samples((8.0,)))
     broken = Row("put D4L", "files/s", NotMeasured("no tar"), "limit", Samples((1.0,)))

@@ -8,12 +8,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
-from ..client_process import ClientProcess
+from ..client_process import ClientProcess, answers_of
 from ..control_group import ControlGroup, control_group
 from ..inputs import Shape
 from ..memory import rollup_bytes
 from ..mounts import processor_s
-from ..report import Row, within
+from ..report import Row, no_less_than, no_more_than
 from ..running import NODES, Running, running
 from ..samples import NotMeasured, Samples
 from ..workbench import Workbench
@@ -52,13 +52,13 @@ def measure(bench: Workbench) -> list[Row]:
         again_from_store = _read_by_all(clients) - from_store
         held = {rank: masters[rank].look().sockets - before[rank].sockets for rank in (OWN, OTHER)}
     name = f"task, {count:,} clients on one of {NODES} nodes"
+    left, unit = Samples((float(max(held.values())),)), "files from the store"
+    note = "these are left after each client has read twice"
     rows = [
-        within(name, "connections of a master", Samples((float(max(held.values())),)), count,
-               most=False, note="these are left after each client has read twice"),
-        Row(f"{name}, first read", "files from the store", Samples((from_store,))),
-        within(f"{name}, second read", "files from the store", Samples((again_from_store,)), 0,
-               most=True),
-    ]  # fmt: skip
+        no_less_than(name, "connections of a master", left, count, note),
+        Row(f"{name}, first read", unit, Samples((from_store,))),
+        no_more_than(f"{name}, second read", unit, Samples((again_from_store,)), 0),
+    ]
     for rank, where in ((OWN, "of its own node"), (OTHER, "of other nodes")):
         if held[rank] >= count:
             name = f"task, a master with {count:,} clients {where}"
@@ -133,11 +133,8 @@ def _connected(
 def _read_by_all(clients: Sequence[ClientProcess]) -> float:
     """Let each client read a file of each chunk. Returns how many files of all reads so far came
     from the store, since a master did not answer in time."""
-    for client in clients:
-        client.send_order({"do": "read"})
     from_store = 0.0
-    for client in clients:
-        said = client.answer()
+    for said in answers_of(clients, [{"do": "read"}] * len(clients)):
         assert said["right"] == said["files"], f"not every read was answered: {said}"
         from_store += said["from_store"]
     return from_store

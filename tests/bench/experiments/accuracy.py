@@ -19,7 +19,7 @@ import numpy as np
 from .. import probes
 from ..dlcmd import Dlcmd
 from ..plot import Line, Plot, draw
-from ..report import Row, within
+from ..report import Row, no_more_than
 from ..samples import Samples, say
 from ..workbench import Workbench
 from .small_images import labels_of, made_images, write_tar
@@ -155,13 +155,13 @@ def _rows(runs: Sequence[Mapping[str, float]]) -> list[Row]:
             if layout == RANDOM and size in NEARLY_FULL:
                 what = f"{name}, less that of {FULL}: farther end of the 95 % interval"
                 reach = Samples((difference.farthest,))
-                rows.append(within(what, POINTS, reach, POINTS_LOST_MAX, most=True))
+                rows.append(no_more_than(what, POINTS, reach, POINTS_LOST_MAX))
             if layout == SORTED and size == 1:
                 what = f"{name}, less that of {FULL}: upper end of the 95 % interval"
-                rows.append(within(what, POINTS, Samples((difference.highest,)), 0, most=True))
+                rows.append(no_more_than(what, POINTS, Samples((difference.highest,)), 0))
     minutes = Samples((sum(_of(runs, "processor_s")) / 60,))
     name = f"accuracy, processor time of {len(runs)} seeds"
-    rows.append(within(name, "minutes", minutes, PROCESSOR_MINUTES_MAX, most=True))
+    rows.append(no_more_than(name, "minutes", minutes, PROCESSOR_MINUTES_MAX))
     return rows
 
 

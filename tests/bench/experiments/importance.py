@@ -40,14 +40,12 @@ from diesel_fs.orders.importance import DrawRule, is_low, substituted
 from diesel_fs.orders.plan import Epoch, Stream
 
 from .. import probes
-from ..cases.training import slow_store
 from ..dlcmd import DEADLINE_S, Dlcmd
-from ..epochs import prepared
 from ..inputs import D110, Indices, Shape
 from ..plot import Line, Plot, draw
-from ..report import Row, at_least, at_most, within
+from ..report import Row, at_least, at_most, no_less_than, no_more_than
 from ..samples import OURS, Samples, say
-from ..store import BUCKET, Store
+from ..store import SlowStore, slow_store
 from ..workbench import Workbench
 from .accuracy import PERCENT, POINTS, POINTS_LOST_MAX, Difference
 from .small_images import made_long_tail, write_tar
@@ -180,10 +178,10 @@ def _compared(
         if way == BY_IMPORTANCE:
             worst = Samples((lost.half_width - lost.mean,))
             what = f"{name}: lost against {FULL}, farther end of the 95 % interval"
-            rows.append(within(what, POINTS, worst, POINTS_LOST_MAX, most=True))
+            rows.append(no_more_than(what, POINTS, worst, POINTS_LOST_MAX))
             least = Samples((gained.mean - gained.half_width,))
             what = f"{name}: gained over {UNIFORM}, lower end of the 95 % interval"
-            rows.append(within(what, POINTS, least, 0, most=False))
+            rows.append(no_less_than(what, POINTS, least, 0))
     return rows, lines
 
 
@@ -217,14 +215,12 @@ def hits(bench: Workbench) -> list[Row]:
                 limit = {"kept by importance": HITS_MIN, "with substitutes": SUBSTITUTED_HITS_MIN}
                 full_name, measured = f"{name}, {part}", Samples((value,))
                 if is_judged and part in limit:
-                    rows.append(
-                        within(full_name, "of 1", measured, limit[part], most=False, note=note)
-                    )
+                    rows.append(no_less_than(full_name, "of 1", measured, limit[part], note))
                 else:
                     rows.append(Row(full_name, "of 1", measured, note=note))
             faster = Samples((each.reads_of_lru / each.reads,))
             what_less = f"{name}: reads from the store, LRU's over ours"
-            rows.append(within(what_less, "times", faster, FASTER_MIN, most=False))
+            rows.append(no_less_than(what_less, "times", faster, FASTER_MIN))
         if what == "CIFAR-10":
             _plot(bench, found)
     return rows
@@ -345,9 +341,9 @@ class _Start(Protocol):
 class _Mounts:
     """Mounts of one dataset on a slow store, each with an empty cache for a fifth of it."""
 
-    def __init__(self, bench: Workbench, shape: Shape, folder: Path, store: Store, redis: str):
-        self.shape, self.store = shape, store
-        self._bench, self._folder, self._redis = bench, folder, redis
+    def __init__(self, bench: Workbench, shape: Shape, folder: Path, slow: SlowStore):
+        self.shape, self.store = shape, slow.store
+        self._bench, self._folder, self._slow = bench, folder, slow
         self._count = 0
 
     @contextmanager
@@ -358,9 +354,7 @@ class _Mounts:
         self._count += 1
         at = self._folder / f"mount-{self._count}"
         with self._bench.scratch() as scratch:
-            dlcmd = Dlcmd(scratch)
-            dlcmd.environment |= self.store.environment
-            dlcmd.environment["DIESEL_URL"] = f"s3://{BUCKET}?meta={self._redis}"
+            dlcmd = self._slow.user(scratch)
 
             def start(*words: str, **variables: str) -> "subprocess.Popen[str]":
                 return subprocess.Popen(
@@ -374,9 +368,9 @@ class _Mounts:
 
 @contextmanager
 def _training_mounts(bench: Workbench) -> Iterator[_Mounts]:
-    shape, source = prepared(bench, D110)
-    with bench.scratch() as folder, slow_store(folder, source, "images") as (store, redis):
-        yield _Mounts(bench, shape, folder, store, redis)
+    shape, source = bench.prepared(D110)
+    with bench.scratch() as folder, slow_store(folder, source, "images") as slow:
+        yield _Mounts(bench, shape, folder, slow)
 
 
 def _said(training: "subprocess.Popen[str]") -> _Trained:
@@ -448,15 +442,15 @@ def overhead(bench: Workbench) -> list[Row]:
         steps.append(time.perf_counter() - begun_s)
     name = f"importance of {count:,} samples"
     return [
-        within(f"{name}, update", "s", Samples((said["update_s"],)), UPDATE_S_MAX, most=True),
-        within(f"{name}, draw and order", "s", Samples((said["draw_s"],)), DRAW_S_MAX, most=True),
-        within(
+        no_more_than(f"{name}, update", "s", Samples((said["update_s"],)), UPDATE_S_MAX),
+        no_more_than(f"{name}, draw and order", "s", Samples((said["draw_s"],)), DRAW_S_MAX),
+        no_more_than(
             f"{name}, sampler", "bytes a sample", Samples((said["bytes"] / count,)),
-            SAMPLER_BYTES_MAX, most=True,
+            SAMPLER_BYTES_MAX,
         ),
-        within(
+        no_more_than(
             f"{name}, mount while it sorts", "bytes an entry",
-            Samples((heap.bytes_max / count,)), LIST_BYTES_MAX, most=True,
+            Samples((heap.bytes_max / count,)), LIST_BYTES_MAX,
         ),
         Row(f"{name}, longest step of the mount", "ms", Samples((max(steps) * 1e3,))),
     ]  # fmt: skip

@@ -38,10 +38,10 @@ from diesel_fs.storage.objects.store import ObjectStore, ReadWrapper
 
 from ..cases.kernel import RATE
 from ..dlcmd import Dlcmd
-from ..epochs import files_per_s, prepared, random_order, read_epoch
 from ..inputs import D4L, D110, Shape
 from ..mounts import Mount
-from ..report import Row, at_least, within
+from ..reading import random_order
+from ..report import Row, at_least, no_more_than
 from ..samples import OURS, Rounds, Samples, Side, alternate
 from ..workbench import Workbench
 
@@ -128,7 +128,7 @@ class _Setting:
 
     def __init__(self, bench: Workbench, wanted: Shape, folder: Path) -> None:
         self.bench, self.folder = bench, folder
-        self.shape, self.source = prepared(bench, wanted)
+        self.shape, self.source = bench.prepared(wanted)
         self.dlcmd = Dlcmd(folder)
         self.dlcmd.seconds("put", str(self.source), self.shape.name)
         self.names = self.shape.paths()
@@ -272,11 +272,11 @@ def _figure5_rows(shape: Shape, rounds: Rounds, part: float, disk: LimitedDisk |
             at_least(FILES_RATIO) if is_small else None, note),
         Row(name, RATE, rounds.ours(RATE), CHUNKS, rounds.of(CHUNKS, RATE),
             at_least(CHUNKS_RATIO) if is_small else None),
-        within(name, FETCHED, rounds.ours(FETCHED), 1 - part + 0.05, most=True,
-               note="bytes from the store; the optimum by files, and a twentieth; where the store"
+        no_more_than(name, FETCHED, rounds.ours(FETCHED), 1 - part + 0.05,
+               "bytes from the store; the optimum by files, and a twentieth; where the store"
                " is slow to answer, requests are merged, and bring what lies between"),
-        within(name, REQUESTS, rounds.ours(REQUESTS), 1 - part, most=True,
-               note="the optimum by files, each alone"),
+        no_more_than(name, REQUESTS, rounds.ours(REQUESTS), 1 - part,
+               "the optimum by files, each alone"),
         Row(name, WRITTEN, rounds.ours(WRITTEN)),
     ]  # fmt: skip
 
@@ -321,7 +321,7 @@ def _mounted(bench: Workbench, wanted: Shape) -> list[Row]:
                         control.extend(
                             "train", [explicit(epoch=epoch + 1, entries=seeds[epoch + 1])]
                         )
-                    rates.append(files_per_s(read_epoch(bench, order)))
+                    rates.append(bench.read_epoch(order).files_per_s)
                     _wait_until_written(mount, shape.files)
                 figures = _worker(mount)
             return {
@@ -336,7 +336,7 @@ def _mounted(bench: Workbench, wanted: Shape) -> list[Row]:
                 for each in os.walk(at):
                     assert each
                 mount.wait_until_loaded()
-                return {RATE: files_per_s(read_epoch(bench, orders[1]))}
+                return {RATE: bench.read_epoch(orders[1]).files_per_s}
 
         def disk() -> dict[str, float]:
             return {RATE: _sequential_rate(folder, shape.bytes) / 2 / shape.file_bytes}
@@ -353,8 +353,8 @@ def _mounted(bench: Workbench, wanted: Shape) -> list[Row]:
             "epochs after the first; one C reader; the lower of the two limits counts")
         for side in limits
     ] + [
-        within(name, FETCHED, rounds.ours(FETCHED), 1.6, most=True,
-               note="bytes from the store in all epochs together, so of the first one"),
+        no_more_than(name, FETCHED, rounds.ours(FETCHED), 1.6,
+               "bytes from the store in all epochs together, so of the first one"),
         Row(name, WRITTEN, rounds.ours(WRITTEN), note="an epoch"),
     ]  # fmt: skip
 
@@ -411,6 +411,6 @@ def index(bench: Workbench) -> list[Row]:
     rounds = alternate(bench.rounds, {OURS: made})
     name = f"order log, the index of {count:,} files"
     return [
-        within(name, "s", rounds.ours("s"), _INDEX_S, most=True),
-        within(name, "MB", rounds.ours("MB"), _INDEX_MB, most=True, note="held; the paper: 10 GB"),
+        no_more_than(name, "s", rounds.ours("s"), _INDEX_S),
+        no_more_than(name, "MB", rounds.ours("MB"), _INDEX_MB, "held; the paper: 10 GB"),
     ]

@@ -1,4 +1,4 @@
-"""The peers that stream training data from a store, in shards of their own formats.
+"""The peers that pack training data into shards of their own formats, and stream them from a store.
 
 All of their code runs in `streaming_program.py`, in the peers' environment.
 """
@@ -11,10 +11,13 @@ from pathlib import Path
 
 from ..dlcmd import TREE
 from ..store import BUCKET, Store
+from ..workbench import Workbench
 from . import installed, output_of
 
 MDS, LIT, WDS = "mosaicml-streaming", "litdata", "webdataset"
 NAMES = (MDS, LIT, WDS)
+MDS_WRITER = "MDSWriter"
+SHARD_BYTES, SHARD_BYTES_MIN = 64 << 20, 1 << 20  # what two of the peers have as their defaults
 _PROGRAM = Path(__file__).with_name("streaming_program.py")
 
 
@@ -28,6 +31,17 @@ class Passes:
     sum: int
     iterated: list[float]
     indexed: list[float]
+
+
+def shard_bytes(bench: Workbench) -> int:
+    """How large shards are: small ones if the bench is only tried."""
+    return max(SHARD_BYTES // bench.divisor, SHARD_BYTES_MIN)
+
+
+def pack_seconds(source: Path, out: Path) -> float:
+    """Pack files into a new folder with MDSWriter, as samples of path and content, synced as ours
+    are. The start-up (seconds of importing torch) is not counted, in favour of the peer."""
+    return float(_run("write", MDS, str(source), str(out)))
 
 
 def pack(peer: str, source: Path, out: Path, shard_bytes: int) -> None:
