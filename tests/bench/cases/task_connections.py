@@ -2,7 +2,6 @@
 and what processor time a master with them takes while nothing is read."""
 
 import os
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
@@ -14,7 +13,7 @@ from ..inputs import Shape
 from ..memory import rollup_bytes
 from ..mounts import processor_s
 from ..report import Row, no_less_than, no_more_than
-from ..running import NODES, Running, running
+from ..running import NODES, Running, connected, running
 from ..samples import NotMeasured, Samples
 from ..workbench import Workbench
 
@@ -119,12 +118,9 @@ def _connected(
     """Start the processes, which open the dataset `count` times together."""
     clients = []
     for number in range(processes):
-        program = "tests.bench.probes.connections"
-        process = ClientProcess(task.nodes[OWN], sys.executable, "-m", program)
-        stack.callback(process.close)
         part = count // processes + (number < count % processes)
-        process.send_order({"clients": part, "connect": task.member(OWN)})
-        clients.append(process)
+        clients.append(connected(task.nodes[OWN], {"clients": part, **task.member(OWN)}))
+        stack.callback(clients[-1].close)
     for process in clients:
         process.answer()
         yield process

@@ -1,6 +1,7 @@
 """A reader of a task on one of its nodes: it reads orders as lines of JSON, and prints answers so.
 
-The first line has the arguments of `connect`; the answer is the number of files. Then:
+The first line has the arguments of `connect`; the answer is the number of files. With `clients` it
+opens the dataset so many times: many clients in one process. Then:
 
     {"do": "touch", "part": K, "of": N}      a file of each chunk of that part
     {"do": "batches", "seed": S, "count": N, "size": M}     random files, so many in one request
@@ -11,6 +12,8 @@ The first line has the arguments of `connect`; the answer is the number of files
     {"do": "epoch", "seed": S, "size": M}    all files in random order
     {"do": "chunks"}                         all chunks of the store, one after the other
     {"do": "stats"}                          how much it has read from where
+    {"do": "read"}                           each client reads a file of each chunk; how many files
+                                             were right, and how many had to come from the store
 
 `steady_gather` gathers as many random files with numpy from one array of all contents, which it
 reads at first. The answer of `series` has the files a second of each U seconds (`answering.py`).
@@ -21,6 +24,7 @@ import random
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import cache
 
 import numpy as np
@@ -40,17 +44,29 @@ Indices = npt.NDArray[np.int64]
 class Reader:
     """A reader of a dataset; its public methods are the orders."""
 
-    def __init__(self, dataset: Dataset, name: str) -> None:
-        self._dataset, self._name = dataset, name
+    def __init__(self, clients: Sequence[Dataset], name: str) -> None:
+        self._clients, self._dataset, self._name = clients, clients[0], name
 
     def touch(self, part: int, of: int) -> dict[str, float]:
         """Read the first file of each chunk of a part."""
-        files = self._dataset.snapshot.files()
-        first = np.unique(self._dataset.snapshot.chunk_of(files), return_index=True)[1]
-        wanted = files[np.sort(first)][part::of]
+        wanted = np.sort(self._first_files())[part::of]
         start_s = time.perf_counter()
         read = sum(map(len, self._dataset.read_many(wanted)))
         return {"s": time.perf_counter() - start_s, "bytes": read, "chunks": len(wanted)}
+
+    def read(self) -> dict[str, int]:
+        """Read a file of each chunk with each client."""
+        wanted = self._first_files()
+        expected = self._dataset.stat_many(wanted).size.tolist()
+        right, from_store = 0, 0
+        for client in self._clients:
+            sizes = map(len, client.read_many(wanted))
+            right += sum(size == known for size, known in zip(sizes, expected, strict=True))
+            counts = client.task_stats()["client"]
+            assert isinstance(counts, dict)
+            from_store += counts["store_reads"]
+        files = len(self._clients) * len(wanted)
+        return {"right": right, "from_store": from_store, "files": files}
 
     def batches(self, seed: int, count: int, size: int) -> dict[str, float]:
         """Read so many random batches."""
@@ -128,6 +144,13 @@ class Reader:
     def stats(self) -> object:
         return self._dataset.task_stats()["client"]
 
+    def _first_files(self) -> Indices:
+        """A file of each chunk."""
+        snapshot = self._dataset.snapshot
+        files = snapshot.files()
+        first: Indices = files[np.unique(snapshot.chunk_of(files), return_index=True)[1]]
+        return first
+
     def _batches(self, seed: int, count: int, size: int) -> Sequence[Indices]:
         draw, files = np.random.default_rng(seed), self._dataset.snapshot.files()
         return [draw.choice(files, size, replace=False) for _ in range(count)]
@@ -144,9 +167,11 @@ def main() -> None:
     """Connect, and run the orders."""
     open_buckets_directly()  # it never forks
     words = json.loads(sys.stdin.readline())
-    with connect(**words) as dataset:
-        print(json.dumps({"files": len(dataset)}), flush=True)
-        answer_orders(Reader(dataset, words["dataset"]))
+    with ExitStack() as stack:
+        count = words.pop("clients", 1)
+        clients = [stack.enter_context(connect(**words)) for _ in range(count)]
+        print(json.dumps({"files": len(clients[0])}), flush=True)
+        answer_orders(Reader(clients, words["dataset"]))
 
 
 if __name__ == "__main__":
