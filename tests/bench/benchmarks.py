@@ -21,7 +21,7 @@ from .cases import (
     task_plan,
     task_reads,
     tasks,
-    training,
+    training_overhead,
     window,
 )
 from .experiments import (
@@ -34,6 +34,8 @@ from .experiments import (
     rank_balance,
     task_clients,
     task_deaths,
+    training,
+    training_api,
 )
 from .inputs import D4L, D110
 from .report import Row
@@ -101,8 +103,8 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "training-memory": training.little_memory,
     "training-rates": training.rates,
     "training-decoding": training.decoding,
-    "training-api": read.datasets,
-    "training-overhead": training.overhead,
+    "training-api": training_api.measure,
+    "training-overhead": training_overhead.measure,
     "plan-speed": lobster.speed,
     "plan-real": plan_real.measure,
     "lobster-hits": lobster.hit_ratios,

@@ -45,22 +45,8 @@ def connected(place: NodeHost, options: Mapping[str, object]) -> ClientProcess:
 class Running:
     """A task of some nodes, and its clients."""
 
-    def __init__(
-        self,
-        stack: ExitStack,
-        bench: Workbench,
-        shape: Shape,
-        source: Path,
-        nodes: Nodes,
-        chunk_bytes: int,
-    ) -> None:
-        self.shape = shape
-        self.source = source
-        self.nodes = nodes
-        chunk_bytes = max(chunk_bytes // bench.divisor, CHUNK_BYTES_MIN)
-        self.task = stack.enter_context(
-            RunningTask(nodes, files=shape.files, source=source, chunk_bytes=chunk_bytes)
-        )
+    def __init__(self, shape: Shape, source: Path, nodes: Nodes, task: RunningTask) -> None:
+        self.shape, self.source, self.nodes, self.task = shape, source, nodes, task
         self.task.s3.delay_s = STORE_S
         self.clients: list[ClientProcess] = []
         self._serial = 0
@@ -166,12 +152,17 @@ def running(
 ) -> Iterator[Running]:
     """A dataset of a shape in a store, and nodes on which a task can be started."""
     shape, source = bench.prepared(wanted)
-    with ExitStack() as stack:
-        folder = stack.enter_context(bench.scratch())
-        nodes = stack.enter_context(Nodes(folder / "nodes", count))
-        made = Running(stack, bench, shape, source, nodes, chunk_bytes)
-        stack.callback(made.stop)
-        yield made
+    chunk_bytes = max(chunk_bytes // bench.divisor, CHUNK_BYTES_MIN)
+    with (
+        bench.scratch() as folder,
+        Nodes(folder / "nodes", count) as nodes,
+        RunningTask(nodes, files=shape.files, source=source, chunk_bytes=chunk_bytes) as task,
+    ):
+        made = Running(shape, source, nodes, task)
+        try:
+            yield made
+        finally:
+            made.stop()
 
 
 NO_MEMCACHED = "no memcached, or no client of it"

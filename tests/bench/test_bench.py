@@ -23,9 +23,9 @@ from tests.server.program import until
 from . import memory, results
 from .__main__ import lasting_rows
 from .benchmarks import BENCHMARKS, chosen
-from .cases.training import OBJECTS
 from .control_group import control_group
 from .dlcmd import TREE
+from .experiments.training import OBJECTS
 from .inputs import D4, Shape, make, tar_stream
 from .loops_program import LOOPS
 from .mounts import is_mounted

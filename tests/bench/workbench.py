@@ -32,25 +32,16 @@ class Workbench:
     """One run of the bench, in `folder`."""
 
     def __init__(
-        self,
-        folder: Path,
-        rounds: int,
-        divisor: int = 1,
-        *,
-        session: str = NATIVE,
-        large: bool = False,
-    ) -> None:
+        self, folder: Path, rounds: int, divisor: int = 1, *,
+        session: str = NATIVE, large: bool = False,
+    ) -> None:  # fmt: skip
         """`divisor` makes inputs smaller: to try the bench, not to measure. The group `native`
         measures mounts of `session`; with `large`, also datasets that take minutes to make.
         """
-        self.folder = folder
-        self.rounds = rounds
-        self.divisor = divisor
-        self.session = session
-        self.large = large
+        self.folder, self.rounds, self.divisor = folder, rounds, divisor
+        self.session, self.large = session, large
         self._empty: dict[Shape, tuple[Dlcmd, float]] = {}
-        self._inputs = folder / "inputs"
-        self._work = folder / "work"
+        self._inputs, self._work = folder / "inputs", folder / "work"
         for each in (self._inputs, self._work):
             each.mkdir(parents=True, exist_ok=True)
 
@@ -87,13 +78,9 @@ class Workbench:
         return compile_reader(self._work)
 
     def read_epoch(
-        self,
-        order: Order,
-        *,
-        readers: int = 1,
-        walk: Path | None = None,
+        self, order: Order, *, readers: int = 1, walk: Path | None = None,
         group: ControlGroup | None = None,
-    ) -> ReadReport:
+    ) -> ReadReport:  # fmt: skip
         """Read files with some C readers, which walk the folder `walk` first, and which run in
         `group` if there is one. Wrong contents are an error."""
         prefix = () if group is None else group.prefix

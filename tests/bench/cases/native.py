@@ -93,7 +93,7 @@ def second_epoch(bench: Workbench) -> list[Row]:
                 found = rates(others)
                 own_s = mount.processor_s(before.supervisor) - own_s
                 seconds = time.monotonic() - start_s
-                requests = (mount.counts() - before).all - (twice - once).all
+                requests = mount.counts().all - before.all - (twice.all - once.all)
                 bench.read_epoch(first)  # the loops have not looked at contents
             return {**found, REQUESTS: max(requests, 0), PROCESSOR: 100 * own_s / seconds}
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from ..dlcmd import Dlcmd
 from ..inputs import D1M, D4L, D110, N4M, Shape, tar_stream
 from ..memory import peak_pss_bytes
-from ..peers import streams, tar
+from ..peers import mds, tar
 from ..report import Row, against, at_least, no_more_than
 from ..samples import OURS, Samples, Side, alternate
 from ..workbench import Workbench
@@ -41,7 +41,7 @@ def rate_of(shape: Shape) -> Callable[[Workbench], list[Row]]:
         ways = {
             OURS: lambda folder: _put_seconds(source, shape, folder),
             tar.NAME: lambda folder: tar.pack_seconds(source, folder / "o.tar"),
-            streams.MDS_WRITER: lambda folder: streams.pack_seconds(source, folder / "out"),
+            mds.NAME: lambda folder: mds.pack_seconds(source, folder / "out"),
         }
         warm_up = partial(bench.warm_page_cache, source)
         warm = {name: _side(bench, shape, warm_up, way) for name, way in ways.items()}
@@ -51,7 +51,7 @@ def rate_of(shape: Shape) -> Callable[[Workbench], list[Row]]:
         rounds, from_disk = alternate(bench.rounds, warm), alternate(bench.rounds, cold)
         return [
             *against(rounds, name, RATE, {tar.NAME: target}, WARM),
-            *against(rounds, name, RATE, {streams.MDS_WRITER: at_least(MDS_RATIO)}, MDS),
+            *against(rounds, name, RATE, {mds.NAME: at_least(MDS_RATIO)}, MDS),
             *against(from_disk, f"{name}, from disk", RATE, {tar.NAME: None}, COLD),
         ]
 

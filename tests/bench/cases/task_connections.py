@@ -3,7 +3,7 @@ and what processor time a master with them takes while nothing is read."""
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
@@ -43,7 +43,7 @@ def measure(bench: Workbench) -> list[Row]:
         masters = {rank: _Master(stack, task, rank) for rank in (OWN, OTHER)}
         before = {rank: master.look() for rank, master in masters.items()}
         idle = {rank: master.idle_percent(idle_s) for rank, master in masters.items()}
-        clients = list(_connected(stack, task, count, processes))
+        clients = _connected(stack, task, count, processes)
         from_store = _read_by_all(clients)
         time.sleep(SETTLE_S)
         after = {rank: master.look() for rank, master in masters.items()}
@@ -112,9 +112,7 @@ def _sockets(pid: int) -> int:
     return count
 
 
-def _connected(
-    stack: ExitStack, task: Running, count: int, processes: int
-) -> Iterator[ClientProcess]:
+def _connected(stack: ExitStack, task: Running, count: int, processes: int) -> list[ClientProcess]:
     """Start the processes, which open the dataset `count` times together."""
     clients = []
     for number in range(processes):
@@ -123,7 +121,7 @@ def _connected(
         stack.callback(clients[-1].close)
     for process in clients:
         process.answer()
-        yield process
+    return clients
 
 
 def _read_by_all(clients: Sequence[ClientProcess]) -> float:

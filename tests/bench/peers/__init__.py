@@ -13,6 +13,8 @@ from pathlib import Path
 
 from ..samples import PeerMissing
 
+TREE = Path(__file__).resolve().parents[3]
+
 PROGRAMS = Path(sys.prefix) / "peers" / "bin"
 DEADLINE_S = 900.0
 _REASON_CHARS = 300
@@ -71,3 +73,11 @@ def output_of(command: Sequence[str], environment: Mapping[str, str] | None = No
         reason = done.stderr.strip()[-_REASON_CHARS:]
         raise PeerMissing(f"{command[0]} ended with {done.returncode}: {reason}")
     return done.stdout
+
+
+def in_peers(program: Path, *words: str, **environment: str) -> str:
+    """The last line that a program prints in the peers' environment; the peers print, too."""
+    # -P: else the peer may import modules of its folder that have the same names as its own
+    command = [installed("python"), "-P", str(program), *words]
+    printed = output_of(command, {**os.environ, "PYTHONPATH": str(TREE), **environment})
+    return next(reversed(printed.splitlines()), "")

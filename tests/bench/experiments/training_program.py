@@ -1,7 +1,6 @@
 """A training script that knows nothing of DIESEL-FS: ordinary datasets, PyTorch's `DataLoader`.
 
     python training_program.py train OPTIONS      (JSON: the fields of `Options`, and `source`)
-    python training_program.py announce LIST
     python training_program.py decode SECONDS
 
 `source` is a folder with the files, or the URL of a store's bucket that has each file as an object;
@@ -9,9 +8,7 @@
 Each batch is summed, as a copy to an accelerator reads it; then the loop sleeps, in the place of
 the model, so that a batch takes `compute_s` in all. What each epoch took is printed as JSON.
 
-`announce` begins an epoch of a shuffling `DataLoader` over many files, of which it reads none, and
-takes its first batch. It prints the seconds that this took, and by how many bytes the memory of the
-process was greater meanwhile than before, at its peak. `decode` decodes a JPEG of about 110 KiB
+`decode` decodes a JPEG of about 110 KiB
 again and again, in a process for each processor, and prints images and bytes (of JPEG) a second.
 """
 
@@ -20,7 +17,6 @@ import io
 import json
 import multiprocessing
 import os
-import re
 import sys
 import time
 import warnings
@@ -37,7 +33,6 @@ from torch.utils.data import DataLoader, Dataset
 
 Content = npt.NDArray[np.uint8]
 
-NAMED_BATCH = 256
 WIDTH, HEIGHT, QUALITY = 500, 375, 90  # as an image of ImageNet
 SMOOTHNESS = 3  # pixels of noise that are one value: with it the file has about 110 KiB
 
@@ -143,30 +138,6 @@ def be_quiet() -> None:
     warnings.filterwarnings("ignore", "The given NumPy array is not writable")
 
 
-class Named(Folder):
-    """A dataset that knows its files, and reads none."""
-
-    def __getitem__(self, index: int) -> int:  # type: ignore[override] # a number, not a content
-        return index
-
-
-def memory(key: str) -> int:
-    """The bytes of a line of the kernel's status of this process."""
-    found = re.search(rf"^{key}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
-    assert found is not None
-    return int(found[1]) * 1024
-
-
-def announce(listed: str) -> None:
-    """Begin an epoch, and print what it took."""
-    loader = DataLoader(Named("", paths_of(listed)), batch_size=NAMED_BATCH, shuffle=True)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    before, start_s = memory("VmRSS"), time.perf_counter()
-    next(iter(loader))
-    seconds = time.perf_counter() - start_s
-    print(json.dumps({"seconds": seconds, "bytes": memory("VmHWM") - before}))
-
-
 def jpeg() -> bytes:
     """An image of noise, which has the size and the number of bytes of a photo."""
     rows, columns = HEIGHT // SMOOTHNESS, WIDTH // SMOOTHNESS + 1
@@ -216,4 +187,4 @@ def paths_of(listed: str) -> list[str]:
 
 if __name__ == "__main__":
     be_quiet()
-    {"train": train_stock, "announce": announce, "decode": decode}[sys.argv[1]](sys.argv[2])
+    {"train": train_stock, "decode": decode}[sys.argv[1]](sys.argv[2])

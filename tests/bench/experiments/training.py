@@ -1,5 +1,4 @@
-"""Benchmarks of a training loop whose data lie in a store: how long the loop waits for them, and
-what `dlcmd run` costs.
+"""Experiments with a training loop whose data lie in a store: how long the loop waits for them.
 
 The script (`training_program.py`) is stock PyTorch. Its files lie on the local disk, in the store
 one by one, or on a mount of ours; the peers read shards of the same files from the same store.
@@ -7,9 +6,6 @@ One run of all sides takes minutes, so there is one round, whatever the bench wa
 """
 
 import json
-import subprocess
-import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -17,13 +13,14 @@ from functools import partial
 from pathlib import Path
 
 from ..dlcmd import PROGRAM, last_line
-from ..inputs import D4, D110, N1M, Shape
-from ..peers import python_of_training, streams
+from ..inputs import D4, D110, Shape
+from ..peers import python_of_training
 from ..reading import write_list
 from ..report import Row, Target, against, at_least, at_most, no_more_than
 from ..samples import OURS, PeerMissing, Rounds, Side, alternate, repeat, say
 from ..store import BUCKET, SlowStore, slow_store
 from ..workbench import Workbench
+from . import shards
 
 MODEL_PART = 0.6  # of the store's bandwidth: what the model needs
 BATCH, WORKERS = 64, 4
@@ -33,7 +30,6 @@ CHUNK_BYTES, CHUNK_BYTES_MIN = 4 << 20, 64 << 10
 
 FIRST_WAIT_MAX, LATER_WAIT_MAX = 15.0, 5.0  # percent of an epoch
 SLOWER_MAX = 1.02  # as fast as the best: two runs of one side differ by as much
-START_MAX_S, ANNOUNCE_MAX_S, ANNOUNCE_MAX_MB = 0.3, 1.0, 100.0
 
 LOCAL, OBJECTS, NO_PLAN = "files on the local disk", "files in the store", "the mount, no plan"
 SHUFFLES = {OURS: "full", "ours, --shuffle chunk": "chunk"}
@@ -85,49 +81,10 @@ def decoding(bench: Workbench) -> list[Row]:
     ]
 
 
-def overhead(bench: Workbench) -> list[Row]:
-    """The start of a command that does nothing, and an epoch of 1.28 million files on a mount. Each
-    figure is a difference: the same command with and without `dlcmd run`, one after the other."""
-
-    def started() -> dict[str, float]:
-        command = (sys.executable, "-c", "pass")
-        return {"s": _seconds((*_LAUNCHED, "--", *command)) - _seconds(command)}
-
-    start = repeat(bench.rounds, started).ours("s")
-    with bench.scratch() as folder:
-        shape, mountpoint = bench.shape(N1M), folder / "mount"
-        listed = write_list((f"{mountpoint}/{path}" for path in shape.paths()), folder / "list")
-        dlcmd, command = bench.n1m, _program("announce", str(listed))
-
-        def announce() -> dict[str, float]:
-            alone, joined = (
-                json.loads(last_line([*prefix, *command], dlcmd.users_environment))
-                for prefix in ((), (*_LAUNCHED, "--"))
-            )
-            return {key: joined[key] - alone[key] for key in ("seconds", "bytes")}
-
-        with dlcmd.mounted(shape.name, mountpoint):
-            rounds = repeat(bench.rounds, announce)
-    name = f"dlcmd run, announce {shape.name}"
-    how = "until the first batch, in the training process, more than without dlcmd run"
-    megabytes = rounds.ours("bytes").map(lambda count: count / 1e6)
-    return [
-        no_more_than("dlcmd run, start", "s", start, START_MAX_S),
-        no_more_than(name, "s", rounds.ours("seconds"), ANNOUNCE_MAX_S, how),
-        no_more_than(name, "MB", megabytes, ANNOUNCE_MAX_MB, f"peak memory, {how}"),
-    ]
-
-
 def _program(*words: str) -> list[str]:
     """The command that runs the script in the Python of training."""
-    program = Path(__file__).parent.parent / "training_program.py"
+    program = Path(__file__).with_name("training_program.py")
     return [python_of_training(), "-P", str(program), *words]
-
-
-def _seconds(command: Sequence[str]) -> float:
-    start_s = time.perf_counter()
-    subprocess.run(command, check=True)
-    return time.perf_counter() - start_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +121,7 @@ class _Setting:
             NO_PLAN: self.mounted,
             LOCAL: self.local,
             OBJECTS: self.objects,
-            **{peer: partial(self.streamed, peer) for peer in streams.NAMES},
+            **{peer: partial(self.streamed, peer) for peer in shards.NAMES},
         }
 
     def stock(
@@ -213,7 +170,7 @@ class _Setting:
         store = self.slow.store
         self.bench.warm_page_cache(store.bucket / peer)
         with self.bench.scratch() as folder:
-            epochs = streams.train(peer, self.options, store, folder, self.memory_bytes)
+            epochs = shards.train(peer, self.options, store, folder, self.memory_bytes)
         spare = BATCH * WORKERS  # some repeat samples, so that all workers have equally many
         for epoch in epochs:
             assert abs(epoch["files"] - self.shape.files) <= spare, f"{peer} read {epoch}"
@@ -235,9 +192,9 @@ def _setting(
         bucket = slow.store.bucket
         (bucket / _STORED).symlink_to(source)
         packing: dict[str, str] = {}
-        for peer in streams.NAMES:
+        for peer in shards.NAMES:
             try:
-                streams.pack(peer, source, bucket / peer, streams.shard_bytes(bench))
+                shards.pack(peer, source, bucket / peer, shards.shard_bytes(bench))
             except PeerMissing as error:
                 packing[peer] = str(error)
         memory_bytes = shape.bytes // memory_part if memory_part else 0
