@@ -84,7 +84,7 @@ def random_order(
     """A random order of a shape's files below `root`, or the first `files` of it; in `folder`."""
     paths, chosen = shape.paths(), np.random.default_rng(seed).permutation(shape.files)[:files]
     total = int(shape.file_sums()[chosen].sum())
-    file = folder / f"random-{root.name}-{seed}"
+    file = folder / f"random-{root.parent.name}-{root.name}-{seed}"  # roots may have one name
     write_list((f"{root}/{paths[at]}" for at in chosen.tolist()), file)
     return Order(file, len(chosen), len(chosen) * shape.file_bytes, total)
 

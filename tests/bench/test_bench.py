@@ -163,6 +163,14 @@ def test_readers_share_a_list_and_walk_before(tmp_path: Path) -> None:
         read_files(program, order.list_file, readers=3, batch_files=1)
 
 
+def test_orders_of_folders_with_one_name_are_files_of_their_own(tmp_path: Path) -> None:
+    """A copy in tmpfs has the name of its source."""
+    roots = (tmp_path / "disk" / "D4", tmp_path / "tmpfs" / "D4")
+    orders = [random_order(SMALL, root, 0, tmp_path) for root in roots]
+    for root, order in zip(roots, orders, strict=True):
+        assert os.fsencode(root) in order.list_file.read_bytes()
+
+
 def test_a_part_of_an_order_knows_what_it_reads(tmp_path: Path) -> None:
     folder = make(SMALL, tmp_path)
     part = random_order(SMALL, folder, 0, tmp_path, files=4)
