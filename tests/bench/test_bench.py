@@ -39,7 +39,7 @@ from .reading import (
     waiting_loop,
     whole_order,
     write_list,
-)  # fmt: skip
+)
 from .report import Row, at_least, at_most, no_less_than, no_more_than, table
 from .samples import OURS, NotMeasured, PeerMissing, Rounds, Samples, alternate
 from .store import BUCKET, serving

@@ -54,7 +54,7 @@ from .accuracy import (
     probe,
     probe_seeds,
     put_images,
-)  # fmt: skip
+)
 from .small_images import made_long_tail
 
 IMAGES, TEST_IMAGES, IMAGES_SEED, TEST_SEED, PACKING_SEED = 20_000, 20_000, 1, 2, 3

@@ -42,7 +42,7 @@ from .small_images import (
     labels_of,
     made_images,
     made_long_tail,
-)  # fmt: skip
+)
 
 RATE = 0.05  # the highest learning rate
 MOMENTUM, WEIGHT_DECAY, WARM_UP = 0.9, 5e-4, 0.2

@@ -21,7 +21,7 @@ from ..running import (
     reading_together,
     running,
     seconds_of,
-)  # fmt: skip
+)
 from ..samples import OURS, PeerMissing, Side, alternate, say
 from ..workbench import Workbench
 
