@@ -51,8 +51,8 @@ class Attenuation:
     step: float = 1 / 24
     """By default a reference counts half after a day, where times are hours: a dataset that is used
     each day counts about two references, and one that was used often counts little after a
-    week. Simulated jobs of DLCache's experiment (`tests/bench/cases/lrfu.py`) wait least for 0 to
-    1/24; 0 would never forget."""
+    week. Simulated jobs of DLCache's experiment (`tests/bench/experiments/lrfu.py`) wait least for
+    0 to 1/24; 0 would never forget."""
 
     def __post_init__(self) -> None:
         if not 1 < self.p < math.inf:

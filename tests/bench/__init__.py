@@ -1,11 +1,15 @@
 """Measures DIESEL-FS against its peers and its own limits, in one run: `make bench`.
 
-`cases/` has the benchmarks, `peers/` the programs that they are compared with, and `probes/`
-programs that measure themselves in a process of their own. The modules here are shared: `inputs`
-(fixed data), `workbench` (folders and rounds), `epochs` (orders of files, which `reader.c` reads
-and checks), `loops` (the same orders, read by Python code as people write it), `store` (an object
-store with a delay and a limited bandwidth), `samples` (alternating runs, medians), `report` (rows
-and table), `results` (the page RESULTS.md), `plot`, `running` (a task of some nodes),
-`client_process` (programs that read on its nodes). A new benchmark is a function that returns rows,
-and a line in `cases/__init__.py`.
+`benchmarks` is the table of names; `cases/` has what they run, and `experiments/` those that
+repeat papers or were run by hand. `peers/` has the programs that they are compared with, and
+`probes/` programs that measure themselves in a process of their own. The modules here are shared:
+`inputs` (fixed data), `workbench` (folders and rounds), `stored` (a dataset in each form that a
+side reads), `reading` (lists of files, read by C and by Python code), `store` (an object store
+with a delay and a limited bandwidth), `samples` (alternating runs, medians), `report` (rows and
+table), `results` (the page RESULTS.md), `plot`, `running` (a task of some nodes), `client_process`
+and `answering` (programs that read on its nodes, as they are told).
+
+A benchmark is a dictionary of sides, which `alternate` runs in turns, and rows that hold ours
+`against` peers with their targets, or against a limit (`no_more_than`). A new one is a function
+that returns its rows, and a line in `benchmarks.py`.
 """

@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 from types import FrameType
 
 from . import results
-from .cases import BENCHMARKS, UNTIMED, Benchmark, chosen
+from .benchmarks import BENCHMARKS, UNTIMED, Benchmark, chosen
 from .machine import described, is_busy, machine
 from .report import Json, Row, failed, table
 from .samples import say
@@ -102,12 +102,6 @@ def lasting_rows(by_name: Mapping[str, list[Row]], *, whole: bool) -> list[Row]:
     return [row for name, rows in by_name.items() if whole or name in UNTIMED for row in rows]
 
 
-def write_json(file: Path, document: dict[str, Json]) -> None:
-    """Write the rows and every sample."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-
-
 def _terminate(number: int, _frame: FrameType | None) -> None:
     sys.exit(128 + number)
 
@@ -137,7 +131,8 @@ def main() -> int:
         "busy": busy,
         "rows": [row.as_json() for row in rows],
     }
-    write_json(options.json, document)
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     print(f"\n{described(before)}\nMedians of {rounds}, {began:%Y-%m-%d}.\n\n{table(rows)}\n")
     if options.divisor > 1:
         print(f"The inputs were {options.divisor} times smaller: these figures mean nothing.")

@@ -76,23 +76,21 @@ class ClientProcess:
         self._log.close()
 
 
-def read_together(
-    clients: Sequence[ClientProcess], do: str, seconds: float, **order: object
+def answers_of(
+    clients: Sequence[ClientProcess], orders: Sequence[Mapping[str, object]]
 ) -> list[dict[str, float]]:
-    """Let all clients read for some seconds, from the same moment on, each in an order of its own.
-
-    A client may answer how many files it `missed`, which must be none.
-    """
-    start_s = time.monotonic() + HEAD_START_S
-    for seed, client in enumerate(clients):
-        client.send_order({"do": do, "seed": seed, "seconds": seconds, "start_s": start_s, **order})
-    said = [client.answer() for client in clients]
-    assert not any(each.get("missed") for each in said), "files are missing from a cache"
-    return said
+    """Give each client its order, all at once, and wait for their answers."""
+    for client, order in zip(clients, orders, strict=True):
+        client.send_order(order)
+    return [client.answer() for client in clients]
 
 
 def rate_together(
-    clients: Sequence[ClientProcess], do: str, seconds: float, **order: object
+    clients: Sequence[ClientProcess], seconds: float, order: Mapping[str, object]
 ) -> dict[str, float]:
-    """The files a second that all clients read together, as `read_together` lets them read."""
-    return {RATE: sum(each[RATE] for each in read_together(clients, do, seconds, **order))}
+    """The files a second that all clients read together: for some seconds, from the same moment on,
+    each in an order of its own. A client may answer how many files it `missed`: there are none."""
+    order = {**order, "seconds": seconds, "start_s": time.monotonic() + HEAD_START_S}
+    said = answers_of(clients, [{**order, "seed": seed} for seed in range(len(clients))])
+    assert not any(each.get("missed") for each in said), "files are missing from a cache"
+    return {RATE: sum(each[RATE] for each in said)}

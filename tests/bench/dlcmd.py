@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -28,16 +28,24 @@ def compile_program() -> None:
         compileall.compile_dir(TREE / package, quiet=2)
 
 
+@cache
 def help_of_mounting() -> str:
     """What `dlcmd mount --help` prints."""
-    return help_of("mount")
-
-
-@cache
-def help_of(verb: str) -> str:
-    """What `dlcmd VERB --help` prints."""
-    command = [str(PROGRAM), verb, "--help"]
+    command = [str(PROGRAM), "mount", "--help"]
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+def last_line(
+    command: Sequence[str],
+    environment: Mapping[str, str] | None = None,
+    *,
+    deadline_s: float = DEADLINE_S,
+) -> str:
+    """The last line that a program prints, which is JSON. Raises CalledProcessError."""
+    done = subprocess.run(
+        command, env=environment, check=True, stdout=subprocess.PIPE, text=True, timeout=deadline_s
+    )
+    return done.stdout.splitlines()[-1]
 
 
 class Dlcmd:
@@ -53,6 +61,11 @@ class Dlcmd:
             self.environment[f"XDG_{kind}_HOME"] = str(folder / kind.lower())
         self.environment["DIESEL_URL"] = self.url
         self.environment["PYTHONPATH"] = str(TREE)  # for the probes
+
+    @property
+    def users_environment(self) -> dict[str, str]:
+        """The environment of a user's program, which does not import this tree."""
+        return {name: value for name, value in self.environment.items() if name != "PYTHONPATH"}
 
     def command(self, *arguments: str) -> list[str]:
         """The arguments that start a command."""

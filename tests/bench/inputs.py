@@ -5,9 +5,11 @@ compression. A folder of files gets its name only when it is complete; with `--k
 uses it again.
 """
 
+import contextlib
 import shutil
+import subprocess
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -117,6 +119,19 @@ def tar_stream(shape: Shape) -> Iterator[bytes]:
         yield folder.tobuf(tarfile.USTAR_FORMAT)
         yield _headers([f"{name}/{file}" for file in shape.file_names(number)])
     yield bytes(2 * tarfile.BLOCKSIZE)
+
+
+def pipe(pieces: Iterable[bytes], command: Sequence[str], **environment: str) -> int:
+    """Give a program its stdin; returns its exit code, which tells the error if it closes early."""
+    with subprocess.Popen(
+        command, env=environment or None, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
+    ) as process:
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            for piece in pieces:
+                process.stdin.write(piece)
+            process.stdin.close()
+    return process.returncode
 
 
 def _headers(paths: list[str]) -> bytes:

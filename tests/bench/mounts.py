@@ -34,33 +34,16 @@ def kind_of(folder: Path) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """The requests to a mount of ours since its start; `reads` are those of the dataset's files
-    only, and `all` are the requests of every kind, those for `.diesel` too."""
+    """The requests to a mount of ours since its start: `reads` are those of the dataset's files
+    only, `requests` are READs, OPENs and GETATTRs, and `all` are those of every kind, those for
+    `.diesel` too."""
 
     reads: int
-    opens: int
-    attributes: int
+    requests: int
     all: int
     supervisor: int  # processes
     server: int
     resident_bytes: int
-
-    def __sub__(self, earlier: "Counts") -> "Counts":
-        """The requests since `earlier`."""
-        return Counts(
-            self.reads - earlier.reads,
-            self.opens - earlier.opens,
-            self.attributes - earlier.attributes,
-            self.all - earlier.all,
-            self.supervisor,
-            self.server,
-            self.resident_bytes,
-        )
-
-    @property
-    def requests(self) -> int:
-        """The sum of READs, OPENs and GETATTRs."""
-        return self.reads + self.opens + self.attributes
 
 
 @dataclass(slots=True)
@@ -81,16 +64,11 @@ class Mount:
         time.sleep(max(0.0, self._looked_s + STILL_S - time.monotonic()))
         said = json.loads(self._stats())
         self._looked_s = time.monotonic()
-        requests, reads = said["requests"], said["reads"]
-        return Counts(
-            reads["hits"] + reads["misses"],
-            requests.get("open", 0),
-            requests.get("getattr", 0),
-            sum(requests.values()),
-            said["pid"],
-            said["server_pid"],
-            said.get("residency", {}).get("resident_bytes", 0),
-        )
+        requests, reads = said["requests"], sum(map(said["reads"].get, ("hits", "misses")))
+        asked = reads + requests.get("open", 0) + requests.get("getattr", 0)
+        resident_bytes = said.get("residency", {}).get("resident_bytes", 0)
+        processes = said["pid"], said["server_pid"]
+        return Counts(reads, asked, sum(requests.values()), *processes, resident_bytes)
 
     def wait_until_loaded(self) -> None:
         """Wait until all has been pushed, on a mount with `--policy oneshot`."""

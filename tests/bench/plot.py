@@ -65,18 +65,9 @@ def draw(plot: Plot, lines: Sequence[Line], *, is_whole: bool) -> None:
     is said."""
     file = (PROGRAM.parent if is_whole else TRIED) / f"{plot.name}.png"
     file.parent.mkdir(exist_ok=True)
-    drawn = {
-        "title": plot.title,
-        "x": plot.x_name,
-        "y": plot.y_name,
-        "places": list(plot.places),
-        "over_time": plot.over_time,
-        "differences": plot.differences,
-        "events": list(plot.events),
-        "lines": [asdict(line) for line in lines],
-    }
+    drawn = json.dumps({**asdict(plot), "lines": [asdict(line) for line in lines]})
     try:
-        output_of([installed("python"), "-P", str(PROGRAM), str(file), json.dumps(drawn)])
+        output_of([installed("python"), "-P", str(PROGRAM), str(file), drawn])
     except PeerMissing as error:
         say(f"NOT PLOTTED: {error}")
     else:

@@ -22,7 +22,7 @@ def main(file: str, text: str) -> None:
         marker = "" if drawn["over_time"] and not drawn["differences"] else "o"
         places, values, errors = drawn["places"], line["values"], line["errors"]
         axes.errorbar(places, values, errors, marker=marker, label=line["name"], capsize=4)
-    axes.set(title=drawn["title"], xlabel=drawn["x"], ylabel=drawn["y"])
+    axes.set(title=drawn["title"], xlabel=drawn["x_name"], ylabel=drawn["y_name"])
     if drawn["over_time"]:
         if not drawn["differences"]:
             axes.set_ylim(bottom=0)

@@ -4,11 +4,11 @@ Pure: values in, text and plain data out. A ratio is that of the medians; its ra
 stands beside it, since sides of one round were measured next to each other.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from .samples import Measured, NotMeasured, Samples
+from .samples import OURS, Measured, NotMeasured, Rounds, Samples
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
@@ -113,12 +113,38 @@ class Row:
         }
 
 
-def within(
-    name: str, unit: str, ours: Measured, limit: float, *, most: bool, note: str = ""
-) -> Row:
-    """A row with a fixed limit: with `most` the figure must be at most the limit, else at least."""
-    target = at_most(1) if most else at_least(1)
-    return Row(name, unit, ours, LIMIT, Samples((limit,)), target, note)
+def no_more_than(name: str, unit: str, ours: Measured, limit: float, note: str = "") -> Row:
+    """A row whose figure must be at most a fixed limit."""
+    return Row(name, unit, ours, LIMIT, Samples((limit,)), at_most(1), note)
+
+
+def no_less_than(name: str, unit: str, ours: Measured, limit: float, note: str = "") -> Row:
+    """A row whose figure must be at least a fixed limit."""
+    return Row(name, unit, ours, LIMIT, Samples((limit,)), at_least(1), note)
+
+
+def against(
+    rounds: Rounds,
+    name: str,
+    unit: str,
+    targets: Mapping[str, Target | None],
+    note: str = "",
+    *,
+    of: str = "",
+    side: str = OURS,
+) -> list[Row]:
+    """A row for each of these peers: a figure of ours, or of another side, and the same of theirs.
+    Its name is `of`, or that of the unit."""
+    measured = rounds.of(side, of or unit)
+    return [
+        Row(name, unit, measured, peer, rounds.of(peer, of or unit), target, note)
+        for peer, target in targets.items()
+    ]
+
+
+def worst(measured: Measured) -> Measured:
+    """The greatest sample, for a limit that none may exceed."""
+    return Samples((max(measured.values),)) if isinstance(measured, Samples) else measured
 
 
 def failed(name: str, reason: str) -> Row:

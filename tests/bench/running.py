@@ -15,12 +15,11 @@ from pathlib import Path
 from tests.peers.nodes import NodeHost, Nodes
 from tests.peers.running import DATASET, RunningTask
 
-from .client_process import ClientProcess
-from .epochs import prepared
+from .client_process import ClientProcess, answers_of, rate_together
 from .inputs import Shape
-from .peers import memcached
-from .reader import write_list
-from .samples import PeerMissing, say
+from .peers.clusters import Memcached
+from .reading import write_list
+from .samples import PeerMissing, Side, say
 from .workbench import Workbench
 
 NODES = 4
@@ -46,22 +45,8 @@ def connected(place: NodeHost, options: Mapping[str, object]) -> ClientProcess:
 class Running:
     """A task of some nodes, and its clients."""
 
-    def __init__(
-        self,
-        stack: ExitStack,
-        bench: Workbench,
-        shape: Shape,
-        source: Path,
-        nodes: Nodes,
-        chunk_bytes: int,
-    ) -> None:
-        self.shape = shape
-        self.source = source
-        self.nodes = nodes
-        chunk_bytes = max(chunk_bytes // bench.divisor, CHUNK_BYTES_MIN)
-        self.task = stack.enter_context(
-            RunningTask(nodes, files=shape.files, source=source, chunk_bytes=chunk_bytes)
-        )
+    def __init__(self, shape: Shape, source: Path, nodes: Nodes, task: RunningTask) -> None:
+        self.shape, self.source, self.nodes, self.task = shape, source, nodes, task
         self.task.s3.delay_s = STORE_S
         self.clients: list[ClientProcess] = []
         self._serial = 0
@@ -114,9 +99,7 @@ class Running:
 
     def all(self, **order: object) -> list[dict[str, float]]:
         """Give an order to all clients at once."""
-        for client in self.clients:
-            client.send_order(order)
-        return [client.answer() for client in self.clients]
+        return answers_of(self.clients, [order] * len(self.clients))
 
     def warm_s(self) -> float:
         """The seconds until every chunk is in the memory of its owner."""
@@ -168,27 +151,52 @@ def running(
     bench: Workbench, wanted: Shape, count: int = NODES, chunk_bytes: int = CHUNK_BYTES
 ) -> Iterator[Running]:
     """A dataset of a shape in a store, and nodes on which a task can be started."""
-    shape, source = prepared(bench, wanted)
-    with ExitStack() as stack:
-        folder = stack.enter_context(bench.scratch())
-        nodes = stack.enter_context(Nodes(folder / "nodes", count))
-        made = Running(stack, bench, shape, source, nodes, chunk_bytes)
-        stack.callback(made.stop)
-        yield made
+    shape, source = bench.prepared(wanted)
+    chunk_bytes = max(chunk_bytes // bench.divisor, CHUNK_BYTES_MIN)
+    with (
+        bench.scratch() as folder,
+        Nodes(folder / "nodes", count) as nodes,
+        RunningTask(nodes, files=shape.files, source=source, chunk_bytes=chunk_bytes) as task,
+    ):
+        made = Running(shape, source, nodes, task)
+        try:
+            yield made
+        finally:
+            made.stop()
 
 
-def filled(stack: ExitStack, task: Running, *, copies: int = 1) -> memcached.Cluster | None:
-    """A memcached on each node, which has all files, and room for as many copies of them; None if
-    memcached is not installed."""
+NO_MEMCACHED = "no memcached, or no client of it"
+
+
+def filled(stack: ExitStack, task: Running, *, copies: int = 1) -> Memcached:
+    """A memcached on each node, which has all files, and room for as many copies of them."""
+    cluster = Memcached(task.nodes, 2 * copies * task.shape.bytes + (256 << 20))
+    stack.enter_context(cluster)
+    client = cluster.client(task.nodes[0])
+    client.run(do="fill", source=str(task.source), paths=task.paths())
+    return cluster
+
+
+def filled_if_installed(stack: ExitStack, task: Running, *, copies: int = 1) -> Memcached | None:
+    """The same; None if memcached is not installed."""
     try:
-        cluster = memcached.Cluster(task.nodes, 2 * copies * task.shape.bytes + (256 << 20))
-        stack.enter_context(cluster)
-        order = {"do": "fill", "source": str(task.source), "paths": task.paths()}
-        cluster.run(task.nodes[0], order)
+        return filled(stack, task, copies=copies)
     except PeerMissing as error:
         say(f"NOT MEASURED: {error}")
         return None
-    return cluster
+
+
+def reading_together(
+    clients: Sequence[ClientProcess], seconds: float, order: Mapping[str, object]
+) -> Side:
+    """A side whose clients read for some seconds together; without a client, it is missing."""
+
+    def run() -> dict[str, float]:
+        if not clients:
+            raise PeerMissing(NO_MEMCACHED)
+        return rate_together(clients, seconds, order)
+
+    return run
 
 
 def seconds_of(bench: Workbench, seconds: float) -> float:

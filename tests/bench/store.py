@@ -8,11 +8,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.storage.metadata.redis_servers import RedisServer
 from tests.storage.objects.s3_server import credentials
 
-from .reader import compiled
+from .dlcmd import Dlcmd
+from .reading import compiled
 
 BUCKET = "bucket"
+STORE_S, STORE_BYTES_PER_S = 0.005, 200e6
 _SOURCE = Path(__file__).with_suffix(".c")
 _ANSWER_S = 10.0
 _END_S = 10.0
@@ -72,3 +75,41 @@ def serving(folder: Path, *, delay_s: float, bytes_per_s: float) -> Iterator[Sto
                 process.wait(_END_S)
             except subprocess.TimeoutExpired:
                 process.kill()
+
+
+@dataclass(frozen=True, slots=True)
+class SlowStore:
+    """A store that has a dataset, whose metadata are in a Redis with this URL."""
+
+    store: Store
+    redis: str
+    bytes_per_s: float
+
+    def user(self, folder: Path) -> Dlcmd:
+        """A user who has nothing of the dataset yet."""
+        dlcmd = Dlcmd(folder)
+        dlcmd.environment |= self.store.environment
+        dlcmd.environment["DIESEL_URL"] = f"s3://{BUCKET}?meta={self.redis}"
+        return dlcmd
+
+
+@contextmanager
+def slow_store(
+    folder: Path,
+    source: Path,
+    dataset: str,
+    *options: str,
+    delay_s: float = STORE_S,
+    bytes_per_s: float = STORE_BYTES_PER_S,
+) -> Iterator[SlowStore]:
+    """Put the files below `source` as a dataset with these options, and serve it."""
+    served = folder / "store"
+    served.mkdir()
+    with (
+        serving(served, delay_s=delay_s, bytes_per_s=bytes_per_s) as store,
+        RedisServer(folder / "redis") as redis,
+    ):
+        dlcmd = Dlcmd(folder / "put", store=store.bucket)
+        dlcmd.environment["DIESEL_URL"] = f"{dlcmd.url}?meta={redis.url}"
+        dlcmd.seconds("put", *options, str(source), dataset)
+        yield SlowStore(store, redis.url, bytes_per_s)

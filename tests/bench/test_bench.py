@@ -20,21 +20,27 @@ import pytest
 
 from tests.server.program import until
 
-from . import memory, results, small_images
+from . import memory, results
 from .__main__ import lasting_rows
-from .cases import BENCHMARKS, accuracy, chosen, lobster, lrfu
-from .cases.training import OBJECTS
+from .benchmarks import BENCHMARKS, chosen
 from .control_group import control_group
 from .dlcmd import TREE
-from .epochs import random_order, whole_order
+from .experiments.training import OBJECTS
 from .inputs import D4, Shape, make, tar_stream
-from .loops import run_loop, waiting_loop
 from .loops_program import LOOPS
 from .mounts import is_mounted
-from .peers import data_plane, kernel_images
-from .peers.pythons import python
-from .reader import compile_reader, read_files, write_list
-from .report import Row, at_least, at_most, table, within
+from .peers import python, trees
+from .peers.clusters import PROTOTYPE_PROGRAM
+from .reading import (
+    compile_reader,
+    random_order,
+    read_files,
+    run_loop,
+    waiting_loop,
+    whole_order,
+    write_list,
+)
+from .report import Row, at_least, at_most, no_less_than, no_more_than, table
 from .samples import OURS, NotMeasured, PeerMissing, Rounds, Samples, alternate
 from .store import BUCKET, serving
 from .workbench import SessionMissing, Workbench
@@ -76,13 +82,14 @@ def test_a_ratio_is_that_of_the_medians_and_its_range_that_of_the_rounds() -> No
     ("ours", "most", "met"), [(9, True, True), (11, True, False), (9, False, False)]
 )
 def test_a_limit_is_met_or_not(ours: float, most: bool, met: bool) -> None:
-    assert within("x", "s", Samples((ours,)), 10, most=most).met is met
+    limited = no_more_than if most else no_less_than
+    assert limited("x", "s", Samples((ours,)), 10).met is met
     assert Row("x", "s", Samples((ours,)), "p", Samples((1.0,)), at_most(10)).met is (ours <= 10)
 
 
 @pytest.mark.parametrize(("asked", "met"), [(0, True), (1, False)])
 def test_a_limit_of_nothing_at_all_is_met_or_not(asked: float, met: bool) -> None:
-    row = within("x", "requests", Samples((asked,)), 0, most=True)
+    row = no_more_than("x", "requests", Samples((asked,)), 0)
     assert row.met is met
     assert row.ratio is None
     assert row.ratio_range is None
@@ -91,7 +98,7 @@ def test_a_limit_of_nothing_at_all_is_met_or_not(asked: float, met: bool) -> Non
 
 @pytest.mark.parametrize(("gained", "met"), [(0.2, True), (0, True), (-0.2, False)])
 def test_a_gain_may_be_held_against_nothing(gained: float, met: bool) -> None:
-    assert within("x", "points", Samples((gained,)), 0, most=False).met is met
+    assert no_less_than("x", "points", Samples((gained,)), 0).met is met
     assert Row("x", "s", Samples((gained,)), "p", Samples((0.0,)), at_least(1)).met is None
 
 
@@ -156,6 +163,14 @@ def test_readers_share_a_list_and_walk_before(tmp_path: Path) -> None:
         read_files(program, order.list_file, readers=3, batch_files=1)
 
 
+def test_orders_of_folders_with_one_name_are_files_of_their_own(tmp_path: Path) -> None:
+    """A copy in tmpfs has the name of its source."""
+    roots = (tmp_path / "disk" / "D4", tmp_path / "tmpfs" / "D4")
+    orders = [random_order(SMALL, root, 0, tmp_path) for root in roots]
+    for root, order in zip(roots, orders, strict=True):
+        assert os.fsencode(root) in order.list_file.read_bytes()
+
+
 def test_a_part_of_an_order_knows_what_it_reads(tmp_path: Path) -> None:
     folder = make(SMALL, tmp_path)
     part = random_order(SMALL, folder, 0, tmp_path, files=4)
@@ -203,13 +218,13 @@ def test_another_python_is_found_where_pyenv_has_it(
         python("3.99")
 
 
-@pytest.mark.parametrize("name", [kernel_images.SQUASHFS, kernel_images.EROFS])
+@pytest.mark.parametrize("name", [trees.SQUASHFS, trees.EROFS])
 def test_the_kernel_shows_what_was_packed_into_an_image(tmp_path: Path, name: str) -> None:
     source, mountpoint = make(SMALL, tmp_path), tmp_path / "mount"
     order = whole_order(SMALL, mountpoint, SMALL.paths(), tmp_path / "list")
     try:
-        image = kernel_images.pack(name, source, tmp_path / "image")
-        with kernel_images.mounted(name, image, mountpoint):
+        image = trees.pack(name, source, tmp_path / "image")
+        with trees.mounted(name, image, mountpoint):
             report = read_files(compile_reader(tmp_path), order.list_file, walk=mountpoint)
     except PeerMissing as error:
         pytest.skip(str(error))
@@ -306,66 +321,6 @@ def test_a_busy_machine_keeps_only_what_is_timed_from_the_page_of_results() -> N
 
 
 @pytest.mark.bench
-def test_the_study_of_accuracy_compares_every_order_with_full_shuffle(tmp_path: Path) -> None:
-    """With 200 images and 2 seeds: the figures mean nothing, but all are there."""
-    rows = rows_of(tmp_path, "accuracy")
-    shares = [row for row in rows if row["unit"] == accuracy.PERCENT]
-    assert len(shares) == len(accuracy.LAYOUTS) * len(accuracy.GROUP_SIZES)
-    assert all(0 <= row["ours"] <= 100 and row["against"] == accuracy.FULL for row in shares)
-    # 200 images are few chunks: any group of at least as many is a full shuffle.
-    largest = [row for row in shares if row["name"].endswith("G = 100")]
-    assert all(row["ours"] == row["other"] for row in largest)
-    assert len(rows) == len(shares) + 4
-
-
-@pytest.mark.bench
-@pytest.mark.fuse
-def test_the_benchmarks_of_importance_measure_every_row(tmp_path: Path) -> None:
-    """With tiny inputs: the figures mean nothing, but all are there."""
-    rows = rows_of(tmp_path, "importance")
-    names = [row["name"] for row in rows]
-    assert sum(name.startswith("accuracy with 50%") for name in names) == 8
-    assert sum(name.startswith("accuracy with 30%") for name in names) == 4
-    for what, caches in {"CIFAR-10": 4, "ImageNet": 1}.items():
-        some = [row for row in rows if row["name"].startswith(f"samples of {what} in memory")]
-        assert len(some) == 5 * caches
-        assert all(0 <= row["ours"] <= 1 for row in some if row["unit"] == "of 1")
-    assert sum(name.startswith("epochs of") for name in names) == 2
-    assert sum(name.startswith("importance of") for name in names) == 5
-    assert sum(name.startswith("two jobs") for name in names) == 2 + 2
-    assert len(rows) == 8 + 4 + 20 + 5 + 2 + 2 + 2 + 5
-
-
-def test_images_with_a_long_tail_are_the_same_each_time() -> None:
-    pixels = small_images.made_long_tail(20, 1)
-    assert pixels.shape == small_images.made_images(20, 1).shape
-    assert (pixels == small_images.made_long_tail(20, 1)).all()
-    assert (pixels != small_images.made_long_tail(20, 2)).any()
-
-
-def test_a_paired_difference_has_the_interval_of_students_t() -> None:
-    """Differences 1, 2, 3: mean 2, deviation 1; t(0.975, 2) = 4.303."""
-    difference = accuracy.Difference.of([11, 22, 33], [10, 20, 30])
-    assert (difference.mean, difference.deviation) == (2, 1)
-    assert difference.half_width == pytest.approx(4.303 / 3**0.5)
-    assert difference.farthest == difference.highest == pytest.approx(2 + 4.303 / 3**0.5)
-
-
-def test_images_are_the_same_each_time_and_survive_a_tar(tmp_path: Path) -> None:
-    pixels = small_images.made_images(20, 1)
-    assert (pixels == small_images.made_images(20, 1)).all()
-    assert (pixels != small_images.made_images(20, 2)).any()
-    with (tmp_path / "tar").open("wb") as file:
-        small_images.write_tar(file, pixels, np.arange(20)[::-1].copy())
-    with tarfile.open(tmp_path / "tar") as archive:
-        members = archive.getmembers()
-        contents = [archive.extractfile(member) for member in members]
-        read = [small_images.decoded(each.read()) for each in contents if each is not None]
-    assert members[0].name == small_images.path_of(19, 9)
-    assert (np.stack(read) == pixels[::-1]).all()
-
-
-@pytest.mark.bench
 @pytest.mark.parametrize(
     ("name", "count"),
     [
@@ -425,16 +380,20 @@ def test_the_prototype_gives_right_files_and_its_client_finds_wrong_ones(tmp_pat
     paths = write_list((f"{folder}/{path}" for path in SMALL.paths()), tmp_path / "paths")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-    program = [sys.executable, "-P", str(data_plane.PROGRAM)]
+    program = [sys.executable, "-P", str(PROTOTYPE_PROGRAM)]
+    environment = {**os.environ, "PYTHONPATH": str(TREE)}
     words = {"seed": 0, "seconds": 0.01, "start_s": 0.0}
     orders = [{"do": "steady_singles", **words}, {"do": "steady_batches", "size": 4, **words}]
 
     def read(order: dict[str, object]) -> "subprocess.CompletedProcess[str]":
         command = [*program, "read", address, str(sums), str(SMALL.file_bytes)]
         text = json.dumps(order) + "\n"
-        return subprocess.run(command, input=text, check=False, capture_output=True, text=True)
+        return subprocess.run(
+            command, input=text, check=False, capture_output=True, text=True, env=environment
+        )
 
-    with subprocess.Popen([*program, "serve", address, str(sums), str(paths), "0", "1"]) as server:
+    served = [*program, "serve", address, str(sums), str(paths), "0", "1"]
+    with subprocess.Popen(served, env=environment) as server:
         try:
             until(lambda: not read(orders[0]).returncode, "the prototype")
             for order in orders:
@@ -495,8 +454,8 @@ def test_benchmarks_are_chosen_by_how_their_names_begin() -> None:
 
 def test_a_run_replaces_its_rows_in_the_page_of_results_and_leaves_the_others() -> None:
     page = results.PAGE.read_text(encoding="utf-8")
-    tar = within("put D4L", "files/s", Samples((3.0, 1.0, 2.0)), 1, most=False)
-    memory = within("put D4L", "MB", Samples((3.0,)), 4, most=True)
+    tar = no_less_than("put D4L", "files/s", Samples((3.0, 1.0, 2.0)), 1)
+    memory = no_more_than("put D4L", "MB", Samples((3.0,)), 4)
     first = results.updated(page, [tar, memory, Row("ls", "s", Samples((4.0,)))], "Monday")
     again = Row("ls", "s", Samples((8.0,)))
     broken = Row("put D4L", "files/s", NotMeasured("no tar"), "limit", Samples((1.0,)))
@@ -510,63 +469,3 @@ def test_a_run_replaces_its_rows_in_the_page_of_results_and_leaves_the_others() 
     assert [line for line in second.splitlines() if line not in lines] == page.splitlines()
     with pytest.raises(ValueError, match="no place"):
         results.updated("# A page\n", [tar], "Monday")
-
-
-def test_the_tables_of_lobster_are_simulated(tmp_path: Path) -> None:
-    """In small: the model of NoPFS gets the paper's figure, and nothing keeps more than fits."""
-    bench = Workbench(tmp_path, 1, 50)
-    rows = {
-        (row.name.rpartition("GPUs, ")[2], row.against): row for row in lobster.hit_ratios(bench)
-    }
-    nopfs = rows["NoPFS, on time", lobster.THE_PAPER].ratio
-    assert nopfs is not None
-    assert abs(nopfs - 1) < 0.05
-    assert rows["plan, kept", "limit"].met
-    assert rows["plan, on time", "NoPFS here"].ratio is not None
-    imbalanced = lobster.imbalance(Workbench(tmp_path, 1, 100))
-    assert all(row.ratio is None or row.ratio > 0 for row in imbalanced)
-    assert [row.unit for row in lobster.speed(Workbench(tmp_path, 1, 2000))] == [
-        "s of a processor"
-    ] * 4
-
-
-def plainly_prepared_s(workload: lrfu.Workload, blocks: lrfu.Blocks, policy: str) -> float:
-    """What `Workload.prepared_s` says, block by block, with the literal sum of DLCache."""
-    here, total_s = set[int](), 0.0
-    references: dict[int, list[float]] = {}
-    for number, start in enumerate(workload.starts):
-        now, wanted = number * lrfu.GAP_HOURS, start.blocks.tolist()
-        total_s += sum(float(blocks.cost_s[each]) for each in wanted if each not in here)
-        here.update(wanted)
-
-        def key(each: int, now: float = now) -> tuple[float, ...]:
-            byte_cost_s = float(blocks.cost_s[each] / blocks.bytes[each])
-            if policy == "LRU":
-                return (references[each][-1],)
-            crf = sum(0.5 ** ((now - at) / 24) for at in references[each])
-            return round(crf, 9), byte_cost_s, references[each][-1]
-
-        for victim in sorted(here - {*wanted}, key=lambda each: (*key(each), each)):
-            if sum(float(blocks.bytes[each]) for each in here) <= workload.storage_bytes:
-                break
-            here.remove(victim)
-        for each in wanted:
-            references.setdefault(each, []).extend([now] * start.jobs)
-    return total_s
-
-
-@pytest.mark.parametrize("policy", [lrfu.OURS, "LRU"])
-def test_the_simulated_storage_of_lrfu_is_as_told_block_by_block(policy: str) -> None:
-    rng = np.random.default_rng(7)
-    sizes = rng.integers(1, 9, 12).astype(np.float64)
-    blocks = lrfu.Blocks(sizes, rng.random(12), np.split(np.arange(12), 4))
-    found = []
-    for seed in range(40):
-        starts = [
-            lrfu.Start(blocks.of_dataset[each], int(rng.integers(1, 4)))
-            for each in rng.integers(0, 4, 10)
-        ]
-        workload = lrfu.Workload(starts, float(rng.integers(24, 40)), [seed])
-        found.append(workload.prepared_s(blocks, lrfu.POLICIES[policy]))
-        assert found[-1] == pytest.approx(plainly_prepared_s(workload, blocks, policy))
-    assert len({round(each, 6) for each in found}) > 20

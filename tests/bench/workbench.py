@@ -14,9 +14,10 @@ from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 
+from .control_group import ControlGroup
 from .dlcmd import Dlcmd, help_of_mounting
-from .inputs import N1M, Shape, make, tar_stream
-from .reader import compile_reader, read_files, write_list
+from .inputs import N1M, Shape, make, pipe, tar_stream
+from .reading import Order, ReadReport, compile_reader, read_files, write_list
 from .samples import say
 
 NATIVE = "native"
@@ -31,25 +32,16 @@ class Workbench:
     """One run of the bench, in `folder`."""
 
     def __init__(
-        self,
-        folder: Path,
-        rounds: int,
-        divisor: int = 1,
-        *,
-        session: str = NATIVE,
-        large: bool = False,
-    ) -> None:
+        self, folder: Path, rounds: int, divisor: int = 1, *,
+        session: str = NATIVE, large: bool = False,
+    ) -> None:  # fmt: skip
         """`divisor` makes inputs smaller: to try the bench, not to measure. The group `native`
         measures mounts of `session`; with `large`, also datasets that take minutes to make.
         """
-        self.folder = folder
-        self.rounds = rounds
-        self.divisor = divisor
-        self.session = session
-        self.large = large
+        self.folder, self.rounds, self.divisor = folder, rounds, divisor
+        self.session, self.large = session, large
         self._empty: dict[Shape, tuple[Dlcmd, float]] = {}
-        self._inputs = folder / "inputs"
-        self._work = folder / "work"
+        self._inputs, self._work = folder / "inputs", folder / "work"
         for each in (self._inputs, self._work):
             each.mkdir(parents=True, exist_ok=True)
 
@@ -66,6 +58,11 @@ class Workbench:
         say(f"input {shape.name}: {shape.files:,} files of {shape.file_bytes:,} bytes")
         return make(shape, self._inputs)
 
+    def prepared(self, wanted: Shape) -> tuple[Shape, Path]:
+        """The shape to measure, and the folder with its files."""
+        shape = self.shape(wanted)
+        return shape, self.input(shape)
+
     @contextlib.contextmanager
     def scratch(self) -> Iterator[Path]:
         """An empty folder on the bench's disk, removed at the end."""
@@ -79,6 +76,22 @@ class Workbench:
     def reader(self) -> Path:
         """The compiled C reader."""
         return compile_reader(self._work)
+
+    def read_epoch(
+        self, order: Order, *, readers: int = 1, walk: Path | None = None,
+        group: ControlGroup | None = None,
+    ) -> ReadReport:  # fmt: skip
+        """Read files with some C readers, which walk the folder `walk` first, and which run in
+        `group` if there is one. Wrong contents are an error."""
+        prefix = () if group is None else group.prefix
+        report = read_files(self.reader, order.list_file, readers=readers, walk=walk, prefix=prefix)
+        got, wanted = (
+            (report.files, report.bytes, report.sum),
+            (order.files, order.bytes, order.sum),
+        )
+        assert got == wanted, f"wrong contents were read: {got}, not {wanted}"
+        assert walk is None or report.walked > order.files, f"{report.walked} entries were met"
+        return report
 
     def warm_page_cache(self, *folders: Path) -> None:
         """Prepare a timed run: write earlier runs' dirty pages to the disk, and read all of
@@ -126,19 +139,9 @@ class Workbench:
         say(f"putting {shape.name} from a tar: {shape.files:,} empty files")
         dlcmd = Dlcmd(self._work / shape.name)
         start_s = time.perf_counter()
-        with subprocess.Popen(
-            dlcmd.command("put", "--tar", "-", shape.name),
-            env=dlcmd.environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-        ) as process:
-            assert process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):  # its exit code tells the error
-                for piece in tar_stream(shape):
-                    process.stdin.write(piece)
-                process.stdin.close()
-        if process.returncode:
-            raise subprocess.CalledProcessError(process.returncode, process.args)
+        command = dlcmd.command("put", "--tar", "-", shape.name)
+        if code := pipe(tar_stream(shape), command, **dlcmd.environment):
+            raise subprocess.CalledProcessError(code, command)
         return dlcmd, time.perf_counter() - start_s
 
 

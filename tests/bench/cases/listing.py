@@ -9,41 +9,35 @@ from functools import cache, partial
 from pathlib import Path
 
 from ..inputs import N1M
-from ..peers import tmpfs
-from ..report import Row, at_most
+from ..peers.trees import TMPFS, in_memory
+from ..report import Row, Target, against, at_most
 from ..samples import OURS, Rounds, Side, alternate
 from ..workbench import Workbench
 from .kernel import KERNEL, OVER_PYFUSE3, PYFUSE3
 
-FIRST_RATIO = 3
-AGAIN_RATIO = 1.5
-PYFUSE3_FIRST_RATIO = 8
-NATIVE_FIRST_RATIO = 1.4
-NATIVE_AGAIN_RATIO = 0.85
+RATIOS = at_most(3), at_most(1.5)
+PYFUSE3_RATIOS = at_most(8), None
+NATIVE_RATIOS = at_most(1.4), at_most(0.85)
 
 
 def measure(bench: Workbench) -> list[Row]:
     """List on a fresh mount, and again on the same mount."""
     rounds = _rounds(bench, {OURS: KERNEL, OVER_PYFUSE3: PYFUSE3})
-    return _rows(rounds, OURS, "kernel", FIRST_RATIO, AGAIN_RATIO) + _rows(
-        rounds, OVER_PYFUSE3, "pyfuse3", PYFUSE3_FIRST_RATIO, None
-    )
+    rows = _rows(rounds, OURS, "kernel", *RATIOS)
+    return rows + _rows(rounds, OVER_PYFUSE3, "pyfuse3", *PYFUSE3_RATIOS)
 
 
 def native(bench: Workbench) -> list[Row]:
     """The same over `bench.session`."""
     rounds = _rounds(bench, {OURS: bench.session_options})
-    return _rows(rounds, OURS, bench.session, NATIVE_FIRST_RATIO, NATIVE_AGAIN_RATIO)
+    return _rows(rounds, OURS, bench.session, *NATIVE_RATIOS)
 
 
 def _rounds(bench: Workbench, sessions: Mapping[str, tuple[str, ...]]) -> Rounds:
     """Lists mounts of some sessions, and the same tree in tmpfs."""
     shape, dlcmd = bench.shape(N1M), bench.n1m
     with ExitStack() as stack:
-
-        @cache
-        def tree() -> Path:
-            return stack.enter_context(tmpfs.tree(shape))
+        tree = cache(lambda: stack.enter_context(in_memory(shape)))
 
         def ours(options: tuple[str, ...]) -> dict[str, float]:
             with (
@@ -52,25 +46,22 @@ def _rounds(bench: Workbench, sessions: Mapping[str, tuple[str, ...]]) -> Rounds
             ):
                 return {"first": _ls_seconds(mount.path), "again": _ls_seconds(mount.path)}
 
-        sides: dict[str, Side] = {
-            name: partial(ours, options) for name, options in sessions.items()
-        }
-        return alternate(
-            bench.rounds, {**sides, tmpfs.NAME: lambda: {"first": _ls_seconds(tree())}}
-        )
+        def theirs() -> dict[str, float]:
+            seconds = _ls_seconds(tree())
+            return {"first": seconds, "again": seconds}
+
+        sides: dict[str, Side] = {side: partial(ours, each) for side, each in sessions.items()}
+        return alternate(bench.rounds, {**sides, TMPFS: theirs})
 
 
-def _rows(rounds: Rounds, side: str, session: str, first: float, again: float | None) -> list[Row]:
-    other, name = rounds.of(tmpfs.NAME, "first"), f"{session} ls -lR of {N1M.name}"
+def _rows(
+    rounds: Rounds, side: str, session: str, first: Target, again: Target | None
+) -> list[Row]:
+    name = f"{session} ls -lR of {N1M.name}"
     return [
-        Row(
-            name, "s", rounds.of(side, "first"), tmpfs.NAME, other, at_most(first), "a fresh mount"
-        ),
-        Row(
-            f"{name}, again", "s", rounds.of(side, "again"), tmpfs.NAME, other,
-            None if again is None else at_most(again),
-        ),
-    ]  # fmt: skip
+        *against(rounds, name, "s", {TMPFS: first}, "a fresh mount", of="first", side=side),
+        *against(rounds, f"{name}, again", "s", {TMPFS: again}, of="again", side=side),
+    ]
 
 
 def _ls_seconds(folder: Path) -> float:

@@ -3,16 +3,16 @@ session against ratarmount."""
 
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-
-import numpy as np
 
 from ..dlcmd import Dlcmd
 from ..inputs import D4, N1M, N14M, Shape
-from ..peers import ratarmount, tar
-from ..reader import read_files, write_list
-from ..report import Row, at_least, within
+from ..peers.trees import RATARMOUNT
+from ..reading import read_files, write_list
+from ..report import Row, against, at_least, no_more_than
 from ..samples import OURS, alternate, repeat
+from ..stored import stored
 from ..workbench import Workbench
 from .kernel import PYFUSE3
 
@@ -43,8 +43,8 @@ def ready(bench: Workbench) -> list[Row]:
     name = f"mount {N1M.name}, ready"
     own, none = "over this user's own copy of the snapshot", "the copy is made from the store's"
     return [
-        within(name, "s", ours, READY_S, most=True, note=own),
-        within(f"{name}, the first time", "s", adopted, READY_S, most=True, note=none),
+        no_more_than(name, "s", ours, READY_S, own),
+        no_more_than(f"{name}, the first time", "s", adopted, READY_S, none),
     ]
 
 
@@ -79,89 +79,53 @@ def first_byte(bench: Workbench) -> list[Row]:
     name = f"{bench.session} mount {N1M.name}, to the first byte"
     other = "for another owner of all entries, so that there is no image of it"
     return [
-        within(f"{name}, image kept", "s", kept, KEPT_S, most=True),
-        within(f"{name}, image made anew", "s", made, MADE_S, most=True, note=other),
+        no_more_than(f"{name}, image kept", "s", kept, KEPT_S),
+        no_more_than(f"{name}, image made anew", "s", made, MADE_S, other),
     ]
 
 
 def memory(bench: Workbench) -> list[Row]:
     """The memory of the processes of a mount of `bench.session` that was walked: N1M, and with
     `bench.large` N14M."""
-    session = bench.session_options
     rows: list[Row] = []
-    for shape in (N1M, N14M) if bench.large else (N1M,):
-        dlcmd, _ = bench.empty_files(shape)
-        rows += _memory_rows(bench, dlcmd, shape, session)
+    for shape in MEMORY_MB if bench.large else (N1M,):
+        walked = partial(_walked, bench, bench.empty_files(shape)[0], shape)
+        rounds = repeat(1, walked)
+        name = f"{bench.session} memory of the processes, {shape.name}"
+        note = "mounted and walked; mapped files are not counted"
+        rows += [
+            no_more_than(f"{name}, PSS", "MB", rounds.ours("PSS"), MEMORY_MB[shape], note),
+            Row(f"{name}, private", "MB", rounds.ours("private")),
+        ]
     return rows
 
 
-def _memory_rows(
-    bench: Workbench, dlcmd: Dlcmd, shape: Shape, session: tuple[str, ...]
-) -> list[Row]:
-    def walked() -> dict[str, float]:
-        with (
-            bench.scratch() as folder,
-            dlcmd.mounted(shape.name, folder / "mount", *session) as mount,
-        ):
-            nothing = write_list([], folder / "nothing")
-            read_files(bench.reader, nothing, walk=mount.path)
-            pss, private = mount.unmapped_bytes(mount.counts().supervisor)
-            return {"PSS": pss / 1e6, "private": private / 1e6}
-
-    rounds = repeat(1, walked)
-    name = f"{bench.session} memory of the processes, {shape.name}"
-    return [
-        within(
-            f"{name}, PSS", "MB", rounds.ours("PSS"), MEMORY_MB[shape], most=True,
-            note="mounted and walked; mapped files are not counted",
-        ),
-        Row(f"{name}, private", "MB", rounds.ours("private")),
-    ]  # fmt: skip
+def _walked(bench: Workbench, dlcmd: Dlcmd, shape: Shape) -> dict[str, float]:
+    with (
+        bench.scratch() as folder,
+        dlcmd.mounted(shape.name, folder / "mount", *bench.session_options) as mount,
+    ):
+        read_files(bench.reader, write_list([], folder / "nothing"), walk=mount.path)
+        pss, private = mount.unmapped_bytes(mount.counts().supervisor)
+        return {"PSS": pss / 1e6, "private": private / 1e6}
 
 
 def read(bench: Workbench) -> list[Row]:
     """D4 in random order by one reader, two epochs on a fresh mount, against ratarmount."""
-    source = bench.input(D4)
-    with bench.scratch() as folder:
-        dlcmd, archive, mountpoint = Dlcmd(folder), folder / "D4.tar", folder / "mount"
-        dlcmd.seconds("put", str(source), D4.name)
-        tar.pack_seconds(source, archive)
+    with stored(bench, D4) as data:
 
-        def ours() -> dict[str, float]:
-            bench.warm_page_cache(dlcmd.store)
-            with dlcmd.mounted(D4.name, mountpoint, *PYFUSE3) as mount:
-                return _epochs(bench, mount.path)
+        def epochs(side: str) -> dict[str, float]:
+            orders = data.orders(side, len(EPOCHS))
+            with data.opened(side, *PYFUSE3):
+                rates = [bench.read_epoch(order).files_per_s for order in orders]
+            return dict(zip(EPOCHS, rates, strict=True))
 
-        def peer() -> dict[str, float]:
-            bench.warm_page_cache(folder)
-            with ratarmount.mounted(archive, mountpoint) as mount:
-                return _epochs(bench, mount)
-
-        rounds = alternate(bench.rounds, {OURS: ours, ratarmount.NAME: peer})
+        sides = {side: partial(epochs, side) for side in (OURS, RATARMOUNT)}
+        rounds = alternate(bench.rounds, sides)
+    first, second = (f"read {D4.name} from a mount, {epoch}" for epoch in EPOCHS)
+    target = {RATARMOUNT: at_least(READ_RATIO)}
     note = "one C reader: open, fstat, read, close; chunks and tar in the page cache"
     return [
-        Row(
-            f"read {D4.name} from a mount, {epoch}",
-            "files/s",
-            rounds.ours(epoch),
-            ratarmount.NAME,
-            rounds.of(ratarmount.NAME, epoch),
-            at_least(READ_RATIO),
-            note if epoch == EPOCHS[0] else "",
-        )
-        for epoch in EPOCHS
+        *against(rounds, first, "files/s", target, note, of=EPOCHS[0]),
+        *against(rounds, second, "files/s", target, of=EPOCHS[1]),
     ]
-
-
-def _epochs(bench: Workbench, mount: Path) -> dict[str, float]:
-    """Files per second of each epoch, each in another order; all bytes are checked."""
-    paths, rates = D4.paths(), {}
-    for number, epoch in enumerate(EPOCHS):
-        order = np.random.default_rng(number).permutation(len(paths)).tolist()
-        with bench.scratch() as folder:
-            wanted = write_list((f"{mount}/{paths[at]}" for at in order), folder / "list")
-            report = read_files(bench.reader, wanted)
-        got = report.files, report.bytes, report.sum
-        assert got == (D4.files, D4.bytes, D4.content_sum()), f"wrong contents were read: {got}"
-        rates[epoch] = report.files / report.seconds
-    return rates

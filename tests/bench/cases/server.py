@@ -9,8 +9,9 @@ import os
 import re
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -26,8 +27,8 @@ from .. import probes
 from ..dlcmd import Dlcmd
 from ..inputs import D4
 from ..probes.clients import SIGNED, sample
-from ..report import Row, at_least
-from ..samples import OURS, Measured, PeerMissing, Rounds, alternate, repeat
+from ..report import Row, against, at_least
+from ..samples import OURS, PeerMissing, Side, alternate, repeat
 from ..workbench import Workbench
 
 CLIENTS = 16
@@ -39,8 +40,10 @@ STAT_CLIENTS = 4
 STATS_EACH = 200_000
 PASSES = 3
 
+RATE, ENTRIES = "files/s", "entries/s"
 DIRECT = "put without a server"
 OBJECTS = f"{CLIENTS} clients of the S3 server"
+ALONE = "one client alone"
 CURL = "curl, S3 server"
 SINGLES = "single objects, S3 server"
 
@@ -84,71 +87,63 @@ class Serving:
 
     def clients(self, *arguments: str | int) -> dict[str, float]:
         """The figures of some clients (`probes/clients.py`)."""
-        return probes.run("clients", self.dlcmd, D4.name, *map(str, arguments))
+        return probes.run("probes.clients", self.dlcmd, D4.name, *map(str, arguments))
 
 
 @contextmanager
-def _serving(bench: Workbench, s3: bool) -> Iterator[Serving]:
+def _serving(bench: Workbench) -> Iterator[Serving]:
     with ExitStack() as stack:
         folder = stack.enter_context(bench.scratch())
-        store = stack.enter_context(s3_server(folder)) if s3 else None
         redis = stack.enter_context(RedisServer(folder / "redis"))
-        yield Serving(stack, folder, store, redis)
+        yield Serving(stack, folder, None, redis)
 
 
 def put(bench: Workbench) -> list[Row]:
     """D4 through a server, against the same without one."""
-    shape = bench.shape(D4)
-    source = bench.input(shape)
+    shape, source = bench.prepared(D4)
 
-    def run(through: bool) -> dict[str, float]:
-        with _serving(bench, s3=False) as serving:
+    def run(*, through: bool) -> dict[str, float]:
+        with _serving(bench) as serving:
             if through:
                 serving.start()
             bench.warm_page_cache(source)
-            return {"files/s": shape.files / serving.dlcmd.seconds("put", str(source), shape.name)}
+            return {RATE: shape.files / serving.dlcmd.seconds("put", str(source), shape.name)}
 
-    rounds = alternate(bench.rounds, {OURS: lambda: run(True), DIRECT: lambda: run(False)})
-    rate, direct = rounds.ours("files/s"), rounds.of(DIRECT, "files/s")
+    sides: dict[str, Side] = {OURS: partial(run, through=True), DIRECT: partial(run, through=False)}
+    rounds = alternate(bench.rounds, sides)
     note = "whole commands; a folder on the same disk, metadata in Redis"
-    return [
-        Row(f"put {shape.name} through a server", "files/s", rate, DIRECT, direct, at_least(0.6),
-            note=note),
-    ]  # fmt: skip
+    return against(
+        rounds, f"put {shape.name} through a server", RATE, {DIRECT: at_least(0.6)}, note
+    )
 
 
 def stat(bench: Workbench) -> list[Row]:
     """Metadata: many paths in one request, against redis-benchmark with as many commands in a
     pipeline."""
-    source = bench.input(bench.shape(D4))
-    with _serving(bench, s3=False) as serving:
+    _, source = bench.prepared(D4)
+    rows: list[Row] = []
+    with _serving(bench) as serving:
         first = serving.start()
         serving.dlcmd.seconds("put", str(source), D4.name)
         second = serving.start()
         both = f"{first.url},{second.url.partition('://')[2]}"
-        rows = []
-        for pipeline in PIPELINES:
+
+        def ours(url: str, pipeline: int) -> dict[str, float]:
             count = max(STATS_EACH // pipeline // bench.divisor, 10)
+            serving.use(url)
+            return serving.clients("stat", STAT_CLIENTS, count, pipeline)
 
-            def ours(url: str, pipeline: int = pipeline, count: int = count) -> dict[str, float]:
-                serving.use(url)
-                return serving.clients("stat", STAT_CLIENTS, count, pipeline)
-
-            against = f"redis-benchmark GET -P {pipeline}"
-            sides: dict[str, Callable[[], dict[str, float]]] = {
-                OURS: lambda ours=ours: ours(first.url),  # type: ignore[misc]  # mypy cannot infer a lambda with defaults
-                "two": lambda ours=ours: ours(both),  # type: ignore[misc]  # mypy cannot infer a lambda with defaults
-                against: lambda pipeline=pipeline: _redis_benchmark(serving, pipeline),  # type: ignore[misc]  # mypy cannot infer a lambda with defaults
+        for pipeline in PIPELINES:
+            redis = f"redis-benchmark GET -P {pipeline}"
+            sides: dict[str, Side] = {
+                OURS: partial(ours, first.url, pipeline),
+                "two": partial(ours, both, pipeline),
+                redis: partial(_redis_benchmark, serving, pipeline),
             }
             rounds = alternate(bench.rounds, sides)
-            redis = rounds.of(against, "entries/s")
-            name = f"stat through a server, {pipeline} paths a request"
-            rows.append(
-                Row(name, "entries/s", rounds.ours("entries/s"), against, redis, at_least(0.5),
-                    note=f"{STAT_CLIENTS} clients in Python"),
-            )  # fmt: skip
-            two = rounds.of("two", "entries/s")
-            rows.append(Row(f"{name}, two servers", "entries/s", two, against, redis))
+            name, note = f"stat through a server, {pipeline} paths a request", "clients in Python"
+            rows += against(rounds, name, ENTRIES, {redis: at_least(0.5)}, f"{STAT_CLIENTS} {note}")
+            rows += against(rounds, f"{name}, two servers", ENTRIES, {redis: None}, side="two")
         return rows
 
 
@@ -160,36 +155,31 @@ def _redis_benchmark(serving: Serving, pipeline: int) -> dict[str, float]:
     found = re.search(r'"GET","([0-9.]+)"', said)
     if found is None:
         raise PeerMissing(f"redis-benchmark said {said[:200]!r}")
-    return {"entries/s": float(found[1])}
+    return {ENTRIES: float(found[1])}
 
 
 def snapshot(bench: Workbench) -> list[Row]:
     """Clients look up paths in their snapshots: the server does nothing, and each has the same
     rate."""
-    source = bench.input(bench.shape(D4))
+    shape, source = bench.prepared(D4)
     most = len(os.sched_getaffinity(0))
-    with _serving(bench, s3=False) as serving:
+    with _serving(bench) as serving:
         serving.start()
         serving.dlcmd.seconds("put", str(source), D4.name)
-        size = bench.shape(D4).files
 
-        def run(clients: int) -> dict[str, float]:
-            return serving.clients("lookups", clients, 50, size)
+        def each(clients: int) -> dict[str, float]:
+            rate = serving.clients("lookups", clients, 50, shape.files)[ENTRIES]
+            return {ENTRIES: rate / clients}
 
-        one = "one client alone"
-        rounds = alternate(bench.rounds, {OURS: lambda: run(most), one: lambda: run(1)})
-    return [
-        Row(f"look-ups in a snapshot, {most} clients, each", "entries/s",
-            rounds.ours("entries/s").map(lambda rate: rate / most), one,
-            rounds.of(one, "entries/s"), at_least(0.8), note="the server is not asked"),
-    ]  # fmt: skip
+        rounds = alternate(bench.rounds, {OURS: partial(each, most), ALONE: partial(each, 1)})
+    name = f"look-ups in a snapshot, {most} clients, each"
+    return against(rounds, name, ENTRIES, {ALONE: at_least(0.8)}, "the server is not asked")
 
 
 def read(bench: Workbench) -> list[Row]:
     """Small files and whole chunks, against objects of the S3 server that stands behind the
     server."""
-    shape = bench.shape(D4)
-    source = bench.input(shape)
+    shape, source = bench.prepared(D4)
     with ExitStack() as stack:
         folder = stack.enter_context(bench.scratch())
         s3 = stack.enter_context(s3_server(folder))
@@ -198,23 +188,33 @@ def read(bench: Workbench) -> list[Row]:
         serving.dlcmd.seconds("put", str(source), D4.name)
         bucket = f"{s3.environ['AWS_ENDPOINT_URL']}/{s3.bucket}"
         keys = _upload(bucket, [(source / path).read_bytes() for path in sample(shape.paths())])
-        chunk_urls = _chunk_urls(serving, s3)
+        urls = _chunk_urls(serving, s3)
         rows = []
         for tier in ("off", "on"):
             options = ["--cache-dir", str(folder / "tier"), "--cache-size", "1G"]
             server = serving.start(*(options if tier == "on" else []))
             rows += _small(bench, serving, bucket, keys, tier)
             if tier == "on":
-                rows.append(_chunks(bench, serving, chunk_urls, "from the fast tier", 0.7))
+                serving.clients("chunks", 1, 1)
+                time.sleep(3.0)  # the last chunks are still being written to the cache
+                warm = partial(serving.clients, "chunks", 1, PASSES)
+                rows += _chunks(bench, "from the fast tier", warm, urls, 0.7)
             server.close()
-        rows.append(_cold(bench, serving, chunk_urls))
-        return rows
+
+        def cold() -> dict[str, float]:
+            server = serving.start()
+            try:
+                return serving.clients("chunks", 1, 1)
+            finally:
+                server.close()
+
+        return rows + _chunks(bench, "through a server, cold", cold, urls, 0.4)
 
 
 def _small(bench: Workbench, serving: Serving, bucket: str, keys: int, tier: str) -> list[Row]:
     count = max(FILES_EACH // bench.divisor, 10)
-    url = serving.dlcmd.url
-    first = repeat(1, lambda: serving.clients("files", CLIENTS, count))  # and fills what there is
+    files = partial(serving.clients, "files", CLIENTS, count)
+    first = repeat(1, files)  # and fills what there is
 
     def objects(clients: int, count: int) -> dict[str, float]:
         peer = Dlcmd(serving.folder)
@@ -222,60 +222,27 @@ def _small(bench: Workbench, serving: Serving, bucket: str, keys: int, tier: str
         return probes.run("clients", peer, "-", "objects", str(clients), str(count), str(keys))
 
     def batch() -> dict[str, float]:
-        return serving.clients("batches", 1, BATCHES, BATCH)
+        return {RATE: BATCH / serving.clients("batches", 1, BATCHES, BATCH)["s"]}
 
-    serving.use(url)
-    files: Rounds = alternate(
-        bench.rounds,
-        {
-            OURS: lambda: serving.clients("files", CLIENTS, count),
-            OBJECTS: lambda: objects(CLIENTS, count),
-        },
-    )
-    batches = alternate(
-        bench.rounds,
-        {OURS: batch, SINGLES: lambda: {"s": BATCH / objects(1, BATCH)["files/s"]}},
-    )
+    singles = alternate(bench.rounds, {OURS: files, OBJECTS: partial(objects, CLIENTS, count)})
+    batches = alternate(bench.rounds, {OURS: batch, SINGLES: partial(objects, 1, BATCH)})
     name = f"4 KB files through a server, tier {tier}"
-    rate, peer = files.ours("files/s"), files.of(OBJECTS, "files/s")
-    faster: Measured = batches.ours("s").map(lambda seconds: BATCH / seconds)
-    single: Measured = batches.of(SINGLES, "s").map(lambda seconds: BATCH / seconds)
     memory = "without a folder, a server keeps in memory what is read again and again"
+    some, note = f"{name}, {CLIENTS} clients", memory if tier == "off" else ""
     return [
-        Row(f"{name}, {CLIENTS} clients, first {CLIENTS * count:,} reads", "files/s",
-            first.ours("files/s"), OBJECTS, None),
-        Row(f"{name}, {CLIENTS} clients", "files/s", rate, OBJECTS, peer, at_least(2),
-            note=memory if tier == "off" else ""),
-        Row(f"{name}, {BATCH} in one request", "files/s", faster, SINGLES, single, at_least(10)),
-    ]  # fmt: skip
+        Row(f"{some}, first {CLIENTS * count:,} reads", RATE, first.ours(RATE), OBJECTS, None),
+        *against(singles, some, RATE, {OBJECTS: at_least(2)}, note),
+        *against(batches, f"{name}, {BATCH} in one request", RATE, {SINGLES: at_least(10)}),
+    ]
 
 
-def _chunks(bench: Workbench, serving: Serving, urls: list[str], how: str, ratio: float) -> Row:
-    serving.clients("chunks", 1, 1)
-    time.sleep(3.0)  # the last chunks are still being written to the cache
-    rounds = alternate(
-        bench.rounds,
-        {OURS: lambda: serving.clients("chunks", 1, PASSES), CURL: lambda: _curl(urls)},
-    )
-    return Row(f"whole chunks {how}", "MB/s", rounds.ours("B/s").map(_mega), CURL,
-               rounds.of(CURL, "B/s").map(_mega), at_least(ratio))  # fmt: skip
+def _chunks(bench: Workbench, how: str, ours: Side, urls: list[str], ratio: float) -> list[Row]:
+    def mega(side: Side) -> Side:
+        return lambda: {"MB/s": side()["B/s"] / 1e6}
 
-
-def _cold(bench: Workbench, serving: Serving, urls: list[str]) -> Row:
-    def cold() -> dict[str, float]:
-        server = serving.start()
-        try:
-            return serving.clients("chunks", 1, 1)
-        finally:
-            server.close()
-
-    rounds = alternate(bench.rounds, {OURS: cold, CURL: lambda: _curl(urls)})
-    return Row("whole chunks through a server, cold", "MB/s", rounds.ours("B/s").map(_mega), CURL,
-               rounds.of(CURL, "B/s").map(_mega), at_least(0.4))  # fmt: skip
-
-
-def _mega(rate: float) -> float:
-    return rate / 1e6
+    sides = {OURS: mega(ours), CURL: mega(partial(_curl, urls))}
+    rounds = alternate(bench.rounds, sides)
+    return against(rounds, f"whole chunks {how}", "MB/s", {CURL: at_least(ratio)})
 
 
 def _upload(bucket: str, contents: list[bytes]) -> int:

@@ -2,19 +2,18 @@
 and what processor time a master with them takes while nothing is read."""
 
 import os
-import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
-from ..client_process import ClientProcess
+from ..client_process import ClientProcess, answers_of
 from ..control_group import ControlGroup, control_group
 from ..inputs import Shape
 from ..memory import rollup_bytes
 from ..mounts import processor_s
-from ..report import Row, within
-from ..running import NODES, Running, running
+from ..report import Row, no_less_than, no_more_than
+from ..running import NODES, Running, connected, running
 from ..samples import NotMeasured, Samples
 from ..workbench import Workbench
 
@@ -44,7 +43,7 @@ def measure(bench: Workbench) -> list[Row]:
         masters = {rank: _Master(stack, task, rank) for rank in (OWN, OTHER)}
         before = {rank: master.look() for rank, master in masters.items()}
         idle = {rank: master.idle_percent(idle_s) for rank, master in masters.items()}
-        clients = list(_connected(stack, task, count, processes))
+        clients = _connected(stack, task, count, processes)
         from_store = _read_by_all(clients)
         time.sleep(SETTLE_S)
         after = {rank: master.look() for rank, master in masters.items()}
@@ -52,13 +51,13 @@ def measure(bench: Workbench) -> list[Row]:
         again_from_store = _read_by_all(clients) - from_store
         held = {rank: masters[rank].look().sockets - before[rank].sockets for rank in (OWN, OTHER)}
     name = f"task, {count:,} clients on one of {NODES} nodes"
+    left, unit = Samples((float(max(held.values())),)), "files from the store"
+    note = "these are left after each client has read twice"
     rows = [
-        within(name, "connections of a master", Samples((float(max(held.values())),)), count,
-               most=False, note="these are left after each client has read twice"),
-        Row(f"{name}, first read", "files from the store", Samples((from_store,))),
-        within(f"{name}, second read", "files from the store", Samples((again_from_store,)), 0,
-               most=True),
-    ]  # fmt: skip
+        no_less_than(name, "connections of a master", left, count, note),
+        Row(f"{name}, first read", unit, Samples((from_store,))),
+        no_more_than(f"{name}, second read", unit, Samples((again_from_store,)), 0),
+    ]
     for rank, where in ((OWN, "of its own node"), (OTHER, "of other nodes")):
         if held[rank] >= count:
             name = f"task, a master with {count:,} clients {where}"
@@ -113,31 +112,23 @@ def _sockets(pid: int) -> int:
     return count
 
 
-def _connected(
-    stack: ExitStack, task: Running, count: int, processes: int
-) -> Iterator[ClientProcess]:
+def _connected(stack: ExitStack, task: Running, count: int, processes: int) -> list[ClientProcess]:
     """Start the processes, which open the dataset `count` times together."""
     clients = []
     for number in range(processes):
-        program = "tests.bench.probes.connections"
-        process = ClientProcess(task.nodes[OWN], sys.executable, "-m", program)
-        stack.callback(process.close)
         part = count // processes + (number < count % processes)
-        process.send_order({"clients": part, "connect": task.member(OWN)})
-        clients.append(process)
+        clients.append(connected(task.nodes[OWN], {"clients": part, **task.member(OWN)}))
+        stack.callback(clients[-1].close)
     for process in clients:
         process.answer()
-        yield process
+    return clients
 
 
 def _read_by_all(clients: Sequence[ClientProcess]) -> float:
     """Let each client read a file of each chunk. Returns how many files of all reads so far came
     from the store, since a master did not answer in time."""
-    for client in clients:
-        client.send_order({"do": "read"})
     from_store = 0.0
-    for client in clients:
-        said = client.answer()
+    for said in answers_of(clients, [{"do": "read"}] * len(clients)):
         assert said["right"] == said["files"], f"not every read was answered: {said}"
         from_store += said["from_store"]
     return from_store

@@ -17,12 +17,11 @@ from tests.peers.running import DATASET
 from tests.server.program import until
 
 from ..client_process import RATE
-from ..epochs import files_per_s, random_order, read_epoch
 from ..inputs import D4L, D110, Shape
-from ..peers import iperf3, memcached
-from ..reader import write_list
-from ..report import Row, at_least, within
-from ..running import BATCH, Running, filled, running
+from ..peers.clusters import IPERF3, MEMCACHED, tcp_bytes_per_s
+from ..reading import random_order, write_list
+from ..report import Row, against, at_least, no_more_than
+from ..running import BATCH, NO_MEMCACHED, Running, filled_if_installed, running
 from ..samples import OURS, PeerMissing, Side, alternate
 from ..workbench import Workbench
 
@@ -58,13 +57,13 @@ class Mounted:
         before = reads_of(self.mountpoint)
         announce(self.mountpoint, self.task.shape, self.epoch)
         self.task.task.forget()
-        report = read_epoch(self.bench, order)
+        report = self.bench.read_epoch(order)
         egress = self.task.task.egress_bytes()
         allowed = max(EGRESS_PART * report.bytes, EGRESS_BYTES_MIN)
         assert egress <= allowed, f"{egress} bytes came from the store"
         count = reads_of(self.mountpoint) - before
         return {
-            RATE: files_per_s(report),
+            RATE: report.files_per_s,
             RATE_BYTES: report.bytes / report.seconds / 1e6,
             READS: count / report.files,
         }
@@ -152,7 +151,7 @@ def small_files(bench: Workbench) -> list[Row]:
         local = epochs(alone, stack.enter_context(mounts)[0])
         mount = mounted_alone(alone, memory_bytes=memory_bytes, cache_dir=own_cache_dir)
         no_task = epochs(alone, stack.enter_context(mount))
-        cluster = filled(stack, task)
+        cluster = filled_if_installed(stack, task)
         paths, seeds = shape.paths(), iter(range(bench.rounds))
 
         def from_disk(mounted: Mounted) -> dict[str, float]:
@@ -161,31 +160,29 @@ def small_files(bench: Workbench) -> list[Row]:
 
         def theirs() -> dict[str, float]:
             if cluster is None:
-                raise PeerMissing("no memcached, or no client of it")
+                raise PeerMissing(NO_MEMCACHED)
             draw = np.random.default_rng(next(seeds)).permutation(shape.files)
             listed = write_list((paths[at] for at in draw.tolist()), folder / "theirs")
-            order = {"do": "epoch", "paths": str(listed), "size": BATCH}
-            return {RATE: cluster.run(task.nodes[0], order)[RATE]}
+            client = cluster.client(task.nodes[0])
+            return {RATE: client.run(do="epoch", paths=str(listed), size=BATCH)[RATE]}
 
         sides: dict[str, Side] = {
             OURS: ours.read,
             DISK: lambda: from_disk(local),
             NO_TASK: lambda: from_disk(no_task),
-            memcached.NAME: theirs,
+            MEMCACHED: theirs,
         }
         rounds = alternate(bench.rounds, sides)
     name = f"task {shape.name}, an epoch in known random order, through a mount"
     memory = f"mount and master have {memory_bytes >> 20} MB, the dataset {shape.bytes >> 20} MB"
     disk = f"{memory}; the files of the disk cache are in the kernel's page cache"
+    target = at_least(DISK_RATIO)
     return [
-        Row(name, RATE, rounds.ours(RATE), DISK, rounds.of(DISK, RATE), at_least(DISK_RATIO),
-            f"{disk}; a task of one node"),
-        Row(name, RATE, rounds.ours(RATE), NO_TASK, rounds.of(NO_TASK, RATE), at_least(DISK_RATIO),
-            disk),
-        Row(name, RATE, rounds.ours(RATE), memcached.NAME, rounds.of(memcached.NAME, RATE),
-            at_least(MOUNT_RATIO), memory),
-        within(name, READS, rounds.ours(READS), READS_MAX, most=True),
-    ]  # fmt: skip
+        *against(rounds, name, RATE, {DISK: target}, f"{disk}; a task of one node"),
+        *against(rounds, name, RATE, {NO_TASK: target}, disk),
+        *against(rounds, name, RATE, {MEMCACHED: at_least(MOUNT_RATIO)}, memory),
+        no_more_than(name, READS, rounds.ours(READS), READS_MAX),
+    ]
 
 
 def large_files(bench: Workbench) -> list[Row]:
@@ -200,12 +197,13 @@ def large_files(bench: Workbench) -> list[Row]:
 
         def theirs() -> dict[str, float]:
             seconds = IPERF_S / bench.divisor
-            return {RATE_BYTES: iperf3.bytes_per_s(task.nodes[1], task.nodes[0], seconds) / 1e6}
+            return {RATE_BYTES: tcp_bytes_per_s(task.nodes[1], task.nodes[0], seconds) / 1e6}
 
-        sides: dict[str, Side] = {OURS: mount.read, iperf3.NAME: theirs}
+        sides: dict[str, Side] = {OURS: mount.read, IPERF3: theirs}
         name = f"task {shape.name}, an epoch in known random order, through a mount"
         note = "a quarter of it comes from the own node"
-        rows = []
+        target = {IPERF3: at_least(BANDWIDTH_RATIO)}
+        rows: list[Row] = []
         for limit in (0, LINK_KBIT_S):
             if limit and not has_namespaces():
                 continue
@@ -213,10 +211,7 @@ def large_files(bench: Workbench) -> list[Row]:
                 node.limit_bandwidth(limit)
             rounds = alternate(bench.rounds, sides)
             link = f", links of {limit / 1e6:.0f} Gbit/s" if limit else ""
-            rows.append(
-                Row(f"{name}{link}", RATE_BYTES, rounds.ours(RATE_BYTES), iperf3.NAME,
-                    rounds.of(iperf3.NAME, RATE_BYTES), at_least(BANDWIDTH_RATIO), note),
-            )  # fmt: skip
+            rows += against(rounds, f"{name}{link}", RATE_BYTES, target, note)
         return rows
 
 

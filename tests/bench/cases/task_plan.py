@@ -11,7 +11,7 @@ from tests.peers.planned_nodes import FULL, PlannedEgress
 from tests.peers.planned_reads import NODES
 from tests.peers.running import RunningTask
 
-from ..report import Row, within
+from ..report import Row, no_more_than
 from ..samples import Samples
 from ..workbench import Workbench
 
@@ -43,7 +43,7 @@ def measure(bench: Workbench) -> list[Row]:
             name = f"task of {NODES} nodes, half of it fits, --evict {policy}, {what}, egress"
             later = Samples(tuple(egress.ratios[1:]))  # each epoch after the first is a sample
             if policy == "plan":
-                rows.append(within(name, "x optimum", later, RATIO_MAX, most=True))
+                rows.append(no_more_than(name, "x optimum", later, RATIO_MAX))
             else:
                 rows.append(Row(name, "x optimum", later))
     return rows

@@ -7,16 +7,15 @@ from contextlib import ExitStack
 
 import numpy as np
 
-from tests.peers.nodes import NodeHost
 from tests.peers.running import DATASET
 
-from ..client_process import RATE, ClientProcess
+from ..client_process import RATE, ClientProcess, answers_of
 from ..inputs import D4L
-from ..peers import memcached
-from ..reader import write_list
-from ..report import Row, at_least, within
+from ..peers.clusters import MEMCACHED, Memcached
+from ..reading import write_list
+from ..report import Row, against, at_least, no_more_than
 from ..running import BATCH, NODES, WARM_S, Running, connected, filled, running
-from ..samples import OURS, Measured, PeerMissing, Samples, Side, alternate, repeat
+from ..samples import OURS, Measured, Samples, Side, alternate, repeat
 from ..workbench import Workbench
 from .task_reads import T4
 
@@ -48,15 +47,14 @@ def egress(bench: Workbench) -> list[Row]:
             def run(task: Running = task) -> dict[str, float]:
                 task.task.forget()
                 task.start()
-                for rank, client in enumerate(task.clients):
-                    client.send_order({"do": "epoch", "seed": rank, "size": BATCH})
-                for client in task.clients:
-                    client.answer()
+                ranks = range(len(task.clients))
+                orders = [{"do": "epoch", "seed": rank, "size": BATCH} for rank in ranks]
+                answers_of(task.clients, orders)
                 return {"x": task.task.egress_bytes() / task.task.stored_bytes}
 
             rounds = repeat(bench.rounds, run)
         name = f"task {T4.name}, one epoch of {count} node{'s' * (count > 1)}, read from the store"
-        rows.append(within(name, "x dataset", rounds.ours("x"), EGRESS_MAX, most=True))
+        rows.append(no_more_than(name, "x dataset", rounds.ours("x"), EGRESS_MAX))
     return rows
 
 
@@ -66,26 +64,25 @@ def cold(bench: Workbench) -> list[Row]:
         stored = task.task.stored_bytes
         file_by_file = _file_by_file(task)
 
+        def rates(bytes_per_s: float) -> dict[str, float]:
+            return {"MB/s": bytes_per_s / 1e6, RATE: bytes_per_s / (stored / task.shape.files)}
+
         def sequential() -> dict[str, float]:
             said = task.clients[0].run(do="chunks")
-            return {"B/s": said["bytes"] / said["s"]}
+            return rates(said["bytes"] / said["s"])
 
         def ours() -> dict[str, float]:
             task.start()
-            return {"B/s": stored / task.warm_s()}
+            return rates(stored / task.warm_s())
 
         sides: dict[str, Side] = {OURS: ours, SEQUENTIAL: sequential}
         rounds = alternate(min(bench.rounds, SLOW_ROUNDS), sides)
-        name = f"task {task.shape.name}, from cold to warm"
-        mega = rounds.ours("B/s").map(lambda rate: rate / 1e6)
-        other = rounds.of(SEQUENTIAL, "B/s").map(lambda rate: rate / 1e6)
-        per_file = stored / task.shape.files
-        rate = rounds.ours("B/s").map(lambda rate: rate / per_file)
-        return [
-            Row(name, "MB/s", mega, SEQUENTIAL, other, at_least(COLD_RATIO)),
-            Row(name, RATE, rate, FILE_BY_FILE, file_by_file, at_least(FILE_BY_FILE_RATIO),
-                note=f"memcached, {NODES} clients at once; of {SAMPLE} files each"),
-        ]  # fmt: skip
+    name, target = f"task {task.shape.name}, from cold to warm", at_least(FILE_BY_FILE_RATIO)
+    note = f"memcached, {NODES} clients at once; of {SAMPLE} files each"
+    return [
+        *against(rounds, name, "MB/s", {SEQUENTIAL: at_least(COLD_RATIO)}),
+        Row(name, RATE, rounds.ours(RATE), FILE_BY_FILE, file_by_file, target, note),
+    ]
 
 
 def _file_by_file(task: Running) -> Measured:
@@ -94,23 +91,22 @@ def _file_by_file(task: Running) -> Measured:
     task.put_files(paths)
 
     def run() -> dict[str, float]:
-        with memcached.Cluster(task.nodes, 2 * task.shape.bytes) as cluster:
+        with Memcached(task.nodes, 2 * task.shape.bytes) as cluster:
             begun = [
-                _start_refill(cluster, task, node, paths[rank::NODES], str(rank))
-                for rank, node in enumerate(task.nodes)
+                _start_refill(cluster, task, rank, paths[rank::NODES]) for rank in range(NODES)
             ]
             said = [each.answer() for each in begun]
             return {RATE: sum(each["missed"] for each in said) / max(each["s"] for each in said)}
 
-    return alternate(1, {memcached.NAME: run}).of(memcached.NAME, RATE)
+    return alternate(1, {MEMCACHED: run}).of(MEMCACHED, RATE)
 
 
 def _start_refill(
-    cluster: memcached.Cluster, task: Running, node: NodeHost, paths: Sequence[str], name: str
+    cluster: Memcached, task: Running, rank: int, paths: Sequence[str]
 ) -> ClientProcess:
     """Start a client that reads these files, and sets what is missing; it answers at the end."""
-    listed = write_list(paths, task.nodes.folder / f"refill-{name}")
-    client = cluster.client(node)
+    listed = write_list(paths, task.nodes.folder / f"refill-{rank}")
+    client = cluster.client(task.nodes[rank])
     client.send_order(
         {"do": "refill", "paths": str(listed), "size": BATCH, "store": task.files_store}
     )
@@ -133,48 +129,42 @@ def recovery(bench: Workbench) -> list[Row]:
             task.nodes[GONE].kill()
             worst_s = 0.0
             while time.perf_counter() - start_s < WARM_S:
-                for rank in others:
-                    order = {"do": "batches", "seed": int(time.monotonic_ns() % 1000)}
-                    task.clients[rank].send_order({**order, "count": 20, "size": BATCH})
-                said = [task.clients[rank].answer() for rank in others]
+                seed = int(time.monotonic_ns() % 1000)
+                order = {"do": "batches", "seed": seed, "count": 20, "size": BATCH}
+                said = answers_of([task.clients[rank] for rank in others], [order] * len(others))
                 worst_s = max(worst_s, *(each["worst_s"] for each in said))
                 if task.is_whole(others):
                     break
-            return {"s": time.perf_counter() - start_s, "worst": worst_s}
+            seconds = time.perf_counter() - start_s
+            return {"s": seconds, "1/s": 1 / seconds, "worst": worst_s}
 
         def theirs() -> dict[str, float]:
             with ExitStack() as own:
                 cluster = filled(own, task)
-                if cluster is None:
-                    raise PeerMissing("no memcached, or no client of it")
                 cluster.kill(GONE)
                 cluster.start(GONE)
-                draw = np.random.default_rng(1).permutation(task.shape.files)
-                paths = task.shape.paths()
+                draw = np.random.default_rng(1).permutation(task.shape.files).tolist()
+                names = task.shape.paths()
+                paths = [names[at] for at in draw]
                 begun = [
-                    _start_refill(cluster, task, task.nodes[rank],
-                            [paths[at] for at in draw[place :: len(others)].tolist()], str(rank))
-                    for place, rank in enumerate(others)
-                ]  # fmt: skip
+                    _start_refill(cluster, task, rank, paths[at :: len(others)])
+                    for at, rank in enumerate(others)
+                ]
                 said = [each.answer() for each in begun]
                 assert sum(each["missed"] for each in said) > task.shape.files / NODES / 2
-                return {"s": max(each["s"] for each in said)}
+                seconds = max(each["s"] for each in said)
+                return {"s": seconds, "1/s": 1 / seconds}
 
         task.put_files(task.shape.paths())
-        sides: dict[str, Side] = {OURS: ours, memcached.NAME: theirs}
+        sides: dict[str, Side] = {OURS: ours, MEMCACHED: theirs}
         rounds = alternate(min(bench.rounds, SLOW_ROUNDS), sides)
-        name = f"task {task.shape.name}, one of {NODES} nodes killed"
-        ours_rate, theirs_rate = rounds.ours("s"), rounds.of(memcached.NAME, "s")
-        return [
-            Row(f"{name}, as fast again", "1/s", ours_rate.map(_inverse), memcached.NAME,
-                theirs_rate.map(_inverse), at_least(RECOVERY_RATIO)),
-            Row(f"{name}, until all is cached", "s", ours_rate, memcached.NAME, theirs_rate),
-            Row(f"{name}, the slowest batch of {BATCH} meanwhile", "s", rounds.ours("worst")),
-        ]  # fmt: skip
-
-
-def _inverse(value: float) -> float:
-    return 1 / value
+    name = f"task {task.shape.name}, one of {NODES} nodes killed"
+    worst = rounds.ours("worst")
+    return [
+        *against(rounds, f"{name}, as fast again", "1/s", {MEMCACHED: at_least(RECOVERY_RATIO)}),
+        *against(rounds, f"{name}, until all is cached", "s", {MEMCACHED: None}),
+        Row(f"{name}, the slowest batch of {BATCH} meanwhile", "s", worst),
+    ]
 
 
 def policies(bench: Workbench) -> list[Row]:
@@ -196,10 +186,8 @@ def policies(bench: Workbench) -> list[Row]:
 
             rounds = repeat(min(bench.rounds, SLOW_ROUNDS), run)
             name = f"task {task.shape.name}, half of it fits, --evict {policy}"
-            rows.append(
-                Row(name, "hits", rounds.ours("hits"), THEORY, Samples((0.5,)),
-                    at_least(HIT_RATIO)),
-            )  # fmt: skip
+            theory, target = Samples((0.5,)), at_least(HIT_RATIO)
+            rows.append(Row(name, "hits", rounds.ours("hits"), THEORY, theory, target))
     return rows
 
 
@@ -218,29 +206,23 @@ def too_large(bench: Workbench) -> list[Row]:
     with running(bench, T4) as task:
         count = max(100 // bench.divisor, 2)
         part = int(task.task.stored_bytes / 1.2) // NODES
+        order = {"do": "batches", "seed": 2, "count": count, "size": BATCH}
 
         def ours() -> dict[str, float]:
             task.start(task_memory_bytes=part)
             task.all(do="batches", seed=1, count=count, size=BATCH)
-            said = task.all(do="batches", seed=2, count=count, size=BATCH)
-            return {RATE: sum(each[RATE] for each in said)}
+            return {RATE: sum(each[RATE] for each in task.all(**order))}
 
         def bare() -> dict[str, float]:
-            clients = [
-                connected(node, {"dataset": DATASET, "memory_bytes": task.client_bytes})
-                for node in task.nodes
-            ]
+            words = {"dataset": DATASET, "memory_bytes": task.client_bytes}
+            clients = [connected(node, words) for node in task.nodes]
             for client in clients:
                 client.answer()
-            for client in clients:
-                client.send_order({"do": "batches", "seed": 2, "count": count, "size": BATCH})
-            said = [client.answer() for client in clients]
+            said = answers_of(clients, [order] * len(clients))
             for client in clients:
                 client.close()
             return {RATE: sum(each[RATE] for each in said)}
 
         rounds = alternate(min(bench.rounds, SLOW_ROUNDS), {OURS: ours, NO_CACHE: bare})
-        name = f"task {task.shape.name}, 1.2 times the caches, random, {BATCH} in one request"
-        return [
-            Row(name, RATE, rounds.ours(RATE), NO_CACHE, rounds.of(NO_CACHE, RATE), at_least(1)),
-        ]  # fmt: skip
+    name = f"task {T4.name}, 1.2 times the caches, random, {BATCH} in one request"
+    return against(rounds, name, RATE, {NO_CACHE: at_least(1)})

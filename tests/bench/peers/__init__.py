@@ -13,6 +13,8 @@ from pathlib import Path
 
 from ..samples import PeerMissing
 
+TREE = Path(__file__).resolve().parents[3]
+
 PROGRAMS = Path(sys.prefix) / "peers" / "bin"
 DEADLINE_S = 900.0
 _REASON_CHARS = 300
@@ -34,20 +36,48 @@ def system_program(name: str) -> str:
     return found
 
 
+def python(version: str) -> str:
+    """The interpreter of a version such as "3.13": on PATH, or one that pyenv has installed.
+
+    Raises PeerMissing where there is none.
+    """
+    root = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv")
+    installed = sorted(root.glob(f"versions/{version}.*/bin/python{version}"))
+    code = "import sys; print('%d.%d' % sys.version_info[:2])"
+    for candidate in filter(None, [shutil.which(f"python{version}"), *map(str, installed)]):
+        # A name on PATH may be a shim without a Python behind it.
+        done = subprocess.run([candidate, "-c", code], check=False, capture_output=True, text=True)
+        if done.stdout.strip() == version:
+            return candidate
+    raise PeerMissing(f"there is no Python {version} on PATH or in pyenv")
+
+
+def python_of_training() -> str:
+    """The Python of the peers' environment; ours where the peers are not installed."""
+    try:
+        return installed("python")
+    except PeerMissing:
+        return sys.executable
+
+
 def output_of(command: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
     """Run a peer, and return what it printed."""
     try:
         done = subprocess.run(
-            command,
-            env=environment,
-            check=False,
-            capture_output=True,
-            text=True,
+            command, env=environment, check=False, capture_output=True, text=True,
             timeout=DEADLINE_S,
-        )
+        )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as error:
         raise PeerMissing(str(error)) from error
     if done.returncode:
         reason = done.stderr.strip()[-_REASON_CHARS:]
         raise PeerMissing(f"{command[0]} ended with {done.returncode}: {reason}")
     return done.stdout
+
+
+def in_peers(program: Path, *words: str, **environment: str) -> str:
+    """The last line that a program prints in the peers' environment; the peers print, too."""
+    # -P: else the peer may import modules of its folder that have the same names as its own
+    command = [installed("python"), "-P", str(program), *words]
+    printed = output_of(command, {**os.environ, "PYTHONPATH": str(TREE), **environment})
+    return next(reversed(printed.splitlines()), "")

@@ -6,8 +6,8 @@ blocking socket to each server. It shows what plain Python can do, and is no pro
 
 A server has every file of the list PATHS (each path ends in NUL) whose number modulo SERVERS is
 RANK, in one memory; all files have the same size. It writes their sums (XXH3, 64 bits, little
-endian) to the file SUMS before it listens. The client, of files of SIZE bytes, reads orders as
-lines of JSON, and answers so. It begins at B of `time.monotonic()`, and reads for T seconds:
+endian) to the file SUMS before it listens. The client, of files of SIZE bytes, answers orders
+(`answering.py`):
 
     {"do": "steady_batches", "seed": S, "seconds": T, "start_s": B, "size": M}
     {"do": "steady_singles", "seed": S, "seconds": T, "start_s": B}
@@ -17,24 +17,19 @@ this order and nothing else, as the client knows all sizes. The client sends its
 servers before it reads any answer, and checks the sum of every file.
 """
 
-import json
 import os
 import random
 import select
 import socket
 import struct
 import sys
-import time
 from collections.abc import Sequence
-from itertools import cycle
 
 import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
-DRAWN, DRAWN_SINGLES = 1024, 1 << 17
-"""Batches, and single files, that are drawn before the time counts; they are read again and
-again."""
+from tests.bench.answering import DRAWN, DRAWN_SINGLES, answer_orders, calls_per_s
 
 BUFFER_BYTES = 1 << 20
 IOV_MAX = 1024  # slices in one sendmsg
@@ -129,15 +124,8 @@ class Client:
         wanted = [draw.choice(self._files, size, replace=False) for _ in range(DRAWN)]
         buffers = [memoryview(bytearray(self._size * size)) for _ in self._sockets]
         self._read(wanted[0], buffers)
-        done, start_s = 0, _wait_until(start_s)
-        now_s, end_s = start_s, start_s + seconds
-        for files in cycle(wanted):
-            self._read(files, buffers)
-            done += size
-            now_s = time.monotonic()
-            if now_s >= end_s:
-                break
-        return {"files/s": done / (now_s - start_s)}
+        rate = calls_per_s(lambda files: self._read(files, buffers), wanted, seconds, start_s)
+        return {"files/s": size * rate}
 
     def _read(self, files: npt.NDArray[np.int64], buffers: Sequence[memoryview]) -> None:
         sockets, size, servers = self._sockets, self._size, len(self._sockets)
@@ -166,9 +154,8 @@ class Client:
         sockets, size, servers = self._sockets, self._size, len(self._sockets)
         known: list[list[int]] = [each.tolist() for each in self._sums]
         buffer = memoryview(bytearray(size))
-        done, start_s = 0, _wait_until(start_s)
-        now_s, end_s = start_s, start_s + seconds
-        for file in cycle(wanted):
+
+        def read(file: int) -> None:
             place, server = divmod(file, servers)
             peer, got = sockets[server], 0
             peer.sendall(_SINGLE.pack(1, place, size))
@@ -179,17 +166,8 @@ class Client:
                 got += count
             if xxh3_64_intdigest(buffer) != known[server][place]:
                 raise SystemExit("wrong bytes")
-            done += 1
-            now_s = time.monotonic()
-            if now_s >= end_s:
-                break
-        return {"files/s": done / (now_s - start_s)}
 
-
-def _wait_until(start_s: float) -> float:
-    """Wait until this moment of `time.monotonic()`; the moment when that was over."""
-    time.sleep(max(0.0, start_s - time.monotonic()))
-    return time.monotonic()
+        return {"files/s": calls_per_s(read, wanted, seconds, start_s)}
 
 
 def _place(address: str) -> tuple[str, int]:
@@ -217,13 +195,7 @@ def load_and_serve(address: str, sums: str, paths: str, rank: str, servers: str)
 def obey(addresses: str, sums: str, size: str) -> None:
     """Connect to all servers, and answer orders."""
     columns = [np.fromfile(file, "<u8") for file in sums.split(",")]
-    client = Client(addresses.split(","), columns, int(size))
-    for line in sys.stdin:
-        order = json.loads(line)
-        run = (
-            client.steady_batches if order.pop("do") == "steady_batches" else client.steady_singles
-        )
-        print(json.dumps(run(**order)), flush=True)
+    answer_orders(Client(addresses.split(","), columns, int(size)))
 
 
 def main(do: str, *words: str) -> None:

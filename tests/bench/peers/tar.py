@@ -5,11 +5,7 @@ from pathlib import Path
 
 from . import output_of
 
-NAME = "GNU tar"
-
-
-PIGZ = "pigz -dc | tar x"
-TAR_GZIP = "tar xzf"
+NAME, PIGZ, TAR_GZIP = "GNU tar", "pigz -dc | tar x", "tar xzf"
 
 
 def compress(archive: Path) -> Path:

@@ -5,10 +5,9 @@ and prints one JSON object. Starting Python and importing are not in the figures
 """
 
 import json
-import subprocess
 import sys
 
-from ..dlcmd import DEADLINE_S, Dlcmd
+from ..dlcmd import DEADLINE_S, Dlcmd, last_line
 
 
 def run(
@@ -24,12 +23,7 @@ def run(
     environment = dict(dlcmd.environment)
     if fresh_cache:
         environment["XDG_CACHE_HOME"] = fresh_cache
-    done = subprocess.run(
-        [sys.executable, "-m", f"{__name__}.{probe}", dlcmd.url, *arguments],
-        env=environment,
-        check=True,
-        stdout=subprocess.PIPE,
-        timeout=deadline_s,
-    )
-    report: dict[str, float] = json.loads(done.stdout)
+    module = f"tests.bench.{probe}" if "." in probe else f"{__name__}.{probe}"
+    command = [sys.executable, "-m", module, dlcmd.url, *arguments]
+    report: dict[str, float] = json.loads(last_line(command, environment, deadline_s=deadline_s))
     return report

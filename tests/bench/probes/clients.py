@@ -16,7 +16,8 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -34,6 +35,7 @@ MEMORY_BYTES = 8 << 20
 """Of a client: no chunk is worth keeping, as with a dataset that is larger than its memory."""
 
 Work = Callable[[], None]
+_Wanted = TypeVar("_Wanted")
 
 
 def sample(paths: list[str]) -> list[str]:
@@ -75,19 +77,22 @@ def together(clients: int, prepare: Callable[[int], Work]) -> float:
     return seconds
 
 
+def calls(read: Callable[[_Wanted], object], wanted: Iterable[_Wanted]) -> Work:
+    """Call `read` with each."""
+
+    def work() -> None:
+        for each in wanted:
+            read(each)
+
+    return work
+
+
 def files(dataset: Dataset, clients: int, count: int) -> dict[str, float]:
     names = sample([os.fsdecode(path) for path in dataset.snapshot.paths(dataset.snapshot.files())])
 
     def prepare(number: int) -> Work:
-        draw = random.Random(number)
         dataset.get(names[0])
-        wanted = draw.choices(names, k=count)
-
-        def work() -> None:
-            for name in wanted:
-                dataset.get(name)
-
-        return work
+        return calls(dataset.get, random.Random(number).choices(names, k=count))
 
     return {"files/s": clients * count / together(clients, prepare)}
 
@@ -99,12 +104,11 @@ def batches(dataset: Dataset, clients: int, count: int, size: int) -> dict[str, 
         draw = np.random.default_rng(number)
         list(dataset.read_many(indices[:2]))
 
-        def work() -> None:
-            for _ in range(count):
-                got = sum(map(len, dataset.read_many(draw.choice(indices, size, replace=False))))
-                assert got, "nothing was read"
+        def read(_: int) -> None:
+            got = sum(map(len, dataset.read_many(draw.choice(indices, size, replace=False))))
+            assert got, "nothing was read"
 
-        return work
+        return calls(read, range(count))
 
     return {"s": together(clients, prepare) / count}
 
@@ -117,12 +121,11 @@ def chunks(repository: RemoteRepository, name: str, clients: int, count: int) ->
     def prepare(number: int) -> Work:
         repository.objects.read_into(names[0], 0, bytearray(96))
 
-        def work() -> None:
-            for _ in range(count):
-                for chunk, size in zip(names, sizes, strict=True):
-                    repository.objects.read_into(chunk, 0, np.empty(size, np.uint8).data)
+        def read(_: int) -> None:
+            for chunk, size in zip(names, sizes, strict=True):
+                repository.objects.read_into(chunk, 0, np.empty(size, np.uint8).data)
 
-        return work
+        return calls(read, range(count))
 
     return {"B/s": clients * count * sum(sizes) / together(clients, prepare)}
 
@@ -138,11 +141,10 @@ def stat(
         wanted = [draw.choices(paths, k=size) for _ in range(count)]
         repository.stat_many(name, paths[:1])
 
-        def work() -> None:
-            for some in wanted:
-                assert len(repository.stat_many(name, some)) == size
+        def read(some: list[bytes]) -> None:
+            assert len(repository.stat_many(name, some)) == size
 
-        return work
+        return calls(read, wanted)
 
     return {"entries/s": clients * count * size / together(clients, prepare)}
 
@@ -152,15 +154,9 @@ def lookups(dataset: Dataset, clients: int, count: int, size: int) -> dict[str, 
     paths = list(view.paths(view.files()))
 
     def prepare(number: int) -> Work:
-        draw = random.Random(number)
-        wanted = draw.choices(paths, k=size)
+        wanted = random.Random(number).choices(paths, k=size)
         view.stat_many(view.lookup_many(wanted))
-
-        def work() -> None:
-            for _ in range(count):
-                view.stat_many(view.lookup_many(wanted))
-
-        return work
+        return calls(lambda _: view.stat_many(view.lookup_many(wanted)), range(count))
 
     return {"entries/s": clients * count * size / together(clients, prepare)}
 
@@ -170,7 +166,6 @@ def objects(url: str, clients: int, count: int, keys: int) -> dict[str, float]:
     place = urlsplit(url)
 
     def prepare(number: int) -> Work:
-        draw = random.Random(number)
         link = http.client.HTTPConnection(place.netloc)
 
         def get(key: int) -> None:
@@ -180,13 +175,7 @@ def objects(url: str, clients: int, count: int, keys: int) -> dict[str, float]:
             assert answer.status == 200
 
         get(0)
-        wanted = draw.choices(range(keys), k=count)
-
-        def work() -> None:
-            for key in wanted:
-                get(key)
-
-        return work
+        return calls(get, random.Random(number).choices(range(keys), k=count))
 
     return {"files/s": clients * count / together(clients, prepare)}
 
@@ -200,9 +189,8 @@ SIGNED = {
 def main(url: str, name: str, what: str, clients: int, count: int, size: int = 0) -> None:
     """Measure, and print the figures."""
     if what == "objects":
-        print(json.dumps(objects(url, clients, count, size)))
-        return
-    if what in ("chunks", "stat"):
+        report = objects(url, clients, count, size)
+    elif what in ("chunks", "stat"):
         repository = open_configured(load_settings({}))
         assert isinstance(repository, RemoteRepository)
         if what == "chunks":
@@ -213,10 +201,9 @@ def main(url: str, name: str, what: str, clients: int, count: int, size: int = 0
         with connect(name, memory_bytes=MEMORY_BYTES) as dataset:
             if what == "files":
                 report = files(dataset, clients, count)
-            elif what == "batches":
-                report = batches(dataset, clients, count, size)
             else:
-                report = lookups(dataset, clients, count, size)
+                measure = batches if what == "batches" else lookups
+                report = measure(dataset, clients, count, size)
     print(json.dumps(report))
 
 

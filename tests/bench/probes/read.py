@@ -1,57 +1,101 @@
-"""Reads all files of a dataset twice through `read_many`: URL DATASET SEED indices|paths.
+"""Reads all files of a dataset twice in one process: URL DATASET SEED BY FIRST.
 
-First pass: every byte summed by the caller, so every chunk is fetched and every checksum verified.
-Second pass, in another order: the views only. Connecting is timed apart.
+BY says how files are named: as `indices` or `paths` to `read_many`, or as the `dataset` of a
+`DataLoader` reads them, in batches with `DieselDataset`, whose loader returns the bytes. Each pass
+has its own random order. The first one sums every byte (FIRST is `sum`), so that every chunk is
+fetched and every checksum verified, or it only counts them (`count`); then a further pass, which is
+not timed, sums the contents. The second pass counts. Connecting is not in the figures.
 """
 
 import json
 import os
 import sys
 import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from importlib import import_module
 
 import numpy as np
 
-from diesel_fs import Dataset, connect
+from diesel_fs import connect
 
 from ..inputs import Indices
 
+BATCH = 64
 
-def order(dataset: Dataset, generator: np.random.Generator, by: str) -> Indices | list[str]:
-    """All files in random order, named by indices or by paths."""
-    indices = generator.permutation(dataset.snapshot.files())
-    if by == "indices":
-        return indices
-    return [os.fsdecode(path) for path in dataset.snapshot.paths(indices)]
+Content = bytes | memoryview
+Reader = Callable[[], Callable[[], Iterable[Content]]]
+"""Draws an order, and returns a function that reads all files in it."""
 
 
-def main(url: str, name: str, seed: str, by: str) -> None:
-    """Print the seconds of each part, the number of files, and the sum of their 64-bit words."""
+def by_many(
+    url: str, name: str, generator: np.random.Generator, by: str
+) -> tuple[AbstractContextManager[object], Reader]:
+    """Readers by `read_many`."""
+    dataset = connect(name, url=url)
+
+    def drawn() -> Callable[[], Iterable[Content]]:
+        indices: Indices = generator.permutation(dataset.snapshot.files())
+        if by == "indices":
+            return lambda: dataset.read_many(indices)
+        paths = [os.fsdecode(path) for path in dataset.snapshot.paths(indices)]
+        return lambda: dataset.read_many(paths)
+
+    return dataset, drawn
+
+
+def by_dataset(
+    url: str, name: str, generator: np.random.Generator
+) -> tuple[AbstractContextManager[object], Reader]:
+    """Readers by `DieselDataset`, a batch a call, as a `DataLoader` reads."""
+    dataset = import_module("diesel_fs.torch").DieselDataset(
+        name, loader=bytes, extensions=".bin", url=url
+    )
+
+    def drawn() -> Callable[[], Iterable[Content]]:
+        order = generator.permutation(len(dataset)).tolist()
+
+        def read() -> Iterator[bytes]:
+            for at in range(0, len(order), BATCH):
+                for content, _ in dataset.__getitems__(order[at : at + BATCH]):
+                    yield content
+
+        return read
+
+    return dataset, drawn
+
+
+def total(contents: Iterable[Content]) -> tuple[int, int]:
+    """The number of files, and the sum of their 64-bit words."""
+    files = words = 0
+    for content in contents:
+        words += int(np.frombuffer(content, np.uint64).sum())
+        files += 1
+    return files, words % 2**64
+
+
+def main(url: str, name: str, seed: str, by: str, first: str) -> None:
+    """Print the seconds of each pass, the number of files and bytes, and the sum of their words."""
     generator = np.random.default_rng(int(seed))
-    start_s = time.perf_counter()
-    with connect(name, url=url) as dataset:
-        connected_s = time.perf_counter()
-        wanted = order(dataset, generator, by)
-
-        first_s, total, files = time.perf_counter(), 0, 0
-        for view in dataset.read_many(wanted):
-            total += int(np.frombuffer(view, np.uint64).sum())
-            files += 1
-        first_end_s = time.perf_counter()
-
-        wanted = order(dataset, generator, by)
-        second_s, content_bytes = time.perf_counter(), 0
-        for view in dataset.read_many(wanted):
-            content_bytes += len(view)
-        second_end_s = time.perf_counter()
-    report = {
-        "connect_s": connected_s - start_s,
-        "first_s": first_end_s - first_s,
-        "second_s": second_end_s - second_s,
-        "files": files,
-        "sum": total % 2**64,
-        "bytes": content_bytes,
-    }
-    print(json.dumps(report))
+    opened, draw = (
+        by_dataset(url, name, generator) if by == "dataset" else by_many(url, name, generator, by)
+    )
+    seconds, found, read_bytes = [], (0, 0), 0
+    with opened:
+        for number in range(2):
+            read = draw()
+            start_s = time.perf_counter()
+            if first == "sum" and not number:
+                found = total(read())
+            else:
+                read_bytes = 0
+                for content in read():
+                    read_bytes += len(content)
+            seconds.append(time.perf_counter() - start_s)
+        if first == "count":
+            found = total(draw()())
+    files, words = found
+    print(json.dumps({"seconds": seconds, "files": files, "bytes": read_bytes, "sum": words}))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ tenth of the dataset fits. With few files that is little time; so the readers ar
 import itertools
 import json
 import statistics
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -32,10 +31,10 @@ from tests.peers.nodes import Nodes
 from tests.peers.running import DATASET, RunningTask
 from tests.storage.objects.scripted_s3 import BUCKET
 
-from ..dlcmd import DEADLINE_S
+from ..dlcmd import last_line
 from ..inputs import Shape
-from ..reader import write_list
-from ..report import Row, within
+from ..reading import write_list
+from ..report import Row, no_more_than
 from ..samples import Samples, say
 from ..workbench import Workbench
 
@@ -63,7 +62,7 @@ FITS = {"all": 1.25, "half": 0.5, "a tenth": 0.1}
 """Memory of all masters together, by the bytes of the dataset. Shares of nodes differ somewhat."""
 COUNTS_MAX, SECONDS_MAX = 0.02, 0.15
 SAMPLES, PARALLEL = 8, 4
-_PROGRAM = Path(__file__).parent.parent / "ranks_program.py"
+_PROGRAM = Path(__file__).parent / "ranks_program.py"
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,13 +167,9 @@ class _Training:
             "lists": lists, "batch": BATCH, "compute_s": self._order.compute_s, "epoch": epoch,
             "epochs": EPOCHS, "mounts": [*map(str, self._mounts)], "order": announced,
         }  # fmt: skip
-        done = subprocess.run(
-            [sys.executable, "-P", str(_PROGRAM), json.dumps(options)],
-            check=True, stdout=subprocess.PIPE, timeout=DEADLINE_S,
-        )  # fmt: skip
+        said = json.loads(last_line([sys.executable, "-P", str(_PROGRAM), json.dumps(options)]))
         requests, size = sum(self._task.gets().values()), self._task.egress_bytes()
         self._task.forget()
-        said = json.loads(done.stdout)
         assert said["bytes"] == SHAPE.bytes, "not all bytes were read"
         seconds = sum(max(took) + self._order.compute_s for took in said["iterations"])
         return Figures(requests, size, seconds)
@@ -228,5 +223,5 @@ def _rows(name: str, foretold: list[Figures], happened: list[Figures]) -> list[R
         note = f"said {expected:,.6g}, was {found:,.6g}"
         say(f"{name}, {what}: {note}")
         row = f"{name}: {what} off by"
-        rows.append(within(row, unit, Samples((off,)), limit, most=True, note=note))
+        rows.append(no_more_than(row, unit, Samples((off,)), limit, note))
     return rows

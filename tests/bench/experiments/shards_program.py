@@ -1,15 +1,16 @@
-"""Packs files for the peers that stream training data, and reads them as their documents say.
+"""Packs files into shards of the peers that stream training data, reads them, and trains from them
+in a store, as the peers' documents say.
 
-    python streaming_program.py pack  PEER SOURCE OUT SHARD_BYTES
-    python streaming_program.py train PEER OPTIONS
-    python streaming_program.py read  PEER FOLDER SEED
+    python shards_program.py pack  PEER SOURCE OUT SHARD_BYTES
+    python shards_program.py read  PEER FOLDER SEED
+    python shards_program.py train PEER JSON
 
 It runs in the peers' environment, with this tree on the path. A sample is the content of a file.
 
-OPTIONS of `train` is JSON: `options` has the fields of `training_program.Options`, and `place` has
-those of `Place`. `read` reads all samples of shards on the local disk in one process, in batches,
-twice as the dataset is iterated with its own shuffling, and twice by random indices. It prints as
-JSON the seconds of each pass, the count of samples and bytes, and the sum of their 64-bit words.
+`read` reads all samples of shards on the local disk in one process, in batches, twice as the
+dataset is iterated with its own shuffling, and twice by random indices. It prints as JSON the
+seconds of each pass, the count of samples and bytes, and the sum of their 64-bit words. The JSON of
+`train` has the fields of `training_program.Options` as `options`, and those of `Place` as `place`.
 """
 
 import json
@@ -32,11 +33,11 @@ from litdata.streaming import downloader
 from streaming.base.util import clean_stale_shared_memory
 from torch.utils.data import default_collate
 
-from tests.bench.training_program import Options, be_quiet, content, report, train
+from tests.bench.experiments.training_program import Options, be_quiet, content, report, train
 
 # isort: on
 
-PEERS = MDS, LIT, WDS = "mosaicml-streaming", "litdata", "webdataset"
+MDS, LIT, WDS = "mosaicml-streaming", "litdata", "webdataset"
 COLUMN, EXTENSION = "data", "bin"
 SHUFFLED = 1000  # samples in webdataset's buffer, as in its documents
 PASSES = 2
@@ -84,13 +85,9 @@ def pack_mds(source: str, out: str, shard_bytes: int) -> None:
 def pack_lit(source: str, out: str, shard_bytes: int) -> None:
     paths = list(files(source))
     litdata.optimize(
-        fn=read_file,
-        inputs=paths,
-        output_dir=out,
-        chunk_bytes=shard_bytes,
-        num_workers=1,
+        fn=read_file, inputs=paths, output_dir=out, chunk_bytes=shard_bytes, num_workers=1,
         verbose=False,
-    )
+    )  # fmt: skip
 
 
 def pack_wds(source: str, out: str, shard_bytes: int) -> None:
@@ -102,83 +99,7 @@ def pack_wds(source: str, out: str, shard_bytes: int) -> None:
             writer.write({"__key__": key, EXTENSION: read_file(path)})
 
 
-def collated(samples: Sequence[bytes]) -> torch.Tensor:
-    """A batch: the bytes of its samples, one a row."""
-    batch: torch.Tensor = default_collate([content(sample) for sample in samples])
-    return batch
-
-
-def collated_columns(samples: Sequence[dict[str, bytes]]) -> torch.Tensor:
-    return collated([sample[COLUMN] for sample in samples])
-
-
-def loader_of_mds(place: Place, options: Options) -> Loader:
-    clean_stale_shared_memory()
-    dataset = streaming.StreamingDataset(
-        remote=place.s3_url,
-        local=place.cache,
-        shuffle=True,
-        batch_size=options.batch,
-        cache_limit=place.cache_bytes or None,
-    )
-    loader: Loader = streaming.StreamingDataLoader(
-        dataset,
-        batch_size=options.batch,
-        num_workers=options.workers,
-        persistent_workers=True,
-        collate_fn=collated_columns,
-    )
-    return loader
-
-
-def loader_of_lit(place: Place, options: Options) -> Loader:
-    """Its client takes HTTPS only, and has no setting for that, so its options are changed."""
-    downloader._OBSTORE_CLIENT_OPTIONS["allow_http"] = True
-    dataset = litdata.StreamingDataset(
-        input_dir=place.s3_url,
-        cache_dir=place.cache,
-        shuffle=True,
-        drop_last=False,
-        max_cache_size=place.cache_bytes or None,
-        storage_options={"endpoint_url": place.endpoint},
-    )
-    loader: Loader = litdata.StreamingDataLoader(
-        dataset,
-        batch_size=options.batch,
-        num_workers=options.workers,
-        persistent_workers=True,
-        collate_fn=collated,
-    )
-    return loader
-
-
-def loader_of_wds(place: Place, options: Options) -> Loader:
-    """With a limit it has no cache: its own is for whole shards without one."""
-    base = f"{place.endpoint}/{place.bucket}/{place.folder}"
-    dataset = (
-        webdataset.WebDataset(
-            [f"{base}/{number:06}.tar" for number in range(place.shards)],
-            shardshuffle=place.shards,
-            cache_dir=None if place.cache_bytes else place.cache,
-            empty_check=False,
-        )
-        .shuffle(SHUFFLED)
-        .to_tuple(EXTENSION)
-        .map(lambda sample: sample[0])
-        .batched(options.batch, collation_fn=collated)
-    )
-    loader: Loader = webdataset.WebLoader(
-        dataset, batch_size=None, num_workers=options.workers, persistent_workers=True
-    )
-    return loader
-
-
 PACK: dict[str, Callable[[str, str, int], None]] = {MDS: pack_mds, LIT: pack_lit, WDS: pack_wds}
-LOADERS: dict[str, Callable[[Place, Options], Loader]] = {
-    MDS: loader_of_mds,
-    LIT: loader_of_lit,
-    WDS: loader_of_wds,
-}
 
 
 def read_all(peer: str, folder: str, seed: int) -> dict[str, object]:
@@ -204,8 +125,73 @@ def read_all(peer: str, folder: str, seed: int) -> dict[str, object]:
             while batch := [*islice(samples, BATCH)]:  # held together, as a `DataLoader` does
                 read_bytes += sum(len(data(sample)) for sample in batch)
             passes[way].append(time.perf_counter() - start_s)
-    total = sum(int(content(data(sample)).view(np.uint64).sum()) for sample in dataset)
+    total = sum(int(np.frombuffer(data(sample), np.uint64).sum()) for sample in dataset)
     return {"files": len(order), "bytes": read_bytes, "sum": total % (1 << 64), **passes}
+
+
+def collated(samples: Sequence[bytes]) -> torch.Tensor:
+    """A batch: the bytes of its samples, one a row."""
+    batch: torch.Tensor = default_collate([content(sample) for sample in samples])
+    return batch
+
+
+def collated_columns(samples: Sequence[dict[str, bytes]]) -> torch.Tensor:
+    return collated([sample[COLUMN] for sample in samples])
+
+
+def loader_of_mds(place: Place, options: Options) -> Loader:
+    clean_stale_shared_memory()
+    dataset = streaming.StreamingDataset(
+        remote=place.s3_url, local=place.cache, shuffle=True, batch_size=options.batch,
+        cache_limit=place.cache_bytes or None,
+    )  # fmt: skip
+    loader: Loader = streaming.StreamingDataLoader(
+        dataset, batch_size=options.batch, num_workers=options.workers, persistent_workers=True,
+        collate_fn=collated_columns,
+    )  # fmt: skip
+    return loader
+
+
+def loader_of_lit(place: Place, options: Options) -> Loader:
+    """Its client takes HTTPS only, and has no setting for that, so its options are changed."""
+    downloader._OBSTORE_CLIENT_OPTIONS["allow_http"] = True
+    dataset = litdata.StreamingDataset(
+        input_dir=place.s3_url, cache_dir=place.cache, shuffle=True, drop_last=False,
+        max_cache_size=place.cache_bytes or None, storage_options={"endpoint_url": place.endpoint},
+    )  # fmt: skip
+    loader: Loader = litdata.StreamingDataLoader(
+        dataset, batch_size=options.batch, num_workers=options.workers, persistent_workers=True,
+        collate_fn=collated,
+    )  # fmt: skip
+    return loader
+
+
+def loader_of_wds(place: Place, options: Options) -> Loader:
+    """With a limit it has no cache: its own is for whole shards without one."""
+    base = f"{place.endpoint}/{place.bucket}/{place.folder}"
+    dataset = (
+        webdataset.WebDataset(
+            [f"{base}/{number:06}.tar" for number in range(place.shards)],
+            shardshuffle=place.shards,
+            cache_dir=None if place.cache_bytes else place.cache,
+            empty_check=False,
+        )
+        .shuffle(SHUFFLED)
+        .to_tuple(EXTENSION)
+        .map(lambda sample: sample[0])
+        .batched(options.batch, collation_fn=collated)
+    )
+    loader: Loader = webdataset.WebLoader(
+        dataset, batch_size=None, num_workers=options.workers, persistent_workers=True
+    )
+    return loader
+
+
+LOADERS: dict[str, Callable[[Place, Options], Loader]] = {
+    MDS: loader_of_mds,
+    LIT: loader_of_lit,
+    WDS: loader_of_wds,
+}
 
 
 def main(do: str, peer: str, *words: str) -> None:

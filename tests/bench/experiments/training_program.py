@@ -1,29 +1,40 @@
 """A training script that knows nothing of DIESEL-FS: ordinary datasets, PyTorch's `DataLoader`.
 
-    python training_program.py OPTIONS        (JSON: the fields of `Options`, and `source`)
+    python training_program.py train OPTIONS      (JSON: the fields of `Options`, and `source`)
+    python training_program.py decode SECONDS
 
 `source` is a folder with the files, or the URL of a store's bucket that has each file as an object;
 `list` names a file with their NUL-terminated paths. Samples are the bytes of files, not decoded.
 Each batch is summed, as a copy to an accelerator reads it; then the loop sleeps, in the place of
 the model, so that a batch takes `compute_s` in all. What each epoch took is printed as JSON.
+
+`decode` decodes a JPEG of about 110 KiB
+again and again, in a process for each processor, and prints images and bytes (of JPEG) a second.
 """
 
 import http.client
+import io
 import json
+import multiprocessing
 import os
 import sys
 import time
 import warnings
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
 Content = npt.NDArray[np.uint8]
+
+WIDTH, HEIGHT, QUALITY = 500, 375, 90  # as an image of ImageNet
+SMOOTHNESS = 3  # pixels of noise that are one value: with it the file has about 110 KiB
 
 
 @dataclass(frozen=True)
@@ -127,17 +138,41 @@ def be_quiet() -> None:
     warnings.filterwarnings("ignore", "The given NumPy array is not writable")
 
 
-def main(text: str) -> None:
+def jpeg() -> bytes:
+    """An image of noise, which has the size and the number of bytes of a photo."""
+    rows, columns = HEIGHT // SMOOTHNESS, WIDTH // SMOOTHNESS + 1
+    noise = np.random.default_rng(0).integers(0, 256, (rows, columns, 3), np.uint8)
+    image = Image.fromarray(noise).resize((WIDTH, HEIGHT), Image.Resampling.BICUBIC)
+    file = io.BytesIO()
+    image.save(file, "JPEG", quality=QUALITY)
+    return file.getvalue()
+
+
+def decoded_per_s(data: bytes, seconds: float) -> float:
+    """Images a second of one process."""
+    count, start_s = 0, time.perf_counter()
+    while (now_s := time.perf_counter()) < start_s + seconds:
+        Image.open(io.BytesIO(data)).convert("RGB")
+        count += 1
+    return count / (now_s - start_s)
+
+
+def decode(seconds: str) -> None:
+    """Decode, and print the rates."""
+    data, processes = jpeg(), len(os.sched_getaffinity(0))
+    with multiprocessing.Pool(processes) as pool:
+        images = sum(pool.starmap(decoded_per_s, [(data, float(seconds))] * processes))
+    print(json.dumps({"images": images, "bytes": images * len(data), "file_bytes": len(data)}))
+
+
+def train_stock(text: str) -> None:
     """Train, and print the epochs."""
-    be_quiet()
     said = json.loads(text)
     source = said.pop("source")
     options = Options(**said)
-    with open(options.list, "rb") as file:
-        paths = [os.fsdecode(path) for path in file.read().split(b"\0")[:-1]]
     kind = Objects if source.startswith("http://") else Folder
     loader = DataLoader(
-        kind(source, paths),
+        kind(source, paths_of(options.list)),
         batch_size=options.batch,
         shuffle=True,
         num_workers=options.workers,
@@ -146,5 +181,10 @@ def main(text: str) -> None:
     report(train(loader, options))
 
 
+def paths_of(listed: str) -> list[str]:
+    return [os.fsdecode(path) for path in Path(listed).read_bytes().split(b"\0")[:-1]]
+
+
 if __name__ == "__main__":
-    main(sys.argv[1])
+    be_quiet()
+    {"train": train_stock, "decode": decode}[sys.argv[1]](sys.argv[2])

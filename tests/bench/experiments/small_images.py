@@ -13,7 +13,7 @@ from typing import BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from .inputs import MTIME_S
+from ..inputs import MTIME_S
 
 Pixels = npt.NDArray[np.uint8]
 Labels = npt.NDArray[np.int64]

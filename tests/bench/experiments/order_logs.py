@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -36,14 +36,13 @@ from diesel_fs.orders.plan import Entries
 from diesel_fs.repository.local import LocalRepository
 from diesel_fs.storage.objects.store import ObjectStore, ReadWrapper
 
-from ..dlcmd import Dlcmd
-from ..epochs import files_per_s, prepared, random_order, read_epoch
+from ..cases.kernel import RATE
 from ..inputs import D4L, D110, Shape
 from ..mounts import Mount
-from ..report import Row, at_least, within
+from ..report import Row, against, at_least, no_more_than
 from ..samples import OURS, Rounds, Samples, Side, alternate
+from ..stored import Stored
 from ..workbench import Workbench
-from .kernel import RATE
 
 FILES, CHUNKS = "files one by one", "parts of chunk files"
 THREADS = 8  # for files and parts of chunks
@@ -61,21 +60,28 @@ PUSHED, DISK = "all pushed once, read for the first time", "half of the disk's s
 _INDEX_FILES, _INDEX_S, _INDEX_MB = 14_200_000, 3, 300
 
 
-class LimitedDisk:
-    """Makes reads and writes of this process take as long as a slow disk takes."""
+class Pace:
+    """What all threads together may use at once, such as a disk or a link."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._free_s = 0.0  # when the disk has done all that was asked
+        self._free_s = 0.0  # when all that was asked is done
 
-    def take(self, size: int) -> None:
-        """Wait until the disk has served a request of so many bytes."""
-        requests = max(-(-size // REQUEST_BYTES), 1)
-        cost_s = max(size / DISK_BYTES_PER_S, requests / DISK_REQUESTS_PER_S)
+    def take(self, cost_s: float, at_least_s: float = 0.0) -> None:
+        """Wait until it was used for so long."""
         with self._lock:
             self._free_s = max(self._free_s, time.monotonic()) + cost_s
             until_s = self._free_s
-        time.sleep(max(until_s - time.monotonic(), 0))
+        time.sleep(max(until_s - time.monotonic(), at_least_s))
+
+
+class LimitedDisk(Pace):
+    """Makes reads and writes of this process take as long as a slow disk takes."""
+
+    def serve(self, size: int) -> None:
+        """Wait until the disk has served a request of so many bytes."""
+        requests = max(-(-size // REQUEST_BYTES), 1)
+        self.take(max(size / DISK_BYTES_PER_S, requests / DISK_REQUESTS_PER_S))
 
     @contextmanager
     def used(self) -> Iterator[None]:
@@ -86,12 +92,12 @@ class LimitedDisk:
             file: int, buffers: Sequence[memoryview], start: int, flags: int = 0
         ) -> int:
             done = preadv(file, buffers, start, flags)
-            self.take(done)
+            self.serve(done)
             return done
 
         def slow_pwrite(file: int, content: memoryview, start: int) -> int:
             done = pwrite(file, content, start)
-            self.take(done)
+            self.serve(done)
             return done
 
         with pytest.MonkeyPatch.context() as patch:
@@ -101,12 +107,12 @@ class LimitedDisk:
 
 
 class _SlowStore(ReadWrapper):
-    """A store whose reads take `STORE_S`, and share its bandwidth."""
+    """A store whose reads take `STORE_S`, and share its bandwidth. Its files are below `root`."""
 
-    def __init__(self, inner: ObjectStore) -> None:
+    def __init__(self, inner: ObjectStore, root: Path) -> None:
         super().__init__(inner)
-        self._lock = threading.Lock()
-        self._free_s = 0.0
+        self.root = root
+        self._pace, self._lock = Pace(), threading.Lock()
         self.read_bytes = self.requests = 0
 
     def read_into(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
@@ -116,26 +122,15 @@ class _SlowStore(ReadWrapper):
         with self._lock:
             self.read_bytes += len(buffer)
             self.requests += 1
-            self._free_s = max(self._free_s, time.monotonic()) + len(buffer) / STORE_BYTES_PER_S
-            until_s = self._free_s
-        time.sleep(max(until_s - time.monotonic(), STORE_S))
-
-    root = ""
+        self._pace.take(len(buffer) / STORE_BYTES_PER_S, STORE_S)
 
 
-class _Setting:
+class _Setting(Stored):
     """A dataset in a store, and the same files in a folder on the disk."""
-
-    def __init__(self, bench: Workbench, wanted: Shape, folder: Path) -> None:
-        self.bench, self.folder = bench, folder
-        self.shape, self.source = prepared(bench, wanted)
-        self.dlcmd = Dlcmd(folder)
-        self.dlcmd.seconds("put", str(self.source), self.shape.name)
-        self.names = self.shape.paths()
 
     def index(self, view: Snapshot) -> Entries:
         """The entry of each file."""
-        found = [view.lookup(name.encode()) for name in self.names]
+        found = [view.lookup(name.encode()) for name in self.shape.paths()]
         return np.array(found, np.uint32)
 
     def order(self, seed: int) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
@@ -156,8 +151,8 @@ def limited(bench: Workbench) -> list[Row]:
 
 def _figure5(bench: Workbench, shape: Shape, disk: LimitedDisk | None) -> list[Row]:
     rows = []
-    with bench.scratch() as folder:
-        setting = _Setting(bench, shape, folder)
+    with bench.scratch() as folder, ExitStack() as stack:
+        setting = _Setting(bench, bench.shape(shape), folder, stack)
         for part in (1.0, 0.5):
             sides = _sides(setting, part, disk)
             rounds = alternate(bench.rounds, sides)
@@ -167,7 +162,7 @@ def _figure5(bench: Workbench, shape: Shape, disk: LimitedDisk | None) -> list[R
 
 def _sides(setting: _Setting, part: float, disk: LimitedDisk | None) -> dict[str, Side]:
     """The three ways to read, where this part of the dataset is on the disk."""
-    shape, count = setting.shape, setting.shape.files
+    shape, count, names = setting.shape, setting.shape.files, setting.shape.paths()
     is_here = np.random.default_rng(99).permutation(count) < part * count
 
     def used() -> AbstractContextManager[None]:
@@ -176,8 +171,7 @@ def _sides(setting: _Setting, part: float, disk: LimitedDisk | None) -> dict[str
     def one_by_one(*, by_chunk: bool) -> dict[str, float]:
         with LocalRepository.open(setting.dlcmd.url) as repository:
             view = repository.view(shape.name)
-            store = _SlowStore(repository.objects)
-            store.root = str(setting.dlcmd.store)
+            store = _SlowStore(repository.objects, setting.dlcmd.store)
             index, columns = setting.index(view), view.columns
             chunk_files = [
                 os.open(f"{store.root}/{chunk_object(view.identity, each)}", os.O_DIRECT)
@@ -199,7 +193,7 @@ def _sides(setting: _Setting, part: float, disk: LimitedDisk | None) -> dict[str
                         size = -(-(offset + shape.file_bytes - start) // 4096) * 4096
                         os.preadv(chunk_files[chunk], [view_of_room[:size]], start)
                         continue
-                    file = os.open(f"{setting.source}/{setting.names[at]}", os.O_DIRECT)
+                    file = os.open(f"{setting.source}/{names[at]}", os.O_DIRECT)
                     os.preadv(file, [view_of_room[: -(-shape.file_bytes // 4096) * 4096]], 0)
                     os.close(file)
 
@@ -218,8 +212,7 @@ def _sides(setting: _Setting, part: float, disk: LimitedDisk | None) -> dict[str
             LocalRepository.open(setting.dlcmd.url) as repository,
         ):
             view = repository.view(shape.name)
-            store = _SlowStore(repository.objects)
-            store.root = str(setting.dlcmd.store)
+            store = _SlowStore(repository.objects, setting.dlcmd.store)
             room = int(shape.bytes * part) + 2 * order_log.STAGED_BYTES + (32 << 20)
             room += shape.bytes // 2 if part == 1 else 0
             tier = DiskTier(
@@ -267,18 +260,21 @@ def _figure5_rows(shape: Shape, rounds: Rounds, part: float, disk: LimitedDisk |
     name = f"order log, {shape.name}, {'all' if part == 1 else 'half'} on {where}"
     is_small = shape.file_bytes < 64 << 10 and part == 1
     note = f"{THREADS} threads; the log is written for the next epoch, too"
+    by_file, by_chunk = (
+        at_least(ratio) if is_small else None for ratio in (FILES_RATIO, CHUNKS_RATIO)
+    )
+    fetched = (
+        "bytes from the store; the optimum by files, and a twentieth; where the store is slow to"
+        " answer, requests are merged, and bring what lies between"
+    )
+    requests = "the optimum by files, each alone"
     return [
-        Row(name, RATE, rounds.ours(RATE), FILES, rounds.of(FILES, RATE),
-            at_least(FILES_RATIO) if is_small else None, note),
-        Row(name, RATE, rounds.ours(RATE), CHUNKS, rounds.of(CHUNKS, RATE),
-            at_least(CHUNKS_RATIO) if is_small else None),
-        within(name, FETCHED, rounds.ours(FETCHED), 1 - part + 0.05, most=True,
-               note="bytes from the store; the optimum by files, and a twentieth; where the store"
-               " is slow to answer, requests are merged, and bring what lies between"),
-        within(name, REQUESTS, rounds.ours(REQUESTS), 1 - part, most=True,
-               note="the optimum by files, each alone"),
+        *against(rounds, name, RATE, {FILES: by_file}, note),
+        *against(rounds, name, RATE, {CHUNKS: by_chunk}),
+        no_more_than(name, FETCHED, rounds.ours(FETCHED), 1 - part + 0.05, fetched),
+        no_more_than(name, REQUESTS, rounds.ours(REQUESTS), 1 - part, requests),
         Row(name, WRITTEN, rounds.ours(WRITTEN)),
-    ]  # fmt: skip
+    ]
 
 
 def _drop_pages(folder: Path) -> None:
@@ -297,13 +293,13 @@ def through_mount(bench: Workbench) -> list[Row]:
 
 
 def _mounted(bench: Workbench, wanted: Shape) -> list[Row]:
-    with bench.scratch() as folder:
-        setting = _Setting(bench, wanted, folder)
-        shape, dlcmd, at = setting.shape, setting.dlcmd, folder / "mount"
+    with bench.scratch() as folder, ExitStack() as stack:
+        setting = _Setting(bench, bench.shape(wanted), folder, stack)
+        shape, dlcmd, at = setting.shape, setting.dlcmd, setting.mountpoint
         session = bench.session_options
         with LocalRepository.open(dlcmd.url) as repository:
             index = setting.index(repository.view(shape.name))
-        orders = [random_order(shape, at, seed, folder) for seed in range(EPOCHS + 1)]
+        orders = setting.orders(OURS, EPOCHS + 1)
         seeds = [index[setting.order(seed)] for seed in range(EPOCHS + 2)]
 
         def logged() -> dict[str, float]:
@@ -321,7 +317,7 @@ def _mounted(bench: Workbench, wanted: Shape) -> list[Row]:
                         control.extend(
                             "train", [explicit(epoch=epoch + 1, entries=seeds[epoch + 1])]
                         )
-                    rates.append(files_per_s(read_epoch(bench, order)))
+                    rates.append(bench.read_epoch(order).files_per_s)
                     _wait_until_written(mount, shape.files)
                 figures = _worker(mount)
             return {
@@ -336,7 +332,7 @@ def _mounted(bench: Workbench, wanted: Shape) -> list[Row]:
                 for each in os.walk(at):
                     assert each
                 mount.wait_until_loaded()
-                return {RATE: files_per_s(read_epoch(bench, orders[1]))}
+                return {RATE: bench.read_epoch(orders[1]).files_per_s}
 
         def disk() -> dict[str, float]:
             return {RATE: _sequential_rate(folder, shape.bytes) / 2 / shape.file_bytes}
@@ -347,16 +343,14 @@ def _mounted(bench: Workbench, wanted: Shape) -> list[Row]:
         limits, key=lambda side: each.median if isinstance(each := limits[side], Samples) else 0
     )
     name = f"{bench.session} {shape.name}, four times the memory, all in the order log"
+    targets = {side: at_least(MOUNT_RATIO) if side == lower else None for side in limits}
+    note = "epochs after the first; one C reader; the lower of the two limits counts"
+    fetched = "bytes from the store in all epochs together, so of the first one"
     return [
-        Row(name, RATE, rounds.ours(RATE), side, limits[side],
-            at_least(MOUNT_RATIO) if side == lower else None,
-            "epochs after the first; one C reader; the lower of the two limits counts")
-        for side in limits
-    ] + [
-        within(name, FETCHED, rounds.ours(FETCHED), 1.6, most=True,
-               note="bytes from the store in all epochs together, so of the first one"),
+        *against(rounds, name, RATE, targets, note),
+        no_more_than(name, FETCHED, rounds.ours(FETCHED), 1.6, fetched),
         Row(name, WRITTEN, rounds.ours(WRITTEN), note="an epoch"),
-    ]  # fmt: skip
+    ]
 
 
 def _worker(mount: Mount) -> Mapping[str, int]:
@@ -411,6 +405,6 @@ def index(bench: Workbench) -> list[Row]:
     rounds = alternate(bench.rounds, {OURS: made})
     name = f"order log, the index of {count:,} files"
     return [
-        within(name, "s", rounds.ours("s"), _INDEX_S, most=True),
-        within(name, "MB", rounds.ours("MB"), _INDEX_MB, most=True, note="held; the paper: 10 GB"),
+        no_more_than(name, "s", rounds.ours("s"), _INDEX_S),
+        no_more_than(name, "MB", rounds.ours("MB"), _INDEX_MB, "held; the paper: 10 GB"),
     ]

@@ -142,9 +142,13 @@ class Storage:
             self.used[blocks] = now
         self.count[blocks] += times
 
-    def log_crf(self, blocks: Numbers, now: float) -> Values:
-        """What the references of these blocks count now."""
-        return self.attenuation.log_crf(self.crf[blocks], self.used[blocks], now)
+    def eviction_order(self, blocks: Numbers, now: float, byte_cost_s: Values) -> Numbers:
+        """These blocks by what their references count now, and what their bytes cost."""
+        log_crf = self.attenuation.log_crf(self.crf[blocks], self.used[blocks], now)
+        return eviction_order(log_crf, byte_cost_s, self.used[blocks])
+
+    def byte_cost_s(self, blocks: Numbers) -> Values:
+        return self.blocks.cost_s[blocks] / self.blocks.bytes[blocks]
 
 
 Order = Callable[[Storage, Numbers, float], Numbers]
@@ -152,43 +156,19 @@ Order = Callable[[Storage, Numbers, float], Numbers]
 
 
 def _ours(storage: Storage, blocks: Numbers, now: float) -> Numbers:
-    byte_cost_s = storage.blocks.cost_s[blocks] / storage.blocks.bytes[blocks]
-    return eviction_order(storage.log_crf(blocks, now), byte_cost_s, storage.used[blocks])
-
-
-def _lrfu(storage: Storage, blocks: Numbers, now: float) -> Numbers:
-    no_cost = np.zeros(len(blocks))
-    return eviction_order(storage.log_crf(blocks, now), no_cost, storage.used[blocks])
-
-
-def _lru(storage: Storage, blocks: Numbers, _now: float) -> Numbers:
-    return np.argsort(storage.used[blocks], kind="stable")
-
-
-def _lfu(storage: Storage, blocks: Numbers, _now: float) -> Numbers:
-    return np.lexsort((storage.used[blocks], storage.count[blocks]))
-
-
-def _random(storage: Storage, blocks: Numbers, _now: float) -> Numbers:
-    return storage.random.permutation(len(blocks))
-
-
-def _greedy(storage: Storage, blocks: Numbers, _now: float) -> Numbers:
-    return np.argsort(storage.blocks.cost_s[blocks], kind="stable")
-
-
-def _greedy_for_bytes(storage: Storage, blocks: Numbers, _now: float) -> Numbers:
-    return np.argsort(storage.blocks.cost_s[blocks] / storage.blocks.bytes[blocks], kind="stable")
+    return storage.eviction_order(blocks, now, storage.byte_cost_s(blocks))
 
 
 POLICIES: Mapping[str, Order] = {
     OURS: _ours,
-    "LRU": _lru,
-    "LFU": _lfu,
-    "LRFU": _lrfu,
-    "random": _random,
-    "greedy": _greedy,
-    "greedy for bytes": _greedy_for_bytes,
+    "LRU": lambda storage, blocks, _: np.argsort(storage.used[blocks], kind="stable"),
+    "LFU": lambda storage, blocks, _: np.lexsort((storage.used[blocks], storage.count[blocks])),
+    "LRFU": lambda storage, blocks, now: storage.eviction_order(blocks, now, np.zeros(len(blocks))),
+    "random": lambda storage, blocks, _: storage.random.permutation(len(blocks)),
+    "greedy": lambda storage, blocks, _: np.argsort(storage.blocks.cost_s[blocks], kind="stable"),
+    "greedy for bytes": lambda storage, blocks, _: np.argsort(
+        storage.byte_cost_s(blocks), kind="stable"
+    ),
 }
 
 

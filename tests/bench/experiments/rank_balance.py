@@ -12,7 +12,6 @@ import json
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -24,14 +23,13 @@ import numpy as np
 from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.mounts.plans import control
 from tests.server.program import until
-from tests.storage.metadata.redis_servers import RedisServer
 
-from ..dlcmd import DEADLINE_S, TREE, Dlcmd
+from ..dlcmd import TREE, last_line
 from ..inputs import Shape
-from ..reader import write_list
-from ..report import Row, at_most
+from ..reading import write_list
+from ..report import Row, against, at_most
 from ..samples import OURS, alternate, say
-from ..store import BUCKET, Store, serving
+from ..store import SlowStore, slow_store
 from ..workbench import Workbench
 
 RANKS = 8
@@ -48,8 +46,8 @@ IMBALANCE_PART = 0.1
 BY_TURNS, NO_MISS = "by turns", "without a miss"
 MEDIAN, P95, PART, SECONDS = "median ms", "p95 ms", "part", "s"
 _DATASET = "ranks"
-_PROGRAM = Path(__file__).parent.parent / "ranks_program.py"
-_SITE = Path(__file__).parent.parent / "by_turns"
+_PROGRAM = Path(__file__).parent / "ranks_program.py"
+_SITE = Path(__file__).parent / "by_turns"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,29 +56,15 @@ class _Setting:
 
     bench: Workbench
     shape: Shape
-    store: Store
-    redis: str
+    slow: SlowStore
     cache: Path
     full_cache: Path
-
-    def dlcmd(self, folder: Path) -> Dlcmd:
-        """A user with nothing of the dataset but what the cache has."""
-        dlcmd = Dlcmd(folder)
-        dlcmd.environment |= self.store.environment
-        dlcmd.environment["DIESEL_URL"] = f"s3://{BUCKET}?meta={self.redis}"
-        return dlcmd
 
     def options(self, cache: Path) -> tuple[str, ...]:
         """The options of a mount with a disk cache; there is memory for the whole dataset."""
         size = str(4 * self.shape.bytes)
-        return (
-            "--cache-dir",
-            str(cache),
-            "--cache-size",
-            size,
-            "--memory",
-            str(6 * self.shape.bytes),
-        )
+        memory = ("--memory", str(6 * self.shape.bytes))
+        return ("--cache-dir", str(cache), "--cache-size", size, *memory)
 
     def orders(self) -> list[list[str]]:
         """The files of each rank, shuffled within groups."""
@@ -96,7 +80,7 @@ class _Setting:
     def run(self, cache_of: Path, *, by_turns: bool = False) -> dict[str, float]:
         """One epoch of all ranks, of a mount with a copy of a cache."""
         with self.bench.scratch() as folder:
-            dlcmd, mountpoint, starts = self.dlcmd(folder), folder / "mount", folder / "starts"
+            dlcmd, mountpoint, starts = self.slow.user(folder), folder / "mount", folder / "starts"
             cache = Path(shutil.copytree(cache_of, folder / "cache"))
             if by_turns:
                 dlcmd.environment |= {
@@ -109,7 +93,7 @@ class _Setting:
                 for rank, order in enumerate(orders)
             ]
             self.bench.warm_page_cache(cache)
-            before = self.store.counts()
+            before = self.slow.store.counts()
             with dlcmd.mounted(_DATASET, mountpoint, *self.options(cache)):
                 view = Snapshot((mountpoint / ".diesel" / "snapshot").read_bytes())
                 with control.Control.connect(mountpoint) as link:
@@ -119,7 +103,7 @@ class _Setting:
                         link.announce(f"rank{rank}", [epoch], lag_entries=2 * BATCH)
                     figures = self._read(lists)
             _wait_for_end(folder)
-            read = (self.store.counts() - before).bytes / self.shape.bytes * RANKS
+            read = (self.slow.store.counts() - before).bytes / self.shape.bytes * RANKS
             say(f"{read:.2f} times a rank's files were read from the store")
             misses = cache_of != self.full_cache
             assert (read >= MISSED_MIN) == misses, (
@@ -130,11 +114,7 @@ class _Setting:
 
     def _read(self, lists: list[str]) -> dict[str, float]:
         options = {"lists": lists, "batch": BATCH, "compute_s": COMPUTE_S}
-        done = subprocess.run(
-            [sys.executable, "-P", str(_PROGRAM), json.dumps(options)],
-            check=True, stdout=subprocess.PIPE, timeout=DEADLINE_S,
-        )  # fmt: skip
-        said = json.loads(done.stdout)
+        said = json.loads(last_line([sys.executable, "-P", str(_PROGRAM), json.dumps(options)]))
         assert said["bytes"] == self.shape.bytes, "not all bytes were read"
         gaps_s = [max(took) - min(took) for took in said["iterations"]]
         return {
@@ -152,15 +132,13 @@ def _setting(bench: Workbench) -> Iterator[_Setting]:
     source = bench.input(shape)
     with ExitStack() as stack:
         folder = stack.enter_context(bench.scratch())
-        (folder / "store").mkdir()
-        store = stack.enter_context(
-            serving(folder / "store", delay_s=STORE_S, bytes_per_s=STORE_BYTES_PER_S)
-        )
-        redis = stack.enter_context(RedisServer(folder / "redis")).url
-        dlcmd = Dlcmd(folder / "put", store=store.bucket)
-        dlcmd.environment["DIESEL_URL"] = f"{dlcmd.url}?meta={redis}"
-        dlcmd.seconds("put", "--chunk-size", str(4 << 20), str(source), _DATASET)
-        setting = _Setting(bench, shape, store, redis, folder / "cache", folder / "full")
+        slow = stack.enter_context(
+            slow_store(
+                folder, source, _DATASET, "--chunk-size", str(4 << 20),
+                delay_s=STORE_S, bytes_per_s=STORE_BYTES_PER_S,
+            )
+        )  # fmt: skip
+        setting = _Setting(bench, shape, slow, folder / "cache", folder / "full")
         say("filling the caches")
         _fill(setting)
         yield setting
@@ -175,7 +153,7 @@ def _fill(setting: _Setting) -> None:
     with setting.bench.scratch() as folder:
         mountpoint = folder / "mount"
         options = setting.options(setting.full_cache)
-        with setting.dlcmd(folder).mounted(_DATASET, mountpoint, *options):
+        with setting.slow.user(folder).mounted(_DATASET, mountpoint, *options):
             view = Snapshot((mountpoint / ".diesel" / "snapshot").read_bytes())
             for path in paths:
                 (mountpoint / path).read_bytes()
@@ -216,16 +194,14 @@ def measure(bench: Workbench) -> list[Row]:
     name = f"{RANKS} ranks in lockstep, one misses all its files"
     how = f"batches of {BATCH} files of 110 KiB, {COMPUTE_S} s for the model"
 
-    def rows(what: str, unit: str, quantity: str) -> list[Row]:
-        ours = rounds.ours(quantity)
-        return [
-            Row(f"{name}, {what}", unit, ours, side, rounds.of(side, quantity), target, how)
-            for side, target in ((BY_TURNS, at_most(1)), (NO_MISS, None))
-        ]
-
-    return [
-        *rows("gap of an iteration, median", "ms", MEDIAN),
-        *rows("gap of an iteration, 95th percentile", "ms", P95),
-        *rows(f"iterations with a gap of over {IMBALANCE_PART * COMPUTE_S * 1e3:.0f} ms", "", PART),
-        *rows("an epoch", "s", SECONDS),
-    ]
+    others = {BY_TURNS: at_most(1), NO_MISS: None}
+    uneven = f"iterations with a gap of over {IMBALANCE_PART * COMPUTE_S * 1e3:.0f} ms"
+    rows: list[Row] = []
+    for what, unit, quantity in (
+        ("gap of an iteration, median", "ms", MEDIAN),
+        ("gap of an iteration, 95th percentile", "ms", P95),
+        (uneven, "", PART),
+        ("an epoch", "s", SECONDS),
+    ):
+        rows += against(rounds, f"{name}, {what}", unit, others, how, of=quantity)
+    return rows

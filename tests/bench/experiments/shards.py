@@ -1,21 +1,21 @@
-"""The peers that stream training data from a store, in shards of their own formats.
+"""The peers that pack training data into shards of their own formats, and read them.
 
-All of their code runs in `streaming_program.py`, in the peers' environment.
+All of their code runs in the peers' environment (`shards_program.py`).
 """
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..dlcmd import TREE
+from ..peers import in_peers
 from ..store import BUCKET, Store
-from . import installed, output_of
+from ..workbench import Workbench
 
 MDS, LIT, WDS = "mosaicml-streaming", "litdata", "webdataset"
 NAMES = (MDS, LIT, WDS)
-_PROGRAM = Path(__file__).with_name("streaming_program.py")
+SHARD_BYTES, SHARD_BYTES_MIN = 64 << 20, 1 << 20  # what two of the peers have as their defaults
+_PROGRAM = Path(__file__).with_name("shards_program.py")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +30,19 @@ class Passes:
     indexed: list[float]
 
 
+def shard_bytes(bench: Workbench) -> int:
+    """How large shards are: small ones if the bench is only tried."""
+    return max(SHARD_BYTES // bench.divisor, SHARD_BYTES_MIN)
+
+
 def pack(peer: str, source: Path, out: Path, shard_bytes: int) -> None:
     """Pack the files below a folder into a new folder of shards."""
-    _run("pack", peer, str(source), str(out), str(shard_bytes))
+    in_peers(_PROGRAM, "pack", peer, str(source), str(out), str(shard_bytes))
+
+
+def read(peer: str, folder: Path, seed: int) -> Passes:
+    """Read all samples of a folder of shards."""
+    return Passes(**json.loads(in_peers(_PROGRAM, "read", peer, str(folder), str(seed))))
 
 
 def train(
@@ -49,18 +59,6 @@ def train(
         "cache_bytes": cache_bytes,
     }
     text = json.dumps({"options": dict(options), "place": place})
-    epochs: list[dict[str, float]] = json.loads(_run("train", peer, text, **store.environment))
+    printed = in_peers(_PROGRAM, "train", peer, text, **store.environment)
+    epochs: list[dict[str, float]] = json.loads(printed)
     return epochs
-
-
-def read(peer: str, folder: Path, seed: int) -> Passes:
-    """Read all samples of a folder of shards."""
-    return Passes(**json.loads(_run("read", peer, str(folder), str(seed))))
-
-
-def _run(do: str, peer: str, *words: str, **environment: str) -> str:
-    """The last line that the program prints; the peers print, too."""
-    command = [installed("python"), "-P", str(_PROGRAM), do, peer, *words]
-    printed = output_of(command, {**os.environ, "PYTHONPATH": str(TREE), **environment})
-    lines = printed.splitlines()
-    return lines[-1] if lines else ""

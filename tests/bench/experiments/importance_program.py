@@ -1,4 +1,4 @@
-"""A training script without a model, for `cases/importance.py`: reads all files of a mount in six
+"""A training script without a model, for `importance.py`: reads all files of a mount in six
 epochs, as fast as its loader gives them.
 
     python importance_program.py MOUNT WAY SHARE [JOB]   WAY: announced, importance, substitute

@@ -1,8 +1,8 @@
-"""A training script with many files, of which it reads none: `announcing_program.py LIST`.
+"""A training script with many files, of which it reads none: LIST, in the peers' environment.
 
 LIST holds the NUL-terminated paths of a dataset. An epoch of a shuffling `DataLoader` is begun, and
-its first batch is taken. It prints as JSON the seconds that this took, and by how many bytes the
-memory of this process was greater meanwhile than before, at its peak.
+its first batch is taken. It prints the seconds that this took, and by how many bytes the memory of
+this process was greater meanwhile than before, at its peak.
 """
 
 import json
@@ -15,8 +15,6 @@ from pathlib import Path
 from torch.utils.data import DataLoader, Dataset
 
 BATCH = 256
-_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-_RESET_PEAK = "5"
 
 
 class Named(Dataset[int]):  # type: ignore[misc] # mypy skips torch
@@ -34,7 +32,7 @@ class Named(Dataset[int]):  # type: ignore[misc] # mypy skips torch
 
 def memory(key: str) -> int:
     """The bytes of a line of the kernel's status of this process."""
-    found = re.search(rf"^{key}:\s+(\d+) kB$", _STATUS.read_text(), re.MULTILINE)
+    found = re.search(rf"^{key}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
     assert found is not None
     return int(found[1]) * 1024
 
@@ -44,9 +42,8 @@ def main(listed: str) -> None:
     paths = [os.fsdecode(path) for path in Path(listed).read_bytes().split(b"\0")[:-1]]
     loader = DataLoader(Named(paths), batch_size=BATCH, shuffle=True)
     del paths
-    _CLEAR.write_text(_RESET_PEAK)
-    before = memory("VmRSS")
-    start_s = time.perf_counter()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before, start_s = memory("VmRSS"), time.perf_counter()
     next(iter(loader))
     seconds = time.perf_counter() - start_s
     print(json.dumps({"seconds": seconds, "bytes": memory("VmHWM") - before}))

@@ -17,18 +17,16 @@ The paper's samples lie one by one on a file system; ours lie in chunks.
 """
 
 import json
-import os
 import statistics
 import subprocess
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol, TypedDict
+from typing import TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -39,18 +37,25 @@ from diesel_fs.mounts.prefetch.planner import PrefetchPlanner
 from diesel_fs.orders.importance import DrawRule, is_low, substituted
 from diesel_fs.orders.plan import Epoch, Stream
 
-from .. import probes
-from ..dlcmd import DEADLINE_S, Dlcmd
-from ..epochs import prepared
+from ..dlcmd import DEADLINE_S, Dlcmd, last_line
 from ..inputs import D110, Indices, Shape
 from ..plot import Line, Plot, draw
-from ..report import Row, at_least, at_most, within
+from ..report import Row, at_least, at_most, no_less_than, no_more_than
 from ..samples import OURS, Samples, say
-from ..small_images import made_long_tail, write_tar
-from ..store import BUCKET, Store
+from ..store import SlowStore, slow_store
 from ..workbench import Workbench
-from .accuracy import PERCENT, POINTS, POINTS_LOST_MAX, Difference
-from .training import slow_store
+from .accuracy import (
+    PERCENT,
+    POINTS,
+    POINTS_LOST_MAX,
+    Difference,
+    Runs,
+    of,
+    probe,
+    probe_seeds,
+    put_images,
+)
+from .small_images import made_long_tail
 
 IMAGES, TEST_IMAGES, IMAGES_SEED, TEST_SEED, PACKING_SEED = 20_000, 20_000, 1, 2, 3
 EPOCHS, BATCH, WIDTH = 16, 64, 32
@@ -60,16 +65,15 @@ LESS, LESS_SEEDS = 0.3, 10
 WARM_UP_DIVISOR = 6
 """The first sixth of the epochs has all samples: with fewer, importance was worse than chance in
 trainings of 48 epochs."""
-PROBE_S_MAX = 3600.0
 FULL, UNIFORM, BY_IMPORTANCE = "full order", "uniform subsampling", "importance"
 
 CACHES = (0.2, 0.4, 0.6, 0.8)
 """What a cache holds of the dataset, as in figure 16."""
 PAPER_OURS, PAPER_LRU = (0.37, 0.55, 0.69, 0.83), (0.02, 0.09, 0.23, 0.48)
-PAPER_PARTS = {"LRU": 0.02, "importance sampling, LRU": None, "kept by importance": 0.25,
-               "with substitutes": 0.37}  # fmt: skip
-"""Figure 11, for ShuffleNet. The paper gives no figure for the second."""
-HITS_MIN, SUBSTITUTED_HITS_MIN, FASTER_MIN = 0.25, 0.37, 1.7
+KEPT, SUBSTITUTED = "kept by importance", "with substitutes"
+HITS_MIN = {KEPT: 0.25, SUBSTITUTED: 0.37}
+"""Those of figure 11, for ShuffleNet."""
+FASTER_MIN = 1.7
 SIZES = {"CIFAR-10": 50_000, "ImageNet": 1_281_167}
 LARGE = 1_000_000
 """Of so many samples only the smallest cache is simulated: that takes minutes."""
@@ -85,7 +89,10 @@ OVERHEAD_SAMPLES = SIZES["ImageNet"]
 UPDATE_S_MAX, DRAW_S_MAX = 0.05, 1.0
 SAMPLER_BYTES_MAX, LIST_BYTES_MAX = 40, 20
 
-_EPOCHS_PROGRAM = Path(__file__).parent.parent / "importance_program.py"
+_EPOCHS_PROGRAM = Path(__file__).parent / "importance_program.py"
+
+TELLING = {"of the first job": (0,), "of the second job": (1,), OURS: (0, 1)}
+"""Which of two jobs tell what is important to them."""
 
 PLOT = Plot(
     "importance",
@@ -110,147 +117,120 @@ ACCURACY_PLOT = Plot(
 
 def accuracy(bench: Workbench) -> list[Row]:
     """Train a small network in each way and with each seed, and test it."""
-    runs = _trainings(bench, SHARE, "", SEEDS)
+    runs = _trainings(bench, SHARE, SEEDS)
     rows, lines = _compared(runs, SHARE)
     ways = [way for way in _ways(runs) if way != FULL]
     places = [float(place) for place in range(len(ways))]
     plot = replace(ACCURACY_PLOT, places=places, events=[*zip(places, ways, strict=True)])
     drawn = [
-        Line(
-            f"less {name}", [each.mean for each in found], [each.half_width for each in found]
-        )
+        Line(f"less {name}", [each.mean for each in found], [each.half_width for each in found])
         for name, found in lines.items()
-    ]  # fmt: skip
+    ]
     draw(plot, drawn, is_whole=bench.divisor == 1)
     return rows
 
 
 def accuracy_of_less(bench: Workbench) -> list[Row]:
     """Train it with fewer samples."""
-    ways = "|".join((FULL, UNIFORM, BY_IMPORTANCE))
-    return _compared(_trainings(bench, LESS, ways, LESS_SEEDS), LESS)[0]
+    runs = _trainings(bench, LESS, LESS_SEEDS, FULL, UNIFORM, BY_IMPORTANCE)
+    return _compared(runs, LESS)[0]
 
 
-def _trainings(
-    bench: Workbench, share: float, ways: str, seeds: int
-) -> Sequence[Mapping[str, float]]:
-    """What the probe says for each seed."""
+def _trainings(bench: Workbench, share: float, seeds: int, *ways: str) -> Runs:
+    """What the probe says for each seed; without `ways`, of all of them."""
     with bench.scratch() as folder:
-        dlcmd = _packed(folder, IMAGES // bench.divisor)
-        numbers = json.dumps({**_numbers(bench), "share": share})
-
-        def run(seed: int) -> dict[str, float]:
-            return probes.run(
-                "importance", dlcmd, str(seed), numbers, "", ways, deadline_s=PROBE_S_MAX
-            )
-
-        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-            return list(pool.map(run, range(seeds if bench.divisor == 1 else 2)))
+        dlcmd, numbers = _packed(bench, folder), json.dumps({**_numbers(bench), "share": share})
+        return probe_seeds(bench, dlcmd, seeds, "ways", numbers, json.dumps(ways))
 
 
-def _ways(runs: Sequence[Mapping[str, float]]) -> Sequence[str]:
+def _ways(runs: Runs) -> Sequence[str]:
     return [name for name in runs[0] if f"{name}, samples" in runs[0]]
 
 
-def _compared(
-    runs: Sequence[Mapping[str, float]], share: float
-) -> tuple[list[Row], Mapping[str, Sequence[Difference]]]:
+def _compared(runs: Runs, share: float) -> tuple[list[Row], Mapping[str, Sequence[Difference]]]:
     """Rows of each way but the full order, and by how much they differ from that and from samples
     at random."""
-    full = _of(runs, FULL)
+    full = of(runs, FULL)
     rows = []
     lines: dict[str, list[Difference]] = {FULL: [], UNIFORM: []}
     for way in _ways(runs):
         if way == FULL:
             continue
-        lost, gained = (Difference.of(_of(runs, way), each) for each in (full, _of(runs, UNIFORM)))
+        lost, gained = (Difference.of(of(runs, way), each) for each in (full, of(runs, UNIFORM)))
         lines[FULL].append(lost)
         lines[UNIFORM].append(gained)
         note = f"less {FULL}: {lost}; less {UNIFORM}: {gained}"
         say(f"{way}: {note}")
         name = f"accuracy with {share:.0%} of the samples, {way}"
-        rows.append(Row(name, PERCENT, Samples(_of(runs, way)), FULL, Samples(full), note=note))
+        rows.append(Row(name, PERCENT, Samples(of(runs, way)), FULL, Samples(full), note=note))
         if way == BY_IMPORTANCE:
             worst = Samples((lost.half_width - lost.mean,))
             what = f"{name}: lost against {FULL}, farther end of the 95 % interval"
-            rows.append(within(what, POINTS, worst, POINTS_LOST_MAX, most=True))
+            rows.append(no_more_than(what, POINTS, worst, POINTS_LOST_MAX))
             least = Samples((gained.mean - gained.half_width,))
             what = f"{name}: gained over {UNIFORM}, lower end of the 95 % interval"
-            rows.append(within(what, POINTS, least, 0, most=False))
+            rows.append(no_less_than(what, POINTS, least, 0))
     return rows, lines
 
 
 def hits(bench: Workbench) -> list[Row]:
     """Simulate epochs with recorded losses, at several sizes of caches and datasets."""
     with bench.scratch() as folder:
-        dlcmd = _packed(folder, IMAGES // bench.divisor)
-        file = folder / "losses"
-        probes.run(
-            "importance", dlcmd, "0", json.dumps(_numbers(bench)), str(file),
-            deadline_s=PROBE_S_MAX,
-        )  # fmt: skip
-        images = IMAGES // bench.divisor
-        recorded = np.frombuffer(file.read_bytes(), np.float32).reshape(-1, images)
+        recorded = _recorded(bench, _packed(bench, folder), folder / "losses", 0)
     rows = []
     for what, count in SIZES.items():
-        is_large = count >= LARGE
         losses = _losses_of(recorded, count // bench.divisor)
-        found = [_Epochs(losses, cache) for cache in (CACHES[:1] if is_large else CACHES)]
-        for cache, each, paper, paper_lru in zip(
-            CACHES, found, PAPER_OURS, PAPER_LRU, strict=False
-        ):
-            name = f"samples of {what} in memory, cache for {cache:.0%}"
-            is_judged = cache == CACHES[0]
+        caches = CACHES[:1] if count >= LARGE else CACHES
+        found = [_Epochs(losses, cache) for cache in caches]
+        for cache, each, paper, lru in zip(CACHES, found, PAPER_OURS, PAPER_LRU, strict=False):
+            name, judged = f"samples of {what} in memory, cache for {cache:.0%}", cache == CACHES[0]
+            notes = {"LRU": f"iCache: {lru}", SUBSTITUTED: f"iCache: {paper}"}
+            if judged:
+                notes[KEPT] = f"iCache: {HITS_MIN[KEPT]}"
             for part, value in each.by_part.items():
-                note = f"iCache: {PAPER_PARTS[part]}" if is_judged and PAPER_PARTS[part] else ""
-                if part == "with substitutes":
-                    note = f"iCache: {paper}"
-                if part == "LRU":
-                    note = f"iCache: {paper_lru}"
-                limit = {"kept by importance": HITS_MIN, "with substitutes": SUBSTITUTED_HITS_MIN}
                 full_name, measured = f"{name}, {part}", Samples((value,))
-                if is_judged and part in limit:
-                    rows.append(
-                        within(full_name, "of 1", measured, limit[part], most=False, note=note)
-                    )
+                note = notes.get(part, "")
+                if judged and part in HITS_MIN:
+                    row = no_less_than(full_name, "of 1", measured, HITS_MIN[part], note)
                 else:
-                    rows.append(Row(full_name, "of 1", measured, note=note))
+                    row = Row(full_name, "of 1", measured, note=note)
+                rows.append(row)
             faster = Samples((each.reads_of_lru / each.reads,))
-            what_less = f"{name}: reads from the store, LRU's over ours"
-            rows.append(within(what_less, "times", faster, FASTER_MIN, most=False))
+            less = f"{name}: reads from the store, LRU's over ours"
+            rows.append(no_less_than(less, "times", faster, FASTER_MIN))
         if what == "CIFAR-10":
             _plot(bench, found)
     return rows
 
 
 def jobs(bench: Workbench) -> list[Row]:
-    """Simulate two jobs that share a cache, with the losses of two networks."""
-    count = SIZES["CIFAR-10"] // bench.divisor
+    """Two jobs that share a cache: on a mount, and simulated with the losses of two networks."""
+    losses = []
     with bench.scratch() as folder:
-        dlcmd = _packed(folder, IMAGES // bench.divisor)
-        losses = []
+        dlcmd = _packed(bench, folder)
         for seed, width in enumerate(JOB_WIDTHS):
-            file = folder / f"losses{seed}"
-            numbers = json.dumps({**_numbers(bench), "width": width})
-            probes.run(
-                "importance", dlcmd, str(seed), numbers, str(file), deadline_s=PROBE_S_MAX
-            )  # fmt: skip
-            recorded = np.frombuffer(file.read_bytes(), np.float32)
-            losses.append(_losses_of(recorded.reshape(-1, IMAGES // bench.divisor), count))
-    told = {"of the first job": (0,), "of the second job": (1,), OURS: (0, 1)}
-    found = {name: _shared(losses, which) for name, which in told.items()}
+            recorded = _recorded(bench, dlcmd, folder / f"losses{seed}", seed, width=width)
+            losses.append(_losses_of(recorded, SIZES["CIFAR-10"] // bench.divisor))
+    found = {name: _shared(losses, which) for name, which in TELLING.items()}
     for name, hit in found.items():
         say(f"values {name}: {hit[0]:.3f} and {hit[1]:.3f} of the samples are in memory")
-    missed = {name: 2 - sum(hit) for name, hit in found.items()}
-    return _timed_jobs(bench) + [
-        Row(
-            "two jobs on one mount, cache for 20%, missed samples of both, values of both merged",
-            "of 2", Samples((missed[OURS],)), f"values {name}", Samples((missed[name],)),
-            at_most(1), f"in memory: {found[OURS]} of both jobs; {found[name]}",
-        )
-        for name in told
-        if name != OURS
-    ]  # fmt: skip
+    missed = {name: Samples((2 - sum(hit),)) for name, hit in found.items()}
+    notes = {name: f"in memory: {found[OURS]} of both jobs; {hit}" for name, hit in found.items()}
+    return [
+        *_jobs_rows("an epoch of each", "s", *_timed_jobs(bench)),
+        *_jobs_rows("missed samples of both", "of 2", missed, notes),
+    ]
+
+
+def _jobs_rows(
+    what: str, unit: str, figures: Mapping[str, Samples], notes: Mapping[str, str]
+) -> list[Row]:
+    name, ours = f"two jobs on one mount, cache for 20%, {what}, values of both merged", OURS
+    return [
+        Row(name, unit, figures[ours], f"values {side}", figures[side], at_most(1), notes[side])
+        for side in TELLING
+        if side != ours
+    ]
 
 
 def _shared(losses: Sequence[npt.NDArray[np.float32]], told: Sequence[int]) -> tuple[float, ...]:
@@ -282,42 +262,32 @@ def _shared(losses: Sequence[npt.NDArray[np.float32]], told: Sequence[int]) -> t
     return tuple(hit / COUNTED / len(orders[0]) for hit in hits)
 
 
-def _timed_jobs(bench: Workbench) -> list[Row]:
-    """Two jobs train on one mount, side by side, and one of them or both tell what is important."""
-    told = {"of the first job": (0,), "of the second job": (1,), OURS: (0, 1)}
-    rounds: dict[str, list[list[float]]] = {name: [] for name in told}
-    notes: dict[str, str] = {}
-    with _training_mounts(bench) as mounts:
+def _timed_jobs(bench: Workbench) -> tuple[dict[str, Samples], dict[str, str]]:
+    """Two jobs train on one mount, side by side, and one of them or both tell what is important:
+    the seconds of an epoch of both, and notes."""
+    rounds: dict[str, list[list[float]]] = {name: [] for name in TELLING}
+    benefits: dict[str, str] = {}
+    with _trainings_on_mounts(bench) as trainings:
         for _ in range(JOB_ROUNDS):
-            for name, tells in told.items():
-                with mounts.mounted("--evict", "importance") as start:
-                    # A process that is not the first on its node tells nothing.
-                    jobs = [
-                        start(
-                            "importance", str(SHARE), str(1 + job),
-                            SLURM_JOB_ID=str(1 + job), LOCAL_RANK=str(int(job not in tells)),
-                        )
-                        for job in range(2)
-                    ]  # fmt: skip
-                    said = [_said(job) for job in jobs]
+            for name, tells in TELLING.items():
+                with trainings.mounted("--evict", "importance") as start:
+                    started = [start(("importance", str(SHARE), str(1 + job)), {
+                        "SLURM_JOB_ID": str(1 + job),
+                        # A process that is not the first on its node tells nothing.
+                        "LOCAL_RANK": str(int(job not in tells)),
+                    }) for job in range(2)]  # fmt: skip
+                    said = [_said(job) for job in started]
                 rounds[name].append([statistics.mean(each["seconds"][2:]) for each in said])
-                benefits = " and ".join(f"{each['benefit']:.2f}" for each in said)
-                notes[name] = f"benefits {benefits}"
-                say(f"values {name}: {rounds[name][-1]} s an epoch; {notes[name]}")
-    both = {name: Samples(tuple(map(sum, each))) for name, each in rounds.items()}
+                both = " and ".join(f"{each['benefit']:.2f}" for each in said)
+                benefits[name] = f"benefits {both}"
+                say(f"values {name}: {rounds[name][-1]} s an epoch; {benefits[name]}")
     means = {
         name: " and ".join(f"{statistics.median(job):.2f}" for job in zip(*each, strict=True))
         for name, each in rounds.items()
     }
-    return [
-        Row(
-            "two jobs on one mount, cache for 20%, an epoch of each, values of both merged", "s",
-            both[OURS], f"values {name}", both[name], at_most(1),
-            f"{means[OURS]} s, {notes[OURS]}; {means[name]} s, {notes[name]}",
-        )
-        for name in told
-        if name != OURS
-    ]  # fmt: skip
+    texts = {name: f"{means[name]} s, {benefits[name]}" for name in TELLING}
+    figures = {name: Samples(tuple(map(sum, each))) for name, each in rounds.items()}
+    return figures, {name: f"{texts[OURS]}; {text}" for name, text in texts.items()}
 
 
 class _Trained(TypedDict):
@@ -329,47 +299,43 @@ class _Trained(TypedDict):
     benefit: float
 
 
-class _Start(Protocol):
-    """Starts a training with these words and environment variables."""
-
-    def __call__(self, *words: str, **variables: str) -> "subprocess.Popen[str]": ...
+_Start = Callable[[Sequence[str], Mapping[str, str]], "subprocess.Popen[str]"]
+"""Starts a training with these words and environment variables."""
 
 
-class _Mounts:
-    """Mounts of one dataset on a slow store, each with an empty cache for a fifth of it."""
+@dataclass(frozen=True, slots=True)
+class _Trainings:
+    """Trainings on mounts of D110, which is in a slow store."""
 
-    def __init__(self, bench: Workbench, shape: Shape, folder: Path, store: Store, redis: str):
-        self.shape, self.store = shape, store
-        self._bench, self._folder, self._redis = bench, folder, redis
-        self._count = 0
+    bench: Workbench
+    shape: Shape
+    slow: SlowStore
 
     @contextmanager
     def mounted(self, *options: str) -> Iterator[_Start]:
-        """Mount it; what is yielded starts trainings there."""
-        self._bench.warm_page_cache(self.store.bucket / "datasets")
+        """Mount it with an empty cache for a fifth of it; what is yielded starts trainings
+        there."""
+        self.bench.warm_page_cache(self.slow.store.bucket / "datasets")
         memory = ("--memory", str(int(CACHES[0] * self.shape.bytes)))
-        self._count += 1
-        at = self._folder / f"mount-{self._count}"
-        with self._bench.scratch() as scratch:
-            dlcmd = Dlcmd(scratch)
-            dlcmd.environment |= self.store.environment
-            dlcmd.environment["DIESEL_URL"] = f"s3://{BUCKET}?meta={self._redis}"
+        with self.bench.scratch() as scratch:
+            dlcmd, at = self.slow.user(scratch), scratch / "mount"
 
-            def start(*words: str, **variables: str) -> "subprocess.Popen[str]":
-                return subprocess.Popen(
-                    [sys.executable, "-P", str(_EPOCHS_PROGRAM), str(at), *words],
-                    env=dlcmd.environment | variables, stdout=subprocess.PIPE, text=True,
-                )  # fmt: skip
+            def start(
+                words: Sequence[str], variables: Mapping[str, str]
+            ) -> "subprocess.Popen[str]":
+                command = [sys.executable, "-P", str(_EPOCHS_PROGRAM), str(at), *words]
+                environment = dlcmd.environment | {**variables}
+                return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
 
             with dlcmd.mounted("images", at, *memory, *options):
                 yield start
 
 
 @contextmanager
-def _training_mounts(bench: Workbench) -> Iterator[_Mounts]:
-    shape, source = prepared(bench, D110)
-    with bench.scratch() as folder, slow_store(folder, source, "images") as (store, redis):
-        yield _Mounts(bench, shape, folder, store, redis)
+def _trainings_on_mounts(bench: Workbench) -> Iterator[_Trainings]:
+    shape, source = bench.prepared(D110)
+    with bench.scratch() as folder, slow_store(folder, source, "images") as slow:
+        yield _Trainings(bench, shape, slow)
 
 
 def _said(training: "subprocess.Popen[str]") -> _Trained:
@@ -394,12 +360,12 @@ def epochs(bench: Workbench) -> list[Row]:
     }
     took: dict[str, float] = {}
     notes: dict[str, str] = {}
-    with _training_mounts(bench) as mounts:
-        shape, store = mounts.shape, mounts.store
+    with _trainings_on_mounts(bench) as trainings:
+        shape, store = trainings.shape, trainings.slow.store
         for side, (way, *options) in sides.items():
             before = store.counts()
-            with mounts.mounted(*options) as start:
-                said = _said(start(way, str(SHARE)))
+            with trainings.mounted(*options) as start:
+                said = _said(start((way, str(SHARE)), {}))
             read = store.counts() - before
             took[side] = statistics.mean(said["seconds"][2:])
             notes[side] = (
@@ -423,11 +389,8 @@ def epochs(bench: Workbench) -> list[Row]:
 def overhead(bench: Workbench) -> list[Row]:
     """The sampler's and the mount's time and memory for 1.28 million samples."""
     count = OVERHEAD_SAMPLES // bench.divisor
-    done = subprocess.run(
-        [sys.executable, "-P", str(_EPOCHS_PROGRAM), "overhead", str(count)],
-        check=True, stdout=subprocess.PIPE, text=True, timeout=DEADLINE_S,
-    )  # fmt: skip
-    said: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    command = [sys.executable, "-P", str(_EPOCHS_PROGRAM), "overhead", str(count)]
+    said: dict[str, float] = json.loads(last_line(command))
     heap = ImportanceHeap(count)
     everything = np.arange(count, dtype=np.uint32)
     values = np.random.default_rng(1).random(count, np.float32)
@@ -440,30 +403,32 @@ def overhead(bench: Workbench) -> list[Row]:
         more = heap.build_some()
         steps.append(time.perf_counter() - begun_s)
     name = f"importance of {count:,} samples"
+    update, drawn = Samples((said["update_s"],)), Samples((said["draw_s"],))
+    sampler, mount = (Samples((size / count,)) for size in (said["bytes"], heap.bytes_max))
+    sorts = f"{name}, mount while it sorts"
     return [
-        within(f"{name}, update", "s", Samples((said["update_s"],)), UPDATE_S_MAX, most=True),
-        within(f"{name}, draw and order", "s", Samples((said["draw_s"],)), DRAW_S_MAX, most=True),
-        within(
-            f"{name}, sampler", "bytes a sample", Samples((said["bytes"] / count,)),
-            SAMPLER_BYTES_MAX, most=True,
-        ),
-        within(
-            f"{name}, mount while it sorts", "bytes an entry",
-            Samples((heap.bytes_max / count,)), LIST_BYTES_MAX, most=True,
-        ),
+        no_more_than(f"{name}, update", "s", update, UPDATE_S_MAX),
+        no_more_than(f"{name}, draw and order", "s", drawn, DRAW_S_MAX),
+        no_more_than(f"{name}, sampler", "bytes a sample", sampler, SAMPLER_BYTES_MAX),
+        no_more_than(sorts, "bytes an entry", mount, LIST_BYTES_MAX),
         Row(f"{name}, longest step of the mount", "ms", Samples((max(steps) * 1e3,))),
-    ]  # fmt: skip
+    ]
 
 
-def _packed(folder: Path, images: int) -> Dlcmd:
+def _packed(bench: Workbench, folder: Path) -> Dlcmd:
     """A repository with images that have a long tail, packed in random order."""
+    images = IMAGES // bench.divisor
     order = np.random.default_rng(PACKING_SEED).permutation(images)
-    tar = folder / "images.tar"
-    with tar.open("wb") as file:
-        write_tar(file, made_long_tail(images, IMAGES_SEED), order)
-    dlcmd = Dlcmd(folder)
-    dlcmd.seconds("put", "--tar", str(tar), "--chunk-size", "64K", "--compress", "none", "images")
-    return dlcmd
+    return put_images(folder, made_long_tail(images, IMAGES_SEED), {"images": order})
+
+
+def _recorded(
+    bench: Workbench, dlcmd: Dlcmd, file: Path, seed: int, **more: float
+) -> npt.NDArray[np.float32]:
+    """The losses that a training in full order has left, by epoch and sample."""
+    probe(dlcmd, seed, "ways", json.dumps({**_numbers(bench), **more}), "[]", str(file))
+    images = IMAGES // bench.divisor
+    return np.frombuffer(file.read_bytes(), np.float32).reshape(-1, images)
 
 
 def _numbers(bench: Workbench) -> dict[str, float]:
@@ -476,10 +441,6 @@ def _numbers(bench: Workbench) -> dict[str, float]:
         "share": SHARE,
         "warm_up": max(EPOCHS // bench.divisor // WARM_UP_DIVISOR, 1),
     }
-
-
-def _of(runs: Sequence[Mapping[str, float]], what: str) -> tuple[float, ...]:
-    return tuple(run[what] for run in runs)
 
 
 def _losses_of(recorded: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.float32]:
@@ -521,8 +482,8 @@ class _Epochs:
         self.by_part = {
             "LRU": lru,
             "importance sampling, LRU": sampled,
-            "kept by importance": kept,
-            "with substitutes": with_substitutes,
+            KEPT: kept,
+            SUBSTITUTED: with_substitutes,
         }
         self.reads_of_lru = (1 - lru) * self._count
         say(f"cache for {cache:.0%} of {self._count:,}: {self.by_part}")

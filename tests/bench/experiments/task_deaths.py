@@ -1,4 +1,4 @@
-"""Benchmark of how fast files are read while nodes of a task die, one after the other: a table, and
+"""Experiment:  how fast files are read while nodes of a task die, one after the other: a table, and
 a plot over time beside the bench. It repeats figure 6 of the paper (DIESEL, section 4.2)."""
 
 import time
@@ -7,11 +7,11 @@ from contextlib import ExitStack
 
 from ..client_process import HEAD_START_S, RATE, ClientProcess
 from ..inputs import D4L
-from ..peers import memcached
+from ..peers.clusters import MEMCACHED
 from ..plot import Plot, plot_medians
-from ..report import Row
+from ..report import Row, against
 from ..running import BATCH, NODES, Running, filled, running
-from ..samples import OURS, PeerMissing, Rounds, Side, alternate
+from ..samples import OURS, Rounds, Side, alternate
 from ..workbench import Workbench
 
 DEATHS = ((5.0, 3), (16.0, 2))
@@ -23,7 +23,7 @@ MEMORY_PART = 0.6  # of the dataset, in each master: two of them hold all of it
 ROUNDS = 3  # each takes a minute
 
 REFILLED = "memcached, the others refilled"
-SHOWN = {OURS: "DIESEL-FS", memcached.NAME: "memcached, as in the paper", REFILLED: REFILLED}
+SHOWN = {OURS: "DIESEL-FS", MEMCACHED: "memcached, as in the paper", REFILLED: REFILLED}
 
 
 def measure(bench: Workbench) -> list[Row]:
@@ -64,15 +64,13 @@ def measure(bench: Workbench) -> list[Row]:
             task.stop()
             with ExitStack() as own:
                 cluster = filled(own, task, copies=2)
-                if cluster is None:
-                    raise PeerMissing("no memcached, or no client of it")
                 clients = [cluster.client(task.nodes[rank], *options) for rank in READERS]
                 order = {"paths": task.paths(), "store": task.files_store, "puts": puts}
                 return series(clients, cluster.kill, **order)
 
         sides: dict[str, Side] = {
             OURS: ours,
-            memcached.NAME: lambda: theirs("text", puts=False),
+            MEMCACHED: lambda: theirs("text", puts=False),
             REFILLED: lambda: theirs("text", "remaining", puts=True),
         }
         rounds = alternate(min(bench.rounds, ROUNDS), sides)
@@ -123,7 +121,7 @@ def _rows(
         ("at the end", seconds - short_s, seconds),
     )
     name = f"task {task.shape.name}, two of {NODES} nodes killed"
-    rows = []
+    rows: list[Row] = []
     for what, begin_s, end_s in phases:
         buckets = [str(at) for at in range(round(begin_s / bucket_s), round(end_s / bucket_s))]
         means = {
@@ -131,8 +129,5 @@ def _rows(
             for side, runs in rounds.runs.items()
         }
         phase = Rounds(means, rounds.missing)
-        rows += [
-            Row(f"{name}, {what}", RATE, phase.ours(RATE), peer, phase.of(peer, RATE))
-            for peer in (memcached.NAME, REFILLED)
-        ]
+        rows += against(phase, f"{name}, {what}", RATE, {MEMCACHED: None, REFILLED: None})
     return rows

@@ -18,11 +18,12 @@ import numpy as np
 
 from .. import probes
 from ..dlcmd import Dlcmd
+from ..inputs import Indices
 from ..plot import Line, Plot, draw
-from ..report import Row, within
+from ..report import Row, no_more_than
 from ..samples import Samples, say
-from ..small_images import labels_of, made_images, write_tar
 from ..workbench import Workbench
+from .small_images import Pixels, labels_of, made_images, write_tar
 
 IMAGES, TEST_IMAGES = 20_000, 20_000
 IMAGES_SEED, TEST_SEED, PACKING_SEED = 1, 2, 3
@@ -43,6 +44,9 @@ POINTS_LOST_MAX = 1.0
 
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 """Quantiles of Student's t for intervals of 95 %, by degrees of freedom, from 1 on."""
+
+Runs = Sequence[Mapping[str, float]]
+"""The figures of each seed by name."""
 
 PLOT = Plot(
     "accuracy",
@@ -98,28 +102,22 @@ def measure(bench: Workbench) -> list[Row]:
     }
     orders = [(FULL, RANDOM, 0)]
     orders += [(_name(layout, size), layout, size) for layout in LAYOUTS for size in GROUP_SIZES]
+    images = IMAGES // bench.divisor
+    packed = {
+        RANDOM: np.random.default_rng(PACKING_SEED).permutation(images),
+        SORTED: np.argsort(labels_of(images), kind="stable"),
+    }
     with bench.scratch() as folder:
-        dlcmd = _put(folder, IMAGES // bench.divisor)
-        words = (json.dumps(orders), json.dumps(numbers))
-
-        def run(seed: int) -> dict[str, float]:
-            return probes.run("accuracy", dlcmd, str(seed), *words, deadline_s=PROBE_S_MAX)
-
-        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-            runs = list(pool.map(run, range(SEEDS if bench.divisor == 1 else 2)))
+        dlcmd = put_images(folder, made_images(images, IMAGES_SEED), packed)
+        runs = probe_seeds(bench, dlcmd, SEEDS, "orders", json.dumps(numbers), json.dumps(orders))
     if bench.divisor == 1:
         assert runs[0]["chunks"] >= CHUNKS_MIN, f"only {runs[0]['chunks']} chunks"
     _plot(bench, runs)
     return _rows(runs)
 
 
-def _put(folder: Path, images: int) -> Dlcmd:
-    """A repository with the images as two datasets, named as the layouts."""
-    pixels = made_images(images, IMAGES_SEED)
-    packed = {
-        RANDOM: np.random.default_rng(PACKING_SEED).permutation(images),
-        SORTED: np.argsort(labels_of(images), kind="stable"),
-    }
+def put_images(folder: Path, pixels: Pixels, packed: Mapping[str, Indices]) -> Dlcmd:
+    """A repository with images, in a dataset for each order in which they are packed."""
     dlcmd = Dlcmd(folder)
     for name, order in packed.items():
         tar = folder / f"{name}.tar"
@@ -130,23 +128,36 @@ def _put(folder: Path, images: int) -> Dlcmd:
     return dlcmd
 
 
+def probe(dlcmd: Dlcmd, seed: int, *words: str) -> dict[str, float]:
+    """What `learning_probe.py` says of a seed."""
+    name = "experiments.learning_probe"
+    return probes.run(name, dlcmd, str(seed), *words, deadline_s=PROBE_S_MAX)
+
+
+def probe_seeds(bench: Workbench, dlcmd: Dlcmd, seeds: int, *words: str) -> Runs:
+    """What it says of each seed; two seeds if the bench is only tried."""
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        numbers = range(seeds if bench.divisor == 1 else 2)
+        return list(pool.map(lambda seed: probe(dlcmd, seed, *words), numbers))
+
+
 def _name(layout: str, group_size: int) -> str:
     return f"{LAYOUTS[layout]}, G = {group_size}"
 
 
-def _of(runs: Sequence[Mapping[str, float]], what: str) -> tuple[float, ...]:
+def of(runs: Runs, what: str) -> tuple[float, ...]:
     return tuple(run[what] for run in runs)
 
 
-def _rows(runs: Sequence[Mapping[str, float]]) -> list[Row]:
-    full = _of(runs, FULL)
+def _rows(runs: Runs) -> list[Row]:
+    full = of(runs, FULL)
     rows = []
     for layout in LAYOUTS:
         for size in GROUP_SIZES:
             order = _name(layout, size)
-            accuracy = _of(runs, order)
+            accuracy = of(runs, order)
             difference = Difference.of(accuracy, full)
-            effect = statistics.mean(_of(runs, f"{order}, design effect"))
+            effect = statistics.mean(of(runs, f"{order}, design effect"))
             note = f"{difference}; design effect {effect:.2f}"
             say(f"{order}: {note}")
             name = f"accuracy, {order}"
@@ -154,21 +165,21 @@ def _rows(runs: Sequence[Mapping[str, float]]) -> list[Row]:
             if layout == RANDOM and size in NEARLY_FULL:
                 what = f"{name}, less that of {FULL}: farther end of the 95 % interval"
                 reach = Samples((difference.farthest,))
-                rows.append(within(what, POINTS, reach, POINTS_LOST_MAX, most=True))
+                rows.append(no_more_than(what, POINTS, reach, POINTS_LOST_MAX))
             if layout == SORTED and size == 1:
                 what = f"{name}, less that of {FULL}: upper end of the 95 % interval"
-                rows.append(within(what, POINTS, Samples((difference.highest,)), 0, most=True))
-    minutes = Samples((sum(_of(runs, "processor_s")) / 60,))
+                rows.append(no_more_than(what, POINTS, Samples((difference.highest,)), 0))
+    minutes = Samples((sum(of(runs, "processor_s")) / 60,))
     name = f"accuracy, processor time of {len(runs)} seeds"
-    rows.append(within(name, "minutes", minutes, PROCESSOR_MINUTES_MAX, most=True))
+    rows.append(no_more_than(name, "minutes", minutes, PROCESSOR_MINUTES_MAX))
     return rows
 
 
-def _plot(bench: Workbench, runs: Sequence[Mapping[str, float]]) -> None:
+def _plot(bench: Workbench, runs: Runs) -> None:
     lines = []
     for layout, name in LAYOUTS.items():
         found = [
-            Difference.of(_of(runs, _name(layout, size)), _of(runs, FULL)) for size in GROUP_SIZES
+            Difference.of(of(runs, _name(layout, size)), of(runs, FULL)) for size in GROUP_SIZES
         ]
         means, halves = [each.mean for each in found], [each.half_width for each in found]
         lines.append(Line(name, means, halves))

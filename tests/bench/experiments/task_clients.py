@@ -1,29 +1,36 @@
-"""Benchmark of 1 to 16 clients of a task's cache, spread over its nodes: a table, and a plot beside
-the bench. It repeats figure 11a of the paper (DIESEL, section 6.4)."""
+"""Experiment with 1 to 16 clients of a task's cache, spread over its nodes: a table, and a plot
+beside the bench. It repeats figure 11a of the paper (DIESEL, section 6.4)."""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
-from ..client_process import RATE, SECONDS, ClientProcess, rate_together
-from ..epochs import random_order, read_epoch
+from ..cases.task_mounts import announce, memory_of, mounted
+from ..client_process import RATE, SECONDS, ClientProcess
 from ..inputs import D4L
-from ..peers import memcached, twemproxy
+from ..peers.clusters import MEMCACHED, TWEMPROXY, Memcached, Twemproxy
 from ..plot import Plot, plot_medians
-from ..report import Row
-from ..running import BATCH, NODES, Running, filled, running, seconds_of
+from ..reading import random_order
+from ..report import Row, against
+from ..running import (
+    BATCH,
+    NODES,
+    Running,
+    filled_if_installed,
+    reading_together,
+    running,
+    seconds_of,
+)
 from ..samples import OURS, PeerMissing, Side, alternate, say
 from ..workbench import Workbench
-from .task_mounts import announce, memory_of, mounted
 
 CLIENTS = (1, 2, 4, 8, 16)
 MOUNT = "our mount"
 SHOWN = {
     OURS: "DIESEL-FS, API",
     MOUNT: "DIESEL-FS, mount",
-    memcached.NAME: memcached.NAME,
-    twemproxy.NAME: twemproxy.NAME,
+    **{p: p for p in (MEMCACHED, TWEMPROXY)},
 }
 PLOT = Plot(
     "task_clients",
@@ -46,44 +53,31 @@ def measure(bench: Workbench) -> list[Row]:
         seconds = seconds_of(bench, SECONDS)
         task.all(do="batches", seed=99, count=max(100 // bench.divisor, 2), size=BATCH)
         readers = _Readers(bench, task, mountpoints, stack.enter_context(bench.scratch()))
-        cluster = filled(stack, task, copies=2)
+        cluster = filled_if_installed(stack, task, copies=2)
         direct = [] if cluster is None else [cluster.client(task.nodes[rank]) for rank in ranks]
-        proxied = _through_proxies(stack, task, cluster, ranks)
+        proxied = [] if cluster is None else _through_proxies(stack, task, cluster, ranks)
 
-        def side(clients: Sequence[ClientProcess], **order: object) -> Side:
-            def run() -> dict[str, float]:
-                if not clients:
-                    raise PeerMissing("no memcached, no client of it, or no twemproxy")
-                rates = {}
-                for count in CLIENTS:
-                    do = "steady_batches"
-                    said = rate_together(clients[:count], do, seconds, size=BATCH, **order)
-                    rates[str(count)] = said[RATE]
-                return rates
-
-            return run
+        def side(clients: Sequence[ClientProcess], **more: object) -> Side:
+            order = {"do": "steady_batches", "size": BATCH, **more}
+            some = {count: reading_together(clients[:count], seconds, order) for count in CLIENTS}
+            return lambda: {str(count): read()[RATE] for count, read in some.items()}
 
         sides: dict[str, Side] = {
             OURS: side(task.clients),
             MOUNT: lambda: {str(count): readers.rate(count) for count in CLIENTS},
-            memcached.NAME: side(direct, paths=task.paths()),
-            twemproxy.NAME: side(proxied, paths=task.paths()),
+            MEMCACHED: side(direct, paths=task.paths()),
+            TWEMPROXY: side(proxied, paths=task.paths()),
         }
         rounds = alternate(bench.rounds, sides)
     plot_medians(bench, PLOT, rounds, SHOWN)
-    name = f"task {task.shape.name}, random"
-    rows = []
+    rows: list[Row] = []
     for count in CLIENTS:
-        clients, quantity = f"{count} client{'s' * (count > 1)}", str(count)
-        direct_rate = rounds.of(memcached.NAME, quantity)
-        rows += [
-            Row(f"{name}, {BATCH} in one request, {clients}", RATE, rounds.ours(quantity),
-                memcached.NAME, direct_rate),
-            Row(f"{name}, {BATCH} in one request, {clients}", RATE, rounds.ours(quantity),
-                twemproxy.NAME, rounds.of(twemproxy.NAME, quantity)),
-            Row(f"{name}, through mounts, {clients}", RATE, rounds.of(MOUNT, quantity),
-                memcached.NAME, direct_rate),
-        ]  # fmt: skip
+        name, clients = f"task {task.shape.name}, random", f"{count} client{'s' * (count > 1)}"
+        peers, of = dict.fromkeys((MEMCACHED, TWEMPROXY)), str(count)
+        batches, mounts_name = f"{name}, {BATCH} in one request", f"{name}, through mounts"
+        rows += against(rounds, f"{batches}, {clients}", RATE, peers, of=of)
+        one = {MEMCACHED: None}
+        rows += against(rounds, f"{mounts_name}, {clients}", RATE, one, of=of, side=MOUNT)
     return rows
 
 
@@ -93,9 +87,7 @@ class _Readers:
     def __init__(
         self, bench: Workbench, task: Running, mountpoints: Sequence[Path], folder: Path
     ) -> None:
-        self._bench = bench
-        self._shape = task.shape
-        self._mountpoints = mountpoints
+        self._bench, self._shape, self._mountpoints = bench, task.shape, mountpoints
         self._folders = [folder / str(rank) for rank in range(len(mountpoints))]
         for each in self._folders:
             each.mkdir()
@@ -112,7 +104,7 @@ class _Readers:
             announce(point, self._shape, seed)
         with ThreadPoolExecutor(nodes) as pool:
             begun = [
-                pool.submit(read_epoch, self._bench, order, readers=count // nodes)
+                pool.submit(self._bench.read_epoch, order, readers=count // nodes)
                 for order in orders
             ]
             reports = [each.result() for each in begun]
@@ -121,14 +113,12 @@ class _Readers:
 
 
 def _through_proxies(
-    stack: ExitStack, task: Running, cluster: memcached.Cluster | None, ranks: Sequence[int]
+    stack: ExitStack, task: Running, cluster: Memcached, ranks: Sequence[int]
 ) -> list[ClientProcess]:
     """Clients of memcached through twemproxy, which has all files, on these nodes; none without
     twemproxy."""
-    if cluster is None:
-        return []
     try:
-        proxies = stack.enter_context(twemproxy.Proxies(task.nodes, cluster))
+        proxies = stack.enter_context(Twemproxy(cluster))
     except PeerMissing as error:
         say(f"NOT MEASURED: {error}")
         return []

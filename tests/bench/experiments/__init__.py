@@ -1,0 +1,16 @@
+"""Experiments that repeat figures and tables of papers, or hold a simulation against what happens.
+
+Each was run by hand once or a few times, and is kept so that it can be run again. They are started
+by name as the benchmarks are (`make bench ARGS=lrfu`), print rows of the same table, and stand in
+RESULTS.md; README.md shows none of them.
+
+| name | repeats |
+| --- | --- |
+| accuracy | figure 13 of the paper (DIESEL): what chunk-wise shuffle costs in accuracy |
+| tasks-clients, tasks-deaths | figures 11a and 6 of the paper |
+| importance-* | tables and figures of iCache (HPCA 2023) |
+| order-* | figure 5 of LCache, and order logs through a mount |
+| training-* (not -overhead) | epochs from a slow store, beside loaders of other formats |
+| lrfu | the third experiment of DLCache |
+| plan-*, lobster-*, rank-balance | tables of Lobster (ICPP 2022); our forecast beside real tasks |
+"""

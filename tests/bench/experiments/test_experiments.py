@@ -1,0 +1,131 @@
+"""The experiments' own arithmetic, and that they measure every row."""
+
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ..test_bench import rows_of
+from ..workbench import Workbench
+from . import accuracy, lobster, lrfu, small_images
+
+
+@pytest.mark.bench
+def test_the_study_of_accuracy_compares_every_order_with_full_shuffle(tmp_path: Path) -> None:
+    """With 200 images and 2 seeds: the figures mean nothing, but all are there."""
+    rows = rows_of(tmp_path, "accuracy")
+    shares = [row for row in rows if row["unit"] == accuracy.PERCENT]
+    assert len(shares) == len(accuracy.LAYOUTS) * len(accuracy.GROUP_SIZES)
+    assert all(0 <= row["ours"] <= 100 and row["against"] == accuracy.FULL for row in shares)
+    # 200 images are few chunks: any group of at least as many is a full shuffle.
+    largest = [row for row in shares if row["name"].endswith("G = 100")]
+    assert all(row["ours"] == row["other"] for row in largest)
+    assert len(rows) == len(shares) + 4
+
+
+@pytest.mark.bench
+@pytest.mark.fuse
+def test_the_benchmarks_of_importance_measure_every_row(tmp_path: Path) -> None:
+    """With tiny inputs: the figures mean nothing, but all are there."""
+    rows = rows_of(tmp_path, "importance")
+    names = [row["name"] for row in rows]
+    assert sum(name.startswith("accuracy with 50%") for name in names) == 8
+    assert sum(name.startswith("accuracy with 30%") for name in names) == 4
+    for what, caches in {"CIFAR-10": 4, "ImageNet": 1}.items():
+        some = [row for row in rows if row["name"].startswith(f"samples of {what} in memory")]
+        assert len(some) == 5 * caches
+        assert all(0 <= row["ours"] <= 1 for row in some if row["unit"] == "of 1")
+    assert sum(name.startswith("epochs of") for name in names) == 2
+    assert sum(name.startswith("importance of") for name in names) == 5
+    assert sum(name.startswith("two jobs") for name in names) == 2 + 2
+    assert len(rows) == 8 + 4 + 20 + 5 + 2 + 2 + 2 + 5
+
+
+def test_images_with_a_long_tail_are_the_same_each_time() -> None:
+    pixels = small_images.made_long_tail(20, 1)
+    assert pixels.shape == small_images.made_images(20, 1).shape
+    assert (pixels == small_images.made_long_tail(20, 1)).all()
+    assert (pixels != small_images.made_long_tail(20, 2)).any()
+
+
+def test_a_paired_difference_has_the_interval_of_students_t() -> None:
+    """Differences 1, 2, 3: mean 2, deviation 1; t(0.975, 2) = 4.303."""
+    difference = accuracy.Difference.of([11, 22, 33], [10, 20, 30])
+    assert (difference.mean, difference.deviation) == (2, 1)
+    assert difference.half_width == pytest.approx(4.303 / 3**0.5)
+    assert difference.farthest == difference.highest == pytest.approx(2 + 4.303 / 3**0.5)
+
+
+def test_images_are_the_same_each_time_and_survive_a_tar(tmp_path: Path) -> None:
+    pixels = small_images.made_images(20, 1)
+    assert (pixels == small_images.made_images(20, 1)).all()
+    assert (pixels != small_images.made_images(20, 2)).any()
+    with (tmp_path / "tar").open("wb") as file:
+        small_images.write_tar(file, pixels, np.arange(20)[::-1].copy())
+    with tarfile.open(tmp_path / "tar") as archive:
+        members = archive.getmembers()
+        contents = [archive.extractfile(member) for member in members]
+        read = [small_images.decoded(each.read()) for each in contents if each is not None]
+    assert members[0].name == small_images.path_of(19, 9)
+    assert (np.stack(read) == pixels[::-1]).all()
+
+
+def test_the_tables_of_lobster_are_simulated(tmp_path: Path) -> None:
+    """In small: the model of NoPFS gets the paper's figure, and nothing keeps more than fits."""
+    bench = Workbench(tmp_path, 1, 50)
+    rows = {
+        (row.name.rpartition("GPUs, ")[2], row.against): row for row in lobster.hit_ratios(bench)
+    }
+    nopfs = rows["NoPFS, on time", lobster.THE_PAPER].ratio
+    assert nopfs is not None
+    assert abs(nopfs - 1) < 0.05
+    assert rows["plan, kept", "limit"].met
+    assert rows["plan, on time", "NoPFS here"].ratio is not None
+    imbalanced = lobster.imbalance(Workbench(tmp_path, 1, 100))
+    assert all(row.ratio is None or row.ratio > 0 for row in imbalanced)
+    assert [row.unit for row in lobster.speed(Workbench(tmp_path, 1, 2000))] == [
+        "s of a processor"
+    ] * 4
+
+
+def plainly_prepared_s(workload: lrfu.Workload, blocks: lrfu.Blocks, policy: str) -> float:
+    """What `Workload.prepared_s` says, block by block, with the literal sum of DLCache."""
+    here, total_s = set[int](), 0.0
+    references: dict[int, list[float]] = {}
+    for number, start in enumerate(workload.starts):
+        now, wanted = number * lrfu.GAP_HOURS, start.blocks.tolist()
+        total_s += sum(float(blocks.cost_s[each]) for each in wanted if each not in here)
+        here.update(wanted)
+
+        def key(each: int, now: float = now) -> tuple[float, ...]:
+            byte_cost_s = float(blocks.cost_s[each] / blocks.bytes[each])
+            if policy == "LRU":
+                return (references[each][-1],)
+            crf = sum(0.5 ** ((now - at) / 24) for at in references[each])
+            return round(crf, 9), byte_cost_s, references[each][-1]
+
+        for victim in sorted(here - {*wanted}, key=lambda each: (*key(each), each)):
+            if sum(float(blocks.bytes[each]) for each in here) <= workload.storage_bytes:
+                break
+            here.remove(victim)
+        for each in wanted:
+            references.setdefault(each, []).extend([now] * start.jobs)
+    return total_s
+
+
+@pytest.mark.parametrize("policy", [lrfu.OURS, "LRU"])
+def test_the_simulated_storage_of_lrfu_is_as_told_block_by_block(policy: str) -> None:
+    rng = np.random.default_rng(7)
+    sizes = rng.integers(1, 9, 12).astype(np.float64)
+    blocks = lrfu.Blocks(sizes, rng.random(12), np.split(np.arange(12), 4))
+    found = []
+    for seed in range(40):
+        starts = [
+            lrfu.Start(blocks.of_dataset[each], int(rng.integers(1, 4)))
+            for each in rng.integers(0, 4, 10)
+        ]
+        workload = lrfu.Workload(starts, float(rng.integers(24, 40)), [seed])
+        found.append(workload.prepared_s(blocks, lrfu.POLICIES[policy]))
+        assert found[-1] == pytest.approx(plainly_prepared_s(workload, blocks, policy))
+    assert len({round(each, 6) for each in found}) > 20

@@ -1,0 +1,241 @@
+"""Experiments with a training loop whose data lie in a store: how long the loop waits for them.
+
+The script (`training_program.py`) is stock PyTorch. Its files lie on the local disk, in the store
+one by one, or on a mount of ours; the peers read shards of the same files from the same store.
+One run of all sides takes minutes, so there is one round, whatever the bench was told.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from ..dlcmd import PROGRAM, last_line
+from ..inputs import D4, D110, Shape
+from ..peers import python_of_training
+from ..reading import write_list
+from ..report import Row, Target, against, at_least, at_most, no_more_than
+from ..samples import OURS, PeerMissing, Rounds, Side, alternate, repeat, say
+from ..store import BUCKET, SlowStore, slow_store
+from ..workbench import Workbench
+from . import shards
+
+MODEL_PART = 0.6  # of the store's bandwidth: what the model needs
+BATCH, WORKERS = 64, 4
+EPOCHS, EPOCHS_WITHOUT_MODEL = 3, 2
+MEMORY_PART = 4
+CHUNK_BYTES, CHUNK_BYTES_MIN = 4 << 20, 64 << 10
+
+FIRST_WAIT_MAX, LATER_WAIT_MAX = 15.0, 5.0  # percent of an epoch
+SLOWER_MAX = 1.02  # as fast as the best: two runs of one side differ by as much
+
+LOCAL, OBJECTS, NO_PLAN = "files on the local disk", "files in the store", "the mount, no plan"
+SHUFFLES = {OURS: "full", "ours, --shuffle chunk": "chunk"}
+_STORED = "files"  # the folder of single files in the bucket
+_DATASET = "images"
+_LAUNCHED = (str(PROGRAM), "-q", "run")
+
+SECONDS, WAITED, RATE = "s an epoch", "s waited", "files/s"
+_PARTS = {"first": FIRST_WAIT_MAX, "later": LATER_WAIT_MAX}
+
+
+def waits(bench: Workbench) -> list[Row]:
+    """Files of 110 KiB and a model that needs 60 % of the store's bandwidth, with much memory."""
+    with _setting(bench, D110) as setting:
+        return _time_rows(setting, alternate(1, setting.sides()), "train")
+
+
+def little_memory(bench: Workbench) -> list[Row]:
+    """The same where caches and the mount's memory hold a quarter of the dataset. Sides without a
+    cache are measured by `waits`."""
+    with _setting(bench, D110, MEMORY_PART) as setting:
+        sides = {k: v for k, v in setting.sides().items() if k not in (LOCAL, OBJECTS)}
+        return _time_rows(setting, alternate(1, sides), "train with memory for a quarter of")
+
+
+def rates(bench: Workbench) -> list[Row]:
+    """How fast the loaders are without a model, with files of 110 KiB and of 4 KiB."""
+    rows: list[Row] = []
+    for shape in (D110, D4):
+        with _setting(bench, shape, has_model=False) as setting:
+            rounds = alternate(1, setting.sides())
+            for part in _PARTS:
+                for plan in SHUFFLES:
+                    name = _name(setting, "load", part, plan)
+                    targets = _targets(rounds, most=False)
+                    of = f"{part} {RATE}"
+                    rows += against(rounds, name, RATE, targets, of=of, side=plan)
+    return rows
+
+
+def decoding(bench: Workbench) -> list[Row]:
+    """How many images of about 110 KiB the processors decode, beside which loading is small."""
+    command = _program("decode", str(max(5.0 / bench.divisor, 0.2)))
+    measured = repeat(min(bench.rounds, 3), lambda: json.loads(last_line(command)))
+    how = "JPEG by Pillow, a process for each processor"
+    return [
+        Row("decode images of 110 KiB", "images/s", measured.ours("images"), note=how),
+        Row("decode images of 110 KiB", "MB/s", measured.ours("bytes").map(lambda b: b / 1e6)),
+    ]
+
+
+def _program(*words: str) -> list[str]:
+    """The command that runs the script in the Python of training."""
+    program = Path(__file__).with_name("training_program.py")
+    return [python_of_training(), "-P", str(program), *words]
+
+
+@dataclass(frozen=True, slots=True)
+class _Setting:
+    """A dataset in a store, in each form that a side reads."""
+
+    bench: Workbench
+    shape: Shape
+    source: Path
+    slow: SlowStore
+    folder: Path
+    memory_bytes: int
+    """What memory holds; 0: all of the dataset."""
+    has_model: bool
+    packing: Mapping[str, str]
+    """The peers that could not pack, and why."""
+
+    @property
+    def options(self) -> dict[str, object]:
+        """The fields of `training_program.Options`."""
+        need_per_s = MODEL_PART * self.slow.bytes_per_s
+        return {
+            "epochs": EPOCHS if self.has_model else EPOCHS_WITHOUT_MODEL,
+            "batch": BATCH,
+            "workers": WORKERS,
+            "compute_s": BATCH * self.shape.file_bytes / need_per_s if self.has_model else 0.0,
+            "list": str(self.folder / "list"),
+        }
+
+    def sides(self) -> dict[str, Side]:
+        return {
+            OURS: partial(self.mounted, *_LAUNCHED, "--"),
+            "ours, --shuffle chunk": partial(self.mounted, *_LAUNCHED, "--shuffle", "chunk", "--"),
+            NO_PLAN: self.mounted,
+            LOCAL: self.local,
+            OBJECTS: self.objects,
+            **{peer: partial(self.streamed, peer) for peer in shards.NAMES},
+        }
+
+    def stock(
+        self, source: str, *prefix: str, environment: Mapping[str, str] | None = None
+    ) -> dict[str, float]:
+        """Run the stock script with its files at a place."""
+        options = json.dumps({**self.options, "source": source})
+        command = [*prefix, *_program("train", options)]
+        epochs: list[dict[str, float]] = json.loads(last_line(command, environment))
+        expected = (self.shape.files, self.shape.content_sum())
+        for epoch in epochs:
+            got = (epoch["files"], epoch["sum"])
+            assert got == expected, f"wrong contents were read: {got}, not {expected}"
+        return _figures(epochs)
+
+    def local(self) -> dict[str, float]:
+        self.bench.drop_page_cache(self.source)
+        return self.stock(str(self.source))
+
+    def objects(self) -> dict[str, float]:
+        store = self.slow.store
+        self.bench.warm_page_cache(store.bucket / _STORED)
+        return self.stock(f"{store.endpoint}/{BUCKET}/{_STORED}")
+
+    def mounted(self, *prefix: str) -> dict[str, float]:
+        """Our mount, of a user who has nothing of the dataset yet."""
+        self.bench.warm_page_cache(self.slow.store.bucket / "datasets")
+        with self.bench.scratch() as folder:
+            dlcmd = self.slow.user(folder)
+            limit = ("--memory", str(self.memory_bytes)) if self.memory_bytes else ()
+            before = self.slow.store.counts()
+            with dlcmd.mounted(_DATASET, folder / "mount", *limit):
+                at, environment = str(folder / "mount"), dlcmd.users_environment
+                figures = self.stock(at, *prefix, environment=environment)
+            read = self.slow.store.counts() - before
+            say(
+                f"the mount read {read.bytes / self.shape.bytes:.2f} times the dataset from the"
+                f" store, with {read.requests:,} requests"
+            )
+            return figures
+
+    def streamed(self, peer: str) -> dict[str, float]:
+        """A peer, with an empty cache on the local disk."""
+        if peer in self.packing:
+            raise PeerMissing(self.packing[peer])
+        store = self.slow.store
+        self.bench.warm_page_cache(store.bucket / peer)
+        with self.bench.scratch() as folder:
+            epochs = shards.train(peer, self.options, store, folder, self.memory_bytes)
+        spare = BATCH * WORKERS  # some repeat samples, so that all workers have equally many
+        for epoch in epochs:
+            assert abs(epoch["files"] - self.shape.files) <= spare, f"{peer} read {epoch}"
+        return _figures(epochs)
+
+
+@contextmanager
+def _setting(
+    bench: Workbench, wanted: Shape, memory_part: int = 0, *, has_model: bool = True
+) -> Iterator[_Setting]:
+    """Memory holds 1 / `memory_part` of the dataset, or all of it."""
+    shape, source = bench.prepared(wanted)
+    with ExitStack() as stack:
+        folder = stack.enter_context(bench.scratch())
+        write_list(shape.paths(), folder / "list")
+        say(f"packing {shape.name} for all sides")
+        chunk = max(CHUNK_BYTES // bench.divisor, CHUNK_BYTES_MIN)
+        slow = stack.enter_context(slow_store(folder, source, _DATASET, "--chunk-size", str(chunk)))
+        bucket = slow.store.bucket
+        (bucket / _STORED).symlink_to(source)
+        packing: dict[str, str] = {}
+        for peer in shards.NAMES:
+            try:
+                shards.pack(peer, source, bucket / peer, shards.shard_bytes(bench))
+            except PeerMissing as error:
+                packing[peer] = str(error)
+        memory_bytes = shape.bytes // memory_part if memory_part else 0
+        yield _Setting(bench, shape, source, slow, folder, memory_bytes, has_model, packing)
+
+
+def _figures(epochs: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The figures of a run by name: those of the first epoch, and the mean of the later ones."""
+    figures: dict[str, float] = {}
+    for part, of in zip(_PARTS, (epochs[:1], epochs[1:]), strict=True):
+        seconds, waited_s = (sum(each[key] for each in of) for key in ("seconds", "waited_s"))
+        figures[f"{part} {SECONDS}"] = seconds / len(of)
+        figures[f"{part} {WAITED}"] = waited_s / len(of)
+        figures[f"{part} {RATE}"] = sum(each["files"] for each in of) / seconds
+        figures[f"{part} percent"] = 100 * waited_s / seconds
+    return figures
+
+
+def _time_rows(setting: _Setting, rounds: Rounds, what: str) -> list[Row]:
+    """Each plan against the limits of waiting, and against each other side."""
+    rows: list[Row] = []
+    for part, limit in _PARTS.items():
+        for plan in SHUFFLES:
+            name = _name(setting, what, part, plan)
+            measured = rounds.of(plan, f"{part} percent")
+            rows.append(no_more_than(name, "% waited", measured, limit))
+            targets, of = _targets(rounds, most=True), f"{part} {SECONDS}"
+            rows += against(rounds, name, SECONDS, targets, of=of, side=plan)
+            if plan == OURS:
+                none, of = dict.fromkeys(targets), f"{part} {WAITED}"
+                rows += against(rounds, f"{name}, waiting", WAITED, none, of=of)
+    return rows
+
+
+def _targets(rounds: Rounds, *, most: bool) -> dict[str, Target | None]:
+    """The other sides than the plans; only those that read from the store have a target."""
+    target = at_most(SLOWER_MAX) if most else at_least(1 / SLOWER_MAX)
+    others = [side for side in rounds.runs if side not in SHUFFLES]
+    return {side: None if side == LOCAL else target for side in others}
+
+
+def _name(setting: _Setting, what: str, part: str, plan: str) -> str:
+    epochs = "first epoch" if part == "first" else "later epochs"
+    return f"{what} {setting.shape.name}, plan {SHUFFLES[plan]}, {epochs}"
