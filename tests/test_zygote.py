@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from diesel_fs.system.daemons import DETACH
 from tests import zygote
 
 REPORT = Path(__file__).with_name("zygote_report.py")
@@ -143,7 +144,7 @@ def test_what_a_zygote_cannot_do_is_started_by_exec() -> None:
     for name, command in words.items():
         assert zygote.Command.parse(command) is None, name
     parse = zygote.Command.parse
-    detached = parse([sys.executable, *zygote.DETACH, sys.executable, "-P", "-m", "dlcmd", "ls"])
+    detached = parse([sys.executable, *DETACH, sys.executable, "-P", "-m", "dlcmd", "ls"])
     assert detached is not None
     assert (detached.is_detached, detached.is_safe, detached.what) == (True, True, "dlcmd")
     code = [sys.executable, "-c", "import os; print(os.environ.get('PYTHONHASHSEED'))"]
