@@ -1,0 +1,188 @@
+"""Which tests reach which line of the library, by coverage.py, child processes included.
+
+The suite is measured in batches of a few files, so that a run which is cut off goes on later. Each
+process measures itself and names the test that it belongs to: the process of the tests by
+`chosen.py`, a child by PYTEST_CURRENT_TEST, which it inherits. What a process has measured is lost
+when a signal kills it. A test that fails while it is measured can kill nothing later.
+"""
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from coverage import Coverage, CoverageData
+
+from .chosen import Line, Order
+from .mutants import PACKAGES
+from .sandbox import Sandbox, SandboxError, sandbox
+
+FILES_MAX = 6
+"""Test files in one batch."""
+BATCH_TIMEOUT_S = 3600.0
+
+_CONFIGURATION = """
+[run]
+context = ${{PYTEST_CURRENT_TEST-}}
+data_file = {scratch}/measured/data
+parallel = true
+core = ctrace
+include = {tree}/diesel_fs/*
+patch = fork, _exit
+sigterm = true
+disable_warnings = no-data-collected, module-not-imported, couldnt-parse, no-sysmon, no-ctracer
+"""
+_CONTEXT = re.compile(r"(.*) \((setup|call|teardown)\)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Test files that are measured together."""
+
+    name: str
+    files: tuple[str, ...]
+
+
+def interpreter(tree: Path) -> str:
+    """The Python of a tree's own environment."""
+    return str(tree / ".venv" / "bin" / "python")
+
+
+def run_tests(
+    copy: Sandbox, order: Order, environment: dict[str, str], timeout_s: float
+) -> tuple[int | None, list[Line]]:
+    """Run the tests of an order in a copy of the tree. Returns the exit code and what happened."""
+    report, file = Path(order["report"]), copy.scratch / "order.json"
+    report.unlink(missing_ok=True)
+    file.write_text(json.dumps(order), encoding="utf-8")
+    program = Path(__file__).with_name("chosen.py")
+    command = [interpreter(copy.tree), str(program), str(file)]
+    code = copy.run(command, {"CI": "1", **environment}, timeout_s)
+    return code, read_report(report)
+
+
+def read_report(path: Path) -> list[Line]:
+    """All lines of a report, but for one that was cut off."""
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    return [json.loads(line) for line in text.split("\n")[:-1]]
+
+
+def pytest_arguments(copy: Sandbox, *more: str) -> list[str]:
+    """What every run of pytest is told."""
+    return ["-q", "-p", "no:cacheprovider", f"--basetemp={copy.scratch}/t", *more]
+
+
+def batches(tree: Path, folders: list[str]) -> list[Batch]:
+    """The suite below some folders; what mirrors a mutated package comes first."""
+    with sandbox(tree) as copy:
+        arguments = pytest_arguments(copy, "-m", "not bench", "--collect-only", *folders)
+        order: Order = {"arguments": arguments, "report": str(copy.scratch / "report")}
+        code, lines = run_tests(copy, order, {}, BATCH_TIMEOUT_S)
+        if code != 0:
+            raise SandboxError((copy.scratch / "log").read_text(errors="replace")[-4000:])
+    tests = next(line["collected"] for line in lines if "collected" in line)
+    by_folder: dict[str, list[str]] = defaultdict(list)
+    for file in dict.fromkeys(test.split("::")[0] for test in tests):
+        by_folder[file.rpartition("/")[0]].append(file)
+    found = []
+    for folder, files in by_folder.items():
+        for start in range(0, len(files), FILES_MAX):
+            name = f"{folder.replace('/', '.')}.{start // FILES_MAX}"
+            found.append(Batch(name, tuple(files[start : start + FILES_MAX])))
+    mirrors = tuple(f"tests.{package}." for package in PACKAGES)
+    return sorted(found, key=lambda batch: not batch.name.startswith(mirrors))
+
+
+def measure(tree: Path, folder: Path, batch: Batch) -> list[Line]:
+    """Measure a batch. Returns what happened to its tests."""
+    with sandbox(tree) as copy:
+        measured = copy.scratch / "measured"
+        measured.mkdir()
+        measured.chmod(0o1777)  # tests run programs as other users, too
+        configuration = copy.scratch / "coveragerc"
+        text = _CONFIGURATION.format(scratch=copy.scratch, tree=tree)
+        configuration.write_text(text, encoding="utf-8")
+        order: Order = {
+            "arguments": pytest_arguments(copy, "-m", "not bench", *batch.files),
+            "report": str(copy.scratch / "report"),
+            "contexts": True,
+        }
+        environment = {"COVERAGE_PROCESS_START": str(configuration)}
+        _, lines = run_tests(copy, order, environment, BATCH_TIMEOUT_S)
+        made = copy.scratch / "data"  # by this name it finds its parts
+        combined = Coverage(data_file=str(made), config_file=False, messages=False)
+        combined.combine([str(measured)])
+        combined.save()
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{batch.name}.data").write_bytes(made.read_bytes())
+        # The last thing that is written: with it, the batch counts as measured.
+        text = "".join(f"{json.dumps(line)}\n" for line in lines)
+        (folder / f"{batch.name}.jsonl").write_text(text, encoding="utf-8")
+    return lines
+
+
+def is_measured(folder: Path, batch: Batch) -> bool:
+    """Whether an earlier run has measured it."""
+    return (folder / f"{batch.name}.jsonl").exists()
+
+
+class CoverageMap:
+    """What all measured batches say."""
+
+    def __init__(self, folder: Path) -> None:
+        self.seconds: dict[str, float] = {}
+        """How long each test took that passed, in the suite's order."""
+        self._data: list[CoverageData] = []
+        self._paths: dict[str, list[tuple[CoverageData, str]]] = defaultdict(list)
+        for report in sorted(folder.glob("*.jsonl")):
+            for line in read_report(report):
+                if line.get("outcome") == "passed":
+                    self.seconds[line["ended"]] = line["seconds"]
+            data = CoverageData(str(report.with_suffix(".data")))
+            data.read()
+            for path in data.measured_files():
+                file = f"diesel_fs/{path.rpartition('/diesel_fs/')[2]}"
+                self._paths[file].append((data, path))
+        self._lines: dict[str, set[int]] = {}
+        self._by_file: dict[str, list[str]] = defaultdict(list)
+        for test in self.seconds:
+            self._by_file[test.split("::")[0]].append(test)
+
+    def covers(self, file: str, line: int) -> bool:
+        """Whether any test reaches the line."""
+        if file not in self._lines:
+            found = (data.lines(path) or [] for data, path in self._paths.get(file, ()))
+            self._lines[file] = {each for lines in found for each in lines}
+        return line in self._lines[file]
+
+    def tests(self, file: str, line: int) -> dict[str, int]:
+        """The tests that may notice a change of a line, with a rank: 0 for those that reach it.
+
+        The rank is 1 for those whose file reaches it while something is set up, perhaps for many
+        tests. Where it is reached by imports alone, all tests that reach the file have the rank 2.
+        """
+        ranks: dict[str, int] = {}
+        for context in self._contexts(file, line):
+            match = _CONTEXT.fullmatch(context)
+            if match and match[1] in self.seconds:
+                ranks[match[1]] = 0
+        for context in self._contexts(file, line):
+            match = _CONTEXT.fullmatch(context)
+            if match and match[2] == "setup":
+                for test in self._by_file[match[1].split("::")[0]]:
+                    ranks.setdefault(test, 1)
+        if not ranks:
+            for context in self._contexts(file, None):
+                match = _CONTEXT.fullmatch(context)
+                if match and match[1] in self.seconds:
+                    ranks[match[1]] = 2
+        return ranks
+
+    def _contexts(self, file: str, line: int | None) -> Iterator[str]:
+        for data, path in self._paths.get(file, ()):
+            for number, contexts in data.contexts_by_lineno(path).items():
+                if line in (number, None):
+                    for context in contexts:
+                        yield from context.split("|")
