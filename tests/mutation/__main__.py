@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -13,7 +14,7 @@ import click
 
 from .coverage_map import Batch, CoverageMap, batches, is_measured, measure
 from .mutants import PACKAGES, Mutant, draw
-from .sandbox import kill_all
+from .sandbox import end_all
 from .verdicts import (
     TIERS,
     Verdict,
@@ -59,6 +60,7 @@ def main() -> None:
     """
     if os.geteuid() != 0:
         raise click.ClickException("only root can make the copies in which tests run")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def _each(work: Callable[[T], R], things: Sequence[T], jobs: int) -> Iterator[tuple[T, R]]:
@@ -70,7 +72,7 @@ def _each(work: Callable[[T], R], things: Sequence[T], jobs: int) -> Iterator[tu
                 yield futures[future], future.result()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
-            kill_all()
+            end_all()
             raise
 
 

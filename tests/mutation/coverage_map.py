@@ -9,7 +9,6 @@ when a signal kills it. A test that fails while it is measured can kill nothing 
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -134,7 +133,6 @@ class CoverageMap:
     def __init__(self, folder: Path) -> None:
         self.seconds: dict[str, float] = {}
         """How long each test took that passed, in the suite's order."""
-        self._data: list[CoverageData] = []
         self._paths: dict[str, list[tuple[CoverageData, str]]] = defaultdict(list)
         for report in sorted(folder.glob("*.jsonl")):
             for line in read_report(report):
@@ -145,17 +143,14 @@ class CoverageMap:
             for path in data.measured_files():
                 file = f"diesel_fs/{path.rpartition('/diesel_fs/')[2]}"
                 self._paths[file].append((data, path))
-        self._lines: dict[str, set[int]] = {}
+        self._contexts_of: tuple[str, dict[int, set[str]]] = ("", {})
         self._by_file: dict[str, list[str]] = defaultdict(list)
         for test in self.seconds:
             self._by_file[test.split("::")[0]].append(test)
 
     def covers(self, file: str, line: int) -> bool:
         """Whether any test reaches the line."""
-        if file not in self._lines:
-            found = (data.lines(path) or [] for data, path in self._paths.get(file, ()))
-            self._lines[file] = {each for lines in found for each in lines}
-        return line in self._lines[file]
+        return any(line in (data.lines(path) or ()) for data, path in self._paths.get(file, ()))
 
     def tests(self, file: str, line: int) -> dict[str, int]:
         """The tests that may notice a change of a line, with a rank: 0 for those that reach it.
@@ -163,26 +158,26 @@ class CoverageMap:
         The rank is 1 for those whose file reaches it while something is set up, perhaps for many
         tests. Where it is reached by imports alone, all tests that reach the file have the rank 2.
         """
-        ranks: dict[str, int] = {}
-        for context in self._contexts(file, line):
-            match = _CONTEXT.fullmatch(context)
-            if match and match[1] in self.seconds:
-                ranks[match[1]] = 0
-        for context in self._contexts(file, line):
-            match = _CONTEXT.fullmatch(context)
+        contexts = self._contexts(file)
+        reaching = [_CONTEXT.fullmatch(context) for context in contexts.get(line, ())]
+        ranks = {match[1]: 0 for match in reaching if match and match[1] in self.seconds}
+        for match in reaching:
             if match and match[2] == "setup":
                 for test in self._by_file[match[1].split("::")[0]]:
                     ranks.setdefault(test, 1)
         if not ranks:
-            for context in self._contexts(file, None):
+            for context in set().union(*contexts.values()):
                 match = _CONTEXT.fullmatch(context)
                 if match and match[1] in self.seconds:
                     ranks[match[1]] = 2
         return ranks
 
-    def _contexts(self, file: str, line: int | None) -> Iterator[str]:
-        for data, path in self._paths.get(file, ()):
-            for number, contexts in data.contexts_by_lineno(path).items():
-                if line in (number, None):
-                    for context in contexts:
-                        yield from context.split("|")
+    def _contexts(self, file: str) -> dict[int, set[str]]:
+        """By line. Those of one file are kept: there may be millions."""
+        if self._contexts_of[0] != file:
+            found: dict[int, set[str]] = defaultdict(set)
+            for data, path in self._paths.get(file, ()):
+                for line, contexts in data.contexts_by_lineno(path).items():
+                    found[line].update(part for each in contexts for part in each.split("|"))
+            self._contexts_of = (file, found)
+        return self._contexts_of[1]

@@ -14,7 +14,7 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,11 +31,12 @@ _SCRIPT = """
     "$@"
     exit $?
 """
-_UNSHARE = "unshare --mount --pid --fork --kill-child --mount-proc".split()
+_UNSHARE = "setpriv --pdeathsig KILL unshare --mount --pid --fork --kill-child --mount-proc".split()
+"""The namespaces end with this program, even if it is killed."""
 
 
 class SandboxError(Exception):
-    """The copy could not be made: no root, or no overlayfs."""
+    """The copy could not be made (no root, or no overlayfs), or all copies were ended."""
 
 
 @dataclass(slots=True)
@@ -55,6 +56,8 @@ class Sandbox:
 
         Its output goes to `log` in the scratch folder.
         """
+        if _ended.is_set():
+            raise SandboxError("interrupted")
         for name in ("upper", "work", "below"):
             shutil.rmtree(self.scratch / name, ignore_errors=True)
             (self.scratch / name).mkdir()
@@ -100,28 +103,33 @@ def sandbox(tree: Path, changed: Mapping[str, str] | None = None) -> Iterator[Sa
 
 
 _running: set["subprocess.Popen[bytes]"] = set()
-_running_lock = threading.Lock()
+_ended = threading.Event()
+_lock = threading.Lock()
 
 
 @contextmanager
 def _killed_by_interrupt(
     process: "subprocess.Popen[bytes]",
 ) -> Iterator["subprocess.Popen[bytes]"]:
-    with _running_lock:
+    with _lock:
         _running.add(process)
     try:
         yield process
     finally:
         _kill(process)
-        with _running_lock:
+        with _lock:
             _running.discard(process)
+        if _ended.is_set():
+            raise SandboxError("interrupted")
 
 
-def kill_all() -> None:
-    """End every program that runs in a copy; for an interrupt."""
-    with _running_lock:
-        for process in _running:
-            _kill(process)
+def end_all() -> None:
+    """End every program that runs in a copy, and let no other one start; for an interrupt."""
+    _ended.set()
+    with _lock:
+        running = list(_running)
+    for process in running:
+        _kill(process)
 
 
 def _kill(process: "subprocess.Popen[bytes]") -> None:
@@ -129,7 +137,8 @@ def _kill(process: "subprocess.Popen[bytes]") -> None:
     if process.poll() is None:
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         for pid in children or [str(process.pid)]:
-            os.kill(int(pid), signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
     process.wait()
 
 
