@@ -73,25 +73,35 @@ def pytest_arguments(copy: Sandbox, *more: str) -> list[str]:
     return ["-q", "-p", "no:cacheprovider", f"--basetemp={copy.scratch}/t", *more]
 
 
-def batches(tree: Path, folders: list[str]) -> list[Batch]:
-    """The suite below some folders; what mirrors a mutated package comes first."""
+def batches(tree: Path, folder: Path, tests: list[str]) -> list[Batch]:
+    """What is not measured of some folders and files of tests, or of the whole suite.
+
+    What mirrors a mutated package comes first.
+    """
     with sandbox(tree) as copy:
-        arguments = pytest_arguments(copy, "-m", "not bench", "--collect-only", *folders)
+        arguments = pytest_arguments(copy, "-m", "not bench", "--collect-only", *tests)
         order: Order = {"arguments": arguments, "report": str(copy.scratch / "report")}
         code, lines = run_tests(copy, order, {}, BATCH_TIMEOUT_S)
         if code != 0:
             raise SandboxError((copy.scratch / "log").read_text(errors="replace")[-4000:])
-    tests = next(line["collected"] for line in lines if "collected" in line)
+    reports = (read_report(report) for report in folder.glob("*.jsonl"))
+    known = {file for report in reports for file in _files(report)}
     by_folder: dict[str, list[str]] = defaultdict(list)
-    for file in dict.fromkeys(test.split("::")[0] for test in tests):
-        by_folder[file.rpartition("/")[0]].append(file)
+    for file in _files(lines):
+        if file not in known:
+            by_folder[file.rpartition("/")[0]].append(file)
     found = []
-    for folder, files in by_folder.items():
+    for files in by_folder.values():
         for start in range(0, len(files), FILES_MAX):
-            name = f"{folder.replace('/', '.')}.{start // FILES_MAX}"
+            name = files[start].removesuffix(".py").replace("/", ".")
             found.append(Batch(name, tuple(files[start : start + FILES_MAX])))
     mirrors = tuple(f"tests.{package}." for package in PACKAGES)
     return sorted(found, key=lambda batch: not batch.name.startswith(mirrors))
+
+
+def _files(report: list[Line]) -> dict[str, None]:
+    tests = (test for line in report for test in line.get("collected", ()))
+    return dict.fromkeys(test.split("::")[0] for test in tests)
 
 
 def measure(tree: Path, folder: Path, batch: Batch) -> list[Line]:
@@ -120,11 +130,6 @@ def measure(tree: Path, folder: Path, batch: Batch) -> list[Line]:
         text = "".join(f"{json.dumps(line)}\n" for line in lines)
         (folder / f"{batch.name}.jsonl").write_text(text, encoding="utf-8")
     return lines
-
-
-def is_measured(folder: Path, batch: Batch) -> bool:
-    """Whether an earlier run has measured it."""
-    return (folder / f"{batch.name}.jsonl").exists()
 
 
 class CoverageMap:

@@ -18,11 +18,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+# Without `volatile`, the end of the overlay would sync the whole disk, for seconds on a busy one.
 # sh stays as the first process of the namespace, and reaps what daemons leave. The tests marked
 # `alone` exclude each other by locks on two files (`tests/conftest.py`): all copies share them.
 _SCRIPT = """
     mount --bind "$1" "$2/below" &&
-    mount -t overlay overlay -o "lowerdir=$1,upperdir=$2/upper,workdir=$2/work" "$1" &&
+    mount -t overlay overlay -o "volatile,lowerdir=$1,upperdir=$2/upper,workdir=$2/work" "$1" &&
     cd "$1" || exit 125
     for lock in tests/conftest.py tests/__init__.py; do
         [ ! -e "$lock" ] || mount --bind "$2/below/$lock" "$lock" || exit 125

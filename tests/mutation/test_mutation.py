@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from . import verdicts
-from .coverage_map import Batch, CoverageMap, batches, is_measured, measure
+from .coverage_map import Batch, CoverageMap, batches, measure
 from .mutants import Mutant, candidates, draw
 from .sandbox import sandbox
 from .verdicts import Verdict, as_line, differences, in_order, judge, read_verdicts, table
@@ -159,28 +159,30 @@ def test_a_copy_is_apart_from_the_tree_and_ends_its_daemons(toy: Path) -> None:
 def test_kills_and_survivals_are_told_apart(
     toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verdicts, "HANG_S_MIN", 5.0)
+    monkeypatch.setattr(verdicts, "HANG_S_MIN", 2.0)
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # a toy needs none
     folder = tmp_path / "cover"
-    (batch,) = batches(toy, [])
-    assert batch == Batch("tests.toy.0", ("tests/toy/test_limits.py",))
-    assert not is_measured(folder, batch)
+    (batch,) = batches(toy, folder, [])
+    assert batch == Batch("tests.toy.test_limits", ("tests/toy/test_limits.py",))
     measure(toy, folder, batch)
-    assert is_measured(folder, batch)
+    assert batches(toy, folder, ["tests/toy"]) == []
     measured = CoverageMap(folder)
     found = candidates(LIMITS, "diesel_fs/toy/limits.py")
     assert all(measured.covers(mutant.file, mutant.line) for mutant in found)
 
-    def status(after: str) -> tuple[str, str, int]:
+    def chosen(after: str) -> tuple[Mutant, list[str]]:
         (mutant,) = [mutant for mutant in found if mutant.after.strip() == after]
-        tests = in_order(mutant, measured)
-        verdict = judge(toy, mutant, tests, measured, "all", 60)
+        return mutant, in_order(mutant, measured)
+
+    def status(after: str) -> tuple[str, str, int]:
+        verdict = judge(toy, *chosen(after), measured, "all", 60)
         return verdict.status, verdict.by.rpartition("::")[2], verdict.of
 
     assert status("return count < 3") == ("killed", "test_full", 1)
     assert status("return count > 3") == ("survived", "", 1)
     assert status("count += 1") == ("timed out", "test_wait", 1)
-    assert status("print(40 - 2)") == ("killed", "test_program", 1)  # in a child process
+    in_a_child_process = [f"{batch.files[0]}::test_program"]
+    assert chosen("print(40 - 2)")[1] == in_a_child_process
 
 
 def test_runs_are_resumed_and_compared(tmp_path: Path) -> None:

@@ -94,9 +94,9 @@ def _run(
 ) -> _Outcome:
     hang_s = max(HANG_S_MIN, HANG_FACTOR * max(seconds.get(test, 0.0) for test in tests))
     files = dict.fromkeys(test.split("::")[0] for test in tests)
-    options = ["-x", "-o", f"faulthandler_timeout={hang_s}", *TIERS[tier]]
+    hang = ["-o", f"faulthandler_timeout={hang_s}", "-o", "faulthandler_exit_on_timeout=true"]
     order: Order = {
-        "arguments": pytest_arguments(copy, *options, *files),
+        "arguments": pytest_arguments(copy, "-x", *hang, *TIERS[tier], *files),
         "report": str(copy.scratch / "report"),
         "tests": list(tests),
         "stop_after_s": budget_s,
