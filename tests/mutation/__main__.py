@@ -134,7 +134,7 @@ def run(tier: str, seconds: float, jobs: int, tree: Path, work: Path) -> None:
     chosen = {each: in_order(each, measured) for each in mutants if each not in known}
 
     def one(mutant: Mutant) -> Verdict:
-        return judge(tree, mutant, chosen[mutant], measured, tier, seconds)
+        return judge(tree, mutant, chosen[mutant], measured.seconds, tier, seconds)
 
     # Without the line that an interrupt may have cut off.
     results.write_text("".join(map(as_line, known.values())), encoding="utf-8")

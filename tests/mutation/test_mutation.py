@@ -175,7 +175,7 @@ def test_kills_and_survivals_are_told_apart(
         return mutant, in_order(mutant, measured)
 
     def status(after: str) -> tuple[str, str, int]:
-        verdict = judge(toy, *chosen(after), measured, "all", 60)
+        verdict = judge(toy, *chosen(after), measured.seconds, "all", 60)
         return verdict.status, verdict.by.rpartition("::")[2], verdict.of
 
     assert status("return count < 3") == ("killed", "test_full", 1)

@@ -8,7 +8,7 @@ kill that is not repeated is none, and the tests after it go on.
 import json
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -49,9 +49,14 @@ class Verdict:
 
 
 def judge(
-    tree: Path, mutant: Mutant, tests: list[str], seconds: CoverageMap, tier: str, budget_s: float
+    tree: Path,
+    mutant: Mutant,
+    tests: list[str],
+    usual_s: Mapping[str, float],
+    tier: str,
+    budget_s: float,
 ) -> Verdict:
-    """Run tests on a mutant."""
+    """Run tests on a mutant. `usual_s` says how long each of them takes without it."""
     began = time.monotonic()
     changed = mutant.applied((tree / mutant.file).read_text(encoding="utf-8"))
     ran, flaky = 0, ""
@@ -66,7 +71,7 @@ def judge(
                 left_s = budget_s - (time.monotonic() - began)
                 if left_s <= 0:
                     return verdict("unfinished")
-                outcome = _run(copy, stage, seconds.seconds, tier, left_s)
+                outcome = _run(copy, stage, usual_s, tier, left_s)
                 ran += outcome.ran
                 if outcome.status == "unfinished":
                     return verdict("unfinished")
@@ -74,7 +79,7 @@ def judge(
                     break
                 if outcome.by not in stage:  # a module cannot be imported, or pytest itself ended
                     return verdict(outcome.status, outcome.by)
-                again = _run(copy, [outcome.by], seconds.seconds, tier, budget_s)
+                again = _run(copy, [outcome.by], usual_s, tier, budget_s)
                 if again.status in KILLED:
                     return verdict(outcome.status, outcome.by)
                 flaky = outcome.by
@@ -90,9 +95,9 @@ class _Outcome:
 
 
 def _run(
-    copy: Sandbox, tests: Sequence[str], seconds: dict[str, float], tier: str, budget_s: float
+    copy: Sandbox, tests: Sequence[str], usual_s: Mapping[str, float], tier: str, budget_s: float
 ) -> _Outcome:
-    hang_s = max(HANG_S_MIN, HANG_FACTOR * max(seconds.get(test, 0.0) for test in tests))
+    hang_s = max(HANG_S_MIN, HANG_FACTOR * max(usual_s[test] for test in tests))
     files = dict.fromkeys(test.split("::")[0] for test in tests)
     hang = ["-o", f"faulthandler_timeout={hang_s}", "-o", "faulthandler_exit_on_timeout=true"]
     order: Order = {
