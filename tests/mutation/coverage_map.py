@@ -33,6 +33,8 @@ patch = fork, _exit
 sigterm = true
 disable_warnings = no-data-collected, module-not-imported, couldnt-parse, no-sysmon, no-ctracer
 """
+_IMPORTED = ""
+"""The context of what runs while tests are collected."""
 _CONTEXT = re.compile(r"(.*) \((setup|call|teardown)\)", re.DOTALL)
 
 
@@ -84,8 +86,9 @@ def batches(tree: Path, folder: Path, tests: list[str]) -> list[Batch]:
         code, lines = run_tests(copy, order, {}, BATCH_TIMEOUT_S)
         if code != 0:
             raise SandboxError((copy.scratch / "log").read_text(errors="replace")[-4000:])
-    reports = (read_report(report) for report in folder.glob("*.jsonl"))
-    known = {file for report in reports for file in _files(report)}
+    reports = [read_report(report) for report in folder.glob("*.jsonl")]
+    whole = [report for report in reports if any("finished" in line for line in report)]
+    known = {file for report in whole for file in _files(report)}
     by_folder: dict[str, list[str]] = defaultdict(list)
     for file in _files(lines):
         if file not in known:
@@ -113,8 +116,9 @@ def measure(tree: Path, folder: Path, batch: Batch) -> list[Line]:
         configuration = copy.scratch / "coveragerc"
         text = _CONFIGURATION.format(scratch=copy.scratch, tree=tree)
         configuration.write_text(text, encoding="utf-8")
+        patience = ["-o", "faulthandler_timeout=900"]  # to measure takes time
         order: Order = {
-            "arguments": pytest_arguments(copy, "-m", "not bench", *batch.files),
+            "arguments": pytest_arguments(copy, "-m", "not bench", *patience, *batch.files),
             "report": str(copy.scratch / "report"),
             "contexts": True,
         }
@@ -161,7 +165,8 @@ class CoverageMap:
         """The tests that may notice a change of a line, with a rank: 0 for those that reach it.
 
         The rank is 1 for those whose file reaches it while something is set up, perhaps for many
-        tests. Where it is reached by imports alone, all tests that reach the file have the rank 2.
+        tests. A line that runs when its module is imported matters to each test that runs a
+        function of the module: these have the rank 2.
         """
         contexts = self._contexts(file)
         reaching = [_CONTEXT.fullmatch(context) for context in contexts.get(line, ())]
@@ -170,11 +175,12 @@ class CoverageMap:
             if match and match[2] == "setup":
                 for test in self._by_file[match[1].split("::")[0]]:
                     ranks.setdefault(test, 1)
-        if not ranks:
-            for context in set().union(*contexts.values()):
+        if not ranks or _IMPORTED in contexts[line]:
+            functions = [each for each in contexts.values() if _IMPORTED not in each]
+            for context in set().union(*functions):
                 match = _CONTEXT.fullmatch(context)
                 if match and match[1] in self.seconds:
-                    ranks[match[1]] = 2
+                    ranks.setdefault(match[1], 2)
         return ranks
 
     def _contexts(self, file: str) -> dict[int, set[str]]:
