@@ -196,6 +196,7 @@ def test_each_block_is_run_or_it_is_said_why_not() -> None:
     )
 
 
+@pytest.mark.deep
 @pytest.mark.fuse
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root makes the world of a page")
 @pytest.mark.parametrize("world", BEFORE)

@@ -47,6 +47,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from resource import getrlimit  # tests replace that of the module
 from typing import NoReturn
 
 from diesel_fs.system import syscalls
@@ -134,7 +135,7 @@ class _State:
 
     def __init__(self) -> None:
         self.is_on = False  # whether commands are forked
-        self.must_fork = False
+        self.must_exec = self.must_fork = False
         self.only_detached = False  # in a process that was forked so
         self.sockets: dict[bool, str] = {}  # of the zygotes, with and without torch
         self.folder = ""
@@ -142,6 +143,10 @@ class _State:
         self.variables: dict[str, str] = {}
         self.path: set[str] = set()
         self.lock = threading.Lock()
+
+    @property
+    def can_fork(self) -> bool:
+        return self.is_on and not self.must_exec
 
 
 _state = _State()
@@ -161,7 +166,7 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]  # of bytes or text, as
         special = executable or preexec_fn or not close_fds or shell or process_group != -1
         is_plain = not special and (gid, gids, uid, umask) == (None, None, None, -1)
         command = None
-        if is_plain and _state.is_on and not isinstance(args, str | bytes | os.PathLike):
+        if is_plain and _state.can_fork and not isinstance(args, str | bytes | os.PathLike):
             command = _forkable([os.fsdecode(word) for word in args], env)
         if command is None:
             assert not _state.must_fork, args
@@ -257,7 +262,7 @@ def _fork(
         "new_session": new_session,
         "ignored": ignored,
         "blocked": sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, []))),
-        "limits": [resource.getrlimit(each) for each in _LIMITS],
+        "limits": [getrlimit(each) for each in _LIMITS],
         "umask": _umask(),
     }
     text = json.dumps(request).encode()
@@ -269,7 +274,8 @@ def _fork(
         kind, value = _receive_answer(relay, 0)
         if kind == _FAILED:
             raise OSError(value, os.strerror(value), cwd)
-        assert kind == _STARTED
+        if kind == _ENDED:
+            raise RuntimeError(f"the zygote could not start {command.words}: status {value}")
     except BaseException:
         relay.close()
         raise
@@ -338,11 +344,11 @@ def installed() -> Iterator[None]:
 @contextmanager
 def by_exec() -> Iterator[None]:
     """Start programs by `exec` during the `with`."""
-    before, _state.is_on = _state.is_on, False
+    before, _state.must_exec = _state.must_exec, True
     try:
         yield
     finally:
-        _state.is_on = before
+        _state.must_exec = before
 
 
 @contextmanager
@@ -461,9 +467,6 @@ def _prepared(request: dict[str, object], files: list[int], relay: socket.socket
     if job.new_session:
         os.setsid()
     os.umask(job.umask)
-    for each, values in zip(_LIMITS, job.limits, strict=True):
-        if list(resource.getrlimit(each)) != values:
-            resource.setrlimit(each, tuple(values))
     try:
         os.chdir(job.cwd)
         _show(command.words, job.environment)
@@ -476,6 +479,9 @@ def _prepared(request: dict[str, object], files: list[int], relay: socket.socket
     if command.dies_with_parent:
         syscalls.die_with_parent(signal.SIGKILL)
     _take_over(files, [0, 1, 2, *job.passed])
+    for each, values in zip(_LIMITS, job.limits, strict=True):
+        if list(getrlimit(each)) != values:
+            resource.setrlimit(each, tuple(values))
     os.environ.clear()
     os.environ.update(job.environment)
     time.tzset()

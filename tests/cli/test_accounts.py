@@ -14,12 +14,13 @@ from diesel_fs.net import keys
 from diesel_fs.storage.accounts.account import parse_accounts, parse_public_key, public_key_text
 from diesel_fs.storage.objects.folder import FolderStore
 from tests.storage.metadata.redis_servers import RedisServer, emptied_server
+from tests.tiers import fast_first
 from tests.trees import write
 
 from .conftest import Dlcmd
 
 
-@pytest.fixture(params=["file", pytest.param("redis", marks=pytest.mark.deep)])
+@pytest.fixture(params=fast_first(["file", "redis"]))
 def place(request: pytest.FixtureRequest, dlcmd: Dlcmd, monkeypatch: pytest.MonkeyPatch) -> str:
     """The place of the accounts: a file of the repository, or Redis."""
     url = dlcmd.store.as_uri()

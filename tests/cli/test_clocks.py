@@ -24,6 +24,7 @@ from diesel_fs.storage.metadata.sqlite.store import SqliteMetadata
 from tests.repository.test_interleavings import Writer
 from tests.server.program import Server, new_repository
 from tests.storage.metadata.redis_servers import RedisServer
+from tests.tiers import fast_first
 from tests.trees import Facts, facts, write
 
 from .conftest import Dlcmd
@@ -33,7 +34,7 @@ YEAR_S = 365 * 86_400
 LAST_SECOND = 2**32 - 1
 
 
-@pytest.fixture(params=["sqlite", pytest.param("redis", marks=pytest.mark.deep)])
+@pytest.fixture(params=fast_first(["sqlite", "redis"]))
 def url(
     request: pytest.FixtureRequest,
     dlcmd: Dlcmd,

@@ -95,6 +95,7 @@ def board(place: Place) -> Iterator[Dashboard]:
         yield started
 
 
+@pytest.mark.deep
 @pytest.mark.fuse
 def test_figures_of_a_mount_equal_those_of_stats(place: Place, board: Dashboard) -> None:
     """Counters, and where the reader of a plan is; in the state that follows a read."""

@@ -392,6 +392,7 @@ def mounted(pets: Dlcmd, at: Path) -> Iterator[list[int]]:
         launcher.umount(at, force=True)
 
 
+@pytest.mark.deep
 @needs_root
 @pytest.mark.fuse
 @pytest.mark.parametrize(

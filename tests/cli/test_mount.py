@@ -15,6 +15,7 @@ from diesel_fs.mounts import umount
 from diesel_fs.mounts.mountpoint import mounted_at
 from dlcmd.mount_stats import stats_lines
 from tests.own_mounts import own_mounts
+from tests.tiers import fast_first
 from tests.trees import facts, write
 from tests.unprivileged_user import needs_root
 from tests.waiting import wait_until
@@ -273,7 +274,9 @@ MOMENTS: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize(
     ("number", "code"),
-    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGKILL, -9)],
+    fast_first(
+        [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129), (signal.SIGKILL, -9)]
+    ),
 )
 def test_a_mount_that_is_interrupted_leaves_nothing(
     dlcmd: Dlcmd, tmp_path: Path, moment: str, number: signal.Signals, code: int

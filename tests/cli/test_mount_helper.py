@@ -16,6 +16,7 @@ from click.testing import CliRunner
 from diesel_fs.errors import UsageError
 from dlcmd.mount_helper import dlcmd_options, mount_options, mount_program, split_options
 from tests.own_mounts import own_mounts
+from tests.tiers import fast_first
 from tests.trees import write
 from tests.unprivileged_user import needs_root
 from tests.waiting import wait_until
@@ -142,7 +143,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
 boots = [pytest.mark.fuse, needs_root]
 
 
-@pytest.fixture(params=["native", pytest.param("kernel", marks=pytest.mark.deep)])
+@pytest.fixture(params=fast_first(["native", "kernel"]))
 def session(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -127,6 +127,7 @@ def machine(dlcmd: Dlcmd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
     made.close()
 
 
+@pytest.mark.deep
 def test_datasets_in_use_stay_and_then_the_least_used_goes_first(machine: Machine) -> None:
     job = machine.begin("daily")
     job.read_all()

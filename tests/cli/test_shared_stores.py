@@ -210,6 +210,7 @@ def test_C14_a_wrong_password_is_an_error_at_once(
         server.close()
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("method", "status", "times"), [
     ("HEAD", 403, 1), ("GET", 503, 4),
 ])  # fmt: skip
@@ -397,6 +398,7 @@ def test_a_prefix_without_objects_leaves_no_dataset(
         assert b"put 0 files" in dlcmd.program("put", "s3://bucket/empty", "pets").out
 
 
+@pytest.mark.deep
 def test_O1_a_source_that_cannot_be_reached_fails_within_30_s(
     dlcmd: Dlcmd, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.mounts import umount
 from diesel_fs.mounts.mountpoint import mounted_at
 from diesel_fs.mounts.plans.control import Control, explicit
+from tests.tiers import fast_first
 from tests.trees import facts, write
 from tests.unprivileged_user import needs_root
 from tests.waiting import wait_until
@@ -116,7 +117,7 @@ def loaded(result: dict[str, object]) -> tuple[object, ...]:
     return tuple(result[name] for name in names)
 
 
-@pytest.mark.parametrize("session", ["native", pytest.param("kernel", marks=pytest.mark.deep)])
+@pytest.mark.parametrize("session", fast_first(["native", "kernel"]))
 def test_what_is_loaded_is_read_without_the_store(
     dlcmd: Dlcmd, pets: Path, mounted: Mount, session: str
 ) -> None:
@@ -313,7 +314,7 @@ def test_a_mount_that_ends_meanwhile_is_an_error(dlcmd: Dlcmd, mounted: Mount) -
     assert f"the mount on {at} has ended".encode() in err
 
 
-@pytest.mark.parametrize("session", ["native", pytest.param("kernel", marks=pytest.mark.deep)])
+@pytest.mark.parametrize("session", fast_first(["native", "kernel"]))
 def test_a_dead_mount_is_an_error(dlcmd: Dlcmd, mounted: Mount, session: str) -> None:
     at = mounted("--session", session, "--memory", "256M")
     (stats,) = dlcmd("--json", "stats", at).objects

@@ -93,6 +93,8 @@ def test_a_dataset_in_a_bucket_is_read_written_and_purged(url: str) -> None:
     wait_for_helper_end(url)
 
 
+@pytest.mark.deep
+@pytest.mark.real_start  # it looks at what is imported
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_workers_of_a_data_loader_read_from_a_bucket(url: str, start: str) -> None:
     """An ordinary training script runs two epochs; the workers are forked or spawned."""

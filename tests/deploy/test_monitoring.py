@@ -119,6 +119,7 @@ def reading(at: Path) -> Iterator[None]:
         program.wait()
 
 
+@pytest.mark.deep
 @pytest.mark.fuse
 def test_each_query_of_the_dashboards_and_alerts_has_series(dlcmd: Dlcmd, tmp_path: Path) -> None:
     url = (tmp_path / "served").as_uri()

@@ -21,6 +21,8 @@ from dlcmd.packing import PROGRAM
 from ..datasets import dataset_state
 from ..trees import facts, odd_tree, write
 
+pytestmark = pytest.mark.real_start  # it looks at its own children
+
 
 @pytest.fixture(autouse=True)
 def forks_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,7 @@ from diesel_fs.ingest import (
 )
 from diesel_fs.repository.local import LocalRepository
 from tests.rows import each_row
+from tests.tiers import fast_first
 
 from ..datasets import file_contents
 from ..trees import write
@@ -86,7 +87,7 @@ def bucket_source(files: Files, mtime_ns: int) -> Source:
     return BucketSource(FakeBucket({name.encode(): files[name] for name in files}, mtime_ns))
 
 
-@pytest.fixture(params=["folder", "tar", pytest.param("bucket", marks=pytest.mark.deep)])
+@pytest.fixture(params=fast_first(["folder", "tar", "bucket"], 2))
 def many(request: pytest.FixtureRequest, folder_source: MakeSource) -> MakeSource:
     """Makes a source of many files."""
     return {"folder": folder_source, "tar": tar_source, "bucket": bucket_source}[request.param]
@@ -103,12 +104,7 @@ def put_many(repository: LocalRepository, many: MakeSource) -> PutMany:
     return put
 
 
-@pytest.fixture(
-    params=[
-        *("folder", "tar", "file"),
-        *(pytest.param(kind, marks=pytest.mark.deep) for kind in ("bucket", "object")),
-    ]
-)
+@pytest.fixture(params=fast_first(["folder", "tar", "file", "bucket", "object"], 3))
 def put_one(
     request: pytest.FixtureRequest,
     repository: LocalRepository,

@@ -18,6 +18,7 @@ from tests.mounts.conftest import PROGRAM, mounting, request_for
 from tests.mounts.dying_at_start import DIES, DIES_AT, MOMENTS
 from tests.mounts.observed import is_gone
 from tests.mounts.test_repeated_mounts import resources_of
+from tests.tiers import fast_first
 from tests.unprivileged_user import needs_root
 from tests.waiting import PATIENCE_S, wait_until
 
@@ -42,7 +43,7 @@ def nothing_left(tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("nothing_left")
-@pytest.mark.parametrize("victims", VICTIMS)
+@pytest.mark.parametrize("victims", fast_first(VICTIMS))
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_mount_whose_processes_are_killed_while_it_starts_leaves_nothing(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str, victims: str

@@ -156,6 +156,7 @@ def test_later_epochs_need_no_store(training: tuple[Training, Path]) -> None:
     assert figures["log_bytes"] < 2 * FILES * FILE_BYTES
 
 
+@pytest.mark.deep
 @WITH_PLANS
 def test_auto_goes_over_to_logs_where_they_pay(
     own_store: Path, tmp_path: Path, session: str
@@ -202,6 +203,7 @@ def test_a_mount_after_a_kill_reads_what_the_log_has(
         assert job.logs()["log_wrong"] == 0
 
 
+@pytest.mark.deep
 @WITH_PLANS
 def test_two_mounts_of_one_order_share_a_folder(
     own_store: Path, tmp_path: Path, session: str
@@ -220,6 +222,7 @@ def test_two_mounts_of_one_order_share_a_folder(
         assert two.logs()["log_next_entries"] == 0
 
 
+@pytest.mark.deep
 @WITH_PLANS
 def test_a_folder_that_takes_no_log_costs_nothing_but_that(
     own_store: Path, tmp_path: Path, session: str

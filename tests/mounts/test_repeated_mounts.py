@@ -50,6 +50,7 @@ def resources_of(place: Path) -> Iterator[str]:
         yield f"in the runtime folder {name}"
 
 
+@pytest.mark.deep
 @pytest.mark.only_session("native", "kernel")
 def test_many_rounds_leave_nothing_behind(source: Path, tmp_path: Path, session: str) -> None:
     """No descriptor, thread, mount, process, connection, loop device, socket or shared memory."""

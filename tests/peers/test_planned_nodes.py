@@ -20,6 +20,8 @@ from .planned_nodes import FULL, PlannedEgress
 from .planned_reads import NODES
 from .running import WAIT_MAX_S, RunningTask
 
+pytestmark = pytest.mark.deep
+
 FILES = 4_000
 STEP = 50
 """Files that a reader reads while the masters know no better where it is: a twentieth of an

@@ -39,13 +39,14 @@ from tests.storage.metadata.redis_servers import (
     until,
 )
 from tests.storage.metadata.test_redis_faults import COMMANDS
+from tests.tiers import fast_first
 
 from .redis_places import STORE, TASK, RedisPlace, master, redis_place
 
 KEY = b"a key of some length"
 
 
-@pytest.fixture(params=["redis", pytest.param("redis-cluster", marks=pytest.mark.deep)])
+@pytest.fixture(params=fast_first(["redis", "redis-cluster"]))
 def place(request: pytest.FixtureRequest) -> Iterator[RedisPlace]:
     redis = shared_server() if request.param == "redis" else shared_cluster()
     with redis_place(redis) as found:

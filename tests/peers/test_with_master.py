@@ -21,6 +21,7 @@ import diesel_fs
 from diesel_fs.client.dataset import Dataset
 from diesel_fs.errors import DieselError, UsageError
 from diesel_fs.mounts import launcher
+from tests.tiers import fast_first
 
 from ..server.program import is_running, until
 from ..small_disks import remount, small_disk
@@ -136,6 +137,7 @@ def test_workers_of_a_node_share_what_was_fetched_once(node: Node) -> None:
         assert dataset._reader.stats()["chunk_fetches"] == 0
 
 
+@pytest.mark.deep
 def test_F15_ten_thousand_workers_that_die_during_a_read_leave_nothing(
     node: Node,
 ) -> None:
@@ -472,7 +474,7 @@ def _place(listener: socket.socket) -> str:
 
 
 @pytest.mark.fuse
-@pytest.mark.parametrize("session", ["kernel", pytest.param("pyfuse3", marks=pytest.mark.deep)])
+@pytest.mark.parametrize("session", fast_first(["kernel", "pyfuse3"]))
 def test_a_mount_reads_through_the_task(node: Node, session: str) -> None:
     folder = node.folder / "mount"
     folder.mkdir()

@@ -93,6 +93,7 @@ def check_whole(servers: ServerWithRedis, name: str = "ds") -> None:
 # Kills
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("seed", range(2))
 def test_A6_A7_G1_a_server_is_killed_in_the_middle_of_a_put(
     servers: ServerWithRedis, tmp_path: Path, seed: int
@@ -139,6 +140,7 @@ def _again(servers: ServerWithRedis, port: int) -> Server:
     return server
 
 
+@pytest.mark.deep
 def test_G1_a_put_whose_only_server_dies_fails_and_can_be_repeated(
     servers: ServerWithRedis, tmp_path: Path
 ) -> None:
@@ -171,6 +173,7 @@ def _files(repository: LocalRepository) -> int:
     return marker.files if marker else 0
 
 
+@pytest.mark.deep
 def test_G1_readers_go_on_at_the_other_server(servers: ServerWithRedis, tmp_path: Path) -> None:
     servers.add()
     source = tree(tmp_path / "source")
@@ -219,6 +222,7 @@ def test_L1_L2_two_puts_at_once(servers: ServerWithRedis, tmp_path: Path) -> Non
 # Redis
 
 
+@pytest.mark.deep
 def test_C2_a_redis_that_comes_back_is_waited_for(servers: ServerWithRedis, tmp_path: Path) -> None:
     source = tree(tmp_path / "source", 2, 3000)
     put = program(servers, "put", "--chunk-size", "64K", "--jobs", "2", source, "ds")
@@ -284,6 +288,7 @@ def _accounts(servers: ServerWithRedis) -> Callable[[], None]:
     return back
 
 
+@pytest.mark.deep
 def test_C7_a_full_redis_stops_only_writers(servers: ServerWithRedis, tmp_path: Path) -> None:
     source = tree(tmp_path / "source")
     with servers.open() as repository, servers.redis.client() as client:
@@ -304,6 +309,7 @@ def test_C7_a_full_redis_stops_only_writers(servers: ServerWithRedis, tmp_path: 
     check_whole(servers)
 
 
+@pytest.mark.deep
 def test_C13_requests_end_in_time_when_redis_hangs(
     servers: ServerWithRedis, tmp_path: Path
 ) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from diesel_fs.repository.local import LocalRepository
+from tests.tiers import fast_first
 
 from ..datasets import dataset_state
 from ..trees import Facts, facts, write
@@ -86,7 +87,7 @@ CALLS = [
 """What changes a disk; C libraries differ in which of a pair they use."""
 
 
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("call", fast_first(CALLS))
 def test_A1_to_A9_put_killed_at_every_step(tmp_path: Path, call: str) -> None:
     source = source_tree(tmp_path / "source")
     whole = facts(source)
@@ -107,7 +108,9 @@ def test_A1_to_A9_put_killed_at_every_step(tmp_path: Path, call: str) -> None:
     assert kills >= 3, f"A16: too little was killed at {call}: proves nothing"
 
 
-@pytest.mark.parametrize("call", ["fsync,fdatasync", "link,linkat", "write,writev,pwrite64"])
+@pytest.mark.parametrize(
+    "call", fast_first(["link,linkat", "fsync,fdatasync", "write,writev,pwrite64"])
+)
 def test_A10_A11_modify_and_delete_killed_at_every_step(tmp_path: Path, call: str) -> None:
     before = source_tree(tmp_path / "before")
     first = tmp_path / "store"

@@ -43,6 +43,7 @@ from diesel_fs.repository.interface import PurgeOptions
 from diesel_fs.repository.local import LocalRepository
 from diesel_fs.repository.recover import recover
 from tests.examples import examples
+from tests.tiers import fast_first
 
 from ..datasets import content, dataset_state, file_contents, forget_private_copies
 from ..storage.metadata.redis_servers import emptied_server
@@ -54,7 +55,7 @@ ONE = PutOptions(jobs=1, chunk_bytes=CHUNK_BYTES_MIN, compress="none")
 NOW = PurgeOptions(grace_s=0)
 
 
-@pytest.fixture(params=["sqlite", pytest.param("redis", marks=pytest.mark.deep)])
+@pytest.fixture(params=fast_first(["sqlite", "redis"]))
 def repository(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[LocalRepository]:
     url = (tmp_path / "store").as_uri()
     if request.param == "redis":

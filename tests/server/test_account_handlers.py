@@ -37,6 +37,7 @@ from diesel_server.account_handlers import account_handlers
 from diesel_server.authentication import TableAuthenticator
 from diesel_server.requests import Handler, Reply, Request
 from tests.rows import each_row
+from tests.tiers import fast_first
 
 from .account_tables import MemoryTable, account
 from .test_requests import NEEDED
@@ -83,7 +84,7 @@ class Handled:
         pass
 
 
-@pytest.fixture(params=["direct", pytest.param("server", marks=pytest.mark.deep)])
+@pytest.fixture(params=fast_first(["direct", "server"]))
 def administration(
     request: pytest.FixtureRequest, table: MemoryTable, login: TableAuthenticator
 ) -> Administration:

@@ -278,6 +278,7 @@ def commands_in(section: str) -> str:
     return "".join(re.findall(r"```sh\n(.*?)```", body.split("\n## ")[0], re.DOTALL))
 
 
+@pytest.mark.deep
 def test_C3_after_the_total_loss_of_redis(site: Site, tmp_path: Path) -> None:
     """The README's commands, as they stand there, bring everything back: same users, same keys,
     same roles, same files; the server and its log see it through."""

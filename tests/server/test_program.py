@@ -294,6 +294,7 @@ def test_commits_that_the_metadata_lack_are_committed_again_at_the_start(
     assert after.version > before.version
 
 
+@pytest.mark.deep
 def test_C3_a_Redis_that_comes_back_empty_is_filled_again(tmp_path: Path, url: str) -> None:
     """The server notices the restart by itself, and never reports a file as missing meanwhile."""
     source = tmp_path / "source"
@@ -447,6 +448,7 @@ def test_a_worker_that_dies_is_replaced(tmp_path: Path) -> None:
         assert server.log.count("is started again") == 3
 
 
+@pytest.mark.deep
 def test_H6_a_hanging_worker_is_replaced(tmp_path: Path) -> None:
     with stand_in(tmp_path, "--metrics", "0", workers=2) as server:
         hung, other = server.workers()
@@ -508,6 +510,7 @@ def test_SIGHUP_loads_the_certificate_again(
         client.call({"do": "echo"})
 
 
+@pytest.mark.deep
 def test_G1_reads_go_on_while_one_of_two_servers_is_killed(tmp_path: Path, url: str) -> None:
     """kill -9 again and again, one server after the other; every byte is right."""
     root = new_repository(url)["root"]

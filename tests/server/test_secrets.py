@@ -261,6 +261,7 @@ def test_S8_a_planted_secret_is_found(tmp_path: Path) -> None:
     assert search.found
 
 
+@pytest.mark.deep
 def test_S8_S11_no_secret_leaves(day: Deployment, tmp_path: Path) -> None:
     search, source = day.search, tmp_path / "src"
     write(source, {f"d{i % 3}/{i}": os.urandom(2000) for i in range(60)})

@@ -9,6 +9,7 @@ import pytest
 from diesel_fs.storage.metadata.store import MetadataStore
 from tests.storage.metadata.metadata_stores import IDENTITY, NAME, STORES, Clock, Opener
 from tests.storage.objects.s3_server import Server, s3_server
+from tests.tiers import fast_first
 
 
 @pytest.fixture(scope="session")
@@ -26,14 +27,7 @@ def clock() -> Clock:
     return Clock()
 
 
-KINDS = [
-    *("sqlite-rows", "sqlite", "redis"),
-    *(pytest.param(kind, marks=pytest.mark.deep) for kind in ("redis-buckets", "redis-cluster")),
-]
-assert len(KINDS) == 1 + len(STORES)
-
-
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=fast_first(["sqlite-rows", *STORES], 3))
 def open_meta(
     request: pytest.FixtureRequest,
     tmp_path: Path,

@@ -19,6 +19,7 @@ from diesel_fs.mounts.plans.control import Control
 from diesel_fs.peers.options import TaskOptions
 from diesel_fs.torch import ImportanceSampler
 from tests.mounts.keeping_daemon import PROGRAM
+from tests.tiers import fast_first
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.fuse
@@ -69,7 +70,7 @@ def mounted(url: str, folder: Path, session: str) -> Iterator[Path]:
             umount(folder, force=True)
 
 
-@pytest.fixture(params=["native", pytest.param("kernel", marks=pytest.mark.deep)])
+@pytest.fixture(params=fast_first(["native", "kernel"]))
 def at(request: pytest.FixtureRequest, url: str, tmp_path: Path) -> Iterator[Path]:
     with mounted(url, tmp_path / "mount", request.param) as folder:
         yield folder

@@ -157,6 +157,7 @@ def test_the_sequence_is_that_of_a_stock_loader_for_any_schedule(
     assert len({str(each) for each in drawn}) == len(drawn), "no worker repeats random numbers"
 
 
+@pytest.mark.deep
 def test_spawned_workers_change_too() -> None:
     script = Script([1])
     loader = auto(

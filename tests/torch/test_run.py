@@ -24,6 +24,7 @@ from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.mounts import stats
 from tests.cli.conftest import Dlcmd, program_environment
 from tests.cli.conftest import dlcmd as dlcmd
+from tests.tiers import fast_first
 from tests.trees import write
 from tests.waiting import wait_until
 
@@ -89,8 +90,8 @@ def alone_and_joined(
 @pytest.mark.fuse
 @pytest.mark.parametrize(
     ("workers", "start", "names"),
-    [(0, "fork", ()), (2, "fork", ()), (1, "spawn", ("own generator", "persistent"))],
-    ids=["0-fork", "2-fork", "1-spawn"],
+    fast_first([(2, "fork", ()), (0, "fork", ()), (1, "spawn", ("own generator", "persistent"))]),
+    ids=["2-fork", "0-fork", "1-spawn"],
 )
 def test_each_sampler_gives_what_it_gave_and_is_announced(
     mounted: Path, workers: int, start: str, names: tuple[str, ...]
@@ -156,7 +157,7 @@ def test_the_mount_follows_the_reader_and_forgets_the_plan_at_the_end(
 
 
 @pytest.mark.fuse
-@pytest.mark.parametrize(("ahead", "is_foreseen"), [("0", False), ("1", True)])
+@pytest.mark.parametrize(("ahead", "is_foreseen"), fast_first([("1", True), ("0", False)]))
 def test_the_mount_prepares_the_next_epoch_where_it_can_be_foreseen(
     mounted: Path, ahead: str, is_foreseen: bool
 ) -> None:
@@ -169,7 +170,9 @@ def test_the_mount_prepares_the_next_epoch_where_it_can_be_foreseen(
 
 
 @pytest.mark.fuse
-@pytest.mark.parametrize(("draw", "is_foreseen"), [("", True), ("torch.rand(1)", False)])
+@pytest.mark.parametrize(
+    ("draw", "is_foreseen"), fast_first([("", True), ("torch.rand(1)", False)])
+)
 def test_the_mount_prepares_the_next_epoch_where_the_program_draws_nothing_in_between(
     mounted: Path, draw: str, is_foreseen: bool
 ) -> None:
@@ -311,6 +314,7 @@ for epoch in range(3):
 """
 
 
+@pytest.mark.deep
 @pytest.mark.fuse
 def test_a_plan_of_another_version_is_not_made(mounted: Path) -> None:
     """Its indices are other files there. The script reads on, and is told at the end."""
@@ -346,6 +350,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.deep
 @pytest.mark.fuse
 def test_the_ranks_of_torchrun_are_joined(mounted: Path, tmp_path: Path) -> None:
     script = tmp_path / "ranks.py"
@@ -402,6 +407,7 @@ def chunk_changes(mounted: Path, order: list[int]) -> int:
     return int(np.count_nonzero(np.diff(chunks)))
 
 
+@pytest.mark.deep
 @pytest.mark.fuse
 def test_chunk_wise_orders_are_of_the_same_length_and_seed(mounted: Path) -> None:
     full = orders_of(run(*python(ORDERS), mounted).stdout)
@@ -447,6 +453,7 @@ loader.sampler.generator.get_state()
 """
 
 
+@pytest.mark.deep
 @pytest.mark.fuse
 def test_a_sampler_gets_a_generator_of_its_own(mounted: Path) -> None:
     """Its seed depends on the script's."""
@@ -518,8 +525,8 @@ LEARNED_FILES = {"pairs": 200, "native": 100, "batches": 200, "subset": 100, "pa
 @pytest.mark.fuse
 @pytest.mark.parametrize(
     ("workers", "start", "names"),
-    [(0, "fork", ()), (2, "fork", ()), (1, "spawn", ("pairs", "parts"))],
-    ids=["0-fork", "2-fork", "1-spawn"],
+    fast_first([(2, "fork", ()), (0, "fork", ()), (1, "spawn", ("pairs", "parts"))]),
+    ids=["2-fork", "0-fork", "1-spawn"],
 )
 def test_which_files_a_dataset_opens_is_learned_in_its_first_epoch(
     mounted: Path, workers: int, start: str, names: tuple[str, ...]

@@ -114,6 +114,7 @@ def test_diesel_shares_its_block_with_another_name(count: int) -> None:
     check(in_root([*names, b"z" * 255]))
 
 
+@pytest.mark.deep
 def test_a_folder_of_100_000_entries_and_one_within_another() -> None:
     state = {b"wide/%d" % number: OwnEntry(Kind.FILE) for number in range(100_000)}
     state[b"/".join([b"d"] * 1000)] = file(3, 96, 1)

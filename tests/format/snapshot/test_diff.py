@@ -4,6 +4,7 @@ import time
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
@@ -126,6 +127,7 @@ def test_paths_with_equal_fingerprints_are_told_apart() -> None:
     check({name: before[name] for name in pairs[::2]}, {name: before[name] for name in pairs[1::2]})
 
 
+@pytest.mark.deep
 def test_a_million_entries_take_a_few_seconds() -> None:
     before = {
         b"%03d/%06d" % (number % 500, number): OwnEntry(

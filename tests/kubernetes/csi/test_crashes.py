@@ -15,6 +15,7 @@ import pytest
 
 from diesel_fs.mounts.processes import descendants_of
 from tests.cli.conftest import is_running
+from tests.tiers import fast_first
 from tests.waiting import wait_until
 
 from .conftest import FILES
@@ -114,7 +115,7 @@ def test_a_late_mount_is_joined_by_the_next_call(
     own_plugin.start()
 
 
-@pytest.mark.parametrize("session", ["native", pytest.param("kernel", marks=pytest.mark.deep)])
+@pytest.mark.parametrize("session", fast_first(["native", "kernel"]))
 def test_a_mount_that_died_is_reported_and_replaced(
     own_plugin: Plugin, store: str, tmp_path: Path, session: str
 ) -> None:

@@ -123,6 +123,7 @@ def test_a_volume_shows_the_version_that_it_names(plugin: Plugin, tmp_path: Path
         plugin.kubelet.unpublish(tmp_path / "mount")
 
 
+@pytest.mark.deep
 def test_a_volume_follows_its_dataset(plugin: Plugin, tmp_path: Path) -> None:
     """A bind shows the switch: such mounts have the kernel session."""
 
@@ -199,6 +200,7 @@ def test_another_file_system_at_the_target_stays(
         subprocess.run(["umount", target], check=True)
 
 
+@pytest.mark.deep
 def test_volumes_side_by_side_leave_nothing(plugin: Plugin, store: str, tmp_path: Path) -> None:
     """Five at once, each with a mount of its own; `make bench` has fifty."""
     plugin.kubelet.probe()

@@ -134,6 +134,7 @@ def read(target: Path, count: int) -> None:
         assert len((target / f"file-{number}").read_bytes()) == FILE_BYTES
 
 
+@pytest.mark.deep
 @pytest.mark.fuse
 @as_root
 def test_a_cache_folder_is_measured_in_use_afterwards_and_when_it_is_emptied(
@@ -198,6 +199,7 @@ def test_memory_counts_while_the_mount_lives_and_for_its_namespace_alone(tmp_pat
         assert node.held() == []
 
 
+@pytest.mark.deep
 @pytest.mark.fuse
 @as_root
 def test_each_node_of_a_task_holds_its_half(tmp_path: Path) -> None:

@@ -209,6 +209,7 @@ def test_a_dataset_larger_than_the_staging_area_becomes_resident_once(
         assert made.reads() - before < FILES // 30  # the machine may take idle pages away
 
 
+@pytest.mark.deep
 def test_what_is_behind_the_window_of_a_plan_is_dropped_on_both_sides(tmp_path: Path) -> None:
     """The memory of the mount is a tenth of the dataset. Files that a reader has passed are neither
     in the tree nor in the content file; it finds nearly all files without a request."""

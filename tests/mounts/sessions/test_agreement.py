@@ -29,6 +29,7 @@ from tests.mounts.folder_dataset import MANY, many_names
 from tests.mounts.observed import current_stats, waiting_reads
 from tests.mounts.sessions.test_folders import Folder
 from tests.rows import each_row
+from tests.tiers import fast_first
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.fuse
@@ -94,7 +95,7 @@ class Trees:
 
 @pytest.fixture(
     scope="module",
-    params=[SEEDS[0], *(pytest.param(seed, marks=pytest.mark.deep) for seed in SEEDS[1:])],
+    params=fast_first(SEEDS),
 )
 def trees(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
@@ -419,7 +420,7 @@ def test_files_of_several_extents_are_alike_at_their_edges(tmp_path: Path) -> No
 
 @pytest.fixture(
     scope="module",
-    params=["native", *(pytest.param(s, marks=pytest.mark.deep) for s in ("kernel", "pyfuse3"))],
+    params=fast_first(TESTED_SESSIONS),
 )
 def many(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory

@@ -234,6 +234,7 @@ REQUESTS_A_FILE = {
 }
 
 
+@pytest.mark.deep
 def test_how_many_requests_reading_a_file_costs(source: Path, tmp_path: Path, session: str) -> None:
     """With pyfuse3 OPEN, READ and RELEASE; while its pages are kept, OPEN and RELEASE. With the
     kernel session one READ, in a native mount one to three, since the kernel reads ahead over the

@@ -103,6 +103,7 @@ class OpenFile:
         os.close(self.descriptor)
 
 
+@pytest.mark.deep
 @examples(6, suppress=(HealthCheck.function_scoped_fixture,))
 @given(steps=st.lists(changes, min_size=3, max_size=6))
 def test_after_each_switch_the_mount_is_the_tree(

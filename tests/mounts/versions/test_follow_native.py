@@ -33,6 +33,7 @@ from tests.mounts.versions.followed_dataset import (
     tried,
 )
 from tests.own_mounts import own_mounts
+from tests.tiers import fast_first
 from tests.unprivileged_user import needs_root
 from tests.waiting import PATIENCE_S, wait_until
 
@@ -95,6 +96,7 @@ def put_number(followed: FollowedMount, number: int) -> int:
         return dataset.version
 
 
+@pytest.mark.deep
 def test_readers_meet_one_whole_version_at_any_time(followed: FollowedMount) -> None:
     """8 of them read all the time during 20 switches."""
     followed.wait_for(put_number(followed, 0))
@@ -167,7 +169,7 @@ def test_a_working_folder_stays_in_the_old_version(followed: FollowedMount) -> N
     wait_until(lambda: followed.retired_versions() == [])
 
 
-@pytest.mark.parametrize("what", ["file", "mapping", "working folder"])
+@pytest.mark.parametrize("what", fast_first(["file", "mapping", "working folder"]))
 def test_what_is_open_in_an_old_version_keeps_the_mount_busy(
     followed: FollowedMount, what: str
 ) -> None:
@@ -308,7 +310,7 @@ UNMOUNTS: Mapping[str, Callable[[Path, int], object]] = {
 
 
 @pytest.mark.parametrize("moment", ["made", "beneath", "detached"])
-@pytest.mark.parametrize("how", UNMOUNTS)
+@pytest.mark.parametrize("how", fast_first(UNMOUNTS))
 def test_an_umount_during_a_switch_takes_all_away(
     prepared: FollowedMount, moment: str, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -81,6 +81,7 @@ FUSE = pytest.mark.only_session("kernel", "pyfuse3")
 KERNEL = pytest.mark.only_session("kernel")  # pyfuse3 has no worker
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(("moment", "victim"), [
     pytest.param("told", "worker", marks=KERNEL),
     *(pytest.param("told", victim, marks=FUSE) for victim in ("server", "supervisor")),
@@ -129,6 +130,7 @@ def test_no_process_hangs_when_one_of_the_mount_is_killed_during_a_switch(
             assert not any(each.path.startswith(str(followed.at)) for each in mounts())
 
 
+@pytest.mark.deep
 def test_readers_get_no_error_but_ENOENT_during_switches(followed: FollowedMount) -> None:
     """Half of the names come and go; an open file is read whole, from one version."""
     at = followed.at

@@ -273,6 +273,7 @@ class InBucket(FollowedMount):
         ).stdout
 
 
+@pytest.mark.deep
 @pytest.mark.only_session("kernel")
 @pytest.mark.usefixtures("own_cache")
 def test_a_mount_follows_in_a_bucket_whose_metadata_are_in_a_redis(
@@ -307,6 +308,7 @@ def test_a_mount_follows_with_its_metadata_in_a_redis(
 # Which version is newer ---------------------------------------------------------------------------
 
 
+@pytest.mark.deep
 @pytest.mark.only_session("kernel")
 def test_E4_E6_a_saved_snapshot_is_compared_with_the_server(
     server: ServerWithRedis,

@@ -9,6 +9,7 @@ import pytest
 from diesel_fs.format.chunk import CHUNK_BYTES_MIN
 from diesel_fs.ingest import FolderSource, PutOptions, put
 from diesel_fs.repository.local import LocalRepository
+from tests.tiers import fast_first
 
 from ...storage.metadata.redis_servers import emptied_server
 from ...trees import write
@@ -21,7 +22,7 @@ def clock() -> Iterator[MovedClock]:
         yield clock
 
 
-@pytest.fixture(params=["sqlite", pytest.param("redis", marks=pytest.mark.deep)])
+@pytest.fixture(params=fast_first(["sqlite", "redis"]))
 def repository(
     request: pytest.FixtureRequest, tmp_path: Path, clock: MovedClock
 ) -> Iterator[LocalRepository]:

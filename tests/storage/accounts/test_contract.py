@@ -55,6 +55,7 @@ from tests.storage.metadata.redis_servers import (
     execute,
     shared_cluster,
 )
+from tests.tiers import fast_first
 
 STORE = uuid.UUID(int=5)
 PUBLIC = keys.public_key(bytes(32))
@@ -64,7 +65,7 @@ BOB = Account("bob", PUBLIC, grants={"pets": Role.READ})
 Opener = Callable[[], AccountTable]
 
 
-@pytest.fixture(params=["file", "redis", pytest.param("cluster", marks=pytest.mark.deep)])
+@pytest.fixture(params=fast_first(["file", "redis", "cluster"], 2))
 def opener(request: pytest.FixtureRequest, tmp_path: Path) -> Opener:
     """Opens the same table each time it is called; the table is empty at first."""
     if request.param == "file":

@@ -415,6 +415,7 @@ def test_C2_a_rebuild_succeeds_though_its_lock_cannot_be_released(server: RedisS
         assert commit_and_repair(meta, IDENTITY, files(2, b"c").batch()) > version
 
 
+@pytest.mark.deep
 def test_C13_a_read_of_a_hung_redis_fails_soon_and_a_commit_waits(server: RedisServer) -> None:
     with closing(filled(server.url, deadline_s=30)) as meta:
         server.signal(signal.SIGSTOP)

@@ -42,14 +42,12 @@ from tests.rows import each_row
 from tests.storage.objects.faulty_store import Fault, FaultyStore
 from tests.storage.objects.s3_server import Server
 from tests.storage.objects.scripted_store import DATASET, LEASE, chunk
+from tests.tiers import fast_first
 
 ALPHABET = "-0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ_abcdefghijklmnopqrstuvwxyz"
 
 
-DEEP = [pytest.param(kind, marks=pytest.mark.deep) for kind in ("wrapped", "proxy")]
-
-
-@pytest.fixture(params=["folder", "cloud", *DEEP])
+@pytest.fixture(params=fast_first(["folder", "cloud", "wrapped", "proxy"], 2))
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ObjectStore]:
     """An empty store of each kind."""
     made: ObjectStore
