@@ -20,7 +20,7 @@ P = ParamSpec("P")
 Values = dict[str, object]
 
 _OUTCOMES = (pytest.fail.Exception, pytest.skip.Exception)
-"""pytest's own, which are no `Exception`. Rows that are skipped would not be missed."""
+"""They are no `Exception`. A row that is skipped counts as failed, since nobody would miss it."""
 
 
 class RowsFailed(AssertionError):
@@ -37,9 +37,9 @@ def each_row(
 ) -> Callable[[Callable[P, None]], Callable[P, None]]:
     """Call the test for each row. The first failure is shown whole, of all others one line.
 
-    The arguments are those of `parametrize`; without `ids`, its values name a row. Each
-    row has a new `tmp_path`, and `monkeypatch`, `caplog` and `capsys` know of no other row. The
-    rows share all other fixtures, so this is not for rows that need one as it was.
+    The arguments are those of `parametrize`; without `ids`, its values name a row. Each row has a
+    new `tmp_path`, and its `monkeypatch`, `caplog` and `capsys` know of no other row. The rows
+    share all other fixtures, so this is not for rows that change one.
     """
     parts = [each.strip() for each in (names.split(",") if isinstance(names, str) else names)]
     rows = list(rows)
