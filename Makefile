@@ -39,7 +39,8 @@ CLIENTS_PIP := $(VENV)/clients/bin/python -m pip --disable-pip-version-check --q
 DOCS_PIP := $(VENV)/docs/bin/python -m pip --disable-pip-version-check --quiet
 MADE := $(VENV)/made
 ARGS ?=
-JOBS ?= 2
+JOBS ?= 3
+# More tests at a time than two processors: a test often waits for a process or a clock
 PYTEST = $(VENV)/bin/python -m pytest --numprocesses $(JOBS) --dist worksteal
 AFFECTED ?=
 # AFFECTED=1: what was changed since the last commit that others have, or since HEAD

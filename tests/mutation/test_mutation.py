@@ -155,6 +155,7 @@ def test_a_copy_is_apart_from_the_tree_and_ends_its_daemons(toy: Path) -> None:
     assert b"sleep\x004321\x00" not in commands
 
 
+@pytest.mark.deep
 @needs_copies
 def test_kills_and_survivals_are_told_apart(
     toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -473,7 +473,10 @@ class PrefetchPlanner:
             high, positions = tracker.high, [position for user, position in users if user == name]
             nearest = min(positions, key=lambda position: abs(position - high))
             if abs(nearest - high) <= least + MARKER_STRIDE:
-                tracker.note_open(nearest, now_s)
+                # The order may have the file before the marker, too, as the end of an epoch has one
+                # of the first files of the next: the reader comes there first.
+                first, _ = tracker.nearest_position(entry)
+                tracker.note_open(first if high <= first < nearest else nearest, now_s)
 
     def missed(self, entry: int, now_s: float, *, is_sure: bool = True) -> None:
         """Report a miss: a READ of an entry's content reached the server; surely since a reader

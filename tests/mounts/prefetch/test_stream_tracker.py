@@ -105,6 +105,24 @@ def test_a_marker_that_a_READ_brought_counts_as_opened() -> None:
     assert planner.stats()["streams"][0]["low"] > 1_700
 
 
+def test_the_next_epoch_has_not_begun_where_its_first_file_is_one_of_the_last_of_this_one() -> None:
+    """The file is watched for the next epoch, and opened in this one."""
+    chunk = np.zeros(500, np.int64)
+    planner = PrefetchPlanner(chunk, np.full(500, SIZE), 1, budget_bytes=1000 * SIZE)
+    first = list(range(500))
+    planner.announce(stream("a", first, [490, *reversed(first[:490]), *first[491:]]), 100.0)
+    while isinstance(push := planner.next(100.0), Push):
+        planner.pushed(push, push.entries, [], 100.0)
+    assert planner.watches.is_watched(490)
+    planner.progress("a", 480, 100.1)
+    planner.opened(490, 100.1)
+    assert planner.stats()["streams"][0]["high"] == 491
+    assert planner.stats()["streams"][0]["epoch"] == 0
+    planner.opened(499, 100.2)  # it has the last marker
+    planner.opened(490, 100.2)
+    assert planner.stats()["streams"][0]["epoch"] == 1
+
+
 def test_scattered_signs_do_not_move_the_reader() -> None:
     """Of many scattered signs, some are near each other by chance. A reader that jumps makes most
     signs."""
