@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from diesel_fs.system.daemons import DETACH
 from tests import affected, costs
 from tests.cli.conftest import program_environment
 
@@ -52,9 +53,13 @@ def test_programs_are_counted_however_they_start() -> None:
         [sys.executable, "-m", "dlcmd", "mount", "pets", "/mnt"],
         ["setpriv", "--pdeathsig", "KILL", sys.executable, "-c", "import torch"],
         ["redis-server", "--port", "0"],
+        [sys.executable, "-I", "-S", "-c", "pass", "/mnt"],
+        [sys.executable, *DETACH, sys.executable, "-m", "diesel_fs.mounts.supervisor", "/mnt"],
     ):
         counts.hear("subprocess.Popen", (words[0], words, None, None))
-    assert counts == {"programs": 3, "mounts": 1, "torch": 1, "other programs": 1, "servers": 1}
+    assert counts == {
+        "programs": 4, "mounts": 2, "torch": 1, "other programs": 1, "servers": 1, "probes": 1,
+    }  # fmt: skip
 
 
 BURNS = "import time\nwhile time.process_time() < 0.3: pass"
