@@ -129,6 +129,7 @@ def test_a_machine_that_forbids_mounting_is_exit_code_12(
     assert not (tmp_path / "mnt").exists()
 
 
+@pytest.mark.real_start
 @pytest.mark.fuse
 def test_a_dataset_is_mounted_and_unmounted(dlcmd: Dlcmd, tmp_path: Path) -> None:
     source = write(tmp_path / "src", {"a": b"1", "sub/b": b"2"})

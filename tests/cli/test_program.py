@@ -19,6 +19,8 @@ from tests.trees import write
 
 from .conftest import Dlcmd, program_environment
 
+pytestmark = pytest.mark.real_start
+
 
 def commands() -> dict[str, click.Command]:
     """All commands, by the words that call them."""
@@ -215,7 +217,6 @@ def test_every_option_is_explained_by_a_sentence() -> None:
                 assert re.fullmatch(r"[A-Z].{9,}\.", sentence), (name, parameter.opts)
 
 
-@pytest.mark.real_start
 def test_start_up_imports_little() -> None:
     """`dlcmd --version` and `mount` must not wait for imports that they do not need."""
     code = """if True:

@@ -115,6 +115,7 @@ def test_a_mount_that_does_not_come_up_says_why(
     assert log_path(request).stat().st_mode & 0o777 == 0o600
 
 
+@pytest.mark.real_start
 @pytest.mark.only_session("native")
 def test_S8_no_secret_in_arguments_environment_or_log(
     source: Path, tmp_path: Path, session: str, monkeypatch: pytest.MonkeyPatch

@@ -179,6 +179,7 @@ def _resident_bytes(pid: int) -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.mark.real_start
 @pytest.mark.parametrize("version", ["the first", "another"])
 def test_F1_a_killed_master_costs_no_reader_a_read(node: Node, version: str) -> None:
     with node.join() as dataset:
@@ -217,6 +218,7 @@ def test_a_reader_does_not_restart_a_master_that_was_told_to_end(node: Node) -> 
             assert other.task_stats()["answers"]
 
 
+@pytest.mark.real_start
 def test_a_task_leaves_nothing_on_its_node(node: Node) -> None:
     tasks = node.folder / "run" / "diesel" / "tasks"
     with node.join() as dataset:

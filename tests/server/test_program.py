@@ -240,6 +240,7 @@ def test_S14_a_Redis_of_another_machine_without_password_gives_a_warning(tmp_pat
     assert "no password" in said.stderr
 
 
+@pytest.mark.real_start
 def test_a_put_and_a_get_through_the_program(tmp_path: Path, url: str) -> None:
     """And the metrics count them, over two workers."""
     root = new_repository(url)["root"]
@@ -350,6 +351,7 @@ def test_two_servers_cannot_have_one_port(tmp_path: Path) -> None:
         assert place in said.stderr
 
 
+@pytest.mark.real_start
 def test_S8_no_secret_is_in_a_command_line_or_the_workers_environment(tmp_path: Path) -> None:
     secret = "c4n4ry"  # noqa: S105
     server = Server(
@@ -370,6 +372,7 @@ def test_S8_no_secret_is_in_a_command_line_or_the_workers_environment(tmp_path: 
     assert secret not in server.log
 
 
+@pytest.mark.real_start
 def test_G7_SIGTERM_lets_requests_under_way_finish(tmp_path: Path) -> None:
     with stand_in(tmp_path, workers=2) as server:
         results: list[bool] = []
@@ -460,6 +463,7 @@ def test_H6_a_hanging_worker_is_replaced(tmp_path: Path) -> None:
         link(server).call({"do": "echo"})
 
 
+@pytest.mark.real_start
 def test_workers_end_with_their_parent(tmp_path: Path) -> None:
     with stand_in(tmp_path, workers=2) as server:
         workers = server.workers()

@@ -137,6 +137,7 @@ def check_report(text: str) -> None:
     assert 'class="computed"' in text
 
 
+@pytest.mark.real_start
 @pytest.mark.fuse
 def test_the_mount_follows_the_reader_and_forgets_the_plan_at_the_end(
     mounted: Path, tmp_path: Path
