@@ -39,9 +39,10 @@ CLIENTS_PIP := $(VENV)/clients/bin/python -m pip --disable-pip-version-check --q
 DOCS_PIP := $(VENV)/docs/bin/python -m pip --disable-pip-version-check --quiet
 MADE := $(VENV)/made
 ARGS ?=
-JOBS ?= 3
-# More tests at a time than two processors: a test often waits for a process or a clock
-PYTEST = $(VENV)/bin/python -m pytest --numprocesses $(JOBS) --dist worksteal
+JOBS ?=
+# Three tests at a time on two processors, since a test often waits for a process or a clock; of the
+# deep ones two, which have many processes of their own
+PYTEST = $(VENV)/bin/python -m pytest --dist worksteal --numprocesses
 AFFECTED ?=
 # AFFECTED=1: what was changed since the last commit that others have, or since HEAD
 SINCE ?= $(shell git rev-parse --verify --quiet '@{upstream}' || echo HEAD)
@@ -77,10 +78,10 @@ demo: $(MADE)/demo
 	@$(VENV)/bin/python -m deploy.demo
 
 test: $(MADE)/tools $(MADE)/demo | system-test
-	@$(PYTEST) $(if $(AFFECTED),--affected $(SINCE)) $(ARGS)
+	@$(PYTEST) $(or $(JOBS),3) $(if $(AFFECTED),--affected $(SINCE)) $(ARGS)
 
 test-deep: $(MADE)/tools $(MADE)/demo | system-test
-	@$(PYTEST) -m "not bench and (deep or hypothesis)" --hypothesis-profile deep $(ARGS)
+	@$(PYTEST) $(or $(JOBS),2) -m "not bench and (deep or hypothesis)" --hypothesis-profile deep $(ARGS)
 
 test-clients: $(MADE)/tools $(MADE)/clients | system-test
 	@$(VENV)/bin/python -m pytest tests/torch/clients $(ARGS)

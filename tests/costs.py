@@ -11,8 +11,8 @@ not make one, only processes that have ended are counted.
 Counts hardly depend on how busy the machine is, so they are what guards the suite against growth:
 `tests/budget.json` has the programs, mounts and torch processes that each folder may start in the
 fast tier, and `python -m tests.costs --check FILE` fails beyond them. If a change needs more,
-`--write` writes the table anew, and the change shows it. It leaves some room, since some tests start
-a program again and again until something has happened.
+`--write` writes the table anew, and the change shows it. It leaves some room: some tests start a
+program again and again until something has happened.
 
 Counted are programs that a test starts from its own process, and daemons that it starts without a
 program; what these start in their turn is in the processor time alone.
