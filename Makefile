@@ -45,7 +45,7 @@ JOBS ?=
 PYTEST = $(VENV)/bin/python -m pytest --dist worksteal --numprocesses
 AFFECTED ?=
 # AFFECTED=1: what was changed since the last commit that others have, or since HEAD
-SINCE ?= $(shell git rev-parse --verify --quiet '@{upstream}' || echo HEAD)
+SINCE ?= $(shell git rev-parse --verify --quiet '@{upstream}' 2>/dev/null || echo HEAD)
 SECONDS ?= 60
 
 # torchvision names one exact torch; its wheel is often built for CUDA where torch is not, and then
