@@ -121,6 +121,36 @@ def test_many_threads_start_programs_at_once() -> None:
     assert sorted(ended) == list(range(20))
 
 
+def test_descriptors_stay_open_whatever_their_numbers() -> None:
+    """Also those numbers that the zygote itself uses; other programs run meanwhile."""
+    command = [sys.executable, "-c", "input()"]
+    others = [subprocess.Popen(command, stdin=subprocess.PIPE) for _ in "abc"]
+    file = os.open(os.devnull, os.O_RDONLY)
+    passed = [number for number in range(3, 60) if _is_free(number)]
+    try:
+        for number in passed:
+            os.dup2(file, number)
+        code = f"import gc, os; gc.collect(); print(*[os.fstat(n).st_rdev for n in {passed}])"
+        with zygote.only_by_fork():
+            command = [sys.executable, "-c", code]
+            done = subprocess.run(command, check=True, pass_fds=passed, stdout=subprocess.PIPE)
+    finally:
+        for each in others:
+            each.communicate(b"\n")
+        for number in (file, *passed):
+            os.close(number)
+    assert len(done.stdout.split()) == len(passed)
+    assert len(passed) > 10
+
+
+def _is_free(number: int) -> bool:
+    try:
+        os.fstat(number)
+    except OSError:
+        return True
+    return False
+
+
 def test_signals_and_waits_reach_a_forked_program() -> None:
     command = [sys.executable, "-c", "import time; print(1, flush=True); time.sleep(60)"]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:

@@ -405,23 +405,31 @@ class _Zygote:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for those that it has forked
         signal.set_wakeup_fd(wake.fileno())
         self._wake = wake
+        self._selector = selectors.DefaultSelector()
+        for each in (self._listening, self._woken, sys.stdin):
+            self._selector.register(each, selectors.EVENT_READ)
 
     def serve(self) -> Job | None:
-        with selectors.DefaultSelector() as selector:
-            for each in (self._listening, self._woken, sys.stdin):
-                selector.register(each, selectors.EVENT_READ)
-            while True:
-                ready = [key.fileobj for key, _ in selector.select()]
-                if self._woken in ready:
-                    with suppress(BlockingIOError):
-                        self._woken.recv(4096)
-                    self._reap()
-                if sys.stdin in ready:
-                    return None
-                if self._listening in ready:
-                    job = self._fork()
-                    if job is not None:
-                        return job
+        while True:
+            ready = [key.fileobj for key, _ in self._selector.select()]
+            if self._woken in ready:
+                with suppress(BlockingIOError):
+                    self._woken.recv(4096)
+                self._reap()
+            if sys.stdin in ready:
+                return None
+            if self._listening in ready:
+                job = self._fork()
+                if job is not None:
+                    return job
+
+    def _close(self) -> None:
+        """Close all, in a child: an object that is collected later would close the descriptor that
+        has its number then."""
+        signal.set_wakeup_fd(-1)
+        self._selector.close()
+        for each in (self._listening, self._woken, self._wake, *self._relays.values()):
+            each.close()
 
     def _reap(self) -> None:
         with suppress(ChildProcessError):
@@ -444,6 +452,7 @@ class _Zygote:
             text += received
         pid = os.fork() if len(text) == size else -1
         if pid == 0:
+            self._close()
             return _prepared(json.loads(text), files, relay)
         for each in files:
             os.close(each)
@@ -456,7 +465,6 @@ def _prepared(request: dict[str, object], files: list[int], relay: socket.socket
     """Make this new process what a new program would find; called once."""
     job = Job(**request)
     command = job.command = Command(**job.command)
-    signal.set_wakeup_fd(-1)
     for number in (signal.SIGCHLD, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -473,7 +481,8 @@ def _prepared(request: dict[str, object], files: list[int], relay: socket.socket
     except OSError as error:
         relay.sendall(_ANSWER.pack(_FAILED, error.errno or 0))
         os._exit(127)
-    relay.sendall(_ANSWER.pack(_STARTED, os.getpid()))
+    with relay:
+        relay.sendall(_ANSWER.pack(_STARTED, os.getpid()))
     if command.is_detached and os.fork():
         os._exit(0)
     if command.dies_with_parent:
