@@ -8,8 +8,7 @@ another master program, and `lies` for it. The others are:
     {"do": "planned", "epoch": E, "group": G, "rank": R, "world": W, "batch": B, "pace_s": P,
      "announced": A}      the files of this rank in chunk-wise order, which it announces to the
                           master before; A is "computed", or "explicit" for the entries of this
-                          epoch and the next one. Without a pace (null), it waits for a line before
-                          each batch, and then says how many files it has read
+                          epoch and the next one
     {"do": "stats"}                                                    the statistics of the task
 
 It ends when its stdin is closed.
@@ -65,10 +64,10 @@ class PlannedReader:
         self._dataset = dataset
         task = dataset._task
         assert task is not None
-        self._sender = PlanSender(dataset.snapshot, task.tell_plan, send_s=0.02)
+        self._sender = PlanSender(dataset.snapshot, task.tell_plan, send_s=0.1)
 
     def epoch(
-        self, epoch: int, group: int, rank: int, world: int, batch: int, pace_s: float | None,
+        self, epoch: int, group: int, rank: int, world: int, batch: int, pace_s: float,
         announced: str,
     ) -> dict[str, object]:  # fmt: skip
         """Read all files of the rank; as the other `epoch`."""
@@ -81,10 +80,9 @@ class PlannedReader:
             epochs = [Epoch(epoch + at, each) for at, each in enumerate(entries)]
         order = entries[0].tolist()
         right, wrong, errors, worst_s, start_s = 0, 0, [], 0.0, time.monotonic()
-        self._sender.set_streams({"train": StreamProgress(tuple(epochs), epoch, 0)})
         for first in range(0, len(order), batch):
-            if pace_s is None:
-                sys.stdin.readline()
+            self._sender.set_streams({"train": StreamProgress(tuple(epochs), epoch, first)})
+            due_s = start_s + pace_s * (first / batch + 1)
             some, began_s = order[first : first + batch], time.monotonic()
             try:
                 got = [bytes(each) for each in self._dataset.read_many(some)]
@@ -96,12 +94,8 @@ class PlannedReader:
                 number = int(snapshot.path(entry)[-5:])
                 right += each == content(number)
                 wrong += each != content(number)
-            read = first + len(some)
-            if pace_s is not None:
-                time.sleep(max(start_s + pace_s * (first / batch + 1) - time.monotonic(), 0))
-            self._sender.set_streams({"train": StreamProgress(tuple(epochs), epoch, read)})
-            if pace_s is None:
-                print(json.dumps({"read": len(some)}), flush=True)
+            time.sleep(max(due_s - time.monotonic(), 0))
+        self._sender.set_streams({"train": StreamProgress(tuple(epochs), epoch, len(order))})
         seconds = time.monotonic() - start_s
         return {"right": right, "wrong": wrong, "errors": errors, "worst_s": worst_s, "s": seconds}
 

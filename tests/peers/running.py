@@ -86,24 +86,13 @@ class Reader:
         self._tell({**order, "pace_s": pace_s})
 
     def begin_planned(
-        self, epoch: int, rank: int, world: int, *, group: int, batch: int, pace_s: float | None,
+        self, epoch: int, rank: int, world: int, *, group: int, batch: int, pace_s: float,
         announced: str,
     ) -> None:  # fmt: skip
-        """Start an epoch of the rank's files, announced to the master; `outcome` waits. Without a
-        pace, it waits before each batch for `begin_batch`."""
+        """Start an epoch of the rank's files, announced to the master; `outcome` waits."""
         numbers = {"epoch": epoch, "rank": rank, "group": group, "batch": batch}
         more = {"world": world, "pace_s": pace_s, "announced": announced}
         self._tell({"do": "planned", **numbers, **more})
-
-    def begin_batch(self) -> None:
-        """Let a reader without a pace read its next batch."""
-        self._tell({})
-
-    def end_batch(self) -> int:
-        """Wait until it has read it; how many files that are."""
-        found = self._answer()["read"]
-        assert isinstance(found, int)
-        return found
 
     def outcome(self) -> Outcome:
         return Outcome(**self._answer())  # type: ignore[arg-type]  # as the program says it

@@ -4,7 +4,6 @@ how much the store gives, and that a master that was killed learns the plan agai
 import os
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 from typing import cast
 
 import numpy as np
@@ -13,7 +12,6 @@ import pytest
 from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.mounts.plans.control import Control, explicit
 
-from ..mounts.observed import current_stats
 from ..server.program import until
 from .nodes import Nodes
 from .planned_nodes import FULL, PlannedEgress
@@ -23,9 +21,8 @@ from .running import WAIT_MAX_S, RunningTask
 pytestmark = pytest.mark.deep
 
 FILES = 4_000
-STEP = 50
-"""Files that a reader reads while the masters know no better where it is: a twentieth of an
-epoch."""
+PACE_S = 0.25
+"""An epoch takes 16 s, so that what masters know of each other is a tenth of it old."""
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +47,7 @@ def test_the_store_gives_little_more_than_it_must(
     task: RunningTask, group: int, announced: str
 ) -> None:
     """In so short epochs, with 33 chunks a node; the bench measures larger ones (`task-plan`)."""
-    egress = PlannedEgress(
-        task, group=group, pace_s=None, announced=announced, batch=STEP, is_quick=True
-    )
+    egress = PlannedEgress(task, group=group, pace_s=PACE_S, announced=announced)
     for epoch in range(2):
         outcomes = egress.read(epoch)
         assert not any(each.wrong or each.errors for each in outcomes)
@@ -65,23 +60,25 @@ def test_the_store_gives_little_more_than_it_must(
 
 
 def test_a_master_that_was_killed_learns_the_plan_again(task: RunningTask) -> None:
-    egress = PlannedEgress(task, group=10, pace_s=None, announced="explicit", batch=STEP)
-    egress.begin(0)
+    egress = PlannedEgress(task, group=10, pace_s=PACE_S, announced="explicit")
+    for rank, reader in enumerate(egress.readers):
+        reader.begin_planned(
+            0, rank, NODES, group=10, batch=16, pace_s=PACE_S, announced="explicit"
+        )
+
+    def knows_all(rank: int) -> bool:
+        return plan(task, rank)["planned_streams"] == NODES
+
     for rank in range(NODES):
-        until(lambda rank=rank: knows_all(task, rank), f"the plan at node {rank}", WAIT_MAX_S)  # type: ignore[misc]  # mypy cannot infer a lambda with defaults
+        until(lambda rank=rank: knows_all(rank), f"the plan at node {rank}", WAIT_MAX_S)  # type: ignore[misc]  # mypy cannot infer a lambda with defaults
     [killed] = task.masters(1)
     os.kill(killed, signal.SIGKILL)
-    egress.step()  # readers go on, so the one of the node tells its plan again
     until(lambda: task.masters(1) not in ([], [killed]), "another master", WAIT_MAX_S)
-    until(lambda: knows_all(task, 1), "its plan", WAIT_MAX_S)
-    until(lambda: knows_all(task, 0), "that of the others", WAIT_MAX_S)
-    outcomes = egress.outcomes()
+    until(lambda: knows_all(1), "its plan", WAIT_MAX_S)
+    until(lambda: knows_all(0), "that of the others", WAIT_MAX_S)
+    outcomes = [reader.outcome() for reader in egress.readers]
     assert not any(each.wrong or each.errors for each in outcomes)
     assert sum(each.right for each in outcomes) == FILES
-
-
-def knows_all(task: RunningTask, rank: int) -> bool:
-    return plan(task, rank)["planned_streams"] == NODES
 
 
 def test_what_is_important_reaches_all_masters(task: RunningTask) -> None:
@@ -101,16 +98,9 @@ def test_what_is_important_reaches_all_masters(task: RunningTask) -> None:
     task.umount(1)
 
 
-READ = 600  # of which three are watched, enough to tell the reader from others
+READ = 600
 LEFT = 2 * FILES - 2 * READ
 """Of two epochs, what is left when two ranks have read some of their parts."""
-
-
-def pushed(mount: Path) -> int:
-    """How many files a mount has pushed for the only stream that it has."""
-    residency = cast("dict[str, list[dict[str, int]]]", current_stats(mount)["residency"])
-    [stream] = residency["streams"]
-    return stream["frontier"]
 
 
 def test_mounts_tell_the_plans_of_their_readers(task: RunningTask) -> None:
@@ -118,16 +108,10 @@ def test_mounts_tell_the_plans_of_their_readers(task: RunningTask) -> None:
     task.world, task.part = 2, 0
     folders = [task.mount(rank, "--memory", "64M") for rank in range(2)]
     task.gathered([0, 1])
-    names = [f"seed=3,epoch=0,group=10,rank={rank},world=2" for rank in range(2)]
-    lists = [
-        (folder / ".diesel/shuffle" / name).read_text().splitlines()
-        for folder, name in zip(folders, names, strict=True)
-    ]
-    for folder, listed in zip(folders, lists, strict=True):
+    for rank, folder in enumerate(folders):
+        name = f"seed=3,epoch=0,group=10,rank={rank},world=2"
+        listed = (folder / ".diesel/shuffle" / name).read_text().splitlines()
         assert len(listed) == FILES / 2
-        # A mount that has come so far sees by opens where the reader is
-        until(lambda folder=folder: pushed(folder) >= READ, "the first files", WAIT_MAX_S)  # type: ignore[misc]  # mypy cannot infer a lambda with defaults
-    for folder, listed in zip(folders, lists, strict=True):
         for each in listed[:READ]:
             (folder / each).read_bytes()
     for rank in range(2):
