@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FunctionType
-from typing import ParamSpec
+from typing import ParamSpec, TypeVar, cast
 
 import pytest
 
 P = ParamSpec("P")
+Result = TypeVar("Result")
 Values = dict[str, object]
 
 _OUTCOMES = (pytest.fail.Exception, pytest.skip.Exception)
@@ -34,7 +35,7 @@ class RowsFailed(AssertionError):
 
 def each_row(
     names: str | Sequence[str], rows: Iterable[object], ids: Sequence[str] = ()
-) -> Callable[[Callable[P, None]], Callable[P, None]]:
+) -> Callable[[Callable[P, Result]], Callable[P, Result]]:
     """Call the test for each row. The first failure is shown whole, of all others one line.
 
     The arguments are those of `parametrize`; without `ids`, its values name a row. Each row has a
@@ -45,30 +46,54 @@ def each_row(
     rows = list(rows)
     table = [(name, _values(parts, row)) for name, row in zip(ids or rows, rows, strict=True)]
 
-    def decorate(test: Callable[P, None]) -> Callable[P, None]:
+    def decorate(test: Callable[P, Result]) -> Callable[P, Result]:
         @functools.wraps(test)
         def run(*args: P.args, **fixtures: P.kwargs) -> None:
             __tracebackhide__ = True
-            assert table, "the table has no rows"
-            failures: list[tuple[str, BaseException]] = []
-            for number, (name, values) in enumerate(table):
-                try:
-                    with _fresh(fixtures, number) as own:
+            with _failing_rows(table) as failures:
+                for number, (name, values) in enumerate(table):
+                    with _row(failures, number, name), _fresh(fixtures, number) as own:
                         test(*args, **{**fixtures, **own, **values})  # type: ignore[arg-type]
-                except RowsFailed as inner:  # of a table within this one
-                    place = f"row {number}, {_NAMES.repr(name)}"
-                    failures += [(f"{place}, {row}", error) for row, error in inner.failures]
-                except (Exception, *_OUTCOMES) as error:
-                    failures.append((f"row {number}, {_NAMES.repr(name)}", error))
-            if failures:
-                raise RowsFailed(failures) from failures[0][1]
+
+        @functools.wraps(test)
+        async def run_in_trio(*args: P.args, **fixtures: P.kwargs) -> None:
+            __tracebackhide__ = True
+            with _failing_rows(table) as failures:
+                for number, (name, values) in enumerate(table):
+                    with _row(failures, number, name), _fresh(fixtures, number) as own:
+                        await test(*args, **{**fixtures, **own, **values})  # type: ignore[arg-type, misc]
 
         whole = inspect.signature(test)
         rest = [each for name, each in whole.parameters.items() if name not in parts]
-        setattr(run, "__signature__", whole.replace(parameters=rest))  # noqa: B010
-        return run
+        chosen = run_in_trio if inspect.iscoroutinefunction(test) else run
+        setattr(chosen, "__signature__", whole.replace(parameters=rest))  # noqa: B010
+        return cast(Callable[P, Result], chosen)
 
     return decorate
+
+
+Failures = list[tuple[str, BaseException]]
+
+
+@contextmanager
+def _failing_rows(table: Sequence[object]) -> Iterator[Failures]:
+    assert table, "the table has no rows"
+    failures: Failures = []
+    yield failures
+    if failures:
+        raise RowsFailed(failures) from failures[0][1]
+
+
+@contextmanager
+def _row(failures: Failures, number: int, name: object) -> Iterator[None]:
+    """Collect the failure of this row, so that the next one runs."""
+    place = f"row {number}, {_NAMES.repr(name)}"
+    try:
+        yield
+    except RowsFailed as inner:  # of a table within this one
+        failures += [(f"{place}, {row}", error) for row, error in inner.failures]
+    except (Exception, *_OUTCOMES) as error:
+        failures.append((place, error))
 
 
 _WITH_MARKS = type(pytest.param())

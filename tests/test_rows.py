@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import trio
 
 from .rows import RowsFailed, each_row
 
@@ -31,6 +32,20 @@ def test_all_rows_run_and_all_failures_are_named() -> None:
         "row 3, [9, 3]: AssertionError: not two",
     ]
     assert ran == [4, 1, 6, 9]
+
+
+async def test_the_rows_of_a_coroutine_run_in_trio() -> None:
+    ran = []
+
+    @each_row("number", [1, 2, 3])
+    async def table(number: int) -> None:
+        await trio.lowlevel.checkpoint()
+        ran.append(number)
+        assert number == 2
+
+    with pytest.raises(RowsFailed, match="rows that failed: 2"):
+        await table()  # type: ignore[call-arg]
+    assert ran == [1, 2, 3]
 
 
 def test_an_error_that_did_not_come_a_group_of_errors_and_a_skip_are_failures() -> None:
