@@ -46,7 +46,7 @@ SLOWEST = 20
 _GROUPS = ("/sys/fs/cgroup/cpuacct", "/sys/fs/cgroup")  # version 1, then version 2
 _SERVERS = ("redis-server", "moto", "swift", "memcached")
 _PROBE = ["-I", "-S", "-c"]
-_EXAMPLES = re.compile(r"(\d+) passing examples?, (\d+) failing examples?, (\d+) invalid")
+_EXAMPLES = re.compile(r"(\d+) passing, (\d+) failing, and (\d+) invalid test cases")
 _TORCH = re.compile(r"^\s*(?:import|from) torch\b", re.MULTILINE)
 
 
@@ -158,7 +158,7 @@ class Plugin:
             costs: dict[str, float] = dict(self.counts - before)
             costs["cpu_s"] = round(self._time.seconds() - all_s, 4)
             costs["own_cpu_s"] = round(_own_cpu_s() - own_s, 4)
-            costs["examples"] = _examples(item)
+            costs["examples"] = examples(getattr(item, "hypothesis_statistics", ""))
             report.user_properties.append((PROPERTY, json.dumps(costs)))
         return report
 
@@ -166,9 +166,9 @@ class Plugin:
         self._time.close()
 
 
-def _examples(item: pytest.Item) -> int:
-    found = _EXAMPLES.findall(str(getattr(item, "hypothesis_statistics", "")))
-    return sum(int(number) for row in found for number in row)
+def examples(statistics: str) -> int:
+    """How many examples Hypothesis tried, by what it says of a test."""
+    return sum(int(number) for row in _EXAMPLES.findall(statistics) for number in row)
 
 
 # reading ------------------------------------------------------------------------------------------

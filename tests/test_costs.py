@@ -5,6 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis.statistics import collector, describe_statistics
+from hypothesis.strategies import integers
 
 from diesel_fs.system.daemons import DETACH
 from tests import affected, costs
@@ -60,6 +63,20 @@ def test_programs_are_counted_however_they_start() -> None:
     assert counts == {
         "programs": 4, "mounts": 2, "torch": 1, "other programs": 1, "servers": 1, "probes": 1,
     }  # fmt: skip
+
+
+def test_the_examples_of_a_property_are_counted() -> None:
+    said: list[str] = []
+    tried = []
+
+    @settings(max_examples=7, database=None)
+    @given(integers())
+    def law(number: int) -> None:
+        tried.append(number)
+
+    with collector.with_value(lambda found: said.append(describe_statistics(found))):  # type: ignore[arg-type]  # Hypothesis declares its first value, None
+        law()
+    assert costs.examples(said[0]) == len(tried) == 7
 
 
 BURNS = "import time\nwhile time.process_time() < 0.3: pass"
