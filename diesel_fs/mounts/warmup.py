@@ -148,7 +148,11 @@ class Warmup:
                 f"{mount.path} is another view of the mount on {own}",
                 advice="name that one, and the folder in it",
             )
-        return cls(mount, inside, launcher.stats(mount.path))
+        found = cls(mount, inside, launcher.stats(mount.path))
+        with _errors_of(mount.path), found._control() as control:
+            if control is not None:  # its worker knows the budget before the mount reports it
+                found._stats = control.stats()
+        return found
 
     def _read_snapshot(self) -> None:
         """Read the version that the mount shows now."""
